@@ -1,0 +1,44 @@
+# Every target does its own set-up in .venv; a second call reuses it.
+SHELL := /bin/bash
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+STAMP := $(VENV)/.installed
+# The pin keeps a bare machine from fetching gigabytes of CUDA; override for a GPU:
+#   make demo TORCH='torch>=2.11'
+TORCH ?= torch==2.13.0
+NATIVE := $(shell find csrc -type f 2>/dev/null)
+
+.PHONY: demo test soak lint format setup clean
+
+demo: setup
+	$(BIN)/python examples/offline_inference.py
+
+test: setup
+	$(BIN)/python -m pytest -m "not soak"
+
+soak: setup
+	$(BIN)/python -m pytest -m soak --timeout 3600
+
+lint: setup
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+	$(BIN)/clang-format --dry-run --Werror $(filter %.h %.inc %.cpp %.cu %.cuh,$(NATIVE))
+
+format: setup
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+	$(BIN)/clang-format -i $(filter %.h %.inc %.cpp %.cu %.cuh,$(NATIVE))
+
+setup: $(STAMP)
+
+$(STAMP): pyproject.toml $(NATIVE)
+	@command -v c++ >/dev/null || { echo "tpengine needs a C++ compiler: install g++ or clang"; exit 1; }
+	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install -q --disable-pip-version-check '$(TORCH)'
+	$(BIN)/python -m pip install -q --disable-pip-version-check -e '.[test,lint]'
+	touch $@
+
+clean:
+	rm -rf $(VENV) build
