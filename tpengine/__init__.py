@@ -1,0 +1,56 @@
+"""tpengine: a small tensor-parallel inference engine for large language models.
+
+Public names are imported when they are first used, so that `import tpengine` is cheap and happens
+before torch reads its environment.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+from tpengine import envs
+
+if TYPE_CHECKING:
+    from tpengine.engine.llm_engine import LLMEngine
+    from tpengine.engine_args import EngineArgs
+    from tpengine.llm import LLM
+    from tpengine.outputs import CompletionOutput, Logprob, RequestOutput
+    from tpengine.sampling_params import RequestOutputKind, SamplingParams
+
+__version__ = "0.1.0"
+
+__all__ = [
+    "LLM",
+    "CompletionOutput",
+    "EngineArgs",
+    "LLMEngine",
+    "Logprob",
+    "RequestOutput",
+    "RequestOutputKind",
+    "SamplingParams",
+    "__version__",
+]
+
+_HOMES = {
+    "LLM": "tpengine.llm",
+    "LLMEngine": "tpengine.engine.llm_engine",
+    "EngineArgs": "tpengine.engine_args",
+    "SamplingParams": "tpengine.sampling_params",
+    "RequestOutputKind": "tpengine.sampling_params",
+    "RequestOutput": "tpengine.outputs",
+    "CompletionOutput": "tpengine.outputs",
+    "Logprob": "tpengine.outputs",
+}
+
+envs.tune_openmp_spinning()
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOMES:
+        raise AttributeError(f"module 'tpengine' has no attribute {name!r}")
+    return getattr(importlib.import_module(_HOMES[name]), name)
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)

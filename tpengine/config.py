@@ -1,0 +1,207 @@
+"""What an engine is built from: frozen, plain, and the same on every rank.
+
+Nothing here is written to after construction: what is found out later (the device's dtype, block
+counts) travels as a return value. Dtypes and devices are strings, so that the driver needs no torch.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from tpengine.errors import ConfigError, ModelLoadError
+
+DTYPES = ("auto", "float32", "bfloat16", "float16")
+BLOCK_SIZES = (8, 16, 32)
+LOAD_FORMATS = ("auto", "safetensors", "dummy")
+DEVICES = ("auto", "cpu", "cuda")
+EMBEDDED_MODEL = str(Path(__file__).parent / "assets" / "embedded")
+"""The small trained model that the package carries; used when no model is named."""
+
+
+@dataclass(frozen=True)
+class ModelConfig:
+    """Which model, and how it is read.
+
+    Attributes:
+        model: a local folder in Hugging Face layout (hub names are resolved before).
+        hf_config: the model's configuration as plain data, defaults filled in.
+        dtype: auto, float32, bfloat16 or float16; auto is settled by the worker's device.
+        max_model_len: most tokens of a sequence, prompt and output.
+        end_token_ids: ids that end a sequence, from `config.json` and `generation_config.json`.
+    """
+
+    model: str
+    tokenizer: str
+    tokenizer_mode: str
+    trust_remote_code: bool
+    hf_config: Mapping[str, Any]
+    dtype: str
+    max_model_len: int
+    seed: int
+    load_format: str
+    end_token_ids: frozenset[int]
+
+    @property
+    def architecture(self) -> str:
+        """The class name that `config.json` gives, e.g. `LlamaForCausalLM`."""
+        return str((self.hf_config.get("architectures") or ["(none named)"])[0])
+
+    @property
+    def vocab_size(self) -> int:
+        """Rows of the embedding and of the logits."""
+        return int(self.hf_config["vocab_size"])
+
+    @property
+    def num_layers(self) -> int:
+        """Transformer layers, each with its own KV cache."""
+        return int(self.hf_config["num_hidden_layers"])
+
+    @property
+    def total_num_heads(self) -> int:
+        """Query heads over all ranks."""
+        return int(self.hf_config["num_attention_heads"])
+
+    @property
+    def total_num_kv_heads(self) -> int:
+        """Key and value heads over all ranks."""
+        return int(self.hf_config.get("num_key_value_heads") or self.total_num_heads)
+
+    @property
+    def head_dim(self) -> int:
+        """Elements of one head."""
+        head_dim = self.hf_config.get("head_dim")
+        return int(head_dim or int(self.hf_config["hidden_size"]) // self.total_num_heads)
+
+
+@dataclass(frozen=True)
+class CacheConfig:
+    """The KV cache.
+
+    Attributes:
+        block_size: tokens in a block.
+        gpu_memory_utilization: share of a GPU's memory that the engine may use, weights included.
+        cpu_kv_cache_bytes: size of the cache on CPU; None: the smaller of 4 GiB and 40 % of what
+            machine and cgroup have free.
+        num_device_blocks_override: this many blocks, whatever memory says.
+    """
+
+    block_size: int
+    gpu_memory_utilization: float
+    cpu_kv_cache_bytes: int | None
+    num_device_blocks_override: int | None
+
+
+@dataclass(frozen=True)
+class ParallelConfig:
+    """How many ranks share the model."""
+
+    tensor_parallel_size: int
+
+
+@dataclass(frozen=True)
+class SchedulerConfig:
+    """What a step may hold.
+
+    Attributes:
+        max_num_batched_tokens: most tokens computed in a step.
+        max_num_seqs: most sequences running at once.
+        enable_chunked_prefill: whether a prompt may be computed over several steps, beside decodes.
+    """
+
+    max_num_batched_tokens: int
+    max_num_seqs: int
+    max_model_len: int
+    enable_chunked_prefill: bool
+
+
+@dataclass(frozen=True)
+class EngineConfig:
+    """Everything that a worker gets to know."""
+
+    model: ModelConfig
+    cache: CacheConfig
+    parallel: ParallelConfig
+    scheduler: SchedulerConfig
+    device: str
+
+
+def resolve_model_folder(model: str, download_dir: str | None) -> str:
+    """Returns the local folder of `model`, fetching it from the hub if it is a hub name.
+
+    Raises:
+        ModelLoadError: no such folder, and no such model could be fetched.
+    """
+    folder = Path(model).expanduser()
+    if folder.is_dir():
+        return str(folder)
+    if folder.exists() or model.startswith(("/", ".", "~")) or model.count("/") != 1:
+        raise ModelLoadError(
+            f"model {model!r} is no folder; give a folder in Hugging Face layout or a hub name "
+            "like 'owner/name'"
+        )
+    from huggingface_hub import snapshot_download
+
+    patterns = ["*.json", "*.safetensors", "*.txt", "*.model", "*.jinja"]
+    try:
+        return str(snapshot_download(model, cache_dir=download_dir, allow_patterns=patterns))
+    except Exception as error:
+        raise ModelLoadError(
+            f"model {model!r} is no local folder and could not be fetched from the hub "
+            f"({type(error).__name__}: {error}); check the name, the network, or give a folder"
+        ) from error
+
+
+def read_hf_config(folder: str, trust_remote_code: bool) -> dict[str, Any]:
+    """Reads `config.json` through transformers, which fills in each architecture's defaults.
+
+    Raises:
+        ModelLoadError: the folder is no model, or transformers cannot read its configuration.
+    """
+    if not (Path(folder) / "config.json").is_file():
+        raise ModelLoadError(f"{folder} is no model folder: it has no config.json")
+    from transformers import AutoConfig
+
+    try:
+        config = AutoConfig.from_pretrained(folder, trust_remote_code=trust_remote_code)
+    except Exception as error:
+        raise ModelLoadError(f"{folder}/config.json cannot be read: {error}") from error
+    return dict(json.loads(config.to_json_string(use_diff=False)))
+
+
+def read_end_token_ids(folder: str, hf_config: Mapping[str, Any]) -> frozenset[int]:
+    """Ids that end a sequence, by `config.json` and `generation_config.json`."""
+    sources = [hf_config.get("eos_token_id")]
+    path = Path(folder) / "generation_config.json"
+    if path.is_file():
+        try:
+            sources.append(json.loads(path.read_text(encoding="utf-8")).get("eos_token_id"))
+        except (ValueError, AttributeError) as error:
+            raise ModelLoadError(f"{path} is not valid JSON: {error}") from error
+    ids: set[int] = set()
+    for source in sources:
+        if source is not None:
+            ids.update(source if isinstance(source, list) else [source])
+    return frozenset(ids)
+
+
+def resolve_max_model_len(hf_config: Mapping[str, Any], wanted: int | None) -> int:
+    """The user's length, or the model's.
+
+    Raises:
+        ConfigError: longer than the positions that the model was made for.
+    """
+    limit = hf_config.get("max_position_embeddings")
+    if wanted is None:
+        return int(limit or 2048)
+    if wanted < 1:
+        raise ConfigError(f"max_model_len must be at least 1, got {wanted}")
+    if limit is not None and wanted > limit:
+        raise ConfigError(
+            f"max_model_len = {wanted} is more than the {limit} positions of the model "
+            "(max_position_embeddings in its config.json); choose a smaller one"
+        )
+    return wanted

@@ -1,0 +1,34 @@
+"""The only reader of `os.environ`.
+
+Every variable that tpengine obeys is listed here with its unit and default.
+"""
+
+from __future__ import annotations
+
+import os
+
+
+def log_level() -> str:
+    """`TPENGINE_LOG_LEVEL`: a name of the `logging` module's levels; default `INFO`."""
+    return os.environ.get("TPENGINE_LOG_LEVEL", "INFO").upper()
+
+
+def cpu_isa() -> str | None:
+    """`TPENGINE_CPU_ISA`: generic, avx2, avx512 or avx512bf16; default: the best this CPU has."""
+    return os.environ.get("TPENGINE_CPU_ISA") or None
+
+
+def num_threads() -> int | None:
+    """`TPENGINE_NUM_THREADS`: CPU threads of one worker; default: its share of the cores."""
+    value = os.environ.get("TPENGINE_NUM_THREADS")
+    return int(value) if value else None
+
+
+def tune_openmp_spinning() -> None:
+    """Bounds how long OpenMP threads spin; must run before torch is imported.
+
+    libgomp spins for a very long time by default, and then one other busy process on a core can
+    slow a two-thread engine by two orders of magnitude. Not spinning at all costs a third of the
+    quiet throughput; about 1000 turns keeps both losses small. A value that the user set stays.
+    """
+    os.environ.setdefault("GOMP_SPINCOUNT", "1000")

@@ -1,0 +1,56 @@
+"""Every error that a user, a client or a cluster can cause.
+
+Two families: `RequestError` is the caller's fault and fails one request; `EngineError` is ours (or
+the machine's) and concerns the engine. Each carries its arguments in `args`, so that it survives
+pickling between processes.
+"""
+
+from __future__ import annotations
+
+
+class TPEngineError(Exception):
+    """Root of all errors that tpengine raises on purpose."""
+
+
+class RequestError(TPEngineError, ValueError):
+    """One request cannot be served as asked; nothing else is affected."""
+
+
+class InvalidSamplingParamsError(RequestError):
+    """A field of `SamplingParams` is out of its range."""
+
+
+class InvalidPromptError(RequestError):
+    """The prompt is empty, too long, or holds ids outside the vocabulary."""
+
+
+class DuplicateRequestError(RequestError):
+    """A live request already has this id."""
+
+
+class EngineError(TPEngineError, RuntimeError):
+    """The engine cannot be built or cannot go on."""
+
+
+class ConfigError(EngineError, ValueError):
+    """Engine arguments or a model's `config.json` ask for something that cannot be done."""
+
+
+class ModelLoadError(EngineError):
+    """A model folder, its weights or its tokenizer cannot be read."""
+
+
+class CacheSizeError(EngineError):
+    """The KV cache that fits into memory is too small for what was asked."""
+
+
+class WorkerError(EngineError):
+    """A worker failed while it ran a call for the driver."""
+
+
+class NativeLibraryError(EngineError):
+    """The compiled kernels are missing or cannot be used as asked."""
+
+
+class IllegalMoveError(EngineError):
+    """A sequence was asked to change its status in a way the table of legal moves forbids."""

@@ -1,0 +1,21 @@
+"""One logger for the package: short lines on stderr, level from `TPENGINE_LOG_LEVEL`."""
+
+from __future__ import annotations
+
+import logging
+
+from tpengine import envs
+
+_FORMAT = "%(levelname)s %(asctime)s %(name)s] %(message)s"
+
+
+def init_logger(name: str) -> logging.Logger:
+    """Returns the logger `name`, with the package's handler installed once on its root."""
+    root = logging.getLogger("tpengine")
+    if not root.handlers:
+        handler = logging.StreamHandler()
+        handler.setFormatter(logging.Formatter(_FORMAT, datefmt="%m-%d %H:%M:%S"))
+        root.addHandler(handler)
+        root.setLevel(envs.log_level())
+        root.propagate = False
+    return logging.getLogger(name)

@@ -1,0 +1,73 @@
+"""What a user gets back."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+
+@dataclass(frozen=True, slots=True)
+class Logprob:
+    """Natural log of a token's probability under the raw logits, and its rank (1 is likeliest)."""
+
+    logprob: float
+    rank: int | None = None
+    decoded_token: str | None = None
+
+
+@dataclass(slots=True)
+class RequestMetrics:
+    """Moments in a request's life, in seconds of `time.monotonic`; None where not reached."""
+
+    arrival_time: float
+    first_scheduled_time: float | None = None
+    first_token_time: float | None = None
+    finished_time: float | None = None
+    num_preemptions: int = 0
+
+
+@dataclass(slots=True)
+class CompletionOutput:
+    """One output sequence of a request.
+
+    Attributes:
+        index: its place among the request's sequences.
+        text: the generated text (or what is new of it, see `RequestOutputKind.DELTA`).
+        token_ids: the generated ids; the end token is among them, its text is not.
+        cumulative_logprob: sum of the chosen tokens' log probabilities; None unless the request
+            asked for `logprobs`.
+        logprobs: per token, candidates by id; None unless asked for.
+        finish_reason: stop, length, abort, ignored or error; None while unfinished.
+        stop_reason: the stop string or stop token that ended it.
+    """
+
+    index: int
+    text: str
+    token_ids: list[int]
+    cumulative_logprob: float | None = None
+    logprobs: list[dict[int, Logprob]] | None = None
+    finish_reason: str | None = None
+    stop_reason: int | str | None = None
+
+    def finished(self) -> bool:
+        """Whether this sequence is complete."""
+        return self.finish_reason is not None
+
+
+@dataclass(slots=True)
+class RequestOutput:
+    """The state of a request after a step.
+
+    Attributes:
+        prompt: the prompt's text; None when ids were given.
+        prompt_logprobs: None so far; kept so that scripts that read it run.
+        error: why the request was refused or ignored; None when all is well.
+    """
+
+    request_id: str
+    prompt: str | None
+    prompt_token_ids: list[int]
+    outputs: list[CompletionOutput]
+    finished: bool
+    metrics: RequestMetrics | None = None
+    error: str | None = None
+    prompt_logprobs: None = field(default=None)

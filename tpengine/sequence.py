@@ -1,0 +1,145 @@
+"""The two nouns of the engine: a request, and the sequences that it consists of."""
+
+from __future__ import annotations
+
+import enum
+from dataclasses import dataclass, field
+
+from tpengine.errors import IllegalMoveError
+from tpengine.outputs import Logprob, RequestMetrics
+from tpengine.sampling_params import SamplingParams
+
+
+class SequenceStatus(enum.Enum):
+    """Where a sequence stands. Every change goes through `Sequence.move_to`."""
+
+    WAITING = "waiting"
+    RUNNING = "running"
+    SWAPPED = "swapped"
+    FINISHED_STOPPED = "finished: stop"
+    FINISHED_LENGTH = "finished: length"
+    FINISHED_ABORTED = "finished: abort"
+    FINISHED_IGNORED = "finished: ignored"
+
+    @property
+    def finished(self) -> bool:
+        """Whether the sequence will never change again."""
+        return self in _FINISH_REASONS
+
+    @property
+    def finish_reason(self) -> str | None:
+        """What a user is told: stop, length, abort, ignored; None while unfinished."""
+        return _FINISH_REASONS.get(self)
+
+
+_FINISH_REASONS = {
+    SequenceStatus.FINISHED_STOPPED: "stop",
+    SequenceStatus.FINISHED_LENGTH: "length",
+    SequenceStatus.FINISHED_ABORTED: "abort",
+    SequenceStatus.FINISHED_IGNORED: "ignored",
+}
+_ANYTIME = frozenset({SequenceStatus.FINISHED_ABORTED, SequenceStatus.FINISHED_IGNORED})
+
+LEGAL_MOVES: dict[SequenceStatus, frozenset[SequenceStatus]] = {
+    SequenceStatus.WAITING: frozenset({SequenceStatus.RUNNING}) | _ANYTIME,
+    SequenceStatus.RUNNING: frozenset(
+        {
+            SequenceStatus.WAITING,  # preempted: recompute
+            SequenceStatus.SWAPPED,  # preempted: swap
+            SequenceStatus.FINISHED_STOPPED,
+            SequenceStatus.FINISHED_LENGTH,
+        }
+    )
+    | _ANYTIME,
+    SequenceStatus.SWAPPED: frozenset(
+        {
+            SequenceStatus.RUNNING,
+            SequenceStatus.WAITING,  # its host blocks are gone: recompute
+        }
+    )
+    | _ANYTIME,
+    SequenceStatus.FINISHED_STOPPED: frozenset(),
+    SequenceStatus.FINISHED_LENGTH: frozenset(),
+    SequenceStatus.FINISHED_ABORTED: frozenset(),
+    SequenceStatus.FINISHED_IGNORED: frozenset(),
+}
+
+
+@dataclass(slots=True, eq=False)
+class Sequence:
+    """One line of tokens: the prompt and what was generated after it.
+
+    The scheduler knows no prefill and no decode: it lets `num_computed_tokens` (tokens whose K and
+    V lie in the cache) catch up with `num_tokens`. `token_ids` holds prompt and output in one list;
+    `slot` is the sequence's place in the worker's persistent batch while it is running.
+    """
+
+    seq_id: int
+    index: int
+    """Place among the sequences of its request; part of the key of its noise."""
+    token_ids: list[int]
+    num_prompt_tokens: int
+    num_computed_tokens: int = 0
+    slot: int | None = None
+    status: SequenceStatus = SequenceStatus.WAITING
+    cumulative_logprob: float = 0.0
+    logprobs: list[dict[int, Logprob]] | None = None
+    stop_reason: int | str | None = None
+    """The stop string or stop token that ended it; None for an end token or another reason."""
+
+    @property
+    def num_tokens(self) -> int:
+        """Prompt and output tokens."""
+        return len(self.token_ids)
+
+    @property
+    def num_output_tokens(self) -> int:
+        """Tokens generated so far."""
+        return len(self.token_ids) - self.num_prompt_tokens
+
+    @property
+    def output_token_ids(self) -> list[int]:
+        """A copy of the generated ids."""
+        return self.token_ids[self.num_prompt_tokens :]
+
+    def move_to(self, status: SequenceStatus) -> None:
+        """Changes the status.
+
+        Raises:
+            IllegalMoveError: `LEGAL_MOVES` forbids it.
+        """
+        if status not in LEGAL_MOVES[self.status]:
+            raise IllegalMoveError(
+                f"sequence {self.seq_id} cannot go from {self.status.name} to {status.name}"
+            )
+        self.status = status
+
+
+@dataclass(slots=True, eq=False)
+class Request:
+    """One prompt with its sampling parameters and its sequences."""
+
+    request_id: str
+    prompt: str | None
+    prompt_token_ids: list[int]
+    sampling_params: SamplingParams
+    seed: int
+    """Key of its noise, fixed when it is added: the user's, or engine seed and arrival number."""
+    arrival_index: int
+    sequences: list[Sequence]
+    metrics: RequestMetrics
+    priority: int = 0
+    error: str | None = None
+    """Why it was ignored, in words its user can act on."""
+    end_token_ids: frozenset[int] = field(default_factory=frozenset)
+    """Ids that end it: the model's (unless `ignore_eos`) and its `stop_token_ids`."""
+
+    @property
+    def finished(self) -> bool:
+        """Whether none of its sequences will change again."""
+        return all(sequence.status.finished for sequence in self.sequences)
+
+    @property
+    def unfinished_sequences(self) -> list[Sequence]:
+        """Those that still wait, run or are swapped out."""
+        return [sequence for sequence in self.sequences if not sequence.status.finished]
