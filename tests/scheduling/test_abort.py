@@ -1,0 +1,90 @@
+"""Requests that are ended from outside, wherever they stand."""
+
+from __future__ import annotations
+
+import time
+
+import pytest
+
+from tpengine.errors import DuplicateRequestError
+from tpengine.sequence import SequenceStatus
+
+from .fake_engine import add, engine_of, make_request, statuses
+
+
+def test_abort_wherever_it_stands() -> None:
+    engine = engine_of(seqs=2, num_blocks=8, tokens=8)
+    decoding, chunk, waiting = add(engine, 5, 12, 4)
+    engine.step()
+    assert chunk.sequences[0].num_computed_tokens == 3
+    assert engine.scheduler.abort_request("nobody") is None
+    for request in (waiting, chunk, decoding):
+        assert engine.scheduler.get_request(request.request_id) is request
+        engine.abort(request.request_id)
+        engine.scheduler.check_invariants()
+        assert statuses([request]) == ["FINISHED_ABORTED"]
+        assert engine.scheduler.abort_request(request.request_id) is None
+    assert not engine.scheduler.has_unfinished_requests()
+    add(engine, 3, first=3)
+    output = engine.step()  # slots 0 and 1 are freed and one of them is taken, in one message
+    assert sorted(output.step_input.freed_slots) == [0, 1]
+    assert output.step_input.new_sequences[0].slot in (0, 1)
+
+
+def test_abort_of_a_preempted_request() -> None:
+    engine = engine_of(num_blocks=4)
+    _, second = add(engine, 8, 8)
+    engine.step()
+    assert engine.step().preempted == [second]
+    engine.abort("r1")
+    assert engine.scheduler.num_waiting == 0
+    engine.run()
+
+
+def test_abort_while_a_step_is_computed() -> None:
+    engine = engine_of()
+    first, second = add(engine, 4, 5)
+    engine.step(lambda: engine.abort("r0"))
+    assert first.sequences[0].num_output_tokens == 0
+    assert second.sequences[0].num_output_tokens == 1
+    assert engine.step().step_input.freed_slots == [0]
+    engine.run()
+
+
+def test_abort_after_the_last_token_but_before_update_comes_too_late() -> None:
+    engine = engine_of()
+    (request,) = add(engine, 4)
+    output = engine.scheduler.schedule()
+    request.sequences[0].token_ids.append(1)
+    request.sequences[0].move_to(SequenceStatus.FINISHED_STOPPED)
+    assert engine.scheduler.abort_request("r0") is None
+    engine.scheduler.update(output)
+    assert statuses([request]) == ["FINISHED_STOPPED"]
+    assert not engine.scheduler.has_unfinished_requests()
+    engine.scheduler.check_invariants()
+
+
+def test_an_id_can_be_used_again_only_when_it_is_free() -> None:
+    engine = engine_of()
+    add(engine, 4)
+    with pytest.raises(DuplicateRequestError, match="'r0'"):
+        engine.scheduler.add_request(make_request(0, 4))
+    assert engine.scheduler.num_waiting == 1
+    engine.abort("r0")
+    engine.endings.clear()
+    add(engine, 4)
+    engine.run()
+
+
+def test_ten_thousand_aborts_of_waiting_requests() -> None:
+    engine = engine_of()
+    add(engine, *[3] * 10_000)
+    start = time.perf_counter()
+    for index in range(9_999, -1, -2):
+        engine.scheduler.abort_request(f"r{index}")
+    for index in range(0, 10_000, 2):
+        engine.scheduler.abort_request(f"r{index}")
+        if engine.scheduler.num_waiting:
+            engine.scheduler._waiting.head()
+    assert not engine.scheduler.has_unfinished_requests()
+    assert time.perf_counter() - start < 2.0  # 0.05 s alone on a machine; quadratic takes minutes

@@ -1,0 +1,96 @@
+"""Time of the driver's bookkeeping: schedule and update of decode steps, with a queue behind."""
+
+from __future__ import annotations
+
+import argparse
+import platform
+import statistics
+import time
+
+from tpengine.config import SchedulerConfig
+from tpengine.outputs import RequestMetrics
+from tpengine.sampling_params import SamplingParams
+from tpengine.scheduling import BlockManager, Scheduler
+from tpengine.sequence import Request, Sequence
+
+PROMPT_TOKENS = 64
+BLOCK_SIZE = 16
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Adds what this benchmark can be told."""
+    parser.add_argument("--running", type=int, default=256, help="sequences that run")
+    parser.add_argument("--waiting", type=int, default=10_000, help="requests that wait")
+    parser.add_argument("--steps", type=int, default=500, help="decode steps to measure")
+    parser.add_argument(
+        "--no-chunked-prefill", action="store_true", help="measure whole-prompt mode"
+    )
+
+
+def run(args: argparse.Namespace) -> int:
+    """Runs the benchmark and prints medians and 99th percentiles in milliseconds."""
+    scheduler, params = _build(args), SamplingParams(max_tokens=None)
+    start = time.perf_counter()
+    for index in range(args.running + args.waiting):
+        scheduler.add_request(_request(index, params))
+    add_s = time.perf_counter() - start
+    while scheduler.num_running < args.running:
+        _step(scheduler)
+    _step(scheduler)  # the first decode of those that were admitted last
+    steps_ms = sorted(_step(scheduler) for _ in range(args.steps))
+    start = time.perf_counter()
+    for index in range(args.running, args.running + args.waiting):
+        scheduler.abort_request(str(index))
+    abort_s = time.perf_counter() - start
+
+    print(
+        f"scheduler: {args.running} running, {args.waiting} waiting, {args.steps} decode steps, "
+        f"chunked prefill {'off' if args.no_chunked_prefill else 'on'}; "
+        f"{platform.processor() or platform.machine()}, Python {platform.python_version()}"
+    )
+    p99_ms = steps_ms[min(len(steps_ms) - 1, int(0.99 * len(steps_ms)))]
+    print(
+        f"schedule + append + update: median {statistics.median(steps_ms):.3f} ms, "
+        f"p99 {p99_ms:.3f} ms a step"
+    )
+    if args.waiting:
+        print(f"adding all requests {add_s:.3f} s, aborting the waiting ones {abort_s:.3f} s")
+    return 0
+
+
+def _build(args: argparse.Namespace) -> Scheduler:
+    num_tokens = PROMPT_TOKENS + args.steps + args.running + 2
+    blocks_each = -(-num_tokens // BLOCK_SIZE)
+    config = SchedulerConfig(
+        max_num_batched_tokens=max(2048, args.running),
+        max_num_seqs=args.running,
+        max_model_len=num_tokens,
+        enable_chunked_prefill=not args.no_chunked_prefill,
+    )
+    # Twice what the running ones need, so that neither watermark nor preemption joins in.
+    return Scheduler(config, BlockManager(2 * blocks_each * args.running, BLOCK_SIZE))
+
+
+def _request(index: int, params: SamplingParams) -> Request:
+    # Lengths differ, so that not all sequences want their next block in the same step.
+    token_ids = list(range(PROMPT_TOKENS - index % BLOCK_SIZE))
+    return Request(
+        request_id=str(index),
+        prompt=None,
+        prompt_token_ids=token_ids,
+        sampling_params=params,
+        seed=index,
+        arrival_index=index,
+        sequences=[Sequence(index, 0, token_ids.copy(), len(token_ids))],
+        metrics=RequestMetrics(arrival_time=time.monotonic()),
+    )
+
+
+def _step(scheduler: Scheduler) -> float:
+    """One step without a model; returns its milliseconds."""
+    start = time.perf_counter()
+    output = scheduler.schedule()
+    for sequence in output.sampled:
+        sequence.token_ids.append(7)
+    scheduler.update(output)
+    return 1e3 * (time.perf_counter() - start)

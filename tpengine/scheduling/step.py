@@ -1,0 +1,108 @@
+"""One step: what the scheduler decides, and what the workers are told of it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from tpengine.errors import EngineError
+from tpengine.messages import NewSequence, StepInput
+from tpengine.sequence import Request, Sequence
+
+
+@dataclass(slots=True)
+class SchedulerOutput:
+    """One step, as the driver sees it.
+
+    Attributes:
+        step_input: the message to the workers; not to be sent when `is_empty`.
+        rows: the scheduled sequences, parallel to `step_input.slots`.
+        sampled: those that get a token in this step, parallel to `step_input.sample_slots`.
+        ignored: requests that can never run (on); `Request.error` says why.
+        preempted: requests that gave their blocks up and wait again.
+        num_prefill_tokens: scheduled tokens, less those of rows that compute one token after the
+            whole prompt.
+    """
+
+    step_input: StepInput
+    rows: list[Sequence]
+    sampled: list[Sequence]
+    ignored: list[Request]
+    preempted: list[Request]
+    num_prefill_tokens: int
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether there is nothing to compute."""
+        return not self.rows
+
+
+@dataclass(slots=True)
+class StepBuilder:
+    """A step while its rows are being chosen."""
+
+    tokens_left: int
+    singles: list[Sequence] = field(default_factory=list)
+    chunks: list[Sequence] = field(default_factory=list)
+    chunk_sizes: list[int] = field(default_factory=list)
+    new_sequences: list[NewSequence] = field(default_factory=list)
+    new_block_ids: list[tuple[int, list[int]]] = field(default_factory=list)
+    ignored: list[Request] = field(default_factory=list)
+    preempted: list[Request] = field(default_factory=list)
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether no row has been added."""
+        return not self.singles and not self.chunks
+
+    def add(self, sequence: Sequence, num_tokens: int) -> None:
+        """Makes a running sequence a row; `num_tokens` is at most `tokens_left`."""
+        self.tokens_left -= num_tokens
+        if num_tokens == 1:
+            self.singles.append(sequence)
+        else:
+            self.chunks.append(sequence)
+            self.chunk_sizes.append(num_tokens)
+
+    def build(self, step: int, freed_slots: list[int]) -> SchedulerOutput:
+        """Orders the rows, and finds those whose last token is computed: they are sampled."""
+        rows = self.singles + self.chunks
+        sizes = [1] * len(self.singles) + self.chunk_sizes
+        num_prefill_tokens = sum(self.chunk_sizes)
+        slots: list[int] = []
+        sampled: list[Sequence] = []
+        sample_rows: list[int] = []
+        sample_slots: list[int] = []
+        for row, sequence in enumerate(rows):
+            slot = slot_of(sequence)
+            slots.append(slot)
+            num_computed, size = sequence.num_computed_tokens, sizes[row]
+            if num_computed + size == len(sequence.token_ids):
+                sampled.append(sequence)
+                sample_rows.append(row)
+                sample_slots.append(slot)
+            if size == 1 and num_computed < sequence.num_prompt_tokens:
+                num_prefill_tokens += 1
+        step_input = StepInput(
+            step=step,
+            slots=slots,
+            num_scheduled_tokens=sizes,
+            new_sequences=self.new_sequences,
+            new_block_ids=self.new_block_ids,
+            freed_slots=freed_slots,
+            sample_rows=sample_rows,
+            sample_slots=sample_slots,
+        )
+        return SchedulerOutput(
+            step_input, rows, sampled, self.ignored, self.preempted, num_prefill_tokens
+        )
+
+
+def slot_of(sequence: Sequence) -> int:
+    """The slot of a running sequence.
+
+    Raises:
+        EngineError: it does not run.
+    """
+    if sequence.slot is None:
+        raise EngineError(f"sequence {sequence.seq_id} holds no slot")
+    return sequence.slot
