@@ -1,0 +1,40 @@
+"""Gated activations: `act(gate) * up` on a packed `[num_tokens, 2 * n]` tensor."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+
+from tpengine.errors import ConfigError
+from tpengine.ops import fused
+
+_GATES: dict[str, Callable[[torch.Tensor, torch.Tensor], None]] = {
+    "silu": fused.silu_and_mul,
+    "swish": fused.silu_and_mul,
+    "gelu": fused.gelu_and_mul,
+    "gelu_new": fused.gelu_tanh_and_mul,
+    "gelu_pytorch_tanh": fused.gelu_tanh_and_mul,
+}
+
+
+class GatedActivation:
+    """The activation that a config names in `hidden_act`.
+
+    Raises:
+        ConfigError: no such gated activation.
+    """
+
+    def __init__(self, hidden_act: str) -> None:
+        if hidden_act not in _GATES:
+            raise ConfigError(
+                f"hidden_act = {hidden_act!r} is not supported with a gate; supported: "
+                f"{', '.join(_GATES)}"
+            )
+        self._gate = _GATES[hidden_act]
+
+    def forward(self, gate_up: torch.Tensor) -> torch.Tensor:
+        """gate_up `[num_tokens, 2 * n]` to `[num_tokens, n]`."""
+        out = gate_up.new_empty(gate_up.shape[0], gate_up.shape[1] // 2)
+        self._gate(out, gate_up)
+        return out

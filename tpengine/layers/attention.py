@@ -1,0 +1,152 @@
+"""Attention over the paged KV cache, and what a step tells every layer about its batch."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from tpengine.ops import attention as attention_ops
+from tpengine.ops import cache as cache_ops
+
+KVCache = tuple[torch.Tensor, torch.Tensor]
+"""One layer's K and V; their layout is the device's affair (`ops.cache.kv_cache_shapes`)."""
+
+
+@dataclass(slots=True)
+class AttentionMetadata:
+    """The ragged batch of one step: rows of one token first (decodes), then longer chunks.
+
+        |<------------------- seq_len -------------------->|
+        |<-- computed before this step -->|<-- query_len ->|
+
+    Attributes:
+        positions: int32 `[num_tokens]`, position of each token in its sequence.
+        slot_mapping: int32 `[num_tokens]`, where each token's K and V go; -1: nowhere.
+        block_table: int32 `[num_seqs, max_blocks]`.
+        seq_lens: int32 `[num_seqs]`, tokens with K and V in the cache after this step's writes.
+        query_start_loc: int32 `[num_seqs - num_decodes + 1]`, borders of the chunks among the
+            tokens that follow the decodes.
+        num_decodes: rows with one token, which are also the first tokens.
+    """
+
+    positions: torch.Tensor
+    slot_mapping: torch.Tensor
+    block_table: torch.Tensor
+    seq_lens: torch.Tensor
+    query_start_loc: torch.Tensor
+    num_decodes: int
+
+
+class Attention:
+    """Causal attention of this rank's heads, with rotary embedding where the model has it.
+
+    Args:
+        cos_sin_cache: float32 `[max_positions, rotary_dim]`; None: no rotary embedding.
+        sliding_window: a token sees this many tokens, itself included; None: all before it.
+        alibi_slopes: float32 `[num_heads]`; None: no linear bias.
+        is_neox: rotate halves of a head against each other (else neighbouring elements).
+    """
+
+    def __init__(
+        self,
+        num_heads: int,
+        num_kv_heads: int,
+        head_dim: int,
+        scale: float,
+        cos_sin_cache: torch.Tensor | None = None,
+        sliding_window: int | None = None,
+        alibi_slopes: torch.Tensor | None = None,
+        is_neox: bool = True,
+    ) -> None:
+        self.num_heads = num_heads
+        self.num_kv_heads = num_kv_heads
+        self.head_dim = head_dim
+        self.scale = scale
+        self.cos_sin_cache = cos_sin_cache
+        self.sliding_window = sliding_window
+        self.alibi_slopes = alibi_slopes
+        self.is_neox = is_neox
+
+    def forward(
+        self, qkv: torch.Tensor, kv_cache: KVCache, metadata: AttentionMetadata
+    ) -> torch.Tensor:
+        """Writes the step's K and V to the cache and attends to all that is in it.
+
+        Args:
+            qkv: `[num_tokens, (num_heads + 2 * num_kv_heads) * head_dim]`; rotated in place.
+
+        Returns:
+            `[num_tokens, num_heads * head_dim]`.
+        """
+        self._write_kv(qkv, kv_cache, metadata)
+        num_tokens, q_size = qkv.shape[0], self.num_heads * self.head_dim
+        out = qkv.new_empty(num_tokens, q_size)
+        out_heads = out.view(num_tokens, self.num_heads, self.head_dim)
+        q = qkv.view(num_tokens, -1, self.head_dim)[:, : self.num_heads]
+        decodes = metadata.num_decodes
+        num_seqs = metadata.seq_lens.shape[0]
+        if decodes == num_seqs:
+            self._decode(out_heads, q, kv_cache, metadata.block_table, metadata.seq_lens)
+            return out
+        if decodes:
+            self._decode(
+                out_heads[:decodes],
+                q[:decodes],
+                kv_cache,
+                metadata.block_table[:decodes],
+                metadata.seq_lens[:decodes],
+            )
+        attention_ops.prefill_attention(
+            out_heads[decodes:],
+            q[decodes:],
+            kv_cache[0],
+            kv_cache[1],
+            metadata.block_table[decodes:],
+            metadata.query_start_loc,
+            metadata.seq_lens[decodes:],
+            self.scale,
+            self.alibi_slopes,
+            self.sliding_window,
+        )
+        return out
+
+    def _decode(
+        self,
+        out: torch.Tensor,
+        q: torch.Tensor,
+        kv_cache: KVCache,
+        block_table: torch.Tensor,
+        seq_lens: torch.Tensor,
+    ) -> None:
+        attention_ops.paged_attention(
+            out,
+            q,
+            kv_cache[0],
+            kv_cache[1],
+            block_table,
+            seq_lens,
+            self.scale,
+            self.alibi_slopes,
+            self.sliding_window,
+        )
+
+    def _write_kv(self, qkv: torch.Tensor, kv_cache: KVCache, metadata: AttentionMetadata) -> None:
+        k_cache, v_cache = kv_cache
+        if self.cos_sin_cache is not None:
+            cache_ops.rotary_write_kv_cache(
+                metadata.positions,
+                qkv,
+                self.cos_sin_cache,
+                metadata.slot_mapping,
+                k_cache,
+                v_cache,
+                self.num_heads,
+                self.num_kv_heads,
+                self.is_neox,
+            )
+            return
+        heads = qkv.view(qkv.shape[0], -1, self.head_dim)
+        first_v = self.num_heads + self.num_kv_heads
+        k, v = heads[:, self.num_heads : first_v], heads[:, first_v:]
+        cache_ops.write_kv_cache(k, v, k_cache, v_cache, metadata.slot_mapping)

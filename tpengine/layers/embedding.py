@@ -1,0 +1,63 @@
+"""Token embedding and output head, their vocabulary divided over ranks."""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+
+from tpengine.layers.linear import Linear
+from tpengine.layers.weights import Weights
+
+
+class VocabParallelEmbedding:
+    """Rows of the embedding table `[vocab_size, hidden_size]`, padded so that ranks divide them."""
+
+    def __init__(self, weights: Weights, name: str, vocab_size: int, hidden_size: int) -> None:
+        self._parallel = parallel = weights.parallel
+        self.rows = -(-vocab_size // parallel.tp_size)
+        self.start = parallel.tp_rank * self.rows
+        self.weight = weights.empty(self.rows, hidden_size)
+        weights.declare(f"{name}.weight", self.weight, 0, self.start, vocab_size)
+
+    def forward(self, token_ids: torch.Tensor) -> torch.Tensor:
+        """token_ids `[num_tokens]` to `[num_tokens, hidden_size]`."""
+        if self._parallel.tp_size == 1:
+            return F.embedding(token_ids, self.weight)
+        local = token_ids - self.start
+        foreign = (local < 0) | (local >= self.rows)
+        embedded = F.embedding(local.masked_fill(foreign, 0), self.weight)
+        return self._parallel.all_reduce(embedded.masked_fill_(foreign.unsqueeze(1), 0))
+
+
+class ParallelLMHead(Linear):
+    """Logits over the whole vocabulary; each rank computes its rows of it.
+
+    Args:
+        tied: the embedding whose table is also the head's; None for a head of its own.
+    """
+
+    def __init__(
+        self,
+        weights: Weights,
+        name: str,
+        vocab_size: int,
+        hidden_size: int,
+        tied: VocabParallelEmbedding | None = None,
+    ) -> None:
+        self._parallel = parallel = weights.parallel
+        self._vocab_size = vocab_size
+        if tied is not None:
+            self.weight = tied.weight
+            self.bias = None
+            self._packed = None
+            weights.after_loading(self._pack)
+            return
+        rows = -(-vocab_size // parallel.tp_size)
+        super().__init__(weights, hidden_size, rows)
+        assert self.weight is not None
+        weights.declare(f"{name}.weight", self.weight, 0, parallel.tp_rank * rows, vocab_size)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """x `[num_rows, hidden_size]` to logits `[num_rows, vocab_size]`, on every rank."""
+        logits = self._parallel.all_gather(super().forward(x))
+        return logits[:, : self._vocab_size]
