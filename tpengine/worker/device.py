@@ -1,0 +1,61 @@
+"""What a worker's device is and can do."""
+
+from __future__ import annotations
+
+import os
+
+import torch
+
+from tpengine import envs
+from tpengine.errors import ConfigError
+from tpengine.ops.library import cpu_isa
+
+_DTYPES = {
+    "float32": torch.float32,
+    "bfloat16": torch.bfloat16,
+    "float16": torch.float16,
+}
+
+
+def detect_device(wanted: str) -> str:
+    """Returns cpu or cuda for auto, cpu or cuda.
+
+    Raises:
+        ConfigError: cuda was asked for, and this torch sees none.
+    """
+    available = torch.cuda.is_available()
+    if wanted == "cuda" and not available:
+        raise ConfigError(
+            f"device = 'cuda', but torch {torch.__version__} sees no CUDA device; "
+            "use device='cpu', or install a CUDA build of torch and check the driver"
+        )
+    if wanted == "auto":
+        return "cuda" if available else "cpu"
+    return wanted
+
+
+def resolve_dtype(wanted: str, device: str) -> torch.dtype:
+    """The dtype of weights, activations and KV cache; auto is bfloat16 where the device has it.
+
+    Raises:
+        ConfigError: float16 on CPU.
+    """
+    if wanted == "float16" and device == "cpu":
+        raise ConfigError(
+            "dtype = 'float16' is not supported on CPU, which has no arithmetic for it and would "
+            "convert at every step; use bfloat16 or float32"
+        )
+    if wanted != "auto":
+        return _DTYPES[wanted]
+    # Without instructions for it a CPU would convert at every step, which costs more than it saves.
+    has_bf16 = cpu_isa() == "avx512bf16" if device == "cpu" else torch.cuda.is_bf16_supported()
+    return torch.bfloat16 if has_bf16 else torch.float32
+
+
+def set_num_threads(local_ranks: int) -> int:
+    """Gives this process its share of the cores it may run on, and returns the number."""
+    cores = len(os.sched_getaffinity(0))
+    threads = envs.num_threads() or max(1, cores // local_ranks)
+    if threads != torch.get_num_threads():
+        torch.set_num_threads(threads)
+    return threads

@@ -1,0 +1,123 @@
+"""Runs the model, from a step's message to sampled tokens: the worker owns the place, this the
+work."""
+
+from __future__ import annotations
+
+import time
+
+import numpy as np
+import torch
+
+from tpengine.config import EngineConfig
+from tpengine.layers.attention import AttentionMetadata, KVCache
+from tpengine.layers.sampler import SamplingBatch, sample
+from tpengine.messages import StepInput, StepOutput
+from tpengine.models.registry import CausalLM
+from tpengine.worker.input_batch import InputBatch
+
+
+class ModelRunner:
+    """The model, its running batch and, once allocated, its KV cache."""
+
+    def __init__(
+        self, config: EngineConfig, model: CausalLM, weights_bytes: int, device: torch.device
+    ) -> None:
+        self.model = model
+        self.weights_bytes = weights_bytes
+        self._config = config
+        self._device = device
+        self._batch: InputBatch | None = None
+        self._kv_caches: list[KVCache] = []
+
+    def attach_cache(self, kv_caches: list[KVCache]) -> None:
+        """Hands over the cache; from here on steps can be executed."""
+        self._kv_caches = kv_caches
+        self._batch = InputBatch(
+            self._config.scheduler.max_num_seqs,
+            self._config.scheduler.max_model_len,
+            self._config.cache.block_size,
+            self._device,
+        )
+
+    def execute(self, step: StepInput) -> StepOutput:
+        """Computes all rows of the step and samples where it says so."""
+        batch = self._batch
+        assert batch is not None, "execute before attach_cache"
+        batch.apply(step)
+        token_ids, metadata = batch.build(step)
+        if not step.sample_rows:
+            start = time.perf_counter()
+            self.model.forward(token_ids, self._kv_caches, metadata)
+            model_s = time.perf_counter() - start
+            batch.advance(step, np.empty(0, np.int64))
+            return StepOutput(step.step, [], model_s=model_s)
+        last_positions = batch.last_positions(step)
+        sampling = batch.sampling_batch(step)
+        start = time.perf_counter()
+        hidden = self.model.forward(token_ids, self._kv_caches, metadata)
+        if last_positions is not None:
+            hidden = hidden.index_select(0, last_positions)
+        sampled, logprobs = sample(self.model.compute_logits(hidden), sampling)
+        sampled_ids = sampled.cpu().numpy()
+        model_s = time.perf_counter() - start
+        batch.advance(step, sampled_ids)
+        return StepOutput(step.step, sampled_ids.tolist(), logprobs, model_s)
+
+    def run_worst_case(self, kv_caches: list[KVCache]) -> None:
+        """Runs the most expensive step that the scheduler may ask for, over a cache of one block.
+
+        Writes go nowhere and every row reads block 0, so that what is measured is the activations
+        alone.
+        """
+        scheduler = self._config.scheduler
+        num_tokens = scheduler.max_num_batched_tokens
+        num_seqs = min(scheduler.max_num_seqs, num_tokens)
+        ends = np.linspace(0, num_tokens, num_seqs + 1).astype(np.int32)
+        self._run_dummy(np.diff(ends), kv_caches)
+
+    def warm_up(self) -> None:
+        """Runs one prompt and one decode, so that the first request does not pay for set-up."""
+        tokens = min(self._config.scheduler.max_num_batched_tokens, 32)
+        self._run_dummy(np.array([tokens], np.int32), self._kv_caches)
+        self._run_dummy(np.array([1], np.int32), self._kv_caches)
+
+    def _run_dummy(self, query_lens: np.ndarray, kv_caches: list[KVCache]) -> None:
+        block_size = self._config.cache.block_size
+        # Lengths stay within what one block per table column can hold.
+        longest = self._config.scheduler.max_model_len
+        query_lens = np.minimum(np.sort(query_lens), longest).astype(np.int32)
+        num_seqs, num_tokens = len(query_lens), int(query_lens.sum())
+        num_decodes = int(np.count_nonzero(query_lens == 1))
+        starts = np.cumsum(query_lens) - query_lens
+        positions = np.arange(num_tokens, dtype=np.int32) - np.repeat(starts, query_lens)
+        borders = np.concatenate([[0], np.cumsum(query_lens[num_decodes:])])
+        max_blocks = -(-int(query_lens.max()) // block_size)
+        metadata = AttentionMetadata(
+            positions=self._tensor(positions.astype(np.int32)),
+            slot_mapping=torch.full((num_tokens,), -1, dtype=torch.int32, device=self._device),
+            block_table=torch.zeros((num_seqs, max_blocks), dtype=torch.int32, device=self._device),
+            seq_lens=self._tensor(query_lens),
+            query_start_loc=self._tensor(borders.astype(np.int32)),
+            num_decodes=num_decodes,
+        )
+        token_ids = torch.zeros(num_tokens, dtype=torch.int32, device=self._device)
+        hidden = self.model.forward(token_ids, kv_caches, metadata)
+        last = torch.from_numpy(np.cumsum(query_lens) - 1).to(self._device)
+        sample(self.model.compute_logits(hidden.index_select(0, last)), _worst_sampling(num_seqs))
+
+    def _tensor(self, array: np.ndarray) -> torch.Tensor:
+        return torch.from_numpy(array).to(self._device)
+
+
+def _worst_sampling(num_rows: int) -> SamplingBatch:
+    """Every stage that takes memory, for every row."""
+    return SamplingBatch(
+        temperature=np.ones(num_rows, np.float32),
+        top_k=np.full(num_rows, 50, np.int32),
+        top_p=np.full(num_rows, 0.9, np.float32),
+        min_p=np.zeros(num_rows, np.float32),
+        noise_key=np.zeros(num_rows, np.uint64),
+        positions=np.zeros(num_rows, np.int32),
+        num_logprobs=np.full(num_rows, 1, np.int32),
+        banned_token_ids=[],
+    )

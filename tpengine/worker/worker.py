@@ -1,0 +1,155 @@
+"""One rank: its device, its share of the model, its KV cache."""
+
+from __future__ import annotations
+
+import platform
+
+import torch
+
+from tpengine.config import EngineConfig
+from tpengine.distributed.parallel_state import ParallelState
+from tpengine.errors import CacheSizeError
+from tpengine.layers.weights import Weights
+from tpengine.logger import init_logger
+from tpengine.messages import MemoryLedger, StepInput, StepOutput
+from tpengine.models.loader import load_model
+from tpengine.worker import memory
+from tpengine.worker.cache_engine import CacheEngine, block_bytes
+from tpengine.worker.device import resolve_dtype, set_num_threads
+from tpengine.worker.model_runner import ModelRunner
+
+logger = init_logger(__name__)
+
+
+class Worker:
+    """Holds one shard of the model. The executor calls, in this order: `init_device`,
+    `load_model`, `profile_num_available_blocks`, `init_cache_engine`, then `execute_model`."""
+
+    def __init__(self, config: EngineConfig, parallel: ParallelState | None = None) -> None:
+        self._config = config
+        self._parallel = parallel or ParallelState()
+        self._device = torch.device(config.device)
+        self._dtype = torch.float32
+        self._runner: ModelRunner | None = None
+        self._cache_engine: CacheEngine | None = None
+
+    def init_device(self) -> str:
+        """Claims device and threads, settles the dtype; returns a line that describes them.
+
+        Raises:
+            ConfigError: the device cannot do what was asked.
+        """
+        self._dtype = resolve_dtype(self._config.model.dtype, self._device.type)
+        if self._device.type == "cuda":
+            torch.cuda.set_device(self._device)
+            return f"{torch.cuda.get_device_name(self._device)}, {self._dtype_name}"
+        threads = set_num_threads(self._parallel.tp_size)
+        return f"{platform.machine()} CPU, {threads} threads, {self._dtype_name}"
+
+    def load_model(self) -> None:
+        """Builds this rank's shard and fills it.
+
+        Raises:
+            ConfigError, ModelLoadError: see `models.loader.load_model`.
+        """
+        with torch.inference_mode():
+            weights = Weights(self._dtype, self._device, self._parallel)
+            model = load_model(self._config.model, weights)
+        self._runner = ModelRunner(self._config, model, weights.num_bytes, self._device)
+
+    def profile_num_available_blocks(self) -> MemoryLedger:
+        """Runs the worst step and counts the blocks that fit into what is left.
+
+        Raises:
+            CacheSizeError: not even one block fits.
+        """
+        probe = self._make_cache(1)
+        with torch.inference_mode(), memory.PeakMemory(self._device) as peak:
+            self._require_runner().run_worst_case(probe.kv_caches)
+        one_block = self._block_bytes()
+        total, budget = self._kv_budget(peak.peak_bytes)
+        wanted = self._config.cache.num_device_blocks_override
+        num_blocks = budget // one_block if wanted is None else wanted
+        ledger = MemoryLedger(
+            rank=self._parallel.tp_rank,
+            device=str(self._device),
+            total_bytes=total,
+            weights_bytes=self._require_runner().weights_bytes,
+            activation_peak_bytes=peak.peak_bytes,
+            kv_budget_bytes=budget,
+            block_bytes=one_block,
+            num_device_blocks=num_blocks,
+        )
+        if num_blocks < 1:
+            raise CacheSizeError(
+                f"no block of the KV cache fits on rank {ledger.rank}: one takes "
+                f"{one_block / memory.GIB:.6f} GiB and {budget / memory.GIB:.6f} GiB may be used; "
+                f"{self._how_to_get_more(one_block)}"
+            )
+        return ledger
+
+    def init_cache_engine(self, num_blocks: int) -> None:
+        """Allocates the cache and warms up.
+
+        Raises:
+            CacheSizeError: the memory cannot be had.
+        """
+        try:
+            self._cache_engine = self._make_cache(num_blocks)
+        except RuntimeError as error:
+            size = num_blocks * self._block_bytes() / memory.GIB
+            raise CacheSizeError(
+                f"{num_blocks} blocks of the KV cache ({size:.2f} GiB) cannot be allocated on "
+                f"{self._device}: {error}; choose fewer"
+            ) from error
+        runner = self._require_runner()
+        runner.attach_cache(self._cache_engine.kv_caches)
+        with torch.inference_mode():
+            runner.warm_up()
+
+    def execute_model(self, step: StepInput) -> StepOutput:
+        """Runs one step."""
+        with torch.inference_mode():
+            return self._require_runner().execute(step)
+
+    def shutdown(self) -> None:
+        """Lets go of weights and cache."""
+        self._runner = None
+        self._cache_engine = None
+        if self._device.type == "cuda":
+            torch.cuda.empty_cache()
+
+    @property
+    def _dtype_name(self) -> str:
+        return str(self._dtype).removeprefix("torch.")
+
+    def _require_runner(self) -> ModelRunner:
+        assert self._runner is not None, "the model is not loaded"
+        return self._runner
+
+    def _cache_shape(self) -> tuple[int, int, int, int]:
+        model = self._config.model
+        kv_heads = max(1, model.total_num_kv_heads // self._parallel.tp_size)
+        return self._config.cache.block_size, model.num_layers, kv_heads, model.head_dim
+
+    def _make_cache(self, num_blocks: int) -> CacheEngine:
+        return CacheEngine(self._device, self._dtype, num_blocks, *self._cache_shape())
+
+    def _block_bytes(self) -> int:
+        return block_bytes(self._device, self._dtype, *self._cache_shape())
+
+    def _kv_budget(self, peak_bytes: int) -> tuple[int, int]:
+        """(all memory of the device, what the KV cache may take), in bytes."""
+        if self._device.type == "cpu":
+            wanted = self._config.cache.cpu_kv_cache_bytes
+            return memory.cpu_total_bytes(), memory.cpu_kv_budget_bytes(wanted)
+        torch.cuda.empty_cache()
+        free, total = torch.cuda.mem_get_info(self._device)
+        # What others hold counts against the share, whether it came before or after us.
+        unusable = total - int(total * self._config.cache.gpu_memory_utilization)
+        return total, max(0, free - unusable - peak_bytes)
+
+    def _how_to_get_more(self, one_block: int) -> str:
+        if self._device.type == "cpu":
+            return f"raise cpu_kv_cache_space to at least {one_block / memory.GIB:.6f} (GiB)"
+        return "raise gpu_memory_utilization, or free memory on the device"
