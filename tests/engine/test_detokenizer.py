@@ -1,0 +1,313 @@
+"""Incremental text against Hugging Face's decode of the whole, on small tokenizers made here."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from tokenizers import Tokenizer as Backend
+from tokenizers import decoders, models, normalizers, pre_tokenizers, trainers
+from transformers import ByT5Tokenizer, PreTrainedTokenizerFast
+
+from tpengine.engine.detokenizer import ByteStream, Detokenizer, WindowStream, open_stream
+from tpengine.engine.tokenizer import Tokenizer
+
+LINES = [
+    "Hello world, the quick brown fox jumps over the lazy dog. 👩‍👩‍👧 😀 e\u0301 n\u0303",
+    "Zwölf Boxkämpfer jagen Viktor quer über den großen Sylter Deich",
+    "Привет мир, как дела? 日本語のテキスト नमस्ते مرحبا",
+] * 8
+FFFD = "\ufffd"
+
+
+def _wrap(backend: Backend, special: Sequence[str], added: Sequence[str]) -> Tokenizer:
+    backend.add_special_tokens(list(special))
+    backend.add_tokens(list(added))
+    return Tokenizer(PreTrainedTokenizerFast(tokenizer_object=backend))
+
+
+def byte_level_tokenizer() -> Tokenizer:
+    backend = Backend(models.BPE())
+    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    backend.decoder = decoders.ByteLevel()
+    alphabet = pre_tokenizers.ByteLevel.alphabet()
+    trainer = trainers.BpeTrainer(
+        vocab_size=420, initial_alphabet=alphabet, show_progress=False, min_frequency=1
+    )
+    backend.train_from_iterator(LINES, trainer)
+    # Added tokens are literal text, unless all their characters are in the byte alphabet ("é").
+    return _wrap(backend, ["<|end|>", "<|im start|>"], ["é", "two words", "日"])
+
+
+def _metaspace_backend(byte_tokens: bool) -> Backend:
+    trained = Backend(models.BPE())
+    trained.pre_tokenizer = pre_tokenizers.Metaspace()
+    trained.train_from_iterator(LINES, trainers.BpeTrainer(vocab_size=260, show_progress=False))
+    model = json.loads(trained.to_str())["model"]
+    tokens = ["<unk>", "<s>", "</s>"]
+    if byte_tokens:
+        tokens += [f"<0x{byte:02X}>" for byte in range(256)]
+    tokens += sorted(model["vocab"], key=model["vocab"].get)
+    if "▁" not in tokens:
+        tokens.append("▁")
+    return Backend(
+        models.BPE(
+            vocab={token: token_id for token_id, token in enumerate(tokens)},
+            merges=[tuple(merge) for merge in model["merges"]],
+            unk_token="<unk>",
+            byte_fallback=byte_tokens,
+        )
+    )
+
+
+def byte_fallback_tokenizer(strips: bool) -> Tokenizer:
+    backend = _metaspace_backend(byte_tokens=True)
+    backend.normalizer = normalizers.Sequence(
+        [normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")]
+    )
+    stages: list[Any] = [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()]
+    backend.decoder = decoders.Sequence(stages + ([decoders.Strip(" ", 1, 0)] if strips else []))
+    return _wrap(backend, ["<unk>", "<s>", "</s>"], ["new word"])
+
+
+def metaspace_tokenizer() -> Tokenizer:
+    backend = _metaspace_backend(byte_tokens=False)
+    backend.pre_tokenizer = pre_tokenizers.Metaspace()
+    backend.decoder = decoders.Metaspace()
+    return _wrap(backend, ["<unk>", "<s>", "</s>"], [])
+
+
+def wordpiece_tokenizer() -> Tokenizer:
+    backend = Backend(models.WordPiece(unk_token="[UNK]"))
+    backend.pre_tokenizer = pre_tokenizers.Whitespace()
+    backend.decoder = decoders.WordPiece(cleanup=False)
+    trainer = trainers.WordPieceTrainer(
+        vocab_size=200, special_tokens=["[UNK]"], show_progress=False
+    )
+    backend.train_from_iterator(LINES, trainer)
+    return _wrap(backend, ["[UNK]", "[CLS]"], [])
+
+
+BYTE_LEVEL = byte_level_tokenizer()
+STRIPPING = byte_fallback_tokenizer(strips=True)
+UNSTRIPPING = byte_fallback_tokenizer(strips=False)
+METASPACE = metaspace_tokenizer()
+WORDPIECE = wordpiece_tokenizer()
+SLOW = Tokenizer(ByT5Tokenizer())
+BYTE_TOKENIZERS = [BYTE_LEVEL, STRIPPING, UNSTRIPPING]
+
+
+def oracle(tokenizer: Tokenizer, prompt: list[int], output: list[int], skip: bool) -> str:
+    options = {"skip_special_tokens": skip, "clean_up_tokenization_spaces": False}
+    before = tokenizer.hf.decode(prompt, **options)
+    return str(tokenizer.hf.decode(prompt + output, **options)[len(before) :])
+
+
+def stream_all(
+    detokenizer: Detokenizer, token_ids: Sequence[int]
+) -> tuple[str, list[str], str | None]:
+    """Returns the final text, the deltas, and the stop."""
+    deltas = []
+    for token_id in token_ids:
+        stop = detokenizer.append(token_id)
+        deltas.append(detokenizer.take_delta())
+        assert "".join(deltas) == detokenizer.text
+        if stop is not None:
+            break
+    detokenizer.finish()
+    deltas.append(detokenizer.take_delta())
+    assert "".join(deltas) == detokenizer.text
+    return detokenizer.text, deltas, detokenizer.stopped_by
+
+
+def valid_runs(tokenizer: Tokenizer, token_ids: Sequence[int]) -> bool:
+    """Whether every run of byte-fallback tokens is valid UTF-8 on its own."""
+    run = b""
+    for token in [*tokenizer.hf.convert_ids_to_tokens(list(token_ids)), "end"]:
+        if token is not None and token.startswith("<0x"):
+            run += bytes([int(token[3:5], 16)])
+            continue
+        try:
+            run.decode()
+        except UnicodeDecodeError:
+            return False
+        run = b""
+    return True
+
+
+def ids_of(tokenizer: Tokenizer, max_size: int = 12) -> st.SearchStrategy[list[int]]:
+    size = tokenizer.vocab_size
+    return st.lists(st.integers(0, size + 3), max_size=max_size)  # some beyond the vocabulary
+
+
+def test_streams_are_chosen_by_the_decoder() -> None:
+    for tokenizer in BYTE_TOKENIZERS:
+        assert isinstance(open_stream(tokenizer, [], True), ByteStream)
+    for tokenizer in (METASPACE, WORDPIECE, SLOW):
+        assert isinstance(open_stream(tokenizer, [], True), WindowStream)
+
+
+@settings(max_examples=400, deadline=None)
+@given(ids_of(BYTE_LEVEL), ids_of(BYTE_LEVEL), st.booleans())
+def test_byte_level_equals_decode_of_the_whole(
+    prompt: list[int], output: list[int], skip: bool
+) -> None:
+    if oracle(BYTE_LEVEL, [], prompt, skip).endswith(FFFD):
+        prompt = []  # half characters in the prompt have their own test
+    text, _, _ = stream_all(Detokenizer(BYTE_LEVEL, prompt, skip_special_tokens=skip), output)
+    assert text == oracle(BYTE_LEVEL, prompt, output, skip)
+
+
+@pytest.mark.parametrize("tokenizer", [STRIPPING, UNSTRIPPING])
+@settings(max_examples=300, deadline=None)
+@given(data=st.data())
+def test_byte_fallback_equals_decode_of_the_whole(tokenizer: Tokenizer, data: Any) -> None:
+    prompt = [i for i in data.draw(ids_of(tokenizer)) if valid_runs(tokenizer, [i])]
+    emoji = tokenizer.hf.convert_tokens_to_ids(["<0xF0>", "<0x9F>", "<0x98>", "<0x80>"])
+    pieces = st.one_of(
+        st.lists(st.integers(259, tokenizer.vocab_size - 1), max_size=3),
+        st.integers(0, 2).map(lambda i: [i]),
+        st.just(emoji),
+        st.sampled_from(["<0x20>", "<0x41>"]).map(
+            lambda token: [tokenizer.hf.convert_tokens_to_ids(token)]
+        ),
+    )
+    output = [token_id for piece in data.draw(st.lists(pieces, max_size=6)) for token_id in piece]
+    skip = data.draw(st.booleans())
+    assert valid_runs(tokenizer, output)
+    detokenizer = Detokenizer(tokenizer, prompt, skip_special_tokens=skip)
+    assert stream_all(detokenizer, output)[0] == oracle(tokenizer, prompt, output, skip)
+
+
+@settings(max_examples=200, deadline=None)
+@given(st.lists(st.integers(3, 258), max_size=10))
+def test_invalid_byte_fallback_runs_keep_their_valid_characters(output: list[int]) -> None:
+    expected = bytes(token_id - 3 for token_id in output).decode("utf-8", "replace")
+    text, _, _ = stream_all(Detokenizer(UNSTRIPPING, []), output)
+    assert text == expected
+
+
+@pytest.mark.parametrize("tokenizer", [METASPACE, WORDPIECE], ids=["metaspace", "wordpiece"])
+@settings(max_examples=200, deadline=None)
+@given(data=st.data())
+def test_window_equals_decode_of_the_whole(tokenizer: Tokenizer, data: Any) -> None:
+    prompt, output = data.draw(ids_of(tokenizer)), data.draw(ids_of(tokenizer, 30))
+    skip = data.draw(st.booleans())
+    detokenizer = Detokenizer(tokenizer, prompt, skip_special_tokens=skip)
+    assert stream_all(detokenizer, output)[0] == oracle(tokenizer, prompt, output, skip)
+
+
+@settings(max_examples=200, deadline=None)
+@given(st.text(max_size=20), st.text(max_size=20), st.sampled_from(BYTE_TOKENIZERS))
+def test_both_streams_agree_on_real_text(prompt: str, answer: str, tokenizer: Tokenizer) -> None:
+    prompt_ids = tokenizer.encode(prompt)
+    output = tokenizer.encode(answer)
+    table = ByteStream(tokenizer.byte_table, prompt_ids, True)  # type: ignore[arg-type]
+    window = WindowStream(tokenizer, prompt_ids, True)
+    texts = ["".join([*map(stream.push, output), stream.flush()]) for stream in (table, window)]
+    assert texts[0] == texts[1] == oracle(tokenizer, prompt_ids, output, True)
+
+
+def test_slow_tokenizer() -> None:
+    assert SLOW.fast_backend is None
+    assert SLOW.special_token_ids == set(SLOW.hf.all_special_ids) != set()
+    output = SLOW.encode("a😀 Zwölf")  # ends with the end token, which is special
+    assert SLOW.decode(SLOW.encode("a . b")) == "a . b"
+    text, deltas, _ = stream_all(Detokenizer(SLOW, SLOW.encode("x")[:-1]), output)
+    assert text == "a😀 Zwölf"
+    assert deltas[:5] == ["a", "", "", "", "😀"]
+    shown = Detokenizer(SLOW, [], skip_special_tokens=False)
+    assert stream_all(shown, output)[0] == "a😀 Zwölf</s>"
+
+
+def test_decode_state_does_not_grow_with_the_text() -> None:
+    word = METASPACE.encode("Hello world")
+    stream = WindowStream(METASPACE, word * 50, True)
+    for token_id in word * 200:
+        stream.push(token_id)
+        assert len(stream._context) + len(stream._held) <= 8 + 16
+
+
+def test_babbled_bytes_are_not_held_for_ever() -> None:
+    stream = WindowStream(BYTE_LEVEL, [], True)
+    text = ""
+    for token_id in single_bytes(b"\x80" * 50):
+        text += stream.push(token_id)
+        assert len(stream._context) + len(stream._held) <= 8 + 16
+    assert text + stream.flush() == FFFD * 50
+
+
+@pytest.mark.parametrize("tokenizer", [STRIPPING, METASPACE], ids=["table", "window"])
+def test_special_tokens_do_not_hide_the_prompt(tokenizer: Tokenizer) -> None:
+    end = tokenizer.hf.convert_tokens_to_ids("</s>")
+    prompt = [*tokenizer.encode("Hello"), *[end] * 40]
+    space = tokenizer.hf.convert_tokens_to_ids("▁")
+    assert stream_all(Detokenizer(tokenizer, prompt), [end, space])[0] == " "
+
+
+def test_first_token_keeps_its_space_after_a_prompt_and_loses_it_without() -> None:
+    for tokenizer in (STRIPPING, METASPACE):
+        ids = tokenizer.encode("Hello world")
+        cut = next(
+            i for i, t in enumerate(tokenizer.hf.convert_ids_to_tokens(ids)) if i and t[0] == "▁"
+        )
+        assert stream_all(Detokenizer(tokenizer, ids[:cut]), ids[cut:])[0] == " world"
+        assert stream_all(Detokenizer(tokenizer, []), ids)[0] == "Hello world"
+        beginning = tokenizer.hf.convert_tokens_to_ids("<s>")
+        assert stream_all(Detokenizer(tokenizer, [beginning]), ids)[0] == "Hello world"
+
+
+def single_bytes(data: bytes) -> list[int]:
+    """Byte-level tokens of one byte each."""
+    backend = BYTE_LEVEL.fast_backend
+    alphabet = {BYTE_LEVEL.byte_table.pieces[i]: i for i in range(256)}  # type: ignore[union-attr]
+    by_byte = {(k.encode() if isinstance(k, str) else k): i for k, i in alphabet.items()}
+    ids = [by_byte[bytes([byte])] for byte in data]
+    assert all(len(backend.id_to_token(i)) == 1 for i in ids)
+    return ids
+
+
+def test_emoji_over_four_tokens_shows_when_it_is_complete() -> None:
+    detokenizer = Detokenizer(BYTE_LEVEL, [])
+    _, deltas, _ = stream_all(detokenizer, single_bytes("a😀b".encode()))
+    assert deltas == ["a", "", "", "", "😀", "b", ""]
+
+
+def test_half_a_character_at_the_end_is_flushed_once() -> None:
+    detokenizer = Detokenizer(BYTE_LEVEL, [])
+    text, deltas, _ = stream_all(detokenizer, single_bytes("a😀".encode()[:-1]))
+    assert (text, deltas[-1]) == ("a" + FFFD, FFFD)
+    detokenizer.finish()
+    assert detokenizer.text == "a" + FFFD
+
+
+@pytest.mark.parametrize("tail", [b"\xf0", b"\xf0\x9f", b"\xf0\x9f\x98"])
+def test_character_begun_by_the_prompt(tail: bytes) -> None:
+    prompt = single_bytes(b"ab" + tail)
+    rest = "😀".encode()[len(tail) :]
+    assert stream_all(Detokenizer(BYTE_LEVEL, prompt), single_bytes(rest + b"x"))[0] == "😀x"
+    assert stream_all(Detokenizer(BYTE_LEVEL, prompt), single_bytes(b"x"))[0] == "x"
+    assert stream_all(Detokenizer(BYTE_LEVEL, prompt), [])[0] == ""
+
+
+def test_special_tokens_are_skipped_or_shown() -> None:
+    end = BYTE_LEVEL.hf.convert_tokens_to_ids("<|im start|>")
+    ids = [*single_bytes(b"a"), end, *single_bytes(b"b")]
+    assert stream_all(Detokenizer(BYTE_LEVEL, []), ids)[0] == "ab"
+    shown = Detokenizer(BYTE_LEVEL, [], skip_special_tokens=False)
+    assert stream_all(shown, ids)[0] == "a<|im start|>b"
+
+
+def test_half_character_after_a_stop_is_not_flushed() -> None:
+    detokenizer = Detokenizer(BYTE_LEVEL, [], stop=["a"])
+    assert stream_all(detokenizer, single_bytes(b"xa"))[0] == "x"
+    table = BYTE_LEVEL.byte_table
+    assert table is not None
+    # A token that ends inside a character, as trained vocabularies have: " " and half a letter.
+    mixed = next(i for i, p in enumerate(table.pieces) if isinstance(p, bytes) and p[:1] == b" ")
+    detokenizer = Detokenizer(BYTE_LEVEL, [], stop=[" "])
+    assert stream_all(detokenizer, [*single_bytes(b"x"), mixed])[0] == "x"

@@ -1,0 +1,119 @@
+"""Stop strings: which one ends the text, where it is cut, and what may be shown before."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from tokenizers import Tokenizer as Backend
+from tokenizers import decoders, models
+from transformers import PreTrainedTokenizerFast
+
+from tpengine.engine.detokenizer import Detokenizer
+from tpengine.engine.tokenizer import Tokenizer
+
+
+def letters_tokenizer() -> Tokenizer:
+    """Each token is a short word; they are joined without spaces."""
+    tokens = ["a", "b", "c", "ab", "ba", "aab", "bbab", "abc", "END", "E", "N", "D"]
+    vocab = {token: token_id for token_id, token in enumerate(tokens)}
+    backend = Backend(models.WordLevel(vocab, unk_token="a"))
+    backend.decoder = decoders.ByteLevel()
+    return Tokenizer(PreTrainedTokenizerFast(tokenizer_object=backend))
+
+
+LETTERS = letters_tokenizer()
+
+
+def letters(*words: str) -> list[int]:
+    return [int(LETTERS.hf.convert_tokens_to_ids(word)) for word in words]
+
+
+def stop_oracle(text: str, stops: Sequence[str], include: bool) -> tuple[str, str | None]:
+    """The stop that is complete first, character by character; the longest of several."""
+    for end in range(len(text) + 1):
+        done = [stop for stop in stops if text[:end].endswith(stop)]
+        if done:
+            stop = max(done, key=len)
+            return text[: end if include else end - len(stop)], stop
+    return text, None
+
+
+def showable(text: str, stops: Sequence[str]) -> str:
+    """The text without the longest end of it that begins a stop."""
+    for start in range(len(text)):
+        if any(stop != text[start:] and stop.startswith(text[start:]) for stop in stops):
+            return text[:start]
+    return text
+
+
+@settings(max_examples=800, deadline=None)
+@given(
+    st.lists(st.sampled_from(["a", "b", "ab", "ba", "aab", "bbab", "c", "abc"]), max_size=10),
+    st.lists(
+        st.one_of(st.text("ab", min_size=3, max_size=8), st.text("abc", min_size=1, max_size=4)),
+        max_size=3,
+    ),
+    st.booleans(),
+)
+def test_stop_strings_at_every_border(words: list[str], stops: list[str], include: bool) -> None:
+    detokenizer = Detokenizer(LETTERS, [], stop=stops, include_stop_str_in_output=include)
+    text = streamed = ""
+    for word in words:
+        text += word
+        stopped_by = detokenizer.append(*letters(word))
+        streamed += detokenizer.take_delta()
+        assert streamed == detokenizer.text
+        assert (stopped_by is None) == (stop_oracle(text, stops, include)[1] is None)
+        if stopped_by is not None:
+            break
+        assert streamed == (text if include else showable(text, stops))
+    detokenizer.finish()
+    streamed += detokenizer.take_delta()
+    assert (streamed, detokenizer.stopped_by) == stop_oracle(text, stops, include)
+    assert streamed == detokenizer.text
+
+
+def deltas_of(detokenizer: Detokenizer, token_ids: Sequence[int]) -> list[str]:
+    deltas = []
+    for token_id in token_ids:
+        stop = detokenizer.append(token_id)
+        deltas.append(detokenizer.take_delta())
+        if stop is not None:
+            break
+    detokenizer.finish()
+    return [*deltas, detokenizer.take_delta()]
+
+
+def test_beginning_of_a_stop_is_held_back_until_decided() -> None:
+    detokenizer = Detokenizer(LETTERS, [], stop=["END"])
+    deltas = deltas_of(detokenizer, letters("a", "E", "N", "a", "E", "N"))
+    assert deltas == ["a", "", "", "ENa", "", "", "EN"]
+
+
+def test_stop_that_stays_is_not_held_back() -> None:
+    detokenizer = Detokenizer(LETTERS, [], stop=["END"], include_stop_str_in_output=True)
+    assert deltas_of(detokenizer, letters("a", "E", "N", "D", "b")) == ["a", "E", "N", "D", ""]
+    assert detokenizer.stopped_by == "END"
+
+
+def test_longest_of_two_beginnings_is_held_back() -> None:
+    for stops in (["abb", "bc"], ["bc", "abb"]):
+        detokenizer = Detokenizer(LETTERS, [], stop=stops)
+        assert deltas_of(detokenizer, letters("c", "ab", "b")) == ["c", "", "", ""]
+
+
+def test_stop_waits_for_min_tokens() -> None:
+    ids = letters("END", "a", "E", "N", "D", "b")
+    # The first is complete at token 1, the second at token 5.
+    for min_tokens, deltas, stop in (
+        (0, ["", ""], "END"),
+        (1, ["", ""], "END"),
+        (2, ["END", "a", "", "", "", ""], "END"),
+        (5, ["END", "a", "", "", "", ""], "END"),
+        (6, ["END", "a", "", "", "END", "b", ""], None),
+    ):
+        detokenizer = Detokenizer(LETTERS, [], stop=["END"], min_tokens=min_tokens)
+        assert deltas_of(detokenizer, ids) == deltas
+        assert detokenizer.stopped_by == stop

@@ -1,0 +1,184 @@
+"""The face of the tokenizer: loading, encoding, chat, and what users are told."""
+
+from __future__ import annotations
+
+import logging
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tokenizers import Tokenizer as Backend
+from tokenizers import decoders, models, pre_tokenizers, processors
+from transformers import PreTrainedTokenizerFast
+
+from tpengine.config import ModelConfig
+from tpengine.engine.tokenizer import Tokenizer, load_tokenizer
+from tpengine.errors import InvalidPromptError, ModelLoadError
+
+TEMPLATE = (
+    "{% for m in messages %}{% if m.role == 'tool' %}{{ raise_exception('no tools here') }}"
+    "{% endif %}<|turn|>{{ m.role }}:{{ m.content }}{% endfor %}"
+    "{% if add_generation_prompt %}<|turn|>assistant:{% endif %}"
+)
+
+
+def make_hf(**options: Any) -> PreTrainedTokenizerFast:
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    vocab = {"<|begin|>": 0, "<|end|>": 1, **{char: i + 2 for i, char in enumerate(alphabet)}}
+    backend = Backend(models.BPE(vocab=vocab, merges=[]))
+    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    backend.decoder = decoders.ByteLevel()
+    backend.add_special_tokens(["<|begin|>", "<|end|>", "<|turn|>"])
+    backend.post_processor = processors.TemplateProcessing(
+        single="<|begin|> $A", special_tokens=[("<|begin|>", 0)]
+    )
+    return PreTrainedTokenizerFast(
+        tokenizer_object=backend, bos_token="<|begin|>", eos_token="<|end|>", **options
+    )
+
+
+def config_of(folder: Path) -> ModelConfig:
+    return ModelConfig(
+        model=str(folder),
+        tokenizer=str(folder),
+        tokenizer_mode="auto",
+        trust_remote_code=False,
+        hf_config={"vocab_size": 300},
+        dtype="float32",
+        max_model_len=64,
+        seed=0,
+        load_format="auto",
+        end_token_ids=frozenset(),
+    )
+
+
+@pytest.fixture(name="tokenizer")
+def tokenizer_fixture() -> Tokenizer:
+    return Tokenizer(make_hf())
+
+
+def test_load_encode_decode(tmp_path: Path) -> None:
+    hf = make_hf()
+    hf.save_pretrained(tmp_path)
+    tokenizer = load_tokenizer(config_of(tmp_path))
+    assert tokenizer is not None
+    ids = tokenizer.encode("Zwölf 😀")
+    assert ids == hf("Zwölf 😀")["input_ids"]
+    assert ids[0] == 0
+    assert tokenizer.decode(ids) == "Zwölf 😀"
+    assert tokenizer.decode(ids, skip_special_tokens=False) == "<|begin|>Zwölf 😀"
+    assert tokenizer.eos_token_id == 1
+    assert tokenizer.vocab_size == 259
+    assert tokenizer.special_token_ids == {0, 1, 258}
+    assert tokenizer.byte_table is not None
+
+
+def test_folder_without_tokenizer_is_none_and_says_so(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text("{}")
+    records: list[logging.LogRecord] = []
+    handler = logging.Handler()
+    handler.emit = records.append  # type: ignore[method-assign]
+    target = logging.getLogger("tpengine.engine.tokenizer")
+    target.addHandler(handler)
+    try:
+        assert load_tokenizer(config_of(tmp_path)) is None
+    finally:
+        target.removeHandler(handler)
+    assert [str(tmp_path) in record.getMessage() for record in records] == [True]
+
+
+@pytest.mark.parametrize("content", ["{", "{}", '{"model": 3}'])
+def test_broken_tokenizer_names_folder_and_reason(tmp_path: Path, content: str) -> None:
+    make_hf().save_pretrained(tmp_path)
+    (tmp_path / "tokenizer.json").write_text(content)
+    with pytest.raises(ModelLoadError, match="tokenizer in") as caught:
+        load_tokenizer(config_of(tmp_path))
+    assert str(tmp_path) in str(caught.value)
+
+
+@pytest.mark.parametrize("text", [None, 3, ["a"], b"a", "\ud800"])
+def test_what_is_no_text_is_refused(tokenizer: Tokenizer, text: Any) -> None:
+    with pytest.raises(InvalidPromptError):
+        tokenizer.encode(text)
+
+
+def test_class_with_its_own_decode_gets_no_table() -> None:
+    class Shouting(PreTrainedTokenizerFast):
+        def _decode(self, *args: Any, **options: Any) -> str:
+            return str(super()._decode(*args, **options)).upper()
+
+    tokenizer = Tokenizer(Shouting(tokenizer_object=make_hf().backend_tokenizer))
+    assert tokenizer.byte_table is None
+    assert tokenizer.decode(tokenizer.encode("ab")) == "AB"
+
+
+def test_other_decoders_get_no_table() -> None:
+    replace = decoders.Replace("▁", " ")
+    plain: list[Any] = [replace, decoders.ByteFallback(), decoders.Fuse()]
+    for decoder, expected in (
+        (decoders.ByteLevel(), True),
+        (decoders.Sequence([decoders.ByteLevel()]), True),
+        (decoders.Sequence(plain), True),
+        (decoders.Sequence([*plain, decoders.Strip(" ", 1, 0)]), True),
+        (decoders.Sequence([*plain, decoders.Strip(" ", 2, 0)]), False),
+        (decoders.Sequence([*plain, decoders.Replace("a", "b")]), False),
+        (decoders.Sequence([decoders.Replace("_", " "), *plain[1:]]), False),
+        (decoders.Sequence([decoders.ByteLevel(), decoders.Strip(" ", 1, 0)]), False),
+        (decoders.Metaspace(), False),
+        (decoders.WordPiece(), False),
+    ):
+        hf = make_hf()
+        hf.backend_tokenizer.decoder = decoder
+        assert (Tokenizer(hf).byte_table is not None) == expected, decoder
+
+
+def test_token_text(tokenizer: Tokenizer) -> None:
+    space, half = (tokenizer.hf.convert_tokens_to_ids(token) for token in ("Ġ", "ð"))
+    assert tokenizer.token_text(space) == " "
+    assert tokenizer.token_text(half) == "\ufffd"
+    assert tokenizer.token_text(1) == "<|end|>"
+    assert tokenizer.token_text(10_000) == ""
+
+
+def test_chat_ids_are_those_of_the_rendered_template() -> None:
+    tokenizer = Tokenizer(make_hf(chat_template=TEMPLATE))
+    messages = [{"role": "user", "content": "hi"}]
+    turn = [258]
+    body = [tokenizer.hf.convert_tokens_to_ids(list(text)) for text in ("user:hi", "assistant:")]
+    assert tokenizer.apply_chat_template(messages) == turn + body[0] + turn + body[1]
+    assert tokenizer.apply_chat_template(messages, add_generation_prompt=False) == turn + body[0]
+
+
+def test_chat_without_template_says_what_to_do(tokenizer: Tokenizer) -> None:
+    with pytest.raises(InvalidPromptError, match="no chat template"):
+        tokenizer.apply_chat_template([{"role": "user", "content": "hi"}])
+
+
+@pytest.mark.parametrize(
+    ("messages", "words"),
+    [
+        ("hi", "must be a list"),
+        ({"role": "user", "content": "hi"}, "must be a list"),
+        (None, "must be a list"),
+        ([], "is empty"),
+        (["hi"], r"messages\[0\] must be"),
+        ([{"role": "user"}], "no 'content'"),
+        ([{"role": "user", "content": "a"}, {"content": "b"}], r"messages\[1\] has no 'role'"),
+        ([{"role": "user", "content": None}], "must be a string"),
+        ([{"role": "tool", "content": "a"}], "no tools here"),
+    ],
+)
+def test_malformed_messages_are_refused(messages: Any, words: str) -> None:
+    tokenizer = Tokenizer(make_hf(chat_template=TEMPLATE))
+    with pytest.raises(InvalidPromptError, match=words):
+        tokenizer.apply_chat_template(messages)
+
+
+def test_importing_the_module_does_not_import_transformers() -> None:
+    code = (
+        "import sys, tpengine.engine.detokenizer; "
+        "sys.exit('transformers' in sys.modules or 'torch' in sys.modules)"
+    )
+    assert subprocess.run([sys.executable, "-c", code], timeout=60, check=False).returncode == 0

@@ -1,0 +1,144 @@
+"""The `tpengine` command."""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from tpengine import __version__
+from tpengine.engine_args import EngineArgs
+from tpengine.errors import TPEngineError
+from tpengine.sampling_params import SamplingParams
+
+if TYPE_CHECKING:
+    from tpengine.llm import LLM
+
+_BENCHMARKS = {
+    "throughput": "output tokens/s of the whole engine on a mixed, seeded workload",
+    "scheduler": "time of schedule + update with many running and waiting requests",
+}
+_DEFAULT_PROMPT = "Hello, my name is"
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Runs the command line; returns the exit code."""
+    parser = _build_parser()
+    args = parser.parse_args(argv)
+    try:
+        return int(args.run(args))
+    except TPEngineError as error:
+        print(f"tpengine: {type(error).__name__}: {error}", file=sys.stderr)
+        return 1
+    except KeyboardInterrupt:
+        return 130
+
+
+def _build_parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="tpengine",
+        description="Runs large language models. Without a model's name every command uses the "
+        "small trained one that tpengine carries.",
+        epilog="Begin with:  tpengine generate 'The capital of France is'",
+    )
+    parser.add_argument("--version", action="version", version=f"tpengine {__version__}")
+    commands = parser.add_subparsers(metavar="COMMAND", required=True)
+    _add_generate(commands)
+    bench = commands.add_parser("bench", help="measure the engine on this machine")
+    benchmarks = bench.add_subparsers(metavar="BENCHMARK", required=True)
+    for name, help_text in _BENCHMARKS.items():
+        module = importlib.import_module(f"tpengine.bench.{name}")
+        command = benchmarks.add_parser(name, help=help_text, description=module.__doc__)
+        module.add_arguments(command)
+        command.set_defaults(run=module.run)
+    return parser
+
+
+def _add_generate(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    command = commands.add_parser(
+        "generate",
+        help="complete prompts, the text appearing as it is generated",
+        description="Completes prompts: those given as arguments, or each line of a file or of "
+        "standard input, or a small example when there are none.",
+        epilog="Examples:  tpengine generate 'Once upon a time' --temperature 0   |   "
+        "tpengine generate --chat 'What is two plus three?'   |   "
+        "tpengine generate --file prompts.txt --model ./my-llama",
+    )
+    command.add_argument("prompts", nargs="*", metavar="PROMPT", help="text to complete")
+    command.add_argument("--file", metavar="FILE", help="one prompt per line; - is standard input")
+    command.add_argument(
+        "--chat", action="store_true", help="treat prompts as messages, by the chat template"
+    )
+    sampling = command.add_argument_group("sampling")
+    sampling.add_argument("--max-tokens", type=int, default=100, help="(default: %(default)s)")
+    sampling.add_argument(
+        "--temperature", type=float, default=0.8, help="0 is greedy (default: %(default)s)"
+    )
+    sampling.add_argument("--top-p", type=float, default=0.95, help="(default: %(default)s)")
+    sampling.add_argument("--top-k", type=int, default=-1, help="-1: all (default: %(default)s)")
+    sampling.add_argument("--min-p", type=float, default=0.0, help="(default: %(default)s)")
+    sampling.add_argument(
+        "--sampling-seed", type=int, help="seed of this request alone; default: from --seed"
+    )
+    sampling.add_argument(
+        "--stop", action="append", default=[], help="text that ends the output; may be repeated"
+    )
+    EngineArgs.add_cli_args(command)
+    command.set_defaults(run=_generate)
+
+
+def _generate(args: argparse.Namespace) -> int:
+    params = SamplingParams(
+        max_tokens=args.max_tokens,
+        temperature=args.temperature,
+        top_p=args.top_p,
+        top_k=args.top_k,
+        min_p=args.min_p,
+        seed=args.sampling_seed,
+        stop=args.stop,
+    )
+    prompts = _read_prompts(args)
+    from tpengine.llm import LLM
+
+    failed = 0
+    with LLM(**vars(EngineArgs.from_cli_args(args))) as llm:
+        for prompt in prompts:
+            try:
+                _stream_one(llm, prompt, params, args.chat)
+            except TPEngineError as error:
+                print(f"tpengine: {type(error).__name__}: {error}", file=sys.stderr)
+                failed += 1
+    return 1 if failed else 0
+
+
+def _read_prompts(args: argparse.Namespace) -> list[str]:
+    prompts: list[str] = list(args.prompts)
+    if args.file == "-":
+        prompts += sys.stdin.read().splitlines()
+    elif args.file is not None:
+        try:
+            prompts += Path(args.file).read_text(encoding="utf-8").splitlines()
+        except (OSError, UnicodeDecodeError) as error:
+            raise TPEngineError(f"--file {args.file} cannot be read: {error}") from error
+    elif not prompts and not sys.stdin.isatty():
+        prompts += sys.stdin.read().splitlines()
+    return [prompt for prompt in prompts if prompt] or [_DEFAULT_PROMPT]
+
+
+def _stream_one(llm: LLM, prompt: str, params: SamplingParams, chat: bool) -> None:
+    token_ids = None
+    if chat:
+        token_ids = llm.chat_token_ids([{"role": "user", "content": prompt}])
+        print(f"> {prompt}")
+    else:
+        print(prompt, end="", flush=True)
+    for text in llm.stream(None if chat else prompt, params, token_ids):
+        print(text, end="", flush=True)
+    print("\n", flush=True)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

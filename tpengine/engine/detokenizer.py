@@ -1,0 +1,267 @@
+"""Text that grows with the tokens: incremental decoding and stop strings.
+
+`tokenizers.decoders.DecodeStream` is not used: it repeats the prompt's tail when the prompt ends
+inside a character, raises on byte tokens that are invalid UTF-8, and cannot say at the end what it
+holds back.
+"""
+
+from __future__ import annotations
+
+import codecs
+from collections.abc import Sequence
+from typing import Protocol
+
+from tpengine.engine.tokenizer import ByteTable, Tokenizer
+
+_REPLACEMENT = "\ufffd"
+_MAX_CHARACTER_BYTES = 4
+_CONTEXT_TOKENS = 8
+_MAX_HELD_TOKENS = 16
+
+
+class TextStream(Protocol):
+    """Turns the ids of one sequence into text, id by id; nothing that it returned is taken back."""
+
+    def push(self, token_id: int) -> str:
+        """Returns the text that `token_id` completes; empty while a character is unfinished."""
+
+    def flush(self) -> str:
+        """Returns what was held back, now that no more ids come: U+FFFD for half a character."""
+
+
+class ByteStream:
+    """A stream over a table of bytes and an incremental UTF-8 decoder.
+
+    Equals `decode(prompt + output)[len(decode(prompt)):]` of the tokenizer, but for two cases in
+    which that would hide text: a character that the prompt leaves unfinished is shown whole when
+    the output completes it, and in a run of byte-fallback tokens that is invalid UTF-8 the valid
+    characters stay (the tokenizer turns each byte of such a run, also what was already shown, into
+    U+FFFD).
+    """
+
+    __slots__ = ("_drop", "_pending", "_pieces")
+
+    def __init__(
+        self, table: ByteTable, prompt_token_ids: Sequence[int], skip_special_tokens: bool
+    ) -> None:
+        self._pieces = table.visible_pieces if skip_special_tokens else table.pieces
+        self._pending = b""
+        # A first character that is not ours: U+FFFD is the prompt's own unfinished one, a space
+        # the one that the text as a whole loses.
+        self._drop = ""
+        tail = self._visible_tail(prompt_token_ids)
+        if tail:
+            self._pending = tail[codecs.utf_8_decode(tail, "replace", False)[1] :]
+            self._drop = _REPLACEMENT if self._pending else ""
+        elif table.strips_first_space:
+            self._drop = " "
+
+    def push(self, token_id: int) -> str:
+        try:
+            piece = self._pieces[token_id]
+        except IndexError:  # logits may have more rows than the tokenizer has tokens
+            return ""
+        if isinstance(piece, str) and not self._pending:
+            text = piece
+        else:
+            data = self._pending + (piece.encode() if isinstance(piece, str) else piece)
+            text, num_decoded = codecs.utf_8_decode(data, "replace", False)
+            self._pending = data[num_decoded:]
+        return self._first(text) if self._drop and text else text
+
+    def flush(self) -> str:
+        text = self._pending.decode("utf-8", "replace")
+        self._pending = b""
+        return self._first(text) if self._drop and text else text
+
+    def _first(self, text: str) -> str:
+        text = text.removeprefix(self._drop)
+        self._drop = ""
+        return text
+
+    def _visible_tail(self, prompt_token_ids: Sequence[int]) -> bytes:
+        """The prompt's last bytes: enough to see whether it ends inside a character."""
+        tail = b""
+        for token_id in reversed(prompt_token_ids):
+            piece = self._pieces[token_id] if token_id < len(self._pieces) else ""
+            tail = (piece.encode() if isinstance(piece, str) else piece) + tail
+            if len(tail) >= _MAX_CHARACTER_BYTES:
+                break
+        return tail
+
+
+class WindowStream:
+    """A stream for tokenizers whose tokens depend on their neighbours, fast or slow.
+
+    Decodes the last tokens with and without the new one; the difference is new text. Costs two
+    decodes of a few tokens for each token, however long the text is.
+    """
+
+    __slots__ = ("_context", "_context_length", "_held", "_skip_special_tokens", "_tokenizer")
+
+    def __init__(
+        self, tokenizer: Tokenizer, prompt_token_ids: Sequence[int], skip_special_tokens: bool
+    ) -> None:
+        self._tokenizer = tokenizer
+        self._skip_special_tokens = skip_special_tokens
+        self._held: list[int] = []
+        self._context: list[int] = []
+        for token_id in reversed(prompt_token_ids):
+            if len(self._context) == _CONTEXT_TOKENS:
+                break
+            if not self._skips(token_id):
+                self._context.append(token_id)
+        self._context.reverse()
+        self._context_length = len(self._decode(self._context))
+
+    def push(self, token_id: int) -> str:
+        if self._skips(token_id):
+            return ""
+        self._held.append(token_id)
+        text = self._decode(self._context + self._held)
+        # Bounded, so that a model that babbles bytes does not make each step dearer than the last.
+        if text.endswith(_REPLACEMENT) and len(self._held) < _MAX_HELD_TOKENS:
+            return ""
+        return self._advance(text)
+
+    def flush(self) -> str:
+        return self._advance(self._decode(self._context + self._held)) if self._held else ""
+
+    def _advance(self, text: str) -> str:
+        new = text[self._context_length :]
+        # Tokens without text of their own (a lone metaspace) still matter to what follows them.
+        self._context = (self._held if new else self._context + self._held)[-_CONTEXT_TOKENS:]
+        self._held = []
+        self._context_length = len(self._decode(self._context))
+        return new
+
+    def _skips(self, token_id: int) -> bool:
+        return self._skip_special_tokens and token_id in self._tokenizer.special_token_ids
+
+    def _decode(self, token_ids: list[int]) -> str:
+        return self._tokenizer.decode(token_ids, self._skip_special_tokens)
+
+
+def open_stream(
+    tokenizer: Tokenizer, prompt_token_ids: Sequence[int], skip_special_tokens: bool
+) -> TextStream:
+    """Returns the cheapest stream that is right for `tokenizer`."""
+    if tokenizer.byte_table is not None:
+        return ByteStream(tokenizer.byte_table, prompt_token_ids, skip_special_tokens)
+    return WindowStream(tokenizer, prompt_token_ids, skip_special_tokens)
+
+
+class Detokenizer:
+    """The output text of one sequence.
+
+    Each output token is appended once, in order, whatever happens to the sequence in between; an
+    end token or stop token whose text is not wanted is not appended. Of several stop strings the
+    one that is complete first wins, and of those complete at the same character the longest: so
+    the result depends neither on where tokens end nor on the order of the list.
+
+    Args:
+        prompt_token_ids: tells whether the first output token keeps its leading space.
+        stop: strings that end the text; not empty ones.
+        include_stop_str_in_output: keep the stop string; else the text ends before it.
+        min_tokens: a stop string counts only if it is completed by this output token (counted
+            from 1) or a later one; it may begin in an earlier one.
+    """
+
+    __slots__ = (
+        "_cut_stop",
+        "_min_tokens",
+        "_num_held",
+        "_num_taken",
+        "_num_tokens",
+        "_stop",
+        "_stream",
+        "_text",
+        "stopped_by",
+    )
+
+    def __init__(
+        self,
+        tokenizer: Tokenizer,
+        prompt_token_ids: Sequence[int],
+        *,
+        skip_special_tokens: bool = True,
+        stop: Sequence[str] = (),
+        include_stop_str_in_output: bool = False,
+        min_tokens: int = 0,
+    ) -> None:
+        self._stream = open_stream(tokenizer, prompt_token_ids, skip_special_tokens)
+        self._stop = tuple(stop)
+        self._cut_stop = not include_stop_str_in_output
+        self._min_tokens = min_tokens
+        self._num_tokens = 0
+        self._text = ""
+        self._num_held = 0
+        self._num_taken = 0
+        self.stopped_by: str | None = None
+        """The stop string that ended the text; None while none did."""
+
+    @property
+    def text(self) -> str:
+        """All text that may be shown: without half characters, and without an end of it that may
+        still become a stop string that is cut off."""
+        return self._text[: len(self._text) - self._num_held] if self._num_held else self._text
+
+    def append(self, token_id: int) -> str | None:
+        """Adds an output token; returns the stop string that it completes, None if it does not.
+
+        After a stop string, no more tokens may be appended.
+        """
+        self._num_tokens += 1
+        new = self._stream.push(token_id)
+        if not new:
+            return None
+        # CPython extends a string in place only if nothing else refers to it, an attribute neither;
+        # else each token would copy all of the text.
+        text, self._text = self._text, ""
+        old_length = len(text)
+        text += new
+        self._text = text
+        if not self._stop:
+            return None
+        if self._num_tokens >= self._min_tokens and self._ends_with_stop(old_length):
+            self._num_held = 0
+        elif self._cut_stop:
+            self._num_held = self._longest_stop_beginning()
+        return self.stopped_by
+
+    def take_delta(self) -> str:
+        """Returns what `text` gained since the last call."""
+        delta = self._text[self._num_taken : len(self._text) - self._num_held]
+        self._num_taken += len(delta)
+        return delta
+
+    def finish(self) -> None:
+        """Releases what was held back: no more tokens come. May be called twice."""
+        self._num_held = 0
+        if self.stopped_by is None:
+            self._text += self._stream.flush()
+
+    def _ends_with_stop(self, old_length: int) -> bool:
+        """Looks for stops that the text since `old_length` completes, and ends the text there."""
+        ends: list[tuple[int, int, str]] = []
+        for stop in self._stop:
+            start = self._text.find(stop, max(0, old_length - len(stop) + 1))
+            if start >= 0:
+                ends.append((start + len(stop), start, stop))
+        if not ends:
+            return False
+        end, start, self.stopped_by = min(ends)
+        self._text = self._text[: start if self._cut_stop else end]
+        return True
+
+    def _longest_stop_beginning(self) -> int:
+        """Length of the longest end of the text with which a stop string begins."""
+        longest = 0
+        for stop in self._stop:
+            tail = self._text[-len(stop) + 1 :] if len(stop) > 1 else ""
+            start = tail.find(stop[0])
+            while start >= 0 and not stop.startswith(tail[start:]):
+                start = tail.find(stop[0], start + 1)
+            if start >= 0:
+                longest = max(longest, len(tail) - start)
+        return longest

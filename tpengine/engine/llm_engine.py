@@ -1,0 +1,224 @@
+"""The loop around the scheduler: requests in, `RequestOutput`s out, one step at a time."""
+
+from __future__ import annotations
+
+import hashlib
+import time
+from collections.abc import Iterable
+from types import TracebackType
+
+from tpengine.config import EngineConfig, ModelConfig
+from tpengine.engine.interrupts import DeferredInterrupt
+from tpengine.engine.metrics import StatLogger, StepStats
+from tpengine.engine.output_processor import OutputProcessor
+from tpengine.engine.prompt import Prompt, check_sampling_params, read_prompt
+from tpengine.engine.startup import start_workers
+from tpengine.engine.tokenizer import Tokenizer, load_tokenizer
+from tpengine.engine_args import EngineArgs
+from tpengine.errors import DuplicateRequestError
+from tpengine.executor.executor import Executor
+from tpengine.executor.local_executor import LocalExecutor
+from tpengine.outputs import RequestMetrics, RequestOutput
+from tpengine.sampling_params import SamplingParams
+from tpengine.scheduling.block_manager import BlockManager
+from tpengine.scheduling.scheduler import Scheduler
+from tpengine.sequence import Request, Sequence
+
+
+class LLMEngine:
+    """Serves many requests at once: `add_request` whenever one comes, `step` while there are any.
+
+    Not safe for several threads at once.
+
+    Attributes:
+        last_step: figures of the latest step, for benchmarks; None before the first.
+    """
+
+    def __init__(self, config: EngineConfig, executor: Executor, log_stats: bool = True) -> None:
+        self._config = config
+        self._executor = executor
+        try:
+            tokenizer = load_tokenizer(config.model)
+        except BaseException:
+            executor.shutdown()
+            raise
+        num_blocks = start_workers(config, executor)
+        self._block_manager = BlockManager(num_blocks, config.cache.block_size)
+        self._scheduler = Scheduler(config.scheduler, self._block_manager)
+        self._output_processor = OutputProcessor(tokenizer, config.model.max_model_len)
+        self._stat_logger = StatLogger() if log_stats else None
+        self._num_requests = 0
+        self._num_sequences = 0
+        self._unreported: list[RequestOutput] = []
+        self.last_step: StepStats | None = None
+
+    @classmethod
+    def from_engine_args(cls, args: EngineArgs) -> LLMEngine:
+        """Builds an engine.
+
+        Raises:
+            EngineError: an argument, the model or the memory does not allow it; see the message.
+        """
+        device = LocalExecutor.detect_device(args.device)
+        config = args.create_engine_config(device)
+        return cls(config, LocalExecutor(config), log_stats=not args.disable_log_stats)
+
+    @property
+    def tokenizer(self) -> Tokenizer | None:
+        """The tokenizer; None for a model folder without one. May be replaced while idle."""
+        return self._output_processor.tokenizer
+
+    @tokenizer.setter
+    def tokenizer(self, tokenizer: Tokenizer | None) -> None:
+        self._output_processor.tokenizer = tokenizer
+
+    def get_model_config(self) -> ModelConfig:
+        """What is known of the model."""
+        return self._config.model
+
+    def get_num_unfinished_requests(self) -> int:
+        """Requests that wait or run."""
+        return self._scheduler.num_waiting + self._scheduler.num_running
+
+    def has_unfinished_requests(self) -> bool:
+        """Whether `step` has anything to do or to report."""
+        return self._scheduler.has_unfinished_requests() or bool(self._unreported)
+
+    @property
+    def num_free_blocks(self) -> int:
+        """Blocks of the KV cache that nobody holds."""
+        return self._block_manager.num_free_blocks
+
+    @property
+    def num_total_blocks(self) -> int:
+        """Blocks of the KV cache."""
+        return self._block_manager.num_total_blocks
+
+    def add_request(
+        self,
+        request_id: str,
+        prompt: Prompt | None,
+        sampling_params: SamplingParams | None = None,
+        prompt_token_ids: list[int] | None = None,
+        arrival_time: float | None = None,
+    ) -> None:
+        """Lets a request wait for the next steps.
+
+        Args:
+            request_id: any string that no unfinished request has.
+            prompt: text, or a dict with `prompt` or `prompt_token_ids`.
+            prompt_token_ids: the prompt as ids; then `prompt` is only echoed.
+            arrival_time: seconds of `time.monotonic`; now, unless given.
+
+        Raises:
+            RequestError: this request cannot be served; nothing else is affected.
+        """
+        if self._scheduler.get_request(request_id) is not None:
+            raise DuplicateRequestError(
+                f"request id {request_id!r} belongs to an unfinished request; choose another"
+            )
+        params = sampling_params or SamplingParams()
+        model = self._config.model
+        check_sampling_params(params, model.vocab_size, self.tokenizer is not None)
+        text, token_ids = read_prompt(prompt, prompt_token_ids, self.tokenizer, model)
+        arrival_index, self._num_requests = self._num_requests, self._num_requests + 1
+        seq_id, self._num_sequences = self._num_sequences, self._num_sequences + 1
+        request = Request(
+            request_id=request_id,
+            prompt=text,
+            prompt_token_ids=token_ids,
+            sampling_params=params,
+            seed=self._seed(params, arrival_index),
+            arrival_index=arrival_index,
+            sequences=[Sequence(seq_id, 0, token_ids.copy(), len(token_ids))],
+            metrics=RequestMetrics(time.monotonic() if arrival_time is None else arrival_time),
+            end_token_ids=self._end_token_ids(params),
+        )
+        self._scheduler.add_request(request)
+        self._output_processor.add(request)
+
+    def abort_request(self, request_id: str | Iterable[str]) -> None:
+        """Ends requests at once, whatever they are doing; their blocks are free when this returns.
+
+        Unknown and finished ids are ignored. The next `step` reports the end.
+        """
+        request_ids = [request_id] if isinstance(request_id, str) else list(request_id)
+        for one in request_ids:
+            request = self._scheduler.abort_request(one)
+            if request is not None:
+                self._unreported += self._output_processor.finish([request])
+
+    def step(self) -> list[RequestOutput]:
+        """Lets every scheduled sequence compute its tokens, and returns what that brought.
+
+        Raises:
+            KeyboardInterrupt: Ctrl-C came during the step, which was completed first; the next
+                call returns its outputs.
+        """
+        with DeferredInterrupt() as interrupt:
+            outputs = self._step()
+            if interrupt.pending:
+                self._unreported = outputs
+                raise KeyboardInterrupt
+        return outputs
+
+    def _step(self) -> list[RequestOutput]:
+        start = time.perf_counter()
+        outputs, self._unreported = self._unreported, []
+        scheduled = self._scheduler.schedule()
+        if scheduled.is_empty:
+            return outputs + self._output_processor.finish(scheduled.ignored)
+        answer = self._executor.execute_model(scheduled.step_input)
+        outputs += self._output_processor.process(scheduled, answer)
+        self._scheduler.update(scheduled)
+        self._record(
+            StepStats(
+                num_prefill_tokens=scheduled.num_prefill_tokens,
+                num_output_tokens=len(scheduled.sampled),
+                num_rows=len(scheduled.rows),
+                step_s=time.perf_counter() - start,
+                model_s=answer.model_s,
+            )
+        )
+        return outputs
+
+    def shutdown(self) -> None:
+        """Ends the workers; a second call does nothing."""
+        self._executor.shutdown()
+
+    def __enter__(self) -> LLMEngine:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self.shutdown()
+
+    def _record(self, stats: StepStats) -> None:
+        self.last_step = stats
+        if self._stat_logger is not None:
+            blocks = self._block_manager
+            self._stat_logger.record(
+                stats,
+                self._scheduler.num_running,
+                self._scheduler.num_waiting,
+                1 - blocks.num_free_blocks / blocks.num_total_blocks,
+            )
+
+    def _seed(self, params: SamplingParams, arrival_index: int) -> int:
+        if params.seed is not None:
+            return params.seed
+        key = f"{self._config.model.seed}:{arrival_index}".encode()
+        return int.from_bytes(hashlib.blake2b(key, digest_size=8).digest(), "little")
+
+    def _end_token_ids(self, params: SamplingParams) -> frozenset[int]:
+        if params.ignore_eos:
+            return frozenset(params.stop_token_ids)
+        own = self._config.model.end_token_ids
+        if self.tokenizer is not None and self.tokenizer.eos_token_id is not None:
+            own |= {self.tokenizer.eos_token_id}
+        vocab_size = self._config.model.vocab_size  # some configs name ids that the model lacks
+        return frozenset(i for i in own if i < vocab_size) | frozenset(params.stop_token_ids)

@@ -1,0 +1,62 @@
+"""What the engine did lately, as one line in the log while it runs."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from tpengine.logger import init_logger
+
+logger = init_logger(__name__)
+
+_INTERVAL_S = 5.0
+
+
+@dataclass(slots=True)
+class StepStats:
+    """One step: what it computed and where its time went, in seconds."""
+
+    num_prefill_tokens: int
+    num_output_tokens: int
+    num_rows: int
+    step_s: float
+    model_s: float
+
+
+class StatLogger:
+    """Adds up steps and writes a line after every few seconds of work.
+
+    Rates are over the time spent in steps, so that a pause is nobody's slowness.
+
+    Args:
+        interval_s: seconds of work between lines.
+    """
+
+    def __init__(self, interval_s: float = _INTERVAL_S) -> None:
+        self._interval_s = interval_s
+        self._steps: list[StepStats] = []
+        self._step_s = 0.0
+
+    def record(
+        self, stats: StepStats, num_running: int, num_waiting: int, cache_usage: float
+    ) -> None:
+        """Notes a step; the other figures are of the moment.
+
+        Args:
+            cache_usage: share of the KV cache's blocks that are held, in [0, 1].
+        """
+        self._steps.append(stats)
+        self._step_s += stats.step_s
+        if self._step_s < self._interval_s:
+            return
+        logger.info(
+            "prefill %.1f tokens/s, output %.1f tokens/s; %d running, %d waiting; KV cache %.1f %% "
+            "used; %.1f %% of step time outside the model",
+            sum(step.num_prefill_tokens for step in self._steps) / self._step_s,
+            sum(step.num_output_tokens for step in self._steps) / self._step_s,
+            num_running,
+            num_waiting,
+            100 * cache_usage,
+            100 * (1 - sum(step.model_s for step in self._steps) / self._step_s),
+        )
+        self._steps.clear()
+        self._step_s = 0.0

@@ -1,0 +1,81 @@
+"""From an engine's arguments to workers that are ready: the block count is settled here."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+
+from tpengine.config import EngineConfig
+from tpengine.errors import CacheSizeError
+from tpengine.executor.executor import Executor
+from tpengine.logger import init_logger
+from tpengine.messages import MemoryLedger
+
+logger = init_logger(__name__)
+
+_GIB = 1 << 30
+
+
+def start_workers(config: EngineConfig, executor: Executor) -> int:
+    """Loads the model, measures the memory, allocates the cache.
+
+    Returns:
+        The number of KV cache blocks: the smallest that any rank has room for.
+
+    Raises:
+        EngineError: whatever kept a worker from starting; the workers are shut down then.
+    """
+    try:
+        start = time.monotonic()
+        devices = executor.load()
+        loaded = time.monotonic()
+        ledgers = executor.profile_num_available_blocks()
+        num_blocks = min(ledger.num_device_blocks for ledger in ledgers)
+        check_cache_holds_one_sequence(config, num_blocks, ledgers)
+        executor.init_cache_engine(num_blocks)
+        ready = time.monotonic()
+    except BaseException:
+        executor.shutdown()
+        raise
+    limiting = min(ledgers, key=lambda ledger: ledger.num_device_blocks)
+    logger.info(
+        "%s on %s: weights %.3f GiB (loaded in %.1f s), activations up to %.3f GiB, KV cache "
+        "%.3f GiB = %d blocks of %d tokens (ready in %.1f s)",
+        config.model.architecture,
+        devices[limiting.rank],
+        limiting.weights_bytes / _GIB,
+        loaded - start,
+        limiting.activation_peak_bytes / _GIB,
+        num_blocks * limiting.block_bytes / _GIB,
+        num_blocks,
+        config.cache.block_size,
+        ready - loaded,
+    )
+    return num_blocks
+
+
+def check_cache_holds_one_sequence(
+    config: EngineConfig, num_blocks: int, ledgers: Sequence[MemoryLedger]
+) -> None:
+    """Makes sure that a sequence of the longest length can run, alone at least.
+
+    Raises:
+        CacheSizeError: it cannot; the message gives the length and the cache size that would do.
+    """
+    block_size, longest = config.cache.block_size, config.model.max_model_len
+    capacity = num_blocks * block_size
+    if longest <= capacity:
+        return
+    limiting = min(ledgers, key=lambda ledger: ledger.num_device_blocks)
+    needed_blocks = -(-longest // block_size)
+    if config.cache.num_device_blocks_override is not None:
+        remedy = f"raise num_device_blocks_override to {needed_blocks}"
+    else:
+        needed = needed_blocks * limiting.block_bytes / _GIB
+        knob = "cpu_kv_cache_space" if config.device == "cpu" else "gpu_memory_utilization"
+        remedy = f"raise {knob} so that the cache gets {needed:.4f} GiB"
+    raise CacheSizeError(
+        f"max_model_len = {longest} tokens do not fit into the KV cache of rank {limiting.rank}, "
+        f"which has {num_blocks} blocks of {block_size} = {capacity} tokens; set max_model_len to "
+        f"at most {capacity}, or {remedy}"
+    )

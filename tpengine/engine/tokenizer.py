@@ -1,0 +1,296 @@
+"""The engine's face of a Hugging Face tokenizer. The only room where `transformers` is seen."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from tpengine.config import ModelConfig
+from tpengine.errors import InvalidPromptError, ModelLoadError
+from tpengine.logger import init_logger
+
+logger = init_logger(__name__)
+
+_TOKENIZER_FILES = (
+    "tokenizer*.json",
+    "vocab.*",
+    "merges.txt",
+    "*.model",
+    "*.tiktoken",
+    "tekken.json",
+)
+_BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>")
+
+
+@dataclass(frozen=True, eq=False)
+class ByteTable:
+    """What every id contributes to the text, for tokenizers that decode token by token.
+
+    A token that is complete UTF-8 stands there as `str`, a token that begins or ends inside a
+    character as `bytes`; an id that the tokenizer does not know contributes nothing.
+
+    Attributes:
+        pieces: by id, all tokens.
+        visible_pieces: by id, special tokens contribute nothing.
+        strips_first_space: the text as a whole loses one leading space (SentencePiece).
+    """
+
+    pieces: list[str | bytes]
+    visible_pieces: list[str | bytes]
+    strips_first_space: bool
+
+
+class Tokenizer:
+    """Text to ids and back.
+
+    Text is never "cleaned up" (spaces before punctuation removed, an option of old Hugging Face
+    tokenizers): cleaning rewrites text that was already streamed.
+
+    Attributes:
+        hf: the wrapped Hugging Face tokenizer.
+        fast_backend: its `tokenizers.Tokenizer`; None for one written in Python.
+        special_token_ids: ids that `skip_special_tokens` leaves out.
+        byte_table: None where a token's text depends on its neighbours in other ways than UTF-8.
+    """
+
+    def __init__(self, hf: Any) -> None:
+        self.hf = hf
+        self.fast_backend: Any = hf.backend_tokenizer if hf.is_fast else None
+        self.special_token_ids: frozenset[int] = _special_token_ids(hf, self.fast_backend)
+        self.byte_table: ByteTable | None = None
+        # Where `hf` adds nothing to its backend's decode, its wrapping is most of the time.
+        self._plain_backend: Any = self.fast_backend if _decodes_plainly(hf) else None
+        if self._plain_backend is not None:
+            self.byte_table = _build_byte_table(self._plain_backend, self.special_token_ids)
+
+    @property
+    def eos_token_id(self) -> int | None:
+        """Id of the end token, if the tokenizer names one."""
+        token_id = self.hf.eos_token_id
+        return None if token_id is None else int(token_id)
+
+    @property
+    def vocab_size(self) -> int:
+        """Number of tokens, added ones included; a model may have more rows than that."""
+        return len(self.hf)
+
+    def encode(self, text: str) -> list[int]:
+        """Returns the ids of `text`, with the special tokens that the model expects around it.
+
+        Raises:
+            InvalidPromptError: `text` is no text, or no valid Unicode (a lone surrogate).
+        """
+        if not isinstance(text, str):
+            raise InvalidPromptError(
+                f"a prompt must be a string, got {type(text).__name__}; ids go into "
+                "prompt_token_ids"
+            )
+        try:
+            # The engine has its own limit of length, and says so better than a warning.
+            return list(self.hf.encode(text, verbose=False))
+        except (UnicodeError, TypeError) as error:
+            raise InvalidPromptError(f"the prompt cannot be tokenized: {error}") from error
+
+    def decode(self, token_ids: Sequence[int], skip_special_tokens: bool = True) -> str:
+        """Returns the text of all of `token_ids`; for text that grows use `Detokenizer`."""
+        if self._plain_backend is not None:
+            return str(
+                self._plain_backend.decode(token_ids, skip_special_tokens=skip_special_tokens)
+            )
+        return str(
+            self.hf.decode(
+                list(token_ids),
+                skip_special_tokens=skip_special_tokens,
+                clean_up_tokenization_spaces=False,
+            )
+        )
+
+    def token_text(self, token_id: int) -> str:
+        """Returns what one token looks like alone, special or not; U+FFFD for half a character."""
+        table = self.byte_table
+        if table is None:
+            return self.decode([token_id], skip_special_tokens=False)
+        piece = table.pieces[token_id] if token_id < len(table.pieces) else ""
+        return piece if isinstance(piece, str) else piece.decode("utf-8", "replace")
+
+    def apply_chat_template(
+        self, messages: Sequence[Mapping[str, Any]], add_generation_prompt: bool = True
+    ) -> list[int]:
+        """Returns the ids of a conversation, laid out as the model was trained to read it.
+
+        Args:
+            messages: `{"role": ..., "content": ...}`, both strings; other keys go to the template.
+            add_generation_prompt: end with the opening of the assistant's answer.
+
+        Raises:
+            InvalidPromptError: malformed messages, no chat template, or the template refuses.
+        """
+        _check_messages(messages)
+        if not self.hf.chat_template:
+            raise InvalidPromptError(
+                "this model's tokenizer has no chat template (chat_template in its "
+                "tokenizer_config.json): it was not trained to chat. Lay the conversation out "
+                "yourself and call generate with the text"
+            )
+        try:
+            token_ids = self.hf.apply_chat_template(
+                [dict(message) for message in messages],
+                add_generation_prompt=add_generation_prompt,
+                tokenize=True,
+                return_dict=False,
+            )
+        except Exception as error:  # the template is a program that came with the model
+            raise InvalidPromptError(
+                f"the model's chat template refuses these messages: {error}"
+            ) from error
+        return list(token_ids)
+
+
+def load_tokenizer(config: ModelConfig) -> Tokenizer | None:
+    """Loads the tokenizer of `config`; None if its folder holds no tokenizer files at all.
+
+    Without one the engine works with ids: prompts must be ids, and outputs have no text.
+
+    Raises:
+        ModelLoadError: there are tokenizer files, but they cannot be read.
+    """
+    folder = Path(config.tokenizer)
+    if not any(next(folder.glob(pattern), None) for pattern in _TOKENIZER_FILES):
+        logger.info("%s has no tokenizer: prompts must be ids, outputs have no text", folder)
+        return None
+    from transformers import AutoTokenizer
+
+    try:
+        hf = AutoTokenizer.from_pretrained(
+            str(folder),
+            use_fast=config.tokenizer_mode != "slow",
+            trust_remote_code=config.trust_remote_code,
+            local_files_only=True,  # the folder is complete; loading must not wait for a network
+        )
+        return Tokenizer(hf)
+    except Exception as error:  # a parser's or a remote tokenizer's: anything may come
+        raise ModelLoadError(
+            f"the tokenizer in {folder} cannot be loaded ({type(error).__name__}: {error}); "
+            "repair or fetch its files again, or name another folder with `tokenizer`"
+        ) from error
+
+
+def _check_messages(messages: object) -> None:
+    if isinstance(messages, (str, bytes, Mapping)) or not isinstance(messages, Sequence):
+        raise InvalidPromptError(
+            'messages must be a list of {"role": ..., "content": ...}, got '
+            f"{type(messages).__name__}"
+        )
+    if not messages:
+        raise InvalidPromptError("messages is empty; give at least one")
+    for i, message in enumerate(messages):
+        if not isinstance(message, Mapping):
+            raise InvalidPromptError(
+                f'messages[{i}] must be {{"role": ..., "content": ...}}, got {message!r}'
+            )
+        for key in ("role", "content"):
+            if key not in message:
+                raise InvalidPromptError(f"messages[{i}] has no {key!r}: {dict(message)!r}")
+            if not isinstance(message[key], str):
+                raise InvalidPromptError(
+                    f"messages[{i}][{key!r}] must be a string, got {message[key]!r}"
+                )
+
+
+def _special_token_ids(hf: Any, backend: Any) -> frozenset[int]:
+    if backend is None:
+        return frozenset(hf.all_special_ids)
+    added = backend.get_added_tokens_decoder()
+    return frozenset(token_id for token_id, token in added.items() if token.special)
+
+
+def _decodes_plainly(hf: Any) -> bool:
+    """Whether `hf.decode` is the backend's own, not changed by the tokenizer's class."""
+    for name in ("decode", "_decode"):
+        owner = next((cls for cls in type(hf).__mro__ if name in vars(cls)), None)
+        if owner is not None and not owner.__module__.startswith("transformers.tokenization_"):
+            return False
+    return True
+
+
+def _build_byte_table(backend: Any, special_token_ids: frozenset[int]) -> ByteTable | None:
+    """Builds the table if the backend's decoder is one of two known kinds, else returns None.
+
+    Byte-level BPE (GPT-2, OPT, BLOOM, Llama 3, Qwen) and SentencePiece BPE with byte fallback
+    (Llama 2, Mistral, Gemma) map each token to bytes, whatever stands beside it.
+    """
+    decoder = json.loads(backend.to_str())["decoder"]
+    stages = _decoder_stages(decoder)
+    kinds = [stage["type"] for stage in stages]
+    strips_first_space = False
+    if kinds in (["ByteLevel"], ["ByteLevel", "Fuse"]):
+        token_bytes = _byte_level_bytes
+    elif kinds[:3] == ["Replace", "ByteFallback", "Fuse"] and _is_metaspace(stages[0]):
+        token_bytes = _byte_fallback_bytes
+        if kinds[3:] == ["Strip"]:
+            strip = stages[3]
+            if (strip["content"], strip["start"], strip["stop"]) != (" ", 1, 0):
+                return None
+            strips_first_space = True
+        elif kinds[3:]:
+            return None
+    else:
+        return None
+    size = max(backend.get_vocab(with_added_tokens=True).values(), default=-1) + 1
+    pieces: list[str | bytes] = []
+    for token_id in range(size):
+        token = backend.id_to_token(token_id)
+        pieces.append("" if token is None else _as_text(token_bytes(token)))
+    visible_pieces = list(pieces)
+    for token_id in special_token_ids:
+        visible_pieces[token_id] = ""
+    return ByteTable(pieces, visible_pieces, strips_first_space)
+
+
+def _decoder_stages(decoder: Any) -> list[dict[str, Any]]:
+    if decoder is None:
+        return []
+    if decoder["type"] != "Sequence":
+        return [decoder]
+    return [stage for inner in decoder["decoders"] for stage in _decoder_stages(inner)]
+
+
+def _is_metaspace(stage: Mapping[str, Any]) -> bool:
+    return (stage["pattern"], stage["content"]) == ({"String": "\u2581"}, " ")
+
+
+def _as_text(data: bytes) -> str | bytes:
+    try:
+        return data.decode("utf-8")
+    except UnicodeDecodeError:
+        return data
+
+
+def _byte_level_alphabet() -> dict[str, int]:
+    """GPT-2's alphabet: printable Latin-1 stands for itself, other bytes for U+0100 and up."""
+    printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
+    others = sorted(set(range(256)) - set(printable))
+    alphabet = {chr(byte): byte for byte in printable}
+    alphabet.update((chr(0x100 + i), byte) for i, byte in enumerate(others))
+    return alphabet
+
+
+_BYTE_LEVEL = _byte_level_alphabet()
+
+
+def _byte_level_bytes(token: str) -> bytes:
+    try:
+        return bytes([_BYTE_LEVEL[char] for char in token])
+    except KeyError:  # an added token with a character outside the alphabet is literal text
+        return token.encode("utf-8")
+
+
+def _byte_fallback_bytes(token: str) -> bytes:
+    match = _BYTE_TOKEN.fullmatch(token)
+    if match is not None:
+        return bytes([int(match[1], 16)])
+    return token.replace("\u2581", " ").encode("utf-8")

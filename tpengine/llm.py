@@ -1,0 +1,271 @@
+"""`LLM`: offline batches on top of the engine."""
+
+from __future__ import annotations
+
+import difflib
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import fields, replace
+from types import TracebackType
+from typing import Any, cast
+
+from tqdm import tqdm
+
+from tpengine.engine.llm_engine import LLMEngine
+from tpengine.engine.prompt import Prompt
+from tpengine.engine.tokenizer import Tokenizer
+from tpengine.engine_args import EngineArgs
+from tpengine.errors import ConfigError, InvalidPromptError, RequestError
+from tpengine.outputs import CompletionOutput, RequestOutput
+from tpengine.sampling_params import RequestOutputKind, SamplingParams
+
+Message = dict[str, str]
+
+
+class LLM:
+    """A language model and its tokenizer, for prompts that are all there at once.
+
+    Args:
+        model: folder in Hugging Face layout, or hub name; default: the model that tpengine
+            carries.
+        **kwargs: the other fields of `EngineArgs`, by name.
+
+    Raises:
+        EngineError: an argument, the model or the memory does not allow it; see the message.
+    """
+
+    def __init__(self, model: str | None = None, **kwargs: Any) -> None:
+        if model is not None:
+            kwargs["model"] = model
+        # The progress bar tells the same; a line of statistics would only break it up.
+        kwargs.setdefault("disable_log_stats", True)
+        known = [spec.name for spec in fields(EngineArgs)]
+        for name in kwargs:
+            if name not in known:
+                close = difflib.get_close_matches(name, known, n=1)
+                hint = f"; did you mean {close[0]!r}?" if close else ""
+                raise ConfigError(f"LLM has no argument {name!r}{hint}")
+        self.llm_engine = LLMEngine.from_engine_args(EngineArgs(**kwargs))
+        self._num_requests = 0
+
+    def generate(
+        self,
+        prompts: Prompt | Sequence[Prompt] | None = None,
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+        prompt_token_ids: Sequence[int] | Sequence[Sequence[int]] | None = None,
+        use_tqdm: bool = True,
+    ) -> list[RequestOutput]:
+        """Completes every prompt.
+
+        Args:
+            prompts: a string, a dict with `prompt` or `prompt_token_ids`, or a list of such.
+            sampling_params: one for all, or a list with one per prompt; default:
+                `SamplingParams()`.
+            prompt_token_ids: the prompts as ids, instead of or beside `prompts`.
+            use_tqdm: show a progress bar.
+
+        Returns:
+            One output per prompt, in the order of the prompts. One that was refused or ignored has
+            its reason in `error`.
+
+        Raises:
+            RequestError: the arguments do not fit each other.
+            KeyboardInterrupt: on Ctrl-C; the engine has dropped the prompts and can be used again.
+        """
+        pairs = _pair_prompts(prompts, prompt_token_ids)
+        params = _one_per_prompt(sampling_params, len(pairs))
+        request_ids: list[str] = []
+        refused: dict[str, RequestOutput] = {}
+        for (prompt, token_ids), one in zip(pairs, params, strict=True):
+            request_id, self._num_requests = str(self._num_requests), self._num_requests + 1
+            request_ids.append(request_id)
+            final = replace(one, output_kind=RequestOutputKind.FINAL_ONLY)
+            try:
+                self.llm_engine.add_request(request_id, prompt, final, token_ids)
+            except RequestError as error:
+                refused[request_id] = _refusal(request_id, prompt, token_ids, error)
+        done = refused | self._run(set(request_ids) - refused.keys(), len(pairs), use_tqdm)
+        return [done[request_id] for request_id in request_ids]
+
+    def chat(
+        self,
+        messages: Sequence[Message] | Sequence[Sequence[Message]],
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+        use_tqdm: bool = True,
+        add_generation_prompt: bool = True,
+    ) -> list[RequestOutput]:
+        """Answers one conversation, or a list of them, through the model's chat template.
+
+        Args:
+            messages: dicts with `role` and `content`.
+
+        Raises:
+            InvalidPromptError: the model has no tokenizer or no chat template, or the messages
+                are not what it takes.
+        """
+        conversations = cast(
+            list[list[Message]],
+            [messages] if messages and isinstance(messages[0], dict) else list(messages),
+        )
+        token_ids = [
+            self.chat_token_ids(conversation, add_generation_prompt)
+            for conversation in conversations
+        ]
+        return self.generate(None, sampling_params, token_ids, use_tqdm)
+
+    def chat_token_ids(
+        self, messages: Sequence[Message], add_generation_prompt: bool = True
+    ) -> list[int]:
+        """One conversation as the ids of a prompt, by the model's chat template.
+
+        Raises:
+            InvalidPromptError: see `chat`.
+        """
+        tokenizer = self.get_tokenizer()
+        if tokenizer is None:
+            raise InvalidPromptError("chat needs a tokenizer, and the model has none")
+        return tokenizer.apply_chat_template(list(messages), add_generation_prompt)
+
+    def stream(
+        self,
+        prompt: Prompt | None,
+        sampling_params: SamplingParams,
+        prompt_token_ids: list[int] | None = None,
+    ) -> Iterator[str]:
+        """Completes one prompt and yields its text as it grows.
+
+        Raises:
+            RequestError: the prompt cannot be served.
+        """
+        request_id, self._num_requests = str(self._num_requests), self._num_requests + 1
+        params = replace(sampling_params, output_kind=RequestOutputKind.DELTA)
+        self.llm_engine.add_request(request_id, prompt, params, prompt_token_ids)
+        finished = False
+        try:
+            while not finished:
+                for output in self.llm_engine.step():
+                    if output.request_id != request_id:
+                        continue
+                    finished = output.finished
+                    if output.error is not None:
+                        raise RequestError(output.error)
+                    yield output.outputs[0].text
+        finally:
+            if not finished:
+                self.llm_engine.abort_request(request_id)
+
+    def get_tokenizer(self) -> Tokenizer | None:
+        """The tokenizer; None for a model folder without one."""
+        return self.llm_engine.tokenizer
+
+    def set_tokenizer(self, tokenizer: Any) -> None:
+        """Replaces the tokenizer, by one of transformers or by a `Tokenizer`."""
+        known = tokenizer is None or isinstance(tokenizer, Tokenizer)
+        self.llm_engine.tokenizer = tokenizer if known else Tokenizer(tokenizer)
+
+    def shutdown(self) -> None:
+        """Frees the model's memory; a second call does nothing."""
+        self.llm_engine.shutdown()
+
+    def __enter__(self) -> LLM:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self.shutdown()
+
+    def _run(
+        self, request_ids: set[str], num_prompts: int, use_tqdm: bool
+    ) -> dict[str, RequestOutput]:
+        """Steps until all of `request_ids` are finished; other requests wait or run beside them."""
+        done: dict[str, RequestOutput] = {}
+        bar = tqdm(
+            total=num_prompts,
+            initial=num_prompts - len(request_ids),
+            desc="Processed prompts",
+            unit="prompt",
+            disable=not use_tqdm,
+        )
+        start = time.monotonic()
+        num_input = num_output = 0
+        try:
+            with bar:
+                while len(done) < len(request_ids):
+                    for output in self.llm_engine.step():
+                        if output.request_id not in request_ids or not output.finished:
+                            continue
+                        done[output.request_id] = output
+                        num_input += len(output.prompt_token_ids)
+                        num_output += sum(len(o.token_ids) for o in output.outputs)
+                        elapsed = time.monotonic() - start
+                        bar.set_postfix_str(
+                            f"input {num_input / elapsed:.1f} tokens/s, "
+                            f"output {num_output / elapsed:.1f} tokens/s",
+                            refresh=False,
+                        )
+                        bar.update(1)
+        except BaseException:
+            self.llm_engine.abort_request(request_ids - done.keys())
+            raise
+        return done
+
+
+def _pair_prompts(
+    prompts: Prompt | Sequence[Prompt] | None,
+    prompt_token_ids: Sequence[int] | Sequence[Sequence[int]] | None,
+) -> list[tuple[Prompt | None, list[int] | None]]:
+    """Brings one prompt or many, as text, ids or both, into one list."""
+    texts: list[Prompt | None] | None = None
+    if prompts is not None:
+        single = isinstance(prompts, (str, dict))
+        texts = cast(list[Prompt | None], [prompts] if single else list(prompts))
+    ids: list[list[int] | None] | None = None
+    if prompt_token_ids is not None:
+        many = list(prompt_token_ids)
+        nested = not many or isinstance(many[0], Sequence)
+        ids = cast(list[list[int] | None], many if nested else [many])
+    if texts is None and ids is None:
+        raise InvalidPromptError("generate needs prompts or prompt_token_ids; got neither")
+    if texts is None:
+        texts = [None] * len(ids or [])
+    if ids is None:
+        ids = [None] * len(texts)
+    if len(texts) != len(ids):
+        raise InvalidPromptError(
+            f"prompts and prompt_token_ids must be equally many, got {len(texts)} and {len(ids)}"
+        )
+    return list(zip(texts, ids, strict=True))
+
+
+def _one_per_prompt(
+    sampling_params: SamplingParams | Sequence[SamplingParams] | None, num_prompts: int
+) -> list[SamplingParams]:
+    if sampling_params is None:
+        return [SamplingParams()] * num_prompts
+    if isinstance(sampling_params, SamplingParams):
+        return [sampling_params] * num_prompts
+    params = list(sampling_params)
+    if len(params) != num_prompts:
+        raise InvalidPromptError(
+            f"a list of sampling_params needs one per prompt: got {len(params)} for "
+            f"{num_prompts} prompts"
+        )
+    return params
+
+
+def _refusal(
+    request_id: str, prompt: Prompt | None, token_ids: list[int] | None, error: RequestError
+) -> RequestOutput:
+    """An output for a prompt that never reached the engine."""
+    return RequestOutput(
+        request_id=request_id,
+        prompt=prompt if isinstance(prompt, str) else None,
+        prompt_token_ids=list(token_ids or []),
+        outputs=[CompletionOutput(index=0, text="", token_ids=[], finish_reason="error")],
+        finished=True,
+        error=str(error),
+    )
