@@ -1,7 +1,7 @@
 """What an engine is built from: frozen, plain, and the same on every rank.
 
 Nothing here is written to after construction: what is found out later (the device's dtype, block
-counts) travels as a return value. Dtypes and devices are strings, so that the driver needs no torch.
+counts) travels as a return value. Dtypes and devices are strings: the driver needs no torch.
 """
 
 from __future__ import annotations

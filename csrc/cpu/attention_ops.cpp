@@ -1,0 +1,226 @@
+// Launchers: paged_attention and prefill_attention. Cuts the work into items and lets torch's
+// threads take them one after another.
+#include <atomic>
+#include <vector>
+
+#include "launch.h"
+
+namespace tpengine::cpu {
+namespace {
+
+// Prefill items hold about this many rows (query x head of the group).
+constexpr int64_t kItemRows = 24;
+
+void check_queries(const char* op, const Tensor& out, const Tensor& q, const CacheShape& shape) {
+  check_dim(op, "q", q, 3);
+  check_dim(op, "out", out, 3);
+  check_dtype(op, "out", out, q.dtype());
+  for (int i = 0; i < 3; ++i) check_size(op, "out", out, i, q.size(i));
+  check_size(op, "q", q, 2, shape.head_dim);
+  check_packed(op, "q", q, 2);
+  check_packed(op, "out", out, 2);
+  if (shape.head_dim % 16 != 0 || shape.head_dim < 16 || shape.head_dim > kMaxHeadDim) {
+    fail(op, "head_dim is " + std::to_string(shape.head_dim) +
+                 "; expected a multiple of 16 from 16 to " + std::to_string(kMaxHeadDim));
+  }
+  if (q.size(1) % shape.num_kv_heads != 0) {
+    fail(op, "q has " + std::to_string(q.size(1)) + " heads; expected a multiple of the " +
+                 std::to_string(shape.num_kv_heads) + " kv heads of the cache");
+  }
+}
+
+void check_lengths(const char* op, const Tensor& block_table, const Tensor& seq_lens,
+                   int64_t block_size) {
+  check_dtype(op, "block_table", block_table, aoti_torch_dtype_int32());
+  check_dim(op, "block_table", block_table, 2);
+  check_packed(op, "block_table", block_table, 1);
+  const int64_t num_seqs = block_table.size(0);
+  check_vector(op, "seq_lens", seq_lens, aoti_torch_dtype_int32(), num_seqs);
+  const int32_t* lengths = seq_lens.data<int32_t>();
+  const int64_t most = block_table.size(1) * block_size;
+  for (int64_t i = 0; i < num_seqs; ++i) {
+    if (lengths[i] < 0 || lengths[i] > most) {
+      fail(op, "seq_lens[" + std::to_string(i) + "] is " + std::to_string(lengths[i]) +
+                   "; block_table has room for 0 to " + std::to_string(most) + " tokens");
+    }
+  }
+}
+
+struct Options {
+  double scale;
+  const Optional<Tensor>& alibi_slopes;
+  const Optional<int64_t>& sliding_window;
+};
+
+AttentionArgs make_args(const char* op, const Tensor& out, const Tensor& q, const Tensor& k_cache,
+                        const Tensor& v_cache, const Tensor& block_table, const Tensor& seq_lens,
+                        const Options& options) {
+  AttentionArgs args = {};
+  args.dtype = element_type(op, "q", q);
+  const CacheShape shape = check_caches(op, k_cache, v_cache, q.dtype());
+  check_queries(op, out, q, shape);
+  check_lengths(op, block_table, seq_lens, shape.block_size);
+  if (options.alibi_slopes) {
+    check_vector(op, "alibi_slopes", *options.alibi_slopes, aoti_torch_dtype_float32(), q.size(1));
+    args.alibi_slopes = options.alibi_slopes->data<float>();
+  }
+  args.sliding_window = INT32_MAX;
+  if (options.sliding_window) {
+    if (*options.sliding_window < 1) {
+      fail(op, "sliding_window is " + std::to_string(*options.sliding_window) +
+                   "; expected at least 1, or None");
+    }
+    args.sliding_window = *options.sliding_window;
+  }
+  args.out = out.raw();
+  args.q = q.raw();
+  args.k_cache = k_cache.raw();
+  args.v_cache = v_cache.raw();
+  args.block_table = block_table.data<int32_t>();
+  args.seq_lens = seq_lens.data<int32_t>();
+  args.num_heads = q.size(1);
+  args.num_kv_heads = shape.num_kv_heads;
+  args.head_dim = shape.head_dim;
+  args.block_size = shape.block_size;
+  args.block_table_stride = block_table.stride(0);
+  args.out_token_stride = out.stride(0);
+  args.out_head_stride = out.stride(1);
+  args.q_token_stride = q.stride(0);
+  args.q_head_stride = q.stride(1);
+  args.scale = static_cast<float>(options.scale);
+  return args;
+}
+
+int32_t num_partitions(int64_t seq_len) {
+  return static_cast<int32_t>((seq_len + kPartitionSize - 1) / kPartitionSize);
+}
+
+void run_items(const AttentionArgs& args, const std::vector<AttentionItem>& items) {
+  const auto kernel = attention_kernels(args.block_size).attention;
+  const int64_t count = static_cast<int64_t>(items.size());
+  std::atomic<int64_t> next{0};
+  const auto body = [&](int64_t, int64_t) {
+    for (int64_t i = next++; i < count; i = next++) kernel(args, items[i]);
+  };
+  const int64_t threads = num_threads();
+  if (count < 2 || threads == 1) {
+    body(0, 1);
+  } else {
+    parallel_for(threads < count ? threads : count, 1, body);
+  }
+}
+
+// A kv head (or several) of a sequence per item; one head's worth of work is left whole where
+// there are more items than threads could use.
+void add_items(std::vector<AttentionItem>& items, AttentionItem item, int64_t num_kv_heads,
+               int64_t heads_per_item) {
+  for (int64_t head = 0; head < num_kv_heads; head += heads_per_item) {
+    item.first_kv_head = static_cast<int32_t>(head);
+    const int64_t end = head + heads_per_item;
+    item.end_kv_head = static_cast<int32_t>(end < num_kv_heads ? end : num_kv_heads);
+    items.push_back(item);
+  }
+}
+
+void paged_attention(Tensor out, Tensor q, Tensor k_cache, Tensor v_cache, Tensor block_table,
+                     Tensor seq_lens, double scale, Optional<Tensor> alibi_slopes,
+                     Optional<int64_t> sliding_window) {
+  const char* op = "paged_attention";
+  AttentionArgs args = make_args(op, out, q, k_cache, v_cache, block_table, seq_lens,
+                                 {scale, alibi_slopes, sliding_window});
+  const int64_t num_seqs = q.size(0), threads = num_threads();
+  check_size(op, "block_table", block_table, 0, num_seqs);
+  int64_t total_tokens = 0;
+  for (int64_t s = 0; s < num_seqs; ++s) total_tokens += args.seq_lens[s];
+  // Below some 2048 rows of K, waking a thread costs more than it saves.
+  const bool serial = threads == 1 || total_tokens * args.num_kv_heads < 2048;
+  int64_t heads = args.num_kv_heads;
+  if (!serial && num_seqs < 2 * threads) heads = heads > threads ? heads / threads : 1;
+  const bool split = !serial && num_seqs * args.num_kv_heads < 2 * threads;
+  std::vector<AttentionItem> items, merges;
+  int64_t partial_slots = 0;
+  for (int64_t s = 0; s < num_seqs; ++s) {
+    AttentionItem item = {};
+    item.seq = static_cast<int32_t>(s);
+    item.num_queries = 1;
+    item.end_partition = num_partitions(args.seq_lens[s]);
+    if (!split || item.end_partition < 2) {
+      add_items(items, item, args.num_kv_heads, heads);
+      continue;
+    }
+    item.split = true;
+    item.partial_slot = partial_slots;
+    partial_slots += item.end_partition;
+    merges.push_back(item);
+    for (int32_t p = 0; p < merges.back().end_partition; ++p) {
+      item.first_partition = p;
+      item.end_partition = p + 1;
+      add_items(items, item, args.num_kv_heads, heads);
+    }
+  }
+  std::vector<float> partials(partial_slots * args.num_heads * (args.head_dim + 2));
+  args.partials = partials.data();
+  if (serial) {
+    const auto kernel = attention_kernels(args.block_size).attention;
+    for (const AttentionItem& item : items) kernel(args, item);
+    return;
+  }
+  run_items(args, items);
+  for (const AttentionItem& item : merges)
+    attention_kernels(args.block_size).merge_partitions(args, item);
+}
+
+void check_query_start_loc(const char* op, const Tensor& query_start_loc, const int32_t* seq_lens,
+                           int64_t num_seqs, int64_t num_tokens) {
+  check_vector(op, "query_start_loc", query_start_loc, aoti_torch_dtype_int32(), num_seqs + 1);
+  const int32_t* start = query_start_loc.data<int32_t>();
+  for (int64_t s = 0; s < num_seqs; ++s) {
+    const int64_t count = start[s + 1] - start[s];
+    if (start[s] < 0 || count < 0 || count > seq_lens[s] || start[s + 1] > num_tokens) {
+      fail(op, "query_start_loc[" + std::to_string(s) + ":" + std::to_string(s + 2) + "] is " +
+                   std::to_string(start[s]) + ", " + std::to_string(start[s + 1]) +
+                   "; expected 0 to seq_lens (" + std::to_string(seq_lens[s]) +
+                   ") queries within the " + std::to_string(num_tokens) + " rows of q");
+    }
+  }
+}
+
+void prefill_attention(Tensor out, Tensor q, Tensor k_cache, Tensor v_cache, Tensor block_table,
+                       Tensor query_start_loc, Tensor seq_lens, double scale,
+                       Optional<Tensor> alibi_slopes, Optional<int64_t> sliding_window) {
+  const char* op = "prefill_attention";
+  AttentionArgs args = make_args(op, out, q, k_cache, v_cache, block_table, seq_lens,
+                                 {scale, alibi_slopes, sliding_window});
+  const int64_t num_seqs = block_table.size(0), threads = num_threads();
+  check_query_start_loc(op, query_start_loc, args.seq_lens, num_seqs, q.size(0));
+  args.query_start_loc = query_start_loc.data<int32_t>();
+  const int64_t group = args.num_heads / args.num_kv_heads;
+  const int64_t tile = group < kItemRows ? kItemRows / group : 1;
+  int64_t num_tiles = 0;
+  for (int64_t s = 0; s < num_seqs; ++s)
+    num_tiles += (args.query_start_loc[s + 1] - args.query_start_loc[s] + tile - 1) / tile;
+  int64_t heads = args.num_kv_heads;
+  if (num_tiles < 4 * threads) heads = heads > threads ? heads / threads : 1;
+  std::vector<AttentionItem> items;
+  for (int64_t s = 0; s < num_seqs; ++s) {
+    const int64_t count = args.query_start_loc[s + 1] - args.query_start_loc[s];
+    AttentionItem item = {};
+    item.seq = static_cast<int32_t>(s);
+    item.end_partition = num_partitions(args.seq_lens[s]);
+    for (int64_t first = (count - 1) / tile * tile; first >= 0 && count > 0; first -= tile) {
+      item.first_query = static_cast<int32_t>(first);  // the longest context first
+      item.num_queries = static_cast<int32_t>(count - first < tile ? count - first : tile);
+      add_items(items, item, args.num_kv_heads, heads);
+    }
+  }
+  run_items(args, items);
+}
+
+}  // namespace
+
+void register_attention(TorchLibraryHandle library) {
+  implement<&paged_attention>(library, "paged_attention");
+  implement<&prefill_attention>(library, "prefill_attention");
+}
+
+}  // namespace tpengine::cpu

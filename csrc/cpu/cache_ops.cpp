@@ -1,0 +1,162 @@
+// Launchers: write_kv_cache, rotary_write_kv_cache, copy_blocks.
+#include "launch.h"
+
+namespace tpengine::cpu {
+
+CacheShape check_caches(const char* op, const Tensor& k_cache, const Tensor& v_cache,
+                        int32_t dtype) {
+  check_dtype(op, "k_cache", k_cache, dtype);
+  check_dtype(op, "v_cache", v_cache, dtype);
+  check_dim(op, "k_cache", k_cache, 5);
+  check_dim(op, "v_cache", v_cache, 5);
+  const int64_t pack = dtype == aoti_torch_dtype_bfloat16() ? 2 : 1;
+  const CacheShape shape = {k_cache.size(0), k_cache.size(1), k_cache.size(2) * pack,
+                            k_cache.size(3)};
+  check_size(op, "k_cache", k_cache, 4, pack);
+  check_size(op, "v_cache", v_cache, 0, shape.num_blocks);
+  check_size(op, "v_cache", v_cache, 1, shape.num_kv_heads);
+  check_size(op, "v_cache", v_cache, 2, shape.block_size / pack);
+  check_size(op, "v_cache", v_cache, 3, shape.head_dim);
+  check_size(op, "v_cache", v_cache, 4, pack);
+  check_packed(op, "k_cache", k_cache);
+  check_packed(op, "v_cache", v_cache);
+  if (shape.block_size != 8 && shape.block_size != 16 && shape.block_size != 32) {
+    fail(op, "block_size is " + std::to_string(shape.block_size) + "; expected 8, 16 or 32");
+  }
+  return shape;
+}
+
+namespace {
+
+void check_slots(const char* op, const Tensor& slot_mapping, int64_t num_tokens,
+                 const CacheShape& shape) {
+  check_vector(op, "slot_mapping", slot_mapping, aoti_torch_dtype_int32(), num_tokens);
+  const int32_t* slots = slot_mapping.data<int32_t>();
+  const int64_t num_slots = shape.num_blocks * shape.block_size;
+  for (int64_t i = 0; i < num_tokens; ++i) {
+    if (slots[i] < -1 || slots[i] >= num_slots) {
+      fail(op, "slot_mapping[" + std::to_string(i) + "] is " + std::to_string(slots[i]) +
+                   "; expected -1 (not cached) or a slot below " + std::to_string(num_slots));
+    }
+  }
+}
+
+void write_kv_cache(Tensor k, Tensor v, Tensor k_cache, Tensor v_cache, Tensor slot_mapping) {
+  const char* op = "write_kv_cache";
+  const DType dtype = element_type(op, "k", k);
+  check_dtype(op, "v", v, k.dtype());
+  check_dim(op, "k", k, 3);
+  check_dim(op, "v", v, 3);
+  const CacheShape shape = check_caches(op, k_cache, v_cache, k.dtype());
+  for (int i = 0; i < 3; ++i) check_size(op, "v", v, i, k.size(i));
+  check_size(op, "k", k, 1, shape.num_kv_heads);
+  check_size(op, "k", k, 2, shape.head_dim);
+  check_packed(op, "k", k, 2);
+  check_packed(op, "v", v, 2);
+  check_slots(op, slot_mapping, k.size(0), shape);
+  const CacheWriteArgs args = {dtype,
+                               k.raw(),
+                               v.raw(),
+                               k_cache.raw(),
+                               v_cache.raw(),
+                               slot_mapping.data<int32_t>(),
+                               shape.num_kv_heads,
+                               shape.head_dim,
+                               shape.block_size,
+                               k.stride(0),
+                               k.stride(1),
+                               v.stride(0),
+                               v.stride(1)};
+  const auto kernel = kernels().write_cache;
+  parallel_for(k.size(0), row_grain(2 * shape.num_kv_heads * shape.head_dim),
+               [&](int64_t begin, int64_t end) { kernel(args, begin, end); });
+}
+
+void rotary_write_kv_cache(Tensor positions, Tensor qkv, Tensor cos_sin_cache, Tensor slot_mapping,
+                           Tensor k_cache, Tensor v_cache, int64_t num_heads, int64_t num_kv_heads,
+                           bool is_neox) {
+  const char* op = "rotary_write_kv_cache";
+  const DType dtype = element_type(op, "qkv", qkv);
+  check_dim(op, "qkv", qkv, 2);
+  check_packed(op, "qkv", qkv, 1);
+  const CacheShape shape = check_caches(op, k_cache, v_cache, qkv.dtype());
+  check_size(op, "k_cache", k_cache, 1, num_kv_heads);
+  const int64_t d = shape.head_dim, width = (num_heads + 2 * num_kv_heads) * d;
+  check_size(op, "qkv", qkv, 1, width);
+  const int64_t num_tokens = qkv.size(0), stride = qkv.stride(0);
+  check_positions(op, positions, cos_sin_cache, num_tokens, d);
+  check_slots(op, slot_mapping, num_tokens, shape);
+  const int64_t bytes = dtype == DType::kFloat32 ? 4 : 2;
+  char* q = qkv.data<char>();
+  char* k = q + num_heads * d * bytes;
+  const RotaryArgs rotary_args = {dtype,
+                                  positions.data<int32_t>(),
+                                  q,
+                                  k,
+                                  cos_sin_cache.data<float>(),
+                                  num_heads,
+                                  num_kv_heads,
+                                  d,
+                                  cos_sin_cache.size(1),
+                                  stride,
+                                  d,
+                                  stride,
+                                  d,
+                                  is_neox};
+  const CacheWriteArgs write_args = {dtype,
+                                     k,
+                                     k + num_kv_heads * d * bytes,
+                                     k_cache.raw(),
+                                     v_cache.raw(),
+                                     slot_mapping.data<int32_t>(),
+                                     num_kv_heads,
+                                     d,
+                                     shape.block_size,
+                                     stride,
+                                     d,
+                                     stride,
+                                     d};
+  const Kernels& table = kernels();
+  parallel_for(num_tokens, row_grain(width), [&](int64_t begin, int64_t end) {
+    table.rotary(rotary_args, begin, end);
+    table.write_cache(write_args, begin, end);
+  });
+}
+
+void copy_blocks(Tensor k_cache, Tensor v_cache, Tensor block_pairs) {
+  const char* op = "copy_blocks";
+  element_type(op, "k_cache", k_cache);
+  const CacheShape shape = check_caches(op, k_cache, v_cache, k_cache.dtype());
+  check_dtype(op, "block_pairs", block_pairs, aoti_torch_dtype_int64());
+  check_dim(op, "block_pairs", block_pairs, 2);
+  check_size(op, "block_pairs", block_pairs, 1, 2);
+  check_packed(op, "block_pairs", block_pairs);
+  const int64_t* pairs = block_pairs.data<int64_t>();
+  const int64_t count = block_pairs.size(0);
+  for (int64_t i = 0; i < 2 * count; ++i) {
+    if (pairs[i] < 0 || pairs[i] >= shape.num_blocks) {
+      fail(op, "block_pairs names block " + std::to_string(pairs[i]) + "; the cache has " +
+                   std::to_string(shape.num_blocks));
+    }
+  }
+  const int64_t element = k_cache.dtype() == aoti_torch_dtype_float32() ? 4 : 2;
+  const int64_t bytes = shape.num_kv_heads * shape.head_dim * shape.block_size * element;
+  char* caches[2] = {k_cache.data<char>(), v_cache.data<char>()};
+  parallel_for(2 * count, row_grain(bytes / element), [&](int64_t begin, int64_t end) {
+    for (int64_t i = begin; i < end; ++i) {
+      char* cache = caches[i % 2];
+      std::memmove(cache + pairs[i / 2 * 2 + 1] * bytes, cache + pairs[i / 2 * 2] * bytes,
+                   static_cast<size_t>(bytes));
+    }
+  });
+}
+
+}  // namespace
+
+void register_cache(TorchLibraryHandle library) {
+  implement<&write_kv_cache>(library, "write_kv_cache");
+  implement<&rotary_write_kv_cache>(library, "rotary_write_kv_cache");
+  implement<&copy_blocks>(library, "copy_blocks");
+}
+
+}  // namespace tpengine::cpu

@@ -1,0 +1,3 @@
+#define TPENGINE_KERNELS kGenericKernels
+#define TPENGINE_ISA_NAME "generic"
+#include "all_kernels.inc"

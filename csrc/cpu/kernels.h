@@ -1,0 +1,137 @@
+// What the launchers hand to the CPU kernels: plain data, and one table of functions per
+// instruction set. Knows nothing of torch. Strides are in elements.
+//
+// KV cache layout (p = 2 in bfloat16, 1 in float32):
+//   K [num_blocks, num_kv_heads, head_dim / p, block_size, p]
+//   V [num_blocks, num_kv_heads, block_size / p, head_dim, p]
+// so that one vector holds p neighbours of the summed dimension for as many columns as it has
+// 32-bit lanes, which is what a bfloat16 dot-product instruction reads.
+#pragma once
+
+#include <cstdint>
+
+namespace tpengine::cpu {
+
+enum class DType { kFloat32, kBFloat16 };
+
+constexpr int64_t kMaxHeadDim = 256;
+// Keys of one partition. Softmax statistics are kept per partition and merged in order, whoever
+// computed them, so that a sequence's result depends neither on the batch nor on the threads.
+constexpr int64_t kPartitionSize = 1024;
+
+struct AttentionArgs {
+  DType dtype;
+  void* out;  // [num_tokens, num_heads, head_dim]
+  const void* q;
+  const void* k_cache;
+  const void* v_cache;
+  const int32_t* block_table;      // [num_seqs, block_table_stride]
+  const int32_t* query_start_loc;  // [num_seqs + 1]; null: one query per sequence
+  const int32_t* seq_lens;         // [num_seqs]
+  const float* alibi_slopes;       // [num_heads]; null: no bias
+  int64_t sliding_window;          // keys a query sees, at most
+  int64_t num_heads, num_kv_heads, head_dim, block_size;
+  int64_t block_table_stride, out_token_stride, out_head_stride, q_token_stride, q_head_stride;
+  float scale;
+  float* partials;  // [partition slots, num_heads, head_dim + 2]; null: nothing is split
+};
+
+// A piece of attention work: some queries of one sequence, some kv heads, some partitions.
+struct AttentionItem {
+  int32_t seq, first_query, num_queries, first_kv_head, end_kv_head;
+  int32_t first_partition, end_partition;
+  int64_t partial_slot;  // of the sequence's partition 0, where `split`
+  bool split;            // leave partial results for merge_partitions
+};
+
+struct NormArgs {
+  DType dtype;
+  void* out;
+  const void* x;
+  void* residual;  // null: plain norm. Otherwise residual += x, and the sum is normalised.
+  const void* weight;
+  int64_t heads_per_token, size;  // row r is head r % heads_per_token of a token
+  int64_t out_token_stride, out_head_stride, x_token_stride, x_head_stride, residual_stride;
+  float eps;
+};
+
+enum class Activation { kSilu, kGelu, kGeluTanh };
+
+struct ActivationArgs {
+  DType dtype;
+  Activation activation;
+  void* out;
+  const void* x;
+  int64_t size, out_stride, x_stride;
+};
+
+struct RotaryArgs {
+  DType dtype;
+  const int32_t* positions;
+  void* q;
+  void* k;
+  const float* cos_sin_cache;  // [max_position, rotary_dim]
+  int64_t num_heads, num_kv_heads, head_dim, rotary_dim;
+  int64_t q_token_stride, q_head_stride, k_token_stride, k_head_stride;
+  bool is_neox;
+};
+
+struct CacheWriteArgs {
+  DType dtype;
+  const void* k;
+  const void* v;
+  void* k_cache;
+  void* v_cache;
+  const int32_t* slot_mapping;  // -1: the token is not cached
+  int64_t num_kv_heads, head_dim, block_size;
+  int64_t k_token_stride, k_head_stride, v_token_stride, v_head_stride;
+};
+
+struct SamplingArgs {
+  DType dtype;
+  int64_t* out;
+  const void* logits;
+  int64_t vocab_size, logits_stride;
+  const float* temperature;
+  const int32_t* top_k;
+  const float* top_p;
+  const float* min_p;
+  const double* uniform;
+};
+
+// Working memory of one thread that samples: candidates in token order, and block sums.
+struct SamplingScratch {
+  float* logit;
+  float* weight;
+  int32_t* token;
+  double* block_sum;
+  float* block_max;
+};
+constexpr int64_t kSamplingBlock = 128;
+
+struct Kernels {
+  const char* name;
+  int64_t vector_lanes;
+  void (*attention)(const AttentionArgs&, const AttentionItem&);
+  void (*merge_partitions)(const AttentionArgs&, const AttentionItem&);
+  void (*norm)(const NormArgs&, int64_t begin, int64_t end);
+  void (*activation)(const ActivationArgs&, int64_t begin, int64_t end);
+  void (*rotary)(const RotaryArgs&, int64_t begin, int64_t end);
+  void (*write_cache)(const CacheWriteArgs&, int64_t begin, int64_t end);
+  void (*argmax)(const SamplingArgs&, int64_t begin, int64_t end);
+  void (*sample)(const SamplingArgs&, const SamplingScratch&, int64_t begin, int64_t end);
+};
+
+extern const Kernels kGenericKernels;
+#ifdef TPENGINE_X86
+extern const Kernels kAvx2Kernels;
+extern const Kernels kAvx512Kernels;
+extern const Kernels kAvx512Bf16Kernels;
+#endif
+
+// The kernels in use: the best this CPU has, or what set_kernels chose.
+const Kernels& kernels();
+// The kernels for attention over blocks of this size: a block holds whole vectors.
+const Kernels& attention_kernels(int64_t block_size);
+
+}  // namespace tpengine::cpu

@@ -1,0 +1,58 @@
+// What the CPU launchers share: threads, element types, and the registration of each file's ops.
+#pragma once
+
+#include "../common/checks.h"
+#include "kernels.h"
+
+namespace tpengine::cpu {
+
+inline int64_t num_threads() {
+  uint32_t threads = 1;
+  TPENGINE_SHIM(torch_get_num_threads(&threads));
+  return threads;
+}
+
+// body(begin, end) over [0, count) by torch's threads, at least `grain` indices in a piece.
+template <class F>
+void parallel_for(int64_t count, int64_t grain, const F& body) {
+  if (count <= grain) {
+    if (count > 0) body(int64_t{0}, count);
+    return;
+  }
+  TPENGINE_SHIM(torch_parallel_for(
+      0, count, grain,
+      [](int64_t begin, int64_t end, void* context) {
+        (*static_cast<const F*>(context))(begin, end);
+      },
+      const_cast<void*>(static_cast<const void*>(&body))));
+}
+
+// Rows that make a piece worth a thread: some 16 thousand elements.
+inline int64_t row_grain(int64_t row_size) {
+  return row_size >= 16384 ? 1 : 16384 / (row_size + 1);
+}
+
+inline DType element_type(const char* op, const char* name, const Tensor& tensor) {
+  if (tensor.dtype() == aoti_torch_dtype_float32()) return DType::kFloat32;
+  if (tensor.dtype() == aoti_torch_dtype_bfloat16()) return DType::kBFloat16;
+  fail(op, std::string(name) + " is " + dtype_name(tensor.dtype()) +
+               "; on CPU the kernels take float32 and bfloat16");
+}
+
+// The K and V caches of one layer in the CPU layout.
+struct CacheShape {
+  int64_t num_blocks, num_kv_heads, head_dim, block_size;
+};
+CacheShape check_caches(const char* op, const Tensor& k_cache, const Tensor& v_cache,
+                        int32_t dtype);
+
+// Positions int32 [num_tokens], each with a row in the float32 table [max_position, rotary_dim].
+void check_positions(const char* op, const Tensor& positions, const Tensor& cos_sin_cache,
+                     int64_t num_tokens, int64_t head_dim);
+
+void register_attention(TorchLibraryHandle library);
+void register_cache(TorchLibraryHandle library);
+void register_fused(TorchLibraryHandle library);
+void register_sampling(TorchLibraryHandle library);
+
+}  // namespace tpengine::cpu

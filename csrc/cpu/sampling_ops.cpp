@@ -1,0 +1,68 @@
+// Launchers: argmax and sample_tokens.
+#include <memory>
+#include <new>
+
+#include "launch.h"
+
+namespace tpengine::cpu {
+namespace {
+
+SamplingArgs make_args(const char* op, const Tensor& out, const Tensor& logits) {
+  SamplingArgs args = {};
+  args.dtype = element_type(op, "logits", logits);
+  check_dim(op, "logits", logits, 2);
+  check_packed(op, "logits", logits, 1);
+  check_vector(op, "out", out, aoti_torch_dtype_int64(), logits.size(0));
+  if (logits.size(1) < 1 || logits.size(1) > INT32_MAX) {
+    fail(op, "logits has shape " + shape_name(logits) + "; expected 1 to 2^31 - 1 tokens");
+  }
+  args.out = out.data<int64_t>();
+  args.logits = logits.raw();
+  args.vocab_size = logits.size(1);
+  args.logits_stride = logits.stride(0);
+  return args;
+}
+
+void argmax(Tensor out, Tensor logits) {
+  const SamplingArgs args = make_args("argmax", out, logits);
+  const auto kernel = kernels().argmax;
+  parallel_for(logits.size(0), row_grain(args.vocab_size / 4),
+               [&](int64_t begin, int64_t end) { kernel(args, begin, end); });
+}
+
+void sample_tokens(Tensor out, Tensor logits, Tensor temperature, Tensor top_k, Tensor top_p,
+                   Tensor min_p, Tensor uniform) {
+  const char* op = "sample_tokens";
+  SamplingArgs args = make_args(op, out, logits);
+  const int64_t rows = logits.size(0), vocab = args.vocab_size;
+  check_vector(op, "temperature", temperature, aoti_torch_dtype_float32(), rows);
+  check_vector(op, "top_k", top_k, aoti_torch_dtype_int32(), rows);
+  check_vector(op, "top_p", top_p, aoti_torch_dtype_float32(), rows);
+  check_vector(op, "min_p", min_p, aoti_torch_dtype_float32(), rows);
+  check_vector(op, "uniform", uniform, aoti_torch_dtype_float64(), rows);
+  args.temperature = temperature.data<float>();
+  args.top_k = top_k.data<int32_t>();
+  args.top_p = top_p.data<float>();
+  args.min_p = min_p.data<float>();
+  args.uniform = uniform.data<double>();
+  const Kernels& table = kernels();
+  const int64_t blocks = (vocab + kSamplingBlock - 1) / kSamplingBlock;
+  parallel_for(rows, row_grain(vocab), [&](int64_t begin, int64_t end) {
+    // Left uninitialised: usually only the first few entries are touched.
+    const std::unique_ptr<float[]> logit(new float[vocab]), weight(new float[vocab]);
+    const std::unique_ptr<int32_t[]> token(new int32_t[vocab]);
+    const std::unique_ptr<double[]> block_sum(new double[blocks]);
+    const std::unique_ptr<float[]> block_max(new float[blocks]);
+    table.sample(args, {logit.get(), weight.get(), token.get(), block_sum.get(), block_max.get()},
+                 begin, end);
+  });
+}
+
+}  // namespace
+
+void register_sampling(TorchLibraryHandle library) {
+  implement<&argmax>(library, "argmax");
+  implement<&sample_tokens>(library, "sample_tokens");
+}
+
+}  // namespace tpengine::cpu

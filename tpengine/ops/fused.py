@@ -1,0 +1,92 @@
+"""Elementwise work between the matrix products: norms, gated activations, rotary embedding."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from tpengine.ops import library as _library  # noqa: F401 (defines the ops)
+
+_rms_norm = torch.ops.tpengine.rms_norm.default
+_add_rms_norm = torch.ops.tpengine.add_rms_norm.default
+_silu_and_mul = torch.ops.tpengine.silu_and_mul.default
+_gelu_and_mul = torch.ops.tpengine.gelu_and_mul.default
+_gelu_tanh_and_mul = torch.ops.tpengine.gelu_tanh_and_mul.default
+_rotary_embedding = torch.ops.tpengine.rotary_embedding.default
+
+
+def rms_norm(out: Tensor, x: Tensor, weight: Tensor, eps: float) -> None:
+    """RMSNorm (Zhang and Sennrich 2019) over the last dimension.
+
+    Normalised in float32, rounded to x's dtype, then multiplied by the weight, as Hugging Face's
+    models do.
+
+    Args:
+        out: shape and dtype of x, written; may be x itself.
+        x: `[num_tokens, size]` or `[num_tokens, num_heads, size]` (norm per head); float32 or
+            bfloat16; any strides, last dimension contiguous.
+        weight: `[size]`, dtype of x.
+        eps: added to the mean square.
+
+    Raises:
+        RuntimeError: an argument's dtype, shape or strides do not fit.
+    """
+    _rms_norm(out, x, weight, eps)
+
+
+def add_rms_norm(out: Tensor, x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> None:
+    """`residual += x` (rounded to its dtype), then `out = rms_norm(residual) * weight`.
+
+    Args:
+        out: `[num_tokens, size]`, written; may be x itself.
+        x, residual: `[num_tokens, size]`, one dtype; residual is written.
+        weight: `[size]`.
+
+    Raises:
+        RuntimeError: an argument's dtype, shape or strides do not fit.
+    """
+    _add_rms_norm(out, x, residual, weight, eps)
+
+
+def silu_and_mul(out: Tensor, x: Tensor) -> None:
+    """SwiGLU's product (Shazeer 2020): `out = silu(gate) * up`.
+
+    Args:
+        out: `[num_tokens, n]`, written.
+        x: `[num_tokens, 2 * n]`, gate beside up; float32 or bfloat16, same dtype as out.
+
+    Raises:
+        RuntimeError: an argument's dtype, shape or strides do not fit.
+    """
+    _silu_and_mul(out, x)
+
+
+def gelu_and_mul(out: Tensor, x: Tensor) -> None:
+    """`out = gelu(gate) * up` with the exact GELU (by the error function); see `silu_and_mul`."""
+    _gelu_and_mul(out, x)
+
+
+def gelu_tanh_and_mul(out: Tensor, x: Tensor) -> None:
+    """`out = gelu(gate) * up` with GELU's tanh approximation; see `silu_and_mul`."""
+    _gelu_tanh_and_mul(out, x)
+
+
+def rotary_embedding(
+    positions: Tensor, q: Tensor, k: Tensor, cos_sin_cache: Tensor, is_neox: bool
+) -> None:
+    """Rotary position embedding (Su et al. 2021) on q and k in place, computed in float32.
+
+    Args:
+        positions: int32 `[num_tokens]`.
+        q: `[num_tokens, num_heads, head_dim]`; any strides, last dimension contiguous.
+        k: `[num_tokens, num_kv_heads, head_dim]`, likewise.
+        cos_sin_cache: float32 `[max_position, rotary_dim]`: the rotary_dim / 2 cosines of each
+            position, then its sines. rotary_dim is even and at most head_dim; the rest of a head
+            passes through.
+        is_neox: True pairs dimension i with i + rotary_dim / 2 (GPT-NeoX, Llama), False pairs
+            neighbours (GPT-J).
+
+    Raises:
+        RuntimeError: an argument's dtype, shape or strides do not fit, or a position has no row.
+    """
+    _rotary_embedding(positions, q, k, cos_sin_cache, is_neox)

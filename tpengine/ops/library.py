@@ -1,0 +1,175 @@
+"""Op schemas, fakes and references; loading of the native libraries; choice of instruction set."""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import torch
+
+from tpengine import envs
+from tpengine.errors import NativeLibraryError
+from tpengine.logger import init_logger
+from tpengine.ops import reference
+
+_logger = init_logger(__name__)
+
+_SCHEMAS: dict[str, tuple[str, Callable[..., None]]] = {
+    "write_kv_cache": (
+        "(Tensor k, Tensor v, Tensor(a!) k_cache, Tensor(b!) v_cache, Tensor slot_mapping) -> ()",
+        reference.write_kv_cache,
+    ),
+    "rotary_embedding": (
+        "(Tensor positions, Tensor(a!) q, Tensor(b!) k, Tensor cos_sin_cache, bool is_neox) -> ()",
+        reference.rotary_embedding,
+    ),
+    "rotary_write_kv_cache": (
+        "(Tensor positions, Tensor(a!) qkv, Tensor cos_sin_cache, Tensor slot_mapping,"
+        " Tensor(b!) k_cache, Tensor(c!) v_cache, int num_heads, int num_kv_heads, bool is_neox)"
+        " -> ()",
+        reference.rotary_write_kv_cache,
+    ),
+    "copy_blocks": (
+        "(Tensor(a!) k_cache, Tensor(b!) v_cache, Tensor block_pairs) -> ()",
+        reference.copy_blocks,
+    ),
+    "paged_attention": (
+        "(Tensor(a!) out, Tensor q, Tensor k_cache, Tensor v_cache, Tensor block_table,"
+        " Tensor seq_lens, float scale, Tensor? alibi_slopes, int? sliding_window) -> ()",
+        reference.paged_attention,
+    ),
+    "prefill_attention": (
+        "(Tensor(a!) out, Tensor q, Tensor k_cache, Tensor v_cache, Tensor block_table,"
+        " Tensor query_start_loc, Tensor seq_lens, float scale, Tensor? alibi_slopes,"
+        " int? sliding_window) -> ()",
+        reference.prefill_attention,
+    ),
+    "rms_norm": (
+        "(Tensor(a!) out, Tensor x, Tensor weight, float eps) -> ()",
+        reference.rms_norm,
+    ),
+    "add_rms_norm": (
+        "(Tensor(a!) out, Tensor x, Tensor(b!) residual, Tensor weight, float eps) -> ()",
+        reference.add_rms_norm,
+    ),
+    "silu_and_mul": ("(Tensor(a!) out, Tensor x) -> ()", reference.silu_and_mul),
+    "gelu_and_mul": ("(Tensor(a!) out, Tensor x) -> ()", reference.gelu_and_mul),
+    "gelu_tanh_and_mul": ("(Tensor(a!) out, Tensor x) -> ()", reference.gelu_tanh_and_mul),
+    "argmax": ("(Tensor(a!) out, Tensor logits) -> ()", reference.argmax),
+    "sample_tokens": (
+        "(Tensor(a!) out, Tensor logits, Tensor temperature, Tensor top_k, Tensor top_p,"
+        " Tensor min_p, Tensor uniform) -> ()",
+        reference.sample_tokens,
+    ),
+}
+OP_NAMES = tuple(_SCHEMAS)
+
+
+def _fake(*_: object) -> None:
+    """Every op only writes into its arguments, so there is no output whose shape to tell."""
+
+
+def _define_ops() -> torch.library.Library:
+    library = torch.library.Library("tpengine", "FRAGMENT")
+    for name, (schema, function) in _SCHEMAS.items():
+        library.define(name + schema)
+        # Where no kernel is registered for a device, and where the library was not built.
+        library.impl(name, function, "CompositeExplicitAutograd")
+        torch.library.register_fake(f"tpengine::{name}", _fake, lib=library)
+    return library
+
+
+def _find_library(name: str) -> Path | None:
+    # An editable install puts the libraries into site-packages while this file stays in the
+    # source tree, so the package's whole path is searched, not only the folder of __file__.
+    for folder in sys.modules["tpengine"].__path__:
+        path = Path(folder) / "lib" / name
+        if path.exists():
+            return path
+    return None
+
+
+def _load(name: str) -> ctypes.CDLL | None:
+    path = _find_library(name)
+    if path is None:
+        return None
+    try:
+        torch.ops.load_library(str(path))
+        return ctypes.CDLL(str(path))
+    except OSError as error:
+        raise NativeLibraryError(
+            f"{path} cannot be loaded with torch {torch.__version__} ({error}); "
+            "reinstall tpengine in this environment"
+        ) from error
+
+
+def _load_cpu() -> ctypes.CDLL | None:
+    cpu = _load("libtpengine_cpu.so")
+    if cpu is None:
+        _logger.warning(
+            "libtpengine_cpu.so is not installed: every op runs as slow plain torch; "
+            "`pip install .` builds it"
+        )
+        return None
+    cpu.tpengine_cpu_isa.restype = ctypes.c_char_p
+    cpu.tpengine_cpu_isa_at.restype = ctypes.c_char_p
+    cpu.tpengine_cpu_isa_at.argtypes = [ctypes.c_int32]
+    cpu.tpengine_set_cpu_isa.argtypes = [ctypes.c_char_p]
+    cpu.tpengine_set_cpu_isa.restype = ctypes.c_int32
+    return cpu
+
+
+_definitions = _define_ops()  # the ops exist as long as this object does
+_cpu = _load_cpu()
+_cuda = _load("libtpengine_cuda.so") if torch.version.cuda is not None else None
+
+
+def has_cpu_kernels() -> bool:
+    """Whether the compiled CPU kernels are loaded (otherwise the reference answers)."""
+    return _cpu is not None
+
+
+def has_cuda_kernels() -> bool:
+    """Whether the compiled CUDA kernels are loaded (otherwise the reference answers)."""
+    return _cuda is not None
+
+
+def supported_cpu_isas() -> tuple[str, ...]:
+    """Instruction sets that the compiled kernels have and this CPU can run, best first."""
+    names: list[str] = []
+    while _cpu is not None and (name := _cpu.tpengine_cpu_isa_at(len(names))) is not None:
+        names.append(name.decode())
+    return tuple(names)
+
+
+def cpu_isa() -> str:
+    """Instruction set in use: generic, avx2, avx512, avx512bf16, or reference (no library)."""
+    return _cpu.tpengine_cpu_isa().decode() if _cpu is not None else "reference"
+
+
+def set_cpu_isa(name: str) -> None:
+    """Makes the CPU kernels use the instruction set `name` from the next call on.
+
+    Raises NativeLibraryError where this CPU cannot run it.
+    """
+    if _cpu is None or _cpu.tpengine_set_cpu_isa(name.encode()) != 0:
+        supported = ", ".join(supported_cpu_isas()) or "none: the native library is not installed"
+        raise NativeLibraryError(f"CPU instruction set {name!r}; this machine supports {supported}")
+
+
+@contextlib.contextmanager
+def use_cpu_isa(name: str) -> Iterator[None]:
+    """Within the block the CPU kernels use the instruction set `name`; for tests."""
+    before = cpu_isa()
+    set_cpu_isa(name)
+    try:
+        yield
+    finally:
+        set_cpu_isa(before)
+
+
+if (_wanted := envs.cpu_isa()) is not None:
+    set_cpu_isa(_wanted)
