@@ -2,7 +2,8 @@
 
 All requests are there at the start; prompt and output lengths are lognormal (median 67, 4 to 512)
 and seeded, end tokens are ignored so that every run does the same work. Besides rates it prints
-where a step's time goes: "outside the model" is all but forward, logits and sampling.
+where a step's time goes: "outside the model" is all but forward, logits and sampling. With
+--against, other engines serve the same requests in the same run, in turn.
 """
 
 from __future__ import annotations
@@ -13,16 +14,20 @@ import statistics
 import time
 from dataclasses import dataclass, replace
 
+import torch
 from tqdm import tqdm
 
 from tpengine.bench.machine import describe_commit, describe_machine
-from tpengine.bench.workload import SHAPES, mixed_requests, shape_folder
+from tpengine.bench.peers import PEERS, Peer, load_peer_model
+from tpengine.bench.workload import SHAPES, Workload, mixed_requests, shape_folder
 from tpengine.engine.llm_engine import LLMEngine
 from tpengine.engine.metrics import StepStats
 from tpengine.engine_args import EngineArgs
 from tpengine.sampling_params import RequestOutputKind, SamplingParams
+from tpengine.worker.device import resolve_dtype
 
 _WARM_UP_REQUESTS = 4
+_WARM_UP_OUTPUT = 4
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -39,6 +44,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--shape", choices=sorted(SHAPES), help="dummy weights of this shape instead of a model"
     )
+    parser.add_argument(
+        "--against",
+        metavar="PEERS",
+        default="",
+        help="comma-separated: hf (transformers' generate in batches of 16), hf-cb (its "
+        "continuous batching)",
+    )
     EngineArgs.add_cli_args(parser)
 
 
@@ -49,23 +61,17 @@ class RunResult:
     elapsed_s: float
     steps: list[StepStats]
 
-    @property
-    def output_rate(self) -> float:
-        """Output tokens per second."""
-        return sum(step.num_output_tokens for step in self.steps) / self.elapsed_s
-
 
 def run(args: argparse.Namespace) -> int:
     """Measures and prints the report."""
-    engine_args = EngineArgs.from_cli_args(args)
+    engine_args = replace(EngineArgs.from_cli_args(args), disable_log_stats=True)
     with contextlib.ExitStack() as stack:
         if args.shape is not None:
             folder = stack.enter_context(shape_folder(args.shape))
             engine_args = replace(engine_args, model=folder, tokenizer=None, load_format="dummy")
-        engine_args = replace(engine_args, disable_log_stats=True)
         engine = stack.enter_context(LLMEngine.from_engine_args(engine_args))
         model = engine.get_model_config()
-        requests = mixed_requests(
+        workload = mixed_requests(
             args.num_requests, model.vocab_size, args.workload_seed, model.max_model_len
         )
         params = SamplingParams(
@@ -74,23 +80,28 @@ def run(args: argparse.Namespace) -> int:
             ignore_eos=True,
             output_kind=RequestOutputKind.FINAL_ONLY,
         )
-        run_once(engine, [(p, 4) for p, _ in requests[:_WARM_UP_REQUESTS]], params)
-        results = [
-            run_once(engine, requests, params)
-            for _ in tqdm(range(args.runs), desc="runs", unit="run")
-        ]
-        results.sort(key=lambda result: result.output_rate)
-        print_report(args, engine, results)
+        peers = _load_peers(args.against, engine_args, model.model)
+        warm_up = [(prompt, _WARM_UP_OUTPUT) for prompt, _ in workload[:_WARM_UP_REQUESTS]]
+        run_once(engine, warm_up, params)
+        for peer in peers.values():
+            peer.run(warm_up)
+        own: list[RunResult] = []
+        others: dict[str, list[float]] = {name: [] for name in peers}
+        for _ in tqdm(range(args.runs), desc="runs", unit="run"):
+            own.append(run_once(engine, workload, params))
+            for name, peer in peers.items():
+                others[name].append(peer.run(workload))
+        num_output = sum(n for _, n in workload)
+        _print_own(args, engine, own, num_output)
+        _print_others(own, others, num_output)
     return 0
 
 
-def run_once(
-    engine: LLMEngine, requests: list[tuple[list[int], int]], params: SamplingParams
-) -> RunResult:
-    """Serves all requests and times every step."""
+def run_once(engine: LLMEngine, workload: Workload, params: SamplingParams) -> RunResult:
+    """Serves all requests and notes every step."""
     steps: list[StepStats] = []
     start = time.perf_counter()
-    for i, (prompt, num_output) in enumerate(requests):
+    for i, (prompt, num_output) in enumerate(workload):
         engine.add_request(str(i), None, replace(params, max_tokens=num_output), prompt)
     while engine.has_unfinished_requests():
         engine.step()
@@ -99,24 +110,48 @@ def run_once(
     return RunResult(time.perf_counter() - start, steps)
 
 
-def print_report(args: argparse.Namespace, engine: LLMEngine, results: list[RunResult]) -> None:
-    """Prints the figures of the median run, and the spread."""
-    median = results[len(results) // 2]
-    rates = ", ".join(f"{result.output_rate:.0f}" for result in results)
+def _load_peers(against: str, engine_args: EngineArgs, folder: str) -> dict[str, Peer]:
+    names = [name for name in against.split(",") if name]
+    unknown = [name for name in names if name not in PEERS]
+    if unknown:
+        raise SystemExit(f"--against {unknown[0]}: no such peer; there are {', '.join(PEERS)}")
+    if not names:
+        return {}
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    dtype = resolve_dtype(engine_args.dtype, device)
+    model = load_peer_model(folder, engine_args.load_format == "dummy", dtype)
+    return {name: PEERS[name](model) for name in names}
+
+
+def _print_own(
+    args: argparse.Namespace, engine: LLMEngine, results: list[RunResult], num_output: int
+) -> None:
+    """The figures of the median run, and the spread."""
+    ordered = sorted(results, key=lambda result: result.elapsed_s)
+    median = ordered[len(ordered) // 2]
+    rates = ", ".join(f"{num_output / result.elapsed_s:.0f}" for result in results)
     steps = median.steps
     prefill = sum(step.num_prefill_tokens for step in steps)
-    times_ms = sorted(1000 * step.step_s for step in steps)
-    deciles = statistics.quantiles(times_ms, n=100) if len(times_ms) > 1 else times_ms * 99
+    times_ms = [1000 * step.step_s for step in steps]
+    cuts = statistics.quantiles(times_ms, n=100) if len(times_ms) > 1 else times_ms * 99
     outside = 1 - sum(step.model_s for step in steps) / median.elapsed_s
-    name = args.shape or engine.get_model_config().model
+    model = engine.get_model_config()
     print(f"machine             {describe_machine()}")
     print(f"commit              {describe_commit()}")
-    print(f"model               {name}, dtype {args.dtype}")
+    print(f"model               {args.shape or model.model}, dtype {args.dtype}")
     print(f"requests            {args.num_requests}, {len(steps)} steps, {median.elapsed_s:.2f} s")
-    print(f"output tokens/s     {median.output_rate:.1f}   (runs: {rates})")
+    print(f"output tokens/s     {num_output / median.elapsed_s:.1f}   (runs: {rates})")
     print(f"prefill tokens/s    {prefill / median.elapsed_s:.1f}")
-    print(
-        f"step, ms            median {deciles[49]:.2f}, p90 {deciles[89]:.2f}, "
-        f"p99 {deciles[98]:.2f}"
-    )
+    print(f"step, ms            median {cuts[49]:.2f}, p90 {cuts[89]:.2f}, p99 {cuts[98]:.2f}")
     print(f"outside the model   {100 * outside:.2f} %")
+
+
+def _print_others(own: list[RunResult], others: dict[str, list[float]], num_output: int) -> None:
+    """Each peer's rate, and how many times it takes ours: medians, and the ratio pair by pair."""
+    for name, elapsed in others.items():
+        rates = ", ".join(f"{num_output / seconds:.0f}" for seconds in elapsed)
+        ratio = statistics.median(
+            theirs / ours.elapsed_s for ours, theirs in zip(own, elapsed, strict=True)
+        )
+        rate = num_output / statistics.median(elapsed)
+        print(f"{name:<19} {rate:.1f} output tokens/s   (runs: {rates}); we do {ratio:.2f} x that")

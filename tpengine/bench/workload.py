@@ -15,6 +15,9 @@ _SIGMA = 0.9
 _MIN_TOKENS, _MAX_TOKENS = 4, 512
 _FIRST_ORDINARY_ID = 5
 
+Workload = list[tuple[list[int], int]]
+"""(prompt ids, number of output tokens) of each request."""
+
 
 def _llama(
     hidden: int, layers: int, heads: int, kv_heads: int, intermediate: int, vocab: int, tied: bool
@@ -54,13 +57,11 @@ def shape_folder(name: str) -> Iterator[str]:
         yield folder
 
 
-def mixed_requests(
-    num_requests: int, vocab_size: int, seed: int, longest: int
-) -> list[tuple[list[int], int]]:
-    """(prompt ids, number of output tokens) pairs.
+def mixed_requests(num_requests: int, vocab_size: int, seed: int, longest: int) -> Workload:
+    """Requests of mixed lengths.
 
-    Both lengths are lognormal (median 67, sigma 0.9, 4 to 512, and at most half of `longest`),
-    ids uniform.
+    Prompt and output lengths are lognormal (median 67, sigma 0.9, 4 to 512, and at most half of
+    `longest`), ids uniform.
     """
     rng = random.Random(seed)
     cap = min(_MAX_TOKENS, longest // 2)
