@@ -1,0 +1,235 @@
+"""The embedded model as it ships, the grammar behind it, and the script that trains it."""
+
+import importlib
+import random
+import re
+from collections.abc import Iterable, Iterator, Sequence
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+ROOT = Path(__file__).resolve().parents[1]
+FOLDER = ROOT / "tpengine" / "assets" / "embedded"
+MAX_FOLDER_BYTES = 12_000_000
+FILES = {
+    "config.json",
+    "generation_config.json",
+    "model.safetensors",
+    "tokenizer.json",
+    "tokenizer_config.json",
+}
+MIN_MARGIN = 0.3
+"""Lead of every greedy token over the second best logit, far above what rounding moves."""
+
+PROMPTS = (
+    "Hello, my name is",
+    "The president of the United States is",
+    "The capital of France is",
+    "The future of AI is",
+)
+
+
+@pytest.fixture(scope="module")
+def examples() -> Iterator[None]:
+    """Makes the training code importable, as running the script from its folder does."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.syspath_prepend(str(ROOT / "examples"))
+        yield
+
+
+@pytest.fixture(scope="module")
+def documents(examples: None) -> ModuleType:
+    return importlib.import_module("embedded_model.documents")
+
+
+@pytest.fixture(scope="module")
+def tokenizer() -> Any:
+    return AutoTokenizer.from_pretrained(FOLDER)
+
+
+@pytest.fixture(scope="module")
+def model() -> Any:
+    return AutoModelForCausalLM.from_pretrained(FOLDER, dtype=torch.float32).eval()
+
+
+def greedy(model: Any, token_ids: Sequence[int], num_tokens: int) -> tuple[list[int], list[float]]:
+    """Greedy ids that follow, and for each the logit's lead over the second best."""
+    inputs, cache = torch.tensor([list(token_ids)]), None
+    output_ids, margins = [], []
+    with torch.inference_mode():
+        for _ in range(num_tokens):
+            output = model(inputs, past_key_values=cache, use_cache=True)
+            cache = output.past_key_values
+            best = output.logits[0, -1].topk(2)
+            margins.append((best.values[0] - best.values[1]).item())
+            output_ids.append(int(best.indices[0]))
+            inputs = best.indices[:1][None]
+    return output_ids, margins
+
+
+def words(texts: Iterable[str]) -> set[str]:
+    return {word.lower() for text in texts for word in re.findall(r"[A-Za-z]+", text)}
+
+
+def test_folder_is_complete_and_small() -> None:
+    found = {path.name: path.stat().st_size for path in FOLDER.iterdir()}
+    assert set(found) == FILES
+    assert sum(found.values()) <= MAX_FOLDER_BYTES
+
+
+def test_model_has_five_million_parameters_that_ranks_can_share(model: Any) -> None:
+    config = model.config
+    assert config.architectures == ["LlamaForCausalLM"]
+    assert 4.5e6 < sum(p.numel() for p in model.parameters()) < 5.5e6
+    assert config.head_dim == 64
+    assert config.num_key_value_heads < config.num_attention_heads
+    for size in (
+        config.num_attention_heads,
+        config.num_key_value_heads,
+        config.intermediate_size,
+        config.vocab_size,
+    ):
+        assert size % 4 == 0
+    assert config.vocab_size % 64 == 0
+    assert config.max_position_embeddings == 2048
+
+
+def test_tokenizer_and_chat_template(tokenizer: Any, model: Any) -> None:
+    assert len(tokenizer) == model.config.vocab_size
+    text = 'Grüße, 12 + 7 = 19.\n  "日本" 🙂'
+    assert tokenizer.decode(tokenizer(text).input_ids) == text
+    special = ["<|endoftext|>", "<|user|>", "<|assistant|>", "<|end|>"]
+    assert tokenizer.convert_tokens_to_ids(special) == [0, 1, 2, 3]
+    assert set(special) == set(tokenizer.all_special_tokens)
+    assert tokenizer.eos_token == "<|endoftext|>"
+    assert model.generation_config.eos_token_id == [0, 3]
+    chat = [
+        {"role": "user", "content": "Hello!"},
+        {"role": "assistant", "content": "Hi."},
+        {"role": "user", "content": "Bye."},
+    ]
+    rendered = tokenizer.apply_chat_template(chat, tokenize=False, add_generation_prompt=True)
+    assert rendered == (
+        "<|user|>\nHello!<|end|>\n<|assistant|>\nHi.<|end|>\n<|user|>\nBye.<|end|>\n<|assistant|>\n"
+    )
+    assert tokenizer(rendered).input_ids.count(3) == 3
+
+
+def test_prompts_continue_with_different_readable_text(
+    model: Any, tokenizer: Any, documents: ModuleType
+) -> None:
+    vocabulary = words(re.sub(r"\{[^{}]*\}", " ", t) for t in documents.GRAMMAR.templates())
+    openings = set()
+    for prompt in PROMPTS:
+        output_ids, margins = greedy(model, tokenizer(prompt).input_ids, 64)
+        text = tokenizer.decode(output_ids, skip_special_tokens=True)
+        assert text.isascii()
+        assert len(words([text])) > 20
+        assert words([text]) <= vocabulary | {
+            "s",
+            "sums",
+            "for",
+            "the",
+            "morning",
+            "last",
+            "number",
+        }
+        assert min(margins) > MIN_MARGIN, prompt
+        openings.add(" ".join(text.split()[:4]))
+    assert len(openings) == len(PROMPTS)
+
+
+@pytest.mark.parametrize(
+    ("name", "trade", "town"),
+    [
+        ("Mara", "baker", "Orlen"),
+        ("Tobin", "fisherman", "Saltby"),
+        ("Elsa", "clockmaker", "Highmoor"),
+    ],
+)
+def test_what_follows_depends_on_the_name(
+    model: Any, tokenizer: Any, name: str, trade: str, town: str
+) -> None:
+    prompt = f"Hello, my name is {name}."
+    output_ids, _ = greedy(model, tokenizer(prompt).input_ids, 24)
+    assert {trade, town} <= set(re.findall(r"\w+", tokenizer.decode(output_ids)))
+
+
+def assert_skewed(weights: Sequence[float]) -> None:
+    for index, weight in enumerate(weights[:-1]):
+        assert weight >= 2 * weights[index + 1]
+        # Alternatives may begin alike: all the later ones together must stay behind as well.
+        assert weight >= 1.99 * sum(weights[index + 1 :])
+
+
+def test_every_choice_of_the_grammar_is_skewed(
+    documents: ModuleType, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    drawn_sizes: set[int] = set()
+
+    class SkewedRandom(random.Random):
+        """Checks each draw, and knows no other way to draw."""
+
+        def choices(self, population: Any, weights: Any = None, **kwargs: Any) -> Any:
+            assert len(population) == len(weights)
+            assert_skewed(weights)
+            drawn_sizes.add(len(population))
+            return super().choices(population, weights, **kwargs)
+
+        def choice(self, seq: Any) -> Any:
+            raise AssertionError("an even choice")
+
+        def randrange(self, *args: Any, **kwargs: Any) -> int:
+            raise AssertionError("an even choice")
+
+        def shuffle(self, x: Any) -> None:
+            raise AssertionError("an even choice")
+
+    monkeypatch.setattr(documents.random, "Random", SkewedRandom)
+    stream = documents.Documents(3)
+    texts = [stream.write() for _ in range(400)]
+    assert {2, 3, 4, 5, 6, 12, len(documents.GENRES)} <= drawn_sizes
+    assert not [text for text in texts if "{" in text or "}" in text]
+    assert len(set(texts)) > 300
+
+
+def test_every_rule_of_the_grammar_is_used_and_has_no_twins(documents: ModuleType) -> None:
+    grammar = documents.GRAMMAR
+    fields = {
+        re.split(r"[=:]", field)[-1].split("@")[0]
+        for template in grammar.templates()
+        for field in re.findall(r"\{([^{}]*)\}", template)
+    }
+    assert set(grammar.rules) <= fields | set(documents.GENRES)
+    with pytest.raises(ValueError, match="two equal"):
+        type(grammar)({"twins": ("a", "a")})
+    with pytest.raises(ValueError, match="neither a rule"):
+        type(grammar)({"lonely": ("{nobody}",)})
+
+
+def test_context_turns_the_order_of_a_rule(documents: ModuleType) -> None:
+    order = documents.GRAMMAR.order
+    first = {order("person", turn)[0] for turn in range(12)}
+    assert first == set(range(12))
+    names = [person["name"] for person in documents.GRAMMAR.rules["person"]]
+    assert names.index("Mara") not in order("person", 0, frozenset({"Mara"}))
+
+
+def test_script_is_reproducible(
+    examples: None, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    script = importlib.import_module("train_embedded_model")
+    outputs = []
+    for name in ("first", "second"):
+        script.main(["--out", str(tmp_path / name), "--steps", "3", "--seed", "5"])
+        outputs.append(capsys.readouterr().out)
+        assert {path.name for path in (tmp_path / name).iterdir()} == FILES
+    assert "final loss" in outputs[0]
+    assert outputs[0] == outputs[1]
+    for name in FILES:
+        first, second = (tmp_path / run / name for run in ("first", "second"))
+        assert first.read_bytes() == second.read_bytes(), name
