@@ -7,6 +7,8 @@ from __future__ import annotations
 
 import os
 
+from tpengine.errors import ConfigError
+
 
 def log_level() -> str:
     """`TPENGINE_LOG_LEVEL`: a name of the `logging` module's levels; default `INFO`."""
@@ -19,9 +21,17 @@ def cpu_isa() -> str | None:
 
 
 def num_threads() -> int | None:
-    """`TPENGINE_NUM_THREADS`: CPU threads of one worker; default: its share of the cores."""
+    """`TPENGINE_NUM_THREADS`: CPU threads of one worker; default: its share of the cores.
+
+    Raises:
+        ConfigError: it is no positive integer.
+    """
     value = os.environ.get("TPENGINE_NUM_THREADS")
-    return int(value) if value else None
+    if not value:
+        return None
+    if not value.isdecimal() or int(value) < 1:
+        raise ConfigError(f"TPENGINE_NUM_THREADS must be a positive integer, got {value!r}")
+    return int(value)
 
 
 def tune_openmp_spinning() -> None:

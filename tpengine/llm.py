@@ -28,15 +28,20 @@ class LLM:
     Args:
         model: folder in Hugging Face layout, or hub name; default: the model that tpengine
             carries.
+        tokenizer: folder or hub name of the tokenizer; default: the model's.
         **kwargs: the other fields of `EngineArgs`, by name.
 
     Raises:
         EngineError: an argument, the model or the memory does not allow it; see the message.
     """
 
-    def __init__(self, model: str | None = None, **kwargs: Any) -> None:
+    def __init__(
+        self, model: str | None = None, tokenizer: str | None = None, **kwargs: Any
+    ) -> None:
         if model is not None:
             kwargs["model"] = model
+        if tokenizer is not None:
+            kwargs["tokenizer"] = tokenizer
         # The progress bar tells the same; a line of statistics would only break it up.
         kwargs.setdefault("disable_log_stats", True)
         known = [spec.name for spec in fields(EngineArgs)]

@@ -12,8 +12,10 @@ from tpengine.ops.library import cpu_isa
 
 _DTYPES = {
     "float32": torch.float32,
+    "float": torch.float32,
     "bfloat16": torch.bfloat16,
     "float16": torch.float16,
+    "half": torch.float16,
 }
 
 
@@ -40,9 +42,9 @@ def resolve_dtype(wanted: str, device: str) -> torch.dtype:
     Raises:
         ConfigError: float16 on CPU.
     """
-    if wanted == "float16" and device == "cpu":
+    if wanted in ("float16", "half") and device == "cpu":
         raise ConfigError(
-            "dtype = 'float16' is not supported on CPU, which has no arithmetic for it and would "
+            f"dtype = {wanted!r} is not supported on CPU, which has no arithmetic for it and would "
             "convert at every step; use bfloat16 or float32"
         )
     if wanted != "auto":
