@@ -62,11 +62,25 @@ inline void check_shim(AOTITorchError error, const char* call) {
 }
 #define TPENGINE_SHIM(call) ::tpengine::check_shim((call), #call)
 
-// Owning handle of one tensor argument (the boxed calling convention passes ownership).
+// Owning handle of one tensor argument (the boxed calling convention passes ownership). Sizes and
+// strides are looked up once: each look-up is a call into libtorch.
 class Tensor {
  public:
-  explicit Tensor(StableIValue value) { std::memcpy(&handle_, &value, sizeof handle_); }
-  Tensor(Tensor&& other) noexcept : handle_(other.handle_) { other.handle_ = nullptr; }
+  explicit Tensor(StableIValue value) {
+    std::memcpy(&handle_, &value, sizeof handle_);
+    TPENGINE_SHIM(aoti_torch_get_dim(handle_, &dim_));
+    TPENGINE_SHIM(aoti_torch_get_sizes(handle_, &sizes_));
+    TPENGINE_SHIM(aoti_torch_get_strides(handle_, &strides_));
+    TPENGINE_SHIM(aoti_torch_get_dtype(handle_, &dtype_));
+  }
+  Tensor(Tensor&& other) noexcept
+      : handle_(other.handle_),
+        dim_(other.dim_),
+        sizes_(other.sizes_),
+        strides_(other.strides_),
+        dtype_(other.dtype_) {
+    other.handle_ = nullptr;
+  }
   Tensor(const Tensor&) = delete;
   Tensor& operator=(const Tensor&) = delete;
   ~Tensor() {
@@ -81,27 +95,11 @@ class Tensor {
   T* data() const {
     return static_cast<T*>(raw());
   }
-  int64_t dim() const {
-    int64_t dim = 0;
-    TPENGINE_SHIM(aoti_torch_get_dim(handle_, &dim));
-    return dim;
-  }
-  // Negative indices are not supported: callers have checked dim().
-  int64_t size(int index) const {
-    int64_t* sizes = nullptr;
-    TPENGINE_SHIM(aoti_torch_get_sizes(handle_, &sizes));
-    return sizes[index];
-  }
-  int64_t stride(int index) const {
-    int64_t* strides = nullptr;
-    TPENGINE_SHIM(aoti_torch_get_strides(handle_, &strides));
-    return strides[index];
-  }
-  int32_t dtype() const {
-    int32_t dtype = 0;
-    TPENGINE_SHIM(aoti_torch_get_dtype(handle_, &dtype));
-    return dtype;
-  }
+  int64_t dim() const { return dim_; }
+  // The index is not negative; callers have checked dim().
+  int64_t size(int index) const { return sizes_[index]; }
+  int64_t stride(int index) const { return strides_[index]; }
+  int32_t dtype() const { return dtype_; }
   int32_t device_index() const {
     int32_t index = 0;
     TPENGINE_SHIM(aoti_torch_get_device_index(handle_, &index));
@@ -110,6 +108,10 @@ class Tensor {
 
  private:
   AtenTensorHandle handle_ = nullptr;
+  int64_t dim_ = 0;
+  int64_t* sizes_ = nullptr;
+  int64_t* strides_ = nullptr;
+  int32_t dtype_ = 0;
 };
 
 // An optional argument (`Tensor?`, `int?`): in the boxed convention a heap cell that the callee

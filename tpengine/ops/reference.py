@@ -50,9 +50,10 @@ def _rotate(x: Tensor, cos: Tensor, sin: Tensor, is_neox: bool) -> None:
         first, second = head.chunk(2, dim=-1)
     else:
         first, second = head[..., 0::2], head[..., 1::2]
-    a, b = first.float(), second.float()
-    first.copy_(a * cos - b * sin)
-    second.copy_(b * cos + a * sin)
+    a, b = first.float(), second.float()  # views of x where that is float32 already
+    rotated = a * cos - b * sin, b * cos + a * sin
+    first.copy_(rotated[0])
+    second.copy_(rotated[1])
 
 
 def rotary_embedding(

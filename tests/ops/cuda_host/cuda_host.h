@@ -1,0 +1,204 @@
+// Runs CUDA kernels on the CPU for tests: one fiber per CUDA thread, one block at a time.
+//
+// Covers built-in indices, static shared memory, __syncthreads, shuffles, and the types and
+// functions the kernels use. Fibers of a warp meet at every shuffle.
+// The schedule is round-robin for seed 0; otherwise a random warp runs alone for a random while,
+// so that a missing barrier lets it run ahead of the others and shows.
+#pragma once
+
+#include <math.h>
+#include <setjmp.h>
+#include <stdint.h>
+#include <string.h>
+#include <ucontext.h>
+
+#include <functional>
+#include <random>
+#include <vector>
+
+#define __global__
+#define __device__
+#define __host__
+#define __forceinline__ inline
+#define __launch_bounds__(...)
+// Static storage: a block runs to its end before the next one starts.
+#define __shared__ static
+
+struct dim3 {
+  unsigned x, y, z;
+  dim3(unsigned x = 1, unsigned y = 1, unsigned z = 1) : x(x), y(y), z(z) {}
+};
+struct alignas(16) uint4 {
+  uint32_t x, y, z, w;
+};
+using cudaStream_t = void*;
+
+using __half = _Float16;
+inline float __half2float(__half x) { return static_cast<float>(x); }
+inline __half __float2half_rn(float x) { return static_cast<__half>(x); }
+struct __nv_bfloat16 {
+  uint16_t bits;
+};
+inline float __bfloat162float(__nv_bfloat16 x) {
+  const uint32_t bits = static_cast<uint32_t>(x.bits) << 16;
+  float value;
+  memcpy(&value, &bits, sizeof value);
+  return value;
+}
+inline __nv_bfloat16 __float2bfloat16_rn(float x) {
+  uint32_t bits;
+  memcpy(&bits, &x, sizeof bits);
+  if (x != x) return {0x7fff};
+  return {static_cast<uint16_t>((bits + 0x7fff + ((bits >> 16) & 1)) >> 16)};
+}
+inline float __expf(float x) { return expf(x); }
+inline float rsqrtf(float x) { return 1.f / sqrtf(x); }
+
+namespace cuda_host {
+
+constexpr int kWarp = 32;
+constexpr size_t kStackBytes = 64 * 1024;
+
+struct Fiber {
+  ucontext_t context;
+  jmp_buf resume;
+  bool started, done;
+};
+
+// Threads that meet: they wait until all that still live have arrived.
+struct Barrier {
+  int arrived = 0, generation = 0, live = 0;
+};
+
+struct Warp {
+  Barrier barrier;
+  uint64_t slot[kWarp];
+};
+
+struct Block {
+  std::vector<Fiber> fibers;
+  std::vector<Warp> warps;
+  std::vector<char> stacks;
+  std::function<void()> kernel;
+  Barrier barrier;
+  jmp_buf scheduler;
+  int current = 0;
+  dim3 thread, block, block_size, grid_size;
+};
+inline Block state;
+inline uint64_t schedule_seed = 0;
+
+inline int lane() { return state.current % kWarp; }
+inline Warp& warp() { return state.warps[state.current / kWarp]; }
+
+inline void yield() {
+  if (_setjmp(state.fibers[state.current].resume) == 0) _longjmp(state.scheduler, 1);
+}
+
+inline void release_if_complete(Barrier& barrier) {
+  if (barrier.live == 0 || barrier.arrived < barrier.live) return;
+  barrier.arrived = 0;
+  ++barrier.generation;
+}
+
+inline void wait(Barrier& barrier) {
+  const int generation = barrier.generation;
+  ++barrier.arrived;
+  release_if_complete(barrier);
+  while (barrier.generation == generation) yield();
+}
+
+template <class T>
+T shuffle(T value, int source) {
+  static_assert(sizeof(T) <= sizeof(uint64_t));
+  memcpy(&warp().slot[lane()], &value, sizeof value);
+  wait(warp().barrier);
+  memcpy(&value, &warp().slot[source], sizeof value);
+  wait(warp().barrier);
+  return value;
+}
+
+inline void fiber_main() {
+  state.kernel();
+  state.fibers[state.current].done = true;
+  --warp().barrier.live;
+  --state.barrier.live;
+  release_if_complete(warp().barrier);
+  release_if_complete(state.barrier);
+  _longjmp(state.scheduler, 1);
+}
+
+inline void run_until_yield(int index) {
+  Fiber& fiber = state.fibers[index];
+  if (fiber.done) return;
+  state.current = index;
+  const dim3& size = state.block_size;
+  state.thread = dim3(index % size.x, index / size.x % size.y, index / (size.x * size.y));
+  if (_setjmp(state.scheduler) != 0) return;
+  if (fiber.started) _longjmp(fiber.resume, 1);
+  fiber.started = true;
+  setcontext(&fiber.context);
+}
+
+inline void start_block(int num_threads) {
+  state.barrier = {0, 0, num_threads};
+  for (Warp& warp : state.warps) warp = {};
+  for (int i = 0; i < num_threads; ++i) {
+    ++state.warps[i / kWarp].barrier.live;
+    Fiber& fiber = state.fibers[i];
+    fiber.started = fiber.done = false;
+    getcontext(&fiber.context);
+    fiber.context.uc_stack.ss_sp = state.stacks.data() + kStackBytes * i;
+    fiber.context.uc_stack.ss_size = kStackBytes;
+    fiber.context.uc_link = nullptr;
+    makecontext(&fiber.context, fiber_main, 0);
+  }
+}
+
+inline void run_block(int num_threads, std::mt19937_64& random) {
+  start_block(num_threads);
+  // volatile: the loops are re-entered by longjmp
+  while (state.barrier.live > 0) {
+    if (schedule_seed == 0) {
+      for (volatile int i = 0; i < num_threads; i = i + 1) run_until_yield(i);
+      continue;
+    }
+    const int chosen = static_cast<int>(random() % state.warps.size());
+    const int turns = 1 << random() % 9;
+    for (volatile int t = 0; t < turns && state.warps[chosen].barrier.live > 0; t = t + 1) {
+      for (volatile int i = 0; i < kWarp && chosen * kWarp + i < num_threads; i = i + 1) {
+        run_until_yield(chosen * kWarp + i);
+      }
+    }
+  }
+}
+
+template <class F>
+void launch(dim3 grid, dim3 block, const F& kernel) {
+  const int num_threads = static_cast<int>(block.x * block.y * block.z);
+  state.fibers.resize(num_threads);
+  state.warps.resize((num_threads + kWarp - 1) / kWarp);
+  state.stacks.resize(kStackBytes * num_threads);
+  state.kernel = kernel;
+  state.block_size = block;
+  state.grid_size = grid;
+  std::mt19937_64 random(schedule_seed);
+  for (unsigned z = 0; z < grid.z; ++z) {
+    for (unsigned y = 0; y < grid.y; ++y) {
+      for (unsigned x = 0; x < grid.x; ++x) {
+        state.block = dim3(x, y, z);
+        run_block(num_threads, random);
+      }
+    }
+  }
+}
+
+}  // namespace cuda_host
+
+#define threadIdx (::cuda_host::state.thread)
+#define blockIdx (::cuda_host::state.block)
+#define __syncthreads() ::cuda_host::wait(::cuda_host::state.barrier)
+#define __shfl_xor_sync(mask, value, bits) \
+  ::cuda_host::shuffle(value, ::cuda_host::lane() ^ static_cast<int>(bits))
+#define TPENGINE_LAUNCH(kernel, grid, block, stream, ...) \
+  ::cuda_host::launch(grid, block, [&] { kernel(__VA_ARGS__); })

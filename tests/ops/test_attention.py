@@ -1,0 +1,220 @@
+from __future__ import annotations
+
+import functools
+import itertools
+import math
+
+import pytest
+import torch
+
+from tpengine.ops import attention
+
+from .cases import (
+    ATTENTION_BOUND,
+    BACKENDS,
+    DTYPES,
+    ISAS,
+    PagedCase,
+    backend,
+    dense_attention,
+    generator,
+    make_case,
+    nan_like,
+    relative_error,
+    threads,
+)
+
+# (num_heads, num_kv_heads, head_dim, block_size): every ratio, head size and block size once
+SHAPES = [
+    (4, 4, 64, 16),
+    (8, 2, 80, 8),
+    (6, 1, 96, 32),
+    (14, 2, 112, 16),
+    (12, 3, 128, 16),
+    (6, 1, 256, 8),
+    (3, 3, 16, 32),
+    (50, 1, 48, 16),
+    (7, 1, 192, 16),
+]
+OPTIONS = [(False, None), (True, None), (False, 20), (True, 1)]
+NAMES = list(itertools.product(BACKENDS, DTYPES))
+
+
+def _slopes(num_heads: int, use_alibi: bool) -> torch.Tensor | None:
+    return torch.logspace(-3, 0, num_heads) if use_alibi else None
+
+
+@functools.cache
+def _problem(
+    shape: tuple[int, int, int, int], dtype: torch.dtype, lengths: tuple[int, ...], counts: tuple
+) -> tuple[PagedCase, torch.Tensor, list[torch.Tensor]]:
+    """A case, its queries, and the answer for each of OPTIONS."""
+    num_heads, num_kv_heads, head_dim, block_size = shape
+    gen = generator(num_heads * head_dim)
+    case = make_case(list(lengths), num_kv_heads, head_dim, dtype, gen, block_size)
+    q = case.queries(num_heads, list(counts), gen)
+    expected = [
+        dense_attention(case, q, list(counts), _slopes(num_heads, use_alibi), window)
+        for use_alibi, window in OPTIONS
+    ]
+    return case, q, expected
+
+
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+@pytest.mark.parametrize(("name", "dtype"), NAMES, ids=str)
+def test_decode_agrees_with_dense_float64(name: str, dtype: torch.dtype, shape: tuple) -> None:
+    block_size = shape[3]
+    lengths = (1, block_size - 1, block_size, block_size + 1, 0, 2, 77, 255, 256, 257)
+    case, q, expected = _problem(shape, dtype, lengths, (1,) * len(lengths))
+    for (use_alibi, window), answer in zip(OPTIONS, expected, strict=True):
+        out = nan_like(q)
+        with backend(name) as op:
+            op("paged_attention")(
+                out, q, case.k_cache, case.v_cache, case.block_table, case.seq_lens,
+                shape[2] ** -0.5, _slopes(shape[0], use_alibi), window,
+            )  # fmt: skip
+        assert relative_error(out, answer) < ATTENTION_BOUND[dtype]
+        assert not out[4].any(), "a sequence of length 0 gives zeros"
+
+
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+@pytest.mark.parametrize(("name", "dtype"), NAMES, ids=str)
+def test_prefill_agrees_with_dense_float64(name: str, dtype: torch.dtype, shape: tuple) -> None:
+    block_size = shape[3]
+    # whole prompts, chunks over cached context, single queries, and a sequence without queries
+    lengths = (1, block_size, block_size + 1, 65, 33, 20, 280)
+    counts = (1, block_size, block_size + 1, 7, 1, 0, 30)
+    case, q, expected = _problem(shape, dtype, lengths, counts)
+    start = torch.tensor([0, *itertools.accumulate(counts)], dtype=torch.int32)
+    for (use_alibi, window), answer in zip(OPTIONS, expected, strict=True):
+        out = nan_like(q)
+        with backend(name) as op:
+            op("prefill_attention")(
+                out, q, case.k_cache, case.v_cache, case.block_table, start, case.seq_lens,
+                shape[2] ** -0.5, _slopes(shape[0], use_alibi), window,
+            )  # fmt: skip
+        assert relative_error(out, answer) < ATTENTION_BOUND[dtype]
+
+
+@pytest.mark.parametrize(("name", "dtype"), NAMES, ids=str)
+def test_long_context_over_several_partitions(name: str, dtype: torch.dtype) -> None:
+    gen = generator(1)
+    lengths = [1023, 1024, 1025, 2100]
+    case = make_case(lengths, 1, 64, dtype, gen)
+    counts = [1] * len(lengths)
+    q = case.queries(6, counts, gen)
+    for window in (None, 1500):
+        out = nan_like(q)
+        with backend(name) as op:
+            op("paged_attention")(
+                out, q, case.k_cache, case.v_cache, case.block_table, case.seq_lens, 0.125,
+                None, window,
+            )  # fmt: skip
+        expected = dense_attention(case, q, counts, None, window)
+        assert relative_error(out, expected) < ATTENTION_BOUND[dtype]
+
+
+@pytest.mark.parametrize("device_layout", ["cpu", "cuda"])
+def test_reference_reads_both_layouts(device_layout: str) -> None:
+    gen = generator(2)
+    case = make_case([5, 17, 40], 2, 32, torch.float32, gen, device_layout=device_layout)
+    q = case.queries(4, [1, 1, 1], gen)
+    out = nan_like(q)
+    with backend("reference") as op:
+        op("paged_attention")(
+            out, q, case.k_cache, case.v_cache, case.block_table, case.seq_lens, 32**-0.5,
+            None, None,
+        )  # fmt: skip
+    assert relative_error(out, dense_attention(case, q, [1, 1, 1])) < 3e-6
+
+
+def _decode(case: PagedCase, q: torch.Tensor, window: int | None) -> torch.Tensor:
+    out = nan_like(q)
+    attention.paged_attention(
+        out, q, case.k_cache, case.v_cache, case.block_table, case.seq_lens, 0.125, None, window
+    )
+    return out
+
+
+@pytest.mark.parametrize(("name", "dtype"), list(itertools.product(ISAS, DTYPES)), ids=str)
+def test_a_sequence_is_the_same_alone_and_in_a_crowd(name: str, dtype: torch.dtype) -> None:
+    """Bit for bit, whatever the neighbours, the threads, and how the prompt was cut."""
+    gen = generator(3)
+    lengths = [2300, 40, 1030, 300, 17, 1, 512]
+    case = make_case(lengths, 2, 64, dtype, gen)
+    q = case.queries(14, [1] * len(lengths), gen)
+    with backend(name):
+        for window in (None, 1100):
+            expected = _decode(case, q, window)
+            with threads(4):
+                assert torch.equal(_decode(case, q, window), expected)
+            for seq, length in enumerate(lengths):
+                arguments = (
+                    q[seq : seq + 1], case.k_cache, case.v_cache, case.block_table[seq : seq + 1],
+                )  # fmt: skip
+                seq_len = torch.tensor([length], dtype=torch.int32)
+                start = torch.tensor([0, 1], dtype=torch.int32)
+                one, four, chunk = (nan_like(q[:1]) for _ in range(3))
+                attention.paged_attention(one, *arguments, seq_len, 0.125, None, window)
+                with threads(4):  # more threads than kv heads: the context is split
+                    attention.paged_attention(four, *arguments, seq_len, 0.125, None, window)
+                attention.prefill_attention(chunk, *arguments, start, seq_len, 0.125, None, window)
+                for out in (one, four, chunk):
+                    assert torch.equal(out, expected[seq : seq + 1])
+
+
+@pytest.mark.parametrize(("name", "dtype"), list(itertools.product(ISAS, DTYPES)), ids=str)
+@pytest.mark.parametrize("window", [None, 300])
+def test_chunks_of_a_prompt_give_what_the_whole_gives(
+    name: str, dtype: torch.dtype, window: int | None
+) -> None:
+    gen = generator(4)
+    length = 1100
+    case = make_case([length], 1, 64, dtype, gen)
+    q = case.queries(3, [length], gen)
+    whole = nan_like(q)
+    with backend(name), threads(3):
+        attention.prefill_attention(
+            whole, q, case.k_cache, case.v_cache, case.block_table,
+            torch.tensor([0, length], dtype=torch.int32), case.seq_lens, 0.125, None, window,
+        )  # fmt: skip
+        for first, last in ((0, 13), (13, 14), (14, 271), (271, 1030), (1030, 1100)):
+            out = nan_like(q[first:last])
+            attention.prefill_attention(
+                out, q[first:last], case.k_cache, case.v_cache, case.block_table,
+                torch.tensor([0, last - first], dtype=torch.int32),
+                torch.tensor([last], dtype=torch.int32), 0.125, None, window,
+            )  # fmt: skip
+            assert torch.equal(out, whole[first:last])
+
+
+@pytest.mark.parametrize("name", ISAS)
+def test_padding_rows_are_left_alone(name: str) -> None:
+    gen = generator(5)
+    case = make_case([9], 2, 64, torch.bfloat16, gen)
+    q = case.queries(4, [9], gen)
+    padded = torch.cat([q, nan_like(q[:3])])
+    out = torch.full_like(padded, 7.0)
+    with backend(name):
+        attention.prefill_attention(
+            out, padded, case.k_cache, case.v_cache, case.block_table,
+            torch.tensor([0, 9], dtype=torch.int32), case.seq_lens, 0.125,
+        )  # fmt: skip
+    assert (out[9:] == 7.0).all()
+    assert relative_error(out[:9], dense_attention(case, q, [9])) < 4e-3
+
+
+@pytest.mark.parametrize("name", ISAS)
+def test_large_logits_stay_finite(name: str) -> None:
+    gen = generator(6)
+    case = make_case([100], 1, 64, torch.float32, gen)
+    q = case.queries(2, [1], gen) * 1e4
+    out = nan_like(q)
+    with backend(name):
+        attention.paged_attention(
+            out, q, case.k_cache, case.v_cache, case.block_table, case.seq_lens, 1.0
+        )
+    best = (case.k[0][:, 0].double() @ q[0].double().T).argmax(0)
+    expected = case.v[0][best, 0][None]
+    assert math.isfinite(float(out.sum()))
+    assert relative_error(out, expected) < 1e-5

@@ -1,0 +1,106 @@
+from __future__ import annotations
+
+import itertools
+
+import pytest
+import torch
+
+from tpengine.ops import cache
+
+from .cases import BACKENDS, DTYPES, backend, generator, make_case, nan_like
+
+NAMES = list(itertools.product(BACKENDS, DTYPES))
+
+
+def _same(a: torch.Tensor, b: torch.Tensor) -> bool:
+    return torch.equal(a.nan_to_num(nan=123.0), b.nan_to_num(nan=123.0))
+
+
+def test_shapes_hold_the_same_number_of_elements_on_every_device() -> None:
+    for dtype in (torch.float32, torch.bfloat16):
+        cpu = cache.kv_cache_shapes("cpu", dtype, 10, 16, 2, 64)
+        cuda = cache.kv_cache_shapes("cuda", dtype, 10, 16, 2, 64)
+        assert {torch.Size(s).numel() for s in (*cpu, *cuda)} == {10 * 16 * 2 * 64}
+    assert cpu == ((10, 2, 32, 16, 2), (10, 2, 8, 64, 2))
+    assert cuda == ((10, 16, 2, 64),) * 2
+
+
+@pytest.mark.parametrize("block_size", [8, 16, 32])
+@pytest.mark.parametrize(("name", "dtype"), NAMES, ids=str)
+def test_write_fills_the_named_slots_and_nothing_else(
+    name: str, dtype: torch.dtype, block_size: int
+) -> None:
+    gen = generator(0)
+    case = make_case([45, 7], 3, 48, dtype, gen, block_size)
+    k_cache, v_cache = nan_like(case.k_cache), nan_like(case.v_cache)
+    slots = [
+        int(case.block_table[seq, i // block_size]) * block_size + i % block_size
+        for seq, length in enumerate((45, 7))
+        for i in range(length)
+    ]
+    # strided views of a packed qkv with 5 query heads; two rows that are not cached
+    qkv = torch.full((54, 11, 48), float("nan"), dtype=dtype)
+    qkv[:52, 5:8] = torch.cat(case.k)
+    qkv[:52, 8:] = torch.cat(case.v)
+    order = torch.randperm(54, generator=gen)
+    slot_mapping = torch.tensor([*slots, -1, -1], dtype=torch.int32)[order]
+    shuffled = qkv[order]
+    with backend(name) as op:
+        op("write_kv_cache")(shuffled[:, 5:8], shuffled[:, 8:], k_cache, v_cache, slot_mapping)
+    assert _same(k_cache, case.k_cache)
+    assert _same(v_cache, case.v_cache)
+
+
+def test_reference_writes_the_cuda_layout() -> None:
+    case = make_case([21], 2, 32, torch.float32, generator(1), device_layout="cuda")
+    k_cache, v_cache = nan_like(case.k_cache), nan_like(case.v_cache)
+    slots = [int(case.block_table[0, i // 16]) * 16 + i % 16 for i in range(21)]
+    with backend("reference") as op:
+        op("write_kv_cache")(
+            case.k[0], case.v[0], k_cache, v_cache, torch.tensor(slots, dtype=torch.int32)
+        )
+    assert _same(k_cache, case.k_cache)
+    assert _same(v_cache, case.v_cache)
+
+
+@pytest.mark.parametrize("is_neox", [True, False])
+@pytest.mark.parametrize(("name", "dtype"), NAMES, ids=str)
+def test_fused_rotary_and_write_equal_the_two_ops(
+    name: str, dtype: torch.dtype, is_neox: bool
+) -> None:
+    gen = generator(2)
+    num_heads, num_kv_heads, head_dim, num_tokens = 6, 2, 64, 50
+    qkv = torch.randn(num_tokens, 10 * head_dim, generator=gen).to(dtype)
+    heads = qkv.clone().view(num_tokens, 10, head_dim)
+    table = torch.randn(100, 48, generator=gen)
+    positions = torch.randint(0, 100, (num_tokens,), generator=gen, dtype=torch.int32)
+    slots = torch.randperm(128, generator=gen)[:num_tokens].int()
+    slots[7] = -1
+    shapes = cache.kv_cache_shapes("cpu", dtype, 8, 16, num_kv_heads, head_dim)
+    fused = [torch.full(shape, float("nan"), dtype=dtype) for shape in shapes]
+    apart = [torch.full(shape, float("nan"), dtype=dtype) for shape in shapes]
+    with backend(name) as op:
+        op("rotary_write_kv_cache")(
+            positions, qkv, table, slots, *fused, num_heads, num_kv_heads, is_neox
+        )
+        op("rotary_embedding")(positions, heads[:, :6], heads[:, 6:8], table, is_neox)
+        op("write_kv_cache")(heads[:, 6:8], heads[:, 8:], *apart, slots)
+    assert torch.equal(qkv, heads.view(num_tokens, -1))
+    assert _same(fused[0], apart[0])
+    assert _same(fused[1], apart[1])
+
+
+@pytest.mark.parametrize(("name", "dtype"), NAMES, ids=str)
+def test_copy_blocks(name: str, dtype: torch.dtype) -> None:
+    gen = generator(3)
+    shapes = cache.kv_cache_shapes("cpu", dtype, 20, 16, 2, 64)
+    k_cache, v_cache = (torch.randn(shape, generator=gen).to(dtype) for shape in shapes)
+    expected_k, expected_v = k_cache.clone(), v_cache.clone()
+    pairs = [(0, 5), (0, 6), (19, 1), (3, 18)]
+    for source, target in pairs:
+        expected_k[target], expected_v[target] = k_cache[source], v_cache[source]
+    with backend(name) as op:
+        op("copy_blocks")(k_cache, v_cache, torch.tensor(pairs))
+        op("copy_blocks")(k_cache, v_cache, torch.empty(0, 2, dtype=torch.int64))
+    assert torch.equal(k_cache, expected_k)
+    assert torch.equal(v_cache, expected_v)

@@ -1,0 +1,114 @@
+from __future__ import annotations
+
+import itertools
+
+import pytest
+import torch
+
+from .cases import BACKENDS, DTYPES, backend, generator, nan_like, relative_error
+
+NAMES = list(itertools.product(BACKENDS, DTYPES))
+SIZES = [1, 16, 45, 64, 896, 2049]
+BOUND = {torch.float32: 1e-6, torch.bfloat16: 4e-3}
+
+
+def _hugging_face_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
+    """RMSNorm as Hugging Face's models write it, with float64 in place of float32."""
+    y = x.double()
+    y = y * torch.rsqrt(y.pow(2).mean(-1, keepdim=True) + eps)
+    return weight.double() * y.to(x.dtype).double()
+
+
+@pytest.mark.parametrize("size", SIZES)
+@pytest.mark.parametrize(("name", "dtype"), NAMES, ids=str)
+def test_rms_norm(name: str, dtype: torch.dtype, size: int) -> None:
+    gen = generator(size)
+    wide = torch.full((9, size + 3), float("nan"), dtype=dtype)
+    wide[:, 2 : 2 + size] = torch.randn(9, size, generator=gen).to(dtype) * 3
+    x = wide[:, 2 : 2 + size]
+    weight = torch.randn(size, generator=gen).to(dtype)
+    out = torch.full((9, size), float("nan"), dtype=dtype)
+    with backend(name) as op:
+        op("rms_norm")(out, x, weight, 1e-5)
+        expected = _hugging_face_norm(x, weight, 1e-5)
+        assert relative_error(out, expected) < BOUND[dtype]
+        op("rms_norm")(x, x, weight, 1e-5)  # in place
+    assert torch.equal(x, out)
+    assert wide[:, :2].isnan().all()
+    assert wide[:, 2 + size :].isnan().all()
+
+
+@pytest.mark.parametrize(("name", "dtype"), NAMES, ids=str)
+def test_rms_norm_per_head_on_a_view_of_packed_qkv(name: str, dtype: torch.dtype) -> None:
+    gen = generator(7)
+    qkv = torch.randn(5, 10, 80, generator=gen).to(dtype)
+    before = qkv.clone()
+    weight = torch.randn(80, generator=gen).to(dtype)
+    with backend(name) as op:
+        op("rms_norm")(qkv[:, :6], qkv[:, :6], weight, 1e-6)
+    expected = _hugging_face_norm(before[:, :6], weight, 1e-6)
+    assert relative_error(qkv[:, :6], expected) < BOUND[dtype]
+    assert torch.equal(qkv[:, 6:], before[:, 6:])
+
+
+@pytest.mark.parametrize("size", SIZES)
+@pytest.mark.parametrize(("name", "dtype"), NAMES, ids=str)
+def test_add_rms_norm(name: str, dtype: torch.dtype, size: int) -> None:
+    gen = generator(size)
+    x, residual = (torch.randn(33, size, generator=gen).to(dtype) for _ in range(2))
+    weight = torch.randn(size, generator=gen).to(dtype)
+    total = x + residual
+    out = nan_like(x)
+    with backend(name) as op:
+        op("add_rms_norm")(out, x, residual, weight, 1e-5)
+    assert torch.equal(residual, total)
+    assert relative_error(out, _hugging_face_norm(total, weight, 1e-5)) < BOUND[dtype]
+
+
+ACTIVATIONS = {
+    "silu_and_mul": torch.nn.functional.silu,
+    "gelu_and_mul": torch.nn.functional.gelu,
+    "gelu_tanh_and_mul": lambda x: torch.nn.functional.gelu(x, approximate="tanh"),
+}
+
+
+@pytest.mark.parametrize("size", SIZES)
+@pytest.mark.parametrize("activation", ACTIVATIONS)
+@pytest.mark.parametrize(("name", "dtype"), NAMES, ids=str)
+def test_gated_activations(name: str, dtype: torch.dtype, activation: str, size: int) -> None:
+    gen = generator(size)
+    x = (torch.randn(17, 2 * size, generator=gen) * 4).to(dtype)
+    x[0, 0], x[1, 0], x[2, 0] = 200.0, -200.0, -0.0  # saturated, and exp's ends
+    out = torch.full((17, size), float("nan"), dtype=dtype)
+    with backend(name) as op:
+        op(activation)(out, x)
+    gate, up = x.double().chunk(2, dim=-1)
+    expected = ACTIVATIONS[activation](gate) * up
+    assert relative_error(out, expected) < BOUND[dtype]
+    allowed = 4e-7 * (gate * up).abs() + 2 * BOUND[dtype] * expected.abs()
+    assert ((out.double() - expected).abs() <= allowed).all()
+
+
+@pytest.mark.parametrize("rotary_dim", [2, 24, 48, 64])
+@pytest.mark.parametrize("is_neox", [True, False])
+@pytest.mark.parametrize(("name", "dtype"), NAMES, ids=str)
+def test_rotary_embedding(name: str, dtype: torch.dtype, is_neox: bool, rotary_dim: int) -> None:
+    gen = generator(rotary_dim)
+    half = rotary_dim // 2
+    angle = torch.arange(60)[:, None] * torch.rand(half, generator=gen)
+    table = torch.cat([angle.cos(), angle.sin()], dim=-1)
+    qkv = torch.randn(11, 8, 64, generator=gen).to(dtype)
+    positions = torch.randint(0, 60, (11,), generator=gen, dtype=torch.int32)
+    expected = qkv.double()
+    cos, sin = table.double()[positions.long()][:, None].chunk(2, dim=-1)
+    for i in range(half):
+        a, b = (i, i + half) if is_neox else (2 * i, 2 * i + 1)
+        c, s = cos[..., i], sin[..., i]
+        x, y = qkv[:, :6, a].double(), qkv[:, :6, b].double()
+        expected[:, :6, a], expected[:, :6, b] = x * c - y * s, y * c + x * s
+    before = qkv.clone()
+    with backend(name) as op:
+        op("rotary_embedding")(positions, qkv[:, :4], qkv[:, 4:6], table, is_neox)
+    assert relative_error(qkv, expected) < BOUND[dtype]
+    assert torch.equal(qkv[:, 6:], before[:, 6:])
+    assert torch.equal(qkv[..., rotary_dim:], before[..., rotary_dim:])

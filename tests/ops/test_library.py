@@ -1,0 +1,159 @@
+"""Schemas, fakes, errors, and the choice of instruction set."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+
+import pytest
+import torch
+
+from tpengine.errors import NativeLibraryError
+from tpengine.ops import cache, library
+
+from .cases import ISAS
+
+needs_kernels = pytest.mark.skipif(not ISAS, reason="the native library is not built")
+
+
+def _arguments() -> dict[str, tuple]:
+    """Valid arguments for every op."""
+    gen = torch.Generator().manual_seed(0)
+
+    def randn(*shape: int) -> torch.Tensor:
+        return torch.randn(*shape, generator=gen)
+
+    def ints(*values: int) -> torch.Tensor:
+        return torch.tensor(values, dtype=torch.int32)
+
+    k_cache, v_cache = (
+        randn(*shape) for shape in cache.kv_cache_shapes("cpu", torch.float32, 6, 16, 2, 64)
+    )
+    table = ints(3, 1, 0, 2).view(2, 2)
+    q, out = randn(5, 4, 64), torch.zeros(5, 4, 64)
+    rotary = ints(0, 7, 3, 1, 2), randn(8, 64)
+    slots = ints(0, 9, -1, 17, 95)
+    x, y, weight = randn(5, 32), randn(5, 32), randn(32)
+    return {
+        "write_kv_cache": (randn(5, 2, 64), randn(5, 2, 64), k_cache, v_cache, slots),
+        "rotary_embedding": (rotary[0], q, randn(5, 2, 64), rotary[1], True),
+        "rotary_write_kv_cache": (
+            rotary[0], randn(5, 512), rotary[1], slots, k_cache, v_cache, 4, 2, False,
+        ),
+        "copy_blocks": (k_cache, v_cache, torch.tensor([[0, 1], [2, 3]])),
+        "paged_attention": (
+            out[:2], q[:2], k_cache, v_cache, table, ints(20, 32), 0.125, randn(4), 7,
+        ),
+        "prefill_attention": (
+            out, q, k_cache, v_cache, table, ints(0, 2, 5), ints(20, 32), 0.125, None, None,
+        ),
+        "rms_norm": (torch.zeros(5, 32), x, weight, 1e-6),
+        "add_rms_norm": (torch.zeros(5, 32), x, y, weight, 1e-6),
+        "silu_and_mul": (torch.zeros(5, 16), x),
+        "gelu_and_mul": (torch.zeros(5, 16), x),
+        "gelu_tanh_and_mul": (torch.zeros(5, 16), x),
+        "argmax": (torch.zeros(5, dtype=torch.int64), x),
+        "sample_tokens": (
+            torch.zeros(5, dtype=torch.int64), x, torch.ones(5), ints(0, 1, 2, 3, 4),
+            torch.full((5,), 0.9), torch.zeros(5),
+            torch.rand(5, generator=gen, dtype=torch.float64),
+        ),
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize("name", library.OP_NAMES)
+def test_opcheck(name: str) -> None:
+    torch.library.opcheck(getattr(torch.ops.tpengine, name).default, _arguments()[name])
+
+
+@needs_kernels
+@pytest.mark.parametrize("name", library.OP_NAMES)
+def test_every_op_has_a_cpu_kernel(name: str) -> None:
+    assert torch._C._dispatch_has_kernel_for_dispatch_key(f"tpengine::{name}", "CPU")
+
+
+def _replaced(index: int, change: Callable[[torch.Tensor], object]) -> Callable[[tuple], tuple]:
+    return lambda a: (*a[:index], change(a[index]), *a[index + 1 :])
+
+
+WRONG = [
+    ("write_kv_cache", _replaced(0, lambda t: t.half()), "k is float16.*float32 and bfloat16"),
+    ("write_kv_cache", _replaced(1, lambda t: t.bfloat16()), "v is bfloat16; expected float32"),
+    ("write_kv_cache", _replaced(0, lambda t: t[:, :1]), r"v has shape \[5, 2, 64\].*size 1"),
+    ("write_kv_cache", _replaced(4, lambda t: t + 1), r"slot_mapping\[4\] is 96.*below 96"),
+    ("write_kv_cache", _replaced(4, lambda t: t.long()), "slot_mapping is int64; expected int32"),
+    ("rotary_embedding", _replaced(0, lambda t: t + 1), r"positions\[1\] is 8.*rows 0 to 7"),
+    ("rotary_embedding", _replaced(3, lambda t: t[:, :7].contiguous()), "is 7; expected an even"),
+    ("rotary_embedding", _replaced(3, lambda t: t.repeat(1, 2)), "is 128; the limit is 64"),
+    ("rotary_write_kv_cache", _replaced(6, lambda n: n + 1), r"qkv has shape.*expected size 576"),
+    ("copy_blocks", _replaced(2, lambda t: t + 3), "names block 6; the cache has 6"),
+    ("paged_attention", _replaced(5, lambda t: t + 1), r"seq_lens\[1\] is 33.*0 to 32 tokens"),
+    ("paged_attention", _replaced(1, lambda t: t[:, :3]), "out has shape.*expected size 3"),
+    ("paged_attention", _replaced(8, lambda n: 0), "sliding_window is 0; expected at least 1"),
+    ("paged_attention", _replaced(7, lambda t: t[:3]), r"alibi_slopes has shape \[3\].*size 4"),
+    ("paged_attention", _replaced(2, lambda t: t.transpose(0, 1)), "v_cache has shape"),
+    ("prefill_attention", _replaced(5, lambda t: t.flip(0)), r"query_start_loc\[0:2\] is 5, 2"),
+    ("rms_norm", _replaced(2, lambda t: t[::2]), r"weight has shape \[16\].*size 32"),
+    ("rms_norm", _replaced(1, lambda t: t.T), r"stride 32 in dimension 1; expected 1"),
+    ("add_rms_norm", _replaced(2, lambda t: t[:4]), r"residual has shape \[4, 32\].*size 5"),
+    ("silu_and_mul", _replaced(0, lambda t: t[:, :15]), r"x has shape \[5, 32\].*size 30"),
+    ("argmax", _replaced(0, lambda t: t.int()), "out is int32; expected int64"),
+    ("sample_tokens", _replaced(6, lambda t: t.float()), "uniform is float32; expected float64"),
+]
+
+
+@needs_kernels
+@pytest.mark.parametrize(("name", "break_it", "message"), WRONG, ids=lambda v: str(v)[:40])
+def test_wrong_arguments_are_named(
+    name: str, break_it: Callable[[tuple], tuple], message: str
+) -> None:
+    arguments = break_it(_arguments()[name])
+    with pytest.raises(RuntimeError, match=f"tpengine::{name}: .*{message}"):
+        getattr(torch.ops.tpengine, name).default(*arguments)
+
+
+@needs_kernels
+def test_head_dim_and_block_size_out_of_range_are_refused() -> None:
+    def run(block_size: int, head_dim: int) -> None:
+        shapes = cache.kv_cache_shapes("cpu", torch.float32, 4, block_size, 1, head_dim)
+        q = torch.zeros(1, 1, head_dim)
+        torch.ops.tpengine.paged_attention.default(
+            q.clone(), q, *(torch.zeros(s) for s in shapes),
+            torch.zeros(1, 1, dtype=torch.int32), torch.ones(1, dtype=torch.int32), 1.0, None, None,
+        )  # fmt: skip
+
+    run(16, 64)
+    for block_size, head_dim, message in (
+        (16, 72, "head_dim is 72; expected a multiple of 16 from 16 to 256"),
+        (16, 272, "head_dim is 272"),
+        (12, 64, "block_size is 12; expected 8, 16 or 32"),
+    ):
+        with pytest.raises(RuntimeError, match=message):
+            run(block_size, head_dim)
+
+
+@needs_kernels
+def test_choice_of_instruction_set() -> None:
+    before = library.cpu_isa()
+    assert before in ISAS
+    for name in ISAS:
+        with library.use_cpu_isa(name):
+            assert library.cpu_isa() == name
+    assert library.cpu_isa() == before
+    with pytest.raises(
+        NativeLibraryError, match=re.escape(f"'neon'; this machine supports {ISAS[0]}")
+    ):
+        library.set_cpu_isa("neon")
+    assert library.cpu_isa() == before
+
+
+def test_an_empty_batch_is_no_error() -> None:
+    arguments = _arguments()
+    empty = torch.zeros(0, 32)
+    torch.ops.tpengine.rms_norm.default(empty.clone(), empty, torch.ones(32), 1e-6)
+    torch.ops.tpengine.argmax.default(torch.zeros(0, dtype=torch.int64), empty)
+    out, q, k_cache, v_cache = arguments["paged_attention"][:4]
+    torch.ops.tpengine.paged_attention.default(
+        out[:0], q[:0], k_cache, v_cache, torch.zeros(0, 2, dtype=torch.int32),
+        torch.zeros(0, dtype=torch.int32), 0.125, None, None,
+    )  # fmt: skip
