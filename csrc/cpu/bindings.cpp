@@ -38,6 +38,7 @@ struct Registration {
     register_attention(library);
     register_cache(library);
     register_fused(library);
+    register_linear(library);
     register_sampling(library);
   }
 } registration;

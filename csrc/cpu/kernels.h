@@ -99,6 +99,17 @@ struct SamplingArgs {
   const double* uniform;
 };
 
+constexpr int64_t kLinearPanel = 32;  // outputs side by side in a packed weight
+
+struct LinearArgs {
+  DType dtype;
+  void* out;
+  const void* x;
+  const void* packed;  // [panels, in_features / p, kLinearPanel, p], zeros beyond out_features
+  const void* bias;    // [out_features]; null: none
+  int64_t num_rows, in_features, out_features, out_stride, x_stride;
+};
+
 // Working memory of one thread that samples: candidates in token order, and block sums.
 struct SamplingScratch {
   float* logit;
@@ -118,6 +129,7 @@ struct Kernels {
   void (*activation)(const ActivationArgs&, int64_t begin, int64_t end);
   void (*rotary)(const RotaryArgs&, int64_t begin, int64_t end);
   void (*write_cache)(const CacheWriteArgs&, int64_t begin, int64_t end);
+  void (*linear)(const LinearArgs&, int64_t first_panel, int64_t end_panel);
   void (*argmax)(const SamplingArgs&, int64_t begin, int64_t end);
   void (*sample)(const SamplingArgs&, const SamplingScratch&, int64_t begin, int64_t end);
 };

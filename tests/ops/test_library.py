@@ -52,6 +52,8 @@ def _arguments() -> dict[str, tuple]:
         "silu_and_mul": (torch.zeros(5, 16), x),
         "gelu_and_mul": (torch.zeros(5, 16), x),
         "gelu_tanh_and_mul": (torch.zeros(5, 16), x),
+        "pack_linear_weight": (torch.zeros(64 * 32), randn(40, 32)),
+        "packed_linear": (torch.zeros(5, 40), x, randn(64 * 32), randn(40)),
         "argmax": (torch.zeros(5, dtype=torch.int64), x),
         "sample_tokens": (
             torch.zeros(5, dtype=torch.int64), x, torch.ones(5), ints(0, 1, 2, 3, 4),
@@ -97,6 +99,11 @@ WRONG = [
     ("rms_norm", _replaced(1, lambda t: t.T), r"stride 32 in dimension 1; expected 1"),
     ("add_rms_norm", _replaced(2, lambda t: t[:4]), r"residual has shape \[4, 32\].*size 5"),
     ("silu_and_mul", _replaced(0, lambda t: t[:, :15]), r"x has shape \[5, 32\].*size 30"),
+    ("pack_linear_weight", _replaced(0, lambda t: t[:64]), r"packed has shape \[64\].*size 2048"),
+    ("pack_linear_weight", _replaced(1, lambda t: t.T), "stride 32 in dimension 1; expected 1"),
+    ("packed_linear", _replaced(2, lambda t: t[32:]), r"packed has shape \[2016\].*size 2048"),
+    ("packed_linear", _replaced(3, lambda t: t[1:]), r"bias has shape \[39\].*size 40"),
+    ("packed_linear", _replaced(0, lambda t: t.bfloat16()), "out is bfloat16; expected float32"),
     ("argmax", _replaced(0, lambda t: t.int()), "out is int32; expected int64"),
     ("sample_tokens", _replaced(6, lambda t: t.float()), "uniform is float32; expected float64"),
 ]

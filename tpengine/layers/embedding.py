@@ -17,7 +17,8 @@ class VocabParallelEmbedding:
         self.rows = -(-vocab_size // parallel.tp_size)
         self.start = parallel.tp_rank * self.rows
         self.weight = weights.empty(self.rows, hidden_size)
-        weights.declare(f"{name}.weight", self.weight, 0, self.start, vocab_size)
+        self.weight_name = f"{name}.weight"
+        weights.declare(self.weight_name, self.weight, 0, self.start, vocab_size)
 
     def forward(self, token_ids: torch.Tensor) -> torch.Tensor:
         """token_ids `[num_tokens]` to `[num_tokens, hidden_size]`."""
@@ -27,6 +28,24 @@ class VocabParallelEmbedding:
         foreign = (local < 0) | (local >= self.rows)
         embedded = F.embedding(local.masked_fill(foreign, 0), self.weight)
         return self._parallel.all_reduce(embedded.masked_fill_(foreign.unsqueeze(1), 0))
+
+
+class PositionEmbedding:
+    """Learned absolute positions, whole on every rank.
+
+    Args:
+        offset: rows of the checkpoint's table before the one of position 0.
+    """
+
+    def __init__(
+        self, weights: Weights, name: str, num_positions: int, hidden_size: int, offset: int = 0
+    ) -> None:
+        table = weights.replicated(f"{name}.weight", num_positions + offset, hidden_size)
+        self._rows = table[offset:]
+
+    def forward(self, positions: torch.Tensor) -> torch.Tensor:
+        """positions `[num_tokens]` to `[num_tokens, hidden_size]`."""
+        return F.embedding(positions, self._rows)
 
 
 class ParallelLMHead(Linear):
@@ -48,9 +67,11 @@ class ParallelLMHead(Linear):
         self._vocab_size = vocab_size
         if tied is not None:
             self.weight = tied.weight
+            self.out_features = tied.rows
             self.bias = None
             self._packed = None
             weights.after_loading(self._pack)
+            weights.declare_repeat(f"{name}.weight", tied.weight_name)
             return
         rows = -(-vocab_size // parallel.tp_size)
         super().__init__(weights, hidden_size, rows)

@@ -1,23 +1,28 @@
 """Linear layers, sharded over ranks (Megatron-LM, https://arxiv.org/abs/1909.08053).
 
 Column-parallel layers divide the outputs and need no communication; a row-parallel layer divides
-the inputs and sums over ranks. On CPU in bfloat16 weights are packed once into the layout that
-oneDNN multiplies fastest, about twice as fast as `F.linear` at few rows.
+the inputs and sums over ranks. On CPUs with AVX-512 weights are packed once after loading
+(`ops.linear`): faster than torch's own at every number of rows, and a row's result does not depend
+on how many others there are.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import torch
 import torch.nn.functional as F
 
+from tpengine.errors import ConfigError
 from tpengine.layers.weights import Weights
+from tpengine.ops.library import cpu_isa
+from tpengine.ops.linear import pack_linear_weight, packed_linear
 
-_mkldnn = torch.ops.mkldnn
-_linear_pointwise: Callable[..., torch.Tensor] | None = None
-if hasattr(_mkldnn, "_linear_pointwise") and hasattr(_mkldnn, "_reorder_linear_weight"):
-    _linear_pointwise = _mkldnn._linear_pointwise.default
+_PACKED_ISAS = {
+    torch.float32: ("avx512", "avx512bf16"),
+    torch.bfloat16: ("avx512bf16",),
+}
+"""Instruction sets on which the packed kernels beat torch's, by dtype."""
 
 
 class Linear:
@@ -32,27 +37,25 @@ class Linear:
     ) -> None:
         self.weight: torch.Tensor | None = weights.empty(out_features, in_features)
         self.bias = weights.empty(out_features) if bias else None
+        self.out_features = out_features
         self._packed: torch.Tensor | None = None
         weights.after_loading(self._pack)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """x `[num_tokens, in_features]` to `[num_tokens, out_features]`."""
-        if self._packed is not None:
-            return _linear_pointwise(x, self._packed, self.bias, "none", [], "")  # type: ignore[misc]
-        return F.linear(x, self.weight, self.bias)  # type: ignore[arg-type]
+        if self._packed is None:
+            return F.linear(x, self.weight, self.bias)  # type: ignore[arg-type]
+        out = x.new_empty(x.shape[0], self.out_features)
+        packed_linear(out, x, self._packed, self.bias)
+        return out
 
     def _pack(self) -> None:
         weight = self.weight
         assert weight is not None
-        # Private operators of torch: where a version lacks them, F.linear does the same, slower.
-        if (
-            _linear_pointwise is None
-            or weight.device.type != "cpu"
-            or weight.dtype != torch.bfloat16
-        ):
-            return
-        self._packed = _mkldnn._reorder_linear_weight(weight, None)
-        self.weight = None
+        on_cpu = weight.device.type == "cpu"
+        if on_cpu and cpu_isa() in _PACKED_ISAS.get(weight.dtype, ()) and weight.shape[1] % 2 == 0:
+            self._packed = pack_linear_weight(weight.contiguous())
+            self.weight = None
 
 
 class MergedColumnParallelLinear(Linear):
@@ -120,6 +123,11 @@ class QKVParallelLinear(Linear):
             self.num_kv_heads = parallel.divide(total_num_kv_heads, "KV heads")
             first_kv_head = parallel.tp_rank * self.num_kv_heads
         else:
+            if parallel.tp_size % total_num_kv_heads:
+                raise ConfigError(
+                    f"{total_num_kv_heads} KV heads cannot be replicated evenly over "
+                    f"tensor_parallel_size = {parallel.tp_size}; choose a multiple or a divisor"
+                )
             self.num_kv_heads = 1
             first_kv_head = parallel.tp_rank * total_num_kv_heads // parallel.tp_size
         q_size, kv_size = self.num_heads * head_dim, self.num_kv_heads * head_dim
@@ -130,6 +138,19 @@ class QKVParallelLinear(Linear):
         _declare_rows(self, weights, q_name, 0, q_size, parallel.tp_rank * q_size, q_total)
         _declare_rows(self, weights, k_name, q_size, kv_size, kv_start, kv_total)
         _declare_rows(self, weights, v_name, q_size + kv_size, kv_size, kv_start, kv_total)
+
+
+class ReplicatedLinear(Linear):
+    """A matrix that every rank holds whole, for small ones."""
+
+    def __init__(
+        self, weights: Weights, name: str, in_features: int, out_features: int, bias: bool = False
+    ) -> None:
+        super().__init__(weights, in_features, out_features, bias)
+        assert self.weight is not None
+        weights.declare(f"{name}.weight", self.weight)
+        if self.bias is not None:
+            weights.declare(f"{name}.bias", self.bias)
 
 
 class RowParallelLinear(Linear):

@@ -58,6 +58,14 @@ _SCHEMAS: dict[str, tuple[str, Callable[..., None]]] = {
     "silu_and_mul": ("(Tensor(a!) out, Tensor x) -> ()", reference.silu_and_mul),
     "gelu_and_mul": ("(Tensor(a!) out, Tensor x) -> ()", reference.gelu_and_mul),
     "gelu_tanh_and_mul": ("(Tensor(a!) out, Tensor x) -> ()", reference.gelu_tanh_and_mul),
+    "pack_linear_weight": (
+        "(Tensor(a!) packed, Tensor weight) -> ()",
+        reference.pack_linear_weight,
+    ),
+    "packed_linear": (
+        "(Tensor(a!) out, Tensor x, Tensor packed, Tensor? bias) -> ()",
+        reference.packed_linear,
+    ),
     "argmax": ("(Tensor(a!) out, Tensor logits) -> ()", reference.argmax),
     "sample_tokens": (
         "(Tensor(a!) out, Tensor logits, Tensor temperature, Tensor top_k, Tensor top_p,"

@@ -10,6 +10,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+LINEAR_PANEL = 32
+"""Outputs that lie side by side in a packed weight (`kLinearPanel` in csrc)."""
+
 
 def gather_kv(k_cache: Tensor, v_cache: Tensor, block_ids: Tensor) -> tuple[Tensor, Tensor]:
     """Dense K and V `[num_blocks * block_size, num_kv_heads, head_dim]` of the named blocks."""
@@ -242,3 +245,23 @@ def sample_tokens(
     token = torch.searchsorted(running, target, right=True)[:, 0]
     last = weights.shape[-1] - 1 - (weights > 0).flip(-1).int().argmax(-1)
     out[rows] = torch.minimum(token, last)
+
+
+def pack_linear_weight(packed: Tensor, weight: Tensor) -> None:
+    """See `ops.linear.pack_linear_weight`."""
+    outputs, inputs = weight.shape
+    pack = 4 // weight.dtype.itemsize
+    panels = -(-outputs // LINEAR_PANEL)
+    padded = weight.new_zeros(panels * LINEAR_PANEL, inputs)
+    padded[:outputs] = weight
+    tiles = padded.view(panels, LINEAR_PANEL, inputs // pack, pack).transpose(1, 2)
+    packed.copy_(tiles.reshape(-1))
+
+
+def packed_linear(out: Tensor, x: Tensor, packed: Tensor, bias: Tensor | None) -> None:
+    """See `ops.linear.packed_linear`."""
+    pack, inputs, outputs = 4 // x.dtype.itemsize, x.shape[1], out.shape[1]
+    tiles = packed.view(-1, inputs // pack, LINEAR_PANEL, pack).transpose(1, 2)
+    weight = tiles.reshape(-1, inputs)[:outputs]
+    result = x.float() @ weight.float().t()
+    out.copy_(result if bias is None else result + bias.float())
