@@ -14,9 +14,9 @@ from typing import Any
 
 from tpengine.errors import ConfigError, ModelLoadError
 
-DTYPES = ("auto", "float32", "bfloat16", "float16")
+DTYPES = ("auto", "float32", "bfloat16", "float16", "float", "half")
 BLOCK_SIZES = (8, 16, 32)
-LOAD_FORMATS = ("auto", "safetensors", "dummy")
+LOAD_FORMATS = ("auto", "safetensors", "pt", "dummy")
 DEVICES = ("auto", "cpu", "cuda")
 EMBEDDED_MODEL = str(Path(__file__).parent / "assets" / "embedded")
 """The small trained model that the package carries; used when no model is named."""
@@ -29,7 +29,7 @@ class ModelConfig:
     Attributes:
         model: a local folder in Hugging Face layout (hub names are resolved before).
         hf_config: the model's configuration as plain data, defaults filled in.
-        dtype: auto, float32, bfloat16 or float16; auto is settled by the worker's device.
+        dtype: one of `DTYPES`; auto is settled by the worker's device.
         max_model_len: most tokens of a sequence, prompt and output.
         end_token_ids: ids that end a sequence, from `config.json` and `generation_config.json`.
     """
@@ -169,7 +169,11 @@ def read_hf_config(folder: str, trust_remote_code: bool) -> dict[str, Any]:
         config = AutoConfig.from_pretrained(folder, trust_remote_code=trust_remote_code)
     except Exception as error:
         raise ModelLoadError(f"{folder}/config.json cannot be read: {error}") from error
-    return dict(json.loads(config.to_json_string(use_diff=False)))
+    fields = dict(json.loads(config.to_json_string(use_diff=False)))
+    # Some architectures write common fields under names of their own (BLOOM: n_layer).
+    for common, own in config.attribute_map.items():
+        fields.setdefault(common, fields.get(own))
+    return fields
 
 
 def read_end_token_ids(folder: str, hf_config: Mapping[str, Any]) -> frozenset[int]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import math
 import typing
 from dataclasses import dataclass, field
 from typing import Any
@@ -39,7 +40,8 @@ class EngineArgs:
     download_dir: str | None = _arg(None, "where models fetched from the hub are kept")
     load_format: str = _arg(
         "auto",
-        "safetensors reads the weights; dummy makes random ones, for benchmarks",
+        "safetensors reads the weights; pt reads pytorch_model*.bin (tensors only, nothing else is "
+        "unpickled); dummy makes random ones, for benchmarks",
         cfg.LOAD_FORMATS,
     )
     dtype: str = _arg(
@@ -147,9 +149,12 @@ class EngineArgs:
         )
 
     def _check(self) -> None:
+        types = typing.get_type_hints(type(self))
         for spec in dataclasses.fields(self):
             choices = spec.metadata["choices"]
             value = getattr(self, spec.name)
+            if not _is_of_kind(value, types[spec.name]):
+                raise ConfigError(f"{spec.name} must be {spec.type}, got {value!r}")
             if choices is not None and value not in choices:
                 listed = ", ".join(str(choice) for choice in choices)
                 raise ConfigError(f"{spec.name} must be one of {listed}; got {value!r}")
@@ -161,10 +166,9 @@ class EngineArgs:
             raise ConfigError(
                 f"gpu_memory_utilization must be in (0, 1], got {self.gpu_memory_utilization}"
             )
-        if self.cpu_kv_cache_space is not None and not self.cpu_kv_cache_space > 0.0:
-            raise ConfigError(
-                f"cpu_kv_cache_space must be more than 0 GiB, got {self.cpu_kv_cache_space}"
-            )
+        space = self.cpu_kv_cache_space
+        if space is not None and not 0.0 < space < math.inf:
+            raise ConfigError(f"cpu_kv_cache_space must be more than 0 GiB and finite, got {space}")
         self._check_unsupported()
 
     def _check_unsupported(self) -> None:
@@ -208,3 +212,11 @@ class EngineArgs:
     def from_cli_args(cls, args: argparse.Namespace) -> EngineArgs:
         """Takes its fields from parsed command-line arguments."""
         return cls(**{spec.name: getattr(args, spec.name) for spec in dataclasses.fields(cls)})
+
+
+def _is_of_kind(value: object, kind: Any) -> bool:
+    """Whether a value is what its field's type hint says; a whole number is a float, too."""
+    kinds = typing.get_args(kind) or (kind,)
+    if isinstance(value, bool):  # in Python also an int, and never meant as one
+        return bool in kinds
+    return isinstance(value, (*kinds, int) if float in kinds else kinds)

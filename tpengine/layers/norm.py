@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import torch
+import torch.nn.functional as F
 
 from tpengine.layers.weights import Weights
 from tpengine.ops import fused
@@ -26,3 +27,56 @@ class RMSNorm:
         out = torch.empty_like(x)
         fused.add_rms_norm(out, x, residual, self.weight, self.eps)
         return out
+
+
+class QKNorm:
+    """RMSNorm of each query and key head by itself (https://arxiv.org/abs/2010.04245), before they
+    are rotated; queries share one weight, keys another.
+
+    Args:
+        prefix: of `q_norm` and `k_norm` in the checkpoint.
+        num_heads, num_kv_heads: of this rank.
+    """
+
+    def __init__(
+        self,
+        weights: Weights,
+        prefix: str,
+        num_heads: int,
+        num_kv_heads: int,
+        head_dim: int,
+        eps: float,
+    ) -> None:
+        self.q_weight = weights.replicated(f"{prefix}.q_norm.weight", head_dim)
+        self.k_weight = weights.replicated(f"{prefix}.k_norm.weight", head_dim)
+        self.eps = eps
+        self._num_heads = num_heads
+        self._end = num_heads + num_kv_heads
+        self._head_dim = head_dim
+
+    def forward(self, qkv: torch.Tensor) -> None:
+        """qkv `[num_tokens, (num_heads + 2 * num_kv_heads) * head_dim]`, normalised in place."""
+        heads = qkv.view(qkv.shape[0], -1, self._head_dim)
+        q, k = heads[:, : self._num_heads], heads[:, self._num_heads : self._end]
+        fused.rms_norm(q, q, self.q_weight, self.eps)
+        fused.rms_norm(k, k, self.k_weight, self.eps)
+
+
+class LayerNorm:
+    """Layer normalisation (https://arxiv.org/abs/1607.06450).
+
+    Args:
+        affine: whether it has weight and bias.
+    """
+
+    def __init__(
+        self, weights: Weights, name: str, hidden_size: int, eps: float = 1e-5, affine: bool = True
+    ) -> None:
+        self.weight = weights.replicated(f"{name}.weight", hidden_size) if affine else None
+        self.bias = weights.replicated(f"{name}.bias", hidden_size) if affine else None
+        self.eps = eps
+        self._shape = (hidden_size,)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """x `[num_tokens, hidden_size]`, normalised."""
+        return F.layer_norm(x, self._shape, self.weight, self.bias, self.eps)

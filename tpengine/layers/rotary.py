@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
 
 from tpengine.errors import ConfigError
+
+Parameters = Mapping[str, Any]
 
 
 def rope_parameters(hf_config: Mapping[str, Any]) -> dict[str, Any]:
@@ -18,12 +20,29 @@ def rope_parameters(hf_config: Mapping[str, Any]) -> dict[str, Any]:
     beside an optional `rope_scaling`, whose kind is called `rope_type` or, earlier, `type`.
 
     Returns:
-        A dict with at least `rope_type` and `rope_theta`.
+        A dict with at least `rope_type`, `rope_theta`, `partial_rotary_factor` and, where the
+        config has them, `max_position_embeddings` and `original_max_position_embeddings`.
+
+    Raises:
+        ConfigError: each layer type has parameters of its own, or a head has several positions.
     """
     found = dict(hf_config.get("rope_parameters") or hf_config.get("rope_scaling") or {})
+    for key, value in found.items():
+        if isinstance(value, Mapping) or key == "mrope_section":
+            raise ConfigError(
+                f"rope_parameters with {key!r} = {value!r} are not supported: every layer must "
+                "rotate alike, by one position per token"
+            )
     kind = found.pop("type", None)
-    found.setdefault("rope_type", kind or "default")
+    found["rope_type"] = found.get("rope_type") or kind or "default"
     found.setdefault("rope_theta", hf_config.get("rope_theta") or 10000.0)
+    if found.get("partial_rotary_factor") is None:
+        found["partial_rotary_factor"] = hf_config.get("partial_rotary_factor") or 1.0
+    longest = hf_config.get("max_position_embeddings")
+    found["max_position_embeddings"] = longest
+    if found.get("original_max_position_embeddings") is None:
+        original = hf_config.get("original_max_position_embeddings")
+        found["original_max_position_embeddings"] = original or longest
     return found
 
 
@@ -39,37 +58,113 @@ def build_cos_sin_cache(
         float32 `[max_positions, rotary_dim]`.
 
     Raises:
-        ConfigError: a kind of scaling that is not supported.
+        ConfigError: a kind of scaling that is not supported, or cannot reach `max_positions`.
     """
     parameters = rope_parameters(hf_config)
-    rotary_dim = int(head_dim * float(hf_config.get("partial_rotary_factor") or 1.0))
-    inverse = _inverse_frequencies(parameters, rotary_dim)
-    angles = torch.outer(torch.arange(max_positions, dtype=torch.float32), inverse)
-    return torch.cat([angles.cos(), angles.sin()], dim=1).to(device)
-
-
-def _inverse_frequencies(parameters: Mapping[str, Any], rotary_dim: int) -> torch.Tensor:
-    exponents = torch.arange(0, rotary_dim, 2, dtype=torch.int64).float() / rotary_dim
-    inverse = 1.0 / (float(parameters["rope_theta"]) ** exponents)
     kind = parameters["rope_type"]
-    if kind == "default":
-        return inverse
-    if kind == "linear":
-        return inverse / float(parameters["factor"])
-    if kind == "llama3":
-        return _llama3(inverse, parameters)
-    raise ConfigError(
-        f"rope scaling of type {kind!r} is not supported; supported: default, linear, llama3"
-    )
+    if kind not in _SCALINGS:
+        raise ConfigError(
+            f"rope scaling of type {kind!r} is not supported; supported: {', '.join(_SCALINGS)}"
+        )
+    if kind == "dynamic":
+        _check_dynamic(parameters, max_positions)
+    rotary_dim = int(head_dim * float(parameters["partial_rotary_factor"]))
+    exponents = torch.arange(0, rotary_dim, 2, dtype=torch.int64).float() / rotary_dim
+    inverse = 1.0 / (_number(parameters, "rope_theta") ** exponents)
+    inverse, magnitude = _SCALINGS[kind](inverse, parameters)
+    angles = torch.outer(torch.arange(max_positions, dtype=torch.float32), inverse)
+    return torch.cat([angles.cos(), angles.sin()], dim=1).mul_(magnitude).to(device)
 
 
-def _llama3(inverse: torch.Tensor, parameters: Mapping[str, Any]) -> torch.Tensor:
+def _number(parameters: Parameters, key: str, default: float | None = None) -> float:
+    value = parameters.get(key)
+    if value is None:
+        value = default
+    if isinstance(value, bool) or not isinstance(value, (int, float)) or value <= 0:
+        raise ConfigError(
+            f"rope scaling of type {parameters['rope_type']!r} needs {key} as a number above 0, "
+            f"the model's config.json has {value!r}"
+        )
+    return float(value)
+
+
+def _check_dynamic(parameters: Parameters, max_positions: int) -> None:
+    """NTK scaling by the current length changes the frequencies of all tokens with every token
+    beyond the original length: keys in a cache would then have been rotated by older ones, so
+    that a token's logits depended on when its context was computed. Up to that length it changes
+    nothing, and there it is exact."""
+    _number(parameters, "factor")
+    original = _number(parameters, "max_position_embeddings")
+    if max_positions > original:
+        raise ConfigError(
+            f"rope scaling of type 'dynamic' is supported up to the model's original length of "
+            f"{original:.0f} tokens (max_position_embeddings), and max_model_len is "
+            f"{max_positions}; set max_model_len to {original:.0f}"
+        )
+
+
+def _unscaled(inverse: torch.Tensor, parameters: Parameters) -> tuple[torch.Tensor, float]:
+    return inverse, 1.0
+
+
+def _linear(inverse: torch.Tensor, parameters: Parameters) -> tuple[torch.Tensor, float]:
+    """Position interpolation (https://arxiv.org/abs/2306.15595)."""
+    return inverse / _number(parameters, "factor"), 1.0
+
+
+def _llama3(inverse: torch.Tensor, parameters: Parameters) -> tuple[torch.Tensor, float]:
     """Llama 3.1's scaling: long wavelengths stretched, short ones kept, a blend between."""
-    factor = float(parameters["factor"])
-    low, high = float(parameters["low_freq_factor"]), float(parameters["high_freq_factor"])
-    original = float(parameters["original_max_position_embeddings"])
+    factor = _number(parameters, "factor")
+    low, high = _number(parameters, "low_freq_factor"), _number(parameters, "high_freq_factor")
+    original = _number(parameters, "original_max_position_embeddings")
     wavelength = 2 * math.pi / inverse
     blend = (original / wavelength - low) / (high - low)
     blended = (1 - blend) * inverse / factor + blend * inverse
     scaled = torch.where(wavelength > original / low, inverse / factor, blended)
-    return torch.where(wavelength < original / high, inverse, scaled)
+    return torch.where(wavelength < original / high, inverse, scaled), 1.0
+
+
+def _yarn(inverse: torch.Tensor, parameters: Parameters) -> tuple[torch.Tensor, float]:
+    """YaRN (https://arxiv.org/abs/2309.00071): dimensions that turn more than `beta_fast` times
+    within the original length are kept, those that turn less than `beta_slow` times stretched by
+    `factor`, with a ramp between; cosines and sines grow by the attention factor."""
+    theta = _number(parameters, "rope_theta")
+    original = _number(parameters, "original_max_position_embeddings")
+    longest = parameters.get("max_position_embeddings") or original
+    factor = _number(parameters, "factor", longest / original)
+    half = len(inverse)
+
+    def dimension_with(turns: float) -> float:
+        return half * math.log(original / (turns * 2 * math.pi)) / math.log(theta)
+
+    low = dimension_with(_number(parameters, "beta_fast", 32))
+    high = dimension_with(_number(parameters, "beta_slow", 1))
+    if parameters.get("truncate", True):
+        low, high = math.floor(low), math.ceil(high)
+    low, high = max(low, 0), min(high, 2 * half - 1)
+    width = high - low or 0.001
+    ramp = ((torch.arange(half, dtype=torch.float32) - low) / width).clamp_(0, 1)
+    return inverse / factor * ramp + inverse * (1 - ramp), _yarn_magnitude(parameters, factor)
+
+
+def _yarn_magnitude(parameters: Parameters, factor: float) -> float:
+    if parameters.get("attention_factor") is not None:
+        return _number(parameters, "attention_factor")
+
+    def magnitude(weight: float) -> float:
+        return 0.1 * weight * math.log(factor) + 1.0 if factor > 1 else 1.0
+
+    weight, weight_all = parameters.get("mscale"), parameters.get("mscale_all_dim")
+    if weight and weight_all:
+        return magnitude(float(weight)) / magnitude(float(weight_all))
+    return magnitude(1.0)
+
+
+_SCALINGS: dict[str, Callable[[torch.Tensor, Parameters], tuple[torch.Tensor, float]]] = {
+    "default": _unscaled,
+    "linear": _linear,
+    "dynamic": _unscaled,  # within the original length, see _check_dynamic
+    "llama3": _llama3,
+    "yarn": _yarn,
+}
+"""By `rope_type`: the scaled inverse frequencies and a factor on cosines and sines."""

@@ -7,6 +7,7 @@ The loader then only walks the declarations.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -25,18 +26,23 @@ class WeightShard:
         start: first index along `dim` of this rank's part.
         total: length of the whole tensor along `dim`. A part that reaches beyond it (padding) is
             filled with zeros there.
+        split: the part's first dimension is read as these sizes (their product), for a target that
+            is a view with more dimensions: so a fused tensor's rows change their order.
     """
 
     target: torch.Tensor
     dim: int | None = None
     start: int = 0
     total: int = 0
+    split: tuple[int, ...] = ()
 
     @property
     def full_shape(self) -> tuple[int, ...]:
         """Shape that the checkpoint's tensor must have."""
         shape = list(self.target.shape)
-        if self.dim is not None:
+        if self.split:
+            shape = [self.total, *shape[len(self.split) :]]
+        elif self.dim is not None:
             shape[self.dim] = self.total
         return tuple(shape)
 
@@ -44,6 +50,8 @@ class WeightShard:
     def length(self) -> int:
         """How many indices along `dim` the checkpoint has for this rank."""
         assert self.dim is not None
+        if self.split:
+            return math.prod(self.split)
         return max(0, min(self.target.shape[self.dim], self.total - self.start))
 
 
@@ -55,6 +63,8 @@ class Weights:
         self.device = device
         self.parallel = parallel
         self.shards: dict[str, WeightShard] = {}
+        self.repeats: dict[str, str] = {}
+        """Names that a checkpoint may have beside another, with the same values: tied weights."""
         self.num_bytes = 0
         """Bytes of all parameters; packing keeps them the same, but for a tied output head."""
         self._after_loading: list[Callable[[], None]] = []
@@ -72,9 +82,14 @@ class Weights:
         dim: int | None = None,
         start: int = 0,
         total: int = 0,
+        split: tuple[int, ...] = (),
     ) -> None:
         """Says that the checkpoint's tensor `name` fills `target`, see `WeightShard`."""
-        self.shards[name] = WeightShard(target, dim, start, total)
+        self.shards[name] = WeightShard(target, dim, start, total, split)
+
+    def declare_repeat(self, name: str, original: str) -> None:
+        """Says that the checkpoint's tensor `name`, if there is one, must equal `original`."""
+        self.repeats[name] = original
 
     def replicated(self, name: str, *shape: int) -> torch.Tensor:
         """A parameter that every rank holds whole."""

@@ -1,6 +1,11 @@
-"""Llama 1 to 3 (https://arxiv.org/abs/2302.13971): pre-norm, rotary, grouped queries, gated MLP."""
+"""Llama 1 to 3 (https://arxiv.org/abs/2302.13971): pre-norm, rotary, grouped queries, gated MLP.
+
+Mistral, Qwen2 and Qwen3 differ from it by few traits only; each has a file that names them.
+"""
 
 from __future__ import annotations
+
+from dataclasses import dataclass
 
 import torch
 
@@ -13,41 +18,66 @@ from tpengine.layers.linear import (
     QKVParallelLinear,
     RowParallelLinear,
 )
-from tpengine.layers.norm import RMSNorm
-from tpengine.layers.rotary import build_cos_sin_cache
+from tpengine.layers.norm import QKNorm, RMSNorm
+from tpengine.layers.rotary import build_cos_sin_cache, rope_parameters
 from tpengine.layers.weights import Weights
+from tpengine.models.hf_fields import require, unsupported
+
+
+@dataclass(frozen=True)
+class LlamaTraits:
+    """Where the members of the family differ.
+
+    Attributes:
+        windows: per layer the tokens that a token sees, itself included; None: all before it.
+        qkv_bias, o_bias, mlp_bias: which linear layers have biases.
+        qk_norm: whether query and key heads are normalised before they are rotated.
+    """
+
+    windows: tuple[int | None, ...]
+    qkv_bias: bool = False
+    o_bias: bool = False
+    mlp_bias: bool = False
+    qk_norm: bool = False
 
 
 class LlamaAttention:
     """Projections around the paged attention."""
 
     def __init__(
-        self, config: ModelConfig, weights: Weights, prefix: str, cos_sin_cache: torch.Tensor
+        self,
+        config: ModelConfig,
+        weights: Weights,
+        prefix: str,
+        cos_sin_cache: torch.Tensor,
+        traits: LlamaTraits,
+        window: int | None,
     ) -> None:
-        hidden_size = config.hf_config["hidden_size"]
-        bias = bool(config.hf_config.get("attention_bias", False))
-        self.qkv_proj = QKVParallelLinear(
+        hidden_size, head_dim = config.hf_config["hidden_size"], config.head_dim
+        total_num_heads = config.total_num_heads
+        self.qkv_proj = qkv = QKVParallelLinear(
             weights,
             [f"{prefix}.{name}_proj" for name in "qkv"],
             hidden_size,
-            config.total_num_heads,
+            total_num_heads,
             config.total_num_kv_heads,
-            config.head_dim,
-            bias,
+            head_dim,
+            traits.qkv_bias,
         )
         self.o_proj = RowParallelLinear(
-            weights,
-            f"{prefix}.o_proj",
-            config.total_num_heads * config.head_dim,
-            hidden_size,
-            bias,
+            weights, f"{prefix}.o_proj", total_num_heads * head_dim, hidden_size, traits.o_bias
         )
+        self.qk_norm: QKNorm | None = None
+        if traits.qk_norm:
+            eps = config.hf_config["rms_norm_eps"]
+            self.qk_norm = QKNorm(weights, prefix, qkv.num_heads, qkv.num_kv_heads, head_dim, eps)
         self.attention = Attention(
-            self.qkv_proj.num_heads,
-            self.qkv_proj.num_kv_heads,
-            config.head_dim,
-            config.head_dim**-0.5,
+            qkv.num_heads,
+            qkv.num_kv_heads,
+            head_dim,
+            head_dim**-0.5,
             cos_sin_cache,
+            sliding_window=window,
         )
 
     def forward(
@@ -55,16 +85,17 @@ class LlamaAttention:
     ) -> torch.Tensor:
         """x `[num_tokens, hidden_size]`, likewise returned."""
         qkv = self.qkv_proj.forward(x)
+        if self.qk_norm is not None:
+            self.qk_norm.forward(qkv)
         return self.o_proj.forward(self.attention.forward(qkv, kv_cache, metadata))
 
 
 class LlamaMLP:
     """`down(act(gate(x)) * up(x))`."""
 
-    def __init__(self, config: ModelConfig, weights: Weights, prefix: str) -> None:
+    def __init__(self, config: ModelConfig, weights: Weights, prefix: str, bias: bool) -> None:
         hf = config.hf_config
         hidden_size, intermediate_size = hf["hidden_size"], hf["intermediate_size"]
-        bias = bool(hf.get("mlp_bias", False))
         self.gate_up_proj = MergedColumnParallelLinear(
             weights,
             [f"{prefix}.gate_proj", f"{prefix}.up_proj"],
@@ -86,11 +117,19 @@ class LlamaDecoderLayer:
     """One layer; the residual stream is carried beside the activations and added in the norms."""
 
     def __init__(
-        self, config: ModelConfig, weights: Weights, prefix: str, cos_sin_cache: torch.Tensor
+        self,
+        config: ModelConfig,
+        weights: Weights,
+        layer: int,
+        cos_sin_cache: torch.Tensor,
+        traits: LlamaTraits,
     ) -> None:
+        prefix = f"model.layers.{layer}"
         hidden_size, eps = config.hf_config["hidden_size"], config.hf_config["rms_norm_eps"]
-        self.self_attn = LlamaAttention(config, weights, f"{prefix}.self_attn", cos_sin_cache)
-        self.mlp = LlamaMLP(config, weights, f"{prefix}.mlp")
+        self.self_attn = LlamaAttention(
+            config, weights, f"{prefix}.self_attn", cos_sin_cache, traits, traits.windows[layer]
+        )
+        self.mlp = LlamaMLP(config, weights, f"{prefix}.mlp", traits.mlp_bias)
         self.input_layernorm = RMSNorm(weights, f"{prefix}.input_layernorm", hidden_size, eps)
         self.post_attention_layernorm = RMSNorm(
             weights, f"{prefix}.post_attention_layernorm", hidden_size, eps
@@ -117,13 +156,17 @@ class LlamaDecoderLayer:
 
 
 class LlamaForCausalLM:
-    """The whole model on one rank."""
+    """The whole model on one rank; subclasses change the traits."""
 
-    ignored_weights = (".rotary_emb.inv_freq",)
-    """Endings of checkpoint names that are computed, not loaded."""
+    ignored_weights: tuple[str, ...] = (".rotary_emb.inv_freq",)
+    base_prefix = "model."
 
     def __init__(self, config: ModelConfig, weights: Weights) -> None:
         hf = config.hf_config
+        traits = self.traits(config)
+        fraction = rope_parameters(hf)["partial_rotary_factor"]
+        if fraction != 1.0:  # no member of the family rotates a part of a head only
+            raise unsupported(config, "partial_rotary_factor", fraction, "1.0")
         hidden_size = hf["hidden_size"]
         cos_sin_cache = build_cos_sin_cache(
             hf, config.head_dim, config.max_model_len, weights.device
@@ -132,7 +175,7 @@ class LlamaForCausalLM:
             weights, "model.embed_tokens", config.vocab_size, hidden_size
         )
         self.layers = [
-            LlamaDecoderLayer(config, weights, f"model.layers.{i}", cos_sin_cache)
+            LlamaDecoderLayer(config, weights, i, cos_sin_cache, traits)
             for i in range(config.num_layers)
         ]
         self.norm = RMSNorm(weights, "model.norm", hidden_size, hf["rms_norm_eps"])
@@ -144,8 +187,22 @@ class LlamaForCausalLM:
             hidden_size,
             self.embed_tokens if tied else None,
         )
-        if tied:
-            self.ignored_weights = (*self.ignored_weights, "lm_head.weight")
+
+    @classmethod
+    def traits(cls, config: ModelConfig) -> LlamaTraits:
+        """What this member of the family has.
+
+        Raises:
+            ConfigError: the configuration asks for something that the member has not.
+        """
+        require(config, "sliding_window", None, None)
+        bias = bool(config.hf_config.get("attention_bias"))
+        return LlamaTraits(
+            windows=(None,) * config.num_layers,
+            qkv_bias=bias,
+            o_bias=bias,
+            mlp_bias=bool(config.hf_config.get("mlp_bias")),
+        )
 
     def forward(
         self, token_ids: torch.Tensor, kv_caches: list[KVCache], metadata: AttentionMetadata

@@ -2,19 +2,16 @@
 
 from __future__ import annotations
 
-import json
+from dataclasses import replace
 from pathlib import Path
 
 import torch
-from safetensors import SafetensorError, safe_open
 
 from tpengine.config import ModelConfig
 from tpengine.errors import ModelLoadError
 from tpengine.layers.weights import Weights, WeightShard
-from tpengine.logger import init_logger
+from tpengine.models.checkpoint import TensorSource, checkpoint_files, open_checkpoint
 from tpengine.models.registry import CausalLM, build_model
-
-logger = init_logger(__name__)
 
 _DUMMY_STD = 0.02
 
@@ -31,7 +28,7 @@ def load_model(config: ModelConfig, weights: Weights) -> CausalLM:
     if config.load_format == "dummy":
         _fill_dummy(weights, config.seed)
     else:
-        _fill_from_files(Path(config.model), weights, model.ignored_weights)
+        _Filling(Path(config.model), config.load_format, weights, model).run()
     weights.finish()
     return model
 
@@ -39,85 +36,81 @@ def load_model(config: ModelConfig, weights: Weights) -> CausalLM:
 def _fill_dummy(weights: Weights, seed: int) -> None:
     generator = torch.Generator(device=weights.device).manual_seed(seed)
     for shard in weights.shards.values():
-        if shard.target.dim() == 1:  # norms and biases: neutral enough
+        if len(shard.full_shape) == 1:  # norms and biases: neutral enough
             shard.target.fill_(1.0)
         else:
             shard.target.normal_(0.0, _DUMMY_STD, generator=generator)
 
 
-def _fill_from_files(folder: Path, weights: Weights, ignored: tuple[str, ...]) -> None:
-    missing = dict(weights.shards)
-    problems: list[str] = []
-    for path in checkpoint_files(folder):
-        try:
-            with safe_open(path, framework="pt") as file:
+class _Filling:
+    """One walk over the files of a checkpoint."""
+
+    def __init__(self, folder: Path, load_format: str, weights: Weights, model: CausalLM) -> None:
+        self._folder = folder
+        self._load_format = load_format
+        self._shards = weights.shards
+        self._repeats = weights.repeats
+        self._model = model
+        self._missing = set(weights.shards)
+        self._found_repeats: list[tuple[Path, str]] = []
+        self._problems: list[str] = []
+
+    def run(self) -> None:
+        for path in checkpoint_files(self._folder, self._load_format):
+            with open_checkpoint(path, self._load_format) as file:
                 for name in file.keys():  # noqa: SIM118 (not a dict)
-                    shard = missing.pop(name, None)
-                    if shard is not None:
-                        problems += _read(file, name, shard, path.name)
-                    elif not name.endswith(ignored):
-                        problems.append(f"unexpected: {name} in {path.name}")
-        except (SafetensorError, OSError) as error:
+                    self._take(path, name, file.get_slice(name))
+        for path, name in self._found_repeats:
+            with open_checkpoint(path, self._load_format) as file:
+                self._compare(path, name, file.get_slice(name))
+        for name in sorted(self._missing):
+            self._problems.append(f"missing: {name} {list(self._shards[name].full_shape)}")
+        if self._problems:
             raise ModelLoadError(
-                f"{path} cannot be read: {error}; the file is damaged or was not copied whole"
-            ) from error
-    problems += [f"missing: {name} {list(s.full_shape)}" for name, s in missing.items()]
-    if problems:
-        raise ModelLoadError(
-            f"the weights in {folder} do not fit the model ({len(problems)} tensors):\n  "
-            + "\n  ".join(problems)
-        )
-
-
-def _read(file: safe_open, name: str, shard: WeightShard, file_name: str) -> list[str]:
-    source = file.get_slice(name)
-    shape = tuple(source.get_shape())
-    if shape != shard.full_shape:
-        return [
-            f"misshapen: {name} in {file_name} is {list(shape)}, "
-            f"the model needs {list(shard.full_shape)}"
-        ]
-    target = shard.target
-    if shard.dim is None:
-        target.copy_(source[:] if shape else file.get_tensor(name))
-        return []
-    part = slice(shard.start, shard.start + shard.length)
-    if shard.length < target.shape[shard.dim]:
-        target.zero_()
-        target = target.narrow(shard.dim, 0, shard.length)
-    if shard.length:
-        target.copy_(source[part] if shard.dim == 0 else source[:, part])
-    return []
-
-
-def checkpoint_files(folder: Path) -> list[Path]:
-    """The safetensors files of a folder, by its index where it has one.
-
-    Raises:
-        ModelLoadError: there are none, the index is broken, names a file outside the folder, or
-            one that is not there.
-    """
-    index = folder / "model.safetensors.index.json"
-    if not index.is_file():
-        whole = folder / "model.safetensors"
-        found = [whole] if whole.is_file() else sorted(folder.glob("*.safetensors"))
-        if not found:
-            raise ModelLoadError(
-                f"{folder} has no *.safetensors files; convert the weights to safetensors, or "
-                "use load_format='dummy' for random ones"
+                f"the weights in {self._folder} do not fit the model "
+                f"({len(self._problems)} tensors):\n  " + "\n  ".join(self._problems)
             )
-        return found
-    try:
-        names = sorted(set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()))
-    except (ValueError, KeyError, AttributeError, TypeError) as error:
-        raise ModelLoadError(f"{index} is not a valid index: {error!r}") from error
-    for name in names:
-        if Path(name).name != name:
-            raise ModelLoadError(f"{index} names {name!r}, which lies outside the folder")
-    absent = [name for name in names if not (folder / name).is_file()]
-    if absent:
-        raise ModelLoadError(
-            f"{folder} lacks {len(absent)} of the {len(names)} files that its index names: "
-            f"{', '.join(absent)}"
-        )
-    return [folder / name for name in names]
+
+    def _take(self, path: Path, name: str, source: TensorSource) -> None:
+        wanted = name if name in self._shards else self._model.base_prefix + name
+        if wanted in self._missing:
+            self._missing.remove(wanted)
+            self._read(path, name, source, self._shards[wanted])
+        elif name in self._repeats:
+            self._found_repeats.append((path, name))
+        elif not name.endswith(self._model.ignored_weights):
+            self._problems.append(f"unexpected: {name} in {path.name}")
+
+    def _compare(self, path: Path, name: str, source: TensorSource) -> None:
+        original = self._repeats[name]
+        loaded = self._shards[original]
+        again = replace(loaded, target=torch.zeros_like(loaded.target))
+        num_problems = len(self._problems)
+        self._read(path, name, source, again)
+        if len(self._problems) == num_problems and not torch.equal(again.target, loaded.target):
+            self._problems.append(
+                f"contradiction: {name} in {path.name} differs from {original}, and config.json "
+                "ties them (tie_word_embeddings); set it to false to use both"
+            )
+
+    def _read(self, path: Path, name: str, source: TensorSource, shard: WeightShard) -> None:
+        shape = tuple(source.get_shape())
+        if shape != shard.full_shape:
+            self._problems.append(
+                f"misshapen: {name} in {path.name} is {list(shape)}, "
+                f"the model needs {list(shard.full_shape)}"
+            )
+            return
+        target = shard.target
+        if shard.dim is None:
+            target.copy_(source[:] if shape else source[...])
+            return
+        part = slice(shard.start, shard.start + shard.length)
+        if shard.split:
+            target.copy_(source[part].unflatten(0, shard.split))
+            return
+        if shard.length < target.shape[shard.dim]:
+            target.zero_()
+            target = target.narrow(shard.dim, 0, shard.length)
+        if shard.length:
+            target.copy_(source[part] if shard.dim == 0 else source[:, part])

@@ -1,0 +1,1 @@
+"""Every model family and variant against transformers."""

@@ -1,0 +1,130 @@
+"""BLOOM (https://arxiv.org/abs/2211.05100): linear biases instead of positions (ALiBi), a norm on
+the embeddings, and q, k and v fused head by head."""
+
+from __future__ import annotations
+
+import torch
+
+from tpengine.config import ModelConfig
+from tpengine.layers.activation import plain_activation
+from tpengine.layers.alibi import rank_alibi_slopes
+from tpengine.layers.attention import Attention, AttentionMetadata, KVCache
+from tpengine.layers.embedding import ParallelLMHead, VocabParallelEmbedding
+from tpengine.layers.fused_qkv import InterleavedQKVParallelLinear
+from tpengine.layers.linear import ColumnParallelLinear, RowParallelLinear
+from tpengine.layers.norm import LayerNorm
+from tpengine.layers.weights import Weights
+from tpengine.models.hf_fields import check_heads_fill_hidden_size, require, unsupported
+
+
+class BloomAttention:
+    """Projections around the paged attention."""
+
+    def __init__(
+        self, config: ModelConfig, weights: Weights, prefix: str, alibi_slopes: torch.Tensor
+    ) -> None:
+        hidden_size, head_dim = config.hf_config["hidden_size"], config.head_dim
+        self.query_key_value = InterleavedQKVParallelLinear(
+            weights,
+            f"{prefix}.query_key_value",
+            hidden_size,
+            config.total_num_heads,
+            head_dim,
+            bias=True,
+        )
+        self.dense = RowParallelLinear(
+            weights, f"{prefix}.dense", hidden_size, hidden_size, bias=True
+        )
+        num_heads = self.query_key_value.num_heads
+        self.attention = Attention(
+            num_heads, num_heads, head_dim, head_dim**-0.5, alibi_slopes=alibi_slopes
+        )
+
+    def forward(
+        self, x: torch.Tensor, kv_cache: KVCache, metadata: AttentionMetadata
+    ) -> torch.Tensor:
+        """x `[num_tokens, hidden_size]`, likewise returned."""
+        qkv = self.query_key_value.forward(x)
+        return self.dense.forward(self.attention.forward(qkv, kv_cache, metadata))
+
+
+class BloomBlock:
+    """One layer; what a half of it is added to is its input before the norm, or after it where
+    `apply_residual_connection_post_layernorm` says so."""
+
+    def __init__(
+        self, config: ModelConfig, weights: Weights, prefix: str, alibi_slopes: torch.Tensor
+    ) -> None:
+        hf = config.hf_config
+        size, eps = hf["hidden_size"], hf["layer_norm_epsilon"]
+        self.adds_to_normed = bool(hf.get("apply_residual_connection_post_layernorm"))
+        self.input_layernorm = LayerNorm(weights, f"{prefix}.input_layernorm", size, eps)
+        self.self_attention = BloomAttention(
+            config, weights, f"{prefix}.self_attention", alibi_slopes
+        )
+        self.post_attention_layernorm = LayerNorm(
+            weights, f"{prefix}.post_attention_layernorm", size, eps
+        )
+        self.dense_h_to_4h = ColumnParallelLinear(
+            weights, f"{prefix}.mlp.dense_h_to_4h", size, 4 * size, bias=True
+        )
+        self.activation = plain_activation("gelu_pytorch_tanh")
+        self.dense_4h_to_h = RowParallelLinear(
+            weights, f"{prefix}.mlp.dense_4h_to_h", 4 * size, size, bias=True
+        )
+
+    def forward(
+        self, hidden: torch.Tensor, kv_cache: KVCache, metadata: AttentionMetadata
+    ) -> torch.Tensor:
+        """hidden `[num_tokens, hidden_size]`, overwritten; likewise returned."""
+        normed = self.input_layernorm.forward(hidden)
+        residual = normed if self.adds_to_normed else hidden
+        hidden = residual.add_(self.self_attention.forward(normed, kv_cache, metadata))
+        normed = self.post_attention_layernorm.forward(hidden)
+        residual = normed if self.adds_to_normed else hidden
+        up = self.activation(self.dense_h_to_4h.forward(normed))
+        return residual.add_(self.dense_4h_to_h.forward(up))
+
+
+class BloomForCausalLM:
+    """The whole model on one rank."""
+
+    ignored_weights: tuple[str, ...] = ()
+    base_prefix = "transformer."
+
+    def __init__(self, config: ModelConfig, weights: Weights) -> None:
+        check_heads_fill_hidden_size(config)
+        hf = config.hf_config
+        size, eps = hf["hidden_size"], hf["layer_norm_epsilon"]
+        require(config, "n_inner", 4 * size, 4 * size)
+        if hf.get("slow_but_exact") and int(hf.get("pretraining_tp") or 1) > 1:
+            raise unsupported(config, "slow_but_exact", True, "False with pretraining_tp above 1")
+        self.word_embeddings = VocabParallelEmbedding(
+            weights, "transformer.word_embeddings", config.vocab_size, size
+        )
+        self.word_embeddings_layernorm = LayerNorm(
+            weights, "transformer.word_embeddings_layernorm", size, eps
+        )
+        slopes = rank_alibi_slopes(weights, config.total_num_heads)
+        self.h = [
+            BloomBlock(config, weights, f"transformer.h.{i}", slopes)
+            for i in range(config.num_layers)
+        ]
+        self.ln_f = LayerNorm(weights, "transformer.ln_f", size, eps)
+        tied = bool(hf.get("tie_word_embeddings", True))
+        self.lm_head = ParallelLMHead(
+            weights, "lm_head", config.vocab_size, size, self.word_embeddings if tied else None
+        )
+
+    def forward(
+        self, token_ids: torch.Tensor, kv_caches: list[KVCache], metadata: AttentionMetadata
+    ) -> torch.Tensor:
+        """token_ids `[num_tokens]` to final hidden states `[num_tokens, hidden_size]`."""
+        hidden = self.word_embeddings_layernorm.forward(self.word_embeddings.forward(token_ids))
+        for block, kv_cache in zip(self.h, kv_caches, strict=True):
+            hidden = block.forward(hidden, kv_cache, metadata)
+        return self.ln_f.forward(hidden)
+
+    def compute_logits(self, hidden: torch.Tensor) -> torch.Tensor:
+        """hidden `[num_rows, hidden_size]` to logits `[num_rows, vocab_size]`."""
+        return self.lm_head.forward(hidden)

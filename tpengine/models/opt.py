@@ -1,0 +1,159 @@
+"""OPT (https://arxiv.org/abs/2205.01068) and Galactica: learned positions, LayerNorm before or
+after each half of a layer, a plain MLP, and embeddings that may be narrower than the layers."""
+
+from __future__ import annotations
+
+import torch
+
+from tpengine.config import ModelConfig
+from tpengine.layers.activation import plain_activation
+from tpengine.layers.attention import Attention, AttentionMetadata, KVCache
+from tpengine.layers.embedding import (
+    ParallelLMHead,
+    PositionEmbedding,
+    VocabParallelEmbedding,
+)
+from tpengine.layers.linear import (
+    ColumnParallelLinear,
+    QKVParallelLinear,
+    ReplicatedLinear,
+    RowParallelLinear,
+)
+from tpengine.layers.norm import LayerNorm
+from tpengine.layers.weights import Weights
+from tpengine.models.hf_fields import check_heads_fill_hidden_size
+
+_POSITION_OFFSET = 2
+"""The table of positions begins two rows late: its authors counted from after the padding id."""
+
+
+class OPTAttention:
+    """Projections around the paged attention."""
+
+    def __init__(self, config: ModelConfig, weights: Weights, prefix: str) -> None:
+        hidden_size, bias = config.hf_config["hidden_size"], config.hf_config["enable_bias"]
+        heads, head_dim = config.total_num_heads, config.head_dim
+        self.qkv_proj = QKVParallelLinear(
+            weights,
+            [f"{prefix}.{name}_proj" for name in "qkv"],
+            hidden_size,
+            heads,
+            heads,
+            head_dim,
+            bias,
+        )
+        self.out_proj = RowParallelLinear(
+            weights, f"{prefix}.out_proj", hidden_size, hidden_size, bias
+        )
+        num_heads = self.qkv_proj.num_heads
+        self.attention = Attention(num_heads, num_heads, head_dim, head_dim**-0.5)
+
+    def forward(
+        self, x: torch.Tensor, kv_cache: KVCache, metadata: AttentionMetadata
+    ) -> torch.Tensor:
+        """x `[num_tokens, hidden_size]`, likewise returned."""
+        qkv = self.qkv_proj.forward(x)
+        return self.out_proj.forward(self.attention.forward(qkv, kv_cache, metadata))
+
+
+class OPTDecoderLayer:
+    """One layer; each half is normalised before (`do_layer_norm_before`) or after."""
+
+    def __init__(self, config: ModelConfig, weights: Weights, prefix: str) -> None:
+        hf = config.hf_config
+        hidden_size, ffn_dim, bias = hf["hidden_size"], hf["ffn_dim"], hf["enable_bias"]
+        affine = hf["layer_norm_elementwise_affine"]
+        self.norm_before = bool(hf["do_layer_norm_before"])
+        self.self_attn = OPTAttention(config, weights, f"{prefix}.self_attn")
+        self.self_attn_layer_norm = LayerNorm(
+            weights, f"{prefix}.self_attn_layer_norm", hidden_size, affine=affine
+        )
+        self.fc1 = ColumnParallelLinear(weights, f"{prefix}.fc1", hidden_size, ffn_dim, bias)
+        self.activation = plain_activation(hf["activation_function"])
+        self.fc2 = RowParallelLinear(weights, f"{prefix}.fc2", ffn_dim, hidden_size, bias)
+        self.final_layer_norm = LayerNorm(
+            weights, f"{prefix}.final_layer_norm", hidden_size, affine=affine
+        )
+
+    def forward(
+        self, hidden: torch.Tensor, kv_cache: KVCache, metadata: AttentionMetadata
+    ) -> torch.Tensor:
+        """hidden `[num_tokens, hidden_size]`, overwritten; likewise returned."""
+        if self.norm_before:
+            normed = self.self_attn_layer_norm.forward(hidden)
+            hidden.add_(self.self_attn.forward(normed, kv_cache, metadata))
+            return hidden.add_(self._mlp(self.final_layer_norm.forward(hidden)))
+        hidden.add_(self.self_attn.forward(hidden, kv_cache, metadata))
+        hidden = self.self_attn_layer_norm.forward(hidden)
+        return self.final_layer_norm.forward(hidden.add_(self._mlp(hidden)))
+
+    def _mlp(self, x: torch.Tensor) -> torch.Tensor:
+        return self.fc2.forward(self.activation(self.fc1.forward(x)))
+
+
+class OPTForCausalLM:
+    """The whole model on one rank."""
+
+    ignored_weights: tuple[str, ...] = ("decoder.version",)
+    base_prefix = "model."
+
+    def __init__(self, config: ModelConfig, weights: Weights) -> None:
+        check_heads_fill_hidden_size(config)
+        hf, prefix = config.hf_config, "model.decoder"
+        hidden_size = hf["hidden_size"]
+        embed_dim = hf.get("word_embed_proj_dim") or hidden_size
+        self.embed_tokens = VocabParallelEmbedding(
+            weights, f"{prefix}.embed_tokens", config.vocab_size, embed_dim
+        )
+        self.embed_positions = PositionEmbedding(
+            weights,
+            f"{prefix}.embed_positions",
+            hf["max_position_embeddings"],
+            hidden_size,
+            _POSITION_OFFSET,
+        )
+        self.project_in: ReplicatedLinear | None = None
+        self.project_out: ReplicatedLinear | None = None
+        if embed_dim != hidden_size:
+            self.project_in = ReplicatedLinear(
+                weights, f"{prefix}.project_in", embed_dim, hidden_size
+            )
+            self.project_out = ReplicatedLinear(
+                weights, f"{prefix}.project_out", hidden_size, embed_dim
+            )
+        self.layers = [
+            OPTDecoderLayer(config, weights, f"{prefix}.layers.{i}")
+            for i in range(config.num_layers)
+        ]
+        self.final_layer_norm: LayerNorm | None = None
+        # Models trained with a norm after each layer have none more; _remove_final_layer_norm
+        # marks checkpoints that were fine-tuned while transformers lacked it.
+        if hf["do_layer_norm_before"] and not hf.get("_remove_final_layer_norm"):
+            affine = hf["layer_norm_elementwise_affine"]
+            self.final_layer_norm = LayerNorm(
+                weights, f"{prefix}.final_layer_norm", hidden_size, affine=affine
+            )
+        tied = bool(hf.get("tie_word_embeddings", True))
+        self.lm_head = ParallelLMHead(
+            weights, "lm_head", config.vocab_size, embed_dim, self.embed_tokens if tied else None
+        )
+
+    def forward(
+        self, token_ids: torch.Tensor, kv_caches: list[KVCache], metadata: AttentionMetadata
+    ) -> torch.Tensor:
+        """token_ids `[num_tokens]` to final hidden states `[num_tokens, word_embed_proj_dim]`."""
+        hidden = self.embed_tokens.forward(token_ids)
+        if self.project_in is not None:
+            hidden = self.project_in.forward(hidden)
+        hidden = hidden + self.embed_positions.forward(metadata.positions)
+        for layer, kv_cache in zip(self.layers, kv_caches, strict=True):
+            hidden = layer.forward(hidden, kv_cache, metadata)
+        if self.final_layer_norm is not None:
+            hidden = self.final_layer_norm.forward(hidden)
+        if self.project_out is not None:
+            hidden = self.project_out.forward(hidden)
+        return hidden
+
+    def compute_logits(self, hidden: torch.Tensor) -> torch.Tensor:
+        """hidden `[num_rows, word_embed_proj_dim]` to logits `[num_rows, vocab_size]`."""
+        return self.lm_head.forward(hidden)
