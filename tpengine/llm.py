@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import difflib
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import fields, replace
 from types import TracebackType
 from typing import Any, cast
@@ -79,17 +79,22 @@ class LLM:
         """
         pairs = _pair_prompts(prompts, prompt_token_ids)
         params = _one_per_prompt(sampling_params, len(pairs))
-        request_ids: list[str] = []
-        refused: dict[str, RequestOutput] = {}
-        for (prompt, token_ids), one in zip(pairs, params, strict=True):
-            request_id, self._num_requests = str(self._num_requests), self._num_requests + 1
-            request_ids.append(request_id)
-            final = replace(one, output_kind=RequestOutputKind.FINAL_ONLY)
-            try:
-                self.llm_engine.add_request(request_id, prompt, final, token_ids)
-            except RequestError as error:
-                refused[request_id] = _refusal(request_id, prompt, token_ids, error)
-        done = refused | self._run(set(request_ids) - refused.keys(), len(pairs), use_tqdm)
+        request_ids = [str(self._num_requests + i) for i in range(len(pairs))]
+        self._num_requests += len(pairs)
+        done: dict[str, RequestOutput] = {}
+        try:
+            for request_id, (prompt, token_ids), one in zip(
+                request_ids, pairs, params, strict=True
+            ):
+                final = replace(one, output_kind=RequestOutputKind.FINAL_ONLY)
+                try:
+                    self.llm_engine.add_request(request_id, prompt, final, token_ids)
+                except RequestError as error:
+                    done[request_id] = _refusal(request_id, prompt, token_ids, error)
+            self._run(set(request_ids), done, use_tqdm)
+        except BaseException:  # Ctrl-C too must leave nothing behind
+            self.llm_engine.abort_request(request_ids)
+            raise
         return [done[request_id] for request_id in request_ids]
 
     def chat(
@@ -183,40 +188,32 @@ class LLM:
     ) -> None:
         self.shutdown()
 
-    def _run(
-        self, request_ids: set[str], num_prompts: int, use_tqdm: bool
-    ) -> dict[str, RequestOutput]:
-        """Steps until all of `request_ids` are finished; other requests wait or run beside them."""
-        done: dict[str, RequestOutput] = {}
+    def _run(self, request_ids: set[str], done: dict[str, RequestOutput], use_tqdm: bool) -> None:
+        """Steps until `done` holds all of `request_ids`; other requests run beside them."""
         bar = tqdm(
-            total=num_prompts,
-            initial=num_prompts - len(request_ids),
+            total=len(request_ids),
+            initial=len(done),
             desc="Processed prompts",
             unit="prompt",
             disable=not use_tqdm,
         )
         start = time.monotonic()
         num_input = num_output = 0
-        try:
-            with bar:
-                while len(done) < len(request_ids):
-                    for output in self.llm_engine.step():
-                        if output.request_id not in request_ids or not output.finished:
-                            continue
-                        done[output.request_id] = output
-                        num_input += len(output.prompt_token_ids)
-                        num_output += sum(len(o.token_ids) for o in output.outputs)
-                        elapsed = time.monotonic() - start
-                        bar.set_postfix_str(
-                            f"input {num_input / elapsed:.1f} tokens/s, "
-                            f"output {num_output / elapsed:.1f} tokens/s",
-                            refresh=False,
-                        )
-                        bar.update(1)
-        except BaseException:
-            self.llm_engine.abort_request(request_ids - done.keys())
-            raise
-        return done
+        with bar:
+            while len(done) < len(request_ids):
+                for output in self.llm_engine.step():
+                    if output.request_id not in request_ids or not output.finished:
+                        continue
+                    done[output.request_id] = output
+                    num_input += len(output.prompt_token_ids)
+                    num_output += sum(len(o.token_ids) for o in output.outputs)
+                    elapsed = time.monotonic() - start
+                    bar.set_postfix_str(
+                        f"input {num_input / elapsed:.1f} tokens/s, "
+                        f"output {num_output / elapsed:.1f} tokens/s",
+                        refresh=False,
+                    )
+                    bar.update(1)
 
 
 def _pair_prompts(
@@ -231,7 +228,7 @@ def _pair_prompts(
     ids: list[list[int] | None] | None = None
     if prompt_token_ids is not None:
         many = list(prompt_token_ids)
-        nested = not many or isinstance(many[0], Sequence)
+        nested = not many or isinstance(many[0], Iterable)
         ids = cast(list[list[int] | None], many if nested else [many])
     if texts is None and ids is None:
         raise InvalidPromptError("generate needs prompts or prompt_token_ids; got neither")
@@ -266,10 +263,13 @@ def _refusal(
     request_id: str, prompt: Prompt | None, token_ids: list[int] | None, error: RequestError
 ) -> RequestOutput:
     """An output for a prompt that never reached the engine."""
+    if isinstance(prompt, dict):
+        token_ids = cast(Any, prompt).get("prompt_token_ids", token_ids)
+        prompt = cast(Any, prompt).get("prompt")
     return RequestOutput(
         request_id=request_id,
         prompt=prompt if isinstance(prompt, str) else None,
-        prompt_token_ids=list(token_ids or []),
+        prompt_token_ids=list(token_ids) if isinstance(token_ids, Iterable) else [],
         outputs=[CompletionOutput(index=0, text="", token_ids=[], finish_reason="error")],
         finished=True,
         error=str(error),

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from operator import index
-from typing import Any, TypedDict
+from typing import TypedDict
 
 from tpengine.config import ModelConfig
 from tpengine.engine.tokenizer import Tokenizer
@@ -64,8 +64,12 @@ def read_prompt(
     return prompt, _checked_ids(prompt_token_ids, model)
 
 
-def _checked_ids(token_ids: Iterable[Any], model: ModelConfig) -> list[int]:
+def _checked_ids(token_ids: object, model: ModelConfig) -> list[int]:
     """The ids as plain integers (NumPy's come often)."""
+    if isinstance(token_ids, str) or not isinstance(token_ids, Iterable):
+        raise InvalidPromptError(
+            f"prompt_token_ids must be a list of integers, got {type(token_ids).__name__}"
+        )
     token_ids = list(token_ids)
     if not token_ids:
         raise InvalidPromptError("the prompt is empty: it has no tokens; give at least one")

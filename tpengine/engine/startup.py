@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Sequence
 
@@ -71,9 +72,10 @@ def check_cache_holds_one_sequence(
     if config.cache.num_device_blocks_override is not None:
         remedy = f"raise num_device_blocks_override to {needed_blocks}"
     else:
-        needed = needed_blocks * limiting.block_bytes / _GIB
+        # Rounded up: the value that is named must do.
+        needed = math.ceil(1e6 * needed_blocks * limiting.block_bytes / _GIB) / 1e6
         knob = "cpu_kv_cache_space" if config.device == "cpu" else "gpu_memory_utilization"
-        remedy = f"raise {knob} so that the cache gets {needed:.4f} GiB"
+        remedy = f"raise {knob} so that the cache gets {needed:.6f} GiB"
     raise CacheSizeError(
         f"max_model_len = {longest} tokens do not fit into the KV cache of rank {limiting.rank}, "
         f"which has {num_blocks} blocks of {block_size} = {capacity} tokens; set max_model_len to "

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import platform
 
 import torch
@@ -151,5 +152,6 @@ class Worker:
 
     def _how_to_get_more(self, one_block: int) -> str:
         if self._device.type == "cpu":
-            return f"raise cpu_kv_cache_space to at least {one_block / memory.GIB:.6f} (GiB)"
+            needed = math.ceil(1e6 * one_block / memory.GIB) / 1e6  # the named value must do
+            return f"raise cpu_kv_cache_space to at least {needed:.6f} (GiB)"
         return "raise gpu_memory_utilization, or free memory on the device"
