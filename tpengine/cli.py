@@ -20,6 +20,7 @@ if TYPE_CHECKING:
 _BENCHMARKS = {
     "throughput": "output tokens/s of the whole engine on a mixed, seeded workload",
     "scheduler": "time of schedule + update with many running and waiting requests",
+    "sampler": "time of each stage of sampling: penalties, biases, bans, log probabilities",
 }
 _DEFAULT_PROMPT = "Hello, my name is"
 

@@ -18,6 +18,10 @@ DTYPES = ("auto", "float32", "bfloat16", "float16", "float", "half")
 BLOCK_SIZES = (8, 16, 32)
 LOAD_FORMATS = ("auto", "safetensors", "pt", "dummy")
 DEVICES = ("auto", "cpu", "cuda")
+PREEMPTION_MODES = ("auto", "recompute", "swap")
+SCHEDULING_POLICIES = ("fcfs", "priority")
+MAX_PRIORITY = 1000
+"""Bound of a request's priority, either way."""
 EMBEDDED_MODEL = str(Path(__file__).parent / "assets" / "embedded")
 """The small trained model that the package carries; used when no model is named."""
 
@@ -87,12 +91,17 @@ class CacheConfig:
         cpu_kv_cache_bytes: size of the cache on CPU; None: the smaller of 4 GiB and 40 % of what
             machine and cgroup have free.
         num_device_blocks_override: this many blocks, whatever memory says.
+        swap_space_bytes: host memory for the blocks of preempted sequences, per rank; None: the
+            smaller of 4 GiB and 10 % of what machine and cgroup have free.
+        enable_prefix_caching: whether full blocks are found again by their content.
     """
 
     block_size: int
     gpu_memory_utilization: float
     cpu_kv_cache_bytes: int | None
     num_device_blocks_override: int | None
+    swap_space_bytes: int | None = 0
+    enable_prefix_caching: bool = True
 
 
 @dataclass(frozen=True)
@@ -110,12 +119,17 @@ class SchedulerConfig:
         max_num_batched_tokens: most tokens computed in a step.
         max_num_seqs: most sequences running at once.
         enable_chunked_prefill: whether a prompt may be computed over several steps, beside decodes.
+        policy: fcfs or priority.
+        preemption_mode: auto swaps requests of several sequences out and recomputes the others;
+            recompute or swap do the same to all. Without room on the host, swap is recompute.
     """
 
     max_num_batched_tokens: int
     max_num_seqs: int
     max_model_len: int
     enable_chunked_prefill: bool
+    policy: str = "fcfs"
+    preemption_mode: str = "auto"
 
 
 @dataclass(frozen=True)

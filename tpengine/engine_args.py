@@ -56,8 +56,26 @@ class EngineArgs:
         None, "most tokens of a sequence, prompt and output; default: what the model was made for"
     )
     block_size: int = _arg(16, "tokens in a block of the KV cache", cfg.BLOCK_SIZES)
-    swap_space: float = _arg(
-        0.0, "GiB of host memory for preempted sequences; only 0 in this version (recompute)"
+    swap_space: float | None = _arg(
+        None,
+        "GiB of host memory per rank for the blocks of preempted sequences, 0: none; default: the "
+        "smaller of 4 and 10 %% of the free memory",
+    )
+    preemption_mode: str = _arg(
+        "auto",
+        "what happens to requests that give way when the cache is full: recompute computes their "
+        "tokens again, swap keeps their blocks in swap_space; auto recomputes those of one "
+        "sequence and swaps those of several",
+        cfg.PREEMPTION_MODES,
+    )
+    enable_prefix_caching: bool = _arg(
+        True, "find blocks of the KV cache again for prompts with the same beginning"
+    )
+    scheduling_policy: str = _arg(
+        "fcfs",
+        "fcfs serves requests as they arrive; priority serves those of lower priority first, with "
+        "a bound on how many later ones are",
+        cfg.SCHEDULING_POLICIES,
     )
     gpu_memory_utilization: float = _arg(
         0.9, "share of a GPU's memory that the engine may use, in (0, 1]"
@@ -120,6 +138,8 @@ class EngineArgs:
                 None if self.cpu_kv_cache_space is None else int(self.cpu_kv_cache_space * GIB)
             ),
             num_device_blocks_override=self.num_device_blocks_override,
+            swap_space_bytes=None if self.swap_space is None else int(self.swap_space * GIB),
+            enable_prefix_caching=self.enable_prefix_caching,
         )
         return EngineConfig(
             model=model,
@@ -146,6 +166,8 @@ class EngineArgs:
             max_num_seqs=self.max_num_seqs,
             max_model_len=max_model_len,
             enable_chunked_prefill=self.enable_chunked_prefill,
+            policy=self.scheduling_policy,
+            preemption_mode=self.preemption_mode,
         )
 
     def _check(self) -> None:
@@ -169,6 +191,15 @@ class EngineArgs:
         space = self.cpu_kv_cache_space
         if space is not None and not 0.0 < space < math.inf:
             raise ConfigError(f"cpu_kv_cache_space must be more than 0 GiB and finite, got {space}")
+        if self.swap_space is not None and not 0.0 <= self.swap_space < math.inf:
+            raise ConfigError(
+                f"swap_space must be at least 0 GiB and finite, got {self.swap_space}"
+            )
+        if self.preemption_mode == "swap" and self.swap_space == 0.0:
+            raise ConfigError(
+                "preemption_mode = 'swap' needs swap_space above 0; give it some GiB, or choose "
+                "'recompute'"
+            )
         self._check_unsupported()
 
     def _check_unsupported(self) -> None:
@@ -181,11 +212,6 @@ class EngineArgs:
             raise ConfigError(
                 f"tensor_parallel_size = {self.tensor_parallel_size}: this version runs one rank "
                 "only; leave it at 1"
-            )
-        if self.swap_space != 0:
-            raise ConfigError(
-                f"swap_space = {self.swap_space} GiB: this version preempts by recompute only; "
-                "leave it at 0"
             )
 
     @classmethod

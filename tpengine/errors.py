@@ -24,6 +24,10 @@ class InvalidPromptError(RequestError):
     """The prompt is empty, too long, or holds ids outside the vocabulary."""
 
 
+class InvalidPriorityError(RequestError):
+    """A priority is out of range, or the engine's policy does not know priorities."""
+
+
 class DuplicateRequestError(RequestError):
     """A live request already has this id."""
 

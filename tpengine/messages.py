@@ -28,6 +28,38 @@ class NewSequence:
     """Index of the sequence in its request; noise is keyed by (seed, index, position)."""
     end_token_ids: list[int]
     """Ids that cannot be sampled before `min_tokens`; empty when `min_tokens` is 0."""
+    num_candidates: int = 0
+    """Candidates to report at each of its samples, for beam search; 0: none."""
+
+
+@dataclass(frozen=True, slots=True)
+class Fork:
+    """A slot that becomes a copy of another, up to the index of its sequence and thus its noise.
+
+    What stood in `child_slot` before is gone.
+    """
+
+    parent_slot: int
+    child_slot: int
+    index: int
+
+
+@dataclass(slots=True)
+class BlockMoves:
+    """Blocks whose content goes elsewhere before a step computes anything, in this order.
+
+    Attributes:
+        swap_outs: (device block, host block).
+        swap_ins: (host block, device block); never beside swap-outs.
+        copies: (device block, device block), copy-on-write; no target is a source.
+    """
+
+    swap_outs: list[tuple[int, int]] = field(default_factory=list)
+    swap_ins: list[tuple[int, int]] = field(default_factory=list)
+    copies: list[tuple[int, int]] = field(default_factory=list)
+
+    def __bool__(self) -> bool:
+        return bool(self.swap_outs or self.swap_ins or self.copies)
 
 
 @dataclass(slots=True)
@@ -35,8 +67,8 @@ class StepInput:
     """One step, from the scheduler to every rank.
 
     Rows are the scheduled sequences: first those with one token to compute, then longer chunks.
-    The worker applies, in this order: `freed_slots`, `new_sequences`, `new_block_ids`,
-    `token_overrides`; then computes all rows and samples.
+    The worker applies, in this order: `freed_slots`, `new_sequences`, `forks`, `new_block_ids`,
+    `replaced_block_ids`, `token_overrides` and `block_moves`; then computes all rows and samples.
 
     Attributes:
         step: number of the step, counting from 1.
@@ -48,6 +80,10 @@ class StepInput:
         token_overrides: (slot, token id): the driver's word for the last token of a sequence.
         sample_rows: rows whose last position is sampled; one row may serve several sequences.
         sample_slots: for each of `sample_rows`, the slot that the sampled token is appended to.
+            A slot that was forked in this step from the row's has then computed what that has.
+        forks: slots that become copies of others.
+        replaced_block_ids: (slot, place in its table, block): its own copy of a shared block.
+        block_moves: contents to be copied.
     """
 
     step: int
@@ -59,6 +95,9 @@ class StepInput:
     token_overrides: list[tuple[int, int]] = field(default_factory=list)
     sample_rows: list[int] = field(default_factory=list)
     sample_slots: list[int] = field(default_factory=list)
+    forks: list[Fork] = field(default_factory=list)
+    replaced_block_ids: list[tuple[int, int, int]] = field(default_factory=list)
+    block_moves: BlockMoves = field(default_factory=BlockMoves)
 
 
 @dataclass(slots=True)
@@ -72,18 +111,52 @@ class TokenLogprobs:
 
 
 @dataclass(slots=True)
+class Candidates:
+    """Tokens that a beam may go on with, best first.
+
+    Attributes:
+        scores: log probabilities after bias, bans and penalties, which is what beams are ranked
+            by; minus infinity for a banned token.
+        logprobs: those of the raw logits.
+    """
+
+    token_ids: list[int]
+    scores: list[float]
+    logprobs: list[float]
+
+
+@dataclass(slots=True)
+class PromptLogprobs:
+    """Log probabilities of consecutive prompt tokens, each given those before it.
+
+    Attributes:
+        first_position: of the token that `entries[0]` speaks of, in the prompt; at least 1.
+    """
+
+    first_position: int
+    entries: list[TokenLogprobs]
+
+
+@dataclass(slots=True)
 class StepOutput:
     """Rank 0's answer: what was sampled, in the order of `StepInput.sample_slots`.
 
     Attributes:
         logprobs: by place in `token_ids`, for those that asked.
         model_s: seconds inside the model: forward, logits and sampling.
+        candidates: by place in `token_ids`, for sequences with `num_candidates`.
+        prompt_logprobs: by row of the step, for prompts whose request asked.
+        errors: by place in `token_ids`: why that token could not be chosen; the id there means
+            nothing, and the request cannot go on.
     """
 
     step: int
     token_ids: list[int]
     logprobs: dict[int, TokenLogprobs] = field(default_factory=dict)
     model_s: float = 0.0
+    candidates: dict[int, Candidates] = field(default_factory=dict)
+    prompt_logprobs: dict[int, PromptLogprobs] = field(default_factory=dict)
+    errors: dict[int, str] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,3 +173,5 @@ class MemoryLedger:
     block_bytes: int
     """One block of all layers, K and V."""
     num_device_blocks: int
+    num_host_blocks: int = 0
+    """Blocks that the host memory for swapping holds."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,6 +23,8 @@ class RequestMetrics:
     first_token_time: float | None = None
     finished_time: float | None = None
     num_preemptions: int = 0
+    num_cached_tokens: int = 0
+    """Prompt tokens whose K and V were found in the cache when it was first scheduled."""
 
 
 @dataclass(slots=True)
@@ -30,11 +32,11 @@ class CompletionOutput:
     """One output sequence of a request.
 
     Attributes:
-        index: its place among the request's sequences.
+        index: its place among the request's sequences; with `best_of` or beams its rank.
         text: the generated text (or what is new of it, see `RequestOutputKind.DELTA`).
         token_ids: the generated ids; the end token is among them, its text is not.
         cumulative_logprob: sum of the chosen tokens' log probabilities; None unless the request
-            asked for `logprobs`.
+            asked for `logprobs`, or outputs are chosen by it.
         logprobs: per token, candidates by id; None unless asked for.
         finish_reason: stop, length, abort, ignored or error; None while unfinished.
         stop_reason: the stop string or stop token that ended it.
@@ -59,8 +61,10 @@ class RequestOutput:
 
     Attributes:
         prompt: the prompt's text; None when ids were given.
-        prompt_logprobs: None so far; kept so that scripts that read it run.
-        error: why the request was refused or ignored; None when all is well.
+        prompt_logprobs: by position in the prompt, candidates by id; None at position 0, which
+            nothing precedes. None unless asked for, and until the whole prompt is computed.
+        error: why the request was refused, ignored or failed; None when all is well.
+        num_cached_tokens: prompt tokens whose K and V were found in the cache.
     """
 
     request_id: str
@@ -70,4 +74,5 @@ class RequestOutput:
     finished: bool
     metrics: RequestMetrics | None = None
     error: str | None = None
-    prompt_logprobs: None = field(default=None)
+    prompt_logprobs: list[dict[int, Logprob] | None] | None = None
+    num_cached_tokens: int = 0

@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import enum
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from tpengine.errors import InvalidSamplingParamsError
+from tpengine.logits_processors import check_import_path
 
 MAX_LOGPROBS = 64
-"""Upper bound of `SamplingParams.logprobs`: larger candidate lists cost more than the forward."""
+"""Upper bound of `logprobs` and `prompt_logprobs`: larger lists cost more than the forward."""
+MAX_LOGIT_BIAS = 1e6
+"""Bound of a bias either way: far more than logits differ, and far from float32's limits."""
 
 
 class RequestOutputKind(enum.Enum):
@@ -30,15 +33,25 @@ class SamplingParams:
     """Sampling parameters, with the names and meanings of vLLM 0.5.4.
 
     Args:
-        n: number of output sequences to return; only 1 so far.
-        best_of: number of sequences to generate and choose `n` from; only 1 so far.
-        presence_penalty, frequency_penalty, repetition_penalty: only neutral values so far.
+        n: number of output sequences to return.
+        best_of: number of sequences to generate; the `n` of the highest cumulative log probability
+            are returned, once all are complete. The beam width of beam search. Default: n.
+        presence_penalty: taken off the logit of every token that the output holds, in [-2, 2].
+        frequency_penalty: taken off as often as the output holds the token, in [-2, 2].
+        repetition_penalty: divides positive logits, and multiplies negative ones, of tokens in
+            prompt or output (Keskar et al. 2019); in (0, 2], 1 is neutral.
         temperature: 0 is greedy; above, logits are divided by it before they are sampled.
         top_p: keep the most likely tokens whose probabilities add up to this, in (0, 1].
         top_k: keep this many most likely tokens; -1 or None keeps all (stored as None).
         min_p: drop tokens less likely than this share of the most likely one, in [0, 1].
         seed: fixes this request's draws, whatever runs beside it.
-        use_beam_search, length_penalty, early_stopping: beam search; refused so far.
+        use_beam_search: keep the `best_of` likeliest sequences instead of sampling; temperature
+            must be 0, top_p, top_k and min_p neutral, and no stop strings.
+        length_penalty: beams are compared by their cumulative log probability divided by their
+            number of output tokens to this power.
+        early_stopping: when beam search ends, as in transformers: True: with the `best_of`th
+            complete beam; False: when by the length so far no running beam can become better than
+            the worst complete one; "never": when it cannot whatever its length.
         stop: strings that end the output; they are cut off unless `include_stop_str_in_output`.
         stop_token_ids: tokens that end the output, besides the model's own end tokens.
         ignore_eos: go on after the model's end tokens.
@@ -46,10 +59,21 @@ class SamplingParams:
         min_tokens: end tokens and stops are ruled out before this many output tokens.
         logprobs: report this many most likely tokens at each position, and the chosen one; of the
             raw logits, before temperature and truncation.
-        prompt_logprobs: refused so far.
+        prompt_logprobs: the same for each token of the prompt given those before it; such a
+            request computes its whole prompt, whatever the prefix cache holds.
         detokenize: whether to produce text; without it `stop` cannot be used.
         skip_special_tokens: leave special tokens out of the text.
         spaces_between_special_tokens: only True, which is what byte-level tokenizers do.
+        logits_processors: functions named "module:function" (or one such name) that edit the
+            logits before all else. They are imported on the workers and called with the output
+            ids and the logits `[vocab_size]` of one position, or, with three parameters, with
+            prompt ids, output ids and logits; they return the new logits. One that raises ends
+            its request with an error.
+        logit_bias: added to the logits of these ids, each in [-1e6, 1e6].
+        allowed_token_ids: no other ids are sampled.
+        bad_words: texts that are not generated, with and without a space before them: the token
+            that would complete one is ruled out. Begun in the prompt, they count as well.
+        bad_words_token_ids: the same, each as a sequence of ids.
         output_kind: what the engine reports while the request runs.
 
     Raises:
@@ -80,14 +104,20 @@ class SamplingParams:
     detokenize: bool = True
     skip_special_tokens: bool = True
     spaces_between_special_tokens: bool = True
-    logits_processors: Any = None
+    logits_processors: str | Sequence[str] = ()
     truncate_prompt_tokens: int | None = None
     output_kind: RequestOutputKind = field(default=RequestOutputKind.CUMULATIVE)
+    logit_bias: Mapping[int, float] | None = field(default=None, hash=False)
+    allowed_token_ids: Sequence[int] | None = None
+    bad_words: str | Sequence[str] = ()
+    bad_words_token_ids: Sequence[Sequence[int]] = ()
 
     def __post_init__(self) -> None:
         self._normalise()
         self._check_numbers()
         self._check_stops()
+        self._check_token_rules()
+        self._check_several()
         self._check_unsupported()
 
     @property
@@ -95,9 +125,27 @@ class SamplingParams:
         """Whether the most likely token is always taken."""
         return self.temperature == 0.0
 
+    @property
+    def has_penalties(self) -> bool:
+        """Whether what was generated changes what comes next."""
+        neutral = (0.0, 0.0, 1.0)
+        return (self.presence_penalty, self.frequency_penalty, self.repetition_penalty) != neutral
+
+    @property
+    def num_sequences(self) -> int:
+        """Sequences that are generated side by side."""
+        return self.n if self.best_of is None else self.best_of
+
+    @property
+    def is_ranked(self) -> bool:
+        """Whether outputs are chosen when all are complete, so that there are none before."""
+        return self.use_beam_search or self.num_sequences > self.n
+
     def _normalise(self) -> None:
-        stop = (self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ())
-        object.__setattr__(self, "stop", stop)
+        for name in ("stop", "bad_words", "logits_processors"):
+            value = getattr(self, name)
+            texts = (value,) if isinstance(value, str) else _as_tuple(name, value)
+            object.__setattr__(self, name, texts)
         object.__setattr__(self, "stop_token_ids", tuple(self.stop_token_ids or ()))
         if self.top_k == -1:
             object.__setattr__(self, "top_k", None)
@@ -112,7 +160,7 @@ class SamplingParams:
         _check_float("temperature", self.temperature, 0.0, math.inf)
         _check_float("top_p", self.top_p, 0.0, 1.0, open_low=True)
         _check_float("min_p", self.min_p, 0.0, 1.0)
-        _check_float("length_penalty", self.length_penalty, -math.inf, math.inf)
+        _check_float("length_penalty", self.length_penalty, -10.0, 10.0)
         _check_int("min_tokens", self.min_tokens, 0)
         for name, low in (
             ("best_of", 1),
@@ -125,10 +173,12 @@ class SamplingParams:
                 _check_int(name, getattr(self, name), low)
         if self.seed is not None:
             _check_int("seed", self.seed, -(2**63), 2**64 - 1)
-        if self.logprobs is not None and self.logprobs > MAX_LOGPROBS:
-            raise InvalidSamplingParamsError(
-                f"logprobs must be in [0, {MAX_LOGPROBS}], got {self.logprobs}"
-            )
+        for name in ("logprobs", "prompt_logprobs"):
+            count = getattr(self, name)
+            if count is not None and count > MAX_LOGPROBS:
+                raise InvalidSamplingParamsError(
+                    f"{name} must be in [0, {MAX_LOGPROBS}], got {count}"
+                )
         if self.max_tokens is not None and self.min_tokens > self.max_tokens:
             raise InvalidSamplingParamsError(
                 f"min_tokens must be at most max_tokens = {self.max_tokens}, got {self.min_tokens}"
@@ -145,19 +195,85 @@ class SamplingParams:
                 "stop strings need detokenize=True; use stop_token_ids, or drop one of the two"
             )
 
+    def _check_token_rules(self) -> None:
+        """Biases, bans and processors; ids in the vocabulary are checked by the engine."""
+        if self.logit_bias is not None:
+            if not isinstance(self.logit_bias, Mapping):
+                raise InvalidSamplingParamsError(
+                    f"logit_bias must map ids to numbers, got {self.logit_bias!r}"
+                )
+            # A copy: what the caller does to the dict later does not reach the request.
+            object.__setattr__(self, "logit_bias", dict(self.logit_bias))
+            for token_id, bias in self.logit_bias.items():
+                _check_int("an id in logit_bias", token_id, 0)
+                _check_float(f"logit_bias[{token_id}]", bias, -MAX_LOGIT_BIAS, MAX_LOGIT_BIAS)
+        if self.allowed_token_ids is not None:
+            allowed = _as_tuple("allowed_token_ids", self.allowed_token_ids)
+            object.__setattr__(self, "allowed_token_ids", allowed)
+            if not allowed:
+                raise InvalidSamplingParamsError(
+                    "allowed_token_ids is empty, so that nothing could be sampled; give at least "
+                    "one id, or None to allow all"
+                )
+            for token_id in allowed:
+                _check_int("allowed_token_ids", token_id, 0)
+        for word in self.bad_words:
+            if not isinstance(word, str) or not word.strip():
+                raise InvalidSamplingParamsError(
+                    f"bad_words must hold strings that are not blank, got {word!r}"
+                )
+        words = _as_tuple("bad_words_token_ids", self.bad_words_token_ids)
+        words = tuple(_as_tuple("bad_words_token_ids", word) for word in words)
+        object.__setattr__(self, "bad_words_token_ids", words)
+        for ids in words:
+            if not ids:
+                raise InvalidSamplingParamsError("bad_words_token_ids holds an empty sequence")
+            for token_id in ids:
+                _check_int("bad_words_token_ids", token_id, 0)
+        for path in self.logits_processors:
+            check_import_path(path)
+
+    def _check_several(self) -> None:
+        """Several sequences and beam search."""
+        if self.best_of is not None and self.best_of < self.n:
+            raise InvalidSamplingParamsError(
+                f"best_of must be at least n = {self.n}, got {self.best_of}"
+            )
+        if not isinstance(self.use_beam_search, bool):
+            raise InvalidSamplingParamsError(
+                f"use_beam_search must be True or False, got {self.use_beam_search!r}"
+            )
+        if not self.use_beam_search:
+            if self.greedy and self.num_sequences > 1:
+                raise InvalidSamplingParamsError(
+                    f"n or best_of = {self.num_sequences} at temperature 0 would give the same "
+                    "sequence as often; set use_beam_search=True, or a temperature above 0"
+                )
+            for name, neutral in (("length_penalty", 1.0), ("early_stopping", False)):
+                if getattr(self, name) != neutral:
+                    raise InvalidSamplingParamsError(
+                        f"{name} = {getattr(self, name)!r} is only for use_beam_search=True"
+                    )
+            return
+        if self.num_sequences < 2:
+            raise InvalidSamplingParamsError(
+                "use_beam_search needs best_of (or n) of at least 2, got 1"
+            )
+        if not isinstance(self.early_stopping, bool) and self.early_stopping != "never":
+            raise InvalidSamplingParamsError(
+                f"early_stopping must be True, False or 'never', got {self.early_stopping!r}"
+            )
+        neutral_values = {"temperature": 0.0, "top_p": 1.0, "top_k": None, "min_p": 0.0, "stop": ()}
+        for name, value in neutral_values.items():
+            if getattr(self, name) != value:
+                raise InvalidSamplingParamsError(
+                    f"beam search needs {name} = {value!r}, got {getattr(self, name)!r}"
+                )
+
     def _check_unsupported(self) -> None:
         """Refuses what the engine does not do, so that nothing is silently ignored."""
         neutral = {
-            "n": 1,
-            "presence_penalty": 0.0,
-            "frequency_penalty": 0.0,
-            "repetition_penalty": 1.0,
-            "use_beam_search": False,
-            "length_penalty": 1.0,
-            "early_stopping": False,
-            "prompt_logprobs": None,
             "spaces_between_special_tokens": True,
-            "logits_processors": None,
             "truncate_prompt_tokens": None,
         }
         for name, value in neutral.items():
@@ -166,11 +282,14 @@ class SamplingParams:
                     f"{name} = {getattr(self, name)!r} is not supported by this version of "
                     f"tpengine; leave it at {value!r}"
                 )
-        if self.best_of not in (None, 1):
-            raise InvalidSamplingParamsError(
-                f"best_of = {self.best_of} is not supported by this version of tpengine; "
-                "leave it unset"
-            )
+
+
+def _as_tuple(name: str, value: Any) -> tuple[Any, ...]:
+    if value is None:
+        return ()
+    if isinstance(value, (str, bytes)) or not isinstance(value, Iterable):
+        raise InvalidSamplingParamsError(f"{name} must be a sequence, got {value!r}")
+    return tuple(value)
 
 
 def _check_int(name: str, value: object, low: int, high: int | None = None) -> None:

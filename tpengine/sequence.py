@@ -20,6 +20,7 @@ class SequenceStatus(enum.Enum):
     FINISHED_LENGTH = "finished: length"
     FINISHED_ABORTED = "finished: abort"
     FINISHED_IGNORED = "finished: ignored"
+    FINISHED_FAILED = "finished: error"
 
     @property
     def finished(self) -> bool:
@@ -28,7 +29,7 @@ class SequenceStatus(enum.Enum):
 
     @property
     def finish_reason(self) -> str | None:
-        """What a user is told: stop, length, abort, ignored; None while unfinished."""
+        """What a user is told: stop, length, abort, ignored, error; None while unfinished."""
         return _FINISH_REASONS.get(self)
 
 
@@ -37,8 +38,15 @@ _FINISH_REASONS = {
     SequenceStatus.FINISHED_LENGTH: "length",
     SequenceStatus.FINISHED_ABORTED: "abort",
     SequenceStatus.FINISHED_IGNORED: "ignored",
+    SequenceStatus.FINISHED_FAILED: "error",
 }
-_ANYTIME = frozenset({SequenceStatus.FINISHED_ABORTED, SequenceStatus.FINISHED_IGNORED})
+_ANYTIME = frozenset(
+    {
+        SequenceStatus.FINISHED_ABORTED,
+        SequenceStatus.FINISHED_IGNORED,
+        SequenceStatus.FINISHED_FAILED,
+    }
+)
 
 LEGAL_MOVES: dict[SequenceStatus, frozenset[SequenceStatus]] = {
     SequenceStatus.WAITING: frozenset({SequenceStatus.RUNNING}) | _ANYTIME,
@@ -62,6 +70,7 @@ LEGAL_MOVES: dict[SequenceStatus, frozenset[SequenceStatus]] = {
     SequenceStatus.FINISHED_LENGTH: frozenset(),
     SequenceStatus.FINISHED_ABORTED: frozenset(),
     SequenceStatus.FINISHED_IGNORED: frozenset(),
+    SequenceStatus.FINISHED_FAILED: frozenset(),
 }
 
 
@@ -130,9 +139,11 @@ class Request:
     metrics: RequestMetrics
     priority: int = 0
     error: str | None = None
-    """Why it was ignored, in words its user can act on."""
+    """Why it was ignored or failed, in words its user can act on."""
     end_token_ids: frozenset[int] = field(default_factory=frozenset)
     """Ids that end it: the model's (unless `ignore_eos`) and its `stop_token_ids`."""
+    num_candidates: int = 0
+    """Beam search: continuations of each beam that are looked at after every token."""
 
     @property
     def finished(self) -> bool:

@@ -129,7 +129,7 @@ class FakeEngine:
         self._process(output, answer.token_ids)
         self.scheduler.update(output)
         self.scheduler.check_invariants()
-        queues = [*self.scheduler._running, *self.scheduler._waiting]
+        queues = [*self.scheduler._queues.running, *self.scheduler._queues.waiting]
         assert queues == sorted(queues, key=lambda request: request.arrival_index)
         return output
 
@@ -169,8 +169,11 @@ class FakeEngine:
 
     def _running(self) -> list[Sequence]:
         """Those that the driver believes to run, oldest first."""
-        requests = sorted(self.scheduler._requests.values(), key=lambda r: r.arrival_index)
-        return [s for r in requests for s in r.sequences if s.slot is not None]
+        requests = sorted(self.scheduler._queues.requests.values(), key=lambda r: r.arrival_index)
+        slots = self.scheduler._queues.slots
+        return [
+            s for r in requests for s in r.sequences if s.slot is not None and slots.is_known(s)
+        ]
 
     def _check_progress(self, oldest: Sequence | None, output: SchedulerOutput) -> None:
         """The oldest running sequence is in every step, or nearly so when prompts go first."""

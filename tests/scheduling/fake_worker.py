@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from tpengine.messages import NewSequence, StepInput, StepOutput
+from tpengine.messages import Candidates, NewSequence, StepInput, StepOutput
 
 VOCAB_SIZE = 997
 
@@ -31,14 +31,34 @@ def sample(keys: list[int], seed: int, index: int) -> int:
     return mix(seed, index, len(keys), *keys) % VOCAB_SIZE
 
 
-def generate_undisturbed(prompt: list[int], seed: int, num_tokens: int) -> list[int]:
-    """What a request generates when it is alone in the world."""
+def keys_of(token_ids: list[int]) -> list[int]:
+    """What the cache holds for these tokens."""
     keys: list[int] = []
-    for token_id in prompt:
+    for token_id in token_ids:
         keys.append(key_of(keys[-1] if keys else 0, token_id))
+    return keys
+
+
+def candidates_after(keys: list[int], count: int) -> Candidates:
+    """The likeliest continuations of a prefix with these keys, for beam search."""
+    state = mix(len(keys), *keys)
+    found = {}
+    while len(found) < count:
+        state = mix(state)
+        found.setdefault(state % VOCAB_SIZE, -(state >> 20) % 4096 / 512 - 8.0)
+    ranked = sorted(found.items(), key=lambda item: -item[1])
+    scores = [score for _, score in ranked]
+    return Candidates([token_id for token_id, _ in ranked], scores, scores)
+
+
+def generate_undisturbed(
+    prompt: list[int], seed: int, num_tokens: int, index: int = 0
+) -> list[int]:
+    """What a sequence generates when it is alone in the world."""
+    keys = keys_of(prompt)
     output: list[int] = []
     while len(output) < num_tokens:
-        output.append(sample(keys, seed, 0))
+        output.append(sample(keys, seed, index))
         keys.append(key_of(keys[-1], output[-1]))
     return output
 
@@ -46,6 +66,7 @@ def generate_undisturbed(prompt: list[int], seed: int, num_tokens: int) -> list[
 @dataclass
 class _Slot:
     new: NewSequence
+    index: int
     token_ids: list[int]
     num_computed_tokens: int
     block_ids: list[int]
@@ -59,27 +80,42 @@ class FakeWorker:
     block_size: int
     max_num_seqs: int
     max_num_batched_tokens: int
+    num_host_blocks: int = 0
     slots: dict[int, _Slot] = field(default_factory=dict)
     cache: dict[int, int] = field(default_factory=dict)
+    host: dict[int, int] = field(default_factory=dict)
     last_step: int = 0
+    parents: dict[int, int] = field(default_factory=dict)
 
     def apply(self, step: StepInput) -> None:
         """Books what a step says about slots and blocks."""
         assert step.step == self.last_step + 1
         self.last_step = step.step
+        self._move_blocks(step)
         for slot in step.freed_slots:
             del self.slots[slot]  # KeyError: freed twice, or never taken
         for new in step.new_sequences:
             assert new.slot not in self.slots
             assert 0 <= new.slot < self.max_num_seqs
-            assert new.num_computed_tokens == 0
-            self.slots[new.slot] = _Slot(new, list(new.token_ids), 0, list(new.block_ids))
+            assert new.num_computed_tokens < len(new.token_ids)
+            self.slots[new.slot] = _Slot(
+                new, new.index, list(new.token_ids), new.num_computed_tokens, list(new.block_ids)
+            )
+        self._fork(step)
         for slot, block_ids in step.new_block_ids:
             assert block_ids
             self.slots[slot].block_ids += block_ids
-        held = [block for slot in self.slots.values() for block in slot.block_ids]
-        assert len(set(held)) == len(held), "a block is in two tables"
-        assert all(0 <= block < self.num_blocks for block in held)
+        for slot, place, block in step.replaced_block_ids:
+            assert (self.slots[slot].block_ids[place], block) in step.block_moves.copies
+            self.slots[slot].block_ids[place] = block
+        for slot, token_id in step.token_overrides:
+            self.slots[slot].token_ids[-1] = token_id
+        for slot in self.slots.values():
+            assert len(set(slot.block_ids)) == len(slot.block_ids), "a block twice in a table"
+            assert all(0 <= block < self.num_blocks for block in slot.block_ids)
+            expected = keys_of(slot.token_ids[: slot.num_computed_tokens])
+            found = [self.cache.get(self._place(slot, p)) for p in range(len(expected))]
+            assert found == expected, "what was computed is no longer there"
 
     def compute(self, step: StepInput) -> StepOutput:
         """Computes the rows of an applied step and samples."""
@@ -89,29 +125,90 @@ class FakeWorker:
         assert sum(sizes) <= self.max_num_batched_tokens
         singles = sizes.count(1)
         assert all(size == 1 for size in sizes[:singles]), "rows with one token come first"
-        complete = []
+        expected = []
+        written: set[int] = set()
         for row, (slot_id, size) in enumerate(zip(step.slots, sizes, strict=True)):
             slot = self.slots[slot_id]
             assert slot.num_computed_tokens + size <= len(slot.token_ids)
-            self._write(slot, size)
+            places = self._write(slot_id, size)
+            assert not places & written, "two rows write the same place"
+            written |= places
             if slot.num_computed_tokens == len(slot.token_ids):
-                complete.append(row)
-        assert step.sample_rows == complete
-        assert step.sample_slots == [step.slots[row] for row in complete]
-        return StepOutput(step.step, [self._sample(slot_id) for slot_id in step.sample_slots])
+                expected += [(row, slot_id)]
+                expected += [(row, c) for c, parent in self.parents.items() if parent == slot_id]
+        assert list(zip(step.sample_rows, step.sample_slots, strict=True)) == expected
+        for row, slot_id in expected:
+            self.slots[slot_id].num_computed_tokens = self.slots[
+                step.slots[row]
+            ].num_computed_tokens
+        output = StepOutput(step.step, [])
+        for place, slot_id in enumerate(step.sample_slots):
+            count = self.slots[slot_id].new.num_candidates
+            if count:
+                output.candidates[place] = candidates_after(self._keys(slot_id), count)
+            output.token_ids.append(self._sample(slot_id))
+        return output
 
-    def _write(self, slot: _Slot, size: int) -> None:
+    def _move_blocks(self, step: StepInput) -> None:
+        moves, size = step.block_moves, self.block_size
+        assert not (moves.swap_outs and moves.swap_ins), "swapped in and out in one step"
+        targets = [target for _, target in moves.copies]
+        assert len(set(targets)) == len(targets)
+        assert not set(targets) & {source for source, _ in moves.copies}
+        for pairs, source_cache, target_cache in (
+            (moves.swap_outs, self.cache, self.host),
+            (moves.swap_ins, self.host, self.cache),
+            (moves.copies, self.cache, self.cache),
+        ):
+            for source, target in pairs:
+                for offset in range(size):
+                    key = source_cache.get(source * size + offset)
+                    if key is not None:
+                        target_cache[target * size + offset] = key
+        for pairs, which in ((moves.swap_outs, 1), (moves.swap_ins, 0)):
+            assert all(0 <= pair[which] < self.num_host_blocks for pair in pairs)
+
+    def _fork(self, step: StepInput) -> None:
+        children = {fork.child_slot for fork in step.forks}
+        assert len(children) == len(step.forks)
+        self.parents = {}
+        for fork in step.forks:
+            assert fork.parent_slot not in children
+            parent = self.slots[fork.parent_slot]
+            if fork.child_slot not in self.slots:  # it is sampled from its parent's row
+                self.parents[fork.child_slot] = fork.parent_slot
+            self.slots[fork.child_slot] = _Slot(
+                parent.new,
+                fork.index,
+                parent.token_ids.copy(),
+                parent.num_computed_tokens,
+                parent.block_ids.copy(),
+            )
+
+    def _write(self, slot_id: int, size: int) -> set[int]:
+        slot = self.slots[slot_id]
         first = slot.num_computed_tokens
+        places = set()
         for position in range(first, first + size):
             previous = self.cache[self._place(slot, position - 1)] if position else 0
             key = key_of(previous, slot.token_ids[position])
-            self.cache[self._place(slot, position)] = key
+            place = self._place(slot, position)
+            self.cache[place] = key
+            places.add(place)
         slot.num_computed_tokens += size
+        for other_id, other in self.slots.items():
+            if other_id != slot_id:
+                read = {self._place(other, p) for p in range(other.num_computed_tokens)}
+                assert not read & places, "a block that others read is written"
+        return places
+
+    def _keys(self, slot_id: int) -> list[int]:
+        slot = self.slots[slot_id]
+        return [self.cache[self._place(slot, p)] for p in range(slot.num_computed_tokens)]
 
     def _sample(self, slot_id: int) -> int:
         slot = self.slots[slot_id]
-        keys = [self.cache[self._place(slot, p)] for p in range(slot.num_computed_tokens)]
-        token_id = sample(keys, slot.new.seed, slot.new.index)
+        token_id = sample(self._keys(slot_id), slot.new.seed, slot.index)
         slot.token_ids.append(token_id)
         return token_id
 

@@ -85,6 +85,6 @@ def test_ten_thousand_aborts_of_waiting_requests() -> None:
     for index in range(0, 10_000, 2):
         engine.scheduler.abort_request(f"r{index}")
         if engine.scheduler.num_waiting:
-            engine.scheduler._waiting.head()
+            engine.scheduler._queues.waiting.head()
     assert not engine.scheduler.has_unfinished_requests()
     assert time.perf_counter() - start < 2.0  # 0.05 s alone on a machine; quadratic takes minutes

@@ -6,6 +6,7 @@ import pytest
 
 from tpengine.errors import CacheSizeError, EngineError
 from tpengine.scheduling import AllocStatus, BlockManager
+from tpengine.scheduling.allocation import Growth
 from tpengine.sequence import Request, Sequence, SequenceStatus
 
 from .fake_engine import make_request
@@ -21,8 +22,9 @@ def only(request: Request) -> Sequence:
 )
 def test_allocate_covers_all_tokens(num_tokens: int, num_blocks: int) -> None:
     blocks = BlockManager(10, 4)
-    sequence = only(make_request(0, num_tokens))
-    table = blocks.allocate(sequence)
+    request = make_request(0, num_tokens)
+    sequence = only(request)
+    table = blocks.allocate(request)
     assert len(set(table)) == len(table) == num_blocks
     assert blocks.block_ids(sequence) == table
     assert blocks.num_free_blocks == 10 - num_blocks
@@ -38,34 +40,35 @@ def test_allocate_counts_output_too() -> None:
     request = make_request(0, 4)
     only(request).token_ids.append(5)
     assert blocks.num_needed_blocks(request) == 2
-    assert len(blocks.allocate(only(request))) == 2
+    assert len(blocks.allocate(request)) == 2
 
 
 def test_append_takes_a_block_only_when_the_last_is_full() -> None:
     blocks = BlockManager(10, 4)
     request = make_request(0, 3)
     sequence = only(request)
-    table = blocks.allocate(sequence)
+    table = blocks.allocate(request)
     sequence.move_to(SequenceStatus.RUNNING)
     sequence.token_ids.append(1)
     assert blocks.num_lacking_blocks(request) == 0
-    assert blocks.append(sequence) == []
+    assert blocks.append(sequence) == Growth([])
     sequence.token_ids.append(2)
     assert blocks.num_lacking_blocks(request) == 1
-    (new,) = blocks.append(sequence)
+    (new,) = blocks.append(sequence).block_ids
     assert blocks.block_ids(sequence) == [*table, new]
     assert blocks.num_lacking_blocks(request) == 0
     sequence.token_ids += range(8)  # several at once
     assert blocks.num_lacking_blocks(request) == 2
-    assert len(blocks.append(sequence)) == 2
+    assert len(blocks.append(sequence).block_ids) == 2
     assert blocks.num_free_blocks == 6
     blocks.check_invariants([sequence])
 
 
 def test_tables_are_copies() -> None:
     blocks = BlockManager(4, 4)
-    sequence = only(make_request(0, 4))
-    blocks.allocate(sequence).append(99)
+    request = make_request(0, 4)
+    sequence = only(request)
+    blocks.allocate(request).append(99)
     blocks.block_ids(sequence).append(98)
     assert len(blocks.block_ids(sequence)) == 1
     blocks.check_invariants([sequence])
@@ -75,7 +78,7 @@ def test_ok_later_never() -> None:
     blocks = BlockManager(10, 4, watermark=0.2)
     assert blocks.can_allocate(make_request(0, 41)) is AllocStatus.NEVER
     assert blocks.can_allocate(make_request(0, 40)) is AllocStatus.OK  # alone: no watermark
-    blocks.allocate(only(make_request(1, 4)))
+    blocks.allocate(make_request(1, 4))
     assert blocks.can_allocate(make_request(0, 41)) is AllocStatus.NEVER
     assert blocks.can_allocate(make_request(0, 29)) is AllocStatus.LATER  # 8 of 9, 2 stay free
     assert blocks.can_allocate(make_request(0, 28)) is AllocStatus.OK  # 7 of 9
@@ -91,8 +94,9 @@ def test_asking_takes_nothing() -> None:
 
 def test_freeing_twice_is_refused() -> None:
     blocks = BlockManager(4, 4)
-    sequence = only(make_request(0, 4))
-    blocks.allocate(sequence)
+    request = make_request(0, 4)
+    sequence = only(request)
+    blocks.allocate(request)
     blocks.free(sequence)
     with pytest.raises(EngineError, match="holds no blocks"):
         blocks.free(sequence)
@@ -103,12 +107,13 @@ def test_freeing_twice_is_refused() -> None:
 
 def test_allocating_twice_or_too_much_is_refused() -> None:
     blocks = BlockManager(4, 4)
-    sequence = only(make_request(0, 4))
-    blocks.allocate(sequence)
+    request = make_request(0, 4)
+    sequence = only(request)
+    blocks.allocate(request)
     with pytest.raises(EngineError, match="already"):
-        blocks.allocate(sequence)
+        blocks.allocate(request)
     with pytest.raises(EngineError, match="4 blocks are wanted and 3 of 4 are free"):
-        blocks.allocate(only(make_request(1, 16)))
+        blocks.allocate(make_request(1, 16))
     blocks.check_invariants([sequence])
 
 
@@ -121,9 +126,10 @@ def test_empty_pool_is_refused(num_blocks: int, block_size: int) -> None:
 def test_invariants_see_damage() -> None:
     def pool() -> tuple[BlockManager, list[Sequence]]:
         blocks = BlockManager(8, 4)
-        sequences = [only(make_request(index, 8)) for index in range(2)]
-        for sequence in sequences:
-            blocks.allocate(sequence)
+        requests = [make_request(index, 8) for index in range(2)]
+        for request in requests:
+            blocks.allocate(request)
+        sequences = [only(request) for request in requests]
         blocks.check_invariants(sequences)
         return blocks, sequences
 
@@ -131,15 +137,15 @@ def test_invariants_see_damage() -> None:
     with pytest.raises(EngineError, match="tables are held"):
         blocks.check_invariants(sequences[:1])
     blocks, sequences = pool()
-    blocks._free.append(blocks._free[0])
+    blocks.device._blank.append(blocks.device._blank[0])
     with pytest.raises(EngineError, match="free twice"):
         blocks.check_invariants(sequences)
     blocks, sequences = pool()
-    blocks._free.append(blocks._tables[1000][0])
+    blocks.device._blank.append(blocks._tables[1000][0])
     with pytest.raises(EngineError, match="both free and held"):
         blocks.check_invariants(sequences)
     blocks, sequences = pool()
-    blocks._free.popleft()
+    blocks.device._blank.popleft()
     with pytest.raises(EngineError, match="add up"):
         blocks.check_invariants(sequences)
     blocks, sequences = pool()
@@ -154,19 +160,19 @@ def test_invariants_see_damage() -> None:
 
 def test_shared_block_may_be_read_but_not_written() -> None:
     blocks = BlockManager(8, 4)
-    sequences = [only(make_request(index, 8)) for index in range(2)]
-    for sequence in sequences:
-        blocks.allocate(sequence)
-    # As a fork will do it: the first block of both is one.
-    own, shared = blocks._tables[1000][0], blocks._tables[1001][0]
-    blocks._tables[1000][0] = shared
-    blocks._ref_counts[shared], blocks._ref_counts[own] = 2, 0
-    blocks._free.append(own)
+    request = make_request(0, 8)
+    (sequence,) = request.sequences
+    child = Sequence(2000, 1, list(sequence.token_ids), 8)
+    blocks.allocate(request)
+    blocks.fork(sequence, child, 8)
     with pytest.raises(EngineError, match="alone writes"):
-        blocks.check_invariants(sequences)
-    for sequence in sequences:
-        sequence.num_computed_tokens = 4
-    blocks.check_invariants(sequences)
-    blocks.free(sequences[0])
-    blocks.check_invariants(sequences[1:])
-    assert blocks.block_ids(sequences[1])[0] == shared
+        blocks.check_invariants([sequence, child])
+    for one in (sequence, child):
+        one.num_computed_tokens = 8
+    blocks.check_invariants([sequence, child])
+    assert blocks.num_free_blocks == 6
+    blocks.free(sequence)
+    blocks.check_invariants([child])
+    assert blocks.num_free_blocks == 6
+    blocks.free(child)
+    assert blocks.num_free_blocks == 8

@@ -43,7 +43,7 @@ def test_two_victims_keep_their_order() -> None:
     assert output.preempted == [third]  # its 3 blocks serve first and second: 1 is left
     output = engine.step()
     assert output.preempted == [second]
-    assert [request.request_id for request in engine.scheduler._waiting] == ["r1", "r2"]
+    assert [request.request_id for request in engine.scheduler._queues.waiting] == ["r1", "r2"]
     assert output.rows == first.sequences
     engine.run()
 

@@ -11,7 +11,8 @@ from tpengine.config import EngineConfig, ModelConfig
 from tpengine.engine.interrupts import DeferredInterrupt
 from tpengine.engine.metrics import StatLogger, StepStats
 from tpengine.engine.output_processor import OutputProcessor
-from tpengine.engine.prompt import Prompt, check_sampling_params, read_prompt
+from tpengine.engine.prompt import Prompt, read_prompt, read_sampling_params
+from tpengine.engine.several import check_priority, check_several
 from tpengine.engine.startup import start_workers
 from tpengine.engine.tokenizer import Tokenizer, load_tokenizer
 from tpengine.engine_args import EngineArgs
@@ -42,10 +43,17 @@ class LLMEngine:
         except BaseException:
             executor.shutdown()
             raise
-        num_blocks = start_workers(config, executor)
-        self._block_manager = BlockManager(num_blocks, config.cache.block_size)
+        num_blocks, num_host_blocks = start_workers(config, executor)
+        self._block_manager = BlockManager(
+            num_blocks,
+            config.cache.block_size,
+            num_host_blocks=num_host_blocks,
+            enable_prefix_caching=config.cache.enable_prefix_caching,
+        )
         self._scheduler = Scheduler(config.scheduler, self._block_manager)
-        self._output_processor = OutputProcessor(tokenizer, config.model.max_model_len)
+        self._output_processor = OutputProcessor(
+            tokenizer, config.model.max_model_len, self._scheduler.fail_request
+        )
         self._stat_logger = StatLogger() if log_stats else None
         self._num_requests = 0
         self._num_sequences = 0
@@ -77,8 +85,9 @@ class LLMEngine:
         return self._config.model
 
     def get_num_unfinished_requests(self) -> int:
-        """Requests that wait or run."""
-        return self._scheduler.num_waiting + self._scheduler.num_running
+        """Requests that wait, run or are swapped out."""
+        scheduler = self._scheduler
+        return scheduler.num_waiting + scheduler.num_running + scheduler.num_swapped
 
     def has_unfinished_requests(self) -> bool:
         """Whether `step` has anything to do or to report."""
@@ -101,6 +110,7 @@ class LLMEngine:
         sampling_params: SamplingParams | None = None,
         prompt_token_ids: list[int] | None = None,
         arrival_time: float | None = None,
+        priority: int = 0,
     ) -> None:
         """Lets a request wait for the next steps.
 
@@ -109,6 +119,7 @@ class LLMEngine:
             prompt: text, or a dict with `prompt` or `prompt_token_ids`.
             prompt_token_ids: the prompt as ids; then `prompt` is only echoed.
             arrival_time: seconds of `time.monotonic`; now, unless given.
+            priority: in [-1000, 1000], lower is served first; needs scheduling_policy "priority".
 
         Raises:
             RequestError: this request cannot be served; nothing else is affected.
@@ -117,12 +128,19 @@ class LLMEngine:
             raise DuplicateRequestError(
                 f"request id {request_id!r} belongs to an unfinished request; choose another"
             )
-        params = sampling_params or SamplingParams()
         model = self._config.model
-        check_sampling_params(params, model.vocab_size, self.tokenizer is not None)
+        params = read_sampling_params(
+            sampling_params or SamplingParams(), model.vocab_size, self.tokenizer
+        )
+        check_priority(priority, self._config.scheduler)
+        end_token_ids = self._end_token_ids(params)
+        candidates = check_several(
+            params, len(end_token_ids), self._config.scheduler, model.vocab_size
+        )
         text, token_ids = read_prompt(prompt, prompt_token_ids, self.tokenizer, model)
         arrival_index, self._num_requests = self._num_requests, self._num_requests + 1
-        seq_id, self._num_sequences = self._num_sequences, self._num_sequences + 1
+        first_id, count = self._num_sequences, params.num_sequences
+        self._num_sequences += count
         request = Request(
             request_id=request_id,
             prompt=text,
@@ -130,9 +148,14 @@ class LLMEngine:
             sampling_params=params,
             seed=self._seed(params, arrival_index),
             arrival_index=arrival_index,
-            sequences=[Sequence(seq_id, 0, token_ids.copy(), len(token_ids))],
+            sequences=[
+                Sequence(first_id + index, index, token_ids.copy(), len(token_ids))
+                for index in range(count)
+            ],
             metrics=RequestMetrics(time.monotonic() if arrival_time is None else arrival_time),
-            end_token_ids=self._end_token_ids(params),
+            priority=priority,
+            end_token_ids=end_token_ids,
+            num_candidates=candidates,
         )
         self._scheduler.add_request(request)
         self._output_processor.add(request)
@@ -200,13 +223,7 @@ class LLMEngine:
     def _record(self, stats: StepStats) -> None:
         self.last_step = stats
         if self._stat_logger is not None:
-            blocks = self._block_manager
-            self._stat_logger.record(
-                stats,
-                self._scheduler.num_running,
-                self._scheduler.num_waiting,
-                1 - blocks.num_free_blocks / blocks.num_total_blocks,
-            )
+            self._stat_logger.record(stats, self._scheduler, self._block_manager)
 
     def _seed(self, params: SamplingParams, arrival_index: int) -> int:
         if params.seed is not None:

@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from tpengine.logger import init_logger
+from tpengine.scheduling.block_manager import BlockManager
+from tpengine.scheduling.scheduler import Scheduler
 
 logger = init_logger(__name__)
 
@@ -36,26 +38,27 @@ class StatLogger:
         self._steps: list[StepStats] = []
         self._step_s = 0.0
 
-    def record(
-        self, stats: StepStats, num_running: int, num_waiting: int, cache_usage: float
-    ) -> None:
-        """Notes a step; the other figures are of the moment.
-
-        Args:
-            cache_usage: share of the KV cache's blocks that are held, in [0, 1].
-        """
+    def record(self, stats: StepStats, scheduler: Scheduler, blocks: BlockManager) -> None:
+        """Notes a step; the other figures are of the moment."""
         self._steps.append(stats)
         self._step_s += stats.step_s
         if self._step_s < self._interval_s:
             return
+        num_held = blocks.num_total_blocks - blocks.num_free_blocks
+        num_unused = blocks.num_unused_places(scheduler.running_sequences())
         logger.info(
-            "prefill %.1f tokens/s, output %.1f tokens/s; %d running, %d waiting; KV cache %.1f %% "
-            "used; %.1f %% of step time outside the model",
+            "prefill %.1f tokens/s, output %.1f tokens/s; %d running, %d waiting, %d swapped; KV "
+            "cache %.1f %% used, %.1f %% of that without a token; %d cached blocks reused, %d "
+            "evicted; %.1f %% of step time outside the model",
             sum(step.num_prefill_tokens for step in self._steps) / self._step_s,
             sum(step.num_output_tokens for step in self._steps) / self._step_s,
-            num_running,
-            num_waiting,
-            100 * cache_usage,
+            scheduler.num_running,
+            scheduler.num_waiting,
+            scheduler.num_swapped,
+            100 * num_held / blocks.num_total_blocks,
+            100 * num_unused / max(1, num_held * blocks.block_size),
+            blocks.device.num_hits,
+            blocks.device.num_evictions,
             100 * (1 - sum(step.model_s for step in self._steps) / self._step_s),
         )
         self._steps.clear()

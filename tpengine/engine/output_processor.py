@@ -6,15 +6,23 @@ This is the only place where a sequence is found to be complete.
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 
+from tpengine.engine.beam_search import BeamSearch, CompleteBeam, Sampled
 from tpengine.engine.detokenizer import Detokenizer
+from tpengine.engine.prompt_logprobs import PromptLogprobsCollector, as_logprobs
 from tpengine.engine.tokenizer import Tokenizer
-from tpengine.messages import StepOutput, TokenLogprobs
-from tpengine.outputs import CompletionOutput, Logprob, RequestOutput
+from tpengine.logger import init_logger
+from tpengine.messages import StepOutput
+from tpengine.outputs import CompletionOutput, RequestOutput
 from tpengine.sampling_params import RequestOutputKind
 from tpengine.scheduling.step import SchedulerOutput
 from tpengine.sequence import Request, Sequence, SequenceStatus
+
+logger = init_logger(__name__)
+
+FailRequest = Callable[[str, str], Request | None]
+"""Ends the request of an id for a reason; None if it has ended already."""
 
 
 class _Tracked:
@@ -42,66 +50,84 @@ class OutputProcessor:
     Args:
         tokenizer: None: outputs have ids and no text.
         max_model_len: a sequence of this many tokens ends for its length.
+        fail_request: called for a request that cannot go on; the others do.
     """
 
-    def __init__(self, tokenizer: Tokenizer | None, max_model_len: int) -> None:
+    def __init__(
+        self, tokenizer: Tokenizer | None, max_model_len: int, fail_request: FailRequest
+    ) -> None:
         self.tokenizer = tokenizer
         self._max_model_len = max_model_len
+        self._fail_request = fail_request
         self._tracked: dict[int, _Tracked] = {}
+        self._beams: dict[str, BeamSearch] = {}
+        self._prompt_logprobs = PromptLogprobsCollector()
 
     def add(self, request: Request) -> None:
         """Starts following a request."""
         params = request.sampling_params
+        num_prompt_tokens = len(request.prompt_token_ids)
+        max_num_tokens = self._max_model_len
+        if params.max_tokens is not None:
+            max_num_tokens = min(max_num_tokens, num_prompt_tokens + params.max_tokens)
         for sequence in request.sequences:
-            detokenizer = None
-            if self.tokenizer is not None and params.detokenize:
-                detokenizer = Detokenizer(
-                    self.tokenizer,
-                    request.prompt_token_ids,
-                    skip_special_tokens=params.skip_special_tokens,
-                    stop=params.stop,
-                    include_stop_str_in_output=params.include_stop_str_in_output,
-                    min_tokens=params.min_tokens,
-                )
+            # Beams change places all the time: their text is made when they are complete.
+            detokenizer = None if params.use_beam_search else self._detokenizer(request)
             if params.logprobs is not None:
                 sequence.logprobs = []
-            max_num_tokens = self._max_model_len
-            if params.max_tokens is not None:
-                wanted = sequence.num_prompt_tokens + params.max_tokens
-                max_num_tokens = min(max_num_tokens, wanted)
             self._tracked[sequence.seq_id] = _Tracked(
                 request, sequence, detokenizer, max_num_tokens
             )
+        if params.use_beam_search:
+            beams = BeamSearch(request, max_num_tokens, self.tokenizer)
+            self._beams[request.request_id] = beams
 
     def process(self, scheduled: SchedulerOutput, output: StepOutput) -> list[RequestOutput]:
         """Appends the step's tokens to their sequences, finishes those that are complete, and
-        reports every request that got a token, or was ignored, as its `output_kind` asks."""
+        reports every request that got a token, or was ignored, as its `output_kind` asks.
+
+        What goes wrong with one request ends that request alone. What the driver decides about
+        beams is left in `scheduled.decisions`."""
         touched: dict[str, Request] = {}
-        for i, (sequence, token_id) in enumerate(
-            zip(scheduled.sampled, output.token_ids, strict=True)
-        ):
+        failed: list[Request] = []
+        beams: dict[str, list[Sampled]] = {}
+        for row, part in output.prompt_logprobs.items():
+            tracked = self._tracked.get(scheduled.rows[row].seq_id)
+            if tracked is not None:
+                self._prompt_logprobs.record(tracked.request, part, self.tokenizer)
+        for place, sequence in enumerate(scheduled.sampled):
             tracked = self._tracked.get(sequence.seq_id)
-            if tracked is None:  # aborted while the step was computed
+            if tracked is None or sequence.status.finished:  # ended while the step was computed
                 continue
-            sequence.token_ids.append(token_id)
-            if sequence.logprobs is not None:
-                self._append_logprobs(sequence, token_id, output.logprobs[i])
-            status = self._advance(tracked, token_id)
-            if status is not None:
-                sequence.move_to(status)
-                if tracked.detokenizer is not None:
-                    tracked.detokenizer.finish()
             request = tracked.request
-            if status is not None or (
-                request.sampling_params.output_kind is not RequestOutputKind.FINAL_ONLY
-            ):
-                touched[request.request_id] = request
+            if place in output.errors:
+                self._fail(request, output.errors[place], failed)
+                continue
             if request.metrics.first_token_time is None:
                 request.metrics.first_token_time = time.monotonic()
-        return self._report(touched.values()) + self.finish(scheduled.ignored)
+            if request.sampling_params.use_beam_search:
+                told = output.logprobs.get(place)
+                sampled = (sequence, output.candidates[place], told)
+                beams.setdefault(request.request_id, []).append(sampled)
+                continue
+            try:
+                status = self._append(tracked, place, output)
+            except Exception as error:
+                self._fail(request, _reason(error, request), failed)
+                continue
+            kind = request.sampling_params.output_kind
+            if status is not None or kind is not RequestOutputKind.FINAL_ONLY:
+                touched[request.request_id] = request
+        for request_id, group in beams.items():
+            request = self._tracked[group[0][0].seq_id].request
+            if not request.finished:
+                self._advance_beams(request, group, scheduled, failed)
+                touched[request_id] = request
+        touched = {k: r for k, r in touched.items() if r not in failed}
+        return self._report(touched.values()) + self.finish([*failed, *scheduled.ignored])
 
     def finish(self, requests: Iterable[Request]) -> list[RequestOutput]:
-        """Reports requests that others ended: aborted or ignored ones."""
+        """Reports requests that others ended: aborted, ignored or failed ones."""
         requests = list(requests)
         for request in requests:
             for sequence in request.sequences:
@@ -109,6 +135,41 @@ class OutputProcessor:
                 if tracked is not None and tracked.detokenizer is not None:
                     tracked.detokenizer.finish()
         return self._report(requests)
+
+    def _fail(self, request: Request, reason: str, failed: list[Request]) -> None:
+        if self._fail_request(request.request_id, reason) is not None:
+            failed.append(request)
+
+    def _advance_beams(
+        self,
+        request: Request,
+        group: list[Sampled],
+        scheduled: SchedulerOutput,
+        failed: list[Request],
+    ) -> None:
+        try:
+            decisions = self._beams[request.request_id].advance(group)
+        except Exception as error:
+            self._fail(request, _reason(error, request), failed)
+            return
+        scheduled.decisions.forks += decisions.forks
+        scheduled.decisions.overridden += decisions.overridden
+
+    def _append(self, tracked: _Tracked, place: int, output: StepOutput) -> SequenceStatus | None:
+        """Appends a sequence's token; returns how it ended, None if it goes on."""
+        sequence, token_id = tracked.sequence, output.token_ids[place]
+        sequence.token_ids.append(token_id)
+        found = output.logprobs.get(place)
+        if found is not None:
+            sequence.cumulative_logprob += found.logprob
+            if sequence.logprobs is not None:
+                sequence.logprobs.append(as_logprobs(token_id, found, self.tokenizer))
+        status = self._advance(tracked, token_id)
+        if status is not None:
+            sequence.move_to(status)
+            if tracked.detokenizer is not None:
+                tracked.detokenizer.finish()
+        return status
 
     def _advance(self, tracked: _Tracked, token_id: int) -> SequenceStatus | None:
         """Extends the text by one token; returns how the sequence ended, None if it goes on."""
@@ -133,28 +194,26 @@ class OutputProcessor:
             return SequenceStatus.FINISHED_LENGTH
         return None
 
-    def _append_logprobs(self, sequence: Sequence, token_id: int, found: TokenLogprobs) -> None:
-        assert sequence.logprobs is not None
-        entries = {
-            candidate: Logprob(logprob, rank, self._token_text(candidate))
-            for rank, (candidate, logprob) in enumerate(
-                zip(found.top_token_ids, found.top_logprobs, strict=True), start=1
-            )
-        }
-        entries.setdefault(token_id, Logprob(found.logprob, found.rank, self._token_text(token_id)))
-        sequence.logprobs.append(entries)
-        sequence.cumulative_logprob += found.logprob
-
-    def _token_text(self, token_id: int) -> str | None:
-        return None if self.tokenizer is None else self.tokenizer.token_text(token_id)
+    def _detokenizer(self, request: Request) -> Detokenizer | None:
+        params = request.sampling_params
+        if self.tokenizer is None or not params.detokenize:
+            return None
+        return Detokenizer(
+            self.tokenizer,
+            request.prompt_token_ids,
+            skip_special_tokens=params.skip_special_tokens,
+            stop=params.stop,
+            include_stop_str_in_output=params.include_stop_str_in_output,
+            min_tokens=params.min_tokens,
+        )
 
     def _report(self, requests: Iterable[Request]) -> list[RequestOutput]:
         now = time.monotonic()
         outputs = []
         for request in requests:
-            finished = request.finished
-            kind = request.sampling_params.output_kind
-            if kind is RequestOutputKind.FINAL_ONLY and not finished:
+            finished, params = request.finished, request.sampling_params
+            is_final = params.output_kind is RequestOutputKind.FINAL_ONLY or params.is_ranked
+            if is_final and not finished:
                 continue
             if finished:
                 request.metrics.finished_time = now
@@ -163,19 +222,44 @@ class OutputProcessor:
                     request_id=request.request_id,
                     prompt=request.prompt,
                     prompt_token_ids=request.prompt_token_ids,
-                    outputs=[self._completion(s, kind) for s in request.sequences],
+                    outputs=self._completions(request),
                     finished=finished,
                     metrics=request.metrics,
                     error=request.error,
+                    prompt_logprobs=self._prompt_logprobs.of(request),
+                    num_cached_tokens=request.metrics.num_cached_tokens,
                 )
             )
             if finished:
-                for sequence in request.sequences:
-                    self._tracked.pop(sequence.seq_id, None)
+                self._forget(request)
+        return outputs
+
+    def _forget(self, request: Request) -> None:
+        for sequence in request.sequences:
+            self._tracked.pop(sequence.seq_id, None)
+        self._beams.pop(request.request_id, None)
+        self._prompt_logprobs.forget(request.request_id)
+
+    def _completions(self, request: Request) -> list[CompletionOutput]:
+        """The request's outputs; those of a ranked one best first, numbered by their rank."""
+        params = request.sampling_params
+        if not params.is_ranked:
+            return [self._completion(s, params.output_kind) for s in request.sequences]
+        beams = self._beams.get(request.request_id)
+        if beams is not None and beams.complete:
+            return [
+                self._beam_completion(request, index, beam)
+                for index, beam in enumerate(beams.complete[: params.n])
+            ]
+        ranked = sorted(request.sequences, key=lambda s: -s.cumulative_logprob)
+        outputs = [self._completion(s, RequestOutputKind.FINAL_ONLY) for s in ranked[: params.n]]
+        for index, output in enumerate(outputs):
+            output.index = index
         return outputs
 
     def _completion(self, sequence: Sequence, kind: RequestOutputKind) -> CompletionOutput:
         tracked = self._tracked[sequence.seq_id]
+        params = tracked.request.sampling_params
         detokenizer = tracked.detokenizer
         first = 0
         if kind is RequestOutputKind.DELTA:
@@ -185,12 +269,40 @@ class OutputProcessor:
             text = "" if detokenizer is None else detokenizer.text
         tracked.num_reported = sequence.num_output_tokens
         logprobs = sequence.logprobs
+        has_total = logprobs is not None or params.is_ranked
         return CompletionOutput(
             index=sequence.index,
             text=text,
             token_ids=sequence.token_ids[sequence.num_prompt_tokens + first :],
-            cumulative_logprob=None if logprobs is None else sequence.cumulative_logprob,
+            cumulative_logprob=sequence.cumulative_logprob if has_total else None,
             logprobs=None if logprobs is None else logprobs[first:],
             finish_reason=sequence.status.finish_reason,
             stop_reason=sequence.stop_reason,
         )
+
+    def _beam_completion(
+        self, request: Request, index: int, beam: CompleteBeam
+    ) -> CompletionOutput:
+        detokenizer = self._detokenizer(request)
+        if detokenizer is not None:
+            token_ids = beam.output_token_ids
+            ended = beam.status is SequenceStatus.FINISHED_STOPPED
+            if ended and not request.sampling_params.include_stop_str_in_output:
+                token_ids = token_ids[:-1]
+            for token_id in token_ids:
+                detokenizer.append(token_id)
+            detokenizer.finish()
+        return CompletionOutput(
+            index=index,
+            text="" if detokenizer is None else detokenizer.text,
+            token_ids=beam.output_token_ids,
+            cumulative_logprob=beam.cumulative_logprob,
+            logprobs=beam.logprobs,
+            finish_reason=beam.status.finish_reason,
+            stop_reason=beam.stop_reason,
+        )
+
+
+def _reason(error: Exception, request: Request) -> str:
+    logger.exception("request %s failed while its output was processed", request.request_id)
+    return f"request {request.request_id!r} failed: {type(error).__name__}: {error}"

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from dataclasses import replace
 from operator import index
 from typing import TypedDict
 
 from tpengine.config import ModelConfig
 from tpengine.engine.tokenizer import Tokenizer
 from tpengine.errors import InvalidPromptError, InvalidSamplingParamsError
+from tpengine.logits_processors import load_logits_processor
 from tpengine.sampling_params import SamplingParams
 
 
@@ -88,20 +90,62 @@ def _checked_ids(token_ids: object, model: ModelConfig) -> list[int]:
     return [index(token_id) for token_id in token_ids]
 
 
-def check_sampling_params(params: SamplingParams, vocab_size: int, has_tokenizer: bool) -> None:
-    """Checks what `SamplingParams` cannot know at construction.
+def read_sampling_params(
+    params: SamplingParams, vocab_size: int, tokenizer: Tokenizer | None
+) -> SamplingParams:
+    """Checks what `SamplingParams` cannot know at construction, and turns `bad_words` into ids.
+
+    Returns:
+        The parameters as the workers understand them: without `bad_words`, which have become
+        `bad_words_token_ids`.
 
     Raises:
-        InvalidSamplingParamsError: a stop token is no id of the vocabulary, or stop strings are
-            asked for without a tokenizer.
+        InvalidSamplingParamsError: an id is none of the vocabulary, texts are given and there is
+            no tokenizer, or a logits processor cannot be imported.
     """
-    for token_id in params.stop_token_ids:
-        if token_id >= vocab_size:
-            raise InvalidSamplingParamsError(
-                f"stop_token_ids holds {token_id}, which is no id of the vocabulary; ids are in "
-                f"[0, {vocab_size - 1}]"
-            )
-    if params.stop and not has_tokenizer:
+    _check_ids("stop_token_ids", params.stop_token_ids, vocab_size)
+    _check_ids("logit_bias", params.logit_bias or (), vocab_size)
+    _check_ids("allowed_token_ids", params.allowed_token_ids or (), vocab_size)
+    for word in params.bad_words_token_ids:
+        _check_ids("bad_words_token_ids", word, vocab_size)
+    for path in params.logits_processors:
+        load_logits_processor(path)
+    if tokenizer is None and params.stop:
         raise InvalidSamplingParamsError(
             "stop strings need a tokenizer, and the model has none; use stop_token_ids"
         )
+    if not params.bad_words:
+        return params
+    if tokenizer is None:
+        raise InvalidSamplingParamsError(
+            "bad_words need a tokenizer, and the model has none; use bad_words_token_ids"
+        )
+    words = dict.fromkeys(map(tuple, params.bad_words_token_ids))
+    for text in params.bad_words:
+        words.update(dict.fromkeys(_bad_word_ids(text, tokenizer)))
+    return replace(params, bad_words=(), bad_words_token_ids=tuple(words))
+
+
+def _check_ids(name: str, token_ids: Iterable[int], vocab_size: int) -> None:
+    for token_id in token_ids:
+        if token_id >= vocab_size:
+            raise InvalidSamplingParamsError(
+                f"{name} holds {token_id}, which is no id of the vocabulary; ids are in "
+                f"[0, {vocab_size - 1}]"
+            )
+
+
+def _bad_word_ids(text: str, tokenizer: Tokenizer) -> list[tuple[int, ...]]:
+    """Ids of a word in the middle of another and after a space: tokenizers tell them apart."""
+    word = text.lstrip()
+    try:
+        found = [tuple(tokenizer.encode(form, False)) for form in (word, " " + word)]
+    except InvalidPromptError as error:
+        raise InvalidSamplingParamsError(
+            f"bad_words holds {text!r}, which cannot be tokenized: {error}"
+        ) from error
+    if not all(found):
+        raise InvalidSamplingParamsError(
+            f"bad_words holds {text!r}, which has no tokens; give another, or leave it out"
+        )
+    return found

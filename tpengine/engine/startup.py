@@ -17,11 +17,12 @@ logger = init_logger(__name__)
 _GIB = 1 << 30
 
 
-def start_workers(config: EngineConfig, executor: Executor) -> int:
+def start_workers(config: EngineConfig, executor: Executor) -> tuple[int, int]:
     """Loads the model, measures the memory, allocates the cache.
 
     Returns:
-        The number of KV cache blocks: the smallest that any rank has room for.
+        The numbers of KV cache blocks on the device and, for swapping, on the host: the smallest
+        that any rank has room for.
 
     Raises:
         EngineError: whatever kept a worker from starting; the workers are shut down then.
@@ -33,7 +34,8 @@ def start_workers(config: EngineConfig, executor: Executor) -> int:
         ledgers = executor.profile_num_available_blocks()
         num_blocks = min(ledger.num_device_blocks for ledger in ledgers)
         check_cache_holds_one_sequence(config, num_blocks, ledgers)
-        executor.init_cache_engine(num_blocks)
+        num_host_blocks = min(ledger.num_host_blocks for ledger in ledgers)
+        executor.init_cache_engine(num_blocks, num_host_blocks)
         ready = time.monotonic()
     except BaseException:
         executor.shutdown()
@@ -41,7 +43,7 @@ def start_workers(config: EngineConfig, executor: Executor) -> int:
     limiting = min(ledgers, key=lambda ledger: ledger.num_device_blocks)
     logger.info(
         "%s on %s: weights %.3f GiB (loaded in %.1f s), activations up to %.3f GiB, KV cache "
-        "%.3f GiB = %d blocks of %d tokens (ready in %.1f s)",
+        "%.3f GiB = %d blocks of %d tokens, swap space %d blocks (ready in %.1f s)",
         config.model.architecture,
         devices[limiting.rank],
         limiting.weights_bytes / _GIB,
@@ -50,9 +52,10 @@ def start_workers(config: EngineConfig, executor: Executor) -> int:
         num_blocks * limiting.block_bytes / _GIB,
         num_blocks,
         config.cache.block_size,
+        num_host_blocks,
         ready - loaded,
     )
-    return num_blocks
+    return num_blocks, num_host_blocks
 
 
 def check_cache_holds_one_sequence(

@@ -78,8 +78,11 @@ class Tokenizer:
         """Number of tokens, added ones included; a model may have more rows than that."""
         return len(self.hf)
 
-    def encode(self, text: str) -> list[int]:
+    def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
         """Returns the ids of `text`, with the special tokens that the model expects around it.
+
+        Args:
+            add_special_tokens: False leaves those out.
 
         Raises:
             InvalidPromptError: `text` is no text, or no valid Unicode (a lone surrogate).
@@ -91,7 +94,7 @@ class Tokenizer:
             )
         try:
             # The engine has its own limit of length, and says so better than a warning.
-            return list(self.hf.encode(text, verbose=False))
+            return list(self.hf.encode(text, verbose=False, add_special_tokens=add_special_tokens))
         except (UnicodeError, TypeError) as error:
             raise InvalidPromptError(f"the prompt cannot be tokenized: {error}") from error
 

@@ -29,9 +29,9 @@ class Executor(ABC):
         """Each rank's account of its memory; the engine takes the smallest block count."""
         return self._run_workers("profile_num_available_blocks")
 
-    def init_cache_engine(self, num_blocks: int) -> None:
-        """Allocates `num_blocks` blocks on every rank."""
-        self._run_workers("init_cache_engine", num_blocks)
+    def init_cache_engine(self, num_blocks: int, num_host_blocks: int = 0) -> None:
+        """Allocates as many blocks on every rank's device and on its host."""
+        self._run_workers("init_cache_engine", num_blocks, num_host_blocks)
 
     def execute_model(self, step: StepInput) -> StepOutput:
         """Runs one step on every rank; the answer is rank 0's."""

@@ -1,19 +1,22 @@
 """Chooses the next token of every sampled row, vectorised over the batch.
 
-Order: bans, temperature, top-k, top-p, min-p; log probabilities are of the raw logits. The noise of
-a draw is a pure function of (seed, index of the sequence in its request, position), so neighbours,
-preemption and recompute do not change it. Stages that no row asks for are skipped.
+Order: processors, bias, bans, penalties (`logit_edits`), temperature, top-k, top-p, min-p; log
+probabilities are of the raw logits. The noise of a draw is a pure function of (seed, index of the
+sequence in its request, position), so neighbours, preemption and recompute do not change it. Stages
+that no row asks for are skipped.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 import numpy.typing as npt
 import torch
 
-from tpengine.messages import TokenLogprobs
+from tpengine.layers.logit_edits import LogitEdits, apply_edits, find_lost_rows
+from tpengine.layers.logprobs import candidates, log_softmax_rows, token_logprobs
+from tpengine.messages import Candidates, TokenLogprobs
 from tpengine.ops import sampling as sampling_ops
 
 _GOLDEN = 0x9E3779B97F4A7C15
@@ -30,7 +33,8 @@ class SamplingBatch:
         noise_key: key of each row's noise, see `noise_keys`.
         positions: index that the sampled token will have in its sequence.
         num_logprobs: likeliest tokens to report; -1: no log probabilities at all.
-        banned_token_ids: (row, ids that must not be sampled).
+        num_candidates: candidates to report for beam search, 0: none.
+        edits: what rows ask to be done to their logits; None: nothing.
     """
 
     temperature: npt.NDArray[np.float32]
@@ -40,7 +44,25 @@ class SamplingBatch:
     noise_key: npt.NDArray[np.uint64]
     positions: npt.NDArray[np.int32]
     num_logprobs: npt.NDArray[np.int32]
-    banned_token_ids: list[tuple[int, list[int]]]
+    num_candidates: npt.NDArray[np.int32]
+    edits: LogitEdits | None = None
+
+
+@dataclass(slots=True)
+class Sampled:
+    """What was chosen for each row.
+
+    Attributes:
+        token_ids: int64 `[num_samples]`.
+        logprobs: by row, for those that asked.
+        candidates: by row, for those that asked.
+        errors: by row, why nothing could be chosen; its id means nothing.
+    """
+
+    token_ids: torch.Tensor
+    logprobs: dict[int, TokenLogprobs] = field(default_factory=dict)
+    candidates: dict[int, Candidates] = field(default_factory=dict)
+    errors: dict[int, str] = field(default_factory=dict)
 
 
 def noise_keys(seed: int, index: int) -> np.uint64:
@@ -68,56 +90,64 @@ def _mix(z: int) -> int:
     return z ^ (z >> 31)
 
 
-def sample(
-    logits: torch.Tensor, batch: SamplingBatch
-) -> tuple[torch.Tensor, dict[int, TokenLogprobs]]:
+def sample(logits: torch.Tensor, batch: SamplingBatch) -> Sampled:
     """Chooses one token per row.
 
     Args:
-        logits: `[num_samples, vocab_size]`; overwritten where tokens are banned.
-
-    Returns:
-        ids int64 `[num_samples]`, and log probabilities by row for those that asked.
+        logits: `[num_samples, vocab_size]`; may be overwritten.
     """
-    wants_logprobs = np.flatnonzero(batch.num_logprobs >= 0)
-    raw = _log_softmax_rows(logits, wants_logprobs) if len(wants_logprobs) else None
-    for row, token_ids in batch.banned_token_ids:
-        logits[row, token_ids] = -torch.inf
-    out = torch.empty(logits.shape[0], dtype=torch.int64, device=logits.device)
+    reported = np.flatnonzero((batch.num_logprobs >= 0) | (batch.num_candidates > 0))
+    raw = log_softmax_rows(logits, reported) if len(reported) else None
+    beams = np.flatnonzero(batch.num_candidates)
+    sampled = Sampled(torch.empty(logits.shape[0], dtype=torch.int64, device=logits.device))
+    if batch.edits is not None or len(beams):
+        logits = logits.float()  # no bias or score is rounded to the model's dtype
+    if raw is not None and len(beams):
+        # Beams are ranked by edited log probabilities, as in transformers.
+        logits[torch.from_numpy(beams)] = _pick(raw, np.searchsorted(reported, beams))
+    if batch.edits is not None:
+        sampled.errors = apply_edits(logits, batch.edits)
     if not batch.temperature.any():
-        sampling_ops.argmax(out, logits)
+        sampling_ops.argmax(sampled.token_ids, logits)
     else:
         noise = uniform_noise(batch.noise_key, batch.positions)
         columns = (batch.temperature, batch.top_k, batch.top_p, batch.min_p, noise)
         tensors = [torch.from_numpy(column).to(logits.device) for column in columns]
-        sampling_ops.sample_tokens(out, logits, *tensors)
-    if raw is None:
-        return out, {}
-    return out, _token_logprobs(raw, out, wants_logprobs, batch.num_logprobs)
+        sampling_ops.sample_tokens(sampled.token_ids, logits, *tensors)
+    if batch.edits is not None:
+        lost = find_lost_rows(logits, sampled.token_ids, batch.edits)
+        sampled.errors = lost | sampled.errors
+    if raw is not None:
+        _report(sampled, batch, logits, raw, reported)
+    return sampled
 
 
-def _log_softmax_rows(logits: torch.Tensor, rows: npt.NDArray[np.int64]) -> torch.Tensor:
-    picked = logits if len(rows) == logits.shape[0] else logits[torch.from_numpy(rows)]
-    return torch.log_softmax(picked.float(), dim=-1)
-
-
-def _token_logprobs(
+def _report(
+    sampled: Sampled,
+    batch: SamplingBatch,
+    logits: torch.Tensor,
     raw: torch.Tensor,
-    chosen: torch.Tensor,
-    rows: npt.NDArray[np.int64],
-    num_logprobs: npt.NDArray[np.int32],
-) -> dict[int, TokenLogprobs]:
-    """raw `[len(rows), vocab_size]` are the log probabilities of `rows`."""
-    own = raw.gather(1, chosen[torch.from_numpy(rows)].unsqueeze(1))
-    ranks = (raw > own).sum(dim=1).add_(1).tolist()
-    top_values, top_ids = raw.topk(min(int(num_logprobs[rows].max()), raw.shape[1]), dim=1)
-    found = {}
-    for i, row in enumerate(rows.tolist()):
-        count = int(num_logprobs[row])
-        found[row] = TokenLogprobs(
-            logprob=float(own[i, 0]),
-            rank=ranks[i],
-            top_token_ids=top_ids[i, :count].tolist(),
-            top_logprobs=top_values[i, :count].tolist(),
-        )
-    return found
+    reported: npt.NDArray[np.int64],
+) -> None:
+    """Fills in log probabilities and candidates.
+
+    Args:
+        logits: `[num_samples, vocab_size]`, edited.
+        raw: `[len(reported), vocab_size]`, log probabilities of the rows `reported`.
+    """
+    rows = np.flatnonzero(batch.num_logprobs >= 0)
+    if len(rows):
+        own = _pick(raw, np.searchsorted(reported, rows))
+        chosen = _pick(sampled.token_ids, rows)
+        found = token_logprobs(own, chosen, batch.num_logprobs[rows].tolist())
+        sampled.logprobs = dict(zip(rows.tolist(), found, strict=True))
+    rows = np.flatnonzero(batch.num_candidates)
+    if len(rows):
+        own = _pick(raw, np.searchsorted(reported, rows))
+        best = candidates(_pick(logits, rows), own, batch.num_candidates[rows].tolist())
+        sampled.candidates = dict(zip(rows.tolist(), best, strict=True))
+
+
+def _pick(tensor: torch.Tensor, rows: npt.NDArray[np.int64]) -> torch.Tensor:
+    """Rows in ascending order; the tensor itself if these are all."""
+    return tensor if len(rows) == tensor.shape[0] else tensor[torch.from_numpy(rows)]

@@ -1,16 +1,27 @@
-"""Who is admitted next, and who gives way when blocks run out."""
+"""Who is admitted next, and who gives way when blocks run out.
+
+A policy keeps the waiting requests, and ranks all: the scheduler keeps what runs and what is
+swapped out in order of rank, serves the first, and preempts the last. To add a policy, derive from
+`FirstComeFirstServed` if it is a matter of rank alone (as `Priority` does), or implement
+`SchedulingPolicy`; name it in `POLICIES`, and `EngineArgs.scheduling_policy` offers it.
+
+A rank must not change while its request is unfinished, and no two requests may have the same.
+"""
 
 from __future__ import annotations
 
+from bisect import bisect_left, insort
 from collections import OrderedDict
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Protocol
 
 from tpengine.sequence import Request
 
+Rank = tuple[int, int]
+
 
 class SchedulingPolicy(Protocol):
-    """The waiting requests in their order, and the choice of the victim."""
+    """The waiting requests in their order, and the rank of any."""
 
     def __len__(self) -> int:
         """Number of waiting requests."""
@@ -18,6 +29,11 @@ class SchedulingPolicy(Protocol):
 
     def __iter__(self) -> Iterator[Request]:
         """The waiting requests, next first."""
+        ...
+
+    def rank(self, request: Request) -> Rank:
+        """The request's place among those that run or are swapped out; the lowest is served
+        first, and the highest is preempted first."""
         ...
 
     def add(self, request: Request) -> None:
@@ -36,13 +52,9 @@ class SchedulingPolicy(Protocol):
         """Takes a waiting request out: it was admitted, or will never be."""
         ...
 
-    def victim(self, running: list[Request]) -> Request:
-        """Which of the running requests, in order of admission, gives its blocks up."""
-        ...
-
 
 class FirstComeFirstServed:
-    """Order of arrival; the victim is the one that was admitted last.
+    """Order of arrival; the victim is the one that arrived last.
 
     The victim goes to the front of the queue. It is younger than all that still run and older than
     all that wait, so queue and running list stay in order of arrival, and the oldest request is
@@ -59,6 +71,10 @@ class FirstComeFirstServed:
 
     def __iter__(self) -> Iterator[Request]:
         return iter(self._waiting.values())
+
+    def rank(self, request: Request) -> Rank:
+        """By arrival."""
+        return request.arrival_index, 0
 
     def add(self, request: Request) -> None:
         """Puts the request at the end."""
@@ -77,6 +93,52 @@ class FirstComeFirstServed:
         """Takes the request out."""
         del self._waiting[request.request_id]
 
-    def victim(self, running: list[Request]) -> Request:
-        """The last of `running`."""
-        return running[-1]
+
+class Priority:
+    """Lower `Request.priority` first, within a bound: starvation ends after so many arrivals.
+
+    A request stands `stride` arrivals further back for each unit of its priority. So of those that
+    come later, at most `stride * d` are served before it for each difference d to their priority;
+    whatever keeps arriving, it has its turn. Among equals the order is that of arrival.
+
+    Args:
+        stride: arrivals that a unit of priority is worth.
+    """
+
+    def __init__(self, stride: int = 256) -> None:
+        self._stride = stride
+        self._waiting: list[Request] = []  # by rank
+
+    def __len__(self) -> int:
+        return len(self._waiting)
+
+    def __iter__(self) -> Iterator[Request]:
+        return iter(self._waiting)
+
+    def rank(self, request: Request) -> Rank:
+        """By arrival, moved by priority."""
+        moved = request.arrival_index + self._stride * request.priority
+        return moved, request.arrival_index
+
+    def add(self, request: Request) -> None:
+        """Puts the request at its place."""
+        insort(self._waiting, request, key=self.rank)
+
+    def put_back(self, request: Request) -> None:
+        """Puts the request at its place: one that is worth more may have come meanwhile."""
+        self.add(request)
+
+    def head(self) -> Request:
+        """The request of the lowest rank."""
+        return self._waiting[0]
+
+    def remove(self, request: Request) -> None:
+        """Takes the request out."""
+        del self._waiting[bisect_left(self._waiting, self.rank(request), key=self.rank)]
+
+
+POLICIES: dict[str, Callable[[], SchedulingPolicy]] = {
+    "fcfs": FirstComeFirstServed,
+    "priority": Priority,
+}
+"""Policies by the name that `EngineArgs.scheduling_policy` takes."""

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from tpengine.config import SchedulerConfig
-from tpengine.scheduling.block_manager import AllocStatus, BlockManager
+from tpengine.scheduling.allocation import AllocStatus
+from tpengine.scheduling.block_manager import BlockManager
 from tpengine.sequence import Request
 
 

@@ -12,7 +12,7 @@ import torch
 
 from tpengine.layers.attention import AttentionMetadata
 from tpengine.layers.sampler import SamplingBatch, noise_keys
-from tpengine.messages import NewSequence, StepInput
+from tpengine.messages import Fork, NewSequence, StepInput
 from tpengine.worker.sampling_slots import SamplingSlots
 
 Int32 = npt.NDArray[np.int32]
@@ -39,7 +39,8 @@ class InputBatch:
         self.num_computed_tokens = np.zeros(max_num_seqs, np.int32)
         self.block_table = np.zeros((max_num_seqs, max_blocks), np.int32)
         self._num_blocks = np.zeros(max_num_seqs, np.int32)
-        self.sampling = SamplingSlots(max_num_seqs)
+        self._seeds = [0] * max_num_seqs
+        self.sampling = SamplingSlots(max_num_seqs, device)
 
     def apply(self, step: StepInput) -> None:
         """Brings the slots up to date with the driver, in the order that `StepInput` documents."""
@@ -47,10 +48,16 @@ class InputBatch:
             self.sampling.clear(slot)
         for sequence in step.new_sequences:
             self._enter(sequence)
+        for fork in step.forks:
+            self._fork(fork)
         for slot, block_ids in step.new_block_ids:
             self._append_blocks(slot, block_ids)
+        for slot, place, block_id in step.replaced_block_ids:
+            self.block_table[slot, place] = block_id
         for slot, token_id in step.token_overrides:
-            self.token_ids[slot, self.num_tokens[slot] - 1] = token_id
+            num_tokens = self.num_tokens[slot]
+            self.token_ids[slot, num_tokens - 1] = token_id
+            self.sampling.rewrite(slot, self.token_ids[slot, :num_tokens])
 
     def build(self, step: StepInput) -> tuple[torch.Tensor, AttentionMetadata]:
         """Makes the tensors of one step.
@@ -110,19 +117,23 @@ class InputBatch:
     def sampling_batch(self, step: StepInput) -> SamplingBatch:
         """Sampling parameters of the step's `sample_slots`, whose slots hold all their tokens."""
         slots = np.array(step.sample_slots, np.int64)
-        return self.sampling.gather(slots, self.num_tokens[slots])
+        return self.sampling.gather(slots, self.num_tokens[slots], self.token_ids)
 
     def advance(self, step: StepInput, sampled: npt.NDArray[np.int64]) -> None:
         """Notes the step's tokens as computed and appends the sampled ones, so that the next step
         can be fed without the driver."""
         self.num_computed_tokens[step.slots] += np.array(step.num_scheduled_tokens, np.int32)
         slots = np.array(step.sample_slots, np.int64)
+        if step.forks:  # a slot that was sampled from its parent's row has computed what that has
+            parents = np.array(step.slots, np.int64)[step.sample_rows]
+            self.num_computed_tokens[slots] = self.num_computed_tokens[parents]
         ends = self.num_tokens[slots]
         # A sequence that just reached the longest length has no column for its last token, which
         # is never fed anyway: the driver ends it.
         fits = ends < self.token_ids.shape[1]
         self.token_ids[slots[fits], ends[fits]] = sampled[fits]
         self.num_tokens[slots] = ends + 1
+        self.sampling.append(slots, sampled)
 
     def _enter(self, sequence: NewSequence) -> None:
         slot, count = sequence.slot, len(sequence.token_ids)
@@ -131,7 +142,19 @@ class InputBatch:
         self.num_computed_tokens[slot] = sequence.num_computed_tokens
         self._num_blocks[slot] = 0
         self._append_blocks(slot, sequence.block_ids)
+        self._seeds[slot] = sequence.seed
         self.sampling.write(slot, sequence, noise_keys(sequence.seed, sequence.index))
+
+    def _fork(self, fork: Fork) -> None:
+        parent, child = fork.parent_slot, fork.child_slot
+        num_tokens, num_blocks = self.num_tokens[parent], self._num_blocks[parent]
+        self.token_ids[child, :num_tokens] = self.token_ids[parent, :num_tokens]
+        self.num_tokens[child] = num_tokens
+        self.num_computed_tokens[child] = self.num_computed_tokens[parent]
+        self.block_table[child, :num_blocks] = self.block_table[parent, :num_blocks]
+        self._num_blocks[child] = num_blocks
+        seed = self._seeds[child] = self._seeds[parent]
+        self.sampling.fork(parent, child, noise_keys(seed, fork.index))
 
     def _append_blocks(self, slot: int, block_ids: list[int]) -> None:
         first = self._num_blocks[slot]

@@ -10,6 +10,8 @@ import torch
 GIB = 1 << 30
 _CPU_DEFAULT_BYTES = 4 * GIB
 _CPU_DEFAULT_SHARE = 0.4
+_SWAP_DEFAULT_BYTES = 4 * GIB
+_SWAP_DEFAULT_SHARE = 0.1
 
 
 def cpu_total_bytes() -> int:
@@ -27,6 +29,11 @@ def cpu_kv_budget_bytes(wanted: int | None) -> int:
     if wanted is not None:
         return wanted
     return min(_CPU_DEFAULT_BYTES, int(_CPU_DEFAULT_SHARE * max(0, cpu_free_bytes())))
+
+
+def host_swap_bytes() -> int:
+    """Bytes of host memory for swapped blocks unless told: a modest share of what is free."""
+    return min(_SWAP_DEFAULT_BYTES, int(_SWAP_DEFAULT_SHARE * max(0, cpu_free_bytes())))
 
 
 class PeakMemory:

@@ -13,7 +13,13 @@ from tpengine.layers.attention import AttentionMetadata, KVCache
 from tpengine.layers.sampler import SamplingBatch, sample
 from tpengine.messages import StepInput, StepOutput
 from tpengine.models.registry import CausalLM
+from tpengine.worker.cache_engine import CacheEngine
 from tpengine.worker.input_batch import InputBatch
+from tpengine.worker.prompt_logprobs import (
+    PROMPT_SLICE_ROWS,
+    compute_prompt_logprobs,
+    find_prompt_rows,
+)
 
 
 class ModelRunner:
@@ -28,10 +34,12 @@ class ModelRunner:
         self._device = device
         self._batch: InputBatch | None = None
         self._kv_caches: list[KVCache] = []
+        self._cache_engine: CacheEngine | None = None
 
-    def attach_cache(self, kv_caches: list[KVCache]) -> None:
+    def attach_cache(self, cache_engine: CacheEngine) -> None:
         """Hands over the cache; from here on steps can be executed."""
-        self._kv_caches = kv_caches
+        self._cache_engine = cache_engine
+        self._kv_caches = cache_engine.kv_caches
         self._batch = InputBatch(
             self._config.scheduler.max_num_seqs,
             self._config.scheduler.max_model_len,
@@ -42,26 +50,43 @@ class ModelRunner:
     def execute(self, step: StepInput) -> StepOutput:
         """Computes all rows of the step and samples where it says so."""
         batch = self._batch
+        cache_engine = self._cache_engine
         assert batch is not None, "execute before attach_cache"
+        assert cache_engine is not None
         batch.apply(step)
+        if step.block_moves:
+            cache_engine.move(step.block_moves)
         token_ids, metadata = batch.build(step)
-        if not step.sample_rows:
-            start = time.perf_counter()
-            self.model.forward(token_ids, self._kv_caches, metadata)
-            model_s = time.perf_counter() - start
-            batch.advance(step, np.empty(0, np.int64))
-            return StepOutput(step.step, [], model_s=model_s)
-        last_positions = batch.last_positions(step)
-        sampling = batch.sampling_batch(step)
+        prompt_rows = find_prompt_rows(step, batch)
+        last_positions = batch.last_positions(step) if step.sample_rows else None
+        sampling = batch.sampling_batch(step) if step.sample_rows else None
         start = time.perf_counter()
         hidden = self.model.forward(token_ids, self._kv_caches, metadata)
-        if last_positions is not None:
-            hidden = hidden.index_select(0, last_positions)
-        sampled, logprobs = sample(self.model.compute_logits(hidden), sampling)
-        sampled_ids = sampled.cpu().numpy()
-        model_s = time.perf_counter() - start
+        output = StepOutput(step.step, [])
+        if prompt_rows:
+            output.prompt_logprobs = compute_prompt_logprobs(
+                hidden, prompt_rows, self.model.compute_logits, self._max_logits_rows
+            )
+        sampled_ids = np.empty(0, np.int64)
+        if sampling is not None:
+            if last_positions is not None:
+                hidden = hidden.index_select(0, last_positions)
+            sampled = sample(self.model.compute_logits(hidden), sampling)
+            sampled_ids = sampled.token_ids.cpu().numpy()
+            output.token_ids = sampled_ids.tolist()
+            output.logprobs, output.candidates = sampled.logprobs, sampled.candidates
+            output.errors = sampled.errors
+        output.model_s = time.perf_counter() - start
         batch.advance(step, sampled_ids)
-        return StepOutput(step.step, sampled_ids.tolist(), logprobs, model_s)
+        return output
+
+    @property
+    def _max_logits_rows(self) -> int:
+        """Rows of logits that are held at once: those that are sampled, or a slice of a prompt
+        whose log probabilities are wanted. The memory profile is taken with as many."""
+        scheduler = self._config.scheduler
+        num_rows = max(scheduler.max_num_seqs, PROMPT_SLICE_ROWS)
+        return min(num_rows, scheduler.max_num_batched_tokens)
 
     def run_worst_case(self, kv_caches: list[KVCache]) -> None:
         """Runs the most expensive step that the scheduler may ask for, over a cache of one block.
@@ -73,7 +98,7 @@ class ModelRunner:
         num_tokens = scheduler.max_num_batched_tokens
         num_seqs = min(scheduler.max_num_seqs, num_tokens)
         ends = np.linspace(0, num_tokens, num_seqs + 1).astype(np.int32)
-        self._run_dummy(np.diff(ends), kv_caches)
+        self._run_dummy(np.diff(ends), kv_caches, self._max_logits_rows)
 
     def warm_up(self) -> None:
         """Runs one prompt and one decode, so that the first request does not pay for set-up."""
@@ -81,7 +106,9 @@ class ModelRunner:
         self._run_dummy(np.array([tokens], np.int32), self._kv_caches)
         self._run_dummy(np.array([1], np.int32), self._kv_caches)
 
-    def _run_dummy(self, query_lens: np.ndarray, kv_caches: list[KVCache]) -> None:
+    def _run_dummy(
+        self, query_lens: np.ndarray, kv_caches: list[KVCache], num_logits_rows: int = 1
+    ) -> None:
         block_size = self._config.cache.block_size
         # Lengths stay within what one block per table column can hold.
         longest = self._config.scheduler.max_model_len
@@ -102,8 +129,9 @@ class ModelRunner:
         )
         token_ids = torch.zeros(num_tokens, dtype=torch.int32, device=self._device)
         hidden = self.model.forward(token_ids, kv_caches, metadata)
-        last = torch.from_numpy(np.cumsum(query_lens) - 1).to(self._device)
-        sample(self.model.compute_logits(hidden.index_select(0, last)), _worst_sampling(num_seqs))
+        num_rows = max(num_seqs, num_logits_rows)
+        last = self._tensor(np.resize(np.cumsum(query_lens) - 1, num_rows))
+        sample(self.model.compute_logits(hidden.index_select(0, last)), _worst_sampling(num_rows))
 
     def _tensor(self, array: np.ndarray) -> torch.Tensor:
         return torch.from_numpy(array).to(self._device)
@@ -119,5 +147,5 @@ def _worst_sampling(num_rows: int) -> SamplingBatch:
         noise_key=np.zeros(num_rows, np.uint64),
         positions=np.zeros(num_rows, np.int32),
         num_logprobs=np.full(num_rows, 1, np.int32),
-        banned_token_ids=[],
+        num_candidates=np.zeros(num_rows, np.int32),
     )

@@ -80,6 +80,7 @@ class Worker:
             kv_budget_bytes=budget,
             block_bytes=one_block,
             num_device_blocks=num_blocks,
+            num_host_blocks=self._swap_space_bytes() // one_block,
         )
         if num_blocks < 1:
             raise CacheSizeError(
@@ -89,22 +90,25 @@ class Worker:
             )
         return ledger
 
-    def init_cache_engine(self, num_blocks: int) -> None:
-        """Allocates the cache and warms up.
+    def init_cache_engine(self, num_blocks: int, num_host_blocks: int = 0) -> None:
+        """Allocates the cache and the host's pool, and warms up.
 
         Raises:
             CacheSizeError: the memory cannot be had.
         """
         try:
-            self._cache_engine = self._make_cache(num_blocks)
+            self._cache_engine = self._make_cache(num_blocks, num_host_blocks)
         except RuntimeError as error:
-            size = num_blocks * self._block_bytes() / memory.GIB
+            size, host_size = (
+                count * self._block_bytes() / memory.GIB for count in (num_blocks, num_host_blocks)
+            )
             raise CacheSizeError(
-                f"{num_blocks} blocks of the KV cache ({size:.2f} GiB) cannot be allocated on "
-                f"{self._device}: {error}; choose fewer"
+                f"{num_blocks} blocks of the KV cache ({size:.2f} GiB) on {self._device} and "
+                f"{num_host_blocks} on the host ({host_size:.2f} GiB, swap_space) cannot be "
+                f"allocated: {error}; choose fewer"
             ) from error
         runner = self._require_runner()
-        runner.attach_cache(self._cache_engine.kv_caches)
+        runner.attach_cache(self._cache_engine)
         with torch.inference_mode():
             runner.warm_up()
 
@@ -133,8 +137,9 @@ class Worker:
         kv_heads = max(1, model.total_num_kv_heads // self._parallel.tp_size)
         return self._config.cache.block_size, model.num_layers, kv_heads, model.head_dim
 
-    def _make_cache(self, num_blocks: int) -> CacheEngine:
-        return CacheEngine(self._device, self._dtype, num_blocks, *self._cache_shape())
+    def _make_cache(self, num_blocks: int, num_host_blocks: int = 0) -> CacheEngine:
+        shape = self._cache_shape()
+        return CacheEngine(self._device, self._dtype, num_blocks, *shape, num_host_blocks)
 
     def _block_bytes(self) -> int:
         return block_bytes(self._device, self._dtype, *self._cache_shape())
@@ -149,6 +154,10 @@ class Worker:
         # What others hold counts against the share, whether it came before or after us.
         unusable = total - int(total * self._config.cache.gpu_memory_utilization)
         return total, max(0, free - unusable - peak_bytes)
+
+    def _swap_space_bytes(self) -> int:
+        wanted = self._config.cache.swap_space_bytes
+        return memory.host_swap_bytes() if wanted is None else wanted
 
     def _how_to_get_more(self, one_block: int) -> str:
         if self._device.type == "cpu":
