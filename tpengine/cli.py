@@ -19,6 +19,7 @@ if TYPE_CHECKING:
 
 _BENCHMARKS = {
     "throughput": "output tokens/s of the whole engine on a mixed, seeded workload",
+    "perplexity": "what bfloat16 and int8 cost in quality",
     "scheduler": "time of schedule + update with many running and waiting requests",
     "sampler": "time of each stage of sampling: penalties, biases, bans, log probabilities",
 }

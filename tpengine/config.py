@@ -17,6 +17,7 @@ from tpengine.errors import ConfigError, ModelLoadError
 DTYPES = ("auto", "float32", "bfloat16", "float16", "float", "half")
 BLOCK_SIZES = (8, 16, 32)
 LOAD_FORMATS = ("auto", "safetensors", "pt", "dummy")
+QUANTIZATIONS = (None, "int8")
 DEVICES = ("auto", "cpu", "cuda")
 PREEMPTION_MODES = ("auto", "recompute", "swap")
 SCHEDULING_POLICIES = ("fcfs", "priority")
@@ -36,6 +37,7 @@ class ModelConfig:
         dtype: one of `DTYPES`; auto is settled by the worker's device.
         max_model_len: most tokens of a sequence, prompt and output.
         end_token_ids: ids that end a sequence, from `config.json` and `generation_config.json`.
+        quantization: one of `QUANTIZATIONS`.
     """
 
     model: str
@@ -48,6 +50,7 @@ class ModelConfig:
     seed: int
     load_format: str
     end_token_ids: frozenset[int]
+    quantization: str | None = None
 
     @property
     def architecture(self) -> str:
@@ -209,6 +212,9 @@ def read_end_token_ids(folder: str, hf_config: Mapping[str, Any]) -> frozenset[i
 def resolve_max_model_len(hf_config: Mapping[str, Any], wanted: int | None) -> int:
     """The user's length, or the model's.
 
+    A rope scaling that stretches positions (linear, yarn) allows as many times the length that the
+    model was made for, if the user asks for it.
+
     Raises:
         ConfigError: longer than the positions that the model was made for.
     """
@@ -217,9 +223,16 @@ def resolve_max_model_len(hf_config: Mapping[str, Any], wanted: int | None) -> i
         return int(limit or 2048)
     if wanted < 1:
         raise ConfigError(f"max_model_len must be at least 1, got {wanted}")
-    if limit is not None and wanted > limit:
+    if limit is None:
+        return wanted
+    scaling = hf_config.get("rope_parameters") or hf_config.get("rope_scaling") or {}
+    if (scaling.get("rope_type") or scaling.get("type")) in ("linear", "yarn"):
+        original = scaling.get("original_max_position_embeddings") or limit
+        limit = max(limit, int(original * scaling.get("factor", 1.0)))
+    if wanted > limit:
         raise ConfigError(
             f"max_model_len = {wanted} is more than the {limit} positions of the model "
-            "(max_position_embeddings in its config.json); choose a smaller one"
+            "(max_position_embeddings in its config.json, times the factor of its rope scaling "
+            "if that is linear or yarn); choose a smaller one"
         )
     return wanted

@@ -50,6 +50,11 @@ class EngineArgs:
         "float32",
         cfg.DTYPES,
     )
+    quantization: str | None = _arg(
+        None,
+        "int8: linear layers in 8 bits, weights per output and inputs per token; CPU only",
+        cfg.QUANTIZATIONS,
+    )
     device: str = _arg("auto", "auto takes a GPU where there is one", cfg.DEVICES)
     seed: int = _arg(0, "seed of requests that bring none; the same run gives the same tokens")
     max_model_len: int | None = _arg(
@@ -130,6 +135,7 @@ class EngineArgs:
             seed=self.seed,
             load_format=self.load_format,
             end_token_ids=cfg.read_end_token_ids(folder, hf_config),
+            quantization=self.quantization,
         )
         cache = CacheConfig(
             block_size=self.block_size,
@@ -229,9 +235,8 @@ class EngineArgs:
             concrete = [t for t in typing.get_args(kind) if t is not type(None)] or [kind]
             if spec.default is not None and spec.name != "model":
                 options["help"] += " (default: %(default)s)"
-            group.add_argument(
-                option, type=concrete[0], choices=spec.metadata["choices"], **options
-            )
+            choices = [c for c in spec.metadata["choices"] or () if c is not None] or None
+            group.add_argument(option, type=concrete[0], choices=choices, **options)
         return parser
 
     @classmethod

@@ -12,7 +12,8 @@ int supported_kernels(const Kernels* list[4]) {
   __builtin_cpu_init();
   const bool avx512 = __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
                       __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512dq");
-  if (avx512 && __builtin_cpu_supports("avx512bf16")) list[count++] = &kAvx512Bf16Kernels;
+  if (avx512 && __builtin_cpu_supports("avx512bf16") && __builtin_cpu_supports("avx512vnni"))
+    list[count++] = &kAvx512Bf16Kernels;
   if (avx512) list[count++] = &kAvx512Kernels;
   if (__builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma"))
     list[count++] = &kAvx2Kernels;
@@ -38,6 +39,7 @@ struct Registration {
     register_attention(library);
     register_cache(library);
     register_fused(library);
+    register_int8(library);
     register_linear(library);
     register_sampling(library);
   }

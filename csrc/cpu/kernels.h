@@ -110,6 +110,19 @@ struct LinearArgs {
   int64_t num_rows, in_features, out_features, out_stride, x_stride;
 };
 
+struct Int8LinearArgs {
+  DType dtype;  // of out, x and bias
+  void* out;
+  const void* x;
+  uint8_t* quantized;          // [num_rows, in_features], written by quantize_rows, 128 added
+  float* x_scales;             // [num_rows], likewise
+  const int8_t* packed;        // [panels, in_features / 4, kLinearPanel, 4]
+  const float* weight_scales;  // [out_features]
+  const int32_t* weight_sums;  // [out_features], over the inputs
+  const void* bias;            // [out_features]; null: none
+  int64_t num_rows, in_features, out_features, out_stride, x_stride;
+};
+
 // Working memory of one thread that samples: candidates in token order, and block sums.
 struct SamplingScratch {
   float* logit;
@@ -130,6 +143,8 @@ struct Kernels {
   void (*rotary)(const RotaryArgs&, int64_t begin, int64_t end);
   void (*write_cache)(const CacheWriteArgs&, int64_t begin, int64_t end);
   void (*linear)(const LinearArgs&, int64_t first_panel, int64_t end_panel);
+  void (*quantize_rows)(const Int8LinearArgs&, int64_t begin, int64_t end);
+  void (*int8_linear)(const Int8LinearArgs&, int64_t first_panel, int64_t end_panel);
   void (*argmax)(const SamplingArgs&, int64_t begin, int64_t end);
   void (*sample)(const SamplingArgs&, const SamplingScratch&, int64_t begin, int64_t end);
 };

@@ -53,6 +53,7 @@ void check_positions(const char* op, const Tensor& positions, const Tensor& cos_
 void register_attention(TorchLibraryHandle library);
 void register_cache(TorchLibraryHandle library);
 void register_fused(TorchLibraryHandle library);
+void register_int8(TorchLibraryHandle library);
 void register_linear(TorchLibraryHandle library);
 void register_sampling(TorchLibraryHandle library);
 

@@ -1,18 +1,8 @@
 // Launchers: pack_linear_weight and packed_linear.
-#include <algorithm>
-#include <atomic>
-
-#include "launch.h"
+#include "panels.h"
 
 namespace tpengine::cpu {
 namespace {
-
-// Panels that a thread takes at once: few enough to share the work evenly, and to keep their
-// weights in L2 while blocks of rows pass.
-constexpr int64_t kGroupBytes = 512 * 1024;
-constexpr int64_t kGroupsPerThread = 4;
-// Below this waking a thread costs more than it saves.
-constexpr int64_t kSerialProducts = 1 << 16;
 
 int64_t pack_of(DType dtype) { return dtype == DType::kBFloat16 ? 2 : 1; }
 
@@ -76,19 +66,11 @@ void packed_linear(Tensor out, Tensor x, Tensor packed, Optional<Tensor> bias) {
   args.x_stride = x.stride(0);
   if (args.num_rows == 0) return;
 
-  const int64_t products = args.num_rows * args.in_features * args.out_features;
-  const int64_t threads = products < kSerialProducts ? 1 : num_threads();
-  const int64_t element_bytes = args.dtype == DType::kBFloat16 ? 2 : 4;
-  const int64_t in_l2 = kGroupBytes / (kLinearPanel * args.in_features * element_bytes);
-  const int64_t even = panels / (threads * kGroupsPerThread);
-  const int64_t group = std::max<int64_t>(1, std::min(in_l2, even));
   const auto kernel = kernels().linear;
-  // Handed out as threads become free: a core that is slowed down does not hold the others up.
-  std::atomic<int64_t> next{0};
-  parallel_for(threads, 1, [&](int64_t, int64_t) {
-    for (int64_t first = next.fetch_add(group); first < panels; first = next.fetch_add(group))
-      kernel(args, first, std::min(first + group, panels));
-  });
+  const int64_t panel_bytes =
+      kLinearPanel * args.in_features * (args.dtype == DType::kBFloat16 ? 2 : 4);
+  for_each_panel_group(args.num_rows, args.in_features, panels, panel_bytes,
+                       [&](int64_t first, int64_t end) { kernel(args, first, end); });
 }
 
 }  // namespace

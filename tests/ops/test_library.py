@@ -54,6 +54,10 @@ def _arguments() -> dict[str, tuple]:
         "gelu_tanh_and_mul": (torch.zeros(5, 16), x),
         "pack_linear_weight": (torch.zeros(64 * 32), randn(40, 32)),
         "packed_linear": (torch.zeros(5, 40), x, randn(64 * 32), randn(40)),
+        "int8_linear": (
+            torch.zeros(5, 40), x, torch.ones(64 * 32, dtype=torch.int8), randn(40),
+            torch.zeros(40, dtype=torch.int32), None,
+        ),
         "argmax": (torch.zeros(5, dtype=torch.int64), x),
         "sample_tokens": (
             torch.zeros(5, dtype=torch.int64), x, torch.ones(5), ints(0, 1, 2, 3, 4),
@@ -104,6 +108,9 @@ WRONG = [
     ("packed_linear", _replaced(2, lambda t: t[32:]), r"packed has shape \[2016\].*size 2048"),
     ("packed_linear", _replaced(3, lambda t: t[1:]), r"bias has shape \[39\].*size 40"),
     ("packed_linear", _replaced(0, lambda t: t.bfloat16()), "out is bfloat16; expected float32"),
+    ("int8_linear", _replaced(2, lambda t: t[32:]), r"packed has shape \[2016\].*size 2048"),
+    ("int8_linear", _replaced(2, lambda t: t.int()), "packed is int32; expected int8"),
+    ("int8_linear", _replaced(3, lambda t: t[1:]), r"weight_scales has shape \[39\].*size 40"),
     ("argmax", _replaced(0, lambda t: t.int()), "out is int32; expected int64"),
     ("sample_tokens", _replaced(6, lambda t: t.float()), "uniform is float32; expected float64"),
 ]

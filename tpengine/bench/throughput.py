@@ -71,9 +71,12 @@ def run(args: argparse.Namespace) -> int:
             engine_args = replace(engine_args, model=folder, tokenizer=None, load_format="dummy")
         engine = stack.enter_context(LLMEngine.from_engine_args(engine_args))
         model = engine.get_model_config()
-        workload = mixed_requests(
-            args.num_requests, model.vocab_size, args.workload_seed, model.max_model_len
-        )
+        workloads = [
+            mixed_requests(
+                args.num_requests, model.vocab_size, args.workload_seed, model.max_model_len, i
+            )
+            for i in range(args.runs + 1)
+        ]
         params = SamplingParams(
             temperature=args.temperature,
             top_p=args.top_p,
@@ -81,17 +84,17 @@ def run(args: argparse.Namespace) -> int:
             output_kind=RequestOutputKind.FINAL_ONLY,
         )
         peers = _load_peers(args.against, engine_args, model.model)
-        warm_up = [(prompt, _WARM_UP_OUTPUT) for prompt, _ in workload[:_WARM_UP_REQUESTS]]
+        warm_up = [(prompt, _WARM_UP_OUTPUT) for prompt, _ in workloads[-1][:_WARM_UP_REQUESTS]]
         run_once(engine, warm_up, params)
         for peer in peers.values():
             peer.run(warm_up)
         own: list[RunResult] = []
         others: dict[str, list[float]] = {name: [] for name in peers}
-        for _ in tqdm(range(args.runs), desc="runs", unit="run"):
+        for workload in tqdm(workloads[:-1], desc="runs", unit="run"):
             own.append(run_once(engine, workload, params))
             for name, peer in peers.items():
                 others[name].append(peer.run(workload))
-        num_output = sum(n for _, n in workload)
+        num_output = sum(n for _, n in workloads[0])
         _print_own(args, engine, own, num_output)
         _print_others(own, others, num_output)
     return 0

@@ -57,20 +57,24 @@ def shape_folder(name: str) -> Iterator[str]:
         yield folder
 
 
-def mixed_requests(num_requests: int, vocab_size: int, seed: int, longest: int) -> Workload:
+def mixed_requests(
+    num_requests: int, vocab_size: int, seed: int, longest: int, run: int = 0
+) -> Workload:
     """Requests of mixed lengths.
 
     Prompt and output lengths are lognormal (median 67, sigma 0.9, 4 to 512, and at most half of
-    `longest`), ids uniform.
+    `longest`), ids uniform. `seed` fixes the lengths; ids differ from run to run, so that no run
+    finds its prompts in the cache of the one before.
     """
-    rng = random.Random(seed)
+    lengths, ids = random.Random(seed), random.Random(f"{seed}:{run}")
     cap = min(_MAX_TOKENS, longest // 2)
 
     def length() -> int:
-        return max(_MIN_TOKENS, min(cap, round(rng.lognormvariate(0, _SIGMA) * _MEDIAN_TOKENS)))
+        drawn = round(lengths.lognormvariate(0, _SIGMA) * _MEDIAN_TOKENS)
+        return max(_MIN_TOKENS, min(cap, drawn))
 
     requests = []
     for _ in range(num_requests):
-        prompt = [rng.randrange(_FIRST_ORDINARY_ID, vocab_size) for _ in range(length())]
+        prompt = [ids.randrange(_FIRST_ORDINARY_ID, vocab_size) for _ in range(length())]
         requests.append((prompt, length()))
     return requests

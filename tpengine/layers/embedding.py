@@ -49,11 +49,14 @@ class PositionEmbedding:
 
 
 class ParallelLMHead(Linear):
-    """Logits over the whole vocabulary; each rank computes its rows of it.
+    """Logits over the whole vocabulary; each rank computes its rows of it. Never quantised: that
+    would cost more in quality than in any other layer.
 
     Args:
         tied: the embedding whose table is also the head's; None for a head of its own.
     """
+
+    _quantizable = False
 
     def __init__(
         self,
@@ -63,14 +66,15 @@ class ParallelLMHead(Linear):
         hidden_size: int,
         tied: VocabParallelEmbedding | None = None,
     ) -> None:
+        self._tied = tied is not None
         self._parallel = parallel = weights.parallel
         self._vocab_size = vocab_size
         if tied is not None:
             self.weight = tied.weight
             self.out_features = tied.rows
             self.bias = None
-            self._packed = None
-            weights.after_loading(self._pack)
+            self._multiply = None
+            weights.after_loading(lambda: self._pack(weights))
             weights.declare_repeat(f"{name}.weight", tied.weight_name)
             return
         rows = -(-vocab_size // parallel.tp_size)
@@ -82,3 +86,9 @@ class ParallelLMHead(Linear):
         """x `[num_rows, hidden_size]` to logits `[num_rows, vocab_size]`, on every rank."""
         logits = self._parallel.all_gather(super().forward(x))
         return logits[:, : self._vocab_size]
+
+    def _drop_weight(self, weights: Weights) -> None:
+        if self._tied:  # the embedding still needs the table
+            self.weight = None
+        else:
+            super()._drop_weight(weights)

@@ -8,7 +8,7 @@ on how many others there are.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 import torch.nn.functional as F
@@ -16,7 +16,15 @@ import torch.nn.functional as F
 from tpengine.errors import ConfigError
 from tpengine.layers.weights import Weights
 from tpengine.ops.library import cpu_isa
-from tpengine.ops.linear import pack_linear_weight, packed_linear
+from tpengine.ops.linear import (
+    int8_linear,
+    pack_linear_weight,
+    packed_linear,
+    quantize_weight,
+)
+
+Multiply = Callable[[torch.Tensor, torch.Tensor, torch.Tensor | None], None]
+"""Writes `x W^T + bias` into its first argument, given x and bias."""
 
 _PACKED_ISAS = {
     torch.float32: ("avx512", "avx512bf16"),
@@ -32,30 +40,56 @@ class Linear:
         in_features, out_features: of this rank's part.
     """
 
+    _quantizable = True
+
     def __init__(
         self, weights: Weights, in_features: int, out_features: int, bias: bool = False
     ) -> None:
         self.weight: torch.Tensor | None = weights.empty(out_features, in_features)
         self.bias = weights.empty(out_features) if bias else None
         self.out_features = out_features
-        self._packed: torch.Tensor | None = None
-        weights.after_loading(self._pack)
+        self._multiply: Multiply | None = None
+        weights.after_loading(lambda: self._pack(weights))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """x `[num_tokens, in_features]` to `[num_tokens, out_features]`."""
-        if self._packed is None:
+        if self._multiply is None:
             return F.linear(x, self.weight, self.bias)  # type: ignore[arg-type]
         out = x.new_empty(x.shape[0], self.out_features)
-        packed_linear(out, x, self._packed, self.bias)
+        self._multiply(out, x, self.bias)
         return out
 
-    def _pack(self) -> None:
+    def _pack(self, weights: Weights) -> None:
+        """Replaces the weight by the form that this device multiplies fastest."""
         weight = self.weight
         assert weight is not None
-        on_cpu = weight.device.type == "cpu"
-        if on_cpu and cpu_isa() in _PACKED_ISAS.get(weight.dtype, ()) and weight.shape[1] % 2 == 0:
-            self._packed = pack_linear_weight(weight.contiguous())
-            self.weight = None
+        if weights.quantization == "int8" and self._quantizable:
+            if weight.shape[1] % 4:
+                raise ConfigError(
+                    "quantization = 'int8' needs layers whose inputs are a multiple of 4; this "
+                    f"model has one of {weight.shape[1]}; leave quantization unset"
+                )
+            quantized = quantize_weight(weight)
+            self._multiply = lambda out, x, bias: int8_linear(out, x, quantized, bias)
+            weights.num_bytes += quantized.packed.nbytes
+        elif _packs(weight):
+            packed = pack_linear_weight(weight.contiguous())
+            self._multiply = lambda out, x, bias: packed_linear(out, x, packed, bias)
+            weights.num_bytes += packed.nbytes
+        else:
+            return
+        self._drop_weight(weights)
+
+    def _drop_weight(self, weights: Weights) -> None:
+        assert self.weight is not None
+        weights.num_bytes -= self.weight.nbytes
+        self.weight = None
+
+
+def _packs(weight: torch.Tensor) -> bool:
+    if weight.device.type != "cpu":
+        return False
+    return cpu_isa() in _PACKED_ISAS.get(weight.dtype, ()) and weight.shape[1] % 2 == 0
 
 
 class MergedColumnParallelLinear(Linear):

@@ -56,17 +56,28 @@ class WeightShard:
 
 
 class Weights:
-    """Collects the parameters that layers allocate while a model is built."""
+    """Collects the parameters that layers allocate while a model is built.
 
-    def __init__(self, dtype: torch.dtype, device: torch.device, parallel: ParallelState) -> None:
+    Args:
+        quantization: None, or int8 for linear layers in 8 bits (the output head excepted).
+    """
+
+    def __init__(
+        self,
+        dtype: torch.dtype,
+        device: torch.device,
+        parallel: ParallelState,
+        quantization: str | None = None,
+    ) -> None:
         self.dtype = dtype
         self.device = device
         self.parallel = parallel
+        self.quantization = quantization
         self.shards: dict[str, WeightShard] = {}
         self.repeats: dict[str, str] = {}
         """Names that a checkpoint may have beside another, with the same values: tied weights."""
         self.num_bytes = 0
-        """Bytes of all parameters; packing keeps them the same, but for a tied output head."""
+        """Bytes of all parameters, in the form that they have after loading."""
         self._after_loading: list[Callable[[], None]] = []
 
     def empty(self, *shape: int) -> torch.Tensor:

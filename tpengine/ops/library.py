@@ -66,6 +66,11 @@ _SCHEMAS: dict[str, tuple[str, Callable[..., None]]] = {
         "(Tensor(a!) out, Tensor x, Tensor packed, Tensor? bias) -> ()",
         reference.packed_linear,
     ),
+    "int8_linear": (
+        "(Tensor(a!) out, Tensor x, Tensor packed, Tensor weight_scales, Tensor weight_sums,"
+        " Tensor? bias) -> ()",
+        reference.int8_linear,
+    ),
     "argmax": ("(Tensor(a!) out, Tensor logits) -> ()", reference.argmax),
     "sample_tokens": (
         "(Tensor(a!) out, Tensor logits, Tensor temperature, Tensor top_k, Tensor top_p,"

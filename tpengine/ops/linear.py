@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import torch
 from torch import Tensor
 
@@ -10,6 +12,7 @@ from tpengine.ops.reference import LINEAR_PANEL
 
 _pack_linear_weight = torch.ops.tpengine.pack_linear_weight.default
 _packed_linear = torch.ops.tpengine.packed_linear.default
+_int8_linear = torch.ops.tpengine.int8_linear.default
 
 
 def pack_linear_weight(weight: Tensor) -> Tensor:
@@ -44,3 +47,50 @@ def packed_linear(out: Tensor, x: Tensor, packed: Tensor, bias: Tensor | None) -
         RuntimeError: dtypes, shapes or strides do not fit.
     """
     _packed_linear(out, x, packed, bias)
+
+
+@dataclass(frozen=True, slots=True)
+class Int8Weight:
+    """A weight in 8 bits: `weight[n, k]` is about `scales[n] * q[n, k]`, |q| <= 127.
+
+    Attributes:
+        packed: int8, q as `[panels, in_features / 4, 32, 4]`, zeros beyond the last output.
+        scales: float32 `[out_features]`.
+        sums: int32 `[out_features]`, of q over the inputs.
+    """
+
+    packed: Tensor
+    scales: Tensor
+    sums: Tensor
+
+
+def quantize_weight(weight: Tensor) -> Int8Weight:
+    """Rounds each output's weights to 8 bits by their largest magnitude ("per channel").
+
+    Args:
+        weight: `[out_features, in_features]`, `in_features` a multiple of 4.
+    """
+    outputs, inputs = weight.shape
+    wide = weight.float()
+    scales = wide.abs().amax(dim=1) / 127.0
+    q = (wide / scales.clamp(min=1e-30).unsqueeze(1)).round().to(torch.int8)
+    panels = -(-outputs // LINEAR_PANEL)
+    padded = q.new_zeros(panels * LINEAR_PANEL, inputs)
+    padded[:outputs] = q
+    tiles = padded.view(panels, LINEAR_PANEL, inputs // 4, 4).transpose(1, 2)
+    return Int8Weight(tiles.reshape(-1), scales, q.sum(dim=1, dtype=torch.int32))
+
+
+def int8_linear(out: Tensor, x: Tensor, weight: Int8Weight, bias: Tensor | None) -> None:
+    """`out = x W^T + bias` in 8 bits: each row of x is quantised by its largest magnitude, sums are
+    exact integers. A row's result does not depend on the others.
+
+    Args:
+        out: `[num_rows, out_features]`, float32 or bfloat16; written.
+        x: `[num_rows, in_features]`, same dtype.
+        bias: `[out_features]`, same dtype, or None.
+
+    Raises:
+        RuntimeError: dtypes, shapes or strides do not fit.
+    """
+    _int8_linear(out, x, weight.packed, weight.scales, weight.sums, bias)

@@ -265,3 +265,23 @@ def packed_linear(out: Tensor, x: Tensor, packed: Tensor, bias: Tensor | None) -
     weight = tiles.reshape(-1, inputs)[:outputs]
     result = x.float() @ weight.float().t()
     out.copy_(result if bias is None else result + bias.float())
+
+
+def int8_linear(
+    out: Tensor,
+    x: Tensor,
+    packed: Tensor,
+    weight_scales: Tensor,
+    weight_sums: Tensor,
+    bias: Tensor | None,
+) -> None:
+    """See `ops.linear.int8_linear`. `weight_sums` serves the kernels' unsigned inputs only."""
+    inputs, outputs = x.shape[1], out.shape[1]
+    tiles = packed.view(-1, inputs // 4, LINEAR_PANEL, 4).transpose(1, 2)
+    weight = tiles.reshape(-1, inputs)[:outputs]
+    largest = x.float().abs().amax(dim=1, keepdim=True)
+    inverse = torch.where(largest > 0, 127.0 / largest, 0.0)
+    q = (x.float() * inverse).round()
+    sums = q.double() @ weight.double().t()  # exact: far below 2^53
+    result = sums.float() * (largest / 127.0 * weight_scales)
+    out.copy_(result if bias is None else result + bias.float())

@@ -54,6 +54,15 @@ def resolve_dtype(wanted: str, device: str) -> torch.dtype:
     return torch.bfloat16 if has_bf16 else torch.float32
 
 
+def check_quantization(wanted: str | None, device: str) -> None:
+    """Raises ConfigError where the device has no kernels for a quantization."""
+    if wanted is not None and device != "cpu":
+        raise ConfigError(
+            f"quantization = {wanted!r} has kernels for CPUs only, the device is {device}; leave "
+            "it unset"
+        )
+
+
 def set_num_threads(local_ranks: int) -> int:
     """Gives this process its share of the cores it may run on, and returns the number."""
     cores = len(os.sched_getaffinity(0))

@@ -16,7 +16,7 @@ from tpengine.messages import MemoryLedger, StepInput, StepOutput
 from tpengine.models.loader import load_model
 from tpengine.worker import memory
 from tpengine.worker.cache_engine import CacheEngine, block_bytes
-from tpengine.worker.device import resolve_dtype, set_num_threads
+from tpengine.worker.device import check_quantization, resolve_dtype, set_num_threads
 from tpengine.worker.model_runner import ModelRunner
 
 logger = init_logger(__name__)
@@ -41,6 +41,7 @@ class Worker:
             ConfigError: the device cannot do what was asked.
         """
         self._dtype = resolve_dtype(self._config.model.dtype, self._device.type)
+        check_quantization(self._config.model.quantization, self._device.type)
         if self._device.type == "cuda":
             torch.cuda.set_device(self._device)
             return f"{torch.cuda.get_device_name(self._device)}, {self._dtype_name}"
@@ -54,7 +55,9 @@ class Worker:
             ConfigError, ModelLoadError: see `models.loader.load_model`.
         """
         with torch.inference_mode():
-            weights = Weights(self._dtype, self._device, self._parallel)
+            weights = Weights(
+                self._dtype, self._device, self._parallel, self._config.model.quantization
+            )
             model = load_model(self._config.model, weights)
         self._runner = ModelRunner(self._config, model, weights.num_bytes, self._device)
 

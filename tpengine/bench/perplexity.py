@@ -1,0 +1,89 @@
+"""What a dtype or quantization costs in quality: perplexity of one text under several variants.
+
+The text is --text, or else documents that the model writes itself, in float32 at temperature 1 and
+from fixed seeds; under such text the float32 model is the best there can be.
+"""
+
+from __future__ import annotations
+
+import argparse
+import math
+from dataclasses import replace
+from pathlib import Path
+
+from tqdm import tqdm
+
+from tpengine.bench.machine import describe_commit, describe_machine
+from tpengine.engine_args import EngineArgs
+from tpengine.llm import LLM
+from tpengine.sampling_params import SamplingParams
+
+_VARIANTS: dict[str, dict[str, str | None]] = {
+    "float32": {"dtype": "float32", "quantization": None},
+    "bfloat16": {"dtype": "bfloat16", "quantization": None},
+    "bfloat16 int8": {"dtype": "bfloat16", "quantization": "int8"},
+}
+_WINDOW = 256
+_OPENINGS = ["Hello, my name is", "The capital of", "Once upon a time", "The future of"]
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Adds this benchmark's options and the engine's."""
+    parser.add_argument("--text", metavar="FILE", help="text to judge; default: the model's own")
+    parser.add_argument("--num-documents", type=int, default=64, help="(default: %(default)s)")
+    EngineArgs.add_cli_args(parser)
+
+
+def run(args: argparse.Namespace) -> int:
+    """Measures and prints a line per variant."""
+    engine_args = EngineArgs.from_cli_args(args)
+    windows = _read(args.text, engine_args) if args.text else _write(args, engine_args)
+    print(f"machine        {describe_machine()}")
+    print(f"commit         {describe_commit()}")
+    print(f"model          {engine_args.model}")
+    print(f"text           {sum(len(w) - 1 for w in windows)} predicted tokens")
+    base: float | None = None
+    for name, fields in tqdm(_VARIANTS.items(), desc="variants", unit="variant"):
+        perplexity = _perplexity(replace(engine_args, **fields), windows)
+        base = base or perplexity
+        print(f"{name:<14} perplexity {perplexity:.4f}   ({100 * (perplexity / base - 1):+.2f} %)")
+    return 0
+
+
+def _llm(engine_args: EngineArgs) -> LLM:
+    return LLM(**vars(replace(engine_args, disable_log_stats=True)))
+
+
+def _read(path: str, engine_args: EngineArgs) -> list[list[int]]:
+    with _llm(engine_args) as llm:
+        tokenizer = llm.get_tokenizer()
+        if tokenizer is None:
+            raise SystemExit("--text needs a model with a tokenizer")
+        ids = tokenizer.encode(Path(path).read_text(encoding="utf-8"))
+    return [ids[i : i + _WINDOW] for i in range(0, len(ids) - 1, _WINDOW)]
+
+
+def _write(args: argparse.Namespace, engine_args: EngineArgs) -> list[list[int]]:
+    prompts = [_OPENINGS[i % len(_OPENINGS)] for i in range(args.num_documents)]
+    params = [
+        SamplingParams(temperature=1.0, seed=i, max_tokens=_WINDOW) for i in range(len(prompts))
+    ]
+    with _llm(replace(engine_args, dtype="float32", quantization=None)) as llm:
+        outputs = llm.generate(prompts, params)
+    return [output.prompt_token_ids + output.outputs[0].token_ids for output in outputs]
+
+
+def _perplexity(engine_args: EngineArgs, windows: list[list[int]]) -> float:
+    params = SamplingParams(temperature=0.0, max_tokens=1, prompt_logprobs=0)
+    total, count = 0.0, 0
+    with _llm(engine_args) as llm:
+        for output in llm.generate(prompt_token_ids=windows, sampling_params=params):
+            if output.prompt_logprobs is None:
+                raise SystemExit(f"the text could not be judged: {output.error}")
+            for token_id, found in zip(
+                output.prompt_token_ids[1:], output.prompt_logprobs[1:], strict=True
+            ):
+                if found is not None:
+                    total += found[token_id].logprob
+                    count += 1
+    return math.exp(-total / count)
