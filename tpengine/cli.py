@@ -21,6 +21,9 @@ _BENCHMARKS = {
     "throughput": "output tokens/s of the whole engine on a mixed, seeded workload",
     "perplexity": "what bfloat16 and int8 cost in quality",
     "scheduler": "time of schedule + update with many running and waiting requests",
+    "groups": "one request with n sequences against n separate requests",
+    "prefix": "what prefix caching brings and costs",
+    "swap": "time to swap a preempted sequence, and to compute it again",
     "sampler": "time of each stage of sampling: penalties, biases, bans, log probabilities",
 }
 _DEFAULT_PROMPT = "Hello, my name is"

@@ -15,7 +15,12 @@ from tpengine.engine.llm_engine import LLMEngine
 from tpengine.engine.prompt import Prompt
 from tpengine.engine.tokenizer import Tokenizer
 from tpengine.engine_args import EngineArgs
-from tpengine.errors import ConfigError, InvalidPromptError, RequestError
+from tpengine.errors import (
+    ConfigError,
+    InvalidPromptError,
+    InvalidSamplingParamsError,
+    RequestError,
+)
 from tpengine.outputs import CompletionOutput, RequestOutput
 from tpengine.sampling_params import RequestOutputKind, SamplingParams
 
@@ -145,8 +150,13 @@ class LLM:
         """Completes one prompt and yields its text as it grows.
 
         Raises:
-            RequestError: the prompt cannot be served.
+            RequestError: the prompt cannot be served, or several sequences are asked for.
         """
+        if sampling_params.num_sequences != 1:
+            raise InvalidSamplingParamsError(
+                f"stream yields the text of one sequence, and n or best_of is "
+                f"{sampling_params.num_sequences}; use generate, or ask for one"
+            )
         request_id, self._num_requests = str(self._num_requests), self._num_requests + 1
         params = replace(sampling_params, output_kind=RequestOutputKind.DELTA)
         self.llm_engine.add_request(request_id, prompt, params, prompt_token_ids)

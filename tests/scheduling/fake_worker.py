@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from tpengine.messages import Candidates, NewSequence, StepInput, StepOutput
+from tpengine.messages import Candidates, NewSequence, StepInput, StepOutput, TokenLogprobs
 
 VOCAB_SIZE = 997
 
@@ -45,7 +45,9 @@ def candidates_after(keys: list[int], count: int) -> Candidates:
     found = {}
     while len(found) < count:
         state = mix(state)
-        found.setdefault(state % VOCAB_SIZE, -(state >> 20) % 4096 / 512 - 8.0)
+        # Multiples of 199 come often, so that tests which make them end tokens see beams end.
+        token_id = state % VOCAB_SIZE if state >> 8 & 3 else 199 * (state % 6)
+        found.setdefault(token_id, -((state >> 20) % 4096) / 512)
     ranked = sorted(found.items(), key=lambda item: -item[1])
     scores = [score for _, score in ranked]
     return Candidates([token_id for token_id, _ in ranked], scores, scores)
@@ -146,7 +148,11 @@ class FakeWorker:
             count = self.slots[slot_id].new.num_candidates
             if count:
                 output.candidates[place] = candidates_after(self._keys(slot_id), count)
-            output.token_ids.append(self._sample(slot_id))
+            token_id = self._sample(slot_id)
+            output.token_ids.append(token_id)
+            if self.slots[slot_id].new.sampling_params.is_ranked:
+                logprob = -(mix(token_id, len(self.slots[slot_id].token_ids)) % 1000) / 100
+                output.logprobs[place] = TokenLogprobs(logprob, 1, [], [])
         return output
 
     def _move_blocks(self, step: StepInput) -> None:

@@ -50,10 +50,14 @@ SHAPES = {
 
 
 @contextmanager
-def shape_folder(name: str) -> Iterator[str]:
-    """A temporary model folder with nothing but the configuration of `SHAPES[name]`."""
+def shape_folder(name: str, max_positions: int | None = None) -> Iterator[str]:
+    """A temporary model folder with nothing but the configuration of `SHAPES[name]`, perhaps for
+    another longest length."""
+    config = dict(SHAPES[name])
+    if max_positions is not None:
+        config["max_position_embeddings"] = max_positions
     with tempfile.TemporaryDirectory() as folder:
-        (Path(folder) / "config.json").write_text(json.dumps(SHAPES[name]))
+        (Path(folder) / "config.json").write_text(json.dumps(config))
         yield folder
 
 

@@ -246,7 +246,9 @@ class OutputProcessor:
         if not params.is_ranked:
             return [self._completion(s, params.output_kind) for s in request.sequences]
         beams = self._beams.get(request.request_id)
-        if beams is not None and beams.complete:
+        stopped = SequenceStatus.FINISHED_STOPPED
+        # One that was ended from outside shows how far its live beams came.
+        if beams is not None and all(s.status is stopped for s in request.sequences):
             return [
                 self._beam_completion(request, index, beam)
                 for index, beam in enumerate(beams.complete[: params.n])

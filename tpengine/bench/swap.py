@@ -1,0 +1,95 @@
+"""Two ways back after preemption: the blocks from the host, or the tokens computed again.
+
+For prompts of several lengths it prints the time to copy a sequence's blocks to the host and back,
+and the time to compute them, both on an engine that has nothing else to do.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import time
+from dataclasses import replace
+
+import torch
+
+from tpengine.bench.groups import random_prompt
+from tpengine.bench.machine import describe_commit, describe_machine
+from tpengine.bench.prefix import first_token_s
+from tpengine.bench.workload import SHAPES, shape_folder
+from tpengine.engine.llm_engine import LLMEngine
+from tpengine.engine_args import EngineArgs
+from tpengine.messages import BlockMoves
+from tpengine.worker.cache_engine import CacheEngine
+from tpengine.worker.device import resolve_dtype
+
+LENGTHS = (128, 256, 512, 1024, 2048, 4096)
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Adds this benchmark's options and the engine's."""
+    parser.add_argument("--lengths", type=int, nargs="+", default=LENGTHS, help="prompt tokens")
+    parser.add_argument("--runs", type=int, default=3, help="median of (default: %(default)s)")
+    parser.add_argument(
+        "--shape", choices=sorted(SHAPES), default="llama-124m", help="dummy weights of this shape"
+    )
+    EngineArgs.add_cli_args(parser)
+
+
+def run(args: argparse.Namespace) -> int:
+    """Measures and prints the report."""
+    longest = max(args.lengths)
+    with shape_folder(args.shape, max_positions=longest + 1) as folder:
+        settings = replace(
+            EngineArgs.from_cli_args(args),
+            model=folder,
+            load_format="dummy",
+            enable_prefix_caching=False,
+            disable_log_stats=True,
+        )
+        with LLMEngine.from_engine_args(settings) as engine:
+            cache, shape = make_cache(engine, settings, longest)
+            print(f"machine             {describe_machine()}")
+            print(f"commit              {describe_commit()}")
+            print(f"work                {args.shape}, dtype {args.dtype}, {shape}")
+            print("prompt tokens    out and in, ms    compute again, ms    ratio")
+            for length in args.lengths:
+                blocks = -(-length // settings.block_size)
+                swap_s = statistics.median(time_swap(cache, blocks) for _ in range(args.runs + 1))
+                prompt = random_prompt(engine, length, seed=length)
+                compute_s = statistics.median(
+                    first_token_s(engine, prompt) for _ in range(args.runs)
+                )
+                print(
+                    f"{length:13d}    {1e3 * swap_s:14.2f}    {1e3 * compute_s:17.1f}    "
+                    f"{compute_s / swap_s:5.0f}"
+                )
+    return 0
+
+
+def make_cache(engine: LLMEngine, args: EngineArgs, longest: int) -> tuple[CacheEngine, str]:
+    """A cache of the model's shape, with room for one sequence on the device and on the host."""
+    model, device = engine.get_model_config(), "cuda" if torch.cuda.is_available() else "cpu"
+    blocks = -(-longest // args.block_size)
+    shape = (args.block_size, model.num_layers, model.total_num_kv_heads, model.head_dim)
+    dtype = resolve_dtype(args.dtype, device)
+    cache = CacheEngine(torch.device(device), dtype, blocks, *shape, num_host_blocks=blocks)
+    for k_cache, v_cache in cache.kv_caches:
+        k_cache.zero_()
+        v_cache.zero_()
+    return cache, f"{model.num_layers} layers of {shape[2]} KV heads of {shape[3]}"
+
+
+def time_swap(cache: CacheEngine, num_blocks: int) -> float:
+    """Seconds to copy so many blocks out and back in, scattered as they are after a while."""
+    there = [(block, (block * 7) % num_blocks) for block in range(num_blocks)]
+    if num_blocks % 7 == 0:
+        there = [(block, block) for block in range(num_blocks)]
+    start = time.perf_counter()
+    cache.move(BlockMoves(swap_outs=there))
+    cache.move(BlockMoves(swap_ins=[(host, block) for block, host in there]))
+    for _ in cache.kv_caches:  # waits for the copies of each layer
+        pass
+    if torch.cuda.is_available():
+        torch.cuda.synchronize()
+    return time.perf_counter() - start
