@@ -1,4 +1,4 @@
-"""Ten minutes of random requests on a cache that is far too small: nothing lost, nothing changed."""
+"""Ten minutes of random requests on a far too small cache: nothing is lost, nothing changes."""
 
 from __future__ import annotations
 

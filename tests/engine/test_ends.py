@@ -1,0 +1,174 @@
+"""When and why a sequence ends, and what of its last tokens is text."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from support.engines import complete, greedy, make_engine, run
+from support.models import ModelShop
+from support.tiny_llama import edit_json
+from support.zoo import PLAIN
+
+from tpengine import LLMEngine, RequestOutputKind, SamplingParams
+from tpengine.config import EMBEDDED_MODEL
+from tpengine.errors import InvalidSamplingParamsError
+
+NO_EOS = {"temperature": 0.0, "ignore_eos": True}
+
+
+def drop(content: dict[str, Any]) -> None:
+    """No end id; a missing one would be filled in by the architecture's default."""
+    content["eos_token_id"] = None
+
+
+def test_max_tokens(engine: LLMEngine, prompt: list[int], expected: list[int]) -> None:
+    assert complete(engine, prompt, greedy(1)).token_ids == expected[:1]
+    unbounded = complete(engine, prompt, SamplingParams(**NO_EOS, max_tokens=None))
+    assert unbounded.finish_reason == "length"
+    assert len(unbounded.token_ids) == PLAIN.max_positions - len(prompt)
+    assert unbounded.token_ids[:64] == expected
+
+
+def test_prompt_of_exactly_the_longest_length(models: ModelShop, prompt: list[int]) -> None:
+    """Its last position still has logits: one token comes, and that is the end."""
+    folder = models.folder(PLAIN, tokenizer=True)
+    oracle = models.oracle(folder)
+    with make_engine(folder, max_model_len=33) as engine:
+        completion = complete(engine, prompt, greedy(9))
+        assert completion.token_ids == oracle.answers([prompt])[0].token_ids[:1]
+        assert completion.finish_reason == "length"
+        shorter = complete(engine, prompt[:31], greedy(9))
+        assert len(shorter.token_ids) == 2
+        assert shorter.finish_reason == "length"
+
+
+def test_stop_token_ids(engine: LLMEngine, prompt: list[int], expected: list[int]) -> None:
+    stop = expected[5]
+    at = expected.index(stop)
+    completion = complete(engine, prompt, greedy(20, stop_token_ids=[stop]))
+    assert completion.token_ids == expected[: at + 1]
+    assert completion.finish_reason == "stop"
+    assert completion.stop_reason == stop
+    tokenizer = engine.tokenizer
+    assert completion.text == tokenizer.decode(expected[:at])
+    params = greedy(20, stop_token_ids=[stop], include_stop_str_in_output=True)
+    assert complete(engine, prompt, params).text == tokenizer.decode(expected[: at + 1])
+    with pytest.raises(InvalidSamplingParamsError, match=r"512.*\[0, 511\]"):
+        engine.add_request("bad", None, greedy(2, stop_token_ids=[512]), prompt)
+
+
+def test_min_tokens_bans_ends(engine: LLMEngine, prompt: list[int], expected: list[int]) -> None:
+    stop = expected[2]
+    params = greedy(20, stop_token_ids=[stop], min_tokens=8, logprobs=1)
+    completion = complete(engine, prompt, params)
+    assert completion.token_ids[:2] == expected[:2]
+    assert stop not in completion.token_ids[:8]
+    assert len(completion.token_ids) >= 9
+    # reported are the raw logits, in which the banned token still leads
+    entries = completion.logprobs[2]
+    assert entries[stop].rank == 1
+    assert entries[completion.token_ids[2]].rank > 1
+
+
+@pytest.mark.parametrize("source", ["config.json", "generation_config.json"])
+def test_end_ids_of_the_model(
+    models: ModelShop, tmp_path: Path, prompt: list[int], expected: list[int], source: str
+) -> None:
+    folder = tmp_path / "model"
+    shutil.copytree(models.folder(PLAIN, tokenizer=True), folder)
+    end = expected[6]
+    at = expected.index(end)
+
+    def change(content: dict[str, Any]) -> None:
+        content["eos_token_id"] = [500, end]
+
+    for name in ("config.json", "generation_config.json"):
+        edit_json(folder / name, change if name == source else drop)
+    with make_engine(folder) as engine:
+        assert engine.get_model_config().end_token_ids == {500, end}
+        ended = complete(engine, prompt, SamplingParams(temperature=0.0, max_tokens=20))
+        assert ended.token_ids == expected[: at + 1]
+        assert (ended.finish_reason, ended.stop_reason) == ("stop", None)
+        assert ended.text == engine.tokenizer.decode(expected[:at])
+        ignored = complete(engine, prompt, SamplingParams(**NO_EOS, max_tokens=20))
+        assert ignored.token_ids == expected[:20]
+        later = SamplingParams(temperature=0.0, max_tokens=20, min_tokens=12)
+        assert end not in complete(engine, prompt, later).token_ids[:12]
+
+
+def test_end_token_of_the_tokenizer(models: ModelShop, tmp_path: Path, prompt: list[int]) -> None:
+    folder = tmp_path / "model"
+    shutil.copytree(models.folder(PLAIN, tokenizer=True), folder)
+    for name in ("config.json", "generation_config.json"):
+        edit_json(folder / name, drop)
+    with make_engine(folder) as engine:
+        assert engine.get_model_config().end_token_ids == frozenset()
+        params = SamplingParams(temperature=5.0, seed=1, max_tokens=600)
+        completion = complete(engine, prompt, params)
+        assert completion.finish_reason == "stop"
+        assert completion.token_ids[-1] == engine.tokenizer.eos_token_id == 2
+        assert 2 not in completion.token_ids[:-1]
+
+
+@pytest.fixture(scope="module")
+def storyteller() -> Iterator[LLMEngine]:
+    with make_engine(EMBEDDED_MODEL) as engine:
+        yield engine
+
+
+def tell(engine: LLMEngine, **fields: Any) -> Any:
+    params = SamplingParams(**NO_EOS, **{"max_tokens": 48, **fields})
+    engine.add_request("story", "The capital of France is", params)
+    outputs = run(engine)
+    return outputs[-1].outputs[0]
+
+
+def test_stop_strings(storyteller: LLMEngine) -> None:
+    whole = tell(storyteller).text
+    for start, length in ((8, 3), (13, 9), (21, 1)):
+        stop = whole[start : start + length]
+        before = whole[: whole.index(stop)]
+        completion = tell(storyteller, stop=["never said", stop])
+        assert completion.text == before
+        assert (completion.finish_reason, completion.stop_reason) == ("stop", stop)
+        kept = tell(storyteller, stop=stop, include_stop_str_in_output=True)
+        assert kept.text == before + stop
+        assert len(kept.token_ids) < 48
+    assert tell(storyteller, stop="never said").text == whole
+
+
+def test_stop_strings_never_show_in_a_stream(storyteller: LLMEngine) -> None:
+    whole = tell(storyteller).text
+    stop = whole[20:32]
+    params = SamplingParams(**NO_EOS, max_tokens=48, stop=stop, output_kind=RequestOutputKind.DELTA)
+    storyteller.add_request("story", "The capital of France is", params)
+    shown = ""
+    for output in run(storyteller):
+        shown += output.outputs[0].text
+        assert whole.startswith(shown)
+        assert len(shown) <= whole.index(stop), "a part of the stop string was shown"
+    assert shown == whole[: whole.index(stop)]
+
+
+def test_min_tokens_holds_stop_strings_back(storyteller: LLMEngine) -> None:
+    whole = tell(storyteller).text
+    stop = " "
+    assert len(tell(storyteller, stop=stop).token_ids) < 5
+    late = tell(storyteller, stop=stop, min_tokens=20)
+    assert len(late.token_ids) >= 20
+    assert whole.startswith(late.text)
+
+
+def test_special_tokens_in_the_text(engine: LLMEngine, prompt: list[int]) -> None:
+    fields = {"temperature": 3.0, "seed": 4, "max_tokens": 400, "ignore_eos": True}
+    plain = complete(engine, prompt, SamplingParams(**fields))
+    special = complete(engine, prompt, SamplingParams(**fields, skip_special_tokens=False))
+    assert special.token_ids == plain.token_ids
+    assert {0, 1, 2, 3} & set(plain.token_ids)
+    assert engine.tokenizer.decode(plain.token_ids, True) == plain.text
+    assert engine.tokenizer.decode(plain.token_ids, False) == special.text
+    assert len(special.text) > len(plain.text)

@@ -1,0 +1,159 @@
+"""`LLMEngine`: requests come and go at any moment."""
+
+from __future__ import annotations
+
+import signal
+from typing import Any
+
+import pytest
+from support.engines import complete, greedy, make_engine, run
+from support.models import ModelShop
+from support.tiny_llama import TinyLlama
+from support.zoo import PLAIN
+
+from tpengine import EngineArgs, LLMEngine, RequestOutput, RequestOutputKind
+from tpengine.errors import DuplicateRequestError
+
+
+def test_the_loop_that_everybody_writes(engine: LLMEngine, prompt: list[int]) -> None:
+    assert not engine.has_unfinished_requests()
+    assert engine.step() == []
+    for i in range(3):
+        engine.add_request(str(i), None, greedy(4 + i), prompt)
+    assert engine.get_num_unfinished_requests() == 3
+    assert engine.get_model_config().vocab_size == 512
+    finished = []
+    while engine.has_unfinished_requests():
+        finished += [output.request_id for output in engine.step() if output.finished]
+        assert engine.last_step.num_rows <= 3
+        assert engine.last_step.step_s >= engine.last_step.model_s > 0
+    assert finished == ["0", "1", "2"]
+    assert engine.get_num_unfinished_requests() == 0
+
+
+def test_output_kinds(engine: LLMEngine, prompt: list[int], expected: list[int]) -> None:
+    for kind in RequestOutputKind:
+        params = greedy(10, output_kind=kind, logprobs=1)
+        engine.add_request(kind.value, None, params, prompt)
+    by_kind: dict[str, list[RequestOutput]] = {}
+    for output in run(engine):
+        by_kind.setdefault(output.request_id, []).append(output)
+    final = by_kind["final_only"]
+    assert len(final) == 1
+    assert final[0].outputs[0].token_ids == expected[:10]
+    assert len(final[0].outputs[0].logprobs) == 10
+    growing = by_kind["cumulative"]
+    assert [o.outputs[0].token_ids for o in growing] == [expected[:i] for i in range(1, 11)]
+    assert growing[-1].outputs[0].text == final[0].outputs[0].text
+    deltas = by_kind["delta"]
+    assert [o.outputs[0].token_ids for o in deltas] == [[token] for token in expected[:10]]
+    assert [len(o.outputs[0].logprobs) for o in deltas] == [1] * 10
+    assert "".join(o.outputs[0].text for o in deltas) == final[0].outputs[0].text
+    for outputs in by_kind.values():
+        assert [o.finished for o in outputs] == [False] * (len(outputs) - 1) + [True]
+        assert outputs[-1].outputs[0].finish_reason == "length"
+        assert outputs[-1].outputs[0].finished()
+
+
+def test_duplicate_id(engine: LLMEngine, prompt: list[int]) -> None:
+    engine.add_request("twin", None, greedy(2), prompt)
+    with pytest.raises(DuplicateRequestError, match="'twin'"):
+        engine.add_request("twin", None, greedy(9), prompt)
+    outputs = run(engine)
+    assert [len(o.outputs[0].token_ids) for o in outputs if o.finished] == [2]
+    engine.add_request("twin", None, greedy(3), prompt)  # free again once it has finished
+    assert len(run(engine)[-1].outputs[0].token_ids) == 3
+
+
+@pytest.mark.parametrize("num_steps", [0, 1, 2, 3, 4, 8])
+def test_abort_at_any_moment(
+    models: ModelShop, prompt: list[int], expected: list[int], num_steps: int
+) -> None:
+    """Prompts of 33 tokens in chunks of 16: waiting, between chunks, just sampled, decoding."""
+    folder = models.folder(PLAIN, tokenizer=True)
+    with make_engine(folder, max_num_batched_tokens=16, max_num_seqs=2) as engine:
+        for name in ("kept", "gone", "never started"):
+            engine.add_request(name, None, greedy(12), prompt)
+        outputs = [output for _ in range(num_steps) for output in engine.step()]
+        before = engine.num_free_blocks
+        engine.abort_request(["gone", "never started", "unknown"])
+        assert engine.get_num_unfinished_requests() == 1
+        held = engine.num_total_blocks - engine.num_free_blocks
+        assert held <= 3, "only the request that was kept holds blocks"
+        if num_steps >= 4:
+            assert engine.num_free_blocks > before
+        engine.abort_request("gone")  # a second time changes nothing
+        assert engine.has_unfinished_requests()
+        outputs += run(engine)
+        ends = {o.request_id: o.outputs[0] for o in outputs if o.finished}
+        assert ends["kept"].token_ids == expected[:12]
+        for name in ("gone", "never started"):
+            assert ends[name].finish_reason == "abort"
+            assert ends[name].token_ids == expected[: len(ends[name].token_ids)]
+            assert sum(o.request_id == name and o.finished for o in outputs) == 1
+        assert ends["never started"].token_ids == []
+        assert engine.num_free_blocks == engine.num_total_blocks
+
+
+def test_abort_of_everything_is_still_reported(engine: LLMEngine, prompt: list[int]) -> None:
+    engine.add_request("only", None, greedy(9), prompt)
+    engine.step()
+    engine.abort_request("only")
+    assert engine.get_num_unfinished_requests() == 0
+    assert engine.has_unfinished_requests(), "there is an end to report"
+    outputs = engine.step()
+    assert [(o.request_id, o.outputs[0].finish_reason) for o in outputs] == [("only", "abort")]
+    assert not engine.has_unfinished_requests()
+
+
+def test_ctrl_c_keeps_the_step(
+    engine: LLMEngine, prompt: list[int], expected: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A signal in the middle of a step: nothing of it is lost, whoever goes on stepping."""
+    execute = engine._executor.execute_model
+
+    def interrupted(step: Any) -> Any:
+        answer = execute(step)
+        signal.raise_signal(signal.SIGINT)
+        return answer
+
+    engine.add_request("one", None, greedy(6, output_kind=RequestOutputKind.DELTA), prompt)
+    tokens = []
+    with monkeypatch.context() as patch:
+        patch.setattr(engine._executor, "execute_model", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            engine.step()
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+    for output in run(engine):
+        tokens += output.outputs[0].token_ids
+    assert tokens == expected[:6]
+
+
+def test_without_detokenizing(engine: LLMEngine, prompt: list[int], expected: list[int]) -> None:
+    completion = complete(engine, prompt, greedy(8, detokenize=False))
+    assert (completion.text, completion.token_ids) == ("", expected[:8])
+
+
+def test_logprobs_carry_text(engine: LLMEngine, prompt: list[int]) -> None:
+    completion = complete(engine, prompt, greedy(4, logprobs=2))
+    for token_id, entries in zip(completion.token_ids, completion.logprobs, strict=True):
+        assert len(entries) == 2
+        assert entries[token_id].decoded_token == engine.tokenizer.token_text(token_id)
+
+
+def test_statistics_line(
+    models: ModelShop, prompt: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    lines: list[str] = []
+    monkeypatch.setattr("tpengine.engine.metrics._INTERVAL_S", 0.0)
+    monkeypatch.setattr(
+        "tpengine.engine.metrics.logger.info", lambda text, *args: lines.append(text % args)
+    )
+    args = EngineArgs(str(models.folder(TinyLlama())), dtype="float32")
+    with LLMEngine.from_engine_args(args) as engine:
+        engine._stat_logger._interval_s = 0.0
+        engine.add_request("one", None, greedy(3), prompt)
+        run(engine)
+    assert len(lines) == 3
+    assert "1 running, 0 waiting" in lines[0]
+    assert "KV cache" in lines[0]

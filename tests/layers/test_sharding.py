@@ -1,0 +1,193 @@
+"""Ranks of 2 and 4 in one process, loaded from one folder, together give what one rank gives."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+from support.models import ModelShop
+from support.oracle import Oracle
+from support.ranks import run_ranks
+from support.tiny_llama import TinyLlama
+
+from tpengine.distributed.parallel_state import ParallelState
+from tpengine.engine_args import EngineArgs
+from tpengine.errors import ConfigError
+from tpengine.layers.attention import AttentionMetadata
+from tpengine.layers.linear import RowParallelLinear
+from tpengine.layers.weights import Weights
+from tpengine.messages import NewSequence, StepInput
+from tpengine.models.loader import load_model
+from tpengine.sampling_params import SamplingParams
+from tpengine.worker.cache_engine import CacheEngine
+from tpengine.worker.worker import Worker
+
+BLOCK_SIZE = 16
+CPU = torch.device("cpu")
+PROMPTS = ([5, 127, 128, 254, 255, 256, 383, 384], list(range(30, 75)))
+"""Some ids lie on the borders of the ranks' parts of the vocabulary."""
+
+SHARDED = {
+    "tied": TinyLlama(64, 8, 4, tied=True),
+    "untied": TinyLlama(64, 8, 4, max_shard_size="200KB"),
+    "kv heads replicated": TinyLlama(64, 8, 2),
+    "one kv head, biases": TinyLlama(64, 4, 1, bias=True),
+    "vocabulary padded, tied": TinyLlama(64, 4, 4, vocab_size=509, tied=True),
+    "vocabulary padded, untied": TinyLlama(64, 4, 4, vocab_size=510),
+    "last rank has padding only": TinyLlama(64, 4, 4, vocab_size=501, tied=True),
+}
+
+
+def tensor(values: list[int]) -> torch.Tensor:
+    return torch.tensor(values, dtype=torch.int32)
+
+
+def prefill_metadata(prompts: tuple[list[int], ...]) -> AttentionMetadata:
+    """All prompts as one step; sequence i has blocks 4 i to 4 i + 3."""
+    lengths = [len(prompt) for prompt in prompts]
+    positions = [p for length in lengths for p in range(length)]
+    slots = [4 * BLOCK_SIZE * i + p for i, n in enumerate(lengths) for p in range(n)]
+    return AttentionMetadata(
+        positions=tensor(positions),
+        slot_mapping=tensor(slots),
+        block_table=torch.arange(4 * len(prompts), dtype=torch.int32).view(-1, 4),
+        seq_lens=tensor(lengths),
+        query_start_loc=tensor([0, *np.cumsum(lengths).tolist()]),
+        num_decodes=0,
+    )
+
+
+def decode_metadata(prompts: tuple[list[int], ...]) -> AttentionMetadata:
+    """The step after: one more token of each."""
+    lengths = [len(prompt) for prompt in prompts]
+    return AttentionMetadata(
+        positions=tensor(lengths),
+        slot_mapping=tensor([4 * BLOCK_SIZE * i + n for i, n in enumerate(lengths)]),
+        block_table=torch.arange(4 * len(prompts), dtype=torch.int32).view(-1, 4),
+        seq_lens=tensor([n + 1 for n in lengths]),
+        query_start_loc=tensor([0]),
+        num_decodes=len(prompts),
+    )
+
+
+def logits_on(folder: Path, parallel: ParallelState) -> tuple[torch.Tensor, int]:
+    """Logits of every prompt token and of one decode, `[num_tokens, vocab_size]`, and the bytes of
+    this rank's weights."""
+    config = EngineArgs(model=str(folder), dtype="float32").create_engine_config("cpu").model
+    weights = Weights(torch.float32, CPU, parallel)
+    model = load_model(config, weights)
+    kv_heads = max(1, config.total_num_kv_heads // parallel.tp_size)
+    cache = CacheEngine(
+        CPU, torch.float32, 8, BLOCK_SIZE, config.num_layers, kv_heads, config.head_dim
+    )
+    ids = torch.tensor([token for prompt in PROMPTS for token in prompt])
+    hidden = model.forward(ids, cache.kv_caches, prefill_metadata(PROMPTS))
+    prompt_logits = model.compute_logits(hidden)
+    hidden = model.forward(torch.tensor([3, 4]), cache.kv_caches, decode_metadata(PROMPTS))
+    return torch.cat([prompt_logits, model.compute_logits(hidden)]), weights.num_bytes
+
+
+def oracle_logits(oracle: Oracle) -> torch.Tensor:
+    with torch.inference_mode():
+        whole = [
+            oracle.model(torch.tensor([[*prompt, extra]])).logits[0]
+            for prompt, extra in zip(PROMPTS, (3, 4), strict=True)
+        ]
+    return torch.cat([*(logits[:-1] for logits in whole), *(logits[-1:] for logits in whole)])
+
+
+@pytest.mark.parametrize("tp_size", [2, 4])
+@pytest.mark.parametrize("name", list(SHARDED))
+def test_logits_of_ranks_equal_the_whole(models: ModelShop, name: str, tp_size: int) -> None:
+    folder = models.folder(SHARDED[name])
+    with torch.inference_mode():
+        whole, whole_bytes = logits_on(folder, ParallelState())
+    torch.testing.assert_close(whole, oracle_logits(models.oracle(folder)), atol=1e-3, rtol=1e-4)
+    answers, num_collectives = run_ranks(tp_size, lambda parallel: logits_on(folder, parallel))
+    # embedding, two sums per layer, and the gathered logits; twice
+    assert num_collectives == 2 * (1 + 2 * SHARDED[name].num_layers + 1)
+    for logits, num_bytes in answers:
+        assert logits.shape == (len(PROMPTS[0]) + len(PROMPTS[1]) + 2, SHARDED[name].vocab_size)
+        torch.testing.assert_close(logits, whole, atol=1e-3, rtol=1e-4)
+        assert torch.equal(logits, answers[0][0]), "all ranks see the same logits"
+        assert num_bytes < whole_bytes / tp_size * 1.4
+
+
+def test_workers_of_two_ranks_step_like_the_oracle(models: ModelShop) -> None:
+    """The worker's whole life on each rank: load, profile, cache, prefill in chunks, decode."""
+    folder = models.folder(SHARDED["kv heads replicated"])
+    oracle = models.oracle(folder)
+    prompt = oracle.prompts([21], seed=6)[0]
+    oracle.assert_discerning([prompt])
+    expected = oracle.answers([prompt])[0].token_ids[:12]
+    args = EngineArgs(
+        str(folder), dtype="float32", max_model_len=64, num_device_blocks_override=4, max_num_seqs=4
+    )
+    config = args.create_engine_config("cpu")
+    greedy = SamplingParams(temperature=0.0, max_tokens=12)
+    sequence = NewSequence(1, list(prompt), len(prompt), 0, [3, 1, 2], greedy, 0, 0, [])
+
+    def live(parallel: ParallelState) -> list[int]:
+        worker = Worker(config, parallel)
+        worker.init_device()
+        worker.load_model()
+        assert worker.profile_num_available_blocks().num_device_blocks == 4
+        worker.init_cache_engine(4)
+        worker.execute_model(StepInput(1, [1], [13], new_sequences=[sequence]))
+        tokens = []
+        sizes = [8] + [1] * 11
+        for step, size in enumerate(sizes, start=2):
+            message = StepInput(step, [1], [size], sample_rows=[0], sample_slots=[1])
+            tokens += worker.execute_model(message).token_ids
+        worker.shutdown()
+        return tokens
+
+    answers, _ = run_ranks(2, live)
+    assert answers == [expected, expected]
+
+
+@pytest.mark.parametrize("tp_size", [1, 2, 4])
+@pytest.mark.parametrize("bias", [False, True])
+def test_row_parallel_parts_add_up(tp_size: int, bias: bool) -> None:
+    """What each rank contributes to the sum is its columns' share, and the bias comes once."""
+    generator = torch.Generator().manual_seed(0)
+    weight = torch.randn(24, 32, generator=generator)
+    bias_vector = torch.randn(24, generator=generator)
+    x = torch.randn(5, 32, generator=generator)
+    parts = []
+    for rank in range(tp_size):
+        weights = Weights(torch.float32, CPU, ParallelState(rank, tp_size))
+        layer = RowParallelLinear(weights, "down", 32, 24, bias)
+        for name, shard in weights.shards.items():
+            full = weight if name == "down.weight" else bias_vector
+            assert shard.full_shape == tuple(full.shape)
+            part = full if shard.dim is None else full.narrow(shard.dim, shard.start, shard.length)
+            shard.target.copy_(part)
+        weights.finish()
+        width = 32 // tp_size
+        parts.append(layer.forward(x[:, rank * width : (rank + 1) * width]))
+    whole = F.linear(x, weight, bias_vector if bias else None)
+    torch.testing.assert_close(sum(parts), whole, atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("spec", "tp_size", "words"),
+    [
+        (TinyLlama(64, 7, 1, hidden_size=112), 2, ("7 attention heads", "= 2", "1, 7")),
+        (TinyLlama(64, 6, 3, hidden_size=96), 2, ("3 KV heads", "= 2", "1, 3")),
+        (TinyLlama(64, 12, 3, hidden_size=96), 4, ("3 KV heads", "= 4")),
+        (TinyLlama(64, 8, 4, intermediate_size=190), 4, ("190", "= 4", "1, 2, 5")),
+    ],
+    ids=["heads", "kv heads", "kv heads that cannot be replicated", "mlp"],
+)
+def test_what_cannot_be_divided_is_refused(
+    models: ModelShop, spec: TinyLlama, tp_size: int, words: tuple[str, ...]
+) -> None:
+    config = EngineArgs(model=str(models.folder(spec))).create_engine_config("cpu").model
+    with pytest.raises(ConfigError) as raised:
+        load_model(config, Weights(torch.float32, CPU, ParallelState(1, tp_size)))
+    for word in words:
+        assert word in str(raised.value)

@@ -1,0 +1,66 @@
+"""A request's tokens do not depend on who runs beside it."""
+
+from __future__ import annotations
+
+import pytest
+from support.engines import generate, greedy, ids, open_llm
+from support.models import ModelShop
+from support.step_log import log_steps
+from support.zoo import PLAIN
+
+from tpengine import SamplingParams
+
+LENGTHS = (1, 5, 12, 16, 23, 32, 47, 64, 90, 121, 160, 200, 255, 310, 401, 500) * 4
+
+
+@pytest.mark.parametrize(
+    ("engine_args", "min_rows"),
+    [
+        ({"max_num_batched_tokens": 64}, 20),
+        ({"max_num_batched_tokens": 2048}, 64),
+        ({"max_num_batched_tokens": 2048, "enable_chunked_prefill": False}, 64),
+    ],
+    ids=["chunks of 64", "chunks of 2048", "whole prompts"],
+)
+def test_sixty_four_at_once(models: ModelShop, engine_args: dict[str, int], min_rows: int) -> None:
+    folder = models.folder(PLAIN)
+    oracle = models.oracle(folder)
+    prompts = oracle.prompts(LENGTHS, seed=2)
+    assert len({tuple(prompt) for prompt in prompts}) == 64
+    oracle.assert_discerning(prompts)
+    with log_steps() as log, open_llm(folder, **engine_args) as llm:
+        outputs = generate(llm, prompts, greedy())
+    assert ids(outputs) == [answer.token_ids for answer in oracle.answers(prompts)]
+    assert log.max_rows >= min_rows
+    assert (log.num_partial_chunks > 0) == engine_args.get("enable_chunked_prefill", True)
+
+
+def test_alone(models: ModelShop) -> None:
+    folder = models.folder(PLAIN)
+    oracle = models.oracle(folder)
+    prompts = oracle.prompts(LENGTHS, seed=2)[:16:2]
+    oracle.assert_discerning(prompts)
+    with log_steps() as log, open_llm(folder) as llm:
+        found = [ids(generate(llm, [prompt], greedy()))[0] for prompt in prompts]
+    assert found == [answer.token_ids for answer in oracle.answers(prompts)]
+    assert log.max_rows == 1
+
+
+def test_greedy_beside_sampled(models: ModelShop) -> None:
+    folder = models.folder(PLAIN)
+    oracle = models.oracle(folder)
+    prompts = oracle.prompts(LENGTHS, seed=2)
+    oracle.assert_discerning(prompts)
+    sampled = [
+        SamplingParams(temperature=1.5, max_tokens=64, ignore_eos=True, logprobs=2),
+        SamplingParams(temperature=1.0, top_p=0.8, top_k=40, max_tokens=40, ignore_eos=True),
+        SamplingParams(temperature=0.7, min_p=0.05, max_tokens=64, min_tokens=9),
+    ]
+    params = [greedy() if i % 2 == 0 else sampled[i // 2 % 3] for i in range(64)]
+    with log_steps() as log, open_llm(folder, max_num_batched_tokens=256) as llm:
+        outputs = generate(llm, prompts, params)
+    expected = [answer.token_ids for answer in oracle.answers(prompts)]
+    assert ids(outputs)[::2] == expected[::2]
+    differ = [i for i in range(1, 64, 2) if ids(outputs)[i] != expected[i]]
+    assert len(differ) > 25, "the neighbours were to be sampled"
+    assert log.max_rows == 64

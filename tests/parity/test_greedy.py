@@ -1,0 +1,104 @@
+"""Greedy ids equal to transformers in float32: models, prompt lengths, blocks, chunks."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+from support.engines import CACHE_TOKENS, generate, greedy, ids, open_llm
+from support.models import ModelShop
+from support.step_log import log_steps
+from support.tiny_llama import TinyLlama
+from support.zoo import PLAIN, ZOO
+
+LENGTHS = (1, 2, 7, 15, 16, 17, 33, 64, 129, 300, 500)
+BLOCK_SIZES = (8, 16, 32)
+MODES = ("chunks of 16", "chunks of 2048", "whole prompts")
+ENGINE_ARGS = {
+    "chunks of 16": {"max_num_batched_tokens": 16},
+    "chunks of 2048": {"max_num_batched_tokens": 2048},
+    "whole prompts": {"max_num_batched_tokens": 2048, "enable_chunked_prefill": False},
+}
+# Every model with every block size and every mode, and every pair of the two with some models.
+CASES = [(name, BLOCK_SIZES[j], MODES[(i + j) % 3]) for i, name in enumerate(ZOO) for j in range(3)]
+
+
+@pytest.mark.parametrize(("name", "block_size", "mode"), CASES)
+def test_greedy_equals_transformers(
+    models: ModelShop, name: str, block_size: int, mode: str
+) -> None:
+    folder = models.folder(ZOO[name])
+    oracle = models.oracle(folder)
+    prompts = oracle.prompts(LENGTHS, seed=1)
+    oracle.assert_discerning(prompts)
+    with (
+        log_steps() as log,
+        open_llm(folder, block_size=block_size, **ENGINE_ARGS[mode]) as llm,
+    ):
+        assert llm.llm_engine.num_total_blocks == CACHE_TOKENS // block_size
+        outputs = generate(llm, prompts, greedy())
+    assert ids(outputs) == [answer.token_ids for answer in oracle.answers(prompts)]
+    assert log.max_rows > 5
+    if mode == "chunks of 16":
+        assert log.num_partial_chunks >= sum(LENGTHS) // 16
+        assert log.max_tokens <= 16
+        assert log.num_mixed_steps > 0
+    elif mode == "chunks of 2048":
+        assert 300 < log.max_tokens <= 2048
+    else:
+        assert log.num_partial_chunks == 0
+        assert log.max_tokens > 1000
+
+
+@pytest.mark.parametrize(
+    ("spec", "lengths"),
+    [
+        (ZOO["d96-7to1-llama3"], LENGTHS),
+        # alone and long enough that threads share one sequence's context
+        (TinyLlama(64, 8, 2, max_positions=1400), (1300,)),
+    ],
+    ids=["many sequences", "one long sequence"],
+)
+def test_two_threads(
+    models: ModelShop, monkeypatch: pytest.MonkeyPatch, spec: TinyLlama, lengths: tuple[int, ...]
+) -> None:
+    monkeypatch.setenv("TPENGINE_NUM_THREADS", "2")
+    folder = models.folder(spec)
+    oracle = models.oracle(folder)
+    prompts = oracle.prompts(lengths, seed=1)
+    oracle.assert_discerning(prompts)
+    try:
+        with open_llm(folder, max_num_batched_tokens=256) as llm:
+            assert torch.get_num_threads() == 2
+            outputs = generate(llm, prompts, greedy())
+    finally:
+        torch.set_num_threads(1)
+    assert ids(outputs) == [answer.token_ids for answer in oracle.answers(prompts)]
+
+
+def test_chunk_borders_everywhere(models: ModelShop) -> None:
+    """One prompt, cut by budgets that put the border at every offset of a block."""
+    folder = models.folder(PLAIN)
+    oracle = models.oracle(folder)
+    prompts = oracle.prompts([129], seed=1)
+    oracle.assert_discerning(prompts)
+    expected = oracle.answers(prompts)[0].token_ids[:8]
+    for budget in range(2, 19):
+        with log_steps() as log, open_llm(folder, max_num_batched_tokens=budget) as llm:
+            outputs = generate(llm, prompts, greedy(8))
+        assert ids(outputs) == [expected], f"max_num_batched_tokens = {budget}"
+        assert log.num_partial_chunks == -(-129 // budget) - 1
+
+
+@pytest.mark.parametrize("name", list(ZOO))
+def test_old_and_new_spelling_mean_the_same(models: ModelShop, name: str) -> None:
+    """transformers itself reads both: the oracle of an old folder is that of its new twin."""
+    spec = ZOO[name]
+    if spec.old_rope_key is None:
+        spec = replace(spec, old_rope_key="rope_type")
+    old, new = models.folder(spec), models.folder(replace(spec, old_rope_key=None))
+    assert (old / "config.json").read_text() != (new / "config.json").read_text()
+    prompt = models.oracle(new).prompts([300], seed=1)
+    answers = [models.oracle(folder).answers(prompt)[0].token_ids for folder in (old, new)]
+    assert answers[0] == answers[1]

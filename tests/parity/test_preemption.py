@@ -1,0 +1,84 @@
+"""A cache so small that requests are preempted many times changes nothing but the time."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from support.engines import generate, greedy, ids, open_llm, preemptions
+from support.models import ModelShop
+from support.step_log import log_steps
+from support.zoo import PLAIN, ZOO
+
+from tpengine import SamplingParams
+
+LENGTHS = (3, 70, 17, 100, 40, 33, 120, 9, 64, 25, 90, 50, 16, 31, 80, 110)
+MAX_MODEL_LEN = 192
+CACHE_TOKENS = 3 * MAX_MODEL_LEN
+
+TIGHT: dict[str, dict[str, Any]] = {
+    "blocks of 8, chunks of 16": {"block_size": 8, "max_num_batched_tokens": 16},
+    "blocks of 8, chunks of 128": {"block_size": 8, "max_num_batched_tokens": 128},
+    "blocks of 16, chunks of 2048": {"block_size": 16, "max_num_batched_tokens": 2048},
+    "blocks of 16, whole prompts": {
+        "block_size": 16,
+        "max_num_batched_tokens": 192,
+        "enable_chunked_prefill": False,
+    },
+    "blocks of 32, chunks of 64": {"block_size": 32, "max_num_batched_tokens": 64},
+}
+
+
+@pytest.mark.parametrize("case", list(TIGHT))
+def test_preempted_greedy_equals_transformers(models: ModelShop, case: str) -> None:
+    args = TIGHT[case]
+    folder = models.folder(PLAIN)
+    oracle = models.oracle(folder)
+    prompts = oracle.prompts(LENGTHS, seed=3)
+    oracle.assert_discerning(prompts)
+    num_blocks = CACHE_TOKENS // args["block_size"]
+    with (
+        log_steps() as log,
+        open_llm(
+            folder, max_model_len=MAX_MODEL_LEN, num_device_blocks_override=num_blocks, **args
+        ) as llm,
+    ):
+        outputs = generate(llm, prompts, greedy())
+    assert ids(outputs) == [answer.token_ids for answer in oracle.answers(prompts)]
+    assert preemptions(outputs) == log.num_preemptions
+    assert log.num_preemptions >= 5
+    assert sum(len(o.outputs[0].token_ids) for o in outputs) == 64 * len(prompts)
+
+
+def test_one_sequence_fills_the_cache(models: ModelShop) -> None:
+    """Two requests, each of which grows until it needs every block."""
+    folder = models.folder(ZOO["d80-1to1-linear-old"])
+    oracle = models.oracle(folder)
+    prompts = oracle.prompts([64, 65], seed=3)
+    oracle.assert_discerning(prompts)
+    with open_llm(folder, max_model_len=129, num_device_blocks_override=17, block_size=8) as llm:
+        outputs = generate(llm, prompts, greedy())
+    assert ids(outputs) == [answer.token_ids for answer in oracle.answers(prompts)]
+    assert preemptions(outputs) > 0
+
+
+def test_preempted_sampling_draws_the_same(models: ModelShop) -> None:
+    """Noise depends on seed and position, logprobs on the tokens, neither on the detours."""
+    folder = models.folder(PLAIN)
+    prompts = models.oracle(folder).prompts(LENGTHS, seed=3)
+    params = [
+        SamplingParams(temperature=1.0, seed=i, max_tokens=64, ignore_eos=True, logprobs=1)
+        for i in range(len(prompts))
+    ]
+    with open_llm(folder) as llm:
+        calm = generate(llm, prompts, params)
+    with open_llm(folder, max_model_len=MAX_MODEL_LEN, num_device_blocks_override=36) as llm:
+        tight = generate(llm, prompts, params)
+    assert preemptions(calm) == 0
+    assert preemptions(tight) >= 5
+    assert ids(tight) == ids(calm)
+    for before, after in zip(calm, tight, strict=True):
+        assert len(after.outputs[0].logprobs) == 64
+        assert after.outputs[0].cumulative_logprob == pytest.approx(
+            before.outputs[0].cumulative_logprob, abs=1e-3
+        )

@@ -1,0 +1,156 @@
+"""Draws through the public API: their distribution, their seeds, their degenerate cases."""
+
+from __future__ import annotations
+
+import random
+from typing import Any
+
+import pytest
+import torch
+from support.engines import generate, greedy, ids, open_llm, preemptions
+from support.models import ModelShop
+from support.step_log import log_steps
+from support.zoo import PLAIN, ZOO
+
+from tpengine import SamplingParams
+from tpengine.config import EMBEDDED_MODEL
+
+NUM_DRAWS = 4000
+MIN_P_VALUE = 1e-3
+
+DISTRIBUTIONS: dict[str, dict[str, Any]] = {
+    "plain": {"temperature": 1.0},
+    "hot": {"temperature": 1.7},
+    "top_k": {"temperature": 1.3, "top_k": 12},
+    "top_p": {"temperature": 1.3, "top_p": 0.7},
+    "min_p": {"temperature": 1.3, "min_p": 0.1},
+    "all": {"temperature": 1.5, "top_k": 30, "top_p": 0.8, "min_p": 0.02},
+}
+
+
+def exact_probabilities(logprobs: torch.Tensor, fields: dict[str, Any]) -> torch.Tensor:
+    """float64 `[vocab_size]` by the textbook: sort, cut, renormalise."""
+    probabilities = torch.softmax(logprobs.double() / fields["temperature"], dim=-1)
+    values, order = probabilities.sort(descending=True)
+    keep = torch.ones_like(values, dtype=torch.bool)
+    keep[fields.get("top_k", len(values)) :] = False
+    values = values * keep / (values * keep).sum()
+    keep &= values.cumsum(0) - values < fields.get("top_p", 1.0)
+    keep &= values >= fields.get("min_p", 0.0) * values[0]
+    values = values * keep / (values * keep).sum()
+    return torch.zeros_like(probabilities).scatter(0, order, values)
+
+
+def p_value(counts: torch.Tensor, probabilities: torch.Tensor) -> float:
+    """Pearson's chi-square; tokens expected fewer than 5 times share one bin."""
+    expected = probabilities * counts.sum()
+    rare = expected < 5
+    observed_bins = counts[~rare].double()
+    expected_bins = expected[~rare]
+    if float(expected[rare].sum()) >= 5:
+        observed_bins = torch.cat([observed_bins, counts[rare].sum(dim=0, keepdim=True).double()])
+        expected_bins = torch.cat([expected_bins, expected[rare].sum(dim=0, keepdim=True)])
+    statistic = ((observed_bins - expected_bins) ** 2 / expected_bins).sum()
+    freedom = torch.tensor((len(expected_bins) - 1) / 2, dtype=torch.float64)
+    return float(torch.special.gammaincc(freedom, statistic / 2))
+
+
+@pytest.mark.parametrize("name", list(DISTRIBUTIONS))
+def test_first_tokens_follow_the_softmax(models: ModelShop, name: str) -> None:
+    fields = DISTRIBUTIONS[name]
+    folder = models.folder(PLAIN)
+    oracle = models.oracle(folder)
+    prompt = oracle.prompts([7], seed=1)[0]
+    exact = exact_probabilities(oracle.next_logprobs(prompt), fields)
+    params = [SamplingParams(max_tokens=1, seed=seed, **fields) for seed in range(NUM_DRAWS)]
+    with open_llm(folder, max_num_batched_tokens=2048) as llm:
+        tokens = [one[0] for one in ids(generate(llm, [prompt] * NUM_DRAWS, params))]
+    counts = torch.bincount(torch.tensor(tokens), minlength=len(exact))
+    assert int((counts > 0).sum()) >= 5
+    impossible = counts[exact == 0].sum()
+    assert impossible == 0, "a token that was cut off was drawn"
+    assert p_value(counts, exact) > MIN_P_VALUE
+    warmer = exact_probabilities(
+        oracle.next_logprobs(prompt), {**fields, "temperature": fields["temperature"] * 1.5}
+    )
+    assert p_value(counts, warmer) < MIN_P_VALUE, "the test could not tell a wrong temperature"
+
+
+@pytest.mark.parametrize(
+    "fields", [{"top_k": 1}, {"top_p": 1e-6}, {"min_p": 1.0}], ids=["top_k", "top_p", "min_p"]
+)
+def test_only_the_likeliest_left_equals_greedy(models: ModelShop, fields: dict[str, Any]) -> None:
+    folder = models.folder(PLAIN)
+    oracle = models.oracle(folder)
+    prompts = oracle.prompts((1, 17, 64, 129), seed=1)
+    oracle.assert_discerning(prompts)
+    params = SamplingParams(temperature=1.5, max_tokens=64, ignore_eos=True, **fields)
+    with open_llm(folder) as llm:
+        outputs = generate(llm, prompts, params)
+    assert ids(outputs) == [answer.token_ids for answer in oracle.answers(prompts)]
+
+
+SEEDED = [
+    SamplingParams(temperature=0.9, seed=seed, max_tokens=48, ignore_eos=True)
+    for seed in (0, 1, 2**63, 12345)
+]
+
+
+@pytest.mark.parametrize(
+    ("model", "dtype"),
+    [("random", "float32"), ("embedded", "float32"), ("embedded", "bfloat16")],
+)
+def test_same_seed_alone_in_a_crowd_and_preempted(
+    models: ModelShop, model: str, dtype: str
+) -> None:
+    folder = EMBEDDED_MODEL if model == "embedded" else models.folder(ZOO["d96-7to1-llama3"])
+    oracle = models.oracle(folder)
+    prompts = oracle.prompts((5, 21, 40, 80), seed=4)
+    rng = random.Random(5)
+    crowd = [[rng.randrange(3, 512) for _ in range(length)] for length in range(3, 63)]
+    others = SamplingParams(temperature=1.0, max_tokens=48, ignore_eos=True)
+    with open_llm(folder, dtype=dtype) as llm:
+        alone = [ids(generate(llm, [p], s))[0] for p, s in zip(prompts, SEEDED, strict=True)]
+    everyone = crowd[:30] + prompts + crowd[30:]
+    params = [others] * 30 + SEEDED + [others] * 30
+    with log_steps() as log, open_llm(folder, dtype=dtype, max_num_batched_tokens=128) as llm:
+        in_crowd = ids(generate(llm, everyone, params))[30:34]
+    assert log.max_rows == 64
+    assert log.num_partial_chunks > 0
+    tight = {"max_model_len": 256, "num_device_blocks_override": 32}
+    with open_llm(folder, dtype=dtype, **tight) as llm:
+        outputs = generate(llm, everyone, params)
+    assert preemptions(outputs[30:34]) > 0
+    assert in_crowd == alone
+    assert ids(outputs[30:34]) == alone
+    assert len({tuple(tokens) for tokens in alone}) == 4
+
+
+def test_seed_decides(models: ModelShop) -> None:
+    folder = models.folder(PLAIN)
+    prompt = models.oracle(folder).prompts([17], seed=1)[0]
+
+    def draw(llm: Any, seed: int | None) -> list[int]:
+        params = SamplingParams(temperature=1.0, seed=seed, max_tokens=32, ignore_eos=True)
+        return ids(generate(llm, [prompt], params))[0]
+
+    with open_llm(folder, seed=7) as llm:
+        first = [draw(llm, seed) for seed in (1, 1, 2, None, None)]
+    with open_llm(folder, seed=7) as llm:
+        again = [draw(llm, seed) for seed in (1, 1, 2, None, None)]
+    with open_llm(folder, seed=8) as llm:
+        other = [draw(llm, seed) for seed in (1, 1, 2, None, None)]
+    assert first == again, "an engine's seed and the order of arrival fix every draw"
+    assert first[0] == first[1] == other[0]
+    assert len({tuple(tokens) for tokens in (*first[1:], *other[3:])}) == 6
+    assert first[0] != models.oracle(folder).answers([prompt])[0].token_ids[:32]
+
+
+def test_unseeded_twins_differ(models: ModelShop) -> None:
+    folder = models.folder(PLAIN)
+    prompt = models.oracle(folder).prompts([17], seed=1)[0]
+    with open_llm(folder) as llm:
+        twins = ids(generate(llm, [prompt] * 8, SamplingParams(temperature=1.0, max_tokens=32)))
+        likely = ids(generate(llm, [prompt] * 8, greedy(32)))
+    assert len({tuple(tokens) for tokens in twins}) == 8
+    assert len({tuple(tokens) for tokens in likely}) == 1

@@ -1,0 +1,1 @@
+"""What several test rooms share: small random models, the oracle, a log of the steps."""

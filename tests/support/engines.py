@@ -1,0 +1,73 @@
+"""Short ways to run an engine on ids."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from tpengine import LLM, EngineArgs, LLMEngine, RequestOutput, SamplingParams
+
+MAX_STEPS = 2000
+CACHE_TOKENS = 64 * 640
+"""Room for 64 sequences of the random models' longest length."""
+
+
+def open_llm(folder: Path | str, **args: Any) -> LLM:
+    """An `LLM` in float32 whose cache holds `CACHE_TOKENS`, unless told otherwise."""
+    args.setdefault("dtype", "float32")
+    args.setdefault("block_size", 16)
+    args.setdefault("num_device_blocks_override", CACHE_TOKENS // args["block_size"])
+    return LLM(str(folder), **args)
+
+
+def greedy(num_tokens: int = 64, **fields: Any) -> SamplingParams:
+    """Greedy for a fixed number of tokens."""
+    return SamplingParams(temperature=0.0, max_tokens=num_tokens, ignore_eos=True, **fields)
+
+
+def generate(
+    llm: LLM,
+    prompts: Sequence[Sequence[int]],
+    params: SamplingParams | Sequence[SamplingParams],
+) -> list[RequestOutput]:
+    """All prompts at once; every one must be served."""
+    outputs = llm.generate(None, params, [list(prompt) for prompt in prompts], use_tqdm=False)
+    assert [output.error for output in outputs] == [None] * len(outputs)
+    assert llm.llm_engine.num_free_blocks == llm.llm_engine.num_total_blocks
+    return outputs
+
+
+def ids(outputs: Sequence[RequestOutput]) -> list[list[int]]:
+    """Output ids of each request."""
+    return [output.outputs[0].token_ids for output in outputs]
+
+
+def preemptions(outputs: Sequence[RequestOutput]) -> int:
+    """How often requests were preempted, all together."""
+    return sum(output.metrics.num_preemptions for output in outputs if output.metrics)
+
+
+def make_engine(folder: Path | str, **args: Any) -> LLMEngine:
+    """An engine in float32 with 256 blocks, unless told otherwise."""
+    args = {"dtype": "float32", "num_device_blocks_override": 256, **args}
+    return LLMEngine.from_engine_args(EngineArgs(str(folder), disable_log_stats=True, **args))
+
+
+def run(engine: LLMEngine) -> list[RequestOutput]:
+    """Steps until nothing is left; all outputs in order."""
+    outputs = []
+    for _ in range(MAX_STEPS):
+        if not engine.has_unfinished_requests():
+            return outputs
+        outputs += engine.step()
+    raise AssertionError(f"requests are unfinished after {MAX_STEPS} steps")
+
+
+def complete(engine: LLMEngine, prompt: list[int], params: SamplingParams) -> Any:
+    """The only sequence of one request, finished."""
+    engine.add_request("one", None, params, prompt)
+    final = run(engine)[-1]
+    assert final.finished
+    assert final.error is None
+    return final.outputs[0]

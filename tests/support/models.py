@@ -1,0 +1,36 @@
+"""Random models and their oracles, made once per test run."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from support.oracle import Oracle
+from support.tiny_llama import TinyLlama, write_word_tokenizer
+
+
+class ModelShop:
+    """Random models and their oracles, each made once per test run."""
+
+    def __init__(self, root: Path) -> None:
+        self._root = root
+        self._folders: dict[tuple[TinyLlama, bool], Path] = {}
+        self._oracles: dict[Path, Oracle] = {}
+
+    def folder(self, spec: TinyLlama, tokenizer: bool = False) -> Path:
+        """The folder of a model; tests must not change it (copy it first)."""
+        key = (spec, tokenizer)
+        if key not in self._folders:
+            folder = self._root / f"model-{len(self._folders)}"
+            folder.mkdir()
+            spec.write(folder)
+            if tokenizer:
+                write_word_tokenizer(folder, spec.vocab_size)
+            self._folders[key] = folder
+        return self._folders[key]
+
+    def oracle(self, folder: Path | str) -> Oracle:
+        """The oracle of the model in a folder."""
+        folder = Path(folder)
+        if folder not in self._oracles:
+            self._oracles[folder] = Oracle(folder)
+        return self._oracles[folder]

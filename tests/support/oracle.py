@@ -1,0 +1,124 @@
+"""Plain `transformers` in float32: what every switch of the engine is compared with."""
+
+from __future__ import annotations
+
+import random
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import AutoModelForCausalLM
+
+NUM_OUTPUT_TOKENS = 64
+MIN_MARGIN = 2e-3
+"""Lead of a greedy token over the second best logit that rounding cannot take away."""
+
+
+@dataclass(frozen=True)
+class Answer:
+    """Greedy continuation of one prompt.
+
+    Attributes:
+        logprobs: float32 `[num_output_tokens, vocab_size]`.
+        margin: smallest lead of a chosen logit over the second best.
+    """
+
+    prompt: tuple[int, ...]
+    token_ids: list[int]
+    logprobs: torch.Tensor
+    margin: float
+
+
+class Oracle:
+    """Greedy answers of the model in a folder, computed once per prompt."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        self._model: Any = None
+        self._answers: dict[tuple[int, ...], Answer] = {}
+
+    @property
+    def model(self) -> Any:
+        """The transformers model, float32."""
+        if self._model is None:
+            model = AutoModelForCausalLM.from_pretrained(self._folder, dtype=torch.float32)
+            self._model = model.eval()
+        return self._model
+
+    def answers(self, prompts: Sequence[Sequence[int]]) -> list[Answer]:
+        """Answers in the order of the prompts; those of equal length are computed together."""
+        by_length: dict[int, list[tuple[int, ...]]] = {}
+        for prompt in prompts:
+            key = tuple(prompt)
+            if key not in self._answers:
+                by_length.setdefault(len(key), []).append(key)
+        for group in by_length.values():
+            for answer in self._compute(list(dict.fromkeys(group))):
+                self._answers[answer.prompt] = answer
+        return [self._answers[tuple(prompt)] for prompt in prompts]
+
+    def next_logprobs(self, prompt: Sequence[int]) -> torch.Tensor:
+        """Log probabilities `[vocab_size]` of the token after the prompt."""
+        with torch.inference_mode():
+            logits = self.model(torch.tensor([list(prompt)])).logits
+        return torch.log_softmax(logits[0, -1].float(), dim=-1)
+
+    def prompts(self, lengths: Sequence[int], seed: int) -> list[list[int]]:
+        """Random prompts of these lengths whose greedy continuation is no matter of rounding.
+
+        Of several candidates per length the first that has no near-tie is taken; the choice knows
+        nothing of the engine.
+        """
+        rng = random.Random(seed)
+        vocab_size = self.model.config.vocab_size
+        found: dict[int, list[list[int]]] = {}
+        for length, count in Counter(lengths).items():
+            found[length] = []
+            for _ in range(10):
+                lacking = count - len(found[length])
+                if lacking < 1:
+                    break
+                # Some more than needed, as they cost little when they are computed together.
+                candidates = [
+                    [rng.randrange(3, vocab_size) for _ in range(length)]
+                    for _ in range(lacking + lacking // 4 + 1)
+                ]
+                answers = self.answers(candidates)
+                found[length] += [list(a.prompt) for a in answers if a.margin >= MIN_MARGIN]
+            assert len(found[length]) >= count, f"too few prompts of {length} without a near-tie"
+        return [found[length].pop(0) for length in lengths]
+
+    def assert_discerning(self, prompts: Sequence[Sequence[int]]) -> None:
+        """Makes sure that a wrong engine could not pass: answers vary, and depend on an early
+        token of a long prompt."""
+        answers = self.answers(prompts)
+        distinct = {token for answer in answers for token in answer.token_ids}
+        assert len(distinct) >= 20, f"the oracle gives only {len(distinct)} distinct ids"
+        assert min(answer.margin for answer in answers) >= MIN_MARGIN
+        longest = list(max(prompts, key=len))
+        if len(longest) > 1:
+            changed = [*longest]
+            changed[0] = 3 + (changed[0] + 1) % (self.model.config.vocab_size - 3)
+            before, after = self.answers([longest, changed])
+            assert before.token_ids != after.token_ids, "the first prompt token changes nothing"
+
+    def _compute(self, prompts: list[tuple[int, ...]]) -> list[Answer]:
+        inputs, cache = torch.tensor(prompts), None
+        logits = []
+        with torch.inference_mode():
+            for _ in range(NUM_OUTPUT_TOKENS):
+                output = self.model(inputs, past_key_values=cache, use_cache=True)
+                cache = output.past_key_values
+                logits.append(output.logits[:, -1].float())
+                inputs = logits[-1].argmax(dim=-1, keepdim=True)
+            stacked = torch.stack(logits, dim=1)  # [num_prompts, num_output_tokens, vocab_size]
+            best = stacked.topk(2, dim=-1)
+            margins = (best.values[..., 0] - best.values[..., 1]).amin(dim=1)
+            logprobs = torch.log_softmax(stacked, dim=-1)
+        return [
+            Answer(prompt, best.indices[i, :, 0].tolist(), logprobs[i], float(margins[i]))
+            for i, prompt in enumerate(prompts)
+        ]

@@ -1,0 +1,54 @@
+"""What the scheduler decided while an engine ran: the proof that a test's switch acted."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+import pytest
+
+from tpengine.scheduling import Scheduler, SchedulerOutput
+
+
+@dataclass
+class StepLog:
+    """Counts over all steps of all engines since the log was opened."""
+
+    num_steps: int = 0
+    num_partial_chunks: int = 0
+    """Rows that computed a part of their tokens and left some for later steps."""
+    num_mixed_steps: int = 0
+    """Steps that held rows of one token beside longer ones."""
+    num_preemptions: int = 0
+    max_rows: int = 0
+    max_tokens: int = 0
+
+    def record(self, output: SchedulerOutput) -> None:
+        """Adds one step, as scheduled and not yet computed."""
+        self.num_preemptions += len(output.preempted)
+        if output.is_empty:
+            return
+        self.num_steps += 1
+        sizes = output.step_input.num_scheduled_tokens
+        for sequence, size in zip(output.rows, sizes, strict=True):
+            self.num_partial_chunks += sequence.num_computed_tokens + size < sequence.num_tokens
+        self.num_mixed_steps += min(sizes) == 1 and max(sizes) > 1
+        self.max_rows = max(self.max_rows, len(sizes))
+        self.max_tokens = max(self.max_tokens, sum(sizes))
+
+
+@contextmanager
+def log_steps() -> Iterator[StepLog]:
+    """Watches every scheduler while the context lasts."""
+    log = StepLog()
+    schedule = Scheduler.schedule
+
+    def watched(scheduler: Scheduler) -> SchedulerOutput:
+        output = schedule(scheduler)
+        log.record(output)
+        return output
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Scheduler, "schedule", watched)
+        yield log

@@ -1,0 +1,139 @@
+"""Small random Llamas in Hugging Face layout, in which every part of the model matters.
+
+With the usual initializer a random model repeats one id whatever the prompt, and a comparison of
+greedy ids cannot fail. These have large weights, norms that are not one, and biases that are not
+zero.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import LlamaConfig, LlamaForCausalLM
+
+INITIALIZER_RANGE = 0.2
+LINEAR_ROPE = {"rope_type": "linear", "factor": 4.0}
+LLAMA3_ROPE = {
+    "rope_type": "llama3",
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 128,
+}
+
+
+@dataclass(frozen=True)
+class TinyLlama:
+    """One random model, fixed by these values.
+
+    Attributes:
+        rope: scaling without its theta; empty: none.
+        old_rope_key: None writes `rope_parameters` as transformers 5 does; `type` or `rope_type`
+            writes `rope_theta` and `rope_scaling` with that key, as earlier ones did.
+        max_shard_size: above it the weights are cut into several files with an index.
+    """
+
+    head_dim: int = 64
+    num_heads: int = 4
+    num_kv_heads: int = 2
+    hidden_size: int = 128
+    intermediate_size: int = 192
+    num_layers: int = 2
+    vocab_size: int = 512
+    max_positions: int = 640
+    tied: bool = False
+    bias: bool = False
+    rope_theta: float = 10000.0
+    rope: tuple[tuple[str, Any], ...] = ()
+    old_rope_key: str | None = None
+    max_shard_size: str = "1GB"
+    seed: int = 0
+    end_token_ids: tuple[int, ...] = field(default=(2,))
+
+    def config(self) -> LlamaConfig:
+        """The configuration as transformers wants it."""
+        rope = {"rope_type": "default", **dict(self.rope), "rope_theta": self.rope_theta}
+        return LlamaConfig(
+            head_dim=self.head_dim,
+            num_attention_heads=self.num_heads,
+            num_key_value_heads=self.num_kv_heads,
+            hidden_size=self.hidden_size,
+            intermediate_size=self.intermediate_size,
+            num_hidden_layers=self.num_layers,
+            vocab_size=self.vocab_size,
+            max_position_embeddings=self.max_positions,
+            tie_word_embeddings=self.tied,
+            attention_bias=self.bias,
+            mlp_bias=self.bias,
+            rope_parameters=rope,
+            initializer_range=INITIALIZER_RANGE,
+            bos_token_id=1,
+            eos_token_id=list(self.end_token_ids),
+            rms_norm_eps=1e-5,
+        )
+
+    def write(self, folder: Path) -> None:
+        """Builds the model and writes its folder; no tokenizer."""
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(self.seed)
+            model = LlamaForCausalLM(self.config()).float()
+            with torch.no_grad():
+                for name, parameter in model.named_parameters():
+                    if "norm" in name:
+                        parameter.uniform_(0.5, 1.5)
+                    elif name.endswith(".bias"):
+                        parameter.normal_(0.0, INITIALIZER_RANGE)
+        model.save_pretrained(folder, max_shard_size=self.max_shard_size)
+        if self.old_rope_key is not None:
+            edit_json(folder / "config.json", lambda config: self._spell_old(config))
+
+    def _spell_old(self, config: dict[str, Any]) -> None:
+        del config["rope_parameters"]
+        scaling = dict(self.rope)
+        config["rope_theta"] = self.rope_theta
+        if scaling:
+            assert self.old_rope_key is not None
+            scaling[self.old_rope_key] = scaling.pop("rope_type")
+        config["rope_scaling"] = scaling or None
+        config["transformers_version"] = "4.44.0"
+
+
+def edit_json(path: Path, change: Any) -> None:
+    """Lets `change` edit the object in a JSON file in place."""
+    content = json.loads(path.read_text())
+    change(content)
+    path.write_text(json.dumps(content, indent=2))
+
+
+def write_word_tokenizer(folder: Path, vocab_size: int) -> None:
+    """A byte-level BPE tokenizer without merges: ids 0 to 3 are special, then the 256 bytes, then
+    two-letter words up to `vocab_size`; a chat template comes with it."""
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    specials = ["<pad>", "<s>", "</s>", "<|user|>"]
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    vocab = {token: i for i, token in enumerate([*specials, *alphabet])}
+    letters = "abcdefghijklmnopqrstuvwxyz"
+    merges = []
+    for first in letters:
+        for second in letters:
+            if len(vocab) < vocab_size:
+                vocab[first + second] = len(vocab)
+                merges.append((first, second))
+    backend = Tokenizer(models.BPE(vocab=vocab, merges=merges))
+    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    backend.decoder = decoders.ByteLevel()
+    backend.add_special_tokens(specials)
+    tokenizer = PreTrainedTokenizerFast(
+        tokenizer_object=backend, bos_token="<s>", eos_token="</s>", pad_token="<pad>"
+    )
+    tokenizer.chat_template = (
+        "{% for m in messages %}{{ '<|user|>' + m['role'] + ':' + m['content'] }}{% endfor %}"
+        "{% if add_generation_prompt %}{{ 'assistant:' }}{% endif %}"
+    )
+    tokenizer.save_pretrained(folder)

@@ -1,0 +1,340 @@
+"""`LLM`: prompts in every form, order of results, refusals, chat, life and death."""
+
+from __future__ import annotations
+
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from support.engines import generate, greedy, ids, open_llm
+from support.models import ModelShop
+from support.oracle import Oracle
+from support.zoo import PLAIN
+
+from tpengine import LLM, LLMEngine, SamplingParams
+from tpengine.config import EMBEDDED_MODEL
+from tpengine.engine.tokenizer import Tokenizer
+from tpengine.errors import EngineError, InvalidPromptError, RequestError
+
+PROMPTS = ["Hello, my name is", "The capital of France is", "The future of AI is"]
+TIMEOUT_S = 120
+
+
+@pytest.fixture(scope="module")
+def llm() -> Iterator[LLM]:
+    with open_llm(EMBEDDED_MODEL) as llm:
+        yield llm
+
+
+def texts(outputs: list[Any]) -> list[str]:
+    return [output.outputs[0].text for output in outputs]
+
+
+def test_the_script_that_everybody_knows(llm: LLM) -> None:
+    params = SamplingParams(temperature=0.8, top_p=0.95)
+    outputs = llm.generate(PROMPTS, params)
+    assert [output.prompt for output in outputs] == PROMPTS
+    for output in outputs:
+        assert output.finished
+        assert output.error is None
+        completion = output.outputs[0]
+        assert len(completion.token_ids) <= 16  # the default of max_tokens
+        assert completion.text
+        assert completion.finish_reason in {"length", "stop"}
+        assert completion.logprobs is None
+    metrics = outputs[0].metrics
+    assert metrics.arrival_time <= metrics.first_scheduled_time <= metrics.first_token_time
+    assert metrics.first_token_time <= metrics.finished_time
+
+
+def test_every_form_of_a_prompt(llm: LLM) -> None:
+    one = llm.generate(PROMPTS[0], greedy(12), use_tqdm=False)
+    assert len(one) == 1
+    token_ids = one[0].prompt_token_ids
+    assert token_ids == llm.get_tokenizer().encode(PROMPTS[0])
+    forms = [
+        llm.generate([PROMPTS[0]], greedy(12), use_tqdm=False),
+        llm.generate({"prompt": PROMPTS[0]}, greedy(12), use_tqdm=False),
+        llm.generate({"prompt_token_ids": token_ids}, greedy(12), use_tqdm=False),
+        llm.generate([{"prompt_token_ids": token_ids}], greedy(12), use_tqdm=False),
+        llm.generate(prompt_token_ids=token_ids, sampling_params=greedy(12), use_tqdm=False),
+        llm.generate(prompt_token_ids=[token_ids], sampling_params=greedy(12), use_tqdm=False),
+        llm.generate([PROMPTS[0]], greedy(12), [token_ids], use_tqdm=False),
+        llm.generate(None, greedy(12), [np.array(token_ids)], use_tqdm=False),
+    ]
+    for form in forms:
+        assert ids(form) == ids(one)
+        assert form[0].prompt_token_ids == token_ids
+    assert forms[2][0].prompt is None
+    assert forms[6][0].prompt == PROMPTS[0]
+    mixed = llm.generate(
+        [PROMPTS[0], {"prompt_token_ids": token_ids}, {"prompt": PROMPTS[1]}],
+        greedy(12),
+        use_tqdm=False,
+    )
+    assert ids(mixed)[0] == ids(mixed)[1] == ids(one)[0]
+    assert ids(mixed)[2] != ids(one)[0]
+
+
+def test_params_per_prompt_and_order_of_results(llm: LLM) -> None:
+    """The first prompt takes longest, the results come in the order of the prompts all the same."""
+    params = [greedy(40), greedy(3), greedy(20)]
+    outputs = llm.generate(PROMPTS, params, use_tqdm=False)
+    assert [len(tokens) for tokens in ids(outputs)] == [40, 3, 20]
+    finished = [output.metrics.finished_time for output in outputs]
+    assert finished[1] < finished[2] < finished[0]
+    assert [output.prompt for output in outputs] == PROMPTS
+    assert llm.generate([], greedy(), use_tqdm=False) == []
+    with pytest.raises(InvalidPromptError, match=r"got 2 for 3 prompts"):
+        llm.generate(PROMPTS, params[:2])
+    with pytest.raises(InvalidPromptError, match="got neither"):
+        llm.generate()
+    with pytest.raises(InvalidPromptError, match=r"equally many, got 3 and 1"):
+        llm.generate(PROMPTS, greedy(), [[1, 2]])
+
+
+def test_refused_prompts_come_back_with_their_error(llm: LLM) -> None:
+    bad: list[Any] = [PROMPTS[0], "", {"prompt_token_ids": [5, 99999]}, PROMPTS[1], {"text": "x"}]
+    outputs = llm.generate(bad, greedy(8), use_tqdm=False)
+    assert len(outputs) == 5
+    assert [output.error is None for output in outputs] == [True, False, False, True, False]
+    assert all(output.finished for output in outputs)
+    assert "empty" in outputs[1].error
+    assert "99999" in outputs[2].error
+    for place in (1, 2, 4):
+        assert outputs[place].outputs[0].finish_reason == "error"
+        assert outputs[place].outputs[0].token_ids == []
+    alone = llm.generate([PROMPTS[0], PROMPTS[1]], greedy(8), use_tqdm=False)
+    assert texts(alone) == [texts(outputs)[0], texts(outputs)[3]]
+
+
+def test_chat(llm: LLM) -> None:
+    messages = [{"role": "user", "content": "What is two plus three?"}]
+    outputs = llm.chat(messages, greedy(8), use_tqdm=False)
+    expected = llm.get_tokenizer().hf.apply_chat_template(
+        messages, add_generation_prompt=True, return_dict=False
+    )
+    assert outputs[0].prompt_token_ids == expected
+    many = llm.chat([messages, messages[:1]], greedy(8), use_tqdm=False)
+    assert ids(many) == ids(outputs) * 2
+    closed = llm.chat(messages, greedy(8), use_tqdm=False, add_generation_prompt=False)
+    assert len(closed[0].prompt_token_ids) < len(expected)
+    with pytest.raises(InvalidPromptError, match="content"):
+        llm.chat([{"role": "user"}], greedy(8))
+
+
+def test_progress_bar_tells_the_rates(llm: LLM, capsys: pytest.CaptureFixture[str]) -> None:
+    llm.generate(PROMPTS, greedy(8), use_tqdm=True)
+    shown = capsys.readouterr().err
+    assert "3/3" in shown
+    assert "output" in shown
+    assert "tokens/s" in shown
+    llm.generate(PROMPTS, greedy(8), use_tqdm=False)
+    assert "3/3" not in capsys.readouterr().err
+
+
+def test_stream_gives_the_text_in_pieces(llm: LLM) -> None:
+    whole = texts(llm.generate(PROMPTS[0], greedy(24), use_tqdm=False))[0]
+    pieces = list(llm.stream(PROMPTS[0], greedy(24)))
+    assert len(pieces) > 10
+    assert "".join(pieces) == whole
+    stream = llm.stream(PROMPTS[0], greedy(24))
+    next(stream)
+    stream.close()  # whoever stops listening does not leave a request behind
+    assert llm.llm_engine.get_num_unfinished_requests() == 0
+    assert llm.llm_engine.num_free_blocks == llm.llm_engine.num_total_blocks
+    with pytest.raises(RequestError, match="empty"):
+        list(llm.stream("", greedy(24)))
+
+
+def test_tokenizer_can_be_replaced(models: ModelShop) -> None:
+    """A folder without a tokenizer works with ids; a tokenizer given later makes text of them."""
+    from transformers import AutoTokenizer
+
+    folder = models.folder(PLAIN)
+    prompt = [7, 300, 41]
+    with open_llm(folder) as llm:
+        assert llm.get_tokenizer() is None
+        bare = llm.generate(None, greedy(10), [prompt], use_tqdm=False)[0]
+        assert bare.outputs[0].text == ""
+        assert len(bare.outputs[0].token_ids) == 10
+        refused = llm.generate(["Hello"], greedy(10), use_tqdm=False)[0]
+        assert "no tokenizer" in refused.error
+        stop = llm.generate(None, greedy(10, stop=["a"]), [prompt], use_tqdm=False)[0]
+        assert "stop strings need a tokenizer" in stop.error
+        with pytest.raises(InvalidPromptError, match="tokenizer"):
+            llm.chat([{"role": "user", "content": "Hello"}])
+        hf = AutoTokenizer.from_pretrained(models.folder(PLAIN, tokenizer=True))
+        llm.set_tokenizer(hf)
+        assert isinstance(llm.get_tokenizer(), Tokenizer)
+        told = llm.generate(None, greedy(10), [prompt], use_tqdm=False)[0]
+        assert told.outputs[0].token_ids == bare.outputs[0].token_ids
+        assert told.outputs[0].text == hf.decode(bare.outputs[0].token_ids)
+        llm.set_tokenizer(None)
+        assert llm.get_tokenizer() is None
+
+
+def test_tokenizer_of_another_folder(models: ModelShop) -> None:
+    with_text = models.folder(PLAIN, tokenizer=True)
+    with open_llm(models.folder(PLAIN), tokenizer=str(with_text)) as llm:
+        assert llm.generate("abc", greedy(4), use_tqdm=False)[0].error is None
+
+
+def test_shutdown_twice_and_never_again(models: ModelShop) -> None:
+    llm = open_llm(models.folder(PLAIN))
+    with llm as entered:
+        assert entered is llm
+        generate(llm, [[5, 6]], greedy(2))
+    llm.shutdown()
+    with pytest.raises(EngineError, match="shut down"):
+        llm.generate(None, greedy(2), [[5, 6]], use_tqdm=False)
+    assert isinstance(llm.llm_engine, LLMEngine)
+    llm.llm_engine.shutdown()
+
+
+def test_engines_one_after_the_other_and_side_by_side(
+    models: ModelShop, embedded_oracle: Oracle
+) -> None:
+    folder = models.folder(PLAIN)
+    oracle = models.oracle(folder)
+    prompts = oracle.prompts((7, 33), seed=1)
+    embedded = [[30, 31, 32, 33, 34], [400, 401, 402]]
+    expected = [answer.token_ids for answer in oracle.answers(prompts)]
+    other = [answer.token_ids for answer in embedded_oracle.answers(embedded)]
+    for _ in range(2):
+        with open_llm(folder) as llm:
+            assert ids(generate(llm, prompts, greedy())) == expected
+    with open_llm(folder) as left, open_llm(EMBEDDED_MODEL, block_size=8) as right:
+        for i in range(2):
+            left.llm_engine.add_request(f"l{i}", None, greedy(), prompts[i])
+            right.llm_engine.add_request(f"r{i}", None, greedy(), embedded[i])
+        done: dict[str, list[int]] = {}
+        while left.llm_engine.has_unfinished_requests():
+            for output in left.llm_engine.step() + right.llm_engine.step():
+                if output.finished:
+                    done[output.request_id] = output.outputs[0].token_ids
+        assert not right.llm_engine.has_unfinished_requests()
+        assert [done["l0"], done["l1"]] == expected
+        assert [done["r0"], done["r1"]] == other
+        left.shutdown()
+        assert ids(generate(right, embedded, greedy())) == other
+
+
+def test_ctrl_c_during_a_step(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A real signal in the middle of a step: the step is completed, the prompts are dropped."""
+    expected = texts(llm.generate(PROMPTS, greedy(20), use_tqdm=False))
+    engine = llm.llm_engine
+    schedule = engine._scheduler.schedule
+    num_steps = 0
+
+    def interrupted() -> Any:
+        nonlocal num_steps
+        num_steps += 1
+        output = schedule()
+        if num_steps == 3:
+            signal.raise_signal(signal.SIGINT)
+        return output
+
+    monkeypatch.setattr(engine._scheduler, "schedule", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        llm.generate(PROMPTS, greedy(20), use_tqdm=False)
+    assert num_steps == 3
+    assert engine.get_num_unfinished_requests() == 0
+    assert engine.num_free_blocks == engine.num_total_blocks
+    assert texts(llm.generate(PROMPTS, greedy(20), use_tqdm=False)) == expected
+
+
+def test_ctrl_c_while_prompts_are_added(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    engine = llm.llm_engine
+    add_request = engine.add_request
+
+    def interrupted(request_id: str, prompt: Any, *args: Any) -> None:
+        if prompt == PROMPTS[2]:
+            raise KeyboardInterrupt
+        add_request(request_id, prompt, *args)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(engine, "add_request", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            llm.generate(PROMPTS, greedy(20), use_tqdm=False)
+    assert engine.get_num_unfinished_requests() == 0
+    assert engine.num_free_blocks == engine.num_total_blocks
+
+
+CHILD = """
+import sys
+from tpengine import LLM, SamplingParams
+llm = LLM(dtype="float32", cpu_kv_cache_space=0.1, max_num_seqs=4)
+engine = llm.llm_engine
+params = SamplingParams(max_tokens=1500, ignore_eos=True)
+step = engine.step
+def told():
+    outputs = step()
+    if engine.last_step.num_rows == 4:
+        print("running", flush=True)
+    return outputs
+engine.step = told
+try:
+    llm.generate(["One, two,"] * 200, params, use_tqdm=False)
+    print("finished")
+except KeyboardInterrupt:
+    print("interrupted", engine.get_num_unfinished_requests(),
+          engine.num_free_blocks == engine.num_total_blocks)
+engine.step = step
+again = llm.generate(["One, two,"], SamplingParams(max_tokens=5, ignore_eos=True), use_tqdm=False)
+print("again", len(again[0].outputs[0].token_ids))
+"""
+
+
+def test_ctrl_c_from_the_terminal() -> None:
+    child = subprocess.Popen(
+        [sys.executable, "-c", CHILD], stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True
+    )
+    try:
+        assert child.stdout is not None
+        assert child.stdout.readline() == "running\n"
+        child.send_signal(signal.SIGINT)
+        shown, _ = child.communicate(timeout=TIMEOUT_S)
+    finally:
+        child.kill()
+        child.wait(TIMEOUT_S)
+    lines = [line for line in shown.splitlines() if line != "running"]
+    assert lines == ["interrupted 0 True", "again 5"]
+    assert child.returncode == 0
+
+
+LONELY = """
+import sys
+class Blocker:
+    def find_spec(self, name, path=None, target=None):
+        if name.split(".")[0] in {"ray", "grpc"}:
+            raise ImportError(name + " is blocked")
+sys.meta_path.insert(0, Blocker())
+import tpengine
+assert not {"torch", "transformers", "ray", "grpc"} & set(sys.modules), "import tpengine is cheap"
+from tpengine import LLM, SamplingParams
+with LLM(cpu_kv_cache_space=0.1) as llm:
+    outputs = llm.generate("Hello, my name is", SamplingParams(max_tokens=4), use_tqdm=False)
+assert len(outputs[0].outputs[0].token_ids) == 4
+from tpengine.cli import main
+assert main(["generate", "Hello", "--max-tokens", "3", "--cpu-kv-cache-space", "0.1"]) == 0
+assert not {"ray", "grpc"} & set(sys.modules)
+print("alone")
+"""
+
+
+def test_neither_ray_nor_grpc_is_needed(tmp_path: Path) -> None:
+    child = subprocess.run(
+        [sys.executable, "-c", LONELY],
+        capture_output=True,
+        text=True,
+        timeout=TIMEOUT_S,
+        stdin=subprocess.DEVNULL,
+    )
+    assert child.returncode == 0, child.stderr
+    assert child.stdout.splitlines()[-1] == "alone"

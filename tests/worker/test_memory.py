@@ -1,0 +1,110 @@
+"""How much memory the KV cache may take, and what it is made of."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from support.models import ModelShop
+from support.zoo import PLAIN
+
+from tpengine.engine_args import EngineArgs
+from tpengine.errors import CacheSizeError
+from tpengine.worker import memory
+from tpengine.worker.cache_engine import CacheEngine, block_bytes
+from tpengine.worker.worker import Worker
+
+GIB = 1 << 30
+CPU = torch.device("cpu")
+
+
+@pytest.mark.parametrize(
+    ("free", "wanted", "expected"),
+    [
+        (100 * GIB, None, 4 * GIB),
+        (5 * GIB, None, 2 * GIB),
+        (5 * GIB, 3 * GIB, 3 * GIB),
+        (-1, None, 0),
+    ],
+    ids=["plenty", "forty per cent", "as told", "overdrawn"],
+)
+def test_budget_on_cpu(
+    monkeypatch: pytest.MonkeyPatch, free: int, wanted: int | None, expected: int
+) -> None:
+    monkeypatch.setattr(memory, "cpu_free_bytes", lambda: free)
+    assert memory.cpu_kv_budget_bytes(wanted) == expected
+
+
+def test_free_and_total_are_plausible() -> None:
+    assert 0 < memory.cpu_free_bytes() < memory.cpu_total_bytes()
+
+
+@pytest.mark.parametrize(
+    ("line", "files"),
+    [
+        ("0::/app/inner", {"app/memory.max": 3 * GIB, "app/memory.current": GIB}),
+        (
+            "9:memory:/app",
+            {
+                "memory/app/memory.limit_in_bytes": 3 * GIB,
+                "memory/app/memory.usage_in_bytes": GIB,
+            },
+        ),
+    ],
+    ids=["cgroup v2, limit of a parent", "cgroup v1"],
+)
+def test_a_cgroups_limit_counts(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, line: str, files: dict[str, int]
+) -> None:
+    for name, value in files.items():
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text(f"{value}\n")
+    (tmp_path / "app").mkdir(exist_ok=True)
+    cgroup = tmp_path / "cgroup"
+    cgroup.write_text(line + "\n")
+    real = Path
+
+    def moved(path: str) -> Path:
+        if path == "/proc/self/cgroup":
+            return cgroup
+        return real(str(path).replace("/sys/fs/cgroup", str(tmp_path)))
+
+    monkeypatch.setattr(memory, "Path", moved)
+    monkeypatch.setattr(memory, "_meminfo", lambda key: 50 * GIB)
+    assert memory.cpu_total_bytes() == 3 * GIB
+    assert memory.cpu_free_bytes() == 2 * GIB
+
+
+def test_peak_memory_sees_what_came_and_went() -> None:
+    size = 200 << 20
+    with memory.PeakMemory(CPU) as peak:
+        torch.ones(size, dtype=torch.uint8)
+    assert peak.peak_bytes > 0.9 * size
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_block_bytes_are_what_is_allocated(dtype: torch.dtype) -> None:
+    cache = CacheEngine(CPU, dtype, 6, 16, num_layers=3, num_kv_heads=2, head_dim=80)
+    allocated = sum(k.nbytes + v.nbytes for k, v in cache.kv_caches)
+    assert len(cache.kv_caches) == 3
+    assert allocated == 6 * block_bytes(CPU, dtype, 16, 3, 2, 80)
+    assert allocated >= 6 * 16 * 3 * 2 * 2 * 80 * dtype.itemsize
+
+
+def test_ledger(models: ModelShop) -> None:
+    args = EngineArgs(str(models.folder(PLAIN)), dtype="float32", cpu_kv_cache_space=0.01)
+    worker = Worker(args.create_engine_config("cpu"))
+    assert "float32" in worker.init_device()
+    worker.load_model()
+    ledger = worker.profile_num_available_blocks()
+    assert ledger.kv_budget_bytes == int(0.01 * GIB)
+    assert ledger.num_device_blocks == ledger.kv_budget_bytes // ledger.block_bytes
+    model = models.oracle(models.folder(PLAIN)).model
+    parameters = 4 * sum(p.numel() for p in model.parameters())
+    assert parameters <= ledger.weights_bytes < 1.25 * parameters  # a tied head may be packed twice
+    with pytest.raises(CacheSizeError, match=r"cannot be allocated.*choose fewer"):
+        worker.init_cache_engine(1 << 36)
+    worker.init_cache_engine(ledger.num_device_blocks)
+    worker.shutdown()
+    worker.shutdown()
