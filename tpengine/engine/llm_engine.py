@@ -103,6 +103,10 @@ class LLMEngine:
         """Blocks of the KV cache."""
         return self._block_manager.num_total_blocks
 
+    def get_weights_bytes(self) -> list[int]:
+        """Bytes of the weights on each rank."""
+        return self._executor.weights_bytes()
+
     def add_request(
         self,
         request_id: str,

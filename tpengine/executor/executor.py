@@ -33,6 +33,10 @@ class Executor(ABC):
         """Allocates as many blocks on every rank's device and on its host."""
         self._run_workers("init_cache_engine", num_blocks, num_host_blocks)
 
+    def weights_bytes(self) -> list[int]:
+        """Bytes of each rank's weights."""
+        return self._run_workers("weights_bytes")
+
     def execute_model(self, step: StepInput) -> StepOutput:
         """Runs one step on every rank; the answer is rank 0's."""
         output: StepOutput = self._run_workers("execute_model", step)[0]

@@ -120,6 +120,10 @@ class Worker:
         with torch.inference_mode():
             return self._require_runner().execute(step)
 
+    def weights_bytes(self) -> int:
+        """Bytes of this rank's weights, as they lie in memory."""
+        return self._require_runner().weights_bytes
+
     def shutdown(self) -> None:
         """Lets go of weights and cache."""
         self._runner = None

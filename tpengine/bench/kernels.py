@@ -1,0 +1,140 @@
+"""The CPU kernels by themselves: what share of the measured read bandwidth decode attention draws,
+and how many operations per second prefill attention and linear layers do, in bfloat16.
+
+Caches are larger than the processor's own and are taken in turn; tables are random.
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+from collections.abc import Callable
+
+import torch
+from tqdm import tqdm
+
+from tpengine.bench.bandwidth import fastest_s, read_bandwidth
+from tpengine.bench.machine import describe_commit, describe_machine
+from tpengine.ops import attention, cache, linear
+from tpengine.worker.device import set_num_threads
+
+_BLOCK_SIZE = 16
+_HEAD_DIM = 64
+_HEADS = ((12, 12), (12, 4), (14, 2))
+_DECODE = ((1, 1024), (1, 8192), (8, 1024), (32, 1024), (128, 256))
+_PREFILL = ((1, 512), (8, 256), (4, 1024))
+_LINEAR_ROWS = (1, 8, 32, 128, 512)
+_LINEARS = ((768, 4096), (896, 9728), (2048, 768), (4864, 896))
+_CACHE_BYTES = 256 << 20
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Adds this benchmark's options."""
+    parser.add_argument("--repeats", type=int, default=9, help="best of these (default: 9)")
+
+
+def run(args: argparse.Namespace) -> int:
+    """Measures and prints a line per case."""
+    set_num_threads(1)
+    bandwidth = read_bandwidth()
+    lines = []
+    cases = [
+        *(
+            lambda c=c: _decode(*c, args.repeats, bandwidth)
+            for c in itertools.product(_HEADS, _DECODE)
+        ),
+        *(lambda c=c: _prefill(*c, args.repeats) for c in itertools.product(_HEADS, _PREFILL)),
+        *(
+            lambda c=c: _linear(*c, args.repeats, bandwidth)
+            for c in itertools.product(_LINEARS, _LINEAR_ROWS)
+        ),
+    ]
+    for case in tqdm(cases, desc="cases", unit="case"):
+        lines.append(case())
+    print(f"machine   {describe_machine()}")
+    print(f"commit    {describe_commit()}")
+    print(f"memory    reads {bandwidth / 1e9:.1f} GB/s")
+    print("\n".join(lines))
+    return 0
+
+
+class _Caches:
+    """As many K and V caches as fill memory beyond the processor's caches, taken in turn."""
+
+    def __init__(self, num_kv_heads: int, num_seqs: int, seq_len: int) -> None:
+        self.blocks = num_seqs * -(-seq_len // _BLOCK_SIZE)
+        shapes = cache.kv_cache_shapes(
+            "cpu", torch.bfloat16, self.blocks, _BLOCK_SIZE, num_kv_heads, _HEAD_DIM
+        )
+        size = 4 * self.blocks * _BLOCK_SIZE * num_kv_heads * _HEAD_DIM
+        count = max(1, _CACHE_BYTES // size)
+        pairs = [
+            tuple(torch.randn(shape).to(torch.bfloat16) for shape in shapes) for _ in range(count)
+        ]
+        self.next = itertools.cycle(pairs).__next__
+        table = torch.randperm(self.blocks, dtype=torch.int64).to(torch.int32)
+        self.table = table.view(num_seqs, -1)
+        self.seq_lens = torch.full((num_seqs,), seq_len, dtype=torch.int32)
+
+
+def _time(action: Callable[[], object], repeats: int) -> float:
+    with torch.inference_mode():
+        return fastest_s(action, repeats)
+
+
+def _decode(heads: tuple[int, int], case: tuple[int, int], repeats: int, bandwidth: float) -> str:
+    (num_heads, num_kv_heads), (num_seqs, seq_len) = heads, case
+    caches = _Caches(num_kv_heads, num_seqs, seq_len)
+    q = torch.randn(num_seqs, num_heads, _HEAD_DIM).to(torch.bfloat16)
+    out = torch.empty_like(q)
+
+    def action() -> None:
+        k, v = caches.next()
+        attention.paged_attention(
+            out, q, k, v, caches.table, caches.seq_lens, _HEAD_DIM**-0.5, None, None
+        )
+
+    seconds = _time(action, repeats)
+    rate = 4 * num_seqs * seq_len * num_kv_heads * _HEAD_DIM / seconds
+    return (
+        f"decode    heads {num_heads:>2}/{num_kv_heads:<2} {num_seqs:>3} x {seq_len:<5} "
+        f"{1e3 * seconds:8.3f} ms   {rate / 1e9:6.1f} GB/s   {100 * rate / bandwidth:5.1f} %"
+    )
+
+
+def _prefill(heads: tuple[int, int], case: tuple[int, int], repeats: int) -> str:
+    (num_heads, num_kv_heads), (num_seqs, seq_len) = heads, case
+    caches = _Caches(num_kv_heads, num_seqs, seq_len)
+    q = torch.randn(num_seqs * seq_len, num_heads, _HEAD_DIM).to(torch.bfloat16)
+    out = torch.empty_like(q)
+    starts = torch.arange(num_seqs + 1, dtype=torch.int32) * seq_len
+
+    def action() -> None:
+        k, v = caches.next()
+        attention.prefill_attention(
+            out, q, k, v, caches.table, starts, caches.seq_lens, _HEAD_DIM**-0.5, None, None
+        )
+
+    seconds = _time(action, repeats)
+    operations = 2 * num_seqs * seq_len * seq_len * num_heads * _HEAD_DIM  # causal: half of 4
+    return (
+        f"prefill   heads {num_heads:>2}/{num_kv_heads:<2} {num_seqs:>3} x {seq_len:<5} "
+        f"{1e3 * seconds:8.3f} ms   {operations / seconds / 1e9:6.1f} GFLOP/s"
+    )
+
+
+def _linear(shape: tuple[int, int], rows: int, repeats: int, bandwidth: float) -> str:
+    inputs, outputs = shape
+    count = max(1, _CACHE_BYTES // (2 * inputs * outputs))
+    weight = torch.randn(outputs, inputs).to(torch.bfloat16)
+    packed = linear.pack_linear_weight(weight)
+    following = itertools.cycle([packed.clone() for _ in range(count)]).__next__
+    x = torch.randn(rows, inputs).to(torch.bfloat16)
+    out = torch.empty(rows, outputs, dtype=torch.bfloat16)
+    seconds = _time(lambda: linear.packed_linear(out, x, following(), None), repeats)
+    rate = packed.nbytes / seconds
+    return (
+        f"linear    {inputs:>4} -> {outputs:<5} {rows:>3} rows  {1e3 * seconds:8.3f} ms   "
+        f"{2 * rows * inputs * outputs / seconds / 1e9:6.1f} GFLOP/s   weights at "
+        f"{rate / 1e9:5.1f} GB/s, {100 * rate / bandwidth:5.1f} %"
+    )

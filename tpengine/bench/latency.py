@@ -1,0 +1,140 @@
+"""Time to first token and per token for equal requests, by how many run at once.
+
+A decode step of one sequence cannot be faster than reading the weights once: "floor" is their bytes
+over the read bandwidth that is measured in the same run, and the share is floor over step.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import random
+import statistics
+import time
+from dataclasses import dataclass, replace
+
+from tqdm import tqdm
+
+from tpengine.bench.bandwidth import read_bandwidth
+from tpengine.bench.machine import describe_commit, describe_machine
+from tpengine.bench.workload import SHAPES, shape_folder
+from tpengine.engine.llm_engine import LLMEngine
+from tpengine.engine_args import EngineArgs
+from tpengine.sampling_params import RequestOutputKind, SamplingParams
+from tpengine.worker.device import resolve_dtype
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Adds this benchmark's options and the engine's."""
+    parser.add_argument(
+        "--batch-sizes", default="1,2,4,8,16,32", help="comma-separated (default: %(default)s)"
+    )
+    parser.add_argument("--input-len", type=int, default=64, help="(default: %(default)s)")
+    parser.add_argument("--output-len", type=int, default=64, help="(default: %(default)s)")
+    parser.add_argument(
+        "--shape", choices=sorted(SHAPES), help="dummy weights of this shape instead of a model"
+    )
+    parser.add_argument("--plot", metavar="FILE", help="PNG of tokens/s over running sequences")
+    EngineArgs.add_cli_args(parser)
+
+
+@dataclass(frozen=True)
+class Point:
+    """Figures at one batch size, in seconds and tokens per second."""
+
+    batch_size: int
+    first_token_s: float
+    step_s: float
+
+    @property
+    def rate(self) -> float:
+        """Output tokens per second while decoding."""
+        return self.batch_size / self.step_s
+
+
+def run(args: argparse.Namespace) -> int:
+    """Measures and prints a line per batch size."""
+    engine_args = replace(EngineArgs.from_cli_args(args), disable_log_stats=True)
+    sizes = [int(size) for size in args.batch_sizes.split(",")]
+    with contextlib.ExitStack() as stack:
+        if args.shape is not None:
+            folder = stack.enter_context(shape_folder(args.shape))
+            engine_args = replace(engine_args, model=folder, tokenizer=None, load_format="dummy")
+        engine = stack.enter_context(LLMEngine.from_engine_args(engine_args))
+        _measure(engine, 1, args.input_len, 4)
+        points = [
+            _measure(engine, size, args.input_len, args.output_len)
+            for size in tqdm(sizes, desc="batch sizes", unit="size")
+        ]
+        step_bytes = _step_bytes(engine)
+        floor_s = step_bytes / read_bandwidth()
+        model = args.shape or engine.get_model_config().model
+    print(f"machine    {describe_machine()}")
+    print(f"commit     {describe_commit()}")
+    print(f"model      {model}, dtype {args.dtype}, quantization {args.quantization}")
+    print(f"floor      {1000 * floor_s:.2f} ms to read {step_bytes / 1e9:.3f} GB")
+    for point in points:
+        print(
+            f"batch {point.batch_size:>3}  first token {1000 * point.first_token_s:7.1f} ms   "
+            f"step {1000 * point.step_s:7.2f} ms   {point.rate:8.1f} tokens/s   "
+            f"{100 * floor_s / point.step_s:5.1f} % of the floor"
+        )
+    if args.plot:
+        _plot(args.plot, str(model), points)
+    return 0
+
+
+def _step_bytes(engine: LLMEngine) -> int:
+    """Bytes of weights that a decode step reads: all but the embedding's table, of which it takes
+    single rows (a tied output head has a packed copy of its own)."""
+    config = engine.get_model_config()
+    dtype = resolve_dtype(config.dtype, "cpu")
+    table = config.vocab_size * int(config.hf_config["hidden_size"]) * dtype.itemsize
+    return sum(engine.get_weights_bytes()) - table
+
+
+def _measure(engine: LLMEngine, batch_size: int, input_len: int, output_len: int) -> Point:
+    """Runs `batch_size` equal requests; the step is the median of the decode-only ones."""
+    rng = random.Random(f"{batch_size}:{output_len}")
+    vocab_size = engine.get_model_config().vocab_size
+    params = SamplingParams(
+        temperature=0.0,
+        ignore_eos=True,
+        max_tokens=output_len,
+        output_kind=RequestOutputKind.FINAL_ONLY,
+    )
+    for i in range(batch_size):
+        prompt = [rng.randrange(vocab_size) for _ in range(input_len)]
+        engine.add_request(str(i), None, params, prompt)
+    start = time.perf_counter()
+    first_token_s, decodes = 0.0, []
+    while engine.has_unfinished_requests():
+        engine.step()
+        step = engine.last_step
+        if step is None:
+            continue
+        if not decodes and step.num_output_tokens:
+            first_token_s = time.perf_counter() - start
+        if step.num_prefill_tokens == 0 and step.num_output_tokens == batch_size:
+            decodes.append(step.step_s)
+    return Point(batch_size, first_token_s, statistics.median(decodes))
+
+
+def _plot(path: str, model: str, points: list[Point]) -> None:
+    try:
+        import matplotlib
+    except ImportError:
+        raise SystemExit("--plot needs matplotlib: pip install 'tpengine[plot]'") from None
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    figure, axes = pyplot.subplots(figsize=(6, 4))
+    axes.plot([p.batch_size for p in points], [p.rate for p in points], marker="o")
+    axes.set_xscale("log", base=2)
+    axes.set_xlabel("running sequences")
+    axes.set_ylabel("output tokens/s")
+    axes.set_ylim(bottom=0)
+    axes.set_title(f"{model}, {describe_machine()}", fontsize=7)
+    axes.grid(alpha=0.3)
+    figure.tight_layout()
+    figure.savefig(path, dpi=150)
