@@ -103,7 +103,6 @@ def test_priority_without_the_policy(make_engine: MakeEngine) -> None:
     [
         ({"scheduling_policy": "lottery"}, "fcfs, priority"),
         ({"preemption_mode": "drop"}, "auto, recompute, swap"),
-        ({"preemption_mode": "swap", "swap_space": 0.0}, "swap_space above 0"),
         ({"swap_space": -1.0}, "at least 0 GiB"),
         ({"swap_space": float("nan")}, "at least 0 GiB"),
     ],

@@ -13,6 +13,8 @@ from tpengine.scheduling import AllocStatus, BlockManager, prefix_cache
 from tpengine.sequence import Request, Sequence, SequenceStatus
 
 from .conftest import MakeEngine, run
+from .loop import Limits, Loop
+from .loop import make_request as group_request
 
 SHARED = [3 + (11 * place) % 250 for place in range(43)]
 GREEDY = SamplingParams(temperature=0.0, max_tokens=10, ignore_eos=True)
@@ -226,3 +228,23 @@ def test_prompt_logprobs_take_no_hit() -> None:
     blocks.allocate(asking)
     assert asking.sequences[0].num_computed_tokens == 0
     assert asking.sequences[0].status is SequenceStatus.WAITING
+
+
+@pytest.mark.parametrize("block_size", [1, 2])
+def test_beams_that_take_another_place_are_not_mistaken(block_size: int) -> None:
+    """A sequence that goes on as a copy of another has that one's tokens, and not yet its blocks.
+    The worker looks at what it finds for every prompt that continues a beam."""
+    beams = SamplingParams(
+        n=3, use_beam_search=True, temperature=0.0, max_tokens=12, ignore_eos=True
+    )
+    hits = 0
+    for family in range(6):
+        loop = Loop(Limits(block_size=block_size, num_blocks=300, caching=True))
+        prompt = [3 + 50 * family + place for place in range(5)]
+        loop.add(group_request(0, prompt, beams))
+        loop.run()
+        for index, one in enumerate(loop.outputs["r0"].outputs, start=1):
+            loop.add(group_request(index, prompt + one.token_ids, replace(GREEDY, max_tokens=2)))
+        loop.run()
+        hits += sum(output.num_cached_tokens for output in loop.outputs.values())
+    assert hits > 6 * 3 * 10

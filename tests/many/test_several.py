@@ -10,6 +10,7 @@ from tpengine.outputs import RequestOutput
 from tpengine.sampling_params import RequestOutputKind, SamplingParams
 
 from .conftest import MakeEngine, run
+from .loop import Limits, Loop, make_request, run_alone
 
 PROMPT = [3 + (7 * place) % 250 for place in range(37)]
 FREE = SamplingParams(n=4, temperature=1.0, max_tokens=12, seed=5, ignore_eos=True, logprobs=0)
@@ -131,3 +132,22 @@ def test_sequences_end_by_themselves(make_engine: MakeEngine) -> None:
         assert mine.token_ids == whole.token_ids[:cut]
         assert mine.finish_reason == ("length" if cut is None else "stop")
     assert last.outputs[2].stop_reason == stop
+
+
+def test_beams_advance_together_or_not_at_all() -> None:
+    """Where the budget of a step has room for some of them only, they wait."""
+    loop = Loop(Limits(tokens=4))
+    plain = SamplingParams(max_tokens=12, ignore_eos=True)
+    beams = SamplingParams(
+        n=3, use_beam_search=True, temperature=0.0, max_tokens=8, ignore_eos=True
+    )
+    for index in range(2):
+        loop.add(make_request(index, [index + 1], plain))
+    group = loop.add(make_request(2, [5, 6], beams))
+    rows = []
+    while loop.scheduler.has_unfinished_requests():
+        output = loop.step()
+        rows.append(sum(sequence in group.sequences for sequence in output.rows))
+    assert set(rows) == {0, 1, 3}  # the prompt is one row
+    found, alone = loop.outputs["r2"], run_alone(group)
+    assert ids_of(found) == ids_of(alone)

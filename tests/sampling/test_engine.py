@@ -197,7 +197,7 @@ def test_processor_gets_prompt_and_output(engine: LLMEngine) -> None:
         temperature=0,
         max_tokens=4,
         ignore_eos=True,
-        logits_processors=["sampling.processors:forbid_prompt"],
+        logits_processors=["sampling.processors:forbid_last", "sampling.processors:forbid_prompt"],
     )
     (output,) = run(engine, [(prompt, params)])
     ids = output.outputs[0].token_ids

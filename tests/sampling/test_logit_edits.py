@@ -22,6 +22,8 @@ from tpengine.messages import NewSequence
 from tpengine.sampling_params import SamplingParams
 from tpengine.worker.sampling_slots import SamplingSlots
 
+from . import processors
+
 VOCAB_SIZE = 31
 MAX_NUM_SEQS = 16
 MAX_LEN = 120
@@ -204,6 +206,32 @@ def test_penalties_on_output_do_not_hold_the_prompt() -> None:
     assert edits.penalties.tokens.ids.shape[1] <= 2
 
 
+def test_words_longer_than_what_is_there_are_not_begun() -> None:
+    batch = _Batch()
+    params = SamplingParams(bad_words_token_ids=[[9, 9, 4], [9, 9, 9, 5], [9, 6]])
+    batch.enter(0, _Sequence(params, [9], 1))
+    batch.enter(1, _Sequence(params, [9, 9], 2))
+    edits = batch.gather([0, 1]).edits
+    assert edits is not None
+    logits = torch.zeros(2, VOCAB_SIZE)
+    apply_edits(logits, edits)
+    banned = [row.isneginf().nonzero()[:, 0].tolist() for row in logits]
+    assert banned == [[6], [4, 6]]
+
+
+def test_a_processor_keeps_logits_of_its_own() -> None:
+    """What it was given holds one row, and is not edited behind its back."""
+    processors.kept.clear()
+    batch = _Batch()
+    params = SamplingParams(logit_bias={3: 5.0}, logits_processors="sampling.processors:keep")
+    batch.enter(0, _Sequence(params, [1], 1))
+    batch.enter(1, _Sequence(params, [1], 1))
+    logits = torch.randn(2, VOCAB_SIZE)
+    sample(logits.clone(), batch.gather([0, 1]))
+    assert torch.equal(torch.stack(processors.kept), logits)
+    assert all(row.untyped_storage().nbytes() == row.nbytes for row in processors.kept)
+
+
 def test_logprobs_are_of_raw_logits() -> None:
     batch = _Batch()
     params = SamplingParams(temperature=0, logprobs=3, bad_words_token_ids=[[4]])
@@ -255,7 +283,7 @@ def test_candidates_follow_transformers_beam_scores() -> None:
     for slot, prompt in ((0, [3, 4, 5]), (2, [9])):
         batch.enter(slot, _Sequence(params, prompt, len(prompt)))
         batch.slots.num_candidates[slot] = 5 + slot
-    batch.enter(1, _Sequence(SamplingParams(temperature=0), [1], 1))
+    batch.enter(1, _Sequence(SamplingParams(temperature=0, logprobs=1), [1], 1))
     logits = torch.randn(3, VOCAB_SIZE) * 3
     raw = torch.log_softmax(logits, dim=1)
     sampled = sample(logits.clone(), batch.gather([0, 1, 2]))

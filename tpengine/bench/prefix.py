@@ -17,7 +17,7 @@ from tqdm import tqdm
 
 from tpengine.bench.groups import random_prompt
 from tpengine.bench.machine import describe_commit, describe_machine
-from tpengine.bench.throughput import run_once
+from tpengine.bench.throughput import RunResult, run_once
 from tpengine.bench.workload import SHAPES, mixed_requests, shape_folder
 from tpengine.engine.llm_engine import LLMEngine
 from tpengine.engine_args import EngineArgs
@@ -63,7 +63,7 @@ def run(args: argparse.Namespace) -> int:
             first_token_s(on, prefix + random_prompt(on, args.suffix_tokens, seed=10 + index))
             for index in range(args.arrivals)
         ]
-        rates = [measure_pair(on, off, args, seed) for seed in tqdm(range(args.pairs))]
+        pairs = [measure_pair(on, off, args, seed) for seed in tqdm(range(args.pairs))]
     later = statistics.median(times[1:])
     print(f"machine             {describe_machine()}")
     print(f"commit              {describe_commit()}")
@@ -73,12 +73,19 @@ def run(args: argparse.Namespace) -> int:
         f"{args.suffix_tokens} tokens, median {1e3 * later:.1f} for the {len(times) - 1} after it: "
         f"{times[0] / later:.1f} times less"
     )
-    ratios = sorted(on_rate / off_rate for on_rate, off_rate in rates)
     print(
-        f"nothing shared      {statistics.median(r for r, _ in rates):.1f} output tokens/s on, "
-        f"{statistics.median(r for _, r in rates):.1f} off; on / off: median "
-        f"{statistics.median(ratios):.4f}, from {ratios[0]:.4f} to {ratios[-1]:.4f}"
+        f"nothing shared      {statistics.median(on.output_rate for on, _ in pairs):.1f} output "
+        f"tokens/s on, {statistics.median(off.output_rate for _, off in pairs):.1f} off"
     )
+    for name, ratios in (
+        ("on / off, rate", [on.output_rate / off.output_rate for on, off in pairs]),
+        ("on / off, outside", [outside_s(on) / outside_s(off) for on, off in pairs]),
+    ):
+        middle = statistics.median(ratios)
+        print(f"{name:19s} median {middle:.4f}, from {min(ratios):.4f} to {max(ratios):.4f}")
+    extra = statistics.median(outside_s(on) - outside_s(off) for on, off in pairs)
+    whole = statistics.median(off.elapsed_s for _, off in pairs)
+    print(f"outside the model   caching adds {1e3 * extra:.2f} ms, {100 * extra / whole:.3f} %")
     return 0
 
 
@@ -93,12 +100,19 @@ def first_token_s(engine: LLMEngine, prompt: list[int]) -> float:
 
 def measure_pair(
     on: LLMEngine, off: LLMEngine, args: argparse.Namespace, seed: int
-) -> tuple[float, float]:
-    """Output tokens per second with and without caching, on prompts that were never seen; which
-    engine goes first changes from pair to pair."""
+) -> tuple[RunResult, RunResult]:
+    """One pass with and one without caching, on prompts that were never seen; which engine goes
+    first changes from pair to pair."""
     model = on.get_model_config()
     requests = mixed_requests(args.num_requests, model.vocab_size, 100 + seed, 256)
-    rates = {}
-    for engine in (on, off) if seed % 2 else (off, on):
-        rates[engine] = run_once(engine, requests, _GREEDY).output_rate
-    return rates[on], rates[off]
+    results = {engine: run_once(engine, requests, _GREEDY) for engine in _in_turn(on, off, seed)}
+    return results[on], results[off]
+
+
+def outside_s(result: RunResult) -> float:
+    """Seconds of a pass that were not spent in the model: all that caching can change."""
+    return sum(step.step_s - step.model_s for step in result.steps)
+
+
+def _in_turn(on: LLMEngine, off: LLMEngine, seed: int) -> tuple[LLMEngine, LLMEngine]:
+    return (on, off) if seed % 2 else (off, on)

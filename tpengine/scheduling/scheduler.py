@@ -146,13 +146,16 @@ class Scheduler:
         running, queues = SequenceStatus.RUNNING, self._queues
         block_size = self._blocks.block_size
         finished: list[Sequence] = []
+        # Their tokens are their parents' already, their blocks are not yet.
+        replaced = {child.seq_id for _, child in output.decisions.forks}
         sizes = output.step_input.num_scheduled_tokens
         for sequence, size in zip(output.rows, sizes, strict=True):
             if sequence.slot is None:  # aborted while the step was computed
                 continue
             num_computed = sequence.num_computed_tokens + size
             sequence.num_computed_tokens = num_computed
-            if size > 1 or num_computed % block_size == 0:
+            filled_block = size > 1 or num_computed % block_size == 0
+            if filled_block and sequence.seq_id not in replaced:
                 self._blocks.mark_computed(sequence)
             if sequence.status is not running:
                 finished.append(sequence)
