@@ -10,8 +10,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-_MEDIAN_TOKENS = 67
-_SIGMA = 0.9
+_MU, _SIGMA = 4.2, 0.9  # of the logarithm: a median of 67 tokens
 _MIN_TOKENS, _MAX_TOKENS = 4, 512
 _FIRST_ORDINARY_ID = 5
 
@@ -70,15 +69,17 @@ def mixed_requests(
     `longest`), ids uniform. `seed` fixes the lengths; ids differ from run to run, so that no run
     finds its prompts in the cache of the one before.
     """
-    lengths, ids = random.Random(seed), random.Random(f"{seed}:{run}")
+    first_run, later_runs = random.Random(seed), random.Random(f"{seed}:{run}")
     cap = min(_MAX_TOKENS, longest // 2)
 
     def length() -> int:
-        drawn = round(lengths.lognormvariate(0, _SIGMA) * _MEDIAN_TOKENS)
-        return max(_MIN_TOKENS, min(cap, drawn))
+        return max(_MIN_TOKENS, min(cap, int(first_run.lognormvariate(_MU, _SIGMA))))
+
+    def ids(rng: random.Random, count: int) -> list[int]:
+        return [rng.randrange(_FIRST_ORDINARY_ID, vocab_size) for _ in range(count)]
 
     requests = []
     for _ in range(num_requests):
-        prompt = [ids.randrange(_FIRST_ORDINARY_ID, vocab_size) for _ in range(length())]
-        requests.append((prompt, length()))
+        prompt = ids(first_run, length())  # drawn for every run: the lengths that follow hang on it
+        requests.append((ids(later_runs, len(prompt)) if run else prompt, length()))
     return requests
