@@ -21,7 +21,8 @@ def cpu_isa() -> str | None:
 
 
 def num_threads() -> int | None:
-    """`TPENGINE_NUM_THREADS`: CPU threads of one worker; default: its share of the cores.
+    """`TPENGINE_NUM_THREADS`: CPU threads of one worker; default: `OMP_NUM_THREADS`, or else
+    its share of the cores.
 
     Raises:
         ConfigError: it is no positive integer.
@@ -32,6 +33,13 @@ def num_threads() -> int | None:
     if not value.isdecimal() or int(value) < 1:
         raise ConfigError(f"TPENGINE_NUM_THREADS must be a positive integer, got {value!r}")
     return int(value)
+
+
+def omp_num_threads() -> int | None:
+    """`OMP_NUM_THREADS`, OpenMP's own: a number, or a list by depth of nesting of which the first
+    counts; None: not set, or nothing that OpenMP would understand either."""
+    first = os.environ.get("OMP_NUM_THREADS", "").partition(",")[0].strip()
+    return int(first) if first.isdecimal() and int(first) > 0 else None
 
 
 def tune_openmp_spinning() -> None:

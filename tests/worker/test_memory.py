@@ -11,8 +11,9 @@ from support.zoo import PLAIN
 
 from tpengine.engine_args import EngineArgs
 from tpengine.errors import CacheSizeError
-from tpengine.worker import memory
+from tpengine.worker import cgroups, memory
 from tpengine.worker.cache_engine import CacheEngine, block_bytes
+from tpengine.worker.device import set_num_threads
 from tpengine.worker.worker import Worker
 
 GIB = 1 << 30
@@ -43,24 +44,102 @@ def test_free_and_total_are_plausible() -> None:
 @pytest.mark.parametrize(
     ("line", "files"),
     [
-        ("0::/app/inner", {"app/memory.max": 3 * GIB, "app/memory.current": GIB}),
+        (
+            "0::/app/inner",
+            {
+                "app/memory.max": 3 * GIB,
+                "app/memory.current": 2 * GIB,
+                "app/memory.stat": f"anon {GIB}\nactive_file {GIB // 4}\n"
+                f"inactive_file {3 * GIB // 4}\nfile_dirty 7",
+            },
+        ),
         (
             "9:memory:/app",
             {
                 "memory/app/memory.limit_in_bytes": 3 * GIB,
-                "memory/app/memory.usage_in_bytes": GIB,
+                "memory/app/memory.usage_in_bytes": 2 * GIB,
+                "memory/app/memory.stat": f"active_file 5\ninactive_file 5\n"
+                f"total_active_file {GIB}\ntotal_inactive_file 0",
             },
         ),
+        (
+            "0::/app",
+            {"app/memory.max": 3 * GIB, "app/memory.current": GIB},
+        ),
     ],
-    ids=["cgroup v2, limit of a parent", "cgroup v1"],
+    ids=["cgroup v2, limit of a parent", "cgroup v1", "no word on cached files"],
 )
 def test_a_cgroups_limit_counts(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, line: str, files: dict[str, int]
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, line: str, files: dict[str, int | str]
 ) -> None:
+    """Without the pages that only cache files, of which each has one GiB."""
+    pretend_cgroups(monkeypatch, tmp_path, line, files)
+    monkeypatch.setattr(memory, "_meminfo", lambda key: 50 * GIB)
+    assert memory.cpu_total_bytes() == 3 * GIB
+    assert memory.cpu_free_bytes() == 2 * GIB
+
+
+@pytest.mark.parametrize(
+    ("line", "files", "expected"),
+    [
+        ("0::/app/inner", {"app/inner/cpu.max": "250000 100000", "app/cpu.max": "max 100000"}, 3),
+        ("0::/app/inner", {"app/inner/cpu.max": "max 100000", "app/cpu.max": "150000 100000"}, 2),
+        ("0::/app", {"app/cpu.max": "max 100000"}, 8),
+        ("0::/app", {"app/cpu.max": "1000 100000"}, 1),
+        ("0::/app", {"app/cpu.max": "1600000 100000"}, 8),
+        (
+            "4:cpu,cpuacct:/app",
+            {"cpu/app/cpu.cfs_quota_us": 400000, "cpu/app/cpu.cfs_period_us": 100000},
+            4,
+        ),
+        (
+            "4:cpu,cpuacct:/app",
+            {"cpu/app/cpu.cfs_quota_us": -1, "cpu/app/cpu.cfs_period_us": 100000},
+            8,
+        ),
+    ],
+    ids=["v2", "v2, parent", "v2, none", "v2, little", "v2, more than cores", "v1", "v1, none"],
+)
+def test_threads_by_quota(
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+    line: str,
+    files: dict[str, int | str],
+    expected: int,
+) -> None:
+    pretend_cgroups(monkeypatch, tmp_path, line, files)
+    pretend_threads(monkeypatch)
+    assert set_num_threads(1) == expected
+    assert set_num_threads(2) == max(1, expected // 2)
+
+
+def test_threads_by_environment(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """tpengine's own variable, then OpenMP's, whatever the quota; neither is divided by ranks."""
+    pretend_cgroups(monkeypatch, tmp_path, "0::/app", {"app/cpu.max": "200000 100000"})
+    pretend_threads(monkeypatch)
+    for value, expected in {"5": 5, "6,2": 6, "many": 1, "0": 1, "": 1}.items():
+        monkeypatch.setenv("OMP_NUM_THREADS", value)
+        assert set_num_threads(2) == expected, value
+    monkeypatch.setenv("OMP_NUM_THREADS", "5")
+    monkeypatch.setenv("TPENGINE_NUM_THREADS", "7")
+    assert set_num_threads(2) == 7
+
+
+def pretend_threads(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Eight cores, no word on threads in the environment, and nothing is really changed."""
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    monkeypatch.delenv("TPENGINE_NUM_THREADS", raising=False)
+    monkeypatch.setattr("os.sched_getaffinity", lambda pid: set(range(8)))
+    monkeypatch.setattr(torch, "set_num_threads", lambda threads: None)
+
+
+def pretend_cgroups(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, line: str, files: dict[str, int | str]
+) -> None:
+    """A process in the cgroup of `line`, whose hierarchy holds these files only."""
     for name, value in files.items():
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / name).write_text(f"{value}\n")
-    (tmp_path / "app").mkdir(exist_ok=True)
     cgroup = tmp_path / "cgroup"
     cgroup.write_text(line + "\n")
     real = Path
@@ -70,10 +149,7 @@ def test_a_cgroups_limit_counts(
             return cgroup
         return real(str(path).replace("/sys/fs/cgroup", str(tmp_path)))
 
-    monkeypatch.setattr(memory, "Path", moved)
-    monkeypatch.setattr(memory, "_meminfo", lambda key: 50 * GIB)
-    assert memory.cpu_total_bytes() == 3 * GIB
-    assert memory.cpu_free_bytes() == 2 * GIB
+    monkeypatch.setattr(cgroups, "Path", moved)
 
 
 def test_peak_memory_sees_what_came_and_went() -> None:

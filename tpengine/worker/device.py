@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 
 import torch
@@ -9,6 +10,7 @@ import torch
 from tpengine import envs
 from tpengine.errors import ConfigError
 from tpengine.ops.library import cpu_isa
+from tpengine.worker import cgroups
 
 _DTYPES = {
     "float32": torch.float32,
@@ -64,9 +66,19 @@ def check_quantization(wanted: str | None, device: str) -> None:
 
 
 def set_num_threads(local_ranks: int) -> int:
-    """Gives this process its share of the cores it may run on, and returns the number."""
-    cores = len(os.sched_getaffinity(0))
-    threads = envs.num_threads() or max(1, cores // local_ranks)
+    """Gives this process its CPU threads, and returns their number.
+
+    What the environment says, or else its share of the cores that it may run on and of the CPU
+    time that its cgroups grant: threads beyond a quota would be stopped for most of each period.
+    """
+    threads = envs.num_threads() or envs.omp_num_threads()
+    if threads is None:
+        threads = max(1, _usable_cores() // local_ranks)
     if threads != torch.get_num_threads():
         torch.set_num_threads(threads)
     return threads
+
+
+def _usable_cores() -> int:
+    cores, quota = len(os.sched_getaffinity(0)), cgroups.cpu_limit()
+    return cores if quota is None else min(cores, math.ceil(quota))

@@ -7,6 +7,8 @@ from pathlib import Path
 
 import torch
 
+from tpengine.worker import cgroups
+
 GIB = 1 << 30
 _CPU_DEFAULT_BYTES = 4 * GIB
 _CPU_DEFAULT_SHARE = 0.4
@@ -16,12 +18,13 @@ _SWAP_DEFAULT_SHARE = 0.1
 
 def cpu_total_bytes() -> int:
     """Memory of the machine, or of the cgroup where that is less."""
-    return min([_meminfo("MemTotal"), *(limit for limit, _ in _cgroup_limits())])
+    return min([_meminfo("MemTotal"), *(limit for limit, _ in cgroups.memory_limits())])
 
 
 def cpu_free_bytes() -> int:
     """What this process could still allocate, by machine and by cgroup."""
-    return min([_meminfo("MemAvailable"), *(limit - used for limit, used in _cgroup_limits())])
+    limits = cgroups.memory_limits()
+    return min([_meminfo("MemAvailable"), *(limit - used for limit, used in limits)])
 
 
 def cpu_kv_budget_bytes(wanted: int | None) -> int:
@@ -82,39 +85,3 @@ def _meminfo(key: str) -> int:
 
 def _status(key: str) -> int:
     return _read_kib("/proc/self/status", key)
-
-
-def _cgroup_limits() -> list[tuple[int, int]]:
-    """(limit, used) in bytes of every cgroup above this process that sets a limit; v2, then v1."""
-    found = []
-    for line in _read_lines("/proc/self/cgroup"):
-        _, controllers, path = line.split(":", 2)
-        if controllers == "":
-            root, names = Path("/sys/fs/cgroup"), ("memory.max", "memory.current")
-        elif "memory" in controllers.split(","):
-            root = Path("/sys/fs/cgroup/memory")
-            names = ("memory.limit_in_bytes", "memory.usage_in_bytes")
-        else:
-            continue
-        folder = root / path.lstrip("/")
-        for parent in (folder, *folder.parents):
-            limit, used = (_read_int(parent / name) for name in names)
-            if limit is not None and used is not None:
-                found.append((limit, used))
-            if parent == root:
-                break
-    return found
-
-
-def _read_lines(path: str) -> list[str]:
-    try:
-        return Path(path).read_text().splitlines()
-    except OSError:
-        return []
-
-
-def _read_int(path: Path) -> int | None:
-    try:
-        return int(path.read_text())
-    except (OSError, ValueError):  # absent, or "max"
-        return None
