@@ -75,7 +75,7 @@ def test_bad_prompts(llm: LLM, models: ModelShop, name: str) -> None:
     bad, words = BAD_PROMPTS[name]
     engine = llm.llm_engine
     with pytest.raises(InvalidPromptError) as raised:
-        engine.add_request("bad", None, greedy(4), bad)
+        engine.add_request("bad", None, greedy(4), prompt_token_ids=bad)
     for word in words:
         assert word in str(raised.value)
     assert isinstance(raised.value, RequestError)
@@ -105,7 +105,7 @@ def test_prompts_of_the_wrong_kind(
     llm: LLM, prompt: Any, token_ids: Any, words: tuple[str, ...]
 ) -> None:
     with pytest.raises(InvalidPromptError) as raised:
-        llm.llm_engine.add_request("bad", prompt, greedy(4), token_ids)
+        llm.llm_engine.add_request("bad", prompt, greedy(4), prompt_token_ids=token_ids)
     for word in words:
         assert word in str(raised.value)
 
@@ -258,7 +258,7 @@ def test_no_block_fits_and_the_named_value_does(models: ModelShop) -> None:
     value = float(message.split("cpu_kv_cache_space to at least ")[1].split()[0])
     with make_engine(folder, cpu_kv_cache_space=value, **args) as engine:
         assert engine.num_total_blocks == 1
-        engine.add_request("one", None, greedy(4), [5, 6, 7])
+        engine.add_request("one", None, greedy(4), prompt_token_ids=[5, 6, 7])
         while engine.has_unfinished_requests():
             engine.step()
 

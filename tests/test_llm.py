@@ -18,8 +18,7 @@ from support.zoo import PLAIN
 
 from tpengine import LLM, LLMEngine, SamplingParams
 from tpengine.config import EMBEDDED_MODEL
-from tpengine.engine.tokenizer import Tokenizer
-from tpengine.errors import EngineError, InvalidPromptError, RequestError
+from tpengine.errors import EngineDeadError, EngineError, InvalidPromptError, RequestError
 
 PROMPTS = ["Hello, my name is", "The capital of France is", "The future of AI is"]
 TIMEOUT_S = 120
@@ -116,7 +115,7 @@ def test_refused_prompts_come_back_with_their_error(llm: LLM) -> None:
 def test_chat(llm: LLM) -> None:
     messages = [{"role": "user", "content": "What is two plus three?"}]
     outputs = llm.chat(messages, greedy(8), use_tqdm=False)
-    expected = llm.get_tokenizer().hf.apply_chat_template(
+    expected = llm.get_tokenizer().apply_chat_template(
         messages, add_generation_prompt=True, return_dict=False
     )
     assert outputs[0].prompt_token_ids == expected
@@ -171,7 +170,7 @@ def test_tokenizer_can_be_replaced(models: ModelShop) -> None:
             llm.chat([{"role": "user", "content": "Hello"}])
         hf = AutoTokenizer.from_pretrained(models.folder(PLAIN, tokenizer=True))
         llm.set_tokenizer(hf)
-        assert isinstance(llm.get_tokenizer(), Tokenizer)
+        assert llm.get_tokenizer() is hf
         told = llm.generate(None, greedy(10), [prompt], use_tqdm=False)[0]
         assert told.outputs[0].token_ids == bare.outputs[0].token_ids
         assert told.outputs[0].text == hf.decode(bare.outputs[0].token_ids)
@@ -211,8 +210,8 @@ def test_engines_one_after_the_other_and_side_by_side(
             assert ids(generate(llm, prompts, greedy())) == expected
     with open_llm(folder) as left, open_llm(EMBEDDED_MODEL, block_size=8) as right:
         for i in range(2):
-            left.llm_engine.add_request(f"l{i}", None, greedy(), prompts[i])
-            right.llm_engine.add_request(f"r{i}", None, greedy(), embedded[i])
+            left.llm_engine.add_request(f"l{i}", None, greedy(), prompt_token_ids=prompts[i])
+            right.llm_engine.add_request(f"r{i}", None, greedy(), prompt_token_ids=embedded[i])
         done: dict[str, list[int]] = {}
         while left.llm_engine.has_unfinished_requests():
             for output in left.llm_engine.step() + right.llm_engine.step():
@@ -251,19 +250,71 @@ def test_ctrl_c_during_a_step(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None
 
 def test_ctrl_c_while_prompts_are_added(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
     engine = llm.llm_engine
-    add_request = engine.add_request
+    processor = engine._output_processor
+    add = processor.add
 
-    def interrupted(request_id: str, prompt: Any, *args: Any) -> None:
-        if prompt == PROMPTS[2]:
-            raise KeyboardInterrupt
-        add_request(request_id, prompt, *args)
+    def interrupted(request: Any) -> None:
+        if request.prompt == PROMPTS[2]:
+            signal.raise_signal(signal.SIGINT)  # half-way: only one of two knows the request
+        add(request)
 
     with monkeypatch.context() as patch:
-        patch.setattr(engine, "add_request", interrupted)
+        patch.setattr(processor, "add", interrupted)
         with pytest.raises(KeyboardInterrupt):
             llm.generate(PROMPTS, greedy(20), use_tqdm=False)
     assert engine.get_num_unfinished_requests() == 0
     assert engine.num_free_blocks == engine.num_total_blocks
+    assert all(o.error is None for o in llm.generate(PROMPTS, greedy(2), use_tqdm=False))
+
+
+def test_a_prompt_that_the_tokenizer_cannot_follow_fails_alone(
+    llm: LLM, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    processor = llm.llm_engine._output_processor
+    add = processor.add
+
+    def failing(request: Any) -> None:
+        add(request)
+        if request.prompt == PROMPTS[1]:
+            raise ValueError("bytes must be in range")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(processor, "add", failing)
+        outputs = llm.generate(PROMPTS[:3], greedy(4), use_tqdm=False)
+    assert [output.error is None for output in outputs] == [True, False, True]
+    assert "bytes must be in range" in outputs[1].error
+    assert all(o.error is None for o in llm.generate(PROMPTS[:3], greedy(4), use_tqdm=False))
+
+
+def test_a_stream_survives_generate_beside_it(llm: LLM) -> None:
+    whole = llm.generate(PROMPTS[0], greedy(12), use_tqdm=False)[0].outputs[0].text
+    first, second = llm.stream(PROMPTS[0], greedy(12)), llm.stream(PROMPTS[0], greedy(12))
+    text = next(first) + ""
+    other = next(second)
+    llm.generate(PROMPTS[1], greedy(30), use_tqdm=False)
+    assert text + "".join(first) == whole
+    assert other + "".join(second) == whole
+
+
+def test_a_step_that_failed_ends_the_engine_with_its_cause(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    with LLM(dtype="float32", cpu_kv_cache_space=0.1) as broken:
+        engine = broken.llm_engine
+        engine.add_request("one", PROMPTS[0], greedy(4))
+        engine.add_request("gone", PROMPTS[1], greedy(4))
+        engine.abort_request("gone")
+
+        def update(output: Any) -> None:
+            raise RuntimeError("planted")
+
+        monkeypatch.setattr(engine._scheduler, "update", update)
+        with pytest.raises(RuntimeError, match="planted"):
+            engine.step()
+        with pytest.raises(EngineDeadError, match="planted"):
+            engine.step()
+        with pytest.raises(EngineDeadError, match="make a new one"):
+            engine.add_request("two", PROMPTS[0], greedy(4))
 
 
 CHILD = """

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import importlib
+import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -42,6 +43,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 1
     except KeyboardInterrupt:
         return 130
+    except BrokenPipeError:  # `| head`: whoever read has seen enough
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 141
 
 
 def _build_parser(words: Sequence[str]) -> argparse.ArgumentParser:
@@ -124,17 +128,15 @@ def _generate(args: argparse.Namespace) -> int:
 
 
 def _read_prompts(args: argparse.Namespace) -> list[str]:
-    prompts: list[str] = list(args.prompts)
-    if args.file == "-":
-        prompts += sys.stdin.read().splitlines()
+    lines: list[str] = []
+    if args.file == "-" or (args.file is None and not args.prompts and not sys.stdin.isatty()):
+        lines = sys.stdin.read().splitlines()
     elif args.file is not None:
         try:
-            prompts += Path(args.file).read_text(encoding="utf-8").splitlines()
+            lines = Path(args.file).read_text(encoding="utf-8").splitlines()
         except (OSError, UnicodeDecodeError) as error:
             raise TPEngineError(f"--file {args.file} cannot be read: {error}") from error
-    elif not prompts and not sys.stdin.isatty():
-        prompts += sys.stdin.read().splitlines()
-    return [prompt for prompt in prompts if prompt] or [_DEFAULT_PROMPT]
+    return [*args.prompts, *(line for line in lines if line)] or [_DEFAULT_PROMPT]
 
 
 def _stream_one(llm: LLM, prompt: str, params: SamplingParams, chat: bool) -> None:

@@ -25,6 +25,16 @@ MAX_PRIORITY = 1000
 """Bound of a request's priority, either way."""
 EMBEDDED_MODEL = str(Path(__file__).parent / "assets" / "embedded")
 """The small trained model that the package carries; used when no model is named."""
+_HUB_TEXTS = ["*.json", "*.txt", "*.jinja", "*.model", "*.tiktoken", "vocab.bpe"]
+"""Configuration and tokenizer among a hub model's files; the weights' index is one of them."""
+_HUB_WEIGHTS = {
+    "auto": ["*.safetensors"],
+    "safetensors": ["*.safetensors"],
+    "pt": ["pytorch_model*.bin"],
+    "dummy": [],
+}
+_HUB_DOUBLES = ["original/*", "consolidated*"]
+"""The same weights once more, in other layouts that some models bring."""
 
 
 @dataclass(frozen=True)
@@ -121,6 +131,7 @@ class SchedulerConfig:
     Attributes:
         max_num_batched_tokens: most tokens computed in a step.
         max_num_seqs: most sequences running at once.
+        max_model_len: most tokens of a sequence, as in `ModelConfig`.
         enable_chunked_prefill: whether a prompt may be computed over several steps, beside decodes.
         policy: fcfs or priority.
         preemption_mode: auto swaps requests of several sequences out and recomputes the others;
@@ -146,11 +157,22 @@ class EngineConfig:
     device: str
 
 
-def resolve_model_folder(model: str, download_dir: str | None) -> str:
+def resolve_model_folder(
+    model: str,
+    download_dir: str | None,
+    load_format: str = "dummy",
+    trust_remote_code: bool = False,
+) -> str:
     """Returns the local folder of `model`, fetching it from the hub if it is a hub name.
 
+    Args:
+        load_format: one of `LOAD_FORMATS`, which says what weights are fetched; dummy: none, as
+            for a tokenizer alone.
+        trust_remote_code: whether Python files are fetched.
+
     Raises:
-        ModelLoadError: no such folder, and no such model could be fetched.
+        ModelLoadError: no such folder, no such model could be fetched, or it has no weights in
+            that format.
     """
     folder = Path(model).expanduser()
     if folder.is_dir():
@@ -162,14 +184,28 @@ def resolve_model_folder(model: str, download_dir: str | None) -> str:
         )
     from huggingface_hub import snapshot_download
 
-    patterns = ["*.json", "*.safetensors", "*.txt", "*.model", "*.jinja"]
+    weights = _HUB_WEIGHTS[load_format]
+    patterns = [*_HUB_TEXTS, *weights, *(["*.py"] if trust_remote_code else [])]
     try:
-        return str(snapshot_download(model, cache_dir=download_dir, allow_patterns=patterns))
+        fetched = snapshot_download(
+            model,
+            cache_dir=download_dir,
+            allow_patterns=patterns,
+            ignore_patterns=_HUB_DOUBLES,
+        )
     except Exception as error:
         raise ModelLoadError(
             f"model {model!r} is no local folder and could not be fetched from the hub "
             f"({type(error).__name__}: {error}); check the name, the network, or give a folder"
         ) from error
+    if weights and not any(any(Path(fetched).glob(pattern)) for pattern in weights):
+        other = "auto" if load_format == "pt" else "pt"
+        raise ModelLoadError(
+            f"the hub's model {model!r} has no {weights[0]} files, which load_format = "
+            f"{load_format!r} reads; try load_format={other!r} (--load-format {other}), which reads "
+            f"{_HUB_WEIGHTS[other][0]}"
+        )
+    return str(fetched)
 
 
 def read_hf_config(folder: str, trust_remote_code: bool) -> dict[str, Any]:

@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from tpengine import config as cfg
+from tpengine.argument_checks import check_bounds, check_device_arguments
 from tpengine.config import CacheConfig, EngineConfig, ModelConfig, ParallelConfig, SchedulerConfig
 from tpengine.errors import ConfigError
 
@@ -119,10 +120,15 @@ class EngineArgs:
             ModelLoadError: the model's folder cannot be read.
         """
         self._check()
-        folder = cfg.resolve_model_folder(self.model, self.download_dir)
+        check_bounds(self)
+        check_device_arguments(self, device)
+        trust = self.trust_remote_code
+        folder = cfg.resolve_model_folder(self.model, self.download_dir, self.load_format, trust)
         tokenizer = self.tokenizer
         if tokenizer is not None:
-            tokenizer = cfg.resolve_model_folder(tokenizer, self.download_dir)
+            tokenizer = cfg.resolve_model_folder(
+                tokenizer, self.download_dir, trust_remote_code=trust
+            )
         hf_config = cfg.read_hf_config(folder, self.trust_remote_code)
         max_model_len = cfg.resolve_max_model_len(hf_config, self.max_model_len)
         model = ModelConfig(

@@ -56,5 +56,9 @@ class NativeLibraryError(EngineError):
     """The compiled kernels are missing or cannot be used as asked."""
 
 
+class EngineDeadError(EngineError):
+    """An earlier step failed half-way; driver and worker disagree, and the engine cannot go on."""
+
+
 class IllegalMoveError(EngineError):
     """A sequence was asked to change its status in a way the table of legal moves forbids."""

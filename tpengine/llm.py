@@ -12,17 +12,21 @@ from typing import Any, cast
 from tqdm import tqdm
 
 from tpengine.engine.llm_engine import LLMEngine
-from tpengine.engine.prompt import Prompt
+from tpengine.engine.prompt import Prompt, is_whole
 from tpengine.engine.tokenizer import Tokenizer
 from tpengine.engine_args import EngineArgs
 from tpengine.errors import (
     ConfigError,
+    EngineError,
     InvalidPromptError,
     InvalidSamplingParamsError,
     RequestError,
 )
+from tpengine.logger import init_logger
 from tpengine.outputs import CompletionOutput, RequestOutput
 from tpengine.sampling_params import RequestOutputKind, SamplingParams
+
+logger = init_logger(__name__)
 
 Message = dict[str, str]
 
@@ -57,6 +61,7 @@ class LLM:
                 raise ConfigError(f"LLM has no argument {name!r}{hint}")
         self.llm_engine = LLMEngine.from_engine_args(EngineArgs(**kwargs))
         self._num_requests = 0
+        self._inbox: dict[str, list[RequestOutput]] = {}
 
     def generate(
         self,
@@ -93,13 +98,26 @@ class LLM:
             ):
                 final = replace(one, output_kind=RequestOutputKind.FINAL_ONLY)
                 try:
-                    self.llm_engine.add_request(request_id, prompt, final, token_ids)
+                    self.llm_engine.add_request(
+                        request_id, prompt, final, prompt_token_ids=token_ids
+                    )
                 except RequestError as error:
                     done[request_id] = _refusal(request_id, prompt, token_ids, error)
             self._run(set(request_ids), done, use_tqdm)
         except BaseException:  # Ctrl-C too must leave nothing behind
             self.llm_engine.abort_request(request_ids)
             raise
+        finally:
+            for request_id in request_ids:
+                self._inbox.pop(request_id, None)
+        refused = [output.error for output in done.values() if output.error is not None]
+        if refused:
+            logger.warning(
+                "%d of %d prompts were refused or ignored; the first: %s",
+                len(refused),
+                len(done),
+                refused[0],
+            )
         return [done[request_id] for request_id in request_ids]
 
     def chat(
@@ -107,6 +125,7 @@ class LLM:
         messages: Sequence[Message] | Sequence[Sequence[Message]],
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
         use_tqdm: bool = True,
+        *,
         add_generation_prompt: bool = True,
     ) -> list[RequestOutput]:
         """Answers one conversation, or a list of them, through the model's chat template.
@@ -136,7 +155,7 @@ class LLM:
         Raises:
             InvalidPromptError: see `chat`.
         """
-        tokenizer = self.get_tokenizer()
+        tokenizer = self.llm_engine.tokenizer
         if tokenizer is None:
             raise InvalidPromptError("chat needs a tokenizer, and the model has none")
         return tokenizer.apply_chat_template(list(messages), add_generation_prompt)
@@ -159,24 +178,27 @@ class LLM:
             )
         request_id, self._num_requests = str(self._num_requests), self._num_requests + 1
         params = replace(sampling_params, output_kind=RequestOutputKind.DELTA)
-        self.llm_engine.add_request(request_id, prompt, params, prompt_token_ids)
+        self.llm_engine.add_request(request_id, prompt, params, prompt_token_ids=prompt_token_ids)
+        outputs = self._inbox[request_id] = []
         finished = False
         try:
             while not finished:
-                for output in self.llm_engine.step():
-                    if output.request_id != request_id:
-                        continue
-                    finished = output.finished
-                    if output.error is not None:
-                        raise RequestError(output.error)
-                    yield output.outputs[0].text
+                while not outputs:
+                    self._pump()
+                output = outputs.pop(0)
+                finished = output.finished
+                if output.error is not None:
+                    raise RequestError(output.error)
+                yield output.outputs[0].text
         finally:
+            del self._inbox[request_id]
             if not finished:
                 self.llm_engine.abort_request(request_id)
 
-    def get_tokenizer(self) -> Tokenizer | None:
-        """The tokenizer; None for a model folder without one."""
-        return self.llm_engine.tokenizer
+    def get_tokenizer(self) -> Any:
+        """The tokenizer of transformers; None for a model folder without one."""
+        tokenizer = self.llm_engine.tokenizer
+        return None if tokenizer is None else tokenizer.hf
 
     def set_tokenizer(self, tokenizer: Any) -> None:
         """Replaces the tokenizer, by one of transformers or by a `Tokenizer`."""
@@ -200,6 +222,8 @@ class LLM:
 
     def _run(self, request_ids: set[str], done: dict[str, RequestOutput], use_tqdm: bool) -> None:
         """Steps until `done` holds all of `request_ids`; other requests run beside them."""
+        outputs: list[RequestOutput] = []
+        self._inbox.update(dict.fromkeys(request_ids - done.keys(), outputs))
         bar = tqdm(
             total=len(request_ids),
             initial=len(done),
@@ -211,9 +235,8 @@ class LLM:
         num_input = num_output = 0
         with bar:
             while len(done) < len(request_ids):
-                for output in self.llm_engine.step():
-                    if output.request_id not in request_ids or not output.finished:
-                        continue
+                self._pump()
+                for output in outputs:
                     done[output.request_id] = output
                     num_input += len(output.prompt_token_ids)
                     num_output += sum(len(o.token_ids) for o in output.outputs)
@@ -224,6 +247,20 @@ class LLM:
                         refresh=False,
                     )
                     bar.update(1)
+                outputs.clear()
+
+    def _pump(self) -> None:
+        """Runs a step and hands its outputs to whoever waits for them.
+
+        Raises:
+            EngineError: nothing is left to run, though somebody waits: the request was aborted
+                behind our back and its end taken by another.
+        """
+        if not self.llm_engine.has_unfinished_requests():
+            raise EngineError("the request was ended by someone else, who took its output")
+        for output in self.llm_engine.step():
+            if output.request_id in self._inbox:
+                self._inbox[output.request_id].append(output)
 
 
 def _pair_prompts(
@@ -238,7 +275,7 @@ def _pair_prompts(
     ids: list[list[int] | None] | None = None
     if prompt_token_ids is not None:
         many = list(prompt_token_ids)
-        nested = not many or isinstance(many[0], Iterable)
+        nested = not many or not is_whole(many[0])
         ids = cast(list[list[int] | None], many if nested else [many])
     if texts is None and ids is None:
         raise InvalidPromptError("generate needs prompts or prompt_token_ids; got neither")

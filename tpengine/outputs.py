@@ -16,15 +16,23 @@ class Logprob:
 
 @dataclass(slots=True)
 class RequestMetrics:
-    """Moments in a request's life, in seconds of `time.monotonic`; None where not reached."""
+    """Moments in a request's life, in seconds of `time.time`; None where not reached."""
 
     arrival_time: float
     first_scheduled_time: float | None = None
     first_token_time: float | None = None
+    last_token_time: float | None = None
     finished_time: float | None = None
     num_preemptions: int = 0
     num_cached_tokens: int = 0
     """Prompt tokens whose K and V were found in the cache when it was first scheduled."""
+
+    @property
+    def time_in_queue(self) -> float | None:
+        """Seconds between arrival and first schedule; None before that."""
+        if self.first_scheduled_time is None:
+            return None
+        return self.first_scheduled_time - self.arrival_time
 
 
 @dataclass(slots=True)

@@ -58,7 +58,7 @@ def test_stop_token_ids(engine: LLMEngine, prompt: list[int], expected: list[int
     params = greedy(20, stop_token_ids=[stop], include_stop_str_in_output=True)
     assert complete(engine, prompt, params).text == tokenizer.decode(expected[: at + 1])
     with pytest.raises(InvalidSamplingParamsError, match=r"512.*\[0, 511\]"):
-        engine.add_request("bad", None, greedy(2, stop_token_ids=[512]), prompt)
+        engine.add_request("bad", None, greedy(2, stop_token_ids=[512]), prompt_token_ids=prompt)
 
 
 def test_min_tokens_bans_ends(engine: LLMEngine, prompt: list[int], expected: list[int]) -> None:

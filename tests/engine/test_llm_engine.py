@@ -19,7 +19,7 @@ def test_the_loop_that_everybody_writes(engine: LLMEngine, prompt: list[int]) ->
     assert not engine.has_unfinished_requests()
     assert engine.step() == []
     for i in range(3):
-        engine.add_request(str(i), None, greedy(4 + i), prompt)
+        engine.add_request(str(i), None, greedy(4 + i), prompt_token_ids=prompt)
     assert engine.get_num_unfinished_requests() == 3
     assert engine.get_model_config().vocab_size == 512
     finished = []
@@ -34,7 +34,7 @@ def test_the_loop_that_everybody_writes(engine: LLMEngine, prompt: list[int]) ->
 def test_output_kinds(engine: LLMEngine, prompt: list[int], expected: list[int]) -> None:
     for kind in RequestOutputKind:
         params = greedy(10, output_kind=kind, logprobs=1)
-        engine.add_request(kind.value, None, params, prompt)
+        engine.add_request(kind.value, None, params, prompt_token_ids=prompt)
     by_kind: dict[str, list[RequestOutput]] = {}
     for output in run(engine):
         by_kind.setdefault(output.request_id, []).append(output)
@@ -56,12 +56,14 @@ def test_output_kinds(engine: LLMEngine, prompt: list[int], expected: list[int])
 
 
 def test_duplicate_id(engine: LLMEngine, prompt: list[int]) -> None:
-    engine.add_request("twin", None, greedy(2), prompt)
+    engine.add_request("twin", None, greedy(2), prompt_token_ids=prompt)
     with pytest.raises(DuplicateRequestError, match="'twin'"):
-        engine.add_request("twin", None, greedy(9), prompt)
+        engine.add_request("twin", None, greedy(9), prompt_token_ids=prompt)
     outputs = run(engine)
     assert [len(o.outputs[0].token_ids) for o in outputs if o.finished] == [2]
-    engine.add_request("twin", None, greedy(3), prompt)  # free again once it has finished
+    engine.add_request(
+        "twin", None, greedy(3), prompt_token_ids=prompt
+    )  # free again once it has finished
     assert len(run(engine)[-1].outputs[0].token_ids) == 3
 
 
@@ -73,7 +75,7 @@ def test_abort_at_any_moment(
     folder = models.folder(PLAIN, tokenizer=True)
     with make_engine(folder, max_num_batched_tokens=16, max_num_seqs=2) as engine:
         for name in ("kept", "gone", "never started"):
-            engine.add_request(name, None, greedy(12), prompt)
+            engine.add_request(name, None, greedy(12), prompt_token_ids=prompt)
         outputs = [output for _ in range(num_steps) for output in engine.step()]
         before = engine.num_free_blocks
         engine.abort_request(["gone", "never started", "unknown"])
@@ -96,7 +98,7 @@ def test_abort_at_any_moment(
 
 
 def test_abort_of_everything_is_still_reported(engine: LLMEngine, prompt: list[int]) -> None:
-    engine.add_request("only", None, greedy(9), prompt)
+    engine.add_request("only", None, greedy(9), prompt_token_ids=prompt)
     engine.step()
     engine.abort_request("only")
     assert engine.get_num_unfinished_requests() == 0
@@ -117,7 +119,9 @@ def test_ctrl_c_keeps_the_step(
         signal.raise_signal(signal.SIGINT)
         return answer
 
-    engine.add_request("one", None, greedy(6, output_kind=RequestOutputKind.DELTA), prompt)
+    engine.add_request(
+        "one", None, greedy(6, output_kind=RequestOutputKind.DELTA), prompt_token_ids=prompt
+    )
     tokens = []
     with monkeypatch.context() as patch:
         patch.setattr(engine._executor, "execute_model", interrupted)
@@ -152,7 +156,7 @@ def test_statistics_line(
     args = EngineArgs(str(models.folder(TinyLlama())), dtype="float32")
     with LLMEngine.from_engine_args(args) as engine:
         engine._stat_logger._interval_s = 0.0
-        engine.add_request("one", None, greedy(3), prompt)
+        engine.add_request("one", None, greedy(3), prompt_token_ids=prompt)
         run(engine)
     assert len(lines) == 3
     assert "1 running, 0 waiting" in lines[0]

@@ -48,7 +48,7 @@ def generate(
     )
     try:
         for i, prompt in enumerate(subject.prompts):
-            engine.add_request(str(i), None, params, list(prompt))
+            engine.add_request(str(i), None, params, prompt_token_ids=list(prompt))
         done = {}
         while engine.has_unfinished_requests():
             done.update({o.request_id: o for o in engine.step() if o.finished})

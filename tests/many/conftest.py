@@ -94,7 +94,7 @@ Job = tuple[str, list[int], SamplingParams]
 def run(engine: LLMEngine, jobs: list[Job]) -> dict[str, RequestOutput]:
     """Serves requests side by side; the last output of each."""
     for request_id, prompt, params in jobs:
-        engine.add_request(request_id, None, params, prompt)
+        engine.add_request(request_id, None, params, prompt_token_ids=prompt)
     last = {}
     while engine.has_unfinished_requests():
         for output in engine.step():

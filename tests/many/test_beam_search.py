@@ -240,7 +240,7 @@ def test_end_tokens_are_kept_out_before_min_tokens(make_engine: MakeEngine) -> N
 def test_nothing_is_reported_before_the_end(make_engine: MakeEngine) -> None:
     case = CASES[0]
     engine = make_engine(case.model)
-    engine.add_request("one", None, case.params, list(case.prompt))
+    engine.add_request("one", None, case.params, prompt_token_ids=list(case.prompt))
     reports = []
     while engine.has_unfinished_requests():
         reports += engine.step()

@@ -67,7 +67,7 @@ def test_refused_by_the_engine_which_goes_on(
 ) -> None:
     engine = make_engine(max_num_batched_tokens=24)
     with pytest.raises(InvalidSamplingParamsError, match=words):
-        engine.add_request("bad", None, params, PROMPT)
+        engine.add_request("bad", None, params, prompt_token_ids=PROMPT)
     assert run(engine, [("good", PROMPT, FREE)])["good"].error is None
 
 
@@ -126,7 +126,7 @@ def test_abort_of_groups(make_engine: MakeEngine) -> None:
     engine = make_engine(num_device_blocks_override=40)
     jobs = [(str(i), PROMPT, replace(p, max_tokens=30)) for i, p in enumerate([BEAMS, FREE] * 3)]
     for request_id, prompt, params in jobs:
-        engine.add_request(request_id, None, params, prompt)
+        engine.add_request(request_id, None, params, prompt_token_ids=prompt)
     for step in range(12):
         engine.step()
         if step % 2:

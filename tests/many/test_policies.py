@@ -87,15 +87,15 @@ def test_many_waiting_are_kept_in_order() -> None:
 def test_priorities_out_of_range(make_engine: MakeEngine, priority: object) -> None:
     engine = make_engine(scheduling_policy="priority")
     with pytest.raises(InvalidPriorityError, match=r"\[-1000, 1000\]"):
-        engine.add_request("r", None, SHORT, [5], priority=priority)  # type: ignore[arg-type]
-    engine.add_request("r", None, SHORT, [5], priority=MAX_PRIORITY)
+        engine.add_request("r", None, SHORT, prompt_token_ids=[5], priority=priority)  # type: ignore[arg-type]
+    engine.add_request("r", None, SHORT, prompt_token_ids=[5], priority=MAX_PRIORITY)
     while engine.has_unfinished_requests():
         engine.step()
 
 
 def test_priority_without_the_policy(make_engine: MakeEngine) -> None:
     with pytest.raises(InvalidPriorityError, match="scheduling_policy='priority'"):
-        make_engine().add_request("r", None, SHORT, [5], priority=1)
+        make_engine().add_request("r", None, SHORT, prompt_token_ids=[5], priority=1)
 
 
 @pytest.mark.parametrize(

@@ -59,7 +59,7 @@ def test_the_prompt_is_held_once(make_engine: MakeEngine) -> None:
     """Eight of a 96-token prompt: its 12 blocks, and after the first token one more each."""
     engine = make_engine(max_num_batched_tokens=128, enable_prefix_caching=False)
     prompt = (PROMPT * 3)[:96]
-    engine.add_request("eight", None, replace(FREE, n=8), prompt)
+    engine.add_request("eight", None, replace(FREE, n=8), prompt_token_ids=prompt)
     engine.step()
     assert engine.num_total_blocks - engine.num_free_blocks == 12
     engine.step()
@@ -70,7 +70,7 @@ def test_the_prompt_is_held_once(make_engine: MakeEngine) -> None:
 
 def test_a_partly_filled_block_is_copied_by_all_but_one(make_engine: MakeEngine) -> None:
     engine = make_engine(max_num_batched_tokens=128, enable_prefix_caching=False)
-    engine.add_request("eight", None, replace(FREE, n=8), (PROMPT * 3)[:90])
+    engine.add_request("eight", None, replace(FREE, n=8), prompt_token_ids=(PROMPT * 3)[:90])
     engine.step()
     assert engine.num_total_blocks - engine.num_free_blocks == 12
     engine.step()
@@ -83,7 +83,7 @@ def test_streaming_with_index(make_engine: MakeEngine) -> None:
     engine = make_engine()
     whole = run(engine, [("whole", PROMPT, FREE)])["whole"]
     params = replace(FREE, output_kind=RequestOutputKind.DELTA)
-    engine.add_request("parts", None, params, PROMPT)
+    engine.add_request("parts", None, params, prompt_token_ids=PROMPT)
     parts: dict[int, list[int]] = {}
     reports = 0
     while engine.has_unfinished_requests():
@@ -100,7 +100,7 @@ def test_best_of_returns_the_likeliest_when_all_are_complete(make_engine: MakeEn
     four = run(engine, [("four", PROMPT, FREE)])["four"]
     ranked = sorted(four.outputs, key=lambda o: -(o.cumulative_logprob or 0.0))
     params = replace(FREE, n=2, best_of=4, logprobs=None)
-    engine.add_request("best", None, params, PROMPT)
+    engine.add_request("best", None, params, prompt_token_ids=PROMPT)
     reports = []
     while engine.has_unfinished_requests():
         reports += engine.step()
@@ -118,7 +118,7 @@ def test_sequences_end_by_themselves(make_engine: MakeEngine) -> None:
     four = run(engine, [("four", PROMPT, FREE)])["four"]
     stop = four.outputs[2].token_ids[3]
     params = replace(FREE, stop_token_ids=(stop,))
-    engine.add_request("stopped", None, params, PROMPT)
+    engine.add_request("stopped", None, params, prompt_token_ids=PROMPT)
     last, fewest = None, 4
     while engine.has_unfinished_requests():
         for output in engine.step():

@@ -86,7 +86,7 @@ def engine(folder: Path) -> Iterator[LLMEngine]:
 def run(engine: LLMEngine, requests: list[tuple[list[int], SamplingParams]]) -> list[RequestOutput]:
     """Runs requests together; the last output of each."""
     for i, (prompt, params) in enumerate(requests):
-        engine.add_request(str(i), None, params, prompt)
+        engine.add_request(str(i), None, params, prompt_token_ids=prompt)
     last: dict[str, RequestOutput] = {}
     for _ in range(2000):
         if not engine.has_unfinished_requests():

@@ -101,7 +101,7 @@ def test_after_preemption_in_the_middle(folder: Any, oracle: Any) -> None:
 def test_nothing_before_the_prompt_is_complete(engine: LLMEngine) -> None:
     """An abort in the middle of a prompt reports none, and leaves nothing behind."""
     params = SamplingParams(prompt_logprobs=1, output_kind=RequestOutputKind.CUMULATIVE)
-    engine.add_request("0", None, params, _prompts()[-1])
+    engine.add_request("0", None, params, prompt_token_ids=_prompts()[-1])
     assert engine.step() == []
     engine.abort_request("0")
     (output,) = engine.step()

@@ -79,7 +79,7 @@ def test_refused_when_added(
     (tmp_path / "broken_processors.py").write_text("1 / 0\n")
     monkeypatch.setattr(sys, "path", [str(tmp_path), *sys.path])
     with pytest.raises(InvalidSamplingParamsError, match=message):
-        engine.add_request("bad", None, SamplingParams(**values), [5, 6])
+        engine.add_request("bad", None, SamplingParams(**values), prompt_token_ids=[5, 6])
     assert not engine.has_unfinished_requests()
     # The engine goes on, with the same id.
     (output,) = run(engine, [([5, 6], SamplingParams(temperature=0, max_tokens=2))])

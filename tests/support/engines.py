@@ -66,7 +66,7 @@ def run(engine: LLMEngine) -> list[RequestOutput]:
 
 def complete(engine: LLMEngine, prompt: list[int], params: SamplingParams) -> Any:
     """The only sequence of one request, finished."""
-    engine.add_request("one", None, params, prompt)
+    engine.add_request("one", None, params, prompt_token_ids=prompt)
     final = run(engine)[-1]
     assert final.finished
     assert final.error is None

@@ -85,7 +85,7 @@ def serve(
     """Serves equal requests together; returns seconds and the most blocks that were held."""
     start, most = time.perf_counter(), 0
     for index in range(num_requests):
-        engine.add_request(str(index), None, params, prompt)
+        engine.add_request(str(index), None, params, prompt_token_ids=prompt)
     while engine.has_unfinished_requests():
         engine.step()
         most = max(most, engine.num_total_blocks - engine.num_free_blocks)

@@ -105,7 +105,7 @@ def _measure(engine: LLMEngine, batch_size: int, input_len: int, output_len: int
     )
     for i in range(batch_size):
         prompt = [rng.randrange(vocab_size) for _ in range(input_len)]
-        engine.add_request(str(i), None, params, prompt)
+        engine.add_request(str(i), None, params, prompt_token_ids=prompt)
     start = time.perf_counter()
     first_token_s, decodes = 0.0, []
     while engine.has_unfinished_requests():

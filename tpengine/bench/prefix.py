@@ -92,7 +92,7 @@ def run(args: argparse.Namespace) -> int:
 def first_token_s(engine: LLMEngine, prompt: list[int]) -> float:
     """Seconds from arrival to the first token, in an engine that has nothing else to do."""
     start = time.perf_counter()
-    engine.add_request("one", None, replace(_GREEDY, max_tokens=1), prompt)
+    engine.add_request("one", None, replace(_GREEDY, max_tokens=1), prompt_token_ids=prompt)
     while engine.has_unfinished_requests():
         engine.step()
     return time.perf_counter() - start

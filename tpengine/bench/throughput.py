@@ -105,7 +105,9 @@ def run_once(engine: LLMEngine, workload: Workload, params: SamplingParams) -> R
     steps: list[StepStats] = []
     start = time.perf_counter()
     for i, (prompt, num_output) in enumerate(workload):
-        engine.add_request(str(i), None, replace(params, max_tokens=num_output), prompt)
+        engine.add_request(
+            str(i), None, replace(params, max_tokens=num_output), prompt_token_ids=prompt
+        )
     while engine.has_unfinished_requests():
         engine.step()
         if engine.last_step is not None:

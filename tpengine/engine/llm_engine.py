@@ -16,7 +16,7 @@ from tpengine.engine.several import check_priority, check_several
 from tpengine.engine.startup import start_workers
 from tpengine.engine.tokenizer import Tokenizer, load_tokenizer
 from tpengine.engine_args import EngineArgs
-from tpengine.errors import DuplicateRequestError
+from tpengine.errors import DuplicateRequestError, EngineDeadError, InvalidPromptError
 from tpengine.executor.executor import Executor
 from tpengine.executor.local_executor import LocalExecutor
 from tpengine.outputs import RequestMetrics, RequestOutput
@@ -58,6 +58,7 @@ class LLMEngine:
         self._num_requests = 0
         self._num_sequences = 0
         self._unreported: list[RequestOutput] = []
+        self._failure: BaseException | None = None
         self.last_step: StepStats | None = None
 
     @classmethod
@@ -110,38 +111,39 @@ class LLMEngine:
     def add_request(
         self,
         request_id: str,
-        prompt: Prompt | None,
-        sampling_params: SamplingParams | None = None,
-        prompt_token_ids: list[int] | None = None,
+        inputs: Prompt | None = None,
+        params: SamplingParams | None = None,
         arrival_time: float | None = None,
+        *,
+        prompt_token_ids: list[int] | None = None,
         priority: int = 0,
     ) -> None:
         """Lets a request wait for the next steps.
 
         Args:
             request_id: any string that no unfinished request has.
-            prompt: text, or a dict with `prompt` or `prompt_token_ids`.
-            prompt_token_ids: the prompt as ids; then `prompt` is only echoed.
-            arrival_time: seconds of `time.monotonic`; now, unless given.
+            inputs: text, or a dict with `prompt` or `prompt_token_ids`.
+            arrival_time: seconds of `time.time`; now, unless given.
+            prompt_token_ids: the prompt as ids; then text in `inputs` is only echoed.
             priority: in [-1000, 1000], lower is served first; needs scheduling_policy "priority".
 
         Raises:
             RequestError: this request cannot be served; nothing else is affected.
+            EngineDeadError: an earlier step failed.
         """
+        self._check_alive()
         if self._scheduler.get_request(request_id) is not None:
             raise DuplicateRequestError(
                 f"request id {request_id!r} belongs to an unfinished request; choose another"
             )
         model = self._config.model
-        params = read_sampling_params(
-            sampling_params or SamplingParams(), model.vocab_size, self.tokenizer
-        )
+        params = read_sampling_params(params or SamplingParams(), model.vocab_size, self.tokenizer)
         check_priority(priority, self._config.scheduler)
         end_token_ids = self._end_token_ids(params)
         candidates = check_several(
             params, len(end_token_ids), self._config.scheduler, model.vocab_size
         )
-        text, token_ids = read_prompt(prompt, prompt_token_ids, self.tokenizer, model)
+        text, token_ids = read_prompt(inputs, prompt_token_ids, self.tokenizer, model)
         arrival_index, self._num_requests = self._num_requests, self._num_requests + 1
         first_id, count = self._num_sequences, params.num_sequences
         self._num_sequences += count
@@ -156,13 +158,27 @@ class LLMEngine:
                 Sequence(first_id + index, index, token_ids.copy(), len(token_ids))
                 for index in range(count)
             ],
-            metrics=RequestMetrics(time.monotonic() if arrival_time is None else arrival_time),
+            metrics=RequestMetrics(time.time() if arrival_time is None else arrival_time),
             priority=priority,
             end_token_ids=end_token_ids,
             num_candidates=candidates,
         )
-        self._scheduler.add_request(request)
-        self._output_processor.add(request)
+        self._enter(request)
+
+    def _enter(self, request: Request) -> None:
+        """Hands a request to both who follow it, or to neither."""
+        with DeferredInterrupt() as interrupt:
+            try:
+                self._output_processor.add(request)
+            except Exception as error:
+                self._output_processor.forget(request)
+                raise InvalidPromptError(
+                    f"the tokenizer cannot follow this prompt: {type(error).__name__}: {error}; "
+                    "check its ids, or set detokenize=False"
+                ) from error
+            self._scheduler.add_request(request)
+            if interrupt.pending:
+                raise KeyboardInterrupt
 
     def abort_request(self, request_id: str | Iterable[str]) -> None:
         """Ends requests at once, whatever they are doing; their blocks are free when this returns.
@@ -181,9 +197,15 @@ class LLMEngine:
         Raises:
             KeyboardInterrupt: Ctrl-C came during the step, which was completed first; the next
                 call returns its outputs.
+            EngineDeadError: an earlier step failed; what failed then was raised by that step.
         """
+        self._check_alive()
         with DeferredInterrupt() as interrupt:
-            outputs = self._step()
+            try:
+                outputs = self._step()
+            except BaseException as error:
+                self._failure = error
+                raise
             if interrupt.pending:
                 self._unreported = outputs
                 raise KeyboardInterrupt
@@ -191,13 +213,15 @@ class LLMEngine:
 
     def _step(self) -> list[RequestOutput]:
         start = time.perf_counter()
-        outputs, self._unreported = self._unreported, []
         scheduled = self._scheduler.schedule()
         if scheduled.is_empty:
-            return outputs + self._output_processor.finish(scheduled.ignored)
+            outputs = self._unreported + self._output_processor.finish(scheduled.ignored)
+            self._unreported = []
+            return outputs
         answer = self._executor.execute_model(scheduled.step_input)
-        outputs += self._output_processor.process(scheduled, answer)
+        outputs = self._unreported + self._output_processor.process(scheduled, answer)
         self._scheduler.update(scheduled)
+        self._unreported = []
         self._record(
             StepStats(
                 num_prefill_tokens=scheduled.num_prefill_tokens,
@@ -223,6 +247,13 @@ class LLMEngine:
         traceback: TracebackType | None,
     ) -> None:
         self.shutdown()
+
+    def _check_alive(self) -> None:
+        if self._failure is not None:
+            raise EngineDeadError(
+                f"a step failed ({type(self._failure).__name__}: {self._failure}), and the engine "
+                "cannot go on; make a new one"
+            ) from self._failure
 
     def _record(self, stats: StepStats) -> None:
         self.last_step = stats

@@ -91,10 +91,15 @@ class OutputProcessor:
         touched: dict[str, Request] = {}
         failed: list[Request] = []
         beams: dict[str, list[Sampled]] = {}
+        now = time.time()
         for row, part in output.prompt_logprobs.items():
             tracked = self._tracked.get(scheduled.rows[row].seq_id)
-            if tracked is not None:
+            if tracked is None:
+                continue
+            try:
                 self._prompt_logprobs.record(tracked.request, part, self.tokenizer)
+            except Exception as error:
+                self._fail(tracked.request, _reason(error, tracked.request), failed)
         for place, sequence in enumerate(scheduled.sampled):
             tracked = self._tracked.get(sequence.seq_id)
             if tracked is None or sequence.status.finished:  # ended while the step was computed
@@ -103,8 +108,9 @@ class OutputProcessor:
             if place in output.errors:
                 self._fail(request, output.errors[place], failed)
                 continue
+            request.metrics.last_token_time = now
             if request.metrics.first_token_time is None:
-                request.metrics.first_token_time = time.monotonic()
+                request.metrics.first_token_time = now
             if request.sampling_params.use_beam_search:
                 told = output.logprobs.get(place)
                 sampled = (sequence, output.candidates[place], told)
@@ -208,7 +214,7 @@ class OutputProcessor:
         )
 
     def _report(self, requests: Iterable[Request]) -> list[RequestOutput]:
-        now = time.monotonic()
+        now = time.time()
         outputs = []
         for request in requests:
             finished, params = request.finished, request.sampling_params
@@ -221,7 +227,7 @@ class OutputProcessor:
                 RequestOutput(
                     request_id=request.request_id,
                     prompt=request.prompt,
-                    prompt_token_ids=request.prompt_token_ids,
+                    prompt_token_ids=request.prompt_token_ids.copy(),
                     outputs=self._completions(request),
                     finished=finished,
                     metrics=request.metrics,
@@ -231,10 +237,11 @@ class OutputProcessor:
                 )
             )
             if finished:
-                self._forget(request)
+                self.forget(request)
         return outputs
 
-    def _forget(self, request: Request) -> None:
+    def forget(self, request: Request) -> None:
+        """Stops following a request."""
         for sequence in request.sequences:
             self._tracked.pop(sequence.seq_id, None)
         self._beams.pop(request.request_id, None)

@@ -66,13 +66,25 @@ def read_prompt(
     return prompt, _checked_ids(prompt_token_ids, model)
 
 
+def is_whole(value: object) -> bool:
+    """Whether a value is one integer, Python's or NumPy's or a tensor's; a bool is none."""
+    try:
+        index(value)  # type: ignore[arg-type]
+    except TypeError:
+        return False
+    return not isinstance(value, bool)
+
+
 def _checked_ids(token_ids: object, model: ModelConfig) -> list[int]:
     """The ids as plain integers (NumPy's come often)."""
     if isinstance(token_ids, str) or not isinstance(token_ids, Iterable):
         raise InvalidPromptError(
             f"prompt_token_ids must be a list of integers, got {type(token_ids).__name__}"
         )
-    token_ids = list(token_ids)
+    try:
+        token_ids = list(token_ids)
+    except TypeError as error:  # a tensor without dimensions says that it is iterable
+        raise InvalidPromptError(f"prompt_token_ids must be a list of integers: {error}") from error
     if not token_ids:
         raise InvalidPromptError("the prompt is empty: it has no tokens; give at least one")
     if len(token_ids) > model.max_model_len:
@@ -81,8 +93,7 @@ def _checked_ids(token_ids: object, model: ModelConfig) -> list[int]:
             f"{model.max_model_len}; shorten it"
         )
     for position, token_id in enumerate(token_ids):
-        whole = hasattr(token_id, "__index__") and not isinstance(token_id, bool)
-        if not whole or not 0 <= token_id < model.vocab_size:
+        if not is_whole(token_id) or not 0 <= token_id < model.vocab_size:
             raise InvalidPromptError(
                 f"prompt_token_ids[{position}] = {token_id!r} is no id of the vocabulary; ids are "
                 f"integers in [0, {model.vocab_size - 1}]"

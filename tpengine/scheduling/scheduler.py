@@ -324,7 +324,7 @@ class Scheduler:
         first, *others = request.unfinished_sequences
         self._num_admitted_since_decode += 1 + len(others)
         if request.metrics.first_scheduled_time is None:
-            request.metrics.first_scheduled_time = time.monotonic()
+            request.metrics.first_scheduled_time = time.time()
             request.metrics.num_cached_tokens = first.num_computed_tokens
         if others:
             self._compute_common(request, step)

@@ -1,0 +1,73 @@
+"""Checks of engine arguments against what a machine can have, and against its device."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import TYPE_CHECKING
+
+from tpengine.errors import ConfigError
+from tpengine.logger import init_logger
+
+if TYPE_CHECKING:
+    from tpengine.engine_args import EngineArgs
+
+logger = init_logger(__name__)
+
+MAX_NUM_SEQS = 1 << 16
+"""Bound of max_num_seqs: tables of a row per sequence are allocated before the first step."""
+MIN_SEED, MAX_SEED = -(1 << 63), (1 << 64) - 1
+"""Bounds of a seed, those of torch's generators."""
+MAX_SPACE_GIB = 1 << 20
+"""Bound of what is given in GiB; more than any machine has, and in bytes still 64 bits."""
+
+
+def check_bounds(args: EngineArgs) -> None:
+    """Refuses numbers that no machine can serve, before they overflow somewhere inside.
+
+    Raises:
+        ConfigError: max_num_seqs, seed, cpu_kv_cache_space or swap_space is out of bounds.
+    """
+    if args.max_num_seqs > MAX_NUM_SEQS:
+        raise ConfigError(
+            f"max_num_seqs must be at most {MAX_NUM_SEQS}, got {args.max_num_seqs}; more requests "
+            "than that wait their turn"
+        )
+    if not MIN_SEED <= args.seed <= MAX_SEED:
+        raise ConfigError(f"seed must be from -2**63 to 2**64 - 1, got {args.seed}")
+    for name in ("cpu_kv_cache_space", "swap_space"):
+        given = getattr(args, name)
+        for space in given if isinstance(given, (list, tuple)) else [given]:
+            if space is not None and space > MAX_SPACE_GIB:
+                raise ConfigError(
+                    f"{name} must be at most {MAX_SPACE_GIB} GiB, got {space}; its unit is GiB, "
+                    "not bytes"
+                )
+
+
+def check_device_arguments(args: EngineArgs, device: str) -> None:
+    """Refuses arguments that contradict the device or each other, and names those that do nothing.
+
+    Raises:
+        ConfigError: cpu_kv_cache_space on a GPU, or beside num_device_blocks_override.
+    """
+    if args.cpu_kv_cache_space is not None:
+        space = f"cpu_kv_cache_space = {args.cpu_kv_cache_space}"
+        if device != "cpu":
+            raise ConfigError(
+                f"{space} sizes the cache on CPU, the device is {device}; leave it unset and use "
+                "gpu_memory_utilization, or set device='cpu'"
+            )
+        if args.num_device_blocks_override is not None:
+            raise ConfigError(
+                f"{space} and num_device_blocks_override = {args.num_device_blocks_override} both "
+                "size the cache; leave one of them unset"
+            )
+    if device == "cpu":
+        defaults = {spec.name: spec.default for spec in dataclasses.fields(args)}
+        idle = [
+            f"{name} = {getattr(args, name)}"
+            for name in ("gpu_memory_utilization", "enforce_eager")
+            if getattr(args, name) != defaults[name]
+        ]
+        if idle:
+            logger.warning("on CPU this does nothing: %s", ", ".join(idle))
