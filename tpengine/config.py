@@ -202,8 +202,8 @@ def resolve_model_folder(
         other = "auto" if load_format == "pt" else "pt"
         raise ModelLoadError(
             f"the hub's model {model!r} has no {weights[0]} files, which load_format = "
-            f"{load_format!r} reads; try load_format={other!r} (--load-format {other}), which reads "
-            f"{_HUB_WEIGHTS[other][0]}"
+            f"{load_format!r} reads; try load_format={other!r} (--load-format {other}), which "
+            f"reads {_HUB_WEIGHTS[other][0]}"
         )
     return str(fetched)
 

@@ -37,7 +37,8 @@ def generate(
         max_model_len=LONGEST,
         block_size=BLOCK_SIZE,
         disable_log_stats=True,
-        **{"cpu_kv_cache_space": 0.05, **args},
+        **({} if "num_device_blocks_override" in args else {"cpu_kv_cache_space": 0.05}),
+        **args,
     )
     config = engine_args.create_engine_config("cpu")
     executor: Executor

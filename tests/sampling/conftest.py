@@ -71,7 +71,9 @@ def oracle(folder: Path) -> Any:
 
 def make_engine(folder: Path, **kwargs: Any) -> LLMEngine:
     """An engine in float32 with room for little."""
-    defaults = {"max_num_seqs": 8, "max_num_batched_tokens": 64, "cpu_kv_cache_space": 0.01}
+    defaults: dict[str, Any] = {"max_num_seqs": 8, "max_num_batched_tokens": 64}
+    if "num_device_blocks_override" not in kwargs:
+        defaults["cpu_kv_cache_space"] = 0.01
     args = {"block_size": 16, "dtype": "float32", "device": "cpu", "disable_log_stats": True}
     return LLMEngine.from_engine_args(EngineArgs(model=str(folder), **(defaults | args | kwargs)))
 

@@ -97,11 +97,11 @@ class Worker:
         """Allocates the cache and the host's pool, and warms up.
 
         Raises:
-            CacheSizeError: the memory cannot be had.
+            CacheSizeError: the memory cannot be had, for them or the running sequences' tables.
         """
         try:
             self._cache_engine = self._make_cache(num_blocks, num_host_blocks)
-        except RuntimeError as error:
+        except (MemoryError, RuntimeError) as error:
             size, host_size = (
                 count * self._block_bytes() / memory.GIB for count in (num_blocks, num_host_blocks)
             )
@@ -111,7 +111,15 @@ class Worker:
                 f"allocated: {error}; choose fewer"
             ) from error
         runner = self._require_runner()
-        runner.attach_cache(self._cache_engine)
+        try:
+            runner.attach_cache(self._cache_engine)
+        except (MemoryError, RuntimeError) as error:
+            scheduler = self._config.scheduler
+            raise CacheSizeError(
+                f"the tables of running sequences (max_num_seqs = {scheduler.max_num_seqs}, each "
+                f"of up to {scheduler.max_model_len} tokens) cannot be allocated: {error}; lower "
+                "max_num_seqs or max_model_len"
+            ) from error
         with torch.inference_mode():
             runner.warm_up()
 
