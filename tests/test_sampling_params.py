@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from tpengine import SamplingParams
+from tpengine import RequestOutputKind, SamplingParams
 from tpengine.errors import InvalidSamplingParamsError, RequestError
 
 OUT_OF_RANGE: list[tuple[str, Any, str]] = [
@@ -33,7 +33,7 @@ OUT_OF_RANGE: list[tuple[str, Any, str]] = [
     ("min_tokens", 17, "at most max_tokens = 16"),
     ("logprobs", -1, "at least 0"),
     ("logprobs", 65, "[0, 64]"),
-    ("logprobs", True, "[0, 64]"),
+    ("logprobs", True, "an integer"),
     ("seed", 2**64, "[-9223372036854775808, 18446744073709551615]"),
     ("seed", 1.5, "an integer"),
     ("n", 0, "at least 1"),
@@ -113,3 +113,21 @@ def test_normal_forms() -> None:
 def test_frozen() -> None:
     with pytest.raises(AttributeError):
         SamplingParams().temperature = 0.5  # type: ignore[misc]
+
+
+@pytest.mark.parametrize("name", ["ignore_eos", "detokenize", "skip_special_tokens"])
+def test_flags_are_booleans(name: str) -> None:
+    with pytest.raises(InvalidSamplingParamsError, match=f"{name} must be True or False, got 'no'"):
+        SamplingParams(**{name: "no"})
+
+
+def test_output_kind_by_name() -> None:
+    assert SamplingParams(output_kind="delta").output_kind is RequestOutputKind.DELTA
+    with pytest.raises(InvalidSamplingParamsError, match="'final_only', got 'last'"):
+        SamplingParams(output_kind="last")
+
+
+@pytest.mark.parametrize("top_k", [0, -2])
+def test_top_k_says_how_to_keep_all(top_k: int) -> None:
+    with pytest.raises(InvalidSamplingParamsError, match="-1 keeps all"):
+        SamplingParams(top_k=top_k)

@@ -76,9 +76,11 @@ def _add_generate(commands: argparse._SubParsersAction[argparse.ArgumentParser])
         help="complete prompts, the text appearing as it is generated",
         description="Completes prompts: those given as arguments, or each line of a file or of "
         "standard input, or a small example when there are none.",
-        epilog="Examples:  tpengine generate 'Once upon a time' --temperature 0   |   "
-        "tpengine generate --chat 'What is two plus three?'   |   "
-        "tpengine generate --file prompts.txt --model ./my-llama",
+        epilog="Examples:\n"
+        "  tpengine generate 'Once upon a time' --temperature 0\n"
+        "  tpengine generate --chat 'What is the capital of France?'\n"
+        "  tpengine generate --file prompts.txt --model FOLDER",
+        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     command.add_argument("prompts", nargs="*", metavar="PROMPT", help="text to complete")
     command.add_argument("--file", metavar="FILE", help="one prompt per line; - is standard input")

@@ -56,7 +56,7 @@ class LLM:
         known = [spec.name for spec in fields(EngineArgs)]
         for name in kwargs:
             if name not in known:
-                close = difflib.get_close_matches(name, known, n=1)
+                close = difflib.get_close_matches(name, known, n=1, cutoff=0.75)
                 hint = f"; did you mean {close[0]!r}?" if close else ""
                 raise ConfigError(f"LLM has no argument {name!r}{hint}")
         self.llm_engine = LLMEngine.from_engine_args(EngineArgs(**kwargs))
@@ -271,6 +271,10 @@ def _pair_prompts(
     texts: list[Prompt | None] | None = None
     if prompts is not None:
         single = isinstance(prompts, (str, dict))
+        if not single and not isinstance(prompts, Iterable):
+            raise InvalidPromptError(
+                f"prompts must be a string, a dict or a list of such, got {type(prompts).__name__}"
+            )
         texts = cast(list[Prompt | None], [prompts] if single else list(prompts))
     ids: list[list[int] | None] | None = None
     if prompt_token_ids is not None:
@@ -297,7 +301,12 @@ def _one_per_prompt(
         return [SamplingParams()] * num_prompts
     if isinstance(sampling_params, SamplingParams):
         return [sampling_params] * num_prompts
-    params = list(sampling_params)
+    params = list(sampling_params) if isinstance(sampling_params, Iterable) else [sampling_params]
+    for one in params:
+        if not isinstance(one, SamplingParams):
+            raise InvalidSamplingParamsError(
+                f"sampling_params must be SamplingParams or a list of them, got {one!r}"
+            )
     if len(params) != num_prompts:
         raise InvalidPromptError(
             f"a list of sampling_params needs one per prompt: got {len(params)} for "

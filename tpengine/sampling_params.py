@@ -17,6 +17,16 @@ MAX_LOGIT_BIAS = 1e6
 """Bound of a bias either way: far more than logits differ, and far from float32's limits."""
 
 
+_FLAGS = (
+    "use_beam_search",
+    "include_stop_str_in_output",
+    "ignore_eos",
+    "detokenize",
+    "skip_special_tokens",
+    "spaces_between_special_tokens",
+)
+
+
 class RequestOutputKind(enum.Enum):
     """What `LLMEngine.step` reports of a request."""
 
@@ -149,8 +159,20 @@ class SamplingParams:
         object.__setattr__(self, "stop_token_ids", tuple(self.stop_token_ids or ()))
         if self.top_k == -1:
             object.__setattr__(self, "top_k", None)
-        if self.logprobs is True:  # a frequent slip: a flag where a count is meant
-            raise InvalidSamplingParamsError("logprobs must be a count in [0, 64], got True")
+        for name in _FLAGS:
+            if not isinstance(getattr(self, name), bool):
+                raise InvalidSamplingParamsError(
+                    f"{name} must be True or False, got {getattr(self, name)!r}"
+                )
+        try:
+            object.__setattr__(self, "output_kind", RequestOutputKind(self.output_kind))
+        except ValueError:
+            kinds = ", ".join(repr(kind.value) for kind in RequestOutputKind)
+            raise InvalidSamplingParamsError(
+                f"output_kind must be one of {kinds}, got {self.output_kind!r}"
+            ) from None
+        if self.top_k is not None and self.top_k != -1 and isinstance(self.top_k, int):
+            _check_int("top_k (-1 keeps all tokens)", self.top_k, 1)
 
     def _check_numbers(self) -> None:
         _check_int("n", self.n, 1)
@@ -238,10 +260,6 @@ class SamplingParams:
         if self.best_of is not None and self.best_of < self.n:
             raise InvalidSamplingParamsError(
                 f"best_of must be at least n = {self.n}, got {self.best_of}"
-            )
-        if not isinstance(self.use_beam_search, bool):
-            raise InvalidSamplingParamsError(
-                f"use_beam_search must be True or False, got {self.use_beam_search!r}"
             )
         if not self.use_beam_search:
             if self.greedy and self.num_sequences > 1:

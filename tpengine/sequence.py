@@ -151,6 +151,12 @@ class Request:
         return all(sequence.status.finished for sequence in self.sequences)
 
     @property
+    def finish_reason(self) -> str | None:
+        """How it was ended as a whole: the reason that not all of its sequences chose."""
+        reasons = {sequence.status.finish_reason for sequence in self.sequences}
+        return next((r for r in ("error", "ignored", "abort") if r in reasons), None)
+
+    @property
     def unfinished_sequences(self) -> list[Sequence]:
         """Those that still wait, run or are swapped out."""
         return [sequence for sequence in self.sequences if not sequence.status.finished]

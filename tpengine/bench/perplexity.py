@@ -1,7 +1,8 @@
 """What a dtype or quantization costs in quality: perplexity of one text under several variants.
 
 The text is --text, or else documents that the model writes itself, in float32 at temperature 1 and
-from fixed seeds; under such text the float32 model is the best there can be.
+from fixed seeds; under such text the float32 model is the best there can be. The variants are the
+three dtypes below; --dtype and --quantization have no effect.
 """
 
 from __future__ import annotations
@@ -38,6 +39,9 @@ def run(args: argparse.Namespace) -> int:
     """Measures and prints a line per variant."""
     engine_args = EngineArgs.from_cli_args(args)
     windows = _read(args.text, engine_args) if args.text else _write(args, engine_args)
+    windows = [window for window in windows if len(window) > 1]
+    if not windows:
+        raise SystemExit("there is no text to judge: --num-documents or --text gives none")
     print(f"machine        {describe_machine()}")
     print(f"commit         {describe_commit()}")
     print(f"model          {engine_args.model}")
@@ -59,7 +63,10 @@ def _read(path: str, engine_args: EngineArgs) -> list[list[int]]:
         tokenizer = llm.get_tokenizer()
         if tokenizer is None:
             raise SystemExit("--text needs a model with a tokenizer")
-        ids = tokenizer.encode(Path(path).read_text(encoding="utf-8"))
+        try:
+            ids = tokenizer.encode(Path(path).read_text(encoding="utf-8"))
+        except (OSError, UnicodeDecodeError) as error:
+            raise SystemExit(f"--text {path} cannot be read: {error}") from None
     return [ids[i : i + _WINDOW] for i in range(0, len(ids) - 1, _WINDOW)]
 
 
@@ -69,7 +76,7 @@ def _write(args: argparse.Namespace, engine_args: EngineArgs) -> list[list[int]]
         SamplingParams(temperature=1.0, seed=i, max_tokens=_WINDOW) for i in range(len(prompts))
     ]
     with _llm(replace(engine_args, dtype="float32", quantization=None)) as llm:
-        outputs = llm.generate(prompts, params)
+        outputs = llm.generate(prompts, params, use_tqdm=False)
     return [output.prompt_token_ids + output.outputs[0].token_ids for output in outputs]
 
 
@@ -77,7 +84,7 @@ def _perplexity(engine_args: EngineArgs, windows: list[list[int]]) -> float:
     params = SamplingParams(temperature=0.0, max_tokens=1, prompt_logprobs=0)
     total, count = 0.0, 0
     with _llm(engine_args) as llm:
-        for output in llm.generate(prompt_token_ids=windows, sampling_params=params):
+        for output in llm.generate(None, params, windows, use_tqdm=False):
             if output.prompt_logprobs is None:
                 raise SystemExit(f"the text could not be judged: {output.error}")
             for token_id, found in zip(

@@ -64,6 +64,8 @@ class RunResult:
 
 def run(args: argparse.Namespace) -> int:
     """Measures and prints the report."""
+    if args.num_requests < 1 or args.runs < 1:
+        raise SystemExit("--num-requests and --runs must be at least 1")
     engine_args = replace(EngineArgs.from_cli_args(args), disable_log_stats=True)
     with contextlib.ExitStack() as stack:
         if args.shape is not None:

@@ -9,14 +9,14 @@ from types import FrameType, TracebackType
 
 
 class DeferredInterrupt:
-    """Notes a Ctrl-C instead of raising it while the context lasts.
+    """Notes a Ctrl-C, and raises it when the context ends.
 
     A step changes scheduler, worker and outputs together; an exception in its middle would leave
     them disagreeing. A second Ctrl-C is raised at once, for whoever cannot wait. Outside the main
     thread, which alone gets signals, the context does nothing.
 
     Attributes:
-        pending: whether a Ctrl-C came.
+        pending: whether a Ctrl-C came so far.
     """
 
     def __init__(self) -> None:
@@ -40,6 +40,8 @@ class DeferredInterrupt:
     ) -> None:
         if self._replaced is not None:
             signal.signal(signal.SIGINT, self._replaced)
+        if self.pending and kind is None:
+            raise KeyboardInterrupt
 
     def _note(self, signum: int, frame: FrameType | None) -> None:
         if self.pending:

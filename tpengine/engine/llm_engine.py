@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import hashlib
+import threading
 import time
 from collections.abc import Iterable
 from types import TracebackType
+from typing import Any
 
 from tpengine.config import EngineConfig, ModelConfig
 from tpengine.engine.interrupts import DeferredInterrupt
@@ -16,7 +18,7 @@ from tpengine.engine.several import check_priority, check_several
 from tpengine.engine.startup import start_workers
 from tpengine.engine.tokenizer import Tokenizer, load_tokenizer
 from tpengine.engine_args import EngineArgs
-from tpengine.errors import DuplicateRequestError, EngineDeadError, InvalidPromptError
+from tpengine.errors import DuplicateRequestError, EngineDeadError, EngineError, InvalidPromptError
 from tpengine.executor.executor import Executor
 from tpengine.executor.local_executor import LocalExecutor
 from tpengine.outputs import RequestMetrics, RequestOutput
@@ -59,6 +61,7 @@ class LLMEngine:
         self._num_sequences = 0
         self._unreported: list[RequestOutput] = []
         self._failure: BaseException | None = None
+        self._stepping = threading.Lock()
         self.last_step: StepStats | None = None
 
     @classmethod
@@ -84,6 +87,10 @@ class LLMEngine:
     def get_model_config(self) -> ModelConfig:
         """What is known of the model."""
         return self._config.model
+
+    def get_tokenizer(self) -> Any:
+        """The tokenizer of transformers; None for a model folder without one."""
+        return None if self.tokenizer is None else self.tokenizer.hf
 
     def get_num_unfinished_requests(self) -> int:
         """Requests that wait, run or are swapped out."""
@@ -132,6 +139,8 @@ class LLMEngine:
             EngineDeadError: an earlier step failed.
         """
         self._check_alive()
+        if not isinstance(request_id, str) or not request_id:
+            raise InvalidPromptError(f"request_id must be a non-empty string, got {request_id!r}")
         if self._scheduler.get_request(request_id) is not None:
             raise DuplicateRequestError(
                 f"request id {request_id!r} belongs to an unfinished request; choose another"
@@ -167,7 +176,7 @@ class LLMEngine:
 
     def _enter(self, request: Request) -> None:
         """Hands a request to both who follow it, or to neither."""
-        with DeferredInterrupt() as interrupt:
+        with DeferredInterrupt():
             try:
                 self._output_processor.add(request)
             except Exception as error:
@@ -177,8 +186,6 @@ class LLMEngine:
                     "check its ids, or set detokenize=False"
                 ) from error
             self._scheduler.add_request(request)
-            if interrupt.pending:
-                raise KeyboardInterrupt
 
     def abort_request(self, request_id: str | Iterable[str]) -> None:
         """Ends requests at once, whatever they are doing; their blocks are free when this returns.
@@ -200,15 +207,24 @@ class LLMEngine:
             EngineDeadError: an earlier step failed; what failed then was raised by that step.
         """
         self._check_alive()
-        with DeferredInterrupt() as interrupt:
-            try:
-                outputs = self._step()
-            except BaseException as error:
-                self._failure = error
-                raise
-            if interrupt.pending:
-                self._unreported = outputs
-                raise KeyboardInterrupt
+        if not self._stepping.acquire(blocking=False):
+            raise EngineError(
+                "another thread is in a step of this engine; an engine belongs to one thread at a "
+                "time: give each thread its own, or guard it with a lock"
+            )
+        outputs: list[RequestOutput] = []
+        try:
+            with DeferredInterrupt():
+                try:
+                    outputs = self._step()
+                except BaseException as error:
+                    self._failure = error
+                    raise
+        except KeyboardInterrupt:
+            self._unreported = outputs
+            raise
+        finally:
+            self._stepping.release()
         return outputs
 
     def _step(self) -> list[RequestOutput]:

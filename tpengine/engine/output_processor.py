@@ -213,6 +213,19 @@ class OutputProcessor:
             min_tokens=params.min_tokens,
         )
 
+    def _text(self, request: Request, token_ids: list[int]) -> str:
+        """The text of a whole output, for beams, which are not followed token by token."""
+        detokenizer = self._detokenizer(request)
+        if detokenizer is None:
+            return ""
+        try:
+            for token_id in token_ids:
+                detokenizer.append(token_id)
+            detokenizer.finish()
+        except Exception as error:  # its tokens are still worth having, and the others go on
+            request.error = _reason(error, request)
+        return detokenizer.text
+
     def _report(self, requests: Iterable[Request]) -> list[RequestOutput]:
         now = time.time()
         outputs = []
@@ -262,8 +275,11 @@ class OutputProcessor:
             ]
         ranked = sorted(request.sequences, key=lambda s: -s.cumulative_logprob)
         outputs = [self._completion(s, RequestOutputKind.FINAL_ONLY) for s in ranked[: params.n]]
-        for index, output in enumerate(outputs):
+        for index, (sequence, output) in enumerate(zip(ranked, outputs, strict=False)):
             output.index = index
+            if beams is not None:
+                output.text = self._text(request, sequence.output_token_ids)
+                output.finish_reason = request.finish_reason
         return outputs
 
     def _completion(self, sequence: Sequence, kind: RequestOutputKind) -> CompletionOutput:
@@ -292,18 +308,13 @@ class OutputProcessor:
     def _beam_completion(
         self, request: Request, index: int, beam: CompleteBeam
     ) -> CompletionOutput:
-        detokenizer = self._detokenizer(request)
-        if detokenizer is not None:
-            token_ids = beam.output_token_ids
-            ended = beam.status is SequenceStatus.FINISHED_STOPPED
-            if ended and not request.sampling_params.include_stop_str_in_output:
-                token_ids = token_ids[:-1]
-            for token_id in token_ids:
-                detokenizer.append(token_id)
-            detokenizer.finish()
+        token_ids = beam.output_token_ids
+        ended = beam.status is SequenceStatus.FINISHED_STOPPED
+        if ended and not request.sampling_params.include_stop_str_in_output:
+            token_ids = token_ids[:-1]
         return CompletionOutput(
             index=index,
-            text="" if detokenizer is None else detokenizer.text,
+            text=self._text(request, token_ids),
             token_ids=beam.output_token_ids,
             cumulative_logprob=beam.cumulative_logprob,
             logprobs=beam.logprobs,

@@ -1,0 +1,91 @@
+"""Misuse and interruptions that must not pass for something else."""
+
+from __future__ import annotations
+
+import signal
+import threading
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+from tpengine import EngineArgs, LLMEngine, SamplingParams
+from tpengine.errors import EngineError, InvalidPromptError
+
+TIMEOUT_S = 30
+
+
+@pytest.fixture
+def engine() -> Iterator[LLMEngine]:
+    args = EngineArgs(dtype="float32", cpu_kv_cache_space=0.1, disable_log_stats=True)
+    with LLMEngine.from_engine_args(args) as engine:
+        yield engine
+
+
+def _drain(engine: LLMEngine) -> list[Any]:
+    outputs = []
+    while engine.has_unfinished_requests():
+        outputs += engine.step()
+    return outputs
+
+
+def test_a_second_thread_is_told_so(engine: LLMEngine, monkeypatch: pytest.MonkeyPatch) -> None:
+    inside, go_on = threading.Event(), threading.Event()
+    execute = engine._executor.execute_model
+
+    def slow(step: Any) -> Any:
+        inside.set()
+        assert go_on.wait(TIMEOUT_S)
+        return execute(step)
+
+    monkeypatch.setattr(engine._executor, "execute_model", slow)
+    engine.add_request("one", "Hello", SamplingParams(temperature=0.0, max_tokens=3))
+    thread = threading.Thread(target=_drain, args=(engine,))
+    thread.start()
+    try:
+        assert inside.wait(TIMEOUT_S)
+        with pytest.raises(EngineError, match="another thread is in a step"):
+            engine.step()
+    finally:
+        go_on.set()
+        thread.join(TIMEOUT_S)
+    assert not engine.has_unfinished_requests()
+
+
+def test_ctrl_c_at_the_very_end_of_a_step_is_not_lost(
+    engine: LLMEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    record = engine._record
+
+    def interrupted(stats: Any) -> None:
+        record(stats)
+        signal.raise_signal(signal.SIGINT)
+
+    engine.add_request("one", "Hello", SamplingParams(temperature=0.0, max_tokens=1))
+    with monkeypatch.context() as patch:
+        patch.setattr(engine, "_record", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            engine.step()
+    outputs = _drain(engine)
+    assert [output.request_id for output in outputs] == ["one"]
+    assert outputs[0].finished
+
+
+def test_an_aborted_beam_search_shows_how_far_it_came(engine: LLMEngine) -> None:
+    params = SamplingParams(temperature=0.0, use_beam_search=True, n=2, best_of=2, max_tokens=20)
+    engine.add_request("beams", "The capital of France is", params)
+    for _ in range(6):
+        engine.step()
+    engine.abort_request("beams")
+    (output,) = _drain(engine)
+    assert len(output.outputs) == 2
+    for completion in output.outputs:
+        assert completion.finish_reason == "abort"
+        assert len(completion.token_ids) >= 4
+        assert completion.text == engine.tokenizer.decode(completion.token_ids)
+
+
+@pytest.mark.parametrize("request_id", [None, 5, "", ["a"]])
+def test_request_ids_are_strings(engine: LLMEngine, request_id: Any) -> None:
+    with pytest.raises(InvalidPromptError, match="non-empty string"):
+        engine.add_request(request_id, "Hello")
