@@ -126,6 +126,7 @@ class Loop:
         self._count(output)
         if output.is_empty:
             assert bool(output.ignored) == had_requests, "a step without any progress"
+            assert not output.step_input.block_moves, "blocks that nobody will move"
             self._note(self.processor.finish(output.ignored))
             return output
         self.worker.apply(output.step_input)

@@ -10,7 +10,7 @@ from tpengine.sampling_params import SamplingParams
 from tpengine.sequence import SequenceStatus
 from tpengine.worker.cache_engine import CacheEngine
 
-from .loop import Limits, Loop, make_request
+from .loop import Limits, Loop, make_request, run_alone
 
 LONG = SamplingParams(n=2, max_tokens=16, ignore_eos=True)
 
@@ -101,6 +101,31 @@ def test_abort_of_a_swapped_request_frees_the_host() -> None:
     assert loop.blocks.host.num_free == 20
     assert loop.events["ended SWAPPED"] == 1
     loop.run()
+
+
+@pytest.mark.parametrize("chunked", [True, False])
+@pytest.mark.parametrize("mode", ["swap", "recompute"])
+def test_nobody_gives_way_to_a_group_that_outgrows_the_cache(mode: str, chunked: bool) -> None:
+    """Two shared blocks, and four for each of its four sequences, are more than 16. The neighbour
+    stays where it is: the step in which the group ends has its row, so it is sent."""
+    loop = Loop(Limits(num_blocks=16, num_host_blocks=40, mode=mode, chunked=chunked))
+    params = SamplingParams(n=4, max_tokens=40, ignore_eos=True)
+    group = loop.add(make_request(0, [3 + place for place in range(8)], params))
+    for _ in range(8):
+        loop.step()
+    assert all(s.status is SequenceStatus.RUNNING for s in group.sequences)
+    one = SamplingParams(max_tokens=12, ignore_eos=True)
+    neighbour = loop.add(make_request(1, [5, 6, 7], one))
+    while not group.finished:
+        output = loop.step()
+    assert output.ignored == [group]
+    assert output.rows == neighbour.sequences
+    loop.run()
+    assert neighbour.metrics.num_preemptions == 0
+    error = loop.outputs["r0"].error
+    assert error is not None
+    assert "need 18 blocks of 4, but the KV cache has 16" in error
+    assert loop.outputs["r1"].outputs[0].token_ids == run_alone(neighbour).outputs[0].token_ids
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

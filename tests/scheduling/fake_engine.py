@@ -118,6 +118,7 @@ class FakeEngine:
         if output.is_empty:
             assert bool(output.ignored) == had_requests, "a step without any progress"
             assert not output.step_input.freed_slots
+            assert not output.step_input.block_moves, "blocks that nobody will move"
             return output
         self._check_progress(oldest, output)
         self._check_admissions(output)

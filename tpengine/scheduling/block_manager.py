@@ -132,6 +132,10 @@ class BlockManager:
             lacking += _num_copies(self._shared_tails(self._tables, self.device, running))
         return lacking
 
+    def num_held_blocks(self, request: Request) -> int:
+        """Device blocks that the request's sequences hold, each counted once."""
+        return len({b for s in request.sequences for b in self._tables.get(s.seq_id, ())})
+
     def append(self, sequence: Sequence) -> Growth:
         """Lengthens the sequence's table until all its tokens have a place, and gives it a copy of
         its partly filled block if others hold that too.

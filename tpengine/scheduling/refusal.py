@@ -35,13 +35,26 @@ def why_never(request: Request, config: SchedulerConfig, blocks: BlockManager) -
     return None
 
 
-def too_long_for_cache(request: Request, blocks: BlockManager) -> str:
-    """Words for a request that needs more blocks than there are."""
+def why_no_more(request: Request, blocks: BlockManager) -> str | None:
+    """Why a running request cannot go on even if it were alone; None if it could."""
+    num_needed = blocks.num_held_blocks(request) + blocks.num_lacking_blocks(request)
+    if num_needed > blocks.num_total_blocks:
+        return too_long_for_cache(request, blocks, num_needed)
+    return None
+
+
+def too_long_for_cache(
+    request: Request, blocks: BlockManager, num_needed: int | None = None
+) -> str:
+    """Words for a request that needs more blocks than there are: so many, or what a new start
+    would take."""
+    if num_needed is None:
+        num_needed = blocks.num_needed_blocks(request)
     num_tokens = sum(sequence.num_tokens for sequence in request.unfinished_sequences)
     return (
         f"the request's {num_tokens} tokens (prompt and output) need "
-        f"{blocks.num_needed_blocks(request)} blocks of {blocks.block_size}, but the KV cache "
-        f"has {blocks.num_total_blocks}, which hold "
+        f"{num_needed} blocks of {blocks.block_size}, but the KV cache has "
+        f"{blocks.num_total_blocks}, which hold "
         f"{blocks.num_total_blocks * blocks.block_size} tokens; shorten the prompt, lower "
         "max_tokens, or give the cache more memory (gpu_memory_utilization on a GPU, "
         "cpu_kv_cache_space on a CPU)"

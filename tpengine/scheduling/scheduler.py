@@ -17,7 +17,7 @@ from tpengine.scheduling.block_manager import BlockManager
 from tpengine.scheduling.groups import choose_rows, find_catching_up, num_common_tokens
 from tpengine.scheduling.policy import POLICIES, SchedulingPolicy
 from tpengine.scheduling.queues import RequestQueues
-from tpengine.scheduling.refusal import too_long_for_cache, why_never
+from tpengine.scheduling.refusal import too_long_for_cache, why_never, why_no_more
 from tpengine.scheduling.step import SchedulerOutput, StepBuilder, slot_of
 from tpengine.sequence import Request, Sequence, SequenceStatus
 
@@ -130,6 +130,8 @@ class Scheduler:
                 self._continue(running, step)
                 self._admit_swapped(step)
         if step.is_empty:
+            if step.block_moves:
+                raise EngineError("blocks are to be moved by a step that nobody will send")
             return step.build(self._num_steps + 1, [], [], [])
         self._num_steps += 1
         slots = self._queues.slots
@@ -256,16 +258,18 @@ class Scheduler:
 
     def _make_room(self, request: Request, num_blocks: int, step: StepBuilder) -> None:
         """Preempts until `num_blocks` are free, or until the request does not run any more."""
-        running = self._queues.running
-        while self._blocks.num_free_blocks < num_blocks:
-            victim = running[-1]
-            if len(running) == 1:
-                self._ignore(request, too_long_for_cache(request, self._blocks), step)
-                return
-            self._queues.preempt(victim, step.block_moves)
+        blocks, queues = self._blocks, self._queues
+        if blocks.num_free_blocks < num_blocks:
+            # First, so that nobody gives way in vain, and so that somebody who remains has a row:
+            # without one the step, and the blocks that it swaps out, would never be sent.
+            for other in tuple(queues.running):
+                reason = why_no_more(other, blocks)
+                if reason is not None:
+                    self._ignore(other, reason, step)
+        while blocks.num_free_blocks < num_blocks and queues.is_running(request):
+            victim = queues.running[-1]
+            queues.preempt(victim, step.block_moves)
             step.preempted.append(victim)
-            if victim is request:
-                return
 
     def _admit_swapped(self, step: StepBuilder) -> None:
         """Brings swapped requests back while there are tokens, slots and blocks for the first.
