@@ -24,4 +24,4 @@ def rank_alibi_slopes(weights: Weights, total_num_heads: int) -> torch.Tensor:
     num_heads = weights.parallel.divide(total_num_heads, "attention heads")
     start = weights.parallel.tp_rank * num_heads
     slopes = alibi_slopes(total_num_heads)[start : start + num_heads]
-    return torch.tensor(slopes, dtype=torch.float32, device=weights.device)
+    return weights.table(torch.tensor(slopes, dtype=torch.float32, device=weights.device))

@@ -71,7 +71,7 @@ class Linear:
                 )
             quantized = quantize_weight(weight)
             self._multiply = lambda out, x, bias: int8_linear(out, x, quantized, bias)
-            weights.num_bytes += quantized.packed.nbytes
+            weights.num_bytes += quantized.nbytes
         elif _packs(weight):
             packed = pack_linear_weight(weight.contiguous())
             self._multiply = lambda out, x, bias: packed_linear(out, x, packed, bias)

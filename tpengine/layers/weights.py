@@ -77,7 +77,8 @@ class Weights:
         self.repeats: dict[str, str] = {}
         """Names that a checkpoint may have beside another, with the same values: tied weights."""
         self.num_bytes = 0
-        """Bytes of all parameters, in the form that they have after loading."""
+        """Bytes of all parameters, in the form that they have after loading, and of the tables
+        that layers compute."""
         self._after_loading: list[Callable[[], None]] = []
 
     def empty(self, *shape: int) -> torch.Tensor:
@@ -85,6 +86,11 @@ class Weights:
         parameter = torch.empty(shape, dtype=self.dtype, device=self.device)
         self.num_bytes += parameter.nbytes
         return parameter
+
+    def table(self, values: torch.Tensor) -> torch.Tensor:
+        """Counts what layers compute once and keep, e.g. rotary angles; returns it."""
+        self.num_bytes += values.nbytes
+        return values
 
     def declare(
         self,

@@ -168,8 +168,8 @@ class LlamaForCausalLM:
         if fraction != 1.0:  # no member of the family rotates a part of a head only
             raise unsupported(config, "partial_rotary_factor", fraction, "1.0")
         hidden_size = hf["hidden_size"]
-        cos_sin_cache = build_cos_sin_cache(
-            hf, config.head_dim, config.max_model_len, weights.device
+        cos_sin_cache = weights.table(
+            build_cos_sin_cache(hf, config.head_dim, config.max_model_len, weights.device)
         )
         self.embed_tokens = VocabParallelEmbedding(
             weights, "model.embed_tokens", config.vocab_size, hidden_size

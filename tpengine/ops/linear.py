@@ -63,6 +63,11 @@ class Int8Weight:
     scales: Tensor
     sums: Tensor
 
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all three."""
+        return self.packed.nbytes + self.scales.nbytes + self.sums.nbytes
+
 
 def quantize_weight(weight: Tensor) -> Int8Weight:
     """Rounds each output's weights to 8 bits by their largest magnitude ("per channel").

@@ -1,0 +1,49 @@
+"""The bytes that a model says it takes, on which the size of the KV cache is based."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from support.models import ModelShop
+from support.zoo import PLAIN
+
+from tpengine.distributed.parallel_state import ParallelState
+from tpengine.engine_args import EngineArgs
+from tpengine.layers.alibi import rank_alibi_slopes
+from tpengine.layers.linear import ReplicatedLinear
+from tpengine.layers.weights import Weights
+from tpengine.models.loader import load_model
+
+CPU = torch.device("cpu")
+
+
+def make_weights(tp_size: int = 1, quantization: str | None = None) -> Weights:
+    return Weights(torch.float32, CPU, ParallelState(0, tp_size), quantization)
+
+
+def test_int8_layer() -> None:
+    weights = make_weights(quantization="int8")
+    layer = ReplicatedLinear(weights, "layer", 36, 40, bias=True)
+    assert layer.weight is not None
+    layer.weight.normal_()
+    weights.finish()
+    # two panels of 32 outputs; per output a scale and a sum; the biases
+    assert weights.num_bytes == 2 * 32 * 36 + 40 * (4 + 4) + 40 * 4
+
+
+@pytest.mark.parametrize("tp_size", [1, 2])
+def test_alibi_slopes(tp_size: int) -> None:
+    weights = make_weights(tp_size)
+    assert rank_alibi_slopes(weights, 8).shape == (8 // tp_size,)
+    assert weights.num_bytes == 4 * 8 // tp_size
+
+
+def test_rotary_table_counts_once(models: ModelShop) -> None:
+    def loaded_bytes(max_model_len: int) -> int:
+        args = EngineArgs(str(models.folder(PLAIN)), max_model_len=max_model_len)
+        weights = make_weights()
+        load_model(args.create_engine_config("cpu").model, weights)
+        return weights.num_bytes
+
+    assert PLAIN.num_layers > 1
+    assert loaded_bytes(600) - loaded_bytes(200) == 400 * PLAIN.head_dim * 4
