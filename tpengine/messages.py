@@ -118,11 +118,14 @@ class Candidates:
         scores: log probabilities after bias, bans and penalties, which is what beams are ranked
             by; minus infinity for a banned token.
         logprobs: those of the raw logits.
+        ranks: by the raw logits among the whole vocabulary, from 1; empty where no log
+            probabilities were asked for.
     """
 
     token_ids: list[int]
     scores: list[float]
     logprobs: list[float]
+    ranks: list[int] = field(default_factory=list)
 
 
 @dataclass(slots=True)

@@ -146,6 +146,36 @@ def test_beams_equal_transformers(
     assert changed >= 2
 
 
+def test_ranks_of_beams_are_by_raw_logits(engine: LLMEngine, oracle: Any) -> None:
+    """Bans and biases make beams of tokens that the model ranks anywhere."""
+    (prompt,) = _prompts([20])
+    likely = oracle(torch.tensor([prompt])).logits[0, -1].topk(5).indices.tolist()
+    bias = dict.fromkeys(range(3, VOCAB_SIZE, 5), 4.0)
+    params = SamplingParams(
+        n=3,
+        use_beam_search=True,
+        temperature=0.0,
+        max_tokens=8,
+        ignore_eos=True,
+        logit_bias=bias,
+        bad_words_token_ids=[[token_id] for token_id in likely],
+        logprobs=2,
+    )
+    (output,) = run(engine, [(prompt, params)])
+    ranks = []
+    for one in output.outputs:
+        with torch.inference_mode():
+            logits = oracle(torch.tensor([[*prompt, *one.token_ids]])).logits[0]
+        raw = logits.log_softmax(dim=-1)[len(prompt) - 1 :]
+        for row, token_id, entry in zip(raw, one.token_ids, one.logprobs, strict=False):
+            own, found = float(row[token_id]), entry[token_id]
+            assert found.logprob == pytest.approx(own, abs=1e-4)
+            assert 1 + int((row > own + 1e-4).sum()) <= found.rank
+            assert found.rank <= 1 + int((row > own - 1e-4).sum())
+            ranks.append(found.rank)
+    assert max(ranks) > 10
+
+
 def _without_padding(ids: list[int]) -> list[int]:
     return ids[: ids.index(END_TOKEN_ID) + 1] if END_TOKEN_ID in ids else ids
 

@@ -50,7 +50,8 @@ def candidates_after(keys: list[int], count: int) -> Candidates:
         found.setdefault(token_id, -((state >> 20) % 4096) / 512)
     ranked = sorted(found.items(), key=lambda item: -item[1])
     scores = [score for _, score in ranked]
-    return Candidates([token_id for token_id, _ in ranked], scores, scores)
+    token_ids = [token_id for token_id, _ in ranked]
+    return Candidates(token_ids, scores, scores, ranks=list(range(1, count + 1)))
 
 
 def generate_undisturbed(

@@ -101,11 +101,11 @@ class BeamSearch:
         found = []
         for sequence, candidates, told in sampled:
             so_far = self._scores.get(sequence.seq_id, 0.0)
-            for token_id, score, logprob in zip(
-                candidates.token_ids, candidates.scores, candidates.logprobs, strict=True
+            ranks = candidates.ranks if told else [0] * len(candidates.token_ids)
+            for token_id, score, logprob, rank in zip(
+                candidates.token_ids, candidates.scores, candidates.logprobs, ranks, strict=True
             ):
                 if score > float("-inf"):
-                    rank = 1 + sum(lp > logprob for lp in candidates.logprobs) if told else 1
                     one = _Continuation(sequence, so_far + score, token_id, logprob, rank, told)
                     found.append(one)
         found.sort(key=lambda one: -one.score)

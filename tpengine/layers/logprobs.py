@@ -38,16 +38,33 @@ def token_logprobs(
 
 
 def candidates(
-    scores: torch.Tensor, raw: torch.Tensor, num_candidates: Sequence[int]
+    scores: torch.Tensor,
+    raw: torch.Tensor,
+    num_candidates: Sequence[int],
+    is_ranked: Sequence[bool],
 ) -> list[Candidates]:
     """The best tokens of each row by `scores`, with their `raw` log probabilities.
 
     Args:
         scores, raw: `[num_rows, vocab_size]`.
+        num_candidates: by row.
+        is_ranked: by row, whether to find the candidates' ranks, for which a row is sorted.
     """
     best, ids = scores.topk(min(max(num_candidates), scores.shape[1]), dim=1)
     values, tokens, logprobs = best.tolist(), ids.tolist(), raw.gather(1, ids).tolist()
-    return [
-        Candidates(tokens[i][:count], values[i][:count], logprobs[i][:count])
-        for i, count in enumerate(num_candidates)
-    ]
+    found = []
+    for i, count in enumerate(num_candidates):
+        ranks = _ranks(raw[i], ids[i, :count]) if is_ranked[i] else []
+        found.append(Candidates(tokens[i][:count], values[i][:count], logprobs[i][:count], ranks))
+    return found
+
+
+def _ranks(raw: torch.Tensor, ids: torch.Tensor) -> list[int]:
+    """1 + the number of tokens that are likelier, for each of `ids`.
+
+    Args:
+        raw: `[vocab_size]`.
+        ids: int64 `[num_ids]`.
+    """
+    not_likelier = torch.searchsorted(raw.sort().values, raw[ids], right=True)
+    return (raw.shape[0] + 1 - not_likelier).tolist()

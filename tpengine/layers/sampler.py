@@ -144,7 +144,9 @@ def _report(
     rows = np.flatnonzero(batch.num_candidates)
     if len(rows):
         own = _pick(raw, np.searchsorted(reported, rows))
-        best = candidates(_pick(logits, rows), own, batch.num_candidates[rows].tolist())
+        is_ranked = (batch.num_logprobs[rows] >= 0).tolist()
+        counts = batch.num_candidates[rows].tolist()
+        best = candidates(_pick(logits, rows), own, counts, is_ranked)
         sampled.candidates = dict(zip(rows.tolist(), best, strict=True))
 
 
