@@ -176,6 +176,44 @@ def test_ranks_of_beams_are_by_raw_logits(engine: LLMEngine, oracle: Any) -> Non
     assert max(ranks) > 10
 
 
+def _search(
+    oracle: Any, prompt: list[int], width: int, num_tokens: int, allowed: list[int], dead_end: int
+) -> list[list[int]]:
+    """Beam search over a few tokens, one of which nothing may follow."""
+    beams: list[tuple[float, list[int]]] = [(0.0, [])]
+    for _ in range(num_tokens):
+        grown = []
+        for score, ids in beams:
+            if dead_end in ids:
+                continue
+            with torch.inference_mode():
+                row = oracle(torch.tensor([[*prompt, *ids]])).logits[0, -1].log_softmax(dim=-1)
+            grown += [(score + float(row[token]), [*ids, token]) for token in allowed]
+        beams = sorted(grown, reverse=True)[:width]
+    return [ids for _, ids in beams]
+
+
+def test_a_beam_that_cannot_go_on_is_left_out(engine: LLMEngine, oracle: Any) -> None:
+    (prompt,) = _prompts([20])
+    likely = oracle(torch.tensor([prompt])).logits[0, -1].topk(5).indices.tolist()
+    dead_end = likely[0]
+    common: dict[str, Any] = {"use_beam_search": True, "temperature": 0.0, "max_tokens": 5}
+    common |= {"ignore_eos": True, "bad_words_token_ids": [[dead_end, other] for other in likely]}
+    lonely = common | {"bad_words_token_ids": [[dead_end, dead_end]]}
+    output, failed = run(
+        engine,
+        [
+            (prompt, SamplingParams(n=3, allowed_token_ids=likely, **common)),
+            (prompt, SamplingParams(n=2, allowed_token_ids=[dead_end], **lonely)),
+        ],
+    )
+    assert output.error is None
+    found = [completion.token_ids for completion in output.outputs]
+    assert found == _search(oracle, prompt, 3, 5, likely, dead_end)
+    assert "no token can be sampled" in str(failed.error)
+    assert failed.outputs[0].finish_reason == "error"
+
+
 def _without_padding(ids: list[int]) -> list[int]:
     return ids[: ids.index(END_TOKEN_ID) + 1] if END_TOKEN_ID in ids else ids
 

@@ -11,6 +11,7 @@ from dataclasses import dataclass, replace
 
 from tpengine.engine.prompt_logprobs import as_logprobs
 from tpengine.engine.tokenizer import Tokenizer
+from tpengine.errors import InvalidSamplingParamsError
 from tpengine.messages import Candidates, TokenLogprobs
 from tpengine.outputs import Logprob
 from tpengine.scheduling.step import Decisions
@@ -76,11 +77,19 @@ class BeamSearch:
 
         Returns:
             What the scheduler has to do. All sequences of the request are finished if it ended.
+
+        Raises:
+            InvalidSamplingParamsError: no beam can go on, and none is complete.
         """
         if sampled[0][0].num_output_tokens == 0:
             sampled = sampled[:1]  # beams start out equal: only one of them counts
         width = self._params.num_sequences
         continuations = self._rank(sampled)[: self._request.num_candidates]
+        if not continuations and not self.complete:
+            raise InvalidSamplingParamsError(
+                "no token can be sampled: allowed_token_ids, bad_words, min_tokens and logits "
+                f"processors together rule all of them out after each of {len(sampled)} beams"
+            )
         num_tokens = sampled[0][0].num_tokens + 1
         num_output = num_tokens - len(self._request.prompt_token_ids)
         at_limit = num_tokens >= self._max_num_tokens

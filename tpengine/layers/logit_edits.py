@@ -109,12 +109,16 @@ def apply_edits(logits: torch.Tensor, edits: LogitEdits) -> dict[int, str]:
     return errors
 
 
-def find_lost_rows(logits: torch.Tensor, chosen: torch.Tensor, edits: LogitEdits) -> dict[int, str]:
+def find_lost_rows(
+    logits: torch.Tensor, chosen: torch.Tensor, edits: LogitEdits, may_be_empty: torch.Tensor
+) -> dict[int, str]:
     """Rows of which the edits left nothing to sample, by row, with the reason.
 
     Args:
         logits: `[num_rows, vocab_size]`, edited.
         chosen: int64 `[num_rows]`: of a row that is lost, the sampler took a banned token or NaN.
+        may_be_empty: bool `[num_rows]`, rows that are lost only where they are NaN: a beam that
+            cannot go on is dropped by the search, as long as others can.
     """
     ruled = torch.zeros(len(chosen), dtype=torch.bool, device=logits.device)
     for entries in edits.banned:
@@ -123,7 +127,7 @@ def find_lost_rows(logits: torch.Tensor, chosen: torch.Tensor, edits: LogitEdits
         ruled[edits.allowed.rows] = True
     ruled[[call.row for call in edits.processors]] = True
     values = logits.gather(1, chosen.unsqueeze(1)).squeeze(1)
-    lost = ruled & (values.isneginf() | values.isnan())
+    lost = ruled & ((values.isneginf() & ~may_be_empty) | values.isnan())
     if not lost.any():
         return {}
     reason = (

@@ -115,7 +115,8 @@ def sample(logits: torch.Tensor, batch: SamplingBatch) -> Sampled:
         tensors = [torch.from_numpy(column).to(logits.device) for column in columns]
         sampling_ops.sample_tokens(sampled.token_ids, logits, *tensors)
     if batch.edits is not None:
-        lost = find_lost_rows(logits, sampled.token_ids, batch.edits)
+        is_beam = torch.from_numpy(batch.num_candidates > 0).to(logits.device)
+        lost = find_lost_rows(logits, sampled.token_ids, batch.edits, is_beam)
         sampled.errors = lost | sampled.errors
     if raw is not None:
         _report(sampled, batch, logits, raw, reported)
