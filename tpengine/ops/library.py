@@ -145,11 +145,6 @@ def has_cpu_kernels() -> bool:
     return _cpu is not None
 
 
-def has_cuda_kernels() -> bool:
-    """Whether the compiled CUDA kernels are loaded (otherwise the reference answers)."""
-    return _cuda is not None
-
-
 def supported_cpu_isas() -> tuple[str, ...]:
     """Instruction sets that the compiled kernels have and this CPU can run, best first."""
     names: list[str] = []
