@@ -3,9 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
+import numpy as np
 import pytest
+import torch
 
+from tpengine.layers.sampler import noise_keys, uniform_noise
+from tpengine.ops.sampling import sample_tokens
 from tpengine.outputs import RequestOutput
 from tpengine.sampling_params import RequestOutputKind, SamplingParams
 
@@ -20,18 +25,36 @@ def ids_of(output: RequestOutput) -> list[list[int]]:
     return [one.token_ids for one in output.outputs]
 
 
+def draws(oracle: Any, prompt: list[int], output: list[int], index: int) -> list[int]:
+    """What transformers' logits and the noise of sequence `index` of `FREE` give at each position
+    of an output, given those before it."""
+    ids = [*prompt, *output]
+    with torch.inference_mode():
+        logits = oracle(torch.tensor([ids])).logits[0, len(prompt) - 1 : -1].contiguous()
+    assert FREE.seed is not None
+    keys = np.full(len(output), noise_keys(FREE.seed, index), np.uint64)
+    positions = np.arange(len(prompt), len(ids), dtype=np.int32)
+    noise = torch.from_numpy(uniform_noise(keys, positions))
+    ones = torch.ones(len(output))
+    chosen = torch.empty(len(output), dtype=torch.int64)
+    sample_tokens(chosen, logits, ones, torch.zeros_like(ones).int(), ones, 0 * ones, noise)
+    return chosen.tolist()
+
+
 @pytest.mark.parametrize("prompt_length", [1, 8, 16, 21, 37])
 def test_sequences_are_those_of_separate_requests(
-    make_engine: MakeEngine, prompt_length: int
+    make_engine: MakeEngine, oracles: dict[str, Any], prompt_length: int
 ) -> None:
-    """Sharing blocks changes nothing: each is what a request that has its noise gets alone. A
-    request of 1 is the first of a request of 4; the first of `n` is compared with it, the others
-    with `n` in another crowd and other block sizes."""
+    """Sharing blocks changes nothing: each sequence is drawn from transformers' logits of its own
+    tokens with its own noise. The first is what a request of one gets, and all are the same in
+    another crowd and with other block sizes."""
     prompt = PROMPT[:prompt_length]
     engine = make_engine(enable_prefix_caching=False)
     four = run(engine, [("four", prompt, FREE)])["four"]
     one = run(engine, [("one", prompt, replace(FREE, n=1))])["one"]
     assert ids_of(one) == ids_of(four)[:1]
+    for index, ids in enumerate(ids_of(four)):
+        assert ids == draws(oracles["grouped"], prompt, ids, index)
     assert len({tuple(ids) for ids in ids_of(four)}) == 4, "all draw the same noise"
     assert [o.index for o in four.outputs] == [0, 1, 2, 3]
     other = make_engine(block_size=16, max_num_batched_tokens=5)
