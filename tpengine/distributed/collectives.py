@@ -17,8 +17,8 @@ import torch
 import torch.distributed as dist
 
 from tpengine import envs
-from tpengine.distributed.parallel_state import Collectives
-from tpengine.distributed.rendezvous import Meeting, interface_of
+from tpengine.distributed.parallel_state import Collectives, ParallelState
+from tpengine.distributed.rendezvous import Meeting, RendezvousStore, interface_of
 from tpengine.distributed.shared_memory import (
     CAPACITY_BYTES,
     SegmentFile,
@@ -27,6 +27,7 @@ from tpengine.distributed.shared_memory import (
 )
 from tpengine.errors import CollectiveError, RendezvousError, SharedMemoryError
 from tpengine.logger import init_logger
+from tpengine.messages import Rendezvous
 from tpengine.ops.shared_memory import Segment, has_shared_memory
 
 logger = init_logger(__name__)
@@ -35,33 +36,42 @@ _DIVIDED_SUM_BYTES = 65536
 """From here on ranks sum a part each and exchange the sums: less traffic, one more round trip."""
 
 
-def connect_collectives(
-    meeting: Meeting, device: torch.device, engine_id: str, epoch: int, timeout_s: float
-) -> Collectives:
+def connect_ranks(
+    rank: int, rendezvous: Rendezvous, device: torch.device, master: RendezvousStore | None
+) -> tuple[ParallelState, str]:
     """Connects this rank with the others; all of them call this at the same time.
 
     Args:
-        timeout_s: for any one exchange.
+        master: the store, at rank 0.
+
+    Returns:
+        The rank's place among the others, and a line that says how they are connected.
 
     Raises:
         RendezvousError: ranks did not arrive, failed, or cannot reach each other.
         SharedMemoryError: all ranks are on one host, whose shared memory is too small.
     """
+    meeting = Meeting(rank, rendezvous, master)
+    timeout_s = rendezvous.collective_timeout_s
+    collectives: Collectives
     if device.type == "cuda":
-        return NcclCollectives(meeting, device, timeout_s)
-    segment = _connect_segment(meeting, engine_id, epoch)
-    if segment is not None:
-        return SharedMemoryCollectives(segment, meeting.rank, timeout_s)
-    return GlooCollectives(meeting, timeout_s)
+        collectives, how = NcclCollectives(meeting, device, timeout_s), "NCCL"
+    elif (segment := _connect_segment(meeting, rendezvous)) is not None:
+        collectives, how = SharedMemoryCollectives(segment, rank, timeout_s), "shared memory"
+    else:
+        collectives, how = GlooCollectives(meeting, timeout_s), "gloo"
+    interface = interface_of(meeting.address) or "unknown"
+    line = f"rank {rank} of {meeting.size} at {meeting.address} (interface {interface}) by {how}"
+    return ParallelState(rank, meeting.size, collectives), line
 
 
-def _connect_segment(meeting: Meeting, engine_id: str, epoch: int) -> Segment | None:
+def _connect_segment(meeting: Meeting, rendezvous: Rendezvous) -> Segment | None:
     """The segment that all ranks share; None: they do not see the same memory.
 
     That host names or addresses agree proves nothing (containers), so each rank looks for the file
     that rank 0 has just made.
     """
-    file = _offer_file(meeting, engine_id, epoch) if meeting.rank == 0 else None
+    file = _offer_file(meeting, rendezvous) if meeting.rank == 0 else None
     try:
         offer = json.loads(meeting.read("segment", 0))
         fd = None
@@ -88,11 +98,11 @@ def _connect_segment(meeting: Meeting, engine_id: str, epoch: int) -> Segment | 
             os.close(file.fd)
 
 
-def _offer_file(meeting: Meeting, engine_id: str, epoch: int) -> SegmentFile | None:
+def _offer_file(meeting: Meeting, rendezvous: Rendezvous) -> SegmentFile | None:
     file, offer = None, None
     if has_shared_memory():
         try:
-            file = SegmentFile(engine_id, epoch)
+            file = SegmentFile(rendezvous.engine_id, rendezvous.epoch)
             offer = {"path": str(file.path), "token": file.token.hex()}
         except OSError as error:
             logger.warning("no shared memory for the ranks of this host: %s", error)

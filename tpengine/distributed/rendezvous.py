@@ -19,16 +19,36 @@ from tpengine.errors import RendezvousError
 from tpengine.messages import Rendezvous
 
 _SIOCGIFADDR = 0x8915
+_STORE_TIMEOUT = datetime.timedelta(seconds=10)
+"""Of the store's connection to itself, and of writing to it."""
 _ERROR = b"!"
 """First byte of a value that says why a rank cannot go on."""
 
 
-def open_store(address: str, timeout_s: float) -> tuple[dist.TCPStore, int]:
-    """Starts the store in this process; returns it and its port.
+class RendezvousStore:
+    """The store, in rank 0's process, for as long as the object lives.
+
+    Attributes:
+        port: chosen by the kernel.
 
     Raises:
         RendezvousError: the address is none of this machine's.
     """
+
+    def __init__(self, address: str) -> None:
+        listener, self.port = _listen(address)
+        self.store = dist.TCPStore(
+            address,
+            self.port,
+            is_master=True,
+            timeout=_STORE_TIMEOUT,
+            wait_for_workers=False,
+            master_listen_fd=listener.detach(),  # closed by the store
+            use_libuv=True,
+        )
+
+
+def _listen(address: str) -> tuple[socket.socket, int]:
     family = socket.AF_INET6 if ":" in address else socket.AF_INET
     listener = socket.socket(family, socket.SOCK_STREAM)
     try:
@@ -39,17 +59,7 @@ def open_store(address: str, timeout_s: float) -> tuple[dist.TCPStore, int]:
         raise RendezvousError(
             f"rank 0 cannot listen on {address}: {error}; it must be an address of its own node"
         ) from error
-    port: int = listener.getsockname()[1]
-    store = dist.TCPStore(
-        address,
-        port,
-        is_master=True,
-        timeout=datetime.timedelta(seconds=timeout_s),
-        wait_for_workers=False,
-        master_listen_fd=listener.detach(),  # closed by the store
-        use_libuv=True,
-    )
-    return store, port
+    return listener, int(listener.getsockname()[1])
 
 
 def interface_of(address: str) -> str | None:
@@ -79,11 +89,11 @@ class Meeting:
         RendezvousError: rank 0's store cannot be reached.
     """
 
-    def __init__(self, rank: int, rendezvous: Rendezvous, master: dist.TCPStore | None) -> None:
+    def __init__(self, rank: int, rendezvous: Rendezvous, master: RendezvousStore | None) -> None:
         self.rank, self.size = rank, len(rendezvous.addresses)
         self._rendezvous = rendezvous
         self._deadline = time.monotonic() + rendezvous.connect_timeout_s
-        tcp_store = self._join() if master is None else master
+        tcp_store = self._join() if master is None else master.store
         prefix = f"{rendezvous.engine_id}/{rendezvous.epoch}"
         self.store = dist.PrefixStore(prefix, tcp_store)
 
@@ -117,12 +127,12 @@ class Meeting:
             self.store.wait([key], datetime.timedelta(seconds=self.left_s))
             value = bytes(self.store.get(key))
         except RuntimeError as error:
-            lost = not isinstance(error, dist.DistStoreError)
-            what = "lost the store" if lost else f"{where} did not arrive"
+            here = f"rank {self.rank} ({self.address}) at phase '{phase}'"
+            if not isinstance(error, dist.DistStoreError):
+                raise RendezvousError(f"{here} lost rank 0's store: {error}") from error
             raise RendezvousError(
-                f"rank {self.rank} ({self.address}) {what if lost else 'is connected, but ' + what} "
-                f"at phase '{phase}' within {self._rendezvous.connect_timeout_s:g} s; look at the "
-                f"log of rank {0 if lost else rank}"
+                f"{here} waited for {where}, which did not arrive within "
+                f"{self._rendezvous.connect_timeout_s:g} s of the start; look at its log"
             ) from error
         if value.startswith(_ERROR):
             raise RendezvousError(f"{where} failed: {value[1:].decode()}")

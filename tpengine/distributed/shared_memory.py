@@ -12,6 +12,7 @@ import fcntl
 import os
 import re
 import secrets
+import struct
 from pathlib import Path
 
 import torch
@@ -19,6 +20,7 @@ import torch
 from tpengine.errors import CollectiveError, SharedMemoryError
 from tpengine.logger import init_logger
 from tpengine.ops.shared_memory import (
+    MAX_RANKS,
     PAGE_BYTES,
     TOKEN_BYTES,
     Segment,
@@ -58,6 +60,7 @@ class SegmentFile:
         self.token = secrets.token_bytes(TOKEN_BYTES)
         self.fd = os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
         try:
+            _lock(self.fd, MAX_RANKS, 1)
             os.write(self.fd, self.token)
         except OSError:
             self.remove()
@@ -116,11 +119,11 @@ def sweep(folder: Path = SHM_FOLDER) -> list[Path]:
         match = _NAME.fullmatch(path.name)
         if match is None or _start_time(int(match["pid"])) == match["start"]:
             continue
-        # Its creator may live in another process namespace: then its rank holds a lock.
+        # Its creator may live in another process namespace: then it holds a lock.
         with contextlib.suppress(OSError):
             fd = os.open(path, os.O_RDWR | os.O_CLOEXEC)
             try:
-                fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                _lock(fd, 0, 0)
                 path.unlink()
                 removed.append(path)
             finally:
@@ -128,6 +131,18 @@ def sweep(folder: Path = SHM_FOLDER) -> list[Path]:
     if removed:
         logger.info("removed what dead processes left: %s", ", ".join(map(str, removed)))
     return removed
+
+
+def _lock(fd: int, start: int, length: int) -> None:
+    """Locks bytes of a file, 0: to its end, for as long as its descriptor is open.
+
+    Ranks lock the byte of their number, the creator the one after.
+
+    Raises:
+        OSError: somebody else holds one of them.
+    """
+    request = struct.pack("hhqqi4x", fcntl.F_WRLCK, os.SEEK_SET, start, length, 0)
+    fcntl.fcntl(fd, fcntl.F_OFD_SETLK, request)
 
 
 def _start_time(pid: int) -> str | None:
