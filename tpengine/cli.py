@@ -21,6 +21,7 @@ _BENCHMARKS = {
     "throughput": "output tokens/s of the whole engine on a mixed, seeded workload",
     "scheduler": "time of schedule + update with many running and waiting requests",
     "sampler": "time of each stage of sampling: penalties, biases, bans, log probabilities",
+    "transport": "a step without a model, driver to Ray actors and back, beside Ray's own ways",
 }
 _DEFAULT_PROMPT = "Hello, my name is"
 
