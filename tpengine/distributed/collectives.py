@@ -85,7 +85,7 @@ def _connect_segment(meeting: Meeting, rendezvous: Rendezvous) -> Segment | None
         if file is not None:
             _allocate(meeting, file)
         meeting.read("allocated", 0)
-        segment = Segment(fd, meeting.rank, meeting.size, CAPACITY_BYTES)
+        segment = _attach(meeting, fd)
         try:
             meeting.exchange("attached", b"")
         except RendezvousError:
@@ -112,11 +112,23 @@ def _offer_file(meeting: Meeting, rendezvous: Rendezvous) -> SegmentFile | None:
 
 def _allocate(meeting: Meeting, file: SegmentFile) -> None:
     try:
-        file.allocate(meeting.size)
+        file.allocate(meeting.size, CAPACITY_BYTES)
     except SharedMemoryError as error:
         meeting.fail("allocated", error)
         raise
     meeting.publish("allocated", b"")
+
+
+def _attach(meeting: Meeting, fd: int) -> Segment:
+    try:
+        return Segment(fd, meeting.rank, meeting.size, CAPACITY_BYTES)
+    except OSError as cause:
+        error = SharedMemoryError(
+            f"rank {meeting.rank} cannot map the shared memory of its group: {cause}; raise its "
+            "limit of memory (ulimit -v, cgroup)"
+        )
+        meeting.fail("attached", error)
+        raise error from cause
 
 
 class _TorchCollectives:
@@ -254,7 +266,8 @@ class NcclCollectives(_TorchCollectives):
 
 def _bytes(x: torch.Tensor) -> torch.Tensor:
     """The tensor's memory, flat: gloo knows no bfloat16."""
-    return x.view(-1).view(torch.uint8)
+    # A lone element may have any stride and still count as contiguous.
+    return x.as_strided((x.numel(),), (1,)).view(torch.uint8)
 
 
 def _sum(parts: torch.Tensor) -> torch.Tensor:

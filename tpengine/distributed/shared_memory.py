@@ -67,7 +67,7 @@ class SegmentFile:
             os.close(self.fd)
             raise
 
-    def allocate(self, num_ranks: int, capacity_bytes: int = CAPACITY_BYTES) -> None:
+    def allocate(self, num_ranks: int, capacity_bytes: int) -> None:
         """Gets all of the memory now: later a lack of it would be a SIGBUS.
 
         Raises:
