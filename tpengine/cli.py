@@ -20,6 +20,7 @@ if TYPE_CHECKING:
 _BENCHMARKS = {
     "throughput": "output tokens/s of the whole engine on a mixed, seeded workload",
     "scheduler": "time of schedule + update with many running and waiting requests",
+    "collectives": "all-reduce of CPU ranks over shared memory, beside gloo",
     "sampler": "time of each stage of sampling: penalties, biases, bans, log probabilities",
     "transport": "a step without a model, driver to Ray actors and back, beside Ray's own ways",
 }
