@@ -42,7 +42,7 @@ constexpr int64_t kLookNs = 50'000'000;
 // synchronisation, less reading. With two ranks that never pays.
 constexpr int64_t kDividedSumBytes = 32768;
 
-enum Status : int32_t { kOk, kTimeout, kDead, kAbandoned, kMismatch };
+enum Status : int32_t { kOk, kTimeout, kDead, kAbandoned, kMismatch, kClosed };
 enum Operation : uint64_t { kAllReduce = 1, kGather, kAllGather, kBroadcast };
 
 struct Counter {
@@ -341,6 +341,7 @@ TPENGINE_EXPORT void tpengine_shm_detach(Segment* segment) { delete segment; }
 TPENGINE_EXPORT int32_t tpengine_shm_all_reduce(Segment* segment, void* data, int64_t count,
                                                 int32_t dtype, int64_t timeout_ns) {
   using tpengine::cpu::DType;
+  if (segment == nullptr) return tpengine::cpu::kClosed;
   return segment->all_reduce(static_cast<uint8_t*>(data), count,
                              dtype == 0 ? DType::kFloat32 : DType::kBFloat16, timeout_ns);
 }
@@ -350,18 +351,20 @@ TPENGINE_EXPORT int32_t tpengine_shm_all_reduce(Segment* segment, void* data, in
 TPENGINE_EXPORT int32_t tpengine_shm_gather(Segment* segment, void* out, const void* x,
                                             int64_t rows, int64_t row_bytes, int32_t root,
                                             int64_t timeout_ns) {
+  if (segment == nullptr) return tpengine::cpu::kClosed;
   return segment->gather(static_cast<uint8_t*>(out), static_cast<const uint8_t*>(x), rows,
                          row_bytes, root, timeout_ns);
 }
 
 TPENGINE_EXPORT int32_t tpengine_shm_broadcast(Segment* segment, void* data, int64_t bytes,
                                                int32_t root, int64_t timeout_ns) {
+  if (segment == nullptr) return tpengine::cpu::kClosed;
   return segment->broadcast(static_cast<uint8_t*>(data), bytes, root, timeout_ns);
 }
 
 // Makes every rank's present and future waits end; culprit: the rank to blame, or -1.
 TPENGINE_EXPORT void tpengine_shm_abandon(Segment* segment, int32_t culprit) {
-  segment->abandon(culprit);
+  if (segment != nullptr) segment->abandon(culprit);
 }
 
 // (status, rank, culprit, what the peer contributed): 24 bytes, the last eight aligned.

@@ -54,6 +54,19 @@ def give_up(state: Rank, kind: str) -> None:
     state[kind].abandon()
 
 
+def leave_while_waiting(state: Rank, kind: str) -> str:
+    """Closes from another thread, as a shutdown in the middle of a step does."""
+    timer = threading.Timer(0.3, state[kind].close)
+    timer.start()
+    with pytest.raises(CollectiveError) as waiting:
+        state[kind].all_reduce(torch.ones(64))
+    timer.join()
+    with pytest.raises(CollectiveError, match="this rank has left the group"):
+        state[kind].broadcast(torch.ones(64))
+    state[kind].close()
+    return str(waiting.value)
+
+
 def lose(ranks: Ranks, kind: str, victim: int, number: int) -> list[tuple[CollectiveError, float]]:
     """Sends a signal to a rank while all work; the others' errors, and seconds until they came."""
     ranks.connect(kind, timeout_s=DEADLINE_S)
@@ -104,13 +117,26 @@ def test_rank_that_gives_up(two: Ranks) -> None:
     two.start(1, give_up, "shared memory")
     error = two.outcome(0, 5)
     assert isinstance(error, CollectiveError)
-    assert "rank 1 failed and gave the group up" in str(error)
+    assert "rank 1 failed, or left the group" in str(error)
     assert error.failed_rank == 1
     # and that stays so
     assert isinstance(two.outcomes(reduce_once, "shared memory")[0], CollectiveError)
 
 
-def test_error_survives_pickling(two: Ranks) -> None:
+def test_shutdown_while_waiting(two: Ranks) -> None:
+    two.connect()
+    two.start(0, leave_while_waiting, "shared memory")
+    assert "rank 0 failed, or left the group" in two.outcome(0, 10)
+    # What rank 0 gave before it left still counts; what it never gave does not keep rank 1.
+    start = time.perf_counter()
+    two.start(1, reduce_once, "shared memory")
+    assert not isinstance(two.outcome(1, 10), Exception)
+    two.start(1, reduce_once, "shared memory")
+    assert isinstance(two.outcome(1, 10), CollectiveError)
+    assert time.perf_counter() - start < 2
+
+
+def test_error_survives_pickling() -> None:
     error = pickle.loads(pickle.dumps(CollectiveError("rank 3 is gone", 3)))
     assert (str(error), error.failed_rank) == ("rank 3 is gone", 3)
 

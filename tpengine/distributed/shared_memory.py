@@ -211,9 +211,11 @@ class SharedMemoryCollectives:
     def _lost(self, operation: str, x: torch.Tensor, failure: SegmentFailure) -> CollectiveError:
         what = f"{operation} of {x.nbytes} bytes at rank {self._rank}"
         rank = failure.rank
+        if failure.status is SegmentStatus.CLOSED:
+            return CollectiveError(f"{what}: this rank has left the group", rank)
         if failure.status is SegmentStatus.ABANDONED:
             if failure.culprit is None:
-                return CollectiveError(f"{what}: rank {rank} failed and gave the group up", rank)
+                return CollectiveError(f"{what}: rank {rank} failed, or left the group", rank)
             blame = failure.culprit
             return CollectiveError(f"{what}: rank {rank} gave the group up for rank {blame}", blame)
         self._segment.abandon(rank)  # the others need not find out for themselves

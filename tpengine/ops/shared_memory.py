@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import ctypes
 import os
+import threading
 from dataclasses import dataclass
 from enum import IntEnum
 
@@ -34,6 +35,8 @@ class SegmentStatus(IntEnum):
     """Another rank gave the group up."""
     MISMATCH = 4
     """The peer takes part in another operation than this rank."""
+    CLOSED = 5
+    """This rank has closed the segment itself."""
 
 
 class _Failure(ctypes.Structure):
@@ -106,7 +109,7 @@ def segment_bytes(num_ranks: int, capacity_bytes: int) -> int:
 
 class Segment:
     """A mapped segment, seen by one rank. All ranks call the same methods in the same order, one
-    thread of each; any thread may call `abandon`.
+    thread of each; any thread may call `abandon` and `close`.
 
     Args:
         fd: the file, fully allocated; belongs to the segment from now on.
@@ -124,7 +127,9 @@ class Segment:
             os.close(fd)
             raise OSError(number, os.strerror(number))
         self._rank, self._num_ranks = rank, num_ranks
-        self._all_reduce = _functions.tpengine_shm_all_reduce
+        # Nobody unmaps what another thread reads. Two locks, for `abandon` must not wait for the
+        # operation that it is to end.
+        self._in_use, self._unmapping = threading.Lock(), threading.Lock()
 
     def all_reduce(self, x: torch.Tensor, timeout_ns: int) -> None:
         """Sums over ranks, in rank order and in float32, in place.
@@ -136,8 +141,12 @@ class Segment:
             SegmentError: a peer did not take part.
         """
         dtype = _DTYPES[x.dtype]
-        if self._all_reduce(self._handle, x.data_ptr(), x.numel(), dtype, timeout_ns):
-            raise self._error()
+        with self._in_use:
+            failed = self._functions.tpengine_shm_all_reduce(
+                self._handle, x.data_ptr(), x.numel(), dtype, timeout_ns
+            )
+            if failed:
+                raise self._error(failed)
 
     def gather(self, x: torch.Tensor, root: int | None, timeout_ns: int) -> torch.Tensor | None:
         """All ranks' x along the last dimension, at `root` (None: everywhere); elsewhere None.
@@ -152,30 +161,38 @@ class Segment:
         rows = x.nbytes // row_bytes if row_bytes else 0
         target = None if out is None else out.data_ptr()
         at = -1 if root is None else root
-        if self._functions.tpengine_shm_gather(
-            self._handle, target, x.data_ptr(), rows, row_bytes, at, timeout_ns
-        ):
-            raise self._error()
+        with self._in_use:
+            failed = self._functions.tpengine_shm_gather(
+                self._handle, target, x.data_ptr(), rows, row_bytes, at, timeout_ns
+            )
+            if failed:
+                raise self._error(failed)
         return out
 
     def broadcast(self, x: torch.Tensor, root: int, timeout_ns: int) -> None:
         """Overwrites every rank's x, contiguous, with that of `root`."""
-        if self._functions.tpengine_shm_broadcast(
-            self._handle, x.data_ptr(), x.nbytes, root, timeout_ns
-        ):
-            raise self._error()
+        with self._in_use:
+            failed = self._functions.tpengine_shm_broadcast(
+                self._handle, x.data_ptr(), x.nbytes, root, timeout_ns
+            )
+            if failed:
+                raise self._error(failed)
 
     def abandon(self, culprit: int | None = None) -> None:
         """Ends every rank's waits, now and for ever."""
-        self._functions.tpengine_shm_abandon(self._handle, -1 if culprit is None else culprit)
+        with self._unmapping:
+            self._functions.tpengine_shm_abandon(self._handle, -1 if culprit is None else culprit)
 
     def close(self) -> None:
-        """Unmaps; to peers this rank is dead from here on."""
-        handle, self._handle = self._handle, None
-        if handle:
+        """Ends every rank's waits and unmaps; a second call does nothing."""
+        self.abandon()
+        with self._in_use, self._unmapping:
+            handle, self._handle = self._handle, None
             self._functions.tpengine_shm_detach(handle)
 
-    def _error(self) -> SegmentError:
+    def _error(self, status: int) -> SegmentError:
+        if status == SegmentStatus.CLOSED:
+            return SegmentError(SegmentFailure(SegmentStatus.CLOSED, self._rank, None))
         found = self._functions.tpengine_shm_failure(self._handle).contents
         culprit = found.culprit if found.culprit >= 0 else None
         return SegmentError(SegmentFailure(SegmentStatus(found.status), found.rank, culprit))
