@@ -1,5 +1,7 @@
-"""What the ranks of `test_worker_ranks` do. A file of its own, for a rank imports it with all that it
-needs."""
+"""What the ranks of `test_worker_ranks` do.
+
+A file of its own, for a rank imports it with all that it needs.
+"""
 
 from __future__ import annotations
 
