@@ -190,7 +190,8 @@ class Placement:
 
     def _wait(self, bundle: Resources, size: int, strategy: str, timeout_s: float) -> None:
         deadline = time.monotonic() + timeout_s
-        if self._group.wait(min(_PATIENCE_S, timeout_s)):
+        # Ray counts in whole seconds, and would take a part of one as nothing.
+        if self._group.wait(math.ceil(min(_PATIENCE_S, timeout_s))):
             return
         wanted = f"{size} x {describe(bundle)} ({strategy})"
         logger.warning(
@@ -200,7 +201,7 @@ class Placement:
             _available(bundle),
             _total(bundle),
         )
-        if self._group.wait(max(0.0, deadline - time.monotonic())):
+        if self._group.wait(math.ceil(max(0.0, deadline - time.monotonic()))):
             return
         raise PlacementError(
             f"no room on the cluster within {timeout_s:.0f} s: wanted {wanted}, available "

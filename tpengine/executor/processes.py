@@ -41,14 +41,19 @@ def tail(path: str) -> str:
         return ""
 
 
-def end_processes(processes: Sequence[tuple[int, int]], patience_s: float) -> None:
-    """Waits for processes, given as (number, start ticks), to go, then kills what is left."""
+def wait_for_end(processes: Sequence[tuple[int, int]], patience_s: float) -> list[tuple[int, int]]:
+    """Waits for processes, given as (number, start ticks), to go; returns those that did not."""
     deadline = time.monotonic() + patience_s
     left = list(processes)
-    while left and time.monotonic() < deadline:
+    while True:
         left = [(pid, started) for pid, started in left if start_ticks(pid) == started]
-        if left:
-            time.sleep(0.01)
-    for pid, _ in left:
+        if not left or time.monotonic() > deadline:
+            return left
+        time.sleep(0.01)
+
+
+def end_processes(processes: Sequence[tuple[int, int]], patience_s: float) -> None:
+    """Waits for processes to go, then kills what is left."""
+    for pid, _ in wait_for_end(processes, patience_s):
         with contextlib.suppress(OSError):
             os.kill(pid, signal.SIGKILL)

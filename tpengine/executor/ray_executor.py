@@ -27,7 +27,7 @@ from tpengine.executor.placement import (
     order_places,
     rank_bundle,
 )
-from tpengine.executor.processes import end_processes, tail
+from tpengine.executor.processes import end_processes, tail, wait_for_end
 from tpengine.executor.ray_connection import RayConnection
 from tpengine.executor.ray_worker import RayWorker
 from tpengine.executor.transport import ChannelError, Listener
@@ -330,10 +330,11 @@ class RayExecutor(Executor):
             for actor in actors:
                 with contextlib.suppress(RayError):
                     ray.kill(actor, no_restart=True)
+        local = [(p.pid, p.start_ticks) for p in self.places if p.node_id == self._node_id]
+        if orderly:  # a rank that the channel's end ends first would be reported as crashed
+            wait_for_end(local, _EXIT_S)
         if exchange is not None:
             exchange.close()
-        end_processes(
-            [(p.pid, p.start_ticks) for p in self.places if p.node_id == self._node_id], _EXIT_S
-        )
+        end_processes(local, _EXIT_S)
         if placement is not None and ray.is_initialized():
             placement.remove()
