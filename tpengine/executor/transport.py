@@ -30,7 +30,7 @@ _MAGIC = b"tpe1"
 _HELLO = struct.Struct("<4sII32s32s")  # magic, rank, epoch, challenge, proof
 _NONCE_BYTES = 32
 _PROOF_BYTES = 32
-_RECEIVE_BYTES = 256 << 10
+_RECEIVE_BYTES = 64 << 10  # more would be fresh pages for every call
 _KEEP_ALIVE = (("TCP_KEEPIDLE", 1), ("TCP_KEEPINTVL", 1), ("TCP_KEEPCNT", 3))  # s, s, probes
 _USER_TIMEOUT_MS = 3000
 """How long sent bytes may stay unacknowledged: a lost link, not a busy peer, as the kernel answers
@@ -144,6 +144,8 @@ class Channel:
             return frame
         try:
             while chunk := self._sock.recv(_RECEIVE_BYTES, socket.MSG_DONTWAIT):
+                if not self._buffer and (frame := _whole(chunk)) is not None:
+                    return frame
                 self._buffer += chunk
                 if (frame := self._cut()) is not None:
                     return frame
@@ -157,15 +159,13 @@ class Channel:
         buffer = self._buffer
         if len(buffer) < _HEAD.size:
             return None
-        magic, length, kind, epoch, step = _HEAD.unpack_from(buffer)
-        if magic != _MAGIC or length > MAX_FRAME_BYTES or kind not in _KINDS:
-            raise ChannelError(f"not a frame: {bytes(buffer[: _HEAD.size])!r}")
+        kind, length, epoch, step = _read_head(buffer)
         end = _HEAD.size + length
         if len(buffer) < end:
             return None
         payload = bytes(memoryview(buffer)[_HEAD.size : end])
         del buffer[:end]
-        return Frame(_KINDS[kind], epoch, step, payload)
+        return Frame(kind, epoch, step, payload)
 
     def _wait(self, event: int, deadline: float, timeout_s: float) -> None:
         poll = select.poll()
@@ -175,6 +175,24 @@ class Channel:
 
 
 _KINDS = {kind.value: kind for kind in FrameKind}
+
+
+def _read_head(data: bytes | bytearray) -> tuple[FrameKind, int, int, int]:
+    """(kind, payload bytes, epoch, step)."""
+    magic, length, kind, epoch, step = _HEAD.unpack_from(data)
+    if magic != _MAGIC or length > MAX_FRAME_BYTES or kind not in _KINDS:
+        raise ChannelError(f"not a frame: {bytes(data[: _HEAD.size])!r}")
+    return _KINDS[kind], length, epoch, step
+
+
+def _whole(chunk: bytes) -> Frame | None:
+    """The frame that a chunk is, no less and no more, as almost every one is."""
+    if len(chunk) < _HEAD.size:
+        return None
+    kind, length, epoch, step = _read_head(chunk)
+    if len(chunk) != _HEAD.size + length:
+        return None
+    return Frame(kind, epoch, step, chunk[_HEAD.size :])
 
 
 class Listener:
