@@ -179,6 +179,27 @@ def test_starts_a_ray_of_its_own_and_ends_it(folder: Path, tmp_path: Path) -> No
     assert not any(start_ticks(pid) == started for pid, started in ranks)
 
 
+def test_example_driver(folder: Path, ray_address: str) -> None:
+    """What `ray submit` runs, on one machine."""
+    root = Path(__file__).parent.parent.parent
+    command = [sys.executable, root / "examples" / "ray_driver.py", "--ray-address", ray_address]
+    options = ["--tensor-parallel-size", "2", "--device", "cpu", "--max-tokens", "8"]
+    package = str(Path(tpengine.__file__).parent.parent)
+    path = os.pathsep.join([package, os.environ.get("PYTHONPATH", "")])
+    done = subprocess.run(
+        [*command, *options, "--cpu-kv-cache-space", "0.1"],
+        capture_output=True,
+        text=True,
+        timeout=90.0,
+        env={**os.environ, "PYTHONPATH": path},
+    )
+    assert done.returncode == 0, done.stderr
+    lines = [line for line in done.stdout.splitlines() if " -> " in line]
+    assert len(lines) == 4
+    assert lines[0].startswith("'Hello, my name is' -> ' Mara.")
+    assert "rank 1 on node" in done.stderr
+
+
 def test_runs_in_a_running_event_loop(folder: Path) -> None:
     """As in a notebook's cell, which may be run again."""
     import asyncio
