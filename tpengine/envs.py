@@ -71,7 +71,13 @@ def for_ranks() -> dict[str, str]:
 
 
 def adopt(variables: dict[str, str]) -> list[str]:
-    """Sets what the driver sent, in a rank; returns the names of those that were different."""
+    """Sets what the driver sent, in a rank; returns the names of those that were different.
+
+    Ray sets `OMP_NUM_THREADS` by the CPUs that an actor asked for, which says nothing about ranks
+    on GPUs: only the driver's own value counts.
+    """
+    if "OMP_NUM_THREADS" not in variables:
+        os.environ.pop("OMP_NUM_THREADS", None)
     changed = [name for name, value in variables.items() if os.environ.get(name) != value]
     os.environ.update(variables)
     return changed

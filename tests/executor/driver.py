@@ -33,7 +33,7 @@ def main() -> None:
     params = SamplingParams(temperature=0.0, max_tokens=32, ignore_eos=True)
     number = 0
     while True:
-        engine.add_request(str(number), None, params, [5, 6, 7])
+        engine.add_request(str(number), None, params, prompt_token_ids=[5, 6, 7])
         while engine.has_unfinished_requests():
             outputs = engine.step()
         number += 1

@@ -83,7 +83,7 @@ def test_engines_do_not_touch_each_other(folder: Path, ray_address: str) -> None
     with ray_engine(folder, 2) as first:
         second = ray_engine(folder, 2)
         for engine in (first, second):
-            engine.add_request("one", None, greedy(32), PROMPT)
+            engine.add_request("one", None, greedy(32), prompt_token_ids=PROMPT)
         found: dict[int, list[int]] = {}
         while first.has_unfinished_requests():
             for i, engine in enumerate((first, second)):
@@ -144,7 +144,7 @@ def test_joins_the_group_that_the_driver_runs_in(folder: Path) -> None:
             engine = LLMEngine.from_engine_args(args)
         except PlacementError as error:
             return str(error), 0
-        engine.add_request("one", None, SamplingParams(max_tokens=4), [5, 6, 7])
+        engine.add_request("one", None, SamplingParams(max_tokens=4), prompt_token_ids=[5, 6, 7])
         while engine.has_unfinished_requests():
             engine.step()
         count = num_groups()
@@ -219,7 +219,7 @@ def test_interrupt_in_a_step_leaves_the_engine_usable(
     two_ranks: LLMEngine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     expected = ids_of(two_ranks)
-    two_ranks.add_request("two", None, greedy(32), PROMPT)
+    two_ranks.add_request("two", None, greedy(32), prompt_token_ids=PROMPT)
     execute = executor_of(two_ranks).execute_model
     steps = []
 

@@ -66,7 +66,7 @@ def answers(
 ) -> list[list[list[int]]]:
     """Ids of all sequences of each request, served together."""
     for i, (prompt, one) in enumerate(zip(prompts, params, strict=True)):
-        engine.add_request(str(i), None, one, list(prompt))
+        engine.add_request(str(i), None, one, prompt_token_ids=list(prompt))
     done = {output.request_id: output for output in run(engine) if output.finished}
     assert [done[str(i)].error for i in range(len(prompts))] == [None] * len(prompts)
     assert engine.num_free_blocks == engine.num_total_blocks

@@ -10,7 +10,7 @@ from tpengine.sampling_params import SamplingParams
 from tpengine.scheduling import Priority
 
 from .conftest import MakeEngine
-from .loop import Limits, Loop, make_request
+from .loop import Limits, Loop, make_request, run_alone
 
 SHORT = SamplingParams(max_tokens=2, ignore_eos=True)
 
@@ -110,3 +110,23 @@ def test_priority_without_the_policy(make_engine: MakeEngine) -> None:
 def test_arguments(make_engine: MakeEngine, args: dict[str, object], words: str) -> None:
     with pytest.raises(ConfigError, match=words):
         make_engine(**args)
+
+
+def test_room_is_made_beside_a_group_that_forks_in_the_same_step() -> None:
+    """The group is first, and its second sequence has no blocks before the step is booked."""
+    loop = Loop(Limits(tokens=16, num_blocks=10, policy="priority", mode="recompute"))
+    single = SamplingParams(max_tokens=12, ignore_eos=True)
+    pair = SamplingParams(n=2, max_tokens=3, ignore_eos=True)
+    older, newer = (loop.add(make_request(index, [index] * 7, single)) for index in range(2))
+    loop.step()
+    group = loop.add(make_request(2, [3 + place for place in range(20)], pair, priority=-1))
+    loop.step()
+    assert group.sequences[0].num_computed_tokens == 14
+    output = loop.step()
+    assert [child for _, child in output.forks] == group.sequences[1:]
+    assert output.preempted == [newer]
+    assert output.rows == [*older.sequences, *group.sequences[:1]]
+    loop.run()
+    for request in (older, newer, group):
+        found, alone = (o.outputs for o in (loop.outputs[request.request_id], run_alone(request)))
+        assert [one.token_ids for one in found] == [one.token_ids for one in alone]

@@ -15,6 +15,7 @@ from tpengine import SamplingParams
 LENGTHS = (3, 70, 17, 100, 40, 33, 120, 9, 64, 25, 90, 50, 16, 31, 80, 110)
 MAX_MODEL_LEN = 192
 CACHE_TOKENS = 3 * MAX_MODEL_LEN
+MODES = ("recompute", "swap")
 
 TIGHT: dict[str, dict[str, Any]] = {
     "blocks of 8, chunks of 16": {"block_size": 8, "max_num_batched_tokens": 16},
@@ -29,9 +30,10 @@ TIGHT: dict[str, dict[str, Any]] = {
 }
 
 
+@pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("case", list(TIGHT))
-def test_preempted_greedy_equals_transformers(models: ModelShop, case: str) -> None:
-    args = TIGHT[case]
+def test_preempted_greedy_equals_transformers(models: ModelShop, case: str, mode: str) -> None:
+    args = TIGHT[case] | {"preemption_mode": mode}
     folder = models.folder(PLAIN)
     oracle = models.oracle(folder)
     prompts = oracle.prompts(LENGTHS, seed=3)
@@ -46,23 +48,26 @@ def test_preempted_greedy_equals_transformers(models: ModelShop, case: str) -> N
         outputs = generate(llm, prompts, greedy())
     assert ids(outputs) == [answer.token_ids for answer in oracle.answers(prompts)]
     assert preemptions(outputs) == log.num_preemptions
-    assert log.num_preemptions >= 5
+    log.assert_only(mode, at_least=5)
     assert sum(len(o.outputs[0].token_ids) for o in outputs) == 64 * len(prompts)
 
 
-def test_one_sequence_fills_the_cache(models: ModelShop) -> None:
+@pytest.mark.parametrize("mode", MODES)
+def test_one_sequence_fills_the_cache(models: ModelShop, mode: str) -> None:
     """Two requests, each of which grows until it needs every block."""
     folder = models.folder(ZOO["d80-1to1-linear-old"])
     oracle = models.oracle(folder)
     prompts = oracle.prompts([64, 65], seed=3)
     oracle.assert_discerning(prompts)
-    with open_llm(folder, max_model_len=129, num_device_blocks_override=17, block_size=8) as llm:
+    args = {"max_model_len": 129, "num_device_blocks_override": 17, "block_size": 8}
+    with log_steps() as log, open_llm(folder, preemption_mode=mode, **args) as llm:
         outputs = generate(llm, prompts, greedy())
     assert ids(outputs) == [answer.token_ids for answer in oracle.answers(prompts)]
-    assert preemptions(outputs) > 0
+    log.assert_only(mode)
 
 
-def test_preempted_sampling_draws_the_same(models: ModelShop) -> None:
+@pytest.mark.parametrize("mode", MODES)
+def test_preempted_sampling_draws_the_same(models: ModelShop, mode: str) -> None:
     """Noise depends on seed and position, logprobs on the tokens, neither on the detours."""
     folder = models.folder(PLAIN)
     prompts = models.oracle(folder).prompts(LENGTHS, seed=3)
@@ -72,10 +77,11 @@ def test_preempted_sampling_draws_the_same(models: ModelShop) -> None:
     ]
     with open_llm(folder) as llm:
         calm = generate(llm, prompts, params)
-    with open_llm(folder, max_model_len=MAX_MODEL_LEN, num_device_blocks_override=36) as llm:
+    args = {"max_model_len": MAX_MODEL_LEN, "num_device_blocks_override": 36}
+    with log_steps() as log, open_llm(folder, preemption_mode=mode, **args) as llm:
         tight = generate(llm, prompts, params)
     assert preemptions(calm) == 0
-    assert preemptions(tight) >= 5
+    log.assert_only(mode, at_least=5)
     assert ids(tight) == ids(calm)
     for before, after in zip(calm, tight, strict=True):
         assert len(after.outputs[0].logprobs) == 64

@@ -117,12 +117,14 @@ def test_same_seed_alone_in_a_crowd_and_preempted(
         in_crowd = ids(generate(llm, everyone, params))[30:34]
     assert log.max_rows == 64
     assert log.num_partial_chunks > 0
-    tight = {"max_model_len": 256, "num_device_blocks_override": 32}
-    with open_llm(folder, dtype=dtype, **tight) as llm:
-        outputs = generate(llm, everyone, params)
-    assert preemptions(outputs[30:34]) > 0
     assert in_crowd == alone
-    assert ids(outputs[30:34]) == alone
+    for mode in ("recompute", "swap"):
+        tight = {"max_model_len": 256, "num_device_blocks_override": 32, "preemption_mode": mode}
+        with log_steps() as log, open_llm(folder, dtype=dtype, **tight) as llm:
+            outputs = generate(llm, everyone, params)
+        assert preemptions(outputs[30:34]) > 0
+        log.assert_only(mode)
+        assert ids(outputs[30:34]) == alone
     assert len({tuple(tokens) for tokens in alone}) == 4
 
 

@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+from support.step_log import log_steps
 from transformers import (
     NoBadWordsLogitsProcessor,
     RepetitionPenaltyLogitsProcessor,
@@ -133,12 +134,13 @@ def test_in_a_crowd(folder: Any, requests: Any, chunked: bool) -> None:
         assert output.outputs[0].token_ids == answer, params
 
 
-def test_after_preemption(folder: Any, requests: Any) -> None:
-    """Counts of a sequence that starts over are those of all its tokens."""
-    with make_engine(
-        folder, max_num_seqs=16, num_device_blocks_override=10, max_model_len=112
-    ) as engine:
+@pytest.mark.parametrize("mode", ["recompute", "swap"])
+def test_after_preemption(folder: Any, requests: Any, mode: str) -> None:
+    """Counts of a sequence that starts over, or comes back, are those of all its tokens."""
+    tight = {"num_device_blocks_override": 10, "max_model_len": 112, "preemption_mode": mode}
+    with log_steps() as log, make_engine(folder, max_num_seqs=16, **tight) as engine:
         outputs = run(engine, [(prompt, params) for prompt, params, _ in requests])
+    log.assert_only(mode)
     preempted = [
         params
         for output, (_, params, _) in zip(outputs, requests, strict=True)

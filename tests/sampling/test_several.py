@@ -7,6 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from support.step_log import log_steps
 from transformers import (
     NoBadWordsLogitsProcessor,
     RepetitionPenaltyLogitsProcessor,
@@ -67,8 +68,9 @@ def _expected(
     return found
 
 
-@pytest.mark.parametrize("tight", [False, True])
-def test_each_of_n_samples_by_its_own_tokens(folder: Any, oracle: Any, tight: bool) -> None:
+@pytest.mark.parametrize("mode", [None, "recompute", "swap"])
+def test_each_of_n_samples_by_its_own_tokens(folder: Any, oracle: Any, mode: str | None) -> None:
+    """With room for all, or preempted in one of the modes."""
     prompts = _prompts([5, 16, 33, 50])
     words = _bad_words(prompts)
     params = [
@@ -87,10 +89,13 @@ def test_each_of_n_samples_by_its_own_tokens(folder: Any, oracle: Any, tight: bo
         )
         for seed in range(len(prompts))
     ]
-    blocks = {"num_device_blocks_override": 12, "max_model_len": 80} if tight else {}
-    with make_engine(folder, max_num_seqs=12, max_num_batched_tokens=24, **blocks) as engine:
+    args: dict[str, Any] = {"max_num_seqs": 12, "max_num_batched_tokens": 24}
+    if mode is not None:
+        args |= {"num_device_blocks_override": 12, "max_model_len": 80, "preemption_mode": mode}
+    with log_steps() as log, make_engine(folder, **args) as engine:
         outputs = run(engine, list(zip(prompts, params, strict=True)))
-    assert (sum(output.metrics.num_preemptions for output in outputs) > 0) is tight
+    assert (log.num_swapped > 0) is (mode == "swap")
+    assert (log.num_preemptions > 0) is (mode is not None)
     for seed, (prompt, output) in enumerate(zip(prompts, outputs, strict=True)):
         found = [completion.token_ids for completion in output.outputs]
         assert len({tuple(ids) for ids in found}) == 3

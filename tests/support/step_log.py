@@ -9,6 +9,7 @@ from dataclasses import dataclass
 import pytest
 
 from tpengine.scheduling import Scheduler, SchedulerOutput
+from tpengine.sequence import SequenceStatus
 
 
 @dataclass
@@ -21,12 +22,27 @@ class StepLog:
     num_mixed_steps: int = 0
     """Steps that held rows of one token beside longer ones."""
     num_preemptions: int = 0
+    num_swapped: int = 0
+    """Preemptions that moved blocks to the host."""
+    num_recomputed: int = 0
+    """Preemptions that gave blocks up."""
     max_rows: int = 0
     max_tokens: int = 0
+
+    def assert_only(self, mode: str, at_least: int = 1) -> None:
+        """Makes sure that preemption acted, and in this of its modes alone."""
+        found = {"swap": self.num_swapped, "recompute": self.num_recomputed}
+        acted = found.pop(mode)
+        assert acted == self.num_preemptions >= at_least, f"{acted} preemptions by {mode}"
+        assert not any(found.values())
 
     def record(self, output: SchedulerOutput) -> None:
         """Adds one step, as scheduled and not yet computed."""
         self.num_preemptions += len(output.preempted)
+        for request in output.preempted:
+            statuses = {sequence.status for sequence in request.sequences}
+            self.num_swapped += SequenceStatus.SWAPPED in statuses
+            self.num_recomputed += SequenceStatus.WAITING in statuses
         if output.is_empty:
             return
         self.num_steps += 1

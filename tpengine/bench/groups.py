@@ -12,7 +12,7 @@ import statistics
 import time
 from dataclasses import replace
 
-from tpengine.bench.machine import describe_commit, describe_machine
+from tpengine.bench.machine import report_head
 from tpengine.bench.workload import SHAPES, shape_folder
 from tpengine.engine.llm_engine import LLMEngine
 from tpengine.engine_args import EngineArgs
@@ -59,10 +59,9 @@ def run(args: argparse.Namespace) -> int:
                 group_rates.append(num_tokens / group_s)
                 separate_rates.append(num_tokens / separate_s)
                 ratios.append(separate_s / group_s)
-    print(f"machine             {describe_machine()}")
-    print(f"commit              {describe_commit()}")
+    print(report_head(EngineArgs.from_cli_args(args)))
     print(
-        f"work                {args.shape}, dtype {args.dtype}, {args.n} sequences of "
+        f"work                {args.shape}, {args.n} sequences of "
         f"{args.prompt_tokens} + {args.output_tokens} tokens, {args.runs} pairs"
     )
     print(f"one request, n      {statistics.median(group_rates):.1f} output tokens/s")

@@ -16,12 +16,14 @@ from dataclasses import dataclass, replace
 from tqdm import tqdm
 
 from tpengine.bench.bandwidth import read_bandwidth
-from tpengine.bench.machine import describe_commit, describe_machine
+from tpengine.bench.machine import describe_machine, report_head
+from tpengine.bench.steps import run_steps
 from tpengine.bench.workload import SHAPES, shape_folder
 from tpengine.engine.llm_engine import LLMEngine
 from tpengine.engine_args import EngineArgs
+from tpengine.errors import ConfigError
 from tpengine.sampling_params import RequestOutputKind, SamplingParams
-from tpengine.worker.device import resolve_dtype
+from tpengine.worker.device import detect_device, resolve_dtype
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -55,7 +57,7 @@ class Point:
 def run(args: argparse.Namespace) -> int:
     """Measures and prints a line per batch size."""
     engine_args = replace(EngineArgs.from_cli_args(args), disable_log_stats=True)
-    sizes = [int(size) for size in args.batch_sizes.split(",")]
+    sizes = _check(args)
     with contextlib.ExitStack() as stack:
         if args.shape is not None:
             folder = stack.enter_context(shape_folder(args.shape))
@@ -69,9 +71,8 @@ def run(args: argparse.Namespace) -> int:
         step_bytes = _step_bytes(engine)
         floor_s = step_bytes / read_bandwidth()
         model = args.shape or engine.get_model_config().model
-    print(f"machine    {describe_machine()}")
-    print(f"commit     {describe_commit()}")
-    print(f"model      {model}, dtype {args.dtype}, quantization {args.quantization}")
+    print(report_head(engine_args, width=11))
+    print(f"model      {model}")
     print(f"floor      {1000 * floor_s:.2f} ms to read {step_bytes / 1e9:.3f} GB")
     for point in points:
         print(
@@ -84,17 +85,51 @@ def run(args: argparse.Namespace) -> int:
     return 0
 
 
+def _check(args: argparse.Namespace) -> list[int]:
+    """The batch sizes.
+
+    Raises:
+        ConfigError: what is asked for cannot be measured, found out before anything is.
+    """
+    if (device := detect_device(args.device)) != "cpu":
+        raise ConfigError(
+            f"bench latency compares with the bandwidth of a CPU's memory, the device is {device}; "
+            "use --device cpu"
+        )
+    words = args.batch_sizes.split(",")
+    sizes = [int(word) if word.strip().isdecimal() else 0 for word in words]
+    for word, size in zip(words, sizes, strict=True):
+        if not 1 <= size <= args.max_num_seqs:
+            raise ConfigError(
+                f"--batch-sizes must be integers from 1 to max_num_seqs = {args.max_num_seqs}, "
+                f"got {word!r}; leave it out, or raise --max-num-seqs"
+            )
+    if args.input_len < 1 or args.output_len < 2:
+        raise ConfigError(
+            "--input-len must be at least 1 and --output-len at least 2, as the first token comes "
+            f"with the prompt; got {args.input_len} and {args.output_len}"
+        )
+    return sizes
+
+
 def _step_bytes(engine: LLMEngine) -> int:
     """Bytes of weights that a decode step reads: all but the embedding's table, of which it takes
-    single rows (a tied output head has a packed copy of its own)."""
+    single rows (a tied output head has a packed copy of its own), and that of rotary angles."""
     config = engine.get_model_config()
     dtype = resolve_dtype(config.dtype, "cpu")
     table = config.vocab_size * int(config.hf_config["hidden_size"]) * dtype.itemsize
-    return sum(engine.get_weights_bytes()) - table
+    angles = 4 * config.max_model_len * config.head_dim
+    if not config.hf_config.get("rope_parameters"):
+        angles = 0
+    return sum(engine.get_weights_bytes()) - table - angles
 
 
 def _measure(engine: LLMEngine, batch_size: int, input_len: int, output_len: int) -> Point:
-    """Runs `batch_size` equal requests; the step is the median of the decode-only ones."""
+    """Runs `batch_size` equal requests; the step is the median of the decode-only ones.
+
+    Raises:
+        ConfigError: there was no step in which all were decoding.
+    """
     rng = random.Random(f"{batch_size}:{output_len}")
     vocab_size = engine.get_model_config().vocab_size
     params = SamplingParams(
@@ -108,15 +143,17 @@ def _measure(engine: LLMEngine, batch_size: int, input_len: int, output_len: int
         engine.add_request(str(i), None, params, prompt_token_ids=prompt)
     start = time.perf_counter()
     first_token_s, decodes = 0.0, []
-    while engine.has_unfinished_requests():
-        engine.step()
-        step = engine.last_step
-        if step is None:
-            continue
+    for step in run_steps(engine):
         if not decodes and step.num_output_tokens:
             first_token_s = time.perf_counter() - start
         if step.num_prefill_tokens == 0 and step.num_output_tokens == batch_size:
             decodes.append(step.step_s)
+    if not decodes:
+        raise ConfigError(
+            f"{batch_size} sequences of {input_len} + {output_len} tokens were never decoded all "
+            "at once: the first ends before the last has its prompt, or the KV cache is too "
+            "small; raise --output-len or the cache, or leave this batch size out"
+        )
     return Point(batch_size, first_token_s, statistics.median(decodes))
 
 

@@ -3,12 +3,38 @@
 from __future__ import annotations
 
 import platform
+import shlex
 import subprocess
+import sys
 from pathlib import Path
 
 import torch
 
+from tpengine.engine_args import EngineArgs
 from tpengine.ops.library import cpu_isa
+from tpengine.worker.device import detect_device, resolve_dtype
+
+
+def report_head(args: EngineArgs, width: int = 20) -> str:
+    """Lines that say what was measured where, and how to do it again.
+
+    Args:
+        width: of the column of names.
+    """
+    lines = {
+        "machine": describe_machine(),
+        "commit": describe_commit(),
+        "command": shlex.join([Path(sys.argv[0]).name, *sys.argv[1:]]),
+        "settings": describe_run(args),
+    }
+    return "\n".join(f"{name:<{width}s}{text}" for name, text in lines.items())
+
+
+def describe_run(args: EngineArgs) -> str:
+    """Device, dtype and quantization of an engine with these arguments, `auto` settled."""
+    device = detect_device(args.device)
+    dtype = str(resolve_dtype(args.dtype, device)).removeprefix("torch.")
+    return f"device {device}, dtype {dtype}, quantization {args.quantization or 'none'}"
 
 
 def describe_machine() -> str:

@@ -16,7 +16,7 @@ from dataclasses import replace
 from tqdm import tqdm
 
 from tpengine.bench.groups import random_prompt
-from tpengine.bench.machine import describe_commit, describe_machine
+from tpengine.bench.machine import report_head
 from tpengine.bench.throughput import RunResult, run_once
 from tpengine.bench.workload import SHAPES, mixed_requests, shape_folder
 from tpengine.engine.llm_engine import LLMEngine
@@ -65,9 +65,8 @@ def run(args: argparse.Namespace) -> int:
         ]
         pairs = [measure_pair(on, off, args, seed) for seed in tqdm(range(args.pairs))]
     later = statistics.median(times[1:])
-    print(f"machine             {describe_machine()}")
-    print(f"commit              {describe_commit()}")
-    print(f"work                {args.shape}, dtype {args.dtype}")
+    print(report_head(EngineArgs.from_cli_args(args)))
+    print(f"work                {args.shape}")
     print(
         f"first token, ms     {1e3 * times[0]:.1f} for the first of {args.prefix_tokens} + "
         f"{args.suffix_tokens} tokens, median {1e3 * later:.1f} for the {len(times) - 1} after it: "

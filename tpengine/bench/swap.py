@@ -14,7 +14,7 @@ from dataclasses import replace
 import torch
 
 from tpengine.bench.groups import random_prompt
-from tpengine.bench.machine import describe_commit, describe_machine
+from tpengine.bench.machine import report_head
 from tpengine.bench.prefix import first_token_s
 from tpengine.bench.workload import SHAPES, shape_folder
 from tpengine.engine.llm_engine import LLMEngine
@@ -49,9 +49,8 @@ def run(args: argparse.Namespace) -> int:
         )
         with LLMEngine.from_engine_args(settings) as engine:
             cache, shape = make_cache(engine, settings, longest)
-            print(f"machine             {describe_machine()}")
-            print(f"commit              {describe_commit()}")
-            print(f"work                {args.shape}, dtype {args.dtype}, {shape}")
+            print(report_head(settings))
+            print(f"work                {args.shape}, {shape}")
             print("prompt tokens    out and in, ms    compute again, ms    ratio")
             for length in args.lengths:
                 blocks = -(-length // settings.block_size)

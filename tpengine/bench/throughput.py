@@ -17,8 +17,9 @@ from dataclasses import dataclass, replace
 import torch
 from tqdm import tqdm
 
-from tpengine.bench.machine import describe_commit, describe_machine
+from tpengine.bench.machine import report_head
 from tpengine.bench.peers import PEERS, Peer, load_peer_model
+from tpengine.bench.steps import run_steps
 from tpengine.bench.workload import SHAPES, Workload, mixed_requests, shape_folder
 from tpengine.engine.llm_engine import LLMEngine
 from tpengine.engine.metrics import StepStats
@@ -60,6 +61,11 @@ class RunResult:
 
     elapsed_s: float
     steps: list[StepStats]
+
+    @property
+    def output_rate(self) -> float:
+        """Output tokens per second."""
+        return sum(step.num_output_tokens for step in self.steps) / self.elapsed_s
 
 
 def run(args: argparse.Namespace) -> int:
@@ -104,16 +110,12 @@ def run(args: argparse.Namespace) -> int:
 
 def run_once(engine: LLMEngine, workload: Workload, params: SamplingParams) -> RunResult:
     """Serves all requests and notes every step."""
-    steps: list[StepStats] = []
     start = time.perf_counter()
     for i, (prompt, num_output) in enumerate(workload):
         engine.add_request(
             str(i), None, replace(params, max_tokens=num_output), prompt_token_ids=prompt
         )
-    while engine.has_unfinished_requests():
-        engine.step()
-        if engine.last_step is not None:
-            steps.append(engine.last_step)
+    steps = list(run_steps(engine))
     return RunResult(time.perf_counter() - start, steps)
 
 
@@ -143,9 +145,8 @@ def _print_own(
     cuts = statistics.quantiles(times_ms, n=100) if len(times_ms) > 1 else times_ms * 99
     outside = 1 - sum(step.model_s for step in steps) / median.elapsed_s
     model = engine.get_model_config()
-    print(f"machine             {describe_machine()}")
-    print(f"commit              {describe_commit()}")
-    print(f"model               {args.shape or model.model}, dtype {args.dtype}")
+    print(report_head(EngineArgs.from_cli_args(args)))
+    print(f"model               {args.shape or model.model}")
     print(f"requests            {args.num_requests}, {len(steps)} steps, {median.elapsed_s:.2f} s")
     print(f"output tokens/s     {num_output / median.elapsed_s:.1f}   (runs: {rates})")
     print(f"prefill tokens/s    {prefill / median.elapsed_s:.1f}")

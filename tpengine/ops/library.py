@@ -145,11 +145,6 @@ def has_cpu_kernels() -> bool:
     return _cpu is not None
 
 
-def has_cuda_kernels() -> bool:
-    """Whether the compiled CUDA kernels are loaded (otherwise the reference answers)."""
-    return _cuda is not None
-
-
 def cpu_functions() -> str | None:
     """Path of the compiled CPU library, for plain C functions; None: not installed."""
     return _cpu._name if _cpu is not None else None

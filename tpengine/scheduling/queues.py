@@ -45,6 +45,11 @@ class RequestQueues:
         """Whether the request holds slots."""
         return any(sequence.slot is not None for sequence in request.sequences)
 
+    def is_forking(self, request: Request) -> bool:
+        """Whether sequences of the request get their blocks with the step being scheduled, which
+        has a row of it."""
+        return any(sequence in self.in_flight for sequence in request.sequences)
+
     def start(self, request: Request) -> None:
         """Waiting to running: a slot for each unfinished sequence, blocks for the first."""
         self.waiting.remove(request)

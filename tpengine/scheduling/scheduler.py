@@ -263,7 +263,7 @@ class Scheduler:
             # First, so that nobody gives way in vain, and so that somebody who remains has a row:
             # without one the step, and the blocks that it swaps out, would never be sent.
             for other in tuple(queues.running):
-                reason = why_no_more(other, blocks)
+                reason = None if queues.is_forking(other) else why_no_more(other, blocks)
                 if reason is not None:
                     self._ignore(other, reason, step)
         while blocks.num_free_blocks < num_blocks and queues.is_running(request):

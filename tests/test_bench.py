@@ -1,0 +1,117 @@
+"""Benchmarks say what they ran, refuse what they cannot measure, and count each step once."""
+
+from __future__ import annotations
+
+import contextlib
+import re
+import sys
+
+import pytest
+from support.engines import greedy, make_engine
+from support.models import ModelShop
+from support.zoo import PLAIN
+
+from tpengine.bench import groups, latency, prefix, swap
+from tpengine.bench.machine import describe_run
+from tpengine.bench.throughput import run_once
+from tpengine.cli import main
+from tpengine.engine_args import EngineArgs
+from tpengine.worker.device import resolve_dtype
+
+ENGINE = ["--dtype", "float32", "--device", "cpu", "--cpu-kv-cache-space", "0.02"]
+
+
+@pytest.mark.parametrize(
+    ("name", "options"),
+    [
+        ("throughput", ["--num-requests", "2", "--runs", "1"]),
+        ("latency", ["--batch-sizes", "1,2", "--input-len", "5", "--output-len", "4"]),
+        ("latency", ["--batch-sizes", "2", "--output-len", "4", "--quantization", "int8"]),
+        ("prefix", ["--pairs", "1", "--prefix-tokens", "40", "--arrivals", "2"]),
+        ("groups", ["--runs", "1", "--n", "2", "--prompt-tokens", "20"]),
+        ("swap", ["--runs", "1", "--lengths", "40"]),
+    ],
+)
+def test_report_says_what_was_run(
+    models: ModelShop,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    name: str,
+    options: list[str],
+) -> None:
+    folder = str(models.folder(PLAIN))
+    words = ["bench", name, "--model", folder, *options, *ENGINE]
+    for module in (prefix, groups, swap):  # instead of their large shapes
+        shape = lambda *_, **__: contextlib.nullcontext(folder)  # noqa: E731
+        monkeypatch.setattr(module, "shape_folder", shape)
+    monkeypatch.setattr(sys, "argv", ["/some/where/tpengine", *words])
+    monkeypatch.setattr(latency, "read_bandwidth", lambda: 1e10)
+    assert main(words) == 0
+    shown = capsys.readouterr().out
+    assert re.search(rf"^command +tpengine {re.escape(' '.join(words))}$", shown, re.MULTILINE)
+    kind = "int8" if "int8" in options else "none"
+    line = rf"^settings +device cpu, dtype float32, quantization {kind}$"
+    assert re.search(line, shown, re.MULTILINE), shown
+
+
+def test_settings_are_resolved() -> None:
+    dtype = str(resolve_dtype("auto", "cpu")).removeprefix("torch.")
+    args = EngineArgs(device="cpu", quantization="int8")
+    assert describe_run(args) == f"device cpu, dtype {dtype}, quantization int8"
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        (["--batch-sizes", "1,9", "--max-num-seqs", "8"], ("'9'", "max_num_seqs = 8")),
+        (["--batch-sizes", "1,x"], ("'x'", "from 1 to")),
+        (["--batch-sizes", "0"], ("'0'", "from 1 to")),
+        (["--batch-sizes", ""], ("''", "from 1 to")),
+        (["--output-len", "1"], ("--output-len at least 2", "and 1")),
+        (["--input-len", "0"], ("--input-len must be at least 1", "got 0")),
+        (
+            ["--batch-sizes", "8", "--output-len", "2", "--max-num-batched-tokens", "32"],
+            ("8 sequences of 64 + 2", "raise --output-len"),
+        ),
+    ],
+)
+def test_latency_refuses(
+    models: ModelShop,
+    capsys: pytest.CaptureFixture[str],
+    options: list[str],
+    words: tuple[str, ...],
+) -> None:
+    model = ["--model", str(models.folder(PLAIN))]
+    assert main(["bench", "latency", *model, *options, *ENGINE]) == 1
+    shown = capsys.readouterr().err
+    assert "ConfigError" in shown
+    for word in words:
+        assert word in shown
+
+
+def test_latency_is_for_cpus(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(latency, "detect_device", lambda wanted: "cuda")
+    assert main(["bench", "latency"]) == 1
+    assert "the device is cuda; use --device cpu" in capsys.readouterr().err
+
+
+def test_a_step_is_counted_once(models: ModelShop, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A step that only reports what was aborted has no figures of its own."""
+    with make_engine(models.folder(PLAIN)) as engine:
+        step, calls = engine.step, []
+
+        def step_and_abort() -> object:
+            outputs = step()
+            calls.append(outputs)
+            if len(calls) == 3:
+                engine.abort_request("0")
+            return outputs
+
+        monkeypatch.setattr(engine, "step", step_and_abort)
+        result = run_once(engine, [([5, 6, 7], 9)], greedy())
+    assert len(calls) == 4
+    assert result.output_rate == pytest.approx(3 / result.elapsed_s)
+    assert [stats.num_output_tokens for stats in result.steps] == [1, 1, 1]
+    assert sum(stats.num_prefill_tokens for stats in result.steps) == 3
