@@ -25,6 +25,7 @@ from executor.ray_engines import (
 from tpengine.errors import (
     CacheSizeError,
     ConfigError,
+    EngineDeadError,
     EngineError,
     PlacementError,
     WorkerDiedError,
@@ -151,7 +152,7 @@ def test_failure_in_a_step(
             complete(engine, PROMPT, greedy(16))
         assert time.monotonic() - start < limit_s
         wait_until(lambda: not any(is_alive(places)), 2.0)
-        with pytest.raises(EngineError, match="the ranks are gone since"):
+        with pytest.raises(EngineDeadError, match="a step failed .*make a new one"):
             engine.step()
 
 
