@@ -152,7 +152,7 @@ def test_failure_in_a_step(
             complete(engine, PROMPT, greedy(16))
         assert time.monotonic() - start < limit_s
         wait_until(lambda: not any(is_alive(places)), 2.0)
-        with pytest.raises(EngineDeadError, match="a step failed .*make a new one"):
+        with pytest.raises(EngineDeadError, match="make a new one"):
             engine.step()
 
 
