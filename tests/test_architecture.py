@@ -28,7 +28,7 @@ ALLOWED_ROOMS = {
     "models": {"layers", "ops", "distributed"},
     "layers": {"ops", "distributed"},
     "ops": set(),
-    "distributed": set(),
+    "distributed": {"ops"},  # whose native side holds the collectives over shared memory
 }
 # foreign package: where it may be imported
 HOMES = {

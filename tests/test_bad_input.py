@@ -297,7 +297,10 @@ BAD_ARGS: dict[str, tuple[dict[str, Any], tuple[str, ...]]] = {
         {"pipeline_parallel_size": 2},
         ("pipeline_parallel_size = 2", "layer", "leave it at 1"),
     ),
-    "ranks": ({"tensor_parallel_size": 2}, ("tensor_parallel_size = 2", "leave it at 1")),
+    "ranks": (
+        {"tensor_parallel_size": 2, "executor": "local"},
+        ("executor = 'local'", "tensor_parallel_size = 2"),
+    ),
     "swap": ({"swap_space": -1.0}, ("swap_space", "at least 0", "-1")),
     "block size": ({"block_size": 12}, ("block_size", "8, 16, 32", "12")),
     "dtype": ({"dtype": "int4"}, ("dtype", "bfloat16", "'int4'")),

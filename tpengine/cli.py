@@ -27,7 +27,9 @@ _BENCHMARKS = {
     "groups": "one request with n sequences against n separate requests",
     "prefix": "what prefix caching brings and costs",
     "swap": "time to swap a preempted sequence, and to compute it again",
+    "collectives": "all-reduce of CPU ranks over shared memory, beside gloo",
     "sampler": "time of each stage of sampling: penalties, biases, bans, log probabilities",
+    "transport": "a step without a model, driver to Ray actors and back, beside Ray's own ways",
 }
 _DEFAULT_PROMPT = "Hello, my name is"
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +21,8 @@ QUANTIZATIONS = (None, "int8")
 DEVICES = ("auto", "cpu", "cuda")
 PREEMPTION_MODES = ("auto", "recompute", "swap")
 SCHEDULING_POLICIES = ("fcfs", "priority")
+EXECUTORS = ("auto", "local", "ray")
+PLACEMENT_STRATEGIES = ("PACK", "SPREAD", "STRICT_PACK", "STRICT_SPREAD")
 MAX_PRIORITY = 1000
 """Bound of a request's priority, either way."""
 EMBEDDED_MODEL = str(Path(__file__).parent / "assets" / "embedded")
@@ -118,10 +120,41 @@ class CacheConfig:
 
 
 @dataclass(frozen=True)
+class RayConfig:
+    """Where on a Ray cluster the ranks go, and how long things may take.
+
+    Attributes:
+        address: "host:port" of a cluster's head, "local" to start one, "auto" to find one; None:
+            the cluster this process belongs to, or one that runs here, or a new local one.
+        placement_strategy: one of `PLACEMENT_STRATEGIES`.
+        bundle: resources of one rank by Ray's names; None: one GPU, or one CPU for device cpu.
+        placement_timeout_s: how long resources that others hold are waited for.
+        start_timeout_s: how long any call before the first step may take.
+        step_timeout_s: how long a step may take before its ranks count as frozen.
+    """
+
+    address: str | None = None
+    placement_strategy: str = "PACK"
+    bundle: Mapping[str, float] | None = None
+    placement_timeout_s: float = 60.0
+    start_timeout_s: float = 600.0
+    step_timeout_s: float = 60.0
+
+
+@dataclass(frozen=True)
 class ParallelConfig:
-    """How many ranks share the model."""
+    """How many ranks share the model, and what each may spend.
+
+    Attributes:
+        rank_gpu_memory_utilization: by rank, in place of the cache's one value for all.
+        rank_cpu_kv_cache_bytes: by rank, in place of the cache's one value for all.
+        ray: None where the worker runs in the driver's process.
+    """
 
     tensor_parallel_size: int
+    rank_gpu_memory_utilization: tuple[float, ...] | None = None
+    rank_cpu_kv_cache_bytes: tuple[int, ...] | None = None
+    ray: RayConfig | None = None
 
 
 @dataclass(frozen=True)
@@ -155,6 +188,16 @@ class EngineConfig:
     parallel: ParallelConfig
     scheduler: SchedulerConfig
     device: str
+
+    def for_rank(self, rank: int) -> EngineConfig:
+        """The same with the budgets of one rank."""
+        cache, parallel = self.cache, self.parallel
+        if parallel.rank_gpu_memory_utilization is not None:
+            share = parallel.rank_gpu_memory_utilization[rank]
+            cache = replace(cache, gpu_memory_utilization=share)
+        if parallel.rank_cpu_kv_cache_bytes is not None:
+            cache = replace(cache, cpu_kv_cache_bytes=parallel.rank_cpu_kv_cache_bytes[rank])
+        return replace(self, cache=cache)
 
 
 def resolve_model_folder(

@@ -6,20 +6,31 @@ import argparse
 import dataclasses
 import math
 import typing
-from dataclasses import dataclass, field
+from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from tpengine import config as cfg
 from tpengine.argument_checks import check_bounds, check_device_arguments
-from tpengine.config import CacheConfig, EngineConfig, ModelConfig, ParallelConfig, SchedulerConfig
+from tpengine.arguments import OneOrMore, arg, each, is_of_kind, read_bundle
+from tpengine.config import (
+    CacheConfig,
+    EngineConfig,
+    ModelConfig,
+    ParallelConfig,
+    RayConfig,
+    SchedulerConfig,
+)
 from tpengine.errors import ConfigError
 
 GIB = 1 << 30
+_COUNTS = (
+    "max_num_seqs",
+    "max_num_batched_tokens",
+    "num_device_blocks_override",
+    "tensor_parallel_size",
+)
 _DEFAULT_BATCHED_TOKENS = {"cpu": 512, "cuda": 8192}
-
-
-def _arg(default: Any, help_text: str, choices: tuple[Any, ...] | None = None) -> Any:
-    return field(default=default, metadata={"help": help_text, "choices": choices})
 
 
 @dataclass
@@ -27,47 +38,47 @@ class EngineArgs:
     """Arguments of an engine; each is also a command-line option (`max_num_seqs` is
     `--max-num-seqs`), with the same default and the help text given here."""
 
-    model: str = _arg(
+    model: str = arg(
         cfg.EMBEDDED_MODEL,
         "folder in Hugging Face layout, or hub name; default: the model that tpengine carries",
     )
-    tokenizer: str | None = _arg(None, "folder or hub name of the tokenizer; default: the model's")
-    tokenizer_mode: str = _arg(
+    tokenizer: str | None = arg(None, "folder or hub name of the tokenizer; default: the model's")
+    tokenizer_mode: str = arg(
         "auto", "auto prefers the fast tokenizer; slow forces the other", ("auto", "slow")
     )
-    trust_remote_code: bool = _arg(
+    trust_remote_code: bool = arg(
         False, "run Python code that the model's folder brings (configuration and tokenizer)"
     )
-    download_dir: str | None = _arg(None, "where models fetched from the hub are kept")
-    load_format: str = _arg(
+    download_dir: str | None = arg(None, "where models fetched from the hub are kept")
+    load_format: str = arg(
         "auto",
         "safetensors reads the weights; pt reads pytorch_model*.bin (tensors only, nothing else is "
         "unpickled); dummy makes random ones, for benchmarks",
         cfg.LOAD_FORMATS,
     )
-    dtype: str = _arg(
+    dtype: str = arg(
         "auto",
         "type of weights and activations; auto: bfloat16 where the device computes in it, else "
         "float32",
         cfg.DTYPES,
     )
-    quantization: str | None = _arg(
+    quantization: str | None = arg(
         None,
         "int8: linear layers in 8 bits, weights per output and inputs per token; CPU only",
         cfg.QUANTIZATIONS,
     )
-    device: str = _arg("auto", "auto takes a GPU where there is one", cfg.DEVICES)
-    seed: int = _arg(0, "seed of requests that bring none; the same run gives the same tokens")
-    max_model_len: int | None = _arg(
+    device: str = arg("auto", "auto takes a GPU where there is one", cfg.DEVICES)
+    seed: int = arg(0, "seed of requests that bring none; the same run gives the same tokens")
+    max_model_len: int | None = arg(
         None, "most tokens of a sequence, prompt and output; default: what the model was made for"
     )
-    block_size: int = _arg(16, "tokens in a block of the KV cache", cfg.BLOCK_SIZES)
-    swap_space: float | None = _arg(
+    block_size: int = arg(16, "tokens in a block of the KV cache", cfg.BLOCK_SIZES)
+    swap_space: float | None = arg(
         None,
         "GiB of host memory per rank for the blocks of preempted sequences, 0: none; default: the "
         "smaller of 4 and 10 %% of the free memory",
     )
-    preemption_mode: str = _arg(
+    preemption_mode: str = arg(
         "swap",
         "what happens to requests that give way when the cache is full: swap keeps their blocks in "
         "swap_space, which is tens of times faster than to compute their tokens again (`tpengine "
@@ -75,39 +86,65 @@ class EngineArgs:
         "room in swap_space all are recomputed",
         cfg.PREEMPTION_MODES,
     )
-    enable_prefix_caching: bool = _arg(
+    enable_prefix_caching: bool = arg(
         True, "find blocks of the KV cache again for prompts with the same beginning"
     )
-    scheduling_policy: str = _arg(
+    scheduling_policy: str = arg(
         "fcfs",
         "fcfs serves requests as they arrive; priority serves those of lower priority first, with "
         "a bound on how many later ones are",
         cfg.SCHEDULING_POLICIES,
     )
-    gpu_memory_utilization: float = _arg(
-        0.9, "share of a GPU's memory that the engine may use, in (0, 1]"
+    gpu_memory_utilization: float | Sequence[float] = arg(
+        0.9, "share of a GPU's memory that the engine may use, in (0, 1]; or one per rank"
     )
-    cpu_kv_cache_space: float | None = _arg(
-        None, "GiB of KV cache on CPU; default: the smaller of 4 and 40 %% of the free memory"
+    cpu_kv_cache_space: float | Sequence[float] | None = arg(
+        None,
+        "GiB of KV cache of a rank on CPU, or one per rank; default: the smaller of 4 and 40 %% of "
+        "the free memory",
     )
-    num_device_blocks_override: int | None = _arg(
+    num_device_blocks_override: int | None = arg(
         None, "number of blocks of the KV cache, whatever the memory says"
     )
-    max_num_batched_tokens: int | None = _arg(
+    max_num_batched_tokens: int | None = arg(
         None,
         "most tokens computed in a step; default: 512 on CPU, 8192 on a GPU, and the model's "
         "length if that is more and prompts are not chunked",
     )
-    max_num_seqs: int = _arg(256, "most sequences running at once")
-    enable_chunked_prefill: bool = _arg(
+    max_num_seqs: int = arg(256, "most sequences running at once")
+    enable_chunked_prefill: bool = arg(
         True, "compute long prompts over several steps, beside decodes"
     )
-    tensor_parallel_size: int = _arg(1, "ranks that share the model; only 1 in this version")
-    pipeline_parallel_size: int = _arg(1, "only 1: layers are not spread over ranks")
-    enforce_eager: bool = _arg(
+    tensor_parallel_size: int = arg(1, "ranks that share the model, each with a device")
+    executor: str = arg(
+        "auto",
+        "local runs one rank in this process, ray an actor per rank on a Ray cluster; auto takes "
+        "ray for more than one rank",
+        cfg.EXECUTORS,
+    )
+    ray_address: str | None = arg(
+        None,
+        "host:port of a Ray cluster, or local to start one; default: the one that this process "
+        "belongs to, or that runs here, or a new local one",
+    )
+    ray_placement_strategy: str = arg(
+        "PACK", "how ranks are spread over nodes, by Ray's names", cfg.PLACEMENT_STRATEGIES
+    )
+    ray_bundle: str | None = arg(
+        None,
+        "resources of one rank by Ray's names, as in 'GPU=1,my_accelerator=1'; default: GPU=1, or "
+        "CPU=1 for ranks on CPU",
+    )
+    placement_timeout_s: float = arg(
+        60.0, "seconds to wait for resources of the cluster that others hold"
+    )
+    start_timeout_s: float = arg(600.0, "seconds that a rank may take for any phase of its start")
+    step_timeout_s: float = arg(60.0, "seconds after which a rank that does not answer is dead")
+    pipeline_parallel_size: int = arg(1, "only 1: layers are not spread over ranks")
+    enforce_eager: bool = arg(
         False, "never use CUDA graphs (there are none on CPU, nor in this version)"
     )
-    disable_log_stats: bool = _arg(False, "no statistics line while running")
+    disable_log_stats: bool = arg(False, "no statistics line while running")
 
     def create_engine_config(self, device: str) -> EngineConfig:
         """Checks the arguments, reads the model's configuration and settles the defaults.
@@ -129,6 +166,7 @@ class EngineArgs:
             tokenizer = cfg.resolve_model_folder(
                 tokenizer, self.download_dir, trust_remote_code=trust
             )
+        utilization, kv_cache_bytes = self._budgets()
         hf_config = cfg.read_hf_config(folder, self.trust_remote_code)
         max_model_len = cfg.resolve_max_model_len(hf_config, self.max_model_len)
         model = ModelConfig(
@@ -146,10 +184,8 @@ class EngineArgs:
         )
         cache = CacheConfig(
             block_size=self.block_size,
-            gpu_memory_utilization=self.gpu_memory_utilization,
-            cpu_kv_cache_bytes=(
-                None if self.cpu_kv_cache_space is None else int(self.cpu_kv_cache_space * GIB)
-            ),
+            gpu_memory_utilization=min(utilization),
+            cpu_kv_cache_bytes=min(kv_cache_bytes) if kv_cache_bytes else None,
             num_device_blocks_override=self.num_device_blocks_override,
             swap_space_bytes=None if self.swap_space is None else int(self.swap_space * GIB),
             enable_prefix_caching=self.enable_prefix_caching,
@@ -157,9 +193,34 @@ class EngineArgs:
         return EngineConfig(
             model=model,
             cache=cache,
-            parallel=ParallelConfig(tensor_parallel_size=self.tensor_parallel_size),
+            parallel=ParallelConfig(
+                tensor_parallel_size=self.tensor_parallel_size,
+                rank_gpu_memory_utilization=utilization if len(utilization) > 1 else None,
+                rank_cpu_kv_cache_bytes=kv_cache_bytes if len(kv_cache_bytes) > 1 else None,
+                ray=self._ray_config() if self.uses_ray else None,
+            ),
             scheduler=self._scheduler_config(max_model_len, device),
             device=device,
+        )
+
+    @property
+    def uses_ray(self) -> bool:
+        """Whether the ranks are Ray's actors."""
+        return self.executor == "ray" or (self.executor == "auto" and self.tensor_parallel_size > 1)
+
+    def _budgets(self) -> tuple[tuple[float, ...], tuple[int, ...]]:
+        """(shares of a GPU, bytes on CPU): of all ranks, or the one for all; no bytes: default."""
+        spaces = each(self.cpu_kv_cache_space)
+        return each(self.gpu_memory_utilization), tuple(int(space * GIB) for space in spaces)
+
+    def _ray_config(self) -> RayConfig:
+        return RayConfig(
+            address=self.ray_address,
+            placement_strategy=self.ray_placement_strategy,
+            bundle=None if self.ray_bundle is None else read_bundle(self.ray_bundle),
+            placement_timeout_s=self.placement_timeout_s,
+            start_timeout_s=self.start_timeout_s,
+            step_timeout_s=self.step_timeout_s,
         )
 
     def _scheduler_config(self, max_model_len: int, device: str) -> SchedulerConfig:
@@ -188,39 +249,56 @@ class EngineArgs:
         for spec in dataclasses.fields(self):
             choices = spec.metadata["choices"]
             value = getattr(self, spec.name)
-            if not _is_of_kind(value, types[spec.name]):
+            if not is_of_kind(value, types[spec.name]):
                 raise ConfigError(f"{spec.name} must be {spec.type}, got {value!r}")
             if choices is not None and value not in choices:
                 listed = ", ".join(str(choice) for choice in choices)
                 raise ConfigError(f"{spec.name} must be one of {listed}; got {value!r}")
-        for name in ("max_num_seqs", "max_num_batched_tokens", "num_device_blocks_override"):
+        for name in _COUNTS:
             value = getattr(self, name)
             if value is not None and value < 1:
                 raise ConfigError(f"{name} must be at least 1, got {value}")
-        if not 0.0 < self.gpu_memory_utilization <= 1.0:
-            raise ConfigError(
-                f"gpu_memory_utilization must be in (0, 1], got {self.gpu_memory_utilization}"
-            )
-        space = self.cpu_kv_cache_space
-        if space is not None and not 0.0 < space < math.inf:
-            raise ConfigError(f"cpu_kv_cache_space must be more than 0 GiB and finite, got {space}")
+        self._check_budgets()
         if self.swap_space is not None and not 0.0 <= self.swap_space < math.inf:
             raise ConfigError(
                 f"swap_space must be at least 0 GiB and finite, got {self.swap_space}"
             )
-        self._check_unsupported()
+        self._check_ranks()
 
-    def _check_unsupported(self) -> None:
+    def _check_budgets(self) -> None:
+        for name in ("gpu_memory_utilization", "cpu_kv_cache_space"):
+            values = each(getattr(self, name))
+            given_per_rank = isinstance(getattr(self, name), (list, tuple))
+            if given_per_rank and len(values) != self.tensor_parallel_size:
+                raise ConfigError(
+                    f"{name} must be one number or one per rank: tensor_parallel_size = "
+                    f"{self.tensor_parallel_size}, got {len(values)} numbers"
+                )
+        for share in each(self.gpu_memory_utilization):
+            if not 0.0 < share <= 1.0:
+                raise ConfigError(f"gpu_memory_utilization must be in (0, 1], got {share}")
+        for space in each(self.cpu_kv_cache_space):
+            if not 0.0 < space < math.inf:
+                raise ConfigError(
+                    f"cpu_kv_cache_space must be more than 0 GiB and finite, got {space}"
+                )
+
+    def _check_ranks(self) -> None:
         if self.pipeline_parallel_size != 1:
             raise ConfigError(
                 f"pipeline_parallel_size = {self.pipeline_parallel_size}: tpengine splits every "
                 "layer over its ranks and does not spread layers over them; leave it at 1"
             )
-        if self.tensor_parallel_size != 1:
+        if self.tensor_parallel_size != 1 and self.executor == "local":
             raise ConfigError(
-                f"tensor_parallel_size = {self.tensor_parallel_size}: this version runs one rank "
-                "only; leave it at 1"
+                f"executor = 'local' runs one rank, got tensor_parallel_size = "
+                f"{self.tensor_parallel_size}; use executor = 'ray', or 1 rank"
             )
+        for name in ("placement_timeout_s", "start_timeout_s", "step_timeout_s"):
+            if not 0.0 < getattr(self, name) < math.inf:
+                raise ConfigError(
+                    f"{name} must be more than 0 seconds and finite, got {getattr(self, name)}"
+                )
 
     @classmethod
     def add_cli_args(cls, parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
@@ -235,6 +313,8 @@ class EngineArgs:
                 group.add_argument(option, action=argparse.BooleanOptionalAction, **options)
                 continue
             concrete = [t for t in typing.get_args(kind) if t is not type(None)] or [kind]
+            if Sequence[float] in concrete:  # one value, or one per rank
+                options |= {"nargs": "+", "action": OneOrMore}
             if spec.default is not None and spec.name != "model":
                 options["help"] += " (default: %(default)s)"
             choices = [c for c in spec.metadata["choices"] or () if c is not None] or None
@@ -245,11 +325,3 @@ class EngineArgs:
     def from_cli_args(cls, args: argparse.Namespace) -> EngineArgs:
         """Takes its fields from parsed command-line arguments."""
         return cls(**{spec.name: getattr(args, spec.name) for spec in dataclasses.fields(cls)})
-
-
-def _is_of_kind(value: object, kind: Any) -> bool:
-    """Whether a value is what its field's type hint says; a whole number is a float, too."""
-    kinds = typing.get_args(kind) or (kind,)
-    if isinstance(value, bool):  # in Python also an int, and never meant as one
-        return bool in kinds
-    return isinstance(value, (*kinds, int) if float in kinds else kinds)

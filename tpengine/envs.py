@@ -50,3 +50,53 @@ def tune_openmp_spinning() -> None:
     quiet throughput; about 1000 turns keeps both losses small. A value that the user set stays.
     """
     os.environ.setdefault("GOMP_SPINCOUNT", "1000")
+
+
+_RANK_PREFIXES = ("TPENGINE_", "NCCL_", "OMP_", "GOMP_", "KMP_", "MKL_")
+_RANK_NAMES = ("CUDA_LAUNCH_BLOCKING", "TORCH_SHOW_CPP_STACKTRACES")
+
+
+def for_ranks() -> dict[str, str]:
+    """The variables that ranks on other machines get from the driver: tpengine's own and those of
+    the libraries that compute and communicate.
+
+    `TPENGINE_CARRY_ENV`: names of more of them, separated by commas; default: none.
+    """
+    names = set(os.environ.get("TPENGINE_CARRY_ENV", "").replace(" ", "").split(",")) - {""}
+    return {
+        name: value
+        for name, value in sorted(os.environ.items())
+        if name.startswith(_RANK_PREFIXES) or name in _RANK_NAMES or name in names
+    }
+
+
+def adopt(variables: dict[str, str]) -> list[str]:
+    """Sets what the driver sent, in a rank; returns the names of those that were different.
+
+    Ray sets `OMP_NUM_THREADS` by the CPUs that an actor asked for, which says nothing about ranks
+    on GPUs: only the driver's own value counts.
+    """
+    if "OMP_NUM_THREADS" not in variables:
+        os.environ.pop("OMP_NUM_THREADS", None)
+    changed = [name for name, value in variables.items() if os.environ.get(name) != value]
+    os.environ.update(variables)
+    return changed
+
+
+def ray_address() -> str | None:
+    """`RAY_ADDRESS`: the Ray cluster to connect to, by Ray's own convention; default: none."""
+    return os.environ.get("RAY_ADDRESS") or None
+
+
+def prepare_local_ray() -> None:
+    """Settings of a Ray that is started here: by default it would run its workers at the lowest
+    priority but four, where any other process takes the cores from them. What is set stays."""
+    os.environ.setdefault("RAY_worker_niceness", "0")
+
+
+def set_nccl_interface(name: str) -> None:
+    """Tells NCCL, which has no other way to be told, to use the network interface `name`.
+
+    A value of `NCCL_SOCKET_IFNAME` that the user set stays.
+    """
+    os.environ.setdefault("NCCL_SOCKET_IFNAME", name)

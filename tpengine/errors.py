@@ -52,6 +52,37 @@ class WorkerError(EngineError):
     """A worker failed while it ran a call for the driver."""
 
 
+class WorkerDiedError(WorkerError):
+    """A rank's process has gone, or does not answer within its deadline."""
+
+
+class PlacementError(EngineError):
+    """The cluster cannot, or did not in time, give every rank its place."""
+
+
+class RendezvousError(EngineError):
+    """The ranks of a group did not find each other."""
+
+
+class SharedMemoryError(EngineError):
+    """The shared memory through which the ranks of a host exchange data cannot be had."""
+
+
+class CollectiveError(EngineError):
+    """An exchange between ranks failed; the group is of no use any more.
+
+    Attributes:
+        failed_rank: whose fault it seems; None: not known.
+    """
+
+    def __init__(self, message: str, failed_rank: int | None = None) -> None:
+        super().__init__(message, failed_rank)
+        self.failed_rank = failed_rank
+
+    def __str__(self) -> str:
+        return str(self.args[0])
+
+
 class NativeLibraryError(EngineError):
     """The compiled kernels are missing or cannot be used as asked."""
 

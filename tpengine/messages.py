@@ -178,3 +178,24 @@ class MemoryLedger:
     num_device_blocks: int
     num_host_blocks: int = 0
     """Blocks that the host memory for swapping holds."""
+
+
+@dataclass(frozen=True, slots=True)
+class Rendezvous:
+    """Where and for how long the ranks of a group look for each other; the same for all of them.
+
+    Attributes:
+        engine_id: unique to the engine among all on the machines.
+        epoch: counts the groups that this engine has had.
+        addresses: IP address of each rank's node, in rank order.
+        port: of rank 0's store, at its address, as `Worker.open_rendezvous` returned it.
+        connect_timeout_s: for all ranks to arrive.
+        collective_timeout_s: for any one exchange; a peer that is later counts as lost.
+    """
+
+    engine_id: str
+    epoch: int
+    addresses: list[str]
+    port: int
+    connect_timeout_s: float = 30.0
+    collective_timeout_s: float = 30.0

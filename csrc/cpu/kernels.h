@@ -133,6 +133,14 @@ struct SamplingScratch {
 };
 constexpr int64_t kSamplingBlock = 128;
 
+// Element-wise sum of what the ranks contribute; `out` may be one of the parts.
+struct SumArgs {
+  DType dtype;
+  void* out;
+  const void* const* parts;  // in rank order
+  int64_t num_parts;
+};
+
 struct Kernels {
   const char* name;
   int64_t vector_lanes;
@@ -147,6 +155,7 @@ struct Kernels {
   void (*int8_linear)(const Int8LinearArgs&, int64_t first_panel, int64_t end_panel);
   void (*argmax)(const SamplingArgs&, int64_t begin, int64_t end);
   void (*sample)(const SamplingArgs&, const SamplingScratch&, int64_t begin, int64_t end);
+  void (*sum_parts)(const SumArgs&, int64_t begin, int64_t end);
 };
 
 extern const Kernels kGenericKernels;

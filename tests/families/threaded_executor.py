@@ -47,6 +47,19 @@ class ThreadCollectives:
     def all_gather(self, x: torch.Tensor) -> torch.Tensor:
         return self._meeting.exchange(self._rank, x, lambda parts: torch.cat(parts, dim=-1))
 
+    def gather(self, x: torch.Tensor) -> torch.Tensor | None:
+        gathered = self.all_gather(x)
+        return gathered if self._rank == 0 else None
+
+    def broadcast(self, x: torch.Tensor) -> torch.Tensor:
+        return self._meeting.exchange(self._rank, x, lambda parts: parts[0].clone())
+
+    def abandon(self) -> None:
+        self._meeting.barrier.abort()
+
+    def close(self) -> None:
+        pass
+
 
 class ThreadedExecutor(Executor):
     """A worker per rank, each in its own thread.

@@ -111,10 +111,11 @@ def test_logits_of_ranks_equal_the_whole(models: ModelShop, name: str, tp_size: 
     table_bytes = 4 * SHARDED[name].max_positions * SHARDED[name].head_dim
     # embedding, two sums per layer, and the gathered logits; twice
     assert num_collectives == 2 * (1 + 2 * SHARDED[name].num_layers + 1)
-    for logits, num_bytes in answers:
-        assert logits.shape == (len(PROMPTS[0]) + len(PROMPTS[1]) + 2, SHARDED[name].vocab_size)
-        torch.testing.assert_close(logits, whole, atol=1e-3, rtol=1e-4)
-        assert torch.equal(logits, answers[0][0]), "all ranks see the same logits"
+    first = answers[0][0]
+    assert first.shape == (len(PROMPTS[0]) + len(PROMPTS[1]) + 2, SHARDED[name].vocab_size)
+    torch.testing.assert_close(first, whole, atol=1e-3, rtol=1e-4)
+    for rank, (logits, num_bytes) in enumerate(answers):
+        assert rank == 0 or len(logits) == 0, "only rank 0 samples"
         assert num_bytes - table_bytes < (whole_bytes - table_bytes) / tp_size * 1.4
 
 

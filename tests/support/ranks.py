@@ -54,6 +54,19 @@ class RankCollectives:
     def all_gather(self, x: torch.Tensor) -> torch.Tensor:
         return torch.cat(self._shared.exchange(self._rank, x), dim=-1)
 
+    def gather(self, x: torch.Tensor) -> torch.Tensor | None:
+        gathered = self.all_gather(x)
+        return gathered if self._rank == 0 else None
+
+    def broadcast(self, x: torch.Tensor) -> torch.Tensor:
+        return self._shared.exchange(self._rank, x)[0].clone()
+
+    def abandon(self) -> None:
+        self._shared.abort()
+
+    def close(self) -> None:
+        pass
+
 
 def run_ranks(tp_size: int, work: Callable[[ParallelState], T]) -> tuple[list[T], int]:
     """Runs `work` on every rank at once; returns the answers in rank order, and how many

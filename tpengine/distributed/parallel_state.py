@@ -7,17 +7,34 @@ from typing import Protocol
 
 import torch
 
-from tpengine.errors import ConfigError
+from tpengine.errors import ConfigError, EngineError
 
 
 class Collectives(Protocol):
-    """What tensor-parallel layers need of the other ranks."""
+    """How a rank exchanges tensors with the others.
+
+    All ranks call the same methods in the same order with the same shapes, from one thread each;
+    Python's lock is free while they wait. Every wait is bounded. A failure is a `CollectiveError`,
+    after which the group is of no use any more.
+    """
 
     def all_reduce(self, x: torch.Tensor) -> torch.Tensor:
-        """Sum over ranks of `x`, the same on all."""
+        """Sum over ranks of `x`, in rank order and the same bits on all; may overwrite `x`."""
 
     def all_gather(self, x: torch.Tensor) -> torch.Tensor:
         """Every rank's `x`, concatenated along the last dimension in rank order."""
+
+    def gather(self, x: torch.Tensor) -> torch.Tensor | None:
+        """At rank 0 what `all_gather` returns; elsewhere None, without waiting for the others."""
+
+    def broadcast(self, x: torch.Tensor) -> torch.Tensor:
+        """Rank 0's `x`; may overwrite the others'."""
+
+    def abandon(self) -> None:
+        """Tells the others, as far as it can be told, that this rank takes part no more."""
+
+    def close(self) -> None:
+        """Lets go of memory and connections; a second call does nothing."""
 
 
 @dataclass(frozen=True)
@@ -33,12 +50,30 @@ class ParallelState:
     collectives: Collectives | None = None
 
     def all_reduce(self, x: torch.Tensor) -> torch.Tensor:
-        """Sum over ranks."""
-        return x if self.collectives is None else self.collectives.all_reduce(x)
+        """Sum over ranks; may overwrite `x`."""
+        return x if self.tp_size == 1 else self._connected.all_reduce(x)
 
     def all_gather(self, x: torch.Tensor) -> torch.Tensor:
         """Concatenation over ranks along the last dimension."""
-        return x if self.collectives is None else self.collectives.all_gather(x)
+        return x if self.tp_size == 1 else self._connected.all_gather(x)
+
+    def gather(self, x: torch.Tensor) -> torch.Tensor | None:
+        """Concatenation over ranks along the last dimension at rank 0; elsewhere None."""
+        return x if self.tp_size == 1 else self._connected.gather(x)
+
+    def broadcast(self, x: torch.Tensor) -> torch.Tensor:
+        """Rank 0's `x`; may overwrite the others'."""
+        return x if self.tp_size == 1 else self._connected.broadcast(x)
+
+    def abandon(self) -> None:
+        """Tells the others that this rank takes part no more."""
+        if self.collectives is not None:
+            self.collectives.abandon()
+
+    def close(self) -> None:
+        """Lets go of what connects this rank with the others."""
+        if self.collectives is not None:
+            self.collectives.close()
 
     def divide(self, total: int, what: str) -> int:
         """This rank's share of `total` equal things.
@@ -53,3 +88,11 @@ class ParallelState:
                 f"sizes that can: {', '.join(sizes)}"
             )
         return total // self.tp_size
+
+    @property
+    def _connected(self) -> Collectives:
+        if self.collectives is None:
+            raise EngineError(
+                f"rank {self.tp_rank} of {self.tp_size} is not connected to the others"
+            )
+        return self.collectives

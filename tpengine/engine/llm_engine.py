@@ -19,8 +19,8 @@ from tpengine.engine.startup import start_workers
 from tpengine.engine.tokenizer import Tokenizer, load_tokenizer
 from tpengine.engine_args import EngineArgs
 from tpengine.errors import DuplicateRequestError, EngineDeadError, EngineError, InvalidPromptError
+from tpengine.executor.choice import create_executor
 from tpengine.executor.executor import Executor
-from tpengine.executor.local_executor import LocalExecutor
 from tpengine.outputs import RequestMetrics, RequestOutput
 from tpengine.sampling_params import SamplingParams
 from tpengine.scheduling.block_manager import BlockManager
@@ -71,9 +71,8 @@ class LLMEngine:
         Raises:
             EngineError: an argument, the model or the memory does not allow it; see the message.
         """
-        device = LocalExecutor.detect_device(args.device)
-        config = args.create_engine_config(device)
-        return cls(config, LocalExecutor(config), log_stats=not args.disable_log_stats)
+        config, executor = create_executor(args)
+        return cls(config, executor, log_stats=not args.disable_log_stats)
 
     @property
     def tokenizer(self) -> Tokenizer | None:

@@ -40,22 +40,46 @@ def start_workers(config: EngineConfig, executor: Executor) -> tuple[int, int]:
     except BaseException:
         executor.shutdown()
         raise
-    limiting = min(ledgers, key=lambda ledger: ledger.num_device_blocks)
     logger.info(
-        "%s on %s: weights %.3f GiB (loaded in %.1f s), activations up to %.3f GiB, KV cache "
-        "%.3f GiB = %d blocks of %d tokens, swap space %d blocks (ready in %.1f s)",
+        "%s: KV cache of %d blocks of %d tokens, swap space %d blocks; loaded in %.1f s, ready in "
+        "%.1f s",
         config.model.architecture,
-        devices[limiting.rank],
-        limiting.weights_bytes / _GIB,
-        loaded - start,
-        limiting.activation_peak_bytes / _GIB,
-        num_blocks * limiting.block_bytes / _GIB,
         num_blocks,
         config.cache.block_size,
         num_host_blocks,
+        loaded - start,
         ready - loaded,
     )
+    for line in memory_table(ledgers, devices):
+        logger.info("%s", line)
     return num_blocks, num_host_blocks
+
+
+def memory_table(ledgers: Sequence[MemoryLedger], devices: Sequence[str]) -> list[str]:
+    """Where each rank's memory goes, in GiB, and which rank limits the others, as lines of text.
+
+    Args:
+        devices: of each rank, in words.
+    """
+    num_blocks = min(ledger.num_device_blocks for ledger in ledgers)
+    lines = ["rank     total   weights  activations  KV budget   blocks  device"]
+    for ledger in ledgers:
+        lines.append(
+            f"{ledger.rank:4d} {ledger.total_bytes / _GIB:9.3f} {ledger.weights_bytes / _GIB:9.3f}"
+            f" {ledger.activation_peak_bytes / _GIB:12.3f} {ledger.kv_budget_bytes / _GIB:10.3f}"
+            f" {ledger.num_device_blocks:8d}  {devices[ledger.rank]}"
+        )
+    limiting = [ledger for ledger in ledgers if ledger.num_device_blocks == num_blocks]
+    others = [ledger for ledger in ledgers if ledger.num_device_blocks > num_blocks]
+    if others:
+        next_blocks = min(ledger.num_device_blocks for ledger in others)
+        needed = (next_blocks - num_blocks) * limiting[0].block_bytes / _GIB
+        ranks = ", ".join(str(ledger.rank) for ledger in limiting)
+        lines.append(
+            f"rank {ranks} limits every rank to {num_blocks} blocks ({devices[limiting[0].rank]}); "
+            f"{needed:.3f} GiB more there would give all {next_blocks}"
+        )
+    return lines
 
 
 def check_cache_holds_one_sequence(

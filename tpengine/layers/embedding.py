@@ -83,8 +83,11 @@ class ParallelLMHead(Linear):
         weights.declare(f"{name}.weight", self.weight, 0, parallel.tp_rank * rows, vocab_size)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """x `[num_rows, hidden_size]` to logits `[num_rows, vocab_size]`, on every rank."""
-        logits = self._parallel.all_gather(super().forward(x))
+        """x `[num_rows, hidden_size]` to logits `[num_rows, vocab_size]` at rank 0, which samples;
+        on other ranks without rows."""
+        logits = self._parallel.gather(super().forward(x))
+        if logits is None:
+            return x.new_empty(0, self._vocab_size)
         return logits[:, : self._vocab_size]
 
     def _drop_weight(self, weights: Weights) -> None:

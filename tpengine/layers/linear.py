@@ -1,9 +1,10 @@
 """Linear layers, sharded over ranks (Megatron-LM, https://arxiv.org/abs/1909.08053).
 
 Column-parallel layers divide the outputs and need no communication; a row-parallel layer divides
-the inputs and sums over ranks. On CPUs with AVX-512 weights are packed once after loading
-(`ops.linear`): faster than torch's own at every number of rows, and a row's result does not depend
-on how many others there are.
+the inputs and sums over ranks. Sizes that ranks do not divide are padded, but heads must be
+divisible. On CPUs with AVX-512 weights are packed once after loading (`ops.linear`): faster than
+torch's own at every number of rows, and a row's result does not depend on how many others there
+are.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ from collections.abc import Callable, Sequence
 import torch
 import torch.nn.functional as F
 
+from tpengine.distributed.parallel_state import ParallelState
 from tpengine.errors import ConfigError
 from tpengine.layers.weights import Weights
 from tpengine.ops.library import cpu_isa
@@ -31,6 +33,8 @@ _PACKED_ISAS = {
     torch.bfloat16: ("avx512bf16",),
 }
 """Instruction sets on which the packed kernels beat torch's, by dtype."""
+
+_PADDED_SHARE = 16
 
 
 class Linear:
@@ -109,7 +113,7 @@ class MergedColumnParallelLinear(Linear):
         bias: bool = False,
     ) -> None:
         parallel = weights.parallel
-        parts = [parallel.divide(total, "outputs") for total in total_out_features]
+        parts = [_padded_share(parallel, total) for total in total_out_features]
         super().__init__(weights, in_features, sum(parts), bias)
         offset = 0
         for name, part, total in zip(names, parts, total_out_features, strict=True):
@@ -199,7 +203,7 @@ class RowParallelLinear(Linear):
         bias: bool = False,
     ) -> None:
         self._parallel = parallel = weights.parallel
-        part = parallel.divide(total_in_features, "inputs")
+        part = _padded_share(parallel, total_in_features)
         super().__init__(weights, part, out_features, bias)
         assert self.weight is not None
         start = parallel.tp_rank * part
@@ -215,6 +219,18 @@ class RowParallelLinear(Linear):
     def _keep_bias_on_first_rank(self) -> None:
         if self._parallel.tp_rank != 0:  # the sum over ranks must hold it once
             self.bias = None
+
+
+def _padded_share(parallel: ParallelState, total: int) -> int:
+    """This rank's share of a dimension, padded with zeros where ranks do not divide it.
+
+    The same for outputs of one layer and inputs of the next; zero weights and biases there add
+    nothing to the sum. Padded shares are whole vectors, so that packed kernels take them.
+    """
+    if total % parallel.tp_size == 0:
+        return total // parallel.tp_size
+    share = -(-total // parallel.tp_size)
+    return -(-share // _PADDED_SHARE) * _PADDED_SHARE
 
 
 def _declare_rows(

@@ -145,6 +145,11 @@ def has_cpu_kernels() -> bool:
     return _cpu is not None
 
 
+def cpu_functions() -> str | None:
+    """Path of the compiled CPU library, for plain C functions; None: not installed."""
+    return _cpu._name if _cpu is not None else None
+
+
 def supported_cpu_isas() -> tuple[str, ...]:
     """Instruction sets that the compiled kernels have and this CPU can run, best first."""
     names: list[str] = []

@@ -9,8 +9,9 @@ import numpy as np
 import torch
 
 from tpengine.config import EngineConfig
+from tpengine.distributed.parallel_state import ParallelState
 from tpengine.layers.attention import AttentionMetadata, KVCache
-from tpengine.layers.sampler import SamplingBatch, sample
+from tpengine.layers.sampler import Sampled, SamplingBatch, sample
 from tpengine.messages import StepInput, StepOutput
 from tpengine.models.registry import CausalLM
 from tpengine.worker.cache_engine import CacheEngine
@@ -26,12 +27,18 @@ class ModelRunner:
     """The model, its running batch and, once allocated, its KV cache."""
 
     def __init__(
-        self, config: EngineConfig, model: CausalLM, weights_bytes: int, device: torch.device
+        self,
+        config: EngineConfig,
+        model: CausalLM,
+        weights_bytes: int,
+        device: torch.device,
+        parallel: ParallelState,
     ) -> None:
         self.model = model
         self.weights_bytes = weights_bytes
         self._config = config
         self._device = device
+        self._parallel = parallel
         self._batch: InputBatch | None = None
         self._kv_caches: list[KVCache] = []
         self._cache_engine: CacheEngine | None = None
@@ -48,7 +55,11 @@ class ModelRunner:
         )
 
     def execute(self, step: StepInput) -> StepOutput:
-        """Computes all rows of the step and samples where it says so."""
+        """Computes all rows of the step and samples where it says so.
+
+        Rank 0 samples, and all ranks feed themselves with its ids. What else was found out about
+        a sample (log probabilities, candidates, errors) is in rank 0's answer only.
+        """
         batch = self._batch
         cache_engine = self._cache_engine
         assert batch is not None, "execute before attach_cache"
@@ -59,7 +70,8 @@ class ModelRunner:
         token_ids, metadata = batch.build(step)
         prompt_rows = find_prompt_rows(step, batch)
         last_positions = batch.last_positions(step) if step.sample_rows else None
-        sampling = batch.sampling_batch(step) if step.sample_rows else None
+        samples_here = step.sample_rows and self._parallel.tp_rank == 0
+        sampling = batch.sampling_batch(step) if samples_here else None
         start = time.perf_counter()
         hidden = self.model.forward(token_ids, self._kv_caches, metadata)
         output = StepOutput(step.step, [])
@@ -68,10 +80,10 @@ class ModelRunner:
                 hidden, prompt_rows, self.model.compute_logits, self._max_logits_rows
             )
         sampled_ids = np.empty(0, np.int64)
-        if sampling is not None:
+        if step.sample_rows:
             if last_positions is not None:
                 hidden = hidden.index_select(0, last_positions)
-            sampled = sample(self.model.compute_logits(hidden), sampling)
+            sampled = self._sample(self.model.compute_logits(hidden), sampling, step)
             sampled_ids = sampled.token_ids.cpu().numpy()
             output.token_ids = sampled_ids.tolist()
             output.logprobs, output.candidates = sampled.logprobs, sampled.candidates
@@ -79,6 +91,17 @@ class ModelRunner:
         output.model_s = time.perf_counter() - start
         batch.advance(step, sampled_ids)
         return output
+
+    def _sample(
+        self, logits: torch.Tensor, sampling: SamplingBatch | None, step: StepInput
+    ) -> Sampled:
+        """Rank 0 samples from its logits; the others (sampling is None) learn the ids."""
+        if sampling is None:
+            ids = torch.empty(len(step.sample_slots), dtype=torch.int64, device=self._device)
+            return Sampled(self._parallel.broadcast(ids))
+        sampled = sample(logits, sampling)
+        sampled.token_ids = self._parallel.broadcast(sampled.token_ids)
+        return sampled
 
     @property
     def _max_logits_rows(self) -> int:
@@ -131,7 +154,9 @@ class ModelRunner:
         hidden = self.model.forward(token_ids, kv_caches, metadata)
         num_rows = max(num_seqs, num_logits_rows)
         last = self._tensor(np.resize(np.cumsum(query_lens) - 1, num_rows))
-        sample(self.model.compute_logits(hidden.index_select(0, last)), _worst_sampling(num_rows))
+        logits = self.model.compute_logits(hidden.index_select(0, last))
+        if self._parallel.tp_rank == 0:
+            sample(logits, _worst_sampling(num_rows))
 
     def _tensor(self, array: np.ndarray) -> torch.Tensor:
         return torch.from_numpy(array).to(self._device)

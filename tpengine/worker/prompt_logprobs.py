@@ -83,6 +83,8 @@ def compute_prompt_logprobs(
             targets = torch.from_numpy(part.targets[start : start + max_logits_rows])
             first = part.first_token + start
             logits = compute_logits(hidden[first : first + len(targets)])
+            if not len(logits):  # on all ranks but the first
+                continue
             raw = torch.log_softmax(logits.float(), dim=-1)
             entries += token_logprobs(raw, targets.to(raw.device), [part.num_top] * len(targets))
         found[part.row] = PromptLogprobs(part.first_position, entries)

@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
 import platform
+from collections.abc import Iterator
 
 import torch
 
 from tpengine.config import EngineConfig
+from tpengine.distributed.collectives import connect_ranks
 from tpengine.distributed.parallel_state import ParallelState
+from tpengine.distributed.rendezvous import RendezvousStore
 from tpengine.errors import CacheSizeError
 from tpengine.layers.weights import Weights
 from tpengine.logger import init_logger
-from tpengine.messages import MemoryLedger, StepInput, StepOutput
+from tpengine.messages import MemoryLedger, Rendezvous, StepInput, StepOutput
 from tpengine.models.loader import load_model
 from tpengine.worker import memory
 from tpengine.worker.cache_engine import CacheEngine, block_bytes
@@ -24,15 +28,50 @@ logger = init_logger(__name__)
 
 class Worker:
     """Holds one shard of the model. The executor calls, in this order: `init_device`,
-    `load_model`, `profile_num_available_blocks`, `init_cache_engine`, then `execute_model`."""
+    `load_model`, `profile_num_available_blocks`, `init_cache_engine`, then `execute_model`.
 
-    def __init__(self, config: EngineConfig, parallel: ParallelState | None = None) -> None:
+    With several ranks, `open_rendezvous` (rank 0) and `connect` (all at the same time) come before.
+    A rank that fails in a call after that tells the others, whose calls fail in their turn.
+
+    Args:
+        parallel: where this rank is connected with the others already; instead of `rank`.
+    """
+
+    def __init__(
+        self, config: EngineConfig, parallel: ParallelState | None = None, rank: int = 0
+    ) -> None:
         self._config = config
-        self._parallel = parallel or ParallelState()
+        self._parallel = parallel or ParallelState(rank, config.parallel.tensor_parallel_size)
+        self._num_local_ranks = self._parallel.tp_size
+        self._store: RendezvousStore | None = None
         self._device = torch.device(config.device)
         self._dtype = torch.float32
         self._runner: ModelRunner | None = None
         self._cache_engine: CacheEngine | None = None
+
+    def open_rendezvous(self, address: str) -> int:
+        """Starts the store at which the ranks meet, on rank 0; returns its port.
+
+        Args:
+            address: IP address of this rank's node.
+
+        Raises:
+            RendezvousError: it is none of this machine's.
+        """
+        self._store = RendezvousStore(address)
+        return self._store.port
+
+    def connect(self, rendezvous: Rendezvous) -> str:
+        """Connects with the other ranks; returns a line that says how.
+
+        Raises:
+            RendezvousError: ranks did not arrive, failed, or cannot reach each other.
+            SharedMemoryError: all are on one host, whose shared memory is too small.
+        """
+        rank = self._parallel.tp_rank
+        self._parallel, how = connect_ranks(rank, rendezvous, self._device, self._store)
+        self._num_local_ranks = rendezvous.addresses.count(rendezvous.addresses[rank])
+        return how
 
     def init_device(self) -> str:
         """Claims device and threads, settles the dtype; returns a line that describes them.
@@ -45,7 +84,7 @@ class Worker:
         if self._device.type == "cuda":
             torch.cuda.set_device(self._device)
             return f"{torch.cuda.get_device_name(self._device)}, {self._dtype_name}"
-        threads = set_num_threads(self._parallel.tp_size)
+        threads = set_num_threads(self._num_local_ranks)
         return f"{platform.machine()} CPU, {threads} threads, {self._dtype_name}"
 
     def load_model(self) -> None:
@@ -59,7 +98,9 @@ class Worker:
                 self._dtype, self._device, self._parallel, self._config.model.quantization
             )
             model = load_model(self._config.model, weights)
-        self._runner = ModelRunner(self._config, model, weights.num_bytes, self._device)
+        self._runner = ModelRunner(
+            self._config, model, weights.num_bytes, self._device, self._parallel
+        )
 
     def profile_num_available_blocks(self) -> MemoryLedger:
         """Runs the worst step and counts the blocks that fit into what is left.
@@ -68,7 +109,7 @@ class Worker:
             CacheSizeError: not even one block fits.
         """
         probe = self._make_cache(1)
-        with torch.inference_mode(), memory.PeakMemory(self._device) as peak:
+        with self._forward(), memory.PeakMemory(self._device) as peak:
             self._require_runner().run_worst_case(probe.kv_caches)
         one_block = self._block_bytes()
         total, budget = self._kv_budget(peak.peak_bytes)
@@ -120,12 +161,12 @@ class Worker:
                 f"of up to {scheduler.max_model_len} tokens) cannot be allocated: {error}; lower "
                 "max_num_seqs or max_model_len"
             ) from error
-        with torch.inference_mode():
+        with self._forward():
             runner.warm_up()
 
     def execute_model(self, step: StepInput) -> StepOutput:
         """Runs one step."""
-        with torch.inference_mode():
+        with self._forward():
             return self._require_runner().execute(step)
 
     def weights_bytes(self) -> int:
@@ -133,11 +174,23 @@ class Worker:
         return self._require_runner().weights_bytes
 
     def shutdown(self) -> None:
-        """Lets go of weights and cache."""
+        """Lets go of weights, cache and the other ranks."""
+        self._parallel.close()
+        self._store = None
         self._runner = None
         self._cache_engine = None
         if self._device.type == "cuda":
             torch.cuda.empty_cache()
+
+    @contextlib.contextmanager
+    def _forward(self) -> Iterator[None]:
+        """In which ranks wait for each other: whoever fails says so."""
+        try:
+            with torch.inference_mode():
+                yield
+        except BaseException:
+            self._parallel.abandon()
+            raise
 
     @property
     def _dtype_name(self) -> str:

@@ -1,0 +1,190 @@
+"""Sums, concatenations and broadcasts of real processes."""
+
+from __future__ import annotations
+
+import random
+import time
+
+import pytest
+import torch
+
+from distributed.ranks import Rank, Ranks
+from tpengine.distributed.shared_memory import CAPACITY_BYTES
+from tpengine.errors import CollectiveError
+
+KINDS = ("shared memory", "gloo")
+LARGE = CAPACITY_BYTES // 4 * 2 + 5
+"""Elements: more than passes through at once, in either dtype, and odd."""
+SIZES = (1, 2, 15, 16, 4097, LARGE)
+
+each_kind = pytest.mark.parametrize("kind", KINDS)
+each_size = pytest.mark.parametrize("num_ranks", [2, 4])
+each_dtype = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+
+
+def parts_of(num_ranks: int, shape: tuple[int, ...], dtype: torch.dtype) -> list[torch.Tensor]:
+    """Every rank's tensor, the same wherever this is called; large and small numbers, so that the
+    order of a sum matters."""
+    generator = torch.Generator().manual_seed(sum(shape) + num_ranks)
+    parts = []
+    for _ in range(num_ranks):
+        scale = 10.0 ** torch.randint(-2, 3, shape, generator=generator)
+        parts.append((torch.randn(shape, generator=generator) * scale).to(dtype))
+    return parts
+
+
+def sum_in_order(parts: list[torch.Tensor]) -> torch.Tensor:
+    total = parts[0].float()
+    for part in parts[1:]:
+        total = total + part.float()
+    return total.to(parts[0].dtype)
+
+
+def careless_sum(parts: list[torch.Tensor]) -> torch.Tensor:
+    """In the reverse order, rounded to the dtype at every step."""
+    total = parts[-1]
+    for part in parts[-2::-1]:
+        total = total + part
+    return total
+
+
+def sums(state: Rank, kind: str, dtype: torch.dtype) -> list[torch.Tensor]:
+    results = []
+    for size in SIZES:
+        own = parts_of(state.size, (size,), dtype)[state.rank]
+        results.append(state[kind].all_reduce(own))
+    return results
+
+
+@each_kind
+@each_size
+@each_dtype
+def test_sum_in_rank_order(
+    kind: str, num_ranks: int, dtype: torch.dtype, groups: dict[int, Ranks]
+) -> None:
+    """The same bits on all ranks, whatever connects them: those of a sum in rank order, in float32,
+    rounded once."""
+    expected = [sum_in_order(parts_of(num_ranks, (size,), dtype)) for size in SIZES]
+    if num_ranks > 2:  # the test could tell
+        careless = [careless_sum(parts_of(num_ranks, (size,), dtype)) for size in SIZES]
+        assert any(not torch.equal(a, b) for a, b in zip(expected, careless, strict=True))
+    for results in groups[num_ranks].run(sums, kind, dtype):
+        for size, result, total in zip(SIZES, results, expected, strict=True):
+            assert torch.equal(result, total), size
+
+
+def sum_special(state: Rank, kind: str) -> torch.Tensor:
+    values = torch.tensor([float("inf"), float("nan"), -0.0, 3e38, 1e-40] * 9)
+    return state[kind].all_reduce(values.bfloat16())
+
+
+@each_kind
+def test_sum_of_special_values(kind: str, groups: dict[int, Ranks]) -> None:
+    for result in groups[2].run(sum_special, kind):
+        infinite, nan, zero, over, _ = result.view(9, 5).float().unbind(1)
+        assert torch.isinf(infinite).all()
+        assert torch.isnan(nan).all()
+        assert (zero == 0).all()
+        assert (over == float("inf")).all()
+
+
+def columns(state: Rank, kind: str, shape: tuple[int, int], dtype: torch.dtype) -> torch.Tensor:
+    # A view with strides, as a slice of activations is.
+    own = parts_of(state.size, shape, torch.float32)[state.rank].to(dtype)
+    return own.repeat_interleave(2, dim=1)[:, ::2]
+
+
+def gather_columns(
+    state: Rank, kind: str, shape: tuple[int, int], dtype: torch.dtype
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    own = columns(state, kind, shape, dtype)
+    return state[kind].all_gather(own), state[kind].gather(own)
+
+
+@each_kind
+@each_size
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.int64], ids=str)
+def test_gather(kind: str, num_ranks: int, dtype: torch.dtype, groups: dict[int, Ranks]) -> None:
+    # Chunks of the last shape end within rows; one row of the one before is longer than a chunk.
+    for shape in [(1, 1), (3, 7), (0, 5), (2, CAPACITY_BYTES // 2 + 3), (700, 1001)]:
+        parts = [part.to(dtype) for part in parts_of(num_ranks, shape, torch.float32)]
+        expected = torch.cat(parts, dim=-1)
+        answers = groups[num_ranks].run(gather_columns, kind, shape, dtype)
+        for rank, (everywhere, at_first) in enumerate(answers):
+            assert torch.equal(everywhere, expected)
+            if rank == 0:
+                assert torch.equal(at_first, expected)
+            else:
+                assert at_first is None
+
+
+def broadcast(state: Rank, kind: str, size: int) -> torch.Tensor:
+    own = torch.arange(size) + 100 * state.rank
+    return state[kind].broadcast(own)
+
+
+@each_kind
+@each_size
+def test_broadcast(kind: str, num_ranks: int, groups: dict[int, Ranks]) -> None:
+    for size in (1, 33, CAPACITY_BYTES // 8 + 3):
+        for result in groups[num_ranks].run(broadcast, kind, size):
+            assert torch.equal(result, torch.arange(size))
+
+
+def random_operations(state: Rank, kind: str, seed: int, count: int) -> int:
+    """Values tell who gave them when, and ranks are slow in turn, so that a slot used too early
+    or too late shows."""
+    same = random.Random(seed)
+    own = random.Random(seed + 1 + state.rank)
+    group, size = state[kind], state.size
+    for number in range(count):
+        if own.random() < 0.1:
+            time.sleep(own.random() * 0.002)
+        columns = same.choice([1, 5, 300])
+        x = torch.full((2, columns), float(number * size + state.rank))
+        expected = [float(number * size + rank) for rank in range(size)]
+        operation = same.choice(["all_reduce", "all_gather", "gather", "gather", "broadcast"])
+        result = getattr(group, operation)(x)
+        if operation == "all_reduce":
+            assert (result == sum(expected)).all(), number
+        elif operation == "broadcast":
+            assert (result == expected[0]).all(), number
+        elif result is not None:
+            wanted = torch.tensor(expected).repeat_interleave(columns)
+            assert torch.equal(result, wanted.expand(2, -1)), (operation, number)
+    return count
+
+
+@each_size
+def test_random_operations(num_ranks: int, groups: dict[int, Ranks]) -> None:
+    assert groups[num_ranks].run(random_operations, "shared memory", 7, 600) == [600] * num_ranks
+
+
+def interleave(state: Rank) -> list[float]:
+    results = []
+    for number in range(20):
+        for scale, name in ((1.0, "shared memory"), (10.0, "second")):
+            value = torch.full((3,), scale * (number + state.rank))
+            results.append(float(state[name].all_reduce(value)[0]))
+    return results
+
+
+def test_two_groups_in_one_process(groups: dict[int, Ranks]) -> None:
+    """Two engines do not touch each other."""
+    groups[2].connect(name="second", kind="shared memory")
+    expected = [scale * (2 * number + 1) for number in range(20) for scale in (1.0, 10.0)]
+    assert groups[2].run(interleave) == [expected, expected]
+
+
+def disagree(state: Rank, kind: str) -> None:
+    if state.rank == 0:
+        state[kind].all_reduce(torch.ones(8))
+    else:
+        state[kind].all_reduce(torch.ones(9))
+
+
+def test_other_operation_is_told(two: Ranks) -> None:
+    two.connect()
+    for outcome in two.outcomes(disagree, "shared memory"):
+        assert isinstance(outcome, CollectiveError)
+        assert "another operation" in str(outcome) or "gave the group up" in str(outcome)

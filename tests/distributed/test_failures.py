@@ -1,0 +1,158 @@
+"""A rank that dies, freezes or gives up never lets the others hang."""
+
+from __future__ import annotations
+
+import os
+import pickle
+import signal
+import threading
+import time
+
+import pytest
+import torch
+
+from distributed.ranks import Rank, Ranks
+from tpengine.errors import CollectiveError
+
+DEADLINE_S = 1.5
+
+
+def work_forever(state: Rank, kind: str) -> None:
+    while True:
+        state[kind].all_reduce(torch.ones(64))
+
+
+def reduce_once(state: Rank, kind: str) -> tuple[float, float, int]:
+    """Seconds of waiting, of this process's CPU, and what another thread got done meanwhile."""
+    ticks = 0
+    done = threading.Event()
+
+    def tick() -> None:
+        nonlocal ticks
+        while not done.wait(0.01):
+            ticks += 1
+
+    thread = threading.Thread(target=tick)
+    thread.start()
+    start, cpu = time.perf_counter(), time.process_time()
+    try:
+        state[kind].all_reduce(torch.ones(64))
+    finally:
+        waited, cpu = time.perf_counter() - start, time.process_time() - cpu
+        done.set()
+        thread.join()
+    return waited, cpu, ticks
+
+
+def reduce_later(state: Rank, kind: str, delay_s: float) -> None:
+    time.sleep(delay_s)
+    state[kind].all_reduce(torch.ones(64))
+
+
+def give_up(state: Rank, kind: str) -> None:
+    time.sleep(0.2)
+    state[kind].abandon()
+
+
+def leave_while_waiting(state: Rank, kind: str) -> str:
+    """Closes from another thread, as a shutdown in the middle of a step does."""
+    timer = threading.Timer(0.3, state[kind].close)
+    timer.start()
+    with pytest.raises(CollectiveError) as waiting:
+        state[kind].all_reduce(torch.ones(64))
+    timer.join()
+    with pytest.raises(CollectiveError, match="this rank has left the group"):
+        state[kind].broadcast(torch.ones(64))
+    state[kind].close()
+    return str(waiting.value)
+
+
+def lose(ranks: Ranks, kind: str, victim: int, number: int) -> list[tuple[CollectiveError, float]]:
+    """Sends a signal to a rank while all work; the others' errors, and seconds until they came."""
+    ranks.connect(kind, timeout_s=DEADLINE_S)
+    for rank in range(ranks.size):
+        ranks.start(rank, work_forever, kind)
+    time.sleep(0.3)
+    start = time.perf_counter()
+    ranks.signal(victim, number)
+    found = []
+    for rank in range(ranks.size):
+        if rank != victim:
+            error = ranks.outcome(rank, DEADLINE_S + 5)
+            assert isinstance(error, CollectiveError), error
+            found.append((error, time.perf_counter() - start))
+    ranks.kill(victim)
+    return found
+
+
+@pytest.mark.parametrize("victim", [0, 2])
+def test_killed_rank(victim: int, three: Ranks) -> None:
+    for error, seconds in lose(three, "shared memory", victim, signal.SIGKILL):
+        assert seconds < 1.0
+        assert error.failed_rank == victim
+        assert f"rank {victim}" in str(error)
+        assert "all_reduce of 256 bytes" in str(error)
+
+
+@pytest.mark.parametrize("victim", [0, 2])
+def test_frozen_rank(victim: int, three: Ranks) -> None:
+    errors = lose(three, "shared memory", victim, signal.SIGSTOP)
+    for error, seconds in errors:
+        assert DEADLINE_S * 0.9 < seconds < DEADLINE_S + 2.0
+        assert error.failed_rank == victim
+    assert any(f"rank {victim} did not arrive within 1.5 s" in str(error) for error, _ in errors)
+
+
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP])
+def test_gloo(number: int, two: Ranks) -> None:
+    [(error, seconds)] = lose(two, "gloo", 1, number)
+    assert seconds < DEADLINE_S + 2.0
+    assert error.failed_rank == 1
+    assert "all_reduce of 256 bytes at rank 0: rank 1" in str(error)
+
+
+def test_rank_that_gives_up(two: Ranks) -> None:
+    two.connect()
+    two.start(0, reduce_once, "shared memory")
+    two.start(1, give_up, "shared memory")
+    error = two.outcome(0, 5)
+    assert isinstance(error, CollectiveError)
+    assert "rank 1 failed, or left the group" in str(error)
+    assert error.failed_rank == 1
+    # and that stays so
+    assert isinstance(two.outcomes(reduce_once, "shared memory")[0], CollectiveError)
+
+
+def test_shutdown_while_waiting(two: Ranks) -> None:
+    two.connect()
+    two.start(0, leave_while_waiting, "shared memory")
+    assert "rank 0 failed, or left the group" in two.outcome(0, 10)
+    # What rank 0 gave before it left still counts; what it never gave does not keep rank 1.
+    start = time.perf_counter()
+    two.start(1, reduce_once, "shared memory")
+    assert not isinstance(two.outcome(1, 10), Exception)
+    two.start(1, reduce_once, "shared memory")
+    assert isinstance(two.outcome(1, 10), CollectiveError)
+    assert time.perf_counter() - start < 2
+
+
+def test_error_survives_pickling() -> None:
+    error = pickle.loads(pickle.dumps(CollectiveError("rank 3 is gone", 3)))
+    assert (str(error), error.failed_rank) == ("rank 3 is gone", 3)
+
+
+def test_waiting_sleeps_and_frees_the_interpreter(two: Ranks) -> None:
+    two.connect()
+    two.start(0, reduce_once, "shared memory")
+    two.start(1, reduce_later, "shared memory", 1.0)
+    waited, cpu, ticks = two.outcome(0)
+    assert waited > 0.8
+    assert cpu < 0.1 * waited
+    assert ticks > 10
+    assert two.outcome(1) is None
+
+
+def test_segment_has_no_name_once_connected(two: Ranks) -> None:
+    two.connect()
+    engine_files = [name for name in os.listdir("/dev/shm") if name.startswith("tpengine-")]
+    assert not engine_files

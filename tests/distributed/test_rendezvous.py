@@ -1,0 +1,66 @@
+"""How ranks find each other, and what they are told when they do not."""
+
+from __future__ import annotations
+
+import socket
+import time
+from dataclasses import replace
+
+import pytest
+
+from distributed.ranks import Ranks, ask_for_too_much, connect_whatever, hide_shared_memory
+from tpengine.distributed.rendezvous import RendezvousStore, interface_of
+from tpengine.errors import RendezvousError, SharedMemoryError
+
+
+def test_store_listens_on_its_address_only() -> None:
+    store = RendezvousStore("127.0.0.1")
+    with pytest.raises(OSError, match="refused"):
+        socket.create_connection(("127.0.0.2", store.port), timeout=2)
+    socket.create_connection(("127.0.0.1", store.port), timeout=2).close()
+
+
+def test_address_of_another_machine() -> None:
+    with pytest.raises(RendezvousError, match=r"cannot listen on 192\.0\.2\.1"):
+        RendezvousStore("192.0.2.1")
+
+
+def test_interface() -> None:
+    assert interface_of("127.0.0.1") == "lo"
+    assert interface_of("192.0.2.1") is None
+
+
+def test_missing_rank_is_named(two: Ranks) -> None:
+    rendezvous = two.rendezvous(connect_timeout_s=1.0)
+    start = time.perf_counter()
+    two.start(0, connect_whatever, rendezvous)
+    error = two.outcome(0, 10)
+    assert isinstance(error, RendezvousError)
+    assert time.perf_counter() - start < 5
+    assert "waited for rank 1 (127.0.0.1), which did not arrive within 1 s" in str(error)
+
+
+def test_store_that_is_not_there(two: Ranks) -> None:
+    rendezvous = replace(two.rendezvous(connect_timeout_s=1.0), port=1)
+    two.start(1, connect_whatever, rendezvous)
+    error = two.outcome(1, 20)
+    assert isinstance(error, RendezvousError)
+    assert "cannot reach rank 0 at 127.0.0.1:1" in str(error)
+
+
+def test_gloo_where_memory_is_not_shared(two: Ranks) -> None:
+    """That addresses agree proves nothing."""
+    two.run(hide_shared_memory, 1)
+    assert two.run(connect_whatever, two.rendezvous()) == [
+        f"rank {rank} of 2 at 127.0.0.1 (interface lo) by gloo" for rank in (0, 1)
+    ]
+
+
+def test_too_little_shared_memory_is_told_to_all(two: Ranks) -> None:
+    two.run(ask_for_too_much, 1 << 44)
+    first, second = two.outcomes(connect_whatever, two.rendezvous())
+    assert isinstance(first, SharedMemoryError)
+    assert isinstance(second, RendezvousError)
+    for error in (first, second):
+        assert "2 ranks need 100663296.0 MiB of shared memory" in str(error)
+        assert "--shm-size" in str(error)

@@ -1,0 +1,119 @@
+"""Workers in processes of their own: the same tokens as one rank, whatever the ranks divide."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from distributed.ranks import ADDRESS, Rank, Ranks
+from distributed.worker_tasks import (
+    BLOCK_SIZE,
+    VOCAB_SIZE,
+    fail_at_rank_1,
+    imported,
+    new_worker,
+    run_steps,
+    shut_down,
+    start_worker,
+)
+from tpengine import EngineArgs
+from tpengine.config import EngineConfig
+from tpengine.errors import CollectiveError
+from tpengine.messages import Rendezvous, StepOutput
+from tpengine.worker.worker import Worker
+
+INTERMEDIATE_SIZE = 45
+"""Divisible by no number of ranks; the last of 4 has padding only."""
+
+
+@pytest.fixture(scope="module")
+def config(tmp_path_factory: pytest.TempPathFactory) -> EngineConfig:
+    folder = tmp_path_factory.mktemp("llama")
+    llama = LlamaConfig(
+        vocab_size=VOCAB_SIZE,
+        hidden_size=64,
+        intermediate_size=INTERMEDIATE_SIZE,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        max_position_embeddings=128,
+        initializer_range=0.3,
+        mlp_bias=True,
+    )
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        model = LlamaForCausalLM(llama)
+        for name, parameter in model.named_parameters():
+            if name.endswith("bias"):
+                torch.nn.init.normal_(parameter)
+        model.save_pretrained(folder)
+    args = EngineArgs(
+        model=str(folder), dtype="float32", block_size=BLOCK_SIZE, num_device_blocks_override=32
+    )
+    return args.create_engine_config("cpu")
+
+
+def start(ranks: Ranks, config: EngineConfig) -> list[tuple[str, int]]:
+    port = ranks.run(new_worker, config)[0]
+    return ranks.run(start_worker, Rendezvous("test", 1, [ADDRESS] * ranks.size, port, 30.0, 10.0))
+
+
+@pytest.fixture(scope="module")
+def alone(config: EngineConfig) -> tuple[int, list[StepOutput]]:
+    """Bytes of weights and answers of one rank."""
+    state = Rank(0, 1)
+    worker = state.kept["worker"] = Worker(config)
+    before = torch.get_num_threads()
+    worker.init_device()
+    torch.set_num_threads(1)
+    worker.load_model()
+    weights_bytes = worker.profile_num_available_blocks().weights_bytes
+    worker.init_cache_engine(32)
+    answers = run_steps(state)
+    torch.set_num_threads(before)
+    assert len({token for answer in answers for token in answer.token_ids}) > 20
+    return weights_bytes, answers
+
+
+@pytest.mark.parametrize("num_ranks", [2, 4])
+def test_same_tokens(
+    num_ranks: int,
+    config: EngineConfig,
+    alone: tuple[int, list[StepOutput]],
+    groups: dict[int, Ranks],
+) -> None:
+    """Greedy, seeded and penalised; padded MLP and vocabulary, repeated KV heads."""
+    ranks = groups[num_ranks]
+    weights_bytes, expected = alone
+    started = start(ranks, config)
+    for rank, (how, own_bytes) in enumerate(started):
+        wanted = f"rank {rank} of {num_ranks} at {ADDRESS} (interface lo) by shared memory"
+        assert how == wanted
+        assert own_bytes < weights_bytes * (0.6 if num_ranks == 2 else 0.5)
+    answers = ranks.run(run_steps)
+    for answer in answers:
+        assert [step.token_ids for step in answer] == [step.token_ids for step in expected]
+    for mine, wanted in zip(answers[0], expected, strict=True):
+        assert mine.logprobs.keys() == wanted.logprobs.keys()
+        for place, found in mine.logprobs.items():
+            assert found.top_token_ids == wanted.logprobs[place].top_token_ids
+            assert found.logprob == pytest.approx(wanted.logprobs[place].logprob, abs=1e-4)
+        assert mine.prompt_logprobs.keys() == wanted.prompt_logprobs.keys()
+        for row, part in mine.prompt_logprobs.items():
+            assert len(part.entries) == len(wanted.prompt_logprobs[row].entries) > 0
+            for one, other in zip(part.entries, wanted.prompt_logprobs[row].entries, strict=True):
+                assert one.logprob == pytest.approx(other.logprob, abs=1e-4)
+    assert not any(step.logprobs for answer in answers[1:] for step in answer)
+    assert not any(ranks.run(imported, "transformers")), "costs seconds, and no rank needs it"
+    ranks.run(shut_down)
+
+
+def test_failing_rank_tells_the_others(config: EngineConfig, two: Ranks) -> None:
+    start(two, config)
+    first, second = two.outcomes(fail_at_rank_1)
+    assert isinstance(second, AttributeError)
+    assert isinstance(first, CollectiveError)
+    assert first.failed_rank == 1
+    assert "rank 1 failed" in str(first)
+    two.run(shut_down)

@@ -1,0 +1,81 @@
+"""What the ranks of `test_worker_ranks` do.
+
+A file of its own, for a rank imports it with all that it needs.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from dataclasses import replace
+
+import torch
+
+from distributed.ranks import ADDRESS, Rank
+from tpengine.config import EngineConfig
+from tpengine.messages import NewSequence, Rendezvous, StepInput, StepOutput
+from tpengine.sampling_params import SamplingParams
+from tpengine.worker.worker import Worker
+
+VOCAB_SIZE = 101
+NUM_STEPS = 24
+BLOCK_SIZE = 16
+PROMPT_LENGTHS = (5, 40, 17)
+PARAMS = (
+    SamplingParams(temperature=0.0, max_tokens=NUM_STEPS),
+    SamplingParams(temperature=0.0, max_tokens=NUM_STEPS, logprobs=2, repetition_penalty=1.3),
+    SamplingParams(temperature=1.0, max_tokens=NUM_STEPS, prompt_logprobs=1),
+)
+
+
+def steps() -> Iterator[StepInput]:
+    """Three prompts, then decodes that carry no token: ranks feed on what they sampled."""
+    generator = torch.Generator().manual_seed(1)
+    sequences = []
+    for slot, (length, params) in enumerate(zip(PROMPT_LENGTHS, PARAMS, strict=True)):
+        ids = torch.randint(3, VOCAB_SIZE, (length,), generator=generator).tolist()
+        blocks = list(range(slot * 8, slot * 8 + 8))
+        sequences.append(NewSequence(slot, ids, length, 0, blocks, params, 11, 0, []))
+    everyone = list(range(len(sequences)))
+    lengths = list(PROMPT_LENGTHS)
+    yield StepInput(
+        1, everyone, lengths, new_sequences=sequences, sample_rows=everyone, sample_slots=everyone
+    )
+    for number in range(2, NUM_STEPS + 1):
+        ones = [1] * len(everyone)
+        yield StepInput(number, everyone, ones, sample_rows=everyone, sample_slots=everyone)
+
+
+def new_worker(state: Rank, config: EngineConfig) -> int | None:
+    parallel = replace(config.parallel, tensor_parallel_size=state.size)
+    state.kept["worker"] = worker = Worker(replace(config, parallel=parallel), rank=state.rank)
+    return worker.open_rendezvous(ADDRESS) if state.rank == 0 else None
+
+
+def start_worker(state: Rank, rendezvous: Rendezvous) -> tuple[str, int]:
+    worker: Worker = state.kept["worker"]
+    how = worker.connect(rendezvous)
+    worker.init_device()
+    torch.set_num_threads(1)
+    worker.load_model()
+    ledger = worker.profile_num_available_blocks()
+    worker.init_cache_engine(ledger.num_device_blocks)
+    return how, ledger.weights_bytes
+
+
+def run_steps(state: Rank) -> list[StepOutput]:
+    return [state.kept["worker"].execute_model(step) for step in steps()]
+
+
+def imported(state: Rank, module: str) -> bool:
+    return module in sys.modules
+
+
+def fail_at_rank_1(state: Rank) -> None:
+    if state.rank == 1:
+        state.kept["worker"]._runner.model.layers[1] = None  # breaks in the middle of the model
+    state.kept["worker"].execute_model(next(steps()))
+
+
+def shut_down(state: Rank) -> None:
+    state.kept.pop("worker").shutdown()

@@ -1,0 +1,49 @@
+"""A driver of its own process: `python driver.py FOLDER RAY_ADDRESS TP_SIZE WHAT`.
+
+Prints the ranks' processes as JSON, then generates until it is killed, or once and ends.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+
+import ray
+
+from tpengine import EngineArgs, LLMEngine, SamplingParams
+
+
+def main() -> None:
+    folder, address, tp_size, what = sys.argv[1:]
+    engine = LLMEngine.from_engine_args(
+        EngineArgs(
+            folder,
+            tensor_parallel_size=int(tp_size),
+            executor="ray",
+            ray_address=address,
+            dtype="float32",
+            device="cpu",
+            num_device_blocks_override=256,
+            disable_log_stats=True,
+        )
+    )
+    places = engine._executor.places  # type: ignore[attr-defined]
+    processes = [[place.pid, place.start_ticks] for place in places]
+    print(json.dumps(processes), flush=True)
+    params = SamplingParams(temperature=0.0, max_tokens=32, ignore_eos=True)
+    number = 0
+    while True:
+        engine.add_request(str(number), None, params, prompt_token_ids=[5, 6, 7])
+        while engine.has_unfinished_requests():
+            outputs = engine.step()
+        number += 1
+        if what == "once":
+            break
+    print(json.dumps(outputs[-1].outputs[0].token_ids), flush=True)
+    if what == "once":
+        engine.shutdown()
+        print(json.dumps(ray.is_initialized()), flush=True)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,133 @@
+"""Engines whose ranks are actors of the session's cluster, and actors that misbehave on purpose."""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+import ray
+
+from tpengine import EngineArgs, LLMEngine
+from tpengine.executor import ray_executor
+from tpengine.executor.processes import start_ticks
+from tpengine.executor.ray_executor import RayExecutor
+from tpengine.executor.ray_worker import RayWorker
+
+
+def ray_engine(folder: Path | str, tp_size: int, **args: Any) -> LLMEngine:
+    """An engine in float32 on `tp_size` CPU ranks."""
+    args = {"dtype": "float32", "device": "cpu", "num_device_blocks_override": 256, **args}
+    return LLMEngine.from_engine_args(
+        EngineArgs(
+            str(folder),
+            tensor_parallel_size=tp_size,
+            executor="ray",
+            disable_log_stats=True,
+            **args,
+        )
+    )
+
+
+def executor_of(engine: LLMEngine) -> RayExecutor:
+    """The engine's executor."""
+    executor = engine._executor
+    assert isinstance(executor, RayExecutor)
+    return executor
+
+
+def is_alive(engine_places: list[Any]) -> list[bool]:
+    """For each rank, whether its process is still there."""
+    return [start_ticks(place.pid) == place.start_ticks for place in engine_places]
+
+
+def free_cpus() -> float:
+    """CPUs of the cluster that nobody holds."""
+    return float(ray.available_resources().get("CPU", 0.0))
+
+
+Sabotage = Callable[[Any], None]
+"""Changes the module `tpengine.worker.worker` in the process of one rank."""
+
+
+@contextmanager
+def sabotaged_rank(rank: int, sabotage: Sabotage) -> Iterator[list[Any]]:
+    """Actors started in this context run `sabotage` in one rank, once the worker's module is
+    imported; yields a list that gets every group's places."""
+
+    class SabotagedWorker(RayWorker):
+        def join(self, own_rank: int, *args: Any) -> None:
+            self.rank = own_rank
+            super().join(own_rank, *args)
+
+        def create(self, config: Any) -> Any:
+            failure = super().create(config)
+            if self.rank == rank:
+                import tpengine.worker.worker as module
+
+                sabotage(module)
+            return failure
+
+    places: list[Any] = []
+    start_actors = RayExecutor._start_actors
+
+    def noting(executor: RayExecutor) -> None:
+        start_actors(executor)
+        places.extend(executor.places)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(ray_executor, "RayWorker", SabotagedWorker)
+        patch.setattr(RayExecutor, "_start_actors", noting)
+        yield places
+
+
+def fail_load(module: Any) -> None:
+    """An exception of no type of ours, after a line in the log."""
+
+    def load_model(*_: Any) -> None:
+        module.logger.warning("the disk makes a noise")
+        raise ZeroDivisionError("cannot read block 17")
+
+    module.load_model = load_model
+
+
+def die_in_load(module: Any) -> None:
+    """The process is gone, with a last word on its standard error."""
+
+    def load_model(*_: Any) -> None:
+        os.write(2, b"these are my last words\n")
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    module.load_model = load_model
+
+
+def in_step(number: int, action: Callable[[], None]) -> Sabotage:
+    """Does something when a step begins."""
+
+    def sabotage(module: Any) -> None:
+        execute_model = module.Worker.execute_model
+
+        def sabotaged(self: Any, step: Any) -> Any:
+            if step.step == number:
+                action()
+            return execute_model(self, step)
+
+        module.Worker.execute_model = sabotaged
+
+    return sabotage
+
+
+def kill_self() -> None:
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def stop_self() -> None:
+    os.kill(os.getpid(), signal.SIGSTOP)
+
+
+def raise_something() -> None:
+    raise ZeroDivisionError("no remainder")

@@ -1,0 +1,118 @@
+"""What a rank decodes is what the driver encoded, field by field."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+
+from tpengine.errors import EngineError
+from tpengine.executor.codec import decode_output, decode_plain, decode_step, encode
+from tpengine.messages import (
+    BlockMoves,
+    Candidates,
+    Fork,
+    NewSequence,
+    PromptLogprobs,
+    StepInput,
+    StepOutput,
+    TokenLogprobs,
+)
+from tpengine.sampling_params import RequestOutputKind, SamplingParams
+
+PARAMS = SamplingParams(
+    n=2,
+    temperature=0.7,
+    top_k=5,
+    seed=2**64 - 1,
+    stop=["one", "two"],
+    stop_token_ids=[7, 8],
+    logit_bias={3: -1.5, 4: 2.0},
+    allowed_token_ids=[1, 2, 3],
+    bad_words_token_ids=[[1], [2, 3]],
+    logits_processors="os.path:join",
+    output_kind=RequestOutputKind.DELTA,
+    prompt_logprobs=2,
+)
+FULL_STEP = StepInput(
+    step=2**40,
+    slots=[3, 4, 5],
+    num_scheduled_tokens=[1, 1, 60_000],
+    new_sequences=[
+        NewSequence(5, list(range(70_000)), 70_000, 16, [1, 2**31 - 1], PARAMS, 2**64 - 1, 1, [2]),
+        NewSequence(6, [1], 1, 0, [], SamplingParams(seed=-(2**63)), 0, 0, [], num_candidates=4),
+    ],
+    new_block_ids=[(3, [9, 10]), (4, [])],
+    freed_slots=[0, 1],
+    token_overrides=[(3, 11)],
+    sample_rows=[0, 0],
+    sample_slots=[3, 4],
+    forks=[Fork(3, 4, 1)],
+    replaced_block_ids=[(4, 0, 12)],
+    block_moves=BlockMoves([(1, 2)], [], [(3, 4), (5, 6)]),
+)
+FULL_OUTPUT = StepOutput(
+    step=3,
+    token_ids=[5, 6],
+    logprobs={1: TokenLogprobs(-0.5, 1, [6, 7], [-0.5, float("-inf")])},
+    model_s=0.25,
+    candidates={0: Candidates([1, 2], [-1.0, -2.0], [-1.0, -2.5])},
+    prompt_logprobs={2: PromptLogprobs(1, [TokenLogprobs(-0.1, 2, [1], [-0.1])])},
+    errors={1: "every token is banned ✗"},
+)
+
+
+@pytest.mark.parametrize("message", [FULL_STEP, FULL_OUTPUT], ids=["step", "output"])
+def test_examples_leave_no_field_at_its_default(message: StepInput | StepOutput) -> None:
+    for field in dataclasses.fields(message):
+        assert getattr(message, field.name), f"{field.name} is empty, so that losing it is not seen"
+
+
+@pytest.mark.parametrize("step", [FULL_STEP, StepInput(1, [], [])], ids=["full", "empty"])
+def test_step_survives(step: StepInput) -> None:
+    decoded = decode_step(encode(step))
+    assert decoded == step
+    assert [type(s.sampling_params.stop) for s in decoded.new_sequences] == [
+        tuple for _ in step.new_sequences
+    ]
+    assert repr(decoded) == repr(step)  # also tells a tuple from a list
+
+
+@pytest.mark.parametrize("output", [FULL_OUTPUT, StepOutput(1, [])], ids=["full", "empty"])
+def test_output_survives(output: StepOutput) -> None:
+    decoded = decode_output(encode(output))
+    assert decoded == output
+    assert repr(decoded) == repr(output)
+
+
+def test_every_sampling_parameter_survives() -> None:
+    """One at a time, so that none leans on another."""
+    changes = {
+        name: value for name, value in vars(PARAMS).items() if value != vars(SamplingParams())[name]
+    }
+    assert len(changes) >= 10
+    for name, value in changes.items():
+        if name == "n":
+            continue
+        params = dataclasses.replace(SamplingParams(), **{name: value})
+        sequence = NewSequence(0, [1], 1, 0, [1], params, 0, 0, [])
+        decoded = decode_step(encode(StepInput(1, [0], [1], new_sequences=[sequence])))
+        assert decoded.new_sequences[0].sampling_params == params
+
+
+@pytest.mark.parametrize("data", [b"", b"\xc1", b"\x93\x01", encode(FULL_STEP)[:-1]])
+def test_what_is_no_message_is_refused(data: bytes) -> None:
+    with pytest.raises(EngineError, match="cannot be decoded"):
+        decode_plain(data)
+
+
+def test_another_versions_message_is_refused() -> None:
+    with pytest.raises(EngineError, match="same version"):
+        decode_step(encode((1, [], [], [], [], [], [], [], [], [], [], [[], [], []], "new field")))
+    with pytest.raises(EngineError, match="same version"):
+        decode_output(encode((1,)))
+
+
+def test_what_is_no_plain_data_is_refused() -> None:
+    with pytest.raises(TypeError, match="object is no plain data"):
+        encode(StepOutput(1, [object()]))  # type: ignore[list-item]

@@ -1,0 +1,177 @@
+"""What fails is named with its own words, quickly, and leaves nothing behind."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import ray
+from support.engines import complete, greedy
+from support.models import ModelShop
+from support.zoo import PLAIN
+
+from executor import ray_engines
+from executor.ray_engines import (
+    executor_of,
+    free_cpus,
+    in_step,
+    is_alive,
+    ray_engine,
+    sabotaged_rank,
+)
+from tpengine.errors import (
+    CacheSizeError,
+    ConfigError,
+    EngineDeadError,
+    EngineError,
+    PlacementError,
+    WorkerDiedError,
+    WorkerError,
+)
+from tpengine.executor import placement
+
+Wait = Callable[[Callable[[], bool], float], None]
+PROMPT = [5, 6, 7, 8, 9]
+
+
+@pytest.fixture(autouse=True)
+def _by_value() -> Iterator[None]:
+    """Actors cannot import the tests, so what the tests define is sent to them."""
+    from ray import cloudpickle
+
+    cloudpickle.register_pickle_by_value(ray_engines)
+    yield
+    cloudpickle.unregister_pickle_by_value(ray_engines)
+
+
+@pytest.fixture
+def folder(ray_address: str, models: ModelShop) -> Path:
+    return models.folder(PLAIN)
+
+
+@pytest.fixture(autouse=True)
+def _all_is_given_back(ray_address: str, wait_until: Wait) -> Iterator[None]:
+    yield
+    wait_until(lambda: free_cpus() == ray.cluster_resources()["CPU"], 5.0)
+
+
+def test_impossible_placement(folder: Path) -> None:
+    start = time.monotonic()
+    with pytest.raises(PlacementError, match=r"wanted 64 x \{CPU: 1\} \(PACK\).*room for 8 even"):
+        ray_engine(folder, 64)
+    with pytest.raises(PlacementError, match=r"wanted 2 x \{npu: 1\}.*have .*\{CPU: 8\}"):
+        ray_engine(folder, 2, ray_bundle="npu=1")
+    assert time.monotonic() - start < 5.0
+
+
+def test_possible_but_busy(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    warnings: list[str] = []
+    monkeypatch.setattr(placement, "_PATIENCE_S", 1.0)
+    monkeypatch.setattr(placement.logger, "warning", lambda text, *a: warnings.append(text % a))
+    others = ray.util.placement_group([{"CPU": 7}])
+    assert others.wait(10.0)
+    try:
+        start = time.monotonic()
+        with pytest.raises(PlacementError, match=r"within 2 s: wanted 2 x \{CPU: 1\}.*CPU: 1.*of"):
+            ray_engine(folder, 2, placement_timeout_s=2.0)
+        assert 1.9 <= time.monotonic() - start < 5.0
+    finally:
+        ray.util.remove_placement_group(others)
+    assert len(warnings) == 1
+    assert "waiting up to 2 s for room on the cluster: wanted 2 x {CPU: 1}" in warnings[0]
+
+
+def test_exception_in_one_ranks_load(folder: Path, wait_until: Wait) -> None:
+    start = time.monotonic()
+    with (
+        sabotaged_rank(1, ray_engines.fail_load) as places,
+        pytest.raises(WorkerError) as caught,
+    ):
+        ray_engine(folder, 2)
+    assert time.monotonic() - start < 30.0
+    text = str(caught.value)
+    for part in (
+        "ZeroDivisionError: cannot read block 17",
+        f"rank 1 on {places[1]}",
+        "in load_model",
+        "Traceback (most recent call last)",
+        "the disk makes a noise",
+    ):
+        assert part in text
+    assert len(places) == 2
+    wait_until(lambda: not any(is_alive(places)), 2.0)
+
+
+def test_death_in_one_ranks_load(folder: Path, wait_until: Wait) -> None:
+    with (
+        sabotaged_rank(1, ray_engines.die_in_load) as places,
+        pytest.raises(WorkerDiedError) as caught,
+    ):
+        ray_engine(folder, 2)
+    text = str(caught.value)
+    for part in (f"rank 1 on {places[1]}", "load_model", "these are my last words"):
+        assert part in text
+    wait_until(lambda: not any(is_alive(places)), 2.0)
+
+
+def test_a_ranks_typed_error_keeps_its_type(folder: Path) -> None:
+    """One rank has less memory than a block takes; the others have enough."""
+    with pytest.raises(CacheSizeError, match=r"no block .* on rank 1.*\[rank 1 on node"):
+        ray_engine(folder, 2, cpu_kv_cache_space=[0.1, 1e-9], num_device_blocks_override=None)
+
+
+def test_smallest_rank_rules(folder: Path) -> None:
+    with ray_engine(
+        folder, 2, cpu_kv_cache_space=[0.1, 0.05], num_device_blocks_override=None
+    ) as engine:
+        per_rank = executor_of(engine).profile_num_available_blocks()
+        assert per_rank[0].num_device_blocks == pytest.approx(2 * per_rank[1].num_device_blocks, 1)
+        assert engine.num_total_blocks == per_rank[1].num_device_blocks
+
+
+@pytest.mark.parametrize(
+    ("action", "expected", "limit_s"),
+    [
+        (ray_engines.raise_something, "ZeroDivisionError: no remainder", 3.0),
+        (ray_engines.kill_self, "rank 1 on .* is dead or frozen, in step 3", 3.0),
+        (ray_engines.stop_self, "rank 1", 8.0),
+    ],
+    ids=["raises", "is killed", "is stopped"],
+)
+def test_failure_in_a_step(
+    folder: Path, action: Callable[[], None], expected: str, limit_s: float, wait_until: Wait
+) -> None:
+    with sabotaged_rank(1, in_step(3, action)) as places:
+        engine = ray_engine(folder, 2, step_timeout_s=2.0)
+    with engine:
+        start = time.monotonic()
+        with pytest.raises(EngineError, match=expected):
+            complete(engine, PROMPT, greedy(16))
+        assert time.monotonic() - start < limit_s
+        wait_until(lambda: not any(is_alive(places)), 2.0)
+        with pytest.raises(EngineDeadError, match="make a new one"):
+            engine.step()
+
+
+@pytest.mark.parametrize(
+    ("args", "message"),
+    [
+        ({"ray_address": "ray://10.0.0.1:10001"}, "Ray Client"),
+        ({"executor": "local"}, "executor = 'local' runs one rank"),
+        ({"cpu_kv_cache_space": [1.0, 1.0, 1.0]}, "one number or one per rank"),
+        ({"ray_bundle": "GPU"}, "ray_bundle must be of the form"),
+        ({"step_timeout_s": 0.0}, "step_timeout_s must be more than 0"),
+        ({"device": "cuda"}, "no node of the Ray cluster has a GPU"),
+        ({"tensor_parallel_size": 0}, "tensor_parallel_size must be at least 1"),
+    ],
+)
+def test_refusals(folder: Path, args: dict[str, Any], message: str) -> None:
+    from tpengine import EngineArgs, LLMEngine
+
+    with pytest.raises(ConfigError, match=message):
+        LLMEngine.from_engine_args(
+            EngineArgs(str(folder), **{"tensor_parallel_size": 2, "device": "cpu", **args})
+        )

@@ -1,0 +1,245 @@
+"""Ranks end with their driver, live beside those of others, and rest while nothing is to do."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import ray
+from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
+from support.engines import complete, greedy, make_engine, run
+from support.models import ModelShop
+from support.zoo import PLAIN
+
+import tpengine
+from executor.ray_engines import executor_of, ray_engine
+from tpengine import LLMEngine
+from tpengine.executor.processes import start_ticks
+
+Wait = Callable[[Callable[[], bool], float], None]
+PROMPT = [5, 6, 7]
+IDLE_S = 4.0
+
+
+@pytest.fixture
+def folder(ray_address: str, models: ModelShop) -> Path:
+    return models.folder(PLAIN)
+
+
+@pytest.fixture(scope="module")
+def two_ranks(ray_address: str, models: ModelShop) -> Iterator[LLMEngine]:
+    with ray_engine(models.folder(PLAIN), 2) as engine:
+        yield engine
+
+
+def start_driver(folder: Path, address: str, tp_size: int, what: str) -> subprocess.Popen[str]:
+    """Another process with an engine of its own."""
+    package = str(Path(tpengine.__file__).parent.parent)
+    path = os.pathsep.join([package, os.environ.get("PYTHONPATH", "")])
+    return subprocess.Popen(
+        [sys.executable, Path(__file__).parent / "driver.py", folder, address, str(tp_size), what],
+        stdout=subprocess.PIPE,
+        text=True,
+        env={**os.environ, "PYTHONPATH": path},
+    )
+
+
+def ids_of(engine: Any) -> list[int]:
+    return list(complete(engine, PROMPT, greedy(32)).token_ids)
+
+
+def test_killed_driver_leaves_nothing(folder: Path, ray_address: str, wait_until: Wait) -> None:
+    """In the middle of steps; a new engine starts at once."""
+    driver = start_driver(folder, ray_address, 2, "for ever")
+    assert driver.stdout is not None
+    ranks = json.loads(driver.stdout.readline())
+    assert len(ranks) == 2
+    assert all(start_ticks(pid) == started for pid, started in ranks)
+    time.sleep(0.3)
+    assert driver.poll() is None
+    driver.send_signal(signal.SIGKILL)
+    driver.wait(5.0)
+    start = time.monotonic()
+    wait_until(lambda: not any(start_ticks(pid) == started for pid, started in ranks), 5.0)
+    print(f"\nranks gone {time.monotonic() - start:.3f} s after their driver was killed")
+    assert not list(Path("/dev/shm").glob("tpengine*"))
+    with ray_engine(folder, 2, placement_timeout_s=5.0) as engine:
+        ids_of(engine)
+
+
+def test_engines_do_not_touch_each_other(folder: Path, ray_address: str) -> None:
+    """Two in this process, their steps in turn, one in another process; one ends in between."""
+    with make_engine(folder) as local:
+        expected = ids_of(local)
+    driver = start_driver(folder, ray_address, 1, "once")
+    with ray_engine(folder, 2) as first:
+        second = ray_engine(folder, 2)
+        for engine in (first, second):
+            engine.add_request("one", None, greedy(32), prompt_token_ids=PROMPT)
+        found: dict[int, list[int]] = {}
+        while first.has_unfinished_requests():
+            for i, engine in enumerate((first, second)):
+                for output in engine.step():
+                    found[i] = list(output.outputs[0].token_ids)
+        second.shutdown()
+        assert ids_of(first) == expected
+    assert found == {0: expected, 1: expected}
+    assert driver.stdout is not None
+    lines = driver.stdout.read().splitlines()
+    assert driver.wait(60.0) == 0
+    assert json.loads(lines[1]) == expected
+
+
+def test_idle_ranks_rest(two_ranks: LLMEngine) -> None:
+    """Beside actors of Ray's that do nothing at all."""
+
+    class Nobody:
+        def pid(self) -> int:
+            return os.getpid()
+
+    nobodies = [ray.remote(num_cpus=0)(Nobody).remote() for _ in range(2)]
+    bare = ray.get([nobody.pid.remote() for nobody in nobodies], timeout=30.0)
+    ids_of(two_ranks)
+    ranks = [place.pid for place in executor_of(two_ranks).places]
+    time.sleep(0.5)
+    own = time.process_time()
+    before = {pid: _cpu_s(pid) for pid in (*ranks, *bare)}
+    time.sleep(IDLE_S)
+    spent = {pid: _cpu_s(pid) - before[pid] for pid in before}
+    own = time.process_time() - own
+    more = sum(spent[pid] for pid in ranks) - sum(spent[pid] for pid in bare)
+    print(f"\nidle: ranks {100 * more / IDLE_S:.2f} % of a core more than actors that do nothing")
+    assert more < 0.01 * IDLE_S
+    assert own < 0.05 * IDLE_S
+    for nobody in nobodies:
+        ray.kill(nobody)
+
+
+def test_joins_the_group_that_the_driver_runs_in(folder: Path) -> None:
+    """A driver that is an actor in a group of bundles gets no other group, and none too few."""
+    group = ray.util.placement_group([{"CPU": 1}, {"CPU": 1, "memory": 1 << 20}])
+    assert group.wait(10.0)
+
+    def drive(folder: str, tp_size: int) -> tuple[str, int]:
+        from tpengine import EngineArgs, LLMEngine, SamplingParams
+        from tpengine.errors import PlacementError
+
+        args = EngineArgs(
+            folder,
+            tensor_parallel_size=tp_size,
+            dtype="float32",
+            device="cpu",
+            num_device_blocks_override=256,
+            disable_log_stats=True,
+        )
+        try:
+            engine = LLMEngine.from_engine_args(args)
+        except PlacementError as error:
+            return str(error), 0
+        engine.add_request("one", None, SamplingParams(max_tokens=4), prompt_token_ids=[5, 6, 7])
+        while engine.has_unfinished_requests():
+            engine.step()
+        count = num_groups()
+        engine.shutdown()
+        return "ok", count
+
+    def num_groups() -> int:
+        table = ray.util.placement_group_table().values()
+        return sum(group["state"] == "CREATED" for group in table)
+
+    strategy = PlacementGroupSchedulingStrategy(
+        group, placement_group_capture_child_tasks=True, placement_group_bundle_index=0
+    )
+    remote = ray.remote(num_cpus=0, scheduling_strategy=strategy, max_retries=0)(drive)
+    there = num_groups()
+    try:
+        assert ray.get(remote.remote(str(folder), 2), timeout=60.0) == ("ok", there)
+        message, _ = ray.get(remote.remote(str(folder), 4), timeout=60.0)
+        assert "wanted 4 x {CPU: 1}, but the placement group" in message
+        assert "has 2 such bundles" in message
+    finally:
+        ray.util.remove_placement_group(group)
+
+
+def test_starts_a_ray_of_its_own_and_ends_it(folder: Path, tmp_path: Path) -> None:
+    driver = start_driver(folder, "local", 1, "once")
+    out, _ = driver.communicate(timeout=90.0)
+    assert driver.returncode == 0
+    lines = out.splitlines()
+    ranks = json.loads(lines[0])
+    assert json.loads(lines[2]) is False, "the Ray that the engine started is still there"
+    assert not any(start_ticks(pid) == started for pid, started in ranks)
+
+
+def test_example_driver(folder: Path, ray_address: str) -> None:
+    """What `ray submit` runs, on one machine."""
+    root = Path(__file__).parent.parent.parent
+    command = [sys.executable, root / "examples" / "ray_driver.py", "--ray-address", ray_address]
+    options = ["--tensor-parallel-size", "2", "--device", "cpu", "--max-tokens", "8"]
+    package = str(Path(tpengine.__file__).parent.parent)
+    path = os.pathsep.join([package, os.environ.get("PYTHONPATH", "")])
+    done = subprocess.run(
+        [*command, *options, "--cpu-kv-cache-space", "0.1"],
+        capture_output=True,
+        text=True,
+        timeout=90.0,
+        env={**os.environ, "PYTHONPATH": path},
+    )
+    assert done.returncode == 0, done.stderr
+    lines = [line for line in done.stdout.splitlines() if " -> " in line]
+    assert len(lines) == 4
+    assert lines[0].startswith("'Hello, my name is' -> ' Mara.")
+    assert "rank 1 on node" in done.stderr
+
+
+def test_runs_in_a_running_event_loop(folder: Path) -> None:
+    """As in a notebook's cell, which may be run again."""
+    import asyncio
+
+    async def cell() -> list[list[int]]:
+        found = []
+        for _ in range(2):
+            with ray_engine(folder, 1) as engine:
+                found.append(ids_of(engine))
+        return found
+
+    first, again = asyncio.run(cell())
+    assert first == again
+
+
+def test_interrupt_in_a_step_leaves_the_engine_usable(
+    two_ranks: LLMEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    expected = ids_of(two_ranks)
+    two_ranks.add_request("two", None, greedy(32), prompt_token_ids=PROMPT)
+    execute = executor_of(two_ranks).execute_model
+    steps = []
+
+    def interrupted(step: Any) -> Any:
+        steps.append(step.step)
+        if len(steps) == 3:
+            signal.raise_signal(signal.SIGINT)
+        return execute(step)
+
+    monkeypatch.setattr(executor_of(two_ranks), "execute_model", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        run(two_ranks)
+    assert len(steps) == 3
+    outputs = run(two_ranks)
+    assert list(outputs[-1].outputs[0].token_ids) == expected
+
+
+def _cpu_s(pid: int) -> float:
+    """CPU time of all threads of a process, in seconds, to the nanosecond."""
+    total = 0
+    for thread in Path(f"/proc/{pid}/task").iterdir():
+        total += int((thread / "schedstat").read_text().split()[0])
+    return total / 1e9

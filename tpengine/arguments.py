@@ -1,0 +1,69 @@
+"""Fields of `EngineArgs`: how they are declared, checked, and read from a command line."""
+
+from __future__ import annotations
+
+import argparse
+import math
+import typing
+from collections.abc import Sequence
+from dataclasses import field
+from typing import Any
+
+from tpengine.errors import ConfigError
+
+
+def arg(default: Any, help_text: str, choices: tuple[Any, ...] | None = None) -> Any:
+    """A field with its default, its help text and what it may be."""
+    return field(default=default, metadata={"help": help_text, "choices": choices})
+
+
+class OneOrMore(argparse.Action):
+    """Several values are a list, one is itself."""
+
+    def __call__(
+        self,
+        parser: argparse.ArgumentParser,
+        namespace: argparse.Namespace,
+        values: Any,
+        option_string: str | None = None,
+    ) -> None:
+        setattr(namespace, self.dest, values if len(values) > 1 else values[0])
+
+
+def is_of_kind(value: object, kind: Any) -> bool:
+    """Whether a value is what its field's type hint says; a whole number is a float, too."""
+    kinds = typing.get_args(kind) or (kind,)
+    if isinstance(value, (list, tuple)):
+        return Sequence[float] in kinds and all(is_of_kind(item, float) for item in value)
+    kinds = tuple(one for one in kinds if typing.get_origin(one) is None)
+    if isinstance(value, bool):  # in Python also an int, and never meant as one
+        return bool in kinds
+    return isinstance(value, (*kinds, int) if float in kinds else kinds)
+
+
+def each(value: float | Sequence[float] | None) -> tuple[float, ...]:
+    """One value or several as several; None as none."""
+    if value is None:
+        return ()
+    return tuple(value) if isinstance(value, (list, tuple)) else (value,)
+
+
+def read_bundle(text: str) -> dict[str, float]:
+    """`GPU=1,my_accelerator=1` as a dict.
+
+    Raises:
+        ConfigError: it is not of that form.
+    """
+    bundle = {}
+    for part in text.split(","):
+        name, _, amount = part.strip().partition("=")
+        try:
+            bundle[name] = float(amount)
+        except ValueError:
+            bundle[name] = math.nan
+        if not name or not 0.0 < bundle[name] < math.inf:
+            raise ConfigError(
+                f"ray_bundle must be of the form 'GPU=1,my_accelerator=1', with amounts above 0; "
+                f"got {text!r}"
+            )
+    return bundle

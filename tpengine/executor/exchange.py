@@ -1,0 +1,107 @@
+"""One step to every rank and back: sent to all, answered by all, within one deadline."""
+
+from __future__ import annotations
+
+import select
+import time
+from collections.abc import Sequence
+
+from tpengine.errors import EngineError
+from tpengine.executor.codec import decode_plain
+from tpengine.executor.failures import RankFailure
+from tpengine.executor.transport import (
+    Channel,
+    ChannelError,
+    ChannelTimeoutError,
+    Frame,
+    FrameKind,
+)
+
+_GRACE_S = 0.3
+"""How long others are heard after the first failure, as that may be a mere consequence."""
+
+
+class StepFailedError(EngineError):
+    """Ranks failed in a step.
+
+    Attributes:
+        failures: by rank, in order of arrival: its exception, or what became of its channel.
+    """
+
+    def __init__(self, failures: dict[int, RankFailure | ChannelError]) -> None:
+        super().__init__(f"ranks {sorted(failures)} failed in a step")
+        self.failures = failures
+
+
+class StepExchange:
+    """The channels of a group, in rank order."""
+
+    def __init__(self, channels: Sequence[Channel], epoch: int) -> None:
+        self._channels = list(channels)
+        self._epoch = epoch
+        self._poll = select.poll()
+        self._rank_of = {channel.fileno(): rank for rank, channel in enumerate(channels)}
+        for channel in channels:
+            self._poll.register(channel.fileno(), select.POLLIN)
+
+    def run(self, step: int, payload: bytes, timeout_s: float) -> list[bytes]:
+        """Sends a step to all ranks and returns their answers in rank order.
+
+        Raises:
+            StepFailedError: a rank failed, has gone, or did not answer in time.
+        """
+        deadline = time.monotonic() + timeout_s
+        failures: dict[int, RankFailure | ChannelError] = {}
+        for rank, channel in enumerate(self._channels):
+            try:
+                channel.send(FrameKind.STEP, step, payload, timeout_s)
+            except ChannelError as error:
+                failures[rank] = error
+        answers: dict[int, bytes] = {}
+        end = deadline
+        while len(answers) + len(failures) < len(self._channels):
+            if failures:
+                end = min(end, time.monotonic() + _GRACE_S)
+            ready = self._poll.poll(max(0.0, end - time.monotonic()) * 1e3)
+            if not ready:
+                break
+            for fileno, _ in ready:
+                self._take(self._rank_of[fileno], step, answers, failures)
+        if not failures and len(answers) < len(self._channels):
+            for rank in range(len(self._channels)):
+                if rank not in answers:
+                    failures[rank] = ChannelTimeoutError(f"no answer within {timeout_s:.1f} s")
+        if failures:
+            raise StepFailedError(failures)
+        return [answers[rank] for rank in range(len(self._channels))]
+
+    def _take(
+        self,
+        rank: int,
+        step: int,
+        answers: dict[int, bytes],
+        failures: dict[int, RankFailure | ChannelError],
+    ) -> None:
+        """Takes what a rank has sent; several frames may have come at once."""
+        channel = self._channels[rank]
+        try:
+            while (frame := channel.take()) is not None:
+                if not self._is_current(frame, step):
+                    continue
+                if frame.kind is FrameKind.FAILURE:
+                    failures[rank] = RankFailure(*decode_plain(frame.payload))
+                    return
+                answers[rank] = frame.payload
+                return
+        except ChannelError as error:
+            failures.setdefault(rank, error)
+            self._poll.unregister(channel.fileno())
+
+    def _is_current(self, frame: Frame, step: int) -> bool:
+        """Whether a frame belongs to this step, and is no late answer of an earlier one."""
+        return frame.epoch == self._epoch and frame.step == step
+
+    def close(self) -> None:
+        """Closes all channels, which ends the ranks."""
+        for channel in self._channels:
+            channel.close()

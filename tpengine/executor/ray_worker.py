@@ -1,0 +1,185 @@
+"""The actor of one rank: Ray starts it and calls it for what is rare; steps come by the channel."""
+
+from __future__ import annotations
+
+import contextlib
+import faulthandler
+import logging
+import os
+import queue
+import select
+import socket
+import sys
+import threading
+import time
+from typing import TYPE_CHECKING, Any
+
+import ray
+
+from tpengine import envs
+from tpengine.config import EngineConfig
+from tpengine.executor.codec import decode_step, encode
+from tpengine.executor.failures import LastLines, RankFailure
+from tpengine.executor.placement import RankPlace
+from tpengine.executor.processes import own_error_log, start_ticks
+from tpengine.executor.transport import Channel, ChannelError, Frame, FrameKind, connect
+from tpengine.logger import init_logger
+from tpengine.messages import StepOutput
+
+if TYPE_CHECKING:
+    from tpengine.worker.worker import Worker
+
+_SEND_TIMEOUT_S = 30.0
+_CALL_LIMIT_S = 24 * 3600.0
+"""Of a call in the worker's thread; the driver gives up long before."""
+_DRIVER_GONE = 3
+"""Exit code of a rank whose driver has gone."""
+
+
+class RayWorker:
+    """One rank. Constructing it imports nothing heavy: only then does Ray say which devices it
+    gets, and only the driver then knows which rank it is.
+
+    All of the worker's code runs in one thread of its own, whoever asks for it, since devices and
+    thread pools belong to threads; the actor's thread stays free to answer.
+    """
+
+    def __init__(self, environment: dict[str, str]) -> None:
+        self._changed_variables = envs.adopt(environment)
+        self._log = LastLines()
+        init_logger("tpengine")
+        logging.getLogger("tpengine").addHandler(self._log)
+        self._thread: WorkerThread | None = None
+        self._place: RankPlace | None = None
+
+    def describe(self) -> tuple[RankPlace, list[str]]:
+        """Where this actor is, and which variables of the driver's were different here."""
+        context = ray.get_runtime_context()
+        devices = tuple(
+            str(device) for ids in context.get_accelerator_ids().values() for device in ids
+        )
+        with contextlib.suppress(OSError, ValueError):
+            faulthandler.enable(sys.stderr)  # a crash in native code leaves its stack in the log
+        self._place = RankPlace(
+            node_id=context.get_node_id(),
+            address=ray.util.get_node_ip_address(),
+            host_name=socket.gethostname(),
+            devices=devices,
+            pid=os.getpid(),
+            start_ticks=start_ticks(os.getpid()) or 0,
+            log_path=own_error_log(),
+        )
+        return self._place, self._changed_variables
+
+    def join(
+        self, rank: int, epoch: int, address: tuple[str, int], secret: bytes, timeout_s: float
+    ) -> None:
+        """Learns its rank and connects to the driver.
+
+        From here on the process ends when the driver's end of the channel closes.
+        """
+        channel = connect(address, secret, rank, epoch, timeout_s)
+        self._thread = WorkerThread(channel, rank, str(self._place), self._log)
+        self._thread.start()
+        threading.Thread(
+            target=_end_with_driver, args=(channel,), name="tpengine-watch", daemon=True
+        ).start()
+
+    def create(self, config: EngineConfig) -> RankFailure | None:
+        """Makes the worker, which imports torch; returns what prevented it."""
+        assert self._thread is not None, "create before join"
+        answer: RankFailure | None = self._thread.call("create", (config,), {})
+        return answer
+
+    def call(self, method: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Calls a method of the worker; returns its answer or a `RankFailure`."""
+        assert self._thread is not None, "call before join"
+        return self._thread.call(method, args, kwargs)
+
+    def loaded_modules(self) -> list[str]:
+        """Top-level packages that this process has imported, for tests and reports."""
+        return sorted({name.partition(".")[0] for name in list(sys.modules)})
+
+
+class WorkerThread(threading.Thread):
+    """Runs the worker: steps from the channel, and calls from the actor's thread between them."""
+
+    def __init__(self, channel: Channel, rank: int, place: str, log: LastLines) -> None:
+        super().__init__(name="tpengine-worker", daemon=True)
+        self._channel = channel
+        self._rank = rank
+        self._place = place
+        self._log = log
+        self._worker: Worker | None = None
+        self._calls: queue.SimpleQueue[tuple[str, Any, Any, queue.SimpleQueue[Any]]]
+        self._calls = queue.SimpleQueue()
+        self._wake = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+
+    def call(self, method: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Has the thread call a method of the worker; the answer or a `RankFailure`."""
+        answer: queue.SimpleQueue[Any] = queue.SimpleQueue()
+        self._calls.put((method, args, kwargs, answer))
+        os.eventfd_write(self._wake, 1)
+        return answer.get(timeout=_CALL_LIMIT_S)
+
+    def run(self) -> None:
+        """Until the process ends."""
+        poll = select.poll()
+        poll.register(self._channel.fileno(), select.POLLIN)
+        poll.register(self._wake, select.POLLIN)
+        try:
+            while True:
+                poll.poll()  # ends with the channel, whose keep-alive finds a lost link
+                while (frame := self._channel.take()) is not None:
+                    self._step(frame)
+                self._answer_calls()
+        except ChannelError:
+            os._exit(_DRIVER_GONE)
+
+    def _answer_calls(self) -> None:
+        with contextlib.suppress(BlockingIOError):
+            os.eventfd_read(self._wake)
+        while not self._calls.empty():
+            method, args, kwargs, answer = self._calls.get()
+            try:
+                answer.put(self._run(method, args, kwargs))
+            except BaseException as error:
+                answer.put(self._failure(error, method))
+
+    def _run(self, method: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if method == "create":
+            self._create(*args)
+            return None
+        assert self._worker is not None, "the worker was not created"
+        return getattr(self._worker, method)(*args, **kwargs)
+
+    def _create(self, config: EngineConfig) -> None:
+        envs.tune_openmp_spinning()
+        from tpengine.worker.worker import Worker
+
+        self._worker = Worker(config, rank=self._rank)
+
+    def _step(self, frame: Frame) -> None:
+        kind, payload = FrameKind.OUTPUT, b""
+        try:
+            step = decode_step(frame.payload)
+            assert self._worker is not None, "a step before the worker was created"
+            output = self._worker.execute_model(step)
+            # The other ranks' samples are the same: their answer is that they got there.
+            payload = encode(output if self._rank == 0 else StepOutput(step.step, []))
+        except BaseException as error:
+            kind = FrameKind.FAILURE
+            payload = encode(self._failure(error, f"step {frame.step}").to_fields())
+        self._channel.send(kind, frame.step, payload, _SEND_TIMEOUT_S)
+
+    def _failure(self, error: BaseException, phase: str) -> RankFailure:
+        return RankFailure.of(error, self._rank, self._place, phase, self._log.lines)
+
+
+def _end_with_driver(channel: Channel) -> None:
+    """Ends the process once the driver's end closes, whatever the worker is doing."""
+    poll = select.poll()
+    poll.register(channel.fileno(), select.POLLRDHUP)
+    poll.poll()
+    time.sleep(0.01)  # the answer to an orderly shutdown gets out first
+    os._exit(_DRIVER_GONE)
