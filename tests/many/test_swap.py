@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import itertools
+
 import pytest
 import torch
 
+from tpengine.bench.swap import scattered_pairs
 from tpengine.messages import BlockMoves
 from tpengine.sampling_params import SamplingParams
 from tpengine.sequence import SequenceStatus
@@ -126,6 +129,15 @@ def test_nobody_gives_way_to_a_group_that_outgrows_the_cache(mode: str, chunked:
     assert error is not None
     assert "need 18 blocks of 4, but the KV cache has 16" in error
     assert loop.outputs["r1"].outputs[0].token_ids == run_alone(neighbour).outputs[0].token_ids
+
+
+@pytest.mark.parametrize("num_blocks", [1, 2, 6, 7, 8, 14, 64, 105])
+def test_the_benchmark_scatters_every_block_once(num_blocks: int) -> None:
+    pairs = scattered_pairs(num_blocks)
+    assert sorted(block for block, _ in pairs) == list(range(num_blocks))
+    assert sorted(host for _, host in pairs) == list(range(num_blocks))
+    if num_blocks > 3:
+        assert all(second != first + 1 for (_, first), (_, second) in itertools.pairwise(pairs))
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

@@ -25,6 +25,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--no-chunked-prefill", action="store_true", help="measure whole-prompt mode"
     )
+    parser.add_argument(
+        "--no-prefix-caching", action="store_true", help="without it; engines have it on"
+    )
 
 
 def run(args: argparse.Namespace) -> int:
@@ -45,7 +48,8 @@ def run(args: argparse.Namespace) -> int:
 
     print(
         f"scheduler: {args.running} running, {args.waiting} waiting, {args.steps} decode steps, "
-        f"chunked prefill {'off' if args.no_chunked_prefill else 'on'}; "
+        f"chunked prefill {'off' if args.no_chunked_prefill else 'on'}, "
+        f"prefix caching {'off' if args.no_prefix_caching else 'on'}; "
         f"{platform.processor() or platform.machine()}, Python {platform.python_version()}"
     )
     p99_ms = steps_ms[min(len(steps_ms) - 1, int(0.99 * len(steps_ms)))]
@@ -68,12 +72,18 @@ def _build(args: argparse.Namespace) -> Scheduler:
         enable_chunked_prefill=not args.no_chunked_prefill,
     )
     # Twice what the running ones need, so that neither watermark nor preemption joins in.
-    return Scheduler(config, BlockManager(2 * blocks_each * args.running, BLOCK_SIZE))
+    blocks = BlockManager(
+        2 * blocks_each * args.running,
+        BLOCK_SIZE,
+        enable_prefix_caching=not args.no_prefix_caching,
+    )
+    return Scheduler(config, blocks)
 
 
 def _request(index: int, params: SamplingParams) -> Request:
-    # Lengths differ, so that not all sequences want their next block in the same step.
-    token_ids = list(range(PROMPT_TOKENS - index % BLOCK_SIZE))
+    # Lengths differ, so that not all sequences want their next block in the same step; so does the
+    # first token, so that the prefix cache finds none of them again.
+    token_ids = [index, *range(1, PROMPT_TOKENS - index % BLOCK_SIZE)]
     return Request(
         request_id=str(index),
         prompt=None,
