@@ -115,8 +115,8 @@ class CacheConfig:
     gpu_memory_utilization: float
     cpu_kv_cache_bytes: int | None
     num_device_blocks_override: int | None
-    swap_space_bytes: int | None = 0
-    enable_prefix_caching: bool = True
+    swap_space_bytes: int | None
+    enable_prefix_caching: bool
 
 
 @dataclass(frozen=True)
@@ -175,8 +175,8 @@ class SchedulerConfig:
     max_num_seqs: int
     max_model_len: int
     enable_chunked_prefill: bool
-    policy: str = "fcfs"
-    preemption_mode: str = "auto"
+    policy: str
+    preemption_mode: str
 
 
 @dataclass(frozen=True)

@@ -19,6 +19,8 @@ def scheduler_of(num_blocks: int) -> tuple[Scheduler, BlockManager]:
         max_num_seqs=64,
         max_model_len=4096,
         enable_chunked_prefill=True,
+        policy="fcfs",
+        preemption_mode="swap",
     )
     blocks = BlockManager(num_blocks, BLOCK_SIZE)
     return Scheduler(config, blocks), blocks

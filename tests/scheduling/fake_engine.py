@@ -26,6 +26,8 @@ def make_config(
         max_num_seqs=seqs,
         max_model_len=model_len,
         enable_chunked_prefill=chunked,
+        policy="fcfs",
+        preemption_mode="recompute",
     )
 
 

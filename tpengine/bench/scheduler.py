@@ -70,6 +70,8 @@ def _build(args: argparse.Namespace) -> Scheduler:
         max_num_seqs=args.running,
         max_model_len=num_tokens,
         enable_chunked_prefill=not args.no_chunked_prefill,
+        policy="fcfs",
+        preemption_mode="swap",
     )
     # Twice what the running ones need, so that neither watermark nor preemption joins in.
     blocks = BlockManager(

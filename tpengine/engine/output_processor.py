@@ -12,6 +12,7 @@ from tpengine.engine.beam_search import BeamSearch, CompleteBeam, Sampled
 from tpengine.engine.detokenizer import Detokenizer
 from tpengine.engine.prompt_logprobs import PromptLogprobsCollector, as_logprobs
 from tpengine.engine.tokenizer import Tokenizer
+from tpengine.errors import RequestError
 from tpengine.logger import init_logger
 from tpengine.messages import StepOutput
 from tpengine.outputs import CompletionOutput, RequestOutput
@@ -324,5 +325,7 @@ class OutputProcessor:
 
 
 def _reason(error: Exception, request: Request) -> str:
+    if isinstance(error, RequestError):  # its message is made for the user
+        return str(error)
     logger.exception("request %s failed while its output was processed", request.request_id)
     return f"request {request.request_id!r} failed: {type(error).__name__}: {error}"
