@@ -263,6 +263,7 @@ def test_ctrl_c_while_prompts_are_added(llm: LLM, monkeypatch: pytest.MonkeyPatc
         with pytest.raises(KeyboardInterrupt):
             llm.generate(PROMPTS, greedy(20), use_tqdm=False)
     assert engine.get_num_unfinished_requests() == 0
+    assert not engine.has_unfinished_requests(), "their ends are nobody's news"
     assert engine.num_free_blocks == engine.num_total_blocks
     assert all(o.error is None for o in llm.generate(PROMPTS, greedy(2), use_tqdm=False))
 

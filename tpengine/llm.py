@@ -106,6 +106,7 @@ class LLM:
             self._run(set(request_ids), done, use_tqdm)
         except BaseException:  # Ctrl-C too must leave nothing behind
             self.llm_engine.abort_request(request_ids)
+            self.llm_engine.discard_outputs(request_ids)
             raise
         finally:
             for request_id in request_ids:

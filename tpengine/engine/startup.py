@@ -40,18 +40,23 @@ def start_workers(config: EngineConfig, executor: Executor) -> tuple[int, int]:
     except BaseException:
         executor.shutdown()
         raise
+    block_bytes = min(ledgers, key=lambda ledger: ledger.num_device_blocks).block_bytes
     logger.info(
-        "%s: KV cache of %d blocks of %d tokens, swap space %d blocks; loaded in %.1f s, ready in "
-        "%.1f s",
+        "%s on %s: KV cache of %d blocks of %d tokens (%.3f GiB), swap space %.3f GiB, weights "
+        "%.3f GiB; loaded in %.1f s, ready in %.1f s",
         config.model.architecture,
+        devices[0] if len(devices) == 1 else f"{len(devices)} ranks",
         num_blocks,
         config.cache.block_size,
-        num_host_blocks,
+        num_blocks * block_bytes / _GIB,
+        num_host_blocks * block_bytes / _GIB,
+        sum(ledger.weights_bytes for ledger in ledgers) / _GIB,
         loaded - start,
         ready - loaded,
     )
-    for line in memory_table(ledgers, devices):
-        logger.info("%s", line)
+    if len(ledgers) > 1:
+        for line in memory_table(ledgers, devices):
+            logger.info("%s", line)
     return num_blocks, num_host_blocks
 
 
