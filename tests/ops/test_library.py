@@ -171,3 +171,9 @@ def test_an_empty_batch_is_no_error() -> None:
         out[:0], q[:0], k_cache, v_cache, torch.zeros(0, 2, dtype=torch.int32),
         torch.zeros(0, dtype=torch.int32), 0.125, None, None,
     )  # fmt: skip
+
+
+def test_the_native_library_is_built() -> None:
+    """Without it tests above skip themselves, and everything else runs on the reference."""
+    assert library.has_cpu_kernels()
+    assert "generic" in ISAS
