@@ -1,0 +1,57 @@
+"""Programs that tests need and Python's registry does not have: installed where that is possible.
+
+In CI (`TPENGINE_TEST_REQUIRE_TOOLS=1`, set by `.ci/run`) a program that cannot be had is a failure;
+elsewhere, as for a user who is not root, the tests that want it are skipped with the reason.
+"""
+
+from __future__ import annotations
+
+import functools
+import os
+import shutil
+import subprocess
+
+import pytest
+
+_PATIENCE_S = 240
+
+
+def require(command: str, package: str) -> str:
+    """The path of a program; `package` is the Debian package that brings it."""
+    found = shutil.which(command) or shutil.which(command, path="/usr/sbin:/sbin")
+    if found is None:
+        problem = _install(package)
+        found = shutil.which(command) or shutil.which(command, path="/usr/sbin:/sbin")
+        if found is None:
+            lacking(f"{command} is not here, and package {package} cannot be installed: {problem}")
+    assert found is not None
+    return found
+
+
+def lacking(reason: str) -> None:
+    """Ends the test: failed where the tools are required, skipped elsewhere."""
+    if os.environ.get("TPENGINE_TEST_REQUIRE_TOOLS") == "1":
+        pytest.fail(reason)
+    pytest.skip(reason)
+
+
+def _install(package: str) -> str:
+    if os.geteuid() != 0:
+        return "installing needs root"
+    if shutil.which("apt-get") is None:
+        return "there is no apt-get"
+    _refresh()
+    return _run("apt-get", "install", "-y", "--no-install-recommends", package)
+
+
+@functools.cache
+def _refresh() -> str:
+    return _run("apt-get", "update")
+
+
+def _run(*command: str) -> str:
+    environment = {**os.environ, "DEBIAN_FRONTEND": "noninteractive"}
+    done = subprocess.run(
+        command, env=environment, capture_output=True, text=True, timeout=_PATIENCE_S, check=False
+    )
+    return (done.stdout + done.stderr)[-1000:]
