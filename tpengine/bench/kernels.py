@@ -15,7 +15,8 @@ from tqdm import tqdm
 
 from tpengine.bench.bandwidth import fastest_s, read_bandwidth
 from tpengine.bench.machine import describe_commit, describe_machine
-from tpengine.ops import attention, cache, linear
+from tpengine.ops import attention, cache, huge_pages, linear
+from tpengine.ops.huge_pages import HugePageArena
 from tpengine.worker.device import set_num_threads
 
 _BLOCK_SIZE = 16
@@ -69,7 +70,8 @@ class _Caches:
         size = 4 * self.blocks * _BLOCK_SIZE * num_kv_heads * _HEAD_DIM
         count = max(1, _CACHE_BYTES // size)
         pairs = [
-            tuple(torch.randn(shape).to(torch.bfloat16) for shape in shapes) for _ in range(count)
+            tuple(huge_pages.empty(shape, torch.bfloat16).normal_() for shape in shapes)
+            for _ in range(count)
         ]
         self.next = itertools.cycle(pairs).__next__
         table = torch.randperm(self.blocks, dtype=torch.int64).to(torch.int32)
@@ -127,12 +129,15 @@ def _linear(shape: tuple[int, int], rows: int, repeats: int, bandwidth: float) -
     inputs, outputs = shape
     count = max(1, _CACHE_BYTES // (2 * inputs * outputs))
     weight = torch.randn(outputs, inputs).to(torch.bfloat16)
-    packed = linear.pack_linear_weight(weight)
-    following = itertools.cycle([packed.clone() for _ in range(count)]).__next__
+    arena = HugePageArena()  # where the engine has them
+    following = itertools.cycle(
+        [linear.pack_linear_weight(weight, arena) for _ in range(count)]
+    ).__next__
+    packed_bytes = following().nbytes
     x = torch.randn(rows, inputs).to(torch.bfloat16)
     out = torch.empty(rows, outputs, dtype=torch.bfloat16)
     seconds = _time(lambda: linear.packed_linear(out, x, following(), None), repeats)
-    rate = packed.nbytes / seconds
+    rate = packed_bytes / seconds
     return (
         f"linear    {inputs:>4} -> {outputs:<5} {rows:>3} rows  {1e3 * seconds:8.3f} ms   "
         f"{2 * rows * inputs * outputs / seconds / 1e9:6.1f} GFLOP/s   weights at "

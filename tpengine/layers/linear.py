@@ -73,11 +73,11 @@ class Linear:
                     "quantization = 'int8' needs layers whose inputs are a multiple of 4; this "
                     f"model has one of {weight.shape[1]}; leave quantization unset"
                 )
-            quantized = quantize_weight(weight)
+            quantized = quantize_weight(weight, weights.arena)
             self._multiply = lambda out, x, bias: int8_linear(out, x, quantized, bias)
             weights.num_bytes += quantized.nbytes
         elif _packs(weight):
-            packed = pack_linear_weight(weight.contiguous())
+            packed = pack_linear_weight(weight.contiguous(), weights.arena)
             self._multiply = lambda out, x, bias: packed_linear(out, x, packed, bias)
             weights.num_bytes += packed.nbytes
         else:

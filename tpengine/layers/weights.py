@@ -14,6 +14,7 @@ from dataclasses import dataclass
 import torch
 
 from tpengine.distributed.parallel_state import ParallelState
+from tpengine.ops.huge_pages import HugePageArena
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,6 +74,8 @@ class Weights:
         self.device = device
         self.parallel = parallel
         self.quantization = quantization
+        self.arena = HugePageArena()
+        """Where layers put what a CPU reads in every step."""
         self.shards: dict[str, WeightShard] = {}
         self.repeats: dict[str, str] = {}
         """Names that a checkpoint may have beside another, with the same values: tied weights."""

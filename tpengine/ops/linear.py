@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from tpengine.ops import library as _library  # noqa: F401 (defines the ops)
+from tpengine.ops.huge_pages import HugePageArena
 from tpengine.ops.reference import LINEAR_PANEL
 
 _pack_linear_weight = torch.ops.tpengine.pack_linear_weight.default
@@ -15,7 +16,7 @@ _packed_linear = torch.ops.tpengine.packed_linear.default
 _int8_linear = torch.ops.tpengine.int8_linear.default
 
 
-def pack_linear_weight(weight: Tensor) -> Tensor:
+def pack_linear_weight(weight: Tensor, arena: HugePageArena | None = None) -> Tensor:
     """Packs a weight into panels of 32 outputs, `[panels, in_features / p, 32, p]` as a vector.
 
     p is 2 for bfloat16 (neighbouring inputs side by side, as its dot-product instruction reads
@@ -24,12 +25,14 @@ def pack_linear_weight(weight: Tensor) -> Tensor:
     Args:
         weight: `[out_features, in_features]`, float32 or bfloat16, contiguous; in bfloat16
             `in_features` must be even.
+        arena: where the result shall lie; None: wherever torch puts it.
 
     Raises:
         RuntimeError: dtype, shape or strides do not fit.
     """
     outputs, inputs = weight.shape
-    packed = weight.new_empty(-(-outputs // LINEAR_PANEL) * LINEAR_PANEL * inputs)
+    count = -(-outputs // LINEAR_PANEL) * LINEAR_PANEL * inputs
+    packed = weight.new_empty(count) if arena is None else arena.empty(count, weight.dtype)
     _pack_linear_weight(packed, weight)
     return packed
 
@@ -69,11 +72,12 @@ class Int8Weight:
         return self.packed.nbytes + self.scales.nbytes + self.sums.nbytes
 
 
-def quantize_weight(weight: Tensor) -> Int8Weight:
+def quantize_weight(weight: Tensor, arena: HugePageArena | None = None) -> Int8Weight:
     """Rounds each output's weights to 8 bits by their largest magnitude ("per channel").
 
     Args:
         weight: `[out_features, in_features]`, `in_features` a multiple of 4.
+        arena: where the packed weight shall lie; None: wherever torch puts it.
     """
     outputs, inputs = weight.shape
     wide = weight.float()
@@ -83,7 +87,9 @@ def quantize_weight(weight: Tensor) -> Int8Weight:
     padded = q.new_zeros(panels * LINEAR_PANEL, inputs)
     padded[:outputs] = q
     tiles = padded.view(panels, LINEAR_PANEL, inputs // 4, 4).transpose(1, 2)
-    return Int8Weight(tiles.reshape(-1), scales, q.sum(dim=1, dtype=torch.int32))
+    packed = torch.empty_like(padded) if arena is None else arena.empty(padded.numel(), torch.int8)
+    packed.view(tiles.shape).copy_(tiles)
+    return Int8Weight(packed.view(-1), scales, q.sum(dim=1, dtype=torch.int32))
 
 
 def int8_linear(out: Tensor, x: Tensor, weight: Int8Weight, bias: Tensor | None) -> None:

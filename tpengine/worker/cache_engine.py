@@ -9,6 +9,7 @@ import torch
 
 from tpengine.layers.attention import KVCache
 from tpengine.messages import BlockMoves
+from tpengine.ops import huge_pages
 from tpengine.ops.cache import copy_blocks, kv_cache_shapes
 
 
@@ -54,10 +55,7 @@ class CacheEngine:
         # Left uninitialised: no kernel reads a slot that was not written, and on CPU untouched
         # pages cost nothing.
         self.kv_caches = LayerCaches(
-            (
-                torch.empty(k_shape, dtype=dtype, device=device),
-                torch.empty(v_shape, dtype=dtype, device=device),
-            )
+            (_empty(k_shape, dtype, device), _empty(v_shape, dtype, device))
             for _ in range(num_layers)
         )
         self.block_size = block_size
@@ -103,6 +101,12 @@ class CacheEngine:
         for cache, host in zip(self.kv_caches[layer], self._host_caches[layer], strict=True):
             _copy_across(cache, host, moves.swap_outs)
             _copy_across(host, cache, moves.swap_ins)
+
+
+def _empty(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    if device.type == "cpu":
+        return huge_pages.empty(shape, dtype)
+    return torch.empty(shape, dtype=dtype, device=device)
 
 
 class LayerCaches(list[KVCache]):

@@ -1,0 +1,57 @@
+"""Memory in large pages: apart, aligned, and asked for as the kernel wants it."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+import torch
+
+from tpengine.ops import huge_pages
+from tpengine.ops.huge_pages import HugePageArena
+
+
+def test_vectors_of_an_arena_are_aligned_and_apart() -> None:
+    arena = HugePageArena()
+    vectors = [arena.empty(count, torch.bfloat16) for count in (1, 33, 0, 4096, 7)]
+    for number, vector in enumerate(vectors):
+        assert vector.data_ptr() % 64 == 0 or not len(vector)
+        vector.fill_(number)
+    assert [vector.unique().tolist() for vector in vectors] == [[0.0], [1.0], [], [3.0], [4.0]]
+
+
+def test_a_vector_larger_than_a_piece_gets_one_of_its_own() -> None:
+    arena = HugePageArena()
+    small, large = arena.empty(8, torch.int8), arena.empty(65 << 20, torch.int8)
+    large[0] = large[-1] = 3
+    small.fill_(1)
+    assert large[-1] == 3
+    assert len(large) == 65 << 20
+
+
+def test_memory_outlives_its_arena() -> None:
+    vector = HugePageArena().empty(1 << 20, torch.float32)
+    vector.fill_(2.0)
+    assert vector.sum().item() == 2.0 * (1 << 20)
+
+
+def test_an_empty_tensor() -> None:
+    assert huge_pages.empty((0, 4), torch.float32).shape == (0, 4)
+
+
+def test_the_kernel_gives_large_pages() -> None:
+    enabled = Path("/sys/kernel/mm/transparent_hugepage/enabled")
+    if not enabled.exists() or "[never]" in enabled.read_text():
+        pytest.skip("this kernel gives no large pages")
+    tensor = huge_pages.empty((16 << 20,), torch.int8).fill_(1)
+    text = Path("/proc/self/smaps").read_text()
+    sizes = 0
+    for area in re.split(r"(?m)^(?=[0-9a-f]+-[0-9a-f]+ )", text)[1:]:
+        start, end = (int(part, 16) for part in area.split(" ", 1)[0].split("-"))
+        if start < tensor.data_ptr() + tensor.nbytes and tensor.data_ptr() < end:
+            found = re.search(r"AnonHugePages:\s+(\d+) kB", area)
+            sizes += int(found[1]) if found else 0
+    if not sizes:
+        pytest.skip("the memory is too fragmented for large pages now")
+    assert sizes >= 8 << 10
