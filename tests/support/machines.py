@@ -340,7 +340,7 @@ class Machines:
 
 SSH_OPTIONS = (
     "-o StrictHostKeyChecking=no -o UserKnownHostsFile=/dev/null -o LogLevel=ERROR "
-    "-o BatchMode=yes -o ConnectTimeout=2"
+    "-o BatchMode=yes -o ConnectTimeout=1"
 )
 
 
