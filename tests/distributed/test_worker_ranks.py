@@ -20,7 +20,6 @@ from tpengine.errors import CollectiveError
 from tpengine.messages import Rendezvous, StepOutput
 from tpengine.worker.worker import Worker
 
-
 GIB = 1 << 30
 
 
