@@ -1,4 +1,4 @@
-"""The machines that other tests stand on: apart from each other and from us, and gone afterwards."""
+"""The machines that other tests stand on: apart from each other and from us, gone afterwards."""
 
 from __future__ import annotations
 
@@ -87,14 +87,19 @@ def test_two_networks_do_not_meet(machines: Machines) -> None:
 
 
 def test_nothing_is_left_after_an_error() -> None:
-    with pytest.raises(ZeroDivisionError), Machines(2) as machines:
-        machines.run(0, "setsid sleep 60 > /dev/null 2>&1 &")
-        inside = machines.namespaces
-        assert len(inside) == 15
-        assert len(processes_in(inside)) >= 5
-        raise ZeroDivisionError
-    assert not processes_in(inside)
+    machines = Machines(2)
+    with pytest.raises(ZeroDivisionError):
+        fail_among(machines)
+    assert len(machines.namespaces) == 15
+    assert not processes_in(machines.namespaces)
     assert not machines.home.parent.exists()
+
+
+def fail_among(machines: Machines) -> None:
+    with machines:
+        machines.run(0, "setsid sleep 60 > /dev/null 2>&1 &")
+        assert len(processes_in(machines.namespaces)) >= 5
+        raise ZeroDivisionError
 
 
 def test_nothing_runs_on_when_their_owner_is_killed() -> None:

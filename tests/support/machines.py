@@ -34,9 +34,11 @@ _LOG_CHARACTERS = 3000
 
 _OWN_WORLD = """
 set -e
-mount -t tmpfs -o mode=1777,size={shared_memory_bytes} tmpfs /dev/shm
+mount -t tmpfs -o mode=1777 tmpfs /dev/shm
 mount -t tmpfs -o mode=755 tmpfs /run
+mount -t tmpfs -o mode=755 tmpfs /var/log  # sshd notes there who logs in
 mkdir /run/sshd
+touch /run/utmp
 for path in {visible}; do
   mkdir -p {own}$path
   mount --bind $path {own}$path
@@ -100,7 +102,6 @@ class Machines:
     Args:
         environment: variables of every shell.
         visible: folders below /tmp that the machines are to see, too.
-        shared_memory_bytes: the most that each /dev/shm may hold.
 
     Attributes:
         addresses: IPv4 address of each machine.
@@ -112,13 +113,11 @@ class Machines:
         size: int,
         environment: Mapping[str, str] | None = None,
         visible: Iterable[Path] = (),
-        shared_memory_bytes: int = 256 << 20,
     ) -> None:
         self._sshd = _require_tools()
         self.addresses = [f"{_SUBNET}.{machine + 1}" for machine in range(size)]
         self._environment = dict(environment or {})
         self._visible = list(visible)
-        self._shared_memory_bytes = shared_memory_bytes
         self._started: list[subprocess.Popen[bytes]] = []
         self._first: dict[str, int] = {}  # the first process of each, by its number out here
         self._namespaces: set[str] = set()
@@ -292,7 +291,6 @@ class Machines:
             own=self._own(machine),
             folder=self._folder,
             sshd=self._sshd,
-            shared_memory_bytes=self._shared_memory_bytes,
             visible=" ".join(shlex.quote(str(path)) for path in self._seen_below_tmp()),
         )
 

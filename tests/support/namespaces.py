@@ -16,7 +16,7 @@ UNSHARE = [
 
 
 def namespace(pid: int, kind: str) -> str | None:
-    """What tells a process's namespace from others, as `net:[4026531833]`; None: no such process."""
+    """Name of a process's namespace, as `net:[4026531833]`; None: there is no such process."""
     try:
         return os.readlink(f"/proc/{pid}/ns/{kind}")
     except OSError:

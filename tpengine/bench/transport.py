@@ -10,6 +10,7 @@ import argparse
 import os
 import platform
 import secrets
+import select
 import threading
 import time
 from collections.abc import Callable
@@ -47,17 +48,22 @@ class EchoRank:
         channel = connect(address, secret, rank, 1, TIMEOUT_S)
 
         def serve() -> None:
+            poll = select.poll()
+            poll.register(channel.fileno(), select.POLLIN)
             while True:
-                frame = channel.receive(3600.0)
-                channel.send(FrameKind.OUTPUT, frame.step, self.step(frame.payload), TIMEOUT_S)
+                poll.poll(TIMEOUT_S * 1e3)
+                while (frame := channel.take()) is not None:
+                    answer = self.step(frame.payload, rank)
+                    channel.send(FrameKind.OUTPUT, frame.step, answer, TIMEOUT_S)
 
         threading.Thread(target=serve, daemon=True).start()
         return os.getpid()
 
-    def step(self, payload: bytes) -> bytes:
-        """Decodes a step and encodes an answer to it."""
+    def step(self, payload: bytes, rank: int = 0) -> bytes:
+        """Decodes a step and encodes an answer to it: the samples at rank 0, elsewhere a sign."""
         step = decode_step(payload)
-        return encode(StepOutput(step.step, [31_337] * len(step.sample_slots)))
+        sampled = [31_337] * len(step.sample_slots) if rank == 0 else []
+        return encode(StepOutput(step.step, sampled))
 
 
 def decode_step_input(step: int, num_running: int) -> StepInput:
@@ -68,8 +74,8 @@ def decode_step_input(step: int, num_running: int) -> StepInput:
         slots=slots,
         num_scheduled_tokens=[1] * num_running,
         new_block_ids=[(slot, [1000 + slot]) for slot in slots if (slot + step) % BLOCK_SIZE == 0],
-        sample_rows=slots,
-        sample_slots=slots,
+        sample_rows=slots.copy(),
+        sample_slots=slots.copy(),
     )
 
 
@@ -144,7 +150,7 @@ def _measure_calls(args: argparse.Namespace, actors: list[Any]) -> None:
 
     def step(_: int) -> None:
         payload = encode(message)
-        refs = [actor.step.remote(payload) for actor in actors]
+        refs = [actor.step.remote(payload, rank) for rank, actor in enumerate(actors)]
         decode_output(ray.get(refs, timeout=TIMEOUT_S)[0])
 
     _report("ray.get of actor calls", _times(step, min(args.steps, 1000)))
@@ -155,7 +161,9 @@ def _measure_graph(args: argparse.Namespace, actors: list[Any]) -> None:
     from ray.dag import InputNode, MultiOutputNode
 
     with InputNode() as payload:
-        graph = MultiOutputNode([actor.step.bind(payload) for actor in actors])
+        graph = MultiOutputNode(
+            [actor.step.bind(payload, rank) for rank, actor in enumerate(actors)]
+        )
     compiled = graph.experimental_compile()
     message = decode_step_input(1, args.running)
 
