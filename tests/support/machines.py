@@ -38,7 +38,7 @@ mount -t tmpfs -o mode=1777 tmpfs /dev/shm
 mount -t tmpfs -o mode=755 tmpfs /run
 mount -t tmpfs -o mode=755 tmpfs /var/log  # sshd notes there who logs in
 mkdir /run/sshd
-touch /run/utmp
+touch /run/utmp /var/log/lastlog
 for path in {visible}; do
   mkdir -p {own}$path
   mount --bind $path {own}$path
