@@ -90,6 +90,8 @@ def _plain_step(step: StepInput) -> list[Any]:
     values[_NUM_SCHEDULED] = None if all_one else _as_bytes(tokens)
     values[_SAMPLE_ROWS] = None if rows == _all_rows(num_rows) else _as_bytes(rows)
     values[_SLOTS] = _as_bytes(slots)
+    if not step.block_moves:
+        values[_BLOCK_MOVES] = None
     return values
 
 
@@ -187,8 +189,11 @@ def _step_input(values: list[Any]) -> StepInput:
         step.forks = [Fork(*fields) for fields in values[_FORKS]]
     if step.replaced_block_ids:
         step.replaced_block_ids = [(slot, at, block) for slot, at, block in step.replaced_block_ids]
-    outs, ins, copies = (_pairs(moves) for moves in values[_BLOCK_MOVES])
-    step.block_moves = BlockMoves(outs, ins, copies)
+    if values[_BLOCK_MOVES] is None:
+        step.block_moves = BlockMoves()
+    else:
+        outs, ins, copies = (_pairs(moves) for moves in values[_BLOCK_MOVES])
+        step.block_moves = BlockMoves(outs, ins, copies)
     return step
 
 
