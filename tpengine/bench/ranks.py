@@ -21,10 +21,12 @@ from tqdm import tqdm
 from tpengine import envs
 from tpengine.bench.machine import report_head
 from tpengine.bench.throughput import RunResult, run_once
+from tpengine.bench.transport import cpu_s
 from tpengine.bench.workload import SHAPES, Workload, mixed_requests, shape_folder
 from tpengine.distributed.parallel_state import ParallelState
 from tpengine.engine.llm_engine import LLMEngine
 from tpengine.engine_args import EngineArgs
+from tpengine.executor.ray_executor import RayExecutor
 from tpengine.layers.weights import Weights
 from tpengine.models.registry import build_model
 from tpengine.sampling_params import RequestOutputKind, SamplingParams
@@ -106,15 +108,19 @@ def _report_starts(args: EngineArgs, count: int) -> None:
         begin = time.perf_counter()
         with LLMEngine.from_engine_args(args) as engine:
             taken = time.perf_counter() - begin
-            phases: dict[str, float] = dict(engine._executor.start_times_s)  # type: ignore[attr-defined]
-        starts.append((taken, phases))
+            executor = engine._executor
+            assert isinstance(executor, RayExecutor)
+            phases = dict(executor.start_times_s)
+            cpu = max(cpu_s(place.pid) for place in executor.places)
+        starts.append((taken, phases, cpu))
     starts.sort(key=lambda start: start[0])
-    taken, phases = starts[count // 2]
+    taken, phases, cpu = starts[count // 2]
     rest = taken - sum(phases.values())
     times = ", ".join(f"{name} {spent:.2f}" for name, spent in phases.items())
     all_times = ", ".join(f"{start[0]:.2f}" for start in starts)
     print(f"start of {args.tensor_parallel_size} ranks   {taken:.2f} s (all: {all_times})")
-    print(f"  by phase          {times}, driver {rest:.2f}", flush=True)
+    print(f"  by phase          {times}, driver {rest:.2f}")
+    print(f"  CPU time          {cpu:.2f} s of the busiest rank", flush=True)
 
 
 def _report_throughput(args: argparse.Namespace, first: LLMEngine, second: LLMEngine) -> None:

@@ -140,9 +140,9 @@ def _measure_channels(args: argparse.Namespace, actors: list[Any]) -> None:
         decode_output(answers[0])
 
     _report("own channel", _times(step, args.steps))
-    before = [_cpu_s(pid) for pid in pids]
+    before = [cpu_s(pid) for pid in pids]
     time.sleep(2.0)
-    idle = sum(_cpu_s(pid) for pid in pids) - sum(before)
+    idle = sum(cpu_s(pid) for pid in pids) - sum(before)
     print(f"  idle: {idle / 2.0 * 100:.2f} % of a core in {len(pids)} actors over 2 s")
 
 
@@ -199,7 +199,7 @@ def _report(name: str, times_us: list[float]) -> None:
     )
 
 
-def _cpu_s(pid: int) -> float:
+def cpu_s(pid: int) -> float:
     """User and system time of a process."""
     with open(f"/proc/{pid}/stat") as file:
         fields = file.read().rpartition(")")[2].split()
