@@ -23,6 +23,7 @@ PROMPTS = [
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--max-tokens", type=int, default=48, help="(default: %(default)s)")
+    parser.add_argument("--token-ids", action="store_true", help="print ids rather than text")
     EngineArgs.add_cli_args(parser)
     # A driver that is submitted has a cluster around it, and is to fail where there is none.
     parser.set_defaults(executor="ray", ray_address="auto", ray_placement_strategy="SPREAD")
@@ -30,7 +31,9 @@ def main() -> None:
     with LLM(**vars(EngineArgs.from_cli_args(args))) as llm:
         params = SamplingParams(temperature=0.0, max_tokens=args.max_tokens)
         for output in llm.generate(PROMPTS, params, use_tqdm=False):
-            print(f"{output.prompt!r} -> {output.outputs[0].text!r}", flush=True)
+            found = output.outputs[0]
+            shown = found.token_ids if args.token_ids else repr(found.text)
+            print(f"{output.prompt!r} -> {shown}", flush=True)
 
 
 if __name__ == "__main__":

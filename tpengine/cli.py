@@ -29,6 +29,7 @@ _BENCHMARKS = {
     "swap": "time to swap a preempted sequence, and to compute it again",
     "collectives": "all-reduce of CPU ranks over shared memory, beside gloo",
     "sampler": "time of each stage of sampling: penalties, biases, bans, log probabilities",
+    "ranks": "two ranks of one thread against one process of two; and how ranks start, by phase",
     "transport": "a step without a model, driver to Ray actors and back, beside Ray's own ways",
 }
 _DEFAULT_PROMPT = "Hello, my name is"

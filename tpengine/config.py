@@ -103,11 +103,11 @@ class CacheConfig:
     Attributes:
         block_size: tokens in a block.
         gpu_memory_utilization: share of a GPU's memory that the engine may use, weights included.
-        cpu_kv_cache_bytes: size of the cache on CPU; None: the smaller of 4 GiB and 40 % of what
-            machine and cgroup have free.
+        cpu_kv_cache_bytes: size of a rank's cache on CPU; None: the smaller of 4 GiB and 40 % of
+            what machine and cgroup have free, divided by the ranks on that machine.
         num_device_blocks_override: this many blocks, whatever memory says.
         swap_space_bytes: host memory for the blocks of preempted sequences, per rank; None: the
-            smaller of 4 GiB and 10 % of what machine and cgroup have free.
+            smaller of 4 GiB and 10 % of what machine and cgroup have free, divided likewise.
         enable_prefix_caching: whether full blocks are found again by their content.
     """
 

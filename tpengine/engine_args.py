@@ -76,7 +76,7 @@ class EngineArgs:
     swap_space: float | None = arg(
         None,
         "GiB of host memory per rank for the blocks of preempted sequences, 0: none; default: the "
-        "smaller of 4 and 10 %% of the free memory",
+        "smaller of 4 and 10 %% of the free memory, divided by the ranks on the machine",
     )
     preemption_mode: str = arg(
         "swap",
@@ -101,7 +101,7 @@ class EngineArgs:
     cpu_kv_cache_space: float | Sequence[float] | None = arg(
         None,
         "GiB of KV cache of a rank on CPU, or one per rank; default: the smaller of 4 and 40 %% of "
-        "the free memory",
+        "the free memory, divided by the ranks on the machine",
     )
     num_device_blocks_override: int | None = arg(
         None, "number of blocks of the KV cache, whatever the memory says"

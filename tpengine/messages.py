@@ -178,6 +178,12 @@ class MemoryLedger:
     num_device_blocks: int
     num_host_blocks: int = 0
     """Blocks that the host memory for swapping holds."""
+    communicator_bytes: int = 0
+    """What connects the ranks: this rank's part of their segment of shared memory, or what NCCL
+    took of the device."""
+    held_by_others_bytes: int = 0
+    """What other processes, other ranks among them, held of the device when blocks were
+    counted."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -4,54 +4,23 @@ from __future__ import annotations
 
 import pytest
 import torch
-from transformers import LlamaConfig, LlamaForCausalLM
 
 from distributed.ranks import ADDRESS, Rank, Ranks
 from distributed.worker_tasks import (
-    BLOCK_SIZE,
-    VOCAB_SIZE,
     fail_at_rank_1,
     imported,
+    ledger_with_free_memory,
     new_worker,
     run_steps,
     shut_down,
     start_worker,
 )
-from tpengine import EngineArgs
 from tpengine.config import EngineConfig
 from tpengine.errors import CollectiveError
 from tpengine.messages import Rendezvous, StepOutput
 from tpengine.worker.worker import Worker
 
-INTERMEDIATE_SIZE = 45
-"""Divisible by no number of ranks; the last of 4 has padding only."""
-
-
-@pytest.fixture(scope="module")
-def config(tmp_path_factory: pytest.TempPathFactory) -> EngineConfig:
-    folder = tmp_path_factory.mktemp("llama")
-    llama = LlamaConfig(
-        vocab_size=VOCAB_SIZE,
-        hidden_size=64,
-        intermediate_size=INTERMEDIATE_SIZE,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        max_position_embeddings=128,
-        initializer_range=0.3,
-        mlp_bias=True,
-    )
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(0)
-        model = LlamaForCausalLM(llama)
-        for name, parameter in model.named_parameters():
-            if name.endswith("bias"):
-                torch.nn.init.normal_(parameter)
-        model.save_pretrained(folder)
-    args = EngineArgs(
-        model=str(folder), dtype="float32", block_size=BLOCK_SIZE, num_device_blocks_override=32
-    )
-    return args.create_engine_config("cpu")
+GIB = 1 << 30
 
 
 def start(ranks: Ranks, config: EngineConfig) -> list[tuple[str, int]]:
@@ -105,6 +74,9 @@ def test_same_tokens(
             for one, other in zip(part.entries, wanted.prompt_logprobs[row].entries, strict=True):
                 assert one.logprob == pytest.approx(other.logprob, abs=1e-4)
     assert not any(step.logprobs for answer in answers[1:] for step in answer)
+    for ledger in ranks.run(ledger_with_free_memory, GIB):
+        assert ledger.kv_budget_bytes == int(0.4 * GIB) // num_ranks, "of memory that all share"
+        assert ledger.num_host_blocks == int(0.1 * GIB) // num_ranks // ledger.block_bytes
     assert not any(ranks.run(imported, "transformers")), "costs seconds, and no rank needs it"
     ranks.run(shut_down)
 

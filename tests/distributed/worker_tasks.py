@@ -9,12 +9,14 @@ import sys
 from collections.abc import Iterator
 from dataclasses import replace
 
+import pytest
 import torch
 
 from distributed.ranks import ADDRESS, Rank
 from tpengine.config import EngineConfig
-from tpengine.messages import NewSequence, Rendezvous, StepInput, StepOutput
+from tpengine.messages import MemoryLedger, NewSequence, Rendezvous, StepInput, StepOutput
 from tpengine.sampling_params import SamplingParams
+from tpengine.worker import memory
 from tpengine.worker.worker import Worker
 
 VOCAB_SIZE = 101
@@ -65,6 +67,14 @@ def start_worker(state: Rank, rendezvous: Rendezvous) -> tuple[str, int]:
 
 def run_steps(state: Rank) -> list[StepOutput]:
     return [state.kept["worker"].execute_model(step) for step in steps()]
+
+
+def ledger_with_free_memory(state: Rank, free_bytes: int) -> MemoryLedger:
+    """What the rank accounts for while the machine has this much free."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(memory, "cpu_free_bytes", lambda: free_bytes)
+        ledger: MemoryLedger = state.kept["worker"].profile_num_available_blocks()
+    return ledger
 
 
 def imported(state: Rank, module: str) -> bool:

@@ -85,6 +85,33 @@ def test_output_survives(output: StepOutput) -> None:
     assert repr(decoded) == repr(output)
 
 
+@pytest.mark.parametrize("num_rows", [1, 256, 300, 1500])
+@pytest.mark.parametrize("change", ["none", "slots", "tokens", "rows", "fewer rows", "own slots"])
+def test_steps_of_decodes_survive(num_rows: int, change: str) -> None:
+    """What most steps are like travels in short forms, and so does not what is only similar."""
+    rows = list(range(num_rows))
+    step = StepInput(1, rows.copy(), [1] * num_rows, sample_rows=rows, sample_slots=rows.copy())
+    if change == "slots":
+        step.slots = [slot + 100 for slot in rows]
+    elif change == "tokens":
+        step.num_scheduled_tokens[-1] = 2
+    elif change == "rows":
+        step.sample_rows = rows[::-1]
+    elif change == "fewer rows":
+        step.sample_rows, step.sample_slots = rows[:-1], rows[:-1]
+    elif change == "own slots":
+        step.sample_slots[0] = 77
+    decoded = decode_step(encode(step))
+    assert decoded == step
+    lists = [decoded.slots, decoded.num_scheduled_tokens, decoded.sample_rows, decoded.sample_slots]
+    assert len({id(one) for one in lists}) == 4, "changing one would change another"
+
+
+@pytest.mark.parametrize("ids", [[], [0], [2**32 - 1, 5], [2**32], [-1, 7]])
+def test_any_token_ids_survive(ids: list[int]) -> None:
+    assert decode_output(encode(StepOutput(1, ids))).token_ids == ids
+
+
 def test_every_sampling_parameter_survives() -> None:
     """One at a time, so that none leans on another."""
     changes = {

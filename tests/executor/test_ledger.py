@@ -2,8 +2,18 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
+import pytest
+from support.models import ModelShop
+from support.zoo import PLAIN
+
+from executor.ray_engines import executor_of, ray_engine
+from tpengine.distributed.shared_memory import CAPACITY_BYTES
+from tpengine.engine import startup
 from tpengine.engine.startup import memory_table
 from tpengine.messages import MemoryLedger
+from tpengine.ops.shared_memory import segment_bytes
 
 GIB = 1 << 30
 
@@ -18,6 +28,8 @@ def ledger(rank: int, num_blocks: int) -> MemoryLedger:
         kv_budget_bytes=num_blocks * (GIB // 512),
         block_bytes=GIB // 512,
         num_device_blocks=num_blocks,
+        communicator_bytes=GIB // 4,
+        held_by_others_bytes=3 * GIB,
     )
 
 
@@ -26,7 +38,7 @@ def test_limiting_rank_is_named_with_what_it_would_gain() -> None:
     lines = memory_table([ledger(0, 2048), ledger(1, 1024), ledger(2, 1536)], devices)
     assert len(lines) == 5
     assert lines[2].split() == [
-        *("1", "80.000", "7.000", "0.500", "2.000", "1024"),
+        *("1", "80.000", "3.000", "7.000", "0.500", "0.250", "2.000", "1024"),
         *("small", "on", "node", "10.0.0.2"),
     ]
     assert lines[-1] == (
@@ -37,3 +49,37 @@ def test_limiting_rank_is_named_with_what_it_would_gain() -> None:
 
 def test_equal_ranks_do_not_blame_each_other() -> None:
     assert len(memory_table([ledger(0, 512), ledger(1, 512)], ["a", "b"])) == 3
+
+
+def test_rank_with_less_memory_lowers_all_and_is_named(
+    ray_address: str, models: ModelShop, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Real ranks, with a budget for each."""
+    lines: list[str] = []
+    monkeypatch.setattr(startup.logger, "info", lambda text, *args: lines.append(text % args))
+    folder: Path = models.folder(PLAIN)
+    budgets = {"cpu_kv_cache_space": [0.02, 0.01], "num_device_blocks_override": None}
+    with ray_engine(folder, 2, **budgets) as engine:
+        ledgers = executor_of(engine).profile_num_available_blocks()
+        more, less = (ledger.num_device_blocks for ledger in ledgers)
+        assert [ledger.kv_budget_bytes for ledger in ledgers] == [int(0.02 * GIB), int(0.01 * GIB)]
+        assert engine.num_total_blocks == less < more
+        place = executor_of(engine).places[1]
+    segment = segment_bytes(2, CAPACITY_BYTES)
+    for ledger in ledgers:
+        assert ledger.communicator_bytes == segment // 2 > 1 << 20
+        # Ray alone holds more, and ranks see each other.
+        assert 256 << 20 < ledger.held_by_others_bytes < ledger.total_bytes
+    table = lines[-4:]
+    assert table[0].split()[:6] == [
+        "rank",
+        "total",
+        "others",
+        "weights",
+        "activations",
+        "communicator",
+    ]
+    assert [line.split()[0] for line in table[1:3]] == ["0", "1"]
+    assert table[3].startswith(f"rank 1 limits every rank to {less} blocks (")
+    assert str(place) in table[3]
+    assert table[3].endswith(f"0.010 GiB more there would give all {more}")

@@ -50,7 +50,8 @@ def _refresh() -> str:
 
 
 def _run(*command: str) -> str:
-    environment = {**os.environ, "DEBIAN_FRONTEND": "noninteractive"}
+    # A test wants the program, not its service: with this systemd starts none.
+    environment = {**os.environ, "DEBIAN_FRONTEND": "noninteractive", "SYSTEMD_OFFLINE": "1"}
     done = subprocess.run(
         command, env=environment, capture_output=True, text=True, timeout=_PATIENCE_S, check=False
     )

@@ -37,6 +37,29 @@ def test_budget_on_cpu(
     assert memory.cpu_kv_budget_bytes(wanted) == expected
 
 
+@pytest.mark.parametrize(("free", "kv", "swap"), [(100, 4, 4), (5, 2, 0.5)])
+def test_ranks_of_a_machine_divide_the_defaults(
+    monkeypatch: pytest.MonkeyPatch, free: float, kv: float, swap: float
+) -> None:
+    monkeypatch.setattr(memory, "cpu_free_bytes", lambda: free * GIB)
+    for ranks in (1, 2, 4):
+        assert memory.cpu_kv_budget_bytes(None, ranks) == int(kv * GIB) // ranks
+        assert memory.host_swap_bytes(None, ranks) == int(swap * GIB) // ranks
+        assert memory.cpu_kv_budget_bytes(GIB, ranks) == GIB, "what was asked for is per rank"
+        assert memory.host_swap_bytes(0, ranks) == 0
+
+
+def test_what_others_hold(monkeypatch: pytest.MonkeyPatch) -> None:
+    """All that is not free and not this process's own."""
+    monkeypatch.setattr(memory, "cpu_total_bytes", lambda: 1000 * GIB)
+    monkeypatch.setattr(memory, "cpu_free_bytes", lambda: 900 * GIB)
+    before = memory.cpu_held_by_others_bytes()
+    mine = torch.ones(GIB // 16, dtype=torch.float32)
+    grown = before - memory.cpu_held_by_others_bytes()
+    assert 99 * GIB < before < 100 * GIB
+    assert grown == pytest.approx(mine.nbytes, rel=0.05)
+
+
 def test_free_and_total_are_plausible() -> None:
     assert 0 < memory.cpu_free_bytes() < memory.cpu_total_bytes()
 

@@ -28,7 +28,7 @@ from tpengine.distributed.shared_memory import (
 from tpengine.errors import CollectiveError, RendezvousError, SharedMemoryError
 from tpengine.logger import init_logger
 from tpengine.messages import Rendezvous
-from tpengine.ops.shared_memory import Segment, has_shared_memory
+from tpengine.ops.shared_memory import Segment, has_shared_memory, segment_bytes
 
 logger = init_logger(__name__)
 
@@ -54,15 +54,19 @@ def connect_ranks(
     meeting = Meeting(rank, rendezvous, master)
     timeout_s = rendezvous.collective_timeout_s
     collectives: Collectives
+    num_bytes = 0  # gloo's buffers are its sockets', which the kernel holds
     if device.type == "cuda":
+        free_bytes = torch.cuda.mem_get_info(device)[0]
         collectives, how = NcclCollectives(meeting, device, timeout_s), "NCCL"
+        num_bytes = max(0, free_bytes - torch.cuda.mem_get_info(device)[0])
     elif (segment := _connect_segment(meeting, rendezvous)) is not None:
         collectives, how = SharedMemoryCollectives(segment, rank, timeout_s), "shared memory"
+        num_bytes = segment_bytes(meeting.size, CAPACITY_BYTES) // meeting.size
     else:
         collectives, how = GlooCollectives(meeting, timeout_s), "gloo"
     interface = interface_of(meeting.address) or "unknown"
     line = f"rank {rank} of {meeting.size} at {meeting.address} (interface {interface}) by {how}"
-    return ParallelState(rank, meeting.size, collectives), line
+    return ParallelState(rank, meeting.size, collectives, num_bytes), line
 
 
 def _connect_segment(meeting: Meeting, rendezvous: Rendezvous) -> Segment | None:

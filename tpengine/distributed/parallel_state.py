@@ -43,11 +43,15 @@ class ParallelState:
 
     Two engines in one process each have their own. With one rank there is nobody to talk to and
     `collectives` is None.
+
+    Attributes:
+        communicator_bytes: of memory that the collectives hold for this rank.
     """
 
     tp_rank: int = 0
     tp_size: int = 1
     collectives: Collectives | None = None
+    communicator_bytes: int = 0
 
     def all_reduce(self, x: torch.Tensor) -> torch.Tensor:
         """Sum over ranks; may overwrite `x`."""

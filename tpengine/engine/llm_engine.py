@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import threading
 import time
+import weakref
 from collections.abc import Iterable
 from types import TracebackType
 from typing import Any
@@ -63,6 +64,8 @@ class LLMEngine:
         self._failure: BaseException | None = None
         self._stepping = threading.Lock()
         self.last_step: StepStats | None = None
+        # Who runs a notebook's cell again forgets the engine before; its ranks must not stay.
+        weakref.finalize(self, executor.shutdown).atexit = False
 
     @classmethod
     def from_engine_args(cls, args: EngineArgs) -> LLMEngine:

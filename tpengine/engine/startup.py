@@ -67,12 +67,16 @@ def memory_table(ledgers: Sequence[MemoryLedger], devices: Sequence[str]) -> lis
         devices: of each rank, in words.
     """
     num_blocks = min(ledger.num_device_blocks for ledger in ledgers)
-    lines = ["rank     total   weights  activations  KV budget   blocks  device"]
+    lines = [
+        "rank     total    others   weights  activations  communicator  KV budget   blocks  device"
+    ]
     for ledger in ledgers:
         lines.append(
-            f"{ledger.rank:4d} {ledger.total_bytes / _GIB:9.3f} {ledger.weights_bytes / _GIB:9.3f}"
-            f" {ledger.activation_peak_bytes / _GIB:12.3f} {ledger.kv_budget_bytes / _GIB:10.3f}"
-            f" {ledger.num_device_blocks:8d}  {devices[ledger.rank]}"
+            f"{ledger.rank:4d} {ledger.total_bytes / _GIB:9.3f}"
+            f" {ledger.held_by_others_bytes / _GIB:9.3f} {ledger.weights_bytes / _GIB:9.3f}"
+            f" {ledger.activation_peak_bytes / _GIB:12.3f} {ledger.communicator_bytes / _GIB:13.3f}"
+            f" {ledger.kv_budget_bytes / _GIB:10.3f} {ledger.num_device_blocks:8d}"
+            f"  {devices[ledger.rank]}"
         )
     limiting = [ledger for ledger in ledgers if ledger.num_device_blocks == num_blocks]
     others = [ledger for ledger in ledgers if ledger.num_device_blocks > num_blocks]

@@ -90,8 +90,7 @@ def open_checkpoint(path: Path, load_format: str) -> Iterator[CheckpointFile]:
         yield _TorchFile(_unpickle(path))
         return
     try:
-        with safe_open(path, framework="pt") as file:
-            yield file
+        yield _SafetensorsFile(path)
     except (SafetensorError, OSError) as error:
         raise ModelLoadError(
             f"{path} cannot be read: {error}; the file is damaged or was not copied whole"
@@ -117,6 +116,23 @@ def _unpickle(path: Path) -> Mapping[str, torch.Tensor]:
     ):
         raise ModelLoadError(f"{path} is no checkpoint: it must hold a dict of named tensors")
     return state
+
+
+class _SafetensorsFile:
+    """Maps the file anew for every tensor: pages that were read count as this process's memory as
+    long as they are mapped, and a rank shall hold no more than its share and one tensor."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        with safe_open(path, framework="pt") as file:
+            self._names = list(file.keys())
+
+    def keys(self) -> list[str]:
+        return self._names
+
+    def get_slice(self, name: str) -> TensorSource:
+        source: TensorSource = safe_open(self._path, framework="pt").get_slice(name)
+        return source
 
 
 class _TorchFile:

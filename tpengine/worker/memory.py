@@ -27,16 +27,33 @@ def cpu_free_bytes() -> int:
     return min([_meminfo("MemAvailable"), *(limit - used for limit, used in limits)])
 
 
-def cpu_kv_budget_bytes(wanted: int | None) -> int:
-    """Bytes for the KV cache on CPU: what was asked for, or a modest share of what is free."""
+def cpu_held_by_others_bytes() -> int:
+    """What other processes hold of the memory, so that this one cannot have it."""
+    own = _status("RssAnon") + _status("RssShmem")  # file pages can be given back
+    return max(0, cpu_total_bytes() - max(0, cpu_free_bytes()) - own)
+
+
+def cpu_kv_budget_bytes(wanted: int | None, num_local_ranks: int = 1) -> int:
+    """Bytes for the KV cache of one rank on CPU: what was asked for, or its part of a modest
+    share of what is free.
+
+    Args:
+        num_local_ranks: ranks of the engine that share this machine's memory.
+    """
     if wanted is not None:
         return wanted
-    return min(_CPU_DEFAULT_BYTES, int(_CPU_DEFAULT_SHARE * max(0, cpu_free_bytes())))
+    return _share_of_free(_CPU_DEFAULT_BYTES, _CPU_DEFAULT_SHARE, num_local_ranks)
 
 
-def host_swap_bytes() -> int:
-    """Bytes of host memory for swapped blocks unless told: a modest share of what is free."""
-    return min(_SWAP_DEFAULT_BYTES, int(_SWAP_DEFAULT_SHARE * max(0, cpu_free_bytes())))
+def host_swap_bytes(wanted: int | None, num_local_ranks: int = 1) -> int:
+    """The same for the host memory of swapped blocks."""
+    if wanted is not None:
+        return wanted
+    return _share_of_free(_SWAP_DEFAULT_BYTES, _SWAP_DEFAULT_SHARE, num_local_ranks)
+
+
+def _share_of_free(at_most: int, share: float, num_local_ranks: int) -> int:
+    return min(at_most, int(share * max(0, cpu_free_bytes()))) // num_local_ranks
 
 
 class PeakMemory:

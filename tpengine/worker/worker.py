@@ -125,6 +125,8 @@ class Worker:
             block_bytes=one_block,
             num_device_blocks=num_blocks,
             num_host_blocks=self._swap_space_bytes() // one_block,
+            communicator_bytes=self._parallel.communicator_bytes,
+            held_by_others_bytes=self._held_by_others_bytes(),
         )
         if num_blocks < 1:
             raise CacheSizeError(
@@ -216,7 +218,9 @@ class Worker:
         """(all memory of the device, what the KV cache may take), in bytes."""
         if self._device.type == "cpu":
             wanted = self._config.cache.cpu_kv_cache_bytes
-            return memory.cpu_total_bytes(), memory.cpu_kv_budget_bytes(wanted)
+            return memory.cpu_total_bytes(), memory.cpu_kv_budget_bytes(
+                wanted, self._num_local_ranks
+            )
         torch.cuda.empty_cache()
         free, total = torch.cuda.mem_get_info(self._device)
         # What others hold counts against the share, whether it came before or after us.
@@ -224,8 +228,13 @@ class Worker:
         return total, max(0, free - unusable - peak_bytes)
 
     def _swap_space_bytes(self) -> int:
-        wanted = self._config.cache.swap_space_bytes
-        return memory.host_swap_bytes() if wanted is None else wanted
+        return memory.host_swap_bytes(self._config.cache.swap_space_bytes, self._num_local_ranks)
+
+    def _held_by_others_bytes(self) -> int:
+        if self._device.type == "cpu":
+            return memory.cpu_held_by_others_bytes()
+        free, total = torch.cuda.mem_get_info(self._device)
+        return max(0, total - free - torch.cuda.memory_reserved(self._device))
 
     def _how_to_get_more(self, one_block: int) -> str:
         if self._device.type == "cpu":

@@ -1,0 +1,126 @@
+"""What ranks ask of a checkpoint, and what of it they hold."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+import torch
+from families.variants import VARIANTS, Variant
+from safetensors.torch import load_file, save_file
+from transformers import LlamaConfig
+
+from distributed.load_tasks import load
+from distributed.ranks import Ranks
+from tpengine import EngineArgs
+from tpengine.config import ModelConfig
+from tpengine.distributed.parallel_state import ParallelState
+from tpengine.layers.weights import Weights
+from tpengine.models.registry import build_model
+
+NAMES = (
+    *("llama-biases", "mistral-window", "qwen2-tied", "qwen3-head-dim"),
+    *("opt-before", "opt-after-projected", "bloom-8-heads"),
+)
+"""Of every family, with heads that four ranks divide."""
+WHOLE = re.compile(
+    r"norm|ln_f|(o_proj|out_proj|down_proj|fc2|dense|dense_4h_to_h)\.bias$"
+    r"|embed_positions|project_(in|out)"
+)
+"""Tensors that every rank needs whole: vectors of the hidden size, and OPT's small tables."""
+BIG = LlamaConfig(
+    vocab_size=12_000,
+    hidden_size=512,
+    intermediate_size=2048,
+    num_hidden_layers=6,
+    num_attention_heads=8,
+    num_key_value_heads=4,
+    max_position_embeddings=128,
+    tie_word_embeddings=False,
+    architectures=["LlamaForCausalLM"],
+)
+OVERHEAD_BYTES = 6 << 20
+"""Of code that runs for the first time, and of the allocator."""
+MIB = 1 << 20
+
+
+def model_config(folder: Path) -> ModelConfig:
+    return EngineArgs(model=str(folder), dtype="float32").create_engine_config("cpu").model
+
+
+def sizes_in(folder: Path) -> dict[str, int]:
+    """Bytes of each tensor of a checkpoint."""
+    return {name: x.nbytes for name, x in load_file(folder / "model.safetensors").items()}
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_ranks_ask_for_the_checkpoint_once(
+    name: str, groups: dict[int, Ranks], tmp_path: Path
+) -> None:
+    """All that ranks ask for is the checkpoint and, again, what they hold several times."""
+    variant: Variant = next(variant for variant in VARIANTS if variant.name == name)
+    variant.write(tmp_path / "model")
+    config, sizes = model_config(tmp_path / "model"), sizes_in(tmp_path / "model")
+    for num_ranks, ranks in groups.items():
+        reports = ranks.run(load, config)
+        assert all(report.asked_bytes.keys() <= sizes.keys() for report in reports)
+        copies = {}
+        for tensor, size in sizes.items():
+            asked = sum(report.asked_bytes.get(tensor, 0) for report in reports)
+            copies[tensor], rest = divmod(asked, size)
+            assert rest == 0, tensor
+        replicated = {tensor: n for tensor, n in copies.items() if n != 1}
+        again = sum((n - 1) * sizes[tensor] for tensor, n in replicated.items())
+        total = sum(sum(report.asked_bytes.values()) for report in reports)
+        print(
+            f"\n{name}, {num_ranks} ranks: asked for {total} = {sum(sizes.values())} + {again} of"
+        )
+        print("\n".join(f"  {n} x {tensor} ({sizes[tensor]})" for tensor, n in replicated.items()))
+        assert total == sum(sizes.values()) + again
+        for tensor, n in replicated.items():
+            if WHOLE.search(tensor):
+                assert n == num_ranks, tensor
+            else:  # a KV head that several ranks hold
+                assert re.search(r"\.[kv]_proj\.", tensor), tensor
+                assert n * config.total_num_kv_heads == num_ranks
+        assert all(replicated.get(tensor) for tensor in sizes if WHOLE.search(tensor))
+
+
+@pytest.fixture(scope="module")
+def big_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """About 130 MiB in float32, in one file, under the names that a Llama has."""
+    folder = tmp_path_factory.mktemp("big")
+    BIG.save_pretrained(folder)
+    weights = Weights(torch.float32, torch.device("cpu"), ParallelState())
+    build_model(model_config(folder), weights)
+    shapes = {name: shard.full_shape for name, shard in weights.shards.items()}
+    save_file(
+        {name: torch.full(shape, 0.01) for name, shape in shapes.items()},
+        folder / "model.safetensors",
+    )
+    return folder
+
+
+@pytest.mark.parametrize("num_ranks", [2, 4])
+def test_no_rank_holds_more_than_its_share(num_ranks: int, big_folder: Path) -> None:
+    """Resident memory, not what the engine thinks: afterwards the share, and on the way at most the
+    largest tensor beside it."""
+    config, sizes = model_config(big_folder), sizes_in(big_folder)
+    whole, largest = sum(sizes.values()), max(sizes.values())
+    ranks = Ranks(num_ranks)  # of this test: what others freed and kept would be used again
+    try:
+        reports = ranks.run(load, config)
+    finally:
+        ranks.close()
+    for rank, report in enumerate(reports):
+        share = sum(report.asked_bytes.values())
+        print(
+            f"\nrank {rank} of {num_ranks}: checkpoint {whole / MIB:.1f} MiB, largest tensor "
+            f"{largest / MIB:.1f}, share {share / MIB:.1f}, held {report.held_bytes / MIB:.1f}, "
+            f"at most {report.peak_bytes / MIB:.1f}"
+        )
+        assert whole / num_ranks <= share < whole / num_ranks + MIB
+        assert report.weights_bytes == pytest.approx(share, rel=0.02)
+        assert 0.9 * share < report.held_bytes < share + OVERHEAD_BYTES
+        assert report.peak_bytes < share + largest + OVERHEAD_BYTES
