@@ -112,12 +112,12 @@ class Recovery:
         Raises:
             EngineDeadError: the group is lost for good.
         """
+        if self.state is EngineState.RECOVERING:
+            self._look_after_rebuild()
         if self.state is EngineState.RUNNING:
             loss = self._executor.loss
             if loss is not None:
                 self.begin(loss)
-        if self.state is EngineState.RECOVERING:
-            self._look_after_rebuild()
         if self.state is not EngineState.RUNNING:
             return False
         if self._blame.has_suspects and self._blame.note_progress():
