@@ -154,11 +154,11 @@ class MortalExecutor(Executor):
         return self.profile_num_available_blocks()
 
     def execute_model(self, step: StepInput) -> StepOutput:
+        self._num_sent = step.step
         if self._loss is not None:  # lost since the driver asked
             raise GroupLostError(self._loss)
         assert self._group is not None
         self.steps.append((self._epoch, step.step))
-        self._num_sent = step.step
         self._book(step)
         is_lethal = step.step in self._fate.kills or self._fate.is_lethal(step)
         if is_lethal or self._is_poisonous(step):

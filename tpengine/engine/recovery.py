@@ -226,13 +226,13 @@ class Recovery:
             self._counted.popleft()
         if len(self._counted) > limits.max_recoveries:
             self._give_up(
-                f"its ranks were lost {len(self._counted)} times within {limits.window_s:.0f} s, "
+                f"its ranks were lost {len(self._counted)} times within {limits.window_s:g} s, "
                 f"and max_recoveries = {limits.max_recoveries}. The last time: {loss.report()}",
                 GroupLostError(loss),
             )
         self._num_attempts += 1
         logger.error(
-            "%s\n%d requests wait for a new group of ranks (%d of %d recoveries within %.0f s)",
+            "%s\n%d requests wait for a new group of ranks (%d of %d recoveries within %g s)",
             loss.report(),
             len(self._scheduler.unfinished_requests()),
             len(self._counted),
