@@ -12,12 +12,14 @@ from collections.abc import Iterator
 import pytest
 
 from tpengine import LLM, LLMEngine, RequestOutputKind, SamplingParams
+from tpengine.cli import main
+from tpengine.engine import llm_engine
 from tpengine.engine.health import EngineState
 from tpengine.errors import EngineDeadError, EngineError, GroupLostError
 
 from .conftest import MakeConfig
 from .loop import Client, Job, serve, summary
-from .mortal import Fate, MortalExecutor, mortal_engine
+from .mortal import FakeGroup, Fate, MortalExecutor, mortal_engine
 
 
 def job(number: int, max_tokens: int = 10, num_prompt_tokens: int = 5) -> Job:
@@ -260,3 +262,17 @@ def test_offline_batches_notice_nothing(fake_config: MakeConfig) -> None:
     assert [output.outputs[0].token_ids for output in again] == expected
     assert engine.health().num_recoveries == 3
     assert isinstance(engine, LLMEngine)
+
+
+def test_the_command_line_says_so_once(
+    real_config: MakeConfig, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Whatever prompts are left: there is no engine for them."""
+    config = real_config(max_recoveries=1)
+    executor = MortalExecutor(config, Fate(is_lethal=lambda step: True), FakeGroup)
+    monkeypatch.setattr(llm_engine, "create_executor", lambda args: (config, executor))
+    assert main(["generate", "one", "two", "three", "--max-recoveries", "1"]) == 1
+    (line,) = [x for x in capsys.readouterr().err.splitlines() if x.startswith("tpengine: ")]
+    assert "EngineDeadError" in line
+    assert "rank 1 on 10.0.0.7 (host seven), pid 4711" in line
+    assert executor._is_shut_down.is_set()

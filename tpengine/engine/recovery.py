@@ -7,7 +7,6 @@ nothing. Those are made in a thread of its own, so that requests come and go mea
 
 from __future__ import annotations
 
-import contextlib
 import threading
 import time
 from collections import deque
@@ -17,7 +16,7 @@ from tpengine.config import EngineConfig
 from tpengine.engine.blame import Blame, Verdict
 from tpengine.engine.health import EngineHealth, EngineState, RecoveryRecord
 from tpengine.engine.startup import count_blocks, make_block_manager
-from tpengine.errors import EngineDeadError, EngineError, GroupLostError
+from tpengine.errors import EngineDeadError, GroupLostError
 from tpengine.executor.executor import Executor
 from tpengine.logger import init_logger
 from tpengine.messages import RankLoss
@@ -156,6 +155,13 @@ class Recovery:
         )
         failed = self._convict(verdict.convicted, loss)
         self._scheduler.restrict(self._blame.allowed)
+        if self._blame.allowed is not None:
+            logger.warning(
+                "%d of %d requests run while the others wait: whether it is one of them that the "
+                "ranks die of is being found out",
+                len(self._blame.allowed),
+                len(requests),
+            )
         self.state = EngineState.RECOVERING
         self._attempt(loss, counts=not verdict.is_probe)
         return failed
@@ -299,6 +305,8 @@ class Recovery:
         error = EngineDeadError(f"the engine cannot go on: {reason}")
         error.__cause__ = cause
         self.die(error)
-        with contextlib.suppress(EngineError):
+        try:
             self._executor.shutdown()
+        except Exception:  # what brought the engine down is what its users are to see
+            logger.exception("the ranks could not be ended in order")
         raise error
