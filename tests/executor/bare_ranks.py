@@ -42,14 +42,22 @@ class BareRanks:
     def _open_cache(self, ledgers: list[MemoryLedger]) -> None:
         self.executor.init_cache_engine(min(ledger.num_device_blocks for ledger in ledgers))
 
+    def spare_processes(self) -> list[tuple[int, int]]:
+        """Of the spares that are ready."""
+        return [place.process for place in self.executor._spares.places()]
+
+    @property
+    def next_step(self) -> int:
+        """Number of the next step."""
+        return self._step + 1
+
     def generate(self, num_tokens: int = 16, tokens: list[int] | None = None) -> list[int]:
         """The prompt's continuation; goes on after `tokens`, which are computed again."""
         output = list(tokens or [])
         params = SamplingParams(temperature=0.0, max_tokens=num_tokens)
         new = NewSequence(0, PROMPT + output, len(PROMPT), 0, list(range(1, 9)), params, 0, 0, [])
-        self._step += 1
         step = StepInput(
-            self._step,
+            self._count(),
             [0],
             [len(new.token_ids)],
             [new],
@@ -60,13 +68,17 @@ class BareRanks:
         self._freed = [0]
         while True:
             output += self.executor.execute_model(step).token_ids
-            self._step += 1
             if len(output) == num_tokens:
                 break
-            step = StepInput(self._step, [0], [1], sample_rows=[0], sample_slots=[0])
+            step = StepInput(self._count(), [0], [1], sample_rows=[0], sample_slots=[0])
         return output
 
+    def _count(self) -> int:
+        self._step += 1
+        return self._step
+
     def signal(self, rank: int, number: int) -> None:
+        """Sends a signal to a rank."""
         os.kill(self.executor.places[rank].pid, number)
 
 

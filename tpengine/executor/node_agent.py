@@ -8,6 +8,7 @@ machine whose link is cut for alive for a minute.
 from __future__ import annotations
 
 import contextlib
+import os
 import time
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
@@ -40,8 +41,9 @@ class NodeAgent:
     def __init__(self) -> None:
         self._ends = EndWatch()
 
-    def ping(self) -> None:
-        """Answers."""
+    def ping(self) -> int:
+        """Answers, with the number of its process."""
+        return os.getpid()
 
     def watch(self, ranks: Sequence[Process]) -> None:
         """Remembers the ranks of this node, while they live, so that their end can be told."""
