@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from tpengine.sequence import Request, SequenceStatus
+from tpengine.sequence import Request, Sequence, SequenceStatus
 
 from .fake_engine import FakeEngine, add, engine_of, make_config, make_request, sizes, statuses
 from .fake_worker import generate_undisturbed
@@ -177,3 +177,17 @@ def test_only_those_that_are_allowed_run() -> None:
     assert engine.step().rows == [*late.sequences, *first.sequences, *second.sequences]
     engine.run()
     assert engine.endings[first.request_id] is SequenceStatus.FINISHED_LENGTH
+
+
+def test_a_fork_of_a_lost_step_is_forgotten() -> None:
+    """Its request is then no longer taken for one that has a row in the step being scheduled."""
+    engine = engine_of()
+    request = make_request(0, 6)
+    request.sequences.append(Sequence(5000, 1, list(request.prompt_token_ids), 6))
+    engine.scheduler.add_request(request)
+    assert engine.scheduler.schedule().forks
+    queues = engine.scheduler._queues
+    assert queues.is_forking(request)
+    engine.lose(num_blocks=10)
+    assert not queues.is_forking(request)
+    assert statuses([request]) == ["WAITING", "WAITING"]
