@@ -20,6 +20,7 @@ from executor.ray_engines import (
     ray_engine,
     sabotaged_rank,
 )
+from tpengine.config import RayConfig
 from tpengine.errors import (
     CacheSizeError,
     ConfigError,
@@ -28,6 +29,7 @@ from tpengine.errors import (
     WorkerError,
 )
 from tpengine.executor import placement
+from tpengine.executor.placement import Placement
 
 Wait = Callable[[Callable[[], bool], float], None]
 
@@ -77,6 +79,20 @@ def test_possible_but_busy(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Non
         ray.util.remove_placement_group(others)
     assert len(warnings) == 1
     assert "waiting up to 2 s for room on the cluster: wanted 2 x {CPU: 1}" in warnings[0]
+
+
+def test_nodes_that_are_excluded(ray_address: str) -> None:
+    """Those that do not answer get no rank; Ray may still hold them for alive."""
+    config, node_id = RayConfig(), ray.get_runtime_context().get_node_id()
+    other = "f" * len(node_id)
+    placement = Placement({"CPU": 1.0}, 2, config, excluded=[other, other[:-1] + "e"])
+    try:
+        assert placement.node_ids == [node_id] * 2
+        assert not placement.is_borrowed
+    finally:
+        placement.remove()
+    with pytest.raises(PlacementError, match="without 1 that do not answer: wanted 2"):
+        Placement({"CPU": 1.0}, 2, config, excluded=[node_id])
 
 
 def test_exception_in_one_ranks_load(folder: Path, wait_until: Wait) -> None:

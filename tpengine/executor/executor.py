@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Mapping
+from types import MappingProxyType
 from typing import Any
 
 from tpengine.errors import EngineError
@@ -10,7 +12,14 @@ from tpengine.messages import MemoryLedger, RankLoss, StepInput, StepOutput
 
 
 class Executor(ABC):
-    """Runs calls on every worker. The engine knows this class only, never a worker."""
+    """Runs calls on every worker. The engine knows this class only, never a worker.
+
+    Attributes:
+        start_times_s: seconds that each phase of the latest start took, in order; empty where
+            nobody measures.
+    """
+
+    start_times_s: Mapping[str, float] = MappingProxyType({})
 
     @abstractmethod
     def _run_workers(self, method: str, *args: Any, **kwargs: Any) -> list[Any]:
