@@ -6,6 +6,7 @@ import threading
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from types import MappingProxyType
 from typing import Any, Protocol
 
 from scheduling.fake_worker import FakeWorker
@@ -123,6 +124,8 @@ class MortalExecutor(Executor):
     @property
     def epoch(self) -> int:
         return self._epoch
+
+    start_times_s = MappingProxyType({"weights": 0.25})
 
     def load(self) -> list[str]:
         self._start()

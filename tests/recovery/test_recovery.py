@@ -238,7 +238,9 @@ def test_log_lines(client: Client, caplog: pytest.LogCaptureFixture) -> None:
         assert word in lost[0]
     back = [r.getMessage() for r in caplog.records if "rebuilt: epoch 2" in r.getMessage()]
     assert len(back) == 1
+    assert "(weights 0.25)" in back[0]
     assert "100 blocks, 100 before; 3 requests go on" in back[0]
+    assert client.engine.recoveries[0].phases_s == {"weights": 0.25}
 
 
 def test_offline_batches_notice_nothing(fake_config: MakeConfig) -> None:

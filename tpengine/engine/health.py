@@ -54,6 +54,7 @@ class RecoveryRecord:
         num_requests: that were carried over.
         num_attempts: at a new group; the last one succeeded.
         ready_s: from the loss's detection until a step could be scheduled.
+        phases_s: what the last attempt spent that time on, where the executor knows.
         num_blocks: of the KV cache, before and after.
         longest_gap_s: between a token of a carried-over request before the loss and its next one,
             as far as they have come; None: none has had a token before and after.
@@ -64,5 +65,6 @@ class RecoveryRecord:
     num_requests: int
     num_attempts: int
     ready_s: float
+    phases_s: dict[str, float]
     num_blocks: tuple[int, int]
     longest_gap_s: float | None = None

@@ -282,14 +282,17 @@ class Recovery:
             num_requests=len(self._scheduler.unfinished_requests()),
             num_attempts=self._num_attempts,
             ready_s=time.monotonic() - self._lost_at,
+            phases_s=dict(self._executor.start_times_s),
             num_blocks=(num_blocks_before, num_blocks),
         )
         self.records.append(record)
+        phases = ", ".join(f"{name} {spent:.2f}" for name, spent in record.phases_s.items())
         logger.warning(
-            "the group is rebuilt: epoch %d after %.2f s and %d attempts; KV cache of %d blocks, "
+            "the group is rebuilt: epoch %d after %.2f s%s and %d attempts; KV cache of %d blocks, "
             "%d before; %d requests go on",
             record.epoch,
             record.ready_s,
+            f" ({phases})" if phases else "",
             record.num_attempts,
             num_blocks,
             num_blocks_before,
