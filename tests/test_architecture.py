@@ -126,6 +126,7 @@ def test_configs_are_frozen() -> None:
         "CacheConfig",
         "ParallelConfig",
         "SchedulerConfig",
+        "RecoveryConfig",
         "EngineConfig",
     ):
         assert getattr(config, name).__dataclass_params__.frozen, name

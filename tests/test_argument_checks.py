@@ -25,6 +25,10 @@ BAD: dict[str, tuple[dict[str, Any], tuple[str, ...]]] = {
         {"cpu_kv_cache_space": 0.1, "num_device_blocks_override": 64},
         ("cpu_kv_cache_space = 0.1", "num_device_blocks_override = 64", "unset"),
     ),
+    "recoveries": ({"max_recoveries": -1}, ("max_recoveries", "at least 0", "-1")),
+    "window": ({"recovery_window": 0.0}, ("recovery_window", "more than 0", "0.0")),
+    "spares": ({"executor": "ray", "spare_workers": -2}, ("spare_workers", "at least 0", "-2")),
+    "spares of nobody": ({"spare_workers": 1}, ("spare_workers = 1", "executor='ray'")),
 }
 
 

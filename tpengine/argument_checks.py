@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from typing import TYPE_CHECKING
 
 from tpengine.errors import ConfigError
@@ -25,8 +26,10 @@ def check_bounds(args: EngineArgs) -> None:
     """Refuses numbers that no machine can serve, before they overflow somewhere inside.
 
     Raises:
-        ConfigError: max_num_seqs, seed, cpu_kv_cache_space or swap_space is out of bounds.
+        ConfigError: max_num_seqs, seed, cpu_kv_cache_space, swap_space or what concerns recovery
+            is out of bounds.
     """
+    _check_recovery(args)
     if args.max_num_seqs > MAX_NUM_SEQS:
         raise ConfigError(
             f"max_num_seqs must be at most {MAX_NUM_SEQS}, got {args.max_num_seqs}; more requests "
@@ -42,6 +45,21 @@ def check_bounds(args: EngineArgs) -> None:
                     f"{name} must be at most {MAX_SPACE_GIB} GiB, got {space}; its unit is GiB, "
                     "not bytes"
                 )
+
+
+def _check_recovery(args: EngineArgs) -> None:
+    for name in ("max_recoveries", "spare_workers"):
+        if getattr(args, name) < 0:
+            raise ConfigError(f"{name} must be at least 0, got {getattr(args, name)}")
+    if not 0.0 < args.recovery_window < math.inf:
+        raise ConfigError(
+            f"recovery_window must be more than 0 seconds and finite, got {args.recovery_window}"
+        )
+    if args.spare_workers and not args.uses_ray:
+        raise ConfigError(
+            f"spare_workers = {args.spare_workers} needs ranks on Ray: set executor='ray', or "
+            "leave it at 0"
+        )
 
 
 def check_device_arguments(args: EngineArgs, device: str) -> None:

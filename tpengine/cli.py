@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 
 from tpengine import __version__
 from tpengine.engine_args import EngineArgs
-from tpengine.errors import TPEngineError
+from tpengine.errors import EngineDeadError, TPEngineError
 from tpengine.sampling_params import SamplingParams
 
 if TYPE_CHECKING:
@@ -126,6 +126,8 @@ def _generate(args: argparse.Namespace) -> int:
         for prompt in prompts:
             try:
                 _stream_one(llm, prompt, params, args.chat)
+            except EngineDeadError:  # it would fail all that follow, too
+                raise
             except TPEngineError as error:
                 print(f"tpengine: {type(error).__name__}: {error}", file=sys.stderr)
                 failed += 1

@@ -131,6 +131,7 @@ class RayConfig:
         placement_timeout_s: how long resources that others hold are waited for.
         start_timeout_s: how long any call before the first step may take.
         step_timeout_s: how long a step may take before its ranks count as frozen.
+        spare_workers: processes that are kept ready to become ranks when others die.
     """
 
     address: str | None = None
@@ -139,6 +140,7 @@ class RayConfig:
     placement_timeout_s: float = 60.0
     start_timeout_s: float = 600.0
     step_timeout_s: float = 60.0
+    spare_workers: int = 0
 
 
 @dataclass(frozen=True)
@@ -180,6 +182,18 @@ class SchedulerConfig:
 
 
 @dataclass(frozen=True)
+class RecoveryConfig:
+    """How often a lost group of ranks is rebuilt before the engine gives up.
+
+    Attributes:
+        max_recoveries: losses that are recovered from within any `window_s` seconds.
+    """
+
+    max_recoveries: int
+    window_s: float
+
+
+@dataclass(frozen=True)
 class EngineConfig:
     """Everything that a worker gets to know."""
 
@@ -187,6 +201,7 @@ class EngineConfig:
     cache: CacheConfig
     parallel: ParallelConfig
     scheduler: SchedulerConfig
+    recovery: RecoveryConfig
     device: str
 
     def for_rank(self, rank: int) -> EngineConfig:

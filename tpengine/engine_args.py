@@ -19,6 +19,7 @@ from tpengine.config import (
     ModelConfig,
     ParallelConfig,
     RayConfig,
+    RecoveryConfig,
     SchedulerConfig,
 )
 from tpengine.errors import ConfigError
@@ -140,6 +141,15 @@ class EngineArgs:
     )
     start_timeout_s: float = arg(600.0, "seconds that a rank may take for any phase of its start")
     step_timeout_s: float = arg(60.0, "seconds after which a rank that does not answer is dead")
+    max_recoveries: int = arg(
+        10,
+        "how often within recovery_window a group of ranks that lost one is rebuilt and its "
+        "requests go on; the next loss ends the engine",
+    )
+    recovery_window: float = arg(600.0, "seconds over which recoveries are counted")
+    spare_workers: int = arg(
+        0, "processes on Ray kept with torch imported, so that a lost group is rebuilt sooner"
+    )
     pipeline_parallel_size: int = arg(1, "only 1: layers are not spread over ranks")
     enforce_eager: bool = arg(
         False, "never use CUDA graphs (there are none on CPU, nor in this version)"
@@ -200,6 +210,7 @@ class EngineArgs:
                 ray=self._ray_config() if self.uses_ray else None,
             ),
             scheduler=self._scheduler_config(max_model_len, device),
+            recovery=RecoveryConfig(self.max_recoveries, self.recovery_window),
             device=device,
         )
 
@@ -221,6 +232,7 @@ class EngineArgs:
             placement_timeout_s=self.placement_timeout_s,
             start_timeout_s=self.start_timeout_s,
             step_timeout_s=self.step_timeout_s,
+            spare_workers=self.spare_workers,
         )
 
     def _scheduler_config(self, max_model_len: int, device: str) -> SchedulerConfig:

@@ -100,3 +100,8 @@ def set_nccl_interface(name: str) -> None:
     A value of `NCCL_SOCKET_IFNAME` that the user set stays.
     """
     os.environ.setdefault("NCCL_SOCKET_IFNAME", name)
+
+
+def set_visible_gpus(ids: tuple[str, ...]) -> None:
+    """Gives this process the GPUs with these ids, in a process that has not touched CUDA yet."""
+    os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(ids)

@@ -7,6 +7,11 @@ pickling between processes.
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from tpengine.messages import RankLoss
+
 
 class TPEngineError(Exception):
     """Root of all errors that tpengine raises on purpose."""
@@ -54,6 +59,18 @@ class WorkerError(EngineError):
 
 class WorkerDiedError(WorkerError):
     """A rank's process has gone, or does not answer within its deadline."""
+
+
+class GroupLostError(EngineError):
+    """A rank is gone or of no use, and with it its group, which can be rebuilt.
+
+    Attributes:
+        loss: which rank, and what became of it.
+    """
+
+    def __init__(self, loss: RankLoss) -> None:
+        super().__init__(loss)
+        self.loss = loss
 
 
 class PlacementError(EngineError):

@@ -205,3 +205,43 @@ class Rendezvous:
     port: int
     connect_timeout_s: float = 30.0
     collective_timeout_s: float = 30.0
+
+
+@dataclass(frozen=True, slots=True)
+class RankLoss:
+    """What became of a rank, for the log, the error and whoever asks for the engine's health.
+
+    Attributes:
+        place: its node's address, its host and its process.
+        epoch: of its group.
+        step: that was running; None: none was.
+        phase: what the group was doing: `execute_model`, `idle`, or a call of the start.
+        cause: in words, with the signal, exit code or time where they are known.
+        last_lines: the end of its log; empty where there is none.
+        stack: of its Python threads, or of what it raised; empty where there is none.
+    """
+
+    rank: int
+    place: str
+    epoch: int
+    step: int | None
+    phase: str
+    cause: str
+    last_lines: str = ""
+    stack: str = ""
+
+    def __str__(self) -> str:
+        step = "" if self.step is None else f", step {self.step}"
+        return (
+            f"rank {self.rank} on {self.place} was lost in {self.phase} "
+            f"(epoch {self.epoch}{step}): {self.cause}"
+        )
+
+    def report(self) -> str:
+        """The same with its stack and its last lines."""
+        parts = [str(self)]
+        if self.stack:
+            parts.append(f"stack of rank {self.rank}:\n{self.stack}")
+        if self.last_lines:
+            parts.append(f"last lines of rank {self.rank}:\n{self.last_lines}")
+        return "\n".join(parts)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -13,7 +14,8 @@ import pytest
 import ray
 
 from tpengine import EngineArgs, LLMEngine
-from tpengine.executor import ray_executor
+from tpengine.executor import group
+from tpengine.executor.group import Group
 from tpengine.executor.processes import start_ticks
 from tpengine.executor.ray_executor import RayExecutor
 from tpengine.executor.ray_worker import RayWorker
@@ -73,15 +75,15 @@ def sabotaged_rank(rank: int, sabotage: Sabotage) -> Iterator[list[Any]]:
             return failure
 
     places: list[Any] = []
-    start_actors = RayExecutor._start_actors
+    start_actors = Group.start_actors
 
-    def noting(executor: RayExecutor) -> None:
-        start_actors(executor)
-        places.extend(executor.places)
+    def noting(self: Group, *args: Any) -> None:
+        start_actors(self, *args)
+        places.extend(self.places)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(ray_executor, "RayWorker", SabotagedWorker)
-        patch.setattr(RayExecutor, "_start_actors", noting)
+        patch.setattr(group, "RayWorker", SabotagedWorker)
+        patch.setattr(Group, "start_actors", noting)
         yield places
 
 
@@ -131,3 +133,28 @@ def stop_self() -> None:
 
 def raise_something() -> None:
     raise ZeroDivisionError("no remainder")
+
+
+def exit_with_7() -> None:
+    os.write(2, b"this is the end\n")
+    os._exit(7)
+
+
+def sleep_long() -> None:
+    """Beats go on, the step does not."""
+    time.sleep(60.0)
+
+
+def in_load(action: Callable[[], None]) -> Sabotage:
+    """Does something when the weights are about to be loaded."""
+
+    def sabotage(module: Any) -> None:
+        load_model = module.load_model
+
+        def sabotaged(*args: Any) -> Any:
+            action()
+            return load_model(*args)
+
+        module.load_model = sabotaged
+
+    return sabotage

@@ -9,7 +9,6 @@ from typing import Any
 
 import pytest
 import ray
-from support.engines import complete, greedy
 from support.models import ModelShop
 from support.zoo import PLAIN
 
@@ -17,24 +16,22 @@ from executor import ray_engines
 from executor.ray_engines import (
     executor_of,
     free_cpus,
-    in_step,
     is_alive,
     ray_engine,
     sabotaged_rank,
 )
+from tpengine.config import RayConfig
 from tpengine.errors import (
     CacheSizeError,
     ConfigError,
-    EngineDeadError,
-    EngineError,
     PlacementError,
     WorkerDiedError,
     WorkerError,
 )
 from tpengine.executor import placement
+from tpengine.executor.placement import Placement
 
 Wait = Callable[[Callable[[], bool], float], None]
-PROMPT = [5, 6, 7, 8, 9]
 
 
 @pytest.fixture(autouse=True)
@@ -84,6 +81,20 @@ def test_possible_but_busy(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Non
     assert "waiting up to 2 s for room on the cluster: wanted 2 x {CPU: 1}" in warnings[0]
 
 
+def test_nodes_that_are_excluded(ray_address: str) -> None:
+    """Those that do not answer get no rank; Ray may still hold them for alive."""
+    config, node_id = RayConfig(), ray.get_runtime_context().get_node_id()
+    other = "f" * len(node_id)
+    placement = Placement({"CPU": 1.0}, 2, config, excluded=[other, other[:-1] + "e"])
+    try:
+        assert placement.node_ids == [node_id] * 2
+        assert not placement.is_borrowed
+    finally:
+        placement.remove()
+    with pytest.raises(PlacementError, match="without 1 that do not answer: wanted 2"):
+        Placement({"CPU": 1.0}, 2, config, excluded=[node_id])
+
+
 def test_exception_in_one_ranks_load(folder: Path, wait_until: Wait) -> None:
     start = time.monotonic()
     with (
@@ -130,30 +141,6 @@ def test_smallest_rank_rules(folder: Path) -> None:
         per_rank = executor_of(engine).profile_num_available_blocks()
         assert per_rank[0].num_device_blocks == pytest.approx(2 * per_rank[1].num_device_blocks, 1)
         assert engine.num_total_blocks == per_rank[1].num_device_blocks
-
-
-@pytest.mark.parametrize(
-    ("action", "expected", "limit_s"),
-    [
-        (ray_engines.raise_something, "ZeroDivisionError: no remainder", 3.0),
-        (ray_engines.kill_self, "rank 1 on .* is dead or frozen, in step 3", 3.0),
-        (ray_engines.stop_self, "rank 1", 8.0),
-    ],
-    ids=["raises", "is killed", "is stopped"],
-)
-def test_failure_in_a_step(
-    folder: Path, action: Callable[[], None], expected: str, limit_s: float, wait_until: Wait
-) -> None:
-    with sabotaged_rank(1, in_step(3, action)) as places:
-        engine = ray_engine(folder, 2, step_timeout_s=2.0)
-    with engine:
-        start = time.monotonic()
-        with pytest.raises(EngineError, match=expected):
-            complete(engine, PROMPT, greedy(16))
-        assert time.monotonic() - start < limit_s
-        wait_until(lambda: not any(is_alive(places)), 2.0)
-        with pytest.raises(EngineDeadError, match="make a new one"):
-            engine.step()
 
 
 @pytest.mark.parametrize(

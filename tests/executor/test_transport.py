@@ -11,18 +11,17 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
-from tpengine.executor import transport
+from tpengine.executor import handshake, transport
 from tpengine.executor.codec import encode
 from tpengine.executor.exchange import StepExchange, StepFailedError
 from tpengine.executor.failures import RankFailure
+from tpengine.executor.handshake import Listener, connect
 from tpengine.executor.transport import (
     Channel,
     ChannelClosedError,
     ChannelError,
     ChannelTimeoutError,
     FrameKind,
-    Listener,
-    connect,
 )
 
 SECRET = b"s" * 32
@@ -91,7 +90,7 @@ def test_strangers_are_turned_away(listener: Listener) -> None:
     assert driver[0].receive(TIMEOUT_S).payload == b"yes"
     with pytest.raises(ChannelClosedError):
         with_wrong_rank.receive(TIMEOUT_S)
-    silent.settimeout(transport.HANDSHAKE_TIMEOUT_S + 1.0)
+    silent.settimeout(handshake.HANDSHAKE_TIMEOUT_S + 1.0)
     assert len(silent.recv(100)) == 32
     assert silent.recv(100) == b"", "a silent stranger is not kept for ever"
     silent.close()

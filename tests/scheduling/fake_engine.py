@@ -87,6 +87,9 @@ class FakeEngine:
         self.events: Counter[str] = Counter()
         self.endings: dict[str, SequenceStatus] = {}
         self.preemptions: Counter[str] = Counter()
+        self.in_order = True
+        """Requests come to run in their order; until some are held back."""
+        self._watermark = watermark
         self._first_admissions: list[int] = []
         self._stalled_steps = 0
 
@@ -105,8 +108,35 @@ class FakeEngine:
         else:
             assert request_id in self.endings
 
-    def step(self, in_flight: Callable[[], None] = lambda: None) -> SchedulerOutput:
-        """One step; `in_flight` is called between execution and processing."""
+    def lose(self, num_blocks: int) -> None:
+        """The worker is gone; another one, with so many blocks, takes its place."""
+        size = self.config.max_num_batched_tokens
+        self.blocks = CountingBlockManager(num_blocks, self.blocks.block_size, self._watermark)
+        self.scheduler.restart(self.blocks)
+        self.worker = FakeWorker(
+            num_blocks,
+            self.blocks.block_size,
+            self.config.max_num_seqs,
+            size,
+            last_step=self.worker.last_step,
+        )
+        self.scheduler.check_invariants()
+        assert self.scheduler.num_running == 0
+        assert self.blocks.num_free_blocks == self.blocks.num_total_blocks
+        self.events["losses"] += 1
+
+    def restrict(self, allowed: frozenset[str] | None) -> None:
+        """Holds all others back."""
+        self.scheduler.restrict(allowed)
+        self.scheduler.check_invariants()
+        self.in_order = False
+        self.events["restrictions"] += 1
+
+    def step(
+        self, in_flight: Callable[[], None] = lambda: None, lost_to: int | None = None
+    ) -> SchedulerOutput:
+        """One step; `in_flight` is called between execution and processing. With `lost_to` it is
+        not answered, and so many blocks are what the next worker has."""
         had_requests = self.scheduler.has_unfinished_requests()
         oldest = self._running()[0] if self._running() else None
         output = self.scheduler.schedule()
@@ -118,7 +148,8 @@ class FakeEngine:
             self.preemptions[request.request_id] += 1
             self.events["preempted"] += 1
         if output.is_empty:
-            assert bool(output.ignored) == had_requests, "a step without any progress"
+            if self.in_order:
+                assert bool(output.ignored) == had_requests, "a step without any progress"
             assert not output.step_input.freed_slots
             assert not output.step_input.block_moves, "blocks that nobody will move"
             return output
@@ -127,13 +158,19 @@ class FakeEngine:
         self.worker.apply(output.step_input)
         self._compare_with_worker()
         self._check_rows(output)
+        if lost_to is not None:
+            self.events["lost steps"] += 1
+            self.events["lost prefills"] += output.num_prefill_tokens > 0
+            self.lose(lost_to)
+            return output
         answer = self.worker.compute(output.step_input)
         in_flight()
         self._process(output, answer.token_ids)
         self.scheduler.update(output)
         self.scheduler.check_invariants()
         queues = [*self.scheduler._queues.running, *self.scheduler._queues.waiting]
-        assert queues == sorted(queues, key=lambda request: request.arrival_index)
+        if self.in_order:
+            assert queues == sorted(queues, key=lambda request: request.arrival_index)
         return output
 
     def run(self, max_steps: int = 10_000) -> None:
@@ -201,7 +238,9 @@ class FakeEngine:
             )
             if request.arrival_index not in self._first_admissions:
                 self._first_admissions.append(request.arrival_index)
-        assert self._first_admissions == sorted(self._first_admissions), "not in order of arrival"
+        if self.in_order:
+            admitted = self._first_admissions
+            assert admitted == sorted(admitted), "not in order of arrival"
 
     def _compare_with_worker(self) -> None:
         """What the worker pieced together from the messages is what the driver has."""

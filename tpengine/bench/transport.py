@@ -20,7 +20,8 @@ from typing import Any
 from tpengine.bench.machine import describe_commit
 from tpengine.executor.codec import decode_output, decode_step, encode
 from tpengine.executor.exchange import StepExchange
-from tpengine.executor.transport import FrameKind, Listener, connect
+from tpengine.executor.handshake import Listener, connect
+from tpengine.executor.transport import FrameKind
 from tpengine.messages import NewSequence, StepInput, StepOutput
 from tpengine.sampling_params import SamplingParams
 

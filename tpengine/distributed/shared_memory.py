@@ -8,17 +8,14 @@ in between are found.
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import os
-import re
 import secrets
-import struct
 from pathlib import Path
 
 import torch
 
 from tpengine.errors import CollectiveError, SharedMemoryError
-from tpengine.logger import init_logger
+from tpengine.leftovers import SHM_FOLDER, lock, segment_name, sweep
 from tpengine.ops.shared_memory import (
     MAX_RANKS,
     PAGE_BYTES,
@@ -30,13 +27,9 @@ from tpengine.ops.shared_memory import (
     segment_bytes,
 )
 
-logger = init_logger(__name__)
-
-SHM_FOLDER = Path("/dev/shm")
 CAPACITY_BYTES = 1 << 20
 """What passes through at once of each rank; more goes in chunks. Two ranks need 6 MiB, eight 18:
 a container's usual 64 MB hold several engines."""
-_NAME = re.compile(r"tpengine-.*-(?P<pid>\d+)-(?P<start>\d+)")
 _MIB = 1 << 20
 
 
@@ -53,14 +46,11 @@ class SegmentFile:
 
     def __init__(self, engine_id: str, epoch: int, folder: Path = SHM_FOLDER) -> None:
         sweep(folder)
-        pid = os.getpid()
-        engine = re.sub(r"\W", "_", engine_id)[:64]
-        name = f"tpengine-{engine}-{epoch}-{pid}-{_start_time(pid)}"
-        self.path = folder / name
+        self.path = folder / segment_name(engine_id, epoch)
         self.token = secrets.token_bytes(TOKEN_BYTES)
         self.fd = os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
         try:
-            _lock(self.fd, MAX_RANKS, 1)
+            lock(self.fd, MAX_RANKS, 1)
             os.write(self.fd, self.token)
         except OSError:
             self.remove()
@@ -110,48 +100,6 @@ def find_segment_file(path: Path, token: bytes) -> int | None:
         return fd
     os.close(fd)
     return None
-
-
-def sweep(folder: Path = SHM_FOLDER) -> list[Path]:
-    """Removes segment files whose creators died before they could; returns them."""
-    removed = []
-    for path in folder.glob("tpengine-*"):
-        match = _NAME.fullmatch(path.name)
-        if match is None or _start_time(int(match["pid"])) == match["start"]:
-            continue
-        # Its creator may live in another process namespace: then it holds a lock.
-        with contextlib.suppress(OSError):
-            fd = os.open(path, os.O_RDWR | os.O_CLOEXEC)
-            try:
-                _lock(fd, 0, 0)
-                path.unlink()
-                removed.append(path)
-            finally:
-                os.close(fd)
-    if removed:
-        logger.info("removed what dead processes left: %s", ", ".join(map(str, removed)))
-    return removed
-
-
-def _lock(fd: int, start: int, length: int) -> None:
-    """Locks bytes of a file, 0: to its end, for as long as its descriptor is open.
-
-    Ranks lock the byte of their number, the creator the one after.
-
-    Raises:
-        OSError: somebody else holds one of them.
-    """
-    request = struct.pack("hhqqi4x", fcntl.F_WRLCK, os.SEEK_SET, start, length, 0)
-    fcntl.fcntl(fd, fcntl.F_OFD_SETLK, request)
-
-
-def _start_time(pid: int) -> str | None:
-    """When a process was started, in clock ticks since boot; None: there is no such process."""
-    try:
-        stat = Path(f"/proc/{pid}/stat").read_text()
-    except OSError:
-        return None
-    return stat.rpartition(")")[2].split()[19]
 
 
 class SharedMemoryCollectives:

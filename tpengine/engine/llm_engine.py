@@ -11,20 +11,21 @@ from types import TracebackType
 from typing import Any
 
 from tpengine.config import EngineConfig, ModelConfig
+from tpengine.engine.health import EngineHealth, RecoveryRecord
 from tpengine.engine.interrupts import DeferredInterrupt
 from tpengine.engine.metrics import StatLogger, StepStats
 from tpengine.engine.output_processor import OutputProcessor
 from tpengine.engine.prompt import Prompt, read_prompt, read_sampling_params
+from tpengine.engine.recovery import Recovery
 from tpengine.engine.several import check_priority, check_several
-from tpengine.engine.startup import start_workers
+from tpengine.engine.startup import make_block_manager, start_workers
 from tpengine.engine.tokenizer import Tokenizer, load_tokenizer
 from tpengine.engine_args import EngineArgs
-from tpengine.errors import DuplicateRequestError, EngineDeadError, EngineError, InvalidPromptError
+from tpengine.errors import DuplicateRequestError, EngineError, GroupLostError, InvalidPromptError
 from tpengine.executor.choice import create_executor
 from tpengine.executor.executor import Executor
 from tpengine.outputs import RequestMetrics, RequestOutput
 from tpengine.sampling_params import SamplingParams
-from tpengine.scheduling.block_manager import BlockManager
 from tpengine.scheduling.scheduler import Scheduler
 from tpengine.sequence import Request, Sequence
 
@@ -47,13 +48,9 @@ class LLMEngine:
             executor.shutdown()
             raise
         num_blocks, num_host_blocks = start_workers(config, executor)
-        self._block_manager = BlockManager(
-            num_blocks,
-            config.cache.block_size,
-            num_host_blocks=num_host_blocks,
-            enable_prefix_caching=config.cache.enable_prefix_caching,
-        )
-        self._scheduler = Scheduler(config.scheduler, self._block_manager)
+        blocks = make_block_manager(config.cache, num_blocks, num_host_blocks)
+        self._scheduler = Scheduler(config.scheduler, blocks)
+        self._recovery = Recovery(config, executor, self._scheduler)
         self._output_processor = OutputProcessor(
             tokenizer, config.model.max_model_len, self._scheduler.fail_request
         )
@@ -61,7 +58,6 @@ class LLMEngine:
         self._num_requests = 0
         self._num_sequences = 0
         self._unreported: list[RequestOutput] = []
-        self._failure: BaseException | None = None
         self._stepping = threading.Lock()
         self.last_step: StepStats | None = None
         # Who runs a notebook's cell again forgets the engine before; its ranks must not stay.
@@ -106,12 +102,21 @@ class LLMEngine:
     @property
     def num_free_blocks(self) -> int:
         """Blocks of the KV cache that nobody holds."""
-        return self._block_manager.num_free_blocks
+        return self._scheduler.block_manager.num_free_blocks
 
     @property
     def num_total_blocks(self) -> int:
         """Blocks of the KV cache."""
-        return self._block_manager.num_total_blocks
+        return self._scheduler.block_manager.num_total_blocks
+
+    @property
+    def recoveries(self) -> list[RecoveryRecord]:
+        """What the latest recoveries took, oldest first."""
+        return list(self._recovery.records)
+
+    def health(self) -> EngineHealth:
+        """How the engine fares; may be asked from any thread, also while another is in a step."""
+        return self._recovery.health()
 
     def get_weights_bytes(self) -> list[int]:
         """Bytes of the weights on each rank."""
@@ -140,7 +145,7 @@ class LLMEngine:
             RequestError: this request cannot be served; nothing else is affected.
             EngineDeadError: an earlier step failed.
         """
-        self._check_alive()
+        self._recovery.check_alive()
         if not isinstance(request_id, str) or not request_id:
             raise InvalidPromptError(f"request_id must be a non-empty string, got {request_id!r}")
         if self._scheduler.get_request(request_id) is not None:
@@ -179,6 +184,7 @@ class LLMEngine:
     def _enter(self, request: Request) -> None:
         """Hands a request to both who follow it, or to neither."""
         with DeferredInterrupt():
+            self._recovery.note_arrival()
             try:
                 self._output_processor.add(request)
             except Exception as error:
@@ -208,12 +214,16 @@ class LLMEngine:
     def step(self) -> list[RequestOutput]:
         """Lets every scheduled sequence compute its tokens, and returns what that brought.
 
+        While ranks that were lost are being replaced it returns after a moment, with what aborts
+        brought; requests go on when they are there.
+
         Raises:
             KeyboardInterrupt: Ctrl-C came during the step, which was completed first; the next
                 call returns its outputs.
-            EngineDeadError: an earlier step failed; what failed then was raised by that step.
+            EngineDeadError: ranks were lost too often or could not be replaced; or an earlier step
+                failed, which then raised what it was.
         """
-        self._check_alive()
+        self._recovery.check_alive()
         if not self._stepping.acquire(blocking=False):
             raise EngineError(
                 "another thread is in a step of this engine; an engine belongs to one thread at a "
@@ -225,7 +235,7 @@ class LLMEngine:
                 try:
                     outputs = self._step()
                 except BaseException as error:
-                    self._failure = error
+                    self._recovery.die(error)
                     raise
         except KeyboardInterrupt:
             self._unreported = outputs
@@ -235,16 +245,21 @@ class LLMEngine:
         return outputs
 
     def _step(self) -> list[RequestOutput]:
+        if not self._recovery.go_on():
+            return self._report([])
         start = time.perf_counter()
         scheduled = self._scheduler.schedule()
         if scheduled.is_empty:
-            outputs = self._unreported + self._output_processor.finish(scheduled.ignored)
-            self._unreported = []
-            return outputs
-        answer = self._executor.execute_model(scheduled.step_input)
-        outputs = self._unreported + self._output_processor.process(scheduled, answer)
+            return self._report(self._output_processor.finish(scheduled.ignored))
+        try:
+            answer = self._executor.execute_model(scheduled.step_input)
+        except GroupLostError as error:  # the step has not happened
+            self._unreported += self._output_processor.finish(scheduled.ignored)
+            failed = self._recovery.begin(error.loss, scheduled)
+            return self._report(self._output_processor.finish(failed))
+        outputs = self._report(self._output_processor.process(scheduled, answer))
         self._scheduler.update(scheduled)
-        self._unreported = []
+        self._recovery.note_step()
         self._record(
             StepStats(
                 num_prefill_tokens=scheduled.num_prefill_tokens,
@@ -256,9 +271,15 @@ class LLMEngine:
         )
         return outputs
 
+    def _report(self, outputs: list[RequestOutput]) -> list[RequestOutput]:
+        """What there is to return, after what came up between steps."""
+        outputs, self._unreported = self._unreported + outputs, []
+        return outputs
+
     def shutdown(self) -> None:
         """Ends the workers; a second call does nothing."""
         self._executor.shutdown()
+        self._recovery.close()
 
     def __enter__(self) -> LLMEngine:
         return self
@@ -271,17 +292,10 @@ class LLMEngine:
     ) -> None:
         self.shutdown()
 
-    def _check_alive(self) -> None:
-        if self._failure is not None:
-            raise EngineDeadError(
-                f"a step failed ({type(self._failure).__name__}: {self._failure}), and the engine "
-                "cannot go on; make a new one"
-            ) from self._failure
-
     def _record(self, stats: StepStats) -> None:
         self.last_step = stats
         if self._stat_logger is not None:
-            self._stat_logger.record(stats, self._scheduler, self._block_manager)
+            self._stat_logger.record(stats, self._scheduler)
 
     def _seed(self, params: SamplingParams, arrival_index: int) -> int:
         if params.seed is not None:

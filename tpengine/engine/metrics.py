@@ -5,7 +5,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from tpengine.logger import init_logger
-from tpengine.scheduling.block_manager import BlockManager
 from tpengine.scheduling.scheduler import Scheduler
 
 logger = init_logger(__name__)
@@ -38,12 +37,13 @@ class StatLogger:
         self._steps: list[StepStats] = []
         self._step_s = 0.0
 
-    def record(self, stats: StepStats, scheduler: Scheduler, blocks: BlockManager) -> None:
+    def record(self, stats: StepStats, scheduler: Scheduler) -> None:
         """Notes a step; the other figures are of the moment."""
         self._steps.append(stats)
         self._step_s += stats.step_s
         if self._step_s < self._interval_s:
             return
+        blocks = scheduler.block_manager
         num_held = blocks.num_total_blocks - blocks.num_free_blocks
         num_unused = blocks.num_unused_places(scheduler.running_sequences())
         logger.info(

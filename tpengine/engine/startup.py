@@ -6,11 +6,12 @@ import math
 import time
 from collections.abc import Sequence
 
-from tpengine.config import EngineConfig
+from tpengine.config import CacheConfig, EngineConfig
 from tpengine.errors import CacheSizeError
 from tpengine.executor.executor import Executor
 from tpengine.logger import init_logger
 from tpengine.messages import MemoryLedger
+from tpengine.scheduling.block_manager import BlockManager
 
 logger = init_logger(__name__)
 
@@ -32,9 +33,8 @@ def start_workers(config: EngineConfig, executor: Executor) -> tuple[int, int]:
         devices = executor.load()
         loaded = time.monotonic()
         ledgers = executor.profile_num_available_blocks()
-        num_blocks = min(ledger.num_device_blocks for ledger in ledgers)
+        num_blocks, num_host_blocks = count_blocks(ledgers)
         check_cache_holds_one_sequence(config, num_blocks, ledgers)
-        num_host_blocks = min(ledger.num_host_blocks for ledger in ledgers)
         executor.init_cache_engine(num_blocks, num_host_blocks)
         ready = time.monotonic()
     except BaseException:
@@ -58,6 +58,24 @@ def start_workers(config: EngineConfig, executor: Executor) -> tuple[int, int]:
         for line in memory_table(ledgers, devices):
             logger.info("%s", line)
     return num_blocks, num_host_blocks
+
+
+def count_blocks(ledgers: Sequence[MemoryLedger]) -> tuple[int, int]:
+    """Blocks on the device and on the host that every rank has room for."""
+    return (
+        min(ledger.num_device_blocks for ledger in ledgers),
+        min(ledger.num_host_blocks for ledger in ledgers),
+    )
+
+
+def make_block_manager(config: CacheConfig, num_blocks: int, num_host_blocks: int) -> BlockManager:
+    """An empty block manager of as many blocks on the device and on the host."""
+    return BlockManager(
+        num_blocks,
+        config.block_size,
+        num_host_blocks=num_host_blocks,
+        enable_prefix_caching=config.enable_prefix_caching,
+    )
 
 
 def memory_table(ledgers: Sequence[MemoryLedger], devices: Sequence[str]) -> list[str]:

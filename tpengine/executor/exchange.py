@@ -7,6 +7,7 @@ import time
 from collections.abc import Sequence
 
 from tpengine.errors import EngineError
+from tpengine.executor.alarm import Alarm
 from tpengine.executor.codec import decode_plain
 from tpengine.executor.failures import RankFailure
 from tpengine.executor.transport import (
@@ -33,13 +34,24 @@ class StepFailedError(EngineError):
         self.failures = failures
 
 
-class StepExchange:
-    """The channels of a group, in rank order."""
+class StepStoppedError(EngineError):
+    """The alarm rang: somebody else knows that the group is lost."""
 
-    def __init__(self, channels: Sequence[Channel], epoch: int) -> None:
+
+class StepExchange:
+    """The channels of a group, in rank order.
+
+    Args:
+        alarm: ends a step that waits for its answers.
+    """
+
+    def __init__(self, channels: Sequence[Channel], epoch: int, alarm: Alarm | None = None) -> None:
         self._channels = list(channels)
         self._epoch = epoch
+        self._alarm = alarm
         self._poll = select.poll()
+        if alarm is not None:
+            self._poll.register(alarm.fileno(), select.POLLIN)
         self._rank_of = {channel.fileno(): rank for rank, channel in enumerate(channels)}
         for channel in channels:
             self._poll.register(channel.fileno(), select.POLLIN)
@@ -49,6 +61,7 @@ class StepExchange:
 
         Raises:
             StepFailedError: a rank failed, has gone, or did not answer in time.
+            StepStoppedError: the alarm rang.
         """
         deadline = time.monotonic() + timeout_s
         failures: dict[int, RankFailure | ChannelError] = {}
@@ -66,14 +79,22 @@ class StepExchange:
             if not ready:
                 break
             for fileno, _ in ready:
-                self._take(self._rank_of[fileno], step, answers, failures)
+                if fileno in self._rank_of:
+                    self._take(self._rank_of[fileno], step, answers, failures)
+            if self._is_stopped(ready) and len(answers) < len(self._channels):
+                raise StepStoppedError(f"step {step} was given up")
         if not failures and len(answers) < len(self._channels):
             for rank in range(len(self._channels)):
                 if rank not in answers:
-                    failures[rank] = ChannelTimeoutError(f"no answer within {timeout_s:.1f} s")
+                    failures[rank] = ChannelTimeoutError(
+                        f"step {step} exceeded its deadline of {timeout_s:.1f} s"
+                    )
         if failures:
             raise StepFailedError(failures)
         return [answers[rank] for rank in range(len(self._channels))]
+
+    def _is_stopped(self, ready: Sequence[tuple[int, int]]) -> bool:
+        return self._alarm is not None and any(f == self._alarm.fileno() for f, _ in ready)
 
     def _take(
         self,

@@ -3,13 +3,23 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Mapping
+from types import MappingProxyType
 from typing import Any
 
-from tpengine.messages import MemoryLedger, StepInput, StepOutput
+from tpengine.errors import EngineError
+from tpengine.messages import MemoryLedger, RankLoss, StepInput, StepOutput
 
 
 class Executor(ABC):
-    """Runs calls on every worker. The engine knows this class only, never a worker."""
+    """Runs calls on every worker. The engine knows this class only, never a worker.
+
+    Attributes:
+        start_times_s: seconds that each phase of the latest start took, in order; empty where
+            nobody measures.
+    """
+
+    start_times_s: Mapping[str, float] = MappingProxyType({})
 
     @abstractmethod
     def _run_workers(self, method: str, *args: Any, **kwargs: Any) -> list[Any]:
@@ -38,6 +48,42 @@ class Executor(ABC):
         return self._run_workers("weights_bytes")
 
     def execute_model(self, step: StepInput) -> StepOutput:
-        """Runs one step on every rank; the answer is rank 0's."""
+        """Runs one step on every rank; the answer is rank 0's.
+
+        Raises:
+            GroupLostError: a rank was lost; the whole group has been or is being ended, and
+                `rebuild` makes another.
+        """
         output: StepOutput = self._run_workers("execute_model", step)[0]
         return output
+
+    @property
+    def loss(self) -> RankLoss | None:
+        """The rank that was lost since the group was built, also between steps; None: all is well.
+
+        Whoever sees it may call `rebuild`.
+        """
+        return None
+
+    @property
+    def epoch(self) -> int:
+        """Counts the groups of ranks that there have been, from 1."""
+        return 1
+
+    def rebuild(self) -> list[MemoryLedger]:
+        """Ends what is left of a lost group and starts the next one, up to its loaded weights;
+        `init_cache_engine` then makes it ready for steps. Runs in any thread.
+
+        Returns:
+            Each rank's memory, measured anew once the old processes were gone; the activations'
+            peak is the first group's.
+
+        Raises:
+            GroupLostError: a rank of the new group was lost in its turn; may be tried again.
+            EngineError: any other; there is no use in trying again.
+        """
+        raise EngineError("there is one worker, in the driver's own process: nothing to rebuild")
+
+    def cancel_rebuild(self) -> None:  # noqa: B027  # by default there is nothing to cancel
+        """Lets a `rebuild` or `init_cache_engine` that runs in another thread fail soon, with an
+        `EngineError`; later ones fail at once. `shutdown` does so itself."""

@@ -25,6 +25,7 @@ class RankFailure:
         place: host, node address and process, for people.
         phase: the method that failed.
         log_lines: the rank's last log lines.
+        waited_for: the rank whose fault it seems; None: its own, or not known.
     """
 
     rank: int
@@ -34,6 +35,7 @@ class RankFailure:
     message: str
     traceback: str
     log_lines: list[str]
+    waited_for: int | None = None
 
     @classmethod
     def of(
@@ -49,12 +51,19 @@ class RankFailure:
             message=str(error)[:_MAX_TEXT],
             traceback=text[-_MAX_TEXT:],
             log_lines=log_lines,
+            waited_for=getattr(error, "failed_rank", None),
         )
 
     @property
     def is_consequence(self) -> bool:
         """Whether the rank only noticed that another one had gone."""
         return self.type_name in ("CollectiveError", "RendezvousError")
+
+    @property
+    def is_ours(self) -> bool:
+        """Whether it is an error of `tpengine.errors`, which says what the user can do."""
+        kind = getattr(errors, self.type_name, None)
+        return isinstance(kind, type) and issubclass(kind, EngineError)
 
     def to_fields(self) -> tuple[object, ...]:
         """As plain data; `RankFailure(*fields)` is the way back."""

@@ -9,7 +9,7 @@ import contextlib
 import ipaddress
 import math
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -23,12 +23,14 @@ from ray.util.placement_group import (
 )
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
+from tpengine.config import RayConfig
 from tpengine.errors import PlacementError
 from tpengine.logger import init_logger
 
 logger = init_logger(__name__)
 
 Resources = Mapping[str, float]
+_NODE_LABEL = "ray.io/node-id"
 _PATIENCE_S = 3.0
 """How long a placement may take before the user is told what it waits for."""
 
@@ -61,6 +63,11 @@ class RankPlace:
     pid: int
     start_ticks: int
     log_path: str = ""
+
+    @property
+    def process(self) -> tuple[int, int]:
+        """What tells it from all other processes of its node."""
+        return self.pid, self.start_ticks
 
     def __str__(self) -> str:
         devices = f", device {','.join(self.devices)}" if self.devices else ""
@@ -166,34 +173,71 @@ def cluster_nodes() -> list[Node]:
 class Placement:
     """A bundle per rank, in a group of its own or in the one that the driver runs in.
 
+    Args:
+        excluded: ids of nodes that get none, as they do not answer.
+        check: called again and again while room is waited for; what it raises ends the wait.
+
     Raises:
         PlacementError: the ranks cannot be placed, or could not in time.
     """
 
-    def __init__(self, bundle: Resources, size: int, strategy: str, timeout_s: float) -> None:
+    def __init__(
+        self,
+        bundle: Resources,
+        size: int,
+        config: RayConfig,
+        excluded: Iterable[str] = (),
+        check: Callable[[], None] = lambda: None,
+    ) -> None:
         self._own: PlacementGroup | None = None
+        strategy, excluded = config.placement_strategy, sorted(excluded)
         current = get_current_placement_group()
         if current is not None:
             self._group = current
             self._indices = _indices_in(current, bundle, size)
+            self._node_ids = self._find_nodes()
             return
-        reason = explain_infeasible(cluster_nodes(), bundle, size, strategy)
+        nodes = [node for node in cluster_nodes() if node.node_id not in excluded]
+        reason = explain_infeasible(nodes, bundle, size, strategy)
         if reason is not None:
-            raise PlacementError(f"the ranks cannot be placed: {reason}")
-        self._group = self._own = placement_group([dict(bundle)] * size, strategy=strategy)
+            without = f" without {len(excluded)} that do not answer" if excluded else ""
+            raise PlacementError(f"the ranks cannot be placed{without}: {reason}")
+        selector = {_NODE_LABEL: f"!in({', '.join(excluded)})"} if excluded else {}
+        self._group = self._own = placement_group(
+            [dict(bundle)] * size,
+            strategy=strategy,
+            bundle_label_selector=[selector] * size if selector else None,
+        )
         self._indices = list(range(size))
         try:
-            self._wait(bundle, size, strategy, timeout_s)
+            self._wait(bundle, size, config, check)
+            self._node_ids = self._find_nodes()
         except BaseException:
             self.remove()
             raise
 
-    def _wait(self, bundle: Resources, size: int, strategy: str, timeout_s: float) -> None:
-        deadline = time.monotonic() + timeout_s
-        # Ray counts in whole seconds, and would take a part of one as nothing.
-        if self._group.wait(math.ceil(min(_PATIENCE_S, timeout_s))):
+    @property
+    def is_borrowed(self) -> bool:
+        """Whether the group was there before."""
+        return self._own is None
+
+    @property
+    def node_ids(self) -> list[str]:
+        """The node of each bundle, by index of the actor."""
+        return list(self._node_ids)
+
+    def _find_nodes(self) -> list[str]:
+        found = placement_group_table(self._group)["bundles_to_node_id"]
+        return [str(found[index]) for index in self._indices]
+
+    def _wait(
+        self, bundle: Resources, size: int, config: RayConfig, check: Callable[[], None]
+    ) -> None:
+        timeout_s = config.placement_timeout_s
+        start = time.monotonic()
+        wanted = f"{size} x {describe(bundle)} ({config.placement_strategy})"
+        if self._wait_until(start + min(_PATIENCE_S, timeout_s), check):
             return
-        wanted = f"{size} x {describe(bundle)} ({strategy})"
         logger.warning(
             "waiting up to %.0f s for room on the cluster: wanted %s, available now %s of %s",
             timeout_s,
@@ -201,13 +245,23 @@ class Placement:
             _available(bundle),
             _total(bundle),
         )
-        if self._group.wait(math.ceil(max(0.0, deadline - time.monotonic()))):
+        if self._wait_until(start + timeout_s, check):
             return
         raise PlacementError(
             f"no room on the cluster within {timeout_s:.0f} s: wanted {wanted}, available "
             f"{_available(bundle)} of {_total(bundle)}; wait for others to finish, or raise "
             "placement_timeout_s"
         )
+
+    def _wait_until(self, deadline: float, check: Callable[[], None]) -> bool:
+        """Whether the group has its room before the deadline."""
+        while True:
+            check()
+            # Ray counts in whole seconds, and would take a part of one as nothing.
+            if self._group.wait(1):
+                return True
+            if time.monotonic() >= deadline:
+                return False
 
     def strategy(self, rank: int) -> PlacementGroupSchedulingStrategy:
         """What ties the actor of a bundle to it."""

@@ -1,25 +1,62 @@
-"""Processes of this machine: told from later ones of the same number, ended, and their logs."""
+"""Processes of this machine: told from later ones of the same number, watched, and ended."""
 
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import os
+import select
+import shutil
 import signal
+import struct
+import subprocess
+import sys
 import time
 from collections.abc import Sequence
 from pathlib import Path
 
 _LOG_TAIL_BYTES = 4000
+_RAY_MARKS = (":job_id:", ":actor_name:", ":task_name:")
+_STACK_PATIENCE_S = 2.0
+_STACK_CHARACTERS = 20_000
+
+# linux/pidfd.h: what the kernel tells of a process by a descriptor that was opened while it lived.
+_PIDFD_INFO = struct.Struct("<QQ11Ii")  # mask, cgroup, 11 ids, exit code
+_PIDFD_INFO_EXIT = 1 << 3
+_PIDFD_GET_INFO = (3 << 30) | (_PIDFD_INFO.size << 16) | (0xFF << 8) | 11  # _IOWR(0xff, 11)
+
+Process = tuple[int, int]
+"""Its number and its start in clock ticks since boot."""
 
 
-def start_ticks(pid: int) -> int | None:
-    """When a process of this machine started, in clock ticks since boot; None: there is none."""
+def _stat(pid: int) -> list[str] | None:
+    """The fields of a process from its state on; None: there is none."""
     try:
         stat = Path(f"/proc/{pid}/stat").read_text()
     except OSError:
         return None
-    fields = stat.rpartition(")")[2].split()  # the name before may hold anything
-    return None if fields[0] == "Z" else int(fields[19])
+    return stat.rpartition(")")[2].split()  # the name before may hold anything
+
+
+def start_ticks(pid: int) -> int | None:
+    """When a process of this machine started, in clock ticks since boot; None: there is none."""
+    fields = _stat(pid)
+    return None if fields is None or fields[0] == "Z" else int(fields[19])
+
+
+def state(process: Process) -> str:
+    """Linux's letter for what it is doing, as R runs, S sleeps, T is stopped; empty: it is gone."""
+    fields = _stat(process[0])
+    if fields is None or fields[0] in "ZX" or int(fields[19]) != process[1]:
+        return ""
+    return fields[0]
+
+
+def send_signal(process: Process, number: int) -> None:
+    """Sends a signal to a process, if it is still that one."""
+    if state(process):
+        with contextlib.suppress(OSError):
+            os.kill(process[0], number)
 
 
 def own_error_log() -> str:
@@ -32,28 +69,107 @@ def own_error_log() -> str:
 
 
 def tail(path: str) -> str:
-    """The end of a log file; empty where there is none."""
+    """The end of a log file, without Ray's own marks; empty where there is none."""
     try:
         with Path(path or "/").open("rb") as file:
             file.seek(max(0, file.seek(0, os.SEEK_END) - _LOG_TAIL_BYTES))
-            return file.read().decode(errors="replace").strip()
+            lines = file.read().decode(errors="replace").splitlines()
     except OSError:
         return ""
+    return "\n".join(line for line in lines if not line.startswith(_RAY_MARKS)).strip()
 
 
-def wait_for_end(processes: Sequence[tuple[int, int]], patience_s: float) -> list[tuple[int, int]]:
-    """Waits for processes, given as (number, start ticks), to go; returns those that did not."""
+def wait_for_end(processes: Sequence[Process], patience_s: float) -> list[Process]:
+    """Waits for processes to go; returns those that did not."""
     deadline = time.monotonic() + patience_s
     left = list(processes)
     while True:
-        left = [(pid, started) for pid, started in left if start_ticks(pid) == started]
+        left = [process for process in left if state(process)]
         if not left or time.monotonic() > deadline:
             return left
-        time.sleep(0.01)
+        time.sleep(0.005)
 
 
-def end_processes(processes: Sequence[tuple[int, int]], patience_s: float) -> None:
+def end_processes(processes: Sequence[Process], patience_s: float) -> None:
     """Waits for processes to go, then kills what is left."""
-    for pid, _ in wait_for_end(processes, patience_s):
-        with contextlib.suppress(OSError):
-            os.kill(pid, signal.SIGKILL)
+    for process in wait_for_end(processes, patience_s):
+        send_signal(process, signal.SIGKILL)
+
+
+def python_stack(pid: int) -> str:
+    """The Python stacks of all threads of a process, also of one that is stopped; or why there are
+    none."""
+    beside = Path(sys.executable).with_name("py-spy")
+    program = str(beside) if beside.is_file() else shutil.which("py-spy")
+    if program is None:
+        return "(no stack: py-spy is not installed on its node; pip install 'tpengine[ray]')"
+    try:
+        done = subprocess.run(
+            [program, "dump", "--nonblocking", "--pid", str(pid)],
+            capture_output=True,
+            text=True,
+            timeout=_STACK_PATIENCE_S,
+        )
+    except (OSError, subprocess.TimeoutExpired) as error:
+        return f"(no stack: {error})"
+    if done.returncode != 0:
+        return f"(no stack: py-spy says: {done.stderr.strip()[-500:]})"
+    return done.stdout.strip()[:_STACK_CHARACTERS]
+
+
+class EndWatch:
+    """Learns how processes ended that are not its children, where the kernel tells (Linux 6.15)."""
+
+    def __init__(self) -> None:
+        self._files: dict[Process, int] = {}
+
+    def watch(self, processes: Sequence[Process]) -> None:
+        """Remembers these processes in place of those before; they must live."""
+        self.close()
+        for process in processes:
+            with contextlib.suppress(OSError):
+                self._files[process] = os.pidfd_open(process[0])
+
+    def describe(self, process: Process, patience_s: float) -> str:
+        """`killed by signal 9 (SIGKILL)` or `exit code 3`; empty: it lives, or nobody knows.
+
+        Args:
+            patience_s: for a process that is about to end.
+        """
+        deadline = time.monotonic() + patience_s
+        file = self._files.get(process)
+        if file is None:
+            return ""
+        poll = select.poll()
+        poll.register(file, select.POLLIN)
+        poll.poll(patience_s * 1e3)
+        while (code := _exit_code(file)) is None and time.monotonic() < deadline:
+            time.sleep(0.005)  # until its parent, or the kernel, has reaped it
+        return "" if code is None else describe_exit(code)
+
+    def close(self) -> None:
+        """Forgets all processes."""
+        while self._files:
+            os.close(self._files.popitem()[1])
+
+
+def _exit_code(pidfd: int) -> int | None:
+    """The wait status of a process that was reaped; None: it was not, or the kernel is too old."""
+    request = bytearray(_PIDFD_INFO.pack(_PIDFD_INFO_EXIT, *[0] * 13))
+    try:
+        fcntl.ioctl(pidfd, _PIDFD_GET_INFO, request)
+    except OSError:
+        return None
+    mask, *_, status = _PIDFD_INFO.unpack(request)
+    return status if mask & _PIDFD_INFO_EXIT else None
+
+
+def describe_exit(status: int) -> str:
+    """A wait status in words."""
+    if not os.WIFSIGNALED(status):
+        return f"exit code {os.WEXITSTATUS(status)}"
+    number = os.WTERMSIG(status)
+    try:
+        return f"killed by signal {number} ({signal.Signals(number).name})"
+    except ValueError:  # a real-time signal
+        return f"killed by signal {number}"

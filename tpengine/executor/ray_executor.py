@@ -3,57 +3,48 @@
 from __future__ import annotations
 
 import contextlib
-import secrets
+import threading
 import time
 import uuid
-from collections.abc import Callable
-from typing import Any, NoReturn
+from collections.abc import Iterator
+from typing import Any
 
 import ray
-from ray.exceptions import GetTimeoutError, RayActorError, RayError
 
-from tpengine import envs
+from tpengine import envs, leftovers
 from tpengine.config import EngineConfig, RayConfig
-from tpengine.errors import ConfigError, EngineError, WorkerDiedError
-from tpengine.executor.codec import decode_output, encode
-from tpengine.executor.exchange import StepExchange, StepFailedError
-from tpengine.executor.executor import Executor
-from tpengine.executor.failures import RankFailure, first_cause
-from tpengine.executor.placement import (
-    Placement,
-    RankPlace,
-    actor_options,
-    cluster_nodes,
-    order_places,
-    rank_bundle,
+from tpengine.errors import (
+    ConfigError,
+    EngineError,
+    GroupLostError,
+    PlacementError,
+    WorkerDiedError,
 )
-from tpengine.executor.processes import end_processes, tail, wait_for_end
+from tpengine.executor.codec import decode_output, encode
+from tpengine.executor.executor import Executor
+from tpengine.executor.group import Group
+from tpengine.executor.node_agent import Agents
+from tpengine.executor.placement import Placement, RankPlace, cluster_nodes, rank_bundle
 from tpengine.executor.ray_connection import RayConnection
-from tpengine.executor.ray_worker import RayWorker
-from tpengine.executor.transport import ChannelError, Listener
+from tpengine.executor.spares import Spares
+from tpengine.executor.step_deadline import StepDeadline
 from tpengine.logger import init_logger
-from tpengine.messages import MemoryLedger, Rendezvous, StepInput, StepOutput
+from tpengine.messages import MemoryLedger, RankLoss, StepInput, StepOutput
 
 logger = init_logger(__name__)
 
-_GRACE_S = 1.0
-"""How long other ranks are heard after the first failure of a call."""
-_SHUTDOWN_CALL_S = 5.0
-_EXIT_S = 2.0
-"""How long a rank's process may take to go before it is killed by its number."""
-_COLLECTIVE_SHARE = 0.8
-"""Of the step's deadline: ranks give up first, as they know whom they waited for."""
+_TURN_S = 30.0
+"""How long `shutdown` waits for a start that was cancelled to leave off."""
 
 
 class RayExecutor(Executor):
     """One actor per rank, in a placement group.
 
-    `load` starts the group; whatever fails on the way is undone. After a failed step the group is
-    gone, and every later call says why.
+    `load` starts the first group; whatever fails on the way is undone. A group that lost a rank is
+    ended as a whole, and `rebuild` starts the next.
 
     Attributes:
-        places: where each rank is, in rank order; empty before `load`.
-        start_times_s: seconds that each phase of the start took, in order.
+        start_times_s: seconds that each phase of the latest start took, in order.
     """
 
     def __init__(self, config: EngineConfig, connection: RayConnection | None = None) -> None:
@@ -63,14 +54,17 @@ class RayExecutor(Executor):
         self._ray_config: RayConfig = ray_config
         self._connection: RayConnection | None
         self._connection = connection or RayConnection(ray_config.address)
-        self._epoch = 0
         self._engine_id = uuid.uuid4().hex[:12]
-        self._placement: Placement | None = None
-        self._actors: list[Any] = []
-        self._exchange: StepExchange | None = None
-        self._lost: EngineError | None = None
         self._node_id: str = ray.get_runtime_context().get_node_id()
-        self.places: list[RankPlace] = []
+        self._bundle = rank_bundle(config.device, ray_config.bundle)
+        self._agents = Agents(self._node_id)
+        self._spares = Spares(ray_config.spare_workers, envs.for_ranks(), self._agents)
+        self._deadline = StepDeadline(ray_config.step_timeout_s)
+        self._placement: Placement | None = None
+        self._group: Group | None = None
+        self._peaks: list[int] = []
+        self._turn = threading.Lock()
+        self._is_cancelled = threading.Event()
         self.start_times_s: dict[str, float] = {}
 
     @staticmethod
@@ -90,6 +84,21 @@ class RayExecutor(Executor):
             return "cuda" if num_gpus else "cpu"
         return wanted
 
+    @property
+    def places(self) -> list[RankPlace]:
+        """Where each rank of the latest group is or was, in rank order; empty before `load`."""
+        return [] if self._group is None else list(self._group.places)
+
+    @property
+    def loss(self) -> RankLoss | None:
+        """See `Executor`."""
+        return None if self._group is None else self._group.loss
+
+    @property
+    def epoch(self) -> int:
+        """See `Executor`."""
+        return 1 if self._group is None else self._group.epoch
+
     def load(self) -> list[str]:
         """Places the ranks, starts and connects them, and loads the model.
 
@@ -97,244 +106,233 @@ class RayExecutor(Executor):
             PlacementError: the cluster has no room.
             EngineError: a rank's own error; nothing is left behind.
         """
-        self._epoch += 1
-        try:
-            self._timed("placement", self._place)
-            self._timed("processes", self._start_actors)
-            self._timed("channels", self._open_channels)
-            self._timed("imports", self._create_workers)
-            if len(self._actors) > 1:
-                self._timed("rendezvous", self._rendezvous)
-            devices: list[str] = self._timed("devices", lambda: self._run_workers("init_device"))
-            self._timed("weights", lambda: self._run_workers("load_model"))
-        except BaseException:
-            self._teardown(orderly=False)
-            raise
-        return [
-            f"{device} (rank {rank}: {self.places[rank]})" for rank, device in enumerate(devices)
-        ]
+        with self._in_turn():
+            try:
+                with self._timed("placement"):
+                    self._placement = self._place(set())
+                devices = self._start_group(1)
+            except GroupLostError as error:
+                self._end_group(orderly=False)
+                raise error.__cause__ or WorkerDiedError(error.loss.report()) from None
+            except BaseException:
+                self._end_group(orderly=False)
+                raise
+        return [f"{line} (rank {rank}: {self.places[rank]})" for rank, line in enumerate(devices)]
+
+    def rebuild(self) -> list[MemoryLedger]:
+        """See `Executor`.
+
+        Raises:
+            PlacementError: there is no room for the ranks without the nodes that were lost.
+        """
+        with self._in_turn():
+            lost = self._group
+            if lost is None or lost.loss is None:
+                raise EngineError("no rank was lost: there is nothing to rebuild")
+            self.start_times_s = {}
+            with self._timed("nodes"):
+                node_ids = {place.node_id for place in lost.places}
+                if self._placement is not None:
+                    node_ids |= set(self._placement.node_ids)
+                silent = self._agents.silent(node_ids, self._check)
+            with self._timed("end"):
+                lost.end(orderly=False, silent=silent)
+                leftovers.sweep()
+            with self._timed("placement"):
+                spare_devices = self._replace(silent, lost)
+            try:
+                self._start_group(lost.epoch + 1, spare_devices)
+                with self._timed("profile"):
+                    return self._measure_again()
+            except BaseException as error:
+                if not isinstance(error, GroupLostError):
+                    self._end_group(orderly=False)
+                raise
+
+    def cancel_rebuild(self) -> None:
+        """See `Executor`."""
+        self._is_cancelled.set()
 
     def profile_num_available_blocks(self) -> list[MemoryLedger]:
         """See `Executor`."""
-        ledgers: list[MemoryLedger]
-        ledgers = self._timed("profile", super().profile_num_available_blocks)
+        with self._timed("profile"):
+            ledgers = super().profile_num_available_blocks()
+        self._peaks = [ledger.activation_peak_bytes for ledger in ledgers]
+        worst = self._config.scheduler.max_num_batched_tokens
+        self._deadline.observe(worst, self.start_times_s["profile"])
         return ledgers
 
     def init_cache_engine(self, num_blocks: int, num_host_blocks: int = 0) -> None:
-        """See `Executor`; the last phase of the start."""
-        self._timed(
-            "cache", lambda: self._run_workers("init_cache_engine", num_blocks, num_host_blocks)
-        )
-        times = ", ".join(f"{name} {spent:.2f} s" for name, spent in self.start_times_s.items())
-        total = sum(self.start_times_s.values())
-        logger.info("ranks ready in %.2f s: %s", total, times)
+        """See `Executor`; the last phase of a start."""
+        with self._in_turn():
+            with self._timed("cache"):
+                self._run_workers("init_cache_engine", num_blocks, num_host_blocks)
+            times = ", ".join(f"{name} {spent:.2f} s" for name, spent in self.start_times_s.items())
+            total = sum(self.start_times_s.values())
+            logger.info("ranks of epoch %d ready in %.2f s: %s", self.epoch, total, times)
+            self._spares.fill([place.node_id for place in self.places])
 
     def execute_model(self, step: StepInput) -> StepOutput:
         """Runs one step on every rank, over the channels; the answer is rank 0's.
 
         Raises:
-            EngineError: a rank failed; the group is gone.
+            GroupLostError: a rank was lost.
         """
-        if self._exchange is None:
-            self._raise_gone()
-        try:
-            answers = self._exchange.run(step.step, encode(step), self._ray_config.step_timeout_s)
-            return decode_output(answers[0])
-        except StepFailedError as failed:
-            error = self._explain(failed.failures, f"step {step.step}")
-        except BaseException as unexpected:  # the ranks may have run the step: they are ahead
-            error = EngineError(f"step {step.step} was interrupted: {unexpected!r}")
-            self._lose(error)
-            raise
-        self._lose(error)
-        raise error
+        group = self._require_group()
+        num_tokens = sum(step.num_scheduled_tokens)
+        start = time.monotonic()
+        answer = group.step(step.step, encode(step), self._deadline.of(num_tokens))
+        self._deadline.observe(num_tokens, time.monotonic() - start)
+        return decode_output(answer)
 
     def _run_workers(self, method: str, *args: Any, **kwargs: Any) -> list[Any]:
-        return self._call_all(method, lambda _, actor: actor.call.remote(method, args, kwargs))
+        return self._require_group().call(method, *args, **kwargs)
 
-    def _call_all(self, phase: str, call: Callable[[int, Any], Any]) -> list[Any]:
-        """Calls every actor at once; answers in rank order, or the first failing rank's error."""
-        if not self._actors:
-            self._raise_gone()
-        deadline = time.monotonic() + self._ray_config.start_timeout_s
-        refs = [call(rank, actor) for rank, actor in enumerate(self._actors)]
-        rank_of = {ref: rank for rank, ref in enumerate(refs)}
-        answers: dict[int, Any] = {}
-        failures: dict[int, RankFailure | EngineError] = {}
-        waiting = list(refs)
-        while waiting:
-            ready, waiting = ray.wait(waiting, timeout=max(0.0, deadline - time.monotonic()))
-            if not ready:
-                break
-            for ref in ready:
-                rank = rank_of[ref]
-                answer = self._result(ref, rank, phase)
-                if isinstance(answer, (RankFailure, EngineError)):
-                    failures[rank] = answer
-                    deadline = min(deadline, time.monotonic() + _GRACE_S)
-                else:
-                    answers[rank] = answer
-        if not failures:
-            limit = self._ray_config.start_timeout_s
-            for ref in waiting:
-                failures[rank_of[ref]] = WorkerDiedError(
-                    f"no answer from {self._who(rank_of[ref])} within {limit:.0f} s in {phase}; "
-                    "raise start_timeout_s if it only needs longer"
-                )
-        if failures:
-            raise self._explain(failures, phase)
-        return [answers[rank] for rank in range(len(refs))]
+    def _require_group(self) -> Group:
+        if self._group is None or self._connection is None:
+            raise EngineError("the engine was shut down; make a new one")
+        return self._group
 
-    def _result(self, ref: Any, rank: int, phase: str) -> Any:
-        try:
-            return ray.get(ref, timeout=self._ray_config.start_timeout_s)
-        except RayActorError as error:
-            return self._death(rank, phase, str(error))
-        except (RayError, GetTimeoutError) as error:
-            return EngineError(f"{self._who(rank)} failed in {phase}: {error}")
+    def _check(self) -> None:
+        if self._is_cancelled.is_set():
+            raise EngineError("the engine is being shut down")
 
-    def _place(self) -> None:
-        parallel = self._config.parallel
-        bundle = rank_bundle(self._config.device, self._ray_config.bundle)
-        self._placement = Placement(
-            bundle,
-            parallel.tensor_parallel_size,
-            self._ray_config.placement_strategy,
-            self._ray_config.placement_timeout_s,
+    def _place(self, silent: set[str]) -> Placement:
+        """Bundles on nodes that answer.
+
+        Args:
+            silent: nodes that do not; those that are found out here are added.
+        """
+        size = self._config.parallel.tensor_parallel_size
+        while True:
+            placement = Placement(self._bundle, size, self._ray_config, silent, self._check)
+            if not silent:  # at the first start Ray's view of the cluster must do
+                return placement
+            try:
+                more = self._agents.silent(placement.node_ids, self._check)
+            except BaseException:
+                placement.remove()
+                raise
+            if not more:
+                return placement
+            placement.remove()
+            silent |= more
+
+    def _replace(self, silent: set[str], lost: Group) -> list[tuple[str, ...] | None]:
+        """Makes sure of bundles on nodes that answer. Returns the devices of each bundle; None:
+        only Ray knows."""
+        unknown = None if self._config.device == "cuda" else ()
+        placement, known = self._placement, lost.bundle_places
+        if placement is not None and not silent & set(placement.node_ids):
+            if known:
+                return [place.devices for place in known]
+            return [unknown] * len(placement.node_ids)
+        if placement is not None and placement.is_borrowed:
+            raise PlacementError(
+                f"{len(silent)} nodes of the placement group that the driver runs in do not answer "
+                f"({', '.join(sorted(silent))}), and it is not tpengine's to enlarge; make a new "
+                "group and run the driver in it"
+            )
+        self._placement = None
+        if placement is not None:
+            placement.remove()
+        self._placement = self._place(silent)
+        return [unknown] * len(self._placement.node_ids)
+
+    def _start_group(
+        self, epoch: int, spare_devices: list[tuple[str, ...] | None] | None = None
+    ) -> list[str]:
+        """Starts the ranks up to their loaded weights; a line about each one's device.
+
+        Args:
+            spare_devices: of each bundle, for a spare that takes it; None: no spare may.
+        """
+        placement = self._placement
+        assert placement is not None, "ranks before their places"
+        self._group = group = Group(
+            epoch, self._config, self._ray_config, self._agents, self._check
         )
+        with self._timed("processes"):
+            spares: list[tuple[Any, tuple[str, ...]] | None] = [None] * len(placement.node_ids)
+            if spare_devices is not None and None not in spare_devices:
+                taken = self._spares.take(placement.node_ids)
+                spares = [
+                    None if actor is None else (actor, devices or ())
+                    for actor, devices in zip(taken, spare_devices, strict=True)
+                ]
+            group.start_actors(placement, self._bundle, envs.for_ranks(), spares, self._node_id)
+        with self._timed("channels"):
+            group.open_channels(
+                next(node.address for node in cluster_nodes() if node.node_id == self._node_id)
+            )
+        with self._timed("imports"):
+            group.create_workers()
+        if len(group.places) > 1:
+            with self._timed("rendezvous"):
+                group.rendezvous(self._engine_id)
+        with self._timed("devices"):
+            devices: list[str] = group.call("init_device")
+        with self._timed("weights"):
+            group.call("load_model")
+        return devices
 
-    def _start_actors(self) -> None:
-        assert self._placement is not None
-        bundle = rank_bundle(self._config.device, self._ray_config.bundle)
-        actor_class = ray.remote(RayWorker)
-        environment = envs.for_ranks()
-        self._actors = [
-            actor_class.options(
-                **actor_options(bundle),
-                scheduling_strategy=self._placement.strategy(index),
-                max_restarts=0,
-                max_task_retries=0,
-            ).remote(environment)
-            for index in range(self._config.parallel.tensor_parallel_size)
-        ]
-        found = self._call_all("start", lambda _, actor: actor.describe.remote())
-        order = order_places([place for place, _ in found], self._node_id)
-        self._actors = [self._actors[index] for index in order]
-        self.places = [found[index][0] for index in order]
-        for rank, index in enumerate(order):
-            changed = ", ".join(found[index][1]) or "none"
-            logger.info("rank %d on %s; variables set: %s", rank, self.places[rank], changed)
-
-    def _open_channels(self) -> None:
-        address = next(node.address for node in cluster_nodes() if node.node_id == self._node_id)
-        timeout_s = min(30.0, self._ray_config.start_timeout_s)
-        secret = secrets.token_bytes(32)
-        listener = Listener(address, secret, self._epoch)
-        try:
-            refs = [
-                actor.join.remote(rank, self._epoch, listener.address, secret, timeout_s)
-                for rank, actor in enumerate(self._actors)
-            ]
-            channels = listener.accept(len(refs), timeout_s)
-            self._exchange = StepExchange(channels, self._epoch)
-        finally:
-            listener.close()
-        self._call_all("join", lambda rank, _: refs[rank])
-        logger.info("channels to the ranks from %s:%d", *listener.address)
-
-    def _create_workers(self) -> None:
-        configs = [self._config.for_rank(rank) for rank in range(len(self._actors))]
-        self._call_all("create", lambda rank, actor: actor.create.remote(configs[rank]))
-
-    def _rendezvous(self) -> None:
-        start_s = self._ray_config.start_timeout_s
-        host = self.places[0].address
-        refs = [self._actors[0].call.remote("open_rendezvous", (host,), {})]
-        port = self._result(refs[0], 0, "open_rendezvous")
-        if isinstance(port, (RankFailure, EngineError)):
-            raise self._explain({0: port}, "open_rendezvous")
-        rendezvous = Rendezvous(
-            engine_id=self._engine_id,
-            epoch=self._epoch,
-            addresses=[place.address for place in self.places],
-            port=port,
-            connect_timeout_s=min(60.0, start_s),
-            collective_timeout_s=_COLLECTIVE_SHARE * self._ray_config.step_timeout_s,
+    def _measure_again(self) -> list[MemoryLedger]:
+        ledgers: list[MemoryLedger]
+        ledgers = self._require_group().call_each(
+            "profile_num_available_blocks",
+            lambda rank, actor: actor.call.remote(
+                "profile_num_available_blocks", (self._peaks[rank],), {}
+            ),
         )
-        for rank, line in enumerate(self._run_workers("connect", rendezvous)):
-            logger.info("rank %d: %s", rank, line)
+        return ledgers
 
-    def _timed(self, phase: str, work: Callable[[], Any]) -> Any:
+    @contextlib.contextmanager
+    def _timed(self, phase: str) -> Iterator[None]:
         start = time.monotonic()
         try:
-            return work()
+            yield
         finally:
             self.start_times_s[phase] = time.monotonic() - start
 
-    def _who(self, rank: int) -> str:
-        return f"rank {rank} on {self.places[rank]}" if self.places else f"actor {rank}"
-
-    def _explain(self, failures: dict[int, Any], phase: str) -> EngineError:
-        """The error of the rank that the others failed after."""
-        rank = first_cause(failures)
-        failure = failures[rank]
-        if isinstance(failure, RankFailure):
-            return failure.to_error()
-        if isinstance(failure, ChannelError):
-            return self._death(rank, phase, str(failure))
-        assert isinstance(failure, EngineError)
-        return failure
-
-    def _death(self, rank: int, phase: str, reason: str) -> WorkerDiedError:
-        tail = self._last_words(rank)
-        return WorkerDiedError(
-            f"{self._who(rank)} is dead or frozen, in {phase}: {reason}"
-            + (f"\nlast lines of its error log:\n{tail}" if tail else "")
-        )
-
-    def _last_words(self, rank: int) -> str:
-        """The end of the rank's error log, where that lies on this machine."""
-        if not self.places or self.places[rank].node_id != self._node_id:
-            return ""
-        return tail(self.places[rank].log_path)
-
-    def _raise_gone(self) -> NoReturn:
-        if self._lost is not None:
-            raise EngineError(f"the ranks are gone since: {self._lost}") from self._lost
-        raise EngineError("the engine was shut down; make a new one")
-
-    def _lose(self, error: EngineError) -> None:
-        self._lost = error
-        self._teardown(orderly=False)
+    @contextlib.contextmanager
+    def _in_turn(self) -> Iterator[None]:
+        """Whatever starts or ends a group is done by one thread at a time."""
+        self._check()
+        if not self._turn.acquire(timeout=_TURN_S):
+            raise EngineError("another thread starts the ranks; wait for it")
+        try:
+            self._check()
+            yield
+        finally:
+            self._turn.release()
 
     def shutdown(self) -> None:
         """Ends the ranks and gives their bundles back; a second call does nothing."""
         connection, self._connection = self._connection, None
-        if connection is not None:
-            self._teardown(orderly=True)
+        if connection is None:
+            return
+        self._is_cancelled.set()
+        has_turn = self._turn.acquire(timeout=_TURN_S)
+        try:
+            if not has_turn:
+                logger.warning("a start of ranks does not leave off; ending them under its hands")
+            self._end_group(orderly=True)
+            if ray.is_initialized():
+                self._spares.close()
+                self._agents.close()
             connection.close()
+        finally:
+            if has_turn:
+                self._turn.release()
 
-    def _teardown(self, orderly: bool) -> None:
+    def _end_group(self, orderly: bool) -> None:
         """No process of the group is left on this machine when it returns, nor its bundles held.
 
         Orderly: the workers may clean up before they go.
         """
-        actors, self._actors = self._actors, []
-        exchange, self._exchange = self._exchange, None
         placement, self._placement = self._placement, None
-        if ray.is_initialized():
-            if orderly and exchange is not None:
-                refs = [actor.call.remote("shutdown", (), {}) for actor in actors]
-                with contextlib.suppress(RayError):
-                    ray.wait(refs, num_returns=len(refs), timeout=_SHUTDOWN_CALL_S)
-            for actor in actors:
-                with contextlib.suppress(RayError):
-                    ray.kill(actor, no_restart=True)
-        local = [(p.pid, p.start_ticks) for p in self.places if p.node_id == self._node_id]
-        if orderly:  # a rank that the channel's end ends first would be reported as crashed
-            wait_for_end(local, _EXIT_S)
-        if exchange is not None:
-            exchange.close()
-        end_processes(local, _EXIT_S)
+        if self._group is not None:
+            self._group.end(orderly)
+            leftovers.sweep()
         if placement is not None and ray.is_initialized():
             placement.remove()

@@ -11,18 +11,19 @@ import select
 import socket
 import sys
 import threading
-import time
 from typing import TYPE_CHECKING, Any
 
 import ray
 
 from tpengine import envs
 from tpengine.config import EngineConfig
+from tpengine.executor.beats import DRIVER_GONE, BeatThread, Progress, end_process
 from tpengine.executor.codec import decode_step, encode
 from tpengine.executor.failures import LastLines, RankFailure
+from tpengine.executor.handshake import connect
 from tpengine.executor.placement import RankPlace
 from tpengine.executor.processes import own_error_log, start_ticks
-from tpengine.executor.transport import Channel, ChannelError, Frame, FrameKind, connect
+from tpengine.executor.transport import Channel, ChannelError, Frame, FrameKind
 from tpengine.logger import init_logger
 from tpengine.messages import StepOutput
 
@@ -32,8 +33,7 @@ if TYPE_CHECKING:
 _SEND_TIMEOUT_S = 30.0
 _CALL_LIMIT_S = 24 * 3600.0
 """Of a call in the worker's thread; the driver gives up long before."""
-_DRIVER_GONE = 3
-"""Exit code of a rank whose driver has gone."""
+Address = tuple[str, int]
 
 
 class RayWorker:
@@ -52,12 +52,25 @@ class RayWorker:
         self._thread: WorkerThread | None = None
         self._place: RankPlace | None = None
 
-    def describe(self) -> tuple[RankPlace, list[str]]:
-        """Where this actor is, and which variables of the driver's were different here."""
+    def prepare(self) -> RankPlace:
+        """Imports all that a rank needs, for a spare; returns where it is."""
+        place, _ = self.describe()
+        _import_worker()
+        return place
+
+    def describe(self, devices: tuple[str, ...] | None = None) -> tuple[RankPlace, list[str]]:
+        """Where this actor is, and which variables of the driver's were different here.
+
+        Args:
+            devices: for a spare that becomes a rank: the GPUs that Ray gave the rank before it;
+                None: those that Ray gave this actor.
+        """
         context = ray.get_runtime_context()
-        devices = tuple(
-            str(device) for ids in context.get_accelerator_ids().values() for device in ids
-        )
+        if devices is None:
+            accelerators = context.get_accelerator_ids().values()
+            devices = tuple(str(device) for ids in accelerators for device in ids)
+        elif devices:
+            envs.set_visible_gpus(devices)
         with contextlib.suppress(OSError, ValueError):
             faulthandler.enable(sys.stderr)  # a crash in native code leaves its stack in the log
         self._place = RankPlace(
@@ -72,18 +85,27 @@ class RayWorker:
         return self._place, self._changed_variables
 
     def join(
-        self, rank: int, epoch: int, address: tuple[str, int], secret: bytes, timeout_s: float
+        self,
+        rank: int,
+        epoch: int,
+        addresses: tuple[Address, Address],
+        secret: bytes,
+        wait_s: float,
     ) -> None:
         """Learns its rank and connects to the driver.
 
-        From here on the process ends when the driver's end of the channel closes.
+        From here on the process ends when the driver's end of a channel closes, or is silent.
+
+        Args:
+            addresses: where the driver listens for the channels of steps and of beats.
+            wait_s: for the driver to take each connection.
         """
-        channel = connect(address, secret, rank, epoch, timeout_s)
-        self._thread = WorkerThread(channel, rank, str(self._place), self._log)
+        steps = connect(addresses[0], secret, rank, epoch, wait_s)
+        control = connect(addresses[1], secret, rank, epoch, wait_s)
+        progress = Progress()
+        BeatThread(rank, control, steps, progress).start()
+        self._thread = WorkerThread(steps, rank, str(self._place), self._log, progress)
         self._thread.start()
-        threading.Thread(
-            target=_end_with_driver, args=(channel,), name="tpengine-watch", daemon=True
-        ).start()
 
     def create(self, config: EngineConfig) -> RankFailure | None:
         """Makes the worker, which imports torch; returns what prevented it."""
@@ -104,8 +126,11 @@ class RayWorker:
 class WorkerThread(threading.Thread):
     """Runs the worker: steps from the channel, and calls from the actor's thread between them."""
 
-    def __init__(self, channel: Channel, rank: int, place: str, log: LastLines) -> None:
+    def __init__(
+        self, channel: Channel, rank: int, place: str, log: LastLines, progress: Progress
+    ) -> None:
         super().__init__(name="tpengine-worker", daemon=True)
+        self._progress = progress
         self._channel = channel
         self._rank = rank
         self._place = place
@@ -133,18 +158,21 @@ class WorkerThread(threading.Thread):
                 while (frame := self._channel.take()) is not None:
                     self._step(frame)
                 self._answer_calls()
-        except ChannelError:
-            os._exit(_DRIVER_GONE)
+        except ChannelError as error:
+            end_process(self._rank, DRIVER_GONE, f"the driver is gone: {error}")
 
     def _answer_calls(self) -> None:
         with contextlib.suppress(BlockingIOError):
             os.eventfd_read(self._wake)
         while not self._calls.empty():
             method, args, kwargs, answer = self._calls.get()
+            self._progress.begin(method)
             try:
-                answer.put(self._run(method, args, kwargs))
+                result = self._run(method, args, kwargs)
             except BaseException as error:
-                answer.put(self._failure(error, method))
+                result = self._failure(error, method)
+            self._progress.end()
+            answer.put(result)
 
     def _run(self, method: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if method == "create":
@@ -154,13 +182,11 @@ class WorkerThread(threading.Thread):
         return getattr(self._worker, method)(*args, **kwargs)
 
     def _create(self, config: EngineConfig) -> None:
-        envs.tune_openmp_spinning()
-        from tpengine.worker.worker import Worker
-
-        self._worker = Worker(config, rank=self._rank)
+        self._worker = _import_worker()(config, rank=self._rank)
 
     def _step(self, frame: Frame) -> None:
         kind, payload = FrameKind.OUTPUT, b""
+        self._progress.begin("execute_model", frame.step)
         try:
             step = decode_step(frame.payload)
             assert self._worker is not None, "a step before the worker was created"
@@ -170,16 +196,16 @@ class WorkerThread(threading.Thread):
         except BaseException as error:
             kind = FrameKind.FAILURE
             payload = encode(self._failure(error, f"step {frame.step}").to_fields())
+        self._progress.end()
         self._channel.send(kind, frame.step, payload, _SEND_TIMEOUT_S)
 
     def _failure(self, error: BaseException, phase: str) -> RankFailure:
         return RankFailure.of(error, self._rank, self._place, phase, self._log.lines)
 
 
-def _end_with_driver(channel: Channel) -> None:
-    """Ends the process once the driver's end closes, whatever the worker is doing."""
-    poll = select.poll()
-    poll.register(channel.fileno(), select.POLLRDHUP)
-    poll.poll()
-    time.sleep(0.01)  # the answer to an orderly shutdown gets out first
-    os._exit(_DRIVER_GONE)
+def _import_worker() -> type[Worker]:
+    """Imports torch, too."""
+    envs.tune_openmp_spinning()
+    from tpengine.worker.worker import Worker
+
+    return Worker

@@ -18,6 +18,7 @@ class RequestQueues:
 
     Attributes:
         waiting: those that hold nothing, in the policy's order.
+        held: those that wait and may not run, by id; see `restrict`.
         running, swapped: those with device or host blocks, by rank.
         requests: all of them, by id.
         owners: the request of each sequence with a slot, by the sequence's id.
@@ -30,6 +31,7 @@ class RequestQueues:
         self, blocks: BlockManager, policy: SchedulingPolicy, max_num_seqs: int, swap_mode: str
     ) -> None:
         self.waiting = policy
+        self.held: dict[str, Request] = {}
         self.running: list[Request] = []
         self.swapped: list[Request] = []
         self.requests: dict[str, Request] = {}
@@ -40,6 +42,7 @@ class RequestQueues:
         self._blocks = blocks
         self._max_num_seqs = max_num_seqs
         self._swap_mode = swap_mode
+        self._allowed: frozenset[str] | None = None
 
     def is_running(self, request: Request) -> bool:
         """Whether the request holds slots."""
@@ -49,6 +52,14 @@ class RequestQueues:
         """Whether sequences of the request get their blocks with the step being scheduled, which
         has a row of it."""
         return any(sequence in self.in_flight for sequence in request.sequences)
+
+    def add(self, request: Request) -> None:
+        """Takes in a request that has just arrived."""
+        self.requests[request.request_id] = request
+        if self._may_run(request):
+            self.waiting.add(request)
+        else:
+            self.held[request.request_id] = request
 
     def start(self, request: Request) -> None:
         """Waiting to running: a slot for each unfinished sequence, blocks for the first."""
@@ -82,13 +93,33 @@ class RequestQueues:
                 sequence.move_to(SequenceStatus.SWAPPED)
             insort(self.swapped, request, key=self.waiting.rank)
             return
-        self.common.pop(request.request_id, None)
-        for sequence in sequences:
-            self.release(sequence)
-            sequence.num_computed_tokens = 0
-            if sequence.status is SequenceStatus.RUNNING:
-                sequence.move_to(SequenceStatus.WAITING)
+        self._give_up(request)
         self.waiting.put_back(request)
+
+    def restart(self, blocks: BlockManager) -> None:
+        """All slots and blocks, and what the workers knew, are void: everything waits.
+
+        Args:
+            blocks: of the new cache; nobody holds any.
+        """
+        self._blocks = blocks
+        self.slots = BatchSlots(self._max_num_seqs)
+        self.owners.clear()
+        self.common.clear()
+        self.in_flight.clear()
+        for request in (*self.running, *self.swapped):
+            for sequence in request.sequences:
+                sequence.slot = None
+                _start_over(sequence)
+        self._line_up()
+
+    def restrict(self, allowed: frozenset[str] | None) -> None:
+        """Only requests of these ids may run; None: all."""
+        self._allowed = allowed
+        for request in (*self.running, *self.swapped):
+            if not self._may_run(request):
+                self._give_up(request)
+        self._line_up()
 
     def end(self, request: Request, status: SequenceStatus) -> None:
         """Finishes all that is unfinished of a request, and takes it out of its queue."""
@@ -96,7 +127,7 @@ class RequestQueues:
             self.running.remove(request)
         elif any(s.status is SequenceStatus.SWAPPED for s in request.sequences):
             self.swapped.remove(request)
-        else:
+        elif self.held.pop(request.request_id, None) is None:
             self.waiting.remove(request)
         for sequence in request.sequences:
             self.release(sequence)
@@ -157,10 +188,11 @@ class RequestQueues:
         ]
         running = [s for s in members if s not in forking and s not in self.in_flight]
         swapped = [s for request in self.swapped for s in request.unfinished_sequences]
-        waiting = [s for request in self.waiting for s in request.unfinished_sequences]
+        idle = [*self.waiting, *self.held.values()]
+        waiting = [s for request in idle for s in request.unfinished_sequences]
         blank = waiting + forking
         self._blocks.check_invariants(running, swapped)
-        queued = sorted(r.request_id for r in [*self.running, *self.swapped, *self.waiting])
+        queued = sorted(r.request_id for r in [*self.running, *self.swapped, *idle])
         invariants = {
             "slots, free and held, are all slots": self.slots.are_whole(
                 members, self._max_num_seqs
@@ -174,6 +206,8 @@ class RequestQueues:
             "owners are those with slots": self.owners.keys() == {s.seq_id for s in members},
             "common tokens are of running requests": self.common.keys()
             <= {request.request_id for request in self.running},
+            "only those that may run wait to": all(self._may_run(r) for r in self.waiting)
+            and not any(self._may_run(r) for r in self.held.values()),
             "queues are in order of rank": all(
                 queue == sorted(queue, key=self.waiting.rank)
                 for queue in (self.running, self.swapped)
@@ -181,6 +215,31 @@ class RequestQueues:
         }
         for invariant, holds in invariants.items():
             expect(holds, invariant)
+
+    def _may_run(self, request: Request) -> bool:
+        return self._allowed is None or request.request_id in self._allowed
+
+    def _give_up(self, request: Request) -> None:
+        """Takes slots and blocks of a request; its tokens will be computed again."""
+        self.common.pop(request.request_id, None)
+        for sequence in request.unfinished_sequences:
+            self.release(sequence)
+            _start_over(sequence)
+
+    def _line_up(self) -> None:
+        """Sorts the queues anew, by what each request holds and whether it may run."""
+        idle = [*self.waiting, *self.held.values()]
+        for request in tuple(self.waiting):
+            self.waiting.remove(request)
+        self.held.clear()
+        for queue in (self.running, self.swapped):
+            idle += [request for request in queue if _holds_nothing(request)]
+            queue[:] = [request for request in queue if not _holds_nothing(request)]
+        for request in sorted(idle, key=self.waiting.rank):
+            if self._may_run(request):
+                self.waiting.add(request)
+            else:
+                self.held[request.request_id] = request
 
     def _swaps(self, request: Request, sequences: list[Sequence]) -> bool:
         mode = self._swap_mode
@@ -202,3 +261,17 @@ class RequestQueues:
     def _leave(self, request: Request) -> None:
         self.common.pop(request.request_id, None)
         del self.requests[request.request_id]
+
+
+def _start_over(sequence: Sequence) -> None:
+    """Lets a sequence without slot and blocks wait; a finished one stays as it is."""
+    if not sequence.status.finished:
+        sequence.num_computed_tokens = 0
+        if sequence.status is not SequenceStatus.WAITING:
+            sequence.move_to(SequenceStatus.WAITING)
+
+
+def _holds_nothing(request: Request) -> bool:
+    waiting = SequenceStatus.WAITING
+    sequences = request.unfinished_sequences
+    return all(s.slot is None and s.status is waiting for s in sequences)

@@ -14,6 +14,7 @@ from tpengine.config import SchedulerConfig
 from tpengine.errors import DuplicateRequestError, EngineError
 from tpengine.scheduling.allocation import AllocStatus
 from tpengine.scheduling.block_manager import BlockManager
+from tpengine.scheduling.booking import book_step
 from tpengine.scheduling.groups import choose_rows, find_catching_up, num_common_tokens
 from tpengine.scheduling.policy import POLICIES, SchedulingPolicy
 from tpengine.scheduling.queues import RequestQueues
@@ -54,9 +55,14 @@ class Scheduler:
         self._num_admitted_since_decode = 0
 
     @property
+    def block_manager(self) -> BlockManager:
+        """The blocks of the present cache."""
+        return self._blocks
+
+    @property
     def num_waiting(self) -> int:
         """Requests that hold no blocks."""
-        return len(self._queues.waiting)
+        return len(self._queues.waiting) + len(self._queues.held)
 
     @property
     def num_running(self) -> int:
@@ -79,6 +85,10 @@ class Scheduler:
         """Whether anything waits, runs or is swapped out."""
         return bool(self._queues.requests)
 
+    def unfinished_requests(self) -> list[Request]:
+        """All that waits, runs or is swapped out."""
+        return list(self._queues.requests.values())
+
     def get_request(self, request_id: str) -> Request | None:
         """The unfinished request of that id, if there is one."""
         return self._queues.requests.get(request_id)
@@ -94,8 +104,7 @@ class Scheduler:
                 f"request id {request.request_id!r} belongs to a request that has not finished; "
                 "choose another, or abort that one first"
             )
-        self._queues.requests[request.request_id] = request
-        self._queues.waiting.add(request)
+        self._queues.add(request)
 
     def abort_request(self, request_id: str) -> Request | None:
         """Ends a request wherever it stands, and takes its blocks and slots back.
@@ -140,42 +149,29 @@ class Scheduler:
         )
 
     def update(self, output: SchedulerOutput) -> None:
-        """Books a step that has been computed, after its tokens have been processed.
+        """Books a step that has been computed, after its tokens have been processed."""
+        book_step(output, self._queues, self._blocks)
 
-        Sequences that have meanwhile been moved to a finished status give blocks and slots back;
-        requests without an unfinished sequence leave.
+    def restart(self, block_manager: BlockManager) -> None:
+        """Lets every unfinished request wait, with the tokens that it has, for workers that hold
+        nothing yet: the old ones are gone, with all that was in their caches and all that they
+        had yet to be told. A step that they did not answer has not happened.
+
+        Args:
+            block_manager: an empty one of the new cache.
         """
-        running, queues = SequenceStatus.RUNNING, self._queues
-        block_size = self._blocks.block_size
-        finished: list[Sequence] = []
-        # Their tokens are their parents' already, their blocks are not yet.
-        replaced = {child.seq_id for _, child in output.decisions.forks}
-        sizes = output.step_input.num_scheduled_tokens
-        for sequence, size in zip(output.rows, sizes, strict=True):
-            if sequence.slot is None:  # aborted while the step was computed
-                continue
-            num_computed = sequence.num_computed_tokens + size
-            sequence.num_computed_tokens = num_computed
-            filled_block = size > 1 or num_computed % block_size == 0
-            if filled_block and sequence.seq_id not in replaced:
-                self._blocks.mark_computed(sequence)
-            if sequence.status is not running:
-                finished.append(sequence)
-        for parent, child in output.forks:
-            if child.slot is not None:
-                queues.fork(parent, child, parent.num_computed_tokens)
-                if child.status is not running:
-                    finished.append(child)
-        queues.in_flight.clear()
-        for parent, child in output.decisions.forks:
-            queues.fork(parent, child, parent.num_computed_tokens)
-            queues.slots.fork(parent, child)
-        for sequence in output.decisions.overridden:
-            queues.slots.override(sequence)
-        for sequence in finished:
-            queues.retire(sequence)
-        if queues.common:
-            queues.fork_waiting()
+        self._blocks = block_manager
+        self._queues.restart(block_manager)
+
+    def restrict(self, allowed: frozenset[str] | None) -> None:
+        """Lets only requests of these ids run; all others wait, also those that come later.
+
+        What ran or was swapped out and may not is computed again when it may.
+
+        Args:
+            allowed: None: all of them.
+        """
+        self._queues.restrict(allowed)
 
     def check_invariants(self) -> None:
         """Looks for requests, slots and blocks that are lost or doubled; slow, for tests.

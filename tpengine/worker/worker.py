@@ -102,17 +102,19 @@ class Worker:
             self._config, model, weights.num_bytes, self._device, self._parallel
         )
 
-    def profile_num_available_blocks(self) -> MemoryLedger:
+    def profile_num_available_blocks(self, known_peak_bytes: int | None = None) -> MemoryLedger:
         """Runs the worst step and counts the blocks that fit into what is left.
+
+        Args:
+            known_peak_bytes: what the activations of that step took on an equal rank; then it is
+                not run again, and only the free memory is measured.
 
         Raises:
             CacheSizeError: not even one block fits.
         """
-        probe = self._make_cache(1)
-        with self._forward(), memory.PeakMemory(self._device) as peak:
-            self._require_runner().run_worst_case(probe.kv_caches)
+        peak_bytes = self._activation_peak() if known_peak_bytes is None else known_peak_bytes
         one_block = self._block_bytes()
-        total, budget = self._kv_budget(peak.peak_bytes)
+        total, budget = self._kv_budget(peak_bytes)
         wanted = self._config.cache.num_device_blocks_override
         num_blocks = budget // one_block if wanted is None else wanted
         ledger = MemoryLedger(
@@ -120,7 +122,7 @@ class Worker:
             device=str(self._device),
             total_bytes=total,
             weights_bytes=self._require_runner().weights_bytes,
-            activation_peak_bytes=peak.peak_bytes,
+            activation_peak_bytes=peak_bytes,
             kv_budget_bytes=budget,
             block_bytes=one_block,
             num_device_blocks=num_blocks,
@@ -135,6 +137,12 @@ class Worker:
                 f"{self._how_to_get_more(one_block)}"
             )
         return ledger
+
+    def _activation_peak(self) -> int:
+        probe = self._make_cache(1)
+        with self._forward(), memory.PeakMemory(self._device) as peak:
+            self._require_runner().run_worst_case(probe.kv_caches)
+        return peak.peak_bytes
 
     def init_cache_engine(self, num_blocks: int, num_host_blocks: int = 0) -> None:
         """Allocates the cache and the host's pool, and warms up.

@@ -1,0 +1,93 @@
+"""Ranks without an engine: steps go to the executor as a scheduler would send them."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from tpengine import EngineArgs, SamplingParams
+from tpengine.executor.ray_executor import RayExecutor
+from tpengine.messages import MemoryLedger, NewSequence, StepInput
+
+PROMPT = [5, 6, 7, 8, 9]
+NUM_BLOCKS = 64
+
+
+class BareRanks:
+    """A loaded executor, and one greedy sequence at a time through it."""
+
+    def __init__(self, folder: Path | str, tp_size: int = 2, **args: Any) -> None:
+        args = {"dtype": "float32", "device": "cpu", "num_device_blocks_override": 64, **args}
+        engine_args = EngineArgs(str(folder), tensor_parallel_size=tp_size, executor="ray", **args)
+        self.executor = RayExecutor(engine_args.create_engine_config("cpu"))
+        self._step = 0
+        self._freed: list[int] = []
+
+    def open(self) -> None:
+        """Up to the first step."""
+        self.executor.load()
+        self._open_cache(self.executor.profile_num_available_blocks())
+
+    def rebuild(self) -> float:
+        """Likewise, after a loss; returns the seconds that it took."""
+        start = time.monotonic()
+        self._open_cache(self.executor.rebuild())
+        self._freed = []
+        return time.monotonic() - start
+
+    def _open_cache(self, ledgers: list[MemoryLedger]) -> None:
+        self.executor.init_cache_engine(min(ledger.num_device_blocks for ledger in ledgers))
+
+    def spare_processes(self) -> list[tuple[int, int]]:
+        """Of the spares that are ready."""
+        return [place.process for place in self.executor._spares.places()]
+
+    @property
+    def next_step(self) -> int:
+        """Number of the next step."""
+        return self._step + 1
+
+    def generate(self, num_tokens: int = 16, tokens: list[int] | None = None) -> list[int]:
+        """The prompt's continuation; goes on after `tokens`, which are computed again."""
+        output = list(tokens or [])
+        params = SamplingParams(temperature=0.0, max_tokens=num_tokens)
+        new = NewSequence(0, PROMPT + output, len(PROMPT), 0, list(range(1, 9)), params, 0, 0, [])
+        step = StepInput(
+            self._count(),
+            [0],
+            [len(new.token_ids)],
+            [new],
+            freed_slots=self._freed,
+            sample_rows=[0],
+            sample_slots=[0],
+        )
+        self._freed = [0]
+        while True:
+            output += self.executor.execute_model(step).token_ids
+            if len(output) == num_tokens:
+                break
+            step = StepInput(self._count(), [0], [1], sample_rows=[0], sample_slots=[0])
+        return output
+
+    def _count(self) -> int:
+        self._step += 1
+        return self._step
+
+    def signal(self, rank: int, number: int) -> None:
+        """Sends a signal to a rank."""
+        os.kill(self.executor.places[rank].pid, number)
+
+
+@contextmanager
+def bare_ranks(folder: Path | str, tp_size: int = 2, **args: Any) -> Iterator[BareRanks]:
+    """Ranks that are ready for steps, ended afterwards."""
+    ranks = BareRanks(folder, tp_size, **args)
+    try:
+        ranks.open()
+        yield ranks
+    finally:
+        ranks.executor.shutdown()

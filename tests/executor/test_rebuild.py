@@ -1,0 +1,220 @@
+"""A rank dies, freezes, raises or hangs, while idle, in a step or during a load: it is named with
+its cause, the group is rebuilt, and the same tokens come out of the next one."""
+
+from __future__ import annotations
+
+import signal
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+import ray
+from support.models import ModelShop
+from support.zoo import PLAIN
+
+from executor import ray_engines
+from executor.bare_ranks import BareRanks, bare_ranks
+from executor.ray_engines import in_load, in_step, is_alive, sabotaged_rank
+from tpengine.errors import EngineError, GroupLostError, ModelLoadError
+from tpengine.executor.processes import wait_for_end
+from tpengine.messages import RankLoss, StepInput
+
+Wait = Callable[[Callable[[], bool], float], None]
+FOUND_S = 1.5
+"""A death is seen at once; the machine may be busy."""
+FROZEN_S = 4.0
+STEP_TIMEOUT_S = 6.0
+KILLED = "killed by signal 9 (SIGKILL)"
+FROZEN = "frozen: its process is stopped"
+RAISED = "raised ZeroDivisionError: no remainder"
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _by_value() -> Iterator[None]:
+    """Actors cannot import the tests, so what the tests define is sent to them."""
+    from ray import cloudpickle
+
+    cloudpickle.register_pickle_by_value(ray_engines)
+    yield
+    cloudpickle.unregister_pickle_by_value(ray_engines)
+
+
+@pytest.fixture(scope="module")
+def folder(ray_address: str, models: ModelShop) -> Path:
+    return models.folder(PLAIN)
+
+
+@pytest.fixture(scope="module")
+def ranks(folder: Path) -> Iterator[BareRanks]:
+    """Two ranks; a test may leave them lost."""
+    with bare_ranks(folder, 2, step_timeout_s=STEP_TIMEOUT_S) as ranks:
+        yield ranks
+
+
+@pytest.fixture(scope="module")
+def expected(ranks: BareRanks) -> list[int]:
+    return ranks.generate()
+
+
+def lose(ranks: BareRanks) -> None:
+    """Kills a rank unless the group is lost already."""
+    if ranks.executor.loss is None:
+        ranks.signal(0, signal.SIGKILL)
+        wait_for_loss(ranks, FOUND_S)
+
+
+def wait_for_loss(ranks: BareRanks, limit_s: float) -> RankLoss:
+    deadline = time.monotonic() + limit_s
+    while (loss := ranks.executor.loss) is None:
+        assert time.monotonic() < deadline, f"no loss found within {limit_s} s"
+        time.sleep(0.01)
+    return loss
+
+
+def check_loss(loss: RankLoss, rank: int, phase: str, cause: str, places: list) -> None:
+    assert loss.rank == rank
+    assert loss.phase == phase
+    assert cause in loss.cause
+    assert f"pid {places[rank].pid}" in loss.place
+    assert ray.util.get_node_ip_address() in loss.place
+    assert not wait_for_end([place.process for place in places], 2.0), "ranks are still there"
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+@pytest.mark.parametrize(
+    ("number", "cause", "limit_s"),
+    [
+        (signal.SIGKILL, KILLED, FOUND_S),
+        (signal.SIGSTOP, FROZEN, FROZEN_S),
+    ],
+    ids=["kill", "stop"],
+)
+def test_idle(
+    ranks: BareRanks, expected: list[int], rank: int, number: int, cause: str, limit_s: float
+) -> None:
+    if ranks.executor.loss is not None:
+        ranks.rebuild()
+    epoch, places = ranks.executor.epoch, ranks.executor.places
+    ranks.signal(rank, number)
+    start = time.monotonic()
+    loss = wait_for_loss(ranks, limit_s)
+    print(f"\nfound after {time.monotonic() - start:.2f} s")
+    check_loss(loss, rank, "idle", cause, places)
+    assert loss.step is None
+    assert loss.epoch == epoch
+    if number == signal.SIGSTOP:
+        assert "tpengine-worker" in loss.stack
+        assert "WorkerThread.run" in loss.stack
+    with pytest.raises(GroupLostError) as caught:
+        ranks.executor.execute_model(StepInput(1000, [], []))
+    assert caught.value.loss == loss
+    ranks.rebuild()
+    assert ranks.executor.epoch == epoch + 1
+    assert ranks.executor.loss is None
+    assert {place.pid for place in ranks.executor.places}.isdisjoint(p.pid for p in places)
+    assert ranks.generate() == expected
+
+
+@dataclass(frozen=True)
+class Case:
+    """What a rank does to itself, and what is found."""
+
+    rank: int
+    action: Callable[[], None]
+    cause: str
+    limit_s: float
+    said: str = ""
+    """In its last lines or its stack."""
+
+
+IN_STEP = {
+    "kill": Case(1, ray_engines.kill_self, KILLED, FOUND_S),
+    "stop": Case(0, ray_engines.stop_self, FROZEN, FROZEN_S, "stop_self"),
+    "exit": Case(0, ray_engines.exit_with_7, "exit code 7", FOUND_S, "this is the end"),
+    "raise": Case(1, ray_engines.raise_something, RAISED, FOUND_S, "in raise_something"),
+    "hang": Case(1, ray_engines.sleep_long, "rank 0 waited for it", STEP_TIMEOUT_S, "sleep_long"),
+}
+
+
+@pytest.mark.parametrize("name", IN_STEP)
+def test_in_a_step(ranks: BareRanks, expected: list[int], name: str) -> None:
+    case = IN_STEP[name]
+    lose(ranks)
+    with sabotaged_rank(case.rank, in_step(ranks.next_step + 19, case.action)):
+        ranks.rebuild()
+    assert ranks.generate() == expected
+    places = ranks.executor.places
+    start = time.monotonic()
+    with pytest.raises(GroupLostError) as caught:
+        ranks.generate()
+    assert time.monotonic() - start < case.limit_s
+    loss = caught.value.loss
+    check_loss(loss, case.rank, "execute_model", case.cause, places)
+    assert loss.step == ranks.next_step - 1
+    assert case.said in loss.report()
+    assert ranks.executor.loss == loss
+
+
+IN_LOAD = {
+    "kill": Case(0, ray_engines.kill_self, KILLED, 30.0),
+    "stop": Case(1, ray_engines.stop_self, FROZEN, 30.0, "stop_self"),
+}
+
+
+@pytest.mark.parametrize("name", IN_LOAD)
+def test_in_a_load(ranks: BareRanks, expected: list[int], name: str) -> None:
+    """A loss during a rebuild is found, and another rebuild goes well."""
+    case = IN_LOAD[name]
+    lose(ranks)
+    epoch = ranks.executor.epoch
+    with (
+        sabotaged_rank(case.rank, in_load(case.action)) as places,
+        pytest.raises(GroupLostError) as caught,
+    ):
+        ranks.rebuild()
+    check_loss(caught.value.loss, case.rank, "load_model", case.cause, places)
+    assert ranks.executor.start_times_s["weights"] < FROZEN_S
+    assert case.said in caught.value.loss.report()
+    ranks.rebuild()
+    assert ranks.executor.epoch == epoch + 2
+    assert ranks.generate() == expected
+
+
+def test_rebuild_continues_where_tokens_were_sent(ranks: BareRanks, expected: list[int]) -> None:
+    """What a recovery does: the tokens so far are computed again, and the rest follows."""
+    lose(ranks)
+    ranks.rebuild()
+    assert ranks.generate(tokens=expected[:7]) == expected
+
+
+def test_final_error_ends_the_rebuild(
+    ranks: BareRanks, folder: Path, tmp_path: Path, expected: list[int]
+) -> None:
+    """No use in trying again: the model's files are gone. When they are back, it may be tried."""
+    lose(ranks)
+    places = ranks.executor.places
+    files = sorted(folder.glob("*.safetensors"))
+    assert files
+    try:
+        for file in files:
+            file.rename(tmp_path / file.name)
+        with pytest.raises(ModelLoadError):
+            ranks.rebuild()
+        assert not any(is_alive(places + ranks.executor.places))
+    finally:
+        for file in files:
+            (tmp_path / file.name).rename(file)
+
+
+def test_healthy_ranks_are_not_rebuilt(folder: Path) -> None:
+    """Nor ranks that were ended; and a cancelled rebuild fails at once."""
+    with bare_ranks(folder, 1) as one:
+        with pytest.raises(EngineError, match="nothing to rebuild"):
+            one.executor.rebuild()
+        one.signal(0, signal.SIGKILL)
+        wait_for_loss(one, FOUND_S)
+        one.executor.cancel_rebuild()
+        with pytest.raises(EngineError, match="being shut down"):
+            one.executor.rebuild()

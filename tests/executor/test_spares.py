@@ -1,0 +1,150 @@
+"""Spares become ranks and are replaced; nothing outlives its driver, whatever it was doing."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import ray
+from support.models import ModelShop
+from support.zoo import PLAIN
+
+import tpengine
+from executor.bare_ranks import BareRanks, bare_ranks
+from executor.ray_engines import free_cpus
+from tpengine.executor.beats import FENCE_S
+from tpengine.executor.node_agent import Agents
+from tpengine.executor.processes import state
+
+Wait = Callable[[Callable[[], bool], float], None]
+
+
+@pytest.fixture
+def folder(ray_address: str, models: ModelShop) -> Path:
+    return models.folder(PLAIN)
+
+
+def lose(ranks: BareRanks, wait_until: Wait) -> None:
+    ranks.signal(1, signal.SIGKILL)
+    wait_until(lambda: ranks.executor.loss is not None, 2.0)
+
+
+def test_spares_become_ranks(folder: Path, wait_until: Wait) -> None:
+    """The first time both, the second time one: the other is frozen, and is ended."""
+    with bare_ranks(folder, 2, spare_workers=2) as ranks:
+        expected = ranks.generate()
+        assert free_cpus() == ray.cluster_resources()["CPU"] - 2, "spares ask for nothing"
+        wait_until(lambda: len(ranks.spare_processes()) == 2, 60.0)
+        spares = ranks.spare_processes()
+        lose(ranks, wait_until)
+        ranks.rebuild()
+        assert sorted(place.process for place in ranks.executor.places) == sorted(spares)
+        times = ranks.executor.start_times_s
+        print(
+            f"\nwith spares: processes {times['processes']:.2f} s, imports {times['imports']:.2f}"
+        )
+        assert ranks.generate() == expected
+
+        wait_until(lambda: len(ranks.spare_processes()) == 2, 60.0)
+        frozen, good = ranks.spare_processes()
+        assert not {frozen, good} & set(spares)
+        os.kill(frozen[0], signal.SIGSTOP)
+        lose(ranks, wait_until)
+        ranks.rebuild()
+        now = [place.process for place in ranks.executor.places]
+        assert good in now
+        assert frozen not in now
+        wait_until(lambda: state(frozen) == "", 2.0)
+        assert ranks.generate() == expected
+        wait_until(lambda: len(ranks.spare_processes()) == 2, 60.0)
+        left = [*ranks.spare_processes(), *now]
+        ranks.executor.shutdown()
+        wait_until(lambda: not any(map(state, left)), 5.0)
+
+
+def test_driver_that_is_stopped_and_killed(
+    folder: Path, ray_address: str, wait_until: Wait
+) -> None:
+    """Its ranks end while it is stopped; it goes on, says so, and is killed while it rebuilds."""
+    driver = start_driver(folder, ray_address)
+    try:
+        ranks = [tuple(rank) for rank in hear(driver)]
+        assert all(map(state, ranks))
+        driver.send_signal(signal.SIGSTOP)
+        start = time.monotonic()
+        time.sleep(FENCE_S - 1.0)
+        assert all(map(state, ranks)), "ranks must outlive a short pause of their driver"
+        wait_until(lambda: not any(map(state, ranks)), 4.0)
+        print(f"\nranks gone {time.monotonic() - start:.2f} s after their driver was stopped")
+        driver.send_signal(signal.SIGCONT)
+        cause, spares = hear(driver)
+        assert "heard nothing from the driver" in cause
+        rebuilt = [tuple(rank) for rank in hear(driver)]
+        assert not set(rebuilt) & set(ranks)
+        assert driver.poll() is None
+    finally:
+        driver.kill()
+        driver.wait(5.0)
+    everyone = [*ranks, *rebuilt, *map(tuple, spares)]
+    wait_until(lambda: not any(map(state, everyone)), 5.0)
+    wait_until(lambda: free_cpus() == ray.cluster_resources()["CPU"], 5.0)
+    assert not list(Path("/dev/shm").glob("tpengine*"))
+
+
+def hear(driver: subprocess.Popen[str]) -> list[Any]:
+    """The next that it says; Ray writes to its output, too."""
+    assert driver.stdout is not None
+    line = next(line for line in driver.stdout if line.startswith("["))
+    heard: list[Any] = json.loads(line)
+    return heard
+
+
+def start_driver(folder: Path, address: str) -> subprocess.Popen[str]:
+    here = Path(__file__).parent
+    paths = [str(Path(tpengine.__file__).parent.parent), str(here.parent)]
+    return subprocess.Popen(
+        [sys.executable, here / "lost_driver.py", folder, address],
+        stdout=subprocess.PIPE,
+        text=True,
+        env={**os.environ, "PYTHONPATH": os.pathsep.join(paths)},
+    )
+
+
+def test_agents_of_other_nodes(ray_address: str, wait_until: Wait) -> None:
+    """As actors, as on any node but the driver's: they act on processes, and when one does not
+    answer its node counts as silent."""
+    node_id = ray.get_runtime_context().get_node_id()
+    agents = Agents("another node")
+    process = subprocess.Popen(["sleep", "60"])
+    try:
+        assert agents.silent([node_id], lambda: None) == set()
+        name = (process.pid, int(Path(f"/proc/{process.pid}/stat").read_text().split()[21]))
+        agents.tell(node_id, "watch", [name])
+        assert agents.ask(node_id, "look", name, 0.0) == ("", "S")
+        assert "no stack" in agents.ask(node_id, "stack", name), "sleep is no Python"
+        agents.tell(node_id, "signal", name, signal.SIGKILL)
+        process.wait(5.0)
+        assert agents.ask(node_id, "wait_for_end", [name], 1.0) == []
+        ended, now = agents.ask(node_id, "look", name, 1.0)
+        assert now == ""
+        assert "signal 9" in ended or not ended
+
+        pid = agents.ask(node_id, "ping")
+        os.kill(pid, signal.SIGSTOP)
+        start = time.monotonic()
+        assert agents.silent([node_id], lambda: None) == {node_id}
+        assert 1.5 < time.monotonic() - start < 4.0
+        os.kill(pid, signal.SIGKILL)
+        assert agents.silent([node_id], lambda: None) == set(), "a dead agent is no dead node"
+    finally:
+        process.kill()
+        process.wait(5.0)
+        agents.close()

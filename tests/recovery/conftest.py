@@ -1,0 +1,56 @@
+"""Configurations of engines whose ranks can be lost."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+from support.models import ModelShop
+from support.tiny_llama import TinyLlama
+from support.zoo import PLAIN
+
+from tpengine import EngineArgs
+from tpengine.config import EngineConfig
+
+FAKE_VOCAB = TinyLlama(
+    head_dim=64, num_heads=1, num_kv_heads=1, hidden_size=64, num_layers=1, vocab_size=1000
+)
+"""Only its configuration is used: the fake worker has 997 tokens."""
+
+MakeConfig = Callable[..., EngineConfig]
+
+
+@pytest.fixture(scope="session")
+def fake_config(models: ModelShop) -> MakeConfig:
+    """Makes configurations for the fake worker."""
+    folder = str(models.folder(FAKE_VOCAB))
+
+    def make(**args: Any) -> EngineConfig:
+        given: dict[str, Any] = {
+            "block_size": 8,
+            "max_model_len": 64,
+            "max_num_seqs": 16,
+            "max_num_batched_tokens": 64,
+            "max_recoveries": 1000,
+        }
+        return EngineArgs(folder, **given | args).create_engine_config("cpu")
+
+    return make
+
+
+@pytest.fixture(scope="session")
+def real_config(models: ModelShop) -> MakeConfig:
+    """Makes configurations for a real worker, with a tokenizer."""
+    folder = str(models.folder(PLAIN, tokenizer=True))
+
+    def make(**args: Any) -> EngineConfig:
+        given: dict[str, Any] = {
+            "dtype": "float32",
+            "max_model_len": 128,
+            "max_num_seqs": 32,
+            "max_recoveries": 1000,
+        }
+        return EngineArgs(folder, **given | args).create_engine_config("cpu")
+
+    return make

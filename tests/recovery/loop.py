@@ -1,0 +1,129 @@
+"""The loop that everybody writes, checking every step and putting streams together."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+from tpengine import LLMEngine, RequestOutput, RequestOutputKind, SamplingParams
+from tpengine.config import EngineConfig
+from tpengine.engine.health import EngineState
+from tpengine.outputs import CompletionOutput
+
+from .mortal import FakeGroup, Fate, Group, MortalExecutor, mortal_engine
+
+MAX_CALLS = 4000
+
+
+@dataclass(frozen=True)
+class Job:
+    """One request; its seed is its own, so that its answer does not depend on its neighbours."""
+
+    prompt: list[int]
+    params: SamplingParams
+    priority: int = 0
+
+
+@dataclass
+class Answer:
+    """What a user has of one request, its deltas put together."""
+
+    outputs: dict[int, CompletionOutput] = field(default_factory=dict)
+    prompt_logprobs: Any = None
+    error: str | None = None
+    finished: bool = False
+    reported: int = 0
+
+    def add(self, output: RequestOutput, is_delta: bool) -> None:
+        assert not self.finished, "reported after its end"
+        self.reported += 1
+        self.finished, self.error = output.finished, output.error
+        self.prompt_logprobs = output.prompt_logprobs
+        for one in output.outputs:
+            before = self.outputs.get(one.index)
+            if is_delta and before is not None:
+                one.token_ids = before.token_ids + one.token_ids
+                one.text = before.text + one.text
+                if before.logprobs is not None:
+                    assert one.logprobs is not None
+                    one.logprobs = before.logprobs + one.logprobs
+            elif before is not None:  # what was shown stays
+                assert one.token_ids[: len(before.token_ids)] == before.token_ids
+            self.outputs[one.index] = one
+
+    @property
+    def token_ids(self) -> list[list[int]]:
+        return [self.outputs[index].token_ids for index in sorted(self.outputs)]
+
+    @property
+    def reasons(self) -> set[str | None]:
+        return {one.finish_reason for one in self.outputs.values()}
+
+
+class Client:
+    """Drives an engine by calls of `step`, and keeps what comes."""
+
+    def __init__(self, engine: LLMEngine, executor: MortalExecutor) -> None:
+        self.engine = engine
+        self.executor = executor
+        self.answers: dict[str, Answer] = {}
+        self._jobs: dict[str, Job] = {}
+
+    def add(self, request_id: str, job: Job) -> None:
+        self.engine.add_request(
+            request_id, None, job.params, prompt_token_ids=job.prompt, priority=job.priority
+        )
+        self.answers[request_id] = Answer()
+        self._jobs[request_id] = job
+
+    def step(self) -> list[RequestOutput]:
+        outputs = self.engine.step()
+        self.engine._scheduler.check_invariants()
+        for output in outputs:
+            kind = self._jobs[output.request_id].params.output_kind
+            self.answers[output.request_id].add(output, kind is RequestOutputKind.DELTA)
+        return outputs
+
+    def run(self) -> dict[str, Answer]:
+        """Steps until nothing is left, and looks for what was not given back."""
+        for _ in range(MAX_CALLS):
+            if not self.engine.has_unfinished_requests():
+                break
+            self.step()
+        assert not self.engine.has_unfinished_requests(), "it does not come to an end"
+        assert all(answer.finished for answer in self.answers.values())
+        assert self.engine.get_num_unfinished_requests() == 0
+        assert self.engine.num_free_blocks == self.engine.num_total_blocks
+        return self.answers
+
+    def recover(self) -> None:
+        """Steps until a group is there."""
+        for _ in range(MAX_CALLS):
+            self.step()
+            if self.engine.health().state is not EngineState.RECOVERING:
+                return
+        raise AssertionError("no group comes")
+
+
+def serve(
+    config: EngineConfig,
+    jobs: list[Job],
+    fate: Fate | None = None,
+    group: Callable[[EngineConfig, int], Group] = FakeGroup,
+) -> tuple[dict[str, Answer], MortalExecutor, LLMEngine]:
+    """Serves jobs side by side, named by their number."""
+    engine, executor = mortal_engine(config, fate or Fate(), group)
+    client = Client(engine, executor)
+    for number, job in enumerate(jobs):
+        client.add(str(number), job)
+    with engine:
+        return client.run(), executor, engine
+
+
+def summary(answer: Answer) -> list[tuple[Any, ...]]:
+    """What must be the same, bit for bit."""
+    return [
+        (index, one.token_ids, one.text, one.finish_reason, one.stop_reason)
+        for index, one in sorted(answer.outputs.items())
+    ]

@@ -1,0 +1,236 @@
+"""Groups of ranks, in this process, that are lost when a test wants it."""
+
+from __future__ import annotations
+
+import threading
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from types import MappingProxyType
+from typing import Any, Protocol
+
+from scheduling.fake_worker import FakeWorker
+
+from tpengine import LLMEngine
+from tpengine.config import EngineConfig
+from tpengine.errors import EngineError, GroupLostError
+from tpengine.executor.executor import Executor
+from tpengine.messages import MemoryLedger, RankLoss, StepInput, StepOutput
+from tpengine.worker.worker import Worker
+
+BLOCK_BYTES = 1000
+TIMEOUT_S = 30.0
+
+
+class Group(Protocol):
+    """What is lost as a whole."""
+
+    def init_cache_engine(self, num_blocks: int, num_host_blocks: int) -> None: ...
+
+    def execute_model(self, step: StepInput) -> StepOutput: ...
+
+
+class FakeGroup:
+    """The fake worker of the scheduler's tests: it checks every message and reads every block."""
+
+    def __init__(self, config: EngineConfig, first_step: int) -> None:
+        self._config = config
+        self._last_step = first_step - 1
+        self.worker: FakeWorker | None = None
+
+    def init_cache_engine(self, num_blocks: int, num_host_blocks: int) -> None:
+        limits = self._config.scheduler
+        self.worker = FakeWorker(
+            num_blocks,
+            self._config.cache.block_size,
+            limits.max_num_seqs,
+            limits.max_num_batched_tokens,
+            num_host_blocks,
+            last_step=self._last_step,
+        )
+
+    def execute_model(self, step: StepInput) -> StepOutput:
+        assert self.worker is not None
+        self.worker.apply(step)
+        return self.worker.compute(step)
+
+
+class RealGroup:
+    """One real worker with the model."""
+
+    def __init__(self, config: EngineConfig, first_step: int) -> None:
+        self._worker = Worker(config)
+        self._worker.init_device()
+        self._worker.load_model()
+        self.init_cache_engine = self._worker.init_cache_engine
+        self.execute_model = self._worker.execute_model
+
+
+@dataclass
+class Fate:
+    """What befalls the groups.
+
+    Attributes:
+        kills: numbers of steps that are not answered.
+        rebuilds: of each attempt at a new group, where it fails: `rebuild`, `cache` or nowhere.
+        blocks: (on the device, on the host) of each group; the last entry is that of all others.
+        poison: by first token of a prompt, how many output tokens a request may have so that a
+            step with it is still answered.
+        is_lethal: says of a step whether it is not answered, instead of all that.
+    """
+
+    kills: frozenset[int] = frozenset()
+    rebuilds: deque[str] = field(default_factory=deque)
+    blocks: list[tuple[int, int]] = field(default_factory=lambda: [(100, 0)])
+    poison: dict[int, int] = field(default_factory=dict)
+    is_lethal: Callable[[StepInput], bool] = lambda step: False
+
+
+class MortalExecutor(Executor):
+    """Loses its group as its fate says, and makes new ones.
+
+    Attributes:
+        gate: a rebuild waits for it; open unless a test closes it.
+        steps: (epoch, step) of all that were asked for.
+        losses: all of them.
+        poisoned: steps of each that a poisonous request was in when it killed.
+    """
+
+    def __init__(
+        self, config: EngineConfig, fate: Fate, group: Callable[[EngineConfig, int], Group]
+    ) -> None:
+        self._config = config
+        self._fate = fate
+        self._make_group = group
+        self._group: Group | None = None
+        self._epoch = 0
+        self._loss: RankLoss | None = None
+        self._slots: dict[int, tuple[int, int]] = {}  # first token of the prompt, output tokens
+        self._is_shut_down = threading.Event()
+        self._num_sent = 0
+        self.gate = threading.Event()
+        self.gate.set()
+        self.steps: list[tuple[int, int]] = []
+        self.losses: list[RankLoss] = []
+        self.threads: set[str] = set()
+
+    def _run_workers(self, method: str, *args: Any, **kwargs: Any) -> list[Any]:
+        raise AssertionError(f"{method} is no verb of this executor")
+
+    @property
+    def loss(self) -> RankLoss | None:
+        return self._loss
+
+    @property
+    def epoch(self) -> int:
+        return self._epoch
+
+    start_times_s = MappingProxyType({"weights": 0.25})
+
+    def load(self) -> list[str]:
+        self._start()
+        return ["somewhere", "elsewhere"]
+
+    def profile_num_available_blocks(self) -> list[MemoryLedger]:
+        entry = min(self._epoch, len(self._fate.blocks)) - 1
+        device, host = self._fate.blocks[entry]
+        return [
+            MemoryLedger(rank, "cpu", 0, 0, 0, 0, BLOCK_BYTES, device + rank, host)
+            for rank in range(2)
+        ]
+
+    def init_cache_engine(self, num_blocks: int, num_host_blocks: int = 0) -> None:
+        assert self._group is not None
+        self._group.init_cache_engine(num_blocks, num_host_blocks)
+        self._fail_if_due("cache")
+
+    def rebuild(self) -> list[MemoryLedger]:
+        self.threads.add(threading.current_thread().name)
+        assert self.gate.wait(TIMEOUT_S)
+        if self._is_shut_down.is_set():
+            raise EngineError("the engine was shut down")
+        assert self._loss is not None, "nothing was lost"
+        if self._fate.rebuilds and self._fate.rebuilds[0] == "impossible":
+            raise EngineError("no node is left")
+        self._start()
+        self._fail_if_due("rebuild")
+        return self.profile_num_available_blocks()
+
+    def execute_model(self, step: StepInput) -> StepOutput:
+        self._num_sent = step.step
+        if self._loss is not None:  # lost since the driver asked
+            raise GroupLostError(self._loss)
+        assert self._group is not None
+        self.steps.append((self._epoch, step.step))
+        self._book(step)
+        is_lethal = step.step in self._fate.kills or self._fate.is_lethal(step)
+        if is_lethal or self._is_poisonous(step):
+            raise GroupLostError(self.lose("execute_model", step.step))
+        answer = self._group.execute_model(step)
+        for slot in step.sample_slots:
+            first_token, num_output = self._slots[slot]
+            self._slots[slot] = (first_token, num_output + 1)
+        return answer
+
+    def shutdown(self) -> None:
+        self._is_shut_down.set()
+        self.gate.set()
+        self._group = None
+
+    def lose(self, phase: str = "idle", step: int | None = None) -> RankLoss:
+        """Kills the group."""
+        self._group = None
+        self._slots.clear()
+        self._loss = RankLoss(
+            rank=1,
+            place="10.0.0.7 (host seven), pid 4711",
+            epoch=self._epoch,
+            step=step,
+            phase=phase,
+            cause="killed by signal 9 (SIGKILL)",
+            last_lines="these were its last words",
+            stack="File worker.py, line 1",
+        )
+        self.losses.append(self._loss)
+        return self._loss
+
+    def _start(self) -> None:
+        self._epoch += 1
+        self._group = self._make_group(self._config, self._num_sent + 1)
+        self._loss = None
+
+    def _fail_if_due(self, where: str) -> None:
+        """A group that dies in the cache's phase is the same attempt as one that was rebuilt."""
+        if self._epoch == 1 or not self._fate.rebuilds:
+            return
+        if where == self._fate.rebuilds[0]:
+            self._fate.rebuilds.popleft()
+            raise GroupLostError(self.lose(where))
+        if where == "cache":
+            self._fate.rebuilds.popleft()
+
+    def _book(self, step: StepInput) -> None:
+        for slot in step.freed_slots:
+            del self._slots[slot]
+        for new in step.new_sequences:
+            num_output = len(new.token_ids) - new.num_prompt_tokens
+            self._slots[new.slot] = (new.token_ids[0], num_output)
+        parents = [self._slots[fork.parent_slot] for fork in step.forks]
+        for fork, parent in zip(step.forks, parents, strict=True):
+            self._slots[fork.child_slot] = parent
+
+    def _is_poisonous(self, step: StepInput) -> bool:
+        rows = [self._slots[slot] for slot in step.slots]
+        endless = 1 << 30
+        return any(
+            num_output >= self._fate.poison.get(first_token, endless)
+            for first_token, num_output in rows
+        )
+
+
+def mortal_engine(
+    config: EngineConfig, fate: Fate, group: Callable[[EngineConfig, int], Group] = FakeGroup
+) -> tuple[LLMEngine, MortalExecutor]:
+    """An engine whose ranks are lost as `fate` says."""
+    executor = MortalExecutor(config, fate, group)
+    return LLMEngine(config, executor, log_stats=False), executor

@@ -1,0 +1,92 @@
+"""A real worker with a small random Llama in float32, lost again and again: everything that a user
+sees is what it would have been."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from support.step_log import log_steps
+
+from tpengine import RequestOutputKind, SamplingParams
+
+from .conftest import MakeConfig
+from .loop import Answer, Job, serve, summary
+from .mortal import Fate, RealGroup
+
+DELTA = RequestOutputKind.DELTA
+KINDS: list[dict[str, Any]] = [
+    {"temperature": 0.0},
+    {"temperature": 0.0, "output_kind": DELTA, "logprobs": 2, "prompt_logprobs": 1},
+    {"temperature": 1.2, "seed": 7, "output_kind": DELTA, "frequency_penalty": 0.5},
+    {"temperature": 1.0, "top_p": 0.9, "n": 3, "logprobs": 1},
+    {"temperature": 1.0, "n": 2, "output_kind": DELTA, "stop": ["a", "qu"], "min_tokens": 3},
+    {"temperature": 0.9, "n": 1, "best_of": 3, "seed": 3},
+    {"temperature": 0.0, "use_beam_search": True, "n": 2, "best_of": 3, "logprobs": 1},
+    {"temperature": 0.7, "repetition_penalty": 1.2, "bad_words": ["e"], "prompt_logprobs": 2},
+]
+LENGTHS = [33, 5, 64, 17, 2, 40, 21, 12, 50, 9, 26, 31]
+ENGINES = {
+    "roomy": ({}, [(200, 0)]),
+    "swap": (
+        {"preemption_mode": "swap", "max_num_batched_tokens": 48, "block_size": 8},
+        [(40, 200), (34, 200), (28, 200)],
+    ),
+    "recompute": (
+        {
+            "preemption_mode": "recompute",
+            "max_num_batched_tokens": 32,
+            "block_size": 8,
+            "enable_prefix_caching": False,
+            "scheduling_policy": "priority",
+        },
+        [(40, 0), (34, 0)],
+    ),
+}
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _one_thread() -> None:
+    torch.set_num_threads(1)
+
+
+def make_jobs(with_priorities: bool) -> list[Job]:
+    generator = torch.Generator().manual_seed(3)
+    jobs = []
+    for number, length in enumerate(LENGTHS):
+        prompt = torch.randint(4, 512, (length,), generator=generator).tolist()
+        params = SamplingParams(max_tokens=24, **KINDS[number % len(KINDS)])
+        jobs.append(Job(prompt, params, number % 3 if with_priorities else 0))
+    return jobs
+
+
+def logprobs_of(answer: Answer) -> list[float]:
+    """All log probabilities of an answer, in order."""
+    entries = [e for one in answer.outputs.values() for e in one.logprobs or []]
+    entries += [entry for entry in answer.prompt_logprobs or [] if entry is not None]
+    found = [entry[token].logprob for entry in entries for token in sorted(entry)]
+    return found + [one.cumulative_logprob or 0.0 for one in answer.outputs.values()]
+
+
+@pytest.mark.parametrize("name", ENGINES)
+def test_everything_a_user_sees_is_the_same(real_config: MakeConfig, name: str) -> None:
+    args, blocks = ENGINES[name]
+    config = real_config(**args)
+    jobs = make_jobs(config.scheduler.policy == "priority")
+    plenty = real_config(scheduling_policy=config.scheduler.policy)
+    undisturbed, _, _ = serve(plenty, jobs, Fate(blocks=[(400, 0)]), RealGroup)
+    kills = frozenset({2, 4, 9, 14, 20, 27, 41})
+    with log_steps() as log:
+        answers, executor, engine = serve(config, jobs, Fate(kills, blocks=blocks), RealGroup)
+    assert len(executor.losses) >= 5
+    assert (log.num_swapped > 0) == (name == "swap")
+    assert (log.num_recomputed > 0) == (name == "recompute")
+    assert engine.num_total_blocks == blocks[-1][0]
+    for number, job in enumerate(jobs):
+        answer, expected = answers[str(number)], undisturbed[str(number)]
+        assert answer.error is None
+        assert summary(answer) == summary(expected), job.params
+        assert logprobs_of(answer) == pytest.approx(logprobs_of(expected), abs=1e-4)
+        if job.params.prompt_logprobs is not None:
+            assert len(answer.prompt_logprobs) == len(job.prompt)

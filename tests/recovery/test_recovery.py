@@ -1,0 +1,280 @@
+"""What can be done with an engine while its ranks are replaced, and how it ends when they cannot
+be."""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections import deque
+from collections.abc import Iterator
+
+import pytest
+
+from tpengine import LLM, LLMEngine, RequestOutputKind, SamplingParams
+from tpengine.cli import main
+from tpengine.engine import llm_engine
+from tpengine.engine.health import EngineState
+from tpengine.errors import EngineDeadError, EngineError, GroupLostError
+
+from .conftest import MakeConfig
+from .loop import Client, Job, serve, summary
+from .mortal import FakeGroup, Fate, MortalExecutor, mortal_engine
+
+
+def job(number: int, max_tokens: int = 10, num_prompt_tokens: int = 5) -> Job:
+    prompt = [3 + (31 * number + 7 * place) % 900 for place in range(num_prompt_tokens)]
+    params = SamplingParams(
+        max_tokens=max_tokens,
+        ignore_eos=True,
+        seed=number,
+        output_kind=RequestOutputKind.DELTA,
+    )
+    return Job(prompt, params)
+
+
+@pytest.fixture
+def client(fake_config: MakeConfig) -> Iterator[Client]:
+    """An engine with three requests under way."""
+    engine, executor = mortal_engine(fake_config(max_recoveries=3), Fate())
+    client = Client(engine, executor)
+    for number in range(3):
+        client.add(str(number), job(number))
+    for _ in range(3):
+        client.step()
+    with engine:
+        yield client
+
+
+def lose(client: Client) -> None:
+    """The group is gone, and the next one takes its time."""
+    client.executor.gate.clear()
+    client.executor.lose()
+    assert client.step() == []
+    assert client.engine.health().state is EngineState.RECOVERING
+
+
+def test_a_step_returns_soon_with_what_aborts_brought(client: Client) -> None:
+    engine, executor = client.engine, client.executor
+    lose(client)
+    engine.abort_request("1")
+    (aborted,) = client.step()
+    assert (aborted.request_id, aborted.outputs[0].finish_reason) == ("1", "abort")
+    client.add("late", job(7))
+    client.add("gone", job(8))
+    engine.abort_request(["gone", "never there"])
+    assert [output.request_id for output in client.step()] == ["gone"]
+    start = time.monotonic()
+    assert all(client.step() == [] for _ in range(5))
+    assert 0.05 < time.monotonic() - start < 2.0  # it waits a little, and not for the group
+    assert engine.get_num_unfinished_requests() == 3
+    assert engine.num_free_blocks == engine.num_total_blocks
+    assert executor.epoch == 1
+    executor.gate.set()
+    answers = client.run()
+    assert executor.epoch == 2
+    assert executor.threads == {"tpengine-rebuild"}
+    for name, number in (("0", 0), ("2", 2), ("late", 7)):
+        alone, _, _ = serve(engine._config, [job(number)])
+        assert summary(answers[name]) == summary(alone["0"])
+    assert len(answers["1"].token_ids[0]) == 3
+
+
+def test_health(client: Client) -> None:
+    engine, executor = client.engine, client.executor
+    health = engine.health()
+    assert (health.state, health.epoch, health.num_recoveries) == (EngineState.RUNNING, 1, 0)
+    assert health.last_loss is None
+    assert health.last_step_age_s is not None
+    lose(client)
+    time.sleep(0.1)
+    health = engine.health()
+    assert health.last_loss is executor.losses[-1]
+    assert health.stalled_s >= 0.1
+    assert health.is_ready()
+    assert not health.is_ready(max_stall_s=0.05)
+    executor.gate.set()
+    client.run()
+    health = engine.health()
+    assert (health.state, health.epoch, health.num_recoveries) == (EngineState.RUNNING, 2, 1)
+    (record,) = engine.recoveries
+    assert record.ready_s >= 0.1
+    assert record.longest_gap_s is not None
+    assert record.longest_gap_s >= 0.1
+    assert (record.epoch, record.num_requests, record.num_attempts) == (2, 3, 1)
+    time.sleep(0.5)
+    assert engine.health().stalled_s == 0.0  # idle is not stalled,
+    client.add("next", job(5))
+    assert engine.health().stalled_s < 0.5  # and a request that has just come is not, either
+    time.sleep(0.1)
+    assert engine.health().stalled_s >= 0.1
+
+
+def test_a_loss_while_idle_is_made_good_before_the_next_request(client: Client) -> None:
+    client.run()
+    client.executor.lose()
+    client.recover()
+    assert client.engine.health().epoch == 2
+    client.add("after", job(9))
+    alone, _, _ = serve(client.engine._config, [job(9)])
+    assert summary(client.run()["after"]) == summary(alone["0"])
+
+
+def test_a_loss_that_nobody_saw_is_found_by_the_step(
+    client: Client, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Between the look and the step there is time for another loss; it blames nobody."""
+    for _ in range(4):
+        with monkeypatch.context() as patch:
+            patch.setattr(MortalExecutor, "loss", None)
+            client.executor.lose()
+            client.step()
+        assert not client.engine._recovery._blame.has_suspects
+        client.engine._recovery._counted.clear()
+        client.recover()
+    answers = client.run()
+    alone, _, _ = serve(client.engine._config, [job(number) for number in range(3)])
+    assert {k: summary(a) for k, a in answers.items()} == {k: summary(a) for k, a in alone.items()}
+
+
+def test_what_no_longer_fits_fails_alone(fake_config: MakeConfig) -> None:
+    fate = Fate(kills=frozenset({3}), blocks=[(20, 0), (5, 0)])
+    jobs = [job(0, num_prompt_tokens=45), job(1), job(2, max_tokens=40)]
+    answers, _, engine = serve(fake_config(), jobs, fate)
+    assert engine.num_total_blocks == 5
+    for name in "02":
+        assert answers[name].reasons == {"ignored"}
+        assert "the KV cache has 5, which hold 40 tokens" in str(answers[name].error)
+    assert len(answers["2"].token_ids[0]) > 30
+    assert summary(answers["1"]) == summary(serve(fake_config(), jobs)[0]["1"])
+    assert engine.recoveries[0].num_blocks == (20, 5)
+
+
+def test_used_up(client: Client) -> None:
+    """Three times it recovers; the next loss says all that is known, to everybody."""
+    engine, executor = client.engine, client.executor
+    for _ in range(3):
+        executor.lose()
+        client.recover()
+    executor.lose("idle")
+    with pytest.raises(EngineDeadError) as raised:
+        client.step()
+    for word in ("max_recoveries = 3", "600 s", "rank 1", "10.0.0.7", "pid 4711", "epoch 4"):
+        assert word in str(raised.value)
+    for word in ("idle", "SIGKILL", "these were its last words", "File worker.py"):
+        assert word in str(raised.value)
+    assert isinstance(raised.value.__cause__, GroupLostError)
+    assert executor._is_shut_down.is_set()
+    assert engine.health().state is EngineState.DEAD
+    assert not engine.health().is_ready()
+    with pytest.raises(EngineDeadError, match="max_recoveries = 3"):
+        engine.step()
+    with pytest.raises(EngineDeadError, match="max_recoveries = 3"):
+        client.add("late", job(4))
+    assert executor.epoch == 4
+
+
+def test_losses_of_long_ago_do_not_count(fake_config: MakeConfig) -> None:
+    config = fake_config(max_recoveries=1, recovery_window=1.0)
+    engine, executor = mortal_engine(config, Fate())
+    client = Client(engine, executor)
+    client.add("0", job(0, max_tokens=20))
+    for _ in range(2):
+        executor.lose()
+        client.recover()
+        time.sleep(1.05)
+    executor.lose()
+    client.recover()
+    executor.lose()
+    with engine, pytest.raises(EngineDeadError, match=r"lost 2 times within 1 s"):
+        client.recover()
+
+
+def test_groups_that_die_in_a_row_while_they_are_made(fake_config: MakeConfig) -> None:
+    fate = Fate(frozenset({4}), deque(["rebuild", "cache", "rebuild"]))
+    jobs = [job(number) for number in range(3)]
+    answers, executor, engine = serve(fake_config(max_recoveries=4), jobs, fate)
+    undisturbed, _, _ = serve(fake_config(), jobs)
+    assert {k: summary(a) for k, a in answers.items()} == {
+        k: summary(a) for k, a in undisturbed.items()
+    }
+    (record,) = engine.recoveries
+    assert (record.num_attempts, record.epoch) == (4, 5)
+    assert [loss.phase for loss in executor.losses] == [
+        "execute_model",
+        "rebuild",
+        "cache",
+        "rebuild",
+    ]
+    fate = Fate(frozenset({4}), deque(["rebuild", "cache", "rebuild"]))
+    with pytest.raises(EngineDeadError, match=r"lost in rebuild .*\n?"):
+        serve(fake_config(max_recoveries=3), jobs, fate)
+
+
+def test_no_group_can_be_made(client: Client) -> None:
+    client.executor._fate.rebuilds.append("impossible")
+    client.executor.lose()
+    with pytest.raises(EngineDeadError, match="not be replaced: EngineError: no node is left"):
+        client.recover()
+    assert client.executor._is_shut_down.is_set()
+
+
+def test_shutdown_in_the_middle_of_a_rebuild(client: Client) -> None:
+    lose(client)
+    client.engine.shutdown()
+    assert not [t for t in threading.enumerate() if t.name == "tpengine-rebuild"]
+    with pytest.raises(EngineError):
+        client.recover()
+
+
+def test_log_lines(client: Client, caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.INFO, logger="tpengine"):
+        lose(client)
+        client.executor.gate.set()
+        client.recover()
+    lost = [r.getMessage() for r in caplog.records if r.levelno == logging.ERROR]
+    assert len(lost) == 1
+    for word in ("rank 1", "pid 4711", "epoch 1", "SIGKILL", "3 requests wait", "1 of 3"):
+        assert word in lost[0]
+    back = [r.getMessage() for r in caplog.records if "rebuilt: epoch 2" in r.getMessage()]
+    assert len(back) == 1
+    assert "(weights 0.25)" in back[0]
+    assert "100 blocks, 100 before; 3 requests go on" in back[0]
+    assert client.engine.recoveries[0].phases_s == {"weights": 0.25}
+
+
+def test_offline_batches_notice_nothing(fake_config: MakeConfig) -> None:
+    """`LLM.generate` and `LLM.stream`, and a stream that is left while the group is rebuilt."""
+    fate = Fate(kills=frozenset({2, 13, 20}))
+    engine, _ = mortal_engine(fake_config(), fate)
+    llm = LLM.__new__(LLM)  # its constructor builds an engine of its own
+    llm.llm_engine, llm._num_requests, llm._inbox = engine, 0, {}
+    params = SamplingParams(max_tokens=8, ignore_eos=True, seed=5)
+    prompts = [[3 + number, 4, 5] for number in range(4)]
+    with llm:
+        outputs = llm.generate(None, params, prompts, use_tqdm=False)
+        stream = llm.stream(None, params, prompts[0])
+        while engine.health().num_recoveries < 2:
+            next(stream)
+        stream.close()
+        again = llm.generate(None, params, prompts, use_tqdm=False)
+    alone, _, _ = serve(fake_config(), [Job(prompt, params) for prompt in prompts])
+    expected = [alone[str(number)].token_ids[0] for number in range(4)]
+    assert [output.outputs[0].token_ids for output in outputs] == expected
+    assert [output.outputs[0].token_ids for output in again] == expected
+    assert engine.health().num_recoveries == 3
+    assert isinstance(engine, LLMEngine)
+
+
+def test_the_command_line_says_so_once(
+    real_config: MakeConfig, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Whatever prompts are left: there is no engine for them."""
+    config = real_config(max_recoveries=1)
+    executor = MortalExecutor(config, Fate(is_lethal=lambda step: True), FakeGroup)
+    monkeypatch.setattr(llm_engine, "create_executor", lambda args: (config, executor))
+    assert main(["generate", "one", "two", "three", "--max-recoveries", "1"]) == 1
+    (line,) = [x for x in capsys.readouterr().err.splitlines() if x.startswith("tpengine: ")]
+    assert "EngineDeadError" in line
+    assert "rank 1 on 10.0.0.7 (host seven), pid 4711" in line
+    assert executor._is_shut_down.is_set()
