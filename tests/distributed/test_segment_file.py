@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 
 from tpengine.distributed.shared_memory import SegmentFile, find_segment_file
-from tpengine.leftovers import sweep
 from tpengine.errors import SharedMemoryError
+from tpengine.leftovers import sweep
 from tpengine.ops.shared_memory import segment_bytes
 
 
