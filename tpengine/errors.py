@@ -7,6 +7,11 @@ pickling between processes.
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from tpengine.outputs import RequestOutput
+
 
 class TPEngineError(Exception):
     """Root of all errors that tpengine raises on purpose."""
@@ -30,6 +35,60 @@ class InvalidPriorityError(RequestError):
 
 class DuplicateRequestError(RequestError):
     """A live request already has this id."""
+
+
+class RequestIgnoredError(InvalidPromptError):
+    """A request does not fit into the KV cache, whoever else runs; the message names what would."""
+
+
+class QueueFullError(RequestError):
+    """So many requests or tokens wait already that this one was not taken.
+
+    Attributes:
+        retry_after_s: when there may be room again, by what the queue did lately.
+    """
+
+    def __init__(self, message: str, retry_after_s: float) -> None:
+        super().__init__(message, retry_after_s)
+        self.retry_after_s = retry_after_s
+
+    def __str__(self) -> str:
+        return str(self.args[0])
+
+
+class DeadlineExceededError(RequestError):
+    """A request was not done in time; it has been ended.
+
+    Attributes:
+        where: queued, prefill or decode: how far it had come.
+    """
+
+    def __init__(self, message: str, where: str) -> None:
+        super().__init__(message, where)
+        self.where = where
+
+    def __str__(self) -> str:
+        return str(self.args[0])
+
+
+class RequestAbortedError(RequestError):
+    """Somebody else ended the request.
+
+    Attributes:
+        output: what was generated and not read yet; None where there is nothing.
+    """
+
+    def __init__(self, message: str, output: RequestOutput | None = None) -> None:
+        super().__init__(message, output)
+        self.output = output
+
+    def __str__(self) -> str:
+        return str(self.args[0])
+
+
+class RequestFailedError(RequestError):
+    """A request went wrong while it ran; the others go on. The message is for the log: it may hold
+    the text of an exception."""
 
 
 class EngineError(TPEngineError, RuntimeError):
@@ -89,6 +148,10 @@ class NativeLibraryError(EngineError):
 
 class EngineDeadError(EngineError):
     """An earlier step failed half-way; driver and worker disagree, and the engine cannot go on."""
+
+
+class EngineDrainingError(EngineError):
+    """The engine finishes what it has, and takes no new requests."""
 
 
 class IllegalMoveError(EngineError):
