@@ -156,3 +156,27 @@ class EngineDrainingError(EngineError):
 
 class IllegalMoveError(EngineError):
     """A sequence was asked to change its status in a way the table of legal moves forbids."""
+
+
+class AccessDeniedError(RequestError):
+    """A server does not know the caller's token or certificate, or allows it something less."""
+
+
+class ServerError(EngineError):
+    """A server could not answer a call; nothing is known to be wrong with the request.
+
+    Attributes:
+        status: gRPC's name of what went wrong, such as INTERNAL.
+    """
+
+    def __init__(self, message: str, status: str) -> None:
+        super().__init__(message, status)
+        self.status = status
+
+    def __str__(self) -> str:
+        return str(self.args[0])
+
+
+class ServerUnavailableError(ServerError):
+    """A server cannot be reached, does not answer, has gone, or takes no new requests; the same
+    call may succeed later or elsewhere."""
