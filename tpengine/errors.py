@@ -91,6 +91,22 @@ class RequestFailedError(RequestError):
     the text of an exception."""
 
 
+class MalformedRequestError(RequestError):
+    """A message is none of its protocol: cut short, of other types, or its text no UTF-8."""
+
+
+class ModelNotFoundError(RequestError):
+    """A request names a model that is not served here."""
+
+
+class UnauthenticatedError(RequestError):
+    """A client does not say who it is, or not in a way that can be believed."""
+
+
+class PermissionDeniedError(RequestError):
+    """A client is known, and what it asks for is not for it."""
+
+
 class EngineError(TPEngineError, RuntimeError):
     """The engine cannot be built or cannot go on."""
 
@@ -148,6 +164,10 @@ class NativeLibraryError(EngineError):
 
 class EngineDeadError(EngineError):
     """An earlier step failed half-way; driver and worker disagree, and the engine cannot go on."""
+
+
+class EngineLoadingError(EngineError):
+    """The engine is not up yet."""
 
 
 class EngineDrainingError(EngineError):

@@ -386,17 +386,17 @@ class GetLoadsRequest(_message.Message):
     def __init__(self) -> None: ...
 
 class GetLoadsResponse(_message.Message):
-    __slots__ = ("num_running", "num_waiting", "num_swapped", "num_waiting_tokens", "num_total_blocks", "num_free_blocks", "cache_usage", "num_prefix_queries", "num_prefix_hits", "prompt_tokens_per_s", "output_tokens_per_s", "num_preemptions", "num_open_calls", "num_tasks", "num_threads", "num_file_descriptors", "resident_bytes", "num_steps")
+    __slots__ = ("num_running", "num_waiting", "num_swapped", "num_queued_tokens", "num_total_blocks", "num_free_blocks", "cache_usage", "num_prefix_queries", "num_prefix_hits", "num_queued", "output_tokens_per_s", "num_preemptions", "num_open_calls", "num_tasks", "num_threads", "num_file_descriptors", "resident_bytes", "num_steps")
     NUM_RUNNING_FIELD_NUMBER: _ClassVar[int]
     NUM_WAITING_FIELD_NUMBER: _ClassVar[int]
     NUM_SWAPPED_FIELD_NUMBER: _ClassVar[int]
-    NUM_WAITING_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    NUM_QUEUED_TOKENS_FIELD_NUMBER: _ClassVar[int]
     NUM_TOTAL_BLOCKS_FIELD_NUMBER: _ClassVar[int]
     NUM_FREE_BLOCKS_FIELD_NUMBER: _ClassVar[int]
     CACHE_USAGE_FIELD_NUMBER: _ClassVar[int]
     NUM_PREFIX_QUERIES_FIELD_NUMBER: _ClassVar[int]
     NUM_PREFIX_HITS_FIELD_NUMBER: _ClassVar[int]
-    PROMPT_TOKENS_PER_S_FIELD_NUMBER: _ClassVar[int]
+    NUM_QUEUED_FIELD_NUMBER: _ClassVar[int]
     OUTPUT_TOKENS_PER_S_FIELD_NUMBER: _ClassVar[int]
     NUM_PREEMPTIONS_FIELD_NUMBER: _ClassVar[int]
     NUM_OPEN_CALLS_FIELD_NUMBER: _ClassVar[int]
@@ -408,13 +408,13 @@ class GetLoadsResponse(_message.Message):
     num_running: int
     num_waiting: int
     num_swapped: int
-    num_waiting_tokens: int
+    num_queued_tokens: int
     num_total_blocks: int
     num_free_blocks: int
     cache_usage: float
     num_prefix_queries: int
     num_prefix_hits: int
-    prompt_tokens_per_s: float
+    num_queued: int
     output_tokens_per_s: float
     num_preemptions: int
     num_open_calls: int
@@ -423,7 +423,7 @@ class GetLoadsResponse(_message.Message):
     num_file_descriptors: int
     resident_bytes: int
     num_steps: int
-    def __init__(self, num_running: _Optional[int] = ..., num_waiting: _Optional[int] = ..., num_swapped: _Optional[int] = ..., num_waiting_tokens: _Optional[int] = ..., num_total_blocks: _Optional[int] = ..., num_free_blocks: _Optional[int] = ..., cache_usage: _Optional[float] = ..., num_prefix_queries: _Optional[int] = ..., num_prefix_hits: _Optional[int] = ..., prompt_tokens_per_s: _Optional[float] = ..., output_tokens_per_s: _Optional[float] = ..., num_preemptions: _Optional[int] = ..., num_open_calls: _Optional[int] = ..., num_tasks: _Optional[int] = ..., num_threads: _Optional[int] = ..., num_file_descriptors: _Optional[int] = ..., resident_bytes: _Optional[int] = ..., num_steps: _Optional[int] = ...) -> None: ...
+    def __init__(self, num_running: _Optional[int] = ..., num_waiting: _Optional[int] = ..., num_swapped: _Optional[int] = ..., num_queued_tokens: _Optional[int] = ..., num_total_blocks: _Optional[int] = ..., num_free_blocks: _Optional[int] = ..., cache_usage: _Optional[float] = ..., num_prefix_queries: _Optional[int] = ..., num_prefix_hits: _Optional[int] = ..., num_queued: _Optional[int] = ..., output_tokens_per_s: _Optional[float] = ..., num_preemptions: _Optional[int] = ..., num_open_calls: _Optional[int] = ..., num_tasks: _Optional[int] = ..., num_threads: _Optional[int] = ..., num_file_descriptors: _Optional[int] = ..., resident_bytes: _Optional[int] = ..., num_steps: _Optional[int] = ...) -> None: ...
 
 class DrainRequest(_message.Message):
     __slots__ = ("timeout_ms",)
