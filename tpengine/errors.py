@@ -60,7 +60,8 @@ class DeadlineExceededError(RequestError):
     """A request was not done in time; it has been ended.
 
     Attributes:
-        where: queued, prefill or decode: how far it had come.
+        where: queued, prefill or decode: how far it had come; at a client, which does not know,
+            unknown.
     """
 
     def __init__(self, message: str, where: str) -> None:
@@ -75,7 +76,7 @@ class RequestAbortedError(RequestError):
     """Somebody else ended the request.
 
     Attributes:
-        output: what was generated and not read yet; None where there is nothing.
+        output: what its stream had brought and nobody had read yet; None where there is nothing.
     """
 
     def __init__(self, message: str, output: RequestOutput | None = None) -> None:
@@ -176,10 +177,6 @@ class EngineDrainingError(EngineError):
 
 class IllegalMoveError(EngineError):
     """A sequence was asked to change its status in a way the table of legal moves forbids."""
-
-
-class AccessDeniedError(RequestError):
-    """A server does not know the caller's token or certificate, or allows it something less."""
 
 
 class ServerError(EngineError):

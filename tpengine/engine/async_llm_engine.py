@@ -2,24 +2,61 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Mapping, Sequence
+import asyncio
+import time
+from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
+from dataclasses import replace
+from functools import partial
 from typing import Any
 
 from tpengine.config import ModelConfig
 from tpengine.engine.admission import QueueLimits
-from tpengine.engine.engine_stats import EngineHealth, EngineStats
+from tpengine.engine.engine_stats import EngineHealth, EngineStats, judge_health
 from tpengine.engine.generate_request import GenerateRequest
+from tpengine.engine.llm_engine import LLMEngine
 from tpengine.engine.prompt import Prompt
+from tpengine.engine.request_book import Intake, RequestBook
+from tpengine.engine.text_worker import TextWorker
+from tpengine.engine.ticket import Ticket
 from tpengine.engine_args import EngineArgs
+from tpengine.errors import EngineError, RequestAbortedError, TPEngineError
 from tpengine.outputs import RequestOutput
 from tpengine.sampling_params import SamplingParams
 
+START_S = 3600.0
+SHUTDOWN_S = 30.0
+MAX_STEP_S = 30.0
+_POLL_S = 0.01
+
 
 class AsyncLLMEngine:
-    """An `LLMEngine` on its own thread, behind `async` methods; belongs to one event loop.
+    """An `LLMEngine` on its own thread, behind `async` methods.
 
-    Built and shut down from any thread; `from_engine_args` blocks while the model is loaded.
+    It belongs to the event loop that uses it first, until it has no requests; `stats`, `health` and
+    the constructor, which blocks while the model is loaded, may be called from anywhere.
+
+    Args:
+        build: makes the engine; called on the engine's thread.
+        limits: of the queue.
+        max_step_s: an engine that has not finished a step for so long is not ready.
+        start_timeout_s: how long `build` may take.
+
+    Raises:
+        EngineError: whatever kept the engine from starting.
     """
+
+    def __init__(
+        self,
+        build: Callable[[], LLMEngine],
+        limits: QueueLimits | None = None,
+        *,
+        max_step_s: float = MAX_STEP_S,
+        start_timeout_s: float = START_S,
+    ) -> None:
+        self._max_step_s = max_step_s
+        self._book = RequestBook(build, limits or QueueLimits(), start_timeout_s)
+        self._engine = self._book.engine
+        self._texts = TextWorker(self._engine)
 
     @classmethod
     def from_engine_args(
@@ -30,9 +67,9 @@ class AsyncLLMEngine:
         Raises:
             EngineError: an argument, the model or the memory does not allow it; see the message.
         """
-        raise NotImplementedError
+        return cls(partial(LLMEngine.from_engine_args, args), limits)
 
-    async def generate(
+    def generate(
         self,
         inputs: Prompt | None = None,
         params: SamplingParams | None = None,
@@ -42,12 +79,20 @@ class AsyncLLMEngine:
         priority: int = 0,
         deadline: float | None = None,
         max_queue_s: float | None = None,
-    ) -> AsyncIterator[RequestOutput]:
-        """Serves one request; see `serve`."""
-        raise NotImplementedError
-        yield
+    ) -> AsyncGenerator[RequestOutput, None]:
+        """Serves one request, given by its parts; see `serve`."""
+        request = GenerateRequest(
+            prompt=inputs,
+            prompt_token_ids=prompt_token_ids,
+            params=params or SamplingParams(),
+            request_id=request_id,
+            priority=priority,
+            deadline=deadline,
+            max_queue_s=max_queue_s,
+        )
+        return self.serve(request)
 
-    async def serve(self, request: GenerateRequest) -> AsyncIterator[RequestOutput]:
+    async def serve(self, request: GenerateRequest) -> AsyncGenerator[RequestOutput, None]:
         """Serves one request, and yields its outputs as the params' `output_kind` asks; the last is
         `finished`, with finish reason stop or length. What a slow reader has not taken is merged
         into one output. Leaving the iterator (break, aclose, cancellation) aborts the request.
@@ -63,21 +108,36 @@ class AsyncLLMEngine:
             EngineDrainingError: the engine takes no new requests.
             EngineDeadError: the engine failed or was shut down.
         """
-        raise NotImplementedError
-        yield
+        ticket = await self._submit(request)
+        try:
+            while True:
+                output = await ticket.mailbox.take()
+                yield output
+                if output.finished:
+                    return
+        finally:
+            self._book.end(ticket, "left by its reader")
 
     async def abort(self, request_id: str) -> bool:
-        """Ends a request; its blocks are free when this returns. Its reader gets
-        `RequestAbortedError`.
+        """Ends a request, whose reader gets `RequestAbortedError`; its blocks are free when this
+        returns, unless a step takes longer than a minute.
 
         Returns:
             Whether there was such a request, unfinished.
         """
-        raise NotImplementedError
+        ticket = self._book.tickets.get(request_id)
+        if ticket is None:
+            return False
+        error = RequestAbortedError(
+            f"request {request_id!r} was aborted", ticket.mailbox.take_unread()
+        )
+        await self._book.release(ticket, "aborted", error)
+        return True
 
     def owner(self, request_id: str) -> str | None:
         """Owner of an unfinished request, as its `GenerateRequest` named it."""
-        raise NotImplementedError
+        ticket = self._book.tickets.get(request_id)
+        return None if ticket is None else ticket.owner
 
     async def tokenize(self, text: str, add_special_tokens: bool = True) -> list[int]:
         """The ids of a text.
@@ -85,7 +145,7 @@ class AsyncLLMEngine:
         Raises:
             InvalidPromptError: the model has no tokenizer, or the text is no valid Unicode.
         """
-        raise NotImplementedError
+        return await self._texts.tokenize(text, add_special_tokens)
 
     async def detokenize(self, token_ids: Sequence[int], skip_special_tokens: bool = True) -> str:
         """The text of ids.
@@ -93,7 +153,7 @@ class AsyncLLMEngine:
         Raises:
             InvalidPromptError: the model has no tokenizer, or an id is none of the vocabulary.
         """
-        raise NotImplementedError
+        return await self._texts.detokenize(token_ids, skip_special_tokens)
 
     async def chat_token_ids(
         self, messages: Sequence[Mapping[str, Any]], add_generation_prompt: bool = True
@@ -103,23 +163,34 @@ class AsyncLLMEngine:
         Raises:
             InvalidPromptError: there is no tokenizer or template, or it refuses the messages.
         """
-        raise NotImplementedError
+        return await self._texts.chat_token_ids(messages, add_generation_prompt)
 
     def get_model_config(self) -> ModelConfig:
         """What is known of the model."""
-        raise NotImplementedError
+        return self._engine.get_model_config()
 
     def stats(self) -> EngineStats:
         """Figures of this moment; cheap, from any thread."""
-        raise NotImplementedError
+        stats = self._engine.stats()
+        queues = replace(
+            stats.queues,
+            num_queued=self._book.admission.num_requests,
+            num_queued_tokens=self._book.admission.num_tokens,
+        )
+        return replace(
+            stats, state=self._state(stats.state), queues=queues, refused=dict(self._book.refused)
+        )
 
     def health(self) -> EngineHealth:
         """Whether the engine lives and gets on; cheap, from any thread."""
-        raise NotImplementedError
+        state = self._state(self._engine.group_state()[0])
+        silent_s = time.monotonic() - self._book.thread.progress_at
+        return judge_health(state, silent_s, self._max_step_s, self._book.thread.failure)
 
-    def metrics_text(self) -> bytes:
-        """The same and more in Prometheus' text format; needs prometheus_client."""
-        raise NotImplementedError
+    @property
+    def llm_engine(self) -> LLMEngine:
+        """The engine inside, for those who only read: it belongs to its thread."""
+        return self._engine
 
     async def drain(self, timeout_s: float) -> int:
         """Takes no new requests from now on, and lets those that it has finish.
@@ -127,9 +198,60 @@ class AsyncLLMEngine:
         Returns:
             Number of requests that were aborted because they had not finished by then.
         """
-        raise NotImplementedError
+        book = self._book
+        if book.intake is Intake.OPEN:
+            book.intake = Intake.DRAINING
+        await book.wait_until_empty(timeout_s)
+        late = tuple(book.tickets.values())
+        why = f"the engine ends, and gave its requests {timeout_s:.1f} s to finish"
+        await asyncio.gather(
+            *(
+                book.release(
+                    ticket, "cut off", RequestAbortedError(why, ticket.mailbox.take_unread())
+                )
+                for ticket in late
+            )
+        )
+        return len(late)
 
     async def shutdown(self) -> None:
         """Ends the engine and its thread; requests that remain get `EngineDeadError`. A second call
-        does nothing."""
-        raise NotImplementedError
+        does nothing.
+
+        Raises:
+            EngineError: a step did not end in time; the thread still hangs in it.
+        """
+        self._book.close()
+        self._texts.stop()
+        end = time.monotonic() + SHUTDOWN_S
+        # Not one long `join`, which would hold up the loop for the rest of a step.
+        while not self._book.thread.stop(0):
+            if time.monotonic() > end:
+                raise EngineError(
+                    f"the engine's thread did not end within {SHUTDOWN_S:.0f} s: it hangs in a step"
+                )
+            await asyncio.sleep(_POLL_S)
+
+    async def _submit(self, request: GenerateRequest) -> Ticket:
+        """Checks a request and gives it to the engine."""
+        try:
+            ticket = self._book.open(request)
+            try:
+                checked = await self._texts.check(request)
+                self._book.enter(ticket, checked)
+            except BaseException as error:
+                self._book.end(ticket, f"refused: {type(error).__name__}")
+                raise
+        except TPEngineError as error:
+            self._book.refused[type(error).__name__] += 1
+            raise
+        return ticket
+
+    def _state(self, group_state: str) -> str:
+        """The engine's state, seen from outside."""
+        book = self._book
+        if book.thread.ended or book.intake is Intake.CLOSED:
+            return "dead"
+        if book.intake is Intake.DRAINING and group_state != "dead":
+            return "draining"
+        return group_state

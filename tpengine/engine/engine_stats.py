@@ -5,7 +5,11 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
+from tpengine.engine.figures import EngineFigures
+from tpengine.engine.startup import StartedWorkers
 from tpengine.messages import MemoryLedger
+from tpengine.scheduling.block_manager import BlockManager
+from tpengine.scheduling.scheduler import Scheduler
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,8 +58,8 @@ class EngineStats:
         epoch: number of the group of ranks, from 1.
         prompt_tokens, output_tokens, num_preemptions, num_steps: since the start.
         finished: requests by how they ended: stop, length, abort, ignored, error; since the start.
-        refused: requests that were never taken, by why: invalid, duplicate, queue_full, draining.
-        output_tokens_per_s: over the last seconds of work; 0 before the first step.
+        refused: requests that were never taken, by the class of the error.
+        prompt_tokens_per_s, output_tokens_per_s: over the last five seconds.
         step_seconds: by part of a step (schedule, execute, process, update, hand_over, and model,
             which is inside execute), in seconds since the start.
         devices: a line about the device of each rank, in rank order.
@@ -73,6 +77,7 @@ class EngineStats:
     num_preemptions: int
     finished: Mapping[str, int]
     refused: Mapping[str, int]
+    prompt_tokens_per_s: float
     output_tokens_per_s: float
     step_seconds: Mapping[str, float]
     devices: Sequence[str]
@@ -96,3 +101,77 @@ class EngineHealth:
     ready: bool
     seconds_since_progress: float
     reason: str = ""
+
+
+def judge_health(
+    state: str, silent_s: float, max_step_s: float, failure: BaseException | None
+) -> EngineHealth:
+    """Whether an engine that has shown no progress for `silent_s` seconds is well.
+
+    Args:
+        max_step_s: from then on it is not ready.
+        failure: what ended it, if anything did.
+    """
+    if state == "dead":
+        cause = "it was shut down" if failure is None else f"{type(failure).__name__}: {failure}"
+        return EngineHealth(state, False, False, silent_s, f"the engine is dead: {cause}")
+    if state != "running":
+        return EngineHealth(state, True, False, silent_s, f"the engine is {state}")
+    if silent_s > max_step_s:
+        reason = f"no step was finished for {silent_s:.1f} s, and requests wait for one"
+        return EngineHealth(state, True, False, silent_s, reason)
+    return EngineHealth(state, True, True, silent_s)
+
+
+def take_stats(
+    group: tuple[str, int, int],
+    scheduler: Scheduler,
+    blocks: BlockManager,
+    figures: EngineFigures,
+    workers: StartedWorkers,
+) -> EngineStats:
+    """The figures of this moment; reads only, and counts nothing.
+
+    Args:
+        group: state, epoch and recoveries.
+    """
+    state, epoch, recoveries = group
+    num_waiting = scheduler.num_waiting
+    return EngineStats(
+        state=state,
+        epoch=epoch,
+        recoveries=recoveries,
+        queues=QueueStats(
+            num_running=scheduler.num_running,
+            num_waiting=num_waiting,
+            num_swapped=scheduler.num_swapped,
+            num_queued=num_waiting,
+            num_queued_tokens=0,
+        ),
+        cache=_cache_stats(blocks, figures),
+        num_steps=figures.num_steps,
+        prompt_tokens=figures.prompt_tokens,
+        output_tokens=figures.output_tokens,
+        num_preemptions=figures.num_preemptions,
+        finished=dict(figures.finished),
+        refused={},
+        prompt_tokens_per_s=figures.prompt_rate.rate(),
+        output_tokens_per_s=figures.output_rate.rate(),
+        step_seconds=dict(figures.step_seconds),
+        devices=tuple(workers.devices),
+        ledgers=tuple(workers.ledgers),
+    )
+
+
+def _cache_stats(blocks: BlockManager, figures: EngineFigures) -> CacheStats:
+    num_free, num_total = blocks.num_free_blocks, blocks.num_total_blocks
+    num_host = blocks.host.num_blocks
+    return CacheStats(
+        block_size=blocks.block_size,
+        num_total_blocks=num_total,
+        num_free_blocks=num_free,
+        usage=1 - num_free / num_total,
+        host_usage=1 - blocks.host.num_free / num_host if num_host else 0.0,
+        prefix_queries=figures.prompt_tokens,
+        prefix_hits=figures.prefix_hits,
+    )

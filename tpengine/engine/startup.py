@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 from tpengine.config import EngineConfig
 from tpengine.errors import CacheSizeError
@@ -17,12 +18,24 @@ logger = init_logger(__name__)
 _GIB = 1 << 30
 
 
-def start_workers(config: EngineConfig, executor: Executor) -> tuple[int, int]:
-    """Loads the model, measures the memory, allocates the cache.
+@dataclass(frozen=True, slots=True)
+class StartedWorkers:
+    """What is known of workers that are ready.
 
-    Returns:
-        The numbers of KV cache blocks on the device and, for swapping, on the host: the smallest
-        that any rank has room for.
+    Attributes:
+        num_blocks, num_host_blocks: KV cache blocks on the device and, for swapping, on the host:
+            the smallest numbers that any rank has room for.
+        devices: a line about each rank's device.
+    """
+
+    num_blocks: int
+    num_host_blocks: int
+    devices: list[str]
+    ledgers: list[MemoryLedger]
+
+
+def start_workers(config: EngineConfig, executor: Executor) -> StartedWorkers:
+    """Loads the model, measures the memory, allocates the cache.
 
     Raises:
         EngineError: whatever kept a worker from starting; the workers are shut down then.
@@ -57,7 +70,7 @@ def start_workers(config: EngineConfig, executor: Executor) -> tuple[int, int]:
     if len(ledgers) > 1:
         for line in memory_table(ledgers, devices):
             logger.info("%s", line)
-    return num_blocks, num_host_blocks
+    return StartedWorkers(num_blocks, num_host_blocks, devices, ledgers)
 
 
 def memory_table(ledgers: Sequence[MemoryLedger], devices: Sequence[str]) -> list[str]:
