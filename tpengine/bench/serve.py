@@ -30,8 +30,9 @@ from tpengine.bench.workload import SHAPES, mixed_requests, shape_folder
 from tpengine.engine_args import EngineArgs
 from tpengine.errors import ConfigError, ServerError
 from tpengine.sampling_params import SamplingParams
-from tpengine.server.client import READINESS, GenerationClient
+from tpengine.server.client import GenerationClient
 from tpengine.server.client_cli import add_connection_arguments, open_client
+from tpengine.server.health import READINESS
 from tpengine.server.load import LoadSummary, Objective, poisson_plan, run_load, summarise
 
 _WARM_UP_REQUESTS = 4

@@ -27,10 +27,6 @@ from tpengine.server.client_convert import (
 from tpengine.server.proto import tpengine_pb2 as pb
 from tpengine.server.proto import tpengine_pb2_grpc
 
-LIVENESS = "liveness"
-"""Name in `grpc.health.v1` under which the server answers whether it lives."""
-READINESS = "readiness"
-"""Name under which it answers whether it is loaded and gets on."""
 _MAX_MESSAGE_BYTES = 64 << 20
 _MIN_RECONNECT_MS, _MAX_RECONNECT_MS = 100, 2000
 _LOCALLY_CANCELLED = "Locally cancelled by application!"
@@ -60,7 +56,7 @@ class GenerationClient:
 
     - RequestError: the server refuses the request; among them QueueFullError (come back after
       `retry_after_s`), DeadlineExceededError, DuplicateRequestError, RequestAbortedError,
-      AccessDeniedError.
+      UnauthenticatedError.
     - ServerUnavailableError: the server is not there, does not answer, or is ending.
     - ServerError: the server failed by itself.
 

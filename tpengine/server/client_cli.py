@@ -13,8 +13,9 @@ from pathlib import Path
 from tpengine import envs
 from tpengine.errors import ConfigError, RequestError, ServerUnavailableError
 from tpengine.sampling_arguments import add_sampling_arguments, sampling_params_from
-from tpengine.server.client import LIVENESS, READINESS, ClientTLS, GenerationClient
+from tpengine.server.client import ClientTLS, GenerationClient
 from tpengine.server.client_convert import Message, Prompt
+from tpengine.server.health import LIVENESS, READINESS
 from tpengine.server.load import COMPLETE, describe_load, poisson_plan, run_load, summarise
 
 DEFAULT_TARGET = "127.0.0.1:50051"

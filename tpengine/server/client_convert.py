@@ -12,17 +12,19 @@ from google.protobuf.message import DecodeError
 from google.rpc import error_details_pb2, status_pb2
 
 from tpengine.errors import (
-    AccessDeniedError,
     DeadlineExceededError,
     DuplicateRequestError,
     InvalidPromptError,
     InvalidSamplingParamsError,
+    ModelNotFoundError,
+    PermissionDeniedError,
     QueueFullError,
     RequestAbortedError,
     RequestError,
     ServerError,
     ServerUnavailableError,
     TPEngineError,
+    UnauthenticatedError,
 )
 from tpengine.outputs import CompletionOutput, Logprob, RequestMetrics, RequestOutput
 from tpengine.sampling_params import SamplingParams
@@ -158,7 +160,7 @@ def _to_sampling(params: SamplingParams) -> pb.SamplingParams:
             "import; they work offline only"
         )
     sampling = pb.SamplingParams(
-        early_stopping=_EARLY_STOPPING[cast(bool | str, params.early_stopping)],
+        early_stopping=_EARLY_STOPPING[params.early_stopping],
         max_tokens=_MOST if params.max_tokens is None else params.max_tokens,
         stop=params.stop,
         stop_token_ids=params.stop_token_ids,
@@ -257,7 +259,7 @@ def to_error(error: grpc.aio.AioRpcError, target: str) -> TPEngineError:
         if retry_after_s is not None:
             return QueueFullError(words, retry_after_s)
     if code is grpc.StatusCode.DEADLINE_EXCEEDED:
-        return DeadlineExceededError(words, _where(error))
+        return DeadlineExceededError(words, "unknown")
     kind = _ERRORS.get(code)
     if kind is not None:
         return kind(words)
@@ -268,12 +270,12 @@ def to_error(error: grpc.aio.AioRpcError, target: str) -> TPEngineError:
 
 _ERRORS: dict[grpc.StatusCode, type[RequestError]] = {
     grpc.StatusCode.INVALID_ARGUMENT: RequestError,
-    grpc.StatusCode.NOT_FOUND: RequestError,
+    grpc.StatusCode.NOT_FOUND: ModelNotFoundError,
     grpc.StatusCode.RESOURCE_EXHAUSTED: RequestError,  # too large: waiting does not help
     grpc.StatusCode.ALREADY_EXISTS: DuplicateRequestError,
     grpc.StatusCode.CANCELLED: RequestAbortedError,
-    grpc.StatusCode.UNAUTHENTICATED: AccessDeniedError,
-    grpc.StatusCode.PERMISSION_DENIED: AccessDeniedError,
+    grpc.StatusCode.UNAUTHENTICATED: UnauthenticatedError,
+    grpc.StatusCode.PERMISSION_DENIED: PermissionDeniedError,
 }
 
 
@@ -294,12 +296,3 @@ def _retry_after_s(error: grpc.aio.AioRpcError) -> float | None:
         if detail.Unpack(retry):
             return float(retry.retry_delay.ToTimedelta().total_seconds())
     return None
-
-
-def _where(error: grpc.aio.AioRpcError) -> str:
-    """How far the request had come; the client's own clock does not know."""
-    info = error_details_pb2.ErrorInfo()
-    for detail in _details(error):
-        if detail.Unpack(info) and "where" in info.metadata:
-            return str(info.metadata["where"])
-    return "unknown"
