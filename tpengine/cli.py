@@ -34,6 +34,7 @@ _BENCHMARKS = {
     "transport": "a step without a model, driver to Ray actors and back, beside Ray's own ways",
 }
 _SERVING = {
+    "serve": ("tpengine.server.command", "serve a model over gRPC"),
     "client": ("tpengine.server.client_cli", "talk to a server that `tpengine serve` runs"),
 }
 _DEFAULT_PROMPT = "Hello, my name is"
@@ -86,7 +87,12 @@ def _import_serving(home: str) -> Any:
     try:
         return importlib.import_module(home)
     except ModuleNotFoundError as error:
-        if (error.name or "").partition(".")[0] not in ("grpc", "grpc_health", "google"):
+        if (error.name or "").partition(".")[0] not in (
+            "grpc",
+            "grpc_health",
+            "grpc_reflection",
+            "google",
+        ):
             raise
         raise SystemExit(f"{error}; serving needs: pip install 'tpengine[serve]'") from None
 

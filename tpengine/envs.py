@@ -58,8 +58,18 @@ def tune_openmp_spinning() -> None:
     os.environ.setdefault("GOMP_SPINCOUNT", "1000")
 
 
+def tokens() -> str | None:
+    """`TPENGINE_TOKENS`: bearer tokens of a server's clients, separated by commas; default: none."""
+    return os.environ.get("TPENGINE_TOKENS") or None
+
+
+def admin_token() -> str | None:
+    """`TPENGINE_ADMIN_TOKEN`: the token for a server's administration; default: none."""
+    return os.environ.get("TPENGINE_ADMIN_TOKEN") or None
+
+
 _RANK_PREFIXES = ("TPENGINE_", "NCCL_", "OMP_", "GOMP_", "KMP_", "MKL_")
-_SECRETS = {"TPENGINE_CLIENT_TOKEN"}
+_SECRETS = {"TPENGINE_CLIENT_TOKEN", "TPENGINE_TOKENS", "TPENGINE_ADMIN_TOKEN"}
 _RANK_NAMES = ("CUDA_LAUNCH_BLOCKING", "TORCH_SHOW_CPP_STACKTRACES")
 
 

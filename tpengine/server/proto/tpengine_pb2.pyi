@@ -300,7 +300,7 @@ class GetServerInfoRequest(_message.Message):
     def __init__(self) -> None: ...
 
 class GetServerInfoResponse(_message.Message):
-    __slots__ = ("version", "state", "epoch", "recoveries", "uptime_s", "ranks", "num_device_blocks", "num_host_blocks", "block_size", "max_num_seqs", "max_num_batched_tokens", "scheduling_policy", "limits")
+    __slots__ = ("version", "state", "epoch", "recoveries", "uptime_s", "ranks", "num_device_blocks", "num_host_blocks", "block_size", "limits")
     VERSION_FIELD_NUMBER: _ClassVar[int]
     STATE_FIELD_NUMBER: _ClassVar[int]
     EPOCH_FIELD_NUMBER: _ClassVar[int]
@@ -310,9 +310,6 @@ class GetServerInfoResponse(_message.Message):
     NUM_DEVICE_BLOCKS_FIELD_NUMBER: _ClassVar[int]
     NUM_HOST_BLOCKS_FIELD_NUMBER: _ClassVar[int]
     BLOCK_SIZE_FIELD_NUMBER: _ClassVar[int]
-    MAX_NUM_SEQS_FIELD_NUMBER: _ClassVar[int]
-    MAX_NUM_BATCHED_TOKENS_FIELD_NUMBER: _ClassVar[int]
-    SCHEDULING_POLICY_FIELD_NUMBER: _ClassVar[int]
     LIMITS_FIELD_NUMBER: _ClassVar[int]
     version: str
     state: ServerState
@@ -323,11 +320,8 @@ class GetServerInfoResponse(_message.Message):
     num_device_blocks: int
     num_host_blocks: int
     block_size: int
-    max_num_seqs: int
-    max_num_batched_tokens: int
-    scheduling_policy: str
     limits: ServerLimits
-    def __init__(self, version: _Optional[str] = ..., state: _Optional[_Union[ServerState, str]] = ..., epoch: _Optional[int] = ..., recoveries: _Optional[int] = ..., uptime_s: _Optional[float] = ..., ranks: _Optional[_Iterable[_Union[RankInfo, _Mapping]]] = ..., num_device_blocks: _Optional[int] = ..., num_host_blocks: _Optional[int] = ..., block_size: _Optional[int] = ..., max_num_seqs: _Optional[int] = ..., max_num_batched_tokens: _Optional[int] = ..., scheduling_policy: _Optional[str] = ..., limits: _Optional[_Union[ServerLimits, _Mapping]] = ...) -> None: ...
+    def __init__(self, version: _Optional[str] = ..., state: _Optional[_Union[ServerState, str]] = ..., epoch: _Optional[int] = ..., recoveries: _Optional[int] = ..., uptime_s: _Optional[float] = ..., ranks: _Optional[_Iterable[_Union[RankInfo, _Mapping]]] = ..., num_device_blocks: _Optional[int] = ..., num_host_blocks: _Optional[int] = ..., block_size: _Optional[int] = ..., limits: _Optional[_Union[ServerLimits, _Mapping]] = ...) -> None: ...
 
 class RankInfo(_message.Message):
     __slots__ = ("rank", "node", "device", "memory")
