@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import importlib.util
 import time
 from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
-from typing import Any
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 from tpengine.config import ModelConfig
 from tpengine.engine.admission import QueueLimits
@@ -19,9 +21,12 @@ from tpengine.engine.request_book import Intake, RequestBook
 from tpengine.engine.text_worker import TextWorker
 from tpengine.engine.ticket import Ticket
 from tpengine.engine_args import EngineArgs
-from tpengine.errors import EngineError, RequestAbortedError, TPEngineError
+from tpengine.errors import ConfigError, EngineError, RequestAbortedError, TPEngineError
 from tpengine.outputs import RequestOutput
 from tpengine.sampling_params import SamplingParams
+
+if TYPE_CHECKING:
+    from prometheus_client import CollectorRegistry
 
 START_S = 3600.0
 SHUTDOWN_S = 30.0
@@ -186,6 +191,33 @@ class AsyncLLMEngine:
         state = self._state(self._engine.group_state()[0])
         silent_s = time.monotonic() - self._book.thread.progress_at
         return judge_health(state, silent_s, self._max_step_s, self._book.thread.failure)
+
+    def metrics_registry(self, model_name: str | None = None) -> CollectorRegistry:
+        """A registry of its own with the engine's Prometheus metrics.
+
+        Args:
+            model_name: their label; default: the name of the model's folder.
+
+        Raises:
+            ConfigError: prometheus_client is not installed.
+        """
+        if importlib.util.find_spec("prometheus_client") is None:
+            raise ConfigError("metrics need prometheus_client: pip install 'tpengine[serve]'")
+        from tpengine.engine.prometheus import EngineCollector, make_registry
+
+        name = model_name or Path(self.get_model_config().model).name
+        return make_registry(EngineCollector(name, self.stats, self._engine.figures))
+
+    def metrics_text(self, model_name: str | None = None) -> bytes:
+        """Those metrics in Prometheus' text format.
+
+        Raises:
+            ConfigError: prometheus_client is not installed.
+        """
+        registry = self.metrics_registry(model_name)
+        from prometheus_client import generate_latest
+
+        return generate_latest(registry)
 
     @property
     def llm_engine(self) -> LLMEngine:

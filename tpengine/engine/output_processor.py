@@ -61,12 +61,12 @@ class OutputProcessor:
         tokenizer: Tokenizer | None,
         max_model_len: int,
         fail_request: FailRequest,
-        figures: EngineFigures,
+        figures: EngineFigures | None = None,
     ) -> None:
         self.tokenizer = tokenizer
         self._max_model_len = max_model_len
         self._fail_request = fail_request
-        self._figures = figures
+        self._figures = EngineFigures() if figures is None else figures
         self._tracked: dict[int, _Tracked] = {}
         self._beams: dict[str, BeamSearch] = {}
         self._prompt_logprobs = PromptLogprobsCollector()
