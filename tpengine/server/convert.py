@@ -202,24 +202,31 @@ _FINISH_REASONS: Mapping[str, pb.FinishReason] = {
 }
 
 
-def write_response(output: RequestOutput, num_output_tokens: int) -> pb.GenerateResponse:
-    """One message of an answer: all of it, or what is new.
+class ResponseWriter:
+    """Makes the messages of one answer, whether there is one or many."""
 
-    Args:
-        num_output_tokens: of all messages so far and this one; reported with the last.
-    """
-    message = pb.GenerateResponse(
-        request_id=output.request_id,
-        outputs=[_write_completion(one) for one in output.outputs],
-        finished=output.finished,
-    )
-    if output.finished:
-        message.usage.CopyFrom(_write_usage(output, num_output_tokens))
-    for token_id, candidates in zip(
-        output.prompt_token_ids, output.prompt_logprobs or (), strict=False
-    ):
-        message.prompt_logprobs.append(_write_logprobs(token_id, candidates or {}))
-    return message
+    def __init__(self) -> None:
+        self._num_output_tokens = 0
+        self._prompt_told = 0
+
+    def write(self, output: RequestOutput) -> pb.GenerateResponse:
+        """One message: all of the answer, or what is new of it."""
+        message = pb.GenerateResponse(
+            request_id=output.request_id,
+            outputs=[_write_completion(one) for one in output.outputs],
+            finished=output.finished,
+        )
+        self._num_output_tokens += sum(len(one.token_ids) for one in output.outputs)
+        if output.finished:
+            message.usage.CopyFrom(_write_usage(output, self._num_output_tokens))
+        if output.prompt_logprobs and not self._prompt_told:
+            # The engine reports them with every output from the first on.
+            self._prompt_told = len(output.prompt_logprobs)
+            for token_id, candidates in zip(
+                output.prompt_token_ids, output.prompt_logprobs, strict=True
+            ):
+                message.prompt_logprobs.append(_write_logprobs(token_id, candidates or {}))
+        return message
 
 
 def _write_completion(output: CompletionOutput) -> pb.CompletionOutput:

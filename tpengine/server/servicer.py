@@ -22,9 +22,9 @@ from tpengine.errors import (
 from tpengine.sampling_params import RequestOutputKind
 from tpengine.server import reports
 from tpengine.server.convert import (
+    ResponseWriter,
     read_conversation,
     read_generate_request,
-    write_response,
 )
 from tpengine.server.guard import CALL
 from tpengine.server.limits import Limits, check_request_id
@@ -72,13 +72,12 @@ class GenerationServicer(tpengine_pb2_grpc.GenerationServiceServicer):
         request = read_generate_request(message, kind, self._limits, max_model_len)
         request = await self._complete(engine, request, message, context)
         await context.send_initial_metadata((("x-request-id", request.request_id),))
-        num_output_tokens = 0
+        writer = ResponseWriter()
         with self._state.open_call():
             try:
                 async with aclosing(engine.serve(request)) as outputs:
                     async for output in outputs:
-                        num_output_tokens += sum(len(one.token_ids) for one in output.outputs)
-                        yield write_response(output, num_output_tokens)
+                        yield writer.write(output)
             except RequestAbortedError:
                 if self._state.is_draining and request.request_id is not None:
                     raise EngineDrainingError(
