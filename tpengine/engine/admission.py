@@ -5,14 +5,23 @@ from __future__ import annotations
 import threading
 import time
 from collections import deque
-from collections.abc import Hashable
 from dataclasses import dataclass
+from typing import Protocol
 
 from tpengine.errors import ConfigError, QueueFullError
 
 _HISTORY = 64
 _UNKNOWN_RETRY_S = 1.0
 _RETRY_RANGE_S = (0.1, 30.0)
+
+
+class Waiting(Protocol):
+    """A request, as far as this module knows it; compared by identity."""
+
+    @property
+    def phase(self) -> str:
+        """How far it has come: "queued" until its first step."""
+        ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,7 +59,7 @@ class Admission:
         self._lock = threading.Lock()
         # By request, which need not be its id: one that was left may still be here when the next
         # of that id comes.
-        self._tokens: dict[Hashable, int] = {}
+        self._tokens: dict[Waiting, int] = {}
         self._num_tokens = 0
         self._starts: deque[float] = deque(maxlen=_HISTORY)
 
@@ -64,13 +73,15 @@ class Admission:
         """Their prompt tokens, as far as they have been counted."""
         return self._num_tokens
 
-    def enter(self, request: Hashable) -> None:
+    def enter(self, request: Waiting) -> None:
         """Takes a place, before anything is known of the prompt: a refusal must cost nothing.
 
         Raises:
             QueueFullError: as many as may wait do.
         """
         with self._lock:
+            if len(self._tokens) >= self._limits.max_requests:
+                self._drop_started()
             if len(self._tokens) >= self._limits.max_requests:
                 raise QueueFullError(
                     f"{len(self._tokens)} requests wait already, and no more than "
@@ -79,7 +90,7 @@ class Admission:
                 )
             self._tokens[request] = 0
 
-    def charge(self, request: Hashable, num_tokens: int) -> None:
+    def charge(self, request: Waiting, num_tokens: int) -> None:
         """Counts the prompt tokens of one that entered; it is taken out if they are too many.
 
         Raises:
@@ -88,6 +99,8 @@ class Admission:
         with self._lock:
             if request not in self._tokens:
                 return
+            if self._num_tokens + num_tokens > self._limits.max_tokens:
+                self._drop_started()
             if self._num_tokens and self._num_tokens + num_tokens > self._limits.max_tokens:
                 del self._tokens[request]
                 raise QueueFullError(
@@ -98,16 +111,22 @@ class Admission:
             self._tokens[request] = num_tokens
             self._num_tokens += num_tokens
 
-    def start(self, request: Hashable) -> None:
+    def start(self, request: Waiting) -> None:
         """Takes out one that has its first step."""
         with self._lock:
             self._starts.append(time.monotonic())
         self.leave(request)
 
-    def leave(self, request: Hashable) -> None:
+    def leave(self, request: Waiting) -> None:
         """Takes out one that has ended; nothing happens if it has started before."""
         with self._lock:
             self._num_tokens -= self._tokens.pop(request, 0)
+
+    def _drop_started(self) -> None:
+        """Takes out those whose first step is being computed: `start` hears of them after it."""
+        for request in tuple(self._tokens):
+            if request.phase != "queued":
+                self._num_tokens -= self._tokens.pop(request)
 
     def _retry_after_s(self) -> float:
         """When what waits now should have started, at the pace of the last starts."""
