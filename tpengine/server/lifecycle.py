@@ -97,7 +97,9 @@ class _Server:
         with contextlib.ExitStack() as closing:
             metrics = ""
             if self._args.metrics_port is not None:
-                metrics_port = MetricsPort(self._args.metrics_port, engine.metrics_text)
+                metrics_port = MetricsPort(
+                    self._args.metrics_port, partial(engine.metrics_text, self._state.model)
+                )
                 closing.callback(metrics_port.close)
                 metrics = f"; metrics on http://127.0.0.1:{metrics_port.port}/metrics"
             self._announce(port, metrics)

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 from tpengine.engine.admission import QueueLimits
+from tpengine.engine.tokenizer import Tokenizer
 from tpengine.errors import InvalidPromptError, InvalidSamplingParamsError
 from tpengine.sampling_params import MAX_LOGPROBS, SamplingParams
 from tpengine.server.proto import tpengine_pb2 as pb
@@ -14,6 +16,7 @@ MAX_REQUEST_ID = 128
 DEFAULT_MESSAGE_BYTES = 4 << 20
 MAX_ERROR_TEXT = 400
 """Characters of an error's text: it travels in trailers, which clients bound at 8 KiB."""
+_SLACK = 4
 _DEFAULT_MAX_TOKENS = SamplingParams().max_tokens or 0
 
 
@@ -68,6 +71,45 @@ def check_conversation(conversation: pb.Conversation, limits: Limits) -> None:
     if count > limits.max_chat_messages:
         raise InvalidPromptError(
             f"messages must be at most {limits.max_chat_messages}, got {count}; drop the oldest"
+        )
+
+
+def max_text_bytes(tokenizer: Tokenizer | None, max_model_len: int) -> int | None:
+    """Bytes of UTF-8 beyond which a text cannot be `max_model_len` tokens; None: not known.
+
+    Four times what tokens of the longest kind would cover, for tokenizers may shorten a text before
+    they split it.
+    """
+    if tokenizer is None or tokenizer.byte_table is None:
+        return None
+    longest = max((len(piece) for piece in tokenizer.byte_table.pieces), default=1)
+    return _SLACK * max_model_len * max(longest, 1)
+
+
+def check_text(name: str, texts: Iterable[str], max_bytes: int | None, max_model_len: int) -> None:
+    """Refuses what cannot fit before time is spent on it: one thread tokenizes for all.
+
+    Raises:
+        InvalidPromptError: it is longer than any text of `max_model_len` tokens.
+    """
+    length = sum(len(text.encode()) for text in texts)
+    if max_bytes is not None and length > max_bytes:
+        raise InvalidPromptError(
+            f"{name} has {length} bytes, more than {max_bytes}, which is more than "
+            f"max_model_len = {max_model_len} tokens; shorten it"
+        )
+
+
+def check_num_ids(count: int, max_model_len: int) -> None:
+    """Bounds ids that are to become text.
+
+    Raises:
+        InvalidPromptError: there are more than a few outputs can have.
+    """
+    if count > _SLACK * max_model_len:
+        raise InvalidPromptError(
+            f"token_ids are {count}, more than {_SLACK} times max_model_len = {max_model_len}; "
+            "send them in parts"
         )
 
 

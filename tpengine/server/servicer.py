@@ -27,7 +27,7 @@ from tpengine.server.convert import (
     read_generate_request,
 )
 from tpengine.server.guard import CALL
-from tpengine.server.limits import Limits, check_request_id
+from tpengine.server.limits import Limits, check_num_ids, check_request_id, check_text
 from tpengine.server.proto import tpengine_pb2 as pb
 from tpengine.server.proto import tpengine_pb2_grpc
 from tpengine.server.state import ServerState
@@ -68,6 +68,7 @@ class GenerationServicer(tpengine_pb2_grpc.GenerationServiceServicer):
         if self._state.is_draining:
             raise EngineDrainingError("the server ends and takes no new requests; ask another")
         self._check_model(message)
+        self._check_text(engine, message.WhichOneof("input"), message)
         max_model_len = engine.get_model_config().max_model_len
         request = read_generate_request(message, kind, self._limits, max_model_len)
         request = await self._complete(engine, request, message, context)
@@ -127,6 +128,7 @@ class GenerationServicer(tpengine_pb2_grpc.GenerationServiceServicer):
         """Text or a conversation as ids."""
         engine = self._engine()
         given = request.WhichOneof("input")
+        self._check_text(engine, given, request)
         if given == "text":
             special = request.add_special_tokens if request.HasField("add_special_tokens") else True
             token_ids = await engine.tokenize(request.text, special)
@@ -140,6 +142,7 @@ class GenerationServicer(tpengine_pb2_grpc.GenerationServiceServicer):
     async def Detokenize(self, request: Any, context: Any) -> Any:  # noqa: N802
         """Ids as text."""
         engine = self._engine()
+        check_num_ids(len(request.token_ids), engine.get_model_config().max_model_len)
         skip = request.skip_special_tokens if request.HasField("skip_special_tokens") else True
         return pb.DetokenizeResponse(text=await engine.detokenize(list(request.token_ids), skip))
 
@@ -175,6 +178,15 @@ class GenerationServicer(tpengine_pb2_grpc.GenerationServiceServicer):
                 "the server loads its model; watch grpc.health.v1 under the name 'readiness'"
             )
         return self._state.engine
+
+    def _check_text(self, engine: AsyncLLMEngine, given: str | None, message: Any) -> None:
+        texts: list[str] = []
+        if given in ("prompt", "text"):
+            texts = [getattr(message, given)]
+        elif given == "messages":
+            texts = [one.content for one in message.messages.messages]
+        max_model_len = engine.get_model_config().max_model_len
+        check_text(given or "", texts, self._state.max_text_bytes, max_model_len)
 
     def _check_model(self, message: pb.GenerateRequest) -> None:
         if message.HasField("model") and message.model != self._state.model:

@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 from tpengine.engine.async_llm_engine import AsyncLLMEngine
+from tpengine.server.limits import max_text_bytes
 
 
 class State(enum.Enum):
@@ -26,6 +27,7 @@ class ServerState:
     Attributes:
         model: the name under which it is served.
         engine: None while it is loaded.
+        max_text_bytes: longest text that can be tokenized into what fits; None: not known.
         ending: set when the server is to end.
         why: who asked for that.
         drain_timeout_s: how long running requests may go on then.
@@ -35,6 +37,7 @@ class ServerState:
         self.model = model
         self.drain_timeout_s = drain_timeout_s
         self.engine: AsyncLLMEngine | None = None
+        self.max_text_bytes: int | None = None
         self.state = State.LOADING
         self.ending = asyncio.Event()
         self.why = ""
@@ -67,6 +70,9 @@ class ServerState:
 
     def serve(self, engine: AsyncLLMEngine) -> None:
         """The engine is up."""
+        self.max_text_bytes = max_text_bytes(
+            engine.llm_engine.tokenizer, engine.get_model_config().max_model_len
+        )
         self.engine = engine
         if self.state is State.LOADING:
             self.state = State.RUNNING
