@@ -31,6 +31,7 @@ _BENCHMARKS = {
     "serve": "latency against load over gRPC: first token, inter-token, goodput, a plot",
     "collectives": "all-reduce of CPU ranks over shared memory, beside gloo",
     "sampler": "time of each stage of sampling: penalties, biases, bans, log probabilities",
+    "streams": "what streams cost the engine: its step with many readers, against offline",
     "transport": "a step without a model, driver to Ray actors and back, beside Ray's own ways",
 }
 _SERVING = {
