@@ -236,7 +236,7 @@ def test_unusable_certificates_are_refused(files: TlsFiles, authority: Authority
         TlsFiles(files.certificate, files.key, nowhere),
         TlsFiles(files.certificate, files.key, files.key),
     ):
-        with pytest.raises(ConfigError), guarded_server(tls=wrong):
+        with pytest.raises(ConfigError, match=r"\.pem|\.key|nowhere"), guarded_server(tls=wrong):
             pass
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import time
 
 from tpengine.engine_args import EngineArgs
 from tpengine.server.server_args import ServerArgs
@@ -49,7 +50,17 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Serves; returns the exit code."""
-    from tpengine.server.lifecycle import run_server  # with it comes torch: not for --help
+    """Serves; returns the exit code.
 
-    return run_server(ServerArgs.from_cli_args(args), EngineArgs.from_cli_args(args))
+    Raises:
+        ConfigError: an argument cannot be, or would open the server to strangers.
+    """
+    server_args = ServerArgs.from_cli_args(args)
+    server_args.check()
+    authenticator = server_args.authenticator()
+    server_args.check_exposure(authenticator)
+    start = time.monotonic()
+    from tpengine.server.lifecycle import run_server  # with it comes torch: seconds
+
+    phases = {"import": time.monotonic() - start}
+    return run_server(server_args, authenticator, EngineArgs.from_cli_args(args), phases)

@@ -60,11 +60,12 @@ def listen(server: Any, address: str, tls: TlsFiles | None) -> int:
         ConfigError: the port is taken, the address is none of this machine, or the certificates
             cannot be used.
     """
+    credentials = None if tls is None else CertificateReloader(tls).credentials()
     try:
-        if tls is None:
+        if credentials is None:
             port = server.add_insecure_port(address)
         else:
-            port = server.add_secure_port(address, CertificateReloader(tls).credentials())
+            port = server.add_secure_port(address, credentials)
     except RuntimeError as error:
         raise ConfigError(
             f"cannot listen on {address}: the port is taken, or the address is not one of this "

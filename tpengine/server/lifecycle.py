@@ -10,7 +10,7 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from typing import Any, TypeVar
 
@@ -21,6 +21,7 @@ from tpengine.engine_args import EngineArgs
 from tpengine.errors import EngineError, TPEngineError
 from tpengine.logger import init_logger
 from tpengine.sampling_params import RequestOutputKind, SamplingParams
+from tpengine.server.auth import Authenticator
 from tpengine.server.grpc_server import listen, make_server
 from tpengine.server.health import HealthServicer
 from tpengine.server.metrics_port import MetricsPort
@@ -41,18 +42,23 @@ _EXIT_S = 10.0
 T = TypeVar("T")
 
 
-def run_server(args: ServerArgs, engine_args: EngineArgs) -> int:
+def run_server(
+    args: ServerArgs,
+    authenticator: Authenticator,
+    engine_args: EngineArgs,
+    phases: Mapping[str, float],
+) -> int:
     """Serves until a signal, Drain or the engine's death; returns the exit code.
 
+    Args:
+        phases: what of the start is over already, in seconds.
+
     Raises:
-        ConfigError: an argument cannot be, or would open the server to strangers.
+        ConfigError: the port is taken, or the certificates cannot be used.
     """
-    args.check()
-    authenticator = args.authenticator()
-    args.check_exposure(authenticator)
 
     async def serve() -> int:  # grpc wants its loop from the beginning
-        return await _Server(args, engine_args).run()
+        return await _Server(args, authenticator, engine_args, phases).run()
 
     code = asyncio.run(serve())
     _end_within(_EXIT_S, code)
@@ -62,25 +68,44 @@ def run_server(args: ServerArgs, engine_args: EngineArgs) -> int:
 class _Server:
     """One run of the server."""
 
-    def __init__(self, args: ServerArgs, engine_args: EngineArgs) -> None:
+    def __init__(
+        self,
+        args: ServerArgs,
+        authenticator: Authenticator,
+        engine_args: EngineArgs,
+        phases: Mapping[str, float],
+    ) -> None:
         self._args = args
         self._engine_args = engine_args
         self._limits = args.limits()
         self._state = ServerState(args.model_name(engine_args.model), args.drain_timeout)
         self._health = HealthServicer()
-        self._phases: dict[str, float] = {}
+        self._phases = dict(phases)
         self._phase = ""
         servicer = GenerationServicer(self._state, self._limits)
-        self._authenticator = args.authenticator()
-        self._grpc = make_server(servicer, self._health, self._authenticator, self._limits)
+        self._authenticator = authenticator
+        self._grpc = make_server(servicer, self._health, authenticator, self._limits)
 
     async def run(self) -> int:
         """The whole life."""
         for number in (signal.SIGTERM, signal.SIGINT):
             asyncio.get_running_loop().add_signal_handler(number, self._on_signal, number)
-        with self._timed("listen"):
-            port = listen(self._grpc, self._args.address(), self._args.tls_files())
-            await self._grpc.start()
+        with contextlib.ExitStack() as closing:
+            metrics = ""
+            with self._timed("listen"):
+                port = listen(self._grpc, self._args.address(), self._args.tls_files())
+                if self._args.metrics_port is not None:
+                    metrics_port = MetricsPort(self._args.metrics_port, self._metrics_text)
+                    closing.callback(metrics_port.close)
+                    metrics = f"; metrics on http://127.0.0.1:{metrics_port.port}/metrics"
+                await self._grpc.start()
+            return await self._serve(port, metrics)
+
+    def _metrics_text(self) -> bytes:
+        engine = self._state.engine
+        return b"" if engine is None else engine.metrics_text(self._state.model)
+
+    async def _serve(self, port: int, metrics: str) -> int:
         # Health answers from here on: alive, and not ready.
         try:
             engine = await asyncio.wait_for(self._start_engine(), self._args.startup_timeout)
@@ -94,17 +119,9 @@ class _Server:
             await self._grpc.stop(0)
             logger.error("the server cannot start: %s: %s", type(error).__name__, error)
             return EXIT_FAILED
-        with contextlib.ExitStack() as closing:
-            metrics = ""
-            if self._args.metrics_port is not None:
-                metrics_port = MetricsPort(
-                    self._args.metrics_port, partial(engine.metrics_text, self._state.model)
-                )
-                closing.callback(metrics_port.close)
-                metrics = f"; metrics on http://127.0.0.1:{metrics_port.port}/metrics"
-            self._announce(port, metrics)
-            code = await self._watch(engine)
-            return await self._end(engine, code)
+        self._announce(port, metrics)
+        code = await self._watch(engine)
+        return await self._end(engine, code)
 
     async def _start_engine(self) -> AsyncLLMEngine:
         """Loads the model and proves with one token that the engine gets on.
