@@ -11,6 +11,7 @@ from support.server_process import ServerProcess, wait_until
 from server.calls import TIMEOUT_S, ids, running, sampling
 from server.conftest import MODEL_LENGTH
 from tpengine import LLM, SamplingParams
+from tpengine.errors import InvalidPromptError
 from tpengine.server.proto import tpengine_pb2 as pb
 
 PROMPT = "The capital of France is"
@@ -118,6 +119,28 @@ def test_chat(server: ServerProcess, llm: LLM) -> None:
     assert len(bare_ids) < len(prompt_ids)
     answer = server.stub.Generate(pb.GenerateRequest(messages=messages), timeout=TIMEOUT_S)
     assert answer.usage.num_prompt_tokens == len(bare_ids)
+
+
+@pytest.mark.parametrize(
+    "expression",
+    [
+        "''.__class__.__mro__[1].__subclasses__()",
+        "cycler.__init__.__globals__.os.system('true')",
+        "messages.append(1)",
+        "range(10 ** 9) | list",
+    ],
+)
+def test_a_chat_template_runs_in_a_sandbox(llm: LLM, expression: str) -> None:
+    """It comes with the model: it may lay messages out, and reach nothing else."""
+    tokenizer = llm.get_tokenizer()
+    own = tokenizer.chat_template
+    try:
+        tokenizer.chat_template = "{{ " + expression + " }}"
+        with pytest.raises(InvalidPromptError, match="template refuses"):
+            llm.chat_token_ids(QUESTION)
+    finally:
+        tokenizer.chat_template = own
+    assert llm.chat_token_ids(QUESTION)
 
 
 def test_tokenize_and_back(server: ServerProcess, llm: LLM) -> None:
