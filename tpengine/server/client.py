@@ -266,8 +266,8 @@ def _channel_options(keep_alive_s: float) -> list[tuple[str, Any]]:
     Without `ping_timeout_ms` grpc waits a minute for the answer whatever the keep-alive says, and
     without `min_reconnect_backoff_ms` it waits twenty seconds for a frozen server's first word.
     """
-    if not 0.1 <= keep_alive_s <= 3600:
-        raise ConfigError(f"keep_alive_s must be in [0.1, 3600], got {keep_alive_s}")
+    if not 1.0 <= keep_alive_s <= 3600:
+        raise ConfigError(f"keep_alive_s must be in [1, 3600], got {keep_alive_s}")
     half_ms = round(500 * keep_alive_s)
     return [
         ("grpc.keepalive_time_ms", half_ms),
