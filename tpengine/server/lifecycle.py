@@ -12,7 +12,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
 from functools import partial
-from typing import Any, TypeVar
+from typing import Any, NoReturn, TypeVar
 
 from tpengine.engine.async_llm_engine import AsyncLLMEngine
 from tpengine.engine.generate_request import GenerateRequest
@@ -203,8 +203,9 @@ class _Server:
     async def _end(self, engine: AsyncLLMEngine, code: int) -> int:
         """Lets requests finish, as long as there is an engine, and closes everything."""
         state = self._state
-        end = time.monotonic() + state.drain_timeout_s
+        end = time.monotonic()
         if code == EXIT_OK:
+            end += state.drain_timeout_s
             logger.info(
                 "%s: no new requests; %d calls have %.1f s to finish",
                 state.why,
@@ -229,13 +230,13 @@ class _Server:
         logger.info("the server has ended, exit code %d", code)
         return code
 
-    def _leave(self, code: int, why: str) -> Any:
+    def _leave(self, code: int, why: str) -> NoReturn:
         """Ends the process at once: a thread that hangs in native code cannot be ended."""
         logger.warning("%s", why)
         _exit_now(code)
 
 
-def _exit_now(code: int) -> None:
+def _exit_now(code: int) -> NoReturn:
     logging.shutdown()
     sys.stdout.flush()
     os._exit(code)

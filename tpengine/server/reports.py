@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import os
-import threading
 from pathlib import Path
 
 from tpengine import __version__
@@ -105,7 +104,7 @@ def loads(stats: EngineStats, num_open_calls: int) -> pb.GetLoadsResponse:
         num_steps=stats.num_steps,
         num_open_calls=num_open_calls,
         num_tasks=len(asyncio.all_tasks()),
-        num_threads=threading.active_count(),
+        num_threads=len(os.listdir("/proc/self/task")),
         num_file_descriptors=len(os.listdir("/proc/self/fd")),
         resident_bytes=pages * os.sysconf("SC_PAGE_SIZE"),
     )
