@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import threading
 import time
 from collections.abc import Callable
@@ -180,6 +181,14 @@ def test_health_means_progress(make: MakeEngine, gate: MakeGate) -> None:
         await until(lambda: engine.health().ready)
 
     run_async(ask())
+
+
+def test_the_collector_of_garbage_leaves_the_libraries_alone(make: MakeEngine) -> None:
+    """A look through all their objects takes as long as several steps."""
+    engine = make()
+    assert gc.get_freeze_count() > 10_000
+    run_async(engine.shutdown())
+    assert gc.get_freeze_count() == 0
 
 
 def test_drain_lets_running_requests_finish(make: MakeEngine) -> None:

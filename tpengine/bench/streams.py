@@ -143,8 +143,8 @@ def _median(take: Callable[[], list[float]]) -> float:
     seconds = take()
     if not seconds:
         raise ConfigError(
-            "no step held all streams: the cache is too small for them; raise "
-            "--cpu-kv-cache-space, or ask for fewer or shorter ones"
+            "no step held all streams: the first had ended before the last began; raise "
+            "--output-len, --max-num-batched-tokens or --cpu-kv-cache-space"
         )
     return statistics.median(seconds)
 

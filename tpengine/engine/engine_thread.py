@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import atexit
+import gc
 import threading
 import time
 from collections import deque
@@ -144,6 +145,9 @@ class EngineThread:
             self._ended.set()
             self._ready.set()
             return
+        # What the libraries made while they were loaded stays; to look through it for garbage, as
+        # Python does now and then, would stop every thread for as long as several steps.
+        gc.freeze()
         self._ready.set()
         try:
             while not self._stop.is_set():
@@ -155,6 +159,7 @@ class EngineThread:
             self._ended.set()
             self._hand_over([])
             engine.shutdown()
+            gc.unfreeze()
 
     def _turn(self, engine: LLMEngine) -> None:
         """Does what was asked for, then a step."""
