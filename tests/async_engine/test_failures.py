@@ -183,6 +183,26 @@ def test_health_means_progress(make: MakeEngine, gate: MakeGate) -> None:
     run_async(ask())
 
 
+def test_turns_are_no_progress(make: MakeEngine, monkeypatch: pytest.MonkeyPatch) -> None:
+    """An engine whose steps do nothing, though requests wait, is not ready; nor does it spin."""
+    engine = make(max_step_s=1.0)
+    turns: list[float] = []
+
+    def nothing() -> list[Any]:
+        turns.append(time.monotonic())
+        return []
+
+    async def ask() -> None:
+        with monkeypatch.context() as patch:
+            patch.setattr(engine.llm_engine, "step", nothing)
+            reader = asyncio.create_task(read_ids(engine, [4], stream(10)))
+            await until(lambda: not engine.health().ready)
+        assert len(turns) / (turns[-1] - turns[0]) < 400
+        assert len(await reader) == 10
+
+    run_async(ask())
+
+
 def test_the_collector_of_garbage_leaves_the_libraries_alone(make: MakeEngine) -> None:
     """A look through all their objects takes as long as several steps."""
     engine = make()
