@@ -26,6 +26,7 @@ def test_a_full_queue_refuses_at_once_and_serves_again(make: MakeEngine, gate: M
         await held.reached(1)
         held.let(1)
         await held.reached(2)
+        assert engine.stats().queues.num_queued <= 1, "who had its step does not wait"
         waiting = [asyncio.create_task(read_ids(engine, [i + 9], stream(4))) for i in range(4)]
         await until(lambda: engine.stats().queues.num_queued == 4)
         start = time.monotonic()
