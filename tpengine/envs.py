@@ -59,7 +59,7 @@ def tune_openmp_spinning() -> None:
 
 
 def tokens() -> str | None:
-    """`TPENGINE_TOKENS`: bearer tokens of a server's clients, separated by commas; default: none."""
+    """`TPENGINE_TOKENS`: bearer tokens of a server's clients, between commas; default: none."""
     return os.environ.get("TPENGINE_TOKENS") or None
 
 

@@ -6,7 +6,7 @@ import asyncio
 import os
 from pathlib import Path
 
-from tpengine import __version__
+import tpengine
 from tpengine.engine.async_llm_engine import AsyncLLMEngine
 from tpengine.engine.engine_stats import EngineStats
 from tpengine.messages import MemoryLedger
@@ -45,7 +45,7 @@ def model_info(engine: AsyncLLMEngine, name: str) -> pb.GetModelInfoResponse:
 def server_info(state: ServerState, limits: Limits) -> pb.GetServerInfoResponse:
     """The engine, its ranks and the limits; the first two are missing while it is loaded."""
     message = pb.GetServerInfoResponse(
-        version=__version__,
+        version=tpengine.__version__,
         state=pb.SERVER_STATE_LOADING,
         uptime_s=state.uptime_s,
         limits=pb.ServerLimits(
