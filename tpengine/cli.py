@@ -76,7 +76,7 @@ def _build_parser(words: Sequence[str]) -> argparse.ArgumentParser:
     for name, help_text in _BENCHMARKS.items():
         command = benchmarks.add_parser(name, help=help_text)
         if list(words[:2]) == ["bench", name]:  # importing them all would slow every command
-            module = importlib.import_module(f"tpengine.bench.{name}")
+            module = _import_serving(f"tpengine.bench.{name}")
             command.description = module.__doc__
             module.add_arguments(command)
             command.set_defaults(run=module.run)
@@ -84,7 +84,7 @@ def _build_parser(words: Sequence[str]) -> argparse.ArgumentParser:
 
 
 def _import_serving(home: str) -> Any:
-    """The module of a command that needs grpc, which is no dependency of the rest."""
+    """The module of a command that may need grpc, which is no dependency of the rest."""
     try:
         return importlib.import_module(home)
     except ModuleNotFoundError as error:

@@ -28,7 +28,7 @@ NUM_LOAD, CONNECTIONS, STREAMS_OF_EACH = 2000, 8, 8
 @pytest.fixture(scope="module")
 def answer() -> list[int]:
     """What the engine says offline."""
-    with LLM(dtype="float32", num_device_blocks_override=64) as llm:
+    with LLM(dtype="float32", num_device_blocks_override=256) as llm:
         (output,) = llm.generate(PROMPT, greedy(NUM_TOKENS), use_tqdm=False)
     return list(output.outputs[0].token_ids)
 

@@ -208,12 +208,17 @@ class ResponseWriter:
     def __init__(self) -> None:
         self._num_output_tokens = 0
         self._prompt_told = 0
+        self._ended: set[int] = set()
 
     def write(self, output: RequestOutput) -> pb.GenerateResponse:
         """One message: all of the answer, or what is new of it."""
+        # The engine reports all sequences of a request, those too that ended long ago.
+        news = [one for one in output.outputs if one.index not in self._ended]
+        news = [one for one in news if one.token_ids or one.text or one.finished()]
+        self._ended.update(one.index for one in news if one.finished())
         message = pb.GenerateResponse(
             request_id=output.request_id,
-            outputs=[_write_completion(one) for one in output.outputs],
+            outputs=[_write_completion(one) for one in news],
             finished=output.finished,
         )
         self._num_output_tokens += sum(len(one.token_ids) for one in output.outputs)
