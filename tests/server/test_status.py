@@ -225,12 +225,13 @@ def test_time_in_the_queue_is_bounded(tight: ServerProcess) -> None:
 
 
 def test_a_deadline_frees_the_blocks(tight: ServerProcess) -> None:
-    wait_until(lambda: tight.loads().num_open_calls == 0, TIMEOUT_S)
+    wait_until(lambda: tight.loads().num_running == 0, TIMEOUT_S)
     free = tight.loads().num_free_blocks
     refusal = refused(tight.stub.Generate, long_request(500), timeout=0.1)
     assert refusal.code is Code.DEADLINE_EXCEEDED
-    wait_until(lambda: tight.loads().num_open_calls == 0, TIMEOUT_S)
-    assert tight.loads().num_free_blocks == free
+    wait_until(lambda: tight.loads().num_running == 0, TIMEOUT_S)
+    loads = tight.loads()
+    assert (loads.num_free_blocks, loads.num_open_calls) == (free, 0)
     assert refused(tight.stub.Generate, long_request(500), timeout=0.0).code is (
         Code.DEADLINE_EXCEEDED
     )
@@ -261,7 +262,7 @@ def test_unknown_methods_and_names(server: ServerProcess) -> None:
 
 
 def test_a_reader_that_leaves_frees_its_blocks(server: ServerProcess) -> None:
-    wait_until(lambda: server.loads().num_open_calls == 0, TIMEOUT_S)
+    wait_until(lambda: server.loads().num_running == 0, TIMEOUT_S)
     free = server.loads().num_free_blocks
     with running(server.stub, long_request(500)):
         assert server.loads().num_free_blocks < free
