@@ -14,7 +14,9 @@ PACKAGE = Path(__file__).parent.parent / "tpengine"
 MAX_FILE_LINES = 350
 MAX_FUNCTION_LINES = 60
 MAX_NOUN_FIELDS = 14
-FILES = sorted(p for p in PACKAGE.rglob("*.py") if "bench" not in p.relative_to(PACKAGE).parts)
+# Stubs that protoc makes: nobody reads or edits them.
+WRITTEN = sorted(p for p in PACKAGE.rglob("*.py") if "_pb2" not in p.stem)
+FILES = [p for p in WRITTEN if "bench" not in p.relative_to(PACKAGE).parts]
 ROOT_FILES = {p.stem for p in PACKAGE.glob("*.py")} - {"__init__"}
 ON_TOP = {"llm", "cli", "__init__"}
 
@@ -34,6 +36,11 @@ ALLOWED_ROOMS = {
 HOMES = {
     "ray": {"executor"},
     "grpc": {"server"},
+    "grpc_tools": {"server"},
+    "grpc_health": {"server"},
+    "grpc_reflection": {"server"},
+    "grpc_status": {"server"},
+    "google": {"server"},
     "torch": {"worker", "models", "layers", "distributed", "ops"},
     "transformers": {"config", "engine/tokenizer"},
 }
@@ -98,7 +105,7 @@ def test_only_envs_reads_the_environment(path: Path) -> None:
             assert node.attr not in {"environ", "getenv", "environb"}, f"{path}:{node.lineno}"
 
 
-@pytest.mark.parametrize("path", sorted(PACKAGE.rglob("*.py")), ids=_place)
+@pytest.mark.parametrize("path", WRITTEN, ids=_place)
 def test_files_and_functions_stay_small(path: Path) -> None:
     text = path.read_text()
     assert len(text.splitlines()) <= MAX_FILE_LINES

@@ -8,11 +8,12 @@ import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from tpengine import __version__
 from tpengine.engine_args import EngineArgs
 from tpengine.errors import EngineDeadError, TPEngineError
+from tpengine.sampling_arguments import add_sampling_arguments, sampling_params_from
 from tpengine.sampling_params import SamplingParams
 
 if TYPE_CHECKING:
@@ -27,10 +28,16 @@ _BENCHMARKS = {
     "groups": "one request with n sequences against n separate requests",
     "prefix": "what prefix caching brings and costs",
     "swap": "time to swap a preempted sequence, and to compute it again",
+    "serve": "latency against load over gRPC: first token, inter-token, goodput, a plot",
     "collectives": "all-reduce of CPU ranks over shared memory, beside gloo",
     "sampler": "time of each stage of sampling: penalties, biases, bans, log probabilities",
     "ranks": "two ranks of one thread against one process of two; and how ranks start, by phase",
+    "streams": "what streams cost the engine: its step with many readers, against offline",
     "transport": "a step without a model, driver to Ray actors and back, beside Ray's own ways",
+}
+_SERVING = {
+    "serve": ("tpengine.server.command", "serve a model over gRPC"),
+    "client": ("tpengine.server.client_cli", "talk to a server that `tpengine serve` runs"),
 }
 _DEFAULT_PROMPT = "Hello, my name is"
 
@@ -61,16 +68,35 @@ def _build_parser(words: Sequence[str]) -> argparse.ArgumentParser:
     parser.add_argument("--version", action="version", version=f"tpengine {__version__}")
     commands = parser.add_subparsers(metavar="COMMAND", required=True)
     _add_generate(commands)
+    for name, (home, help_text) in _SERVING.items():
+        command = commands.add_parser(name, help=help_text)
+        if list(words[:1]) == [name]:
+            _import_serving(home).add_arguments(command)
     bench = commands.add_parser("bench", help="measure the engine on this machine")
     benchmarks = bench.add_subparsers(metavar="BENCHMARK", required=True)
     for name, help_text in _BENCHMARKS.items():
         command = benchmarks.add_parser(name, help=help_text)
         if list(words[:2]) == ["bench", name]:  # importing them all would slow every command
-            module = importlib.import_module(f"tpengine.bench.{name}")
+            module = _import_serving(f"tpengine.bench.{name}")
             command.description = module.__doc__
             module.add_arguments(command)
             command.set_defaults(run=module.run)
     return parser
+
+
+def _import_serving(home: str) -> Any:
+    """The module of a command that may need grpc, which is no dependency of the rest."""
+    try:
+        return importlib.import_module(home)
+    except ModuleNotFoundError as error:
+        if (error.name or "").partition(".")[0] not in (
+            "grpc",
+            "grpc_health",
+            "grpc_reflection",
+            "google",
+        ):
+            raise
+        raise SystemExit(f"{error}; serving needs: pip install 'tpengine[serve]'") from None
 
 
 def _add_generate(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
@@ -90,34 +116,13 @@ def _add_generate(commands: argparse._SubParsersAction[argparse.ArgumentParser])
     command.add_argument(
         "--chat", action="store_true", help="treat prompts as messages, by the chat template"
     )
-    sampling = command.add_argument_group("sampling")
-    sampling.add_argument("--max-tokens", type=int, default=100, help="(default: %(default)s)")
-    sampling.add_argument(
-        "--temperature", type=float, default=0.8, help="0 is greedy (default: %(default)s)"
-    )
-    sampling.add_argument("--top-p", type=float, default=0.95, help="(default: %(default)s)")
-    sampling.add_argument("--top-k", type=int, default=-1, help="-1: all (default: %(default)s)")
-    sampling.add_argument("--min-p", type=float, default=0.0, help="(default: %(default)s)")
-    sampling.add_argument(
-        "--sampling-seed", type=int, help="seed of this request alone; default: from --seed"
-    )
-    sampling.add_argument(
-        "--stop", action="append", default=[], help="text that ends the output; may be repeated"
-    )
+    add_sampling_arguments(command)
     EngineArgs.add_cli_args(command)
     command.set_defaults(run=_generate)
 
 
 def _generate(args: argparse.Namespace) -> int:
-    params = SamplingParams(
-        max_tokens=args.max_tokens,
-        temperature=args.temperature,
-        top_p=args.top_p,
-        top_k=args.top_k,
-        min_p=args.min_p,
-        seed=args.sampling_seed,
-        stop=args.stop,
-    )
+    params = sampling_params_from(args)
     prompts = _read_prompts(args)
     from tpengine.llm import LLM
 

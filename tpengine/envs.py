@@ -42,6 +42,12 @@ def omp_num_threads() -> int | None:
     return int(first) if first.isdecimal() and int(first) > 0 else None
 
 
+def client_token() -> str | None:
+    """`TPENGINE_CLIENT_TOKEN`: bearer token of `tpengine client`; default: none. Ranks, whose
+    traffic is not encrypted, do not get it."""
+    return os.environ.get("TPENGINE_CLIENT_TOKEN") or None
+
+
 def tune_openmp_spinning() -> None:
     """Bounds how long OpenMP threads spin; must run before torch is imported.
 
@@ -52,7 +58,18 @@ def tune_openmp_spinning() -> None:
     os.environ.setdefault("GOMP_SPINCOUNT", "1000")
 
 
+def tokens() -> str | None:
+    """`TPENGINE_TOKENS`: bearer tokens of a server's clients, between commas; default: none."""
+    return os.environ.get("TPENGINE_TOKENS") or None
+
+
+def admin_token() -> str | None:
+    """`TPENGINE_ADMIN_TOKEN`: the token for a server's administration; default: none."""
+    return os.environ.get("TPENGINE_ADMIN_TOKEN") or None
+
+
 _RANK_PREFIXES = ("TPENGINE_", "NCCL_", "OMP_", "GOMP_", "KMP_", "MKL_")
+_SECRETS = {"TPENGINE_CLIENT_TOKEN", "TPENGINE_TOKENS", "TPENGINE_ADMIN_TOKEN"}
 _RANK_NAMES = ("CUDA_LAUNCH_BLOCKING", "TORCH_SHOW_CPP_STACKTRACES")
 
 
@@ -66,7 +83,9 @@ def for_ranks() -> dict[str, str]:
     return {
         name: value
         for name, value in sorted(os.environ.items())
-        if name.startswith(_RANK_PREFIXES) or name in _RANK_NAMES or name in names
+        if (name.startswith(_RANK_PREFIXES) and name not in _SECRETS)
+        or name in _RANK_NAMES
+        or name in names
     }
 
 

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from tpengine.messages import RankLoss
+    from tpengine.outputs import RequestOutput
 
 
 class TPEngineError(Exception):
@@ -35,6 +36,77 @@ class InvalidPriorityError(RequestError):
 
 class DuplicateRequestError(RequestError):
     """A live request already has this id."""
+
+
+class RequestIgnoredError(InvalidPromptError):
+    """A request does not fit into the KV cache, whoever else runs; the message names what would."""
+
+
+class QueueFullError(RequestError):
+    """So many requests or tokens wait already that this one was not taken.
+
+    Attributes:
+        retry_after_s: when there may be room again, by what the queue did lately.
+    """
+
+    def __init__(self, message: str, retry_after_s: float) -> None:
+        super().__init__(message, retry_after_s)
+        self.retry_after_s = retry_after_s
+
+    def __str__(self) -> str:
+        return str(self.args[0])
+
+
+class DeadlineExceededError(RequestError):
+    """A request was not done in time; it has been ended.
+
+    Attributes:
+        where: queued, prefill or decode: how far it had come; at a client, which does not know,
+            unknown.
+    """
+
+    def __init__(self, message: str, where: str) -> None:
+        super().__init__(message, where)
+        self.where = where
+
+    def __str__(self) -> str:
+        return str(self.args[0])
+
+
+class RequestAbortedError(RequestError):
+    """Somebody else ended the request.
+
+    Attributes:
+        output: what its stream had brought and nobody had read yet; None where there is nothing.
+    """
+
+    def __init__(self, message: str, output: RequestOutput | None = None) -> None:
+        super().__init__(message, output)
+        self.output = output
+
+    def __str__(self) -> str:
+        return str(self.args[0])
+
+
+class RequestFailedError(RequestError):
+    """A request went wrong while it ran; the others go on. The message is for the log: it may hold
+    the text of an exception."""
+
+
+class MalformedRequestError(RequestError):
+    """A message is none of its protocol: cut short, of other types, or its text no UTF-8."""
+
+
+class ModelNotFoundError(RequestError):
+    """A request names a model that is not served here."""
+
+
+class UnauthenticatedError(RequestError):
+    """A client does not say who it is, or not in a way that can be believed."""
+
+
+class PermissionDeniedError(RequestError):
+    """A client is known, and what it asks for is not for it."""
 
 
 class EngineError(TPEngineError, RuntimeError):
@@ -108,5 +180,33 @@ class EngineDeadError(EngineError):
     """An earlier step failed half-way; driver and worker disagree, and the engine cannot go on."""
 
 
+class EngineLoadingError(EngineError):
+    """The engine is not up yet."""
+
+
+class EngineDrainingError(EngineError):
+    """The engine finishes what it has, and takes no new requests."""
+
+
 class IllegalMoveError(EngineError):
     """A sequence was asked to change its status in a way the table of legal moves forbids."""
+
+
+class ServerError(EngineError):
+    """A server could not answer a call; nothing is known to be wrong with the request.
+
+    Attributes:
+        status: gRPC's name of what went wrong, such as INTERNAL.
+    """
+
+    def __init__(self, message: str, status: str) -> None:
+        super().__init__(message, status)
+        self.status = status
+
+    def __str__(self) -> str:
+        return str(self.args[0])
+
+
+class ServerUnavailableError(ServerError):
+    """A server cannot be reached, does not answer, has gone, or takes no new requests; the same
+    call may succeed later or elsewhere."""

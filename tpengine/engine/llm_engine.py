@@ -11,14 +11,16 @@ from types import TracebackType
 from typing import Any
 
 from tpengine.config import EngineConfig, ModelConfig
+from tpengine.engine.checked_request import CheckedRequest, check_request
+from tpengine.engine.engine_stats import EngineStats, take_stats
+from tpengine.engine.figures import EngineFigures
 from tpengine.engine.health import EngineHealth, RecoveryRecord
 from tpengine.engine.interrupts import DeferredInterrupt
 from tpengine.engine.metrics import StatLogger, StepStats
 from tpengine.engine.output_processor import OutputProcessor
-from tpengine.engine.prompt import Prompt, read_prompt, read_sampling_params
+from tpengine.engine.prompt import Prompt
 from tpengine.engine.recovery import Recovery
-from tpengine.engine.several import check_priority, check_several
-from tpengine.engine.startup import make_block_manager, start_workers
+from tpengine.engine.startup import count_blocks, make_block_manager, start_workers
 from tpengine.engine.tokenizer import Tokenizer, load_tokenizer
 from tpengine.engine_args import EngineArgs
 from tpengine.errors import DuplicateRequestError, EngineError, GroupLostError, InvalidPromptError
@@ -36,6 +38,7 @@ class LLMEngine:
     Not safe for several threads at once.
 
     Attributes:
+        figures: what it did since its start.
         last_step: figures of the latest step, for benchmarks; None before the first.
     """
 
@@ -47,12 +50,13 @@ class LLMEngine:
         except BaseException:
             executor.shutdown()
             raise
-        num_blocks, num_host_blocks = start_workers(config, executor)
-        blocks = make_block_manager(config.cache, num_blocks, num_host_blocks)
+        ledgers = start_workers(config, executor)
+        blocks = make_block_manager(config.cache, *count_blocks(ledgers))
         self._scheduler = Scheduler(config.scheduler, blocks)
-        self._recovery = Recovery(config, executor, self._scheduler)
+        self._recovery = Recovery(config, executor, self._scheduler, ledgers)
+        self.figures = EngineFigures()
         self._output_processor = OutputProcessor(
-            tokenizer, config.model.max_model_len, self._scheduler.fail_request
+            tokenizer, config.model.max_model_len, self._scheduler.fail_request, self.figures
         )
         self._stat_logger = StatLogger() if log_stats else None
         self._num_requests = 0
@@ -118,6 +122,12 @@ class LLMEngine:
         """How the engine fares; may be asked from any thread, also while another is in a step."""
         return self._recovery.health()
 
+    def stats(self) -> EngineStats:
+        """Figures of this moment, from any thread."""
+        return take_stats(
+            self.health(), self._scheduler, self.figures, self._executor, self._recovery.ledgers
+        )
+
     def get_weights_bytes(self) -> list[int]:
         """Bytes of the weights on each rank."""
         return self._executor.weights_bytes()
@@ -145,6 +155,62 @@ class LLMEngine:
             RequestError: this request cannot be served; nothing else is affected.
             EngineDeadError: an earlier step failed.
         """
+        self._check_new(request_id)
+        checked = self.check_request(
+            inputs, params, prompt_token_ids=prompt_token_ids, priority=priority
+        )
+        self.add_checked(request_id, checked, arrival_time)
+
+    def check_request(
+        self,
+        inputs: Prompt | None = None,
+        params: SamplingParams | None = None,
+        *,
+        prompt_token_ids: list[int] | None = None,
+        priority: int = 0,
+    ) -> CheckedRequest:
+        """The part of `add_request` that takes time; may be called from any thread.
+
+        Raises:
+            RequestError: this request cannot be served.
+        """
+        return check_request(
+            inputs, params, prompt_token_ids, priority, self._config, self.tokenizer
+        )
+
+    def add_checked(
+        self, request_id: str, checked: CheckedRequest, arrival_time: float | None = None
+    ) -> RequestMetrics:
+        """The rest of `add_request`.
+
+        Returns:
+            The moments of the request's life, which are filled in as they come.
+        """
+        self._check_new(request_id)
+        arrival_index, self._num_requests = self._num_requests, self._num_requests + 1
+        first_id, count = self._num_sequences, checked.params.num_sequences
+        self._num_sequences += count
+        token_ids = checked.prompt_token_ids
+        request = Request(
+            request_id=request_id,
+            prompt=checked.prompt,
+            prompt_token_ids=token_ids,
+            sampling_params=checked.params,
+            seed=self._seed(checked.params, arrival_index),
+            arrival_index=arrival_index,
+            sequences=[
+                Sequence(first_id + index, index, token_ids.copy(), len(token_ids))
+                for index in range(count)
+            ],
+            metrics=RequestMetrics(time.time() if arrival_time is None else arrival_time),
+            priority=checked.priority,
+            end_token_ids=checked.end_token_ids,
+            num_candidates=checked.num_candidates,
+        )
+        self._enter(request)
+        return request.metrics
+
+    def _check_new(self, request_id: str) -> None:
         self._recovery.check_alive()
         if not isinstance(request_id, str) or not request_id:
             raise InvalidPromptError(f"request_id must be a non-empty string, got {request_id!r}")
@@ -152,34 +218,6 @@ class LLMEngine:
             raise DuplicateRequestError(
                 f"request id {request_id!r} belongs to an unfinished request; choose another"
             )
-        model = self._config.model
-        params = read_sampling_params(params or SamplingParams(), model.vocab_size, self.tokenizer)
-        check_priority(priority, self._config.scheduler)
-        end_token_ids = self._end_token_ids(params)
-        candidates = check_several(
-            params, len(end_token_ids), self._config.scheduler, model.vocab_size
-        )
-        text, token_ids = read_prompt(inputs, prompt_token_ids, self.tokenizer, model)
-        arrival_index, self._num_requests = self._num_requests, self._num_requests + 1
-        first_id, count = self._num_sequences, params.num_sequences
-        self._num_sequences += count
-        request = Request(
-            request_id=request_id,
-            prompt=text,
-            prompt_token_ids=token_ids,
-            sampling_params=params,
-            seed=self._seed(params, arrival_index),
-            arrival_index=arrival_index,
-            sequences=[
-                Sequence(first_id + index, index, token_ids.copy(), len(token_ids))
-                for index in range(count)
-            ],
-            metrics=RequestMetrics(time.time() if arrival_time is None else arrival_time),
-            priority=priority,
-            end_token_ids=end_token_ids,
-            num_candidates=candidates,
-        )
-        self._enter(request)
 
     def _enter(self, request: Request) -> None:
         """Hands a request to both who follow it, or to neither."""
@@ -251,24 +289,20 @@ class LLMEngine:
         scheduled = self._scheduler.schedule()
         if scheduled.is_empty:
             return self._report(self._output_processor.finish(scheduled.ignored))
+        sent = time.perf_counter()
         try:
             answer = self._executor.execute_model(scheduled.step_input)
         except GroupLostError as error:  # the step has not happened
             self._unreported += self._output_processor.finish(scheduled.ignored)
             failed = self._recovery.begin(error.loss, scheduled)
             return self._report(self._output_processor.finish(failed))
+        answered = time.perf_counter()
         outputs = self._report(self._output_processor.process(scheduled, answer))
+        processed = time.perf_counter()
         self._scheduler.update(scheduled)
         self._recovery.note_step()
-        self._record(
-            StepStats(
-                num_prefill_tokens=scheduled.num_prefill_tokens,
-                num_output_tokens=len(scheduled.sampled),
-                num_rows=len(scheduled.rows),
-                step_s=time.perf_counter() - start,
-                model_s=answer.model_s,
-            )
-        )
+        marks = (start, sent, answered, processed, time.perf_counter())
+        self._record(StepStats.of(scheduled, answer.model_s, marks))
         return outputs
 
     def _report(self, outputs: list[RequestOutput]) -> list[RequestOutput]:
@@ -294,6 +328,7 @@ class LLMEngine:
 
     def _record(self, stats: StepStats) -> None:
         self.last_step = stats
+        self.figures.record_step(stats)
         if self._stat_logger is not None:
             self._stat_logger.record(stats, self._scheduler)
 
@@ -302,12 +337,3 @@ class LLMEngine:
             return params.seed
         key = f"{self._config.model.seed}:{arrival_index}".encode()
         return int.from_bytes(hashlib.blake2b(key, digest_size=8).digest(), "little")
-
-    def _end_token_ids(self, params: SamplingParams) -> frozenset[int]:
-        if params.ignore_eos:
-            return frozenset(params.stop_token_ids)
-        own = self._config.model.end_token_ids
-        if self.tokenizer is not None and self.tokenizer.eos_token_id is not None:
-            own |= {self.tokenizer.eos_token_id}
-        vocab_size = self._config.model.vocab_size  # some configs name ids that the model lacks
-        return frozenset(i for i in own if i < vocab_size) | frozenset(params.stop_token_ids)

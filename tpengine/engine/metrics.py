@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 from tpengine.logger import init_logger
 from tpengine.scheduling.scheduler import Scheduler
+from tpengine.scheduling.step import SchedulerOutput
 
 logger = init_logger(__name__)
 
@@ -14,13 +15,45 @@ _INTERVAL_S = 5.0
 
 @dataclass(slots=True)
 class StepStats:
-    """One step: what it computed and where its time went, in seconds."""
+    """One step: what it computed and where its time went, in seconds.
+
+    Attributes:
+        model_s: inside the model, as the worker measured it; a part of `execute_s`.
+        num_preempted: requests that gave their blocks up.
+        schedule_s, execute_s, process_s, update_s: the four parts of a step, in their order.
+    """
 
     num_prefill_tokens: int
     num_output_tokens: int
     num_rows: int
     step_s: float
     model_s: float
+    num_preempted: int
+    schedule_s: float
+    execute_s: float
+    process_s: float
+    update_s: float
+
+    @classmethod
+    def of(cls, scheduled: SchedulerOutput, model_s: float, marks: tuple[float, ...]) -> StepStats:
+        """Of a step that is over.
+
+        Args:
+            marks: five moments of `time.perf_counter`, before, between and after its parts.
+        """
+        start, sent, answered, processed, end = marks
+        return cls(
+            num_prefill_tokens=scheduled.num_prefill_tokens,
+            num_output_tokens=len(scheduled.sampled),
+            num_rows=len(scheduled.rows),
+            step_s=end - start,
+            model_s=model_s,
+            num_preempted=len(scheduled.preempted),
+            schedule_s=sent - start,
+            execute_s=answered - sent,
+            process_s=processed - answered,
+            update_s=end - processed,
+        )
 
 
 class StatLogger:

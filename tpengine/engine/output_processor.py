@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterable
 
 from tpengine.engine.beam_search import BeamSearch, CompleteBeam, Sampled
 from tpengine.engine.detokenizer import Detokenizer
+from tpengine.engine.figures import EngineFigures
 from tpengine.engine.prompt_logprobs import PromptLogprobsCollector, as_logprobs
 from tpengine.engine.tokenizer import Tokenizer
 from tpengine.errors import RequestError
@@ -52,14 +53,20 @@ class OutputProcessor:
         tokenizer: None: outputs have ids and no text.
         max_model_len: a sequence of this many tokens ends for its length.
         fail_request: called for a request that cannot go on; the others do.
+        figures: where tokens and ends of requests are counted.
     """
 
     def __init__(
-        self, tokenizer: Tokenizer | None, max_model_len: int, fail_request: FailRequest
+        self,
+        tokenizer: Tokenizer | None,
+        max_model_len: int,
+        fail_request: FailRequest,
+        figures: EngineFigures | None = None,
     ) -> None:
         self.tokenizer = tokenizer
         self._max_model_len = max_model_len
         self._fail_request = fail_request
+        self._figures = EngineFigures() if figures is None else figures
         self._tracked: dict[int, _Tracked] = {}
         self._beams: dict[str, BeamSearch] = {}
         self._prompt_logprobs = PromptLogprobsCollector()
@@ -109,9 +116,7 @@ class OutputProcessor:
             if place in output.errors:
                 self._fail(request, output.errors[place], failed)
                 continue
-            request.metrics.last_token_time = now
-            if request.metrics.first_token_time is None:
-                request.metrics.first_token_time = now
+            self._figures.record_token(request, now)
             if request.sampling_params.use_beam_search:
                 told = output.logprobs.get(place)
                 sampled = (sequence, output.candidates[place], told)
@@ -236,7 +241,7 @@ class OutputProcessor:
             if is_final and not finished:
                 continue
             if finished:
-                request.metrics.finished_time = now
+                self._figures.record_end(request, now)
             outputs.append(
                 RequestOutput(
                     request_id=request.request_id,

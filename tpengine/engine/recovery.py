@@ -19,7 +19,7 @@ from tpengine.engine.startup import count_blocks, make_block_manager
 from tpengine.errors import EngineDeadError, GroupLostError
 from tpengine.executor.executor import Executor
 from tpengine.logger import init_logger
-from tpengine.messages import RankLoss
+from tpengine.messages import MemoryLedger, RankLoss
 from tpengine.scheduling.scheduler import Scheduler
 from tpengine.scheduling.step import SchedulerOutput
 from tpengine.sequence import Request
@@ -38,16 +38,16 @@ class _Rebuild:
 
     def __init__(self, executor: Executor) -> None:
         self._executor = executor
-        self._outcome: tuple[int, int] | BaseException
+        self._outcome: list[MemoryLedger] | BaseException
         # A daemon: a process that ends in the middle of it does not wait for the ranks.
         self._thread = threading.Thread(target=self._run, name="tpengine-rebuild", daemon=True)
         self._thread.start()
 
     def _run(self) -> None:
         try:
-            num_blocks, num_host_blocks = count_blocks(self._executor.rebuild())
-            self._executor.init_cache_engine(num_blocks, num_host_blocks)
-            self._outcome = num_blocks, num_host_blocks
+            ledgers = self._executor.rebuild()
+            self._executor.init_cache_engine(*count_blocks(ledgers))
+            self._outcome = ledgers
         except BaseException as error:
             self._outcome = error
 
@@ -56,8 +56,8 @@ class _Rebuild:
         self._thread.join(timeout_s)
         return not self._thread.is_alive()
 
-    def result(self) -> tuple[int, int]:
-        """Blocks on the device and on the host, or whatever error there was instead."""
+    def result(self) -> list[MemoryLedger]:
+        """The new ranks' memory, or whatever error there was instead."""
         if isinstance(self._outcome, BaseException):
             raise self._outcome
         return self._outcome
@@ -70,14 +70,22 @@ class Recovery:
         state: only this class changes it.
         num_recoveries: groups that were rebuilt.
         records: of the latest of them.
+        ledgers: memory of the ranks that there are, or were last.
     """
 
-    def __init__(self, config: EngineConfig, executor: Executor, scheduler: Scheduler) -> None:
+    def __init__(
+        self,
+        config: EngineConfig,
+        executor: Executor,
+        scheduler: Scheduler,
+        ledgers: list[MemoryLedger],
+    ) -> None:
         self._config = config
         self._executor = executor
         self._scheduler = scheduler
         self.state = EngineState.RUNNING
         self.num_recoveries = 0
+        self.ledgers = ledgers
         self.records: deque[RecoveryRecord] = deque(maxlen=_NUM_RECORDS)
         self._failure: BaseException | None = None
         self._blame = Blame()
@@ -257,8 +265,8 @@ class Recovery:
             return
         rebuild, self._rebuild = self._rebuild, None
         try:
-            num_blocks, num_host_blocks = rebuild.result()
-            blocks = make_block_manager(self._config.cache, num_blocks, num_host_blocks)
+            ledgers = rebuild.result()
+            blocks = make_block_manager(self._config.cache, *count_blocks(ledgers))
         except GroupLostError as error:
             self._attempt(error.loss)
             return
@@ -270,8 +278,9 @@ class Recovery:
             )
         num_before = self._scheduler.block_manager.num_total_blocks
         self._scheduler.restart(blocks)
+        self.ledgers = ledgers
         self.state = EngineState.RUNNING
-        self._record(num_before, num_blocks)
+        self._record(num_before, blocks.num_total_blocks)
 
     def _record(self, num_blocks_before: int, num_blocks: int) -> None:
         assert self._loss is not None

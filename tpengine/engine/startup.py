@@ -18,12 +18,11 @@ logger = init_logger(__name__)
 _GIB = 1 << 30
 
 
-def start_workers(config: EngineConfig, executor: Executor) -> tuple[int, int]:
-    """Loads the model, measures the memory, allocates the cache.
+def start_workers(config: EngineConfig, executor: Executor) -> list[MemoryLedger]:
+    """Loads the model, measures the memory, allocates the cache: the blocks of `count_blocks`.
 
     Returns:
-        The numbers of KV cache blocks on the device and, for swapping, on the host: the smallest
-        that any rank has room for.
+        Each rank's account of its memory.
 
     Raises:
         EngineError: whatever kept a worker from starting; the workers are shut down then.
@@ -57,7 +56,7 @@ def start_workers(config: EngineConfig, executor: Executor) -> tuple[int, int]:
     if len(ledgers) > 1:
         for line in memory_table(ledgers, devices):
             logger.info("%s", line)
-    return num_blocks, num_host_blocks
+    return ledgers
 
 
 def count_blocks(ledgers: Sequence[MemoryLedger]) -> tuple[int, int]:

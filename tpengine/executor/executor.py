@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import platform
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from types import MappingProxyType
 from typing import Any
 
@@ -15,10 +16,12 @@ class Executor(ABC):
     """Runs calls on every worker. The engine knows this class only, never a worker.
 
     Attributes:
+        devices: a line about each rank's device, in rank order; empty before `load`.
         start_times_s: seconds that each phase of the latest start took, in order; empty where
             nobody measures.
     """
 
+    devices: Sequence[str] = ()
     start_times_s: Mapping[str, float] = MappingProxyType({})
 
     @abstractmethod
@@ -33,6 +36,7 @@ class Executor(ABC):
         """Claims the devices and loads the model; returns a line about each rank's device."""
         devices: list[str] = self._run_workers("init_device")
         self._run_workers("load_model")
+        self.devices = devices
         return devices
 
     def profile_num_available_blocks(self) -> list[MemoryLedger]:
@@ -42,6 +46,11 @@ class Executor(ABC):
     def init_cache_engine(self, num_blocks: int, num_host_blocks: int = 0) -> None:
         """Allocates as many blocks on every rank's device and on its host."""
         self._run_workers("init_cache_engine", num_blocks, num_host_blocks)
+
+    @property
+    def nodes(self) -> list[str]:
+        """Each rank's machine, by address or name, in rank order."""
+        return [platform.node()]
 
     def weights_bytes(self) -> list[int]:
         """Bytes of each rank's weights."""

@@ -90,6 +90,11 @@ class RayExecutor(Executor):
         return [] if self._group is None else list(self._group.places)
 
     @property
+    def nodes(self) -> list[str]:
+        """See `Executor`: addresses, as Ray knows them."""
+        return [place.address for place in self.places]
+
+    @property
     def loss(self) -> RankLoss | None:
         """See `Executor`."""
         return None if self._group is None else self._group.loss
@@ -110,14 +115,14 @@ class RayExecutor(Executor):
             try:
                 with self._timed("placement"):
                     self._placement = self._place(set())
-                devices = self._start_group(1)
+                self._start_group(1)
             except GroupLostError as error:
                 self._end_group(orderly=False)
                 raise error.__cause__ or WorkerDiedError(error.loss.report()) from None
             except BaseException:
                 self._end_group(orderly=False)
                 raise
-        return [f"{line} (rank {rank}: {self.places[rank]})" for rank, line in enumerate(devices)]
+        return list(self.devices)
 
     def rebuild(self) -> list[MemoryLedger]:
         """See `Executor`.
@@ -241,8 +246,8 @@ class RayExecutor(Executor):
 
     def _start_group(
         self, epoch: int, spare_devices: list[tuple[str, ...] | None] | None = None
-    ) -> list[str]:
-        """Starts the ranks up to their loaded weights; a line about each one's device.
+    ) -> None:
+        """Starts the ranks up to their loaded weights.
 
         Args:
             spare_devices: of each bundle, for a spare that takes it; None: no spare may.
@@ -271,10 +276,12 @@ class RayExecutor(Executor):
             with self._timed("rendezvous"):
                 group.rendezvous(self._engine_id)
         with self._timed("devices"):
-            devices: list[str] = group.call("init_device")
+            lines: list[str] = group.call("init_device")
+        self.devices = [
+            f"{line} ({place})" for line, place in zip(lines, group.places, strict=True)
+        ]
         with self._timed("weights"):
             group.call("load_model")
-        return devices
 
     def _measure_again(self) -> list[MemoryLedger]:
         ledgers: list[MemoryLedger]

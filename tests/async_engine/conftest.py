@@ -1,0 +1,79 @@
+"""Engines on a thread, and the means to hold them between steps."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+from support.engines import make_engine
+from support.models import ModelShop
+from support.oracle import Oracle
+from support.zoo import PLAIN
+
+from async_engine.tools import Gate, run_async
+from tpengine import AsyncLLMEngine
+from tpengine.engine.admission import QueueLimits
+
+MakeEngine = Callable[..., AsyncLLMEngine]
+
+
+@pytest.fixture(scope="session")
+def folder(models: ModelShop) -> Path:
+    return models.folder(PLAIN, tokenizer=True)
+
+
+@pytest.fixture(scope="session")
+def oracle(models: ModelShop, folder: Path) -> Oracle:
+    return models.oracle(folder)
+
+
+@pytest.fixture
+def make(folder: Path) -> Iterator[MakeEngine]:
+    """Makes engines, and ends them; no thread of theirs is left."""
+    engines: list[AsyncLLMEngine] = []
+    before = set(threading.enumerate())
+
+    def build(limits: QueueLimits | None = None, max_step_s: float = 30.0, **args: Any) -> Any:
+        engine = AsyncLLMEngine(partial(make_engine, folder, **args), limits, max_step_s=max_step_s)
+        engines.append(engine)
+        return engine
+
+    yield build
+    for engine in engines:
+        run_async(engine.shutdown())
+    for thread in set(threading.enumerate()) - before:
+        thread.join(10)
+        assert not thread.is_alive(), thread
+
+
+@pytest.fixture(scope="module")
+def shared(folder: Path) -> Iterator[AsyncLLMEngine]:
+    engine = AsyncLLMEngine(partial(make_engine, folder))
+    yield engine
+    run_async(engine.shutdown())
+
+
+@pytest.fixture
+def engine(shared: AsyncLLMEngine) -> Iterator[AsyncLLMEngine]:
+    """Shared by a file; whatever a test does, all blocks are free afterwards."""
+    yield shared
+    assert shared.llm_engine.num_free_blocks == shared.llm_engine.num_total_blocks
+    assert shared.stats().queues.num_queued == shared.stats().queues.num_queued_tokens == 0
+
+
+@pytest.fixture
+def gate() -> Iterator[Callable[[AsyncLLMEngine], Gate]]:
+    """Lets a test decide when each step of an engine is computed."""
+    gates: list[Gate] = []
+
+    def hold(engine: AsyncLLMEngine) -> Gate:
+        gates.append(Gate(engine))
+        return gates[-1]
+
+    yield hold
+    for one in gates:
+        one.open()

@@ -1,0 +1,285 @@
+"""However a request ends, its blocks come back, and nothing else is disturbed."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable
+from contextlib import aclosing
+
+import pytest
+from support.engines import greedy
+
+from async_engine.conftest import MakeEngine
+from async_engine.tools import FINAL, Gate, last_output, read_ids, run_async, stream, until
+from tpengine import AsyncLLMEngine
+from tpengine.errors import (
+    DeadlineExceededError,
+    DuplicateRequestError,
+    RequestAbortedError,
+)
+
+MakeGate = Callable[[AsyncLLMEngine], Gate]
+NUM_REQUESTS = 64
+WAYS = ("read", "cancel", "break", "close", "abort", "deadline", "queue")
+
+
+async def _take_part(engine: AsyncLLMEngine, index: int, way: str, rng: random.Random) -> str:
+    """One request that ends in the given way, or earlier; returns how it ended."""
+    request_id, num_reads = f"{way}-{index}", rng.randrange(1, 20)
+    prompt = [rng.randrange(4, 500) for _ in range(rng.randrange(1, 120))]
+    delay = rng.random() * 0.1
+    outputs = engine.generate(
+        None,
+        stream(40),
+        request_id,
+        prompt_token_ids=prompt,
+        deadline=time.monotonic() + delay if way == "deadline" else None,
+        max_queue_s=delay / 10 if way == "queue" else None,
+    )
+    aborting = None
+    if way == "abort":
+        aborting = asyncio.create_task(_abort_later(engine, request_id, delay))
+    try:
+        async with aclosing(outputs):
+            async for output in outputs:
+                num_reads -= 1
+                if output.finished:
+                    return "finished"
+                if way == "break" and num_reads < 0:
+                    break
+                if way == "close" and num_reads < 0:
+                    return "left"
+        return "left"
+    except (DeadlineExceededError, RequestAbortedError) as error:
+        return type(error).__name__
+    finally:
+        if aborting is not None:
+            await aborting
+
+
+async def _abort_later(engine: AsyncLLMEngine, request_id: str, delay: float) -> None:
+    await asyncio.sleep(delay)
+    await engine.abort(request_id)
+
+
+def test_a_crowd_that_leaves_in_every_way(make: MakeEngine) -> None:
+    engine = make(num_device_blocks_override=96, max_num_seqs=24)
+    inner = engine.llm_engine
+    rng = random.Random(7)
+    ends: Counter[str] = Counter()
+
+    async def one(index: int, way: str) -> None:
+        task = asyncio.create_task(_take_part(engine, index, way, rng))
+        if way == "cancel":
+            await asyncio.sleep(rng.random() * 0.1)
+            task.cancel()
+            try:
+                ends[await task] += 1
+            except asyncio.CancelledError:
+                ends["cancelled"] += 1
+        else:
+            ends[await task] += 1
+
+    async def crowd() -> None:
+        ways = [WAYS[index % len(WAYS)] for index in range(NUM_REQUESTS)]
+        await asyncio.gather(*(one(index, way) for index, way in enumerate(ways)))
+        await until(lambda: inner.num_free_blocks == inner.num_total_blocks)
+        assert len(await read_ids(engine, [5, 6, 7], stream(5))) == 5
+
+    run_async(crowd())
+    assert sum(ends.values()) == NUM_REQUESTS
+    assert ends["finished"] >= 9, ends
+    assert ends["cancelled"], ends
+    assert ends["left"], ends
+    assert not inner.has_unfinished_requests()
+    queues = engine.stats().queues
+    assert (queues.num_queued, queues.num_queued_tokens, queues.num_running) == (0, 0, 0)
+    inner._scheduler.check_invariants()
+
+
+@pytest.mark.parametrize("way", ["aclose", "cancel", "abort", "deadline"])
+def test_blocks_are_back_before_the_next_step(make: MakeEngine, gate: MakeGate, way: str) -> None:
+    engine = make()
+    held = gate(engine)
+    total = engine.llm_engine.num_total_blocks
+
+    async def leave() -> None:
+        other = asyncio.create_task(read_ids(engine, [9] * 20, stream(30), request_id="other"))
+        deadline = time.monotonic() + 0.2 if way == "deadline" else None
+        reader = asyncio.create_task(
+            read_ids(engine, [5] * 40, stream(30), request_id="it", deadline=deadline)
+        )
+        await held.reached(1)
+        held.let(2)
+        await held.reached(3)  # which is being computed from now on
+        assert held.steps[2] == (2, total - 2 - 3)
+        if way == "abort":
+            aborting = asyncio.create_task(engine.abort("it"))
+        elif way != "deadline":
+            reader.cancel()
+        await asyncio.wait({reader}, timeout=5)
+        assert reader.done(), "a reader need not wait for the step"
+        held.let(1)
+        await held.reached(4)
+        assert held.steps[3] == (1, total - 2), "it is not in the step that comes next"
+        held.open()
+        if way == "abort":
+            assert await aborting
+            assert isinstance(reader.exception(), RequestAbortedError)
+        if way == "deadline":
+            assert isinstance(reader.exception(), DeadlineExceededError)
+        assert len(await other) == 30
+
+    run_async(leave())
+
+
+def test_a_generator_that_is_dropped_aborts(make: MakeEngine, gate: MakeGate) -> None:
+    engine = make()
+    held = gate(engine)
+
+    async def drop() -> None:
+        held.let(2)
+        async for _ in engine.generate(None, stream(30), "it", prompt_token_ids=[5] * 40):
+            break
+        await until(lambda: engine.owner("it") is None and not engine._book.tickets)
+        held.open()
+        inner = engine.llm_engine
+        await until(lambda: inner.num_free_blocks == inner.num_total_blocks)
+        assert not inner.has_unfinished_requests()
+
+    run_async(drop())
+
+
+def test_aborts_are_told_apart_and_may_be_repeated(engine: AsyncLLMEngine) -> None:
+    async def ask() -> None:
+        assert not await engine.abort("nobody")
+        outputs = engine.generate(None, stream(200), "it", prompt_token_ids=[5] * 10)
+        first = await anext(outputs)
+        await asyncio.sleep(0.02)
+        assert await engine.abort("it")
+        assert engine.llm_engine.num_free_blocks == engine.llm_engine.num_total_blocks
+        assert not await engine.abort("it")
+        with pytest.raises(RequestAbortedError) as caught:
+            await anext(outputs)
+        unread = caught.value.output
+        assert unread is None or unread.outputs[0].token_ids
+        assert first.outputs[0].token_ids
+        with pytest.raises(StopAsyncIteration):  # the error came once
+            await anext(outputs)
+
+    run_async(ask())
+
+
+def test_an_id_may_be_used_again_at_once(engine: AsyncLLMEngine) -> None:
+    """What the request before it left behind on the way does not reach the second."""
+
+    async def ask() -> None:
+        expected = await read_ids(engine, [7] * 9, stream(12))
+        for _ in range(20):
+            outputs = engine.generate(None, stream(100), "same", prompt_token_ids=[5] * 10)
+            await anext(outputs)
+            await outputs.aclose()
+            assert await read_ids(engine, [7] * 9, stream(12), request_id="same") == expected
+
+    run_async(ask())
+
+
+def test_a_live_id_is_refused(engine: AsyncLLMEngine) -> None:
+    async def ask() -> None:
+        outputs = engine.generate(None, stream(200), "it", prompt_token_ids=[5] * 10)
+        first = await anext(outputs)
+        with pytest.raises(DuplicateRequestError, match="'it'"):
+            await read_ids(engine, [6], stream(3), request_id="it")
+        rest = [output async for output in outputs]
+        assert sum(len(o.outputs[0].token_ids) for o in [first, *rest]) == 200
+
+    run_async(ask())
+
+
+@pytest.mark.parametrize("where", ["queued", "prefill", "decode"])
+def test_a_deadline_says_how_far_it_came(make: MakeEngine, gate: MakeGate, where: str) -> None:
+    engine = make(max_num_batched_tokens=16, max_num_seqs=16, enable_prefix_caching=False)
+    held = gate(engine)
+    num_steps = {"queued": 0, "prefill": 1, "decode": 4}[where]
+
+    async def ask() -> None:
+        deadline = time.monotonic() + 0.3
+        if where == "queued":  # a step of sixteen tokens goes to who came first
+            first = asyncio.create_task(read_ids(engine, [9] * 32, stream(3)))
+            await held.reached(1)
+        reader = asyncio.create_task(
+            read_ids(engine, [5] * 40, stream(20), request_id="it", deadline=deadline)
+        )
+        if where != "queued":
+            await held.reached(1)
+            held.let(num_steps)
+            await held.reached(num_steps + 1)
+        with pytest.raises(DeadlineExceededError) as caught:
+            await reader
+        assert caught.value.where == where
+        held.open()
+        if where == "queued":
+            assert len(await first) == 3
+        inner = engine.llm_engine
+        await until(lambda: inner.num_free_blocks == inner.num_total_blocks)
+
+    run_async(ask())
+
+
+def test_a_deadline_that_has_passed(engine: AsyncLLMEngine) -> None:
+    async def ask() -> None:
+        steps = engine.stats().num_steps
+        with pytest.raises(DeadlineExceededError) as caught:
+            await read_ids(engine, [5], stream(3), deadline=time.monotonic() - 1)
+        assert caught.value.where == "queued"
+        assert engine.stats().num_steps == steps
+
+    run_async(ask())
+
+
+def test_patience_in_the_queue_ends_with_the_queue(make: MakeEngine, gate: MakeGate) -> None:
+    engine = make(max_num_seqs=1)
+    held = gate(engine)
+
+    async def ask() -> None:
+        first = asyncio.create_task(read_ids(engine, [9] * 8, stream(6), max_queue_s=0.1))
+        await held.reached(1)
+        with pytest.raises(DeadlineExceededError) as caught:
+            await read_ids(engine, [5] * 8, stream(3), max_queue_s=0.1)
+        assert caught.value.where == "queued"
+        held.open()
+        assert len(await first) == 6, "what has started is not ended by its patience"
+
+    run_async(ask())
+
+
+def test_a_reader_that_is_cancelled_while_its_prompt_is_tokenized(
+    engine: AsyncLLMEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    inside, go_on = threading.Event(), threading.Event()
+    encode = engine.llm_engine.tokenizer.encode
+
+    def slow(*args: object) -> list[int]:
+        inside.set()
+        assert go_on.wait(20)
+        return encode(*args)
+
+    async def ask() -> None:
+        steps = engine.stats().num_steps
+        reader = asyncio.create_task(last_output(engine, "hello", greedy(3, output_kind=FINAL)))
+        await until(inside.is_set)
+        assert engine.stats().queues.num_queued == 1
+        reader.cancel()
+        await asyncio.wait({reader}, timeout=5)
+        assert reader.cancelled()
+        assert engine.stats().queues.num_queued == 0
+        go_on.set()
+        await asyncio.sleep(0.05)
+        assert engine.stats().num_steps == steps
+
+    monkeypatch.setattr(engine.llm_engine.tokenizer, "encode", slow)
+    run_async(ask())

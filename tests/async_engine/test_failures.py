@@ -1,0 +1,270 @@
+"""What goes wrong in the engine reaches everybody who waits, once, by its name."""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import threading
+import time
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+from support.engines import make_engine
+
+from async_engine.conftest import MakeEngine
+from async_engine.tools import TIMEOUT_S, Gate, read_ids, run_async, stream, until
+from tpengine import AsyncLLMEngine, EngineArgs, LLMEngine, SamplingParams
+from tpengine.errors import (
+    EngineDeadError,
+    EngineDrainingError,
+    EngineError,
+    ModelLoadError,
+    RequestAbortedError,
+    RequestFailedError,
+    RequestIgnoredError,
+)
+
+MakeGate = Callable[[AsyncLLMEngine], Gate]
+
+
+def refuse_long(token_ids: list[int], logits: Any) -> Any:
+    """A logits processor that fails at the third token."""
+    if len(token_ids) == 2:
+        raise ZeroDivisionError("on purpose")
+    return logits
+
+
+def test_a_failing_step_reaches_every_waiter_once(
+    make: MakeEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine = make()
+    execute = engine.llm_engine._executor.execute_model
+    steps: list[int] = []
+
+    def fail(step: Any) -> Any:
+        steps.append(step.step)
+        if len(steps) == 5:
+            raise OSError("the device is on fire")
+        return execute(step)
+
+    monkeypatch.setattr(engine.llm_engine._executor, "execute_model", fail)
+
+    async def one(index: int) -> Exception:
+        outputs = engine.generate(None, stream(50), prompt_token_ids=[index + 4] * 9)
+        with pytest.raises(EngineDeadError, match="the device is on fire") as caught:
+            async for _ in outputs:
+                pass
+        with pytest.raises(StopAsyncIteration):
+            await anext(outputs)
+        assert isinstance(caught.value.__cause__, OSError)
+        return caught.value
+
+    async def ask() -> None:
+        errors = await asyncio.gather(*(one(index) for index in range(8)))
+        assert len({id(error) for error in errors}) == 8, "each has a traceback of its own"
+        with pytest.raises(EngineDeadError, match="the device is on fire"):
+            await read_ids(engine, [5], stream(3))
+        assert not await engine.abort("nobody")
+        assert await engine.drain(5) == 0
+
+    run_async(ask())
+    health = engine.health()
+    assert (health.state, health.alive, health.ready) == ("dead", False, False)
+    assert "the device is on fire" in health.reason
+    assert engine.stats().state == "dead"
+    for thread in threading.enumerate():
+        if thread.name == "tpengine-engine":
+            thread.join(10)
+            assert not thread.is_alive()
+
+
+def test_a_request_fails_alone(make: MakeEngine) -> None:
+    engine = make()
+
+    async def ask() -> None:
+        params = stream(20, logits_processors=[f"{__name__}:refuse_long"])
+        bad = asyncio.create_task(read_ids(engine, [5] * 9, params))
+        good = asyncio.create_task(read_ids(engine, [6] * 9, stream(20)))
+        with pytest.raises(RequestFailedError, match="on purpose"):
+            await bad
+        assert len(await good) == 20
+
+    run_async(ask())
+    assert engine.llm_engine.num_free_blocks == engine.llm_engine.num_total_blocks
+
+
+def test_a_request_that_the_cache_cannot_hold(make: MakeEngine) -> None:
+    engine = make(num_device_blocks_override=41, max_model_len=640)
+
+    async def ask() -> None:
+        # Two sequences that share 300 tokens, and outgrow the cache when each has its own beside.
+        params = SamplingParams(n=2, max_tokens=300, ignore_eos=True, seed=1)
+        with pytest.raises(RequestIgnoredError, match="KV cache"):
+            await read_ids(engine, [5] * 300, params)
+        assert len(await read_ids(engine, [6] * 9, stream(20))) == 20
+
+    run_async(ask())
+    assert engine.llm_engine.num_free_blocks == engine.llm_engine.num_total_blocks
+
+
+def test_what_cannot_be_built_is_told_as_it_is(tmp_path: Path) -> None:
+    before = set(threading.enumerate())
+    with pytest.raises(ModelLoadError, match=r"no config\.json"):
+        AsyncLLMEngine.from_engine_args(EngineArgs(str(tmp_path)))
+    assert set(threading.enumerate()) == before
+
+
+def test_an_engine_that_takes_too_long_to_build(folder: Path) -> None:
+    built, ended = threading.Event(), threading.Event()
+
+    def slow() -> LLMEngine:
+        assert built.wait(TIMEOUT_S)
+        inner = make_engine(folder)
+        shutdown = inner.shutdown
+
+        def tell() -> None:
+            shutdown()
+            ended.set()
+
+        inner.shutdown = tell  # type: ignore[method-assign]
+        return inner
+
+    with pytest.raises(EngineError, match="not ready within 0 s"):
+        AsyncLLMEngine(slow, start_timeout_s=0.1)
+    built.set()
+    assert ended.wait(TIMEOUT_S), "what nobody waits for any more is ended when it is there"
+
+
+def test_shutdown_fails_what_is_left_and_leaves_nothing(folder: Path) -> None:
+    before = set(threading.enumerate())
+    engine = AsyncLLMEngine(partial(make_engine, folder))
+
+    async def ask() -> None:
+        await engine.tokenize("so that its thread runs")
+        readers = [asyncio.create_task(read_ids(engine, [4], stream(600))) for _ in range(3)]
+        await until(lambda: engine.stats().queues.num_running == 3)
+        await engine.shutdown()
+        await engine.shutdown()
+        for reader in readers:
+            with pytest.raises(EngineDeadError, match="was shut down"):
+                await reader
+        with pytest.raises(EngineDeadError, match="was shut down"):
+            await read_ids(engine, [4], stream(3))
+        with pytest.raises(EngineDeadError, match="was shut down"):
+            await engine.tokenize("hello")
+
+    run_async(ask())
+    for thread in set(threading.enumerate()) - before:
+        thread.join(10)
+    assert set(threading.enumerate()) == before
+
+
+def test_health_means_progress(make: MakeEngine, gate: MakeGate) -> None:
+    engine = make(max_step_s=1.0)
+    held = gate(engine)
+
+    async def ask() -> None:
+        await asyncio.sleep(0.8)
+        assert engine.health().ready, "an idle engine is well"
+        reader = asyncio.create_task(read_ids(engine, [4], stream(10)))
+        await held.reached(1)
+        assert engine.health().ready
+        await until(lambda: not engine.health().ready)
+        health = engine.health()
+        assert (health.state, health.alive) == ("running", True)
+        assert "no step was finished for" in health.reason
+        held.open()
+        assert len(await reader) == 10
+        await until(lambda: engine.health().ready)
+
+    run_async(ask())
+
+
+def test_turns_are_no_progress(make: MakeEngine, monkeypatch: pytest.MonkeyPatch) -> None:
+    """An engine whose steps do nothing, though requests wait, is not ready; nor does it spin."""
+    engine = make(max_step_s=1.0)
+    turns: list[float] = []
+
+    def nothing() -> list[Any]:
+        turns.append(time.monotonic())
+        return []
+
+    async def ask() -> None:
+        with monkeypatch.context() as patch:
+            patch.setattr(engine.llm_engine, "step", nothing)
+            reader = asyncio.create_task(read_ids(engine, [4], stream(10)))
+            await until(lambda: not engine.health().ready)
+        assert len(turns) / (turns[-1] - turns[0]) < 400
+        assert len(await reader) == 10
+
+    run_async(ask())
+
+
+def test_the_collector_of_garbage_leaves_the_libraries_alone(make: MakeEngine) -> None:
+    """A look through all their objects takes as long as several steps."""
+    engine = make()
+    assert gc.get_freeze_count() > 10_000
+    run_async(engine.shutdown())
+    assert gc.get_freeze_count() == 0
+
+
+def test_drain_lets_running_requests_finish(make: MakeEngine) -> None:
+    engine = make()
+
+    async def ask() -> None:
+        readers = [asyncio.create_task(read_ids(engine, [4], stream(100))) for _ in range(3)]
+        await until(lambda: engine.stats().queues.num_running == 3)
+        draining = asyncio.create_task(engine.drain(20))
+        await asyncio.sleep(0)
+        assert (engine.health().state, engine.health().ready) == ("draining", False)
+        assert engine.health().alive
+        with pytest.raises(EngineDrainingError):
+            await read_ids(engine, [4], stream(3))
+        assert await draining == 0
+        assert [len(await reader) for reader in readers] == [100] * 3
+
+    run_async(ask())
+
+
+def test_drain_cuts_off_what_does_not_finish(make: MakeEngine, gate: MakeGate) -> None:
+    engine = make()
+    held = gate(engine)
+
+    async def ask() -> None:
+        reader = asyncio.create_task(read_ids(engine, [4], stream(100)))
+        await held.reached(1)
+        start = time.monotonic()
+        draining = asyncio.create_task(engine.drain(0.1))
+        await asyncio.wait({reader}, timeout=5)
+        assert isinstance(reader.exception(), RequestAbortedError)
+        assert time.monotonic() - start < 5
+        held.open()
+        assert await draining == 1
+        assert engine.llm_engine.num_free_blocks == engine.llm_engine.num_total_blocks
+
+    run_async(ask())
+
+
+def test_a_loop_that_was_closed_under_its_requests(make: MakeEngine) -> None:
+    """Whoever would have read is gone; the next loop finds an engine that is free."""
+    engine = make()
+
+    async def begin() -> Any:
+        outputs = engine.generate(None, stream(600), "it", prompt_token_ids=[4])
+        await anext(outputs)
+        return outputs
+
+    loop = asyncio.new_event_loop()
+    outputs = loop.run_until_complete(begin())
+    loop.close()
+
+    async def go_on() -> None:
+        assert len(await read_ids(engine, [4], stream(5), request_id="it")) == 5
+        inner = engine.llm_engine
+        await until(lambda: inner.num_free_blocks == inner.num_total_blocks)
+
+    run_async(go_on())
+    del outputs

@@ -1,0 +1,150 @@
+"""A reader that is slow, or does not read at all, costs nobody anything but itself."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from async_engine.tools import DELTA, read_ids, run_async, stream, until
+from tpengine import AsyncLLMEngine, CompletionOutput, RequestOutput, SamplingParams
+from tpengine.engine.mailbox import Mailbox
+from tpengine.outputs import Logprob
+
+NUM_TOKENS = 200
+
+
+def _delta(tokens: dict[int, list[int]], finished: bool = False) -> RequestOutput:
+    """Made-up news of several sequences; a token's text is its number."""
+    return RequestOutput(
+        request_id="it",
+        prompt=None,
+        prompt_token_ids=[1],
+        outputs=[
+            CompletionOutput(
+                index=index,
+                text="".join(f"{token} " for token in ids),
+                token_ids=list(ids),
+                cumulative_logprob=-float(sum(ids)),
+                logprobs=[{token: Logprob(-1.0)} for token in ids],
+                finish_reason="stop" if finished else None,
+            )
+            for index, ids in tokens.items()
+        ],
+        finished=finished,
+    )
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    st.lists(
+        st.tuples(st.dictionaries(st.integers(0, 2), st.lists(st.integers(0, 9))), st.booleans()),
+        min_size=1,
+        max_size=20,
+    )
+)
+def test_merged_deltas_are_the_deltas(steps: list[tuple[dict[int, list[int]], bool]]) -> None:
+    """Whenever the reader looks, what it has read adds up to what was sent."""
+    sent: dict[int, list[int]] = {}
+    read: dict[int, tuple[list[int], str, list[Any]]] = {}
+
+    def take(output: RequestOutput | None) -> None:
+        for one in output.outputs if output is not None else ():
+            ids, text, logprobs = read.get(one.index, ([], "", []))
+            read[one.index] = (ids + one.token_ids, text + one.text, logprobs + one.logprobs)
+
+    box = Mailbox(merges=True)
+    for tokens, looks in steps:
+        for index, ids in tokens.items():
+            sent.setdefault(index, []).extend(ids)
+        box.put(_delta(tokens))
+        if looks:
+            take(box.take_unread())
+    box.put(_delta({0: []}, finished=True))
+    last = box.take_unread()
+    assert last is not None
+    assert last.finished
+    assert last.outputs[0].finish_reason == "stop"
+    take(last)
+    assert box.take_unread() is None
+    sent.setdefault(0, [])
+    assert {index: ids for index, (ids, _, _) in read.items()} == sent
+    for index, (ids, text, logprobs) in read.items():
+        assert text == "".join(f"{token} " for token in sent[index])
+        assert [next(iter(entry)) for entry in logprobs] == ids
+    assert box.num_output_tokens == sum(map(len, sent.values()))
+
+
+def test_nothing_comes_after_the_end() -> None:
+    box = Mailbox(merges=True)
+    box.put(_delta({0: [1]}, finished=True))
+    box.put(_delta({0: [2]}))
+    box.fail(ValueError("late"))
+    output = run_async(box.take())
+    assert output.outputs[0].token_ids == [1]
+    box = Mailbox(merges=True)
+    box.fail(ValueError("first"))
+    box.fail(ValueError("second"))
+    box.put(_delta({0: [2]}))
+    with pytest.raises(ValueError, match="first"):
+        run_async(box.take())
+
+
+def test_a_stream_that_nobody_reads(engine: AsyncLLMEngine) -> None:
+    """It runs to its end beside the others in as many steps as they take without it, and waits as
+    one output."""
+
+    async def others() -> int:
+        before = engine.stats().num_steps
+        answers = await asyncio.gather(
+            *(read_ids(engine, [i + 4] * 8, stream(NUM_TOKENS)) for i in range(4))
+        )
+        assert [len(answer) for answer in answers] == [NUM_TOKENS] * 4
+        return engine.stats().num_steps - before
+
+    async def ask() -> None:
+        expected = await read_ids(engine, [50] * 8, stream(NUM_TOKENS))
+        alone = await others()
+        silent = engine.generate(None, stream(NUM_TOKENS), "silent", prompt_token_ids=[50] * 8)
+        first = await anext(silent)
+        beside = await others()
+        assert abs(beside - alone) <= 5, "the others take as many steps"
+        await until(lambda: engine.owner("silent") is None and not engine._book.tickets)
+        rest = [output async for output in silent]
+        assert len(rest) == 1, "all that was not read is one output"
+        assert first.outputs[0].token_ids + rest[0].outputs[0].token_ids == expected
+        assert rest[0].finished
+
+    run_async(ask())
+
+
+def test_a_cumulative_reader_gets_the_newest(engine: AsyncLLMEngine) -> None:
+    async def ask() -> None:
+        params = SamplingParams(temperature=0.0, max_tokens=60, ignore_eos=True)
+        outputs = engine.generate(None, params, "it", prompt_token_ids=[50] * 8)
+        await anext(outputs)
+        await until(lambda: not engine._book.tickets)
+        rest = [output async for output in outputs]
+        assert [len(output.outputs[0].token_ids) for output in rest] == [60]
+
+    run_async(ask())
+
+
+def test_log_probabilities_stream(engine: AsyncLLMEngine) -> None:
+    async def ask() -> None:
+        params = SamplingParams(
+            temperature=0.0, max_tokens=30, ignore_eos=True, logprobs=2, output_kind=DELTA
+        )
+        token_ids: list[int] = []
+        entries: list[dict[int, Logprob]] = []
+        async for output in engine.generate(None, params, prompt_token_ids=[50] * 8):
+            await asyncio.sleep(0.005)  # so that some are merged
+            token_ids += output.outputs[0].token_ids
+            entries += output.outputs[0].logprobs or []
+        assert len(token_ids) == len(entries) == 30
+        assert all(token in entry for token, entry in zip(token_ids, entries, strict=True))
+
+    run_async(ask())

@@ -1,0 +1,115 @@
+"""Calls as tests make them, and what comes of them."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import grpc
+from google.rpc.error_details_pb2 import BadRequest, RequestInfo, RetryInfo
+from google.rpc.status_pb2 import Status
+
+from tpengine.server.proto import tpengine_pb2 as pb
+
+TIMEOUT_S = 20.0
+SERVICE = "/tpengine.v1.GenerationService/"
+
+
+def sampling(**fields: Any) -> pb.SamplingParams:
+    """Greedy, unless told."""
+    return pb.SamplingParams(**{"temperature": 0.0, "max_tokens": 8, **fields})
+
+
+def ids(*token_ids: int) -> pb.TokenIds:
+    return pb.TokenIds(ids=token_ids)
+
+
+def long_request(num_tokens: int, **fields: Any) -> pb.GenerateRequest:
+    """One that runs for as many steps."""
+    params = sampling(max_tokens=num_tokens, ignore_eos=True, detokenize=False)
+    return pb.GenerateRequest(prompt_token_ids=ids(5, 6, 7), sampling=params, **fields)
+
+
+class Refusal:
+    """How a call ended.
+
+    Attributes:
+        status: the richer error model's message.
+    """
+
+    def __init__(self, error: grpc.RpcError) -> None:
+        self.code: grpc.StatusCode = error.code()
+        self.text: str = error.details()
+        trailers = dict(error.trailing_metadata() or ())
+        self.status = Status.FromString(trailers.get("grpc-status-details-bin", b""))
+
+    def detail(self, kind: Any) -> Any:
+        """One of the details of the richer error model; None: it is not there."""
+        for packed in self.status.details:
+            found = kind()
+            if packed.Unpack(found):
+                return found
+        return None
+
+    @property
+    def field(self) -> str | None:
+        """Path of the field at fault."""
+        violations = self.detail(BadRequest)
+        return violations.field_violations[0].field if violations is not None else None
+
+    @property
+    def retry_after_s(self) -> float | None:
+        """What RetryInfo says."""
+        retry = self.detail(RetryInfo)
+        return retry.retry_delay.ToNanoseconds() / 1e9 if retry is not None else None
+
+    @property
+    def request_id(self) -> str | None:
+        """What RequestInfo says."""
+        info = self.detail(RequestInfo)
+        return info.request_id if info is not None else None
+
+
+def refused(call: Any, *args: Any, **kwargs: Any) -> Refusal:
+    """Calls, and returns how that was refused; a stream is read to its end."""
+    kwargs.setdefault("timeout", TIMEOUT_S)
+    try:
+        answer = call(*args, **kwargs)
+        said = list(answer) if hasattr(answer, "__next__") else answer
+    except grpc.RpcError as error:
+        return Refusal(error)
+    raise AssertionError(f"not refused: {str(said)[:500]}")
+
+
+@contextmanager
+def running(stub: Any, request: pb.GenerateRequest) -> Iterator[Any]:
+    """A stream that has brought its first message; cancelled at the end."""
+    stream = stub.GenerateStream(request, timeout=TIMEOUT_S)
+    try:
+        next(stream)
+        yield stream
+    finally:
+        stream.cancel()
+
+
+@contextmanager
+def waiting(stub: Any, request: pb.GenerateRequest) -> Iterator[dict[str, Any]]:
+    """A unary call beside; its outcome stands in the dict once `done` is set."""
+    found: dict[str, Any] = {"done": threading.Event()}
+    future = stub.Generate.future(request, timeout=TIMEOUT_S)
+
+    def note(call: Any) -> None:
+        if call.cancelled():
+            found["outcome"] = "cancelled"
+        else:
+            error = call.exception()
+            found["outcome"] = call.result() if error is None else Refusal(error)
+        found["done"].set()
+
+    future.add_done_callback(note)
+    try:
+        yield found
+    finally:
+        future.cancel()

@@ -1,0 +1,36 @@
+"""`tpengine serve` whose engine fails: at the step of that number, or while it is built.
+
+python dying_server.py STEP OPTIONS...      STEP "start": its start never ends
+"""
+
+from __future__ import annotations
+
+import sys
+import time
+
+from tpengine.cli import main
+from tpengine.engine import llm_engine
+from tpengine.engine.llm_engine import LLMEngine
+
+when, *options = sys.argv[1:]
+step = LLMEngine._step
+num_steps = 0
+
+
+def failing_step(engine: LLMEngine) -> object:
+    global num_steps
+    num_steps += 1
+    if num_steps >= int(when):
+        raise ZeroDivisionError("SECRET of the engine")
+    return step(engine)
+
+
+def endless_start(*args: object, **kwargs: object) -> None:
+    time.sleep(600)
+
+
+if when == "start":
+    llm_engine.start_workers = endless_start  # type: ignore[assignment]
+else:
+    LLMEngine._step = failing_step  # type: ignore[assignment,method-assign]
+sys.exit(main(["serve", *options]))

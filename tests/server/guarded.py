@@ -1,0 +1,101 @@
+"""Servers without an engine, in this process: what stands before the methods needs none."""
+
+from __future__ import annotations
+
+import asyncio
+import subprocess
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from support.system_packages import require
+
+from tpengine.server.auth import Authenticator
+from tpengine.server.grpc_server import listen, make_server
+from tpengine.server.health import HealthServicer
+from tpengine.server.limits import Limits
+from tpengine.server.servicer import GenerationServicer
+from tpengine.server.state import ServerState
+from tpengine.server.tls import TlsFiles
+
+WAIT_S = 20.0
+
+
+@contextmanager
+def guarded_server(
+    authenticator: Authenticator | None = None,
+    tls: TlsFiles | None = None,
+    limits: Limits | None = None,
+    address: str = "127.0.0.1:0",
+) -> Iterator[str]:
+    """A server that still loads, on a loop of its own; yields host:port."""
+    loop = asyncio.new_event_loop()
+    thread = threading.Thread(target=loop.run_forever, daemon=True)
+    thread.start()
+    bounds = limits or Limits()
+
+    async def start() -> tuple[Any, int]:
+        servicer = GenerationServicer(ServerState("none", 1.0), bounds)
+        server = make_server(servicer, HealthServicer(), authenticator or Authenticator(), bounds)
+        port = listen(server, address, tls)
+        await server.start()
+        return server, port
+
+    try:
+        server, port = asyncio.run_coroutine_threadsafe(start(), loop).result(WAIT_S)
+        try:
+            yield f"127.0.0.1:{port}"
+        finally:
+            asyncio.run_coroutine_threadsafe(server.stop(0), loop).result(WAIT_S)
+    finally:
+        loop.call_soon_threadsafe(loop.stop)
+        thread.join(WAIT_S)
+        assert not thread.is_alive()
+        loop.close()
+
+
+@dataclass(frozen=True)
+class Authority:
+    """Signs certificates, by the openssl command."""
+
+    folder: Path
+
+    @property
+    def certificate(self) -> Path:
+        """Of the authority itself."""
+        return self.folder / "ca.pem"
+
+    @classmethod
+    def make(cls, folder: Path, name: str = "ca") -> Authority:
+        folder.mkdir(parents=True, exist_ok=True)
+        _openssl(
+            *("req", "-x509", "-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:P-256", "-nodes"),
+            *("-subj", f"/CN={name}", "-days", "2"),
+            *("-keyout", str(folder / "ca.key"), "-out", str(folder / "ca.pem")),
+        )
+        return cls(folder)
+
+    def sign(self, name: str, target: Path) -> TlsFiles:
+        """A new key and certificate for a name, and for this machine's own address."""
+        target.mkdir(parents=True, exist_ok=True)
+        key, request, certificate = (target / f"{name}.{end}" for end in ("key", "csr", "pem"))
+        _openssl(
+            *("req", "-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:P-256", "-nodes"),
+            *("-subj", f"/CN={name}", "-keyout", str(key), "-out", str(request)),
+        )
+        names = target / "names"
+        names.write_text("subjectAltName=IP:127.0.0.1,DNS:localhost")
+        _openssl(
+            *("x509", "-req", "-in", str(request), "-CA", str(self.certificate)),
+            *("-CAkey", str(self.folder / "ca.key"), "-CAcreateserial", "-days", "2"),
+            *("-extfile", str(names), "-out", str(certificate)),
+        )
+        return TlsFiles(str(certificate), str(key))
+
+
+def _openssl(*arguments: str) -> None:
+    command = [require("openssl", "openssl"), *arguments]
+    subprocess.run(command, check=True, capture_output=True, timeout=WAIT_S)

@@ -1,0 +1,292 @@
+"""The typed client and its commands: the engine's own words from afar, and bounded waits."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Coroutine
+from pathlib import Path
+from typing import Any
+
+import pytest
+from support.engines import greedy
+from support.server_process import ServerProcess, wait_until
+
+from tpengine import LLM, SamplingParams
+from tpengine.bench import serve
+from tpengine.cli import main
+from tpengine.errors import (
+    ConfigError,
+    DeadlineExceededError,
+    DuplicateRequestError,
+    InvalidPromptError,
+    InvalidSamplingParamsError,
+    ModelNotFoundError,
+    QueueFullError,
+    RequestAbortedError,
+    RequestError,
+    ServerUnavailableError,
+)
+from tpengine.server.client import GenerationClient
+from tpengine.server.client_convert import to_request
+from tpengine.server.load import COMPLETE, Objective, Outcome, percentiles, poisson_plan, summarise
+
+PROMPT = "Once upon a time"
+LONG = greedy(400)
+FREEZE_MARGIN_S = 3.0
+"""What a machine that others use may add to the two seconds."""
+PATIENCE_S = 60.0
+EXAMPLE = Path(__file__).parent.parent.parent / "examples" / "grpc_client.py"
+
+Talk = Callable[[GenerationClient], Coroutine[Any, Any, Any]]
+
+
+def _talk(server: ServerProcess, talk: Talk, **options: Any) -> Any:
+    async def connected() -> Any:
+        async with GenerationClient(server.target, **options) as client:
+            return await asyncio.wait_for(talk(client), PATIENCE_S)
+
+    return asyncio.run(connected())
+
+
+def test_outputs_are_those_of_the_engine(server: ServerProcess) -> None:
+    params = SamplingParams(
+        temperature=0.9, seed=7, max_tokens=40, n=3, logprobs=3, prompt_logprobs=1, stop=["."]
+    )
+    with LLM(dtype="float32", num_device_blocks_override=256) as llm:
+        (offline,) = llm.generate(PROMPT, params, use_tqdm=False)
+
+    async def talk(client: GenerationClient) -> Any:
+        whole = await client.generate(PROMPT, params)
+        parts = [part async for part in client.stream(PROMPT, params)]
+        return whole, parts
+
+    whole, parts = _talk(server, talk)
+    assert whole.outputs == offline.outputs
+    assert whole.prompt_logprobs == offline.prompt_logprobs
+    assert whole.prompt == PROMPT
+    assert whole.usage is not None
+    assert whole.usage.num_prompt_tokens == len(offline.prompt_token_ids)
+    assert whole.usage.num_output_tokens == sum(len(one.token_ids) for one in offline.outputs)
+    for one in offline.outputs:
+        mine = [got for part in parts for got in part.outputs if got.index == one.index]
+        assert "".join(got.text for got in mine) == one.text
+        assert [token for got in mine for token in got.token_ids] == one.token_ids
+        # It ends once, with its last message.
+        reasons = [got.finish_reason for got in mine]
+        assert reasons == [None] * (len(mine) - 1) + [one.finish_reason]
+    assert [part.finished for part in parts] == [False] * (len(parts) - 1) + [True]
+
+
+def test_all_forms_of_a_prompt(server: ServerProcess) -> None:
+    messages = [{"role": "user", "content": "Hello"}]
+
+    async def talk(client: GenerationClient) -> Any:
+        ids, chat_ids = await client.tokenize(PROMPT), await client.chat_token_ids(messages)
+        by_text, by_ids = [await client.generate(one, greedy(8)) for one in (PROMPT, ids)]
+        by_chat, by_chat_ids = [
+            await client.generate(one, greedy(8)) for one in (messages, chat_ids)
+        ]
+        assert by_text.outputs == by_ids.outputs
+        assert by_chat.outputs == by_chat_ids.outputs != by_text.outputs
+        assert by_ids.prompt_token_ids == ids
+        assert await client.detokenize(ids) == PROMPT
+
+    _talk(server, talk)
+
+
+def test_errors_are_those_of_the_engine(server: ServerProcess, tight: ServerProcess) -> None:
+    async def refused(client: GenerationClient) -> None:
+        with pytest.raises(RequestError, match="prompt"):
+            await client.generate([])
+        with pytest.raises(RequestError, match="512"):
+            await client.generate([5] * 600, greedy(4))
+        with pytest.raises(InvalidPromptError, match="Unicode"):
+            await client.generate("\ud800")
+        with pytest.raises(InvalidSamplingParamsError, match="logits_processors"):
+            await client.generate(PROMPT, SamplingParams(logits_processors="os:getcwd"))
+        with pytest.raises(DeadlineExceededError):
+            await client.generate(PROMPT, LONG, timeout_s=0.05)
+        with pytest.raises(ModelNotFoundError):
+            await client.health("nothing")
+        assert not await client.abort("nobody")
+        stream = client.stream(PROMPT, LONG, request_id="mine")
+        await anext(stream)
+        with pytest.raises(DuplicateRequestError):
+            await client.generate(PROMPT, request_id="mine")
+        await stream.aclose()
+
+    async def crowded(client: GenerationClient) -> None:
+        calls = [asyncio.create_task(client.generate(PROMPT, LONG)) for _ in range(8)]
+        try:
+            with pytest.raises(QueueFullError) as full:
+                await asyncio.gather(*calls)
+            assert full.value.retry_after_s > 0
+        finally:
+            for call in calls:
+                call.cancel()
+            await asyncio.wait(calls)
+
+    _talk(server, refused)
+    _talk(tight, crowded)
+    wait_until(lambda: tight.loads().num_open_calls == 0, PATIENCE_S)
+
+
+def test_an_abort_is_no_cancellation(tight: ServerProcess) -> None:
+    """grpc tells both in the same way, and a task that believes it was cancelled just ends."""
+
+    async def talk(client: GenerationClient) -> None:
+        stream = client.stream(PROMPT, LONG, request_id="gone")
+        await anext(stream)
+        assert await client.abort("gone")
+        with pytest.raises(RequestAbortedError):
+            [part async for part in stream]
+        await stream.aclose()
+
+    _talk(tight, talk)
+
+
+def test_leaving_a_stream_frees_its_blocks(server: ServerProcess) -> None:
+    async def talk(client: GenerationClient) -> None:
+        async for _ in client.stream(PROMPT, LONG):
+            break
+        task = asyncio.create_task(client.generate(PROMPT, LONG))
+        await asyncio.sleep(0.1)
+        task.cancel()
+        await asyncio.wait([task])
+        assert task.cancelled()
+
+    _talk(server, talk)
+    wait_until(lambda: server.loads().num_open_calls == 0, PATIENCE_S)
+    wait_until(lambda: server.loads().num_running == 0, PATIENCE_S)
+    assert server.loads().num_free_blocks == server.loads().num_total_blocks
+
+
+def test_a_frozen_server_is_noticed(tight: ServerProcess) -> None:
+    async def talk(client: GenerationClient) -> tuple[float, float]:
+        stream = client.stream(PROMPT, LONG)
+        await anext(stream)
+        os.kill(tight.pid, signal.SIGSTOP)
+        try:
+            begin = time.monotonic()
+            with pytest.raises(ServerUnavailableError):
+                async for _ in stream:
+                    pass
+            noticed_s = time.monotonic() - begin
+            async with GenerationClient(tight.target) as late:  # it is accepted, and hears nothing
+                begin = time.monotonic()
+                with pytest.raises(ServerUnavailableError):
+                    await late.generate(PROMPT, LONG)
+                late_s = time.monotonic() - begin
+        finally:
+            os.kill(tight.pid, signal.SIGCONT)
+        return noticed_s, late_s
+
+    noticed_s, late_s = _talk(tight, talk)
+    print(f"noticed after {noticed_s:.2f} s in a stream, {late_s:.2f} s in a new connection")
+    assert noticed_s < 2.0 + FREEZE_MARGIN_S
+    assert late_s < 2.0 + FREEZE_MARGIN_S
+    wait_until(lambda: tight.loads().num_open_calls == 0, PATIENCE_S)
+
+
+def test_what_cannot_be_a_server() -> None:
+    for target in ("localhost", "host:", ":5", "host:70000", "host:x"):
+        with pytest.raises(ConfigError, match="HOST:PORT"):
+            GenerationClient(target)
+
+    async def talk() -> None:
+        async with GenerationClient("127.0.0.1:1") as client:
+            with pytest.raises(ServerUnavailableError):
+                await client.loads()
+
+    asyncio.run(talk())
+
+
+def test_explicit_zeros_are_sent() -> None:
+    params = SamplingParams(temperature=0.0, min_tokens=0, seed=0, logprobs=0, max_tokens=None)
+    sampling = to_request([], params, None, 0, 0.0).sampling
+    for name in ("temperature", "min_tokens", "seed", "logprobs"):
+        assert sampling.HasField(name)
+        assert getattr(sampling, name) == 0
+    assert not sampling.HasField("prompt_logprobs")
+    assert sampling.max_tokens > 10**9
+    request = to_request([], params, None, 0, 0.0)
+    assert request.WhichOneof("input") == "prompt_token_ids"
+    assert request.HasField("max_queue_ms")
+
+
+def test_commands(server: ServerProcess, capsys: pytest.CaptureFixture[str]) -> None:
+    where = ["--target", server.target]
+    with LLM(dtype="float32", num_device_blocks_override=256) as llm:
+        (output,) = llm.generate(PROMPT, greedy(8), use_tqdm=False)
+    assert main(["client", "health", *where]) == 0
+    assert capsys.readouterr().out == "readiness SERVING\n"
+    words = ["--temperature", "0", "--max-tokens", "8"]
+    assert main(["client", "generate", PROMPT, *words, *where]) == 0
+    assert capsys.readouterr().out == f"{PROMPT}{output.outputs[0].text}\n\n"
+    assert main(["client", "chat", "Hello", *words, *where]) == 0
+    assert capsys.readouterr().out.strip()
+    load = ["--num-requests", "6", "--rate", "40"]
+    assert main(["client", "load", *load, *words, *where]) == 0
+    assert "6 complete" in capsys.readouterr().out
+    assert main(["client", "health", "--target", "127.0.0.1:1"]) == 1
+    assert "ServerUnavailableError" in capsys.readouterr().err
+    assert main(["client", "generate", "word " * 600, *words, *where]) == 1
+    assert "RequestError" in capsys.readouterr().err
+
+
+def test_the_example(server: ServerProcess) -> None:
+    command = [sys.executable, str(EXAMPLE), server.target]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=PATIENCE_S, check=False)
+    assert done.returncode == 0, done.stderr
+    assert "tokens" in done.stdout
+
+
+def test_bench_serve(
+    server: ServerProcess, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    plot = tmp_path / "latency.png"
+    options = ["--rates", "20,inf", "--num-requests", "6", "--target", server.target]
+    with_plot = ["--plot", str(plot)] if _can_plot() else []
+    assert main(["bench", "serve", *options, *with_plot]) == 0
+    shown = capsys.readouterr().out
+    assert shown.count("6 complete") == 2
+    assert "goodput" in shown
+    if with_plot:
+        assert plot.read_bytes().startswith(b"\x89PNG")
+
+
+def _can_plot() -> bool:
+    try:
+        import matplotlib  # noqa: F401
+    except ImportError:
+        return False
+    return True
+
+
+def test_bench_serve_refuses_what_it_cannot_do() -> None:
+    for options in (["--rates", "1,0"], ["--rates", "x"], ["--num-requests", "0"]):
+        assert main(["bench", "serve", *options]) == 1
+    words = serve._words(serve.EngineArgs(dtype="float32", enable_prefix_caching=False))
+    assert words == ["--dtype", "float32", "--no-enable-prefix-caching"]
+
+
+def test_figures_of_a_load() -> None:
+    outcomes = [
+        Outcome(COMPLETE, 0.1, [0.01, 0.03], 3, total_s=0.14),
+        Outcome(COMPLETE, 2.0, [0.02], 2, total_s=2.02),
+        Outcome("QueueFullError", total_s=0.01),
+    ]
+    summary = summarise(outcomes, 2.0, Objective(first_token_s=1.0, token_gap_s=0.1))
+    assert summary.ends == {COMPLETE: 2, "QueueFullError": 1}
+    assert summary.goodput == 0.5
+    assert summary.output_rate == 2.5
+    assert percentiles([]) == {}
+    assert percentiles([float(n) for n in range(101)]) == {50: 50.0, 90: 90.0, 99: 99.0}
+    plan = poisson_plan(10.0, [("a", SamplingParams())] * 4000, seed=0)
+    assert plan[-1].start_s == pytest.approx(400.0, rel=0.1)
+    assert plan == poisson_plan(10.0, [("a", SamplingParams())] * 4000, seed=0)

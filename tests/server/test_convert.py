@@ -1,0 +1,317 @@
+"""Messages to the engine's words and back, and the one table of status codes."""
+
+from __future__ import annotations
+
+import inspect
+from typing import Any
+
+import grpc
+import pytest
+
+from tpengine import errors
+from tpengine.outputs import CompletionOutput, Logprob, RequestMetrics, RequestOutput
+from tpengine.sampling_params import RequestOutputKind, SamplingParams
+from tpengine.server.convert import (
+    STATUS_CODES,
+    ResponseWriter,
+    read_generate_request,
+    read_sampling_params,
+    refusal,
+)
+from tpengine.server.limits import MAX_ERROR_TEXT, Limits
+from tpengine.server.proto import tpengine_pb2 as pb
+
+DELTA = RequestOutputKind.DELTA
+ANOTHER: dict[str, Any] = {
+    "n": 3,
+    "best_of": 4,
+    "presence_penalty": 0.5,
+    "frequency_penalty": -0.25,
+    "repetition_penalty": 1.5,
+    "temperature": 0.7,
+    "top_p": 0.95,
+    "top_k": 7,
+    "min_p": 0.1,
+    "seed": -3,
+    "stop": ["a", "é"],
+    "stop_token_ids": [5, 7],
+    "include_stop_str_in_output": True,
+    "ignore_eos": True,
+    "max_tokens": 9,
+    "min_tokens": 2,
+    "logprobs": 0,
+    "prompt_logprobs": 3,
+    "detokenize": False,
+    "skip_special_tokens": False,
+    "logit_bias": {4: -1.5},
+    "allowed_token_ids": [4, 5],
+    "bad_words": ["no"],
+    "bad_words_token_ids": [[1, 2], [3]],
+}
+BEAMS = {"use_beam_search": True, "best_of": 3, "temperature": 0.0}
+WRONG: dict[str, Any] = {
+    "n": 0,
+    "best_of": 0,
+    "presence_penalty": 2.5,
+    "frequency_penalty": -2.5,
+    "repetition_penalty": 0.0,
+    "temperature": -1.0,
+    "top_p": 0.0,
+    "top_k": 0,
+    "min_p": 1.5,
+    "use_beam_search": True,
+    "length_penalty": 2.0,
+    "early_stopping": 77,
+    "stop": [""],
+    "stop_token_ids": [-1],
+    "max_tokens": 0,
+    "min_tokens": -1,
+    "logprobs": -1,
+    "prompt_logprobs": 65,
+    "logit_bias": {-1: 1.0},
+    "allowed_token_ids": [],
+    "bad_words": [" "],
+    "bad_words_token_ids": [[]],
+}
+"""Of each field a value that is refused, an explicit 0 where that is one."""
+HARMLESS = {"seed", "include_stop_str_in_output", "ignore_eos", "detokenize", "skip_special_tokens"}
+
+
+def sampling(fields: dict[str, Any]) -> pb.SamplingParams:
+    message = pb.SamplingParams()
+    for name, value in fields.items():
+        if name == "logit_bias":
+            message.logit_bias.update(value)
+        elif name == "allowed_token_ids":
+            message.allowed_token_ids.CopyFrom(pb.TokenIds(ids=value))
+        elif name == "bad_words_token_ids":
+            message.bad_words_token_ids.extend(pb.TokenIds(ids=one) for one in value)
+        elif isinstance(value, list):
+            getattr(message, name).extend(value)
+        else:
+            setattr(message, name, value)
+    return message
+
+
+def request(**fields: Any) -> pb.GenerateRequest:
+    return pb.GenerateRequest(prompt="a", sampling=sampling(fields))
+
+
+def read(message: pb.GenerateRequest) -> Any:
+    return read_generate_request(message, DELTA, Limits(), max_model_len=512)
+
+
+def refused(message: pb.GenerateRequest) -> Any:
+    with pytest.raises(errors.RequestError) as raised:
+        read(message)
+    return refusal(raised.value, message, "id")
+
+
+def test_nothing_given_is_the_default() -> None:
+    assert read_sampling_params(pb.SamplingParams(), DELTA) == SamplingParams(output_kind=DELTA)
+
+
+def test_every_field_has_its_tests() -> None:
+    fields = set(pb.SamplingParams.DESCRIPTOR.fields_by_name)
+    assert fields == set(ANOTHER) | set(BEAMS) | {"length_penalty", "early_stopping"}
+    assert fields == set(WRONG) | HARMLESS
+
+
+@pytest.mark.parametrize("name", list(ANOTHER))
+def test_every_field_arrives(name: str) -> None:
+    value = ANOTHER[name]
+    assert read_sampling_params(sampling({name: value}), DELTA) == SamplingParams(
+        **{name: value}, output_kind=DELTA
+    )
+
+
+@pytest.mark.parametrize(
+    ("sent", "meant"),
+    [
+        (pb.EARLY_STOPPING_UNSPECIFIED, False),
+        (pb.EARLY_STOPPING_HEURISTIC, False),
+        (pb.EARLY_STOPPING_FIRST, True),
+        (pb.EARLY_STOPPING_NEVER, "never"),
+    ],
+)
+def test_beam_search_arrives(sent: int, meant: bool | str) -> None:
+    params = read_sampling_params(
+        sampling({**BEAMS, "length_penalty": 0.5, "early_stopping": sent}), DELTA
+    )
+    assert params == SamplingParams(
+        **BEAMS, length_penalty=0.5, early_stopping=meant, output_kind=DELTA
+    )
+
+
+def test_explicit_zeros_are_zeros() -> None:
+    params = read_sampling_params(
+        sampling({"temperature": 0.0, "seed": 0, "logprobs": 0, "min_tokens": 0}), DELTA
+    )
+    assert (params.temperature, params.seed, params.logprobs) == (0.0, 0, 0)
+    assert params.greedy
+    assert read(pb.GenerateRequest(prompt="a", max_queue_ms=0)).max_queue_s == 0.0
+    assert read(pb.GenerateRequest(prompt="a")).max_queue_s is None
+
+
+@pytest.mark.parametrize("name", list(WRONG))
+def test_a_wrong_field_is_named(name: str) -> None:
+    told = refused(request(**{name: WRONG[name]}))
+    assert told.code is grpc.StatusCode.INVALID_ARGUMENT
+    assert told.field == f"sampling.{name}"
+    assert name in told.text
+
+
+@pytest.mark.parametrize(
+    ("fields", "name"),
+    [
+        ({"n": 129, "temperature": 1.0}, "n"),
+        ({"best_of": 129}, "best_of"),
+        ({"stop": ["a"] * 65}, "stop"),
+        ({"stop": ["é" * 513]}, "stop"),
+        ({"stop_token_ids": [1] * 65}, "stop_token_ids"),
+        ({"logit_bias": dict.fromkeys(range(16385), 1.0)}, "logit_bias"),
+        ({"allowed_token_ids": [1] * 16385}, "allowed_token_ids"),
+        ({"bad_words": ["a"] * 1025}, "bad_words"),
+        ({"bad_words": ["a" * 1025]}, "bad_words"),
+        ({"bad_words_token_ids": [[1]] * 1025}, "bad_words_token_ids"),
+        ({"bad_words_token_ids": [[1] * 1025]}, "bad_words_token_ids"),
+        ({"logprobs": 64, "n": 128, "max_tokens": 512}, "logprobs"),
+        ({"temperature": float("nan")}, "temperature"),
+        ({"temperature": float("inf")}, "temperature"),
+    ],
+)
+def test_limits(fields: dict[str, Any], name: str) -> None:
+    told = refused(request(**fields))
+    assert told.code is grpc.StatusCode.INVALID_ARGUMENT
+    assert told.field == f"sampling.{name}"
+
+
+def test_what_is_at_its_limit_is_taken() -> None:
+    params = read(
+        request(stop=["é" * 512] * 64, stop_token_ids=[1] * 64, n=128, logprobs=20)
+    ).params
+    assert len(params.stop) == 64
+    assert params.n == 128
+
+
+def test_inputs() -> None:
+    ids = read(pb.GenerateRequest(prompt_token_ids=pb.TokenIds(ids=[3, 1])))
+    assert (ids.prompt, ids.prompt_token_ids, ids.messages) == (None, [3, 1], None)
+    text = read(pb.GenerateRequest(prompt=""))
+    assert (text.prompt, text.prompt_token_ids) == ("", None)
+    message = pb.Message(role="user", content="")
+    chat = read(pb.GenerateRequest(messages=pb.Conversation(messages=[message])))
+    assert chat.messages == [{"role": "user", "content": ""}]
+    told = refused(pb.GenerateRequest())
+    assert (told.code, told.field) == (grpc.StatusCode.INVALID_ARGUMENT, "input")
+    told = refused(pb.GenerateRequest(prompt="a", max_queue_ms=-1))
+    assert told.field == "max_queue_ms"
+    many = pb.Conversation(messages=[message] * 4097)
+    assert refused(pb.GenerateRequest(messages=many)).field == "messages"
+
+
+def every_error() -> list[type[Exception]]:
+    return [
+        one
+        for _, one in inspect.getmembers(errors, inspect.isclass)
+        if issubclass(one, errors.TPEngineError)
+    ]
+
+
+def make(kind: type[Exception], text: str) -> Exception:
+    return kind(text, 2.5) if inspect.isfunction(kind.__init__) else kind(text)
+
+
+@pytest.mark.parametrize("kind", every_error(), ids=lambda kind: kind.__name__)
+def test_engine_faults_have_generic_words(kind: type[Exception]) -> None:
+    """What an error says reaches the client only if it is about the client's own request."""
+    told = refusal(make(kind, "SECRET"), None, "req-1")
+    is_ours = issubclass(kind, errors.EngineError) or not issubclass(kind, errors.RequestError)
+    written_for_clients = {errors.EngineLoadingError, errors.EngineDrainingError}
+    if kind is errors.RequestFailedError or (is_ours and kind not in written_for_clients):
+        assert "SECRET" not in told.text
+        assert "req-1" in told.text
+    else:
+        assert "SECRET" in told.text
+
+
+def test_the_table() -> None:
+    codes = {kind.__name__: STATUS_CODES[kind][0].name for kind in STATUS_CODES}
+    assert codes == {
+        "QueueFullError": "RESOURCE_EXHAUSTED",
+        "DeadlineExceededError": "DEADLINE_EXCEEDED",
+        "RequestAbortedError": "CANCELLED",
+        "DuplicateRequestError": "ALREADY_EXISTS",
+        "ModelNotFoundError": "NOT_FOUND",
+        "UnauthenticatedError": "UNAUTHENTICATED",
+        "PermissionDeniedError": "PERMISSION_DENIED",
+        "RequestFailedError": "INTERNAL",
+        "RequestError": "INVALID_ARGUMENT",
+        "EngineLoadingError": "UNAVAILABLE",
+        "EngineDrainingError": "UNAVAILABLE",
+        "EngineDeadError": "UNAVAILABLE",
+        "Exception": "INTERNAL",
+    }
+    told = refusal(errors.QueueFullError("full", 1.5), None, "id")
+    assert told.retry_after_s == 1.5
+    told = refusal(KeyError("SECRET"), None, "id")
+    assert (told.code, "SECRET" in told.text) == (grpc.StatusCode.INTERNAL, False)
+
+
+def test_a_long_text_is_cut() -> None:
+    told = refusal(errors.InvalidPromptError("x" * 100_000), pb.GenerateRequest(prompt="a"), "id")
+    assert len(told.text) <= MAX_ERROR_TEXT
+    assert told.text.startswith("prompt: x")
+
+
+def output(**fields: Any) -> RequestOutput:
+    given = {"prompt": None, "prompt_token_ids": [1, 2], "outputs": [], "finished": True, **fields}
+    return RequestOutput(request_id="r", **given)
+
+
+def test_answers() -> None:
+    likely = {9: Logprob(-2.0, 3, "x"), 4: Logprob(-0.5, 1, "y"), 6: Logprob(-1.0, 2, "z")}
+    one = CompletionOutput(
+        index=0,
+        text="x",
+        token_ids=[9],
+        cumulative_logprob=-2.0,
+        logprobs=[likely],
+        finish_reason="stop",
+        stop_reason=9,
+    )
+    two = CompletionOutput(index=1, text="", token_ids=[], finish_reason="stop", stop_reason="é")
+    metrics = RequestMetrics(10.0, 10.5, 11.0, 12.0, 12.0, num_preemptions=1, num_cached_tokens=2)
+    writer = ResponseWriter()
+    going = CompletionOutput(index=0, text="x", token_ids=[9, 9, 9, 9])
+    writer.write(output(outputs=[going], finished=False))
+    answer = writer.write(
+        output(
+            outputs=[one, two], metrics=metrics, num_cached_tokens=2, prompt_logprobs=[None, likely]
+        )
+    )
+    first, second = answer.outputs
+    assert (first.text, list(first.token_ids), first.cumulative_logprob) == ("x", [9], -2.0)
+    assert first.finish_reason == pb.FINISH_REASON_STOP
+    assert first.WhichOneof("matched_stop") == "matched_stop_token_id"
+    assert first.matched_stop_token_id == 9
+    assert [one.token_id for one in first.logprobs[0].candidates] == [9, 4, 6]
+    assert second.matched_stop_string == "é"
+    assert second.HasField("text")
+    assert not second.HasField("cumulative_logprob")
+    usage = answer.usage
+    assert (usage.num_prompt_tokens, usage.num_output_tokens, usage.num_cached_tokens) == (2, 5, 2)
+    assert (usage.queue_s, usage.first_token_s, usage.total_s) == (0.5, 1.0, 2.0)
+    assert usage.num_preemptions == 1
+    assert [len(one.candidates) for one in answer.prompt_logprobs] == [0, 3]
+
+
+def test_what_goes_on_has_no_end() -> None:
+    going = CompletionOutput(index=2, text="x", token_ids=[9])
+    answer = ResponseWriter().write(output(outputs=[going], finished=False))
+    assert answer.HasField("finished")
+    assert not answer.finished
+    assert not answer.HasField("usage")
+    assert not answer.outputs[0].HasField("finish_reason")
+    assert answer.outputs[0].WhichOneof("matched_stop") is None
+    assert answer.outputs[0].index == 2

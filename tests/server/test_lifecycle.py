@@ -1,0 +1,329 @@
+"""Start, drain, end: by real signals to real processes."""
+
+from __future__ import annotations
+
+import re
+import signal
+import socket
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import grpc
+import pytest
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+from support.server_process import ServerProcess, wait_until
+
+from server.calls import TIMEOUT_S, Refusal, long_request, refused, waiting
+from server.guarded import Authority
+from tpengine.cli import main
+from tpengine.server.proto import tpengine_pb2 as pb
+from tpengine.server.proto import tpengine_pb2_grpc
+
+Code = grpc.StatusCode
+SERVING, NOT_SERVING, UNKNOWN = 1, 2, 3
+SMALL = ["--cpu-kv-cache-space", "0.05", "--swap-space", "0", "--dtype", "float32"]
+END_S = 60.0
+DYING = Path(__file__).with_name("dying_server.py")
+TOKEN, ADMIN = "a-token-of-a-client", "the-token-of-the-admin"
+
+
+class Watcher:
+    """A stream of health, read beside the test."""
+
+    def __init__(self, channel: grpc.Channel, name: str) -> None:
+        request = health_pb2.HealthCheckRequest(service=name)
+        self.said: list[int] = []
+        self._stream = health_pb2_grpc.HealthStub(channel).Watch(request, timeout=END_S)
+        self._thread = threading.Thread(target=self._read, daemon=True)
+        self._thread.start()
+
+    def _read(self) -> None:
+        try:
+            for answer in self._stream:
+                self.said.append(answer.status)
+        except grpc.RpcError:
+            return
+
+    def close(self) -> None:
+        self._stream.cancel()
+        self._thread.join(TIMEOUT_S)
+        assert not self._thread.is_alive()
+
+
+def check(channel: grpc.Channel, name: str) -> int:
+    request = health_pb2.HealthCheckRequest(service=name)
+    return int(health_pb2_grpc.HealthStub(channel).Check(request, timeout=TIMEOUT_S).status)
+
+
+def children(pid: int) -> list[str]:
+    found = subprocess.run(["ps", "-o", "pid=", "--ppid", str(pid)], capture_output=True, text=True)
+    return found.stdout.split()
+
+
+def test_health_by_name(server: ServerProcess) -> None:
+    for name in ("", "readiness", "liveness", "tpengine.v1.GenerationService"):
+        assert check(server.channel, name) == SERVING
+        watcher = Watcher(server.channel, name)
+        wait_until(lambda watcher=watcher: watcher.said == [SERVING], TIMEOUT_S)
+        watcher.close()
+    stub = health_pb2_grpc.HealthStub(server.channel)
+    nobody = health_pb2.HealthCheckRequest(service="nobody")
+    assert refused(stub.Check, nobody).code is Code.NOT_FOUND
+    watcher = Watcher(server.channel, "nobody")
+    wait_until(lambda: watcher.said == [UNKNOWN], TIMEOUT_S)
+    watcher.close()
+
+
+def test_watchers_are_bounded(server: ServerProcess) -> None:
+    stub = health_pb2_grpc.HealthStub(server.channel)
+    watchers = [stub.Watch(health_pb2.HealthCheckRequest(), timeout=END_S) for _ in range(256)]
+    try:
+        for one in watchers:
+            assert next(one).status == SERVING
+        one_more = refused(stub.Watch, health_pb2.HealthCheckRequest())
+        assert one_more.code is Code.RESOURCE_EXHAUSTED
+        assert check(server.channel, "") == SERVING
+    finally:
+        for one in watchers:
+            one.cancel()
+
+
+class Guarded:
+    """A server with TLS, tokens and metrics, with calls under way."""
+
+    def __init__(self, folder: Path) -> None:
+        authority = Authority.make(folder)
+        files = authority.sign("server", folder)
+        for name, token in (("tokens", TOKEN), ("admin", ADMIN)):
+            (folder / name).write_text(f"{token}\n")
+            (folder / name).chmod(0o600)
+        options = ["--host", "127.0.0.1", "--tls-cert", files.certificate, "--tls-key", files.key]
+        options += ["--token-file", str(folder / "tokens")]
+        options += ["--admin-token-file", str(folder / "admin"), "--drain-timeout", "60"]
+        self.process = ServerProcess(*SMALL, *options, log=folder / "log")
+        self.channel = grpc.secure_channel(
+            self.process.target,
+            grpc.ssl_channel_credentials(authority.certificate.read_bytes()),
+        )
+        self.stub = tpengine_pb2_grpc.GenerationServiceStub(self.channel)
+
+
+@pytest.fixture(scope="module")
+def guarded(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Guarded]:
+    server = Guarded(tmp_path_factory.mktemp("guarded"))
+    yield server
+    server.channel.close()
+    server.process.stop()
+
+
+def as_(token: str) -> Any:
+    return {"metadata": (("authorization", f"Bearer {token}"),), "timeout": END_S}
+
+
+def test_start_up_reports_its_phases(guarded: Guarded) -> None:
+    log = guarded.process.log.read_text()
+    for phase in ("listen", "engine", "first token"):
+        assert re.search(rf"start-up: {phase} took \d+\.\d\d s", log)
+    ready = next(line for line in log.splitlines() if line.startswith("tpengine is ready on "))
+    for word in (guarded.process.target, "'embedded'", "TLS and tokens", "import", "engine"):
+        assert word in ready
+
+
+def test_who_may_abort_whose_request(guarded: Guarded) -> None:
+    stub = guarded.stub
+    assert refused(stub.Generate, long_request(1)).code is Code.UNAUTHENTICATED
+    stream = stub.GenerateStream(long_request(2000, request_id="its"), **as_(ADMIN))
+    next(stream)
+    abort = pb.AbortRequest(request_id="its")
+    assert refused(stub.Abort, abort, **as_(TOKEN)).code is Code.PERMISSION_DENIED
+    assert stub.Abort(abort, **as_(ADMIN)).aborted
+    assert refused(lambda **_: stream).code is Code.CANCELLED
+    stream = stub.GenerateStream(long_request(2000, request_id="its"), **as_(TOKEN))
+    next(stream)
+    assert stub.Abort(abort, **as_(TOKEN)).aborted
+    stream.cancel()
+
+
+def test_sigterm_drains(guarded: Guarded) -> None:
+    """Health first, then no new requests; those that run finish, and the exit code is 0."""
+    process, stub = guarded.process.process, guarded.stub
+    ready = Watcher(guarded.channel, "readiness")
+    alive = Watcher(guarded.channel, "liveness")
+    wait_until(lambda: ready.said == [SERVING] and alive.said == [SERVING], TIMEOUT_S)
+    long = long_request(600)
+    stream = stub.GenerateStream(long, **as_(TOKEN))
+    num_tokens = len(next(stream).outputs[0].token_ids)
+    unary = stub.Generate.future(long, **as_(TOKEN))
+    wait_until(
+        lambda: stub.GetLoads(pb.GetLoadsRequest(), **as_(TOKEN)).num_running == 2, TIMEOUT_S
+    )
+    process.send_signal(signal.SIGTERM)
+    wait_until(lambda: ready.said == [SERVING, NOT_SERVING], TIMEOUT_S)
+    refusal = refused(stub.Generate, long_request(1), **as_(TOKEN))
+    assert refusal.code is Code.UNAVAILABLE
+    assert process.poll() is None
+    last = None
+    for last in stream:
+        num_tokens += len(last.outputs[0].token_ids)
+    assert last is not None
+    assert last.finished
+    assert num_tokens == 600
+    assert unary.result(END_S).usage.num_output_tokens == 600
+    assert process.wait(END_S) == 0
+    assert alive.said == [SERVING]
+    for watcher in (ready, alive):
+        watcher.close()
+    assert not children(process.pid)
+
+
+def test_drain_by_call_is_bounded(tmp_path: Path) -> None:
+    """What has not finished by then is ended, its client is told, and the exit code is 0."""
+    (tmp_path / "admin").write_text(f"{ADMIN}\n")
+    options = [*SMALL, "--admin-token-file", str(tmp_path / "admin")]
+    with (
+        ServerProcess(*options, log=tmp_path / "log") as server,
+        waiting(server.stub, long_request(2000)) as call,
+    ):
+        wait_until(lambda: server.loads().num_running == 1, TIMEOUT_S)
+        drain = pb.DrainRequest(timeout_ms=100)
+        assert refused(server.stub.Drain, drain).code is Code.PERMISSION_DENIED
+        assert server.stub.Drain(drain, **as_(ADMIN)).num_open_calls == 1
+        refusal = refused(server.stub.Generate, long_request(1))
+        assert refusal.code is Code.UNAVAILABLE
+        assert call["done"].wait(TIMEOUT_S)
+        assert call["outcome"].code is Code.UNAVAILABLE
+        assert server.process.wait(END_S) == 0
+
+
+def test_metrics_are_scraped(server: ServerProcess) -> None:
+    before = server.metric("tpengine:generation_tokens_total")
+    assert server.stub.Generate(long_request(7), timeout=TIMEOUT_S).finished
+    assert server.metric("tpengine:generation_tokens_total") == before + 7
+
+
+def test_a_second_signal_ends_at_once(tmp_path: Path) -> None:
+    log = tmp_path / "log"
+    with (
+        ServerProcess(*SMALL, log=log) as server,
+        waiting(server.stub, long_request(2000)) as call,
+    ):
+        wait_until(lambda: server.loads().num_running == 1, TIMEOUT_S)
+        server.process.send_signal(signal.SIGSTOP)  # so that it sees both at once
+        server.process.send_signal(signal.SIGTERM)
+        server.process.send_signal(signal.SIGINT)
+        server.process.send_signal(signal.SIGCONT)
+        assert server.process.wait(END_S) in (128 + signal.SIGTERM, 128 + signal.SIGINT)
+        assert "ending at once" in log.read_text()
+        assert call["done"].wait(TIMEOUT_S)
+        assert call["outcome"].code is Code.UNAVAILABLE
+
+
+def start(*options: str, log: Path) -> subprocess.Popen[bytes]:
+    with log.open("wb") as out:
+        return subprocess.Popen(
+            [sys.executable, str(DYING), *options], stdout=out, stderr=subprocess.STDOUT
+        )
+
+
+def free_port() -> int:
+    with socket.create_server(("127.0.0.1", 0)) as probe:
+        return int(probe.getsockname()[1])
+
+
+def test_a_dead_engine_ends_the_server(tmp_path: Path) -> None:
+    log, port = tmp_path / "log", free_port()
+    process = start("40", *SMALL, "--port", str(port), log=log)
+    try:
+        wait_until(lambda: "tpengine is ready" in log.read_text(), END_S)
+        with grpc.insecure_channel(f"127.0.0.1:{port}") as channel:
+            stub = tpengine_pb2_grpc.GenerationServiceStub(channel)
+            with waiting(stub, long_request(500)) as one, waiting(stub, long_request(500)) as two:
+                for call in (one, two):
+                    assert call["done"].wait(TIMEOUT_S)
+                    outcome = call["outcome"]
+                    assert isinstance(outcome, Refusal)
+                    assert outcome.code is Code.UNAVAILABLE
+                    assert "SECRET" not in outcome.text
+        assert process.wait(END_S) == 1
+        assert "the engine is dead" in log.read_text()
+    finally:
+        process.kill()
+        process.wait(END_S)
+
+
+def test_start_up_is_bounded_and_shows_its_health(tmp_path: Path) -> None:
+    log, port = tmp_path / "log", free_port()
+    options = [*SMALL, "--port", str(port), "--startup-timeout", "6"]
+    process = start("start", *options, log=log)
+    try:
+        # A client that began earlier would wait longer between its attempts than this server lives.
+        wait_until(lambda: "start-up: listen" in log.read_text(), END_S)
+        with grpc.insecure_channel(f"127.0.0.1:{port}") as channel:
+            assert (check(channel, "liveness"), check(channel, "readiness")) == (1, 2)
+            stub = tpengine_pb2_grpc.GenerationServiceStub(channel)
+            about = stub.GetServerInfo(pb.GetServerInfoRequest(), timeout=TIMEOUT_S)
+            assert about.state == pb.SERVER_STATE_LOADING
+            refusal = refused(stub.Generate, long_request(1))
+            assert refusal.code is Code.UNAVAILABLE
+            assert "load" in refusal.text
+        assert process.wait(END_S) == 1
+        said = log.read_text()
+        assert "startup_timeout = 6 s" in said
+        assert "'engine'" in said
+    finally:
+        process.kill()
+        process.wait(END_S)
+
+
+def test_a_signal_while_loading_ends_at_once(tmp_path: Path) -> None:
+    log, port = tmp_path / "log", free_port()
+    process = start("start", *SMALL, "--port", str(port), log=log)
+    try:
+        wait_until(lambda: "start-up: listen" in log.read_text(), END_S)
+        process.send_signal(signal.SIGTERM)
+        assert process.wait(END_S) == 0
+        assert "during start-up" in log.read_text()
+    finally:
+        process.kill()
+        process.wait(END_S)
+
+
+def test_what_cannot_start(capfd: pytest.CaptureFixture[str]) -> None:
+    """Refused before the model is loaded; no traceback, one line."""
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = str(taken.getsockname()[1])
+        for options, words in (
+            (["--port", port], ("port is taken", port)),
+            (["--host", "0.0.0.0"], ("--insecure", "--tls-cert")),
+            (["--token-file", "/nowhere"], ("/nowhere",)),
+            (["--tls-cert", "/nowhere", "--tls-key", "/nowhere"], ("/nowhere",)),
+            (["--max-queued-requests", "0"], ("max_requests", "at least 1")),
+            (["--port", "0", "--metrics-port", port], ("metrics_port", port)),
+        ):
+            assert main(["serve", *options]) == 1
+            said = capfd.readouterr().err
+            assert "ConfigError" in said
+            assert "Traceback" not in said
+            for word in words:
+                assert word in said
+
+
+def test_help_teaches(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as ended:
+        main(["serve", "--help"])
+    assert ended.value.code == 0
+    said = capsys.readouterr().out
+    for word in (
+        "tpengine client generate",
+        "readiness",
+        "RESOURCE_EXHAUSTED",
+        "SIGTERM",
+        "--drain-timeout",
+        "--admin-token-file",
+        "--max-num-seqs",
+    ):
+        assert word in said

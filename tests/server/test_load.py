@@ -1,0 +1,298 @@
+"""Clients that vanish, crowds, and streams that nobody reads: the server stays what it was."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import math
+import os
+import random
+import signal
+import statistics
+import subprocess
+import sys
+import time
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import ExitStack, aclosing
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+from support.footprint import Footprint, assert_settles
+from support.server_process import ServerProcess, wait_until
+from support.silent_reader import SilentReader
+
+from tpengine import SamplingParams
+from tpengine.errors import DeadlineExceededError
+from tpengine.server.client import GenerationClient
+from tpengine.server.client_convert import to_request
+from tpengine.server.load import percentiles
+from tpengine.server.proto import tpengine_pb2 as pb
+
+HERE = Path(__file__).parent
+ROOT = HERE.parent.parent
+ENGINE = ["--dtype", "float32", "--num-device-blocks-override", "512"]
+QUEUE = 256
+NUM_CANCELS, NUM_DEADLINES, NUM_KILLED = 400, 300, 10
+STREAMS_OF_KILLED = 30
+VANISH_S = 8.0
+CROWD, CROWD_RATE, NUM_TO_GAUGE = 10_000, 700.0, 400
+CROWD_TIMEOUT_S = 200.0
+MAX_REFUSAL_S = 0.25
+"""Of the 99th percentile; alone on two cores it is a fifth."""
+MAX_STARVATION = 0.35
+"""Where the server waits longer than this for a processor, its latency is that of the others."""
+STARVED_REFUSAL_S = 10.0
+MEMORY_SLACK = 48 << 20
+QUIET_S = 20.0
+ENDED = "tpengine:request_success_total"
+NUM_READERS, NUM_SILENT, UNREAD_TOKENS = 4, 4, 400
+UNREAD_S, LONG_UNREAD_S = 3.0, 30.0
+WINDOW_S = 1.5
+TOUCH_TOKENS, BLOCK_SIZE = 480, 16
+MIN_RATE = 0.6
+"""Of the rate without silent readers; on a machine that others use, too."""
+MAX_HELD_BYTES = 4 << 20
+"""Of a stream whose 400 tokens have 20 candidates each."""
+
+
+@pytest.fixture(scope="module")
+def crowded(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerProcess]:
+    log = tmp_path_factory.mktemp("load") / "server.log"
+    options = ["--max-queued-requests", str(QUEUE), "--scheduling-policy", "priority"]
+    with ServerProcess(*ENGINE, *options, "--max-num-seqs", "16", log=log) as process:
+        yield process
+    assert "Traceback" not in log.read_text()
+
+
+def _greedy(num_tokens: int) -> SamplingParams:
+    return SamplingParams(temperature=0.0, max_tokens=num_tokens, ignore_eos=True)
+
+
+async def _vanish_by_cancel(client: GenerationClient, rng: random.Random) -> None:
+    await asyncio.sleep(rng.uniform(0, VANISH_S))
+    prompt = [rng.randrange(5, 500) for _ in range(rng.randint(1, 60))]
+
+    async def read() -> None:
+        async for _ in client.stream(prompt, _greedy(200)):
+            pass
+
+    task = asyncio.create_task(read())
+    await asyncio.sleep(rng.uniform(0, 0.3))
+    task.cancel()
+    await asyncio.wait([task])
+    assert task.cancelled()
+
+
+async def _vanish_by_deadline(client: GenerationClient, rng: random.Random) -> None:
+    await asyncio.sleep(rng.uniform(0, VANISH_S))
+    prompt = [rng.randrange(5, 500) for _ in range(rng.randint(1, 60))]
+    with pytest.raises(DeadlineExceededError):
+        await client.generate(prompt, _greedy(400), timeout_s=rng.uniform(0.001, 0.3))
+
+
+async def _vanish_by_kill(target: str, rng: random.Random) -> None:
+    await asyncio.sleep(rng.uniform(0, VANISH_S))
+    words = [target, str(STREAMS_OF_KILLED), str(rng.randrange(10**6))]
+    process = await asyncio.create_subprocess_exec(
+        sys.executable, str(HERE / "vanish.py"), *words, stdout=subprocess.PIPE
+    )
+    try:
+        assert process.stdout is not None
+        line = await asyncio.wait_for(process.stdout.readline(), QUIET_S)
+        assert line == b"open\n"
+        await asyncio.sleep(rng.uniform(0, 0.3))
+    finally:
+        process.send_signal(signal.SIGKILL)
+        assert await asyncio.wait_for(process.wait(), QUIET_S) == -signal.SIGKILL
+
+
+async def _vanish(target: str, cancels: int, deadlines: int, kills: int, seed: int) -> None:
+    rng = random.Random(seed)
+    rngs = [random.Random(rng.random()) for _ in range(cancels + deadlines + kills)]
+    async with GenerationClient(target) as client:
+        await asyncio.gather(
+            *(_vanish_by_cancel(client, one) for one in rngs[:cancels]),
+            *(_vanish_by_deadline(client, one) for one in rngs[cancels : cancels + deadlines]),
+            *(_vanish_by_kill(target, one) for one in rngs[cancels + deadlines :]),
+        )
+
+
+def test_clients_that_vanish_leave_nothing(server: ServerProcess) -> None:
+    answer = _complete(server)
+    asyncio.run(_vanish(server.target, 60, 60, 1, seed=1))  # pools grow to their size
+    wait_until(lambda: server.loads().num_open_calls == 0, QUIET_S)
+    time.sleep(1.0)
+    before, aborted = Footprint.of(server), server.metric(ENDED, finished_reason="abort")
+    assert before.free_blocks == server.loads().num_total_blocks
+    asyncio.run(_vanish(server.target, NUM_CANCELS, NUM_DEADLINES, NUM_KILLED, seed=2))
+    assert_settles(server, before)
+    # Most had come as far as the engine when they went.
+    num_vanished = NUM_CANCELS + NUM_DEADLINES + NUM_KILLED * STREAMS_OF_KILLED
+    assert server.metric(ENDED, finished_reason="abort") - aborted > num_vanished // 2
+    assert _complete(server) == answer
+
+
+def _complete(server: ServerProcess) -> tuple[int, ...]:
+    """Output ids of a normal request."""
+
+    async def ask() -> tuple[int, ...]:
+        async with GenerationClient(server.target, timeout_s=30) as client:
+            output = await client.generate("Once upon a time", _greedy(16))
+        return tuple(output.outputs[0].token_ids)
+
+    return asyncio.run(ask())
+
+
+def _crowd(folder: Path, target: str, count: int, rate: float, num_tokens: int) -> subprocess.Popen:
+    """Lets a crowd come; what it says will be in the folder's file, as a pipe would be full."""
+    words = [target, count, rate, 3, num_tokens]
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join(map(str, (ROOT, ROOT / "tests")))}
+    with (folder / "crowd.json").open("wb") as out:
+        return subprocess.Popen(
+            [sys.executable, str(HERE / "crowd.py"), *map(str, words)], stdout=out, env=environment
+        )
+
+
+def _bearable_rate(folder: Path, target: str) -> float:
+    """Clients per second, well below what this machine can refuse at its best just now: a crowd
+    that comes faster than that waits for the processor, which says nothing of the server."""
+    _crowd(folder, target, NUM_TO_GAUGE, math.inf, 0).wait(CROWD_TIMEOUT_S)
+    found = json.loads((folder / "crowd.json").read_text())
+    assert {status for status, *_ in found["ends"]} == {"INVALID_ARGUMENT"}
+    return min(CROWD_RATE, NUM_TO_GAUGE / found["elapsed_s"] / 3)
+
+
+def test_a_crowd_is_refused_at_once_and_in_order(crowded: ServerProcess, tmp_path: Path) -> None:
+    _touch_cache(crowded)
+    answer, rate = _complete(crowded), _bearable_rate(tmp_path, crowded.target)
+    before, memory = Footprint.of(crowded), crowded.resident_bytes()
+    crowd = _crowd(tmp_path, crowded.target, CROWD, rate, 8)
+    most_memory = most_queued = 0
+    try:
+        deadline = time.monotonic() + CROWD_TIMEOUT_S
+        while crowd.poll() is None:
+            assert time.monotonic() < deadline
+            most_memory = max(most_memory, crowded.resident_bytes())
+            most_queued = max(most_queued, crowded.loads().num_queued)
+            time.sleep(0.2)
+        found = json.loads((tmp_path / "crowd.json").read_text())["ends"]
+    finally:
+        crowd.kill()
+        crowd.wait(QUIET_S)
+    starved = crowded.starvation()
+    statuses = Counter(status for status, *_ in found)
+    refusals = percentiles([seconds for status, seconds, *_ in found if status != "OK"])
+    waits = {
+        priority: statistics.median(
+            wait for status, _, own, wait in found if status == "OK" and own == priority
+        )
+        for priority in (-5, 5)
+    }
+    print(
+        f"{rate:.0f} clients/s: {dict(statuses)}; refusals, ms: "
+        f"{ {percent: round(1000 * s, 1) for percent, s in refusals.items()} }; "
+        f"{(most_memory - memory) >> 20} MiB more; at most {most_queued} waiting; median wait, s, "
+        f"by priority: {waits}; {100 * starved:.0f} % without a processor"
+    )
+    assert set(statuses) == {"OK", "RESOURCE_EXHAUSTED"}
+    assert statuses["RESOURCE_EXHAUSTED"] > CROWD // 10
+    assert statuses["OK"] > 2 * QUEUE
+    assert refusals[99] < (MAX_REFUSAL_S if starved < MAX_STARVATION else STARVED_REFUSAL_S)
+    assert QUEUE // 2 < most_queued <= QUEUE
+    assert most_memory - memory < MEMORY_SLACK
+    assert waits[-5] < 0.5 * waits[5]
+    assert_settles(crowded, before)
+    assert _complete(crowded) == answer
+
+
+@dataclass
+class Readers:
+    """Streams whose tokens are counted; each is begun again when it ends."""
+
+    num_tokens: int = 0
+
+    async def read(self, client: GenerationClient, until: float) -> None:
+        """One of them."""
+        while time.monotonic() < until:
+            async with aclosing(client.stream("Once upon a time", _greedy(256))) as outputs:
+                async for output in outputs:
+                    self.num_tokens += sum(len(one.token_ids) for one in output.outputs)
+                    if time.monotonic() >= until:
+                        break
+
+
+def _touch_cache(server: ServerProcess) -> None:
+    """Fills every block once: the system gives a page when it is first written to, and that must
+    not look like growth."""
+    loads, rng = server.loads(), random.Random(0)
+    num_prompts = -(-2 * loads.num_total_blocks // (TOUCH_TOKENS // BLOCK_SIZE))
+
+    async def fill() -> None:
+        async with GenerationClient(server.target, timeout_s=60) as client:
+            for _ in range(num_prompts):
+                prompt = [rng.randrange(5, 500) for _ in range(TOUCH_TOKENS)]
+                await client.generate(prompt, _greedy(1))
+
+    asyncio.run(fill())
+
+
+def _rate(server: ServerProcess, duration_s: float) -> float:
+    """Tokens per second of all readers together; the best of three, for what others do on this
+    machine takes from any of them."""
+
+    async def measure() -> float:
+        readers, start = Readers(), time.monotonic()
+        async with GenerationClient(server.target) as client:
+            until = start + duration_s / 3
+            await asyncio.gather(*(readers.read(client, until) for _ in range(NUM_READERS)))
+        return readers.num_tokens / (time.monotonic() - start)
+
+    return max(asyncio.run(measure()) for _ in range(3))
+
+
+def _unread(server: ServerProcess) -> SilentReader:
+    """A long stream with much to say for each token."""
+    params = SamplingParams(temperature=0.0, max_tokens=UNREAD_TOKENS, ignore_eos=True, logprobs=20)
+    request = to_request("Once upon a time", params, None, 0, None)
+    return SilentReader(
+        server.target, "/tpengine.v1.GenerationService/GenerateStream", request.SerializeToString()
+    )
+
+
+def _stay_unread(server: ServerProcess, unread_s: float) -> None:
+    _touch_cache(server)
+    rates = [_rate(server, WINDOW_S)]
+    wait_until(lambda: server.loads().num_open_calls == 0, QUIET_S)
+    before, memory = Footprint.of(server), server.resident_bytes()
+    with ExitStack() as stack:
+        silent = [stack.enter_context(_unread(server)) for _ in range(NUM_SILENT)]
+        wait_until(lambda: server.loads().num_open_calls == NUM_SILENT, QUIET_S)
+        wait_until(lambda: server.loads().num_running == 0, QUIET_S)  # all is made, nothing is read
+        rate_with = _rate(server, unread_s)
+        held = server.resident_bytes() - memory
+        assert [one.num_data_bytes for one in silent] == [0] * NUM_SILENT
+        wait_until(lambda: server.loads().num_free_blocks == before.free_blocks, QUIET_S)
+        for one in silent:
+            messages = [pb.GenerateResponse.FromString(data) for data in one.read_all(QUIET_S)]
+            tokens = [len(out.token_ids) for message in messages for out in message.outputs]
+            assert sum(tokens) == UNREAD_TOKENS
+            assert messages[-1].finished
+            # What waited was merged: it takes a few messages, not one a token.
+            assert len(messages) < UNREAD_TOKENS / 4
+    rates.append(_rate(server, WINDOW_S))
+    print(f"rates without, with, without: {rates[0]:.0f}, {rate_with:.0f}, {rates[1]:.0f} tokens/s")
+    print(f"{held / NUM_SILENT / 1024:.0f} KiB a silent stream")
+    assert rate_with > MIN_RATE * min(rates)
+    assert held < NUM_SILENT * MAX_HELD_BYTES
+    assert_settles(server, before)
+
+
+def test_a_stream_that_nobody_reads_is_nobody_elses_matter(server: ServerProcess) -> None:
+    _stay_unread(server, UNREAD_S)
+
+
+@pytest.mark.soak
+def test_a_stream_that_nobody_reads_for_long(server: ServerProcess) -> None:
+    _stay_unread(server, LONG_UNREAD_S)

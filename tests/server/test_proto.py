@@ -1,0 +1,51 @@
+"""The protocol: its stubs are those of the checked-in file, and every scalar knows 0 from unset."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from google.protobuf.descriptor import Descriptor, FieldDescriptor
+
+from tpengine.server.proto import build, tpengine_pb2
+
+STUBS = ("tpengine_pb2.py", "tpengine_pb2.pyi", "tpengine_pb2_grpc.py")
+MESSAGES = list(tpengine_pb2.DESCRIPTOR.message_types_by_name.values())
+
+
+def test_stubs_are_current(tmp_path: Path) -> None:
+    build.build(tmp_path)
+    for name in STUBS:
+        fresh = (tmp_path / build.PROTO).with_name(name).read_text()
+        checked_in = Path(build.__file__).with_name(name).read_text()
+        assert checked_in == fresh, f"{name}: run python -m tpengine.server.proto.build"
+
+
+@pytest.mark.parametrize("message", MESSAGES, ids=lambda message: message.name)
+def test_every_scalar_knows_whether_it_is_set(message: Descriptor) -> None:
+    for field in message.fields:
+        if not field.is_repeated:
+            assert field.has_presence, f"{message.name}.{field.name} is not optional"
+
+
+def test_explicit_zeros_survive_the_wire() -> None:
+    zeros = {
+        FieldDescriptor.CPPTYPE_STRING: "",
+        FieldDescriptor.CPPTYPE_BOOL: False,
+        FieldDescriptor.CPPTYPE_DOUBLE: 0.0,
+    }
+    for message in MESSAGES:
+        for field in message.fields:
+            if field.is_repeated or field.message_type is not None:
+                continue
+            sent = getattr(tpengine_pb2, message.name)(**{field.name: zeros.get(field.cpp_type, 0)})
+            received = type(sent).FromString(sent.SerializeToString())
+            assert received.HasField(field.name), f"{message.name}.{field.name}"
+            assert not type(sent)().HasField(field.name)
+
+
+def test_nothing_that_imports_code_is_on_the_wire() -> None:
+    """Logits processors are named functions that the server would import."""
+    fields = tpengine_pb2.SamplingParams.DESCRIPTOR.fields_by_name
+    assert "logits_processors" not in fields
+    assert not [name for name in fields if "process" in name or "remote" in name]

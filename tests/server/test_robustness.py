@@ -1,0 +1,277 @@
+"""Bytes that nobody should send: the right status, nothing of our insides, and the server lives."""
+
+from __future__ import annotations
+
+import random
+import socket
+import ssl
+from collections import Counter
+from collections.abc import Callable, Iterator
+from functools import partial
+from typing import Any
+
+import grpc
+import pytest
+from support.server_process import ServerProcess, wait_until
+
+from server.calls import SERVICE, TIMEOUT_S, Refusal, ids, refused, sampling
+from server.guarded import guarded_server
+from tpengine.server import reports
+from tpengine.server.proto import tpengine_pb2 as pb
+from tpengine.server.proto import tpengine_pb2_grpc
+
+Code = grpc.StatusCode
+NUM_MUTATIONS = 1000
+AT_ONCE = 32
+INSIDES = ("Traceback", 'File "', "Error(", "google", "<class", "object at 0x", ".py", "SECRET")
+PREFACE = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n"
+CORRUPT = {
+    "noise": b"\xff\xff\xff",
+    "cut short": b"\x12\x7fabc",
+    "no UTF-8": b"\x12\x02\xff\xfe",
+    "field of another type": b"\x10\x01\x2a\x01\x08",
+    "deep nesting": b"\x2b" * 5000,
+}
+
+
+@pytest.fixture(autouse=True)
+def _lives(server: ServerProcess) -> Iterator[None]:
+    """After each test the same process answers as before it, and holds nothing."""
+    before = server.loads()
+    yield
+    assert server.process.poll() is None
+    answer = server.stub.Generate(valid(), timeout=TIMEOUT_S)
+    assert answer.outputs[0].text == " Paris. The city lies on the Seine"
+    wait_until(lambda: server.loads().num_open_calls == 0, TIMEOUT_S)
+    after = server.loads()
+    assert after.num_free_blocks == before.num_free_blocks
+    assert after.num_tasks <= before.num_tasks + 2
+
+
+def valid() -> pb.GenerateRequest:
+    return pb.GenerateRequest(prompt="The capital of France is", sampling=sampling())
+
+
+def rich() -> pb.GenerateRequest:
+    """One with every kind of field."""
+    params = sampling(
+        stop=["é", "xyz"],
+        stop_token_ids=[3],
+        logit_bias={5: 1.5, 7: -2.0},
+        allowed_token_ids=ids(*range(4, 90)),
+        bad_words=["no"],
+        bad_words_token_ids=[ids(9, 10)],
+        seed=5,
+        top_p=0.9,
+        logprobs=2,
+    )
+    return pb.GenerateRequest(prompt_token_ids=ids(5, 900, 31), sampling=params, priority=0)
+
+
+def mutated(data: bytes, rng: random.Random) -> bytes:
+    changed = bytearray(data)
+    for _ in range(rng.randint(1, 4)):
+        place = rng.randrange(len(changed) + 1)
+        kind = rng.randrange(4)
+        if kind == 0 and place < len(changed):
+            changed[place] = rng.randrange(256)
+        elif kind == 1:
+            changed[place:place] = rng.randbytes(rng.randint(1, 8))
+        elif kind == 2:
+            del changed[place : place + rng.randint(1, 8)]
+        else:
+            start = rng.randrange(len(changed) + 1)
+            changed[place:place] = changed[start : start + 16]
+    return bytes(changed)
+
+
+def assert_says_nothing(refusal: Refusal) -> None:
+    for word in INSIDES:
+        assert word not in refusal.text, refusal.text
+    assert len(refusal.text) <= 500
+
+
+def test_random_mutations(server: ServerProcess) -> None:
+    rng = random.Random(7)
+    seeds = [rich().SerializeToString(), valid().SerializeToString()]
+    # The bytes go out as they are: nothing on the client's side looks at them.
+    unary = server.channel.unary_unary(SERVICE + "Generate")
+    stream = server.channel.unary_stream(SERVICE + "GenerateStream")
+    codes: Counter[str] = Counter()
+    pending: list[tuple[bytes, Callable[[], Any]]] = []
+    for i in range(NUM_MUTATIONS):
+        data = mutated(seeds[i % 2], rng)
+        if i % 4:
+            pending.append((data, unary.future(data, timeout=TIMEOUT_S).result))
+        else:
+            pending.append((data, partial(list, stream(data, timeout=TIMEOUT_S))))
+        if len(pending) >= AT_ONCE or i == NUM_MUTATIONS - 1:
+            for sent, one in pending:
+                codes[outcome(sent, one)] += 1
+            pending.clear()
+    assert sum(codes.values()) == NUM_MUTATIONS
+    # A name of another model, or a wait of milliseconds, may come out of it as well.
+    assert set(codes) <= {"OK", "INVALID_ARGUMENT", "NOT_FOUND", "DEADLINE_EXCEEDED"}, codes
+    assert codes["OK"] > 50
+    assert codes["INVALID_ARGUMENT"] > 300
+
+
+def outcome(sent: bytes, finish: Callable[[], Any]) -> str:
+    try:
+        assert finish()
+    except grpc.RpcError as error:
+        refusal = Refusal(error)
+        assert_says_nothing(refusal)
+        assert refusal.code is not Code.UNKNOWN, sent
+        return str(refusal.code.name)
+    return "OK"
+
+
+@pytest.mark.parametrize("name", list(CORRUPT))
+def test_bytes_that_are_no_message(server: ServerProcess, name: str) -> None:
+    data = CORRUPT[name]
+    methods = [SERVICE + method for method in ("Generate", "Abort", "Tokenize", "Drain")]
+    for path in (*methods, "/grpc.health.v1.Health/Check"):
+        if path.endswith(("Abort", "Tokenize", "Drain", "Check")) and name != "noise":
+            continue
+        refusal = refused(server.channel.unary_unary(path), data)
+        assert refusal.code is Code.INVALID_ARGUMENT, (path, refusal.text)
+        assert_says_nothing(refusal)
+    for path in (SERVICE + "GenerateStream", "/grpc.health.v1.Health/Watch"):
+        refusal = refused(server.channel.unary_stream(path), CORRUPT["noise"])
+        assert refusal.code is Code.INVALID_ARGUMENT
+    path = "/grpc.reflection.v1alpha.ServerReflection/ServerReflectionInfo"
+    refusal = refused(server.channel.stream_stream(path), iter([CORRUPT["noise"]]))
+    assert refusal.code is Code.INVALID_ARGUMENT
+    assert_says_nothing(refusal)
+
+
+def say(server: ServerProcess, data: bytes, wait_s: float = 5.0) -> bytes:
+    """Sends bytes to the port; returns what comes until the server closes, or for a while."""
+    host, _, port = server.target.partition(":")
+    heard = b""
+    with socket.create_connection((host, int(port)), timeout=wait_s) as connection:
+        try:
+            connection.sendall(data)
+            while part := connection.recv(65536):
+                heard += part
+        except (TimeoutError, ConnectionError):
+            pass
+    return heard
+
+
+@pytest.mark.parametrize(
+    "data",
+    [
+        b"GET / HTTP/1.1\r\nHost: x\r\n\r\n",
+        b"POST /tpengine.v1.GenerationService/Generate HTTP/1.1\r\nContent-Length: 3\r\n\r\nabc",
+        random.Random(1).randbytes(4096),
+        b"\x00" * 100_000,
+        PREFACE + random.Random(2).randbytes(4096),
+        # A settings frame, then headers whose length is a lie.
+        PREFACE + b"\x00\x00\x00\x04\x00\x00\x00\x00\x00" + b"\xff\xff\xff\x01\x05\x00\x00\x00\x01",
+    ],
+    ids=["GET", "POST", "random", "zeros", "after the preface", "frames"],
+)
+def test_garbage_on_the_port(server: ServerProcess, data: bytes) -> None:
+    heard = say(server, data, wait_s=1.0)
+    for word in INSIDES:
+        assert word.encode() not in heard
+
+
+def test_connections_that_say_nothing(server: ServerProcess) -> None:
+    host, _, port = server.target.partition(":")
+    silent = [socket.create_connection((host, int(port)), timeout=5.0) for _ in range(100)]
+    try:
+        assert server.stub.Generate(valid(), timeout=TIMEOUT_S).finished
+    finally:
+        for connection in silent:
+            connection.close()
+
+
+def test_tls_where_there_is_none(server: ServerProcess) -> None:
+    host, _, port = server.target.partition(":")
+    context = ssl.create_default_context()
+    with (
+        socket.create_connection((host, int(port)), timeout=5.0) as plain,
+        pytest.raises((ssl.SSLError, OSError)),
+    ):
+        context.wrap_socket(plain, server_hostname=host)
+    with grpc.secure_channel(server.target, grpc.ssl_channel_credentials()) as channel:
+        refusal = refused(channel.unary_unary(SERVICE + "Generate"), b"", timeout=3.0)
+        assert refusal.code is Code.UNAVAILABLE
+
+
+@pytest.mark.parametrize("kind", [grpc.Compression.Gzip, grpc.Compression.Deflate])
+def test_compressed_bombs(server: ServerProcess, kind: grpc.Compression) -> None:
+    generate = server.channel.unary_unary(SERVICE + "Generate")
+    answer = generate(valid().SerializeToString(), timeout=TIMEOUT_S, compression=kind)
+    assert pb.GenerateResponse.FromString(answer).finished, "an honest one is read"
+    bomb = pb.GenerateRequest(prompt="a" * (32 << 20)).SerializeToString()
+    before = server.resident_bytes()
+    for _ in range(3):
+        refusal = refused(generate, bomb, compression=kind)
+        assert refusal.code is Code.RESOURCE_EXHAUSTED
+    assert server.resident_bytes() < before + (24 << 20)
+
+
+def test_too_much(server: ServerProcess) -> None:
+    generate = server.channel.unary_unary(SERVICE + "Generate")
+    large = pb.GenerateRequest(prompt="a" * (5 << 20)).SerializeToString()
+    assert refused(generate, large).code is Code.RESOURCE_EXHAUSTED
+    metadata = (("x-large", "a" * 20_000),)
+    refusal = refused(generate, valid().SerializeToString(), metadata=metadata)
+    assert refusal.code is Code.RESOURCE_EXHAUSTED
+
+
+def test_a_text_that_cannot_fit_costs_nothing(server: ServerProcess) -> None:
+    """Refused by its length alone: to tokenize it would take seconds, and others would wait."""
+    text = "ab " * (1 << 20)
+    message = pb.Message(role="user", content=text)
+    chat = pb.Conversation(messages=[message])
+    calls = (
+        (server.stub.Generate, pb.GenerateRequest(prompt=text), "prompt"),
+        (server.stub.Generate, pb.GenerateRequest(messages=chat), "messages"),
+        (server.stub.Tokenize, pb.TokenizeRequest(text=text), "text"),
+        (server.stub.Tokenize, pb.TokenizeRequest(messages=chat), "messages"),
+        (server.stub.Detokenize, pb.DetokenizeRequest(token_ids=[5] * (1 << 20)), "token_ids"),
+    )
+    for call, request, field in calls:
+        refusal = refused(call, request, timeout=5.0)
+        assert (refusal.code, refusal.field) == (Code.INVALID_ARGUMENT, field)
+        assert "max_model_len = 512" in refusal.text
+
+
+def test_a_fault_of_ours_tells_nothing(
+    server: ServerProcess, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def broken(*args: object) -> None:
+        raise ZeroDivisionError("SECRET")
+
+    monkeypatch.setattr(reports, "server_info", broken)
+    with guarded_server() as target, grpc.insecure_channel(target) as channel:
+        stub = tpengine_pb2_grpc.GenerationServiceStub(channel)
+        refusal = refused(stub.GetServerInfo, pb.GetServerInfoRequest())
+    assert refusal.code is Code.INTERNAL
+    assert_says_nothing(refusal)
+    assert refusal.request_id is not None
+    assert refusal.request_id in refusal.text
+    for packed in refusal.status.details:
+        assert b"SECRET" not in packed.value
+
+
+def test_prompts_are_not_in_the_log(server: ServerProcess) -> None:
+    marker = "zxqj"
+    good = pb.GenerateRequest(prompt=f"{marker} a", sampling=sampling())
+    assert server.stub.Generate(good, timeout=TIMEOUT_S).finished
+    for request in (
+        pb.GenerateRequest(prompt=f"{marker} " * 2000),
+        pb.GenerateRequest(prompt="a", sampling=sampling(stop=[""], bad_words=[marker])),
+        pb.GenerateRequest(
+            messages=pb.Conversation(messages=[pb.Message(role=marker, content=marker * 2000)])
+        ),
+    ):
+        assert refused(server.stub.Generate, request).code is Code.INVALID_ARGUMENT
+    log = server.log.read_text()
+    assert "request 'req-" in log
+    assert marker not in log

@@ -1,0 +1,250 @@
+"""Who may call what: addresses, tokens, certificates, and what a log tells."""
+
+from __future__ import annotations
+
+import shutil
+import ssl
+from pathlib import Path
+from typing import Any
+
+import grpc
+import pytest
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+
+from server.calls import TIMEOUT_S, refused
+from server.guarded import Authority, guarded_server
+from tpengine.errors import ConfigError, PermissionDeniedError, UnauthenticatedError
+from tpengine.server.auth import Authenticator, Client, read_tokens
+from tpengine.server.proto import tpengine_pb2 as pb
+from tpengine.server.proto import tpengine_pb2_grpc
+from tpengine.server.server_args import ServerArgs
+from tpengine.server.tls import TlsFiles
+
+Code = grpc.StatusCode
+ONE, TWO, ADMIN, WRONG = (f"{name}-0123456789abcdef" for name in ("one", "two", "admin", "wrong"))
+READY = health_pb2.HealthCheckRequest()
+INFO = pb.GetServerInfoRequest()
+
+
+def bearer(token: str) -> tuple[tuple[str, str], ...]:
+    return (("authorization", f"Bearer {token}"),)
+
+
+@pytest.fixture(scope="module")
+def authority(tmp_path_factory: pytest.TempPathFactory) -> Authority:
+    return Authority.make(tmp_path_factory.mktemp("authority"))
+
+
+@pytest.fixture(scope="module")
+def files(authority: Authority) -> TlsFiles:
+    return authority.sign("server", authority.folder / "server")
+
+
+@pytest.mark.parametrize("host", ["0.0.0.0", "::", "192.0.2.7", "example.org", ""])
+def test_strangers_are_served_on_purpose_only(host: str) -> None:
+    with pytest.raises(ConfigError) as raised:
+        ServerArgs(host=host).check_exposure(Authenticator())
+    for word in ("--tls-cert", "--token-file", "--insecure", "127.0.0.1"):
+        assert word in str(raised.value)
+    ServerArgs(host=host, insecure=True).check_exposure(Authenticator())
+    ServerArgs(host=host).check_exposure(Authenticator([ONE]))
+    ServerArgs(host=host, tls_cert="a", tls_key="b").check_exposure(Authenticator())
+    with pytest.raises(ConfigError):  # an admin token guards nobody else's calls
+        ServerArgs(host=host).check_exposure(Authenticator((), [ADMIN]))
+
+
+@pytest.mark.parametrize("host", ["127.0.0.1", "127.8.8.8", "::1", "localhost"])
+def test_this_machine_needs_no_guard(host: str) -> None:
+    ServerArgs(host=host).check_exposure(Authenticator())
+
+
+@pytest.mark.parametrize(
+    ("fields", "word"),
+    [
+        ({"port": 65536}, "port"),
+        ({"metrics_port": -1}, "metrics_port"),
+        ({"drain_timeout": float("nan")}, "drain_timeout"),
+        ({"startup_timeout": float("inf")}, "startup_timeout"),
+        ({"max_message_mib": 0.0}, "max_message_mib"),
+        ({"tls_cert": "a"}, "tls_key"),
+        ({"tls_client_ca": "a"}, "tls_cert"),
+    ],
+)
+def test_wrong_arguments(fields: dict[str, Any], word: str) -> None:
+    with pytest.raises(ConfigError, match=word):
+        ServerArgs(**fields).check()
+
+
+def test_tokens_are_read(tmp_path: Path) -> None:
+    file = tmp_path / "tokens"
+    file.write_text(f"# ours\n{ONE}\n\n  {TWO}  \n")
+    assert read_tokens(str(file), None, "x") == [ONE, TWO]
+    assert read_tokens(None, f"{ONE}, {TWO}", "x") == [ONE, TWO]
+    assert read_tokens(None, None, "x") == []
+    for content in ("", "# none\n", "short\n", f"{ONE} {TWO}\n", f"{ONE}é\n"):
+        file.write_text(content)
+        with pytest.raises(ConfigError) as raised:
+            read_tokens(str(file), None, "x")
+        assert ONE not in str(raised.value)
+    with pytest.raises(ConfigError, match="cannot be read"):
+        read_tokens(str(tmp_path / "none"), None, "x")
+
+
+def test_clients_are_told_apart() -> None:
+    known = Authenticator([ONE, TWO], [ADMIN])
+    one, two, admin = (known.identify([f"Bearer {t}"], None) for t in (ONE, TWO, ADMIN))
+    assert one == known.identify([f"bearer {ONE}"], "somebody")
+    assert len({one.name, two.name, admin.name}) == 3
+    admin.require_admin("x")
+    for client in (one, two, Client("anonymous")):
+        with pytest.raises(PermissionDeniedError):
+            client.require_admin("x")
+    for headers in (
+        [],
+        [""],
+        ["Bearer"],
+        ["Bearer "],
+        [ONE],
+        [f"Basic {ONE}"],
+        [f"Bearer {WRONG}"],
+        [f"Bearer {ONE}x"],
+        [f"Bearer {ONE[:-1]}"],
+        [f"Bearer {ONE}", f"Bearer {WRONG}"],
+    ):
+        with pytest.raises(UnauthenticatedError) as raised:
+            known.identify(headers, "somebody")
+        assert ONE not in str(raised.value)
+    assert Authenticator().identify([f"Bearer {WRONG}"], None).name == "anonymous"
+    assert Authenticator().identify([], "somebody").name == "certificate somebody"
+    with pytest.raises(UnauthenticatedError):
+        Authenticator((), [ADMIN]).identify([f"Bearer {WRONG}"], None)
+
+
+def test_tokens_over_the_wire() -> None:
+    with (
+        guarded_server(Authenticator([ONE], [ADMIN])) as target,
+        grpc.insecure_channel(target) as channel,
+    ):
+        stub = tpengine_pb2_grpc.GenerationServiceStub(channel)
+        assert stub.GetServerInfo(INFO, timeout=TIMEOUT_S, metadata=bearer(ONE)).version
+        for metadata in ((), bearer(WRONG), (*bearer(ONE), *bearer(WRONG))):
+            for call, message in (
+                (stub.GetServerInfo, INFO),
+                (stub.Generate, pb.GenerateRequest(prompt="a")),
+                (stub.GenerateStream, pb.GenerateRequest(prompt="a")),
+                (stub.Drain, pb.DrainRequest()),
+            ):
+                refusal = refused(call, message, metadata=metadata)
+                assert refusal.code is Code.UNAUTHENTICATED
+                assert ONE not in refusal.text
+        refusal = refused(stub.Drain, pb.DrainRequest(), metadata=bearer(ONE))
+        assert refusal.code is Code.PERMISSION_DENIED
+        refusal = refused(stub.Generate, pb.GenerateRequest(prompt="a"), metadata=bearer(ONE))
+        assert refusal.code is Code.UNAVAILABLE
+        assert "load" in refusal.text
+        assert stub.Drain(pb.DrainRequest(), timeout=TIMEOUT_S, metadata=bearer(ADMIN)).HasField(
+            "num_open_calls"
+        )
+
+
+def test_only_health_is_free_of_tokens() -> None:
+    with guarded_server(Authenticator([ONE])) as target, grpc.insecure_channel(target) as channel:
+        health = health_pb2_grpc.HealthStub(channel)
+        assert health.Check(READY, timeout=TIMEOUT_S).status == 2
+        assert health.List(health_pb2.HealthListRequest(), timeout=TIMEOUT_S).statuses
+        watch = health.Watch(READY, timeout=TIMEOUT_S)
+        assert next(watch).status == 2
+        watch.cancel()
+        path = "/grpc.reflection.v1alpha.ServerReflection/ServerReflectionInfo"
+        refusal = refused(channel.stream_stream(path), iter([b""]))
+        assert refusal.code is Code.UNAUTHENTICATED
+
+
+def secure(target: str, authority: Authority, own: TlsFiles | None = None) -> grpc.Channel:
+    key, certificate = (
+        (None, None)
+        if own is None
+        else (Path(own.key).read_bytes(), Path(own.certificate).read_bytes())
+    )
+    return grpc.secure_channel(
+        target,
+        grpc.ssl_channel_credentials(authority.certificate.read_bytes(), key, certificate),
+    )
+
+
+def test_tls(authority: Authority, files: TlsFiles, tmp_path: Path) -> None:
+    stranger = Authority.make(tmp_path, "stranger")
+    with guarded_server(tls=files) as target:
+        with secure(target, authority) as channel:
+            assert health_pb2_grpc.HealthStub(channel).Check(READY, timeout=TIMEOUT_S).status == 2
+        for wrong in (secure(target, stranger), grpc.insecure_channel(target)):
+            with wrong as channel:
+                health = health_pb2_grpc.HealthStub(channel)
+                assert refused(health.Check, READY, timeout=3.0).code is Code.UNAVAILABLE
+        with secure(target, authority) as channel:
+            assert health_pb2_grpc.HealthStub(channel).Check(READY, timeout=TIMEOUT_S).status == 2
+
+
+def test_mutual_tls(authority: Authority, files: TlsFiles, tmp_path: Path) -> None:
+    client = authority.sign("client", tmp_path / "client")
+    stranger = Authority.make(tmp_path / "stranger").sign("client", tmp_path / "other")
+    both = TlsFiles(files.certificate, files.key, str(authority.certificate))
+    with guarded_server(tls=both) as target:
+        with secure(target, authority, client) as channel:
+            stub = tpengine_pb2_grpc.GenerationServiceStub(channel)
+            assert stub.GetServerInfo(INFO, timeout=TIMEOUT_S).version
+        for own in (None, stranger):
+            with secure(target, authority, own) as channel:
+                health = health_pb2_grpc.HealthStub(channel)
+                assert refused(health.Check, READY, timeout=3.0).code is Code.UNAVAILABLE
+
+
+def served_serial(target: str) -> str:
+    host, _, port = target.partition(":")
+    return ssl.get_server_certificate((host, int(port)), timeout=TIMEOUT_S)
+
+
+def test_certificates_are_reloaded(authority: Authority, files: TlsFiles, tmp_path: Path) -> None:
+    live = TlsFiles(str(tmp_path / "live.pem"), str(tmp_path / "live.key"))
+    shutil.copy(files.certificate, live.certificate)
+    shutil.copy(files.key, live.key)
+    fresh = authority.sign("fresh", tmp_path / "fresh")
+    with guarded_server(tls=live) as target, secure(target, authority) as channel:
+        health = health_pb2_grpc.HealthStub(channel)
+        assert health.Check(READY, timeout=TIMEOUT_S).status == 2
+        first = Path(live.certificate).read_text()
+        assert served_serial(target).strip() in first
+        # Half of the change: a key that is not the certificate's. The old ones stay.
+        shutil.copy(fresh.key, live.key)
+        assert served_serial(target).strip() in first
+        shutil.copy(fresh.certificate, live.certificate)
+        assert served_serial(target).strip() in Path(fresh.certificate).read_text()
+        assert health.Check(READY, timeout=TIMEOUT_S).status == 2, "an open connection goes on"
+        Path(live.certificate).write_text("no certificate")
+        assert served_serial(target).strip() in Path(fresh.certificate).read_text()
+        Path(live.certificate).unlink()
+        assert served_serial(target).strip() in Path(fresh.certificate).read_text()
+
+
+def test_unusable_certificates_are_refused(files: TlsFiles, authority: Authority) -> None:
+    other = authority.sign("other", authority.folder / "other")
+    nowhere = "/nowhere.pem"
+    for wrong in (
+        TlsFiles(files.certificate, other.key),
+        TlsFiles(nowhere, files.key),
+        TlsFiles(files.key, files.certificate),
+        TlsFiles(files.certificate, files.key, nowhere),
+        TlsFiles(files.certificate, files.key, files.key),
+    ):
+        with pytest.raises(ConfigError, match=r"\.pem|\.key|nowhere"), guarded_server(tls=wrong):
+            pass
+
+
+def test_a_port_is_not_shared() -> None:
+    """By default gRPC lets two servers share a port, and each gets half of the clients."""
+    with (
+        guarded_server() as target,
+        pytest.raises(ConfigError, match="the port is taken"),
+        guarded_server(address=target),
+    ):
+        pass

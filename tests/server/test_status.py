@@ -1,0 +1,271 @@
+"""Every status code over the wire: the code, the field's name, and the server goes on."""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+import grpc
+import pytest
+from support.server_process import ServerProcess, wait_until
+
+from server.calls import (
+    TIMEOUT_S,
+    Refusal,
+    ids,
+    long_request,
+    refused,
+    running,
+    sampling,
+    waiting,
+)
+from server.conftest import MODEL_LENGTH, TIGHT_BLOCKS
+from tpengine.server.proto import tpengine_pb2 as pb
+
+Code = grpc.StatusCode
+VOCABULARY = 1536
+
+
+def generate(**fields: Any) -> pb.GenerateRequest:
+    return pb.GenerateRequest(**{"prompt": "a", **fields})
+
+
+BAD: dict[str, tuple[pb.GenerateRequest, str, tuple[str, ...]]] = {
+    "no input": (pb.GenerateRequest(), "input", ("prompt_token_ids", "messages")),
+    "no tokens": (
+        pb.GenerateRequest(prompt_token_ids=ids()),
+        "prompt_token_ids",
+        ("empty", "at least one"),
+    ),
+    "empty text": (pb.GenerateRequest(prompt=""), "prompt", ("empty",)),
+    "no messages": (pb.GenerateRequest(messages=pb.Conversation()), "messages", ("empty",)),
+    "half a message": (
+        pb.GenerateRequest(messages=pb.Conversation(messages=[pb.Message(role="user")])),
+        "messages",
+        ("content",),
+    ),
+    "one token too many": (
+        pb.GenerateRequest(prompt_token_ids=ids(*[5] * (MODEL_LENGTH + 1))),
+        "prompt_token_ids",
+        (str(MODEL_LENGTH + 1), f"max_model_len = {MODEL_LENGTH}"),
+    ),
+    "text too long": (
+        pb.GenerateRequest(prompt="a " * (2 * MODEL_LENGTH)),
+        "prompt",
+        (f"max_model_len = {MODEL_LENGTH}",),
+    ),
+    "id beyond the vocabulary": (
+        pb.GenerateRequest(prompt_token_ids=ids(5, VOCABULARY)),
+        "prompt_token_ids",
+        ("prompt_token_ids[1]", str(VOCABULARY), f"[0, {VOCABULARY - 1}]"),
+    ),
+    "negative id": (
+        pb.GenerateRequest(prompt_token_ids=ids(-1)),
+        "prompt_token_ids",
+        ("prompt_token_ids[0]", "-1"),
+    ),
+    "stop id beyond": (
+        generate(sampling=sampling(stop_token_ids=[VOCABULARY])),
+        "sampling.stop_token_ids",
+        (str(VOCABULARY),),
+    ),
+    "bias beyond": (
+        generate(sampling=sampling(logit_bias={VOCABULARY: 1.0})),
+        "sampling.logit_bias",
+        (str(VOCABULARY),),
+    ),
+    "allowed id beyond": (
+        generate(sampling=sampling(allowed_token_ids=ids(VOCABULARY))),
+        "sampling.allowed_token_ids",
+        (str(VOCABULARY),),
+    ),
+    "bad word beyond": (
+        generate(sampling=sampling(bad_words_token_ids=[ids(VOCABULARY)])),
+        "sampling.bad_words_token_ids",
+        (str(VOCABULARY),),
+    ),
+    "zero tokens": (generate(sampling=sampling(max_tokens=0)), "sampling.max_tokens", ("got 0",)),
+    "greedy pair": (generate(sampling=sampling(n=2)), "sampling.n", ("temperature",)),
+    "priority without a policy": (generate(priority=1), "priority", ("priority = 1",)),
+    "priority out of range": (generate(priority=1001), "priority", ("1001",)),
+    "negative wait": (generate(max_queue_ms=-1), "max_queue_ms", ("-1",)),
+    "empty id": (generate(request_id=""), "request_id", ("1 to 128",)),
+    "long id": (generate(request_id="a" * 129), "request_id", ("129",)),
+    "id with a space": (generate(request_id="a b"), "request_id", ("printable",)),
+    "id with a line": (generate(request_id="a\nb"), "request_id", ("printable",)),
+    "id of another script": (generate(request_id="é"), "request_id", ("ASCII",)),
+}
+
+
+@pytest.mark.parametrize("method", ["Generate", "GenerateStream"])
+@pytest.mark.parametrize("name", list(BAD))
+def test_bad_input_is_refused_by_field(server: ServerProcess, method: str, name: str) -> None:
+    request, field, words = BAD[name]
+    refusal = refused(getattr(server.stub, method), request)
+    assert refusal.code is Code.INVALID_ARGUMENT
+    assert refusal.field == field
+    assert refusal.status.code == Code.INVALID_ARGUMENT.value[0]
+    for word in (field.rpartition(".")[2], *words):
+        assert word in refusal.text
+
+
+def test_bad_input_of_the_other_methods(server: ServerProcess) -> None:
+    stub = server.stub
+    cases = [
+        (stub.Detokenize, pb.DetokenizeRequest(token_ids=[VOCABULARY]), "token_ids"),
+        (stub.Detokenize, pb.DetokenizeRequest(token_ids=[-1]), "token_ids"),
+        (stub.Tokenize, pb.TokenizeRequest(), "input"),
+        (stub.Abort, pb.AbortRequest(), "request_id"),
+    ]
+    for call, request, field in cases:
+        refusal = refused(call, request)
+        assert (refusal.code, refusal.field) == (Code.INVALID_ARGUMENT, field), refusal.text
+
+
+def test_a_prompt_as_long_as_the_model(server: ServerProcess) -> None:
+    """It leaves room for one token: that after its last."""
+    for length, num_output in ((MODEL_LENGTH, None), (MODEL_LENGTH - 1, 1)):
+        request = pb.GenerateRequest(
+            prompt_token_ids=ids(*[5] * length), sampling=sampling(max_tokens=8, ignore_eos=True)
+        )
+        answer = server.stub.Generate(request, timeout=TIMEOUT_S)
+        assert answer.outputs[0].finish_reason == pb.FINISH_REASON_LENGTH
+        if num_output is not None:
+            assert answer.usage.num_output_tokens == num_output
+        else:
+            assert answer.usage.num_output_tokens <= 1
+        assert answer.usage.num_prompt_tokens == length
+
+
+def test_what_never_fits_into_the_cache(tight: ServerProcess) -> None:
+    """Each sequence alone would; the two of one request do not, whoever gives way."""
+    length = 450
+    assert length < MODEL_LENGTH
+    assert 2 * length > TIGHT_BLOCKS * 16
+    request = long_request(length)
+    request.sampling.temperature = 1.0
+    alone = tight.stub.Generate(request, timeout=TIMEOUT_S)
+    assert alone.usage.num_output_tokens == length
+    request.sampling.n = 2
+    for method in (tight.stub.Generate, tight.stub.GenerateStream):
+        refusal = refused(method, request)
+        assert refusal.code is Code.INVALID_ARGUMENT
+        assert f"the KV cache has {TIGHT_BLOCKS}" in refusal.text
+    loads = tight.loads()
+    assert loads.num_free_blocks == loads.num_total_blocks
+
+
+def test_another_model_is_not_found(server: ServerProcess) -> None:
+    refusal = refused(server.stub.Generate, generate(model="gpt-17"))
+    assert refusal.code is Code.NOT_FOUND
+    assert "'gpt-17'" in refusal.text
+    assert "'embedded'" in refusal.text
+
+
+def test_a_live_id_already_exists(server: ServerProcess) -> None:
+    with running(server.stub, long_request(400, request_id="twice")):
+        refusal = refused(server.stub.Generate, generate(request_id="twice"))
+        assert refusal.code is Code.ALREADY_EXISTS
+        assert "'twice'" in refusal.text
+        assert refusal.request_id == "twice"
+    wait_until(lambda: server.loads().num_open_calls == 0, TIMEOUT_S)
+    assert server.stub.Generate(generate(request_id="twice"), timeout=TIMEOUT_S).finished
+
+
+def test_abort(server: ServerProcess) -> None:
+    free = server.loads().num_free_blocks
+    with waiting(server.stub, long_request(500, request_id="mine")) as call:
+        wait_until(lambda: server.loads().num_running == 1, TIMEOUT_S)
+        aborted = server.stub.Abort(pb.AbortRequest(request_id="mine"), timeout=TIMEOUT_S)
+        loads = server.loads()
+        assert aborted.aborted
+        assert (loads.num_running, loads.num_free_blocks) == (0, free)
+        assert call["done"].wait(TIMEOUT_S)
+        outcome = call["outcome"]
+        assert isinstance(outcome, Refusal)
+        assert outcome.code is Code.CANCELLED
+        assert "'mine'" in outcome.text
+    for _ in range(2):
+        again = server.stub.Abort(pb.AbortRequest(request_id="mine"), timeout=TIMEOUT_S)
+        assert again.HasField("aborted")
+        assert not again.aborted
+
+
+def test_a_full_queue(tight: ServerProcess) -> None:
+    stub = tight.stub
+    with (
+        running(stub, long_request(400)),
+        running(stub, long_request(400)),
+        waiting(stub, long_request(1)) as third,
+        waiting(stub, long_request(1, priority=-1)) as fourth,
+    ):
+        wait_until(lambda: tight.loads().num_queued == 2, TIMEOUT_S)
+        start = time.monotonic()
+        refusal = refused(stub.Generate, long_request(1))
+        assert time.monotonic() - start < 5.0
+        assert refusal.code is Code.RESOURCE_EXHAUSTED
+        assert refusal.retry_after_s is not None
+        assert 0.0 < refusal.retry_after_s <= 30.0
+        assert tight.loads().num_queued == 2
+        for call in (third, fourth):
+            assert call["done"].wait(TIMEOUT_S)
+            assert isinstance(call["outcome"], pb.GenerateResponse), call["outcome"]
+    assert stub.Generate(long_request(1), timeout=TIMEOUT_S).finished
+
+
+def test_time_in_the_queue_is_bounded(tight: ServerProcess) -> None:
+    stub = tight.stub
+    with running(stub, long_request(450)), running(stub, long_request(450)):
+        for max_queue_ms in (0, 50):
+            refusal = refused(stub.Generate, long_request(1, max_queue_ms=max_queue_ms))
+            assert refusal.code is Code.DEADLINE_EXCEEDED
+            assert "waited" in refusal.text
+        assert tight.loads().num_queued == 0
+    wait_until(lambda: tight.loads().num_open_calls == 0, TIMEOUT_S)
+
+
+def test_a_deadline_frees_the_blocks(tight: ServerProcess) -> None:
+    wait_until(lambda: tight.loads().num_running == 0, TIMEOUT_S)
+    free = tight.loads().num_free_blocks
+    refusal = refused(tight.stub.Generate, long_request(500), timeout=0.1)
+    assert refusal.code is Code.DEADLINE_EXCEEDED
+    wait_until(lambda: tight.loads().num_running == 0, TIMEOUT_S)
+    loads = tight.loads()
+    assert (loads.num_free_blocks, loads.num_open_calls) == (free, 0)
+    assert refused(tight.stub.Generate, long_request(500), timeout=0.0).code is (
+        Code.DEADLINE_EXCEEDED
+    )
+
+
+def test_priorities(tight: ServerProcess) -> None:
+    stub = tight.stub
+    order: list[str] = []
+    with (
+        running(stub, long_request(200)) as first,
+        running(stub, long_request(300)),
+        waiting(stub, long_request(40, priority=1)) as late,
+        waiting(stub, long_request(40, priority=-1)) as early,
+    ):
+        wait_until(lambda: tight.loads().num_queued == 2, TIMEOUT_S)
+        first.cancel()
+        for name, call in (("early", early), ("late", late)):
+            assert call["done"].wait(TIMEOUT_S)
+            order.append(name)
+            if name == "early":
+                assert not late["done"].is_set()
+        assert early["outcome"].usage.queue_s < late["outcome"].usage.queue_s
+
+
+def test_unknown_methods_and_names(server: ServerProcess) -> None:
+    for path in ("/tpengine.v1.GenerationService/Nothing", "/nobody.Knows/It"):
+        assert refused(server.channel.unary_unary(path), b"").code is Code.UNIMPLEMENTED
+
+
+def test_a_reader_that_leaves_frees_its_blocks(server: ServerProcess) -> None:
+    wait_until(lambda: server.loads().num_running == 0, TIMEOUT_S)
+    free = server.loads().num_free_blocks
+    with running(server.stub, long_request(500)):
+        assert server.loads().num_free_blocks < free
+    wait_until(lambda: server.loads().num_running == 0, 5.0)
+    loads = server.loads()
+    assert (loads.num_free_blocks, loads.num_open_calls) == (free, 0)

@@ -1,0 +1,120 @@
+"""Clients that nobody here wrote, each in its own environment and process."""
+
+from __future__ import annotations
+
+import json
+import re
+import struct
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import pytest
+from support import third_party
+from support.engines import greedy
+from support.server_process import ServerProcess
+
+from tpengine import LLM
+from tpengine.server.proto import tpengine_pb2 as pb
+
+HERE = Path(__file__).parent
+SERVICE = "tpengine.v1.GenerationService"
+PROMPT, NUM_TOKENS = "Once upon a time", 12
+COMPLETED = "tpengine:request_success_total"
+PATIENCE_S = 60
+NUM_LOAD, CONNECTIONS, STREAMS_OF_EACH = 2000, 8, 8
+
+
+@pytest.fixture(scope="module")
+def answer() -> list[int]:
+    """What the engine says offline."""
+    with LLM(dtype="float32", num_device_blocks_override=256) as llm:
+        (output,) = llm.generate(PROMPT, greedy(NUM_TOKENS), use_tqdm=False)
+    return list(output.outputs[0].token_ids)
+
+
+def _run(*command: str) -> str:
+    done = subprocess.run(command, capture_output=True, text=True, timeout=PATIENCE_S, check=False)
+    assert done.returncode == 0, f"{command}: {done.stdout[-2000:]}{done.stderr[-2000:]}"
+    return done.stdout
+
+
+def _curl(target: str, *words: str) -> str:
+    curl = [third_party.buf(), "curl", "--protocol", "grpc", "--http2-prior-knowledge"]
+    return _run(*curl, *words[:-1], f"http://{target}{words[-1]}")
+
+
+def _json_stream(text: str) -> list[dict[str, Any]]:
+    decoder, found, at = json.JSONDecoder(), [], 0
+    while at < len(text.rstrip()):
+        value, end = decoder.raw_decode(text, at)
+        found.append(value)
+        at = end + len(text[end:]) - len(text[end:].lstrip())
+    return found
+
+
+def test_buf_lists_what_there_is(server: ServerProcess) -> None:
+    services = _curl(server.target, "--list-services", "").split()
+    assert {SERVICE, "grpc.health.v1.Health"} <= set(services)
+    methods = _curl(server.target, "--list-methods", "").split()
+    assert f"{SERVICE}/GenerateStream" in methods
+
+
+def test_buf_asks_for_health(server: ServerProcess) -> None:
+    words = ["-d", '{"service": "readiness"}', "/grpc.health.v1.Health/Check"]
+    assert json.loads(_curl(server.target, *words)) == {"status": "SERVING"}
+
+
+def test_buf_reads_a_stream(server: ServerProcess, answer: list[int]) -> None:
+    request = {
+        "prompt": PROMPT,
+        "sampling": {"temperature": 0, "maxTokens": NUM_TOKENS, "ignoreEos": True},
+    }
+    words = ["-d", json.dumps(request), f"/{SERVICE}/GenerateStream"]
+    messages = _json_stream(_curl(server.target, *words))
+    outputs = [output for message in messages for output in message.get("outputs", [])]
+    assert [token for output in outputs for token in output.get("tokenIds", [])] == answer
+    assert messages[-1]["finished"]
+    assert outputs[-1]["finishReason"] == "FINISH_REASON_LENGTH"
+
+
+def test_grpc_requests_gets_the_same_tokens(server: ServerProcess, answer: list[int]) -> None:
+    python = third_party.grpc_requests_python()
+    found = json.loads(_run(python, "-I", str(HERE / "reflecting_client.py"), server.target))
+    assert SERVICE in found["services"]
+    assert found["health"] == {"status": "SERVING"}
+    assert found["unary"] == found["streamed"] == answer
+    assert found["last"]["usage"]["num_output_tokens"] == NUM_TOKENS
+    assert found["model"]["vocab_size"] > max(answer)
+
+
+def test_h2load_fails_no_stream(server: ServerProcess, tmp_path: Path) -> None:
+    request = pb.GenerateRequest(
+        prompt=PROMPT,
+        sampling=pb.SamplingParams(temperature=0.0, max_tokens=4, ignore_eos=True),
+    ).SerializeToString()
+    body = tmp_path / "request"
+    body.write_bytes(struct.pack(">BI", 0, len(request)) + request)
+    completed = server.metric(COMPLETED, finished_reason="length")
+    report = _run(
+        third_party.h2load(),
+        "-v",  # prints the headers that answers begin with
+        f"--requests={NUM_LOAD}",
+        f"--clients={CONNECTIONS}",
+        f"--max-concurrent-streams={STREAMS_OF_EACH}",
+        f"--data={body}",
+        "--header=content-type: application/grpc",
+        "--header=te: trailers",
+        f"http://{server.target}/{SERVICE}/GenerateStream",
+    )
+    counts = re.search(
+        r"requests: (\d+) total, (\d+) started, (\d+) done, (\d+) succeeded, "
+        r"(\d+) failed, (\d+) errored, (\d+) timeout",
+        report,
+    )
+    assert counts is not None, report[-2000:]
+    assert [int(count) for count in counts.groups()] == [NUM_LOAD] * 4 + [0] * 3
+    # Its success is HTTP's. A refusal begins the answer with its status; an error after that is not
+    # among what the server has completed.
+    assert "grpc-status" not in report
+    assert server.metric(COMPLETED, finished_reason="length") == completed + NUM_LOAD

@@ -1,0 +1,135 @@
+"""A server of its own process, and what the system says of it from outside."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+import urllib.request
+from collections.abc import Callable
+from pathlib import Path
+from types import TracebackType
+
+import grpc
+from prometheus_client.parser import text_string_to_metric_families
+
+from tpengine.server.proto import tpengine_pb2 as pb
+from tpengine.server.proto import tpengine_pb2_grpc
+
+START_TIMEOUT_S = 60.0
+END_TIMEOUT_S = 20.0
+CALL_TIMEOUT_S = 10.0
+_POLL_S = 0.05
+_READY = re.compile(r"tpengine is ready on (\S+):.*metrics on (\S+);")
+
+
+class ServerProcess:
+    """`tpengine serve` on a free port of this machine, ended with its group.
+
+    Args:
+        options: of the command line.
+        log: file for what it prints.
+
+    Attributes:
+        target: HOST:PORT of the service.
+    """
+
+    def __init__(self, *options: str, log: Path) -> None:
+        self.log = log
+        ports = ["--port", "0", "--metrics-port", "0"]
+        command = [sys.executable, "-m", "tpengine.cli", "serve", *ports, *options]
+        with log.open("wb") as out:
+            self.process = subprocess.Popen(
+                command, stdout=out, stderr=subprocess.STDOUT, start_new_session=True
+            )
+        try:
+            wait_until(self._is_ready, START_TIMEOUT_S)
+        except BaseException:
+            self._end()
+            raise
+        found = _READY.search(log.read_text())
+        assert found is not None
+        self.target, self._metrics_url = found.groups()
+        self.channel = grpc.insecure_channel(self.target)
+        self.stub = tpengine_pb2_grpc.GenerationServiceStub(self.channel)
+
+    @property
+    def pid(self) -> int:
+        """Of the server itself."""
+        return self.process.pid
+
+    def _is_ready(self) -> bool:
+        said = self.log.read_text()
+        assert self.process.poll() is None, f"the server has ended: {said[-2000:]}"
+        return _READY.search(said) is not None
+
+    def loads(self) -> pb.GetLoadsResponse:
+        """The server's own figures."""
+        return self.stub.GetLoads(pb.GetLoadsRequest(), timeout=CALL_TIMEOUT_S)
+
+    def metric(self, name: str, **labels: str) -> float:
+        """A figure of the metrics port, of all series that have these labels; 0 without any."""
+        with urllib.request.urlopen(self._metrics_url, timeout=CALL_TIMEOUT_S) as answer:
+            text = answer.read().decode()
+        return sum(
+            sample.value
+            for family in text_string_to_metric_families(text)
+            for sample in family.samples
+            if sample.name == name and labels.items() <= sample.labels.items()
+        )
+
+    def num_file_descriptors(self) -> int:
+        """As the system counts them."""
+        return len(os.listdir(f"/proc/{self.pid}/fd"))
+
+    def num_threads(self) -> int:
+        """As the system counts them."""
+        return len(os.listdir(f"/proc/{self.pid}/task"))
+
+    def resident_bytes(self) -> int:
+        """As the system counts them."""
+        pages = int(Path(f"/proc/{self.pid}/statm").read_text().split()[1])
+        return pages * os.sysconf("SC_PAGE_SIZE")
+
+    def starvation(self) -> float:
+        """Share of the time in which the event loop's thread, since its start, wanted a processor
+        and had none, because other threads and processes were on them all."""
+        ran_ns, waited_ns, _ = map(int, Path(f"/proc/{self.pid}/schedstat").read_text().split())
+        return waited_ns / (ran_ns + waited_ns)
+
+    def stop(self) -> int | None:
+        """Ends it by SIGTERM; returns the exit code, None if it had to be killed."""
+        self.channel.close()
+        return self._end()
+
+    def _end(self) -> int | None:
+        if self.process.poll() is None:
+            self.process.send_signal(signal.SIGTERM)
+        try:
+            return self.process.wait(END_TIMEOUT_S)
+        except subprocess.TimeoutExpired:
+            os.killpg(self.pid, signal.SIGKILL)
+            self.process.wait(END_TIMEOUT_S)
+            return None
+
+    def __enter__(self) -> ServerProcess:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.stop()
+
+
+def wait_until(condition: Callable[[], bool], timeout_s: float) -> None:
+    """Fails if something does not become true in time."""
+    deadline = time.monotonic() + timeout_s
+    while not condition():
+        assert time.monotonic() < deadline, f"not within {timeout_s} s"
+        time.sleep(_POLL_S)

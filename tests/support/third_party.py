@@ -1,0 +1,67 @@
+"""gRPC clients that nobody here wrote, each in an environment of its own, from the registries.
+
+What a registry gives is kept in `.cache/clients` beside the project, so that a second run is fast.
+In CI a client that cannot be had is a failure (see `system_packages`).
+"""
+
+from __future__ import annotations
+
+import shutil
+import subprocess
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from support.system_packages import lacking, require
+
+CACHE = Path(__file__).parent.parent.parent / ".cache" / "clients"
+_BUF = "@bufbuild/buf@1"
+_GRPC_REQUESTS = "grpc-requests>=0.1.21,<0.2"
+_PATIENCE_S = 240
+
+
+def buf() -> str:
+    """Path of `buf`, whose `buf curl` is a gRPC client in Go."""
+    npm = require("npm", "npm")
+    folder = CACHE / "buf"
+    _install(folder, _BUF, [[npm, "install", "--no-audit", "--no-fund", "--prefix", ".", _BUF]])
+    return str(folder / "node_modules" / ".bin" / "buf")
+
+
+def grpc_requests_python() -> str:
+    """Path of a Python that has `grpc_requests`, which makes its calls from reflection alone."""
+    folder = CACHE / "grpc-requests"
+    python = str(folder / "bin" / "python")
+    pip = [python, "-m", "pip", "install", "-q", "--disable-pip-version-check"]
+    commands = [[sys.executable, "-m", "venv", "."], [*pip, "setuptools", _GRPC_REQUESTS]]
+    _install(folder, _GRPC_REQUESTS, commands)
+    return python
+
+
+def h2load() -> str:
+    """Path of `h2load`, nghttp2's load generator: HTTP/2 in C, nothing of gRPC."""
+    return require("h2load", "nghttp2-client")
+
+
+def _install(folder: Path, wanted: str, commands: Sequence[Sequence[str]]) -> None:
+    """Runs the commands in a fresh folder, unless an earlier run got to its end there."""
+    stamp = folder / ".installed"
+    if stamp.is_file() and stamp.read_text() == wanted:
+        return
+    shutil.rmtree(folder, ignore_errors=True)
+    folder.mkdir(parents=True)
+    for command in commands:
+        try:
+            done = subprocess.run(
+                command,
+                cwd=folder,
+                capture_output=True,
+                text=True,
+                timeout=_PATIENCE_S,
+                check=False,
+            )
+        except subprocess.TimeoutExpired:
+            lacking(f"{wanted} is not installed within {_PATIENCE_S} s")
+        if done.returncode != 0:
+            lacking(f"{wanted} cannot be installed: {(done.stdout + done.stderr)[-1000:]}")
+    stamp.write_text(wanted)

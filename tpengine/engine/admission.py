@@ -1,0 +1,137 @@
+"""The bounded queue before the scheduler: who may wait, and how many."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections import deque
+from dataclasses import dataclass
+from typing import Protocol
+
+from tpengine.errors import ConfigError, QueueFullError
+
+_HISTORY = 64
+_UNKNOWN_RETRY_S = 1.0
+_RETRY_RANGE_S = (0.1, 30.0)
+
+
+class Waiting(Protocol):
+    """A request, as far as this module knows it; compared by identity."""
+
+    @property
+    def phase(self) -> str:
+        """How far it has come: "queued" until its first step."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class QueueLimits:
+    """What may wait for its first step; more is refused at once with `QueueFullError`.
+
+    Attributes:
+        max_requests: most requests that have not started.
+        max_tokens: most prompt tokens of those; a single request that is longer is taken when
+            nothing else waits.
+
+    Raises:
+        ConfigError: a limit is below 1.
+    """
+
+    max_requests: int = 256
+    max_tokens: int = 1 << 20
+
+    def __post_init__(self) -> None:
+        for name in ("max_requests", "max_tokens"):
+            if getattr(self, name) < 1:
+                raise ConfigError(
+                    f"QueueLimits.{name} must be at least 1, got {getattr(self, name)}"
+                )
+
+
+class Admission:
+    """Counts the requests that have not started, from the moment they are offered.
+
+    Used by the event loop, which lets them in, and by the engine's thread, which starts them.
+    """
+
+    def __init__(self, limits: QueueLimits) -> None:
+        self._limits = limits
+        self._lock = threading.Lock()
+        # By request, which need not be its id: one that was left may still be here when the next
+        # of that id comes.
+        self._tokens: dict[Waiting, int] = {}
+        self._num_tokens = 0
+        self._starts: deque[float] = deque(maxlen=_HISTORY)
+
+    @property
+    def num_requests(self) -> int:
+        """Requests that have not started."""
+        return len(self._tokens)
+
+    @property
+    def num_tokens(self) -> int:
+        """Their prompt tokens, as far as they have been counted."""
+        return self._num_tokens
+
+    def enter(self, request: Waiting) -> None:
+        """Takes a place, before anything is known of the prompt: a refusal must cost nothing.
+
+        Raises:
+            QueueFullError: as many as may wait do.
+        """
+        with self._lock:
+            if len(self._tokens) >= self._limits.max_requests:
+                self._drop_started()
+            if len(self._tokens) >= self._limits.max_requests:
+                raise QueueFullError(
+                    f"{len(self._tokens)} requests wait already, and no more than "
+                    f"{self._limits.max_requests} may; try again later",
+                    self._retry_after_s(),
+                )
+            self._tokens[request] = 0
+
+    def charge(self, request: Waiting, num_tokens: int) -> None:
+        """Counts the prompt tokens of one that entered; it is taken out if they are too many.
+
+        Raises:
+            QueueFullError: with them, more tokens would wait than may.
+        """
+        with self._lock:
+            if request not in self._tokens:
+                return
+            if self._num_tokens + num_tokens > self._limits.max_tokens:
+                self._drop_started()
+            if self._num_tokens and self._num_tokens + num_tokens > self._limits.max_tokens:
+                del self._tokens[request]
+                raise QueueFullError(
+                    f"{self._num_tokens} prompt tokens wait already; with {num_tokens} more they "
+                    f"would exceed the {self._limits.max_tokens} that may; try again later",
+                    self._retry_after_s(),
+                )
+            self._tokens[request] = num_tokens
+            self._num_tokens += num_tokens
+
+    def start(self, request: Waiting) -> None:
+        """Takes out one that has its first step."""
+        with self._lock:
+            self._starts.append(time.monotonic())
+        self.leave(request)
+
+    def leave(self, request: Waiting) -> None:
+        """Takes out one that has ended; nothing happens if it has started before."""
+        with self._lock:
+            self._num_tokens -= self._tokens.pop(request, 0)
+
+    def _drop_started(self) -> None:
+        """Takes out those whose first step is being computed: `start` hears of them after it."""
+        for request in tuple(self._tokens):
+            if request.phase != "queued":
+                self._num_tokens -= self._tokens.pop(request)
+
+    def _retry_after_s(self) -> float:
+        """When what waits now should have started, at the pace of the last starts."""
+        if len(self._starts) < 2:
+            return _UNKNOWN_RETRY_S
+        pace_s = (time.monotonic() - self._starts[0]) / len(self._starts)
+        low, high = _RETRY_RANGE_S
+        return min(high, max(low, pace_s * len(self._tokens)))

@@ -1,0 +1,42 @@
+"""`SamplingParams` on a command line."""
+
+from __future__ import annotations
+
+import argparse
+
+from tpengine.sampling_params import SamplingParams
+
+
+def add_sampling_arguments(parser: argparse.ArgumentParser) -> None:
+    """Adds the options that a person at a terminal wants."""
+    sampling = parser.add_argument_group("sampling")
+    sampling.add_argument("--max-tokens", type=int, default=100, help="(default: %(default)s)")
+    sampling.add_argument(
+        "--temperature", type=float, default=0.8, help="0 is greedy (default: %(default)s)"
+    )
+    sampling.add_argument("--top-p", type=float, default=0.95, help="(default: %(default)s)")
+    sampling.add_argument("--top-k", type=int, default=-1, help="-1: all (default: %(default)s)")
+    sampling.add_argument("--min-p", type=float, default=0.0, help="(default: %(default)s)")
+    sampling.add_argument(
+        "--sampling-seed", type=int, help="seed of this request alone; default: from --seed"
+    )
+    sampling.add_argument(
+        "--stop", action="append", default=[], help="text that ends the output; may be repeated"
+    )
+
+
+def sampling_params_from(args: argparse.Namespace) -> SamplingParams:
+    """What the options say.
+
+    Raises:
+        InvalidSamplingParamsError: a value is out of its range.
+    """
+    return SamplingParams(
+        max_tokens=args.max_tokens,
+        temperature=args.temperature,
+        top_p=args.top_p,
+        top_k=args.top_k,
+        min_p=args.min_p,
+        seed=args.sampling_seed,
+        stop=args.stop,
+    )

@@ -1,0 +1,209 @@
+"""Talks to a server that `tpengine serve` runs."""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import math
+import sys
+from collections.abc import Awaitable, Callable, Iterator
+from functools import partial
+from pathlib import Path
+
+from tpengine import envs
+from tpengine.errors import ConfigError, RequestError, ServerUnavailableError
+from tpengine.sampling_arguments import add_sampling_arguments, sampling_params_from
+from tpengine.server.client import ClientTLS, GenerationClient
+from tpengine.server.client_convert import Message, Prompt
+from tpengine.server.health import LIVENESS, READINESS
+from tpengine.server.load import COMPLETE, describe_load, poisson_plan, run_load, summarise
+
+DEFAULT_TARGET = "127.0.0.1:50051"
+_Action = Callable[[argparse.Namespace, GenerationClient], Awaitable[int]]
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Adds the commands of `tpengine client`."""
+    parser.formatter_class = argparse.RawDescriptionHelpFormatter
+    parser.description = __doc__
+    parser.epilog = (
+        "Examples:\n"
+        "  tpengine client generate 'Once upon a time' --temperature 0\n"
+        "  tpengine client chat                      # a conversation, one message a line\n"
+        "  tpengine client health --target gpu3:50051\n"
+        "  tpengine client load --rate 20 --num-requests 500"
+    )
+    commands = parser.add_subparsers(metavar="COMMAND", required=True)
+    generate = _add_command(
+        commands, "generate", "complete prompts, as they are generated", _generate
+    )
+    generate.add_argument("prompts", nargs="*", metavar="PROMPT", help="default: lines of stdin")
+    add_sampling_arguments(generate)
+    chat = _add_command(commands, "chat", "hold a conversation by the model's chat template", _chat)
+    chat.add_argument("message", nargs="*", help="one message; default: lines of stdin")
+    add_sampling_arguments(chat)
+    health = _add_command(commands, "health", "exit 0 if the server gets on, else 1", _health)
+    health.add_argument(
+        "--liveness", action="store_true", help="ask only whether it lives, not whether it gets on"
+    )
+    _add_load(commands)
+
+
+def _add_command(
+    commands: argparse._SubParsersAction[argparse.ArgumentParser],
+    name: str,
+    help_text: str,
+    action: _Action,
+) -> argparse.ArgumentParser:
+    parser = commands.add_parser(name, help=help_text, description=help_text.capitalize() + ".")
+    parser.set_defaults(run=partial(_run, action))
+    add_connection_arguments(parser)
+    return parser
+
+
+def add_connection_arguments(parser: argparse.ArgumentParser) -> None:
+    """Adds what is needed to reach a server."""
+    group = parser.add_argument_group("connection")
+    group.add_argument(
+        "--target", metavar="HOST:PORT", default=DEFAULT_TARGET, help="(default: %(default)s)"
+    )
+    group.add_argument(
+        "--timeout", type=float, default=600.0, help="seconds of one request (default: %(default)s)"
+    )
+    group.add_argument(
+        "--token-file", metavar="FILE", help="bearer token; default: $TPENGINE_CLIENT_TOKEN"
+    )
+    group.add_argument(
+        "--tls", action="store_true", help="encrypt; the system's authorities are trusted"
+    )
+    group.add_argument("--tls-ca", metavar="FILE", help="encrypt, and trust these (PEM)")
+    group.add_argument("--tls-cert", metavar="FILE", help="the client's own certificate (PEM)")
+    group.add_argument("--tls-key", metavar="FILE", help="its key (PEM)")
+
+
+def open_client(args: argparse.Namespace) -> GenerationClient:
+    """The client that the options describe; to be called in the event loop that uses it.
+
+    Raises:
+        ConfigError: a file cannot be read, or an option does not go with another.
+    """
+    files = (args.tls_ca, args.tls_cert, args.tls_key)
+    encrypted = args.tls or any(path is not None for path in files)
+    if not 0 < args.timeout < math.inf:
+        raise ConfigError(f"--timeout must be a positive number of seconds, got {args.timeout}")
+    return GenerationClient(
+        args.target,
+        token=_read_token(args.token_file),
+        tls=ClientTLS(*files) if encrypted else None,
+        timeout_s=args.timeout,
+    )
+
+
+def _read_token(path: str | None) -> str | None:
+    if path is None:
+        return envs.client_token()
+    try:
+        return Path(path).read_text(encoding="utf-8").strip()
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"--token-file {path} cannot be read: {error}") from error
+
+
+def _run(action: _Action, args: argparse.Namespace) -> int:
+    async def connected() -> int:
+        async with open_client(args) as client:
+            return await action(args, client)
+
+    return asyncio.run(connected())
+
+
+async def _generate(args: argparse.Namespace, client: GenerationClient) -> int:
+    failed = 0
+    for prompt in args.prompts or _lines():
+        print(prompt, end="", flush=True)
+        failed += await _print_stream(args, client, prompt) is None
+        print("\n", flush=True)
+    return 1 if failed else 0
+
+
+async def _chat(args: argparse.Namespace, client: GenerationClient) -> int:
+    conversation: list[Message] = []
+    failed = 0
+    for line in [" ".join(args.message)] if args.message else _lines("> "):
+        conversation.append({"role": "user", "content": line})
+        answer = await _print_stream(args, client, conversation)
+        print(flush=True)
+        if answer is None:
+            conversation.pop()
+            failed += 1
+        else:
+            conversation.append({"role": "assistant", "content": answer})
+    return 1 if failed else 0
+
+
+def _lines(invitation: str = "") -> Iterator[str]:
+    """What is typed or piped in, without empty lines."""
+    while True:
+        if invitation and sys.stdin.isatty():
+            print(invitation, end="", flush=True)
+        line = sys.stdin.readline()
+        if not line:
+            return
+        if line.strip():
+            yield line.rstrip("\n")
+
+
+async def _print_stream(
+    args: argparse.Namespace, client: GenerationClient, prompt: Prompt
+) -> str | None:
+    """Prints the text as it comes; returns it, or None when the request failed."""
+    texts = []
+    try:
+        async for output in client.stream(prompt, sampling_params_from(args)):
+            for sequence in output.outputs:
+                texts.append(sequence.text)
+                print(sequence.text, end="", flush=True)
+    except RequestError as error:
+        print(f"\ntpengine: {type(error).__name__}: {error}", file=sys.stderr)
+        return None
+    return "".join(texts)
+
+
+async def _health(args: argparse.Namespace, client: GenerationClient) -> int:
+    service = LIVENESS if args.liveness else READINESS
+    try:
+        status = await client.health(service)
+    except ServerUnavailableError as error:
+        print(f"tpengine: {type(error).__name__}: {error}", file=sys.stderr)
+        return 1
+    print(f"{service} {status}")
+    return 0 if status == "SERVING" else 1
+
+
+def _add_load(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    parser = _add_command(
+        commands, "load", "send requests at a rate, and say how they fared", _load
+    )
+    parser.add_argument(
+        "--rate",
+        type=float,
+        default=math.inf,
+        help="mean requests/s of a Poisson process; inf: all at once (default: %(default)s)",
+    )
+    parser.add_argument("--num-requests", type=int, default=100, help="(default: %(default)s)")
+    parser.add_argument("--prompt", default="Once upon a time", help="(default: %(default)r)")
+    parser.add_argument("--load-seed", type=int, default=0, help="fixes the arrivals (default: 0)")
+    add_sampling_arguments(parser)
+
+
+async def _load(args: argparse.Namespace, client: GenerationClient) -> int:
+    if not args.rate > 0 or args.num_requests < 1:
+        raise ConfigError(
+            "--rate must be above 0 and --num-requests at least 1, got "
+            f"{args.rate} and {args.num_requests}"
+        )
+    params = sampling_params_from(args)
+    plan = poisson_plan(args.rate, [(args.prompt, params)] * args.num_requests, args.load_seed)
+    await client.loads()  # that the server is there is found out before the clock runs
+    summary = summarise(*await run_load(client, plan, args.timeout))
+    print(describe_load(summary))
+    return 0 if summary.ends[COMPLETE] == args.num_requests else 1

@@ -1,0 +1,298 @@
+"""Between the package's own words and the protocol's, on the client's side."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, cast
+
+import grpc
+from google.protobuf.message import DecodeError
+from google.rpc import error_details_pb2, status_pb2
+
+from tpengine.errors import (
+    DeadlineExceededError,
+    DuplicateRequestError,
+    InvalidPromptError,
+    InvalidSamplingParamsError,
+    ModelNotFoundError,
+    PermissionDeniedError,
+    QueueFullError,
+    RequestAbortedError,
+    RequestError,
+    ServerError,
+    ServerUnavailableError,
+    TPEngineError,
+    UnauthenticatedError,
+)
+from tpengine.outputs import CompletionOutput, Logprob, RequestMetrics, RequestOutput
+from tpengine.sampling_params import SamplingParams
+from tpengine.server.proto import tpengine_pb2 as pb
+
+Message = Mapping[str, str]
+Prompt = str | Sequence[int] | Sequence[Message]
+"""Text, token ids, or a conversation of messages with `role` and `content`."""
+
+_MOST = 2**31 - 1
+_STATUS_DETAILS = "grpc-status-details-bin"
+_SAME_NAME = (
+    "n", "best_of", "presence_penalty", "frequency_penalty", "repetition_penalty", "temperature",
+    "top_p", "top_k", "min_p", "seed", "use_beam_search", "length_penalty",
+    "include_stop_str_in_output", "ignore_eos", "min_tokens", "logprobs", "prompt_logprobs",
+    "detokenize", "skip_special_tokens",
+)  # fmt: skip
+_EARLY_STOPPING: dict[bool | str, pb.EarlyStopping] = {
+    False: pb.EARLY_STOPPING_HEURISTIC,
+    True: pb.EARLY_STOPPING_FIRST,
+    "never": pb.EARLY_STOPPING_NEVER,
+}
+_FINISH_REASONS = {
+    pb.FINISH_REASON_STOP: "stop",
+    pb.FINISH_REASON_LENGTH: "length",
+    pb.FINISH_REASON_ABORT: "abort",
+    pb.FINISH_REASON_IGNORED: "ignored",
+    pb.FINISH_REASON_ERROR: "error",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Usage:
+    """What a request took, as the server counted it; times in seconds from its arrival there, None
+    where it did not come so far.
+
+    Attributes:
+        num_output_tokens: of all sequences.
+        num_cached_tokens: tokens of the prompt that were found in the prefix cache.
+    """
+
+    num_prompt_tokens: int
+    num_output_tokens: int
+    num_cached_tokens: int
+    num_preemptions: int
+    queue_s: float | None
+    first_token_s: float | None
+    total_s: float | None
+
+
+@dataclass(slots=True)
+class RemoteOutput(RequestOutput):
+    """A `RequestOutput` that came from a server; `prompt_token_ids` is empty where text or messages
+    were sent.
+
+    Attributes:
+        usage: with the last output.
+    """
+
+    usage: Usage | None = None
+
+
+def to_request(
+    prompt: Prompt,
+    params: SamplingParams,
+    request_id: str | None,
+    priority: int,
+    max_queue_s: float | None,
+) -> pb.GenerateRequest:
+    """The message that asks for a completion.
+
+    Raises:
+        RequestError: something of it cannot be said in the protocol.
+    """
+    request = pb.GenerateRequest(request_id=request_id, sampling=_to_sampling(params))
+    if priority:
+        request.priority = priority
+    if max_queue_s is not None:
+        request.max_queue_ms = max(0, round(1000 * max_queue_s))
+    if isinstance(prompt, str):
+        request.prompt = _checked_text(prompt)
+    elif prompt and isinstance(prompt[0], Mapping):
+        request.messages.CopyFrom(to_conversation(cast(Sequence[Message], prompt)))
+    else:
+        try:
+            request.prompt_token_ids.ids.extend(cast(Sequence[int], prompt))
+        except (TypeError, ValueError) as error:
+            raise InvalidPromptError(
+                "a prompt must be text, token ids below 2**31, or messages that are dicts; got "
+                f"{type(prompt).__name__}: {error}"
+            ) from error
+        request.prompt_token_ids.SetInParent()  # an empty list is a list, too
+    return request
+
+
+def to_conversation(messages: Sequence[Message]) -> pb.Conversation:
+    """Messages with `role` and `content`.
+
+    Raises:
+        InvalidPromptError: one is something else.
+    """
+    conversation = pb.Conversation()
+    for message in messages:
+        if not isinstance(message, Mapping) or set(message) != {"role", "content"}:
+            raise InvalidPromptError(
+                f"a message must be a dict with 'role' and 'content', got {message!r}"
+            )
+        conversation.messages.add(
+            role=_checked_text(message["role"]), content=_checked_text(message["content"])
+        )
+    return conversation
+
+
+def _checked_text(text: object) -> str:
+    if not isinstance(text, str):
+        raise InvalidPromptError(f"text must be a string, got {text!r}")
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        raise InvalidPromptError(f"the text is not valid Unicode: {error}") from error
+    return text
+
+
+def _to_sampling(params: SamplingParams) -> pb.SamplingParams:
+    """Every field that has a value is sent, so that the server's defaults do not matter.
+
+    Raises:
+        InvalidSamplingParamsError: a field cannot go over the wire.
+    """
+    if params.logits_processors:
+        raise InvalidSamplingParamsError(
+            f"logits_processors = {params.logits_processors!r} name code that the server would "
+            "import; they work offline only"
+        )
+    sampling = pb.SamplingParams(
+        early_stopping=_EARLY_STOPPING[params.early_stopping],
+        max_tokens=_MOST if params.max_tokens is None else params.max_tokens,
+        stop=params.stop,
+        stop_token_ids=params.stop_token_ids,
+        bad_words=params.bad_words,
+        logit_bias=params.logit_bias,
+    )
+    for name in _SAME_NAME:
+        value = getattr(params, name)
+        if value is not None:
+            try:
+                setattr(sampling, name, value)
+            except ValueError as error:
+                raise InvalidSamplingParamsError(
+                    f"{name} = {value} does not fit into the protocol's field: {error}"
+                ) from error
+    if params.allowed_token_ids is not None:
+        sampling.allowed_token_ids.ids.extend(params.allowed_token_ids)
+    for ids in params.bad_words_token_ids:
+        sampling.bad_words_token_ids.add(ids=ids)
+    return sampling
+
+
+def to_output(response: pb.GenerateResponse, prompt: Prompt) -> RemoteOutput:
+    """One answer of the server, or one message of a stream."""
+    usage = _to_usage(response.usage) if response.HasField("usage") else None
+    is_ids = not isinstance(prompt, str) and not (prompt and isinstance(prompt[0], Mapping))
+    return RemoteOutput(
+        request_id=response.request_id,
+        prompt=prompt if isinstance(prompt, str) else None,
+        prompt_token_ids=list(cast(Sequence[int], prompt)) if is_ids else [],
+        outputs=[_to_completion(one) for one in response.outputs],
+        finished=response.finished,
+        metrics=_to_metrics(usage),
+        prompt_logprobs=[_to_logprobs(one) or None for one in response.prompt_logprobs] or None,
+        num_cached_tokens=usage.num_cached_tokens if usage is not None else 0,
+        usage=usage,
+    )
+
+
+def _to_completion(output: pb.CompletionOutput) -> CompletionOutput:
+    stop = output.WhichOneof("matched_stop")
+    return CompletionOutput(
+        index=output.index,
+        text=output.text,
+        token_ids=list(output.token_ids),
+        cumulative_logprob=_optional(output, "cumulative_logprob"),
+        logprobs=[_to_logprobs(one) for one in output.logprobs] or None,
+        finish_reason=_FINISH_REASONS.get(output.finish_reason),
+        stop_reason=None if stop is None else getattr(output, stop),
+    )
+
+
+def _to_logprobs(logprobs: pb.TokenLogprobs) -> dict[int, Logprob]:
+    return {
+        one.token_id: Logprob(one.logprob, _optional(one, "rank"), _optional(one, "decoded_token"))
+        for one in logprobs.candidates
+    }
+
+
+def _to_usage(usage: pb.Usage) -> Usage:
+    return Usage(
+        num_prompt_tokens=usage.num_prompt_tokens,
+        num_output_tokens=usage.num_output_tokens,
+        num_cached_tokens=usage.num_cached_tokens,
+        num_preemptions=usage.num_preemptions,
+        queue_s=_optional(usage, "queue_s"),
+        first_token_s=_optional(usage, "first_token_s"),
+        total_s=_optional(usage, "total_s"),
+    )
+
+
+def _to_metrics(usage: Usage | None) -> RequestMetrics | None:
+    """The server's durations as moments of this machine's clock, which ends them now."""
+    if usage is None or usage.total_s is None:
+        return None
+    arrival = time.time() - usage.total_s
+    return RequestMetrics(
+        arrival_time=arrival,
+        first_scheduled_time=None if usage.queue_s is None else arrival + usage.queue_s,
+        first_token_time=None if usage.first_token_s is None else arrival + usage.first_token_s,
+        finished_time=arrival + usage.total_s,
+        num_preemptions=usage.num_preemptions,
+        num_cached_tokens=usage.num_cached_tokens,
+    )
+
+
+def _optional(message: Any, name: str) -> Any:
+    return getattr(message, name) if message.HasField(name) else None
+
+
+def to_error(error: grpc.aio.AioRpcError, target: str) -> TPEngineError:
+    """The exception that stands for a call's status."""
+    code, words = error.code(), f"{target}: {error.details()}"
+    if code is grpc.StatusCode.RESOURCE_EXHAUSTED:
+        retry_after_s = _retry_after_s(error)
+        if retry_after_s is not None:
+            return QueueFullError(words, retry_after_s)
+    if code is grpc.StatusCode.DEADLINE_EXCEEDED:
+        return DeadlineExceededError(words, "unknown")
+    kind = _ERRORS.get(code)
+    if kind is not None:
+        return kind(words)
+    if code is grpc.StatusCode.UNAVAILABLE:
+        return ServerUnavailableError(words, code.name)
+    return ServerError(words, code.name)
+
+
+_ERRORS: dict[grpc.StatusCode, type[RequestError]] = {
+    grpc.StatusCode.INVALID_ARGUMENT: RequestError,
+    grpc.StatusCode.NOT_FOUND: ModelNotFoundError,
+    grpc.StatusCode.RESOURCE_EXHAUSTED: RequestError,  # too large: waiting does not help
+    grpc.StatusCode.ALREADY_EXISTS: DuplicateRequestError,
+    grpc.StatusCode.CANCELLED: RequestAbortedError,
+    grpc.StatusCode.UNAUTHENTICATED: UnauthenticatedError,
+    grpc.StatusCode.PERMISSION_DENIED: PermissionDeniedError,
+}
+
+
+def _details(error: grpc.aio.AioRpcError) -> list[Any]:
+    """The packed messages that came with a status; none if it carries none that are whole."""
+    for key, value in error.trailing_metadata() or ():
+        if key == _STATUS_DETAILS:
+            try:
+                return list(status_pb2.Status.FromString(value).details)
+            except DecodeError:
+                return []
+    return []
+
+
+def _retry_after_s(error: grpc.aio.AioRpcError) -> float | None:
+    retry = error_details_pb2.RetryInfo()
+    for detail in _details(error):
+        if detail.Unpack(retry):
+            return float(retry.retry_delay.ToTimedelta().total_seconds())
+    return None

@@ -1,0 +1,66 @@
+"""The `tpengine serve` command."""
+
+from __future__ import annotations
+
+import argparse
+import time
+
+from tpengine.engine_args import EngineArgs
+from tpengine.server.server_args import ServerArgs
+
+DESCRIPTION = """\
+Serves one model over gRPC until it is told to end.
+
+While the model loads, health already answers: alive, not ready. The line "tpengine is ready on ..."
+on standard output says where clients may connect.
+"""
+EPILOG = """\
+Examples:
+  tpengine serve                                        the small model, on 127.0.0.1:50051
+  tpengine client generate 'Once upon a time'           a client for it
+  tpengine serve --model FOLDER --host 0.0.0.0 --tls-cert cert.pem --tls-key key.pem
+  tpengine serve --host 0.0.0.0 --token-file tokens.txt --admin-token-file admin.txt
+
+Health (grpc.health.v1, with Watch), free of authentication:
+  liveness     the process serves, and its engine can go on
+  readiness    the model is loaded, and the engine is idle or its steps advance; also under the
+               service's name and under no name
+
+Status codes:
+  INVALID_ARGUMENT     a field is wrong; the text names it
+  RESOURCE_EXHAUSTED   the queue is full (RetryInfo says when to come back), or a message too large
+  DEADLINE_EXCEEDED    the text says whether it waited, was in prefill, or in decode
+  UNAVAILABLE          loading, draining, or the engine has died
+  INTERNAL             our fault; the log has more under the request id in the text
+
+Ending: SIGTERM, SIGINT or Drain: readiness goes, new requests are refused, running ones have
+--drain-timeout seconds, then exit code 0. A second signal ends at once. An engine that dies ends
+the server with exit code 1.
+"""
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declares the options."""
+    parser.description = DESCRIPTION
+    parser.epilog = EPILOG
+    parser.formatter_class = argparse.RawDescriptionHelpFormatter
+    ServerArgs.add_cli_args(parser)
+    EngineArgs.add_cli_args(parser)
+    parser.set_defaults(run=run)
+
+
+def run(args: argparse.Namespace) -> int:
+    """Serves; returns the exit code.
+
+    Raises:
+        ConfigError: an argument cannot be, or would open the server to strangers.
+    """
+    server_args = ServerArgs.from_cli_args(args)
+    server_args.check()
+    authenticator = server_args.authenticator()
+    server_args.check_exposure(authenticator)
+    start = time.monotonic()
+    from tpengine.server.lifecycle import run_server  # with it comes torch: seconds
+
+    phases = {"import": time.monotonic() - start}
+    return run_server(server_args, authenticator, EngineArgs.from_cli_args(args), phases)

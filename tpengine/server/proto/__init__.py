@@ -1,0 +1,1 @@
+"""The protocol, and the stubs made from it."""

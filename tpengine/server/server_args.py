@@ -1,0 +1,194 @@
+"""`ServerArgs`: what `tpengine serve` may be told besides the engine's arguments."""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import ipaddress
+import math
+import typing
+from dataclasses import dataclass
+from typing import Any
+
+from tpengine import envs
+from tpengine.arguments import arg
+from tpengine.config import EMBEDDED_MODEL
+from tpengine.engine.admission import QueueLimits
+from tpengine.errors import ConfigError
+from tpengine.server.auth import Authenticator, read_tokens
+from tpengine.server.limits import DEFAULT_MESSAGE_BYTES, Limits
+from tpengine.server.tls import TlsFiles
+
+MAX_MESSAGE_MIB = 1024
+_QUEUE = QueueLimits()
+
+
+@dataclass
+class ServerArgs:
+    """Arguments of a server; each is also a command-line option (`drain_timeout` is
+    `--drain-timeout`), with the same default and the help text given here."""
+
+    host: str = arg(
+        "127.0.0.1",
+        "address to listen on; any but loopback wants TLS, a token or --insecure (0.0.0.0: all)",
+    )
+    port: int = arg(50051, "port to listen on; 0 takes a free one, which is printed")
+    served_model_name: str | None = arg(
+        None, "the model's name for clients; default: the folder's or the hub's"
+    )
+    token_file: str | None = arg(
+        None,
+        "bearer tokens of clients, one per line; without one, and without TPENGINE_TOKENS "
+        "(separated by commas), no client needs any",
+    )
+    admin_token_file: str | None = arg(
+        None,
+        "the token for Drain and for Abort of other clients' requests; or TPENGINE_ADMIN_TOKEN",
+    )
+    tls_cert: str | None = arg(
+        None, "PEM file of the server's certificate and its chain; read again when it changes"
+    )
+    tls_key: str | None = arg(None, "PEM file of its key")
+    tls_client_ca: str | None = arg(
+        None, "PEM file of the authority that signs clients' certificates: mutual TLS"
+    )
+    insecure: bool = arg(False, "listen beyond this machine without TLS and without tokens")
+    max_queued_requests: int = arg(
+        _QUEUE.max_requests, "most requests that wait to start; more are refused"
+    )
+    max_queued_tokens: int = arg(
+        _QUEUE.max_tokens, "most prompt tokens that wait to start; more are refused"
+    )
+    max_message_mib: float = arg(
+        DEFAULT_MESSAGE_BYTES / (1 << 20), "largest request in MiB, after decompression"
+    )
+    drain_timeout: float = arg(
+        30.0, "seconds that running requests get to finish after SIGTERM, SIGINT or Drain"
+    )
+    startup_timeout: float = arg(
+        1800.0, "seconds until the server must be ready, or it ends with exit code 1"
+    )
+    metrics_port: int | None = arg(
+        None,
+        "port for Prometheus on 127.0.0.1, at /metrics; 0 takes a free one; default: none",
+    )
+
+    def check(self) -> None:
+        """Refuses what cannot be, and what would be open to strangers.
+
+        Raises:
+            ConfigError: see the message.
+        """
+        for name in ("port", "metrics_port"):
+            port = getattr(self, name)
+            if port is not None and not 0 <= port <= 65535:
+                raise ConfigError(f"{name} must be in [0, 65535], got {port}")
+        for name in ("drain_timeout", "startup_timeout"):
+            seconds = getattr(self, name)
+            if not 0.0 <= seconds < math.inf:
+                raise ConfigError(f"{name} must be at least 0 seconds and finite, got {seconds}")
+        if not 0.0 < self.max_message_mib <= MAX_MESSAGE_MIB:
+            raise ConfigError(
+                f"max_message_mib must be more than 0 and at most {MAX_MESSAGE_MIB}, got "
+                f"{self.max_message_mib}"
+            )
+        if (self.tls_cert is None) != (self.tls_key is None):
+            raise ConfigError("tls_cert and tls_key belong together; give both, or none")
+        if self.tls_client_ca is not None and self.tls_cert is None:
+            raise ConfigError("tls_client_ca needs tls_cert and tls_key")
+
+    def check_exposure(self, authenticator: Authenticator) -> None:
+        """Refuses to serve strangers without having been told to.
+
+        Raises:
+            ConfigError: the address is not loopback, and anybody could use the server.
+        """
+        is_guarded = self.tls_cert is not None or authenticator.wants_token
+        if is_loopback(self.host) or is_guarded or self.insecure:
+            return
+        raise ConfigError(
+            f"host = {self.host} can be reached from other machines, and anybody there could use "
+            "the model; give --tls-cert and --tls-key, or --token-file, or say --insecure, or "
+            "listen on 127.0.0.1"
+        )
+
+    def tls_files(self) -> TlsFiles | None:
+        """The files, if TLS is wanted."""
+        if self.tls_cert is None or self.tls_key is None:
+            return None
+        return TlsFiles(self.tls_cert, self.tls_key, self.tls_client_ca)
+
+    def limits(self) -> Limits:
+        """What a request may hold, and the queue.
+
+        Raises:
+            ConfigError: a limit of the queue is below 1.
+        """
+        return Limits(
+            max_message_bytes=int(self.max_message_mib * (1 << 20)),
+            queue=QueueLimits(self.max_queued_requests, self.max_queued_tokens),
+        )
+
+    def authenticator(self) -> Authenticator:
+        """Knows the tokens.
+
+        Raises:
+            ConfigError: a token file cannot be used.
+        """
+        return Authenticator(
+            read_tokens(self.token_file, envs.tokens(), "--token-file (or TPENGINE_TOKENS)"),
+            read_tokens(
+                self.admin_token_file,
+                envs.admin_token(),
+                "--admin-token-file (or TPENGINE_ADMIN_TOKEN)",
+            ),
+        )
+
+    def model_name(self, model: str) -> str:
+        """The name under which `model`, a folder or a hub's name, is served."""
+        if self.served_model_name is not None:
+            return self.served_model_name
+        if model == EMBEDDED_MODEL:
+            return "embedded"
+        return model.rstrip("/").rpartition("/")[2] if model.startswith(("/", ".", "~")) else model
+
+    def address(self) -> str:
+        """Host and port as gRPC wants them."""
+        return join_address(self.host, self.port)
+
+    @classmethod
+    def add_cli_args(cls, parser: argparse.ArgumentParser) -> None:
+        """Adds one option per field."""
+        group = parser.add_argument_group("server")
+        types = typing.get_type_hints(cls)
+        for spec in dataclasses.fields(cls):
+            option = "--" + spec.name.replace("_", "-")
+            kind = types[spec.name]
+            options: dict[str, Any] = {"default": spec.default, "help": spec.metadata["help"]}
+            if kind is bool:
+                group.add_argument(option, action="store_true", **options)
+                continue
+            concrete = [one for one in typing.get_args(kind) if one is not type(None)] or [kind]
+            if spec.default is not None:
+                options["help"] += " (default: %(default)s)"
+            group.add_argument(option, type=concrete[0], **options)
+
+    @classmethod
+    def from_cli_args(cls, args: argparse.Namespace) -> ServerArgs:
+        """Takes its fields from parsed command-line arguments."""
+        return cls(**{spec.name: getattr(args, spec.name) for spec in dataclasses.fields(cls)})
+
+
+def join_address(host: str, port: int) -> str:
+    """host:port, an IPv6 address in brackets."""
+    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+
+
+def is_loopback(host: str) -> bool:
+    """Whether only this machine reaches an address; a name other than localhost may be anything."""
+    if host == "localhost":
+        return True
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return False

@@ -1,0 +1,200 @@
+"""The methods of the service: each is a converter before and after the engine's."""
+
+from __future__ import annotations
+
+import dataclasses
+import time
+from collections.abc import AsyncGenerator
+from contextlib import aclosing
+from typing import Any
+
+from tpengine.engine.async_llm_engine import AsyncLLMEngine
+from tpengine.engine.generate_request import GenerateRequest
+from tpengine.errors import (
+    EngineDrainingError,
+    EngineError,
+    EngineLoadingError,
+    InvalidPromptError,
+    ModelNotFoundError,
+    PermissionDeniedError,
+    RequestAbortedError,
+)
+from tpengine.sampling_params import RequestOutputKind
+from tpengine.server import reports
+from tpengine.server.convert import (
+    ResponseWriter,
+    read_conversation,
+    read_generate_request,
+)
+from tpengine.server.guard import CALL
+from tpengine.server.limits import Limits, check_num_ids, check_request_id, check_text
+from tpengine.server.proto import tpengine_pb2 as pb
+from tpengine.server.proto import tpengine_pb2_grpc
+from tpengine.server.state import ServerState
+
+_DELTA, _FINAL = RequestOutputKind.DELTA, RequestOutputKind.FINAL_ONLY
+
+
+class GenerationServicer(tpengine_pb2_grpc.GenerationServiceServicer):
+    """Serves one engine. Errors are raised as they are; `Guard` tells them to the client.
+
+    Args:
+        state: of the server; the engine is there once it has left loading.
+        limits: what a request may hold.
+    """
+
+    def __init__(self, state: ServerState, limits: Limits) -> None:
+        self._state = state
+        self._limits = limits
+
+    async def Generate(self, request: Any, context: Any) -> Any:  # noqa: N802
+        """One answer."""
+        async with aclosing(self._serve(request, context, _FINAL)) as answers:
+            async for answer in answers:
+                if answer.finished:
+                    return answer
+        raise EngineError("the engine ended a request without its last output")
+
+    async def GenerateStream(self, request: Any, context: Any) -> AsyncGenerator[Any, None]:  # noqa: N802
+        """Answers as they come."""
+        async with aclosing(self._serve(request, context, _DELTA)) as answers:
+            async for answer in answers:
+                yield answer
+
+    async def _serve(
+        self, message: pb.GenerateRequest, context: Any, kind: RequestOutputKind
+    ) -> AsyncGenerator[pb.GenerateResponse, None]:
+        engine = self._engine()
+        if self._state.is_draining:
+            raise EngineDrainingError("the server ends and takes no new requests; ask another")
+        self._check_model(message)
+        self._check_text(engine, message.WhichOneof("input"), message)
+        max_model_len = engine.get_model_config().max_model_len
+        request = read_generate_request(message, kind, self._limits, max_model_len)
+        request = await self._complete(engine, request, message, context)
+        await context.send_initial_metadata((("x-request-id", request.request_id),))
+        writer = ResponseWriter()
+        with self._state.open_call():
+            try:
+                async with aclosing(engine.serve(request)) as outputs:
+                    async for output in outputs:
+                        yield writer.write(output)
+            except RequestAbortedError:
+                if self._state.is_draining and request.request_id is not None:
+                    raise EngineDrainingError(
+                        "the server ends, and the time that running requests had is up; ask another"
+                    ) from None
+                raise
+
+    async def _complete(
+        self,
+        engine: AsyncLLMEngine,
+        request: GenerateRequest,
+        message: pb.GenerateRequest,
+        context: Any,
+    ) -> GenerateRequest:
+        """Adds what the call knows: the id, who asks, and until when."""
+        call = CALL.get()
+        request_id = call.request_id
+        if message.HasField("request_id"):
+            check_request_id(message.request_id)
+            request_id = message.request_id
+        remaining = context.time_remaining()
+        chat = message.messages
+        if request.messages is not None and not _adds_prompt(chat):
+            # The engine's form of a request knows the usual ending of a conversation only.
+            token_ids = await engine.chat_token_ids(request.messages, False)
+            request = dataclasses.replace(request, messages=None, prompt_token_ids=token_ids)
+        return dataclasses.replace(
+            request,
+            request_id=request_id,
+            deadline=None if remaining is None else time.monotonic() + remaining,
+            owner=None if call.client is None else call.client.name,
+        )
+
+    async def Abort(self, request: Any, context: Any) -> Any:  # noqa: N802
+        """Ends a request of the same client, or with the admin token anybody's."""
+        engine = self._engine()
+        check_request_id(request.request_id)
+        client = CALL.get().client
+        owner = engine.owner(request.request_id)
+        if owner is not None and (client is None or client.name != owner):
+            if client is None:
+                raise PermissionDeniedError("Abort wants to know who asks")
+            client.require_admin("to abort a request of another client")
+        return pb.AbortResponse(aborted=await engine.abort(request.request_id))
+
+    async def Tokenize(self, request: Any, context: Any) -> Any:  # noqa: N802
+        """Text or a conversation as ids."""
+        engine = self._engine()
+        given = request.WhichOneof("input")
+        self._check_text(engine, given, request)
+        if given == "text":
+            special = request.add_special_tokens if request.HasField("add_special_tokens") else True
+            token_ids = await engine.tokenize(request.text, special)
+        elif given == "messages":
+            messages = read_conversation(request.messages, self._limits)
+            token_ids = await engine.chat_token_ids(messages, _adds_prompt(request.messages))
+        else:
+            raise InvalidPromptError("Tokenize needs text or messages; got neither")
+        return pb.TokenizeResponse(token_ids=token_ids)
+
+    async def Detokenize(self, request: Any, context: Any) -> Any:  # noqa: N802
+        """Ids as text."""
+        engine = self._engine()
+        check_num_ids(len(request.token_ids), engine.get_model_config().max_model_len)
+        skip = request.skip_special_tokens if request.HasField("skip_special_tokens") else True
+        return pb.DetokenizeResponse(text=await engine.detokenize(list(request.token_ids), skip))
+
+    async def GetModelInfo(self, request: Any, context: Any) -> Any:  # noqa: N802
+        """What is served."""
+        return reports.model_info(self._engine(), self._state.model)
+
+    async def GetServerInfo(self, request: Any, context: Any) -> Any:  # noqa: N802
+        """The engine, its ranks and the limits; also while it is loaded."""
+        return reports.server_info(self._state, self._limits)
+
+    async def GetLoads(self, request: Any, context: Any) -> Any:  # noqa: N802
+        """The moment."""
+        return reports.loads(self._engine().stats(), self._state.num_open_calls)
+
+    async def Drain(self, request: Any, context: Any) -> Any:  # noqa: N802
+        """The same as SIGTERM."""
+        client = CALL.get().client
+        if client is None:
+            raise PermissionDeniedError("Drain wants to know who asks")
+        client.require_admin("Drain")
+        timeout_s = None
+        if request.HasField("timeout_ms"):
+            if request.timeout_ms < 0:
+                raise InvalidPromptError(f"timeout_ms must be at least 0, got {request.timeout_ms}")
+            timeout_s = request.timeout_ms / 1e3
+        self._state.ask_to_end("Drain", timeout_s)
+        return pb.DrainResponse(num_open_calls=self._state.num_open_calls)
+
+    def _engine(self) -> AsyncLLMEngine:
+        if self._state.engine is None:
+            raise EngineLoadingError(
+                "the server loads its model; watch grpc.health.v1 under the name 'readiness'"
+            )
+        return self._state.engine
+
+    def _check_text(self, engine: AsyncLLMEngine, given: str | None, message: Any) -> None:
+        texts: list[str] = []
+        if given in ("prompt", "text"):
+            texts = [getattr(message, given)]
+        elif given == "messages":
+            texts = [one.content for one in message.messages.messages]
+        max_model_len = engine.get_model_config().max_model_len
+        check_text(given or "", texts, self._state.max_text_bytes, max_model_len)
+
+    def _check_model(self, message: pb.GenerateRequest) -> None:
+        if message.HasField("model") and message.model != self._state.model:
+            raise ModelNotFoundError(
+                f"model {message.model[:200]!r} is not served here, but {self._state.model!r} is; "
+                "leave model out to take that"
+            )
+
+
+def _adds_prompt(conversation: pb.Conversation) -> bool:
+    return conversation.add_generation_prompt or not conversation.HasField("add_generation_prompt")
