@@ -22,15 +22,17 @@ bool with_decode_config(int head_dim, int group, const F& body) {
     return true;
   };
   switch (head_dim) {
-    case 64:
-      return tiled(std::integral_constant<int, 64>{});
     case 80:
       return tiled(std::integral_constant<int, 80>{});
+#ifndef TPENGINE_HOST_FEW  // the tests' compiler is slower than the dims are different
+    case 64:
+      return tiled(std::integral_constant<int, 64>{});
     case 128:
       return tiled(std::integral_constant<int, 128>{});
     case 256:
       return tiled(std::integral_constant<int, 256>{});
-#ifndef TPENGINE_CUDA_HOST  // the test's compiler is slower than its cases are different
+#endif
+#ifndef TPENGINE_CUDA_HOST
     case 96:
       return tiled(std::integral_constant<int, 96>{});
     case 112:
