@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import ctypes
 import functools
-import os
 import shutil
 import subprocess
 import tempfile
@@ -16,11 +15,6 @@ import torch
 ROOT = Path(__file__).resolve().parents[2]
 SOURCES = Path(__file__).parent / "cuda_host"
 BOUND = {torch.float32: 3e-6, torch.float16: 1e-3, torch.bfloat16: 4e-3}
-SANITIZE = "TPENGINE_TEST_SANITIZE"
-"""Where this variable is set, kernels are compiled with AddressSanitizer, whose library the process
-has to load first."""
-# The stacks of fibers are none that the sanitizer knows; one head dim is compiled for it.
-_SANITIZED = ("-fsanitize=address", "--param=asan-stack=0", "-DTPENGINE_HOST_FEW")
 P, I32, I64, F32 = ctypes.c_void_p, ctypes.c_int, ctypes.c_int64, ctypes.c_float
 
 needs_compiler = pytest.mark.skipif(shutil.which("g++") is None, reason="needs g++")
@@ -31,10 +25,11 @@ def struct(*fields: tuple[str, object]) -> type[ctypes.Structure]:
     return type("Args", (ctypes.Structure,), {"_fields_": list(fields)})
 
 
-def compile_host(name: str, target: Path, *options: str) -> None:
-    """Compiles cuda_host/<name>.cpp to `target`."""
+def compile_host(name: str, target: Path, *options: str, shared: bool = True) -> None:
+    """Compiles cuda_host/<name>.cpp to `target`, a shared library or a program."""
     command = [
-        "g++", "-std=c++17", "-O1", "-shared", "-fPIC", "-U_FORTIFY_SOURCE", *options,
+        "g++", "-std=c++17", "-O1", *(["-shared", "-fPIC"] if shared else []),
+        "-U_FORTIFY_SOURCE", *options,
         "-I", str(SOURCES), "-I", str(ROOT / "csrc" / "common"),
         "-I", str(ROOT / "csrc" / "cuda"), str(SOURCES / f"{name}.cpp"), "-o", str(target),
     ]  # fmt: skip
@@ -46,7 +41,7 @@ def compile_host(name: str, target: Path, *options: str) -> None:
 def load_host(name: str) -> ctypes.CDLL:
     with tempfile.TemporaryDirectory() as folder:
         target = Path(folder) / f"lib{name}.so"
-        compile_host(name, target, *(_SANITIZED if SANITIZE in os.environ else ()))
+        compile_host(name, target)
         return ctypes.CDLL(str(target))
 
 

@@ -136,7 +136,7 @@ CASES = {  # num_heads, num_kv_heads, head_dim, block_size, options, wave of the
     "window": (4, 2, 64, 16, {"window": 70}, 9),
     "window of one": (4, 2, 64, 8, {"window": 1}, None),
     "alibi": (4, 2, 64, 16, {"alibi": True}, 6),
-    "odd rows": (4, 2, 80, 16, {"window": 33, "alibi": True}, 11),
+    "odd rows": (4, 2, 80, 8, {"window": 33, "alibi": True}, 11),
     "wide": (4, 1, 256, 16, {}, 5),
 }
 
