@@ -41,8 +41,10 @@ void check_slots(const char* op, const Tensor& slot_mapping, int64_t num_tokens,
   }
 }
 
-void write_kv_cache(Tensor k, Tensor v, Tensor k_cache, Tensor v_cache, Tensor slot_mapping) {
+void write_kv_cache(Tensor k, Tensor v, Tensor k_cache, Tensor v_cache, Tensor slot_mapping,
+                    double k_scale, double v_scale) {
   const char* op = "write_kv_cache";
+  check_no_scales(op, k_scale, v_scale);
   const DType dtype = element_type(op, "k", k);
   check_dtype(op, "v", v, k.dtype());
   check_dim(op, "k", k, 3);
@@ -74,8 +76,9 @@ void write_kv_cache(Tensor k, Tensor v, Tensor k_cache, Tensor v_cache, Tensor s
 
 void rotary_write_kv_cache(Tensor positions, Tensor qkv, Tensor cos_sin_cache, Tensor slot_mapping,
                            Tensor k_cache, Tensor v_cache, int64_t num_heads, int64_t num_kv_heads,
-                           bool is_neox) {
+                           bool is_neox, double k_scale, double v_scale) {
   const char* op = "rotary_write_kv_cache";
+  check_no_scales(op, k_scale, v_scale);
   const DType dtype = element_type(op, "qkv", qkv);
   check_dim(op, "qkv", qkv, 2);
   check_packed(op, "qkv", qkv, 1);

@@ -39,6 +39,14 @@ inline DType element_type(const char* op, const char* name, const Tensor& tensor
                "; on CPU the kernels take float32 and bfloat16");
 }
 
+// The scales of an fp8 cache, which the CPU does not have.
+inline void check_no_scales(const char* op, double k_scale, double v_scale) {
+  if (k_scale != 1.0 || v_scale != 1.0) {
+    fail(op, "k_scale and v_scale are " + std::to_string(k_scale) + " and " +
+                 std::to_string(v_scale) + "; on CPU the cache has no scales: expected 1");
+  }
+}
+
 // The K and V caches of one layer in the CPU layout.
 struct CacheShape {
   int64_t num_blocks, num_kv_heads, head_dim, block_size;

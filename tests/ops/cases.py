@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from tpengine.ops import cache, library, reference
+from tpengine.ops import cache, library
 
 NAN = float("nan")
 ISAS = library.supported_cpu_isas()
@@ -24,7 +24,7 @@ ATTENTION_BOUND = {torch.float32: 3e-6, torch.bfloat16: 4e-3}
 def backend(name: str) -> Iterator[Callable[[str], Callable[..., None]]]:
     """Looks ops up by name: the plain-torch reference, or the kernels of an instruction set."""
     if name == "reference":
-        yield lambda op: getattr(reference, op)
+        yield library.reference_of
         return
     with library.use_cpu_isa(name):
         yield lambda op: getattr(torch.ops.tpengine, op).default

@@ -2,13 +2,152 @@
 
 from __future__ import annotations
 
+import functools
+from typing import NamedTuple
+
 import torch
 from torch import Tensor
 
-from tpengine.ops import library as _library  # noqa: F401 (defines the ops)
+from tpengine.errors import ConfigError
+from tpengine.logger import init_logger
+from tpengine.ops import library
 
+_logger = init_logger(__name__)
+_plan_decode = torch.ops.tpengine.plan_decode.default
 _paged_attention = torch.ops.tpengine.paged_attention.default
 _prefill_attention = torch.ops.tpengine.prefill_attention.default
+
+
+MAX_HEAD_DIM = 256
+TENSOR_CORE_HEAD_DIMS = (64, 80, 96, 112, 128, 160, 192, 256)
+"""Head dims that the CUDA decode kernel for 16-bit and fp8 caches is compiled for."""
+BLOCK_SIZES = (8, 16, 32)
+MIN_ITEM_BYTES = 128 * 1024
+"""K and V of one kv head that make a part of a context worth its own work item (256 tokens of a
+bf16 cache at head dim 128)."""
+_PARTIAL_PADDING = 4
+
+
+@functools.cache
+def check_decode_support(
+    head_dim: int, dtype: torch.dtype, cache_dtype: torch.dtype, block_size: int
+) -> None:
+    """Whether the CUDA decode kernels take a model's attention; for start-up, before any capture.
+
+    A head dim without a tensor-core kernel runs on the CUDA cores, with one warning.
+
+    Raises:
+        ConfigError: they do not; it says what to change.
+    """
+    if block_size not in BLOCK_SIZES:
+        raise ConfigError(f"block_size={block_size}: on a GPU it must be 8, 16 or 32")
+    if dtype not in (torch.float32, torch.float16, torch.bfloat16):
+        raise ConfigError(f"dtype={dtype}: the CUDA kernels take float16, bfloat16 and float32")
+    if head_dim > MAX_HEAD_DIM:
+        raise ConfigError(
+            f"head_dim={head_dim}: the CUDA attention kernels go up to {MAX_HEAD_DIM}; "
+            "run this model on CPU"
+        )
+    is_fp8 = cache_dtype == torch.float8_e4m3fn
+    if not is_fp8 and cache_dtype != dtype:
+        raise ConfigError(
+            f"a KV cache of {cache_dtype} for a model in {dtype}: the cache takes the model's "
+            "dtype, or fp8 (float8_e4m3fn)"
+        )
+    if is_fp8 and dtype == torch.float32:
+        raise ConfigError("an fp8 KV cache needs dtype bfloat16 or float16; this model is float32")
+    if dtype == torch.float32 or head_dim in TENSOR_CORE_HEAD_DIMS:
+        return
+    dims = ", ".join(map(str, TENSOR_CORE_HEAD_DIMS))
+    if is_fp8:
+        raise ConfigError(
+            f"head_dim={head_dim} with an fp8 KV cache: it needs one of {dims}; keep the cache in "
+            f"{dtype}"
+        )
+    _logger.warning(
+        "head_dim=%d has no tensor-core attention kernel (%s have): decode attention takes the "
+        "slower path",
+        head_dim,
+        dims,
+    )
+
+
+class DecodePlan(NamedTuple):
+    """How decode attention on a GPU shares a batch out; made once per step, for all layers of one
+    window and shape.
+
+    Attributes:
+        item_start: int32 `[num_seqs + 1]`, first work item of each sequence.
+        items: int32 `[max_items, 4]`: sequence (top bit: it has several items), first and end of
+            its tokens in units of 16, length.
+        partials: float32 `[max_items, num_heads, head_dim + 4]`, scratch.
+    """
+
+    item_start: Tensor
+    items: Tensor
+    partials: Tensor
+
+    def for_rows(self, num_seqs: int) -> DecodePlan:
+        """The part of a plan's memory that a smaller batch uses, as views.
+
+        Every batch size keeps its own addresses, as graphs need.
+        """
+        max_items = self.items.shape[0] - (self.item_start.shape[0] - 1) + num_seqs
+        return DecodePlan(
+            self.item_start[: num_seqs + 1], self.items[:max_items], self.partials[:max_items]
+        )
+
+    @property
+    def num_bytes(self) -> int:
+        return sum(tensor.numel() * tensor.element_size() for tensor in self)
+
+
+def make_decode_plan(
+    device: torch.device,
+    max_num_seqs: int,
+    num_heads: int,
+    num_kv_heads: int,
+    head_dim: int,
+    cache_dtype: torch.dtype,
+) -> DecodePlan:
+    """Allocates a plan for up to `max_num_seqs` sequences on a GPU.
+
+    Raises:
+        NativeLibraryError: there are no CUDA kernels, or they do not run on this GPU.
+    """
+    index = device.index if device.index is not None else torch.cuda.current_device()
+    wave = library.decode_wave(index, cache_dtype, head_dim, num_heads, num_kv_heads)
+    max_items = max_num_seqs + 2 * wave
+    return DecodePlan(
+        torch.zeros(max_num_seqs + 1, dtype=torch.int32, device=device),
+        torch.zeros(max_items, 4, dtype=torch.int32, device=device),
+        torch.zeros(max_items, num_heads, head_dim + _PARTIAL_PADDING, device=device),
+    )
+
+
+def min_item_tokens(head_dim: int, cache_dtype: torch.dtype) -> int:
+    """Tokens below which no context is cut: more parts cost more than they hide."""
+    return max(16, MIN_ITEM_BYTES // (2 * head_dim * cache_dtype.itemsize))
+
+
+def plan_decode(
+    plan: DecodePlan, seq_lens: Tensor, min_tokens: int, sliding_window: int | None = None
+) -> None:
+    """Cuts the sequences into work items, on the device: no length is read by the host.
+
+    No item is longer than what lets all of them run at once; where the sequences alone are more
+    than that, than 5/8 of the mean share. Sequences are cut into equal parts.
+
+    Args:
+        plan: for as many sequences as seq_lens has (`DecodePlan.for_rows`); written.
+        seq_lens: int32 `[num_seqs]`; 0 for a padded row.
+        min_tokens: parts are not shorter; see `min_item_tokens`.
+        sliding_window: that of the layers which use the plan.
+
+    Raises:
+        RuntimeError: an argument's dtype or shape does not fit.
+    """
+    _plan_decode(plan.item_start, plan.items, seq_lens, min_tokens, sliding_window)
 
 
 def paged_attention(
@@ -21,6 +160,9 @@ def paged_attention(
     scale: float,
     alibi_slopes: Tensor | None = None,
     sliding_window: int | None = None,
+    k_scale: float = 1.0,
+    v_scale: float = 1.0,
+    plan: DecodePlan | None = None,
 ) -> None:
     """Decode: the last token of each sequence attends to the whole sequence.
 
@@ -30,22 +172,41 @@ def paged_attention(
     Args:
         out: `[num_seqs, num_heads, head_dim]`, written; zeros for a sequence of length 0.
         q: `[num_seqs, num_heads, head_dim]`; any strides, last dimension contiguous.
-        k_cache, v_cache: of one layer, shaped by `ops.cache.kv_cache_shapes`; dtype of q. Slots
-            beyond a sequence's length may hold anything, NaN included.
+        k_cache, v_cache: of one layer, shaped by `ops.cache.kv_cache_shapes`; dtype of q, or
+            float8_e4m3fn on a GPU. Slots beyond a sequence's length may hold anything, even NaN.
         block_table: int32 `[num_seqs, max_blocks]`; entries beyond a sequence's blocks are ignored.
         seq_lens: int32 `[num_seqs]`, tokens including the one whose query this is.
         scale: factor on the logits.
         alibi_slopes: float32 `[num_heads]`; adds `slope * (key - query)` (positions) to the logits.
         sliding_window: a query sees this many keys, itself included; None: all of them.
+        k_scale, v_scale: what the numbers of an fp8 cache are multiplied with.
+        plan: made by `plan_decode` from the same seq_lens and window; None: one block of threads
+            per sequence and kv head, slow for few long sequences. CPU kernels need none.
 
-    On CPU: float32 and bfloat16, head_dim a multiple of 16 up to 256, block sizes 8, 16 and 32. A
-    sequence's result does not depend on the other sequences nor on the number of threads.
+    Block sizes 8, 16 and 32. On CPU: float32 and bfloat16, head_dim a multiple of 16 up to 256; a
+    sequence's result does not depend on the other sequences nor on the number of threads. On CUDA:
+    float32, float16, bfloat16, head_dim up to 256 (`check_decode_support`); products of 16-bit
+    numbers are summed in float32, and fp8 numbers are 16-bit ones before they are multiplied.
 
     Raises:
         RuntimeError: an argument's dtype, shape or strides do not fit. Block ids are not checked.
     """
+    item_start, items, partials = (None, None, None) if plan is None else plan
     _paged_attention(
-        out, q, k_cache, v_cache, block_table, seq_lens, scale, alibi_slopes, sliding_window
+        out,
+        q,
+        k_cache,
+        v_cache,
+        block_table,
+        seq_lens,
+        scale,
+        alibi_slopes,
+        sliding_window,
+        k_scale,
+        v_scale,
+        item_start,
+        items,
+        partials,
     )
 
 
@@ -60,6 +221,8 @@ def prefill_attention(
     scale: float,
     alibi_slopes: Tensor | None = None,
     sliding_window: int | None = None,
+    k_scale: float = 1.0,
+    v_scale: float = 1.0,
 ) -> None:
     """Prefill: ragged chunks of queries, each causal over its sequence's whole cached context.
 
@@ -88,4 +251,6 @@ def prefill_attention(
         scale,
         alibi_slopes,
         sliding_window,
+        k_scale,
+        v_scale,
     )

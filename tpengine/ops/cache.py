@@ -10,6 +10,10 @@ from tpengine.ops import library as _library  # noqa: F401 (defines the ops)
 _write_kv_cache = torch.ops.tpengine.write_kv_cache.default
 _rotary_write_kv_cache = torch.ops.tpengine.rotary_write_kv_cache.default
 _copy_blocks = torch.ops.tpengine.copy_blocks.default
+_copy_cache_blocks = torch.ops.tpengine.copy_cache_blocks.default
+_pack_blocks = torch.ops.tpengine.pack_blocks.default
+_unpack_blocks = torch.ops.tpengine.unpack_blocks.default
+_gather_kv = torch.ops.tpengine.gather_kv.default
 
 Shape = tuple[int, ...]
 
@@ -41,20 +45,29 @@ def kv_cache_shapes(
 
 
 def write_kv_cache(
-    k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, slot_mapping: Tensor
+    k: Tensor,
+    v: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    slot_mapping: Tensor,
+    k_scale: float = 1.0,
+    v_scale: float = 1.0,
 ) -> None:
     """Writes each token's K and V into its slot.
 
     Args:
         k, v: `[num_tokens, num_kv_heads, head_dim]`; views with any strides whose last dimension
             is contiguous (parts of a packed qkv).
-        k_cache, v_cache: shaped by `kv_cache_shapes`, same dtype as k; written.
+        k_cache, v_cache: shaped by `kv_cache_shapes`, same dtype as k, or on a GPU float8_e4m3fn
+            for 16-bit k; written.
         slot_mapping: int32 `[num_tokens]`, block * block_size + offset; -1 writes nowhere.
+        k_scale, v_scale: an fp8 cache holds k / k_scale and v / v_scale, saturated at 448.
 
     Raises:
-        RuntimeError: an argument's dtype, shape or strides do not fit, or a slot is out of range.
+        RuntimeError: an argument's dtype, shape or strides do not fit, or (on CPU) a slot is out of
+            range.
     """
-    _write_kv_cache(k, v, k_cache, v_cache, slot_mapping)
+    _write_kv_cache(k, v, k_cache, v_cache, slot_mapping, k_scale, v_scale)
 
 
 def rotary_write_kv_cache(
@@ -67,6 +80,8 @@ def rotary_write_kv_cache(
     num_heads: int,
     num_kv_heads: int,
     is_neox: bool,
+    k_scale: float = 1.0,
+    v_scale: float = 1.0,
 ) -> None:
     """`rotary_embedding` on packed qkv in place, then `write_kv_cache`, in one pass.
 
@@ -75,7 +90,7 @@ def rotary_write_kv_cache(
         qkv: `[num_tokens, (num_heads + 2 * num_kv_heads) * head_dim]`; q and k are rotated. A row
             whose slot is -1 is rotated and not cached.
         cos_sin_cache: float32 `[max_position, rotary_dim]`.
-        slot_mapping, k_cache, v_cache: as in `write_kv_cache`.
+        slot_mapping, k_cache, v_cache, k_scale, v_scale: as in `write_kv_cache`.
 
     Raises:
         RuntimeError: as `rotary_embedding` and `write_kv_cache`.
@@ -90,6 +105,8 @@ def rotary_write_kv_cache(
         num_heads,
         num_kv_heads,
         is_neox,
+        k_scale,
+        v_scale,
     )
 
 
@@ -105,3 +122,127 @@ def copy_blocks(k_cache: Tensor, v_cache: Tensor, block_pairs: Tensor) -> None:
         RuntimeError: a dtype or shape does not fit, or a block is out of range.
     """
     _copy_blocks(k_cache, v_cache, block_pairs)
+
+
+def copy_cache_blocks(cache: Tensor, block_pairs: Tensor) -> None:
+    """Copies whole blocks of all layers, on a GPU in one launch.
+
+    Args:
+        cache: `[num_pieces, num_blocks, ...]`, contiguous from the second dimension on: every
+            layer's K and V, allocated as one tensor; written.
+        block_pairs: as in `copy_blocks`.
+
+    Raises:
+        RuntimeError: a dtype or shape does not fit.
+    """
+    _copy_cache_blocks(cache, block_pairs)
+
+
+def pack_blocks(packed: Tensor, cache: Tensor, block_ids: Tensor) -> None:
+    """Gathers whole blocks, so that all pieces of a block lie together.
+
+    Args:
+        packed: `[num_ids, num_pieces, ...]`, written.
+        cache: as in `copy_cache_blocks`.
+        block_ids: int64 `[num_ids]`.
+
+    Raises:
+        RuntimeError: a dtype or shape does not fit.
+    """
+    _pack_blocks(packed, cache, block_ids)
+
+
+def unpack_blocks(cache: Tensor, packed: Tensor, block_ids: Tensor) -> None:
+    """The way back of `pack_blocks`; block_ids are distinct."""
+    _unpack_blocks(cache, packed, block_ids)
+
+
+def swap_out(
+    host: Tensor, cache: Tensor, block_pairs: list[tuple[int, int]], staging: Tensor
+) -> None:
+    """Copies whole blocks of all layers to the host, on the current stream, without waiting.
+
+    Blocks are packed into `staging` on the device and cross the bus in large pieces: many small
+    copies would reach a fraction of its speed.
+
+    Args:
+        host: `[num_host_blocks, num_pieces, ...]`, pinned where cache is on a GPU; written.
+        cache: `[num_pieces, num_blocks, ...]`, as in `copy_cache_blocks`.
+        block_pairs: (block of the cache, block of the host).
+        staging: `[num_staged, num_pieces, ...]` on the cache's device; overwritten.
+
+    Raises:
+        RuntimeError: a dtype or shape does not fit.
+    """
+    pairs = sorted(block_pairs, key=lambda pair: pair[1])  # neighbours on the host go as one
+    for part in _parts(pairs, staging.shape[0]):
+        packed = staging[: len(part)]
+        pack_blocks(packed, cache, _upload([block for block, _ in part], cache.device))
+        for first, target, count in _runs([target for _, target in part]):
+            host[target : target + count].copy_(packed[first : first + count], non_blocking=True)
+
+
+def swap_in(
+    cache: Tensor, host: Tensor, block_pairs: list[tuple[int, int]], staging: Tensor
+) -> None:
+    """Copies whole blocks of all layers from the host; the way back of `swap_out`.
+
+    Args:
+        block_pairs: (block of the host, block of the cache); no block of the cache twice.
+        cache, host, staging: as in `swap_out`; cache and staging are written.
+    """
+    pairs = sorted(block_pairs)
+    for part in _parts(pairs, staging.shape[0]):
+        packed = staging[: len(part)]
+        for first, source, count in _runs([source for source, _ in part]):
+            packed[first : first + count].copy_(host[source : source + count], non_blocking=True)
+        unpack_blocks(cache, packed, _upload([block for _, block in part], cache.device))
+
+
+def _parts(pairs: list[tuple[int, int]], size: int) -> list[list[tuple[int, int]]]:
+    return [pairs[first : first + size] for first in range(0, len(pairs), size)]
+
+
+def _runs(blocks: list[int]) -> list[tuple[int, int, int]]:
+    """(index, block, count) of stretches in which blocks go up by one."""
+    runs: list[tuple[int, int, int]] = []
+    for index, block in enumerate(blocks):
+        if runs and block == runs[-1][1] + runs[-1][2]:
+            first, start, count = runs[-1]
+            runs[-1] = (first, start, count + 1)
+        else:
+            runs.append((index, block, 1))
+    return runs
+
+
+def _upload(values: list[int], device: torch.device) -> Tensor:
+    pinned = device.type == "cuda"
+    host = torch.tensor(values, dtype=torch.int64, pin_memory=pinned)
+    return host.to(device, non_blocking=True)
+
+
+def gather_kv(
+    k: Tensor,
+    v: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    block_table: Tensor,
+    token_start: Tensor,
+    k_scale: float = 1.0,
+    v_scale: float = 1.0,
+) -> None:
+    """Gathers sequences' K and V from their pages, for attention kernels that know no pages.
+
+    Args:
+        k, v: `[num_tokens, num_kv_heads, head_dim]`, contiguous; written, in the model's dtype.
+            Rows from `token_start[-1]` on are left alone.
+        k_cache, v_cache: as in `write_kv_cache`.
+        block_table: int32 `[num_seqs, max_blocks]`.
+        token_start: int32 `[num_seqs + 1]`, first row of each sequence, from 0; the running sum of
+            the lengths.
+        k_scale, v_scale: what the numbers of an fp8 cache are multiplied with.
+
+    Raises:
+        RuntimeError: a dtype or shape does not fit.
+    """
+    _gather_kv(k, v, k_cache, v_cache, block_table, token_start, k_scale, v_scale)

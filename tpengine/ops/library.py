@@ -13,14 +13,15 @@ import torch
 from tpengine import envs
 from tpengine.errors import NativeLibraryError
 from tpengine.logger import init_logger
-from tpengine.ops import reference
+from tpengine.ops import reference, reference_cache
 
 _logger = init_logger(__name__)
 
 _SCHEMAS: dict[str, tuple[str, Callable[..., None]]] = {
     "write_kv_cache": (
-        "(Tensor k, Tensor v, Tensor(a!) k_cache, Tensor(b!) v_cache, Tensor slot_mapping) -> ()",
-        reference.write_kv_cache,
+        "(Tensor k, Tensor v, Tensor(a!) k_cache, Tensor(b!) v_cache, Tensor slot_mapping,"
+        " float k_scale=1.0, float v_scale=1.0) -> ()",
+        reference_cache.write_kv_cache,
     ),
     "rotary_embedding": (
         "(Tensor positions, Tensor(a!) q, Tensor(b!) k, Tensor cos_sin_cache, bool is_neox) -> ()",
@@ -28,23 +29,47 @@ _SCHEMAS: dict[str, tuple[str, Callable[..., None]]] = {
     ),
     "rotary_write_kv_cache": (
         "(Tensor positions, Tensor(a!) qkv, Tensor cos_sin_cache, Tensor slot_mapping,"
-        " Tensor(b!) k_cache, Tensor(c!) v_cache, int num_heads, int num_kv_heads, bool is_neox)"
-        " -> ()",
+        " Tensor(b!) k_cache, Tensor(c!) v_cache, int num_heads, int num_kv_heads, bool is_neox,"
+        " float k_scale=1.0, float v_scale=1.0) -> ()",
         reference.rotary_write_kv_cache,
     ),
     "copy_blocks": (
         "(Tensor(a!) k_cache, Tensor(b!) v_cache, Tensor block_pairs) -> ()",
-        reference.copy_blocks,
+        reference_cache.copy_blocks,
+    ),
+    "copy_cache_blocks": (
+        "(Tensor(a!) cache, Tensor block_pairs) -> ()",
+        reference_cache.copy_cache_blocks,
+    ),
+    "pack_blocks": (
+        "(Tensor(a!) packed, Tensor cache, Tensor block_ids) -> ()",
+        reference_cache.pack_blocks,
+    ),
+    "unpack_blocks": (
+        "(Tensor(a!) cache, Tensor packed, Tensor block_ids) -> ()",
+        reference_cache.unpack_blocks,
+    ),
+    "gather_kv": (
+        "(Tensor(a!) k, Tensor(b!) v, Tensor k_cache, Tensor v_cache, Tensor block_table,"
+        " Tensor token_start, float k_scale=1.0, float v_scale=1.0) -> ()",
+        reference_cache.gather_kv,
+    ),
+    "plan_decode": (
+        "(Tensor(a!) item_start, Tensor(b!) items, Tensor seq_lens, int min_tokens,"
+        " int? sliding_window) -> ()",
+        reference_cache.plan_decode,
     ),
     "paged_attention": (
         "(Tensor(a!) out, Tensor q, Tensor k_cache, Tensor v_cache, Tensor block_table,"
-        " Tensor seq_lens, float scale, Tensor? alibi_slopes, int? sliding_window) -> ()",
+        " Tensor seq_lens, float scale, Tensor? alibi_slopes, int? sliding_window,"
+        " float k_scale=1.0, float v_scale=1.0, Tensor? item_start=None, Tensor? items=None,"
+        " Tensor(b!)? partials=None) -> ()",
         reference.paged_attention,
     ),
     "prefill_attention": (
         "(Tensor(a!) out, Tensor q, Tensor k_cache, Tensor v_cache, Tensor block_table,"
         " Tensor query_start_loc, Tensor seq_lens, float scale, Tensor? alibi_slopes,"
-        " int? sliding_window) -> ()",
+        " int? sliding_window, float k_scale=1.0, float v_scale=1.0) -> ()",
         reference.prefill_attention,
     ),
     "rms_norm": (
@@ -79,6 +104,15 @@ _SCHEMAS: dict[str, tuple[str, Callable[..., None]]] = {
     ),
 }
 OP_NAMES = tuple(_SCHEMAS)
+GPU_OPS = (
+    "copy_cache_blocks", "gather_kv", "pack_blocks", "plan_decode", "unpack_blocks",
+)  # fmt: skip
+"""Ops that only a GPU's engine calls: on CPU plain torch is all they have."""
+
+
+def reference_of(name: str) -> Callable[..., None]:
+    """The plain-torch form of an op; for tests."""
+    return _SCHEMAS[name][1]
 
 
 def _fake(*_: object) -> None:
@@ -135,14 +169,61 @@ def _load_cpu() -> ctypes.CDLL | None:
     return cpu
 
 
+def _load_cuda() -> ctypes.CDLL | None:
+    cuda = _load("libtpengine_cuda.so")
+    if cuda is None:
+        if torch.cuda.is_available():
+            _logger.warning(
+                "libtpengine_cuda.so is not installed: on a GPU every op runs as slow plain torch; "
+                "install the CUDA toolkit (nvcc) and run `TPENGINE_CUDA=ON pip install .`"
+            )
+        return None
+    cuda.tpengine_cuda_decode_wave.restype = ctypes.c_int32
+    cuda.tpengine_cuda_decode_wave.argtypes = [ctypes.c_int32] * 5
+    return cuda
+
+
 _definitions = _define_ops()  # the ops exist as long as this object does
 _cpu = _load_cpu()
-_cuda = _load("libtpengine_cuda.so") if torch.version.cuda is not None else None
+_cuda = _load_cuda() if torch.version.cuda is not None else None
 
 
 def has_cpu_kernels() -> bool:
     """Whether the compiled CPU kernels are loaded (otherwise the reference answers)."""
     return _cpu is not None
+
+
+def has_cuda_kernels() -> bool:
+    """Whether the compiled CUDA kernels are loaded (otherwise the reference answers)."""
+    return _cuda is not None
+
+
+def decode_wave(
+    device_index: int, dtype: torch.dtype, head_dim: int, num_heads: int, num_kv_heads: int
+) -> int:
+    """Work items per kv head that the decode kernel runs at once on a GPU; dtype is the cache's.
+
+    Raises:
+        NativeLibraryError: there are no CUDA kernels, or CUDA does not run them.
+    """
+    codes = {torch.float32: 0, torch.float16: 1, torch.bfloat16: 2, torch.float8_e4m3fn: 3}
+    if _cuda is None:
+        raise NativeLibraryError(
+            "libtpengine_cuda.so is not installed: install the CUDA toolkit (nvcc) and run "
+            "`TPENGINE_CUDA=ON pip install .`"
+        )
+    wave = int(
+        _cuda.tpengine_cuda_decode_wave(
+            device_index, codes[dtype], head_dim, num_heads, num_kv_heads
+        )
+    )
+    if wave < 1:
+        raise NativeLibraryError(
+            f"the CUDA kernels do not run on GPU {device_index} "
+            f"({torch.cuda.get_device_name(device_index)}): they need compute capability 9.0 or "
+            f"later and a driver for CUDA 13 or later; torch {torch.__version__}"
+        )
+    return wave
 
 
 def cpu_functions() -> str | None:

@@ -1,7 +1,6 @@
 """Every op in plain torch: what the kernels are held against, and what runs where there is none.
 
-KV caches may have either layout of `ops.cache.kv_cache_shapes`: five dimensions (CPU) or four
-(CUDA).
+Those on the KV cache alone stand in `reference_cache.py`.
 """
 
 from __future__ import annotations
@@ -10,41 +9,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from tpengine.ops.reference_cache import block_size_of, gather_pages, write_kv_cache
+
 LINEAR_PANEL = 32
 """Outputs that lie side by side in a packed weight (`kLinearPanel` in csrc)."""
-
-
-def gather_kv(k_cache: Tensor, v_cache: Tensor, block_ids: Tensor) -> tuple[Tensor, Tensor]:
-    """Dense K and V `[num_blocks * block_size, num_kv_heads, head_dim]` of the named blocks."""
-    k, v = k_cache[block_ids.long()], v_cache[block_ids.long()]
-    if k_cache.dim() == 5:
-        k, v = k.permute(0, 3, 1, 2, 4), v.permute(0, 2, 4, 1, 3)
-        num_blocks, block_size, num_kv_heads = k.shape[:3]
-        return (
-            k.reshape(num_blocks * block_size, num_kv_heads, -1),
-            v.reshape(num_blocks * block_size, num_kv_heads, -1),
-        )
-    return k.flatten(0, 1), v.flatten(0, 1)
-
-
-def _block_size(k_cache: Tensor) -> int:
-    return k_cache.shape[3] if k_cache.dim() == 5 else k_cache.shape[1]
-
-
-def write_kv_cache(
-    k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, slot_mapping: Tensor
-) -> None:
-    cached = slot_mapping >= 0
-    slots, k, v = slot_mapping[cached].long(), k[cached], v[cached]
-    block_size = _block_size(k_cache)
-    block, offset = slots // block_size, slots % block_size
-    if k_cache.dim() == 5:
-        pack = k_cache.shape[4]
-        k_cache.permute(0, 3, 1, 2, 4)[block, offset] = k.unflatten(-1, (-1, pack))
-        v_cache.permute(0, 2, 4, 1, 3)[block, offset // pack, offset % pack] = v
-    else:
-        k_cache[block, offset] = k
-        v_cache[block, offset] = v
 
 
 def _rotate(x: Tensor, cos: Tensor, sin: Tensor, is_neox: bool) -> None:
@@ -77,17 +45,13 @@ def rotary_write_kv_cache(
     num_heads: int,
     num_kv_heads: int,
     is_neox: bool,
+    k_scale: float = 1.0,
+    v_scale: float = 1.0,
 ) -> None:
     heads = qkv.unflatten(-1, (num_heads + 2 * num_kv_heads, -1))
     q, k, v = heads.split([num_heads, num_kv_heads, num_kv_heads], dim=1)
     rotary_embedding(positions, q, k, cos_sin_cache, is_neox)
-    write_kv_cache(k, v, k_cache, v_cache, slot_mapping)
-
-
-def copy_blocks(k_cache: Tensor, v_cache: Tensor, block_pairs: Tensor) -> None:
-    source, target = block_pairs.unbind(1)
-    k_cache[target] = k_cache[source]
-    v_cache[target] = v_cache[source]
+    write_kv_cache(k, v, k_cache, v_cache, slot_mapping, k_scale, v_scale)
 
 
 def _attend_sequence(
@@ -130,19 +94,22 @@ def prefill_attention(
     scale: float,
     alibi_slopes: Tensor | None,
     sliding_window: int | None,
+    k_scale: float = 1.0,
+    v_scale: float = 1.0,
 ) -> None:
     starts, lengths = query_start_loc.tolist(), seq_lens.tolist()
-    block_size = _block_size(k_cache)
+    block_size = block_size_of(k_cache)
     for seq, length in enumerate(lengths):
         rows = slice(starts[seq], starts[seq + 1])
         if length == 0:
             out[rows].zero_()
         elif rows.stop > rows.start:
             blocks = block_table[seq, : -(-length // block_size)]
-            k, v = gather_kv(k_cache, v_cache, blocks)
-            out[rows] = _attend_sequence(
-                q[rows], k[:length], v[:length], scale, alibi_slopes, sliding_window
-            ).to(out.dtype)
+            k, v = gather_pages(k_cache, v_cache, blocks)
+            k, v = k[:length].float() * k_scale, v[:length].float() * v_scale
+            out[rows] = _attend_sequence(q[rows], k, v, scale, alibi_slopes, sliding_window).to(
+                out.dtype
+            )
 
 
 def paged_attention(
@@ -155,7 +122,13 @@ def paged_attention(
     scale: float,
     alibi_slopes: Tensor | None,
     sliding_window: int | None,
+    k_scale: float = 1.0,
+    v_scale: float = 1.0,
+    item_start: Tensor | None = None,
+    items: Tensor | None = None,
+    partials: Tensor | None = None,
 ) -> None:
+    """The plan (the last three) is how a GPU shares the work out; the result does not know it."""
     query_start_loc = torch.arange(q.shape[0] + 1, dtype=torch.int32)
     prefill_attention(
         out,
@@ -168,6 +141,8 @@ def paged_attention(
         scale,
         alibi_slopes,
         sliding_window,
+        k_scale,
+        v_scale,
     )
 
 

@@ -16,44 +16,83 @@ struct NormArgs {
   float eps;
 };
 
-constexpr int kNormThreads = 256;
+constexpr int kMaxNormThreads = 256;
+// Packs of a row that a thread keeps in registers between the two passes; a longer row's rest is
+// read again.
+constexpr int kKeptPacks = 4;
 
 // One block per row (token, head). Strides in elements.
-template <class T>
-__global__ void __launch_bounds__(kNormThreads) rms_norm_kernel(NormArgs a) {
-  __shared__ float warp_sums[kNormThreads / kWarpSize];
+template <class T, int N>
+__global__ void __launch_bounds__(kMaxNormThreads)
+    rms_norm_kernel(const __grid_constant__ NormArgs a) {
+  __shared__ float warp_sums[kMaxNormThreads / kWarpSize];
   const int64_t token = blockIdx.x / a.heads_per_token, head = blockIdx.x % a.heads_per_token;
   const T* x = static_cast<const T*>(a.x) + token * a.x_token_stride + head * a.x_head_stride;
   T* out = static_cast<T*>(a.out) + token * a.out_token_stride + head * a.out_head_stride;
   T* residual =
       a.residual == nullptr ? nullptr : static_cast<T*>(a.residual) + token * a.residual_stride;
   const T* weight = static_cast<const T*>(a.weight);
-  float squares = 0.f;
-  for (int i = threadIdx.x; i < a.size; i += kNormThreads) {
-    float value = to_float(x[i]);
+  const int step = blockDim.x * N;
+  float kept[kKeptPacks][N], squares = 0.f;
+  const auto sum_squares = [&](float* values, int i) {
+    load<N>(values, x + i);
     if (residual != nullptr) {
-      residual[i] = from_float<T>(value + to_float(residual[i]));
-      value = to_float(residual[i]);
+      float before[N];
+      load<N>(before, residual + i);
+      for (int j = 0; j < N; ++j) values[j] = to_float(from_float<T>(values[j] + before[j]));
+      store<N>(residual + i, values);
     }
-    squares += value * value;
+    for (int j = 0; j < N; ++j) squares += values[j] * values[j];
+  };
+#pragma unroll
+  for (int pack = 0; pack < kKeptPacks; ++pack) {
+    const int i = pack * step + threadIdx.x * N;
+    if (i < a.size) sum_squares(kept[pack], i);
   }
+  float values[N];
+  for (int i = kKeptPacks * step + threadIdx.x * N; i < a.size; i += step) sum_squares(values, i);
   squares = warp_sum(squares);
   if (threadIdx.x % kWarpSize == 0) warp_sums[threadIdx.x / kWarpSize] = squares;
   __syncthreads();
   float total = 0.f;
-  for (int w = 0; w < kNormThreads / kWarpSize; ++w) total += warp_sums[w];
+  for (int w = 0; w < static_cast<int>(blockDim.x) / kWarpSize; ++w) total += warp_sums[w];
   const float factor = rsqrtf(total / a.size + a.eps);
+  const auto finish = [&](float* y, int i) {
+    float scale[N];
+    load<N>(scale, weight + i);
+    // Rounded before the weight, as Hugging Face's models do.
+    for (int j = 0; j < N; ++j) y[j] = to_float(from_float<T>(y[j] * factor)) * scale[j];
+    store<N>(out + i, y);
+  };
+#pragma unroll
+  for (int pack = 0; pack < kKeptPacks; ++pack) {
+    const int i = pack * step + threadIdx.x * N;
+    if (i < a.size) finish(kept[pack], i);
+  }
   const T* y = residual != nullptr ? residual : x;
-  for (int i = threadIdx.x; i < a.size; i += kNormThreads) {
-    const T normalised = from_float<T>(to_float(y[i]) * factor);  // rounded before the weight
-    out[i] = from_float<T>(to_float(normalised) * to_float(weight[i]));
+  for (int i = kKeptPacks * step + threadIdx.x * N; i < a.size; i += step) {
+    load<N>(values, y + i);
+    finish(values, i);
   }
 }
 
-template <class T>
+template <class T, int N>
 void launch_rms_norm(const NormArgs& args, int num_rows, cudaStream_t stream) {
+  const int warps = ceil_div(ceil_div(args.size, N), kWarpSize);
+  const int threads = min(max(warps, 1) * kWarpSize, kMaxNormThreads);
+  const auto kernel = rms_norm_kernel<T, N>;
+  TPENGINE_LAUNCH(kernel, dim3(num_rows), dim3(threads), 0, stream, args);
+}
+
+// `wide`: addresses, strides and size are multiples of 16 bytes.
+template <class T>
+void launch_rms_norm(const NormArgs& args, bool wide, int num_rows, cudaStream_t stream) {
   if (num_rows == 0) return;
-  TPENGINE_LAUNCH(rms_norm_kernel<T>, dim3(num_rows), dim3(kNormThreads), stream, args);
+  if (wide) {
+    launch_rms_norm<T, 16 / sizeof(T)>(args, num_rows, stream);
+  } else {
+    launch_rms_norm<T, 1>(args, num_rows, stream);
+  }
 }
 
 }  // namespace tpengine::cuda

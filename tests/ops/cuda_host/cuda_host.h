@@ -1,7 +1,8 @@
 // Runs CUDA kernels on the CPU for tests: one fiber per CUDA thread, one block at a time.
 //
-// Covers built-in indices, static shared memory, __syncthreads, shuffles, and the types and
-// functions the kernels use. Fibers of a warp meet at every shuffle.
+// Covers built-in indices, shared memory (dynamic, full of NaN when a block starts; static),
+// __syncthreads, __syncwarp, shuffles, votes, atomics, and the types and functions the kernels use.
+// Fibers of a warp meet at every shuffle. ptx_host.h adds the PTX instructions.
 // The schedule is round-robin for seed 0; otherwise a random warp runs alone for a random while,
 // so that a missing barrier lets it run ahead of the others and shows.
 #pragma once
@@ -12,6 +13,7 @@
 #include <string.h>
 #include <ucontext.h>
 
+#include <algorithm>
 #include <functional>
 #include <random>
 #include <vector>
@@ -21,6 +23,7 @@
 #define __host__
 #define __forceinline__ inline
 #define __launch_bounds__(...)
+#define __grid_constant__
 // Static storage: a block runs to its end before the next one starts.
 #define __shared__ static
 
@@ -31,7 +34,20 @@ struct dim3 {
 struct alignas(16) uint4 {
   uint32_t x, y, z, w;
 };
+struct alignas(16) int4 {
+  int x, y, z, w;
+};
 using cudaStream_t = void*;
+enum cudaError_t { cudaSuccess };
+
+template <class T>
+T min(T a, T b) {
+  return a < b ? a : b;
+}
+template <class T>
+T max(T a, T b) {
+  return a > b ? a : b;
+}
 
 using __half = _Float16;
 inline float __half2float(__half x) { return static_cast<float>(x); }
@@ -52,6 +68,18 @@ inline __nv_bfloat16 __float2bfloat16_rn(float x) {
   return {static_cast<uint16_t>((bits + 0x7fff + ((bits >> 16) & 1)) >> 16)};
 }
 inline float __expf(float x) { return expf(x); }
+inline float __uint_as_float(uint32_t bits) {
+  float value;
+  memcpy(&value, &bits, sizeof value);
+  return value;
+}
+inline int __popc(uint32_t bits) { return __builtin_popcount(bits); }
+inline int __ffs(int bits) { return __builtin_ffs(bits); }
+inline uint32_t __float_as_uint(float value) {
+  uint32_t bits;
+  memcpy(&bits, &value, sizeof bits);
+  return bits;
+}
 inline float rsqrtf(float x) { return 1.f / sqrtf(x); }
 
 namespace cuda_host {
@@ -76,6 +104,7 @@ struct Warp {
 };
 
 struct Block {
+  std::vector<char> shared;
   std::vector<Fiber> fibers;
   std::vector<Warp> warps;
   std::vector<char> stacks;
@@ -118,6 +147,16 @@ T shuffle(T value, int source) {
   return value;
 }
 
+// One bit per lane; a lane that has left counts as false.
+inline uint32_t ballot(bool predicate) {
+  warp().slot[lane()] = predicate;
+  wait(warp().barrier);
+  uint32_t bits = 0;
+  for (int i = 0; i < kWarp; ++i) bits |= static_cast<uint32_t>(warp().slot[i] & 1) << i;
+  wait(warp().barrier);
+  return bits;
+}
+
 inline void fiber_main() {
   state.kernel();
   state.fibers[state.current].done = true;
@@ -142,6 +181,7 @@ inline void run_until_yield(int index) {
 
 inline void start_block(int num_threads) {
   state.barrier = {0, 0, num_threads};
+  std::fill(state.shared.begin(), state.shared.end(), '\xff');
   for (Warp& warp : state.warps) warp = {};
   for (int i = 0; i < num_threads; ++i) {
     ++state.warps[i / kWarp].barrier.live;
@@ -174,8 +214,9 @@ inline void run_block(int num_threads, std::mt19937_64& random) {
 }
 
 template <class F>
-void launch(dim3 grid, dim3 block, const F& kernel) {
+void launch(dim3 grid, dim3 block, size_t shared_bytes, const F& kernel) {
   const int num_threads = static_cast<int>(block.x * block.y * block.z);
+  state.shared = std::vector<char>(shared_bytes);  // of its own size: a checker sees its end
   state.fibers.resize(num_threads);
   state.warps.resize((num_threads + kWarp - 1) / kWarp);
   state.stacks.resize(kStackBytes * num_threads);
@@ -195,10 +236,27 @@ void launch(dim3 grid, dim3 block, const F& kernel) {
 
 }  // namespace cuda_host
 
+template <class T>
+T atomicAdd(T* target, T value) {
+  const T old = *target;
+  *target = static_cast<T>(old + value);
+  return old;
+}
+
 #define threadIdx (::cuda_host::state.thread)
 #define blockIdx (::cuda_host::state.block)
+#define blockDim (::cuda_host::state.block_size)
+#define gridDim (::cuda_host::state.grid_size)
 #define __syncthreads() ::cuda_host::wait(::cuda_host::state.barrier)
+#define __syncwarp() ::cuda_host::wait(::cuda_host::warp().barrier)
+#define __shfl_sync(mask, value, source) ::cuda_host::shuffle(value, (source) & 31)
 #define __shfl_xor_sync(mask, value, bits) \
   ::cuda_host::shuffle(value, ::cuda_host::lane() ^ static_cast<int>(bits))
-#define TPENGINE_LAUNCH(kernel, grid, block, stream, ...) \
-  ::cuda_host::launch(grid, block, [&] { kernel(__VA_ARGS__); })
+// Without a lane that far away a lane gets its own value.
+#define __shfl_up_sync(mask, value, distance) \
+  ::cuda_host::shuffle(value,                 \
+                       ::cuda_host::lane() - (::cuda_host::lane() >= (distance)) * (distance))
+#define __ballot_sync(mask, predicate) ::cuda_host::ballot(predicate)
+#define TPENGINE_DYNAMIC_SHARED(name) char* name = ::cuda_host::state.shared.data()
+#define TPENGINE_LAUNCH(kernel, grid, block, shared_bytes, stream, ...) \
+  ::cuda_host::launch(grid, block, shared_bytes, [&] { kernel(__VA_ARGS__); })

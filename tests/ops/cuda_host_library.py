@@ -1,0 +1,55 @@
+"""Compiles CUDA kernels for the CPU with the stand-in for CUDA in cuda_host/."""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import shutil
+import subprocess
+import tempfile
+from pathlib import Path
+
+import pytest
+import torch
+
+ROOT = Path(__file__).resolve().parents[2]
+SOURCES = Path(__file__).parent / "cuda_host"
+BOUND = {torch.float32: 3e-6, torch.float16: 1e-3, torch.bfloat16: 4e-3}
+P, I32, I64, F32 = ctypes.c_void_p, ctypes.c_int, ctypes.c_int64, ctypes.c_float
+
+needs_compiler = pytest.mark.skipif(shutil.which("g++") is None, reason="needs g++")
+
+
+def struct(*fields: tuple[str, object]) -> type[ctypes.Structure]:
+    """The arguments of a kernel, as its C struct lays them out."""
+    return type("Args", (ctypes.Structure,), {"_fields_": list(fields)})
+
+
+def compile_host(name: str, target: Path, *options: str, shared: bool = True) -> None:
+    """Compiles cuda_host/<name>.cpp to `target`, a shared library or a program."""
+    command = [
+        "g++", "-std=c++17", "-O1", *(["-shared", "-fPIC"] if shared else []),
+        "-U_FORTIFY_SOURCE", *options,
+        "-I", str(SOURCES), "-I", str(ROOT / "csrc" / "common"),
+        "-I", str(ROOT / "csrc" / "cuda"), str(SOURCES / f"{name}.cpp"), "-o", str(target),
+    ]  # fmt: skip
+    done = subprocess.run(command, capture_output=True, text=True, timeout=240, check=False)
+    assert done.returncode == 0, done.stderr
+
+
+@functools.cache
+def load_host(name: str) -> ctypes.CDLL:
+    with tempfile.TemporaryDirectory() as folder:
+        target = Path(folder) / f"lib{name}.so"
+        compile_host(name, target)
+        return ctypes.CDLL(str(target))
+
+
+def set_schedule(library: ctypes.CDLL, seed: int) -> None:
+    """0: round-robin; else warps run ahead of each other. Asynchronous copies happen as late as
+    allowed (even) or at once (odd)."""
+    library.set_schedule(ctypes.c_uint64(seed))
+
+
+def pointer(tensor: torch.Tensor | None) -> int | None:
+    return None if tensor is None else tensor.data_ptr()

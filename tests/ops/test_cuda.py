@@ -1,0 +1,282 @@
+"""Every op on a GPU, held against plain torch on the same inputs, with NaN in every unused slot.
+
+Skips itself where there is no GPU or no CUDA library.
+"""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+import torch
+from torch import Tensor
+
+from tpengine.ops import attention, cache, library, reference, reference_cache
+
+from .cases import dense_attention, generator, make_case, nan_like, relative_error
+from .cuda_host_library import BOUND
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
+    pytest.mark.skipif(not library.has_cuda_kernels(), reason="the CUDA library is not built"),
+]
+DTYPES = (torch.float32, torch.float16, torch.bfloat16)
+FP8 = torch.float8_e4m3fn
+K_SCALE, V_SCALE = 0.7, 1.3
+CUDA = torch.device("cuda", 0)
+LENGTHS = [1, 0, 15, 16, 17, 63, 64, 65, 255, 256, 257, 1023, 1024, 1025, 3000]
+
+
+def _to(*tensors: Tensor) -> list[Tensor]:
+    return [tensor.to(CUDA) for tensor in tensors]
+
+
+def _on_gpu(view: Tensor) -> Tensor:
+    """The same view of a copy of its whole storage: strides and neighbours stay."""
+    base = view._base if view._base is not None else view
+    return base.to(CUDA).as_strided(view.shape, view.stride(), view.storage_offset())
+
+
+def _op(name: str) -> torch._ops.OpOverload:
+    return getattr(torch.ops.tpengine, name).default
+
+
+@pytest.mark.parametrize("name", library.OP_NAMES)
+def test_every_op_of_the_gpu_path_has_a_kernel(name: str) -> None:
+    if name in ("pack_linear_weight", "packed_linear", "int8_linear", "prefill_attention"):
+        pytest.skip("plain torch on a GPU")
+    assert torch._C._dispatch_has_kernel_for_dispatch_key(f"tpengine::{name}", "CUDA")
+
+
+OPTIONS = [(False, None), (True, None), (False, 100)]
+
+
+@pytest.mark.parametrize("kind", ["float32", "float16", "bfloat16", "fp8"])
+@pytest.mark.parametrize("head_dim", [64, 80, 96, 112, 128, 160, 192, 256])
+@pytest.mark.parametrize("group", [1, 4, 8, 12, 20])
+def test_decode(kind: str, head_dim: int, group: int) -> None:
+    block_size = (8, 16, 32)[(head_dim // 16 + group) % 3]
+    dtype = torch.bfloat16 if kind == "fp8" else getattr(torch, kind)
+    gen = generator(head_dim * group)
+    case = make_case(LENGTHS, 2, head_dim, dtype, gen, block_size, device_layout="cuda")
+    q = case.queries(2 * group, [1] * len(LENGTHS), gen)
+    caches, scales = (case.k_cache, case.v_cache), (1.0, 1.0)
+    if kind == "fp8":
+        caches, scales = tuple(c.to(FP8) for c in caches), (K_SCALE, V_SCALE)
+        case.k = [k.to(FP8).double() * K_SCALE for k in case.k]
+        case.v = [v.to(FP8).double() * V_SCALE for v in case.v]
+    k_cache, v_cache, table, seq_lens = _to(*caches, case.block_table, case.seq_lens)
+    plan = attention.make_decode_plan(CUDA, 40, 2 * group, 2, head_dim, caches[0].dtype)
+    plan = plan.for_rows(len(LENGTHS))
+    for use_alibi, window in OPTIONS:
+        slopes = torch.logspace(-3, 0, 2 * group) if use_alibi else None
+        expected = dense_attention(case, q, [1] * len(LENGTHS), slopes, window)
+        for with_plan in (False, True):
+            out = nan_like(q).to(CUDA)
+            if with_plan:
+                plan.partials.fill_(float("nan"))
+                attention.plan_decode(plan, seq_lens, 64, window)
+            attention.paged_attention(
+                out, _on_gpu(q), k_cache, v_cache, table, seq_lens, head_dim**-0.5,
+                None if slopes is None else slopes.to(CUDA), window, *scales,
+                plan if with_plan else None,
+            )  # fmt: skip
+            bound = 4e-3 if kind == "fp8" else max(BOUND[dtype], 1e-5)
+            assert relative_error(out.cpu(), expected) < bound
+
+
+def test_plan_agrees_with_the_reference() -> None:
+    for lengths, window in ((LENGTHS, None), ([100_000, *[1500] * 63], None), (LENGTHS, 500)):
+        seq_lens = torch.tensor(lengths, dtype=torch.int32)
+        for wave in (1, 33, 132):
+            start = torch.zeros(len(lengths) + 1, dtype=torch.int32)
+            items = torch.zeros(len(lengths) + 2 * wave, 4, dtype=torch.int32)
+            device_start, device_items = _to(start, items)
+            _op("plan_decode")(device_start, device_items, seq_lens.to(CUDA), 256, window)
+            reference_cache.plan_decode(start, items, seq_lens, 256, window)
+            assert torch.equal(device_start.cpu(), start)
+            assert torch.equal(device_items.cpu(), items)
+
+
+def test_decode_in_a_graph_and_on_a_side_stream() -> None:
+    """Lengths change between replays: nothing of a plan is on the host."""
+    gen = generator(0)
+    case = make_case([700] * 4, 2, 128, torch.bfloat16, gen, device_layout="cuda")
+    q = case.queries(8, [1] * 4, gen).contiguous()
+    device_q, k_cache, v_cache, table, seq_lens = _to(
+        q, case.k_cache, case.v_cache, case.block_table, case.seq_lens
+    )
+    plan = attention.make_decode_plan(CUDA, 4, 8, 2, 128, torch.bfloat16)
+    out = torch.empty_like(device_q)
+
+    def step() -> None:
+        attention.plan_decode(plan, seq_lens, 64)
+        attention.paged_attention(
+            out, device_q, k_cache, v_cache, table, seq_lens, 128**-0.5, plan=plan
+        )
+
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        step()
+    torch.cuda.current_stream().wait_stream(stream)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        step()
+    for lengths in ([700, 700, 700, 700], [1, 0, 300, 699], [0, 0, 0, 5]):
+        seq_lens.copy_(torch.tensor(lengths, dtype=torch.int32))
+        graph.replay()
+        case.seq_lens = torch.tensor(lengths, dtype=torch.int32)
+        case.block_size = 16
+        answer = dense_attention(case, q, [1] * 4)
+        torch.cuda.synchronize()
+        assert relative_error(out.cpu(), answer) < 4e-3
+
+
+def test_two_runs_are_the_same_bits() -> None:
+    gen = generator(1)
+    case = make_case([2000, 31], 1, 64, torch.bfloat16, gen, device_layout="cuda")
+    q, *rest = _to(
+        case.queries(6, [1, 1], gen), case.k_cache, case.v_cache, case.block_table, case.seq_lens
+    )
+    plan = attention.make_decode_plan(CUDA, 2, 6, 1, 64, torch.bfloat16)
+    answers = []
+    for _ in range(2):
+        out = nan_like(q)
+        attention.plan_decode(plan, rest[3], 64)
+        attention.paged_attention(out, q, *rest, 0.125, plan=plan)
+        answers.append(out)
+    assert torch.equal(*answers)
+
+
+@pytest.mark.parametrize("is_neox", [True, False])
+@pytest.mark.parametrize(("head_dim", "rotary_dim"), [(64, 64), (128, 64), (20, 12)])
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_rotary_cache_write_and_gather(
+    dtype: torch.dtype, head_dim: int, rotary_dim: int, is_neox: bool
+) -> None:
+    gen = generator(head_dim)
+    num_tokens, lengths = 50, [20, 0, 30]
+    table = torch.randperm(8, generator=gen)[:6].int().view(3, 2)
+    slots = [
+        int(table[seq, i // 16]) * 16 + i % 16 for seq, n in enumerate(lengths) for i in range(n)
+    ]
+    table[1] = 2**30
+    positions = torch.randint(0, 60, (num_tokens,), generator=gen, dtype=torch.int32)
+    angles = torch.randn(60, rotary_dim, generator=gen)
+    slot_mapping = torch.tensor(slots, dtype=torch.int32)
+    start = torch.tensor([0, 20, 20, 50], dtype=torch.int32)
+    for cache_dtype in (dtype, *((FP8,) if dtype != torch.float32 else ())):
+        scales = (K_SCALE, V_SCALE) if cache_dtype == FP8 else (1.0, 1.0)
+        qkv = torch.randn(num_tokens, 8 * head_dim, generator=gen).to(dtype)
+        caches = [torch.full((8, 16, 2, head_dim), float("nan")).to(cache_dtype) for _ in range(2)]
+        device_qkv, *device_caches = _to(qkv, *caches)
+        arguments = (4, 2, is_neox, *scales)
+        cache.rotary_write_kv_cache(
+            *_to(positions), device_qkv, *_to(angles, slot_mapping), *device_caches, *arguments
+        )
+        reference.rotary_write_kv_cache(positions, qkv, angles, slot_mapping, *caches, *arguments)
+        assert relative_error(device_qkv.cpu(), qkv) < 1e-3
+        k, v = (torch.full((60, 2, head_dim), 7.0, dtype=dtype) for _ in range(2))
+        device_k, device_v = _to(k, v)
+        cache.gather_kv(device_k, device_v, *device_caches, *_to(table, start), *scales)
+        reference_cache.gather_kv(k, v, *caches, table, start, *scales)
+        assert relative_error(device_k.cpu(), k) < 1e-2
+        assert torch.equal(device_v.cpu(), v)
+        heads = device_qkv.view(num_tokens, 8, head_dim)
+        again = [torch.full_like(c, float("nan")) for c in device_caches]
+        cache.write_kv_cache(heads[:, 4:6], heads[:, 6:], *again, slot_mapping.to(CUDA), *scales)
+        for x, y in zip(again, device_caches, strict=True):
+            assert torch.equal(x.view(torch.uint8), y.view(torch.uint8))
+
+
+def test_blocks_are_copied_and_swapped() -> None:
+    pool = torch.randn(6, 40, 16, 2, 64).to(torch.bfloat16)
+    device_pool = pool.to(CUDA)
+    pairs = torch.tensor([(0, 5), (0, 6), (19, 1), (3, 18)])
+    cache.copy_cache_blocks(device_pool, pairs.to(CUDA))
+    reference_cache.copy_cache_blocks(pool, pairs)
+    assert torch.equal(device_pool.cpu(), pool)
+    cache.copy_blocks(device_pool[0], device_pool[1], pairs.to(CUDA))
+    reference_cache.copy_blocks(pool[0], pool[1], pairs)
+    assert torch.equal(device_pool.cpu(), pool)
+    host = torch.zeros(30, 6, 16, 2, 64, dtype=torch.bfloat16, pin_memory=True)
+    staging = torch.empty(4, 6, 16, 2, 64, dtype=torch.bfloat16, device=CUDA)
+    out = [(7, 3), (9, 4), (2, 5), (30, 20), (31, 0), (1, 21)]
+    cache.swap_out(host, device_pool, out, staging)
+    torch.cuda.synchronize()
+    for block, target in out:
+        assert torch.equal(host[target], pool[:, block])
+    cache.swap_in(device_pool, host, [(3, 35), (4, 36), (20, 10)], staging)
+    for source, block in ((7, 35), (9, 36), (30, 10)):
+        assert torch.equal(device_pool[:, block].cpu(), pool[:, source])
+
+
+@pytest.mark.parametrize("size", [7, 45, 896, 4096, 9000])
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_fused_ops(dtype: torch.dtype, size: int) -> None:
+    gen = generator(size)
+    x, residual = (torch.randn(9, size, generator=gen).to(dtype) for _ in range(2))
+    weight, out = torch.randn(size, generator=gen).to(dtype), nan_like(x)
+    device_x, device_residual, device_weight, device_out = _to(x, residual, weight, out)
+    _op("add_rms_norm")(device_out, device_x, device_residual, device_weight, 1e-5)
+    reference.add_rms_norm(out, x, residual, weight, 1e-5)
+    assert torch.equal(device_residual.cpu(), residual)
+    assert relative_error(device_out.cpu(), out) < max(BOUND[dtype], 1e-5)
+    _op("rms_norm")(device_out, device_x, device_weight, 1e-5)
+    reference.rms_norm(out, x, weight, 1e-5)
+    assert relative_error(device_out.cpu(), out) < max(BOUND[dtype], 1e-5)
+    gate = torch.randn(9, 2 * size, generator=gen).to(dtype)
+    for name in ("silu_and_mul", "gelu_and_mul", "gelu_tanh_and_mul"):
+        _op(name)(device_out, gate.to(CUDA))
+        expected = torch.empty(9, size, dtype=torch.float64)
+        getattr(reference, name)(expected, gate.double())
+        assert relative_error(device_out.cpu(), expected) < BOUND[dtype]
+
+
+@pytest.mark.parametrize("vocab_size", [7, 1237, 32_000, 151_936])
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_sampling_chooses_what_the_sorted_reference_chooses(
+    dtype: torch.dtype, vocab_size: int
+) -> None:
+    gen = generator(vocab_size)
+    rows = 64
+    logits = (torch.randn(rows, vocab_size, generator=gen) * 3).to(dtype)
+    logits[::7, ::3] = float("-inf")
+    temperature = torch.rand(rows, generator=gen) * 2
+    temperature[5] = 0.0
+    top_k = torch.randint(0, 2 * vocab_size, (rows,), generator=gen, dtype=torch.int32)
+    top_k[::3] = 0
+    top_p, min_p = torch.rand(rows, generator=gen), torch.rand(rows, generator=gen) * 0.2
+    top_p[::4], min_p[::2] = 1.0, 0.0
+    uniform = torch.rand(rows, generator=gen, dtype=torch.float64)
+    parameters = (logits, temperature, top_k, top_p, min_p, uniform)
+    out, device_out = torch.zeros(rows, dtype=torch.int64), torch.zeros(64, dtype=torch.int64)
+    device_out = device_out.to(CUDA)
+    _op("sample_tokens")(device_out, *_to(*parameters))
+    reference.sample_tokens(out, *parameters)
+    assert torch.equal(device_out.cpu(), out)
+    _op("argmax")(device_out, logits.to(CUDA))
+    assert torch.equal(device_out.cpu(), logits.float().argmax(-1))
+
+
+def test_wrong_use_says_what_to_do() -> None:
+    case = make_case([20], 1, 64, torch.bfloat16, generator(0), device_layout="cuda")
+    q = case.queries(2, [1], generator(0))
+    tensors = _to(nan_like(q), q, case.k_cache, case.v_cache, case.block_table, case.seq_lens)
+    wrong = [
+        (0, lambda t: t.float(), "out is float32; expected bfloat16"),
+        (2, lambda t: t.half(), "k_cache is float16; expected bfloat16"),
+        (4, lambda t: t.long(), "block_table is int64; expected int32"),
+        (5, lambda t: t[:0], "seq_lens has shape"),
+    ]
+    for index, change, message in wrong:
+        arguments = [*tensors[:index], change(tensors[index]), *tensors[index + 1 :]]
+        with pytest.raises(RuntimeError, match=message):
+            attention.paged_attention(*arguments, 0.125)
+    for block_size, head_dim in itertools.product((12, 64), (64,)):
+        caches = [torch.zeros(2, block_size, 1, head_dim, device=CUDA) for _ in range(2)]
+        q = torch.zeros(1, 1, head_dim, device=CUDA)
+        with pytest.raises(RuntimeError, match=f"block_size is {block_size}; expected 8, 16 or 32"):
+            attention.paged_attention(q.clone(), q, *caches, tensors[4], tensors[5], 1.0)

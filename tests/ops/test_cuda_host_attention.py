@@ -1,0 +1,280 @@
+"""The CUDA decode attention's own source on the CPU stand-in, against float64.
+
+What this cannot show: a wrong belief about a register layout that kernel and stand-in share,
+memory ordering of a real GPU, and speed.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import itertools
+import random
+
+import pytest
+import torch
+from torch import Tensor
+
+from tpengine.ops import reference_cache
+
+from .cases import dense_attention, generator, make_case, relative_error
+from .cuda_host_library import (
+    BOUND,
+    F32,
+    I32,
+    I64,
+    P,
+    load_host,
+    needs_compiler,
+    pointer,
+    set_schedule,
+    struct,
+)
+
+pytestmark = needs_compiler
+
+DecodeArgs = struct(
+    ("out", P), ("q", P), ("k_cache", P), ("v_cache", P), ("block_table", P), ("seq_lens", P),
+    ("alibi_slopes", P), ("item_start", P), ("items", P), ("partials", P),
+    ("out_token_stride", I64), ("out_head_stride", I64), ("q_token_stride", I64),
+    ("q_head_stride", I64), ("block_table_stride", I64), ("num_seqs", I32), ("num_heads", I32),
+    ("num_kv_heads", I32), ("head_dim", I32), ("block_size", I32), ("sliding_window", I32),
+    ("half_queries", I32), ("scale", F32), ("v_scale", F32),
+)  # fmt: skip
+PlanArgs = struct(
+    ("item_start", P), ("items", P), ("seq_lens", P), ("num_seqs", I32), ("wave", I32),
+    ("min_chunks", I32), ("sliding_window", I32),
+)  # fmt: skip
+FP8 = torch.float8_e4m3fn
+NO_WINDOW = 2**31 - 1
+PLAIN_DTYPES = (torch.float32, torch.float16, torch.bfloat16)
+K_SCALE, V_SCALE = 0.7, 1.3
+
+
+@pytest.fixture(scope="module")
+def kernels() -> ctypes.CDLL:
+    library = load_host("attention")
+    library.decode_mma.restype = ctypes.c_bool
+    return library
+
+
+class Problem:
+    """A batch with its float64 answer; caches and outputs are full of NaN where nothing lives."""
+
+    def __init__(
+        self, lengths: list[int], num_heads: int, num_kv_heads: int, head_dim: int,
+        block_size: int, dtype: torch.dtype, *, fp8: bool = False, window: int | None = None,
+        alibi: bool = False, seed: int = 0,
+    ) -> None:  # fmt: skip
+        gen = generator(seed)
+        case = make_case(
+            lengths, num_kv_heads, head_dim, dtype, gen, block_size, device_layout="cuda"
+        )
+        self.q = case.queries(num_heads, [1] * len(lengths), gen)
+        self.window = NO_WINDOW if window is None else window
+        self.slopes = torch.logspace(-3, 0, num_heads) if alibi else None
+        self.k_cache, self.v_cache = case.k_cache, case.v_cache
+        self.scale, self.v_scale = head_dim**-0.5, 1.0
+        if fp8:
+            self.k_cache, self.v_cache = case.k_cache.to(FP8), case.v_cache.to(FP8)
+            self.scale, self.v_scale = self.scale * K_SCALE, V_SCALE
+            case.k = [k.to(FP8).double() * K_SCALE for k in case.k]
+            case.v = [v.to(FP8).double() * V_SCALE for v in case.v]
+        self.fp8, self.case, self.dtype = fp8, case, dtype
+        self.expected = dense_attention(case, self.q, [1] * len(lengths), self.slopes, window)
+
+    def plan(self, library: ctypes.CDLL, wave: int, min_chunks: int) -> tuple[Tensor, Tensor]:
+        seq_lens = self.case.seq_lens
+        start = torch.full((len(seq_lens) + 1,), -7, dtype=torch.int32)
+        items = torch.full((len(seq_lens) + 2 * wave, 4), -7, dtype=torch.int32)
+        args = PlanArgs(
+            pointer(start), pointer(items), pointer(seq_lens), len(seq_lens), wave, min_chunks,
+            self.window,
+        )  # fmt: skip
+        library.plan_decode(ctypes.byref(args))
+        return start, items
+
+    def run(self, library: ctypes.CDLL, *, wave: int | None = None, plain: bool = False) -> Tensor:
+        case, num_seqs = self.case, len(self.case.seq_lens)
+        num_heads, head_dim = self.q.shape[1:]
+        out = torch.full((num_seqs, num_heads, head_dim), float("nan"), dtype=self.dtype)
+        start = items = partials = None
+        if wave is not None:
+            start, items = self.plan(library, wave, 2)
+            partials = torch.full((len(items), num_heads, head_dim + 4), float("nan"))
+        args = DecodeArgs(
+            pointer(out), pointer(self.q), pointer(self.k_cache), pointer(self.v_cache),
+            pointer(case.block_table), pointer(case.seq_lens), pointer(self.slopes),
+            pointer(start), pointer(items), pointer(partials), out.stride(0), out.stride(1),
+            self.q.stride(0), self.q.stride(1), case.block_table.stride(0), num_seqs, num_heads,
+            self.k_cache.shape[2], head_dim, case.block_size, self.window,
+            self.dtype == torch.float16, self.scale, self.v_scale,
+        )  # fmt: skip
+        max_items = num_seqs if items is None else len(items)
+        if plain:
+            library.decode_plain(PLAIN_DTYPES.index(self.dtype), ctypes.byref(args), max_items)
+        else:
+            cache = 2 if self.fp8 else (torch.bfloat16, torch.float16).index(self.dtype)
+            assert library.decode_mma(cache, ctypes.byref(args), max_items)
+        return out
+
+
+def _check(problem: Problem, out: Tensor) -> None:
+    error = relative_error(out, problem.expected)
+    assert error < max(BOUND[problem.dtype], 4e-3 if problem.fp8 else 0.0)
+    empty = problem.case.seq_lens == 0
+    assert not out[empty].any(), "a sequence of length 0 gives zeros"
+
+
+KINDS = ("bfloat16", "float16", "fp8", "fp8 of float16")
+LENGTHS = [1, 0, 17, 180]
+CASES = {  # num_heads, num_kv_heads, head_dim, block_size, options, wave of the plan
+    "one item per row": (8, 2, 128, 16, {}, None),
+    "split": (8, 2, 128, 16, {}, 12),
+    "one query head": (2, 2, 64, 8, {}, 9),
+    "two head tiles": (12, 1, 64, 32, {}, 20),
+    "two groups of heads": (20, 1, 64, 16, {}, None),
+    "window": (4, 2, 64, 16, {"window": 70}, 9),
+    "window of one": (4, 2, 64, 8, {"window": 1}, None),
+    "alibi": (4, 2, 64, 16, {"alibi": True}, 6),
+    "odd rows": (4, 2, 80, 8, {"window": 33, "alibi": True}, 11),
+    "wide": (4, 1, 256, 16, {}, 5),
+}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("name", CASES)
+def test_decode_agrees_with_dense_float64(kernels: ctypes.CDLL, name: str, kind: str) -> None:
+    num_heads, num_kv_heads, head_dim, block_size, options, wave = CASES[name]
+    dtype = torch.float16 if "float16" in kind.split() else torch.bfloat16
+    problem = Problem(
+        LENGTHS, num_heads, num_kv_heads, head_dim, block_size, dtype,
+        fp8=kind.startswith("fp8"), **options,
+    )  # fmt: skip
+    # Both kinds of copies, here and there.
+    set_schedule(kernels, list(CASES).index(name) + KINDS.index(kind) + 1)
+    _check(problem, problem.run(kernels, wave=wave))
+
+
+def test_round_robin_schedule(kernels: ctypes.CDLL) -> None:
+    set_schedule(kernels, 0)
+    problem = Problem(LENGTHS, 8, 2, 64, 16, torch.bfloat16)
+    _check(problem, problem.run(kernels, wave=8))
+
+
+def test_more_pages_than_a_register_window(kernels: ctypes.CDLL) -> None:
+    """A warp holds the pages of 16 chunks, 1024 tokens of the block, and loads the next ones."""
+    for seed, length in ((2, 1024), (3, 1025), (4, 2300)):
+        set_schedule(kernels, seed)
+        problem = Problem([length], 2, 1, 64, 8, torch.bfloat16)
+        _check(problem, problem.run(kernels))
+
+
+@pytest.mark.parametrize("seed", range(10))
+def test_random_cases(kernels: ctypes.CDLL, seed: int) -> None:
+    rnd = random.Random(seed)
+    head_dim = rnd.choice([64, 64, 80, 128, 256])
+    num_kv_heads = rnd.choice([1, 2])
+    block_size = rnd.choice([8, 16, 32])
+    near = [block_size - 1, block_size, block_size + 1, 15, 16, 17, 63, 64, 65]
+    lengths = [rnd.choice([0, 1, *near, rnd.randrange(1, 250)]) for _ in range(rnd.randrange(1, 5))]
+    problem = Problem(
+        lengths, rnd.choice([1, 2, 3, 4, 7, 8, 9, 16, 17]) * num_kv_heads, num_kv_heads, head_dim,
+        block_size, rnd.choice([torch.bfloat16, torch.float16]), fp8=rnd.random() < 0.5,
+        window=rnd.choice([None, None, rnd.randrange(1, 150)]), alibi=rnd.random() < 0.2,
+        seed=seed,
+    )  # fmt: skip
+    wave = rnd.choice([None, 1, 3, 12, 40])
+    for offset in (0, 1):
+        set_schedule(kernels, 2 * seed + offset)
+        _check(problem, problem.run(kernels, wave=wave))
+
+
+@pytest.mark.parametrize("dtype", PLAIN_DTYPES, ids=str)
+def test_plain_kernel(kernels: ctypes.CDLL, dtype: torch.dtype) -> None:
+    for seed, (shape, options, wave) in enumerate((
+        ((6, 1, 64, 16), {}, None),
+        ((4, 4, 20, 8), {"alibi": True}, 7),
+        ((7, 1, 256, 32), {"window": 40}, 20),
+    )):  # fmt: skip
+        set_schedule(kernels, seed)
+        problem = Problem([1, 31, 33, 0, 170], *shape, dtype, **options)
+        _check(problem, problem.run(kernels, wave=wave, plain=True))
+
+
+def test_long_context_in_fp8_loses_no_accumulation(kernels: ctypes.CDLL) -> None:
+    """Values with a mean, whose running sum would drift in a narrow accumulator, and a needle."""
+    gen = generator(7)
+    length, head_dim = 6000, 64
+    problem = Problem([1], 1, 1, head_dim, 32, torch.bfloat16, fp8=True)
+    blocks = -(-length // 32)
+    k = torch.randn(blocks * 32, 1, head_dim, generator=gen) * 0.3
+    v = (torch.randn(blocks * 32, 1, head_dim, generator=gen) * 0.3 + 1).to(FP8)
+    q = problem.q
+    k[4321] = q[0].float() * 2  # the needle
+    k = k.to(FP8)
+    problem.case.block_table = torch.randperm(blocks, generator=gen).int()[None]
+    problem.case.seq_lens = torch.tensor([length], dtype=torch.int32)
+    k_cache, v_cache = torch.empty_like(k).view(torch.uint8), torch.empty_like(v).view(torch.uint8)
+    table = problem.case.block_table[0].long()
+    k_cache.view(blocks, -1)[table] = k.view(torch.uint8).view(blocks, -1)
+    v_cache.view(blocks, -1)[table] = v.view(torch.uint8).view(blocks, -1)
+    problem.k_cache = k_cache.view(FP8).view(blocks, 32, 1, head_dim)
+    problem.v_cache = v_cache.view(FP8).view(blocks, 32, 1, head_dim)
+    logits = (k[:length, 0].double() @ q[0, 0].double()) * problem.scale
+    weights = torch.softmax(logits, 0)
+    assert weights[4321] > 10 * weights.mean()
+    problem.expected = (weights[:, None] * v[:length, 0].double()).sum(0)[None, None] * V_SCALE
+    set_schedule(kernels, 1)
+    for wave in (None, 40):
+        _check(problem, problem.run(kernels, wave=wave))
+
+
+def _check_plan(problem: Problem, start: Tensor, items: Tensor, wave: int) -> None:
+    lengths = problem.case.seq_lens.tolist()
+    borders, rows = start.tolist(), items.tolist()
+    assert borders[0] == 0
+    assert borders[-1] <= len(rows)
+    if len(lengths) < wave:
+        assert borders[-1] <= wave
+    assert all(row == [-7] * 4 for row in rows[borders[-1] :]), "written beyond the list"
+    for row, length in enumerate(lengths):
+        mine = rows[borders[row] : borders[row + 1]]
+        assert mine
+        assert all(item[0] & 0x7FFFFFFF == row and item[3] == length for item in mine)
+        assert all((item[0] < 0) == (len(mine) > 1) for item in mine)
+        first = max(0, length - problem.window) // 16
+        assert (mine[0][1], mine[-1][2]) == (first, -(-length // 16))
+        assert all(a[2] == b[1] for a, b in itertools.pairwise(mine))
+        assert length == 0 or all(item[2] > item[1] for item in mine)
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_plans_are_complete_and_balanced(kernels: ctypes.CDLL, seed: int) -> None:
+    rnd = random.Random(seed)
+    set_schedule(kernels, seed)
+    lengths = [rnd.choice([0, 1, 16, 17, rnd.randrange(3000)]) for _ in range(rnd.randrange(1, 40))]
+    if seed == 7:
+        lengths = [rnd.randrange(100) for _ in range(300)]  # more rows than the block has threads
+    problem = Problem([1], 1, 1, 64, 16, torch.bfloat16, window=rnd.choice([None, 500]))
+    problem.case.seq_lens = torch.tensor(lengths, dtype=torch.int32)
+    for wave in (1, 7, 33, 200):
+        start, items = problem.plan(kernels, wave, 4)
+        _check_plan(problem, start, items, wave)
+        expected = torch.full_like(start, -7), torch.full_like(items, -7)
+        window = None if problem.window == NO_WINDOW else problem.window
+        reference_cache.plan_decode(*expected, problem.case.seq_lens, 64, window)
+        assert torch.equal(start, expected[0])
+        assert torch.equal(items, expected[1])
+
+
+def test_even_rows_stay_whole_and_one_long_row_is_cut(kernels: ctypes.CDLL) -> None:
+    set_schedule(kernels, 0)
+    problem = Problem([1], 1, 1, 64, 16, torch.bfloat16)
+    problem.case.seq_lens = torch.full((64,), 4096, dtype=torch.int32)
+    start, _ = problem.plan(kernels, 33, 16)
+    assert start.tolist() == list(range(65))
+    problem.case.seq_lens = torch.tensor([100_000, *[1500] * 63], dtype=torch.int32)
+    start, items = problem.plan(kernels, 100, 16)
+    assert 20 < start[1] <= 37
+    spans = (items[: start[-1], 2] - items[: start[-1], 1]).tolist()
+    assert max(spans) * 16 < 5200

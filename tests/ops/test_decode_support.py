@@ -1,0 +1,126 @@
+"""What a GPU's attention refuses at start-up, and the parts of its ops that need no GPU."""
+
+from __future__ import annotations
+
+import logging
+
+import pytest
+import torch
+
+from tpengine.errors import ConfigError, NativeLibraryError
+from tpengine.ops import attention, cache, library, reference, reference_cache
+
+from .cases import dense_attention, generator, make_case, nan_like, relative_error
+
+BF16, FP8 = torch.bfloat16, torch.float8_e4m3fn
+
+
+@pytest.mark.parametrize(
+    ("head_dim", "dtype", "cache_dtype", "block_size", "message"),
+    [
+        (64, BF16, BF16, 64, "block_size=64.*must be 8, 16 or 32"),
+        (64, torch.float64, torch.float64, 16, "dtype=torch.float64.*take float16, bfloat16"),
+        (272, BF16, BF16, 16, "head_dim=272.*up to 256.*on CPU"),
+        (64, BF16, torch.float16, 16, "a KV cache of torch.float16.*the cache takes the model's"),
+        (64, torch.float32, FP8, 16, "fp8 KV cache needs dtype bfloat16 or float16"),
+        (72, BF16, FP8, 16, "head_dim=72.*it needs one of 64, 80.*keep the cache in"),
+    ],
+)
+def test_unsupported_attention_says_what_to_change(
+    head_dim: int, dtype: torch.dtype, cache_dtype: torch.dtype, block_size: int, message: str
+) -> None:
+    with pytest.raises(ConfigError, match=message):
+        attention.check_decode_support(head_dim, dtype, cache_dtype, block_size)
+
+
+def test_a_head_dim_without_tensor_cores_warns_once(caplog: pytest.LogCaptureFixture) -> None:
+    logging.getLogger("tpengine").addHandler(caplog.handler)
+    try:
+        for _ in range(2):
+            attention.check_decode_support(72, BF16, BF16, 16)
+        attention.check_decode_support(72, torch.float32, torch.float32, 16)
+        attention.check_decode_support(128, BF16, FP8, 32)
+    finally:
+        logging.getLogger("tpengine").removeHandler(caplog.handler)
+    messages = {record.getMessage() for record in caplog.records}
+    assert len(messages) == 1
+    assert "head_dim=72 has no tensor-core attention kernel" in messages.pop()
+
+
+@pytest.mark.skipif(library.has_cuda_kernels(), reason="the CUDA library is here")
+def test_a_plan_without_the_cuda_library_says_how_to_get_it() -> None:
+    with pytest.raises(NativeLibraryError, match="TPENGINE_CUDA=ON pip install"):
+        attention.make_decode_plan(torch.device("cuda", 0), 4, 8, 2, 128, BF16)
+
+
+def test_the_memory_of_a_plan_serves_smaller_batches() -> None:
+    plan = attention.DecodePlan(
+        torch.zeros(9, dtype=torch.int32), torch.zeros(8 + 20, 4), torch.zeros(28, 2, 68)
+    )
+    part = plan.for_rows(3)
+    assert [len(tensor) for tensor in part] == [4, 23, 23]
+    assert part.items.data_ptr() == plan.items.data_ptr()
+    assert plan.num_bytes == 4 * (9 + 28 * 4 + 28 * 2 * 68)
+
+
+@pytest.mark.parametrize(("head_dim", "dtype", "tokens"), [(128, BF16, 256), (128, FP8, 512)])
+def test_no_short_parts(head_dim: int, dtype: torch.dtype, tokens: int) -> None:
+    assert attention.min_item_tokens(head_dim, dtype) == tokens
+
+
+@pytest.mark.parametrize("with_plan", [False, True])
+def test_reference_attends_to_an_fp8_cache(with_plan: bool) -> None:
+    gen = generator(0)
+    case = make_case([40, 0, 7], 2, 32, BF16, gen, device_layout="cuda")
+    q = case.queries(4, [1, 1, 1], gen)
+    k_cache, v_cache = case.k_cache.to(FP8), case.v_cache.to(FP8)
+    case.k = [k.to(FP8).double() * 0.5 for k in case.k]
+    case.v = [v.to(FP8).double() * 3.0 for v in case.v]
+    out = nan_like(q)
+    plan = None
+    if with_plan:
+        plan = attention.DecodePlan(
+            torch.zeros(4, dtype=torch.int32), torch.zeros(9, 4, dtype=torch.int32),
+            torch.zeros(9, 4, 36),
+        )  # fmt: skip
+        attention.plan_decode(plan, case.seq_lens, 16)
+        assert plan.item_start[-1] > 0
+    reference.paged_attention(
+        out, q, k_cache, v_cache, case.block_table, case.seq_lens, 32**-0.5, None, None, 0.5, 3.0,
+        *(plan or ()),
+    )  # fmt: skip
+    assert relative_error(out, dense_attention(case, q, [1, 1, 1])) < 4e-3
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, FP8], ids=str)
+def test_blocks_go_to_the_host_and_back(dtype: torch.dtype) -> None:
+    pool = torch.randn(4, 12, 8, 16, generator=generator(1)).to(dtype)
+    bits, before = pool.view(torch.uint8), pool.view(torch.uint8).clone()
+    host = torch.zeros(9, 4, 8, 16).to(dtype)
+    staging = torch.zeros(2, 4, 8, 16).to(dtype)
+    pairs = [(3, 7), (11, 6), (0, 2), (5, 8), (1, 0)]
+    cache.swap_out(host, pool, pairs, staging)
+    for block, target in pairs:
+        assert torch.equal(host.view(torch.uint8)[target], before[:, block])
+    assert not host.view(torch.uint8)[[1, 3, 4, 5]].any()
+    bits.zero_()
+    cache.swap_in(pool, host, [(target, block) for block, target in pairs], staging)
+    moved = [block for block, _ in pairs]
+    assert torch.equal(bits[:, moved], before[:, moved])
+    assert not bits[:, [2, 4, 6, 7, 8, 9, 10]].any()
+    cache.copy_cache_blocks(pool, torch.tensor([(3, 2), (3, 4)]))
+    assert torch.equal(bits[:, [2, 4]], before[:, [3, 3]])
+
+
+def test_reference_gathers_what_was_written() -> None:
+    gen = generator(2)
+    k, v = (torch.randn(30, 2, 16, generator=gen) for _ in range(2))
+    caches = [torch.full((4, 16, 2, 16), float("nan")) for _ in range(2)]
+    table = torch.tensor([[2, 0], [3, 9]], dtype=torch.int32)
+    slots = torch.tensor([*range(32, 48), 0, 1, *range(48, 60)], dtype=torch.int32)
+    reference_cache.write_kv_cache(k, v, *caches, slots)
+    out = [torch.zeros(31, 2, 16) for _ in range(2)]
+    cache.gather_kv(*out, *caches, table, torch.tensor([0, 18, 30], dtype=torch.int32))
+    assert torch.equal(out[0][:30], k)
+    assert torch.equal(out[1][:30], v)
+    assert not out[0][30:].any()
