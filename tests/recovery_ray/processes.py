@@ -5,20 +5,23 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
+from support.namespaces import namespace
+
 OURS = ("ray::RayWorker", "ray::NodeAgent")
 
 
 def actors(root: int | None = None) -> dict[int, str]:
-    """Ranks, spares and agents below a process, this one unless told otherwise: Linux's letter for
-    their state, by pid."""
+    """Ranks, spares and agents below a process, this one unless told otherwise, and on its machine:
+    Linux's letter for their state, by pid."""
     found = {}
     below = {root or os.getpid()}
+    own = namespace(os.getpid(), "pid")
     table = _table()
     while below:
         below = {pid for pid, (_, _, parent) in table.items() if parent in below}
         for pid in below:
             name, state, _ = table[pid]
-            if name.startswith(OURS) and state != "Z":
+            if name.startswith(OURS) and state != "Z" and namespace(pid, "pid") == own:
                 found[pid] = state
     return found
 
