@@ -31,6 +31,8 @@ if TYPE_CHECKING:
 START_S = 3600.0
 SHUTDOWN_S = 30.0
 MAX_STEP_S = 30.0
+_CUT_OFF_S = 2.0
+"""What a step gets to end, at least, so that those who are cut off leave in order."""
 _POLL_S = 0.01
 
 
@@ -230,39 +232,40 @@ class AsyncLLMEngine:
         """Takes no new requests from now on, and lets those that it has finish.
 
         Returns:
-            Number of requests that were aborted because they had not finished by then.
+            Number of requests that were aborted because they had not finished by then; their blocks
+            are free unless the step that runs takes longer than two more seconds.
         """
         book = self._book
         if book.intake is Intake.OPEN:
             book.intake = Intake.DRAINING
+        end = time.monotonic() + timeout_s
         await book.wait_until_empty(timeout_s)
-        late = tuple(book.tickets.values())
         why = f"the engine ends, and gave its requests {timeout_s:.1f} s to finish"
-        await asyncio.gather(
-            *(
-                book.release(
-                    ticket, "cut off", RequestAbortedError(why, ticket.mailbox.take_unread())
-                )
-                for ticket in late
-            )
-        )
-        return len(late)
+        # A step that hangs must not hold up the end for longer than was asked for.
+        return await book.cut_off(why, max(_CUT_OFF_S, end - time.monotonic()))
 
-    async def shutdown(self) -> None:
+    async def shutdown(self, step_s: float = SHUTDOWN_S) -> None:
         """Ends the engine and its thread; requests that remain get `EngineDeadError`. A second call
         does nothing.
 
+        Args:
+            step_s: how many seconds the step that is being computed may still take; what comes
+                after it, the end of the ranks, has thirty.
+
         Raises:
-            EngineError: a step did not end in time; the thread still hangs in it.
+            EngineError: the step, or the end of the ranks, took longer; the thread hangs in it.
         """
-        self._book.close()
+        book = self._book
+        book.close()
         self._texts.stop()
-        end = time.monotonic() + SHUTDOWN_S
+        start = time.monotonic()
         # Not one long `join`, which would hold up the loop for the rest of a step.
-        while not self._book.thread.stop(0):
-            if time.monotonic() > end:
+        while not book.thread.stop(0):
+            limit_s = SHUTDOWN_S if book.thread.ended else step_s
+            if time.monotonic() - start > limit_s:
+                what = "the end of its ranks" if book.thread.ended else "a step"
                 raise EngineError(
-                    f"the engine's thread did not end within {SHUTDOWN_S:.0f} s: it hangs in a step"
+                    f"the engine's thread did not end within {limit_s:g} s: it hangs in {what}"
                 )
             await asyncio.sleep(_POLL_S)
 
