@@ -61,9 +61,10 @@ class AsyncLLMEngine:
         start_timeout_s: float = START_S,
     ) -> None:
         self._max_step_s = max_step_s
-        self._book = RequestBook(build, limits or QueueLimits(), start_timeout_s)
+        limits = limits or QueueLimits()
+        self._book = RequestBook(build, limits, start_timeout_s)
         self._engine = self._book.engine
-        self._texts = TextWorker(self._engine)
+        self._texts = TextWorker(self._engine, limits.max_requests)
 
     @classmethod
     def from_engine_args(
@@ -274,7 +275,9 @@ class AsyncLLMEngine:
         try:
             ticket = self._book.open(request)
             try:
-                checked = await self._texts.check(request)
+                checked = self._texts.check(request)
+                if isinstance(checked, asyncio.Future):
+                    checked = await ticket.mailbox.unless_failed(checked)
                 self._book.enter(ticket, checked)
             except BaseException as error:
                 self._book.end(ticket, f"refused: {type(error).__name__}")
