@@ -10,6 +10,8 @@ from tpengine.errors import EngineError
 from tpengine.executor.choice import create_executor
 from tpengine.executor.executor import Executor
 
+_END_S = 30.0
+
 
 class EngineStart:
     """One start of an `LLMEngine`. Until its constructor returns nobody else knows the ranks, which
@@ -18,6 +20,7 @@ class EngineStart:
     def __init__(self, args: EngineArgs) -> None:
         self._args = args
         self._is_cancelled = threading.Event()
+        self._has_ended = threading.Event()
         self._executor: Executor | None = None
 
     def build(self) -> LLMEngine:
@@ -32,11 +35,21 @@ class EngineStart:
         if self._is_cancelled.is_set():
             executor.shutdown()
             raise EngineError("the start of the engine was called off")
-        return LLMEngine(config, executor, log_stats=not self._args.disable_log_stats)
+        try:
+            return LLMEngine(config, executor, log_stats=not self._args.disable_log_stats)
+        except BaseException:
+            # A Ray that was started here is killed by the system when this thread ends, and would
+            # leave processes behind that it ends itself when it is shut down in order.
+            if self._is_cancelled.is_set():
+                self._has_ended.wait(_END_S)
+            raise
 
     def cancel(self) -> None:
         """Ends the ranks, however far they have come, also those of an engine that was built and
         hangs; `build` fails soon. Blocks meanwhile."""
         self._is_cancelled.set()
-        if self._executor is not None:
-            self._executor.shutdown()
+        try:
+            if self._executor is not None:
+                self._executor.shutdown()
+        finally:
+            self._has_ended.set()
