@@ -3,6 +3,7 @@ its cause, the group is rebuilt, and the same tokens come out of the next one.""
 
 from __future__ import annotations
 
+import os
 import signal
 import time
 from collections.abc import Callable, Iterator
@@ -18,6 +19,7 @@ from executor import ray_engines
 from executor.bare_ranks import BareRanks, bare_ranks
 from executor.ray_engines import in_load, in_step, is_alive, sabotaged_rank
 from tpengine.errors import EngineError, GroupLostError, ModelLoadError
+from tpengine.executor.group import Group
 from tpengine.executor.processes import wait_for_end
 from tpengine.messages import RankLoss, StepInput
 
@@ -179,6 +181,38 @@ def test_in_a_load(ranks: BareRanks, expected: list[int], name: str) -> None:
     assert case.said in caught.value.loss.report()
     ranks.rebuild()
     assert ranks.executor.epoch == epoch + 2
+    assert ranks.generate() == expected
+
+
+@pytest.mark.parametrize(
+    ("number", "cause", "limit_s"),
+    [(signal.SIGKILL, KILLED, 2 * FOUND_S), (signal.SIGSTOP, FROZEN, 2 * FROZEN_S)],
+    ids=["kill", "stop"],
+)
+def test_before_it_connects(
+    ranks: BareRanks,
+    expected: list[int],
+    monkeypatch: pytest.MonkeyPatch,
+    number: int,
+    cause: str,
+    limit_s: float,
+) -> None:
+    """A rank that has told where it is, and is lost before its channels: no other wait is ended by
+    its death."""
+    lose(ranks)
+    open_channels = Group.open_channels
+
+    def losing(group: Group, address: str) -> None:
+        os.kill(group.places[1].pid, number)
+        open_channels(group, address)
+
+    monkeypatch.setattr(Group, "open_channels", losing)
+    with pytest.raises(GroupLostError) as caught:
+        ranks.rebuild()
+    monkeypatch.undo()
+    check_loss(caught.value.loss, 1, "join", cause, ranks.executor.places)
+    assert ranks.executor.start_times_s["channels"] < limit_s
+    ranks.rebuild()
     assert ranks.generate() == expected
 
 

@@ -80,7 +80,7 @@ def test_strangers_are_turned_away(listener: Listener) -> None:
         babbler.sendall(b"GET / HTTP/1.1\r\n" + b"x" * 200)
         for secret, epoch in ((b"t" * 32, 3), (SECRET, 2)):
             with pytest.raises(ChannelError):
-                connect(listener.address, secret, 0, epoch, TIMEOUT_S)
+                connect(listener.address, secret, 0, epoch, 0.3)
         with_wrong_rank = connect(listener.address, SECRET, 7, 3, TIMEOUT_S)
         start = time.monotonic()
         right = connect(listener.address, SECRET, 0, 3, TIMEOUT_S)
@@ -96,6 +96,48 @@ def test_strangers_are_turned_away(listener: Listener) -> None:
     silent.close()
     babbler.close()
     close_all([right, with_wrong_rank, *driver])
+
+
+def test_late_rank_does_not_keep_the_first_from_its_second_channel(
+    listener: Listener, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It may come later than a handshake may take, as on a node that still starts its process."""
+    monkeypatch.setattr(handshake, "HANDSHAKE_TIMEOUT_S", 0.3)
+    second = Listener("127.0.0.1", SECRET, 3)
+
+    def join(rank: int) -> list[Channel]:
+        time.sleep(rank * 0.8)
+        return [connect(one.address, SECRET, rank, 3, TIMEOUT_S) for one in (listener, second)]
+
+    with ThreadPoolExecutor(2) as pool:
+        ranks = [pool.submit(join, rank) for rank in range(2)]
+        accepted = handshake.accept_all([listener, second], 2, TIMEOUT_S)
+        joined = [rank.result(TIMEOUT_S) for rank in ranks]
+    second.close()
+    for rank, mine in enumerate(joined):
+        for kind, channel in enumerate(mine):
+            channel.send(FrameKind.OUTPUT, 1, bytes([rank, kind]), TIMEOUT_S)
+            assert accepted[kind][rank].receive(TIMEOUT_S).payload == bytes([rank, kind])
+    close_all([channel for channels in (*accepted, *joined) for channel in channels])
+
+
+def test_handshake_that_failed_is_tried_again(listener: Listener) -> None:
+    """The driver took too long to greet, and then gave the connection up."""
+    greet, given_up = listener.greet, []
+
+    def busy() -> None:
+        if not given_up:
+            given_up.append(listener._sock.accept()[0])
+            given_up[0].close()
+        else:
+            greet()
+
+    listener.greet = busy  # type: ignore[method-assign]
+    driver, ranks = open_group(listener, 1)
+    assert given_up
+    ranks[0].send(FrameKind.OUTPUT, 1, b"yes", TIMEOUT_S)
+    assert driver[0].receive(TIMEOUT_S).payload == b"yes"
+    close_all(driver + ranks)
 
 
 def test_rank_does_not_trust_a_false_driver() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -72,6 +73,14 @@ class Coroner:
         if state in ("", "T", "t"):
             return True
         return silent_s >= HOLD_S and not may_hold
+
+    def is_stopped(self, rank: int) -> bool:
+        """Whether a rank's process is stopped or gone; a node that does not say is given time, as
+        its agent may only be starting."""
+        place = self._places[rank]
+        with contextlib.suppress(NodeSilentError):
+            return self._agents.ask(place.node_id, "state", place.process) in ("", "T", "t")
+        return False
 
     def explain(
         self, rank: int, failure: RankFailure | ChannelError, doing: Doing, said: str

@@ -7,7 +7,7 @@ import secrets
 import signal
 import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 import ray
 from ray.exceptions import RayError
@@ -20,6 +20,7 @@ from tpengine.executor.autopsy import IDLE, Coroner, Doing
 from tpengine.executor.exchange import StepExchange, StepFailedError, StepStoppedError
 from tpengine.executor.failures import RankFailure, first_cause
 from tpengine.executor.handshake import Listener
+from tpengine.executor.joining import accept_ranks
 from tpengine.executor.node_agent import ANSWER_S, Agents, NodeSilentError
 from tpengine.executor.placement import Placement, RankPlace, actor_options, order_places
 from tpengine.executor.ray_worker import RayWorker
@@ -29,6 +30,7 @@ from tpengine.logger import init_logger
 from tpengine.messages import RankLoss, Rendezvous
 
 logger = init_logger(__name__)
+Answers = TypeVar("Answers")
 
 _SHUTDOWN_CALL_S = 5.0
 _EXIT_S = 2.0
@@ -128,7 +130,6 @@ class Group:
         """
         wait_s = min(_CONNECT_S, self._ray_config.start_timeout_s)
         secret = secrets.token_bytes(32)
-        size = len(self.places)
         with contextlib.ExitStack() as stack:
             listeners = []
             for _ in range(2):
@@ -138,10 +139,13 @@ class Group:
             refs = self._calls.start(
                 lambda rank, actor: actor.join.remote(rank, self.epoch, addresses, secret, wait_s)
             )
-            self._exchange = StepExchange(
-                listeners[0].accept(size, wait_s, self._check), self.epoch, self._alarm
+            steps, controls = self._settled(
+                Doing("join"),
+                lambda: accept_ranks(
+                    listeners, self._calls, refs, self._coroner, wait_s, self._check
+                ),
             )
-            controls = listeners[1].accept(size, wait_s, self._check)
+            self._exchange = StepExchange(steps, self.epoch, self._alarm)
         self._watch = RankWatch(controls, self._is_frozen, self._on_loss)
         self._watch.start()
         self.call_each("join", lambda rank, _: refs[rank])
@@ -186,10 +190,13 @@ class Group:
         self, phase: str, call: Callable[[int, Any], Any], ranks: Sequence[int] | None = None
     ) -> list[Any]:
         """The same with a call of Ray's per rank."""
-        doing = Doing(phase)
+        return self._settled(Doing(phase), lambda: self._calls.run(call, ranks))
+
+    def _settled(self, doing: Doing, run: Callable[[], Answers]) -> Answers:
+        """What `run` returns; whoever fails in it, the group is lost, or the start is."""
         with self._during(doing):
             try:
-                return self._calls.run(call, ranks)
+                return run()
             except CallsFailedError as failed:
                 rank = first_cause(failed.failures)
                 failure = failed.failures[rank]
