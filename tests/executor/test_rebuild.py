@@ -6,8 +6,8 @@ from __future__ import annotations
 import os
 import signal
 import time
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import pytest
@@ -18,7 +18,7 @@ from support.zoo import PLAIN
 from executor import ray_engines
 from executor.bare_ranks import BareRanks, bare_ranks
 from executor.ray_engines import in_load, in_step, is_alive, sabotaged_rank
-from tpengine.errors import EngineError, GroupLostError, ModelLoadError
+from tpengine.errors import EngineError, GroupLostError, ModelLoadError, PlacementError
 from tpengine.executor.group import Group
 from tpengine.executor.processes import wait_for_end
 from tpengine.messages import RankLoss, StepInput
@@ -240,6 +240,35 @@ def test_final_error_ends_the_rebuild(
     finally:
         for file in files:
             (tmp_path / file.name).rename(file)
+
+
+def test_node_that_pauses_is_used_again(
+    ranks: BareRanks, expected: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Without it there is no room, and then its agent answers after all."""
+    lose(ranks)
+    agents, answers = ranks.executor._agents, []
+
+    def silent(node_ids: Iterable[str], check: Callable[[], None]) -> set[str]:
+        answers.append(set(node_ids) if len(answers) < 2 else set())
+        return set(answers[-1])
+
+    monkeypatch.setattr(agents, "silent", silent)
+    ranks.rebuild()
+    assert [len(answer) for answer in answers] == [1, 1, 0]
+    assert ranks.generate() == expected
+
+
+def test_node_that_stays_silent(ranks: BareRanks, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Until the timeout; no room without it is final."""
+    lose(ranks)
+    finder = ranks.executor._replacement
+    monkeypatch.setattr(ranks.executor._agents, "silent", lambda node_ids, check: set(node_ids))
+    monkeypatch.setattr(finder, "_config", replace(finder._config, placement_timeout_s=1.0))
+    start = time.monotonic()
+    with pytest.raises(PlacementError, match="without 1 that do not answer"):
+        ranks.rebuild()
+    assert 1.0 <= time.monotonic() - start < 5.0
 
 
 def test_healthy_ranks_are_not_rebuilt(folder: Path) -> None:

@@ -11,11 +11,14 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
+from tpengine.config import RayConfig
+from tpengine.errors import EngineError
 from tpengine.executor import handshake, transport
 from tpengine.executor.codec import encode
 from tpengine.executor.exchange import StepExchange, StepFailedError
 from tpengine.executor.failures import RankFailure
 from tpengine.executor.handshake import Listener, connect
+from tpengine.executor.node_agent import Agents
 from tpengine.executor.transport import (
     Channel,
     ChannelClosedError,
@@ -278,6 +281,38 @@ def test_closed_channel_and_deadline(listener: Listener) -> None:
     assert time.monotonic() - start < 1.0
     assert isinstance(caught.value.failures[1], ChannelClosedError)
     close_all(driver)
+
+
+def test_step_that_is_ended_by_another_thread(listener: Listener) -> None:
+    """Its ranks do not answer, and their channels close under it."""
+    driver, ranks = open_group(listener, 2)
+    exchange = StepExchange(driver, 3)
+    closing = threading.Timer(0.2, exchange.close)
+    closing.start()
+    with pytest.raises(StepFailedError) as caught:
+        exchange.run(1, b"p", TIMEOUT_S)
+    closing.join(TIMEOUT_S)
+    assert all(isinstance(e, ChannelClosedError) for e in caught.value.failures.values())
+    close_all(ranks)
+
+
+def test_group_that_is_ended_in_a_step(listener: Listener) -> None:
+    """Whoever waits for the step learns that it was no loss."""
+    pytest.importorskip("ray")
+    from tpengine.executor.group import Group
+
+    driver, ranks = open_group(listener, 1)
+    group = Group(3, None, RayConfig(), Agents("here"), lambda: None)  # type: ignore[arg-type]
+    group._exchange = StepExchange(driver, 3, group._alarm)
+    ending = threading.Timer(0.2, group.end, [False])
+    ending.start()
+    start = time.monotonic()
+    with pytest.raises(EngineError, match="the engine was shut down"):
+        group.step(1, b"p", TIMEOUT_S)
+    assert time.monotonic() - start < 2.0
+    ending.join(TIMEOUT_S)
+    assert group.loss is None
+    close_all(ranks)
 
 
 def test_waiting_costs_no_cpu(listener: Listener) -> None:

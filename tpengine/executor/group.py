@@ -32,6 +32,7 @@ from tpengine.messages import RankLoss, Rendezvous
 logger = init_logger(__name__)
 Answers = TypeVar("Answers")
 
+_OVER = "the engine was shut down; make a new one"
 _SHUTDOWN_CALL_S = 5.0
 _EXIT_S = 2.0
 """How long a rank's process may take to go before it is killed by its number, and after."""
@@ -241,7 +242,7 @@ class Group:
         if self.loss is not None:
             raise GroupLostError(self.loss)
         if self._is_over.is_set():
-            raise EngineError("the engine was shut down; make a new one")
+            raise EngineError(_OVER)
 
     def _is_frozen(self, rank: int, silent_s: float) -> bool:
         # torch's libraries are loaded under Python's lock, from a disk that may be far away.
@@ -259,7 +260,7 @@ class Group:
         try:
             if self.loss is None:
                 if self._is_over.is_set():
-                    return EngineError("the engine was shut down; make a new one")
+                    return EngineError(_OVER)
                 loss = self._explain(rank, failure, doing)
                 self._kill()
                 self.loss = loss
@@ -282,6 +283,8 @@ class Group:
         """The loss that another thread is settling."""
         if self._judging.acquire(timeout=_VERDICT_S):
             self._judging.release()
+        if self.loss is None and self._is_over.is_set():
+            raise EngineError(_OVER)
         if self.loss is None:
             raise EngineError(f"nobody settled within {_VERDICT_S:g} s why ranks were lost")
         return self.loss
@@ -298,28 +301,33 @@ class Group:
         self._calls.kill()
 
     def end(self, orderly: bool, silent: Iterable[str] = ()) -> None:
-        """No process of the group is left on nodes that answer when it returns; a second call does
-        nothing more.
+        """No process of the group is left on nodes that answer when it returns; a second call
+        finishes what the first could not.
 
         Args:
             orderly: the workers may clean up before they go.
             silent: nodes that are not worth asking.
         """
         self._is_over.set()
-        if orderly and self.loss is None and ray.is_initialized():
-            refs = self._calls.start(lambda _, actor: actor.call.remote("shutdown", (), {}))
-            with contextlib.suppress(RayError):
-                ray.wait(refs, num_returns=len(refs), timeout=_SHUTDOWN_CALL_S)
-            # A rank that the channel's end ends first would be reported as crashed.
-            self._calls.kill()
-            self._wait_for_end(silent)
-        self._kill()
-        if self._exchange is not None:
-            self._exchange.close()
+        self._alarm.ring()  # for a thread that is in a step
+        with contextlib.ExitStack() as stack:  # whatever one of these raises, the others are done
+            stack.callback(self._alarm.close)
+            if self._watch is not None:
+                stack.callback(self._watch.wait)
+            stack.callback(self._wait_for_end, silent)
+            if self._exchange is not None:
+                stack.callback(self._exchange.close)
+            stack.callback(self._kill)
+            if orderly and self.loss is None and ray.is_initialized():
+                self._let_workers_end(silent)
+
+    def _let_workers_end(self, silent: Iterable[str]) -> None:
+        refs = self._calls.start(lambda _, actor: actor.call.remote("shutdown", (), {}))
+        with contextlib.suppress(RayError):
+            ray.wait(refs, num_returns=len(refs), timeout=_SHUTDOWN_CALL_S)
+        # A rank that the channel's end ends first would be reported as crashed.
+        self._calls.kill()
         self._wait_for_end(silent)
-        if self._watch is not None:
-            self._watch.wait()
-        self._alarm.close()
 
     def _wait_for_end(self, silent: Iterable[str]) -> None:
         for node_id in {place.node_id for place in self.places} - set(silent):
