@@ -90,12 +90,13 @@ def test_latency_refuses(
         assert word in shown
 
 
-def test_latency_is_for_cpus(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setattr(latency, "detect_device", lambda wanted: "cuda")
-    assert main(["bench", "latency"]) == 1
-    assert "the device is cuda; use --device cpu" in capsys.readouterr().err
+def test_what_a_decode_step_reads(models: ModelShop) -> None:
+    """A tied head is packed beside the table on CPU, and is the table on a GPU."""
+    with make_engine(models.folder(PLAIN)) as engine:
+        config = engine.get_model_config()
+        table = 4 * config.vocab_size * int(config.hf_config["hidden_size"])
+        on_cpu = latency._step_bytes(engine, "cpu")
+        assert latency._step_bytes(engine, "cuda") == on_cpu + table
 
 
 def test_a_step_is_counted_once(models: ModelShop, monkeypatch: pytest.MonkeyPatch) -> None:

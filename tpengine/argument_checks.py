@@ -6,6 +6,7 @@ import dataclasses
 import math
 from typing import TYPE_CHECKING
 
+from tpengine.arguments import each
 from tpengine.errors import ConfigError
 from tpengine.logger import init_logger
 
@@ -62,11 +63,34 @@ def _check_recovery(args: EngineArgs) -> None:
         )
 
 
+def check_budgets(args: EngineArgs) -> None:
+    """Refuses budgets of memory that are none, or not as many as there are ranks.
+
+    Raises:
+        ConfigError: gpu_memory_utilization or cpu_kv_cache_space is out of range.
+    """
+    for name in ("gpu_memory_utilization", "cpu_kv_cache_space"):
+        values = each(getattr(args, name))
+        given_per_rank = isinstance(getattr(args, name), (list, tuple))
+        if given_per_rank and len(values) != args.tensor_parallel_size:
+            raise ConfigError(
+                f"{name} must be one number or one per rank: tensor_parallel_size = "
+                f"{args.tensor_parallel_size}, got {len(values)} numbers"
+            )
+    for share in each(args.gpu_memory_utilization):
+        if not 0.0 < share <= 1.0:
+            raise ConfigError(f"gpu_memory_utilization must be in (0, 1], got {share}")
+    for space in each(args.cpu_kv_cache_space):
+        if not 0.0 < space < math.inf:
+            raise ConfigError(f"cpu_kv_cache_space must be more than 0 GiB and finite, got {space}")
+
+
 def check_device_arguments(args: EngineArgs, device: str) -> None:
     """Refuses arguments that contradict the device or each other, and names those that do nothing.
 
     Raises:
-        ConfigError: cpu_kv_cache_space on a GPU, or beside num_device_blocks_override.
+        ConfigError: cpu_kv_cache_space on a GPU, or beside num_device_blocks_override; an fp8
+            cache on CPU.
     """
     if args.cpu_kv_cache_space is not None:
         space = f"cpu_kv_cache_space = {args.cpu_kv_cache_space}"
@@ -81,10 +105,15 @@ def check_device_arguments(args: EngineArgs, device: str) -> None:
                 "size the cache; leave one of them unset"
             )
     if device == "cpu":
+        if args.kv_cache_dtype == "fp8":
+            raise ConfigError(
+                "kv_cache_dtype = 'fp8' has kernels for GPUs only, the device is cpu; leave it at "
+                "'auto'"
+            )
         defaults = {spec.name: spec.default for spec in dataclasses.fields(args)}
         idle = [
             f"{name} = {getattr(args, name)}"
-            for name in ("gpu_memory_utilization", "enforce_eager")
+            for name in ("gpu_memory_utilization", "enforce_eager", "attention_backend")
             if getattr(args, name) != defaults[name]
         ]
         if idle:

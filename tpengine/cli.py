@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 _BENCHMARKS = {
     "throughput": "output tokens/s of the whole engine on a mixed, seeded workload",
     "latency": "time per token by number of running sequences, against the bandwidth floor",
-    "kernels": "CPU kernels: bytes and operations per second",
+    "kernels": "the kernels of CPU or GPU: bytes and operations per second",
     "perplexity": "what bfloat16 and int8 cost in quality",
     "scheduler": "time of schedule + update with many running and waiting requests",
     "groups": "one request with n sequences against n separate requests",

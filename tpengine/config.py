@@ -22,6 +22,8 @@ DEVICES = ("auto", "cpu", "cuda")
 PREEMPTION_MODES = ("auto", "recompute", "swap")
 SCHEDULING_POLICIES = ("fcfs", "priority")
 EXECUTORS = ("auto", "local", "ray")
+KV_CACHE_DTYPES = ("auto", "fp8")
+ATTENTION_BACKENDS = ("auto", "xformers", "varlen", "sdpa")
 PLACEMENT_STRATEGIES = ("PACK", "SPREAD", "STRICT_PACK", "STRICT_SPREAD")
 MAX_PRIORITY = 1000
 """Bound of a request's priority, either way."""
@@ -109,6 +111,7 @@ class CacheConfig:
         swap_space_bytes: host memory for the blocks of preempted sequences, per rank; None: the
             smaller of 4 GiB and 10 % of what machine and cgroup have free, divided likewise.
         enable_prefix_caching: whether full blocks are found again by their content.
+        kv_cache_dtype: one of `KV_CACHE_DTYPES`; auto is the model's dtype, fp8 is e4m3.
     """
 
     block_size: int
@@ -117,6 +120,20 @@ class CacheConfig:
     num_device_blocks_override: int | None
     swap_space_bytes: int | None
     enable_prefix_caching: bool
+    kv_cache_dtype: str = "auto"
+
+
+@dataclass(frozen=True)
+class CudaConfig:
+    """What concerns GPUs only.
+
+    Attributes:
+        attention_backend: one of `ATTENTION_BACKENDS`.
+        enforce_eager: no CUDA graphs.
+    """
+
+    attention_backend: str = "auto"
+    enforce_eager: bool = False
 
 
 @dataclass(frozen=True)
@@ -204,6 +221,7 @@ class EngineConfig:
     scheduler: SchedulerConfig
     recovery: RecoveryConfig
     device: str
+    cuda: CudaConfig = CudaConfig()
 
     def for_rank(self, rank: int) -> EngineConfig:
         """The same with the budgets of one rank."""

@@ -11,10 +11,11 @@ from dataclasses import dataclass
 from typing import Any
 
 from tpengine import config as cfg
-from tpengine.argument_checks import check_bounds, check_device_arguments
+from tpengine.argument_checks import check_bounds, check_budgets, check_device_arguments
 from tpengine.arguments import OneOrMore, arg, each, is_of_kind, read_bundle
 from tpengine.config import (
     CacheConfig,
+    CudaConfig,
     EngineConfig,
     ModelConfig,
     ParallelConfig,
@@ -153,8 +154,17 @@ class EngineArgs:
         0, "processes on Ray kept with torch imported, so that a lost group is rebuilt sooner"
     )
     pipeline_parallel_size: int = arg(1, "only 1: layers are not spread over ranks")
-    enforce_eager: bool = arg(
-        False, "never use CUDA graphs (there are none on CPU, nor in this version)"
+    enforce_eager: bool = arg(False, "never use CUDA graphs (there are none on CPU)")
+    kv_cache_dtype: str = arg(
+        "auto",
+        "auto: that of the model; fp8 (e4m3) holds twice as many tokens, on a GPU",
+        cfg.KV_CACHE_DTYPES,
+    )
+    attention_backend: str = arg(
+        "auto",
+        "who computes prompts' attention on a GPU; auto takes the first of xformers, varlen "
+        "(torch's FlashAttention) and sdpa that is there and computes this model's rightly",
+        cfg.ATTENTION_BACKENDS,
     )
     disable_log_stats: bool = arg(False, "no statistics line while running")
 
@@ -201,6 +211,7 @@ class EngineArgs:
             num_device_blocks_override=self.num_device_blocks_override,
             swap_space_bytes=None if self.swap_space is None else int(self.swap_space * GIB),
             enable_prefix_caching=self.enable_prefix_caching,
+            kv_cache_dtype=self.kv_cache_dtype,
         )
         return EngineConfig(
             model=model,
@@ -214,6 +225,7 @@ class EngineArgs:
             scheduler=self._scheduler_config(max_model_len, device),
             recovery=RecoveryConfig(self.max_recoveries, self.recovery_window),
             device=device,
+            cuda=CudaConfig(self.attention_backend, self.enforce_eager),
         )
 
     @property
@@ -272,30 +284,12 @@ class EngineArgs:
             value = getattr(self, name)
             if value is not None and value < 1:
                 raise ConfigError(f"{name} must be at least 1, got {value}")
-        self._check_budgets()
+        check_budgets(self)
         if self.swap_space is not None and not 0.0 <= self.swap_space < math.inf:
             raise ConfigError(
                 f"swap_space must be at least 0 GiB and finite, got {self.swap_space}"
             )
         self._check_ranks()
-
-    def _check_budgets(self) -> None:
-        for name in ("gpu_memory_utilization", "cpu_kv_cache_space"):
-            values = each(getattr(self, name))
-            given_per_rank = isinstance(getattr(self, name), (list, tuple))
-            if given_per_rank and len(values) != self.tensor_parallel_size:
-                raise ConfigError(
-                    f"{name} must be one number or one per rank: tensor_parallel_size = "
-                    f"{self.tensor_parallel_size}, got {len(values)} numbers"
-                )
-        for share in each(self.gpu_memory_utilization):
-            if not 0.0 < share <= 1.0:
-                raise ConfigError(f"gpu_memory_utilization must be in (0, 1], got {share}")
-        for space in each(self.cpu_kv_cache_space):
-            if not 0.0 < space < math.inf:
-                raise ConfigError(
-                    f"cpu_kv_cache_space must be more than 0 GiB and finite, got {space}"
-                )
 
     def _check_ranks(self) -> None:
         if self.pipeline_parallel_size != 1:

@@ -125,6 +125,10 @@ class CacheSizeError(EngineError):
     """The KV cache that fits into memory is too small for what was asked."""
 
 
+class GraphCaptureError(EngineError):
+    """The CUDA graphs of decode steps do not fit into memory, or cannot be recorded."""
+
+
 class WorkerError(EngineError):
     """A worker failed while it ran a call for the driver."""
 

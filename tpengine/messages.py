@@ -184,6 +184,11 @@ class MemoryLedger:
     held_by_others_bytes: int = 0
     """What other processes, other ranks among them, held of the device when blocks were
     counted."""
+    logits_bytes: int = 0
+    """Of the activations' peak, what logits, log probabilities and sampling add to the model's; on
+    GPUs."""
+    graphs_bytes: int = 0
+    """What CUDA graphs of decode steps take."""
 
 
 @dataclass(frozen=True, slots=True)

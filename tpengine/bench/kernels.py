@@ -1,5 +1,6 @@
-"""The CPU kernels by themselves: what share of the measured read bandwidth decode attention draws,
-and how many operations per second prefill attention and linear layers do, in bfloat16.
+"""The kernels by themselves. On CPU: what share of the measured read bandwidth decode attention
+draws, and how many operations per second prefill attention and linear layers do, in bfloat16. On a
+GPU (`cuda_kernels`): the same and more, as shares of the card's copy bandwidth and matmul rate.
 
 Caches are larger than the processor's own and are taken in turn; tables are random.
 """
@@ -8,16 +9,21 @@ from __future__ import annotations
 
 import argparse
 import itertools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import torch
 from tqdm import tqdm
 
+from tpengine.bench import cuda_kernels, cuda_timing
 from tpengine.bench.bandwidth import fastest_s, read_bandwidth
+from tpengine.bench.cuda_timing import Ceilings, Row
 from tpengine.bench.machine import describe_commit, describe_machine
+from tpengine.config import DEVICES
+from tpengine.errors import ConfigError, NativeLibraryError
 from tpengine.ops import attention, cache, huge_pages, linear
 from tpengine.ops.huge_pages import HugePageArena
-from tpengine.worker.device import set_num_threads
+from tpengine.ops.library import has_cuda_kernels
+from tpengine.worker.device import detect_device, set_num_threads
 
 _BLOCK_SIZE = 16
 _HEAD_DIM = 64
@@ -31,11 +37,22 @@ _CACHE_BYTES = 256 << 20
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Adds this benchmark's options."""
-    parser.add_argument("--repeats", type=int, default=9, help="best of these (default: 9)")
+    parser.add_argument("--repeats", type=int, default=9, help="on CPU best of these (default: 9)")
+    parser.add_argument("--device", choices=DEVICES, default="auto", help="(default: auto)")
+    parser.add_argument(
+        "--only", choices=tuple(cuda_kernels.GROUPS), nargs="+", help="on a GPU: these alone"
+    )
+    parser.add_argument(
+        "--plot", metavar="FILE", help="on a GPU: PNG of decode's share of the copy bandwidth"
+    )
 
 
 def run(args: argparse.Namespace) -> int:
     """Measures and prints a line per case."""
+    if detect_device(args.device) == "cuda":
+        return _run_on_gpu(args)
+    if args.only or args.plot:
+        raise ConfigError("--only and --plot are for a GPU; leave them out, or use --device cuda")
     set_num_threads(1)
     bandwidth = read_bandwidth()
     lines = []
@@ -57,6 +74,53 @@ def run(args: argparse.Namespace) -> int:
     print(f"memory    reads {bandwidth / 1e9:.1f} GB/s")
     print("\n".join(lines))
     return 0
+
+
+def _run_on_gpu(args: argparse.Namespace) -> int:
+    if not has_cuda_kernels():
+        raise NativeLibraryError(
+            "libtpengine_cuda.so is not installed, there is nothing to measure: install the CUDA "
+            "toolkit (nvcc) and run `TPENGINE_CUDA=ON pip install .`"
+        )
+    device = torch.device("cuda", torch.cuda.current_device())
+    rows = []
+    print(f"machine   {describe_machine()}")
+    print(f"commit    {describe_commit()}")
+    with torch.inference_mode():
+        ceilings = cuda_timing.measure_ceilings(device)
+        print(f"card      {ceilings}", flush=True)
+        for name in args.only or cuda_kernels.GROUPS:
+            timer = cuda_timing.eager_s if name in cuda_kernels.EAGER else cuda_timing.graph_s
+            for row in cuda_kernels.GROUPS[name](cuda_kernels.Setting(device, timer)):
+                print(row.text(ceilings), flush=True)
+                rows.append(row)
+            torch.cuda.empty_cache()
+    if args.plot:
+        plot_shares(args.plot, rows, ceilings)
+    return 0
+
+
+def plot_shares(path: str, rows: Sequence[Row], ceilings: Ceilings) -> None:
+    """Bars of decode attention's share of the copy bandwidth, by case and dtype."""
+    try:
+        import matplotlib
+    except ImportError:
+        raise SystemExit("--plot needs matplotlib: pip install 'tpengine[plot]'") from None
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    shown = [row for row in rows if row.kernel.startswith("decode")]
+    shares = [100 * row.num_bytes / row.seconds / ceilings.copy for row in shown]
+    figure, axes = pyplot.subplots(figsize=(7, 1 + 0.25 * len(shown)))
+    axes.barh([f"{row.kernel} {row.case}" for row in shown], shares)
+    axes.invert_yaxis()
+    axes.set_xlabel(f"% of the measured copy bandwidth ({ceilings.copy / 1e12:.2f} TB/s)")
+    axes.set_title(describe_machine(), fontsize=7)
+    axes.tick_params(labelsize=7)
+    axes.grid(alpha=0.3, axis="x")
+    figure.tight_layout()
+    figure.savefig(path, dpi=150)
+    pyplot.close(figure)
 
 
 class _Caches:

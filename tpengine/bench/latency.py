@@ -1,7 +1,8 @@
 """Time to first token and per token for equal requests, by how many run at once.
 
 A decode step of one sequence cannot be faster than reading the weights once: "floor" is their bytes
-over the read bandwidth that is measured in the same run, and the share is floor over step.
+over the bandwidth that is measured in the same run (reads on CPU, device-to-device copies on a
+GPU), and the share is floor over step.
 """
 
 from __future__ import annotations
@@ -13,9 +14,11 @@ import statistics
 import time
 from dataclasses import dataclass, replace
 
+import torch
 from tqdm import tqdm
 
 from tpengine.bench.bandwidth import read_bandwidth
+from tpengine.bench.cuda_timing import measure_ceilings
 from tpengine.bench.machine import describe_machine, report_head
 from tpengine.bench.steps import run_steps
 from tpengine.bench.workload import SHAPES, shape_folder
@@ -58,6 +61,10 @@ def run(args: argparse.Namespace) -> int:
     """Measures and prints a line per batch size."""
     engine_args = replace(EngineArgs.from_cli_args(args), disable_log_stats=True)
     sizes = _check(args)
+    bandwidth = None
+    if detect_device(args.device) == "cuda":  # before the engine takes the memory
+        bandwidth = measure_ceilings(torch.device("cuda", torch.cuda.current_device())).copy
+        torch.cuda.empty_cache()
     with contextlib.ExitStack() as stack:
         if args.shape is not None:
             folder = stack.enter_context(shape_folder(args.shape))
@@ -68,8 +75,8 @@ def run(args: argparse.Namespace) -> int:
             _measure(engine, size, args.input_len, args.output_len)
             for size in tqdm(sizes, desc="batch sizes", unit="size")
         ]
-        step_bytes = _step_bytes(engine)
-        floor_s = step_bytes / read_bandwidth()
+        step_bytes = _step_bytes(engine, detect_device(args.device))
+        floor_s = step_bytes / (bandwidth or read_bandwidth())
         model = args.shape or engine.get_model_config().model
     print(report_head(engine_args, width=11))
     print(f"model      {model}")
@@ -91,11 +98,6 @@ def _check(args: argparse.Namespace) -> list[int]:
     Raises:
         ConfigError: what is asked for cannot be measured, found out before anything is.
     """
-    if (device := detect_device(args.device)) != "cpu":
-        raise ConfigError(
-            f"bench latency compares with the bandwidth of a CPU's memory, the device is {device}; "
-            "use --device cpu"
-        )
     words = args.batch_sizes.split(",")
     sizes = [int(word) if word.strip().isdecimal() else 0 for word in words]
     for word, size in zip(words, sizes, strict=True):
@@ -112,12 +114,15 @@ def _check(args: argparse.Namespace) -> list[int]:
     return sizes
 
 
-def _step_bytes(engine: LLMEngine) -> int:
+def _step_bytes(engine: LLMEngine, device: str) -> int:
     """Bytes of weights that a decode step reads: all but the embedding's table, of which it takes
-    single rows (a tied output head has a packed copy of its own), and that of rotary angles."""
+    single rows, and that of rotary angles. A tied output head reads the table itself on a GPU; on
+    CPU it has a packed copy of its own."""
     config = engine.get_model_config()
-    dtype = resolve_dtype(config.dtype, "cpu")
+    dtype = resolve_dtype(config.dtype, device)
     table = config.vocab_size * int(config.hf_config["hidden_size"]) * dtype.itemsize
+    if device != "cpu" and config.hf_config.get("tie_word_embeddings"):
+        table = 0
     angles = 4 * config.max_model_len * config.head_dim
     if not config.hf_config.get("rope_parameters"):
         angles = 0

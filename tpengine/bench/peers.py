@@ -12,6 +12,7 @@ from tpengine.errors import EngineError
 
 _STATIC_BATCH = 16
 _BLOCK_TOKENS = 256
+_BATCH_TOKENS = {"cpu": 512, "cuda": 8192}
 _RESULT_TIMEOUT_S = 60.0
 _STOP_TIMEOUT_S = 30.0
 
@@ -23,19 +24,22 @@ class Peer(Protocol):
         """Serves all requests greedily, ignoring end tokens; returns seconds."""
 
 
-def load_peer_model(folder: str, dummy: bool, dtype: torch.dtype) -> Any:
+def load_peer_model(folder: str, dummy: bool, dtype: torch.dtype, device: str) -> Any:
     """transformers' model of `folder`, with random weights if `dummy`, attention by SDPA."""
     from transformers import AutoConfig, AutoModelForCausalLM
 
     if dummy:
         torch.manual_seed(0)
         config = AutoConfig.from_pretrained(folder)
-        model = AutoModelForCausalLM.from_config(config, dtype=dtype, attn_implementation="sdpa")
+        with torch.device(device):  # billions of random numbers are quicker made there
+            model = AutoModelForCausalLM.from_config(
+                config, dtype=dtype, attn_implementation="sdpa"
+            )
     else:
         model = AutoModelForCausalLM.from_pretrained(
             folder, dtype=dtype, attn_implementation="sdpa"
         )
-    return model.eval().to("cuda" if torch.cuda.is_available() else "cpu")
+    return model.eval().to(device)
 
 
 class StaticBatches:
@@ -49,6 +53,8 @@ class StaticBatches:
         start = time.perf_counter()
         for first in range(0, len(workload), _STATIC_BATCH):
             self._generate(workload[first : first + _STATIC_BATCH])
+        if self._model.device.type == "cuda":
+            torch.cuda.synchronize()
         return time.perf_counter() - start
 
     def _generate(self, batch: Workload) -> None:
@@ -82,7 +88,9 @@ class ContinuousBatches:
 
         blocks = sum(-(-(len(p) + n) // _BLOCK_TOKENS) + 1 for p, n in workload)
         config = ContinuousBatchingConfig(
-            page_size=_BLOCK_TOKENS, num_blocks=max(blocks, 16), max_batch_tokens=512
+            page_size=_BLOCK_TOKENS,
+            num_blocks=max(blocks, 16),
+            max_batch_tokens=_BATCH_TOKENS[self._model.device.type],
         )
         generation = GenerationConfig(
             do_sample=False, max_new_tokens=max(n for _, n in workload), eos_token_id=-1

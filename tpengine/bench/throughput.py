@@ -24,8 +24,9 @@ from tpengine.bench.workload import SHAPES, Workload, mixed_requests, shape_fold
 from tpengine.engine.llm_engine import LLMEngine
 from tpengine.engine.metrics import StepStats
 from tpengine.engine_args import EngineArgs
+from tpengine.errors import ConfigError
 from tpengine.sampling_params import RequestOutputKind, SamplingParams
-from tpengine.worker.device import resolve_dtype
+from tpengine.worker.device import detect_device, resolve_dtype
 
 _WARM_UP_REQUESTS = 4
 _WARM_UP_OUTPUT = 4
@@ -126,9 +127,15 @@ def _load_peers(against: str, engine_args: EngineArgs, folder: str) -> dict[str,
         raise SystemExit(f"--against {unknown[0]}: no such peer; there are {', '.join(PEERS)}")
     if not names:
         return {}
-    device = "cuda" if torch.cuda.is_available() else "cpu"
+    device = detect_device(engine_args.device)
     dtype = resolve_dtype(engine_args.dtype, device)
-    model = load_peer_model(folder, engine_args.load_format == "dummy", dtype)
+    try:
+        model = load_peer_model(folder, engine_args.load_format == "dummy", dtype, device)
+    except torch.OutOfMemoryError as error:
+        raise ConfigError(
+            f"beside the engine there is no room on the GPU for {' and '.join(names)} ({error}); "
+            "lower --gpu-memory-utilization so that the model fits a second time, with its cache"
+        ) from error
     return {name: PEERS[name](model) for name in names}
 
 

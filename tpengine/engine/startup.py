@@ -16,6 +16,7 @@ from tpengine.scheduling.block_manager import BlockManager
 logger = init_logger(__name__)
 
 _GIB = 1 << 30
+_ALLOCATION_TRIES = 3
 
 
 def start_workers(config: EngineConfig, executor: Executor) -> list[MemoryLedger]:
@@ -31,10 +32,8 @@ def start_workers(config: EngineConfig, executor: Executor) -> list[MemoryLedger
         start = time.monotonic()
         devices = executor.load()
         loaded = time.monotonic()
-        ledgers = executor.profile_num_available_blocks()
+        ledgers = _open_cache(config, executor)
         num_blocks, num_host_blocks = count_blocks(ledgers)
-        check_cache_holds_one_sequence(config, num_blocks, ledgers)
-        executor.init_cache_engine(num_blocks, num_host_blocks)
         ready = time.monotonic()
     except BaseException:
         executor.shutdown()
@@ -53,10 +52,28 @@ def start_workers(config: EngineConfig, executor: Executor) -> list[MemoryLedger
         loaded - start,
         ready - loaded,
     )
-    if len(ledgers) > 1:
+    if len(ledgers) > 1 or config.device != "cpu":
         for line in memory_table(ledgers, devices):
             logger.info("%s", line)
     return ledgers
+
+
+def _open_cache(config: EngineConfig, executor: Executor) -> list[MemoryLedger]:
+    """Counts blocks and allocates them. On a GPU another process may take memory in between: then
+    it is measured and tried again, with fewer blocks."""
+    tries = 1 if config.device == "cpu" else _ALLOCATION_TRIES
+    for left in reversed(range(tries)):
+        ledgers = executor.profile_num_available_blocks()
+        num_blocks, num_host_blocks = count_blocks(ledgers)
+        check_cache_holds_one_sequence(config, num_blocks, ledgers)
+        try:
+            executor.init_cache_engine(num_blocks, num_host_blocks)
+            return ledgers
+        except CacheSizeError as error:
+            if not left or config.cache.num_device_blocks_override is not None:
+                raise
+            logger.warning("the cache could not be had, measuring the memory again: %s", error)
+    raise AssertionError("unreachable: the last try returns or raises")
 
 
 def count_blocks(ledgers: Sequence[MemoryLedger]) -> tuple[int, int]:
@@ -84,14 +101,19 @@ def memory_table(ledgers: Sequence[MemoryLedger], devices: Sequence[str]) -> lis
         devices: of each rank, in words.
     """
     num_blocks = min(ledger.num_device_blocks for ledger in ledgers)
+    on_gpu = any(ledger.graphs_bytes or ledger.logits_bytes for ledger in ledgers)
     lines = [
-        "rank     total    others   weights  activations  communicator  KV budget   blocks  device"
+        "rank     total    others   weights  activations  communicator"
+        f"{'     logits     graphs' if on_gpu else ''}  KV budget   blocks  device"
     ]
     for ledger in ledgers:
+        activations = ledger.activation_peak_bytes - ledger.logits_bytes
+        gpu_only = f" {ledger.logits_bytes / _GIB:10.3f} {ledger.graphs_bytes / _GIB:10.3f}"
         lines.append(
             f"{ledger.rank:4d} {ledger.total_bytes / _GIB:9.3f}"
             f" {ledger.held_by_others_bytes / _GIB:9.3f} {ledger.weights_bytes / _GIB:9.3f}"
-            f" {ledger.activation_peak_bytes / _GIB:12.3f} {ledger.communicator_bytes / _GIB:13.3f}"
+            f" {activations / _GIB:12.3f} {ledger.communicator_bytes / _GIB:13.3f}"
+            f"{gpu_only if on_gpu else ''}"
             f" {ledger.kv_budget_bytes / _GIB:10.3f} {ledger.num_device_blocks:8d}"
             f"  {devices[ledger.rank]}"
         )

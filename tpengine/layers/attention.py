@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 import torch
 
+from tpengine.layers.gpu_attention import GpuBatch, attend_chunks
 from tpengine.ops import attention as attention_ops
 from tpengine.ops import cache as cache_ops
 
@@ -28,6 +29,7 @@ class AttentionMetadata:
         query_start_loc: int32 `[num_seqs - num_decodes + 1]`, borders of the chunks among the
             tokens that follow the decodes.
         num_decodes: rows with one token, which are also the first tokens.
+        gpu: what attention needs beside that on a GPU; None: on CPU.
     """
 
     positions: torch.Tensor
@@ -36,6 +38,7 @@ class AttentionMetadata:
     seq_lens: torch.Tensor
     query_start_loc: torch.Tensor
     num_decodes: int
+    gpu: GpuBatch | None = None
 
 
 class Attention:
@@ -46,6 +49,10 @@ class Attention:
         sliding_window: a token sees this many tokens, itself included; None: all before it.
         alibi_slopes: float32 `[num_heads]`; None: no linear bias.
         is_neox: rotate halves of a head against each other (else neighbouring elements).
+
+    Attributes:
+        kv_scales: what the numbers of an fp8 cache are multiplied with, for K and V. One by
+            default: e4m3 reaches to 448, and no supported checkpoint says better.
     """
 
     def __init__(
@@ -67,6 +74,7 @@ class Attention:
         self.sliding_window = sliding_window
         self.alibi_slopes = alibi_slopes
         self.is_neox = is_neox
+        self.kv_scales = (1.0, 1.0)
 
     def forward(
         self, qkv: torch.Tensor, kv_cache: KVCache, metadata: AttentionMetadata
@@ -87,7 +95,9 @@ class Attention:
         decodes = metadata.num_decodes
         num_seqs = metadata.seq_lens.shape[0]
         if decodes == num_seqs:
-            self._decode(out_heads, q, kv_cache, metadata.block_table, metadata.seq_lens)
+            self._decode(
+                out_heads, q, kv_cache, metadata.block_table, metadata.seq_lens, metadata.gpu
+            )
             return out
         if decodes:
             self._decode(
@@ -96,7 +106,23 @@ class Attention:
                 kv_cache,
                 metadata.block_table[:decodes],
                 metadata.seq_lens[:decodes],
+                metadata.gpu,
             )
+        if metadata.gpu is not None:
+            heads = qkv.view(num_tokens, -1, self.head_dim)[decodes:]
+            sizes = [self.num_heads, self.num_kv_heads, self.num_kv_heads]
+            attend_chunks(
+                out_heads[decodes:],
+                heads.split(sizes, dim=1),
+                kv_cache,
+                self.kv_scales,
+                metadata.block_table[decodes:],
+                metadata.gpu,
+                self.scale,
+                self.sliding_window,
+                self.alibi_slopes,
+            )
+            return out
         attention_ops.prefill_attention(
             out_heads[decodes:],
             q[decodes:],
@@ -118,7 +144,11 @@ class Attention:
         kv_cache: KVCache,
         block_table: torch.Tensor,
         seq_lens: torch.Tensor,
+        gpu: GpuBatch | None,
     ) -> None:
+        plan = None
+        if gpu is not None and gpu.plans is not None:
+            plan = gpu.plans.get(seq_lens, self.sliding_window)
         attention_ops.paged_attention(
             out,
             q,
@@ -129,6 +159,8 @@ class Attention:
             self.scale,
             self.alibi_slopes,
             self.sliding_window,
+            *self.kv_scales,
+            plan,
         )
 
     def _write_kv(self, qkv: torch.Tensor, kv_cache: KVCache, metadata: AttentionMetadata) -> None:
@@ -144,9 +176,10 @@ class Attention:
                 self.num_heads,
                 self.num_kv_heads,
                 self.is_neox,
+                *self.kv_scales,
             )
             return
         heads = qkv.view(qkv.shape[0], -1, self.head_dim)
         first_v = self.num_heads + self.num_kv_heads
         k, v = heads[:, self.num_heads : first_v], heads[:, first_v:]
-        cache_ops.write_kv_cache(k, v, k_cache, v_cache, metadata.slot_mapping)
+        cache_ops.write_kv_cache(k, v, k_cache, v_cache, metadata.slot_mapping, *self.kv_scales)

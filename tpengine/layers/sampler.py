@@ -35,6 +35,7 @@ class SamplingBatch:
         num_logprobs: likeliest tokens to report; -1: no log probabilities at all.
         num_candidates: candidates to report for beam search, 0: none.
         edits: what rows ask to be done to their logits; None: nothing.
+        on_device: `sampling_columns`, sent to the device before the model runs; None: not yet.
     """
 
     temperature: npt.NDArray[np.float32]
@@ -46,6 +47,7 @@ class SamplingBatch:
     num_logprobs: npt.NDArray[np.int32]
     num_candidates: npt.NDArray[np.int32]
     edits: LogitEdits | None = None
+    on_device: list[torch.Tensor] | None = None
 
 
 @dataclass(slots=True)
@@ -90,6 +92,12 @@ def _mix(z: int) -> int:
     return z ^ (z >> 31)
 
 
+def sampling_columns(batch: SamplingBatch) -> list[npt.NDArray[np.generic]]:
+    """What `ops.sampling.sample_tokens` wants of each row, in its order."""
+    noise = uniform_noise(batch.noise_key, batch.positions)
+    return [batch.temperature, batch.top_k, batch.top_p, batch.min_p, noise]
+
+
 def sample(logits: torch.Tensor, batch: SamplingBatch) -> Sampled:
     """Chooses one token per row.
 
@@ -110,9 +118,10 @@ def sample(logits: torch.Tensor, batch: SamplingBatch) -> Sampled:
     if not batch.temperature.any():
         sampling_ops.argmax(sampled.token_ids, logits)
     else:
-        noise = uniform_noise(batch.noise_key, batch.positions)
-        columns = (batch.temperature, batch.top_k, batch.top_p, batch.min_p, noise)
-        tensors = [torch.from_numpy(column).to(logits.device) for column in columns]
+        tensors = batch.on_device
+        if tensors is None:
+            columns = sampling_columns(batch)
+            tensors = [torch.from_numpy(column).to(logits.device) for column in columns]
         sampling_ops.sample_tokens(sampled.token_ids, logits, *tensors)
     if batch.edits is not None:
         is_beam = torch.from_numpy(batch.num_candidates > 0).to(logits.device)

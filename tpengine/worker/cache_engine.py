@@ -4,13 +4,23 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Iterator
+from typing import Any
 
 import torch
 
 from tpengine.layers.attention import KVCache
 from tpengine.messages import BlockMoves
 from tpengine.ops import huge_pages
-from tpengine.ops.cache import copy_blocks, kv_cache_shapes
+from tpengine.ops.cache import (
+    copy_blocks,
+    copy_cache_blocks,
+    kv_cache_shapes,
+    swap_in,
+    swap_out,
+)
+
+_STAGING_BYTES = 64 << 20
+"""Large enough for the bus to run at its full speed."""
 
 
 def block_bytes(
@@ -29,7 +39,11 @@ def block_bytes(
 class CacheEngine:
     """Allocates the cache, hands each layer its part, and moves blocks about.
 
+    On a GPU the layers' parts are one tensor, so that a block of all layers is moved by one launch
+    and crosses the bus in one piece; swaps have a stream of their own.
+
     Args:
+        dtype: of the cache: the model's, or float8_e4m3fn on a GPU.
         num_host_blocks: blocks of the host's pool, which holds what is swapped out in the device's
             layout. On CPU it is memory like any other; for CUDA it is pinned.
 
@@ -52,24 +66,22 @@ class CacheEngine:
         k_shape, v_shape = kv_cache_shapes(
             device.type, dtype, num_blocks, block_size, num_kv_heads, head_dim
         )
-        # Left uninitialised: no kernel reads a slot that was not written, and on CPU untouched
-        # pages cost nothing.
-        self.kv_caches = LayerCaches(
-            (_empty(k_shape, dtype, device), _empty(v_shape, dtype, device))
-            for _ in range(num_layers)
-        )
         self.block_size = block_size
         self.num_blocks = num_blocks
         self._device = device
-        pinned = device.type == "cuda" and num_host_blocks > 0
-        self._host_caches = [
-            tuple(
-                torch.empty((num_host_blocks, *shape[1:]), dtype=dtype, pin_memory=pinned)
-                for shape in (k_shape, v_shape)
+        self._blocks: PooledBlocks | LayerBlocks
+        # Left uninitialised: no kernel reads a slot that was not written, and on CPU untouched
+        # pages cost nothing.
+        if device.type == "cpu":
+            caches = LayerCaches(
+                (huge_pages.empty(k_shape, dtype), huge_pages.empty(v_shape, dtype))
+                for _ in range(num_layers)
             )
-            for _ in range(num_layers)
-        ]
-        self._stream = torch.cuda.Stream(device) if pinned else None
+            self._blocks = LayerBlocks(caches, num_host_blocks)
+        else:
+            pool = torch.empty((2 * num_layers, *k_shape), dtype=dtype, device=device)
+            self._blocks = PooledBlocks(pool, num_host_blocks)
+        self.kv_caches = self._blocks.caches
 
     def move(self, moves: BlockMoves) -> None:
         """Copies blocks to the host, from it, and on the device; the next kernels see the result.
@@ -78,35 +90,92 @@ class CacheEngine:
             RuntimeError: a block is out of range.
         """
         if moves.swap_outs or moves.swap_ins:
-            self._swap(moves)
+            self._blocks.swap(moves)
         if moves.copies:
-            pairs = torch.tensor(moves.copies, dtype=torch.int64, device=self._device)
-            for k_cache, v_cache in self.kv_caches:
-                copy_blocks(k_cache, v_cache, pairs)
+            self._blocks.copy(moves.copies)
 
-    def _swap(self, moves: BlockMoves) -> None:
+
+class LayerBlocks:
+    """The blocks of a cache in tensors of their own for each layer."""
+
+    def __init__(self, caches: LayerCaches, num_host_blocks: int) -> None:
+        self.caches = caches
+        self._host_caches = [
+            tuple(torch.empty((num_host_blocks, *x.shape[1:]), dtype=x.dtype) for x in pair)
+            for pair in caches
+        ]
+
+    def swap(self, moves: BlockMoves) -> None:
+        """Copies blocks to the host and from it."""
+        for pair, host_pair in zip(self.caches, self._host_caches, strict=True):
+            for cache, host in zip(pair, host_pair, strict=True):
+                _copy_across(cache, host, moves.swap_outs)
+                _copy_across(host, cache, moves.swap_ins)
+
+    def copy(self, pairs: list[tuple[int, int]]) -> None:
+        """Copies blocks within the cache."""
+        sources_and_targets = torch.tensor(pairs, dtype=torch.int64)
+        for k_cache, v_cache in self.caches:
+            copy_blocks(k_cache, v_cache, sources_and_targets)
+
+
+class PooledBlocks:
+    """The blocks of a cache in one tensor.
+
+    Args:
+        pool: `[2 * num_layers, num_blocks, block_size, num_kv_heads, head_dim]`: K and V of each
+            layer.
+    """
+
+    def __init__(self, pool: torch.Tensor, num_host_blocks: int) -> None:
+        pieces = pool.unbind()
+        self.caches = LayerCaches(zip(pieces[::2], pieces[1::2], strict=True))
+        self._pool = pool
+        on_gpu = pool.device.type == "cuda"
+        self._stream: Any = torch.cuda.Stream(pool.device) if on_gpu and num_host_blocks else None
+        one_block = (pool.shape[0], *pool.shape[2:])
+        block_bytes = math.prod(one_block) * pool.itemsize
+        self._host = torch.empty(
+            (num_host_blocks, *one_block), dtype=pool.dtype, pin_memory=self._stream is not None
+        )
+        num_staged = staged_blocks(block_bytes, num_host_blocks)
+        self._staging = torch.empty((num_staged, *one_block), dtype=pool.dtype, device=pool.device)
+
+    def swap(self, moves: BlockMoves) -> None:
+        """Copies blocks to the host and from it, on a stream of its own where there is one.
+
+        A block crosses the bus with all its layers at once, so one event at the end serves every
+        layer: to send them layer by layer would let the first start sooner, but in pieces so small
+        that the bus would move a fraction of what it can.
+        """
         if self._stream is None:
-            for layer in range(len(self._host_caches)):
-                self._swap_layer(layer, moves)
+            self._swap_now(moves)
             return
-        # After what the step before has written; a layer's kernels wait for its event only.
-        self._stream.wait_stream(torch.cuda.current_stream(self._device))
+        # After what the step before has written; the next kernels wait for the event.
+        self._stream.wait_stream(torch.cuda.current_stream(self._pool.device))
         with torch.cuda.stream(self._stream):
-            for layer in range(len(self._host_caches)):
-                self._swap_layer(layer, moves)
-                self.kv_caches.events[layer] = torch.cuda.Event()
-                self.kv_caches.events[layer].record(self._stream)
+            self._swap_now(moves)
+            event = torch.cuda.Event()
+            event.record(self._stream)
+        self.caches.events = dict.fromkeys(range(len(self.caches)), event)
 
-    def _swap_layer(self, layer: int, moves: BlockMoves) -> None:
-        for cache, host in zip(self.kv_caches[layer], self._host_caches[layer], strict=True):
-            _copy_across(cache, host, moves.swap_outs)
-            _copy_across(host, cache, moves.swap_ins)
+    def _swap_now(self, moves: BlockMoves) -> None:
+        if moves.swap_outs:
+            swap_out(self._host, self._pool, moves.swap_outs, self._staging)
+        if moves.swap_ins:
+            swap_in(self._pool, self._host, moves.swap_ins, self._staging)
+
+    def copy(self, pairs: list[tuple[int, int]]) -> None:
+        """Copies blocks within the cache, after swaps."""
+        self.caches.wait()
+        copy_cache_blocks(
+            self._pool, torch.tensor(pairs, dtype=torch.int64, device=self._pool.device)
+        )
 
 
-def _empty(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-    if device.type == "cpu":
-        return huge_pages.empty(shape, dtype)
-    return torch.empty(shape, dtype=dtype, device=device)
+def staged_blocks(block_bytes: int, num_host_blocks: int) -> int:
+    """Blocks that a GPU holds twice while they are swapped; none without a place to swap to."""
+    return min(num_host_blocks, max(1, _STAGING_BYTES // block_bytes))
 
 
 class LayerCaches(list[KVCache]):
@@ -119,6 +188,12 @@ class LayerCaches(list[KVCache]):
     def __init__(self, caches: Iterable[KVCache]) -> None:
         super().__init__(caches)
         self.events: dict[int, torch.cuda.Event] = {}
+
+    def wait(self) -> None:
+        """Lets the current stream wait for the copies of all layers."""
+        for event in set(self.events.values()):
+            torch.cuda.current_stream().wait_event(event)
+        self.events = {}
 
     def __iter__(self) -> Iterator[KVCache]:
         for layer in range(len(self)):

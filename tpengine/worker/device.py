@@ -29,10 +29,7 @@ def detect_device(wanted: str) -> str:
     """
     available = torch.cuda.is_available()
     if wanted == "cuda" and not available:
-        raise ConfigError(
-            f"device = 'cuda', but torch {torch.__version__} sees no CUDA device; "
-            "use device='cpu', or install a CUDA build of torch and check the driver"
-        )
+        raise ConfigError(f"device = 'cuda', but {_why_no_cuda()}; or use device='cpu'")
     if wanted == "auto":
         return "cuda" if available else "cpu"
     return wanted
@@ -54,6 +51,29 @@ def resolve_dtype(wanted: str, device: str) -> torch.dtype:
     # Without instructions for it a CPU would convert at every step, which costs more than it saves.
     has_bf16 = cpu_isa() == "avx512bf16" if device == "cpu" else torch.cuda.is_bf16_supported()
     return torch.bfloat16 if has_bf16 else torch.float32
+
+
+def _why_no_cuda() -> str:
+    """What keeps torch from a GPU, and what to do about it."""
+    if torch.version.cuda is None:
+        return (
+            f"torch {torch.__version__} is a build without CUDA: install one with it, as "
+            "`pip install torch` does by default"
+        )
+    built = f"torch {torch.__version__} (for CUDA {torch.version.cuda})"
+    try:
+        torch.cuda.init()
+    except (RuntimeError, AssertionError) as error:
+        return (
+            f"{built} cannot use a GPU: {str(error).strip()}; update the driver, or install a "
+            "torch that was built for the CUDA version which `nvidia-smi` names"
+        )
+    return f"{built} sees no GPU: check `nvidia-smi` and CUDA_VISIBLE_DEVICES"
+
+
+def cache_dtype(wanted: str, dtype: torch.dtype) -> torch.dtype:
+    """The dtype of the KV cache, by `CacheConfig.kv_cache_dtype` and the model's dtype."""
+    return torch.float8_e4m3fn if wanted == "fp8" else dtype
 
 
 def check_quantization(wanted: str | None, device: str) -> None:

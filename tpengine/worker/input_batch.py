@@ -6,6 +6,8 @@ parameters of the others stand here already, in arrays indexed by slot.
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import numpy as np
 import numpy.typing as npt
 import torch
@@ -14,8 +16,23 @@ from tpengine.layers.attention import AttentionMetadata
 from tpengine.layers.sampler import SamplingBatch, noise_keys
 from tpengine.messages import Fork, NewSequence, StepInput
 from tpengine.worker.sampling_slots import SamplingSlots
+from tpengine.worker.transfers import Uploads
 
 Int32 = npt.NDArray[np.int32]
+
+
+@dataclass(slots=True)
+class StepArrays:
+    """A step's tokens and the fields of its `AttentionMetadata`, on the host."""
+
+    token_ids: Int32
+    positions: Int32
+    slot_mapping: Int32
+    block_table: Int32
+    seq_lens: Int32
+    query_start_loc: Int32
+    num_decodes: int
+    num_scheduled_tokens: Int32
 
 
 class InputBatch:
@@ -26,13 +43,14 @@ class InputBatch:
         num_tokens, num_computed_tokens: int32 `[max_num_seqs]`.
         block_table: int32 `[max_num_seqs, max_blocks]`.
         sampling: parameters of each slot's sampling.
+        uploads: how arrays get to the device.
     """
 
     def __init__(
         self, max_num_seqs: int, max_model_len: int, block_size: int, device: torch.device
     ) -> None:
         self.block_size = block_size
-        self._device = device
+        self.uploads = Uploads(device)
         max_blocks = -(-max_model_len // block_size)
         self.token_ids = np.zeros((max_num_seqs, max_model_len), np.int32)
         self.num_tokens = np.zeros(max_num_seqs, np.int32)
@@ -76,6 +94,10 @@ class InputBatch:
         Returns:
             token ids int32 `[num_tokens]` and the attention metadata.
         """
+        return upload_step(self.arrays(step), self.uploads)
+
+    def arrays(self, step: StepInput) -> StepArrays:
+        """What `build` sends to the device."""
         slots = np.array(step.slots, np.int64)
         scheduled = np.array(step.num_scheduled_tokens, np.int32)
         computed = self.num_computed_tokens[slots]
@@ -96,13 +118,15 @@ class InputBatch:
         token_ids = self.token_ids[token_slots, positions]
         block_ids = self.block_table[token_slots, positions // self.block_size]
         slot_mapping = block_ids * self.block_size + positions % self.block_size
-        return self._tensor(token_ids), AttentionMetadata(
-            positions=self._tensor(positions),
-            slot_mapping=self._tensor(slot_mapping),
-            block_table=self._tensor(self.block_table[slots, :max_blocks]),
-            seq_lens=self._tensor(seq_lens),
-            query_start_loc=self._tensor(chunk_start_loc),
-            num_decodes=num_decodes,
+        return StepArrays(
+            token_ids,
+            positions,
+            slot_mapping,
+            self.block_table[slots, :max_blocks],
+            seq_lens,
+            chunk_start_loc,
+            num_decodes,
+            scheduled,
         )
 
     def last_positions(self, step: StepInput) -> torch.Tensor | None:
@@ -112,7 +136,7 @@ class InputBatch:
         if step.sample_rows == list(range(num_rows)) and max(step.num_scheduled_tokens) == 1:
             return None
         ends = np.cumsum(np.array(step.num_scheduled_tokens, np.int64))
-        return self._tensor(ends[step.sample_rows] - 1)
+        return self.uploads.send([ends[step.sample_rows] - 1])[0]
 
     def sampling_batch(self, step: StepInput) -> SamplingBatch:
         """Sampling parameters of the step's `sample_slots`, whose slots hold all their tokens."""
@@ -162,6 +186,19 @@ class InputBatch:
         self.block_table[slot, first:last] = block_ids
         self._num_blocks[slot] = last
 
-    def _tensor(self, array: npt.NDArray[np.generic]) -> torch.Tensor:
-        tensor = torch.from_numpy(array)
-        return tensor if self._device.type == "cpu" else tensor.to(self._device)
+
+def upload_step(arrays: StepArrays, uploads: Uploads) -> tuple[torch.Tensor, AttentionMetadata]:
+    """Token ids and metadata of a step; what a GPU wants beside them is not there yet."""
+    token_ids, positions, slot_mapping, block_table, seq_lens, starts = uploads.send(
+        [
+            arrays.token_ids,
+            arrays.positions,
+            arrays.slot_mapping,
+            arrays.block_table,
+            arrays.seq_lens,
+            arrays.query_start_loc,
+        ]
+    )
+    return token_ids, AttentionMetadata(
+        positions, slot_mapping, block_table, seq_lens, starts, arrays.num_decodes
+    )

@@ -14,6 +14,8 @@ _CPU_DEFAULT_BYTES = 4 * GIB
 _CPU_DEFAULT_SHARE = 0.4
 _SWAP_DEFAULT_BYTES = 4 * GIB
 _SWAP_DEFAULT_SHARE = 0.1
+_DRIVER_BYTES = 64 << 20
+"""More than a graph of thousands of kernels takes beside its tensors."""
 
 
 def cpu_total_bytes() -> int:
@@ -56,6 +58,52 @@ def _share_of_free(at_most: int, share: float, num_local_ranks: int) -> int:
     return min(at_most, int(share * max(0, cpu_free_bytes()))) // num_local_ranks
 
 
+def cuda_kv_budget_bytes(total: int, free: int, share: float, reserved: int) -> int:
+    """Bytes for the KV cache of one rank on a GPU.
+
+    What others hold counts against the share, whether it came before or after this process; that
+    it changed in the meantime is no reason to stop.
+
+    Args:
+        total, free: of the device's memory, now that weights and the like are in it.
+        share: gpu_memory_utilization.
+        reserved: what is still to come beside the cache: activations, graphs, staging.
+    """
+    unusable = total - int(total * share)
+    return max(0, free - unusable - reserved)
+
+
+def cuda_peak_bytes(device: torch.device) -> int:
+    """The most that torch held at once since the last `PeakMemory` began; 0 on CPU."""
+    if device.type != "cuda":
+        return 0
+    torch.cuda.synchronize(device)
+    return torch.cuda.max_memory_allocated(device)
+
+
+class CudaGrowth:
+    """What this process takes of a GPU from now on, for good.
+
+    By torch's allocator, and for what drivers take beside it by the device's free memory, which
+    other processes change too: that part is believed up to `_DRIVER_BYTES`.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._reserved, self._free = self._measure()
+
+    def num_bytes(self) -> int:
+        """Bytes since the start; at least 0."""
+        reserved, free = self._measure()
+        own = max(0, reserved - self._reserved)
+        return own + min(max(0, self._free - free - own), _DRIVER_BYTES)
+
+    def _measure(self) -> tuple[int, int]:
+        torch.cuda.synchronize(self._device)
+        torch.cuda.empty_cache()
+        return torch.cuda.memory_reserved(self._device), torch.cuda.mem_get_info(self._device)[0]
+
+
 class PeakMemory:
     """Measures how far memory rises above its start while a block of code runs.
 
@@ -65,18 +113,18 @@ class PeakMemory:
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
-        self._start_bytes = 0
+        self.start_bytes = 0
         self.peak_bytes = 0
 
     def __enter__(self) -> PeakMemory:
         if self._device.type == "cuda":
             torch.cuda.synchronize(self._device)
             torch.cuda.reset_peak_memory_stats(self._device)
-            self._start_bytes = torch.cuda.memory_allocated(self._device)
+            self.start_bytes = torch.cuda.memory_allocated(self._device)
         else:
             with contextlib.suppress(OSError):
                 Path("/proc/self/clear_refs").write_text("5")
-            self._start_bytes = _status("VmRSS")
+            self.start_bytes = _status("VmRSS")
         return self
 
     def __exit__(self, *exc: object) -> None:
@@ -85,7 +133,7 @@ class PeakMemory:
             peak = torch.cuda.max_memory_allocated(self._device)
         else:
             peak = _status("VmHWM")
-        self.peak_bytes = max(0, peak - self._start_bytes)
+        self.peak_bytes = max(0, peak - self.start_bytes)
 
 
 def _read_kib(path: str, key: str) -> int:

@@ -4,27 +4,36 @@ work."""
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 
 import numpy as np
 import torch
 
 from tpengine.config import EngineConfig
 from tpengine.distributed.parallel_state import ParallelState
-from tpengine.layers.attention import AttentionMetadata, KVCache
-from tpengine.layers.sampler import Sampled, SamplingBatch, sample
+from tpengine.layers.attention import KVCache
+from tpengine.layers.sampler import Sampled, SamplingBatch, sample, sampling_columns
 from tpengine.messages import StepInput, StepOutput
 from tpengine.models.registry import CausalLM
 from tpengine.worker.cache_engine import CacheEngine
-from tpengine.worker.input_batch import InputBatch
+from tpengine.worker.cuda_graph import Capture, DecodeGraphs, graph_sizes
+from tpengine.worker.gpu import GpuAttention
+from tpengine.worker.input_batch import InputBatch, StepArrays, upload_step
+from tpengine.worker.memory import cuda_peak_bytes
 from tpengine.worker.prompt_logprobs import (
     PROMPT_SLICE_ROWS,
     compute_prompt_logprobs,
     find_prompt_rows,
 )
+from tpengine.worker.transfers import Downloads, Uploads
 
 
 class ModelRunner:
-    """The model, its running batch and, once allocated, its KV cache."""
+    """The model, its running batch and, once allocated, its KV cache.
+
+    Args:
+        gpu: what attention needs there; None: on CPU.
+    """
 
     def __init__(
         self,
@@ -33,18 +42,29 @@ class ModelRunner:
         weights_bytes: int,
         device: torch.device,
         parallel: ParallelState,
+        gpu: GpuAttention | None = None,
     ) -> None:
         self.model = model
         self.weights_bytes = weights_bytes
         self._config = config
         self._device = device
         self._parallel = parallel
+        self._gpu = gpu
+        self._graphs: DecodeGraphs | None = None
+        self._downloads = Downloads(device)
         self._batch: InputBatch | None = None
         self._kv_caches: list[KVCache] = []
         self._cache_engine: CacheEngine | None = None
 
+    def detach_cache(self) -> None:
+        """Lets go of the cache and of what was recorded over it."""
+        self._graphs = None
+        self._cache_engine = None
+        self._kv_caches = []
+
     def attach_cache(self, cache_engine: CacheEngine) -> None:
         """Hands over the cache; from here on steps can be executed."""
+        self._graphs = None
         self._cache_engine = cache_engine
         self._kv_caches = cache_engine.kv_caches
         self._batch = InputBatch(
@@ -67,13 +87,16 @@ class ModelRunner:
         batch.apply(step)
         if step.block_moves:
             cache_engine.move(step.block_moves)
-        token_ids, metadata = batch.build(step)
+        arrays = batch.arrays(step)
         prompt_rows = find_prompt_rows(step, batch)
         last_positions = batch.last_positions(step) if step.sample_rows else None
         samples_here = step.sample_rows and self._parallel.tp_rank == 0
         sampling = batch.sampling_batch(step) if samples_here else None
+        if sampling is not None and self._gpu is not None and sampling.temperature.any():
+            sampling.on_device = batch.uploads.send(sampling_columns(sampling))
+        forward = self._prepare(arrays, batch)
         start = time.perf_counter()
-        hidden = self.model.forward(token_ids, self._kv_caches, metadata)
+        hidden = forward()
         output = StepOutput(step.step, [])
         if prompt_rows:
             output.prompt_logprobs = compute_prompt_logprobs(
@@ -84,13 +107,48 @@ class ModelRunner:
             if last_positions is not None:
                 hidden = hidden.index_select(0, last_positions)
             sampled = self._sample(self.model.compute_logits(hidden), sampling, step)
-            sampled_ids = sampled.token_ids.cpu().numpy()
-            output.token_ids = sampled_ids.tolist()
             output.logprobs, output.candidates = sampled.logprobs, sampled.candidates
             output.errors = sampled.errors
+            sampled_ids = self._downloads.start(sampled.token_ids)()
+            output.token_ids = sampled_ids.tolist()
         output.model_s = time.perf_counter() - start
         batch.advance(step, sampled_ids)
         return output
+
+    def _prepare(self, arrays: StepArrays, batch: InputBatch) -> Callable[[], torch.Tensor]:
+        """Sends a step's inputs to the device; what it returns runs the model on them."""
+        if self._graphs is not None and self._graphs.fits(arrays):
+            assert self._cache_engine is not None
+            self._cache_engine.kv_caches.wait()  # a graph does not go through the layers
+            return self._graphs.prepare(arrays, batch.uploads)
+        token_ids, metadata = upload_step(arrays, batch.uploads)
+        if self._gpu is not None:
+            metadata.gpu = self._gpu.batch(arrays, metadata.query_start_loc, batch.uploads)
+        return lambda: self.model.forward(token_ids, self._kv_caches, metadata)
+
+    def record_graphs(self, capture: Capture) -> None:
+        """Records the graphs of decode steps over the attached cache; they are used from here on.
+
+        Raises:
+            GraphCaptureError: see `DecodeGraphs.record`.
+        """
+        graphs = self.make_graphs(self._kv_caches, capture)
+        graphs.record()
+        self._graphs = graphs
+
+    def make_graphs(self, kv_caches: list[KVCache], capture: Capture) -> DecodeGraphs:
+        """Graphs of the model over some cache, none of them recorded."""
+        scheduler = self._config.scheduler
+        rows = min(scheduler.max_num_seqs, scheduler.max_num_batched_tokens)
+        gpu = self._gpu
+        return DecodeGraphs(
+            lambda token_ids, metadata: self.model.forward(token_ids, kv_caches, metadata),
+            lambda: None if gpu is None else gpu.decode_batch(),
+            graph_sizes(rows),
+            -(-scheduler.max_model_len // self._config.cache.block_size),
+            self._device,
+            capture,
+        )
 
     def _sample(
         self, logits: torch.Tensor, sampling: SamplingBatch | None, step: StepInput
@@ -111,17 +169,23 @@ class ModelRunner:
         num_rows = max(scheduler.max_num_seqs, PROMPT_SLICE_ROWS)
         return min(num_rows, scheduler.max_num_batched_tokens)
 
-    def run_worst_case(self, kv_caches: list[KVCache]) -> None:
+    def run_worst_case(self, kv_caches: list[KVCache]) -> int:
         """Runs the most expensive step that the scheduler may ask for, over a cache of one block.
 
         Writes go nowhere and every row reads block 0, so that what is measured is the activations
         alone.
+
+        Returns:
+            On a GPU the peak of the model's activations, without logits and sampling, in bytes.
         """
         scheduler = self._config.scheduler
         num_tokens = scheduler.max_num_batched_tokens
         num_seqs = min(scheduler.max_num_seqs, num_tokens)
+        if self._gpu is not None:  # whose attention may take more for long prompts than for many
+            longest = scheduler.max_model_len
+            self._run_dummy(np.array([longest] * max(1, num_tokens // longest)), kv_caches)
         ends = np.linspace(0, num_tokens, num_seqs + 1).astype(np.int32)
-        self._run_dummy(np.diff(ends), kv_caches, self._max_logits_rows)
+        return self._run_dummy(np.diff(ends), kv_caches, self._max_logits_rows)
 
     def warm_up(self) -> None:
         """Runs one prompt and one decode, so that the first request does not pay for set-up."""
@@ -131,10 +195,11 @@ class ModelRunner:
 
     def _run_dummy(
         self, query_lens: np.ndarray, kv_caches: list[KVCache], num_logits_rows: int = 1
-    ) -> None:
+    ) -> int:
         block_size = self._config.cache.block_size
         # Lengths stay within what one block per table column can hold.
-        longest = self._config.scheduler.max_model_len
+        scheduler = self._config.scheduler
+        longest = min(scheduler.max_model_len, scheduler.max_num_batched_tokens)
         query_lens = np.minimum(np.sort(query_lens), longest).astype(np.int32)
         num_seqs, num_tokens = len(query_lens), int(query_lens.sum())
         num_decodes = int(np.count_nonzero(query_lens == 1))
@@ -142,24 +207,28 @@ class ModelRunner:
         positions = np.arange(num_tokens, dtype=np.int32) - np.repeat(starts, query_lens)
         borders = np.concatenate([[0], np.cumsum(query_lens[num_decodes:])])
         max_blocks = -(-int(query_lens.max()) // block_size)
-        metadata = AttentionMetadata(
-            positions=self._tensor(positions.astype(np.int32)),
-            slot_mapping=torch.full((num_tokens,), -1, dtype=torch.int32, device=self._device),
-            block_table=torch.zeros((num_seqs, max_blocks), dtype=torch.int32, device=self._device),
-            seq_lens=self._tensor(query_lens),
-            query_start_loc=self._tensor(borders.astype(np.int32)),
+        arrays = StepArrays(
+            token_ids=np.zeros(num_tokens, np.int32),
+            positions=positions.astype(np.int32),
+            slot_mapping=np.full(num_tokens, -1, np.int32),
+            block_table=np.zeros((num_seqs, max_blocks), np.int32),
+            seq_lens=query_lens,
+            query_start_loc=borders.astype(np.int32),
             num_decodes=num_decodes,
+            num_scheduled_tokens=query_lens,
         )
-        token_ids = torch.zeros(num_tokens, dtype=torch.int32, device=self._device)
+        uploads = Uploads(self._device)
+        token_ids, metadata = upload_step(arrays, uploads)
+        if self._gpu is not None:
+            metadata.gpu = self._gpu.batch(arrays, metadata.query_start_loc, uploads)
         hidden = self.model.forward(token_ids, kv_caches, metadata)
+        model_peak = cuda_peak_bytes(self._device)
         num_rows = max(num_seqs, num_logits_rows)
-        last = self._tensor(np.resize(np.cumsum(query_lens) - 1, num_rows))
+        last = uploads.send([np.resize(np.cumsum(query_lens) - 1, num_rows)])[0]
         logits = self.model.compute_logits(hidden.index_select(0, last))
         if self._parallel.tp_rank == 0:
             sample(logits, _worst_sampling(num_rows))
-
-    def _tensor(self, array: np.ndarray) -> torch.Tensor:
-        return torch.from_numpy(array).to(self._device)
+        return model_peak
 
 
 def _worst_sampling(num_rows: int) -> SamplingBatch:

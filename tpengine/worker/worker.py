@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import gc
 import math
 import platform
 from collections.abc import Iterator
@@ -18,9 +19,18 @@ from tpengine.layers.weights import Weights
 from tpengine.logger import init_logger
 from tpengine.messages import MemoryLedger, Rendezvous, StepInput, StepOutput
 from tpengine.models.loader import load_model
+from tpengine.ops.attention import check_decode_support
+from tpengine.ops.library import has_cuda_kernels
 from tpengine.worker import memory
-from tpengine.worker.cache_engine import CacheEngine, block_bytes
-from tpengine.worker.device import check_quantization, resolve_dtype, set_num_threads
+from tpengine.worker.cache_engine import CacheEngine, block_bytes, staged_blocks
+from tpengine.worker.cuda_graph import CudaCapture, estimate_bytes
+from tpengine.worker.device import (
+    cache_dtype,
+    check_quantization,
+    resolve_dtype,
+    set_num_threads,
+)
+from tpengine.worker.gpu import GpuAttention
 from tpengine.worker.model_runner import ModelRunner
 
 logger = init_logger(__name__)
@@ -45,7 +55,8 @@ class Worker:
         self._num_local_ranks = self._parallel.tp_size
         self._store: RendezvousStore | None = None
         self._device = torch.device(config.device)
-        self._dtype = torch.float32
+        self._dtype = self._cache_dtype = torch.float32
+        self._gpu: GpuAttention | None = None
         self._runner: ModelRunner | None = None
         self._cache_engine: CacheEngine | None = None
 
@@ -81,9 +92,18 @@ class Worker:
         """
         self._dtype = resolve_dtype(self._config.model.dtype, self._device.type)
         check_quantization(self._config.model.quantization, self._device.type)
+        self._cache_dtype = cache_dtype(self._config.cache.kv_cache_dtype, self._dtype)
         if self._device.type == "cuda":
             torch.cuda.set_device(self._device)
-            return f"{torch.cuda.get_device_name(self._device)}, {self._dtype_name}"
+            check_decode_support(
+                self._config.model.head_dim,
+                self._dtype,
+                self._cache_dtype,
+                self._config.cache.block_size,
+            )
+            name = torch.cuda.get_device_name(self._device)
+            is_fp8 = self._cache_dtype != self._dtype
+            return f"{name}, {self._dtype_name}{', fp8 KV cache' if is_fp8 else ''}"
         threads = set_num_threads(self._num_local_ranks)
         return f"{platform.machine()} CPU, {threads} threads, {self._dtype_name}"
 
@@ -92,14 +112,19 @@ class Worker:
 
         Raises:
             ConfigError, ModelLoadError: see `models.loader.load_model`.
+            ConfigError, NativeLibraryError: see `GpuAttention`.
         """
         with torch.inference_mode():
             weights = Weights(
                 self._dtype, self._device, self._parallel, self._config.model.quantization
             )
             model = load_model(self._config.model, weights)
+        if self._device.type == "cuda":
+            self._gpu = GpuAttention(
+                model, self._config, self._dtype, self._cache_dtype, self._device
+            )
         self._runner = ModelRunner(
-            self._config, model, weights.num_bytes, self._device, self._parallel
+            self._config, model, weights.num_bytes, self._device, self._parallel, self._gpu
         )
 
     def profile_num_available_blocks(self, known_peak_bytes: int | None = None) -> MemoryLedger:
@@ -112,9 +137,18 @@ class Worker:
         Raises:
             CacheSizeError: not even one block fits.
         """
-        peak_bytes = self._activation_peak() if known_peak_bytes is None else known_peak_bytes
         one_block = self._block_bytes()
-        total, budget = self._kv_budget(peak_bytes)
+        num_host_blocks = self._swap_space_bytes() // one_block
+        scratch = self._scratch_bytes(one_block, num_host_blocks)
+        logits = graphs = 0
+        if known_peak_bytes is None:
+            peak_bytes, logits = self._activation_peak()
+        else:
+            peak_bytes = max(0, known_peak_bytes - scratch)
+        if self._uses_graphs():
+            graphs = self._graphs_bytes()
+        staging = staged_blocks(one_block, num_host_blocks) * one_block if self._gpu else 0
+        total, budget = self._kv_budget(peak_bytes + graphs + staging)
         wanted = self._config.cache.num_device_blocks_override
         num_blocks = budget // one_block if wanted is None else wanted
         ledger = MemoryLedger(
@@ -122,13 +156,15 @@ class Worker:
             device=str(self._device),
             total_bytes=total,
             weights_bytes=self._require_runner().weights_bytes,
-            activation_peak_bytes=peak_bytes,
+            activation_peak_bytes=peak_bytes + scratch,
             kv_budget_bytes=budget,
             block_bytes=one_block,
             num_device_blocks=num_blocks,
-            num_host_blocks=self._swap_space_bytes() // one_block,
+            num_host_blocks=num_host_blocks,
             communicator_bytes=self._parallel.communicator_bytes,
             held_by_others_bytes=self._held_by_others_bytes(),
+            logits_bytes=logits,
+            graphs_bytes=graphs,
         )
         if num_blocks < 1:
             raise CacheSizeError(
@@ -138,18 +174,57 @@ class Worker:
             )
         return ledger
 
-    def _activation_peak(self) -> int:
+    def _activation_peak(self) -> tuple[int, int]:
+        """Bytes of activations in the worst step, and how many of them are due to logits and
+        sampling, which is measured on a GPU only."""
         probe = self._make_cache(1)
         with self._forward(), memory.PeakMemory(self._device) as peak:
-            self._require_runner().run_worst_case(probe.kv_caches)
-        return peak.peak_bytes
+            model_peak = self._require_runner().run_worst_case(probe.kv_caches)
+        if self._gpu is None:
+            return peak.peak_bytes, 0
+        return peak.peak_bytes, max(0, peak.start_bytes + peak.peak_bytes - model_peak)
+
+    def _scratch_bytes(self, one_block: int, num_host_blocks: int) -> int:
+        """What a GPU holds beside weights and activations: attention's scratch, swaps' staging."""
+        if self._gpu is None:
+            return 0
+        return self._gpu.num_bytes + staged_blocks(one_block, num_host_blocks) * one_block
+
+    def _uses_graphs(self) -> bool:
+        """Not with several ranks: NCCL's bounded waits cannot be recorded. Nor without kernels:
+        the plain ones read lengths on the host."""
+        alone = self._parallel.tp_size == 1
+        has_graphs = self._device.type == "cuda" and alone and has_cuda_kernels()
+        return has_graphs and not self._config.cuda.enforce_eager
+
+    def _graphs_bytes(self) -> int:
+        """What the graphs will take, tried over a cache of one block."""
+        probe = self._make_cache(1)
+        graphs = self._require_runner().make_graphs(probe.kv_caches, CudaCapture(self._device))
+        with self._forward():
+            num_bytes = estimate_bytes(graphs, self._device)
+        del graphs, probe
+        self._release()
+        return num_bytes
+
+    def _release(self) -> None:
+        """Gives back to the device what torch keeps for later."""
+        if self._device.type == "cuda":
+            gc.collect()
+            torch.cuda.empty_cache()
 
     def init_cache_engine(self, num_blocks: int, num_host_blocks: int = 0) -> None:
-        """Allocates the cache and the host's pool, and warms up.
+        """Allocates the cache and the host's pool, records graphs, and warms up. A second call
+        begins anew.
 
         Raises:
             CacheSizeError: the memory cannot be had, for them or the running sequences' tables.
+            GraphCaptureError: nor for the graphs.
         """
+        if self._cache_engine is not None:
+            self._cache_engine = None
+            self._require_runner().detach_cache()
+            self._release()
         try:
             self._cache_engine = self._make_cache(num_blocks, num_host_blocks)
         except (MemoryError, RuntimeError) as error:
@@ -172,7 +247,24 @@ class Worker:
                 "max_num_seqs or max_model_len"
             ) from error
         with self._forward():
+            if self._uses_graphs():
+                runner.record_graphs(CudaCapture(self._device))
+            self._claim_activations(runner)
             runner.warm_up()
+
+    def _claim_activations(self, runner: ModelRunner) -> None:
+        """Runs the worst step once more, on a GPU: what it takes stays with torch, so that no other
+        process can have it by the time that a request needs it."""
+        if self._gpu is None or self._cache_engine is None:
+            return
+        try:
+            runner.run_worst_case(self._cache_engine.kv_caches)
+        except torch.OutOfMemoryError as error:
+            raise CacheSizeError(
+                f"beside the KV cache on {self._device} there is no room for the activations of a "
+                f"step of {self._config.scheduler.max_num_batched_tokens} tokens ({error}); lower "
+                "gpu_memory_utilization or max_num_batched_tokens"
+            ) from error
 
     def execute_model(self, step: StepInput) -> StepOutput:
         """Runs one step."""
@@ -184,9 +276,9 @@ class Worker:
         self._parallel.close()
         self._store = None
         self._runner = None
+        self._gpu = None
         self._cache_engine = None
-        if self._device.type == "cuda":
-            torch.cuda.empty_cache()
+        self._release()
 
     @contextlib.contextmanager
     def _forward(self) -> Iterator[None]:
@@ -213,23 +305,26 @@ class Worker:
 
     def _make_cache(self, num_blocks: int, num_host_blocks: int = 0) -> CacheEngine:
         shape = self._cache_shape()
-        return CacheEngine(self._device, self._dtype, num_blocks, *shape, num_host_blocks)
+        return CacheEngine(self._device, self._cache_dtype, num_blocks, *shape, num_host_blocks)
 
     def _block_bytes(self) -> int:
-        return block_bytes(self._device, self._dtype, *self._cache_shape())
+        return block_bytes(self._device, self._cache_dtype, *self._cache_shape())
 
-    def _kv_budget(self, peak_bytes: int) -> tuple[int, int]:
-        """(all memory of the device, what the KV cache may take), in bytes."""
+    def _kv_budget(self, reserved_bytes: int) -> tuple[int, int]:
+        """(all memory of the device, what the KV cache may take), in bytes.
+
+        Args:
+            reserved_bytes: what is to come beside the cache, on a GPU.
+        """
         if self._device.type == "cpu":
             wanted = self._config.cache.cpu_kv_cache_bytes
             return memory.cpu_total_bytes(), memory.cpu_kv_budget_bytes(
                 wanted, self._num_local_ranks
             )
-        torch.cuda.empty_cache()
+        self._release()
         free, total = torch.cuda.mem_get_info(self._device)
-        # What others hold counts against the share, whether it came before or after us.
-        unusable = total - int(total * self._config.cache.gpu_memory_utilization)
-        return total, max(0, free - unusable - peak_bytes)
+        share = self._config.cache.gpu_memory_utilization
+        return total, memory.cuda_kv_budget_bytes(total, free, share, reserved_bytes)
 
     def _swap_space_bytes(self) -> int:
         return memory.host_swap_bytes(self._config.cache.swap_space_bytes, self._num_local_ranks)
@@ -244,4 +339,7 @@ class Worker:
         if self._device.type == "cpu":
             needed = math.ceil(1e6 * one_block / memory.GIB) / 1e6  # the named value must do
             return f"raise cpu_kv_cache_space to at least {needed:.6f} (GiB)"
-        return "raise gpu_memory_utilization, or free memory on the device"
+        return (
+            "raise gpu_memory_utilization, free memory on the device, or lower "
+            "max_num_batched_tokens or max_num_seqs, whose worst step is set aside"
+        )

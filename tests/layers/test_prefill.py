@@ -1,0 +1,205 @@
+"""Prompts' attention by libraries: the one that takes everything, and who is chosen when."""
+
+from __future__ import annotations
+
+import sys
+from typing import Any
+
+import pytest
+import torch
+
+from tpengine.errors import ConfigError
+from tpengine.layers import prefill, prefill_choice
+from tpengine.layers.gpu_attention import DecodePlans, group_rows
+from tpengine.layers.prefill import SdpaBackend, make_chunks
+from tpengine.layers.prefill_choice import PrefillShape, choose_backend
+from tpengine.ops import reference
+from tpengine.ops.attention import DecodePlan
+
+CPU = torch.device("cpu")
+
+
+def shape(
+    heads: int = 4,
+    kv_heads: int = 2,
+    window: int | None = None,
+    slopes: bool = False,
+    dtype: torch.dtype = torch.bfloat16,
+) -> PrefillShape:
+    return PrefillShape(heads, kv_heads, 64, dtype, frozenset({None, window}), slopes)
+
+
+@pytest.mark.parametrize("slice_elements", [1 << 23, 200])
+@pytest.mark.parametrize("slopes", [False, True])
+@pytest.mark.parametrize("window", [None, 1, 5])
+@pytest.mark.parametrize(("heads", "kv_heads"), [(4, 4), (6, 2), (5, 1)])
+def test_sdpa_equals_the_reference(
+    monkeypatch: pytest.MonkeyPatch,
+    heads: int,
+    kv_heads: int,
+    window: int | None,
+    slopes: bool,
+    slice_elements: int,
+) -> None:
+    """Rows with and without context, in one piece and in slices of few queries."""
+    monkeypatch.setattr(prefill, "_MASK_ELEMENTS", slice_elements)
+    gen = torch.Generator().manual_seed(heads)
+    query_lens, key_lens, head_dim, block_size = [9, 4, 20], [9, 30, 21], 16, 8
+    q = torch.randn(sum(query_lens), heads, head_dim, generator=gen)
+    caches = [torch.randn(12, block_size, kv_heads, head_dim, generator=gen) for _ in range(2)]
+    table = torch.randperm(12, generator=gen).int().view(3, 4)
+    gradient = torch.rand(heads, generator=gen) if slopes else None
+    chunks = make_chunks(query_lens, key_lens, CPU)
+    expected = torch.empty_like(q)
+    reference.prefill_attention(
+        expected, q, *caches, table, chunks.query_start, torch.tensor(key_lens), 0.25, gradient,
+        window,
+    )  # fmt: skip
+    k, v = (
+        torch.cat([cache[table[i].long()].flatten(0, 1)[:n] for i, n in enumerate(key_lens)])
+        for cache in caches
+    )
+    found = SdpaBackend().forward(q, k, v, chunks, 0.25, window, gradient)
+    torch.testing.assert_close(found, expected, atol=1e-5, rtol=1e-5)
+
+
+def test_auto_takes_the_first_that_works() -> None:
+    """Here xformers is absent, and torch's varlen kernel has no CPU form."""
+    for one in (shape(), shape(window=40), shape(slopes=True), shape(dtype=torch.float32)):
+        assert choose_backend("auto", one, CPU).name == "sdpa"
+
+
+@pytest.mark.parametrize(
+    ("wanted", "asked", "words"),
+    [
+        ("xformers", shape(), "xformers: it is not installed"),
+        ("varlen", shape(), "varlen: it fails here"),
+        ("varlen", shape(slopes=True), "ALiBi"),
+        ("xformers", shape(dtype=torch.float32), "float16 and bfloat16 only"),
+    ],
+)
+def test_a_forced_backend_says_what_is_missing(
+    monkeypatch: pytest.MonkeyPatch, wanted: str, asked: PrefillShape, words: str
+) -> None:
+    monkeypatch.setitem(sys.modules, "xformers", None)
+    monkeypatch.setitem(sys.modules, "xformers.ops", None)
+    with pytest.raises(ConfigError, match=words) as caught:
+        choose_backend(wanted, asked, CPU)
+    assert f"attention_backend = '{wanted}'" in str(caught.value)
+
+
+class TopLeft(SdpaBackend):
+    """A library whose causal masks are aligned with the other corner."""
+
+    def forward(self, q: Any, k: Any, v: Any, chunks: Any, *options: Any) -> torch.Tensor:
+        moved = make_chunks(chunks.query_lens, chunks.query_lens, CPU)
+        return super().forward(q, k, v, moved, *options)
+
+
+def test_a_library_that_computes_something_else_is_not_taken(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setitem(prefill_choice._BACKENDS, "xformers", TopLeft)
+    monkeypatch.setitem(prefill_choice._BACKENDS, "varlen", SdpaBackend)
+    assert choose_backend("auto", shape(), CPU).name == "sdpa"
+    with pytest.raises(ConfigError, match="its results are wrong here"):
+        choose_backend("xformers", shape(), CPU)
+
+
+@pytest.mark.parametrize("backend", ["varlen", "xformers", "sdpa"])
+@pytest.mark.parametrize("window", [None, 40])
+@pytest.mark.parametrize(("heads", "kv_heads"), [(4, 4), (8, 2)])
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_libraries_on_a_gpu(backend: str, window: int | None, heads: int, kv_heads: int) -> None:
+    if backend == "xformers":
+        pytest.importorskip("xformers")
+    asked = shape(heads, kv_heads, window)
+    assert choose_backend(backend, asked, torch.device("cuda", 0)).name == backend
+
+
+def test_xformers_is_asked_for_the_right_mask(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its masks by their names and lengths, and K and V that a group of heads shares."""
+    calls: list[tuple[str, Any]] = []
+
+    class Mask:
+        def __init__(self, *lengths: Any) -> None:
+            self.lengths = lengths
+
+        def make_causal_from_bottomright(self) -> tuple[str, Any]:
+            return "bottom right", self.lengths
+
+        def make_local_attention_from_bottomright(self, window: int) -> tuple[str, Any]:
+            return f"window {window}", self.lengths
+
+    class Plain(Mask):
+        @classmethod
+        def from_seqlens(cls, *lengths: Any, device: Any) -> Any:
+            return cls(*lengths)
+
+    class Causal(Plain):
+        @classmethod
+        def from_seqlens(cls, *lengths: Any, device: Any) -> Any:
+            return "causal", lengths
+
+    class Masks:
+        BlockDiagonalMask = Plain
+        BlockDiagonalCausalMask = Causal
+
+    def attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, **options: Any) -> torch.Tensor:
+        calls.append((options["attn_bias"], tuple(q.shape), tuple(k.shape), k.stride(3)))
+        return q.clone()
+
+    backend = prefill.XformersBackend.__new__(prefill.XformersBackend)
+    backend._attend, backend._masks = attend, Masks
+    q, k = torch.randn(5, 4, 8), torch.randn(9, 2, 8)
+    with_context = make_chunks([2, 3], [5, 4], CPU)
+    assert torch.equal(backend.forward(q, k, k, with_context, 1.0), q)
+    backend.forward(q, k, k, with_context, 1.0, 7)
+    backend.forward(q, k[:5], k[:5], make_chunks([2, 3], [2, 3], CPU), 1.0)
+    assert [call[0] for call in calls] == [
+        ("bottom right", ([2, 3], [5, 4])),
+        ("window 7", ([2, 3], [5, 4])),
+        ("causal", ([2, 3],)),
+    ]
+    assert calls[0][1:] == ((1, 5, 2, 2, 8), (1, 9, 2, 2, 8), 0)
+
+
+@pytest.mark.parametrize(
+    ("query_lens", "seq_lens", "limit", "expected"),
+    [
+        ([3, 4], [3, 4], 4, [(slice(0, 2), False)]),
+        ([3, 4], [3, 9], 12, [(slice(0, 2), True)]),
+        (
+            [3, 4, 2],
+            [3, 9, 5],
+            11,
+            [(slice(0, 1), False), (slice(1, 2), True), (slice(2, 3), True)],
+        ),
+        ([3, 4, 2], [3, 9, 5], 14, [(slice(0, 2), True), (slice(2, 3), True)]),
+        ([], [], 4, []),
+    ],
+)
+def test_groups(query_lens: Any, seq_lens: Any, limit: int, expected: Any) -> None:
+    assert group_rows(query_lens, seq_lens, limit) == expected
+
+
+def test_a_plan_is_made_once_a_step_and_window() -> None:
+    def plan() -> DecodePlan:
+        return DecodePlan(
+            torch.zeros(9, dtype=torch.int32),
+            torch.zeros(28, 4, dtype=torch.int32),
+            torch.zeros(28, 2, 68),
+        )
+
+    plans = DecodePlans({None: plan(), 32: plan()}, 16)
+    lengths = torch.tensor([100, 0, 300], dtype=torch.int32)
+    step = plans.for_step()
+    first = step.get(lengths, None)
+    assert first.item_start.shape[0] == 4
+    assert int(first.item_start[-1]) >= 3
+    lengths.zero_()
+    assert int(step.get(lengths, None).item_start[-1]) == int(first.item_start[-1])
+    assert step.get(lengths, 32).items.data_ptr() != first.items.data_ptr()
+    assert int(plans.for_step().get(lengths, None).item_start[-1]) == 3  # one empty item a row
+    assert plans.num_bytes == 2 * 4 * (9 + 28 * 4 + 28 * 2 * 68)

@@ -1,0 +1,132 @@
+"""The engine on a GPU. Skips itself where there is none."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from support.engines import generate, greedy, ids, open_llm, preemptions
+from support.models import ModelShop
+from support.zoo import PLAIN, ZOO
+
+from tpengine import SamplingParams
+from tpengine.engine_args import EngineArgs
+from tpengine.errors import ConfigError, GraphCaptureError
+from tpengine.ops import library
+from tpengine.worker import memory
+from tpengine.worker.cuda_graph import CudaGrowth, DecodeGraphs
+from tpengine.worker.transfers import Downloads, Uploads
+from tpengine.worker.worker import Worker
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
+    pytest.mark.skipif(not library.has_cuda_kernels(), reason="the CUDA library is not built"),
+]
+LENGTHS = (1, 2, 7, 16, 17, 33, 64, 129, 300, 500)
+CUDA = torch.device("cuda", 0)
+MODES: dict[str, dict[str, Any]] = {
+    "chunks of 48": {"max_num_batched_tokens": 48},
+    "whole prompts": {"max_num_batched_tokens": 2048, "enable_chunked_prefill": False},
+    "swap": {"preemption_mode": "swap", "num_device_blocks_override": 44, "swap_space": 0.5},
+    "recompute": {"preemption_mode": "recompute", "num_device_blocks_override": 44},
+}
+
+
+@pytest.mark.parametrize("enforce_eager", [False, True], ids=["graphs", "eager"])
+@pytest.mark.parametrize("mode", list(MODES))
+@pytest.mark.parametrize("name", ["d64-4to1-tied", "d96-7to1-llama3", "d256-2to1-3-layers"])
+def test_greedy_equals_transformers(
+    models: ModelShop, name: str, mode: str, enforce_eager: bool
+) -> None:
+    folder = models.folder(ZOO[name])
+    oracle = models.oracle(folder)
+    prompts = oracle.prompts(LENGTHS, seed=1)
+    oracle.assert_discerning(prompts)
+    with open_llm(
+        folder,
+        device="cuda",
+        max_model_len=600,
+        max_num_seqs=12,
+        enforce_eager=enforce_eager,
+        **MODES[mode],
+    ) as llm:
+        outputs = generate(llm, prompts, greedy())
+    assert ids(outputs) == [answer.token_ids for answer in oracle.answers(prompts)]
+    assert (preemptions(outputs) > 0) == (mode in ("swap", "recompute"))
+
+
+@pytest.mark.parametrize("cache", ["auto", "fp8"])
+@pytest.mark.parametrize("backend", ["varlen", "sdpa"])
+def test_bfloat16_with_either_backend(models: ModelShop, backend: str, cache: str) -> None:
+    """Ends, says as many tokens as asked, and mostly what float32 says first."""
+    folder = models.folder(PLAIN)
+    oracle = models.oracle(folder)
+    prompts = oracle.prompts((3, 40, 200), seed=2)
+    args = {"dtype": "bfloat16", "attention_backend": backend, "kv_cache_dtype": cache}
+    with open_llm(folder, device="cuda", max_num_batched_tokens=64, **args) as llm:
+        outputs = generate(llm, prompts, greedy(32))
+        sampled = generate(llm, prompts, SamplingParams(seed=5, max_tokens=32, ignore_eos=True))
+        again = generate(llm, prompts, SamplingParams(seed=5, max_tokens=32, ignore_eos=True))
+    assert [len(one) for one in ids(outputs)] == [32] * 3
+    assert ids(sampled) == ids(again)
+    first = [answer.token_ids[0] for answer in oracle.answers(prompts)]
+    assert sum(a[0] == b for a, b in zip(ids(outputs), first, strict=True)) >= 2
+
+
+def test_ledger_adds_up(models: ModelShop) -> None:
+    args = EngineArgs(str(models.folder(PLAIN)), dtype="bfloat16", gpu_memory_utilization=0.5)
+    worker = Worker(args.create_engine_config("cuda"))
+    worker.init_device()
+    worker.load_model()
+    ledger = worker.profile_num_available_blocks()
+    assert ledger.graphs_bytes > 0
+    assert 0 < ledger.logits_bytes <= ledger.activation_peak_bytes
+    parts = ledger.weights_bytes + ledger.activation_peak_bytes + ledger.graphs_bytes
+    parts += ledger.kv_budget_bytes + ledger.held_by_others_bytes
+    assert parts == pytest.approx(0.5 * ledger.total_bytes, rel=0.05)
+    known = worker.profile_num_available_blocks(ledger.activation_peak_bytes)
+    assert known.num_device_blocks == pytest.approx(ledger.num_device_blocks, rel=0.02)
+    worker.init_cache_engine(ledger.num_device_blocks, 4)
+    worker.init_cache_engine(ledger.num_device_blocks // 2, 4)
+    held = torch.cuda.memory_reserved(CUDA)
+    assert held < 0.35 * ledger.total_bytes, "the first cache is still there"
+    worker.shutdown()
+
+
+def test_graph_larger_than_memory_is_a_typed_error(
+    models: ModelShop, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def run(self: DecodeGraphs, size: int) -> torch.Tensor:
+        return torch.empty(1 << 50, device=CUDA)
+
+    monkeypatch.setattr(DecodeGraphs, "_run", run)
+    with pytest.raises(GraphCaptureError, match="enforce_eager"):
+        open_llm(models.folder(PLAIN), device="cuda")
+
+
+def test_wrong_use(models: ModelShop) -> None:
+    folder = models.folder(PLAIN)
+    with pytest.raises(ConfigError, match="fp8 KV cache needs dtype"):
+        open_llm(folder, device="cuda", kv_cache_dtype="fp8")
+    with pytest.raises(ConfigError, match="float16 and bfloat16 only"):
+        open_llm(folder, device="cuda", attention_backend="varlen")
+
+
+def test_transfers() -> None:
+    uploads, downloads = Uploads(CUDA), Downloads(CUDA)
+    for turn in range(8):  # more than there are buffers, with nobody waiting
+        arrays = [torch.arange(turn, turn + 9).int().numpy(), torch.rand(2, 3).numpy()]
+        sent = uploads.send(arrays)
+        finish = downloads.start(sent[0] * 2)
+        assert torch.equal(sent[1].cpu(), torch.from_numpy(arrays[1]))
+        assert (finish() == 2 * arrays[0]).all()
+
+
+def test_growth_counts_what_stays() -> None:
+    growth = CudaGrowth(CUDA)
+    kept = torch.empty(300 << 20, dtype=torch.uint8, device=CUDA)
+    assert 300 << 20 <= growth.num_bytes() <= (300 << 20) + memory._DRIVER_BYTES
+    del kept
+    assert growth.num_bytes() <= memory._DRIVER_BYTES

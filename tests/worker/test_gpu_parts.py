@@ -1,0 +1,239 @@
+"""What the worker's way on a GPU is made of, where it needs no GPU to be tried."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from support.models import ModelShop
+from support.zoo import PLAIN
+
+from tpengine.engine import startup
+from tpengine.engine.startup import memory_table, start_workers
+from tpengine.engine_args import EngineArgs
+from tpengine.errors import CacheSizeError, ConfigError, GraphCaptureError
+from tpengine.messages import BlockMoves, MemoryLedger
+from tpengine.worker import cuda_graph, device, memory
+from tpengine.worker.cache_engine import PooledBlocks, staged_blocks
+from tpengine.worker.cuda_graph import DecodeGraphs, Run, graph_sizes
+from tpengine.worker.transfers import layout, pack, unpack
+
+GIB = 1 << 30
+CPU = torch.device("cpu")
+
+
+def test_arrays_cross_in_one_buffer() -> None:
+    arrays: list[Any] = [
+        np.arange(7, dtype=np.int32),
+        np.zeros((0, 5), np.int32),
+        np.array([[1.5], [2.5]], np.float64),
+        np.arange(12, dtype=np.int64).reshape(3, 4)[:, ::2],
+        np.array([True]),
+    ]
+    places, size = layout(arrays)
+    buffer = np.full(size + 5, 255, np.uint8)
+    pack(buffer, arrays, places)
+    for array, view in zip(arrays, unpack(torch.from_numpy(buffer), arrays, places), strict=True):
+        assert torch.equal(view, torch.from_numpy(array.copy()))
+    assert (buffer[size:] == 255).all()
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float8_e4m3fn], ids=str)
+@pytest.mark.parametrize("staging_bytes", [1, 64 << 20])
+def test_pooled_blocks_move(
+    monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype, staging_bytes: int
+) -> None:
+    monkeypatch.setattr("tpengine.worker.cache_engine._STAGING_BYTES", staging_bytes)
+    pool = torch.randn(6, 10, 8, 2, 16, generator=torch.Generator().manual_seed(0)).to(dtype)
+    before, bits = pool.view(torch.uint8).clone(), pool.view(torch.uint8)
+    blocks = PooledBlocks(pool, 4)
+    assert len(blocks.caches) == 3
+    assert all(k.shape == v.shape == (10, 8, 2, 16) for k, v in blocks.caches)
+    blocks.swap(BlockMoves(swap_outs=[(7, 3), (2, 0)]))
+    bits[:, [2, 7]] = 0
+    blocks.swap(BlockMoves(swap_ins=[(3, 1), (0, 7)]))
+    blocks.copy([(1, 5), (7, 6)])
+    assert torch.equal(bits[:, [1, 7, 5, 6]], before[:, [7, 2, 7, 2]])
+    untouched = [0, 3, 4, 8, 9]
+    assert torch.equal(bits[:, untouched], before[:, untouched])
+
+
+@pytest.mark.parametrize(
+    ("block_bytes", "host_blocks", "expected"), [(2 << 20, 100, 32), (1 << 30, 5, 1), (1, 0, 0)]
+)
+def test_staging(block_bytes: int, host_blocks: int, expected: int) -> None:
+    assert staged_blocks(block_bytes, host_blocks) == expected
+
+
+@pytest.mark.parametrize(
+    ("free", "share", "reserved", "expected"),
+    [
+        (60, 0.9, 10, 42),  # of 80; 8 are not to be used
+        (40, 0.9, 10, 22),  # another process came
+        (79, 0.9, 10, 61),  # and went
+        (10, 0.9, 10, 0),
+        (60, 1.0, 10, 50),
+    ],
+)
+def test_budget_on_a_gpu(free: int, share: float, reserved: int, expected: int) -> None:
+    budget = memory.cuda_kv_budget_bytes(80 * GIB, free * GIB, share, reserved * GIB)
+    assert budget == pytest.approx(expected * GIB, abs=1)
+
+
+@pytest.mark.parametrize(
+    ("max_num_seqs", "first", "count"),
+    [(1, [1], 1), (3, [1, 2, 3], 3), (20, [1, 2, 4, 8, 16, 20], 6), (5000, [1, 2, 4, 8], 23)],
+)
+def test_few_sizes(max_num_seqs: int, first: list[int], count: int) -> None:
+    sizes = graph_sizes(max_num_seqs)
+    assert sizes[: len(first)] == first
+    assert len(sizes) == count
+    assert sizes[-1] == min(max_num_seqs, 256)
+    assert sizes == sorted(set(sizes))
+
+
+def graphs(capture: Callable[[Run], Run], sizes: list[int]) -> DecodeGraphs:
+    return DecodeGraphs(
+        lambda ids, metadata: ids.float().unsqueeze(1), lambda: None, sizes, 4, CPU, capture
+    )
+
+
+@pytest.mark.parametrize(
+    ("error", "words"),
+    [
+        (
+            torch.OutOfMemoryError("CUDA out of memory"),
+            "of 8 sequences does not fit.*enforce_eager",
+        ),
+        (
+            RuntimeError("operation not permitted"),
+            "of 8 sequences cannot be recorded.*not permitted",
+        ),
+    ],
+)
+def test_a_graph_that_cannot_be_recorded(error: Exception, words: str) -> None:
+    def fail(run: Run) -> Run:
+        raise error
+
+    with pytest.raises(GraphCaptureError, match=words) as caught:
+        graphs(fail, [4, 8]).record()
+    assert caught.value.__cause__ is error
+
+
+def test_graphs_are_estimated_by_the_largest_two(monkeypatch: pytest.MonkeyPatch) -> None:
+    recorded: list[int] = []
+    taken = iter([100, 7])
+
+    class Growth:
+        def __init__(self, device: torch.device) -> None:
+            pass
+
+        def num_bytes(self) -> int:
+            return next(taken)
+
+    def capture(run: Run) -> Run:
+        recorded.append(len(run()))
+        return run
+
+    monkeypatch.setattr(cuda_graph, "CudaGrowth", Growth)
+    assert cuda_graph.estimate_bytes(graphs(capture, [1, 2, 4, 8]), CPU) == 100 + 3 * 7
+    assert recorded == [8, 4]
+
+
+class FakeExecutor:
+    """Whose device loses memory to another process between measuring and allocating."""
+
+    def __init__(self, allocatable: int) -> None:
+        self.allocatable = allocatable
+        self.measured = [50, 40, 30, 20]
+        self.asked: list[int] = []
+
+    def load(self) -> list[str]:
+        return ["a GPU"]
+
+    def profile_num_available_blocks(self) -> list[MemoryLedger]:
+        blocks = self.measured[len(self.asked)]
+        return [MemoryLedger(0, "cuda:0", GIB, 1, 1, GIB, 1 << 20, blocks)]
+
+    def init_cache_engine(self, num_blocks: int, num_host_blocks: int) -> None:
+        self.asked.append(num_blocks)
+        if num_blocks > self.allocatable:
+            raise CacheSizeError("out of memory")
+
+    def shutdown(self) -> None:
+        pass
+
+
+def config(models: ModelShop, device: str = "cuda", **args: Any) -> Any:
+    return EngineArgs(str(models.folder(PLAIN)), max_model_len=64, **args).create_engine_config(
+        device
+    )
+
+
+def test_memory_that_another_process_took_meanwhile(models: ModelShop) -> None:
+    executor: Any = FakeExecutor(40)
+    assert start_workers(config(models), executor)[0].num_device_blocks == 40
+    assert executor.asked == [50, 40]
+    hopeless: Any = FakeExecutor(1)
+    with pytest.raises(CacheSizeError):
+        start_workers(config(models), hopeless)
+    assert hopeless.asked == [50, 40, 30]
+    told: Any = FakeExecutor(40)
+    with pytest.raises(CacheSizeError):
+        start_workers(config(models, num_device_blocks_override=50), told)
+    assert told.asked == [50]
+
+
+def test_a_gpus_ledger_is_shown_for_one_rank_too(
+    models: ModelShop, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    lines: list[str] = []
+    monkeypatch.setattr(startup.logger, "info", lambda text, *args: lines.append(text % args))
+    start_workers(config(models), FakeExecutor(50))  # type: ignore[arg-type]
+    assert any(line.startswith("rank     total") for line in lines)
+    ledger = MemoryLedger(
+        0, "cuda:0", 80 * GIB, 16 * GIB, 3 * GIB, 40 * GIB, GIB, 40,
+        logits_bytes=GIB, graphs_bytes=GIB // 2,
+    )  # fmt: skip
+    header, row = memory_table([ledger], ["H200"])
+    shown = dict(zip(header.replace("KV budget", "budget").split(), row.split(), strict=True))
+    assert (shown["activations"], shown["logits"], shown["graphs"]) == ("2.000", "1.000", "0.500")
+
+
+@pytest.mark.parametrize(
+    ("built", "error", "words"),
+    [
+        (None, None, "is a build without CUDA"),
+        ("13.0", None, "sees no GPU: check `nvidia-smi`"),
+        (
+            "13.0",
+            RuntimeError("The NVIDIA driver on your system is too old (found version 12020)."),
+            r"driver on your system is too old.*update the driver.*device='cpu'",
+        ),
+    ],
+)
+def test_no_gpu_says_why(
+    monkeypatch: pytest.MonkeyPatch, built: str | None, error: Exception | None, words: str
+) -> None:
+    def init() -> None:
+        if error is not None:
+            raise error
+
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.setattr(torch.version, "cuda", built)
+    monkeypatch.setattr(torch.cuda, "init", init)
+    with pytest.raises(ConfigError, match=words):
+        device.detect_device("cuda")
+    assert device.detect_device("auto") == "cpu"
+
+
+def test_fp8_is_for_gpus(models: ModelShop) -> None:
+    with pytest.raises(ConfigError, match=r"kv_cache_dtype = 'fp8'.*leave it at 'auto'"):
+        config(models, "cpu", kv_cache_dtype="fp8")
+    made = config(models, kv_cache_dtype="fp8", attention_backend="sdpa", enforce_eager=True)
+    assert device.cache_dtype(made.cache.kv_cache_dtype, torch.bfloat16) == torch.float8_e4m3fn
+    assert (made.cuda.attention_backend, made.cuda.enforce_eager) == ("sdpa", True)
+    assert device.cache_dtype("auto", torch.bfloat16) == torch.bfloat16

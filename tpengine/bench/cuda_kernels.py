@@ -1,0 +1,292 @@
+"""The CUDA kernels by themselves, in the shapes of Llama-3-8B: time by CUDA events inside a graph,
+and shares of this card's measured copy bandwidth and matmul rate.
+
+Data is several times the card's cache and taken in turn; block tables are random.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+
+from tpengine.bench.cuda_timing import Action, Row, Timer
+from tpengine.errors import ConfigError
+from tpengine.layers.prefill import PrefillBackend, make_chunks
+from tpengine.layers.prefill_choice import PrefillShape, choose_backend
+from tpengine.ops import attention, cache, fused, sampling
+from tpengine.ops.attention import DecodePlan
+
+BLOCK_SIZE, HEAD_DIM = 16, 128
+DECODE = ((1, 1024), (1, 32768), (1, 131072), (8, 4096), (16, 1024), (64, 512), (64, 4096),
+          (256, 512))  # fmt: skip
+HEADS = ((32, 8), (32, 32), (64, 8), (32, 2))
+LINEARS = ((4096, 6144), (4096, 4096), (4096, 28672), (14336, 4096), (4096, 128256))
+LINEAR_ROWS = (1, 8, 64)
+VOCAB = 128256
+_CYCLED_BYTES = 512 << 20
+"""Of data that is taken in turn: several times the cache of any card."""
+_MIN_ACTIONS = 8
+
+
+@dataclass(frozen=True)
+class Setting:
+    """Where and in what the cases run; tests make it small.
+
+    Attributes:
+        shrink: divides batches, contexts and sizes.
+    """
+
+    device: torch.device
+    timer: Timer
+    dtype: torch.dtype = torch.bfloat16
+    shrink: int = 1
+
+    def small(self, size: int) -> int:
+        """A size, shrunk."""
+        return max(1, size // self.shrink)
+
+    def randn(self, *shape: int) -> torch.Tensor:
+        """Normal numbers in the dtype."""
+        return torch.randn(shape, dtype=self.dtype, device=self.device)
+
+    def seconds(self, num_bytes: int, make: Callable[[], Action]) -> float:
+        """Time of an action, of which as many are made as fill the cache several times."""
+        count = 1 if self.shrink > 1 else max(1, _CYCLED_BYTES // max(1, num_bytes))
+        made = [make() for _ in range(min(count, 64))]
+        return self.timer(list(itertools.islice(itertools.cycle(made), max(count, _MIN_ACTIONS))))
+
+
+def decode_rows(setting: Setting) -> Iterator[Row]:
+    """Paged decode attention over batch, context and group size, in the dtype and in fp8."""
+    dtypes = [setting.dtype]
+    if setting.device.type == "cuda":
+        dtypes.append(torch.float8_e4m3fn)
+    for dtype, heads in itertools.product(dtypes, HEADS):
+        for batch, context in DECODE if heads == HEADS[0] else ((64, 4096),):
+            batch, context = setting.small(batch), max(BLOCK_SIZE, setting.small(context))
+            yield _decode(setting, dtype, heads, [context] * batch, f"{batch} x {context}")
+        if heads == HEADS[0]:
+            skewed = [setting.small(65536)] + [setting.small(1024)] * setting.small(63)
+            yield _decode(setting, dtype, heads, skewed, "one of 64 k among 63 of 1 k")
+
+
+def _decode(
+    setting: Setting,
+    cache_dtype: torch.dtype,
+    heads: tuple[int, int],
+    lengths: Sequence[int],
+    case: str,
+) -> Row:
+    num_heads, num_kv_heads = heads
+    device = setting.device
+    widest = -(-max(lengths) // BLOCK_SIZE)
+    num_blocks = sum(-(-length // BLOCK_SIZE) for length in lengths)
+    shapes = cache.kv_cache_shapes(
+        device.type, cache_dtype, num_blocks, BLOCK_SIZE, num_kv_heads, HEAD_DIM
+    )
+    seq_lens = torch.tensor(lengths, dtype=torch.int32, device=device)
+    ids = iter(torch.randperm(num_blocks).tolist())
+    table = torch.zeros(len(lengths), widest, dtype=torch.int32)
+    for row, length in enumerate(lengths):
+        used = -(-length // BLOCK_SIZE)
+        table[row, :used] = torch.tensor(list(itertools.islice(ids, used)), dtype=torch.int32)
+    table = table.to(device)
+    plan: DecodePlan | None = None
+    if device.type == "cuda":
+        plan = attention.make_decode_plan(
+            device, len(lengths), num_heads, num_kv_heads, HEAD_DIM, cache_dtype
+        )
+        shortest = attention.min_item_tokens(HEAD_DIM, cache_dtype)
+        attention.plan_decode(plan, seq_lens, shortest)
+    q = setting.randn(len(lengths), num_heads, HEAD_DIM)
+    out = torch.empty_like(q)
+
+    def make() -> Action:
+        k, v = (
+            torch.randn(math.prod(shape), dtype=torch.bfloat16, device=device)
+            .to(cache_dtype)
+            .view(shape)
+            for shape in shapes
+        )
+        return lambda: attention.paged_attention(
+            out, q, k, v, table, seq_lens, HEAD_DIM**-0.5, plan=plan
+        )
+
+    num_bytes = 2 * sum(lengths) * num_kv_heads * HEAD_DIM * cache_dtype.itemsize
+    seconds = setting.seconds(num_bytes, make)
+    name = str(cache_dtype).removeprefix("torch.").removesuffix("_e4m3fn")
+    flop = 4 * sum(lengths) * num_heads * HEAD_DIM
+    return Row(
+        f"decode {name}", f"{num_heads}/{num_kv_heads} heads, {case}", seconds, num_bytes, flop
+    )
+
+
+def prefill_rows(setting: Setting) -> Iterator[Row]:
+    """Prompts by each backend that works here, beside torch's attention on equal lengths."""
+    heads, kv_heads = HEADS[0]
+    shape = PrefillShape(heads, kv_heads, HEAD_DIM, setting.dtype, frozenset({None}), False)
+    batch, length = setting.small(8), setting.small(2048)
+    for name in ("xformers", "varlen", "sdpa"):
+        try:
+            backend = choose_backend(name, shape, setting.device)
+        except ConfigError:
+            continue
+        yield _prefill(setting, backend, [length] * batch, [length] * batch, "prefill")
+        for chunk in (16, 64, 128, 512, 2048):
+            chunk, context = setting.small(chunk), setting.small(4096)
+            lens = [chunk], [chunk + context]
+            yield _prefill(setting, backend, *lens, "prefill, no gather")
+            yield _prefill(setting, backend, *lens, "prefill, gathered", gathers=True)
+    q, k = (
+        setting.randn(batch, heads, length, HEAD_DIM),
+        setting.randn(batch, heads, length, HEAD_DIM),
+    )
+    seconds = setting.timer([lambda: F.scaled_dot_product_attention(q, k, k, is_causal=True)] * 4)
+    flop = 2 * batch * length * length * heads * HEAD_DIM
+    yield Row("torch SDPA, 32 KV heads", f"{batch} x {length}", seconds, num_flop=flop)
+
+
+def _prefill(
+    setting: Setting,
+    backend: PrefillBackend,
+    queries: list[int],
+    keys: list[int],
+    name: str,
+    gathers: bool = False,
+) -> Row:
+    heads, kv_heads = HEADS[0]
+    device, total = setting.device, sum(keys)
+    chunks = make_chunks(queries, keys, device)
+    q = setting.randn(sum(queries), heads, HEAD_DIM)
+    k, v = (setting.randn(total, kv_heads, HEAD_DIM) for _ in range(2))
+    blocks = [-(-length // BLOCK_SIZE) for length in keys]
+    table = torch.randperm(len(keys) * max(blocks)).int().view(len(keys), -1).to(device)
+    shapes = cache.kv_cache_shapes(
+        device.type, setting.dtype, table.numel(), BLOCK_SIZE, kv_heads, HEAD_DIM
+    )
+    pages = [setting.randn(*shape) for shape in shapes]
+
+    def action() -> None:
+        if gathers:
+            cache.gather_kv(k, v, pages[0], pages[1], table, chunks.key_start)
+        backend.forward(q, k, v, chunks, HEAD_DIM**-0.5)
+
+    seconds = setting.timer([action] * 4)
+    pairs = sum(n * (total - n) + n * n / 2 for n, total in zip(queries, keys, strict=True))
+    case = f"{len(queries)} x {queries[0]}"
+    if keys != queries:
+        case += f" over {keys[0] - queries[0]}"
+    return Row(f"{name}: {backend.name}", case, seconds, num_flop=4 * pairs * heads * HEAD_DIM)
+
+
+def linear_rows(setting: Setting) -> Iterator[Row]:
+    """torch's matrix products in the five shapes of a model's layers."""
+    for (inputs, outputs), rows in itertools.product(LINEARS, LINEAR_ROWS):
+        inputs, outputs = setting.small(inputs), setting.small(outputs)
+        x = setting.randn(rows, inputs)
+
+        def make(inputs: int = inputs, outputs: int = outputs, x: torch.Tensor = x) -> Action:
+            weight = setting.randn(outputs, inputs)
+            return lambda: F.linear(x, weight)
+
+        num_bytes = inputs * outputs * setting.dtype.itemsize
+        seconds = setting.seconds(num_bytes, make)
+        case = f"{inputs} -> {outputs}, {rows} rows"
+        yield Row("linear", case, seconds, num_bytes, 2 * rows * inputs * outputs)
+
+
+def elementwise_rows(setting: Setting) -> Iterator[Row]:
+    """Norms, gates, rotary with cache write, and sampling."""
+    heads, kv_heads = HEADS[0]
+    size, inner, item = setting.small(4096), setting.small(14336), setting.dtype.itemsize
+    width = (heads + 2 * kv_heads) * HEAD_DIM
+    angles = torch.randn(8192, HEAD_DIM, device=setting.device)
+    weight = setting.randn(size)
+    for tokens in (64, 8192):
+        tokens = setting.small(tokens)
+        x, residual, gate = (setting.randn(tokens, n) for n in (size, size, 2 * inner))
+        qkv, out = setting.randn(tokens, width), setting.randn(tokens, inner)
+        positions = torch.arange(tokens, dtype=torch.int32, device=setting.device)
+        shapes = cache.kv_cache_shapes(
+            setting.device.type, setting.dtype, -(-tokens // BLOCK_SIZE), BLOCK_SIZE, kv_heads,
+            HEAD_DIM,
+        )  # fmt: skip
+        pages = [setting.randn(*shape) for shape in shapes]
+        rotated = (qkv, angles, positions, *pages, heads, kv_heads, True)
+        written = tokens * (heads + 3 * kv_heads + kv_heads) * HEAD_DIM * item
+        cases: dict[str, tuple[Action, float]] = {
+            "add_rms_norm": (
+                lambda x=x, r=residual: fused.add_rms_norm(x, x, r, weight, 1e-5),
+                4 * x.nbytes,
+            ),
+            "silu_and_mul": (lambda o=out, g=gate: fused.silu_and_mul(o, g), 3 * out.nbytes),
+            "rotary_write_kv_cache": (
+                lambda p=positions, a=rotated: cache.rotary_write_kv_cache(p, *a),
+                written + tokens * heads * HEAD_DIM * item,
+            ),
+        }
+        for name, (action, num_bytes) in cases.items():
+            yield Row(name, f"{tokens} tokens", setting.timer([action] * 16), num_bytes)
+    yield from _sampling_rows(setting)
+
+
+def _sampling_rows(setting: Setting) -> Iterator[Row]:
+    rows, vocab = setting.small(64), setting.small(VOCAB)
+    logits = setting.randn(rows, vocab) * 3
+    out = torch.empty(rows, dtype=torch.int64, device=setting.device)
+
+    def column(value: float, dtype: torch.dtype) -> torch.Tensor:
+        return torch.full((rows,), value, dtype=dtype, device=setting.device)
+
+    parameters = (
+        column(0.8, torch.float32),
+        column(50, torch.int32),
+        column(0.95, torch.float32),
+        column(0.0, torch.float32),
+        column(0.3, torch.float64),
+    )
+    for name, action in {
+        "argmax": lambda: sampling.argmax(out, logits),
+        "sample_tokens, k and p": lambda: sampling.sample_tokens(out, logits, *parameters),
+    }.items():
+        seconds = setting.timer([action] * 8)
+        yield Row(name, f"{rows} x {vocab}", seconds, logits.nbytes)
+
+
+def block_rows(setting: Setting) -> Iterator[Row]:
+    """Copies of whole blocks of 32 layers, on the device and to the host and back."""
+    layers, kv_heads, count = 32, HEADS[0][1], setting.small(64)
+    pool = torch.zeros(2 * layers, 4 * count, BLOCK_SIZE, kv_heads, HEAD_DIM,
+                       dtype=setting.dtype, device=setting.device)  # fmt: skip
+    on_gpu = setting.device.type == "cuda"
+    host = torch.zeros((count, 2 * layers, *pool.shape[2:]), dtype=pool.dtype, pin_memory=on_gpu)
+    staging = torch.empty(max(1, count // 2), *host.shape[1:], dtype=pool.dtype, device=pool.device)
+    pairs = torch.tensor([(i, 2 * count + i) for i in range(count)], device=setting.device)
+    out = [(4 * i, i) for i in range(count)]
+    back = [(host_block, block) for block, host_block in out]
+    cases: dict[str, tuple[Action, int]] = {
+        "copy_cache_blocks": (lambda: cache.copy_cache_blocks(pool, pairs), 2 * host.nbytes),
+        "swap_out": (lambda: cache.swap_out(host, pool, out, staging), host.nbytes),
+        "swap_in": (lambda: cache.swap_in(pool, host, back, staging), host.nbytes),
+    }
+    for name, (action, num_bytes) in cases.items():
+        seconds = setting.timer([action] * 3)
+        yield Row(name, f"{count} blocks, {2 * layers} pieces", seconds, num_bytes)
+
+
+GROUPS: dict[str, Callable[[Setting], Iterator[Row]]] = {
+    "decode": decode_rows,
+    "prefill": prefill_rows,
+    "linear": linear_rows,
+    "elementwise": elementwise_rows,
+    "blocks": block_rows,
+}
+"""For `--only`."""
+EAGER = ("prefill", "blocks")
+"""Groups that are not timed in a graph: not every library can be recorded, nor copies from lists.
+Their work is long; the shortest prompts' times hold launches."""

@@ -1,0 +1,124 @@
+"""What a rank's attention needs on a GPU, made once when the model is there."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import torch
+
+from tpengine.config import EngineConfig
+from tpengine.layers.attention import Attention
+from tpengine.layers.gpu_attention import ChunkGroup, DecodePlans, GpuBatch, group_rows
+from tpengine.layers.prefill import Chunks
+from tpengine.layers.prefill_choice import PrefillShape, choose_backend
+from tpengine.ops.attention import make_decode_plan, min_item_tokens
+from tpengine.ops.library import has_cuda_kernels
+from tpengine.worker.input_batch import StepArrays
+from tpengine.worker.transfers import Uploads
+
+_GATHERED_TOKENS = 1 << 16
+"""K and V that are gathered at once for chunks with context; more only for a longer sequence."""
+
+
+class GpuAttention:
+    """Plans, backend and scratch memory of attention on this rank.
+
+    Args:
+        cache_dtype: of the KV cache.
+
+    Raises:
+        ConfigError: the attention backend that was asked for cannot be used.
+        NativeLibraryError: the CUDA kernels do not run on this GPU.
+    """
+
+    def __init__(
+        self,
+        model: Any,
+        config: EngineConfig,
+        dtype: torch.dtype,
+        cache_dtype: torch.dtype,
+        device: torch.device,
+    ) -> None:
+        layers = list(attention_layers(model))
+        first = layers[0]
+        windows = frozenset(layer.sliding_window for layer in layers)
+        shape = PrefillShape(
+            num_heads=first.num_heads,
+            num_kv_heads=first.num_kv_heads,
+            head_dim=first.head_dim,
+            dtype=dtype,
+            windows=windows,
+            has_slopes=first.alibi_slopes is not None,
+        )
+        self.backend = choose_backend(config.cuda.attention_backend, shape, device)
+        heads, kv_heads, head_dim = first.num_heads, first.num_kv_heads, first.head_dim
+        scheduler = config.scheduler
+        self._plans: DecodePlans | None = None
+        if device.type == "cuda" and has_cuda_kernels():
+            rows = min(scheduler.max_num_seqs, scheduler.max_num_batched_tokens)
+            self._plans = DecodePlans(
+                {
+                    window: make_decode_plan(device, rows, heads, kv_heads, head_dim, cache_dtype)
+                    for window in windows
+                },
+                min_item_tokens(head_dim, cache_dtype),
+            )
+        longest = scheduler.max_model_len
+        self._max_gathered = max(longest, min(_GATHERED_TOKENS, longest * scheduler.max_num_seqs))
+        size = (self._max_gathered, kv_heads, head_dim)
+        self._gathered = (
+            torch.empty(size, dtype=dtype, device=device),
+            torch.empty(size, dtype=dtype, device=device),
+        )
+
+    @property
+    def num_bytes(self) -> int:
+        """Of device memory that it holds."""
+        plans = 0 if self._plans is None else self._plans.num_bytes
+        return plans + sum(buffer.nbytes for buffer in self._gathered)
+
+    def batch(
+        self, arrays: StepArrays, query_start_loc: torch.Tensor, uploads: Uploads
+    ) -> GpuBatch:
+        """What a step needs.
+
+        Args:
+            query_start_loc: that of the step's metadata.
+        """
+        batch = self.decode_batch()
+        query_lens = arrays.num_scheduled_tokens[arrays.num_decodes :]
+        seq_lens = arrays.seq_lens[arrays.num_decodes :]
+        groups = group_rows(query_lens.tolist(), seq_lens.tolist(), self._max_gathered)
+        for rows, has_context in groups:
+            queries, keys = query_lens[rows], seq_lens[rows]
+            first = int(query_lens[: rows.start].sum())
+            tokens = slice(first, first + int(queries.sum()))
+            starts = query_start_loc, query_start_loc
+            if has_context or len(groups) > 1:
+                query_start, key_start = uploads.send([_running_sum(queries), _running_sum(keys)])
+                starts = query_start, key_start
+            chunks = Chunks(queries.tolist(), keys.tolist(), *starts)
+            batch.groups.append(ChunkGroup(rows, tokens, chunks, has_context))
+        return batch
+
+    def decode_batch(self) -> GpuBatch:
+        """What a step without chunks needs."""
+        plans = None if self._plans is None else self._plans.for_step()
+        return GpuBatch(plans, self.backend, self._gathered)
+
+
+def _running_sum(lengths: np.ndarray) -> np.ndarray:
+    starts = np.zeros(len(lengths) + 1, np.int32)
+    np.cumsum(lengths, out=starts[1:])
+    return starts
+
+
+def attention_layers(model: Any) -> Iterator[Attention]:
+    """The attention of each of a model's layers, in order."""
+    for layer in model.layers:
+        for part in vars(layer).values():
+            attention = getattr(part, "attention", None)
+            if isinstance(attention, Attention):
+                yield attention

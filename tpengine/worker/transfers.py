@@ -1,0 +1,108 @@
+"""What goes up to the device and comes down in a step, in few copies that nobody waits for."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+_ALIGNMENT = 16
+_FIRST_BYTES = 1 << 20
+_NUM_BUFFERS = 3
+"""A buffer is free again when its copy is done, which it is long before its turn comes."""
+
+Array = npt.NDArray[np.generic]
+
+
+class Uploads:
+    """Sends a step's arrays to the device.
+
+    On a GPU all of a call go as one copy from pinned memory, which neither waits for the device nor
+    lets the device wait for the host. On CPU the tensors are the arrays themselves.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._on_gpu = device.type == "cuda"
+        self._buffers: list[torch.Tensor | None] = [None] * _NUM_BUFFERS
+        self._events: list[torch.cuda.Event | None] = [None] * _NUM_BUFFERS
+        self._next = 0
+
+    def send(self, arrays: Sequence[Array]) -> list[torch.Tensor]:
+        """The arrays as tensors on the device, of their shapes and dtypes."""
+        if not self._on_gpu:
+            return [torch.from_numpy(array) for array in arrays]
+        places, size = layout(arrays)
+        turn = self._next
+        self._next = (turn + 1) % _NUM_BUFFERS
+        event = self._events[turn]
+        if event is not None:
+            event.synchronize()
+        buffer = self._buffers[turn]
+        if buffer is None or len(buffer) < size:
+            capacity = max(_FIRST_BYTES, 2 * size)
+            buffer = torch.empty(capacity, dtype=torch.uint8, pin_memory=True)
+            self._buffers[turn] = buffer
+        pack(buffer.numpy(), arrays, places)
+        sent = buffer[:size].to(self._device, non_blocking=True)
+        event = self._events[turn] = event or torch.cuda.Event()
+        event.record()
+        return unpack(sent, arrays, places)
+
+
+def layout(arrays: Sequence[Array]) -> tuple[list[int], int]:
+    """Where each array begins in a buffer, aligned for any dtype, and the bytes of all."""
+    places, size = [], 0
+    for array in arrays:
+        places.append(size)
+        size += -(-array.nbytes // _ALIGNMENT) * _ALIGNMENT
+    return places, max(size, _ALIGNMENT)
+
+
+def pack(buffer: npt.NDArray[np.uint8], arrays: Sequence[Array], places: Sequence[int]) -> None:
+    """Writes the arrays to their places."""
+    for array, place in zip(arrays, places, strict=True):
+        target = buffer[place : place + array.nbytes].view(array.dtype)
+        target.reshape(array.shape)[...] = array
+
+
+def unpack(
+    sent: torch.Tensor, arrays: Sequence[Array], places: Sequence[int]
+) -> list[torch.Tensor]:
+    """Views of a copy of the buffer, shaped like the arrays."""
+    views = []
+    for array, place in zip(arrays, places, strict=True):
+        dtype = torch.from_numpy(np.empty(0, array.dtype)).dtype
+        views.append(sent[place : place + array.nbytes].view(dtype).view(array.shape))
+    return views
+
+
+class Downloads:
+    """Brings sampled ids to the host while the host does something else.
+
+    The copy has a stream of its own, so that it does not wait for what is launched after the ids.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._stream: Any = torch.cuda.Stream(device) if device.type == "cuda" else None
+
+    def start(self, tensor: torch.Tensor) -> Callable[[], npt.NDArray[Any]]:
+        """Starts the copy; what it returns waits for its end, and gives the array."""
+        if self._stream is None:
+            return tensor.numpy
+        host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
+        self._stream.wait_stream(torch.cuda.current_stream(tensor.device))
+        with torch.cuda.stream(self._stream):
+            host.copy_(tensor, non_blocking=True)
+            tensor.record_stream(self._stream)
+            event = torch.cuda.Event()
+            event.record(self._stream)
+
+        def finish() -> npt.NDArray[Any]:
+            event.synchronize()
+            return host.numpy()
+
+        return finish
