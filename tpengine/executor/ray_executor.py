@@ -24,7 +24,7 @@ from tpengine.executor.executor import Executor
 from tpengine.executor.group import Group
 from tpengine.executor.node_agent import Agents
 from tpengine.executor.placement import Placement, RankPlace, cluster_nodes, rank_bundle
-from tpengine.executor.ray_connection import RayConnection
+from tpengine.executor.ray_connection import RAY_IS_GONE, RayConnection
 from tpengine.executor.replacement import Replacement
 from tpengine.executor.spares import Spares
 from tpengine.executor.step_deadline import StepDeadline
@@ -33,16 +33,8 @@ from tpengine.messages import MemoryLedger, RankLoss, StepInput, StepOutput
 
 logger = init_logger(__name__)
 
-_NO_RAY = "Ray was shut down under the engine; make a new one"
 _TURN_S = 30.0
 """How long `shutdown` waits for a start that was cancelled to leave off."""
-
-
-def _identify_ray() -> tuple[str, str]:
-    """The connection's node and job: another cluster differs in one, another connection in the
-    other."""
-    context = ray.get_runtime_context()
-    return context.get_node_id(), context.get_job_id()
 
 
 class RayExecutor(Executor):
@@ -63,8 +55,7 @@ class RayExecutor(Executor):
         self._connection: RayConnection | None
         self._connection = connection or RayConnection(ray_config.address)
         self._engine_id = uuid.uuid4().hex[:12]
-        self._ray = _identify_ray()
-        self._node_id = self._ray[0]
+        self._node_id: str = ray.get_runtime_context().get_node_id()
         self._bundle = rank_bundle(config.device, ray_config.bundle)
         self._agents = Agents(self._node_id)
         self._spares = Spares(ray_config.spare_workers, envs.for_ranks(), self._agents)
@@ -149,7 +140,7 @@ class RayExecutor(Executor):
         """
         with self._in_turn():
             if not self._is_connected:
-                raise EngineError(_NO_RAY)
+                raise EngineError(RAY_IS_GONE)
             lost = self._group
             if lost is None or lost.loss is None:
                 raise EngineError("no rank was lost: there is nothing to rebuild")
@@ -222,12 +213,11 @@ class RayExecutor(Executor):
             raise EngineError("the engine is being shut down")
         # Any call of Ray's would start or join a cluster that nobody asked for.
         if not ray.is_initialized():
-            raise EngineError(_NO_RAY)
+            raise EngineError(RAY_IS_GONE)
 
     @property
     def _is_connected(self) -> bool:
-        """Whether Ray is still the one that the engine was made in."""
-        return ray.is_initialized() and _identify_ray() == self._ray
+        return self._connection is not None and self._connection.is_alive
 
     def _replace(self, silent: set[str], lost: Group) -> list[tuple[str, ...] | None]:
         """Makes sure of bundles on nodes that answer. Returns the devices of each bundle; None:
@@ -325,7 +315,7 @@ class RayExecutor(Executor):
                 logger.warning("a start of ranks does not leave off; ending them under its hands")
             with contextlib.ExitStack() as stack:  # whatever one raises, the others are done
                 stack.callback(connection.close)
-                if self._is_connected:
+                if connection.is_alive:
                     stack.callback(self._agents.close)
                     stack.callback(self._spares.close)
                 self._end_group(orderly=True)
