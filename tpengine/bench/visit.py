@@ -49,70 +49,44 @@ class Result:
 
 def visit_parts(out: Path) -> list[Part]:
     """In the order of their worth, should the time run out."""
-    python = sys.executable
-    bench = (python, "-m", "tpengine.cli", "bench")
-    tests = (python, "-m", "pytest", "-q", "-m", "gpu", "-p", "no:cacheprovider", "--tb=short")
-    latency = (*bench, "latency", "--device", "cuda", "--dtype", "bfloat16")
-    big = ("--shape", "llama-3-8b", "--input-len", "1000", "--output-len", "64")
+    bench = f"{sys.executable} -m tpengine.cli bench"
+    tests = f"{sys.executable} -m pytest -q -m gpu -p no:cacheprovider --tb=short"
+    latency = (
+        f"{bench} latency --device cuda --dtype bfloat16 --shape llama-3-8b --input-len 1000 "
+        "--output-len 64"
+    )
+    three_cases = "1-64-bfloat16 or graph"
     return [
-        Part("kernels are right", (*tests, "tests/ops"), 120),
-        Part("engine is right", (*tests, "tests/layers", "tests/worker"), 120),
-        Part(
-            "decode kernel",
-            (*bench, "kernels", "--only", "decode", "--plot", str(out / "decode.png")),
-            60,
+        _part("kernels are right", 120, f"{tests} tests/ops"),
+        _part("engine is right", 120, f"{tests} tests/layers tests/worker"),
+        _part(
+            "decode kernel", 60, f"{bench} kernels --only decode --plot", str(out / "decode.png")
         ),
-        Part(
-            "latency and timeline",
-            (*latency, *big, "--batch-sizes", "1,64", "--trace", str(out / "trace")),
-            90,
-        ),
-        Part(
-            "other kernels",
-            (*bench, "kernels", "--only", "prefill", "linear", "elementwise", "blocks"),
-            60,
-        ),
-        Part(
-            "latency without graphs", (*latency, *big, "--batch-sizes", "1", "--enforce-eager"), 40
-        ),
-        Part(
+        _part("latency, timeline", 90, f"{latency} --batch-sizes 1,64 --trace", str(out / "trace")),
+        _part("other kernels", 60, f"{bench} kernels --only prefill linear elementwise blocks"),
+        _part("latency without graphs", 40, f"{latency} --batch-sizes 1 --enforce-eager"),
+        _part(
             "memory check",
-            (
-                "compute-sanitizer",
-                "--error-exitcode",
-                "9",
-                *tests,
-                "-k",
-                "1-64-bfloat16 or graph",
-                "tests/ops/test_cuda.py",
-            ),
             40,
+            f"compute-sanitizer --error-exitcode 9 {tests} tests/ops/test_cuda.py -k",
+            three_cases,
         ),
-        Part(
+        _part(
             "hardware counters",
-            (
-                "ncu",
-                "--set",
-                "detailed",
-                "-k",
-                "regex:decode",
-                "-s",
-                "4",
-                "-c",
-                "3",
-                *bench,
-                "kernels",
-                "--only",
-                "decode",
-            ),
             40,
+            f"ncu --set detailed -k regex:decode -s 4 -c 3 {bench} kernels --only decode",
         ),
-        Part(
+        _part(
             "throughput",
-            (*bench, "throughput", "--shape", "llama-3-8b", "--num-requests", "256", "--runs", "1"),
             60,
+            f"{bench} throughput --shape llama-3-8b --dtype bfloat16 --num-requests 256 --runs 1",
         ),
     ]
+
+
+def _part(name: str, limit_s: float, words: str, *last: str) -> Part:
+    """Args: words and last: the command, `last` with whatever spaces they have."""
+    return Part(name, (*words.split(), *last), limit_s)
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
