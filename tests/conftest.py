@@ -16,6 +16,11 @@ import tpengine  # noqa: F401
 import pytest
 from support.models import ModelShop
 from support.oracle import Oracle
+from support.ray_cluster import (  # noqa: F401  # fixtures for all rooms
+    nothing_is_left,
+    ray_address,
+    wait_until,
+)
 
 from tpengine.config import EMBEDDED_MODEL
 

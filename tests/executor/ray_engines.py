@@ -14,7 +14,7 @@ import pytest
 import ray
 
 from tpengine import EngineArgs, LLMEngine
-from tpengine.executor import group
+from tpengine.executor import group, spares
 from tpengine.executor.group import Group
 from tpengine.executor.processes import start_ticks
 from tpengine.executor.ray_executor import RayExecutor
@@ -57,9 +57,9 @@ Sabotage = Callable[[Any], None]
 
 
 @contextmanager
-def sabotaged_rank(rank: int, sabotage: Sabotage) -> Iterator[list[Any]]:
-    """Actors started in this context run `sabotage` in one rank, once the worker's module is
-    imported; yields a list that gets every group's places."""
+def sabotaged_rank(rank: int | None, sabotage: Sabotage) -> Iterator[list[Any]]:
+    """Actors started in this context run `sabotage` in one rank (None: in all), once the worker's
+    module is imported; yields a list that gets every group's places."""
 
     class SabotagedWorker(RayWorker):
         def join(self, own_rank: int, *args: Any) -> None:
@@ -68,7 +68,7 @@ def sabotaged_rank(rank: int, sabotage: Sabotage) -> Iterator[list[Any]]:
 
         def create(self, config: Any) -> Any:
             failure = super().create(config)
-            if self.rank == rank:
+            if rank in (None, self.rank):
                 import tpengine.worker.worker as module
 
                 sabotage(module)
@@ -83,6 +83,7 @@ def sabotaged_rank(rank: int, sabotage: Sabotage) -> Iterator[list[Any]]:
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(group, "RayWorker", SabotagedWorker)
+        patch.setattr(spares, "RayWorker", SabotagedWorker)
         patch.setattr(Group, "start_actors", noting)
         yield places
 
@@ -116,6 +117,24 @@ def in_step(number: int, action: Callable[[], None]) -> Sabotage:
         def sabotaged(self: Any, step: Any) -> Any:
             if step.step == number:
                 action()
+            return execute_model(self, step)
+
+        module.Worker.execute_model = sabotaged
+
+    return sabotage
+
+
+def die_of(token_id: int) -> Sabotage:
+    """No rank survives a sequence with this token in its prompt."""
+
+    def sabotage(module: Any) -> None:
+        execute_model = module.Worker.execute_model
+
+        def sabotaged(self: Any, step: Any) -> Any:
+            prompts = [new.token_ids[: new.num_prompt_tokens] for new in step.new_sequences]
+            if any(token_id in prompt for prompt in prompts):
+                os.write(2, b"that was poison\n")
+                os._exit(7)
             return execute_model(self, step)
 
         module.Worker.execute_model = sabotaged

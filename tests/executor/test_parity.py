@@ -109,7 +109,7 @@ def test_several_sequences_and_a_beam(engine: tuple[LLMEngine, Path], models: Mo
 
 
 def test_ranks_import_no_transformers(engine: tuple[LLMEngine, Path]) -> None:
-    actors = executor_of(engine[0])._actors
-    for modules in ray.get([actor.loaded_modules.remote() for actor in actors], timeout=30.0):
+    group = executor_of(engine[0])._require_group()
+    for modules in group.call_each("modules", lambda _, actor: actor.loaded_modules.remote()):
         assert "torch" in modules
         assert "transformers" not in modules

@@ -9,6 +9,7 @@ import grpc
 import pytest
 
 from tpengine import errors
+from tpengine.messages import RankLoss
 from tpengine.outputs import CompletionOutput, Logprob, RequestMetrics, RequestOutput
 from tpengine.sampling_params import RequestOutputKind, SamplingParams
 from tpengine.server.convert import (
@@ -219,6 +220,8 @@ def every_error() -> list[type[Exception]]:
 
 
 def make(kind: type[Exception], text: str) -> Exception:
+    if kind is errors.GroupLostError:
+        return kind(RankLoss(0, text, 1, 1, "execute_model", text, text, text))
     return kind(text, 2.5) if inspect.isfunction(kind.__init__) else kind(text)
 
 

@@ -45,7 +45,7 @@ MAX_STARVATION = 0.35
 """Where the server waits longer than this for a processor, its latency is that of the others."""
 STARVED_REFUSAL_S = 10.0
 MEMORY_SLACK = 48 << 20
-QUIET_S = 20.0
+QUIET_S = 40.0
 ENDED = "tpengine:request_success_total"
 NUM_READERS, NUM_SILENT, UNREAD_TOKENS = 4, 4, 400
 UNREAD_S, LONG_UNREAD_S = 3.0, 30.0

@@ -11,6 +11,8 @@ from typing import Protocol
 from tpengine.errors import ConfigError, QueueFullError
 
 _HISTORY = 64
+_LOOK_S = 0.02
+"""Between looks through the whole queue: refusals come by the thousand, steps do not."""
 _UNKNOWN_RETRY_S = 1.0
 _RETRY_RANGE_S = (0.1, 30.0)
 
@@ -62,6 +64,7 @@ class Admission:
         self._tokens: dict[Waiting, int] = {}
         self._num_tokens = 0
         self._starts: deque[float] = deque(maxlen=_HISTORY)
+        self._looked_at = -_LOOK_S
 
     @property
     def num_requests(self) -> int:
@@ -124,6 +127,10 @@ class Admission:
 
     def _drop_started(self) -> None:
         """Takes out those whose first step is being computed: `start` hears of them after it."""
+        now = time.monotonic()
+        if now - self._looked_at < _LOOK_S:
+            return
+        self._looked_at = now
         for request in tuple(self._tokens):
             if request.phase != "queued":
                 self._num_tokens -= self._tokens.pop(request)

@@ -63,6 +63,7 @@ class RayExecutor(Executor):
         self._placement: Placement | None = None
         self._group: Group | None = None
         self._peaks: list[int] = []
+        self._nodes: list[str] = []
         self._turn = threading.Lock()
         self._is_cancelled = threading.Event()
         self.start_times_s: dict[str, float] = {}
@@ -91,8 +92,8 @@ class RayExecutor(Executor):
 
     @property
     def nodes(self) -> list[str]:
-        """See `Executor`: addresses, as Ray knows them."""
-        return [place.address for place in self.places]
+        """See `Executor`: addresses, as Ray knows them; of the group before while there is none."""
+        return list(self._nodes)
 
     @property
     def loss(self) -> RankLoss | None:
@@ -277,6 +278,7 @@ class RayExecutor(Executor):
                 group.rendezvous(self._engine_id)
         with self._timed("devices"):
             lines: list[str] = group.call("init_device")
+        self._nodes = [place.address for place in group.places]
         self.devices = [
             f"{line} ({place})" for line, place in zip(lines, group.places, strict=True)
         ]

@@ -7,6 +7,9 @@
 // so that a missing barrier lets it run ahead of the others and shows.
 #pragma once
 
+#ifdef __SANITIZE_ADDRESS__
+#include <dlfcn.h>
+#endif
 #include <math.h>
 #include <setjmp.h>
 #include <stdint.h>
@@ -120,8 +123,21 @@ inline uint64_t schedule_seed = 0;
 inline int lane() { return state.current % kWarp; }
 inline Warp& warp() { return state.warps[state.current / kWarp]; }
 
+// AddressSanitizer's longjmp looks at the thread's stacks each time, and fibers have their own: the
+// C library's is called instead.
+inline void jump(jmp_buf target) {
+#ifdef __SANITIZE_ADDRESS__
+  using Jump = void (*)(jmp_buf, int);
+  static const Jump real =
+      reinterpret_cast<Jump>(dlsym(dlopen("libc.so.6", RTLD_LAZY), "_longjmp"));
+  real(target, 1);
+#else
+  _longjmp(target, 1);
+#endif
+}
+
 inline void yield() {
-  if (_setjmp(state.fibers[state.current].resume) == 0) _longjmp(state.scheduler, 1);
+  if (_setjmp(state.fibers[state.current].resume) == 0) jump(state.scheduler);
 }
 
 inline void release_if_complete(Barrier& barrier) {
@@ -164,7 +180,7 @@ inline void fiber_main() {
   --state.barrier.live;
   release_if_complete(warp().barrier);
   release_if_complete(state.barrier);
-  _longjmp(state.scheduler, 1);
+  jump(state.scheduler);
 }
 
 inline void run_until_yield(int index) {
@@ -174,7 +190,7 @@ inline void run_until_yield(int index) {
   const dim3& size = state.block_size;
   state.thread = dim3(index % size.x, index / size.x % size.y, index / (size.x * size.y));
   if (_setjmp(state.scheduler) != 0) return;
-  if (fiber.started) _longjmp(fiber.resume, 1);
+  if (fiber.started) jump(fiber.resume);
   fiber.started = true;
   setcontext(&fiber.context);
 }

@@ -1,0 +1,37 @@
+"""What all of these tests must leave as it was, and the model that they share."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from executor import ray_engines
+from support.models import ModelShop
+from support.zoo import PLAIN
+
+from recovery_ray.processes import actors
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _by_value() -> Iterator[None]:
+    """Actors cannot import the tests, so what the tests define is sent to them."""
+    from ray import cloudpickle
+
+    cloudpickle.register_pickle_by_value(ray_engines)
+    yield
+    cloudpickle.unregister_pickle_by_value(ray_engines)
+
+
+@pytest.fixture(autouse=True)
+def _nothing_is_left(nothing_is_left: None) -> Iterator[None]:
+    """No test leaves a file in shared memory, nor a rank, a spare or an agent, stopped or not."""
+    before = set(actors())
+    yield
+    assert set(actors()) <= before
+
+
+@pytest.fixture(scope="module")
+def folder(ray_address: str, models: ModelShop) -> Path:
+    """A tiny random Llama with a tokenizer, and a cluster to serve it on."""
+    return models.folder(PLAIN, tokenizer=True)

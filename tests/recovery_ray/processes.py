@@ -1,0 +1,39 @@
+"""What runs below this process, as `/proc` tells it."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+from support.namespaces import namespace
+
+OURS = ("ray::RayWorker", "ray::NodeAgent")
+
+
+def actors(root: int | None = None) -> dict[int, str]:
+    """Ranks, spares and agents below a process, this one unless told otherwise, and on its machine:
+    Linux's letter for their state, by pid."""
+    found = {}
+    below = {root or os.getpid()}
+    own = namespace(os.getpid(), "pid")
+    table = _table()
+    while below:
+        below = {pid for pid, (_, _, parent) in table.items() if parent in below}
+        for pid in below:
+            name, state, _ = table[pid]
+            if name.startswith(OURS) and state != "Z" and namespace(pid, "pid") == own:
+                found[pid] = state
+    return found
+
+
+def _table() -> dict[int, tuple[str, str, int]]:
+    """(name, state, parent) of every process."""
+    table = {}
+    for folder in Path("/proc").glob("[0-9]*"):
+        try:
+            head, _, tail = (folder / "stat").read_text().rpartition(")")
+        except OSError:  # it ended while we looked
+            continue
+        state, parent = tail.split()[:2]
+        table[int(folder.name)] = (head.partition("(")[2], state, int(parent))
+    return table

@@ -1,0 +1,126 @@
+"""A request that no rank survives fails by its name; losses that are nobody's fault do not."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from executor.ray_engines import die_of, executor_of, sabotaged_rank
+from recovery.loop import Answer
+
+from recovery_ray.crowd import MAX_OUTPUT, NUM_REQUESTS, Crowd, crowd_engine
+from recovery_ray.killer import killer
+from recovery_ray.processes import actors
+from tpengine import LLMEngine, SamplingParams
+from tpengine.engine.health import EngineState
+
+POISON = 3
+"""A token that is in no other prompt."""
+FROZEN_S = 4.0
+REBUILT_S = 8.0
+PATIENCE_S = 200.0
+
+
+@pytest.fixture(scope="module")
+def engine(folder: Path) -> Iterator[LLMEngine]:
+    """One whose ranks die of the poison, and that has a spare for each of them."""
+    args = {"spare_workers": 2, "max_num_seqs": 8}
+    with sabotaged_rank(None, die_of(POISON)), crowd_engine(folder, **args) as engine:
+        yield engine
+
+
+@pytest.fixture(scope="module")
+def crowd(engine: LLMEngine) -> Crowd:
+    found = Crowd(engine)
+    found.serve_undisturbed()
+    return found
+
+
+@pytest.fixture(autouse=True)
+def _blocks_come_back(engine: LLMEngine) -> Iterator[None]:
+    yield
+    assert engine.num_free_blocks == engine.num_total_blocks
+    assert engine.health().state is EngineState.RUNNING
+
+
+def test_a_stopped_rank(engine: LLMEngine, crowd: Crowd) -> None:
+    """Named with its stack, replaced, and gone."""
+    crowd.fill()
+    for _ in range(20):
+        crowd.step()
+    place = executor_of(engine).places[1]
+    start = time.monotonic()
+    os.kill(place.pid, signal.SIGSTOP)
+    while engine.health().state is EngineState.RUNNING:
+        crowd.step()
+    named_s = time.monotonic() - start
+    crowd.finish(PATIENCE_S)
+    (record,) = engine.recoveries
+    print(f"\nnamed after {named_s:.2f} s, ready {record.ready_s:.2f} s later: {record.phases_s}")
+    assert f"pid {place.pid}" in record.loss.place
+    assert "frozen: its process is stopped" in record.loss.cause
+    assert "WorkerThread.run" in record.loss.stack
+    assert named_s < FROZEN_S
+    assert record.ready_s < REBUILT_S
+    assert place.pid not in actors()
+    assert "T" not in actors().values()
+
+
+def test_one_poison_among_many(engine: LLMEngine, crowd: Crowd) -> None:
+    """It ends with its own error, which names the rank, how that ended and its last word."""
+    recoveries = engine.health().num_recoveries
+    params = SamplingParams(temperature=0.0, max_tokens=MAX_OUTPUT)
+    crowd.fill(NUM_REQUESTS // 2)
+    engine.add_request("poison", None, params, prompt_token_ids=[5, POISON, 6])
+    poison = crowd.follow("poison")
+    crowd.fill(NUM_REQUESTS - 1)
+    finished = crowd.num_finished
+    crowd.finish(PATIENCE_S)
+    assert crowd.num_finished - finished == NUM_REQUESTS - 1
+    check_poison(poison)
+    losses = engine.health().num_recoveries - recoveries
+    print(f"\nfound in {losses} losses")
+    assert losses <= 2 + 3 + 2
+
+
+def check_poison(poison: Answer) -> None:
+    assert poison.reasons == {"error"}
+    assert poison.error is not None
+    for word in ("'poison'", "rank ", "pid ", "exit code 7", "step ", "that was poison"):
+        assert word in poison.error
+
+
+def test_three_kills_in_a_row(engine: LLMEngine, crowd: Crowd) -> None:
+    """Each as soon as there are ranks again; nobody is blamed for it."""
+    crowd.fill()
+    with killer(engine, ["prefill"] * 3, seed=5, max_countdown=0) as found:
+        deadline = time.monotonic() + PATIENCE_S
+        while found.target is not None:
+            assert time.monotonic() < deadline
+            crowd.step()
+        assert len(found.losses) >= 3
+    crowd.finish(PATIENCE_S)
+
+
+@pytest.mark.soak
+def test_one_poison_among_all_that_run(folder: Path) -> None:
+    """Likewise where all requests are in the step that is lost."""
+    blocks = {"num_device_blocks_override": 400, "max_num_batched_tokens": 4096}
+    with (
+        sabotaged_rank(None, die_of(POISON)),
+        crowd_engine(folder, max_num_seqs=256, **blocks) as engine,
+    ):
+        crowd = Crowd(engine)
+        crowd.serve_undisturbed()
+        params = SamplingParams(temperature=0.0, max_tokens=MAX_OUTPUT)
+        crowd.fill(NUM_REQUESTS // 2)
+        engine.add_request("poison", None, params, prompt_token_ids=[5, POISON, 6])
+        poison = crowd.follow("poison")
+        crowd.fill(NUM_REQUESTS - 1)
+        crowd.finish(PATIENCE_S)
+        check_poison(poison)
+        print(f"\nfound in {engine.health().num_recoveries} losses")

@@ -1,0 +1,70 @@
+"""One Ray cluster for the whole session, and what is left of it and in shared memory."""
+
+from __future__ import annotations
+
+import os
+
+# Before ray is imported: no token file is made, and ranks do not yield to every other process.
+os.environ["RAY_AUTH_MODE"] = "disabled"
+os.environ["RAY_worker_niceness"] = "0"  # noqa: SIM112
+os.environ["RAY_USAGE_STATS_ENABLED"] = "0"
+
+import shutil
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+NUM_CPUS = 8
+"""What Ray believes; ranks of small models share the real ones."""
+OBJECT_STORE_BYTES = 80 << 20
+
+
+@pytest.fixture(scope="session")
+def ray_address() -> Iterator[str]:
+    """Address of a running cluster of one node, to which this process is connected."""
+    ray = pytest.importorskip("ray")
+    # Ray's sockets lie in its folder, and their paths must be short.
+    folder = tempfile.mkdtemp(prefix="tpe", dir="/tmp")
+    try:
+        ray.init(
+            address="local",
+            num_cpus=NUM_CPUS,
+            object_store_memory=OBJECT_STORE_BYTES,
+            include_dashboard=False,
+            log_to_driver=False,
+            logging_level="error",
+            _temp_dir=folder,
+        )
+        yield ray.get_runtime_context().gcs_address
+    finally:
+        ray.shutdown()
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+@pytest.fixture
+def wait_until() -> Callable[[Callable[[], bool], float], None]:
+    """Fails if something does not become true in time."""
+
+    def wait(condition: Callable[[], bool], timeout_s: float) -> None:
+        deadline = time.monotonic() + timeout_s
+        while not condition():
+            assert time.monotonic() < deadline, f"not within {timeout_s} s"
+            time.sleep(0.02)
+
+    return wait
+
+
+@pytest.fixture
+def nothing_is_left() -> Iterator[None]:
+    """A test that uses it fails if it leaves a file in shared memory."""
+    before = shared_memory_files()
+    yield
+    assert shared_memory_files() <= before
+
+
+def shared_memory_files() -> set[str]:
+    """Those of tpengine."""
+    return {path.name for path in Path("/dev/shm").glob("tpengine*")}
