@@ -54,7 +54,8 @@ class Worker:
         self._parallel = parallel or ParallelState(rank, config.parallel.tensor_parallel_size)
         self._num_local_ranks = self._parallel.tp_size
         self._store: RendezvousStore | None = None
-        self._device = torch.device(config.device)
+        # The first that this process sees: ranks of one machine see one each.
+        self._device = torch.device("cuda:0" if config.device == "cuda" else config.device)
         self._dtype = self._cache_dtype = torch.float32
         self._gpu: GpuAttention | None = None
         self._runner: ModelRunner | None = None
