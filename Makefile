@@ -18,7 +18,7 @@ demo: setup
 	$(BIN)/python examples/offline_inference.py
 
 test: setup
-	$(BIN)/python -m pytest -m "not soak"
+	$(BIN)/python -m pytest -m "not soak" -n 2 --dist loadgroup --no-loadscope-reorder
 
 soak: setup
 	$(BIN)/python -m pytest -m soak --timeout 3600
