@@ -28,8 +28,6 @@ from tpengine.errors import ConfigError
 from tpengine.sampling_params import RequestOutputKind, SamplingParams
 from tpengine.worker.device import detect_device, resolve_dtype
 
-_TRACED_TOKENS = 8
-
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Adds this benchmark's options and the engine's."""
@@ -179,12 +177,12 @@ def _trace(engine: LLMEngine, args: argparse.Namespace, batch_size: int) -> str:
     if torch.cuda.is_available():
         activities.append(torch.profiler.ProfilerActivity.CUDA)
     with torch.profiler.profile(activities=activities) as profile:
-        _measure(engine, batch_size, args.input_len, _TRACED_TOKENS)
+        _measure(engine, batch_size, args.input_len, args.output_len)
     path = f"{args.trace}-{batch_size}.json"
     profile.export_chrome_trace(path)
     key = "self_cuda_time_total" if torch.cuda.is_available() else "self_cpu_time_total"
     table = profile.key_averages().table(sort_by=key, row_limit=20, max_name_column_width=60)
-    return f"batch {batch_size}, {_TRACED_TOKENS} tokens: {path}\n{table}"
+    return f"batch {batch_size}: {path}\n{table}"
 
 
 def _plot(path: str, model: str, points: list[Point]) -> None:
