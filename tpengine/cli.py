@@ -33,6 +33,7 @@ _BENCHMARKS = {
     "sampler": "time of each stage of sampling: penalties, biases, bans, log probabilities",
     "ranks": "two ranks of one thread against one process of two; and how ranks start, by phase",
     "streams": "what streams cost the engine: its step with many readers, against offline",
+    "visit": "everything that a GPU is wanted for, in one go of under ten minutes",
     "transport": "a step without a model, driver to Ray actors and back, beside Ray's own ways",
 }
 _SERVING = {
