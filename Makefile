@@ -9,16 +9,29 @@ STAMP := $(VENV)/.installed
 TORCH ?= torch==2.13.0
 NATIVE := $(shell find csrc -type f 2>/dev/null)
 
-.PHONY: demo test soak lint format setup clean
+# A Python with a CUDA build of torch, for `make gpu`.
+GPU_PYTHON ?= $(BIN)/python
+
+.PHONY: demo test soak gpu lint format setup clean
 
 demo: setup
 	$(BIN)/python examples/offline_inference.py
 
 test: setup
-	$(BIN)/python -m pytest -m "not soak"
+	$(BIN)/python -m pytest -m "not soak" -n 2 --dist loadgroup --no-loadscope-reorder
 
 soak: setup
 	$(BIN)/python -m pytest -m soak --timeout 3600
+
+# Correctness and speed on this machine's GPU, in under ten minutes once the library is built (a
+# library that is there already is taken as it is: remove it to have it built anew).
+gpu: tpengine/lib/libtpengine_cuda.so
+	PYTHONPATH=. $(GPU_PYTHON) -m tpengine.cli bench visit
+
+tpengine/lib/libtpengine_cuda.so:
+	cmake -S csrc -B build/cuda -DTPENGINE_CUDA=ON
+	cmake --build build/cuda -j
+	cmake --install build/cuda --prefix .
 
 lint: setup
 	$(BIN)/ruff check .

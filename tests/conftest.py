@@ -13,6 +13,8 @@ import tpengine  # noqa: F401
 
 # isort: split
 
+from pathlib import Path
+
 import pytest
 from support.models import ModelShop
 from support.oracle import Oracle
@@ -23,6 +25,27 @@ from support.ray_cluster import (  # noqa: F401  # fixtures for all rooms
 )
 
 from tpengine.config import EMBEDDED_MODEL
+
+_RAY_ROOMS = ("cluster", "distributed", "executor", "recovery_ray")
+"""They share one Ray cluster, and look at shared memory, which is the machine's."""
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """For `make test`, which runs two processes of pytest: who stays together, the longest first.
+
+    One takes everything on Ray, the other begins with the server; files follow as either is free.
+    """
+    here = Path(__file__).parent
+    group_of = {}
+    for item in items:
+        place = item.path.relative_to(here)
+        group = "ray" if place.parts[0] in _RAY_ROOMS else place.parts[0]
+        if group not in ("ray", "server"):
+            group = str(place)
+        group_of[item] = group
+        item.add_marker(pytest.mark.xdist_group(group))
+    first = {"ray": 0, "server": 1}
+    items.sort(key=lambda item: first.get(group_of[item], 2))
 
 
 @pytest.fixture(scope="session")

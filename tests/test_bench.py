@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import re
 import sys
+from pathlib import Path
 
 import pytest
 from support.engines import greedy, make_engine
@@ -27,6 +28,7 @@ ENGINE = ["--dtype", "float32", "--device", "cpu", "--cpu-kv-cache-space", "0.02
         ("throughput", ["--num-requests", "2", "--runs", "1"]),
         ("latency", ["--batch-sizes", "1,2", "--input-len", "5", "--output-len", "4"]),
         ("latency", ["--batch-sizes", "2", "--output-len", "4", "--quantization", "int8"]),
+        ("latency", ["--batch-sizes", "2", "--output-len", "4", "--trace", "trace"]),
         ("prefix", ["--pairs", "1", "--prefix-tokens", "40", "--arrivals", "2"]),
         ("groups", ["--runs", "1", "--n", "2", "--prompt-tokens", "20"]),
         ("swap", ["--runs", "1", "--lengths", "40"]),
@@ -37,6 +39,7 @@ def test_report_says_what_was_run(
     models: ModelShop,
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
+    tmp_path: Path,
     name: str,
     options: list[str],
 ) -> None:
@@ -47,12 +50,14 @@ def test_report_says_what_was_run(
         monkeypatch.setattr(module, "shape_folder", shape)
     monkeypatch.setattr(sys, "argv", ["/some/where/tpengine", *words])
     monkeypatch.setattr(latency, "read_bandwidth", lambda: 1e10)
+    monkeypatch.chdir(tmp_path)
     assert main(words) == 0
     shown = capsys.readouterr().out
     assert re.search(rf"^command +tpengine {re.escape(' '.join(words))}$", shown, re.MULTILINE)
     kind = "int8" if "int8" in options else "none"
     line = rf"^settings +device cpu, dtype float32, quantization {kind}$"
     assert re.search(line, shown, re.MULTILINE), shown
+    assert [path.name for path in tmp_path.iterdir()] == ["trace-2.json"] * ("--trace" in options)
 
 
 def test_settings_are_resolved() -> None:

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import sys
+import time
 from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
 import torch
 
-from tpengine.bench import kernels
+from tpengine.bench import kernels, visit
 from tpengine.bench.cuda_kernels import GROUPS, Setting
 from tpengine.bench.cuda_timing import Action, Ceilings, Row
+from tpengine.bench.visit import Part, run_parts, summary, visit_parts
 from tpengine.cli import main
 
 CEILINGS = Ceilings(4e12, 4.4e12, 8e14, 5e10, 5e10)
@@ -50,3 +53,51 @@ def test_plot(tmp_path: Path) -> None:
 def test_gpu_options_are_for_gpus(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["bench", "kernels", "--device", "cpu", "--only", "decode"]) == 1
     assert "--only and --plot are for a GPU" in capsys.readouterr().err
+
+
+def python(name: str, code: str, limit_s: float = 20.0) -> Part:
+    return Part(name, (sys.executable, "-c", code), limit_s)
+
+
+def test_a_visit_goes_on_after_failures(tmp_path: Path) -> None:
+    """With a limit for each part, whose children end with it."""
+    heart = tmp_path / "heart"
+    beat = f"import time\nwhile True:\n open({str(heart)!r}, 'a').write('x'); time.sleep(0.02)"
+    child = f"import subprocess, sys\nsubprocess.run([sys.executable, '-c', {beat!r}])"
+    parts = [
+        python("breaks", "print('seen'); raise SystemExit(3)"),
+        python("never ends", child, 1.5),
+        Part("absent", ("no-such-profiler", "--all"), 5.0),
+        python("ends", "print('done')"),
+    ]
+    results = run_parts(parts, tmp_path, budget_s=60.0)
+    assert [one.outcome for one in results] == [
+        "failed with 3",
+        "ended after 2 s",
+        "not here",
+        "passed",
+    ]
+    assert results[0].tail == "seen"
+    assert (tmp_path / "ends.txt").read_text() == "done\n"
+    beats = heart.stat().st_size
+    assert beats > 0
+    time.sleep(0.2)
+    assert heart.stat().st_size == beats, "a child of the ended part lives on"
+    assert summary(results).splitlines()[-1].startswith("ends ")
+    assert run_parts([python("late", "pass")], tmp_path, 0.0)[0].outcome == "no time left"
+
+
+def test_a_visit_fits_into_ten_minutes(tmp_path: Path) -> None:
+    parts = visit_parts(tmp_path)
+    assert sum(part.limit_s for part in parts) <= 640  # the last are cut short by the budget
+    assert sum(part.limit_s for part in parts[:5]) <= 560
+    assert len({part.name for part in parts}) == len(parts)
+
+
+def test_a_visit_that_failed_says_so(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    failing = [python("first", "raise SystemExit(1)")]
+    monkeypatch.setattr(visit, "visit_parts", lambda out: failing)
+    assert main(["bench", "visit", "--out", str(tmp_path)]) == 1
+    assert "first" in capsys.readouterr().out

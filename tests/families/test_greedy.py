@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from support.gpu_walk import walk_the_gpus_way
 from support.oracle import NUM_OUTPUT_TOKENS, Oracle
 from support.step_log import log_steps
 
@@ -139,3 +140,15 @@ def test_every_family_is_sharded() -> None:
     families = {variant.model_type for variant in VARIANTS}
     for tp_size in (2, 4):
         assert {v.model_type for v, size in SHARDED if size == tp_size} == families
+
+
+@all_variants
+def test_on_a_gpus_way(
+    variant: Variant, subjects: Subjects, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Windows, linear biases and learned positions, over gathered context and in padded batches."""
+    walk = walk_the_gpus_way(monkeypatch)
+    subject = subjects(variant)
+    outputs = generate(subject, max_num_batched_tokens=3 * CHUNK, max_num_seqs=8)
+    assert_equal_to_oracle(subject, outputs)
+    assert min(walk.gathers, walk.prefills, walk.replays) > 0

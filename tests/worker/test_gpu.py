@@ -64,8 +64,13 @@ def test_bfloat16_with_either_backend(models: ModelShop, backend: str, cache: st
     folder = models.folder(PLAIN)
     oracle = models.oracle(folder)
     prompts = oracle.prompts((3, 40, 200), seed=2)
-    args = {"dtype": "bfloat16", "attention_backend": backend, "kv_cache_dtype": cache}
-    with open_llm(folder, device="cuda", max_num_batched_tokens=64, **args) as llm:
+    args: dict[str, Any] = {
+        "dtype": "bfloat16",
+        "attention_backend": backend,
+        "kv_cache_dtype": cache,
+    }
+    args |= {"max_num_batched_tokens": 64, "enable_prefix_caching": False}
+    with open_llm(folder, device="cuda", **args) as llm:
         outputs = generate(llm, prompts, greedy(32))
         sampled = generate(llm, prompts, SamplingParams(seed=5, max_tokens=32, ignore_eos=True))
         again = generate(llm, prompts, SamplingParams(seed=5, max_tokens=32, ignore_eos=True))

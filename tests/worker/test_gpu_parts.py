@@ -19,7 +19,10 @@ from tpengine.messages import BlockMoves, MemoryLedger
 from tpengine.worker import cuda_graph, device, memory
 from tpengine.worker.cache_engine import PooledBlocks, staged_blocks
 from tpengine.worker.cuda_graph import DecodeGraphs, Run, graph_sizes
+from tpengine.worker.gpu import GpuAttention
+from tpengine.worker.model_runner import ModelRunner
 from tpengine.worker.transfers import layout, pack, unpack
+from tpengine.worker.worker import Worker
 
 GIB = 1 << 30
 CPU = torch.device("cpu")
@@ -237,3 +240,63 @@ def test_fp8_is_for_gpus(models: ModelShop) -> None:
     assert device.cache_dtype(made.cache.kv_cache_dtype, torch.bfloat16) == torch.float8_e4m3fn
     assert (made.cuda.attention_backend, made.cuda.enforce_eager) == ("sdpa", True)
     assert device.cache_dtype("auto", torch.bfloat16) == torch.bfloat16
+
+
+def test_a_worker_sets_aside_what_is_to_come(
+    models: ModelShop, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A GPU's account, with stand-ins for what only a GPU can be asked."""
+    recorded: list[int] = []
+    reserved: list[int] = []
+
+    class Growth:
+        def __init__(self, device: torch.device) -> None:
+            pass
+
+        def num_bytes(self) -> int:
+            return 1000
+
+    class Capture:
+        def __init__(self, device: torch.device) -> None:
+            pass
+
+        def __call__(self, run: Run) -> Run:
+            recorded.append(len(run()))
+            return run
+
+    worker = Worker(config(models, "cpu", dtype="float32", max_num_seqs=8, swap_space=0.01))
+    worker.init_device()
+    worker.load_model()
+    runner, settings = worker._require_runner(), worker._config
+    attention = GpuAttention(runner.model, settings, torch.float32, torch.float32, CPU)
+    assert attention.num_bytes == 2 * 4 * 8 * 64 * PLAIN.num_kv_heads * PLAIN.head_dim
+    worker._gpu = attention
+    worker._runner = ModelRunner(
+        settings, runner.model, runner.weights_bytes, CPU, worker._parallel, attention
+    )
+    monkeypatch.setattr(cuda_graph, "CudaGrowth", Growth)
+    monkeypatch.setattr("tpengine.worker.worker.CudaCapture", Capture)
+    monkeypatch.setattr(Worker, "_uses_graphs", lambda self: True)
+
+    def budget(self: Worker, reserved_bytes: int) -> tuple[int, int]:
+        reserved.append(reserved_bytes)
+        return GIB, 1 << 20
+
+    monkeypatch.setattr(Worker, "_kv_budget", budget)
+    ledger = worker.profile_num_available_blocks()
+    assert recorded == [8, 4]
+    assert ledger.graphs_bytes == 4 * 1000  # sizes 1, 2, 4, 8
+    staging = ledger.num_host_blocks * ledger.block_bytes
+    assert 0 < staging <= int(0.01 * GIB)
+    peak = ledger.activation_peak_bytes - attention.num_bytes - staging
+    assert reserved == [peak + 4000 + staging]
+    again = worker.profile_num_available_blocks(ledger.activation_peak_bytes)
+    assert again.activation_peak_bytes == ledger.activation_peak_bytes
+    assert reserved[1] == reserved[0]
+    recorded.clear()
+    for num_blocks in (12, 6):  # the second time in place of the first
+        worker.init_cache_engine(num_blocks, 2)
+        assert worker._cache_engine is not None
+        assert worker._cache_engine.num_blocks == num_blocks
+    assert recorded == [8, 4, 2, 1] * 2
+    worker.shutdown()

@@ -3,84 +3,25 @@ addresses), walked on the CPU: its ops are the same there, only graphs are repla
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 from support.engines import generate, greedy, ids, open_llm, preemptions
+from support.gpu_walk import GpuWalk, walk_the_gpus_way
 from support.models import ModelShop
 from support.tiny_llama import TinyLlama
 from support.zoo import PLAIN, ZOO
 
-from tpengine.layers import gpu_attention
-from tpengine.layers.prefill import SdpaBackend
 from tpengine.worker import gpu
-from tpengine.worker.cuda_graph import DecodeGraphs, Run
-from tpengine.worker.gpu import GpuAttention
-from tpengine.worker.model_runner import ModelRunner
-from tpengine.worker.worker import Worker
 
 LENGTHS = (1, 2, 7, 16, 17, 33, 64, 129, 300)
 MAX_MODEL_LEN = 512
 
 
-class Walk:
-    """Counts what a run went through."""
-
-    def __init__(self) -> None:
-        self.sizes: list[int] = []
-        self.replays = 0
-        self.gathers = 0
-        self.prefills = 0
-
-    def capture(self, run: Run) -> Run:
-        """In place of a graph: the run itself, over the memory that a graph would read."""
-        run()
-
-        def replay() -> torch.Tensor:
-            self.replays += 1
-            return run()
-
-        return replay
-
-
 @pytest.fixture
-def walk(monkeypatch: pytest.MonkeyPatch) -> Iterator[Walk]:
-    """Every worker takes the GPU's way."""
-    walk = Walk()
-    load, open_cache = Worker.load_model, Worker.init_cache_engine
-
-    def load_model(self: Worker) -> None:
-        load(self)
-        model = self._require_runner().model
-        attention = GpuAttention(model, self._config, self._dtype, self._cache_dtype, self._device)
-        self._runner = ModelRunner(self._config, model, 0, self._device, self._parallel, attention)
-
-    def init_cache_engine(self: Worker, *args: Any) -> None:
-        open_cache(self, *args)
-        if not self._config.cuda.enforce_eager:
-            with torch.inference_mode():
-                self._require_runner().record_graphs(walk.capture)
-
-    def record(self: DecodeGraphs, sizes: Any = None, original: Any = DecodeGraphs.record) -> None:
-        walk.sizes += self.sizes
-        original(self, sizes)
-
-    def counted(name: str, function: Any) -> Any:
-        def call(*args: Any) -> Any:
-            setattr(walk, name, getattr(walk, name) + 1)
-            return function(*args)
-
-        return call
-
-    monkeypatch.setattr(Worker, "load_model", load_model)
-    monkeypatch.setattr(Worker, "init_cache_engine", init_cache_engine)
-    monkeypatch.setattr(DecodeGraphs, "record", record)
-    monkeypatch.setattr(gpu_attention, "gather_kv", counted("gathers", gpu_attention.gather_kv))
-    monkeypatch.setattr(SdpaBackend, "forward", counted("prefills", SdpaBackend.forward))
-    return walk
+def walk(monkeypatch: pytest.MonkeyPatch) -> GpuWalk:
+    return walk_the_gpus_way(monkeypatch)
 
 
 def answers(models: ModelShop, spec: TinyLlama, **args: Any) -> tuple[list[Any], list[Any]]:
@@ -96,7 +37,7 @@ def answers(models: ModelShop, spec: TinyLlama, **args: Any) -> tuple[list[Any],
 
 @pytest.mark.parametrize("name", ["d64-4to1-tied", "d96-7to1-llama3", "d256-2to1-3-layers"])
 def test_padded_decodes_and_gathered_chunks_equal_transformers(
-    models: ModelShop, walk: Walk, name: str
+    models: ModelShop, walk: GpuWalk, name: str
 ) -> None:
     found, expected = answers(models, ZOO[name], max_num_batched_tokens=48)
     assert found == expected
@@ -105,7 +46,7 @@ def test_padded_decodes_and_gathered_chunks_equal_transformers(
     assert walk.gathers > 10
 
 
-def test_prompts_without_context_are_not_gathered(models: ModelShop, walk: Walk) -> None:
+def test_prompts_without_context_are_not_gathered(models: ModelShop, walk: GpuWalk) -> None:
     found, expected = answers(
         models, PLAIN, max_num_batched_tokens=1024, enable_chunked_prefill=False, enforce_eager=True
     )
@@ -115,7 +56,7 @@ def test_prompts_without_context_are_not_gathered(models: ModelShop, walk: Walk)
 
 
 def test_more_context_than_scratch_goes_in_groups(
-    models: ModelShop, walk: Walk, monkeypatch: pytest.MonkeyPatch
+    models: ModelShop, walk: GpuWalk, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(gpu, "_GATHERED_TOKENS", 64)
     before = models.oracle(models.folder(PLAIN))
@@ -131,7 +72,7 @@ def test_more_context_than_scratch_goes_in_groups(
 
 
 @pytest.mark.parametrize("mode", ["swap", "recompute"])
-def test_preemption_between_graphs(models: ModelShop, walk: Walk, mode: str) -> None:
+def test_preemption_between_graphs(models: ModelShop, walk: GpuWalk, mode: str) -> None:
     found, expected = answers(
         models,
         PLAIN,
@@ -144,7 +85,7 @@ def test_preemption_between_graphs(models: ModelShop, walk: Walk, mode: str) -> 
 
 
 def test_steps_with_more_rows_than_graphs_run_by_themselves(
-    models: ModelShop, walk: Walk, monkeypatch: pytest.MonkeyPatch
+    models: ModelShop, walk: GpuWalk, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("tpengine.worker.cuda_graph.LARGEST_SIZE", 4)
     found, expected = answers(models, PLAIN)

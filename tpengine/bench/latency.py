@@ -39,6 +39,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--shape", choices=sorted(SHAPES), help="dummy weights of this shape instead of a model"
     )
+    parser.add_argument(
+        "--trace",
+        metavar="PREFIX",
+        help="afterwards, once more under torch's profiler: a timeline of each batch size in "
+        "PREFIX-N.json, its kernels' times printed",
+    )
     parser.add_argument("--plot", metavar="FILE", help="PNG of tokens/s over running sequences")
     EngineArgs.add_cli_args(parser)
 
@@ -75,6 +81,7 @@ def run(args: argparse.Namespace) -> int:
             _measure(engine, size, args.input_len, args.output_len)
             for size in tqdm(sizes, desc="batch sizes", unit="size")
         ]
+        traces = [_trace(engine, args, size) for size in sizes] if args.trace else []
         step_bytes = _step_bytes(engine, detect_device(args.device))
         floor_s = step_bytes / (bandwidth or read_bandwidth())
         model = args.shape or engine.get_model_config().model
@@ -87,6 +94,8 @@ def run(args: argparse.Namespace) -> int:
             f"step {1000 * point.step_s:7.2f} ms   {point.rate:8.1f} tokens/s   "
             f"{100 * floor_s / point.step_s:5.1f} % of the floor"
         )
+    for trace in traces:
+        print(trace)
     if args.plot:
         _plot(args.plot, str(model), points)
     return 0
@@ -160,6 +169,20 @@ def _measure(engine: LLMEngine, batch_size: int, input_len: int, output_len: int
             "small; raise --output-len or the cache, or leave this batch size out"
         )
     return Point(batch_size, first_token_s, statistics.median(decodes))
+
+
+def _trace(engine: LLMEngine, args: argparse.Namespace, batch_size: int) -> str:
+    """Writes a timeline; returns where the time went, by kernel."""
+    activities = [torch.profiler.ProfilerActivity.CPU]
+    if torch.cuda.is_available():
+        activities.append(torch.profiler.ProfilerActivity.CUDA)
+    with torch.profiler.profile(activities=activities) as profile:
+        _measure(engine, batch_size, args.input_len, args.output_len)
+    path = f"{args.trace}-{batch_size}.json"
+    profile.export_chrome_trace(path)
+    key = "self_cuda_time_total" if torch.cuda.is_available() else "self_cpu_time_total"
+    table = profile.key_averages().table(sort_by=key, row_limit=20, max_name_column_width=60)
+    return f"batch {batch_size}: {path}\n{table}"
 
 
 def _plot(path: str, model: str, points: list[Point]) -> None:

@@ -34,6 +34,8 @@ from tpengine.messages import MemoryLedger, RankLoss, StepInput, StepOutput
 
 logger = init_logger(__name__)
 
+_REFILL_S = 3.0
+"""After a rebuild; what starts imports torch, and those who wait come first."""
 _TURN_S = 30.0
 """How long `shutdown` waits for a start that was cancelled to leave off."""
 
@@ -187,7 +189,8 @@ class RayExecutor(Executor):
             times = ", ".join(f"{name} {spent:.2f} s" for name, spent in self.start_times_s.items())
             total = sum(self.start_times_s.values())
             logger.info("ranks of epoch %d ready in %.2f s: %s", self.epoch, total, times)
-            self._spares.fill([place.node_id for place in self.places])
+            delay_s = 0.0 if self.epoch == 1 else _REFILL_S
+            self._spares.fill([place.node_id for place in self.places], delay_s)
 
     def execute_model(self, step: StepInput) -> StepOutput:
         """Runs one step on every rank, over the channels; the answer is rank 0's.

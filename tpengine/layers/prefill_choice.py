@@ -82,10 +82,9 @@ def _try(name: str, shape: PrefillShape, device: torch.device) -> PrefillBackend
             return "it takes float16 and bfloat16 only, this model runs in float32"
     try:
         backend = _BACKENDS[name]()
+        worst = max(_error_of(backend, shape, window, device) for window in shape.windows)
     except ImportError as error:
         return f"it is not installed ({error})"
-    try:
-        worst = max(_error_of(backend, shape, window, device) for window in shape.windows)
     except Exception as error:  # whatever a foreign library raises where it does not fit
         lines = str(error).strip().splitlines()
         return f"it fails here ({type(error).__name__}: {lines[0] if lines else 'no message'})"

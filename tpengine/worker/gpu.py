@@ -18,6 +18,7 @@ from tpengine.ops.library import has_cuda_kernels
 from tpengine.worker.input_batch import StepArrays
 from tpengine.worker.transfers import Uploads
 
+_OWN_PARTS = ("tpengine.models.", "tpengine.layers.attention")
 _GATHERED_TOKENS = 1 << 16
 """K and V that are gathered at once for chunks with context; more only for a longer sequence."""
 
@@ -116,9 +117,10 @@ def _running_sum(lengths: np.ndarray) -> np.ndarray:
 
 
 def attention_layers(model: Any) -> Iterator[Attention]:
-    """The attention of each of a model's layers, in order."""
-    for layer in model.layers:
-        for part in vars(layer).values():
-            attention = getattr(part, "attention", None)
-            if isinstance(attention, Attention):
-                yield attention
+    """The attention of each of a model's layers, in order, whatever the model calls its parts."""
+    if isinstance(model, Attention):
+        yield model
+        return
+    for part in model if isinstance(model, list) else vars(model).values():
+        if isinstance(part, list) or type(part).__module__.startswith(_OWN_PARTS):
+            yield from attention_layers(part)

@@ -146,11 +146,19 @@ class InputBatch:
     def advance(self, step: StepInput, sampled: npt.NDArray[np.int64]) -> None:
         """Notes the step's tokens as computed and appends the sampled ones, so that the next step
         can be fed without the driver."""
+        self.note_computed(step)
+        self.append(step, sampled)
+
+    def note_computed(self, step: StepInput) -> None:
+        """The half of `advance` that needs no ids, for while they are on their way."""
         self.num_computed_tokens[step.slots] += np.array(step.num_scheduled_tokens, np.int32)
-        slots = np.array(step.sample_slots, np.int64)
         if step.forks:  # a slot that was sampled from its parent's row has computed what that has
             parents = np.array(step.slots, np.int64)[step.sample_rows]
-            self.num_computed_tokens[slots] = self.num_computed_tokens[parents]
+            self.num_computed_tokens[step.sample_slots] = self.num_computed_tokens[parents]
+
+    def append(self, step: StepInput, sampled: npt.NDArray[np.int64]) -> None:
+        """The other half."""
+        slots = np.array(step.sample_slots, np.int64)
         ends = self.num_tokens[slots]
         # A sequence that just reached the longest length has no column for its last token, which
         # is never fed anyway: the driver ends it.

@@ -35,6 +35,14 @@ def cpu_held_by_others_bytes() -> int:
     return max(0, cpu_total_bytes() - max(0, cpu_free_bytes()) - own)
 
 
+def held_by_others_bytes(device: torch.device) -> int:
+    """What other processes hold of a device's memory; on a GPU with this one's CUDA context."""
+    if device.type == "cpu":
+        return cpu_held_by_others_bytes()
+    free, total = torch.cuda.mem_get_info(device)
+    return max(0, total - free - torch.cuda.memory_reserved(device))
+
+
 def cpu_kv_budget_bytes(wanted: int | None, num_local_ranks: int = 1) -> int:
     """Bytes for the KV cache of one rank on CPU: what was asked for, or its part of a modest
     share of what is free.

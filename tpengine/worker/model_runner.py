@@ -13,6 +13,7 @@ from tpengine.config import EngineConfig
 from tpengine.distributed.parallel_state import ParallelState
 from tpengine.layers.attention import KVCache
 from tpengine.layers.sampler import Sampled, SamplingBatch, sample, sampling_columns
+from tpengine.logger import init_logger
 from tpengine.messages import StepInput, StepOutput
 from tpengine.models.registry import CausalLM
 from tpengine.worker.cache_engine import CacheEngine
@@ -26,6 +27,8 @@ from tpengine.worker.prompt_logprobs import (
     find_prompt_rows,
 )
 from tpengine.worker.transfers import Downloads, Uploads
+
+logger = init_logger(__name__)
 
 
 class ModelRunner:
@@ -109,10 +112,14 @@ class ModelRunner:
             sampled = self._sample(self.model.compute_logits(hidden), sampling, step)
             output.logprobs, output.candidates = sampled.logprobs, sampled.candidates
             output.errors = sampled.errors
-            sampled_ids = self._downloads.start(sampled.token_ids)()
+            finish = self._downloads.start(sampled.token_ids)
+            batch.note_computed(step)
+            sampled_ids = finish()
             output.token_ids = sampled_ids.tolist()
+        else:
+            batch.note_computed(step)
         output.model_s = time.perf_counter() - start
-        batch.advance(step, sampled_ids)
+        batch.append(step, sampled_ids)
         return output
 
     def _prepare(self, arrays: StepArrays, batch: InputBatch) -> Callable[[], torch.Tensor]:
@@ -133,8 +140,15 @@ class ModelRunner:
             GraphCaptureError: see `DecodeGraphs.record`.
         """
         graphs = self.make_graphs(self._kv_caches, capture)
+        start = time.perf_counter()
         graphs.record()
         self._graphs = graphs
+        logger.info(
+            "CUDA graphs of %d batch sizes up to %d recorded in %.1f s",
+            len(graphs.sizes),
+            graphs.sizes[-1],
+            time.perf_counter() - start,
+        )
 
     def make_graphs(self, kv_caches: list[KVCache], capture: Capture) -> DecodeGraphs:
         """Graphs of the model over some cache, none of them recorded."""

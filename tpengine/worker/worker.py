@@ -54,7 +54,8 @@ class Worker:
         self._parallel = parallel or ParallelState(rank, config.parallel.tensor_parallel_size)
         self._num_local_ranks = self._parallel.tp_size
         self._store: RendezvousStore | None = None
-        self._device = torch.device(config.device)
+        # The first that this process sees: ranks of one machine see one each.
+        self._device = torch.device("cuda:0" if config.device == "cuda" else config.device)
         self._dtype = self._cache_dtype = torch.float32
         self._gpu: GpuAttention | None = None
         self._runner: ModelRunner | None = None
@@ -162,7 +163,7 @@ class Worker:
             num_device_blocks=num_blocks,
             num_host_blocks=num_host_blocks,
             communicator_bytes=self._parallel.communicator_bytes,
-            held_by_others_bytes=self._held_by_others_bytes(),
+            held_by_others_bytes=memory.held_by_others_bytes(self._device),
             logits_bytes=logits,
             graphs_bytes=graphs,
         )
@@ -328,12 +329,6 @@ class Worker:
 
     def _swap_space_bytes(self) -> int:
         return memory.host_swap_bytes(self._config.cache.swap_space_bytes, self._num_local_ranks)
-
-    def _held_by_others_bytes(self) -> int:
-        if self._device.type == "cpu":
-            return memory.cpu_held_by_others_bytes()
-        free, total = torch.cuda.mem_get_info(self._device)
-        return max(0, total - free - torch.cuda.memory_reserved(self._device))
 
     def _how_to_get_more(self, one_block: int) -> str:
         if self._device.type == "cpu":
