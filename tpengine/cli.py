@@ -32,6 +32,7 @@ _BENCHMARKS = {
     "collectives": "all-reduce of CPU ranks over shared memory, beside gloo",
     "sampler": "time of each stage of sampling: penalties, biases, bans, log probabilities",
     "ranks": "two ranks of one thread against one process of two; and how ranks start, by phase",
+    "recovery": "kills of ranks: found after, ready after, longest gap on a stream; with spares",
     "streams": "what streams cost the engine: its step with many readers, against offline",
     "visit": "everything that a GPU is wanted for, in one go of under ten minutes",
     "transport": "a step without a model, driver to Ray actors and back, beside Ray's own ways",

@@ -147,7 +147,8 @@ class RayConfig:
         bundle: resources of one rank by Ray's names; None: one GPU, or one CPU for device cpu.
         placement_timeout_s: how long resources that others hold are waited for.
         start_timeout_s: how long any call before the first step may take.
-        step_timeout_s: how long a step may take before its ranks count as frozen.
+        step_timeout_s: the least deadline of a step, after which its ranks count as lost; a step
+            that is predicted to take long has ten times that.
         spare_workers: processes that are kept ready to become ranks when others die.
     """
 
@@ -156,7 +157,7 @@ class RayConfig:
     bundle: Mapping[str, float] | None = None
     placement_timeout_s: float = 60.0
     start_timeout_s: float = 600.0
-    step_timeout_s: float = 60.0
+    step_timeout_s: float = 30.0
     spare_workers: int = 0
 
 

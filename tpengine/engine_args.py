@@ -141,7 +141,9 @@ class EngineArgs:
         60.0, "seconds to wait for resources of the cluster that others hold"
     )
     start_timeout_s: float = arg(600.0, "seconds that a rank may take for any phase of its start")
-    step_timeout_s: float = arg(60.0, "seconds after which a rank that does not answer is dead")
+    step_timeout_s: float = arg(
+        30.0, "least deadline of a step in seconds; it has 10 x its predicted time if that is more"
+    )
     max_recoveries: int = arg(
         10,
         "how often within recovery_window a group of ranks that lost one is rebuilt and its "

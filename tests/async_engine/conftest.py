@@ -15,7 +15,7 @@ from support.models import ModelShop
 from support.oracle import Oracle
 from support.zoo import PLAIN
 
-from async_engine.tools import Gate, run_async
+from async_engine.tools import Gate, TokenizerGate, run_async
 from tpengine import AsyncLLMEngine
 from tpengine.engine.admission import QueueLimits
 
@@ -81,3 +81,12 @@ def gate() -> Iterator[Callable[[AsyncLLMEngine], Gate]]:
     yield hold
     for one in gates:
         one.open()
+
+
+@pytest.fixture
+def tokenizer_gate(
+    engine: AsyncLLMEngine, monkeypatch: pytest.MonkeyPatch
+) -> Iterator[TokenizerGate]:
+    held = TokenizerGate(engine, monkeypatch)
+    yield held
+    held.go_on.set()

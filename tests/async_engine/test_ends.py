@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import random
-import threading
 import time
 from collections import Counter
 from collections.abc import Callable
@@ -14,7 +13,17 @@ import pytest
 from support.engines import greedy
 
 from async_engine.conftest import MakeEngine
-from async_engine.tools import FINAL, Gate, last_output, read_ids, run_async, stream, until
+from async_engine.tools import (
+    FINAL,
+    Gate,
+    TokenizerGate,
+    fire_timer,
+    last_output,
+    read_ids,
+    run_async,
+    stream,
+    until,
+)
 from tpengine import AsyncLLMEngine
 from tpengine.errors import (
     DeadlineExceededError,
@@ -109,7 +118,7 @@ def test_blocks_are_back_before_the_next_step(make: MakeEngine, gate: MakeGate, 
 
     async def leave() -> None:
         other = asyncio.create_task(read_ids(engine, [9] * 20, stream(30), request_id="other"))
-        deadline = time.monotonic() + 0.2 if way == "deadline" else None
+        deadline = time.monotonic() + 600 if way == "deadline" else None
         reader = asyncio.create_task(
             read_ids(engine, [5] * 40, stream(30), request_id="it", deadline=deadline)
         )
@@ -119,7 +128,9 @@ def test_blocks_are_back_before_the_next_step(make: MakeEngine, gate: MakeGate, 
         assert held.steps[2] == (2, total - 2 - 3)
         if way == "abort":
             aborting = asyncio.create_task(engine.abort("it"))
-        elif way != "deadline":
+        elif way == "deadline":
+            fire_timer(engine, "it")
+        else:
             reader.cancel()
         await asyncio.wait({reader}, timeout=5)
         assert reader.done(), "a reader need not wait for the step"
@@ -207,7 +218,7 @@ def test_a_deadline_says_how_far_it_came(make: MakeEngine, gate: MakeGate, where
     num_steps = {"queued": 0, "prefill": 1, "decode": 4}[where]
 
     async def ask() -> None:
-        deadline = time.monotonic() + 0.3
+        deadline = time.monotonic() + 600
         if where == "queued":  # a step of sixteen tokens goes to who came first
             first = asyncio.create_task(read_ids(engine, [9] * 32, stream(3)))
             await held.reached(1)
@@ -218,6 +229,8 @@ def test_a_deadline_says_how_far_it_came(make: MakeEngine, gate: MakeGate, where
             await held.reached(1)
             held.let(num_steps)
             await held.reached(num_steps + 1)
+        await until(lambda: "it" in engine._book.tickets)
+        fire_timer(engine, "it")
         with pytest.raises(DeadlineExceededError) as caught:
             await reader
         assert caught.value.where == where
@@ -246,10 +259,18 @@ def test_patience_in_the_queue_ends_with_the_queue(make: MakeEngine, gate: MakeG
     held = gate(engine)
 
     async def ask() -> None:
-        first = asyncio.create_task(read_ids(engine, [9] * 8, stream(6), max_queue_s=0.1))
+        def begin(request_id: str, num_tokens: int) -> asyncio.Task[list[int]]:
+            fields = {"request_id": request_id, "max_queue_s": 600.0}
+            return asyncio.create_task(read_ids(engine, [9] * 8, stream(num_tokens), **fields))
+
+        first = begin("first", 6)
         await held.reached(1)
+        second = begin("second", 3)
+        await until(lambda: "second" in engine._book.tickets)
+        fire_timer(engine, "first")
+        fire_timer(engine, "second")
         with pytest.raises(DeadlineExceededError) as caught:
-            await read_ids(engine, [5] * 8, stream(3), max_queue_s=0.1)
+            await second
         assert caught.value.where == "queued"
         held.open()
         assert len(await first) == 6, "what has started is not ended by its patience"
@@ -258,28 +279,19 @@ def test_patience_in_the_queue_ends_with_the_queue(make: MakeEngine, gate: MakeG
 
 
 def test_a_reader_that_is_cancelled_while_its_prompt_is_tokenized(
-    engine: AsyncLLMEngine, monkeypatch: pytest.MonkeyPatch
+    engine: AsyncLLMEngine, tokenizer_gate: TokenizerGate
 ) -> None:
-    inside, go_on = threading.Event(), threading.Event()
-    encode = engine.llm_engine.tokenizer.encode
-
-    def slow(*args: object) -> list[int]:
-        inside.set()
-        assert go_on.wait(20)
-        return encode(*args)
-
     async def ask() -> None:
         steps = engine.stats().num_steps
         reader = asyncio.create_task(last_output(engine, "hello", greedy(3, output_kind=FINAL)))
-        await until(inside.is_set)
+        await until(tokenizer_gate.inside.is_set)
         assert engine.stats().queues.num_queued == 1
         reader.cancel()
         await asyncio.wait({reader}, timeout=5)
         assert reader.cancelled()
         assert engine.stats().queues.num_queued == 0
-        go_on.set()
-        await asyncio.sleep(0.05)
+        tokenizer_gate.go_on.set()
+        assert await engine.tokenize("hello"), "the thread has gone on"
         assert engine.stats().num_steps == steps
 
-    monkeypatch.setattr(engine.llm_engine.tokenizer, "encode", slow)
     run_async(ask())

@@ -7,12 +7,31 @@ import time
 from collections.abc import Callable
 
 import pytest
+from support.engines import greedy
 
 from async_engine.conftest import MakeEngine
-from async_engine.tools import Gate, read_ids, run_async, stream, until
+from async_engine.tools import (
+    FINAL,
+    TIMEOUT_S,
+    Gate,
+    TokenizerGate,
+    last_output,
+    read_ids,
+    run_async,
+    stream,
+    until,
+)
 from tpengine import AsyncLLMEngine
 from tpengine.engine.admission import QueueLimits
-from tpengine.errors import ConfigError, InvalidPriorityError, InvalidPromptError, QueueFullError
+from tpengine.errors import (
+    ConfigError,
+    DeadlineExceededError,
+    EngineDeadError,
+    InvalidPriorityError,
+    InvalidPromptError,
+    QueueFullError,
+    RequestAbortedError,
+)
 
 MakeGate = Callable[[AsyncLLMEngine], Gate]
 
@@ -111,3 +130,82 @@ def test_priorities_need_their_policy(engine: AsyncLLMEngine) -> None:
 def test_limits_are_positive(name: str) -> None:
     with pytest.raises(ConfigError, match=f"{name} must be at least 1, got 0"):
         QueueLimits(**{name: 0})
+
+
+def test_texts_wait_in_a_bounded_queue_behind_requests(
+    make: MakeEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine = make(QueueLimits(max_requests=3))
+    held = TokenizerGate(engine, monkeypatch)
+
+    async def ask() -> None:
+        texts = [asyncio.create_task(engine.tokenize("first"))]
+        await until(held.inside.is_set)
+        texts += [asyncio.create_task(engine.tokenize(f"text {i}")) for i in range(2)]
+        texts += [asyncio.create_task(engine.detokenize([5, 6]))]
+        await until(lambda: len(engine._texts._open) == 4)
+        for refused in (engine.tokenize("one more"), engine.detokenize([5])):
+            with pytest.raises(QueueFullError, match="3 texts wait") as caught:
+                await refused
+            assert caught.value.retry_after_s > 0
+        request = asyncio.create_task(last_output(engine, "request", stream(2)))
+        await until(lambda: len(engine._texts._open) == 5)
+        held.go_on.set()
+        await asyncio.gather(request, *texts)
+        assert held.texts == ["first", "request", "text 0", "text 1"]
+
+    run_async(ask())
+
+
+def test_what_ends_a_request_does_not_wait_for_its_tokenizer(
+    engine: AsyncLLMEngine, tokenizer_gate: TokenizerGate
+) -> None:
+    """One prompt is being tokenized, the others wait for that."""
+
+    async def ask() -> None:
+        def begin(request_id: str, **limits: float) -> asyncio.Task[object]:
+            return asyncio.create_task(
+                last_output(engine, "hello", greedy(3, output_kind=FINAL), request_id, **limits)
+            )
+
+        steps = engine.stats().num_steps
+        aborted = begin("aborted")
+        await until(tokenizer_gate.inside.is_set)
+        patient = begin("patient", max_queue_s=0.01)
+        late = begin("late", deadline=time.monotonic() + 0.01)
+        for task, kind in ((patient, DeadlineExceededError), (late, DeadlineExceededError)):
+            await asyncio.wait({task}, timeout=TIMEOUT_S)
+            assert isinstance(task.exception(), kind)
+        assert await engine.abort("aborted")
+        await asyncio.wait({aborted}, timeout=TIMEOUT_S)
+        assert isinstance(aborted.exception(), RequestAbortedError)
+        assert engine.stats().queues.num_queued == 0
+        assert not tokenizer_gate.go_on.is_set()
+        tokenizer_gate.go_on.set()
+        assert await engine.tokenize("hello"), "the thread has gone on"
+        assert engine.stats().num_steps == steps
+
+    run_async(ask())
+
+
+def test_shutdown_ends_what_is_tokenized(make: MakeEngine, monkeypatch: pytest.MonkeyPatch) -> None:
+    engine = make()
+    held = TokenizerGate(engine, monkeypatch)
+
+    async def ask() -> None:
+        first = asyncio.create_task(engine.tokenize("first"))
+        await until(held.inside.is_set)
+        waiting = [
+            first,
+            asyncio.create_task(engine.tokenize("second")),
+            asyncio.create_task(last_output(engine, "third", greedy(3, output_kind=FINAL))),
+        ]
+        await until(lambda: len(engine._texts._open) == 3)
+        await engine.shutdown()
+        await asyncio.wait(waiting, timeout=TIMEOUT_S)
+        assert [type(task.exception()) for task in waiting] == [EngineDeadError] * 3
+        with pytest.raises(EngineDeadError):
+            await engine.tokenize("later")
+        held.go_on.set()
+
+    run_async(ask())

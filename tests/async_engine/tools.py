@@ -9,6 +9,7 @@ from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
+import pytest
 from support.engines import greedy
 
 from tpengine import AsyncLLMEngine, RequestOutput, RequestOutputKind, SamplingParams
@@ -64,6 +65,14 @@ async def until(condition: Callable[[], bool]) -> None:
         await asyncio.sleep(0.002)
 
 
+def fire_timer(engine: AsyncLLMEngine, request_id: str) -> None:
+    """Lets the time of a request be up: when it is must not depend on who else uses this machine.
+    Its timer was set for a moment that a test does not reach."""
+    (timer,) = engine._book.tickets[request_id].timers
+    assert timer.when() > asyncio.get_running_loop().time() + 1
+    timer._run()
+
+
 @dataclass
 class Gate:
     """Stands before the model: a step is computed when `let` allows it.
@@ -101,3 +110,28 @@ class Gate:
     async def reached(self, count: int) -> None:
         """Waits until that many steps have come."""
         await until(lambda: len(self.steps) >= count)
+
+
+class TokenizerGate:
+    """Holds the thread that tokenizes, inside the first text.
+
+    Attributes:
+        inside: set when it is there.
+        go_on: to be set to let it go on.
+        texts: in the order in which they were begun.
+    """
+
+    def __init__(self, engine: AsyncLLMEngine, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.inside, self.go_on = threading.Event(), threading.Event()
+        self.texts: list[str] = []
+        tokenizer = engine.llm_engine.tokenizer
+        assert tokenizer is not None
+        encode = tokenizer.encode
+
+        def held(text: str, *args: Any) -> list[int]:
+            self.texts.append(text)
+            self.inside.set()
+            assert self.go_on.wait(TIMEOUT_S)
+            return encode(text, *args)
+
+        monkeypatch.setattr(tokenizer, "encode", held)

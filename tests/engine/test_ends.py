@@ -15,6 +15,7 @@ from support.zoo import PLAIN
 
 from tpengine import LLMEngine, RequestOutputKind, SamplingParams
 from tpengine.config import EMBEDDED_MODEL
+from tpengine.engine.detokenizer import Detokenizer
 from tpengine.errors import InvalidSamplingParamsError
 
 NO_EOS = {"temperature": 0.0, "ignore_eos": True}
@@ -172,3 +173,33 @@ def test_special_tokens_in_the_text(engine: LLMEngine, prompt: list[int]) -> Non
     assert engine.tokenizer.decode(plain.token_ids, True) == plain.text
     assert engine.tokenizer.decode(plain.token_ids, False) == special.text
     assert len(special.text) > len(plain.text)
+
+
+@pytest.mark.parametrize("end", ["aborted", "complete"])
+def test_a_text_that_cannot_be_finished_is_one_request_s_affair(
+    models: ModelShop, monkeypatch: pytest.MonkeyPatch, end: str
+) -> None:
+    with make_engine(models.folder(PLAIN, tokenizer=True)) as engine:
+        engine.add_request("bad", None, greedy(4), prompt_token_ids=[5] * 5)
+        engine.add_request("good", None, greedy(8), prompt_token_ids=[6] * 5)
+        engine.step()
+        tracked = engine._output_processor._tracked.values()
+        broken = next(one.detokenizer for one in tracked if one.request.request_id == "bad")
+        finish = Detokenizer.finish
+
+        def fail(self: Detokenizer) -> None:
+            if self is broken:
+                raise ZeroDivisionError("on purpose")
+            finish(self)
+
+        monkeypatch.setattr(Detokenizer, "finish", fail)
+        if end == "aborted":
+            engine.abort_request("bad")
+        ends = {output.request_id: output for output in run(engine) if output.finished}
+        bad, good = ends["bad"], ends["good"]
+        assert bad.outputs[0].finish_reason == ("abort" if end == "aborted" else "error")
+        assert bad.error is not None
+        assert "on purpose" in bad.error
+        assert good.error is None
+        assert len(good.outputs[0].token_ids) == 8
+        assert engine.num_free_blocks == engine.num_total_blocks

@@ -47,6 +47,11 @@ class BareRanks:
         return [place.process for place in self.executor._spares.places()]
 
     @property
+    def has_spares(self) -> bool:
+        """Whether any are there or on their way."""
+        return bool(self.executor._spares._spares)
+
+    @property
     def next_step(self) -> int:
         """Number of the next step."""
         return self._step + 1

@@ -11,6 +11,21 @@ import sys
 import ray
 
 from tpengine import EngineArgs, LLMEngine, SamplingParams
+from tpengine.errors import EngineError
+
+
+def go_on_without_ray(engine: LLMEngine, params: SamplingParams) -> str:
+    """What the engine says of it."""
+    engine.add_request("one", None, params, prompt_token_ids=[5, 6, 7])
+    engine.step()
+    ray.shutdown()
+    try:
+        while engine.has_unfinished_requests():
+            engine.step()
+    except EngineError as error:
+        engine.shutdown()
+        return str(error)
+    return "nothing"
 
 
 def main() -> None:
@@ -31,6 +46,9 @@ def main() -> None:
     processes = [[place.pid, place.start_ticks] for place in places]
     print(json.dumps(processes), flush=True)
     params = SamplingParams(temperature=0.0, max_tokens=32, ignore_eos=True)
+    if what == "without ray":
+        print(json.dumps([go_on_without_ray(engine, params), ray.is_initialized()]), flush=True)
+        return
     number = 0
     while True:
         engine.add_request(str(number), None, params, prompt_token_ids=[5, 6, 7])

@@ -62,9 +62,9 @@ def sabotaged_rank(rank: int | None, sabotage: Sabotage) -> Iterator[list[Any]]:
     module is imported; yields a list that gets every group's places."""
 
     class SabotagedWorker(RayWorker):
-        def join(self, own_rank: int, *args: Any) -> None:
+        def join(self, own_rank: int, *args: Any) -> Any:
             self.rank = own_rank
-            super().join(own_rank, *args)
+            return super().join(own_rank, *args)
 
         def create(self, config: Any) -> Any:
             failure = super().create(config)

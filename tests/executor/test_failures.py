@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import socket
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -28,7 +29,8 @@ from tpengine.errors import (
     WorkerDiedError,
     WorkerError,
 )
-from tpengine.executor import placement
+from tpengine.executor import group, placement
+from tpengine.executor.handshake import Listener
 from tpengine.executor.placement import Placement
 
 Wait = Callable[[Callable[[], bool], float], None]
@@ -126,6 +128,24 @@ def test_death_in_one_ranks_load(folder: Path, wait_until: Wait) -> None:
     for part in (f"rank 1 on {places[1]}", "load_model", "these are my last words"):
         assert part in text
     wait_until(lambda: not any(is_alive(places)), 2.0)
+
+
+def test_driver_that_ranks_cannot_reach(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """They say so at once, and where they looked for it."""
+    nobody = socket.create_server(("127.0.0.1", 0))
+    address = nobody.getsockname()[:2]
+    nobody.close()
+
+    class Elsewhere(Listener):
+        def __init__(self, *args: Any) -> None:
+            super().__init__(*args)
+            self.address = address
+
+    monkeypatch.setattr(group, "Listener", Elsewhere)
+    start = time.monotonic()
+    with pytest.raises(WorkerError, match=rf"cannot reach the driver at 127.0.0.1:{address[1]}"):
+        ray_engine(folder, 2)
+    assert time.monotonic() - start < 15.0
 
 
 def test_a_ranks_typed_error_keeps_its_type(folder: Path) -> None:

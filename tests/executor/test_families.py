@@ -84,7 +84,7 @@ def generate(
     """Greedy ids from ranks that take this model over, and what the scheduler did."""
     engine_args = EngineArgs(
         str(folder),
-        tensor_parallel_size=len(ranks.weights_bytes()),
+        tensor_parallel_size=len(ranks.nodes),
         executor="ray",
         dtype="float32",
         device="cpu",

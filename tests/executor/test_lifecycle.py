@@ -20,8 +20,9 @@ from support.models import ModelShop
 from support.zoo import PLAIN
 
 import tpengine
-from executor.ray_engines import executor_of, ray_engine
+from executor.ray_engines import executor_of, free_cpus, ray_engine
 from tpengine import LLMEngine
+from tpengine.executor.group import Group
 from tpengine.executor.processes import start_ticks
 
 Wait = Callable[[Callable[[], bool], float], None]
@@ -177,6 +178,44 @@ def test_starts_a_ray_of_its_own_and_ends_it(folder: Path, tmp_path: Path) -> No
     ranks = json.loads(lines[0])
     assert json.loads(lines[2]) is False, "the Ray that the engine started is still there"
     assert not any(start_ticks(pid) == started for pid, started in ranks)
+
+
+def test_ray_that_was_shut_down_under_the_engine(folder: Path, ray_address: str) -> None:
+    """The engine says so, and starts no other Ray to go on in."""
+    driver = start_driver(folder, ray_address, 1, "without ray")
+    out, _ = driver.communicate(timeout=90.0)
+    assert driver.returncode == 0
+    message, is_initialized = json.loads(out.splitlines()[1])
+    assert "Ray was shut down under the engine" in message
+    assert not is_initialized
+
+
+def test_interrupted_shutdown_is_finished_by_the_next(
+    folder: Path, wait_until: Wait, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Ctrl-C twice: while the workers clean up, and while they are ended."""
+    engine = ray_engine(folder, 1)
+    [place] = executor_of(engine).places
+    wait, kill = ray.wait, Group._kill
+
+    def interrupt(*_: Any, **__: Any) -> None:
+        monkeypatch.setattr(ray, "wait", wait)
+        raise KeyboardInterrupt
+
+    def interrupt_again(group: Group) -> None:
+        monkeypatch.setattr(Group, "_kill", kill)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(ray, "wait", interrupt)
+    monkeypatch.setattr(Group, "_kill", interrupt_again)
+    with pytest.raises(KeyboardInterrupt):
+        engine.shutdown()
+    assert ray.wait is wait
+    assert Group._kill is kill
+    engine.shutdown()
+    wait_until(lambda: start_ticks(place.pid) != place.start_ticks, 2.0)
+    wait_until(lambda: free_cpus() == ray.cluster_resources()["CPU"], 5.0)
+    engine.shutdown()
 
 
 def test_example_driver(folder: Path, ray_address: str) -> None:

@@ -3,10 +3,11 @@ its cause, the group is rebuilt, and the same tokens come out of the next one.""
 
 from __future__ import annotations
 
+import os
 import signal
 import time
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import pytest
@@ -17,7 +18,8 @@ from support.zoo import PLAIN
 from executor import ray_engines
 from executor.bare_ranks import BareRanks, bare_ranks
 from executor.ray_engines import in_load, in_step, is_alive, sabotaged_rank
-from tpengine.errors import EngineError, GroupLostError, ModelLoadError
+from tpengine.errors import EngineError, GroupLostError, ModelLoadError, PlacementError
+from tpengine.executor.group import Group
 from tpengine.executor.processes import wait_for_end
 from tpengine.messages import RankLoss, StepInput
 
@@ -182,6 +184,38 @@ def test_in_a_load(ranks: BareRanks, expected: list[int], name: str) -> None:
     assert ranks.generate() == expected
 
 
+@pytest.mark.parametrize(
+    ("number", "cause", "limit_s"),
+    [(signal.SIGKILL, KILLED, 2 * FOUND_S), (signal.SIGSTOP, FROZEN, 2 * FROZEN_S)],
+    ids=["kill", "stop"],
+)
+def test_before_it_connects(
+    ranks: BareRanks,
+    expected: list[int],
+    monkeypatch: pytest.MonkeyPatch,
+    number: int,
+    cause: str,
+    limit_s: float,
+) -> None:
+    """A rank that has told where it is, and is lost before its channels: no other wait is ended by
+    its death."""
+    lose(ranks)
+    open_channels = Group.open_channels
+
+    def losing(group: Group, address: str) -> None:
+        os.kill(group.places[1].pid, number)
+        open_channels(group, address)
+
+    monkeypatch.setattr(Group, "open_channels", losing)
+    with pytest.raises(GroupLostError) as caught:
+        ranks.rebuild()
+    monkeypatch.undo()
+    check_loss(caught.value.loss, 1, "join", cause, ranks.executor.places)
+    assert ranks.executor.start_times_s["channels"] < limit_s
+    ranks.rebuild()
+    assert ranks.generate() == expected
+
+
 def test_rebuild_continues_where_tokens_were_sent(ranks: BareRanks, expected: list[int]) -> None:
     """What a recovery does: the tokens so far are computed again, and the rest follows."""
     lose(ranks)
@@ -206,6 +240,35 @@ def test_final_error_ends_the_rebuild(
     finally:
         for file in files:
             (tmp_path / file.name).rename(file)
+
+
+def test_node_that_pauses_is_used_again(
+    ranks: BareRanks, expected: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Without it there is no room, and then its agent answers after all."""
+    lose(ranks)
+    agents, answers = ranks.executor._agents, []
+
+    def silent(node_ids: Iterable[str], check: Callable[[], None]) -> set[str]:
+        answers.append(set(node_ids) if len(answers) < 2 else set())
+        return set(answers[-1])
+
+    monkeypatch.setattr(agents, "silent", silent)
+    ranks.rebuild()
+    assert [len(answer) for answer in answers] == [1, 1, 0]
+    assert ranks.generate() == expected
+
+
+def test_node_that_stays_silent(ranks: BareRanks, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Until the timeout; no room without it is final."""
+    lose(ranks)
+    finder = ranks.executor._replacement
+    monkeypatch.setattr(ranks.executor._agents, "silent", lambda node_ids, check: set(node_ids))
+    monkeypatch.setattr(finder, "_config", replace(finder._config, placement_timeout_s=1.0))
+    start = time.monotonic()
+    with pytest.raises(PlacementError, match="without 1 that do not answer"):
+        ranks.rebuild()
+    assert 1.0 <= time.monotonic() - start < 5.0
 
 
 def test_healthy_ranks_are_not_rebuilt(folder: Path) -> None:

@@ -46,6 +46,7 @@ def test_spares_become_ranks(folder: Path, wait_until: Wait) -> None:
         spares = ranks.spare_processes()
         lose(ranks, wait_until)
         ranks.rebuild()
+        assert not ranks.has_spares, "the next ones would take the cores from those who wait"
         assert sorted(place.process for place in ranks.executor.places) == sorted(spares)
         times = ranks.executor.start_times_s
         print(

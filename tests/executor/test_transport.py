@@ -11,11 +11,14 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
+from tpengine.config import RayConfig
+from tpengine.errors import EngineError
 from tpengine.executor import handshake, transport
 from tpengine.executor.codec import encode
 from tpengine.executor.exchange import StepExchange, StepFailedError
 from tpengine.executor.failures import RankFailure
 from tpengine.executor.handshake import Listener, connect
+from tpengine.executor.node_agent import Agents
 from tpengine.executor.transport import (
     Channel,
     ChannelClosedError,
@@ -80,7 +83,7 @@ def test_strangers_are_turned_away(listener: Listener) -> None:
         babbler.sendall(b"GET / HTTP/1.1\r\n" + b"x" * 200)
         for secret, epoch in ((b"t" * 32, 3), (SECRET, 2)):
             with pytest.raises(ChannelError):
-                connect(listener.address, secret, 0, epoch, TIMEOUT_S)
+                connect(listener.address, secret, 0, epoch, 0.3)
         with_wrong_rank = connect(listener.address, SECRET, 7, 3, TIMEOUT_S)
         start = time.monotonic()
         right = connect(listener.address, SECRET, 0, 3, TIMEOUT_S)
@@ -96,6 +99,48 @@ def test_strangers_are_turned_away(listener: Listener) -> None:
     silent.close()
     babbler.close()
     close_all([right, with_wrong_rank, *driver])
+
+
+def test_late_rank_does_not_keep_the_first_from_its_second_channel(
+    listener: Listener, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It may come later than a handshake may take, as on a node that still starts its process."""
+    monkeypatch.setattr(handshake, "HANDSHAKE_TIMEOUT_S", 0.3)
+    second = Listener("127.0.0.1", SECRET, 3)
+
+    def join(rank: int) -> list[Channel]:
+        time.sleep(rank * 0.8)
+        return [connect(one.address, SECRET, rank, 3, TIMEOUT_S) for one in (listener, second)]
+
+    with ThreadPoolExecutor(2) as pool:
+        ranks = [pool.submit(join, rank) for rank in range(2)]
+        accepted = handshake.accept_all([listener, second], 2, TIMEOUT_S)
+        joined = [rank.result(TIMEOUT_S) for rank in ranks]
+    second.close()
+    for rank, mine in enumerate(joined):
+        for kind, channel in enumerate(mine):
+            channel.send(FrameKind.OUTPUT, 1, bytes([rank, kind]), TIMEOUT_S)
+            assert accepted[kind][rank].receive(TIMEOUT_S).payload == bytes([rank, kind])
+    close_all([channel for channels in (*accepted, *joined) for channel in channels])
+
+
+def test_handshake_that_failed_is_tried_again(listener: Listener) -> None:
+    """The driver took too long to greet, and then gave the connection up."""
+    greet, given_up = listener.greet, []
+
+    def busy() -> None:
+        if not given_up:
+            given_up.append(listener._sock.accept()[0])
+            given_up[0].close()
+        else:
+            greet()
+
+    listener.greet = busy  # type: ignore[method-assign]
+    driver, ranks = open_group(listener, 1)
+    assert given_up
+    ranks[0].send(FrameKind.OUTPUT, 1, b"yes", TIMEOUT_S)
+    assert driver[0].receive(TIMEOUT_S).payload == b"yes"
+    close_all(driver + ranks)
 
 
 def test_rank_does_not_trust_a_false_driver() -> None:
@@ -236,6 +281,38 @@ def test_closed_channel_and_deadline(listener: Listener) -> None:
     assert time.monotonic() - start < 1.0
     assert isinstance(caught.value.failures[1], ChannelClosedError)
     close_all(driver)
+
+
+def test_step_that_is_ended_by_another_thread(listener: Listener) -> None:
+    """Its ranks do not answer, and their channels close under it."""
+    driver, ranks = open_group(listener, 2)
+    exchange = StepExchange(driver, 3)
+    closing = threading.Timer(0.2, exchange.close)
+    closing.start()
+    with pytest.raises(StepFailedError) as caught:
+        exchange.run(1, b"p", TIMEOUT_S)
+    closing.join(TIMEOUT_S)
+    assert all(isinstance(e, ChannelClosedError) for e in caught.value.failures.values())
+    close_all(ranks)
+
+
+def test_group_that_is_ended_in_a_step(listener: Listener) -> None:
+    """Whoever waits for the step learns that it was no loss."""
+    pytest.importorskip("ray")
+    from tpengine.executor.group import Group
+
+    driver, ranks = open_group(listener, 1)
+    group = Group(3, None, RayConfig(), Agents("here"), lambda: None)  # type: ignore[arg-type]
+    group._exchange = StepExchange(driver, 3, group._alarm)
+    ending = threading.Timer(0.2, group.end, [False])
+    ending.start()
+    start = time.monotonic()
+    with pytest.raises(EngineError, match="the engine was shut down"):
+        group.step(1, b"p", TIMEOUT_S)
+    assert time.monotonic() - start < 2.0
+    ending.join(TIMEOUT_S)
+    assert group.loss is None
+    close_all(ranks)
 
 
 def test_waiting_costs_no_cpu(listener: Listener) -> None:

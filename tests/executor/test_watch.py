@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import signal
 import subprocess
@@ -15,7 +16,9 @@ from pathlib import Path
 import pytest
 
 import tpengine
-from tpengine.executor import beats, watch
+from tpengine import EngineArgs
+from tpengine.config import RayConfig
+from tpengine.executor import beats, processes, watch
 from tpengine.executor.handshake import Listener, connect
 from tpengine.executor.node_agent import NodeAgent
 from tpengine.executor.processes import python_stack, start_ticks, state
@@ -231,6 +234,25 @@ def test_end_of_a_process_that_is_reaped(how: str, expected: str) -> None:
         assert ended in ("", expected)
 
 
+def test_old_kernel_is_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It does not know how a process ended, and never will."""
+
+    def ioctl(*_: object) -> int:
+        raise OSError(errno.ENOTTY, "Inappropriate ioctl for device")
+
+    process = subprocess.Popen(["sleep", "60"])
+    name = (process.pid, start_ticks(process.pid) or 0)
+    agent = NodeAgent()
+    agent.watch([name])
+    process.kill()
+    process.wait(TIMEOUT_S)
+    monkeypatch.setattr(processes.fcntl, "ioctl", ioctl)
+    start = time.monotonic()
+    assert agent.look(name, 10.0) == ("", "")
+    assert time.monotonic() - start < 5.0
+    agent.close()
+
+
 def test_stack_of_a_stopped_process() -> None:
     code = "import time\ndef in_the_weeds():\n    print('x', flush=True)\n    time.sleep(60)\n"
     process = subprocess.Popen(
@@ -257,6 +279,10 @@ def test_missing_stack_says_why(monkeypatch: pytest.MonkeyPatch, tmp_path: Path)
     (tmp_path / "py-spy").write_text("#!/bin/sh\necho 'Permission denied' >&2\nexit 1\n")
     (tmp_path / "py-spy").chmod(0o755)
     assert python_stack(os.getpid()) == "(no stack: py-spy says: Permission denied)"
+
+
+def test_least_deadline() -> None:
+    assert EngineArgs("model").step_timeout_s == RayConfig().step_timeout_s == 30.0
 
 
 def test_deadline_follows_what_steps_took() -> None:

@@ -54,6 +54,15 @@ def lose(client: Client) -> None:
     assert client.engine.health().state is EngineState.RECOVERING
 
 
+def test_weights_are_known_without_ranks(client: Client) -> None:
+    """Asking for them is no loss of the group that is being made."""
+    before = client.engine.get_weights_bytes()
+    assert before == [ledger.weights_bytes for ledger in client.engine._recovery.ledgers]
+    lose(client)
+    client.executor._run_workers = None  # type: ignore[assignment, method-assign]
+    assert client.engine.get_weights_bytes() == before
+
+
 def test_a_step_returns_soon_with_what_aborts_brought(client: Client) -> None:
     engine, executor = client.engine, client.executor
     lose(client)

@@ -199,6 +199,24 @@ def test_drain_by_call_is_bounded(tmp_path: Path) -> None:
         assert server.process.wait(END_S) == 0
 
 
+def test_a_signal_after_drain_is_the_first(tmp_path: Path) -> None:
+    """Orchestrators drain, and then end the process by a signal: running requests still finish."""
+    (tmp_path / "admin").write_text(f"{ADMIN}\n")
+    options = [*SMALL, "--admin-token-file", str(tmp_path / "admin"), "--drain-timeout", "60"]
+    with (
+        ServerProcess(*options, log=tmp_path / "log") as server,
+        waiting(server.stub, long_request(1000)) as call,
+    ):
+        wait_until(lambda: server.loads().num_running == 1, TIMEOUT_S)
+        assert server.stub.Drain(pb.DrainRequest(), **as_(ADMIN)).num_open_calls == 1
+        server.process.send_signal(signal.SIGTERM)
+        assert call["done"].wait(END_S)
+        assert not isinstance(call["outcome"], Refusal)
+        assert call["outcome"].usage.num_output_tokens == 1000
+        assert server.process.wait(END_S) == 0
+        assert "SIGTERM: the server ends already" in server.log.read_text()
+
+
 def test_metrics_are_scraped(server: ServerProcess) -> None:
     before = server.metric("tpengine:generation_tokens_total")
     assert server.stub.Generate(long_request(7), timeout=TIMEOUT_S).finished
@@ -225,7 +243,10 @@ def test_a_second_signal_ends_at_once(tmp_path: Path) -> None:
 def start(*options: str, log: Path) -> subprocess.Popen[bytes]:
     with log.open("wb") as out:
         return subprocess.Popen(
-            [sys.executable, str(DYING), *options], stdout=out, stderr=subprocess.STDOUT
+            [sys.executable, str(DYING), *options],
+            stdout=out,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
         )
 
 
@@ -283,10 +304,11 @@ def test_a_signal_while_loading_ends_at_once(tmp_path: Path) -> None:
     log, port = tmp_path / "log", free_port()
     process = start("start", *SMALL, "--port", str(port), log=log)
     try:
-        wait_until(lambda: "start-up: listen" in log.read_text(), END_S)
+        wait_until(lambda: "the ranks start" in log.read_text(), END_S)
         process.send_signal(signal.SIGTERM)
         assert process.wait(END_S) == 0
-        assert "during start-up" in log.read_text()
+        assert "SIGTERM during start-up" in log.read_text()
+        assert "the ranks have ended" in log.read_text()
     finally:
         process.kill()
         process.wait(END_S)

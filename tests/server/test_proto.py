@@ -7,7 +7,13 @@ from pathlib import Path
 import pytest
 from google.protobuf.descriptor import Descriptor, FieldDescriptor
 
+from tpengine.engine.admission import QueueLimits
+from tpengine.errors import ConfigError
+from tpengine.server import reports
+from tpengine.server.limits import Limits
 from tpengine.server.proto import build, tpengine_pb2
+from tpengine.server.server_args import ServerArgs
+from tpengine.server.state import ServerState
 
 STUBS = ("tpengine_pb2.py", "tpengine_pb2.pyi", "tpengine_pb2_grpc.py")
 MESSAGES = list(tpengine_pb2.DESCRIPTOR.message_types_by_name.values())
@@ -49,3 +55,14 @@ def test_nothing_that_imports_code_is_on_the_wire() -> None:
     fields = tpengine_pb2.SamplingParams.DESCRIPTOR.fields_by_name
     assert "logits_processors" not in fields
     assert not [name for name in fields if "process" in name or "remote" in name]
+
+
+def test_bounds_of_the_queue_may_be_large() -> None:
+    bound = (1 << 63) - 1
+    ServerArgs(max_queued_requests=bound, max_queued_tokens=bound).check()
+    limits = Limits(queue=QueueLimits(bound, bound))
+    told = reports.server_info(ServerState("a model", 1.0), limits).limits
+    assert (told.max_queued_requests, told.max_queued_tokens) == (bound, bound)
+    for name in ("max_queued_requests", "max_queued_tokens"):
+        with pytest.raises(ConfigError, match=f"{name} must be at most {bound}"):
+            ServerArgs(**{name: bound + 1}).check()

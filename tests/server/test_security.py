@@ -5,6 +5,7 @@ from __future__ import annotations
 import shutil
 import ssl
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import grpc
@@ -197,6 +198,26 @@ def test_mutual_tls(authority: Authority, files: TlsFiles, tmp_path: Path) -> No
             with secure(target, authority, own) as channel:
                 health = health_pb2_grpc.HealthStub(channel)
                 assert refused(health.Check, READY, timeout=3.0).code is Code.UNAVAILABLE
+
+
+def test_certificates_without_a_common_name_are_told_apart() -> None:
+    def name(**peer: list[bytes]) -> str:
+        call = SimpleNamespace(invocation_metadata=lambda: (), auth_context=lambda: peer)
+        return Authenticator().identify_call(call).name
+
+    san, common, pem = "x509_subject_alternative_name", "x509_common_name", "x509_pem_cert"
+    names = [
+        name(),
+        name(**{pem: [b"1"]}),
+        name(**{pem: [b"2"], common: [b""]}),
+        name(**{pem: [b"3"], san: [b"spiffe://x/alice"]}),
+        name(**{pem: [b"4"], san: [b"spiffe://x/bob"]}),
+        name(**{pem: [b"4"], san: [b"alice"]}),
+        name(**{pem: [b"5"], san: [b"alice"], common: [b"alice"]}),
+    ]
+    assert len(set(names)) == len(names)
+    assert names[-1] == name(**{pem: [b"6"], common: [b"alice"]}) == "certificate alice"
+    assert names[3] == name(**{pem: [b"7"], san: [b"spiffe://x/alice"]}), "a renewed certificate"
 
 
 def served_serial(target: str) -> str:

@@ -37,7 +37,7 @@ class ServerProcess:
         target: HOST:PORT of the service.
     """
 
-    def __init__(self, *options: str, log: Path) -> None:
+    def __init__(self, *options: str, log: Path, start_timeout_s: float = START_TIMEOUT_S) -> None:
         self.log = log
         ports = ["--port", "0", "--metrics-port", "0"]
         command = [sys.executable, "-m", "tpengine.cli", "serve", *ports, *options]
@@ -46,7 +46,7 @@ class ServerProcess:
                 command, stdout=out, stderr=subprocess.STDOUT, start_new_session=True
             )
         try:
-            wait_until(self._is_ready, START_TIMEOUT_S)
+            wait_until(self._is_ready, start_timeout_s)
         except BaseException:
             self._end()
             raise

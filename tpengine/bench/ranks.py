@@ -67,7 +67,7 @@ def run(args: argparse.Namespace) -> int:
                 swap_space=0.0,
                 disable_log_stats=True,
             )
-            _write_weights(one, Path(folder))
+            write_weights(one, Path(folder))
             several = replace(
                 one,
                 tensor_parallel_size=args.ranks,
@@ -86,7 +86,7 @@ def run(args: argparse.Namespace) -> int:
     return 0
 
 
-def _write_weights(args: EngineArgs, folder: Path) -> None:
+def write_weights(args: EngineArgs, folder: Path) -> None:
     """A checkpoint of the shape, random, in bfloat16 as most are."""
     config = args.create_engine_config("cpu").model
     weights = Weights(torch.bfloat16, torch.device("cpu"), ParallelState())

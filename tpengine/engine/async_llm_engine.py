@@ -31,6 +31,8 @@ if TYPE_CHECKING:
 START_S = 3600.0
 SHUTDOWN_S = 30.0
 MAX_STEP_S = 30.0
+_CUT_OFF_S = 2.0
+"""What a step gets to end, at least, so that those who are cut off leave in order."""
 _POLL_S = 0.01
 
 
@@ -59,9 +61,10 @@ class AsyncLLMEngine:
         start_timeout_s: float = START_S,
     ) -> None:
         self._max_step_s = max_step_s
-        self._book = RequestBook(build, limits or QueueLimits(), start_timeout_s)
+        limits = limits or QueueLimits()
+        self._book = RequestBook(build, limits, start_timeout_s)
         self._engine = self._book.engine
-        self._texts = TextWorker(self._engine)
+        self._texts = TextWorker(self._engine, limits.max_requests)
 
     @classmethod
     def from_engine_args(
@@ -230,39 +233,40 @@ class AsyncLLMEngine:
         """Takes no new requests from now on, and lets those that it has finish.
 
         Returns:
-            Number of requests that were aborted because they had not finished by then.
+            Number of requests that were aborted because they had not finished by then; their blocks
+            are free unless the step that runs takes longer than two more seconds.
         """
         book = self._book
         if book.intake is Intake.OPEN:
             book.intake = Intake.DRAINING
+        end = time.monotonic() + timeout_s
         await book.wait_until_empty(timeout_s)
-        late = tuple(book.tickets.values())
         why = f"the engine ends, and gave its requests {timeout_s:.1f} s to finish"
-        await asyncio.gather(
-            *(
-                book.release(
-                    ticket, "cut off", RequestAbortedError(why, ticket.mailbox.take_unread())
-                )
-                for ticket in late
-            )
-        )
-        return len(late)
+        # A step that hangs must not hold up the end for longer than was asked for.
+        return await book.cut_off(why, max(_CUT_OFF_S, end - time.monotonic()))
 
-    async def shutdown(self) -> None:
+    async def shutdown(self, step_s: float = SHUTDOWN_S) -> None:
         """Ends the engine and its thread; requests that remain get `EngineDeadError`. A second call
         does nothing.
 
+        Args:
+            step_s: how many seconds the step that is being computed may still take; what comes
+                after it, the end of the ranks, has thirty.
+
         Raises:
-            EngineError: a step did not end in time; the thread still hangs in it.
+            EngineError: the step, or the end of the ranks, took longer; the thread hangs in it.
         """
-        self._book.close()
+        book = self._book
+        book.close()
         self._texts.stop()
-        end = time.monotonic() + SHUTDOWN_S
+        start = time.monotonic()
         # Not one long `join`, which would hold up the loop for the rest of a step.
-        while not self._book.thread.stop(0):
-            if time.monotonic() > end:
+        while not book.thread.stop(0):
+            limit_s = SHUTDOWN_S if book.thread.ended else step_s
+            if time.monotonic() - start > limit_s:
+                what = "the end of its ranks" if book.thread.ended else "a step"
                 raise EngineError(
-                    f"the engine's thread did not end within {SHUTDOWN_S:.0f} s: it hangs in a step"
+                    f"the engine's thread did not end within {limit_s:g} s: it hangs in {what}"
                 )
             await asyncio.sleep(_POLL_S)
 
@@ -271,7 +275,9 @@ class AsyncLLMEngine:
         try:
             ticket = self._book.open(request)
             try:
-                checked = await self._texts.check(request)
+                checked = self._texts.check(request)
+                if isinstance(checked, asyncio.Future):
+                    checked = await ticket.mailbox.unless_failed(checked)
                 self._book.enter(ticket, checked)
             except BaseException as error:
                 self._book.end(ticket, f"refused: {type(error).__name__}")

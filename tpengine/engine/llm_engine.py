@@ -51,6 +51,8 @@ class LLMEngine:
             executor.shutdown()
             raise
         ledgers = start_workers(config, executor)
+        # Who runs a notebook's cell again forgets the engine before; its ranks must not stay.
+        weakref.finalize(self, executor.shutdown).atexit = False
         blocks = make_block_manager(config.cache, *count_blocks(ledgers))
         self._scheduler = Scheduler(config.scheduler, blocks)
         self._recovery = Recovery(config, executor, self._scheduler, ledgers)
@@ -64,8 +66,6 @@ class LLMEngine:
         self._unreported: list[RequestOutput] = []
         self._stepping = threading.Lock()
         self.last_step: StepStats | None = None
-        # Who runs a notebook's cell again forgets the engine before; its ranks must not stay.
-        weakref.finalize(self, executor.shutdown).atexit = False
 
     @classmethod
     def from_engine_args(cls, args: EngineArgs) -> LLMEngine:
@@ -75,7 +75,11 @@ class LLMEngine:
             EngineError: an argument, the model or the memory does not allow it; see the message.
         """
         config, executor = create_executor(args)
-        return cls(config, executor, log_stats=not args.disable_log_stats)
+        try:
+            return cls(config, executor, log_stats=not args.disable_log_stats)
+        except BaseException:  # whoever catches it may keep the unfinished engine alive
+            executor.shutdown()
+            raise
 
     @property
     def tokenizer(self) -> Tokenizer | None:
@@ -130,7 +134,7 @@ class LLMEngine:
 
     def get_weights_bytes(self) -> list[int]:
         """Bytes of the weights on each rank."""
-        return self._executor.weights_bytes()
+        return [ledger.weights_bytes for ledger in self._recovery.ledgers]
 
     def add_request(
         self,

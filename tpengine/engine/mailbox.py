@@ -6,8 +6,11 @@ Everything here runs on the reader's event loop, so nothing is locked.
 from __future__ import annotations
 
 import asyncio
+from typing import Any, TypeVar
 
 from tpengine.outputs import CompletionOutput, RequestOutput
+
+Answer = TypeVar("Answer")
 
 
 class DeltaMerger:
@@ -127,6 +130,29 @@ class Mailbox:
         self._unread = self._merger = None
         return output if merger is None else merger.build()
 
+    async def unless_failed(self, work: asyncio.Future[Answer]) -> Answer:
+        """Waits for something that is needed before there can be outputs; given up when the box
+        gets its error. Whoever made the future ends it with the engine.
+
+        Raises:
+            Exception: the `error`, or that of the future.
+        """
+        if self.error is None:
+            self._waiter = asyncio.get_running_loop().create_future()
+            first: set[asyncio.Future[Any]] = {work, self._waiter}
+            try:
+                await asyncio.wait(first, return_when=asyncio.FIRST_COMPLETED)
+            except asyncio.CancelledError:
+                work.cancel()
+                raise
+            finally:
+                self._waiter = None
+        if self.error is not None:
+            work.add_done_callback(_forget)
+            work.cancel()
+            raise self.error
+        return work.result()
+
     async def take(self) -> RequestOutput:
         """Waits for an output. The wait ends with the engine: whoever made the box closes it then.
 
@@ -149,3 +175,9 @@ class Mailbox:
     def _wake(self) -> None:
         if self._waiter is not None and not self._waiter.done():
             self._waiter.set_result(None)
+
+
+def _forget(work: asyncio.Future[Answer]) -> None:
+    """Its error is nobody's any more; asyncio would write it to the log."""
+    if not work.cancelled():
+        work.exception()

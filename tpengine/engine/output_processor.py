@@ -139,13 +139,19 @@ class OutputProcessor:
         return self._report(touched.values()) + self.finish([*failed, *scheduled.ignored])
 
     def finish(self, requests: Iterable[Request]) -> list[RequestOutput]:
-        """Reports requests that others ended: aborted, ignored or failed ones."""
+        """Reports requests that others ended: aborted, ignored or failed ones.
+
+        What is still held back of a text and cannot be decoded is left out, with an error."""
         requests = list(requests)
         for request in requests:
             for sequence in request.sequences:
                 tracked = self._tracked.get(sequence.seq_id)
-                if tracked is not None and tracked.detokenizer is not None:
+                if tracked is None or tracked.detokenizer is None:
+                    continue
+                try:
                     tracked.detokenizer.finish()
+                except Exception as error:
+                    request.error = request.error or _reason(error, request)
         return self._report(requests)
 
     def _fail(self, request: Request, reason: str, failed: list[Request]) -> None:
@@ -178,9 +184,9 @@ class OutputProcessor:
                 sequence.logprobs.append(as_logprobs(token_id, found, self.tokenizer))
         status = self._advance(tracked, token_id)
         if status is not None:
-            sequence.move_to(status)
-            if tracked.detokenizer is not None:
+            if tracked.detokenizer is not None:  # first, for what has finished cannot fail
                 tracked.detokenizer.finish()
+            sequence.move_to(status)
         return status
 
     def _advance(self, tracked: _Tracked, token_id: int) -> SequenceStatus | None:

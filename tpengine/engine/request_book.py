@@ -26,6 +26,7 @@ from tpengine.errors import (
     EngineDeadError,
     EngineDrainingError,
     EngineError,
+    RequestAbortedError,
     RequestFailedError,
     RequestIgnoredError,
 )
@@ -114,12 +115,38 @@ class RequestBook:
 
     async def release(self, ticket: Ticket, outcome: str, error: Exception) -> None:
         """Ends a request, and waits until the engine holds nothing of it; a minute at most."""
-        if ticket.release is None:
-            ticket.release = asyncio.get_running_loop().create_future()
-            self._releases.add(ticket.release)
-            ticket.release.add_done_callback(self._releases.discard)
+        self._begin_release(ticket, outcome, error)
+        if ticket.release is not None:
+            await asyncio.wait({ticket.release}, timeout=RELEASE_S)
+
+    async def cut_off(self, why: str, timeout_s: float) -> int:
+        """Ends all requests that are left, and waits until the engine holds nothing of them, or
+        that time is over. Returns how many they were.
+
+        Args:
+            why: what their readers are told.
+        """
+        self._receive()  # those whose end is on its way have finished
+        late = tuple(self.tickets.values())
+        # All in one turn of the loop: of outputs that came between taking what is unread and the
+        # end, the reader would get some, and not those before.
+        for ticket in late:
+            error = RequestAbortedError(why, ticket.mailbox.take_unread())
+            self._begin_release(ticket, "cut off", error)
+        releases = {ticket.release for ticket in late if ticket.release is not None}
+        if releases:
+            await asyncio.wait(releases, timeout=timeout_s)
+        return len(late)
+
+    def _begin_release(self, ticket: Ticket, outcome: str, error: Exception) -> None:
+        """Ends a request such that its `release` is done when the engine holds nothing of it. One
+        that has ended already is left as it is: the engine may have had its last word on it."""
+        if ticket.outcome is not None:
+            return
+        ticket.release = asyncio.get_running_loop().create_future()
+        self._releases.add(ticket.release)
+        ticket.release.add_done_callback(self._releases.discard)
         self.end(ticket, outcome, error)
-        await asyncio.wait({ticket.release}, timeout=RELEASE_S)
 
     async def wait_until_empty(self, timeout_s: float) -> None:
         """Returns when no request is left, or that time is over."""

@@ -87,6 +87,19 @@ class ActorCalls:
             raise CallsFailedError(failures)
         return [answers[rank] for rank in chosen]
 
+    def check_started(self, refs: Sequence[Any]) -> set[int]:
+        """Looks at calls that `start` began, without waiting; returns the ranks that are done.
+
+        Raises:
+            CallsFailedError: one of them failed.
+        """
+        ready, _ = ray.wait(list(refs), num_returns=len(refs), timeout=0)
+        done = {rank: self._result(ref) for rank, ref in enumerate(refs) if ref in ready}
+        failures = {r: a for r, a in done.items() if isinstance(a, (RankFailure, ChannelError))}
+        if failures:
+            raise CallsFailedError(failures)
+        return set(done)
+
     def _result(self, ref: Any) -> Any:
         try:
             return ray.get(ref, timeout=self._timeout_s)

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 from tpengine.executor.failures import RankFailure
-from tpengine.executor.node_agent import Agents, NodeSilentError
+from tpengine.executor.node_agent import ANSWER_S, Agents, NodeSilentError
 from tpengine.executor.placement import RankPlace
 from tpengine.executor.transport import ChannelClosedError, ChannelError
 from tpengine.executor.watch import HOLD_S
@@ -73,6 +74,14 @@ class Coroner:
             return True
         return silent_s >= HOLD_S and not may_hold
 
+    def is_stopped(self, rank: int) -> bool:
+        """Whether a rank's process is stopped or gone; a node that does not say is given time, as
+        its agent may only be starting."""
+        place = self._places[rank]
+        with contextlib.suppress(NodeSilentError):
+            return self._agents.ask(place.node_id, "state", place.process) in ("", "T", "t")
+        return False
+
     def explain(
         self, rank: int, failure: RankFailure | ChannelError, doing: Doing, said: str
     ) -> RankLoss:
@@ -86,13 +95,16 @@ class Coroner:
                 waited_for = failure.waited_for
                 reason = f"rank {rank} waited for it in vain ({failure.message})"
                 return self._of_process(waited_for, reason, doing, is_closed=False)
+            cause = f"raised {failure.type_name}: {failure.message}"
+            if failure.is_consequence:
+                cause = f"waited in vain; which rank did not come is unknown ({failure.message})"
             return RankLoss(
                 rank=rank,
                 place=str(self._places[rank]),
                 epoch=self._epoch,
                 step=doing.step,
                 phase=doing.phase,
-                cause=f"raised {failure.type_name}: {failure.message}",
+                cause=cause,
                 last_lines="\n".join(failure.log_lines),
                 stack=failure.traceback.rstrip(),
             )
@@ -108,6 +120,9 @@ class Coroner:
         try:
             patience_s = _END_S if is_closed else 0.0
             ended, state = self._agents.ask(place.node_id, "look", place.process, patience_s)
+        except NodeSilentError as error:
+            cause = f"its node does not answer: {reason}; {error}"
+        else:
             if ended:
                 cause = _OWN_ENDS.get(ended, ended)
             elif is_closed:
@@ -115,10 +130,8 @@ class Coroner:
             else:
                 cause = f"{reason} ({_STATES.get(state, state)})"
             if not ended and state:
-                stack = self._agents.ask(place.node_id, "stack", place.process, timeout_s=_STACK_S)
-            lines = self._agents.ask(place.node_id, "tail", place.log_path)
-        except NodeSilentError as error:
-            cause = f"its node does not answer: {reason}; {error}"
+                stack = self._text(place.node_id, "stack", place.process, _STACK_S)
+            lines = self._text(place.node_id, "tail", place.log_path, ANSWER_S)
         return RankLoss(
             rank=rank,
             place=str(place),
@@ -129,3 +142,11 @@ class Coroner:
             last_lines=lines,
             stack=stack,
         )
+
+    def _text(self, node_id: str, method: str, what: object, timeout_s: float) -> str:
+        """Something that explains more; that it is not to be had changes nothing of the cause."""
+        try:
+            text: str = self._agents.ask(node_id, method, what, timeout_s=timeout_s)
+        except NodeSilentError as error:
+            return f"(no {method}: {error})"
+        return text

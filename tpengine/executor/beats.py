@@ -53,14 +53,26 @@ class Progress:
 
 class BeatThread(threading.Thread):
     """Beats beside the worker's thread, and ends the process when either of its channels closes or
-    the driver is silent, whatever the worker is doing."""
+    the driver is silent, whatever the worker is doing.
 
-    def __init__(self, rank: int, control: Channel, steps: Channel, progress: Progress) -> None:
+    Args:
+        first_word_s: how long the driver may be silent at first: it beats once all ranks are there.
+    """
+
+    def __init__(
+        self,
+        rank: int,
+        control: Channel,
+        steps: Channel,
+        progress: Progress,
+        first_word_s: float = FENCE_S,
+    ) -> None:
         super().__init__(name="tpengine-beats", daemon=True)
         self._rank = rank
         self._control = control
         self._steps = steps
         self._progress = progress
+        self._first_word_s = first_word_s
 
     def run(self) -> None:
         """Until the process ends."""
@@ -73,7 +85,8 @@ class BeatThread(threading.Thread):
         poll = select.poll()
         poll.register(self._control.fileno(), select.POLLIN)
         poll.register(self._steps.fileno(), select.POLLRDHUP)
-        heard = due = time.monotonic()
+        due = time.monotonic()
+        patience_s, silent_at = self._first_word_s, due + self._first_word_s
         while True:
             if time.monotonic() >= due:
                 self._say()
@@ -82,11 +95,11 @@ class BeatThread(threading.Thread):
                 if fileno == self._steps.fileno():
                     end_process(self._rank, DRIVER_GONE, "the driver closed the channel")
             while self._control.take() is not None:
-                heard = time.monotonic()
+                patience_s, silent_at = FENCE_S, time.monotonic() + FENCE_S
             # After all was read: a process that was stopped has much to read when it goes on.
-            if time.monotonic() - heard > FENCE_S:
+            if time.monotonic() > silent_at:
                 end_process(
-                    self._rank, DRIVER_SILENT, f"nothing heard from the driver for {FENCE_S:g} s"
+                    self._rank, DRIVER_SILENT, f"nothing heard from the driver for {patience_s:g} s"
                 )
 
     def _say(self) -> None:

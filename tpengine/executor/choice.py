@@ -33,7 +33,7 @@ def create_executor(args: EngineArgs) -> tuple[EngineConfig, Executor]:
     connection = RayConnection(args.ray_address)
     try:
         config = args.create_engine_config(RayExecutor.detect_device(args.device))
+        return config, RayExecutor(config, connection)
     except BaseException:
         connection.close()
         raise
-    return config, RayExecutor(config, connection)

@@ -48,13 +48,14 @@ class StepExchange:
     def __init__(self, channels: Sequence[Channel], epoch: int, alarm: Alarm | None = None) -> None:
         self._channels = list(channels)
         self._epoch = epoch
-        self._alarm = alarm
         self._poll = select.poll()
-        if alarm is not None:
-            self._poll.register(alarm.fileno(), select.POLLIN)
+        # By the numbers they have now: another thread may close them while this one is in a step.
+        self._alarm_fileno = None if alarm is None else alarm.fileno()
+        if self._alarm_fileno is not None:
+            self._poll.register(self._alarm_fileno, select.POLLIN)
         self._rank_of = {channel.fileno(): rank for rank, channel in enumerate(channels)}
-        for channel in channels:
-            self._poll.register(channel.fileno(), select.POLLIN)
+        for fileno in self._rank_of:
+            self._poll.register(fileno, select.POLLIN)
 
     def run(self, step: int, payload: bytes, timeout_s: float) -> list[bytes]:
         """Sends a step to all ranks and returns their answers in rank order.
@@ -79,8 +80,10 @@ class StepExchange:
             if not ready:
                 break
             for fileno, _ in ready:
-                if fileno in self._rank_of:
-                    self._take(self._rank_of[fileno], step, answers, failures)
+                if fileno in self._rank_of and not self._take(
+                    self._rank_of[fileno], step, answers, failures
+                ):
+                    self._poll.unregister(fileno)
             if self._is_stopped(ready) and len(answers) < len(self._channels):
                 raise StepStoppedError(f"step {step} was given up")
         if not failures and len(answers) < len(self._channels):
@@ -94,7 +97,7 @@ class StepExchange:
         return [answers[rank] for rank in range(len(self._channels))]
 
     def _is_stopped(self, ready: Sequence[tuple[int, int]]) -> bool:
-        return self._alarm is not None and any(f == self._alarm.fileno() for f, _ in ready)
+        return any(fileno == self._alarm_fileno for fileno, _ in ready)
 
     def _take(
         self,
@@ -102,8 +105,9 @@ class StepExchange:
         step: int,
         answers: dict[int, bytes],
         failures: dict[int, RankFailure | ChannelError],
-    ) -> None:
-        """Takes what a rank has sent; several frames may have come at once."""
+    ) -> bool:
+        """Takes what a rank has sent; several frames may have come at once. Returns whether its
+        channel is still open."""
         channel = self._channels[rank]
         try:
             while (frame := channel.take()) is not None:
@@ -111,12 +115,13 @@ class StepExchange:
                     continue
                 if frame.kind is FrameKind.FAILURE:
                     failures[rank] = RankFailure(*decode_plain(frame.payload))
-                    return
+                    return True
                 answers[rank] = frame.payload
-                return
+                return True
         except ChannelError as error:
             failures.setdefault(rank, error)
-            self._poll.unregister(channel.fileno())
+            return False
+        return True
 
     def _is_current(self, frame: Frame, step: int) -> bool:
         """Whether a frame belongs to this step, and is no late answer of an earlier one."""

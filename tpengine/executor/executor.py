@@ -52,10 +52,6 @@ class Executor(ABC):
         """Each rank's machine, by address or name, in rank order."""
         return [platform.node()]
 
-    def weights_bytes(self) -> list[int]:
-        """Bytes of each rank's weights."""
-        return self._run_workers("weights_bytes")
-
     def execute_model(self, step: StepInput) -> StepOutput:
         """Runs one step on every rank; the answer is rank 0's.
 

@@ -7,7 +7,7 @@ import secrets
 import signal
 import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 import ray
 from ray.exceptions import RayError
@@ -20,6 +20,7 @@ from tpengine.executor.autopsy import IDLE, Coroner, Doing
 from tpengine.executor.exchange import StepExchange, StepFailedError, StepStoppedError
 from tpengine.executor.failures import RankFailure, first_cause
 from tpengine.executor.handshake import Listener
+from tpengine.executor.joining import accept_ranks
 from tpengine.executor.node_agent import ANSWER_S, Agents, NodeSilentError
 from tpengine.executor.placement import Placement, RankPlace, actor_options, order_places
 from tpengine.executor.ray_worker import RayWorker
@@ -29,7 +30,9 @@ from tpengine.logger import init_logger
 from tpengine.messages import RankLoss, Rendezvous
 
 logger = init_logger(__name__)
+Answers = TypeVar("Answers")
 
+_OVER = "the engine was shut down; make a new one"
 _SHUTDOWN_CALL_S = 5.0
 _EXIT_S = 2.0
 """How long a rank's process may take to go before it is killed by its number, and after."""
@@ -128,7 +131,6 @@ class Group:
         """
         wait_s = min(_CONNECT_S, self._ray_config.start_timeout_s)
         secret = secrets.token_bytes(32)
-        size = len(self.places)
         with contextlib.ExitStack() as stack:
             listeners = []
             for _ in range(2):
@@ -138,10 +140,13 @@ class Group:
             refs = self._calls.start(
                 lambda rank, actor: actor.join.remote(rank, self.epoch, addresses, secret, wait_s)
             )
-            self._exchange = StepExchange(
-                listeners[0].accept(size, wait_s, self._check), self.epoch, self._alarm
+            steps, controls = self._settled(
+                Doing("join"),
+                lambda: accept_ranks(
+                    listeners, self._calls, refs, self._coroner, wait_s, self._check
+                ),
             )
-            controls = listeners[1].accept(size, wait_s, self._check)
+            self._exchange = StepExchange(steps, self.epoch, self._alarm)
         self._watch = RankWatch(controls, self._is_frozen, self._on_loss)
         self._watch.start()
         self.call_each("join", lambda rank, _: refs[rank])
@@ -186,10 +191,13 @@ class Group:
         self, phase: str, call: Callable[[int, Any], Any], ranks: Sequence[int] | None = None
     ) -> list[Any]:
         """The same with a call of Ray's per rank."""
-        doing = Doing(phase)
+        return self._settled(Doing(phase), lambda: self._calls.run(call, ranks))
+
+    def _settled(self, doing: Doing, run: Callable[[], Answers]) -> Answers:
+        """What `run` returns; whoever fails in it, the group is lost, or the start is."""
         with self._during(doing):
             try:
-                return self._calls.run(call, ranks)
+                return run()
             except CallsFailedError as failed:
                 rank = first_cause(failed.failures)
                 failure = failed.failures[rank]
@@ -234,7 +242,7 @@ class Group:
         if self.loss is not None:
             raise GroupLostError(self.loss)
         if self._is_over.is_set():
-            raise EngineError("the engine was shut down; make a new one")
+            raise EngineError(_OVER)
 
     def _is_frozen(self, rank: int, silent_s: float) -> bool:
         # torch's libraries are loaded under Python's lock, from a disk that may be far away.
@@ -252,7 +260,7 @@ class Group:
         try:
             if self.loss is None:
                 if self._is_over.is_set():
-                    return EngineError("the engine was shut down; make a new one")
+                    return EngineError(_OVER)
                 loss = self._explain(rank, failure, doing)
                 self._kill()
                 self.loss = loss
@@ -275,6 +283,8 @@ class Group:
         """The loss that another thread is settling."""
         if self._judging.acquire(timeout=_VERDICT_S):
             self._judging.release()
+        if self.loss is None and self._is_over.is_set():
+            raise EngineError(_OVER)
         if self.loss is None:
             raise EngineError(f"nobody settled within {_VERDICT_S:g} s why ranks were lost")
         return self.loss
@@ -291,28 +301,33 @@ class Group:
         self._calls.kill()
 
     def end(self, orderly: bool, silent: Iterable[str] = ()) -> None:
-        """No process of the group is left on nodes that answer when it returns; a second call does
-        nothing more.
+        """No process of the group is left on nodes that answer when it returns; a second call
+        finishes what the first could not.
 
         Args:
             orderly: the workers may clean up before they go.
             silent: nodes that are not worth asking.
         """
         self._is_over.set()
-        if orderly and self.loss is None and ray.is_initialized():
-            refs = self._calls.start(lambda _, actor: actor.call.remote("shutdown", (), {}))
-            with contextlib.suppress(RayError):
-                ray.wait(refs, num_returns=len(refs), timeout=_SHUTDOWN_CALL_S)
-            # A rank that the channel's end ends first would be reported as crashed.
-            self._calls.kill()
-            self._wait_for_end(silent)
-        self._kill()
-        if self._exchange is not None:
-            self._exchange.close()
+        self._alarm.ring()  # for a thread that is in a step
+        with contextlib.ExitStack() as stack:  # whatever one of these raises, the others are done
+            stack.callback(self._alarm.close)
+            if self._watch is not None:
+                stack.callback(self._watch.wait)
+            stack.callback(self._wait_for_end, silent)
+            if self._exchange is not None:
+                stack.callback(self._exchange.close)
+            stack.callback(self._kill)
+            if orderly and self.loss is None and ray.is_initialized():
+                self._let_workers_end(silent)
+
+    def _let_workers_end(self, silent: Iterable[str]) -> None:
+        refs = self._calls.start(lambda _, actor: actor.call.remote("shutdown", (), {}))
+        with contextlib.suppress(RayError):
+            ray.wait(refs, num_returns=len(refs), timeout=_SHUTDOWN_CALL_S)
+        # A rank that the channel's end ends first would be reported as crashed.
+        self._calls.kill()
         self._wait_for_end(silent)
-        if self._watch is not None:
-            self._watch.wait()
-        self._alarm.close()
 
     def _wait_for_end(self, silent: Iterable[str]) -> None:
         for node_id in {place.node_id for place in self.places} - set(silent):

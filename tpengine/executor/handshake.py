@@ -10,11 +10,12 @@ import contextlib
 import hmac
 import queue
 import secrets
+import select
 import socket
 import struct
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 from tpengine.executor.transport import (
     MAGIC,
@@ -33,6 +34,26 @@ _USER_TIMEOUT_MS = 3000
 """How long sent bytes may stay unacknowledged: a lost link, not a busy peer, as the kernel answers
 for that."""
 _MAX_HANDSHAKES = 64
+_LOOK_S = 0.01
+_RETRY_S = 0.1
+
+
+class RanksMissingError(ChannelTimeoutError):
+    """Ranks did not connect.
+
+    Attributes:
+        ranks: their numbers.
+    """
+
+    def __init__(
+        self, ranks: Sequence[int], addresses: Sequence[tuple[str, int]], timeout_s: float
+    ) -> None:
+        named = " and ".join(f"{host}:{port}" for host, port in addresses)
+        super().__init__(
+            f"ranks {list(ranks)} did not connect to {named} within {timeout_s:.0f} s; is that "
+            "address reachable from their nodes?"
+        )
+        self.ranks = list(ranks)
 
 
 def _go_on() -> None:
@@ -54,90 +75,127 @@ class Listener:
             self._sock.close()
             raise ChannelError(f"cannot listen on {address}: {error}") from error
         self.address: tuple[str, int] = self._sock.getsockname()[:2]
+        self._arrived: queue.SimpleQueue[tuple[int, Channel]] = queue.SimpleQueue()
+        self._handshakes = threading.BoundedSemaphore(_MAX_HANDSHAKES)
 
     def accept(
         self, size: int, timeout_s: float, check: Callable[[], None] = _go_on
     ) -> list[Channel]:
-        """The channels of ranks 0 to `size` - 1, in this order.
+        """The channels of ranks 0 to `size` - 1, in this order; see `accept_all`."""
+        return accept_all([self], size, timeout_s, check)[0]
 
-        Strangers are turned away; each handshake has a thread, so that none holds up the others.
+    def fileno(self) -> int:
+        """For `poll`: readable when somebody knocks."""
+        return self._sock.fileno()
 
-        Args:
-            check: called again and again while ranks are missing; what it raises ends the wait.
-
-        Raises:
-            ChannelTimeoutError: ranks are missing; the message names them.
-        """
-        deadline = time.monotonic() + timeout_s
-        arrived: queue.SimpleQueue[tuple[int, Channel]] = queue.SimpleQueue()
-        channels: dict[int, Channel] = {}
-        handshakes = threading.BoundedSemaphore(_MAX_HANDSHAKES)
-        try:
-            while len(channels) < size:
-                with contextlib.suppress(queue.Empty):
-                    rank, channel = arrived.get_nowait()
-                    if rank < size and rank not in channels:
-                        channels[rank] = channel
-                    else:
-                        channel.close()
-                    continue
-                check()
-                if time.monotonic() > deadline:
-                    missing = sorted(set(range(size)) - channels.keys())
-                    raise ChannelTimeoutError(
-                        f"ranks {missing} did not connect to {self.address[0]}:{self.address[1]} "
-                        f"within {timeout_s:.0f} s; is that address reachable from their nodes?"
-                    )
-                self._accept_one(arrived, handshakes)
-        except BaseException:
-            for channel in channels.values():
-                channel.close()
-            raise
-        return [channels[rank] for rank in range(size)]
-
-    def _accept_one(
-        self,
-        arrived: queue.SimpleQueue[tuple[int, Channel]],
-        handshakes: threading.BoundedSemaphore,
-    ) -> None:
-        self._sock.settimeout(0.01)  # between two looks at what the handshakes brought
+    def greet(self) -> None:
+        """Takes who knocks; the handshake has a thread, so that none holds up the others."""
+        self._sock.settimeout(0.0)
         try:
             sock, _ = self._sock.accept()
-        except TimeoutError:
+        except OSError:  # gone again
             return
-        if not handshakes.acquire(blocking=False):
+        if not self._handshakes.acquire(blocking=False):
             sock.close()
             return
 
         def greet() -> None:
             try:
-                arrived.put(_greet_rank(sock, self._secret, self._epoch))
+                self._arrived.put(_greet_rank(sock, self._secret, self._epoch))
             except (OSError, ChannelError):
                 sock.close()
             finally:
-                handshakes.release()
+                self._handshakes.release()
 
         threading.Thread(target=greet, name="tpengine-handshake", daemon=True).start()
+
+    def collect(self, channels: dict[int, Channel], size: int) -> None:
+        """Adds the channels of ranks that arrived; a rank that came again gave up the first."""
+        with contextlib.suppress(queue.Empty):
+            while True:
+                rank, channel = self._arrived.get_nowait()
+                if rank >= size:
+                    channel.close()
+                    continue
+                if rank in channels:
+                    channels[rank].close()
+                channels[rank] = channel
 
     def close(self) -> None:
         """No more connections; those that were accepted stay."""
         self._sock.close()
 
 
+def accept_all(
+    listeners: Sequence[Listener],
+    size: int,
+    timeout_s: float,
+    check: Callable[[], None] = _go_on,
+) -> list[list[Channel]]:
+    """Each listener's channels of ranks 0 to `size` - 1, in this order. Strangers are turned away.
+
+    All are served at once: a rank goes from one to the next as soon as it is known there, however
+    late the others come.
+
+    Args:
+        check: called again and again while ranks are missing; what it raises ends the wait.
+
+    Raises:
+        RanksMissingError: the message names them.
+    """
+    deadline = time.monotonic() + timeout_s
+    found: list[dict[int, Channel]] = [{} for _ in listeners]
+    poll = select.poll()
+    for listener in listeners:
+        poll.register(listener.fileno(), select.POLLIN)
+    try:
+        while missing := {rank for rank in range(size) for known in found if rank not in known}:
+            check()
+            if time.monotonic() > deadline:
+                raise RanksMissingError(
+                    sorted(missing), [one.address for one in listeners], timeout_s
+                )
+            # A moment only: what handshakes bring does not wake it.
+            knocked = {fileno for fileno, _ in poll.poll(_LOOK_S * 1e3)}
+            for listener, known in zip(listeners, found, strict=True):
+                if listener.fileno() in knocked:
+                    listener.greet()
+                listener.collect(known, size)
+    except BaseException:
+        for known in found:
+            for channel in known.values():
+                channel.close()
+        raise
+    return [[known[rank] for rank in range(size)] for known in found]
+
+
 def connect(
     address: tuple[str, int], secret: bytes, rank: int, epoch: int, timeout_s: float
 ) -> Channel:
-    """Connects a rank to its driver.
+    """Connects a rank to its driver; a handshake that a busy machine let fail is tried again.
 
     Raises:
         ChannelError: the driver cannot be reached, or does not know the secret.
     """
+    deadline = time.monotonic() + timeout_s
+    while True:
+        try:
+            return _connect_once(address, secret, rank, epoch, deadline)
+        except (ChannelClosedError, ChannelTimeoutError) as error:
+            if time.monotonic() + _RETRY_S > deadline:
+                where = f"{address[0]}:{address[1]}"
+                raise ChannelError(f"no handshake with {where}: {error}") from error
+        time.sleep(_RETRY_S)
+
+
+def _connect_once(
+    address: tuple[str, int], secret: bytes, rank: int, epoch: int, deadline: float
+) -> Channel:
+    where = f"{address[0]}:{address[1]}"
     try:
-        sock = socket.create_connection(address, timeout=timeout_s)
+        sock = socket.create_connection(address, max(_RETRY_S, deadline - time.monotonic()))
     except OSError as error:
-        raise ChannelError(f"cannot reach the driver at {address[0]}:{address[1]}: {error}") from (
-            error
-        )
+        raise ChannelError(f"cannot reach the driver at {where}: {error}") from error
     try:
         _tune(sock)
         deadline = time.monotonic() + HANDSHAKE_TIMEOUT_S
@@ -147,12 +205,13 @@ def connect(
         sock.sendall(_HELLO.pack(MAGIC, rank, epoch, own, proof))
         answer = _receive_exactly(sock, _PROOF_BYTES, deadline)
         if not hmac.compare_digest(answer, _proof(secret, b"driver", own, challenge, rank, epoch)):
-            raise ChannelError(f"{address[0]}:{address[1]} does not know the group's secret")
-    except (OSError, ChannelError) as error:
+            raise ChannelError(f"{where} does not know the group's secret")
+    except OSError as error:
         sock.close()
-        if isinstance(error, ChannelError):
-            raise
-        raise ChannelError(f"no handshake with {address[0]}:{address[1]}: {error}") from error
+        raise ChannelClosedError(str(error)) from error
+    except ChannelError:
+        sock.close()
+        raise
     return Channel(sock, epoch)
 
 

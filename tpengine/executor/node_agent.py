@@ -121,7 +121,7 @@ class Agents:
         if node_id == self._own_node_id:
             return getattr(self._own, method)(*args)
         actor = self._actors.get(node_id)
-        if actor is None:
+        if actor is None or not ray.is_initialized():
             raise NodeSilentError(f"node {node_id} has no agent")
         try:
             return ray.get(getattr(actor, method).remote(*args), timeout=timeout_s)
@@ -134,7 +134,7 @@ class Agents:
         """Has a node's agent do something, without waiting unless it is this node."""
         if node_id == self._own_node_id:
             getattr(self._own, method)(*args)
-        elif (actor := self._actors.get(node_id)) is not None:
+        elif (actor := self._actors.get(node_id)) is not None and ray.is_initialized():
             with contextlib.suppress(RayError):
                 getattr(actor, method).remote(*args)
 

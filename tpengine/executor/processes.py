@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import fcntl
 import os
 import select
@@ -143,8 +144,11 @@ class EndWatch:
         poll = select.poll()
         poll.register(file, select.POLLIN)
         poll.poll(patience_s * 1e3)
-        while (code := _exit_code(file)) is None and time.monotonic() < deadline:
-            time.sleep(0.005)  # until its parent, or the kernel, has reaped it
+        try:
+            while (code := _exit_code(file)) is None and time.monotonic() < deadline:
+                time.sleep(0.005)  # until its parent, or the kernel, has reaped it
+        except OSError:  # the kernel is too old: it will never know
+            return ""
         return "" if code is None else describe_exit(code)
 
     def close(self) -> None:
@@ -154,11 +158,17 @@ class EndWatch:
 
 
 def _exit_code(pidfd: int) -> int | None:
-    """The wait status of a process that was reaped; None: it was not, or the kernel is too old."""
+    """The wait status of a process that was reaped; None: it was not.
+
+    Raises:
+        OSError: the kernel cannot tell.
+    """
     request = bytearray(_PIDFD_INFO.pack(_PIDFD_INFO_EXIT, *[0] * 13))
     try:
         fcntl.ioctl(pidfd, _PIDFD_GET_INFO, request)
-    except OSError:
+    except OSError as error:
+        if error.errno in (errno.ENOTTY, errno.EINVAL):
+            raise
         return None
     mask, *_, status = _PIDFD_INFO.unpack(request)
     return status if mask & _PIDFD_INFO_EXIT else None

@@ -10,6 +10,8 @@ from tpengine.logger import init_logger
 
 logger = init_logger(__name__)
 
+RAY_IS_GONE = "Ray was shut down under the engine; make a new one"
+
 # Ray knows one connection per process, so what counts its users is the process's, too.
 _users_of_started_ray: set[int] = set()
 
@@ -39,6 +41,19 @@ class RayConnection:
         elif address == "local" or not self._connect(address):
             self._start()
             _users_of_started_ray.add(id(self))
+        self._identity = self._identify()
+
+    @staticmethod
+    def _identify() -> tuple[str, str]:
+        """Another cluster has another node, another connection to the same one another job."""
+        context = ray.get_runtime_context()
+        return context.get_node_id(), context.get_job_id()
+
+    @property
+    def is_alive(self) -> bool:
+        """Whether Ray is still what was connected: its calls join another cluster if it is not, or
+        start one."""
+        return ray.is_initialized() and self._identify() == self._identity
 
     @staticmethod
     def _connect(address: str | None) -> bool:

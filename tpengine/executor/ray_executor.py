@@ -17,7 +17,6 @@ from tpengine.errors import (
     ConfigError,
     EngineError,
     GroupLostError,
-    PlacementError,
     WorkerDiedError,
 )
 from tpengine.executor.codec import decode_output, encode
@@ -25,7 +24,8 @@ from tpengine.executor.executor import Executor
 from tpengine.executor.group import Group
 from tpengine.executor.node_agent import Agents
 from tpengine.executor.placement import Placement, RankPlace, cluster_nodes, rank_bundle
-from tpengine.executor.ray_connection import RayConnection
+from tpengine.executor.ray_connection import RAY_IS_GONE, RayConnection
+from tpengine.executor.replacement import Replacement
 from tpengine.executor.spares import Spares
 from tpengine.executor.step_deadline import StepDeadline
 from tpengine.logger import init_logger
@@ -33,6 +33,8 @@ from tpengine.messages import MemoryLedger, RankLoss, StepInput, StepOutput
 
 logger = init_logger(__name__)
 
+_REFILL_S = 3.0
+"""After a rebuild; what starts imports torch, and those who wait come first."""
 _TURN_S = 30.0
 """How long `shutdown` waits for a start that was cancelled to leave off."""
 
@@ -60,6 +62,13 @@ class RayExecutor(Executor):
         self._agents = Agents(self._node_id)
         self._spares = Spares(ray_config.spare_workers, envs.for_ranks(), self._agents)
         self._deadline = StepDeadline(ray_config.step_timeout_s)
+        self._replacement = Replacement(
+            self._bundle,
+            config.parallel.tensor_parallel_size,
+            ray_config,
+            self._agents,
+            self._check,
+        )
         self._placement: Placement | None = None
         self._group: Group | None = None
         self._peaks: list[int] = []
@@ -115,7 +124,7 @@ class RayExecutor(Executor):
         with self._in_turn():
             try:
                 with self._timed("placement"):
-                    self._placement = self._place(set())
+                    self._placement = self._replacement.place(set())
                 self._start_group(1)
             except GroupLostError as error:
                 self._end_group(orderly=False)
@@ -132,6 +141,8 @@ class RayExecutor(Executor):
             PlacementError: there is no room for the ranks without the nodes that were lost.
         """
         with self._in_turn():
+            if not self._is_connected:
+                raise EngineError(RAY_IS_GONE)
             lost = self._group
             if lost is None or lost.loss is None:
                 raise EngineError("no rank was lost: there is nothing to rebuild")
@@ -176,7 +187,8 @@ class RayExecutor(Executor):
             times = ", ".join(f"{name} {spent:.2f} s" for name, spent in self.start_times_s.items())
             total = sum(self.start_times_s.values())
             logger.info("ranks of epoch %d ready in %.2f s: %s", self.epoch, total, times)
-            self._spares.fill([place.node_id for place in self.places])
+            delay_s = 0.0 if self.epoch == 1 else _REFILL_S
+            self._spares.fill([place.node_id for place in self.places], delay_s)
 
     def execute_model(self, step: StepInput) -> StepOutput:
         """Runs one step on every rank, over the channels; the answer is rank 0's.
@@ -202,48 +214,26 @@ class RayExecutor(Executor):
     def _check(self) -> None:
         if self._is_cancelled.is_set():
             raise EngineError("the engine is being shut down")
+        # Any call of Ray's would start or join a cluster that nobody asked for.
+        if not ray.is_initialized():
+            raise EngineError(RAY_IS_GONE)
 
-    def _place(self, silent: set[str]) -> Placement:
-        """Bundles on nodes that answer.
-
-        Args:
-            silent: nodes that do not; those that are found out here are added.
-        """
-        size = self._config.parallel.tensor_parallel_size
-        while True:
-            placement = Placement(self._bundle, size, self._ray_config, silent, self._check)
-            if not silent:  # at the first start Ray's view of the cluster must do
-                return placement
-            try:
-                more = self._agents.silent(placement.node_ids, self._check)
-            except BaseException:
-                placement.remove()
-                raise
-            if not more:
-                return placement
-            placement.remove()
-            silent |= more
+    @property
+    def _is_connected(self) -> bool:
+        return self._connection is not None and self._connection.is_alive
 
     def _replace(self, silent: set[str], lost: Group) -> list[tuple[str, ...] | None]:
         """Makes sure of bundles on nodes that answer. Returns the devices of each bundle; None:
         only Ray knows."""
         unknown = None if self._config.device == "cuda" else ()
-        placement, known = self._placement, lost.bundle_places
-        if placement is not None and not silent & set(placement.node_ids):
-            if known:
-                return [place.devices for place in known]
-            return [unknown] * len(placement.node_ids)
-        if placement is not None and placement.is_borrowed:
-            raise PlacementError(
-                f"{len(silent)} nodes of the placement group that the driver runs in do not answer "
-                f"({', '.join(sorted(silent))}), and it is not tpengine's to enlarge; make a new "
-                "group and run the driver in it"
-            )
-        self._placement = None
-        if placement is not None:
-            placement.remove()
-        self._placement = self._place(silent)
-        return [unknown] * len(self._placement.node_ids)
+        old, known, gone = self._placement, lost.bundle_places, set(silent)
+        self._placement = old if old is not None and old.is_borrowed else None
+        self._placement = placement = self._replacement.replace(old, silent)
+        if gone - silent:  # what runs on nodes that answer again has to end first
+            lost.end(orderly=False, silent=silent)
+        if placement is old and known:
+            return [place.devices for place in known]
+        return [unknown] * len(placement.node_ids)
 
     def _start_group(
         self, epoch: int, spare_devices: list[tuple[str, ...] | None] | None = None
@@ -316,8 +306,9 @@ class RayExecutor(Executor):
             self._turn.release()
 
     def shutdown(self) -> None:
-        """Ends the ranks and gives their bundles back; a second call does nothing."""
-        connection, self._connection = self._connection, None
+        """Ends the ranks and gives their bundles back; a second call does nothing, or finishes
+        what the first could not, as it was interrupted."""
+        connection = self._connection
         if connection is None:
             return
         self._is_cancelled.set()
@@ -325,11 +316,13 @@ class RayExecutor(Executor):
         try:
             if not has_turn:
                 logger.warning("a start of ranks does not leave off; ending them under its hands")
-            self._end_group(orderly=True)
-            if ray.is_initialized():
-                self._spares.close()
-                self._agents.close()
-            connection.close()
+            with contextlib.ExitStack() as stack:  # whatever one raises, the others are done
+                stack.callback(connection.close)
+                if connection.is_alive:
+                    stack.callback(self._agents.close)
+                    stack.callback(self._spares.close)
+                self._end_group(orderly=True)
+            self._connection = None
         finally:
             if has_turn:
                 self._turn.release()
@@ -339,9 +332,11 @@ class RayExecutor(Executor):
 
         Orderly: the workers may clean up before they go.
         """
-        placement, self._placement = self._placement, None
-        if self._group is not None:
-            self._group.end(orderly)
-            leftovers.sweep()
-        if placement is not None and ray.is_initialized():
-            placement.remove()
+        try:
+            if self._group is not None:
+                self._group.end(orderly and self._is_connected)
+                leftovers.sweep()
+        finally:
+            placement, self._placement = self._placement, None
+            if placement is not None and ray.is_initialized():
+                placement.remove()

@@ -91,8 +91,8 @@ class RayWorker:
         addresses: tuple[Address, Address],
         secret: bytes,
         wait_s: float,
-    ) -> None:
-        """Learns its rank and connects to the driver.
+    ) -> RankFailure | None:
+        """Learns its rank and connects to the driver; returns what prevented it.
 
         From here on the process ends when the driver's end of a channel closes, or is silent.
 
@@ -100,12 +100,16 @@ class RayWorker:
             addresses: where the driver listens for the channels of steps and of beats.
             wait_s: for the driver to take each connection.
         """
-        steps = connect(addresses[0], secret, rank, epoch, wait_s)
-        control = connect(addresses[1], secret, rank, epoch, wait_s)
+        try:
+            steps = connect(addresses[0], secret, rank, epoch, wait_s)
+            control = connect(addresses[1], secret, rank, epoch, wait_s)
+        except ChannelError as error:
+            return RankFailure.of(error, rank, str(self._place), "join", self._log.lines)
         progress = Progress()
-        BeatThread(rank, control, steps, progress).start()
+        BeatThread(rank, control, steps, progress, wait_s).start()
         self._thread = WorkerThread(steps, rank, str(self._place), self._log, progress)
         self._thread.start()
+        return None
 
     def create(self, config: EngineConfig) -> RankFailure | None:
         """Makes the worker, which imports torch; returns what prevented it."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import signal
+import threading
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -48,18 +49,40 @@ class Spares:
         self._environment = environment
         self._agents = agents
         self._spares: list[_Spare] = []
+        self._lock = threading.RLock()
+        self._timer: threading.Timer | None = None
 
-    def fill(self, node_ids: Sequence[str]) -> None:
+    def fill(self, node_ids: Sequence[str], delay_s: float = 0.0) -> None:
         """Starts what is missing, without waiting.
 
         Args:
             node_ids: of the ranks, in whose proportion spares are spread over nodes.
+            delay_s: until then; unless `take` or `close` come before.
         """
-        wanted = Counter(node_ids[i % len(node_ids)] for i in range(self._count))
-        wanted.subtract(spare.node_id for spare in self._spares)
-        for node_id, missing in wanted.items():
-            for _ in range(min(missing, self._count - len(self._spares))):
-                self._start(node_id)
+        if not self._count:
+            return
+        with self._lock:
+            self._cancel()
+            self._timer = threading.Timer(delay_s, self._fill, (list(node_ids),))
+            self._timer.daemon = True
+            self._timer.start()
+
+    def _cancel(self) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+
+    def _fill(self, node_ids: list[str]) -> None:
+        """In the timer's thread."""
+        with self._lock:
+            if self._timer is not threading.current_thread() or not ray.is_initialized():
+                return  # it was cancelled meanwhile
+            self._timer = None
+            wanted = Counter(node_ids[i % len(node_ids)] for i in range(self._count))
+            wanted.subtract(spare.node_id for spare in self._spares)
+            for node_id, missing in wanted.items():
+                for _ in range(min(missing, self._count - len(self._spares))):
+                    self._start(node_id)
 
     def _start(self, node_id: str) -> None:
         actor = (
@@ -77,19 +100,22 @@ class Spares:
     def take(self, node_ids: Sequence[str]) -> list[Any | None]:
         """An actor on each of these nodes, rather one that is ready than one that still imports;
         None: there is none."""
-        usable = self._usable() if self._spares else []
-        taken: list[Any | None] = []
-        for node_id in node_ids:
-            spare = next((spare for spare in usable if spare.node_id == node_id), None)
-            taken.append(None if spare is None else spare.actor)
-            if spare is not None:
-                usable.remove(spare)
-                self._spares.remove(spare)
-        return taken
+        with self._lock:
+            self._cancel()
+            usable = self._usable() if self._spares else []
+            taken: list[Any | None] = []
+            for node_id in node_ids:
+                spare = next((spare for spare in usable if spare.node_id == node_id), None)
+                taken.append(None if spare is None else spare.actor)
+                if spare is not None:
+                    usable.remove(spare)
+                    self._spares.remove(spare)
+            return taken
 
     def places(self) -> list[RankPlace]:
         """Of those that are ready."""
-        return [ray.get(spare.prepared, timeout=_ANSWER_S) for spare in self._prepared()]
+        with self._lock:
+            return [ray.get(spare.prepared, timeout=_ANSWER_S) for spare in self._prepared()]
 
     def _prepared(self) -> list[_Spare]:
         refs = [spare.prepared for spare in self._spares]
@@ -128,5 +154,7 @@ class Spares:
 
     def close(self) -> None:
         """Ends them."""
-        while self._spares:
-            self._end(self._spares.pop())
+        with self._lock:
+            self._cancel()
+            while self._spares:
+                self._end(self._spares.pop())

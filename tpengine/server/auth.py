@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import hashlib
 import hmac
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from tpengine.errors import ConfigError, PermissionDeniedError, UnauthenticatedError
 from tpengine.logger import init_logger
@@ -60,6 +61,16 @@ class Authenticator:
         """Whether a call without a token is refused."""
         return bool(self._ordinary)
 
+    def identify_call(self, context: Any) -> Client:
+        """The client that makes a call, by what gRPC knows of it.
+
+        Raises:
+            UnauthenticatedError: as `identify`.
+        """
+        metadata = context.invocation_metadata() or ()
+        headers = [str(value) for name, value in metadata if name == "authorization"]
+        return self.identify(headers, _certificate_name(context.auth_context()))
+
     def identify(self, headers: Sequence[str], certificate: str | None) -> Client:
         """The client that sent these.
 
@@ -91,6 +102,20 @@ class Authenticator:
             f"token {given.hex()[:12]}",
             frozenset({"serve", "admin"} if is_admin else {"serve"}),
         )
+
+
+def _certificate_name(peer: Mapping[str, Sequence[bytes]]) -> str | None:
+    """Tells certificates apart: by their names, or where they have none, by their bytes.
+
+    Args:
+        peer: what TLS has verified, as gRPC gives it.
+    """
+    for kind, label in (("x509_common_name", ""), ("x509_subject_alternative_name", "for ")):
+        names = sorted(name.decode("utf-8", "replace") for name in peer.get(kind, ()) if name)
+        if names:
+            return label + ", ".join(names)
+    pem = b"".join(peer.get("x509_pem_cert", ()))
+    return f"sha256 {hashlib.sha256(pem).hexdigest()[:32]}" if pem else None
 
 
 def read_tokens(file: str | None, variable: str | None, what: str) -> list[str]:

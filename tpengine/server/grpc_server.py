@@ -27,7 +27,7 @@ def make_server(
     limits: Limits,
 ) -> Any:
     """A server with all services; it listens nowhere yet."""
-    server = grpc.aio.server(interceptors=[Guard(authenticator)], options=_options(limits))
+    server = grpc.aio.server(interceptors=[Guard(authenticator, limits)], options=_options(limits))
     tpengine_pb2_grpc.add_GenerationServiceServicer_to_server(servicer, server)  # type: ignore[no-untyped-call]
     health_pb2_grpc.add_HealthServicer_to_server(health, server)
     reflection.enable_server_reflection((SERVICE, _HEALTH, reflection.SERVICE_NAME), server)
@@ -38,6 +38,8 @@ def _options(limits: Limits) -> list[tuple[str, int]]:
     return [
         # Two servers on one port would share it silently, each with half of the clients.
         ("grpc.so_reuseport", 0),
+        # Of one connection; a client keeps what is over it to itself, others are cut off.
+        ("grpc.max_concurrent_streams", limits.max_connection_calls + limits.queue.max_requests),
         ("grpc.max_receive_message_length", limits.max_message_bytes),
         # Of the second size calls are refused; between the two some would be.
         ("grpc.max_metadata_size", limits.max_metadata_bytes),

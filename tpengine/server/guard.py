@@ -5,8 +5,8 @@ from __future__ import annotations
 import asyncio
 import traceback
 import uuid
-from collections.abc import AsyncIterator, Awaitable, Callable
-from contextlib import aclosing
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from contextlib import aclosing, contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import Any, NoReturn
@@ -17,14 +17,15 @@ from google.protobuf.message import DecodeError
 from google.rpc.error_details_pb2 import BadRequest, RequestInfo, RetryInfo
 from google.rpc.status_pb2 import Status
 
-from tpengine.errors import EngineError, MalformedRequestError, RequestError
+from tpengine.errors import EngineError, MalformedRequestError, QueueFullError, RequestError
 from tpengine.logger import init_logger
 from tpengine.server.auth import Authenticator, Client
 from tpengine.server.convert import Refusal, refusal
-from tpengine.server.limits import MAX_REQUEST_ID
+from tpengine.server.limits import MAX_REQUEST_ID, Limits
 
 logger = init_logger(__name__)
 
+_RETRY_AFTER_S = 1.0
 _FREE = "/grpc.health.v1.Health/"
 _STATUS_DETAILS = "grpc-status-details-bin"
 """Where gRPC's richer error model has its `google.rpc.Status`."""
@@ -51,11 +52,23 @@ class Guard(grpc.aio.ServerInterceptor):  # type: ignore[misc]
 
     grpc's own ways would answer UNKNOWN, with the exception's text, to bytes that are no message
     and to whatever a method raises. Here messages are read inside the method, and each error goes
-    through the one table of status codes.
+    through the one table of status codes. grpc would also wait for a message before it asks who
+    calls, without end, and hold as many calls meanwhile as anybody likes to open: here a stranger
+    is refused first, open calls are counted, and a message has some seconds to come.
+
+    Args:
+        authenticator: tells who calls.
+        limits: how many calls may be open, and for how long without a message.
     """
 
-    def __init__(self, authenticator: Authenticator) -> None:
+    def __init__(self, authenticator: Authenticator, limits: Limits) -> None:
         self._authenticator = authenticator
+        self._message_s = limits.message_s
+        self._max_open = {
+            False: limits.max_calls + limits.queue.max_requests,
+            True: limits.max_health_calls,
+        }
+        self._num_open = {False: 0, True: 0}
         self._wrapped: dict[str, Any] = {}
 
     async def intercept_service(
@@ -71,58 +84,114 @@ class Guard(grpc.aio.ServerInterceptor):  # type: ignore[misc]
         return self._wrapped[details.method]
 
     def _wrap(self, method: str, handler: Any) -> Any:
+        """All as methods that take a stream, for grpc leaves the reading of those to them."""
         is_free = method.startswith(_FREE)
-        read, write = handler.request_deserializer, handler.response_serializer
+        write = handler.response_serializer
+        if handler.unary_unary is not None:
+            return grpc.stream_unary_rpc_method_handler(self._unary(handler, is_free), None, write)
+        if handler.unary_stream is not None:
+            stream = self._stream(handler, is_free)
+        else:
+            stream = self._both_ways(handler, is_free)
+        return grpc.stream_stream_rpc_method_handler(stream, None, write)
 
-        async def unary(data: bytes, context: Any) -> Any:
-            request = None
-            call = Call(None, f"req-{uuid.uuid4().hex}")
-            try:
-                call = self._enter(context, call, is_free)
-                request = _read(read, data)
-                return await handler.unary_unary(request, context)
-            except Exception as error:
-                await _refuse(context, error, request, call)
+    def _unary(self, handler: Any, is_free: bool) -> Callable[..., Any]:
+        read = handler.request_deserializer
 
-        async def stream(data: bytes, context: Any) -> None:
-            request = None
-            call = Call(None, f"req-{uuid.uuid4().hex}")
+        async def unary(_: Any, context: Any) -> Any:
+            told = _Told(f"req-{uuid.uuid4().hex}")
             try:
-                call = self._enter(context, call, is_free)
-                request = _read(read, data)
-                async with aclosing(handler.unary_stream(request, context)) as answers:
-                    async for answer in answers:
-                        await context.write(answer)
+                with self._enter(context, told.request_id, is_free):
+                    told.request = _read(read, await self._receive(context))
+                    return await handler.unary_unary(told.request, context)
             except Exception as error:
-                await _refuse(context, error, request, call)
+                await _refuse(context, error, told)
+
+        return unary
+
+    def _stream(self, handler: Any, is_free: bool) -> Callable[..., Any]:
+        read = handler.request_deserializer
+
+        async def stream(_: Any, context: Any) -> None:
+            told = _Told(f"req-{uuid.uuid4().hex}")
+            try:
+                with self._enter(context, told.request_id, is_free):
+                    told.request = _read(read, await self._receive(context))
+                    async with aclosing(handler.unary_stream(told.request, context)) as answers:
+                        write = context.write
+                        async for answer in answers:
+                            await write(answer)
+            except Exception as error:
+                await _refuse(context, error, told)
+
+        return stream
+
+    def _both_ways(self, handler: Any, is_free: bool) -> Callable[..., Any]:
+        read = handler.request_deserializer
 
         async def both_ways(requests: AsyncIterator[bytes], context: Any) -> None:
-            call = Call(None, f"req-{uuid.uuid4().hex}")
+            told = _Told(f"req-{uuid.uuid4().hex}")
             try:
-                call = self._enter(context, call, is_free)
-                messages = (_read(read, data) async for data in requests)
-                async with aclosing(handler.stream_stream(messages, context)) as answers:
-                    async for answer in answers:
-                        await context.write(answer)
+                with self._enter(context, told.request_id, is_free):
+                    messages = (_read(read, data) async for data in requests)
+                    async with aclosing(handler.stream_stream(messages, context)) as answers:
+                        async for answer in answers:
+                            await context.write(answer)
             except Exception as error:
-                await _refuse(context, error, None, call)
+                await _refuse(context, error, told)
 
-        if handler.unary_unary is not None:
-            return grpc.unary_unary_rpc_method_handler(unary, None, write)
-        if handler.unary_stream is not None:
-            return grpc.unary_stream_rpc_method_handler(stream, None, write)
-        return grpc.stream_stream_rpc_method_handler(both_ways, None, write)
+        return both_ways
 
-    def _enter(self, context: Any, call: Call, is_free: bool) -> Call:
-        """Finds out who calls, for all that the current task does from here on."""
-        if not is_free:
-            metadata = context.invocation_metadata() or ()
-            headers = [str(value) for name, value in metadata if name == "authorization"]
-            names = context.auth_context().get("x509_common_name", ())
-            certificate = names[0].decode("utf-8", "replace") if names else None
-            call = Call(self._authenticator.identify(headers, certificate), call.request_id)
-        CALL.set(call)
-        return call
+    @contextmanager
+    def _enter(self, context: Any, request_id: str, is_free: bool) -> Iterator[None]:
+        """Finds out who calls, for all that the current task does, and counts the call.
+
+        Raises:
+            UnauthenticatedError: nobody that the server knows.
+            QueueFullError: too many calls are open.
+        """
+        client = None if is_free else self._authenticator.identify_call(context)
+        if self._num_open[is_free] >= self._max_open[is_free]:
+            raise QueueFullError(
+                f"{self._num_open[is_free]} calls are open at this server, and no more may be; "
+                "try again later",
+                retry_after_s=_RETRY_AFTER_S,
+            )
+        CALL.set(Call(client, request_id))
+        self._num_open[is_free] += 1
+        try:
+            yield
+        finally:
+            self._num_open[is_free] -= 1
+
+    async def _receive(self, context: Any) -> bytes:
+        """The call's one message.
+
+        Raises:
+            MalformedRequestError: none came.
+        """
+        try:
+            data = await asyncio.wait_for(context.read(), self._message_s)
+        except asyncio.TimeoutError:
+            raise MalformedRequestError(
+                f"no request message came within {self._message_s:g} s; send it with the call"
+            ) from None
+        if data is grpc.aio.EOF:
+            raise MalformedRequestError("the call ended without its request message; send one")
+        return bytes(data)
+
+
+@dataclass(slots=True)
+class _Told:
+    """What an error is to be told with.
+
+    Attributes:
+        request_id: made by the server.
+        request: the message; None until it is understood.
+    """
+
+    request_id: str
+    request: Any = None
 
 
 def _read(read: Callable[[bytes], Any], data: bytes) -> Any:
@@ -136,12 +205,12 @@ def _read(read: Callable[[bytes], Any], data: bytes) -> Any:
         ) from None
 
 
-async def _refuse(context: Any, error: Exception, request: Any, call: Call) -> NoReturn:
+async def _refuse(context: Any, error: Exception, call: _Told) -> NoReturn:
     """Ends the call with the status that the table gives."""
     if isinstance(error, grpc.aio.AbortError):
         raise error
-    request_id = getattr(request, "request_id", "")[:MAX_REQUEST_ID] or call.request_id
-    told = refusal(error, request, request_id)
+    request_id = getattr(call.request, "request_id", "")[:MAX_REQUEST_ID] or call.request_id
+    told = refusal(error, call.request, request_id)
     if told.code is grpc.StatusCode.INTERNAL:
         _log(error, request_id)
     await context.abort(told.code, told.text, _trailers(told, request_id))

@@ -15,8 +15,8 @@ from functools import partial
 from typing import Any, NoReturn, TypeVar
 
 from tpengine.engine.async_llm_engine import AsyncLLMEngine
+from tpengine.engine.engine_start import EngineStart
 from tpengine.engine.generate_request import GenerateRequest
-from tpengine.engine.llm_engine import LLMEngine
 from tpengine.engine_args import EngineArgs
 from tpengine.errors import EngineError, TPEngineError
 from tpengine.logger import init_logger
@@ -36,8 +36,12 @@ _LOOK_S = 0.2
 """How often the engine is asked how it is."""
 _WRITE_S = 2.0
 """What a finished request's last words get to leave the server, at least."""
-_ENGINE_END_S = 40.0
+_STEP_END_S = 5.0
+"""What the step that runs at the end gets beyond the drain's time; a longer one hangs."""
+_RANKS_END_S = 8.0
+"""What the ranks of an engine that is given up get to end in order."""
 _EXIT_S = 10.0
+_SIGNALS = (signal.SIGTERM, signal.SIGINT)
 
 T = TypeVar("T")
 
@@ -76,20 +80,20 @@ class _Server:
         phases: Mapping[str, float],
     ) -> None:
         self._args = args
-        self._engine_args = engine_args
+        self._start = EngineStart(engine_args)
         self._limits = args.limits()
         self._state = ServerState(args.model_name(engine_args.model), args.drain_timeout)
         self._health = HealthServicer()
         self._phases = dict(phases)
         self._phase = ""
+        self._first_signal: signal.Signals | None = None
         servicer = GenerationServicer(self._state, self._limits)
         self._authenticator = authenticator
         self._grpc = make_server(servicer, self._health, authenticator, self._limits)
 
     async def run(self) -> int:
         """The whole life."""
-        for number in (signal.SIGTERM, signal.SIGINT):
-            asyncio.get_running_loop().add_signal_handler(number, self._on_signal, number)
+        self._catch_signals()
         with contextlib.ExitStack() as closing:
             metrics = ""
             with self._timed("listen"):
@@ -101,20 +105,22 @@ class _Server:
                 await self._grpc.start()
             return await self._serve(port, metrics)
 
+    def _catch_signals(self) -> None:
+        """Again and again while the engine is built: Ray puts a handler of its own, which ends the
+        process without a drain, in the place of ours when it is initialised."""
+        for number in _SIGNALS:
+            asyncio.get_running_loop().add_signal_handler(number, self._on_signal, number)
+
     def _metrics_text(self) -> bytes:
         engine = self._state.engine
         return b"" if engine is None else engine.metrics_text(self._state.model)
 
     async def _serve(self, port: int, metrics: str) -> int:
         # Health answers from here on: alive, and not ready.
+        starting = asyncio.create_task(self._start_engine())
+        await self._wait_for_start(starting)
         try:
-            engine = await asyncio.wait_for(self._start_engine(), self._args.startup_timeout)
-        except asyncio.TimeoutError:
-            self._leave(
-                EXIT_FAILED,
-                f"not ready within startup_timeout = {self._args.startup_timeout:g} s: still in "
-                f"phase {self._phase!r}; raise it, or see above for what takes so long",
-            )
+            engine = starting.result()
         except TPEngineError as error:
             await self._grpc.stop(0)
             logger.error("the server cannot start: %s: %s", type(error).__name__, error)
@@ -123,20 +129,42 @@ class _Server:
         code = await self._watch(engine)
         return await self._end(engine, code)
 
+    async def _wait_for_start(self, starting: asyncio.Task[AsyncLLMEngine]) -> None:
+        """Returns when the start has ended, well or not; leaves when it is called off."""
+        ending = asyncio.create_task(self._state.ending.wait())
+        end = time.monotonic() + self._args.startup_timeout
+        while not starting.done():
+            left_s = end - time.monotonic()
+            if self._state.ending.is_set():
+                await self._give_up(EXIT_OK, f"{self._state.why} during start-up: nothing runs yet")
+            if left_s <= 0:
+                await self._give_up(
+                    EXIT_FAILED,
+                    f"not ready within startup_timeout = {self._args.startup_timeout:g} s: still "
+                    f"in phase {self._phase!r}; raise it, or see above for what takes so long",
+                )
+            await asyncio.wait(
+                {starting, ending},
+                timeout=min(left_s, _LOOK_S),
+                return_when=asyncio.FIRST_COMPLETED,
+            )
+            self._catch_signals()
+        ending.cancel()
+
     async def _start_engine(self) -> AsyncLLMEngine:
         """Loads the model and proves with one token that the engine gets on.
 
         Raises:
             EngineError: it cannot be built, or that token does not come.
         """
-        build = partial(LLMEngine.from_engine_args, self._engine_args)
         with self._timed("engine"):
             engine = await _in_thread(
                 partial(
                     AsyncLLMEngine,
-                    build,
+                    self._start.build,
                     self._limits.queue,
-                    start_timeout_s=self._args.startup_timeout,
+                    # Which is told by `_wait_for_start`.
+                    start_timeout_s=self._args.startup_timeout + _EXIT_S,
                 )
             )
         with self._timed("first token"):
@@ -180,10 +208,12 @@ class _Server:
 
     def _on_signal(self, number: int) -> None:
         name = signal.Signals(number).name
-        if self._state.state is State.LOADING:
-            self._leave(EXIT_OK, f"{name} during start-up: nothing runs yet")
-        if self._state.state is State.DRAINING:
-            self._leave(128 + number, f"{name} while draining: ending at once")
+        if self._first_signal is not None:
+            logger.warning("%s after %s: ending at once", name, self._first_signal.name)
+            _exit_now(128 + number)
+        self._first_signal = signal.Signals(number)
+        if self._state.is_draining:
+            logger.info("%s: the server ends already; another signal ends it at once", name)
         self._state.ask_to_end(name)
 
     async def _watch(self, engine: AsyncLLMEngine) -> int:
@@ -224,15 +254,20 @@ class _Server:
         self._health.close()
         await self._grpc.stop(0.5)
         try:
-            await asyncio.wait_for(engine.shutdown(), _ENGINE_END_S)
-        except (EngineError, asyncio.TimeoutError) as error:
-            self._leave(code or EXIT_FAILED, f"the engine does not end ({error}); leaving it")
+            await engine.shutdown(_STEP_END_S)
+        except EngineError as error:
+            await self._give_up(code or EXIT_FAILED, f"the engine does not end ({error})")
         logger.info("the server has ended, exit code %d", code)
         return code
 
-    def _leave(self, code: int, why: str) -> NoReturn:
-        """Ends the process at once: a thread that hangs in native code cannot be ended."""
+    async def _give_up(self, code: int, why: str) -> NoReturn:
+        """Ends the process without the engine's thread, which cannot be ended where it hangs in
+        native code. Its ranks go first: left alone, they would stay until they miss the driver."""
         logger.warning("%s", why)
+        try:
+            await asyncio.wait_for(_in_thread(self._start.cancel), _RANKS_END_S)
+        except Exception as error:
+            logger.warning("the ranks have not ended in order: %s: %s", type(error).__name__, error)
         _exit_now(code)
 
 

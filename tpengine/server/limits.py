@@ -33,6 +33,10 @@ class Limits:
         max_token_rules: biases, and allowed ids; of bad words a sixteenth, for each is tokenized.
         max_logprob_entries: candidates of all tokens of a request, which are held until it is read.
         max_chat_messages: of a conversation.
+        max_calls: open calls, those of health and those that may wait in the queue not counted.
+        max_connection_calls: likewise, of one connection.
+        max_health_calls: open calls of health, which need no token.
+        message_s: what a call's message may take to come, in seconds.
         queue: what may wait.
     """
 
@@ -44,6 +48,10 @@ class Limits:
     max_token_rules: int = 16384
     max_logprob_entries: int = 1 << 20
     max_chat_messages: int = 4096
+    max_calls: int = 4096
+    max_connection_calls: int = 1024
+    max_health_calls: int = 512
+    message_s: float = 20.0
     queue: QueueLimits = field(default_factory=QueueLimits)
 
 

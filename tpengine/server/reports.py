@@ -72,8 +72,9 @@ def server_info(state: ServerState, limits: Limits) -> pb.GetServerInfoResponse:
     message.block_size = stats.cache.block_size
     message.num_device_blocks = stats.cache.num_total_blocks
     message.num_host_blocks = min((one.num_host_blocks for one in stats.ledgers), default=0)
-    for rank, device in enumerate(stats.devices):
-        message.ranks.add(rank=rank, device=device, node=stats.nodes[rank])
+    # Not strict: this is read while another thread replaces the group of ranks.
+    for rank, (device, node) in enumerate(zip(stats.devices, stats.nodes, strict=False)):
+        message.ranks.add(rank=rank, device=device, node=node)
     for ledger in stats.ledgers:
         if ledger.rank < len(message.ranks):
             message.ranks[ledger.rank].memory.CopyFrom(_ledger(ledger))

@@ -20,6 +20,8 @@ from tpengine.server.limits import DEFAULT_MESSAGE_BYTES, Limits
 from tpengine.server.tls import TlsFiles
 
 MAX_MESSAGE_MIB = 1024
+MAX_QUEUED = (1 << 63) - 1
+"""As much as the protocol can say."""
 _QUEUE = QueueLimits()
 
 
@@ -87,6 +89,10 @@ class ServerArgs:
             seconds = getattr(self, name)
             if not 0.0 <= seconds < math.inf:
                 raise ConfigError(f"{name} must be at least 0 seconds and finite, got {seconds}")
+        for name in ("max_queued_requests", "max_queued_tokens"):
+            bound = getattr(self, name)
+            if bound > MAX_QUEUED:
+                raise ConfigError(f"{name} must be at most {MAX_QUEUED}, got {bound}")
         if not 0.0 < self.max_message_mib <= MAX_MESSAGE_MIB:
             raise ConfigError(
                 f"max_message_mib must be more than 0 and at most {MAX_MESSAGE_MIB}, got "

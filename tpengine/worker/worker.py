@@ -281,10 +281,6 @@ class Worker:
         with self._forward():
             return self._require_runner().execute(step)
 
-    def weights_bytes(self) -> int:
-        """Bytes of this rank's weights, as they lie in memory."""
-        return self._require_runner().weights_bytes
-
     def shutdown(self) -> None:
         """Lets go of weights, cache and the other ranks."""
         self._parallel.close()

@@ -1,0 +1,95 @@
+"""The end of a drain: who is cut off gets all that was made; nobody waits for what is over."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable
+
+import pytest
+
+from async_engine.conftest import MakeEngine
+from async_engine.tools import TIMEOUT_S, Gate, run_async, stream
+from tpengine import AsyncLLMEngine
+from tpengine.engine import async_llm_engine
+from tpengine.errors import EngineError, RequestAbortedError
+
+MakeGate = Callable[[AsyncLLMEngine], Gate]
+SOON_S = 10.0
+
+
+def hold_up_the_loop(engine: AsyncLLMEngine) -> None:
+    """Until the engine's thread has brought a step's outputs, which nobody takes meanwhile."""
+    end = time.monotonic() + TIMEOUT_S
+    while not engine._book.thread._events:
+        assert time.monotonic() < end
+        time.sleep(0.001)
+
+
+def test_a_request_that_ends_as_its_time_is_up_has_ended(make: MakeEngine, gate: MakeGate) -> None:
+    """Its last output is on the way; its reader has more to read, and gets all of it."""
+    engine = make()
+    held = gate(engine)
+
+    async def ask() -> None:
+        outputs = engine.generate(None, stream(6), prompt_token_ids=[4])
+        held.let(1)
+        token_ids = list((await anext(outputs)).outputs[0].token_ids)
+        held.let(4)
+        await held.reached(6)
+        await asyncio.sleep(0)
+        held.let(1)
+        hold_up_the_loop(engine)
+        assert await engine.drain(0) == 0  # in this turn of the loop; `run_async` bounds it
+        async for output in outputs:
+            token_ids += output.outputs[0].token_ids
+        assert output.finished
+        assert len(token_ids) == 6
+
+    run_async(ask())
+
+
+def test_who_is_cut_off_gets_what_was_made(make: MakeEngine, gate: MakeGate) -> None:
+    """Also of the step whose outputs are on the way, and though it waits for just these."""
+    engine = make()
+    held = gate(engine)
+
+    async def ask() -> None:
+        outputs = engine.generate(None, stream(6), prompt_token_ids=[4])
+        held.let(1)
+        await anext(outputs)
+        await held.reached(2)
+        reader = asyncio.ensure_future(anext(outputs))
+        await asyncio.sleep(0)
+        held.let(1)
+        hold_up_the_loop(engine)
+        held.open()
+        assert await engine.drain(0) == 1
+        with pytest.raises(RequestAbortedError) as caught:
+            await reader
+        assert caught.value.output is not None
+        assert len(caught.value.output.outputs[0].token_ids) == 1
+
+    run_async(ask())
+    assert engine.llm_engine.num_free_blocks == engine.llm_engine.num_total_blocks
+
+
+def test_a_step_that_hangs_does_not_hold_up_the_end(
+    make: MakeEngine, gate: MakeGate, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(async_llm_engine, "_CUT_OFF_S", 0.1)
+    engine = make()
+    held = gate(engine)
+
+    async def ask() -> None:
+        outputs = engine.generate(None, stream(6), prompt_token_ids=[4])
+        reader = asyncio.ensure_future(anext(outputs))
+        await held.reached(1)
+        assert await asyncio.wait_for(engine.drain(0.1), SOON_S) == 1
+        with pytest.raises(RequestAbortedError):
+            await reader
+        with pytest.raises(EngineError, match="hangs in a step"):
+            await asyncio.wait_for(engine.shutdown(0.1), SOON_S)
+        held.open()
+
+    run_async(ask())

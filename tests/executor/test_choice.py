@@ -1,0 +1,69 @@
+"""What fails between the choice of an executor and a ready engine leaves nothing behind."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from tpengine import EngineArgs, LLMEngine
+from tpengine.config import EMBEDDED_MODEL
+from tpengine.engine import llm_engine
+from tpengine.executor.local_executor import LocalExecutor
+
+
+class FakeConnection:
+    """Counts those that are open."""
+
+    num_open = 0
+
+    def __init__(self, address: str | None) -> None:
+        FakeConnection.num_open += 1
+
+    def close(self) -> None:
+        FakeConnection.num_open -= 1
+
+
+def test_connection_is_closed_when_no_executor_can_be_made(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    ray_connection = pytest.importorskip("tpengine.executor.ray_connection")
+    from tpengine.executor import ray_executor
+
+    class Unlucky:
+        @staticmethod
+        def detect_device(wanted: str) -> str:
+            return "cpu"
+
+        def __init__(self, *args: Any) -> None:
+            assert FakeConnection.num_open == 1
+            raise ZeroDivisionError
+
+    monkeypatch.setattr(ray_connection, "RayConnection", FakeConnection)
+    monkeypatch.setattr(ray_executor, "RayExecutor", Unlucky)
+    with pytest.raises(ZeroDivisionError):
+        LLMEngine.from_engine_args(EngineArgs(EMBEDDED_MODEL, executor="ray"))
+    assert FakeConnection.num_open == 0
+
+
+@pytest.mark.parametrize("part", ["Recovery", "OutputProcessor"])
+def test_ranks_are_ended_when_no_engine_can_be_made(
+    monkeypatch: pytest.MonkeyPatch, part: str
+) -> None:
+    """Although the error, and with it the unfinished engine, is kept."""
+    ended: list[LocalExecutor] = []
+    shutdown = LocalExecutor.shutdown
+
+    def noted(self: LocalExecutor) -> None:
+        ended.append(self)
+        shutdown(self)
+
+    def fail(*_: Any) -> None:
+        raise ZeroDivisionError
+
+    monkeypatch.setattr(LocalExecutor, "shutdown", noted)
+    monkeypatch.setattr(llm_engine, part, fail)
+    args = EngineArgs(EMBEDDED_MODEL, device="cpu", num_device_blocks_override=256)
+    with pytest.raises(ZeroDivisionError) as caught:
+        LLMEngine.from_engine_args(args)
+    assert len(ended) == 1, caught.tb

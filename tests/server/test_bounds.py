@@ -1,0 +1,110 @@
+"""What anybody can open at a server and leave open is bounded, and a stranger holds nothing."""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+import struct
+from collections.abc import Awaitable, Callable
+from typing import Any
+
+import grpc
+import pytest
+
+from server.calls import SERVICE, TIMEOUT_S
+from server.guarded import guarded_server
+from tpengine.engine.admission import QueueLimits
+from tpengine.server.auth import Authenticator
+from tpengine.server.limits import Limits
+
+Code = grpc.StatusCode
+TOKEN = "one-0123456789abcdef"
+HEALTH = "/grpc.health.v1.Health/"
+PREFACE = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + struct.pack(">HBBBL", 0, 0, 4, 0, 0)
+MAX_CONCURRENT_STREAMS = 3
+
+
+async def code(call: Any) -> grpc.StatusCode:
+    return await asyncio.wait_for(call.code(), TIMEOUT_S)
+
+
+def on_channel(target: str, use: Callable[[grpc.aio.Channel], Awaitable[None]]) -> None:
+    async def run() -> None:
+        async with grpc.aio.insecure_channel(target) as channel:
+            await use(channel)
+
+    asyncio.run(run())
+
+
+@pytest.mark.parametrize("name", ["Generate", "GenerateStream", "Tokenize", "Drain"])
+def test_a_stranger_is_refused_before_it_says_anything(name: str) -> None:
+    async def park(channel: grpc.aio.Channel) -> None:
+        call = channel.stream_unary(SERVICE + name)()  # neither message, nor token, nor deadline
+        assert await code(call) is Code.UNAUTHENTICATED
+
+    with guarded_server(Authenticator([TOKEN])) as target:
+        on_channel(target, park)
+
+
+@pytest.mark.parametrize(
+    ("path", "metadata"),
+    [(SERVICE + "Generate", (("authorization", f"Bearer {TOKEN}"),)), (HEALTH + "Check", ())],
+)
+def test_open_calls_are_bounded(path: str, metadata: tuple[tuple[str, str], ...]) -> None:
+    limits = Limits(max_calls=3, max_health_calls=4, queue=QueueLimits(max_requests=1))
+
+    async def park(channel: grpc.aio.Channel) -> None:
+        open_call = channel.stream_unary(path)
+        # They arrive in any order: one of them, whichever it is, is one too many.
+        calls = [open_call(metadata=metadata) for _ in range(5)]
+        waits = {asyncio.create_task(code(call)): call for call in calls}
+        done, held = await asyncio.wait(waits, timeout=TIMEOUT_S, return_when="FIRST_COMPLETED")
+        assert [task.result() for task in done] == [Code.RESOURCE_EXHAUSTED]
+        assert len(held) == 4
+        waits[next(iter(held))].cancel()
+        later = Code.RESOURCE_EXHAUSTED
+        end = asyncio.get_running_loop().time() + TIMEOUT_S
+        while later is Code.RESOURCE_EXHAUSTED:
+            assert asyncio.get_running_loop().time() < end
+            later = await code(channel.unary_unary(path)(b"", metadata=metadata))
+        assert later in (Code.OK, Code.UNAVAILABLE), "the place of one that left is free"
+        for call in calls:
+            call.cancel()
+        await asyncio.wait(waits, timeout=TIMEOUT_S)
+
+    with guarded_server(Authenticator([TOKEN]), limits=limits) as target:
+        on_channel(target, park)
+
+
+def test_a_message_has_its_time() -> None:
+    async def park(channel: grpc.aio.Channel) -> None:
+        call = channel.stream_unary(SERVICE + "Generate")()
+        assert await code(call) is Code.INVALID_ARGUMENT
+        assert "0.05 s" in await call.details()
+
+    with guarded_server(limits=Limits(message_s=0.05)) as target:
+        on_channel(target, park)
+
+
+def test_a_call_that_brings_no_message() -> None:
+    async def ask(channel: grpc.aio.Channel) -> None:
+        call = channel.stream_unary(SERVICE + "Generate")()
+        await call.done_writing()
+        assert await code(call) is Code.INVALID_ARGUMENT
+
+    with guarded_server() as target:
+        on_channel(target, ask)
+
+
+def test_a_connection_is_told_how_many_calls_it_may_have() -> None:
+    limits = Limits(max_connection_calls=7, queue=QueueLimits(max_requests=2))
+    with guarded_server(limits=limits) as target:
+        host, _, port = target.partition(":")
+        with socket.create_connection((host, int(port)), timeout=TIMEOUT_S) as connection:
+            connection.sendall(PREFACE)
+            with connection.makefile("rb") as stream:
+                head = stream.read(9)  # the first frame is the settings
+                length, kind = int.from_bytes(head[:3], "big"), head[3]
+                settings = dict(struct.iter_unpack(">HL", stream.read(length)))
+    assert kind == 4
+    assert settings[MAX_CONCURRENT_STREAMS] == 9

@@ -1,0 +1,97 @@
+"""A server whose ranks are processes of a Ray of its own: what its life looks like from outside."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import pytest
+from support.engines import complete, greedy, make_engine
+from support.server_process import ServerProcess, wait_until
+
+from server.calls import long_request
+from server.test_lifecycle import END_S, free_port, start
+from tpengine.config import EMBEDDED_MODEL
+from tpengine.server.proto import tpengine_pb2 as pb
+
+RANKS = ["--tensor-parallel-size", "2", "--device", "cpu", "--dtype", "float32"]
+RANKS += ["--num-device-blocks-override", "256"]
+NUM_TOKENS = 600
+RAY_S = 120.0
+"""For a Ray and two ranks to start, where others want the cores."""
+
+
+@pytest.fixture(autouse=True)
+def _own_ray(monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("ray")
+    monkeypatch.setenv("RAY_ADDRESS", "local")
+    monkeypatch.setenv("RAY_AUTH_MODE", "disabled")
+    monkeypatch.setenv("RAY_USAGE_STATS_ENABLED", "0")
+
+
+def session(pid: int) -> list[str]:
+    """Commands that run in the session that a process began, except itself."""
+    found = subprocess.run(
+        ["ps", "-o", "pid=,stat=,args=", "--sid", str(pid)], capture_output=True, text=True
+    )
+    lines = [line.split(None, 2) for line in found.stdout.splitlines()]
+    return [args for one, state, args in lines if int(one) != pid and not state.startswith("Z")]
+
+
+def test_streams_go_on_over_a_recovery_and_a_drain(tmp_path: Path) -> None:
+    with make_engine(EMBEDDED_MODEL) as engine:
+        expected = complete(engine, [5, 6, 7], greedy(NUM_TOKENS)).token_ids
+    log = tmp_path / "log"
+    with ServerProcess(*RANKS, "--drain-timeout", "90", log=log, start_timeout_s=RAY_S) as server:
+
+        def about() -> Any:
+            return server.stub.GetServerInfo(pb.GetServerInfoRequest(), timeout=END_S)
+
+        stream = server.stub.GenerateStream(long_request(NUM_TOKENS), timeout=RAY_S)
+        token_ids = list(next(stream).outputs[0].token_ids)
+        ranks = about().ranks
+        assert [(rank.rank, bool(rank.node), bool(rank.device)) for rank in ranks] == [
+            (0, True, True),
+            (1, True, True),
+        ]
+        found = re.search(r"pid[ =](\d+)", ranks[1].device)
+        assert found is not None
+        os.kill(int(found[1]), signal.SIGKILL)
+        states = set()
+
+        def is_back() -> bool:
+            info = about()  # never refused, whatever the ranks are doing
+            states.add(info.state)
+            assert len(info.ranks) == 2
+            return bool(info.recoveries == 1 and info.state == pb.SERVER_STATE_RUNNING)
+
+        wait_until(is_back, RAY_S)
+        assert pb.SERVER_STATE_RECOVERING in states
+        assert about().epoch == 2
+        late = server.stub.Generate.future(long_request(NUM_TOKENS), timeout=RAY_S)
+        wait_until(lambda: server.loads().num_open_calls == 2, END_S)
+        server.process.send_signal(signal.SIGTERM)
+        for message in stream:
+            token_ids += message.outputs[0].token_ids
+        assert token_ids == expected
+        assert list(late.result().outputs[0].token_ids) == expected
+        assert server.process.wait(END_S) == 0
+        wait_until(lambda: not session(server.pid), END_S)
+
+
+def test_a_signal_during_start_up_leaves_no_process(tmp_path: Path) -> None:
+    log = tmp_path / "log"
+    process = start("1000000", *RANKS, "--port", str(free_port()), log=log)
+    try:
+        wait_until(lambda: "rank 1 on " in log.read_text(), RAY_S)
+        process.send_signal(signal.SIGTERM)
+        assert process.wait(END_S) == 0
+        assert "SIGTERM during start-up" in log.read_text()
+        wait_until(lambda: not session(process.pid), 5.0)
+    finally:
+        process.kill()
+        process.wait(END_S)

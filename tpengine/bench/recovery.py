@@ -1,0 +1,204 @@
+"""What a recovery takes: ranks are killed in the middle of decoding, with and without spares.
+
+Of each kill: how soon it was found; how long until a step could be scheduled again, by phase; and
+the longest gap on a stream, beside the time that the same engine takes, undisturbed, to compute as
+many tokens as were lost.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import random
+import signal
+import statistics
+import time
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from tqdm import tqdm
+
+from tpengine import envs
+from tpengine.bench.machine import report_head
+from tpengine.bench.ranks import write_weights
+from tpengine.bench.workload import SHAPES, shape_folder
+from tpengine.engine.health import EngineState, RecoveryRecord
+from tpengine.engine.llm_engine import LLMEngine
+from tpengine.engine_args import EngineArgs
+from tpengine.errors import ConfigError
+from tpengine.executor.ray_executor import RayExecutor
+from tpengine.sampling_params import RequestOutputKind, SamplingParams
+
+_CACHE_GIB = 0.5
+_FIRST_ID = 5
+_SPARES_S = 60.0
+_POLL_S = 0.05
+_STREAM = SamplingParams(
+    temperature=0.0,
+    max_tokens=1 << 20,
+    ignore_eos=True,
+    output_kind=RequestOutputKind.DELTA,
+    detokenize=False,
+)
+
+
+@dataclass(frozen=True)
+class Kill:
+    """One kill, in seconds.
+
+    Attributes:
+        found_s: from the signal until the engine knew.
+        recompute_s: of as many tokens in as many requests, measured afterwards on the new ranks.
+    """
+
+    found_s: float
+    recompute_s: float
+    record: RecoveryRecord
+
+    @property
+    def gap_s(self) -> float:
+        """The longest between two tokens of a stream."""
+        return self.record.longest_gap_s or 0.0
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Adds what this benchmark can be told."""
+    parser.add_argument("--shape", choices=sorted(SHAPES), default="llama-124m")
+    parser.add_argument("--ranks", type=int, default=2, help="(default: %(default)s)")
+    parser.add_argument("--kills", type=int, default=7, help="of each kind (default: %(default)s)")
+    parser.add_argument("--num-streams", type=int, default=8, help="(default: %(default)s)")
+    parser.add_argument("--input-len", type=int, default=128, help="(default: %(default)s)")
+    parser.add_argument("--dtype", default="auto", help="(default: %(default)s)")
+
+
+def run(args: argparse.Namespace) -> int:
+    """Measures and prints the report."""
+    import ray
+
+    if min(args.ranks, args.kills, args.num_streams, args.input_len) < 1:
+        raise ConfigError("--ranks, --kills, --num-streams and --input-len must be at least 1")
+    envs.prepare_local_ray()
+    ray.init(address="local", num_cpus=args.ranks, include_dashboard=False, log_to_driver=False)
+    try:
+        with shape_folder(args.shape) as folder:
+            engine_args = EngineArgs(
+                folder,
+                device="cpu",
+                dtype=args.dtype,
+                tensor_parallel_size=args.ranks,
+                executor="ray",
+                cpu_kv_cache_space=_CACHE_GIB / args.ranks,
+                swap_space=0.0,
+                max_recoveries=args.kills,
+                disable_log_stats=True,
+            )
+            write_weights(engine_args, Path(folder))
+            print(report_head(engine_args))
+            print(
+                f"work                {args.shape} on {args.ranks} ranks, {args.num_streams} "
+                f"streams with prompts of {args.input_len} tokens, {args.kills} kills of each kind"
+            )
+            for spare_workers in (0, args.ranks):
+                kills = _measure(replace(engine_args, spare_workers=spare_workers), args)
+                _report(f"{spare_workers} spares", kills)
+    finally:
+        ray.shutdown()
+    print(f"machine's load      {os.getloadavg()[0]:.1f} on {os.cpu_count()} cores")
+    return 0
+
+
+def _measure(engine_args: EngineArgs, args: argparse.Namespace) -> list[Kill]:
+    rng = random.Random(0)
+    with LLMEngine.from_engine_args(engine_args) as engine:
+        return [
+            _kill(engine, rng, args.num_streams, args.input_len, engine_args.spare_workers)
+            for _ in tqdm(range(args.kills), desc=f"{engine_args.spare_workers} spares")
+        ]
+
+
+def _kill(
+    engine: LLMEngine, rng: random.Random, num_streams: int, input_len: int, spare_workers: int
+) -> Kill:
+    """Kills a rank under streams that decode."""
+    executor = engine._executor
+    assert isinstance(executor, RayExecutor)
+    deadline = time.monotonic() + _SPARES_S
+    while len(executor._spares.places()) < spare_workers and time.monotonic() < deadline:
+        time.sleep(_POLL_S)
+    lengths = _serve_until_decoding(engine, rng, num_streams, input_len)
+    os.kill(rng.choice(executor.places).pid, signal.SIGKILL)
+    start = time.monotonic()
+    while engine.health().state is EngineState.RUNNING:
+        _step(engine, lengths)
+    found_s = time.monotonic() - start
+    before = dict(lengths)
+    # Until each stream has gone on: the record's gap is then that of the slowest.
+    while any(lengths[name] == before[name] for name in lengths):
+        _step(engine, lengths)
+    record = engine.recoveries[-1]
+    engine.abort_request(list(lengths))
+    while engine.has_unfinished_requests():
+        engine.step()
+    return Kill(found_s, _recompute_s(engine, rng, list(before.values())), record)
+
+
+def _serve_until_decoding(
+    engine: LLMEngine, rng: random.Random, num_streams: int, input_len: int
+) -> dict[str, int]:
+    """Starts streams; returns the tokens of each so far, prompt included."""
+    lengths = {}
+    for number in range(num_streams):
+        lengths[str(number)] = input_len
+        prompt = _random_prompt(engine, rng, input_len)
+        engine.add_request(str(number), None, _STREAM, prompt_token_ids=prompt)
+    while min(lengths.values()) < input_len + 8:
+        _step(engine, lengths)
+    return lengths
+
+
+def _step(engine: LLMEngine, lengths: dict[str, int]) -> None:
+    for output in engine.step():
+        lengths[output.request_id] += len(output.outputs[0].token_ids)
+
+
+def _recompute_s(engine: LLMEngine, rng: random.Random, lengths: list[int]) -> float:
+    """Seconds until as many new requests of these lengths have each had a token."""
+    params = replace(_STREAM, max_tokens=1)
+    prompts = [_random_prompt(engine, rng, length) for length in lengths]
+    start = time.monotonic()
+    for number, prompt in enumerate(prompts):
+        engine.add_request(f"again {number}", None, params, prompt_token_ids=prompt)
+    while engine.has_unfinished_requests():
+        engine.step()
+    return time.monotonic() - start
+
+
+def _random_prompt(engine: LLMEngine, rng: random.Random, num_tokens: int) -> list[int]:
+    vocab_size = engine.get_model_config().vocab_size
+    return [rng.randrange(_FIRST_ID, vocab_size) for _ in range(num_tokens)]
+
+
+def _report(name: str, kills: list[Kill]) -> None:
+    print(name)
+    _line("  found after", [kill.found_s for kill in kills])
+    _line("  ready after that", [kill.record.ready_s for kill in kills])
+    phases = {
+        phase: statistics.median(kill.record.phases_s.get(phase, 0.0) for kill in kills)
+        for phase in kills[0].record.phases_s
+    }
+    listed = ", ".join(f"{phase} {spent:.2f}" for phase, spent in phases.items())
+    print(f"    median by phase {listed}")
+    _line("  longest gap", [kill.gap_s for kill in kills])
+    _line("  recompute alone", [kill.recompute_s for kill in kills])
+    rests = [(kill.gap_s - kill.found_s - kill.record.ready_s) / kill.recompute_s for kill in kills]
+    listed = ", ".join(f"{rest:.2f}" for rest in rests)
+    print(
+        f"  rest of the gap   {statistics.median(rests):.2f} x the time of recompute "
+        f"(all: {listed})",
+        flush=True,
+    )
+
+
+def _line(name: str, seconds: list[float]) -> None:
+    listed = ", ".join(f"{one:.2f}" for one in seconds)
+    print(f"{name:<20}{statistics.median(seconds):.2f} s (all: {listed})")
