@@ -153,6 +153,7 @@ class FakeExecutor:
         self.allocatable = allocatable
         self.measured = [50, 40, 30, 20]
         self.asked: list[int] = []
+        self.error: Exception = CacheSizeError("out of memory")
 
     def load(self) -> list[str]:
         return ["a GPU"]
@@ -164,7 +165,7 @@ class FakeExecutor:
     def init_cache_engine(self, num_blocks: int, num_host_blocks: int) -> None:
         self.asked.append(num_blocks)
         if num_blocks > self.allocatable:
-            raise CacheSizeError("out of memory")
+            raise self.error
 
     def shutdown(self) -> None:
         pass
@@ -180,6 +181,10 @@ def test_memory_that_another_process_took_meanwhile(models: ModelShop) -> None:
     executor: Any = FakeExecutor(40)
     assert start_workers(config(models), executor)[0].num_device_blocks == 40
     assert executor.asked == [50, 40]
+    executor.asked, executor.error = [], GraphCaptureError("does not fit")
+    assert start_workers(config(models), executor)[0].num_device_blocks == 40
+    with pytest.raises(CacheSizeError):
+        start_workers(config(models, tensor_parallel_size=2), FakeExecutor(40))  # type: ignore
     hopeless: Any = FakeExecutor(1)
     with pytest.raises(CacheSizeError):
         start_workers(config(models), hopeless)
@@ -299,4 +304,12 @@ def test_a_worker_sets_aside_what_is_to_come(
         assert worker._cache_engine is not None
         assert worker._cache_engine.num_blocks == num_blocks
     assert recorded == [8, 4, 2, 1] * 2
+
+    def full(*_: Any) -> int:
+        raise torch.OutOfMemoryError("another process took it")
+
+    monkeypatch.setattr(ModelRunner, "run_worst_case", full)
+    with pytest.raises(CacheSizeError, match=r"no room for the activations.*another process"):
+        worker.init_cache_engine(6, 2)
+    assert worker._cache_engine is None
     worker.shutdown()

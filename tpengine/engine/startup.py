@@ -7,7 +7,7 @@ import time
 from collections.abc import Sequence
 
 from tpengine.config import CacheConfig, EngineConfig
-from tpengine.errors import CacheSizeError
+from tpengine.errors import CacheSizeError, GraphCaptureError
 from tpengine.executor.executor import Executor
 from tpengine.logger import init_logger
 from tpengine.messages import MemoryLedger
@@ -60,8 +60,10 @@ def start_workers(config: EngineConfig, executor: Executor) -> list[MemoryLedger
 
 def _open_cache(config: EngineConfig, executor: Executor) -> list[MemoryLedger]:
     """Counts blocks and allocates them. On a GPU another process may take memory in between: then
-    it is measured and tried again, with fewer blocks."""
-    tries = 1 if config.device == "cpu" else _ALLOCATION_TRIES
+    it is measured and tried again, with fewer blocks. Not with several ranks: one that fails has
+    left the others' exchange."""
+    may_retry = config.device != "cpu" and config.parallel.tensor_parallel_size == 1
+    tries = _ALLOCATION_TRIES if may_retry else 1
     for left in reversed(range(tries)):
         ledgers = executor.profile_num_available_blocks()
         num_blocks, num_host_blocks = count_blocks(ledgers)
@@ -69,7 +71,7 @@ def _open_cache(config: EngineConfig, executor: Executor) -> list[MemoryLedger]:
         try:
             executor.init_cache_engine(num_blocks, num_host_blocks)
             return ledgers
-        except CacheSizeError as error:
+        except (CacheSizeError, GraphCaptureError) as error:
             if not left or config.cache.num_device_blocks_override is not None:
                 raise
             logger.warning("the cache could not be had, measuring the memory again: %s", error)

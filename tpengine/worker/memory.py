@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import math
 from pathlib import Path
 
 import torch
@@ -87,6 +88,21 @@ def cuda_peak_bytes(device: torch.device) -> int:
         return 0
     torch.cuda.synchronize(device)
     return torch.cuda.max_memory_allocated(device)
+
+
+def how_to_get_more(device: torch.device, one_block: int) -> str:
+    """What a user can do where no block fits.
+
+    Args:
+        one_block: its bytes.
+    """
+    if device.type == "cpu":
+        needed = math.ceil(1e6 * one_block / GIB) / 1e6  # the named value must do
+        return f"raise cpu_kv_cache_space to at least {needed:.6f} (GiB)"
+    return (
+        "raise gpu_memory_utilization, free memory on the device, or lower "
+        "max_num_batched_tokens or max_num_seqs, whose worst step is set aside"
+    )
 
 
 class CudaGrowth:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import gc
-import math
 import platform
 from collections.abc import Iterator
 
@@ -171,7 +170,7 @@ class Worker:
             raise CacheSizeError(
                 f"no block of the KV cache fits on rank {ledger.rank}: one takes "
                 f"{one_block / memory.GIB:.6f} GiB and {budget / memory.GIB:.6f} GiB may be used; "
-                f"{self._how_to_get_more(one_block)}"
+                f"{memory.how_to_get_more(self._device, one_block)}"
             )
         return ledger
 
@@ -222,10 +221,20 @@ class Worker:
             CacheSizeError: the memory cannot be had, for them or the running sequences' tables.
             GraphCaptureError: nor for the graphs.
         """
+        self._drop_cache()
+        try:
+            self._open_cache(num_blocks, num_host_blocks)
+        except BaseException:
+            self._drop_cache()  # whoever measures the memory again must not find it there
+            raise
+
+    def _drop_cache(self) -> None:
         if self._cache_engine is not None:
             self._cache_engine = None
             self._require_runner().detach_cache()
             self._release()
+
+    def _open_cache(self, num_blocks: int, num_host_blocks: int) -> None:
         try:
             self._cache_engine = self._make_cache(num_blocks, num_host_blocks)
         except (MemoryError, RuntimeError) as error:
@@ -329,12 +338,3 @@ class Worker:
 
     def _swap_space_bytes(self) -> int:
         return memory.host_swap_bytes(self._config.cache.swap_space_bytes, self._num_local_ranks)
-
-    def _how_to_get_more(self, one_block: int) -> str:
-        if self._device.type == "cpu":
-            needed = math.ceil(1e6 * one_block / memory.GIB) / 1e6  # the named value must do
-            return f"raise cpu_kv_cache_space to at least {needed:.6f} (GiB)"
-        return (
-            "raise gpu_memory_utilization, free memory on the device, or lower "
-            "max_num_batched_tokens or max_num_seqs, whose worst step is set aside"
-        )
