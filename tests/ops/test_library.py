@@ -128,7 +128,9 @@ WRONG = [
 
 
 @needs_kernels
-@pytest.mark.parametrize(("name", "break_it", "message"), WRONG, ids=lambda v: str(v)[:40])
+@pytest.mark.parametrize(
+    ("name", "break_it", "message"), WRONG, ids=lambda v: "" if callable(v) else str(v)[:40]
+)
 def test_wrong_arguments_are_named(
     name: str, break_it: Callable[[tuple], tuple], message: str
 ) -> None:
