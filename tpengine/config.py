@@ -142,8 +142,7 @@ class RayConfig:
         bundle: resources of one rank by Ray's names; None: one GPU, or one CPU for device cpu.
         placement_timeout_s: how long resources that others hold are waited for.
         start_timeout_s: how long any call before the first step may take.
-        step_timeout_s: the least deadline of a step, after which its ranks count as lost; a step
-            that is predicted to take long has ten times that.
+        step_timeout_s: of a step at least; it has 10 x its predicted time if that is more.
         spare_workers: processes that are kept ready to become ranks when others die.
     """
 

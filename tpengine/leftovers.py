@@ -14,6 +14,7 @@ import struct
 from pathlib import Path
 
 from tpengine.logger import init_logger
+from tpengine.process_stat import stat_fields
 
 logger = init_logger(__name__)
 
@@ -71,8 +72,5 @@ def remove_own(folder: Path = SHM_FOLDER) -> None:
 
 def _start_time(pid: int) -> str | None:
     """When a process was started, in clock ticks since boot; None: there is no such process."""
-    try:
-        stat = Path(f"/proc/{pid}/stat").read_text()
-    except OSError:
-        return None
-    return stat.rpartition(")")[2].split()[19]
+    fields = stat_fields(pid)
+    return None if fields is None else fields[19]

@@ -111,7 +111,7 @@ class Ranks:
         """Opens a store at rank 0."""
         self.start(0, open_store, name)
         port = self.outcome(0)
-        engine_id = uuid.uuid4().hex[:8]
+        engine_id = f"{os.getpid()}_{uuid.uuid4().hex[:8]}"
         addresses = [ADDRESS] * self.size
         return Rendezvous(engine_id, 0, addresses, port, connect_timeout_s, timeout_s)
 

@@ -13,6 +13,7 @@ import torch
 
 from distributed.ranks import Rank, Ranks
 from tpengine.errors import CollectiveError
+from tpengine.leftovers import SHM_FOLDER
 
 DEADLINE_S = 1.5
 
@@ -154,5 +155,4 @@ def test_waiting_sleeps_and_frees_the_interpreter(two: Ranks) -> None:
 
 def test_segment_has_no_name_once_connected(two: Ranks) -> None:
     two.connect()
-    engine_files = [name for name in os.listdir("/dev/shm") if name.startswith("tpengine-")]
-    assert not engine_files
+    assert not list(SHM_FOLDER.glob(f"tpengine-{os.getpid()}_*"))

@@ -52,6 +52,14 @@ def free_cpus() -> float:
     return float(ray.available_resources().get("CPU", 0.0))
 
 
+def cpu_s(pid: int) -> float:
+    """CPU time of all threads of a process, in seconds, to the nanosecond."""
+    total = 0
+    for thread in Path(f"/proc/{pid}/task").iterdir():
+        total += int((thread / "schedstat").read_text().split()[0])
+    return total / 1e9
+
+
 Sabotage = Callable[[Any], None]
 """Changes the module `tpengine.worker.worker` in the process of one rank."""
 

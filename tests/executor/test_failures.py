@@ -159,7 +159,9 @@ def test_smallest_rank_rules(folder: Path) -> None:
         folder, 2, cpu_kv_cache_space=[0.1, 0.05], num_device_blocks_override=None
     ) as engine:
         per_rank = executor_of(engine).profile_num_available_blocks()
-        assert per_rank[0].num_device_blocks == pytest.approx(2 * per_rank[1].num_device_blocks, 1)
+        more, fewer = (ledger.num_device_blocks for ledger in per_rank)
+        assert more > fewer > 0
+        assert more == pytest.approx(2 * fewer, abs=1)
         assert engine.num_total_blocks == per_rank[1].num_device_blocks
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import signal
 import subprocess
@@ -17,10 +16,12 @@ import ray
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 from support.engines import complete, greedy, make_engine, run
 from support.models import ModelShop
+from support.ray_cluster import shared_memory_files
 from support.zoo import PLAIN
 
 import tpengine
-from executor.ray_engines import executor_of, free_cpus, ray_engine
+from executor.driver_process import driver_process
+from executor.ray_engines import cpu_s, executor_of, free_cpus, ray_engine
 from tpengine import LLMEngine
 from tpengine.executor.group import Group
 from tpengine.executor.processes import start_ticks
@@ -41,37 +42,23 @@ def two_ranks(ray_address: str, models: ModelShop) -> Iterator[LLMEngine]:
         yield engine
 
 
-def start_driver(folder: Path, address: str, tp_size: int, what: str) -> subprocess.Popen[str]:
-    """Another process with an engine of its own."""
-    package = str(Path(tpengine.__file__).parent.parent)
-    path = os.pathsep.join([package, os.environ.get("PYTHONPATH", "")])
-    return subprocess.Popen(
-        [sys.executable, Path(__file__).parent / "driver.py", folder, address, str(tp_size), what],
-        stdout=subprocess.PIPE,
-        text=True,
-        env={**os.environ, "PYTHONPATH": path},
-    )
-
-
 def ids_of(engine: Any) -> list[int]:
     return list(complete(engine, PROMPT, greedy(32)).token_ids)
 
 
 def test_killed_driver_leaves_nothing(folder: Path, ray_address: str, wait_until: Wait) -> None:
     """In the middle of steps; a new engine starts at once."""
-    driver = start_driver(folder, ray_address, 2, "for ever")
-    assert driver.stdout is not None
-    ranks = json.loads(driver.stdout.readline())
-    assert len(ranks) == 2
-    assert all(start_ticks(pid) == started for pid, started in ranks)
-    time.sleep(0.3)
-    assert driver.poll() is None
-    driver.send_signal(signal.SIGKILL)
-    driver.wait(5.0)
+    with driver_process("driver.py", folder, ray_address, 2, "for ever") as driver:
+        ranks = driver.hear()
+        assert len(ranks) == 2
+        assert all(start_ticks(pid) == started for pid, started in ranks)
+        time.sleep(0.3)
+        assert driver.process.poll() is None
+        driver.end()
     start = time.monotonic()
     wait_until(lambda: not any(start_ticks(pid) == started for pid, started in ranks), 5.0)
     print(f"\nranks gone {time.monotonic() - start:.3f} s after their driver was killed")
-    assert not list(Path("/dev/shm").glob("tpengine*"))
+    assert not shared_memory_files(driver.process.pid)
     with ray_engine(folder, 2, placement_timeout_s=5.0) as engine:
         ids_of(engine)
 
@@ -80,23 +67,22 @@ def test_engines_do_not_touch_each_other(folder: Path, ray_address: str) -> None
     """Two in this process, their steps in turn, one in another process; one ends in between."""
     with make_engine(folder) as local:
         expected = ids_of(local)
-    driver = start_driver(folder, ray_address, 1, "once")
-    with ray_engine(folder, 2) as first:
-        second = ray_engine(folder, 2)
-        for engine in (first, second):
-            engine.add_request("one", None, greedy(32), prompt_token_ids=PROMPT)
-        found: dict[int, list[int]] = {}
-        while first.has_unfinished_requests():
-            for i, engine in enumerate((first, second)):
-                for output in engine.step():
-                    found[i] = list(output.outputs[0].token_ids)
-        second.shutdown()
-        assert ids_of(first) == expected
-    assert found == {0: expected, 1: expected}
-    assert driver.stdout is not None
-    lines = driver.stdout.read().splitlines()
-    assert driver.wait(60.0) == 0
-    assert json.loads(lines[1]) == expected
+    with driver_process("driver.py", folder, ray_address, 1, "once") as driver:
+        with ray_engine(folder, 2) as first:
+            second = ray_engine(folder, 2)
+            for engine in (first, second):
+                engine.add_request("one", None, greedy(32), prompt_token_ids=PROMPT)
+            found: dict[int, list[int]] = {}
+            while first.has_unfinished_requests():
+                for i, engine in enumerate((first, second)):
+                    for output in engine.step():
+                        found[i] = list(output.outputs[0].token_ids)
+            second.shutdown()
+            assert ids_of(first) == expected
+        assert found == {0: expected, 1: expected}
+        driver.hear()
+        assert driver.hear() == expected
+        assert driver.process.wait(60.0) == 0
 
 
 def test_idle_ranks_rest(two_ranks: LLMEngine) -> None:
@@ -112,9 +98,9 @@ def test_idle_ranks_rest(two_ranks: LLMEngine) -> None:
     ranks = [place.pid for place in executor_of(two_ranks).places]
     time.sleep(0.5)
     own = time.process_time()
-    before = {pid: _cpu_s(pid) for pid in (*ranks, *bare)}
+    before = {pid: cpu_s(pid) for pid in (*ranks, *bare)}
     time.sleep(IDLE_S)
-    spent = {pid: _cpu_s(pid) - before[pid] for pid in before}
+    spent = {pid: cpu_s(pid) - before[pid] for pid in before}
     own = time.process_time() - own
     more = sum(spent[pid] for pid in ranks) - sum(spent[pid] for pid in bare)
     print(f"\nidle: ranks {100 * more / IDLE_S:.2f} % of a core more than actors that do nothing")
@@ -171,23 +157,22 @@ def test_joins_the_group_that_the_driver_runs_in(folder: Path) -> None:
 
 
 def test_starts_a_ray_of_its_own_and_ends_it(folder: Path, tmp_path: Path) -> None:
-    driver = start_driver(folder, "local", 1, "once")
-    out, _ = driver.communicate(timeout=90.0)
-    assert driver.returncode == 0
-    lines = out.splitlines()
-    ranks = json.loads(lines[0])
-    assert json.loads(lines[2]) is False, "the Ray that the engine started is still there"
+    with driver_process("driver.py", folder, "local", 1, "once") as driver:
+        ranks = driver.hear()
+        driver.hear()
+        assert driver.hear() is False, "the Ray that the engine started is still there"
+        assert driver.process.wait(30.0) == 0
     assert not any(start_ticks(pid) == started for pid, started in ranks)
 
 
 def test_ray_that_was_shut_down_under_the_engine(folder: Path, ray_address: str) -> None:
     """The engine says so, and starts no other Ray to go on in."""
-    driver = start_driver(folder, ray_address, 1, "without ray")
-    out, _ = driver.communicate(timeout=90.0)
-    assert driver.returncode == 0
-    message, is_initialized = json.loads(out.splitlines()[1])
-    assert "Ray was shut down under the engine" in message
-    assert not is_initialized
+    with driver_process("driver.py", folder, ray_address, 1, "without ray") as driver:
+        driver.hear()
+        message, is_initialized = driver.hear()
+        assert "Ray was shut down under the engine" in message
+        assert not is_initialized
+        assert driver.process.wait(30.0) == 0
 
 
 def test_interrupted_shutdown_is_finished_by_the_next(
@@ -274,11 +259,3 @@ def test_interrupt_in_a_step_leaves_the_engine_usable(
     assert len(steps) == 3
     outputs = run(two_ranks)
     assert list(outputs[-1].outputs[0].token_ids) == expected
-
-
-def _cpu_s(pid: int) -> float:
-    """CPU time of all threads of a process, in seconds, to the nanosecond."""
-    total = 0
-    for thread in Path(f"/proc/{pid}/task").iterdir():
-        total += int((thread / "schedstat").read_text().split()[0])
-    return total / 1e9

@@ -2,27 +2,25 @@
 
 from __future__ import annotations
 
-import json
 import os
 import signal
 import subprocess
-import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 import ray
 from support.models import ModelShop
+from support.ray_cluster import shared_memory_files
 from support.zoo import PLAIN
 
-import tpengine
 from executor.bare_ranks import BareRanks, bare_ranks
+from executor.driver_process import driver_process
 from executor.ray_engines import free_cpus
 from tpengine.executor.beats import FENCE_S
 from tpengine.executor.node_agent import Agents
-from tpengine.executor.processes import state
+from tpengine.executor.processes import start_ticks, state
 
 Wait = Callable[[Callable[[], bool], float], None]
 
@@ -75,48 +73,25 @@ def test_driver_that_is_stopped_and_killed(
     folder: Path, ray_address: str, wait_until: Wait
 ) -> None:
     """Its ranks end while it is stopped; it goes on, says so, and is killed while it rebuilds."""
-    driver = start_driver(folder, ray_address)
-    try:
-        ranks = [tuple(rank) for rank in hear(driver)]
+    with driver_process("lost_driver.py", folder, ray_address) as driver:
+        ranks = [tuple(rank) for rank in driver.hear()]
         assert all(map(state, ranks))
-        driver.send_signal(signal.SIGSTOP)
+        driver.process.send_signal(signal.SIGSTOP)
         start = time.monotonic()
         time.sleep(FENCE_S - 1.0)
         assert all(map(state, ranks)), "ranks must outlive a short pause of their driver"
         wait_until(lambda: not any(map(state, ranks)), 4.0)
         print(f"\nranks gone {time.monotonic() - start:.2f} s after their driver was stopped")
-        driver.send_signal(signal.SIGCONT)
-        cause, spares = hear(driver)
+        driver.process.send_signal(signal.SIGCONT)
+        cause, spares = driver.hear()
         assert "heard nothing from the driver" in cause
-        rebuilt = [tuple(rank) for rank in hear(driver)]
+        rebuilt = [tuple(rank) for rank in driver.hear()]
         assert not set(rebuilt) & set(ranks)
-        assert driver.poll() is None
-    finally:
-        driver.kill()
-        driver.wait(5.0)
+        assert driver.process.poll() is None
     everyone = [*ranks, *rebuilt, *map(tuple, spares)]
     wait_until(lambda: not any(map(state, everyone)), 5.0)
     wait_until(lambda: free_cpus() == ray.cluster_resources()["CPU"], 5.0)
-    assert not list(Path("/dev/shm").glob("tpengine*"))
-
-
-def hear(driver: subprocess.Popen[str]) -> list[Any]:
-    """The next that it says; Ray writes to its output, too."""
-    assert driver.stdout is not None
-    line = next(line for line in driver.stdout if line.startswith("["))
-    heard: list[Any] = json.loads(line)
-    return heard
-
-
-def start_driver(folder: Path, address: str) -> subprocess.Popen[str]:
-    here = Path(__file__).parent
-    paths = [str(Path(tpengine.__file__).parent.parent), str(here.parent)]
-    return subprocess.Popen(
-        [sys.executable, here / "lost_driver.py", folder, address],
-        stdout=subprocess.PIPE,
-        text=True,
-        env={**os.environ, "PYTHONPATH": os.pathsep.join(paths)},
-    )
+    assert not shared_memory_files(driver.process.pid)
 
 
 def test_agents_of_other_nodes(ray_address: str, wait_until: Wait) -> None:
@@ -127,7 +102,7 @@ def test_agents_of_other_nodes(ray_address: str, wait_until: Wait) -> None:
     process = subprocess.Popen(["sleep", "60"])
     try:
         assert agents.silent([node_id], lambda: None) == set()
-        name = (process.pid, int(Path(f"/proc/{process.pid}/stat").read_text().split()[21]))
+        name = (process.pid, start_ticks(process.pid))
         agents.tell(node_id, "watch", [name])
         assert agents.ask(node_id, "look", name, 0.0) == ("", "S")
         assert "no stack" in agents.ask(node_id, "stack", name), "sleep is no Python"

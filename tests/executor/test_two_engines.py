@@ -13,7 +13,7 @@ from support.engines import complete, greedy
 from support.models import ModelShop
 from support.zoo import ZOO
 
-from executor.ray_engines import executor_of, ray_engine
+from executor.ray_engines import cpu_s, executor_of, ray_engine
 from tpengine import LLMEngine, SamplingParams
 
 IDLE_S = 2.0
@@ -94,11 +94,3 @@ def test_steps_in_turn(engines: list[LLMEngine]) -> None:
         assert [ids[str(i)] for i in range(len(PROMPTS))] == wanted
     for engine in engines:
         assert engine.num_free_blocks == engine.num_total_blocks
-
-
-def cpu_s(pid: int) -> float:
-    """CPU time of all threads of a process, in seconds, to the nanosecond."""
-    total = 0
-    for thread in Path(f"/proc/{pid}/task").iterdir():
-        total += int((thread / "schedstat").read_text().split()[0])
-    return total / 1e9

@@ -1,6 +1,7 @@
 """`tpengine serve` whose engine fails: at the step of that number, or while it is built.
 
 python dying_server.py STEP OPTIONS...      STEP "start": its start never ends
+                                            STEP "hang": its tenth step never ends
 """
 
 from __future__ import annotations
@@ -21,7 +22,11 @@ num_steps = 0
 def failing_step(engine: LLMEngine) -> object:
     global num_steps
     num_steps += 1
-    if num_steps >= int(when):
+    if when == "hang":
+        if num_steps >= 10:
+            print("the step hangs", flush=True)
+            time.sleep(600)
+    elif num_steps >= int(when):
         raise ZeroDivisionError("SECRET of the engine")
     return step(engine)
 

@@ -223,6 +223,7 @@ def test_loads_follow_a_request(server: ServerProcess) -> None:
         assert now.num_free_blocks < before.num_free_blocks
         assert 0.0 < now.cache_usage < 1.0
     wait_until(lambda: server.loads().num_open_calls == 0, TIMEOUT_S)
+    wait_until(lambda: server.loads().num_running == 0, TIMEOUT_S)  # after the step that runs
     after = server.loads()
     assert (after.num_running, after.num_waiting) == (0, 0)
     assert after.num_free_blocks == before.num_free_blocks

@@ -6,15 +6,19 @@ import asyncio
 import socket
 import struct
 from collections.abc import Awaitable, Callable
+from types import SimpleNamespace
 from typing import Any
 
 import grpc
 import pytest
+from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from server.calls import SERVICE, TIMEOUT_S
 from server.guarded import guarded_server
 from tpengine.engine.admission import QueueLimits
+from tpengine.errors import QueueFullError
 from tpengine.server.auth import Authenticator
+from tpengine.server.health import HealthServicer
 from tpengine.server.limits import Limits
 
 Code = grpc.StatusCode
@@ -108,3 +112,45 @@ def test_a_connection_is_told_how_many_calls_it_may_have() -> None:
                 settings = dict(struct.iter_unpack(">HL", stream.read(length)))
     assert kind == 4
     assert settings[MAX_CONCURRENT_STREAMS] == 9
+
+
+def test_watchers_are_bounded_in_all_and_by_host() -> None:
+    async def watch() -> None:
+        servicer = HealthServicer()
+        request = health_pb2.HealthCheckRequest()
+
+        def begin(host: str, port: int) -> Any:
+            return servicer.Watch(request, SimpleNamespace(peer=lambda: f"ipv4:{host}:{port}"))
+
+        open_ones = []
+        for host in range(4):
+            for port in range(64):
+                open_ones.append(begin(f"10.0.0.{host}", port))
+                await anext(open_ones[-1])
+            with pytest.raises(QueueFullError, match="64 from your machine") as caught:
+                await anext(begin(f"10.0.0.{host}", 99))
+            assert caught.value.retry_after_s > 0
+        with pytest.raises(QueueFullError, match="256 calls watch"):
+            await anext(begin("10.0.0.9", 1))
+        await open_ones[0].aclose()
+        await anext(begin("10.0.0.9", 1))
+        for one in open_ones:
+            await one.aclose()
+
+    asyncio.run(watch())
+
+
+def test_watchers_over_the_wire() -> None:
+    async def watch(channel: grpc.aio.Channel) -> None:
+        stub = health_pb2_grpc.HealthStub(channel)
+        request = health_pb2.HealthCheckRequest()
+        watchers = [stub.Watch(request, timeout=TIMEOUT_S) for _ in range(64)]
+        for one in watchers:
+            assert (await one.read()).status == health_pb2.HealthCheckResponse.NOT_SERVING
+        assert await code(stub.Watch(request)) is Code.RESOURCE_EXHAUSTED
+        assert await code(stub.Check(request)) is Code.OK
+        for one in watchers:
+            one.cancel()
+
+    with guarded_server() as target:
+        on_channel(target, watch)

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from grpc import StatusCode
 from support.engines import greedy
 from support.server_process import ServerProcess, wait_until
 
@@ -290,3 +291,34 @@ def test_figures_of_a_load() -> None:
     plan = poisson_plan(10.0, [("a", SamplingParams())] * 4000, seed=0)
     assert plan[-1].start_s == pytest.approx(400.0, rel=0.1)
     assert plan == poisson_plan(10.0, [("a", SamplingParams())] * 4000, seed=0)
+
+
+@pytest.mark.parametrize(
+    ("code", "words", "kind"),
+    [
+        (StatusCode.OK, "", asyncio.CancelledError),
+        (StatusCode.UNAVAILABLE, "gone", asyncio.CancelledError),
+        (StatusCode.CANCELLED, "Locally cancelled by application!", asyncio.CancelledError),
+        (StatusCode.CANCELLED, "request 'a' was aborted", RequestAbortedError),
+    ],
+)
+def test_a_cancellation_is_not_swallowed(code: StatusCode, words: str, kind: type) -> None:
+    """Its call may end in the same moment, in whatever way."""
+
+    class Ended:
+        def done(self) -> bool:
+            return True
+
+        async def code(self) -> StatusCode:
+            return code
+
+        async def details(self) -> str:
+            return words
+
+    async def cancel() -> None:
+        async with GenerationClient("127.0.0.1:1") as client:
+            with pytest.raises(kind):
+                async with client._typed_errors(Ended()):
+                    raise asyncio.CancelledError
+
+    asyncio.run(cancel())

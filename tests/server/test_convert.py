@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import inspect
 from typing import Any
 
@@ -177,6 +178,7 @@ def test_a_wrong_field_is_named(name: str) -> None:
         ({"bad_words_token_ids": [[1]] * 1025}, "bad_words_token_ids"),
         ({"bad_words_token_ids": [[1] * 1025]}, "bad_words_token_ids"),
         ({"logprobs": 64, "n": 128, "max_tokens": 512}, "logprobs"),
+        ({"logprobs": 64, "max_tokens": 500, "n": 3}, "logprobs"),
         ({"temperature": float("nan")}, "temperature"),
         ({"temperature": float("inf")}, "temperature"),
     ],
@@ -195,6 +197,19 @@ def test_what_is_at_its_limit_is_taken() -> None:
     assert params.n == 128
 
 
+def test_candidates_of_a_prompt_are_bounded_by_its_length() -> None:
+    def given(num_ids: int) -> pb.GenerateRequest:
+        token_ids = pb.TokenIds(ids=[5] * num_ids)
+        params = pb.SamplingParams(prompt_logprobs=63)
+        return pb.GenerateRequest(prompt_token_ids=token_ids, sampling=params)
+
+    read_generate_request(given(1024), DELTA, Limits(), max_model_len=131072)
+    for message in (given(1025), pb.GenerateRequest(messages=pb.Conversation(), prompt="a" * 1010)):
+        message.sampling.prompt_logprobs = 63
+        with pytest.raises(errors.InvalidSamplingParamsError, match="prompt_logprobs"):
+            read_generate_request(message, DELTA, Limits(), max_model_len=131072)
+
+
 def test_inputs() -> None:
     ids = read(pb.GenerateRequest(prompt_token_ids=pb.TokenIds(ids=[3, 1])))
     assert (ids.prompt, ids.prompt_token_ids, ids.messages) == (None, [3, 1], None)
@@ -207,6 +222,8 @@ def test_inputs() -> None:
     assert (told.code, told.field) == (grpc.StatusCode.INVALID_ARGUMENT, "input")
     told = refused(pb.GenerateRequest(prompt="a", max_queue_ms=-1))
     assert told.field == "max_queue_ms"
+    long_role = pb.Conversation(messages=[pb.Message(role="r" * 65)])
+    assert refused(pb.GenerateRequest(messages=long_role)).field == "messages"
     many = pb.Conversation(messages=[message] * 4097)
     assert refused(pb.GenerateRequest(messages=many)).field == "messages"
 
@@ -265,6 +282,10 @@ def test_a_long_text_is_cut() -> None:
     told = refusal(errors.InvalidPromptError("x" * 100_000), pb.GenerateRequest(prompt="a"), "id")
     assert len(told.text) <= MAX_ERROR_TEXT
     assert told.text.startswith("prompt: x")
+    for text in ("😀" * 300, "é" + "😀" * 300):  # as percent-encoded, twelve bytes each
+        told = refusal(errors.InvalidPromptError(text), pb.GenerateRequest(prompt="a"), "id")
+        assert MAX_ERROR_TEXT - 8 < len(told.text.encode()) <= MAX_ERROR_TEXT
+        assert told.text.endswith("😀 ...")
 
 
 def output(**fields: Any) -> RequestOutput:
@@ -287,12 +308,11 @@ def test_answers() -> None:
     metrics = RequestMetrics(10.0, 10.5, 11.0, 12.0, 12.0, num_preemptions=1, num_cached_tokens=2)
     writer = ResponseWriter()
     going = CompletionOutput(index=0, text="x", token_ids=[9, 9, 9, 9])
-    writer.write(output(outputs=[going], finished=False))
-    answer = writer.write(
-        output(
-            outputs=[one, two], metrics=metrics, num_cached_tokens=2, prompt_logprobs=[None, likely]
-        )
+    asyncio.run(writer.write(output(outputs=[going], finished=False)))
+    last = output(
+        outputs=[one, two], metrics=metrics, num_cached_tokens=2, prompt_logprobs=[None, likely]
     )
+    answer = asyncio.run(writer.write(last))
     first, second = answer.outputs
     assert (first.text, list(first.token_ids), first.cumulative_logprob) == ("x", [9], -2.0)
     assert first.finish_reason == pb.FINISH_REASON_STOP
@@ -311,7 +331,7 @@ def test_answers() -> None:
 
 def test_what_goes_on_has_no_end() -> None:
     going = CompletionOutput(index=2, text="x", token_ids=[9])
-    answer = ResponseWriter().write(output(outputs=[going], finished=False))
+    answer = asyncio.run(ResponseWriter().write(output(outputs=[going], finished=False)))
     assert answer.HasField("finished")
     assert not answer.finished
     assert not answer.HasField("usage")

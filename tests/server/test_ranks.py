@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import os
 import re
+import shutil
 import signal
 import subprocess
+import tempfile
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -26,11 +29,16 @@ RAY_S = 120.0
 
 
 @pytest.fixture(autouse=True)
-def _own_ray(monkeypatch: pytest.MonkeyPatch) -> None:
+def _own_ray(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     pytest.importorskip("ray")
+    # Ray's sockets lie in its folder, and their paths must be short.
+    folder = tempfile.mkdtemp(prefix="tpe", dir="/tmp")
+    monkeypatch.setenv("RAY_TMPDIR", folder)
     monkeypatch.setenv("RAY_ADDRESS", "local")
     monkeypatch.setenv("RAY_AUTH_MODE", "disabled")
     monkeypatch.setenv("RAY_USAGE_STATS_ENABLED", "0")
+    yield
+    shutil.rmtree(folder, ignore_errors=True)
 
 
 def session(pid: int) -> list[str]:

@@ -12,6 +12,7 @@ from typing import Any
 
 import grpc
 import pytest
+from grpc_health.v1 import health_pb2, health_pb2_grpc
 from support.server_process import ServerProcess, wait_until
 
 from server.calls import SERVICE, TIMEOUT_S, Refusal, ids, refused, sampling
@@ -275,3 +276,21 @@ def test_prompts_are_not_in_the_log(server: ServerProcess) -> None:
     log = server.log.read_text()
     assert "request 'req-" in log
     assert marker not in log
+
+
+def test_a_client_may_wait_and_look_whether_we_live(server: ServerProcess) -> None:
+    """Pings while no data comes, as in a long queue or a recovery, are no abuse: the eleventh ended
+    the connection once."""
+    options = [
+        ("grpc.keepalive_time_ms", 1000),
+        ("grpc.keepalive_timeout_ms", 5000),
+        ("grpc.http2.max_pings_without_data", 0),
+    ]
+    with grpc.insecure_channel(server.target, options) as channel:
+        watch = health_pb2_grpc.HealthStub(channel).Watch(
+            health_pb2.HealthCheckRequest(service="liveness"), timeout=13.0
+        )
+        assert next(watch).status == health_pb2.HealthCheckResponse.SERVING
+        with pytest.raises(grpc.RpcError) as caught:
+            next(watch)
+    assert caught.value.code() is Code.DEADLINE_EXCEEDED

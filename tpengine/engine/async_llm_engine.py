@@ -43,7 +43,8 @@ class AsyncLLMEngine:
     the constructor, which blocks while the model is loaded, may be called from anywhere.
 
     Args:
-        build: makes the engine; called on the engine's thread.
+        build: makes the engine; called on the engine's thread, where Ray knows the placement group
+            of an actor that it runs in, but not that of a task: in a group, use an actor.
         limits: of the queue.
         max_step_s: an engine that has not finished a step for so long is not ready.
         start_timeout_s: how long `build` may take.

@@ -16,6 +16,8 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
+from tpengine.process_stat import stat_fields
+
 _LOG_TAIL_BYTES = 4000
 _RAY_MARKS = (":job_id:", ":actor_name:", ":task_name:")
 _STACK_PATIENCE_S = 2.0
@@ -30,24 +32,15 @@ Process = tuple[int, int]
 """Its number and its start in clock ticks since boot."""
 
 
-def _stat(pid: int) -> list[str] | None:
-    """The fields of a process from its state on; None: there is none."""
-    try:
-        stat = Path(f"/proc/{pid}/stat").read_text()
-    except OSError:
-        return None
-    return stat.rpartition(")")[2].split()  # the name before may hold anything
-
-
 def start_ticks(pid: int) -> int | None:
     """When a process of this machine started, in clock ticks since boot; None: there is none."""
-    fields = _stat(pid)
+    fields = stat_fields(pid)
     return None if fields is None or fields[0] == "Z" else int(fields[19])
 
 
 def state(process: Process) -> str:
     """Linux's letter for what it is doing, as R runs, S sleeps, T is stopped; empty: it is gone."""
-    fields = _stat(process[0])
+    fields = stat_fields(process[0])
     if fields is None or fields[0] in "ZX" or int(fields[19]) != process[1]:
         return ""
     return fields[0]

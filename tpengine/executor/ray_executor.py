@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import threading
 import time
 import uuid
@@ -56,7 +57,8 @@ class RayExecutor(Executor):
         self._ray_config: RayConfig = ray_config
         self._connection: RayConnection | None
         self._connection = connection or RayConnection(ray_config.address)
-        self._engine_id = uuid.uuid4().hex[:12]
+        # Names files in shared memory: whoever finds one sees whose it was.
+        self._engine_id = f"{os.getpid()}_{uuid.uuid4().hex[:12]}"
         self._node_id: str = ray.get_runtime_context().get_node_id()
         self._bundle = rank_bundle(config.device, ray_config.bundle)
         self._agents = Agents(self._node_id)

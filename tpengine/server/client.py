@@ -244,8 +244,11 @@ class GenerationClient:
             raise to_error(error, self.target) from error
         except asyncio.CancelledError:
             # grpc.aio says so too when the *server* ended the call with CANCELLED.
-            if call.done() and (words := await call.details()) != _LOCALLY_CANCELLED:
-                raise RequestAbortedError(f"{self.target}: {words}") from None
+            # A call that has ended otherwise in the same moment must not swallow the caller's own.
+            if call.done() and await call.code() is grpc.StatusCode.CANCELLED:
+                words = await call.details()
+                if words and words != _LOCALLY_CANCELLED:
+                    raise RequestAbortedError(f"{self.target}: {words}") from None
             raise
 
     async def __aenter__(self) -> GenerationClient:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -16,6 +17,9 @@ from tpengine.sampling_params import RequestOutputKind, SamplingParams
 from tpengine.server.limits import MAX_ERROR_TEXT, Limits, check_conversation, check_sampling
 from tpengine.server.proto import tpengine_pb2 as pb
 
+_FRAME_TOKENS = 16
+_CANDIDATES_A_TURN = 1024
+"""Candidates that are written, in some milliseconds, before the event loop's other work goes on."""
 INTERNAL_TEXT = "the server failed; its log says more"
 """All that a client learns of a fault that is not its own: an exception's text may hold anything,
 another client's prompt too."""
@@ -72,8 +76,8 @@ def refusal(error: Exception, request: object, request_id: str) -> Refusal:
         field = _field_at_fault(error, request)
         if field is not None and field.rpartition(".")[2] not in text:
             text = f"{field}: {text}"
-    if len(text) > MAX_ERROR_TEXT:  # some errors quote what they were given
-        text = text[: MAX_ERROR_TEXT - 4] + " ..."
+    if len(text.encode()) > MAX_ERROR_TEXT:  # some errors quote what they were given
+        text = text.encode()[: MAX_ERROR_TEXT - 4].decode(errors="ignore") + " ..."
     return Refusal(code, text, field, getattr(error, "retry_after_s", None))
 
 
@@ -119,7 +123,7 @@ def read_generate_request(
         raise errors.InvalidPromptError(
             "a request needs prompt, prompt_token_ids or messages; got none of them"
         )
-    check_sampling(message.sampling, limits, max_model_len)
+    check_sampling(message.sampling, limits, max_model_len, _max_prompt_len(message, max_model_len))
     messages = None
     if given == "messages":
         messages = read_conversation(message.messages, limits)
@@ -135,6 +139,15 @@ def read_generate_request(
         if message.HasField("max_queue_ms")
         else None,
     )
+
+
+def _max_prompt_len(message: pb.GenerateRequest, max_model_len: int) -> int:
+    """Tokens that the prompt can have."""
+    if message.HasField("prompt_token_ids"):
+        return min(len(message.prompt_token_ids.ids), max_model_len)
+    if message.HasField("prompt"):  # a token is a byte at least, but for those that frame a text
+        return min(len(message.prompt.encode()) + _FRAME_TOKENS, max_model_len)
+    return max_model_len
 
 
 def read_conversation(message: pb.Conversation, limits: Limits) -> list[dict[str, str]]:
@@ -208,48 +221,67 @@ class ResponseWriter:
     def __init__(self) -> None:
         self._num_output_tokens = 0
         self._prompt_told = 0
+        self._num_candidates = 0
         self._ended: set[int] = set()
 
-    def write(self, output: RequestOutput) -> pb.GenerateResponse:
-        """One message: all of the answer, or what is new of it."""
-        # The engine reports all sequences of a request, those too that ended long ago.
-        news = [one for one in output.outputs if one.index not in self._ended]
-        news = [one for one in news if one.token_ids or one.text or one.finished()]
-        self._ended.update(one.index for one in news if one.finished())
-        message = pb.GenerateResponse(
-            request_id=output.request_id,
-            outputs=[_write_completion(one) for one in news],
-            finished=output.finished,
-        )
-        self._num_output_tokens += sum(len(one.token_ids) for one in output.outputs)
+    async def write(self, output: RequestOutput) -> pb.GenerateResponse:
+        """One message: all of the answer, or what is new of it.
+
+        Other calls go on while one with many candidates is written.
+        """
+        message = pb.GenerateResponse(request_id=output.request_id, finished=output.finished)
+        ended = self._ended
+        for one in output.outputs:
+            self._num_output_tokens += len(one.token_ids)
+            # The engine reports all sequences of a request, those too that ended long ago.
+            if one.index in ended or not (one.token_ids or one.text or one.finished()):
+                continue
+            if one.finished():
+                ended.add(one.index)
+            completion = _write_completion(message, one)
+            if one.logprobs:
+                await self._add_logprobs(completion.logprobs, one.token_ids, one.logprobs)
         if output.finished:
             message.usage.CopyFrom(_write_usage(output, self._num_output_tokens))
         if output.prompt_logprobs and not self._prompt_told:
             # The engine reports them with every output from the first on.
             self._prompt_told = len(output.prompt_logprobs)
-            for token_id, candidates in zip(
-                output.prompt_token_ids, output.prompt_logprobs, strict=True
-            ):
-                message.prompt_logprobs.append(_write_logprobs(token_id, candidates or {}))
+            await self._add_logprobs(
+                message.prompt_logprobs, output.prompt_token_ids, output.prompt_logprobs
+            )
         return message
 
+    async def _add_logprobs(
+        self,
+        written: Any,
+        token_ids: Sequence[int],
+        logprobs: Sequence[Mapping[int, Logprob] | None],
+    ) -> None:
+        for token_id, candidates in zip(token_ids, logprobs, strict=False):
+            written.append(_write_logprobs(token_id, candidates or {}))
+            self._num_candidates += len(candidates or ())
+            if self._num_candidates >= _CANDIDATES_A_TURN:
+                self._num_candidates = 0
+                await asyncio.sleep(0)
 
-def _write_completion(output: CompletionOutput) -> pb.CompletionOutput:
-    message = pb.CompletionOutput(
+
+def _write_completion(
+    message: pb.GenerateResponse, output: CompletionOutput
+) -> pb.CompletionOutput:
+    """Adds a completion without its log-probabilities."""
+    completion = message.outputs.add(
         index=output.index,
         text=output.text,
         token_ids=output.token_ids,
         cumulative_logprob=output.cumulative_logprob,
     )
     if output.finish_reason is not None:
-        message.finish_reason = _FINISH_REASONS[output.finish_reason]
-    if isinstance(output.stop_reason, str):
-        message.matched_stop_string = output.stop_reason
-    elif output.stop_reason is not None:
-        message.matched_stop_token_id = output.stop_reason
-    for token_id, candidates in zip(output.token_ids, output.logprobs or (), strict=False):
-        message.logprobs.append(_write_logprobs(token_id, candidates))
-    return message
+        completion.finish_reason = _FINISH_REASONS[output.finish_reason]
+        if isinstance(output.stop_reason, str):
+            completion.matched_stop_string = output.stop_reason
+        elif output.stop_reason is not None:
+            completion.matched_stop_token_id = output.stop_reason
+    return completion
 
 
 def _write_logprobs(token_id: int, candidates: Mapping[int, Logprob]) -> pb.TokenLogprobs:

@@ -49,7 +49,7 @@ def _options(limits: Limits) -> list[tuple[str, int]]:
         ("grpc.keepalive_timeout_ms", 5_000),
         ("grpc.keepalive_permit_without_calls", 1),
         # Clients may look often whether we are frozen, but not flood.
-        ("grpc.http2.min_recv_ping_interval_without_data_ms", 250),
+        ("grpc.http2.min_ping_interval_without_data_ms", 250),
         ("grpc.http2.max_ping_strikes", 10),
         ("grpc.http2.max_pings_without_data", 0),
     ]

@@ -7,6 +7,7 @@ for every name that anybody asks for.
 from __future__ import annotations
 
 import asyncio
+from collections import Counter
 from collections.abc import AsyncIterator
 from typing import Any
 
@@ -18,6 +19,7 @@ LIVENESS = "liveness"
 READINESS = "readiness"
 SERVICE = "tpengine.v1.GenerationService"
 MAX_WATCHERS = 256
+MAX_WATCHERS_OF_HOST = 64
 _LOOK_AGAIN_S = 10.0
 
 _Status = health_pb2.HealthCheckResponse
@@ -31,7 +33,7 @@ class HealthServicer(health_pb2_grpc.HealthServicer):  # type: ignore[misc]
         self._status = dict.fromkeys(_NAMES_OF_READINESS, _Status.NOT_SERVING)
         self._status[LIVENESS] = _Status.SERVING
         self._changed = asyncio.Event()
-        self._num_watchers = 0
+        self._watchers: Counter[str] = Counter()
         self._closing = asyncio.Event()
 
     def set(self, *, alive: bool, ready: bool) -> None:
@@ -69,12 +71,14 @@ class HealthServicer(health_pb2_grpc.HealthServicer):  # type: ignore[misc]
 
     async def Watch(self, request: Any, context: Any) -> AsyncIterator[Any]:  # noqa: N802
         """Answers at once and with every change; SERVICE_UNKNOWN for a name that is unknown."""
-        if self._num_watchers >= MAX_WATCHERS:
+        peer = _host(context.peer())
+        if self._watchers.total() >= MAX_WATCHERS or self._watchers[peer] >= MAX_WATCHERS_OF_HOST:
             raise QueueFullError(
-                f"{MAX_WATCHERS} calls watch this server's health already; use Check",
+                f"{self._watchers.total()} calls watch this server's health already, of them "
+                f"{self._watchers[peer]} from your machine; use Check",
                 retry_after_s=_LOOK_AGAIN_S,
             )
-        self._num_watchers += 1
+        self._watchers[peer] += 1
         told = None
         try:
             while True:
@@ -91,4 +95,10 @@ class HealthServicer(health_pb2_grpc.HealthServicer):  # type: ignore[misc]
                 except asyncio.TimeoutError:
                     continue
         finally:
-            self._num_watchers -= 1
+            self._watchers[peer] -= 1
+            self._watchers += Counter()  # without hosts that watch no more
+
+
+def _host(peer: str) -> str:
+    """Of gRPC's words for who calls, without the port: each connection has another."""
+    return peer.rpartition(":")[0] or peer

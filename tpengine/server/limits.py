@@ -15,7 +15,8 @@ MAX_REQUEST_ID = 128
 """Characters of a request id."""
 DEFAULT_MESSAGE_BYTES = 4 << 20
 MAX_ERROR_TEXT = 400
-"""Characters of an error's text: it travels in trailers, which clients bound at 8 KiB."""
+"""Bytes of an error's text: it travels in trailers, which clients bound at 8 KiB."""
+_MAX_ROLE_BYTES = 64
 _SLACK = 4
 _DEFAULT_MAX_TOKENS = SamplingParams().max_tokens or 0
 
@@ -46,7 +47,7 @@ class Limits:
     max_stops: int = 64
     max_stop_bytes: int = 1024
     max_token_rules: int = 16384
-    max_logprob_entries: int = 1 << 20
+    max_logprob_entries: int = 1 << 16
     max_chat_messages: int = 4096
     max_calls: int = 4096
     max_connection_calls: int = 1024
@@ -73,12 +74,18 @@ def check_conversation(conversation: pb.Conversation, limits: Limits) -> None:
     """Bounds the number of messages.
 
     Raises:
-        InvalidPromptError: there are more.
+        InvalidPromptError: there are more, or a role is longer than any is.
     """
     count = len(conversation.messages)
     if count > limits.max_chat_messages:
         raise InvalidPromptError(
             f"messages must be at most {limits.max_chat_messages}, got {count}; drop the oldest"
+        )
+    longest = max((len(one.role.encode()) for one in conversation.messages), default=0)
+    if longest > _MAX_ROLE_BYTES:
+        raise InvalidPromptError(
+            f"the role of a message in messages has {longest} bytes, and may have at most "
+            f"{_MAX_ROLE_BYTES}"
         )
 
 
@@ -121,11 +128,14 @@ def check_num_ids(count: int, max_model_len: int) -> None:
         )
 
 
-def check_sampling(sampling: pb.SamplingParams, limits: Limits, max_model_len: int) -> None:
+def check_sampling(
+    sampling: pb.SamplingParams, limits: Limits, max_model_len: int, max_prompt_len: int
+) -> None:
     """Bounds what costs memory or time before the engine looks at it.
 
     Args:
         max_model_len: most tokens of a sequence.
+        max_prompt_len: most tokens that the prompt can have.
 
     Raises:
         InvalidSamplingParamsError: something is over its bound.
@@ -151,15 +161,15 @@ def check_sampling(sampling: pb.SamplingParams, limits: Limits, max_model_len: i
             )
     for words in sampling.bad_words_token_ids:
         _at_most("the ids of one of bad_words_token_ids", len(words.ids), limits.max_stop_bytes)
-    _check_logprobs(sampling, limits, max_model_len, num_sequences)
+    wanted = sampling.max_tokens if sampling.HasField("max_tokens") else _DEFAULT_MAX_TOKENS
+    num_tokens = min(wanted, max_model_len) * num_sequences
+    _check_logprobs(sampling, limits, num_tokens, max_prompt_len)
 
 
 def _check_logprobs(
-    sampling: pb.SamplingParams, limits: Limits, max_model_len: int, num_sequences: int
+    sampling: pb.SamplingParams, limits: Limits, num_tokens: int, max_prompt_len: int
 ) -> None:
-    wanted = sampling.max_tokens if sampling.HasField("max_tokens") else _DEFAULT_MAX_TOKENS
-    num_tokens = min(wanted, max_model_len) * num_sequences
-    for name, length in (("logprobs", num_tokens), ("prompt_logprobs", max_model_len)):
+    for name, length in (("logprobs", num_tokens), ("prompt_logprobs", max_prompt_len)):
         count = getattr(sampling, name)
         if not sampling.HasField(name) or not 0 <= count <= MAX_LOGPROBS:
             continue  # SamplingParams says what a single number may be

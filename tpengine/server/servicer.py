@@ -55,11 +55,9 @@ class GenerationServicer(tpengine_pb2_grpc.GenerationServiceServicer):
                     return answer
         raise EngineError("the engine ended a request without its last output")
 
-    async def GenerateStream(self, request: Any, context: Any) -> AsyncGenerator[Any, None]:  # noqa: N802
+    def GenerateStream(self, request: Any, context: Any) -> AsyncGenerator[Any, None]:  # noqa: N802
         """Answers as they come."""
-        async with aclosing(self._serve(request, context, _DELTA)) as answers:
-            async for answer in answers:
-                yield answer
+        return self._serve(request, context, _DELTA)
 
     async def _serve(
         self, message: pb.GenerateRequest, context: Any, kind: RequestOutputKind
@@ -78,7 +76,7 @@ class GenerationServicer(tpengine_pb2_grpc.GenerationServiceServicer):
             try:
                 async with aclosing(engine.serve(request)) as outputs:
                     async for output in outputs:
-                        yield writer.write(output)
+                        yield await writer.write(output)
             except RequestAbortedError:
                 if self._state.is_draining and request.request_id is not None:
                     raise EngineDrainingError(
@@ -184,7 +182,7 @@ class GenerationServicer(tpengine_pb2_grpc.GenerationServiceServicer):
         if given in ("prompt", "text"):
             texts = [getattr(message, given)]
         elif given == "messages":
-            texts = [one.content for one in message.messages.messages]
+            texts = [text for one in message.messages.messages for text in (one.role, one.content)]
         max_model_len = engine.get_model_config().max_model_len
         check_text(given or "", texts, self._state.max_text_bytes, max_model_len)
 

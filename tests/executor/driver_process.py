@@ -1,0 +1,64 @@
+"""Drivers of their own process, ended whatever becomes of the test that started them."""
+
+from __future__ import annotations
+
+import json
+import os
+import queue
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import tpengine
+
+HERE = Path(__file__).parent
+
+
+class DriverProcess:
+    """A program of this folder that says things on its standard output, one JSON value per line."""
+
+    def __init__(self, program: str, *args: object) -> None:
+        paths = [str(Path(tpengine.__file__).parent.parent), str(HERE.parent)]
+        self.process = subprocess.Popen(
+            [sys.executable, HERE / program, *map(str, args)],
+            stdout=subprocess.PIPE,
+            text=True,
+            env={**os.environ, "PYTHONPATH": os.pathsep.join(paths)},
+        )
+        self._said: queue.SimpleQueue[str | None] = queue.SimpleQueue()
+        threading.Thread(target=self._listen, daemon=True).start()
+
+    def _listen(self) -> None:
+        assert self.process.stdout is not None
+        for line in self.process.stdout:
+            self._said.put(line)
+        self._said.put(None)
+
+    def hear(self, timeout_s: float = 90.0) -> Any:
+        """The next that it says; Ray writes to its output, too."""
+        while True:
+            line = self._said.get(timeout=timeout_s)
+            assert line is not None, f"{self.process.args} said nothing more"
+            try:
+                return json.loads(line)
+            except ValueError:
+                continue
+
+    def end(self) -> None:
+        """Kills it, unless it has ended."""
+        self.process.kill()
+        self.process.wait(5.0)
+
+
+@contextmanager
+def driver_process(program: str, *args: object) -> Iterator[DriverProcess]:
+    """One that is running."""
+    driver = DriverProcess(program, *args)
+    try:
+        yield driver
+    finally:
+        driver.end()
