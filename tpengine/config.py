@@ -125,12 +125,7 @@ class CacheConfig:
 
 @dataclass(frozen=True)
 class CudaConfig:
-    """What concerns GPUs only.
-
-    Attributes:
-        attention_backend: one of `ATTENTION_BACKENDS`.
-        enforce_eager: no CUDA graphs.
-    """
+    """What concerns GPUs only: one of `ATTENTION_BACKENDS`; and whether there are no graphs."""
 
     attention_backend: str = "auto"
     enforce_eager: bool = False
