@@ -4,7 +4,8 @@ Prompt and output lengths are mixed and seeded as in `bench throughput`; ids dif
 rate. Each rate runs until its last request is done. First token: from when a request was due, so
 that waiting counts. Inter-token: time between messages, divided by the tokens that the later one
 brings. Goodput: requests per second that met both objectives. Without --target a server is started
-with the engine's arguments in a process of its own, and ended.
+with the engine's arguments in a process of its own, and ended; its CPU time by thread and output
+token is told too, the event loop's (gRPC, conversion, delivery) apart from the engine's.
 """
 
 from __future__ import annotations
@@ -20,12 +21,14 @@ import socket
 import subprocess
 import sys
 import time
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from tqdm import tqdm
 
 from tpengine.bench.machine import describe_machine, report_head
+from tpengine.bench.thread_times import per_token, thread_times
 from tpengine.bench.workload import SHAPES, mixed_requests, shape_folder
 from tpengine.engine_args import EngineArgs
 from tpengine.errors import ConfigError, ServerError
@@ -66,7 +69,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--shape", choices=sorted(SHAPES), help="serve dummy weights of this shape")
     parser.add_argument("--plot", metavar="FILE", help="PNG of latency over throughput")
     add_connection_arguments(parser)
-    parser.set_defaults(target=None)
+    parser.set_defaults(target=None, server_pid=None)
     EngineArgs.add_cli_args(parser)
 
 
@@ -75,13 +78,15 @@ def run(args: argparse.Namespace) -> int:
     rates = _check(args)
     with contextlib.ExitStack() as stack:
         if args.target is None:
-            args.target = stack.enter_context(_own_server(args))
-        model, summaries = asyncio.run(_measure(args, rates))
+            args.target, args.server_pid = stack.enter_context(_own_server(args))
+        model, summaries, costs = asyncio.run(_measure(args, rates))
     print(report_head(EngineArgs.from_cli_args(args)))
     print(f"model               {args.shape or model}")
     print(f"requests            {args.num_requests} at each rate")
-    for rate, summary in zip(rates, summaries, strict=True):
+    for rate, summary, cost in zip(rates, summaries, costs, strict=True):
         print(_line(rate, summary))
+        if cost:
+            print(f"{'':>16s}  {cost}")
     if args.plot:
         _plot(args.plot, args.shape or model, rates, summaries)
     return 0
@@ -111,8 +116,8 @@ def _check(args: argparse.Namespace) -> list[float]:
 
 
 @contextlib.contextmanager
-def _own_server(args: argparse.Namespace) -> Iterator[str]:
-    """A server with the engine's arguments; yields its HOST:PORT."""
+def _own_server(args: argparse.Namespace) -> Iterator[tuple[str, int]]:
+    """A server with the engine's arguments; yields its HOST:PORT and process id."""
     with contextlib.ExitStack() as stack:
         engine_args = EngineArgs.from_cli_args(args)
         if args.shape is not None:
@@ -127,7 +132,7 @@ def _own_server(args: argparse.Namespace) -> Iterator[str]:
         )
         try:
             asyncio.run(_wait_until_ready(f"127.0.0.1:{port}", process))
-            yield f"127.0.0.1:{port}"
+            yield f"127.0.0.1:{port}", process.pid
         finally:
             process.send_signal(signal.SIGTERM)
             try:
@@ -169,11 +174,13 @@ async def _wait_until_ready(target: str, process: subprocess.Popen[bytes]) -> No
 
 async def _measure(
     args: argparse.Namespace, rates: Sequence[float]
-) -> tuple[str, list[LoadSummary]]:
+) -> tuple[str, list[LoadSummary], list[str]]:
+    """The model, and by rate what came of it and what it cost the server, if that is our own."""
     objective = Objective(
         args.objective_first_token_ms / 1000, args.objective_inter_token_ms / 1000
     )
-    summaries = []
+    pid: int | None = args.server_pid
+    summaries, costs = [], []
     async with open_client(args) as client:
         info = await client.model_info()
         for run_number, rate in enumerate([math.inf, *rates]):  # the first one only warms up
@@ -187,10 +194,14 @@ async def _measure(
             ]
             plan = poisson_plan(rate, prompts, args.workload_seed)
             with tqdm(total=count, desc=f"{rate:g} requests/s", unit="request") as bar:
+                before = Counter() if pid is None else thread_times(pid)
                 outcomes = await run_load(client, plan, args.timeout, lambda _: bar.update())
             if run_number:
                 summaries.append(summarise(*outcomes, objective))
-    return info.model, summaries
+                num_tokens = sum(one.num_output_tokens for one in outcomes[0])
+                cost = "" if pid is None else per_token(before, thread_times(pid), num_tokens)
+                costs.append(cost)
+    return info.model, summaries, costs
 
 
 def _line(rate: float, summary: LoadSummary) -> str:
