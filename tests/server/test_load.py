@@ -12,6 +12,7 @@ import statistics
 import subprocess
 import sys
 import time
+import warnings
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import ExitStack, aclosing
@@ -39,9 +40,9 @@ STREAMS_OF_KILLED = 30
 VANISH_S = 8.0
 CROWD, CROWD_RATE, NUM_TO_GAUGE = 10_000, 700.0, 400
 CROWD_TIMEOUT_S = 200.0
-MAX_REFUSAL_S = 0.25
-"""Of the 99th percentile; alone on two cores it is a fifth."""
-MAX_STARVATION = 0.35
+MAX_REFUSAL_S = 0.05
+"""Of the 99th percentile."""
+MAX_STARVATION = 0.1
 """Where the server waits longer than this for a processor, its latency is that of the others."""
 STARVED_REFUSAL_S = 10.0
 MEMORY_SLACK = 48 << 20
@@ -164,10 +165,17 @@ def _bearable_rate(folder: Path, target: str) -> float:
     return min(CROWD_RATE, NUM_TO_GAUGE / found["elapsed_s"] / 3)
 
 
+def _scheduled(server: ServerProcess) -> tuple[int, int]:
+    """Nanoseconds that the event loop's thread has run, and has waited for a processor."""
+    ran, waited, _ = map(int, Path(f"/proc/{server.pid}/schedstat").read_text().split())
+    return ran, waited
+
+
 def test_a_crowd_is_refused_at_once_and_in_order(crowded: ServerProcess, tmp_path: Path) -> None:
     _touch_cache(crowded)
     answer, rate = _complete(crowded), _bearable_rate(tmp_path, crowded.target)
     before, memory = Footprint.of(crowded), crowded.resident_bytes()
+    scheduled = _scheduled(crowded)
     crowd = _crowd(tmp_path, crowded.target, CROWD, rate, 8)
     most_memory = most_queued = 0
     try:
@@ -181,7 +189,8 @@ def test_a_crowd_is_refused_at_once_and_in_order(crowded: ServerProcess, tmp_pat
     finally:
         crowd.kill()
         crowd.wait(QUIET_S)
-    starved = crowded.starvation()
+    ran, waited = (now - then for now, then in zip(_scheduled(crowded), scheduled, strict=True))
+    starved = waited / (ran + waited)
     statuses = Counter(status for status, *_ in found)
     refusals = percentiles([seconds for status, seconds, *_ in found if status != "OK"])
     waits = {
@@ -199,7 +208,16 @@ def test_a_crowd_is_refused_at_once_and_in_order(crowded: ServerProcess, tmp_pat
     assert set(statuses) == {"OK", "RESOURCE_EXHAUSTED"}
     assert statuses["RESOURCE_EXHAUSTED"] > CROWD // 10
     assert statuses["OK"] > 2 * QUEUE
-    assert refusals[99] < (MAX_REFUSAL_S if starved < MAX_STARVATION else STARVED_REFUSAL_S)
+    if starved < MAX_STARVATION:
+        assert refusals[99] < MAX_REFUSAL_S
+    else:
+        warnings.warn(
+            f"the server had no processor for {100 * starved:.0f} % of the time in which it wanted "
+            f"one: its latency ({1000 * refusals[99]:.0f} ms) says nothing, and is not judged by "
+            f"{1000 * MAX_REFUSAL_S:.0f} ms",
+            stacklevel=1,
+        )
+        assert refusals[99] < STARVED_REFUSAL_S
     assert QUEUE // 2 < most_queued <= QUEUE
     assert most_memory - memory < MEMORY_SLACK
     assert waits[-5] < 0.5 * waits[5]

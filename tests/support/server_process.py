@@ -94,12 +94,6 @@ class ServerProcess:
         pages = int(Path(f"/proc/{self.pid}/statm").read_text().split()[1])
         return pages * os.sysconf("SC_PAGE_SIZE")
 
-    def starvation(self) -> float:
-        """Share of the time in which the event loop's thread, since its start, wanted a processor
-        and had none, because other threads and processes were on them all."""
-        ran_ns, waited_ns, _ = map(int, Path(f"/proc/{self.pid}/schedstat").read_text().split())
-        return waited_ns / (ran_ns + waited_ns)
-
     def stop(self) -> int | None:
         """Ends it by SIGTERM; returns the exit code, None if it had to be killed."""
         self.channel.close()
