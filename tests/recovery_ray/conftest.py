@@ -8,9 +8,12 @@ from pathlib import Path
 import pytest
 from executor import ray_engines
 from support.models import ModelShop
+from support.server_process import wait_until
 from support.zoo import PLAIN
 
 from recovery_ray.processes import actors
+
+END_S = 5.0
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -23,12 +26,17 @@ def _by_value() -> Iterator[None]:
     cloudpickle.unregister_pickle_by_value(ray_engines)
 
 
-@pytest.fixture(autouse=True)
-def _nothing_is_left(nothing_is_left: None) -> Iterator[None]:
-    """No test leaves a file in shared memory, nor a rank, a spare or an agent, stopped or not."""
-    before = set(actors())
+@pytest.fixture(scope="module", autouse=True)
+def _no_actor_is_left() -> Iterator[None]:
+    """No file of tests leaves a rank, a spare or an agent, stopped or not."""
+    before = actors().keys()
     yield
-    assert set(actors()) <= before
+    wait_until(lambda: actors().keys() <= before, END_S)
+
+
+@pytest.fixture(autouse=True)
+def _nothing_is_left(nothing_is_left: None) -> None:
+    """No test leaves a file in shared memory."""
 
 
 @pytest.fixture(scope="module")

@@ -7,7 +7,8 @@ from pathlib import Path
 
 from support.namespaces import namespace
 
-OURS = ("ray::RayWorker", "ray::NodeAgent")
+OURS = ("ray::RayWorker", "ray::SabotagedW", "ray::NodeAgent")
+"""As Linux shows them, which is the first 15 letters."""
 
 
 def actors(root: int | None = None) -> dict[int, str]:

@@ -25,7 +25,7 @@ from tpengine.bench.workload import SHAPES, shape_folder
 from tpengine.engine.health import EngineState, RecoveryRecord
 from tpengine.engine.llm_engine import LLMEngine
 from tpengine.engine_args import EngineArgs
-from tpengine.errors import ConfigError
+from tpengine.errors import ConfigError, WorkerDiedError
 from tpengine.executor.ray_executor import RayExecutor
 from tpengine.sampling_params import RequestOutputKind, SamplingParams
 
@@ -99,7 +99,7 @@ def run(args: argparse.Namespace) -> int:
                 f"streams with prompts of {args.input_len} tokens, {args.kills} kills of each kind"
             )
             for spare_workers in (0, args.ranks):
-                kills = _measure(replace(engine_args, spare_workers=spare_workers), args)
+                kills = measure(replace(engine_args, spare_workers=spare_workers), args)
                 _report(f"{spare_workers} spares", kills)
     finally:
         ray.shutdown()
@@ -107,7 +107,8 @@ def run(args: argparse.Namespace) -> int:
     return 0
 
 
-def _measure(engine_args: EngineArgs, args: argparse.Namespace) -> list[Kill]:
+def measure(engine_args: EngineArgs, args: argparse.Namespace) -> list[Kill]:
+    """Kills ranks of an engine, one after another."""
     rng = random.Random(0)
     with LLMEngine.from_engine_args(engine_args) as engine:
         return [
@@ -122,9 +123,7 @@ def _kill(
     """Kills a rank under streams that decode."""
     executor = engine._executor
     assert isinstance(executor, RayExecutor)
-    deadline = time.monotonic() + _SPARES_S
-    while len(executor._spares.places()) < spare_workers and time.monotonic() < deadline:
-        time.sleep(_POLL_S)
+    _wait_for_spares(executor, spare_workers)
     lengths = _serve_until_decoding(engine, rng, num_streams, input_len)
     os.kill(rng.choice(executor.places).pid, signal.SIGKILL)
     start = time.monotonic()
@@ -139,7 +138,16 @@ def _kill(
     engine.abort_request(list(lengths))
     while engine.has_unfinished_requests():
         engine.step()
+    _wait_for_spares(executor, spare_workers)  # whose start would slow what is measured next
     return Kill(found_s, _recompute_s(engine, rng, list(before.values())), record)
+
+
+def _wait_for_spares(executor: RayExecutor, count: int) -> None:
+    deadline = time.monotonic() + _SPARES_S
+    while len(executor._spares.places()) < count:
+        if time.monotonic() > deadline:
+            raise WorkerDiedError(f"{count} spares were not ready within {_SPARES_S:g} s")
+        time.sleep(_POLL_S)
 
 
 def _serve_until_decoding(
