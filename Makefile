@@ -15,6 +15,7 @@ GPU_PYTHON ?= $(BIN)/python
 .PHONY: demo test soak gpu lint format setup clean
 
 demo: setup
+	@echo "tpengine: loading the model, then four prompts"
 	$(BIN)/python examples/offline_inference.py
 
 test: setup
@@ -48,10 +49,14 @@ setup: $(STAMP)
 
 $(STAMP): pyproject.toml $(NATIVE)
 	@command -v c++ >/dev/null || { echo "tpengine needs a C++ compiler: install g++ or clang"; exit 1; }
-	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install -q --disable-pip-version-check '$(TORCH)'
-	$(BIN)/python -m pip install -q --disable-pip-version-check -e '.[test,lint]'
-	touch $@
+	@echo "tpengine: setting up $(VENV), once"
+	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	@echo "tpengine: installing $(TORCH) ... (two or three minutes in all)"
+	@$(BIN)/python -m pip install -q --disable-pip-version-check '$(TORCH)'
+	@echo "tpengine: building the kernels and installing the rest ..."
+	@$(BIN)/python -m pip install -q --disable-pip-version-check -e '.[test,lint]'
+	@touch $@
+	@echo "tpengine: ready"
 
 clean:
 	rm -rf $(VENV) build

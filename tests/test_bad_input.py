@@ -126,6 +126,10 @@ def test_nan_temperature_never_reaches_the_engine() -> None:
 def test_no_model_folder(tmp_path: Path) -> None:
     with pytest.raises(ModelLoadError, match=r"config\.json"):
         make_engine(tmp_path)
+    with pytest.raises(ModelLoadError, match=r"^tokenizer '/nowhere' is no folder"):
+        LLM(tokenizer="/nowhere")
+    with pytest.raises(TypeError, match=r"'max_token'; did you mean 'max_tokens'"):
+        SamplingParams(max_token=3)  # type: ignore[call-arg]
     with pytest.raises(ModelLoadError, match=r"is no folder.*hub name"):
         make_engine(tmp_path / "nothing here")
     file = tmp_path / "file"

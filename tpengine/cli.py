@@ -47,7 +47,10 @@ _DEFAULT_PROMPT = "Hello, my name is"
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs the command line; returns the exit code."""
     words = sys.argv[1:] if argv is None else list(argv)
-    args = _build_parser(words).parse_args(words)
+    parser = _build_parser(words)
+    args, unknown = parser.parse_known_args(words)
+    if unknown:  # the command's own usage helps, not that of `tpengine`
+        getattr(args, "command", parser).error(f"unrecognized arguments: {' '.join(unknown)}")
     try:
         return int(args.run(args))
     except TPEngineError as error:
@@ -74,6 +77,7 @@ def _build_parser(words: Sequence[str]) -> argparse.ArgumentParser:
         command = commands.add_parser(name, help=help_text)
         if list(words[:1]) == [name]:
             _import_serving(home).add_arguments(command)
+            command.set_defaults(command=command)
     bench = commands.add_parser("bench", help="measure the engine on this machine")
     benchmarks = bench.add_subparsers(metavar="BENCHMARK", required=True)
     for name, help_text in _BENCHMARKS.items():
@@ -82,7 +86,7 @@ def _build_parser(words: Sequence[str]) -> argparse.ArgumentParser:
             module = _import_serving(f"tpengine.bench.{name}")
             command.description = module.__doc__
             module.add_arguments(command)
-            command.set_defaults(run=module.run)
+            command.set_defaults(run=module.run, command=command)
     return parser
 
 
@@ -120,7 +124,7 @@ def _add_generate(commands: argparse._SubParsersAction[argparse.ArgumentParser])
     )
     add_sampling_arguments(command)
     EngineArgs.add_cli_args(command)
-    command.set_defaults(run=_generate)
+    command.set_defaults(run=_generate, command=command)
 
 
 def _generate(args: argparse.Namespace) -> int:

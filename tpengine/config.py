@@ -233,24 +233,23 @@ def resolve_model_folder(
     download_dir: str | None,
     load_format: str = "dummy",
     trust_remote_code: bool = False,
+    what: str = "model",
 ) -> str:
-    """Returns the local folder of `model`, fetching it from the hub if it is a hub name.
+    """Returns the local folder of `model`, a folder or a hub's name, which is fetched.
 
     Args:
-        load_format: one of `LOAD_FORMATS`, which says what weights are fetched; dummy: none, as
-            for a tokenizer alone.
-        trust_remote_code: whether Python files are fetched.
+        load_format: one of `LOAD_FORMATS`, by which weights are fetched; dummy: none.
+        trust_remote_code: whether Python files are fetched; what: the errors' word for it.
 
     Raises:
-        ModelLoadError: no such folder, no such model could be fetched, or it has no weights in
-            that format.
+        ModelLoadError: it is no folder and cannot be fetched, or has no weights in that format.
     """
     folder = Path(model).expanduser()
     if folder.is_dir():
         return str(folder)
     if folder.exists() or model.startswith(("/", ".", "~")) or model.count("/") != 1:
         raise ModelLoadError(
-            f"model {model!r} is no folder; give a folder in Hugging Face layout or a hub name "
+            f"{what} {model!r} is no folder; give a folder in Hugging Face layout or a hub name "
             "like 'owner/name'"
         )
     from huggingface_hub import snapshot_download
@@ -266,7 +265,7 @@ def resolve_model_folder(
         )
     except Exception as error:
         raise ModelLoadError(
-            f"model {model!r} is no local folder and could not be fetched from the hub "
+            f"{what} {model!r} is no local folder and could not be fetched from the hub "
             f"({type(error).__name__}: {error}); check the name, the network, or give a folder"
         ) from error
     if weights and not any(any(Path(fetched).glob(pattern)) for pattern in weights):

@@ -186,7 +186,7 @@ class EngineArgs:
         tokenizer = self.tokenizer
         if tokenizer is not None:
             tokenizer = cfg.resolve_model_folder(
-                tokenizer, self.download_dir, trust_remote_code=trust
+                tokenizer, self.download_dir, trust_remote_code=trust, what="tokenizer"
             )
         utilization, kv_cache_bytes = self._budgets()
         hf_config = cfg.read_hf_config(folder, self.trust_remote_code)

@@ -61,8 +61,8 @@ class DeadlineExceededError(RequestError):
     """A request was not done in time; it has been ended.
 
     Attributes:
-        where: queued, prefill or decode: how far it had come; at a client, which does not know,
-            unknown.
+        where: queued, prefill or decode: how far it had come; at a client that the server did not
+            tell, unknown.
     """
 
     def __init__(self, message: str, where: str) -> None:

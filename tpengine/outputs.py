@@ -26,6 +26,8 @@ class RequestMetrics:
     num_preemptions: int = 0
     num_cached_tokens: int = 0
     """Prompt tokens whose K and V were found in the cache when it was first scheduled."""
+    num_sampled_tokens: int = 0
+    """Over all sequences, so far; those of beams that were dropped are among them."""
 
     @property
     def time_in_queue(self) -> float | None:

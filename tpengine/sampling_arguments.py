@@ -23,6 +23,9 @@ def add_sampling_arguments(parser: argparse.ArgumentParser) -> None:
     sampling.add_argument(
         "--stop", action="append", default=[], help="text that ends the output; may be repeated"
     )
+    sampling.add_argument(
+        "--ignore-eos", action="store_true", help="go on after the model's end token"
+    )
 
 
 def sampling_params_from(args: argparse.Namespace) -> SamplingParams:
@@ -39,4 +42,5 @@ def sampling_params_from(args: argparse.Namespace) -> SamplingParams:
         min_p=args.min_p,
         seed=args.sampling_seed,
         stop=args.stop,
+        ignore_eos=args.ignore_eos,
     )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 import enum
 import math
 from collections.abc import Iterable, Mapping, Sequence
@@ -121,6 +122,16 @@ class SamplingParams:
     allowed_token_ids: Sequence[int] | None = None
     bad_words: str | Sequence[str] = ()
     bad_words_token_ids: Sequence[Sequence[int]] = ()
+
+    def __new__(cls, *_: object, **given: object) -> SamplingParams:
+        """Raises TypeError for a name that is none, as Python does, but with the nearest one."""
+        names = cls.__dataclass_fields__
+        for name in given:
+            if name not in names:
+                near = difflib.get_close_matches(name, names, n=1)
+                hint = f"; did you mean {near[0]!r}?" if near else ""
+                raise TypeError(f"SamplingParams has no field {name!r}{hint}")
+        return super().__new__(cls)
 
     def __post_init__(self) -> None:
         self._normalise()

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import re
 from collections.abc import Iterator
+from dataclasses import replace
 
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
@@ -16,6 +18,7 @@ from tpengine import AsyncLLMEngine
 from tpengine.engine.admission import QueueLimits
 from tpengine.engine.figures import Histogram, RateMeter
 from tpengine.errors import InvalidPromptError, RequestAbortedError
+from tpengine.sampling_params import RequestOutputKind
 
 SECRET = "the password is swordfish"
 
@@ -131,13 +134,20 @@ def test_one_line_per_request_and_no_prompt_in_it(engine: AsyncLLMEngine, lines:
         await outputs.aclose()
         with pytest.raises(InvalidPromptError):
             await last_output(engine, None, greedy(5), "third", prompt_token_ids=[-1])
+        whole = replace(stream(300), output_kind=RequestOutputKind.FINAL_ONLY)
+        task = asyncio.create_task(last_output(engine, SECRET, whole, "fourth"))
+        tickets = engine._book.tickets
+        await until(lambda: "fourth" in tickets and tickets["fourth"].phase == "decode")
+        task.cancel()
+        await asyncio.wait([task])
 
     run_async(ask())
-    first, second, third = lines
+    first, second, third, fourth = lines
     assert first.startswith("request 'first': length after ")
     assert "20 prompt tokens (0 cached), 5 output tokens; preempted 0 times" in first
     assert second.startswith("request 'second\\nforged': left by its reader after ")
     assert third.startswith("request 'third': refused: InvalidPromptError after ")
+    assert re.search(r" [1-9]\d* output tokens", fourth), fourth  # though nobody was told of any
     assert "swordfish" not in "".join(lines)
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import time
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -9,6 +11,7 @@ import pytest
 from tpengine import EngineArgs, LLMEngine
 from tpengine.config import EMBEDDED_MODEL
 from tpengine.engine import llm_engine
+from tpengine.errors import ConfigError, EngineError
 from tpengine.executor.local_executor import LocalExecutor
 
 
@@ -67,3 +70,71 @@ def test_ranks_are_ended_when_no_engine_can_be_made(
     with pytest.raises(ZeroDivisionError) as caught:
         LLMEngine.from_engine_args(args)
     assert len(ended) == 1, caught.tb
+
+
+def test_heads_that_cannot_be_divided_are_refused_before_ray(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    ray_connection = pytest.importorskip("tpengine.executor.ray_connection")
+
+    def never(address: str | None) -> None:
+        raise AssertionError("Ray was asked")
+
+    monkeypatch.setattr(ray_connection, "RayConnection", never)
+    with pytest.raises(ConfigError, match=r"heads.*tensor_parallel_size = 7; sizes that can: 1, 2"):
+        LLMEngine.from_engine_args(EngineArgs(EMBEDDED_MODEL, tensor_parallel_size=7))
+
+
+def test_an_address_where_nobody_is_fails_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    ray_connection = pytest.importorskip("tpengine.executor.ray_connection")
+    monkeypatch.setattr(ray_connection, "ray", FakeRay(None))
+    begin = time.monotonic()
+    with pytest.raises(EngineError, match=r"ray_address = '127.0.0.1:1'"):
+        ray_connection.RayConnection("127.0.0.1:1")
+    monkeypatch.setenv("RAY_ADDRESS", "127.0.0.1:1")
+    with pytest.raises(EngineError, match=r"RAY_ADDRESS = '127.0.0.1:1'"):
+        ray_connection.RayConnection(None)
+    assert time.monotonic() - begin < 5.0
+
+
+class FakeRay:
+    """Keeps what it was asked; finds one cluster running, whose node has these labels."""
+
+    def __init__(self, labels: dict[str, str] | None) -> None:
+        self.asked: list[str] = []
+        self.labels = labels
+
+    def is_initialized(self) -> bool:
+        return False
+
+    def init(self, address: str, labels: dict[str, str] | None = None, **_: Any) -> None:
+        self.asked.append(address)
+        if address == "local":
+            self.labels = labels
+
+    def shutdown(self) -> None:
+        self.asked.append("shutdown")
+
+    def nodes(self) -> list[dict[str, Any]]:
+        return [{"Labels": self.labels}]
+
+    def get_runtime_context(self) -> Any:
+        return SimpleNamespace(gcs_address="h:1", get_node_id=lambda: "n", get_job_id=lambda: "j")
+
+
+def test_the_ray_that_another_engine_started_is_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    ray_connection = pytest.importorskip("tpengine.executor.ray_connection")
+    monkeypatch.delenv("RAY_ADDRESS", raising=False)
+    monkeypatch.setattr(ray_connection, "_users_of_started_ray", set())
+    started = FakeRay(None)
+    monkeypatch.setattr(ray_connection, "ray", started)
+    ray_connection.RayConnection("local")
+    assert started.labels
+    for labels, expected in (
+        (started.labels, ["auto", "shutdown", "local"]),
+        ({"ray.io/node-id": "n"}, ["auto"]),
+    ):
+        found = FakeRay(labels)
+        monkeypatch.setattr(ray_connection, "ray", found)
+        ray_connection.RayConnection(None)
+        assert found.asked == expected

@@ -20,16 +20,17 @@ from support.server_process import ServerProcess, wait_until
 from tpengine import LLM, SamplingParams
 from tpengine.bench import serve
 from tpengine.cli import main
+from tpengine.engine.prompt import TokensPrompt
 from tpengine.errors import (
     ConfigError,
     DeadlineExceededError,
     DuplicateRequestError,
+    InvalidPriorityError,
     InvalidPromptError,
     InvalidSamplingParamsError,
     ModelNotFoundError,
     QueueFullError,
     RequestAbortedError,
-    RequestError,
     ServerUnavailableError,
 )
 from tpengine.server.client import GenerationClient
@@ -41,7 +42,7 @@ LONG = greedy(400)
 FREEZE_MARGIN_S = 3.0
 """What a machine that others use may add to the two seconds."""
 PATIENCE_S = 60.0
-EXAMPLE = Path(__file__).parent.parent.parent / "examples" / "grpc_client.py"
+EXAMPLES = Path(__file__).parent.parent.parent / "examples"
 
 Talk = Callable[[GenerationClient], Coroutine[Any, Any, Any]]
 
@@ -89,6 +90,12 @@ def test_all_forms_of_a_prompt(server: ServerProcess) -> None:
     async def talk(client: GenerationClient) -> Any:
         ids, chat_ids = await client.tokenize(PROMPT), await client.chat_token_ids(messages)
         by_text, by_ids = [await client.generate(one, greedy(8)) for one in (PROMPT, ids)]
+        both: TokensPrompt = {"prompt": PROMPT, "prompt_token_ids": ids}  # type: ignore[typeddict-unknown-key]
+        for form in ({"prompt": PROMPT}, {"prompt_token_ids": ids}, both):
+            by_dict = await client.generate(form, greedy(8))  # type: ignore[arg-type]
+            assert by_dict.outputs == by_text.outputs
+            assert by_dict.prompt == form.get("prompt")
+            assert by_dict.prompt_token_ids == form.get("prompt_token_ids", [])
         by_chat, by_chat_ids = [
             await client.generate(one, greedy(8)) for one in (messages, chat_ids)
         ]
@@ -102,16 +109,24 @@ def test_all_forms_of_a_prompt(server: ServerProcess) -> None:
 
 def test_errors_are_those_of_the_engine(server: ServerProcess, tight: ServerProcess) -> None:
     async def refused(client: GenerationClient) -> None:
-        with pytest.raises(RequestError, match="prompt"):
+        with pytest.raises(InvalidPromptError, match="prompt"):
             await client.generate([])
-        with pytest.raises(RequestError, match="512"):
+        with pytest.raises(InvalidPromptError, match="512"):
             await client.generate([5] * 600, greedy(4))
+        with pytest.raises(InvalidSamplingParamsError, match="stop_token_ids"):
+            await client.generate(PROMPT, SamplingParams(stop_token_ids=[10**6]))
+        with pytest.raises(InvalidPriorityError, match="priority"):
+            await client.generate(PROMPT, priority=5)
+        with pytest.raises(InvalidPromptError, match="tokens_ids"):
+            await client.generate({"tokens_ids": [5]})  # type: ignore[arg-type]
         with pytest.raises(InvalidPromptError, match="Unicode"):
             await client.generate("\ud800")
         with pytest.raises(InvalidSamplingParamsError, match="logits_processors"):
             await client.generate(PROMPT, SamplingParams(logits_processors="os:getcwd"))
-        with pytest.raises(DeadlineExceededError):
+        with pytest.raises(DeadlineExceededError) as late:
             await client.generate(PROMPT, LONG, timeout_s=0.05)
+        # Said by the server, unless it is starved for longer than it has.
+        assert late.value.where in ("queued", "prefill", "decode"), late.value
         with pytest.raises(ModelNotFoundError):
             await client.health("nothing")
         assert not await client.abort("nobody")
@@ -229,6 +244,13 @@ def test_commands(server: ServerProcess, capsys: pytest.CaptureFixture[str]) -> 
     words = ["--temperature", "0", "--max-tokens", "8"]
     assert main(["client", "generate", PROMPT, *words, *where]) == 0
     assert capsys.readouterr().out == f"{PROMPT}{output.outputs[0].text}\n\n"
+    assert main(["client", "generate", PROMPT, "--no-echo", *words, *where]) == 0
+    assert capsys.readouterr().out == f"{output.outputs[0].text}\n\n"
+    several = ["--n", "2", "--logprobs", "2", "--ignore-eos", "--max-tokens", "8"]
+    assert main(["client", "generate", PROMPT, *several, *where]) == 0
+    shown = capsys.readouterr().out.splitlines()
+    assert [line[:4] for line in shown if line.startswith("[")] == ["[0] ", "[1] "]
+    assert sum(line.startswith("    ") and "*" in line for line in shown) == 2 * 8
     assert main(["client", "chat", "Hello", *words, *where]) == 0
     assert capsys.readouterr().out.strip()
     load = ["--num-requests", "6", "--rate", "40"]
@@ -237,11 +259,26 @@ def test_commands(server: ServerProcess, capsys: pytest.CaptureFixture[str]) -> 
     assert main(["client", "health", "--target", "127.0.0.1:1"]) == 1
     assert "ServerUnavailableError" in capsys.readouterr().err
     assert main(["client", "generate", "word " * 600, *words, *where]) == 1
-    assert "RequestError" in capsys.readouterr().err
+    refused = capsys.readouterr()
+    assert "InvalidPromptError" in refused.err
+    assert refused.out == ""  # not even the prompt: nobody has taken it
+    assert main(["client", "generate", PROMPT, "--tls", *where]) == 1
+    assert "does not speak TLS" in capsys.readouterr().err
 
 
-def test_the_example(server: ServerProcess) -> None:
-    command = [sys.executable, str(EXAMPLE), server.target]
+def test_an_unknown_option_shows_its_own_command(capsys: pytest.CaptureFixture[str]) -> None:
+    for words in (["client", "generate"], ["client", "health"], ["generate"], ["serve"]):
+        with pytest.raises(SystemExit) as ended:
+            main([*words, "--no-such-option"])
+        assert ended.value.code == 2
+        shown = capsys.readouterr().err
+        assert shown.startswith(f"usage: tpengine {' '.join(words)} ")
+        assert "--no-such-option" in shown
+
+
+@pytest.mark.parametrize("name", ["grpc_client.py", "grpc_stock_client.py"])
+def test_the_examples(server: ServerProcess, name: str) -> None:
+    command = [sys.executable, str(EXAMPLES / name), server.target]
     done = subprocess.run(command, capture_output=True, text=True, timeout=PATIENCE_S, check=False)
     assert done.returncode == 0, done.stderr
     assert "tokens" in done.stdout

@@ -110,6 +110,7 @@ class EngineFigures:
         """Notes the moment of a request's newest token, in seconds of `time.time`; several
         sequences of a request count once."""
         metrics = request.metrics
+        metrics.num_sampled_tokens += 1
         before, metrics.last_token_time = metrics.last_token_time, now
         if before is None:
             metrics.first_token_time = now

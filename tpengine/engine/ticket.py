@@ -70,7 +70,8 @@ class Ticket:
             _seconds(first_token_s),
             self.num_prompt_tokens,
             metrics.num_cached_tokens,
-            self.mailbox.num_output_tokens,
+            # Nobody is told of any before the end where only the whole is asked for.
+            self.mailbox.num_output_tokens or metrics.num_sampled_tokens,
             metrics.num_preemptions,
         )
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 
-from tpengine.config import EngineConfig
+from tpengine.config import EngineConfig, read_hf_config, resolve_model_folder
 from tpengine.engine_args import EngineArgs
 from tpengine.errors import ConfigError
 from tpengine.executor.executor import Executor
@@ -16,7 +16,8 @@ def create_executor(args: EngineArgs) -> tuple[EngineConfig, Executor]:
     imported.
 
     Raises:
-        ConfigError: an argument is out of range, or Ray is asked for and not installed.
+        ConfigError: an argument is out of range, the model's heads cannot be divided, or Ray is
+            asked for and not installed.
         EngineError: the model or Ray cannot be had.
     """
     if not args.uses_ray:
@@ -27,6 +28,7 @@ def create_executor(args: EngineArgs) -> tuple[EngineConfig, Executor]:
             f"tensor_parallel_size = {args.tensor_parallel_size} with executor = "
             f"{args.executor!r} needs Ray: pip install 'tpengine[ray]'"
         )
+    check_division(args)
     from tpengine.executor.ray_connection import RayConnection
     from tpengine.executor.ray_executor import RayExecutor
 
@@ -37,3 +39,32 @@ def create_executor(args: EngineArgs) -> tuple[EngineConfig, Executor]:
     except BaseException:
         connection.close()
         raise
+
+
+def check_division(args: EngineArgs) -> None:
+    """Finds out before any process is started that the ranks cannot share the model's heads.
+
+    Raises:
+        ConfigError: see the message.
+        ModelLoadError: the model's folder cannot be read.
+    """
+    size = args.tensor_parallel_size
+    if size <= 1:  # below 1 is refused with the other arguments
+        return
+    folder = resolve_model_folder(
+        args.model, args.download_dir, args.load_format, args.trust_remote_code
+    )
+    hf_config = read_hf_config(folder, args.trust_remote_code)
+    for what, name in (
+        ("attention heads", "num_attention_heads"),
+        ("KV heads", "num_key_value_heads"),
+    ):
+        total = hf_config.get(name)
+        if not isinstance(total, int) or total < 1 or total % size == 0:
+            continue
+        if what == "KV heads" and size > total and size % total == 0:  # each on several ranks
+            continue
+        raise ConfigError(
+            f"{total} {what} of the model cannot be divided over tensor_parallel_size = {size}; "
+            f"sizes that can: {', '.join(str(n) for n in range(1, total + 1) if total % n == 0)}"
+        )

@@ -201,7 +201,9 @@ class Placement:
         reason = explain_infeasible(nodes, bundle, size, strategy)
         if reason is not None:
             without = f" without {len(excluded)} that do not answer" if excluded else ""
-            raise PlacementError(f"the ranks cannot be placed{without}: {reason}")
+            raise PlacementError(
+                f"the ranks cannot be placed on the Ray at {_address()}{without}: {reason}"
+            )
         selector = {_NODE_LABEL: f"!in({', '.join(excluded)})"} if excluded else {}
         self._group = self._own = placement_group(
             [dict(bundle)] * size,
@@ -239,8 +241,10 @@ class Placement:
         if self._wait_until(start + min(_PATIENCE_S, timeout_s), check):
             return
         logger.warning(
-            "waiting up to %.0f s for room on the cluster: wanted %s, available now %s of %s",
+            "waiting up to %.0f s for room on the Ray cluster at %s: wanted %s, available now %s "
+            "of %s",
             timeout_s,
+            _address(),
             wanted,
             _available(bundle),
             _total(bundle),
@@ -248,9 +252,10 @@ class Placement:
         if self._wait_until(start + timeout_s, check):
             return
         raise PlacementError(
-            f"no room on the cluster within {timeout_s:.0f} s: wanted {wanted}, available "
-            f"{_available(bundle)} of {_total(bundle)}; wait for others to finish, or raise "
-            "placement_timeout_s"
+            f"no room on the Ray cluster at {_address()} within {timeout_s:.0f} s: wanted "
+            f"{wanted}, available {_available(bundle)} of {_total(bundle)}; wait for others to "
+            "finish, raise placement_timeout_s, or have a Ray of its own started: "
+            'ray_address="local"'
         )
 
     def _wait_until(self, deadline: float, check: Callable[[], None]) -> bool:
@@ -287,6 +292,10 @@ def _indices_in(group: PlacementGroup, bundle: Resources, size: int) -> list[int
             f"group that the driver runs in has {len(indices)} such bundles ({listed})"
         )
     return indices[:size]
+
+
+def _address() -> str:
+    return str(ray.get_runtime_context().gcs_address)
 
 
 def _available(bundle: Resources) -> str:

@@ -15,20 +15,23 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from tpengine.errors import ConfigError, RequestAbortedError
 from tpengine.sampling_params import SamplingParams
+from tpengine.server.call_deadline import TIMEOUT_KEY
 from tpengine.server.client_convert import (
     Message,
     Prompt,
     RemoteOutput,
     to_conversation,
-    to_error,
     to_output,
     to_request,
 )
+from tpengine.server.client_errors import to_error
 from tpengine.server.proto import tpengine_pb2 as pb
 from tpengine.server.proto import tpengine_pb2_grpc
 
 _MAX_MESSAGE_BYTES = 64 << 20
 _MIN_RECONNECT_MS, _MAX_RECONNECT_MS = 100, 2000
+_GRACE_S = 0.5
+"""What a server gets, after a request's deadline, to say that it has passed."""
 _LOCALLY_CANCELLED = "Locally cancelled by application!"
 
 
@@ -112,7 +115,8 @@ class GenerationClient:
         """Completes one prompt and returns when all is there. Cancelling it aborts the request.
 
         Args:
-            prompt: text, token ids, or messages with `role` and `content`.
+            prompt: text, token ids, messages with `role` and `content`, or a dict with `prompt` or
+                `prompt_token_ids`.
             params: default: `SamplingParams()`.
             request_id: unique among the server's unfinished requests; default: the server's choice.
             priority: lower is served first; needs a server with scheduling_policy "priority".
@@ -123,8 +127,7 @@ class GenerationClient:
             RequestError, ServerError: see the class.
         """
         request = to_request(prompt, params or SamplingParams(), request_id, priority, max_queue_s)
-        timeout_s = self._timeout_s if timeout_s is None else timeout_s
-        call = self._stub.Generate(request, timeout=timeout_s, metadata=self._metadata)
+        call = self._stub.Generate(request, **self._until(timeout_s))
         async with self._typed_errors(call):
             return to_output(await call, prompt)
 
@@ -148,8 +151,7 @@ class GenerationClient:
             RequestError, ServerError: see the class.
         """
         request = to_request(prompt, params or SamplingParams(), request_id, priority, max_queue_s)
-        timeout_s = self._timeout_s if timeout_s is None else timeout_s
-        call = self._stub.GenerateStream(request, timeout=timeout_s, metadata=self._metadata)
+        call = self._stub.GenerateStream(request, **self._until(timeout_s))
         try:
             async with self._typed_errors(call):
                 async for response in call:
@@ -230,6 +232,13 @@ class GenerationClient:
     async def close(self) -> None:
         """Ends the connection; what runs on it is aborted."""
         await self._channel.close()
+
+    def _until(self, timeout_s: float | None) -> dict[str, Any]:
+        """Options of a call that the server is to end in time. This side gives up a little later,
+        so that the server's words on how far the request had come are the ones that are read."""
+        timeout_s = self._timeout_s if timeout_s is None else timeout_s
+        metadata = (*self._metadata, (TIMEOUT_KEY, str(max(0, round(1000 * timeout_s)))))
+        return {"timeout": timeout_s + _GRACE_S, "metadata": metadata}
 
     async def _call(self, method: Callable[..., Any], request: Any) -> Any:
         call = method(request, timeout=self._call_timeout_s, metadata=self._metadata)

@@ -7,18 +7,26 @@ import asyncio
 import math
 import sys
 from collections.abc import Awaitable, Callable, Iterator
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
 from tpengine import envs
-from tpengine.errors import ConfigError, RequestError, ServerUnavailableError
+from tpengine.errors import (
+    ConfigError,
+    RequestError,
+    ServerUnavailableError,
+    UnauthenticatedError,
+)
 from tpengine.sampling_arguments import add_sampling_arguments, sampling_params_from
+from tpengine.sampling_params import SamplingParams
 from tpengine.server.client import ClientTLS, GenerationClient
 from tpengine.server.client_convert import Message, Prompt
 from tpengine.server.health import LIVENESS, READINESS
 from tpengine.server.load import COMPLETE, describe_load, poisson_plan, run_load, summarise
 
 DEFAULT_TARGET = "127.0.0.1:50051"
+_TOKEN_HINT = "; give your token with --token-file FILE or in TPENGINE_CLIENT_TOKEN"
 _Action = Callable[[argparse.Namespace, GenerationClient], Awaitable[int]]
 
 
@@ -38,6 +46,16 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         commands, "generate", "complete prompts, as they are generated", _generate
     )
     generate.add_argument("prompts", nargs="*", metavar="PROMPT", help="default: lines of stdin")
+    generate.add_argument("--no-echo", action="store_true", help="print only what is generated")
+    generate.add_argument(
+        "--n", type=int, default=1, help="sequences per prompt, printed when complete if several"
+    )
+    generate.add_argument(
+        "--logprobs",
+        type=int,
+        metavar="NUM",
+        help="print each token's log probability, and the NUM most likely ones",
+    )
     add_sampling_arguments(generate)
     chat = _add_command(commands, "chat", "hold a conversation by the model's chat template", _chat)
     chat.add_argument("message", nargs="*", help="one message; default: lines of stdin")
@@ -56,7 +74,7 @@ def _add_command(
     action: _Action,
 ) -> argparse.ArgumentParser:
     parser = commands.add_parser(name, help=help_text, description=help_text.capitalize() + ".")
-    parser.set_defaults(run=partial(_run, action))
+    parser.set_defaults(run=partial(_run, action), command=parser)
     add_connection_arguments(parser)
     return parser
 
@@ -71,7 +89,9 @@ def add_connection_arguments(parser: argparse.ArgumentParser) -> None:
         "--timeout", type=float, default=600.0, help="seconds of one request (default: %(default)s)"
     )
     group.add_argument(
-        "--token-file", metavar="FILE", help="bearer token; default: $TPENGINE_CLIENT_TOKEN"
+        "--token-file",
+        metavar="FILE",
+        help="bearer token; default: $TPENGINE_CLIENT_TOKEN",
     )
     group.add_argument(
         "--tls", action="store_true", help="encrypt; the system's authorities are trusted"
@@ -113,16 +133,52 @@ def _run(action: _Action, args: argparse.Namespace) -> int:
         async with open_client(args) as client:
             return await action(args, client)
 
-    return asyncio.run(connected())
+    try:
+        return asyncio.run(connected())
+    except UnauthenticatedError as error:
+        raise UnauthenticatedError(f"{error}{_TOKEN_HINT}") from error
 
 
 async def _generate(args: argparse.Namespace, client: GenerationClient) -> int:
     failed = 0
+    params = replace(sampling_params_from(args), n=args.n, logprobs=args.logprobs)
     for prompt in args.prompts or _lines():
-        print(prompt, end="", flush=True)
-        failed += await _print_stream(args, client, prompt) is None
-        print("\n", flush=True)
+        echo = "" if args.no_echo else prompt
+        if args.n == 1 and args.logprobs is None:
+            text = await _print_stream(client, prompt, params, echo)
+        else:
+            text = await _print_whole(client, prompt, params, echo)
+        if text is None:
+            failed += 1
+        else:
+            print("\n", flush=True)
     return 1 if failed else 0
+
+
+async def _print_whole(
+    client: GenerationClient, prompt: Prompt, params: SamplingParams, echo: str
+) -> str | None:
+    """Prints all sequences, one after the other; None when the request failed."""
+    try:
+        output = await client.generate(prompt, params)
+    except RequestError as error:
+        _print_failure(error)
+        return None
+    for sequence in output.outputs:
+        number = f"[{sequence.index}] " if len(output.outputs) > 1 else ""
+        print(f"{number}{echo}{sequence.text}")
+        for token_id, candidates in zip(sequence.token_ids, sequence.logprobs or (), strict=False):
+            shown = (
+                f"{'*' if one_id == token_id else ''}{one.decoded_token!r} {one.logprob:.3f}"
+                for one_id, one in candidates.items()
+            )
+            print("   ", ", ".join(shown))
+    return "".join(sequence.text for sequence in output.outputs)
+
+
+def _print_failure(error: RequestError) -> None:
+    hint = _TOKEN_HINT if isinstance(error, UnauthenticatedError) else ""
+    print(f"tpengine: {type(error).__name__}: {error}{hint}", file=sys.stderr)
 
 
 async def _chat(args: argparse.Namespace, client: GenerationClient) -> int:
@@ -130,7 +186,7 @@ async def _chat(args: argparse.Namespace, client: GenerationClient) -> int:
     failed = 0
     for line in [" ".join(args.message)] if args.message else _lines("> "):
         conversation.append({"role": "user", "content": line})
-        answer = await _print_stream(args, client, conversation)
+        answer = await _print_stream(client, conversation, sampling_params_from(args))
         print(flush=True)
         if answer is None:
             conversation.pop()
@@ -153,17 +209,26 @@ def _lines(invitation: str = "") -> Iterator[str]:
 
 
 async def _print_stream(
-    args: argparse.Namespace, client: GenerationClient, prompt: Prompt
+    client: GenerationClient, prompt: Prompt, params: SamplingParams, echo: str = ""
 ) -> str | None:
-    """Prints the text as it comes; returns it, or None when the request failed."""
-    texts = []
+    """Prints the text as it comes; returns it, or None when the request failed.
+
+    Args:
+        echo: printed before it, once the server has taken the request.
+    """
+    texts: list[str] = []
     try:
-        async for output in client.stream(prompt, sampling_params_from(args)):
+        async for output in client.stream(prompt, params):
+            if echo:
+                print(echo, end="", flush=True)
+                echo = ""
             for sequence in output.outputs:
                 texts.append(sequence.text)
                 print(sequence.text, end="", flush=True)
     except RequestError as error:
-        print(f"\ntpengine: {type(error).__name__}: {error}", file=sys.stderr)
+        if texts:
+            print(flush=True)
+        _print_failure(error)
         return None
     return "".join(texts)
 

@@ -7,35 +7,18 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, cast
 
-import grpc
-from google.protobuf.message import DecodeError
-from google.rpc import error_details_pb2, status_pb2
-
-from tpengine.errors import (
-    DeadlineExceededError,
-    DuplicateRequestError,
-    InvalidPromptError,
-    InvalidSamplingParamsError,
-    ModelNotFoundError,
-    PermissionDeniedError,
-    QueueFullError,
-    RequestAbortedError,
-    RequestError,
-    ServerError,
-    ServerUnavailableError,
-    TPEngineError,
-    UnauthenticatedError,
-)
+from tpengine.engine.prompt import TextPrompt, TokensPrompt
+from tpengine.errors import InvalidPromptError, InvalidSamplingParamsError
 from tpengine.outputs import CompletionOutput, Logprob, RequestMetrics, RequestOutput
 from tpengine.sampling_params import SamplingParams
 from tpengine.server.proto import tpengine_pb2 as pb
 
 Message = Mapping[str, str]
-Prompt = str | Sequence[int] | Sequence[Message]
-"""Text, token ids, or a conversation of messages with `role` and `content`."""
+Prompt = str | Sequence[int] | Sequence[Message] | TextPrompt | TokensPrompt
+"""Text, token ids, or a conversation of messages with `role` and `content`; or a dict of the first
+two, as `LLM.generate` takes it."""
 
 _MOST = 2**31 - 1
-_STATUS_DETAILS = "grpc-status-details-bin"
 _SAME_NAME = (
     "n", "best_of", "presence_penalty", "frequency_penalty", "repetition_penalty", "temperature",
     "top_p", "top_k", "min_p", "seed", "use_beam_search", "length_penalty",
@@ -104,20 +87,46 @@ def to_request(
         request.priority = priority
     if max_queue_s is not None:
         request.max_queue_ms = max(0, round(1000 * max_queue_s))
-    if isinstance(prompt, str):
-        request.prompt = _checked_text(prompt)
-    elif prompt and isinstance(prompt[0], Mapping):
-        request.messages.CopyFrom(to_conversation(cast(Sequence[Message], prompt)))
+    text, rest = _unpack(prompt)
+    if rest is None:
+        request.prompt = _checked_text(text)
+    elif _is_conversation(rest):
+        request.messages.CopyFrom(to_conversation(cast(Sequence[Message], rest)))
     else:
         try:
-            request.prompt_token_ids.ids.extend(cast(Sequence[int], prompt))
+            request.prompt_token_ids.ids.extend(cast(Sequence[int], rest))
         except (TypeError, ValueError) as error:
             raise InvalidPromptError(
                 "a prompt must be text, token ids below 2**31, or messages that are dicts; got "
-                f"{type(prompt).__name__}: {error}"
+                f"{type(rest).__name__}: {error}"
             ) from error
         request.prompt_token_ids.SetInParent()  # an empty list is a list, too
     return request
+
+
+def _unpack(prompt: Prompt) -> tuple[str | None, Sequence[int] | Sequence[Message] | None]:
+    """The text of a prompt, and its ids or messages; ids count where there are both.
+
+    Raises:
+        InvalidPromptError: a dict has other keys than `LLM.generate` takes, or neither of them.
+    """
+    if isinstance(prompt, str):
+        return prompt, None
+    if not isinstance(prompt, Mapping):
+        return None, prompt
+    unknown = set(prompt) - {"prompt", "prompt_token_ids"}
+    if unknown:
+        raise InvalidPromptError(
+            f"a prompt's keys are prompt and prompt_token_ids; got {sorted(map(str, unknown))}"
+        )
+    text, token_ids = prompt.get("prompt"), prompt.get("prompt_token_ids")
+    if text is None and token_ids is None:
+        raise InvalidPromptError("a request needs a prompt or prompt_token_ids; got neither")
+    return cast("str | None", text), cast("Sequence[int] | None", token_ids)
+
+
+def _is_conversation(rest: Sequence[int] | Sequence[Message]) -> bool:
+    return isinstance(rest, Sequence) and len(rest) > 0 and isinstance(rest[0], Mapping)
 
 
 def to_conversation(messages: Sequence[Message]) -> pb.Conversation:
@@ -186,11 +195,12 @@ def _to_sampling(params: SamplingParams) -> pb.SamplingParams:
 def to_output(response: pb.GenerateResponse, prompt: Prompt) -> RemoteOutput:
     """One answer of the server, or one message of a stream."""
     usage = _to_usage(response.usage) if response.HasField("usage") else None
-    is_ids = not isinstance(prompt, str) and not (prompt and isinstance(prompt[0], Mapping))
+    text, rest = _unpack(prompt)
+    is_ids = rest is not None and not _is_conversation(rest)
     return RemoteOutput(
         request_id=response.request_id,
-        prompt=prompt if isinstance(prompt, str) else None,
-        prompt_token_ids=list(cast(Sequence[int], prompt)) if is_ids else [],
+        prompt=text,
+        prompt_token_ids=list(cast(Sequence[int], rest)) if is_ids else [],
         outputs=[_to_completion(one) for one in response.outputs],
         finished=response.finished,
         metrics=_to_metrics(usage),
@@ -249,50 +259,3 @@ def _to_metrics(usage: Usage | None) -> RequestMetrics | None:
 
 def _optional(message: Any, name: str) -> Any:
     return getattr(message, name) if message.HasField(name) else None
-
-
-def to_error(error: grpc.aio.AioRpcError, target: str) -> TPEngineError:
-    """The exception that stands for a call's status."""
-    code, words = error.code(), f"{target}: {error.details()}"
-    if code is grpc.StatusCode.RESOURCE_EXHAUSTED:
-        retry_after_s = _retry_after_s(error)
-        if retry_after_s is not None:
-            return QueueFullError(words, retry_after_s)
-    if code is grpc.StatusCode.DEADLINE_EXCEEDED:
-        return DeadlineExceededError(words, "unknown")
-    kind = _ERRORS.get(code)
-    if kind is not None:
-        return kind(words)
-    if code is grpc.StatusCode.UNAVAILABLE:
-        return ServerUnavailableError(words, code.name)
-    return ServerError(words, code.name)
-
-
-_ERRORS: dict[grpc.StatusCode, type[RequestError]] = {
-    grpc.StatusCode.INVALID_ARGUMENT: RequestError,
-    grpc.StatusCode.NOT_FOUND: ModelNotFoundError,
-    grpc.StatusCode.RESOURCE_EXHAUSTED: RequestError,  # too large: waiting does not help
-    grpc.StatusCode.ALREADY_EXISTS: DuplicateRequestError,
-    grpc.StatusCode.CANCELLED: RequestAbortedError,
-    grpc.StatusCode.UNAUTHENTICATED: UnauthenticatedError,
-    grpc.StatusCode.PERMISSION_DENIED: PermissionDeniedError,
-}
-
-
-def _details(error: grpc.aio.AioRpcError) -> list[Any]:
-    """The packed messages that came with a status; none if it carries none that are whole."""
-    for key, value in error.trailing_metadata() or ():
-        if key == _STATUS_DETAILS:
-            try:
-                return list(status_pb2.Status.FromString(value).details)
-            except DecodeError:
-                return []
-    return []
-
-
-def _retry_after_s(error: grpc.aio.AioRpcError) -> float | None:
-    retry = error_details_pb2.RetryInfo()
-    for detail in _details(error):
-        if detail.Unpack(retry):
-            return float(retry.retry_delay.ToTimedelta().total_seconds())
-    return None

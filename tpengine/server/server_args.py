@@ -40,8 +40,9 @@ class ServerArgs:
     )
     token_file: str | None = arg(
         None,
-        "bearer tokens of clients, one per line; without one, and without TPENGINE_TOKENS "
-        "(separated by commas), no client needs any",
+        "bearer tokens of clients, one per line, at least 16 characters each, as from `openssl "
+        "rand -hex 24`; without one, and without TPENGINE_TOKENS (separated by commas), no client "
+        "needs any",
     )
     admin_token_file: str | None = arg(
         None,

@@ -21,6 +21,7 @@ from tpengine.errors import (
 )
 from tpengine.sampling_params import RequestOutputKind
 from tpengine.server import reports
+from tpengine.server.call_deadline import remaining_s
 from tpengine.server.convert import (
     ResponseWriter,
     read_conversation,
@@ -97,7 +98,7 @@ class GenerationServicer(tpengine_pb2_grpc.GenerationServiceServicer):
         if message.HasField("request_id"):
             check_request_id(message.request_id)
             request_id = message.request_id
-        remaining = context.time_remaining()
+        remaining = remaining_s(context)
         chat = message.messages
         if request.messages is not None and not _adds_prompt(chat):
             # The engine's form of a request knows the usual ending of a conversation only.
