@@ -156,6 +156,7 @@ def kill_self() -> None:
 
 def stop_self() -> None:
     os.kill(os.getpid(), signal.SIGSTOP)
+    time.sleep(10.0)  # another thread may stop first, and this one go on for a moment
 
 
 def raise_something() -> None:

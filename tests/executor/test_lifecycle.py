@@ -198,8 +198,8 @@ def test_interrupted_shutdown_is_finished_by_the_next(
     assert ray.wait is wait
     assert Group._kill is kill
     engine.shutdown()
-    wait_until(lambda: start_ticks(place.pid) != place.start_ticks, 2.0)
-    wait_until(lambda: free_cpus() == ray.cluster_resources()["CPU"], 5.0)
+    wait_until(lambda: start_ticks(place.pid) != place.start_ticks, 15.0)
+    wait_until(lambda: free_cpus() == ray.cluster_resources()["CPU"], 15.0)
     engine.shutdown()
 
 
