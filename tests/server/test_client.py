@@ -16,6 +16,7 @@ import pytest
 from support.engines import greedy
 from support.server_process import ServerProcess, wait_until
 
+from server.guarded import guarded_server
 from tpengine import LLM, SamplingParams
 from tpengine.bench import serve
 from tpengine.cli import main
@@ -32,6 +33,7 @@ from tpengine.errors import (
     RequestAbortedError,
     ServerUnavailableError,
 )
+from tpengine.server.auth import Authenticator
 from tpengine.server.client import GenerationClient
 from tpengine.server.client_convert import to_request
 from tpengine.server.load import COMPLETE, Objective, Outcome, percentiles, poisson_plan, summarise
@@ -263,6 +265,20 @@ def test_commands(server: ServerProcess, capsys: pytest.CaptureFixture[str]) -> 
     assert refused.out == ""  # not even the prompt: nobody has taken it
     assert main(["client", "generate", PROMPT, "--tls", *where]) == 1
     assert "does not speak TLS" in capsys.readouterr().err
+
+
+def test_a_missing_token_says_where_one_is_given(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with guarded_server(Authenticator(["a-token-of-enough-length"])) as target:
+        for token in ("", "another-token-of-that-length"):
+            monkeypatch.setenv("TPENGINE_CLIENT_TOKEN", token)
+            for command in (["generate", PROMPT], ["load", "--num-requests", "1"]):
+                assert main(["client", *command, "--target", target]) == 1
+                shown = capsys.readouterr()
+                assert "UnauthenticatedError" in shown.err
+                assert "--token-file FILE or in TPENGINE_CLIENT_TOKEN" in shown.err
+                assert shown.out == ""
 
 
 def test_an_unknown_option_shows_its_own_command(capsys: pytest.CaptureFixture[str]) -> None:
