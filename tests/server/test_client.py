@@ -124,10 +124,10 @@ def test_errors_are_those_of_the_engine(server: ServerProcess, tight: ServerProc
             await client.generate("\ud800")
         with pytest.raises(InvalidSamplingParamsError, match="logits_processors"):
             await client.generate(PROMPT, SamplingParams(logits_processors="os:getcwd"))
-        with pytest.raises(DeadlineExceededError) as late:
-            await client.generate(PROMPT, LONG, timeout_s=0.05)
-        # Said by the server, unless it is starved for longer than it has.
-        assert late.value.where in ("queued", "prefill", "decode"), late.value
+        for _ in range(5):  # said by the server: it does not merely win a race
+            with pytest.raises(DeadlineExceededError) as late:
+                await client.generate(PROMPT, LONG, timeout_s=0.05)
+            assert late.value.where in ("queued", "prefill", "decode"), late.value
         with pytest.raises(ModelNotFoundError):
             await client.health("nothing")
         assert not await client.abort("nobody")
