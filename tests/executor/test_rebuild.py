@@ -223,25 +223,6 @@ def test_rebuild_continues_where_tokens_were_sent(ranks: BareRanks, expected: li
     assert ranks.generate(tokens=expected[:7]) == expected
 
 
-def test_final_error_ends_the_rebuild(
-    ranks: BareRanks, folder: Path, tmp_path: Path, expected: list[int]
-) -> None:
-    """No use in trying again: the model's files are gone. When they are back, it may be tried."""
-    lose(ranks)
-    places = ranks.executor.places
-    files = sorted(folder.glob("*.safetensors"))
-    assert files
-    try:
-        for file in files:
-            file.rename(tmp_path / file.name)
-        with pytest.raises(ModelLoadError):
-            ranks.rebuild()
-        assert not any(is_alive(places + ranks.executor.places))
-    finally:
-        for file in files:
-            (tmp_path / file.name).rename(file)
-
-
 def test_node_that_pauses_is_used_again(
     ranks: BareRanks, expected: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -269,6 +250,25 @@ def test_node_that_stays_silent(ranks: BareRanks, monkeypatch: pytest.MonkeyPatc
     with pytest.raises(PlacementError, match="without 1 that do not answer"):
         ranks.rebuild()
     assert 1.0 <= time.monotonic() - start < 5.0
+
+
+def test_final_error_ends_the_rebuild(
+    ranks: BareRanks, folder: Path, tmp_path: Path, expected: list[int]
+) -> None:
+    """No use in trying again: the model's files are gone. The last to use these ranks."""
+    lose(ranks)
+    places = ranks.executor.places
+    files = sorted(folder.glob("*.safetensors"))
+    assert files
+    try:
+        for file in files:
+            file.rename(tmp_path / file.name)
+        with pytest.raises(ModelLoadError):
+            ranks.rebuild()
+        assert not any(is_alive(places + ranks.executor.places))
+    finally:
+        for file in files:
+            (tmp_path / file.name).rename(file)
 
 
 def test_healthy_ranks_are_not_rebuilt(folder: Path) -> None:

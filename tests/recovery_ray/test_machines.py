@@ -97,6 +97,7 @@ def num_ranks(machines: Machines, machine: int) -> int:
     return sum(name.startswith("ray::RayWorker") for name in names)
 
 
+@pytest.mark.soak  # a minute
 @pytest.mark.timeout(400)
 def test_lost_machines(machines: Machines) -> None:
     driver = Driver(machines, 2)

