@@ -223,7 +223,9 @@ def test_end_of_a_process_that_is_reaped(how: str, expected: str) -> None:
     assert ticks is not None
     agent, name = NodeAgent(), (process.pid, ticks)
     agent.watch([name])
-    assert agent.look(name, 0.0) in [("", "S"), ("", "R")]
+    ended, now = agent.look(name, 0.0)
+    assert not ended
+    assert now in tuple("SRD"), "it lives: asleep, at work, or waiting for its program's pages"
     process.communicate(b"\n")
     ended, now = agent.look(name, 1.0)
     agent.close()
