@@ -248,6 +248,31 @@ def test_ctrl_c_during_a_step(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None
     assert texts(llm.generate(PROMPTS, greedy(20), use_tqdm=False)) == expected
 
 
+def test_what_was_done_by_then_is_not_lost(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A Ctrl-C after the first of three prompts, given last, was done."""
+    params = [greedy(20), greedy(20), greedy(2)]
+    expected = llm.generate(PROMPTS[:3], params, use_tqdm=False)
+    assert llm.finished_outputs() == []
+    process = llm.llm_engine._output_processor.process
+    num_steps = 0
+
+    def interrupted(*args: Any) -> Any:
+        nonlocal num_steps
+        num_steps += 1
+        if num_steps == 5:
+            signal.raise_signal(signal.SIGINT)
+        return process(*args)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(llm.llm_engine._output_processor, "process", interrupted)
+        with pytest.raises(KeyboardInterrupt) as raised:
+            llm.generate(PROMPTS[:3], params, use_tqdm=False)
+    assert texts(llm.finished_outputs()) == texts(expected[2:])
+    assert raised.value.__notes__ == ["1 of 3 prompts were done: LLM.finished_outputs()"]
+    llm.generate(PROMPTS[:3], params, use_tqdm=False)
+    assert llm.finished_outputs() == []
+
+
 def test_ctrl_c_while_prompts_are_added(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
     engine = llm.llm_engine
     processor = engine._output_processor

@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import difflib
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import fields, replace
 from types import TracebackType
 from typing import Any, cast
 
 from tqdm import tqdm
 
+from tpengine.engine.batch_arguments import one_per_prompt, pair_prompts, refusal
 from tpengine.engine.llm_engine import LLMEngine
-from tpengine.engine.prompt import Prompt, is_whole
+from tpengine.engine.prompt import Prompt
 from tpengine.engine.tokenizer import Tokenizer
 from tpengine.engine_args import EngineArgs
 from tpengine.errors import (
@@ -23,7 +24,7 @@ from tpengine.errors import (
     RequestError,
 )
 from tpengine.logger import init_logger
-from tpengine.outputs import CompletionOutput, RequestOutput
+from tpengine.outputs import RequestOutput
 from tpengine.sampling_params import RequestOutputKind, SamplingParams
 
 logger = init_logger(__name__)
@@ -62,6 +63,7 @@ class LLM:
         self.llm_engine = LLMEngine.from_engine_args(EngineArgs(**kwargs))
         self._num_requests = 0
         self._inbox: dict[str, list[RequestOutput]] = {}
+        self._finished: list[RequestOutput] = []
 
     def generate(
         self,
@@ -85,28 +87,26 @@ class LLM:
 
         Raises:
             RequestError: the arguments do not fit each other.
+            EngineDeadError: the engine cannot go on. `finished_outputs` has what was done by then.
             KeyboardInterrupt: on Ctrl-C; the engine has dropped the prompts and can be used again.
         """
-        pairs = _pair_prompts(prompts, prompt_token_ids)
-        params = _one_per_prompt(sampling_params, len(pairs))
+        pairs = pair_prompts(prompts, prompt_token_ids)
+        params = one_per_prompt(sampling_params, len(pairs))
         request_ids = [str(self._num_requests + i) for i in range(len(pairs))]
         self._num_requests += len(pairs)
         done: dict[str, RequestOutput] = {}
+        self._finished = []
         try:
-            for request_id, (prompt, token_ids), one in zip(
-                request_ids, pairs, params, strict=True
-            ):
-                final = replace(one, output_kind=RequestOutputKind.FINAL_ONLY)
-                try:
-                    self.llm_engine.add_request(
-                        request_id, prompt, final, prompt_token_ids=token_ids
-                    )
-                except RequestError as error:
-                    done[request_id] = _refusal(request_id, prompt, token_ids, error)
+            for request_id, pair, one in zip(request_ids, pairs, params, strict=True):
+                self._submit(request_id, *pair, one, done)
             self._run(set(request_ids), done, use_tqdm)
-        except BaseException:  # Ctrl-C too must leave nothing behind
+        except BaseException as error:  # Ctrl-C too must leave nothing behind
             self.llm_engine.abort_request(request_ids)
             self.llm_engine.discard_outputs(request_ids)
+            self._finished = [done[one] for one in request_ids if one in done]
+            error.add_note(
+                f"{len(done)} of {len(request_ids)} prompts were done: LLM.finished_outputs()"
+            )
             raise
         finally:
             for request_id in request_ids:
@@ -120,6 +120,11 @@ class LLM:
                 refused[0],
             )
         return [done[request_id] for request_id in request_ids]
+
+    def finished_outputs(self) -> list[RequestOutput]:
+        """What the last `generate` or `chat` had done when it raised, in the order of its prompts;
+        none if it returned."""
+        return list(self._finished)
 
     def chat(
         self,
@@ -221,6 +226,21 @@ class LLM:
     ) -> None:
         self.shutdown()
 
+    def _submit(
+        self,
+        request_id: str,
+        prompt: Prompt | None,
+        token_ids: list[int] | None,
+        params: SamplingParams,
+        done: dict[str, RequestOutput],
+    ) -> None:
+        """Hands a prompt to the engine; one that it refuses is done."""
+        final = replace(params, output_kind=RequestOutputKind.FINAL_ONLY)
+        try:
+            self.llm_engine.add_request(request_id, prompt, final, prompt_token_ids=token_ids)
+        except RequestError as error:
+            done[request_id] = refusal(request_id, prompt, token_ids, error)
+
     def _run(self, request_ids: set[str], done: dict[str, RequestOutput], use_tqdm: bool) -> None:
         """Steps until `done` holds all of `request_ids`; other requests run beside them."""
         outputs: list[RequestOutput] = []
@@ -262,72 +282,3 @@ class LLM:
         for output in self.llm_engine.step():
             if output.request_id in self._inbox:
                 self._inbox[output.request_id].append(output)
-
-
-def _pair_prompts(
-    prompts: Prompt | Sequence[Prompt] | None,
-    prompt_token_ids: Sequence[int] | Sequence[Sequence[int]] | None,
-) -> list[tuple[Prompt | None, list[int] | None]]:
-    """Brings one prompt or many, as text, ids or both, into one list."""
-    texts: list[Prompt | None] | None = None
-    if prompts is not None:
-        single = isinstance(prompts, (str, dict))
-        if not single and not isinstance(prompts, Iterable):
-            raise InvalidPromptError(
-                f"prompts must be a string, a dict or a list of such, got {type(prompts).__name__}"
-            )
-        texts = cast(list[Prompt | None], [prompts] if single else list(prompts))
-    ids: list[list[int] | None] | None = None
-    if prompt_token_ids is not None:
-        many = list(prompt_token_ids)
-        nested = not many or not is_whole(many[0])
-        ids = cast(list[list[int] | None], many if nested else [many])
-    if texts is None and ids is None:
-        raise InvalidPromptError("generate needs prompts or prompt_token_ids; got neither")
-    if texts is None:
-        texts = [None] * len(ids or [])
-    if ids is None:
-        ids = [None] * len(texts)
-    if len(texts) != len(ids):
-        raise InvalidPromptError(
-            f"prompts and prompt_token_ids must be equally many, got {len(texts)} and {len(ids)}"
-        )
-    return list(zip(texts, ids, strict=True))
-
-
-def _one_per_prompt(
-    sampling_params: SamplingParams | Sequence[SamplingParams] | None, num_prompts: int
-) -> list[SamplingParams]:
-    if sampling_params is None:
-        return [SamplingParams()] * num_prompts
-    if isinstance(sampling_params, SamplingParams):
-        return [sampling_params] * num_prompts
-    params = list(sampling_params) if isinstance(sampling_params, Iterable) else [sampling_params]
-    for one in params:
-        if not isinstance(one, SamplingParams):
-            raise InvalidSamplingParamsError(
-                f"sampling_params must be SamplingParams or a list of them, got {one!r}"
-            )
-    if len(params) != num_prompts:
-        raise InvalidPromptError(
-            f"a list of sampling_params needs one per prompt: got {len(params)} for "
-            f"{num_prompts} prompts"
-        )
-    return params
-
-
-def _refusal(
-    request_id: str, prompt: Prompt | None, token_ids: list[int] | None, error: RequestError
-) -> RequestOutput:
-    """An output for a prompt that never reached the engine."""
-    if isinstance(prompt, dict):
-        token_ids = cast(Any, prompt).get("prompt_token_ids", token_ids)
-        prompt = cast(Any, prompt).get("prompt")
-    return RequestOutput(
-        request_id=request_id,
-        prompt=prompt if isinstance(prompt, str) else None,
-        prompt_token_ids=list(token_ids) if isinstance(token_ids, Iterable) else [],
-        outputs=[CompletionOutput(index=0, text="", token_ids=[], finish_reason="error")],
-        finished=True,
-        error=str(error),
-    )

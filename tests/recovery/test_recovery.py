@@ -257,7 +257,7 @@ def test_offline_batches_notice_nothing(fake_config: MakeConfig) -> None:
     fate = Fate(kills=frozenset({2, 13, 20}))
     engine, _ = mortal_engine(fake_config(), fate)
     llm = LLM.__new__(LLM)  # its constructor builds an engine of its own
-    llm.llm_engine, llm._num_requests, llm._inbox = engine, 0, {}
+    llm.llm_engine, llm._num_requests, llm._inbox, llm._finished = engine, 0, {}, []
     params = SamplingParams(max_tokens=8, ignore_eos=True, seed=5)
     prompts = [[3 + number, 4, 5] for number in range(4)]
     with llm:

@@ -259,7 +259,9 @@ def test_commands(server: ServerProcess, capsys: pytest.CaptureFixture[str]) -> 
     assert main(["client", "load", *load, *words, *where]) == 0
     assert "6 complete" in capsys.readouterr().out
     assert main(["client", "health", "--target", "127.0.0.1:1"]) == 1
-    assert "ServerUnavailableError" in capsys.readouterr().err
+    nobody = capsys.readouterr().err
+    assert "ServerUnavailableError" in nobody
+    assert "start one with `tpengine serve`" in nobody
     assert main(["client", "generate", "word " * 600, *words, *where]) == 1
     refused = capsys.readouterr()
     assert "InvalidPromptError" in refused.err

@@ -49,6 +49,8 @@ def to_error(error: grpc.aio.AioRpcError, target: str) -> TPEngineError:
     if code is grpc.StatusCode.UNAVAILABLE:
         if _NO_TLS in words:
             words += "; the server does not speak TLS: connect without it"
+        if _NOBODY in words:
+            words += "; no server is there: start one with `tpengine serve`, or give its address"
         return ServerUnavailableError(words, code.name)
     return ServerError(words, code.name)
 
@@ -57,6 +59,8 @@ _PHASE = re.compile(r"it was in '(queued|prefill|decode)'")
 _NEVER_STARTED = "without being started"
 _NO_TLS = "WRONG_VERSION_NUMBER"
 """What OpenSSL makes of the first bytes of a server that does not encrypt."""
+_NOBODY = "Connection refused"
+"""What the kernel answers for a port on which nobody listens."""
 _PROMPT_FIELDS = (
     "prompt", "prompt_token_ids", "messages", "input", "request_id", "max_queue_ms", "token_ids"
 )  # fmt: skip
