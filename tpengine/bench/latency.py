@@ -1,8 +1,9 @@
 """Time to first token and per token for equal requests, by how many run at once.
 
 A decode step of one sequence cannot be faster than reading the weights once: "floor" is their bytes
-over the bandwidth that is measured in the same run (reads on CPU, device-to-device copies on a
-GPU), and the share is floor over step.
+over the measured bandwidth (reads on CPU, just before and after each batch size, since neighbours
+take their part of a shared machine's memory; device-to-device copies on a GPU), and the share is
+floor over step.
 """
 
 from __future__ import annotations
@@ -78,26 +79,26 @@ def run(args: argparse.Namespace) -> int:
         engine = stack.enter_context(LLMEngine.from_engine_args(engine_args))
         _measure(engine, 1, args.input_len, 4)
         points = [
-            _measure(engine, size, args.input_len, args.output_len)
+            _measure_floored(engine, size, args, bandwidth)
             for size in tqdm(sizes, desc="batch sizes", unit="size")
         ]
         traces = [_trace(engine, args, size) for size in sizes] if args.trace else []
         step_bytes = _step_bytes(engine, detect_device(args.device))
-        floor_s = step_bytes / (bandwidth or read_bandwidth())
         model = args.shape or engine.get_model_config().model
     print(report_head(engine_args, width=11))
     print(f"model      {model}")
-    print(f"floor      {1000 * floor_s:.2f} ms to read {step_bytes / 1e9:.3f} GB")
-    for point in points:
+    print(f"floor      the time to read {step_bytes / 1e9:.3f} GB")
+    for point, floor_rate in points:
+        floor_s = step_bytes / floor_rate
         print(
             f"batch {point.batch_size:>3}  first token {1000 * point.first_token_s:7.1f} ms   "
             f"step {1000 * point.step_s:7.2f} ms   {point.rate:8.1f} tokens/s   "
-            f"{100 * floor_s / point.step_s:5.1f} % of the floor"
+            f"floor {1000 * floor_s:6.2f} ms: {100 * floor_s / point.step_s:5.1f} % of it"
         )
     for trace in traces:
         print(trace)
     if args.plot:
-        _plot(args.plot, str(model), points)
+        _plot(args.plot, str(model), [point for point, _ in points])
     return 0
 
 
@@ -169,6 +170,16 @@ def _measure(engine: LLMEngine, batch_size: int, input_len: int, output_len: int
             "small; raise --output-len or the cache, or leave this batch size out"
         )
     return Point(batch_size, first_token_s, statistics.median(decodes))
+
+
+def _measure_floored(
+    engine: LLMEngine, batch_size: int, args: argparse.Namespace, bandwidth: float | None
+) -> tuple[Point, float]:
+    """Beside it the bandwidth, bytes/s: the one that is given, or on CPU what this minute has."""
+    before = bandwidth or read_bandwidth()
+    point = _measure(engine, batch_size, args.input_len, args.output_len)
+    after = bandwidth or read_bandwidth()
+    return point, (before + after) / 2
 
 
 def _trace(engine: LLMEngine, args: argparse.Namespace, batch_size: int) -> str:
