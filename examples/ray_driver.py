@@ -8,6 +8,7 @@ Takes every option of the engine; without a model's name it uses the one that tp
 from __future__ import annotations
 
 import argparse
+from dataclasses import replace
 
 from tpengine import LLM, SamplingParams
 from tpengine.engine_args import EngineArgs
@@ -28,7 +29,8 @@ def main() -> None:
     # A driver that is submitted has a cluster around it, and is to fail where there is none.
     parser.set_defaults(executor="ray", ray_address="auto", ray_placement_strategy="SPREAD")
     args = parser.parse_args()
-    with LLM(**vars(EngineArgs.from_cli_args(args))) as llm:
+    engine_args = replace(EngineArgs.from_cli_args(args), disable_log_stats=True)
+    with LLM(**vars(engine_args)) as llm:
         params = SamplingParams(temperature=0.0, max_tokens=args.max_tokens)
         for output in llm.generate(PROMPTS, params, use_tqdm=False):
             found = output.outputs[0]

@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
@@ -113,9 +114,21 @@ def test_prompts_of_the_wrong_kind(
 def test_text_that_is_no_unicode(models: ModelShop) -> None:
     with open_llm(models.folder(PLAIN, tokenizer=True)) as llm:
         outputs = llm.generate(["a\ud800b", "ab", ""], greedy(2), use_tqdm=False)
-    assert "tokenized" in outputs[0].error
+    assert "no valid Unicode at character 1 ('\\ud800'" in outputs[0].error
     assert outputs[1].error is None
     assert "empty" in outputs[2].error
+
+
+def test_arguments_of_the_wrong_kind(llm: LLM) -> None:
+    for ids in (5, "abc"):
+        with pytest.raises(InvalidPromptError, match="prompt_token_ids must be a list"):
+            llm.generate(prompt_token_ids=ids)
+    with pytest.raises(InvalidPromptError, match="messages must be a list"):
+        llm.chat({"role": "user", "content": "hello"})
+    with pytest.raises(InvalidSamplingParamsError, match="stop_token_ids must be a sequence"):
+        SamplingParams(stop_token_ids=5)
+    with pytest.raises(InvalidSamplingParamsError, match=r"must be an integer, got np\.int64"):
+        SamplingParams(stop_token_ids=np.array([4, 5]))
 
 
 def test_nan_temperature_never_reaches_the_engine() -> None:

@@ -18,7 +18,13 @@ from support.zoo import PLAIN
 
 from tpengine import LLM, LLMEngine, SamplingParams
 from tpengine.config import EMBEDDED_MODEL
-from tpengine.errors import EngineDeadError, EngineError, InvalidPromptError, RequestError
+from tpengine.errors import (
+    EngineDeadError,
+    EngineError,
+    InvalidPromptError,
+    RequestAbortedError,
+    RequestError,
+)
 
 PROMPTS = ["Hello, my name is", "The capital of France is", "The future of AI is"]
 TIMEOUT_S = 120
@@ -151,6 +157,15 @@ def test_stream_gives_the_text_in_pieces(llm: LLM) -> None:
         list(llm.stream("", greedy(24)))
 
 
+def test_stream_that_somebody_ends(llm: LLM) -> None:
+    stream = llm.stream(PROMPTS[0], greedy(200))
+    assert next(stream)
+    llm.llm_engine.abort_request(str(llm._num_requests - 1))
+    with pytest.raises(RequestAbortedError, match="aborted"):
+        list(stream)
+    assert next(llm.stream(PROMPTS[0])), "parameters have defaults here, too"
+
+
 def test_tokenizer_can_be_replaced(models: ModelShop) -> None:
     """A folder without a tokenizer works with ids; a tokenizer given later makes text of them."""
     from transformers import AutoTokenizer
@@ -269,7 +284,8 @@ def test_what_was_done_by_then_is_not_lost(llm: LLM, monkeypatch: pytest.MonkeyP
             llm.generate(PROMPTS[:3], params, use_tqdm=False)
     assert texts(llm.finished_outputs()) == texts(expected[2:])
     assert raised.value.__notes__ == ["1 of 3 prompts were done: LLM.finished_outputs()"]
-    llm.generate(PROMPTS[:3], params, use_tqdm=False)
+    with pytest.raises(InvalidPromptError):
+        llm.generate(None)
     assert llm.finished_outputs() == []
 
 

@@ -17,20 +17,32 @@ logger = init_logger(__name__)
 
 MAX_NUM_SEQS = 1 << 16
 """Bound of max_num_seqs: tables of a row per sequence are allocated before the first step."""
+MAX_NUM_BATCHED_TOKENS = 1 << 20
+"""Bound of max_num_batched_tokens: a step of that many is computed before the first."""
 MIN_SEED, MAX_SEED = -(1 << 63), (1 << 64) - 1
 """Bounds of a seed, those of torch's generators."""
 MAX_SPACE_GIB = 1 << 20
 """Bound of what is given in GiB; more than any machine has, and in bytes still 64 bits."""
+_ONLY_ON_RAY = (
+    "ray_address", "ray_placement_strategy", "ray_bundle", "placement_timeout_s",
+    "start_timeout_s", "step_timeout_s"
+)  # fmt: skip
 
 
 def check_bounds(args: EngineArgs) -> None:
     """Refuses numbers that no machine can serve, before they overflow somewhere inside.
 
     Raises:
-        ConfigError: max_num_seqs, seed, cpu_kv_cache_space, swap_space or what concerns recovery
-            is out of bounds.
+        ConfigError: max_num_seqs, max_num_batched_tokens, seed, cpu_kv_cache_space, swap_space or
+            what concerns recovery is out of bounds.
     """
     _check_recovery(args)
+    budget = args.max_num_batched_tokens
+    if budget is not None and budget > MAX_NUM_BATCHED_TOKENS:
+        raise ConfigError(
+            f"max_num_batched_tokens must be at most {MAX_NUM_BATCHED_TOKENS}, got {budget}; a "
+            "step's memory grows with it, and longer prompts are computed in several steps"
+        )
     if args.max_num_seqs > MAX_NUM_SEQS:
         raise ConfigError(
             f"max_num_seqs must be at most {MAX_NUM_SEQS}, got {args.max_num_seqs}; more requests "
@@ -61,6 +73,18 @@ def _check_recovery(args: EngineArgs) -> None:
             f"spare_workers = {args.spare_workers} needs ranks on Ray: set executor='ray', or "
             "leave it at 0"
         )
+    if not args.uses_ray:
+        _refuse_options_of_ray(args)
+
+
+def _refuse_options_of_ray(args: EngineArgs) -> None:
+    for spec in dataclasses.fields(args):
+        given = getattr(args, spec.name)
+        if spec.name in _ONLY_ON_RAY and given != spec.default:
+            raise ConfigError(
+                f"{spec.name} = {given!r} is for ranks on Ray, and one rank runs in this process: "
+                "set executor='ray', or leave it out"
+            )
 
 
 def check_budgets(args: EngineArgs) -> None:

@@ -45,7 +45,7 @@ def each(value: float | Sequence[float] | None) -> tuple[float, ...]:
     """One value or several as several; None as none."""
     if value is None:
         return ()
-    return tuple(value) if isinstance(value, (list, tuple)) else (value,)
+    return tuple(value) if isinstance(value, Sequence) else (value,)
 
 
 def read_bundle(text: str) -> dict[str, float]:

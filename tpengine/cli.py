@@ -7,6 +7,7 @@ import importlib
 import os
 import sys
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -133,7 +134,9 @@ def _generate(args: argparse.Namespace) -> int:
     from tpengine.llm import LLM
 
     failed = 0
-    with LLM(**vars(EngineArgs.from_cli_args(args))) as llm:
+    # Lines of statistics would break up the text.
+    engine_args = replace(EngineArgs.from_cli_args(args), disable_log_stats=True)
+    with LLM(**vars(engine_args)) as llm:
         for prompt in prompts:
             try:
                 _stream_one(llm, prompt, params, args.chat)

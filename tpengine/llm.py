@@ -21,6 +21,7 @@ from tpengine.errors import (
     EngineError,
     InvalidPromptError,
     InvalidSamplingParamsError,
+    RequestAbortedError,
     RequestError,
 )
 from tpengine.logger import init_logger
@@ -90,12 +91,12 @@ class LLM:
             EngineDeadError: the engine cannot go on. `finished_outputs` has what was done by then.
             KeyboardInterrupt: on Ctrl-C; the engine has dropped the prompts and can be used again.
         """
+        self._finished = []
         pairs = pair_prompts(prompts, prompt_token_ids)
         params = one_per_prompt(sampling_params, len(pairs))
         request_ids = [str(self._num_requests + i) for i in range(len(pairs))]
         self._num_requests += len(pairs)
         done: dict[str, RequestOutput] = {}
-        self._finished = []
         try:
             for request_id, pair, one in zip(request_ids, pairs, params, strict=True):
                 self._submit(request_id, *pair, one, done)
@@ -143,6 +144,12 @@ class LLM:
             InvalidPromptError: the model has no tokenizer or no chat template, or the messages
                 are not what it takes.
         """
+        self._finished = []
+        if not isinstance(messages, Sequence) or isinstance(messages, str):
+            raise InvalidPromptError(
+                "messages must be a list of dicts with role and content, or a list of such lists; "
+                f"got {messages!r:.80}"
+            )
         conversations = cast(
             list[list[Message]],
             [messages] if messages and isinstance(messages[0], dict) else list(messages),
@@ -169,14 +176,16 @@ class LLM:
     def stream(
         self,
         prompt: Prompt | None,
-        sampling_params: SamplingParams,
+        sampling_params: SamplingParams | None = None,
         prompt_token_ids: list[int] | None = None,
     ) -> Iterator[str]:
         """Completes one prompt and yields its text as it grows.
 
         Raises:
             RequestError: the prompt cannot be served, or several sequences are asked for.
+            RequestAbortedError: somebody else ended it; what it had so far was yielded.
         """
+        sampling_params = sampling_params or SamplingParams()
         if sampling_params.num_sequences != 1:
             raise InvalidSamplingParamsError(
                 f"stream yields the text of one sequence, and n or best_of is "
@@ -196,6 +205,8 @@ class LLM:
                 if output.error is not None:
                     raise RequestError(output.error)
                 yield output.outputs[0].text
+                if output.outputs[0].finish_reason == "abort":
+                    raise RequestAbortedError(f"request {request_id!r} was aborted")
         finally:
             del self._inbox[request_id]
             if not finished:

@@ -167,7 +167,7 @@ class SamplingParams:
             value = getattr(self, name)
             texts = (value,) if isinstance(value, str) else _as_tuple(name, value)
             object.__setattr__(self, name, texts)
-        object.__setattr__(self, "stop_token_ids", tuple(self.stop_token_ids or ()))
+        object.__setattr__(self, "stop_token_ids", _as_tuple("stop_token_ids", self.stop_token_ids))
         if self.top_k == -1:
             object.__setattr__(self, "top_k", None)
         for name in _FLAGS:
@@ -182,7 +182,7 @@ class SamplingParams:
             raise InvalidSamplingParamsError(
                 f"output_kind must be one of {kinds}, got {self.output_kind!r}"
             ) from None
-        if self.top_k is not None and self.top_k != -1 and isinstance(self.top_k, int):
+        if self.top_k is not None and isinstance(self.top_k, int):
             _check_int("top_k (-1 keeps all tokens)", self.top_k, 1)
 
     def _check_numbers(self) -> None:

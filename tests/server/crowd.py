@@ -47,7 +47,7 @@ async def come(
         writer.write(words)
         status, data = await asyncio.wait_for(_read(reader, writer), TIMEOUT_S)
         seconds = time.perf_counter() - begin
-    except (OSError, asyncio.IncompleteReadError, asyncio.TimeoutError) as error:
+    except (TimeoutError, OSError, asyncio.IncompleteReadError) as error:
         return [type(error).__name__, time.perf_counter() - begin, priority, None]
     finally:
         writer.close()

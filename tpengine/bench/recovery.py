@@ -13,6 +13,7 @@ import random
 import signal
 import statistics
 import time
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -25,13 +26,17 @@ from tpengine.bench.workload import SHAPES, shape_folder
 from tpengine.engine.health import EngineState, RecoveryRecord
 from tpengine.engine.llm_engine import LLMEngine
 from tpengine.engine_args import EngineArgs
-from tpengine.errors import ConfigError, WorkerDiedError
+from tpengine.errors import ConfigError, EngineError, WorkerDiedError
 from tpengine.executor.ray_executor import RayExecutor
 from tpengine.sampling_params import RequestOutputKind, SamplingParams
 
 _CACHE_GIB = 0.5
 _FIRST_ID = 5
 _SPARES_S = 60.0
+_SERVE_S = 300.0
+"""Bound of whatever one kill is followed by."""
+_BEFORE, _AFTER = 8, 64
+"""Tokens of a stream before the kill; room for those after it."""
 _POLL_S = 0.05
 _STREAM = SamplingParams(
     temperature=0.0,
@@ -111,6 +116,12 @@ def measure(engine_args: EngineArgs, args: argparse.Namespace) -> list[Kill]:
     """Kills ranks of an engine, one after another."""
     rng = random.Random(0)
     with LLMEngine.from_engine_args(engine_args) as engine:
+        longest = engine.get_model_config().max_model_len - _BEFORE - _AFTER
+        if args.input_len > longest:
+            raise ConfigError(
+                f"--input-len must be at most {longest}, got {args.input_len}: the model takes "
+                f"{longest + _BEFORE + _AFTER} tokens, and streams are to go on after a kill"
+            )
         return [
             _kill(engine, rng, args.num_streams, args.input_len, engine_args.spare_workers)
             for _ in tqdm(range(args.kills), desc=f"{engine_args.spare_workers} spares")
@@ -127,17 +138,14 @@ def _kill(
     lengths = _serve_until_decoding(engine, rng, num_streams, input_len)
     os.kill(rng.choice(executor.places).pid, signal.SIGKILL)
     start = time.monotonic()
-    while engine.health().state is EngineState.RUNNING:
-        _step(engine, lengths)
+    _step_until(engine, lengths, lambda: engine.health().state is not EngineState.RUNNING)
     found_s = time.monotonic() - start
     before = dict(lengths)
     # Until each stream has gone on: the record's gap is then that of the slowest.
-    while any(lengths[name] == before[name] for name in lengths):
-        _step(engine, lengths)
+    _step_until(engine, lengths, lambda: all(lengths[name] > before[name] for name in lengths))
     record = engine.recoveries[-1]
     engine.abort_request(list(lengths))
-    while engine.has_unfinished_requests():
-        engine.step()
+    _step_until(engine, lengths, lambda: not engine.has_unfinished_requests())
     _wait_for_spares(executor, spare_workers)  # whose start would slow what is measured next
     return Kill(found_s, _recompute_s(engine, rng, list(before.values())), record)
 
@@ -159,25 +167,29 @@ def _serve_until_decoding(
         lengths[str(number)] = input_len
         prompt = _random_prompt(engine, rng, input_len)
         engine.add_request(str(number), None, _STREAM, prompt_token_ids=prompt)
-    while min(lengths.values()) < input_len + 8:
-        _step(engine, lengths)
+    _step_until(engine, lengths, lambda: min(lengths.values()) >= input_len + _BEFORE)
     return lengths
 
 
-def _step(engine: LLMEngine, lengths: dict[str, int]) -> None:
-    for output in engine.step():
-        lengths[output.request_id] += len(output.outputs[0].token_ids)
+def _step_until(engine: LLMEngine, lengths: dict[str, int], done: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + _SERVE_S
+    while not done():
+        if time.monotonic() > deadline:
+            raise EngineError(f"the streams did not go on within {_SERVE_S:g} s: {lengths}")
+        for output in engine.step():
+            lengths[output.request_id] += len(output.outputs[0].token_ids)
 
 
 def _recompute_s(engine: LLMEngine, rng: random.Random, lengths: list[int]) -> float:
     """Seconds until as many new requests of these lengths have each had a token."""
     params = replace(_STREAM, max_tokens=1)
     prompts = [_random_prompt(engine, rng, length) for length in lengths]
+    made: dict[str, int] = {}
     start = time.monotonic()
     for number, prompt in enumerate(prompts):
         engine.add_request(f"again {number}", None, params, prompt_token_ids=prompt)
-    while engine.has_unfinished_requests():
-        engine.step()
+        made[f"again {number}"] = 0
+    _step_until(engine, made, lambda: not engine.has_unfinished_requests())
     return time.monotonic() - start
 
 

@@ -26,6 +26,11 @@ def pair_prompts(
         texts = cast(list[Prompt | None], [prompts] if single else list(prompts))
     ids: list[list[int] | None] | None = None
     if prompt_token_ids is not None:
+        if isinstance(prompt_token_ids, str) or not isinstance(prompt_token_ids, Iterable):
+            raise InvalidPromptError(
+                "prompt_token_ids must be a list of ids or a list of such lists, got "
+                f"{prompt_token_ids!r:.80}"
+            )
         many = list(prompt_token_ids)
         nested = not many or not is_whole(many[0])
         ids = cast(list[list[int] | None], many if nested else [many])

@@ -37,7 +37,7 @@ class CacheStats:
     Attributes:
         usage: share of the device blocks that is held, in [0, 1].
         host_usage: the same of the blocks for swapping; 0 where there are none.
-        prefix_queries: prompt tokens of requests that started.
+        prefix_queries: prompt tokens of requests that started, whether or not prefixes are kept.
         prefix_hits: those of them whose K and V were in the cache.
     """
 

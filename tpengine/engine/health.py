@@ -7,8 +7,6 @@ from dataclasses import dataclass
 
 from tpengine.messages import RankLoss
 
-_READY_STALL_S = 60.0
-
 
 class EngineState(enum.Enum):
     """What an engine does with the requests that it has."""
@@ -37,11 +35,6 @@ class EngineHealth:
     last_step_age_s: float | None
     stalled_s: float
     last_loss: RankLoss | None
-
-    def is_ready(self, max_stall_s: float = _READY_STALL_S) -> bool:
-        """Whether requests that are sent now can be expected to advance: the engine is idle or
-        advancing, and no recovery has taken longer than `max_stall_s`."""
-        return self.state is not EngineState.DEAD and self.stalled_s <= max_stall_s
 
 
 @dataclass(slots=True)

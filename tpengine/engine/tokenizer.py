@@ -93,6 +93,13 @@ class Tokenizer:
                 "prompt_token_ids"
             )
         try:
+            text.encode()  # the tokenizer's own words for a lone surrogate speak of its types
+        except UnicodeEncodeError as error:
+            raise InvalidPromptError(
+                f"a text is no valid Unicode at character {error.start} ({text[error.start]!r}: "
+                f"{error.reason}); decode its bytes with errors='replace'"
+            ) from None
+        try:
             # The engine has its own limit of length, and says so better than a warning.
             return list(self.hf.encode(text, verbose=False, add_special_tokens=add_special_tokens))
         except (UnicodeError, TypeError) as error:

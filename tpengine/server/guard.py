@@ -172,7 +172,7 @@ class Guard(grpc.aio.ServerInterceptor):  # type: ignore[misc]
         """
         try:
             data = await asyncio.wait_for(context.read(), self._message_s)
-        except asyncio.TimeoutError:
+        except TimeoutError:
             raise MalformedRequestError(
                 f"no request message came within {self._message_s:g} s; send it with the call"
             ) from None

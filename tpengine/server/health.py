@@ -92,7 +92,7 @@ class HealthServicer(health_pb2_grpc.HealthServicer):  # type: ignore[misc]
                     return
                 try:
                     await asyncio.wait_for(changed.wait(), _LOOK_AGAIN_S)
-                except asyncio.TimeoutError:
+                except TimeoutError:
                     continue
         finally:
             self._watchers[peer] -= 1
