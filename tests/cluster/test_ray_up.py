@@ -28,7 +28,7 @@ MODEL = "~/models/my-model"
 """Where the file puts it."""
 LIMITS_S = {"ray up": 150.0, "ray exec": 40.0, "ray submit": 120.0, "ray down": 60.0}
 WORKERS_S = 120.0
-END_S = 10.0
+END_S = 30.0
 MAX_TOKENS = 32
 OPTIONS = (
     f"--model '{MODEL}' --ray-placement-strategy STRICT_SPREAD --device cpu --dtype float32 "

@@ -21,6 +21,7 @@ from recovery_ray.processes import actors
 from tpengine.engine.health import EngineState
 
 NUM_KILLS = int(os.environ.get("TPENGINE_TEST_KILLS", "100"))
+END_S = 30.0
 KILL_S = 30.0
 """Each, and what is recovered from it, on a busy machine."""
 Wait = Callable[[Callable[[], bool], float], None]
@@ -69,7 +70,7 @@ def run(folder: Path, targets: list[str], spare_workers: int, seed: int, wait_un
             check(crowd, found, targets)
         crowd.count_blocks()
         assert len(actors().keys() - before) <= 2 + 2 * spare_workers
-    wait_until(lambda: actors().keys() <= before.keys(), 5.0)
+    wait_until(lambda: actors().keys() <= before.keys(), END_S)
 
 
 def test_one_in_each_phase(folder: Path, wait_until: Wait) -> None:
