@@ -21,6 +21,7 @@ from pathlib import Path
 
 import pytest
 from support.footprint import Footprint, assert_settles
+from support.processors import Stopwatch
 from support.server_process import ServerProcess, wait_until
 from support.silent_reader import SilentReader
 
@@ -38,7 +39,7 @@ QUEUE = 256
 NUM_CANCELS, NUM_DEADLINES, NUM_KILLED = 400, 300, 10
 STREAMS_OF_KILLED = 30
 VANISH_S = 8.0
-CROWD, CROWD_RATE, NUM_TO_GAUGE = 10_000, 700.0, 400
+CROWD, CROWD_RATE, LEAST_RATE, NUM_TO_GAUGE = 10_000, 700.0, 250.0, 400
 CROWD_TIMEOUT_S = 200.0
 MAX_REFUSAL_S = 0.05
 """Of the 99th percentile."""
@@ -53,7 +54,7 @@ UNREAD_S, LONG_UNREAD_S = 3.0, 30.0
 WINDOW_S = 1.5
 TOUCH_TOKENS, BLOCK_SIZE = 480, 16
 MIN_RATE = 0.6
-"""Of the rate without silent readers; on a machine that others use, too."""
+"""Of the rate without silent readers."""
 MAX_HELD_BYTES = 4 << 20
 """Of a stream whose 400 tokens have 20 candidates each."""
 
@@ -129,9 +130,10 @@ def test_clients_that_vanish_leave_nothing(server: ServerProcess) -> None:
     assert before.free_blocks == server.loads().num_total_blocks
     asyncio.run(_vanish(server.target, NUM_CANCELS, NUM_DEADLINES, NUM_KILLED, seed=2))
     assert_settles(server, before)
-    # Most had come as far as the engine when they went.
-    num_vanished = NUM_CANCELS + NUM_DEADLINES + NUM_KILLED * STREAMS_OF_KILLED
-    assert server.metric(ENDED, finished_reason="abort") - aborted > num_vanished // 2
+    # Who was killed, and many of the others, had come as far as the engine.
+    num_others, num_killed = NUM_CANCELS + NUM_DEADLINES, NUM_KILLED * STREAMS_OF_KILLED
+    num_aborted = server.metric(ENDED, finished_reason="abort") - aborted
+    assert num_aborted > num_killed // 2 + num_others // 4
     assert _complete(server) == answer
 
 
@@ -158,11 +160,12 @@ def _crowd(folder: Path, target: str, count: int, rate: float, num_tokens: int) 
 
 def _bearable_rate(folder: Path, target: str) -> float:
     """Clients per second, well below what this machine can refuse at its best just now: a crowd
-    that comes faster than that waits for the processor, which says nothing of the server."""
+    that comes faster than that waits for the processor, which says nothing of the server. But they
+    are more than it can serve."""
     _crowd(folder, target, NUM_TO_GAUGE, math.inf, 0).wait(CROWD_TIMEOUT_S)
     found = json.loads((folder / "crowd.json").read_text())
     assert {status for status, *_ in found["ends"]} == {"INVALID_ARGUMENT"}
-    return min(CROWD_RATE, NUM_TO_GAUGE / found["elapsed_s"] / 3)
+    return min(CROWD_RATE, max(LEAST_RATE, NUM_TO_GAUGE / found["elapsed_s"] / 3))
 
 
 def _scheduled(server: ServerProcess) -> tuple[int, int]:
@@ -257,15 +260,15 @@ def _touch_cache(server: ServerProcess) -> None:
 
 
 def _rate(server: ServerProcess, duration_s: float) -> float:
-    """Tokens per second of all readers together; the best of three, for what others do on this
-    machine takes from any of them."""
+    """Tokens of all readers together per second that this machine had for them; the best of three,
+    for what others do takes from any of them."""
 
     async def measure() -> float:
-        readers, start = Readers(), time.monotonic()
+        readers, watch = Readers(), Stopwatch()
         async with GenerationClient(server.target) as client:
-            until = start + duration_s / 3
+            until = watch.start + duration_s / 3
             await asyncio.gather(*(readers.read(client, until) for _ in range(NUM_READERS)))
-        return readers.num_tokens / (time.monotonic() - start)
+        return readers.num_tokens / watch.own_s
 
     return max(asyncio.run(measure()) for _ in range(3))
 

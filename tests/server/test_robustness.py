@@ -13,6 +13,7 @@ from typing import Any
 import grpc
 import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
+from support.processors import Stopwatch
 from support.server_process import ServerProcess, wait_until
 
 from server.calls import SERVICE, TIMEOUT_S, Refusal, ids, refused, sampling
@@ -43,10 +44,13 @@ def _lives(server: ServerProcess) -> Iterator[None]:
     assert server.process.poll() is None
     answer = server.stub.Generate(valid(), timeout=TIMEOUT_S)
     assert answer.outputs[0].text == " Paris. The city lies on the Seine"
-    wait_until(lambda: server.loads().num_open_calls == 0, TIMEOUT_S)
-    after = server.loads()
-    assert after.num_free_blocks == before.num_free_blocks
-    assert after.num_tasks <= before.num_tasks + 2
+
+    def holds_nothing() -> bool:
+        now = server.loads()
+        blocks_are_back = now.num_free_blocks == before.num_free_blocks
+        return not now.num_open_calls and blocks_are_back and now.num_tasks <= before.num_tasks + 2
+
+    wait_until(holds_nothing, TIMEOUT_S)
 
 
 def valid() -> pb.GenerateRequest:
@@ -199,7 +203,7 @@ def test_tls_where_there_is_none(server: ServerProcess) -> None:
     ):
         context.wrap_socket(plain, server_hostname=host)
     with grpc.secure_channel(server.target, grpc.ssl_channel_credentials()) as channel:
-        refusal = refused(channel.unary_unary(SERVICE + "Generate"), b"", timeout=3.0)
+        refusal = refused(channel.unary_unary(SERVICE + "Generate"), b"")
         assert refusal.code is Code.UNAVAILABLE
 
 
@@ -238,7 +242,9 @@ def test_a_text_that_cannot_fit_costs_nothing(server: ServerProcess) -> None:
         (server.stub.Detokenize, pb.DetokenizeRequest(token_ids=[5] * (1 << 20)), "token_ids"),
     )
     for call, request, field in calls:
-        refusal = refused(call, request, timeout=5.0)
+        watch = Stopwatch()
+        refusal = refused(call, request)
+        assert watch.own_s < 5.0
         assert (refusal.code, refusal.field) == (Code.INVALID_ARGUMENT, field)
         assert "max_model_len = 512" in refusal.text
 
