@@ -16,7 +16,6 @@ from support.zoo import PLAIN
 
 from executor import ray_engines
 from executor.ray_engines import (
-    executor_of,
     free_cpus,
     is_alive,
     ray_engine,
@@ -157,17 +156,6 @@ def test_a_ranks_typed_error_keeps_its_type(folder: Path) -> None:
     """One rank has less memory than a block takes; the others have enough."""
     with pytest.raises(CacheSizeError, match=r"no block .* on rank 1.*\[rank 1 on node"):
         ray_engine(folder, 2, cpu_kv_cache_space=[0.1, 1e-9], num_device_blocks_override=None)
-
-
-def test_smallest_rank_rules(folder: Path) -> None:
-    with ray_engine(
-        folder, 2, cpu_kv_cache_space=[0.1, 0.05], num_device_blocks_override=None
-    ) as engine:
-        per_rank = executor_of(engine).profile_num_available_blocks()
-        more, fewer = (ledger.num_device_blocks for ledger in per_rank)
-        assert more > fewer > 0
-        assert more == pytest.approx(2 * fewer, abs=1)
-        assert engine.num_total_blocks == per_rank[1].num_device_blocks
 
 
 @pytest.mark.parametrize(

@@ -40,7 +40,7 @@ def folder(ray_address: str, models: ModelShop) -> Path:
 
 @pytest.fixture(scope="module")
 def two_ranks(ray_address: str, models: ModelShop) -> Iterator[LLMEngine]:
-    with ray_engine(models.folder(PLAIN), 2) as engine:
+    with ray_engine(models.folder(PLAIN), 2, placement_timeout_s=15.0) as engine:
         yield engine
 
 
@@ -48,8 +48,10 @@ def ids_of(engine: Any) -> list[int]:
     return list(complete(engine, PROMPT, greedy(32)).token_ids)
 
 
-def test_killed_driver_leaves_nothing(folder: Path, ray_address: str, wait_until: Wait) -> None:
-    """In the middle of steps; a new engine starts at once."""
+def test_killed_driver_leaves_nothing(
+    folder: Path, ray_address: str, wait_until: Wait, request: pytest.FixtureRequest
+) -> None:
+    """In the middle of steps; a new engine starts at once, that which the next tests use."""
     with driver_process("driver.py", folder, ray_address, 2, "for ever") as driver:
         ranks = driver.hear()
         assert len(ranks) == 2
@@ -61,8 +63,7 @@ def test_killed_driver_leaves_nothing(folder: Path, ray_address: str, wait_until
     wait_until(lambda: not any(start_ticks(pid) == started for pid, started in ranks), 5.0)
     print(f"\nranks gone {time.monotonic() - start:.3f} s after their driver was killed")
     assert not shared_memory_files(driver.process.pid)
-    with ray_engine(folder, 2, placement_timeout_s=15.0) as engine:
-        ids_of(engine)
+    ids_of(request.getfixturevalue("two_ranks"))
 
 
 def test_engines_do_not_touch_each_other(
@@ -219,19 +220,15 @@ def test_example_driver(folder: Path, ray_address: str) -> None:
     assert "rank 1 on node" in done.stderr
 
 
-def test_runs_in_a_running_event_loop(folder: Path) -> None:
-    """As in a notebook's cell, which may be run again."""
+def test_runs_in_a_running_event_loop(folder: Path, two_ranks: LLMEngine) -> None:
+    """As in a notebook's cell."""
     import asyncio
 
-    async def cell() -> list[list[int]]:
-        found = []
-        for _ in range(2):
-            with ray_engine(folder, 1) as engine:
-                found.append(ids_of(engine))
-        return found
+    async def cell() -> list[int]:
+        with ray_engine(folder, 1) as engine:
+            return ids_of(engine)
 
-    first, again = asyncio.run(cell())
-    assert first == again
+    assert asyncio.run(cell()) == ids_of(two_ranks)
 
 
 def test_interrupt_in_a_step_leaves_the_engine_usable(

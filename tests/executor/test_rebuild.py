@@ -167,70 +167,65 @@ def test_in_a_step(ranks: BareRanks, expected: list[int], name: str) -> None:
     assert ranks.executor.loss == loss
 
 
-IN_LOAD = {
-    "kill": Case(0, ray_engines.kill_self, KILLED, FROZEN_S),
-    "stop": Case(1, ray_engines.stop_self, FROZEN, FROZEN_S, "stop_self"),
-}
+IN_LOAD = [
+    Case(0, ray_engines.kill_self, KILLED, FROZEN_S),
+    Case(1, ray_engines.stop_self, FROZEN, FROZEN_S, "stop_self"),
+]
 
 
-@pytest.mark.parametrize("name", IN_LOAD)
-def test_in_a_load(ranks: BareRanks, expected: list[int], name: str) -> None:
-    """A loss during a rebuild is found, and another rebuild goes well."""
-    case = IN_LOAD[name]
+def test_in_a_load(ranks: BareRanks, expected: list[int]) -> None:
+    """A loss during a rebuild is found, and so is one during the next; the third goes well."""
     lose(ranks)
-    epoch, watch = ranks.executor.epoch, Stopwatch()
-    with (
-        sabotaged_rank(case.rank, in_load(case.action)) as places,
-        pytest.raises(GroupLostError) as caught,
-    ):
-        ranks.rebuild()
-    share = watch.share
-    check_loss(caught.value.loss, case.rank, "load_model", case.cause, places)
-    assert ranks.executor.start_times_s["weights"] * share < case.limit_s
-    assert case.said in caught.value.loss.report()
+    epoch = ranks.executor.epoch
+    for case in IN_LOAD:
+        watch = Stopwatch()
+        with (
+            sabotaged_rank(case.rank, in_load(case.action)) as places,
+            pytest.raises(GroupLostError) as caught,
+        ):
+            ranks.rebuild()
+        share = watch.share
+        check_loss(caught.value.loss, case.rank, "load_model", case.cause, places)
+        assert ranks.executor.start_times_s["weights"] * share < case.limit_s
+        assert case.said in caught.value.loss.report()
     ranks.rebuild()
-    assert ranks.executor.epoch == epoch + 2
+    assert ranks.executor.epoch == epoch + 3
     assert ranks.generate() == expected
 
 
-@pytest.mark.parametrize(
-    ("number", "cause", "limit_s"),
-    [(signal.SIGKILL, KILLED, 2 * FOUND_S), (signal.SIGSTOP, FROZEN, 2 * FROZEN_S)],
-    ids=["kill", "stop"],
-)
 def test_before_it_connects(
-    ranks: BareRanks,
-    expected: list[int],
-    monkeypatch: pytest.MonkeyPatch,
-    number: int,
-    cause: str,
-    limit_s: float,
+    ranks: BareRanks, expected: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A rank that has told where it is, and is lost before its channels: no other wait is ended by
     its death."""
     lose(ranks)
     open_channels = Group.open_channels
+    for number, cause, limit_s in (
+        (signal.SIGKILL, KILLED, 2 * FOUND_S),
+        (signal.SIGSTOP, FROZEN, 2 * FROZEN_S),
+    ):
 
-    def losing(group: Group, address: str) -> None:
-        os.kill(group.places[1].pid, number)
-        open_channels(group, address)
+        def losing(group: Group, address: str, number: int = number) -> None:
+            os.kill(group.places[1].pid, number)
+            open_channels(group, address)
 
-    monkeypatch.setattr(Group, "open_channels", losing)
-    watch = Stopwatch()
-    with pytest.raises(GroupLostError) as caught:
-        ranks.rebuild()
-    share = watch.share
-    monkeypatch.undo()
-    check_loss(caught.value.loss, 1, "join", cause, ranks.executor.places)
-    assert ranks.executor.start_times_s["channels"] * share < limit_s
+        monkeypatch.setattr(Group, "open_channels", losing)
+        watch = Stopwatch()
+        with pytest.raises(GroupLostError) as caught:
+            ranks.rebuild()
+        share = watch.share
+        monkeypatch.undo()
+        check_loss(caught.value.loss, 1, "join", cause, ranks.executor.places)
+        assert ranks.executor.start_times_s["channels"] * share < limit_s
     ranks.rebuild()
     assert ranks.generate() == expected
 
 
 def test_rebuild_continues_where_tokens_were_sent(ranks: BareRanks, expected: list[int]) -> None:
     """What a recovery does: the tokens so far are computed again, and the rest follows."""
-    lose(ranks)
-    ranks.rebuild()
+    if ranks.executor.loss is not None:
+        ranks.rebuild()
+    assert ranks.executor.epoch > 1
     assert ranks.generate(tokens=expected[:7]) == expected
 
 
