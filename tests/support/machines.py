@@ -317,6 +317,7 @@ class Machines:
             _START_S,
             f"no ssh to {_name(machine)}",
             self.logs,
+            poll_s=0.2,
         )
 
     def _enter(self, machine: int | None, *kinds: str) -> list[str]:
@@ -343,14 +344,22 @@ SSH_OPTIONS = (
 
 
 def wait_until(
-    condition: Callable[[], bool], timeout_s: float, what: str, more: Callable[[], str] = str
+    condition: Callable[[], bool],
+    timeout_s: float,
+    what: str,
+    more: Callable[[], str] = str,
+    poll_s: float = 0.02,
 ) -> None:
-    """Fails with `what` and `more` if something does not become true in time."""
+    """Fails with `what` and `more` if something does not become true in time.
+
+    Args:
+        poll_s: between two looks; what starts processes to look should not do so all the time.
+    """
     deadline = time.monotonic() + timeout_s
     while not condition():
         if time.monotonic() > deadline:
             raise TimeoutError(f"{what} after {timeout_s:g} s\n{more()}")
-        time.sleep(0.02)
+        time.sleep(poll_s)
 
 
 def _name(machine: int | None) -> str:
