@@ -211,9 +211,11 @@ def test_a_crowd_is_refused_at_once_and_in_order(crowded: ServerProcess, tmp_pat
     assert set(statuses) == {"OK", "RESOURCE_EXHAUSTED"}
     assert statuses["RESOURCE_EXHAUSTED"] > CROWD // 10
     assert statuses["OK"] > 2 * QUEUE
+    memory_slack = MEMORY_SLACK
     if starved < MAX_STARVATION:
         assert refusals[99] < MAX_REFUSAL_S
     else:
+        memory_slack *= 2  # more of them are there at a time
         warnings.warn(
             f"the server had no processor for {100 * starved:.0f} % of the time in which it wanted "
             f"one: its latency ({1000 * refusals[99]:.0f} ms) says nothing, and is not judged by "
@@ -222,7 +224,7 @@ def test_a_crowd_is_refused_at_once_and_in_order(crowded: ServerProcess, tmp_pat
         )
         assert refusals[99] < STARVED_REFUSAL_S
     assert QUEUE // 2 < most_queued <= QUEUE
-    assert most_memory - memory < MEMORY_SLACK
+    assert most_memory - memory < memory_slack
     assert waits[-5] < 0.5 * waits[5]
     assert_settles(crowded, before)
     assert _complete(crowded) == answer
