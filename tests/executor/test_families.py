@@ -32,6 +32,8 @@ BLOCK_SIZE = 16
 LONGEST = max(LENGTHS) + NUM_TOKENS
 JUST_ONE = -(-LONGEST // BLOCK_SIZE) + 1
 """Blocks that hold the longest sequence and hardly anything beside it."""
+JUST_THREE = 18
+"""Likewise for three sequences of one request, which share a prompt."""
 FAMILIES = {
     variant.model_type: variant
     for variant in reversed(VARIANTS)  # the first of each
@@ -160,7 +162,7 @@ def test_several_sequences_and_a_beam(
         ),
         SamplingParams(temperature=1.0, top_k=20, seed=6, max_tokens=NUM_TOKENS, prompt_logprobs=1),
     ]
-    args = {"num_device_blocks_override": JUST_ONE, "max_num_batched_tokens": 32}
+    args = {"num_device_blocks_override": JUST_THREE, "max_num_batched_tokens": 32}
     sizes = {"max_model_len": LONGEST, "block_size": BLOCK_SIZE, "swap_space": 0.01}
     with make_engine(folder, **sizes, **args) as local:
         expected, _ = generate(local, prompts, params)
