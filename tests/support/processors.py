@@ -7,18 +7,24 @@ judged by what it would have been about without the waits for a processor.
 from __future__ import annotations
 
 import time
+from collections.abc import Sequence
+from itertools import chain
 from pathlib import Path
 
 
 class Stopwatch:
     """Seconds since it was made.
 
+    Args:
+        pids: of the processes that count; none: all of this machine.
+
     Attributes:
         start: of the monotonic clock.
     """
 
-    def __init__(self) -> None:
-        self._before = _thread_times()
+    def __init__(self, *pids: int) -> None:
+        self._pids = pids
+        self._before = _thread_times(pids)
         self.start = time.monotonic()
 
     @property
@@ -28,9 +34,9 @@ class Stopwatch:
 
     @property
     def share(self) -> float:
-        """What all threads of this machine got of the processor time that they wanted meanwhile."""
+        """What the processes' threads got of the processor time that they wanted meanwhile."""
         ran = waited = 0
-        for thread, (ran_now, waited_now) in _thread_times().items():
+        for thread, (ran_now, waited_now) in _thread_times(self._pids).items():
             ran_then, waited_then = self._before.get(thread, (0, 0))
             ran += max(0, ran_now - ran_then)
             waited += max(0, waited_now - waited_then)
@@ -43,10 +49,12 @@ class Stopwatch:
         return elapsed_s * self.share
 
 
-def _thread_times() -> dict[str, tuple[int, int]]:
+def _thread_times(pids: Sequence[int]) -> dict[str, tuple[int, int]]:
     """Nanoseconds that each thread has run, and has waited for a processor; none: not told here."""
     found = {}
-    for file in Path("/proc").glob("[0-9]*/task/[0-9]*/schedstat"):
+    folders = [f"{pid}" for pid in pids] or ["[0-9]*"]
+    files = [Path("/proc").glob(f"{folder}/task/[0-9]*/schedstat") for folder in folders]
+    for file in chain.from_iterable(files):
         try:
             ran, waited, _ = map(int, file.read_text().split())
         except (OSError, ValueError):  # it ended while we looked
