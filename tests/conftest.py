@@ -27,24 +27,19 @@ from support.ray_cluster import (  # noqa: F401  # fixtures for all rooms
 
 from tpengine.config import EMBEDDED_MODEL
 
-_GROUPS = {"executor": "ray", "recovery_ray": "ray", "server": "server", "distributed": "ranks"}
-"""Rooms whose files stay together, as they share a Ray cluster, servers or ranks."""
-_LONGEST_FIRST = ("ray", "server")
+_LONG_ROOMS = ("executor", "server", "recovery_ray", "distributed")
+"""Their files stay together, as they share a Ray cluster, servers or ranks; they come first."""
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """For `make test`, which runs two processes of pytest: the longest first.
-
-    One takes everything on Ray, the other begins with the server; the rest follows as either is
-    free.
-    """
-    first = {group: place for place, group in enumerate(_LONGEST_FIRST)}
+    """For `make test`, which runs two processes of pytest: the longest first."""
+    first = {room: place for place, room in enumerate(_LONG_ROOMS)}
     items.sort(key=lambda item: first.get(_group_of(item.nodeid), len(first)))
 
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
-    """Who stays together: the groups of rooms, and otherwise files.
+    """Who stays together: the long rooms, and otherwise files.
 
     xdist's own `xdist_group` writes into an attribute that items of pytest 9 do not have: every
     test is its own group then, and all that they share is made in each process.
@@ -61,8 +56,8 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
 def _group_of(nodeid: str) -> str:
     """Of a test, as `tests/server/test_client.py::test_commands`."""
     file = nodeid.partition("::")[0]
-    _, room, *_ = (*Path(file).parts, "", "")
-    return _GROUPS.get(room, file)
+    room = Path(file).parent.name
+    return room if room in _LONG_ROOMS else file
 
 
 @pytest.fixture(scope="session")
