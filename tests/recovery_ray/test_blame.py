@@ -77,6 +77,7 @@ def test_a_stopped_rank(engine: LLMEngine, crowd: Crowd) -> None:
     assert "T" not in actors().values()
 
 
+@pytest.mark.timeout(600)
 def test_one_poison_among_many(engine: LLMEngine, crowd: Crowd) -> None:
     """It ends with its own error, which names the rank, how that ended and its last word."""
     recoveries = engine.health().num_recoveries
