@@ -14,6 +14,7 @@ import tpengine  # noqa: F401
 # isort: split
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 from support.models import ModelShop
@@ -26,26 +27,37 @@ from support.ray_cluster import (  # noqa: F401  # fixtures for all rooms
 
 from tpengine.config import EMBEDDED_MODEL
 
-_RAY_ROOMS = ("cluster", "distributed", "executor", "recovery_ray")
-"""They share one Ray cluster, and look at shared memory, which is the machine's."""
+_LONG_ROOMS = ("executor", "server", "recovery_ray", "distributed")
+"""Their files stay together, as they share a Ray cluster, servers or ranks; they come first."""
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """For `make test`, which runs two processes of pytest: who stays together, the longest first.
+    """For `make test`, which runs two processes of pytest: the longest first."""
+    first = {room: place for place, room in enumerate(_LONG_ROOMS)}
+    items.sort(key=lambda item: first.get(_group_of(item.nodeid), len(first)))
 
-    One takes everything on Ray, the other begins with the server; files follow as either is free.
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
+    """Who stays together: the long rooms, and otherwise files.
+
+    xdist's own `xdist_group` writes into an attribute that items of pytest 9 do not have: every
+    test is its own group then, and all that they share is made in each process.
     """
-    here = Path(__file__).parent
-    group_of = {}
-    for item in items:
-        place = item.path.relative_to(here)
-        group = "ray" if place.parts[0] in _RAY_ROOMS else place.parts[0]
-        if group not in ("ray", "server"):
-            group = str(place)
-        group_of[item] = group
-        item.add_marker(pytest.mark.xdist_group(group))
-    first = {"ray": 0, "server": 1}
-    items.sort(key=lambda item: first.get(group_of[item], 2))
+    from xdist.scheduler import LoadScopeScheduling
+
+    class ByGroup(LoadScopeScheduling):  # type: ignore[misc]
+        def _split_scope(self, nodeid: str) -> str:
+            return _group_of(nodeid)
+
+    return ByGroup(config, log)
+
+
+def _group_of(nodeid: str) -> str:
+    """Of a test, as `tests/server/test_client.py::test_commands`."""
+    file = nodeid.partition("::")[0]
+    room = Path(file).parent.name
+    return room if room in _LONG_ROOMS else file
 
 
 @pytest.fixture(scope="session")

@@ -15,7 +15,7 @@ from support.models import ModelShop
 from support.oracle import Oracle
 from support.zoo import PLAIN
 
-from async_engine.tools import Gate, TokenizerGate, run_async
+from async_engine.tools import TIMEOUT_S, Gate, TokenizerGate, run_async
 from tpengine import AsyncLLMEngine
 from tpengine.engine.admission import QueueLimits
 
@@ -62,7 +62,9 @@ def shared(folder: Path) -> Iterator[AsyncLLMEngine]:
 def engine(shared: AsyncLLMEngine) -> Iterator[AsyncLLMEngine]:
     """Shared by a file; whatever a test does, all blocks are free afterwards."""
     yield shared
-    end = time.monotonic() + 10.0  # who leaves does not wait for the step that frees his blocks
+    end = (
+        time.monotonic() + TIMEOUT_S
+    )  # who leaves does not wait for the step that frees his blocks
     while shared.llm_engine.num_free_blocks != shared.llm_engine.num_total_blocks:
         assert time.monotonic() < end, "blocks are held that nobody asked for"
         time.sleep(0.005)

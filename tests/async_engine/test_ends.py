@@ -15,6 +15,7 @@ from support.engines import greedy
 from async_engine.conftest import MakeEngine
 from async_engine.tools import (
     FINAL,
+    TIMEOUT_S,
     Gate,
     TokenizerGate,
     fire_timer,
@@ -132,7 +133,7 @@ def test_blocks_are_back_before_the_next_step(make: MakeEngine, gate: MakeGate, 
             fire_timer(engine, "it")
         else:
             reader.cancel()
-        await asyncio.wait({reader}, timeout=5)
+        await asyncio.wait({reader}, timeout=TIMEOUT_S / 2)
         assert reader.done(), "a reader need not wait for the step"
         held.let(1)
         await held.reached(4)
@@ -287,7 +288,7 @@ def test_a_reader_that_is_cancelled_while_its_prompt_is_tokenized(
         await until(tokenizer_gate.inside.is_set)
         assert engine.stats().queues.num_queued == 1
         reader.cancel()
-        await asyncio.wait({reader}, timeout=5)
+        await asyncio.wait({reader}, timeout=TIMEOUT_S / 2)
         assert reader.cancelled()
         assert engine.stats().queues.num_queued == 0
         tokenizer_gate.go_on.set()

@@ -163,11 +163,11 @@ def test_shutdown_fails_what_is_left_and_leaves_nothing(folder: Path) -> None:
 
 
 def test_health_means_progress(make: MakeEngine, gate: MakeGate) -> None:
-    engine = make(max_step_s=1.0)
+    engine = make(max_step_s=1.5)
     held = gate(engine)
 
     async def ask() -> None:
-        await asyncio.sleep(0.8)
+        await asyncio.sleep(1.6)
         assert engine.health().ready, "an idle engine is well"
         reader = asyncio.create_task(read_ids(engine, [4], stream(10)))
         await held.reached(1)
@@ -236,11 +236,9 @@ def test_drain_cuts_off_what_does_not_finish(make: MakeEngine, gate: MakeGate) -
     async def ask() -> None:
         reader = asyncio.create_task(read_ids(engine, [4], stream(100)))
         await held.reached(1)
-        start = time.monotonic()
         draining = asyncio.create_task(engine.drain(0.1))
-        await asyncio.wait({reader}, timeout=5)
-        assert isinstance(reader.exception(), RequestAbortedError)
-        assert time.monotonic() - start < 5
+        await asyncio.wait({reader}, timeout=TIMEOUT_S / 2)
+        assert isinstance(reader.exception(), RequestAbortedError), "it waits for the step"
         held.open()
         assert await draining == 1
         assert engine.llm_engine.num_free_blocks == engine.llm_engine.num_total_blocks

@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from async_engine.tools import DELTA, read_ids, run_async, stream, until
+from async_engine.tools import DELTA, Gate, read_ids, run_async, stream, until
 from tpengine import AsyncLLMEngine, CompletionOutput, RequestOutput, SamplingParams
 from tpengine.engine.mailbox import Mailbox
 from tpengine.outputs import Logprob
 
+MakeGate = Callable[[AsyncLLMEngine], Gate]
 NUM_TOKENS = 200
 
 
@@ -93,15 +95,19 @@ def test_nothing_comes_after_the_end() -> None:
         run_async(box.take())
 
 
-def test_a_stream_that_nobody_reads(engine: AsyncLLMEngine) -> None:
+def test_a_stream_that_nobody_reads(engine: AsyncLLMEngine, gate: MakeGate) -> None:
     """It runs to its end beside the others in as many steps as they take without it, and waits as
     one output."""
 
     async def others() -> int:
-        before = engine.stats().num_steps
-        answers = await asyncio.gather(
+        held, before = gate(engine), engine.stats().num_steps
+        wanted = len(engine._book.tickets) + 4
+        reading = asyncio.gather(
             *(read_ids(engine, [i + 4] * 8, stream(NUM_TOKENS)) for i in range(4))
         )
+        await until(lambda: len(engine._book.tickets) == wanted)
+        held.open()  # from here on all of them run side by side
+        answers = await reading
         assert [len(answer) for answer in answers] == [NUM_TOKENS] * 4
         return engine.stats().num_steps - before
 

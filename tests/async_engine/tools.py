@@ -14,7 +14,7 @@ from support.engines import greedy
 
 from tpengine import AsyncLLMEngine, RequestOutput, RequestOutputKind, SamplingParams
 
-TIMEOUT_S = 30.0
+TIMEOUT_S = 60.0
 DELTA, FINAL = RequestOutputKind.DELTA, RequestOutputKind.FINAL_ONLY
 Answer = TypeVar("Answer")
 

@@ -34,16 +34,16 @@ def test_missing_rank_is_named(two: Ranks) -> None:
     rendezvous = two.rendezvous(connect_timeout_s=1.0)
     start = time.perf_counter()
     two.start(0, connect_whatever, rendezvous)
-    error = two.outcome(0, 10)
+    error = two.outcome(0)
     assert isinstance(error, RendezvousError)
-    assert time.perf_counter() - start < 5
+    assert time.perf_counter() - start < 15
     assert "waited for rank 1 (127.0.0.1), which did not arrive within 1 s" in str(error)
 
 
 def test_store_that_is_not_there(two: Ranks) -> None:
     rendezvous = replace(two.rendezvous(connect_timeout_s=1.0), port=1)
     two.start(1, connect_whatever, rendezvous)
-    error = two.outcome(1, 20)
+    error = two.outcome(1)
     assert isinstance(error, RendezvousError)
     assert "cannot reach rank 0 at 127.0.0.1:1" in str(error)
 

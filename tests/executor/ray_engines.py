@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -56,8 +57,42 @@ def cpu_s(pid: int) -> float:
     """CPU time of all threads of a process, in seconds, to the nanosecond."""
     total = 0
     for thread in Path(f"/proc/{pid}/task").iterdir():
-        total += int((thread / "schedstat").read_text().split()[0])
+        with contextlib.suppress(OSError):  # it ended while we looked
+            total += int((thread / "schedstat").read_text().split()[0])
     return total / 1e9
+
+
+def idle_cpu_s(
+    engines: Sequence[LLMEngine], window_s: float, limit_s: float
+) -> list[tuple[float, float]]:
+    """CPU seconds that engines at rest spend in a window: for each what its ranks take more than as
+    many actors of Ray's that do nothing at all, and what this process takes.
+
+    Others' work that is not over yet only adds to it: of up to three windows the quietest counts,
+    the first in which nobody takes `limit_s`.
+    """
+
+    class Nobody:
+        def pid(self) -> int:
+            return os.getpid()
+
+    ranks = [[place.pid for place in executor_of(engine).places] for engine in engines]
+    nobodies = [ray.remote(num_cpus=0)(Nobody).remote() for _ in ranks[0]]
+    bare = ray.get([nobody.pid.remote() for nobody in nobodies], timeout=60.0)
+    windows = []
+    for _ in range(3):
+        time.sleep(0.5)
+        everyone = [os.getpid(), *bare, *(pid for pids in ranks for pid in pids)]
+        before = {pid: cpu_s(pid) for pid in everyone}
+        time.sleep(window_s)
+        spent = {pid: cpu_s(pid) - before[pid] for pid in everyone}
+        own, nothing = spent[os.getpid()], sum(spent[pid] for pid in bare)
+        windows.append([(sum(spent[pid] for pid in pids) - nothing, own) for pids in ranks])
+        if all(more < limit_s for more, _ in windows[-1]):
+            break
+    for nobody in nobodies:
+        ray.kill(nobody)
+    return min(windows, key=lambda window: max(more for more, _ in window))
 
 
 Sabotage = Callable[[Any], None]

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import re
 import socket
-import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -12,11 +11,11 @@ from typing import Any
 import pytest
 import ray
 from support.models import ModelShop
+from support.processors import Stopwatch
 from support.zoo import PLAIN
 
 from executor import ray_engines
 from executor.ray_engines import (
-    executor_of,
     free_cpus,
     is_alive,
     ray_engine,
@@ -35,6 +34,8 @@ from tpengine.executor.handshake import Listener
 from tpengine.executor.placement import Placement
 
 Wait = Callable[[Callable[[], bool], float], None]
+PATIENCE_S = 30.0
+"""For what only has to come, where others want the cores."""
 
 
 @pytest.fixture(autouse=True)
@@ -55,17 +56,17 @@ def folder(ray_address: str, models: ModelShop) -> Path:
 @pytest.fixture(autouse=True)
 def _all_is_given_back(ray_address: str, wait_until: Wait) -> Iterator[None]:
     yield
-    wait_until(lambda: free_cpus() == ray.cluster_resources()["CPU"], 5.0)
+    wait_until(lambda: free_cpus() == ray.cluster_resources()["CPU"], PATIENCE_S)
 
 
 def test_impossible_placement(folder: Path) -> None:
-    start = time.monotonic()
+    watch = Stopwatch()
     words = r"Ray at \S+:\d+: wanted 8 x \{CPU: 2\} \(PACK\).*room for 4 even"
     with pytest.raises(PlacementError, match=words):
         ray_engine(folder, 8, ray_bundle="CPU=2")
     with pytest.raises(PlacementError, match=r"wanted 2 x \{npu: 1\}.*have .*\{CPU: 8\}"):
         ray_engine(folder, 2, ray_bundle="npu=1")
-    assert time.monotonic() - start < 5.0
+    assert watch.own_s < 5.0
 
 
 def test_possible_but_busy(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -75,10 +76,11 @@ def test_possible_but_busy(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Non
     others = ray.util.placement_group([{"CPU": 7}])
     assert others.wait(10.0)
     try:
-        start = time.monotonic()
+        watch = Stopwatch()
         with pytest.raises(PlacementError, match=r"within 2 s: wanted 2 x \{CPU: 1\}.*CPU: 1.*of"):
             ray_engine(folder, 2, placement_timeout_s=2.0)
-        assert 1.9 <= time.monotonic() - start < 5.0
+        assert watch.elapsed_s >= 1.9
+        assert watch.own_s < 5.0
     finally:
         ray.util.remove_placement_group(others)
     assert len(warnings) == 1
@@ -100,13 +102,13 @@ def test_nodes_that_are_excluded(ray_address: str) -> None:
 
 
 def test_exception_in_one_ranks_load(folder: Path, wait_until: Wait) -> None:
-    start = time.monotonic()
+    watch = Stopwatch()
     with (
         sabotaged_rank(1, ray_engines.fail_load) as places,
         pytest.raises(WorkerError) as caught,
     ):
         ray_engine(folder, 2)
-    assert time.monotonic() - start < 30.0
+    assert watch.own_s < 15.0
     text = str(caught.value)
     for part in (
         "ZeroDivisionError: cannot read block 17",
@@ -117,7 +119,7 @@ def test_exception_in_one_ranks_load(folder: Path, wait_until: Wait) -> None:
     ):
         assert part in text
     assert len(places) == 2
-    wait_until(lambda: not any(is_alive(places)), 2.0)
+    wait_until(lambda: not any(is_alive(places)), PATIENCE_S)
 
 
 def test_death_in_one_ranks_load(folder: Path, wait_until: Wait) -> None:
@@ -129,7 +131,7 @@ def test_death_in_one_ranks_load(folder: Path, wait_until: Wait) -> None:
     text = str(caught.value)
     for part in (f"rank 1 on {places[1]}", "load_model", "these are my last words"):
         assert part in text
-    wait_until(lambda: not any(is_alive(places)), 2.0)
+    wait_until(lambda: not any(is_alive(places)), PATIENCE_S)
 
 
 def test_driver_that_ranks_cannot_reach(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -144,27 +146,16 @@ def test_driver_that_ranks_cannot_reach(folder: Path, monkeypatch: pytest.Monkey
             self.address = address
 
     monkeypatch.setattr(group, "Listener", Elsewhere)
-    start = time.monotonic()
+    watch = Stopwatch()
     with pytest.raises(WorkerError, match=rf"cannot reach the driver at 127.0.0.1:{address[1]}"):
         ray_engine(folder, 2)
-    assert time.monotonic() - start < 15.0
+    assert watch.own_s < 15.0
 
 
 def test_a_ranks_typed_error_keeps_its_type(folder: Path) -> None:
     """One rank has less memory than a block takes; the others have enough."""
     with pytest.raises(CacheSizeError, match=r"no block .* on rank 1.*\[rank 1 on node"):
         ray_engine(folder, 2, cpu_kv_cache_space=[0.1, 1e-9], num_device_blocks_override=None)
-
-
-def test_smallest_rank_rules(folder: Path) -> None:
-    with ray_engine(
-        folder, 2, cpu_kv_cache_space=[0.1, 0.05], num_device_blocks_override=None
-    ) as engine:
-        per_rank = executor_of(engine).profile_num_available_blocks()
-        more, fewer = (ledger.num_device_blocks for ledger in per_rank)
-        assert more > fewer > 0
-        assert more == pytest.approx(2 * fewer, abs=1)
-        assert engine.num_total_blocks == per_rank[1].num_device_blocks
 
 
 @pytest.mark.parametrize(

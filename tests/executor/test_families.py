@@ -1,4 +1,5 @@
-"""Every family through Ray: the tokens of transformers in float32, however ranks come to them.
+"""Every family through Ray: ranks as actors give the tokens of transformers and of one process in
+float32, however they come to them.
 
 Starting actors takes seconds and loading a small model milliseconds, so that one group of ranks
 takes one model after the other.
@@ -11,16 +12,18 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import ray
 from families.variants import VARIANTS
-from support.engines import run
+from support.engines import make_engine, run
 from support.models import ModelShop
 from support.oracle import Answer
 from support.step_log import StepLog, log_steps
 
-from executor.ray_engines import executor_of, ray_engine
+from executor.ray_engines import executor_of, is_alive, ray_engine
 from tpengine import EngineArgs, LLMEngine, SamplingParams
 from tpengine.config import EngineConfig
 from tpengine.executor.executor import Executor
+from tpengine.executor.ray_executor import RayExecutor
 from tpengine.messages import StepInput, StepOutput
 
 LENGTHS = (90, 61, 17, 1)
@@ -29,6 +32,8 @@ BLOCK_SIZE = 16
 LONGEST = max(LENGTHS) + NUM_TOKENS
 JUST_ONE = -(-LONGEST // BLOCK_SIZE) + 1
 """Blocks that hold the longest sequence and hardly anything beside it."""
+JUST_THREE = 18
+"""Likewise for three sequences of one request, which share a prompt."""
 FAMILIES = {
     variant.model_type: variant
     for variant in reversed(VARIANTS)  # the first of each
@@ -61,12 +66,21 @@ class TakenOver(Executor):
         """Others take the ranks over."""
 
 
-@pytest.fixture(scope="module", params=[2, 4])
+@pytest.fixture(scope="module", params=[1, 2, 4])
 def ranks(
     request: pytest.FixtureRequest, ray_address: str, family_folders: dict[str, Path]
-) -> Iterator[Executor]:
+) -> Iterator[RayExecutor]:
+    """They are gone afterwards, and the cluster is not."""
     with ray_engine(family_folders["llama"], request.param) as engine:
-        yield executor_of(engine)
+        executor = executor_of(engine)
+        times = ", ".join(f"{name} {spent:.2f}" for name, spent in executor.start_times_s.items())
+        print(f"\nstart: {sum(executor.start_times_s.values()):.2f} s ({times})")
+        yield executor
+        places = executor.places
+        assert len(places) == request.param
+        assert all(is_alive(places))
+    assert not any(is_alive(places))
+    assert ray.is_initialized(), "a Ray that the engine did not start was shut down"
 
 
 @pytest.fixture(scope="module")
@@ -78,10 +92,8 @@ def family_folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     return {family: root / family for family in FAMILIES}
 
 
-def generate(
-    ranks: Executor, folder: Path, prompts: list[list[int]], **args: Any
-) -> tuple[list[list[int]], StepLog]:
-    """Greedy ids from ranks that take this model over, and what the scheduler did."""
+def taken_over(ranks: Executor, folder: Path, **args: Any) -> LLMEngine:
+    """An engine with ranks that take this model over."""
     engine_args = EngineArgs(
         str(folder),
         tensor_parallel_size=len(ranks.nodes),
@@ -94,32 +106,74 @@ def generate(
         **args,
     )
     config = engine_args.create_engine_config("cpu")
-    engine = LLMEngine(config, TakenOver(ranks, config), log_stats=False)
-    params = SamplingParams(temperature=0.0, max_tokens=NUM_TOKENS, ignore_eos=True)
-    for i, prompt in enumerate(prompts):
-        engine.add_request(str(i), None, params, prompt_token_ids=list(prompt))
+    return LLMEngine(config, TakenOver(ranks, config), log_stats=False)
+
+
+def generate(
+    engine: LLMEngine, prompts: list[list[int]], params: list[SamplingParams]
+) -> tuple[list[list[list[int]]], StepLog]:
+    """Ids of all sequences of each request, served together, and what the scheduler did."""
+    for i, (prompt, one) in enumerate(zip(prompts, params, strict=True)):
+        engine.add_request(str(i), None, one, prompt_token_ids=list(prompt))
     with log_steps() as log:
         done = {output.request_id: output for output in run(engine) if output.finished}
+    assert [done[str(i)].error for i in range(len(prompts))] == [None] * len(prompts)
     assert engine.num_free_blocks == engine.num_total_blocks
-    return [list(done[str(i)].outputs[0].token_ids) for i in range(len(prompts))], log
+    return [[list(o.token_ids) for o in done[str(i)].outputs] for i in range(len(prompts))], log
 
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_greedy(
-    family: str, ranks: Executor, family_folders: dict[str, Path], models: ModelShop
+    family: str, ranks: RayExecutor, family_folders: dict[str, Path], models: ModelShop
 ) -> None:
     folder = family_folders[family]
     oracle = models.oracle(folder)
     prompts = oracle.prompts(LENGTHS, seed=7)
     answers: list[Answer] = oracle.answers(prompts)
-    expected = [answer.token_ids[:NUM_TOKENS] for answer in answers]
-    assert len({token for ids in expected for token in ids}) >= 20
+    expected = [[answer.token_ids[:NUM_TOKENS]] for answer in answers]
+    assert len({token for [ids] in expected for token in ids}) >= 20
+    params = [SamplingParams(temperature=0.0, max_tokens=NUM_TOKENS, ignore_eos=True)] * len(
+        prompts
+    )
     for mode, args in MODES.items():
         num_blocks = 64 if mode == "whole" else JUST_ONE
-        found, log = generate(ranks, folder, prompts, num_device_blocks_override=num_blocks, **args)
+        engine = taken_over(ranks, folder, num_device_blocks_override=num_blocks, **args)
+        found, log = generate(engine, prompts, params)
         assert found == expected, mode
         if mode == "whole":
             assert log.num_partial_chunks == log.num_preemptions == 0
         else:
             assert log.num_partial_chunks > 0
+            assert log.num_mixed_steps > 0
             log.assert_only(args["preemption_mode"])
+
+
+@pytest.mark.parametrize("family", ["llama", "opt"])
+def test_several_sequences_and_a_beam(
+    family: str, ranks: RayExecutor, family_folders: dict[str, Path], models: ModelShop
+) -> None:
+    """Equal to the same requests in one process; sampled ones, too, as their noise is the same."""
+    folder = family_folders[family]
+    prompts = models.oracle(folder).prompts(LENGTHS[1:], seed=4)
+    params = [
+        SamplingParams(n=3, temperature=0.8, seed=5, max_tokens=NUM_TOKENS, ignore_eos=True),
+        SamplingParams(
+            use_beam_search=True, best_of=3, n=2, temperature=0.0, max_tokens=NUM_TOKENS, logprobs=2
+        ),
+        SamplingParams(temperature=1.0, top_k=20, seed=6, max_tokens=NUM_TOKENS, prompt_logprobs=1),
+    ]
+    args = {"num_device_blocks_override": JUST_THREE, "max_num_batched_tokens": 32}
+    sizes = {"max_model_len": LONGEST, "block_size": BLOCK_SIZE, "swap_space": 0.01}
+    with make_engine(folder, **sizes, **args) as local:
+        expected, _ = generate(local, prompts, params)
+    found, log = generate(taken_over(ranks, folder, **args), prompts, params)
+    assert [len(ids) for ids in found] == [3, 2, 1]
+    assert found == expected
+    assert log.num_preemptions > 0, "the cache was to be too small"
+
+
+def test_ranks_import_no_transformers(ranks: RayExecutor) -> None:
+    group = ranks._require_group()
+    for modules in group.call_each("modules", lambda _, actor: actor.loaded_modules.remote()):
+        assert "torch" in modules
+        assert "transformers" not in modules

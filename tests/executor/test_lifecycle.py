@@ -21,14 +21,16 @@ from support.zoo import PLAIN
 
 import tpengine
 from executor.driver_process import driver_process
-from executor.ray_engines import cpu_s, executor_of, free_cpus, ray_engine
+from executor.ray_engines import executor_of, free_cpus, idle_cpu_s, ray_engine
 from tpengine import LLMEngine
 from tpengine.executor.group import Group
 from tpengine.executor.processes import start_ticks
 
 Wait = Callable[[Callable[[], bool], float], None]
 PROMPT = [5, 6, 7]
-IDLE_S = 4.0
+IDLE_S = 2.0
+END_S = 20.0
+"""For what only has to come, where others want the cores."""
 
 
 @pytest.fixture
@@ -38,7 +40,7 @@ def folder(ray_address: str, models: ModelShop) -> Path:
 
 @pytest.fixture(scope="module")
 def two_ranks(ray_address: str, models: ModelShop) -> Iterator[LLMEngine]:
-    with ray_engine(models.folder(PLAIN), 2) as engine:
+    with ray_engine(models.folder(PLAIN), 2, placement_timeout_s=15.0) as engine:
         yield engine
 
 
@@ -46,8 +48,10 @@ def ids_of(engine: Any) -> list[int]:
     return list(complete(engine, PROMPT, greedy(32)).token_ids)
 
 
-def test_killed_driver_leaves_nothing(folder: Path, ray_address: str, wait_until: Wait) -> None:
-    """In the middle of steps; a new engine starts at once."""
+def test_killed_driver_leaves_nothing(
+    folder: Path, ray_address: str, wait_until: Wait, request: pytest.FixtureRequest
+) -> None:
+    """In the middle of steps; a new engine starts at once, that which the next tests use."""
     with driver_process("driver.py", folder, ray_address, 2, "for ever") as driver:
         ranks = driver.hear()
         assert len(ranks) == 2
@@ -59,26 +63,27 @@ def test_killed_driver_leaves_nothing(folder: Path, ray_address: str, wait_until
     wait_until(lambda: not any(start_ticks(pid) == started for pid, started in ranks), 5.0)
     print(f"\nranks gone {time.monotonic() - start:.3f} s after their driver was killed")
     assert not shared_memory_files(driver.process.pid)
-    with ray_engine(folder, 2, placement_timeout_s=5.0) as engine:
-        ids_of(engine)
+    ids_of(request.getfixturevalue("two_ranks"))
 
 
-def test_engines_do_not_touch_each_other(folder: Path, ray_address: str) -> None:
+def test_engines_do_not_touch_each_other(
+    folder: Path, ray_address: str, two_ranks: LLMEngine
+) -> None:
     """Two in this process, their steps in turn, one in another process; one ends in between."""
+    first = two_ranks
     with make_engine(folder) as local:
         expected = ids_of(local)
     with driver_process("driver.py", folder, ray_address, 1, "once") as driver:
-        with ray_engine(folder, 2) as first:
-            second = ray_engine(folder, 2)
-            for engine in (first, second):
-                engine.add_request("one", None, greedy(32), prompt_token_ids=PROMPT)
-            found: dict[int, list[int]] = {}
-            while first.has_unfinished_requests():
-                for i, engine in enumerate((first, second)):
-                    for output in engine.step():
-                        found[i] = list(output.outputs[0].token_ids)
-            second.shutdown()
-            assert ids_of(first) == expected
+        second = ray_engine(folder, 1)
+        for engine in (first, second):
+            engine.add_request("one", None, greedy(32), prompt_token_ids=PROMPT)
+        found: dict[int, list[int]] = {}
+        while first.has_unfinished_requests():
+            for i, engine in enumerate((first, second)):
+                for output in engine.step():
+                    found[i] = list(output.outputs[0].token_ids)
+        second.shutdown()
+        assert ids_of(first) == expected
         assert found == {0: expected, 1: expected}
         driver.hear()
         assert driver.hear() == expected
@@ -86,28 +91,12 @@ def test_engines_do_not_touch_each_other(folder: Path, ray_address: str) -> None
 
 
 def test_idle_ranks_rest(two_ranks: LLMEngine) -> None:
-    """Beside actors of Ray's that do nothing at all."""
-
-    class Nobody:
-        def pid(self) -> int:
-            return os.getpid()
-
-    nobodies = [ray.remote(num_cpus=0)(Nobody).remote() for _ in range(2)]
-    bare = ray.get([nobody.pid.remote() for nobody in nobodies], timeout=30.0)
+    """Beside actors of Ray's that do nothing at all; and so does their driver."""
     ids_of(two_ranks)
-    ranks = [place.pid for place in executor_of(two_ranks).places]
-    time.sleep(0.5)
-    own = time.process_time()
-    before = {pid: cpu_s(pid) for pid in (*ranks, *bare)}
-    time.sleep(IDLE_S)
-    spent = {pid: cpu_s(pid) - before[pid] for pid in before}
-    own = time.process_time() - own
-    more = sum(spent[pid] for pid in ranks) - sum(spent[pid] for pid in bare)
+    [(more, own)] = idle_cpu_s([two_ranks], IDLE_S, 0.01 * IDLE_S)
     print(f"\nidle: ranks {100 * more / IDLE_S:.2f} % of a core more than actors that do nothing")
     assert more < 0.01 * IDLE_S
     assert own < 0.05 * IDLE_S
-    for nobody in nobodies:
-        ray.kill(nobody)
 
 
 def test_joins_the_group_that_the_driver_runs_in(folder: Path) -> None:
@@ -156,13 +145,13 @@ def test_joins_the_group_that_the_driver_runs_in(folder: Path) -> None:
         ray.util.remove_placement_group(group)
 
 
-def test_starts_a_ray_of_its_own_and_ends_it(folder: Path, tmp_path: Path) -> None:
+def test_starts_a_ray_of_its_own_and_ends_it(folder: Path, wait_until: Wait) -> None:
     with driver_process("driver.py", folder, "local", 1, "once") as driver:
         ranks = driver.hear()
         driver.hear()
         assert driver.hear() is False, "the Ray that the engine started is still there"
         assert driver.process.wait(30.0) == 0
-    assert not any(start_ticks(pid) == started for pid, started in ranks)
+    wait_until(lambda: not any(start_ticks(pid) == started for pid, started in ranks), END_S)
 
 
 def test_ray_that_was_shut_down_under_the_engine(folder: Path, ray_address: str) -> None:
@@ -176,11 +165,17 @@ def test_ray_that_was_shut_down_under_the_engine(folder: Path, ray_address: str)
 
 
 def test_interrupted_shutdown_is_finished_by_the_next(
-    folder: Path, wait_until: Wait, monkeypatch: pytest.MonkeyPatch
+    folder: Path, two_ranks: LLMEngine, wait_until: Wait, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Ctrl-C twice: while the workers clean up, and while they are ended."""
-    before = free_cpus()  # other engines of this file may hold some
+
+    def held_cpus() -> float:
+        """Without the file's other engine; what is given back Ray tells a bit later."""
+        return float(ray.cluster_resources()["CPU"]) - free_cpus() - 2
+
+    wait_until(lambda: held_cpus() == 0, END_S)
     engine = ray_engine(folder, 1)
+    wait_until(lambda: held_cpus() == 1, END_S)
     [place] = executor_of(engine).places
     wait, kill = ray.wait, Group._kill
 
@@ -199,8 +194,8 @@ def test_interrupted_shutdown_is_finished_by_the_next(
     assert ray.wait is wait
     assert Group._kill is kill
     engine.shutdown()
-    wait_until(lambda: start_ticks(place.pid) != place.start_ticks, 15.0)
-    wait_until(lambda: free_cpus() == before, 15.0)
+    wait_until(lambda: start_ticks(place.pid) != place.start_ticks, END_S)
+    wait_until(lambda: held_cpus() == 0, END_S)
     engine.shutdown()
 
 
@@ -225,19 +220,15 @@ def test_example_driver(folder: Path, ray_address: str) -> None:
     assert "rank 1 on node" in done.stderr
 
 
-def test_runs_in_a_running_event_loop(folder: Path) -> None:
-    """As in a notebook's cell, which may be run again."""
+def test_runs_in_a_running_event_loop(folder: Path, two_ranks: LLMEngine) -> None:
+    """As in a notebook's cell."""
     import asyncio
 
-    async def cell() -> list[list[int]]:
-        found = []
-        for _ in range(2):
-            with ray_engine(folder, 1) as engine:
-                found.append(ids_of(engine))
-        return found
+    async def cell() -> list[int]:
+        with ray_engine(folder, 1) as engine:
+            return ids_of(engine)
 
-    first, again = asyncio.run(cell())
-    assert first == again
+    assert asyncio.run(cell()) == ids_of(two_ranks)
 
 
 def test_interrupt_in_a_step_leaves_the_engine_usable(

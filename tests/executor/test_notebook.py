@@ -123,8 +123,8 @@ def test_cells(ray_address: str, models: ModelShop, notebook: Notebook, wait_unt
         assert ids_in(printed) == expected
     assert len(ranks[0]) == len(ranks[1]) == 2
     # Nobody has the first engine any more: its ranks are gone, and their places are free.
-    wait_until(lambda: not any(alive(ranks[0])), 5.0)
-    wait_until(lambda: free_cpus() == ray.cluster_resources()["CPU"] - 2, 5.0)
+    wait_until(lambda: not any(alive(ranks[0])), PATIENCE_S)
+    wait_until(lambda: free_cpus() == ray.cluster_resources()["CPU"] - 2, PATIENCE_S)
     printed, error = notebook.run(TAKE_LONG, interrupt_at="begin")
     assert error == "KeyboardInterrupt", printed
     assert all(alive(ranks[1]))
@@ -132,8 +132,8 @@ def test_cells(ray_address: str, models: ModelShop, notebook: Notebook, wait_unt
     assert error is None, printed
     assert ids_in(printed) == expected
     notebook.close()
-    wait_until(lambda: not any(alive(ranks[1])), 5.0)
-    wait_until(lambda: free_cpus() == ray.cluster_resources()["CPU"], 5.0)
+    wait_until(lambda: not any(alive(ranks[1])), PATIENCE_S)
+    wait_until(lambda: free_cpus() == ray.cluster_resources()["CPU"], PATIENCE_S)
 
 
 def alive(processes: list[tuple[int, int]]) -> list[bool]:

@@ -3,6 +3,7 @@ its cause, the group is rebuilt, and the same tokens come out of the next one.""
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import time
@@ -13,6 +14,7 @@ from pathlib import Path
 import pytest
 import ray
 from support.models import ModelShop
+from support.processors import Stopwatch
 from support.zoo import PLAIN
 
 from executor import ray_engines
@@ -25,9 +27,12 @@ from tpengine.messages import RankLoss, StepInput
 
 Wait = Callable[[Callable[[], bool], float], None]
 FOUND_S = 1.5
-"""A death is seen at once; the machine may be busy."""
+"""A death is seen at once, long before a silence would tell. This and the next are limits for a
+machine of one's own: see `Stopwatch`."""
 FROZEN_S = 4.0
 STEP_TIMEOUT_S = 6.0
+PATIENCE_S = 60.0
+"""For what has to come at some time."""
 KILLED = "killed by signal 9 (SIGKILL)"
 FROZEN = "frozen: its process is stopped"
 RAISED = "raised ZeroDivisionError: no remainder"
@@ -63,14 +68,15 @@ def expected(ranks: BareRanks) -> list[int]:
 def lose(ranks: BareRanks) -> None:
     """Kills a rank unless the group is lost already."""
     if ranks.executor.loss is None:
-        ranks.signal(0, signal.SIGKILL)
-        wait_for_loss(ranks, FOUND_S)
+        with contextlib.suppress(ProcessLookupError):  # it is lost, and that is not known yet
+            ranks.signal(0, signal.SIGKILL)
+        wait_for_loss(ranks)
 
 
-def wait_for_loss(ranks: BareRanks, limit_s: float) -> RankLoss:
-    deadline = time.monotonic() + limit_s
+def wait_for_loss(ranks: BareRanks) -> RankLoss:
+    deadline = time.monotonic() + PATIENCE_S
     while (loss := ranks.executor.loss) is None:
-        assert time.monotonic() < deadline, f"no loss found within {limit_s} s"
+        assert time.monotonic() < deadline, f"no loss found within {PATIENCE_S} s"
         time.sleep(0.01)
     return loss
 
@@ -81,7 +87,8 @@ def check_loss(loss: RankLoss, rank: int, phase: str, cause: str, places: list) 
     assert cause in loss.cause
     assert f"pid {places[rank].pid}" in loss.place
     assert ray.util.get_node_ip_address() in loss.place
-    assert not wait_for_end([place.process for place in places], 2.0), "ranks are still there"
+    processes = [place.process for place in places]
+    assert not wait_for_end(processes, PATIENCE_S), "ranks are still there"
 
 
 @pytest.mark.parametrize("rank", [0, 1])
@@ -99,10 +106,11 @@ def test_idle(
     if ranks.executor.loss is not None:
         ranks.rebuild()
     epoch, places = ranks.executor.epoch, ranks.executor.places
+    watch = Stopwatch()
     ranks.signal(rank, number)
-    start = time.monotonic()
-    loss = wait_for_loss(ranks, limit_s)
-    print(f"\nfound after {time.monotonic() - start:.2f} s")
+    loss = wait_for_loss(ranks)
+    print(f"\nfound after {watch.elapsed_s:.2f} s; share of the processors {watch.share:.2f}")
+    assert watch.own_s < limit_s
     check_loss(loss, rank, "idle", cause, places)
     assert loss.step is None
     assert loss.epoch == epoch
@@ -148,10 +156,10 @@ def test_in_a_step(ranks: BareRanks, expected: list[int], name: str) -> None:
         ranks.rebuild()
     assert ranks.generate() == expected
     places = ranks.executor.places
-    start = time.monotonic()
+    watch = Stopwatch()
     with pytest.raises(GroupLostError) as caught:
         ranks.generate()
-    assert time.monotonic() - start < case.limit_s
+    assert watch.own_s < case.limit_s
     loss = caught.value.loss
     check_loss(loss, case.rank, "execute_model", case.cause, places)
     assert loss.step == ranks.next_step - 1
@@ -159,67 +167,65 @@ def test_in_a_step(ranks: BareRanks, expected: list[int], name: str) -> None:
     assert ranks.executor.loss == loss
 
 
-IN_LOAD = {
-    "kill": Case(0, ray_engines.kill_self, KILLED, 30.0),
-    "stop": Case(1, ray_engines.stop_self, FROZEN, 30.0, "stop_self"),
-}
+IN_LOAD = [
+    Case(0, ray_engines.kill_self, KILLED, FROZEN_S),
+    Case(1, ray_engines.stop_self, FROZEN, FROZEN_S, "stop_self"),
+]
 
 
-@pytest.mark.parametrize("name", IN_LOAD)
-def test_in_a_load(ranks: BareRanks, expected: list[int], name: str) -> None:
-    """A loss during a rebuild is found, and another rebuild goes well."""
-    case = IN_LOAD[name]
+def test_in_a_load(ranks: BareRanks, expected: list[int]) -> None:
+    """A loss during a rebuild is found, and so is one during the next; the third goes well."""
     lose(ranks)
     epoch = ranks.executor.epoch
-    with (
-        sabotaged_rank(case.rank, in_load(case.action)) as places,
-        pytest.raises(GroupLostError) as caught,
-    ):
-        ranks.rebuild()
-    check_loss(caught.value.loss, case.rank, "load_model", case.cause, places)
-    assert ranks.executor.start_times_s["weights"] < FROZEN_S
-    assert case.said in caught.value.loss.report()
+    for case in IN_LOAD:
+        watch = Stopwatch()
+        with (
+            sabotaged_rank(case.rank, in_load(case.action)) as places,
+            pytest.raises(GroupLostError) as caught,
+        ):
+            ranks.rebuild()
+        share = watch.share
+        check_loss(caught.value.loss, case.rank, "load_model", case.cause, places)
+        assert ranks.executor.start_times_s["weights"] * share < case.limit_s
+        assert case.said in caught.value.loss.report()
     ranks.rebuild()
-    assert ranks.executor.epoch == epoch + 2
+    assert ranks.executor.epoch == epoch + 3
     assert ranks.generate() == expected
 
 
-@pytest.mark.parametrize(
-    ("number", "cause", "limit_s"),
-    [(signal.SIGKILL, KILLED, 2 * FOUND_S), (signal.SIGSTOP, FROZEN, 2 * FROZEN_S)],
-    ids=["kill", "stop"],
-)
 def test_before_it_connects(
-    ranks: BareRanks,
-    expected: list[int],
-    monkeypatch: pytest.MonkeyPatch,
-    number: int,
-    cause: str,
-    limit_s: float,
+    ranks: BareRanks, expected: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A rank that has told where it is, and is lost before its channels: no other wait is ended by
     its death."""
     lose(ranks)
     open_channels = Group.open_channels
+    for number, cause, limit_s in (
+        (signal.SIGKILL, KILLED, 2 * FOUND_S),
+        (signal.SIGSTOP, FROZEN, 2 * FROZEN_S),
+    ):
 
-    def losing(group: Group, address: str) -> None:
-        os.kill(group.places[1].pid, number)
-        open_channels(group, address)
+        def losing(group: Group, address: str, number: int = number) -> None:
+            os.kill(group.places[1].pid, number)
+            open_channels(group, address)
 
-    monkeypatch.setattr(Group, "open_channels", losing)
-    with pytest.raises(GroupLostError) as caught:
-        ranks.rebuild()
-    monkeypatch.undo()
-    check_loss(caught.value.loss, 1, "join", cause, ranks.executor.places)
-    assert ranks.executor.start_times_s["channels"] < limit_s
+        monkeypatch.setattr(Group, "open_channels", losing)
+        watch = Stopwatch()
+        with pytest.raises(GroupLostError) as caught:
+            ranks.rebuild()
+        share = watch.share
+        monkeypatch.undo()
+        check_loss(caught.value.loss, 1, "join", cause, ranks.executor.places)
+        assert ranks.executor.start_times_s["channels"] * share < limit_s
     ranks.rebuild()
     assert ranks.generate() == expected
 
 
 def test_rebuild_continues_where_tokens_were_sent(ranks: BareRanks, expected: list[int]) -> None:
     """What a recovery does: the tokens so far are computed again, and the rest follows."""
-    lose(ranks)
-    ranks.rebuild()
+    if ranks.executor.loss is not None:
+        ranks.rebuild()
+    assert ranks.executor.epoch > 1
     assert ranks.generate(tokens=expected[:7]) == expected
 
 
@@ -246,10 +252,11 @@ def test_node_that_stays_silent(ranks: BareRanks, monkeypatch: pytest.MonkeyPatc
     finder = ranks.executor._replacement
     monkeypatch.setattr(ranks.executor._agents, "silent", lambda node_ids, check: set(node_ids))
     monkeypatch.setattr(finder, "_config", replace(finder._config, placement_timeout_s=1.0))
-    start = time.monotonic()
+    watch = Stopwatch()
     with pytest.raises(PlacementError, match="without 1 that do not answer"):
         ranks.rebuild()
-    assert 1.0 <= time.monotonic() - start < 5.0
+    assert watch.elapsed_s >= 1.0
+    assert watch.own_s < 5.0
 
 
 def test_final_error_ends_the_rebuild(
@@ -277,7 +284,7 @@ def test_healthy_ranks_are_not_rebuilt(folder: Path) -> None:
         with pytest.raises(EngineError, match="nothing to rebuild"):
             one.executor.rebuild()
         one.signal(0, signal.SIGKILL)
-        wait_for_loss(one, FOUND_S)
+        wait_for_loss(one)
         one.executor.cancel_rebuild()
         with pytest.raises(EngineError, match="being shut down"):
             one.executor.rebuild()

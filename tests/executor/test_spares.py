@@ -12,17 +12,20 @@ from pathlib import Path
 import pytest
 import ray
 from support.models import ModelShop
+from support.processors import Stopwatch
 from support.ray_cluster import shared_memory_files
 from support.zoo import PLAIN
 
 from executor.bare_ranks import BareRanks, bare_ranks
 from executor.driver_process import driver_process
 from executor.ray_engines import free_cpus
-from tpengine.executor.beats import FENCE_S
+from tpengine.executor.beats import BEAT_S, FENCE_S
 from tpengine.executor.node_agent import Agents
 from tpengine.executor.processes import start_ticks, state
 
 Wait = Callable[[Callable[[], bool], float], None]
+PATIENCE_S = 30.0
+"""For what only has to come, where others want the cores."""
 
 
 @pytest.fixture
@@ -32,15 +35,16 @@ def folder(ray_address: str, models: ModelShop) -> Path:
 
 def lose(ranks: BareRanks, wait_until: Wait) -> None:
     ranks.signal(1, signal.SIGKILL)
-    wait_until(lambda: ranks.executor.loss is not None, 2.0)
+    wait_until(lambda: ranks.executor.loss is not None, PATIENCE_S)
 
 
 def test_spares_become_ranks(folder: Path, wait_until: Wait) -> None:
     """The first time both, the second time one: the other is frozen, and is ended."""
     with bare_ranks(folder, 2, spare_workers=2) as ranks:
         expected = ranks.generate()
-        assert free_cpus() == ray.cluster_resources()["CPU"] - 2, "spares ask for nothing"
         wait_until(lambda: len(ranks.spare_processes()) == 2, 60.0)
+        # Spares ask for nothing. Ray tells what is held a bit later.
+        wait_until(lambda: free_cpus() == ray.cluster_resources()["CPU"] - 2, PATIENCE_S)
         spares = ranks.spare_processes()
         lose(ranks, wait_until)
         ranks.rebuild()
@@ -61,12 +65,12 @@ def test_spares_become_ranks(folder: Path, wait_until: Wait) -> None:
         now = [place.process for place in ranks.executor.places]
         assert good in now
         assert frozen not in now
-        wait_until(lambda: state(frozen) == "", 2.0)
+        wait_until(lambda: state(frozen) == "", PATIENCE_S)
         assert ranks.generate() == expected
         wait_until(lambda: len(ranks.spare_processes()) == 2, 60.0)
         left = [*ranks.spare_processes(), *now]
         ranks.executor.shutdown()
-        wait_until(lambda: not any(map(state, left)), 5.0)
+        wait_until(lambda: not any(map(state, left)), PATIENCE_S)
 
 
 def test_driver_that_is_stopped_and_killed(
@@ -78,9 +82,11 @@ def test_driver_that_is_stopped_and_killed(
         assert all(map(state, ranks))
         driver.process.send_signal(signal.SIGSTOP)
         start = time.monotonic()
-        time.sleep(FENCE_S - 1.0)
-        assert all(map(state, ranks)), "ranks must outlive a short pause of their driver"
-        wait_until(lambda: not any(map(state, ranks)), 4.0)
+        time.sleep(FENCE_S - 2.0)
+        are_there = all(map(state, ranks))
+        if time.monotonic() - start < FENCE_S - BEAT_S:  # or this process had a pause itself
+            assert are_there, "ranks must outlive a short pause of their driver"
+        wait_until(lambda: not any(map(state, ranks)), FENCE_S + PATIENCE_S)
         print(f"\nranks gone {time.monotonic() - start:.2f} s after their driver was stopped")
         driver.process.send_signal(signal.SIGCONT)
         cause, spares = driver.hear()
@@ -89,8 +95,10 @@ def test_driver_that_is_stopped_and_killed(
         assert not set(rebuilt) & set(ranks)
         assert driver.process.poll() is None
     everyone = [*ranks, *rebuilt, *map(tuple, spares)]
-    wait_until(lambda: not any(map(state, everyone)), 5.0)
-    wait_until(lambda: free_cpus() == ray.cluster_resources()["CPU"], 5.0)
+    watch = Stopwatch()
+    wait_until(lambda: not any(map(state, everyone)), PATIENCE_S)
+    assert watch.own_s < 5.0
+    wait_until(lambda: free_cpus() == ray.cluster_resources()["CPU"], PATIENCE_S)
     assert not shared_memory_files(driver.process.pid)
 
 
@@ -104,10 +112,10 @@ def test_agents_of_other_nodes(ray_address: str, wait_until: Wait) -> None:
         assert agents.silent([node_id], lambda: None) == set()
         name = (process.pid, start_ticks(process.pid))
         agents.tell(node_id, "watch", [name])
-        assert agents.ask(node_id, "look", name, 0.0) == ("", "S")
+        wait_until(lambda: agents.ask(node_id, "look", name, 0.0) == ("", "S"), PATIENCE_S)
         assert "no stack" in agents.ask(node_id, "stack", name), "sleep is no Python"
         agents.tell(node_id, "signal", name, signal.SIGKILL)
-        process.wait(5.0)
+        process.wait(PATIENCE_S)
         assert agents.ask(node_id, "wait_for_end", [name], 1.0) == []
         ended, now = agents.ask(node_id, "look", name, 1.0)
         assert now == ""
@@ -115,9 +123,10 @@ def test_agents_of_other_nodes(ray_address: str, wait_until: Wait) -> None:
 
         pid = agents.ask(node_id, "ping")
         os.kill(pid, signal.SIGSTOP)
-        start = time.monotonic()
+        watch = Stopwatch()
         assert agents.silent([node_id], lambda: None) == {node_id}
-        assert 1.5 < time.monotonic() - start < 4.0
+        assert watch.elapsed_s > 1.5
+        assert watch.own_s < 4.0
         os.kill(pid, signal.SIGKILL)
         assert agents.silent([node_id], lambda: None) == set(), "a dead agent is no dead node"
     finally:

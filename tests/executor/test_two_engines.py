@@ -2,18 +2,15 @@
 
 from __future__ import annotations
 
-import os
-import time
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-import ray
 from support.engines import complete, greedy
 from support.models import ModelShop
 from support.zoo import ZOO
 
-from executor.ray_engines import cpu_s, executor_of, ray_engine
+from executor.ray_engines import executor_of, idle_cpu_s, ray_engine
 from tpengine import LLMEngine, SamplingParams
 
 IDLE_S = 2.0
@@ -44,31 +41,14 @@ def alone(engine: LLMEngine) -> list[list[int]]:
 
 def test_both_rest(engines: list[LLMEngine]) -> None:
     """Beside as many actors of Ray's that do nothing at all."""
-
-    class Nobody:
-        def pid(self) -> int:
-            return os.getpid()
-
-    ranks = [[place.pid for place in executor_of(engine).places] for engine in engines]
-    assert len({pid for pids in ranks for pid in pids}) == 4
-    nobodies = [ray.remote(num_cpus=0)(Nobody).remote() for _ in range(2)]
-    bare = ray.get([nobody.pid.remote() for nobody in nobodies], timeout=30.0)
+    assert len({place.pid for engine in engines for place in executor_of(engine).places}) == 4
     for engine in engines:
         complete(engine, [5, 6, 7], greedy(2))
-    time.sleep(0.5)
-    before = {pid: cpu_s(pid) for pid in (*ranks[0], *ranks[1], *bare)}
-    time.sleep(IDLE_S)
-    spent = {pid: cpu_s(pid) - before[pid] for pid in before}
-    for nobody in nobodies:
-        ray.kill(nobody)
-    nothing = sum(spent[pid] for pid in bare)
-    for pids in ranks:
-        own = sum(spent[pid] for pid in pids)
-        print(
-            f"\nidle: an engine of two ranks {100 * own / IDLE_S:.2f} % of a core, two actors that "
-            f"do nothing {100 * nothing / IDLE_S:.2f} %"
-        )
-        assert own - nothing < 0.01 * IDLE_S
+    found = idle_cpu_s(engines, IDLE_S, 0.01 * IDLE_S)
+    assert len(found) == 2
+    for more, _ in found:
+        print(f"\nidle: {100 * more / IDLE_S:.2f} % of a core more than actors that do nothing")
+        assert more < 0.01 * IDLE_S
 
 
 def test_steps_in_turn(engines: list[LLMEngine]) -> None:

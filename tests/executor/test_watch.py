@@ -14,6 +14,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
+from support.processors import Stopwatch
 
 import tpengine
 from tpengine import EngineArgs
@@ -28,6 +29,10 @@ from tpengine.executor.watch import RankSilentError, RankWatch
 
 SECRET = b"s" * 32
 TIMEOUT_S = 5.0
+PATIENCE_S = 30.0
+"""For what only has to come, where others want the cores."""
+FROZEN_S = 1.5
+"""Of a quick watch; longer than a thread here is without a processor."""
 Wait = Callable[[Callable[[], bool], float], None]
 
 
@@ -63,7 +68,7 @@ class Found:
 
 @pytest.fixture
 def quick(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(watch, "FROZEN_S", 0.6)
+    monkeypatch.setattr(watch, "FROZEN_S", FROZEN_S)
     monkeypatch.setattr(watch, "BEAT_S", 0.1)
 
 
@@ -87,10 +92,10 @@ def test_silent_rank_is_lost_and_the_other_is_not(
     beat(ranks[1], step=5)
     start = time.monotonic()
     while not found.losses:
-        assert time.monotonic() - start < 3.0
+        assert time.monotonic() - start < PATIENCE_S
         beat(ranks[0])
         time.sleep(0.05)
-    assert time.monotonic() - start >= 0.5
+    assert time.monotonic() - start >= FROZEN_S - 0.1
     [(rank, error)] = found.losses
     assert rank == 1
     assert isinstance(error, RankSilentError)
@@ -109,11 +114,12 @@ def test_silent_rank_that_runs_is_given_time(
     found.frozen = False
     watching = RankWatch(driver, found.is_frozen, found.on_loss)
     watching.start()
-    wait_until(lambda: set(found.asked) == {0, 1}, 3.0)
+    wait_until(lambda: set(found.asked) == {0, 1}, PATIENCE_S)
     assert not found.losses
-    before = len(found.asked)
+    before, start = len(found.asked), time.monotonic()
     time.sleep(0.5)
-    assert len(found.asked) - before < 30, "it asks again and again without a rest"
+    num_asked, seconds = len(found.asked) - before, time.monotonic() - start
+    assert num_asked < 60 * seconds, "it asks again and again without a rest"
     watching.stop()
     watching.wait()
     assert not found.losses
@@ -126,7 +132,7 @@ def test_closed_channel_is_a_loss_at_once(
     found = Found()
     RankWatch(driver, found.is_frozen, found.on_loss).start()
     ranks[0].close()
-    wait_until(lambda: bool(found.losses), 1.0)
+    wait_until(lambda: bool(found.losses), PATIENCE_S)
     assert found.losses[0][0] == 0
     assert isinstance(found.losses[0][1], ChannelClosedError)
 
@@ -146,25 +152,31 @@ def test_watching_costs_almost_nothing(pair: tuple[list[Channel], list[Channel]]
                     pass
 
     thread = threading.Thread(target=answer)
-    before = time.process_time()
     watching.start()
     thread.start()
+    threads = [str(one.native_id) for one in (watching, thread)]
+    before = [cpu_s(one) for one in threads]
     time.sleep(2.0)
-    spent = time.process_time() - before
+    spent = sum(cpu_s(one) - then for one, then in zip(threads, before, strict=True))
     stop.set()
     thread.join(TIMEOUT_S)
     watching.stop()
     watching.wait()
     print(f"\n{100 * spent / 2.0:.2f} % of a core")
-    assert spent < 0.01 * 2.0
+    assert 0 < spent < 0.01 * 2.0
     assert not found.losses
+
+
+def cpu_s(thread: str) -> float:
+    """CPU seconds of a thread of this process, where other tests have left threads of their own."""
+    return int(Path(f"/proc/self/task/{thread}/schedstat").read_text().split()[0]) / 1e9
 
 
 FENCED = """
 import socket, sys, threading, time
 from tpengine.executor import beats
 from tpengine.executor.handshake import connect
-beats.FENCE_S = 1.0
+beats.FENCE_S = 2.0
 port, secret = int(sys.argv[1]), b"s" * 32
 steps = connect(("127.0.0.1", port), secret, 0, 1, 5.0)
 control = connect(("127.0.0.1", port), secret, 1, 1, 5.0)
@@ -192,16 +204,16 @@ def test_rank_ends_itself(what: str, code: int, word: str) -> None:
     steps, control = listener.accept(2, 30.0)
     listener.close()
     try:
-        for _ in range(6):
-            time.sleep(0.25)
+        for _ in range(12):
+            time.sleep(0.2)
             control.send(FrameKind.BEAT, 0, b"", TIMEOUT_S)
         assert rank.poll() is None
         assert control.take() is not None, "the rank does not beat"
-        start = time.monotonic()
+        watch = Stopwatch()
         if what == "closed":
             steps.close()
-        _, errors = rank.communicate(timeout=10.0)
-        assert time.monotonic() - start < (0.5 if what == "closed" else 3.0)
+        _, errors = rank.communicate(timeout=PATIENCE_S)
+        assert watch.own_s < (1.0 if what == "closed" else 4.0)
         assert rank.returncode == code
         assert "rank 0 ends itself" in errors
         assert word in errors
@@ -250,8 +262,8 @@ def test_old_kernel_is_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
     process.wait(TIMEOUT_S)
     monkeypatch.setattr(processes.fcntl, "ioctl", ioctl)
     start = time.monotonic()
-    assert agent.look(name, 10.0) == ("", "")
-    assert time.monotonic() - start < 5.0
+    assert agent.look(name, PATIENCE_S) == ("", "")
+    assert time.monotonic() - start < PATIENCE_S / 2
     agent.close()
 
 

@@ -6,6 +6,7 @@ import functools
 from collections import Counter
 from dataclasses import dataclass
 
+import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
@@ -145,6 +146,7 @@ def check_ending(loop: Loop, request: Request) -> str:
     return reason
 
 
+@pytest.mark.timeout(600)
 def test_random_groups() -> None:
     events: Counter[str] = Counter()
 

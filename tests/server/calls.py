@@ -13,7 +13,7 @@ from google.rpc.status_pb2 import Status
 
 from tpengine.server.proto import tpengine_pb2 as pb
 
-TIMEOUT_S = 20.0
+TIMEOUT_S = 60.0
 SERVICE = "/tpengine.v1.GenerationService/"
 
 

@@ -27,7 +27,7 @@ Code = grpc.StatusCode
 SERVING, NOT_SERVING, UNKNOWN = 1, 2, 3
 SMALL = ["--cpu-kv-cache-space", "0.05", "--swap-space", "0", "--dtype", "float32"]
 END_S = 60.0
-HUNG_END_S = 25.0
+HUNG_END_S = 60.0
 """A drain, and ten seconds of patience, where others want the cores."""
 DYING = Path(__file__).with_name("dying_server.py")
 TOKEN, ADMIN = "a-token-of-a-client", "the-token-of-the-admin"
@@ -286,7 +286,7 @@ def test_a_step_that_hangs_does_not_hold_up_the_end(tmp_path: Path) -> None:
 
 def test_start_up_is_bounded_and_shows_its_health(tmp_path: Path) -> None:
     log, port = tmp_path / "log", free_port()
-    options = [*SMALL, "--port", str(port), "--startup-timeout", "6"]
+    options = [*SMALL, "--port", str(port), "--startup-timeout", "8"]
     process = start("start", *options, log=log)
     try:
         # A client that began earlier would wait longer between its attempts than this server lives.
@@ -301,7 +301,7 @@ def test_start_up_is_bounded_and_shows_its_health(tmp_path: Path) -> None:
             assert "load" in refusal.text
         assert process.wait(END_S) == 1
         said = log.read_text()
-        assert "startup_timeout = 6 s" in said
+        assert "startup_timeout = 8 s" in said
         assert "'engine'" in said
     finally:
         process.kill()

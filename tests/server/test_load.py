@@ -21,6 +21,7 @@ from pathlib import Path
 
 import pytest
 from support.footprint import Footprint, assert_settles
+from support.processors import Stopwatch
 from support.server_process import ServerProcess, wait_until
 from support.silent_reader import SilentReader
 
@@ -38,7 +39,7 @@ QUEUE = 256
 NUM_CANCELS, NUM_DEADLINES, NUM_KILLED = 400, 300, 10
 STREAMS_OF_KILLED = 30
 VANISH_S = 8.0
-CROWD, CROWD_RATE, NUM_TO_GAUGE = 10_000, 700.0, 400
+CROWD, CROWD_RATE, LEAST_RATE, NUM_TO_GAUGE = 10_000, 700.0, 120.0, 400
 CROWD_TIMEOUT_S = 200.0
 MAX_REFUSAL_S = 0.05
 """Of the 99th percentile."""
@@ -52,8 +53,11 @@ NUM_READERS, NUM_SILENT, UNREAD_TOKENS = 4, 4, 400
 UNREAD_S, LONG_UNREAD_S = 3.0, 30.0
 WINDOW_S = 1.5
 TOUCH_TOKENS, BLOCK_SIZE = 480, 16
-MIN_RATE = 0.6
-"""Of the rate without silent readers; on a machine that others use, too."""
+MIN_RATE, STARVED_MIN_RATE = 0.6, 0.1
+"""Of the rate without silent readers."""
+MIN_SHARE = 0.7
+"""Of the processors that server and readers want; with less, their rates differ from moment to
+moment whoever reads."""
 MAX_HELD_BYTES = 4 << 20
 """Of a stream whose 400 tokens have 20 candidates each."""
 
@@ -123,16 +127,22 @@ async def _vanish(target: str, cancels: int, deadlines: int, kills: int, seed: i
 def test_clients_that_vanish_leave_nothing(server: ServerProcess) -> None:
     answer = _complete(server)
     asyncio.run(_vanish(server.target, 60, 60, 1, seed=1))  # pools grow to their size
-    wait_until(lambda: server.loads().num_open_calls == 0, QUIET_S)
+    wait_until(lambda: _is_at_rest(server), QUIET_S)
     time.sleep(1.0)
     before, aborted = Footprint.of(server), server.metric(ENDED, finished_reason="abort")
-    assert before.free_blocks == server.loads().num_total_blocks
     asyncio.run(_vanish(server.target, NUM_CANCELS, NUM_DEADLINES, NUM_KILLED, seed=2))
     assert_settles(server, before)
-    # Most had come as far as the engine when they went.
-    num_vanished = NUM_CANCELS + NUM_DEADLINES + NUM_KILLED * STREAMS_OF_KILLED
-    assert server.metric(ENDED, finished_reason="abort") - aborted > num_vanished // 2
+    # Who was killed, and many of the others, had come as far as the engine.
+    num_others, num_killed = NUM_CANCELS + NUM_DEADLINES, NUM_KILLED * STREAMS_OF_KILLED
+    num_aborted = server.metric(ENDED, finished_reason="abort") - aborted
+    assert num_aborted > num_killed // 2 + num_others // 4
     assert _complete(server) == answer
+
+
+def _is_at_rest(server: ServerProcess) -> bool:
+    """Whether nobody holds a block; those of one who left come back in the step after."""
+    loads = server.loads()
+    return not loads.num_open_calls and loads.num_free_blocks == loads.num_total_blocks
 
 
 def _complete(server: ServerProcess) -> tuple[int, ...]:
@@ -158,11 +168,12 @@ def _crowd(folder: Path, target: str, count: int, rate: float, num_tokens: int) 
 
 def _bearable_rate(folder: Path, target: str) -> float:
     """Clients per second, well below what this machine can refuse at its best just now: a crowd
-    that comes faster than that waits for the processor, which says nothing of the server."""
+    that comes faster than that waits for the processor, which says nothing of the server. But they
+    are more than it can serve."""
     _crowd(folder, target, NUM_TO_GAUGE, math.inf, 0).wait(CROWD_TIMEOUT_S)
     found = json.loads((folder / "crowd.json").read_text())
     assert {status for status, *_ in found["ends"]} == {"INVALID_ARGUMENT"}
-    return min(CROWD_RATE, NUM_TO_GAUGE / found["elapsed_s"] / 3)
+    return min(CROWD_RATE, max(LEAST_RATE, NUM_TO_GAUGE / found["elapsed_s"] / 3))
 
 
 def _scheduled(server: ServerProcess) -> tuple[int, int]:
@@ -208,9 +219,11 @@ def test_a_crowd_is_refused_at_once_and_in_order(crowded: ServerProcess, tmp_pat
     assert set(statuses) == {"OK", "RESOURCE_EXHAUSTED"}
     assert statuses["RESOURCE_EXHAUSTED"] > CROWD // 10
     assert statuses["OK"] > 2 * QUEUE
+    memory_slack = MEMORY_SLACK
     if starved < MAX_STARVATION:
         assert refusals[99] < MAX_REFUSAL_S
     else:
+        memory_slack *= 2  # more of them are there at a time
         warnings.warn(
             f"the server had no processor for {100 * starved:.0f} % of the time in which it wanted "
             f"one: its latency ({1000 * refusals[99]:.0f} ms) says nothing, and is not judged by "
@@ -219,7 +232,7 @@ def test_a_crowd_is_refused_at_once_and_in_order(crowded: ServerProcess, tmp_pat
         )
         assert refusals[99] < STARVED_REFUSAL_S
     assert QUEUE // 2 < most_queued <= QUEUE
-    assert most_memory - memory < MEMORY_SLACK
+    assert most_memory - memory < memory_slack
     assert waits[-5] < 0.5 * waits[5]
     assert_settles(crowded, before)
     assert _complete(crowded) == answer
@@ -256,16 +269,16 @@ def _touch_cache(server: ServerProcess) -> None:
     asyncio.run(fill())
 
 
-def _rate(server: ServerProcess, duration_s: float) -> float:
-    """Tokens per second of all readers together; the best of three, for what others do on this
-    machine takes from any of them."""
+def _rate(server: ServerProcess, duration_s: float) -> tuple[float, float]:
+    """(Tokens of all readers together per second that this machine had for them, what they got of
+    the processors that they wanted); the best of three, for what others do takes from any."""
 
-    async def measure() -> float:
-        readers, start = Readers(), time.monotonic()
+    async def measure() -> tuple[float, float]:
+        readers, watch = Readers(), Stopwatch(server.pid, os.getpid())
         async with GenerationClient(server.target) as client:
-            until = start + duration_s / 3
+            until = watch.start + duration_s / 3
             await asyncio.gather(*(readers.read(client, until) for _ in range(NUM_READERS)))
-        return readers.num_tokens / (time.monotonic() - start)
+        return readers.num_tokens / watch.own_s, watch.share
 
     return max(asyncio.run(measure()) for _ in range(3))
 
@@ -282,7 +295,7 @@ def _unread(server: ServerProcess) -> SilentReader:
 def _stay_unread(server: ServerProcess, unread_s: float) -> None:
     _touch_cache(server)
     rates = [_rate(server, WINDOW_S)]
-    wait_until(lambda: server.loads().num_open_calls == 0, QUIET_S)
+    wait_until(lambda: _is_at_rest(server), QUIET_S)
     before, memory = Footprint.of(server), server.resident_bytes()
     with ExitStack() as stack:
         silent = [stack.enter_context(_unread(server)) for _ in range(NUM_SILENT)]
@@ -300,9 +313,13 @@ def _stay_unread(server: ServerProcess, unread_s: float) -> None:
             # What waited was merged: it takes a few messages, not one a token.
             assert len(messages) < UNREAD_TOKENS / 4
     rates.append(_rate(server, WINDOW_S))
-    print(f"rates without, with, without: {rates[0]:.0f}, {rate_with:.0f}, {rates[1]:.0f} tokens/s")
+    rates.insert(1, rate_with)
+    print("tokens/s, share of the processors without, with, without:")
+    print("; ".join(f"{rate:.0f}, {share:.2f}" for rate, share in rates))
     print(f"{held / NUM_SILENT / 1024:.0f} KiB a silent stream")
-    assert rate_with > MIN_RATE * min(rates)
+    is_starved = min(share for _, share in rates) < MIN_SHARE
+    least = (STARVED_MIN_RATE if is_starved else MIN_RATE) * min(rates[0][0], rates[2][0])
+    assert rate_with[0] > least
     assert held < NUM_SILENT * MAX_HELD_BYTES
     assert_settles(server, before)
 

@@ -99,7 +99,7 @@ def test_a_signal_during_start_up_leaves_no_process(tmp_path: Path) -> None:
         process.send_signal(signal.SIGTERM)
         assert process.wait(END_S) == 0
         assert "SIGTERM during start-up" in log.read_text()
-        wait_until(lambda: not session(process.pid), 5.0)
+        wait_until(lambda: not session(process.pid), END_S)
     finally:
         process.kill()
         process.wait(END_S)

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import time
 from typing import Any
 
 import grpc
 import pytest
+from support.processors import Stopwatch
 from support.server_process import ServerProcess, wait_until
 
 from server.calls import (
@@ -200,9 +200,9 @@ def test_a_full_queue(tight: ServerProcess) -> None:
         waiting(stub, long_request(1, priority=-1)) as fourth,
     ):
         wait_until(lambda: tight.loads().num_queued == 2, TIMEOUT_S)
-        start = time.monotonic()
+        watch = Stopwatch()
         refusal = refused(stub.Generate, long_request(1))
-        assert time.monotonic() - start < 5.0
+        assert watch.own_s < 5.0
         assert refusal.code is Code.RESOURCE_EXHAUSTED
         assert refusal.retry_after_s is not None
         assert 0.0 < refusal.retry_after_s <= 30.0
@@ -229,9 +229,7 @@ def test_a_deadline_frees_the_blocks(tight: ServerProcess) -> None:
     free = tight.loads().num_free_blocks
     refusal = refused(tight.stub.Generate, long_request(500), timeout=0.1)
     assert refusal.code is Code.DEADLINE_EXCEEDED
-    wait_until(lambda: tight.loads().num_running == 0, TIMEOUT_S)
-    loads = tight.loads()
-    assert (loads.num_free_blocks, loads.num_open_calls) == (free, 0)
+    wait_until(lambda: held(tight) == (0, 0, free), TIMEOUT_S)
     assert refused(tight.stub.Generate, long_request(500), timeout=0.0).code is (
         Code.DEADLINE_EXCEEDED
     )
@@ -239,21 +237,19 @@ def test_a_deadline_frees_the_blocks(tight: ServerProcess) -> None:
 
 def test_priorities(tight: ServerProcess) -> None:
     stub = tight.stub
-    order: list[str] = []
     with (
-        running(stub, long_request(200)) as first,
+        running(stub, long_request(300)) as first,
         running(stub, long_request(300)),
         waiting(stub, long_request(40, priority=1)) as late,
         waiting(stub, long_request(40, priority=-1)) as early,
     ):
         wait_until(lambda: tight.loads().num_queued == 2, TIMEOUT_S)
         first.cancel()
-        for name, call in (("early", early), ("late", late)):
+        for call in (early, late):
             assert call["done"].wait(TIMEOUT_S)
-            order.append(name)
-            if name == "early":
-                assert not late["done"].is_set()
-        assert early["outcome"].usage.queue_s < late["outcome"].usage.queue_s
+        # Though it came first, one waited until the other had ended.
+        sooner, later = early["outcome"].usage, late["outcome"].usage
+        assert later.queue_s > (sooner.queue_s + sooner.total_s) / 2
 
 
 def test_unknown_methods_and_names(server: ServerProcess) -> None:
@@ -266,6 +262,10 @@ def test_a_reader_that_leaves_frees_its_blocks(server: ServerProcess) -> None:
     free = server.loads().num_free_blocks
     with running(server.stub, long_request(500)):
         assert server.loads().num_free_blocks < free
-    wait_until(lambda: server.loads().num_running == 0, 5.0)
+    wait_until(lambda: held(server) == (0, 0, free), TIMEOUT_S)
+
+
+def held(server: ServerProcess) -> tuple[int, int, int]:
+    """(running requests, open calls, free blocks)"""
     loads = server.loads()
-    assert (loads.num_free_blocks, loads.num_open_calls) == (free, 0)
+    return loads.num_running, loads.num_open_calls, loads.num_free_blocks

@@ -28,8 +28,8 @@ from support.system_packages import lacking, require
 _SUBNET = "10.77.0"
 """Of the desk's own network, so it does not matter who else uses it."""
 _DESK_ADDRESS = f"{_SUBNET}.254"
-_START_S = 15.0
-_END_S = 10.0
+_START_S = 60.0
+_END_S = 30.0
 _LOG_CHARACTERS = 3000
 
 _OWN_WORLD = """
@@ -313,10 +313,11 @@ class Machines:
         self._wait_until_ready(machine)
         command = f"ssh {SSH_OPTIONS} {self.addresses[machine]} true"
         wait_until(
-            lambda: self.run(None, command, timeout_s=5.0).returncode == 0,
+            lambda: self.run(None, command, timeout_s=15.0).returncode == 0,
             _START_S,
             f"no ssh to {_name(machine)}",
             self.logs,
+            poll_s=0.2,
         )
 
     def _enter(self, machine: int | None, *kinds: str) -> list[str]:
@@ -338,19 +339,27 @@ class Machines:
 
 SSH_OPTIONS = (
     "-o StrictHostKeyChecking=no -o UserKnownHostsFile=/dev/null -o LogLevel=ERROR "
-    "-o BatchMode=yes -o ConnectTimeout=1"
+    "-o BatchMode=yes -o ConnectTimeout=10"
 )
 
 
 def wait_until(
-    condition: Callable[[], bool], timeout_s: float, what: str, more: Callable[[], str] = str
+    condition: Callable[[], bool],
+    timeout_s: float,
+    what: str,
+    more: Callable[[], str] = str,
+    poll_s: float = 0.02,
 ) -> None:
-    """Fails with `what` and `more` if something does not become true in time."""
+    """Fails with `what` and `more` if something does not become true in time.
+
+    Args:
+        poll_s: between two looks; what starts processes to look should not do so all the time.
+    """
     deadline = time.monotonic() + timeout_s
     while not condition():
         if time.monotonic() > deadline:
             raise TimeoutError(f"{what} after {timeout_s:g} s\n{more()}")
-        time.sleep(0.02)
+        time.sleep(poll_s)
 
 
 def _name(machine: int | None) -> str:

@@ -19,9 +19,9 @@ from prometheus_client.parser import text_string_to_metric_families
 from tpengine.server.proto import tpengine_pb2 as pb
 from tpengine.server.proto import tpengine_pb2_grpc
 
-START_TIMEOUT_S = 60.0
-END_TIMEOUT_S = 20.0
-CALL_TIMEOUT_S = 10.0
+START_TIMEOUT_S = 120.0
+END_TIMEOUT_S = 30.0
+CALL_TIMEOUT_S = 30.0
 _POLL_S = 0.05
 _READY = re.compile(r"tpengine is ready on (\S+):.*metrics on (\S+);")
 
