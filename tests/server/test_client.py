@@ -174,6 +174,7 @@ def test_leaving_a_stream_frees_its_blocks(server: ServerProcess) -> None:
     def num_aborted() -> float:
         return server.metric("tpengine:request_success_total", finished_reason="abort")
 
+    wait_until(lambda: server.loads().num_open_calls == 0, PATIENCE_S)
     before = num_aborted()
 
     async def has_aborted(count: int) -> None:
