@@ -18,7 +18,9 @@ def add_sampling_arguments(parser: argparse.ArgumentParser) -> None:
     sampling.add_argument("--top-k", type=int, default=-1, help="-1: all (default: %(default)s)")
     sampling.add_argument("--min-p", type=float, default=0.0, help="(default: %(default)s)")
     sampling.add_argument(
-        "--sampling-seed", type=int, help="seed of this request alone; default: from --seed"
+        "--sampling-seed",
+        type=int,
+        help="seed of this request alone; default: drawn from the engine's own seed",
     )
     sampling.add_argument(
         "--stop", action="append", default=[], help="text that ends the output; may be repeated"

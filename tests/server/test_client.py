@@ -174,14 +174,33 @@ def test_an_abort_is_no_cancellation(tight: ServerProcess) -> None:
 
 
 def test_leaving_a_stream_frees_its_blocks(server: ServerProcess) -> None:
+    """At once, not when the connection closes, the garbage is collected or the output is full."""
+
+    def num_aborted() -> float:
+        return server.metric("tpengine:request_success_total", finished_reason="abort")
+
+    wait_until(lambda: server.loads().num_open_calls == 0, PATIENCE_S)
+    before = num_aborted()
+
+    async def has_aborted(count: int) -> None:
+        await asyncio.to_thread(wait_until, lambda: num_aborted() == before + count, PATIENCE_S)
+
     async def talk(client: GenerationClient) -> None:
         async for _ in client.stream(PROMPT, LONG):
             break
+        await has_aborted(1)
         task = asyncio.create_task(client.generate(PROMPT, LONG))
-        await asyncio.sleep(0.1)
+        await asyncio.to_thread(wait_until, lambda: server.loads().num_running == 1, PATIENCE_S)
         task.cancel()
         await asyncio.wait([task])
         assert task.cancelled()
+        await has_aborted(2)
+        stream = client.stream(PROMPT, LONG)
+        await anext(stream)
+        with pytest.raises(ZeroDivisionError) as held:  # and with it the frame and its call
+            await stream.athrow(ZeroDivisionError())
+        await has_aborted(3)
+        assert held.tb is not None
 
     _talk(server, talk)
     wait_until(lambda: server.loads().num_open_calls == 0, PATIENCE_S)

@@ -5,22 +5,28 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
-from dataclasses import dataclass
-from pathlib import Path
 from types import TracebackType
 from typing import Any
 
 import grpc
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
-from tpengine.errors import ConfigError, RequestAbortedError
+from tpengine.errors import InvalidPromptError, RequestAbortedError, RequestError
 from tpengine.sampling_params import SamplingParams
 from tpengine.server.call_deadline import TIMEOUT_KEY
+from tpengine.server.client_channel import (
+    ClientTLS,
+    authorization,
+    check_timeout,
+    open_channel,
+)
 from tpengine.server.client_convert import (
     Message,
     Prompt,
     RemoteOutput,
+    put,
     to_conversation,
+    to_milliseconds,
     to_output,
     to_request,
 )
@@ -28,52 +34,37 @@ from tpengine.server.client_errors import to_error
 from tpengine.server.proto import tpengine_pb2 as pb
 from tpengine.server.proto import tpengine_pb2_grpc
 
-_MAX_MESSAGE_BYTES = 64 << 20
-_MIN_RECONNECT_MS, _MAX_RECONNECT_MS = 100, 2000
+__all__ = ["ClientTLS", "GenerationClient"]
+
 _GRACE_S = 0.5
 """What a server gets, after a request's deadline, to say that it has passed."""
 _LOCALLY_CANCELLED = "Locally cancelled by application!"
 
 
-@dataclass(frozen=True)
-class ClientTLS:
-    """How to meet a server that wants TLS.
-
-    Attributes:
-        ca_file: PEM of the authorities to trust; None: those of the system.
-        cert_file, key_file: PEM of the client's own certificate and key, for servers that want one.
-        server_name: name that the server's certificate is for, if that is not the target's host.
-    """
-
-    ca_file: str | None = None
-    cert_file: str | None = None
-    key_file: str | None = None
-    server_name: str | None = None
-
-
 class GenerationClient:
-    """One connection to a server; every call has a deadline, and a server that freezes is noticed.
+    """One connection to a server; calls have deadlines, and a server that freezes is noticed.
 
     To be used in one event loop, with `async with` or `close`. Errors are those that the engine
     raises in process, so that code is the same near and far:
 
-    - RequestError: the server refuses the request; among them QueueFullError (come back after
-      `retry_after_s`), DeadlineExceededError, DuplicateRequestError, RequestAbortedError,
-      UnauthenticatedError.
+    - RequestError: the server refuses the request, or a value of it cannot go over the wire; among
+      them QueueFullError (come back after `retry_after_s`), DeadlineExceededError,
+      DuplicateRequestError, RequestAbortedError, UnauthenticatedError.
     - ServerUnavailableError: the server is not there, does not answer, or is ending.
     - ServerError: the server failed by itself.
 
     Args:
         target: HOST:PORT.
-        token: bearer token, if the server wants one.
+        token: bearer token, if the server wants one: printable ASCII without spaces.
         tls: None: no encryption.
-        timeout_s: deadline of calls that generate, unless they name their own.
-        call_timeout_s: deadline of all other calls.
+        timeout_s: deadline of calls that generate, unless they name their own; math.inf: none.
+        call_timeout_s: deadline of all other calls; math.inf: none.
         keep_alive_s: within this time a server, or a network, that has gone silent is noticed;
             open calls then end with ServerUnavailableError.
 
     Raises:
-        ConfigError: a file cannot be read, or the target is not of the form HOST:PORT.
+        ConfigError: a file cannot be read, the target is not of the form HOST:PORT, the token
+            cannot be one, or a time is not above 0.
     """
 
     def __init__(
@@ -86,18 +77,11 @@ class GenerationClient:
         call_timeout_s: float = 10.0,
         keep_alive_s: float = 2.0,
     ) -> None:
-        _check_target(target)
         self.target = target
-        self._timeout_s = timeout_s
-        self._call_timeout_s = call_timeout_s
-        self._metadata = () if token is None else (("authorization", f"Bearer {token}"),)
-        options = _channel_options(keep_alive_s)
-        if tls is None:
-            self._channel = grpc.aio.insecure_channel(target, options)
-        else:
-            if tls.server_name is not None:
-                options.append(("grpc.ssl_target_name_override", tls.server_name))
-            self._channel = grpc.aio.secure_channel(target, _credentials(tls), options)
+        self._timeout_s = check_timeout("timeout_s", timeout_s)
+        self._call_timeout_s = check_timeout("call_timeout_s", call_timeout_s)
+        self._metadata = authorization(token)
+        self._channel = open_channel(target, tls, keep_alive_s)
         untyped_stub: Any = tpengine_pb2_grpc.GenerationServiceStub
         self._stub = untyped_stub(self._channel)
         self._health: Any = health_pb2_grpc.HealthStub(self._channel)
@@ -120,8 +104,8 @@ class GenerationClient:
             params: default: `SamplingParams()`.
             request_id: unique among the server's unfinished requests; default: the server's choice.
             priority: lower is served first; needs a server with scheduling_policy "priority".
-            timeout_s: deadline, in seconds from now.
-            max_queue_s: longest wait for the first step.
+            timeout_s: deadline, in seconds from now; math.inf: none.
+            max_queue_s: longest wait for the first step; math.inf: any.
 
         Raises:
             RequestError, ServerError: see the class.
@@ -161,12 +145,15 @@ class GenerationClient:
 
     async def abort(self, request_id: str) -> bool:
         """Ends a request; returns whether there was one. Somebody else's wants the admin token."""
-        answer = await self._call(self._stub.Abort, pb.AbortRequest(request_id=request_id))
+        request = pb.AbortRequest()
+        put(request, InvalidPromptError, request_id=request_id)
+        answer = await self._call(self._stub.Abort, request)
         return bool(answer.aborted)
 
     async def tokenize(self, text: str, add_special_tokens: bool = True) -> list[int]:
         """The ids of a text."""
-        request = pb.TokenizeRequest(text=text, add_special_tokens=add_special_tokens)
+        request = pb.TokenizeRequest()
+        put(request, InvalidPromptError, text=text, add_special_tokens=add_special_tokens)
         return list((await self._call(self._stub.Tokenize, request)).token_ids)
 
     async def chat_token_ids(self, messages: Sequence[Message]) -> list[int]:
@@ -176,7 +163,13 @@ class GenerationClient:
 
     async def detokenize(self, token_ids: Sequence[int], skip_special_tokens: bool = True) -> str:
         """The text of ids."""
-        request = pb.DetokenizeRequest(token_ids=token_ids, skip_special_tokens=skip_special_tokens)
+        request = pb.DetokenizeRequest()
+        put(
+            request,
+            InvalidPromptError,
+            token_ids=token_ids,
+            skip_special_tokens=skip_special_tokens,
+        )
         return str((await self._call(self._stub.Detokenize, request)).text)
 
     async def model_info(self) -> pb.GetModelInfoResponse:
@@ -201,10 +194,14 @@ class GenerationClient:
     async def drain(self, timeout_s: float | None = None) -> int:
         """Has the server finish what it has, and end; wants the admin token.
 
+        Args:
+            timeout_s: how long that may take; None or math.inf: as long as the server was started
+                with, which is also the longest.
+
         Returns:
             Calls that have not ended yet.
         """
-        timeout_ms = None if timeout_s is None else round(1000 * timeout_s)
+        timeout_ms = None if timeout_s is None else to_milliseconds("timeout_s", timeout_s)
         answer = await self._call(self._stub.Drain, pb.DrainRequest(timeout_ms=timeout_ms))
         return int(answer.num_open_calls)
 
@@ -214,13 +211,13 @@ class GenerationClient:
         Raises:
             RequestError: the server knows no such service.
         """
-        request = health_pb2.HealthCheckRequest(service=service)
+        request = _health_request(service)
         answer = await self._call(self._health.Check, request)
         return _health_name(answer.status)
 
     async def watch_health(self, service: str = "") -> AsyncIterator[str]:
         """The health of now, and then each change of it; without an end of its own."""
-        request = health_pb2.HealthCheckRequest(service=service)
+        request = _health_request(service)
         call = self._health.Watch(request, metadata=self._metadata)
         try:
             async with self._typed_errors(call):
@@ -236,12 +233,19 @@ class GenerationClient:
     def _until(self, timeout_s: float | None) -> dict[str, Any]:
         """Options of a call that the server is to end in time. This side gives up a little later,
         so that the server's words on how far the request had come are the ones that are read."""
-        timeout_s = self._timeout_s if timeout_s is None else timeout_s
-        metadata = (*self._metadata, (TIMEOUT_KEY, str(max(0, round(1000 * timeout_s)))))
-        return {"timeout": timeout_s + _GRACE_S, "metadata": metadata}
+        timeout_ms = to_milliseconds(
+            "timeout_s", self._timeout_s if timeout_s is None else timeout_s
+        )
+        if timeout_ms is None:
+            return {"metadata": self._metadata}
+        timeout_ms = max(0, timeout_ms)
+        metadata = (*self._metadata, (TIMEOUT_KEY, str(timeout_ms)))
+        return {"timeout": timeout_ms / 1e3 + _GRACE_S, "metadata": metadata}
 
     async def _call(self, method: Callable[..., Any], request: Any) -> Any:
-        call = method(request, timeout=self._call_timeout_s, metadata=self._metadata)
+        timeout_ms = to_milliseconds("call_timeout_s", self._call_timeout_s)
+        timeout_s = None if timeout_ms is None else timeout_ms / 1e3
+        call = method(request, timeout=timeout_s, metadata=self._metadata)
         async with self._typed_errors(call):
             return await call
 
@@ -272,50 +276,10 @@ class GenerationClient:
         await self.close()
 
 
-def _channel_options(keep_alive_s: float) -> list[tuple[str, Any]]:
-    """Pings while calls are open; half of the time until one is sent, half for its answer.
-
-    Without `ping_timeout_ms` grpc waits a minute for the answer whatever the keep-alive says, and
-    without `min_reconnect_backoff_ms` it waits twenty seconds for a frozen server's first word.
-    """
-    if not 1.0 <= keep_alive_s <= 3600:
-        raise ConfigError(f"keep_alive_s must be in [1, 3600], got {keep_alive_s}")
-    half_ms = round(500 * keep_alive_s)
-    return [
-        ("grpc.keepalive_time_ms", half_ms),
-        ("grpc.keepalive_timeout_ms", half_ms),
-        ("grpc.http2.ping_timeout_ms", half_ms),
-        ("grpc.http2.max_pings_without_data", 0),
-        ("grpc.initial_reconnect_backoff_ms", _MIN_RECONNECT_MS),
-        ("grpc.min_reconnect_backoff_ms", 2 * half_ms),
-        ("grpc.max_reconnect_backoff_ms", _MAX_RECONNECT_MS),
-        ("grpc.max_receive_message_length", _MAX_MESSAGE_BYTES),
-        ("grpc.max_send_message_length", _MAX_MESSAGE_BYTES),
-        ("grpc.enable_http_proxy", 0),
-    ]
-
-
-def _check_target(target: str) -> None:
-    host, _, port = target.rpartition(":")
-    if not host or not port.isdecimal() or not 0 < int(port) < 65536:
-        raise ConfigError(f"target must be of the form HOST:PORT, got {target!r}")
-
-
-def _credentials(tls: ClientTLS) -> grpc.ChannelCredentials:
-    if (tls.cert_file is None) != (tls.key_file is None):
-        raise ConfigError("a client's certificate and its key go together; one of them is missing")
-    return grpc.ssl_channel_credentials(
-        _read(tls.ca_file), _read(tls.key_file), _read(tls.cert_file)
-    )
-
-
-def _read(path: str | None) -> bytes | None:
-    if path is None:
-        return None
-    try:
-        return Path(path).read_bytes()
-    except OSError as error:
-        raise ConfigError(f"{path} cannot be read: {error}") from error
+def _health_request(service: str) -> health_pb2.HealthCheckRequest:
+    request = health_pb2.HealthCheckRequest()
+    put(request, RequestError, service=service)
+    return request
 
 
 def _health_name(status: int) -> str:

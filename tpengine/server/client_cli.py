@@ -6,10 +6,9 @@ import argparse
 import asyncio
 import math
 import sys
-from collections.abc import Awaitable, Callable, Iterator
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable
 from dataclasses import replace
 from functools import partial
-from pathlib import Path
 
 from tpengine import envs
 from tpengine.errors import (
@@ -20,8 +19,11 @@ from tpengine.errors import (
 )
 from tpengine.sampling_arguments import add_sampling_arguments, sampling_params_from
 from tpengine.sampling_params import SamplingParams
-from tpengine.server.client import ClientTLS, GenerationClient
+from tpengine.server.auth import read_tokens
+from tpengine.server.client import GenerationClient
+from tpengine.server.client_channel import ClientTLS
 from tpengine.server.client_convert import Message, Prompt
+from tpengine.server.client_input import read_lines
 from tpengine.server.health import LIVENESS, READINESS
 from tpengine.server.load import COMPLETE, describe_load, poisson_plan, run_load, summarise
 
@@ -86,12 +88,15 @@ def add_connection_arguments(parser: argparse.ArgumentParser) -> None:
         "--target", metavar="HOST:PORT", default=DEFAULT_TARGET, help="(default: %(default)s)"
     )
     group.add_argument(
-        "--timeout", type=float, default=600.0, help="seconds of one request (default: %(default)s)"
+        "--timeout",
+        type=float,
+        metavar="SECONDS",
+        help="until a call is given up (default: 600 for one that generates, 10 for any other)",
     )
     group.add_argument(
         "--token-file",
         metavar="FILE",
-        help="bearer token; default: $TPENGINE_CLIENT_TOKEN",
+        help="holds the bearer token in a line; default: $TPENGINE_CLIENT_TOKEN",
     )
     group.add_argument(
         "--tls", action="store_true", help="encrypt; the system's authorities are trusted"
@@ -109,23 +114,29 @@ def open_client(args: argparse.Namespace) -> GenerationClient:
     """
     files = (args.tls_ca, args.tls_cert, args.tls_key)
     encrypted = args.tls or any(path is not None for path in files)
-    if not 0 < args.timeout < math.inf:
-        raise ConfigError(f"--timeout must be a positive number of seconds, got {args.timeout}")
+    timeouts = {}
+    if args.timeout is not None:
+        if not 0 < args.timeout < math.inf:
+            raise ConfigError(f"--timeout must be a positive number of seconds, got {args.timeout}")
+        timeouts = {"timeout_s": args.timeout, "call_timeout_s": args.timeout}
     return GenerationClient(
         args.target,
         token=_read_token(args.token_file),
         tls=ClientTLS(*files) if encrypted else None,
-        timeout_s=args.timeout,
+        **timeouts,
     )
 
 
 def _read_token(path: str | None) -> str | None:
     if path is None:
         return envs.client_token()
-    try:
-        return Path(path).read_text(encoding="utf-8").strip()
-    except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"--token-file {path} cannot be read: {error}") from error
+    token, *others = read_tokens(path, None, "--token-file")
+    if others:
+        raise ConfigError(
+            f"--token-file {path} holds {1 + len(others)} tokens, and a client has one: give a "
+            "file with that line alone; lines that begin with # do not count"
+        )
+    return token
 
 
 def _run(action: _Action, args: argparse.Namespace) -> int:
@@ -142,7 +153,7 @@ def _run(action: _Action, args: argparse.Namespace) -> int:
 async def _generate(args: argparse.Namespace, client: GenerationClient) -> int:
     failed = 0
     params = replace(sampling_params_from(args), n=args.n, logprobs=args.logprobs)
-    for prompt in args.prompts or _lines():
+    async for prompt in _given(args.prompts) if args.prompts else read_lines():
         echo = "" if args.no_echo else prompt
         if args.n == 1 and args.logprobs is None:
             text = await _print_stream(client, prompt, params, echo)
@@ -184,7 +195,8 @@ def _print_failure(error: RequestError) -> None:
 async def _chat(args: argparse.Namespace, client: GenerationClient) -> int:
     conversation: list[Message] = []
     failed = 0
-    for line in [" ".join(args.message)] if args.message else _lines("> "):
+    one = _given([" ".join(args.message)])
+    async for line in one if args.message else read_lines("> "):
         conversation.append({"role": "user", "content": line})
         answer = await _print_stream(client, conversation, sampling_params_from(args))
         print(flush=True)
@@ -196,16 +208,9 @@ async def _chat(args: argparse.Namespace, client: GenerationClient) -> int:
     return 1 if failed else 0
 
 
-def _lines(invitation: str = "") -> Iterator[str]:
-    """What is typed or piped in, without empty lines."""
-    while True:
-        if invitation and sys.stdin.isatty():
-            print(invitation, end="", flush=True)
-        line = sys.stdin.readline()
-        if not line:
-            return
-        if line.strip():
-            yield line.rstrip("\n")
+async def _given(lines: Iterable[str]) -> AsyncIterator[str]:
+    for line in lines:
+        yield line
 
 
 async def _print_stream(

@@ -2,13 +2,23 @@
 
 from __future__ import annotations
 
+import math
+import reprlib
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from numbers import Real
 from typing import Any, cast
 
+from google.protobuf.descriptor import FieldDescriptor
+
 from tpengine.engine.prompt import TextPrompt, TokensPrompt
-from tpengine.errors import InvalidPromptError, InvalidSamplingParamsError
+from tpengine.errors import (
+    InvalidPriorityError,
+    InvalidPromptError,
+    InvalidSamplingParamsError,
+    RequestError,
+)
 from tpengine.outputs import CompletionOutput, Logprob, RequestMetrics, RequestOutput
 from tpengine.sampling_params import SamplingParams
 from tpengine.server.proto import tpengine_pb2 as pb
@@ -19,12 +29,16 @@ Prompt = str | Sequence[int] | Sequence[Message] | TextPrompt | TokensPrompt
 two, as `LLM.generate` takes it."""
 
 _MOST = 2**31 - 1
+_MOST_MS = 10**12 - 1
+"""Thirty years; a server reads no more digits."""
 _SAME_NAME = (
     "n", "best_of", "presence_penalty", "frequency_penalty", "repetition_penalty", "temperature",
-    "top_p", "top_k", "min_p", "seed", "use_beam_search", "length_penalty",
-    "include_stop_str_in_output", "ignore_eos", "min_tokens", "logprobs", "prompt_logprobs",
-    "detokenize", "skip_special_tokens",
+    "top_p", "min_p", "use_beam_search", "length_penalty", "stop", "stop_token_ids",
+    "include_stop_str_in_output", "ignore_eos", "logprobs", "prompt_logprobs", "detokenize",
+    "skip_special_tokens", "logit_bias", "bad_words",
 )  # fmt: skip
+_AT_MOST = ("max_tokens", "min_tokens", "top_k")
+"""Numbers that mean the same beyond the length of a sequence, or the size of a vocabulary."""
 _EARLY_STOPPING: dict[bool | str, pb.EarlyStopping] = {
     False: pb.EARLY_STOPPING_HEURISTIC,
     True: pb.EARLY_STOPPING_FIRST,
@@ -82,11 +96,13 @@ def to_request(
     Raises:
         RequestError: something of it cannot be said in the protocol.
     """
-    request = pb.GenerateRequest(request_id=request_id, sampling=_to_sampling(params))
-    if priority:
-        request.priority = priority
+    request = pb.GenerateRequest(sampling=_to_sampling(params))
+    put(request, InvalidPromptError, request_id=request_id)
+    put(request, InvalidPriorityError, priority=priority or None)
     if max_queue_s is not None:
-        request.max_queue_ms = max(0, round(1000 * max_queue_s))
+        max_queue_ms = to_milliseconds("max_queue_s", max_queue_s)
+        if max_queue_ms is not None:
+            request.max_queue_ms = max(0, max_queue_ms)
     text, rest = _unpack(prompt)
     if rest is None:
         request.prompt = _checked_text(text)
@@ -95,13 +111,59 @@ def to_request(
     else:
         try:
             request.prompt_token_ids.ids.extend(cast(Sequence[int], rest))
-        except (TypeError, ValueError) as error:
+        except (TypeError, ValueError, OverflowError) as error:
             raise InvalidPromptError(
                 "a prompt must be text, token ids below 2**31, or messages that are dicts; got "
                 f"{type(rest).__name__}: {error}"
             ) from error
         request.prompt_token_ids.SetInParent()  # an empty list is a list, too
     return request
+
+
+def put(message: Any, kind: type[RequestError], **fields: object) -> None:
+    """Sets fields of a message; one that is None stays unset.
+
+    Raises:
+        RequestError: of this kind: a value does not fit into its field.
+    """
+    blank = type(message)
+    try:
+        message.MergeFrom(blank(**fields))  # numbers, lists, maps and messages alike
+    except (TypeError, ValueError, OverflowError) as first:
+        for name, value in fields.items():  # protobuf's words do not name the field
+            try:
+                blank(**{name: value})
+            except (TypeError, ValueError, OverflowError) as error:
+                content = _CONTENTS.get(blank.DESCRIPTOR.fields_by_name[name].cpp_type, _WHOLE)
+                raise kind(
+                    f"{name} can hold only {content} in the protocol, got {reprlib.repr(value)}: "
+                    f"{error}"
+                ) from error
+        # It was an iterator, of which there is nothing left to look at.
+        raise kind(f"{' or '.join(fields)} does not fit into the protocol: {first}") from first
+
+
+_WHOLE = f"integers in [{-(2**31)}, {2**31 - 1}]"
+_CONTENTS = {
+    FieldDescriptor.CPPTYPE_STRING: "valid Unicode",
+    FieldDescriptor.CPPTYPE_BOOL: "True or False",
+    FieldDescriptor.CPPTYPE_DOUBLE: "numbers of 64 bits",
+    FieldDescriptor.CPPTYPE_INT64: "integers of 64 bits",
+}
+
+
+def to_milliseconds(name: str, seconds: float) -> int | None:
+    """Seconds as the protocol has them; None: more than it can say, as infinity is.
+
+    Raises:
+        RequestError: it is no number.
+    """
+    if not isinstance(seconds, Real) or not seconds <= math.inf:  # as NaN is not
+        raise RequestError(
+            f"{name} must be a number of seconds, or math.inf for no limit; got {seconds!r}"
+        )
+    most_s = _MOST_MS / 1e3
+    return None if seconds > most_s else round(1000 * max(seconds, -most_s))
 
 
 def _unpack(prompt: Prompt) -> tuple[str | None, Sequence[int] | Sequence[Message] | None]:
@@ -136,6 +198,8 @@ def to_conversation(messages: Sequence[Message]) -> pb.Conversation:
         InvalidPromptError: one is something else.
     """
     conversation = pb.Conversation()
+    if not isinstance(messages, Iterable):
+        raise InvalidPromptError(f"messages must be a list of dicts, got {messages!r}")
     for message in messages:
         if not isinstance(message, Mapping) or set(message) != {"role", "content"}:
             raise InvalidPromptError(
@@ -168,28 +232,33 @@ def _to_sampling(params: SamplingParams) -> pb.SamplingParams:
             f"logits_processors = {params.logits_processors!r} name code that the server would "
             "import; they work offline only"
         )
-    sampling = pb.SamplingParams(
-        early_stopping=_EARLY_STOPPING[params.early_stopping],
-        max_tokens=_MOST if params.max_tokens is None else params.max_tokens,
-        stop=params.stop,
-        stop_token_ids=params.stop_token_ids,
-        bad_words=params.bad_words,
-        logit_bias=params.logit_bias,
+    sampling = pb.SamplingParams(early_stopping=_EARLY_STOPPING[params.early_stopping])
+    put(
+        sampling,
+        InvalidSamplingParamsError,
+        **{name: getattr(params, name) for name in _SAME_NAME},
+        **{name: _at_most(getattr(params, name)) for name in _AT_MOST},
+        seed=_to_signed(params.seed),
+        allowed_token_ids=_to_ids(params.allowed_token_ids),
+        bad_words_token_ids=[_to_ids(ids) for ids in params.bad_words_token_ids],
     )
-    for name in _SAME_NAME:
-        value = getattr(params, name)
-        if value is not None:
-            try:
-                setattr(sampling, name, value)
-            except ValueError as error:
-                raise InvalidSamplingParamsError(
-                    f"{name} = {value} does not fit into the protocol's field: {error}"
-                ) from error
-    if params.allowed_token_ids is not None:
-        sampling.allowed_token_ids.ids.extend(params.allowed_token_ids)
-    for ids in params.bad_words_token_ids:
-        sampling.bad_words_token_ids.add(ids=ids)
+    if params.max_tokens is None:
+        sampling.max_tokens = _MOST
     return sampling
+
+
+def _at_most(count: int | None) -> int | None:
+    return None if count is None else min(count, _MOST)
+
+
+def _to_signed(seed: int | None) -> int | None:
+    """The same 64 bits, which are all that noise is made of, with a sign."""
+    return seed if seed is None or seed < 2**63 else seed - 2**64
+
+
+def _to_ids(token_ids: Sequence[int] | None) -> dict[str, Sequence[int]] | None:
+    """The fields of a `TokenIds`."""
+    return None if token_ids is None else {"ids": token_ids}
 
 
 def to_output(response: pb.GenerateResponse, prompt: Prompt) -> RemoteOutput:

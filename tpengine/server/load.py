@@ -123,13 +123,13 @@ def poisson_plan(
 async def run_load(
     client: GenerationClient,
     plan: Sequence[PlannedRequest],
-    timeout_s: float,
+    timeout_s: float | None,
     on_end: Callable[[Outcome], None] = lambda outcome: None,
 ) -> tuple[list[Outcome], float]:
     """Sends every request at its time and reads every stream to its end.
 
     Args:
-        timeout_s: deadline of each request.
+        timeout_s: deadline of each request; None: the client's own.
         on_end: called with each outcome as it is known.
 
     Returns:
@@ -148,7 +148,7 @@ async def run_load(
 
 
 async def _send(
-    client: GenerationClient, request: PlannedRequest, start: float, timeout_s: float
+    client: GenerationClient, request: PlannedRequest, start: float, timeout_s: float | None
 ) -> Outcome:
     due = start + request.start_s
     await asyncio.sleep(max(0.0, due - time.perf_counter()))
