@@ -7,6 +7,7 @@ import math
 import pickle
 import shutil
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -129,6 +130,18 @@ def test_arguments_of_the_wrong_kind(llm: LLM) -> None:
         SamplingParams(stop_token_ids=5)
     with pytest.raises(InvalidSamplingParamsError, match=r"must be an integer, got np\.int64"):
         SamplingParams(stop_token_ids=np.array([4, 5]))
+
+
+@pytest.mark.parametrize("number", [1 << 31, 1 << 40, 1 << 70])
+def test_numbers_beyond_any_vocabulary(llm: LLM, number: int) -> None:
+    """Nothing is meant by them but all."""
+    prompt = {"prompt_token_ids": [5, 6, 7]}
+    usual = SamplingParams(temperature=1.0, seed=1, max_tokens=4, ignore_eos=True)
+    huge = replace(usual, top_k=number)
+    one, other = llm.generate([prompt, prompt], [usual, huge], use_tqdm=False)
+    assert other.outputs[0].token_ids == one.outputs[0].token_ids
+    (longest,) = llm.generate(prompt, replace(usual, max_tokens=number), use_tqdm=False)
+    assert longest.outputs[0].finish_reason == "length"
 
 
 def test_nan_temperature_never_reaches_the_engine() -> None:

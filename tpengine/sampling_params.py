@@ -18,6 +18,7 @@ MAX_LOGIT_BIAS = 1e6
 """Bound of a bias either way: far more than logits differ, and far from float32's limits."""
 
 
+_MOST_TOKENS = (1 << 31) - 1  # no vocabulary has more
 _FLAGS = (
     "use_beam_search",
     "include_stop_str_in_output",
@@ -168,7 +169,8 @@ class SamplingParams:
             texts = (value,) if isinstance(value, str) else _as_tuple(name, value)
             object.__setattr__(self, name, texts)
         object.__setattr__(self, "stop_token_ids", _as_tuple("stop_token_ids", self.stop_token_ids))
-        if self.top_k == -1:
+        keeps_all = isinstance(self.top_k, int) and self.top_k > _MOST_TOKENS
+        if self.top_k == -1 or keeps_all:
             object.__setattr__(self, "top_k", None)
         for name in _FLAGS:
             if not isinstance(getattr(self, name), bool):
