@@ -183,6 +183,8 @@ class SchedulerConfig:
         policy: fcfs or priority.
         preemption_mode: auto swaps requests of several sequences out and recomputes the others;
             recompute or swap do the same to all. Without room on the host, swap is recompute.
+        stream_interval: new tokens of a sequence that are reported together; the first and the last
+            are reported at once.
     """
 
     max_num_batched_tokens: int
@@ -191,6 +193,7 @@ class SchedulerConfig:
     enable_chunked_prefill: bool
     policy: str
     preemption_mode: str
+    stream_interval: int = 1
 
 
 @dataclass(frozen=True)

@@ -28,6 +28,7 @@ from tpengine.errors import ConfigError
 GIB = 1 << 30
 _COUNTS = (
     "max_num_seqs",
+    "stream_interval",
     "max_num_batched_tokens",
     "num_device_blocks_override",
     "tensor_parallel_size",
@@ -114,6 +115,11 @@ class EngineArgs:
         "length if that is more and prompts are not chunked",
     )
     max_num_seqs: int = arg(256, "most sequences running at once")
+    stream_interval: int = arg(
+        1,
+        "new tokens that a stream reports together, after its first; more than 1 saves the driver "
+        "time for each message, and makes streams less even",
+    )
     enable_chunked_prefill: bool = arg(
         True, "compute long prompts over several steps, beside decodes"
     )
@@ -268,6 +274,7 @@ class EngineArgs:
             enable_chunked_prefill=self.enable_chunked_prefill,
             policy=self.scheduling_policy,
             preemption_mode=self.preemption_mode,
+            stream_interval=self.stream_interval,
         )
 
     def _check(self) -> None:

@@ -11,7 +11,7 @@ from support.models import ModelShop
 from support.tiny_llama import TinyLlama
 from support.zoo import PLAIN
 
-from tpengine import EngineArgs, LLMEngine, RequestOutput, RequestOutputKind
+from tpengine import EngineArgs, LLMEngine, RequestOutput, RequestOutputKind, SamplingParams
 from tpengine.errors import DuplicateRequestError
 
 
@@ -53,6 +53,46 @@ def test_output_kinds(engine: LLMEngine, prompt: list[int], expected: list[int])
         assert [o.finished for o in outputs] == [False] * (len(outputs) - 1) + [True]
         assert outputs[-1].outputs[0].finish_reason == "length"
         assert outputs[-1].outputs[0].finished()
+
+
+@pytest.mark.parametrize("n", [1, 2])
+def test_a_stream_interval_merges_tokens_and_changes_none(
+    models: ModelShop, prompt: list[int], expected: list[int], n: int
+) -> None:
+    temperature = 0.0 if n == 1 else 1.0
+    answers = [expected[:10]] if n == 1 else []
+    sizes = {1: [1] * 10, 3: [1, 3, 3, 3], 4: [1, 4, 4, 1], 50: [1, 9]}
+    for interval, wanted in sizes.items():
+        with make_engine(models.folder(PLAIN, tokenizer=True), stream_interval=interval) as engine:
+            for kind in RequestOutputKind:
+                params = SamplingParams(
+                    n=n,
+                    temperature=temperature,
+                    seed=5,
+                    max_tokens=10,
+                    ignore_eos=True,
+                    logprobs=1,
+                    output_kind=kind,
+                )
+                engine.add_request(kind.value, None, params, prompt_token_ids=prompt)
+            outputs = run(engine)
+        by_kind = {
+            kind: [one.outputs for one in outputs if one.request_id == kind.value]
+            for kind in RequestOutputKind
+        }
+        (final,) = by_kind[RequestOutputKind.FINAL_ONLY]
+        answers = answers or [one.token_ids for one in final]
+        for index, answer in enumerate(answers):
+            assert final[index].token_ids == answer
+            deltas = [completions[index] for completions in by_kind[RequestOutputKind.DELTA]]
+            assert [len(one.token_ids) for one in deltas] == wanted
+            assert [len(one.logprobs) for one in deltas] == wanted
+            assert [token for one in deltas for token in one.token_ids] == answer
+            assert "".join(one.text for one in deltas) == final[index].text
+            whole = [completions[index] for completions in by_kind[RequestOutputKind.CUMULATIVE]]
+            assert [len(one.token_ids) for one in whole] == [
+                sum(wanted[: i + 1]) for i in range(len(wanted))
+            ]
 
 
 def test_duplicate_id(engine: LLMEngine, prompt: list[int]) -> None:

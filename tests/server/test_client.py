@@ -336,6 +336,7 @@ def test_bench_serve(
     shown = capsys.readouterr().out
     assert shown.count("6 complete") == 2
     assert "goodput" in shown
+    assert "tokens a message" in shown
     if with_plot:
         assert plot.read_bytes().startswith(b"\x89PNG")
 
@@ -365,6 +366,7 @@ def test_figures_of_a_load() -> None:
     assert summary.ends == {COMPLETE: 2, "QueueFullError": 1}
     assert summary.goodput == 0.5
     assert summary.output_rate == 2.5
+    assert summary.tokens_per_message == 1.0
     assert percentiles([]) == {}
     assert percentiles([float(n) for n in range(101)]) == {50: 50.0, 90: 90.0, 99: 99.0}
     plan = poisson_plan(10.0, [("a", SamplingParams())] * 4000, seed=0)

@@ -15,13 +15,13 @@ from tpengine.outputs import CompletionOutput, Logprob, RequestMetrics, RequestO
 from tpengine.sampling_params import RequestOutputKind, SamplingParams
 from tpengine.server.convert import (
     STATUS_CODES,
-    ResponseWriter,
     read_generate_request,
     read_sampling_params,
     refusal,
 )
 from tpengine.server.limits import MAX_ERROR_TEXT, Limits
 from tpengine.server.proto import tpengine_pb2 as pb
+from tpengine.server.response import ResponseWriter
 
 DELTA = RequestOutputKind.DELTA
 ANOTHER: dict[str, Any] = {

@@ -6,7 +6,10 @@ import os
 import time
 from collections import Counter
 
-from tpengine.bench.thread_times import EVENT_LOOP, per_token, thread_times
+from support.server_process import ServerProcess
+
+from tpengine.bench.thread_times import ENGINE, EVENT_LOOP, per_token, thread_times
+from tpengine.server.proto import tpengine_pb2 as pb
 
 
 def test_cpu_time_is_told_by_thread() -> None:
@@ -15,5 +18,20 @@ def test_cpu_time_is_told_by_thread() -> None:
         pass
     spent = thread_times(os.getpid()) - before
     assert 0.045 <= spent[EVENT_LOOP] < 5.0
-    told = per_token(Counter(a=1.0, b=5.0), Counter({EVENT_LOOP: 3e-4, "a": 1.001, "b": 5.0}), 10)
-    assert told.endswith(f": {EVENT_LOOP} 30.0, a 100.0")
+    told = per_token(
+        Counter(a=1.0, b=5.0, engine=7.0),
+        Counter({EVENT_LOOP: 3e-4, "a": 1.001, "b": 5.0, "engine": 7.002}),
+        10,
+    )
+    assert told.endswith(f": 130.0 outside the engine ({EVENT_LOOP} 30.0, a 100.0), engine 200.0")
+
+
+def test_the_engine_is_told_apart(server: ServerProcess) -> None:
+    before = thread_times(server.pid)
+    server.stub.Generate(
+        pb.GenerateRequest(prompt="x", sampling=pb.SamplingParams(max_tokens=64, ignore_eos=True)),
+        timeout=30,
+    )
+    spent = thread_times(server.pid) - before
+    # The model's work: all else is some messages.
+    assert spent[ENGINE] > 0.5 * spent.total()

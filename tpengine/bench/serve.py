@@ -5,7 +5,8 @@ rate. Each rate runs until its last request is done. First token: from when a re
 that waiting counts. Inter-token: time between messages, divided by the tokens that the later one
 brings. Goodput: requests per second that met both objectives. Without --target a server is started
 with the engine's arguments in a process of its own, and ended; its CPU time by thread and output
-token is told too, the event loop's (gRPC, conversion, delivery) apart from the engine's.
+token is told too, the engine's apart from that of all else: gRPC, conversion and delivery, and what
+each request costs before its first token and after its last.
 """
 
 from __future__ import annotations
@@ -85,8 +86,7 @@ def run(args: argparse.Namespace) -> int:
     print(f"requests            {args.num_requests} at each rate")
     for rate, summary, cost in zip(rates, summaries, costs, strict=True):
         print(_line(rate, summary))
-        if cost:
-            print(f"{'':>16s}  {cost}")
+        print(f"{'':>16s}  {summary.tokens_per_message:.2f} tokens a message{cost and '; '}{cost}")
     if args.plot:
         _plot(args.plot, args.shape or model, rates, summaries)
     return 0

@@ -5,7 +5,8 @@ from __future__ import annotations
 import asyncio
 import importlib.util
 import time
-from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Mapping, Sequence
+from contextlib import asynccontextmanager
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -16,6 +17,7 @@ from tpengine.engine.admission import QueueLimits
 from tpengine.engine.engine_stats import EngineStats, ServiceHealth, judge_health
 from tpengine.engine.generate_request import GenerateRequest
 from tpengine.engine.llm_engine import LLMEngine
+from tpengine.engine.mailbox import Mailbox
 from tpengine.engine.prompt import Prompt
 from tpengine.engine.request_book import Intake, RequestBook
 from tpengine.engine.text_worker import TextWorker
@@ -107,6 +109,21 @@ class AsyncLLMEngine:
         into one output. Leaving the iterator (break, aclose, cancellation) aborts the request.
 
         Raises:
+            RequestError, EngineError: see `open`.
+        """
+        async with self.open(request) as mailbox:
+            while True:
+                output = await mailbox.take()
+                yield output
+                if output.finished:
+                    return
+
+    @asynccontextmanager
+    async def open(self, request: GenerateRequest) -> AsyncIterator[Mailbox]:
+        """Serves one request; its outputs come into the mailbox, for those to whom a generator's
+        turn for each would cost too much. Leaving the context aborts the request.
+
+        Raises:
             InvalidPromptError, InvalidSamplingParamsError, InvalidPriorityError: as `LLMEngine`;
                 among them RequestIgnoredError: it does not fit into the cache.
             DuplicateRequestError: a live request has this id.
@@ -119,11 +136,7 @@ class AsyncLLMEngine:
         """
         ticket = await self._submit(request)
         try:
-            while True:
-                output = await ticket.mailbox.take()
-                yield output
-                if output.finished:
-                    return
+            yield ticket.mailbox
         finally:
             self._book.end(ticket, "left by its reader")
 

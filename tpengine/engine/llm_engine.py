@@ -58,7 +58,11 @@ class LLMEngine:
         self._recovery = Recovery(config, executor, self._scheduler, ledgers)
         self.figures = EngineFigures()
         self._output_processor = OutputProcessor(
-            tokenizer, config.model.max_model_len, self._scheduler.fail_request, self.figures
+            tokenizer,
+            config.model.max_model_len,
+            self._scheduler.fail_request,
+            self.figures,
+            config.scheduler.stream_interval,
         )
         self._stat_logger = StatLogger() if log_stats else None
         self._num_requests = 0

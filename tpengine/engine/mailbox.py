@@ -6,6 +6,7 @@ Everything here runs on the reader's event loop, so nothing is locked.
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Callable
 from typing import Any, TypeVar
 
 from tpengine.outputs import CompletionOutput, RequestOutput
@@ -70,6 +71,8 @@ class Mailbox:
 
     Attributes:
         error: why there will be no more; the reader gets it once.
+        listener: called, in place of waking whoever is in `take`, when there is something to take;
+            must not raise, for it is called while others still wait for theirs.
         finished: whether the last output is in.
         num_output_tokens: tokens that were put in, over all sequences.
     """
@@ -81,6 +84,7 @@ class Mailbox:
         "_waiter",
         "error",
         "finished",
+        "listener",
         "num_output_tokens",
     )
 
@@ -89,6 +93,7 @@ class Mailbox:
         self._unread: RequestOutput | None = None
         self._merger: DeltaMerger | None = None
         self._waiter: asyncio.Future[None] | None = None
+        self.listener: Callable[[], None] | None = None
         self.error: Exception | None = None
         self.finished = False
         self.num_output_tokens = 0
@@ -165,16 +170,27 @@ class Mailbox:
                 await self._waiter
             finally:
                 self._waiter = None
-        if self.error is not None:
-            raise self.error
-        output = self.take_unread()
+        output = self.take_now()
         if output is None:  # woken for nothing; cannot happen with one reader
             raise asyncio.InvalidStateError("a mailbox has one reader")
         return output
 
+    def take_now(self) -> RequestOutput | None:
+        """What there is; None: nothing yet.
+
+        Raises:
+            Exception: the `error`.
+        """
+        if self.error is not None:
+            raise self.error
+        return self.take_unread()
+
     def _wake(self) -> None:
-        if self._waiter is not None and not self._waiter.done():
-            self._waiter.set_result(None)
+        if self._waiter is not None:
+            if not self._waiter.done():
+                self._waiter.set_result(None)
+        elif self.listener is not None:
+            self.listener()
 
 
 def _forget(work: asyncio.Future[Answer]) -> None:

@@ -45,6 +45,10 @@ class _Tracked:
         self.max_num_tokens = max_num_tokens
         self.num_reported = 0
 
+    def is_due(self, stream_interval: int) -> bool:
+        num_new = self.sequence.num_output_tokens - self.num_reported
+        return not self.num_reported or num_new >= stream_interval
+
 
 class OutputProcessor:
     """Follows the output of every request from `add` until it is finished.
@@ -54,6 +58,7 @@ class OutputProcessor:
         max_model_len: a sequence of this many tokens ends for its length.
         fail_request: called for a request that cannot go on; the others do.
         figures: where tokens and ends of requests are counted.
+        stream_interval: tokens that are reported together, after the first.
     """
 
     def __init__(
@@ -62,11 +67,13 @@ class OutputProcessor:
         max_model_len: int,
         fail_request: FailRequest,
         figures: EngineFigures | None = None,
+        stream_interval: int = 1,
     ) -> None:
         self.tokenizer = tokenizer
         self._max_model_len = max_model_len
         self._fail_request = fail_request
         self._figures = EngineFigures() if figures is None else figures
+        self._stream_interval = stream_interval
         self._tracked: dict[int, _Tracked] = {}
         self._beams: dict[str, BeamSearch] = {}
         self._prompt_logprobs = PromptLogprobsCollector()
@@ -127,8 +134,8 @@ class OutputProcessor:
             except Exception as error:
                 self._fail(request, _reason(error, request), failed)
                 continue
-            kind = request.sampling_params.output_kind
-            if status is not None or kind is not RequestOutputKind.FINAL_ONLY:
+            is_streamed = request.sampling_params.output_kind is not RequestOutputKind.FINAL_ONLY
+            if status is not None or (is_streamed and tracked.is_due(self._stream_interval)):
                 touched[request.request_id] = request
         for request_id, group in beams.items():
             request = self._tracked[group[0][0].seq_id].request

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import inspect
 import traceback
 import uuid
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
@@ -86,7 +87,7 @@ class Guard(grpc.aio.ServerInterceptor):  # type: ignore[misc]
     def _wrap(self, method: str, handler: Any) -> Any:
         """All as methods that take a stream, for grpc leaves the reading of those to them."""
         is_free = method.startswith(_FREE)
-        write = handler.response_serializer
+        write = _or_bytes(handler.response_serializer)
         if handler.unary_unary is not None:
             return grpc.stream_unary_rpc_method_handler(self._unary(handler, is_free), None, write)
         if handler.unary_stream is not None:
@@ -117,10 +118,13 @@ class Guard(grpc.aio.ServerInterceptor):  # type: ignore[misc]
             try:
                 with self._enter(context, told.request_id, is_free):
                     told.request = _read(read, await self._receive(context))
-                    async with aclosing(handler.unary_stream(told.request, context)) as answers:
-                        write = context.write
+                    answers = handler.unary_stream(told.request, context)
+                    if inspect.isawaitable(answers):
+                        await answers
+                        return
+                    async with aclosing(answers):
                         async for answer in answers:
-                            await write(answer)
+                            await context.write(answer)
             except Exception as error:
                 await _refuse(context, error, told)
 
@@ -192,6 +196,15 @@ class _Told:
 
     request_id: str
     request: Any = None
+
+
+def _or_bytes(write: Callable[[Any], bytes]) -> Callable[[Any], bytes]:
+    """A serialiser that takes what has been serialised already, too."""
+
+    def write_unless_bytes(message: Any) -> bytes:
+        return message if isinstance(message, bytes) else write(message)
+
+    return write_unless_bytes
 
 
 def _read(read: Callable[[bytes], Any], data: bytes) -> Any:

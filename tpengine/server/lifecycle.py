@@ -28,6 +28,7 @@ from tpengine.server.metrics_port import MetricsPort
 from tpengine.server.server_args import ServerArgs, join_address
 from tpengine.server.servicer import GenerationServicer
 from tpengine.server.state import ServerState, State
+from tpengine.server.wake_ups import batch_wake_ups
 
 logger = init_logger(__name__)
 
@@ -62,6 +63,7 @@ def run_server(
     """
 
     async def serve() -> int:  # grpc wants its loop from the beginning
+        batch_wake_ups(asyncio.get_running_loop())
         return await _Server(args, authenticator, engine_args, phases).run()
 
     code = asyncio.run(serve())

@@ -92,6 +92,7 @@ class LoadSummary:
         elapsed_s: from the start to the last answer.
         ends: number of requests by how they ended.
         goodput: requests per second that met the objective.
+        tokens_per_message: of all streams together; 0 without messages.
     """
 
     elapsed_s: float
@@ -101,6 +102,7 @@ class LoadSummary:
     first_token_s: dict[int, float]
     token_gap_s: dict[int, float]
     lateness_s: float
+    tokens_per_message: float
 
 
 def poisson_plan(
@@ -186,14 +188,16 @@ def summarise(
     ]
     firsts = [outcome.first_token_s for outcome in outcomes if outcome.first_token_s is not None]
     gaps = [gap for outcome in outcomes for gap in outcome.token_gaps_s]
+    num_tokens = sum(outcome.num_output_tokens for outcome in outcomes)
     return LoadSummary(
         elapsed_s=elapsed_s,
         ends=Counter(outcome.end for outcome in outcomes),
-        output_rate=sum(outcome.num_output_tokens for outcome in outcomes) / elapsed_s,
+        output_rate=num_tokens / elapsed_s,
         goodput=len(good) / elapsed_s,
         first_token_s=percentiles(firsts),
         token_gap_s=percentiles(gaps),
         lateness_s=max((outcome.lateness_s for outcome in outcomes), default=0.0),
+        tokens_per_message=num_tokens / max(len(firsts) + len(gaps), 1),
     )
 
 
@@ -217,6 +221,7 @@ def describe_load(summary: LoadSummary) -> str:
             f"goodput             {summary.goodput:.2f} requests/s",
             f"first token, ms     {_in_ms(summary.first_token_s)}",
             f"inter-token, ms     {_in_ms(summary.token_gap_s)}",
+            f"tokens a message    {summary.tokens_per_message:.2f}",
             f"sent late by        at most {1000 * summary.lateness_s:.1f} ms",
         ]
     )

@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import dataclasses
 import time
-from collections.abc import AsyncGenerator
-from contextlib import aclosing
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 from typing import Any
 
 from tpengine.engine.async_llm_engine import AsyncLLMEngine
 from tpengine.engine.generate_request import GenerateRequest
+from tpengine.engine.mailbox import Mailbox
 from tpengine.errors import (
     EngineDrainingError,
-    EngineError,
     EngineLoadingError,
     InvalidPromptError,
     ModelNotFoundError,
@@ -23,7 +23,6 @@ from tpengine.sampling_params import RequestOutputKind
 from tpengine.server import reports
 from tpengine.server.call_deadline import remaining_s
 from tpengine.server.convert import (
-    ResponseWriter,
     read_conversation,
     read_generate_request,
 )
@@ -31,7 +30,9 @@ from tpengine.server.guard import CALL
 from tpengine.server.limits import Limits, check_num_ids, check_request_id, check_text
 from tpengine.server.proto import tpengine_pb2 as pb
 from tpengine.server.proto import tpengine_pb2_grpc
+from tpengine.server.response import ResponseWriter
 from tpengine.server.state import ServerState
+from tpengine.server.stream_sender import send_stream
 
 _DELTA, _FINAL = RequestOutputKind.DELTA, RequestOutputKind.FINAL_ONLY
 
@@ -50,19 +51,19 @@ class GenerationServicer(tpengine_pb2_grpc.GenerationServiceServicer):
 
     async def Generate(self, request: Any, context: Any) -> Any:  # noqa: N802
         """One answer."""
-        async with aclosing(self._serve(request, context, _FINAL)) as answers:
-            async for answer in answers:
-                if answer.finished:
-                    return answer
-        raise EngineError("the engine ended a request without its last output")
+        async with self._open(request, context, _FINAL) as mailbox:
+            output = await mailbox.take()
+            return await ResponseWriter().write(output)
 
-    def GenerateStream(self, request: Any, context: Any) -> AsyncGenerator[Any, None]:  # noqa: N802
+    async def GenerateStream(self, request: Any, context: Any) -> None:  # noqa: N802
         """Answers as they come."""
-        return self._serve(request, context, _DELTA)
+        async with self._open(request, context, _DELTA) as mailbox:
+            await send_stream(mailbox, context.write)
 
-    async def _serve(
+    @asynccontextmanager
+    async def _open(
         self, message: pb.GenerateRequest, context: Any, kind: RequestOutputKind
-    ) -> AsyncGenerator[pb.GenerateResponse, None]:
+    ) -> AsyncIterator[Mailbox]:
         engine = self._engine()
         if self._state.is_draining:
             raise EngineDrainingError("the server ends and takes no new requests; ask another")
@@ -72,12 +73,10 @@ class GenerationServicer(tpengine_pb2_grpc.GenerationServiceServicer):
         request = read_generate_request(message, kind, self._limits, max_model_len)
         request = await self._complete(engine, request, message, context)
         await context.send_initial_metadata((("x-request-id", request.request_id),))
-        writer = ResponseWriter()
         with self._state.open_call():
             try:
-                async with aclosing(engine.serve(request)) as outputs:
-                    async for output in outputs:
-                        yield await writer.write(output)
+                async with engine.open(request) as mailbox:
+                    yield mailbox
             except RequestAbortedError:
                 if self._state.is_draining and request.request_id is not None:
                     raise EngineDrainingError(

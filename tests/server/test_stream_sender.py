@@ -1,0 +1,215 @@
+"""Deltas go out from the call that brings them, whatever the reader and the connection do."""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import random
+from collections.abc import Coroutine
+from typing import Any
+
+import pytest
+
+from tpengine.engine.mailbox import Mailbox
+from tpengine.outputs import CompletionOutput, Logprob, RequestOutput
+from tpengine.server.proto import tpengine_pb2 as pb
+from tpengine.server.stream_sender import send_stream
+
+WAIT_S = 10.0
+
+
+def _output(*token_ids: int, finished: bool = False, logprobs: bool = False) -> RequestOutput:
+    one = CompletionOutput(
+        index=0,
+        text="".join(f"{token} " for token in token_ids),
+        token_ids=list(token_ids),
+        logprobs=[{token: Logprob(-1.0, 1)} for token in token_ids] if logprobs else None,
+        finish_reason="length" if finished else None,
+    )
+    return RequestOutput("it", None, [1], [one], finished=finished)
+
+
+class Connection:
+    """Takes messages one at a time, as `context.write` does; each waits until it is let go."""
+
+    def __init__(self, is_fast: bool = True) -> None:
+        self.is_fast = is_fast
+        self.messages: list[pb.GenerateResponse] = []
+        self.waiting: asyncio.Future[None] | None = None
+        self.num_left = 0
+
+    async def write(self, data: bytes) -> None:
+        assert self.waiting is None, "a write has begun before the last has ended"
+        self.messages.append(pb.GenerateResponse.FromString(data))
+        self.waiting = asyncio.get_running_loop().create_future()
+        if self.is_fast:
+            self.waiting.set_result(None)
+        try:
+            await self.waiting
+        except BaseException:
+            self.num_left += 1
+            raise
+        finally:
+            self.waiting = None
+
+    def let_go(self) -> None:
+        """Ends the write that is under way."""
+        if self.waiting is not None and not self.waiting.done():
+            self.waiting.set_result(None)
+
+    @property
+    def token_ids(self) -> list[list[int]]:
+        """By message."""
+        return [list(message.outputs[0].token_ids) for message in self.messages]
+
+
+def _run(work: Coroutine[Any, Any, None]) -> None:
+    async def bounded() -> None:
+        unheard: list[dict[str, Any]] = []
+        asyncio.get_running_loop().set_exception_handler(lambda _, what: unheard.append(what))
+        await asyncio.wait_for(work, WAIT_S)
+        gc.collect()
+        await asyncio.sleep(0)
+        assert not unheard
+
+    asyncio.run(bounded())
+
+
+async def _turns(count: int = 8) -> None:
+    for _ in range(count):
+        await asyncio.sleep(0)
+
+
+def test_a_delta_is_sent_by_the_call_that_brings_it() -> None:
+    async def check() -> None:
+        box, connection = Mailbox(merges=True), Connection()
+        sending = asyncio.create_task(send_stream(box, connection.write))
+        await _turns()
+        for token in range(5):
+            box.put(_output(token))
+            assert len(connection.messages) == token + 1
+            await _turns()
+        assert not sending.done()
+        box.put(_output(9, finished=True))
+        await sending
+        assert connection.token_ids == [[0], [1], [2], [3], [4], [9]]
+        first, *_, last = connection.messages
+        assert (first.request_id, first.outputs[0].text, first.finished) == ("it", "0 ", False)
+        assert first.outputs[0].HasField("index")
+        assert not first.HasField("usage")
+        assert last.finished
+        assert last.usage.num_output_tokens == 6
+        assert last.outputs[0].finish_reason == pb.FINISH_REASON_LENGTH
+
+    _run(check())
+
+
+def test_what_comes_while_a_write_lasts_is_merged() -> None:
+    async def check() -> None:
+        box, connection = Mailbox(merges=True), Connection(is_fast=False)
+        sending = asyncio.create_task(send_stream(box, connection.write))
+        await _turns()
+        for token in range(50):
+            box.put(_output(token))
+            await _turns(1)
+        assert connection.token_ids == [[0]]
+        connection.let_go()
+        await _turns()
+        assert connection.token_ids == [[0], list(range(1, 50))]
+        box.put(_output(50, finished=True))
+        for _ in range(3):
+            connection.let_go()
+            await _turns()
+        await sending
+        assert connection.token_ids == [[0], list(range(1, 50)), [50]]
+
+    _run(check())
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_all_arrives_in_order_whenever_writes_end(seed: int) -> None:
+    rng = random.Random(seed)
+
+    async def check() -> None:
+        box, connection = Mailbox(merges=True), Connection(is_fast=False)
+        sending = asyncio.create_task(send_stream(box, connection.write))
+        for token in range(60):
+            box.put(_output(token, finished=token == 59, logprobs=rng.random() < 0.1))
+            for _ in range(rng.randrange(3)):
+                if rng.random() < 0.6:
+                    connection.let_go()
+                await _turns(rng.randrange(3))
+        while not sending.done():
+            connection.let_go()
+            await _turns(1)
+        await sending
+        assert [token for ids in connection.token_ids for token in ids] == list(range(60))
+        told = [one for message in connection.messages for one in message.outputs]
+        assert "".join(one.text for one in told) == "".join(f"{token} " for token in range(60))
+        assert [message.finished for message in connection.messages].index(True) + 1 == len(told)
+
+    _run(check())
+
+
+@pytest.mark.parametrize("is_fast", [True, False])
+def test_an_error_ends_the_stream_once(is_fast: bool) -> None:
+    async def check() -> None:
+        box, connection = Mailbox(merges=True), Connection(is_fast)
+        sending = asyncio.create_task(send_stream(box, connection.write))
+        await _turns()
+        box.put(_output(1))
+        box.put(_output(2))
+        box.fail(ValueError("gone"))
+        await _turns()
+        connection.let_go()
+        with pytest.raises(ValueError, match="gone"):
+            await sending
+        box.put(_output(3))
+        assert connection.token_ids == ([[1], [2]] if is_fast else [[1]])
+
+    _run(check())
+
+
+def test_a_write_that_fails_fails_its_own_stream_alone() -> None:
+    async def check() -> None:
+        async def broken(data: bytes) -> None:
+            raise OSError("no connection")
+
+        boxes, connection = [Mailbox(merges=True) for _ in range(2)], Connection()
+        writes = [broken, connection.write]
+        tasks = [
+            asyncio.create_task(send_stream(box, write))
+            for box, write in zip(boxes, writes, strict=True)
+        ]
+        await _turns()
+        for box in boxes:
+            box.put(_output(1))
+        for box in boxes:
+            box.put(_output(2, finished=True))
+        with pytest.raises(OSError, match="no connection"):
+            await tasks[0]
+        await tasks[1]
+        assert connection.token_ids == [[1], [2]]
+
+    _run(check())
+
+
+@pytest.mark.parametrize("num_tokens", [0, 1, 3])
+def test_a_stream_that_is_left_leaves_nothing(num_tokens: int) -> None:
+    async def check() -> None:
+        box, connection = Mailbox(merges=True), Connection(is_fast=False)
+        sending = asyncio.create_task(send_stream(box, connection.write))
+        await _turns()
+        for token in range(num_tokens):
+            box.put(_output(token))
+        sending.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await sending
+        assert box.listener is None
+        assert connection.num_left == min(num_tokens, 1)
+        box.put(_output(7))  # to nobody
+        box.put(_output(8, finished=True))
+        await _turns()
+        assert connection.token_ids == [[0]][:num_tokens]
+
+    _run(check())
