@@ -90,6 +90,17 @@ def test_a_message_has_its_time() -> None:
         on_channel(target, park)
 
 
+def test_reflection_holds_no_place_for_nothing() -> None:
+    async def park(channel: grpc.aio.Channel) -> None:
+        path = "/grpc.reflection.v1alpha.ServerReflection/ServerReflectionInfo"
+        call = channel.stream_stream(path)()
+        assert await code(call) is Code.INVALID_ARGUMENT
+        assert "0.05 s" in await call.details()
+
+    with guarded_server(limits=Limits(message_s=0.05)) as target:
+        on_channel(target, park)
+
+
 def test_a_call_that_brings_no_message() -> None:
     async def ask(channel: grpc.aio.Channel) -> None:
         call = channel.stream_unary(SERVICE + "Generate")()

@@ -227,9 +227,11 @@ def test_time_in_the_queue_is_bounded(tight: ServerProcess) -> None:
 def test_a_deadline_frees_the_blocks(tight: ServerProcess) -> None:
     wait_until(lambda: tight.loads().num_running == 0, TIMEOUT_S)
     free = tight.loads().num_free_blocks
+    num_steps = tight.loads().num_steps
     refusal = refused(tight.stub.Generate, long_request(500), timeout=0.1)
     assert refusal.code is Code.DEADLINE_EXCEEDED
     wait_until(lambda: held(tight) == (0, 0, free), TIMEOUT_S)
+    assert tight.loads().num_steps < num_steps + 450, "it did not just run to its end"
     assert refused(tight.stub.Generate, long_request(500), timeout=0.0).code is (
         Code.DEADLINE_EXCEEDED
     )

@@ -78,10 +78,12 @@ def run(args: argparse.Namespace) -> int:
     """Measures and prints a line per rate."""
     rates = _check(args)
     with contextlib.ExitStack() as stack:
-        if args.target is None:
+        own = args.target is None
+        if own:
             args.target, args.server_pid = stack.enter_context(_own_server(args))
         model, summaries, costs = asyncio.run(_measure(args, rates))
-    print(report_head(EngineArgs.from_cli_args(args)))
+    # Of another's server, this machine and the options given here say nothing.
+    print(report_head(EngineArgs.from_cli_args(args)) if own else f"{'server':<20s}{args.target}")
     print(f"model               {args.shape or model}")
     print(f"requests            {args.num_requests} at each rate")
     for rate, summary, cost in zip(rates, summaries, costs, strict=True):
@@ -169,6 +171,10 @@ async def _wait_until_ready(target: str, process: subprocess.Popen[bytes]) -> No
                 if await client.health(READINESS) == "SERVING":
                     return
             await asyncio.sleep(_POLL_S)
+    if process.poll() is not None:
+        raise ConfigError(
+            f"the server ended with exit code {process.returncode} before it was ready; see above"
+        )
     raise ConfigError(f"the server at {target} was not ready within {_START_TIMEOUT_S:g} s")
 
 

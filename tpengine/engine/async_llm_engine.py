@@ -83,7 +83,7 @@ class AsyncLLMEngine:
     def generate(
         self,
         inputs: Prompt | None = None,
-        params: SamplingParams | None = None,
+        sampling_params: SamplingParams | None = None,
         request_id: str | None = None,
         *,
         prompt_token_ids: Sequence[int] | None = None,
@@ -95,7 +95,7 @@ class AsyncLLMEngine:
         request = GenerateRequest(
             prompt=inputs,
             prompt_token_ids=prompt_token_ids,
-            params=params or SamplingParams(),
+            params=sampling_params or SamplingParams(),
             request_id=request_id,
             priority=priority,
             deadline=deadline,
@@ -273,12 +273,12 @@ class AsyncLLMEngine:
         book = self._book
         book.close()
         self._texts.stop()
-        start = time.monotonic()
+        start, what, limit_s = time.monotonic(), "a step", step_s
         # Not one long `join`, which would hold up the loop for the rest of a step.
         while not book.thread.stop(0):
-            limit_s = SHUTDOWN_S if book.thread.ended else step_s
+            if book.thread.ended and what == "a step":
+                start, what, limit_s = time.monotonic(), "the end of its ranks", SHUTDOWN_S
             if time.monotonic() - start > limit_s:
-                what = "the end of its ranks" if book.thread.ended else "a step"
                 raise EngineError(
                     f"the engine's thread did not end within {limit_s:g} s: it hangs in {what}"
                 )

@@ -240,15 +240,17 @@ class EngineThread:
 
     def _hand_over(self, events: list[Event]) -> None:
         self._events.append(events)
-        if self._loop is None:
+        loop = self._loop
+        if loop is None:
             return
         try:
-            self._loop.call_soon_threadsafe(self._receive)
+            loop.call_soon_threadsafe(self._receive)
         except RuntimeError:  # the loop was closed: all who would read are gone
             self._events.clear()
             for ticket in tuple(self._live.values()):
                 self._post(partial(self._do_end, ticket))
-            self._loop = None
+            if self._loop is loop:  # and no other was bound meanwhile
+                self._loop = None
 
 
 def _show_name(name: str) -> None:

@@ -28,6 +28,11 @@ Health (grpc.health.v1, with Watch), free of authentication:
 
 Status codes:
   INVALID_ARGUMENT     a field is wrong; the text names it
+  NOT_FOUND            another model is served here
+  ALREADY_EXISTS       a request with this id is running
+  UNAUTHENTICATED      no token, or none that is known
+  PERMISSION_DENIED    Drain, and Abort of another's request, want the admin token
+  CANCELLED            somebody aborted the request
   RESOURCE_EXHAUSTED   the queue is full (RetryInfo says when to come back), or a message too large
   DEADLINE_EXCEEDED    the text says whether it waited, was in prefill, or in decode
   UNAVAILABLE          loading, draining, or the engine has died

@@ -137,7 +137,7 @@ class Guard(grpc.aio.ServerInterceptor):  # type: ignore[misc]
             told = _Told(f"req-{uuid.uuid4().hex}")
             try:
                 with self._enter(context, told.request_id, is_free):
-                    messages = (_read(read, data) async for data in requests)
+                    messages = self._receive_all(requests, read)
                     async with aclosing(handler.stream_stream(messages, context)) as answers:
                         async for answer in answers:
                             await context.write(answer)
@@ -167,6 +167,26 @@ class Guard(grpc.aio.ServerInterceptor):  # type: ignore[misc]
             yield
         finally:
             self._num_open[is_free] -= 1
+
+    async def _receive_all(
+        self, requests: AsyncIterator[bytes], read: Callable[[bytes], Any]
+    ) -> AsyncIterator[Any]:
+        """The call's messages as they come.
+
+        Raises:
+            MalformedRequestError: one is none, or the call's place was held for nothing.
+        """
+        incoming = aiter(requests)
+        while True:
+            try:
+                data = await asyncio.wait_for(anext(incoming), self._message_s)
+            except StopAsyncIteration:
+                return
+            except TimeoutError:
+                raise MalformedRequestError(
+                    f"no message came for {self._message_s:g} s; open a new call for the next one"
+                ) from None
+            yield _read(read, data)
 
     async def _receive(self, context: Any) -> bytes:
         """The call's one message.

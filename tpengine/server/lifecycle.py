@@ -127,6 +127,10 @@ class _Server:
             await self._grpc.stop(0)
             logger.error("the server cannot start: %s: %s", type(error).__name__, error)
             return EXIT_FAILED
+        except Exception:  # a fault of ours, or of a library: with what is needed to find it
+            await self._grpc.stop(0)
+            logger.exception("the server cannot start")
+            return EXIT_FAILED
         self._announce(port, metrics)
         code = await self._watch(engine)
         return await self._end(engine, code)

@@ -157,7 +157,8 @@ class ServerArgs:
             return self.served_model_name
         if model == EMBEDDED_MODEL:
             return "embedded"
-        return model.rstrip("/").rpartition("/")[2] if model.startswith(("/", ".", "~")) else model
+        name = model.rstrip("/")
+        return name.rpartition("/")[2] if model.startswith(("/", ".", "~")) else name
 
     def address(self) -> str:
         """Host and port as gRPC wants them."""

@@ -78,7 +78,7 @@ class GenerationServicer(tpengine_pb2_grpc.GenerationServiceServicer):
                 async with engine.open(request) as mailbox:
                     yield mailbox
             except RequestAbortedError:
-                if self._state.is_draining and request.request_id is not None:
+                if self._state.is_draining:
                     raise EngineDrainingError(
                         "the server ends, and the time that running requests had is up; ask another"
                     ) from None
@@ -98,6 +98,7 @@ class GenerationServicer(tpengine_pb2_grpc.GenerationServiceServicer):
             check_request_id(message.request_id)
             request_id = message.request_id
         remaining = remaining_s(context)
+        deadline = None if remaining is None else time.monotonic() + remaining
         chat = message.messages
         if request.messages is not None and not _adds_prompt(chat):
             # The engine's form of a request knows the usual ending of a conversation only.
@@ -106,7 +107,7 @@ class GenerationServicer(tpengine_pb2_grpc.GenerationServiceServicer):
         return dataclasses.replace(
             request,
             request_id=request_id,
-            deadline=None if remaining is None else time.monotonic() + remaining,
+            deadline=deadline,
             owner=None if call.client is None else call.client.name,
         )
 
