@@ -183,6 +183,7 @@ class SchedulerConfig:
         policy: fcfs or priority.
         preemption_mode: auto swaps requests of several sequences out and recomputes the others;
             recompute or swap do the same to all. Without room on the host, swap is recompute.
+        looks_ahead: whether workers are told what the next step will probably hold.
     """
 
     max_num_batched_tokens: int
@@ -191,6 +192,7 @@ class SchedulerConfig:
     enable_chunked_prefill: bool
     policy: str
     preemption_mode: str
+    looks_ahead: bool = False
 
 
 @dataclass(frozen=True)

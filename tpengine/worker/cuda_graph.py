@@ -133,8 +133,13 @@ class DecodeGraphs:
         num_seqs = len(arrays.seq_lens)
         return arrays.num_decodes == num_seqs <= self.sizes[-1]
 
-    def prepare(self, arrays: StepArrays, uploads: Uploads) -> Run:
+    def prepare(
+        self, arrays: StepArrays, uploads: Uploads, token_ids: torch.Tensor | None = None
+    ) -> Run:
         """Writes a step's inputs to where its graph reads them.
+
+        Args:
+            token_ids: `[num_seqs]`, on the device, in place of those of `arrays`.
 
         Returns:
             What runs the graph and gives hidden states `[num_seqs, hidden_size]`, valid until the
@@ -152,6 +157,8 @@ class DecodeGraphs:
         )
         sent, table = uploads.send([columns.reshape(-1), arrays.block_table])
         self._columns[: sent.shape[0]].copy_(sent)
+        if token_ids is not None:
+            self._columns[:num_seqs].copy_(token_ids)
         self._block_table[:num_seqs, : table.shape[1]].copy_(table)
         replay = self._replays[size]
         return lambda: replay()[:num_seqs]

@@ -53,6 +53,15 @@ class Uploads:
         return unpack(sent, arrays, places)
 
 
+def end_of_work(device: torch.device) -> Callable[[], bool]:
+    """Asks whether a device has done all that it was given until now."""
+    if device.type != "cuda":
+        return lambda: True
+    event = torch.cuda.Event()
+    event.record()
+    return event.query
+
+
 def layout(arrays: Sequence[Array]) -> tuple[list[int], int]:
     """Where each array begins in a buffer, aligned for any dtype, and the bytes of all."""
     places, size = [], 0
