@@ -18,7 +18,7 @@ from tpengine.layers import gpu_attention
 from tpengine.layers.prefill import SdpaBackend
 from tpengine.messages import StepInput
 from tpengine.worker import model_runner
-from tpengine.worker.cuda_graph import DecodeGraphs, Run
+from tpengine.worker.cuda_graph import Capture, DecodeGraphs, Run
 from tpengine.worker.gpu import GpuAttention, attention_layers
 from tpengine.worker.model_runner import ModelRunner
 from tpengine.worker.run_ahead import BegunStep, Division
@@ -38,24 +38,29 @@ class GpuWalk:
     def __init__(self) -> None:
         self.begun = self.taken = self.whole = self.early = 0
         self.sizes: list[int] = []
-        self._outputs: list[torch.Tensor] = []
         self.replays = 0
         self.gathers = 0
         self.prefills = 0
 
-    def capture(self, run: Run) -> Run:
-        """In place of a graph: the run itself, over the memory that a graph would read."""
-        output = run()
-        self._outputs.append(output)
+    def captures(self) -> Capture:
+        """In place of a rank's graphs: the runs themselves, over the memory that a graph would
+        read."""
+        outputs: list[torch.Tensor] = []
 
-        def replay() -> torch.Tensor:
-            self.replays += 1
-            result = run()
-            for other in self._outputs:  # graphs share their memory
-                other.fill_(float("nan"))
-            return output.copy_(result)
+        def capture(run: Run) -> Run:
+            output = run()
+            outputs.append(output)
 
-        return replay
+            def replay() -> torch.Tensor:
+                self.replays += 1
+                result = run()
+                for other in outputs:  # graphs share their memory
+                    other.fill_(float("nan"))
+                return output.copy_(result)
+
+            return replay
+
+        return capture
 
     def download(self, tensor: torch.Tensor) -> Callable[[], np.ndarray]:
         """In place of a copy on a stream of its own."""
@@ -104,7 +109,7 @@ def walk_the_gpus_way(monkeypatch: pytest.MonkeyPatch) -> GpuWalk:
         open_cache(self, *args)
         if not self._config.cuda.enforce_eager:
             with torch.inference_mode():
-                self._require_runner().record_graphs(walk.capture)
+                self._require_runner().record_graphs(walk.captures())
 
     def record(self: DecodeGraphs, sizes: Any = None, original: Any = DecodeGraphs.record) -> None:
         walk.sizes += self.sizes

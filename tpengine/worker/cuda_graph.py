@@ -14,10 +14,12 @@ import numpy as np
 import torch
 from tqdm import tqdm
 
+from tpengine.distributed.parallel_state import ParallelState
 from tpengine.errors import GraphCaptureError
 from tpengine.layers.attention import AttentionMetadata
 from tpengine.layers.gpu_attention import GpuBatch
 from tpengine.logger import init_logger
+from tpengine.ops.library import has_cuda_kernels
 from tpengine.worker.input_batch import StepArrays
 from tpengine.worker.memory import CudaGrowth
 from tpengine.worker.transfers import Uploads
@@ -193,3 +195,21 @@ def estimate_bytes(graphs: DecodeGraphs, device: torch.device) -> int:
         graphs.record([size])
         taken.append(growth.num_bytes())
     return taken[0] + taken[-1] * (len(graphs.sizes) - 1)
+
+
+def agree_on_graphs(parallel: ParallelState, device: torch.device) -> bool:
+    """Whether graphs can be recorded at all ranks, each of which records its part of what they
+    exchange. Says so, once, where they cannot."""
+    reasons = []
+    if not has_cuda_kernels():  # the plain ones read lengths on the host
+        reasons.append("the CUDA library is not loaded")
+    if not parallel.can_be_recorded:
+        reasons.append("a graph cannot hold how its ranks exchange tensors")
+    if parallel.all_can(not reasons, device):
+        return True
+    logger.warning(
+        "rank %d runs without CUDA graphs, which is slower: %s",
+        parallel.tp_rank,
+        " and ".join(reasons) or "another rank cannot record them",
+    )
+    return False

@@ -62,7 +62,7 @@ class ModelRunner:
         self._begun: BegunStep | None = None
         self._answered_at = 0.0
         self._graphs: DecodeGraphs | None = None
-        self._downloads = Downloads(device)
+        self._downloads = Downloads(device, parallel.wait_for)
         self._batch: InputBatch | None = None
         self._kv_caches: list[KVCache] = []
         self._cache_engine: CacheEngine | None = None

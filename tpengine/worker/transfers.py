@@ -15,6 +15,7 @@ _NUM_BUFFERS = 3
 """A buffer is free again when its copy is done, which it is long before its turn comes."""
 
 Array = npt.NDArray[np.generic]
+Wait = Callable[[Callable[[], bool], str], None]
 
 
 class Uploads:
@@ -93,9 +94,13 @@ class Downloads:
     """Brings sampled ids to the host while the host does something else.
 
     The copy has a stream of its own, so that it does not wait for what is launched after the ids.
+
+    Args:
+        wait_for: see `ParallelState.wait_for`.
     """
 
-    def __init__(self, device: torch.device) -> None:
+    def __init__(self, device: torch.device, wait_for: Wait) -> None:
+        self._wait_for = wait_for
         self._stream: Any = torch.cuda.Stream(device) if device.type == "cuda" else None
 
     def start(self, tensor: torch.Tensor) -> Callable[[], npt.NDArray[Any]]:
@@ -111,7 +116,7 @@ class Downloads:
             event.record(self._stream)
 
         def finish() -> npt.NDArray[Any]:
-            event.synchronize()
+            self._wait_for(event.query, "a step")
             return host.numpy()
 
         return finish
