@@ -11,6 +11,7 @@ from support.models import ModelShop
 from support.zoo import PLAIN, ZOO
 
 from tpengine import SamplingParams
+from tpengine.distributed.parallel_state import ParallelState
 from tpengine.engine_args import EngineArgs
 from tpengine.errors import ConfigError, GraphCaptureError
 from tpengine.ops import library
@@ -55,6 +56,28 @@ def test_greedy_equals_transformers(
         outputs = generate(llm, prompts, greedy())
     assert ids(outputs) == [answer.token_ids for answer in oracle.answers(prompts)]
     assert (preemptions(outputs) > 0) == (mode in ("swap", "recompute"))
+
+
+@pytest.mark.parametrize("enforce_eager", [False, True], ids=["graphs", "eager"])
+def test_steps_that_are_begun_early_change_nothing(models: ModelShop, enforce_eager: bool) -> None:
+    """Prompts join and leave one by one; every kind of request."""
+    folder = models.folder(PLAIN)
+    prompts = models.oracle(folder).prompts((5, 40, 17, 1, 90, 33), seed=4)
+    params = [
+        greedy(20),
+        SamplingParams(temperature=1.0, seed=5, max_tokens=50, repetition_penalty=1.3),
+        SamplingParams(n=3, seed=1, max_tokens=24, ignore_eos=True, logprobs=1),
+        greedy(60),
+        SamplingParams(n=2, best_of=3, use_beam_search=True, temperature=0.0, max_tokens=16),
+        SamplingParams(temperature=0.7, top_k=20, top_p=0.9, seed=2, max_tokens=40),
+    ]
+    args: dict[str, Any] = {"device": "cuda", "max_num_seqs": 8, "enforce_eager": enforce_eager}
+    answers = []
+    for early in (False, True):
+        with open_llm(folder, async_scheduling=early, **args) as llm:
+            outputs = generate(llm, prompts, params)
+        answers.append([[one.token_ids for one in output.outputs] for output in outputs])
+    assert answers[0] == answers[1]
 
 
 @pytest.mark.parametrize("cache", ["auto", "fp8"])
@@ -120,7 +143,7 @@ def test_wrong_use(models: ModelShop) -> None:
 
 
 def test_transfers() -> None:
-    uploads, downloads = Uploads(CUDA), Downloads(CUDA)
+    uploads, downloads = Uploads(CUDA), Downloads(CUDA, ParallelState().wait_for)
     for turn in range(8):  # more than there are buffers, with nobody waiting
         arrays = [torch.arange(turn, turn + 9).int().numpy(), torch.rand(2, 3).numpy()]
         sent = uploads.send(arrays)
