@@ -43,7 +43,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--trace",
         metavar="PREFIX",
         help="afterwards, once more under torch's profiler: a timeline of each batch size in "
-        "PREFIX-N.json, its kernels' times printed",
+        "PREFIX-N.json.gz, its kernels' times printed",
     )
     parser.add_argument("--plot", metavar="FILE", help="PNG of tokens/s over running sequences")
     EngineArgs.add_cli_args(parser)
@@ -81,21 +81,20 @@ def run(args: argparse.Namespace) -> int:
             _measure(engine, size, args.input_len, args.output_len)
             for size in tqdm(sizes, desc="batch sizes", unit="size")
         ]
-        traces = [_trace(engine, args, size) for size in sizes] if args.trace else []
         step_bytes = _step_bytes(engine, detect_device(args.device))
         floor_s = step_bytes / (bandwidth or read_bandwidth())
         model = args.shape or engine.get_model_config().model
-    print(report_head(engine_args, width=11))
-    print(f"model      {model}")
-    print(f"floor      {1000 * floor_s:.2f} ms to read {step_bytes / 1e9:.3f} GB")
-    for point in points:
-        print(
-            f"batch {point.batch_size:>3}  first token {1000 * point.first_token_s:7.1f} ms   "
-            f"step {1000 * point.step_s:7.2f} ms   {point.rate:8.1f} tokens/s   "
-            f"{100 * floor_s / point.step_s:5.1f} % of the floor"
-        )
-    for trace in traces:
-        print(trace)
+        print(report_head(engine_args, width=11))
+        print(f"model      {model}")
+        print(f"floor      {1000 * floor_s:.2f} ms to read {step_bytes / 1e9:.3f} GB")
+        for point in points:
+            print(
+                f"batch {point.batch_size:>3}  first token {1000 * point.first_token_s:7.1f} ms   "
+                f"step {1000 * point.step_s:7.2f} ms   {point.rate:8.1f} tokens/s   "
+                f"{100 * floor_s / point.step_s:5.1f} % of the floor"
+            )
+        for size in sizes if args.trace else []:
+            print(_trace(engine, args, size))
     if args.plot:
         _plot(args.plot, str(model), points)
     return 0
@@ -178,7 +177,7 @@ def _trace(engine: LLMEngine, args: argparse.Namespace, batch_size: int) -> str:
         activities.append(torch.profiler.ProfilerActivity.CUDA)
     with torch.profiler.profile(activities=activities) as profile:
         _measure(engine, batch_size, args.input_len, args.output_len)
-    path = f"{args.trace}-{batch_size}.json"
+    path = f"{args.trace}-{batch_size}.json.gz"
     profile.export_chrome_trace(path)
     key = "self_cuda_time_total" if torch.cuda.is_available() else "self_cpu_time_total"
     table = profile.key_averages().table(sort_by=key, row_limit=20, max_name_column_width=60)
