@@ -267,6 +267,18 @@ def test_plans_are_complete_and_balanced(kernels: ctypes.CDLL, seed: int) -> Non
         assert torch.equal(items, expected[1])
 
 
+def test_a_plan_of_short_items_fits_into_its_list(kernels: ctypes.CDLL) -> None:
+    """As many rows as a wave has items, and 5/8 of the mean share just under two chunks."""
+    set_schedule(kernels, 0)
+    problem = Problem([1], 1, 1, 64, 16, torch.bfloat16)
+    problem.case.seq_lens = torch.tensor([48] * 28 + [64] * 4, dtype=torch.int32)
+    start, items = problem.plan(kernels, 32, 1)
+    _check_plan(problem, start, items, 32)
+    expected = torch.full_like(start, -7), torch.full_like(items, -7)
+    reference_cache.plan_decode(*expected, problem.case.seq_lens, 16, None)
+    assert torch.equal(items, expected[1])
+
+
 def test_even_rows_stay_whole_and_one_long_row_is_cut(kernels: ctypes.CDLL) -> None:
     set_schedule(kernels, 0)
     problem = Problem([1], 1, 1, 64, 16, torch.bfloat16)

@@ -11,8 +11,9 @@ import torch
 
 _ALIGNMENT = 16
 _FIRST_BYTES = 1 << 20
-_NUM_BUFFERS = 3
-"""A buffer is free again when its copy is done, which it is long before its turn comes."""
+_NUM_BUFFERS = 8
+"""A buffer is free again when its copy is done. Behind a step that was begun early there may be the
+few copies of another."""
 
 Array = npt.NDArray[np.generic]
 Wait = Callable[[Callable[[], bool], str], None]
