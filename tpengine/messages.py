@@ -151,7 +151,8 @@ class StepOutput:
 
     Attributes:
         logprobs: by place in `token_ids`, for those that asked.
-        model_s: seconds inside the model: forward, logits and sampling.
+        model_s: seconds inside the model: forward, logits and sampling; since the answer before
+            where the device was busy with this step all the while.
         candidates: by place in `token_ids`, for sequences with `num_candidates`.
         prompt_logprobs: by row of the step, for prompts whose request asked.
         errors: by place in `token_ids`: why that token could not be chosen; the id there means
