@@ -64,16 +64,28 @@ def visit_parts(out: Path) -> list[Part]:
         "--output-len 64"
     )
     return [
-        _part("library and card", 40, f"{bench} kernels --only decode --match", "1 x 1024"),
+        _part(
+            "library and card",
+            40,
+            f"{bench} kernels --device cuda --only decode --match",
+            "1 x 1024",
+        ),
         _tests("decode is right", 80, "tests/ops -k decode"),
         _tests("other kernels are right", 70, "tests/ops -k", "not decode"),
         _tests("engine is right", 110, "tests/layers tests/worker"),
         _part(
-            "decode kernel", 50, f"{bench} kernels --only decode --plot", str(out / "decode.png")
+            "decode kernel",
+            50,
+            f"{bench} kernels --device cuda --only decode --plot",
+            str(out / "decode.png"),
         ),
         _part("latency, timeline", 80, f"{latency} --batch-sizes 1,64 --trace", str(out / "trace")),
         _tests("ranks are right", 60, "tests/distributed"),
-        _part("other kernels", 50, f"{bench} kernels --only prefill linear elementwise blocks"),
+        _part(
+            "other kernels",
+            50,
+            f"{bench} kernels --device cuda --only prefill linear elementwise blocks",
+        ),
         _part("latency, driver first", 40, f"{latency} --batch-sizes 1,64 --no-async-scheduling"),
         _part("latency without graphs", 40, f"{latency} --batch-sizes 1 --enforce-eager"),
         _tests(
@@ -87,13 +99,14 @@ def visit_parts(out: Path) -> list[Part]:
             "hardware counters",
             40,
             "ncu --clock-control none --set detailed -k regex:decode -s 4 -c 3 --kill yes "
-            f"{bench} kernels --only decode --match",
+            f"{bench} kernels --device cuda --only decode --match",
             "64 x 4096",
         ),
         _part(
             "throughput",
             60,
-            f"{bench} throughput --shape llama-3-8b --dtype bfloat16 --num-requests 256 --runs 1",
+            f"{bench} throughput --device cuda --shape llama-3-8b --dtype bfloat16 "
+            "--num-requests 256 --runs 1",
         ),
     ]
 
