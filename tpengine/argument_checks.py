@@ -21,6 +21,7 @@ MAX_NUM_BATCHED_TOKENS = 1 << 20
 """Bound of max_num_batched_tokens: a step of that many is computed before the first."""
 MIN_SEED, MAX_SEED = -(1 << 63), (1 << 64) - 1
 """Bounds of a seed, those of torch's generators."""
+_FOR_GPUS = ("gpu_memory_utilization", "enforce_eager", "attention_backend", "async_scheduling")
 MAX_SPACE_GIB = 1 << 20
 """Bound of what is given in GiB; more than any machine has, and in bytes still 64 bits."""
 _ONLY_ON_RAY = (
@@ -137,7 +138,7 @@ def check_device_arguments(args: EngineArgs, device: str) -> None:
         defaults = {spec.name: spec.default for spec in dataclasses.fields(args)}
         idle = [
             f"{name} = {getattr(args, name)}"
-            for name in ("gpu_memory_utilization", "enforce_eager", "attention_backend")
+            for name in _FOR_GPUS
             if getattr(args, name) != defaults[name]
         ]
         if idle:

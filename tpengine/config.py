@@ -185,6 +185,7 @@ class SchedulerConfig:
             recompute or swap do the same to all. Without room on the host, swap is recompute.
         stream_interval: new tokens of a sequence that are reported together; the first and the last
             are reported at once.
+        looks_ahead: whether workers are told what the next step will probably hold.
     """
 
     max_num_batched_tokens: int
@@ -194,6 +195,7 @@ class SchedulerConfig:
     policy: str
     preemption_mode: str
     stream_interval: int = 1
+    looks_ahead: bool = False
 
 
 @dataclass(frozen=True)

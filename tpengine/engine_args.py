@@ -161,6 +161,9 @@ class EngineArgs:
     )
     pipeline_parallel_size: int = arg(1, "only 1: layers are not spread over ranks")
     enforce_eager: bool = arg(False, "never use CUDA graphs (there are none on CPU)")
+    async_scheduling: bool = arg(
+        True, "let a GPU begin a decode step while the tokens of the one before are looked at"
+    )
     kv_cache_dtype: str = arg(
         "auto",
         "auto: that of the model; fp8 (e4m3) holds twice as many tokens, on a GPU",
@@ -275,6 +278,7 @@ class EngineArgs:
             policy=self.scheduling_policy,
             preemption_mode=self.preemption_mode,
             stream_interval=self.stream_interval,
+            looks_ahead=self.async_scheduling and device == "cuda",
         )
 
     def _check(self) -> None:

@@ -84,6 +84,10 @@ class StepInput:
         forks: slots that become copies of others.
         replaced_block_ids: (slot, place in its table, block): its own copy of a shared block.
         block_moves: contents to be copied.
+        next_slots: those of `sample_slots` that the next step will probably go on with, one token
+            each and nothing else beside them. Each has a place in its blocks for that token. A
+            worker whose device works by itself may begin with them at once; what the next step
+            changes of a slot, or leaves out, is then dropped.
     """
 
     step: int
@@ -98,6 +102,7 @@ class StepInput:
     forks: list[Fork] = field(default_factory=list)
     replaced_block_ids: list[tuple[int, int, int]] = field(default_factory=list)
     block_moves: BlockMoves = field(default_factory=BlockMoves)
+    next_slots: list[int] = field(default_factory=list)
 
 
 @dataclass(slots=True)
@@ -146,7 +151,8 @@ class StepOutput:
 
     Attributes:
         logprobs: by place in `token_ids`, for those that asked.
-        model_s: seconds inside the model: forward, logits and sampling.
+        model_s: seconds inside the model: forward, logits and sampling; since the answer before
+            where the device was busy with this step all the while.
         candidates: by place in `token_ids`, for sequences with `num_candidates`.
         prompt_logprobs: by row of the step, for prompts whose request asked.
         errors: by place in `token_ids`: why that token could not be chosen; the id there means

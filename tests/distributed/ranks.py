@@ -15,9 +15,10 @@ from typing import Any
 import torch
 
 from tpengine.distributed import collectives as collectives_module
-from tpengine.distributed.collectives import GlooCollectives, connect_ranks
-from tpengine.distributed.parallel_state import ParallelState
+from tpengine.distributed.collectives import connect_ranks
+from tpengine.distributed.parallel_state import Collectives, ParallelState
 from tpengine.distributed.rendezvous import Meeting, RendezvousStore
+from tpengine.distributed.torch_groups import GlooCollectives, HostCollectives
 from tpengine.messages import Rendezvous
 
 ADDRESS = "127.0.0.1"
@@ -140,9 +141,11 @@ def open_store(state: Rank, name: str) -> int:
 
 def connect(state: Rank, kind: str, name: str, rendezvous: Rendezvous) -> None:
     master = state.stores.get(name)
-    if kind == "gloo":
+    if "gloo" in kind:
         meeting = Meeting(state.rank, rendezvous, master)
-        group = GlooCollectives(meeting, rendezvous.collective_timeout_s)
+        group: Collectives = GlooCollectives(meeting, rendezvous.collective_timeout_s)
+        if kind != "gloo":
+            group = HostCollectives(group)
         state.groups[name] = ParallelState(state.rank, state.size, group)
         return
     state.groups[name], line = connect_ranks(state.rank, rendezvous, torch.device("cpu"), master)

@@ -4,13 +4,19 @@ from __future__ import annotations
 
 import random
 import time
+from typing import Any
 
 import pytest
 import torch
 
-from distributed.ranks import Rank, Ranks
+from distributed.ranks import Rank, Ranks, connect
+from tpengine.distributed.collectives import share_a_card
+from tpengine.distributed.parallel_state import ParallelState
+from tpengine.distributed.rendezvous import Meeting
 from tpengine.distributed.shared_memory import CAPACITY_BYTES
-from tpengine.errors import CollectiveError
+from tpengine.errors import CollectiveError, EngineError
+from tpengine.messages import Rendezvous
+from tpengine.worker import cuda_graph
 
 KINDS = ("shared memory", "gloo")
 LARGE = CAPACITY_BYTES // 4 * 2 + 5
@@ -188,3 +194,88 @@ def test_other_operation_is_told(two: Ranks) -> None:
     for outcome in two.outcomes(disagree, "shared memory"):
         assert isinstance(outcome, CollectiveError)
         assert "another operation" in str(outcome) or "gave the group up" in str(outcome)
+
+
+def all_through_the_host(state: Rank, rendezvous: Rendezvous) -> list[torch.Tensor | None]:
+    connect(state, "gloo through the host", "host", rendezvous)
+    group, own = state["host"], parts_of(2, (3, 5), torch.bfloat16)[state.rank]
+    answers = [
+        group.all_reduce(own),
+        group.all_gather(own),
+        group.gather(own),
+        group.broadcast(own),
+    ]
+    assert not group.can_be_recorded
+    assert [group.all_can(rank != state.rank, own.device) for rank in (0, 1, 2)] == [
+        False, False, True,
+    ]  # fmt: skip
+    group.close()
+    return answers
+
+
+def test_ranks_that_share_a_card_exchange_through_the_host(two: Ranks) -> None:
+    parts = parts_of(2, (3, 5), torch.bfloat16)
+    first, second = two.run(all_through_the_host, two.rendezvous("host"))
+    for total, gathered, _, broadcast in (first, second):
+        assert torch.equal(total, sum_in_order(parts))
+        assert torch.equal(gathered, torch.cat(parts, dim=-1))
+        assert torch.equal(broadcast, parts[0])
+    assert torch.equal(first[2], torch.cat(parts, dim=-1))
+    assert second[2] is None
+
+
+def compare_cards(state: Rank, rendezvous: Rendezvous, cards: list[str]) -> bool:
+    meeting = Meeting(state.rank, rendezvous, state.stores.get("cards"))
+    return share_a_card(meeting, cards[state.rank])
+
+
+@pytest.mark.parametrize(("cards", "expected"), [(["a", "b", "c"], False), (["a", "b", "a"], True)])
+def test_cards_are_compared(three: Ranks, cards: list[str], expected: bool) -> None:
+    assert three.run(compare_cards, three.rendezvous("cards"), cards) == [expected] * 3
+
+
+@pytest.mark.parametrize("size", [1, 2])
+def test_the_wait_for_a_device_is_bounded(size: int) -> None:
+    answers = iter([False, False, True])
+    ParallelState(tp_size=size, timeout_s=5.0).wait_for(lambda: next(answers), "a step")
+    assert next(answers, None) is None
+    with pytest.raises(
+        EngineError, match=r"rank 0 has not finished a step within 0\.05 s"
+    ) as caught:
+        ParallelState(tp_size=size, timeout_s=0.05).wait_for(lambda: False, "a step")
+    assert isinstance(caught.value, CollectiveError) == (size > 1)
+
+
+def test_graphs_are_recorded_at_all_ranks_or_at_none(monkeypatch: pytest.MonkeyPatch) -> None:
+    lines: list[str] = []
+    cpu = torch.device("cpu")
+    monkeypatch.setattr(cuda_graph.logger, "warning", lambda text, *args: lines.append(text % args))
+    monkeypatch.setattr(cuda_graph, "has_cuda_kernels", lambda: True)
+
+    class Peer:
+        """Says what the other of two ranks can."""
+
+        def __init__(self, can_be_recorded: bool, can: float) -> None:
+            self.can_be_recorded = can_be_recorded
+            self.can = can
+
+        def all_reduce(self, x: torch.Tensor) -> torch.Tensor:
+            return x + self.can
+
+    def agree(*peer: Any) -> bool:
+        group: Any = Peer(*peer)
+        return cuda_graph.agree_on_graphs(ParallelState(1, 2, group), cpu)
+
+    assert agree(True, 1.0)
+    assert cuda_graph.agree_on_graphs(ParallelState(), cpu)
+    assert lines == []
+    assert not agree(True, 0.0)
+    assert not agree(False, 1.0)
+    monkeypatch.setattr(cuda_graph, "has_cuda_kernels", lambda: False)
+    assert not cuda_graph.agree_on_graphs(ParallelState(), cpu)
+    ends = (
+        "another rank cannot record them",
+        "its ranks exchange tensors",
+        "library is not loaded",
+    )
+    assert [line.endswith(end) for line, end in zip(lines, ends, strict=True)] == [True] * 3

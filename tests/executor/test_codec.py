@@ -50,6 +50,7 @@ FULL_STEP = StepInput(
     forks=[Fork(3, 4, 1)],
     replaced_block_ids=[(4, 0, 12)],
     block_moves=BlockMoves([(1, 2)], [], [(3, 4), (5, 6)]),
+    next_slots=[4],
 )
 FULL_OUTPUT = StepOutput(
     step=3,
@@ -86,7 +87,9 @@ def test_output_survives(output: StepOutput) -> None:
 
 
 @pytest.mark.parametrize("num_rows", [1, 256, 300, 1500])
-@pytest.mark.parametrize("change", ["none", "slots", "tokens", "rows", "fewer rows", "own slots"])
+@pytest.mark.parametrize(
+    "change", ["none", "slots", "tokens", "rows", "fewer rows", "own slots", "going on"]
+)
 def test_steps_of_decodes_survive(num_rows: int, change: str) -> None:
     """What most steps are like travels in short forms, and so does not what is only similar."""
     rows = list(range(num_rows))
@@ -101,10 +104,13 @@ def test_steps_of_decodes_survive(num_rows: int, change: str) -> None:
         step.sample_rows, step.sample_slots = rows[:-1], rows[:-1]
     elif change == "own slots":
         step.sample_slots[0] = 77
+    elif change == "going on":
+        step.next_slots = rows.copy()
     decoded = decode_step(encode(step))
     assert decoded == step
     lists = [decoded.slots, decoded.num_scheduled_tokens, decoded.sample_rows, decoded.sample_slots]
-    assert len({id(one) for one in lists}) == 4, "changing one would change another"
+    lists.append(decoded.next_slots)
+    assert len({id(one) for one in lists}) == 5, "changing one would change another"
 
 
 @pytest.mark.parametrize("ids", [[], [0], [2**32 - 1, 5], [2**32], [-1, 7]])
@@ -135,7 +141,9 @@ def test_what_is_no_message_is_refused(data: bytes) -> None:
 
 def test_another_versions_message_is_refused() -> None:
     with pytest.raises(EngineError, match="same version"):
-        decode_step(encode((1, [], [], [], [], [], [], [], [], [], [], [[], [], []], "new field")))
+        decode_step(
+            encode((1, [], [], [], [], [], [], [], [], [], [], [[], [], []], [], "new field"))
+        )
     with pytest.raises(EngineError, match="same version"):
         decode_output(encode((1,)))
 

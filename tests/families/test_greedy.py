@@ -151,4 +151,15 @@ def test_on_a_gpus_way(
     subject = subjects(variant)
     outputs = generate(subject, max_num_batched_tokens=3 * CHUNK, max_num_seqs=8)
     assert_equal_to_oracle(subject, outputs)
-    assert min(walk.gathers, walk.prefills, walk.replays) > 0
+    assert min(walk.gathers, walk.prefills, walk.replays, walk.whole) > 0
+
+
+def test_ranks_on_a_gpus_way(subjects: Subjects, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Graphs with sums inside, and steps begun early, at all ranks alike: otherwise one of them
+    would wait for the others in another place."""
+    walk = walk_the_gpus_way(monkeypatch)
+    subject = subjects(next(variant for variant in VARIANTS if _divides(variant, 2)))
+    args = {"max_num_batched_tokens": 3 * CHUNK, "num_device_blocks_override": JUST_ONE + 1}
+    outputs = generate(subject, 2, max_num_seqs=8, **args)
+    assert_equal_to_oracle(subject, outputs)
+    assert min(walk.gathers, walk.prefills, walk.replays, walk.whole) > 0

@@ -37,6 +37,8 @@ class _Meeting:
 class ThreadCollectives:
     """Collectives of one rank; sums are taken in rank order, so that all get the same."""
 
+    can_be_recorded = True
+
     def __init__(self, rank: int, meeting: _Meeting) -> None:
         self._rank = rank
         self._meeting = meeting

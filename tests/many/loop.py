@@ -34,6 +34,7 @@ class Limits:
     mode: str = "auto"
     policy: str = "fcfs"
     watermark: float = 0.0
+    ahead: bool = False
 
 
 ROOMY = Limits(tokens=1000, seqs=16, num_blocks=1000)
@@ -80,6 +81,7 @@ class Loop:
             enable_chunked_prefill=limits.chunked,
             policy=limits.policy,
             preemption_mode=limits.mode,
+            looks_ahead=limits.ahead,
         )
         self.blocks = BlockManager(
             limits.num_blocks,
@@ -132,6 +134,8 @@ class Loop:
         self.worker.apply(output.step_input)
         self._compare_with_worker(output)
         answer = self.worker.compute(output.step_input)
+        self.events["begun"] = self.worker.num_begun
+        self.events["begun and taken"] = self.worker.num_taken
         in_flight()
         self._note(self.processor.process(output, answer))
         self.scheduler.update(output)

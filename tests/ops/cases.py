@@ -130,7 +130,7 @@ def dense_attention(
     sliding_window: int | None = None,
 ) -> Tensor:
     """Attention written out per query and head, in float64, from the dense K and V."""
-    out = torch.zeros(q.shape, dtype=torch.float64)
+    out = torch.zeros(q.shape, dtype=torch.float64, device=q.device)
     group = q.shape[1] // case.k[0].shape[1]
     row = 0
     for seq, count in enumerate(counts):
@@ -144,7 +144,7 @@ def dense_attention(
             v = case.v[seq][first : i + 1].double().repeat_interleave(group, 1)
             logits = (k * q[row].double()).sum(-1) / math.sqrt(q.shape[2])
             if alibi_slopes is not None:
-                keys = torch.arange(first, i + 1, dtype=torch.float64)[:, None]
+                keys = torch.arange(first, i + 1, dtype=torch.float64, device=q.device)[:, None]
                 logits = logits + alibi_slopes.double() * (keys - i)
             weights = (logits - logits.amax(0)).exp()
             out[row] = (weights[..., None] * v).sum(0) / weights.sum(0)[:, None]

@@ -51,5 +51,17 @@ def set_schedule(library: ctypes.CDLL, seed: int) -> None:
     library.set_schedule(ctypes.c_uint64(seed))
 
 
+FAR_BLOCKS = 3_000_000
+"""How far from the beginning of an imagined cache the blocks of a test lie: its offsets in elements
+and bytes do not fit into 32 bits."""
+
+
+def far_pointer(cache: torch.Tensor) -> int:
+    """Where a cache would begin of which `cache` holds blocks `FAR_BLOCKS` and after."""
+    offset = FAR_BLOCKS * cache.stride(0)
+    assert offset >= 1 << 32
+    return cache.data_ptr() - offset * cache.element_size()
+
+
 def pointer(tensor: torch.Tensor | None) -> int | None:
     return None if tensor is None else tensor.data_ptr()

@@ -20,9 +20,11 @@ from .cases import dense_attention, generator, make_case, relative_error
 from .cuda_host_library import (
     BOUND,
     F32,
+    FAR_BLOCKS,
     I32,
     I64,
     P,
+    far_pointer,
     load_host,
     needs_compiler,
     pointer,
@@ -93,7 +95,14 @@ class Problem:
         library.plan_decode(ctypes.byref(args))
         return start, items
 
-    def run(self, library: ctypes.CDLL, *, wave: int | None = None, plain: bool = False) -> Tensor:
+    def run(
+        self,
+        library: ctypes.CDLL,
+        *,
+        wave: int | None = None,
+        plain: bool = False,
+        is_far: bool = False,
+    ) -> Tensor:
         case, num_seqs = self.case, len(self.case.seq_lens)
         num_heads, head_dim = self.q.shape[1:]
         out = torch.full((num_seqs, num_heads, head_dim), float("nan"), dtype=self.dtype)
@@ -101,11 +110,15 @@ class Problem:
         if wave is not None:
             start, items = self.plan(library, wave, 2)
             partials = torch.full((len(items), num_heads, head_dim + 4), float("nan"))
+        table, caches = case.block_table, [pointer(self.k_cache), pointer(self.v_cache)]
+        if is_far:
+            table = table + FAR_BLOCKS
+            caches = [far_pointer(self.k_cache), far_pointer(self.v_cache)]
         args = DecodeArgs(
-            pointer(out), pointer(self.q), pointer(self.k_cache), pointer(self.v_cache),
-            pointer(case.block_table), pointer(case.seq_lens), pointer(self.slopes),
-            pointer(start), pointer(items), pointer(partials), out.stride(0), out.stride(1),
-            self.q.stride(0), self.q.stride(1), case.block_table.stride(0), num_seqs, num_heads,
+            pointer(out), pointer(self.q), *caches, pointer(table), pointer(case.seq_lens),
+            pointer(self.slopes), pointer(start), pointer(items), pointer(partials),
+            out.stride(0), out.stride(1),
+            self.q.stride(0), self.q.stride(1), table.stride(0), num_seqs, num_heads,
             self.k_cache.shape[2], head_dim, case.block_size, self.window,
             self.dtype == torch.float16, self.scale, self.v_scale,
         )  # fmt: skip
@@ -265,6 +278,26 @@ def test_plans_are_complete_and_balanced(kernels: ctypes.CDLL, seed: int) -> Non
         reference_cache.plan_decode(*expected, problem.case.seq_lens, 64, window)
         assert torch.equal(start, expected[0])
         assert torch.equal(items, expected[1])
+
+
+@pytest.mark.parametrize("kind", ["bfloat16", "fp8", "plain"])
+def test_offsets_beyond_32_bits(kernels: ctypes.CDLL, kind: str) -> None:
+    dtype = torch.float32 if kind == "plain" else torch.bfloat16
+    problem = Problem([40, 0, 17], 4, 2, 64, 16, dtype, fp8=kind == "fp8")
+    for wave in (None, 40):
+        _check(problem, problem.run(kernels, wave=wave, plain=kind == "plain", is_far=True))
+
+
+def test_a_plan_of_short_items_fits_into_its_list(kernels: ctypes.CDLL) -> None:
+    """As many rows as a wave has items, and 5/8 of the mean share just under two chunks."""
+    set_schedule(kernels, 0)
+    problem = Problem([1], 1, 1, 64, 16, torch.bfloat16)
+    problem.case.seq_lens = torch.tensor([48] * 28 + [64] * 4, dtype=torch.int32)
+    start, items = problem.plan(kernels, 32, 1)
+    _check_plan(problem, start, items, 32)
+    expected = torch.full_like(start, -7), torch.full_like(items, -7)
+    reference_cache.plan_decode(*expected, problem.case.seq_lens, 16, None)
+    assert torch.equal(items, expected[1])
 
 
 def test_even_rows_stay_whole_and_one_long_row_is_cut(kernels: ctypes.CDLL) -> None:

@@ -14,9 +14,11 @@ from .cases import generator, make_case, nan_like, relative_error
 from .cuda_host_library import (
     BOUND,
     F32,
+    FAR_BLOCKS,
     I32,
     I64,
     P,
+    far_pointer,
     load_host,
     needs_compiler,
     pointer,
@@ -172,6 +174,38 @@ def test_gather_kv(kernels: ctypes.CDLL, dtype: torch.dtype, wide: bool) -> None
         assert torch.equal(k, expected[0])
         assert torch.equal(v, expected[1])
         assert (k[74:] == 7.0).all()
+
+
+def test_offsets_beyond_32_bits(kernels: ctypes.CDLL) -> None:
+    """Tokens that are written to the end of a huge cache, gathered from there, and copied there."""
+    packed = Packed(torch.bfloat16, 128, 0)
+    caches = [torch.full((6, 8, 2, 128), float("nan")).to(torch.bfloat16) for _ in range(2)]
+    args = packed.args(*caches, True)
+    slots = torch.where(packed.slots < 0, packed.slots, packed.slots + 8 * FAR_BLOCKS)
+    args.slot_mapping = pointer(slots)
+    args.k_cache, args.v_cache = map(far_pointer, caches)
+    kernels.store_kv(2, False, True, ctypes.byref(args), 21)
+    heads = packed.qkv.view(21, 8, 128)
+    expected = [torch.full_like(cache, float("nan")) for cache in caches]
+    reference_cache.write_kv_cache(heads[:, 4:6], heads[:, 6:], *expected, packed.slots)
+    assert all(_same(a, b) for a, b in zip(caches, expected, strict=True))
+    table, start = torch.tensor([[2, 5, 0]], dtype=torch.int32), torch.tensor([0, 20]).int()
+    far_table = table + FAR_BLOCKS
+    found, gathered = (torch.zeros(2, 20, 2, 128, dtype=torch.bfloat16) for _ in range(2))
+    gather = GatherArgs(
+        pointer(found[0]), pointer(found[1]), *map(far_pointer, caches), pointer(far_table),
+        pointer(start), 3, 20, 1, 8, 256, 1.0, 1.0,
+    )  # fmt: skip
+    kernels.gather_kv(2, False, True, ctypes.byref(gather))
+    reference_cache.gather_kv(*gathered, *caches, table, start)
+    assert _same(found, gathered)
+    pairs, size = torch.tensor([(2, 4)]) + FAR_BLOCKS, caches[0].stride(0) * 2
+    places = [
+        BlockPlace(far_pointer(caches[0]), pairs.data_ptr() + 8 * side, 2, size, 0)
+        for side in (0, 1)
+    ]
+    kernels.copy_blocks(ctypes.byref(CopyBlocksArgs(*places, size)), 1, 1)
+    assert _same(caches[0][4], caches[0][2])
 
 
 def test_blocks_are_copied_packed_and_unpacked(kernels: ctypes.CDLL) -> None:

@@ -18,7 +18,11 @@ STOP_EVERY = 11
 
 
 def make_config(
-    tokens: int = 2048, seqs: int = 256, model_len: int = 4096, chunked: bool = True
+    tokens: int = 2048,
+    seqs: int = 256,
+    model_len: int = 4096,
+    chunked: bool = True,
+    looks_ahead: bool = False,
 ) -> SchedulerConfig:
     """A scheduler's configuration in few words."""
     return SchedulerConfig(
@@ -28,6 +32,7 @@ def make_config(
         enable_chunked_prefill=chunked,
         policy="fcfs",
         preemption_mode="recompute",
+        looks_ahead=looks_ahead,
     )
 
 
@@ -164,6 +169,8 @@ class FakeEngine:
             self.lose(lost_to)
             return output
         answer = self.worker.compute(output.step_input)
+        self.events["begun"] = self.worker.num_begun
+        self.events["begun and taken"] = self.worker.num_taken
         in_flight()
         self._process(output, answer.token_ids)
         self.scheduler.update(output)

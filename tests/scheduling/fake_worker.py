@@ -9,6 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from tpengine.messages import Candidates, NewSequence, StepInput, StepOutput, TokenLogprobs
+from tpengine.worker.run_ahead import still_good
 
 VOCAB_SIZE = 997
 
@@ -89,6 +90,10 @@ class FakeWorker:
     host: dict[int, int] = field(default_factory=dict)
     last_step: int = 0
     parents: dict[int, int] = field(default_factory=dict)
+    begun: dict[int, int] = field(default_factory=dict)
+    """What was written ahead of the driver, by slot."""
+    num_begun: int = 0
+    num_taken: int = 0
 
     def apply(self, step: StepInput) -> None:
         """Books what a step says about slots and blocks."""
@@ -119,6 +124,7 @@ class FakeWorker:
             expected = keys_of(slot.token_ids[: slot.num_computed_tokens])
             found = [self.cache.get(self._place(slot, p)) for p in range(len(expected))]
             assert found == expected, "what was computed is no longer there"
+        self._take_begun(step)
 
     def compute(self, step: StepInput) -> StepOutput:
         """Computes the rows of an applied step and samples."""
@@ -154,7 +160,34 @@ class FakeWorker:
             if self.slots[slot_id].new.sampling_params.is_ranked:
                 logprob = -(mix(token_id, len(self.slots[slot_id].token_ids)) % 1000) / 100
                 output.logprobs[place] = TokenLogprobs(logprob, 1, [], [])
+        self._begin_next(step)
         return output
+
+    def _begin_next(self, step: StepInput) -> None:
+        """Writes what a worker that runs ahead would: one more token of each of these slots."""
+        assert len(set(step.next_slots)) == len(step.next_slots)
+        assert set(step.next_slots) <= set(step.sample_slots)
+        self.num_begun += len(step.next_slots)
+        places: set[int] = set()
+        for slot_id in step.next_slots:
+            slot = self.slots[slot_id]
+            assert not slot.new.num_candidates, "the driver chooses the tokens of beams"
+            (place,) = self._write(slot_id, 1)
+            assert place not in places, "two rows write the same place"
+            places.add(place)
+            slot.num_computed_tokens -= 1
+            self.begun[slot_id] = self.cache[place]
+
+    def _take_begun(self, step: StepInput) -> None:
+        """What the step goes on with must still be there."""
+        begun, self.begun = self.begun, {}
+        for slot_id in still_good(list(begun), step):
+            slot = self.slots[slot_id]
+            assert slot.num_computed_tokens == len(slot.token_ids) - 1
+            place = self._place(slot, slot.num_computed_tokens)
+            key = self._keys(slot_id)[-1]
+            assert self.cache[place] == begun[slot_id] == key_of(key, slot.token_ids[-1])
+            self.num_taken += 1
 
     def _move_blocks(self, step: StepInput) -> None:
         moves, size = step.block_moves, self.block_size

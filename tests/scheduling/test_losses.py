@@ -48,7 +48,7 @@ def play(
     tokens: int,
     num_blocks: int,
 ) -> tuple[FakeEngine, list[Request]]:
-    config = make_config(tokens, 4, MAX_MODEL_LEN, chunked)
+    config = make_config(tokens, 4, MAX_MODEL_LEN, chunked, looks_ahead=num_blocks % 2 == 0)
     engine = FakeEngine(config, num_blocks, block_size=2)
     requests: list[Request] = []
     arrivals = sorted(arrivals)
@@ -122,6 +122,7 @@ def test_random_losses() -> None:
     run()
     # The traces reach what they are there for.
     wanted = ["losses", "lost steps", "lost prefills", "restrictions", "preempted", "chunks"]
+    wanted += ["begun and taken"]
     endings = [s for s in SequenceStatus if s.finished and s is not SequenceStatus.FINISHED_FAILED]
     wanted += [status.name for status in endings]
     assert {what: events[what] for what in wanted if events[what] < 20} == {}

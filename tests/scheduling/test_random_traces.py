@@ -21,6 +21,7 @@ MAX_MODEL_LEN = 40
 @dataclass(frozen=True)
 class Trace:
     chunked: bool
+    ahead: bool
     tokens: int
     seqs: int
     num_blocks: int
@@ -35,6 +36,7 @@ class Trace:
 traces = st.builds(
     Trace,
     chunked=st.booleans(),
+    ahead=st.booleans(),
     tokens=st.integers(1, 24),
     seqs=st.integers(1, 5),
     num_blocks=st.integers(1, 14),
@@ -51,7 +53,7 @@ traces = st.builds(
 
 def play(trace: Trace) -> tuple[FakeEngine, list[Request]]:
     """Runs a trace to its end; the engine checks every step."""
-    config = make_config(trace.tokens, trace.seqs, MAX_MODEL_LEN, trace.chunked)
+    config = make_config(trace.tokens, trace.seqs, MAX_MODEL_LEN, trace.chunked, trace.ahead)
     engine = FakeEngine(config, trace.num_blocks, trace.block_size, trace.watermark)
     arrivals = sorted(trace.requests)
     requests: list[Request] = []
@@ -127,7 +129,7 @@ def test_random_traces() -> None:
 
     run()
     # The traces reach what they are there for.
-    wanted = ["preempted", "resumed", "chunks", "whole steps"]
+    wanted = ["preempted", "resumed", "chunks", "whole steps", "begun", "begun and taken"]
     wanted += ["abort WAITING", "abort RUNNING", "abort in flight"]
     wanted += [answer.name for answer in AllocStatus]
     endings = [s for s in SequenceStatus if s.finished and s is not SequenceStatus.FINISHED_FAILED]

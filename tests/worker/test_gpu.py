@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -10,7 +11,8 @@ from support.engines import generate, greedy, ids, open_llm, preemptions
 from support.models import ModelShop
 from support.zoo import PLAIN, ZOO
 
-from tpengine import SamplingParams
+from tpengine import LLM, SamplingParams
+from tpengine.distributed.parallel_state import ParallelState
 from tpengine.engine_args import EngineArgs
 from tpengine.errors import ConfigError, GraphCaptureError
 from tpengine.ops import library
@@ -34,6 +36,11 @@ MODES: dict[str, dict[str, Any]] = {
 }
 
 
+def open_on_card(folder: Path, **args: Any) -> LLM:
+    """An engine with little memory on the host, which takes its time to be pinned."""
+    return open_llm(folder, **{"device": "cuda", "swap_space": 0.05, **args})
+
+
 @pytest.mark.parametrize("enforce_eager", [False, True], ids=["graphs", "eager"])
 @pytest.mark.parametrize("mode", list(MODES))
 @pytest.mark.parametrize("name", ["d64-4to1-tied", "d96-7to1-llama3", "d256-2to1-3-layers"])
@@ -44,9 +51,8 @@ def test_greedy_equals_transformers(
     oracle = models.oracle(folder)
     prompts = oracle.prompts(LENGTHS, seed=1)
     oracle.assert_discerning(prompts)
-    with open_llm(
+    with open_on_card(
         folder,
-        device="cuda",
         max_model_len=600,
         max_num_seqs=12,
         enforce_eager=enforce_eager,
@@ -55,6 +61,28 @@ def test_greedy_equals_transformers(
         outputs = generate(llm, prompts, greedy())
     assert ids(outputs) == [answer.token_ids for answer in oracle.answers(prompts)]
     assert (preemptions(outputs) > 0) == (mode in ("swap", "recompute"))
+
+
+@pytest.mark.parametrize("enforce_eager", [False, True], ids=["graphs", "eager"])
+def test_steps_that_are_begun_early_change_nothing(models: ModelShop, enforce_eager: bool) -> None:
+    """Prompts join and leave one by one; every kind of request."""
+    folder = models.folder(PLAIN)
+    prompts = models.oracle(folder).prompts((5, 40, 17, 1, 90, 33), seed=4)
+    params = [
+        greedy(20),
+        SamplingParams(temperature=1.0, seed=5, max_tokens=50, repetition_penalty=1.3),
+        SamplingParams(n=3, seed=1, max_tokens=24, ignore_eos=True, logprobs=1),
+        greedy(60),
+        SamplingParams(n=2, best_of=3, use_beam_search=True, temperature=0.0, max_tokens=16),
+        SamplingParams(temperature=0.7, top_k=20, top_p=0.9, seed=2, max_tokens=40),
+    ]
+    args: dict[str, Any] = {"max_num_seqs": 8, "enforce_eager": enforce_eager}
+    answers = []
+    for early in (False, True):
+        with open_on_card(folder, async_scheduling=early, **args) as llm:
+            outputs = generate(llm, prompts, params)
+        answers.append([[one.token_ids for one in output.outputs] for output in outputs])
+    assert answers[0] == answers[1]
 
 
 @pytest.mark.parametrize("cache", ["auto", "fp8"])
@@ -70,7 +98,7 @@ def test_bfloat16_with_either_backend(models: ModelShop, backend: str, cache: st
         "kv_cache_dtype": cache,
     }
     args |= {"max_num_batched_tokens": 64, "enable_prefix_caching": False}
-    with open_llm(folder, device="cuda", **args) as llm:
+    with open_on_card(folder, **args) as llm:
         outputs = generate(llm, prompts, greedy(32))
         sampled = generate(llm, prompts, SamplingParams(seed=5, max_tokens=32, ignore_eos=True))
         again = generate(llm, prompts, SamplingParams(seed=5, max_tokens=32, ignore_eos=True))
@@ -108,19 +136,19 @@ def test_graph_larger_than_memory_is_a_typed_error(
 
     monkeypatch.setattr(DecodeGraphs, "_run", run)
     with pytest.raises(GraphCaptureError, match="enforce_eager"):
-        open_llm(models.folder(PLAIN), device="cuda")
+        open_on_card(models.folder(PLAIN))
 
 
 def test_wrong_use(models: ModelShop) -> None:
     folder = models.folder(PLAIN)
     with pytest.raises(ConfigError, match="fp8 KV cache needs dtype"):
-        open_llm(folder, device="cuda", kv_cache_dtype="fp8")
+        open_on_card(folder, kv_cache_dtype="fp8")
     with pytest.raises(ConfigError, match="float16 and bfloat16 only"):
-        open_llm(folder, device="cuda", attention_backend="varlen")
+        open_on_card(folder, attention_backend="varlen")
 
 
 def test_transfers() -> None:
-    uploads, downloads = Uploads(CUDA), Downloads(CUDA)
+    uploads, downloads = Uploads(CUDA), Downloads(CUDA, ParallelState().wait_for)
     for turn in range(8):  # more than there are buffers, with nobody waiting
         arrays = [torch.arange(turn, turn + 9).int().numpy(), torch.rand(2, 3).numpy()]
         sent = uploads.send(arrays)

@@ -39,12 +39,14 @@ class Setting:
 
     Attributes:
         shrink: divides batches, contexts and sizes.
+        match: of decode only the cases that are called so; all if empty.
     """
 
     device: torch.device
     timer: Timer
     dtype: torch.dtype = torch.bfloat16
     shrink: int = 1
+    match: str = ""
 
     def small(self, size: int) -> int:
         """A size, shrunk."""
@@ -69,8 +71,10 @@ def decode_rows(setting: Setting) -> Iterator[Row]:
     for dtype, heads in itertools.product(dtypes, HEADS):
         for batch, context in DECODE if heads == HEADS[0] else ((64, 4096),):
             batch, context = setting.small(batch), max(BLOCK_SIZE, setting.small(context))
-            yield _decode(setting, dtype, heads, [context] * batch, f"{batch} x {context}")
-        if heads == HEADS[0]:
+            case = f"{batch} x {context}"
+            if setting.match in ("", case):
+                yield _decode(setting, dtype, heads, [context] * batch, case)
+        if heads == HEADS[0] and not setting.match:
             skewed = [setting.small(65536)] + [setting.small(1024)] * setting.small(63)
             yield _decode(setting, dtype, heads, skewed, "one of 64 k among 63 of 1 k")
 

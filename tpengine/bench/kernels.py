@@ -43,6 +43,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--only", choices=tuple(cuda_kernels.GROUPS), nargs="+", help="on a GPU: these alone"
     )
     parser.add_argument(
+        "--match", metavar="TEXT", default="", help="on a GPU: of decode the cases of this name"
+    )
+    parser.add_argument(
         "--plot", metavar="FILE", help="on a GPU: PNG of decode's share of the copy bandwidth"
     )
 
@@ -51,8 +54,10 @@ def run(args: argparse.Namespace) -> int:
     """Measures and prints a line per case."""
     if detect_device(args.device) == "cuda":
         return _run_on_gpu(args)
-    if args.only or args.plot:
-        raise ConfigError("--only and --plot are for a GPU; leave them out, or use --device cuda")
+    if args.only or args.match or args.plot:
+        raise ConfigError(
+            "--only, --match and --plot are for a GPU; leave them out, or use --device cuda"
+        )
     set_num_threads(1)
     bandwidth = read_bandwidth()
     lines = []
@@ -91,7 +96,9 @@ def _run_on_gpu(args: argparse.Namespace) -> int:
         print(f"card      {ceilings}", flush=True)
         for name in args.only or cuda_kernels.GROUPS:
             timer = cuda_timing.eager_s if name in cuda_kernels.EAGER else cuda_timing.graph_s
-            for row in cuda_kernels.GROUPS[name](cuda_kernels.Setting(device, timer)):
+            for row in cuda_kernels.GROUPS[name](
+                cuda_kernels.Setting(device, timer, match=args.match)
+            ):
                 print(row.text(ceilings), flush=True)
                 rows.append(row)
             torch.cuda.empty_cache()

@@ -44,7 +44,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--trace",
         metavar="PREFIX",
         help="afterwards, once more under torch's profiler: a timeline of each batch size in "
-        "PREFIX-N.json, its kernels' times printed",
+        "PREFIX-N.json.gz, its kernels' times printed",
     )
     parser.add_argument("--plot", metavar="FILE", help="PNG of tokens/s over running sequences")
     EngineArgs.add_cli_args(parser)
@@ -82,21 +82,20 @@ def run(args: argparse.Namespace) -> int:
             _measure_floored(engine, size, args, bandwidth)
             for size in tqdm(sizes, desc="batch sizes", unit="size")
         ]
-        traces = [_trace(engine, args, size) for size in sizes] if args.trace else []
         step_bytes = _step_bytes(engine, detect_device(args.device))
         model = args.shape or engine.get_model_config().model
-    print(report_head(engine_args, width=11))
-    print(f"model      {model}")
-    print(f"floor      the time to read {step_bytes / 1e9:.3f} GB")
-    for point, floor_rate in points:
-        floor_s = step_bytes / floor_rate
-        print(
-            f"batch {point.batch_size:>3}  first token {1000 * point.first_token_s:7.1f} ms   "
-            f"step {1000 * point.step_s:7.2f} ms   {point.rate:8.1f} tokens/s   "
-            f"floor {1000 * floor_s:6.2f} ms: {100 * floor_s / point.step_s:5.1f} % of it"
-        )
-    for trace in traces:
-        print(trace)
+        print(report_head(engine_args, width=11))
+        print(f"model      {model}")
+        print(f"floor      the time to read {step_bytes / 1e9:.3f} GB")
+        for point, floor_rate in points:
+            floor_s = step_bytes / floor_rate
+            print(
+                f"batch {point.batch_size:>3}  first token {1000 * point.first_token_s:7.1f} ms   "
+                f"step {1000 * point.step_s:7.2f} ms   {point.rate:8.1f} tokens/s   "
+                f"floor {1000 * floor_s:6.2f} ms: {100 * floor_s / point.step_s:5.1f} % of it"
+            )
+        for size in sizes if args.trace else []:
+            print(_trace(engine, args, size))
     if args.plot:
         _plot(args.plot, str(model), [point for point, _ in points])
     return 0
@@ -189,7 +188,7 @@ def _trace(engine: LLMEngine, args: argparse.Namespace, batch_size: int) -> str:
         activities.append(torch.profiler.ProfilerActivity.CUDA)
     with torch.profiler.profile(activities=activities) as profile:
         _measure(engine, batch_size, args.input_len, args.output_len)
-    path = f"{args.trace}-{batch_size}.json"
+    path = f"{args.trace}-{batch_size}.json.gz"
     profile.export_chrome_trace(path)
     key = "self_cuda_time_total" if torch.cuda.is_available() else "self_cpu_time_total"
     table = profile.key_averages().table(sort_by=key, row_limit=20, max_name_column_width=60)

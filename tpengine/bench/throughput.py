@@ -150,7 +150,7 @@ def _print_own(
     prefill = sum(step.num_prefill_tokens for step in steps)
     times_ms = [1000 * step.step_s for step in steps]
     cuts = statistics.quantiles(times_ms, n=100) if len(times_ms) > 1 else times_ms * 99
-    outside = 1 - sum(step.model_s for step in steps) / median.elapsed_s
+    outside = max(0.0, 1 - sum(step.model_s for step in steps) / median.elapsed_s)
     model = engine.get_model_config()
     print(report_head(EngineArgs.from_cli_args(args)))
     print(f"model               {args.shape or model.model}")

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import time
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Protocol
 
 import torch
 
-from tpengine.errors import ConfigError, EngineError
+from tpengine.errors import CollectiveError, ConfigError, EngineError
+
+_DEVICE_TIMEOUT_S = 600.0
 
 
 class Collectives(Protocol):
@@ -16,7 +20,13 @@ class Collectives(Protocol):
     All ranks call the same methods in the same order with the same shapes, from one thread each;
     Python's lock is free while they wait. Every wait is bounded. A failure is a `CollectiveError`,
     after which the group is of no use any more.
+
+    Attributes:
+        can_be_recorded: whether calls only queue work on the device, so that a CUDA graph can hold
+            them; the same at all ranks.
     """
+
+    can_be_recorded: bool
 
     def all_reduce(self, x: torch.Tensor) -> torch.Tensor:
         """Sum over ranks of `x`, in rank order and the same bits on all; may overwrite `x`."""
@@ -46,12 +56,14 @@ class ParallelState:
 
     Attributes:
         communicator_bytes: of memory that the collectives hold for this rank.
+        timeout_s: of a wait for this rank's device, which may wait for the others.
     """
 
     tp_rank: int = 0
     tp_size: int = 1
     collectives: Collectives | None = None
     communicator_bytes: int = 0
+    timeout_s: float = _DEVICE_TIMEOUT_S
 
     def all_reduce(self, x: torch.Tensor) -> torch.Tensor:
         """Sum over ranks; may overwrite `x`."""
@@ -78,6 +90,32 @@ class ParallelState:
         """Lets go of what connects this rank with the others."""
         if self.collectives is not None:
             self.collectives.close()
+
+    @property
+    def can_be_recorded(self) -> bool:
+        """Whether a CUDA graph can hold what the ranks tell each other."""
+        return self.tp_size == 1 or self._connected.can_be_recorded
+
+    def all_can(self, here: bool, device: torch.device) -> bool:
+        """Whether something can be done at every rank; all of them ask."""
+        answers = self.all_reduce(torch.tensor([float(here)], device=device))
+        return float(answers) == self.tp_size
+
+    def wait_for(self, is_done: Callable[[], bool], what: str) -> None:
+        """Waits until this rank's device has done something.
+
+        Raises:
+            CollectiveError: it has not in time, with several ranks; EngineError with one.
+        """
+        deadline = time.monotonic() + self.timeout_s
+        while not is_done():
+            if time.monotonic() > deadline:
+                said = f"the device of rank {self.tp_rank} has not finished {what} within "
+                said += f"{self.timeout_s:g} s"
+                if self.tp_size == 1:
+                    raise EngineError(f"{said}: a kernel hangs, or the device has failed")
+                raise CollectiveError(f"{said}: it waits for a peer, or has failed", None)
+            time.sleep(0)  # lets other threads run; a sleep would add to every step
 
     def divide(self, total: int, what: str) -> int:
         """This rank's share of `total` equal things.

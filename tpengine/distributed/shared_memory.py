@@ -106,6 +106,8 @@ class SharedMemoryCollectives:
     """See `Collectives`; tensors are float32 or bfloat16 on CPU (others can be gathered and
     broadcast, not summed)."""
 
+    can_be_recorded = False
+
     def __init__(self, segment: Segment, rank: int, timeout_s: float) -> None:
         self._segment = segment
         self._rank = rank

@@ -18,7 +18,8 @@ class StepStats:
     """One step: what it computed and where its time went, in seconds.
 
     Attributes:
-        model_s: inside the model, as the worker measured it; a part of `execute_s`.
+        model_s: inside the model, as the worker measured it; a part of `execute_s`, and of the time
+            since the last step where a GPU has begun this one in between.
         num_preempted: requests that gave their blocks up.
         schedule_s, execute_s, process_s, update_s: the four parts of a step, in their order.
     """
@@ -92,7 +93,7 @@ class StatLogger:
             100 * num_unused / max(1, num_held * blocks.block_size),
             blocks.device.num_hits,
             blocks.device.num_evictions,
-            100 * (1 - sum(step.model_s for step in self._steps) / self._step_s),
+            100 * max(0.0, 1 - sum(step.model_s for step in self._steps) / self._step_s),
         )
         self._steps.clear()
         self._step_s = 0.0

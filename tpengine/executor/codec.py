@@ -84,6 +84,8 @@ def _plain_step(step: StepInput) -> list[Any]:
         values[_SAMPLE_SLOTS] = None
     else:
         values[_SAMPLE_SLOTS] = _as_bytes(step.sample_slots)
+    next_slots = step.next_slots
+    values[_NEXT_SLOTS] = None if next_slots == slots else _as_bytes(next_slots)
     num_rows = len(slots)
     tokens, rows = step.num_scheduled_tokens, step.sample_rows
     all_one = len(tokens) == num_rows and tokens.count(1) == num_rows
@@ -179,6 +181,8 @@ def _step_input(values: list[Any]) -> StepInput:
     step.num_scheduled_tokens = [1] * num_rows if tokens is None else list(tokens)
     step.sample_rows = _all_rows(num_rows) if rows is None else list(rows)
     step.sample_slots = step.slots.copy() if slots is None else list(slots)
+    next_slots = values[_NEXT_SLOTS]
+    step.next_slots = step.slots.copy() if next_slots is None else list(next_slots)
     if step.new_sequences:
         step.new_sequences = [_new_sequence(fields) for fields in values[_NEW_SEQUENCES]]
     if step.new_block_ids:
@@ -210,6 +214,7 @@ _FIRST_ROWS = list(range(1024))
 _NEW_SEQUENCES = _place(StepInput, "new_sequences")
 _FORKS = _place(StepInput, "forks")
 _BLOCK_MOVES = _place(StepInput, "block_moves")
+_NEXT_SLOTS = _place(StepInput, "next_slots")
 
 
 def _pairs(values: list[list[int]]) -> list[tuple[int, int]]:

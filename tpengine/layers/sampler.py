@@ -16,6 +16,7 @@ import torch
 
 from tpengine.layers.logit_edits import LogitEdits, apply_edits, find_lost_rows
 from tpengine.layers.logprobs import candidates, log_softmax_rows, token_logprobs
+from tpengine.layers.upload import upload
 from tpengine.messages import Candidates, TokenLogprobs
 from tpengine.ops import sampling as sampling_ops
 
@@ -121,10 +122,10 @@ def sample(logits: torch.Tensor, batch: SamplingBatch) -> Sampled:
         tensors = batch.on_device
         if tensors is None:
             columns = sampling_columns(batch)
-            tensors = [torch.from_numpy(column).to(logits.device) for column in columns]
+            tensors = [upload(column, logits.device) for column in columns]
         sampling_ops.sample_tokens(sampled.token_ids, logits, *tensors)
     if batch.edits is not None:
-        is_beam = torch.from_numpy(batch.num_candidates > 0).to(logits.device)
+        is_beam = upload(batch.num_candidates > 0, logits.device)
         lost = find_lost_rows(logits, sampled.token_ids, batch.edits, is_beam)
         sampled.errors = lost | sampled.errors
     if raw is not None:

@@ -13,6 +13,8 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from tpengine.layers.upload import upload
+
 _NO_ROW = -1
 _NO_TOKEN = -1
 _FIRST_ROWS = 8
@@ -81,8 +83,8 @@ class TokenCounts:
         self._reserve_width(len(ids))
         self._ids[row] = _NO_TOKEN
         self._counts[row] = 0
-        self._ids[row, : len(ids)] = torch.from_numpy(ids.astype(np.int64)).to(self._device)
-        self._counts[row, : len(ids)] = torch.from_numpy(counts).to(self._device)
+        self._ids[row, : len(ids)] = upload(ids.astype(np.int64), self._device)
+        self._counts[row, : len(ids)] = upload(counts, self._device)
         self._num_ids[row] = len(ids)
         self._bounds[row] = len(ids)
 
@@ -95,8 +97,8 @@ class TokenCounts:
         rows = rows[counted]
         width = self._room_for_one_more(rows)
         self._bounds[rows] += 1
-        at = torch.from_numpy(rows).to(self._device)
-        tokens = torch.from_numpy(token_ids[counted]).to(self._device)
+        at = upload(rows, self._device)
+        tokens = upload(token_ids[counted], self._device)
         hits = self._ids[at, :width] == tokens.unsqueeze(1)
         known = hits.any(dim=1)
         columns = torch.where(known, hits.int().argmax(dim=1), self._num_ids[at])
@@ -127,7 +129,7 @@ class TokenCounts:
         """The tokens of slots that have a row."""
         rows = self._row_of_slot[slots]
         width = max(1, int(self._bounds[rows].max()))
-        at = torch.from_numpy(rows).to(self._device)
+        at = upload(rows, self._device)
         ids, counts = self._ids[at, :width], self._counts[at, :width]
         unused = ids == _NO_TOKEN
         # An empty row becomes id 0 with count 0, to which no penalty on output applies.
@@ -155,7 +157,7 @@ class TokenCounts:
         """Makes sure that each row has a free column; returns a width that covers all of them."""
         if int(self._bounds[rows].max()) >= self._ids.shape[1]:
             # Repeated tokens took no column: only now is it worth waiting for the true numbers.
-            at = torch.from_numpy(rows).to(self._device)
+            at = upload(rows, self._device)
             self._bounds[rows] = self._num_ids[at].cpu().numpy()
             self._reserve_width(int(self._bounds[rows].max()) + 1)
         return int(self._bounds[rows].max()) + 1

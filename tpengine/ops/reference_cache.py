@@ -139,7 +139,7 @@ def _longest_item(chunks: list[int], wave: int, min_chunks: int) -> int:
     longest = max([1, *chunks])
     low, high = min(min_chunks, longest), longest
     if len(chunks) >= wave:
-        return max(low, sum(chunks) * 5 // (8 * wave))
+        return max(low, -(-sum(chunks) * 5 // (8 * wave)))
     while low < high:
         middle = (low + high) // 2
         if sum(max(1, -(-count // middle)) for count in chunks) > wave:

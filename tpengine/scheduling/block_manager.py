@@ -136,16 +136,17 @@ class BlockManager:
         """Device blocks that the request's sequences hold, each counted once."""
         return len({b for s in request.sequences for b in self._tables.get(s.seq_id, ())})
 
-    def append(self, sequence: Sequence) -> Growth:
-        """Lengthens the sequence's table until all its tokens have a place, and gives it a copy of
-        its partly filled block if others hold that too.
+    def append(self, sequence: Sequence, num_more: int = 0) -> Growth:
+        """Lengthens the sequence's table until all its tokens, and so many more, have a place, and
+        gives it a copy of its partly filled block if others hold that too.
 
         Raises:
             EngineError: it holds no table, or the pool has too few blocks; `num_lacking_blocks`
                 and `num_free_blocks` know.
         """
         table = self._table(sequence)
-        blocks = self.device.take(self.num_blocks_for(sequence.num_tokens) - len(table))
+        num_needed = self.num_blocks_for(sequence.num_tokens + num_more)
+        blocks = self.device.take(max(0, num_needed - len(table)))
         table.extend(blocks)
         place, filled = divmod(sequence.num_computed_tokens, self.block_size)
         if not filled or self.device.ref_count(table[place]) == 1:

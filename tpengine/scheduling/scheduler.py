@@ -16,6 +16,7 @@ from tpengine.scheduling.allocation import AllocStatus
 from tpengine.scheduling.block_manager import BlockManager
 from tpengine.scheduling.booking import book_step
 from tpengine.scheduling.groups import choose_rows, find_catching_up, num_common_tokens
+from tpengine.scheduling.look_ahead import find_next
 from tpengine.scheduling.policy import POLICIES, SchedulingPolicy
 from tpengine.scheduling.queues import RequestQueues
 from tpengine.scheduling.refusal import too_long_for_cache, why_never, why_no_more
@@ -143,10 +144,11 @@ class Scheduler:
                 raise EngineError("blocks are to be moved by a step that nobody will send")
             return step.build(self._num_steps + 1, [], [], [])
         self._num_steps += 1
-        slots = self._queues.slots
-        return step.build(
-            self._num_steps, slots.take_freed(), slots.take_forks(), slots.take_overrides()
-        )
+        slots, going_on = self._queues.slots, []
+        if self._config.looks_ahead:
+            going_on = find_next(step, self._queues, self._blocks, self._config.max_model_len)
+        changes = slots.take_freed(), slots.take_forks(), slots.take_overrides()
+        return step.build(self._num_steps, *changes, going_on)
 
     def update(self, output: SchedulerOutput) -> None:
         """Books a step that has been computed, after its tokens have been processed."""
@@ -240,7 +242,7 @@ class Scheduler:
         if grow:
             growth = self._blocks.append(sequence)
             if growth.block_ids and is_known:
-                step.new_block_ids.append((slot_of(sequence), growth.block_ids))
+                step.add_blocks(sequence, growth.block_ids)
             if growth.copy is not None:
                 step.block_moves.copies.append(growth.copy)
                 if is_known:

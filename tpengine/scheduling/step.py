@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 from tpengine.errors import EngineError
@@ -86,6 +87,15 @@ class StepBuilder:
             self.chunks.append(sequence)
             self.chunk_sizes.append(num_tokens)
 
+    def sized_rows(self) -> list[tuple[Sequence, int]]:
+        """The rows and their tokens, in the order of the message."""
+        sizes = [1] * len(self.singles) + self.chunk_sizes
+        return list(zip(self.singles + self.chunks, sizes, strict=True))
+
+    def add_blocks(self, sequence: Sequence, block_ids: list[int]) -> None:
+        """Tells the workers of blocks at the end of the table of a sequence that they know."""
+        self.new_block_ids.append((slot_of(sequence), block_ids))
+
     def enter(self, request: Request, sequence: Sequence, block_ids: list[int]) -> None:
         """Tells the workers all of a sequence."""
         params = request.sampling_params
@@ -110,6 +120,7 @@ class StepBuilder:
         freed_slots: list[int],
         forks: list[Fork],
         token_overrides: list[tuple[int, int]],
+        going_on: Iterable[Sequence] = (),
     ) -> SchedulerOutput:
         """Orders the rows, and finds those whose last token is computed: they are sampled, once for
         their own sequence and once for each that was forked from it."""
@@ -144,6 +155,7 @@ class StepBuilder:
             forks=forks,
             replaced_block_ids=self.replaced_block_ids,
             block_moves=self.block_moves,
+            next_slots=[slot_of(sequence) for sequence in going_on],
         )
         return SchedulerOutput(
             step_input,

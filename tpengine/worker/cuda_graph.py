@@ -14,10 +14,12 @@ import numpy as np
 import torch
 from tqdm import tqdm
 
+from tpengine.distributed.parallel_state import ParallelState
 from tpengine.errors import GraphCaptureError
 from tpengine.layers.attention import AttentionMetadata
 from tpengine.layers.gpu_attention import GpuBatch
 from tpengine.logger import init_logger
+from tpengine.ops.library import has_cuda_kernels
 from tpengine.worker.input_batch import StepArrays
 from tpengine.worker.memory import CudaGrowth
 from tpengine.worker.transfers import Uploads
@@ -133,8 +135,13 @@ class DecodeGraphs:
         num_seqs = len(arrays.seq_lens)
         return arrays.num_decodes == num_seqs <= self.sizes[-1]
 
-    def prepare(self, arrays: StepArrays, uploads: Uploads) -> Run:
+    def prepare(
+        self, arrays: StepArrays, uploads: Uploads, token_ids: torch.Tensor | None = None
+    ) -> Run:
         """Writes a step's inputs to where its graph reads them.
+
+        Args:
+            token_ids: `[num_seqs]`, on the device, in place of those of `arrays`.
 
         Returns:
             What runs the graph and gives hidden states `[num_seqs, hidden_size]`, valid until the
@@ -152,6 +159,8 @@ class DecodeGraphs:
         )
         sent, table = uploads.send([columns.reshape(-1), arrays.block_table])
         self._columns[: sent.shape[0]].copy_(sent)
+        if token_ids is not None:
+            self._columns[:num_seqs].copy_(token_ids)
         self._block_table[:num_seqs, : table.shape[1]].copy_(table)
         replay = self._replays[size]
         return lambda: replay()[:num_seqs]
@@ -186,3 +195,21 @@ def estimate_bytes(graphs: DecodeGraphs, device: torch.device) -> int:
         graphs.record([size])
         taken.append(growth.num_bytes())
     return taken[0] + taken[-1] * (len(graphs.sizes) - 1)
+
+
+def agree_on_graphs(parallel: ParallelState, device: torch.device) -> bool:
+    """Whether graphs can be recorded at all ranks, each of which records its part of what they
+    exchange. Says so, once, where they cannot."""
+    reasons = []
+    if not has_cuda_kernels():  # the plain ones read lengths on the host
+        reasons.append("the CUDA library is not loaded")
+    if not parallel.can_be_recorded:
+        reasons.append("a graph cannot hold how its ranks exchange tensors")
+    if parallel.all_can(not reasons, device):
+        return True
+    logger.warning(
+        "rank %d runs without CUDA graphs, which is slower: %s",
+        parallel.tp_rank,
+        " and ".join(reasons) or "another rank cannot record them",
+    )
+    return False

@@ -6,6 +6,7 @@ parameters of the others stand here already, in arrays indexed by slot.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -94,12 +95,15 @@ class InputBatch:
         Returns:
             token ids int32 `[num_tokens]` and the attention metadata.
         """
-        return upload_step(self.arrays(step), self.uploads)
+        return upload_step(self.arrays(step.slots, step.num_scheduled_tokens), self.uploads)
 
-    def arrays(self, step: StepInput) -> StepArrays:
-        """What `build` sends to the device."""
-        slots = np.array(step.slots, np.int64)
-        scheduled = np.array(step.num_scheduled_tokens, np.int32)
+    def arrays(self, row_slots: Sequence[int], num_scheduled_tokens: Sequence[int]) -> StepArrays:
+        """What `build` sends to the device, for these rows.
+
+        Ids of tokens that have not been appended yet are anything.
+        """
+        slots = np.array(row_slots, np.int64)
+        scheduled = np.array(num_scheduled_tokens, np.int32)
         computed = self.num_computed_tokens[slots]
         seq_lens = computed + scheduled
         num_decodes = int(np.count_nonzero(scheduled == 1))

@@ -26,7 +26,8 @@ from tpengine.worker.prompt_logprobs import (
     compute_prompt_logprobs,
     find_prompt_rows,
 )
-from tpengine.worker.transfers import Downloads, Uploads
+from tpengine.worker.run_ahead import BegunStep, divide
+from tpengine.worker.transfers import Downloads, Uploads, end_of_work
 
 logger = init_logger(__name__)
 
@@ -36,6 +37,10 @@ class ModelRunner:
 
     Args:
         gpu: what attention needs there; None: on CPU.
+
+    Attributes:
+        works_ahead: whether the device computes while this process does something else, so that
+            the step that is likely to come next is begun before it is asked for.
     """
 
     def __init__(
@@ -53,21 +58,24 @@ class ModelRunner:
         self._device = device
         self._parallel = parallel
         self._gpu = gpu
+        self.works_ahead = device.type == "cuda"
+        self._begun: BegunStep | None = None
+        self._answered_at = 0.0
         self._graphs: DecodeGraphs | None = None
-        self._downloads = Downloads(device)
+        self._downloads = Downloads(device, parallel.wait_for)
         self._batch: InputBatch | None = None
         self._kv_caches: list[KVCache] = []
         self._cache_engine: CacheEngine | None = None
 
     def detach_cache(self) -> None:
         """Lets go of the cache and of what was recorded over it."""
-        self._graphs = None
+        self._graphs = self._begun = None
         self._cache_engine = None
         self._kv_caches = []
 
     def attach_cache(self, cache_engine: CacheEngine) -> None:
         """Hands over the cache; from here on steps can be executed."""
-        self._graphs = None
+        self._graphs = self._begun = None
         self._cache_engine = cache_engine
         self._kv_caches = cache_engine.kv_caches
         self._batch = InputBatch(
@@ -90,15 +98,17 @@ class ModelRunner:
         batch.apply(step)
         if step.block_moves:
             cache_engine.move(step.block_moves)
-        arrays = batch.arrays(step)
         prompt_rows = find_prompt_rows(step, batch)
         last_positions = batch.last_positions(step) if step.sample_rows else None
         samples_here = step.sample_rows and self._parallel.tp_rank == 0
         sampling = batch.sampling_batch(step) if samples_here else None
         if sampling is not None and self._gpu is not None and sampling.temperature.any():
             sampling.on_device = batch.uploads.send(sampling_columns(sampling))
-        forward = self._prepare(arrays, batch)
+        begun, self._begun = self._begun, None
+        forward = self._continue(step, batch, begun)
         start = time.perf_counter()
+        if begun is not None and not begun.is_done():  # it has been at it since the last answer
+            start = self._answered_at
         hidden = forward()
         output = StepOutput(step.step, [])
         if prompt_rows:
@@ -114,21 +124,63 @@ class ModelRunner:
             output.errors = sampled.errors
             finish = self._downloads.start(sampled.token_ids)
             batch.note_computed(step)
+            if self.works_ahead and step.next_slots:
+                self._begin_next(step, batch, sampled.token_ids)
             sampled_ids = finish()
             output.token_ids = sampled_ids.tolist()
         else:
             batch.note_computed(step)
-        output.model_s = time.perf_counter() - start
+        self._answered_at = time.perf_counter()
+        output.model_s = self._answered_at - start
         batch.append(step, sampled_ids)
         return output
 
-    def _prepare(self, arrays: StepArrays, batch: InputBatch) -> Callable[[], torch.Tensor]:
-        """Sends a step's inputs to the device; what it returns runs the model on them."""
+    def _continue(
+        self, step: StepInput, batch: InputBatch, begun: BegunStep | None
+    ) -> Callable[[], torch.Tensor]:
+        """Sends to the device what it has not computed yet of a step. What this returns computes
+        that, and gives the hidden states of all of the step's tokens."""
+        if begun is None:
+            return self._prepare(batch.arrays(step.slots, step.num_scheduled_tokens), batch)
+        left, hidden = divide(step, begun), begun.hidden
+        if left.source is None:
+            return lambda: hidden
+        source = batch.uploads.send([left.source])[0]
+        if not left.slots:
+            return lambda: hidden.index_select(0, source)
+        hidden = hidden.clone()  # a graph writes its next result to the same place
+        forward = self._prepare(batch.arrays(left.slots, left.num_scheduled_tokens), batch)
+        return lambda: torch.cat([hidden, forward()]).index_select(0, source)
+
+    def _begin_next(self, step: StepInput, batch: InputBatch, sampled: torch.Tensor) -> None:
+        """Runs the model on what was just sampled, whose ids only the device knows yet.
+
+        Args:
+            sampled: int64, in the order of `step.sample_slots`.
+        """
+        if step.next_slots != step.sample_slots:
+            places = {slot: place for place, slot in enumerate(step.sample_slots)}
+            chosen = np.array([places[slot] for slot in step.next_slots])
+            sampled = sampled.index_select(0, batch.uploads.send([chosen])[0])
+        arrays = batch.arrays(step.next_slots, [1] * len(step.next_slots))
+        hidden = self._prepare(arrays, batch, sampled)()
+        self._begun = BegunStep(step.next_slots.copy(), hidden, end_of_work(self._device))
+
+    def _prepare(
+        self, arrays: StepArrays, batch: InputBatch, sampled: torch.Tensor | None = None
+    ) -> Callable[[], torch.Tensor]:
+        """Sends rows' inputs to the device; what it returns runs the model on them.
+
+        Args:
+            sampled: their ids, where the device alone knows them.
+        """
         if self._graphs is not None and self._graphs.fits(arrays):
             assert self._cache_engine is not None
             self._cache_engine.kv_caches.wait()  # a graph does not go through the layers
-            return self._graphs.prepare(arrays, batch.uploads)
+            return self._graphs.prepare(arrays, batch.uploads, sampled)
         token_ids, metadata = upload_step(arrays, batch.uploads)
+        if sampled is not None:
+            token_ids = sampled.int()
         if self._gpu is not None:
             metadata.gpu = self._gpu.batch(arrays, metadata.query_start_loc, batch.uploads)
         return lambda: self.model.forward(token_ids, self._kv_caches, metadata)

@@ -14,6 +14,7 @@ from tpengine.errors import InvalidSamplingParamsError
 from tpengine.layers.logit_edits import LogitEdits, Penalties, ProcessorCall
 from tpengine.layers.sampler import SamplingBatch
 from tpengine.layers.token_counts import TokenCounts
+from tpengine.layers.upload import upload
 from tpengine.logits_processors import LogitsProcessor, load_logits_processor
 from tpengine.messages import NewSequence
 from tpengine.sampling_params import SamplingParams
@@ -185,7 +186,7 @@ class SamplingSlots:
         return calls
 
     def _tensor(self, array: npt.NDArray[np.generic]) -> torch.Tensor:
-        return torch.from_numpy(array).to(self._device)
+        return upload(array, self._device)
 
 
 def _num_logprobs(params: SamplingParams) -> int:

@@ -10,6 +10,7 @@ import numpy.typing as npt
 import torch
 
 from tpengine.layers.logit_edits import AllowedTokens, Entries
+from tpengine.layers.upload import upload
 from tpengine.messages import NewSequence
 
 Int32 = npt.NDArray[np.int32]
@@ -172,7 +173,7 @@ class TokenRules:
         return Entries(self._tensor(rows), self._tensor(np.concatenate([ids for _, ids in found])))
 
     def _tensor(self, array: npt.NDArray[np.generic]) -> torch.Tensor:
-        return torch.from_numpy(array).to(self._device)
+        return upload(array, self._device)
 
 
 def _group(words: Iterable[Sequence[int]]) -> list[_Words]:

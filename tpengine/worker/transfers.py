@@ -11,10 +11,12 @@ import torch
 
 _ALIGNMENT = 16
 _FIRST_BYTES = 1 << 20
-_NUM_BUFFERS = 3
-"""A buffer is free again when its copy is done, which it is long before its turn comes."""
+_NUM_BUFFERS = 8
+"""A buffer is free again when its copy is done. Behind a step that was begun early there may be the
+few copies of another."""
 
 Array = npt.NDArray[np.generic]
+Wait = Callable[[Callable[[], bool], str], None]
 
 
 class Uploads:
@@ -53,6 +55,15 @@ class Uploads:
         return unpack(sent, arrays, places)
 
 
+def end_of_work(device: torch.device) -> Callable[[], bool]:
+    """Asks whether a device has done all that it was given until now."""
+    if device.type != "cuda":
+        return lambda: True
+    event = torch.cuda.Event()
+    event.record()
+    return event.query
+
+
 def layout(arrays: Sequence[Array]) -> tuple[list[int], int]:
     """Where each array begins in a buffer, aligned for any dtype, and the bytes of all."""
     places, size = [], 0
@@ -84,9 +95,13 @@ class Downloads:
     """Brings sampled ids to the host while the host does something else.
 
     The copy has a stream of its own, so that it does not wait for what is launched after the ids.
+
+    Args:
+        wait_for: see `ParallelState.wait_for`.
     """
 
-    def __init__(self, device: torch.device) -> None:
+    def __init__(self, device: torch.device, wait_for: Wait) -> None:
+        self._wait_for = wait_for
         self._stream: Any = torch.cuda.Stream(device) if device.type == "cuda" else None
 
     def start(self, tensor: torch.Tensor) -> Callable[[], npt.NDArray[Any]]:
@@ -102,7 +117,7 @@ class Downloads:
             event.record(self._stream)
 
         def finish() -> npt.NDArray[Any]:
-            event.synchronize()
+            self._wait_for(event.query, "a step")
             return host.numpy()
 
         return finish

@@ -19,10 +19,9 @@ from tpengine.logger import init_logger
 from tpengine.messages import MemoryLedger, Rendezvous, StepInput, StepOutput
 from tpengine.models.loader import load_model
 from tpengine.ops.attention import check_decode_support
-from tpengine.ops.library import has_cuda_kernels
 from tpengine.worker import memory
 from tpengine.worker.cache_engine import CacheEngine, block_bytes, staged_blocks
-from tpengine.worker.cuda_graph import CudaCapture, estimate_bytes
+from tpengine.worker.cuda_graph import CudaCapture, agree_on_graphs, estimate_bytes
 from tpengine.worker.device import (
     cache_dtype,
     check_quantization,
@@ -59,6 +58,7 @@ class Worker:
         self._gpu: GpuAttention | None = None
         self._runner: ModelRunner | None = None
         self._cache_engine: CacheEngine | None = None
+        self._all_record: bool | None = None
 
     def open_rendezvous(self, address: str) -> int:
         """Starts the store at which the ranks meet, on rank 0; returns its port.
@@ -191,11 +191,11 @@ class Worker:
         return self._gpu.num_bytes + staged_blocks(one_block, num_host_blocks) * one_block
 
     def _uses_graphs(self) -> bool:
-        """Not with several ranks: NCCL's bounded waits cannot be recorded. Nor without kernels:
-        the plain ones read lengths on the host."""
-        alone = self._parallel.tp_size == 1
-        has_graphs = self._device.type == "cuda" and alone and has_cuda_kernels()
-        return has_graphs and not self._config.cuda.enforce_eager
+        """Whether decode steps are recorded: at every rank, or at none."""
+        if self._all_record is None:
+            wanted = self._device.type == "cuda" and not self._config.cuda.enforce_eager
+            self._all_record = wanted and agree_on_graphs(self._parallel, self._device)
+        return self._all_record
 
     def _graphs_bytes(self) -> int:
         """What the graphs will take, tried over a cache of one block."""

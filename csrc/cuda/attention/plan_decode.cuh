@@ -52,7 +52,10 @@ __device__ int longest_item(const PlanArgs& a, const BlockSum& reduce) {
   longest = reduce(longest, larger);
   int low = min(a.min_chunks, longest), high = longest;
   if (a.num_seqs >= a.wave) {
-    const int64_t share = static_cast<int64_t>(total) * 5 / (8 * static_cast<int64_t>(a.wave));
+    // Rounded up: the list has room for num_seqs + 2 wave items, and these are at most num_seqs +
+    // 8/5 wave of them.
+    const int64_t parts = 8 * static_cast<int64_t>(a.wave);
+    const int64_t share = (static_cast<int64_t>(total) * 5 + parts - 1) / parts;
     return max(low, static_cast<int>(share));
   }
   while (low < high) {

@@ -1,0 +1,234 @@
+"""Steps that a worker begins before the driver asks, walked on the CPU: what comes is what would
+have come anyway, whatever the driver does instead of what was likely."""
+
+from __future__ import annotations
+
+import itertools
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from recovery.loop import Client, Job, summary
+from recovery.mortal import Fate, RealGroup, mortal_engine
+from support.engines import generate, greedy, ids, make_engine, open_llm, preemptions, run
+from support.gpu_walk import GpuWalk, walk_the_gpus_way
+from support.models import ModelShop
+from support.zoo import PLAIN
+
+from tpengine import EngineArgs, SamplingParams
+from tpengine.messages import Fork, NewSequence, StepInput
+from tpengine.worker import model_runner
+from tpengine.worker.model_runner import ModelRunner
+from tpengine.worker.run_ahead import BegunStep, divide
+
+LENGTHS = (1, 2, 7, 16, 17, 33, 64, 129, 300)
+MAX_MODEL_LEN = 512
+
+
+@pytest.fixture
+def walk(monkeypatch: pytest.MonkeyPatch) -> GpuWalk:
+    return walk_the_gpus_way(monkeypatch)
+
+
+def begun(*slots: int) -> BegunStep:
+    return BegunStep(list(slots), torch.zeros(len(slots), 1), lambda: True)
+
+
+def decodes(*slots: int, **changes: Any) -> StepInput:
+    return StepInput(7, list(slots), [1] * len(slots), **changes)
+
+
+def test_a_step_that_was_begun_as_it_comes_has_nothing_left() -> None:
+    left = divide(decodes(3, 1, 2, new_block_ids=[(1, [9])]), begun(3, 1, 2))
+    assert (left.slots, left.source) == ([], None)
+
+
+def test_rows_in_another_order_and_fewer_of_them() -> None:
+    left = divide(decodes(2, 3, freed_slots=[1]), begun(3, 1, 2))
+    assert left.slots == []
+    assert left.source is not None
+    assert left.source.tolist() == [2, 0]
+
+
+def test_what_is_new_is_left_to_compute() -> None:
+    step = StepInput(7, [2, 5, 3, 4], [1, 1, 2, 3])
+    left = divide(step, begun(3, 2))
+    assert (left.slots, left.num_scheduled_tokens) == ([5, 3, 4], [1, 2, 3])
+    assert left.source is not None
+    assert left.source.tolist() == [1, 2, 3, 4, 5, 6, 7]
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"freed_slots": [1]},
+        {"new_sequences": [NewSequence(1, [5], 1, 0, [4], SamplingParams(), 0, 0, [])]},
+        {"forks": [Fork(3, 1, 1)]},
+        {"token_overrides": [(1, 77)]},
+        {"replaced_block_ids": [(1, 0, 5)]},
+    ],
+    ids=lambda changes: next(iter(changes)),
+)
+def test_a_slot_that_was_changed_is_computed_again(changes: dict[str, Any]) -> None:
+    left = divide(decodes(3, 1, **changes), begun(3, 1))
+    assert left.slots == [1]
+    assert left.source is not None
+    assert left.source.tolist() == [0, 2]
+
+
+@pytest.mark.parametrize("enforce_eager", [False, True], ids=["graphs", "eager"])
+def test_greedy_equals_transformers(models: ModelShop, walk: GpuWalk, enforce_eager: bool) -> None:
+    """Requests of many lengths end one by one, so that later steps hold fewer than were begun."""
+    folder = models.folder(PLAIN)
+    oracle = models.oracle(folder)
+    prompts = oracle.prompts(LENGTHS, seed=1)
+    params = [greedy(20 + 5 * number) for number in range(len(prompts))]
+    args: dict[str, Any] = {"max_model_len": MAX_MODEL_LEN, "max_num_batched_tokens": 64}
+    with open_llm(folder, max_num_seqs=16, enforce_eager=enforce_eager, **args) as llm:
+        outputs = generate(llm, prompts, params)
+    answers = [answer.token_ids for answer in oracle.answers(prompts)]
+    assert ids(outputs) == [a[: 20 + 5 * number] for number, a in enumerate(answers)]
+    assert walk.begun == walk.taken, "ends for length are foreseen"
+    assert walk.whole > 50
+    assert walk.early > 50, "nobody waits for ids before the next step is begun"
+
+
+@pytest.mark.parametrize("mode", ["swap", "recompute"])
+def test_preemption(models: ModelShop, walk: GpuWalk, mode: str) -> None:
+    folder = models.folder(PLAIN)
+    oracle = models.oracle(folder)
+    prompts = oracle.prompts(LENGTHS[:-1], seed=1)
+    args: dict[str, Any] = {"max_model_len": 256, "num_device_blocks_override": 40}
+    with open_llm(folder, block_size=8, preemption_mode=mode, **args) as llm:
+        outputs = generate(llm, prompts, greedy())
+    assert ids(outputs) == [answer.token_ids for answer in oracle.answers(prompts)]
+    assert preemptions(outputs) > 0
+    assert walk.taken > 20
+
+
+def test_one_that_comes_and_one_that_goes_in_between(models: ModelShop, walk: GpuWalk) -> None:
+    """A prompt joins, a request is aborted, and its slot goes to another: each time the others go
+    on with what was begun."""
+    folder = models.folder(PLAIN)
+    oracle = models.oracle(folder)
+    prompts = oracle.prompts((5, 40, 17, 1), seed=4)
+    engine = make_engine(folder, max_num_seqs=3)
+    for number in (0, 1):
+        engine.add_request(str(number), None, greedy(30), prompt_token_ids=prompts[number])
+    outputs = [output for _ in range(6) for output in engine.step()]
+    before = walk.taken
+    engine.add_request("2", None, greedy(30), prompt_token_ids=prompts[2])
+    outputs += engine.step()
+    assert walk.taken == before + 2
+    assert walk.whole == 5, "of the first six all but the prompts"
+    outputs += engine.step()
+    engine.abort_request("1")
+    engine.add_request("3", None, greedy(30), prompt_token_ids=prompts[3])  # of one token
+    before = walk.taken
+    outputs += engine.step()
+    assert walk.taken == before + 2, "what stood in the slot of another was taken for it"
+    outputs += run(engine)
+    engine.shutdown()
+    final = {output.request_id: output.outputs[0].token_ids for output in outputs}
+    answers = [answer.token_ids[:30] for answer in oracle.answers(prompts)]
+    assert [final[str(number)] for number in (0, 2, 3)] == [answers[n] for n in (0, 2, 3)]
+    assert final["1"] == answers[1][: len(final["1"])]
+
+
+def test_ends_that_nobody_foresees(models: ModelShop, walk: GpuWalk) -> None:
+    """Stop strings, end tokens and stop tokens: the token too many is dropped."""
+    folder = models.folder(PLAIN, tokenizer=True)
+    prompts = models.oracle(folder).prompts((5, 40, 17, 9), seed=4)
+    alone: list[list[int]] = []
+    with open_llm(folder, async_scheduling=False) as llm:
+        whole = generate(llm, prompts, greedy(40))
+        params = [
+            replace(greedy(40), stop=[whole[0].outputs[0].text[9:12]]),
+            replace(greedy(40), stop_token_ids=[ids(whole)[1][17]]),
+            greedy(40),
+            SamplingParams(temperature=1.0, seed=5, max_tokens=40, repetition_penalty=1.3),
+        ]
+        alone = ids(generate(llm, prompts, params))
+        assert (walk.begun, walk.early) == (0, 0)
+    with open_llm(folder) as llm:
+        assert ids(generate(llm, prompts, params)) == alone
+    assert [len(one) < 40 for one in alone[:3]] == [True, True, False]
+    assert walk.begun > walk.taken > 50
+
+
+def test_groups_and_beams(models: ModelShop, walk: GpuWalk) -> None:
+    """Sequences of one request are begun like others; beams never, as the driver has the word."""
+    folder = models.folder(PLAIN)
+    prompts = models.oracle(folder).prompts((5, 40, 17), seed=4)
+    params = [
+        SamplingParams(n=3, seed=1, max_tokens=24, ignore_eos=True, logprobs=1),
+        greedy(30),
+        SamplingParams(n=1, best_of=2, seed=2, max_tokens=20, ignore_eos=True),
+    ]
+    beams = SamplingParams(n=2, best_of=3, use_beam_search=True, temperature=0.0, max_tokens=16)
+
+    def told(outputs: Any) -> list[Any]:
+        return [[one.token_ids for one in output.outputs] for output in outputs]
+
+    with open_llm(folder, async_scheduling=False) as llm:
+        expected = told(generate(llm, prompts, params))
+        best = told(generate(llm, prompts[:2], [beams, greedy(16)]))
+    with open_llm(folder) as llm:
+        assert told(generate(llm, prompts, params)) == expected
+        assert walk.taken > 50
+        before = walk.begun
+        assert told(generate(llm, prompts[:2], [beams, greedy(16)])) == best
+    assert walk.begun == before
+
+
+def test_ranks_that_are_lost_with_a_step_begun(models: ModelShop, walk: GpuWalk) -> None:
+    folder = str(models.folder(PLAIN, tokenizer=True))
+    args = EngineArgs(folder, dtype="float32", max_model_len=128, max_recoveries=100)
+    config = args.create_engine_config("cpu")
+    generator = torch.Generator().manual_seed(3)
+    jobs = [
+        Job(torch.randint(4, 512, (length,), generator=generator).tolist(), params)
+        for length, params in (
+            (33, greedy(40)),
+            (5, SamplingParams(temperature=1.1, seed=4, max_tokens=40, ignore_eos=True)),
+            (20, SamplingParams(n=2, temperature=1.0, max_tokens=40, ignore_eos=True)),
+        )
+    ]
+    answers = []
+    for kills in (frozenset[int](), frozenset({3, 9, 10, 25})):
+        engine, executor = mortal_engine(config, Fate(kills, blocks=[(200, 0)]), RealGroup)
+        client = Client(engine, executor)
+        for number, job in enumerate(jobs):
+            client.add(str(number), job)
+        with engine:
+            answers.append([summary(answer) for answer in client.run().values()])
+    assert answers[0] == answers[1]
+    assert len(executor.losses) == 4
+    assert walk.taken > 200
+
+
+@pytest.mark.parametrize("is_done", [False, True])
+def test_time_of_the_model_covers_what_ran_meanwhile(
+    models: ModelShop, walk: GpuWalk, monkeypatch: pytest.MonkeyPatch, is_done: bool
+) -> None:
+    """Where the device is still at it when the driver asks, it has been since the last answer;
+    where it has finished, the driver's time was lost and is not the model's."""
+    ticks = itertools.count()
+    monkeypatch.setattr(model_runner, "end_of_work", lambda device: lambda: is_done)
+    monkeypatch.setattr(model_runner.time, "perf_counter", lambda: float(next(ticks)))
+    engine = make_engine(models.folder(PLAIN), max_num_seqs=2)
+    engine.add_request("one", None, greedy(5), prompt_token_ids=[5, 6, 7])
+    taken = []
+    execute = ModelRunner.execute
+
+    def timed(self: ModelRunner, step: StepInput) -> Any:
+        output = execute(self, step)
+        taken.append(output.model_s)
+        return output
+
+    monkeypatch.setattr(ModelRunner, "execute", timed)
+    run(engine)
+    engine.shutdown()
+    with_driver = [one > taken[0] for one in taken[1:]]
+    assert with_driver == [not is_done] * 4
