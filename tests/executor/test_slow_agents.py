@@ -35,7 +35,7 @@ def channels() -> Iterator[tuple[Channel, Channel]]:
 def test_time_that_the_agent_takes_is_silence_too(
     channels: tuple[Channel, Channel], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """It says that the process runs, in nearly two seconds each time; nobody has heard the rank since."""
+    """It takes nearly two seconds to say that the process runs, which nobody has heard since."""
     monkeypatch.setattr(watch, "FROZEN_S", 0.6)
     losses: list[ChannelError] = []
 
