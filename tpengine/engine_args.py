@@ -133,7 +133,7 @@ class EngineArgs:
     ray_address: str | None = arg(
         None,
         "host:port of a Ray cluster, or local to start one; default: the one that this process "
-        "belongs to, or that runs here, or a new local one",
+        "belongs to, or that `ray start` started here, or a new local one",
     )
     ray_placement_strategy: str = arg(
         "PACK", "how ranks are spread over nodes, by Ray's names", cfg.PLACEMENT_STRATEGIES

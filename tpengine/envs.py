@@ -6,6 +6,7 @@ Every variable that tpengine obeys is listed here with its unit and default.
 from __future__ import annotations
 
 import os
+from pathlib import Path
 
 from tpengine.errors import ConfigError
 
@@ -105,6 +106,13 @@ def adopt(variables: dict[str, str]) -> list[str]:
 def ray_address() -> str | None:
     """`RAY_ADDRESS`: the Ray cluster to connect to, by Ray's own convention; default: none."""
     return os.environ.get("RAY_ADDRESS") or None
+
+
+def ray_folders() -> list[Path]:
+    """`RAY_TMPDIR`, `TMPDIR` and `/tmp`: where Ray keeps what it knows of this machine, by its own
+    convention; the folder of whoever started it may be another than this process's."""
+    parents = (os.environ.get("RAY_TMPDIR"), os.environ.get("TMPDIR"), "/tmp")
+    return [Path(parent, "ray") for parent in dict.fromkeys(filter(None, parents))]
 
 
 def prepare_local_ray() -> None:

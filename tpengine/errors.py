@@ -153,16 +153,8 @@ class PlacementError(EngineError):
     """The cluster cannot, or did not in time, give every rank its place."""
 
 
-class RendezvousError(EngineError):
-    """The ranks of a group did not find each other."""
-
-
-class SharedMemoryError(EngineError):
-    """The shared memory through which the ranks of a host exchange data cannot be had."""
-
-
-class CollectiveError(EngineError):
-    """An exchange between ranks failed; the group is of no use any more.
+class _PeerError(EngineError):
+    """A rank could not do its part because of another one.
 
     Attributes:
         failed_rank: whose fault it seems; None: not known.
@@ -174,6 +166,18 @@ class CollectiveError(EngineError):
 
     def __str__(self) -> str:
         return str(self.args[0])
+
+
+class RendezvousError(_PeerError):
+    """The ranks of a group did not find each other."""
+
+
+class SharedMemoryError(EngineError):
+    """The shared memory through which the ranks of a host exchange data cannot be had."""
+
+
+class CollectiveError(_PeerError):
+    """An exchange between ranks failed; the group is of no use any more."""
 
 
 class NativeLibraryError(EngineError):

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import socket
 import time
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
-from tpengine import EngineArgs, LLMEngine
+from tpengine import EngineArgs, LLMEngine, envs
 from tpengine.config import EMBEDDED_MODEL
 from tpengine.engine import llm_engine
 from tpengine.errors import ConfigError, EngineError
@@ -87,7 +89,7 @@ def test_heads_that_cannot_be_divided_are_refused_before_ray(
 
 def test_an_address_where_nobody_is_fails_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     ray_connection = pytest.importorskip("tpengine.executor.ray_connection")
-    monkeypatch.setattr(ray_connection, "ray", FakeRay(None))
+    monkeypatch.setattr(ray_connection, "ray", FakeRay())
     begin = time.monotonic()
     with pytest.raises(EngineError, match=r"ray_address = '127.0.0.1:1'"):
         ray_connection.RayConnection("127.0.0.1:1")
@@ -98,43 +100,50 @@ def test_an_address_where_nobody_is_fails_at_once(monkeypatch: pytest.MonkeyPatc
 
 
 class FakeRay:
-    """Keeps what it was asked; finds one cluster running, whose node has these labels."""
+    """Keeps what it was asked; a cluster is at every address where somebody listens."""
 
-    def __init__(self, labels: dict[str, str] | None) -> None:
+    def __init__(self) -> None:
         self.asked: list[str] = []
-        self.labels = labels
 
     def is_initialized(self) -> bool:
         return False
 
-    def init(self, address: str, labels: dict[str, str] | None = None, **_: Any) -> None:
+    def init(self, address: str, **_: Any) -> None:
         self.asked.append(address)
-        if address == "local":
-            self.labels = labels
-
-    def shutdown(self) -> None:
-        self.asked.append("shutdown")
-
-    def nodes(self) -> list[dict[str, Any]]:
-        return [{"Labels": self.labels}]
 
     def get_runtime_context(self) -> Any:
         return SimpleNamespace(gcs_address="h:1", get_node_id=lambda: "n", get_job_id=lambda: "j")
 
 
-def test_the_ray_that_another_engine_started_is_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_only_a_ray_that_was_started_for_all_is_found(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """The one that `ray start` wrote down, while it answers: any other that runs here belongs to
+    the program that started it."""
     ray_connection = pytest.importorskip("tpengine.executor.ray_connection")
     monkeypatch.delenv("RAY_ADDRESS", raising=False)
     monkeypatch.setattr(ray_connection, "_users_of_started_ray", set())
-    started = FakeRay(None)
-    monkeypatch.setattr(ray_connection, "ray", started)
-    ray_connection.RayConnection("local")
-    assert started.labels
-    for labels, expected in (
-        (started.labels, ["auto", "shutdown", "local"]),
-        ({"ray.io/node-id": "n"}, ["auto"]),
-    ):
-        found = FakeRay(labels)
-        monkeypatch.setattr(ray_connection, "ray", found)
-        ray_connection.RayConnection(None)
-        assert found.asked == expected
+    note = tmp_path / "ray" / "ray_current_cluster"
+    note.parent.mkdir()
+    monkeypatch.setattr(envs, "ray_folders", lambda: [tmp_path / "absent", note.parent])
+
+    def asked() -> list[str]:
+        monkeypatch.setattr(ray_connection, "ray", fake := FakeRay())
+        connection = ray_connection.RayConnection(None)
+        ray_connection._users_of_started_ray.discard(id(connection))
+        return fake.asked
+
+    assert asked() == ["local"]
+    with socket.create_server(("127.0.0.1", 0)) as somebody:
+        address = f"127.0.0.1:{somebody.getsockname()[1]}"
+        note.write_text(address + "\n")
+        assert asked() == [address]
+    assert asked() == ["local"], "the note outlived its cluster"
+
+
+def test_folders_of_ray(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TMPDIR", "/tmp")
+    monkeypatch.delenv("RAY_TMPDIR", raising=False)
+    assert envs.ray_folders() == [Path("/tmp/ray")]
+    monkeypatch.setenv("RAY_TMPDIR", "/elsewhere")
+    assert envs.ray_folders() == [Path("/elsewhere/ray"), Path("/tmp/ray")]

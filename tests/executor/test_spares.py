@@ -50,6 +50,7 @@ def test_spares_become_ranks(folder: Path, wait_until: Wait) -> None:
         ranks.rebuild()
         assert not ranks.has_spares, "the next ones would take the cores from those who wait"
         assert sorted(place.process for place in ranks.executor.places) == sorted(spares)
+        wait_until(lambda: free_cpus() == ray.cluster_resources()["CPU"] - 2, 5.0)  # still reserved
         times = ranks.executor.start_times_s
         print(
             f"\nwith spares: processes {times['processes']:.2f} s, imports {times['imports']:.2f}"

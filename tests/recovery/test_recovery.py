@@ -146,6 +146,22 @@ def test_a_loss_that_nobody_saw_is_found_by_the_step(
     assert {k: summary(a) for k, a in answers.items()} == {k: summary(a) for k, a in alone.items()}
 
 
+def test_a_loss_of_the_step_before_blames_nobody(
+    client: Client, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A rank dies once it has answered, and the next step is the first to hear of it."""
+    for _ in range(2):
+        with monkeypatch.context() as patch:
+            patch.setattr(MortalExecutor, "loss", None)
+            client.executor.lose("execute_model", client.executor.steps[-1][1])
+            client.step()
+        assert client.engine.health().state is EngineState.RECOVERING
+        assert not client.engine._recovery._blame.has_suspects
+        client.recover()
+        client.step()
+    client.run()
+
+
 def test_what_no_longer_fits_fails_alone(fake_config: MakeConfig) -> None:
     fate = Fate(kills=frozenset({3}), blocks=[(20, 0), (5, 0)])
     jobs = [job(0, num_prompt_tokens=45), job(1), job(2, max_tokens=40)]

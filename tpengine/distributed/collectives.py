@@ -91,21 +91,23 @@ def _connect_segment(meeting: Meeting, rendezvous: Rendezvous) -> Segment | None
     That host names or addresses agree proves nothing (containers), so each rank looks for the file
     that rank 0 has just made.
     """
-    file = _offer_file(meeting, rendezvous) if meeting.rank == 0 else None
+    file = _offer_file(rendezvous) if meeting.rank == 0 else None
+    fd = None
     try:
+        if meeting.rank == 0:
+            where = file and {"path": str(file.path), "token": file.token.hex()}
+            meeting.publish("segment", json.dumps(where).encode())
         offer = json.loads(meeting.read("segment", 0))
-        fd = None
         if offer is not None and has_shared_memory():
             fd = find_segment_file(Path(offer["path"]), bytes.fromhex(offer["token"]))
         seen = meeting.exchange("seen", b"" if fd is None else b"1")
         if fd is None or not all(seen):
-            if fd is not None:
-                os.close(fd)
             return None
         if file is not None:
             _allocate(meeting, file)
         meeting.read("allocated", 0)
-        segment = _attach(meeting, fd)
+        own_fd, fd = fd, None  # the segment's from now on
+        segment = _attach(meeting, own_fd)
         try:
             meeting.exchange("attached", b"")
         except RendezvousError:
@@ -113,21 +115,21 @@ def _connect_segment(meeting: Meeting, rendezvous: Rendezvous) -> Segment | None
             raise
         return segment
     finally:
+        if fd is not None:
+            os.close(fd)
         if file is not None:
             file.remove()
             os.close(file.fd)
 
 
-def _offer_file(meeting: Meeting, rendezvous: Rendezvous) -> SegmentFile | None:
-    file, offer = None, None
-    if has_shared_memory():
-        try:
-            file = SegmentFile(rendezvous.engine_id, rendezvous.epoch)
-            offer = {"path": str(file.path), "token": file.token.hex()}
-        except OSError as error:
-            logger.warning("no shared memory for the ranks of this host: %s", error)
-    meeting.publish("segment", json.dumps(offer).encode())
-    return file
+def _offer_file(rendezvous: Rendezvous) -> SegmentFile | None:
+    if not has_shared_memory():
+        return None
+    try:
+        return SegmentFile(rendezvous.engine_id, rendezvous.epoch)
+    except OSError as error:
+        logger.warning("no shared memory for the ranks of this host: %s", error)
+        return None
 
 
 def _allocate(meeting: Meeting, file: SegmentFile) -> None:

@@ -7,6 +7,7 @@ network, and it is closed once the ranks are connected.
 
 from __future__ import annotations
 
+import contextlib
 import datetime
 import fcntl
 import socket
@@ -108,12 +109,17 @@ class Meeting:
         return max(0.01, self._deadline - time.monotonic())
 
     def publish(self, phase: str, value: bytes) -> None:
-        """Says what this rank has to say in a phase."""
-        self.store.set(f"{phase}/{self.rank}", b"=" + value)
+        """Says what this rank has to say in a phase.
+
+        Raises:
+            RendezvousError: there is nobody to say it to any more.
+        """
+        self._say(phase, b"=" + value)
 
     def fail(self, phase: str, error: Exception) -> None:
         """Says instead why this rank cannot go on; the others raise it."""
-        self.store.set(f"{phase}/{self.rank}", _ERROR + f"{type(error).__name__}: {error}".encode())
+        with contextlib.suppress(RendezvousError):  # rank 0 is gone; the error is still its own
+            self._say(phase, _ERROR + f"{type(error).__name__}: {error}".encode())
 
     def read(self, phase: str, rank: int) -> bytes:
         """What a rank said in a phase.
@@ -127,21 +133,33 @@ class Meeting:
             self.store.wait([key], datetime.timedelta(seconds=self.left_s))
             value = bytes(self.store.get(key))
         except RuntimeError as error:
-            here = f"rank {self.rank} ({self.address}) at phase '{phase}'"
             if not isinstance(error, dist.DistStoreError):
-                raise RendezvousError(f"{here} lost rank 0's store: {error}") from error
+                raise self._lost_store(phase, error) from error
             raise RendezvousError(
-                f"{here} waited for {where}, which did not arrive within "
-                f"{self._rendezvous.connect_timeout_s:g} s of the start; look at its log"
+                f"{self._at(phase)} waited for {where}, which did not arrive within "
+                f"{self._rendezvous.connect_timeout_s:g} s of the start; look at its log",
+                rank,
             ) from error
         if value.startswith(_ERROR):
-            raise RendezvousError(f"{where} failed: {value[1:].decode()}")
+            raise RendezvousError(f"{where} failed: {value[1:].decode()}", rank)
         return value[1:]
 
     def exchange(self, phase: str, value: bytes) -> list[bytes]:
         """Publishes, and returns what every rank published, in rank order."""
         self.publish(phase, value)
         return [self.read(phase, rank) for rank in range(self.size)]
+
+    def _say(self, phase: str, value: bytes) -> None:
+        try:
+            self.store.set(f"{phase}/{self.rank}", value)
+        except RuntimeError as error:
+            raise self._lost_store(phase, error) from error
+
+    def _at(self, phase: str) -> str:
+        return f"rank {self.rank} ({self.address}) at phase '{phase}'"
+
+    def _lost_store(self, phase: str, error: RuntimeError) -> RendezvousError:
+        return RendezvousError(f"{self._at(phase)} lost rank 0's store: {error}", 0)
 
     def _join(self) -> dist.TCPStore:
         address, port = self._rendezvous.addresses[0], self._rendezvous.port
@@ -154,5 +172,6 @@ class Meeting:
             raise RendezvousError(
                 f"rank {self.rank} ({self.address}) cannot reach rank 0 at {address}:{port} within "
                 f"{self._rendezvous.connect_timeout_s:g} s; rank 0's process must live, and its "
-                f"address must be reachable from here"
+                f"address must be reachable from here",
+                0,
             ) from error

@@ -135,7 +135,7 @@ class Recovery:
         """Lets everything wait, and starts to rebuild the group.
 
         Args:
-            lost: the step that was being computed, if one was.
+            lost: the step that was not answered, if one was sent.
 
         Returns:
             Requests that failed: without them the others would live.
@@ -153,7 +153,8 @@ class Recovery:
             if told is not None:
                 self._gaps.setdefault(request.request_id, (request, told))
         verdict = Verdict()
-        if lost is not None and loss.step is not None:
+        # The loss may be older than the step that met it: what nobody has run is not to blame.
+        if lost is not None and loss.step == lost.step_input.step:
             rows = {sequence.seq_id for sequence in lost.rows}
             present = [r for r in requests if any(s.seq_id in rows for s in r.sequences)]
             verdict = self._blame.note_loss(present)

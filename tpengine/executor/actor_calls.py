@@ -45,9 +45,9 @@ class ActorCalls:
         self._timeout_s = timeout_s
         self._check = check
 
-    def in_order(self, order: Sequence[int]) -> ActorCalls:
-        """The same actors in another order."""
-        return ActorCalls([self._actors[i] for i in order], self._timeout_s, self._check)
+    def in_order(self, order: Sequence[int], timeout_s: float) -> ActorCalls:
+        """The same actors in another order, and another timeout."""
+        return ActorCalls([self._actors[i] for i in order], timeout_s, self._check)
 
     def start(self, call: Callable[[int, Any], Any]) -> list[Any]:
         """Calls all without waiting; Ray's references in rank order."""
@@ -79,8 +79,8 @@ class ActorCalls:
                 self._check()
         if waiting and not failures:
             reason = (
-                f"no answer within {self._timeout_s:.0f} s; raise start_timeout_s if it only "
-                "needs longer"
+                f"no answer within {self._timeout_s:.0f} s; raise start_timeout_s if a first start "
+                "only needs longer"
             )
             failures = {rank_of[ref]: ChannelTimeoutError(reason) for ref in waiting}
         if failures:

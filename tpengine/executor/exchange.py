@@ -76,7 +76,8 @@ class StepExchange:
         while len(answers) + len(failures) < len(self._channels):
             if failures:
                 end = min(end, time.monotonic() + _GRACE_S)
-            ready = self._poll.poll(max(0.0, end - time.monotonic()) * 1e3)
+            left_s = end - time.monotonic()
+            ready = self._poll.poll(max(0.0, left_s) * 1e3)
             if not ready:
                 break
             for fileno, _ in ready:
@@ -86,6 +87,8 @@ class StepExchange:
                     self._poll.unregister(fileno)
             if self._is_stopped(ready) and len(answers) < len(self._channels):
                 raise StepStoppedError(f"step {step} was given up")
+            if left_s <= 0.0:  # however much there is to hear
+                break
         if not failures and len(answers) < len(self._channels):
             for rank in range(len(self._channels)):
                 if rank not in answers:

@@ -30,7 +30,8 @@ class Executor(ABC):
 
     @abstractmethod
     def shutdown(self) -> None:
-        """Ends the workers and frees what they hold; a second call does nothing."""
+        """Ends the workers and frees what they hold; a second call does nothing. A `rebuild` that
+        runs in another thread fails soon, with an `EngineError`."""
 
     def load(self) -> list[str]:
         """Claims the devices and loads the model; returns a line about each rank's device."""
@@ -88,7 +89,3 @@ class Executor(ABC):
             EngineError: any other; there is no use in trying again.
         """
         raise EngineError("there is one worker, in the driver's own process: nothing to rebuild")
-
-    def cancel_rebuild(self) -> None:  # noqa: B027  # by default there is nothing to cancel
-        """Lets a `rebuild` or `init_cache_engine` that runs in another thread fail soon, with an
-        `EngineError`; later ones fail at once. `shutdown` does so itself."""

@@ -87,12 +87,15 @@ class Group:
         environment: dict[str, str],
         spares: Sequence[tuple[Any, tuple[str, ...]] | None],
         driver_node_id: str,
+        timeout_s: float,
     ) -> None:
         """Starts an actor per bundle, or takes a spare, and orders them as ranks.
 
         Args:
             environment: variables of the driver for the actors.
             spares: by index of the bundle: an actor and its devices; None: a new one is started.
+            timeout_s: for them to tell where they are. Until then nobody can see what holds one
+                up; Ray ends it when asked to, also one that is stopped.
         """
         actor_class = ray.remote(RayWorker)
         actors = [
@@ -108,11 +111,11 @@ class Group:
         ]
         devices = [None if spare is None else spare[1] for spare in spares]
         # Until they have told where they are, a loss can only name their bundles.
-        self._calls = ActorCalls(actors, self._ray_config.start_timeout_s, self._check)
+        self._calls = ActorCalls(actors, timeout_s, self._check)
         found = self.call_each("start", lambda index, a: a.describe.remote(devices[index]))
         self.bundle_places = [place for place, _ in found]
         order = order_places(self.bundle_places, driver_node_id)
-        self._calls = self._calls.in_order(order)
+        self._calls = self._calls.in_order(order, self._ray_config.start_timeout_s)
         self.places = [self.bundle_places[index] for index in order]
         self._coroner = Coroner(self._agents, self.epoch, self.places)
         self._agents.open(place.node_id for place in self.places)

@@ -170,6 +170,23 @@ def cluster_nodes() -> list[Node]:
     ]
 
 
+def address_of(node_id: str) -> str:
+    """The address of a machine that is alive.
+
+    Raises:
+        PlacementError: Ray knows no such machine.
+    """
+    nodes = cluster_nodes()
+    for node in nodes:
+        if node.node_id == node_id:
+            return node.address
+    alive = ", ".join(node.address for node in nodes) or "none"
+    raise PlacementError(
+        f"Ray holds the driver's own node {node_id} for dead (alive: {alive}); its raylet has gone "
+        "or could not be heard for long: start Ray there again, and a new engine"
+    )
+
+
 class Placement:
     """A bundle per rank, in a group of its own or in the one that the driver runs in.
 

@@ -84,12 +84,6 @@ def wait_for_end(processes: Sequence[Process], patience_s: float) -> list[Proces
         time.sleep(0.005)
 
 
-def end_processes(processes: Sequence[Process], patience_s: float) -> None:
-    """Waits for processes to go, then kills what is left."""
-    for process in wait_for_end(processes, patience_s):
-        send_signal(process, signal.SIGKILL)
-
-
 def python_stack(pid: int) -> str:
     """The Python stacks of all threads of a process, also of one that is stopped; or why there are
     none."""

@@ -14,9 +14,10 @@ logger = init_logger(__name__)
 
 RAY_IS_GONE = "Ray was shut down under the engine; make a new one"
 
-_PRIVATE = {"tpengine-private": "yes"}
-"""Label of the node of a Ray that an engine started for itself: it ends with that engine, and has
-only the room that that engine wants."""
+_STARTED = "ray_current_cluster"
+"""Where `ray start` notes the cluster that it made this machine a part of, and which everybody here
+is meant to use. A Ray that a program has started for itself stands in no such file: it ends with
+that program, and has only the room that that one wants."""
 _KNOCK_S = 2.0
 """What an address gets to accept a connection; Ray itself tries for most of a minute."""
 
@@ -27,8 +28,9 @@ _users_of_started_ray: set[int] = set()
 class RayConnection:
     """Keeps Ray connected for one engine.
 
-    A Ray that was there before is used and left running. One that an engine started ends with the
-    last engine of its process; engines of other processes leave it alone unless they name it.
+    A Ray that was there before is used and left running: the one that is named, or else the one
+    that `ray start` started. One that an engine started ends with the last engine of its process;
+    others leave it alone unless they name it, as engines do with those of other programs.
 
     Raises:
         ConfigError: the address is of a kind that cannot work.
@@ -48,7 +50,10 @@ class RayConnection:
         if ray.is_initialized():
             if _users_of_started_ray:
                 _users_of_started_ray.add(id(self))
-        elif address == "local" or not self._connect(address, origin):
+        elif address is not None and address != "local":
+            _knock(address, origin)
+            self._connect(address, origin)
+        elif address == "local" or not self._find():
             self._start()
             _users_of_started_ray.add(id(self))
         self._identity = self._identify()
@@ -65,37 +70,34 @@ class RayConnection:
         start one."""
         return ray.is_initialized() and self._identify() == self._identity
 
+    @classmethod
+    def _find(cls) -> bool:
+        """Connects to the Ray that was started on this machine for all; whether there is one."""
+        for folder in envs.ray_folders():
+            try:
+                address = (folder / _STARTED).read_text().strip()
+                _knock(address, str(folder / _STARTED))
+                cls._connect(address, "found running here; ray_address='local' starts another")
+            except (OSError, EngineError):  # no such file, or it outlived its Ray
+                continue
+            return True
+        return False
+
     @staticmethod
-    def _connect(address: str | None, origin: str) -> bool:
-        """Whether a Ray that runs already was found; only a named one must be there."""
-        if address is not None:
-            _knock(address, origin)
+    def _connect(address: str, origin: str) -> None:
+        """Connects to a Ray that runs already."""
         try:
-            ray.init(address=address or "auto", log_to_driver=True, logging_level="warning")
+            ray.init(address=address, log_to_driver=True, logging_level="warning")
         except ConnectionError as error:
-            if address is None:
-                return False
             raise EngineError(f"no Ray answers at {origin} = {address!r}: {error}") from error
         found = ray.get_runtime_context().gcs_address
-        if address is not None:
-            logger.info("connected to Ray at %s (%s)", found, origin)
-            return True
-        if any(node["Labels"].items() >= _PRIVATE.items() for node in ray.nodes()):
-            ray.shutdown()
-            logger.info("the Ray at %s was started by another engine for itself", found)
-            return False
-        logger.info(
-            "connected to Ray at %s (found running here; ray_address='local' starts one of its "
-            "own)",
-            found,
-        )
-        return True
+        logger.info("connected to Ray at %s (%s)", found, origin)
 
     @staticmethod
     def _start() -> None:
         envs.prepare_local_ray()
         logger.info("starting a Ray for this engine; no other is named, or runs here for all")
-        ray.init(address="local", include_dashboard=False, logging_level="warning", labels=_PRIVATE)
+        ray.init(address="local", include_dashboard=False, logging_level="warning")
 
     def close(self) -> None:
         """Lets go; a second call does nothing."""

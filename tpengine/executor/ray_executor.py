@@ -24,10 +24,17 @@ from tpengine.executor.codec import decode_output, encode
 from tpengine.executor.executor import Executor
 from tpengine.executor.group import Group
 from tpengine.executor.node_agent import Agents
-from tpengine.executor.placement import Placement, RankPlace, cluster_nodes, rank_bundle
+from tpengine.executor.placement import (
+    Placement,
+    RankPlace,
+    address_of,
+    cluster_nodes,
+    rank_bundle,
+)
 from tpengine.executor.ray_connection import RAY_IS_GONE, RayConnection
 from tpengine.executor.replacement import Replacement
 from tpengine.executor.spares import Spares
+from tpengine.executor.start_times import PROCESSES, StartTimes
 from tpengine.executor.step_deadline import StepDeadline
 from tpengine.logger import init_logger
 from tpengine.messages import MemoryLedger, RankLoss, StepInput, StepOutput
@@ -73,11 +80,12 @@ class RayExecutor(Executor):
         )
         self._placement: Placement | None = None
         self._group: Group | None = None
+        self._times = StartTimes(ray_config.start_timeout_s)
+        self.start_times_s = self._times.seconds
         self._peaks: list[int] = []
         self._nodes: list[str] = []
         self._turn = threading.Lock()
         self._is_cancelled = threading.Event()
-        self.start_times_s: dict[str, float] = {}
 
     @staticmethod
     def detect_device(wanted: str) -> str:
@@ -125,16 +133,20 @@ class RayExecutor(Executor):
         """
         with self._in_turn():
             try:
-                with self._timed("placement"):
+                with self._times.phase("placement"):
                     self._placement = self._replacement.place(set())
+                if self._ray_config.spare_workers and not self._may_use_spares:
+                    logger.warning("no spare workers: the placement group is the driver's own")
                 self._start_group(1)
+                self._times.note_first()
+                return list(self.devices)
             except GroupLostError as error:
                 self._end_group(orderly=False)
-                raise error.__cause__ or WorkerDiedError(error.loss.report()) from None
+                failure = error.__cause__ or WorkerDiedError(error.loss.report())
             except BaseException:
                 self._end_group(orderly=False)
                 raise
-        return list(self.devices)
+        raise failure  # out there, as its own cause, the rank's traceback, is to stay
 
     def rebuild(self) -> list[MemoryLedger]:
         """See `Executor`.
@@ -148,33 +160,29 @@ class RayExecutor(Executor):
             lost = self._group
             if lost is None or lost.loss is None:
                 raise EngineError("no rank was lost: there is nothing to rebuild")
-            self.start_times_s = {}
-            with self._timed("nodes"):
+            self._times.begin()
+            with self._times.phase("nodes"):
                 node_ids = {place.node_id for place in lost.places}
                 if self._placement is not None:
                     node_ids |= set(self._placement.node_ids)
                 silent = self._agents.silent(node_ids, self._check)
-            with self._timed("end"):
+            with self._times.phase("end"):
                 lost.end(orderly=False, silent=silent)
                 leftovers.sweep()
-            with self._timed("placement"):
+            with self._times.phase("placement"):
                 spare_devices = self._replace(silent, lost)
             try:
                 self._start_group(lost.epoch + 1, spare_devices)
-                with self._timed("profile"):
+                with self._times.phase("profile"):
                     return self._measure_again()
             except BaseException as error:
                 if not isinstance(error, GroupLostError):
                     self._end_group(orderly=False)
                 raise
 
-    def cancel_rebuild(self) -> None:
-        """See `Executor`."""
-        self._is_cancelled.set()
-
     def profile_num_available_blocks(self) -> list[MemoryLedger]:
         """See `Executor`."""
-        with self._timed("profile"):
+        with self._times.phase("profile"):
             ledgers = super().profile_num_available_blocks()
         self._peaks = [ledger.activation_peak_bytes for ledger in ledgers]
         worst = self._config.scheduler.max_num_batched_tokens
@@ -184,13 +192,12 @@ class RayExecutor(Executor):
     def init_cache_engine(self, num_blocks: int, num_host_blocks: int = 0) -> None:
         """See `Executor`; the last phase of a start."""
         with self._in_turn():
-            with self._timed("cache"):
+            with self._times.phase("cache"):
                 self._run_workers("init_cache_engine", num_blocks, num_host_blocks)
-            times = ", ".join(f"{name} {spent:.2f} s" for name, spent in self.start_times_s.items())
-            total = sum(self.start_times_s.values())
-            logger.info("ranks of epoch %d ready in %.2f s: %s", self.epoch, total, times)
-            delay_s = 0.0 if self.epoch == 1 else _REFILL_S
-            self._spares.fill([place.node_id for place in self.places], delay_s)
+            logger.info("ranks of epoch %d ready in %s", self.epoch, self._times)
+            if self._may_use_spares:
+                delay_s = 0.0 if self.epoch == 1 else _REFILL_S
+                self._spares.fill([place.node_id for place in self.places], delay_s)
 
     def execute_model(self, step: StepInput) -> StepOutput:
         """Runs one step on every rank, over the channels; the answer is rank 0's.
@@ -219,6 +226,12 @@ class RayExecutor(Executor):
         # Any call of Ray's would start or join a cluster that nobody asked for.
         if not ray.is_initialized():
             raise EngineError(RAY_IS_GONE)
+
+    @property
+    def _may_use_spares(self) -> bool:
+        """A spare that becomes a rank holds nothing in Ray's view: the bundle stays reserved by a
+        group of our own, while in a borrowed one Ray would give it to whoever else is there."""
+        return self._placement is not None and not self._placement.is_borrowed
 
     @property
     def _is_connected(self) -> bool:
@@ -250,31 +263,32 @@ class RayExecutor(Executor):
         self._group = group = Group(
             epoch, self._config, self._ray_config, self._agents, self._check
         )
-        with self._timed("processes"):
+        with self._times.phase(PROCESSES):
             spares: list[tuple[Any, tuple[str, ...]] | None] = [None] * len(placement.node_ids)
-            if spare_devices is not None and None not in spare_devices:
+            if spare_devices is not None and None not in spare_devices and self._may_use_spares:
                 taken = self._spares.take(placement.node_ids)
                 spares = [
                     None if actor is None else (actor, devices or ())
                     for actor, devices in zip(taken, spare_devices, strict=True)
                 ]
-            group.start_actors(placement, self._bundle, envs.for_ranks(), spares, self._node_id)
-        with self._timed("channels"):
-            group.open_channels(
-                next(node.address for node in cluster_nodes() if node.node_id == self._node_id)
+            environment, patience_s = envs.for_ranks(), self._times.appear_s
+            group.start_actors(
+                placement, self._bundle, environment, spares, self._node_id, patience_s
             )
-        with self._timed("imports"):
+        with self._times.phase("channels"):
+            group.open_channels(address_of(self._node_id))
+        with self._times.phase("imports"):
             group.create_workers()
         if len(group.places) > 1:
-            with self._timed("rendezvous"):
+            with self._times.phase("rendezvous"):
                 group.rendezvous(self._engine_id)
-        with self._timed("devices"):
+        with self._times.phase("devices"):
             lines: list[str] = group.call("init_device")
         self._nodes = [place.address for place in group.places]
         self.devices = [
             f"{line} ({place})" for line, place in zip(lines, group.places, strict=True)
         ]
-        with self._timed("weights"):
+        with self._times.phase("weights"):
             group.call("load_model")
 
     def _measure_again(self) -> list[MemoryLedger]:
@@ -286,14 +300,6 @@ class RayExecutor(Executor):
             ),
         )
         return ledgers
-
-    @contextlib.contextmanager
-    def _timed(self, phase: str) -> Iterator[None]:
-        start = time.monotonic()
-        try:
-            yield
-        finally:
-            self.start_times_s[phase] = time.monotonic() - start
 
     @contextlib.contextmanager
     def _in_turn(self) -> Iterator[None]:

@@ -18,8 +18,9 @@ HOLD_S = 10.0
 """A rank may be silent for so long while its process is seen to run: native code may keep Python's
 lock, and a machine may have too much to do."""
 _LATE_S = 1.0
-"""If this thread comes so much too late, its own process was stopped, and no silence counts."""
-_JOIN_S = 5.0
+"""If this thread wakes so much too late, its own process was stopped, and no silence counts."""
+_JOIN_S = 15.0
+"""More than what became of a rank takes to find out, from an agent that hardly answers."""
 
 
 class RankSilentError(ChannelError):
@@ -86,15 +87,18 @@ class RankWatch(threading.Thread):
             poll.register(channel.fileno(), select.POLLIN)
         due = time.monotonic()
         while True:
-            next_look = min(due, *(self._next_look(rank) for rank in rank_of.values()))
-            ready = poll.poll(max(0.0, next_look - time.monotonic()) * 1e3)
+            start = time.monotonic()
+            next_look = max(start, min(due, *map(self._next_look, rank_of.values())))
+            ready = poll.poll((next_look - start) * 1e3)
+            # Only the wait counts: what this thread asked before may take its time.
+            is_late = time.monotonic() - next_look > _LATE_S
             for fileno, _ in ready:
                 if fileno == self._bell.fileno():
                     return
                 if not self._hear(rank_of[fileno]):
                     return
             now = time.monotonic()
-            if now - due > _LATE_S:
+            if is_late:
                 self._heard = [now] * len(self._channels)
             elif any(self._has_frozen(rank) for rank in range(len(self._channels))):
                 return
