@@ -37,7 +37,7 @@ _SAME_NAME = (
     "include_stop_str_in_output", "ignore_eos", "logprobs", "prompt_logprobs", "detokenize",
     "skip_special_tokens", "logit_bias", "bad_words",
 )  # fmt: skip
-_AT_MOST = ("max_tokens", "min_tokens", "top_k")
+_AT_MOST = ("max_tokens", "min_tokens")
 """Numbers that mean the same beyond the length of a sequence, or the size of a vocabulary."""
 _EARLY_STOPPING: dict[bool | str, pb.EarlyStopping] = {
     False: pb.EARLY_STOPPING_HEURISTIC,
