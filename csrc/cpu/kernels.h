@@ -101,6 +101,10 @@ struct SamplingArgs {
 
 constexpr int64_t kLinearPanel = 32;  // outputs side by side in a packed weight
 
+struct PanelRange {
+  int64_t begin, end;
+};
+
 struct LinearArgs {
   DType dtype;
   void* out;
@@ -150,7 +154,8 @@ struct Kernels {
   void (*activation)(const ActivationArgs&, int64_t begin, int64_t end);
   void (*rotary)(const RotaryArgs&, int64_t begin, int64_t end);
   void (*write_cache)(const CacheWriteArgs&, int64_t begin, int64_t end);
-  void (*linear)(const LinearArgs&, int64_t first_panel, int64_t end_panel);
+  // next: the panels that this thread will take after these, perhaps none
+  void (*linear)(const LinearArgs&, PanelRange now, PanelRange next);
   void (*quantize_rows)(const Int8LinearArgs&, int64_t begin, int64_t end);
   void (*int8_linear)(const Int8LinearArgs&, int64_t first_panel, int64_t end_panel);
   void (*argmax)(const SamplingArgs&, int64_t begin, int64_t end);
