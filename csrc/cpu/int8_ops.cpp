@@ -31,8 +31,9 @@ void int8_linear(Tensor out, Tensor x, Tensor packed, Tensor weight_scales, Tens
   const Kernels& table = kernels();
   parallel_for(args.num_rows, row_grain(args.in_features),
                [&](int64_t begin, int64_t end) { table.quantize_rows(args, begin, end); });
-  for_each_panel_group(args.num_rows, args.in_features, panels, kLinearPanel * args.in_features,
-                       [&](PanelRange now, PanelRange) { table.int8_linear(args, now.begin, now.end); });
+  for_each_panel_group(
+      args.num_rows, args.in_features, panels, kLinearPanel * args.in_features,
+      [&](PanelRange now, PanelRange) { table.int8_linear(args, now.begin, now.end); });
 }
 
 }  // namespace

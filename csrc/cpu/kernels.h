@@ -148,12 +148,14 @@ struct SumArgs {
 struct Kernels {
   const char* name;
   int64_t vector_lanes;
-  void (*attention)(const AttentionArgs&, const AttentionItem&);
+  // next: the item that this thread will probably take after this one; null: none
+  void (*attention)(const AttentionArgs&, const AttentionItem&, const AttentionItem* next);
   void (*merge_partitions)(const AttentionArgs&, const AttentionItem&);
   void (*norm)(const NormArgs&, int64_t begin, int64_t end);
   void (*activation)(const ActivationArgs&, int64_t begin, int64_t end);
   void (*rotary)(const RotaryArgs&, int64_t begin, int64_t end);
   void (*write_cache)(const CacheWriteArgs&, int64_t begin, int64_t end);
+  void (*rotary_write)(const RotaryArgs&, const CacheWriteArgs&, int64_t begin, int64_t end);
   // next: the panels that this thread will take after these, perhaps none
   void (*linear)(const LinearArgs&, PanelRange now, PanelRange next);
   void (*quantize_rows)(const Int8LinearArgs&, int64_t begin, int64_t end);

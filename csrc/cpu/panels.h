@@ -36,7 +36,6 @@ inline int64_t num_panels(int64_t out_features) {
   return (out_features + kLinearPanel - 1) / kLinearPanel;
 }
 
-
 // Panels that a thread takes at once: few enough to share the work evenly, and to keep their
 // weights in L2 while blocks of rows pass.
 constexpr int64_t kGroupBytes = 512 * 1024;

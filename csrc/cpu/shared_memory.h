@@ -83,7 +83,9 @@ inline int64_t now_ns() {
   return t.tv_sec * int64_t{1'000'000'000} + t.tv_nsec;
 }
 
-inline uint32_t* futex_word(Counter& counter) { return reinterpret_cast<uint32_t*>(&counter.value); }
+inline uint32_t* futex_word(Counter& counter) {
+  return reinterpret_cast<uint32_t*>(&counter.value);
+}
 
 inline void wake(Counter& counter) {
   syscall(SYS_futex, futex_word(counter), FUTEX_WAKE, INT32_MAX, nullptr, nullptr, 0);
