@@ -1,6 +1,8 @@
 // Launchers: paged_attention and prefill_attention. Cuts the work into items and lets torch's
 // threads take them one after another.
+#include <algorithm>
 #include <atomic>
+#include <memory>
 #include <vector>
 
 #include "launch.h"
@@ -95,19 +97,47 @@ int32_t num_partitions(int64_t seq_len) {
   return static_cast<int32_t>((seq_len + kPartitionSize - 1) / kPartitionSize);
 }
 
-void run_items(const AttentionArgs& args, const std::vector<AttentionItem>& items) {
+// What a thread begins with: items [next, end).
+struct alignas(64) Share {
+  std::atomic<int64_t> next;
+  int64_t end;
+};
+
+// About what an item costs, in keys that a query sees.
+int64_t item_cost(const AttentionArgs& args, const AttentionItem& item) {
+  constexpr int64_t kOverhead = 32;
+  const int64_t keys = std::min<int64_t>(
+      args.seq_lens[item.seq], (item.end_partition - item.first_partition) * kPartitionSize);
+  return (item.end_kv_head - item.first_kv_head) * (item.num_queries * keys + kOverhead);
+}
+
+// Each thread works through a run of neighbouring items, which for decodes are about the tokens
+// whose K and V it wrote and so has in its cache; then it takes what others have not begun.
+void run_items(const AttentionArgs& args, const std::vector<AttentionItem>& items,
+               int64_t threads) {
   const auto kernel = attention_kernels(args.block_size).attention;
   const int64_t count = static_cast<int64_t>(items.size());
-  std::atomic<int64_t> next{0};
-  const auto body = [&](int64_t, int64_t) {
-    for (int64_t i = next++; i < count; i = next++) kernel(args, items[i]);
-  };
-  const int64_t threads = num_threads();
-  if (count < 2 || threads == 1) {
-    body(0, 1);
-  } else {
-    parallel_for(threads < count ? threads : count, 1, body);
+  if (count == 0) return;
+  threads = std::min(threads, count);
+  int64_t total = 0, sum = 0, thread = 0;
+  for (const AttentionItem& item : items) total += item_cost(args, item);
+  const std::unique_ptr<Share[]> shares(new Share[threads]);
+  shares[0].next = 0;
+  for (int64_t i = 0; i < count; ++i) {
+    sum += item_cost(args, items[i]);
+    while (thread + 1 < threads && sum * threads >= total * (thread + 1)) {
+      shares[thread].end = i + 1;
+      shares[++thread].next = i + 1;
+    }
   }
+  shares[threads - 1].end = count;
+  parallel_for(threads, 1, [&](int64_t begin, int64_t) {
+    for (int64_t i = 0; i < threads; ++i) {
+      Share& share = shares[(begin + i) % threads];
+      for (int64_t at = share.next++; at < share.end; at = share.next++)
+        kernel(args, items[at], at + 1 < share.end ? &items[at + 1] : nullptr);
+    }
+  });
 }
 
 // A kv head (or several) of a sequence per item; one head's worth of work is left whole where
@@ -135,8 +165,8 @@ void paged_attention(Tensor out, Tensor q, Tensor k_cache, Tensor v_cache, Tenso
   check_size(op, "block_table", block_table, 0, num_seqs);
   int64_t total_tokens = 0;
   for (int64_t s = 0; s < num_seqs; ++s) total_tokens += args.seq_lens[s];
-  // Below some 2048 rows of K, waking a thread costs more than it saves.
-  const bool serial = threads == 1 || total_tokens * args.num_kv_heads < 2048;
+  // Below some 512 rows of K handing work to a thread costs more than it saves.
+  const bool serial = threads == 1 || total_tokens * args.num_kv_heads < 512;
   int64_t heads = args.num_kv_heads;
   if (!serial && num_seqs < 2 * threads) heads = heads > threads ? heads / threads : 1;
   const bool split = !serial && num_seqs * args.num_kv_heads < 2 * threads;
@@ -163,12 +193,7 @@ void paged_attention(Tensor out, Tensor q, Tensor k_cache, Tensor v_cache, Tenso
   }
   std::vector<float> partials(partial_slots * args.num_heads * (args.head_dim + 2));
   args.partials = partials.data();
-  if (serial) {
-    const auto kernel = attention_kernels(args.block_size).attention;
-    for (const AttentionItem& item : items) kernel(args, item);
-    return;
-  }
-  run_items(args, items);
+  run_items(args, items, serial ? 1 : threads);
   for (const AttentionItem& item : merges)
     attention_kernels(args.block_size).merge_partitions(args, item);
 }
@@ -218,7 +243,7 @@ void prefill_attention(Tensor out, Tensor q, Tensor k_cache, Tensor v_cache, Ten
       add_items(items, item, args.num_kv_heads, heads);
     }
   }
-  run_items(args, items);
+  run_items(args, items, threads);
 }
 
 }  // namespace

@@ -28,6 +28,10 @@ CacheShape check_caches(const char* op, const Tensor& k_cache, const Tensor& v_c
 
 namespace {
 
+// Tokens worth a thread: few, because each waits for the memory of its slots, and because attention
+// comes next: a thread finds in its cache what it wrote, and is still awake.
+constexpr int64_t kWriteGrain = 2;
+
 void check_slots(const char* op, const Tensor& slot_mapping, int64_t num_tokens,
                  const CacheShape& shape) {
   check_vector(op, "slot_mapping", slot_mapping, aoti_torch_dtype_int32(), num_tokens);
@@ -70,7 +74,7 @@ void write_kv_cache(Tensor k, Tensor v, Tensor k_cache, Tensor v_cache, Tensor s
                                v.stride(0),
                                v.stride(1)};
   const auto kernel = kernels().write_cache;
-  parallel_for(k.size(0), row_grain(2 * shape.num_kv_heads * shape.head_dim),
+  parallel_for(k.size(0), kWriteGrain,
                [&](int64_t begin, int64_t end) { kernel(args, begin, end); });
 }
 
@@ -119,11 +123,9 @@ void rotary_write_kv_cache(Tensor positions, Tensor qkv, Tensor cos_sin_cache, T
                                      d,
                                      stride,
                                      d};
-  const Kernels& table = kernels();
-  parallel_for(num_tokens, row_grain(width), [&](int64_t begin, int64_t end) {
-    table.rotary(rotary_args, begin, end);
-    table.write_cache(write_args, begin, end);
-  });
+  const auto kernel = kernels().rotary_write;
+  parallel_for(num_tokens, row_grain(width),
+               [&](int64_t begin, int64_t end) { kernel(rotary_args, write_args, begin, end); });
 }
 
 void copy_blocks(Tensor k_cache, Tensor v_cache, Tensor block_pairs) {

@@ -101,6 +101,10 @@ struct SamplingArgs {
 
 constexpr int64_t kLinearPanel = 32;  // outputs side by side in a packed weight
 
+struct PanelRange {
+  int64_t begin, end;
+};
+
 struct LinearArgs {
   DType dtype;
   void* out;
@@ -144,13 +148,16 @@ struct SumArgs {
 struct Kernels {
   const char* name;
   int64_t vector_lanes;
-  void (*attention)(const AttentionArgs&, const AttentionItem&);
+  // next: the item that this thread will probably take after this one; null: none
+  void (*attention)(const AttentionArgs&, const AttentionItem&, const AttentionItem* next);
   void (*merge_partitions)(const AttentionArgs&, const AttentionItem&);
   void (*norm)(const NormArgs&, int64_t begin, int64_t end);
   void (*activation)(const ActivationArgs&, int64_t begin, int64_t end);
   void (*rotary)(const RotaryArgs&, int64_t begin, int64_t end);
   void (*write_cache)(const CacheWriteArgs&, int64_t begin, int64_t end);
-  void (*linear)(const LinearArgs&, int64_t first_panel, int64_t end_panel);
+  void (*rotary_write)(const RotaryArgs&, const CacheWriteArgs&, int64_t begin, int64_t end);
+  // next: the panels that this thread will take after these, perhaps none
+  void (*linear)(const LinearArgs&, PanelRange now, PanelRange next);
   void (*quantize_rows)(const Int8LinearArgs&, int64_t begin, int64_t end);
   void (*int8_linear)(const Int8LinearArgs&, int64_t first_panel, int64_t end_panel);
   void (*argmax)(const SamplingArgs&, int64_t begin, int64_t end);

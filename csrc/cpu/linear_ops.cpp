@@ -31,7 +31,7 @@ void pack_linear_weight(Tensor packed, Tensor weight) {
   check_packed(op, "weight", weight);
   const int64_t outputs = weight.size(0), inputs = weight.size(1), p = pack_of(dtype);
   check_in_features(op, inputs, dtype);
-  const int64_t panels = (outputs + kLinearPanel - 1) / kLinearPanel;
+  const int64_t panels = num_panels(outputs);
   check_vector(op, "packed", packed, weight.dtype(), panels * kLinearPanel * inputs);
   parallel_for(panels, 1, [&](int64_t begin, int64_t end) {
     if (dtype == DType::kBFloat16)
@@ -44,33 +44,18 @@ void pack_linear_weight(Tensor packed, Tensor weight) {
 void packed_linear(Tensor out, Tensor x, Tensor packed, Optional<Tensor> bias) {
   const char* op = "packed_linear";
   LinearArgs args = {};
-  args.dtype = element_type(op, "x", x);
-  check_dim(op, "x", x, 2);
-  check_packed(op, "x", x, 1);
-  check_dtype(op, "out", out, x.dtype());
-  check_dim(op, "out", out, 2);
-  check_size(op, "out", out, 0, x.size(0));
-  check_packed(op, "out", out, 1);
-  args.num_rows = x.size(0);
-  args.in_features = x.size(1);
-  args.out_features = out.size(1);
+  take_rows(op, args, out, x, bias);
   check_in_features(op, args.in_features, args.dtype);
-  const int64_t panels = (args.out_features + kLinearPanel - 1) / kLinearPanel;
+  const int64_t panels = num_panels(args.out_features);
   check_vector(op, "packed", packed, x.dtype(), panels * kLinearPanel * args.in_features);
-  if (bias) check_vector(op, "bias", *bias, x.dtype(), args.out_features);
-  args.out = out.raw();
-  args.x = x.raw();
   args.packed = packed.raw();
-  args.bias = bias ? bias->raw() : nullptr;
-  args.out_stride = out.stride(0);
-  args.x_stride = x.stride(0);
   if (args.num_rows == 0) return;
 
   const auto kernel = kernels().linear;
   const int64_t panel_bytes =
       kLinearPanel * args.in_features * (args.dtype == DType::kBFloat16 ? 2 : 4);
   for_each_panel_group(args.num_rows, args.in_features, panels, panel_bytes,
-                       [&](int64_t first, int64_t end) { kernel(args, first, end); });
+                       [&](PanelRange now, PanelRange next) { kernel(args, now, next); });
 }
 
 }  // namespace

@@ -1,4 +1,5 @@
-// How the panels of a packed weight are shared among threads.
+// What linear layers over packed weights share: their arguments' checks, and how the panels are
+// divided among threads.
 #pragma once
 
 #include <algorithm>
@@ -8,26 +9,65 @@
 
 namespace tpengine::cpu {
 
+// Checks out, x and bias of a linear layer, and fills in all that `Args` says of them: LinearArgs
+// and Int8LinearArgs name the same fields alike.
+template <class Args>
+void take_rows(const char* op, Args& args, const Tensor& out, const Tensor& x,
+               const Optional<Tensor>& bias) {
+  args.dtype = element_type(op, "x", x);
+  check_dim(op, "x", x, 2);
+  check_packed(op, "x", x, 1);
+  check_dtype(op, "out", out, x.dtype());
+  check_dim(op, "out", out, 2);
+  check_size(op, "out", out, 0, x.size(0));
+  check_packed(op, "out", out, 1);
+  args.num_rows = x.size(0);
+  args.in_features = x.size(1);
+  args.out_features = out.size(1);
+  if (bias) check_vector(op, "bias", *bias, x.dtype(), args.out_features);
+  args.out = out.raw();
+  args.x = x.raw();
+  args.bias = bias ? bias->raw() : nullptr;
+  args.out_stride = out.stride(0);
+  args.x_stride = x.stride(0);
+}
+
+inline int64_t num_panels(int64_t out_features) {
+  return (out_features + kLinearPanel - 1) / kLinearPanel;
+}
+
 // Panels that a thread takes at once: few enough to share the work evenly, and to keep their
 // weights in L2 while blocks of rows pass.
 constexpr int64_t kGroupBytes = 512 * 1024;
 constexpr int64_t kGroupsPerThread = 4;
+// Many rows make the smallest groups, pairs of panels, long enough.
+constexpr int64_t kManyRows = 12, kManyRowsGroup = 2;
 // Below this waking a thread costs more than it saves.
 constexpr int64_t kSerialProducts = 1 << 16;
 
-// body(first, end) for groups of panels that cover [0, num_panels). They are handed out as threads
-// become free: a core that is slowed down does not hold the others up.
+// body(now, next) for groups of panels that cover [0, num_panels). They are handed out as threads
+// become free: a core that is slowed down does not hold the others up. A thread knows the group
+// that it takes next, so as to fetch its weights in time.
 template <class F>
 void for_each_panel_group(int64_t num_rows, int64_t in_features, int64_t num_panels,
                           int64_t panel_bytes, const F& body) {
   const int64_t products = num_rows * in_features * num_panels * kLinearPanel;
   const int64_t threads = products < kSerialProducts ? 1 : num_threads();
   const int64_t in_l2 = kGroupBytes / panel_bytes, even = num_panels / (threads * kGroupsPerThread);
-  const int64_t group = std::max<int64_t>(1, std::min(in_l2, even));
-  std::atomic<int64_t> next{0};
+  const int64_t few = std::max<int64_t>(1, std::min(in_l2, even));
+  const int64_t group = num_rows > kManyRows ? kManyRowsGroup : few;
+  std::atomic<int64_t> first{0};
+  const auto take = [&] {
+    const int64_t begin = std::min(first.fetch_add(group), num_panels);
+    return PanelRange{begin, std::min(begin + group, num_panels)};
+  };
   parallel_for(threads, 1, [&](int64_t, int64_t) {
-    for (int64_t first = next.fetch_add(group); first < num_panels; first = next.fetch_add(group))
-      body(first, std::min(first + group, num_panels));
+    PanelRange now = take();
+    while (now.begin < now.end) {
+      const PanelRange next = take();
+      body(now, next);
+      now = next;
+    }
   });
 }
 

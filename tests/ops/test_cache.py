@@ -7,7 +7,7 @@ import torch
 
 from tpengine.ops import cache
 
-from .cases import BACKENDS, DTYPES, backend, generator, make_case, nan_like
+from .cases import BACKENDS, DTYPES, ISAS, backend, generator, make_case, nan_like, threads
 
 NAMES = list(itertools.product(BACKENDS, DTYPES))
 
@@ -88,6 +88,32 @@ def test_fused_rotary_and_write_equal_the_two_ops(
     assert torch.equal(qkv, heads.view(num_tokens, -1))
     assert _same(fused[0], apart[0])
     assert _same(fused[1], apart[1])
+
+
+@pytest.mark.parametrize(("name", "dtype"), list(itertools.product(ISAS, DTYPES)), ids=str)
+def test_a_prompt_is_written_the_same_by_several_threads(name: str, dtype: torch.dtype) -> None:
+    """Two tokens may share a line of the cache and belong to two threads."""
+    gen = generator(5)
+    num_tokens = 31
+    qkv = torch.randn(num_tokens, 3 * 64, generator=gen).to(dtype)
+    table = torch.randn(num_tokens, 64, generator=gen)
+    positions = torch.arange(num_tokens, dtype=torch.int32)
+    slots = positions + 5
+    shapes = cache.kv_cache_shapes("cpu", dtype, 3, 16, 1, 64)
+    results = []
+    with backend(name) as op:
+        for count in (1, *[4] * 10):
+            caches = [torch.full(shape, float("nan"), dtype=dtype) for shape in shapes]
+            rotated = qkv.clone()
+            with threads(count):
+                op("rotary_write_kv_cache")(positions, rotated, table, slots, *caches, 1, 1, True)
+            results.append((rotated, *caches))
+    written = results[0][2].view(3, 16 // shapes[1][4], 64, shapes[1][4])
+    assert int((~written.isnan()).sum()) == num_tokens * 64
+    for rotated, k_cache, v_cache in results[1:]:
+        assert torch.equal(rotated, results[0][0])
+        assert _same(k_cache, results[0][1])
+        assert _same(v_cache, results[0][2])
 
 
 @pytest.mark.parametrize(("name", "dtype"), NAMES, ids=str)

@@ -10,8 +10,11 @@ from tpengine.ops.linear import pack_linear_weight, quantize_weight
 from .cases import BACKENDS, DTYPES, ISAS, backend, generator, nan_like, relative_error, threads
 
 BOUND = {torch.float32: 1e-6, torch.bfloat16: 4e-3}
-# rows around the blocks of 3 and 12, outputs around the panels of 32
-SHAPES = [(1, 64, 32), (2, 2, 1), (3, 96, 31), (12, 34, 33), (13, 128, 64), (40, 256, 100)]
+# rows around the blocks of 3, 6 and 12, outputs around the panels of 32 and pairs of them
+SHAPES = [
+    (1, 64, 32), (2, 2, 1), (3, 96, 31), (12, 34, 33), (13, 128, 64), (18, 2, 65), (25, 66, 70),
+    (40, 256, 100),
+]  # fmt: skip
 
 
 def _case(
