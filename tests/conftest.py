@@ -53,6 +53,14 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
     return ByGroup(config, log)
 
 
+@pytest.hookimpl(trylast=True)
+def pytest_sessionfinish(session: pytest.Session, exitstatus: int) -> None:
+    """A run that broke off says nothing of the tests that had not come: CI runs none again."""
+    ran_all = exitstatus in (pytest.ExitCode.OK, pytest.ExitCode.TESTS_FAILED)
+    if not ran_all and not hasattr(session.config, "workerinput"):
+        session.config.cache.set("cache/lastfailed", {})
+
+
 def _group_of(nodeid: str) -> str:
     """Of a test, as `tests/server/test_client.py::test_commands`."""
     file = nodeid.partition("::")[0]

@@ -263,8 +263,11 @@ def test_ctrl_c_during_a_step(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None
     assert texts(llm.generate(PROMPTS, greedy(20), use_tqdm=False)) == expected
 
 
-def test_what_was_done_by_then_is_not_lost(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A Ctrl-C after the first of three prompts, given last, was done."""
+@pytest.mark.parametrize("step", [2, 5])
+def test_what_was_done_by_then_is_not_lost(
+    llm: LLM, monkeypatch: pytest.MonkeyPatch, step: int
+) -> None:
+    """A Ctrl-C in or after the step in which the first of three prompts, given last, was done."""
     params = [greedy(20), greedy(20), greedy(2)]
     expected = llm.generate(PROMPTS[:3], params, use_tqdm=False)
     assert llm.finished_outputs() == []
@@ -274,7 +277,7 @@ def test_what_was_done_by_then_is_not_lost(llm: LLM, monkeypatch: pytest.MonkeyP
     def interrupted(*args: Any) -> Any:
         nonlocal num_steps
         num_steps += 1
-        if num_steps == 5:
+        if num_steps == step:
             signal.raise_signal(signal.SIGINT)
         return process(*args)
 

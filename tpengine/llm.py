@@ -102,6 +102,8 @@ class LLM:
                 self._submit(request_id, *pair, one, done)
             self._run(set(request_ids), done, use_tqdm)
         except BaseException as error:  # Ctrl-C too must leave nothing behind
+            told = self.llm_engine.discard_outputs(request_ids)  # by a step that was interrupted
+            done.update({output.request_id: output for output in told if output.finished})
             self.llm_engine.abort_request(request_ids)
             self.llm_engine.discard_outputs(request_ids)
             self._finished = [done[one] for one in request_ids if one in done]

@@ -46,8 +46,8 @@ constexpr int64_t kManyRows = 12, kManyRowsGroup = 2;
 constexpr int64_t kSerialProducts = 1 << 16;
 
 // body(now, next) for groups of panels that cover [0, num_panels). They are handed out as threads
-// become free: a core that is slowed down does not hold the others up. A thread knows the group
-// that it takes next, so as to fetch its weights in time.
+// become free: a core that is slowed down holds the others up by two groups at most. Where there
+// are enough, a thread knows the group that it takes next, so as to fetch its weights in time.
 template <class F>
 void for_each_panel_group(int64_t num_rows, int64_t in_features, int64_t num_panels,
                           int64_t panel_bytes, const F& body) {
@@ -55,7 +55,8 @@ void for_each_panel_group(int64_t num_rows, int64_t in_features, int64_t num_pan
   const int64_t threads = products < kSerialProducts ? 1 : num_threads();
   const int64_t in_l2 = kGroupBytes / panel_bytes, even = num_panels / (threads * kGroupsPerThread);
   const int64_t few = std::max<int64_t>(1, std::min(in_l2, even));
-  const int64_t group = num_rows > kManyRows ? kManyRowsGroup : few;
+  const int64_t group = num_rows > kManyRows && even >= kManyRowsGroup ? kManyRowsGroup : few;
+  const bool is_ahead = num_panels >= 2 * threads * group;
   std::atomic<int64_t> first{0};
   const auto take = [&] {
     const int64_t begin = std::min(first.fetch_add(group), num_panels);
@@ -64,9 +65,9 @@ void for_each_panel_group(int64_t num_rows, int64_t in_features, int64_t num_pan
   parallel_for(threads, 1, [&](int64_t, int64_t) {
     PanelRange now = take();
     while (now.begin < now.end) {
-      const PanelRange next = take();
+      const PanelRange next = is_ahead ? take() : PanelRange{num_panels, num_panels};
       body(now, next);
-      now = next;
+      now = is_ahead ? next : take();
     }
   });
 }

@@ -94,12 +94,12 @@ def test_fused_rotary_and_write_equal_the_two_ops(
 def test_a_prompt_is_written_the_same_by_several_threads(name: str, dtype: torch.dtype) -> None:
     """Two tokens may share a line of the cache and belong to two threads."""
     gen = generator(5)
-    num_tokens = 31
+    num_tokens, num_blocks = 431, 28
     qkv = torch.randn(num_tokens, 3 * 64, generator=gen).to(dtype)
     table = torch.randn(num_tokens, 64, generator=gen)
     positions = torch.arange(num_tokens, dtype=torch.int32)
     slots = positions + 5
-    shapes = cache.kv_cache_shapes("cpu", dtype, 3, 16, 1, 64)
+    shapes = cache.kv_cache_shapes("cpu", dtype, num_blocks, 16, 1, 64)
     results = []
     with backend(name) as op:
         for count in (1, *[4] * 10):
@@ -108,7 +108,7 @@ def test_a_prompt_is_written_the_same_by_several_threads(name: str, dtype: torch
             with threads(count):
                 op("rotary_write_kv_cache")(positions, rotated, table, slots, *caches, 1, 1, True)
             results.append((rotated, *caches))
-    written = results[0][2].view(3, 16 // shapes[1][4], 64, shapes[1][4])
+    written = results[0][2].view(num_blocks, 16 // shapes[1][4], 64, shapes[1][4])
     assert int((~written.isnan()).sum()) == num_tokens * 64
     for rotated, k_cache, v_cache in results[1:]:
         assert torch.equal(rotated, results[0][0])

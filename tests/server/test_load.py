@@ -53,7 +53,7 @@ NUM_READERS, NUM_SILENT, UNREAD_TOKENS = 4, 4, 400
 UNREAD_S, LONG_UNREAD_S = 3.0, 30.0
 WINDOW_S = 1.5
 TOUCH_TOKENS, BLOCK_SIZE = 480, 16
-MIN_RATE, STARVED_MIN_RATE = 0.6, 0.1
+MIN_RATE, STARVED_MIN_RATE = 0.6, 0.3
 """Of the rate without silent readers."""
 MIN_SHARE = 0.7
 """Of the processors that server and readers want; with less, their rates differ from moment to

@@ -11,6 +11,8 @@ from collections.abc import Sequence
 from itertools import chain
 from pathlib import Path
 
+_LEAST_SHARE = 0.5
+
 
 class Stopwatch:
     """Seconds since it was made.
@@ -44,9 +46,10 @@ class Stopwatch:
 
     @property
     def own_s(self) -> float:
-        """About what it would have been, had all had the processors that they wanted."""
+        """About what it would have been, had all had the processors that they wanted; at least
+        half of the time, as whoever sleeps until a timeout wants none."""
         elapsed_s = self.elapsed_s
-        return elapsed_s * self.share
+        return elapsed_s * max(self.share, _LEAST_SHARE)
 
 
 def _thread_times(pids: Sequence[int]) -> dict[str, tuple[int, int]]:

@@ -1,4 +1,4 @@
-"""One Ray cluster for the whole session, and what is left of it and in shared memory."""
+"""One Ray cluster for a process of pytest (`make test` has two), and what is left of it."""
 
 from __future__ import annotations
 

@@ -136,7 +136,8 @@ class NcclCollectives(_TorchCollectives):
     no machine with two GPUs. A CUDA error, and NCCL's own watchdog, end the process.
 
     Once connected, calls only queue work on the device's stream: the host does not wait, and a
-    graph can hold them. Whoever waits for the device bounds that wait (`ParallelState.wait_for`).
+    graph can hold them. The wait for a step's ids is bounded (`ParallelState.wait_for`); those for
+    logprobs and edited logits are not: a frozen peer ends them when the driver ends the group.
     """
 
     can_be_recorded = True

@@ -273,11 +273,15 @@ class AsyncLLMEngine:
         book = self._book
         book.close()
         self._texts.stop()
-        start, what, limit_s = time.monotonic(), "a step", step_s
-        # Not one long `join`, which would hold up the loop for the rest of a step.
-        while not book.thread.stop(0):
-            if book.thread.ended and what == "a step":
-                start, what, limit_s = time.monotonic(), "the end of its ranks", SHUTDOWN_S
+        thread = book.thread
+        await self._wait_until(lambda: thread.stop(0) or thread.ended, step_s, "a step")
+        await self._wait_until(lambda: thread.stop(0), SHUTDOWN_S, "the end of its ranks")
+
+    @staticmethod
+    async def _wait_until(is_done: Callable[[], bool], limit_s: float, what: str) -> None:
+        """Not by one long `join`, which would hold up the loop for the rest of a step."""
+        start = time.monotonic()
+        while not is_done():
             if time.monotonic() - start > limit_s:
                 raise EngineError(
                     f"the engine's thread did not end within {limit_s:g} s: it hangs in {what}"

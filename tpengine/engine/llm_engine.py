@@ -252,10 +252,11 @@ class LLMEngine:
             if request is not None:
                 self._unreported += self._output_processor.finish([request])
 
-    def discard_outputs(self, request_ids: Iterable[str]) -> None:
-        """Forgets what the next `step` would report of these requests."""
-        dropped = set(request_ids)
-        self._unreported = [o for o in self._unreported if o.request_id not in dropped]
+    def discard_outputs(self, request_ids: Iterable[str]) -> list[RequestOutput]:
+        """Takes away, and returns, what the next `step` would report of these requests."""
+        dropped, outputs = set(request_ids), self._unreported
+        self._unreported = [o for o in outputs if o.request_id not in dropped]
+        return [o for o in outputs if o.request_id in dropped]
 
     def step(self) -> list[RequestOutput]:
         """Lets every scheduled sequence compute its tokens, and returns what that brought.

@@ -79,8 +79,8 @@ class ActorCalls:
                 self._check()
         if waiting and not failures:
             reason = (
-                f"no answer within {self._timeout_s:.0f} s; raise start_timeout_s if a first start "
-                "only needs longer"
+                f"no answer within {self._timeout_s:.0f} s: it is frozen, or its machine very slow "
+                "(start_timeout_s bounds a first start; a later one has a multiple of the first)"
             )
             failures = {rank_of[ref]: ChannelTimeoutError(reason) for ref in waiting}
         if failures:

@@ -76,9 +76,11 @@ class RayConnection:
         for folder in envs.ray_folders():
             try:
                 address = (folder / _STARTED).read_text().strip()
+                if _host_and_port(address) is None:  # anybody's file of that name
+                    continue
                 _knock(address, str(folder / _STARTED))
                 cls._connect(address, "found running here; ray_address='local' starts another")
-            except (OSError, EngineError):  # no such file, or it outlived its Ray
+            except (OSError, UnicodeDecodeError, EngineError):  # none, or it outlived its Ray
                 continue
             return True
         return False
@@ -107,17 +109,25 @@ class RayConnection:
                 ray.shutdown()
 
 
+def _host_and_port(address: str) -> tuple[str, int] | None:
+    """Of HOST:PORT; None: it is something else."""
+    host, _, port = address.rpartition(":")
+    if not host or not port.isdecimal() or not 0 < int(port) < 65536:
+        return None
+    return host.strip("[]"), int(port)
+
+
 def _knock(address: str, origin: str) -> None:
     """Finds out in seconds that nobody is there.
 
     Raises:
         EngineError: nothing accepts a connection at HOST:PORT; other forms are left to Ray.
     """
-    host, _, port = address.rpartition(":")
-    if not host or not port.isdecimal() or not 0 < int(port) < 65536:
+    found = _host_and_port(address)
+    if found is None:
         return
     try:
-        socket.create_connection((host.strip("[]"), int(port)), timeout=_KNOCK_S).close()
+        socket.create_connection(found, timeout=_KNOCK_S).close()
     except OSError as error:
         raise EngineError(
             f"no Ray answers at {origin} = {address!r}: {error}; start one there (`ray start "

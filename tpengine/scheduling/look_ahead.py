@@ -3,6 +3,7 @@ before the driver has seen the tokens of this one."""
 
 from __future__ import annotations
 
+from tpengine.errors import EngineError
 from tpengine.scheduling.block_manager import BlockManager
 from tpengine.scheduling.queues import RequestQueues
 from tpengine.scheduling.step import StepBuilder
@@ -34,6 +35,8 @@ def find_next(
         return []
     for sequence in found:
         growth = blocks.append(sequence, 1)
+        if growth.copy is not None:  # its row of this step has its last block to itself already
+            raise EngineError(f"{sequence} would be written a step early to a block of others")
         if growth.block_ids:
             step.add_blocks(sequence, growth.block_ids)
     return found

@@ -98,7 +98,7 @@ def to_request(
     """
     request = pb.GenerateRequest(sampling=_to_sampling(params))
     put(request, InvalidPromptError, request_id=request_id)
-    put(request, InvalidPriorityError, priority=priority or None)
+    put(request, InvalidPriorityError, priority=None if priority == 0 else priority)
     if max_queue_s is not None:
         max_queue_ms = to_milliseconds("max_queue_s", max_queue_s)
         if max_queue_ms is not None:

@@ -242,6 +242,8 @@ async def _refuse(context: Any, error: Exception, call: _Told) -> NoReturn:
     """Ends the call with the status that the table gives."""
     if isinstance(error, grpc.aio.AbortError):
         raise error
+    if isinstance(error, grpc.aio.InternalError):  # a write to a call that its client has left
+        raise asyncio.CancelledError from error
     request_id = getattr(call.request, "request_id", "")[:MAX_REQUEST_ID] or call.request_id
     told = refusal(error, call.request, request_id)
     if told.code is grpc.StatusCode.INTERNAL:

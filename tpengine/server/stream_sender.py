@@ -67,6 +67,8 @@ class _DeltaSender:
         """Leaves the mailbox, and a write that is still under way."""
         self._mailbox.listener = None
         self._end.cancel()
+        if self._written is not None:  # gRPC fails it when the call is gone, and nobody asks
+            self._written.add_done_callback(lambda one: one.cancelled() or one.exception())
         if self._writing is not None:
             self._writing.close()
 

@@ -58,7 +58,8 @@ class ModelRunner:
         self._device = device
         self._parallel = parallel
         self._gpu = gpu
-        self.works_ahead = device.type == "cuda"
+        # Exchanges through the host would hold up this step's answer for the next one's layers.
+        self.works_ahead = device.type == "cuda" and parallel.can_be_recorded
         self._begun: BegunStep | None = None
         self._answered_at = 0.0
         self._graphs: DecodeGraphs | None = None

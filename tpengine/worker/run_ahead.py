@@ -16,6 +16,7 @@ import numpy.typing as npt
 import torch
 
 from tpengine.messages import StepInput
+from tpengine.worker.begun_rows import still_good
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,24 +47,6 @@ class Division:
     slots: list[int]
     num_scheduled_tokens: list[int]
     source: npt.NDArray[np.int64] | None
-
-
-def still_good(slots: list[int], step: StepInput) -> dict[int, int]:
-    """Which of the rows that were begun are rows of this step too: index by slot.
-
-    Not those of which it changes anything but the blocks at the end.
-    """
-    changed = set(step.freed_slots)
-    changed.update(sequence.slot for sequence in step.new_sequences)
-    changed.update(fork.child_slot for fork in step.forks)
-    changed.update(slot for slot, _ in step.token_overrides)
-    changed.update(slot for slot, _, _ in step.replaced_block_ids)
-    sizes = dict(zip(step.slots, step.num_scheduled_tokens, strict=True))
-    return {
-        slot: index
-        for index, slot in enumerate(slots)
-        if slot not in changed and sizes.get(slot) == 1
-    }
 
 
 def divide(step: StepInput, begun: BegunStep) -> Division:
