@@ -32,7 +32,7 @@ ENGINE = ["--dtype", "float32", "--device", "cpu", "--cpu-kv-cache-space", "0.02
         ("prefix", ["--pairs", "1", "--prefix-tokens", "40", "--arrivals", "2"]),
         ("groups", ["--runs", "1", "--n", "2", "--prompt-tokens", "20"]),
         ("swap", ["--runs", "1", "--lengths", "40"]),
-        ("streams", ["--runs", "1", "--num-streams", "4", "--output-len", "12"]),
+        ("streams", ["--runs", "1", "--num-streams", "4", "--output-len", "48"]),
     ],
 )
 def test_report_says_what_was_run(

@@ -20,11 +20,15 @@ class ScriptedAgents:
 
     def __init__(self, **answers: Any) -> None:
         self._answers = answers
+        self.num_starting = 0
 
     def ask(self, node_id: str, method: str, *args: Any, timeout_s: float = 2.0) -> Any:
         if method not in self._answers:
             raise NodeSilentError(f"node {node_id} does not answer within {timeout_s:g} s")
         return self._answers[method]
+
+    def is_starting(self, node_id: str) -> bool:
+        return self.num_starting > 0
 
 
 def explain(failure: Any, **answers: Any) -> RankLoss:

@@ -12,14 +12,17 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
+import ray
 
 import tpengine
 from executor.test_autopsy import ScriptedAgents
+from tpengine.executor import node_agent
 from tpengine.executor.alarm import Alarm
 from tpengine.executor.autopsy import Coroner
 from tpengine.executor.exchange import StepExchange, StepStoppedError
 from tpengine.executor.failures import RankFailure, first_cause
 from tpengine.executor.handshake import Listener, connect
+from tpengine.executor.node_agent import Agents
 from tpengine.executor.placement import RankPlace
 from tpengine.executor.transport import Channel, ChannelClosedError, FrameKind
 from tpengine.executor.watch import FROZEN_S, HOLD_S
@@ -107,6 +110,27 @@ def test_silent_node() -> None:
     """With a silent rank on it, it is gone; while ranks connect, its agent may only be starting."""
     assert coroner().is_frozen(0, FROZEN_S, may_hold=True)
     assert not coroner().is_stopped(0)
+    found = coroner()
+    found._agents.num_starting = 1  # type: ignore[attr-defined]
+    assert not found.is_frozen(0, HOLD_S, may_hold=False)
+
+
+def test_an_agent_that_starts_has_its_time(
+    ray_address: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Until it has answered once, or for as long as its process may take."""
+    own = ray.get_runtime_context().get_node_id()
+    agents = Agents("not this node")
+    agents.open([own])
+    assert agents.is_starting(own)
+    assert agents.ask(own, "ping", timeout_s=60.0)
+    assert not agents.is_starting(own)
+    agents.close()
+    monkeypatch.setattr(node_agent, "_START_S", 0.0)
+    late = Agents("not this node")
+    late.open([own])
+    assert not late.is_starting(own)
+    late.close()
 
 
 def raised(rank: int, type_name: str) -> RankFailure:

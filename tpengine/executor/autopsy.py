@@ -69,7 +69,7 @@ class Coroner:
         try:
             state = self._agents.ask(place.node_id, "state", place.process)
         except NodeSilentError:
-            return True
+            return not self._agents.is_starting(place.node_id)
         if state in ("", "T", "t"):
             return True
         return silent_s >= HOLD_S and not may_hold

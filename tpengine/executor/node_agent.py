@@ -97,10 +97,12 @@ class Agents:
         self._own_node_id = own_node_id
         self._own = NodeAgent()
         self._actors: dict[str, Any] = {}
+        self._started_at: dict[str, float] = {}  # of agents that have not answered yet
 
     def open(self, node_ids: Iterable[str]) -> None:
         """Starts the agents of nodes that have none, without waiting for them."""
         for node_id in set(node_ids) - {self._own_node_id} - self._actors.keys():
+            self._started_at[node_id] = time.monotonic()
             self._actors[node_id] = (
                 ray.remote(NodeAgent)
                 .options(
@@ -124,11 +126,18 @@ class Agents:
         if actor is None or not ray.is_initialized():
             raise NodeSilentError(f"node {node_id} has no agent")
         try:
-            return ray.get(getattr(actor, method).remote(*args), timeout=timeout_s)
+            answer = ray.get(getattr(actor, method).remote(*args), timeout=timeout_s)
         except (RayError, GetTimeoutError) as error:
             raise NodeSilentError(
                 f"node {node_id} does not answer within {timeout_s:g} s: {error}"
             ) from error
+        self._started_at.pop(node_id, None)
+        return answer
+
+    def is_starting(self, node_id: str) -> bool:
+        """Whether an agent may not be up yet, so that its silence says nothing of its node."""
+        started_at = self._started_at.get(node_id)
+        return started_at is not None and time.monotonic() - started_at < _START_S
 
     def tell(self, node_id: str, method: str, *args: Any) -> None:
         """Has a node's agent do something, without waiting unless it is this node."""
