@@ -51,7 +51,7 @@ $(STAMP): pyproject.toml $(NATIVE)
 	@command -v c++ >/dev/null || { echo "tpengine needs a C++ compiler: install g++ or clang"; exit 1; }
 	@echo "tpengine: setting up $(VENV), once"
 	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
-	@echo "tpengine: installing $(TORCH) ... (two or three minutes in all)"
+	@echo "tpengine: installing $(TORCH) ... (three or four minutes in all)"
 	@$(BIN)/python -m pip install -q --disable-pip-version-check '$(TORCH)'
 	@echo "tpengine: building the kernels and installing the rest ..."
 	@$(BIN)/python -m pip install -q --disable-pip-version-check -e '.[test,lint]'
