@@ -37,4 +37,4 @@ if __name__ == "__main__":
     except QueueFullError as error:
         sys.exit(f"{error}; come back in {error.retry_after_s:.1f} s")
     except ServerUnavailableError as error:
-        sys.exit(f"{error}; start one with: tpengine serve")
+        sys.exit(f"{error}")
