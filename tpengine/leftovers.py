@@ -14,7 +14,7 @@ import struct
 from pathlib import Path
 
 from tpengine.logger import init_logger
-from tpengine.process_stat import stat_fields
+from tpengine.process_stat import start_ticks
 
 logger = init_logger(__name__)
 
@@ -26,7 +26,7 @@ def segment_name(engine_id: str, epoch: int) -> str:
     """What this process calls the segment of its group."""
     pid = os.getpid()
     engine = re.sub(r"\W", "_", engine_id)[:64]
-    return f"tpengine-{engine}-{epoch}-{pid}-{_start_time(pid)}"
+    return f"tpengine-{engine}-{epoch}-{pid}-{start_ticks(pid)}"
 
 
 def lock(fd: int, start: int, length: int) -> None:
@@ -46,7 +46,7 @@ def sweep(folder: Path = SHM_FOLDER) -> list[Path]:
     removed = []
     for path in folder.glob("tpengine-*"):
         match = _NAME.fullmatch(path.name)
-        if match is None or _start_time(int(match["pid"])) == match["start"]:
+        if match is None or start_ticks(int(match["pid"])) == int(match["start"]):
             continue
         # Its creator may live in another process namespace: then it holds a lock.
         with contextlib.suppress(OSError):
@@ -65,12 +65,6 @@ def sweep(folder: Path = SHM_FOLDER) -> list[Path]:
 def remove_own(folder: Path = SHM_FOLDER) -> None:
     """Removes what this process has made, for one that ends in the middle of its work."""
     pid = os.getpid()
-    for path in folder.glob(f"tpengine-*-{pid}-{_start_time(pid)}"):
+    for path in folder.glob(f"tpengine-*-{pid}-{start_ticks(pid)}"):
         with contextlib.suppress(OSError):
             path.unlink()
-
-
-def _start_time(pid: int) -> str | None:
-    """When a process was started, in clock ticks since boot; None: there is no such process."""
-    fields = stat_fields(pid)
-    return None if fields is None else fields[19]

@@ -63,6 +63,24 @@ def test_sweep_removes_what_the_dead_left(dead_pid: int, tmp_path: Path) -> None
     os.close(mine.fd)
 
 
+def test_sweep_does_not_wait_for_parents(tmp_path: Path) -> None:
+    """A killed rank is a process until Ray has asked how it ended."""
+    code = (
+        "import os, pathlib, signal, sys\n"
+        "from tpengine.distributed.shared_memory import SegmentFile\n"
+        "SegmentFile('engine', 0, pathlib.Path(sys.argv[1]))\n"
+        "os.kill(os.getpid(), signal.SIGKILL)\n"
+    )
+    process = subprocess.Popen([sys.executable, "-c", code, str(tmp_path)])
+    try:
+        os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOWAIT)
+        left = list(tmp_path.iterdir())
+        assert len(left) == 1
+        assert sweep(tmp_path) == left
+    finally:
+        process.wait(10)
+
+
 def test_sweep_spares_what_is_in_use_elsewhere(dead_pid: int, tmp_path: Path) -> None:
     """A creator in another process namespace looks dead, but holds its lock."""
     mine = SegmentFile("engine", 0, tmp_path)

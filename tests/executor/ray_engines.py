@@ -17,9 +17,9 @@ import ray
 from tpengine import EngineArgs, LLMEngine
 from tpengine.executor import group, spares
 from tpengine.executor.group import Group
-from tpengine.executor.processes import start_ticks
 from tpengine.executor.ray_executor import RayExecutor
 from tpengine.executor.ray_worker import RayWorker
+from tpengine.process_stat import start_ticks
 
 
 def ray_engine(folder: Path | str, tp_size: int, **args: Any) -> LLMEngine:

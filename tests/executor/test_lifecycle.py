@@ -24,7 +24,7 @@ from executor.driver_process import driver_process
 from executor.ray_engines import executor_of, free_cpus, idle_cpu_s, ray_engine
 from tpengine import LLMEngine
 from tpengine.executor.group import Group
-from tpengine.executor.processes import start_ticks
+from tpengine.process_stat import start_ticks
 
 Wait = Callable[[Callable[[], bool], float], None]
 PROMPT = [5, 6, 7]

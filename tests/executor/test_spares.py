@@ -21,7 +21,8 @@ from executor.driver_process import driver_process
 from executor.ray_engines import free_cpus
 from tpengine.executor.beats import BEAT_S, FENCE_S
 from tpengine.executor.node_agent import Agents
-from tpengine.executor.processes import start_ticks, state
+from tpengine.executor.processes import state
+from tpengine.process_stat import start_ticks
 
 Wait = Callable[[Callable[[], bool], float], None]
 PATIENCE_S = 30.0

@@ -13,12 +13,13 @@ from typing import Any
 import pytest
 import ray
 from support.models import ModelShop
+from support.ray_cluster import shared_memory_files
 from support.zoo import PLAIN
 
 from executor import ray_engines
 from executor.bare_ranks import bare_ranks
 from executor.ray_engines import ray_engine, sabotaged_rank
-from tpengine.errors import GroupLostError, PlacementError, RendezvousError
+from tpengine.errors import GroupLostError, PlacementError, RendezvousError, WorkerDiedError
 from tpengine.executor import group, placement, start_times
 from tpengine.executor.placement import address_of
 from tpengine.executor.ray_worker import RayWorker
@@ -137,6 +138,24 @@ def test_word_of_a_rank_at_the_start_keeps_its_traceback(folder: Path) -> None:
     assert "traceback of rank 1" in report
     assert "Traceback (most recent call last)" in report
     assert "it is lonely here" in report
+
+
+def killed_with_its_file(module: Any) -> None:
+    """Rank 0's end between making the file in shared memory and removing its name."""
+
+    def connect(_: Any, rendezvous: Any) -> None:
+        from tpengine.distributed.shared_memory import SegmentFile
+
+        SegmentFile(rendezvous.engine_id, rendezvous.epoch)
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    module.Worker.connect = connect
+
+
+def test_file_of_a_rank_that_was_killed_at_the_start_is_removed(folder: Path) -> None:
+    with sabotaged_rank(0, killed_with_its_file), pytest.raises(WorkerDiedError, match="SIGKILL"):
+        ray_engine(folder, 2)
+    assert not shared_memory_files(os.getpid())
 
 
 def test_driver_whose_node_ray_holds_for_dead(

@@ -22,10 +22,11 @@ from tpengine.config import RayConfig
 from tpengine.executor import beats, processes, watch
 from tpengine.executor.handshake import Listener, connect
 from tpengine.executor.node_agent import NodeAgent
-from tpengine.executor.processes import python_stack, start_ticks, state
+from tpengine.executor.processes import python_stack, state
 from tpengine.executor.step_deadline import StepDeadline
 from tpengine.executor.transport import Channel, ChannelClosedError, ChannelError, FrameKind
 from tpengine.executor.watch import RankSilentError, RankWatch
+from tpengine.process_stat import start_ticks
 
 SECRET = b"s" * 32
 TIMEOUT_S = 5.0

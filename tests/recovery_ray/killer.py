@@ -17,8 +17,8 @@ from executor.ray_engines import executor_of
 
 from tpengine import LLMEngine
 from tpengine.executor.group import Group
-from tpengine.executor.processes import start_ticks
 from tpengine.messages import RankLoss, StepInput
+from tpengine.process_stat import start_ticks
 
 IN_STEPS = ("prefill", "decode", "swap")
 PHASES = ("loading", *IN_STEPS, "idle", "recovery")

@@ -16,7 +16,7 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
-from tpengine.process_stat import stat_fields
+from tpengine.process_stat import START_TICKS, living_fields
 
 _LOG_TAIL_BYTES = 4000
 _RAY_MARKS = (":job_id:", ":actor_name:", ":task_name:")
@@ -32,16 +32,10 @@ Process = tuple[int, int]
 """Its number and its start in clock ticks since boot."""
 
 
-def start_ticks(pid: int) -> int | None:
-    """When a process of this machine started, in clock ticks since boot; None: there is none."""
-    fields = stat_fields(pid)
-    return None if fields is None or fields[0] == "Z" else int(fields[19])
-
-
 def state(process: Process) -> str:
     """Linux's letter for what it is doing, as R runs, S sleeps, T is stopped; empty: it is gone."""
-    fields = stat_fields(process[0])
-    if fields is None or fields[0] in "ZX" or int(fields[19]) != process[1]:
+    fields = living_fields(process[0])
+    if fields is None or int(fields[START_TICKS]) != process[1]:
         return ""
     return fields[0]
 

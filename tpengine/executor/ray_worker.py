@@ -22,10 +22,11 @@ from tpengine.executor.codec import decode_step, encode
 from tpengine.executor.failures import LastLines, RankFailure
 from tpengine.executor.handshake import connect
 from tpengine.executor.placement import RankPlace
-from tpengine.executor.processes import own_error_log, start_ticks
+from tpengine.executor.processes import own_error_log
 from tpengine.executor.transport import Channel, ChannelError, Frame, FrameKind
 from tpengine.logger import init_logger
 from tpengine.messages import StepOutput
+from tpengine.process_stat import start_ticks
 
 if TYPE_CHECKING:
     from tpengine.worker.worker import Worker
