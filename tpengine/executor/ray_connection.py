@@ -8,6 +8,7 @@ import ray
 
 from tpengine import envs
 from tpengine.errors import ConfigError, EngineError
+from tpengine.executor.processes import tail
 from tpengine.logger import init_logger
 
 logger = init_logger(__name__)
@@ -20,6 +21,11 @@ is meant to use. A Ray that a program has started for itself stands in no such f
 that program, and has only the room that that one wants."""
 _KNOCK_S = 2.0
 """What an address gets to accept a connection; Ray itself tries for most of a minute."""
+
+_STARTS = 2
+"""Ray's control server is sometimes not up within Ray's half minute, where others want the cores;
+the next one is."""
+_CONTROL_LOGS = "session_latest/logs/gcs_server.*"
 
 # Ray knows one connection per process, so what counts its users is the process's, too.
 _users_of_started_ray: set[int] = set()
@@ -99,7 +105,17 @@ class RayConnection:
     def _start() -> None:
         envs.prepare_local_ray()
         logger.info("starting a Ray for this engine; no other is named, or runs here for all")
-        ray.init(address="local", include_dashboard=False, logging_level="warning")
+        for left in reversed(range(_STARTS)):
+            try:
+                ray.init(address="local", include_dashboard=False, logging_level="warning")
+                return
+            except (RuntimeError, OSError) as error:  # what came up is ended with this process
+                said = _last_words_of_ray()
+                if not left:
+                    raise EngineError(
+                        f"Ray did not start on this machine, {_STARTS} times: {error}; {said}"
+                    ) from error
+                logger.warning("Ray did not start: %s; %s; once more", error, said)
 
     def close(self) -> None:
         """Lets go; a second call does nothing."""
@@ -133,3 +149,11 @@ def _knock(address: str, origin: str) -> None:
             f"no Ray answers at {origin} = {address!r}: {error}; start one there (`ray start "
             "--head`), or leave the address out to have one started"
         ) from error
+
+
+def _last_words_of_ray() -> str:
+    """Of the control server that was started last."""
+    for path in sorted(envs.ray_folders()[0].glob(_CONTROL_LOGS)):
+        if lines := tail(str(path)).splitlines():
+            return f"its log {path} ends with: {lines[-1]}"
+    return "it left no log"

@@ -1,0 +1,85 @@
+"""A Ray that is started for an engine and does not come up."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator
+
+import pytest
+
+pytest.importorskip("ray")
+
+CODE = """
+import os, sys
+import ray
+from tpengine.errors import EngineError
+from tpengine.executor.ray_connection import RayConnection
+
+init = ray.init
+
+def impatient_at_first(**options):
+    start, ray.init = ray.init, init
+    os.environ["RAY_gcs_server_port_wait_time_s"] = "0"
+    try:
+        init(**options)
+    finally:
+        os.environ["RAY_gcs_server_port_wait_time_s"] = sys.argv[1]
+
+ray.init = impatient_at_first
+try:
+    connection = RayConnection("local")
+except EngineError as error:
+    print("error:", error)
+else:
+    print("connected:", ray.is_initialized(), connection.is_alive)
+    connection.close()
+"""
+
+
+@pytest.fixture
+def ray_folder() -> Iterator[str]:
+    """Ray's sockets lie in it, and their paths must be short."""
+    folder = tempfile.mkdtemp(prefix="tpe", dir="/tmp")
+    yield folder
+    shutil.rmtree(folder, ignore_errors=True)
+
+
+def start_ray(ray_folder: str, later_wait_s: int) -> tuple[str, list[str]]:
+    """What a program prints that starts one, where the first is not waited for; and what is still
+    there of it afterwards."""
+    names = {"RAY_TMPDIR": ray_folder, "RAY_AUTH_MODE": "disabled", "RAY_USAGE_STATS_ENABLED": "0"}
+    process = subprocess.Popen(
+        [sys.executable, "-c", CODE, str(later_wait_s)],
+        env={**os.environ, **names},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        start_new_session=True,
+        text=True,
+    )
+    try:
+        said, _ = process.communicate(timeout=120.0)
+    finally:
+        process.kill()
+    found = subprocess.run(
+        ["ps", "-o", "stat=,args=", "--sid", str(process.pid)], capture_output=True, text=True
+    )
+    return said, [line for line in found.stdout.splitlines() if not line.startswith("Z")]
+
+
+def test_a_second_try_goes_well(ray_folder: str) -> None:
+    said, left = start_ray(ray_folder, 60)
+    assert "Ray did not start: Timed out waiting for file" in said
+    assert "once more" in said
+    assert "connected: True True" in said
+    assert left == []
+
+
+def test_twice_is_an_error_that_tells_where_to_look(ray_folder: str) -> None:
+    said, left = start_ray(ray_folder, 0)
+    assert "error: Ray did not start on this machine, 2 times: Timed out waiting for file" in said
+    assert f"{ray_folder}/ray/session_latest/logs/gcs_server" in said or "it left no log" in said
+    assert left == []
