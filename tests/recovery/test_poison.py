@@ -12,6 +12,7 @@ from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 
 from tpengine import SamplingParams
+from tpengine.messages import StepInput
 
 from .conftest import MakeConfig
 from .loop import Client, Job, serve, summary
@@ -178,6 +179,29 @@ def test_when_every_step_kills_it_gives_up_soon(fake_config: MakeConfig) -> None
     with engine, pytest.raises(Exception, match="max_recoveries = 5"):
         client.run()
     assert len(executor.losses) <= 2 + 8 + 4
+
+
+@pytest.mark.parametrize("num_epochs", [6, 12, 18])
+def test_accidents_at_every_turn_blame_nobody(fake_config: MakeConfig, num_epochs: int) -> None:
+    """What kills so many groups in a row, each at its first step, does not ask who is in it: those
+    that were in none of those steps show it, as long as there are any."""
+    config = fake_config(max_num_seqs=8, max_num_batched_tokens=64, max_recoveries=100)
+    jobs, _ = make_jobs(64, {})
+    killed: set[int] = set()
+
+    def is_first(step: StepInput) -> bool:
+        new = executor.epoch <= num_epochs and executor.epoch not in killed
+        killed.add(executor.epoch)
+        return new
+
+    engine, executor = mortal_engine(config, Fate(is_lethal=is_first))
+    client = Client(engine, executor)
+    for number, job in enumerate(jobs):
+        client.add(str(number), job)
+    with engine:
+        answers = client.run()
+    assert len(executor.losses) == num_epochs
+    check(answers, serve(config, jobs)[0], {})
 
 
 def test_random_poisons(fake_config: MakeConfig) -> None:

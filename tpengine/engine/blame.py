@@ -3,8 +3,10 @@
 A loss in the middle of a step may be an accident, or the work of a request that no rank survives.
 Requests of a lost step are suspects until they have got past the point at which they were. Those
 that two losses found at the same point are put on trial: halves of them run while all others wait,
-and a half that loses the group is halved again, down to a request that does so alone, twice.
-Whoever gets past its point is cleared. So accidents beside a trial make it longer, not wrong.
+and a half that loses the group is halved again, down to a request that does so alone, twice. In
+between those who are no suspects run for some steps: a group that is lost with them, too, dies of
+something else, and the first time did not count. Whoever gets past its point is cleared. So
+accidents beside a trial make it longer, not wrong.
 """
 
 from __future__ import annotations
@@ -17,6 +19,8 @@ from tpengine.sequence import Request
 _LOSSES_BEFORE_TRIAL = 2
 _LOSSES_ALONE = 2
 """One may be an accident."""
+_CONTROL_STEPS = 16
+"""In which whatever kills ranks at every turn would have shown itself."""
 
 
 @dataclass(slots=True, eq=False)
@@ -74,6 +78,8 @@ class Blame:
     def __init__(self) -> None:
         self._suspects: dict[str, _Suspect] = {}
         self._groups: list[_Group] = []  # of the trial; the last one runs
+        self._control: list[Request] = []  # runs instead while there is any
+        self._control_steps = 0
         self._probes_left = 0
 
     @property
@@ -86,16 +92,32 @@ class Blame:
         """Ids of the requests that may run; None: there is no trial."""
         if not self._groups:
             return None
+        if self._control:
+            return frozenset(request.request_id for request in self._control)
         return frozenset(suspect.request.request_id for suspect in self._groups[-1])
 
-    def note_loss(self, requests: Iterable[Request]) -> Verdict:
-        """Books a loss in a step with these requests."""
+    def note_step(self) -> None:
+        """Notes that a step was completed."""
+        self._control_steps += bool(self._control)
+
+    def note_loss(self, requests: Iterable[Request], unfinished: Iterable[Request]) -> Verdict:
+        """Books a loss in a step.
+
+        Args:
+            requests: those of the step.
+            unfinished: all that there are.
+        """
         self.note_progress()
         present = [self._suspect(request) for request in requests if not request.finished]
         for suspect in present:
             suspect.note_loss()
         if not self._groups:
             self._open_trial(present)
+            return Verdict()
+        if self._control:
+            self._control = []
+            for suspect in self._groups[-1]:
+                suspect.num_alone = 0
             return Verdict()
         group = self._groups.pop()
         blamed = [suspect for suspect in group if suspect in present]
@@ -109,6 +131,8 @@ class Blame:
                 del self._suspects[convicted.request_id]
             else:
                 self._push(blamed)
+                self._control = [r for r in unfinished if r.request_id not in self._suspects]
+                self._control_steps = 0
         else:
             self._push_halves(blamed)
         is_probe = self._probes_left > 0
@@ -120,8 +144,13 @@ class Blame:
         `allowed`."""
         before = self.allowed
         cleared = [suspect for suspect in self._suspects.values() if suspect.is_past]
-        if not cleared:
-            return False
+        if cleared:
+            self._clear(cleared)
+        if self._control_steps >= _CONTROL_STEPS or all(r.finished for r in self._control):
+            self._control = []
+        return self.allowed != before
+
+    def _clear(self, cleared: _Group) -> None:
         for suspect in cleared:
             del self._suspects[suspect.request.request_id]
         was_on_trial = any(suspect in group for group in self._groups for suspect in cleared)
@@ -133,7 +162,6 @@ class Blame:
         ]
         if was_on_trial:
             self._probes_left = self._num_probes()
-        return self.allowed != before
 
     def _suspect(self, request: Request) -> _Suspect:
         known = self._suspects.get(request.request_id)

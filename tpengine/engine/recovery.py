@@ -157,7 +157,7 @@ class Recovery:
         if lost is not None and loss.step == lost.step_input.step:
             rows = {sequence.seq_id for sequence in lost.rows}
             present = [r for r in requests if any(s.seq_id in rows for s in r.sequences)]
-            verdict = self._blame.note_loss(present)
+            verdict = self._blame.note_loss(present, requests)
         blocks = self._scheduler.block_manager
         self._scheduler.restart(
             make_block_manager(self._config.cache, blocks.num_total_blocks, blocks.host.num_blocks)
@@ -182,6 +182,7 @@ class Recovery:
 
     def note_step(self) -> None:
         """Notes that a step was completed."""
+        self._blame.note_step()
         self._last_step_at = self._progress_at = time.monotonic()
         if not self._gaps:
             return
