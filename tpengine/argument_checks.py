@@ -21,7 +21,7 @@ MAX_NUM_BATCHED_TOKENS = 1 << 20
 """Bound of max_num_batched_tokens: a step of that many is computed before the first."""
 MIN_SEED, MAX_SEED = -(1 << 63), (1 << 64) - 1
 """Bounds of a seed, those of torch's generators."""
-_FOR_GPUS = ("gpu_memory_utilization", "enforce_eager", "attention_backend", "async_scheduling")
+_FOR_GPUS = ("gpu_memory_utilization", "attention_backend", "async_scheduling")
 MAX_SPACE_GIB = 1 << 20
 """Bound of what is given in GiB; more than any machine has, and in bytes still 64 bits."""
 _ONLY_ON_RAY = (

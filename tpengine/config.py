@@ -124,8 +124,8 @@ class CacheConfig:
 
 
 @dataclass(frozen=True)
-class CudaConfig:
-    """What concerns GPUs only: one of `ATTENTION_BACKENDS`; and whether there are no graphs."""
+class KernelConfig:
+    """One of `ATTENTION_BACKENDS`, for GPUs; and whether no decode step is recorded."""
 
     attention_backend: str = "auto"
     enforce_eager: bool = False
@@ -220,7 +220,7 @@ class EngineConfig:
     scheduler: SchedulerConfig
     recovery: RecoveryConfig
     device: str
-    cuda: CudaConfig = CudaConfig()
+    kernels: KernelConfig = KernelConfig()
 
     def for_rank(self, rank: int) -> EngineConfig:
         """The same with the budgets of one rank."""

@@ -15,8 +15,8 @@ from tpengine.argument_checks import check_bounds, check_budgets, check_device_a
 from tpengine.arguments import OneOrMore, arg, each, is_of_kind, read_bundle
 from tpengine.config import (
     CacheConfig,
-    CudaConfig,
     EngineConfig,
+    KernelConfig,
     ModelConfig,
     ParallelConfig,
     RayConfig,
@@ -160,7 +160,9 @@ class EngineArgs:
         0, "processes on Ray kept with torch imported, so that a lost group is rebuilt sooner"
     )
     pipeline_parallel_size: int = arg(1, "only 1: layers are not spread over ranks")
-    enforce_eager: bool = arg(False, "never use CUDA graphs (there are none on CPU)")
+    enforce_eager: bool = arg(
+        False, "never record decode steps (CUDA graphs; on CPU: lists of ops)"
+    )
     async_scheduling: bool = arg(
         True, "let a GPU begin a decode step while the tokens of the one before are looked at"
     )
@@ -234,7 +236,7 @@ class EngineArgs:
             scheduler=self._scheduler_config(max_model_len, device),
             recovery=RecoveryConfig(self.max_recoveries, self.recovery_window),
             device=device,
-            cuda=CudaConfig(self.attention_backend, self.enforce_eager),
+            kernels=KernelConfig(self.attention_backend, self.enforce_eager),
         )
 
     @property

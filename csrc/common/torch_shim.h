@@ -4,11 +4,14 @@
 // libtorch >= 2.10.
 #pragma once
 
+#include <algorithm>
 #include <cstddef>
 #include <cstdint>
 #include <cstring>
+#include <memory>
 #include <stdexcept>
 #include <string>
+#include <tuple>
 #include <type_traits>
 #include <utility>
 
@@ -80,7 +83,8 @@ class Tensor {
         dim_(other.dim_),
         sizes_(other.sizes_),
         strides_(other.strides_),
-        dtype_(other.dtype_) {
+        dtype_(other.dtype_),
+        own_sizes_(std::move(other.own_sizes_)) {
     other.handle_ = nullptr;
   }
   Tensor(const Tensor&) = delete;
@@ -100,6 +104,12 @@ class Tensor {
   int64_t dim() const { return dim_; }
   // The index is not negative; callers have checked dim().
   int64_t size(int index) const { return sizes_[index]; }
+  // Gives the tensor sizes of its own, which may be changed: libtorch's are those of all its users.
+  int64_t* own_sizes() {
+    own_sizes_.reset(new int64_t[dim_]);
+    std::copy(sizes_, sizes_ + dim_, own_sizes_.get());
+    return sizes_ = own_sizes_.get();
+  }
   int64_t stride(int index) const { return strides_[index]; }
   int32_t dtype() const { return dtype_; }
   int32_t device_index() const {
@@ -114,6 +124,7 @@ class Tensor {
   int64_t* sizes_ = nullptr;
   int64_t* strides_ = nullptr;
   int32_t dtype_ = 0;
+  std::unique_ptr<int64_t[]> own_sizes_;
 };
 
 // An optional argument (`Tensor?`, `int?`): in the boxed convention a heap cell that the callee
@@ -162,11 +173,20 @@ struct Argument {
   }
 };
 
-// Wraps a void function of Tensor / Optional / int64_t / double / bool in the boxed convention.
-template <auto F>
+// Runs an op at once.
+struct RunNow {
+  template <auto F, class Arguments>
+  static void call(Arguments&& arguments) {
+    std::apply(F, std::forward<Arguments>(arguments));
+  }
+};
+
+// Wraps a void function of Tensor / Optional / int64_t / double / bool in the boxed convention;
+// `Policy` says what becomes of a call.
+template <auto F, class Policy>
 struct Boxed;
-template <class... A, void (*F)(A...)>
-struct Boxed<F> {
+template <class... A, void (*F)(A...), class Policy>
+struct Boxed<F, Policy> {
   static void call(StableIValue* stack, uint64_t num_args, uint64_t num_outputs) {
     if (num_args != sizeof...(A) || num_outputs != 0) {
       throw std::runtime_error("tpengine: the op's schema and its kernel disagree");
@@ -175,13 +195,14 @@ struct Boxed<F> {
   }
   template <size_t... I>
   static void unpack(StableIValue* stack, std::index_sequence<I...>) {
-    F(Argument<std::decay_t<A>>::get(stack[I])...);
+    using Arguments = std::tuple<std::decay_t<A>...>;
+    Policy::template call<F>(Arguments{Argument<std::decay_t<A>>::get(stack[I])...});
   }
 };
 
-template <auto F>
+template <auto F, class Policy = RunNow>
 void implement(TorchLibraryHandle library, const char* name) {
-  TPENGINE_SHIM(torch_library_impl(library, name, &Boxed<F>::call, kTorchAbi));
+  TPENGINE_SHIM(torch_library_impl(library, name, &Boxed<F, Policy>::call, kTorchAbi));
 }
 
 }  // namespace tpengine

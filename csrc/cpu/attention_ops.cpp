@@ -153,10 +153,11 @@ void add_items(std::vector<AttentionItem>& items, AttentionItem item, int64_t nu
 }
 
 // The cut of the context is made here, from the lengths: a plan for a GPU is not looked at.
-void paged_attention(Tensor out, Tensor q, Tensor k_cache, Tensor v_cache, Tensor block_table,
-                     Tensor seq_lens, double scale, Optional<Tensor> alibi_slopes,
-                     Optional<int64_t> sliding_window, double k_scale, double v_scale,
-                     Optional<Tensor>, Optional<Tensor>, Optional<Tensor>) {
+void paged_attention(const Tensor& out, const Tensor& q, const Tensor& k_cache,
+                     const Tensor& v_cache, const Tensor& block_table, const Tensor& seq_lens,
+                     double scale, const Optional<Tensor>& alibi_slopes,
+                     const Optional<int64_t>& sliding_window, double k_scale, double v_scale,
+                     const Optional<Tensor>&, const Optional<Tensor>&, const Optional<Tensor>&) {
   const char* op = "paged_attention";
   check_no_scales(op, k_scale, v_scale);
   AttentionArgs args = make_args(op, out, q, k_cache, v_cache, block_table, seq_lens,
@@ -213,10 +214,11 @@ void check_query_start_loc(const char* op, const Tensor& query_start_loc, const 
   }
 }
 
-void prefill_attention(Tensor out, Tensor q, Tensor k_cache, Tensor v_cache, Tensor block_table,
-                       Tensor query_start_loc, Tensor seq_lens, double scale,
-                       Optional<Tensor> alibi_slopes, Optional<int64_t> sliding_window,
-                       double k_scale, double v_scale) {
+void prefill_attention(const Tensor& out, const Tensor& q, const Tensor& k_cache,
+                       const Tensor& v_cache, const Tensor& block_table,
+                       const Tensor& query_start_loc, const Tensor& seq_lens, double scale,
+                       const Optional<Tensor>& alibi_slopes,
+                       const Optional<int64_t>& sliding_window, double k_scale, double v_scale) {
   const char* op = "prefill_attention";
   check_no_scales(op, k_scale, v_scale);
   AttentionArgs args = make_args(op, out, q, k_cache, v_cache, block_table, seq_lens,

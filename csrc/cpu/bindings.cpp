@@ -38,6 +38,7 @@ struct Registration {
         aoti_torch_library_init_impl("tpengine", "CPU", __FILE_NAME__, __LINE__, &library));
     register_attention(library);
     register_cache(library);
+    register_embedding(library);
     register_fused(library);
     register_int8(library);
     register_linear(library);

@@ -45,8 +45,8 @@ void check_slots(const char* op, const Tensor& slot_mapping, int64_t num_tokens,
   }
 }
 
-void write_kv_cache(Tensor k, Tensor v, Tensor k_cache, Tensor v_cache, Tensor slot_mapping,
-                    double k_scale, double v_scale) {
+void write_kv_cache(const Tensor& k, const Tensor& v, const Tensor& k_cache, const Tensor& v_cache,
+                    const Tensor& slot_mapping, double k_scale, double v_scale) {
   const char* op = "write_kv_cache";
   check_no_scales(op, k_scale, v_scale);
   const DType dtype = element_type(op, "k", k);
@@ -78,9 +78,10 @@ void write_kv_cache(Tensor k, Tensor v, Tensor k_cache, Tensor v_cache, Tensor s
                [&](int64_t begin, int64_t end) { kernel(args, begin, end); });
 }
 
-void rotary_write_kv_cache(Tensor positions, Tensor qkv, Tensor cos_sin_cache, Tensor slot_mapping,
-                           Tensor k_cache, Tensor v_cache, int64_t num_heads, int64_t num_kv_heads,
-                           bool is_neox, double k_scale, double v_scale) {
+void rotary_write_kv_cache(const Tensor& positions, const Tensor& qkv, const Tensor& cos_sin_cache,
+                           const Tensor& slot_mapping, const Tensor& k_cache, const Tensor& v_cache,
+                           int64_t num_heads, int64_t num_kv_heads, bool is_neox, double k_scale,
+                           double v_scale) {
   const char* op = "rotary_write_kv_cache";
   check_no_scales(op, k_scale, v_scale);
   const DType dtype = element_type(op, "qkv", qkv);
@@ -128,7 +129,7 @@ void rotary_write_kv_cache(Tensor positions, Tensor qkv, Tensor cos_sin_cache, T
                [&](int64_t begin, int64_t end) { kernel(rotary_args, write_args, begin, end); });
 }
 
-void copy_blocks(Tensor k_cache, Tensor v_cache, Tensor block_pairs) {
+void copy_blocks(const Tensor& k_cache, const Tensor& v_cache, const Tensor& block_pairs) {
   const char* op = "copy_blocks";
   element_type(op, "k_cache", k_cache);
   const CacheShape shape = check_caches(op, k_cache, v_cache, k_cache.dtype());

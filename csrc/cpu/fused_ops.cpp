@@ -38,7 +38,7 @@ void launch_norm(const NormArgs& args, int64_t num_tokens) {
                [&](int64_t begin, int64_t end) { kernel(args, begin, end); });
 }
 
-void rms_norm(Tensor out, Tensor x, Tensor weight, double eps) {
+void rms_norm(const Tensor& out, const Tensor& x, const Tensor& weight, double eps) {
   const char* op = "rms_norm";
   const DType dtype = element_type(op, "x", x);
   if (x.dim() != 2 && x.dim() != 3) {
@@ -66,7 +66,8 @@ void rms_norm(Tensor out, Tensor x, Tensor weight, double eps) {
   launch_norm(args, x.size(0));
 }
 
-void add_rms_norm(Tensor out, Tensor x, Tensor residual, Tensor weight, double eps) {
+void add_rms_norm(const Tensor& out, const Tensor& x, const Tensor& residual, const Tensor& weight,
+                  double eps) {
   const char* op = "add_rms_norm";
   const DType dtype = element_type(op, "x", x);
   check_dim(op, "x", x, 2);
@@ -106,17 +107,18 @@ void launch_activation(const char* op, Activation activation, const Tensor& out,
                [&](int64_t begin, int64_t end) { kernel(args, begin, end); });
 }
 
-void silu_and_mul(Tensor out, Tensor x) {
+void silu_and_mul(const Tensor& out, const Tensor& x) {
   launch_activation("silu_and_mul", Activation::kSilu, out, x);
 }
-void gelu_and_mul(Tensor out, Tensor x) {
+void gelu_and_mul(const Tensor& out, const Tensor& x) {
   launch_activation("gelu_and_mul", Activation::kGelu, out, x);
 }
-void gelu_tanh_and_mul(Tensor out, Tensor x) {
+void gelu_tanh_and_mul(const Tensor& out, const Tensor& x) {
   launch_activation("gelu_tanh_and_mul", Activation::kGeluTanh, out, x);
 }
 
-void rotary_embedding(Tensor positions, Tensor q, Tensor k, Tensor cos_sin_cache, bool is_neox) {
+void rotary_embedding(const Tensor& positions, const Tensor& q, const Tensor& k,
+                      const Tensor& cos_sin_cache, bool is_neox) {
   const char* op = "rotary_embedding";
   const DType dtype = element_type(op, "q", q);
   check_dtype(op, "k", k, q.dtype());

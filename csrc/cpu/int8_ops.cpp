@@ -6,8 +6,9 @@
 namespace tpengine::cpu {
 namespace {
 
-void int8_linear(Tensor out, Tensor x, Tensor packed, Tensor weight_scales, Tensor weight_sums,
-                 Optional<Tensor> bias) {
+void int8_linear(const Tensor& out, const Tensor& x, const Tensor& packed,
+                 const Tensor& weight_scales, const Tensor& weight_sums,
+                 const Optional<Tensor>& bias) {
   const char* op = "int8_linear";
   Int8LinearArgs args = {};
   take_rows(op, args, out, x, bias);

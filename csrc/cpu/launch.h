@@ -3,6 +3,7 @@
 
 #include "../common/checks.h"
 #include "kernels.h"
+#include "recording.h"
 
 namespace tpengine::cpu {
 
@@ -60,6 +61,7 @@ void check_positions(const char* op, const Tensor& positions, const Tensor& cos_
 
 void register_attention(TorchLibraryHandle library);
 void register_cache(TorchLibraryHandle library);
+void register_embedding(TorchLibraryHandle library);
 void register_fused(TorchLibraryHandle library);
 void register_int8(TorchLibraryHandle library);
 void register_linear(TorchLibraryHandle library);

@@ -24,7 +24,7 @@ void pack(T* packed, const T* weight, int64_t outputs, int64_t inputs, int64_t p
   }
 }
 
-void pack_linear_weight(Tensor packed, Tensor weight) {
+void pack_linear_weight(const Tensor& packed, const Tensor& weight) {
   const char* op = "pack_linear_weight";
   const DType dtype = element_type(op, "weight", weight);
   check_dim(op, "weight", weight, 2);
@@ -41,7 +41,8 @@ void pack_linear_weight(Tensor packed, Tensor weight) {
   });
 }
 
-void packed_linear(Tensor out, Tensor x, Tensor packed, Optional<Tensor> bias) {
+void packed_linear(const Tensor& out, const Tensor& x, const Tensor& packed,
+                   const Optional<Tensor>& bias) {
   const char* op = "packed_linear";
   LinearArgs args = {};
   take_rows(op, args, out, x, bias);

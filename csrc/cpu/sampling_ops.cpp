@@ -23,15 +23,16 @@ SamplingArgs make_args(const char* op, const Tensor& out, const Tensor& logits) 
   return args;
 }
 
-void argmax(Tensor out, Tensor logits) {
+void argmax(const Tensor& out, const Tensor& logits) {
   const SamplingArgs args = make_args("argmax", out, logits);
   const auto kernel = kernels().argmax;
   parallel_for(logits.size(0), row_grain(args.vocab_size / 4),
                [&](int64_t begin, int64_t end) { kernel(args, begin, end); });
 }
 
-void sample_tokens(Tensor out, Tensor logits, Tensor temperature, Tensor top_k, Tensor top_p,
-                   Tensor min_p, Tensor uniform) {
+void sample_tokens(const Tensor& out, const Tensor& logits, const Tensor& temperature,
+                   const Tensor& top_k, const Tensor& top_p, const Tensor& min_p,
+                   const Tensor& uniform) {
   const char* op = "sample_tokens";
   SamplingArgs args = make_args(op, out, logits);
   const int64_t rows = logits.size(0), vocab = args.vocab_size;

@@ -57,6 +57,7 @@ def _arguments() -> dict[str, tuple]:
         "prefill_attention": (
             out, q, k_cache, v_cache, table, ints(0, 2, 5), ints(20, 32), 0.125, None, None,
         ),
+        "embedding": (torch.zeros(5, 32), randn(9, 32), ints(8, 0, 3, 3, 1)),
         "rms_norm": (torch.zeros(5, 32), x, weight, 1e-6),
         "add_rms_norm": (torch.zeros(5, 32), x, y, weight, 1e-6),
         "silu_and_mul": (torch.zeros(5, 16), x),
@@ -110,6 +111,10 @@ WRONG = [
     ("paged_attention", _replaced(7, lambda t: t[:3]), r"alibi_slopes has shape \[3\].*size 4"),
     ("paged_attention", _replaced(2, lambda t: t.transpose(0, 1)), "v_cache has shape"),
     ("prefill_attention", _replaced(5, lambda t: t.flip(0)), r"query_start_loc\[0:2\] is 5, 2"),
+    ("embedding", _replaced(2, lambda t: t + 1), r"token_ids\[0\] is 9.*rows 0 to 8"),
+    ("embedding", _replaced(2, lambda t: t - 1), r"token_ids\[1\] is -1.*rows 0 to 8"),
+    ("embedding", _replaced(2, lambda t: t.long()), "token_ids is int64; expected int32"),
+    ("embedding", _replaced(0, lambda t: t[1:]), r"out has shape \[4, 32\].*size 5"),
     ("rms_norm", _replaced(2, lambda t: t[::2]), r"weight has shape \[16\].*size 32"),
     ("rms_norm", _replaced(1, lambda t: t.T), r"stride 32 in dimension 1; expected 1"),
     ("add_rms_norm", _replaced(2, lambda t: t[:4]), r"residual has shape \[4, 32\].*size 5"),

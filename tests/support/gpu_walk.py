@@ -107,7 +107,7 @@ def walk_the_gpus_way(monkeypatch: pytest.MonkeyPatch) -> GpuWalk:
 
     def init_cache_engine(self: Worker, *args: Any) -> None:
         open_cache(self, *args)
-        if not self._config.cuda.enforce_eager:
+        if not self._config.kernels.enforce_eager:
             with torch.inference_mode():
                 self._require_runner().record_graphs(walk.captures())
 

@@ -243,7 +243,7 @@ def test_fp8_is_for_gpus(models: ModelShop) -> None:
         config(models, "cpu", kv_cache_dtype="fp8")
     made = config(models, kv_cache_dtype="fp8", attention_backend="sdpa", enforce_eager=True)
     assert device.cache_dtype(made.cache.kv_cache_dtype, torch.bfloat16) == torch.float8_e4m3fn
-    assert (made.cuda.attention_backend, made.cuda.enforce_eager) == ("sdpa", True)
+    assert (made.kernels.attention_backend, made.kernels.enforce_eager) == ("sdpa", True)
     assert device.cache_dtype("auto", torch.bfloat16) == torch.bfloat16
 
 

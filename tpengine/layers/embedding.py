@@ -7,6 +7,7 @@ import torch.nn.functional as F
 
 from tpengine.layers.linear import Linear
 from tpengine.layers.weights import Weights
+from tpengine.ops import fused
 
 
 class VocabParallelEmbedding:
@@ -23,7 +24,7 @@ class VocabParallelEmbedding:
     def forward(self, token_ids: torch.Tensor) -> torch.Tensor:
         """token_ids `[num_tokens]` to `[num_tokens, hidden_size]`."""
         if self._parallel.tp_size == 1:
-            return F.embedding(token_ids, self.weight)
+            return _rows(self.weight, token_ids)
         local = token_ids - self.start
         foreign = (local < 0) | (local >= self.rows)
         embedded = F.embedding(local.masked_fill(foreign, 0), self.weight)
@@ -45,7 +46,13 @@ class PositionEmbedding:
 
     def forward(self, positions: torch.Tensor) -> torch.Tensor:
         """positions `[num_tokens]` to `[num_tokens, hidden_size]`."""
-        return F.embedding(positions, self._rows)
+        return _rows(self._rows, positions)
+
+
+def _rows(table: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
+    out = table.new_empty(ids.shape[0], table.shape[1])
+    fused.embedding(out, table, ids)
+    return out
 
 
 class ParallelLMHead(Linear):

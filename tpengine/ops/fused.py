@@ -1,4 +1,4 @@
-"""Elementwise work between the matrix products: norms, gated activations, rotary embedding."""
+"""Work between the matrix products: embedding, norms, gated activations, rotary embedding."""
 
 from __future__ import annotations
 
@@ -7,12 +7,27 @@ from torch import Tensor
 
 from tpengine.ops import library as _library  # noqa: F401 (defines the ops)
 
+_embedding = torch.ops.tpengine.embedding.default
 _rms_norm = torch.ops.tpengine.rms_norm.default
 _add_rms_norm = torch.ops.tpengine.add_rms_norm.default
 _silu_and_mul = torch.ops.tpengine.silu_and_mul.default
 _gelu_and_mul = torch.ops.tpengine.gelu_and_mul.default
 _gelu_tanh_and_mul = torch.ops.tpengine.gelu_tanh_and_mul.default
 _rotary_embedding = torch.ops.tpengine.rotary_embedding.default
+
+
+def embedding(out: Tensor, table: Tensor, token_ids: Tensor) -> None:
+    """`out[i] = table[token_ids[i]]`.
+
+    Args:
+        out: `[num_tokens, size]`, written.
+        table: `[num_rows, size]`, float32 or bfloat16, same dtype as out.
+        token_ids: int32 `[num_tokens]`.
+
+    Raises:
+        RuntimeError: an argument's dtype, shape or strides do not fit, or an id has no row.
+    """
+    _embedding(out, table, token_ids)
 
 
 def rms_norm(out: Tensor, x: Tensor, weight: Tensor, eps: float) -> None:

@@ -72,6 +72,10 @@ _SCHEMAS: dict[str, tuple[str, Callable[..., None]]] = {
         " int? sliding_window, float k_scale=1.0, float v_scale=1.0) -> ()",
         reference.prefill_attention,
     ),
+    "embedding": (
+        "(Tensor(a!) out, Tensor table, Tensor token_ids) -> ()",
+        reference.embedding,
+    ),
     "rms_norm": (
         "(Tensor(a!) out, Tensor x, Tensor weight, float eps) -> ()",
         reference.rms_norm,

@@ -172,6 +172,10 @@ def gelu_tanh_and_mul(out: Tensor, x: Tensor) -> None:
     out.copy_(F.gelu(gate, approximate="tanh") * up)
 
 
+def embedding(out: Tensor, table: Tensor, token_ids: Tensor) -> None:
+    torch.index_select(table, 0, token_ids, out=out)
+
+
 def argmax(out: Tensor, logits: Tensor) -> None:
     out.copy_(logits.float().argmax(-1))
 

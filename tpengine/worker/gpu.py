@@ -53,7 +53,7 @@ class GpuAttention:
             windows=windows,
             has_slopes=first.alibi_slopes is not None,
         )
-        self.backend = choose_backend(config.cuda.attention_backend, shape, device)
+        self.backend = choose_backend(config.kernels.attention_backend, shape, device)
         heads, kv_heads, head_dim = first.num_heads, first.num_kv_heads, first.head_dim
         scheduler = config.scheduler
         self._plans: DecodePlans | None = None

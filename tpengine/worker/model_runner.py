@@ -16,8 +16,10 @@ from tpengine.layers.sampler import Sampled, SamplingBatch, sample, sampling_col
 from tpengine.logger import init_logger
 from tpengine.messages import StepInput, StepOutput
 from tpengine.models.registry import CausalLM
+from tpengine.ops.recording import has_recordings
 from tpengine.worker.cache_engine import CacheEngine
-from tpengine.worker.cuda_graph import Capture, DecodeGraphs, graph_sizes
+from tpengine.worker.cuda_graph import LARGEST_SIZE, Capture, DecodeGraphs, graph_sizes
+from tpengine.worker.decode_recording import DecodeRecording, NotRecordableError
 from tpengine.worker.gpu import GpuAttention
 from tpengine.worker.input_batch import InputBatch, StepArrays, upload_step
 from tpengine.worker.memory import cuda_peak_bytes
@@ -62,7 +64,7 @@ class ModelRunner:
         self.works_ahead = device.type == "cuda" and parallel.can_be_recorded
         self._begun: BegunStep | None = None
         self._answered_at = 0.0
-        self._graphs: DecodeGraphs | None = None
+        self._recorded: DecodeGraphs | DecodeRecording | None = None
         self._downloads = Downloads(device, parallel.wait_for)
         self._batch: InputBatch | None = None
         self._kv_caches: list[KVCache] = []
@@ -70,13 +72,13 @@ class ModelRunner:
 
     def detach_cache(self) -> None:
         """Lets go of the cache and of what was recorded over it."""
-        self._graphs = self._begun = None
+        self._recorded = self._begun = None
         self._cache_engine = None
         self._kv_caches = []
 
     def attach_cache(self, cache_engine: CacheEngine) -> None:
         """Hands over the cache; from here on steps can be executed."""
-        self._graphs = self._begun = None
+        self._recorded = self._begun = None
         self._cache_engine = cache_engine
         self._kv_caches = cache_engine.kv_caches
         self._batch = InputBatch(
@@ -175,10 +177,10 @@ class ModelRunner:
         Args:
             sampled: their ids, where the device alone knows them.
         """
-        if self._graphs is not None and self._graphs.fits(arrays):
+        if self._recorded is not None and self._recorded.fits(arrays):
             assert self._cache_engine is not None
-            self._cache_engine.kv_caches.wait()  # a graph does not go through the layers
-            return self._graphs.prepare(arrays, batch.uploads, sampled)
+            self._cache_engine.kv_caches.wait()  # a recording does not go through the layers
+            return self._recorded.prepare(arrays, batch.uploads, sampled)
         token_ids, metadata = upload_step(arrays, batch.uploads)
         if sampled is not None:
             token_ids = sampled.int()
@@ -195,7 +197,7 @@ class ModelRunner:
         graphs = self.make_graphs(self._kv_caches, capture)
         start = time.perf_counter()
         graphs.record()
-        self._graphs = graphs
+        self._recorded = graphs
         logger.info(
             "CUDA graphs of %d batch sizes up to %d recorded in %.1f s",
             len(graphs.sizes),
@@ -203,19 +205,45 @@ class ModelRunner:
             time.perf_counter() - start,
         )
 
+    def record_decodes(self) -> None:
+        """Records decode steps over the attached cache, on CPU; they are used from here on."""
+        self._recorded = self.make_recording(self._kv_caches)
+
+    def make_recording(self, kv_caches: list[KVCache]) -> DecodeRecording | None:
+        """The model's decode steps over some cache, on CPU; None: not all of it can be recorded."""
+        if not has_recordings() or not self._parallel.can_be_recorded:
+            return None
+        try:
+            return DecodeRecording(
+                lambda token_ids, metadata: self.model.forward(token_ids, kv_caches, metadata),
+                self._most_rows,
+                self._max_blocks,
+            )
+        except NotRecordableError as error:
+            logger.debug("decode steps run op by op: %s", error)
+            return None
+
     def make_graphs(self, kv_caches: list[KVCache], capture: Capture) -> DecodeGraphs:
         """Graphs of the model over some cache, none of them recorded."""
-        scheduler = self._config.scheduler
-        rows = min(scheduler.max_num_seqs, scheduler.max_num_batched_tokens)
         gpu = self._gpu
         return DecodeGraphs(
             lambda token_ids, metadata: self.model.forward(token_ids, kv_caches, metadata),
             lambda: None if gpu is None else gpu.decode_batch(),
-            graph_sizes(rows),
-            -(-scheduler.max_model_len // self._config.cache.block_size),
+            graph_sizes(self._most_rows),
+            self._max_blocks,
             self._device,
             capture,
         )
+
+    @property
+    def _most_rows(self) -> int:
+        """Rows of the largest decode step that is recorded; a larger one hides its launches."""
+        scheduler = self._config.scheduler
+        return min(scheduler.max_num_seqs, scheduler.max_num_batched_tokens, LARGEST_SIZE)
+
+    @property
+    def _max_blocks(self) -> int:
+        return -(-self._config.scheduler.max_model_len // self._config.cache.block_size)
 
     def _sample(
         self, logits: torch.Tensor, sampling: SamplingBatch | None, step: StepInput

@@ -145,7 +145,7 @@ class Worker:
             peak_bytes, logits = self._activation_peak()
         else:
             peak_bytes = max(0, known_peak_bytes - scratch)
-        if self._uses_graphs():
+        if self._uses_graphs() or self._records_on_cpu:
             graphs = self._graphs_bytes()
         staging = staged_blocks(one_block, num_host_blocks) * one_block if self._gpu else 0
         total, budget = self._kv_budget(peak_bytes + graphs + staging)
@@ -193,13 +193,20 @@ class Worker:
     def _uses_graphs(self) -> bool:
         """Whether decode steps are recorded: at every rank, or at none."""
         if self._all_record is None:
-            wanted = self._device.type == "cuda" and not self._config.cuda.enforce_eager
+            wanted = self._device.type == "cuda" and not self._config.kernels.enforce_eager
             self._all_record = wanted and agree_on_graphs(self._parallel, self._device)
         return self._all_record
+
+    @property
+    def _records_on_cpu(self) -> bool:
+        return self._gpu is None and not self._config.kernels.enforce_eager
 
     def _graphs_bytes(self) -> int:
         """What the graphs will take, tried over a cache of one block."""
         probe = self._make_cache(1)
+        if self._records_on_cpu:
+            recording = self._require_runner().make_recording(probe.kv_caches)
+            return 0 if recording is None else recording.num_bytes
         graphs = self._require_runner().make_graphs(probe.kv_caches, CudaCapture(self._device))
         with self._forward():
             num_bytes = estimate_bytes(graphs, self._device)
@@ -259,6 +266,8 @@ class Worker:
         with self._forward():
             if self._uses_graphs():
                 runner.record_graphs(CudaCapture(self._device))
+            elif self._records_on_cpu:
+                runner.record_decodes()
             self._claim_activations(runner)
             runner.warm_up()
 

@@ -1,0 +1,95 @@
+// Calls of ops, noted instead of run, to be run again and again without Python in between: what a
+// CUDA graph is on a GPU. Between two ops of a decode step Python takes about as long as a waiting
+// thread stays awake; without it the threads go from one op to the next.
+#pragma once
+
+#include <functional>
+#include <vector>
+
+#include "../common/checks.h"
+
+namespace tpengine::cpu {
+
+// Tensors whose memory was declared to hold rows have `num_rows` of them in their first dimension.
+// A run may ask for fewer: then those tensors are that much shorter, all else stays.
+class Recording {
+ public:
+  explicit Recording(int64_t num_rows) : num_rows_(num_rows) {}
+  Recording(const Recording&) = delete;
+  Recording& operator=(const Recording&) = delete;
+
+  // The one that this thread notes its calls in; null: it runs them.
+  static Recording*& current() {
+    static thread_local Recording* recording = nullptr;
+    return recording;
+  }
+
+  void declare_rows(const void* begin, int64_t num_bytes) {
+    const char* first = static_cast<const char*>(begin);
+    row_memory_.push_back({first, first + num_bytes});
+  }
+
+  template <auto F, class Arguments>
+  void note(Arguments&& arguments) {
+    auto kept = std::make_shared<Arguments>(std::move(arguments));
+    std::apply([this](auto&... argument) { (find_rows(argument), ...); }, *kept);
+    calls_.push_back([kept] { std::apply(F, *kept); });
+  }
+
+  void run(int64_t num_rows) const {
+    for (int64_t* size : row_counts_) *size = num_rows;
+    for (const auto& call : calls_) call();
+  }
+
+  int64_t num_rows() const { return num_rows_; }
+  int64_t num_calls() const { return static_cast<int64_t>(calls_.size()); }
+
+ private:
+  struct Memory {
+    const char* begin;
+    const char* end;
+  };
+
+  bool is_rows(const Tensor& tensor) const {
+    const char* data = tensor.data<char>();
+    for (const Memory& memory : row_memory_)
+      if (data >= memory.begin && data < memory.end) return true;
+    return false;
+  }
+  template <class T>
+  void find_rows(T&) {}
+  void find_rows(Optional<Tensor>& tensor) {
+    if (tensor && is_rows(*tensor)) fail("recording", "an optional tensor holds rows");
+  }
+  void find_rows(Tensor& tensor) {
+    if (!is_rows(tensor)) return;
+    if (tensor.dim() == 0 || tensor.size(0) != num_rows_) {
+      fail("recording", "a tensor of rows has shape " + shape_name(tensor) + "; expected " +
+                            std::to_string(num_rows_) + " in its first dimension");
+    }
+    row_counts_.push_back(tensor.own_sizes());
+  }
+
+  int64_t num_rows_;
+  std::vector<Memory> row_memory_;
+  std::vector<int64_t*> row_counts_;
+  std::vector<std::function<void()>> calls_;
+};
+
+// Runs an op, or notes its call where the thread records.
+struct RunOrNote {
+  template <auto F, class Arguments>
+  static void call(Arguments&& arguments) {
+    if (Recording* recording = Recording::current())
+      recording->note<F>(std::move(arguments));
+    else
+      std::apply(F, arguments);
+  }
+};
+
+template <auto F>
+void implement(TorchLibraryHandle library, const char* name) {
+  ::tpengine::implement<F, RunOrNote>(library, name);
+}
+
+}  // namespace tpengine::cpu

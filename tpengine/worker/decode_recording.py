@@ -1,0 +1,178 @@
+"""Decode steps on CPU without Python between their ops.
+
+A step of few rows is a hundred ops of some ten microseconds each. Between two of them Python takes
+long enough for the kernels' threads to fall asleep, and waking one takes longer still. So the
+model's forward pass over rows of one token is recorded once, with as many rows as there may be, and
+run with as many as a step has: the CPU's counterpart of `cuda_graph`, without padding.
+
+Only tpengine's own ops can be recorded. A model that needs another one runs op by op.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from tpengine.layers.attention import AttentionMetadata
+from tpengine.ops.recording import Recording
+from tpengine.worker.input_batch import StepArrays
+from tpengine.worker.transfers import Uploads
+
+Forward = Callable[[torch.Tensor, AttentionMetadata], torch.Tensor]
+
+
+class NotRecordableError(Exception):
+    """The model calls an op that no recording can hold."""
+
+
+class Workspace:
+    """Memory of the tensors that a recording's ops write, `[num_rows, ...]` each. What no Python
+    object refers to any more is given out again, as an allocator would, so that the caches hold it.
+
+    Attributes:
+        num_bytes: all of it.
+    """
+
+    def __init__(self, recording: Recording) -> None:
+        self._recording = recording
+        self._free: list[torch.Tensor] = []
+        self._buffers: dict[int, torch.Tensor] = {}  # by address
+        self._num_users: dict[int, int] = {}  # tensors over each
+        self.num_bytes = 0
+
+    def empty(self, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
+        """A new tensor.
+
+        Raises:
+            NotRecordableError: its first dimension is not that of the rows.
+        """
+        if not shape or shape[0] != self._recording.num_rows:
+            raise NotRecordableError(f"a tensor of shape {list(shape)} is made, without the rows")
+        count = torch.Size(shape).numel()
+        num_bytes = count * dtype.itemsize
+        fitting = [buffer for buffer in self._free if buffer.nbytes >= num_bytes]
+        if fitting:
+            buffer = min(fitting, key=lambda one: one.nbytes)
+            self._free = [one for one in self._free if one is not buffer]
+        else:
+            buffer = torch.empty(num_bytes, dtype=torch.uint8)
+            self._buffers[buffer.data_ptr()] = buffer
+            self._recording.declare_rows(buffer)
+            self.num_bytes += num_bytes
+        return self.watch(buffer[:num_bytes].view(dtype).view(shape))
+
+    def watch(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Counts a tensor, which may lie in here, among those that hold its memory."""
+        address = tensor.untyped_storage().data_ptr()
+        if address in self._buffers:
+            self._num_users[address] = self._num_users.get(address, 0) + 1
+            weakref.finalize(tensor, self._release, address).atexit = False
+        return tensor
+
+    def _release(self, address: int) -> None:
+        self._num_users[address] -= 1
+        if not self._num_users[address]:
+            self._free.append(self._buffers[address])
+
+
+class _Tape(TorchDispatchMode):
+    """Lets tpengine's ops pass, and views; new tensors come from the workspace, and all else is
+    refused, for a recording would leave it out."""
+
+    def __init__(self, workspace: Workspace) -> None:
+        super().__init__()
+        self._workspace = workspace
+
+    def __torch_dispatch__(
+        self,
+        func: Any,
+        types: Any,
+        args: tuple[Any, ...] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> Any:
+        kwargs = dict(kwargs or {})
+        if func.namespace == "tpengine":
+            # The recording holds its arguments: not the objects whose end frees their memory.
+            return func(*map(_alias, args), **{name: _alias(kwargs[name]) for name in kwargs})
+        if func is torch.ops.aten.new_empty.default:
+            return self._workspace.empty(args[1], kwargs.get("dtype") or args[0].dtype)
+        if func is torch.ops.aten.empty_like.default:
+            return self._workspace.empty(args[0].shape, kwargs.get("dtype") or args[0].dtype)
+        if not _makes_views(func):
+            raise NotRecordableError(f"{func} is no op of tpengine's")
+        views = func(*args, **kwargs)
+        for view in views if isinstance(views, (list, tuple)) else [views]:
+            self._workspace.watch(view)
+        return views
+
+
+def _alias(value: Any) -> Any:
+    return value.detach() if isinstance(value, torch.Tensor) else value
+
+
+def _makes_views(func: Any) -> bool:
+    aliases = [result.alias_info for result in func._schema.returns]
+    return bool(aliases) and all(alias is not None and not alias.is_write for alias in aliases)
+
+
+class DecodeRecording:
+    """The model's forward pass over one KV cache, for up to `max_rows` rows of one token.
+
+    Args:
+        forward: the model, over its cache: token ids and metadata to hidden states.
+        max_blocks: of a sequence.
+
+    Attributes:
+        num_bytes: memory of inputs and intermediate tensors.
+        num_calls: ops in a step.
+
+    Raises:
+        NotRecordableError: the model needs an op of torch's.
+    """
+
+    def __init__(self, forward: Forward, max_rows: int, max_blocks: int) -> None:
+        self._max_rows = max_rows
+        self._recording = recording = Recording(max_rows)
+        workspace = Workspace(recording)
+        columns = torch.zeros(4, max_rows, dtype=torch.int32)
+        table = torch.zeros(max_rows, max_blocks, dtype=torch.int32)
+        for inputs in (columns, table):
+            recording.declare_rows(inputs)
+        token_ids, positions, slots, seq_lens = columns
+        no_chunks = torch.zeros(1, dtype=torch.int32)
+        metadata = AttentionMetadata(positions, slots, table, seq_lens, no_chunks, max_rows)
+        try:
+            with recording.noting(), _Tape(workspace):
+                self._hidden = forward(token_ids, metadata)
+        except RuntimeError as error:  # what the native side refuses
+            raise NotRecordableError(str(error)) from error
+        self._columns, self._table = columns.numpy(), table.numpy()
+        self.num_bytes = workspace.num_bytes + columns.nbytes + table.nbytes
+        self.num_calls = recording.num_calls
+
+    def fits(self, arrays: StepArrays) -> bool:
+        """Whether a step is one of those that were recorded: each row decodes, and there are not
+        too many."""
+        num_seqs = len(arrays.seq_lens)
+        return arrays.num_decodes == num_seqs <= self._max_rows
+
+    def prepare(
+        self, arrays: StepArrays, uploads: Uploads, token_ids: torch.Tensor | None = None
+    ) -> Callable[[], torch.Tensor]:
+        """Writes a step's inputs to where the recording reads them; see `DecodeGraphs.prepare`."""
+        num_seqs = len(arrays.seq_lens)
+        ids = arrays.token_ids if token_ids is None else token_ids.numpy()
+        columns = (ids, arrays.positions, arrays.slot_mapping, arrays.seq_lens)
+        for row, column in zip(self._columns, columns, strict=True):
+            row[:num_seqs] = column
+        self._table[:num_seqs, : arrays.block_table.shape[1]] = arrays.block_table
+
+        def run() -> torch.Tensor:
+            self._recording.run(num_seqs)
+            return self._hidden[:num_seqs]
+
+        return run
