@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import re
 import signal
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -25,6 +27,7 @@ from tpengine.errors import (
     RequestAbortedError,
     RequestError,
 )
+from tpengine.outputs import RequestOutput
 
 PROMPTS = ["Hello, my name is", "The capital of France is", "The future of AI is"]
 TIMEOUT_S = 120
@@ -140,7 +143,28 @@ def test_progress_bar_tells_the_rates(llm: LLM, capsys: pytest.CaptureFixture[st
     assert "output" in shown
     assert "tokens/s" in shown
     llm.generate(PROMPTS, greedy(8), use_tqdm=False)
-    assert "3/3" not in capsys.readouterr().err
+    assert capsys.readouterr().err == ""
+
+
+def test_progress_bar_moves_before_a_prompt_ends(
+    llm: LLM, capsys: pytest.CaptureFixture[str]
+) -> None:
+    step = llm.llm_engine.step
+
+    def slow_step() -> list[RequestOutput]:
+        time.sleep(0.01)
+        return step()
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(llm.llm_engine, "step", slow_step)
+        llm.generate(PROMPTS[0], greedy(80), use_tqdm=True)
+    drawn = capsys.readouterr().err.split("\r")
+    rates = [float(found[1]) for one in drawn if (found := re.search(r"output ([\d.]+) t", one))]
+    before = [one for one in drawn if "0/1" in one and "tokens/s" in one]
+    assert 2 <= len(before) <= 20  # of 80 steps
+    assert all(rate > 1 for rate in rates)
+    assert "1/1" in drawn[-1]
+    assert "tokens/s" in drawn[-1]
 
 
 def test_stream_gives_the_text_in_pieces(llm: LLM) -> None:
@@ -364,6 +388,7 @@ def test_a_step_that_failed_ends_the_engine_with_its_cause(
 
 CHILD = """
 import sys
+import time
 from tpengine import LLM, SamplingParams
 llm = LLM(dtype="float32", cpu_kv_cache_space=0.1, max_num_seqs=4)
 engine = llm.llm_engine
@@ -406,6 +431,7 @@ def test_ctrl_c_from_the_terminal() -> None:
 
 LONELY = """
 import sys
+import time
 class Blocker:
     def find_spec(self, name, path=None, target=None):
         if name.split(".")[0] in {"ray", "grpc"}:

@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 import difflib
-import time
 from collections.abc import Iterator, Sequence
 from dataclasses import fields, replace
 from types import TracebackType
 from typing import Any, cast
 
-from tqdm import tqdm
-
 from tpengine.engine.batch_arguments import one_per_prompt, pair_prompts, refusal
 from tpengine.engine.llm_engine import LLMEngine
+from tpengine.engine.progress import ProgressBar
 from tpengine.engine.prompt import Prompt
 from tpengine.engine.tokenizer import Tokenizer
 from tpengine.engine_args import EngineArgs
@@ -80,7 +78,7 @@ class LLM:
             sampling_params: one for all, or a list with one per prompt; default:
                 `SamplingParams()`.
             prompt_token_ids: the prompts as ids, instead of or beside `prompts`.
-            use_tqdm: show a progress bar.
+            use_tqdm: show a progress bar, of prompts and tokens.
 
         Returns:
             One output per prompt, in the order of the prompts. One that was refused or ignored has
@@ -258,30 +256,13 @@ class LLM:
         """Steps until `done` holds all of `request_ids`; other requests run beside them."""
         outputs: list[RequestOutput] = []
         self._inbox.update(dict.fromkeys(request_ids - done.keys(), outputs))
-        bar = tqdm(
-            total=len(request_ids),
-            initial=len(done),
-            desc="Processed prompts",
-            unit="prompt",
-            disable=not use_tqdm,
-        )
-        start = time.monotonic()
-        num_input = num_output = 0
-        with bar:
-            while len(done) < len(request_ids):
+        num_requests = len(request_ids)
+        with ProgressBar(self.llm_engine.figures, num_requests, len(done), use_tqdm) as bar:
+            while len(done) < num_requests:
                 self._pump()
-                for output in outputs:
-                    done[output.request_id] = output
-                    num_input += len(output.prompt_token_ids)
-                    num_output += sum(len(o.token_ids) for o in output.outputs)
-                    elapsed = time.monotonic() - start
-                    bar.set_postfix_str(
-                        f"input {num_input / elapsed:.1f} tokens/s, "
-                        f"output {num_output / elapsed:.1f} tokens/s",
-                        refresh=False,
-                    )
-                    bar.update(1)
+                done.update({output.request_id: output for output in outputs})
                 outputs.clear()
+                bar.update(len(done))
 
     def _pump(self) -> None:
         """Runs a step and hands its outputs to whoever waits for them.
