@@ -171,6 +171,24 @@ def test_wrong_usage(arguments: list[str], capsys: pytest.CaptureFixture[str]) -
     assert "usage: tpengine" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize(
+    ("arguments", "meant"),
+    [
+        (["generate", PROMPT, "--tensor-paralel-size", "2"], "--tensor-parallel-size"),
+        (["serve", "--max-mesage-mib=2"], "--max-message-mib"),
+        (["client", "chat", "--timout", "2"], "--timeout"),
+        (["bench", "throughput", "--nun-requests", "2"], "--num-requests"),
+    ],
+)
+def test_mistyped_option(
+    arguments: list[str], meant: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as ended:
+        main(arguments)
+    assert ended.value.code == 2
+    assert capsys.readouterr().err.endswith(f"; did you mean {meant}?\n")
+
+
 def test_bench_throughput(models: ModelShop, capsys: pytest.CaptureFixture[str]) -> None:
     arguments = ["--model", str(models.folder(PLAIN)), "--num-requests", "5", "--runs", "1"]
     assert main(["bench", "throughput", *arguments, *SMALL]) == 0

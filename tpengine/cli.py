@@ -5,13 +5,15 @@ from __future__ import annotations
 import argparse
 import importlib
 import os
+import re
 import sys
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NoReturn
 
 from tpengine import __version__
+from tpengine.arguments import did_you_mean
 from tpengine.engine_args import EngineArgs
 from tpengine.errors import EngineDeadError, TPEngineError
 from tpengine.sampling_arguments import add_sampling_arguments, sampling_params_from
@@ -51,7 +53,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = _build_parser(words)
     args, unknown = parser.parse_known_args(words)
     if unknown:  # the command's own usage helps, not that of `tpengine`
-        getattr(args, "command", parser).error(f"unrecognized arguments: {' '.join(unknown)}")
+        _refuse(getattr(args, "command", parser), unknown)
     try:
         return int(args.run(args))
     except TPEngineError as error:
@@ -62,6 +64,14 @@ def main(argv: Sequence[str] | None = None) -> int:
     except BrokenPipeError:  # `| head`: whoever read has seen enough
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 141
+
+
+def _refuse(command: argparse.ArgumentParser, unknown: Sequence[str]) -> NoReturn:
+    """Ends the process for words that `command` does not know."""
+    known = set(re.findall(r"--[\w-]+", command.format_usage()))
+    names = (word.partition("=")[0] for word in unknown if word.startswith("--"))
+    hint = next(filter(None, (did_you_mean(name, known) for name in names)), "")
+    command.error(f"unrecognized arguments: {' '.join(unknown)}{hint}")
 
 
 def _build_parser(words: Sequence[str]) -> argparse.ArgumentParser:

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import difflib
 from collections.abc import Iterator, Sequence
 from dataclasses import fields, replace
 from types import TracebackType
 from typing import Any, cast
 
+from tpengine.arguments import did_you_mean
 from tpengine.engine.batch_arguments import one_per_prompt, pair_prompts, refusal
 from tpengine.engine.llm_engine import LLMEngine
 from tpengine.engine.progress import ProgressBar
@@ -56,8 +56,7 @@ class LLM:
         known = [spec.name for spec in fields(EngineArgs)]
         for name in kwargs:
             if name not in known:
-                close = difflib.get_close_matches(name, known, n=1, cutoff=0.75)
-                hint = f"; did you mean {close[0]!r}?" if close else ""
+                hint = did_you_mean(name, known)
                 raise ConfigError(f"LLM has no argument {name!r}{hint}")
         self.llm_engine = LLMEngine.from_engine_args(EngineArgs(**kwargs))
         self._num_requests = 0

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import difflib
 import enum
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from tpengine.arguments import did_you_mean
 from tpengine.errors import InvalidSamplingParamsError
 from tpengine.logits_processors import check_import_path
 
@@ -129,8 +129,7 @@ class SamplingParams:
         names = cls.__dataclass_fields__
         for name in given:
             if name not in names:
-                near = difflib.get_close_matches(name, names, n=1)
-                hint = f"; did you mean {near[0]!r}?" if near else ""
+                hint = did_you_mean(name, names)
                 raise TypeError(f"SamplingParams has no field {name!r}{hint}")
         return super().__new__(cls)
 
