@@ -47,6 +47,13 @@ def test_several_prompts(completion: str, capsys: pytest.CaptureFixture[str]) ->
     assert shown.endswith(f"\n\n{PROMPT}{completion}\n\n")
 
 
+def test_prompt_behind_an_option_of_several_numbers(
+    completion: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["generate", *GREEDY, "--cpu-kv-cache-space", "0.05", PROMPT]) == 0
+    assert capsys.readouterr().out == f"{PROMPT}{completion}\n\n"
+
+
 def test_prompts_from_a_file(
     completion: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -106,6 +113,7 @@ def test_sampling_options(capsys: pytest.CaptureFixture[str]) -> None:
         (["--temperature", "nan"], ("InvalidSamplingParamsError", "temperature", "nan")),
         (["--dtype", "float16", "--device", "cpu"], ("ConfigError", "float16")),
         (["--max-num-seqs", "0"], ("ConfigError", "max_num_seqs", "at least 1")),
+        (["--cpu-kv-cache-space", "1,2"], ("ConfigError", "one per rank", "got 2 numbers")),
         (["--file", "/nowhere/at.all"], ("/nowhere/at.all", "cannot be read")),
     ],
 )
@@ -163,7 +171,10 @@ def test_help(
         assert word in shown
 
 
-@pytest.mark.parametrize("arguments", [[], ["fly"], ["generate", "--no-such-option"]])
+@pytest.mark.parametrize(
+    "arguments",
+    [[], ["fly"], ["generate", "--no-such-option"], ["generate", "--cpu-kv-cache-space", "1,x"]],
+)
 def test_wrong_usage(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as ended:
         main(arguments)

@@ -24,17 +24,20 @@ def did_you_mean(name: str, known: Iterable[str]) -> str:
     return f"; did you mean {close[0]}?" if close else ""
 
 
-class OneOrMore(argparse.Action):
-    """Several values are a list, one is itself."""
+def one_or_more(text: str) -> float | list[float]:
+    """`0.5` as itself, `0.5,1` as a list: an option of several words would take a prompt that
+    stands behind it for one of them.
 
-    def __call__(
-        self,
-        parser: argparse.ArgumentParser,
-        namespace: argparse.Namespace,
-        values: Any,
-        option_string: str | None = None,
-    ) -> None:
-        setattr(namespace, self.dest, values if len(values) > 1 else values[0])
+    Raises:
+        argparse.ArgumentTypeError: it is not of that form.
+    """
+    try:
+        numbers = [float(word) for word in text.split(",")]
+    except ValueError:
+        raise argparse.ArgumentTypeError(
+            f"must be a number, or one per rank with commas between them; got {text!r}"
+        ) from None
+    return numbers if len(numbers) > 1 else numbers[0]
 
 
 def is_of_kind(value: object, kind: Any) -> bool:

@@ -12,7 +12,7 @@ from typing import Any
 
 from tpengine import config as cfg
 from tpengine.argument_checks import check_bounds, check_budgets, check_device_arguments
-from tpengine.arguments import OneOrMore, arg, each, is_of_kind, read_bundle
+from tpengine.arguments import arg, each, is_of_kind, one_or_more, read_bundle
 from tpengine.config import (
     CacheConfig,
     EngineConfig,
@@ -99,12 +99,12 @@ class EngineArgs:
         cfg.SCHEDULING_POLICIES,
     )
     gpu_memory_utilization: float | Sequence[float] = arg(
-        0.9, "share of a GPU's memory that the engine may use, in (0, 1]; or one per rank"
+        0.9, "share of a GPU's memory that the engine may use, in (0, 1]; or one per rank: 0.9,0.8"
     )
     cpu_kv_cache_space: float | Sequence[float] | None = arg(
         None,
-        "GiB of KV cache of a rank on CPU, or one per rank; default: the smaller of 4 and 40 %% of "
-        "the free memory, divided by the ranks on the machine",
+        "GiB of KV cache of a rank on CPU, or one per rank: 2,1; default: the smaller of 4 and "
+        "40 %% of the free memory, divided by the ranks on the machine",
     )
     num_device_blocks_override: int | None = arg(
         None, "number of blocks of the KV cache, whatever the memory says"
@@ -334,12 +334,14 @@ class EngineArgs:
                 group.add_argument(option, action=argparse.BooleanOptionalAction, **options)
                 continue
             concrete = [t for t in typing.get_args(kind) if t is not type(None)] or [kind]
-            if Sequence[float] in concrete:  # one value, or one per rank
-                options |= {"nargs": "+", "action": OneOrMore}
+            convert: Any = concrete[0]
+            if Sequence[float] in concrete:
+                convert = one_or_more
+                options["metavar"] = "NUM,..."
             if spec.default is not None and spec.name != "model":
                 options["help"] += " (default: %(default)s)"
             choices = [c for c in spec.metadata["choices"] or () if c is not None] or None
-            group.add_argument(option, type=concrete[0], choices=choices, **options)
+            group.add_argument(option, type=convert, choices=choices, **options)
         return parser
 
     @classmethod
