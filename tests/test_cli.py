@@ -11,8 +11,10 @@ import pytest
 from support.models import ModelShop
 from support.zoo import PLAIN
 
-from tpengine import LLM, SamplingParams
+from tpengine import LLM, LLMEngine, SamplingParams
 from tpengine.cli import main
+from tpengine.errors import EngineDeadError
+from tpengine.outputs import RequestOutput
 
 TIMEOUT_S = 120
 SMALL = ["--cpu-kv-cache-space", "0.05", "--max-model-len", "512"]
@@ -137,6 +139,29 @@ def test_one_bad_prompt_does_not_stop_the_others(
     shown = capsys.readouterr()
     assert shown.out.endswith(f"{PROMPT}{completion}\n\n")
     assert "max_model_len = 512" in shown.err
+
+
+@pytest.mark.parametrize(
+    ("cause", "code"), [(KeyboardInterrupt(), 130), (EngineDeadError("gone"), 1)]
+)
+def test_what_ends_a_text_ends_its_line(
+    cause: BaseException,
+    code: int,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    step, calls = LLMEngine.step, iter(range(4))
+
+    def short_lived_step(engine: LLMEngine) -> list[RequestOutput]:
+        if next(calls) == 3:
+            raise cause
+        return step(engine)
+
+    monkeypatch.setattr(LLMEngine, "step", short_lived_step)
+    assert main(["generate", PROMPT, *GREEDY]) == code
+    shown = capsys.readouterr().out
+    assert len(shown) > len(PROMPT) + 1
+    assert shown.endswith("\n")
 
 
 def test_text_for_a_model_without_a_tokenizer(

@@ -18,6 +18,7 @@ from tpengine.engine_args import EngineArgs
 from tpengine.errors import EngineDeadError, TPEngineError
 from tpengine.sampling_arguments import add_sampling_arguments, sampling_params_from
 from tpengine.sampling_params import SamplingParams
+from tpengine.terminal import streamed_text
 
 if TYPE_CHECKING:
     from tpengine.llm import LLM
@@ -171,15 +172,12 @@ def _read_prompts(args: argparse.Namespace) -> list[str]:
 
 
 def _stream_one(llm: LLM, prompt: str, params: SamplingParams, chat: bool) -> None:
-    token_ids = None
-    if chat:
-        token_ids = llm.chat_token_ids([{"role": "user", "content": prompt}])
-        print(f"> {prompt}")
-    else:
-        print(prompt, end="", flush=True)
-    for text in llm.stream(None if chat else prompt, params, token_ids):
-        print(text, end="", flush=True)
-    print("\n", flush=True)
+    token_ids = llm.chat_token_ids([{"role": "user", "content": prompt}]) if chat else None
+    with streamed_text() as write:
+        write(f"> {prompt}\n" if chat else prompt)
+        for text in llm.stream(None if chat else prompt, params, token_ids):
+            write(text)
+        write("\n\n")
 
 
 if __name__ == "__main__":

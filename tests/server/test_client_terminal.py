@@ -58,13 +58,23 @@ class Terminal:
         os.write(self._keys, keys.encode())
 
     def read_until(self, words: str) -> str:
-        """What is shown, until it ends with these words."""
+        """What is shown, until these words are there."""
         shown, deadline = "", time.monotonic() + START_S
-        while not shown.endswith(words):
+        while words not in shown:
             assert time.monotonic() < deadline, shown
             if select.select([self._keys], [], [], 0.1)[0]:
                 shown += os.read(self._keys, 4096).decode()
         return shown
+
+    def read_rest(self) -> str:
+        """What else it had shown when it ended."""
+        shown = b""
+        while select.select([self._keys], [], [], 0.1)[0]:
+            try:
+                shown += os.read(self._keys, 4096)
+            except OSError:  # Linux's way to say that the other end is closed
+                break
+        return shown.decode()
 
     def close(self) -> None:
         """Ends it whatever it does."""
@@ -94,7 +104,18 @@ def test_ctrl_c_where_a_line_is_awaited(command: str, server: ServerProcess) -> 
         begin = time.monotonic()
         terminal.type("\x03")
         assert terminal.process.wait(END_S) == 130
+        if command == "chat":
+            assert terminal.read_rest().endswith("\r\n")
         print(f"ended {time.monotonic() - begin:.2f} s after Ctrl-C")
+
+
+def test_ctrl_c_in_the_middle_of_a_text(server: ServerProcess) -> None:
+    where = ["--target", server.target, "--max-tokens", "400", "--ignore-eos"]
+    with _terminal("client", "generate", "Once upon a time", *where) as terminal:
+        terminal.read_until("Once upon a time")
+        terminal.type("\x03")
+        assert terminal.process.wait(END_S) == 130
+        assert terminal.read_rest().endswith("\r\n")
 
 
 def test_the_end_of_what_is_typed(server: ServerProcess) -> None:
@@ -104,6 +125,7 @@ def test_the_end_of_what_is_typed(server: ServerProcess) -> None:
         terminal.read_until("> ")
         terminal.type("\x04")
         assert terminal.process.wait(START_S) == 0
+        assert terminal.read_rest() == "\r\n"
 
 
 @pytest.mark.parametrize("source", ["pipe", "file"])

@@ -26,6 +26,7 @@ from tpengine.server.client_convert import Message, Prompt
 from tpengine.server.client_input import read_lines
 from tpengine.server.health import LIVENESS, READINESS
 from tpengine.server.load import COMPLETE, describe_load, poisson_plan, run_load, summarise
+from tpengine.terminal import streamed_text
 
 DEFAULT_TARGET = "127.0.0.1:50051"
 _TOKEN_HINT = "; give your token with --token-file FILE or in TPENGINE_CLIENT_TOKEN"
@@ -223,16 +224,15 @@ async def _print_stream(
     """
     texts: list[str] = []
     try:
-        async for output in client.stream(prompt, params):
-            if echo:
-                print(echo, end="", flush=True)
-                echo = ""
-            for sequence in output.outputs:
-                texts.append(sequence.text)
-                print(sequence.text, end="", flush=True)
+        with streamed_text() as write:
+            async for output in client.stream(prompt, params):
+                if echo:
+                    write(echo)
+                    echo = ""
+                for sequence in output.outputs:
+                    texts.append(sequence.text)
+                    write(sequence.text)
     except RequestError as error:
-        if texts:
-            print(flush=True)
         _print_failure(error)
         return None
     return "".join(texts)

@@ -8,6 +8,7 @@ import sys
 from collections.abc import AsyncIterator
 
 from tpengine.errors import ConfigError
+from tpengine.terminal import streamed_text
 
 _CHUNK_BYTES = 1 << 16
 
@@ -28,11 +29,14 @@ async def read_lines(invitation: str = "") -> AsyncIterator[str]:
         return
     left, at_end = b"", False
     while not at_end:
-        if invitation and sys.stdin.isatty():
-            print(invitation, end="", flush=True)
-        while b"\n" not in left and not at_end:
-            more = await _read()
-            left, at_end = left + more, not more
+        with streamed_text() as write:
+            if sys.stdin.isatty():
+                write(invitation)
+            while b"\n" not in left and not at_end:
+                more = await _read()
+                left, at_end = left + more, not more
+            if at_end and invitation and sys.stdin.isatty():
+                write("\n")
         line, _, left = left.partition(b"\n")
         # Bytes that are no text become what the server's side refuses, for this line alone.
         text = line.removesuffix(b"\r").decode(sys.stdin.encoding, "surrogateescape")
