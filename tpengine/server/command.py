@@ -58,12 +58,14 @@ def run(args: argparse.Namespace) -> int:
     """Serves; returns the exit code.
 
     Raises:
-        ConfigError: an argument cannot be, or would open the server to strangers.
+        ConfigError: an argument cannot be, or would open the server to strangers; or a port
+            cannot be had.
     """
     server_args = ServerArgs.from_cli_args(args)
     server_args.check()
     authenticator = server_args.authenticator()
     server_args.check_exposure(authenticator)
+    server_args.check_ports()
     start = time.monotonic()
     from tpengine.server.lifecycle import run_server  # with it comes torch: seconds
 

@@ -17,6 +17,7 @@ from tpengine.engine.admission import QueueLimits
 from tpengine.errors import ConfigError
 from tpengine.server.auth import Authenticator, read_tokens
 from tpengine.server.limits import DEFAULT_MESSAGE_BYTES, Limits
+from tpengine.server.ports import check_port
 from tpengine.server.tls import TlsFiles
 
 MAX_MESSAGE_MIB = 1024
@@ -118,6 +119,16 @@ class ServerArgs:
             "the model; give --tls-cert and --tls-key, or --token-file, or say --insecure, or "
             "listen on 127.0.0.1"
         )
+
+    def check_ports(self) -> None:
+        """Refuses ports that cannot be had now.
+
+        Raises:
+            ConfigError: see `check_port`.
+        """
+        check_port(self.host, self.port)
+        if self.metrics_port is not None:
+            check_port("127.0.0.1", self.metrics_port, "--metrics-port")
 
     def tls_files(self) -> TlsFiles | None:
         """The files, if TLS is wanted."""
