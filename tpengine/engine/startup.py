@@ -53,8 +53,7 @@ def start_workers(config: EngineConfig, executor: Executor) -> list[MemoryLedger
         ready - loaded,
     )
     if len(ledgers) > 1 or config.device != "cpu":
-        for line in memory_table(ledgers, devices):
-            logger.info("%s", line)
+        logger.info("memory of the ranks in GiB:\n%s", "\n".join(memory_table(ledgers, devices)))
     return ledgers
 
 

@@ -121,9 +121,9 @@ class Group:
         self._agents.open(place.node_id for place in self.places)
         for node_id in {place.node_id for place in self.places}:
             self._agents.tell(node_id, "watch", self._processes_on(node_id))
-        for rank, index in enumerate(order):
-            changed = ", ".join(found[index][1]) or "none"
-            logger.info("rank %d on %s; variables set: %s", rank, self.places[rank], changed)
+        places = (f"rank {rank} on {place}" for rank, place in enumerate(self.places))
+        logger.info("%s", "; ".join(places))
+        logger.debug("variables set, by rank: %s", [found[index][1] for index in order])
 
     def open_channels(self, address: str) -> None:
         """Connects every rank by two channels, one for steps and one for beats; from then on they
@@ -153,7 +153,7 @@ class Group:
         self._watch = RankWatch(controls, self._is_frozen, self._on_loss)
         self._watch.start()
         self.call_each("join", lambda rank, _: refs[rank])
-        logger.info("channels to the ranks from %s:%d and :%d", *addresses[0], addresses[1][1])
+        logger.debug("channels to the ranks from %s:%d and :%d", *addresses[0], addresses[1][1])
 
     def create_workers(self) -> None:
         """Has every rank make its worker, which imports torch."""
@@ -178,8 +178,8 @@ class Group:
             connect_timeout_s=min(60.0, self._ray_config.start_timeout_s),
             collective_timeout_s=_COLLECTIVE_SHARE * self._ray_config.step_timeout_s,
         )
-        for rank, line in enumerate(self.call("connect", rendezvous)):
-            logger.info("rank %d: %s", rank, line)
+        for line in self.call("connect", rendezvous):
+            logger.debug("%s", line)
 
     def call(self, method: str, *args: Any, **kwargs: Any) -> list[Any]:
         """Calls a method of every worker; answers in rank order.

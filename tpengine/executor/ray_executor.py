@@ -194,7 +194,7 @@ class RayExecutor(Executor):
         with self._in_turn():
             with self._times.phase("cache"):
                 self._run_workers("init_cache_engine", num_blocks, num_host_blocks)
-            logger.info("ranks of epoch %d ready in %s", self.epoch, self._times)
+            logger.debug("ranks of epoch %d ready in %s", self.epoch, self._times)
             if self._may_use_spares:
                 delay_s = 0.0 if self.epoch == 1 else _REFILL_S
                 self._spares.fill([place.node_id for place in self.places], delay_s)
