@@ -98,6 +98,8 @@ def test_params_per_prompt_and_order_of_results(llm: LLM) -> None:
     assert finished[1] < finished[2] < finished[0]
     assert [output.prompt for output in outputs] == PROMPTS
     assert llm.generate([], greedy(), use_tqdm=False) == []
+    with pytest.raises(InvalidPromptError, match=r"got 2 for 1 prompt$"):
+        llm.generate(PROMPTS[0], params[:2])
     with pytest.raises(InvalidPromptError, match=r"got 2 for 3 prompts"):
         llm.generate(PROMPTS, params[:2])
     with pytest.raises(InvalidPromptError, match="got neither"):
@@ -310,7 +312,7 @@ def test_what_was_done_by_then_is_not_lost(
         with pytest.raises(KeyboardInterrupt) as raised:
             llm.generate(PROMPTS[:3], params, use_tqdm=False)
     assert texts(llm.finished_outputs()) == texts(expected[2:])
-    assert raised.value.__notes__ == ["1 of 3 prompts were done: LLM.finished_outputs()"]
+    assert raised.value.__notes__ == ["LLM.finished_outputs() has what was done: 1 of 3 prompts"]
     with pytest.raises(InvalidPromptError):
         llm.generate(None)
     assert llm.finished_outputs() == []

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 from tpengine.arguments import each
 from tpengine.errors import ConfigError
 from tpengine.logger import init_logger
+from tpengine.wording import counted
 
 if TYPE_CHECKING:
     from tpengine.engine_args import EngineArgs
@@ -100,7 +101,7 @@ def check_budgets(args: EngineArgs) -> None:
         if given_per_rank and len(values) != args.tensor_parallel_size:
             raise ConfigError(
                 f"{name} must be one number or one per rank: tensor_parallel_size = "
-                f"{args.tensor_parallel_size}, got {len(values)} numbers"
+                f"{args.tensor_parallel_size}, got {counted(len(values), 'number')}"
             )
     for share in each(args.gpu_memory_utilization):
         if not 0.0 < share <= 1.0:

@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import argparse
-import difflib
 import math
 import typing
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import field
 from typing import Any
 
@@ -16,12 +15,6 @@ from tpengine.errors import ConfigError
 def arg(default: Any, help_text: str, choices: tuple[Any, ...] | None = None) -> Any:
     """A field with its default, its help text and what it may be."""
     return field(default=default, metadata={"help": help_text, "choices": choices})
-
-
-def did_you_mean(name: str, known: Iterable[str]) -> str:
-    """The end of a message about a name that nobody knows; empty if none is like it."""
-    close = difflib.get_close_matches(name, known, n=1, cutoff=0.75)
-    return f"; did you mean {close[0]}?" if close else ""
 
 
 def one_or_more(text: str) -> float | list[float]:

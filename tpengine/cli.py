@@ -13,12 +13,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from tpengine import __version__
-from tpengine.arguments import did_you_mean
 from tpengine.engine_args import EngineArgs
 from tpengine.errors import EngineDeadError, TPEngineError
 from tpengine.sampling_arguments import add_sampling_arguments, sampling_params_from
 from tpengine.sampling_params import SamplingParams
 from tpengine.terminal import streamed_text
+from tpengine.wording import did_you_mean
 
 if TYPE_CHECKING:
     from tpengine.llm import LLM

@@ -7,7 +7,6 @@ from dataclasses import fields, replace
 from types import TracebackType
 from typing import Any, cast
 
-from tpengine.arguments import did_you_mean
 from tpengine.engine.batch_arguments import one_per_prompt, pair_prompts, refusal
 from tpengine.engine.llm_engine import LLMEngine
 from tpengine.engine.progress import ProgressBar
@@ -25,6 +24,7 @@ from tpengine.errors import (
 from tpengine.logger import init_logger
 from tpengine.outputs import RequestOutput
 from tpengine.sampling_params import RequestOutputKind, SamplingParams
+from tpengine.wording import counted, did_you_mean
 
 logger = init_logger(__name__)
 
@@ -105,7 +105,8 @@ class LLM:
             self.llm_engine.discard_outputs(request_ids)
             self._finished = [done[one] for one in request_ids if one in done]
             error.add_note(
-                f"{len(done)} of {len(request_ids)} prompts were done: LLM.finished_outputs()"
+                f"LLM.finished_outputs() has what was done: {len(done)} of "
+                f"{counted(len(request_ids), 'prompt')}"
             )
             raise
         finally:
@@ -114,9 +115,9 @@ class LLM:
         refused = [output.error for output in done.values() if output.error is not None]
         if refused:
             logger.warning(
-                "%d of %d prompts were refused or ignored; the first: %s",
+                "refused or ignored: %d of %s; the first: %s",
                 len(refused),
-                len(done),
+                counted(len(done), "prompt"),
                 refused[0],
             )
         return [done[request_id] for request_id in request_ids]

@@ -8,9 +8,9 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from tpengine.arguments import did_you_mean
 from tpengine.errors import InvalidSamplingParamsError
 from tpengine.logits_processors import check_import_path
+from tpengine.wording import did_you_mean
 
 MAX_LOGPROBS = 64
 """Upper bound of `logprobs` and `prompt_logprobs`: larger lists cost more than the forward."""

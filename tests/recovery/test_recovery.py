@@ -258,12 +258,12 @@ def test_log_lines(client: Client, caplog: pytest.LogCaptureFixture) -> None:
         client.recover()
     lost = [r.getMessage() for r in caplog.records if r.levelno == logging.ERROR]
     assert len(lost) == 1
-    for word in ("rank 1", "pid 4711", "epoch 1", "SIGKILL", "3 requests wait", "1 of 3"):
+    for word in ("rank 1", "pid 4711", "epoch 1", "SIGKILL", "3 requests will wait", "1 of 3"):
         assert word in lost[0]
     back = [r.getMessage() for r in caplog.records if "rebuilt: epoch 2" in r.getMessage()]
     assert len(back) == 1
     assert "(weights 0.25)" in back[0]
-    assert "100 blocks, 100 before; 3 requests go on" in back[0]
+    assert "100 blocks, 100 before; 3 requests can go on" in back[0]
     assert client.engine.recoveries[0].phases_s == {"weights": 0.25}
 
 

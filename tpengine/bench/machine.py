@@ -12,6 +12,7 @@ import torch
 
 from tpengine.engine_args import EngineArgs
 from tpengine.ops.library import cpu_isa
+from tpengine.wording import counted
 from tpengine.worker.device import detect_device, resolve_dtype
 
 
@@ -42,7 +43,7 @@ def describe_machine() -> str:
     if torch.cuda.is_available():
         return f"{torch.cuda.get_device_name()}, torch {torch.__version__}"
     return (
-        f"{_cpu_name()}, {torch.get_num_threads()} threads, {cpu_isa()} kernels, "
+        f"{_cpu_name()}, {counted(torch.get_num_threads(), 'thread')}, {cpu_isa()} kernels, "
         f"torch {torch.__version__}"
     )
 

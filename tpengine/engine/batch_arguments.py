@@ -9,6 +9,7 @@ from tpengine.engine.prompt import Prompt, is_whole
 from tpengine.errors import InvalidPromptError, InvalidSamplingParamsError, RequestError
 from tpengine.outputs import CompletionOutput, RequestOutput
 from tpengine.sampling_params import SamplingParams
+from tpengine.wording import counted
 
 
 def pair_prompts(
@@ -64,7 +65,7 @@ def one_per_prompt(
     if len(params) != num_prompts:
         raise InvalidPromptError(
             f"a list of sampling_params needs one per prompt: got {len(params)} for "
-            f"{num_prompts} prompts"
+            f"{counted(num_prompts, 'prompt')}"
         )
     return params
 

@@ -23,6 +23,7 @@ from tpengine.messages import MemoryLedger, RankLoss
 from tpengine.scheduling.scheduler import Scheduler
 from tpengine.scheduling.step import SchedulerOutput
 from tpengine.sequence import Request
+from tpengine.wording import counted
 
 logger = init_logger(__name__)
 
@@ -166,10 +167,10 @@ class Recovery:
         self._scheduler.restrict(self._blame.allowed)
         if self._blame.allowed is not None:
             logger.warning(
-                "%d of %d requests run while the others wait: whether it is one of them that the "
-                "ranks die of is being found out",
+                "%d of %s may run while others wait: whether it is one of them that the ranks die "
+                "of is being found out",
                 len(self._blame.allowed),
-                len(requests),
+                counted(len(requests), "request"),
             )
         self.state = EngineState.RECOVERING
         self._attempt(loss, counts=not verdict.is_probe)
@@ -242,15 +243,16 @@ class Recovery:
             self._counted.popleft()
         if len(self._counted) > limits.max_recoveries:
             self._give_up(
-                f"its ranks were lost {len(self._counted)} times within {limits.window_s:g} s, "
+                f"its ranks were lost {counted(len(self._counted), 'time')} within "
+                f"{limits.window_s:g} s, "
                 f"and max_recoveries = {limits.max_recoveries}. The last time: {loss.report()}",
                 GroupLostError(loss),
             )
         self._num_attempts += 1
         logger.error(
-            "%s\n%d requests wait for a new group of ranks (%d of %d recoveries within %g s)",
+            "%s\n%s will wait for a new group of ranks (%d of %d recoveries within %g s)",
             loss.report(),
-            len(self._scheduler.unfinished_requests()),
+            counted(len(self._scheduler.unfinished_requests()), "request"),
             len(self._counted),
             limits.max_recoveries,
             limits.window_s,
@@ -299,15 +301,15 @@ class Recovery:
         self.records.append(record)
         phases = ", ".join(f"{name} {spent:.2f}" for name, spent in record.phases_s.items())
         logger.warning(
-            "the group is rebuilt: epoch %d after %.2f s%s and %d attempts; KV cache of %d blocks, "
-            "%d before; %d requests go on",
+            "the group is rebuilt: epoch %d after %.2f s%s and %s; KV cache of %d blocks, "
+            "%d before; %s can go on",
             record.epoch,
             record.ready_s,
             f" ({phases})" if phases else "",
-            record.num_attempts,
+            counted(record.num_attempts, "attempt"),
             num_blocks,
             num_blocks_before,
-            record.num_requests,
+            counted(record.num_requests, "request"),
         )
 
     def _give_up(self, reason: str, cause: Exception) -> NoReturn:

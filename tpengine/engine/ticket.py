@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from tpengine.engine.mailbox import Mailbox
 from tpengine.logger import init_logger
 from tpengine.outputs import RequestMetrics
+from tpengine.wording import counted
 
 logger = init_logger(__name__)
 
@@ -61,18 +62,18 @@ class Ticket:
         if metrics.first_token_time is not None:
             first_token_s = metrics.first_token_time - self.arrival_time
         logger.info(
-            "request %r: %s after %.3f s; queue %s, first token %s; %d prompt tokens (%d cached), "
-            "%d output tokens; preempted %d times",
+            "request %r: %s after %.3f s; queue %s, first token %s; %s (%d cached), %s; "
+            "preempted %s",
             self.request_id,
             self.outcome,
             time.time() - self.arrival_time,
             _seconds(metrics.time_in_queue),
             _seconds(first_token_s),
-            self.num_prompt_tokens,
+            counted(self.num_prompt_tokens, "prompt token"),
             metrics.num_cached_tokens,
             # Nobody is told of any before the end where only the whole is asked for.
-            self.mailbox.num_output_tokens or metrics.num_sampled_tokens,
-            metrics.num_preemptions,
+            counted(self.mailbox.num_output_tokens or metrics.num_sampled_tokens, "output token"),
+            counted(metrics.num_preemptions, "time"),
         )
 
 

@@ -26,6 +26,7 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 from tpengine.config import RayConfig
 from tpengine.errors import PlacementError
 from tpengine.logger import init_logger
+from tpengine.wording import counted
 
 logger = init_logger(__name__)
 
@@ -108,7 +109,7 @@ def explain_infeasible(
     elif strategy == "STRICT_SPREAD":
         if sum(room > 0 for room in rooms) >= size:
             return None
-        reason = f"only {sum(room > 0 for room in rooms)} nodes have room for one"
+        reason = f"there is room for one on only {counted(sum(map(bool, rooms)), 'node')}"
     elif sum(rooms) >= size:
         return None
     else:

@@ -10,6 +10,7 @@ from tpengine.errors import PlacementError
 from tpengine.executor.node_agent import Agents
 from tpengine.executor.placement import Placement
 from tpengine.logger import init_logger
+from tpengine.wording import counted
 
 logger = init_logger(__name__)
 
@@ -98,7 +99,7 @@ class Replacement:
     @staticmethod
     def _too_small(silent: set[str]) -> PlacementError:
         return PlacementError(
-            f"{len(silent)} nodes of the placement group that the driver runs in do not answer "
-            f"({', '.join(sorted(silent))}), and it is not tpengine's to enlarge; make a new "
-            "group and run the driver in it"
+            f"no answer from {counted(len(silent), 'node')} of the placement group that the driver "
+            f"runs in ({', '.join(sorted(silent))}), and it is not tpengine's to enlarge; make a "
+            "new group and run the driver in it"
         )

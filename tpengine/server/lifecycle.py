@@ -29,6 +29,7 @@ from tpengine.server.server_args import ServerArgs, join_address
 from tpengine.server.servicer import GenerationServicer
 from tpengine.server.state import ServerState, State
 from tpengine.server.wake_ups import batch_wake_ups
+from tpengine.wording import counted
 
 logger = init_logger(__name__)
 
@@ -243,14 +244,14 @@ class _Server:
         if code == EXIT_OK:
             end += state.drain_timeout_s
             logger.info(
-                "%s: no new requests; %d calls have %.1f s to finish",
+                "%s: no new requests; %s may take another %.1f s",
                 state.why,
-                state.num_open_calls,
+                counted(state.num_open_calls, "open call"),
                 state.drain_timeout_s,
             )
             num_cut = await engine.drain(state.drain_timeout_s)
             if num_cut:
-                logger.warning("%d requests had not finished and were aborted", num_cut)
+                logger.warning("aborted %s that had not finished", counted(num_cut, "request"))
             if not engine.health().alive:
                 code = EXIT_FAILED
         # What is generated has still to be read; a reader that is slow has the rest of the time.

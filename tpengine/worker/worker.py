@@ -19,6 +19,7 @@ from tpengine.logger import init_logger
 from tpengine.messages import MemoryLedger, Rendezvous, StepInput, StepOutput
 from tpengine.models.loader import load_model
 from tpengine.ops.attention import check_decode_support
+from tpengine.wording import counted
 from tpengine.worker import memory
 from tpengine.worker.cache_engine import CacheEngine, block_bytes, staged_blocks
 from tpengine.worker.cuda_graph import CudaCapture, agree_on_graphs, estimate_bytes
@@ -105,7 +106,7 @@ class Worker:
             is_fp8 = self._cache_dtype != self._dtype
             return f"{name}, {self._dtype_name}{', fp8 KV cache' if is_fp8 else ''}"
         threads = set_num_threads(self._num_local_ranks)
-        return f"{platform.machine()} CPU, {threads} threads, {self._dtype_name}"
+        return f"{platform.machine()} CPU, {counted(threads, 'thread')}, {self._dtype_name}"
 
     def load_model(self) -> None:
         """Builds this rank's shard and fills it.
