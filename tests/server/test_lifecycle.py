@@ -179,6 +179,8 @@ def test_drain_by_call_is_bounded(tmp_path: Path) -> None:
         wait_until(lambda: server.loads().num_running == 1, TIMEOUT_S)
         drain = pb.DrainRequest(timeout_ms=100)
         assert refused(server.stub.Drain, drain).code is Code.PERMISSION_DENIED
+        refusal = refused(server.stub.Drain, pb.DrainRequest(timeout_ms=-1), **as_(ADMIN))
+        assert (refusal.code, refusal.field) == (Code.INVALID_ARGUMENT, "timeout_ms")
         assert server.stub.Drain(drain, **as_(ADMIN)).num_open_calls == 1
         refusal = refused(server.stub.Generate, long_request(1))
         assert refusal.code is Code.UNAVAILABLE
