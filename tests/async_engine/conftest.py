@@ -38,8 +38,18 @@ def make(folder: Path) -> Iterator[MakeEngine]:
     engines: list[AsyncLLMEngine] = []
     before = set(threading.enumerate())
 
-    def build(limits: QueueLimits | None = None, max_step_s: float = 30.0, **args: Any) -> Any:
-        engine = AsyncLLMEngine(partial(make_engine, folder, **args), limits, max_step_s=max_step_s)
+    def build(
+        limits: QueueLimits | None = None,
+        max_step_s: float = 30.0,
+        log_requests: bool = True,
+        **args: Any,
+    ) -> Any:
+        engine = AsyncLLMEngine(
+            partial(make_engine, folder, **args),
+            limits,
+            max_step_s=max_step_s,
+            log_requests=log_requests,
+        )
         engines.append(engine)
         return engine
 

@@ -151,6 +151,11 @@ def test_one_line_per_request_and_no_prompt_in_it(engine: AsyncLLMEngine, lines:
     assert "swordfish" not in "".join(lines)
 
 
+def test_lines_about_requests_can_be_left_out(make: MakeEngine, lines: list[str]) -> None:
+    run_async(last_output(make(log_requests=False), SECRET, greedy(2)))
+    assert not lines
+
+
 def test_histograms_count_by_upper_bound() -> None:
     histogram = Histogram((1.0, 2.0, 4.0))
     for value in (0.5, 1.0, 1.5, 4.0, 4.1):

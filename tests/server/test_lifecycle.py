@@ -171,7 +171,7 @@ def test_sigterm_drains(guarded: Guarded) -> None:
 def test_drain_by_call_is_bounded(tmp_path: Path) -> None:
     """What has not finished by then is ended, its client is told, and the exit code is 0."""
     (tmp_path / "admin").write_text(f"{ADMIN}\n")
-    options = [*SMALL, "--admin-token-file", str(tmp_path / "admin")]
+    options = [*SMALL, "--admin-token-file", str(tmp_path / "admin"), "--disable-log-requests"]
     with (
         ServerProcess(*options, log=tmp_path / "log") as server,
         waiting(server.stub, long_request(2000)) as call,
@@ -187,6 +187,7 @@ def test_drain_by_call_is_bounded(tmp_path: Path) -> None:
         assert call["done"].wait(TIMEOUT_S)
         assert call["outcome"].code is Code.UNAVAILABLE
         assert server.process.wait(END_S) == 0
+        assert "request '" not in server.log.read_text()
 
 
 def test_a_signal_after_drain_is_the_first(tmp_path: Path) -> None:

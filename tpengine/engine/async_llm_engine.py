@@ -50,6 +50,7 @@ class AsyncLLMEngine:
         limits: of the queue.
         max_step_s: an engine that has not finished a step for so long is not ready.
         start_timeout_s: how long `build` may take.
+        log_requests: write a line when a request ends.
 
     Raises:
         EngineError: whatever kept the engine from starting.
@@ -62,10 +63,11 @@ class AsyncLLMEngine:
         *,
         max_step_s: float = MAX_STEP_S,
         start_timeout_s: float = START_S,
+        log_requests: bool = True,
     ) -> None:
         self._max_step_s = max_step_s
         limits = limits or QueueLimits()
-        self._book = RequestBook(build, limits, start_timeout_s)
+        self._book = RequestBook(build, limits, start_timeout_s, log_requests)
         self._engine = self._book.engine
         self._texts = TextWorker(self._engine, limits.max_requests)
 

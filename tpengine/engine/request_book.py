@@ -54,8 +54,13 @@ class RequestBook:
     """
 
     def __init__(
-        self, build: Callable[[], LLMEngine], limits: QueueLimits, start_timeout_s: float
+        self,
+        build: Callable[[], LLMEngine],
+        limits: QueueLimits,
+        start_timeout_s: float,
+        log_requests: bool,
     ) -> None:
+        self._log_requests = log_requests
         self.admission = Admission(limits)
         self.intake = Intake.OPEN
         self.refused: Counter[str] = Counter()
@@ -262,7 +267,8 @@ class RequestBook:
         ticket.cancel_timers()
         self.admission.leave(ticket)
         del self.tickets[ticket.request_id]
-        ticket.log_end()
+        if self._log_requests:
+            ticket.log_end()
         if not self.tickets and self._emptied is not None and not self._emptied.done():
             self._emptied.set_result(None)
         return True

@@ -172,6 +172,7 @@ class _Server:
                     self._limits.queue,
                     # Which is told by `_wait_for_start`.
                     start_timeout_s=self._args.startup_timeout + _EXIT_S,
+                    log_requests=not self._args.disable_log_requests,
                 )
             )
         with self._timed("first token"):

@@ -76,6 +76,7 @@ class ServerArgs:
         None,
         "port for Prometheus on 127.0.0.1, at /metrics; 0 takes a free one; default: none",
     )
+    disable_log_requests: bool = arg(False, "no line in the log when a request ends")
 
     def check(self) -> None:
         """Refuses what cannot be, and what would be open to strangers.
