@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import io
+import signal
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 from support.models import ModelShop
@@ -255,3 +257,27 @@ def test_the_command_itself(completion: str) -> None:
     )
     assert child.returncode == 0, child.stderr
     assert child.stdout == f"{PROMPT}{completion}\n\n"
+
+
+@pytest.mark.parametrize("interrupt", [signal.default_int_handler, signal.SIG_IGN])
+def test_sigterm_ends_the_command_in_order(interrupt: Any) -> None:
+    """A shell's background jobs ignore Ctrl-C, and must end on this all the same."""
+    endless = [PROMPT, *SMALL, "--max-tokens", "9999", "--ignore-eos"]
+    child = subprocess.Popen(
+        [sys.executable, "-m", "tpengine.cli", "generate", *(200 * endless[:1]), *endless],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        preexec_fn=lambda: signal.signal(signal.SIGINT, interrupt),
+    )
+    try:
+        assert child.stdout is not None
+        assert child.stdout.read(len(PROMPT)) == PROMPT
+        child.send_signal(signal.SIGTERM)
+        out, err = child.communicate(timeout=TIMEOUT_S)
+    finally:
+        child.kill()
+        child.wait(TIMEOUT_S)
+    assert child.returncode == 143, err
+    assert out.endswith("\n")
+    assert "Traceback" not in err

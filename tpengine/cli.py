@@ -18,6 +18,7 @@ from tpengine.errors import EngineDeadError, TPEngineError
 from tpengine.sampling_arguments import add_sampling_arguments, sampling_params_from
 from tpengine.sampling_params import SamplingParams
 from tpengine.terminal import streamed_text
+from tpengine.termination import sigterm_as_interrupt
 from tpengine.wording import did_you_mean
 
 if TYPE_CHECKING:
@@ -147,7 +148,7 @@ def _generate(args: argparse.Namespace) -> int:
     failed = 0
     # Lines of statistics would break up the text.
     engine_args = replace(EngineArgs.from_cli_args(args), disable_log_stats=True)
-    with LLM(**vars(engine_args)) as llm:
+    with sigterm_as_interrupt(), LLM(**vars(engine_args)) as llm:
         for prompt in prompts:
             try:
                 _stream_one(llm, prompt, params, args.chat)

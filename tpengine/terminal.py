@@ -17,8 +17,9 @@ def streamed_text() -> Iterator[Callable[[str], None]]:
 
     def write(text: str) -> None:
         nonlocal is_in_line
+        if text:  # said before it is done: Ctrl-C may come in between
+            is_in_line = not text.endswith("\n")
         print(text, end="", flush=True)
-        is_in_line = not text.endswith("\n") if text else is_in_line
 
     try:
         yield write

@@ -223,6 +223,31 @@ def test_example_driver(folder: Path, ray_address: str) -> None:
     assert any(re.search("rank 0 on node .*; rank 1 on node", line) for line in said)
 
 
+def test_sigterm_to_the_command(ray_address: str) -> None:
+    """Ray's own handler would print its stack, and end it with another code."""
+    options = ["--tensor-parallel-size", "2", "--device", "cpu", "--cpu-kv-cache-space", "0.1"]
+    endless = ["--ray-address", ray_address, "--max-tokens", "9999", "--ignore-eos"]
+    child = subprocess.Popen(
+        [sys.executable, "-m", "tpengine.cli", "generate", *(200 * ["A"]), *options, *endless],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.default_int_handler),
+    )
+    try:
+        assert child.stdout is not None
+        assert child.stdout.read(1) == "A"
+        child.send_signal(signal.SIGTERM)
+        out, err = child.communicate(timeout=60.0)
+    finally:
+        child.kill()
+        child.wait(60.0)
+    assert child.returncode == 143, err
+    assert out.endswith("\n")
+    assert "SIGTERM" not in err
+    assert "Traceback" not in err
+
+
 def test_runs_in_a_running_event_loop(folder: Path, two_ranks: LLMEngine) -> None:
     """As in a notebook's cell."""
     import asyncio

@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
+import signal
 import socket
+import threading
+from collections.abc import Iterator
 
 import ray
 
@@ -56,13 +60,18 @@ class RayConnection:
         if ray.is_initialized():
             if _users_of_started_ray:
                 _users_of_started_ray.add(id(self))
-        elif address is not None and address != "local":
+        else:
+            with _callers_sigterm_handler():
+                self._open(address, origin)
+        self._identity = self._identify()
+
+    def _open(self, address: str | None, origin: str) -> None:
+        if address is not None and address != "local":
             _knock(address, origin)
             self._connect(address, origin)
         elif address == "local" or not self._find():
             self._start()
             _users_of_started_ray.add(id(self))
-        self._identity = self._identify()
 
     @staticmethod
     def _identify() -> tuple[str, str]:
@@ -123,6 +132,18 @@ class RayConnection:
             _users_of_started_ray.discard(id(self))
             if not _users_of_started_ray and ray.is_initialized():
                 ray.shutdown()
+
+
+@contextlib.contextmanager
+def _callers_sigterm_handler() -> Iterator[None]:
+    """Keeps a handler that the program has set. Ray puts its own, which prints its stack and exits,
+    in its place; a program that has none is left with that, as it ends the Ray that was started."""
+    handler = signal.getsignal(signal.SIGTERM)
+    try:
+        yield
+    finally:
+        if callable(handler) and threading.current_thread() is threading.main_thread():
+            signal.signal(signal.SIGTERM, handler)
 
 
 def _host_and_port(address: str) -> tuple[str, int] | None:
