@@ -7,12 +7,14 @@ import shutil
 import subprocess
 import sys
 import tempfile
+import time
 from collections.abc import Iterator
 
 import pytest
 
 pytest.importorskip("ray")
 
+END_S = 5.0
 CODE = """
 import os, sys
 import ray
@@ -64,10 +66,17 @@ def start_ray(ray_folder: str, later_wait_s: int) -> tuple[str, list[str]]:
         said, _ = process.communicate(timeout=120.0)
     finally:
         process.kill()
+    deadline = time.monotonic() + END_S  # what was killed may still be on its way out
+    while (left := _left_of(process.pid)) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    return said, left
+
+
+def _left_of(session: int) -> list[str]:
     found = subprocess.run(
-        ["ps", "-o", "stat=,args=", "--sid", str(process.pid)], capture_output=True, text=True
+        ["ps", "-o", "stat=,args=", "--sid", str(session)], capture_output=True, text=True
     )
-    return said, [line for line in found.stdout.splitlines() if not line.startswith("Z")]
+    return [line for line in found.stdout.splitlines() if not line.startswith("Z")]
 
 
 def test_a_second_try_goes_well(ray_folder: str) -> None:
