@@ -42,6 +42,8 @@ class Noted:
 class NotingCollectives:
     """Passes everything on and notes it."""
 
+    can_be_recorded = False  # it looks at what it passes on
+
     def __init__(self, inner: Collectives, size: int) -> None:
         self._inner = inner
         self._size = size

@@ -82,10 +82,12 @@ def int8_logits(folder: Path, parallel: ParallelState) -> torch.Tensor:
     model = load_model(config, Weights(torch.float32, CPU, parallel, config.quantization))
     kv_heads = max(1, config.total_num_kv_heads // parallel.tp_size)
     cache = CacheEngine(CPU, torch.float32, 8, 16, config.num_layers, kv_heads, config.head_dim)
-    token_ids = torch.tensor([token for prompt in PROMPTS for token in prompt])
+    token_ids = torch.tensor([token for prompt in PROMPTS for token in prompt], dtype=torch.int32)
     hidden = model.forward(token_ids, cache.kv_caches, prefill_metadata(PROMPTS))
     prompt_logits = model.compute_logits(hidden)
-    hidden = model.forward(torch.tensor([3, 4]), cache.kv_caches, decode_metadata(PROMPTS))
+    hidden = model.forward(
+        torch.tensor([3, 4], dtype=torch.int32), cache.kv_caches, decode_metadata(PROMPTS)
+    )
     return torch.cat([prompt_logits, model.compute_logits(hidden)])
 
 

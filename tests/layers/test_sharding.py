@@ -84,10 +84,12 @@ def logits_on(folder: Path, parallel: ParallelState) -> tuple[torch.Tensor, int]
     cache = CacheEngine(
         CPU, torch.float32, 8, BLOCK_SIZE, config.num_layers, kv_heads, config.head_dim
     )
-    ids = torch.tensor([token for prompt in PROMPTS for token in prompt])
+    ids = torch.tensor([token for prompt in PROMPTS for token in prompt], dtype=torch.int32)
     hidden = model.forward(ids, cache.kv_caches, prefill_metadata(PROMPTS))
     prompt_logits = model.compute_logits(hidden)
-    hidden = model.forward(torch.tensor([3, 4]), cache.kv_caches, decode_metadata(PROMPTS))
+    hidden = model.forward(
+        torch.tensor([3, 4], dtype=torch.int32), cache.kv_caches, decode_metadata(PROMPTS)
+    )
     return torch.cat([prompt_logits, model.compute_logits(hidden)]), weights.num_bytes
 
 

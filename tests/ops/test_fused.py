@@ -112,3 +112,17 @@ def test_rotary_embedding(name: str, dtype: torch.dtype, is_neox: bool, rotary_d
     assert relative_error(qkv, expected) < BOUND[dtype]
     assert torch.equal(qkv[:, 6:], before[:, 6:])
     assert torch.equal(qkv[..., rotary_dim:], before[..., rotary_dim:])
+
+
+@pytest.mark.parametrize(("name", "dtype"), NAMES, ids=str)
+def test_embedding(name: str, dtype: torch.dtype) -> None:
+    """Out of a table whose rows lie apart."""
+    gen = generator(3)
+    wide = torch.full((40, 24), float("nan"), dtype=dtype)
+    table = wide[:, 3:19]
+    table.copy_(torch.randn(40, 16, generator=gen))
+    ids = torch.randint(0, 40, (3000,), generator=gen, dtype=torch.int32)
+    out = torch.full((3000, 16), float("nan"), dtype=dtype)
+    with backend(name) as op:
+        op("embedding")(out, table, ids)
+    assert torch.equal(out, table[ids.long()])

@@ -44,6 +44,8 @@ class ThreadCollectives:
 class RankCollectives:
     """One rank's face of `ThreadCollectives`."""
 
+    can_be_recorded = False
+
     def __init__(self, shared: ThreadCollectives, rank: int) -> None:
         self._shared = shared
         self._rank = rank

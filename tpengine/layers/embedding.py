@@ -22,7 +22,7 @@ class VocabParallelEmbedding:
         weights.declare(self.weight_name, self.weight, 0, self.start, vocab_size)
 
     def forward(self, token_ids: torch.Tensor) -> torch.Tensor:
-        """token_ids `[num_tokens]` to `[num_tokens, hidden_size]`."""
+        """token_ids int32 `[num_tokens]` to `[num_tokens, hidden_size]`."""
         if self._parallel.tp_size == 1:
             return _rows(self.weight, token_ids)
         local = token_ids - self.start

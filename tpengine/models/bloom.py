@@ -119,7 +119,7 @@ class BloomForCausalLM:
     def forward(
         self, token_ids: torch.Tensor, kv_caches: list[KVCache], metadata: AttentionMetadata
     ) -> torch.Tensor:
-        """token_ids `[num_tokens]` to final hidden states `[num_tokens, hidden_size]`."""
+        """token_ids int32 `[num_tokens]` to final hidden states `[num_tokens, hidden_size]`."""
         hidden = self.word_embeddings_layernorm.forward(self.word_embeddings.forward(token_ids))
         for block, kv_cache in zip(self.h, kv_caches, strict=True):
             hidden = block.forward(hidden, kv_cache, metadata)

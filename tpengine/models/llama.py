@@ -207,7 +207,7 @@ class LlamaForCausalLM:
     def forward(
         self, token_ids: torch.Tensor, kv_caches: list[KVCache], metadata: AttentionMetadata
     ) -> torch.Tensor:
-        """token_ids `[num_tokens]` to final hidden states `[num_tokens, hidden_size]`."""
+        """token_ids int32 `[num_tokens]` to final hidden states `[num_tokens, hidden_size]`."""
         residual = self.embed_tokens.forward(token_ids)
         x = None
         for layer, kv_cache in zip(self.layers, kv_caches, strict=True):

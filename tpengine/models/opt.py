@@ -141,7 +141,7 @@ class OPTForCausalLM:
     def forward(
         self, token_ids: torch.Tensor, kv_caches: list[KVCache], metadata: AttentionMetadata
     ) -> torch.Tensor:
-        """token_ids `[num_tokens]` to final hidden states `[num_tokens, word_embed_proj_dim]`."""
+        """token_ids int32 `[num_tokens]` to hidden states `[num_tokens, word_embed_proj_dim]`."""
         hidden = self.embed_tokens.forward(token_ids)
         if self.project_in is not None:
             hidden = self.project_in.forward(hidden)
