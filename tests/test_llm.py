@@ -390,7 +390,6 @@ def test_a_step_that_failed_ends_the_engine_with_its_cause(
 
 CHILD = """
 import sys
-import time
 from tpengine import LLM, SamplingParams
 llm = LLM(dtype="float32", cpu_kv_cache_space=0.1, max_num_seqs=4)
 engine = llm.llm_engine
@@ -433,7 +432,6 @@ def test_ctrl_c_from_the_terminal() -> None:
 
 LONELY = """
 import sys
-import time
 class Blocker:
     def find_spec(self, name, path=None, target=None):
         if name.split(".")[0] in {"ray", "grpc"}:

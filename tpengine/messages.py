@@ -194,7 +194,7 @@ class MemoryLedger:
     """Of the activations' peak, what logits, log probabilities and sampling add to the model's; on
     GPUs."""
     graphs_bytes: int = 0
-    """What CUDA graphs of decode steps take."""
+    """What recorded decode steps take: CUDA graphs, or a `DecodeRecording`'s tensors."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -32,7 +32,13 @@ class Recording {
   template <auto F, class Arguments>
   void note(Arguments&& arguments) {
     auto kept = std::make_shared<Arguments>(std::move(arguments));
-    std::apply([this](auto&... argument) { (find_rows(argument), ...); }, *kept);
+    const size_t known = row_counts_.size();
+    try {
+      std::apply([this](auto&... argument) { (find_rows(argument), ...); }, *kept);
+    } catch (...) {
+      row_counts_.resize(known);  // the others go with `kept`
+      throw;
+    }
     calls_.push_back([kept] { std::apply(F, *kept); });
   }
 

@@ -9,10 +9,14 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 
+from tpengine import envs
+
 pytest.importorskip("ray")
+from tpengine.executor import ray_connection
 
 END_S = 5.0
 CODE = """
@@ -92,3 +96,17 @@ def test_twice_is_an_error_that_tells_where_to_look(ray_folder: str) -> None:
     assert "error: Ray did not start on this machine, 2 times: Timed out waiting for file" in said
     assert f"{ray_folder}/ray/session_latest/logs/gcs_server" in said or "it left no log" in said
     assert left == []
+
+
+def test_last_words(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of this start, not of another program's Ray that stands in the same folder."""
+    logs = tmp_path / "session_latest" / "logs"
+    logs.mkdir(parents=True)
+    monkeypatch.setattr(envs, "ray_folders", lambda: [tmp_path])
+    assert ray_connection._last_words_of_ray(time.time()) == "it left no log"
+    (logs / "gcs_server.err").write_text("")
+    (logs / "gcs_server.out").write_text("begun\nno room\n")
+    assert ray_connection._last_words_of_ray(time.time() - 60.0) == (
+        f"its log {logs / 'gcs_server.out'} ends with: no room"
+    )
+    assert ray_connection._last_words_of_ray(time.time() + 60.0) == "it left no log"

@@ -204,6 +204,50 @@ def test_accidents_at_every_turn_blame_nobody(fake_config: MakeConfig, num_epoch
     check(answers, serve(config, jobs)[0], {})
 
 
+def test_accidents_among_others_acquit(fake_config: MakeConfig) -> None:
+    """Also where the control has gone well for ten steps, and where all others are in it again."""
+    config = fake_config(max_num_seqs=3, max_num_batched_tokens=64, max_recoveries=100)
+    jobs, _ = make_jobs(4, {})
+    controls: list[int] = []
+
+    def is_lethal(step: StepInput) -> bool:
+        blame = engine._recovery._blame
+        if len(executor.losses) >= 8:
+            return False
+        if not blame._control:
+            return True
+        controls.append(blame._control_steps)
+        return blame._control_steps == 4
+
+    engine, executor = mortal_engine(config, Fate(is_lethal=is_lethal))
+    client = Client(engine, executor)
+    for number, job in enumerate(jobs):
+        client.add(str(number), job)
+    with engine:
+        answers = client.run()
+    assert max(controls) == 4
+    check(answers, serve(config, jobs)[0], {})
+
+
+def test_control_ends_with_its_trial(fake_config: MakeConfig) -> None:
+    config = fake_config(max_num_seqs=2, max_num_batched_tokens=64)
+    jobs, fate = make_jobs(6, {0: 0})
+    engine, executor = mortal_engine(config, fate)
+    client = Client(engine, executor)
+    for number, job in enumerate(jobs):
+        client.add(str(number), job)
+    blame = engine._recovery._blame
+    while not blame._control:
+        client.step()
+    engine.abort_request("0")
+    with engine:
+        answers = client.run()
+    assert not blame._control
+    assert blame.allowed is None
+    assert answers.pop("0").reasons == {"abort"}
+    check(answers, serve(config, jobs)[0], {})
+
+
 def test_random_poisons(fake_config: MakeConfig) -> None:
     """Up to three of them, and an accident now and then."""
     config = fake_config(max_num_seqs=8, max_num_batched_tokens=32)

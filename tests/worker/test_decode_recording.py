@@ -4,7 +4,10 @@ are called one by one."""
 from __future__ import annotations
 
 import random
-from collections.abc import Sequence
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -19,14 +22,27 @@ from tpengine.config import EMBEDDED_MODEL
 from tpengine.layers.attention import AttentionMetadata
 from tpengine.ops import fused, linear
 from tpengine.ops.library import cpu_isa
+from tpengine.ops.recording import has_recordings
 from tpengine.worker.decode_recording import DecodeRecording, NotRecordableError
 from tpengine.worker.input_batch import StepArrays
 
-pytestmark = pytest.mark.skipif(
-    cpu_isa() not in ("avx512", "avx512bf16"), reason="linear layers are torch's own here"
-)
+pytestmark = pytest.mark.skipif(not has_recordings(), reason="the native library is not built")
 ROWS, SIZE = 6, 32
 SCARCE = {"block_size": 8, "num_device_blocks_override": 60, "max_model_len": 256}
+
+
+def skip_without_packed_layers(dtype: str = "float32") -> None:
+    if cpu_isa() not in {"float32": ("avx512", "avx512bf16"), "bfloat16": ("avx512bf16",)}[dtype]:
+        pytest.skip(f"linear layers of {dtype} are torch's own here")
+
+
+@pytest.fixture
+def recorded_as_by_the_engine() -> Iterator[None]:
+    with torch.inference_mode():
+        yield
+
+
+as_by_the_engine = pytest.mark.usefixtures("recorded_as_by_the_engine")
 
 
 def recording_of(llm: LLM) -> Any:
@@ -62,18 +78,15 @@ def answers(llm: LLM, requests: tuple[Sequence[Any], Sequence[Any]]) -> list[Any
         *((name, {}) for name in ZOO),
         ("d64-4to1-tied", {"dtype": "bfloat16"}),
         ("d64-4to1-tied", {"quantization": "int8"}),
-        (
-            "d64-4to1-tied",
-            {"block_size": 8, "num_device_blocks_override": 60, "max_model_len": 256},
-        ),
+        ("d64-4to1-tied", SCARCE),
         ("d64-4to1-tied", {"max_num_seqs": 5}),
     ],
     ids=str,
 )
 def test_same_bits_as_op_by_op(models: ModelShop, name: str, args: dict[str, Any]) -> None:
     """In a crowd of samples, beams and lone tokens, with swaps where the cache is small."""
-    if args.get("dtype") == "bfloat16" and cpu_isa() != "avx512bf16":
-        pytest.skip("bfloat16's linear layers are torch's own here")
+    if args.get("quantization") is None:
+        skip_without_packed_layers(args.get("dtype", "float32"))
     folder = models.folder(ZOO[name])
     found = []
     for enforce_eager in (True, False):
@@ -85,13 +98,14 @@ def test_same_bits_as_op_by_op(models: ModelShop, name: str, args: dict[str, Any
 
 
 def test_small_caches_do_swap(models: ModelShop) -> None:
-    """What the comparison above is for."""
+    """What the comparison above is for: the default of preemption."""
     with open_llm(models.folder(PLAIN), **SCARCE) as llm:
         assert preemptions(generate(llm, *crowd(llm.llm_engine.get_model_config().vocab_size))) > 0
 
 
 def test_layers_share_their_memory() -> None:
     """A model of the same sizes with more layers takes no more."""
+    skip_without_packed_layers("bfloat16")
     with LLM(EMBEDDED_MODEL, max_num_seqs=16) as llm:
         recording = recording_of(llm)
         config = llm.llm_engine.get_model_config()
@@ -104,6 +118,7 @@ def test_layers_share_their_memory() -> None:
 
 
 def test_its_memory_is_in_the_ledger(models: ModelShop) -> None:
+    skip_without_packed_layers()
     for enforce_eager in (True, False):
         with open_llm(models.folder(PLAIN), enforce_eager=enforce_eager) as llm:
             (ledger,) = llm.llm_engine._recovery.ledgers
@@ -138,6 +153,7 @@ class TinyModel:
         return out
 
 
+@as_by_the_engine
 @pytest.mark.parametrize("num_rows", [1, 4, ROWS])
 def test_the_rows_that_a_step_has(num_rows: int) -> None:
     model = TinyModel()
@@ -152,18 +168,26 @@ def test_the_rows_that_a_step_has(num_rows: int) -> None:
     assert not recording.fits(arrays(ROWS + 1))
 
 
+@as_by_the_engine
 @pytest.mark.parametrize(
     ("between", "named"),
     [
         (lambda x: x + 1.0, "aten.add.Tensor"),
         (lambda x: x.mul_(2.0), "aten.mul_.Tensor"),
-        (lambda x: x.t().contiguous().t(), "aten.clone"),
+        (lambda x: x.t().contiguous().t(), r"aten\.(contiguous|clone)"),
+        (lambda x: x.view(ROWS, 2, -1).transpose(1, 2).reshape(x.shape), "reshape|clone"),
+        (lambda x: x.view(ROWS, 2, -1).transpose(1, 2).flatten(1), "flatten|reshape|clone"),
+        (lambda x: x.to(torch.bfloat16).float(), r"aten\.(to|_to_copy)"),
+        (lambda x: x[:1].expand_as(x).contiguous(), r"aten\.(contiguous|clone)"),
         (lambda x: x if x.sum() > 0 else -x, "aten.sum"),
         (lambda x: torch.nn.functional.layer_norm(x, (SIZE,)), "layer_norm"),
         (lambda x: x.new_empty(3, SIZE), r"shape \[3, 32\]"),
         (lambda x: x[:2], r"x has shape \[2, 32\]|expected 6"),
     ],
-    ids=["sum", "in place", "copy", "branch", "norm", "other rows", "some rows"],
+    ids=[
+        *("sum", "in place", "copy", "reshape", "flatten", "dtype", "expand", "branch", "norm"),
+        *("other rows", "some rows"),
+    ],
 )
 def test_what_a_recording_would_leave_out_is_refused(between: Any, named: str) -> None:
     model = TinyModel(between)
@@ -173,6 +197,20 @@ def test_what_a_recording_would_leave_out_is_refused(between: Any, named: str) -
     assert model.forward(torch.ones(2, dtype=torch.int32), None).any()  # type: ignore[arg-type]
 
 
+@as_by_the_engine
+def test_op_without_a_compiled_kernel_is_refused() -> None:
+    """It would run as plain torch while it is recorded, and never again."""
+    cache, packed, block_ids = torch.zeros(4, 6, 8), torch.zeros(1, 4, 8), torch.tensor([1])
+
+    def between(x: torch.Tensor) -> torch.Tensor:
+        torch.ops.tpengine.pack_blocks.default(packed, cache, block_ids)
+        return x
+
+    with pytest.raises(NotRecordableError, match=r"pack_blocks.* has no compiled kernel"):
+        DecodeRecording(TinyModel(between).forward, ROWS, 3)
+
+
+@as_by_the_engine
 def test_memory_is_given_out_again_only_when_nobody_has_it() -> None:
     """A view keeps it, whatever became of the tensor that it was taken from."""
     kept = []
@@ -199,6 +237,7 @@ def test_memory_is_given_out_again_only_when_nobody_has_it() -> None:
     assert len(kept) == 1
 
 
+@as_by_the_engine
 def test_wrong_inputs_are_named() -> None:
     model = TinyModel()
     recording = DecodeRecording(model.forward, ROWS, 3)
@@ -206,3 +245,27 @@ def test_wrong_inputs_are_named() -> None:
     steps.token_ids = steps.token_ids + 8
     with pytest.raises(RuntimeError, match=r"embedding: token_ids\[0\] is 9.*rows 0 to 8"):
         recording.prepare(steps, None)()  # type: ignore[arg-type]
+
+
+FORGOTTEN = """
+import threading, time
+from tpengine import LLM, SamplingParams
+llm = LLM(dtype="float32", cpu_kv_cache_space=0.05, disable_log_stats=True, max_num_seqs=16)
+params = SamplingParams(temperature=0, max_tokens=300, ignore_eos=True)
+def work():
+    while True:
+        llm.generate(["A"] * 16, params, use_tqdm=False)
+threading.Thread(target=work, daemon=True).start()
+time.sleep(1.0)
+print("over", flush=True)
+"""
+
+
+def test_program_that_ends_in_the_middle_of_a_step() -> None:
+    """A thread of it that is forgotten in a run must not find its recording gone."""
+    done = subprocess.run(
+        [sys.executable, "-c", FORGOTTEN], capture_output=True, text=True, timeout=120.0
+    )
+    assert done.stdout.endswith("over\n")
+    # Python itself may abort a daemon thread that wakes up in its last moment.
+    assert done.returncode in (0, -signal.SIGABRT), done.stderr[-2000:]

@@ -4,9 +4,9 @@ A loss in the middle of a step may be an accident, or the work of a request that
 Requests of a lost step are suspects until they have got past the point at which they were. Those
 that two losses found at the same point are put on trial: halves of them run while all others wait,
 and a half that loses the group is halved again, down to a request that does so alone, twice. In
-between those who are no suspects run for some steps: a group that is lost with them, too, dies of
-something else, and the first time did not count. Whoever gets past its point is cleared. So
-accidents beside a trial make it longer, not wrong.
+between those whom at most one loss speaks against run for some steps, where there are any: a group
+that is lost with them, too, dies of something else, and the first time did not count. Whoever gets
+past its point is cleared. So accidents beside a trial make it longer, and seldom wrong.
 """
 
 from __future__ import annotations
@@ -131,7 +131,7 @@ class Blame:
                 del self._suspects[convicted.request_id]
             else:
                 self._push(blamed)
-                self._control = [r for r in unfinished if r.request_id not in self._suspects]
+                self._control = [r for r in unfinished if self._is_above_suspicion(r)]
                 self._control_steps = 0
         else:
             self._push_halves(blamed)
@@ -146,7 +146,8 @@ class Blame:
         cleared = [suspect for suspect in self._suspects.values() if suspect.is_past]
         if cleared:
             self._clear(cleared)
-        if self._control_steps >= _CONTROL_STEPS or all(r.finished for r in self._control):
+        is_over = self._control_steps >= _CONTROL_STEPS or not self._groups
+        if is_over or all(request.finished for request in self._control):
             self._control = []
         return self.allowed != before
 
@@ -168,6 +169,13 @@ class Blame:
         if known is None or known.request is not request:
             known = self._suspects[request.request_id] = _Suspect(request)
         return known
+
+    def _is_above_suspicion(self, request: Request) -> bool:
+        suspect = self._suspects.get(request.request_id)
+        if suspect is None:
+            return True
+        is_accused = any(suspect in group for group in self._groups)
+        return not is_accused and suspect.num_losses < _LOSSES_BEFORE_TRIAL
 
     def _open_trial(self, present: _Group) -> None:
         accused = [s for s in present if s.num_losses >= _LOSSES_BEFORE_TRIAL]

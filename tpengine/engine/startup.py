@@ -102,7 +102,7 @@ def memory_table(ledgers: Sequence[MemoryLedger], devices: Sequence[str]) -> lis
         devices: of each rank, in words.
     """
     num_blocks = min(ledger.num_device_blocks for ledger in ledgers)
-    on_gpu = any(ledger.graphs_bytes or ledger.logits_bytes for ledger in ledgers)
+    on_gpu = any(ledger.logits_bytes for ledger in ledgers)
     lines = [
         "rank     total    others   weights  activations  communicator"
         f"{'     logits     graphs' if on_gpu else ''}  KV budget   blocks  device"

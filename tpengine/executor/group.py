@@ -178,8 +178,7 @@ class Group:
             connect_timeout_s=min(60.0, self._ray_config.start_timeout_s),
             collective_timeout_s=_COLLECTIVE_SHARE * self._ray_config.step_timeout_s,
         )
-        for line in self.call("connect", rendezvous):
-            logger.debug("%s", line)
+        logger.info("%s", "; ".join(self.call("connect", rendezvous)))
 
     def call(self, method: str, *args: Any, **kwargs: Any) -> list[Any]:
         """Calls a method of every worker; answers in rank order.

@@ -6,6 +6,7 @@ import contextlib
 import signal
 import socket
 import threading
+import time
 from collections.abc import Iterator
 
 import ray
@@ -115,11 +116,12 @@ class RayConnection:
         envs.prepare_local_ray()
         logger.info("starting a Ray for this engine; no other is named, or runs here for all")
         for left in reversed(range(_STARTS)):
+            begun = time.time()
             try:
                 ray.init(address="local", include_dashboard=False, logging_level="warning")
                 return
-            except (RuntimeError, OSError) as error:  # what came up is ended with this process
-                said = _last_words_of_ray()
+            except RuntimeError as error:  # what came up is ended with this process
+                said = _last_words_of_ray(begun)
                 if not left:
                     raise EngineError(
                         f"Ray did not start on this machine, {_STARTS} times: {error}; {said}"
@@ -139,10 +141,11 @@ def _callers_sigterm_handler() -> Iterator[None]:
     """Keeps a handler that the program has set. Ray puts its own, which prints its stack and exits,
     in its place; a program that has none is left with that, as it ends the Ray that was started."""
     handler = signal.getsignal(signal.SIGTERM)
+    is_main = threading.current_thread() is threading.main_thread()
     try:
         yield
     finally:
-        if callable(handler) and threading.current_thread() is threading.main_thread():
+        if is_main and handler not in (signal.SIG_DFL, None):
             signal.signal(signal.SIGTERM, handler)
 
 
@@ -172,9 +175,10 @@ def _knock(address: str, origin: str) -> None:
         ) from error
 
 
-def _last_words_of_ray() -> str:
-    """Of the control server that was started last."""
+def _last_words_of_ray(since: float) -> str:
+    """Of the control server that was started since then; the folder may be others', too."""
     for path in sorted(envs.ray_folders()[0].glob(_CONTROL_LOGS)):
-        if lines := tail(str(path)).splitlines():
+        lines = tail(str(path)).splitlines()
+        if lines and path.stat().st_mtime >= since:
             return f"its log {path} ends with: {lines[-1]}"
     return "it left no log"

@@ -55,7 +55,8 @@ class Recording:
         self.num_rows = num_rows
         self._functions = _functions
         self._handle = _functions.tpengine_recording_new(num_rows)
-        weakref.finalize(self, _functions.tpengine_recording_delete, self._handle)
+        end = weakref.finalize(self, _functions.tpengine_recording_delete, self._handle)
+        end.atexit = False  # a thread that is forgotten may be in a run then
 
     @property
     def num_calls(self) -> int:

@@ -245,7 +245,7 @@ class _Server:
         if code == EXIT_OK:
             end += state.drain_timeout_s
             logger.info(
-                "%s: no new requests; %s may take another %.1f s",
+                "%s: no new requests; %s, %.1f s to finish",
                 state.why,
                 counted(state.num_open_calls, "open call"),
                 state.drain_timeout_s,

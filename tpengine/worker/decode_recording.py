@@ -81,10 +81,12 @@ class Workspace:
 
 class _Tape(TorchDispatchMode):
     """Lets tpengine's ops pass, and views; new tensors come from the workspace, and all else is
-    refused, for a recording would leave it out."""
+    refused, for a recording would leave it out. What a model does with numbers that it has taken
+    out of a tensor (`tolist`, `numpy`) is not seen: it must not, in its forward pass."""
 
-    def __init__(self, workspace: Workspace) -> None:
+    def __init__(self, recording: Recording, workspace: Workspace) -> None:
         super().__init__()
+        self._recording = recording
         self._workspace = workspace
 
     def __torch_dispatch__(
@@ -96,16 +98,23 @@ class _Tape(TorchDispatchMode):
     ) -> Any:
         kwargs = dict(kwargs or {})
         if func.namespace == "tpengine":
+            before = self._recording.num_calls
             # The recording holds its arguments: not the objects whose end frees their memory.
-            return func(*map(_alias, args), **{name: _alias(kwargs[name]) for name in kwargs})
+            func(*map(_alias, args), **{name: _alias(kwargs[name]) for name in kwargs})
+            if self._recording.num_calls == before:
+                raise NotRecordableError(f"{func} has no compiled kernel")
+            return None
         if func is torch.ops.aten.new_empty.default:
             return self._workspace.empty(args[1], kwargs.get("dtype") or args[0].dtype)
         if func is torch.ops.aten.empty_like.default:
             return self._workspace.empty(args[0].shape, kwargs.get("dtype") or args[0].dtype)
-        if not _makes_views(func):
+        if not _may_make_views(func):
             raise NotRecordableError(f"{func} is no op of tpengine's")
         views = func(*args, **kwargs)
+        memory = args[0].untyped_storage().data_ptr()
         for view in views if isinstance(views, (list, tuple)) else [views]:
+            if view.untyped_storage().data_ptr() != memory:  # as `reshape` may
+                raise NotRecordableError(f"{func} copies")
             self._workspace.watch(view)
         return views
 
@@ -114,7 +123,7 @@ def _alias(value: Any) -> Any:
     return value.detach() if isinstance(value, torch.Tensor) else value
 
 
-def _makes_views(func: Any) -> bool:
+def _may_make_views(func: Any) -> bool:
     aliases = [result.alias_info for result in func._schema.returns]
     return bool(aliases) and all(alias is not None and not alias.is_write for alias in aliases)
 
@@ -146,7 +155,7 @@ class DecodeRecording:
         no_chunks = torch.zeros(1, dtype=torch.int32)
         metadata = AttentionMetadata(positions, slots, table, seq_lens, no_chunks, max_rows)
         try:
-            with recording.noting(), _Tape(workspace):
+            with recording.noting(), _Tape(recording, workspace):
                 self._hidden = forward(token_ids, metadata)
         except RuntimeError as error:  # what the native side refuses
             raise NotRecordableError(str(error)) from error

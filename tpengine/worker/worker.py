@@ -192,7 +192,7 @@ class Worker:
         return self._gpu.num_bytes + staged_blocks(one_block, num_host_blocks) * one_block
 
     def _uses_graphs(self) -> bool:
-        """Whether decode steps are recorded: at every rank, or at none."""
+        """Whether decode steps become CUDA graphs: at every rank, or at none."""
         if self._all_record is None:
             wanted = self._device.type == "cuda" and not self._config.kernels.enforce_eager
             self._all_record = wanted and agree_on_graphs(self._parallel, self._device)
@@ -204,12 +204,12 @@ class Worker:
 
     def _graphs_bytes(self) -> int:
         """What the graphs will take, tried over a cache of one block."""
-        probe = self._make_cache(1)
-        if self._records_on_cpu:
-            recording = self._require_runner().make_recording(probe.kv_caches)
-            return 0 if recording is None else recording.num_bytes
-        graphs = self._require_runner().make_graphs(probe.kv_caches, CudaCapture(self._device))
+        probe, runner = self._make_cache(1), self._require_runner()
         with self._forward():
+            if self._records_on_cpu:
+                recording = runner.make_recording(probe.kv_caches)
+                return 0 if recording is None else recording.num_bytes
+            graphs = runner.make_graphs(probe.kv_caches, CudaCapture(self._device))
             num_bytes = estimate_bytes(graphs, self._device)
         del graphs, probe
         self._release()
