@@ -240,10 +240,11 @@ def test_control_ends_with_its_trial(fake_config: MakeConfig) -> None:
     while not blame._control:
         client.step()
     engine.abort_request("0")
-    with engine:
-        answers = client.run()
+    client.step()
     assert not blame._control
     assert blame.allowed is None
+    with engine:
+        answers = client.run()
     assert answers.pop("0").reasons == {"abort"}
     check(answers, serve(config, jobs)[0], {})
 
