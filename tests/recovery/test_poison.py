@@ -12,6 +12,7 @@ from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 
 from tpengine import SamplingParams
+from tpengine.engine.health import EngineState
 from tpengine.messages import StepInput
 
 from .conftest import MakeConfig
@@ -240,6 +241,8 @@ def test_control_ends_with_its_trial(fake_config: MakeConfig) -> None:
     while not blame._control:
         client.step()
     engine.abort_request("0")
+    while engine.health().state is not EngineState.RUNNING:
+        client.step()
     client.step()
     assert not blame._control
     assert blame.allowed is None
