@@ -231,7 +231,7 @@ def test_accidents_among_others_acquit(fake_config: MakeConfig) -> None:
 
 
 def test_control_ends_with_its_trial(fake_config: MakeConfig) -> None:
-    config = fake_config(max_num_seqs=2, max_num_batched_tokens=64)
+    config = fake_config(max_num_seqs=1, max_num_batched_tokens=64)
     jobs, fate = make_jobs(6, {0: 0})
     engine, executor = mortal_engine(config, fate)
     client = Client(engine, executor)
