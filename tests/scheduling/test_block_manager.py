@@ -145,7 +145,7 @@ def test_invariants_see_damage() -> None:
     with pytest.raises(EngineError, match="both free and held"):
         blocks.check_invariants(sequences)
     blocks, sequences = pool()
-    blocks.device._blank.popleft()
+    blocks.device._blank.pop()
     with pytest.raises(EngineError, match="add up"):
         blocks.check_invariants(sequences)
     blocks, sequences = pool()

@@ -6,7 +6,7 @@ its last use, so that a later sequence with the same beginning finds it, until t
 
 from __future__ import annotations
 
-from collections import OrderedDict, deque
+from collections import OrderedDict
 from collections.abc import Iterable
 
 from tpengine.errors import EngineError
@@ -24,8 +24,9 @@ class BlockPool:
         self.num_blocks = num_blocks
         self.num_hits = 0
         self.num_evictions = 0
-        # First in, first out: a block rests as long as possible before it is written again.
-        self._blank: deque[int] = deque(range(num_blocks))
+        # Last in, first out: the block that was just given back is still in a processor's cache,
+        # and of a large cache on CPU no more pages are touched than were ever needed at once.
+        self._blank = list(reversed(range(num_blocks)))
         # Free and of known content, least recently used first.
         self._idle: OrderedDict[int, None] = OrderedDict()
         self._ref_counts = [0] * num_blocks
@@ -53,7 +54,7 @@ class BlockPool:
             )
         blocks = []
         for _ in range(num_blocks):
-            block = self._blank.popleft() if self._blank else self._evict()
+            block = self._blank.pop() if self._blank else self._evict()
             self._ref_counts[block] = 1
             blocks.append(block)
         return blocks
