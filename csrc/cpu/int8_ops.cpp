@@ -6,8 +6,27 @@
 namespace tpengine::cpu {
 namespace {
 
+// Working memory that stays with its thread: that of a large step would otherwise be fresh pages
+// at every call, whose faults cost as much as rounding the inputs.
+template <class T>
+class Scratch {
+ public:
+  // Uninitialised, or what an earlier call left.
+  T* take(int64_t count) {
+    if (count > size_) {
+      memory_.reset(new T[count]);
+      size_ = count;
+    }
+    return memory_.get();
+  }
+
+ private:
+  std::unique_ptr<T[]> memory_;
+  int64_t size_ = 0;
+};
+
 void int8_linear(const Tensor& out, const Tensor& x, const Tensor& packed,
-                 const Tensor& weight_scales, const Tensor& weight_sums,
+                 const Tensor& weight_scales, const Tensor& weight_offsets,
                  const Optional<Tensor>& bias) {
   const char* op = "int8_linear";
   Int8LinearArgs args = {};
@@ -19,22 +38,21 @@ void int8_linear(const Tensor& out, const Tensor& x, const Tensor& packed,
   check_vector(op, "packed", packed, aoti_torch_dtype_int8(),
                panels * kLinearPanel * args.in_features);
   check_vector(op, "weight_scales", weight_scales, aoti_torch_dtype_float32(), args.out_features);
-  check_vector(op, "weight_sums", weight_sums, aoti_torch_dtype_int32(), args.out_features);
+  check_vector(op, "weight_offsets", weight_offsets, aoti_torch_dtype_int32(), args.out_features);
   if (args.num_rows == 0) return;
-  // Left uninitialised: quantize_rows writes all of it.
-  const std::unique_ptr<uint8_t[]> quantized(new uint8_t[args.num_rows * args.in_features]);
-  const std::unique_ptr<float[]> x_scales(new float[args.num_rows]);
-  args.quantized = quantized.get();
-  args.x_scales = x_scales.get();
+  static thread_local Scratch<uint8_t> quantized;
+  static thread_local Scratch<float> x_scales;
+  args.quantized = quantized.take(args.num_rows * args.in_features);
+  args.x_scales = x_scales.take(args.num_rows);
   args.packed = packed.data<int8_t>();
   args.weight_scales = weight_scales.data<float>();
-  args.weight_sums = weight_sums.data<int32_t>();
+  args.weight_offsets = weight_offsets.data<int32_t>();
   const Kernels& table = kernels();
   parallel_for(args.num_rows, row_grain(args.in_features),
                [&](int64_t begin, int64_t end) { table.quantize_rows(args, begin, end); });
   for_each_panel_group(
       args.num_rows, args.in_features, panels, kLinearPanel * args.in_features,
-      [&](PanelRange now, PanelRange) { table.int8_linear(args, now.begin, now.end); });
+      [&](PanelRange now, PanelRange next) { table.int8_linear(args, now, next); });
 }
 
 }  // namespace

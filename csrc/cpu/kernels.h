@@ -118,12 +118,12 @@ struct Int8LinearArgs {
   DType dtype;  // of out, x and bias
   void* out;
   const void* x;
-  uint8_t* quantized;          // [num_rows, in_features], written by quantize_rows, 128 added
-  float* x_scales;             // [num_rows], likewise
-  const int8_t* packed;        // [panels, in_features / 4, kLinearPanel, 4]
-  const float* weight_scales;  // [out_features]
-  const int32_t* weight_sums;  // [out_features], over the inputs
-  const void* bias;            // [out_features]; null: none
+  uint8_t* quantized;             // [num_rows, in_features], written by quantize_rows, 128 added
+  float* x_scales;                // [num_rows], likewise
+  const int8_t* packed;           // [panels, in_features / 4, kLinearPanel, 4]
+  const float* weight_scales;     // [out_features]
+  const int32_t* weight_offsets;  // [out_features], -128 times the sum over the inputs
+  const void* bias;               // [out_features]; null: none
   int64_t num_rows, in_features, out_features, out_stride, x_stride;
 };
 
@@ -159,7 +159,7 @@ struct Kernels {
   // next: the panels that this thread will take after these, perhaps none
   void (*linear)(const LinearArgs&, PanelRange now, PanelRange next);
   void (*quantize_rows)(const Int8LinearArgs&, int64_t begin, int64_t end);
-  void (*int8_linear)(const Int8LinearArgs&, int64_t first_panel, int64_t end_panel);
+  void (*int8_linear)(const Int8LinearArgs&, PanelRange now, PanelRange next);
   void (*argmax)(const SamplingArgs&, int64_t begin, int64_t end);
   void (*sample)(const SamplingArgs&, const SamplingScratch&, int64_t begin, int64_t end);
   void (*sum_parts)(const SumArgs&, int64_t begin, int64_t end);

@@ -41,7 +41,7 @@ inline int64_t num_panels(int64_t out_features) {
 constexpr int64_t kGroupBytes = 512 * 1024;
 constexpr int64_t kGroupsPerThread = 4;
 // Many rows make the smallest groups, pairs of panels, long enough.
-constexpr int64_t kManyRows = 12, kManyRowsGroup = 2;
+constexpr int64_t kManyRows = 8, kManyRowsGroup = 2;
 // Below this waking a thread costs more than it saves.
 constexpr int64_t kSerialProducts = 1 << 16;
 

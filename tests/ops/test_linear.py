@@ -98,7 +98,7 @@ def test_int8_equals_exact_integer_sums(
     x[-1, 1:] = 0.0
     quantized = quantize_weight(weight)
     out = nan_like(torch.empty(x.shape[0], weight.shape[0] + 5, dtype=dtype))
-    arguments = (quantized.packed, quantized.scales, quantized.sums, bias)
+    arguments = (quantized.packed, quantized.scales, quantized.offsets, bias)
     with backend(name) as op:
         op("int8_linear")(out[:, : weight.shape[0]], x, *arguments)
     scales = x.double().abs().amax(dim=1, keepdim=True) / 127
@@ -118,7 +118,7 @@ def test_int8_zero_rows_and_independence_of_the_batch(name: str) -> None:
     x, weight, _ = _case((30, 320, 200), torch.bfloat16)
     x[4] = 0.0
     quantized = quantize_weight(weight)
-    arguments = (quantized.packed, quantized.scales, quantized.sums, None)
+    arguments = (quantized.packed, quantized.scales, quantized.offsets, None)
     with backend(name) as op:
         whole = x.new_empty(30, 200)
         with threads(2):

@@ -96,7 +96,7 @@ _SCHEMAS: dict[str, tuple[str, Callable[..., None]]] = {
         reference.packed_linear,
     ),
     "int8_linear": (
-        "(Tensor(a!) out, Tensor x, Tensor packed, Tensor weight_scales, Tensor weight_sums,"
+        "(Tensor(a!) out, Tensor x, Tensor packed, Tensor weight_scales, Tensor weight_offsets,"
         " Tensor? bias) -> ()",
         reference.int8_linear,
     ),

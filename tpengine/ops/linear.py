@@ -59,17 +59,18 @@ class Int8Weight:
     Attributes:
         packed: int8, q as `[panels, in_features / 4, 32, 4]`, zeros beyond the last output.
         scales: float32 `[out_features]`.
-        sums: int32 `[out_features]`, of q over the inputs.
+        offsets: int32 `[out_features]`, -128 times the sum of q over the inputs: where the sums of
+            kernels start that add 128 to their inputs, to have them unsigned.
     """
 
     packed: Tensor
     scales: Tensor
-    sums: Tensor
+    offsets: Tensor
 
     @property
     def nbytes(self) -> int:
         """Bytes of all three."""
-        return self.packed.nbytes + self.scales.nbytes + self.sums.nbytes
+        return self.packed.nbytes + self.scales.nbytes + self.offsets.nbytes
 
 
 def quantize_weight(weight: Tensor, arena: HugePageArena | None = None) -> Int8Weight:
@@ -89,7 +90,7 @@ def quantize_weight(weight: Tensor, arena: HugePageArena | None = None) -> Int8W
     tiles = padded.view(panels, LINEAR_PANEL, inputs // 4, 4).transpose(1, 2)
     packed = torch.empty_like(padded) if arena is None else arena.empty(padded.numel(), torch.int8)
     packed.view(tiles.shape).copy_(tiles)
-    return Int8Weight(packed.view(-1), scales, q.sum(dim=1, dtype=torch.int32))
+    return Int8Weight(packed.view(-1), scales, -128 * q.sum(dim=1, dtype=torch.int32))
 
 
 def int8_linear(out: Tensor, x: Tensor, weight: Int8Weight, bias: Tensor | None) -> None:
@@ -104,4 +105,4 @@ def int8_linear(out: Tensor, x: Tensor, weight: Int8Weight, bias: Tensor | None)
     Raises:
         RuntimeError: dtypes, shapes or strides do not fit.
     """
-    _int8_linear(out, x, weight.packed, weight.scales, weight.sums, bias)
+    _int8_linear(out, x, weight.packed, weight.scales, weight.offsets, bias)

@@ -251,10 +251,10 @@ def int8_linear(
     x: Tensor,
     packed: Tensor,
     weight_scales: Tensor,
-    weight_sums: Tensor,
+    weight_offsets: Tensor,
     bias: Tensor | None,
 ) -> None:
-    """See `ops.linear.int8_linear`. `weight_sums` serves the kernels' unsigned inputs only."""
+    """See `ops.linear.int8_linear`. `weight_offsets` serves the kernels' unsigned inputs only."""
     inputs, outputs = x.shape[1], out.shape[1]
     tiles = packed.view(-1, inputs // 4, LINEAR_PANEL, 4).transpose(1, 2)
     weight = tiles.reshape(-1, inputs)[:outputs]
