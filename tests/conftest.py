@@ -57,8 +57,9 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
 def pytest_sessionfinish(session: pytest.Session, exitstatus: int) -> None:
     """A run that broke off says nothing of the tests that had not come: CI runs none again."""
     ran_all = exitstatus in (pytest.ExitCode.OK, pytest.ExitCode.TESTS_FAILED)
-    if not ran_all and not hasattr(session.config, "workerinput"):
-        session.config.cache.set("cache/lastfailed", {})
+    cache = getattr(session.config, "cache", None)  # none with -p no:cacheprovider
+    if not ran_all and cache is not None and not hasattr(session.config, "workerinput"):
+        cache.set("cache/lastfailed", {})
 
 
 def _group_of(nodeid: str) -> str:

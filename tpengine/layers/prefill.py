@@ -13,9 +13,14 @@ from typing import Any, Protocol
 
 import torch
 import torch.nn.functional as F
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 _MASK_ELEMENTS = 1 << 23
 """Of a mask or bias that is made at once; longer chunks are done in slices."""
+_SDPA_KERNELS = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
+"""Not cuDNN's, torch's first choice on Hopper: it makes a plan for each new shape, which takes tens
+of milliseconds or more (pytorch PR 155958, FunASR issue 3704: 0.44 s), and prompts' lengths are
+all different."""
 
 
 @dataclass(slots=True)
@@ -173,6 +178,19 @@ class SdpaBackend:
         slopes: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """See `PrefillBackend`."""
+        with sdpa_kernel(_SDPA_KERNELS):
+            return self._attend_rows(q, k, v, chunks, scale, window, slopes)
+
+    def _attend_rows(
+        self,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        chunks: Chunks,
+        scale: float,
+        window: int | None,
+        slopes: torch.Tensor | None,
+    ) -> torch.Tensor:
         out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
         first_query = first_key = 0
         for queries, keys in zip(chunks.query_lens, chunks.key_lens, strict=True):

@@ -6,9 +6,11 @@ import math
 from collections.abc import Iterable, Iterator
 from typing import Any
 
+import numpy as np
 import torch
 
 from tpengine.layers.attention import KVCache
+from tpengine.layers.upload import upload
 from tpengine.messages import BlockMoves
 from tpengine.ops import huge_pages
 from tpengine.ops.cache import (
@@ -168,9 +170,7 @@ class PooledBlocks:
     def copy(self, pairs: list[tuple[int, int]]) -> None:
         """Copies blocks within the cache, after swaps."""
         self.caches.wait()
-        copy_cache_blocks(
-            self._pool, torch.tensor(pairs, dtype=torch.int64, device=self._pool.device)
-        )
+        copy_cache_blocks(self._pool, upload(np.array(pairs, np.int64), self._pool.device))
 
 
 def staged_blocks(block_bytes: int, num_host_blocks: int) -> int:
