@@ -5,8 +5,9 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -230,9 +231,25 @@ def decode_wave(
     return wave
 
 
-def cpu_functions() -> str | None:
-    """Path of the compiled CPU library, for plain C functions; None: not installed."""
-    return _cpu._name if _cpu is not None else None
+def cpu_functions(
+    prefix: str, signatures: Mapping[str, tuple[Any, list[Any]]]
+) -> ctypes.CDLL | None:
+    """Plain C functions of the compiled CPU library; None: it is not installed.
+
+    They keep `errno` (`ctypes.get_errno`), and free Python's lock while they run.
+
+    Args:
+        prefix: of the names of all of them.
+        signatures: result and argument types, by the rest of the name.
+    """
+    if _cpu is None:
+        return None
+    # An object of its own for each caller: use_errno is a property of it.
+    functions = ctypes.CDLL(_cpu._name, use_errno=True)
+    for name, (result, arguments) in signatures.items():
+        function = getattr(functions, prefix + name)
+        function.restype, function.argtypes = result, arguments
+    return functions
 
 
 def supported_cpu_isas() -> tuple[str, ...]:

@@ -15,27 +15,18 @@ from tpengine.ops.library import cpu_functions
 _MESSAGE_BYTES = 1024
 
 
-def _declare() -> ctypes.CDLL | None:
-    library = cpu_functions()
-    if library is None:
-        return None
-    pointer, i32, i64 = ctypes.c_void_p, ctypes.c_int32, ctypes.c_int64
-    signatures = {
-        "new": (pointer, [i64]),
-        "delete": (None, [pointer]),
-        "declare_rows": (None, [pointer, pointer, i64]),
-        "select": (None, [pointer]),
-        "num_calls": (i64, [pointer]),
-        "run": (i32, [pointer, i64, ctypes.c_char_p, i64]),
-    }
-    functions = ctypes.CDLL(library)
-    for name, (result, arguments) in signatures.items():
-        function = getattr(functions, f"tpengine_recording_{name}")
-        function.restype, function.argtypes = result, arguments
-    return functions
-
-
-_functions = _declare()
+_POINTER, _I64 = ctypes.c_void_p, ctypes.c_int64
+_functions = cpu_functions(
+    "tpengine_recording_",
+    {
+        "new": (_POINTER, [_I64]),
+        "delete": (None, [_POINTER]),
+        "declare_rows": (None, [_POINTER, _POINTER, _I64]),
+        "select": (None, [_POINTER]),
+        "num_calls": (_I64, [_POINTER]),
+        "run": (ctypes.c_int32, [_POINTER, _I64, ctypes.c_char_p, _I64]),
+    },
+)
 
 
 def has_recordings() -> bool:

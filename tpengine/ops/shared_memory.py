@@ -70,30 +70,20 @@ class SegmentError(Exception):
         self.failure = failure
 
 
-def _declare() -> ctypes.CDLL | None:
-    library = cpu_functions()
-    if library is None:
-        return None
-    pointer, i32, i64 = ctypes.c_void_p, ctypes.c_int32, ctypes.c_int64
-    signatures = {
-        "size": (i64, [i32, i64]),
-        "attach": (pointer, [i32, i32, i32, i64]),
-        "detach": (None, [pointer]),
-        "all_reduce": (i32, [pointer, pointer, i64, i32, i64]),
-        "gather": (i32, [pointer, pointer, pointer, i64, i64, i32, i64]),
-        "broadcast": (i32, [pointer, pointer, i64, i32, i64]),
-        "abandon": (None, [pointer, i32]),
-        "failure": (ctypes.POINTER(_Failure), [pointer]),
-    }
-    # An object of our own: use_errno is a property of the loaded library object.
-    functions = ctypes.CDLL(library, use_errno=True)
-    for name, (result, arguments) in signatures.items():
-        function = getattr(functions, f"tpengine_shm_{name}")
-        function.restype, function.argtypes = result, arguments
-    return functions
-
-
-_functions = _declare()
+_POINTER, _I32, _I64 = ctypes.c_void_p, ctypes.c_int32, ctypes.c_int64
+_functions = cpu_functions(
+    "tpengine_shm_",
+    {
+        "size": (_I64, [_I32, _I64]),
+        "attach": (_POINTER, [_I32, _I32, _I32, _I64]),
+        "detach": (None, [_POINTER]),
+        "all_reduce": (_I32, [_POINTER, _POINTER, _I64, _I32, _I64]),
+        "gather": (_I32, [_POINTER, _POINTER, _POINTER, _I64, _I64, _I32, _I64]),
+        "broadcast": (_I32, [_POINTER, _POINTER, _I64, _I32, _I64]),
+        "abandon": (None, [_POINTER, _I32]),
+        "failure": (ctypes.POINTER(_Failure), [_POINTER]),
+    },
+)
 
 
 def has_shared_memory() -> bool:
