@@ -10,10 +10,10 @@ from tpengine.ops.linear import pack_linear_weight, quantize_weight
 from .cases import BACKENDS, DTYPES, ISAS, backend, generator, nan_like, relative_error, threads
 
 BOUND = {torch.float32: 1e-6, torch.bfloat16: 4e-3}
-# rows around the blocks of 3, 6 and 12, outputs around the panels of 32 and pairs of them
+# rows around the blocks of 3, 6 and 8, outputs around the panels of 32 and pairs of them
 SHAPES = [
-    (1, 64, 32), (2, 2, 1), (3, 96, 31), (12, 34, 33), (13, 128, 64), (18, 2, 65), (25, 66, 70),
-    (40, 256, 100),
+    (1, 64, 32), (2, 2, 1), (3, 96, 31), (8, 40, 65), (9, 34, 97), (12, 34, 33), (13, 128, 64),
+    (18, 2, 65), (25, 66, 70), (40, 256, 100),
 ]  # fmt: skip
 
 
@@ -84,7 +84,9 @@ def test_odd_inputs_in_bfloat16_are_refused(name: str) -> None:
         pack_linear_weight(weight)
 
 
-INT8_SHAPES = [(1, 64, 32), (3, 4, 31), (12, 36, 33), (13, 128, 64), (40, 256, 100)]
+INT8_SHAPES = [
+    (1, 64, 32), (3, 4, 31), (8, 20, 65), (9, 36, 97), (12, 36, 33), (13, 128, 64), (40, 256, 100),
+]  # fmt: skip
 
 
 @pytest.mark.parametrize("name", BACKENDS)
