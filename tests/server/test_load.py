@@ -87,7 +87,8 @@ async def _vanish_by_cancel(client: GenerationClient, rng: random.Random) -> Non
     await asyncio.sleep(rng.uniform(0, 0.3))
     task.cancel()
     await asyncio.wait([task])
-    assert task.cancelled()
+    # a client that was starved meanwhile finds its stream whole; result() raises what went wrong
+    assert task.cancelled() or task.result() is None
 
 
 async def _vanish_by_deadline(client: GenerationClient, rng: random.Random) -> None:
