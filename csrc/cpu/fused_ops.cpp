@@ -1,4 +1,4 @@
-// Launchers: rms_norm, add_rms_norm, the gated activations, rotary_embedding.
+// Launchers: norms, sums, activations with and without a gate, rotary_embedding.
 #include "launch.h"
 
 namespace tpengine::cpu {
@@ -91,7 +91,77 @@ void add_rms_norm(const Tensor& out, const Tensor& x, const Tensor& residual, co
   launch_norm(args, x.size(0));
 }
 
-void launch_activation(const char* op, Activation activation, const Tensor& out, const Tensor& x) {
+void launch_layer_norm(const char* op, const Tensor& out, const Tensor& x, const Tensor* residual,
+                       const Optional<Tensor>& weight, const Optional<Tensor>& bias, double eps) {
+  const DType dtype = element_type(op, "x", x);
+  check_dim(op, "x", x, 2);
+  check_packed(op, "x", x, 1);
+  check_like(op, "out", out, x);
+  if (residual != nullptr) check_like(op, "residual", *residual, x);
+  if (weight) check_vector(op, "weight", *weight, x.dtype(), x.size(1));
+  if (bias) check_vector(op, "bias", *bias, x.dtype(), x.size(1));
+  const LayerNormArgs args = {dtype,
+                              out.raw(),
+                              x.raw(),
+                              residual != nullptr ? residual->raw() : nullptr,
+                              weight ? weight->raw() : nullptr,
+                              bias ? bias->raw() : nullptr,
+                              x.size(1),
+                              out.stride(0),
+                              x.stride(0),
+                              residual != nullptr ? residual->stride(0) : 0,
+                              static_cast<float>(eps)};
+  const auto kernel = kernels().layer_norm;
+  parallel_for(x.size(0), row_grain(x.size(1)),
+               [&](int64_t begin, int64_t end) { kernel(args, begin, end); });
+}
+
+void layer_norm(const Tensor& out, const Tensor& x, const Optional<Tensor>& weight,
+                const Optional<Tensor>& bias, double eps) {
+  launch_layer_norm("layer_norm", out, x, nullptr, weight, bias, eps);
+}
+
+void add_layer_norm(const Tensor& out, const Tensor& x, const Tensor& residual,
+                    const Optional<Tensor>& weight, const Optional<Tensor>& bias, double eps) {
+  launch_layer_norm("add_layer_norm", out, x, &residual, weight, bias, eps);
+}
+
+void accumulate(const Tensor& total, const Tensor& x) {
+  const char* op = "accumulate";
+  const DType dtype = element_type(op, "x", x);
+  check_dim(op, "x", x, 2);
+  check_like(op, "total", total, x);
+  check_packed(op, "x", x);
+  check_packed(op, "total", total);
+  const void* parts[] = {total.raw(), x.raw()};
+  const SumArgs args = {dtype, total.raw(), parts, 2};
+  const auto kernel = kernels().sum_parts;
+  const int64_t element_grain = row_grain(0);
+  parallel_for(x.size(0) * x.size(1), element_grain,
+               [&](int64_t begin, int64_t end) { kernel(args, begin, end); });
+}
+
+void launch_activation(const ActivationArgs& args, int64_t num_rows) {
+  const auto kernel = kernels().activation;
+  parallel_for(num_rows, row_grain(args.size * (args.gated ? 2 : 1)),
+               [&](int64_t begin, int64_t end) { kernel(args, begin, end); });
+}
+
+void activate(const char* op, Activation activation, const Tensor& x) {
+  const DType dtype = element_type(op, "x", x);
+  check_dim(op, "x", x, 2);
+  check_packed(op, "x", x, 1);
+  const bool gated = false;
+  launch_activation(
+      {dtype, activation, gated, x.raw(), x.raw(), x.size(1), x.stride(0), x.stride(0)}, x.size(0));
+}
+
+void relu(const Tensor& x) { activate("relu", Activation::kRelu, x); }
+void silu(const Tensor& x) { activate("silu", Activation::kSilu, x); }
+void gelu(const Tensor& x) { activate("gelu", Activation::kGelu, x); }
+void gelu_tanh(const Tensor& x) { activate("gelu_tanh", Activation::kGeluTanh, x); }
+
+void gate(const char* op, Activation activation, const Tensor& out, const Tensor& x) {
   const DType dtype = element_type(op, "x", x);
   check_dtype(op, "out", out, x.dtype());
   check_dim(op, "x", x, 2);
@@ -100,21 +170,20 @@ void launch_activation(const char* op, Activation activation, const Tensor& out,
   check_size(op, "x", x, 1, 2 * out.size(1));
   check_packed(op, "x", x, 1);
   check_packed(op, "out", out, 1);
-  const ActivationArgs args = {dtype,       activation,    out.raw(),  x.raw(),
-                               out.size(1), out.stride(0), x.stride(0)};
-  const auto kernel = kernels().activation;
-  parallel_for(x.size(0), row_grain(x.size(1)),
-               [&](int64_t begin, int64_t end) { kernel(args, begin, end); });
+  const bool gated = true;
+  launch_activation(
+      {dtype, activation, gated, out.raw(), x.raw(), out.size(1), out.stride(0), x.stride(0)},
+      x.size(0));
 }
 
 void silu_and_mul(const Tensor& out, const Tensor& x) {
-  launch_activation("silu_and_mul", Activation::kSilu, out, x);
+  gate("silu_and_mul", Activation::kSilu, out, x);
 }
 void gelu_and_mul(const Tensor& out, const Tensor& x) {
-  launch_activation("gelu_and_mul", Activation::kGelu, out, x);
+  gate("gelu_and_mul", Activation::kGelu, out, x);
 }
 void gelu_tanh_and_mul(const Tensor& out, const Tensor& x) {
-  launch_activation("gelu_tanh_and_mul", Activation::kGeluTanh, out, x);
+  gate("gelu_tanh_and_mul", Activation::kGeluTanh, out, x);
 }
 
 void rotary_embedding(const Tensor& positions, const Tensor& q, const Tensor& k,
@@ -153,6 +222,13 @@ void rotary_embedding(const Tensor& positions, const Tensor& q, const Tensor& k,
 void register_fused(TorchLibraryHandle library) {
   implement<&rms_norm>(library, "rms_norm");
   implement<&add_rms_norm>(library, "add_rms_norm");
+  implement<&layer_norm>(library, "layer_norm");
+  implement<&add_layer_norm>(library, "add_layer_norm");
+  implement<&accumulate>(library, "accumulate");
+  implement<&relu>(library, "relu");
+  implement<&silu>(library, "silu");
+  implement<&gelu>(library, "gelu");
+  implement<&gelu_tanh>(library, "gelu_tanh");
   implement<&silu_and_mul>(library, "silu_and_mul");
   implement<&gelu_and_mul>(library, "gelu_and_mul");
   implement<&gelu_tanh_and_mul>(library, "gelu_tanh_and_mul");

@@ -55,11 +55,23 @@ struct NormArgs {
   float eps;
 };
 
-enum class Activation { kSilu, kGelu, kGeluTanh };
+struct LayerNormArgs {
+  DType dtype;
+  void* out;
+  const void* x;
+  void* residual;      // null: plain norm. Otherwise residual += x, and the sum is normalised.
+  const void* weight;  // [size]; null: none
+  const void* bias;    // [size]; null: none
+  int64_t size, out_stride, x_stride, residual_stride;
+  float eps;
+};
+
+enum class Activation { kRelu, kSilu, kGelu, kGeluTanh };
 
 struct ActivationArgs {
   DType dtype;
   Activation activation;
+  bool gated;  // x holds `size` gates and as many factors; otherwise it holds `size` inputs
   void* out;
   const void* x;
   int64_t size, out_stride, x_stride;
@@ -137,11 +149,11 @@ struct SamplingScratch {
 };
 constexpr int64_t kSamplingBlock = 128;
 
-// Element-wise sum of what the ranks contribute; `out` may be one of the parts.
+// Element-wise sum, as of what the ranks contribute; `out` may be one of the parts.
 struct SumArgs {
   DType dtype;
   void* out;
-  const void* const* parts;  // in rank order
+  const void* const* parts;  // added in this order
   int64_t num_parts;
 };
 
@@ -152,6 +164,7 @@ struct Kernels {
   void (*attention)(const AttentionArgs&, const AttentionItem&, const AttentionItem* next);
   void (*merge_partitions)(const AttentionArgs&, const AttentionItem&);
   void (*norm)(const NormArgs&, int64_t begin, int64_t end);
+  void (*layer_norm)(const LayerNormArgs&, int64_t begin, int64_t end);
   void (*activation)(const ActivationArgs&, int64_t begin, int64_t end);
   void (*rotary)(const RotaryArgs&, int64_t begin, int64_t end);
   void (*write_cache)(const CacheWriteArgs&, int64_t begin, int64_t end);

@@ -50,6 +50,13 @@ def test_every_op_of_the_gpu_path_has_a_kernel(name: str) -> None:
         "int8_linear",
         "prefill_attention",
         "embedding",
+        "layer_norm",
+        "add_layer_norm",
+        "accumulate",
+        "relu",
+        "silu",
+        "gelu",
+        "gelu_tanh",
     ):
         pytest.skip("plain torch on a GPU")
     assert torch._C._dispatch_has_kernel_for_dispatch_key(f"tpengine::{name}", "CUDA")

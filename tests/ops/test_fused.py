@@ -65,10 +65,112 @@ def test_add_rms_norm(name: str, dtype: torch.dtype, size: int) -> None:
     assert relative_error(out, _hugging_face_norm(total, weight, 1e-5)) < BOUND[dtype]
 
 
+def _layer_norm(
+    x: torch.Tensor, weight: torch.Tensor | None, bias: torch.Tensor | None, eps: float
+) -> torch.Tensor:
+    """In float64."""
+    y = x.double()
+    y = (y - y.mean(-1, keepdim=True)) / (y.var(-1, unbiased=False, keepdim=True) + eps).sqrt()
+    y = y if weight is None else y * weight.double()
+    return y if bias is None else y + bias.double()
+
+
+@pytest.mark.parametrize("given", ["weight and bias", "weight", "bias", "nothing"])
+@pytest.mark.parametrize("size", SIZES)
+@pytest.mark.parametrize(("name", "dtype"), NAMES, ids=str)
+def test_layer_norm(name: str, dtype: torch.dtype, size: int, given: str) -> None:
+    """Of rows that lie apart and far from zero, where a difference of sums would be off."""
+    gen = generator(size)
+    wide = torch.full((33, size + 3), float("nan"), dtype=dtype)
+    wide[:, 2 : 2 + size] = torch.randn(33, size, generator=gen) * 3 + 50
+    x = wide[:, 2 : 2 + size]
+    weight = torch.randn(size, generator=gen).to(dtype) if "weight" in given else None
+    bias = torch.randn(size, generator=gen).to(dtype) if "bias" in given else None
+    out = torch.full((33, size), float("nan"), dtype=dtype)
+    with backend(name) as op:
+        op("layer_norm")(out, x, weight, bias, 1e-5)
+        expected = _layer_norm(x, weight, bias, 1e-5)
+        # What the differences from the mean can be known to, in float32.
+        largest = 1.0 if weight is None else float(weight.abs().max())
+        spread = float((x.double().var(-1, unbiased=False) + 1e-5).sqrt().min())
+        allowed = 1.2e-7 * float(x.abs().max()) / spread * largest
+        assert (out.double() - expected).abs().max() < allowed + BOUND[dtype] * expected.abs().max()
+        op("layer_norm")(x, x, weight, bias, 1e-5)  # in place
+    assert torch.equal(x, out)
+    assert wide[:, :2].isnan().all()
+    assert wide[:, 2 + size :].isnan().all()
+
+
+@pytest.mark.parametrize("size", SIZES)
+@pytest.mark.parametrize(("name", "dtype"), NAMES, ids=str)
+def test_add_layer_norm(name: str, dtype: torch.dtype, size: int) -> None:
+    gen = generator(size)
+    x, residual = (torch.randn(33, size, generator=gen).to(dtype) for _ in range(2))
+    weight, bias = (torch.randn(size, generator=gen).to(dtype) for _ in range(2))
+    total = x + residual
+    out = nan_like(x)
+    with backend(name) as op:
+        op("add_layer_norm")(out, x, residual, weight, bias, 1e-5)
+        again = total - x
+        op("add_layer_norm")(x, x, again, None, None, 1e-5)  # into x itself
+    assert torch.equal(residual, total)
+    assert relative_error(out, _layer_norm(total, weight, bias, 1e-5)) < BOUND[dtype]
+    if size > 1:
+        assert relative_error(x, _layer_norm(again, None, None, 1e-5)) < BOUND[dtype]
+
+
+@pytest.mark.parametrize("size", SIZES)
+@pytest.mark.parametrize(("name", "dtype"), NAMES, ids=str)
+def test_accumulate(name: str, dtype: torch.dtype, size: int) -> None:
+    gen = generator(size)
+    total, x = (torch.randn(33, size, generator=gen).to(dtype) for _ in range(2))
+    expected, before = total + x, x.clone()
+    with backend(name) as op:
+        op("accumulate")(total, x)
+    assert torch.equal(total, expected)
+    assert torch.equal(x, before)
+
+
+def _gelu_tanh(x: torch.Tensor) -> torch.Tensor:
+    return torch.nn.functional.gelu(x, approximate="tanh")
+
+
+PLAIN_ACTIVATIONS = {
+    "relu": torch.relu,
+    "silu": torch.nn.functional.silu,
+    "gelu": torch.nn.functional.gelu,
+    "gelu_tanh": _gelu_tanh,
+}
+
+
+@pytest.mark.parametrize("size", SIZES)
+@pytest.mark.parametrize("activation", PLAIN_ACTIVATIONS)
+@pytest.mark.parametrize(("name", "dtype"), NAMES, ids=str)
+def test_plain_activations(name: str, dtype: torch.dtype, activation: str, size: int) -> None:
+    """In place, on rows that lie apart."""
+    gen = generator(size)
+    wide = torch.full((17, size + 3), float("nan"), dtype=dtype)
+    x = wide[:, 2 : 2 + size]
+    x.copy_(torch.randn(17, size, generator=gen) * 4)
+    x[0, 0], x[1, 0], x[2, 0] = 200.0, -200.0, -0.0  # saturated, and exp's ends
+    x[3, -1] = float("nan")
+    before = x.double()
+    with backend(name) as op:
+        op(activation)(x)
+    expected = PLAIN_ACTIVATIONS[activation](before)
+    assert x[3, -1].isnan()
+    x[3, -1] = before[3, -1] = expected[3, -1] = 0
+    assert relative_error(x, expected) < BOUND[dtype]
+    allowed = 4e-7 * before.abs() + 2 * BOUND[dtype] * expected.abs()
+    assert ((x.double() - expected).abs() <= allowed).all()
+    assert wide[:, :2].isnan().all()
+    assert wide[:, 2 + size :].isnan().all()
+
+
 ACTIVATIONS = {
     "silu_and_mul": torch.nn.functional.silu,
     "gelu_and_mul": torch.nn.functional.gelu,
-    "gelu_tanh_and_mul": lambda x: torch.nn.functional.gelu(x, approximate="tanh"),
+    "gelu_tanh_and_mul": _gelu_tanh,
 }
 
 

@@ -60,6 +60,13 @@ def _arguments() -> dict[str, tuple]:
         "embedding": (torch.zeros(5, 32), randn(9, 32), ints(8, 0, 3, 3, 1)),
         "rms_norm": (torch.zeros(5, 32), x, weight, 1e-6),
         "add_rms_norm": (torch.zeros(5, 32), x, y, weight, 1e-6),
+        "layer_norm": (torch.zeros(5, 32), x, weight, randn(32), 1e-5),
+        "add_layer_norm": (torch.zeros(5, 32), x, y, None, None, 1e-5),
+        "accumulate": (torch.zeros(5, 32), x),
+        "relu": (randn(5, 32),),
+        "silu": (randn(5, 32),),
+        "gelu": (randn(5, 32),),
+        "gelu_tanh": (randn(5, 32),),
         "silu_and_mul": (torch.zeros(5, 16), x),
         "gelu_and_mul": (torch.zeros(5, 16), x),
         "gelu_tanh_and_mul": (torch.zeros(5, 16), x),
@@ -118,6 +125,23 @@ WRONG = [
     ("rms_norm", _replaced(2, lambda t: t[::2]), r"weight has shape \[16\].*size 32"),
     ("rms_norm", _replaced(1, lambda t: t.T), r"stride 32 in dimension 1; expected 1"),
     ("add_rms_norm", _replaced(2, lambda t: t[:4]), r"residual has shape \[4, 32\].*size 5"),
+    ("layer_norm", _replaced(2, lambda t: t[1:]), r"weight has shape \[31\].*size 32"),
+    ("layer_norm", _replaced(3, lambda t: t.bfloat16()), "bias is bfloat16; expected float32"),
+    ("layer_norm", _replaced(0, lambda t: t[1:]), r"out has shape \[4, 32\].*size 5"),
+    ("layer_norm", _replaced(1, lambda t: t[:, None]), r"x has shape.*expected 2 dimensions"),
+    ("add_layer_norm", _replaced(2, lambda t: t[:4]), r"residual has shape \[4, 32\].*size 5"),
+    ("add_layer_norm", _replaced(1, lambda t: t.T), "stride 32 in dimension 1; expected 1"),
+    ("accumulate", _replaced(0, lambda t: t[:, 1:]), r"total has shape \[5, 31\].*size 32"),
+    ("accumulate", _replaced(0, lambda t: t.bfloat16()), "total is bfloat16; expected float32"),
+    (
+        "accumulate",
+        _replaced(0, lambda t: t.repeat(1, 2)[:, :32]),
+        "total has stride 64 in dimension 0; expected 32",
+    ),
+    ("relu", _replaced(0, lambda t: t.half()), "x is float16.*float32 and bfloat16"),
+    ("silu", _replaced(0, lambda t: t[0]), r"x has shape \[32\]; expected 2 dimensions"),
+    ("gelu", _replaced(0, lambda t: t.T), "stride 32 in dimension 1; expected 1"),
+    ("gelu_tanh", _replaced(0, lambda t: t[:, ::2]), "stride 2 in dimension 1; expected 1"),
     ("silu_and_mul", _replaced(0, lambda t: t[:, :15]), r"x has shape \[5, 32\].*size 30"),
     ("pack_linear_weight", _replaced(0, lambda t: t[:64]), r"packed has shape \[64\].*size 2048"),
     ("pack_linear_weight", _replaced(1, lambda t: t.T), "stride 32 in dimension 1; expected 1"),
@@ -183,6 +207,9 @@ def test_an_empty_batch_is_no_error() -> None:
     arguments = _arguments()
     empty = torch.zeros(0, 32)
     torch.ops.tpengine.rms_norm.default(empty.clone(), empty, torch.ones(32), 1e-6)
+    torch.ops.tpengine.layer_norm.default(empty.clone(), empty, None, None, 1e-5)
+    torch.ops.tpengine.accumulate.default(empty.clone(), empty)
+    torch.ops.tpengine.relu.default(empty.clone())
     torch.ops.tpengine.argmax.default(torch.zeros(0, dtype=torch.int64), empty)
     out, q, k_cache, v_cache = arguments["paged_attention"][:4]
     torch.ops.tpengine.paged_attention.default(

@@ -7,12 +7,14 @@ import random
 import signal
 import subprocess
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from families.variants import VARIANTS
 from support.engines import generate, open_llm, preemptions
 from support.models import ModelShop
 from support.zoo import PLAIN, ZOO
@@ -28,6 +30,8 @@ from tpengine.worker.input_batch import StepArrays
 
 pytestmark = pytest.mark.skipif(not has_recordings(), reason="the native library is not built")
 ROWS, SIZE = 6, 32
+FAMILIES = {v.name: v for v in VARIANTS if v.model_type in ("opt", "bloom")}
+"""What `ZOO` has not: the families that are no relatives of Llama."""
 SCARCE = {"block_size": 8, "num_device_blocks_override": 60, "max_model_len": 256}
 
 
@@ -72,22 +76,42 @@ def answers(llm: LLM, requests: tuple[Sequence[Any], Sequence[Any]]) -> list[Any
     ]
 
 
+@pytest.fixture(scope="module")
+def folder_of(models: ModelShop, tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
+    """Where a model of `ZOO` or `FAMILIES` lies, by name."""
+    root = tmp_path_factory.mktemp("families")
+
+    def folder(name: str) -> Path:
+        if name in ZOO:
+            return models.folder(ZOO[name])
+        if not (root / name).exists():
+            FAMILIES[name].write(root / name)
+        return root / name
+
+    return folder
+
+
 @pytest.mark.parametrize(
     ("name", "args"),
     [
-        *((name, {}) for name in ZOO),
+        *((name, {}) for name in (*ZOO, *FAMILIES)),
         ("d64-4to1-tied", {"dtype": "bfloat16"}),
         ("d64-4to1-tied", {"quantization": "int8"}),
         ("d64-4to1-tied", SCARCE),
         ("d64-4to1-tied", {"max_num_seqs": 5}),
+        *((name, {"dtype": "bfloat16"}) for name in FAMILIES),
+        ("opt-before", {"quantization": "int8"}),
+        ("bloom-residual-after-norm", SCARCE),
     ],
     ids=str,
 )
-def test_same_bits_as_op_by_op(models: ModelShop, name: str, args: dict[str, Any]) -> None:
+def test_same_bits_as_op_by_op(
+    folder_of: Callable[[str], Path], name: str, args: dict[str, Any]
+) -> None:
     """In a crowd of samples, beams and lone tokens, with swaps where the cache is small."""
     if args.get("quantization") is None:
         skip_without_packed_layers(args.get("dtype", "float32"))
-    folder = models.folder(ZOO[name])
+    folder = folder_of(name)
     found = []
     for enforce_eager in (True, False):
         with open_llm(folder, enforce_eager=enforce_eager, **args) as llm:

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable
 
 import torch
-import torch.nn.functional as F
 
 from tpengine.errors import ConfigError
 from tpengine.ops import fused
@@ -41,23 +40,19 @@ class GatedActivation:
         return out
 
 
-def _gelu_tanh(x: torch.Tensor) -> torch.Tensor:
-    return F.gelu(x, approximate="tanh")
-
-
-_PLAIN: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
-    "relu": torch.relu_,
-    "gelu": F.gelu,
-    "gelu_new": _gelu_tanh,
-    "gelu_fast": _gelu_tanh,
-    "gelu_pytorch_tanh": _gelu_tanh,
-    "silu": F.silu,
-    "swish": F.silu,
+_PLAIN: dict[str, Callable[[torch.Tensor], None]] = {
+    "relu": fused.relu,
+    "gelu": fused.gelu,
+    "gelu_new": fused.gelu_tanh,
+    "gelu_fast": fused.gelu_tanh,
+    "gelu_pytorch_tanh": fused.gelu_tanh,
+    "silu": fused.silu,
+    "swish": fused.silu,
 }
 
 
-def plain_activation(name: str) -> Callable[[torch.Tensor], torch.Tensor]:
-    """The activation that a config names, on a tensor of any shape that it may overwrite.
+def plain_activation(name: str) -> Callable[[torch.Tensor], None]:
+    """The activation that a config names, of `[num_tokens, n]` in place.
 
     Raises:
         ConfigError: no such activation.

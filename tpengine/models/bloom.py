@@ -74,16 +74,30 @@ class BloomBlock:
         )
 
     def forward(
-        self, hidden: torch.Tensor, kv_cache: KVCache, metadata: AttentionMetadata
-    ) -> torch.Tensor:
-        """hidden `[num_tokens, hidden_size]`, overwritten; likewise returned."""
-        normed = self.input_layernorm.forward(hidden)
-        residual = normed if self.adds_to_normed else hidden
-        hidden = residual.add_(self.self_attention.forward(normed, kv_cache, metadata))
-        normed = self.post_attention_layernorm.forward(hidden)
-        residual = normed if self.adds_to_normed else hidden
-        up = self.activation(self.dense_h_to_4h.forward(normed))
-        return residual.add_(self.dense_4h_to_h.forward(up))
+        self,
+        x: torch.Tensor | None,
+        residual: torch.Tensor,
+        kv_cache: KVCache,
+        metadata: AttentionMetadata,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Adds x to `residual` in place (None: nothing yet); returns what is to be added next, and
+        to what.
+
+        x, residual and results: `[num_tokens, hidden_size]`.
+        """
+        if x is None:
+            normed = self.input_layernorm.forward(residual)
+        else:
+            normed = self.input_layernorm.add_forward(x, residual)
+        if self.adds_to_normed:
+            residual = normed
+        attended = self.self_attention.forward(normed, kv_cache, metadata)
+        normed = self.post_attention_layernorm.add_forward(attended, residual)
+        if self.adds_to_normed:
+            residual = normed
+        up = self.dense_h_to_4h.forward(normed)
+        self.activation(up)
+        return self.dense_4h_to_h.forward(up), residual
 
 
 class BloomForCausalLM:
@@ -120,10 +134,13 @@ class BloomForCausalLM:
         self, token_ids: torch.Tensor, kv_caches: list[KVCache], metadata: AttentionMetadata
     ) -> torch.Tensor:
         """token_ids int32 `[num_tokens]` to final hidden states `[num_tokens, hidden_size]`."""
-        hidden = self.word_embeddings_layernorm.forward(self.word_embeddings.forward(token_ids))
+        embedded = self.word_embeddings.forward(token_ids)
+        residual = self.word_embeddings_layernorm.forward(embedded)
+        x = None
         for block, kv_cache in zip(self.h, kv_caches, strict=True):
-            hidden = block.forward(hidden, kv_cache, metadata)
-        return self.ln_f.forward(hidden)
+            x, residual = block.forward(x, residual, kv_cache, metadata)
+        assert x is not None
+        return self.ln_f.add_forward(x, residual)
 
     def compute_logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """hidden `[num_rows, hidden_size]` to logits `[num_rows, vocab_size]`."""

@@ -22,6 +22,7 @@ from tpengine.layers.linear import (
 from tpengine.layers.norm import LayerNorm
 from tpengine.layers.weights import Weights
 from tpengine.models.hf_fields import check_heads_fill_hidden_size
+from tpengine.ops import fused
 
 _POSITION_OFFSET = 2
 """The table of positions begins two rows late: its authors counted from after the padding id."""
@@ -63,7 +64,6 @@ class OPTDecoderLayer:
         hf = config.hf_config
         hidden_size, ffn_dim, bias = hf["hidden_size"], hf["ffn_dim"], hf["enable_bias"]
         affine = hf["layer_norm_elementwise_affine"]
-        self.norm_before = bool(hf["do_layer_norm_before"])
         self.self_attn = OPTAttention(config, weights, f"{prefix}.self_attn")
         self.self_attn_layer_norm = LayerNorm(
             weights, f"{prefix}.self_attn_layer_norm", hidden_size, affine=affine
@@ -75,20 +75,33 @@ class OPTDecoderLayer:
             weights, f"{prefix}.final_layer_norm", hidden_size, affine=affine
         )
 
-    def forward(
+    def forward_norm_before(
+        self,
+        x: torch.Tensor,
+        residual: torch.Tensor,
+        kv_cache: KVCache,
+        metadata: AttentionMetadata,
+    ) -> torch.Tensor:
+        """Adds x to `residual` in place and returns what is to be added next.
+
+        x, residual and result: `[num_tokens, hidden_size]`.
+        """
+        normed = self.self_attn_layer_norm.add_forward(x, residual)
+        attended = self.self_attn.forward(normed, kv_cache, metadata)
+        return self._mlp(self.final_layer_norm.add_forward(attended, residual))
+
+    def forward_norm_after(
         self, hidden: torch.Tensor, kv_cache: KVCache, metadata: AttentionMetadata
     ) -> torch.Tensor:
         """hidden `[num_tokens, hidden_size]`, overwritten; likewise returned."""
-        if self.norm_before:
-            normed = self.self_attn_layer_norm.forward(hidden)
-            hidden.add_(self.self_attn.forward(normed, kv_cache, metadata))
-            return hidden.add_(self._mlp(self.final_layer_norm.forward(hidden)))
-        hidden.add_(self.self_attn.forward(hidden, kv_cache, metadata))
-        hidden = self.self_attn_layer_norm.forward(hidden)
-        return self.final_layer_norm.forward(hidden.add_(self._mlp(hidden)))
+        attended = self.self_attn.forward(hidden, kv_cache, metadata)
+        hidden = self.self_attn_layer_norm.add_forward(attended, hidden)
+        return self.final_layer_norm.add_forward(self._mlp(hidden), hidden)
 
     def _mlp(self, x: torch.Tensor) -> torch.Tensor:
-        return self.fc2.forward(self.activation(self.fc1.forward(x)))
+        up = self.fc1.forward(x)
+        self.activation(up)
+        return self.fc2.forward(up)
 
 
 class OPTForCausalLM:
@@ -128,7 +141,8 @@ class OPTForCausalLM:
         self.final_layer_norm: LayerNorm | None = None
         # Models trained with a norm after each layer have none more; _remove_final_layer_norm
         # marks checkpoints that were fine-tuned while transformers lacked it.
-        if hf["do_layer_norm_before"] and not hf.get("_remove_final_layer_norm"):
+        self.norm_before = bool(hf["do_layer_norm_before"])
+        if self.norm_before and not hf.get("_remove_final_layer_norm"):
             affine = hf["layer_norm_elementwise_affine"]
             self.final_layer_norm = LayerNorm(
                 weights, f"{prefix}.final_layer_norm", hidden_size, affine=affine
@@ -142,17 +156,35 @@ class OPTForCausalLM:
         self, token_ids: torch.Tensor, kv_caches: list[KVCache], metadata: AttentionMetadata
     ) -> torch.Tensor:
         """token_ids int32 `[num_tokens]` to hidden states `[num_tokens, word_embed_proj_dim]`."""
-        hidden = self.embed_tokens.forward(token_ids)
+        tokens = self.embed_tokens.forward(token_ids)
         if self.project_in is not None:
-            hidden = self.project_in.forward(hidden)
-        hidden = hidden + self.embed_positions.forward(metadata.positions)
-        for layer, kv_cache in zip(self.layers, kv_caches, strict=True):
-            hidden = layer.forward(hidden, kv_cache, metadata)
-        if self.final_layer_norm is not None:
-            hidden = self.final_layer_norm.forward(hidden)
+            tokens = self.project_in.forward(tokens)
+        positions = self.embed_positions.forward(metadata.positions)
+        if self.norm_before:
+            hidden = self._norm_before(positions, tokens, kv_caches, metadata)
+        else:
+            fused.accumulate(tokens, positions)
+            hidden = tokens
+            for layer, kv_cache in zip(self.layers, kv_caches, strict=True):
+                hidden = layer.forward_norm_after(hidden, kv_cache, metadata)
         if self.project_out is not None:
             hidden = self.project_out.forward(hidden)
         return hidden
+
+    def _norm_before(
+        self,
+        x: torch.Tensor,
+        residual: torch.Tensor,
+        kv_caches: list[KVCache],
+        metadata: AttentionMetadata,
+    ) -> torch.Tensor:
+        """All layers, from `x + residual`; both are overwritten."""
+        for layer, kv_cache in zip(self.layers, kv_caches, strict=True):
+            x = layer.forward_norm_before(x, residual, kv_cache, metadata)
+        if self.final_layer_norm is not None:
+            return self.final_layer_norm.add_forward(x, residual)
+        fused.accumulate(residual, x)
+        return residual
 
     def compute_logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """hidden `[num_rows, word_embed_proj_dim]` to logits `[num_rows, vocab_size]`."""

@@ -1,4 +1,4 @@
-"""Work between the matrix products: embedding, norms, gated activations, rotary embedding."""
+"""Work between the matrix products: embedding, norms, sums, activations, rotary embedding."""
 
 from __future__ import annotations
 
@@ -10,6 +10,13 @@ from tpengine.ops import library as _library  # noqa: F401 (defines the ops)
 _embedding = torch.ops.tpengine.embedding.default
 _rms_norm = torch.ops.tpengine.rms_norm.default
 _add_rms_norm = torch.ops.tpengine.add_rms_norm.default
+_layer_norm = torch.ops.tpengine.layer_norm.default
+_add_layer_norm = torch.ops.tpengine.add_layer_norm.default
+_accumulate = torch.ops.tpengine.accumulate.default
+_relu = torch.ops.tpengine.relu.default
+_silu = torch.ops.tpengine.silu.default
+_gelu = torch.ops.tpengine.gelu.default
+_gelu_tanh = torch.ops.tpengine.gelu_tanh.default
 _silu_and_mul = torch.ops.tpengine.silu_and_mul.default
 _gelu_and_mul = torch.ops.tpengine.gelu_and_mul.default
 _gelu_tanh_and_mul = torch.ops.tpengine.gelu_tanh_and_mul.default
@@ -61,6 +68,84 @@ def add_rms_norm(out: Tensor, x: Tensor, residual: Tensor, weight: Tensor, eps: 
         RuntimeError: an argument's dtype, shape or strides do not fit.
     """
     _add_rms_norm(out, x, residual, weight, eps)
+
+
+def layer_norm(
+    out: Tensor, x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float
+) -> None:
+    """Layer normalisation (Ba et al. 2016) over the last dimension, computed in float32 and rounded
+    once.
+
+    Args:
+        out: shape and dtype of x, written; may be x itself.
+        x: `[num_tokens, size]`, float32 or bfloat16; rows may lie apart.
+        weight, bias: `[size]`, dtype of x; None: ones, zeros.
+        eps: added to the variance.
+
+    Raises:
+        RuntimeError: an argument's dtype, shape or strides do not fit.
+    """
+    _layer_norm(out, x, weight, bias, eps)
+
+
+def add_layer_norm(
+    out: Tensor,
+    x: Tensor,
+    residual: Tensor,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    eps: float,
+) -> None:
+    """`residual += x` (rounded to its dtype), then `layer_norm` of it into `out`.
+
+    Args:
+        out: `[num_tokens, size]`, written; may be x itself.
+        x, residual: `[num_tokens, size]`, one dtype; residual is written.
+        weight, bias: `[size]`; None: ones, zeros.
+
+    Raises:
+        RuntimeError: an argument's dtype, shape or strides do not fit.
+    """
+    _add_layer_norm(out, x, residual, weight, bias, eps)
+
+
+def accumulate(total: Tensor, x: Tensor) -> None:
+    """`total += x`, rounded to its dtype.
+
+    Args:
+        total, x: `[num_tokens, size]`, contiguous, float32 or bfloat16; total is written.
+
+    Raises:
+        RuntimeError: an argument's dtype, shape or strides do not fit.
+    """
+    _accumulate(total, x)
+
+
+def relu(x: Tensor) -> None:
+    """`max(x, 0)` in place.
+
+    Args:
+        x: `[num_tokens, size]`, float32 or bfloat16; rows may lie apart.
+
+    Raises:
+        RuntimeError: its dtype, shape or strides do not fit.
+    """
+    _relu(x)
+
+
+def silu(x: Tensor) -> None:
+    """`x / (1 + exp(-x))` in place; see `relu`."""
+    _silu(x)
+
+
+def gelu(x: Tensor) -> None:
+    """The exact GELU (by the error function) in place; see `relu`."""
+    _gelu(x)
+
+
+def gelu_tanh(x: Tensor) -> None:
+    """GELU's tanh approximation in place; see `relu`."""
+    _gelu_tanh(x)
 
 
 def silu_and_mul(out: Tensor, x: Tensor) -> None:

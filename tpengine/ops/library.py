@@ -85,6 +85,20 @@ _SCHEMAS: dict[str, tuple[str, Callable[..., None]]] = {
         "(Tensor(a!) out, Tensor x, Tensor(b!) residual, Tensor weight, float eps) -> ()",
         reference.add_rms_norm,
     ),
+    "layer_norm": (
+        "(Tensor(a!) out, Tensor x, Tensor? weight, Tensor? bias, float eps) -> ()",
+        reference.layer_norm,
+    ),
+    "add_layer_norm": (
+        "(Tensor(a!) out, Tensor x, Tensor(b!) residual, Tensor? weight, Tensor? bias, float eps)"
+        " -> ()",
+        reference.add_layer_norm,
+    ),
+    "accumulate": ("(Tensor(a!) total, Tensor x) -> ()", reference.accumulate),
+    "relu": ("(Tensor(a!) x) -> ()", reference.relu),
+    "silu": ("(Tensor(a!) x) -> ()", reference.silu),
+    "gelu": ("(Tensor(a!) x) -> ()", reference.gelu),
+    "gelu_tanh": ("(Tensor(a!) x) -> ()", reference.gelu_tanh),
     "silu_and_mul": ("(Tensor(a!) out, Tensor x) -> ()", reference.silu_and_mul),
     "gelu_and_mul": ("(Tensor(a!) out, Tensor x) -> ()", reference.gelu_and_mul),
     "gelu_tanh_and_mul": ("(Tensor(a!) out, Tensor x) -> ()", reference.gelu_tanh_and_mul),

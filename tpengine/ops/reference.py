@@ -157,6 +157,44 @@ def add_rms_norm(out: Tensor, x: Tensor, residual: Tensor, weight: Tensor, eps: 
     rms_norm(out, residual, weight, eps)
 
 
+def layer_norm(
+    out: Tensor, x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float
+) -> None:
+    out.copy_(F.layer_norm(x, x.shape[-1:], weight, bias, eps))
+
+
+def add_layer_norm(
+    out: Tensor,
+    x: Tensor,
+    residual: Tensor,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    eps: float,
+) -> None:
+    residual.add_(x)
+    layer_norm(out, residual, weight, bias, eps)
+
+
+def accumulate(total: Tensor, x: Tensor) -> None:
+    total.add_(x)
+
+
+def relu(x: Tensor) -> None:
+    x.relu_()
+
+
+def silu(x: Tensor) -> None:
+    F.silu(x, inplace=True)
+
+
+def gelu(x: Tensor) -> None:
+    torch.ops.aten.gelu_.default(x)
+
+
+def gelu_tanh(x: Tensor) -> None:
+    torch.ops.aten.gelu_.default(x, approximate="tanh")
+
+
 def silu_and_mul(out: Tensor, x: Tensor) -> None:
     gate, up = x.chunk(2, dim=-1)
     out.copy_(F.silu(gate) * up)
