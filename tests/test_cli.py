@@ -227,6 +227,23 @@ def test_mistyped_option(
     assert capsys.readouterr().err.endswith(f"; did you mean {meant}?\n")
 
 
+def test_every_mistyped_option_is_told_under_a_short_usage(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    wrong = ["--temprature=2", "-max-tokens", "3", "--like-none", "--stopp", "."]
+    with pytest.raises(SystemExit) as ended:
+        main(["generate", PROMPT, *wrong])
+    assert ended.value.code == 2
+    usage, error = capsys.readouterr().err.splitlines()
+    assert usage == (
+        "usage: tpengine generate [OPTION ...] [PROMPT ...]  (more: tpengine generate --help)"
+    )
+    assert error == (
+        f"tpengine generate: error: unrecognized arguments: {' '.join(wrong)}; did you mean "
+        "--temperature for --temprature, --max-tokens for -max-tokens, --stop for --stopp?"
+    )
+
+
 def test_bench_throughput(models: ModelShop, capsys: pytest.CaptureFixture[str]) -> None:
     arguments = ["--model", str(models.folder(PLAIN)), "--num-requests", "5", "--runs", "1"]
     assert main(["bench", "throughput", *arguments, *SMALL]) == 0

@@ -5,21 +5,20 @@ from __future__ import annotations
 import argparse
 import importlib
 import os
-import re
 import sys
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import TYPE_CHECKING, Any
 
 from tpengine import __version__
+from tpengine.command_parser import CommandParser
 from tpengine.engine_args import EngineArgs
 from tpengine.errors import EngineDeadError, TPEngineError
 from tpengine.sampling_arguments import add_sampling_arguments, sampling_params_from
 from tpengine.sampling_params import SamplingParams
 from tpengine.terminal import streamed_text
 from tpengine.termination import sigterm_as_interrupt
-from tpengine.wording import did_you_mean
 
 if TYPE_CHECKING:
     from tpengine.llm import LLM
@@ -55,7 +54,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = _build_parser(words)
     args, unknown = parser.parse_known_args(words)
     if unknown:  # the command's own usage helps, not that of `tpengine`
-        _refuse(getattr(args, "command", parser), unknown)
+        getattr(args, "command", parser).refuse(unknown)
     try:
         return int(args.run(args))
     except TPEngineError as error:
@@ -68,16 +67,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 141
 
 
-def _refuse(command: argparse.ArgumentParser, unknown: Sequence[str]) -> NoReturn:
-    """Ends the process for words that `command` does not know."""
-    known = set(re.findall(r"--[\w-]+", command.format_usage()))
-    names = (word.partition("=")[0] for word in unknown if word.startswith("--"))
-    hint = next(filter(None, (did_you_mean(name, known) for name in names)), "")
-    command.error(f"unrecognized arguments: {' '.join(unknown)}{hint}")
-
-
-def _build_parser(words: Sequence[str]) -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
+def _build_parser(words: Sequence[str]) -> CommandParser:
+    parser = CommandParser(
         prog="tpengine",
         description="Runs large language models. Without a model's name every command uses the "
         "small trained one that tpengine carries.",
@@ -118,7 +109,7 @@ def _import_serving(home: str) -> Any:
         raise SystemExit(f"{error}; serving needs: pip install 'tpengine[serve]'") from None
 
 
-def _add_generate(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+def _add_generate(commands: argparse._SubParsersAction[CommandParser]) -> None:
     command = commands.add_parser(
         "generate",
         help="complete prompts, the text appearing as it is generated",
