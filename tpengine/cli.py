@@ -7,6 +7,7 @@ import importlib
 import os
 import sys
 from collections.abc import Sequence
+from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -18,7 +19,8 @@ from tpengine.errors import EngineDeadError, TPEngineError
 from tpengine.sampling_arguments import add_sampling_arguments, sampling_params_from
 from tpengine.sampling_params import SamplingParams
 from tpengine.terminal import streamed_text
-from tpengine.termination import sigterm_as_interrupt
+from tpengine.termination import signals_end_at_once, sigterm_as_interrupt
+from tpengine.wording import counted
 
 if TYPE_CHECKING:
     from tpengine.llm import LLM
@@ -133,21 +135,41 @@ def _add_generate(commands: argparse._SubParsersAction[CommandParser]) -> None:
 
 def _generate(args: argparse.Namespace) -> int:
     params = sampling_params_from(args)
-    prompts = _read_prompts(args)
-    from tpengine.llm import LLM
+    with sigterm_as_interrupt():
+        return _complete(args, _read_prompts(args), params)
 
-    failed = 0
+
+def _complete(args: argparse.Namespace, prompts: Sequence[str], params: SamplingParams) -> int:
+    """Completes the prompts in turn; returns the exit code. Whoever interrupts it, also while the
+    model is loaded, is told how far it has come."""
+    finished = failed = 0
+
+    def progress() -> str:
+        others = f", {failed} failed" if failed else ""
+        of_all = f"{finished} of {counted(len(prompts), 'prompt')} finished"
+        return f"tpengine: interrupted; {of_all}{others}"
+
     # Lines of statistics would break up the text.
     engine_args = replace(EngineArgs.from_cli_args(args), disable_log_stats=True)
-    with sigterm_as_interrupt(), LLM(**vars(engine_args)) as llm:
-        for prompt in prompts:
-            try:
-                _stream_one(llm, prompt, params, args.chat)
-            except EngineDeadError:  # it would fail all that follow, too
-                raise
-            except TPEngineError as error:
-                print(f"tpengine: {type(error).__name__}: {error}", file=sys.stderr)
-                failed += 1
+    with signals_end_at_once(progress()):
+        from tpengine.llm import LLM
+    try:
+        # Ranks on Ray have to be ended in order, whenever it is.
+        with nullcontext() if engine_args.uses_ray else signals_end_at_once(progress()):
+            llm = LLM(**vars(engine_args))
+        with llm:
+            for prompt in prompts:
+                try:
+                    _stream_one(llm, prompt, params, args.chat)
+                    finished += 1
+                except EngineDeadError:  # it would fail all that follow, too
+                    raise
+                except TPEngineError as error:
+                    print(f"tpengine: {type(error).__name__}: {error}", file=sys.stderr)
+                    failed += 1
+    except KeyboardInterrupt:
+        print(progress(), file=sys.stderr)
+        raise
     return 1 if failed else 0
 
 
