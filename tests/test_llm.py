@@ -169,6 +169,26 @@ def test_progress_bar_moves_before_a_prompt_ends(
     assert "tokens/s" in drawn[-1]
 
 
+def test_progress_bar_shows_refused_prompts_apart(
+    llm: LLM, capsys: pytest.CaptureFixture[str]
+) -> None:
+    llm.generate([PROMPTS[0], "", PROMPTS[1]], greedy(4))
+    last = _last_bar(capsys.readouterr().err)
+    assert "2/3" in last
+    assert "refused 1," in last
+    llm.generate([""], greedy(4))
+    last = _last_bar(capsys.readouterr().err)
+    assert "0/1" in last
+    assert "refused 1," in last
+    llm.generate(PROMPTS[0], greedy(4))
+    assert "refused" not in capsys.readouterr().err
+
+
+def _last_bar(shown: str) -> str:
+    """As it stands on the screen in the end."""
+    return [one for one in re.split("[\r\n]", shown) if one.startswith("Processed prompts")][-1]
+
+
 def test_stream_gives_the_text_in_pieces(llm: LLM) -> None:
     whole = texts(llm.generate(PROMPTS[0], greedy(24), use_tqdm=False))[0]
     pieces = list(llm.stream(PROMPTS[0], greedy(24)))
