@@ -60,6 +60,17 @@ def test_the_script_that_everybody_knows(llm: LLM) -> None:
     assert metrics.first_token_time <= metrics.finished_time
 
 
+def test_sampling_repeats_from_run_to_run_unless_seeded() -> None:
+    """As README and docstring say."""
+    params = SamplingParams(temperature=0.8, top_p=0.95, max_tokens=24)
+    runs = []
+    for seed in ({}, {}, {"seed": 1}):
+        with open_llm(EMBEDDED_MODEL, **seed) as llm:
+            runs.append(texts(llm.generate(PROMPTS, params, use_tqdm=False)))
+    assert runs[0] == runs[1]
+    assert runs[0] != runs[2]
+
+
 def test_every_form_of_a_prompt(llm: LLM) -> None:
     one = llm.generate(PROMPTS[0], greedy(12), use_tqdm=False)
     assert len(one) == 1

@@ -34,6 +34,8 @@ Message = dict[str, str]
 class LLM:
     """A language model and its tokenizer, for prompts that are all there at once.
 
+    Sampling repeats from run to run, since the engine's `seed` is 0 unless another is given.
+
     Args:
         model: folder in Hugging Face layout, or hub name; default: the model that tpengine
             carries.
