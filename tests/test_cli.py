@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import io
 import re
 import signal
@@ -15,7 +16,7 @@ import pytest
 from support.models import ModelShop
 from support.zoo import PLAIN
 
-from tpengine import LLM, LLMEngine, SamplingParams
+from tpengine import LLM, LLMEngine, SamplingParams, cli
 from tpengine.cli import main
 from tpengine.errors import EngineDeadError
 from tpengine.outputs import RequestOutput
@@ -215,6 +216,32 @@ def test_help(
     shown = capsys.readouterr().out
     for word in words:
         assert word in shown
+
+
+COMMANDS = [
+    ["generate"],
+    ["serve"],
+    *(["client", name] for name in ("generate", "chat", "health", "load")),
+    *(["bench", name] for name in cli._BENCHMARKS),
+]
+
+
+@pytest.mark.parametrize("words", COMMANDS, ids=" ".join)
+def test_help_says_what_each_option_is_and_its_default(words: list[str]) -> None:
+    parser: Any = cli._build_parser(words)
+    for word in words:
+        (choices,) = (one.choices for one in parser._actions if one.nargs == argparse.PARSER)
+        parser = choices[word]
+    assert parser.description
+    for action in parser._actions:
+        text = parser._get_formatter()._expand_help(action)
+        assert re.sub(r"\W*\(?default: .*", "", text), f"{action.dest}: what it is"
+        assert "default: None" not in text, action.dest
+        takes_value = bool(action.option_strings) and action.nargs != 0
+        if takes_value and action.default not in (None, "", []):
+            assert "default: " in text, action.dest
+        if isinstance(action, argparse.BooleanOptionalAction):
+            assert text.endswith(f"(default: {'on' if action.default else 'off'})"), action.dest
 
 
 @pytest.mark.parametrize(

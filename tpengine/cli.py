@@ -72,9 +72,11 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _build_parser(words: Sequence[str]) -> CommandParser:
     parser = CommandParser(
         prog="tpengine",
-        description="Runs large language models. Without a model's name every command uses the "
-        "small trained one that tpengine carries.",
-        epilog="Begin with:  tpengine generate 'The capital of France is'",
+        description="Runs large language models. Without a model's name every command uses\n"
+        "the small trained one that tpengine carries.",
+        epilog="Begin with:  tpengine generate 'The capital of France is'\n"
+        "Each command has its own --help, and each benchmark: tpengine bench latency --help",
+        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("--version", action="version", version=f"tpengine {__version__}")
     commands = parser.add_subparsers(metavar="COMMAND", required=True)
@@ -115,7 +117,7 @@ def _add_generate(commands: argparse._SubParsersAction[CommandParser]) -> None:
     command = commands.add_parser(
         "generate",
         help="complete prompts, the text appearing as it is generated",
-        description="Completes prompts: those given as arguments, or each line of a file or of "
+        description="Completes prompts: those given as arguments, or each line of a file or of\n"
         "standard input, or a small example when there are none.",
         epilog="Examples:\n"
         "  tpengine generate 'Once upon a time' --temperature 0\n"
@@ -126,7 +128,9 @@ def _add_generate(commands: argparse._SubParsersAction[CommandParser]) -> None:
     command.add_argument("prompts", nargs="*", metavar="PROMPT", help="text to complete")
     command.add_argument("--file", metavar="FILE", help="one prompt per line; - is standard input")
     command.add_argument(
-        "--chat", action="store_true", help="treat prompts as messages, by the chat template"
+        "--chat",
+        action="store_true",
+        help="answer prompts as messages, by the model's chat template",
     )
     add_sampling_arguments(command)
     EngineArgs.add_cli_args(command)
