@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import argparse
 import io
+import re
 import signal
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +16,7 @@ import pytest
 from support.models import ModelShop
 from support.zoo import PLAIN
 
-from tpengine import LLM, LLMEngine, SamplingParams
+from tpengine import LLM, LLMEngine, SamplingParams, cli
 from tpengine.cli import main
 from tpengine.errors import EngineDeadError
 from tpengine.outputs import RequestOutput
@@ -166,6 +169,23 @@ def test_what_ends_a_text_ends_its_line(
     assert shown.endswith("\n")
 
 
+def test_whoever_interrupts_is_told_how_far_it_has_come(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    stream, calls = LLM.stream, iter(range(4))
+
+    def interrupted_stream(*args: Any) -> Iterator[str]:
+        if next(calls) == 3:
+            raise KeyboardInterrupt
+        return stream(*args)
+
+    monkeypatch.setattr(LLM, "stream", interrupted_stream)
+    assert main(["generate", PROMPT, "a " * 600, *[PROMPT] * 3, *GREEDY]) == 130
+    shown = capsys.readouterr()
+    assert shown.err.endswith("\ntpengine: interrupted; 2 of 5 prompts finished, 1 failed\n")
+    assert shown.out.endswith("\n")
+
+
 def test_text_for_a_model_without_a_tokenizer(
     models: ModelShop, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -198,6 +218,32 @@ def test_help(
         assert word in shown
 
 
+COMMANDS = [
+    ["generate"],
+    ["serve"],
+    *(["client", name] for name in ("generate", "chat", "health", "load")),
+    *(["bench", name] for name in cli._BENCHMARKS),
+]
+
+
+@pytest.mark.parametrize("words", COMMANDS, ids=" ".join)
+def test_help_says_what_each_option_is_and_its_default(words: list[str]) -> None:
+    parser: Any = cli._build_parser(words)
+    for word in words:
+        (choices,) = (one.choices for one in parser._actions if one.nargs == argparse.PARSER)
+        parser = choices[word]
+    assert parser.description
+    for action in parser._actions:
+        text = parser._get_formatter()._expand_help(action)
+        assert re.sub(r"\W*\(?default: .*", "", text), f"{action.dest}: what it is"
+        assert "default: None" not in text, action.dest
+        takes_value = bool(action.option_strings) and action.nargs != 0
+        if takes_value and action.default not in (None, "", []):
+            assert "default: " in text, action.dest
+        if isinstance(action, argparse.BooleanOptionalAction):
+            assert text.endswith(f"(default: {'on' if action.default else 'off'})"), action.dest
+
+
 @pytest.mark.parametrize(
     "arguments",
     [[], ["fly"], ["generate", "--no-such-option"], ["generate", "--cpu-kv-cache-space", "1,x"]],
@@ -225,6 +271,23 @@ def test_mistyped_option(
         main(arguments)
     assert ended.value.code == 2
     assert capsys.readouterr().err.endswith(f"; did you mean {meant}?\n")
+
+
+def test_every_mistyped_option_is_told_under_a_short_usage(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    wrong = ["--temprature=2", "-max-tokens", "3", "--like-none", "--stopp", "."]
+    with pytest.raises(SystemExit) as ended:
+        main(["generate", PROMPT, *wrong])
+    assert ended.value.code == 2
+    usage, error = capsys.readouterr().err.splitlines()
+    assert usage == (
+        "usage: tpengine generate [OPTION ...] [PROMPT ...]  (more: tpengine generate --help)"
+    )
+    assert error == (
+        f"tpengine generate: error: unrecognized arguments: {' '.join(wrong)}; did you mean "
+        "--temperature for --temprature, --max-tokens for -max-tokens, --stop for --stopp?"
+    )
 
 
 def test_bench_throughput(models: ModelShop, capsys: pytest.CaptureFixture[str]) -> None:
@@ -259,9 +322,16 @@ def test_the_command_itself(completion: str) -> None:
     assert child.stdout == f"{PROMPT}{completion}\n\n"
 
 
-@pytest.mark.parametrize("interrupt", [signal.default_int_handler, signal.SIG_IGN])
-def test_sigterm_ends_the_command_in_order(interrupt: Any) -> None:
-    """A shell's background jobs ignore Ctrl-C, and must end on this all the same."""
+@pytest.mark.parametrize(
+    ("sent", "interrupt"),
+    [
+        (signal.SIGTERM, signal.default_int_handler),
+        (signal.SIGTERM, signal.SIG_IGN),
+        (signal.SIGINT, signal.default_int_handler),
+    ],
+)
+def test_signals_end_the_command_in_order(sent: signal.Signals, interrupt: Any) -> None:
+    """A shell's background jobs ignore Ctrl-C, and must end on SIGTERM all the same."""
     endless = [PROMPT, *SMALL, "--max-tokens", "9999", "--ignore-eos"]
     child = subprocess.Popen(
         [sys.executable, "-m", "tpengine.cli", "generate", *(200 * endless[:1]), *endless],
@@ -273,11 +343,44 @@ def test_sigterm_ends_the_command_in_order(interrupt: Any) -> None:
     try:
         assert child.stdout is not None
         assert child.stdout.read(len(PROMPT)) == PROMPT
-        child.send_signal(signal.SIGTERM)
+        child.send_signal(sent)
         out, err = child.communicate(timeout=TIMEOUT_S)
     finally:
         child.kill()
         child.wait(TIMEOUT_S)
-    assert child.returncode == 143, err
+    assert child.returncode == 128 + sent, err
     assert out.endswith("\n")
+    assert re.search(r"\ntpengine: interrupted; \d+ of 201 prompts finished\n$", err)
     assert "Traceback" not in err
+
+
+INTERRUPTED_IMPORT = """
+import signal, sys
+class Deaf:
+    def find_spec(self, name, path=None, target=None):
+        if name == sys.argv[1]:
+            try:
+                signal.raise_signal(int(sys.argv[2]))
+            except BaseException:
+                print("nobody heard it", flush=True)
+signal.signal(signal.SIGINT, signal.default_int_handler)
+sys.meta_path.insert(0, Deaf())
+from tpengine.cli import main
+sys.exit(main(sys.argv[3:]))
+"""
+
+
+@pytest.mark.parametrize("sent", [signal.SIGTERM, signal.SIGINT])
+@pytest.mark.parametrize("module", ["torch", "transformers"])
+def test_a_signal_while_modules_are_imported(module: str, sent: signal.Signals) -> None:
+    """Some of them swallow whatever is raised meanwhile, and go on by half."""
+    command = [sys.executable, "-c", INTERRUPTED_IMPORT, module, str(int(sent))]
+    child = subprocess.run(
+        [*command, "generate", PROMPT, PROMPT, *GREEDY],
+        capture_output=True,
+        text=True,
+        timeout=TIMEOUT_S,
+    )
+    assert child.returncode == 128 + sent
+    assert child.stdout == ""
+    assert child.stderr.endswith("tpengine: interrupted; 0 of 2 prompts finished\n")

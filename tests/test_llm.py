@@ -60,6 +60,17 @@ def test_the_script_that_everybody_knows(llm: LLM) -> None:
     assert metrics.first_token_time <= metrics.finished_time
 
 
+def test_sampling_repeats_from_run_to_run_unless_seeded() -> None:
+    """As README and docstring say."""
+    params = SamplingParams(temperature=0.8, top_p=0.95, max_tokens=24)
+    runs = []
+    for seed in ({}, {}, {"seed": 1}):
+        with open_llm(EMBEDDED_MODEL, **seed) as llm:
+            runs.append(texts(llm.generate(PROMPTS, params, use_tqdm=False)))
+    assert runs[0] == runs[1]
+    assert runs[0] != runs[2]
+
+
 def test_every_form_of_a_prompt(llm: LLM) -> None:
     one = llm.generate(PROMPTS[0], greedy(12), use_tqdm=False)
     assert len(one) == 1
@@ -167,6 +178,26 @@ def test_progress_bar_moves_before_a_prompt_ends(
     assert all(rate > 1 for rate in rates)
     assert "1/1" in drawn[-1]
     assert "tokens/s" in drawn[-1]
+
+
+def test_progress_bar_shows_refused_prompts_apart(
+    llm: LLM, capsys: pytest.CaptureFixture[str]
+) -> None:
+    llm.generate([PROMPTS[0], "", PROMPTS[1]], greedy(4))
+    last = _last_bar(capsys.readouterr().err)
+    assert "2/3" in last
+    assert "refused 1," in last
+    llm.generate([""], greedy(4))
+    last = _last_bar(capsys.readouterr().err)
+    assert "0/1" in last
+    assert "refused 1," in last
+    llm.generate(PROMPTS[0], greedy(4))
+    assert "refused" not in capsys.readouterr().err
+
+
+def _last_bar(shown: str) -> str:
+    """As it stands on the screen in the end."""
+    return [one for one in re.split("[\r\n]", shown) if one.startswith("Processed prompts")][-1]
 
 
 def test_stream_gives_the_text_in_pieces(llm: LLM) -> None:

@@ -5,21 +5,22 @@ from __future__ import annotations
 import argparse
 import importlib
 import os
-import re
 import sys
 from collections.abc import Sequence
+from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import TYPE_CHECKING, Any
 
 from tpengine import __version__
+from tpengine.command_parser import CommandParser
 from tpengine.engine_args import EngineArgs
 from tpengine.errors import EngineDeadError, TPEngineError
 from tpengine.sampling_arguments import add_sampling_arguments, sampling_params_from
 from tpengine.sampling_params import SamplingParams
 from tpengine.terminal import streamed_text
-from tpengine.termination import sigterm_as_interrupt
-from tpengine.wording import did_you_mean
+from tpengine.termination import signals_end_at_once, sigterm_as_interrupt
+from tpengine.wording import counted
 
 if TYPE_CHECKING:
     from tpengine.llm import LLM
@@ -55,7 +56,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = _build_parser(words)
     args, unknown = parser.parse_known_args(words)
     if unknown:  # the command's own usage helps, not that of `tpengine`
-        _refuse(getattr(args, "command", parser), unknown)
+        getattr(args, "command", parser).refuse(unknown)
     try:
         return int(args.run(args))
     except TPEngineError as error:
@@ -68,20 +69,14 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 141
 
 
-def _refuse(command: argparse.ArgumentParser, unknown: Sequence[str]) -> NoReturn:
-    """Ends the process for words that `command` does not know."""
-    known = set(re.findall(r"--[\w-]+", command.format_usage()))
-    names = (word.partition("=")[0] for word in unknown if word.startswith("--"))
-    hint = next(filter(None, (did_you_mean(name, known) for name in names)), "")
-    command.error(f"unrecognized arguments: {' '.join(unknown)}{hint}")
-
-
-def _build_parser(words: Sequence[str]) -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
+def _build_parser(words: Sequence[str]) -> CommandParser:
+    parser = CommandParser(
         prog="tpengine",
-        description="Runs large language models. Without a model's name every command uses the "
-        "small trained one that tpengine carries.",
-        epilog="Begin with:  tpengine generate 'The capital of France is'",
+        description="Runs large language models. Without a model's name every command uses\n"
+        "the small trained one that tpengine carries.",
+        epilog="Begin with:  tpengine generate 'The capital of France is'\n"
+        "Each command has its own --help, and each benchmark: tpengine bench latency --help",
+        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("--version", action="version", version=f"tpengine {__version__}")
     commands = parser.add_subparsers(metavar="COMMAND", required=True)
@@ -118,11 +113,11 @@ def _import_serving(home: str) -> Any:
         raise SystemExit(f"{error}; serving needs: pip install 'tpengine[serve]'") from None
 
 
-def _add_generate(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+def _add_generate(commands: argparse._SubParsersAction[CommandParser]) -> None:
     command = commands.add_parser(
         "generate",
         help="complete prompts, the text appearing as it is generated",
-        description="Completes prompts: those given as arguments, or each line of a file or of "
+        description="Completes prompts: those given as arguments, or each line of a file or of\n"
         "standard input, or a small example when there are none.",
         epilog="Examples:\n"
         "  tpengine generate 'Once upon a time' --temperature 0\n"
@@ -133,7 +128,9 @@ def _add_generate(commands: argparse._SubParsersAction[argparse.ArgumentParser])
     command.add_argument("prompts", nargs="*", metavar="PROMPT", help="text to complete")
     command.add_argument("--file", metavar="FILE", help="one prompt per line; - is standard input")
     command.add_argument(
-        "--chat", action="store_true", help="treat prompts as messages, by the chat template"
+        "--chat",
+        action="store_true",
+        help="answer prompts as messages, by the model's chat template",
     )
     add_sampling_arguments(command)
     EngineArgs.add_cli_args(command)
@@ -142,21 +139,41 @@ def _add_generate(commands: argparse._SubParsersAction[argparse.ArgumentParser])
 
 def _generate(args: argparse.Namespace) -> int:
     params = sampling_params_from(args)
-    prompts = _read_prompts(args)
-    from tpengine.llm import LLM
+    with sigterm_as_interrupt():
+        return _complete(args, _read_prompts(args), params)
 
-    failed = 0
+
+def _complete(args: argparse.Namespace, prompts: Sequence[str], params: SamplingParams) -> int:
+    """Completes the prompts in turn; returns the exit code. Whoever interrupts it, also while the
+    model is loaded, is told how far it has come."""
+    finished = failed = 0
+
+    def progress() -> str:
+        others = f", {failed} failed" if failed else ""
+        of_all = f"{finished} of {counted(len(prompts), 'prompt')} finished"
+        return f"tpengine: interrupted; {of_all}{others}"
+
     # Lines of statistics would break up the text.
     engine_args = replace(EngineArgs.from_cli_args(args), disable_log_stats=True)
-    with sigterm_as_interrupt(), LLM(**vars(engine_args)) as llm:
-        for prompt in prompts:
-            try:
-                _stream_one(llm, prompt, params, args.chat)
-            except EngineDeadError:  # it would fail all that follow, too
-                raise
-            except TPEngineError as error:
-                print(f"tpengine: {type(error).__name__}: {error}", file=sys.stderr)
-                failed += 1
+    with signals_end_at_once(progress()):
+        from tpengine.llm import LLM
+    try:
+        # Ranks on Ray have to be ended in order, whenever it is.
+        with nullcontext() if engine_args.uses_ray else signals_end_at_once(progress()):
+            llm = LLM(**vars(engine_args))
+        with llm:
+            for prompt in prompts:
+                try:
+                    _stream_one(llm, prompt, params, args.chat)
+                    finished += 1
+                except EngineDeadError:  # it would fail all that follow, too
+                    raise
+                except TPEngineError as error:
+                    print(f"tpengine: {type(error).__name__}: {error}", file=sys.stderr)
+                    failed += 1
+    except KeyboardInterrupt:
+        print(progress(), file=sys.stderr)
+        raise
     return 1 if failed else 0
 
 

@@ -52,26 +52,26 @@ class EngineArgs:
     trust_remote_code: bool = arg(
         False, "run Python code that the model's folder brings (configuration and tokenizer)"
     )
-    download_dir: str | None = arg(None, "where models fetched from the hub are kept")
+    download_dir: str | None = arg(None, "where models of the hub are kept; default: its own cache")
     load_format: str = arg(
         "auto",
-        "safetensors reads the weights; pt reads pytorch_model*.bin (tensors only, nothing else is "
-        "unpickled); dummy makes random ones, for benchmarks",
+        "auto and safetensors read *.safetensors; pt reads pytorch_model*.bin (nothing but tensors "
+        "is unpickled); dummy makes random weights, for benchmarks",
         cfg.LOAD_FORMATS,
     )
     dtype: str = arg(
         "auto",
-        "type of weights and activations; auto: bfloat16 where the device computes in it, else "
-        "float32",
+        "type of weights and activations, float meaning float32 and half float16; auto: bfloat16 "
+        "where the device computes in it, else float32",
         cfg.DTYPES,
     )
     quantization: str | None = arg(
         None,
-        "int8: linear layers in 8 bits, weights per output and inputs per token; CPU only",
+        "int8, on CPU: linear layers in 8 bits, weights per output, inputs per token; default: no",
         cfg.QUANTIZATIONS,
     )
     device: str = arg("auto", "auto takes a GPU where there is one", cfg.DEVICES)
-    seed: int = arg(0, "seed of requests that bring none; the same run gives the same tokens")
+    seed: int = arg(0, "seed of requests that bring none, so that the same run gives the same text")
     max_model_len: int | None = arg(
         None, "most tokens of a sequence, prompt and output; default: what the model was made for"
     )
@@ -94,8 +94,8 @@ class EngineArgs:
     )
     scheduling_policy: str = arg(
         "fcfs",
-        "fcfs serves requests as they arrive; priority serves those of lower priority first, with "
-        "a bound on how many later ones are",
+        "fcfs serves requests as they arrive; priority those of the lowest number first, but lets "
+        "a request be overtaken only so often",
         cfg.SCHEDULING_POLICIES,
     )
     gpu_memory_utilization: float | Sequence[float] = arg(
@@ -107,7 +107,7 @@ class EngineArgs:
         "40 %% of the free memory, divided by the ranks on the machine",
     )
     num_device_blocks_override: int | None = arg(
-        None, "number of blocks of the KV cache, whatever the memory says"
+        None, "blocks of the KV cache, whatever the memory says; default: as many as fit"
     )
     max_num_batched_tokens: int | None = arg(
         None,
@@ -152,7 +152,7 @@ class EngineArgs:
     )
     max_recoveries: int = arg(
         10,
-        "how often within recovery_window a group of ranks that lost one is rebuilt and its "
+        "how often within --recovery-window a group of ranks that lost one is rebuilt and its "
         "requests go on; the next loss ends the engine",
     )
     recovery_window: float = arg(600.0, "seconds over which recoveries are counted")
@@ -160,9 +160,7 @@ class EngineArgs:
         0, "processes on Ray kept with torch imported, so that a lost group is rebuilt sooner"
     )
     pipeline_parallel_size: int = arg(1, "only 1: layers are not spread over ranks")
-    enforce_eager: bool = arg(
-        False, "never record decode steps (CUDA graphs; on CPU: lists of ops)"
-    )
+    enforce_eager: bool = arg(False, "never record decode steps (CUDA graphs; on CPU: op lists)")
     async_scheduling: bool = arg(
         True, "let a GPU begin a decode step while the tokens of the one before are looked at"
     )
@@ -331,6 +329,7 @@ class EngineArgs:
             kind = types[spec.name]
             options: dict[str, Any] = {"default": spec.default, "help": spec.metadata["help"]}
             if kind is bool:
+                options["help"] += f" (default: {'on' if spec.default else 'off'})"
                 group.add_argument(option, action=argparse.BooleanOptionalAction, **options)
                 continue
             concrete = [t for t in typing.get_args(kind) if t is not type(None)] or [kind]

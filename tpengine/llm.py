@@ -34,6 +34,8 @@ Message = dict[str, str]
 class LLM:
     """A language model and its tokenizer, for prompts that are all there at once.
 
+    Sampling repeats from run to run, since the engine's `seed` is 0 unless another is given.
+
     Args:
         model: folder in Hugging Face layout, or hub name; default: the model that tpengine
             carries.
@@ -257,12 +259,13 @@ class LLM:
         outputs: list[RequestOutput] = []
         self._inbox.update(dict.fromkeys(request_ids - done.keys(), outputs))
         num_requests = len(request_ids)
-        with ProgressBar(self.llm_engine.figures, num_requests, len(done), use_tqdm) as bar:
+        with ProgressBar(self.llm_engine.figures, num_requests, use_tqdm) as bar:
+            bar.update(done.values())
             while len(done) < num_requests:
                 self._pump()
                 done.update({output.request_id: output for output in outputs})
+                bar.update(outputs)
                 outputs.clear()
-                bar.update(len(done))
 
     def _pump(self) -> None:
         """Runs a step and hands its outputs to whoever waits for them.

@@ -10,20 +10,47 @@ from tpengine.sampling_params import SamplingParams
 def add_sampling_arguments(parser: argparse.ArgumentParser) -> None:
     """Adds the options that a person at a terminal wants."""
     sampling = parser.add_argument_group("sampling")
-    sampling.add_argument("--max-tokens", type=int, default=100, help="(default: %(default)s)")
     sampling.add_argument(
-        "--temperature", type=float, default=0.8, help="0 is greedy (default: %(default)s)"
+        "--max-tokens", type=int, default=100, help="most tokens to generate (default: %(default)s)"
     )
-    sampling.add_argument("--top-p", type=float, default=0.95, help="(default: %(default)s)")
-    sampling.add_argument("--top-k", type=int, default=-1, help="-1: all (default: %(default)s)")
-    sampling.add_argument("--min-p", type=float, default=0.0, help="(default: %(default)s)")
+    sampling.add_argument(
+        "--temperature",
+        type=float,
+        default=0.8,
+        help="how freely tokens are drawn; 0 takes the likeliest (default: %(default)s)",
+    )
+    sampling.add_argument(
+        "--top-p",
+        type=float,
+        default=0.95,
+        help="draw from the likeliest tokens that reach this probability together, in (0, 1] "
+        "(default: %(default)s)",
+    )
+    sampling.add_argument(
+        "--top-k",
+        type=int,
+        default=-1,
+        help="draw from so many likeliest tokens; -1: all (default: %(default)s)",
+    )
+    sampling.add_argument(
+        "--min-p",
+        type=float,
+        default=0.0,
+        help="leave out tokens below this share of the likeliest one's probability, in [0, 1] "
+        "(default: %(default)s)",
+    )
     sampling.add_argument(
         "--sampling-seed",
         type=int,
-        help="seed of this request alone; default: drawn from the engine's own seed",
+        help="seed of each prompt; default: by the engine's seed and the prompt's number, so that "
+        "a run repeats",
     )
     sampling.add_argument(
-        "--stop", action="append", default=[], help="text that ends the output; may be repeated"
+        "--stop",
+        action="append",
+        default=[],
+        metavar="TEXT",
+        help="text that ends the output; may be repeated",
     )
     sampling.add_argument(
         "--ignore-eos", action="store_true", help="go on after the model's end token"

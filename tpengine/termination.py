@@ -1,9 +1,11 @@
-"""SIGTERM for a command that knows how to end on Ctrl-C."""
+"""SIGTERM and Ctrl-C for a command that runs at a terminal."""
 
 from __future__ import annotations
 
 import contextlib
+import os
 import signal
+import sys
 from collections.abc import Iterator
 from types import FrameType
 
@@ -38,3 +40,29 @@ def sigterm_as_interrupt() -> Iterator[None]:
         raise
     finally:
         signal.signal(signal.SIGTERM, before)
+
+
+@contextlib.contextmanager
+def signals_end_at_once(last_words: str) -> Iterator[None]:
+    """Within it SIGTERM and Ctrl-C end the process where it stands, with the exit code that shells
+    know. For imports, and where nothing has to be tidied up: an exception that a signal raises in
+    the middle of an import is swallowed by some modules, which then are there by half.
+
+    Args:
+        last_words: a line for standard error.
+    """
+
+    def end(number: int, frame: FrameType | None) -> None:
+        print(last_words, file=sys.stderr, flush=True)
+        os._exit(128 + number)
+
+    before = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)}
+    if before[signal.SIGINT] is not signal.default_int_handler:
+        del before[signal.SIGINT]  # it is ignored, as in a shell's background jobs, or well handled
+    for number in before:
+        signal.signal(number, end)
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)

@@ -11,7 +11,13 @@ def counted(count: int, noun: str) -> str:
     return f"{count} {noun}{'' if count == 1 else 's'}"
 
 
+def closest(name: str, known: Iterable[str]) -> str | None:
+    """The known name that one which nobody knows resembles most; None: it is like none of them."""
+    close = difflib.get_close_matches(name, known, n=1, cutoff=0.75)
+    return close[0] if close else None
+
+
 def did_you_mean(name: str, known: Iterable[str]) -> str:
     """The end of a message about a name that nobody knows; empty if none is like it."""
-    close = difflib.get_close_matches(name, known, n=1, cutoff=0.75)
-    return f"; did you mean {close[0]}?" if close else ""
+    close = closest(name, known)
+    return "" if close is None else f"; did you mean {close}?"

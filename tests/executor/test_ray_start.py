@@ -98,6 +98,35 @@ def test_twice_is_an_error_that_tells_where_to_look(ray_folder: str) -> None:
     assert left == []
 
 
+@pytest.mark.parametrize(
+    ("option", "variable", "why"),
+    [
+        ("local", None, "ray_address = 'local' asks for one"),
+        ("local", "192.0.2.1:6379", "ray_address = 'local' asks for one"),
+        (None, "local", "RAY_ADDRESS = 'local' asks for one"),
+        (None, None, "no address is given, and none that `ray start` began runs here"),
+    ],
+)
+def test_the_log_says_why_one_is_started(
+    option: str | None,
+    variable: str | None,
+    why: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    monkeypatch.setattr(envs, "ray_address", lambda: variable)
+    monkeypatch.setattr(envs, "ray_folders", lambda: [tmp_path])
+    monkeypatch.setattr(ray_connection.ray, "is_initialized", lambda: False)
+    monkeypatch.setattr(ray_connection.ray, "init", lambda **_: None)
+    monkeypatch.setattr(ray_connection.RayConnection, "_identify", staticmethod(lambda: ("", "")))
+    with caplog.at_level("INFO"):
+        ray_connection.RayConnection(option).close()
+    assert [record.getMessage() for record in caplog.records] == [
+        f"starting a Ray for this engine: {why}"
+    ]
+
+
 def test_last_words(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Of this start, not of another program's Ray that stands in the same folder."""
     logs = tmp_path / "session_latest" / "logs"

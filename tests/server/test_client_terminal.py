@@ -6,6 +6,7 @@ import os
 import pty
 import re
 import select
+import socket
 import subprocess
 import sys
 import threading
@@ -30,6 +31,8 @@ SHORT = ["--max-tokens", "4", "--temperature", "0"]
 START_S = 60.0
 END_S = 5.0
 """A second, and what a machine that others use may add."""
+REFUSED_S = 1.0
+"""The kernel says so within a millisecond; what a silent host gets is two seconds."""
 AT_A_TERMINAL = """
 import fcntl, signal, sys, termios
 fcntl.ioctl(0, termios.TIOCSCTTY, 0)
@@ -234,6 +237,18 @@ def test_the_timeout_of_health(capsys: pytest.CaptureFixture[str]) -> None:
         ended.set()
         server.stop(None).wait(START_S)
     assert "DeadlineExceededError" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("host", ["127.0.0.1", "localhost"])
+def test_a_refused_connection_is_told_at_once(
+    host: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as probe:
+        port = probe.getsockname()[1]
+    begin = time.monotonic()
+    assert main(["client", "health", "--target", f"{host}:{port}"]) == 1
+    assert time.monotonic() - begin < REFUSED_S
+    assert "Connection refused; no server is there" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("command", ["generate", "chat", "health", "load"])

@@ -8,6 +8,7 @@ import socket
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -17,7 +18,7 @@ import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from support.server_process import ServerProcess, wait_until
 
-from server.calls import TIMEOUT_S, Refusal, long_request, refused, waiting
+from server.calls import TIMEOUT_S, Refusal, long_request, refused, running, waiting
 from server.guarded import Authority
 from tpengine.cli import main
 from tpengine.server.proto import tpengine_pb2 as pb
@@ -29,6 +30,8 @@ SMALL = ["--cpu-kv-cache-space", "0.05", "--swap-space", "0", "--dtype", "float3
 END_S = 60.0
 HUNG_END_S = 60.0
 """A drain, and ten seconds of patience, where others want the cores."""
+AT_ONCE_S = 3.0
+"""A second, and what others on the machine may add."""
 DYING = Path(__file__).with_name("dying_server.py")
 TOKEN, ADMIN = "a-token-of-a-client", "the-token-of-the-admin"
 
@@ -214,21 +217,32 @@ def test_metrics_are_scraped(server: ServerProcess) -> None:
     assert server.metric("tpengine:generation_tokens_total") == before + 7
 
 
-def test_a_second_signal_ends_at_once(tmp_path: Path) -> None:
+@pytest.mark.parametrize("gap_s", [0.0, 1.0])
+def test_a_second_signal_ends_at_once(gap_s: float, tmp_path: Path) -> None:
+    """Within a second, in which clients of all kinds of calls are told why."""
     log = tmp_path / "log"
     with (
         ServerProcess(*SMALL, log=log) as server,
         waiting(server.stub, long_request(2000)) as call,
+        running(server.stub, long_request(2000)) as stream,
     ):
-        wait_until(lambda: server.loads().num_running == 1, TIMEOUT_S)
-        server.process.send_signal(signal.SIGSTOP)  # so that it sees both at once
-        server.process.send_signal(signal.SIGTERM)
+        wait_until(lambda: server.loads().num_running == 2, TIMEOUT_S)
+        if gap_s:
+            server.process.send_signal(signal.SIGTERM)
+            time.sleep(gap_s)
+        else:
+            server.process.send_signal(signal.SIGSTOP)  # so that it sees both at once
+            server.process.send_signal(signal.SIGTERM)
+        begin = time.monotonic()
         server.process.send_signal(signal.SIGINT)
         server.process.send_signal(signal.SIGCONT)
         assert server.process.wait(END_S) in (128 + signal.SIGTERM, 128 + signal.SIGINT)
+        assert time.monotonic() - begin < AT_ONCE_S
         assert "ending at once" in log.read_text()
         assert call["done"].wait(TIMEOUT_S)
-        assert call["outcome"].code is Code.UNAVAILABLE
+        for outcome in (call["outcome"], refused(lambda **_: stream)):
+            assert outcome.code is Code.UNAVAILABLE
+            assert outcome.text == "the server was told to stop at once; ask another"
 
 
 def start(*options: str, log: Path) -> subprocess.Popen[bytes]:
@@ -282,6 +296,28 @@ def test_a_step_that_hangs_does_not_hold_up_the_end(tmp_path: Path) -> None:
                 assert call["outcome"].code is Code.UNAVAILABLE
         assert process.wait(HUNG_END_S) == 1
         assert "hangs in a step" in log.read_text()
+    finally:
+        process.kill()
+        process.wait(END_S)
+
+
+def test_a_step_that_hangs_does_not_hold_up_a_second_signal(tmp_path: Path) -> None:
+    log, port = tmp_path / "log", free_port()
+    process = start("hang", *SMALL, "--port", str(port), log=log)
+    try:
+        wait_until(lambda: "tpengine is ready" in log.read_text(), END_S)
+        with grpc.insecure_channel(f"127.0.0.1:{port}") as channel:
+            stub = tpengine_pb2_grpc.GenerationServiceStub(channel)
+            with waiting(stub, long_request(500)) as call:
+                wait_until(lambda: "the step hangs" in log.read_text(), TIMEOUT_S)
+                process.send_signal(signal.SIGTERM)
+                wait_until(lambda: "no new requests" in log.read_text(), TIMEOUT_S)
+                begin = time.monotonic()
+                process.send_signal(signal.SIGTERM)
+                assert process.wait(END_S) == 128 + signal.SIGTERM
+                assert time.monotonic() - begin < AT_ONCE_S
+                assert call["done"].wait(TIMEOUT_S)
+                assert "told to stop at once" in call["outcome"].text
     finally:
         process.kill()
         process.wait(END_S)

@@ -32,15 +32,26 @@ Reduce = Callable[[torch.Tensor], object]
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Adds what this benchmark can be told."""
-    parser.add_argument("--ranks", type=int, default=2, help="(default: 2)")
-    parser.add_argument("--bytes", type=int, default=16384, help="of float32 (default: 16384)")
-    parser.add_argument("--runs", type=int, default=200, help="all-reduces a round (default: 200)")
-    parser.add_argument("--steps", type=int, default=5, help="steps a round (default: 5)")
-    parser.add_argument("--exchanges", type=int, default=48, help="of a step (default: 48)")
     parser.add_argument(
-        "--compute-us", type=float, default=100.0, help="before each of them (default: 100)"
+        "--ranks", type=int, default=2, help="processes, a thread each (default: 2)"
     )
-    parser.add_argument("--rounds", type=int, default=5, help="(default: 5)")
+    parser.add_argument(
+        "--bytes", type=int, default=16384, help="of float32 to add up (default: 16384)"
+    )
+    parser.add_argument(
+        "--runs", type=int, default=200, help="all-reduces in a round (default: 200)"
+    )
+    parser.add_argument("--steps", type=int, default=5, help="of a model in a round (default: 5)")
+    parser.add_argument(
+        "--exchanges", type=int, default=48, help="all-reduces in a step (default: 48)"
+    )
+    parser.add_argument(
+        "--compute-us",
+        type=float,
+        default=100.0,
+        help="microseconds of work before each (default: 100)",
+    )
+    parser.add_argument("--rounds", type=int, default=5, help="median of these (default: 5)")
 
 
 def run(args: argparse.Namespace) -> int:

@@ -21,12 +21,23 @@ from tpengine.sampling_params import RequestOutputKind, SamplingParams
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Adds this benchmark's options and the engine's."""
-    parser.add_argument("--n", type=int, default=8, help="sequences (default: %(default)s)")
-    parser.add_argument("--prompt-tokens", type=int, default=512, help="(default: %(default)s)")
-    parser.add_argument("--output-tokens", type=int, default=16, help="(default: %(default)s)")
-    parser.add_argument("--runs", type=int, default=5, help="pairs (default: %(default)s)")
     parser.add_argument(
-        "--shape", choices=sorted(SHAPES), default="llama-124m", help="dummy weights of this shape"
+        "--n", type=int, default=8, help="sequences of the request (default: %(default)s)"
+    )
+    parser.add_argument(
+        "--prompt-tokens", type=int, default=512, help="in the prompt (default: %(default)s)"
+    )
+    parser.add_argument(
+        "--output-tokens", type=int, default=16, help="of a sequence (default: %(default)s)"
+    )
+    parser.add_argument(
+        "--runs", type=int, default=5, help="of each side, in turn (default: %(default)s)"
+    )
+    parser.add_argument(
+        "--shape",
+        choices=sorted(SHAPES),
+        default="llama-124m",
+        help="dummy weights of this shape (default: %(default)s)",
     )
     EngineArgs.add_cli_args(parser)
 

@@ -37,13 +37,21 @@ _CACHE_BYTES = 256 << 20
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Adds this benchmark's options."""
-    parser.add_argument("--repeats", type=int, default=9, help="on CPU best of these (default: 9)")
-    parser.add_argument("--device", choices=DEVICES, default="auto", help="(default: auto)")
+    parser.add_argument("--repeats", type=int, default=9, help="on CPU: best of these (default: 9)")
     parser.add_argument(
-        "--only", choices=tuple(cuda_kernels.GROUPS), nargs="+", help="on a GPU: these alone"
+        "--device",
+        choices=DEVICES,
+        default="auto",
+        help="auto: a GPU if there is one (default: auto)",
     )
     parser.add_argument(
-        "--match", metavar="TEXT", default="", help="on a GPU: of decode the cases of this name"
+        "--only",
+        choices=tuple(cuda_kernels.GROUPS),
+        nargs="+",
+        help="on a GPU: these alone; default: all",
+    )
+    parser.add_argument(
+        "--match", metavar="NAME", default="", help="on a GPU: of decode this case; default: all"
     )
     parser.add_argument(
         "--plot", metavar="FILE", help="on a GPU: PNG of decode's share of the copy bandwidth"

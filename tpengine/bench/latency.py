@@ -33,10 +33,16 @@ from tpengine.worker.device import detect_device, resolve_dtype
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Adds this benchmark's options and the engine's."""
     parser.add_argument(
-        "--batch-sizes", default="1,2,4,8,16,32", help="comma-separated (default: %(default)s)"
+        "--batch-sizes",
+        default="1,2,4,8,16,32",
+        help="how many run at once, comma-separated (default: %(default)s)",
     )
-    parser.add_argument("--input-len", type=int, default=64, help="(default: %(default)s)")
-    parser.add_argument("--output-len", type=int, default=64, help="(default: %(default)s)")
+    parser.add_argument(
+        "--input-len", type=int, default=64, help="prompt tokens (default: %(default)s)"
+    )
+    parser.add_argument(
+        "--output-len", type=int, default=64, help="output tokens (default: %(default)s)"
+    )
     parser.add_argument(
         "--shape", choices=sorted(SHAPES), help="dummy weights of this shape instead of a model"
     )

@@ -31,7 +31,9 @@ _OPENINGS = ["Hello, my name is", "The capital of", "Once upon a time", "The fut
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Adds this benchmark's options and the engine's."""
     parser.add_argument("--text", metavar="FILE", help="text to judge; default: the model's own")
-    parser.add_argument("--num-documents", type=int, default=64, help="(default: %(default)s)")
+    parser.add_argument(
+        "--num-documents", type=int, default=64, help="that the model writes (default: %(default)s)"
+    )
     EngineArgs.add_cli_args(parser)
 
 

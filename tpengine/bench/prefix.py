@@ -28,15 +28,29 @@ _GREEDY = SamplingParams(temperature=0.0, ignore_eos=True, output_kind=RequestOu
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Adds this benchmark's options and the engine's."""
-    parser.add_argument("--prefix-tokens", type=int, default=1000, help="(default: %(default)s)")
-    parser.add_argument("--suffix-tokens", type=int, default=16, help="(default: %(default)s)")
-    parser.add_argument("--arrivals", type=int, default=6, help="prompts (default: %(default)s)")
-    parser.add_argument("--pairs", type=int, default=9, help="on and off (default: %(default)s)")
     parser.add_argument(
-        "--num-requests", type=int, default=16, help="that share nothing (default: %(default)s)"
+        "--prefix-tokens", type=int, default=1000, help="that prompts share (default: %(default)s)"
     )
     parser.add_argument(
-        "--shape", choices=sorted(SHAPES), default="llama-124m", help="dummy weights of this shape"
+        "--suffix-tokens", type=int, default=16, help="of each alone (default: %(default)s)"
+    )
+    parser.add_argument(
+        "--arrivals", type=int, default=6, help="prompts that share it (default: %(default)s)"
+    )
+    parser.add_argument(
+        "--pairs", type=int, default=9, help="of runs, caching on and off (default: %(default)s)"
+    )
+    parser.add_argument(
+        "--num-requests",
+        type=int,
+        default=16,
+        help="of a run, sharing nothing (default: %(default)s)",
+    )
+    parser.add_argument(
+        "--shape",
+        choices=sorted(SHAPES),
+        default="llama-124m",
+        help="dummy weights of this shape (default: %(default)s)",
     )
     EngineArgs.add_cli_args(parser)
 

@@ -41,12 +41,21 @@ _PARAMS = SamplingParams(temperature=0.0, ignore_eos=True, output_kind=RequestOu
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Adds what this benchmark can be told."""
-    parser.add_argument("--shape", choices=sorted(SHAPES), default="llama-124m")
-    parser.add_argument("--ranks", type=int, default=2, help="(default: 2)")
-    parser.add_argument("--num-requests", type=int, default=32, help="(default: 32)")
+    parser.add_argument(
+        "--shape",
+        choices=sorted(SHAPES),
+        default="llama-124m",
+        help="random weights of this shape (default: %(default)s)",
+    )
+    parser.add_argument(
+        "--ranks", type=int, default=2, help="processes, a thread each (default: 2)"
+    )
+    parser.add_argument("--num-requests", type=int, default=32, help="of a run (default: 32)")
     parser.add_argument("--pairs", type=int, default=5, help="runs of each (default: 5)")
     parser.add_argument("--starts", type=int, default=3, help="starts to time (default: 3)")
-    parser.add_argument("--dtype", default="auto", help="(default: %(default)s)")
+    parser.add_argument(
+        "--dtype", default="auto", help="of weights and activations (default: auto)"
+    )
 
 
 def run(args: argparse.Namespace) -> int:

@@ -68,12 +68,25 @@ class Kill:
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Adds what this benchmark can be told."""
-    parser.add_argument("--shape", choices=sorted(SHAPES), default="llama-124m")
-    parser.add_argument("--ranks", type=int, default=2, help="(default: %(default)s)")
-    parser.add_argument("--kills", type=int, default=7, help="of each kind (default: %(default)s)")
-    parser.add_argument("--num-streams", type=int, default=8, help="(default: %(default)s)")
-    parser.add_argument("--input-len", type=int, default=128, help="(default: %(default)s)")
-    parser.add_argument("--dtype", default="auto", help="(default: %(default)s)")
+    parser.add_argument(
+        "--shape",
+        choices=sorted(SHAPES),
+        default="llama-124m",
+        help="random weights of this shape (default: %(default)s)",
+    )
+    parser.add_argument("--ranks", type=int, default=2, help="of the engine (default: %(default)s)")
+    parser.add_argument(
+        "--kills", type=int, default=7, help="with spares, and without (default: %(default)s)"
+    )
+    parser.add_argument(
+        "--num-streams", type=int, default=8, help="that a kill meets (default: %(default)s)"
+    )
+    parser.add_argument(
+        "--input-len", type=int, default=128, help="prompt tokens (default: %(default)s)"
+    )
+    parser.add_argument(
+        "--dtype", default="auto", help="of weights and activations (default: auto)"
+    )
 
 
 def run(args: argparse.Namespace) -> int:

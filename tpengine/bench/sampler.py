@@ -26,10 +26,14 @@ _SEED = 0
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Adds what this benchmark can be told."""
-    parser.add_argument("--rows", type=int, default=32, help="sampled rows (default: 32)")
-    parser.add_argument("--vocab-size", type=int, default=32_000, help="(default: 32000)")
-    parser.add_argument("--prompt-tokens", type=int, default=512, help="(default: 512)")
-    parser.add_argument("--output-tokens", type=int, default=256, help="(default: 256)")
+    parser.add_argument("--rows", type=int, default=32, help="sequences in the step (default: 32)")
+    parser.add_argument("--vocab-size", type=int, default=32_000, help="tokens (default: 32000)")
+    parser.add_argument(
+        "--prompt-tokens", type=int, default=512, help="of a sequence (default: 512)"
+    )
+    parser.add_argument(
+        "--output-tokens", type=int, default=256, help="of a sequence (default: 256)"
+    )
     parser.add_argument("--runs", type=int, default=50, help="median of these (default: 50)")
 
 

@@ -19,14 +19,18 @@ BLOCK_SIZE = 16
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Adds what this benchmark can be told."""
-    parser.add_argument("--running", type=int, default=256, help="sequences that run")
-    parser.add_argument("--waiting", type=int, default=10_000, help="requests that wait")
-    parser.add_argument("--steps", type=int, default=500, help="decode steps to measure")
     parser.add_argument(
-        "--no-chunked-prefill", action="store_true", help="measure whole-prompt mode"
+        "--running", type=int, default=256, help="sequences that run (default: 256)"
     )
     parser.add_argument(
-        "--no-prefix-caching", action="store_true", help="without it; engines have it on"
+        "--waiting", type=int, default=10_000, help="requests that wait (default: 10000)"
+    )
+    parser.add_argument(
+        "--steps", type=int, default=500, help="decode steps to measure (default: 500)"
+    )
+    parser.add_argument("--no-chunked-prefill", action="store_true", help="schedule prompts whole")
+    parser.add_argument(
+        "--no-prefix-caching", action="store_true", help="without it, which engines have on"
     )
 
 

@@ -53,24 +53,30 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="requests/s, comma-separated; inf: all at once (default: %(default)s)",
     )
     parser.add_argument(
-        "--num-requests", type=int, default=64, help="of each rate (default: %(default)s)"
+        "--num-requests", type=int, default=64, help="at each rate (default: %(default)s)"
     )
     parser.add_argument(
-        "--objective-first-token-ms", type=float, default=1000.0, help="(default: %(default)s)"
+        "--objective-first-token-ms",
+        type=float,
+        default=1000.0,
+        help="of goodput: most milliseconds to the first token (default: %(default)s)",
     )
     parser.add_argument(
         "--objective-inter-token-ms",
         type=float,
         default=100.0,
-        help="mean over a request (default: %(default)s)",
+        help="of goodput: most milliseconds between tokens, mean of a request "
+        "(default: %(default)s)",
     )
     parser.add_argument(
         "--workload-seed", type=int, default=0, help="fixes lengths, ids, arrivals (default: 0)"
     )
-    parser.add_argument("--shape", choices=sorted(SHAPES), help="serve dummy weights of this shape")
+    parser.add_argument(
+        "--shape", choices=sorted(SHAPES), help="dummy weights of this shape instead of a model"
+    )
     parser.add_argument("--plot", metavar="FILE", help="PNG of latency over throughput")
-    add_connection_arguments(parser)
-    parser.set_defaults(target=None, server_pid=None)
+    add_connection_arguments(parser, without_target="one that is started for this, and ended")
+    parser.set_defaults(server_pid=None)
     EngineArgs.add_cli_args(parser)
 
 

@@ -30,9 +30,15 @@ from tpengine.sampling_params import RequestOutputKind, SamplingParams
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Adds this benchmark's options and the engine's."""
-    parser.add_argument("--num-streams", type=int, default=256, help="(default: %(default)s)")
-    parser.add_argument("--input-len", type=int, default=16, help="(default: %(default)s)")
-    parser.add_argument("--output-len", type=int, default=32, help="(default: %(default)s)")
+    parser.add_argument(
+        "--num-streams", type=int, default=256, help="readers at once (default: %(default)s)"
+    )
+    parser.add_argument(
+        "--input-len", type=int, default=16, help="prompt tokens (default: %(default)s)"
+    )
+    parser.add_argument(
+        "--output-len", type=int, default=32, help="output tokens (default: %(default)s)"
+    )
     parser.add_argument("--runs", type=int, default=3, help="of each kind (default: %(default)s)")
     parser.add_argument(
         "--shape", choices=sorted(SHAPES), help="dummy weights of this shape instead of a model"

@@ -30,10 +30,21 @@ LENGTHS = (128, 256, 512, 1024, 2048, 4096)
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Adds this benchmark's options and the engine's."""
-    parser.add_argument("--lengths", type=int, nargs="+", default=LENGTHS, help="prompt tokens")
-    parser.add_argument("--runs", type=int, default=3, help="median of (default: %(default)s)")
     parser.add_argument(
-        "--shape", choices=sorted(SHAPES), default="llama-124m", help="dummy weights of this shape"
+        "--lengths",
+        type=int,
+        nargs="+",
+        default=LENGTHS,
+        help=f"prompt tokens (default: {' '.join(map(str, LENGTHS))})",
+    )
+    parser.add_argument(
+        "--runs", type=int, default=3, help="median of these (default: %(default)s)"
+    )
+    parser.add_argument(
+        "--shape",
+        choices=sorted(SHAPES),
+        default="llama-124m",
+        help="dummy weights of this shape (default: %(default)s)",
     )
     EngineArgs.add_cli_args(parser)
 

@@ -34,7 +34,9 @@ _WARM_UP_OUTPUT = 4
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Adds this benchmark's options and the engine's."""
-    parser.add_argument("--num-requests", type=int, default=32, help="(default: %(default)s)")
+    parser.add_argument(
+        "--num-requests", type=int, default=32, help="of a run (default: %(default)s)"
+    )
     parser.add_argument("--runs", type=int, default=3, help="median of these (default: 3)")
     parser.add_argument(
         "--workload-seed", type=int, default=0, help="fixes lengths and ids (default: 0)"
@@ -42,7 +44,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--temperature", type=float, default=0.0, help="0 is greedy (default: %(default)s)"
     )
-    parser.add_argument("--top-p", type=float, default=1.0, help="(default: %(default)s)")
+    parser.add_argument(
+        "--top-p", type=float, default=1.0, help="1 keeps all tokens (default: %(default)s)"
+    )
     parser.add_argument(
         "--shape", choices=sorted(SHAPES), help="dummy weights of this shape instead of a model"
     )
@@ -51,7 +55,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="PEERS",
         default="",
         help="comma-separated: hf (transformers' generate in batches of 16), hf-cb (its "
-        "continuous batching)",
+        "continuous batching); default: none",
     )
     EngineArgs.add_cli_args(parser)
 

@@ -34,9 +34,13 @@ WINDOW = 200
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Adds what this benchmark can be told."""
-    parser.add_argument("--ranks", type=int, default=2, help="actors")
-    parser.add_argument("--running", type=int, default=256, help="sequences that run")
-    parser.add_argument("--steps", type=int, default=3000, help="decode steps to measure")
+    parser.add_argument("--ranks", type=int, default=2, help="Ray actors (default: 2)")
+    parser.add_argument(
+        "--running", type=int, default=256, help="sequences that run (default: 256)"
+    )
+    parser.add_argument(
+        "--steps", type=int, default=3000, help="decode steps to measure (default: 3000)"
+    )
     parser.add_argument(
         "--no-compiled-graph",
         action="store_true",

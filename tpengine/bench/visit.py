@@ -126,9 +126,11 @@ def _part(name: str, limit_s: float, words: str, *last: str) -> Part:
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Adds this command's options."""
-    parser.add_argument("--out", default="build/gpu-visit", help="folder (default: %(default)s)")
     parser.add_argument(
-        "--budget-s", type=float, default=560.0, help="of all parts together (default: 560)"
+        "--out", default="build/gpu-visit", help="folder for its files (default: %(default)s)"
+    )
+    parser.add_argument(
+        "--budget-s", type=float, default=560.0, help="seconds of all parts together (default: 560)"
     )
 
 

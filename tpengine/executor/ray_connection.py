@@ -70,9 +70,10 @@ class RayConnection:
         if address is not None and address != "local":
             _knock(address, origin)
             self._connect(address, origin)
-        elif address == "local" or not self._find():
-            self._start()
-            _users_of_started_ray.add(id(self))
+        elif address == "local":
+            self._start(f"{origin} = 'local' asks for one")
+        elif not self._find():
+            self._start("no address is given, and none that `ray start` began runs here")
 
     @staticmethod
     def _identify() -> tuple[str, str]:
@@ -111,14 +112,15 @@ class RayConnection:
         found = ray.get_runtime_context().gcs_address
         logger.info("connected to Ray at %s (%s)", found, origin)
 
-    @staticmethod
-    def _start() -> None:
+    def _start(self, why: str) -> None:
+        """Starts a Ray that ends with the last engine of this process."""
         envs.prepare_local_ray()
-        logger.info("starting a Ray for this engine; no other is named, or runs here for all")
+        logger.info("starting a Ray for this engine: %s", why)
         for left in reversed(range(_STARTS)):
             begun = time.time()
             try:
                 ray.init(address="local", include_dashboard=False, logging_level="warning")
+                _users_of_started_ray.add(id(self))
                 return
             except RuntimeError as error:  # what came up is ended with this process
                 said = _last_words_of_ray(begun)

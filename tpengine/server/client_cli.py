@@ -46,26 +46,38 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     commands = parser.add_subparsers(metavar="COMMAND", required=True)
     generate = _add_command(
-        commands, "generate", "complete prompts, as they are generated", _generate
+        commands, "generate", "complete prompts, the text appearing as it is generated", _generate
     )
-    generate.add_argument("prompts", nargs="*", metavar="PROMPT", help="default: lines of stdin")
+    generate.add_argument(
+        "prompts", nargs="*", metavar="PROMPT", help="text to complete; default: lines of stdin"
+    )
     generate.add_argument("--no-echo", action="store_true", help="print only what is generated")
     generate.add_argument(
-        "--n", type=int, default=1, help="sequences per prompt, printed when complete if several"
+        "--n",
+        type=int,
+        default=1,
+        help="sequences per prompt, printed when complete if several (default: %(default)s)",
     )
     generate.add_argument(
         "--logprobs",
         type=int,
         metavar="NUM",
-        help="print each token's log probability, and the NUM most likely ones",
+        help="print each token's log probability, and the NUM most likely ones; default: none",
     )
     add_sampling_arguments(generate)
     chat = _add_command(commands, "chat", "hold a conversation by the model's chat template", _chat)
-    chat.add_argument("message", nargs="*", help="one message; default: lines of stdin")
+    chat.add_argument(
+        "message",
+        nargs="*",
+        metavar="WORD",
+        help="of one message; default: each line of stdin is one",
+    )
     add_sampling_arguments(chat)
-    health = _add_command(commands, "health", "exit 0 if the server gets on, else 1", _health)
+    health = _add_command(
+        commands, "health", "ask whether the server is ready: exit code 0, else 1", _health
+    )
     health.add_argument(
-        "--liveness", action="store_true", help="ask only whether it lives, not whether it gets on"
+        "--liveness", action="store_true", help="ask whether it lives; it may still load its model"
     )
     _add_load(commands)
 
@@ -82,11 +94,22 @@ def _add_command(
     return parser
 
 
-def add_connection_arguments(parser: argparse.ArgumentParser) -> None:
-    """Adds what is needed to reach a server."""
+def add_connection_arguments(
+    parser: argparse.ArgumentParser, without_target: str | None = None
+) -> None:
+    """Adds what is needed to reach a server.
+
+    Args:
+        without_target: what is done without --target, for `--help`; None: it has its default.
+    """
     group = parser.add_argument_group("connection")
     group.add_argument(
-        "--target", metavar="HOST:PORT", default=DEFAULT_TARGET, help="(default: %(default)s)"
+        "--target",
+        metavar="HOST:PORT",
+        default=DEFAULT_TARGET if without_target is None else None,
+        help="the server; default: %(default)s"
+        if without_target is None
+        else f"the server; default: {without_target}",
     )
     group.add_argument(
         "--timeout",
@@ -97,7 +120,7 @@ def add_connection_arguments(parser: argparse.ArgumentParser) -> None:
     group.add_argument(
         "--token-file",
         metavar="FILE",
-        help="holds the bearer token in a line; default: $TPENGINE_CLIENT_TOKEN",
+        help="holds the bearer token in a line; default: $TPENGINE_CLIENT_TOKEN, or none",
     )
     group.add_argument(
         "--tls", action="store_true", help="encrypt; the system's authorities are trusted"
@@ -259,9 +282,15 @@ def _add_load(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> 
         default=math.inf,
         help="mean requests/s of a Poisson process; inf: all at once (default: %(default)s)",
     )
-    parser.add_argument("--num-requests", type=int, default=100, help="(default: %(default)s)")
-    parser.add_argument("--prompt", default="Once upon a time", help="(default: %(default)r)")
-    parser.add_argument("--load-seed", type=int, default=0, help="fixes the arrivals (default: 0)")
+    parser.add_argument(
+        "--num-requests", type=int, default=100, help="how many to send (default: %(default)s)"
+    )
+    parser.add_argument(
+        "--prompt", default="Once upon a time", help="of every request (default: %(default)r)"
+    )
+    parser.add_argument(
+        "--load-seed", type=int, default=0, help="fixes when they arrive (default: %(default)s)"
+    )
     add_sampling_arguments(parser)
 
 

@@ -39,8 +39,8 @@ Status codes:
   INTERNAL             our fault; the log has more under the request id in the text
 
 Ending: SIGTERM, SIGINT or Drain: readiness goes, new requests are refused, running ones have
---drain-timeout seconds, then exit code 0. A second signal ends at once. An engine that dies ends
-the server with exit code 1.
+--drain-timeout seconds, then exit code 0. A second signal ends it within a second, open calls with
+UNAVAILABLE and exit code 128 + its number. An engine that dies ends the server with exit code 1.
 """
 
 

@@ -42,6 +42,8 @@ _STEP_END_S = 5.0
 """What the step that runs at the end gets beyond the drain's time; a longer one hangs."""
 _RANKS_END_S = 8.0
 """What the ranks of an engine that is given up get to end in order."""
+_AT_ONCE_S = 1.0
+"""What a second signal leaves, in all."""
 _EXIT_S = 10.0
 _SIGNALS = (signal.SIGTERM, signal.SIGINT)
 
@@ -90,6 +92,7 @@ class _Server:
         self._phases = dict(phases)
         self._phase = ""
         self._first_signal: signal.Signals | None = None
+        self._stopping: asyncio.Task[NoReturn] | None = None
         servicer = GenerationServicer(self._state, self._limits)
         self._authenticator = authenticator
         self._grpc = make_server(servicer, self._health, authenticator, self._limits)
@@ -106,7 +109,10 @@ class _Server:
                     closing.callback(metrics_port.close)
                     metrics = f"; metrics on http://127.0.0.1:{metrics_port.port}/metrics"
                 await self._grpc.start()
-            return await self._serve(port, metrics)
+            code = await self._serve(port, metrics)
+            if self._stopping is not None:  # it knows the exit code
+                await self._stopping
+            return code
 
     def _catch_signals(self) -> None:
         """Again and again while the engine is built: Ray puts a handler of its own, which ends the
@@ -216,13 +222,29 @@ class _Server:
 
     def _on_signal(self, number: int) -> None:
         name = signal.Signals(number).name
+        if self._stopping is not None:
+            _exit_now(128 + number)
         if self._first_signal is not None:
             logger.warning("%s after %s: ending at once", name, self._first_signal.name)
-            _exit_now(128 + number)
+            self._stopping = asyncio.create_task(self._stop_at_once(128 + number))
+            return
         self._first_signal = signal.Signals(number)
         if self._state.is_draining:
             logger.info("%s: the server ends already; another signal ends it at once", name)
         self._state.ask_to_end(name)
+
+    async def _stop_at_once(self, code: int) -> NoReturn:
+        """Ends the process within a second, whatever the engine does, once the clients of open
+        calls know why: they would else see no more than a closed connection."""
+        _end_within(_AT_ONCE_S, code)
+        self._state.stop_at_once()
+        self._health.close()
+        engine = self._state.engine
+        if engine is not None:  # readers are told in one turn of the loop; it also waits for a step
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(engine.drain(0.0), _AT_ONCE_S / 4)
+        await self._grpc.stop(_AT_ONCE_S / 2)
+        _exit_now(code)
 
     async def _watch(self, engine: AsyncLLMEngine) -> int:
         """Follows the engine's health until the server is to end; returns the exit code so far."""

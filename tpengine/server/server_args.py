@@ -33,7 +33,7 @@ class ServerArgs:
 
     host: str = arg(
         "127.0.0.1",
-        "address to listen on; any but loopback wants TLS, a token or --insecure (0.0.0.0: all)",
+        "address to listen on, 0.0.0.0: all; any but loopback wants TLS, a token or --insecure",
     )
     port: int = arg(50051, "port to listen on; 0 takes a free one, which is printed")
     served_model_name: str | None = arg(
@@ -47,7 +47,8 @@ class ServerArgs:
     )
     admin_token_file: str | None = arg(
         None,
-        "the token for Drain and for Abort of other clients' requests; or TPENGINE_ADMIN_TOKEN",
+        "the token for Drain and for Abort of other clients' requests; default: "
+        "TPENGINE_ADMIN_TOKEN, or none, and then nobody may",
     )
     tls_cert: str | None = arg(
         None, "PEM file of the server's certificate and its chain; read again when it changes"

@@ -79,9 +79,7 @@ class GenerationServicer(tpengine_pb2_grpc.GenerationServiceServicer):
                     yield mailbox
             except RequestAbortedError:
                 if self._state.is_draining:
-                    raise EngineDrainingError(
-                        "the server ends, and the time that running requests had is up; ask another"
-                    ) from None
+                    raise EngineDrainingError(self._state.last_words) from None
                 raise
 
     async def _complete(

@@ -31,6 +31,7 @@ class ServerState:
         ending: set when the server is to end.
         why: who asked for that.
         drain_timeout_s: how long running requests may go on then.
+        last_words: what clients are told whose requests had not finished by then.
     """
 
     def __init__(self, model: str, drain_timeout_s: float) -> None:
@@ -41,6 +42,9 @@ class ServerState:
         self.state = State.LOADING
         self.ending = asyncio.Event()
         self.why = ""
+        self.last_words = (
+            "the server ends, and the time that running requests had is up; ask another"
+        )
         self._start = time.monotonic()
         self._num_open_calls = 0
 
@@ -90,3 +94,7 @@ class ServerState:
         if drain_timeout_s is not None:
             self.drain_timeout_s = min(drain_timeout_s, self.drain_timeout_s)
         self.ending.set()
+
+    def stop_at_once(self) -> None:
+        """A server that is ending already gives running requests no more time."""
+        self.last_words = "the server was told to stop at once; ask another"
