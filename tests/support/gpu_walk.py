@@ -18,7 +18,7 @@ from tpengine.layers import gpu_attention
 from tpengine.layers.prefill import SdpaBackend
 from tpengine.messages import StepInput
 from tpengine.worker import model_runner
-from tpengine.worker.cuda_graph import Capture, DecodeGraphs, Run
+from tpengine.worker.cuda_graph import Capture, DecodeGraphs, Recorded, Run
 from tpengine.worker.gpu import GpuAttention, attention_layers
 from tpengine.worker.model_runner import ModelRunner
 from tpengine.worker.run_ahead import BegunStep, Division
@@ -47,7 +47,7 @@ class GpuWalk:
         read."""
         outputs: list[torch.Tensor] = []
 
-        def capture(run: Run) -> Run:
+        def capture(run: Run) -> Recorded:
             output = run()
             outputs.append(output)
 
@@ -58,7 +58,7 @@ class GpuWalk:
                     other.fill_(float("nan"))
                 return output.copy_(result)
 
-            return replay
+            return Recorded(replay, lambda: None)
 
         return capture
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -18,7 +17,7 @@ from tpengine.errors import CacheSizeError, ConfigError, GraphCaptureError
 from tpengine.messages import BlockMoves, MemoryLedger
 from tpengine.worker import cuda_graph, device, memory
 from tpengine.worker.cache_engine import PooledBlocks, staged_blocks
-from tpengine.worker.cuda_graph import DecodeGraphs, Run, graph_sizes
+from tpengine.worker.cuda_graph import Capture, DecodeGraphs, Recorded, Run, graph_sizes
 from tpengine.worker.gpu import GpuAttention
 from tpengine.worker.model_runner import ModelRunner
 from tpengine.worker.transfers import layout, pack, unpack
@@ -98,7 +97,7 @@ def test_few_sizes(max_num_seqs: int, first: list[int], count: int) -> None:
     assert sizes == sorted(set(sizes))
 
 
-def graphs(capture: Callable[[Run], Run], sizes: list[int]) -> DecodeGraphs:
+def graphs(capture: Capture, sizes: list[int]) -> DecodeGraphs:
     return DecodeGraphs(
         lambda ids, metadata: ids.float().unsqueeze(1), lambda: None, sizes, 4, CPU, capture
     )
@@ -118,7 +117,7 @@ def graphs(capture: Callable[[Run], Run], sizes: list[int]) -> DecodeGraphs:
     ],
 )
 def test_a_graph_that_cannot_be_recorded(error: Exception, words: str) -> None:
-    def fail(run: Run) -> Run:
+    def fail(run: Run) -> Recorded:
         raise error
 
     with pytest.raises(GraphCaptureError, match=words) as caught:
@@ -137,9 +136,9 @@ def test_graphs_are_estimated_by_the_largest_two(monkeypatch: pytest.MonkeyPatch
         def num_bytes(self) -> int:
             return next(taken)
 
-    def capture(run: Run) -> Run:
+    def capture(run: Run) -> Recorded:
         recorded.append(len(run()))
-        return run
+        return Recorded(run, lambda: None)
 
     monkeypatch.setattr(cuda_graph, "CudaGrowth", Growth)
     assert cuda_graph.estimate_bytes(graphs(capture, [1, 2, 4, 8]), CPU) == 100 + 3 * 7
@@ -265,9 +264,9 @@ def test_a_worker_sets_aside_what_is_to_come(
         def __init__(self, device: torch.device) -> None:
             pass
 
-        def __call__(self, run: Run) -> Run:
+        def __call__(self, run: Run) -> Recorded:
             recorded.append(len(run()))
-            return run
+            return Recorded(run, lambda: None)
 
     worker = Worker(config(models, "cpu", dtype="float32", max_num_seqs=8, swap_space=0.01))
     worker.init_device()

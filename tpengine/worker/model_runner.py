@@ -70,15 +70,21 @@ class ModelRunner:
         self._kv_caches: list[KVCache] = []
         self._cache_engine: CacheEngine | None = None
 
+    def drop_recordings(self) -> None:
+        """Destroys what was recorded; steps go without from here on."""
+        recorded, self._recorded, self._begun = self._recorded, None, None
+        if isinstance(recorded, DecodeGraphs):
+            recorded.close()
+
     def detach_cache(self) -> None:
         """Lets go of the cache and of what was recorded over it."""
-        self._recorded = self._begun = None
+        self.drop_recordings()
         self._cache_engine = None
         self._kv_caches = []
 
     def attach_cache(self, cache_engine: CacheEngine) -> None:
         """Hands over the cache; from here on steps can be executed."""
-        self._recorded = self._begun = None
+        self.drop_recordings()
         self._cache_engine = cache_engine
         self._kv_caches = cache_engine.kv_caches
         self._batch = InputBatch(
@@ -196,8 +202,8 @@ class ModelRunner:
         """
         graphs = self.make_graphs(self._kv_caches, capture)
         start = time.perf_counter()
+        self._recorded = graphs  # before they are all there: whoever fails drops them
         graphs.record()
-        self._recorded = graphs
         logger.info(
             "CUDA graphs of %d batch sizes up to %d recorded in %.1f s",
             len(graphs.sizes),
