@@ -4,7 +4,7 @@ there, only graphs are replayed by hand, and sampled ids reach the host when the
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -62,13 +62,13 @@ class GpuWalk:
 
         return capture
 
-    def download(self, tensor: torch.Tensor) -> Callable[[], np.ndarray]:
-        """In place of a copy on a stream of its own."""
+    def download(self, tensors: Sequence[torch.Tensor]) -> Callable[[], list[np.ndarray]]:
+        """In place of copies on a stream of their own."""
         begun = self.begun
 
-        def finish() -> np.ndarray:
+        def finish() -> list[np.ndarray]:
             self.early += self.begun > begun
-            return tensor.numpy()
+            return [tensor.numpy() for tensor in tensors]
 
         return finish
 
