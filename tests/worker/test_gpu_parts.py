@@ -45,10 +45,12 @@ def test_arrays_cross_in_one_buffer() -> None:
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float8_e4m3fn], ids=str)
 @pytest.mark.parametrize("staging_bytes", [1, 64 << 20])
+@pytest.mark.parametrize("piece_bytes", [1, 7000, 256 << 20])
 def test_pooled_blocks_move(
-    monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype, staging_bytes: int
+    monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype, staging_bytes: int, piece_bytes: int
 ) -> None:
     monkeypatch.setattr("tpengine.worker.cache_engine._STAGING_BYTES", staging_bytes)
+    monkeypatch.setattr("tpengine.worker.cache_engine._PIECE_BYTES", piece_bytes)
     pool = torch.randn(6, 10, 8, 2, 16, generator=torch.Generator().manual_seed(0)).to(dtype)
     before, bits = pool.view(torch.uint8).clone(), pool.view(torch.uint8)
     blocks = PooledBlocks(pool, 4)
@@ -61,6 +63,16 @@ def test_pooled_blocks_move(
     assert torch.equal(bits[:, [1, 7, 5, 6]], before[:, [7, 2, 7, 2]])
     untouched = [0, 3, 4, 8, 9]
     assert torch.equal(bits[:, untouched], before[:, untouched])
+
+
+def test_the_hosts_pool_is_as_large_as_was_asked(monkeypatch: pytest.MonkeyPatch) -> None:
+    """By what torch pins for a tensor: the next power of two."""
+    monkeypatch.setattr("tpengine.worker.cache_engine._PIECE_BYTES", 1 << 20)
+    pool = torch.empty(6, 2, 16, 3, 40)  # blocks of 45 KiB
+    wanted = 33 * pool[:, 0].nbytes * 23
+    pieces = PooledBlocks(pool, 33 * 23)._host
+    assert sum(piece.nbytes for piece in pieces) == wanted
+    assert sum(1 << (piece.nbytes - 1).bit_length() for piece in pieces) < 1.05 * wanted
 
 
 @pytest.mark.parametrize(
