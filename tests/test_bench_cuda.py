@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+import argparse
+import re
+import signal
+import subprocess
 import sys
 import time
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -13,7 +18,8 @@ import torch
 from tpengine.bench import kernels, visit
 from tpengine.bench.cuda_kernels import GROUPS, Setting
 from tpengine.bench.cuda_timing import Action, Ceilings, Row
-from tpengine.bench.visit import Part, run_parts, summary, visit_parts
+from tpengine.bench.visit import visit_parts
+from tpengine.bench.visit_parts import Part, run_parts, table
 from tpengine.cli import main
 
 CEILINGS = Ceilings(4e12, 4.4e12, 8e14, 5e10, 5e10)
@@ -62,19 +68,39 @@ def test_one_case_by_its_name() -> None:
     assert {name.rpartition(", ")[2] for name in names} == {"1 x 64"}
 
 
-def python(name: str, code: str, limit_s: float = 20.0) -> Part:
-    return Part(name, (sys.executable, "-c", code), limit_s)
+def python(name: str, code: str, limit_s: float = 20.0, **kwargs: str) -> Part:
+    return Part(name, (sys.executable, "-u", "-c", code), limit_s, **kwargs)
 
 
-def test_a_visit_goes_on_after_failures(tmp_path: Path) -> None:
+def beats(heart: Path) -> str:
+    """Shell code that writes to a file for as long as it lives, a minute at most."""
+    return f"for i in $(seq 3000); do printf x >> {heart}; sleep 0.02; done"
+
+
+def beating(heart: Path) -> tuple[str, ...]:
+    """A command whose child does that."""
+    return ("sh", "-c", f"sh -c '{beats(heart)}'; true")
+
+
+def stands_still(heart: Path, patience_s: float = 10.0) -> bool:
+    """Whether the child of `beating` is gone, or goes in time."""
+    deadline = time.monotonic() + patience_s
+    while time.monotonic() < deadline:
+        before = heart.stat().st_size
+        time.sleep(0.3)
+        if heart.stat().st_size == before:
+            return True
+    return False
+
+
+def test_a_visit_goes_on_after_failures(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """With a limit for each part, whose children end with it."""
     heart = tmp_path / "heart"
-    child = f"sh -c 'while true; do printf x >> {heart}; sleep 0.02; done'; true"
     parts = [
         python("breaks", "print('seen'); raise SystemExit(3)"),
-        Part("never ends", ("sh", "-c", child), 1.5),
+        Part("never ends", beating(heart), 1.5),
         Part("absent", ("no-such-profiler", "--all"), 5.0),
-        Part("skips", (sys.executable, "-c", "print('3 skipped')"), 20.0, " passed"),
+        python("skips", "print('3 skipped')", proof=" passed"),
         python("ends", "print('done')"),
     ]
     results = run_parts(parts, tmp_path, budget_s=60.0)
@@ -85,20 +111,108 @@ def test_a_visit_goes_on_after_failures(tmp_path: Path) -> None:
         "failed: nothing ran",
         "passed",
     ]
-    assert results[0].tail == "seen"
-    assert (tmp_path / "ends.txt").read_text() == "done\n"
-    beats = heart.stat().st_size
-    assert beats > 0
-    time.sleep(0.2)
-    assert heart.stat().st_size == beats, "a child of the ended part lives on"
-    assert summary(results).splitlines()[-1].startswith("ends ")
+    assert results[0].lines == ["seen"]
+    assert (tmp_path / "parts" / "ends.txt").read_text() == "done\n"
+    assert heart.stat().st_size > 0
+    assert stands_still(heart, 1.0), "a child of the ended part lives on"
+    assert table(results).splitlines()[-1].startswith("ends ")
+    assert "seen\nbreaks " in capsys.readouterr().out
     assert run_parts([python("late", "pass")], tmp_path, 0.0)[0].outcome == "no time left"
+
+
+def test_children_of_a_part_that_passed_end_with_it(tmp_path: Path) -> None:
+    heart = tmp_path / "heart"
+    child = ["sh", "-c", beats(heart)]
+    code = f"import subprocess, time; subprocess.Popen({child}); time.sleep(0.3)"
+    (result,) = run_parts([python("leaves one", code)], tmp_path, 60.0)
+    assert result.outcome == "passed"
+    assert stands_still(heart)
 
 
 def test_what_a_part_says_when_it_is_told_to_end_is_kept(tmp_path: Path) -> None:
     code = "import time\ntry: time.sleep(30)\nexcept KeyboardInterrupt: print('2 failed so far')"
     (result,) = run_parts([python("slow tests", code, 1.0)], tmp_path, 60.0)
-    assert (result.outcome, result.tail) == ("ended after 1 s", "2 failed so far")
+    assert (result.outcome, result.lines) == ("ended after 1 s", ["2 failed so far"])
+
+
+def test_the_end_of_the_last_part_is_within_the_budget(tmp_path: Path) -> None:
+    code = "import signal, time; signal.signal(signal.SIGINT, signal.SIG_IGN); time.sleep(60)"
+    start = time.monotonic()
+    run_parts([python("deaf", code)], tmp_path, 23.0)
+    assert 11.0 < time.monotonic() - start < 23.0
+
+
+def visit_in_a_process(tmp_path: Path, parts: str) -> subprocess.Popen[str]:
+    """A visit of these parts, which beats within its second."""
+    code = f"""
+import sys
+from pathlib import Path
+from tpengine.bench import visit
+from tpengine.bench.visit_parts import Part
+from tpengine.cli import main
+visit.visit_parts = lambda out: {parts}
+sys.exit(main(["bench", "visit", "--out", {str(tmp_path)!r}]))
+"""
+    process = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True)
+    deadline = time.monotonic() + 60.0
+    heart = tmp_path / "heart"
+    while not (heart.is_file() and heart.stat().st_size > 3):
+        assert time.monotonic() < deadline
+        assert process.poll() is None
+        time.sleep(0.05)
+    return process
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGKILL])
+def test_a_cut_leaves_what_was_found_and_no_process(tmp_path: Path, number: signal.Signals) -> None:
+    heart = tmp_path / "heart"
+    parts = [Part("first", ("echo", "1.7 times"), 9.0), Part("second", beating(heart), 50.0)]
+    process = visit_in_a_process(tmp_path, repr([*parts, Part("third", ("echo", "3"), 9.0)]))
+    process.send_signal(number)
+    out = process.communicate(timeout=30.0)[0]
+    assert stands_still(heart), "the part that was in flight lives on"
+    assert "1.7 times\nfirst " in out
+    found = (tmp_path / "all.txt").read_text()
+    assert "=== first\n1.7 times" in found
+    if number is not signal.SIGKILL:
+        assert process.returncode == 1
+        assert re.search(rf"second +[\d.]+ s  cut by {number.name}\nthird +0.0 s", found)
+
+
+def test_lines_that_matter_are_shown_wherever_they_stand(tmp_path: Path) -> None:
+    """The profiler's table comes after the figures; faulthandler's stacks after the test's name."""
+    parts = {part.name: part for part in visit_parts(tmp_path)}
+    table_rows = "print(*[f'aten::mm {i}' for i in range(30)], sep=chr(10))"
+    batch = "batch  64  first token  100.0 ms   step    7.00 ms"
+    code = f"print('model      llama'); print({batch!r}); print('batch 64: a file'); {table_rows}"
+    figures = python("latency", code, shown=parts["latency, timeline"].shown)
+    names = "tests/a.py::one PASSED [ 3%]", "tests/a.py::two[chunks of 48] Timeout (0:00:30)!"
+    code = (
+        f"print({names[0]!r}); print({names[1]!r}); print('  File x' * 1, *range(40), sep=chr(10))"
+    )
+    tests = python("tests", code, shown=parts["decode is right"].shown)
+    results = run_parts([figures, tests], tmp_path, 60.0)
+    assert [one.lines[0] for one in results] == [batch, names[1]]
+    assert [len(one.lines) for one in results] == [13, 13]
+
+
+def test_a_test_that_hangs_is_named(tmp_path: Path) -> None:
+    """In a call that holds Python's main thread, as a wait for a kernel does."""
+    (tmp_path / "test_hang.py").write_text(
+        "import ctypes, pytest\n\n"
+        "@pytest.mark.gpu\n"
+        "def test_that_hangs():\n"
+        "    ctypes.PyDLL(None).sleep(100)\n"
+    )
+    part = next(one for one in visit_parts(tmp_path) if one.name == "decode is right")
+    words = [*part.command[: part.command.index("tests/ops")], str(tmp_path)]
+    words[words.index("faulthandler_timeout=30")] = "faulthandler_timeout=1"
+    short = replace(part, command=(*words, "-c", "/dev/null"), limit_s=6.0)
+    (result,) = run_parts([short], tmp_path, 60.0)
+    assert result.outcome.startswith("ended after")
+    assert "test_hang.py::test_that_hangs" in result.lines[0]
+    said = (tmp_path / "parts" / part.file_name).read_text()
+    assert 'test_hang.py", line 5 in test_that_hangs' in said
 
 
 def test_a_visit_fits_into_ten_minutes(tmp_path: Path) -> None:
@@ -107,9 +221,13 @@ def test_a_visit_fits_into_ten_minutes(tmp_path: Path) -> None:
     limits = {part.name: part.limit_s for part in parts}
     assert sum(limits.values()) <= 800
     assert sum(part.limit_s for part in parts[:7]) <= 500
+    assert parts[-1].name == "memory check", "which is slow, and tells what the tests before tell"
     counters = next(part.command for part in parts if part.command[0] == "ncu")
     assert counters[1:3] == ("--clock-control", "none"), "the card's settings are not ours"
     assert len({part.name for part in parts}) == len(parts)
+    parser = argparse.ArgumentParser()
+    visit.add_arguments(parser)
+    assert parser.parse_args([]).budget_s <= 560.0
 
 
 def test_a_visit_that_failed_says_so(
@@ -120,3 +238,4 @@ def test_a_visit_that_failed_says_so(
     assert main(["bench", "visit", "--out", str(tmp_path)]) == 1
     assert "first" in capsys.readouterr().out
     assert (tmp_path / "all.txt").read_text().count("first") >= 2
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["all.txt", "parts"]

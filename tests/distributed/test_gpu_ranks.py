@@ -60,11 +60,15 @@ def test_a_graph_holds_exchanges(nccl: NcclCollectives) -> None:
         return nccl.all_gather(nccl.all_reduce(x @ weight) + 1)
 
     with torch.inference_mode():
-        replay = CudaCapture(CUDA)(run)
-        downloads = Downloads(CUDA, ParallelState(tp_size=2, collectives=nccl).wait_for)
-        for value in (3.0, 5.0):
-            x.fill_(value)
-            assert (downloads.start(replay().float())() == value + 1).all()
+        recorded = CudaCapture(CUDA)(run)
+        try:  # the group is not closed before the graph is gone
+            downloads = Downloads(CUDA, ParallelState(tp_size=2, collectives=nccl).wait_for)
+            for value in (3.0, 5.0):
+                x.fill_(value)
+                (found,) = downloads.start([recorded.replay().float()])()
+                assert (found == value + 1).all()
+        finally:
+            recorded.destroy()
     assert agree_on_graphs(ParallelState(0, 1, nccl), CUDA)
 
 

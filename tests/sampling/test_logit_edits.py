@@ -74,11 +74,13 @@ class _Batch:
         self.slots.rewrite(slot, self.token_ids[slot, :count])
 
     def append(self, slots: list[int], tokens: list[int]) -> None:
+        num_tokens = np.zeros(MAX_NUM_SEQS, np.int32)
         for slot, token_id in zip(slots, tokens, strict=True):
             ids = self.sequences[slot].token_ids
+            num_tokens[slot] = len(ids)
             self.token_ids[slot, len(ids)] = token_id
             ids.append(token_id)
-        self.slots.append(np.array(slots), np.array(tokens))
+        self.slots.append(np.array(slots), np.array(tokens), self.token_ids, num_tokens)
 
     def gather(self, slots: list[int]):
         positions = [len(self.sequences[slot].token_ids) for slot in slots]
@@ -242,8 +244,9 @@ def test_logprobs_are_of_raw_logits() -> None:
     sampled = sample(logits.clone(), batch.gather([0, 1]))
     assert sampled.token_ids.tolist() == [5, 4]
     expected = torch.log_softmax(logits[0], dim=0)
-    assert sampled.logprobs.keys() == {0}
-    found = sampled.logprobs[0]
+    logprobs = sampled.findings.now().logprobs
+    assert logprobs.keys() == {0}
+    found = logprobs[0]
     assert (found.rank, found.top_token_ids[:2]) == (2, [4, 5])
     assert found.logprob == pytest.approx(float(expected[5]), abs=1e-6)
     assert found.top_logprobs[0] == pytest.approx(float(expected[4]), abs=1e-6)
@@ -264,8 +267,9 @@ def test_a_row_without_tokens_fails_alone() -> None:
     batch.enter(2, _Sequence(SamplingParams(allowed_token_ids=[7], temperature=0), [1], 1))
     logits = torch.randn(3, VOCAB_SIZE)
     sampled = sample(logits.clone(), batch.gather([0, 1, 2]))
-    assert sampled.errors.keys() == {1}
-    assert "allowed_token_ids" in sampled.errors[1]
+    errors = sampled.findings.now().errors
+    assert errors.keys() == {1}
+    assert "allowed_token_ids" in errors[1]
     assert sampled.token_ids[[0, 2]].tolist() == [int(logits[0].argmax()), 7]
 
 
@@ -287,15 +291,16 @@ def test_candidates_follow_transformers_beam_scores() -> None:
     logits = torch.randn(3, VOCAB_SIZE) * 3
     raw = torch.log_softmax(logits, dim=1)
     sampled = sample(logits.clone(), batch.gather([0, 1, 2]))
-    assert sampled.candidates.keys() == {0, 2}
+    findings = sampled.findings.now()
+    assert findings.candidates.keys() == {0, 2}
     assert sampled.token_ids[1] == logits[1].argmax()
     for row in (0, 2):
         scores = _reference(batch.sequences[row], raw[row])
         best = scores.topk(5 + row)
-        found = sampled.candidates[row]
+        found = findings.candidates[row]
         assert found.token_ids == best.indices.tolist()
         assert found.scores == pytest.approx(best.values.tolist(), abs=1e-4)
         assert found.logprobs == pytest.approx(raw[row][found.token_ids].tolist(), abs=1e-5)
-        assert sampled.logprobs[row].logprob == pytest.approx(
+        assert findings.logprobs[row].logprob == pytest.approx(
             float(raw[row][sampled.token_ids[row]]), abs=1e-5
         )

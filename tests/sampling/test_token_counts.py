@@ -49,7 +49,11 @@ def test_against_counter() -> None:
         elif event == "append":
             slots = rng.sample(range(MAX_NUM_SEQS), rng.randrange(1, MAX_NUM_SEQS))
             tokens = [rng.randrange(rng.choice([5, 400])) for _ in slots]
-            counts.append(np.array(slots, np.int64), np.array(tokens, np.int64))
+            counts.append(
+                np.array(slots, np.int64),
+                np.array(tokens, np.int64),
+                lambda slot: len({*truth[slot][0], *truth[slot][1]}),
+            )
             for one, token_id in zip(slots, tokens, strict=True):
                 if one in truth:
                     truth[one][1].append(token_id)
@@ -76,7 +80,7 @@ def test_against_counter() -> None:
 
 def test_nothing_is_allocated_before_it_is_needed() -> None:
     counts = TokenCounts(256, CPU)
-    counts.append(np.arange(256), np.arange(256))
+    counts.append(np.arange(256), np.arange(256), never)
     counts.fork(0, 1)
     counts.clear(0)
     assert counts.num_bytes == 0
@@ -87,9 +91,37 @@ def test_nothing_is_allocated_before_it_is_needed() -> None:
 def test_repeated_tokens_take_no_room() -> None:
     counts = TokenCounts(4, CPU)
     counts.write(2, np.array([5], np.int32), np.empty(0, np.int32))
-    counts.append(np.array([2]), np.array([5]))
+    counts.append(np.array([2]), np.array([5]), never)
     before = counts.num_bytes
     for _ in range(500):
-        counts.append(np.array([2]), np.array([5]))
+        counts.append(np.array([2]), np.array([5]), lambda slot: 1)
     assert _read(counts, [2]) == [{5: 501}]
     assert counts.num_bytes == before
+
+
+def test_a_row_that_is_nearly_full_is_seldom_counted() -> None:
+    counts, asked = TokenCounts(4, CPU), []
+
+    def count_distinct(slot: int) -> int:
+        asked.append(slot)
+        return 63
+
+    counts.write(1, np.arange(63, dtype=np.int32), np.empty(0, np.int32))
+    for number in range(200):
+        counts.append(np.array([1]), np.array([number % 63]), count_distinct)
+    assert 0 < len(asked) <= 4
+
+
+def test_the_device_is_never_asked() -> None:
+    """It is at the next step already. What is on torch's meta device cannot be read."""
+    counts = TokenCounts(4, torch.device("meta"))
+    held = list(range(40))
+    counts.write(1, np.array(held, np.int32), np.empty(0, np.int32))
+    for number in range(300):
+        counts.append(np.array([1]), np.array([number]), lambda slot: len(set(held)))
+        held.append(number)
+        assert counts.gather(np.array([1])).ids.shape[1] >= len(set(held))
+
+
+def never(slot: int) -> int:
+    raise AssertionError("there is room")

@@ -4,7 +4,7 @@ there, only graphs are replayed by hand, and sampled ids reach the host when the
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -18,7 +18,7 @@ from tpengine.layers import gpu_attention
 from tpengine.layers.prefill import SdpaBackend
 from tpengine.messages import StepInput
 from tpengine.worker import model_runner
-from tpengine.worker.cuda_graph import Capture, DecodeGraphs, Run
+from tpengine.worker.cuda_graph import Capture, DecodeGraphs, Recorded, Run
 from tpengine.worker.gpu import GpuAttention, attention_layers
 from tpengine.worker.model_runner import ModelRunner
 from tpengine.worker.run_ahead import BegunStep, Division
@@ -47,7 +47,7 @@ class GpuWalk:
         read."""
         outputs: list[torch.Tensor] = []
 
-        def capture(run: Run) -> Run:
+        def capture(run: Run) -> Recorded:
             output = run()
             outputs.append(output)
 
@@ -58,17 +58,17 @@ class GpuWalk:
                     other.fill_(float("nan"))
                 return output.copy_(result)
 
-            return replay
+            return Recorded(replay, lambda: None)
 
         return capture
 
-    def download(self, tensor: torch.Tensor) -> Callable[[], np.ndarray]:
-        """In place of a copy on a stream of its own."""
+    def download(self, tensors: Sequence[torch.Tensor]) -> Callable[[], list[np.ndarray]]:
+        """In place of copies on a stream of their own."""
         begun = self.begun
 
-        def finish() -> np.ndarray:
+        def finish() -> list[np.ndarray]:
             self.early += self.begun > begun
-            return tensor.numpy()
+            return [tensor.numpy() for tensor in tensors]
 
         return finish
 

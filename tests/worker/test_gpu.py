@@ -16,7 +16,7 @@ from tpengine.distributed.parallel_state import ParallelState
 from tpengine.engine_args import EngineArgs
 from tpengine.errors import ConfigError, GraphCaptureError
 from tpengine.ops import library
-from tpengine.worker import memory
+from tpengine.worker import memory, transfers
 from tpengine.worker.cuda_graph import CudaGrowth, DecodeGraphs
 from tpengine.worker.transfers import Downloads, Uploads
 from tpengine.worker.worker import Worker
@@ -148,13 +148,16 @@ def test_wrong_use(models: ModelShop) -> None:
 
 
 def test_transfers() -> None:
-    uploads, downloads = Uploads(CUDA), Downloads(CUDA, ParallelState().wait_for)
-    for turn in range(8):  # more than there are buffers, with nobody waiting
+    wait_for = ParallelState().wait_for
+    uploads, downloads = Uploads(CUDA, wait_for), Downloads(CUDA, wait_for)
+    for turn in range(5 * transfers._NUM_BUFFERS):  # each is used again, with nobody waiting
         arrays = [torch.arange(turn, turn + 9).int().numpy(), torch.rand(2, 3).numpy()]
         sent = uploads.send(arrays)
-        finish = downloads.start(sent[0] * 2)
+        finish = downloads.start([sent[0] * 2, sent[1] + 1])
         assert torch.equal(sent[1].cpu(), torch.from_numpy(arrays[1]))
-        assert (finish() == 2 * arrays[0]).all()
+        doubled, more = finish()
+        assert (doubled == 2 * arrays[0]).all()
+        assert (more == arrays[1] + 1).all()
 
 
 def test_growth_counts_what_stays() -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -18,7 +17,7 @@ from tpengine.errors import CacheSizeError, ConfigError, GraphCaptureError
 from tpengine.messages import BlockMoves, MemoryLedger
 from tpengine.worker import cuda_graph, device, memory
 from tpengine.worker.cache_engine import PooledBlocks, staged_blocks
-from tpengine.worker.cuda_graph import DecodeGraphs, Run, graph_sizes
+from tpengine.worker.cuda_graph import Capture, DecodeGraphs, Recorded, Run, graph_sizes
 from tpengine.worker.gpu import GpuAttention
 from tpengine.worker.model_runner import ModelRunner
 from tpengine.worker.transfers import layout, pack, unpack
@@ -46,10 +45,12 @@ def test_arrays_cross_in_one_buffer() -> None:
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float8_e4m3fn], ids=str)
 @pytest.mark.parametrize("staging_bytes", [1, 64 << 20])
+@pytest.mark.parametrize("piece_bytes", [1, 7000, 256 << 20])
 def test_pooled_blocks_move(
-    monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype, staging_bytes: int
+    monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype, staging_bytes: int, piece_bytes: int
 ) -> None:
     monkeypatch.setattr("tpengine.worker.cache_engine._STAGING_BYTES", staging_bytes)
+    monkeypatch.setattr("tpengine.worker.cache_engine._PIECE_BYTES", piece_bytes)
     pool = torch.randn(6, 10, 8, 2, 16, generator=torch.Generator().manual_seed(0)).to(dtype)
     before, bits = pool.view(torch.uint8).clone(), pool.view(torch.uint8)
     blocks = PooledBlocks(pool, 4)
@@ -62,6 +63,16 @@ def test_pooled_blocks_move(
     assert torch.equal(bits[:, [1, 7, 5, 6]], before[:, [7, 2, 7, 2]])
     untouched = [0, 3, 4, 8, 9]
     assert torch.equal(bits[:, untouched], before[:, untouched])
+
+
+def test_the_hosts_pool_is_as_large_as_was_asked(monkeypatch: pytest.MonkeyPatch) -> None:
+    """By what torch pins for a tensor: the next power of two."""
+    monkeypatch.setattr("tpengine.worker.cache_engine._PIECE_BYTES", 1 << 20)
+    pool = torch.empty(6, 2, 16, 3, 40)  # blocks of 45 KiB
+    wanted = 33 * pool[:, 0].nbytes * 23
+    pieces = PooledBlocks(pool, 33 * 23)._host
+    assert sum(piece.nbytes for piece in pieces) == wanted
+    assert sum(1 << (piece.nbytes - 1).bit_length() for piece in pieces) < 1.05 * wanted
 
 
 @pytest.mark.parametrize(
@@ -98,7 +109,7 @@ def test_few_sizes(max_num_seqs: int, first: list[int], count: int) -> None:
     assert sizes == sorted(set(sizes))
 
 
-def graphs(capture: Callable[[Run], Run], sizes: list[int]) -> DecodeGraphs:
+def graphs(capture: Capture, sizes: list[int]) -> DecodeGraphs:
     return DecodeGraphs(
         lambda ids, metadata: ids.float().unsqueeze(1), lambda: None, sizes, 4, CPU, capture
     )
@@ -118,7 +129,7 @@ def graphs(capture: Callable[[Run], Run], sizes: list[int]) -> DecodeGraphs:
     ],
 )
 def test_a_graph_that_cannot_be_recorded(error: Exception, words: str) -> None:
-    def fail(run: Run) -> Run:
+    def fail(run: Run) -> Recorded:
         raise error
 
     with pytest.raises(GraphCaptureError, match=words) as caught:
@@ -137,9 +148,9 @@ def test_graphs_are_estimated_by_the_largest_two(monkeypatch: pytest.MonkeyPatch
         def num_bytes(self) -> int:
             return next(taken)
 
-    def capture(run: Run) -> Run:
+    def capture(run: Run) -> Recorded:
         recorded.append(len(run()))
-        return run
+        return Recorded(run, lambda: None)
 
     monkeypatch.setattr(cuda_graph, "CudaGrowth", Growth)
     assert cuda_graph.estimate_bytes(graphs(capture, [1, 2, 4, 8]), CPU) == 100 + 3 * 7
@@ -265,9 +276,9 @@ def test_a_worker_sets_aside_what_is_to_come(
         def __init__(self, device: torch.device) -> None:
             pass
 
-        def __call__(self, run: Run) -> Run:
+        def __call__(self, run: Run) -> Recorded:
             recorded.append(len(run()))
-            return run
+            return Recorded(run, lambda: None)
 
     worker = Worker(config(models, "cpu", dtype="float32", max_num_seqs=8, swap_space=0.01))
     worker.init_device()

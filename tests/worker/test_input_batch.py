@@ -6,17 +6,20 @@ import numpy as np
 import pytest
 import torch
 
+from tpengine.distributed.parallel_state import ParallelState
 from tpengine.layers.sampler import sample
 from tpengine.messages import NewSequence, StepInput
 from tpengine.sampling_params import SamplingParams
 from tpengine.worker.input_batch import InputBatch
+from tpengine.worker.transfers import Uploads
 
 GREEDY = SamplingParams(temperature=0.0)
 
 
 @pytest.fixture
 def batch() -> InputBatch:
-    return InputBatch(max_num_seqs=8, max_model_len=20, block_size=4, device=torch.device("cpu"))
+    uploads = Uploads(torch.device("cpu"), ParallelState().wait_for)
+    return InputBatch(max_num_seqs=8, max_model_len=20, block_size=4, uploads=uploads)
 
 
 def new(slot: int, token_ids: list[int], computed: int, blocks: list[int]) -> NewSequence:

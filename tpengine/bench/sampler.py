@@ -97,9 +97,10 @@ class _Stage:
         rng = np.random.default_rng(_SEED)
         length = args.prompt_tokens + args.output_tokens
         self._slots = SamplingSlots(args.rows, torch.device("cpu"))
-        self._token_ids = rng.integers(0, args.vocab_size, (args.rows, length), np.int32)
+        shape = (args.rows, length + args.runs)  # each adds a token
+        self._token_ids = rng.integers(0, args.vocab_size, shape, np.int32)
         for slot in range(args.rows):
-            tokens = self._token_ids[slot].tolist()
+            tokens = self._token_ids[slot, :length].tolist()
             new = NewSequence(slot, tokens, args.prompt_tokens, 0, [], params, slot, 0, [])
             self._slots.write(slot, new, noise_keys(slot, 0))
         self._logits = torch.from_numpy(
@@ -114,5 +115,9 @@ class _Stage:
         start = time.perf_counter()
         batch = self._slots.gather(self._rows, self._positions, self._token_ids)
         sampled = sample(logits, batch)
-        self._slots.append(self._rows, sampled.token_ids.numpy())
+        sampled.findings.now()
+        token_ids = sampled.token_ids.numpy()
+        self._token_ids[self._rows, self._positions] = token_ids
+        self._slots.append(self._rows, token_ids, self._token_ids, self._positions)
+        self._positions += 1
         return 1e3 * (time.perf_counter() - start)

@@ -97,8 +97,16 @@ class ParallelState:
         return self.tp_size == 1 or self._connected.can_be_recorded
 
     def all_can(self, here: bool, device: torch.device) -> bool:
-        """Whether something can be done at every rank; all of them ask."""
+        """Whether something can be done at every rank; all of them ask.
+
+        Raises:
+            CollectiveError: not all have answered in time.
+        """
         answers = self.all_reduce(torch.tensor([float(here)], device=device))
+        if device.type == "cuda":
+            event = torch.cuda.Event()
+            event.record()
+            self.wait_for(event.query, "an exchange with all ranks")
         return float(answers) == self.tp_size
 
     def wait_for(self, is_done: Callable[[], bool], what: str) -> None:

@@ -136,8 +136,8 @@ class NcclCollectives(_TorchCollectives):
     no machine with two GPUs. A CUDA error, and NCCL's own watchdog, end the process.
 
     Once connected, calls only queue work on the device's stream: the host does not wait, and a
-    graph can hold them. The wait for a step's ids is bounded (`ParallelState.wait_for`); those for
-    logprobs and edited logits are not: a frozen peer ends them when the driver ends the group.
+    graph can hold them. Whoever waits for their results does so with a bound
+    (`ParallelState.wait_for`). Graphs that hold calls must be gone before `abandon` and `close`.
     """
 
     can_be_recorded = True

@@ -9,9 +9,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+import numpy as np
 import torch
 
+from tpengine.layers.pending import Array, Pending
 from tpengine.layers.token_counts import CountedTokens
+from tpengine.layers.upload import upload
 from tpengine.logits_processors import LogitsProcessor
 
 _MAX_ENTRIES = 1 << 20
@@ -111,7 +114,7 @@ def apply_edits(logits: torch.Tensor, edits: LogitEdits) -> dict[int, str]:
 
 def find_lost_rows(
     logits: torch.Tensor, chosen: torch.Tensor, edits: LogitEdits, may_be_empty: torch.Tensor
-) -> dict[int, str]:
+) -> Pending[dict[int, str]]:
     """Rows of which the edits left nothing to sample, by row, with the reason.
 
     Args:
@@ -125,19 +128,23 @@ def find_lost_rows(
         ruled[entries.rows] = True
     if edits.allowed is not None:
         ruled[edits.allowed.rows] = True
-    ruled[[call.row for call in edits.processors]] = True
+    if edits.processors:
+        rows = np.array([call.row for call in edits.processors], np.int64)
+        ruled[upload(rows, logits.device)] = True
     values = logits.gather(1, chosen.unsqueeze(1)).squeeze(1)
-    lost = ruled & ((values.isneginf() & ~may_be_empty) | values.isnan())
-    if not lost.any():
-        return {}
+    is_empty = ruled & values.isneginf() & ~may_be_empty
+    return Pending([is_empty, ruled & values.isnan()], _reasons)
+
+
+def _reasons(arrays: Sequence[Array]) -> dict[int, str]:
+    is_empty, is_nan = arrays
     reason = (
         "no token can be sampled: allowed_token_ids, bad_words, min_tokens and logits processors "
         "together rule all of them out"
     )
     broken = "its logits are NaN; the model or a logits processor made them so"
-    return {
-        row: broken if values[row].isnan() else reason for row in lost.nonzero().squeeze(1).tolist()
-    }
+    lost = np.flatnonzero(is_empty | is_nan).tolist()
+    return {row: broken if is_nan[row] else reason for row in lost}
 
 
 def apply_penalties(logits: torch.Tensor, penalties: Penalties) -> None:

@@ -8,18 +8,22 @@ that no row asks for are skipped.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import TypeVar
 
 import numpy as np
 import numpy.typing as npt
 import torch
 
 from tpengine.layers.logit_edits import LogitEdits, apply_edits, find_lost_rows
-from tpengine.layers.logprobs import candidates, log_softmax_rows, token_logprobs
+from tpengine.layers.logprobs import candidates, log_softmax_rows, pick_rows, token_logprobs
+from tpengine.layers.pending import Pending, known, together
 from tpengine.layers.upload import upload
 from tpengine.messages import Candidates, TokenLogprobs
 from tpengine.ops import sampling as sampling_ops
 
+_Answer = TypeVar("_Answer")
 _GOLDEN = 0x9E3779B97F4A7C15
 _MASK = (1 << 64) - 1
 
@@ -52,20 +56,31 @@ class SamplingBatch:
 
 
 @dataclass(slots=True)
-class Sampled:
-    """What was chosen for each row.
+class Findings:
+    """What was found out about the sampled rows beside their tokens.
 
     Attributes:
-        token_ids: int64 `[num_samples]`.
         logprobs: by row, for those that asked.
         candidates: by row, for those that asked.
         errors: by row, why nothing could be chosen; its id means nothing.
     """
 
-    token_ids: torch.Tensor
     logprobs: dict[int, TokenLogprobs] = field(default_factory=dict)
     candidates: dict[int, Candidates] = field(default_factory=dict)
     errors: dict[int, str] = field(default_factory=dict)
+
+
+@dataclass(slots=True)
+class Sampled:
+    """What was chosen for each row.
+
+    Attributes:
+        token_ids: int64 `[num_samples]`.
+        findings: beside them.
+    """
+
+    token_ids: torch.Tensor
+    findings: Pending[Findings] = field(default_factory=lambda: known(Findings()))
 
 
 def noise_keys(seed: int, index: int) -> np.uint64:
@@ -100,7 +115,7 @@ def sampling_columns(batch: SamplingBatch) -> list[npt.NDArray[np.generic]]:
 
 
 def sample(logits: torch.Tensor, batch: SamplingBatch) -> Sampled:
-    """Chooses one token per row.
+    """Chooses one token per row. Nothing is read from the device but by the users' processors.
 
     Args:
         logits: `[num_samples, vocab_size]`; may be overwritten.
@@ -108,59 +123,69 @@ def sample(logits: torch.Tensor, batch: SamplingBatch) -> Sampled:
     reported = np.flatnonzero((batch.num_logprobs >= 0) | (batch.num_candidates > 0))
     raw = log_softmax_rows(logits, reported) if len(reported) else None
     beams = np.flatnonzero(batch.num_candidates)
-    sampled = Sampled(torch.empty(logits.shape[0], dtype=torch.int64, device=logits.device))
+    token_ids = torch.empty(logits.shape[0], dtype=torch.int64, device=logits.device)
     if batch.edits is not None or len(beams):
         logits = logits.float()  # no bias or score is rounded to the model's dtype
     if raw is not None and len(beams):
         # Beams are ranked by edited log probabilities, as in transformers.
-        logits[torch.from_numpy(beams)] = _pick(raw, np.searchsorted(reported, beams))
-    if batch.edits is not None:
-        sampled.errors = apply_edits(logits, batch.edits)
+        scores = pick_rows(raw, np.searchsorted(reported, beams))
+        logits[upload(beams, logits.device)] = scores
+    broken = {} if batch.edits is None else apply_edits(logits, batch.edits)
     if not batch.temperature.any():
-        sampling_ops.argmax(sampled.token_ids, logits)
+        sampling_ops.argmax(token_ids, logits)
     else:
         tensors = batch.on_device
         if tensors is None:
             columns = sampling_columns(batch)
             tensors = [upload(column, logits.device) for column in columns]
-        sampling_ops.sample_tokens(sampled.token_ids, logits, *tensors)
+        sampling_ops.sample_tokens(token_ids, logits, *tensors)
+    lost: Pending[dict[int, str]] = known({})
     if batch.edits is not None:
         is_beam = upload(batch.num_candidates > 0, logits.device)
-        lost = find_lost_rows(logits, sampled.token_ids, batch.edits, is_beam)
-        sampled.errors = lost | sampled.errors
-    if raw is not None:
-        _report(sampled, batch, logits, raw, reported)
-    return sampled
+        lost = find_lost_rows(logits, token_ids, batch.edits, is_beam)
+    reports = _reports(token_ids, batch, logits, raw, reported)
+    pending = together([*reports, lost])
+
+    def read(arrays: Sequence[npt.NDArray[np.generic]]) -> Findings:
+        logprobs, candidates, errors = pending.read(arrays)
+        return Findings(logprobs, candidates, errors | broken)
+
+    return Sampled(token_ids, Pending(pending.tensors, read))
 
 
-def _report(
-    sampled: Sampled,
+def _reports(
+    token_ids: torch.Tensor,
     batch: SamplingBatch,
     logits: torch.Tensor,
-    raw: torch.Tensor,
+    raw: torch.Tensor | None,
     reported: npt.NDArray[np.int64],
-) -> None:
-    """Fills in log probabilities and candidates.
+) -> tuple[Pending[dict[int, TokenLogprobs]], Pending[dict[int, Candidates]]]:
+    """Log probabilities and candidates, by row.
 
     Args:
         logits: `[num_samples, vocab_size]`, edited.
-        raw: `[len(reported), vocab_size]`, log probabilities of the rows `reported`.
+        raw: `[len(reported), vocab_size]`, log probabilities of the rows `reported`, if any.
     """
+    logprobs: Pending[dict[int, TokenLogprobs]] = known({})
+    best: Pending[dict[int, Candidates]] = known({})
     rows = np.flatnonzero(batch.num_logprobs >= 0)
-    if len(rows):
-        own = _pick(raw, np.searchsorted(reported, rows))
-        chosen = _pick(sampled.token_ids, rows)
-        found = token_logprobs(own, chosen, batch.num_logprobs[rows].tolist())
-        sampled.logprobs = dict(zip(rows.tolist(), found, strict=True))
+    if raw is not None and len(rows):
+        own = pick_rows(raw, np.searchsorted(reported, rows))
+        chosen = pick_rows(token_ids, rows)
+        logprobs = _by_row(rows, token_logprobs(own, chosen, batch.num_logprobs[rows].tolist()))
     rows = np.flatnonzero(batch.num_candidates)
-    if len(rows):
-        own = _pick(raw, np.searchsorted(reported, rows))
+    if raw is not None and len(rows):
+        own = pick_rows(raw, np.searchsorted(reported, rows))
         is_ranked = (batch.num_logprobs[rows] >= 0).tolist()
         counts = batch.num_candidates[rows].tolist()
-        best = candidates(_pick(logits, rows), own, counts, is_ranked)
-        sampled.candidates = dict(zip(rows.tolist(), best, strict=True))
+        best = _by_row(rows, candidates(pick_rows(logits, rows), own, counts, is_ranked))
+    return logprobs, best
 
 
-def _pick(tensor: torch.Tensor, rows: npt.NDArray[np.int64]) -> torch.Tensor:
-    """Rows in ascending order; the tensor itself if these are all."""
-    return tensor if len(rows) == tensor.shape[0] else tensor[torch.from_numpy(rows)]
+def _by_row(
+    rows: npt.NDArray[np.int64], pending: Pending[list[_Answer]]
+) -> Pending[dict[int, _Answer]]:
+    numbers = rows.tolist()
+    return Pending(
+        pending.tensors, lambda arrays: dict(zip(numbers, pending.read(arrays), strict=True))
+    )

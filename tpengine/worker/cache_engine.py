@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections import defaultdict
 from collections.abc import Iterable, Iterator
 from typing import Any
 
@@ -23,6 +24,8 @@ from tpengine.ops.cache import (
 
 _STAGING_BYTES = 64 << 20
 """Large enough for the bus to run at its full speed."""
+_PIECE_BYTES = 256 << 20
+"""Of the host's pool. torch pins a power of two of bytes: 32 GiB for a tensor of 17."""
 
 
 def block_bytes(
@@ -137,9 +140,15 @@ class PooledBlocks:
         self._stream: Any = torch.cuda.Stream(pool.device) if on_gpu and num_host_blocks else None
         one_block = (pool.shape[0], *pool.shape[2:])
         block_bytes = math.prod(one_block) * pool.itemsize
-        self._host = torch.empty(
-            (num_host_blocks, *one_block), dtype=pool.dtype, pin_memory=self._stream is not None
-        )
+        self._piece_blocks = max(1, _PIECE_BYTES // block_bytes)
+        self._host = [
+            torch.empty(
+                (min(self._piece_blocks, num_host_blocks - first), *one_block),
+                dtype=pool.dtype,
+                pin_memory=self._stream is not None,
+            )
+            for first in range(0, num_host_blocks, self._piece_blocks)
+        ]
         num_staged = staged_blocks(block_bytes, num_host_blocks)
         self._staging = torch.empty((num_staged, *one_block), dtype=pool.dtype, device=pool.device)
 
@@ -162,10 +171,17 @@ class PooledBlocks:
         self.caches.events = dict.fromkeys(range(len(self.caches)), event)
 
     def _swap_now(self, moves: BlockMoves) -> None:
-        if moves.swap_outs:
-            swap_out(self._host, self._pool, moves.swap_outs, self._staging)
-        if moves.swap_ins:
-            swap_in(self._pool, self._host, moves.swap_ins, self._staging)
+        outs, ins = defaultdict(list), defaultdict(list)  # by piece of the host's pool
+        for block, host_block in moves.swap_outs:
+            piece, place = divmod(host_block, self._piece_blocks)
+            outs[piece].append((block, place))
+        for host_block, block in moves.swap_ins:
+            piece, place = divmod(host_block, self._piece_blocks)
+            ins[piece].append((place, block))
+        for piece, pairs in outs.items():
+            swap_out(self._host[piece], self._pool, pairs, self._staging)
+        for piece, pairs in ins.items():
+            swap_in(self._pool, self._host[piece], pairs, self._staging)
 
     def copy(self, pairs: list[tuple[int, int]]) -> None:
         """Copies blocks within the cache, after swaps."""

@@ -8,6 +8,7 @@ nowhere (slot -1). The output head and sampling stay outside: their launches hid
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -32,8 +33,23 @@ _NUM_COLUMNS = 4  # token ids, positions, slots, lengths
 
 Forward = Callable[[torch.Tensor, AttentionMetadata], torch.Tensor]
 Run = Callable[[], torch.Tensor]
-Capture = Callable[[Run], Run]
-"""Records what a run does, and returns how to do it again."""
+
+
+@dataclass(frozen=True, slots=True)
+class Recorded:
+    """What a run did.
+
+    Attributes:
+        replay: does it again.
+        destroy: forgets it, whoever still refers to this; called once, and last.
+    """
+
+    replay: Run
+    destroy: Callable[[], None]
+
+
+Capture = Callable[[Run], Recorded]
+"""Records what a run does."""
 
 
 def graph_sizes(max_num_seqs: int) -> list[int]:
@@ -51,7 +67,7 @@ class CudaCapture:
         self._pool = torch.cuda.graph_pool_handle()
         self._device = device
 
-    def __call__(self, run: Run) -> Run:
+    def __call__(self, run: Run) -> Recorded:
         current = torch.cuda.current_stream(self._device)
         self._stream.wait_stream(current)
         with torch.cuda.stream(self._stream):
@@ -60,20 +76,28 @@ class CudaCapture:
         torch.cuda.synchronize(self._device)
         graph = torch.cuda.CUDAGraph()
         # Other threads of the process may go on with what they do on the device.
-        with torch.cuda.graph(
-            graph, pool=self._pool, stream=self._stream, capture_error_mode="thread_local"
-        ):
-            output = run()
+        try:
+            with torch.cuda.graph(
+                graph, pool=self._pool, stream=self._stream, capture_error_mode="thread_local"
+            ):
+                output = run()
+        except BaseException:
+            graph.reset()  # the frames of the error hold it
+            raise
 
         def replay() -> torch.Tensor:
             graph.replay()
             return output
 
-        return replay
+        return Recorded(replay, graph.reset)
 
 
 class DecodeGraphs:
     """Graphs of the model over one KV cache.
+
+    NCCL does not let go of a communicator before each graph that holds its calls is destroyed, nor
+    gives up waiting. So they are destroyed by `close`, and not when the last that refers to them,
+    the frame of an error perhaps, is gone.
 
     Args:
         forward: the model, over its cache: token ids and metadata to hidden states.
@@ -102,7 +126,7 @@ class DecodeGraphs:
         self._columns = torch.zeros(_NUM_COLUMNS * largest, **options)
         self._block_table = torch.zeros(largest, max_blocks, **options)
         self._no_chunks = torch.zeros(1, **options)
-        self._replays: dict[int, Run] = {}
+        self._recorded: dict[int, Recorded] = {}
         self._size_of = np.array(self.sizes)[np.searchsorted(self.sizes, np.arange(largest + 1))]
 
     def record(self, sizes: Sequence[int] | None = None) -> None:
@@ -117,7 +141,7 @@ class DecodeGraphs:
             self._columns.zero_()
             self._slots(size).fill_(-1)
             try:
-                self._replays[size] = self._capture(lambda size=size: self._run(size))
+                self._recorded[size] = self._capture(lambda size=size: self._run(size))
             except torch.OutOfMemoryError as error:
                 raise GraphCaptureError(
                     f"the CUDA graph of decode steps of {size} sequences does not fit into the "
@@ -129,6 +153,11 @@ class DecodeGraphs:
                     f"decode steps of {size} sequences cannot be recorded as a CUDA graph "
                     f"({error}); set enforce_eager=True (--enforce-eager), which is slower"
                 ) from error
+
+    def close(self) -> None:
+        """Destroys the graphs; a second call does nothing."""
+        while self._recorded:
+            self._recorded.popitem()[1].destroy()
 
     def fits(self, arrays: StepArrays) -> bool:
         """Whether a step has a graph: each row decodes, and there are not too many."""
@@ -162,7 +191,7 @@ class DecodeGraphs:
         if token_ids is not None:
             self._columns[:num_seqs].copy_(token_ids)
         self._block_table[:num_seqs, : table.shape[1]].copy_(table)
-        replay = self._replays[size]
+        replay = self._recorded[size].replay
         return lambda: replay()[:num_seqs]
 
     def _slots(self, size: int) -> torch.Tensor:

@@ -48,10 +48,10 @@ class InputBatch:
     """
 
     def __init__(
-        self, max_num_seqs: int, max_model_len: int, block_size: int, device: torch.device
+        self, max_num_seqs: int, max_model_len: int, block_size: int, uploads: Uploads
     ) -> None:
         self.block_size = block_size
-        self.uploads = Uploads(device)
+        self.uploads = uploads
         max_blocks = -(-max_model_len // block_size)
         self.token_ids = np.zeros((max_num_seqs, max_model_len), np.int32)
         self.num_tokens = np.zeros(max_num_seqs, np.int32)
@@ -59,7 +59,7 @@ class InputBatch:
         self.block_table = np.zeros((max_num_seqs, max_blocks), np.int32)
         self._num_blocks = np.zeros(max_num_seqs, np.int32)
         self._seeds = [0] * max_num_seqs
-        self.sampling = SamplingSlots(max_num_seqs, device)
+        self.sampling = SamplingSlots(max_num_seqs, uploads.device)
 
     def apply(self, step: StepInput) -> None:
         """Brings the slots up to date with the driver, in the order that `StepInput` documents."""
@@ -168,8 +168,8 @@ class InputBatch:
         # is never fed anyway: the driver ends it.
         fits = ends < self.token_ids.shape[1]
         self.token_ids[slots[fits], ends[fits]] = sampled[fits]
+        self.sampling.append(slots, sampled, self.token_ids, self.num_tokens)
         self.num_tokens[slots] = ends + 1
-        self.sampling.append(slots, sampled)
 
     def _enter(self, sequence: NewSequence) -> None:
         slot, count = sequence.slot, len(sequence.token_ids)

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import torch
 
+from tpengine.config import CacheConfig
 from tpengine.worker import cgroups
 
 GIB = 1 << 30
@@ -42,6 +43,23 @@ def held_by_others_bytes(device: torch.device) -> int:
         return cpu_held_by_others_bytes()
     free, total = torch.cuda.mem_get_info(device)
     return max(0, total - free - torch.cuda.memory_reserved(device))
+
+
+def kv_budget_bytes(
+    device: torch.device, config: CacheConfig, num_local_ranks: int, reserved: int
+) -> tuple[int, int]:
+    """(all memory of the device, what the KV cache of one rank may take), in bytes.
+
+    Args:
+        num_local_ranks: ranks of the engine that share a CPU's memory.
+        reserved: see `cuda_kv_budget_bytes`.
+    """
+    if device.type == "cpu":
+        wanted = config.cpu_kv_cache_bytes
+        return cpu_total_bytes(), cpu_kv_budget_bytes(wanted, num_local_ranks)
+    free, total = torch.cuda.mem_get_info(device)
+    share = config.gpu_memory_utilization
+    return total, cuda_kv_budget_bytes(total, free, share, reserved)
 
 
 def cpu_kv_budget_bytes(wanted: int | None, num_local_ranks: int = 1) -> int:

@@ -14,17 +14,19 @@ from tpengine.distributed.parallel_state import ParallelState
 from tpengine.layers.attention import KVCache
 from tpengine.layers.sampler import Sampled, SamplingBatch, sample, sampling_columns
 from tpengine.logger import init_logger
-from tpengine.messages import StepInput, StepOutput
+from tpengine.messages import PromptLogprobs, StepInput, StepOutput
 from tpengine.models.registry import CausalLM
 from tpengine.ops.recording import has_recordings
 from tpengine.worker.cache_engine import CacheEngine
 from tpengine.worker.cuda_graph import LARGEST_SIZE, Capture, DecodeGraphs, graph_sizes
 from tpengine.worker.decode_recording import DecodeRecording, NotRecordableError
+from tpengine.worker.dummy_step import dummy_arrays, worst_sampling
 from tpengine.worker.gpu import GpuAttention
 from tpengine.worker.input_batch import InputBatch, StepArrays, upload_step
 from tpengine.worker.memory import cuda_peak_bytes
 from tpengine.worker.prompt_logprobs import (
     PROMPT_SLICE_ROWS,
+    PromptRow,
     compute_prompt_logprobs,
     find_prompt_rows,
 )
@@ -70,22 +72,28 @@ class ModelRunner:
         self._kv_caches: list[KVCache] = []
         self._cache_engine: CacheEngine | None = None
 
+    def drop_recordings(self) -> None:
+        """Destroys what was recorded; steps go without from here on."""
+        recorded, self._recorded, self._begun = self._recorded, None, None
+        if isinstance(recorded, DecodeGraphs):
+            recorded.close()
+
     def detach_cache(self) -> None:
         """Lets go of the cache and of what was recorded over it."""
-        self._recorded = self._begun = None
+        self.drop_recordings()
         self._cache_engine = None
         self._kv_caches = []
 
     def attach_cache(self, cache_engine: CacheEngine) -> None:
         """Hands over the cache; from here on steps can be executed."""
-        self._recorded = self._begun = None
+        self.drop_recordings()
         self._cache_engine = cache_engine
         self._kv_caches = cache_engine.kv_caches
         self._batch = InputBatch(
             self._config.scheduler.max_num_seqs,
             self._config.scheduler.max_model_len,
             self._config.cache.block_size,
-            self._device,
+            Uploads(self._device, self._parallel.wait_for),
         )
 
     def execute(self, step: StepInput) -> StepOutput:
@@ -114,25 +122,24 @@ class ModelRunner:
             start = self._answered_at
         hidden = forward()
         output = StepOutput(step.step, [])
-        if prompt_rows:
-            output.prompt_logprobs = compute_prompt_logprobs(
-                hidden, prompt_rows, self.model.compute_logits, self._max_logits_rows
-            )
+        finish_prompts = self._start_prompt_logprobs(hidden, prompt_rows)
         sampled_ids = np.empty(0, np.int64)
         if step.sample_rows:
             if last_positions is not None:
                 hidden = hidden.index_select(0, last_positions)
             sampled = self._sample(self.model.compute_logits(hidden), sampling, step)
-            output.logprobs, output.candidates = sampled.logprobs, sampled.candidates
-            output.errors = sampled.errors
-            finish = self._downloads.start(sampled.token_ids)
+            finish = self._downloads.start([sampled.token_ids, *sampled.findings.tensors])
             batch.note_computed(step)
             if self.works_ahead and step.next_slots:
                 self._begin_next(step, batch, sampled.token_ids)
-            sampled_ids = finish()
+            sampled_ids, *arrays = finish()
             output.token_ids = sampled_ids.tolist()
+            found = sampled.findings.read(arrays)
+            output.logprobs, output.candidates = found.logprobs, found.candidates
+            output.errors = found.errors
         else:
             batch.note_computed(step)
+        output.prompt_logprobs = finish_prompts()
         self._answered_at = time.perf_counter()
         output.model_s = self._answered_at - start
         batch.append(step, sampled_ids)
@@ -196,8 +203,8 @@ class ModelRunner:
         """
         graphs = self.make_graphs(self._kv_caches, capture)
         start = time.perf_counter()
+        self._recorded = graphs  # before they are all there: whoever fails drops them
         graphs.record()
-        self._recorded = graphs
         logger.info(
             "CUDA graphs of %d batch sizes up to %d recorded in %.1f s",
             len(graphs.sizes),
@@ -252,9 +259,23 @@ class ModelRunner:
         if sampling is None:
             ids = torch.empty(len(step.sample_slots), dtype=torch.int64, device=self._device)
             return Sampled(self._parallel.broadcast(ids))
+        if sampling.edits is not None and sampling.edits.processors:
+            # Functions of users, which may wait for their logits without a bound.
+            self._parallel.wait_for(end_of_work(self._device), "a step")
         sampled = sample(logits, sampling)
         sampled.token_ids = self._parallel.broadcast(sampled.token_ids)
         return sampled
+
+    def _start_prompt_logprobs(
+        self, hidden: torch.Tensor, rows: list[PromptRow]
+    ) -> Callable[[], dict[int, PromptLogprobs]]:
+        """Computes them; what it returns waits for the answer."""
+        if not rows:
+            return dict
+        logits_rows = self._max_logits_rows
+        pending = compute_prompt_logprobs(hidden, rows, self.model.compute_logits, logits_rows)
+        finish = self._downloads.start(pending.tensors)
+        return lambda: pending.read(finish())
 
     @property
     def _max_logits_rows(self) -> int:
@@ -291,50 +312,20 @@ class ModelRunner:
     def _run_dummy(
         self, query_lens: np.ndarray, kv_caches: list[KVCache], num_logits_rows: int = 1
     ) -> int:
-        block_size = self._config.cache.block_size
         # Lengths stay within what one block per table column can hold.
         scheduler = self._config.scheduler
         longest = min(scheduler.max_model_len, scheduler.max_num_batched_tokens)
         query_lens = np.minimum(np.sort(query_lens), longest).astype(np.int32)
-        num_seqs, num_tokens = len(query_lens), int(query_lens.sum())
-        num_decodes = int(np.count_nonzero(query_lens == 1))
-        starts = np.cumsum(query_lens) - query_lens
-        positions = np.arange(num_tokens, dtype=np.int32) - np.repeat(starts, query_lens)
-        borders = np.concatenate([[0], np.cumsum(query_lens[num_decodes:])])
-        max_blocks = -(-int(query_lens.max()) // block_size)
-        arrays = StepArrays(
-            token_ids=np.zeros(num_tokens, np.int32),
-            positions=positions.astype(np.int32),
-            slot_mapping=np.full(num_tokens, -1, np.int32),
-            block_table=np.zeros((num_seqs, max_blocks), np.int32),
-            seq_lens=query_lens,
-            query_start_loc=borders.astype(np.int32),
-            num_decodes=num_decodes,
-            num_scheduled_tokens=query_lens,
-        )
-        uploads = Uploads(self._device)
+        arrays = dummy_arrays(query_lens, self._config.cache.block_size)
+        uploads = Uploads(self._device, self._parallel.wait_for)
         token_ids, metadata = upload_step(arrays, uploads)
         if self._gpu is not None:
             metadata.gpu = self._gpu.batch(arrays, metadata.query_start_loc, uploads)
         hidden = self.model.forward(token_ids, kv_caches, metadata)
         model_peak = cuda_peak_bytes(self._device)
-        num_rows = max(num_seqs, num_logits_rows)
+        num_rows = max(len(query_lens), num_logits_rows)
         last = uploads.send([np.resize(np.cumsum(query_lens) - 1, num_rows)])[0]
         logits = self.model.compute_logits(hidden.index_select(0, last))
         if self._parallel.tp_rank == 0:
-            sample(logits, _worst_sampling(num_rows))
+            sample(logits, worst_sampling(num_rows))
         return model_peak
-
-
-def _worst_sampling(num_rows: int) -> SamplingBatch:
-    """Every stage that takes memory, for every row."""
-    return SamplingBatch(
-        temperature=np.ones(num_rows, np.float32),
-        top_k=np.full(num_rows, 50, np.int32),
-        top_p=np.full(num_rows, 0.9, np.float32),
-        min_p=np.zeros(num_rows, np.float32),
-        noise_key=np.zeros(num_rows, np.uint64),
-        positions=np.zeros(num_rows, np.int32),
-        num_logprobs=np.full(num_rows, 1, np.int32),
-        num_candidates=np.zeros(num_rows, np.int32),
-    )

@@ -7,14 +7,17 @@ the same number that the memory profile ran with. Nothing has to be reserved at 
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from itertools import chain
 
 import numpy as np
 import numpy.typing as npt
 import torch
 
 from tpengine.layers.logprobs import token_logprobs
+from tpengine.layers.pending import Array, Pending, together
+from tpengine.layers.upload import upload
 from tpengine.messages import PromptLogprobs, StepInput
 from tpengine.worker.input_batch import InputBatch
 
@@ -69,23 +72,32 @@ def compute_prompt_logprobs(
     rows: list[PromptRow],
     compute_logits: Callable[[torch.Tensor], torch.Tensor],
     max_logits_rows: int,
-) -> dict[int, PromptLogprobs]:
+) -> Pending[dict[int, PromptLogprobs]]:
     """Log probabilities by row of the step.
 
     Args:
         hidden: `[num_tokens, hidden_size]`, the last layer's output for the step's tokens.
         max_logits_rows: rows of logits that are held at once.
     """
-    found = {}
+    parts = []
     for part in rows:
-        entries = []
+        slices = []
         for start in range(0, len(part.targets), max_logits_rows):
-            targets = torch.from_numpy(part.targets[start : start + max_logits_rows])
+            targets = part.targets[start : start + max_logits_rows]
             first = part.first_token + start
             logits = compute_logits(hidden[first : first + len(targets)])
             if not len(logits):  # on all ranks but the first
                 continue
             raw = torch.log_softmax(logits.float(), dim=-1)
-            entries += token_logprobs(raw, targets.to(raw.device), [part.num_top] * len(targets))
-        found[part.row] = PromptLogprobs(part.first_position, entries)
-    return found
+            num_top = [part.num_top] * len(targets)
+            slices.append(token_logprobs(raw, upload(targets, raw.device), num_top))
+        parts.append(together(slices))
+    pending = together(parts)
+
+    def read(arrays: Sequence[Array]) -> dict[int, PromptLogprobs]:
+        return {
+            part.row: PromptLogprobs(part.first_position, list(chain.from_iterable(entries)))
+            for part, entries in zip(rows, pending.read(arrays), strict=True)
+        }
+
+    return Pending(pending.tensors, read)

@@ -83,15 +83,32 @@ class SamplingSlots:
         if not self.has_penalties[slot]:
             self._counts.clear(slot)
             return
+        self._counts.write(slot, *self._penalised(slot, token_ids))
+
+    def append(
+        self, slots: Int64, sampled: Int64, token_ids: Int32, num_tokens: Int32 | Int64
+    ) -> None:
+        """Notes a token that was sampled for each of `slots`.
+
+        Args:
+            token_ids: `[max_num_seqs, max_model_len]`, tokens of every slot.
+            num_tokens: `[max_num_seqs]`, how many of them came before.
+        """
+        if self._counts.is_empty:
+            return
+
+        def count_distinct(slot: int) -> int:
+            tokens = self._penalised(slot, token_ids[slot, : num_tokens[slot]])
+            return len(np.unique(np.concatenate(tokens)))
+
+        self._counts.append(slots, sampled, count_distinct)
+
+    def _penalised(self, slot: int, token_ids: Int32) -> tuple[Int32, Int32]:
+        """Those tokens of prompt and output at which the slot's penalties look."""
         prompt, output = np.split(token_ids, [self.num_prompt_tokens[slot]])
         if self.repetition_penalty[slot] == 1.0:
             prompt = prompt[:0]  # the other penalties look at the output only
-        self._counts.write(slot, prompt, output)
-
-    def append(self, slots: Int64, token_ids: Int64) -> None:
-        """Notes a token that was sampled for each of `slots`."""
-        if not self._counts.is_empty:
-            self._counts.append(slots, token_ids)
+        return prompt, output
 
     def fork(self, parent_slot: int, child_slot: int, noise_key: np.uint64) -> None:
         """Lets a child sample as its parent does, with noise of its own."""

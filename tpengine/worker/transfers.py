@@ -24,10 +24,14 @@ class Uploads:
 
     On a GPU all of a call go as one copy from pinned memory, which neither waits for the device nor
     lets the device wait for the host. On CPU the tensors are the arrays themselves.
+
+    Args:
+        wait_for: see `ParallelState.wait_for`.
     """
 
-    def __init__(self, device: torch.device) -> None:
-        self._device = device
+    def __init__(self, device: torch.device, wait_for: Wait) -> None:
+        self.device = device
+        self._wait_for = wait_for
         self._on_gpu = device.type == "cuda"
         self._buffers: list[torch.Tensor | None] = [None] * _NUM_BUFFERS
         self._events: list[torch.cuda.Event | None] = [None] * _NUM_BUFFERS
@@ -42,14 +46,14 @@ class Uploads:
         self._next = (turn + 1) % _NUM_BUFFERS
         event = self._events[turn]
         if event is not None:
-            event.synchronize()
+            self._wait_for(event.query, "an upload")
         buffer = self._buffers[turn]
         if buffer is None or len(buffer) < size:
             capacity = max(_FIRST_BYTES, 2 * size)
             buffer = torch.empty(capacity, dtype=torch.uint8, pin_memory=True)
             self._buffers[turn] = buffer
         pack(buffer.numpy(), arrays, places)
-        sent = buffer[:size].to(self._device, non_blocking=True)
+        sent = buffer[:size].to(self.device, non_blocking=True)
         event = self._events[turn] = event or torch.cuda.Event()
         event.record()
         return unpack(sent, arrays, places)
@@ -92,32 +96,34 @@ def unpack(
 
 
 class Downloads:
-    """Brings sampled ids to the host while the host does something else.
+    """Brings what was sampled to the host while the host does something else.
 
-    The copy has a stream of its own, so that it does not wait for what is launched after the ids.
+    The copies have a stream of their own, so that they do not wait for what is launched after them.
 
     Args:
         wait_for: see `ParallelState.wait_for`.
     """
 
     def __init__(self, device: torch.device, wait_for: Wait) -> None:
+        self._device = device
         self._wait_for = wait_for
         self._stream: Any = torch.cuda.Stream(device) if device.type == "cuda" else None
 
-    def start(self, tensor: torch.Tensor) -> Callable[[], npt.NDArray[Any]]:
-        """Starts the copy; what it returns waits for its end, and gives the array."""
-        if self._stream is None:
-            return tensor.numpy
-        host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
-        self._stream.wait_stream(torch.cuda.current_stream(tensor.device))
+    def start(self, tensors: Sequence[torch.Tensor]) -> Callable[[], list[npt.NDArray[Any]]]:
+        """Starts the copies; what it returns waits for their end, and gives the arrays."""
+        if self._stream is None or not tensors:
+            return lambda: [tensor.numpy() for tensor in tensors]
+        hosts = [torch.empty(one.shape, dtype=one.dtype, pin_memory=True) for one in tensors]
+        self._stream.wait_stream(torch.cuda.current_stream(self._device))
         with torch.cuda.stream(self._stream):
-            host.copy_(tensor, non_blocking=True)
-            tensor.record_stream(self._stream)
+            for host, tensor in zip(hosts, tensors, strict=True):
+                host.copy_(tensor, non_blocking=True)
+                tensor.record_stream(self._stream)
             event = torch.cuda.Event()
             event.record(self._stream)
 
-        def finish() -> npt.NDArray[Any]:
+        def finish() -> list[npt.NDArray[Any]]:
             self._wait_for(event.query, "a step")
-            return host.numpy()
+            return [host.numpy() for host in hosts]
 
         return finish

@@ -210,7 +210,8 @@ class Worker:
                 recording = runner.make_recording(probe.kv_caches)
                 return 0 if recording is None else recording.num_bytes
             graphs = runner.make_graphs(probe.kv_caches, CudaCapture(self._device))
-            num_bytes = estimate_bytes(graphs, self._device)
+            with contextlib.closing(graphs):
+                num_bytes = estimate_bytes(graphs, self._device)
         del graphs, probe
         self._release()
         return num_bytes
@@ -293,11 +294,12 @@ class Worker:
 
     def shutdown(self) -> None:
         """Lets go of weights, cache and the other ranks."""
-        self._parallel.close()
-        self._store = None
-        self._runner = None
-        self._gpu = None
-        self._cache_engine = None
+        try:
+            if self._runner is not None:
+                self._runner.detach_cache()  # graphs first, see `DecodeGraphs`
+        finally:
+            self._parallel.close()
+        self._store = self._runner = self._gpu = self._cache_engine = None
         self._release()
 
     @contextlib.contextmanager
@@ -307,7 +309,11 @@ class Worker:
             with torch.inference_mode():
                 yield
         except BaseException:
-            self._parallel.abandon()
+            try:
+                if self._parallel.tp_size > 1 and self._runner is not None:
+                    self._runner.drop_recordings()  # as in `shutdown`; no step will come
+            finally:
+                self._parallel.abandon()
             raise
 
     @property
@@ -331,20 +337,11 @@ class Worker:
         return block_bytes(self._device, self._cache_dtype, *self._cache_shape())
 
     def _kv_budget(self, reserved_bytes: int) -> tuple[int, int]:
-        """(all memory of the device, what the KV cache may take), in bytes.
-
-        Args:
-            reserved_bytes: what is to come beside the cache, on a GPU.
-        """
-        if self._device.type == "cpu":
-            wanted = self._config.cache.cpu_kv_cache_bytes
-            return memory.cpu_total_bytes(), memory.cpu_kv_budget_bytes(
-                wanted, self._num_local_ranks
-            )
+        """See `memory.kv_budget_bytes`."""
         self._release()
-        free, total = torch.cuda.mem_get_info(self._device)
-        share = self._config.cache.gpu_memory_utilization
-        return total, memory.cuda_kv_budget_bytes(total, free, share, reserved_bytes)
+        return memory.kv_budget_bytes(
+            self._device, self._config.cache, self._num_local_ranks, reserved_bytes
+        )
 
     def _swap_space_bytes(self) -> int:
         return memory.host_swap_bytes(self._config.cache.swap_space_bytes, self._num_local_ranks)

@@ -1,0 +1,186 @@
+"""Graphs go before the group whose calls they hold: NCCL waits for them, without a bound."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from support.models import ModelShop
+from support.zoo import PLAIN
+
+from tpengine.distributed.parallel_state import ParallelState
+from tpengine.engine_args import EngineArgs
+from tpengine.errors import GraphCaptureError
+from tpengine.messages import NewSequence, StepInput
+from tpengine.sampling_params import SamplingParams
+from tpengine.worker import cuda_graph
+from tpengine.worker.cuda_graph import Recorded, Run
+from tpengine.worker.gpu import GpuAttention
+from tpengine.worker.model_runner import ModelRunner
+from tpengine.worker.worker import Worker
+
+CPU = torch.device("cpu")
+SIZES = 4  # 1, 2, 4, 8
+
+
+class Ledger:
+    """Graphs that are alive, and what happened to the group, each with how many were alive."""
+
+    def __init__(self) -> None:
+        self.alive: set[int] = set()
+        self.recorded = 0
+        self.group: list[tuple[str, int]] = []
+        self.fails_at = 0
+        """Number of the recording that cannot be made; 0: none."""
+
+    def capture(self, run: Run) -> Recorded:
+        self.recorded += 1
+        number = self.recorded
+        if number == self.fails_at:
+            raise RuntimeError("cudaErrorStreamCaptureUnsupported")
+        run()
+        self.alive.add(number)
+
+        def replay() -> torch.Tensor:
+            assert number in self.alive, "a graph that is gone"
+            return run()
+
+        return Recorded(replay, lambda: self.alive.remove(number))
+
+
+class Group:
+    """The first of two ranks, of which the other adds nothing."""
+
+    can_be_recorded = True
+
+    def __init__(self, ledger: Ledger) -> None:
+        self._ledger = ledger
+
+    def all_reduce(self, x: torch.Tensor) -> torch.Tensor:
+        return x
+
+    def all_gather(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.cat([x, x], dim=-1)
+
+    gather = all_gather
+    broadcast = all_reduce
+
+    def abandon(self) -> None:
+        self._ledger.group.append(("abandon", len(self._ledger.alive)))
+
+    def close(self) -> None:
+        self._ledger.group.append(("close", len(self._ledger.alive)))
+
+
+@pytest.fixture
+def ledger(monkeypatch: pytest.MonkeyPatch) -> Ledger:
+    """Of workers that record graphs, on the CPU."""
+    ledger = Ledger()
+
+    class Growth:
+        def __init__(self, device: torch.device) -> None:
+            pass
+
+        def num_bytes(self) -> int:
+            return 0
+
+    monkeypatch.setattr(cuda_graph, "CudaGrowth", Growth)
+    monkeypatch.setattr("tpengine.worker.worker.CudaCapture", lambda device: ledger.capture)
+    monkeypatch.setattr(Worker, "_uses_graphs", lambda self: True)
+    monkeypatch.setattr(Worker, "_records_on_cpu", False)
+    return ledger
+
+
+def loaded(models: ModelShop, ledger: Ledger, size: int = 2) -> Worker:
+    args = EngineArgs(
+        str(models.folder(PLAIN)),
+        dtype="float32",
+        max_model_len=64,
+        max_num_seqs=8,
+        tensor_parallel_size=size,
+        executor="ray" if size > 1 else "local",
+    )
+    config = args.create_engine_config("cpu")
+    worker = Worker(config, ParallelState(0, size, Group(ledger)) if size > 1 else None)
+    worker.init_device()
+    worker.load_model()
+    model = worker._require_runner().model
+    worker._gpu = GpuAttention(model, config, torch.float32, torch.float32, CPU)
+    worker._runner = ModelRunner(config, model, 0, CPU, worker._parallel, worker._gpu)
+    return worker
+
+
+def step(number: int) -> StepInput:
+    params = SamplingParams(temperature=0.0)
+    new = [] if number > 1 else [NewSequence(0, [5, 6, 7], 3, 0, [0], params, 1, 0, [])]
+    return StepInput(number, [0], [1 if number > 1 else 3], new, sample_rows=[0], sample_slots=[0])
+
+
+def test_shutdown(models: ModelShop, ledger: Ledger) -> None:
+    worker = loaded(models, ledger)
+    worker.profile_num_available_blocks()
+    assert not ledger.alive, "those that were tried stay"
+    for _ in range(2):
+        worker.init_cache_engine(6)
+        assert len(ledger.alive) == SIZES
+    for number in (1, 2, 3):
+        worker.execute_model(step(number))
+    held = worker._require_runner()._recorded  # as a frame somewhere may
+    worker.shutdown()
+    assert held is not None
+    assert ledger.group == [("close", 0)]
+    worker.shutdown()
+    assert ledger.group == [("close", 0)] * 2
+
+
+def test_shutdown_with_a_graph_that_cannot_be_destroyed(models: ModelShop, ledger: Ledger) -> None:
+    worker = loaded(models, ledger)
+    worker.init_cache_engine(6)
+    ledger.alive.clear()
+    with pytest.raises(KeyError):
+        worker.shutdown()
+    assert ledger.group == [("close", 0)]
+
+
+def test_a_step_that_fails(models: ModelShop, ledger: Ledger) -> None:
+    """With the error's traceback, whose frames hold the graph, still there."""
+    worker = loaded(models, ledger)
+    worker.init_cache_engine(6)
+    worker.execute_model(step(1))
+    runner: Any = worker._require_runner()
+    runner.model.compute_logits = None
+    with pytest.raises(TypeError) as caught:
+        worker.execute_model(step(2))
+    assert caught.value.__traceback__ is not None
+    assert ledger.group == [("abandon", 0)]
+
+
+def test_a_step_that_fails_on_one_rank_keeps_its_graphs(models: ModelShop, ledger: Ledger) -> None:
+    """There is no group to give up, and the next step may be fine."""
+    worker = loaded(models, ledger, size=1)
+    worker.init_cache_engine(6)
+    worker.execute_model(step(1))
+    runner: Any = worker._require_runner()
+    compute_logits, runner.model.compute_logits = runner.model.compute_logits, None
+    with pytest.raises(TypeError):
+        worker.execute_model(step(2))
+    assert len(ledger.alive) == SIZES
+    runner.model.compute_logits = compute_logits
+    worker.execute_model(step(3))
+    worker.shutdown()
+    assert not ledger.alive
+
+
+@pytest.mark.parametrize(
+    ("method", "args"), [("profile_num_available_blocks", ()), ("init_cache_engine", (6,))]
+)
+def test_a_recording_that_fails(
+    models: ModelShop, ledger: Ledger, method: str, args: tuple[int, ...]
+) -> None:
+    worker = loaded(models, ledger)
+    ledger.fails_at = 2
+    with pytest.raises(GraphCaptureError):
+        getattr(worker, method)(*args)
+    assert ledger.recorded == 2
+    assert ledger.group == [("abandon", 0)]

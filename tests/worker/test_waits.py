@@ -1,0 +1,92 @@
+"""Waits for a device that does not answer end, with an error that says so."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from sampling import processors
+from support.models import ModelShop
+from support.zoo import PLAIN
+
+from tpengine.distributed.parallel_state import ParallelState
+from tpengine.engine_args import EngineArgs
+from tpengine.errors import CollectiveError, EngineError
+from tpengine.messages import NewSequence, StepInput
+from tpengine.sampling_params import SamplingParams
+from tpengine.worker import model_runner, transfers
+from tpengine.worker.transfers import Downloads, Uploads
+from tpengine.worker.worker import Worker
+
+CPU = torch.device("cpu")
+
+
+class Never:
+    """An event that does not come."""
+
+    def record(self, stream: object = None) -> None:
+        pass
+
+    def query(self) -> bool:
+        return False
+
+    def synchronize(self) -> None:
+        raise AssertionError("a wait without a bound")
+
+
+@pytest.fixture
+def hung(monkeypatch: pytest.MonkeyPatch) -> ParallelState:
+    """The first of two ranks, whose device is the CPU in all but its memory and its end."""
+    empty = torch.empty
+
+    def ordinary(*args: Any, pin_memory: bool = False, **kwargs: Any) -> torch.Tensor:
+        return empty(*args, **kwargs)
+
+    monkeypatch.setattr(torch, "empty", ordinary)
+    monkeypatch.setattr(torch.cuda, "Event", Never)
+    return ParallelState(0, 2, timeout_s=0.05)
+
+
+def test_uploads(hung: ParallelState) -> None:
+    uploads = Uploads(CPU, hung.wait_for)
+    uploads._on_gpu = True
+    array = np.arange(5)
+    for _ in range(transfers._NUM_BUFFERS):
+        assert uploads.send([array])[0].tolist() == array.tolist()
+    with pytest.raises(CollectiveError, match=r"rank 0 has not finished an upload within 0\.05 s"):
+        uploads.send([array])
+
+
+def test_whether_all_can(hung: ParallelState, monkeypatch: pytest.MonkeyPatch) -> None:
+    class Device:
+        type = "cuda"
+
+    monkeypatch.setattr(torch, "tensor", lambda values, device: torch.zeros(1))
+    monkeypatch.setattr(ParallelState, "all_reduce", lambda self, x: x)
+    with pytest.raises(CollectiveError, match="has not finished an exchange with all ranks"):
+        hung.all_can(True, Device())  # type: ignore[arg-type]
+
+
+def test_functions_of_users(models: ModelShop, monkeypatch: pytest.MonkeyPatch) -> None:
+    """They may read their logits: they are called when these are there."""
+    config = EngineArgs(str(models.folder(PLAIN)), dtype="float32").create_engine_config("cpu")
+    worker = Worker(config, ParallelState(timeout_s=0.05))
+    worker.init_device()
+    worker.load_model()
+    worker.init_cache_engine(6)
+    monkeypatch.setattr(model_runner, "end_of_work", lambda device: lambda: False)
+    params = SamplingParams(logits_processors="sampling.processors:keep")
+    new = NewSequence(0, [5, 6, 7], 3, 0, [0], params, 1, 0, [])
+    processors.kept.clear()
+    with pytest.raises(EngineError, match=r"has not finished a step within 0\.05 s"):
+        worker.execute_model(StepInput(1, [0], [3], [new], sample_rows=[0], sample_slots=[0]))
+    assert not processors.kept
+    worker.shutdown()
+
+
+def test_nothing_to_bring_is_nothing_to_wait_for(hung: ParallelState) -> None:
+    downloads = Downloads(CPU, hung.wait_for)
+    downloads._stream = object()
+    assert downloads.start([])() == []
