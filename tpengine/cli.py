@@ -132,7 +132,9 @@ def _add_generate(commands: argparse._SubParsersAction[CommandParser]) -> None:
         action="store_true",
         help="answer prompts as messages, by the model's chat template",
     )
-    add_sampling_arguments(command)
+    add_sampling_arguments(
+        command, "from the engine's seed and the prompt's number, so that a run repeats"
+    )
     EngineArgs.add_cli_args(command)
     command.set_defaults(run=_generate, command=command)
 

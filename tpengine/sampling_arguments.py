@@ -7,8 +7,12 @@ import argparse
 from tpengine.sampling_params import SamplingParams
 
 
-def add_sampling_arguments(parser: argparse.ArgumentParser) -> None:
-    """Adds the options that a person at a terminal wants."""
+def add_sampling_arguments(parser: argparse.ArgumentParser, seed_default: str) -> None:
+    """Adds the options that a person at a terminal wants.
+
+    Args:
+        seed_default: where a prompt's seed comes from if none is given.
+    """
     sampling = parser.add_argument_group("sampling")
     sampling.add_argument(
         "--max-tokens", type=int, default=100, help="most tokens to generate (default: %(default)s)"
@@ -42,8 +46,7 @@ def add_sampling_arguments(parser: argparse.ArgumentParser) -> None:
     sampling.add_argument(
         "--sampling-seed",
         type=int,
-        help="seed of each prompt; default: by the engine's seed and the prompt's number, so that "
-        "a run repeats",
+        help=f"seed of each prompt; default: {seed_default}",
     )
     sampling.add_argument(
         "--stop",

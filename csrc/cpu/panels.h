@@ -40,7 +40,8 @@ inline int64_t num_panels(int64_t out_features) {
 // weights in L2 while blocks of rows pass.
 constexpr int64_t kGroupBytes = 512 * 1024;
 constexpr int64_t kGroupsPerThread = 4;
-// Many rows make the smallest groups, pairs of panels, long enough.
+// Many rows make the smallest groups, pairs of panels, long enough. As many as linear.inc's
+// kFewRows on 16 lanes are few.
 constexpr int64_t kManyRows = 8, kManyRowsGroup = 2;
 // Below this waking a thread costs more than it saves.
 constexpr int64_t kSerialProducts = 1 << 16;

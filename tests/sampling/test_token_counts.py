@@ -99,6 +99,18 @@ def test_repeated_tokens_take_no_room() -> None:
     assert counts.num_bytes == before
 
 
+def test_repeated_tokens_take_no_room_beside_rows_of_other_ages() -> None:
+    """The bounds of all rows are too high, and not only that of the row which is full first."""
+    counts, slots = TokenCounts(8, CPU), list(range(8))
+    for slot in slots:
+        counts.write(slot, np.array([slot, 9], np.int32), np.empty(0, np.int32))
+    before = counts.num_bytes
+    for step in range(600):
+        running = np.array([slot for slot in slots if step >= 5 * slot])
+        counts.append(running, np.full(len(running), 9), lambda slot: 2)
+    assert counts.num_bytes == before
+
+
 def test_a_row_that_is_nearly_full_is_seldom_counted() -> None:
     counts, asked = TokenCounts(4, CPU), []
 

@@ -31,8 +31,8 @@ class Ledger:
         self.alive: set[int] = set()
         self.recorded = 0
         self.group: list[tuple[str, int]] = []
-        self.fails_at = 0
-        """Number of the recording that cannot be made; 0: none."""
+        self.fails_at: int | None = None
+        """Number of the recording that cannot be made; None: all can."""
 
     def capture(self, run: Run) -> Recorded:
         self.recorded += 1

@@ -89,7 +89,7 @@ def _tests(name: str, limit_s: float, words: str, *last: str, before: str = "") 
     return Part(name, command, limit_s, _PASSED, _UNDECIDED)
 
 
-def _part(name: str, limit_s: float, words: str, *last: str, shown: str = "") -> Part:
+def _part(name: str, limit_s: float, words: str, *last: str, shown: str | None = None) -> Part:
     """Args: words and last: the command, `last` with whatever spaces they have."""
     return Part(name, (*words.split(), *last), limit_s, shown=shown)
 

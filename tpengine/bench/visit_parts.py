@@ -46,8 +46,8 @@ class Part:
     name: str
     command: tuple[str, ...]
     limit_s: float
-    proof: str = ""
-    shown: str = ""
+    proof: str | None = None
+    shown: str | None = None
 
     @property
     def file_name(self) -> str:
@@ -144,7 +144,9 @@ def run_parts(parts: Sequence[Part], out: Path, budget_s: float) -> list[Result]
             if shutil.which(part.command[0]) is None:
                 line = f"{part.command[0]} is not installed"
                 results.append(Result(part, "not here", 0.0, [line]))
-            elif cut.signal or left < min(_LEAST_S, part.limit_s):
+            elif cut.signal is not None:
+                results.append(Result(part, f"not run: cut by {cut.signal.name}", 0.0))
+            elif left < min(_LEAST_S, part.limit_s):
                 results.append(Result(part, "no time left", 0.0))
             else:
                 results.append(_run_part(part, out, min(part.limit_s, left), cut, guard))
@@ -163,12 +165,12 @@ def _run_part(part: Part, out: Path, limit_s: float, cut: Cut, guard: Guard) -> 
         guard.watch(process.pid)
         try:
             outcome = _wait(process, start + limit_s, cut)
-            if not outcome:
+            if outcome is None:
                 _send(process, signal.SIGINT)
                 with contextlib.suppress(subprocess.TimeoutExpired):
                     process.wait(_TELL_S)
                 outcome = f"ended after {time.monotonic() - start:.0f} s"
-                if cut.signal:
+                if cut.signal is not None:
                     outcome = f"cut by {cut.signal.name}"
         finally:
             _send(process, signal.SIGKILL)  # its children, too, which may have stayed
@@ -176,18 +178,18 @@ def _run_part(part: Part, out: Path, limit_s: float, cut: Cut, guard: Guard) -> 
                 process.wait(_KILL_S)
             guard.watch(None)
     text = _text(path)
-    if outcome == "passed" and part.proof not in text:
+    if outcome == "passed" and part.proof is not None and part.proof not in text:
         outcome = "failed: nothing ran"
     return Result(part, outcome, time.monotonic() - start, _lines_of(part, text))
 
 
-def _wait(process: subprocess.Popen[bytes], end: float, cut: Cut) -> str:
-    """How a part ended by itself; empty: it is to be ended."""
-    while not cut.signal and time.monotonic() < end:
+def _wait(process: subprocess.Popen[bytes], end: float, cut: Cut) -> str | None:
+    """How a part ended by itself; None: it is to be ended."""
+    while cut.signal is None and time.monotonic() < end:
         with contextlib.suppress(subprocess.TimeoutExpired):
             code = process.wait(min(_LOOK_S, max(0.0, end - time.monotonic())))
             return "passed" if code == 0 else f"failed with {code}"
-    return ""
+    return None
 
 
 def _send(process: subprocess.Popen[bytes], number: signal.Signals) -> None:
@@ -197,7 +199,9 @@ def _send(process: subprocess.Popen[bytes], number: signal.Signals) -> None:
 
 def _lines_of(part: Part, text: str) -> list[str]:
     lines = text.splitlines()
-    shown = [line for line in lines[:-_TAIL_LINES] if part.shown and re.search(part.shown, line)]
+    shown: list[str] = []
+    if part.shown is not None:
+        shown = [line for line in lines[:-_TAIL_LINES] if re.search(part.shown, line)]
     return shown[-_MOST_SHOWN:] + lines[-_TAIL_LINES:]
 
 

@@ -175,10 +175,10 @@ class TokenCounts:
     ) -> int:
         """Makes sure that each row has a free column; returns a width that covers all of them."""
         width = self._ids.shape[1]
-        full = self._bounds[rows] >= width
-        if full.any():
-            # Repeated tokens took no column: only now is it worth counting.
-            self._bounds[rows[full]] = [count_distinct(slot) for slot in slots[full].tolist()]
+        if (self._bounds[rows] >= width).any():
+            # Repeated tokens took no column: only now is it worth counting. All rows, as the bounds
+            # of those that are not full are too high as well, and the width is for the highest.
+            self._bounds[rows] = [count_distinct(slot) for slot in slots.tolist()]
             # With some to spare, or a row that is nearly full would be counted in each step.
             self._reserve_width(int(self._bounds[rows].max()) + 1 + width // _SPARE_SHARE)
         return int(self._bounds[rows].max()) + 1

@@ -178,7 +178,7 @@ class OPTForCausalLM:
         kv_caches: list[KVCache],
         metadata: AttentionMetadata,
     ) -> torch.Tensor:
-        """All layers, from `x + residual`; both are overwritten."""
+        """All layers, from `x + residual`; residual is overwritten."""
         for layer, kv_cache in zip(self.layers, kv_caches, strict=True):
             x = layer.forward_norm_before(x, residual, kv_cache, metadata)
         if self.final_layer_norm is not None:

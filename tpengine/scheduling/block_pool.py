@@ -25,7 +25,8 @@ class BlockPool:
         self.num_hits = 0
         self.num_evictions = 0
         # Last in, first out: the block that was just given back is still in a processor's cache,
-        # and of a large cache on CPU no more pages are touched than were ever needed at once.
+        # and without prefix caching no more pages of a large cache are touched, on CPU, than were
+        # ever needed at once.
         self._blank = list(reversed(range(num_blocks)))
         # Free and of known content, least recently used first.
         self._idle: OrderedDict[int, None] = OrderedDict()

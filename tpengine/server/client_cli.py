@@ -30,6 +30,7 @@ from tpengine.terminal import streamed_text
 
 DEFAULT_TARGET = "127.0.0.1:50051"
 _TOKEN_HINT = "; give your token with --token-file FILE or in TPENGINE_CLIENT_TOKEN"
+_SEED_DEFAULT = "from the server's seed and the number of the request; a repeat differs"
 _Action = Callable[[argparse.Namespace, GenerationClient], Awaitable[int]]
 
 
@@ -64,7 +65,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="NUM",
         help="print each token's log probability, and the NUM most likely ones; default: none",
     )
-    add_sampling_arguments(generate)
+    add_sampling_arguments(generate, _SEED_DEFAULT)
     chat = _add_command(commands, "chat", "hold a conversation by the model's chat template", _chat)
     chat.add_argument(
         "message",
@@ -72,7 +73,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="WORD",
         help="of one message; default: each line of stdin is one",
     )
-    add_sampling_arguments(chat)
+    add_sampling_arguments(chat, _SEED_DEFAULT)
     health = _add_command(
         commands, "health", "ask whether the server is ready: exit code 0, else 1", _health
     )
@@ -291,7 +292,7 @@ def _add_load(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> 
     parser.add_argument(
         "--load-seed", type=int, default=0, help="fixes when they arrive (default: %(default)s)"
     )
-    add_sampling_arguments(parser)
+    add_sampling_arguments(parser, _SEED_DEFAULT)
 
 
 async def _load(args: argparse.Namespace, client: GenerationClient) -> int:
