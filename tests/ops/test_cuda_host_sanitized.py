@@ -1,4 +1,5 @@
-"""The CUDA kernels on the CPU stand-in under AddressSanitizer, with buffers of exact sizes."""
+"""The CUDA kernels on the CPU stand-in under AddressSanitizer, with buffers of exact sizes; and
+whether loads of several elements are aligned, on which a GPU insists and a CPU does not."""
 
 from __future__ import annotations
 
@@ -26,7 +27,10 @@ def _run(program: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
 
 def test_kernels_stay_inside_their_memory(tmp_path: Path) -> None:
     program = tmp_path / "sanitized"
-    options = ("-fsanitize=address", "--param=asan-stack=0", "-DTPENGINE_HOST_FEW")
+    options = (
+        "-fsanitize=address,alignment", "-fno-sanitize-recover=alignment",
+        "--param=asan-stack=0", "-DTPENGINE_HOST_FEW",
+    )  # fmt: skip
     compile_host("sanitized", program, *options, shared=False)
     done = _run(program)
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-3000:]

@@ -1,4 +1,5 @@
-// The largest logit of each row. Checked on the CPU stand-in only; it has not run on a GPU.
+// The walk over a row of logits, and the largest logit of each row. Checked on the CPU stand-in
+// only; it has not run on a GPU.
 #pragma once
 
 #include "../../common/cuda_compat.h"
@@ -20,6 +21,48 @@ constexpr int kSampleThreads = 128;  // the stand-in's time grows with them
 constexpr int kSampleThreads = 1024;
 #endif
 constexpr int kSampleWarps = kSampleThreads / kWarpSize;
+static_assert(kSampleWarps <= kWarpSize, "the lanes of one warp combine the values of all warps");
+constexpr int kLogitsAtOnce = 8;  // of a thread
+
+// Calls visit(token, logit) for the tokens [begin, end) of a row, shared out among `threads`
+// threads of which this one is number `thread`; each thread's tokens ascend. The next logits are
+// loaded, 16 bytes at a time, before these are visited: behind a visit's branches and atomics each
+// load would cost the whole way to the L2.
+template <class T, class F>
+__device__ __forceinline__ void for_each_logit(const T* row, int begin, int end, int thread,
+                                               int threads, const F& visit) {
+  constexpr int N = 16 / sizeof(T), kPacks = kLogitsAtOnce / N;
+  // Rows begin anywhere: up to N - 1 tokens lie before the first whole pack and after the last.
+  const int past = static_cast<int>(reinterpret_cast<uintptr_t>(row + begin) / sizeof(T) % N);
+  const int first = min(begin + (N - past) % N, end), num_packs = (end - first) / N;
+  const int rest = first + num_packs * N;
+  Pack<T, N> next[kPacks];
+  const auto load_next = [&](int i) {
+#pragma unroll
+    for (int p = 0; p < kPacks; ++p) {
+      const int pack = i + p * threads;
+      if (pack < num_packs) {
+        next[p] = *reinterpret_cast<const Pack<T, N>*>(row + first + pack * N);
+      }
+    }
+  };
+  load_next(thread);
+  if (thread < first - begin) visit(begin + thread, to_float(row[begin + thread]));
+  for (int i = thread; i < num_packs; i += kPacks * threads) {
+    float now[kLogitsAtOnce];
+#pragma unroll
+    for (int j = 0; j < kLogitsAtOnce; ++j) now[j] = to_float(next[j / N].at[j % N]);
+    load_next(i + kPacks * threads);
+#pragma unroll
+    for (int p = 0; p < kPacks; ++p) {
+      const int pack = i + p * threads;
+      if (pack >= num_packs) continue;
+#pragma unroll
+      for (int j = 0; j < N; ++j) visit(first + pack * N + j, now[p * N + j]);
+    }
+  }
+  if (thread < end - rest) visit(rest + thread, to_float(row[rest + thread]));
+}
 
 // A logit and its token in one number that grows with the logit and, among equals, with smaller
 // ids. NaN is larger than all numbers.
@@ -45,18 +88,26 @@ __device__ Wide combine_block(Wide value, Wide* shared, const F& combine) {
   __syncthreads();  // `shared` may still be read
   if (threadIdx.x % kWarpSize == 0) shared[threadIdx.x / kWarpSize] = value;
   __syncthreads();
-  value = shared[0];
-  for (int w = 1; w < kSampleWarps; ++w) value = combine(value, shared[w]);
+  value = shared[threadIdx.x % kSampleWarps];
+  for (int bit = kSampleWarps / 2; bit > 0; bit /= 2)
+    value = combine(value, __shfl_xor_sync(kAllLanes, value, bit));
   return value;
 }
 
 template <class T>
 __device__ Wide best_of_row(const LogitsArgs& a, Wide* shared) {
-  const T* row = row_of<T>(a);
-  Wide best = 0;
-  for (int i = threadIdx.x; i < a.vocab_size; i += kSampleThreads)
-    best = max(best, ranked(to_float(row[i]), i));
-  return combine_block(best, shared, [](Wide x, Wide y) { return max(x, y); });
+  // What a row of minus infinities gives, so that no thread need know whether it has seen a token.
+  float highest = -INFINITY;
+  int token = 0;
+  const auto compare = [&](int i, float logit) {
+    // Larger or NaN, and the first NaN stays.
+    if (highest == highest && !(logit <= highest)) {
+      highest = logit;
+      token = i;
+    }
+  };
+  for_each_logit(row_of<T>(a), 0, a.vocab_size, threadIdx.x, kSampleThreads, compare);
+  return combine_block(ranked(highest, token), shared, [](Wide x, Wide y) { return max(x, y); });
 }
 
 // One block per row.

@@ -177,20 +177,28 @@ void fused() {
   }
 }
 
+// Two rows that begin `offset` elements after an address of 16 bytes and end with the buffer.
+template <class T>
+void sample(int vocab_size, int offset) {
+  Buffer logits(2 * vocab_size + offset, sizeof(T));
+  std::vector<int64_t> out(2);
+  const std::vector<float> temperature = {1.f, 0.f}, top_p = {0.7f, 1.f}, min_p = {0.1f, 0.f};
+  const std::vector<int32_t> top_k = {20, 0};
+  const std::vector<double> uniform = {0.999, 0.};
+  const LogitsArgs rows = {out.data(), static_cast<T*>(logits.data()) + offset, vocab_size,
+                           vocab_size};
+  launch_sample_tokens<T>(
+      {rows, temperature.data(), top_k.data(), top_p.data(), min_p.data(), uniform.data()}, 2,
+      nullptr);
+  launch_argmax<T>(rows, 2, nullptr);
+}
+
 void sampling() {
   for (const int vocab_size : {1, 33, 300}) {
-    Buffer logits(vocab_size * 2, 4);
-    std::vector<int64_t> out(2);
-    const std::vector<float> temperature = {1.f, 0.f}, top_p = {0.7f, 1.f}, min_p = {0.1f, 0.f};
-    const std::vector<int32_t> top_k = {20, 0};
-    const std::vector<double> uniform = {0.999, 0.};
-    launch_sample_tokens<float>({{out.data(), logits.data(), vocab_size, vocab_size},
-                                 temperature.data(),
-                                 top_k.data(),
-                                 top_p.data(),
-                                 min_p.data(),
-                                 uniform.data()},
-                                2, nullptr);
+    for (const int offset : {0, 1, 3, 7}) {
+      sample<float>(vocab_size, offset);
+      sample<__half>(vocab_size, offset);
+    }
   }
 }
 
