@@ -105,8 +105,54 @@ def test_ties_at_the_threshold_keep_the_lowest_ids(kernels: ctypes.CDLL) -> None
     top_p = (math.e + 2.5) / (math.e + 1499)
     assert set(_run(kernels, logits, 1.0, 0, top_p, 0.0, uniform).tolist()) == kept
     assert set(_run(kernels, logits, 1.0, 0, 1.0, 0.5, uniform).tolist()) == {1400}
+    assert set(_run(kernels, logits.roll(5, 1), 1.0, 0, 1.0, 2.0, uniform).tolist()) == {1405}
+    logits[:, 17] = 1.0
+    assert set(_run(kernels, logits, 1.0, 0, 1.0, 1.0, uniform).tolist()) == {17, 1400}
+    logits[:, 17] = 0.0
     # top-p within what top-k left: half of four
     assert set(_run(kernels, logits, 1.0, 4, 0.5, 0.0, uniform).tolist()) <= {0, 1400}
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_rows_begin_and_end_anywhere(kernels: ctypes.CDLL, dtype: torch.dtype) -> None:
+    gen = generator(3)
+    set_schedule(kernels, 1)
+    for offset in range(16 // dtype.itemsize):
+        for vocab_size in (1, 6, 33, 300):
+            stride = vocab_size + 3
+            around = torch.full((4 * stride + offset,), float("nan"), dtype=dtype)
+            logits = around[offset:].view(4, stride)[:, :vocab_size]
+            logits.copy_(torch.randn(4, vocab_size, generator=gen) * 2)
+            uniform = torch.rand(4, generator=gen, dtype=torch.float64)
+            top_k = torch.tensor([0, 0, 3, 3], dtype=torch.int32)
+            top_p = torch.tensor([1.0, 0.8, 1.0, 0.8])
+            _run(kernels, logits, 0.9, top_k, top_p, 0.0, uniform)
+            _run(kernels, logits, 0.0, 0, 1.0, 0.0, 0.5)
+
+
+def test_more_tokens_around_the_border_than_the_list_holds(kernels: ctypes.CDLL) -> None:
+    set_schedule(kernels, 1)
+    gen = generator(4)
+    logits = torch.zeros(6, 5000)
+    logits[3:] = torch.randn(3, 5000, generator=gen) * 0.001  # one coarse bin, no equals
+    logits[:, 4321] = 0.1
+    top_k = torch.tensor([3000, 0, 4000] * 2, dtype=torch.int32)
+    top_p = torch.tensor([1.0, 0.7, 0.9] * 2)
+    for uniform in (0.3, 1 - 2**-53):
+        _run(kernels, logits, 1.0, top_k, top_p, 0.0, uniform)
+
+
+@pytest.mark.parametrize("top_k", [40, 2048, 2049, 5500])
+def test_top_p_of_what_top_k_left(kernels: ctypes.CDLL, top_k: int) -> None:
+    """Few tokens are taken from the list, many from the row."""
+    set_schedule(kernels, 1)
+    gen = generator(top_k)
+    logits = torch.randn(5, 6000, generator=gen).bfloat16()
+    top_p = torch.tensor([0.0, 0.3, 0.9, 0.999, 1 - 2**-24])
+    uniform = torch.rand(5, generator=gen, dtype=torch.float64)
+    _run(kernels, logits, 1.5, top_k, top_p, 0.0, uniform)
+    logits[:, 30:] = -INF  # fewer than k are not banned
+    _run(kernels, logits, 1.5, top_k, top_p, 0.0, uniform)
 
 
 def test_ends_of_the_uniform_and_rows_without_a_finite_maximum(kernels: ctypes.CDLL) -> None:
