@@ -40,9 +40,10 @@ inline int64_t num_panels(int64_t out_features) {
 // weights in L2 while blocks of rows pass.
 constexpr int64_t kGroupBytes = 512 * 1024;
 constexpr int64_t kGroupsPerThread = 4;
-// Many rows make the smallest groups, pairs of panels, long enough. As many as linear.inc's
-// kFewRows on 16 lanes are few.
-constexpr int64_t kManyRows = 8, kManyRowsGroup = 2;
+// Many rows make the smallest groups, pairs of panels, long enough. On 16 lanes as many as
+// linear.inc's kFewRows are few.
+inline int64_t most_few_rows() { return kernels().vector_lanes == 16 ? 10 : 8; }
+constexpr int64_t kManyRowsGroup = 2;
 // Below this waking a thread costs more than it saves.
 constexpr int64_t kSerialProducts = 1 << 16;
 
@@ -56,7 +57,7 @@ void for_each_panel_group(int64_t num_rows, int64_t in_features, int64_t num_pan
   const int64_t threads = products < kSerialProducts ? 1 : num_threads();
   const int64_t in_l2 = kGroupBytes / panel_bytes, even = num_panels / (threads * kGroupsPerThread);
   const int64_t few = std::max<int64_t>(1, std::min(in_l2, even));
-  const int64_t group = num_rows > kManyRows && even >= kManyRowsGroup ? kManyRowsGroup : few;
+  const int64_t group = num_rows > most_few_rows() && even >= kManyRowsGroup ? kManyRowsGroup : few;
   const bool is_ahead = num_panels >= 2 * threads * group;
   std::atomic<int64_t> first{0};
   const auto take = [&] {
