@@ -47,6 +47,8 @@ def test_worked_example_of_the_docstring(batch: InputBatch) -> None:
     assert metadata.query_start_loc.tolist() == [0, 3]
     assert metadata.num_decodes == 1
     assert batch.last_positions(step).tolist() == [0]
+    chunk = StepInput(2, [7, 2], [1, 3], sample_rows=[], sample_slots=[])
+    assert batch.last_positions(chunk).tolist() == [0], "one row nobody reads, not all"
     for tensor in (
         token_ids,
         metadata.positions,

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from typing import TypeVar
 
 import torch
 
 from tpengine.layers.gpu_attention import GpuBatch, attend_chunks
 from tpengine.ops import attention as attention_ops
 from tpengine.ops import cache as cache_ops
+
+_Layer = TypeVar("_Layer")
 
 KVCache = tuple[torch.Tensor, torch.Tensor]
 """One layer's K and V; their layout is the device's affair (`ops.cache.kv_cache_shapes`)."""
@@ -29,6 +33,8 @@ class AttentionMetadata:
         query_start_loc: int32 `[num_seqs - num_decodes + 1]`, borders of the chunks among the
             tokens that follow the decodes.
         num_decodes: rows with one token, which are also the first tokens.
+        wanted_rows: int64 `[num_wanted]`, the tokens whose hidden states somebody looks at; None:
+            all. Of the others the last layer computes K and V, and no more.
         gpu: what attention needs beside that on a GPU; None: on CPU.
     """
 
@@ -38,7 +44,23 @@ class AttentionMetadata:
     seq_lens: torch.Tensor
     query_start_loc: torch.Tensor
     num_decodes: int
+    wanted_rows: torch.Tensor | None = None
     gpu: GpuBatch | None = None
+
+
+def through_layers(
+    layers: Sequence[_Layer], kv_caches: Sequence[KVCache], metadata: AttentionMetadata
+) -> Iterator[tuple[_Layer, KVCache, torch.Tensor | None]]:
+    """The layers in order, each with its cache and the rows to keep once they have attended: after
+    the last layer's attention nobody reads the others (None: all are kept)."""
+    last = len(layers) - 1
+    for i, (layer, kv_cache) in enumerate(zip(layers, kv_caches, strict=True)):
+        yield layer, kv_cache, metadata.wanted_rows if i == last else None
+
+
+def keep_rows(x: torch.Tensor, rows: torch.Tensor | None) -> torch.Tensor:
+    """x `[num_tokens, ...]` to `[len(rows), ...]`; None: x itself."""
+    return x if rows is None else x.index_select(0, rows)
 
 
 class Attention:

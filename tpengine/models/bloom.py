@@ -8,7 +8,13 @@ import torch
 from tpengine.config import ModelConfig
 from tpengine.layers.activation import plain_activation
 from tpengine.layers.alibi import rank_alibi_slopes
-from tpengine.layers.attention import Attention, AttentionMetadata, KVCache
+from tpengine.layers.attention import (
+    Attention,
+    AttentionMetadata,
+    KVCache,
+    keep_rows,
+    through_layers,
+)
 from tpengine.layers.embedding import ParallelLMHead, VocabParallelEmbedding
 from tpengine.layers.fused_qkv import InterleavedQKVParallelLinear
 from tpengine.layers.linear import ColumnParallelLinear, RowParallelLinear
@@ -41,11 +47,16 @@ class BloomAttention:
         )
 
     def forward(
-        self, x: torch.Tensor, kv_cache: KVCache, metadata: AttentionMetadata
+        self,
+        x: torch.Tensor,
+        kv_cache: KVCache,
+        metadata: AttentionMetadata,
+        rows: torch.Tensor | None,
     ) -> torch.Tensor:
-        """x `[num_tokens, hidden_size]`, likewise returned."""
+        """x `[num_tokens, hidden_size]` to `[num_kept, hidden_size]`, see `through_layers`."""
         qkv = self.query_key_value.forward(x)
-        return self.dense.forward(self.attention.forward(qkv, kv_cache, metadata))
+        attended = self.attention.forward(qkv, kv_cache, metadata)
+        return self.dense.forward(keep_rows(attended, rows))
 
 
 class BloomBlock:
@@ -79,11 +90,13 @@ class BloomBlock:
         residual: torch.Tensor,
         kv_cache: KVCache,
         metadata: AttentionMetadata,
+        rows: torch.Tensor | None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Adds x to `residual` in place (None: nothing yet); returns what is to be added next, and
         to what.
 
-        x, residual and results: `[num_tokens, hidden_size]`.
+        x and residual `[num_tokens, hidden_size]`, results `[num_kept, hidden_size]`
+        (`through_layers`).
         """
         if x is None:
             normed = self.input_layernorm.forward(residual)
@@ -91,7 +104,8 @@ class BloomBlock:
             normed = self.input_layernorm.add_forward(x, residual)
         if self.adds_to_normed:
             residual = normed
-        attended = self.self_attention.forward(normed, kv_cache, metadata)
+        attended = self.self_attention.forward(normed, kv_cache, metadata, rows)
+        residual = keep_rows(residual, rows)
         normed = self.post_attention_layernorm.add_forward(attended, residual)
         if self.adds_to_normed:
             residual = normed
@@ -133,12 +147,12 @@ class BloomForCausalLM:
     def forward(
         self, token_ids: torch.Tensor, kv_caches: list[KVCache], metadata: AttentionMetadata
     ) -> torch.Tensor:
-        """token_ids int32 `[num_tokens]` to final hidden states `[num_tokens, hidden_size]`."""
+        """token_ids int32 `[num_tokens]` to final hidden states `[num_wanted, hidden_size]`."""
         embedded = self.word_embeddings.forward(token_ids)
         residual = self.word_embeddings_layernorm.forward(embedded)
         x = None
-        for block, kv_cache in zip(self.h, kv_caches, strict=True):
-            x, residual = block.forward(x, residual, kv_cache, metadata)
+        for block, kv_cache, rows in through_layers(self.h, kv_caches, metadata):
+            x, residual = block.forward(x, residual, kv_cache, metadata, rows)
         assert x is not None
         return self.ln_f.add_forward(x, residual)
 

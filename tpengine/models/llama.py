@@ -11,7 +11,13 @@ import torch
 
 from tpengine.config import ModelConfig
 from tpengine.layers.activation import GatedActivation
-from tpengine.layers.attention import Attention, AttentionMetadata, KVCache
+from tpengine.layers.attention import (
+    Attention,
+    AttentionMetadata,
+    KVCache,
+    keep_rows,
+    through_layers,
+)
 from tpengine.layers.embedding import ParallelLMHead, VocabParallelEmbedding
 from tpengine.layers.linear import (
     MergedColumnParallelLinear,
@@ -81,13 +87,18 @@ class LlamaAttention:
         )
 
     def forward(
-        self, x: torch.Tensor, kv_cache: KVCache, metadata: AttentionMetadata
+        self,
+        x: torch.Tensor,
+        kv_cache: KVCache,
+        metadata: AttentionMetadata,
+        rows: torch.Tensor | None,
     ) -> torch.Tensor:
-        """x `[num_tokens, hidden_size]`, likewise returned."""
+        """x `[num_tokens, hidden_size]` to `[num_kept, hidden_size]`, see `through_layers`."""
         qkv = self.qkv_proj.forward(x)
         if self.qk_norm is not None:
             self.qk_norm.forward(qkv)
-        return self.o_proj.forward(self.attention.forward(qkv, kv_cache, metadata))
+        attended = self.attention.forward(qkv, kv_cache, metadata)
+        return self.o_proj.forward(keep_rows(attended, rows))
 
 
 class LlamaMLP:
@@ -141,18 +152,22 @@ class LlamaDecoderLayer:
         residual: torch.Tensor,
         kv_cache: KVCache,
         metadata: AttentionMetadata,
-    ) -> torch.Tensor:
-        """Adds x to `residual` in place (None: nothing yet) and returns what is to be added next.
+        rows: torch.Tensor | None,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Adds x to `residual` in place (None: nothing yet); returns what is to be added next, and
+        to what.
 
-        x, residual and result: `[num_tokens, hidden_size]`.
+        x and residual `[num_tokens, hidden_size]`, results `[num_kept, hidden_size]`
+        (`through_layers`).
         """
         if x is None:
             normed = self.input_layernorm.forward(residual)
         else:
             normed = self.input_layernorm.add_forward(x, residual)
-        attended = self.self_attn.forward(normed, kv_cache, metadata)
+        attended = self.self_attn.forward(normed, kv_cache, metadata, rows)
+        residual = keep_rows(residual, rows)
         normed = self.post_attention_layernorm.add_forward(attended, residual)
-        return self.mlp.forward(normed)
+        return self.mlp.forward(normed), residual
 
 
 class LlamaForCausalLM:
@@ -207,11 +222,11 @@ class LlamaForCausalLM:
     def forward(
         self, token_ids: torch.Tensor, kv_caches: list[KVCache], metadata: AttentionMetadata
     ) -> torch.Tensor:
-        """token_ids int32 `[num_tokens]` to final hidden states `[num_tokens, hidden_size]`."""
+        """token_ids int32 `[num_tokens]` to final hidden states `[num_wanted, hidden_size]`."""
         residual = self.embed_tokens.forward(token_ids)
         x = None
-        for layer, kv_cache in zip(self.layers, kv_caches, strict=True):
-            x = layer.forward(x, residual, kv_cache, metadata)
+        for layer, kv_cache, rows in through_layers(self.layers, kv_caches, metadata):
+            x, residual = layer.forward(x, residual, kv_cache, metadata, rows)
         assert x is not None
         return self.norm.add_forward(x, residual)
 

@@ -7,7 +7,13 @@ import torch
 
 from tpengine.config import ModelConfig
 from tpengine.layers.activation import plain_activation
-from tpengine.layers.attention import Attention, AttentionMetadata, KVCache
+from tpengine.layers.attention import (
+    Attention,
+    AttentionMetadata,
+    KVCache,
+    keep_rows,
+    through_layers,
+)
 from tpengine.layers.embedding import (
     ParallelLMHead,
     PositionEmbedding,
@@ -50,11 +56,16 @@ class OPTAttention:
         self.attention = Attention(num_heads, num_heads, head_dim, head_dim**-0.5)
 
     def forward(
-        self, x: torch.Tensor, kv_cache: KVCache, metadata: AttentionMetadata
+        self,
+        x: torch.Tensor,
+        kv_cache: KVCache,
+        metadata: AttentionMetadata,
+        rows: torch.Tensor | None,
     ) -> torch.Tensor:
-        """x `[num_tokens, hidden_size]`, likewise returned."""
+        """x `[num_tokens, hidden_size]` to `[num_kept, hidden_size]`, see `through_layers`."""
         qkv = self.qkv_proj.forward(x)
-        return self.out_proj.forward(self.attention.forward(qkv, kv_cache, metadata))
+        attended = self.attention.forward(qkv, kv_cache, metadata)
+        return self.out_proj.forward(keep_rows(attended, rows))
 
 
 class OPTDecoderLayer:
@@ -81,21 +92,28 @@ class OPTDecoderLayer:
         residual: torch.Tensor,
         kv_cache: KVCache,
         metadata: AttentionMetadata,
-    ) -> torch.Tensor:
-        """Adds x to `residual` in place and returns what is to be added next.
+        rows: torch.Tensor | None,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Adds x to `residual` in place; returns what is to be added next, and to what.
 
-        x, residual and result: `[num_tokens, hidden_size]`.
+        x and residual `[num_tokens, hidden_size]`, results `[num_kept, hidden_size]`
+        (`through_layers`).
         """
         normed = self.self_attn_layer_norm.add_forward(x, residual)
-        attended = self.self_attn.forward(normed, kv_cache, metadata)
-        return self._mlp(self.final_layer_norm.add_forward(attended, residual))
+        attended = self.self_attn.forward(normed, kv_cache, metadata, rows)
+        residual = keep_rows(residual, rows)
+        return self._mlp(self.final_layer_norm.add_forward(attended, residual)), residual
 
     def forward_norm_after(
-        self, hidden: torch.Tensor, kv_cache: KVCache, metadata: AttentionMetadata
+        self,
+        hidden: torch.Tensor,
+        kv_cache: KVCache,
+        metadata: AttentionMetadata,
+        rows: torch.Tensor | None,
     ) -> torch.Tensor:
-        """hidden `[num_tokens, hidden_size]`, overwritten; likewise returned."""
-        attended = self.self_attn.forward(hidden, kv_cache, metadata)
-        hidden = self.self_attn_layer_norm.add_forward(attended, hidden)
+        """hidden `[num_tokens, hidden_size]`, overwritten, to `[num_kept, hidden_size]`."""
+        attended = self.self_attn.forward(hidden, kv_cache, metadata, rows)
+        hidden = self.self_attn_layer_norm.add_forward(attended, keep_rows(hidden, rows))
         return self.final_layer_norm.add_forward(self._mlp(hidden), hidden)
 
     def _mlp(self, x: torch.Tensor) -> torch.Tensor:
@@ -155,7 +173,7 @@ class OPTForCausalLM:
     def forward(
         self, token_ids: torch.Tensor, kv_caches: list[KVCache], metadata: AttentionMetadata
     ) -> torch.Tensor:
-        """token_ids int32 `[num_tokens]` to hidden states `[num_tokens, word_embed_proj_dim]`."""
+        """token_ids int32 `[num_tokens]` to hidden states `[num_wanted, word_embed_proj_dim]`."""
         tokens = self.embed_tokens.forward(token_ids)
         if self.project_in is not None:
             tokens = self.project_in.forward(tokens)
@@ -165,8 +183,8 @@ class OPTForCausalLM:
         else:
             fused.accumulate(tokens, positions)
             hidden = tokens
-            for layer, kv_cache in zip(self.layers, kv_caches, strict=True):
-                hidden = layer.forward_norm_after(hidden, kv_cache, metadata)
+            for layer, kv_cache, rows in through_layers(self.layers, kv_caches, metadata):
+                hidden = layer.forward_norm_after(hidden, kv_cache, metadata, rows)
         if self.project_out is not None:
             hidden = self.project_out.forward(hidden)
         return hidden
@@ -179,8 +197,8 @@ class OPTForCausalLM:
         metadata: AttentionMetadata,
     ) -> torch.Tensor:
         """All layers, from `x + residual`; residual is overwritten."""
-        for layer, kv_cache in zip(self.layers, kv_caches, strict=True):
-            x = layer.forward_norm_before(x, residual, kv_cache, metadata)
+        for layer, kv_cache, rows in through_layers(self.layers, kv_caches, metadata):
+            x, residual = layer.forward_norm_before(x, residual, kv_cache, metadata, rows)
         if self.final_layer_norm is not None:
             return self.final_layer_norm.add_forward(x, residual)
         fused.accumulate(residual, x)

@@ -135,8 +135,11 @@ class InputBatch:
 
     def last_positions(self, step: StepInput) -> torch.Tensor | None:
         """Index of each sampled row's last token among the step's tokens, int64; None: every token
-        is one."""
+        is one. Where no row is sampled it is one token, whose hidden state nobody reads: to run
+        layers over no row at all would be a case of its own for every op and collective."""
         num_rows = len(step.slots)
+        if not step.sample_rows:
+            return self.uploads.send([np.zeros(1, np.int64)])[0]
         if step.sample_rows == list(range(num_rows)) and max(step.num_scheduled_tokens) == 1:
             return None
         ends = np.cumsum(np.array(step.num_scheduled_tokens, np.int64))

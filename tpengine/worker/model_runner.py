@@ -11,7 +11,7 @@ import torch
 
 from tpengine.config import EngineConfig
 from tpengine.distributed.parallel_state import ParallelState
-from tpengine.layers.attention import KVCache
+from tpengine.layers.attention import KVCache, keep_rows
 from tpengine.layers.sampler import Sampled, SamplingBatch, sample, sampling_columns
 from tpengine.logger import init_logger
 from tpengine.messages import PromptLogprobs, StepInput, StepOutput
@@ -110,13 +110,17 @@ class ModelRunner:
         if step.block_moves:
             cache_engine.move(step.block_moves)
         prompt_rows = find_prompt_rows(step, batch)
-        last_positions = batch.last_positions(step) if step.sample_rows else None
+        last_positions = batch.last_positions(step)
         samples_here = step.sample_rows and self._parallel.tp_rank == 0
         sampling = batch.sampling_batch(step) if samples_here else None
         if sampling is not None and self._gpu is not None and sampling.temperature.any():
             sampling.on_device = batch.uploads.send(sampling_columns(sampling))
         begun, self._begun = self._begun, None
-        forward = self._continue(step, batch, begun)
+        # Prompts' log probabilities need every token's hidden state; and a row that is sampled for
+        # several sequences would go through the last layer as many times.
+        rows = step.sample_rows
+        selects_late = bool(prompt_rows) or len(set(rows)) < len(rows)
+        forward = self._continue(step, batch, begun, None if selects_late else last_positions)
         start = time.perf_counter()
         if begun is not None and not begun.is_done():  # it has been at it since the last answer
             start = self._answered_at
@@ -125,8 +129,8 @@ class ModelRunner:
         finish_prompts = self._start_prompt_logprobs(hidden, prompt_rows)
         sampled_ids = np.empty(0, np.int64)
         if step.sample_rows:
-            if last_positions is not None:
-                hidden = hidden.index_select(0, last_positions)
+            if selects_late:
+                hidden = keep_rows(hidden, last_positions)
             sampled = self._sample(self.model.compute_logits(hidden), sampling, step)
             finish = self._downloads.start([sampled.token_ids, *sampled.findings.tensors])
             batch.note_computed(step)
@@ -146,21 +150,26 @@ class ModelRunner:
         return output
 
     def _continue(
-        self, step: StepInput, batch: InputBatch, begun: BegunStep | None
+        self,
+        step: StepInput,
+        batch: InputBatch,
+        begun: BegunStep | None,
+        wanted: torch.Tensor | None,
     ) -> Callable[[], torch.Tensor]:
         """Sends to the device what it has not computed yet of a step. What this returns computes
-        that, and gives the hidden states of all of the step's tokens."""
+        that, and gives the hidden states of the tokens that are wanted; None: of all."""
         if begun is None:
-            return self._prepare(batch.arrays(step.slots, step.num_scheduled_tokens), batch)
+            arrays = batch.arrays(step.slots, step.num_scheduled_tokens)
+            return self._prepare(arrays, batch, wanted=wanted)
         left, hidden = divide(step, begun), begun.hidden
         if left.source is None:
-            return lambda: hidden
+            return lambda: keep_rows(hidden, wanted)
         source = batch.uploads.send([left.source])[0]
         if not left.slots:
-            return lambda: hidden.index_select(0, source)
+            return lambda: keep_rows(hidden.index_select(0, source), wanted)
         hidden = hidden.clone()  # a graph writes its next result to the same place
         forward = self._prepare(batch.arrays(left.slots, left.num_scheduled_tokens), batch)
-        return lambda: torch.cat([hidden, forward()]).index_select(0, source)
+        return lambda: keep_rows(torch.cat([hidden, forward()]).index_select(0, source), wanted)
 
     def _begin_next(self, step: StepInput, batch: InputBatch, sampled: torch.Tensor) -> None:
         """Runs the model on what was just sampled, whose ids only the device knows yet.
@@ -177,18 +186,25 @@ class ModelRunner:
         self._begun = BegunStep(step.next_slots.copy(), hidden, end_of_work(self._device))
 
     def _prepare(
-        self, arrays: StepArrays, batch: InputBatch, sampled: torch.Tensor | None = None
+        self,
+        arrays: StepArrays,
+        batch: InputBatch,
+        sampled: torch.Tensor | None = None,
+        wanted: torch.Tensor | None = None,
     ) -> Callable[[], torch.Tensor]:
         """Sends rows' inputs to the device; what it returns runs the model on them.
 
         Args:
             sampled: their ids, where the device alone knows them.
+            wanted: the tokens whose hidden states it gives; None: all.
         """
         if self._recorded is not None and self._recorded.fits(arrays):
             assert self._cache_engine is not None
             self._cache_engine.kv_caches.wait()  # a recording does not go through the layers
-            return self._recorded.prepare(arrays, batch.uploads, sampled)
+            run = self._recorded.prepare(arrays, batch.uploads, sampled)
+            return lambda: keep_rows(run(), wanted)
         token_ids, metadata = upload_step(arrays, batch.uploads)
+        metadata.wanted_rows = wanted
         if sampled is not None:
             token_ids = sampled.int()
         if self._gpu is not None:
