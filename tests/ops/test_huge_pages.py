@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import mmap
 import re
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 
@@ -45,13 +47,58 @@ def test_the_kernel_gives_large_pages() -> None:
     if not enabled.exists() or "[never]" in enabled.read_text():
         pytest.skip("this kernel gives no large pages")
     tensor = huge_pages.empty((16 << 20,), torch.int8).fill_(1)
+    num_bytes = bytes_in_memory(tensor, "AnonHugePages")
+    if not num_bytes:
+        pytest.skip("the memory is too fragmented for large pages now")
+    assert num_bytes >= 8 << 20
+
+
+def bytes_in_memory(tensor: torch.Tensor, kind: str) -> int:
+    """Bytes of the tensor's mapping that the kernel counts as this kind. Neighbours in address
+    space count too: the kernel joins their mappings."""
     text = Path("/proc/self/smaps").read_text()
-    sizes = 0
+    total = 0
     for area in re.split(r"(?m)^(?=[0-9a-f]+-[0-9a-f]+ )", text)[1:]:
         start, end = (int(part, 16) for part in area.split(" ", 1)[0].split("-"))
         if start < tensor.data_ptr() + tensor.nbytes and tensor.data_ptr() < end:
-            found = re.search(r"AnonHugePages:\s+(\d+) kB", area)
-            sizes += int(found[1]) if found else 0
-    if not sizes:
-        pytest.skip("the memory is too fragmented for large pages now")
-    assert sizes >= 8 << 10
+            found = re.search(rf"{kind}:\s+(\d+) kB", area)
+            total += (int(found[1]) << 10) if found else 0
+    return total
+
+
+def resident_bytes(tensor: torch.Tensor) -> int:
+    """Bytes of the tensor's own pages that have memory behind them."""
+    first = tensor.data_ptr() // mmap.PAGESIZE
+    last = (tensor.data_ptr() + tensor.nbytes - 1) // mmap.PAGESIZE
+    with Path("/proc/self/pagemap").open("rb") as pages:
+        pages.seek(first * 8)
+        entries = np.frombuffer(pages.read((last - first + 1) * 8), np.uint64)
+    return int((entries >> np.uint64(63)).sum()) * mmap.PAGESIZE
+
+
+def test_populated_memory_is_there_and_unchanged() -> None:
+    long, short = huge_pages.empty((9 << 20,), torch.int8), huge_pages.empty((100,), torch.int8)
+    long[5] = long[-1] = 7
+    done = huge_pages.populate([long, short], 1 << 30, seconds=30.0)
+    if not done:
+        pytest.skip("this kernel populates no memory when asked")
+    assert done == long.nbytes
+    assert resident_bytes(long) >= long.nbytes
+    assert long[5] == long[-1] == 7
+    assert long.sum() == 14
+
+
+def test_populating_ends_with_its_time() -> None:
+    tensor = huge_pages.empty((4 << 30,), torch.int8)
+    done = huge_pages.populate([tensor], 4 << 30, seconds=0.02)
+    assert done < tensor.nbytes
+    assert huge_pages.populate([tensor], 4 << 30, seconds=0.0) == 0
+    assert huge_pages.populate([], 4 << 30, seconds=1.0) == 0
+
+
+def test_populating_ends_with_its_bytes() -> None:
+    tensors = [huge_pages.empty((9 << 20,), torch.int8) for _ in range(2)]
+    done = huge_pages.populate(tensors, 6 << 20, seconds=30.0)
+    assert done in (0, 3 << 20)
+    assert done <= min(resident_bytes(x) for x in tensors)
+    assert sum(resident_bytes(x) for x in tensors) <= 12 << 20, "two large pages each, and a border"
