@@ -22,6 +22,7 @@ END_S = 5.0
 CODE = """
 import os, sys
 import ray
+from ray._private import services
 from tpengine.errors import EngineError
 from tpengine.executor.ray_connection import RayConnection
 
@@ -35,7 +36,18 @@ def impatient_at_first(**options):
     finally:
         os.environ["RAY_gcs_server_port_wait_time_s"] = sys.argv[1]
 
-ray.init = impatient_at_first
+def late_at_first(**options):
+    ray.init = init
+    found = services.get_node
+    def late(*_):  # what Ray raises 30 s after its processes were started
+        raise Exception("The current node timed out during startup.")
+    services.get_node = late
+    try:
+        init(**options)
+    finally:
+        services.get_node = found
+
+ray.init = {"gcs": impatient_at_first, "raylet": late_at_first}[sys.argv[2]]
 try:
     connection = RayConnection("local")
 except EngineError as error:
@@ -54,12 +66,12 @@ def ray_folder() -> Iterator[str]:
     shutil.rmtree(folder, ignore_errors=True)
 
 
-def start_ray(ray_folder: str, later_wait_s: int) -> tuple[str, list[str]]:
-    """What a program prints that starts one, where the first is not waited for; and what is still
-    there of it afterwards."""
+def start_ray(ray_folder: str, later_wait_s: int, at_first: str = "gcs") -> tuple[str, list[str]]:
+    """What a program prints that starts one, where the first is not waited for, or its raylet is
+    late; and what is still there of it afterwards."""
     names = {"RAY_TMPDIR": ray_folder, "RAY_AUTH_MODE": "disabled", "RAY_USAGE_STATS_ENABLED": "0"}
     process = subprocess.Popen(
-        [sys.executable, "-c", CODE, str(later_wait_s)],
+        [sys.executable, "-c", CODE, str(later_wait_s), at_first],
         env={**os.environ, **names},
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
@@ -87,6 +99,13 @@ def test_a_second_try_goes_well(ray_folder: str) -> None:
     said, left = start_ray(ray_folder, 60)
     assert "Ray did not start: Timed out waiting for file" in said
     assert "once more" in said
+    assert "connected: True True" in said
+    assert left == []
+
+
+def test_a_second_try_beside_a_late_raylet(ray_folder: str) -> None:
+    said, left = start_ray(ray_folder, 60, "raylet")
+    assert "Ray did not start: The current node timed out during startup." in said
     assert "connected: True True" in said
     assert left == []
 

@@ -13,6 +13,7 @@ import ray
 
 from tpengine import envs
 from tpengine.errors import ConfigError, EngineError
+from tpengine.executor.failed_ray import end_ray_children, ray_children
 from tpengine.executor.processes import tail
 from tpengine.logger import init_logger
 
@@ -117,12 +118,18 @@ class RayConnection:
         envs.prepare_local_ray()
         logger.info("starting a Ray for this engine: %s", why)
         for left in reversed(range(_STARTS)):
-            begun = time.time()
+            begun, others = time.time(), ray_children()
             try:
                 ray.init(address="local", include_dashboard=False, logging_level="warning")
                 _users_of_started_ray.add(id(self))
                 return
-            except RuntimeError as error:  # what came up is ended with this process
+            except Exception as error:
+                if ray.is_initialized():  # by another thread meanwhile: what came since is its
+                    raise EngineError(f"Ray was started twice at a time: {error}") from error
+                end_ray_children(but=others)
+                # Ray raises a bare Exception where its raylet is late.
+                if not isinstance(error, RuntimeError) and type(error) is not Exception:
+                    raise
                 said = _last_words_of_ray(begun)
                 if not left:
                     raise EngineError(
