@@ -151,12 +151,14 @@ def test_the_end_of_the_last_part_is_within_the_budget(
 def visit_in_a_process(tmp_path: Path, parts: str) -> subprocess.Popen[str]:
     """A visit of these parts, which beats within its second."""
     code = f"""
+import signal
 import sys
 from pathlib import Path
 from tpengine.bench import visit
 from tpengine.bench.visit_parts import Part
 from tpengine.cli import main
 visit.visit_parts = lambda out: {parts}
+signal.signal(signal.SIGHUP, signal.SIG_DFL)  # ignored where the tests run under nohup
 sys.exit(main(["bench", "visit", "--out", {str(tmp_path)!r}]))
 """
     process = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True)

@@ -95,7 +95,8 @@ def test_a_signal_during_start_up_leaves_no_process(tmp_path: Path) -> None:
     log = tmp_path / "log"
     process = start("1000000", *RANKS, "--port", str(free_port()), log=log)
     try:
-        wait_until(lambda: "rank 1 on " in log.read_text(), RAY_S)
+        wait_until(lambda: "rank 1 on " in log.read_text() or process.poll() is not None, RAY_S)
+        assert process.poll() is None, log.read_text()
         process.send_signal(signal.SIGTERM)
         assert process.wait(END_S) == 0
         assert "SIGTERM during start-up" in log.read_text()
