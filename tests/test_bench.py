@@ -49,7 +49,7 @@ def test_report_says_what_was_run(
         shape = lambda *_, **__: contextlib.nullcontext(folder)  # noqa: E731
         monkeypatch.setattr(module, "shape_folder", shape)
     monkeypatch.setattr(sys, "argv", ["/some/where/tpengine", *words])
-    monkeypatch.setattr(latency, "read_bandwidth", lambda: 1e10)
+    monkeypatch.setattr(latency.ReadBandwidth, "measure", lambda *_: 1e10)
     monkeypatch.chdir(tmp_path)
     assert main(words) == 0
     shown = capsys.readouterr().out

@@ -215,12 +215,16 @@ def test_a_test_that_hangs_is_named(tmp_path: Path) -> None:
     part = next(one for one in visit_parts(tmp_path) if one.name == "decode is right")
     words = [*part.command[: part.command.index("tests/ops")], str(tmp_path)]
     words[words.index("faulthandler_timeout=30")] = "faulthandler_timeout=1"
-    short = replace(part, command=(*words, "-c", "/dev/null"), limit_s=15.0)
-    (result,) = run_parts([short], tmp_path, 60.0)
-    assert result.outcome.startswith("ended after")
+    hanging = 'test_hang.py", line 5 in test_that_hangs'
+    for limit_s in (4.0, 15.0, 60.0):  # where others want the cores, pytest itself takes long
+        short = replace(part, command=(*words, "-c", "/dev/null"), limit_s=limit_s)
+        (result,) = run_parts([short], tmp_path, 90.0)
+        assert result.outcome.startswith("ended after")
+        said = (tmp_path / "parts" / part.file_name).read_text()
+        if hanging in said:
+            break
+    assert hanging in said
     assert "test_hang.py::test_that_hangs" in result.lines[0]
-    said = (tmp_path / "parts" / part.file_name).read_text()
-    assert 'test_hang.py", line 5 in test_that_hangs' in said
 
 
 def test_a_visit_fits_into_ten_minutes(tmp_path: Path) -> None:

@@ -10,22 +10,31 @@ import functools
 import os
 import shutil
 import subprocess
+import tempfile
+from pathlib import Path
 
 import pytest
+from filelock import FileLock
 
 _PATIENCE_S = 240
+_LOCK = Path(tempfile.gettempdir()) / "tpengine-test-packages.lock"
+"""Of processes of pytest that run beside each other; apt-get's own lock makes one of them fail."""
 
 
 def require(command: str, package: str) -> str:
     """The path of a program; `package` is the Debian package that brings it."""
-    found = shutil.which(command) or shutil.which(command, path="/usr/sbin:/sbin")
+    found = _find(command)
     if found is None:
         problem = _install(package)
-        found = shutil.which(command) or shutil.which(command, path="/usr/sbin:/sbin")
+        found = _find(command)
         if found is None:
             lacking(f"{command} is not here, and package {package} cannot be installed: {problem}")
     assert found is not None
     return found
+
+
+def _find(command: str) -> str | None:
+    return shutil.which(command) or shutil.which(command, path="/usr/sbin:/sbin")
 
 
 def lacking(reason: str) -> None:
@@ -40,16 +49,18 @@ def _install(package: str) -> str:
         return "installing needs root"
     if shutil.which("apt-get") is None:
         return "there is no apt-get"
-    _refresh()
-    return _run("apt-get", "install", "-y", "--no-install-recommends", package)
+    with FileLock(_LOCK, timeout=_PATIENCE_S):
+        _refresh()
+        return _apt_get("install", "-y", "--no-install-recommends", package)
 
 
 @functools.cache
 def _refresh() -> str:
-    return _run("apt-get", "update")
+    return _apt_get("update")
 
 
-def _run(*command: str) -> str:
+def _apt_get(*words: str) -> str:
+    command = ("apt-get", "-o", "DPkg::Lock::Timeout=120", *words)
     # A test wants the program, not its service: with this systemd starts none.
     environment = {**os.environ, "DEBIAN_FRONTEND": "noninteractive", "SYSTEMD_OFFLINE": "1"}
     done = subprocess.run(

@@ -24,9 +24,18 @@ def fastest_s(action: Callable[[], object], repeats: int = _REPEATS) -> float:
     return min(times)
 
 
-def read_bandwidth() -> float:
-    """Bytes per second that all threads together read from memory, the best of two readers."""
-    data = huge_pages.empty((64, _BYTES // 4 // 64), torch.float32).zero_()
-    out = torch.empty(64, dtype=torch.int64)
-    seconds = min(fastest_s(data.sum), fastest_s(lambda: sampling.argmax(out, data)))
-    return _BYTES / seconds
+class ReadBandwidth:
+    """Bytes per second that all threads together read from memory.
+
+    Reads half a gigabyte of its own: far more than any cache holds, and kept, as a first touch of
+    memory is slow.
+    """
+
+    def __init__(self) -> None:
+        self._data = huge_pages.empty((64, _BYTES // 4 // 64), torch.float32).zero_()
+        self._out = torch.empty(64, dtype=torch.int64)
+
+    def measure(self, repeats: int = _REPEATS) -> float:
+        """The best of two readers, each the fastest of `repeats` times."""
+        readers = (self._data.sum, lambda: sampling.argmax(self._out, self._data))
+        return _BYTES / min(fastest_s(reader, repeats) for reader in readers)

@@ -15,7 +15,7 @@ import torch
 from tqdm import tqdm
 
 from tpengine.bench import cuda_kernels, cuda_timing
-from tpengine.bench.bandwidth import fastest_s, read_bandwidth
+from tpengine.bench.bandwidth import ReadBandwidth, fastest_s
 from tpengine.bench.cuda_timing import Ceilings, Row
 from tpengine.bench.machine import describe_commit, describe_machine
 from tpengine.config import DEVICES
@@ -67,7 +67,7 @@ def run(args: argparse.Namespace) -> int:
             "--only, --match and --plot are for a GPU; leave them out, or use --device cuda"
         )
     set_num_threads(1)
-    bandwidth = read_bandwidth()
+    bandwidth = ReadBandwidth().measure()
     lines = []
     cases = [
         *(

@@ -1,9 +1,9 @@
 """Time to first token and per token for equal requests, by how many run at once.
 
 A decode step of one sequence cannot be faster than reading the weights once: "floor" is their bytes
-over the measured bandwidth (reads on CPU, just before and after each batch size, since neighbours
-take their part of a shared machine's memory; device-to-device copies on a GPU), and the share is
-floor over step.
+over the measured bandwidth (reads on CPU, again and again between the steps, since neighbours take
+their part of a shared machine's memory, and the median of them; device-to-device copies on a GPU),
+and the share is floor over step.
 """
 
 from __future__ import annotations
@@ -13,12 +13,13 @@ import contextlib
 import random
 import statistics
 import time
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 import torch
 from tqdm import tqdm
 
-from tpengine.bench.bandwidth import read_bandwidth
+from tpengine.bench.bandwidth import ReadBandwidth
 from tpengine.bench.cuda_timing import measure_ceilings
 from tpengine.bench.machine import describe_machine, report_head
 from tpengine.bench.steps import run_steps
@@ -28,6 +29,9 @@ from tpengine.engine_args import EngineArgs
 from tpengine.errors import ConfigError
 from tpengine.sampling_params import RequestOutputKind, SamplingParams
 from tpengine.worker.device import detect_device, resolve_dtype
+
+_STEPS_PER_FLOOR = 8
+_FLOOR_REPEATS = 2
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -58,11 +62,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 @dataclass(frozen=True)
 class Point:
-    """Figures at one batch size, in seconds and tokens per second."""
+    """Figures at one batch size, in seconds, tokens per second and bytes per second."""
 
     batch_size: int
     first_token_s: float
     step_s: float
+    bandwidth: float
 
     @property
     def rate(self) -> float:
@@ -74,18 +79,22 @@ def run(args: argparse.Namespace) -> int:
     """Measures and prints a line per batch size."""
     engine_args = replace(EngineArgs.from_cli_args(args), disable_log_stats=True)
     sizes = _check(args)
-    bandwidth = None
+    measure: Callable[[], float]
     if detect_device(args.device) == "cuda":  # before the engine takes the memory
-        bandwidth = measure_ceilings(torch.device("cuda", torch.cuda.current_device())).copy
+        ceiling = measure_ceilings(torch.device("cuda", torch.cuda.current_device())).copy
         torch.cuda.empty_cache()
+        measure = lambda: ceiling  # noqa: E731
+    else:
+        reads = ReadBandwidth()
+        measure = lambda: reads.measure(_FLOOR_REPEATS)  # noqa: E731
     with contextlib.ExitStack() as stack:
         if args.shape is not None:
             folder = stack.enter_context(shape_folder(args.shape))
             engine_args = replace(engine_args, model=folder, tokenizer=None, load_format="dummy")
         engine = stack.enter_context(LLMEngine.from_engine_args(engine_args))
-        _measure(engine, 1, args.input_len, 4)
+        _measure(engine, 1, args.input_len, 4, measure)
         points = [
-            _measure_floored(engine, size, args, bandwidth)
+            _measure(engine, size, args.input_len, args.output_len, measure)
             for size in tqdm(sizes, desc="batch sizes", unit="size")
         ]
         step_bytes = _step_bytes(engine, detect_device(args.device))
@@ -93,8 +102,8 @@ def run(args: argparse.Namespace) -> int:
         print(report_head(engine_args, width=11))
         print(f"model      {model}")
         print(f"floor      the time to read {step_bytes / 1e9:.3f} GB")
-        for point, floor_rate in points:
-            floor_s = step_bytes / floor_rate
+        for point in points:
+            floor_s = step_bytes / point.bandwidth
             print(
                 f"batch {point.batch_size:>3}  first token {1000 * point.first_token_s:7.1f} ms   "
                 f"step {1000 * point.step_s:7.2f} ms   {point.rate:8.1f} tokens/s   "
@@ -103,7 +112,7 @@ def run(args: argparse.Namespace) -> int:
         for size in sizes if args.trace else []:
             print(_trace(engine, args, size))
     if args.plot:
-        _plot(args.plot, str(model), [point for point, _ in points])
+        _plot(args.plot, str(model), points)
     return 0
 
 
@@ -144,8 +153,15 @@ def _step_bytes(engine: LLMEngine, device: str) -> int:
     return sum(engine.get_weights_bytes()) - table - angles
 
 
-def _measure(engine: LLMEngine, batch_size: int, input_len: int, output_len: int) -> Point:
-    """Runs `batch_size` equal requests; the step is the median of the decode-only ones.
+def _measure(
+    engine: LLMEngine,
+    batch_size: int,
+    input_len: int,
+    output_len: int,
+    measure_bandwidth: Callable[[], float],
+) -> Point:
+    """Runs `batch_size` equal requests; the step is the median of the decode-only ones, and the
+    bandwidth that of measurements between them.
 
     Raises:
         ConfigError: there was no step in which all were decoding.
@@ -162,11 +178,13 @@ def _measure(engine: LLMEngine, batch_size: int, input_len: int, output_len: int
         prompt = [rng.randrange(vocab_size) for _ in range(input_len)]
         engine.add_request(str(i), None, params, prompt_token_ids=prompt)
     start = time.perf_counter()
-    first_token_s, decodes = 0.0, []
+    first_token_s, decodes, rates = 0.0, [], []
     for step in run_steps(engine):
         if not decodes and step.num_output_tokens:
             first_token_s = time.perf_counter() - start
         if step.num_prefill_tokens == 0 and step.num_output_tokens == batch_size:
+            if len(decodes) % _STEPS_PER_FLOOR == 0:
+                rates.append(measure_bandwidth())
             decodes.append(step.step_s)
     if not decodes:
         raise ConfigError(
@@ -174,17 +192,7 @@ def _measure(engine: LLMEngine, batch_size: int, input_len: int, output_len: int
             "at once: the first ends before the last has its prompt, or the KV cache is too "
             "small; raise --output-len or the cache, or leave this batch size out"
         )
-    return Point(batch_size, first_token_s, statistics.median(decodes))
-
-
-def _measure_floored(
-    engine: LLMEngine, batch_size: int, args: argparse.Namespace, bandwidth: float | None
-) -> tuple[Point, float]:
-    """Beside it the bandwidth, bytes/s: the one that is given, or on CPU what this minute has."""
-    before = bandwidth or read_bandwidth()
-    point = _measure(engine, batch_size, args.input_len, args.output_len)
-    after = bandwidth or read_bandwidth()
-    return point, (before + after) / 2
+    return Point(batch_size, first_token_s, statistics.median(decodes), statistics.median(rates))
 
 
 def _trace(engine: LLMEngine, args: argparse.Namespace, batch_size: int) -> str:
@@ -193,7 +201,7 @@ def _trace(engine: LLMEngine, args: argparse.Namespace, batch_size: int) -> str:
     if torch.cuda.is_available():
         activities.append(torch.profiler.ProfilerActivity.CUDA)
     with torch.profiler.profile(activities=activities) as profile:
-        _measure(engine, batch_size, args.input_len, args.output_len)
+        _measure(engine, batch_size, args.input_len, args.output_len, lambda: 1.0)
     path = f"{args.trace}-{batch_size}.json.gz"
     profile.export_chrome_trace(path)
     key = "self_cuda_time_total" if torch.cuda.is_available() else "self_cpu_time_total"
