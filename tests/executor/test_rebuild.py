@@ -91,14 +91,15 @@ def check_loss(loss: RankLoss, rank: int, phase: str, cause: str, places: list) 
     assert not wait_for_end(processes, PATIENCE_S), "ranks are still there"
 
 
-@pytest.mark.parametrize("rank", [0, 1])
 @pytest.mark.parametrize(
-    ("number", "cause", "limit_s"),
+    ("rank", "number", "cause", "limit_s"),
     [
-        (signal.SIGKILL, KILLED, FOUND_S),
-        (signal.SIGSTOP, FROZEN, FROZEN_S),
+        (0, signal.SIGKILL, KILLED, FOUND_S),
+        (1, signal.SIGSTOP, FROZEN, FROZEN_S),
+        pytest.param(1, signal.SIGKILL, KILLED, FOUND_S, marks=pytest.mark.soak),
+        pytest.param(0, signal.SIGSTOP, FROZEN, FROZEN_S, marks=pytest.mark.soak),
     ],
-    ids=["kill", "stop"],
+    ids=["0 killed", "1 stopped", "1 killed", "0 stopped"],
 )
 def test_idle(
     ranks: BareRanks, expected: list[int], rank: int, number: int, cause: str, limit_s: float

@@ -183,7 +183,7 @@ def _scheduled(server: ServerProcess) -> tuple[int, int]:
     return ran, waited
 
 
-@pytest.mark.parametrize("size", [4000, pytest.param(10_000, marks=pytest.mark.soak)])
+@pytest.mark.parametrize("size", [2500, pytest.param(10_000, marks=pytest.mark.soak)])
 def test_a_crowd_is_refused_at_once_and_in_order(
     crowded: ServerProcess, tmp_path: Path, size: int
 ) -> None:
