@@ -111,6 +111,8 @@ struct SamplingArgs {
   const double* uniform;
 };
 
+// Rows up to which a kernel of 16 lanes reads each panel once, for all of them.
+constexpr int64_t kFewRowsOf16Lanes = 10;
 constexpr int64_t kLinearPanel = 32;  // outputs side by side in a packed weight
 
 struct PanelRange {

@@ -40,9 +40,8 @@ inline int64_t num_panels(int64_t out_features) {
 // weights in L2 while blocks of rows pass.
 constexpr int64_t kGroupBytes = 512 * 1024;
 constexpr int64_t kGroupsPerThread = 4;
-// Many rows make the smallest groups, pairs of panels, long enough. On 16 lanes as many as
-// linear.inc's kFewRows are few.
-inline int64_t most_few_rows() { return kernels().vector_lanes == 16 ? 10 : 8; }
+// Many rows make the smallest groups, pairs of panels, long enough.
+inline int64_t most_few_rows() { return kernels().vector_lanes == 16 ? kFewRowsOf16Lanes : 8; }
 constexpr int64_t kManyRowsGroup = 2;
 // Below this waking a thread costs more than it saves.
 constexpr int64_t kSerialProducts = 1 << 16;
