@@ -7,13 +7,17 @@ import shutil
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from tpengine import envs
+from tpengine.errors import EngineError
 
 pytest.importorskip("ray")
 from tpengine.executor import ray_connection
@@ -144,6 +148,35 @@ def test_the_log_says_why_one_is_started(
     assert [record.getMessage() for record in caplog.records] == [
         f"starting a Ray for this engine: {why}"
     ]
+
+
+def test_engines_of_two_threads_share_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A second start beside the first would take its processes for leftovers of its own."""
+    began, running = [], threading.Event()
+
+    def init(**_: Any) -> None:
+        began.append(threading.current_thread())
+        time.sleep(0.5)
+        running.set()
+
+    monkeypatch.setattr(envs, "ray_address", lambda: "local")
+    monkeypatch.setattr(ray_connection.ray, "is_initialized", running.is_set)
+    monkeypatch.setattr(ray_connection.ray, "init", init)
+    monkeypatch.setattr(ray_connection.ray, "shutdown", running.clear)
+    monkeypatch.setattr(ray_connection.RayConnection, "_identify", staticmethod(lambda: ("", "")))
+    with ThreadPoolExecutor(2) as pool:
+        one, other = pool.map(ray_connection.RayConnection, (None, None), timeout=10.0)
+    assert len(began) == 1
+    one.close()
+    assert other.is_alive, "it ends with the last of its engines"
+    other.close()
+    assert not running.is_set()
+
+
+def test_a_thread_does_not_wait_for_ever(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ray_connection, "_CONNECTING_S", 0.1)
+    with ray_connection._connecting, pytest.raises(EngineError, match="another thread"):
+        ray_connection.RayConnection(None)
 
 
 def test_last_words(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -31,10 +31,14 @@ _KNOCK_S = 2.0
 _STARTS = 2
 """Ray's control server is sometimes not up within Ray's half minute, where others want the cores;
 the next one is."""
+_FAILED_STARTS = (RuntimeError, OSError, ray.exceptions.RayError)
 _CONTROL_LOGS = "session_latest/logs/gcs_server.*"
 
 # Ray knows one connection per process, so what counts its users is the process's, too.
 _users_of_started_ray: set[int] = set()
+_connecting = threading.Lock()
+_CONNECTING_S = 300.0
+"""More than two starts of Ray take, both of which fail."""
 
 
 class RayConnection:
@@ -50,6 +54,18 @@ class RayConnection:
     """
 
     def __init__(self, address: str | None) -> None:
+        if not _connecting.acquire(timeout=_CONNECTING_S):
+            raise EngineError(
+                f"another thread of this process has been connecting to Ray for {_CONNECTING_S:g} "
+                "s; make the engines one after another"
+            )
+        try:
+            self._join(address)
+        finally:
+            _connecting.release()
+
+    def _join(self, address: str | None) -> None:
+        """One thread at a time: Ray has one connection, and a failed start is cleared away."""
         origin = "ray_address"
         if address is None and not ray.is_initialized():
             address, origin = envs.ray_address(), "RAY_ADDRESS"
@@ -124,11 +140,11 @@ class RayConnection:
                 _users_of_started_ray.add(id(self))
                 return
             except Exception as error:
-                if ray.is_initialized():  # by another thread meanwhile: what came since is its
+                if ray.is_initialized():  # by the program itself meanwhile: what came since is its
                     raise EngineError(f"Ray was started twice at a time: {error}") from error
                 end_ray_children(but=others)
                 # Ray raises a bare Exception where its raylet is late.
-                if not isinstance(error, RuntimeError) and type(error) is not Exception:
+                if type(error) is not Exception and not isinstance(error, _FAILED_STARTS):
                     raise
                 said = _last_words_of_ray(begun)
                 if not left:
