@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import mmap
 import re
 from pathlib import Path
 
-import numpy as np
 import pytest
 import torch
+from support.resident import resident_bytes
 
 from tpengine.ops import huge_pages
 from tpengine.ops.huge_pages import HugePageArena
@@ -66,16 +65,6 @@ def bytes_in_memory(tensor: torch.Tensor, kind: str) -> int:
     return total
 
 
-def resident_bytes(tensor: torch.Tensor) -> int:
-    """Bytes of the tensor's own pages that have memory behind them."""
-    first = tensor.data_ptr() // mmap.PAGESIZE
-    last = (tensor.data_ptr() + tensor.nbytes - 1) // mmap.PAGESIZE
-    with Path("/proc/self/pagemap").open("rb") as pages:
-        pages.seek(first * 8)
-        entries = np.frombuffer(pages.read((last - first + 1) * 8), np.uint64)
-    return int((entries >> np.uint64(63)).sum()) * mmap.PAGESIZE
-
-
 def test_populated_memory_is_there_and_unchanged() -> None:
     long, short = huge_pages.empty((9 << 20,), torch.int8), huge_pages.empty((100,), torch.int8)
     long[5] = long[-1] = 7
@@ -99,6 +88,8 @@ def test_populating_ends_with_its_time() -> None:
 def test_populating_ends_with_its_bytes() -> None:
     tensors = [huge_pages.empty((9 << 20,), torch.int8) for _ in range(2)]
     done = huge_pages.populate(tensors, 6 << 20, seconds=30.0)
-    assert done in (0, 3 << 20)
+    if not done:
+        pytest.skip("this kernel populates no memory when asked")
+    assert done == 3 << 20
     assert done <= min(resident_bytes(x) for x in tensors)
     assert sum(resident_bytes(x) for x in tensors) <= 12 << 20, "two large pages each, and a border"

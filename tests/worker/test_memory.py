@@ -7,11 +7,12 @@ from pathlib import Path
 import pytest
 import torch
 from support.models import ModelShop
+from support.resident import resident_bytes
 from support.zoo import PLAIN
 
 from tpengine.engine_args import EngineArgs
 from tpengine.errors import CacheSizeError
-from tpengine.worker import cgroups, memory
+from tpengine.worker import cache_engine, cgroups, memory
 from tpengine.worker.cache_engine import CacheEngine, block_bytes
 from tpengine.worker.device import set_num_threads
 from tpengine.worker.worker import Worker
@@ -189,6 +190,31 @@ def test_block_bytes_are_what_is_allocated(dtype: torch.dtype) -> None:
     assert len(cache.kv_caches) == 3
     assert allocated == 6 * block_bytes(CPU, dtype, 16, 3, 2, 80)
     assert allocated >= 6 * 16 * 3 * 2 * 2 * 80 * dtype.itemsize
+
+
+def test_the_first_blocks_have_their_memory_from_the_start(
+    models: ModelShop, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As much as a rank may have of it; nothing where the memory is overdrawn."""
+    monkeypatch.setattr(cache_engine, "_POPULATE_S", 30.0)
+    args = EngineArgs(str(models.folder(PLAIN)), dtype="float32", device="cpu")
+    for free, num_ranks, wanted in ((GIB, 1, 64 << 20), (GIB, 2, 32 << 20), (-GIB, 1, 0)):
+        monkeypatch.setattr(memory, "cpu_free_bytes", lambda free=free: free)
+        assert memory.populate_bytes(num_ranks) == wanted
+        worker = Worker(args.create_engine_config("cpu"))
+        worker._num_local_ranks = num_ranks
+        worker.init_device()
+        worker.load_model()
+        worker.init_cache_engine(8192)
+        assert worker._cache_engine is not None
+        tensors = [x for pair in worker._cache_engine.kv_caches for x in pair]
+        each = wanted // len(tensors)
+        assert each < tensors[0].nbytes
+        found = [resident_bytes(x[: each // x[0].nbytes]) for x in tensors]
+        if wanted and not any(found):
+            pytest.skip("this kernel populates no memory when asked")
+        assert all(one >= each * 9 // 10 for one in found), (wanted, found)
+        assert sum(map(resident_bytes, tensors)) <= wanted + (len(tensors) * 4 << 20)
 
 
 def test_ledger(models: ModelShop) -> None:

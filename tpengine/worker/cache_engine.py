@@ -21,18 +21,14 @@ from tpengine.ops.cache import (
     swap_in,
     swap_out,
 )
-from tpengine.worker.memory import cpu_free_bytes
 
 _STAGING_BYTES = 64 << 20
 """Large enough for the bus to run at its full speed."""
 _PIECE_BYTES = 256 << 20
 """Of the host's pool. torch pins a power of two of bytes: 32 GiB for a tensor of 17."""
 _POPULATE_S = 0.1
-"""Of the start, on CPU. The blocks that are taken first then have their memory already; the first
-prompts would wait for it up to a tenth of their time, on a virtual machine."""
-_POPULATE_SHARE = 16
-"""One part in so many of the free memory, at most: a cache that was made larger than the memory
-does its work as long as little of it is used."""
+"""Of the start. The first prompts would wait for memory up to a tenth of their time, on a virtual
+machine."""
 
 
 def block_bytes(
@@ -89,11 +85,6 @@ class CacheEngine:
                 for _ in range(num_layers)
             )
             self._blocks = LayerBlocks(caches, num_host_blocks)
-            huge_pages.populate(
-                [x for pair in caches for x in pair],
-                cpu_free_bytes() // _POPULATE_SHARE,
-                _POPULATE_S,
-            )
         else:
             pool = torch.empty((2 * num_layers, *k_shape), dtype=dtype, device=device)
             self._blocks = PooledBlocks(pool, num_host_blocks)
@@ -109,6 +100,18 @@ class CacheEngine:
             self._blocks.swap(moves)
         if moves.copies:
             self._blocks.copy(moves.copies)
+
+    def populate(self, num_bytes: int) -> int:
+        """On CPU: has memory put behind the first blocks, which are taken first, as far as so many
+        bytes and a tenth of a second go. A GPU's cache has its memory.
+
+        Returns:
+            Bytes of each layer's K, and as many of its V, that have theirs now.
+        """
+        if self._device.type != "cpu":
+            return 0
+        tensors = [x for pair in self.kv_caches for x in pair]
+        return huge_pages.populate(tensors, num_bytes, _POPULATE_S)
 
 
 class LayerBlocks:

@@ -16,6 +16,7 @@ _CPU_DEFAULT_BYTES = 4 * GIB
 _CPU_DEFAULT_SHARE = 0.4
 _SWAP_DEFAULT_BYTES = 4 * GIB
 _SWAP_DEFAULT_SHARE = 0.1
+_POPULATE_PART = 16
 _DRIVER_BYTES = 64 << 20
 """More than a graph of thousands of kernels takes beside its tensors."""
 
@@ -79,6 +80,12 @@ def host_swap_bytes(wanted: int | None, num_local_ranks: int = 1) -> int:
     if wanted is not None:
         return wanted
     return _share_of_free(_SWAP_DEFAULT_BYTES, _SWAP_DEFAULT_SHARE, num_local_ranks)
+
+
+def populate_bytes(num_local_ranks: int) -> int:
+    """Bytes of one rank's KV cache on CPU that may have their memory from the start: little, as a
+    cache that was made larger than the memory does its work while not much of it is used."""
+    return max(0, cpu_free_bytes()) // _POPULATE_PART // num_local_ranks
 
 
 def _share_of_free(at_most: int, share: float, num_local_ranks: int) -> int:

@@ -246,6 +246,7 @@ class Worker:
     def _open_cache(self, num_blocks: int, num_host_blocks: int) -> None:
         try:
             self._cache_engine = self._make_cache(num_blocks, num_host_blocks)
+            self._cache_engine.populate(memory.populate_bytes(self._num_local_ranks))
         except (MemoryError, RuntimeError) as error:
             size, host_size = (
                 count * self._block_bytes() / memory.GIB for count in (num_blocks, num_host_blocks)

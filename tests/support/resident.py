@@ -1,0 +1,23 @@
+"""What of a tensor's memory is really there."""
+
+from __future__ import annotations
+
+import mmap
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+
+def resident_bytes(tensor: torch.Tensor) -> int:
+    """Bytes of the tensor's own pages that have memory behind them."""
+    first = tensor.data_ptr() // mmap.PAGESIZE
+    last = (tensor.data_ptr() + tensor.nbytes - 1) // mmap.PAGESIZE
+    pagemap = Path("/proc/self/pagemap")
+    if not pagemap.exists():
+        pytest.skip("this kernel does not tell which pages have memory")
+    with pagemap.open("rb") as pages:
+        pages.seek(first * 8)
+        entries = np.frombuffer(pages.read((last - first + 1) * 8), np.uint64)
+    return int((entries >> np.uint64(63)).sum()) * mmap.PAGESIZE
