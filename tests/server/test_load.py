@@ -130,7 +130,7 @@ def test_clients_that_vanish_leave_nothing(server: ServerProcess) -> None:
     asyncio.run(_vanish(server.target, 60, 60, 1, seed=1))  # pools grow to their size
     wait_until(lambda: _is_at_rest(server), QUIET_S)
     time.sleep(1.0)
-    before, aborted = Footprint.of(server), server.metric(ENDED, finished_reason="abort")
+    before, aborted = Footprint.at_rest(server), server.metric(ENDED, finished_reason="abort")
     asyncio.run(_vanish(server.target, NUM_CANCELS, NUM_DEADLINES, NUM_KILLED, seed=2))
     assert_settles(server, before)
     # Who was killed, and many of the others, had come as far as the engine.
@@ -189,7 +189,7 @@ def test_a_crowd_is_refused_at_once_and_in_order(
 ) -> None:
     _touch_cache(crowded)
     answer, rate = _complete(crowded), _bearable_rate(tmp_path, crowded.target)
-    before, memory = Footprint.of(crowded), crowded.resident_bytes()
+    before, memory = Footprint.at_rest(crowded), crowded.resident_bytes()
     scheduled = _scheduled(crowded)
     crowd = _crowd(tmp_path, crowded.target, size, rate, 8)
     most_memory = most_queued = 0
@@ -300,7 +300,7 @@ def _stay_unread(server: ServerProcess, unread_s: float) -> None:
     _touch_cache(server)
     rates = [_rate(server, WINDOW_S)]
     wait_until(lambda: _is_at_rest(server), QUIET_S)
-    before, memory = Footprint.of(server), server.resident_bytes()
+    before, memory = Footprint.at_rest(server), server.resident_bytes()
     with ExitStack() as stack:
         silent = [stack.enter_context(_unread(server)) for _ in range(NUM_SILENT)]
         wait_until(lambda: server.loads().num_open_calls == NUM_SILENT, QUIET_S)

@@ -195,7 +195,7 @@ def test_everything_at_once_leaves_nothing(server: ServerProcess) -> None:
     asyncio.run(_mix(server.target, WARM_UP_S, seed=0))
     wait_until(lambda: server.loads().num_open_calls == 0, PATIENCE_S)
     time.sleep(1.0)
-    before, memory = Footprint.of(server), server.resident_bytes()
+    before, memory = Footprint.at_rest(server), server.resident_bytes()
     assert before.free_blocks == server.loads().num_total_blocks
     ended = server.metric("tpengine:request_success_total")
     ends = asyncio.run(_mix(server.target, DURATION_S, seed=1))

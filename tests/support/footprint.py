@@ -8,6 +8,7 @@ from dataclasses import asdict, dataclass
 from support.server_process import ServerProcess
 
 _POLL_S = 0.1
+_LOOKS = 5
 _POOL_THREADS = 4
 """grpc's own pool takes some more when it is busy, and keeps them for a while; a leak is one a call
 or a connection, of which there are hundreds."""
@@ -38,6 +39,16 @@ class Footprint:
             descriptors=server.num_file_descriptors(),
             threads=server.num_threads(),
         )
+
+    @classmethod
+    def at_rest(cls, server: ServerProcess) -> Footprint:
+        """Of a server that nobody uses: the largest of several moments, as a task that looks at
+        something now and then is missing for the moment between two looks."""
+        moments = []
+        for _ in range(_LOOKS):
+            moments.append(cls.of(server))
+            time.sleep(_POLL_S)
+        return max(moments, key=lambda moment: moment.tasks)
 
     def more_than(self, before: Footprint) -> dict[str, tuple[int, int]]:
         """What is held now and was not before, as (before, now); empty: all was given back."""

@@ -14,7 +14,7 @@ import tempfile
 from pathlib import Path
 
 import pytest
-from filelock import FileLock
+from filelock import FileLock, Timeout
 
 _PATIENCE_S = 240
 _LOCK = Path(tempfile.gettempdir()) / "tpengine-test-packages.lock"
@@ -25,7 +25,7 @@ def require(command: str, package: str) -> str:
     """The path of a program; `package` is the Debian package that brings it."""
     found = _find(command)
     if found is None:
-        problem = _install(package)
+        problem = _install(command, package)
         found = _find(command)
         if found is None:
             lacking(f"{command} is not here, and package {package} cannot be installed: {problem}")
@@ -44,14 +44,19 @@ def lacking(reason: str) -> None:
     pytest.skip(reason)
 
 
-def _install(package: str) -> str:
+def _install(command: str, package: str) -> str:
     if os.geteuid() != 0:
         return "installing needs root"
     if shutil.which("apt-get") is None:
         return "there is no apt-get"
-    with FileLock(_LOCK, timeout=_PATIENCE_S):
-        _refresh()
-        return _apt_get("install", "-y", "--no-install-recommends", package)
+    try:
+        with FileLock(_LOCK, timeout=_PATIENCE_S):
+            if _find(command) is not None:  # by the other process meanwhile
+                return ""
+            _refresh()
+            return _apt_get("install", "-y", "--no-install-recommends", package)
+    except Timeout:
+        return f"another process has been installing for {_PATIENCE_S} s"
 
 
 @functools.cache
