@@ -97,6 +97,15 @@ def test_latency_refuses(
         assert word in shown
 
 
+@pytest.mark.parametrize("name", ["latency", "serve"])
+def test_a_plot_that_cannot_be_made_is_refused_before_anything_is_measured(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], name: str
+) -> None:
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    assert main(["bench", name, "--model", "/no/such/folder", "--plot", "plot.png"]) == 1
+    assert "--plot needs matplotlib, which is not installed" in capsys.readouterr().err
+
+
 def test_what_a_decode_step_reads(models: ModelShop) -> None:
     """A tied head is packed beside the table on CPU, and is the table on a GPU."""
     with make_engine(models.folder(PLAIN)) as engine:

@@ -18,6 +18,7 @@ from tpengine.bench import cuda_kernels, cuda_timing
 from tpengine.bench.bandwidth import ReadBandwidth, fastest_s
 from tpengine.bench.cuda_timing import Ceilings, Row
 from tpengine.bench.machine import describe_commit, describe_machine
+from tpengine.bench.plots import import_pyplot
 from tpengine.config import DEVICES
 from tpengine.errors import ConfigError, NativeLibraryError
 from tpengine.ops import attention, cache, huge_pages, linear
@@ -95,6 +96,8 @@ def _run_on_gpu(args: argparse.Namespace) -> int:
             "libtpengine_cuda.so is not installed, there is nothing to measure: install the CUDA "
             "toolkit (nvcc) and run `TPENGINE_CUDA=ON pip install .`"
         )
+    if args.plot:
+        import_pyplot()
     device = torch.device("cuda", torch.cuda.current_device())
     rows = []
     print(f"machine   {describe_machine()}")
@@ -117,13 +120,7 @@ def _run_on_gpu(args: argparse.Namespace) -> int:
 
 def plot_shares(path: str, rows: Sequence[Row], ceilings: Ceilings) -> None:
     """Bars of decode attention's share of the copy bandwidth, by case and dtype."""
-    try:
-        import matplotlib
-    except ImportError:
-        raise SystemExit("--plot needs matplotlib: pip install 'tpengine[plot]'") from None
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
+    pyplot = import_pyplot()
     shown = [row for row in rows if row.kernel.startswith("decode")]
     shares = [100 * row.num_bytes / row.seconds / ceilings.copy for row in shown]
     figure, axes = pyplot.subplots(figsize=(7, 1 + 0.25 * len(shown)))

@@ -22,6 +22,7 @@ from tqdm import tqdm
 from tpengine.bench.bandwidth import ReadBandwidth
 from tpengine.bench.cuda_timing import measure_ceilings
 from tpengine.bench.machine import describe_machine, report_head
+from tpengine.bench.plots import import_pyplot
 from tpengine.bench.steps import run_steps
 from tpengine.bench.workload import SHAPES, shape_folder
 from tpengine.engine.llm_engine import LLMEngine
@@ -79,6 +80,8 @@ def run(args: argparse.Namespace) -> int:
     """Measures and prints a line per batch size."""
     engine_args = replace(EngineArgs.from_cli_args(args), disable_log_stats=True)
     sizes = _check(args)
+    if args.plot:
+        import_pyplot()
     measure: Callable[[], float]
     if detect_device(args.device) == "cuda":  # before the engine takes the memory
         ceiling = measure_ceilings(torch.device("cuda", torch.cuda.current_device())).copy
@@ -210,13 +213,7 @@ def _trace(engine: LLMEngine, args: argparse.Namespace, batch_size: int) -> str:
 
 
 def _plot(path: str, model: str, points: list[Point]) -> None:
-    try:
-        import matplotlib
-    except ImportError:
-        raise SystemExit("--plot needs matplotlib: pip install 'tpengine[plot]'") from None
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
+    pyplot = import_pyplot()
     figure, axes = pyplot.subplots(figsize=(6, 4))
     axes.plot([p.batch_size for p in points], [p.rate for p in points], marker="o")
     axes.set_xscale("log", base=2)

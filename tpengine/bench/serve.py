@@ -29,6 +29,7 @@ from pathlib import Path
 from tqdm import tqdm
 
 from tpengine.bench.machine import describe_machine, report_head
+from tpengine.bench.plots import import_pyplot
 from tpengine.bench.thread_times import per_token, thread_times
 from tpengine.bench.workload import SHAPES, mixed_requests, shape_folder
 from tpengine.engine_args import EngineArgs
@@ -117,7 +118,7 @@ def _check(args: argparse.Namespace) -> list[float]:
     if args.num_requests < 1:
         raise ConfigError(f"--num-requests must be at least 1, got {args.num_requests}")
     if args.plot:
-        _import_pyplot()
+        import_pyplot()
     if args.shape and args.target:
         raise ConfigError("--shape is for a server that is started here; leave out --target")
     return rates
@@ -230,22 +231,9 @@ def _ms(seconds: dict[int, float], percent: int) -> str:
     return f"{1000 * seconds[percent]:7.1f}" if seconds else "      -"
 
 
-def _import_pyplot() -> object:
-    try:
-        import matplotlib
-    except ImportError:
-        raise SystemExit("--plot needs matplotlib: pip install 'tpengine[plot]'") from None
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
-    return pyplot
-
-
 def _plot(path: str, model: str, rates: Sequence[float], summaries: Sequence[LoadSummary]) -> None:
     """Median and 99th percentile of both latencies over the output rate that was reached."""
-    _import_pyplot()
-    from matplotlib import pyplot
-
+    pyplot = import_pyplot()
     figure, panels = pyplot.subplots(1, 2, figsize=(10, 4))
     for panel, title, pick in (
         (panels[0], "first token", lambda summary: summary.first_token_s),
