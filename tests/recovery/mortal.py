@@ -144,6 +144,9 @@ class MortalExecutor(Executor):
         self._group.init_cache_engine(num_blocks, num_host_blocks)
         self._fail_if_due("cache")
 
+    def populate_cache(self) -> None:
+        """There is no memory."""
+
     def rebuild(self) -> list[MemoryLedger]:
         self.threads.add(threading.current_thread().name)
         assert self.gate.wait(TIMEOUT_S)

@@ -178,6 +178,9 @@ class FakeExecutor:
         if num_blocks > self.allocatable:
             raise self.error
 
+    def populate_cache(self) -> None:
+        pass
+
     def shutdown(self) -> None:
         pass
 

@@ -206,6 +206,7 @@ def test_the_first_blocks_have_their_memory_from_the_start(
         worker.init_device()
         worker.load_model()
         worker.init_cache_engine(8192)
+        worker.populate_cache()
         assert worker._cache_engine is not None
         tensors = [x for pair in worker._cache_engine.kv_caches for x in pair]
         each = wanted // len(tensors)

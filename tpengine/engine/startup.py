@@ -69,6 +69,7 @@ def _open_cache(config: EngineConfig, executor: Executor) -> list[MemoryLedger]:
         check_cache_holds_one_sequence(config, num_blocks, ledgers)
         try:
             executor.init_cache_engine(num_blocks, num_host_blocks)
+            executor.populate_cache()
             return ledgers
         except (CacheSizeError, GraphCaptureError) as error:
             if not left or config.cache.num_device_blocks_override is not None:

@@ -48,6 +48,11 @@ class Executor(ABC):
         """Allocates as many blocks on every rank's device and on its host."""
         self._run_workers("init_cache_engine", num_blocks, num_host_blocks)
 
+    def populate_cache(self) -> None:
+        """On CPU: has memory put behind the first blocks, so that the first prompts do not wait for
+        it. Not after a recovery, where every stream waits."""
+        self._run_workers("populate_cache")
+
     @property
     def nodes(self) -> list[str]:
         """Each rank's machine, by address or name, in rank order."""

@@ -139,7 +139,8 @@ class Worker:
             CacheSizeError: not even one block fits.
         """
         one_block = self._block_bytes()
-        num_host_blocks = self._swap_space_bytes() // one_block
+        space = memory.host_swap_bytes(self._config.cache.swap_space_bytes, self._num_local_ranks)
+        num_host_blocks = space // one_block
         scratch = self._scratch_bytes(one_block, num_host_blocks)
         logits = graphs = 0
         if known_peak_bytes is None:
@@ -237,6 +238,11 @@ class Worker:
             self._drop_cache()  # whoever measures the memory again must not find it there
             raise
 
+    def populate_cache(self) -> None:
+        """See `CacheEngine.populate`."""
+        assert self._cache_engine is not None, "populate before init_cache_engine"
+        self._cache_engine.populate(memory.populate_bytes(self._num_local_ranks))
+
     def _drop_cache(self) -> None:
         if self._cache_engine is not None:
             self._cache_engine = None
@@ -246,7 +252,6 @@ class Worker:
     def _open_cache(self, num_blocks: int, num_host_blocks: int) -> None:
         try:
             self._cache_engine = self._make_cache(num_blocks, num_host_blocks)
-            self._cache_engine.populate(memory.populate_bytes(self._num_local_ranks))
         except (MemoryError, RuntimeError) as error:
             size, host_size = (
                 count * self._block_bytes() / memory.GIB for count in (num_blocks, num_host_blocks)
@@ -343,6 +348,3 @@ class Worker:
         return memory.kv_budget_bytes(
             self._device, self._config.cache, self._num_local_ranks, reserved_bytes
         )
-
-    def _swap_space_bytes(self) -> int:
-        return memory.host_swap_bytes(self._config.cache.swap_space_bytes, self._num_local_ranks)
