@@ -8,8 +8,8 @@ import asyncio
 import sys
 
 from tpengine import SamplingParams
+from tpengine.client.generation_client import GenerationClient
 from tpengine.errors import QueueFullError, ServerUnavailableError
-from tpengine.server.client import GenerationClient
 
 target = sys.argv[1] if len(sys.argv) > 1 else "127.0.0.1:50051"
 prompts = ["Hello, my name is", "The capital of France is"]

@@ -15,7 +15,7 @@ from support.zoo import PLAIN
 from tpengine.bench import groups, latency, prefix, swap
 from tpengine.bench.machine import describe_run
 from tpengine.bench.throughput import run_once
-from tpengine.cli import main
+from tpengine.cli.main import main
 from tpengine.engine_args import EngineArgs
 from tpengine.worker.device import resolve_dtype
 

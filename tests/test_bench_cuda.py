@@ -21,7 +21,7 @@ from tpengine.bench.cuda_kernels import GROUPS, Setting
 from tpengine.bench.cuda_timing import Action, Ceilings, Row
 from tpengine.bench.visit import visit_parts
 from tpengine.bench.visit_parts import Part, run_parts, table
-from tpengine.cli import main
+from tpengine.cli.main import main
 
 CEILINGS = Ceilings(4e12, 4.4e12, 8e14, 5e10, 5e10)
 
@@ -156,7 +156,7 @@ import sys
 from pathlib import Path
 from tpengine.bench import visit
 from tpengine.bench.visit_parts import Part
-from tpengine.cli import main
+from tpengine.cli.main import main
 visit.visit_parts = lambda out: {parts}
 signal.signal(signal.SIGHUP, signal.SIG_DFL)  # ignored where the tests run under nohup
 sys.exit(main(["bench", "visit", "--out", {str(tmp_path)!r}]))

@@ -16,8 +16,9 @@ import pytest
 from support.models import ModelShop
 from support.zoo import PLAIN
 
-from tpengine import LLM, LLMEngine, SamplingParams, cli
-from tpengine.cli import main
+from tpengine import LLM, LLMEngine, SamplingParams
+from tpengine.cli import main as cli
+from tpengine.cli.main import main
 from tpengine.errors import EngineDeadError
 from tpengine.outputs import RequestOutput
 
@@ -365,7 +366,7 @@ class Deaf:
                 print("nobody heard it", flush=True)
 signal.signal(signal.SIGINT, signal.default_int_handler)
 sys.meta_path.insert(0, Deaf())
-from tpengine.cli import main
+from tpengine.cli.main import main
 sys.exit(main(sys.argv[3:]))
 """
 

@@ -474,7 +474,7 @@ from tpengine import LLM, SamplingParams
 with LLM(cpu_kv_cache_space=0.1) as llm:
     outputs = llm.generate("Hello, my name is", SamplingParams(max_tokens=4), use_tqdm=False)
 assert len(outputs[0].outputs[0].token_ids) == 4
-from tpengine.cli import main
+from tpengine.cli.main import main
 assert main(["generate", "Hello", "--max-tokens", "3", "--cpu-kv-cache-space", "0.1"]) == 0
 assert not {"ray", "grpc"} & set(sys.modules)
 print("alone")

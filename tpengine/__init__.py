@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 from tpengine import envs
 
 if TYPE_CHECKING:
-    from tpengine.engine.async_llm_engine import AsyncLLMEngine
+    from tpengine.async_engine.async_llm_engine import AsyncLLMEngine
     from tpengine.engine.llm_engine import LLMEngine
     from tpengine.engine_args import EngineArgs
     from tpengine.llm import LLM
@@ -36,7 +36,7 @@ __all__ = [
 
 _HOMES = {
     "LLM": "tpengine.llm",
-    "AsyncLLMEngine": "tpengine.engine.async_llm_engine",
+    "AsyncLLMEngine": "tpengine.async_engine.async_llm_engine",
     "LLMEngine": "tpengine.engine.llm_engine",
     "EngineArgs": "tpengine.engine_args",
     "SamplingParams": "tpengine.sampling_params",

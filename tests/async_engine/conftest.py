@@ -17,7 +17,7 @@ from support.zoo import PLAIN
 
 from async_engine.tools import TIMEOUT_S, Gate, TokenizerGate, run_async
 from tpengine import AsyncLLMEngine
-from tpengine.engine.admission import QueueLimits
+from tpengine.async_engine.admission import QueueLimits
 
 MakeEngine = Callable[..., AsyncLLMEngine]
 

@@ -11,7 +11,7 @@ import pytest
 from async_engine.conftest import MakeEngine
 from async_engine.tools import TIMEOUT_S, Gate, run_async, stream
 from tpengine import AsyncLLMEngine
-from tpengine.engine import async_llm_engine
+from tpengine.async_engine import async_llm_engine
 from tpengine.errors import EngineError, RequestAbortedError
 
 MakeGate = Callable[[AsyncLLMEngine], Gate]

@@ -15,7 +15,7 @@ from support.engines import greedy
 from async_engine.conftest import MakeEngine
 from async_engine.tools import TIMEOUT_S, last_output, read_ids, run_async, stream, until
 from tpengine import AsyncLLMEngine
-from tpengine.engine.admission import QueueLimits
+from tpengine.async_engine.admission import QueueLimits
 from tpengine.engine.figures import Histogram, RateMeter
 from tpengine.errors import InvalidPromptError, RequestAbortedError
 from tpengine.sampling_params import RequestOutputKind
@@ -29,7 +29,7 @@ def lines() -> Iterator[list[str]]:
     found: list[str] = []
     handler = logging.Handler()
     handler.emit = lambda record: found.append(record.getMessage())  # type: ignore[method-assign]
-    logger = logging.getLogger("tpengine.engine.ticket")
+    logger = logging.getLogger("tpengine.async_engine.ticket")
     logger.addHandler(handler)
     yield found
     logger.removeHandler(handler)

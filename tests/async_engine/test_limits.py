@@ -22,7 +22,7 @@ from async_engine.tools import (
     until,
 )
 from tpengine import AsyncLLMEngine
-from tpengine.engine.admission import QueueLimits
+from tpengine.async_engine.admission import QueueLimits
 from tpengine.errors import (
     ConfigError,
     DeadlineExceededError,

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from async_engine.tools import DELTA, Gate, read_ids, run_async, stream, until
 from tpengine import AsyncLLMEngine, CompletionOutput, RequestOutput, SamplingParams
-from tpengine.engine.mailbox import Mailbox
+from tpengine.async_engine.mailbox import Mailbox
 from tpengine.outputs import Logprob
 
 MakeGate = Callable[[AsyncLLMEngine], Gate]

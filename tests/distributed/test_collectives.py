@@ -16,7 +16,7 @@ from tpengine.distributed.rendezvous import Meeting
 from tpengine.distributed.shared_memory import CAPACITY_BYTES
 from tpengine.errors import CollectiveError, EngineError
 from tpengine.messages import Rendezvous
-from tpengine.worker import cuda_graph
+from tpengine.worker.gpu import graphs as cuda_graph
 
 KINDS = ("shared memory", "gloo")
 LARGE = CAPACITY_BYTES // 4 * 2 + 5

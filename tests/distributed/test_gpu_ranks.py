@@ -16,7 +16,7 @@ from tpengine.distributed.rendezvous import Meeting, RendezvousStore
 from tpengine.distributed.torch_groups import NcclCollectives
 from tpengine.messages import Rendezvous, StepOutput
 from tpengine.ops import library
-from tpengine.worker.cuda_graph import CudaCapture, agree_on_graphs
+from tpengine.worker.gpu.graphs import CudaCapture, agree_on_graphs
 from tpengine.worker.transfers import Downloads
 from tpengine.worker.worker import Worker
 

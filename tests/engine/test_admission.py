@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from tpengine.engine import admission
-from tpengine.engine.admission import Admission, QueueLimits
+from tpengine.async_engine import admission
+from tpengine.async_engine.admission import Admission, QueueLimits
 from tpengine.errors import QueueFullError
 
 

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from tpengine import EngineArgs, SamplingParams
-from tpengine.executor.ray_executor import RayExecutor
+from tpengine.executor.launch.ray_executor import RayExecutor
 from tpengine.messages import MemoryLedger, NewSequence, StepInput
 
 PROMPT = [5, 6, 7, 8, 9]

@@ -15,10 +15,11 @@ import pytest
 import ray
 
 from tpengine import EngineArgs, LLMEngine
-from tpengine.executor import group, spares
+from tpengine.executor import group
 from tpengine.executor.group import Group
-from tpengine.executor.ray_executor import RayExecutor
-from tpengine.executor.ray_worker import RayWorker
+from tpengine.executor.launch import spares
+from tpengine.executor.launch.ray_executor import RayExecutor
+from tpengine.executor.launch.ray_worker import RayWorker
 from tpengine.process_stat import start_ticks
 
 

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from typing import Any
 
-from tpengine.executor.autopsy import Coroner, Doing
+from tpengine.executor.channel import ChannelClosedError, ChannelTimeoutError
+from tpengine.executor.diagnosis import Coroner, Doing
 from tpengine.executor.failures import RankFailure
-from tpengine.executor.node_agent import NodeSilentError
-from tpengine.executor.placement import RankPlace
-from tpengine.executor.transport import ChannelClosedError, ChannelTimeoutError
+from tpengine.executor.launch.node_agent import NodeSilentError
+from tpengine.executor.launch.placement import RankPlace
 from tpengine.messages import RankLoss
 
 DOING = Doing("execute_model", 5)

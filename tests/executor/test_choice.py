@@ -32,8 +32,8 @@ class FakeConnection:
 def test_connection_is_closed_when_no_executor_can_be_made(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    ray_connection = pytest.importorskip("tpengine.executor.ray_connection")
-    from tpengine.executor import ray_executor
+    ray_connection = pytest.importorskip("tpengine.executor.launch.ray_connection")
+    from tpengine.executor.launch import ray_executor
 
     class Unlucky:
         @staticmethod
@@ -77,7 +77,7 @@ def test_ranks_are_ended_when_no_engine_can_be_made(
 def test_heads_that_cannot_be_divided_are_refused_before_ray(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    ray_connection = pytest.importorskip("tpengine.executor.ray_connection")
+    ray_connection = pytest.importorskip("tpengine.executor.launch.ray_connection")
 
     def never(address: str | None) -> None:
         raise AssertionError("Ray was asked")
@@ -88,7 +88,7 @@ def test_heads_that_cannot_be_divided_are_refused_before_ray(
 
 
 def test_an_address_where_nobody_is_fails_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    ray_connection = pytest.importorskip("tpengine.executor.ray_connection")
+    ray_connection = pytest.importorskip("tpengine.executor.launch.ray_connection")
     monkeypatch.setattr(ray_connection, "ray", FakeRay())
     begin = time.monotonic()
     with pytest.raises(EngineError, match=r"ray_address = '127.0.0.1:1'"):
@@ -120,7 +120,7 @@ def test_only_a_ray_that_was_started_for_all_is_found(
 ) -> None:
     """The one that `ray start` wrote down, while it answers: any other that runs here belongs to
     the program that started it."""
-    ray_connection = pytest.importorskip("tpengine.executor.ray_connection")
+    ray_connection = pytest.importorskip("tpengine.executor.launch.ray_connection")
     monkeypatch.delenv("RAY_ADDRESS", raising=False)
     monkeypatch.setattr(ray_connection, "_users_of_started_ray", set())
     note = tmp_path / "ray" / "ray_current_cluster"

@@ -29,9 +29,10 @@ from tpengine.errors import (
     WorkerDiedError,
     WorkerError,
 )
-from tpengine.executor import group, placement
+from tpengine.executor import group
 from tpengine.executor.handshake import Listener
-from tpengine.executor.placement import Placement
+from tpengine.executor.launch import placement
+from tpengine.executor.launch.placement import Placement
 
 Wait = Callable[[Callable[[], bool], float], None]
 PATIENCE_S = 30.0

@@ -23,7 +23,7 @@ from executor.ray_engines import executor_of, is_alive, ray_engine
 from tpengine import EngineArgs, LLMEngine, SamplingParams
 from tpengine.config import EngineConfig
 from tpengine.executor.executor import Executor
-from tpengine.executor.ray_executor import RayExecutor
+from tpengine.executor.launch.ray_executor import RayExecutor
 from tpengine.messages import StepInput, StepOutput
 
 LENGTHS = (90, 61, 17, 1)

@@ -16,15 +16,15 @@ import ray
 
 import tpengine
 from executor.test_autopsy import ScriptedAgents
-from tpengine.executor import node_agent
 from tpengine.executor.alarm import Alarm
-from tpengine.executor.autopsy import Coroner
+from tpengine.executor.channel import Channel, ChannelClosedError, FrameKind
+from tpengine.executor.diagnosis import Coroner
 from tpengine.executor.exchange import StepExchange, StepStoppedError
 from tpengine.executor.failures import RankFailure, first_cause
 from tpengine.executor.handshake import Listener, connect
-from tpengine.executor.node_agent import Agents
-from tpengine.executor.placement import RankPlace
-from tpengine.executor.transport import Channel, ChannelClosedError, FrameKind
+from tpengine.executor.launch import node_agent
+from tpengine.executor.launch.node_agent import Agents
+from tpengine.executor.launch.placement import RankPlace
 from tpengine.executor.watch import FROZEN_S, HOLD_S
 
 SECRET = b"s" * 32
@@ -150,7 +150,7 @@ def test_whose_failure_explains_the_others() -> None:
 
 STUCK = """
 import ctypes, sys, time
-from tpengine.executor import beats
+from tpengine.executor import heartbeat as beats
 from tpengine.executor.handshake import connect
 beats._STUCK_S = 1.0
 port, secret = int(sys.argv[1]), b"s" * 32

@@ -6,7 +6,7 @@ import random
 
 import pytest
 
-from tpengine.executor.placement import (
+from tpengine.executor.launch.placement import (
     Node,
     RankPlace,
     actor_options,

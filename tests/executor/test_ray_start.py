@@ -20,7 +20,7 @@ from tpengine import envs
 from tpengine.errors import EngineError
 
 pytest.importorskip("ray")
-from tpengine.executor import ray_connection
+from tpengine.executor.launch import ray_connection
 
 END_S = 5.0
 CODE = """
@@ -28,7 +28,7 @@ import os, sys
 import ray
 from ray._private import services
 from tpengine.errors import EngineError
-from tpengine.executor.ray_connection import RayConnection
+from tpengine.executor.launch.ray_connection import RayConnection
 
 init = ray.init
 

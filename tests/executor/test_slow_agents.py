@@ -9,8 +9,8 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 
 from tpengine.executor import watch
+from tpengine.executor.channel import Channel, ChannelError
 from tpengine.executor.handshake import Listener, connect
-from tpengine.executor.transport import Channel, ChannelError
 from tpengine.executor.watch import RankSilentError, RankWatch
 
 SECRET = b"s" * 32

@@ -19,8 +19,8 @@ from support.zoo import PLAIN
 from executor.bare_ranks import BareRanks, bare_ranks
 from executor.driver_process import driver_process
 from executor.ray_engines import free_cpus
-from tpengine.executor.beats import BEAT_S, FENCE_S
-from tpengine.executor.node_agent import Agents
+from tpengine.executor.heartbeat import BEAT_S, FENCE_S
+from tpengine.executor.launch.node_agent import Agents
 from tpengine.executor.processes import state
 from tpengine.process_stat import start_ticks
 

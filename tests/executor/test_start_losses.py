@@ -20,10 +20,11 @@ from executor import ray_engines
 from executor.bare_ranks import bare_ranks
 from executor.ray_engines import ray_engine, sabotaged_rank
 from tpengine.errors import GroupLostError, PlacementError, RendezvousError, WorkerDiedError
-from tpengine.executor import group, placement, start_times
-from tpengine.executor.placement import address_of
-from tpengine.executor.ray_worker import RayWorker
-from tpengine.executor.start_times import PROCESSES, StartTimes
+from tpengine.executor import group
+from tpengine.executor.launch import placement, start_times
+from tpengine.executor.launch.placement import address_of
+from tpengine.executor.launch.ray_worker import RayWorker
+from tpengine.executor.launch.start_times import PROCESSES, StartTimes
 
 Wait = Callable[[Callable[[], bool], float], None]
 LEAST_S = 8.0

@@ -14,19 +14,20 @@ from support.processors import Stopwatch
 
 from tpengine.config import RayConfig
 from tpengine.errors import EngineError
-from tpengine.executor import handshake, transport
-from tpengine.executor.codec import encode
-from tpengine.executor.exchange import StepExchange, StepFailedError
-from tpengine.executor.failures import RankFailure
-from tpengine.executor.handshake import Listener, connect
-from tpengine.executor.node_agent import Agents
-from tpengine.executor.transport import (
+from tpengine.executor import channel as transport
+from tpengine.executor import handshake
+from tpengine.executor.channel import (
     Channel,
     ChannelClosedError,
     ChannelError,
     ChannelTimeoutError,
     FrameKind,
 )
+from tpengine.executor.codec import encode
+from tpengine.executor.exchange import StepExchange, StepFailedError
+from tpengine.executor.failures import RankFailure
+from tpengine.executor.handshake import Listener, connect
+from tpengine.executor.launch.node_agent import Agents
 
 SECRET = b"s" * 32
 TIMEOUT_S = 5.0

@@ -19,12 +19,13 @@ from support.processors import Stopwatch
 import tpengine
 from tpengine import EngineArgs
 from tpengine.config import RayConfig
-from tpengine.executor import beats, processes, watch
+from tpengine.executor import heartbeat as beats
+from tpengine.executor import processes, watch
+from tpengine.executor.channel import Channel, ChannelClosedError, ChannelError, FrameKind
 from tpengine.executor.handshake import Listener, connect
-from tpengine.executor.node_agent import NodeAgent
+from tpengine.executor.launch.node_agent import NodeAgent
 from tpengine.executor.processes import python_stack, state
 from tpengine.executor.step_deadline import StepDeadline
-from tpengine.executor.transport import Channel, ChannelClosedError, ChannelError, FrameKind
 from tpengine.executor.watch import RankSilentError, RankWatch
 from tpengine.process_stat import start_ticks
 
@@ -175,7 +176,7 @@ def cpu_s(thread: str) -> float:
 
 FENCED = """
 import socket, sys, threading, time
-from tpengine.executor import beats
+from tpengine.executor import heartbeat as beats
 from tpengine.executor.handshake import connect
 beats.FENCE_S = 2.0
 port, secret = int(sys.argv[1]), b"s" * 32

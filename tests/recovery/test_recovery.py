@@ -12,7 +12,7 @@ from collections.abc import Iterator
 import pytest
 
 from tpengine import LLM, LLMEngine, RequestOutputKind, SamplingParams
-from tpengine.cli import main
+from tpengine.cli.main import main
 from tpengine.engine import llm_engine
 from tpengine.engine.health import EngineState
 from tpengine.errors import EngineDeadError, EngineError, GroupLostError

@@ -25,7 +25,7 @@ from recovery_ray.processes import actors
 from tpengine import AsyncLLMEngine, RequestOutputKind, SamplingParams
 from tpengine.engine.health import EngineState
 from tpengine.errors import DeadlineExceededError, RequestAbortedError
-from tpengine.server.proto import tpengine_pb2 as pb
+from tpengine.server.grpc.proto import tpengine_pb2 as pb
 
 PROMPTS = [[5, 6, 7], [8, 9, 10, 11], [12] * 20, [13, 14]]
 NUM_TOKENS = 400

@@ -20,7 +20,7 @@ from tpengine.layers.logit_edits import apply_edits
 from tpengine.layers.sampler import noise_keys, sample
 from tpengine.messages import NewSequence
 from tpengine.sampling_params import SamplingParams
-from tpengine.worker.sampling_slots import SamplingSlots
+from tpengine.worker.sampling_state import SamplingSlots
 
 from . import processors
 

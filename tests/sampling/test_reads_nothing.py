@@ -18,7 +18,7 @@ from tpengine.layers.sampler import noise_keys, sample
 from tpengine.messages import NewSequence
 from tpengine.sampling_params import SamplingParams
 from tpengine.worker.prompt_logprobs import PromptRow, compute_prompt_logprobs
-from tpengine.worker.sampling_slots import SamplingSlots
+from tpengine.worker.sampling_state import SamplingSlots
 
 from . import processors
 

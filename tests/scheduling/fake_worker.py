@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from tpengine.messages import Candidates, NewSequence, StepInput, StepOutput, TokenLogprobs
-from tpengine.worker.begun_rows import still_good
+from tpengine.worker.gpu.begun_rows import still_good
 
 VOCAB_SIZE = 997
 

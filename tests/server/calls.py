@@ -11,7 +11,7 @@ import grpc
 from google.rpc.error_details_pb2 import BadRequest, RequestInfo, RetryInfo
 from google.rpc.status_pb2 import Status
 
-from tpengine.server.proto import tpengine_pb2 as pb
+from tpengine.server.grpc.proto import tpengine_pb2 as pb
 
 TIMEOUT_S = 60.0
 SERVICE = "/tpengine.v1.GenerationService/"

@@ -9,7 +9,7 @@ from __future__ import annotations
 import sys
 import time
 
-from tpengine.cli import main
+from tpengine.cli.main import main
 from tpengine.engine import llm_engine
 from tpengine.engine.llm_engine import LLMEngine
 from tpengine.executor.executor import Executor

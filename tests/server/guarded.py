@@ -14,10 +14,10 @@ from typing import Any
 from support.system_packages import require
 
 from tpengine.server.auth import Authenticator
-from tpengine.server.grpc_server import listen, make_server
-from tpengine.server.health import HealthServicer
+from tpengine.server.grpc.health import HealthServicer
+from tpengine.server.grpc.server import listen, make_server
+from tpengine.server.grpc.service import GenerationServicer
 from tpengine.server.limits import Limits
-from tpengine.server.servicer import GenerationServicer
 from tpengine.server.state import ServerState
 from tpengine.server.tls import TlsFiles
 

@@ -12,7 +12,7 @@ from server.calls import TIMEOUT_S, ids, running, sampling
 from server.conftest import MODEL_LENGTH
 from tpengine import LLM, SamplingParams
 from tpengine.errors import InvalidPromptError
-from tpengine.server.proto import tpengine_pb2 as pb
+from tpengine.server.grpc.proto import tpengine_pb2 as pb
 
 PROMPT = "The capital of France is"
 QUESTION = [{"role": "user", "content": "What is two plus three?"}]

@@ -15,10 +15,10 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from server.calls import SERVICE, TIMEOUT_S
 from server.guarded import guarded_server
-from tpengine.engine.admission import QueueLimits
+from tpengine.async_engine.admission import QueueLimits
 from tpengine.errors import QueueFullError
 from tpengine.server.auth import Authenticator
-from tpengine.server.health import HealthServicer
+from tpengine.server.grpc.health import HealthServicer
 from tpengine.server.limits import Limits
 
 Code = grpc.StatusCode

@@ -20,7 +20,11 @@ from support.server_process import ServerProcess, wait_until
 from server.guarded import guarded_server
 from tpengine import LLM, SamplingParams
 from tpengine.bench import serve
-from tpengine.cli import main
+from tpengine.cli.main import main
+from tpengine.client import generation_client as client_module
+from tpengine.client.convert import to_request
+from tpengine.client.generation_client import GenerationClient
+from tpengine.client.load import COMPLETE, Objective, Outcome, percentiles, poisson_plan, summarise
 from tpengine.engine.prompt import TokensPrompt
 from tpengine.errors import (
     ConfigError,
@@ -34,11 +38,7 @@ from tpengine.errors import (
     RequestAbortedError,
     ServerUnavailableError,
 )
-from tpengine.server import client as client_module
 from tpengine.server.auth import Authenticator
-from tpengine.server.client import GenerationClient
-from tpengine.server.client_convert import to_request
-from tpengine.server.load import COMPLETE, Objective, Outcome, percentiles, poisson_plan, summarise
 
 PROMPT = "Once upon a time"
 LONG = greedy(400)

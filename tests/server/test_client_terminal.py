@@ -23,7 +23,7 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from support.server_process import ServerProcess
 
 from server.guarded import guarded_server
-from tpengine.cli import main
+from tpengine.cli.main import main
 from tpengine.server.auth import Authenticator
 
 TOKEN = "a-token-of-enough-length"
@@ -37,7 +37,7 @@ AT_A_TERMINAL = """
 import fcntl, signal, sys, termios
 fcntl.ioctl(0, termios.TIOCSCTTY, 0)
 signal.signal(signal.SIGINT, signal.default_int_handler)  # a test run in the background ignores it
-from tpengine.cli import main
+from tpengine.cli.main import main
 sys.exit(main(sys.argv[1:]))
 """
 

@@ -12,6 +12,8 @@ from support.server_process import ServerProcess
 
 from server.guarded import guarded_server
 from tpengine import LLM, SamplingParams
+from tpengine.client.convert import to_request
+from tpengine.client.generation_client import ClientTLS, GenerationClient
 from tpengine.errors import (
     ConfigError,
     DeadlineExceededError,
@@ -21,8 +23,6 @@ from tpengine.errors import (
     RequestError,
 )
 from tpengine.server.auth import Authenticator
-from tpengine.server.client import ClientTLS, GenerationClient
-from tpengine.server.client_convert import to_request
 
 PROMPT = "Once upon a time"
 HUGE = 2**40

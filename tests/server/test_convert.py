@@ -13,15 +13,15 @@ from tpengine import errors
 from tpengine.messages import RankLoss
 from tpengine.outputs import CompletionOutput, Logprob, RequestMetrics, RequestOutput
 from tpengine.sampling_params import RequestOutputKind, SamplingParams
-from tpengine.server.convert import (
+from tpengine.server.grpc.convert import (
     STATUS_CODES,
     read_generate_request,
     read_sampling_params,
     refusal,
 )
+from tpengine.server.grpc.proto import tpengine_pb2 as pb
+from tpengine.server.grpc.response import ResponseWriter
 from tpengine.server.limits import MAX_ERROR_TEXT, Limits
-from tpengine.server.proto import tpengine_pb2 as pb
-from tpengine.server.response import ResponseWriter
 
 DELTA = RequestOutputKind.DELTA
 ANOTHER: dict[str, Any] = {

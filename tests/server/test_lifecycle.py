@@ -20,9 +20,9 @@ from support.server_process import ServerProcess, wait_until
 
 from server.calls import TIMEOUT_S, Refusal, long_request, refused, running, waiting
 from server.guarded import Authority
-from tpengine.cli import main
-from tpengine.server.proto import tpengine_pb2 as pb
-from tpengine.server.proto import tpengine_pb2_grpc
+from tpengine.cli.main import main
+from tpengine.server.grpc.proto import tpengine_pb2 as pb
+from tpengine.server.grpc.proto import tpengine_pb2_grpc
 
 Code = grpc.StatusCode
 SERVING, NOT_SERVING, UNKNOWN = 1, 2, 3

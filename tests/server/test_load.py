@@ -26,11 +26,11 @@ from support.server_process import ServerProcess, wait_until
 from support.silent_reader import SilentReader
 
 from tpengine import SamplingParams
+from tpengine.client.convert import to_request
+from tpengine.client.generation_client import GenerationClient
+from tpengine.client.load import percentiles
 from tpengine.errors import DeadlineExceededError
-from tpengine.server.client import GenerationClient
-from tpengine.server.client_convert import to_request
-from tpengine.server.load import percentiles
-from tpengine.server.proto import tpengine_pb2 as pb
+from tpengine.server.grpc.proto import tpengine_pb2 as pb
 
 HERE = Path(__file__).parent
 ROOT = HERE.parent.parent

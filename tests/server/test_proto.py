@@ -7,11 +7,11 @@ from pathlib import Path
 import pytest
 from google.protobuf.descriptor import Descriptor, FieldDescriptor
 
-from tpengine.engine.admission import QueueLimits
+from tpengine.async_engine.admission import QueueLimits
 from tpengine.errors import ConfigError
-from tpengine.server import reports
+from tpengine.server.grpc import reports
+from tpengine.server.grpc.proto import build, tpengine_pb2
 from tpengine.server.limits import Limits
-from tpengine.server.proto import build, tpengine_pb2
 from tpengine.server.server_args import ServerArgs
 from tpengine.server.state import ServerState
 
@@ -24,7 +24,7 @@ def test_stubs_are_current(tmp_path: Path) -> None:
     for name in STUBS:
         fresh = (tmp_path / build.PROTO).with_name(name).read_text()
         checked_in = Path(build.__file__).with_name(name).read_text()
-        assert checked_in == fresh, f"{name}: run python -m tpengine.server.proto.build"
+        assert checked_in == fresh, f"{name}: run python -m tpengine.server.grpc.proto.build"
 
 
 @pytest.mark.parametrize("message", MESSAGES, ids=lambda message: message.name)

@@ -19,7 +19,7 @@ from support.server_process import ServerProcess, wait_until
 from server.calls import long_request
 from server.test_lifecycle import END_S, free_port, start
 from tpengine.config import EMBEDDED_MODEL
-from tpengine.server.proto import tpengine_pb2 as pb
+from tpengine.server.grpc.proto import tpengine_pb2 as pb
 
 RANKS = ["--tensor-parallel-size", "2", "--device", "cpu", "--dtype", "float32"]
 RANKS += ["--num-device-blocks-override", "256"]

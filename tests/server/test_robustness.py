@@ -19,9 +19,9 @@ from support.server_process import ServerProcess, wait_until
 
 from server.calls import SERVICE, TIMEOUT_S, Refusal, ids, refused, sampling
 from server.guarded import guarded_server
-from tpengine.server import reports
-from tpengine.server.proto import tpengine_pb2 as pb
-from tpengine.server.proto import tpengine_pb2_grpc
+from tpengine.server.grpc import reports
+from tpengine.server.grpc.proto import tpengine_pb2 as pb
+from tpengine.server.grpc.proto import tpengine_pb2_grpc
 
 Code = grpc.StatusCode
 NUM_MUTATIONS = 1000

@@ -16,8 +16,8 @@ from server.calls import TIMEOUT_S, refused
 from server.guarded import Authority, guarded_server
 from tpengine.errors import ConfigError, PermissionDeniedError, UnauthenticatedError
 from tpengine.server.auth import Authenticator, Client, read_tokens
-from tpengine.server.proto import tpengine_pb2 as pb
-from tpengine.server.proto import tpengine_pb2_grpc
+from tpengine.server.grpc.proto import tpengine_pb2 as pb
+from tpengine.server.grpc.proto import tpengine_pb2_grpc
 from tpengine.server.server_args import ServerArgs
 from tpengine.server.tls import TlsFiles
 

@@ -20,7 +20,7 @@ from server.calls import (
     waiting,
 )
 from server.conftest import MODEL_LENGTH, TIGHT_BLOCKS
-from tpengine.server.proto import tpengine_pb2 as pb
+from tpengine.server.grpc.proto import tpengine_pb2 as pb
 
 Code = grpc.StatusCode
 VOCABULARY = 1536

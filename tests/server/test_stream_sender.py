@@ -10,10 +10,10 @@ from typing import Any
 
 import pytest
 
-from tpengine.engine.mailbox import Mailbox
+from tpengine.async_engine.mailbox import Mailbox
 from tpengine.outputs import CompletionOutput, Logprob, RequestOutput
-from tpengine.server.proto import tpengine_pb2 as pb
-from tpengine.server.stream_sender import send_stream
+from tpengine.server.grpc.proto import tpengine_pb2 as pb
+from tpengine.server.grpc.stream_sender import send_stream
 
 WAIT_S = 10.0
 

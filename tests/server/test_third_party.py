@@ -15,7 +15,7 @@ from support.engines import greedy
 from support.server_process import ServerProcess
 
 from tpengine import LLM
-from tpengine.server.proto import tpengine_pb2 as pb
+from tpengine.server.grpc.proto import tpengine_pb2 as pb
 
 HERE = Path(__file__).parent
 SERVICE = "tpengine.v1.GenerationService"

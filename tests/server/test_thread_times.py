@@ -9,7 +9,7 @@ from collections import Counter
 from support.server_process import ServerProcess
 
 from tpengine.bench.thread_times import ENGINE, EVENT_LOOP, per_token, thread_times
-from tpengine.server.proto import tpengine_pb2 as pb
+from tpengine.server.grpc.proto import tpengine_pb2 as pb
 
 
 def test_cpu_time_is_told_by_thread() -> None:

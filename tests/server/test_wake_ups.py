@@ -11,7 +11,7 @@ from typing import Any
 import grpc
 import pytest
 
-from tpengine.server import wake_ups
+from tpengine.server.grpc import wake_ups
 
 NUM_NEWS, WAIT_S = 200, 20.0
 """More bytes than a few hundred do not fit into the socket."""

@@ -19,6 +19,7 @@ from support.footprint import Footprint, assert_settles
 from support.server_process import ServerProcess, wait_until
 
 from tpengine import SamplingParams
+from tpengine.client.generation_client import GenerationClient
 from tpengine.errors import (
     DeadlineExceededError,
     DuplicateRequestError,
@@ -26,7 +27,6 @@ from tpengine.errors import (
     RequestAbortedError,
     RequestError,
 )
-from tpengine.server.client import GenerationClient
 
 DURATION_S = float(os.environ.get("TPENGINE_TEST_SERVING_MIX_S", "600"))
 NUM_CLIENTS, NUM_TASKS = 4, 48

@@ -18,10 +18,10 @@ from tpengine.layers import gpu_attention
 from tpengine.layers.prefill import SdpaBackend
 from tpengine.messages import StepInput
 from tpengine.worker import model_runner
-from tpengine.worker.cuda_graph import Capture, DecodeGraphs, Recorded, Run
-from tpengine.worker.gpu import GpuAttention, attention_layers
+from tpengine.worker.gpu.attention_plans import GpuAttention, attention_layers
+from tpengine.worker.gpu.graphs import Capture, DecodeGraphs, Recorded, Run
+from tpengine.worker.gpu.run_ahead import BegunStep, Division
 from tpengine.worker.model_runner import ModelRunner
-from tpengine.worker.run_ahead import BegunStep, Division
 from tpengine.worker.worker import Worker
 
 

@@ -17,7 +17,7 @@ from tpengine.engine_args import EngineArgs
 from tpengine.errors import ConfigError, GraphCaptureError
 from tpengine.ops import library
 from tpengine.worker import memory, transfers
-from tpengine.worker.cuda_graph import CudaGrowth, DecodeGraphs
+from tpengine.worker.gpu.graphs import CudaGrowth, DecodeGraphs
 from tpengine.worker.transfers import Downloads, Uploads
 from tpengine.worker.worker import Worker
 

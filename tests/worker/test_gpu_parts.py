@@ -15,10 +15,11 @@ from tpengine.engine.startup import memory_table, start_workers
 from tpengine.engine_args import EngineArgs
 from tpengine.errors import CacheSizeError, ConfigError, GraphCaptureError
 from tpengine.messages import BlockMoves, MemoryLedger
-from tpengine.worker import cuda_graph, device, memory
+from tpengine.worker import device, memory
 from tpengine.worker.cache_engine import PooledBlocks, staged_blocks
-from tpengine.worker.cuda_graph import Capture, DecodeGraphs, Recorded, Run, graph_sizes
-from tpengine.worker.gpu import GpuAttention
+from tpengine.worker.gpu import graphs as cuda_graph
+from tpengine.worker.gpu.attention_plans import GpuAttention
+from tpengine.worker.gpu.graphs import Capture, DecodeGraphs, Recorded, Run, graph_sizes
 from tpengine.worker.model_runner import ModelRunner
 from tpengine.worker.transfers import layout, pack, unpack
 from tpengine.worker.worker import Worker

@@ -13,7 +13,7 @@ from support.models import ModelShop
 from support.tiny_llama import TinyLlama
 from support.zoo import PLAIN, ZOO
 
-from tpengine.worker import gpu
+from tpengine.worker.gpu import attention_plans as gpu
 
 LENGTHS = (1, 2, 7, 16, 17, 33, 64, 129, 300)
 MAX_MODEL_LEN = 512
@@ -87,7 +87,7 @@ def test_preemption_between_graphs(models: ModelShop, walk: GpuWalk, mode: str) 
 def test_steps_with_more_rows_than_graphs_run_by_themselves(
     models: ModelShop, walk: GpuWalk, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("tpengine.worker.cuda_graph.LARGEST_SIZE", 4)
+    monkeypatch.setattr("tpengine.worker.gpu.graphs.LARGEST_SIZE", 4)
     found, expected = answers(models, PLAIN)
     assert found == expected
     assert walk.sizes == [1, 2, 4]

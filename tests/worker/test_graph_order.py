@@ -14,9 +14,9 @@ from tpengine.engine_args import EngineArgs
 from tpengine.errors import GraphCaptureError
 from tpengine.messages import NewSequence, StepInput
 from tpengine.sampling_params import SamplingParams
-from tpengine.worker import cuda_graph
-from tpengine.worker.cuda_graph import Recorded, Run
-from tpengine.worker.gpu import GpuAttention
+from tpengine.worker.gpu import graphs as cuda_graph
+from tpengine.worker.gpu.attention_plans import GpuAttention
+from tpengine.worker.gpu.graphs import Recorded, Run
 from tpengine.worker.model_runner import ModelRunner
 from tpengine.worker.worker import Worker
 

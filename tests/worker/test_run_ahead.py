@@ -19,8 +19,8 @@ from support.zoo import PLAIN
 from tpengine import EngineArgs, SamplingParams
 from tpengine.messages import Fork, NewSequence, StepInput
 from tpengine.worker import model_runner
+from tpengine.worker.gpu.run_ahead import BegunStep, divide
 from tpengine.worker.model_runner import ModelRunner
-from tpengine.worker.run_ahead import BegunStep, divide
 
 LENGTHS = (1, 2, 7, 16, 17, 33, 64, 129, 300)
 MAX_MODEL_LEN = 512

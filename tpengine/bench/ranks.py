@@ -26,7 +26,7 @@ from tpengine.bench.workload import SHAPES, Workload, mixed_requests, shape_fold
 from tpengine.distributed.parallel_state import ParallelState
 from tpengine.engine.llm_engine import LLMEngine
 from tpengine.engine_args import EngineArgs
-from tpengine.executor.ray_executor import RayExecutor
+from tpengine.executor.launch.ray_executor import RayExecutor
 from tpengine.layers.weights import Weights
 from tpengine.models.registry import build_model
 from tpengine.sampling_params import RequestOutputKind, SamplingParams

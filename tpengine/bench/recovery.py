@@ -27,7 +27,7 @@ from tpengine.engine.health import EngineState, RecoveryRecord
 from tpengine.engine.llm_engine import LLMEngine
 from tpengine.engine_args import EngineArgs
 from tpengine.errors import ConfigError, EngineError, WorkerDiedError
-from tpengine.executor.ray_executor import RayExecutor
+from tpengine.executor.launch.ray_executor import RayExecutor
 from tpengine.sampling_params import RequestOutputKind, SamplingParams
 
 _CACHE_GIB = 0.5

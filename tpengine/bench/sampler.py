@@ -19,7 +19,7 @@ from tpengine.bench.machine import describe_commit, describe_machine
 from tpengine.layers.sampler import noise_keys, sample
 from tpengine.messages import NewSequence
 from tpengine.sampling_params import SamplingParams
-from tpengine.worker.sampling_slots import SamplingSlots
+from tpengine.worker.sampling_state import SamplingSlots
 
 _SEED = 0
 

@@ -32,13 +32,13 @@ from tpengine.bench.machine import describe_machine, report_head
 from tpengine.bench.plots import import_pyplot
 from tpengine.bench.thread_times import per_token, thread_times
 from tpengine.bench.workload import SHAPES, mixed_requests, shape_folder
+from tpengine.cli.client import add_connection_arguments, open_client
+from tpengine.client.generation_client import GenerationClient
+from tpengine.client.load import LoadSummary, Objective, poisson_plan, run_load, summarise
 from tpengine.engine_args import EngineArgs
 from tpengine.errors import ConfigError, ServerError
 from tpengine.sampling_params import SamplingParams
-from tpengine.server.client import GenerationClient
-from tpengine.server.client_cli import add_connection_arguments, open_client
-from tpengine.server.health import READINESS
-from tpengine.server.load import LoadSummary, Objective, poisson_plan, run_load, summarise
+from tpengine.server.grpc.health import READINESS
 
 _WARM_UP_REQUESTS = 4
 _START_TIMEOUT_S = 300.0

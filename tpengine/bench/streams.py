@@ -18,10 +18,10 @@ from dataclasses import replace
 
 from tqdm import tqdm
 
+from tpengine.async_engine.admission import QueueLimits
+from tpengine.async_engine.async_llm_engine import AsyncLLMEngine
 from tpengine.bench.machine import report_head
 from tpengine.bench.workload import SHAPES, shape_folder
-from tpengine.engine.admission import QueueLimits
-from tpengine.engine.async_llm_engine import AsyncLLMEngine
 from tpengine.engine.llm_engine import LLMEngine
 from tpengine.engine_args import EngineArgs
 from tpengine.errors import ConfigError

@@ -13,8 +13,8 @@ from collections import deque
 from typing import NoReturn
 
 from tpengine.config import EngineConfig
-from tpengine.engine.blame import Blame, Verdict
 from tpengine.engine.health import EngineHealth, EngineState, RecoveryRecord
+from tpengine.engine.poison_requests import Blame, Verdict
 from tpengine.engine.startup import count_blocks, make_block_manager
 from tpengine.errors import EngineDeadError, GroupLostError
 from tpengine.executor.executor import Executor

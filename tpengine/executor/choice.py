@@ -29,8 +29,8 @@ def create_executor(args: EngineArgs) -> tuple[EngineConfig, Executor]:
             f"{args.executor!r} needs Ray: pip install 'tpengine[ray]'"
         )
     check_division(args)
-    from tpengine.executor.ray_connection import RayConnection
-    from tpengine.executor.ray_executor import RayExecutor
+    from tpengine.executor.launch.ray_connection import RayConnection
+    from tpengine.executor.launch.ray_executor import RayExecutor
 
     connection = RayConnection(args.ray_address)
     try:

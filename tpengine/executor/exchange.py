@@ -8,15 +8,15 @@ from collections.abc import Sequence
 
 from tpengine.errors import EngineError
 from tpengine.executor.alarm import Alarm
-from tpengine.executor.codec import decode_plain
-from tpengine.executor.failures import RankFailure
-from tpengine.executor.transport import (
+from tpengine.executor.channel import (
     Channel,
     ChannelError,
     ChannelTimeoutError,
     Frame,
     FrameKind,
 )
+from tpengine.executor.codec import decode_plain
+from tpengine.executor.failures import RankFailure
 
 _GRACE_S = 0.3
 """How long others are heard after the first failure, as that may be a mere consequence."""

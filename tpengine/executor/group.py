@@ -14,17 +14,17 @@ from ray.exceptions import RayError
 
 from tpengine.config import EngineConfig, RayConfig
 from tpengine.errors import EngineError, GroupLostError
-from tpengine.executor.actor_calls import ActorCalls, CallsFailedError
 from tpengine.executor.alarm import Alarm
-from tpengine.executor.autopsy import IDLE, Coroner, Doing
+from tpengine.executor.channel import ChannelError
+from tpengine.executor.diagnosis import IDLE, Coroner, Doing
 from tpengine.executor.exchange import StepExchange, StepFailedError, StepStoppedError
 from tpengine.executor.failures import RankFailure, first_cause
 from tpengine.executor.handshake import Listener
-from tpengine.executor.joining import accept_ranks
-from tpengine.executor.node_agent import ANSWER_S, Agents, NodeSilentError
-from tpengine.executor.placement import Placement, RankPlace, actor_options, order_places
-from tpengine.executor.ray_worker import RayWorker
-from tpengine.executor.transport import ChannelError
+from tpengine.executor.launch.actor_calls import ActorCalls, CallsFailedError
+from tpengine.executor.launch.joining import accept_ranks
+from tpengine.executor.launch.node_agent import ANSWER_S, Agents, NodeSilentError
+from tpengine.executor.launch.placement import Placement, RankPlace, actor_options, order_places
+from tpengine.executor.launch.ray_worker import RayWorker
 from tpengine.executor.watch import RankWatch
 from tpengine.logger import init_logger
 from tpengine.messages import RankLoss, Rendezvous

@@ -17,7 +17,7 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 
-from tpengine.executor.transport import (
+from tpengine.executor.channel import (
     MAGIC,
     Channel,
     ChannelClosedError,

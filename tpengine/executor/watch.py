@@ -9,8 +9,8 @@ from collections.abc import Callable, Sequence
 
 from tpengine.errors import EngineError
 from tpengine.executor.alarm import Alarm
-from tpengine.executor.beats import BEAT_S
-from tpengine.executor.transport import Channel, ChannelError, FrameKind
+from tpengine.executor.channel import Channel, ChannelError, FrameKind
+from tpengine.executor.heartbeat import BEAT_S
 
 FROZEN_S = 3.0
 """A rank that was silent for so long is looked at."""

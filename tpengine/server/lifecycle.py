@@ -14,21 +14,21 @@ from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from typing import Any, NoReturn, TypeVar
 
-from tpengine.engine.async_llm_engine import AsyncLLMEngine
-from tpengine.engine.engine_start import EngineStart
-from tpengine.engine.generate_request import GenerateRequest
+from tpengine.async_engine.async_llm_engine import AsyncLLMEngine
+from tpengine.async_engine.engine_start import EngineStart
+from tpengine.async_engine.generate_request import GenerateRequest
 from tpengine.engine_args import EngineArgs
 from tpengine.errors import EngineError, TPEngineError
 from tpengine.logger import init_logger
 from tpengine.sampling_params import RequestOutputKind, SamplingParams
 from tpengine.server.auth import Authenticator
-from tpengine.server.grpc_server import listen, make_server
-from tpengine.server.health import HealthServicer
+from tpengine.server.grpc.health import HealthServicer
+from tpengine.server.grpc.server import listen, make_server
+from tpengine.server.grpc.service import GenerationServicer
+from tpengine.server.grpc.wake_ups import batch_wake_ups
 from tpengine.server.metrics_port import MetricsPort
 from tpengine.server.server_args import ServerArgs, join_address
-from tpengine.server.servicer import GenerationServicer
 from tpengine.server.state import ServerState, State
-from tpengine.server.wake_ups import batch_wake_ups
 from tpengine.wording import counted
 
 logger = init_logger(__name__)

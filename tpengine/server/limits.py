@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
-from tpengine.engine.admission import QueueLimits
+from tpengine.async_engine.admission import QueueLimits
 from tpengine.engine.tokenizer import Tokenizer
 from tpengine.errors import InvalidPromptError, InvalidSamplingParamsError
 from tpengine.sampling_params import MAX_LOGPROBS, SamplingParams
-from tpengine.server.proto import tpengine_pb2 as pb
+from tpengine.server.grpc.proto import tpengine_pb2 as pb
 
 MAX_REQUEST_ID = 128
 """Characters of a request id."""

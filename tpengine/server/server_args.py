@@ -12,8 +12,8 @@ from typing import Any
 
 from tpengine import envs
 from tpengine.arguments import arg
+from tpengine.async_engine.admission import QueueLimits
 from tpengine.config import EMBEDDED_MODEL
-from tpengine.engine.admission import QueueLimits
 from tpengine.errors import ConfigError
 from tpengine.server.auth import Authenticator, read_tokens
 from tpengine.server.limits import DEFAULT_MESSAGE_BYTES, Limits

@@ -8,7 +8,7 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from tpengine.engine.async_llm_engine import AsyncLLMEngine
+from tpengine.async_engine.async_llm_engine import AsyncLLMEngine
 from tpengine.server.limits import max_text_bytes
 
 

@@ -16,7 +16,7 @@ import torch
 from tpengine.layers.attention import AttentionMetadata
 from tpengine.layers.sampler import SamplingBatch, noise_keys
 from tpengine.messages import Fork, NewSequence, StepInput
-from tpengine.worker.sampling_slots import SamplingSlots
+from tpengine.worker.sampling_state import SamplingSlots
 from tpengine.worker.transfers import Uploads
 
 Int32 = npt.NDArray[np.int32]

@@ -18,10 +18,11 @@ from tpengine.messages import PromptLogprobs, StepInput, StepOutput
 from tpengine.models.registry import CausalLM
 from tpengine.ops.recording import has_recordings
 from tpengine.worker.cache_engine import CacheEngine
-from tpengine.worker.cuda_graph import LARGEST_SIZE, Capture, DecodeGraphs, graph_sizes
 from tpengine.worker.decode_recording import DecodeRecording, NotRecordableError
 from tpengine.worker.dummy_step import dummy_arrays, worst_sampling
-from tpengine.worker.gpu import GpuAttention
+from tpengine.worker.gpu.attention_plans import GpuAttention
+from tpengine.worker.gpu.graphs import LARGEST_SIZE, Capture, DecodeGraphs, graph_sizes
+from tpengine.worker.gpu.run_ahead import BegunStep, divide
 from tpengine.worker.input_batch import InputBatch, StepArrays, upload_step
 from tpengine.worker.memory import cuda_peak_bytes
 from tpengine.worker.prompt_logprobs import (
@@ -30,7 +31,6 @@ from tpengine.worker.prompt_logprobs import (
     compute_prompt_logprobs,
     find_prompt_rows,
 )
-from tpengine.worker.run_ahead import BegunStep, divide
 from tpengine.worker.transfers import Downloads, Uploads, end_of_work
 
 logger = init_logger(__name__)

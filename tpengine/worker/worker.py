@@ -22,14 +22,14 @@ from tpengine.ops.attention import check_decode_support
 from tpengine.wording import counted
 from tpengine.worker import memory
 from tpengine.worker.cache_engine import CacheEngine, block_bytes, staged_blocks
-from tpengine.worker.cuda_graph import CudaCapture, agree_on_graphs, estimate_bytes
 from tpengine.worker.device import (
     cache_dtype,
     check_quantization,
     resolve_dtype,
     set_num_threads,
 )
-from tpengine.worker.gpu import GpuAttention
+from tpengine.worker.gpu.attention_plans import GpuAttention
+from tpengine.worker.gpu.graphs import CudaCapture, agree_on_graphs, estimate_bytes
 from tpengine.worker.model_runner import ModelRunner
 
 logger = init_logger(__name__)

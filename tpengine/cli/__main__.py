@@ -1,0 +1,8 @@
+"""Lets `python -m tpengine.cli` run the `tpengine` command."""
+
+import sys
+
+from tpengine.cli.main import main
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,330 @@
+"""Between the package's own words and the protocol's, on the client's side."""
+
+from __future__ import annotations
+
+import math
+import reprlib
+import time
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from numbers import Real
+from typing import Any, cast
+
+from google.protobuf.descriptor import FieldDescriptor
+
+from tpengine.engine.prompt import TextPrompt, TokensPrompt
+from tpengine.errors import (
+    InvalidPriorityError,
+    InvalidPromptError,
+    InvalidSamplingParamsError,
+    RequestError,
+)
+from tpengine.outputs import CompletionOutput, Logprob, RequestMetrics, RequestOutput
+from tpengine.sampling_params import SamplingParams
+from tpengine.server.grpc.proto import tpengine_pb2 as pb
+
+Message = Mapping[str, str]
+Prompt = str | Sequence[int] | Sequence[Message] | TextPrompt | TokensPrompt
+"""Text, token ids, or a conversation of messages with `role` and `content`; or a dict of the first
+two, as `LLM.generate` takes it."""
+
+_MOST = 2**31 - 1
+_MOST_MS = 10**12 - 1
+"""Thirty years; a server reads no more digits."""
+_SAME_NAME = (
+    "n", "best_of", "presence_penalty", "frequency_penalty", "repetition_penalty", "temperature",
+    "top_p", "min_p", "use_beam_search", "length_penalty", "stop", "stop_token_ids",
+    "include_stop_str_in_output", "ignore_eos", "logprobs", "prompt_logprobs", "detokenize",
+    "skip_special_tokens", "logit_bias", "bad_words",
+)  # fmt: skip
+_AT_MOST = ("max_tokens", "min_tokens")
+"""Numbers that mean the same beyond the length of a sequence, or the size of a vocabulary."""
+_EARLY_STOPPING: dict[bool | str, pb.EarlyStopping] = {
+    False: pb.EARLY_STOPPING_HEURISTIC,
+    True: pb.EARLY_STOPPING_FIRST,
+    "never": pb.EARLY_STOPPING_NEVER,
+}
+_FINISH_REASONS = {
+    pb.FINISH_REASON_STOP: "stop",
+    pb.FINISH_REASON_LENGTH: "length",
+    pb.FINISH_REASON_ABORT: "abort",
+    pb.FINISH_REASON_IGNORED: "ignored",
+    pb.FINISH_REASON_ERROR: "error",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Usage:
+    """What a request took, as the server counted it; times in seconds from its arrival there, None
+    where it did not come so far.
+
+    Attributes:
+        num_output_tokens: of all sequences.
+        num_cached_tokens: tokens of the prompt that were found in the prefix cache.
+    """
+
+    num_prompt_tokens: int
+    num_output_tokens: int
+    num_cached_tokens: int
+    num_preemptions: int
+    queue_s: float | None
+    first_token_s: float | None
+    total_s: float | None
+
+
+@dataclass(slots=True)
+class RemoteOutput(RequestOutput):
+    """A `RequestOutput` that came from a server; `prompt_token_ids` is empty where text or messages
+    were sent.
+
+    Attributes:
+        usage: with the last output.
+    """
+
+    usage: Usage | None = None
+
+
+def to_request(
+    prompt: Prompt,
+    params: SamplingParams,
+    request_id: str | None,
+    priority: int,
+    max_queue_s: float | None,
+) -> pb.GenerateRequest:
+    """The message that asks for a completion.
+
+    Raises:
+        RequestError: something of it cannot be said in the protocol.
+    """
+    request = pb.GenerateRequest(sampling=_to_sampling(params))
+    put(request, InvalidPromptError, request_id=request_id)
+    put(request, InvalidPriorityError, priority=None if priority == 0 else priority)
+    if max_queue_s is not None:
+        max_queue_ms = to_milliseconds("max_queue_s", max_queue_s)
+        if max_queue_ms is not None:
+            request.max_queue_ms = max(0, max_queue_ms)
+    text, rest = _unpack(prompt)
+    if rest is None:
+        request.prompt = _checked_text(text)
+    elif _is_conversation(rest):
+        request.messages.CopyFrom(to_conversation(cast(Sequence[Message], rest)))
+    else:
+        try:
+            request.prompt_token_ids.ids.extend(cast(Sequence[int], rest))
+        except (TypeError, ValueError, OverflowError) as error:
+            raise InvalidPromptError(
+                "a prompt must be text, token ids below 2**31, or messages that are dicts; got "
+                f"{type(rest).__name__}: {error}"
+            ) from error
+        request.prompt_token_ids.SetInParent()  # an empty list is a list, too
+    return request
+
+
+def put(message: Any, kind: type[RequestError], **fields: object) -> None:
+    """Sets fields of a message; one that is None stays unset.
+
+    Raises:
+        RequestError: of this kind: a value does not fit into its field.
+    """
+    blank = type(message)
+    try:
+        message.MergeFrom(blank(**fields))  # numbers, lists, maps and messages alike
+    except (TypeError, ValueError, OverflowError) as first:
+        for name, value in fields.items():  # protobuf's words do not name the field
+            try:
+                blank(**{name: value})
+            except (TypeError, ValueError, OverflowError) as error:
+                content = _CONTENTS.get(blank.DESCRIPTOR.fields_by_name[name].cpp_type, _WHOLE)
+                raise kind(
+                    f"{name} can hold only {content} in the protocol, got {reprlib.repr(value)}: "
+                    f"{error}"
+                ) from error
+        # It was an iterator, of which there is nothing left to look at.
+        raise kind(f"{' or '.join(fields)} does not fit into the protocol: {first}") from first
+
+
+_WHOLE = f"integers in [{-(2**31)}, {2**31 - 1}]"
+_CONTENTS = {
+    FieldDescriptor.CPPTYPE_STRING: "valid Unicode",
+    FieldDescriptor.CPPTYPE_BOOL: "True or False",
+    FieldDescriptor.CPPTYPE_DOUBLE: "numbers of 64 bits",
+    FieldDescriptor.CPPTYPE_INT64: "integers of 64 bits",
+}
+
+
+def to_milliseconds(name: str, seconds: float) -> int | None:
+    """Seconds as the protocol has them; None: more than it can say, as infinity is.
+
+    Raises:
+        RequestError: it is no number.
+    """
+    if not isinstance(seconds, Real) or not seconds <= math.inf:  # as NaN is not
+        raise RequestError(
+            f"{name} must be a number of seconds, or math.inf for no limit; got {seconds!r}"
+        )
+    most_s = _MOST_MS / 1e3
+    return None if seconds > most_s else round(1000 * max(seconds, -most_s))
+
+
+def _unpack(prompt: Prompt) -> tuple[str | None, Sequence[int] | Sequence[Message] | None]:
+    """The text of a prompt, and its ids or messages; ids count where there are both.
+
+    Raises:
+        InvalidPromptError: a dict has other keys than `LLM.generate` takes, or neither of them.
+    """
+    if isinstance(prompt, str):
+        return prompt, None
+    if not isinstance(prompt, Mapping):
+        return None, prompt
+    unknown = set(prompt) - {"prompt", "prompt_token_ids"}
+    if unknown:
+        raise InvalidPromptError(
+            f"a prompt's keys are prompt and prompt_token_ids; got {sorted(map(str, unknown))}"
+        )
+    text, token_ids = prompt.get("prompt"), prompt.get("prompt_token_ids")
+    if text is None and token_ids is None:
+        raise InvalidPromptError("a request needs a prompt or prompt_token_ids; got neither")
+    return cast("str | None", text), cast("Sequence[int] | None", token_ids)
+
+
+def _is_conversation(rest: Sequence[int] | Sequence[Message]) -> bool:
+    return isinstance(rest, Sequence) and len(rest) > 0 and isinstance(rest[0], Mapping)
+
+
+def to_conversation(messages: Sequence[Message]) -> pb.Conversation:
+    """Messages with `role` and `content`.
+
+    Raises:
+        InvalidPromptError: one is something else.
+    """
+    conversation = pb.Conversation()
+    if not isinstance(messages, Iterable):
+        raise InvalidPromptError(f"messages must be a list of dicts, got {messages!r}")
+    for message in messages:
+        if not isinstance(message, Mapping) or set(message) != {"role", "content"}:
+            raise InvalidPromptError(
+                f"a message must be a dict with 'role' and 'content', got {message!r}"
+            )
+        conversation.messages.add(
+            role=_checked_text(message["role"]), content=_checked_text(message["content"])
+        )
+    return conversation
+
+
+def _checked_text(text: object) -> str:
+    if not isinstance(text, str):
+        raise InvalidPromptError(f"text must be a string, got {text!r}")
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        raise InvalidPromptError(f"the text is not valid Unicode: {error}") from error
+    return text
+
+
+def _to_sampling(params: SamplingParams) -> pb.SamplingParams:
+    """Every field that has a value is sent, so that the server's defaults do not matter.
+
+    Raises:
+        InvalidSamplingParamsError: a field cannot go over the wire.
+    """
+    if params.logits_processors:
+        raise InvalidSamplingParamsError(
+            f"logits_processors = {params.logits_processors!r} name code that the server would "
+            "import; they work offline only"
+        )
+    sampling = pb.SamplingParams(early_stopping=_EARLY_STOPPING[params.early_stopping])
+    put(
+        sampling,
+        InvalidSamplingParamsError,
+        **{name: getattr(params, name) for name in _SAME_NAME},
+        **{name: _at_most(getattr(params, name)) for name in _AT_MOST},
+        seed=_to_signed(params.seed),
+        allowed_token_ids=_to_ids(params.allowed_token_ids),
+        bad_words_token_ids=[_to_ids(ids) for ids in params.bad_words_token_ids],
+    )
+    if params.max_tokens is None:
+        sampling.max_tokens = _MOST
+    return sampling
+
+
+def _at_most(count: int | None) -> int | None:
+    return None if count is None else min(count, _MOST)
+
+
+def _to_signed(seed: int | None) -> int | None:
+    """The same 64 bits, which are all that noise is made of, with a sign."""
+    return seed if seed is None or seed < 2**63 else seed - 2**64
+
+
+def _to_ids(token_ids: Sequence[int] | None) -> dict[str, Sequence[int]] | None:
+    """The fields of a `TokenIds`."""
+    return None if token_ids is None else {"ids": token_ids}
+
+
+def to_output(response: pb.GenerateResponse, prompt: Prompt) -> RemoteOutput:
+    """One answer of the server, or one message of a stream."""
+    usage = _to_usage(response.usage) if response.HasField("usage") else None
+    text, rest = _unpack(prompt)
+    is_ids = rest is not None and not _is_conversation(rest)
+    return RemoteOutput(
+        request_id=response.request_id,
+        prompt=text,
+        prompt_token_ids=list(cast(Sequence[int], rest)) if is_ids else [],
+        outputs=[_to_completion(one) for one in response.outputs],
+        finished=response.finished,
+        metrics=_to_metrics(usage),
+        prompt_logprobs=[_to_logprobs(one) or None for one in response.prompt_logprobs] or None,
+        num_cached_tokens=usage.num_cached_tokens if usage is not None else 0,
+        usage=usage,
+    )
+
+
+def _to_completion(output: pb.CompletionOutput) -> CompletionOutput:
+    stop = output.WhichOneof("matched_stop")
+    return CompletionOutput(
+        index=output.index,
+        text=output.text,
+        token_ids=list(output.token_ids),
+        cumulative_logprob=_optional(output, "cumulative_logprob"),
+        logprobs=[_to_logprobs(one) for one in output.logprobs] or None,
+        finish_reason=_FINISH_REASONS.get(output.finish_reason),
+        stop_reason=None if stop is None else getattr(output, stop),
+    )
+
+
+def _to_logprobs(logprobs: pb.TokenLogprobs) -> dict[int, Logprob]:
+    return {
+        one.token_id: Logprob(one.logprob, _optional(one, "rank"), _optional(one, "decoded_token"))
+        for one in logprobs.candidates
+    }
+
+
+def _to_usage(usage: pb.Usage) -> Usage:
+    return Usage(
+        num_prompt_tokens=usage.num_prompt_tokens,
+        num_output_tokens=usage.num_output_tokens,
+        num_cached_tokens=usage.num_cached_tokens,
+        num_preemptions=usage.num_preemptions,
+        queue_s=_optional(usage, "queue_s"),
+        first_token_s=_optional(usage, "first_token_s"),
+        total_s=_optional(usage, "total_s"),
+    )
+
+
+def _to_metrics(usage: Usage | None) -> RequestMetrics | None:
+    """The server's durations as moments of this machine's clock, which ends them now."""
+    if usage is None or usage.total_s is None:
+        return None
+    arrival = time.time() - usage.total_s
+    return RequestMetrics(
+        arrival_time=arrival,
+        first_scheduled_time=None if usage.queue_s is None else arrival + usage.queue_s,
+        first_token_time=None if usage.first_token_s is None else arrival + usage.first_token_s,
+        finished_time=arrival + usage.total_s,
+        num_preemptions=usage.num_preemptions,
+        num_cached_tokens=usage.num_cached_tokens,
+    )
+
+
+def _optional(message: Any, name: str) -> Any:
+    return getattr(message, name) if message.HasField(name) else None

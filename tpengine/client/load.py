@@ -1,0 +1,231 @@
+"""Open-loop load: requests that set out at their own times, however slow the answers are.
+
+A closed loop (so many at a time) slows down with the server and never shows what waiting does; real
+users do not know of each other. `tpengine client load` and `tpengine bench serve` stand on this.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import random
+import statistics
+import time
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+
+from tpengine.client.generation_client import GenerationClient
+from tpengine.errors import TPEngineError
+from tpengine.sampling_params import SamplingParams
+
+PERCENTILES = (50, 90, 99)
+COMPLETE = "complete"
+"""How a request ended that got all it asked for; others end with the name of an error."""
+
+
+@dataclass(frozen=True, slots=True)
+class PlannedRequest:
+    """One request of a plan.
+
+    Attributes:
+        start_s: when it sets out, in seconds from the start of the run.
+        prompt: text, or ids.
+    """
+
+    start_s: float
+    prompt: str | Sequence[int]
+    params: SamplingParams
+    priority: int = 0
+
+
+@dataclass(slots=True)
+class Outcome:
+    """What became of a request; times are in seconds.
+
+    Attributes:
+        end: `COMPLETE`, or the name of the error that it ended with.
+        first_token_s: from when it was due to its first token, so that a load generator that
+            falls behind does not flatter the server; None: there was none.
+        token_gaps_s: between messages that bring tokens, divided by the tokens that the later one
+            brings: one entry a message.
+        total_s: from when it was due to its end.
+        lateness_s: how much later than planned it was sent.
+    """
+
+    end: str = ""
+    first_token_s: float | None = None
+    token_gaps_s: list[float] = field(default_factory=list)
+    num_output_tokens: int = 0
+    total_s: float = 0.0
+    lateness_s: float = 0.0
+
+    @property
+    def mean_gap_s(self) -> float:
+        """Seconds per output token after the first; 0 for a single token."""
+        if self.first_token_s is None or self.num_output_tokens < 2:
+            return 0.0
+        return (self.total_s - self.first_token_s) / (self.num_output_tokens - 1)
+
+
+@dataclass(frozen=True)
+class Objective:
+    """What a user would call good: both bounds hold, in seconds."""
+
+    first_token_s: float
+    token_gap_s: float
+
+    def is_met(self, outcome: Outcome) -> bool:
+        """Whether a request was complete and in time."""
+        return (
+            outcome.end == COMPLETE
+            and outcome.first_token_s is not None
+            and outcome.first_token_s <= self.first_token_s
+            and outcome.mean_gap_s <= self.token_gap_s
+        )
+
+
+@dataclass(frozen=True)
+class LoadSummary:
+    """Figures of one run.
+
+    Attributes:
+        elapsed_s: from the start to the last answer.
+        ends: number of requests by how they ended.
+        goodput: requests per second that met the objective.
+        tokens_per_message: of all streams together; 0 without messages.
+    """
+
+    elapsed_s: float
+    ends: Counter[str]
+    output_rate: float
+    goodput: float
+    first_token_s: dict[int, float]
+    token_gap_s: dict[int, float]
+    lateness_s: float
+    tokens_per_message: float
+
+
+def poisson_plan(
+    rate: float, prompts: Sequence[tuple[str | Sequence[int], SamplingParams]], seed: int
+) -> list[PlannedRequest]:
+    """Arrivals of a Poisson process.
+
+    Args:
+        rate: requests per second; infinite: all at once.
+        prompts: one entry a request, in order of arrival.
+        seed: fixes the arrivals.
+    """
+    rng, now, plan = random.Random(seed), 0.0, []
+    for prompt, params in prompts:
+        plan.append(PlannedRequest(now, prompt, params))
+        now += rng.expovariate(rate) if rate != float("inf") else 0.0
+    return plan
+
+
+async def run_load(
+    client: GenerationClient,
+    plan: Sequence[PlannedRequest],
+    timeout_s: float | None,
+    on_end: Callable[[Outcome], None] = lambda outcome: None,
+) -> tuple[list[Outcome], float]:
+    """Sends every request at its time and reads every stream to its end.
+
+    Args:
+        timeout_s: deadline of each request; None: the client's own.
+        on_end: called with each outcome as it is known.
+
+    Returns:
+        The outcomes in the plan's order, and the seconds that all took.
+    """
+    start = time.perf_counter()
+    tasks = [asyncio.create_task(_send(client, one, start, timeout_s)) for one in plan]
+    try:
+        for task in tasks:
+            task.add_done_callback(lambda done: None if done.cancelled() else on_end(done.result()))
+        outcomes = await asyncio.gather(*tasks)
+    finally:
+        for task in tasks:
+            task.cancel()
+    return outcomes, time.perf_counter() - start
+
+
+async def _send(
+    client: GenerationClient, request: PlannedRequest, start: float, timeout_s: float | None
+) -> Outcome:
+    due = start + request.start_s
+    await asyncio.sleep(max(0.0, due - time.perf_counter()))
+    outcome = Outcome(lateness_s=time.perf_counter() - due)
+    last = due
+    try:
+        async for output in client.stream(
+            request.prompt, request.params, priority=request.priority, timeout_s=timeout_s
+        ):
+            num_new = sum(len(sequence.token_ids) for sequence in output.outputs)
+            if not num_new:
+                continue
+            now = time.perf_counter()
+            if outcome.first_token_s is None:
+                outcome.first_token_s = now - due
+            else:
+                outcome.token_gaps_s.append((now - last) / num_new)
+            outcome.num_output_tokens += num_new
+            last = now
+        outcome.end = COMPLETE
+    except TPEngineError as error:
+        outcome.end = type(error).__name__
+    outcome.total_s = time.perf_counter() - due
+    return outcome
+
+
+def summarise(
+    outcomes: Sequence[Outcome], elapsed_s: float, objective: Objective | None = None
+) -> LoadSummary:
+    """The figures of a run; without an objective every complete request is good."""
+    good = [
+        outcome
+        for outcome in outcomes
+        if outcome.end == COMPLETE and (objective is None or objective.is_met(outcome))
+    ]
+    firsts = [outcome.first_token_s for outcome in outcomes if outcome.first_token_s is not None]
+    gaps = [gap for outcome in outcomes for gap in outcome.token_gaps_s]
+    num_tokens = sum(outcome.num_output_tokens for outcome in outcomes)
+    return LoadSummary(
+        elapsed_s=elapsed_s,
+        ends=Counter(outcome.end for outcome in outcomes),
+        output_rate=num_tokens / elapsed_s,
+        goodput=len(good) / elapsed_s,
+        first_token_s=percentiles(firsts),
+        token_gap_s=percentiles(gaps),
+        lateness_s=max((outcome.lateness_s for outcome in outcomes), default=0.0),
+        tokens_per_message=num_tokens / max(len(firsts) + len(gaps), 1),
+    )
+
+
+def percentiles(values: Sequence[float]) -> dict[int, float]:
+    """The 50th, 90th and 99th; empty when there is nothing to take them of."""
+    if not values:
+        return {}
+    if len(values) == 1:
+        return dict.fromkeys(PERCENTILES, values[0])
+    cuts = statistics.quantiles(values, n=100, method="inclusive")
+    return {percent: cuts[percent - 1] for percent in PERCENTILES}
+
+
+def describe_load(summary: LoadSummary) -> str:
+    """The figures, a line each."""
+    ends = ", ".join(f"{count} {end}" for end, count in summary.ends.most_common())
+    return "\n".join(
+        [
+            f"requests            {ends}; {summary.elapsed_s:.2f} s",
+            f"output tokens/s     {summary.output_rate:.1f}",
+            f"goodput             {summary.goodput:.2f} requests/s",
+            f"first token, ms     {_in_ms(summary.first_token_s)}",
+            f"inter-token, ms     {_in_ms(summary.token_gap_s)}",
+            f"tokens a message    {summary.tokens_per_message:.2f}",
+            f"sent late by        at most {1000 * summary.lateness_s:.1f} ms",
+        ]
+    )
+
+
+def _in_ms(values: Mapping[int, float]) -> str:
+    return ", ".join(f"p{percent} {1000 * s:.1f}" for percent, s in values.items()) or "none"

@@ -1,0 +1,350 @@
+"""Ranks as Ray actors: Ray places, starts and watches them; a step is a message of our own."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import threading
+import time
+import uuid
+from collections.abc import Iterator
+from typing import Any
+
+import ray
+
+from tpengine import envs, leftovers
+from tpengine.config import EngineConfig, RayConfig
+from tpengine.errors import (
+    ConfigError,
+    EngineError,
+    GroupLostError,
+    WorkerDiedError,
+)
+from tpengine.executor.codec import decode_output, encode
+from tpengine.executor.executor import Executor
+from tpengine.executor.group import Group
+from tpengine.executor.launch.node_agent import Agents
+from tpengine.executor.launch.placement import (
+    Placement,
+    RankPlace,
+    address_of,
+    cluster_nodes,
+    rank_bundle,
+)
+from tpengine.executor.launch.ray_connection import RAY_IS_GONE, RayConnection
+from tpengine.executor.launch.replacement import Replacement
+from tpengine.executor.launch.spares import Spares
+from tpengine.executor.launch.start_times import PROCESSES, StartTimes
+from tpengine.executor.step_deadline import StepDeadline
+from tpengine.logger import init_logger
+from tpengine.messages import MemoryLedger, RankLoss, StepInput, StepOutput
+
+logger = init_logger(__name__)
+
+_REFILL_S = 3.0
+"""After a rebuild; what starts imports torch, and those who wait come first."""
+_TURN_S = 30.0
+"""How long `shutdown` waits for a start that was cancelled to leave off."""
+
+
+class RayExecutor(Executor):
+    """One actor per rank, in a placement group.
+
+    `load` starts the first group; whatever fails on the way is undone. A group that lost a rank is
+    ended as a whole, and `rebuild` starts the next.
+
+    Attributes:
+        start_times_s: seconds that each phase of the latest start took, in order.
+    """
+
+    def __init__(self, config: EngineConfig, connection: RayConnection | None = None) -> None:
+        ray_config = config.parallel.ray
+        assert ray_config is not None, "a RayExecutor needs config.parallel.ray"
+        self._config = config
+        self._ray_config: RayConfig = ray_config
+        self._connection: RayConnection | None
+        self._connection = connection or RayConnection(ray_config.address)
+        # Names files in shared memory: whoever finds one sees whose it was.
+        self._engine_id = f"{os.getpid()}_{uuid.uuid4().hex[:12]}"
+        self._node_id: str = ray.get_runtime_context().get_node_id()
+        self._bundle = rank_bundle(config.device, ray_config.bundle)
+        self._agents = Agents(self._node_id)
+        self._spares = Spares(ray_config.spare_workers, envs.for_ranks(), self._agents)
+        self._deadline = StepDeadline(ray_config.step_timeout_s)
+        self._replacement = Replacement(
+            self._bundle,
+            config.parallel.tensor_parallel_size,
+            ray_config,
+            self._agents,
+            self._check,
+        )
+        self._placement: Placement | None = None
+        self._group: Group | None = None
+        self._times = StartTimes(ray_config.start_timeout_s)
+        self.start_times_s = self._times.seconds
+        self._peaks: list[int] = []
+        self._nodes: list[str] = []
+        self._turn = threading.Lock()
+        self._is_cancelled = threading.Event()
+
+    @staticmethod
+    def detect_device(wanted: str) -> str:
+        """Settles `auto` for the cluster that is connected: cuda where it has GPUs, else cpu.
+
+        Raises:
+            ConfigError: cuda was asked for and no node has a GPU.
+        """
+        num_gpus = sum(node.resources.get("GPU", 0.0) for node in cluster_nodes())
+        if wanted == "cuda" and not num_gpus:
+            raise ConfigError(
+                "device = 'cuda', but no node of the Ray cluster has a GPU; use device='cpu', or "
+                "start Ray on the machines that have them (`ray start --num-gpus`)"
+            )
+        if wanted == "auto":
+            return "cuda" if num_gpus else "cpu"
+        return wanted
+
+    @property
+    def places(self) -> list[RankPlace]:
+        """Where each rank of the latest group is or was, in rank order; empty before `load`."""
+        return [] if self._group is None else list(self._group.places)
+
+    @property
+    def nodes(self) -> list[str]:
+        """See `Executor`: addresses, as Ray knows them; of the group before while there is none."""
+        return list(self._nodes)
+
+    @property
+    def loss(self) -> RankLoss | None:
+        """See `Executor`."""
+        return None if self._group is None else self._group.loss
+
+    @property
+    def epoch(self) -> int:
+        """See `Executor`."""
+        return 1 if self._group is None else self._group.epoch
+
+    def load(self) -> list[str]:
+        """Places the ranks, starts and connects them, and loads the model.
+
+        Raises:
+            PlacementError: the cluster has no room.
+            EngineError: a rank's own error; nothing is left behind.
+        """
+        with self._in_turn():
+            try:
+                with self._times.phase("placement"):
+                    self._placement = self._replacement.place(set())
+                if self._ray_config.spare_workers and not self._may_use_spares:
+                    logger.warning("no spare workers: the placement group is the driver's own")
+                self._start_group(1)
+                self._times.note_first()
+                return list(self.devices)
+            except GroupLostError as error:
+                self._end_group(orderly=False)
+                failure = error.__cause__ or WorkerDiedError(error.loss.report())
+            except BaseException:
+                self._end_group(orderly=False)
+                raise
+        raise failure  # out there, as its own cause, the rank's traceback, is to stay
+
+    def rebuild(self) -> list[MemoryLedger]:
+        """See `Executor`.
+
+        Raises:
+            PlacementError: there is no room for the ranks without the nodes that were lost.
+        """
+        with self._in_turn():
+            if not self._is_connected:
+                raise EngineError(RAY_IS_GONE)
+            lost = self._group
+            if lost is None or lost.loss is None:
+                raise EngineError("no rank was lost: there is nothing to rebuild")
+            self._times.begin()
+            with self._times.phase("nodes"):
+                node_ids = {place.node_id for place in lost.places}
+                if self._placement is not None:
+                    node_ids |= set(self._placement.node_ids)
+                silent = self._agents.silent(node_ids, self._check)
+            with self._times.phase("end"):
+                lost.end(orderly=False, silent=silent)
+                leftovers.sweep()
+            with self._times.phase("placement"):
+                spare_devices = self._replace(silent, lost)
+            try:
+                self._start_group(lost.epoch + 1, spare_devices)
+                with self._times.phase("profile"):
+                    return self._measure_again()
+            except BaseException as error:
+                if not isinstance(error, GroupLostError):
+                    self._end_group(orderly=False)
+                raise
+
+    def profile_num_available_blocks(self) -> list[MemoryLedger]:
+        """See `Executor`."""
+        with self._times.phase("profile"):
+            ledgers = super().profile_num_available_blocks()
+        self._peaks = [ledger.activation_peak_bytes for ledger in ledgers]
+        worst = self._config.scheduler.max_num_batched_tokens
+        self._deadline.observe(worst, self.start_times_s["profile"])
+        return ledgers
+
+    def init_cache_engine(self, num_blocks: int, num_host_blocks: int = 0) -> None:
+        """See `Executor`; the last phase of a start."""
+        with self._in_turn():
+            with self._times.phase("cache"):
+                self._run_workers("init_cache_engine", num_blocks, num_host_blocks)
+            logger.debug("ranks of epoch %d ready in %s", self.epoch, self._times)
+            if self._may_use_spares:
+                delay_s = 0.0 if self.epoch == 1 else _REFILL_S
+                self._spares.fill([place.node_id for place in self.places], delay_s)
+
+    def execute_model(self, step: StepInput) -> StepOutput:
+        """Runs one step on every rank, over the channels; the answer is rank 0's.
+
+        Raises:
+            GroupLostError: a rank was lost.
+        """
+        group = self._require_group()
+        num_tokens = sum(step.num_scheduled_tokens)
+        start = time.monotonic()
+        answer = group.step(step.step, encode(step), self._deadline.of(num_tokens))
+        self._deadline.observe(num_tokens, time.monotonic() - start)
+        return decode_output(answer)
+
+    def _run_workers(self, method: str, *args: Any, **kwargs: Any) -> list[Any]:
+        return self._require_group().call(method, *args, **kwargs)
+
+    def _require_group(self) -> Group:
+        if self._group is None or self._connection is None:
+            raise EngineError("the engine was shut down; make a new one")
+        return self._group
+
+    def _check(self) -> None:
+        if self._is_cancelled.is_set():
+            raise EngineError("the engine is being shut down")
+        # Any call of Ray's would start or join a cluster that nobody asked for.
+        if not ray.is_initialized():
+            raise EngineError(RAY_IS_GONE)
+
+    @property
+    def _may_use_spares(self) -> bool:
+        """A spare that becomes a rank holds nothing in Ray's view: the bundle stays reserved by a
+        group of our own, while in a borrowed one Ray would give it to whoever else is there."""
+        return self._placement is not None and not self._placement.is_borrowed
+
+    @property
+    def _is_connected(self) -> bool:
+        return self._connection is not None and self._connection.is_alive
+
+    def _replace(self, silent: set[str], lost: Group) -> list[tuple[str, ...] | None]:
+        """Makes sure of bundles on nodes that answer. Returns the devices of each bundle; None:
+        only Ray knows."""
+        unknown = None if self._config.device == "cuda" else ()
+        old, known, gone = self._placement, lost.bundle_places, set(silent)
+        self._placement = old if old is not None and old.is_borrowed else None
+        self._placement = placement = self._replacement.replace(old, silent)
+        if gone - silent:  # what runs on nodes that answer again has to end first
+            lost.end(orderly=False, silent=silent)
+        if placement is old and known:
+            return [place.devices for place in known]
+        return [unknown] * len(placement.node_ids)
+
+    def _start_group(
+        self, epoch: int, spare_devices: list[tuple[str, ...] | None] | None = None
+    ) -> None:
+        """Starts the ranks up to their loaded weights.
+
+        Args:
+            spare_devices: of each bundle, for a spare that takes it; None: no spare may.
+        """
+        placement = self._placement
+        assert placement is not None, "ranks before their places"
+        self._group = group = Group(
+            epoch, self._config, self._ray_config, self._agents, self._check
+        )
+        with self._times.phase(PROCESSES):
+            spares: list[tuple[Any, tuple[str, ...]] | None] = [None] * len(placement.node_ids)
+            if spare_devices is not None and None not in spare_devices and self._may_use_spares:
+                taken = self._spares.take(placement.node_ids)
+                spares = [
+                    None if actor is None else (actor, devices or ())
+                    for actor, devices in zip(taken, spare_devices, strict=True)
+                ]
+            environment, patience_s = envs.for_ranks(), self._times.appear_s
+            group.start_actors(
+                placement, self._bundle, environment, spares, self._node_id, patience_s
+            )
+        with self._times.phase("channels"):
+            group.open_channels(address_of(self._node_id))
+        with self._times.phase("imports"):
+            group.create_workers()
+        if len(group.places) > 1:
+            with self._times.phase("rendezvous"):
+                group.rendezvous(self._engine_id)
+        with self._times.phase("devices"):
+            lines: list[str] = group.call("init_device")
+        self._nodes = [place.address for place in group.places]
+        self.devices = [
+            f"{line} ({place})" for line, place in zip(lines, group.places, strict=True)
+        ]
+        with self._times.phase("weights"):
+            group.call("load_model")
+
+    def _measure_again(self) -> list[MemoryLedger]:
+        ledgers: list[MemoryLedger]
+        ledgers = self._require_group().call_each(
+            "profile_num_available_blocks",
+            lambda rank, actor: actor.call.remote(
+                "profile_num_available_blocks", (self._peaks[rank],), {}
+            ),
+        )
+        return ledgers
+
+    @contextlib.contextmanager
+    def _in_turn(self) -> Iterator[None]:
+        """Whatever starts or ends a group is done by one thread at a time."""
+        self._check()
+        if not self._turn.acquire(timeout=_TURN_S):
+            raise EngineError("another thread starts the ranks; wait for it")
+        try:
+            self._check()
+            yield
+        finally:
+            self._turn.release()
+
+    def shutdown(self) -> None:
+        """Ends the ranks and gives their bundles back; a second call does nothing, or finishes
+        what the first could not, as it was interrupted."""
+        connection = self._connection
+        if connection is None:
+            return
+        self._is_cancelled.set()
+        has_turn = self._turn.acquire(timeout=_TURN_S)
+        try:
+            if not has_turn:
+                logger.warning("a start of ranks does not leave off; ending them under its hands")
+            with contextlib.ExitStack() as stack:  # whatever one raises, the others are done
+                stack.callback(connection.close)
+                if connection.is_alive:
+                    stack.callback(self._agents.close)
+                    stack.callback(self._spares.close)
+                self._end_group(orderly=True)
+            self._connection = None
+        finally:
+            if has_turn:
+                self._turn.release()
+
+    def _end_group(self, orderly: bool) -> None:
+        """No process of the group is left on this machine when it returns, nor its bundles held.
+
+        Orderly: the workers may clean up before they go.
+        """
+        try:
+            if self._group is not None:
+                self._group.end(orderly and self._is_connected)
+                leftovers.sweep()
+        finally:
+            placement, self._placement = self._placement, None
+            if placement is not None and ray.is_initialized():
+                placement.remove()

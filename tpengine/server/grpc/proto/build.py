@@ -1,0 +1,48 @@
+"""Makes the stubs from `tpengine.proto`: `python -m tpengine.server.grpc.proto.build [FOLDER]`.
+
+They are checked in, so that a user needs no compiler; a test holds them against a fresh build.
+"""
+
+from __future__ import annotations
+
+import importlib
+import sys
+from importlib.resources import files
+from pathlib import Path
+
+from tpengine.errors import ConfigError
+
+PROTO = "tpengine/server/grpc/proto/tpengine.proto"
+"""Below the folder that holds the package: the name by which reflection knows the file."""
+
+
+def build(target: Path) -> None:
+    """Writes the stubs below `target`, in the same folders as the package has.
+
+    Raises:
+        ConfigError: the compiler is not installed, or refuses the file.
+    """
+    try:
+        protoc = importlib.import_module("grpc_tools.protoc")
+    except ImportError as error:
+        raise ConfigError(
+            "stubs are made with grpcio-tools, which is not installed: pip install 'tpengine[test]'"
+        ) from error
+    root = Path(__file__).parents[4]
+    code = protoc.main(
+        [
+            "protoc",
+            f"-I{root}",
+            f"-I{files('grpc_tools') / '_proto'}",
+            f"--python_out={target}",
+            f"--pyi_out={target}",
+            f"--grpc_python_out={target}",
+            str(root / PROTO),
+        ]
+    )
+    if code != 0:
+        raise ConfigError(f"protoc refuses {PROTO}: exit code {code}; see its words above")
+
+
+if __name__ == "__main__":
+    build(Path(sys.argv[1]) if len(sys.argv) > 1 else Path(__file__).parents[4])
