@@ -247,8 +247,9 @@ def _check_plan(problem: Problem, start: Tensor, items: Tensor, wave: int) -> No
     borders, rows = start.tolist(), items.tolist()
     assert borders[0] == 0
     assert borders[-1] <= len(rows)
-    if len(lengths) < wave:
-        assert borders[-1] <= wave
+    padded = lengths.count(0)
+    if len(lengths) - padded < wave:
+        assert borders[-1] - padded <= wave
     assert all(row == [-7] * 4 for row in rows[borders[-1] :]), "written beyond the list"
     for row, length in enumerate(lengths):
         mine = rows[borders[row] : borders[row + 1]]
@@ -311,3 +312,31 @@ def test_even_rows_stay_whole_and_one_long_row_is_cut(kernels: ctypes.CDLL) -> N
     assert 20 < start[1] <= 37
     spans = (items[: start[-1], 2] - items[: start[-1], 1]).tolist()
     assert max(spans) * 16 < 5200
+
+
+@pytest.mark.parametrize("lengths", [[50_000], [3000, 70, 900], [4096] * 20], ids=len)
+def test_padded_rows_change_no_plan(kernels: ctypes.CDLL, lengths: list[int]) -> None:
+    """A graph's batch is padded with rows of length 0: as many as a wave has items, and more."""
+    problem = Problem([1], 1, 1, 64, 16, torch.bfloat16)
+    num_seqs = len(lengths)
+    for wave in (16, 33):
+        set_schedule(kernels, wave)
+        problem.case.seq_lens = torch.tensor(lengths, dtype=torch.int32)
+        start, items = problem.plan(kernels, wave, 4)
+        problem.case.seq_lens = torch.tensor([*lengths, *[0] * 63], dtype=torch.int32)
+        padded_start, padded_items = problem.plan(kernels, wave, 4)
+        _check_plan(problem, padded_start, padded_items, wave)
+        assert torch.equal(padded_start[: num_seqs + 1], start)
+        assert torch.equal(padded_items[: start[-1]], items[: start[-1]])
+        again = torch.full_like(padded_start, -7), torch.full_like(padded_items, -7)
+        reference_cache.plan_decode(*again, problem.case.seq_lens, 64, None)
+        assert torch.equal(padded_start, again[0])
+        assert torch.equal(padded_items, again[1])
+
+
+def test_padded_rows_give_zeros_and_read_nothing(kernels: ctypes.CDLL) -> None:
+    """Their block tables name blocks that do not exist."""
+    set_schedule(kernels, 2)
+    problem = Problem([700, *[0] * 30], 4, 2, 64, 16, torch.bfloat16)
+    problem.case.block_table[1:] = 2**30
+    _check(problem, problem.run(kernels, wave=12))

@@ -140,7 +140,7 @@ def plan_decode(
 
     Args:
         plan: for as many sequences as seq_lens has (`DecodePlan.for_rows`); written.
-        seq_lens: int32 `[num_seqs]`; 0 for a padded row.
+        seq_lens: int32 `[num_seqs]`; 0 for a padded row, which changes no other row's items.
         min_tokens: parts are not shorter; see `min_item_tokens`.
         sliding_window: that of the layers which use the plan.
 
