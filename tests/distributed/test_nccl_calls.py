@@ -24,7 +24,7 @@ class StandIn:
         """Of a real group; only its time limit is set."""
 
     calls: list[tuple[str, bool]]
-    fails = False
+    error: Exception | None = None
 
     def __init__(self, *_: object) -> None:
         type(self).calls = []
@@ -32,8 +32,8 @@ class StandIn:
     def _note(self, name: str, options: Any = None) -> None:
         # As in the real group, whose calls take default options where they get none.
         self.calls.append((name, True if options is None else options.asyncOp))
-        if self.fails:
-            raise RuntimeError("a rank is missing")
+        if self.error is not None:
+            raise self.error
 
     def allreduce(self, _: object, options: Any = None) -> None:
         self._note("allreduce", options)
@@ -70,7 +70,17 @@ def test_every_call_runs_on_the_current_stream(meeting: Meeting) -> None:
 def test_a_group_that_does_not_connect_is_aborted(
     meeting: Meeting, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(StandIn, "fails", True)
+    monkeypatch.setattr(StandIn, "error", RuntimeError("a rank is missing"))
     with pytest.raises(RendezvousError, match=r"by NCCL.*a rank is missing"):
         NcclCollectives(meeting, CPU, 5.0)
     assert StandIn.calls[-1][0] == "abort"
+
+
+def test_a_fault_of_the_gpu_is_no_peers(meeting: Meeting, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A kernel that failed before shows at an exchange: the other ranks are not to blame."""
+    group = NcclCollectives(meeting, CPU, 5.0)
+    fault = torch.AcceleratorError("CUDA error: an illegal memory access was encountered")
+    fault.error_code = 700
+    monkeypatch.setattr(StandIn, "error", fault)
+    with pytest.raises(torch.AcceleratorError):
+        group.all_reduce(torch.ones(2))

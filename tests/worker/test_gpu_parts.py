@@ -137,6 +137,18 @@ def test_a_graph_that_cannot_be_recorded(error: Exception, words: str) -> None:
     assert caught.value.__cause__ is error
 
 
+def test_a_fault_of_the_gpu_is_not_the_recordings() -> None:
+    """Another operation's, perhaps: leaving out graphs would not help."""
+    fault = torch.AcceleratorError("CUDA error: an illegal memory access was encountered")
+    fault.error_code = 700
+
+    def fail(run: Run) -> Recorded:
+        raise fault
+
+    with pytest.raises(torch.AcceleratorError, match="illegal memory access"):
+        graphs(fail, [4, 8]).record()
+
+
 def test_graphs_are_estimated_by_the_largest_two(monkeypatch: pytest.MonkeyPatch) -> None:
     recorded: list[int] = []
     taken = iter([100, 7])

@@ -18,7 +18,7 @@ from torch.distributed.distributed_c10d import AllgatherOptions
 from tpengine import envs
 from tpengine.distributed.parallel_state import Collectives, ParallelState
 from tpengine.distributed.rendezvous import Meeting, interface_of
-from tpengine.errors import CollectiveError, RendezvousError
+from tpengine.errors import CollectiveError, RendezvousError, is_device_fault
 
 _DIVIDED_SUM_BYTES = 65536
 """From here on ranks sum a part each and exchange the sums: less traffic, one more round trip."""
@@ -83,6 +83,8 @@ class _TorchCollectives:
         try:
             self._wait(start())
         except RuntimeError as error:
+            if is_device_fault(error):
+                raise
             # With two ranks it is clear who is meant.
             failed = 1 - self._rank if self._size == 2 else None
             name = "a peer" if failed is None else f"rank {failed}"

@@ -13,7 +13,7 @@ from tpengine.config import EngineConfig
 from tpengine.distributed.collectives import connect_ranks
 from tpengine.distributed.parallel_state import ParallelState
 from tpengine.distributed.rendezvous import RendezvousStore
-from tpengine.errors import CacheSizeError
+from tpengine.errors import CacheSizeError, is_device_fault
 from tpengine.layers.weights import Weights
 from tpengine.logger import init_logger
 from tpengine.messages import MemoryLedger, Rendezvous, StepInput, StepOutput
@@ -253,6 +253,8 @@ class Worker:
         try:
             self._cache_engine = self._make_cache(num_blocks, num_host_blocks)
         except (MemoryError, RuntimeError) as error:
+            if is_device_fault(error):
+                raise
             size, host_size = (
                 count * self._block_bytes() / memory.GIB for count in (num_blocks, num_host_blocks)
             )
@@ -265,6 +267,8 @@ class Worker:
         try:
             runner.attach_cache(self._cache_engine)
         except (MemoryError, RuntimeError) as error:
+            if is_device_fault(error):
+                raise
             scheduler = self._config.scheduler
             raise CacheSizeError(
                 f"the tables of running sequences (max_num_seqs = {scheduler.max_num_seqs}, each "
