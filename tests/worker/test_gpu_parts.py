@@ -264,6 +264,13 @@ def test_no_gpu_says_why(
     assert device.detect_device("auto") == "cpu"
 
 
+@pytest.mark.skipif(torch.cuda.is_available(), reason="needs a machine without a GPU")
+def test_a_rank_without_a_gpu_says_why(models: ModelShop) -> None:
+    """Also where the driver's machine has one: each rank looks for itself."""
+    with pytest.raises(ConfigError, match=r"device = 'cuda', but torch .*use device='cpu'"):
+        Worker(config(models, dtype="bfloat16")).init_device()
+
+
 def test_fp8_is_for_gpus(models: ModelShop) -> None:
     with pytest.raises(ConfigError, match=r"kv_cache_dtype = 'fp8'.*leave it at 'auto'"):
         config(models, "cpu", kv_cache_dtype="fp8")

@@ -26,6 +26,7 @@ from tpengine.worker.cuda_graph import CudaCapture, agree_on_graphs, estimate_by
 from tpengine.worker.device import (
     cache_dtype,
     check_quantization,
+    detect_device,
     resolve_dtype,
     set_num_threads,
 )
@@ -91,6 +92,7 @@ class Worker:
         Raises:
             ConfigError: the device cannot do what was asked.
         """
+        detect_device(self._device.type)  # a rank's node may lack what the driver's has
         self._dtype = resolve_dtype(self._config.model.dtype, self._device.type)
         check_quantization(self._config.model.quantization, self._device.type)
         self._cache_dtype = cache_dtype(self._config.cache.kv_cache_dtype, self._dtype)
@@ -101,6 +103,7 @@ class Worker:
                 self._dtype,
                 self._cache_dtype,
                 self._config.cache.block_size,
+                torch.cuda.get_device_capability(self._device),
             )
             name = torch.cuda.get_device_name(self._device)
             is_fp8 = self._cache_dtype != self._dtype
