@@ -18,7 +18,6 @@ from tpengine.layers.weights import Weights
 from tpengine.logger import init_logger
 from tpengine.messages import MemoryLedger, Rendezvous, StepInput, StepOutput
 from tpengine.models.loader import load_model
-from tpengine.ops.attention import check_decode_support
 from tpengine.wording import counted
 from tpengine.worker import memory
 from tpengine.worker.cache_engine import CacheEngine, block_bytes, staged_blocks
@@ -26,11 +25,10 @@ from tpengine.worker.cuda_graph import CudaCapture, agree_on_graphs, estimate_by
 from tpengine.worker.device import (
     cache_dtype,
     check_quantization,
-    detect_device,
     resolve_dtype,
     set_num_threads,
 )
-from tpengine.worker.gpu import GpuAttention
+from tpengine.worker.gpu import GpuAttention, claim_gpu
 from tpengine.worker.model_runner import ModelRunner
 
 logger = init_logger(__name__)
@@ -92,20 +90,11 @@ class Worker:
         Raises:
             ConfigError: the device cannot do what was asked.
         """
-        detect_device(self._device.type)  # a rank's node may lack what the driver's has
         self._dtype = resolve_dtype(self._config.model.dtype, self._device.type)
         check_quantization(self._config.model.quantization, self._device.type)
         self._cache_dtype = cache_dtype(self._config.cache.kv_cache_dtype, self._dtype)
         if self._device.type == "cuda":
-            torch.cuda.set_device(self._device)
-            check_decode_support(
-                self._config.model.head_dim,
-                self._dtype,
-                self._cache_dtype,
-                self._config.cache.block_size,
-                torch.cuda.get_device_capability(self._device),
-            )
-            name = torch.cuda.get_device_name(self._device)
+            name = claim_gpu(self._device, self._config, self._dtype, self._cache_dtype)
             is_fp8 = self._cache_dtype != self._dtype
             return f"{name}, {self._dtype_name}{', fp8 KV cache' if is_fp8 else ''}"
         threads = set_num_threads(self._num_local_ranks)
