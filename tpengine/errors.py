@@ -184,6 +184,17 @@ class NativeLibraryError(EngineError):
     """The compiled kernels are missing or cannot be used as asked."""
 
 
+_DEVICE_FAULTS = frozenset((214, 700, 702, 710, *range(714, 720)))
+"""CUDA's codes: memory errors, illegal addresses and instructions, time-outs, failed assertions."""
+
+
+def is_device_fault(error: BaseException) -> bool:
+    """Whether a kernel has failed on a GPU, in this operation or one before it: CUDA says so at the
+    next call, whatever that is, and at each one after. So it is no failure of that call's own."""
+    code = getattr(error, "error_code", None)  # of torch.AcceleratorError
+    return code in _DEVICE_FAULTS or "in this operation or one before it" in str(error)
+
+
 class EngineDeadError(EngineError):
     """An earlier step failed half-way; driver and worker disagree, and the engine cannot go on."""
 

@@ -81,22 +81,31 @@ __device__ __forceinline__ uint32_t pack(float low, float high) {
   return result;
 }
 
+// Compute capability 8.9 and later convert e4m3; before, an fp8 cache is refused by Python.
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ < 890
+#define TPENGINE_E4M3(...) __trap()
+#else
+#define TPENGINE_E4M3(...) asm(__VA_ARGS__)
+#endif
+
 // The two e4m3 in the low (high) half of x as two f16; exact.
 __device__ __forceinline__ uint32_t e4m3_low(uint32_t x) {
-  uint32_t result;
-  asm("{.reg .b16 l, h; mov.b32 {l, h}, %1; cvt.rn.f16x2.e4m3x2 %0, l;}" : "=r"(result) : "r"(x));
+  uint32_t result = 0;
+  TPENGINE_E4M3(
+      "{.reg .b16 l, h; mov.b32 {l, h}, %1; cvt.rn.f16x2.e4m3x2 %0, l;}" : "=r"(result) : "r"(x));
   return result;
 }
 __device__ __forceinline__ uint32_t e4m3_high(uint32_t x) {
-  uint32_t result;
-  asm("{.reg .b16 l, h; mov.b32 {l, h}, %1; cvt.rn.f16x2.e4m3x2 %0, h;}" : "=r"(result) : "r"(x));
+  uint32_t result = 0;
+  TPENGINE_E4M3(
+      "{.reg .b16 l, h; mov.b32 {l, h}, %1; cvt.rn.f16x2.e4m3x2 %0, h;}" : "=r"(result) : "r"(x));
   return result;
 }
 // Two floats as e4m3, `low` in the lower byte; what is too large becomes the largest (448), NaN
 // stays NaN.
 __device__ __forceinline__ uint16_t to_e4m3(float low, float high) {
-  uint16_t result;
-  asm("cvt.rn.satfinite.e4m3x2.f32 %0, %1, %2;" : "=h"(result) : "f"(high), "f"(low));
+  uint16_t result = 0;
+  TPENGINE_E4M3("cvt.rn.satfinite.e4m3x2.f32 %0, %1, %2;" : "=h"(result) : "f"(high), "f"(low));
   return result;
 }
 __device__ __forceinline__ float half_to_float(uint16_t bits) {

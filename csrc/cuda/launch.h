@@ -31,7 +31,19 @@ class Device {
 
 inline void check_launch(const char* op) {
   const cudaError_t error = cudaGetLastError();
-  if (error != cudaSuccess) fail(op, std::string("launch failed: ") + cudaGetErrorString(error));
+  if (error == cudaSuccess) return;
+  const std::string text = cudaGetErrorString(error);
+  switch (error) {
+    case cudaErrorInvalidValue:
+    case cudaErrorInvalidConfiguration:
+    case cudaErrorInvalidDeviceFunction:
+    case cudaErrorNoKernelImageForDevice:
+    case cudaErrorLaunchOutOfResources:
+      fail(op, "launch failed: " + text);
+    default:  // the fault of a kernel, which shows at whatever CUDA call comes next
+      fail(op,
+           text + ", in this operation or one before it; CUDA_LAUNCH_BLOCKING=1 shows in which");
+  }
 }
 
 // Calls body(T{}) with the element type of `tensor`.

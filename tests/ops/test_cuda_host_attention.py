@@ -131,7 +131,8 @@ class Problem:
         return out
 
 
-def _check(problem: Problem, out: Tensor) -> None:
+def check(problem: Problem, out: Tensor) -> None:
+    """That an output is near the float64 answer, and zero where there is nothing to attend to."""
     error = relative_error(out, problem.expected)
     assert error < max(BOUND[problem.dtype], 4e-3 if problem.fp8 else 0.0)
     empty = problem.case.seq_lens == 0
@@ -165,13 +166,13 @@ def test_decode_agrees_with_dense_float64(kernels: ctypes.CDLL, name: str, kind:
     )  # fmt: skip
     # Both kinds of copies, here and there.
     set_schedule(kernels, list(CASES).index(name) + KINDS.index(kind) + 1)
-    _check(problem, problem.run(kernels, wave=wave))
+    check(problem, problem.run(kernels, wave=wave))
 
 
 def test_round_robin_schedule(kernels: ctypes.CDLL) -> None:
     set_schedule(kernels, 0)
     problem = Problem(LENGTHS, 8, 2, 64, 16, torch.bfloat16)
-    _check(problem, problem.run(kernels, wave=8))
+    check(problem, problem.run(kernels, wave=8))
 
 
 def test_more_pages_than_a_register_window(kernels: ctypes.CDLL) -> None:
@@ -179,7 +180,7 @@ def test_more_pages_than_a_register_window(kernels: ctypes.CDLL) -> None:
     for seed, length in ((2, 1024), (3, 1025), (4, 2300)):
         set_schedule(kernels, seed)
         problem = Problem([length], 2, 1, 64, 8, torch.bfloat16)
-        _check(problem, problem.run(kernels))
+        check(problem, problem.run(kernels))
 
 
 @pytest.mark.parametrize("seed", range(10))
@@ -199,7 +200,7 @@ def test_random_cases(kernels: ctypes.CDLL, seed: int) -> None:
     wave = rnd.choice([None, 1, 3, 12, 40])
     for offset in (0, 1):
         set_schedule(kernels, 2 * seed + offset)
-        _check(problem, problem.run(kernels, wave=wave))
+        check(problem, problem.run(kernels, wave=wave))
 
 
 @pytest.mark.parametrize("dtype", PLAIN_DTYPES, ids=str)
@@ -211,7 +212,7 @@ def test_plain_kernel(kernels: ctypes.CDLL, dtype: torch.dtype) -> None:
     )):  # fmt: skip
         set_schedule(kernels, seed)
         problem = Problem([1, 31, 33, 0, 170], *shape, dtype, **options)
-        _check(problem, problem.run(kernels, wave=wave, plain=True))
+        check(problem, problem.run(kernels, wave=wave, plain=True))
 
 
 def test_long_context_in_fp8_loses_no_accumulation(kernels: ctypes.CDLL) -> None:
@@ -239,7 +240,7 @@ def test_long_context_in_fp8_loses_no_accumulation(kernels: ctypes.CDLL) -> None
     problem.expected = (weights[:, None] * v[:length, 0].double()).sum(0)[None, None] * V_SCALE
     set_schedule(kernels, 1)
     for wave in (None, 40):
-        _check(problem, problem.run(kernels, wave=wave))
+        check(problem, problem.run(kernels, wave=wave))
 
 
 def _check_plan(problem: Problem, start: Tensor, items: Tensor, wave: int) -> None:
@@ -247,8 +248,9 @@ def _check_plan(problem: Problem, start: Tensor, items: Tensor, wave: int) -> No
     borders, rows = start.tolist(), items.tolist()
     assert borders[0] == 0
     assert borders[-1] <= len(rows)
-    if len(lengths) < wave:
-        assert borders[-1] <= wave
+    padded = lengths.count(0)
+    if len(lengths) - padded < wave:
+        assert borders[-1] - padded <= wave
     assert all(row == [-7] * 4 for row in rows[borders[-1] :]), "written beyond the list"
     for row, length in enumerate(lengths):
         mine = rows[borders[row] : borders[row + 1]]
@@ -285,7 +287,7 @@ def test_offsets_beyond_32_bits(kernels: ctypes.CDLL, kind: str) -> None:
     dtype = torch.float32 if kind == "plain" else torch.bfloat16
     problem = Problem([40, 0, 17], 4, 2, 64, 16, dtype, fp8=kind == "fp8")
     for wave in (None, 40):
-        _check(problem, problem.run(kernels, wave=wave, plain=kind == "plain", is_far=True))
+        check(problem, problem.run(kernels, wave=wave, plain=kind == "plain", is_far=True))
 
 
 def test_a_plan_of_short_items_fits_into_its_list(kernels: ctypes.CDLL) -> None:
@@ -311,3 +313,31 @@ def test_even_rows_stay_whole_and_one_long_row_is_cut(kernels: ctypes.CDLL) -> N
     assert 20 < start[1] <= 37
     spans = (items[: start[-1], 2] - items[: start[-1], 1]).tolist()
     assert max(spans) * 16 < 5200
+
+
+@pytest.mark.parametrize("lengths", [[50_000], [3000, 70, 900], [4096] * 20], ids=len)
+def test_padded_rows_change_no_plan(kernels: ctypes.CDLL, lengths: list[int]) -> None:
+    """A graph's batch is padded with rows of length 0: as many as a wave has items, and more."""
+    problem = Problem([1], 1, 1, 64, 16, torch.bfloat16)
+    num_seqs = len(lengths)
+    for wave in (16, 33):
+        set_schedule(kernels, wave)
+        problem.case.seq_lens = torch.tensor(lengths, dtype=torch.int32)
+        start, items = problem.plan(kernels, wave, 4)
+        problem.case.seq_lens = torch.tensor([*lengths, *[0] * 63], dtype=torch.int32)
+        padded_start, padded_items = problem.plan(kernels, wave, 4)
+        _check_plan(problem, padded_start, padded_items, wave)
+        assert torch.equal(padded_start[: num_seqs + 1], start)
+        assert torch.equal(padded_items[: start[-1]], items[: start[-1]])
+        again = torch.full_like(padded_start, -7), torch.full_like(padded_items, -7)
+        reference_cache.plan_decode(*again, problem.case.seq_lens, 64, None)
+        assert torch.equal(padded_start, again[0])
+        assert torch.equal(padded_items, again[1])
+
+
+def test_padded_rows_give_zeros_and_read_nothing(kernels: ctypes.CDLL) -> None:
+    """Their block tables name blocks that do not exist."""
+    set_schedule(kernels, 2)
+    problem = Problem([700, *[0] * 30], 4, 2, 64, 16, torch.bfloat16)
+    problem.case.block_table[1:] = 2**30
+    check(problem, problem.run(kernels, wave=12))

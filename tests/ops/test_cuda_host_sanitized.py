@@ -29,7 +29,7 @@ def test_kernels_stay_inside_their_memory(tmp_path: Path) -> None:
     program = tmp_path / "sanitized"
     options = (
         "-fsanitize=address,alignment", "-fno-sanitize-recover=alignment",
-        "--param=asan-stack=0", "-DTPENGINE_HOST_FEW",
+        "--param=asan-stack=0",
     )  # fmt: skip
     compile_host("sanitized", program, *options, shared=False)
     done = _run(program)

@@ -13,6 +13,7 @@ from tpengine.ops import attention, cache, library, reference, reference_cache
 from .cases import dense_attention, generator, make_case, nan_like, relative_error
 
 BF16, FP8 = torch.bfloat16, torch.float8_e4m3fn
+HOPPER = (9, 0)
 
 
 @pytest.mark.parametrize(
@@ -30,16 +31,26 @@ def test_unsupported_attention_says_what_to_change(
     head_dim: int, dtype: torch.dtype, cache_dtype: torch.dtype, block_size: int, message: str
 ) -> None:
     with pytest.raises(ConfigError, match=message):
-        attention.check_decode_support(head_dim, dtype, cache_dtype, block_size)
+        attention.check_decode_support(head_dim, dtype, cache_dtype, block_size, HOPPER)
+
+
+def test_fp8_needs_a_card_that_converts_it() -> None:
+    for capability in ((8, 9), (9, 0), (10, 0), (12, 0)):
+        attention.check_decode_support(128, BF16, FP8, 16, capability)
+    for capability in ((8, 0), (8, 6)):
+        attention.check_decode_support(128, BF16, BF16, 16, capability)
+        words = f"capability 8.{capability[1]}.*needs 8.9 or later; set kv_cache_dtype='auto'"
+        with pytest.raises(ConfigError, match=words):
+            attention.check_decode_support(128, BF16, FP8, 16, capability)
 
 
 def test_a_head_dim_without_tensor_cores_warns_once(caplog: pytest.LogCaptureFixture) -> None:
     logging.getLogger("tpengine").addHandler(caplog.handler)
     try:
         for _ in range(2):
-            attention.check_decode_support(72, BF16, BF16, 16)
-        attention.check_decode_support(72, torch.float32, torch.float32, 16)
-        attention.check_decode_support(128, BF16, FP8, 32)
+            attention.check_decode_support(72, BF16, BF16, 16, HOPPER)
+        attention.check_decode_support(72, torch.float32, torch.float32, 16, HOPPER)
+        attention.check_decode_support(128, BF16, FP8, 32, HOPPER)
     finally:
         logging.getLogger("tpengine").removeHandler(caplog.handler)
     messages = {record.getMessage() for record in caplog.records}
@@ -50,6 +61,21 @@ def test_a_head_dim_without_tensor_cores_warns_once(caplog: pytest.LogCaptureFix
 @pytest.mark.skipif(library.has_cuda_kernels(), reason="the CUDA library is here")
 def test_a_plan_without_the_cuda_library_says_how_to_get_it() -> None:
     with pytest.raises(NativeLibraryError, match="TPENGINE_CUDA=ON pip install"):
+        attention.make_decode_plan(torch.device("cuda", 0), 4, 8, 2, 128, BF16)
+
+
+def test_a_plan_where_cuda_fails_says_what_it_needs(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As on a machine without a driver, where torch knows no card's name either."""
+
+    def no_driver(*_: object) -> None:
+        raise RuntimeError("Found no NVIDIA driver on your system.")
+
+    class Library:
+        tpengine_cuda_decode_wave = staticmethod(lambda *_: -1)
+
+    monkeypatch.setattr(library, "_cuda", Library)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", no_driver)
+    with pytest.raises(NativeLibraryError, match=r"no NVIDIA driver.*they need compute capab"):
         attention.make_decode_plan(torch.device("cuda", 0), 4, 8, 2, 128, BF16)
 
 

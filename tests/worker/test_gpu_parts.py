@@ -138,6 +138,18 @@ def test_a_graph_that_cannot_be_recorded(error: Exception, words: str) -> None:
     assert caught.value.__cause__ is error
 
 
+def test_a_fault_of_the_gpu_is_not_the_recordings() -> None:
+    """Another operation's, perhaps: leaving out graphs would not help."""
+    fault = torch.AcceleratorError("CUDA error: an illegal memory access was encountered")
+    fault.error_code = 700
+
+    def fail(run: Run) -> Recorded:
+        raise fault
+
+    with pytest.raises(torch.AcceleratorError, match="illegal memory access"):
+        graphs(fail, [4, 8]).record()
+
+
 def test_graphs_are_estimated_by_the_largest_two(monkeypatch: pytest.MonkeyPatch) -> None:
     recorded: list[int] = []
     taken = iter([100, 7])
@@ -251,6 +263,13 @@ def test_no_gpu_says_why(
     with pytest.raises(ConfigError, match=words):
         device.detect_device("cuda")
     assert device.detect_device("auto") == "cpu"
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="needs a machine without a GPU")
+def test_a_rank_without_a_gpu_says_why(models: ModelShop) -> None:
+    """Also where the driver's machine has one: each rank looks for itself."""
+    with pytest.raises(ConfigError, match=r"device = 'cuda', but torch .*use device='cpu'"):
+        Worker(config(models, dtype="bfloat16")).init_device()
 
 
 def test_fp8_is_for_gpus(models: ModelShop) -> None:

@@ -103,11 +103,19 @@ class ParallelState:
             CollectiveError: not all have answered in time.
         """
         answers = self.all_reduce(torch.tensor([float(here)], device=device))
+        self.wait_for_queued(device)
+        return float(answers) == self.tp_size
+
+    def wait_for_queued(self, device: torch.device) -> None:
+        """Waits until a GPU has done the exchange that was queued last on its current stream.
+
+        Raises:
+            CollectiveError, EngineError: see `wait_for`.
+        """
         if device.type == "cuda":
             event = torch.cuda.Event()
             event.record()
             self.wait_for(event.query, "an exchange with all ranks")
-        return float(answers) == self.tp_size
 
     def wait_for(self, is_done: Callable[[], bool], what: str) -> None:
         """Waits until this rank's device has done something.

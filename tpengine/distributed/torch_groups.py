@@ -9,17 +9,20 @@ from __future__ import annotations
 import contextlib
 import datetime
 from collections.abc import Callable
+from typing import TypeVar
 
 import torch
 import torch.distributed as dist
+from torch.distributed.distributed_c10d import AllgatherOptions
 
 from tpengine import envs
-from tpengine.distributed.parallel_state import Collectives
+from tpengine.distributed.parallel_state import Collectives, ParallelState
 from tpengine.distributed.rendezvous import Meeting, interface_of
-from tpengine.errors import CollectiveError, RendezvousError
+from tpengine.errors import CollectiveError, RendezvousError, is_device_fault
 
 _DIVIDED_SUM_BYTES = 65536
 """From here on ranks sum a part each and exchange the sums: less traffic, one more round trip."""
+_Options = TypeVar("_Options", dist.AllreduceOptions, AllgatherOptions, dist.BroadcastOptions)
 
 
 class _TorchCollectives:
@@ -45,7 +48,7 @@ class _TorchCollectives:
     def broadcast(self, x: torch.Tensor) -> torch.Tensor:
         """Rank 0's `x`, in place where `x` is contiguous."""
         x = x.contiguous()
-        options = dist.BroadcastOptions()
+        options = self._options(dist.BroadcastOptions())
         options.rootRank = 0
         self._run("broadcast", x, lambda: self._group.broadcast([_bytes(x)], options))
         return x
@@ -64,15 +67,24 @@ class _TorchCollectives:
         """[size, *x.shape], on every rank."""
         x = x.contiguous()
         parts = x.new_empty(self._size, *x.shape)
-        self._run(operation, x, lambda: self._group._allgather_base(_bytes(parts), _bytes(x)))
+        options = self._options(AllgatherOptions())
+        self._run(
+            operation, x, lambda: self._group._allgather_base(_bytes(parts), _bytes(x), options)
+        )
         return parts
 
-    def _run(self, operation: str, x: torch.Tensor, start: Callable[[], dist.Work]) -> None:
+    def _options(self, options: _Options) -> _Options:
+        """`options` as this kind of group wants them; each call has its own."""
+        return options
+
+    def _run(self, operation: str, x: torch.Tensor, start: Callable[[], dist.Work | None]) -> None:
         if x.numel() == 0:
             return
         try:
             self._wait(start())
         except RuntimeError as error:
+            if is_device_fault(error):
+                raise
             # With two ranks it is clear who is meant.
             failed = 1 - self._rank if self._size == 2 else None
             name = "a peer" if failed is None else f"rank {failed}"
@@ -82,7 +94,8 @@ class _TorchCollectives:
                 failed,
             ) from error
 
-    def _wait(self, work: dist.Work) -> None:
+    def _wait(self, work: dist.Work | None) -> None:
+        assert work is not None, "gloo gives each call a handle"
         work.wait(self._timeout)
 
 
@@ -135,9 +148,10 @@ class NcclCollectives(_TorchCollectives):
     """See `Collectives`; ranks on GPUs. Written after NCCL's documentation and untested: there was
     no machine with two GPUs. A CUDA error, and NCCL's own watchdog, end the process.
 
-    Once connected, calls only queue work on the device's stream: the host does not wait, and a
-    graph can hold them. Whoever waits for their results does so with a bound
-    (`ParallelState.wait_for`). Graphs that hold calls must be gone before `abandon` and `close`.
+    Calls only queue work on the device's current stream: the host does not wait, and a graph can
+    hold them. torch's default is a stream of the group's own, which costs two events and two waits
+    a call. The caller of what needs the results waits with a bound (`ParallelState.wait_for`).
+    Graphs that hold calls must be gone before `abandon` and `close`.
     """
 
     can_be_recorded = True
@@ -148,30 +162,40 @@ class NcclCollectives(_TorchCollectives):
             envs.set_nccl_interface(interface)
         options = dist.ProcessGroupNCCL.Options()
         options._timeout = datetime.timedelta(seconds=timeout_s)
-        self._is_connected = False
         try:
             store = dist.PrefixStore("nccl", meeting.store)
             group = dist.ProcessGroupNCCL(store, meeting.rank, meeting.size, options)
             super().__init__(group, meeting, timeout_s)
-            self.all_reduce(torch.zeros(1, device=device))
-        except (RuntimeError, CollectiveError) as error:
+            self._meet_all(device)
+        except RuntimeError as error:
             raise RendezvousError(
                 f"rank {meeting.rank} ({meeting.address}, interface {interface or 'unknown'}) "
                 f"could not connect with all other ranks by NCCL: {error}"
             ) from error
-        self._is_connected = True
 
     def all_reduce(self, x: torch.Tensor) -> torch.Tensor:
         """Sum over ranks, in NCCL's order, in place where `x` is contiguous."""
         x = x.contiguous()
-        self._run("all_reduce", x, lambda: self._group.allreduce([x], dist.AllreduceOptions()))
+        options = self._options(dist.AllreduceOptions())
+        self._run("all_reduce", x, lambda: self._group.allreduce([x], options))
         return x
 
-    def _wait(self, work: dist.Work) -> None:
-        if self._is_connected:
-            work.wait()  # lets the stream wait, not the host, and returns
-        else:
-            super()._wait(work)
+    def _meet_all(self, device: torch.device) -> None:
+        """The first exchange, in which NCCL connects the ranks."""
+        try:
+            self.all_reduce(torch.zeros(1, device=device))
+            state = ParallelState(self._rank, self._size, self, timeout_s=self._timeout_s)
+            state.wait_for_queued(device)
+        except BaseException:
+            self.abandon()  # its kernel would hold the stream, and all that is queued behind it
+            raise
+
+    def _options(self, options: _Options) -> _Options:
+        options.asyncOp = False
+        return options
+
+    def _wait(self, work: dist.Work | None) -> None:
+        """The stream keeps the order, so there is nothing to wait for; torch gives no handle."""
 
 
 class HostCollectives:

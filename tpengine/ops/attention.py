@@ -26,15 +26,24 @@ MIN_ITEM_BYTES = 128 * 1024
 """K and V of one kv head that make a part of a context worth its own work item (256 tokens of a
 bf16 cache at head dim 128)."""
 _PARTIAL_PADDING = 4
+_FP8_CAPABILITY = (8, 9)
+"""Compute capability from which on the kernels convert fp8 numbers."""
 
 
 @functools.cache
 def check_decode_support(
-    head_dim: int, dtype: torch.dtype, cache_dtype: torch.dtype, block_size: int
+    head_dim: int,
+    dtype: torch.dtype,
+    cache_dtype: torch.dtype,
+    block_size: int,
+    capability: tuple[int, int],
 ) -> None:
     """Whether the CUDA decode kernels take a model's attention; for start-up, before any capture.
 
     A head dim without a tensor-core kernel runs on the CUDA cores, with one warning.
+
+    Args:
+        capability: compute capability of the GPU.
 
     Raises:
         ConfigError: they do not; it says what to change.
@@ -56,6 +65,11 @@ def check_decode_support(
         )
     if is_fp8 and dtype == torch.float32:
         raise ConfigError("an fp8 KV cache needs dtype bfloat16 or float16; this model is float32")
+    if is_fp8 and capability < _FP8_CAPABILITY:
+        raise ConfigError(
+            "an fp8 KV cache on a GPU of compute capability {}.{}: the conversion of its numbers "
+            "needs {}.{} or later; set kv_cache_dtype='auto'".format(*capability, *_FP8_CAPABILITY)
+        )
     if dtype == torch.float32 or head_dim in TENSOR_CORE_HEAD_DIMS:
         return
     dims = ", ".join(map(str, TENSOR_CORE_HEAD_DIMS))
@@ -112,11 +126,13 @@ def make_decode_plan(
 ) -> DecodePlan:
     """Allocates a plan for up to `max_num_seqs` sequences on a GPU.
 
+    Args:
+        device: with its index.
+
     Raises:
         NativeLibraryError: there are no CUDA kernels, or they do not run on this GPU.
     """
-    index = device.index if device.index is not None else torch.cuda.current_device()
-    wave = library.decode_wave(index, cache_dtype, head_dim, num_heads, num_kv_heads)
+    wave = library.decode_wave(device.index, cache_dtype, head_dim, num_heads, num_kv_heads)
     max_items = max_num_seqs + 2 * wave
     return DecodePlan(
         torch.zeros(max_num_seqs + 1, dtype=torch.int32, device=device),
@@ -140,7 +156,7 @@ def plan_decode(
 
     Args:
         plan: for as many sequences as seq_lens has (`DecodePlan.for_rows`); written.
-        seq_lens: int32 `[num_seqs]`; 0 for a padded row.
+        seq_lens: int32 `[num_seqs]`; 0 for a padded row, which changes no other row's items.
         min_tokens: parts are not shorter; see `min_item_tokens`.
         sliding_window: that of the layers which use the plan.
 

@@ -238,11 +238,19 @@ def decode_wave(
     )
     if wave < 1:
         raise NativeLibraryError(
-            f"the CUDA kernels do not run on GPU {device_index} "
-            f"({torch.cuda.get_device_name(device_index)}): they need compute capability 9.0 or "
-            f"later and a driver for CUDA 13 or later; torch {torch.__version__}"
+            f"the CUDA kernels do not run on GPU {device_index} ({_card(device_index)}): they need "
+            "compute capability 8.0 or later and a driver for CUDA 13 or later; torch "
+            f"{torch.__version__}"
         )
     return wave
+
+
+def _card(device_index: int) -> str:
+    try:
+        major, minor = torch.cuda.get_device_capability(device_index)
+        return f"{torch.cuda.get_device_name(device_index)}, compute capability {major}.{minor}"
+    except (RuntimeError, AssertionError) as error:  # no driver, or no such card
+        return str(error).strip()
 
 
 def cpu_functions(

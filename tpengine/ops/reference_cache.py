@@ -120,7 +120,8 @@ def plan_decode(
     chunks = [
         -(-length // CHUNK) - first for length, first in zip(lengths, first_chunks, strict=True)
     ]
-    longest = _longest_item(chunks, (items.shape[0] - len(lengths)) // 2, -(-min_tokens // CHUNK))
+    live = [count for count in chunks if count > 0]
+    longest = _longest_item(live, (items.shape[0] - len(lengths)) // 2, -(-min_tokens // CHUNK))
     starts, rows = [0], []
     for row, (length, first, total) in enumerate(zip(lengths, first_chunks, chunks, strict=True)):
         count = max(1, -(-total // longest))
@@ -135,14 +136,14 @@ def plan_decode(
 
 
 def _longest_item(chunks: list[int], wave: int, min_chunks: int) -> int:
-    """See `longest_item` in csrc/cuda/attention/plan_decode.cuh."""
+    """See `longest_item` in csrc/cuda/attention/plan_decode.cuh; `chunks` are all above 0."""
     longest = max([1, *chunks])
     low, high = min(min_chunks, longest), longest
     if len(chunks) >= wave:
         return max(low, -(-sum(chunks) * 5 // (8 * wave)))
     while low < high:
         middle = (low + high) // 2
-        if sum(max(1, -(-count // middle)) for count in chunks) > wave:
+        if sum(-(-count // middle) for count in chunks) > wave:
             low = middle + 1
         else:
             high = middle

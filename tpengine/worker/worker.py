@@ -13,12 +13,11 @@ from tpengine.config import EngineConfig
 from tpengine.distributed.collectives import connect_ranks
 from tpengine.distributed.parallel_state import ParallelState
 from tpengine.distributed.rendezvous import RendezvousStore
-from tpengine.errors import CacheSizeError
+from tpengine.errors import CacheSizeError, is_device_fault
 from tpengine.layers.weights import Weights
 from tpengine.logger import init_logger
 from tpengine.messages import MemoryLedger, Rendezvous, StepInput, StepOutput
 from tpengine.models.loader import load_model
-from tpengine.ops.attention import check_decode_support
 from tpengine.wording import counted
 from tpengine.worker import memory
 from tpengine.worker.cache_engine import CacheEngine, block_bytes, staged_blocks
@@ -28,7 +27,7 @@ from tpengine.worker.device import (
     resolve_dtype,
     set_num_threads,
 )
-from tpengine.worker.gpu.attention_plans import GpuAttention
+from tpengine.worker.gpu.attention_plans import GpuAttention, claim_gpu
 from tpengine.worker.gpu.graphs import CudaCapture, agree_on_graphs, estimate_bytes
 from tpengine.worker.model_runner import ModelRunner
 
@@ -95,14 +94,7 @@ class Worker:
         check_quantization(self._config.model.quantization, self._device.type)
         self._cache_dtype = cache_dtype(self._config.cache.kv_cache_dtype, self._dtype)
         if self._device.type == "cuda":
-            torch.cuda.set_device(self._device)
-            check_decode_support(
-                self._config.model.head_dim,
-                self._dtype,
-                self._cache_dtype,
-                self._config.cache.block_size,
-            )
-            name = torch.cuda.get_device_name(self._device)
+            name = claim_gpu(self._device, self._config, self._dtype, self._cache_dtype)
             is_fp8 = self._cache_dtype != self._dtype
             return f"{name}, {self._dtype_name}{', fp8 KV cache' if is_fp8 else ''}"
         threads = set_num_threads(self._num_local_ranks)
@@ -253,6 +245,8 @@ class Worker:
         try:
             self._cache_engine = self._make_cache(num_blocks, num_host_blocks)
         except (MemoryError, RuntimeError) as error:
+            if is_device_fault(error):
+                raise
             size, host_size = (
                 count * self._block_bytes() / memory.GIB for count in (num_blocks, num_host_blocks)
             )
@@ -265,6 +259,8 @@ class Worker:
         try:
             runner.attach_cache(self._cache_engine)
         except (MemoryError, RuntimeError) as error:
+            if is_device_fault(error):
+                raise
             scheduler = self._config.scheduler
             raise CacheSizeError(
                 f"the tables of running sequences (max_num_seqs = {scheduler.max_num_seqs}, each "

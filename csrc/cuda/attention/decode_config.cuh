@@ -7,15 +7,22 @@ namespace tpengine::cuda {
 
 enum class CacheType { kBFloat16, kFloat16, kFloat8 };
 
-// HeadTiles: columns of the products in units of 8 query heads.
-template <int HeadDim, int HeadTiles, CacheType Type>
+// Shared memory that a CTA may have on every card which runs the kernels: 99 KB on compute
+// capability 8.6, 8.9 and 12.0; it is 163 KB on 8.0 and 227 KB on 9.0.
+constexpr int kLeastSharedBytes = 99 * 1024;
+
+// HeadTiles: columns of the products in units of 8 query heads. Stages: chunks of K and V in each
+// warp's ring.
+template <int HeadDim, int HeadTiles, CacheType Type,
+          int Stages = (HeadDim > 128 && Type != CacheType::kFloat8 ? 2 : 3)>
 struct DecodeConfig {
+  using Shallower = DecodeConfig<HeadDim, HeadTiles, Type, Stages - 1>;
   static constexpr int kHeadDim = HeadDim, kHeadTiles = HeadTiles;
   static constexpr bool kFloat8 = Type == CacheType::kFloat8;
   // fp8 is storage only: its values become f16, which holds all of them.
   static constexpr bool kBFloat16 = Type == CacheType::kBFloat16;
   static constexpr int kWarps = 4, kThreads = kWarps * kWarpSize, kHeads = 8 * HeadTiles;
-  static constexpr int kStages = HeadDim > 128 && !kFloat8 ? 2 : 3;
+  static constexpr int kStages = Stages;
   static constexpr int kDimTiles = HeadDim / 16;
   static constexpr int kRowBytes = HeadDim * (kFloat8 ? 1 : 2);
   static constexpr int kRowUnits = kRowBytes / 16;  // copies of 16 bytes

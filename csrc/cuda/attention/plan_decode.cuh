@@ -38,20 +38,23 @@ __device__ __forceinline__ int visible_chunks(const PlanArgs& a, int row) {
 }
 
 // The longest item in chunks: the smallest length whose items still fit one wave; where the rows
-// alone fill a wave, 5/8 of the mean share, so that the last wave is not one of long items.
+// alone fill a wave, 5/8 of the mean share, so that the last wave is not one of long items. Rows of
+// length 0 have an item, which writes zeros, and count for nothing.
 __device__ int longest_item(const PlanArgs& a, const BlockSum& reduce) {
   const auto add = [](int x, int y) { return x + y; };
   const auto larger = [](int x, int y) { return max(x, y); };
-  int total = 0, longest = 1;
+  int total = 0, longest = 1, live = 0;
   for (int row = threadIdx.x; row < a.num_seqs; row += kPlanThreads) {
     const int chunks = visible_chunks(a, row);
     total += chunks;
+    live += chunks > 0;
     longest = max(longest, chunks);
   }
   total = reduce(total, add);
   longest = reduce(longest, larger);
+  live = reduce(live, add);
   int low = min(a.min_chunks, longest), high = longest;
-  if (a.num_seqs >= a.wave) {
+  if (live >= a.wave) {
     // Rounded up: the list has room for num_seqs + 2 wave items, and these are at most num_seqs +
     // 8/5 wave of them.
     const int64_t parts = 8 * static_cast<int64_t>(a.wave);
@@ -62,7 +65,7 @@ __device__ int longest_item(const PlanArgs& a, const BlockSum& reduce) {
     const int middle = (low + high) / 2;
     int count = 0;
     for (int row = threadIdx.x; row < a.num_seqs; row += kPlanThreads)
-      count += max(1, ceil_div(visible_chunks(a, row), middle));
+      count += ceil_div(visible_chunks(a, row), middle);
     if (reduce(count, add) > a.wave) {
       low = middle + 1;
     } else {

@@ -2,7 +2,8 @@
 //
 // Covers built-in indices, shared memory (dynamic, full of NaN when a block starts; static),
 // __syncthreads, __syncwarp, shuffles, votes, atomics, and the types and functions the kernels use.
-// Fibers of a warp meet at every shuffle. ptx_host.h adds the PTX instructions.
+// Fibers of a warp meet at every shuffle. ptx_host.h adds the PTX instructions. A launch is refused
+// as CUDA refuses it, by the shared memory that the card of the test has.
 // The schedule is round-robin for seed 0; otherwise a random warp runs alone for a random while,
 // so that a missing barrier lets it run ahead of the others and shows.
 #pragma once
@@ -18,7 +19,9 @@
 
 #include <algorithm>
 #include <functional>
+#include <map>
 #include <random>
+#include <utility>
 #include <vector>
 
 #define __global__
@@ -41,7 +44,22 @@ struct alignas(16) int4 {
   int x, y, z, w;
 };
 using cudaStream_t = void*;
-enum cudaError_t { cudaSuccess };
+enum cudaError_t {
+  cudaSuccess,
+  cudaErrorInvalidValue,
+  cudaErrorInvalidConfiguration = 9,
+  cudaErrorInvalidDeviceFunction = 98,
+  cudaErrorNoKernelImageForDevice = 209,
+  cudaErrorIllegalAddress = 700,
+  cudaErrorLaunchOutOfResources,
+  cudaErrorLaunchFailure = 719
+};
+enum cudaDeviceAttr { cudaDevAttrMaxSharedMemoryPerBlockOptin = 97 };
+enum cudaFuncAttribute {
+  cudaFuncAttributeMaxDynamicSharedMemorySize = 8,
+  cudaFuncAttributePreferredSharedMemoryCarveout
+};
+constexpr int cudaSharedmemCarveoutMaxShared = 100;
 
 template <class T>
 T min(T a, T b) {
@@ -119,6 +137,11 @@ struct Block {
 };
 inline Block state;
 inline uint64_t schedule_seed = 0;
+// Of the card: what a block may have once its kernel asks for it, in bytes.
+inline int most_shared_bytes = 227 * 1024;
+inline cudaError_t last_error = cudaSuccess;
+// By kernel: attributes that were set.
+inline std::map<const void*, std::map<int, int>> attributes;
 
 inline int lane() { return state.current % kWarp; }
 inline Warp& warp() { return state.warps[state.current / kWarp]; }
@@ -230,7 +253,12 @@ inline void run_block(int num_threads, std::mt19937_64& random) {
 }
 
 template <class F>
-void launch(dim3 grid, dim3 block, size_t shared_bytes, const F& kernel) {
+void launch(const void* name, dim3 grid, dim3 block, size_t shared_bytes, const F& kernel) {
+  const int claimed = attributes[name][cudaFuncAttributeMaxDynamicSharedMemorySize];
+  if (static_cast<int>(shared_bytes) > std::max(claimed, 48 * 1024)) {
+    last_error = cudaErrorInvalidValue;
+    return;
+  }
   const int num_threads = static_cast<int>(block.x * block.y * block.z);
   state.shared = std::vector<char>(shared_bytes);  // of its own size: a checker sees its end
   state.fibers.resize(num_threads);
@@ -251,6 +279,37 @@ void launch(dim3 grid, dim3 block, size_t shared_bytes, const F& kernel) {
 }
 
 }  // namespace cuda_host
+
+inline cudaError_t cudaGetDevice(int* device) {
+  *device = 0;
+  return cudaSuccess;
+}
+inline cudaError_t cudaDeviceGetAttribute(int* value, cudaDeviceAttr, int) {
+  *value = cuda_host::most_shared_bytes;
+  return cudaSuccess;
+}
+template <class Kernel>
+cudaError_t cudaFuncSetAttribute(Kernel kernel, cudaFuncAttribute name, int value) {
+  if (name == cudaFuncAttributeMaxDynamicSharedMemorySize && value > cuda_host::most_shared_bytes)
+    return cuda_host::last_error = cudaErrorInvalidValue;
+  cuda_host::attributes[reinterpret_cast<const void*>(kernel)][name] = value;
+  return cudaSuccess;
+}
+// By shared memory alone, of which a block takes 1 KB more than it asks for. A kernel without a
+// wish gets half of it; real cards choose by themselves.
+template <class Kernel>
+cudaError_t cudaOccupancyMaxActiveBlocksPerMultiprocessor(int* count, Kernel kernel, int,
+                                                          size_t shared_bytes) {
+  auto& set = cuda_host::attributes[reinterpret_cast<const void*>(kernel)];
+  const int percent = std::max(50, set[cudaFuncAttributePreferredSharedMemoryCarveout]);
+  const int bytes = (cuda_host::most_shared_bytes + 1024) * percent / 100;
+  *count = bytes / (static_cast<int>(shared_bytes) + 1024);
+  return cudaSuccess;
+}
+inline cudaError_t cudaGetLastError() { return std::exchange(cuda_host::last_error, cudaSuccess); }
+inline const char* cudaGetErrorString(cudaError_t error) {
+  return error == cudaErrorIllegalAddress ? "an illegal memory access was encountered" : "an error";
+}
 
 template <class T>
 T atomicAdd(T* target, T value) {
@@ -274,5 +333,6 @@ T atomicAdd(T* target, T value) {
                        ::cuda_host::lane() - (::cuda_host::lane() >= (distance)) * (distance))
 #define __ballot_sync(mask, predicate) ::cuda_host::ballot(predicate)
 #define TPENGINE_DYNAMIC_SHARED(name) char* name = ::cuda_host::state.shared.data()
-#define TPENGINE_LAUNCH(kernel, grid, block, shared_bytes, stream, ...) \
-  ::cuda_host::launch(grid, block, shared_bytes, [&] { kernel(__VA_ARGS__); })
+#define TPENGINE_LAUNCH(kernel, grid, block, shared_bytes, stream, ...)                 \
+  ::cuda_host::launch(reinterpret_cast<const void*>(kernel), grid, block, shared_bytes, \
+                      [&] { kernel(__VA_ARGS__); })

@@ -2,6 +2,8 @@
 // build with AddressSanitizer: all that is looked at is where it reads and writes. Numbers are
 // checked elsewhere.
 #define TPENGINE_CUDA_HOST
+#define TPENGINE_SOME_DIMS
+#define TPENGINE_FEW_DIMS
 #include <stdio.h>
 
 #include "attention/decode_launch.cuh"

@@ -13,14 +13,32 @@ from tpengine.layers.attention import Attention
 from tpengine.layers.gpu_attention import ChunkGroup, DecodePlans, GpuBatch, group_rows
 from tpengine.layers.prefill import Chunks
 from tpengine.layers.prefill_choice import PrefillShape, choose_backend
-from tpengine.ops.attention import make_decode_plan, min_item_tokens
+from tpengine.ops.attention import check_decode_support, make_decode_plan, min_item_tokens
 from tpengine.ops.library import has_cuda_kernels
+from tpengine.worker.device import detect_device
 from tpengine.worker.input_batch import StepArrays
 from tpengine.worker.transfers import Uploads
 
 _OWN_PARTS = ("tpengine.models.", "tpengine.layers.attention")
 _GATHERED_TOKENS = 1 << 16
 """K and V that are gathered at once for chunks with context; more only for a longer sequence."""
+
+
+def claim_gpu(
+    device: torch.device, config: EngineConfig, dtype: torch.dtype, cache_dtype: torch.dtype
+) -> str:
+    """Makes a GPU the current one of this process; returns its name.
+
+    Raises:
+        ConfigError: this rank's node has none, whatever the driver's has; or the kernels do not
+            take the model's attention.
+    """
+    detect_device(device.type)
+    torch.cuda.set_device(device)
+    capability = torch.cuda.get_device_capability(device)
+    head_dim, block_size = config.model.head_dim, config.cache.block_size
+    check_decode_support(head_dim, dtype, cache_dtype, block_size, capability)
+    return torch.cuda.get_device_name(device)
 
 
 class GpuAttention:

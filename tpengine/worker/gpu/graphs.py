@@ -16,7 +16,7 @@ import torch
 from tqdm import tqdm
 
 from tpengine.distributed.parallel_state import ParallelState
-from tpengine.errors import GraphCaptureError
+from tpengine.errors import GraphCaptureError, is_device_fault
 from tpengine.layers.attention import AttentionMetadata
 from tpengine.layers.gpu_attention import GpuBatch
 from tpengine.logger import init_logger
@@ -135,6 +135,7 @@ class DecodeGraphs:
 
         Raises:
             GraphCaptureError: there is not enough memory, or something cannot be recorded.
+            RuntimeError: a kernel has failed (`errors.is_device_fault`).
         """
         wanted = sorted(self.sizes if sizes is None else sizes, reverse=True)
         for size in tqdm(wanted, desc="CUDA graphs", unit="graph", leave=False):
@@ -149,6 +150,8 @@ class DecodeGraphs:
                     "set enforce_eager=True (--enforce-eager), which is slower"
                 ) from error
             except RuntimeError as error:
+                if is_device_fault(error):
+                    raise
                 raise GraphCaptureError(
                     f"decode steps of {size} sequences cannot be recorded as a CUDA graph "
                     f"({error}); set enforce_eager=True (--enforce-eager), which is slower"

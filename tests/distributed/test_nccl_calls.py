@@ -1,0 +1,86 @@
+"""What NCCL is asked for, on a stand-in for torch's group: there is no card here."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from distributed.ranks import ADDRESS
+from tpengine.distributed.rendezvous import Meeting, RendezvousStore
+from tpengine.distributed.torch_groups import NcclCollectives
+from tpengine.errors import RendezvousError
+from tpengine.messages import Rendezvous
+
+CPU = torch.device("cpu")
+
+
+class StandIn:
+    """Answers as a group of one, and notes each call with its asyncOp."""
+
+    class Options:
+        """Of a real group; only its time limit is set."""
+
+    calls: list[tuple[str, bool]]
+    error: Exception | None = None
+
+    def __init__(self, *_: object) -> None:
+        type(self).calls = []
+
+    def _note(self, name: str, options: Any = None) -> None:
+        # As in the real group, whose calls take default options where they get none.
+        self.calls.append((name, True if options is None else options.asyncOp))
+        if self.error is not None:
+            raise self.error
+
+    def allreduce(self, _: object, options: Any = None) -> None:
+        self._note("allreduce", options)
+
+    def broadcast(self, _: object, options: Any = None) -> None:
+        self._note("broadcast", options)
+
+    def _allgather_base(self, out: torch.Tensor, x: torch.Tensor, options: Any = None) -> None:
+        out.copy_(x)
+        self._note("allgather", options)
+
+    def abort(self) -> None:
+        self.calls.append(("abort", False))
+
+
+@pytest.fixture
+def meeting(monkeypatch: pytest.MonkeyPatch) -> Meeting:
+    monkeypatch.setattr(dist, "ProcessGroupNCCL", StandIn, raising=False)
+    store = RendezvousStore(ADDRESS)
+    return Meeting(0, Rendezvous("nccl", 0, [ADDRESS], store.port, 5.0, 5.0), store)
+
+
+def test_every_call_runs_on_the_current_stream(meeting: Meeting) -> None:
+    """Without a handle to wait for, which torch does not give then."""
+    group = NcclCollectives(meeting, CPU, 5.0)
+    x = torch.arange(6.0).view(2, 3)
+    for answer in (group.all_reduce(x), group.all_gather(x), group.gather(x), group.broadcast(x)):
+        assert answer is not None
+        assert torch.equal(answer, x)
+    names = ["allreduce", "allreduce", "allgather", "allgather", "broadcast"]
+    assert StandIn.calls == [(name, False) for name in names]  # the first connects
+
+
+def test_a_group_that_does_not_connect_is_aborted(
+    meeting: Meeting, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(StandIn, "error", RuntimeError("a rank is missing"))
+    with pytest.raises(RendezvousError, match=r"by NCCL.*a rank is missing"):
+        NcclCollectives(meeting, CPU, 5.0)
+    assert StandIn.calls[-1][0] == "abort"
+
+
+def test_a_fault_of_the_gpu_is_no_peers(meeting: Meeting, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A kernel that failed before shows at an exchange: the other ranks are not to blame."""
+    group = NcclCollectives(meeting, CPU, 5.0)
+    fault = torch.AcceleratorError("CUDA error: an illegal memory access was encountered")
+    fault.error_code = 700
+    monkeypatch.setattr(StandIn, "error", fault)
+    with pytest.raises(torch.AcceleratorError):
+        group.all_reduce(torch.ones(2))
