@@ -8,7 +8,7 @@ from collections import Counter
 
 from support.server_process import ServerProcess
 
-from tpengine.bench.thread_times import ENGINE, EVENT_LOOP, per_token, thread_times
+from tpengine.bench.serve import ENGINE, EVENT_LOOP, per_token, thread_times
 from tpengine.server.grpc.proto import tpengine_pb2 as pb
 
 

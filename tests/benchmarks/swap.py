@@ -15,9 +15,9 @@ from dataclasses import replace
 
 import torch
 
-from tpengine.bench.groups import random_prompt
+from benchmarks.groups import random_prompt
+from benchmarks.prefix import first_token_s
 from tpengine.bench.machine import report_head
-from tpengine.bench.prefix import first_token_s
 from tpengine.bench.workload import SHAPES, shape_folder
 from tpengine.engine.llm_engine import LLMEngine
 from tpengine.engine_args import EngineArgs

@@ -15,7 +15,7 @@ from dataclasses import replace
 
 from tqdm import tqdm
 
-from tpengine.bench.groups import random_prompt
+from benchmarks.groups import random_prompt
 from tpengine.bench.machine import report_head
 from tpengine.bench.throughput import RunResult, run_once
 from tpengine.bench.workload import SHAPES, mixed_requests, shape_folder

@@ -14,26 +14,21 @@ import time
 from dataclasses import replace
 from pathlib import Path
 
-import torch
-from safetensors.torch import save_file
 from tqdm import tqdm
 
 from tpengine import envs
 from tpengine.bench.machine import report_head
+from tpengine.bench.recovery import write_weights
 from tpengine.bench.throughput import RunResult, run_once
 from tpengine.bench.transport import cpu_s
 from tpengine.bench.workload import SHAPES, Workload, mixed_requests, shape_folder
-from tpengine.distributed.parallel_state import ParallelState
 from tpengine.engine.llm_engine import LLMEngine
 from tpengine.engine_args import EngineArgs
 from tpengine.executor.launch.ray_executor import RayExecutor
-from tpengine.layers.weights import Weights
-from tpengine.models.registry import build_model
 from tpengine.sampling_params import RequestOutputKind, SamplingParams
 
 _WARM_UP_REQUESTS = 4
 _WARM_UP_OUTPUT = 4
-_STD = 0.02
 _CACHE_GIB = 0.5
 """Of KV cache, of all ranks together."""
 _PARAMS = SamplingParams(temperature=0.0, ignore_eos=True, output_kind=RequestOutputKind.FINAL_ONLY)
@@ -93,21 +88,6 @@ def run(args: argparse.Namespace) -> int:
     finally:
         ray.shutdown()
     return 0
-
-
-def write_weights(args: EngineArgs, folder: Path) -> None:
-    """A checkpoint of the shape, random, in bfloat16 as most are."""
-    config = args.create_engine_config("cpu").model
-    weights = Weights(torch.bfloat16, torch.device("cpu"), ParallelState())
-    build_model(config, weights)
-    generator = torch.Generator().manual_seed(0)
-    tensors = {}
-    for name, shard in weights.shards.items():
-        tensor = torch.ones(shard.full_shape, dtype=torch.bfloat16)
-        tensors[name] = (
-            tensor if tensor.dim() == 1 else tensor.normal_(0, _STD, generator=generator)
-        )
-    save_file(tensors, folder / "model.safetensors")
 
 
 def _report_starts(args: EngineArgs, count: int) -> None:

@@ -76,7 +76,7 @@ def _stages(vocab_size: int) -> Iterator[tuple[str, SamplingParams]]:
         "logit_bias, 300 ids": {"logit_bias": dict.fromkeys(ids(300), 1.0)},
         "bad words, 99 of 1 to 3 tokens": {"bad_words_token_ids": words},
         "allowed_token_ids, 1000 ids": {"allowed_token_ids": ids(1000)},
-        "logits processor": {"logits_processors": "tpengine.bench.sampler:do_nothing"},
+        "logits processor": {"logits_processors": "benchmarks.sampler:do_nothing"},
         "5 logprobs": {"logprobs": 5},
         "temperature": {"temperature": 1.0},
         "temperature, top-k, top-p": {"temperature": 1.0, "top_k": 50, "top_p": 0.9},
