@@ -154,7 +154,7 @@ def test_no_model_folder(tmp_path: Path) -> None:
         make_engine(tmp_path)
     with pytest.raises(ModelLoadError, match=r"^tokenizer '/nowhere' is no folder"):
         LLM(tokenizer="/nowhere")
-    with pytest.raises(TypeError, match=r"'max_token'; did you mean max_tokens"):
+    with pytest.raises(TypeError, match="'max_token'"):
         SamplingParams(max_token=3)  # type: ignore[call-arg]
     with pytest.raises(ModelLoadError, match=r"is no folder.*hub name"):
         make_engine(tmp_path / "nothing here")

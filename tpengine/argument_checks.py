@@ -7,9 +7,8 @@ import math
 from typing import TYPE_CHECKING
 
 from tpengine.arguments import each
-from tpengine.errors import ConfigError
+from tpengine.errors import ConfigError, counted
 from tpengine.logger import init_logger
-from tpengine.wording import counted
 
 if TYPE_CHECKING:
     from tpengine.engine_args import EngineArgs

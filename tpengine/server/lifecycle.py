@@ -18,7 +18,7 @@ from tpengine.async_engine.async_llm_engine import AsyncLLMEngine
 from tpengine.async_engine.engine_start import EngineStart
 from tpengine.async_engine.generate_request import GenerateRequest
 from tpengine.engine_args import EngineArgs
-from tpengine.errors import EngineError, TPEngineError
+from tpengine.errors import EngineError, TPEngineError, counted
 from tpengine.logger import init_logger
 from tpengine.sampling_params import RequestOutputKind, SamplingParams
 from tpengine.server.auth import Authenticator
@@ -29,7 +29,6 @@ from tpengine.server.grpc.wake_ups import batch_wake_ups
 from tpengine.server.metrics_port import MetricsPort
 from tpengine.server.server_args import ServerArgs, join_address
 from tpengine.server.state import ServerState, State
-from tpengine.wording import counted
 
 logger = init_logger(__name__)
 
