@@ -133,7 +133,8 @@ class Options:
             declared: Declaration = spec.metadata["option"]
             kinds = _types_in(types[spec.name])
             words: dict[str, Any] = {"default": spec.default, "metavar": declared.metavar}
-            default = "" if "default: " in texts[spec.name] else " (default: %(default)s)"
+            is_told = spec.default is None or "default: " in texts[spec.name]
+            default = "" if is_told else " (default: %(default)s)"
             if bool in kinds:
                 words = {"default": spec.default, "action": argparse.BooleanOptionalAction}
                 default = f" (default: {'on' if spec.default else 'off'})"
