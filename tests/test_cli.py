@@ -17,8 +17,7 @@ from support.models import ModelShop
 from support.zoo import PLAIN
 
 from tpengine import LLM, LLMEngine, SamplingParams
-from tpengine.cli import main as cli
-from tpengine.cli.main import main
+from tpengine.cli.main import BENCHMARKS, build_parser, main
 from tpengine.errors import EngineDeadError
 from tpengine.outputs import RequestOutput
 
@@ -223,13 +222,13 @@ COMMANDS = [
     ["generate"],
     ["serve"],
     *(["client", name] for name in ("generate", "chat", "health", "load")),
-    *(["bench", name] for name in cli._BENCHMARKS),
+    *(["bench", name] for name in BENCHMARKS),
 ]
 
 
 @pytest.mark.parametrize("words", COMMANDS, ids=" ".join)
 def test_help_says_what_each_option_is_and_its_default(words: list[str]) -> None:
-    parser: Any = cli._build_parser(words)
+    parser: Any = build_parser(words)
     for word in words:
         (choices,) = (one.choices for one in parser._actions if one.nargs == argparse.PARSER)
         parser = choices[word]
