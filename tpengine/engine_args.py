@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import ClassVar
@@ -286,9 +287,30 @@ class EngineArgs(Options):
         return RayConfig(
             address=self.ray_address,
             placement_strategy=self.ray_placement_strategy,
-            bundle=None if self.ray_bundle is None else cfg.read_bundle(self.ray_bundle),
+            bundle=None if self.ray_bundle is None else _read_bundle(self.ray_bundle),
             placement_timeout_s=self.placement_timeout_s,
             start_timeout_s=self.start_timeout_s,
             step_timeout_s=self.step_timeout_s,
             spare_workers=self.spare_workers,
         )
+
+
+def _read_bundle(text: str) -> dict[str, float]:
+    """Reads `GPU=1,my_accelerator=1` as a dict.
+
+    Raises:
+        ConfigError: the text has another form.
+    """
+    bundle = {}
+    for part in text.split(","):
+        name, _, amount = part.strip().partition("=")
+        try:
+            bundle[name] = float(amount)
+        except ValueError:
+            bundle[name] = math.nan
+        if not name or not 0.0 < bundle[name] < math.inf:
+            raise ConfigError(
+                f"ray_bundle must be of the form 'GPU=1,my_accelerator=1', with amounts above 0; "
+                f"got {text!r}"
+            )
+    return bundle
