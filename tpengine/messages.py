@@ -34,7 +34,7 @@ class NewSequence:
 
 @dataclass(frozen=True, slots=True)
 class Fork:
-    """A slot that becomes a copy of another, but with its own sequence index and thus its own noise.
+    """A slot that becomes a copy of another, but with its own sequence index and so its own noise.
 
     The old content of `child_slot` is overwritten.
     """
