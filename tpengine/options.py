@@ -192,8 +192,8 @@ def _is_of_type(value: object, hint: Any) -> bool:
 
 
 def _one_or_more_numbers(text: str) -> float | list[float]:
-    """Reads `0.5` as a number and `0.5,1` as a list. An option of several words would take the
-    prompt after it for one of them.
+    """Reads `0.5` as a number and `0.5,1` as a list. An option with more than one word would take a
+    prompt that follows it as its last word.
 
     Raises:
         argparse.ArgumentTypeError: the text has another form.

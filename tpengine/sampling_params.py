@@ -130,7 +130,7 @@ class SamplingParams:
         self._check_numbers()
         self._check_stops()
         self._check_token_rules()
-        self._check_several()
+        self._check_sequences()
         self._check_unsupported()
 
     @property
@@ -248,7 +248,7 @@ class SamplingParams:
         for path in self.logits_processors:
             _check_import_path(path)
 
-    def _check_several(self) -> None:
+    def _check_sequences(self) -> None:
         """More than one sequence, and beam search."""
         if self.best_of is not None and self.best_of < self.n:
             raise InvalidSamplingParamsError(

@@ -20,9 +20,9 @@ COMMANDS = {
 }
 BENCHMARKS = {
     "throughput": "output tokens/s of the whole engine on a mixed, seeded workload",
-    "latency": "time per token by number of running sequences, against the bandwidth floor",
+    "latency": "time per token by number of running sequences, against the memory bandwidth",
     "kernels": "the kernels of CPU or GPU: bytes and operations per second",
-    "perplexity": "what bfloat16 and int8 cost in quality",
+    "perplexity": "perplexity of bfloat16 and int8 against float32",
     "scheduler": "time of schedule + update with many running and waiting requests",
     "groups": "one request with n sequences against n separate requests",
     "prefix": "what prefix caching brings and costs",
@@ -31,10 +31,10 @@ BENCHMARKS = {
     "collectives": "all-reduce of CPU ranks over shared memory, beside gloo",
     "sampler": "time of each stage of sampling: penalties, biases, bans, log probabilities",
     "ranks": "two ranks of one thread against one process of two; and how ranks start, by phase",
-    "recovery": "kills of ranks: found after, ready after, longest gap on a stream; with spares",
+    "recovery": "kills of ranks: time until found and ready, longest gap on a stream; with spares",
     "streams": "what streams cost the engine: its step with many readers, against offline",
-    "visit": "everything that a GPU is wanted for, in one go of under ten minutes",
-    "transport": "a step without a model, driver to Ray actors and back, beside Ray's own ways",
+    "visit": "all checks and measurements that need a GPU, in less than ten minutes",
+    "transport": "a step without a model, driver to Ray actors and back, against Ray's own calls",
 }
 _SERVING_PACKAGES = ("grpc", "grpc_health", "grpc_reflection", "google")
 
