@@ -26,14 +26,14 @@ class Declaration:
     """Which values a field accepts.
 
     Attributes:
-        choices: the accepted values; empty: no such limit.
-        at_least: smallest number; in a list of numbers, of each of them, as the other limits.
-        more_than: limit that a number must exceed.
-        at_most: largest number.
-        unit: of the limits, for messages, such as " seconds".
-        advice: end of the message about a number outside the limits.
-        only_for: what the option has an effect on; empty: everything.
-        metavar: name of the value in `--help`; None: the field's name.
+        choices: the accepted values; empty: any value.
+        at_least: smallest accepted number. All limits hold for each number of a list.
+        more_than: a number must be greater than this.
+        at_most: largest accepted number.
+        unit: printed after each limit in an error message, such as " seconds".
+        advice: end of the error message about a number outside the limits.
+        only_for: the one thing that the option has an effect on; empty: no restriction.
+        metavar: placeholder of the value in `--help`; None: the field's name in capitals.
     """
 
     choices: tuple[Any, ...] = ()
@@ -68,7 +68,7 @@ class Declaration:
                 raise ConfigError(f"{name} must be {limits}, got {number}{advice}")
 
     def _limits(self, number: float) -> Iterator[str]:
-        """The limits in words; that a number must be finite is told of an infinity alone."""
+        """The limits in words; "finite" only for a number that is not."""
         for word, limit in (
             ("at least", self.at_least),
             ("more than", self.more_than),
@@ -76,7 +76,7 @@ class Declaration:
         ):
             if math.isfinite(limit):
                 yield f"{word} {limit}{self.unit}"
-        if not math.isfinite(number):
+        if isinstance(number, float) and not math.isfinite(number):
             yield "finite"
 
 
@@ -90,8 +90,8 @@ def option(default: Any, choices: tuple[Any, ...] = (), **declared: Any) -> Any:
 class Options:
     """Base of dataclasses whose fields are all made by `option`.
 
-    The docstring below a field is its text in `--help`. It may tell the default itself
-    ("default: ..."); if it does not, the default is added.
+    The docstring below a field is its text in `--help`. The default is added to it, unless the
+    docstring itself says "default: ...".
 
     Attributes:
         group: title of the options in `--help`.
@@ -114,8 +114,7 @@ class Options:
                 spec.metadata["option"].check(spec.name, value)
 
     def changed(self, only_for: str) -> list[str]:
-        """The options declared with this `only_for` whose values are not their defaults, each as
-        `name = value`."""
+        """Returns `name = value` of each option with this `only_for` whose value is not its default."""
         return [
             f"{spec.name} = {getattr(self, spec.name)!r}"
             for spec in dataclasses.fields(self)
@@ -155,15 +154,15 @@ class Options:
 
 
 def each(value: Any) -> tuple[Any, ...]:
-    """The values of a list, or the one value; none for None."""
+    """The values of a list, or a single value as a tuple of one; an empty tuple for None."""
     if value is None:
         return ()
     return tuple(value) if isinstance(value, (list, tuple)) else (value,)
 
 
 def _docstrings_of_fields(cls: type) -> dict[str, str]:
-    """The docstring below each field of a class. Python does not keep them: they are read from the
-    class's source."""
+    """The docstring below each field of a class, by name; read from the class's source, since Python
+    does not keep it."""
     (body,) = ast.parse(textwrap.dedent(inspect.getsource(cls))).body
     texts = {}
     for before, after in pairwise(ast.iter_child_nodes(body)):
