@@ -114,7 +114,7 @@ class Options:
                 spec.metadata["option"].check(spec.name, value)
 
     def changed(self, only_for: str) -> list[str]:
-        """Returns `name = value` of each option with this `only_for` whose value is not its default."""
+        """Returns `name = value` of each option with this `only_for` that was changed."""
         return [
             f"{spec.name} = {getattr(self, spec.name)!r}"
             for spec in dataclasses.fields(self)
@@ -161,8 +161,8 @@ def each(value: Any) -> tuple[Any, ...]:
 
 
 def _docstrings_of_fields(cls: type) -> dict[str, str]:
-    """The docstring below each field of a class, by name; read from the class's source, since Python
-    does not keep it."""
+    """The docstring below each field of a class, by name. It is read from the class's source, since
+    Python does not keep it."""
     (body,) = ast.parse(textwrap.dedent(inspect.getsource(cls))).body
     texts = {}
     for before, after in pairwise(ast.iter_child_nodes(body)):
