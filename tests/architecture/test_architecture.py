@@ -22,12 +22,12 @@ MAX_FUNCTION_LINES = 60
 MAX_NOUN_FIELDS = 14
 
 # Budgets. A commit that raises one says what the lines buy.
-MAX_PACKAGE_LINES = 20_569
+MAX_PACKAGE_LINES = 20_560
 """Lines of code of the package, without docstrings, comments, blank lines and generated stubs."""
 MAX_PACKAGE_FILES = 215
 MAX_NATIVE_LINES = 5_848
 """Lines of C++ and CUDA in csrc/, without blank lines and comments."""
-MAX_TEST_LINES = 24_721
+MAX_TEST_LINES = 24_727
 """Lines of code of tests/."""
 MAY_ADD = {
     "API": 800,
