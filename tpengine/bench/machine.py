@@ -14,10 +14,9 @@ from typing import Any
 import torch
 
 from tpengine.engine_args import EngineArgs
-from tpengine.errors import ConfigError
+from tpengine.errors import ConfigError, counted
 from tpengine.ops import huge_pages, sampling
 from tpengine.ops.library import cpu_isa
-from tpengine.wording import counted
 from tpengine.worker.device import detect_device, resolve_dtype
 
 _BYTES = 1 << 29

@@ -30,7 +30,7 @@ from tqdm import tqdm
 
 from tpengine.bench.machine import describe_machine, import_pyplot, report_head
 from tpengine.bench.workload import SHAPES, mixed_requests, shape_folder
-from tpengine.cli.client import add_connection_arguments, open_client
+from tpengine.cli.client import ConnectionOptions, open_client
 from tpengine.client.generation_client import GenerationClient
 from tpengine.client.load import LoadSummary, Objective, poisson_plan, run_load, summarise
 from tpengine.engine_args import EngineArgs
@@ -79,7 +79,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--shape", choices=sorted(SHAPES), help="dummy weights of this shape instead of a model"
     )
     parser.add_argument("--plot", metavar="FILE", help="PNG of latency over throughput")
-    add_connection_arguments(parser, without_target="one that is started for this, and ended")
+    parser.add_argument(
+        "--target",
+        metavar="HOST:PORT",
+        help="the server; default: one that is started for this, and ended",
+    )
+    ConnectionOptions.add_cli_args(parser)
     parser.set_defaults(server_pid=None)
     EngineArgs.add_cli_args(parser)
 

@@ -18,7 +18,8 @@ from tpengine.async_engine.async_llm_engine import AsyncLLMEngine
 from tpengine.async_engine.engine_start import EngineStart
 from tpengine.async_engine.generate_request import GenerateRequest
 from tpengine.engine_args import EngineArgs
-from tpengine.errors import EngineError, TPEngineError
+from tpengine.errors import EngineError, TPEngineError, counted
+from tpengine.host import call_on_end_signals
 from tpengine.logger import init_logger
 from tpengine.sampling_params import RequestOutputKind, SamplingParams
 from tpengine.server.auth import Authenticator
@@ -29,7 +30,6 @@ from tpengine.server.grpc.wake_ups import batch_wake_ups
 from tpengine.server.metrics_port import MetricsPort
 from tpengine.server.server_args import ServerArgs, join_address
 from tpengine.server.state import ServerState, State
-from tpengine.wording import counted
 
 logger = init_logger(__name__)
 
@@ -45,7 +45,6 @@ _RANKS_END_S = 8.0
 _AT_ONCE_S = 1.0
 """What a second signal leaves, in all."""
 _EXIT_S = 10.0
-_SIGNALS = (signal.SIGTERM, signal.SIGINT)
 
 T = TypeVar("T")
 
@@ -117,8 +116,7 @@ class _Server:
     def _catch_signals(self) -> None:
         """Again and again while the engine is built: Ray puts a handler of its own, which ends the
         process without a drain, in the place of ours when it is initialised."""
-        for number in _SIGNALS:
-            asyncio.get_running_loop().add_signal_handler(number, self._on_signal, number)
+        call_on_end_signals(asyncio.get_running_loop(), self._on_signal)
 
     def _metrics_text(self) -> bytes:
         engine = self._state.engine

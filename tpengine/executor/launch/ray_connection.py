@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-import contextlib
-import signal
 import socket
 import threading
 import time
-from collections.abc import Iterator
 
 import ray
 
@@ -15,6 +12,7 @@ from tpengine import envs
 from tpengine.errors import ConfigError, EngineError
 from tpengine.executor.launch.failed_ray import end_ray_children, ray_children
 from tpengine.executor.processes import tail
+from tpengine.host import kept_sigterm_handler
 from tpengine.logger import init_logger
 
 logger = init_logger(__name__)
@@ -79,7 +77,7 @@ class RayConnection:
             if _users_of_started_ray:
                 _users_of_started_ray.add(id(self))
         else:
-            with _callers_sigterm_handler():
+            with kept_sigterm_handler():
                 self._open(address, origin)
         self._identity = self._identify()
 
@@ -159,19 +157,6 @@ class RayConnection:
             _users_of_started_ray.discard(id(self))
             if not _users_of_started_ray and ray.is_initialized():
                 ray.shutdown()
-
-
-@contextlib.contextmanager
-def _callers_sigterm_handler() -> Iterator[None]:
-    """Keeps a handler that the program has set. Ray puts its own, which prints its stack and exits,
-    in its place; a program that has none is left with that, as it ends the Ray that was started."""
-    handler = signal.getsignal(signal.SIGTERM)
-    is_main = threading.current_thread() is threading.main_thread()
-    try:
-        yield
-    finally:
-        if is_main and handler not in (signal.SIG_DFL, None):
-            signal.signal(signal.SIGTERM, handler)
 
 
 def _host_and_port(address: str) -> tuple[str, int] | None:
