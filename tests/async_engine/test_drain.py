@@ -21,7 +21,7 @@ SOON_S = 10.0
 def hold_up_the_loop(engine: AsyncLLMEngine) -> None:
     """Until the engine's thread has brought a step's outputs, which nobody takes meanwhile."""
     end = time.monotonic() + TIMEOUT_S
-    while not engine._book.thread._events:
+    while not engine._thread._events:
         assert time.monotonic() < end
         time.sleep(0.001)
 

@@ -157,7 +157,7 @@ def test_a_generator_that_is_dropped_aborts(make: MakeEngine, gate: MakeGate) ->
         held.let(2)
         async for _ in engine.generate(None, stream(30), "it", prompt_token_ids=[5] * 40):
             break
-        await until(lambda: engine.owner("it") is None and not engine._book.tickets)
+        await until(lambda: engine.owner("it") is None and not engine._requests._live)
         held.open()
         inner = engine.llm_engine
         await until(lambda: inner.num_free_blocks == inner.num_total_blocks)
@@ -230,7 +230,7 @@ def test_a_deadline_says_how_far_it_came(make: MakeEngine, gate: MakeGate, where
             await held.reached(1)
             held.let(num_steps)
             await held.reached(num_steps + 1)
-        await until(lambda: "it" in engine._book.tickets)
+        await until(lambda: "it" in engine._requests._live)
         fire_timer(engine, "it")
         with pytest.raises(DeadlineExceededError) as caught:
             await reader
@@ -267,7 +267,7 @@ def test_patience_in_the_queue_ends_with_the_queue(make: MakeEngine, gate: MakeG
         first = begin("first", 6)
         await held.reached(1)
         second = begin("second", 3)
-        await until(lambda: "second" in engine._book.tickets)
+        await until(lambda: "second" in engine._requests._live)
         fire_timer(engine, "first")
         fire_timer(engine, "second")
         with pytest.raises(DeadlineExceededError) as caught:

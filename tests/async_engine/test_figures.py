@@ -16,7 +16,7 @@ from async_engine.conftest import MakeEngine
 from async_engine.tools import TIMEOUT_S, last_output, read_ids, run_async, stream, until
 from tpengine import AsyncLLMEngine
 from tpengine.async_engine.admission import QueueLimits
-from tpengine.engine.figures import Histogram, RateMeter
+from tpengine.engine.stats import Histogram, RateMeter
 from tpengine.errors import InvalidPromptError, RequestAbortedError
 from tpengine.sampling_params import RequestOutputKind
 
@@ -29,7 +29,7 @@ def lines() -> Iterator[list[str]]:
     found: list[str] = []
     handler = logging.Handler()
     handler.emit = lambda record: found.append(record.getMessage())  # type: ignore[method-assign]
-    logger = logging.getLogger("tpengine.async_engine.ticket")
+    logger = logging.getLogger("tpengine.async_engine.request_table")
     logger.addHandler(handler)
     yield found
     logger.removeHandler(handler)
@@ -136,7 +136,7 @@ def test_one_line_per_request_and_no_prompt_in_it(engine: AsyncLLMEngine, lines:
             await last_output(engine, None, greedy(5), "third", prompt_token_ids=[-1])
         whole = replace(stream(300), output_kind=RequestOutputKind.FINAL_ONLY)
         task = asyncio.create_task(last_output(engine, SECRET, whole, "fourth"))
-        tickets = engine._book.tickets
+        tickets = engine._requests._live
         await until(lambda: "fourth" in tickets and tickets["fourth"].phase == "decode")
         task.cancel()
         await asyncio.wait([task])
@@ -166,7 +166,7 @@ def test_histograms_count_by_upper_bound() -> None:
 
 def test_rates_are_of_the_last_five_seconds(monkeypatch: pytest.MonkeyPatch) -> None:
     now = [100.0]
-    monkeypatch.setattr("tpengine.engine.figures.time.monotonic", lambda: now[0])
+    monkeypatch.setattr("tpengine.engine.stats.time.monotonic", lambda: now[0])
     meter = RateMeter()
     assert meter.rate() == 0
     for _ in range(20):  # 10 per second

@@ -101,11 +101,11 @@ def test_a_stream_that_nobody_reads(engine: AsyncLLMEngine, gate: MakeGate) -> N
 
     async def others() -> int:
         held, before = gate(engine), engine.stats().num_steps
-        wanted = len(engine._book.tickets) + 4
+        wanted = len(engine._requests._live) + 4
         reading = asyncio.gather(
             *(read_ids(engine, [i + 4] * 8, stream(NUM_TOKENS)) for i in range(4))
         )
-        await until(lambda: len(engine._book.tickets) == wanted)
+        await until(lambda: len(engine._requests._live) == wanted)
         held.open()  # from here on all of them run side by side
         answers = await reading
         assert [len(answer) for answer in answers] == [NUM_TOKENS] * 4
@@ -118,7 +118,7 @@ def test_a_stream_that_nobody_reads(engine: AsyncLLMEngine, gate: MakeGate) -> N
         first = await anext(silent)
         beside = await others()
         assert abs(beside - alone) <= 5, "the others take as many steps"
-        await until(lambda: engine.owner("silent") is None and not engine._book.tickets)
+        await until(lambda: engine.owner("silent") is None and not engine._requests._live)
         rest = [output async for output in silent]
         assert len(rest) == 1, "all that was not read is one output"
         assert first.outputs[0].token_ids + rest[0].outputs[0].token_ids == expected
@@ -132,7 +132,7 @@ def test_a_cumulative_reader_gets_the_newest(engine: AsyncLLMEngine) -> None:
         params = SamplingParams(temperature=0.0, max_tokens=60, ignore_eos=True)
         outputs = engine.generate(None, params, "it", prompt_token_ids=[50] * 8)
         await anext(outputs)
-        await until(lambda: not engine._book.tickets)
+        await until(lambda: not engine._requests._live)
         rest = [output async for output in outputs]
         assert [len(output.outputs[0].token_ids) for output in rest] == [60]
 

@@ -11,7 +11,7 @@ from support.oracle import Oracle
 
 from async_engine.tools import DELTA, FINAL, last_output, read_ids, run_async, stream
 from tpengine import AsyncLLMEngine, RequestOutputKind, SamplingParams
-from tpengine.async_engine.generate_request import GenerateRequest
+from tpengine.engine.requests import GenerateRequest
 from tpengine.errors import InvalidPromptError
 
 LENGTHS = [1, 5, 16, 17, 40, 90, 33, 64]

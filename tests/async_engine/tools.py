@@ -68,7 +68,7 @@ async def until(condition: Callable[[], bool]) -> None:
 def fire_timer(engine: AsyncLLMEngine, request_id: str) -> None:
     """Lets the time of a request be up: when it is must not depend on who else uses this machine.
     Its timer was set for a moment that a test does not reach."""
-    (timer,) = engine._book.tickets[request_id].timers
+    (timer,) = engine._requests._live[request_id].timers
     assert timer.when() > asyncio.get_running_loop().time() + 1
     timer._run()
 

@@ -8,7 +8,7 @@ from typing import Any
 
 from tpengine import LLMEngine, RequestOutput, RequestOutputKind, SamplingParams
 from tpengine.config import EngineConfig
-from tpengine.engine.health import EngineState
+from tpengine.engine.stats import EngineState
 from tpengine.outputs import CompletionOutput
 
 from .mortal import FakeGroup, Fate, Group, MortalExecutor, mortal_engine

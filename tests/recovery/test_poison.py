@@ -12,7 +12,7 @@ from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 
 from tpengine import SamplingParams
-from tpengine.engine.health import EngineState
+from tpengine.engine.stats import EngineState
 from tpengine.messages import StepInput
 
 from .conftest import MakeConfig
@@ -124,7 +124,7 @@ def test_those_that_come_meanwhile_wait_and_finish(fake_config: MakeConfig) -> N
         client.step()
     for number in range(8, 14):
         client.add(str(number), jobs[number])
-    allowed = engine._recovery._blame.allowed
+    allowed = engine._recovery._poison.allowed
     assert allowed is not None
     assert len(allowed) < 8
     engine.abort_request("0")
@@ -141,7 +141,7 @@ def test_a_suspect_that_is_aborted_alone_ends_the_trial(fake_config: MakeConfig)
     client = Client(engine, executor)
     for number, job in enumerate(jobs):
         client.add(str(number), job)
-    while engine._recovery._blame.allowed != {"0"}:
+    while engine._recovery._poison.allowed != {"0"}:
         client.step()
     engine.abort_request("0")
     with engine:
@@ -163,7 +163,7 @@ def test_losses_while_nothing_runs_blame_nobody(fake_config: MakeConfig) -> None
         assert client.step() == []
         executor.gate.set()
         client.step()
-        assert not engine._recovery._blame.has_suspects
+        assert not engine._recovery._poison.has_suspects
     with engine:
         answers = client.run()
     assert summary(answers["0"]) == summary(serve(config, jobs)[0]["0"])
@@ -212,13 +212,13 @@ def test_accidents_among_others_acquit(fake_config: MakeConfig) -> None:
     controls: list[int] = []
 
     def is_lethal(step: StepInput) -> bool:
-        blame = engine._recovery._blame
+        blame = engine._recovery._poison
         if len(executor.losses) >= 8:
             return False
         if not blame._control:
             return True
-        controls.append(blame._control_steps)
-        return blame._control_steps == 4
+        controls.append(blame._num_control_steps)
+        return blame._num_control_steps == 4
 
     engine, executor = mortal_engine(config, Fate(is_lethal=is_lethal))
     client = Client(engine, executor)
@@ -237,7 +237,7 @@ def test_control_ends_with_its_trial(fake_config: MakeConfig) -> None:
     client = Client(engine, executor)
     for number, job in enumerate(jobs):
         client.add(str(number), job)
-    blame = engine._recovery._blame
+    blame = engine._recovery._poison
     while not blame._control:
         client.step()
     engine.abort_request("0")

@@ -14,7 +14,7 @@ import pytest
 from tpengine import LLM, LLMEngine, RequestOutputKind, SamplingParams
 from tpengine.cli.main import main
 from tpengine.engine import llm_engine
-from tpengine.engine.health import EngineState
+from tpengine.engine.stats import EngineState
 from tpengine.errors import EngineDeadError, EngineError, GroupLostError
 
 from .conftest import MakeConfig
@@ -138,8 +138,8 @@ def test_a_loss_that_nobody_saw_is_found_by_the_step(
             patch.setattr(MortalExecutor, "loss", None)
             client.executor.lose()
             client.step()
-        assert not client.engine._recovery._blame.has_suspects
-        client.engine._recovery._counted.clear()
+        assert not client.engine._recovery._poison.has_suspects
+        client.engine._recovery._loss_times.clear()
         client.recover()
     answers = client.run()
     alone, _, _ = serve(client.engine._config, [job(number) for number in range(3)])
@@ -156,7 +156,7 @@ def test_a_loss_of_the_step_before_blames_nobody(
             client.executor.lose("execute_model", client.executor.steps[-1][1])
             client.step()
         assert client.engine.health().state is EngineState.RECOVERING
-        assert not client.engine._recovery._blame.has_suspects
+        assert not client.engine._recovery._poison.has_suspects
         client.recover()
         client.step()
     client.run()

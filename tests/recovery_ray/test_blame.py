@@ -17,7 +17,7 @@ from recovery_ray.crowd import MAX_OUTPUT, NUM_REQUESTS, Crowd, crowd_engine
 from recovery_ray.killer import killer
 from recovery_ray.processes import actors
 from tpengine import LLMEngine, SamplingParams
-from tpengine.engine.health import EngineState
+from tpengine.engine.stats import EngineState
 
 POISON = 3
 """A token that is in no other prompt."""

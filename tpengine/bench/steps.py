@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from tpengine.engine.llm_engine import LLMEngine
-from tpengine.engine.metrics import StepStats
+from tpengine.engine.stats import StepStats
 
 
 def run_steps(engine: LLMEngine) -> Iterator[StepStats]:

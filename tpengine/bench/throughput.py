@@ -22,7 +22,7 @@ from tpengine.bench.peers import PEERS, Peer, load_peer_model
 from tpengine.bench.steps import run_steps
 from tpengine.bench.workload import SHAPES, Workload, mixed_requests, shape_folder
 from tpengine.engine.llm_engine import LLMEngine
-from tpengine.engine.metrics import StepStats
+from tpengine.engine.stats import StepStats
 from tpengine.engine_args import EngineArgs
 from tpengine.errors import ConfigError
 from tpengine.sampling_params import RequestOutputKind, SamplingParams
