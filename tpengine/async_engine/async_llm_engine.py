@@ -20,8 +20,9 @@ from tpengine.async_engine.request_table import LiveRequest, RequestTable
 from tpengine.async_engine.text_worker import TextWorker
 from tpengine.config import ModelConfig
 from tpengine.engine.llm_engine import LLMEngine
-from tpengine.engine.requests import GenerateRequest, Prompt
+from tpengine.engine.requests import GenerateRequest, Prompt, check_token_ids, need_tokenizer
 from tpengine.engine.stats import EngineStats, ServiceHealth, judge_health
+from tpengine.engine.tokenizer import Tokenizer
 from tpengine.engine_args import EngineArgs
 from tpengine.errors import ConfigError, EngineDeadError, EngineDrainingError, EngineError
 from tpengine.outputs import RequestOutput
@@ -194,7 +195,7 @@ class AsyncLLMEngine:
             InvalidPromptError: the model has no tokenizer, or the text is no valid Unicode.
             QueueFullError: too many texts wait.
         """
-        return await self._texts.tokenize(text, add_special_tokens)
+        return await self._texts.run(partial(self._tokenizer().encode, text, add_special_tokens))
 
     async def detokenize(self, token_ids: Sequence[int], skip_special_tokens: bool = True) -> str:
         """Returns the text of ids.
@@ -203,7 +204,13 @@ class AsyncLLMEngine:
             InvalidPromptError: the model has no tokenizer, or an id is outside the vocabulary.
             QueueFullError: too many texts wait.
         """
-        return await self._texts.detokenize(token_ids, skip_special_tokens)
+        tokenizer, vocab_size = self._tokenizer(), self.get_model_config().vocab_size
+
+        def decode() -> str:
+            checked = check_token_ids("token_ids", token_ids, vocab_size)
+            return tokenizer.decode(checked, skip_special_tokens)
+
+        return await self._texts.run(decode)
 
     async def chat_token_ids(
         self, messages: Sequence[Mapping[str, Any]], add_generation_prompt: bool = True
@@ -214,7 +221,8 @@ class AsyncLLMEngine:
             InvalidPromptError: there is no tokenizer or template, or it refuses the messages.
             QueueFullError: too many texts wait.
         """
-        return await self._texts.chat_token_ids(messages, add_generation_prompt)
+        to_ids = self._tokenizer().apply_chat_template
+        return await self._texts.run(partial(to_ids, messages, add_generation_prompt))
 
     def get_model_config(self) -> ModelConfig:
         """Returns the model's configuration."""
@@ -335,6 +343,9 @@ class AsyncLLMEngine:
             self._thread.bind(loop, self._receive)
         if self._watch is None:
             self._watch = loop.call_later(_WATCH_S, self._look)
+
+    def _tokenizer(self) -> Tokenizer:
+        return need_tokenizer(self._engine.tokenizer, self.get_model_config())
 
     def _check_open(self) -> None:
         if self._thread.ended or self._intake is _Intake.CLOSED:

@@ -211,15 +211,13 @@ class EngineThread:
             return
         try:
             live.metrics = engine.add_checked(live.request_id, checked, live.arrival_time)
-        except RequestError as error:
-            self._hand_over([(live, error)])
-            return
         except EngineError:
             raise
         except Exception as error:  # one request must not end the others
-            logger.exception("request %r could not be added", live.request_id)
-            failed = RequestFailedError(f"request {live.request_id!r} failed: {error!r}")
-            self._hand_over([(live, failed)])
+            if not isinstance(error, RequestError):
+                logger.exception("request %r could not be added", live.request_id)
+                error = RequestFailedError(f"request {live.request_id!r} failed: {error!r}")
+            self._hand_over([(live, error)])
             return
         self._entered[live.request_id] = live
         self._queued[live] = None

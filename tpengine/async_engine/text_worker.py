@@ -5,19 +5,13 @@ from __future__ import annotations
 import asyncio
 import contextlib
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from typing import Any, TypeVar
 
 from tpengine.engine.llm_engine import LLMEngine
-from tpengine.engine.requests import (
-    CheckedRequest,
-    GenerateRequest,
-    check_token_ids,
-    need_tokenizer,
-)
-from tpengine.engine.tokenizer import Tokenizer
+from tpengine.engine.requests import CheckedRequest, GenerateRequest
 from tpengine.errors import EngineDeadError, QueueFullError
 
 _SHORT_IDS = 2048
@@ -58,34 +52,12 @@ class TextWorker:
             return self._engine.check_request(request)
         return self._begin(self._requests, partial(self._engine.check_request, request))
 
-    async def tokenize(self, text: str, add_special_tokens: bool) -> list[int]:
-        """See `AsyncLLMEngine.tokenize`."""
-        return await self._run(partial(self._tokenizer().encode, text, add_special_tokens))
-
-    async def detokenize(self, token_ids: Sequence[int], skip_special_tokens: bool) -> str:
-        """See `AsyncLLMEngine.detokenize`."""
-        return await self._run(partial(self._decode, token_ids, skip_special_tokens))
-
-    async def chat_token_ids(
-        self, messages: Sequence[Mapping[str, Any]], add_generation_prompt: bool
-    ) -> list[int]:
-        """See `AsyncLLMEngine.chat_token_ids`."""
-        to_ids = self._tokenizer().apply_chat_template
-        return await self._run(partial(to_ids, messages, add_generation_prompt))
-
-    def stop(self) -> None:
-        """Takes no more work, and fails what waits. The thread finishes its present work in the
-        background."""
-        self._pool.shutdown(wait=False, cancel_futures=True)
-        for answer in tuple(self._open):
-            if not answer.done() and not answer.get_loop().is_closed():
-                answer.set_exception(_death())
-
-    async def _run(self, work: Callable[[], Answer]) -> Answer:
-        """Does work that belongs to no request.
+    async def run(self, work: Callable[[], Answer]) -> Answer:
+        """Does work that belongs to no request, on the thread.
 
         Raises:
             QueueFullError: too much of it waits.
+            EngineDeadError: the engine was shut down.
         """
         if len(self._texts) >= self._max_texts:
             raise QueueFullError(
@@ -94,6 +66,14 @@ class TextWorker:
                 _RETRY_AFTER_S,
             )
         return await self._begin(self._texts, work)
+
+    def stop(self) -> None:
+        """Takes no more work, and fails what waits. The thread finishes its present work in the
+        background."""
+        self._pool.shutdown(wait=False, cancel_futures=True)
+        for answer in tuple(self._open):
+            if not answer.done() and not answer.get_loop().is_closed():
+                answer.set_exception(_death())
 
     def _begin(self, queue: deque[_Work], work: Callable[[], Answer]) -> asyncio.Future[Answer]:
         answer: asyncio.Future[Answer] = asyncio.get_running_loop().create_future()
@@ -118,14 +98,6 @@ class TextWorker:
             error = raised
         with contextlib.suppress(RuntimeError):  # the loop was closed
             answer.get_loop().call_soon_threadsafe(_resolve, answer, result, error)
-
-    def _decode(self, token_ids: Sequence[int], skip_special_tokens: bool) -> str:
-        vocab_size = self._engine.get_model_config().vocab_size
-        checked = check_token_ids("token_ids", token_ids, vocab_size)
-        return self._tokenizer().decode(checked, skip_special_tokens)
-
-    def _tokenizer(self) -> Tokenizer:
-        return need_tokenizer(self._engine.tokenizer, self._engine.get_model_config())
 
 
 def _resolve(answer: asyncio.Future[Any], result: Any, error: Exception | None) -> None:

@@ -53,6 +53,11 @@ class _Suspect:
         self.points = {s.seq_id: s.num_tokens for s in self.request.unfinished_sequences}
 
     @property
+    def is_probable(self) -> bool:
+        """Whether enough losses found it at the same point to isolate it."""
+        return self.num_losses >= _LOSSES_BEFORE_ISOLATION
+
+    @property
     def is_cleared(self) -> bool:
         """Whether all of its sequences have got past their points, or have ended."""
         return all(
@@ -115,13 +120,10 @@ class PoisonSearch:
             Whether `allowed` has changed.
         """
         before = self.allowed
-        cleared = [suspect for suspect in self._suspects.values() if suspect.is_cleared]
-        for suspect in cleared:
-            del self._suspects[suspect.request.request_id]
-        was_isolated = any(suspect in group for group in self._groups for suspect in cleared)
-        # A cleared request goes on with its group as long as that group runs.
-        self._groups = [group for group in self._groups if any(map(self._is_suspect, group))]
-        if was_isolated:
+        self._suspects = {i: s for i, s in self._suspects.items() if not s.is_cleared}
+        groups = [[s for s in group if not s.is_cleared] for group in self._groups]
+        if groups != self._groups:
+            self._groups = [group for group in groups if group]
             self._num_losses_left = self._num_losses_needed()
         is_over = self._num_control_steps >= _CONTROL_STEPS or not self._groups
         if is_over or all(request.finished for request in self._control):
@@ -143,7 +145,9 @@ class PoisonSearch:
             self.note_progress()
             rows = {sequence.seq_id for sequence in lost.rows}
             present = [r for r in unfinished if any(s.seq_id in rows for s in r.sequences)]
-            finding = self._judge([self._suspect(request) for request in present], unfinished)
+            for request in present:
+                self._suspects.setdefault(request.request_id, _Suspect(request)).note_loss()
+            finding = self._judge([self._suspects[r.request_id] for r in present], unfinished)
         if self._groups:
             logger.warning(
                 "%d of %s may run while others wait, to find out whether one of them loses the "
@@ -159,12 +163,8 @@ class PoisonSearch:
         Args:
             present: the requests of the lost step.
         """
-        for suspect in present:
-            suspect.note_loss()
         if not self._groups:
-            self._isolate_halves(
-                [one for one in present if one.num_losses >= _LOSSES_BEFORE_ISOLATION]
-            )
+            self._isolate_halves([suspect for suspect in present if suspect.is_probable])
             self._num_losses_left = self._num_losses_needed()
             return Finding()
         if self._control:
@@ -184,7 +184,8 @@ class PoisonSearch:
                 del self._suspects[culprit.request_id]
             else:
                 self._isolate(suspects)
-                self._control = [r for r in unfinished if self._fits_control(r)]
+                probable = {i for i, suspect in self._suspects.items() if suspect.is_probable}
+                self._control = [r for r in unfinished if r.request_id not in probable]
                 self._num_control_steps = 0
         else:
             self._isolate_halves(suspects)
@@ -192,25 +193,7 @@ class PoisonSearch:
         self._num_losses_left -= is_isolation_step
         return Finding(culprit, is_isolation_step)
 
-    def _suspect(self, request: Request) -> _Suspect:
-        known = self._suspects.get(request.request_id)
-        if known is None or known.request is not request:
-            known = self._suspects[request.request_id] = _Suspect(request)
-        return known
-
-    def _is_suspect(self, suspect: _Suspect) -> bool:
-        return self._suspects.get(suspect.request.request_id) is suspect
-
-    def _fits_control(self, request: Request) -> bool:
-        """Whether at most one loss found the request, so that it may show that others are lost."""
-        suspect = self._suspects.get(request.request_id)
-        if suspect is None:
-            return True
-        is_isolated = any(suspect in group for group in self._groups)
-        return not is_isolated and suspect.num_losses < _LOSSES_BEFORE_ISOLATION
-
     def _isolate(self, group: list[_Suspect]) -> None:
-        group = [suspect for suspect in group if self._is_suspect(suspect)]
         if group:
             self._groups.append(group)
 

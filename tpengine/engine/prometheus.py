@@ -24,17 +24,9 @@ _STATES = ("running", "recovering", "draining", "dead")
 _GAUGES = (
     ("num_requests_running", "queues.num_running", "Requests that hold blocks on the device."),
     ("num_requests_swapped", "queues.num_swapped", "Requests whose blocks are on the host."),
-    (
-        "num_queued_tokens",
-        "queues.num_queued_tokens",
-        "Prompt tokens of requests that have not started.",
-    ),
+    ("num_queued_tokens", "queues.num_queued_tokens", "Prompt tokens of requests not started."),
     ("kv_cache_usage_perc", "cache.usage", "Share of the KV cache that is held; 1 is all."),
-    (
-        "cpu_cache_usage_perc",
-        "cache.host_usage",
-        "Share of the host blocks for swapping that is held; 1 is all.",
-    ),
+    ("cpu_cache_usage_perc", "cache.host_usage", "Share of the swap space that is held; 1 is all."),
     ("engine_epoch", "epoch", "Number of the group of ranks, from 1."),
 )
 _COUNTERS = (

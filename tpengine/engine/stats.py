@@ -359,11 +359,8 @@ def take_stats(
 ) -> EngineStats:
     """Returns a snapshot of this moment; only reads."""
     blocks, num_waiting = scheduler.block_manager, scheduler.num_waiting
-    num_free, num_total, num_host = (
-        blocks.num_free_blocks,
-        blocks.num_total_blocks,
-        blocks.host.num_blocks,
-    )
+    num_free, num_total = blocks.num_free_blocks, blocks.num_total_blocks
+    num_host = blocks.host.num_blocks
     return EngineStats(
         state=health.state.value,
         epoch=health.epoch,
@@ -428,12 +425,12 @@ def judge_health(
         max_step_s: an engine that is silent for longer is not ready.
         failure: what ended it, if an error did.
     """
+    reason = ""
     if state == "dead":
         cause = "it was shut down" if failure is None else f"{type(failure).__name__}: {failure}"
-        return ServiceHealth(state, False, False, silent_s, f"the engine is dead: {cause}")
-    if state == "draining":
-        return ServiceHealth(state, True, False, silent_s, "the engine is draining")
-    if silent_s > max_step_s:
+        reason = f"the engine is dead: {cause}"
+    elif state == "draining":
+        reason = "the engine is draining"
+    elif silent_s > max_step_s:
         reason = f"no step was finished for {silent_s:.1f} s, and requests wait for one"
-        return ServiceHealth(state, True, False, silent_s, reason)
-    return ServiceHealth(state, True, True, silent_s)
+    return ServiceHealth(state, state != "dead", not reason, silent_s, reason)
