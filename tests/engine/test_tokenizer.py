@@ -70,7 +70,7 @@ def test_load_encode_decode(tmp_path: Path) -> None:
     assert tokenizer.decode(ids) == "Zwölf 😀"
     assert tokenizer.decode(ids, skip_special_tokens=False) == "<|begin|>Zwölf 😀"
     assert tokenizer.eos_token_id == 1
-    assert tokenizer.vocab_size == 259
+    assert len(tokenizer.hf) == 259
     assert tokenizer.special_token_ids == {0, 1, 258}
     assert tokenizer.byte_table is not None
 
