@@ -224,6 +224,10 @@ class AsyncLLMEngine:
         to_ids = self._tokenizer().apply_chat_template
         return await self._texts.run(partial(to_ids, messages, add_generation_prompt))
 
+    def get_num_unfinished_requests(self) -> int:
+        """Returns the number of requests whose end is not known yet, those being checked too."""
+        return len(self._requests)
+
     def get_model_config(self) -> ModelConfig:
         """Returns the model's configuration."""
         return self._engine.get_model_config()
