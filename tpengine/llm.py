@@ -7,10 +7,9 @@ from dataclasses import fields, replace
 from types import TracebackType
 from typing import Any, cast
 
-from tpengine.engine.batch_arguments import one_per_prompt, pair_prompts, refusal
 from tpengine.engine.llm_engine import LLMEngine
 from tpengine.engine.progress import ProgressBar
-from tpengine.engine.prompt import Prompt
+from tpengine.engine.requests import Prompt, one_per_prompt, pair_prompts, refusal
 from tpengine.engine.tokenizer import Tokenizer
 from tpengine.engine_args import EngineArgs
 from tpengine.errors import (
@@ -262,7 +261,7 @@ class LLM:
         outputs: list[RequestOutput] = []
         self._inbox.update(dict.fromkeys(request_ids - done.keys(), outputs))
         num_requests = len(request_ids)
-        with ProgressBar(self.llm_engine.figures, num_requests, use_tqdm) as bar:
+        with ProgressBar(self.llm_engine.counters, num_requests, use_tqdm) as bar:
             bar.update(done.values())
             while len(done) < num_requests:
                 self._pump()

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from tpengine import LLMEngine, SamplingParams
-from tpengine.engine.prompt import read_sampling_params
+from tpengine.engine.requests import read_sampling_params
 from tpengine.errors import InvalidSamplingParamsError
 from tpengine.sampling_params import load_logits_processor
 

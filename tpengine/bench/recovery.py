@@ -25,8 +25,8 @@ from tpengine import envs
 from tpengine.bench.machine import report_head
 from tpengine.bench.workload import SHAPES, shape_folder
 from tpengine.distributed.parallel_state import ParallelState
-from tpengine.engine.health import EngineState, RecoveryRecord
 from tpengine.engine.llm_engine import LLMEngine
+from tpengine.engine.stats import EngineState, RecoveryRecord
 from tpengine.engine_args import EngineArgs
 from tpengine.errors import ConfigError, EngineError, WorkerDiedError
 from tpengine.executor.launch.ray_executor import RayExecutor

@@ -22,7 +22,7 @@ from tqdm import tqdm
 from tpengine.bench.machine import report_head
 from tpengine.bench.workload import SHAPES, Workload, mixed_requests, shape_folder
 from tpengine.engine.llm_engine import LLMEngine
-from tpengine.engine.metrics import StepStats
+from tpengine.engine.stats import StepStats
 from tpengine.engine_args import EngineArgs
 from tpengine.errors import ConfigError, EngineError
 from tpengine.sampling_params import RequestOutputKind, SamplingParams

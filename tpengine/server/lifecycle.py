@@ -15,8 +15,8 @@ from functools import partial
 from typing import Any, NoReturn, TypeVar
 
 from tpengine.async_engine.async_llm_engine import AsyncLLMEngine
-from tpengine.async_engine.engine_start import EngineStart
-from tpengine.async_engine.generate_request import GenerateRequest
+from tpengine.async_engine.engine_thread import EngineStart
+from tpengine.engine.requests import GenerateRequest
 from tpengine.engine_args import EngineArgs
 from tpengine.errors import EngineError, TPEngineError, counted
 from tpengine.host import call_on_end_signals

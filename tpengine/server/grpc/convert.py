@@ -10,7 +10,7 @@ from typing import Any
 import grpc
 
 from tpengine import errors
-from tpengine.async_engine.generate_request import GenerateRequest
+from tpengine.engine.requests import GenerateRequest
 from tpengine.sampling_params import RequestOutputKind, SamplingParams
 from tpengine.server.grpc.proto import tpengine_pb2 as pb
 from tpengine.server.limits import MAX_ERROR_TEXT, Limits, check_conversation, check_sampling

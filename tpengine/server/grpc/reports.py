@@ -8,7 +8,7 @@ from pathlib import Path
 
 import tpengine
 from tpengine.async_engine.async_llm_engine import AsyncLLMEngine
-from tpengine.engine.engine_stats import EngineStats
+from tpengine.engine.stats import EngineStats
 from tpengine.messages import MemoryLedger
 from tpengine.sampling_params import MAX_LOGPROBS
 from tpengine.server.grpc.proto import tpengine_pb2 as pb

@@ -9,8 +9,8 @@ from contextlib import asynccontextmanager
 from typing import Any
 
 from tpengine.async_engine.async_llm_engine import AsyncLLMEngine
-from tpengine.async_engine.generate_request import GenerateRequest
 from tpengine.async_engine.mailbox import Mailbox
+from tpengine.engine.requests import GenerateRequest
 from tpengine.errors import (
     EngineDrainingError,
     EngineLoadingError,

@@ -1,4 +1,4 @@
-"""A request that no rank survives fails by its name; losses that are nobody's fault do not."""
+"""A request that kills every rank fails by its name; accidents fail no request."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ from recovery_ray.crowd import MAX_OUTPUT, NUM_REQUESTS, Crowd, crowd_engine
 from recovery_ray.killer import killer
 from recovery_ray.processes import actors
 from tpengine import LLMEngine, SamplingParams
-from tpengine.engine.health import EngineState
+from tpengine.engine.stats import EngineState
 
 POISON = 3
-"""A token that is in no other prompt."""
+"""A token that no other prompt holds."""
 FROZEN_S = 4.0
 REBUILT_S = 8.0
 PATIENCE_S = 200.0
@@ -28,7 +28,7 @@ PATIENCE_S = 200.0
 
 @pytest.fixture(scope="module")
 def engine(folder: Path) -> Iterator[LLMEngine]:
-    """One whose ranks die of the poison, and that has a spare for each of them."""
+    """An engine whose ranks die of the poison, with a spare process for each rank."""
     args = {"spare_workers": 2, "max_num_seqs": 8}
     with sabotaged_rank(None, die_of(POISON)), crowd_engine(folder, **args) as engine:
         yield engine
@@ -49,7 +49,7 @@ def _blocks_come_back(engine: LLMEngine) -> Iterator[None]:
 
 
 def test_a_stopped_rank(engine: LLMEngine, crowd: Crowd) -> None:
-    """Named with its stack, replaced, and gone."""
+    """The loss names it with its stack; it is replaced, and its process ends."""
     crowd.fill()
     for _ in range(20):
         crowd.step()
@@ -79,7 +79,7 @@ def test_a_stopped_rank(engine: LLMEngine, crowd: Crowd) -> None:
 
 @pytest.mark.timeout(600)
 def test_one_poison_among_many(engine: LLMEngine, crowd: Crowd) -> None:
-    """It ends with its own error, which names the rank, how that ended and its last word."""
+    """It ends with an error that names the rank, how the rank ended and its last log line."""
     recoveries = engine.health().num_recoveries
     params = SamplingParams(temperature=0.0, max_tokens=MAX_OUTPUT)
     crowd.fill(NUM_REQUESTS // 2)
@@ -103,7 +103,7 @@ def check_poison(poison: Answer) -> None:
 
 
 def test_three_kills_in_a_row(engine: LLMEngine, crowd: Crowd) -> None:
-    """Each as soon as there are ranks again; nobody is blamed for it."""
+    """Each as soon as there are ranks again; no request fails."""
     crowd.fill()
     with killer(engine, ["prefill"] * 3, seed=5, max_countdown=0) as found:
         deadline = time.monotonic() + PATIENCE_S
@@ -116,7 +116,7 @@ def test_three_kills_in_a_row(engine: LLMEngine, crowd: Crowd) -> None:
 
 @pytest.mark.soak
 def test_one_poison_among_all_that_run(folder: Path) -> None:
-    """Likewise where all requests are in the step that is lost."""
+    """The same if all requests are in the lost step."""
     blocks = {"num_device_blocks_override": 400, "max_num_batched_tokens": 4096}
     with (
         sabotaged_rank(None, die_of(POISON)),

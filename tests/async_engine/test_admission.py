@@ -1,4 +1,4 @@
-"""The queue's bounds, with requests that are only what the queue asks of them."""
+"""The bounds of the queue, with fake requests."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ class Waiting:
 
 
 @pytest.mark.parametrize("bound", ["requests", "tokens"])
-def test_who_has_its_first_step_does_not_wait(bound: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Though `start` has not told the queue yet."""
+def test_a_first_step_ends_the_wait(bound: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Even before `start` is called."""
     monkeypatch.setattr(admission, "_LOOK_S", 0.0)
     limits = QueueLimits(max_requests=2) if bound == "requests" else QueueLimits(max_tokens=20)
     queue, first, second = Admission(limits), Waiting(), Waiting()

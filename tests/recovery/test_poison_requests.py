@@ -1,4 +1,4 @@
-"""Requests that kill every rank that runs them: they fail by name, and nobody else does."""
+"""Requests that kill every rank that runs them: they fail by name, and no other request fails."""
 
 from __future__ import annotations
 
@@ -11,8 +11,9 @@ import pytest
 from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 
-from tpengine import SamplingParams
-from tpengine.engine.health import EngineState
+from tpengine import LLMEngine, SamplingParams
+from tpengine.engine.poison_requests import PoisonSearch
+from tpengine.engine.stats import EngineState
 from tpengine.messages import StepInput
 
 from .conftest import MakeConfig
@@ -31,7 +32,7 @@ def _quiet() -> Iterator[None]:
 
 
 def make_jobs(count: int, poisonous: dict[int, int], **fields: Any) -> tuple[list[Job], Fate]:
-    """Jobs of which some, by their number, kill when they have so many output tokens."""
+    """Makes jobs; those in `poisonous`, by number, kill when they have that many output tokens."""
     jobs = []
     for number in range(count):
         first = POISON - number if number in poisonous else 3 + number
@@ -39,6 +40,11 @@ def make_jobs(count: int, poisonous: dict[int, int], **fields: Any) -> tuple[lis
         params = SamplingParams(max_tokens=NUM_TOKENS, ignore_eos=True, seed=number, **fields)
         jobs.append(Job(prompt, params))
     return jobs, Fate(poison={POISON - number: at for number, at in poisonous.items()})
+
+
+def search_of(engine: LLMEngine) -> PoisonSearch:
+    """Returns the engine's search for poisonous requests: steps between losses do not show it."""
+    return engine._recovery._poison
 
 
 def check(answers: Any, undisturbed: Any, poisonous: dict[int, int]) -> None:
@@ -59,12 +65,12 @@ def check(answers: Any, undisturbed: Any, poisonous: dict[int, int]) -> None:
 
 @pytest.mark.parametrize("at", [0, 5])
 def test_one_among_many(fake_config: MakeConfig, at: int) -> None:
-    """Found in as many losses as halving needs, of which two count."""
+    """It is found in seven losses after the first two; only those two count against the limit."""
     config = fake_config(max_num_seqs=64, max_num_batched_tokens=512, max_recoveries=2)
     jobs, fate = make_jobs(64, {40: at})
     answers, executor, engine = serve(config, jobs, fate)
     check(answers, serve(config, jobs)[0], {40: at})
-    assert len(executor.losses) <= 2 + 6 + 1
+    assert len(executor.losses) <= 2 + 7
     assert engine.health().num_recoveries == len(executor.losses)
 
 
@@ -82,11 +88,11 @@ def test_two_at_the_same_token(fake_config: MakeConfig) -> None:
     jobs, fate = make_jobs(64, poisonous)
     answers, executor, _ = serve(config, jobs, fate)
     check(answers, serve(config, jobs)[0], poisonous)
-    assert len(executor.losses) <= 2 + 2 * (6 + 1)
+    assert len(executor.losses) <= 2 + 2 * 7
 
 
 def test_alone_from_the_start(fake_config: MakeConfig) -> None:
-    """Three losses in a row are survived by a request that is not the cause; four are not."""
+    """A request that runs alone goes on after three losses in a row, and fails after four."""
     config = fake_config()
     jobs, _ = make_jobs(1, {})
     survived, _, _ = serve(config, jobs, Fate(kills=frozenset({2, 3, 4})))
@@ -111,8 +117,8 @@ def test_groups_of_sequences(fake_config: MakeConfig) -> None:
         assert answers["2"].reasons == {"error"}
 
 
-def test_those_that_come_meanwhile_wait_and_finish(fake_config: MakeConfig) -> None:
-    """Also poisonous ones, which are found in their turn; and one that is aborted on trial."""
+def test_requests_that_come_during_isolation_wait_and_finish(fake_config: MakeConfig) -> None:
+    """Poisonous ones among them are found later; one request is aborted in isolation."""
     config = fake_config(max_num_seqs=32, max_recoveries=8)
     poisonous = {1: 0, 9: 2, 12: 1}
     jobs, fate = make_jobs(14, poisonous)
@@ -120,11 +126,11 @@ def test_those_that_come_meanwhile_wait_and_finish(fake_config: MakeConfig) -> N
     client = Client(engine, executor)
     for number in range(8):
         client.add(str(number), jobs[number])
-    while len(executor.losses) < 3:  # on trial
+    while len(executor.losses) < 3:  # isolation has begun
         client.step()
     for number in range(8, 14):
         client.add(str(number), jobs[number])
-    allowed = engine._recovery._blame.allowed
+    allowed = search_of(engine).allowed
     assert allowed is not None
     assert len(allowed) < 8
     engine.abort_request("0")
@@ -134,14 +140,14 @@ def test_those_that_come_meanwhile_wait_and_finish(fake_config: MakeConfig) -> N
     check(answers, serve(config, jobs)[0], poisonous)
 
 
-def test_a_suspect_that_is_aborted_alone_ends_the_trial(fake_config: MakeConfig) -> None:
+def test_an_abort_of_the_only_suspect_ends_the_isolation(fake_config: MakeConfig) -> None:
     config = fake_config()
     jobs, fate = make_jobs(4, {0: 0})
     engine, executor = mortal_engine(config, fate)
     client = Client(engine, executor)
     for number, job in enumerate(jobs):
         client.add(str(number), job)
-    while engine._recovery._blame.allowed != {"0"}:
+    while search_of(engine).allowed != {"0"}:
         client.step()
     engine.abort_request("0")
     with engine:
@@ -150,7 +156,7 @@ def test_a_suspect_that_is_aborted_alone_ends_the_trial(fake_config: MakeConfig)
     assert all(answers[str(number)].error is None for number in (1, 2, 3))
 
 
-def test_losses_while_nothing_runs_blame_nobody(fake_config: MakeConfig) -> None:
+def test_losses_between_steps_make_no_suspects(fake_config: MakeConfig) -> None:
     config = fake_config()
     jobs, _ = make_jobs(1, {})
     engine, executor = mortal_engine(config, Fate())
@@ -163,14 +169,14 @@ def test_losses_while_nothing_runs_blame_nobody(fake_config: MakeConfig) -> None
         assert client.step() == []
         executor.gate.set()
         client.step()
-        assert not engine._recovery._blame.has_suspects
+        assert not search_of(engine).has_suspects
     with engine:
         answers = client.run()
     assert summary(answers["0"]) == summary(serve(config, jobs)[0]["0"])
 
 
-def test_when_every_step_kills_it_gives_up_soon(fake_config: MakeConfig) -> None:
-    """It is not the requests then: the search for one does not go on for ever."""
+def test_the_engine_gives_up_soon_if_every_step_kills(fake_config: MakeConfig) -> None:
+    """The requests are not the cause then, and the search for one ends."""
     config = fake_config(max_num_seqs=64, max_recoveries=5)
     jobs, _ = make_jobs(32, {})
     engine, executor = mortal_engine(config, Fate(is_lethal=lambda step: True))
@@ -183,9 +189,9 @@ def test_when_every_step_kills_it_gives_up_soon(fake_config: MakeConfig) -> None
 
 
 @pytest.mark.parametrize("num_epochs", [6, 12, 18])
-def test_accidents_at_every_turn_blame_nobody(fake_config: MakeConfig, num_epochs: int) -> None:
-    """What kills so many groups in a row, each at its first step, does not ask who is in it: those
-    that were in none of those steps show it, as long as there are any."""
+def test_accidents_in_every_group_fail_no_request(fake_config: MakeConfig, num_epochs: int) -> None:
+    """Each group dies at its first step, with any requests in it. The control, of requests that
+    were not in the lost steps, shows that no request is the cause."""
     config = fake_config(max_num_seqs=8, max_num_batched_tokens=64, max_recoveries=100)
     jobs, _ = make_jobs(64, {})
     killed: set[int] = set()
@@ -205,20 +211,20 @@ def test_accidents_at_every_turn_blame_nobody(fake_config: MakeConfig, num_epoch
     check(answers, serve(config, jobs)[0], {})
 
 
-def test_accidents_among_others_acquit(fake_config: MakeConfig) -> None:
-    """Also where the control has gone well for ten steps, and where all others are in it again."""
+def test_a_loss_of_the_control_clears_the_suspect(fake_config: MakeConfig) -> None:
+    """Also if the control ran for some steps, and if all other requests are in it again."""
     config = fake_config(max_num_seqs=3, max_num_batched_tokens=64, max_recoveries=100)
     jobs, _ = make_jobs(4, {})
     controls: list[int] = []
 
     def is_lethal(step: StepInput) -> bool:
-        blame = engine._recovery._blame
+        search = search_of(engine)
         if len(executor.losses) >= 8:
             return False
-        if not blame._control:
+        if not search._control:
             return True
-        controls.append(blame._control_steps)
-        return blame._control_steps == 4
+        controls.append(search._num_control_steps)
+        return search._num_control_steps == 4
 
     engine, executor = mortal_engine(config, Fate(is_lethal=is_lethal))
     client = Client(engine, executor)
@@ -230,22 +236,22 @@ def test_accidents_among_others_acquit(fake_config: MakeConfig) -> None:
     check(answers, serve(config, jobs)[0], {})
 
 
-def test_control_ends_with_its_trial(fake_config: MakeConfig) -> None:
+def test_the_control_ends_with_its_isolation(fake_config: MakeConfig) -> None:
     config = fake_config(max_num_seqs=1, max_num_batched_tokens=64)
     jobs, fate = make_jobs(6, {0: 0})
     engine, executor = mortal_engine(config, fate)
     client = Client(engine, executor)
     for number, job in enumerate(jobs):
         client.add(str(number), job)
-    blame = engine._recovery._blame
-    while not blame._control:
+    search = search_of(engine)
+    while not search._control:
         client.step()
     engine.abort_request("0")
     while engine.health().state is not EngineState.RUNNING:
         client.step()
     client.step()
-    assert not blame._control
-    assert blame.allowed is None
+    assert not search._control
+    assert search.allowed is None
     with engine:
         answers = client.run()
     assert answers.pop("0").reasons == {"abort"}
@@ -253,7 +259,7 @@ def test_control_ends_with_its_trial(fake_config: MakeConfig) -> None:
 
 
 def test_random_poisons(fake_config: MakeConfig) -> None:
-    """Up to three of them, and an accident now and then."""
+    """Up to three of them, with one accident."""
     config = fake_config(max_num_seqs=8, max_num_batched_tokens=32)
     found = accidents = 0
 
