@@ -25,7 +25,6 @@ from tpengine.client import generation_client as client_module
 from tpengine.client.convert import to_request
 from tpengine.client.generation_client import GenerationClient
 from tpengine.client.load import COMPLETE, Objective, Outcome, percentiles, poisson_plan, summarise
-from tpengine.engine.prompt import TokensPrompt
 from tpengine.errors import (
     ConfigError,
     DeadlineExceededError,
@@ -38,6 +37,7 @@ from tpengine.errors import (
     RequestAbortedError,
     ServerUnavailableError,
 )
+from tpengine.inputs import TokensPrompt
 from tpengine.server.auth import Authenticator
 
 PROMPT = "Once upon a time"

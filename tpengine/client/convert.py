@@ -12,13 +12,13 @@ from typing import Any, cast
 
 from google.protobuf.descriptor import FieldDescriptor
 
-from tpengine.engine.prompt import TextPrompt, TokensPrompt
 from tpengine.errors import (
     InvalidPriorityError,
     InvalidPromptError,
     InvalidSamplingParamsError,
     RequestError,
 )
+from tpengine.inputs import TextPrompt, TokensPrompt
 from tpengine.outputs import CompletionOutput, Logprob, RequestMetrics, RequestOutput
 from tpengine.sampling_params import SamplingParams
 from tpengine.server.grpc.proto import tpengine_pb2 as pb

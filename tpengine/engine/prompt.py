@@ -5,26 +5,13 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import replace
 from operator import index
-from typing import TypedDict
 
 from tpengine.config import ModelConfig
 from tpengine.engine.tokenizer import Tokenizer
 from tpengine.errors import InvalidPromptError, InvalidSamplingParamsError
+from tpengine.inputs import TextPrompt, TokensPrompt
 from tpengine.logits_processors import load_logits_processor
 from tpengine.sampling_params import SamplingParams
-
-
-class TextPrompt(TypedDict):
-    """A prompt as text."""
-
-    prompt: str
-
-
-class TokensPrompt(TypedDict):
-    """A prompt as ids."""
-
-    prompt_token_ids: list[int]
-
 
 Prompt = str | TextPrompt | TokensPrompt
 
