@@ -38,7 +38,7 @@ from tpengine.client.load import LoadSummary, Objective, poisson_plan, run_load,
 from tpengine.engine_args import EngineArgs
 from tpengine.errors import ConfigError, ServerError
 from tpengine.sampling_params import SamplingParams
-from tpengine.server.grpc.health import READINESS
+from tpengine.server.grpc.proto import READINESS
 
 _WARM_UP_REQUESTS = 4
 _START_TIMEOUT_S = 300.0

@@ -25,7 +25,7 @@ from tpengine.errors import (
 from tpengine.sampling_arguments import add_sampling_arguments, sampling_params_from
 from tpengine.sampling_params import SamplingParams
 from tpengine.server.auth import read_tokens
-from tpengine.server.grpc.health import LIVENESS, READINESS
+from tpengine.server.grpc.proto import LIVENESS, READINESS
 from tpengine.terminal import streamed_text
 
 DEFAULT_TARGET = "127.0.0.1:50051"
