@@ -7,6 +7,7 @@ counts) travels as a return value. Dtypes and devices are strings: the driver ne
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -17,7 +18,7 @@ from tpengine.errors import ConfigError, ModelLoadError
 DTYPES = ("auto", "float32", "bfloat16", "float16", "float", "half")
 BLOCK_SIZES = (8, 16, 32)
 LOAD_FORMATS = ("auto", "safetensors", "pt", "dummy")
-QUANTIZATIONS = (None, "int8")
+QUANTIZATIONS = ("int8",)
 DEVICES = ("auto", "cpu", "cuda")
 PREEMPTION_MODES = ("auto", "recompute", "swap")
 SCHEDULING_POLICIES = ("fcfs", "priority")
@@ -332,8 +333,6 @@ def resolve_max_model_len(hf_config: Mapping[str, Any], wanted: int | None) -> i
     limit = hf_config.get("max_position_embeddings")
     if wanted is None:
         return int(limit or 2048)
-    if wanted < 1:
-        raise ConfigError(f"max_model_len must be at least 1, got {wanted}")
     if limit is None:
         return wanted
     scaling = hf_config.get("rope_parameters") or hf_config.get("rope_scaling") or {}
@@ -347,3 +346,24 @@ def resolve_max_model_len(hf_config: Mapping[str, Any], wanted: int | None) -> i
             "if that is linear or yarn); choose a smaller one"
         )
     return wanted
+
+
+def read_bundle(text: str) -> dict[str, float]:
+    """`GPU=1,my_accelerator=1` as a dict.
+
+    Raises:
+        ConfigError: it is not of that form.
+    """
+    bundle = {}
+    for part in text.split(","):
+        name, _, amount = part.strip().partition("=")
+        try:
+            bundle[name] = float(amount)
+        except ValueError:
+            bundle[name] = math.nan
+        if not name or not 0.0 < bundle[name] < math.inf:
+            raise ConfigError(
+                f"ray_bundle must be of the form 'GPU=1,my_accelerator=1', with amounts above 0; "
+                f"got {text!r}"
+            )
+    return bundle

@@ -20,11 +20,12 @@ from tpengine.errors import (
     InvalidSamplingParamsError,
     RequestAbortedError,
     RequestError,
+    counted,
+    did_you_mean,
 )
 from tpengine.logger import init_logger
 from tpengine.outputs import RequestOutput
 from tpengine.sampling_params import RequestOutputKind, SamplingParams
-from tpengine.wording import counted, did_you_mean
 
 logger = init_logger(__name__)
 

@@ -13,7 +13,7 @@ import torch
 
 from distributed.ranks import Rank, Ranks
 from tpengine.errors import CollectiveError
-from tpengine.leftovers import SHM_FOLDER
+from tpengine.host import SHM_FOLDER
 
 DEADLINE_S = 1.5
 """Of a wait that must end with it; where an end is to come long before it has `LONG_S`."""

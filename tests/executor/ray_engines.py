@@ -20,7 +20,7 @@ from tpengine.executor.group import Group
 from tpengine.executor.launch import spares
 from tpengine.executor.launch.ray_executor import RayExecutor
 from tpengine.executor.launch.ray_worker import RayWorker
-from tpengine.process_stat import start_ticks
+from tpengine.host import start_ticks
 
 
 def ray_engine(folder: Path | str, tp_size: int, **args: Any) -> LLMEngine:

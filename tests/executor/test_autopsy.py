@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from typing import Any
 
+from tpengine.errors import RankLoss
 from tpengine.executor.channel import ChannelClosedError, ChannelTimeoutError
 from tpengine.executor.diagnosis import Coroner, Doing
 from tpengine.executor.failures import RankFailure
 from tpengine.executor.launch.node_agent import NodeSilentError
 from tpengine.executor.launch.placement import RankPlace
-from tpengine.messages import RankLoss
 
 DOING = Doing("execute_model", 5)
 CLOSED = ChannelClosedError("the peer closed the connection")

@@ -25,7 +25,7 @@ from executor.driver_process import driver_process
 from executor.ray_engines import executor_of, free_cpus, idle_cpu_s, ray_engine
 from tpengine import LLMEngine
 from tpengine.executor.group import Group
-from tpengine.process_stat import start_ticks
+from tpengine.host import start_ticks
 
 Wait = Callable[[Callable[[], bool], float], None]
 PROMPT = [5, 6, 7]

@@ -18,7 +18,7 @@ from support.zoo import PLAIN
 
 import tpengine
 from executor.ray_engines import free_cpus
-from tpengine.process_stat import start_ticks
+from tpengine.host import start_ticks
 
 PROMPT = [5, 6, 7]
 NUM_TOKENS = 16

@@ -7,7 +7,7 @@ import signal
 import subprocess
 import sys
 
-from tpengine.process_stat import living_fields, start_ticks
+from tpengine.host import living_fields, start_ticks
 
 LEADERLESS = """
 import ctypes, threading, time

@@ -20,10 +20,10 @@ from support.zoo import PLAIN
 from executor import ray_engines
 from executor.bare_ranks import BareRanks, bare_ranks
 from executor.ray_engines import in_load, in_step, is_alive, sabotaged_rank
-from tpengine.errors import EngineError, GroupLostError, ModelLoadError, PlacementError
+from tpengine.errors import EngineError, GroupLostError, ModelLoadError, PlacementError, RankLoss
 from tpengine.executor.group import Group
 from tpengine.executor.processes import wait_for_end
-from tpengine.messages import RankLoss, StepInput
+from tpengine.messages import StepInput
 
 Wait = Callable[[Callable[[], bool], float], None]
 FOUND_S = 1.5

@@ -22,7 +22,7 @@ from executor.ray_engines import free_cpus
 from tpengine.executor.heartbeat import BEAT_S, FENCE_S
 from tpengine.executor.launch.node_agent import Agents
 from tpengine.executor.processes import state
-from tpengine.process_stat import start_ticks
+from tpengine.host import start_ticks
 
 Wait = Callable[[Callable[[], bool], float], None]
 PATIENCE_S = 30.0

@@ -27,7 +27,7 @@ from tpengine.executor.launch.node_agent import NodeAgent
 from tpengine.executor.processes import python_stack, state
 from tpengine.executor.step_deadline import StepDeadline
 from tpengine.executor.watch import RankSilentError, RankWatch
-from tpengine.process_stat import start_ticks
+from tpengine.host import start_ticks
 
 SECRET = b"s" * 32
 TIMEOUT_S = 5.0

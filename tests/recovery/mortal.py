@@ -13,9 +13,9 @@ from scheduling.fake_worker import FakeWorker
 
 from tpengine import LLMEngine
 from tpengine.config import EngineConfig
-from tpengine.errors import EngineError, GroupLostError
+from tpengine.errors import EngineError, GroupLostError, RankLoss
 from tpengine.executor.executor import Executor
-from tpengine.messages import MemoryLedger, RankLoss, StepInput, StepOutput
+from tpengine.messages import MemoryLedger, StepInput, StepOutput
 from tpengine.worker.worker import Worker
 
 BLOCK_BYTES = 1000

@@ -13,7 +13,7 @@ import pytest
 from tpengine import LLMEngine, SamplingParams
 from tpengine.engine.prompt import read_sampling_params
 from tpengine.errors import InvalidSamplingParamsError
-from tpengine.logits_processors import load_logits_processor
+from tpengine.sampling_params import load_logits_processor
 
 from .conftest import VOCAB_SIZE, run
 

@@ -10,7 +10,7 @@ import grpc
 import pytest
 
 from tpengine import errors
-from tpengine.messages import RankLoss
+from tpengine.errors import RankLoss
 from tpengine.outputs import CompletionOutput, Logprob, RequestMetrics, RequestOutput
 from tpengine.sampling_params import RequestOutputKind, SamplingParams
 from tpengine.server.grpc.convert import (

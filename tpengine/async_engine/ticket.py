@@ -8,9 +8,9 @@ import time
 from dataclasses import dataclass, field
 
 from tpengine.async_engine.mailbox import Mailbox
+from tpengine.errors import counted
 from tpengine.logger import init_logger
 from tpengine.outputs import RequestMetrics
-from tpengine.wording import counted
 
 logger = init_logger(__name__)
 

@@ -11,8 +11,8 @@ from pathlib import Path
 import torch
 
 from tpengine.engine_args import EngineArgs
+from tpengine.errors import counted
 from tpengine.ops.library import cpu_isa
-from tpengine.wording import counted
 from tpengine.worker.device import detect_device, resolve_dtype
 
 

@@ -22,11 +22,11 @@ from tpengine.errors import (
     ServerUnavailableError,
     UnauthenticatedError,
 )
+from tpengine.host import streamed_text
 from tpengine.sampling_arguments import add_sampling_arguments, sampling_params_from
 from tpengine.sampling_params import SamplingParams
 from tpengine.server.auth import read_tokens
 from tpengine.server.grpc.proto import LIVENESS, READINESS
-from tpengine.terminal import streamed_text
 
 DEFAULT_TARGET = "127.0.0.1:50051"
 _TOKEN_HINT = "; give your token with --token-file FILE or in TPENGINE_CLIENT_TOKEN"

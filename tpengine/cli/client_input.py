@@ -8,7 +8,7 @@ import sys
 from collections.abc import AsyncIterator
 
 from tpengine.errors import ConfigError
-from tpengine.terminal import streamed_text
+from tpengine.host import streamed_text
 
 _CHUNK_BYTES = 1 << 16
 

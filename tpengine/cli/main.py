@@ -15,12 +15,10 @@ from typing import TYPE_CHECKING, Any
 from tpengine import __version__
 from tpengine.cli.parser import CommandParser
 from tpengine.engine_args import EngineArgs
-from tpengine.errors import EngineDeadError, TPEngineError
+from tpengine.errors import EngineDeadError, TPEngineError, counted
+from tpengine.host import signals_end_at_once, sigterm_as_interrupt, streamed_text
 from tpengine.sampling_arguments import add_sampling_arguments, sampling_params_from
 from tpengine.sampling_params import SamplingParams
-from tpengine.terminal import streamed_text
-from tpengine.termination import signals_end_at_once, sigterm_as_interrupt
-from tpengine.wording import counted
 
 if TYPE_CHECKING:
     from tpengine.llm import LLM

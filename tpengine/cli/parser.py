@@ -7,7 +7,7 @@ import re
 from collections.abc import Sequence
 from typing import NoReturn
 
-from tpengine.wording import closest
+from tpengine.errors import closest
 
 
 class CommandParser(argparse.ArgumentParser):

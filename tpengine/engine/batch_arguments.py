@@ -6,10 +6,9 @@ from collections.abc import Iterable, Sequence
 from typing import Any, cast
 
 from tpengine.engine.prompt import Prompt, is_whole
-from tpengine.errors import InvalidPromptError, InvalidSamplingParamsError, RequestError
+from tpengine.errors import InvalidPromptError, InvalidSamplingParamsError, RequestError, counted
 from tpengine.outputs import CompletionOutput, RequestOutput
 from tpengine.sampling_params import SamplingParams
-from tpengine.wording import counted
 
 
 def pair_prompts(

@@ -5,7 +5,7 @@ from __future__ import annotations
 import enum
 from dataclasses import dataclass
 
-from tpengine.messages import RankLoss
+from tpengine.errors import RankLoss
 
 
 class EngineState(enum.Enum):

@@ -15,7 +15,6 @@ from tpengine.engine.checked_request import CheckedRequest, check_request
 from tpengine.engine.engine_stats import EngineStats, take_stats
 from tpengine.engine.figures import EngineFigures
 from tpengine.engine.health import EngineHealth, RecoveryRecord
-from tpengine.engine.interrupts import DeferredInterrupt
 from tpengine.engine.metrics import StatLogger, StepStats
 from tpengine.engine.output_processor import OutputProcessor
 from tpengine.engine.prompt import Prompt
@@ -26,6 +25,7 @@ from tpengine.engine_args import EngineArgs
 from tpengine.errors import DuplicateRequestError, EngineError, GroupLostError, InvalidPromptError
 from tpengine.executor.choice import create_executor
 from tpengine.executor.executor import Executor
+from tpengine.host import DeferredInterrupt
 from tpengine.outputs import RequestMetrics, RequestOutput
 from tpengine.sampling_params import SamplingParams
 from tpengine.scheduling.scheduler import Scheduler

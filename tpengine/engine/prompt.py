@@ -10,8 +10,7 @@ from tpengine.config import ModelConfig
 from tpengine.engine.tokenizer import Tokenizer
 from tpengine.errors import InvalidPromptError, InvalidSamplingParamsError
 from tpengine.inputs import TextPrompt, TokensPrompt
-from tpengine.logits_processors import load_logits_processor
-from tpengine.sampling_params import SamplingParams
+from tpengine.sampling_params import SamplingParams, load_logits_processor
 
 Prompt = str | TextPrompt | TokensPrompt
 

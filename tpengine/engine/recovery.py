@@ -16,14 +16,13 @@ from tpengine.config import EngineConfig
 from tpengine.engine.health import EngineHealth, EngineState, RecoveryRecord
 from tpengine.engine.poison_requests import Blame, Verdict
 from tpengine.engine.startup import count_blocks, make_block_manager
-from tpengine.errors import EngineDeadError, GroupLostError
+from tpengine.errors import EngineDeadError, GroupLostError, RankLoss, counted
 from tpengine.executor.executor import Executor
 from tpengine.logger import init_logger
-from tpengine.messages import MemoryLedger, RankLoss
+from tpengine.messages import MemoryLedger
 from tpengine.scheduling.scheduler import Scheduler
 from tpengine.scheduling.step import SchedulerOutput
 from tpengine.sequence import Request
-from tpengine.wording import counted
 
 logger = init_logger(__name__)
 

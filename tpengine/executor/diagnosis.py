@@ -6,12 +6,12 @@ import contextlib
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from tpengine.errors import RankLoss
 from tpengine.executor.channel import ChannelClosedError, ChannelError
 from tpengine.executor.failures import RankFailure
 from tpengine.executor.launch.node_agent import ANSWER_S, Agents, NodeSilentError
 from tpengine.executor.launch.placement import RankPlace
 from tpengine.executor.watch import HOLD_S
-from tpengine.messages import RankLoss
 
 _STACK_S = 3.0
 _END_S = 0.5

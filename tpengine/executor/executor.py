@@ -8,8 +8,8 @@ from collections.abc import Mapping, Sequence
 from types import MappingProxyType
 from typing import Any
 
-from tpengine.errors import EngineError
-from tpengine.messages import MemoryLedger, RankLoss, StepInput, StepOutput
+from tpengine.errors import EngineError, RankLoss
+from tpengine.messages import MemoryLedger, StepInput, StepOutput
 
 
 class Executor(ABC):

@@ -13,7 +13,7 @@ import ray
 from ray.exceptions import RayError
 
 from tpengine.config import EngineConfig, RayConfig
-from tpengine.errors import EngineError, GroupLostError
+from tpengine.errors import EngineError, GroupLostError, RankLoss
 from tpengine.executor.alarm import Alarm
 from tpengine.executor.channel import ChannelError
 from tpengine.executor.diagnosis import IDLE, Coroner, Doing
@@ -27,7 +27,7 @@ from tpengine.executor.launch.placement import Placement, RankPlace, actor_optio
 from tpengine.executor.launch.ray_worker import RayWorker
 from tpengine.executor.watch import RankWatch
 from tpengine.logger import init_logger
-from tpengine.messages import RankLoss, Rendezvous
+from tpengine.messages import Rendezvous
 
 logger = init_logger(__name__)
 Answers = TypeVar("Answers")

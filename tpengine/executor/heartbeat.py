@@ -8,7 +8,7 @@ import select
 import threading
 import time
 
-from tpengine import leftovers
+from tpengine import host
 from tpengine.executor.channel import Channel, ChannelError, FrameKind
 
 BEAT_S = 0.5
@@ -114,5 +114,5 @@ def end_process(rank: int, code: int, reason: str) -> None:
     """Ends this process at once, with a last word and nothing left in shared memory."""
     time.sleep(_ORDERLY_S)  # the answer to an orderly shutdown gets out first
     os.write(2, f"rank {rank} ends itself: {reason}\n".encode())
-    leftovers.remove_own()
+    host.remove_own_segments()
     os._exit(code)

@@ -16,7 +16,7 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
-from tpengine.process_stat import START_TICKS, living_fields
+from tpengine.host import START_TICKS, living_fields
 
 _LOG_TAIL_BYTES = 4000
 _RAY_MARKS = (":job_id:", ":actor_name:", ":task_name:")

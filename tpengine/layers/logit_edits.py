@@ -15,7 +15,7 @@ import torch
 from tpengine.layers.pending import Array, Pending
 from tpengine.layers.token_counts import CountedTokens
 from tpengine.layers.upload import upload
-from tpengine.logits_processors import LogitsProcessor
+from tpengine.sampling_params import LogitsProcessor
 
 _MAX_ENTRIES = 1 << 20
 """Entries that the penalties treat at once: bounds their temporaries to about 32 MiB."""

@@ -19,14 +19,13 @@ from tpengine.async_engine.async_llm_engine import AsyncLLMEngine
 from tpengine.async_engine.engine_start import EngineStart
 from tpengine.async_engine.generate_request import GenerateRequest
 from tpengine.engine_args import EngineArgs
-from tpengine.errors import ConfigError, EngineError, TPEngineError
+from tpengine.errors import ConfigError, EngineError, TPEngineError, counted
 from tpengine.logger import init_logger
 from tpengine.sampling_params import RequestOutputKind, SamplingParams
 from tpengine.server.auth import Authenticator
 from tpengine.server.grpc.server import GrpcServer
 from tpengine.server.server_args import ServerArgs, join_address
 from tpengine.server.state import ServerState, State
-from tpengine.wording import counted
 
 logger = init_logger(__name__)
 

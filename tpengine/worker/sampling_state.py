@@ -15,9 +15,8 @@ from tpengine.layers.logit_edits import LogitEdits, Penalties, ProcessorCall
 from tpengine.layers.sampler import SamplingBatch
 from tpengine.layers.token_counts import TokenCounts
 from tpengine.layers.upload import upload
-from tpengine.logits_processors import LogitsProcessor, load_logits_processor
 from tpengine.messages import NewSequence
-from tpengine.sampling_params import SamplingParams
+from tpengine.sampling_params import LogitsProcessor, SamplingParams, load_logits_processor
 from tpengine.worker.token_rules import TokenRules
 
 _NO_LOGPROBS = -1

@@ -17,7 +17,7 @@ import ray
 from ray.exceptions import GetTimeoutError, RayError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-from tpengine import leftovers
+from tpengine import host
 from tpengine.errors import EngineError
 from tpengine.executor import processes
 from tpengine.executor.processes import EndWatch, Process
@@ -77,7 +77,7 @@ class NodeAgent:
         """Waits for processes to go and removes what they left in shared memory; returns those
         that are still there."""
         left = processes.wait_for_end(ranks, patience_s)
-        leftovers.sweep()
+        host.sweep_segments()
         return left
 
     def close(self) -> None:

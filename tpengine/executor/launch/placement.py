@@ -24,9 +24,8 @@ from ray.util.placement_group import (
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from tpengine.config import RayConfig
-from tpengine.errors import PlacementError
+from tpengine.errors import PlacementError, counted
 from tpengine.logger import init_logger
-from tpengine.wording import counted
 
 logger = init_logger(__name__)
 

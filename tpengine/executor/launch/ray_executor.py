@@ -12,12 +12,13 @@ from typing import Any
 
 import ray
 
-from tpengine import envs, leftovers
+from tpengine import envs, host
 from tpengine.config import EngineConfig, RayConfig
 from tpengine.errors import (
     ConfigError,
     EngineError,
     GroupLostError,
+    RankLoss,
     WorkerDiedError,
 )
 from tpengine.executor.codec import decode_output, encode
@@ -37,7 +38,7 @@ from tpengine.executor.launch.spares import Spares
 from tpengine.executor.launch.start_times import PROCESSES, StartTimes
 from tpengine.executor.step_deadline import StepDeadline
 from tpengine.logger import init_logger
-from tpengine.messages import MemoryLedger, RankLoss, StepInput, StepOutput
+from tpengine.messages import MemoryLedger, StepInput, StepOutput
 
 logger = init_logger(__name__)
 
@@ -168,7 +169,7 @@ class RayExecutor(Executor):
                 silent = self._agents.silent(node_ids, self._check)
             with self._times.phase("end"):
                 lost.end(orderly=False, silent=silent)
-                leftovers.sweep()
+                host.sweep_segments()
             with self._times.phase("placement"):
                 spare_devices = self._replace(silent, lost)
             try:
@@ -343,7 +344,7 @@ class RayExecutor(Executor):
         try:
             if self._group is not None:
                 self._group.end(orderly and self._is_connected)
-                leftovers.sweep()
+                host.sweep_segments()
         finally:
             placement, self._placement = self._placement, None
             if placement is not None and ray.is_initialized():

@@ -24,9 +24,9 @@ from tpengine.executor.handshake import connect
 from tpengine.executor.heartbeat import DRIVER_GONE, BeatThread, Progress, end_process
 from tpengine.executor.launch.placement import RankPlace
 from tpengine.executor.processes import own_error_log
+from tpengine.host import start_ticks
 from tpengine.logger import init_logger
 from tpengine.messages import StepOutput
-from tpengine.process_stat import start_ticks
 
 if TYPE_CHECKING:
     from tpengine.worker.worker import Worker

@@ -6,11 +6,10 @@ import time
 from collections.abc import Callable
 
 from tpengine.config import RayConfig
-from tpengine.errors import PlacementError
+from tpengine.errors import PlacementError, counted
 from tpengine.executor.launch.node_agent import Agents
 from tpengine.executor.launch.placement import Placement
 from tpengine.logger import init_logger
-from tpengine.wording import counted
 
 logger = init_logger(__name__)
 
