@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 from support.server_process import ServerProcess, wait_until
+from support.servers import MODEL_LENGTH
 
 from server.calls import TIMEOUT_S, ids, running, sampling
-from server.conftest import MODEL_LENGTH
 from tpengine import LLM, SamplingParams
 from tpengine.errors import InvalidPromptError
 from tpengine.server.grpc.proto import tpengine_pb2 as pb

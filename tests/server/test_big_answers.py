@@ -7,8 +7,8 @@ import asyncio
 import pytest
 
 from tpengine.outputs import CompletionOutput, Logprob, RequestOutput
+from tpengine.server.grpc.convert import ResponseWriter
 from tpengine.server.grpc.proto import tpengine_pb2 as pb
-from tpengine.server.grpc.response import ResponseWriter
 
 
 @pytest.mark.parametrize("of", ["output", "prompt"])

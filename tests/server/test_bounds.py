@@ -18,7 +18,7 @@ from server.guarded import guarded_server
 from tpengine.async_engine.admission import QueueLimits
 from tpengine.errors import QueueFullError
 from tpengine.server.auth import Authenticator
-from tpengine.server.grpc.health import HealthServicer
+from tpengine.server.grpc.server import HealthServicer
 from tpengine.server.limits import Limits
 
 Code = grpc.StatusCode

@@ -14,13 +14,12 @@ from tpengine.errors import RankLoss
 from tpengine.outputs import CompletionOutput, Logprob, RequestMetrics, RequestOutput
 from tpengine.sampling_params import RequestOutputKind, SamplingParams
 from tpengine.server.grpc.convert import (
-    STATUS_CODES,
+    ResponseWriter,
     read_generate_request,
     read_sampling_params,
-    refusal,
 )
+from tpengine.server.grpc.guard import STATUS_CODES, refusal
 from tpengine.server.grpc.proto import tpengine_pb2 as pb
-from tpengine.server.grpc.response import ResponseWriter
 from tpengine.server.limits import MAX_ERROR_TEXT, Limits
 
 DELTA = RequestOutputKind.DELTA

@@ -19,7 +19,7 @@ from support.server_process import ServerProcess, wait_until
 
 from server.calls import SERVICE, TIMEOUT_S, Refusal, ids, refused, sampling
 from server.guarded import guarded_server
-from tpengine.server.grpc import reports
+from tpengine.server.grpc import service
 from tpengine.server.grpc.proto import tpengine_pb2 as pb
 from tpengine.server.grpc.proto import tpengine_pb2_grpc
 
@@ -281,7 +281,7 @@ def test_a_fault_of_ours_tells_nothing(
     def broken(*args: object) -> None:
         raise ZeroDivisionError("SECRET")
 
-    monkeypatch.setattr(reports, "server_info", broken)
+    monkeypatch.setattr(service, "_write_limits", broken)
     with guarded_server() as target, grpc.insecure_channel(target) as channel:
         stub = tpengine_pb2_grpc.GenerationServiceStub(channel)
         refusal = refused(stub.GetServerInfo, pb.GetServerInfoRequest())

@@ -16,6 +16,7 @@ from server.calls import TIMEOUT_S, refused
 from server.guarded import Authority, guarded_server
 from tpengine.errors import ConfigError, PermissionDeniedError, UnauthenticatedError
 from tpengine.server.auth import Authenticator, Client, read_tokens
+from tpengine.server.grpc.guard import identify_call
 from tpengine.server.grpc.proto import tpengine_pb2 as pb
 from tpengine.server.grpc.proto import tpengine_pb2_grpc
 from tpengine.server.server_args import ServerArgs
@@ -203,7 +204,7 @@ def test_mutual_tls(authority: Authority, files: TlsFiles, tmp_path: Path) -> No
 def test_certificates_without_a_common_name_are_told_apart() -> None:
     def name(**peer: list[bytes]) -> str:
         call = SimpleNamespace(invocation_metadata=lambda: (), auth_context=lambda: peer)
-        return Authenticator().identify_call(call).name
+        return identify_call(Authenticator(), call).name
 
     san, common, pem = "x509_subject_alternative_name", "x509_common_name", "x509_pem_cert"
     names = [

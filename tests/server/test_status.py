@@ -8,6 +8,7 @@ import grpc
 import pytest
 from support.processors import Stopwatch
 from support.server_process import ServerProcess, wait_until
+from support.servers import MODEL_LENGTH, TIGHT_BLOCKS
 
 from server.calls import (
     TIMEOUT_S,
@@ -19,7 +20,6 @@ from server.calls import (
     sampling,
     waiting,
 )
-from server.conftest import MODEL_LENGTH, TIGHT_BLOCKS
 from tpengine.server.grpc.proto import tpengine_pb2 as pb
 
 Code = grpc.StatusCode

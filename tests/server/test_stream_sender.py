@@ -9,11 +9,11 @@ from collections.abc import Coroutine
 from typing import Any
 
 import pytest
+from tpengine.server.grpc.stream_sender import send_stream
 
 from tpengine.async_engine.mailbox import Mailbox
 from tpengine.outputs import CompletionOutput, Logprob, RequestOutput
 from tpengine.server.grpc.proto import tpengine_pb2 as pb
-from tpengine.server.grpc.stream_sender import send_stream
 
 WAIT_S = 10.0
 

@@ -24,6 +24,8 @@ MAX_WATCHERS = 256
 MAX_WATCHERS_OF_HOST = 64
 _POLL_S = 10.0
 _HEALTH = "grpc.health.v1.Health"
+_MAX_OPTION = (1 << 31) - 1
+"""Largest value of an option; gRPC fails on a larger one."""
 
 _Status = health_pb2.HealthCheckResponse
 _NAMES_OF_READINESS = ("", READINESS, SERVICE)
@@ -80,11 +82,12 @@ class GrpcServer:
 
 
 def _options(limits: Limits) -> list[tuple[str, int]]:
+    max_streams = limits.max_connection_calls + limits.queue.max_requests
     return [
         # Two servers on one port would share it silently, each with half of the clients.
         ("grpc.so_reuseport", 0),
         # Per connection. A client library queues calls over it; others are cut off.
-        ("grpc.max_concurrent_streams", limits.max_connection_calls + limits.queue.max_requests),
+        ("grpc.max_concurrent_streams", min(max_streams, _MAX_OPTION)),
         ("grpc.max_receive_message_length", limits.max_message_bytes),
         # Above the second size every call is refused; between the two only some would be.
         ("grpc.max_metadata_size", limits.max_metadata_bytes),

@@ -8,9 +8,9 @@ from collections.abc import Callable, Coroutine
 from typing import Any
 
 import pytest
+from server.guarded import guarded_server
 from support.server_process import ServerProcess
 
-from server.guarded import guarded_server
 from tpengine import LLM, SamplingParams
 from tpengine.client.convert import to_request
 from tpengine.client.generation_client import ClientTLS, GenerationClient

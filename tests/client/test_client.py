@@ -13,11 +13,11 @@ from typing import Any
 
 import pytest
 from grpc import StatusCode
+from server.guarded import guarded_server
 from support.engines import greedy
 from support.processors import Stopwatch
 from support.server_process import ServerProcess, wait_until
 
-from server.guarded import guarded_server
 from tpengine import LLM, SamplingParams
 from tpengine.bench import serve
 from tpengine.cli.main import main

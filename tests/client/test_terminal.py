@@ -20,9 +20,9 @@ from typing import Any
 import grpc
 import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
+from server.guarded import guarded_server
 from support.server_process import ServerProcess
 
-from server.guarded import guarded_server
 from tpengine.cli.main import main
 from tpengine.server.auth import Authenticator
 
