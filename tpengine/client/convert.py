@@ -45,11 +45,9 @@ _EARLY_STOPPING: dict[bool | str, pb.EarlyStopping] = {
     "never": pb.EARLY_STOPPING_NEVER,
 }
 _FINISH_REASONS = {
-    pb.FINISH_REASON_STOP: "stop",
-    pb.FINISH_REASON_LENGTH: "length",
-    pb.FINISH_REASON_ABORT: "abort",
-    pb.FINISH_REASON_IGNORED: "ignored",
-    pb.FINISH_REASON_ERROR: "error",
+    number: name.removeprefix("FINISH_REASON_").lower()
+    for name, number in pb.FinishReason.items()
+    if number != pb.FINISH_REASON_UNSPECIFIED
 }
 
 
@@ -303,15 +301,9 @@ def _to_logprobs(logprobs: pb.TokenLogprobs) -> dict[int, Logprob]:
 
 
 def _to_usage(usage: pb.Usage) -> Usage:
-    return Usage(
-        num_prompt_tokens=usage.num_prompt_tokens,
-        num_output_tokens=usage.num_output_tokens,
-        num_cached_tokens=usage.num_cached_tokens,
-        num_preemptions=usage.num_preemptions,
-        queue_s=_optional(usage, "queue_s"),
-        first_token_s=_optional(usage, "first_token_s"),
-        total_s=_optional(usage, "total_s"),
-    )
+    values = {field.name: getattr(usage, field.name) for field in usage.DESCRIPTOR.fields}
+    times = {name: _optional(usage, name) for name in ("queue_s", "first_token_s", "total_s")}
+    return Usage(**values | times)
 
 
 def _to_metrics(usage: Usage | None) -> RequestMetrics | None:

@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import asynccontextmanager
-from types import TracebackType
-from typing import Any
+from typing import Any, TypeVar
 
 import grpc
 from grpc_health.v1 import health_pb2, health_pb2_grpc
@@ -28,6 +27,7 @@ from tpengine.sampling_params import SamplingParams
 from tpengine.server.grpc.proto import TIMEOUT_KEY, tpengine_pb2_grpc
 from tpengine.server.grpc.proto import tpengine_pb2 as pb
 
+Answer = TypeVar("Answer")
 _GRACE_S = 0.5
 """Time in seconds after a request's deadline for the server to report it."""
 _LOCALLY_CANCELLED = "Locally cancelled by application!"
@@ -166,22 +166,15 @@ class GenerationClient:
 
     async def model_info(self) -> pb.GetModelInfoResponse:
         """The model that is served."""
-        answer: pb.GetModelInfoResponse = await self._call(
-            self._stub.GetModelInfo, pb.GetModelInfoRequest()
-        )
-        return answer
+        return await self._call(self._stub.GetModelInfo, pb.GetModelInfoRequest())
 
     async def server_info(self) -> pb.GetServerInfoResponse:
         """State, ranks, memory and limits."""
-        answer: pb.GetServerInfoResponse = await self._call(
-            self._stub.GetServerInfo, pb.GetServerInfoRequest()
-        )
-        return answer
+        return await self._call(self._stub.GetServerInfo, pb.GetServerInfoRequest())
 
     async def loads(self) -> pb.GetLoadsResponse:
         """Queues, cache and rates at this moment."""
-        answer: pb.GetLoadsResponse = await self._call(self._stub.GetLoads, pb.GetLoadsRequest())
-        return answer
+        return await self._call(self._stub.GetLoads, pb.GetLoadsRequest())
 
     async def drain(self, timeout_s: float | None = None) -> int:
         """Makes the server finish its requests and end; needs the admin token.
@@ -203,8 +196,7 @@ class GenerationClient:
         Raises:
             RequestError: the server does not know this service.
         """
-        request = _health_request(service)
-        answer = await self._call(self._health.Check, request)
+        answer = await self._call(self._health.Check, _health_request(service))
         return _health_name(answer.status)
 
     async def watch_health(self, service: str = "") -> AsyncIterator[str]:
@@ -234,7 +226,7 @@ class GenerationClient:
         metadata = (*self._metadata, (TIMEOUT_KEY, str(timeout_ms)))
         return {"timeout": timeout_ms / 1e3 + _GRACE_S, "metadata": metadata}
 
-    async def _call(self, method: Callable[..., Any], request: Any) -> Any:
+    async def _call(self, method: Callable[..., Awaitable[Answer]], request: Any) -> Answer:
         timeout_ms = to_milliseconds("call_timeout_s", self._call_timeout_s)
         timeout_s = None if timeout_ms is None else timeout_ms / 1e3
         call = method(request, timeout=timeout_s, metadata=self._metadata)
@@ -259,12 +251,7 @@ class GenerationClient:
     async def __aenter__(self) -> GenerationClient:
         return self
 
-    async def __aexit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    async def __aexit__(self, *_: object) -> None:
         await self.close()
 
 

@@ -11,15 +11,17 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import Future
 from functools import partial
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
-from typing import Any, NoReturn, TypeVar
+from typing import NoReturn, TypeVar
 
 from tpengine.async_engine.async_llm_engine import AsyncLLMEngine
 from tpengine.async_engine.engine_start import EngineStart
 from tpengine.async_engine.generate_request import GenerateRequest
 from tpengine.engine_args import EngineArgs
 from tpengine.errors import ConfigError, EngineError, TPEngineError, counted
+from tpengine.host import call_on_end_signals
 from tpengine.logger import init_logger
 from tpengine.sampling_params import RequestOutputKind, SamplingParams
 from tpengine.server.auth import Authenticator
@@ -41,7 +43,6 @@ _RANKS_END_S = 8.0
 _AT_ONCE_S = 1.0
 """Time for everything after a second signal."""
 _EXIT_S = 10.0
-_SIGNALS = (signal.SIGTERM, signal.SIGINT)
 _METRICS_READ_S = 5.0
 
 T = TypeVar("T")
@@ -110,8 +111,7 @@ class _Server:
     def _catch_signals(self) -> None:
         """Installs the signal handlers. Called repeatedly while the engine is built: when Ray is
         initialised, it replaces them by its own, which end the process without a drain."""
-        for number in _SIGNALS:
-            asyncio.get_running_loop().add_signal_handler(number, self._on_signal, number)
+        call_on_end_signals(asyncio.get_running_loop(), self._on_signal)
 
     def _metrics_text(self) -> bytes:
         engine = self._state.engine
@@ -310,23 +310,17 @@ def _end_within(seconds: float, code: int) -> None:
 async def _in_thread(work: Callable[[], T]) -> T:
     """Runs a slow function on a thread. Unlike asyncio's own threads, the interpreter does not join
     it at its end."""
-    loop = asyncio.get_running_loop()
-    done: asyncio.Future[T] = loop.create_future()
-
-    def finish(set_it: Callable[[Any], None], value: Any) -> None:
-        if not done.done():
-            set_it(value)
+    done: Future[T] = Future()
+    done.set_running_or_notify_cancel()  # its result may come after the caller has given up
 
     def run() -> None:
         try:
-            result = work()
+            done.set_result(work())
         except BaseException as error:
-            loop.call_soon_threadsafe(finish, done.set_exception, error)
-        else:
-            loop.call_soon_threadsafe(finish, done.set_result, result)
+            done.set_exception(error)
 
     threading.Thread(target=run, name="tpengine-load", daemon=True).start()
-    return await done
+    return await asyncio.wrap_future(done)
 
 
 class MetricsPort:

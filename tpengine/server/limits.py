@@ -109,20 +109,6 @@ def max_text_bytes(tokenizer: Tokenizer | None, max_model_len: int) -> int | Non
     return _SLACK * max_model_len * max(longest, 1)
 
 
-def check_text(name: str, texts: Iterable[str], max_bytes: int | None, max_model_len: int) -> None:
-    """Refuses a text that cannot fit before it is tokenized: one thread tokenizes for all clients.
-
-    Raises:
-        InvalidPromptError: it is longer than any text of `max_model_len` tokens.
-    """
-    length = sum(len(text.encode()) for text in texts)
-    if max_bytes is not None and length > max_bytes:
-        raise InvalidPromptError(
-            f"{name} has {length} bytes, more than {max_bytes}, which is more than "
-            f"max_model_len = {max_model_len} tokens; shorten it"
-        )
-
-
 def check_num_ids(count: int, max_model_len: int) -> None:
     """Bounds the number of ids that are to become text.
 

@@ -14,10 +14,11 @@ from tpengine.async_engine.mailbox import Mailbox
 from tpengine.errors import (
     EngineDrainingError,
     EngineLoadingError,
+    InvalidPromptError,
     ModelNotFoundError,
     RequestAbortedError,
 )
-from tpengine.server.limits import check_text, max_text_bytes
+from tpengine.server.limits import max_text_bytes
 
 
 class State(enum.Enum):
@@ -115,13 +116,22 @@ class ServerState:
             )
 
     def check_text(self, name: str, texts: Iterable[str]) -> None:
-        """Refuses a text that cannot fit into the model's length, before it is tokenized.
+        """Refuses a text that cannot fit before it is tokenized: one thread tokenizes for all.
+
+        Args:
+            name: of the field, for the message.
+            texts: all its parts.
 
         Raises:
-            InvalidPromptError: it is too long.
+            InvalidPromptError: it is longer than any text of `max_model_len` tokens.
         """
-        max_model_len = self.loaded_engine().get_model_config().max_model_len
-        check_text(name, texts, self._max_text_bytes, max_model_len)
+        length = sum(len(text.encode()) for text in texts)
+        if self._max_text_bytes is not None and length > self._max_text_bytes:
+            max_model_len = self.loaded_engine().get_model_config().max_model_len
+            raise InvalidPromptError(
+                f"{name} has {length} bytes, more than {self._max_text_bytes}, which is more than "
+                f"max_model_len = {max_model_len} tokens; shorten it"
+            )
 
     @asynccontextmanager
     async def open(self, request: GenerateRequest) -> AsyncIterator[Mailbox]:

@@ -33,13 +33,8 @@ class TlsFiles:
         return [Path(name) for name in names if name is not None]
 
 
-@dataclass(frozen=True, slots=True)
-class TlsContents:
-    """Contents of `TlsFiles`, in PEM."""
-
-    certificate: bytes
-    key: bytes
-    client_authority: bytes | None
+TlsContents = tuple[bytes, bytes, bytes | None]
+"""Contents of the certificate, the key and the client authority, in PEM."""
 
 
 class CertificateReloader:
@@ -102,7 +97,7 @@ class CertificateReloader:
                 f"{names} cannot be used for TLS: {error}; certificate and key must be PEM files "
                 "that belong together, the key without a passphrase"
             ) from error
-        return TlsContents(certificate, key, authority[0] if authority else None)
+        return certificate, key, authority[0] if authority else None
 
 
 def _no_passphrase() -> str:

@@ -131,13 +131,6 @@ _READERS: Mapping[str, Callable[[Any], Any]] = {
     "bad_words_token_ids": lambda value: tuple(tuple(word.ids) for word in value),
 }
 """Conversions of the fields whose type in the protocol is not that of `SamplingParams`."""
-_FINISH_REASONS: Mapping[str, pb.FinishReason] = {
-    "stop": pb.FINISH_REASON_STOP,
-    "length": pb.FINISH_REASON_LENGTH,
-    "abort": pb.FINISH_REASON_ABORT,
-    "ignored": pb.FINISH_REASON_IGNORED,
-    "error": pb.FINISH_REASON_ERROR,
-}
 
 
 class ResponseWriter:
@@ -148,16 +141,34 @@ class ResponseWriter:
         self._prompt_logprobs_sent = False
         self._num_candidates = 0
         self._ended: set[int] = set()
-        self._delta: pb.GenerateResponse | None = None
+        self._tokens: pb.GenerateResponse | None = None
+
+    def write_tokens(self, output: RequestOutput) -> pb.GenerateResponse | None:
+        """The message of an output that has only new tokens of one sequence; None: the output has
+        more, use `write`. The next call changes this message: serialize it first.
+
+        Nearly all outputs of a stream are of this kind. It takes a third of the time of `write`.
+        """
+        if output.finished or len(output.outputs) != 1 or output.prompt_logprobs is not None:
+            return None
+        one = output.outputs[0]
+        if not one.token_ids or one.finish_reason is not None or one.logprobs is not None:
+            return None
+        self._num_output_tokens += len(one.token_ids)
+        if self._tokens is None:
+            self._tokens = pb.GenerateResponse(request_id=output.request_id, finished=False)
+            self._tokens.outputs.add()
+        completion = self._tokens.outputs[0]
+        completion.index = one.index
+        completion.text = one.text
+        completion.token_ids[:] = one.token_ids
+        return self._tokens
 
     async def write(self, output: RequestOutput) -> pb.GenerateResponse:
-        """The message of an output: all of the answer, or what is new of it. The next call may
-        change it: send it first.
+        """The message of an output: all of the answer, or what is new of it.
 
         Yields to the event loop while it converts an output with many candidates.
         """
-        if _has_only_tokens(output):
-            return self._write_tokens(output.request_id, output.outputs[0])
         message = pb.GenerateResponse(request_id=output.request_id, finished=output.finished)
         for one in output.outputs:
             self._num_output_tokens += len(one.token_ids)
@@ -179,18 +190,6 @@ class ResponseWriter:
             )
         return message
 
-    def _write_tokens(self, request_id: str, one: CompletionOutput) -> pb.GenerateResponse:
-        """The message of new tokens of one sequence, in a third of the time of any other."""
-        self._num_output_tokens += len(one.token_ids)
-        if self._delta is None:
-            self._delta = pb.GenerateResponse(request_id=request_id, finished=False)
-            self._delta.outputs.add()
-        completion = self._delta.outputs[0]
-        completion.index = one.index
-        completion.text = one.text
-        completion.token_ids[:] = one.token_ids
-        return self._delta
-
     async def _add_logprobs(
         self,
         written: Any,
@@ -205,14 +204,6 @@ class ResponseWriter:
                 await asyncio.sleep(0)
 
 
-def _has_only_tokens(output: RequestOutput) -> bool:
-    """Whether an output has only new tokens of one sequence, as nearly all of a stream."""
-    if output.finished or len(output.outputs) != 1 or output.prompt_logprobs is not None:
-        return False
-    one = output.outputs[0]
-    return bool(one.token_ids) and one.finish_reason is None and one.logprobs is None
-
-
 def _write_completion(
     message: pb.GenerateResponse, output: CompletionOutput
 ) -> pb.CompletionOutput:
@@ -224,7 +215,7 @@ def _write_completion(
         cumulative_logprob=output.cumulative_logprob,
     )
     if output.finish_reason is not None:
-        completion.finish_reason = _FINISH_REASONS[output.finish_reason]
+        completion.finish_reason = getattr(pb, f"FINISH_REASON_{output.finish_reason.upper()}")
         if isinstance(output.stop_reason, str):
             completion.matched_stop_string = output.stop_reason
         elif output.stop_reason is not None:

@@ -5,14 +5,15 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import os
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from collections.abc import AsyncIterator, Callable, Coroutine
+from contextlib import asynccontextmanager, closing
 from pathlib import Path
 from typing import Any
 
 import tpengine
 from tpengine.async_engine.mailbox import Mailbox
 from tpengine.errors import InvalidPromptError
+from tpengine.outputs import RequestOutput
 from tpengine.sampling_params import MAX_LOGPROBS, RequestOutputKind
 from tpengine.server.grpc.convert import (
     ResponseWriter,
@@ -26,6 +27,7 @@ from tpengine.server.grpc.proto import tpengine_pb2 as pb
 from tpengine.server.limits import Limits, check_num_ids, check_request_id
 from tpengine.server.state import ServerState, State
 
+Write = Callable[[pb.GenerateResponse], Coroutine[Any, Any, None]]
 _DELTA, _FINAL = RequestOutputKind.DELTA, RequestOutputKind.FINAL_ONLY
 _STATES = {
     "running": pb.SERVER_STATE_RUNNING,
@@ -33,6 +35,14 @@ _STATES = {
     "draining": pb.SERVER_STATE_DRAINING,
     "dead": pb.SERVER_STATE_DEAD,
 }
+_LIMITS = (
+    "max_message_bytes",
+    "max_metadata_bytes",
+    "max_n",
+    "max_stops",
+    "max_stop_bytes",
+    "max_token_rules",
+)
 _LEDGER_FIELDS = [field.name for field in pb.MemoryLedger.DESCRIPTOR.fields]
 
 
@@ -54,15 +64,9 @@ class GenerationServicer(tpengine_pb2_grpc.GenerationServiceServicer):
             return await ResponseWriter().write(await mailbox.take())
 
     async def GenerateStream(self, request: Any, context: Any) -> None:  # noqa: N802
-        """Completes one prompt; each message has what is new. Outputs that arrive while a message
-        is being sent share the next one."""
+        """Completes one prompt; each message has what is new."""
         async with self._open(request, context, _DELTA) as mailbox:
-            writer, finished = ResponseWriter(), False
-            while not finished:
-                output = await mailbox.take()
-                # Not by `yield`: an async generator costs another turn of the task per message.
-                await context.write(await writer.write(output))
-                finished = output.finished
+            await send_stream(mailbox, context.write)
 
     @asynccontextmanager
     async def _open(
@@ -217,13 +221,108 @@ def _adds_prompt(conversation: pb.Conversation) -> bool:
 
 def _write_limits(limits: Limits) -> pb.ServerLimits:
     return pb.ServerLimits(
-        max_message_bytes=limits.max_message_bytes,
-        max_metadata_bytes=limits.max_metadata_bytes,
-        max_n=limits.max_n,
         max_logprobs=MAX_LOGPROBS,
-        max_stops=limits.max_stops,
-        max_stop_bytes=limits.max_stop_bytes,
-        max_token_rules=limits.max_token_rules,
         max_queued_requests=limits.queue.max_requests,
         max_queued_tokens=limits.queue.max_tokens,
+        **{name: getattr(limits, name) for name in _LIMITS},
     )
+
+
+async def send_stream(mailbox: Mailbox, write: Write) -> None:
+    """Sends the outputs of a request as they arrive, each in a message. Outputs that arrive while a
+    message is being sent, because the client reads slowly, share the next one.
+
+    Args:
+        write: sends a message, which it serializes at once, and returns when there is room for
+            another.
+
+    Raises:
+        Exception: the mailbox's error, or an error of `write`.
+    """
+    writer, finished = ResponseWriter(), False
+    while not finished:
+        with closing(_TokenSender(mailbox, writer, write)) as sender:
+            output = await sender.first_of_another_kind()
+        await write(await writer.write(output))
+        finished = output.finished
+
+
+class _TokenSender:
+    """Sends outputs that have only tokens in the call that puts them into the mailbox.
+
+    The task of the stream sleeps meanwhile: this object drives the coroutine of each write itself.
+    After a step all streams are written in one turn of the event loop; a task per stream would take
+    two turns each, and in each the engine's thread may take the interpreter's lock. FIGURE
+
+    A write has usually ended when the next output arrives. If it has not, the future that it awaits
+    tells when it has.
+    """
+
+    def __init__(self, mailbox: Mailbox, writer: ResponseWriter, write: Write) -> None:
+        self._mailbox = mailbox
+        self._writer = writer
+        self._write = write
+        self._writing: Coroutine[Any, Any, None] | None = None
+        self._written: asyncio.Future[Any] | None = None
+        self._end: asyncio.Future[RequestOutput | BaseException]
+        self._end = asyncio.get_running_loop().create_future()
+
+    async def first_of_another_kind(self) -> RequestOutput:
+        """Returns the first output with more than tokens, after those before it are sent."""
+        self._listen()
+        end = await self._end
+        if isinstance(end, BaseException):
+            raise end
+        return end
+
+    def close(self) -> None:
+        """Stops listening to the mailbox, and gives up a write that has not ended."""
+        self._mailbox.listener = None
+        self._end.cancel()
+        if self._written is not None:  # gRPC fails it when the call is gone; mark that as seen
+            self._written.add_done_callback(lambda one: one.cancelled() or one.exception())
+        if self._writing is not None:
+            self._writing.close()
+
+    def _listen(self, _: object = None) -> None:
+        if not self._end.done():
+            self._mailbox.listener = self._on_output
+            self._on_output()
+
+    def _on_output(self) -> None:
+        end: RequestOutput | BaseException | None
+        try:
+            end = self._send()
+        except (Exception, asyncio.CancelledError) as error:
+            end = error  # for the stream's task, not for the caller, which serves all streams
+        if end is not None:
+            self._mailbox.listener = None
+            if not self._end.done():  # it is if the stream's task was cancelled
+                self._end.set_result(end)
+
+    def _send(self) -> RequestOutput | None:
+        """Sends what is in the mailbox if the last write has ended; returns it if it has more than
+        tokens."""
+        while self._writing is not None:
+            if self._written is not None and not self._written.done():
+                self._mailbox.listener = None
+                self._written.add_done_callback(self._listen)
+                return None
+            self._advance()
+        output = self._mailbox.take_now()
+        if output is None:
+            return None
+        message = self._writer.write_tokens(output)
+        if message is None:
+            return output
+        self._writing = self._write(message)
+        self._advance()
+        return None
+
+    def _advance(self) -> None:
+        """Runs the write until it awaits something, or ends."""
+        assert self._writing is not None
+        try:
+            self._written = self._writing.send(None)
+        except StopIteration:
+            self._writing = self._written = None
