@@ -265,16 +265,16 @@ async def _refuse(context: Any, error: Exception, call: Call) -> NoReturn:
     if isinstance(error, grpc.aio.InternalError):  # a write to a call that its client has left
         raise asyncio.CancelledError from error
     request_id = getattr(call.message, "request_id", "")[:MAX_REQUEST_ID] or call.request_id
-    told = refusal(error, call.message, request_id)
-    if told.code is grpc.StatusCode.INTERNAL:
+    answer = refusal(error, call.message, request_id)
+    if answer.code is grpc.StatusCode.INTERNAL:
         _log(error, request_id)
-    await context.abort(told.code, told.text, _trailers(told, request_id))
+    await context.abort(answer.code, answer.text, _trailers(answer, request_id))
     raise asyncio.CancelledError  # for the type checker: abort raises
 
 
 @dataclass(frozen=True, slots=True)
 class Refusal:
-    """What a client is told of an error.
+    """The answer to a client for an error.
 
     Attributes:
         field: path of the field at fault, as in `sampling.top_p`; None: no single field.
@@ -327,16 +327,16 @@ def _field_at_fault(error: Exception, message: object) -> str | None:
     return None
 
 
-def _trailers(told: Refusal, request_id: str) -> tuple[tuple[str, bytes], ...]:
+def _trailers(answer: Refusal, request_id: str) -> tuple[tuple[str, bytes], ...]:
     """The refusal in gRPC's richer error model, for programs."""
-    status = Status(code=told.code.value[0], message=told.text)
+    status = Status(code=answer.code.value[0], message=answer.text)
     status.details.add().Pack(RequestInfo(request_id=request_id))
-    if told.field is not None:
-        violation = BadRequest.FieldViolation(field=told.field, description=told.text)
+    if answer.field is not None:
+        violation = BadRequest.FieldViolation(field=answer.field, description=answer.text)
         status.details.add().Pack(BadRequest(field_violations=[violation]))
-    if told.retry_after_s is not None:
+    if answer.retry_after_s is not None:
         delay = Duration()
-        delay.FromNanoseconds(int(told.retry_after_s * 1e9))
+        delay.FromNanoseconds(int(answer.retry_after_s * 1e9))
         status.details.add().Pack(RetryInfo(retry_delay=delay))
     return ((STATUS_DETAILS_KEY, status.SerializeToString()),)
 
