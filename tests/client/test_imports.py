@@ -1,4 +1,4 @@
-"""What the client imports: a program that talks to a server needs neither the engine nor torch."""
+"""The client imports root files and the proto only: neither the engine nor torch."""
 
 from __future__ import annotations
 

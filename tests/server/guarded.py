@@ -1,4 +1,4 @@
-"""Servers without an engine, in this process: the guard in front of the methods needs none."""
+"""Servers without an engine, in this process: the guard needs no engine."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a door for another protocol can share: these files know nothing of gRPC."""
+"""The files that doors for other protocols can share do not import gRPC."""
 
 from __future__ import annotations
 

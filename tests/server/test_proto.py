@@ -1,4 +1,4 @@
-"""The protocol: its stubs are those of the checked-in file, and every scalar knows 0 from unset."""
+"""The protocol: the stubs are current, and every scalar tells 0 from unset."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def test_explicit_zeros_survive_the_wire() -> None:
 
 
 def test_nothing_that_imports_code_is_on_the_wire() -> None:
-    """Logits processors are named functions that the server would import."""
+    """Logits processors name functions that the server would import."""
     fields = tpengine_pb2.SamplingParams.DESCRIPTOR.fields_by_name
     assert "logits_processors" not in fields
     assert not [name for name in fields if "process" in name or "remote" in name]
