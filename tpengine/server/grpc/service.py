@@ -1,4 +1,11 @@
-"""The methods of the service: each converts its message, calls the engine, and converts back."""
+"""The methods of the service: each converts its message, calls the engine, and converts back.
+
+Streams are sent by `_TokenSender`, which drives the writes itself. With `await context.write()` in
+its place `bench serve` takes 1.14 times the CPU time outside the engine per token if wake-ups are
+not batched either, 1.03 times if they are (256 streams at once, medians of 5 pairs), and the output
+rate at 24 requests/s falls to 0.89 (median of 7 pairs; the embedded model, two CPU cores that other
+work shared, measured on 2026-11-22).
+"""
 
 from __future__ import annotations
 
@@ -252,7 +259,8 @@ class _TokenSender:
 
     The task of the stream sleeps meanwhile: this object drives the coroutine of each write itself.
     After a step all streams are written in one turn of the event loop; a task per stream would take
-    two turns each, and in each the engine's thread may take the interpreter's lock. FIGURE
+    two turns each, and in each the engine's thread may take the interpreter's lock. The gain is at
+    the head of this file.
 
     A write has usually ended when the next output arrives. If it has not, the future that it awaits
     tells when it has.
