@@ -1,4 +1,4 @@
-"""What `bench serve` tells of a server's CPU time."""
+"""The CPU time of a server by thread, as `bench serve` reports it."""
 
 from __future__ import annotations
 
@@ -33,5 +33,5 @@ def test_the_engine_is_told_apart(server: ServerProcess) -> None:
         timeout=30,
     )
     spent = thread_times(server.pid) - before
-    # The model's work: all else is some messages.
+    # Nearly all of it is the model's work.
     assert spent[ENGINE] > 0.5 * spent.total()

@@ -36,7 +36,7 @@ from tpengine.client.load import LoadSummary, Objective, poisson_plan, run_load,
 from tpengine.engine_args import EngineArgs
 from tpengine.errors import ConfigError, ServerError
 from tpengine.sampling_params import SamplingParams
-from tpengine.server.grpc.health import READINESS
+from tpengine.server.grpc.proto import READINESS
 
 EVENT_LOOP = "event loop"
 ENGINE = "engine"

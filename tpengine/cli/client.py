@@ -28,7 +28,7 @@ from tpengine.host import streamed_text
 from tpengine.options import Options, option
 from tpengine.sampling_params import SamplingParams
 from tpengine.server.auth import read_tokens
-from tpengine.server.grpc.health import LIVENESS, READINESS
+from tpengine.server.grpc.proto import LIVENESS, READINESS
 
 EPILOG = """\
 Examples:

@@ -1,4 +1,4 @@
-"""The typed client and its commands: the engine's own words from afar, and bounded waits."""
+"""The client and its commands: outputs and errors of the engine, and bounded waits."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from typing import Any
 
 import pytest
 from grpc import StatusCode
+from server.guarded import guarded_server
 from support.engines import greedy
 from support.processors import Stopwatch
 from support.server_process import ServerProcess, wait_until
 
-from server.guarded import guarded_server
 from tpengine import LLM, SamplingParams
 from tpengine.bench import serve
 from tpengine.cli.main import main
@@ -43,7 +43,7 @@ from tpengine.server.auth import Authenticator
 PROMPT = "Once upon a time"
 LONG = greedy(400)
 FREEZE_MARGIN_S = 3.0
-"""What it may take beside the two seconds."""
+"""Time in addition to the two seconds, on a loaded machine."""
 PATIENCE_S = 60.0
 EXAMPLES = Path(__file__).parent.parent.parent / "examples"
 
@@ -81,7 +81,7 @@ def test_outputs_are_those_of_the_engine(server: ServerProcess) -> None:
         mine = [got for part in parts for got in part.outputs if got.index == one.index]
         assert "".join(got.text for got in mine) == one.text
         assert [token for got in mine for token in got.token_ids] == one.token_ids
-        # It ends once, with its last message.
+        # Only the last message has a finish reason.
         reasons = [got.finish_reason for got in mine]
         assert reasons == [None] * (len(mine) - 1) + [one.finish_reason]
     assert [part.finished for part in parts] == [False] * (len(parts) - 1) + [True]
@@ -136,7 +136,7 @@ def test_errors_are_those_of_the_engine(
             assert late.value.where in ("queued", "prefill", "decode"), late.value
         with pytest.raises(ModelNotFoundError):
             await client.health("nothing")
-        assert not await client.abort("nobody")
+        assert not await client.abort("unknown")
         stream = client.stream(PROMPT, LONG, request_id="mine")
         await anext(stream)
         with pytest.raises(DuplicateRequestError):
@@ -160,7 +160,7 @@ def test_errors_are_those_of_the_engine(
 
 
 def test_an_abort_is_no_cancellation(tight: ServerProcess) -> None:
-    """grpc tells both in the same way, and a task that believes it was cancelled just ends."""
+    """grpc reports both alike, and a task that takes it for a cancellation ends silently."""
 
     async def talk(client: GenerationClient) -> None:
         stream = client.stream(PROMPT, LONG, request_id="gone")
@@ -174,7 +174,7 @@ def test_an_abort_is_no_cancellation(tight: ServerProcess) -> None:
 
 
 def test_leaving_a_stream_frees_its_blocks(server: ServerProcess) -> None:
-    """At once, not when the connection closes, the garbage is collected or the output is full."""
+    """At once, not only when the connection closes, the call is collected or the output is full."""
 
     def num_aborted() -> float:
         return server.metric("tpengine:request_success_total", finished_reason="abort")
@@ -283,13 +283,13 @@ def test_commands(server: ServerProcess, capsys: pytest.CaptureFixture[str]) -> 
     assert main(["client", "load", *load, *words, *where]) == 0
     assert "6 complete" in capsys.readouterr().out
     assert main(["client", "health", "--target", "127.0.0.1:1"]) == 1
-    nobody = capsys.readouterr().err
-    assert "ServerUnavailableError" in nobody
-    assert "start one with `tpengine serve`" in nobody
+    no_server = capsys.readouterr().err
+    assert "ServerUnavailableError" in no_server
+    assert "start one with `tpengine serve`" in no_server
     assert main(["client", "generate", "word " * 600, *words, *where]) == 1
     refused = capsys.readouterr()
     assert "InvalidPromptError" in refused.err
-    assert refused.out == ""  # not even the prompt: nobody has taken it
+    assert refused.out == ""  # not even the prompt: the server refused it
     assert main(["client", "generate", PROMPT, "--tls", *where]) == 1
     assert "does not speak TLS" in capsys.readouterr().err
 
@@ -384,7 +384,7 @@ def test_figures_of_a_load() -> None:
     ],
 )
 def test_a_cancellation_is_not_swallowed(code: StatusCode, words: str, kind: type) -> None:
-    """Its call may end in the same moment, in whatever way."""
+    """The call may end at the same moment, with any status."""
 
     class Ended:
         def done(self) -> bool:

@@ -1,4 +1,4 @@
-"""What the typed client is given: sent as in process, or refused by a typed error that names it."""
+"""Arguments of the client: sent with the meaning they have in process, or refused by name."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ from collections.abc import Callable, Coroutine
 from typing import Any
 
 import pytest
+from server.guarded import guarded_server
 from support.server_process import ServerProcess
 
-from server.guarded import guarded_server
 from tpengine import LLM, SamplingParams
 from tpengine.client.convert import to_request
 from tpengine.client.generation_client import ClientTLS, GenerationClient
@@ -27,7 +27,7 @@ from tpengine.server.auth import Authenticator
 PROMPT = "Once upon a time"
 HUGE = 2**40
 LONE = "\ud800"
-"""Half of a pair of surrogates, as a byte that is no UTF-8 becomes on a command line."""
+"""A lone surrogate: a byte on a command line that is not UTF-8 becomes one."""
 TOKEN = "a-token-of-enough-length"
 PATIENCE_S = 60.0
 
@@ -88,7 +88,7 @@ def test_parameters_that_do_not_fit(name: str, params: SamplingParams) -> None:
     ],
 )
 def test_arguments_that_cannot_be_sent(kind: type[RequestError], words: str, talk: Talk) -> None:
-    """Nobody listens there: what is refused is refused before."""
+    """No server runs there: the client refuses them itself."""
 
     async def refused(client: GenerationClient) -> None:
         with pytest.raises(kind, match=words):
@@ -98,7 +98,7 @@ def test_arguments_that_cannot_be_sent(kind: type[RequestError], words: str, tal
 
 
 def test_numbers_that_mean_the_same_are_sent(server: ServerProcess) -> None:
-    """In process they may be of any size."""
+    """In process these numbers may have any size."""
     params = SamplingParams(
         max_tokens=HUGE, seed=2**64 - 1, temperature=0.9, stop=["."], logprobs=0
     )
@@ -116,7 +116,7 @@ def test_numbers_that_mean_the_same_are_sent(server: ServerProcess) -> None:
 
 
 def test_any_time(server: ServerProcess) -> None:
-    """Infinity is no limit, and so is what no clock will see; what is below zero has passed."""
+    """Infinity and centuries are no limit; a negative time has passed already."""
     few = SamplingParams(max_tokens=2)
 
     async def talk(client: GenerationClient) -> None:

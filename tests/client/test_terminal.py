@@ -1,4 +1,4 @@
-"""The client's commands at a terminal: Ctrl-C, what is typed or piped in, token files, help."""
+"""The client's commands at a terminal: Ctrl-C, typed and piped input, token files, help."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ from typing import Any
 import grpc
 import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
+from server.guarded import guarded_server
 from support.server_process import ServerProcess
 
-from server.guarded import guarded_server
 from tpengine.cli.main import main
 from tpengine.server.auth import Authenticator
 
@@ -30,9 +30,9 @@ TOKEN = "a-token-of-enough-length"
 SHORT = ["--max-tokens", "4", "--temperature", "0"]
 START_S = 60.0
 END_S = 5.0
-"""A second, and what a machine that others use may add."""
+"""One second, plus the delay of a loaded machine."""
 REFUSED_S = 1.8
-"""The kernel says so within a millisecond; a silent host gets two seconds."""
+"""The kernel refuses within a millisecond; a silent host gets two seconds."""
 AT_A_TERMINAL = """
 import fcntl, signal, sys, termios
 fcntl.ioctl(0, termios.TIOCSCTTY, 0)
@@ -43,7 +43,7 @@ sys.exit(main(sys.argv[1:]))
 
 
 class Terminal:
-    """A process of `tpengine` that somebody watches and types to."""
+    """A process of `tpengine` at a terminal."""
 
     def __init__(self, *words: str) -> None:
         self._keys, theirs = pty.openpty()
@@ -61,7 +61,7 @@ class Terminal:
         os.write(self._keys, keys.encode())
 
     def read_until(self, words: str) -> str:
-        """What is shown, until these words are there."""
+        """The output until these words appear."""
         shown, deadline = "", time.monotonic() + START_S
         while words not in shown:
             assert time.monotonic() < deadline, shown
@@ -70,7 +70,7 @@ class Terminal:
         return shown
 
     def read_rest(self) -> str:
-        """What else it had shown when it ended."""
+        """The rest of the output until the process ends."""
         shown = b""
         while select.select([self._keys], [], [], 0.1)[0]:
             try:
@@ -80,7 +80,7 @@ class Terminal:
         return shown.decode()
 
     def close(self) -> None:
-        """Ends it whatever it does."""
+        """Kills the process."""
         if self.process.poll() is None:
             self.process.kill()
         self.process.wait(START_S)
@@ -243,7 +243,7 @@ def test_the_timeout_of_health(capsys: pytest.CaptureFixture[str]) -> None:
 def test_a_refused_connection_is_told_at_once(
     host: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    with socket.socket() as probe:  # bound, so that nobody else is there, and not listening
+    with socket.socket() as probe:  # bound but not listening: no server can be there
         probe.bind(("127.0.0.1", 0))
         begin = time.monotonic()
         target = f"{host}:{probe.getsockname()[1]}"
