@@ -37,7 +37,7 @@ ALLOWED_ROOMS = {
 PROTO = "tpengine.server.grpc.proto"
 # foreign package: where it may be imported
 HOMES = {
-    "ray": {"executor/launch", "executor/group"},
+    "ray": {"executor/launch"},
     "grpc": {"server", "client"},
     "grpc_tools": {"server/grpc"},
     "grpc_health": {"server/grpc", "client"},

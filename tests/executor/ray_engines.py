@@ -15,11 +15,10 @@ import pytest
 import ray
 
 from tpengine import EngineArgs, LLMEngine
-from tpengine.executor import group
 from tpengine.executor.group import Group
-from tpengine.executor.launch import spares
+from tpengine.executor.launch import actors
+from tpengine.executor.launch.actors import RayWorker
 from tpengine.executor.launch.ray_executor import RayExecutor
-from tpengine.executor.launch.ray_worker import RayWorker
 from tpengine.process_stat import start_ticks
 
 
@@ -106,29 +105,26 @@ def sabotaged_rank(rank: int | None, sabotage: Sabotage) -> Iterator[list[Any]]:
     module is imported; yields a list that gets every group's places."""
 
     class SabotagedWorker(RayWorker):
-        def join(self, own_rank: int, *args: Any) -> Any:
-            self.rank = own_rank
-            return super().join(own_rank, *args)
-
-        def create(self, config: Any) -> Any:
-            failure = super().create(config)
-            if rank in (None, self.rank):
+        def call(self, method: str, *args: Any, **kwargs: Any) -> Any:
+            answer = super().call(method, *args, **kwargs)
+            if method == "join":
+                self.own_rank = args[0]
+            if method == "create" and rank in (None, self.own_rank):
                 import tpengine.worker.worker as module
 
                 sabotage(module)
-            return failure
+            return answer
 
     places: list[Any] = []
-    start_actors = Group.start_actors
+    start = Group.start
 
     def noting(self: Group, *args: Any) -> None:
-        start_actors(self, *args)
+        start(self, *args)
         places.extend(self.places)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(group, "RayWorker", SabotagedWorker)
-        patch.setattr(spares, "RayWorker", SabotagedWorker)
-        patch.setattr(Group, "start_actors", noting)
+        patch.setattr(actors, "RayWorker", SabotagedWorker)
+        patch.setattr(Group, "start", noting)
         yield places
 
 

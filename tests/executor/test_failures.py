@@ -30,7 +30,7 @@ from tpengine.errors import (
     WorkerError,
 )
 from tpengine.executor import group
-from tpengine.executor.handshake import Listener
+from tpengine.executor.channel import Listener
 from tpengine.executor.launch import placement
 from tpengine.executor.launch.placement import Placement
 

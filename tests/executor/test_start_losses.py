@@ -20,11 +20,10 @@ from executor import ray_engines
 from executor.bare_ranks import bare_ranks
 from executor.ray_engines import ray_engine, sabotaged_rank
 from tpengine.errors import GroupLostError, PlacementError, RendezvousError, WorkerDiedError
-from tpengine.executor import group
-from tpengine.executor.launch import placement, start_times
+from tpengine.executor.launch import actors, placement, ray_executor
+from tpengine.executor.launch.actors import RayWorker
 from tpengine.executor.launch.placement import address_of
-from tpengine.executor.launch.ray_worker import RayWorker
-from tpengine.executor.launch.start_times import PROCESSES, StartTimes
+from tpengine.executor.launch.ray_executor import PROCESSES, StartTimes
 
 Wait = Callable[[Callable[[], bool], float], None]
 LEAST_S = 8.0
@@ -80,8 +79,8 @@ def test_rank_that_freezes_before_it_says_where_it_is(
     folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, wait_until: Wait
 ) -> None:
     """Nobody knows its process then: the rebuild gives up soon, and the next one goes well."""
-    monkeypatch.setattr(start_times, "_LEAST_S", LEAST_S)
-    monkeypatch.setattr(start_times, "_PATIENCE", 3.0)
+    monkeypatch.setattr(ray_executor, "_LEAST_APPEAR_S", LEAST_S)
+    monkeypatch.setattr(ray_executor, "_APPEAR_PATIENCE", 3.0)
     note = tmp_path / "pid"
     with bare_ranks(folder, 2) as ranks:
         expected = ranks.generate()
@@ -89,7 +88,7 @@ def test_rank_that_freezes_before_it_says_where_it_is(
         ranks.signal(0, signal.SIGKILL)
         wait_until(lambda: ranks.executor.loss is not None, 5.0)
         with monkeypatch.context() as patch:
-            patch.setattr(group, "RayWorker", frozen_at_birth(str(note)))
+            patch.setattr(actors, "RayWorker", frozen_at_birth(str(note)))
             start = time.monotonic()
             with pytest.raises(GroupLostError) as caught:
                 ranks.rebuild()
@@ -111,7 +110,7 @@ def test_patience_with_new_processes() -> None:
     assert times.appear_s == 600.0
     times.seconds[PROCESSES] = 1.0
     times.note_first()
-    assert times.appear_s == start_times._LEAST_S
+    assert times.appear_s == ray_executor._LEAST_APPEAR_S
     slow, bounded = StartTimes(600.0), StartTimes(10.0)
     for one in (slow, bounded):
         one.seconds[PROCESSES] = 30.0

@@ -7,8 +7,8 @@ import threading
 from tpengine.engine.llm_engine import LLMEngine
 from tpengine.engine_args import EngineArgs
 from tpengine.errors import EngineError
-from tpengine.executor.choice import create_executor
 from tpengine.executor.executor import Executor
+from tpengine.executor.local_executor import create_executor
 
 _END_S = 30.0
 

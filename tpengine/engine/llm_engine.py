@@ -24,8 +24,8 @@ from tpengine.engine.startup import count_blocks, make_block_manager, start_work
 from tpengine.engine.tokenizer import Tokenizer, load_tokenizer
 from tpengine.engine_args import EngineArgs
 from tpengine.errors import DuplicateRequestError, EngineError, GroupLostError, InvalidPromptError
-from tpengine.executor.choice import create_executor
 from tpengine.executor.executor import Executor
+from tpengine.executor.local_executor import create_executor
 from tpengine.outputs import RequestMetrics, RequestOutput
 from tpengine.sampling_params import SamplingParams
 from tpengine.scheduling.scheduler import Scheduler
