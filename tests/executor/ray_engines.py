@@ -16,7 +16,6 @@ import ray
 
 from tpengine import EngineArgs, LLMEngine
 from tpengine.executor.group import Group
-from tpengine.executor.launch import actors
 from tpengine.executor.launch.actors import RayWorker
 from tpengine.executor.launch.ray_executor import RayExecutor
 from tpengine.process_stat import start_ticks
@@ -95,6 +94,21 @@ def idle_cpu_s(
     return min(windows, key=lambda window: max(more for more, _ in window))
 
 
+def replace_ranks(patch: pytest.MonkeyPatch, actor_class: type[RayWorker]) -> None:
+    """Starts actors of this class where the package starts a `RayWorker`.
+
+    The package's own name stays, as an actor's process looks it up there.
+    """
+    remote = ray.remote
+
+    def replacing(*args: Any, **options: Any) -> Any:
+        if args == (RayWorker,):
+            args = (actor_class,)
+        return remote(*args, **options)
+
+    patch.setattr(ray, "remote", replacing)
+
+
 Sabotage = Callable[[Any], None]
 """Changes the module `tpengine.worker.worker` in the process of one rank."""
 
@@ -123,7 +137,7 @@ def sabotaged_rank(rank: int | None, sabotage: Sabotage) -> Iterator[list[Any]]:
         places.extend(self.places)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(actors, "RayWorker", SabotagedWorker)
+        replace_ranks(patch, SabotagedWorker)
         patch.setattr(Group, "start", noting)
         yield places
 

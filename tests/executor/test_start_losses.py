@@ -18,9 +18,9 @@ from support.zoo import PLAIN
 
 from executor import ray_engines
 from executor.bare_ranks import bare_ranks
-from executor.ray_engines import ray_engine, sabotaged_rank
+from executor.ray_engines import ray_engine, replace_ranks, sabotaged_rank
 from tpengine.errors import GroupLostError, PlacementError, RendezvousError, WorkerDiedError
-from tpengine.executor.launch import actors, placement, ray_executor
+from tpengine.executor.launch import placement, ray_executor
 from tpengine.executor.launch.actors import RayWorker
 from tpengine.executor.launch.placement import address_of
 from tpengine.executor.launch.ray_executor import PROCESSES, StartTimes
@@ -88,7 +88,7 @@ def test_rank_that_freezes_before_it_says_where_it_is(
         ranks.signal(0, signal.SIGKILL)
         wait_until(lambda: ranks.executor.loss is not None, 5.0)
         with monkeypatch.context() as patch:
-            patch.setattr(actors, "RayWorker", frozen_at_birth(str(note)))
+            replace_ranks(patch, frozen_at_birth(str(note)))
             start = time.monotonic()
             with pytest.raises(GroupLostError) as caught:
                 ranks.rebuild()
