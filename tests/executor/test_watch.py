@@ -166,7 +166,7 @@ watch.FENCE_S = 2.0
 port, secret = int(sys.argv[1]), b"s" * 32
 steps = connect(("127.0.0.1", port), secret, 0, 3, 5.0)
 control = connect(("127.0.0.1", port), secret, 1, 3, 5.0)
-watch.Heartbeat(0, control, steps, watch.Progress()).start()
+watch.Heartbeat(0, control, steps).start()
 print("ready", flush=True)
 threading.Event().wait(60.0)  # a worker that hangs
 """
@@ -238,10 +238,10 @@ from tpengine.executor.channel import connect
 watch._STUCK_S = 1.0
 port, secret = int(sys.argv[1]), b"s" * 32
 steps, control = (connect(("127.0.0.1", port), secret, rank, 3, 5.0) for rank in range(2))
-progress = watch.Progress()
-progress.begin("create")
-progress.end()
-watch.Heartbeat(0, control, steps, progress).start()
+heartbeat = watch.Heartbeat(0, control, steps)
+with heartbeat.during(watch.Doing("create")):
+    pass
+heartbeat.start()
 def hold_the_lock():
     ctypes.PyDLL(None).sleep(60)
 time.sleep(0.2)  # for the first heartbeat

@@ -18,8 +18,14 @@ from typing import TYPE_CHECKING, Any
 from tpengine import envs
 from tpengine.executor.channel import Channel, ChannelError, Frame, FrameKind, connect
 from tpengine.executor.codec import decode_step, encode
-from tpengine.executor.diagnosis import DRIVER_GONE, LastLines, RankFailure, RankPlace
-from tpengine.executor.watch import Heartbeat, Progress, end_process
+from tpengine.executor.diagnosis import (
+    DRIVER_GONE,
+    Doing,
+    LastLines,
+    RankFailure,
+    RankPlace,
+)
+from tpengine.executor.watch import Heartbeat, end_process
 from tpengine.logger import init_logger
 from tpengine.messages import StepOutput
 
@@ -45,8 +51,7 @@ class Rank:
         self._log = LastLines()
         init_logger("tpengine")
         logging.getLogger("tpengine").addHandler(self._log)
-        self._progress = Progress()
-        self._steps: Channel | None = None
+        self._heartbeat: Heartbeat | None = None
         self._worker: Worker | None = None
         self._calls: queue.SimpleQueue[tuple[str, Any, Any, queue.SimpleQueue[Any]]]
         self._calls = queue.SimpleQueue()
@@ -60,7 +65,7 @@ class Rank:
         """
         if method == "join":
             return self._join(*args)
-        assert self._steps is not None, f"{method} before join"
+        assert self._heartbeat is not None, f"{method} before join"
         answer: queue.SimpleQueue[Any] = queue.SimpleQueue()
         self._calls.put((method, args, kwargs, answer))
         os.eventfd_write(self._called, 1)
@@ -77,18 +82,17 @@ class Rank:
         """
         self._rank = rank
         try:
-            self._steps = connect(address, secret, rank, epoch, wait_s, 0)
+            steps = connect(address, secret, rank, epoch, wait_s, 0)
             control = connect(address, secret, rank, epoch, wait_s, 1)
         except ChannelError as error:
             return self._failure(error, "join")
-        Heartbeat(rank, control, self._steps, self._progress, wait_s).start()
-        thread = threading.Thread(
-            target=self._serve, args=(self._steps,), name="tpengine-worker", daemon=True
-        )
-        thread.start()
+        self._heartbeat = Heartbeat(rank, control, steps, wait_s)
+        self._heartbeat.start()
+        args = steps, self._heartbeat
+        threading.Thread(target=self._serve, args=args, name="tpengine-worker", daemon=True).start()
         return None
 
-    def _serve(self, steps: Channel) -> None:
+    def _serve(self, steps: Channel, heartbeat: Heartbeat) -> None:
         """Runs in the worker's thread until the process ends."""
         poll = select.poll()
         poll.register(steps.fileno(), select.POLLIN)
@@ -97,41 +101,41 @@ class Rank:
             while True:
                 poll.poll()  # the channel's keep-alive ends it when the link is lost
                 while (frame := steps.take()) is not None:
-                    self._step(steps, frame)
-                self._answer_calls()
+                    with heartbeat.during(Doing("execute_model", frame.step)):
+                        kind, payload = self._step(frame)
+                    steps.send(kind, frame.step, payload, _SEND_TIMEOUT_S)
+                self._answer_calls(heartbeat)
         except ChannelError as error:
             end_process(self._rank, DRIVER_GONE, f"the driver is gone: {error}")
 
-    def _answer_calls(self) -> None:
+    def _answer_calls(self, heartbeat: Heartbeat) -> None:
         with contextlib.suppress(BlockingIOError):
             os.eventfd_read(self._called)
         while not self._calls.empty():
             method, args, kwargs, answer = self._calls.get()
-            self._progress.begin(method)
-            result: Any = None
-            try:
-                if method == "create":
-                    self._worker = import_worker()(args[0], rank=self._rank)
-                else:
-                    result = getattr(self._require_worker(), method)(*args, **kwargs)
-            except BaseException as error:
-                result = self._failure(error, method)
-            self._progress.end()
+            with heartbeat.during(Doing(method)):
+                result = self._run(method, args, kwargs)
             answer.put(result)
 
-    def _step(self, steps: Channel, frame: Frame) -> None:
-        kind, payload = FrameKind.OUTPUT, b""
-        self._progress.begin("execute_model", frame.step)
+    def _run(self, method: str, args: Any, kwargs: Any) -> Any:
+        try:
+            if method == "create":
+                self._worker = import_worker()(args[0], rank=self._rank)
+                return None
+            return getattr(self._require_worker(), method)(*args, **kwargs)
+        except BaseException as error:
+            return self._failure(error, method)
+
+    def _step(self, frame: Frame) -> tuple[FrameKind, bytes]:
         try:
             step = decode_step(frame.payload)
             output = self._require_worker().execute_model(step)
             # The other ranks' samples are the same; their empty answer says that they are done.
-            payload = encode(output if self._rank == 0 else StepOutput(step.step, []))
+            answer = output if self._rank == 0 else StepOutput(step.step, [])
+            return FrameKind.OUTPUT, encode(answer)
         except BaseException as error:
-            kind = FrameKind.FAILURE
-            payload = encode(self._failure(error, f"step {frame.step}").to_fields())
-        self._progress.end()
-        steps.send(kind, frame.step, payload, _SEND_TIMEOUT_S)
+            failure = self._failure(error, f"step {frame.step}")
+            return FrameKind.FAILURE, encode(failure.to_fields())
 
     def _require_worker(self) -> Worker:
         assert self._worker is not None, "the worker was not created"

@@ -9,12 +9,13 @@ gone or silent.
 
 from __future__ import annotations
 
+import contextlib
 import faulthandler
 import os
 import select
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 from tpengine import leftovers
 from tpengine.errors import EngineError
@@ -23,6 +24,8 @@ from tpengine.executor.codec import decode_plain
 from tpengine.executor.diagnosis import (
     DRIVER_GONE,
     DRIVER_SILENT,
+    IDLE,
+    Doing,
     Failure,
     RankFailure,
     RanksFailedError,
@@ -303,35 +306,6 @@ class RankWatch(threading.Thread):
         return True
 
 
-class Progress:
-    """What a rank is doing; its worker's thread writes it.
-
-    Attributes:
-        phase: the worker's method, or idle.
-        step: the step that runs; 0: no step runs.
-    """
-
-    def __init__(self) -> None:
-        self.phase = "idle"
-        self.step = 0
-        self._imported = threading.Event()
-
-    def begin(self, phase: str, step: int = 0) -> None:
-        """Enters a phase."""
-        self.phase, self.step = phase, step
-
-    def end(self) -> None:
-        """Returns to idle."""
-        if self.phase == "create":
-            self._imported.set()
-        self.phase, self.step = "idle", 0
-
-    @property
-    def is_imported(self) -> bool:
-        """Whether the long imports are done, during which Python may run no other thread."""
-        return self._imported.is_set()
-
-
 class Heartbeat(threading.Thread):
     """The rank's side: sends heartbeats, whatever the worker is doing, and ends the process when
     one of its two channels closes or the driver is silent.
@@ -342,19 +316,26 @@ class Heartbeat(threading.Thread):
     """
 
     def __init__(
-        self,
-        rank: int,
-        control: Channel,
-        steps: Channel,
-        progress: Progress,
-        first_word_s: float = FENCE_S,
+        self, rank: int, control: Channel, steps: Channel, first_word_s: float = FENCE_S
     ) -> None:
         super().__init__(name="tpengine-heartbeat", daemon=True)
         self._rank = rank
         self._control = control
         self._steps = steps
-        self._progress = progress
         self._first_word_s = first_word_s
+        self._doing = IDLE
+        self._has_imported = False
+
+    @contextlib.contextmanager
+    def during(self, doing: Doing) -> Iterator[None]:
+        """What the heartbeats say meanwhile; used by the worker's thread."""
+        self._doing = doing
+        try:
+            yield
+        finally:
+            self._doing = IDLE
+            if doing.phase == "create":
+                self._has_imported = True
 
     def run(self) -> None:
         """Runs until the process ends."""
@@ -385,11 +366,11 @@ class Heartbeat(threading.Thread):
                 )
 
     def _send(self) -> None:
-        if self._progress.is_imported:
+        if self._has_imported:  # imports may hold Python's lock for long
             # A timer in C: it needs no lock of Python's, and it writes the stacks to the log.
             faulthandler.dump_traceback_later(_STUCK_S, exit=True, file=2)
-        phase, step = self._progress.phase, self._progress.step
-        self._control.send(FrameKind.HEARTBEAT, step, phase.encode(), FENCE_S)
+        doing = self._doing
+        self._control.send(FrameKind.HEARTBEAT, doing.step or 0, doing.phase.encode(), FENCE_S)
 
 
 def end_process(rank: int, code: int, reason: str) -> None:
