@@ -48,7 +48,7 @@ def is_alive(engine_places: list[Any]) -> list[bool]:
 
 
 def free_cpus() -> float:
-    """CPUs of the cluster that nobody holds."""
+    """CPUs of the cluster that are free."""
     return float(ray.available_resources().get("CPU", 0.0))
 
 
@@ -68,16 +68,16 @@ def idle_cpu_s(
     many actors of Ray's that do nothing at all, and what this process takes.
 
     Others' work that is not over yet only adds to it: of up to three windows the quietest counts,
-    the first in which nobody takes `limit_s`.
+    the first in which each stays below `limit_s`.
     """
 
-    class Nobody:
+    class Idle:
         def pid(self) -> int:
             return os.getpid()
 
     ranks = [[place.pid for place in executor_of(engine).places] for engine in engines]
-    nobodies = [ray.remote(num_cpus=0)(Nobody).remote() for _ in ranks[0]]
-    bare = ray.get([nobody.pid.remote() for nobody in nobodies], timeout=60.0)
+    idlers = [ray.remote(num_cpus=0)(Idle).remote() for _ in ranks[0]]
+    bare = ray.get([idler.pid.remote() for idler in idlers], timeout=60.0)
     windows = []
     for _ in range(3):
         time.sleep(0.5)
@@ -89,8 +89,8 @@ def idle_cpu_s(
         windows.append([(sum(spent[pid] for pid in pids) - nothing, own) for pids in ranks])
         if all(more < limit_s for more, _ in windows[-1]):
             break
-    for nobody in nobodies:
-        ray.kill(nobody)
+    for idler in idlers:
+        ray.kill(idler)
     return min(windows, key=lambda window: max(more for more, _ in window))
 
 
@@ -215,7 +215,7 @@ def exit_with_7() -> None:
 
 
 def sleep_long() -> None:
-    """Beats go on, the step does not."""
+    """Heartbeats go on, the step does not."""
     time.sleep(60.0)
 
 

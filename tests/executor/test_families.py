@@ -32,7 +32,7 @@ NUM_TOKENS = 40
 BLOCK_SIZE = 16
 LONGEST = max(LENGTHS) + NUM_TOKENS
 JUST_ONE = -(-LONGEST // BLOCK_SIZE) + 1
-"""Blocks that hold the longest sequence and hardly anything beside it."""
+"""Blocks that hold the longest sequence and hardly anything else."""
 JUST_THREE = 18
 """Likewise for three sequences of one request, which share a prompt."""
 FAMILIES = {

@@ -23,7 +23,7 @@ from tpengine.executor.watch import FENCE_S, HEARTBEAT_S
 
 Wait = Callable[[Callable[[], bool], float], None]
 PATIENCE_S = 30.0
-"""For what only has to come, where others want the cores."""
+"""For an event that only has to come, when other programs use the cores."""
 
 
 @pytest.fixture
@@ -46,7 +46,7 @@ def test_spares_become_ranks(folder: Path, wait_until: Wait) -> None:
         spares = ranks.spare_processes()
         lose(ranks, wait_until)
         ranks.rebuild()
-        assert not ranks.has_spares, "the next ones would take the cores from those who wait"
+        assert not ranks.has_spares, "the next spares would take the cores from waiting requests"
         assert sorted(place.process for place in ranks.executor.places) == sorted(spares)
         wait_until(lambda: free_cpus() == ray.cluster_resources()["CPU"] - 2, 5.0)  # still reserved
         times = ranks.executor.start_times_s
