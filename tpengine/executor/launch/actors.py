@@ -91,17 +91,17 @@ class _ActorCalls:
     """See `group.Calls`.
 
     Args:
-        refs: Ray's references to the answers, by rank.
+        refs: Ray's references to the answers, by rank or another key.
     """
 
-    def __init__(self, refs: Mapping[int, Any]) -> None:
-        self._rank_of = {ref: rank for rank, ref in refs.items()}
+    def __init__(self, refs: Mapping[Any, Any]) -> None:
+        self._key_of = {ref: key for key, ref in refs.items()}
 
-    def wait(self, timeout_s: float) -> dict[int, Any]:
-        if not self._rank_of:
+    def wait(self, timeout_s: float) -> dict[Any, Any]:
+        if not self._key_of:
             return {}
-        ready, _ = ray.wait(list(self._rank_of), timeout=timeout_s)
-        return {self._rank_of.pop(ref): self._answer(ref) for ref in ready}
+        ready, _ = ray.wait(list(self._key_of), timeout=timeout_s)
+        return {self._key_of.pop(ref): self._answer(ref) for ref in ready}
 
     @staticmethod
     def _answer(ref: Any) -> Any:
@@ -117,9 +117,9 @@ class RayLauncher:
     """Starts the ranks of one group as actors, one per bundle; see `group.Launcher`.
 
     Args:
-        environment: variables of the driver for the actors.
-        spares: by index of the bundle: an actor and its devices; None: a new one is started.
-        driver_node_id: whose ranks come first.
+        spares: by index of the bundle: an actor; None: a new one is started.
+        spare_devices: by index of the bundle: the devices that a spare gets there.
+        driver_node_id: the node whose ranks come first.
 
     Attributes:
         bundle_devices: of each bundle's rank; empty until the ranks have told where they are.
@@ -129,8 +129,8 @@ class RayLauncher:
         self,
         placement: Placement,
         bundle: dict[str, float],
-        environment: dict[str, str],
-        spares: Sequence[tuple[Any, tuple[str, ...]] | None],
+        spares: Sequence[Any | None],
+        spare_devices: Sequence[tuple[str, ...]],
         driver_node_id: str,
         agents: Agents,
     ) -> None:
@@ -138,15 +138,16 @@ class RayLauncher:
         self.bundle_devices: list[tuple[str, ...]] = []
         self._placement = placement
         self._bundle = bundle
-        self._environment = environment
         self._spares = spares
+        self._spare_devices = spare_devices
         self._driver_node_id = driver_node_id
         self._actors: list[Any] = []
 
     def start(self) -> _ActorCalls:
         refs = {}
         for index, spare in enumerate(self._spares):
-            actor, devices = spare or (self._start_actor(index), None)
+            devices = None if spare is None else self._spare_devices[index]
+            actor = self._start_actor(index) if spare is None else spare
             self._actors.append(actor)
             refs[index] = actor.describe.remote(devices)
         return _ActorCalls(refs)
@@ -161,7 +162,7 @@ class RayLauncher:
                 max_restarts=0,
                 max_task_retries=0,
             )
-            .remote(self._environment)
+            .remote(envs.for_ranks())
         )
 
     def order(self, places: Sequence[RankPlace]) -> list[RankPlace]:
@@ -271,17 +272,15 @@ class Agents:
     ) -> tuple[set[str], set[str]]:
         """(nodes that gave no answer, nodes whose agent's process is gone)."""
         deadline = time.monotonic() + timeout_s
-        node_of = {self._actors[node_id].ping.remote(): node_id for node_id in node_ids}
-        waiting, dead = list(node_of), set()
-        while waiting and time.monotonic() < deadline:
+        calls = _ActorCalls({node_id: self._actors[node_id].ping.remote() for node_id in node_ids})
+        silent, dead = set(node_ids), set()
+        while silent and time.monotonic() < deadline:
             check()
-            ready, waiting = ray.wait(waiting, timeout=_CHECK_S)
-            for ref in ready:
-                try:
-                    ray.get(ref, timeout=ANSWER_S)
-                except RayError:  # also if the agent can never be scheduled
-                    dead.add(node_of[ref])
-        return {node_of[ref] for ref in waiting}, dead
+            for node_id, answer in calls.wait(_CHECK_S).items():
+                silent.discard(node_id)
+                if isinstance(answer, ChannelError):  # also if the agent can never be scheduled
+                    dead.add(node_id)
+        return silent, dead
 
     def _forget(self, node_id: str) -> None:
         with contextlib.suppress(RayError):

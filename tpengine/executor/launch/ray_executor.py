@@ -277,7 +277,7 @@ class RayExecutor(Executor):
     def _is_connected(self) -> bool:
         return self._connection is not None and self._connection.is_alive
 
-    def _replace_placement(self, silent: set[str], lost: Group) -> list[tuple[str, ...] | None]:
+    def _replace_placement(self, silent: set[str], lost: Group) -> list[tuple[str, ...]] | None:
         """Makes sure of bundles on nodes that answer.
 
         Returns:
@@ -290,11 +290,9 @@ class RayExecutor(Executor):
             lost.end(orderly=False, silent=silent)
         if placement is old and self._launcher is not None and self._launcher.bundle_devices:
             return list(self._launcher.bundle_devices)
-        return [None if self._config.device == "cuda" else ()] * len(placement.node_ids)
+        return None if self._config.device == "cuda" else [()] * len(placement.node_ids)
 
-    def _start_group(
-        self, epoch: int, spare_devices: list[tuple[str, ...] | None] | None = None
-    ) -> None:
+    def _start_group(self, epoch: int, spare_devices: list[tuple[str, ...]] | None = None) -> None:
         """Starts the ranks up to their loaded weights.
 
         Args:
@@ -303,15 +301,11 @@ class RayExecutor(Executor):
         placement = self._placement
         assert placement is not None, "ranks before their places"
         with self._times.phase(PROCESSES):
-            spares: list[tuple[Any, tuple[str, ...]] | None] = [None] * len(placement.node_ids)
-            if spare_devices is not None and None not in spare_devices and self._may_use_spares:
-                taken = self._spares.take(placement.node_ids)
-                spares = [
-                    None if actor is None else (actor, devices or ())
-                    for actor, devices in zip(taken, spare_devices, strict=True)
-                ]
+            spares: list[Any | None] = [None] * len(placement.node_ids)
+            if spare_devices is not None and self._may_use_spares:
+                spares = self._spares.take(placement.node_ids)
             self._launcher = RayLauncher(
-                placement, self._bundle, envs.for_ranks(), spares, self._node_id, self._agents
+                placement, self._bundle, spares, spare_devices or [], self._node_id, self._agents
             )
             self._group = group = Group(
                 epoch,
