@@ -17,7 +17,7 @@ ctypes.CDLL(None).syscall(60, 0)  # ends this thread alone
 """
 
 
-def test_one_that_nobody_has_asked_how_it_ended() -> None:
+def test_process_that_is_not_reaped() -> None:
     process = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)
     try:
         assert start_ticks(process.pid) is not None

@@ -1,4 +1,4 @@
-"""A request that kills every rank fails by its name; accidents fail no request."""
+"""A request that ends every rank fails by its name; other losses fail no request."""
 
 from __future__ import annotations
 
@@ -103,7 +103,7 @@ def check_poison(poison: Answer) -> None:
 
 
 def test_three_kills_in_a_row(engine: LLMEngine, crowd: Crowd) -> None:
-    """Each as soon as there are ranks again; no request fails."""
+    """Each as soon as there are ranks again; no request fails for it."""
     crowd.fill()
     with killer(engine, ["prefill"] * 3, seed=5, max_countdown=0) as found:
         deadline = time.monotonic() + PATIENCE_S

@@ -21,8 +21,8 @@ from tpengine.engine.llm_engine import LLMEngine
 from tpengine.engine.requests import CheckedRequest
 from tpengine.engine_args import EngineArgs
 from tpengine.errors import EngineError, RequestError, RequestFailedError
-from tpengine.executor.choice import create_executor
 from tpengine.executor.executor import Executor
+from tpengine.executor.local_executor import create_executor
 from tpengine.logger import init_logger
 from tpengine.outputs import RequestOutput
 

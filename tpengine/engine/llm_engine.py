@@ -33,8 +33,8 @@ from tpengine.engine.stats import (
 from tpengine.engine.tokenizer import Tokenizer, load_tokenizer
 from tpengine.engine_args import EngineArgs
 from tpengine.errors import EngineError, GroupLostError, InvalidPromptError
-from tpengine.executor.choice import create_executor
 from tpengine.executor.executor import Executor
+from tpengine.executor.local_executor import create_executor
 from tpengine.host import DeferredInterrupt
 from tpengine.outputs import RequestMetrics, RequestOutput
 from tpengine.sampling_params import SamplingParams

@@ -12,30 +12,22 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 from support.processors import Stopwatch
 
-from tpengine.config import RayConfig
-from tpengine.errors import EngineError
-from tpengine.executor import channel as transport
-from tpengine.executor import handshake
+from executor.channels import EPOCH, SECRET, TIMEOUT_S
+from tpengine.executor import channel as channel_module
 from tpengine.executor.channel import (
     Channel,
     ChannelClosedError,
     ChannelError,
     ChannelTimeoutError,
     FrameKind,
+    Listener,
+    connect,
 )
-from tpengine.executor.codec import encode
-from tpengine.executor.exchange import StepExchange, StepFailedError
-from tpengine.executor.failures import RankFailure
-from tpengine.executor.handshake import Listener, connect
-from tpengine.executor.launch.node_agent import Agents
-
-SECRET = b"s" * 32
-TIMEOUT_S = 5.0
 
 
 @pytest.fixture
 def listener() -> Iterator[Listener]:
-    listener = Listener("127.0.0.1", SECRET, 3)
+    listener = Listener("127.0.0.1", SECRET, EPOCH)
     yield listener
     listener.close()
 
@@ -45,7 +37,7 @@ def open_group(listener: Listener, size: int) -> tuple[list[Channel], list[Chann
     with ThreadPoolExecutor(1) as pool:
         accepted = pool.submit(listener.accept, size, TIMEOUT_S)
         ranks = {
-            rank: connect(listener.address, SECRET, rank, 3, TIMEOUT_S)
+            rank: connect(listener.address, SECRET, rank, EPOCH, TIMEOUT_S)
             for rank in reversed(range(size))
         }
         return accepted.result(TIMEOUT_S), [ranks[rank] for rank in range(size)]
@@ -76,8 +68,8 @@ def test_frames_arrive_whole_and_in_order(listener: Listener) -> None:
 
 
 def test_strangers_are_turned_away(listener: Listener) -> None:
-    """One is silent, one talks nonsense, one has the wrong secret, one the wrong epoch, one claims
-    a rank that there is not; the right one still gets in at once."""
+    """One is silent, one sends nonsense, one has the wrong secret, one the wrong epoch, one claims
+    a rank that does not exist; the right one still connects at once."""
     with ThreadPoolExecutor(2) as pool:
         accepted = pool.submit(listener.accept, 1, TIMEOUT_S)
         silent = socket.create_connection(listener.address)
@@ -95,35 +87,34 @@ def test_strangers_are_turned_away(listener: Listener) -> None:
     assert driver[0].receive(TIMEOUT_S).payload == b"yes"
     with pytest.raises(ChannelClosedError):
         with_wrong_rank.receive(TIMEOUT_S)
-    silent.settimeout(handshake.HANDSHAKE_TIMEOUT_S + 1.0)
+    silent.settimeout(channel_module.HANDSHAKE_TIMEOUT_S + 1.0)
     assert len(silent.recv(100)) == 32
-    assert silent.recv(100) == b"", "a silent stranger is not kept for ever"
+    assert silent.recv(100) == b"", "a silent stranger is disconnected"
     silent.close()
     babbler.close()
     close_all([right, with_wrong_rank, *driver])
 
 
-def test_late_rank_does_not_keep_the_first_from_its_second_channel(
+def test_late_rank_does_not_delay_the_second_channel_of_the_first(
     listener: Listener, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """It may come later than a handshake may take, as on a node that still starts its process."""
-    monkeypatch.setattr(handshake, "HANDSHAKE_TIMEOUT_S", 0.3)
-    second = Listener("127.0.0.1", SECRET, 3)
+    monkeypatch.setattr(channel_module, "HANDSHAKE_TIMEOUT_S", 0.3)
 
     def join(rank: int) -> list[Channel]:
         time.sleep(rank * 0.8)
-        return [connect(one.address, SECRET, rank, 3, TIMEOUT_S) for one in (listener, second)]
+        return [
+            connect(listener.address, SECRET, rank, EPOCH, TIMEOUT_S, index) for index in range(2)
+        ]
 
     with ThreadPoolExecutor(2) as pool:
         ranks = [pool.submit(join, rank) for rank in range(2)]
-        accepted = handshake.accept_all([listener, second], 2, TIMEOUT_S)
-        joined = [rank.result(TIMEOUT_S) for rank in ranks]
-    second.close()
-    for rank, mine in enumerate(joined):
-        for kind, channel in enumerate(mine):
-            channel.send(FrameKind.OUTPUT, 1, bytes([rank, kind]), TIMEOUT_S)
-            assert accepted[kind][rank].receive(TIMEOUT_S).payload == bytes([rank, kind])
-    close_all([channel for channels in (*accepted, *joined) for channel in channels])
+        accepted = listener.accept(2, TIMEOUT_S, per_rank=2)
+        joined = [channel for rank in ranks for channel in rank.result(TIMEOUT_S)]
+    for number, (mine, drivers) in enumerate(zip(joined, accepted, strict=True)):
+        mine.send(FrameKind.OUTPUT, 1, bytes([number]), TIMEOUT_S)
+        assert drivers.receive(TIMEOUT_S).payload == bytes([number])
+    close_all(accepted + joined)
 
 
 def test_handshake_that_failed_is_tried_again(listener: Listener) -> None:
@@ -176,12 +167,12 @@ def test_missing_ranks_are_named(listener: Listener) -> None:
     "head",
     [
         b"HTTP" + b"\0" * 20,
-        struct.pack("<4sIIIQ", b"tpe1", transport.MAX_FRAME_BYTES + 1, 1, 3, 1),
+        struct.pack("<4sIIIQ", b"tpe1", channel_module.MAX_FRAME_BYTES + 1, 1, 3, 1),
         struct.pack("<4sIIIQ", b"tpe1", 4, 99, 3, 1),
     ],
     ids=["foreign", "too long", "unknown kind"],
 )
-def test_what_is_no_frame_is_refused(listener: Listener, head: bytes) -> None:
+def test_other_data_than_frames_is_refused(listener: Listener, head: bytes) -> None:
     driver, ranks = open_group(listener, 1)
     ranks[0]._sock.sendall(head)
     with pytest.raises(ChannelError, match="not a frame"):
@@ -193,128 +184,19 @@ def test_too_long_a_message_is_not_sent(
     listener: Listener, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     driver, ranks = open_group(listener, 1)
-    monkeypatch.setattr(transport, "MAX_FRAME_BYTES", 100)
+    monkeypatch.setattr(channel_module, "MAX_FRAME_BYTES", 100)
     with pytest.raises(ChannelError, match="101 bytes"):
         driver[0].send(FrameKind.STEP, 1, b"x" * 101, TIMEOUT_S)
     close_all(driver + ranks)
 
 
-def test_send_to_one_who_does_not_read_ends(listener: Listener) -> None:
+def test_send_to_a_peer_that_does_not_read_ends(listener: Listener) -> None:
     driver, ranks = open_group(listener, 1)
     watch = Stopwatch()
     with pytest.raises(ChannelError):
         driver[0].send(FrameKind.STEP, 1, b"x" * (64 << 20), 0.3)
     assert watch.own_s < 2.0
     close_all(driver + ranks)
-
-
-class EchoRanks:
-    """Ranks in threads that answer each step as `answer` says."""
-
-    def __init__(self, channels: list[Channel], answer) -> None:
-        self._threads = [
-            threading.Thread(target=self._serve, args=(rank, channel, answer), daemon=True)
-            for rank, channel in enumerate(channels)
-        ]
-        for thread in self._threads:
-            thread.start()
-
-    @staticmethod
-    def _serve(rank: int, channel: Channel, answer) -> None:
-        try:
-            while True:
-                answer(rank, channel, channel.receive(TIMEOUT_S))
-        except ChannelError:
-            channel.close()
-
-
-def failure(rank: int, type_name: str) -> bytes:
-    return encode(RankFailure(rank, "here", "step 1", type_name, "text", "", []).to_fields())
-
-
-def test_step_reaches_all_and_late_answers_are_dropped(listener: Listener) -> None:
-    driver, ranks = open_group(listener, 3)
-
-    def answer(rank: int, channel: Channel, frame) -> None:
-        channel.send(FrameKind.OUTPUT, frame.step - 1, b"late", TIMEOUT_S)
-        channel.send(FrameKind.OUTPUT, frame.step, frame.payload + bytes([rank]), TIMEOUT_S)
-
-    EchoRanks(ranks, answer)
-    exchange = StepExchange(driver, 3)
-    for step in range(1, 50):
-        assert exchange.run(step, b"p", TIMEOUT_S) == [b"p\0", b"p\1", b"p\2"]
-    exchange.close()
-
-
-def test_failing_rank_is_heard_at_once(listener: Listener) -> None:
-    """Rank 0 only says, and first, that another one has gone; rank 2 says nothing."""
-    driver, ranks = open_group(listener, 3)
-
-    def answer(rank: int, channel: Channel, frame) -> None:
-        if rank == 0:
-            channel.send(FrameKind.FAILURE, frame.step, failure(0, "CollectiveError"), TIMEOUT_S)
-        elif rank == 1:
-            time.sleep(0.05)
-            channel.send(FrameKind.FAILURE, frame.step, failure(1, "ValueError"), TIMEOUT_S)
-
-    EchoRanks(ranks, answer)
-    watch = Stopwatch()
-    with pytest.raises(StepFailedError) as caught:
-        StepExchange(driver, 3).run(1, b"p", TIMEOUT_S)
-    assert watch.own_s < 1.0
-    assert list(caught.value.failures) == [0, 1]
-    close_all(driver)
-
-
-def test_closed_channel_and_deadline(listener: Listener) -> None:
-    driver, ranks = open_group(listener, 2)
-    EchoRanks(ranks[:1], lambda rank, channel, frame: None)
-    exchange = StepExchange(driver, 2)
-    with pytest.raises(StepFailedError) as caught:
-        exchange.run(1, b"p", 0.3)
-    assert {r: type(e) for r, e in caught.value.failures.items()} == {
-        0: ChannelTimeoutError,
-        1: ChannelTimeoutError,
-    }
-    ranks[1].close()
-    watch = Stopwatch()
-    with pytest.raises(StepFailedError) as caught:
-        exchange.run(2, b"p", TIMEOUT_S)
-    assert watch.own_s < 1.0
-    assert isinstance(caught.value.failures[1], ChannelClosedError)
-    close_all(driver)
-
-
-def test_step_that_is_ended_by_another_thread(listener: Listener) -> None:
-    """Its ranks do not answer, and their channels close under it."""
-    driver, ranks = open_group(listener, 2)
-    exchange = StepExchange(driver, 3)
-    closing = threading.Timer(0.2, exchange.close)
-    closing.start()
-    with pytest.raises(StepFailedError) as caught:
-        exchange.run(1, b"p", TIMEOUT_S)
-    closing.join(TIMEOUT_S)
-    assert all(isinstance(e, ChannelClosedError) for e in caught.value.failures.values())
-    close_all(ranks)
-
-
-def test_group_that_is_ended_in_a_step(listener: Listener) -> None:
-    """Whoever waits for the step learns that it was no loss."""
-    pytest.importorskip("ray")
-    from tpengine.executor.group import Group
-
-    driver, ranks = open_group(listener, 1)
-    group = Group(3, None, RayConfig(), Agents("here"), lambda: None)  # type: ignore[arg-type]
-    group._exchange = StepExchange(driver, 3, group._alarm)
-    ending = threading.Timer(0.2, group.end, [False])
-    ending.start()
-    watch = Stopwatch()
-    with pytest.raises(EngineError, match="the engine was shut down"):
-        group.step(1, b"p", TIMEOUT_S)
-    assert watch.own_s < 2.0
-    ending.join(TIMEOUT_S)
-    assert group.loss is None
-    close_all(ranks)
 
 
 def test_waiting_costs_no_cpu(listener: Listener) -> None:
