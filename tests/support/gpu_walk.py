@@ -14,14 +14,14 @@ import torch
 
 from tpengine.config import SchedulerConfig
 from tpengine.engine_args import EngineArgs
-from tpengine.layers import gpu_attention
+from tpengine.layers import gpu_attention as gpu_attention_layer
 from tpengine.layers.prefill import SdpaBackend
 from tpengine.messages import StepInput
-from tpengine.worker import model_runner
+from tpengine.worker.gpu import graphs, run_ahead
 from tpengine.worker.gpu.attention_plans import GpuAttention, attention_layers
 from tpengine.worker.gpu.graphs import Capture, DecodeGraphs, Recorded, Run
-from tpengine.worker.gpu.run_ahead import BegunStep, Division
-from tpengine.worker.model_runner import ModelRunner
+from tpengine.worker.gpu.run_ahead import BegunStep, Division, RunAhead
+from tpengine.worker.transfers import Downloads
 from tpengine.worker.worker import Worker
 
 
@@ -73,31 +73,39 @@ class GpuWalk:
         return finish
 
 
+class NoGrowth:
+    """In place of `CudaGrowth`: graphs on the CPU take no memory of a device."""
+
+    def __init__(self, device: torch.device) -> None:
+        pass
+
+    def num_bytes(self) -> int:
+        return 0
+
+
+def gpu_attention(worker: Worker, model: Any) -> GpuAttention:
+    """In place of `Worker._make_gpu_attention`: what attention needs on a GPU, on the CPU."""
+    assert len(list(attention_layers(model))) == worker._config.model.num_layers
+    return GpuAttention(
+        model, worker._config, worker._dtype, worker._cache_dtype, torch.device("cpu")
+    )
+
+
 def walk_the_gpus_way(monkeypatch: pytest.MonkeyPatch) -> GpuWalk:
     """From here on every worker takes the GPU's way."""
     walk = GpuWalk()
-    load, open_cache = Worker.load_model, Worker.init_cache_engine
     settle, begin, divide = (
         EngineArgs._scheduler_config,
-        ModelRunner._begin_next,
-        model_runner.divide,
+        RunAhead._begin_next,
+        run_ahead.divide,
     )
-
-    def load_model(self: Worker) -> None:
-        load(self)
-        model = self._require_runner().model
-        assert len(list(attention_layers(model))) == self._config.model.num_layers
-        attention = GpuAttention(model, self._config, self._dtype, self._cache_dtype, self._device)
-        self._runner = ModelRunner(self._config, model, 0, self._device, self._parallel, attention)
-        self._runner.works_ahead = True
-        self._runner._downloads.start = walk.download  # type: ignore[method-assign]
 
     def scheduler_config(self: EngineArgs, *args: Any) -> SchedulerConfig:
         return replace(settle(self, *args), looks_ahead=self.async_scheduling)
 
-    def begin_next(self: ModelRunner, step: StepInput, *args: Any) -> None:
+    def begin_next(self: RunAhead, step: StepInput, *args: Any) -> BegunStep:
         walk.begun += len(step.next_slots)
-        begin(self, step, *args)
+        return begin(self, step, *args)
 
     def count_taken(step: StepInput, begun: BegunStep) -> Division:
         left = divide(step, begun)
@@ -105,15 +113,9 @@ def walk_the_gpus_way(monkeypatch: pytest.MonkeyPatch) -> GpuWalk:
         walk.whole += not left.slots
         return left
 
-    def init_cache_engine(self: Worker, *args: Any) -> None:
-        open_cache(self, *args)
-        if not self._config.kernels.enforce_eager:
-            with torch.inference_mode():
-                self._require_runner().record_graphs(walk.captures())
-
-    def record(self: DecodeGraphs, sizes: Any = None, original: Any = DecodeGraphs.record) -> None:
+    def record(self: DecodeGraphs, original: Any = DecodeGraphs.record) -> None:
         walk.sizes += self.sizes
-        original(self, sizes)
+        original(self)
 
     def counted(name: str, function: Any) -> Any:
         def call(*args: Any) -> Any:
@@ -123,11 +125,17 @@ def walk_the_gpus_way(monkeypatch: pytest.MonkeyPatch) -> GpuWalk:
         return call
 
     monkeypatch.setattr(EngineArgs, "_scheduler_config", scheduler_config)
-    monkeypatch.setattr(ModelRunner, "_begin_next", begin_next)
-    monkeypatch.setattr(model_runner, "divide", count_taken)
-    monkeypatch.setattr(Worker, "load_model", load_model)
-    monkeypatch.setattr(Worker, "init_cache_engine", init_cache_engine)
+    monkeypatch.setattr(RunAhead, "_begin_next", begin_next)
+    monkeypatch.setattr(run_ahead, "divide", count_taken)
+    monkeypatch.setattr(Worker, "_make_gpu_attention", gpu_attention)
+    monkeypatch.setattr(Worker, "_uses_graphs", lambda self: True)
+    monkeypatch.setattr(Worker, "_works_ahead", True)
+    monkeypatch.setattr("tpengine.worker.worker.CudaCapture", lambda device: walk.captures())
+    monkeypatch.setattr(graphs, "CudaGrowth", NoGrowth)
+    monkeypatch.setattr(Downloads, "start", lambda self, tensors: walk.download(tensors))
     monkeypatch.setattr(DecodeGraphs, "record", record)
-    monkeypatch.setattr(gpu_attention, "gather_kv", counted("gathers", gpu_attention.gather_kv))
+    monkeypatch.setattr(
+        gpu_attention_layer, "gather_kv", counted("gathers", gpu_attention_layer.gather_kv)
+    )
     monkeypatch.setattr(SdpaBackend, "forward", counted("prefills", SdpaBackend.forward))
     return walk

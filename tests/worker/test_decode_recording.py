@@ -50,7 +50,7 @@ as_by_the_engine = pytest.mark.usefixtures("recorded_as_by_the_engine")
 
 
 def recording_of(llm: LLM) -> Any:
-    return llm.llm_engine._executor._worker._runner._recorded
+    return llm.llm_engine._executor._worker._runner.recorded
 
 
 def crowd(vocab_size: int) -> tuple[list[list[int]], list[SamplingParams]]:
@@ -184,12 +184,10 @@ def test_the_rows_that_a_step_has(num_rows: int) -> None:
     recording = DecodeRecording(model.forward, ROWS, 3)
     assert recording.num_calls == 3
     steps = arrays(num_rows)
-    assert recording.fits(steps)
     expected = model.forward(torch.ones(num_rows, dtype=torch.int32), None)  # type: ignore[arg-type]
     for _ in range(2):
-        found = recording.prepare(steps, None)()  # type: ignore[arg-type]
-        assert torch.equal(found, expected)
-    assert not recording.fits(arrays(ROWS + 1))
+        recording.write(steps, None)  # type: ignore[arg-type]
+        assert torch.equal(recording.run(num_rows), expected)
 
 
 @as_by_the_engine
@@ -267,8 +265,9 @@ def test_wrong_inputs_are_named() -> None:
     recording = DecodeRecording(model.forward, ROWS, 3)
     steps = arrays(2)
     steps.token_ids = steps.token_ids + 8
+    recording.write(steps, None)  # type: ignore[arg-type]
     with pytest.raises(RuntimeError, match=r"embedding: token_ids\[0\] is 9.*rows 0 to 8"):
-        recording.prepare(steps, None)()  # type: ignore[arg-type]
+        recording.run(2)
 
 
 FORGOTTEN = """

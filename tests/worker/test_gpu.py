@@ -16,7 +16,8 @@ from tpengine.distributed.parallel_state import ParallelState
 from tpengine.engine_args import EngineArgs
 from tpengine.errors import ConfigError, GraphCaptureError
 from tpengine.ops import library
-from tpengine.worker import memory, transfers
+from tpengine.worker import transfers
+from tpengine.worker.gpu import graphs
 from tpengine.worker.gpu.graphs import CudaGrowth, DecodeGraphs
 from tpengine.worker.transfers import Downloads, Uploads
 from tpengine.worker.worker import Worker
@@ -163,6 +164,6 @@ def test_transfers() -> None:
 def test_growth_counts_what_stays() -> None:
     growth = CudaGrowth(CUDA)
     kept = torch.empty(300 << 20, dtype=torch.uint8, device=CUDA)
-    assert 300 << 20 <= growth.num_bytes() <= (300 << 20) + memory._DRIVER_BYTES
+    assert 300 << 20 <= growth.num_bytes() <= (300 << 20) + graphs._DRIVER_BYTES
     del kept
-    assert growth.num_bytes() <= memory._DRIVER_BYTES
+    assert growth.num_bytes() <= graphs._DRIVER_BYTES

@@ -87,7 +87,7 @@ def test_preemption_between_graphs(models: ModelShop, walk: GpuWalk, mode: str) 
 def test_steps_with_more_rows_than_graphs_run_by_themselves(
     models: ModelShop, walk: GpuWalk, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("tpengine.worker.gpu.graphs.LARGEST_SIZE", 4)
+    monkeypatch.setattr("tpengine.worker.worker.MAX_RECORDED_ROWS", 4)
     found, expected = answers(models, PLAIN)
     assert found == expected
     assert walk.sizes == [1, 2, 4]

@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+from support.gpu_walk import gpu_attention
 from support.models import ModelShop
 from support.zoo import PLAIN
 
@@ -15,9 +16,7 @@ from tpengine.errors import GraphCaptureError
 from tpengine.messages import NewSequence, StepInput
 from tpengine.sampling_params import SamplingParams
 from tpengine.worker.gpu import graphs as cuda_graph
-from tpengine.worker.gpu.attention_plans import GpuAttention
 from tpengine.worker.gpu.graphs import Recorded, Run
-from tpengine.worker.model_runner import ModelRunner
 from tpengine.worker.worker import Worker
 
 CPU = torch.device("cpu")
@@ -88,7 +87,7 @@ def ledger(monkeypatch: pytest.MonkeyPatch) -> Ledger:
     monkeypatch.setattr(cuda_graph, "CudaGrowth", Growth)
     monkeypatch.setattr("tpengine.worker.worker.CudaCapture", lambda device: ledger.capture)
     monkeypatch.setattr(Worker, "_uses_graphs", lambda self: True)
-    monkeypatch.setattr(Worker, "_records_on_cpu", False)
+    monkeypatch.setattr(Worker, "_make_gpu_attention", gpu_attention)
     return ledger
 
 
@@ -105,9 +104,6 @@ def loaded(models: ModelShop, ledger: Ledger, size: int = 2) -> Worker:
     worker = Worker(config, ParallelState(0, size, Group(ledger)) if size > 1 else None)
     worker.init_device()
     worker.load_model()
-    model = worker._require_runner().model
-    worker._gpu = GpuAttention(model, config, torch.float32, torch.float32, CPU)
-    worker._runner = ModelRunner(config, model, 0, CPU, worker._parallel, worker._gpu)
     return worker
 
 
@@ -126,7 +122,7 @@ def test_shutdown(models: ModelShop, ledger: Ledger) -> None:
         assert len(ledger.alive) == SIZES
     for number in (1, 2, 3):
         worker.execute_model(step(number))
-    held = worker._require_runner()._recorded  # as a frame somewhere may
+    held = worker._runner.recorded  # type: ignore[union-attr] # as a traceback may
     worker.shutdown()
     assert held is not None
     assert ledger.group == [("close", 0)]
@@ -148,7 +144,7 @@ def test_a_step_that_fails(models: ModelShop, ledger: Ledger) -> None:
     worker = loaded(models, ledger)
     worker.init_cache_engine(6)
     worker.execute_model(step(1))
-    runner: Any = worker._require_runner()
+    runner: Any = worker._runner
     runner.model.compute_logits = None
     with pytest.raises(TypeError) as caught:
         worker.execute_model(step(2))
@@ -161,7 +157,7 @@ def test_a_step_that_fails_on_one_rank_keeps_its_graphs(models: ModelShop, ledge
     worker = loaded(models, ledger, size=1)
     worker.init_cache_engine(6)
     worker.execute_model(step(1))
-    runner: Any = worker._require_runner()
+    runner: Any = worker._runner
     compute_logits, runner.model.compute_logits = runner.model.compute_logits, None
     with pytest.raises(TypeError):
         worker.execute_model(step(2))

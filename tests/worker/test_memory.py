@@ -12,7 +12,7 @@ from support.zoo import PLAIN
 
 from tpengine.engine_args import EngineArgs
 from tpengine.errors import CacheSizeError
-from tpengine.worker import cache_engine, cgroups, memory
+from tpengine.worker import cache_engine, memory
 from tpengine.worker.cache_engine import CacheEngine, block_bytes
 from tpengine.worker.device import set_num_threads
 from tpengine.worker.worker import Worker
@@ -173,7 +173,7 @@ def pretend_cgroups(
             return cgroup
         return real(str(path).replace("/sys/fs/cgroup", str(tmp_path)))
 
-    monkeypatch.setattr(cgroups, "Path", moved)
+    monkeypatch.setattr(memory, "Path", moved)
 
 
 def test_peak_memory_sees_what_came_and_went() -> None:
@@ -207,8 +207,8 @@ def test_the_first_blocks_have_their_memory_from_the_start(
         worker.load_model()
         worker.init_cache_engine(8192)
         worker.populate_cache()
-        assert worker._cache_engine is not None
-        tensors = [x for pair in worker._cache_engine.kv_caches for x in pair]
+        assert worker._runner is not None
+        tensors = [x for pair in worker._runner.cache_engine.kv_caches for x in pair]
         each = wanted // len(tensors)
         assert each < tensors[0].nbytes
         found = [resident_bytes(x[: each // x[0].nbytes]) for x in tensors]

@@ -18,9 +18,8 @@ from support.zoo import PLAIN
 
 from tpengine import EngineArgs, SamplingParams
 from tpengine.messages import Fork, NewSequence, StepInput
-from tpengine.worker import model_runner
-from tpengine.worker.gpu.run_ahead import BegunStep, divide
-from tpengine.worker.model_runner import ModelRunner
+from tpengine.worker.gpu import run_ahead
+from tpengine.worker.gpu.run_ahead import BegunStep, RunAhead, divide
 
 LENGTHS = (1, 2, 7, 16, 17, 33, 64, 129, 300)
 MAX_MODEL_LEN = 512
@@ -215,19 +214,19 @@ def test_time_of_the_model_covers_what_ran_meanwhile(
     """Where the device is still at it when the driver asks, it has been since the last answer;
     where it has finished, the driver's time was lost and is not the model's."""
     ticks = itertools.count()
-    monkeypatch.setattr(model_runner, "end_of_work", lambda device: lambda: is_done)
-    monkeypatch.setattr(model_runner.time, "perf_counter", lambda: float(next(ticks)))
+    monkeypatch.setattr(run_ahead, "end_of_work", lambda device: lambda: is_done)
+    monkeypatch.setattr(run_ahead.time, "perf_counter", lambda: float(next(ticks)))
     engine = make_engine(models.folder(PLAIN), max_num_seqs=2)
     engine.add_request("one", None, greedy(5), prompt_token_ids=[5, 6, 7])
     taken = []
-    execute = ModelRunner.execute
+    execute = RunAhead.execute
 
-    def timed(self: ModelRunner, step: StepInput) -> Any:
+    def timed(self: RunAhead, step: StepInput) -> Any:
         output = execute(self, step)
         taken.append(output.model_s)
         return output
 
-    monkeypatch.setattr(ModelRunner, "execute", timed)
+    monkeypatch.setattr(RunAhead, "execute", timed)
     run(engine)
     engine.shutdown()
     with_driver = [one > taken[0] for one in taken[1:]]

@@ -1,4 +1,4 @@
-"""What a rank's attention needs on a GPU, made once when the model is there."""
+"""What attention needs on a GPU: decode plans, a backend for prompts, and scratch memory."""
 
 from __future__ import annotations
 
@@ -20,17 +20,21 @@ from tpengine.worker.transfers import Uploads
 
 _OWN_PARTS = ("tpengine.models.", "tpengine.layers.attention")
 _GATHERED_TOKENS = 1 << 16
-"""K and V that are gathered at once for chunks with context; more only for a longer sequence."""
+"""Tokens whose K and V are gathered at once for chunks with context; more for a sequence that is
+longer than that."""
 
 
 class GpuAttention:
-    """Plans, backend and scratch memory of attention on this rank.
+    """Plans, backend and scratch memory of attention on this rank, allocated once per model.
 
     Args:
         cache_dtype: of the KV cache.
 
+    Attributes:
+        backend: computes attention of prompts.
+
     Raises:
-        ConfigError: the attention backend that was asked for cannot be used.
+        ConfigError: the requested attention backend cannot be used.
         NativeLibraryError: the CUDA kernels do not run on this GPU.
     """
 
@@ -76,17 +80,17 @@ class GpuAttention:
 
     @property
     def num_bytes(self) -> int:
-        """Of device memory that it holds."""
+        """Device memory of plans and scratch."""
         plans = 0 if self._plans is None else self._plans.num_bytes
         return plans + sum(buffer.nbytes for buffer in self._gathered)
 
     def batch(
         self, arrays: StepArrays, query_start_loc: torch.Tensor, uploads: Uploads
     ) -> GpuBatch:
-        """What a step needs.
+        """Makes what a step needs.
 
         Args:
-            query_start_loc: that of the step's metadata.
+            query_start_loc: of the step's metadata.
         """
         batch = self.decode_batch()
         query_lens = arrays.num_scheduled_tokens[arrays.num_decodes :]
@@ -105,7 +109,7 @@ class GpuAttention:
         return batch
 
     def decode_batch(self) -> GpuBatch:
-        """What a step without chunks needs."""
+        """Makes what a step without chunks needs."""
         plans = None if self._plans is None else self._plans.for_step()
         return GpuBatch(plans, self.backend, self._gathered)
 
@@ -117,7 +121,8 @@ def _running_sum(lengths: np.ndarray) -> np.ndarray:
 
 
 def attention_layers(model: Any) -> Iterator[Attention]:
-    """The attention of each of a model's layers, in order, whatever the model calls its parts."""
+    """Yields the attention of each layer of a model, in order. It searches the model's attributes,
+    since families name their parts differently."""
     if isinstance(model, Attention):
         yield model
         return
