@@ -9,7 +9,7 @@ import torch
 
 from tpengine import LLMEngine, RequestOutput, SamplingParams
 from tpengine.sampling_params import RequestOutputKind
-from tpengine.worker import model_runner, prompt_logprobs
+from tpengine.worker import model_runner
 
 from .conftest import VOCAB_SIZE, make_engine, run
 
@@ -76,7 +76,6 @@ def test_slices_are_bounded(folder: Any, oracle: Any, monkeypatch: pytest.Monkey
         sizes.append(len(logits))
         return softmax(logits, dim=dim)
 
-    monkeypatch.setattr(prompt_logprobs, "PROMPT_SLICE_ROWS", 11)
     monkeypatch.setattr(model_runner, "PROMPT_SLICE_ROWS", 11)
     with make_engine(folder, max_num_batched_tokens=512, max_num_seqs=2) as engine:
         monkeypatch.setattr(torch, "log_softmax", watched)

@@ -17,7 +17,8 @@ from torch.utils._pytree import tree_leaves
 from tpengine.layers.sampler import noise_keys, sample
 from tpengine.messages import NewSequence
 from tpengine.sampling_params import SamplingParams
-from tpengine.worker.prompt_logprobs import PromptRow, compute_prompt_logprobs
+from tpengine.worker.input_batch import PromptRow
+from tpengine.worker.model_runner import compute_prompt_logprobs
 from tpengine.worker.sampling_state import SamplingSlots
 
 from . import processors

@@ -296,11 +296,11 @@ def test_a_worker_sets_aside_what_is_to_come(
     assert attention is not None
     assert attention.num_bytes == 2 * 4 * 8 * 64 * PLAIN.num_kv_heads * PLAIN.head_dim
 
-    def budget(self: Worker, reserved_bytes: int) -> tuple[int, int]:
-        reserved.append(reserved_bytes)
+    def budget(*args: Any) -> tuple[int, int]:
+        reserved.append(args[-1])
         return GIB, 1 << 20
 
-    monkeypatch.setattr(Worker, "_kv_budget", budget)
+    monkeypatch.setattr(memory, "kv_budget_bytes", budget)
     ledger = worker.profile_num_available_blocks()
     assert recorded == [8, 4]
     assert ledger.graphs_bytes == 4 * 1000  # sizes 1, 2, 4, 8
@@ -315,7 +315,8 @@ def test_a_worker_sets_aside_what_is_to_come(
     for num_blocks in (12, 6):  # the second time in place of the first
         worker.init_cache_engine(num_blocks, 2)
         assert worker._runner is not None
-        assert worker._runner.cache_engine.num_blocks == num_blocks
+        k_cache, _ = worker._runner.cache_engine.kv_caches[0]
+        assert len(k_cache) == num_blocks
     assert recorded == [8, 4, 2, 1] * 2
 
     def full(*_: Any) -> int:

@@ -18,13 +18,7 @@ from tpengine.layers.attention import KVCache
 from tpengine.layers.upload import upload
 from tpengine.messages import BlockMoves
 from tpengine.ops import huge_pages
-from tpengine.ops.cache import (
-    copy_blocks,
-    copy_cache_blocks,
-    kv_cache_shapes,
-    swap_in,
-    swap_out,
-)
+from tpengine.ops.cache import copy_blocks, copy_cache_blocks, kv_cache_shapes, swap_in, swap_out
 
 _STAGING_BYTES = 64 << 20
 """Of a copy to or from the host: large enough for the bus to reach its full speed."""
@@ -77,8 +71,6 @@ class CacheEngine:
         k_shape, v_shape = kv_cache_shapes(
             device.type, dtype, num_blocks, block_size, num_kv_heads, head_dim
         )
-        self.block_size = block_size
-        self.num_blocks = num_blocks
         self._device = device
         self._blocks: PooledBlocks | LayerBlocks
         # Left uninitialised: no kernel reads a slot that was not written.

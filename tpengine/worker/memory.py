@@ -15,9 +15,9 @@ import torch
 from tpengine.config import CacheConfig
 
 GIB = 1 << 30
-_CPU_DEFAULT_BYTES = 4 * GIB
-_CPU_DEFAULT_SHARE = 0.4
-_SWAP_DEFAULT_BYTES = 4 * GIB
+_DEFAULT_BYTES = 4 * GIB
+"""Most that the ranks of a machine take for the KV cache, and for swap, unless told otherwise."""
+_KV_DEFAULT_SHARE = 0.4
 _SWAP_DEFAULT_SHARE = 0.1
 _POPULATE_PART = 16
 _CGROUP_ROOT = "/sys/fs/cgroup"
@@ -33,11 +33,9 @@ def kv_budget_bytes(
         reserved: see `cuda_kv_budget_bytes`.
     """
     if device.type == "cpu":
-        wanted = config.cpu_kv_cache_bytes
-        return cpu_total_bytes(), cpu_kv_budget_bytes(wanted, num_local_ranks)
+        return cpu_total_bytes(), cpu_kv_budget_bytes(config.cpu_kv_cache_bytes, num_local_ranks)
     free, total = torch.cuda.mem_get_info(device)
-    share = config.gpu_memory_utilization
-    return total, cuda_kv_budget_bytes(total, free, share, reserved)
+    return total, cuda_kv_budget_bytes(total, free, config.gpu_memory_utilization, reserved)
 
 
 def cpu_kv_budget_bytes(wanted: int | None, num_local_ranks: int = 1) -> int:
@@ -47,16 +45,12 @@ def cpu_kv_budget_bytes(wanted: int | None, num_local_ranks: int = 1) -> int:
     Args:
         num_local_ranks: ranks of the engine that share this machine's memory.
     """
-    if wanted is not None:
-        return wanted
-    return _share_of_free(_CPU_DEFAULT_BYTES, _CPU_DEFAULT_SHARE, num_local_ranks)
+    return _share_of_free(_KV_DEFAULT_SHARE, num_local_ranks) if wanted is None else wanted
 
 
 def host_swap_bytes(wanted: int | None, num_local_ranks: int = 1) -> int:
     """The same as `cpu_kv_budget_bytes` for the host memory of swapped blocks."""
-    if wanted is not None:
-        return wanted
-    return _share_of_free(_SWAP_DEFAULT_BYTES, _SWAP_DEFAULT_SHARE, num_local_ranks)
+    return _share_of_free(_SWAP_DEFAULT_SHARE, num_local_ranks) if wanted is None else wanted
 
 
 def populate_bytes(num_local_ranks: int) -> int:
@@ -65,8 +59,8 @@ def populate_bytes(num_local_ranks: int) -> int:
     return max(0, cpu_free_bytes()) // _POPULATE_PART // num_local_ranks
 
 
-def _share_of_free(at_most: int, share: float, num_local_ranks: int) -> int:
-    return min(at_most, int(share * max(0, cpu_free_bytes()))) // num_local_ranks
+def _share_of_free(share: float, num_local_ranks: int) -> int:
+    return min(_DEFAULT_BYTES, int(share * max(0, cpu_free_bytes()))) // num_local_ranks
 
 
 def cuda_kv_budget_bytes(total: int, free: int, share: float, reserved: int) -> int:
@@ -232,8 +226,5 @@ def _status(key: str) -> int:
 
 
 def _read_kib(path: str, key: str) -> int:
-    for line in Path(path).read_text().splitlines():
-        name, _, value = line.partition(":")
-        if name == key:
-            return int(value.split()[0]) * 1024
-    return 0
+    lines = Path(path).read_text().splitlines()
+    return next((int(line.split()[1]) for line in lines if line.startswith(f"{key}:")), 0) * 1024

@@ -9,6 +9,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from itertools import chain
 from typing import Any
 
 import numpy as np
@@ -18,28 +19,27 @@ import torch
 from tpengine.config import EngineConfig
 from tpengine.distributed.parallel_state import ParallelState
 from tpengine.layers.attention import AttentionMetadata, keep_rows
+from tpengine.layers.logprobs import token_logprobs
 from tpengine.layers.pending import Array, Pending, known, together
 from tpengine.layers.sampler import Findings, Sampled, SamplingBatch, sample, sampling_columns
-from tpengine.messages import StepInput, StepOutput
+from tpengine.layers.upload import upload
+from tpengine.messages import PromptLogprobs, StepInput, StepOutput
 from tpengine.models.registry import CausalLM
 from tpengine.worker.cache_engine import CacheEngine
 from tpengine.worker.decode_recording import DecodeRecording
 from tpengine.worker.gpu.attention_plans import GpuAttention
 from tpengine.worker.gpu.graphs import DecodeGraphs
-from tpengine.worker.input_batch import InputBatch, StepArrays, upload_step
+from tpengine.worker.input_batch import InputBatch, PromptRow, StepArrays, upload_step
 from tpengine.worker.memory import cuda_peak_bytes
-from tpengine.worker.prompt_logprobs import (
-    PROMPT_SLICE_ROWS,
-    PromptRow,
-    compute_prompt_logprobs,
-    find_prompt_rows,
-)
+from tpengine.worker.sampling_state import SamplingSlots
 from tpengine.worker.transfers import Downloads, Uploads, end_of_work
 
-Int32 = npt.NDArray[np.int32]
+PROMPT_SLICE_ROWS = 32
+"""Least number of rows of a slice of a prompt whose log probabilities are wanted, if the step has
+as many tokens. Fewer would read the output head's weights too often."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class ModelRows:
     """Rows that the model computes next. Their inputs are on the device.
 
@@ -54,32 +54,24 @@ class ModelRows:
     inputs: tuple[torch.Tensor, AttentionMetadata] | None = None
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class SampleInputs:
     """What a step makes of the hidden states of its tokens.
 
     Attributes:
-        last_tokens: int64 `[len(sample_rows)]`, index of each sampled row's last token among the
-            step's tokens; None: every token is one, in order.
-        needs_all: whether the hidden states of all tokens are needed. Log probabilities of a prompt
-            need them, and a row that is sampled for several sequences would otherwise pass the
-            last layer as many times.
+        wanted: int64 `[num_wanted]`, the tokens whose hidden states the model returns; None: all.
+        sampled: int64 `[num_samples]`, of these hidden states the ones that are sampled; None: all.
         parameters: of each sample; None: another rank samples, or the step samples nothing.
         prompt_rows: rows that compute log probabilities of their prompt.
     """
 
-    last_tokens: torch.Tensor | None
-    needs_all: bool
+    wanted: torch.Tensor | None
+    sampled: torch.Tensor | None
     parameters: SamplingBatch | None
     prompt_rows: list[PromptRow]
 
-    @property
-    def wanted(self) -> torch.Tensor | None:
-        """The tokens whose hidden states the model returns; None: all."""
-        return None if self.needs_all else self.last_tokens
 
-
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class PendingAnswer:
     """A step's results, on their way from the device.
 
@@ -124,12 +116,8 @@ class ModelRunner:
         self._scheduler = config.scheduler
         self._parallel = parallel
         self._gpu = gpu
-        self._batch = InputBatch(
-            config.scheduler.max_num_seqs,
-            config.scheduler.max_model_len,
-            config.cache.block_size,
-            self.uploads,
-        )
+        limits = config.scheduler.max_num_seqs, config.scheduler.max_model_len
+        self._batch = InputBatch(*limits, config.cache.block_size, self.uploads)
 
     def drop_recording(self) -> None:
         """Destroys what was recorded; later steps run op by op."""
@@ -160,17 +148,18 @@ class ModelRunner:
     def prepare_samples(self, step: StepInput) -> SampleInputs:
         """Collects what is sampled in a step, and sends the parameters to the device."""
         batch = self._batch
-        prompt_rows = find_prompt_rows(step, batch)
+        prompt_rows = batch.prompt_rows(step)
         last_tokens = batch.last_positions(step)
         parameters = None
         if step.sample_rows and self._parallel.tp_rank == 0:
             parameters = batch.sampling_batch(step)
             if self._gpu is not None and parameters.temperature.any():
                 parameters.on_device = self.uploads.send(sampling_columns(parameters))
-        has_shared_rows = len(set(step.sample_rows)) < len(step.sample_rows)
-        return SampleInputs(
-            last_tokens, bool(prompt_rows) or has_shared_rows, parameters, prompt_rows
-        )
+        # Log probabilities of a prompt need the hidden states of all tokens; and a row that several
+        # sequences share would pass the last layer once for each of them.
+        if prompt_rows or len(set(step.sample_rows)) < len(step.sample_rows):
+            return SampleInputs(None, last_tokens, parameters, prompt_rows)
+        return SampleInputs(last_tokens, None, parameters, prompt_rows)
 
     def prepare_rows(
         self,
@@ -217,8 +206,8 @@ class ModelRunner:
         )
         token_ids, ids, findings = None, known(np.empty(0, np.int64)), known(Findings())
         if step.sample_rows:
-            rows = keep_rows(hidden, inputs.last_tokens) if inputs.needs_all else hidden
-            sampled = self._choose(self.model.compute_logits(rows), inputs.parameters, step)
+            logits = self.model.compute_logits(keep_rows(hidden, inputs.sampled))
+            sampled = self._choose(logits, inputs.parameters, step)
             token_ids, findings = sampled.token_ids, sampled.findings
             ids = Pending([token_ids], lambda arrays: arrays[0])
         results = together([ids, findings, prompts])
@@ -271,7 +260,8 @@ class ModelRunner:
         num_seqs = min(self._scheduler.max_num_seqs, num_tokens)
         if self._gpu is not None:  # its attention may need more for long prompts than for many
             longest = self._scheduler.max_model_len
-            self._run_dummy(np.array([longest] * max(1, num_tokens // longest)))
+            num_prompts = min(max(1, num_tokens // longest), num_seqs)
+            self._run_dummy(np.array([longest] * num_prompts))
         ends = np.linspace(0, num_tokens, num_seqs + 1).astype(np.int32)
         return self._run_dummy(np.diff(ends), self._max_logits_rows)
 
@@ -288,61 +278,75 @@ class ModelRunner:
         return min(num_rows, self._scheduler.max_num_batched_tokens)
 
     def _run_dummy(self, query_lens: npt.NDArray[np.integer[Any]], num_logits_rows: int = 1) -> int:
-        """Runs new sequences of these lengths; returns what `run_worst_case` does."""
+        """Runs new sequences of these lengths in the batch, which is still empty; returns what
+        `run_worst_case` does."""
         # A block table has a column for each block up to this length.
         longest = min(self._scheduler.max_model_len, self._scheduler.max_num_batched_tokens)
-        lengths = np.minimum(np.sort(query_lens), longest).astype(np.int32)
-        token_ids, metadata = self._upload(_dummy_arrays(lengths, self._batch.block_size))
+        lengths = np.minimum(np.sort(query_lens), longest)
+        arrays = self._batch.arrays(range(len(lengths)), lengths.tolist())
+        arrays.slot_mapping.fill(-1)  # K and V go nowhere
+        token_ids, metadata = self._upload(arrays)
         hidden = self.model.forward(token_ids, self.cache_engine.kv_caches, metadata)
         model_peak = cuda_peak_bytes(self.device)
         num_rows = max(len(lengths), num_logits_rows)
         (last,) = self.uploads.send([np.resize(np.cumsum(lengths) - 1, num_rows)])
         logits = self.model.compute_logits(hidden.index_select(0, last))
         if self._parallel.tp_rank == 0:
-            sample(logits, _worst_sampling(num_rows))
+            sample(logits, self._worst_sampling(num_rows))
         return model_peak
 
+    def _worst_sampling(self, num_rows: int) -> SamplingBatch:
+        """Returns parameters with every stage that takes memory, for every row."""
+        slots = SamplingSlots(num_rows, self.device)
+        slots.temperature.fill(1.0)
+        slots.top_k.fill(50)
+        slots.top_p.fill(0.9)
+        slots.num_logprobs.fill(1)
+        positions, no_tokens = np.zeros(num_rows, np.int32), np.zeros((num_rows, 0), np.int32)
+        return slots.gather(np.arange(num_rows), positions, no_tokens)
+
     def _upload(self, arrays: StepArrays) -> tuple[torch.Tensor, AttentionMetadata]:
-        """Token ids and metadata, with what a GPU needs."""
+        """Sends arrays to the device; returns token ids and metadata, complete on a GPU too."""
         token_ids, metadata = upload_step(arrays, self.uploads)
         if self._gpu is not None:
             metadata.gpu = self._gpu.batch(arrays, metadata.query_start_loc, self.uploads)
         return token_ids, metadata
 
 
-def _dummy_arrays(query_lens: Int32, block_size: int) -> StepArrays:
-    """A step of new sequences that writes nothing and reads block 0 only.
+def compute_prompt_logprobs(
+    hidden: torch.Tensor,
+    rows: list[PromptRow],
+    compute_logits: Callable[[torch.Tensor], torch.Tensor],
+    max_logits_rows: int,
+) -> Pending[dict[int, PromptLogprobs]]:
+    """Computes log probabilities of prompts, by row of the step.
+
+    Logits of a whole prompt are large (8,192 tokens and 128 k ids: 4 GiB in float32). They are
+    made in slices of at most as many rows as the memory profile ran with.
 
     Args:
-        query_lens: int32 `[num_seqs]`, ascending.
+        hidden: `[num_tokens, hidden_size]`, the last layer's output for the step's tokens.
+        max_logits_rows: rows of logits that are held at once.
     """
-    num_seqs, num_tokens = len(query_lens), int(query_lens.sum())
-    num_decodes = int(np.count_nonzero(query_lens == 1))
-    starts = np.cumsum(query_lens) - query_lens
-    positions = np.arange(num_tokens, dtype=np.int32) - np.repeat(starts, query_lens)
-    borders = np.concatenate([[0], np.cumsum(query_lens[num_decodes:])])
-    max_blocks = -(-int(query_lens.max()) // block_size)
-    return StepArrays(
-        token_ids=np.zeros(num_tokens, np.int32),
-        positions=positions.astype(np.int32),
-        slot_mapping=np.full(num_tokens, -1, np.int32),
-        block_table=np.zeros((num_seqs, max_blocks), np.int32),
-        seq_lens=query_lens,
-        query_start_loc=borders.astype(np.int32),
-        num_decodes=num_decodes,
-        num_scheduled_tokens=query_lens,
-    )
+    parts = []
+    for part in rows:
+        slices = []
+        for start in range(0, len(part.targets), max_logits_rows):
+            targets = part.targets[start : start + max_logits_rows]
+            first = part.first_token + start
+            logits = compute_logits(hidden[first : first + len(targets)])
+            if not len(logits):  # on all ranks but the first
+                continue
+            raw = torch.log_softmax(logits.float(), dim=-1)
+            num_top = [part.num_top] * len(targets)
+            slices.append(token_logprobs(raw, upload(targets, raw.device), num_top))
+        parts.append(together(slices))
+    pending = together(parts)
 
+    def read(arrays: Sequence[Array]) -> dict[int, PromptLogprobs]:
+        return {
+            part.row: PromptLogprobs(part.first_position, list(chain.from_iterable(entries)))
+            for part, entries in zip(rows, pending.read(arrays), strict=True)
+        }
 
-def _worst_sampling(num_rows: int) -> SamplingBatch:
-    """Parameters with every stage that takes memory, for every row."""
-    return SamplingBatch(
-        temperature=np.ones(num_rows, np.float32),
-        top_k=np.full(num_rows, 50, np.int32),
-        top_p=np.full(num_rows, 0.9, np.float32),
-        min_p=np.zeros(num_rows, np.float32),
-        noise_key=np.zeros(num_rows, np.uint64),
-        positions=np.zeros(num_rows, np.int32),
-        num_logprobs=np.full(num_rows, 1, np.int32),
-        num_candidates=np.zeros(num_rows, np.int32),
-    )
+    return Pending(pending.tensors, read)

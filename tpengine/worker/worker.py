@@ -22,15 +22,9 @@ from tpengine.models.registry import CausalLM
 from tpengine.ops.attention import check_decode_support
 from tpengine.ops.recording import has_recordings
 from tpengine.wording import counted
-from tpengine.worker import memory
+from tpengine.worker import device, memory
 from tpengine.worker.cache_engine import CacheEngine, block_bytes, staged_blocks
 from tpengine.worker.decode_recording import MAX_RECORDED_ROWS, DecodeRecording, try_to_record
-from tpengine.worker.device import (
-    cache_dtype,
-    check_quantization,
-    resolve_dtype,
-    set_num_threads,
-)
 from tpengine.worker.gpu.attention_plans import GpuAttention
 from tpengine.worker.gpu.graphs import CudaCapture, DecodeGraphs, agree_on_graphs
 from tpengine.worker.gpu.run_ahead import RunAhead
@@ -95,22 +89,18 @@ class Worker:
         Raises:
             ConfigError: the device cannot do what was asked.
         """
-        self._dtype = resolve_dtype(self._config.model.dtype, self._device.type)
-        check_quantization(self._config.model.quantization, self._device.type)
-        self._cache_dtype = cache_dtype(self._config.cache.kv_cache_dtype, self._dtype)
+        self._dtype = device.resolve_dtype(self._config.model.dtype, self._device.type)
+        device.check_quantization(self._config.model.quantization, self._device.type)
+        self._cache_dtype = device.cache_dtype(self._config.cache.kv_cache_dtype, self._dtype)
         dtype_name = str(self._dtype).removeprefix("torch.")
         if self._device.type == "cuda":
             torch.cuda.set_device(self._device)
-            check_decode_support(
-                self._config.model.head_dim,
-                self._dtype,
-                self._cache_dtype,
-                self._config.cache.block_size,
-            )
+            head_dim, block_size = self._config.model.head_dim, self._config.cache.block_size
+            check_decode_support(head_dim, self._dtype, self._cache_dtype, block_size)
             name = torch.cuda.get_device_name(self._device)
             is_fp8 = self._cache_dtype != self._dtype
             return f"{name}, {dtype_name}{', fp8 KV cache' if is_fp8 else ''}"
-        threads = set_num_threads(self._num_local_ranks)
+        threads = device.set_num_threads(self._num_local_ranks)
         return f"{platform.machine()} CPU, {counted(threads, 'thread')}, {dtype_name}"
 
     def load_model(self) -> None:
@@ -121,9 +111,8 @@ class Worker:
             ConfigError, NativeLibraryError: see `GpuAttention`.
         """
         with torch.inference_mode():
-            weights = Weights(
-                self._dtype, self._device, self._parallel, self._config.model.quantization
-            )
+            quantization = self._config.model.quantization
+            weights = Weights(self._dtype, self._device, self._parallel, quantization)
             self._model = load_model(self._config.model, weights)
         self._weights_bytes = weights.num_bytes
         self._gpu = self._make_gpu_attention(self._model)
@@ -138,8 +127,8 @@ class Worker:
         Raises:
             CacheSizeError: not even one block fits.
         """
-        one_block = self._block_bytes()
-        space = memory.host_swap_bytes(self._config.cache.swap_space_bytes, self._num_local_ranks)
+        one_block, cache = self._block_bytes(), self._config.cache
+        space = memory.host_swap_bytes(cache.swap_space_bytes, self._num_local_ranks)
         num_host_blocks = space // one_block
         # A GPU also holds buffers for swaps, which come with the cache, and attention's scratch,
         # which is there already.
@@ -151,8 +140,10 @@ class Worker:
             peak, logits = max(0, known_peak_bytes - scratch), 0
         graphs = self._recording_bytes()
         self._release()
-        total, budget = self._kv_budget(peak + graphs + staging)
-        wanted = self._config.cache.num_device_blocks_override
+        total, budget = memory.kv_budget_bytes(
+            self._device, cache, self._num_local_ranks, peak + graphs + staging
+        )
+        wanted = cache.num_device_blocks_override
         ledger = MemoryLedger(
             rank=self._parallel.tp_rank,
             device=str(self._device),
@@ -359,9 +350,3 @@ class Worker:
         model = self._config.model
         kv_heads = max(1, model.total_num_kv_heads // self._parallel.tp_size)
         return self._config.cache.block_size, model.num_layers, kv_heads, model.head_dim
-
-    def _kv_budget(self, reserved_bytes: int) -> tuple[int, int]:
-        """See `memory.kv_budget_bytes`."""
-        return memory.kv_budget_bytes(
-            self._device, self._config.cache, self._num_local_ranks, reserved_bytes
-        )

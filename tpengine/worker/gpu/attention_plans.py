@@ -47,36 +47,24 @@ class GpuAttention:
         device: torch.device,
     ) -> None:
         layers = list(attention_layers(model))
-        first = layers[0]
         windows = frozenset(layer.sliding_window for layer in layers)
-        shape = PrefillShape(
-            num_heads=first.num_heads,
-            num_kv_heads=first.num_kv_heads,
-            head_dim=first.head_dim,
-            dtype=dtype,
-            windows=windows,
-            has_slopes=first.alibi_slopes is not None,
-        )
+        heads, kv_heads = layers[0].num_heads, layers[0].num_kv_heads
+        head_dim, has_slopes = layers[0].head_dim, layers[0].alibi_slopes is not None
+        shape = PrefillShape(heads, kv_heads, head_dim, dtype, windows, has_slopes)
         self.backend = choose_backend(config.kernels.attention_backend, shape, device)
-        heads, kv_heads, head_dim = first.num_heads, first.num_kv_heads, first.head_dim
         scheduler = config.scheduler
         self._plans: DecodePlans | None = None
         if device.type == "cuda" and has_cuda_kernels():
             rows = min(scheduler.max_num_seqs, scheduler.max_num_batched_tokens)
-            self._plans = DecodePlans(
-                {
-                    window: make_decode_plan(device, rows, heads, kv_heads, head_dim, cache_dtype)
-                    for window in windows
-                },
-                min_item_tokens(head_dim, cache_dtype),
-            )
+            plans = {
+                window: make_decode_plan(device, rows, heads, kv_heads, head_dim, cache_dtype)
+                for window in windows
+            }
+            self._plans = DecodePlans(plans, min_item_tokens(head_dim, cache_dtype))
         longest = scheduler.max_model_len
         self._max_gathered = max(longest, min(_GATHERED_TOKENS, longest * scheduler.max_num_seqs))
-        size = (self._max_gathered, kv_heads, head_dim)
-        self._gathered = (
-            torch.empty(size, dtype=dtype, device=device),
-            torch.empty(size, dtype=dtype, device=device),
-        )
+        keys = torch.empty(self._max_gathered, kv_heads, head_dim, dtype=dtype, device=device)
+        self._gathered = keys, torch.empty_like(keys)
 
     @property
     def num_bytes(self) -> int:
@@ -100,11 +88,10 @@ class GpuAttention:
             queries, keys = query_lens[rows], seq_lens[rows]
             first = int(query_lens[: rows.start].sum())
             tokens = slice(first, first + int(queries.sum()))
-            starts = query_start_loc, query_start_loc
+            query_start = key_start = query_start_loc
             if has_context or len(groups) > 1:
                 query_start, key_start = uploads.send([_running_sum(queries), _running_sum(keys)])
-                starts = query_start, key_start
-            chunks = Chunks(queries.tolist(), keys.tolist(), *starts)
+            chunks = Chunks(queries.tolist(), keys.tolist(), query_start, key_start)
             batch.groups.append(ChunkGroup(rows, tokens, chunks, has_context))
         return batch
 

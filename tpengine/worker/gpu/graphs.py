@@ -181,12 +181,8 @@ class DecodeGraphs:
         num_rows = len(arrays.seq_lens)
         columns = np.zeros((_NUM_COLUMNS, int(self._size_of[num_rows])), np.int32)
         columns[2] = -1
-        columns[:, :num_rows] = (
-            arrays.token_ids,
-            arrays.positions,
-            arrays.slot_mapping,
-            arrays.seq_lens,
-        )
+        inputs = (arrays.token_ids, arrays.positions, arrays.slot_mapping, arrays.seq_lens)
+        columns[:, :num_rows] = inputs
         sent, table = uploads.send([columns.reshape(-1), arrays.block_table])
         self._columns[: sent.shape[0]].copy_(sent)
         if token_ids is not None:
