@@ -1,6 +1,8 @@
-"""Workers on the CPU that take a GPU's way: gathered context, a library's kernels for prompts,
-padded decode batches at fixed addresses, steps begun before the driver asks. Its ops are the same
-there, only graphs are replayed by hand, and sampled ids reach the host when they are waited for."""
+"""Workers on the CPU that run the code path of a GPU: gathered context, a library's kernels for
+prompts, padded decode batches at fixed addresses, steps begun before the driver asks.
+
+The ops are the same on the CPU. Substitutes replay the graphs and copy the sampled ids.
+"""
 
 from __future__ import annotations
 
@@ -26,13 +28,13 @@ from tpengine.worker.worker import Worker
 
 
 class GpuWalk:
-    """Counts what a run went through.
+    """Counts what happens in a run.
 
     Attributes:
-        begun, taken: rows that were computed before the driver asked, and of them those that it
+        begun, taken: rows that were computed before the driver asked, and those of them that it
             then asked for.
         whole: steps of which nothing was left to compute.
-        early: steps that were begun before the ids of the step before had come.
+        early: steps that were begun before the ids of the previous step had arrived.
     """
 
     def __init__(self) -> None:
@@ -43,7 +45,7 @@ class GpuWalk:
         self.prefills = 0
 
     def captures(self) -> Capture:
-        """In place of a rank's graphs: the runs themselves, over the memory that a graph would
+        """Replaces CUDA graphs: a replay runs the model again over the memory that a graph would
         read."""
         outputs: list[torch.Tensor] = []
 
@@ -54,7 +56,7 @@ class GpuWalk:
             def replay() -> torch.Tensor:
                 self.replays += 1
                 result = run()
-                for other in outputs:  # graphs share their memory
+                for other in outputs:  # graphs share memory
                     other.fill_(float("nan"))
                 return output.copy_(result)
 
@@ -63,7 +65,7 @@ class GpuWalk:
         return capture
 
     def download(self, tensors: Sequence[torch.Tensor]) -> Callable[[], list[np.ndarray]]:
-        """In place of copies on a stream of their own."""
+        """Replaces copies on a separate stream."""
         begun = self.begun
 
         def finish() -> list[np.ndarray]:
@@ -74,7 +76,7 @@ class GpuWalk:
 
 
 class NoGrowth:
-    """In place of `CudaGrowth`: graphs on the CPU take no memory of a device."""
+    """Replaces `CudaGrowth`: graphs on the CPU take no memory of a device."""
 
     def __init__(self, device: torch.device) -> None:
         pass
@@ -84,7 +86,7 @@ class NoGrowth:
 
 
 def gpu_attention(worker: Worker, model: Any) -> GpuAttention:
-    """In place of `Worker._make_gpu_attention`: what attention needs on a GPU, on the CPU."""
+    """Replaces `Worker._make_gpu_attention`: makes on the CPU what attention needs on a GPU."""
     assert len(list(attention_layers(model))) == worker._config.model.num_layers
     return GpuAttention(
         model, worker._config, worker._dtype, worker._cache_dtype, torch.device("cpu")
@@ -92,7 +94,7 @@ def gpu_attention(worker: Worker, model: Any) -> GpuAttention:
 
 
 def walk_the_gpus_way(monkeypatch: pytest.MonkeyPatch) -> GpuWalk:
-    """From here on every worker takes the GPU's way."""
+    """Makes every worker run the code path of a GPU from now on."""
     walk = GpuWalk()
     settle, begin, divide = (
         EngineArgs._scheduler_config,

@@ -1,4 +1,4 @@
-"""What the worker's way on a GPU is made of, where it needs no GPU to be tried."""
+"""Parts of the worker that only a GPU needs, tested without one."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ GIB = 1 << 30
 CPU = torch.device("cpu")
 
 
-def test_arrays_cross_in_one_buffer() -> None:
+def test_arrays_are_packed_into_one_buffer() -> None:
     arrays: list[Any] = [
         np.arange(7, dtype=np.int32),
         np.zeros((0, 5), np.int32),
@@ -66,8 +66,8 @@ def test_pooled_blocks_move(
     assert torch.equal(bits[:, untouched], before[:, untouched])
 
 
-def test_the_hosts_pool_is_as_large_as_was_asked(monkeypatch: pytest.MonkeyPatch) -> None:
-    """By what torch pins for a tensor: the next power of two."""
+def test_the_hosts_pool_is_as_large_as_requested(monkeypatch: pytest.MonkeyPatch) -> None:
+    """torch pins the next power of two of a tensor's bytes."""
     monkeypatch.setattr("tpengine.worker.cache_engine._PIECE_BYTES", 1 << 20)
     pool = torch.empty(6, 2, 16, 3, 40)  # blocks of 45 KiB
     wanted = 33 * pool[:, 0].nbytes * 23
@@ -86,9 +86,9 @@ def test_staging(block_bytes: int, host_blocks: int, expected: int) -> None:
 @pytest.mark.parametrize(
     ("free", "share", "reserved", "expected"),
     [
-        (60, 0.9, 10, 42),  # of 80; 8 are not to be used
-        (40, 0.9, 10, 22),  # another process came
-        (79, 0.9, 10, 61),  # and went
+        (60, 0.9, 10, 42),  # of 80, of which 8 must stay free
+        (40, 0.9, 10, 22),  # another process takes memory
+        (79, 0.9, 10, 61),  # and frees it
         (10, 0.9, 10, 0),
         (60, 1.0, 10, 50),
     ],
@@ -160,7 +160,7 @@ def test_graphs_are_estimated_by_the_largest_two(monkeypatch: pytest.MonkeyPatch
 
 
 class FakeExecutor:
-    """Whose device loses memory to another process between measuring and allocating."""
+    """Its device loses memory to another process between measuring and allocating."""
 
     def __init__(self, allocatable: int) -> None:
         self.allocatable = allocatable
@@ -263,10 +263,10 @@ def test_fp8_is_for_gpus(models: ModelShop) -> None:
     assert device.cache_dtype("auto", torch.bfloat16) == torch.bfloat16
 
 
-def test_a_worker_sets_aside_what_is_to_come(
+def test_a_worker_reserves_what_it_will_take(
     models: ModelShop, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A GPU's account, with stand-ins for what only a GPU can be asked."""
+    """The ledger of a GPU, with substitutes for what only a GPU can report."""
     recorded: list[int] = []
     reserved: list[int] = []
 
@@ -312,7 +312,7 @@ def test_a_worker_sets_aside_what_is_to_come(
     assert again.activation_peak_bytes == ledger.activation_peak_bytes
     assert reserved[1] == reserved[0]
     recorded.clear()
-    for num_blocks in (12, 6):  # the second time in place of the first
+    for num_blocks in (12, 6):  # the second cache replaces the first
         worker.init_cache_engine(num_blocks, 2)
         assert worker._runner is not None
         k_cache, _ = worker._runner.cache_engine.kv_caches[0]

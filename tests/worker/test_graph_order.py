@@ -1,4 +1,4 @@
-"""Graphs go before the group whose calls they hold: NCCL waits for them, without a bound."""
+"""Graphs are destroyed before the group whose calls they hold: NCCL waits for their end."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from support.gpu_walk import gpu_attention
+from support.gpu_walk import NoGrowth, gpu_attention
 from support.models import ModelShop
 from support.zoo import PLAIN
 
@@ -24,14 +24,15 @@ SIZES = 4  # 1, 2, 4, 8
 
 
 class Ledger:
-    """Graphs that are alive, and what happened to the group, each with how many were alive."""
+    """Records which graphs are alive and what happened to the group, with the number of graphs that
+    were alive at that time."""
 
     def __init__(self) -> None:
         self.alive: set[int] = set()
         self.recorded = 0
         self.group: list[tuple[str, int]] = []
         self.fails_at: int | None = None
-        """Number of the recording that cannot be made; None: all can."""
+        """Number of the recording that fails; None: no recording fails."""
 
     def capture(self, run: Run) -> Recorded:
         self.recorded += 1
@@ -42,14 +43,14 @@ class Ledger:
         self.alive.add(number)
 
         def replay() -> torch.Tensor:
-            assert number in self.alive, "a graph that is gone"
+            assert number in self.alive, "replay of a destroyed graph"
             return run()
 
         return Recorded(replay, lambda: self.alive.remove(number))
 
 
 class Group:
-    """The first of two ranks, of which the other adds nothing."""
+    """The first of two ranks; the other one contributes zeros."""
 
     can_be_recorded = True
 
@@ -74,17 +75,10 @@ class Group:
 
 @pytest.fixture
 def ledger(monkeypatch: pytest.MonkeyPatch) -> Ledger:
-    """Of workers that record graphs, on the CPU."""
+    """Makes workers record graphs, on the CPU."""
     ledger = Ledger()
 
-    class Growth:
-        def __init__(self, device: torch.device) -> None:
-            pass
-
-        def num_bytes(self) -> int:
-            return 0
-
-    monkeypatch.setattr(cuda_graph, "CudaGrowth", Growth)
+    monkeypatch.setattr(cuda_graph, "CudaGrowth", NoGrowth)
     monkeypatch.setattr("tpengine.worker.worker.CudaCapture", lambda device: ledger.capture)
     monkeypatch.setattr(Worker, "_uses_graphs", lambda self: True)
     monkeypatch.setattr(Worker, "_make_gpu_attention", gpu_attention)
@@ -116,7 +110,7 @@ def step(number: int) -> StepInput:
 def test_shutdown(models: ModelShop, ledger: Ledger) -> None:
     worker = loaded(models, ledger)
     worker.profile_num_available_blocks()
-    assert not ledger.alive, "those that were tried stay"
+    assert not ledger.alive, "graphs of the estimate were not destroyed"
     for _ in range(2):
         worker.init_cache_engine(6)
         assert len(ledger.alive) == SIZES
@@ -140,7 +134,7 @@ def test_shutdown_with_a_graph_that_cannot_be_destroyed(models: ModelShop, ledge
 
 
 def test_a_step_that_fails(models: ModelShop, ledger: Ledger) -> None:
-    """With the error's traceback, whose frames hold the graph, still there."""
+    """The error's traceback, whose frames refer to the graph, still exists."""
     worker = loaded(models, ledger)
     worker.init_cache_engine(6)
     worker.execute_model(step(1))
@@ -153,7 +147,7 @@ def test_a_step_that_fails(models: ModelShop, ledger: Ledger) -> None:
 
 
 def test_a_step_that_fails_on_one_rank_keeps_its_graphs(models: ModelShop, ledger: Ledger) -> None:
-    """There is no group to give up, and the next step may be fine."""
+    """There is no group to abandon, and the next step may succeed."""
     worker = loaded(models, ledger, size=1)
     worker.init_cache_engine(6)
     worker.execute_model(step(1))

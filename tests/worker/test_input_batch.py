@@ -1,4 +1,4 @@
-"""The running batch in its slots: what a step's tensors hold, and how they move on."""
+"""The running batch in its slots: a step's tensors, and how they change from step to step."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def advance(batch: InputBatch, step: StepInput, sampled: npt.NDArray[np.int64]) 
 
 
 def pick(batch: InputBatch, step: StepInput) -> int:
-    """What is sampled where 40 leads 41, and 41 leads 7."""
+    """Returns the sampled id for logits in which 40 is likelier than 41, and 41 likelier than 7."""
     logits = torch.zeros(1, 64)
     logits[0, [40, 41, 7]] = torch.tensor([9.0, 8.0, 7.0])
     return int(sample(logits, batch.sampling_batch(step)).token_ids[0])
@@ -59,7 +59,7 @@ def test_worked_example_of_the_docstring(batch: InputBatch) -> None:
     assert metadata.num_decodes == 1
     assert batch.last_positions(step).tolist() == [0]
     chunk = StepInput(2, [7, 2], [1, 3], sample_rows=[], sample_slots=[])
-    assert batch.last_positions(chunk).tolist() == [0], "one row nobody reads, not all"
+    assert batch.last_positions(chunk).tolist() == [0], "one row that is not read, not all rows"
     for tensor in (
         token_ids,
         metadata.positions,
@@ -72,7 +72,7 @@ def test_worked_example_of_the_docstring(batch: InputBatch) -> None:
 
 
 def test_steps_go_on_without_the_driver(batch: InputBatch) -> None:
-    """After a step the worker knows its own sampled ids, and the next message names slots only."""
+    """After a step the worker knows its sampled ids; the next message contains slots only."""
     prompt = StepInput(1, [4], [3], [new(4, [5, 6, 7], 0, [2])], sample_rows=[0], sample_slots=[4])
     batch.apply(prompt)
     build(batch, prompt)
@@ -95,7 +95,7 @@ def test_steps_go_on_without_the_driver(batch: InputBatch) -> None:
     assert metadata.query_start_loc.tolist() == [0]
 
 
-def test_the_drivers_word_overrides(batch: InputBatch) -> None:
+def test_the_driver_overrides_a_token(batch: InputBatch) -> None:
     prompt = StepInput(1, [0], [3], [new(0, [5, 6, 7], 0, [1])], sample_rows=[0], sample_slots=[0])
     batch.apply(prompt)
     advance(batch, prompt, np.array([50]))
@@ -104,7 +104,7 @@ def test_the_drivers_word_overrides(batch: InputBatch) -> None:
     assert build(batch, step)[0].tolist() == [77]
 
 
-def test_a_slot_forgets_whom_it_held(batch: InputBatch) -> None:
+def test_a_slot_keeps_nothing_of_its_previous_sequence(batch: InputBatch) -> None:
     first = NewSequence(3, list(range(9)), 9, 8, [1, 2, 5], GREEDY, 0, 0, [4])
     step = StepInput(1, [3], [1], [first], sample_rows=[0], sample_slots=[3])
     batch.apply(step)
@@ -121,7 +121,7 @@ def test_a_slot_forgets_whom_it_held(batch: InputBatch) -> None:
 
 
 def test_the_last_column_may_be_sampled(batch: InputBatch) -> None:
-    """A prompt of the longest length gets its one token, for which there is no column."""
+    """A prompt of the longest length gets one token, which has no column."""
     sequence = NewSequence(1, list(range(20)), 20, 0, [0, 1, 2, 3, 4], GREEDY, 0, 0, [])
     step = StepInput(1, [1], [20], [sequence], sample_rows=[0], sample_slots=[1])
     batch.apply(step)

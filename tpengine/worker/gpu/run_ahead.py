@@ -45,8 +45,8 @@ class Division:
 
     Attributes:
         slots, num_scheduled_tokens: of the rows that are left.
-        source: int64 `[num_tokens]`, index of each of the step's tokens among the begun rows
-            followed by the tokens that are left; None: the begun rows are the step.
+        source: int64 `[num_tokens]`, index of each of the step's tokens among the rows that
+            were begun, followed by the tokens that are left; None: the step is what was begun.
     """
 
     slots: list[int]
@@ -131,7 +131,7 @@ def divide(step: StepInput, begun: BegunStep) -> Division:
 
 
 def valid_rows(slots: list[int], step: StepInput) -> dict[int, int]:
-    """Finds the begun rows that are rows of this step too: index by slot.
+    """Finds the rows that were begun and are rows of this step too: index by slot.
 
     A row is valid unless the step changes its slot by more than new blocks at the end.
     """
