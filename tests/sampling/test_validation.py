@@ -81,7 +81,7 @@ def test_refused_when_added(
     with pytest.raises(InvalidSamplingParamsError, match=message):
         engine.add_request("bad", None, SamplingParams(**values), prompt_token_ids=[5, 6])
     assert not engine.has_unfinished_requests()
-    # The engine goes on, with the same id.
+    # The engine continues, and the id can be used again.
     (output,) = run(engine, [([5, 6], SamplingParams(temperature=0, max_tokens=2))])
     assert output.error is None
     assert len(output.outputs[0].token_ids) == 2

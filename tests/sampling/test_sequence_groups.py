@@ -1,4 +1,4 @@
-"""Penalties, biases and bans in requests of several sequences: forks copy what was counted."""
+"""Penalties, biases and bans in requests with more than one sequence: forks copy the counts."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def _prompts(lengths: list[int]) -> list[list[int]]:
 
 
 def _bad_words(prompts: list[list[int]]) -> list[list[int]]:
-    """Single ids, and pairs that begin with any id of a range, so that some are often begun."""
+    """Returns single ids, and pairs whose first ids are a range, so that they occur often."""
     return [
         [50],
         *([first, first + 100] for first in range(3, 150)),
@@ -43,7 +43,7 @@ def _bad_words(prompts: list[list[int]]) -> list[list[int]]:
 def _expected(
     oracle: Any, prompt: list[int], output: list[int], words: list[list[int]], seed: int, index: int
 ) -> list[int]:
-    """What each position of an output ought to be, given those before it."""
+    """Returns the expected id of each position of an output, given the ids before it."""
     ids = [*prompt, *output]
     with torch.inference_mode():
         logits = oracle(torch.tensor([ids])).logits[0]
@@ -70,7 +70,7 @@ def _expected(
 
 @pytest.mark.parametrize("mode", [None, "recompute", "swap"])
 def test_each_of_n_samples_by_its_own_tokens(folder: Any, oracle: Any, mode: str | None) -> None:
-    """With room for all, or preempted in one of the modes."""
+    """With enough blocks, or preempted in one of the modes."""
     prompts = _prompts([5, 16, 33, 50])
     words = _bad_words(prompts)
     params = [
@@ -152,7 +152,7 @@ def test_beams_equal_transformers(
 
 
 def test_ranks_of_beams_are_by_raw_logits(engine: LLMEngine, oracle: Any) -> None:
-    """Bans and biases make beams of tokens that the model ranks anywhere."""
+    """With bans and biases, beams contain tokens of any rank."""
     (prompt,) = _prompts([20])
     likely = oracle(torch.tensor([prompt])).logits[0, -1].topk(5).indices.tolist()
     bias = dict.fromkeys(range(3, VOCAB_SIZE, 5), 4.0)
@@ -184,7 +184,7 @@ def test_ranks_of_beams_are_by_raw_logits(engine: LLMEngine, oracle: Any) -> Non
 def _search(
     oracle: Any, prompt: list[int], width: int, num_tokens: int, allowed: list[int], dead_end: int
 ) -> list[list[int]]:
-    """Beam search over a few tokens, one of which nothing may follow."""
+    """Runs beam search over a few tokens; after one of them every token is banned."""
     beams: list[tuple[float, list[int]]] = [(0.0, [])]
     for _ in range(num_tokens):
         grown = []
@@ -223,8 +223,8 @@ def _without_padding(ids: list[int]) -> list[int]:
     return ids[: ids.index(END_TOKEN_ID) + 1] if END_TOKEN_ID in ids else ids
 
 
-def test_prompt_logprobs_of_several_sequences(engine: LLMEngine) -> None:
-    """Once per request, and the same as for one."""
+def test_prompt_logprobs_of_a_group(engine: LLMEngine) -> None:
+    """Reported once per request, with the same values as for one sequence."""
     prompt = _prompts([30])[0]
     one, many = (
         run(engine, [(prompt, SamplingParams(n=n, prompt_logprobs=2, seed=1, max_tokens=3))])[0]
@@ -232,7 +232,7 @@ def test_prompt_logprobs_of_several_sequences(engine: LLMEngine) -> None:
     )
     assert one.prompt_logprobs is not None
     assert one.prompt_logprobs == many.prompt_logprobs
-    # Again, when the prefix cache knows the prompt.
+    # Again, with the prompt in the prefix cache.
     again = run(engine, [(prompt, SamplingParams(prompt_logprobs=2, max_tokens=3))])[0]
     assert again.prompt_logprobs == one.prompt_logprobs
 
@@ -244,7 +244,7 @@ def test_a_processor_that_fails_ends_all_sequences_of_its_request(engine: LLMEng
     good = SamplingParams(n=2, seed=4, max_tokens=9, ignore_eos=True)
     prompt = _prompts([20])[0]
     (alone,) = run(engine, [(prompt, good)])
-    failed, beside = run(engine, [(prompt, bad), (prompt, good)])
-    assert [c.token_ids for c in beside.outputs] == [c.token_ids for c in alone.outputs]
+    failed, other = run(engine, [(prompt, bad), (prompt, good)])
+    assert [c.token_ids for c in other.outputs] == [c.token_ids for c in alone.outputs]
     assert "the third token" in str(failed.error)
     assert {completion.finish_reason for completion in failed.outputs} == {"error"}
