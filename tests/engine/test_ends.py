@@ -183,7 +183,7 @@ def test_a_text_that_cannot_be_finished_is_one_request_s_affair(
         engine.add_request("bad", None, greedy(4), prompt_token_ids=[5] * 5)
         engine.add_request("good", None, greedy(8), prompt_token_ids=[6] * 5)
         engine.step()
-        tracked = engine._output_processor._tracked.values()
+        tracked = engine._output_processor._sequences.values()
         broken = next(one.detokenizer for one in tracked if one.request.request_id == "bad")
         finish = Detokenizer.finish
 

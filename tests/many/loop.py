@@ -91,7 +91,7 @@ class Loop:
             limits.caching,
         )
         self.scheduler = Scheduler(config, self.blocks)
-        self.processor = OutputProcessor(None, MAX_MODEL_LEN, self.scheduler.fail_request)
+        self.processor = OutputProcessor(None, MAX_MODEL_LEN)
         self.worker = FakeWorker(
             limits.num_blocks,
             limits.block_size,
@@ -118,7 +118,7 @@ class Loop:
         if ended is not None:
             self.events[f"ended {before[-1]}"] += 1
             assert not any(self.blocks.holds_blocks(s) for s in request.sequences)
-            self._note(self.processor.finish([ended]))
+            self._note(self.processor.report([ended]))
 
     def step(self, in_flight: Callable[[], None] = lambda: None) -> SchedulerOutput:
         """One step; `in_flight` is called between execution and processing."""
@@ -126,10 +126,10 @@ class Loop:
         output = self.scheduler.schedule()
         self.scheduler.check_invariants()
         self._count(output)
+        self._note(self.processor.report(output.ignored))
         if output.is_empty:
             assert bool(output.ignored) == had_requests, "a step without any progress"
             assert not output.step_input.block_moves, "blocks that nobody will move"
-            self._note(self.processor.finish(output.ignored))
             return output
         self.worker.apply(output.step_input)
         self._compare_with_worker(output)
@@ -137,8 +137,9 @@ class Loop:
         self.events["begun"] = self.worker.num_begun
         self.events["begun and taken"] = self.worker.num_taken
         in_flight()
-        self._note(self.processor.process(output, answer))
-        self.scheduler.update(output)
+        decisions = self.processor.process(output, answer)
+        self.scheduler.update(output, decisions)
+        self._note(self.processor.report(decisions.to_report.values()))
         self.scheduler.check_invariants()
         running = self.scheduler.running_sequences()
         unused = self.blocks.num_unused_places(running)

@@ -8,7 +8,13 @@ from collections.abc import Callable
 from tpengine.config import SchedulerConfig
 from tpengine.outputs import RequestMetrics
 from tpengine.sampling_params import SamplingParams
-from tpengine.scheduling import AllocStatus, BlockManager, Scheduler, SchedulerOutput
+from tpengine.scheduling import (
+    AllocStatus,
+    BlockManager,
+    Scheduler,
+    SchedulerOutput,
+    StepDecisions,
+)
 from tpengine.sequence import Request, Sequence, SequenceStatus
 
 from .fake_worker import FakeWorker
@@ -172,8 +178,11 @@ class FakeEngine:
         self.events["begun"] = self.worker.num_begun
         self.events["begun and taken"] = self.worker.num_taken
         in_flight()
-        self._process(output, answer.token_ids)
-        self.scheduler.update(output)
+        decisions = self._decide(output, answer.token_ids)
+        self.scheduler.update(output, decisions)
+        for request in decisions.to_report.values():
+            if request.finished:
+                self._finish(request, request.sequences[0].status)
         self.scheduler.check_invariants()
         queues = [*self.scheduler._queues.running, *self.scheduler._queues.waiting]
         if self.in_order:
@@ -191,22 +200,24 @@ class FakeEngine:
         assert self.blocks.num_free_blocks == self.blocks.num_total_blocks
         self.scheduler.check_invariants()
 
-    def _process(self, output: SchedulerOutput, token_ids: list[int]) -> None:
+    def _decide(self, output: SchedulerOutput, token_ids: list[int]) -> StepDecisions:
+        """Appends every token, and ends sequences by token or length."""
+        decisions = StepDecisions()
         for sequence, token_id in zip(output.sampled, token_ids, strict=True):
-            if sequence.status.finished:
+            if sequence.status.finished:  # aborted while the step was computed
                 continue
-            sequence.token_ids.append(token_id)
             request = self.scheduler.get_request(f"r{sequence.seq_id - 1000}")
             assert request is not None
-            params = request.sampling_params
+            decisions.tokens.append((sequence, token_id))
+            decisions.to_report[request.request_id] = request
+            params, num_output = request.sampling_params, sequence.num_output_tokens + 1
             assert params.max_tokens is not None
             stops = self.stop_every is not None and token_id % self.stop_every == 0
-            if stops and sequence.num_output_tokens >= params.min_tokens:
-                sequence.move_to(SequenceStatus.FINISHED_STOPPED)
-            elif sequence.num_output_tokens == params.max_tokens:
-                sequence.move_to(SequenceStatus.FINISHED_LENGTH)
-            if request.finished:
-                self._finish(request, sequence.status)
+            if stops and num_output >= params.min_tokens:
+                decisions.finished.append((sequence, SequenceStatus.FINISHED_STOPPED))
+            elif num_output == params.max_tokens:
+                decisions.finished.append((sequence, SequenceStatus.FINISHED_LENGTH))
+        return decisions
 
     def _finish(self, request: Request, status: SequenceStatus) -> None:
         assert request.request_id not in self.endings, "finished twice"
@@ -296,6 +307,11 @@ def add(engine: FakeEngine, *prompts: int, first: int = 0, max_tokens: int = 16)
     """Adds a request for each of these numbers of prompt tokens."""
     requests = [make_request(first + i, n, max_tokens) for i, n in enumerate(prompts)]
     return [engine.add(request) for request in requests]
+
+
+def one_token_each(output: SchedulerOutput) -> StepDecisions:
+    """Appends a token to every sampled sequence, and ends none."""
+    return StepDecisions(tokens=[(sequence, 1) for sequence in output.sampled])
 
 
 def sizes(output: SchedulerOutput) -> list[int]:

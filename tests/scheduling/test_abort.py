@@ -7,6 +7,7 @@ import time
 import pytest
 
 from tpengine.errors import DuplicateRequestError
+from tpengine.scheduling import StepDecisions
 from tpengine.sequence import SequenceStatus
 
 from .fake_engine import add, engine_of, make_request, statuses
@@ -51,15 +52,16 @@ def test_abort_while_a_step_is_computed() -> None:
     engine.run()
 
 
-def test_abort_after_the_last_token_but_before_update_comes_too_late() -> None:
+def test_abort_after_the_last_token_comes_too_late() -> None:
     engine = engine_of()
     (request,) = add(engine, 4)
     output = engine.scheduler.schedule()
-    request.sequences[0].token_ids.append(1)
-    request.sequences[0].move_to(SequenceStatus.FINISHED_STOPPED)
+    finished = [(request.sequences[0], SequenceStatus.FINISHED_STOPPED)]
+    decisions = StepDecisions(tokens=[(request.sequences[0], 1)], finished=finished)
+    engine.scheduler.update(output, decisions)
     assert engine.scheduler.abort_request("r0") is None
-    engine.scheduler.update(output)
     assert statuses([request]) == ["FINISHED_STOPPED"]
+    assert request.sequences[0].output_token_ids == [1]
     assert not engine.scheduler.has_unfinished_requests()
     engine.scheduler.check_invariants()
 

@@ -6,7 +6,7 @@ import pytest
 
 from tpengine.errors import CacheSizeError, EngineError
 from tpengine.scheduling import AllocStatus, BlockManager
-from tpengine.scheduling.allocation import Growth
+from tpengine.scheduling.block_manager import Growth
 from tpengine.sequence import Request, Sequence, SequenceStatus
 
 from .fake_engine import make_request

@@ -5,7 +5,15 @@ from __future__ import annotations
 from tpengine.scheduling import BlockManager, FirstComeFirstServed, Scheduler
 from tpengine.sequence import Request, SequenceStatus
 
-from .fake_engine import add, engine_of, make_config, make_request, sizes, statuses
+from .fake_engine import (
+    add,
+    engine_of,
+    make_config,
+    make_request,
+    one_token_each,
+    sizes,
+    statuses,
+)
 
 
 def test_the_latest_is_preempted_and_comes_back_first() -> None:
@@ -73,15 +81,11 @@ def test_nobody_is_admitted_in_a_step_that_preempted() -> None:
         scheduler.add_request(request)
     output = scheduler.schedule()
     assert output.rows == [*first.sequences, *second.sequences]
-    for sequence in output.sampled:
-        sequence.token_ids.append(1)
-    scheduler.update(output)
+    scheduler.update(output, one_token_each(output))
     output = scheduler.schedule()
     assert output.preempted == [second]
     assert output.rows == first.sequences  # although a block of the three that came free is enough
-    for sequence in output.sampled:
-        sequence.token_ids.append(1)
-    scheduler.update(output)
+    scheduler.update(output, one_token_each(output))
     assert scheduler.schedule().rows == [*first.sequences, *third.sequences]
     scheduler.check_invariants()
 

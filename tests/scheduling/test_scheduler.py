@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 from tpengine.errors import EngineError
+from tpengine.scheduling import StepDecisions
 from tpengine.sequence import SequenceStatus
 
 from .fake_engine import FakeEngine, add, engine_of, make_config, make_request, sizes, statuses
@@ -188,7 +189,7 @@ def test_later_stops_admission_for_all_behind() -> None:
 def test_token_that_was_not_appended_is_noticed() -> None:
     engine = engine_of()
     add(engine, 4)
-    engine.scheduler.update(engine.scheduler.schedule())
+    engine.scheduler.update(engine.scheduler.schedule(), StepDecisions())
     with pytest.raises(EngineError, match="its token was not appended"):
         engine.scheduler.schedule()
 

@@ -40,9 +40,10 @@ class StepStats:
         """Of a step that is over.
 
         Args:
-            marks: five moments of `time.perf_counter`, before, between and after its parts.
+            marks: moments of `time.perf_counter`: the start, and the ends of schedule, execute,
+                process, update, and of the report to users, which counts as a part of process.
         """
-        start, sent, answered, processed, end = marks
+        start, sent, answered, processed, updated, end = marks
         return cls(
             num_prefill_tokens=scheduled.num_prefill_tokens,
             num_output_tokens=len(scheduled.sampled),
@@ -52,8 +53,8 @@ class StepStats:
             num_preempted=len(scheduled.preempted),
             schedule_s=sent - start,
             execute_s=answered - sent,
-            process_s=processed - answered,
-            update_s=end - processed,
+            process_s=processed - answered + end - updated,
+            update_s=updated - processed,
         )
 
 
