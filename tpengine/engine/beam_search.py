@@ -14,28 +14,9 @@ from tpengine.engine.detokenizer import as_logprobs
 from tpengine.engine.tokenizer import Tokenizer
 from tpengine.errors import InvalidSamplingParamsError
 from tpengine.messages import Candidates, TokenLogprobs
-from tpengine.outputs import Logprob
+from tpengine.outputs import CompletionOutput, Logprob
 from tpengine.scheduling.step import StepDecisions
 from tpengine.sequence import Request, Sequence, SequenceStatus
-
-
-@dataclass(frozen=True, slots=True)
-class Beam:
-    """A beam that is shown to the user.
-
-    Attributes:
-        score: by which beams are ranked. Of a complete beam: cumulative score, divided by the
-            number of output tokens to the power of the length penalty.
-        cumulative_logprob: of the raw logits.
-        logprobs: by output token; None unless the request asks for them.
-    """
-
-    score: float
-    output_token_ids: list[int]
-    cumulative_logprob: float
-    logprobs: list[dict[int, Logprob]] | None
-    finish_reason: str | None
-    stop_reason: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,7 +24,9 @@ class _LiveBeam:
     """What is known of a live beam, in addition to the tokens of its sequence.
 
     Attributes:
-        score: cumulative.
+        score: cumulative; with bias, bans and penalties.
+        cumulative_logprob: of the raw logits.
+        logprobs: by output token; None unless the request asks for them.
     """
 
     score: float
@@ -87,7 +70,9 @@ class BeamSearch:
         self._tokenizer = tokenizer
         logprobs: list[dict[int, Logprob]] | None = None if self._params.logprobs is None else []
         self._live = {s.seq_id: _LiveBeam(0.0, 0.0, logprobs) for s in request.sequences}
-        self._complete: list[Beam] = []  # best first, at most as many as beams
+        # (score, output) of complete beams, best first, at most as many as beams. The score is the
+        # cumulative one, divided by the number of output tokens to the power of the length penalty.
+        self._complete: list[tuple[float, CompletionOutput]] = []
 
     def advance(self, sampled: list[Sampled]) -> StepDecisions:
         """Chooses the beams that live on after one more token of each.
@@ -125,23 +110,18 @@ class BeamSearch:
             )
         return self._live_on(living)
 
-    def best(self) -> list[Beam]:
-        """The best n beams of a finished request, best first: complete beams, or the live ones if
-        the request was ended from outside."""
+    def best(self) -> list[CompletionOutput]:
+        """The best n beams of a finished request, best first and without text: complete beams, or
+        the live ones if the request was ended from outside."""
         request, n = self._request, self._params.n
         if request.finish_reason is None:
-            return self._complete[:n]
-        beams = [
-            Beam(
-                live.cumulative_logprob,
-                sequence.output_token_ids,
-                live.cumulative_logprob,
-                live.logprobs,
-                request.finish_reason,
-            )
-            for sequence, live in ((s, self._live[s.seq_id]) for s in request.sequences)
+            return [output for _, output in self._complete[:n]]
+        live = [(self._live[sequence.seq_id], sequence) for sequence in request.sequences]
+        live.sort(key=lambda pair: -pair[0].cumulative_logprob)
+        return [
+            _output(sequence.output_token_ids, beam, request.finish_reason)
+            for beam, sequence in live[:n]
         ]
-        return sorted(beams, key=lambda beam: -beam.score)[:n]
 
     def _rank(self, sampled: list[Sampled]) -> list[_Continuation]:
         """All candidates of all beams that may be sampled, best first."""
@@ -160,19 +140,13 @@ class BeamSearch:
 
     def _keep(self, one: _Continuation, num_output: int) -> None:
         """Keeps a beam that ended, if it is among the best."""
-        extended, token_id = self._extend(one), one.token_id
-        ended = token_id in self._request.end_token_ids
-        self._complete.append(
-            Beam(
-                score=one.score / num_output**self._params.length_penalty,
-                output_token_ids=[*one.parent.output_token_ids, token_id],
-                cumulative_logprob=extended.cumulative_logprob,
-                logprobs=extended.logprobs,
-                finish_reason="stop" if ended else "length",
-                stop_reason=token_id if token_id in self._params.stop_token_ids else None,
-            )
-        )
-        self._complete.sort(key=lambda beam: -beam.score)
+        token_id = one.token_id
+        reason = "stop" if token_id in self._request.end_token_ids else "length"
+        output = _output([*one.parent.output_token_ids, token_id], self._extend(one), reason)
+        if token_id in self._params.stop_token_ids:
+            output.stop_reason = token_id
+        self._complete.append((one.score / num_output**self._params.length_penalty, output))
+        self._complete.sort(key=lambda beam: -beam[0])
         del self._complete[self._params.num_sequences :]
 
     def _is_done(self, best_score: float, num_output: int) -> bool:
@@ -186,7 +160,7 @@ class BeamSearch:
         length = num_output
         if params.early_stopping == "never" and params.length_penalty > 0.0:
             length = self._max_num_tokens - len(self._request.prompt_token_ids)
-        return bool(best_score / length**params.length_penalty <= self._complete[-1].score)
+        return bool(best_score / length**params.length_penalty <= self._complete[-1][0])
 
     def _live_on(self, living: list[_Continuation]) -> StepDecisions:
         """Gives each living continuation a sequence. The first one of a parent keeps the parent's
@@ -217,3 +191,7 @@ class BeamSearch:
             found = replace(one.found, logprob=one.logprob, rank=one.rank)
             logprobs = [*parent.logprobs, as_logprobs(one.token_id, found, self._tokenizer)]
         return _LiveBeam(one.score, parent.cumulative_logprob + one.logprob, logprobs)
+
+
+def _output(token_ids: list[int], beam: _LiveBeam, finish_reason: str) -> CompletionOutput:
+    return CompletionOutput(0, "", token_ids, beam.cumulative_logprob, beam.logprobs, finish_reason)

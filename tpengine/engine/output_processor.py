@@ -12,9 +12,9 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
-from tpengine.engine.beam_search import Beam, BeamSearch, Sampled
+from tpengine.engine.beam_search import BeamSearch, Sampled
 from tpengine.engine.detokenizer import Detokenizer, as_logprobs
 from tpengine.engine.figures import EngineFigures
 from tpengine.engine.tokenizer import Tokenizer
@@ -45,7 +45,7 @@ class _TrackedSequence:
     sequence: Sequence
     detokenizer: Detokenizer | None
     max_num_tokens: int
-    logprobs: list[dict[int, Logprob]] | None
+    logprobs: list[dict[int, Logprob]] | None = None
     cumulative_logprob: float = 0.0
     num_reported: int = 0
     stop_reason: int | str | None = None
@@ -63,9 +63,9 @@ class _TrackedRequest:
     """
 
     request: Request
-    sequences: list[_TrackedSequence]
-    beams: BeamSearch | None
-    prompt_logprobs: list[dict[int, Logprob] | None] | None
+    sequences: list[_TrackedSequence] = field(default_factory=list)
+    beams: BeamSearch | None = None
+    prompt_logprobs: list[dict[int, Logprob] | None] | None = None
     error: str | None = None
 
 
@@ -104,26 +104,19 @@ class OutputProcessor:
         max_num_tokens = self._max_model_len
         if params.max_tokens is not None:
             max_num_tokens = min(max_num_tokens, num_prompt_tokens + params.max_tokens)
-        beams = None
+        tracked = _TrackedRequest(request)
         if params.use_beam_search:
-            beams = BeamSearch(request, max_num_tokens, self.tokenizer)
-        sequences = [
-            _TrackedSequence(
-                request,
-                sequence,
-                None if beams is not None else self._make_detokenizer(request),
-                max_num_tokens,
-                None if params.logprobs is None else [],
-            )
-            for sequence in request.sequences
-        ]
-        self._requests[request.request_id] = _TrackedRequest(
-            request,
-            sequences,
-            beams,
-            None if params.prompt_logprobs is None else [None] * num_prompt_tokens,
-        )
-        self._sequences.update((one.sequence.seq_id, one) for one in sequences)
+            tracked.beams = BeamSearch(request, max_num_tokens, self.tokenizer)
+        if params.prompt_logprobs is not None:
+            tracked.prompt_logprobs = [None] * num_prompt_tokens
+        for sequence in request.sequences:
+            detokenizer = None if params.use_beam_search else self._make_detokenizer(request)
+            one = _TrackedSequence(request, sequence, detokenizer, max_num_tokens)
+            if params.logprobs is not None:
+                one.logprobs = []
+            tracked.sequences.append(one)
+        self._requests[request.request_id] = tracked
+        self._sequences.update((one.sequence.seq_id, one) for one in tracked.sequences)
 
     def process(self, scheduled: SchedulerOutput, output: StepOutput) -> StepDecisions:
         """Decides for an answered step which tokens are appended and which sequences end.
@@ -140,7 +133,7 @@ class OutputProcessor:
             try:
                 self._record_prompt_logprobs(tracked.request, part)
             except Exception as error:
-                _fail(tracked.request, _reason(error, tracked.request), decisions)
+                _fail(tracked.request, error, decisions)
         for place, sequence in enumerate(scheduled.sampled):
             tracked = self._sequences.get(sequence.seq_id)
             if tracked is None:  # it was aborted while the step was computed
@@ -160,7 +153,7 @@ class OutputProcessor:
             try:
                 status = self._take_token(tracked, place, output)
             except Exception as error:
-                _fail(request, _reason(error, request), decisions)
+                _fail(request, error, decisions)
                 continue
             if status is not None:
                 decisions.finished.append((sequence, status))
@@ -281,7 +274,7 @@ class OutputProcessor:
         try:
             found = tracked.beams.advance(group)
         except Exception as error:
-            _fail(request, _reason(error, request), decisions)
+            _fail(request, error, decisions)
             return
         decisions.tokens.extend(found.tokens)
         decisions.finished.extend(found.finished)
@@ -315,40 +308,36 @@ class OutputProcessor:
         """The request's outputs; those of a ranked request best first, numbered by rank."""
         params = tracked.request.sampling_params
         if tracked.beams is not None:
-            beams = enumerate(tracked.beams.best())
-            return [self._beam_completion(tracked, index, beam) for index, beam in beams]
-        if not params.is_ranked:
+            outputs = tracked.beams.best()
+            for output in outputs:
+                self._add_beam_text(output, tracked)
+        elif params.is_ranked:
+            best = sorted(tracked.sequences, key=lambda one: -one.cumulative_logprob)[: params.n]
+            outputs = [_completion(one, RequestOutputKind.FINAL_ONLY) for one in best]
+        else:
             return [_completion(one, params.output_kind) for one in tracked.sequences]
-        ranked = sorted(tracked.sequences, key=lambda one: -one.cumulative_logprob)
-        outputs = [_completion(one, RequestOutputKind.FINAL_ONLY) for one in ranked[: params.n]]
-        for index, output in enumerate(outputs):
-            output.index = index
+        for rank, output in enumerate(outputs):
+            output.index = rank
         return outputs
 
-    def _beam_completion(
-        self, tracked: _TrackedRequest, index: int, beam: Beam
-    ) -> CompletionOutput:
+    def _add_beam_text(self, output: CompletionOutput, tracked: _TrackedRequest) -> None:
         """Beams change places often, so their text is made once, at the end."""
-        request, token_ids = tracked.request, beam.output_token_ids
-        if beam.finish_reason == "stop" and not request.sampling_params.include_stop_str_in_output:
+        request, token_ids = tracked.request, output.token_ids
+        if (
+            output.finish_reason == "stop"
+            and not request.sampling_params.include_stop_str_in_output
+        ):
             token_ids = token_ids[:-1]
         detokenizer = self._make_detokenizer(request)
-        if detokenizer is not None:
-            try:
-                for token_id in token_ids:
-                    detokenizer.append(token_id)
-                detokenizer.finish()
-            except Exception as error:  # the user still gets the tokens
-                tracked.error = _reason(error, request)
-        return CompletionOutput(
-            index=index,
-            text="" if detokenizer is None else detokenizer.text,
-            token_ids=beam.output_token_ids,
-            cumulative_logprob=beam.cumulative_logprob,
-            logprobs=beam.logprobs,
-            finish_reason=beam.finish_reason,
-            stop_reason=beam.stop_reason,
-        )
+        if detokenizer is None:
+            return
+        try:
+            for token_id in token_ids:
+                detokenizer.append(token_id)
+            detokenizer.finish()
+        except Exception as error:  # the user still gets the tokens
+            tracked.error = _reason(error, request)
+        output.text = detokenizer.text
 
 
 def _completion(tracked: _TrackedSequence, kind: RequestOutputKind) -> CompletionOutput:
@@ -373,7 +362,8 @@ def _completion(tracked: _TrackedSequence, kind: RequestOutputKind) -> Completio
     )
 
 
-def _fail(request: Request, reason: str, decisions: StepDecisions) -> None:
+def _fail(request: Request, error: Exception | str, decisions: StepDecisions) -> None:
+    reason = error if isinstance(error, str) else _reason(error, request)
     decisions.failed.setdefault(request.request_id, reason)
     decisions.to_report[request.request_id] = request
 
