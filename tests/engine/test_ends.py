@@ -1,4 +1,4 @@
-"""When and why a sequence ends, and what of its last tokens is text."""
+"""Why a sequence ends (`finish_reason`, `stop_reason`), and the text of its last tokens."""
 
 from __future__ import annotations
 
@@ -176,7 +176,7 @@ def test_special_tokens_in_the_text(engine: LLMEngine, prompt: list[int]) -> Non
 
 
 @pytest.mark.parametrize("end", ["aborted", "complete"])
-def test_a_text_that_cannot_be_finished_is_one_request_s_affair(
+def test_a_text_that_cannot_be_finished_fails_one_request_alone(
     models: ModelShop, monkeypatch: pytest.MonkeyPatch, end: str
 ) -> None:
     with make_engine(models.folder(PLAIN, tokenizer=True)) as engine:

@@ -1,4 +1,4 @@
-"""Whatever one request brings, it fails alone."""
+"""A request that fails, for any reason, fails alone."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How much of the cache is held and holds no token."""
+"""How much of the held cache holds no token."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Blocks that are found again by content: the answers stay, the work does not."""
+"""Blocks that are found again by content: the answers are the same, with less work."""
 
 from __future__ import annotations
 
@@ -196,7 +196,7 @@ def test_a_conversation_finds_its_own_output(make_engine: MakeEngine) -> None:
 @pytest.mark.parametrize("chunked", [True, False])
 @pytest.mark.parametrize("mode", ["swap", "recompute"])
 def test_with_everything_else(make_engine: MakeEngine, chunked: bool, mode: str) -> None:
-    """Shared beginnings, several sequences, beams and preemption on a small cache."""
+    """Shared beginnings, requests of three sequences, beams and preemption on a small cache."""
     free = SamplingParams(n=3, temperature=1.0, max_tokens=24, ignore_eos=True)
     beams = replace(GREEDY, n=3, use_beam_search=True, max_tokens=24)
     kinds: list[Callable[[int], SamplingParams]] = [

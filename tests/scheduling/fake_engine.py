@@ -30,7 +30,7 @@ def make_config(
     chunked: bool = True,
     looks_ahead: bool = False,
 ) -> SchedulerConfig:
-    """A scheduler's configuration in few words."""
+    """A scheduler's configuration, with short names."""
     return SchedulerConfig(
         max_num_batched_tokens=tokens,
         max_num_seqs=seqs,
@@ -49,7 +49,7 @@ def make_request(
     min_tokens: int = 0,
     end_token_ids: frozenset[int] = frozenset(),
 ) -> Request:
-    """A request named after its number, with a prompt that no other one has."""
+    """A request named after its number, with a prompt of its own."""
     prompt = [(31 * index + 7 * place) % 997 for place in range(num_prompt_tokens)]
     return Request(
         request_id=f"r{index}",
@@ -65,7 +65,7 @@ def make_request(
 
 
 class CountingBlockManager(BlockManager):
-    """Counts what it answered."""
+    """Counts the answers of `can_allocate`."""
 
     def __init__(self, num_blocks: int, block_size: int, watermark: float) -> None:
         super().__init__(num_blocks, block_size, watermark)
@@ -78,7 +78,7 @@ class CountingBlockManager(BlockManager):
 
 
 class FakeEngine:
-    """Schedule, execute, process, update; `step` raises AssertionError where something is wrong."""
+    """Schedule, execute, decide, update; `step` raises AssertionError if a check fails."""
 
     def __init__(
         self,
@@ -120,7 +120,7 @@ class FakeEngine:
             assert request_id in self.endings
 
     def lose(self, num_blocks: int) -> None:
-        """The worker is gone; another one, with so many blocks, takes its place."""
+        """The worker is lost; another one, with `num_blocks` blocks, replaces it."""
         size = self.config.max_num_batched_tokens
         self.blocks = CountingBlockManager(num_blocks, self.blocks.block_size, self._watermark)
         self.scheduler.restart(self.blocks)
@@ -137,7 +137,7 @@ class FakeEngine:
         self.events["losses"] += 1
 
     def restrict(self, allowed: frozenset[str] | None) -> None:
-        """Holds all others back."""
+        """Lets only the `allowed` requests run."""
         self.scheduler.restrict(allowed)
         self.scheduler.check_invariants()
         self.in_order = False
@@ -147,7 +147,7 @@ class FakeEngine:
         self, in_flight: Callable[[], None] = lambda: None, lost_to: int | None = None
     ) -> SchedulerOutput:
         """One step; `in_flight` is called between execution and processing. With `lost_to` it is
-        not answered, and so many blocks are what the next worker has."""
+        not answered, and the next worker has that many blocks."""
         had_requests = self.scheduler.has_unfinished_requests()
         oldest = self._running()[0] if self._running() else None
         output = self.scheduler.schedule()
@@ -162,7 +162,7 @@ class FakeEngine:
             if self.in_order:
                 assert bool(output.ignored) == had_requests, "a step without any progress"
             assert not output.step_input.freed_slots
-            assert not output.step_input.block_moves, "blocks that nobody will move"
+            assert not output.step_input.block_moves, "a step that is not sent moves blocks"
             return output
         self._check_progress(oldest, output)
         self._check_admissions(output)
@@ -175,8 +175,8 @@ class FakeEngine:
             self.lose(lost_to)
             return output
         answer = self.worker.compute(output.step_input)
-        self.events["begun"] = self.worker.num_begun
-        self.events["begun and taken"] = self.worker.num_taken
+        self.events["ahead"] = self.worker.num_ahead
+        self.events["ahead and kept"] = self.worker.num_kept
         in_flight()
         decisions = self._decide(output, answer.token_ids)
         self.scheduler.update(output, decisions)
@@ -190,7 +190,7 @@ class FakeEngine:
         return output
 
     def run(self, max_steps: int = 10_000) -> None:
-        """Steps until nothing is left, and looks for what was not given back."""
+        """Steps until no request is left, and checks that all blocks were given back."""
         for _ in range(max_steps):
             if not self.scheduler.has_unfinished_requests():
                 break
@@ -226,7 +226,7 @@ class FakeEngine:
         self.events[status.name] += 1
 
     def _running(self) -> list[Sequence]:
-        """Those that the driver believes to run, oldest first."""
+        """Sequences that run according to the driver, oldest first."""
         requests = sorted(self.scheduler._queues.requests.values(), key=lambda r: r.arrival_index)
         slots = self.scheduler._queues.slots
         return [
@@ -261,7 +261,7 @@ class FakeEngine:
             assert admitted == sorted(admitted), "not in order of arrival"
 
     def _compare_with_worker(self) -> None:
-        """What the worker pieced together from the messages is what the driver has."""
+        """The worker's state, built from the messages, equals the driver's."""
         running = self._running()
         assert sorted(s.slot for s in running if s.slot is not None) == sorted(self.worker.slots)
         for sequence in running:

@@ -1,4 +1,4 @@
-"""Requests that are ended from outside, wherever they stand."""
+"""Requests that are aborted, in every state."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from tpengine.sequence import SequenceStatus
 from .fake_engine import add, engine_of, make_request, statuses
 
 
-def test_abort_wherever_it_stands() -> None:
+def test_abort_in_every_state() -> None:
     engine = engine_of(seqs=2, num_blocks=8, tokens=8)
     decoding, chunk, waiting = add(engine, 5, 12, 4)
     engine.step()
     assert chunk.sequences[0].num_computed_tokens == 3
-    assert engine.scheduler.abort_request("nobody") is None
+    assert engine.scheduler.abort_request("unknown") is None
     for request in (waiting, chunk, decoding):
         assert engine.scheduler.get_request(request.request_id) is request
         engine.abort(request.request_id)

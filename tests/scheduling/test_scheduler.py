@@ -1,4 +1,4 @@
-"""The scheduler's decisions, one by one. Every step also passes the fake engine's checks."""
+"""The scheduler's decisions, one test each. The fake engine also checks every step."""
 
 from __future__ import annotations
 
@@ -108,7 +108,9 @@ def test_max_num_seqs_bounds_the_running() -> None:
 def test_whole_prompts_wait_for_the_next_step() -> None:
     engine = engine_of(tokens=10, chunked=False)
     add(engine, 6, 5, 4)
-    assert sizes(engine.step()) == [6]  # 5 do not fit beside, and 4 stay behind 5
+    assert sizes(engine.step()) == [
+        6
+    ]  # 5 tokens do not fit into the same step, and 4 wait behind them
     assert sizes(engine.step()) == [5, 4]
     assert sizes(engine.step()) == [1, 1, 1]
 

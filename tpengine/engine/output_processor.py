@@ -97,7 +97,7 @@ class OutputProcessor:
         """Starts to follow a request.
 
         Raises:
-            Exception: whatever the tokenizer raises for the prompt; the request is not followed.
+            Exception: the tokenizer's own error; the request is not followed.
         """
         params = request.sampling_params
         num_prompt_tokens = len(request.prompt_token_ids)
