@@ -4,8 +4,8 @@ Every stop decision, and with it a `finish_reason` of stop or length, is made he
 `OutputProcessor._decide_end` (for beams: in `beam_search`). The reasons abort, ignored and error
 come from the scheduler; `sequence.SequenceStatus` maps a status to its `finish_reason`.
 
-`process` changes no sequence and no request: it returns its decisions, which `Scheduler.update`
-applies. After that, `report` builds what users are told.
+`process` changes no sequence; of a request it fills only the `metrics`. It returns its decisions,
+which `Scheduler.update` applies. After that, `report` builds what users are told.
 """
 
 from __future__ import annotations
