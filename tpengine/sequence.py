@@ -78,7 +78,9 @@ LEGAL_MOVES: dict[SequenceStatus, frozenset[SequenceStatus]] = {
 class Sequence:
     """One line of tokens: the prompt and what was generated after it.
 
-    Only the room `scheduling/` changes a sequence. The scheduler knows no prefill and no decode: it lets `num_computed_tokens` (tokens whose K and
+    Only the room `scheduling/` changes a sequence.
+
+    The scheduler knows no prefill and no decode: it lets `num_computed_tokens` (tokens whose K and
     V lie in the cache) catch up with `num_tokens`. `token_ids` holds prompt and output in one list;
     `slot` is the sequence's place in the worker's persistent batch while it is running.
     """
