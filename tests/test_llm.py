@@ -407,7 +407,7 @@ def test_a_step_that_failed_ends_the_engine_with_its_cause(
         engine.add_request("gone", PROMPTS[1], greedy(4))
         engine.abort_request("gone")
 
-        def update(output: Any) -> None:
+        def update(output: Any, decisions: Any) -> None:
             raise RuntimeError("planted")
 
         monkeypatch.setattr(engine._scheduler, "update", update)

@@ -6,7 +6,7 @@ import enum
 from dataclasses import dataclass, field
 
 from tpengine.errors import IllegalMoveError
-from tpengine.outputs import Logprob, RequestMetrics
+from tpengine.outputs import RequestMetrics
 from tpengine.sampling_params import SamplingParams
 
 
@@ -78,9 +78,11 @@ LEGAL_MOVES: dict[SequenceStatus, frozenset[SequenceStatus]] = {
 class Sequence:
     """A prompt and the tokens generated after it.
 
-    The scheduler has no state for prefill or decode: steps let `num_computed_tokens` (tokens whose
-    K and V are in the cache) catch up with `num_tokens`. `token_ids` holds prompt and output in one
-    list; `slot` is the sequence's index in the worker's batch while it runs.
+    Only the room `scheduling/` changes a sequence.
+
+    The scheduler knows no prefill and no decode: it lets `num_computed_tokens` (tokens whose K and
+    V lie in the cache) catch up with `num_tokens`. `token_ids` holds prompt and output in one list;
+    `slot` is the sequence's place in the worker's persistent batch while it is running.
     """
 
     seq_id: int
@@ -91,10 +93,6 @@ class Sequence:
     num_computed_tokens: int = 0
     slot: int | None = None
     status: SequenceStatus = SequenceStatus.WAITING
-    cumulative_logprob: float = 0.0
-    logprobs: list[dict[int, Logprob]] | None = None
-    stop_reason: int | str | None = None
-    """The stop string or stop token that ended it; None: an end token or another reason."""
 
     @property
     def num_tokens(self) -> int:

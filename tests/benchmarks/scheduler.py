@@ -10,7 +10,7 @@ import time
 from tpengine.config import SchedulerConfig
 from tpengine.outputs import RequestMetrics
 from tpengine.sampling_params import SamplingParams
-from tpengine.scheduling import BlockManager, Scheduler
+from tpengine.scheduling import BlockManager, Scheduler, StepDecisions
 from tpengine.sequence import Request, Sequence
 
 PROMPT_TOKENS = 64
@@ -106,7 +106,6 @@ def _step(scheduler: Scheduler) -> float:
     """One step without a model; returns its milliseconds."""
     start = time.perf_counter()
     output = scheduler.schedule()
-    for sequence in output.sampled:
-        sequence.token_ids.append(7)
-    scheduler.update(output)
+    decisions = StepDecisions(tokens=[(sequence, 7) for sequence in output.sampled])
+    scheduler.update(output, decisions)
     return 1e3 * (time.perf_counter() - start)

@@ -286,7 +286,7 @@ def test_half_a_character_at_the_end_is_flushed_once() -> None:
 
 
 @pytest.mark.parametrize("tail", [b"\xf0", b"\xf0\x9f", b"\xf0\x9f\x98"])
-def test_character_begun_by_the_prompt(tail: bytes) -> None:
+def test_character_that_the_prompt_leaves_unfinished(tail: bytes) -> None:
     prompt = single_bytes(b"ab" + tail)
     rest = "😀".encode()[len(tail) :]
     assert stream_all(Detokenizer(BYTE_LEVEL, prompt), single_bytes(rest + b"x"))[0] == "😀x"

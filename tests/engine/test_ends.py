@@ -1,4 +1,4 @@
-"""When and why a sequence ends, and what of its last tokens is text."""
+"""Why a sequence ends (`finish_reason`, `stop_reason`), and the text of its last tokens."""
 
 from __future__ import annotations
 
@@ -176,14 +176,14 @@ def test_special_tokens_in_the_text(engine: LLMEngine, prompt: list[int]) -> Non
 
 
 @pytest.mark.parametrize("end", ["aborted", "complete"])
-def test_a_text_that_cannot_be_finished_is_one_request_s_affair(
+def test_a_text_that_cannot_be_finished_fails_one_request_alone(
     models: ModelShop, monkeypatch: pytest.MonkeyPatch, end: str
 ) -> None:
     with make_engine(models.folder(PLAIN, tokenizer=True)) as engine:
         engine.add_request("bad", None, greedy(4), prompt_token_ids=[5] * 5)
         engine.add_request("good", None, greedy(8), prompt_token_ids=[6] * 5)
         engine.step()
-        tracked = engine._output_processor._tracked.values()
+        tracked = engine._output_processor._sequences.values()
         broken = next(one.detokenizer for one in tracked if one.request.request_id == "bad")
         finish = Detokenizer.finish
 

@@ -1,4 +1,4 @@
-"""`LLMEngine`: requests come and go at any moment."""
+"""`LLMEngine`: requests are added, aborted and finished at any moment."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from tpengine import EngineArgs, LLMEngine, RequestOutput, RequestOutputKind, Sa
 from tpengine.errors import DuplicateRequestError
 
 
-def test_the_loop_that_everybody_writes(engine: LLMEngine, prompt: list[int]) -> None:
+def test_add_requests_and_step_until_done(engine: LLMEngine, prompt: list[int]) -> None:
     assert not engine.has_unfinished_requests()
     assert engine.step() == []
     for i in range(3):
@@ -151,7 +151,7 @@ def test_abort_of_everything_is_still_reported(engine: LLMEngine, prompt: list[i
 def test_ctrl_c_keeps_the_step(
     engine: LLMEngine, prompt: list[int], expected: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A signal in the middle of a step: nothing of it is lost, whoever goes on stepping."""
+    """A signal in the middle of a step: the step ends, and the next call returns its outputs."""
     execute = engine._executor.execute_model
 
     def interrupted(step: Any) -> Any:

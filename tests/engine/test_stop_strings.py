@@ -31,7 +31,7 @@ def letters(*words: str) -> list[int]:
 
 
 def stop_oracle(text: str, stops: Sequence[str], include: bool) -> tuple[str, str | None]:
-    """The stop that is complete first, character by character; the longest of several."""
+    """The stop string that is complete first, character by character; of equals the longest."""
     for end in range(len(text) + 1):
         done = [stop for stop in stops if text[:end].endswith(stop)]
         if done:

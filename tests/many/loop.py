@@ -1,4 +1,4 @@
-"""Scheduler and output processor around the fake worker, with requests of several sequences."""
+"""Scheduler and output processor with the fake worker; requests have one or more sequences."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ MAX_MODEL_LEN = 60
 
 @dataclass(frozen=True)
 class Limits:
-    """How little the engine has."""
+    """The limits of an engine."""
 
     tokens: int = 64
     seqs: int = 8
@@ -65,11 +65,11 @@ def make_request(
 
 
 class Loop:
-    """Schedule, execute, process, update; raises AssertionError where something is wrong.
+    """Schedule, execute, process, update; raises AssertionError if a check fails.
 
     Attributes:
         outputs: the last output of each request.
-        events: what happened how often.
+        events: how often each event happened.
     """
 
     def __init__(self, limits: Limits) -> None:
@@ -91,7 +91,7 @@ class Loop:
             limits.caching,
         )
         self.scheduler = Scheduler(config, self.blocks)
-        self.processor = OutputProcessor(None, MAX_MODEL_LEN, self.scheduler.fail_request)
+        self.processor = OutputProcessor(None, MAX_MODEL_LEN)
         self.worker = FakeWorker(
             limits.num_blocks,
             limits.block_size,
@@ -118,7 +118,7 @@ class Loop:
         if ended is not None:
             self.events[f"ended {before[-1]}"] += 1
             assert not any(self.blocks.holds_blocks(s) for s in request.sequences)
-            self._note(self.processor.finish([ended]))
+            self._note(self.processor.report([ended]))
 
     def step(self, in_flight: Callable[[], None] = lambda: None) -> SchedulerOutput:
         """One step; `in_flight` is called between execution and processing."""
@@ -126,19 +126,20 @@ class Loop:
         output = self.scheduler.schedule()
         self.scheduler.check_invariants()
         self._count(output)
+        self._note(self.processor.report(output.ignored))
         if output.is_empty:
             assert bool(output.ignored) == had_requests, "a step without any progress"
-            assert not output.step_input.block_moves, "blocks that nobody will move"
-            self._note(self.processor.finish(output.ignored))
+            assert not output.step_input.block_moves, "a step that is not sent moves blocks"
             return output
         self.worker.apply(output.step_input)
         self._compare_with_worker(output)
         answer = self.worker.compute(output.step_input)
-        self.events["begun"] = self.worker.num_begun
-        self.events["begun and taken"] = self.worker.num_taken
+        self.events["ahead"] = self.worker.num_ahead
+        self.events["ahead and kept"] = self.worker.num_kept
         in_flight()
-        self._note(self.processor.process(output, answer))
-        self.scheduler.update(output)
+        decisions = self.processor.process(output, answer)
+        self.scheduler.update(output, decisions)
+        self._note(self.processor.report(decisions.to_report.values()))
         self.scheduler.check_invariants()
         running = self.scheduler.running_sequences()
         unused = self.blocks.num_unused_places(running)
@@ -146,7 +147,7 @@ class Loop:
         return output
 
     def run(self, max_steps: int = 3000) -> None:
-        """Steps until nothing is left, and looks for what was not given back."""
+        """Steps until no request is left, and checks that all blocks were given back."""
         for _ in range(max_steps):
             if not self.scheduler.has_unfinished_requests():
                 break
@@ -181,7 +182,7 @@ class Loop:
         self.events["joined later"] += len(late)
 
     def _compare_with_worker(self, output: SchedulerOutput) -> None:
-        """What the worker pieced together from the messages is what the driver has."""
+        """The worker's state, built from the messages, equals the driver's."""
         slots = self.scheduler._queues.slots
         members = [s for r in self.scheduler._queues.running for s in r.sequences]
         known = [s for s in members if s.slot is not None and slots.is_known(s)]
@@ -192,13 +193,13 @@ class Loop:
             slot = self.worker.slots[sequence.slot]
             assert slot.token_ids == sequence.token_ids
             assert slot.index == sequence.index
-            if sequence not in children:  # those get their blocks when the step is booked
+            if sequence not in children:  # these get their blocks in the update
                 assert slot.num_computed_tokens == sequence.num_computed_tokens
                 assert slot.block_ids == self.blocks.block_ids(sequence)
 
 
 def run_alone(request_like: Request) -> RequestOutput:
-    """What the same request gives in an engine that has plenty of everything."""
+    """The output of the same request in an engine with ample limits."""
     loop = Loop(ROOMY)
     index = request_like.arrival_index
     loop.add(make_request(index, request_like.prompt_token_ids, request_like.sampling_params))

@@ -1,4 +1,4 @@
-"""Whatever one request brings, it fails alone."""
+"""A request that fails, for any reason, fails alone."""
 
 from __future__ import annotations
 
@@ -94,7 +94,7 @@ def test_what_raises_while_output_is_processed_ends_its_request_alone(
 
 def _break_at_fifth_token(monkeypatch: pytest.MonkeyPatch, request_id: str) -> None:
     advance_beams = BeamSearch.advance
-    advance = output_processor.OutputProcessor._advance
+    decide_end = output_processor.OutputProcessor._decide_end
 
     def broken_beams(self: BeamSearch, sampled: Any) -> Any:
         if self._request.request_id == request_id and sampled[0][0].num_output_tokens == 5:
@@ -103,12 +103,12 @@ def _break_at_fifth_token(monkeypatch: pytest.MonkeyPatch, request_id: str) -> N
 
     def broken(self: Any, tracked: Any, token_id: int) -> Any:
         ours = tracked.request.request_id == request_id
-        if ours and tracked.sequence.index == 1 and tracked.sequence.num_output_tokens == 5:
+        if ours and tracked.sequence.index == 1 and tracked.sequence.num_output_tokens == 4:
             raise ZeroDivisionError("no such luck")
-        return advance(self, tracked, token_id)
+        return decide_end(self, tracked, token_id)
 
     monkeypatch.setattr(BeamSearch, "advance", broken_beams)
-    monkeypatch.setattr(output_processor.OutputProcessor, "_advance", broken)
+    monkeypatch.setattr(output_processor.OutputProcessor, "_decide_end", broken)
 
 
 def test_too_much_for_the_cache_is_ignored_with_a_reason(make_engine: MakeEngine) -> None:

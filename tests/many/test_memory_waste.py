@@ -1,4 +1,4 @@
-"""How much of the cache is held and holds no token."""
+"""How much of the held cache holds no token."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import random
 from tpengine.config import SchedulerConfig
 from tpengine.outputs import RequestMetrics
 from tpengine.sampling_params import SamplingParams
-from tpengine.scheduling import BlockManager, Scheduler, SchedulerOutput
+from tpengine.scheduling import BlockManager, Scheduler, SchedulerOutput, StepDecisions
 from tpengine.sequence import Request, Sequence, SequenceStatus
 
 BLOCK_SIZE = 16
@@ -37,12 +37,13 @@ def request_of(index: int, num_prompt_tokens: int, params: SamplingParams) -> Re
 
 
 def finish_step(scheduler: Scheduler, output: SchedulerOutput, params: SamplingParams) -> None:
-    """Gives every sampled sequence a token, and books the step."""
+    """Gives every sampled sequence a token, and ends those that are long enough."""
+    decisions = StepDecisions()
     for place, sequence in enumerate(output.sampled):
-        sequence.token_ids.append(place)
-        if sequence.num_output_tokens == params.max_tokens:
-            sequence.move_to(SequenceStatus.FINISHED_LENGTH)
-    scheduler.update(output)
+        decisions.tokens.append((sequence, place))
+        if sequence.num_output_tokens + 1 == params.max_tokens:
+            decisions.finished.append((sequence, SequenceStatus.FINISHED_LENGTH))
+    scheduler.update(output, decisions)
 
 
 def test_less_than_four_percent_is_unused() -> None:

@@ -112,8 +112,8 @@ def test_arguments(make_engine: MakeEngine, args: dict[str, object], words: str)
         make_engine(**args)
 
 
-def test_room_is_made_beside_a_group_that_forks_in_the_same_step() -> None:
-    """The group is first, and its second sequence has no blocks before the step is booked."""
+def test_preemption_in_a_step_in_which_a_group_forks() -> None:
+    """The group is first, and its second sequence has no blocks before the update of the step."""
     loop = Loop(Limits(tokens=16, num_blocks=10, policy="priority", mode="recompute"))
     single = SamplingParams(max_tokens=12, ignore_eos=True)
     pair = SamplingParams(n=2, max_tokens=3, ignore_eos=True)

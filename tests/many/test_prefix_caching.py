@@ -1,4 +1,4 @@
-"""Blocks that are found again by content: the answers stay, the work does not."""
+"""Blocks that are found again by content: the answers are the same, with less work."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import pytest
 
 from tpengine.outputs import RequestMetrics
 from tpengine.sampling_params import SamplingParams
-from tpengine.scheduling import AllocStatus, BlockManager, prefix_cache
+from tpengine.scheduling import AllocStatus, BlockManager, block_pool
 from tpengine.sequence import Request, Sequence, SequenceStatus
 
 from .conftest import MakeEngine, run
@@ -128,13 +128,13 @@ def test_free_hits_count_once() -> None:
 
 def test_each_block_is_hashed_once(monkeypatch: pytest.MonkeyPatch) -> None:
     calls = []
-    original = prefix_cache.digest_of
+    original = block_pool.digest_of
 
     def counted(parent: bytes, token_ids: list[int]) -> bytes:
         calls.append(tuple(token_ids))
         return original(parent, token_ids)
 
-    monkeypatch.setattr(prefix_cache, "digest_of", counted)
+    monkeypatch.setattr(block_pool, "digest_of", counted)
     blocks = pool(20)
     request = request_of(0, list(range(21)))
     for _ in range(3):
@@ -154,7 +154,7 @@ def test_collisions_keep_the_books(monkeypatch: pytest.MonkeyPatch) -> None:
     def weak(parent: bytes, token_ids: list[int]) -> bytes:
         return bytes([sum(token_ids) % 3])
 
-    monkeypatch.setattr(prefix_cache, "digest_of", weak)
+    monkeypatch.setattr(block_pool, "digest_of", weak)
     blocks = pool(12)
     held: list[Sequence] = []
     for index in range(60):
@@ -196,7 +196,7 @@ def test_a_conversation_finds_its_own_output(make_engine: MakeEngine) -> None:
 @pytest.mark.parametrize("chunked", [True, False])
 @pytest.mark.parametrize("mode", ["swap", "recompute"])
 def test_with_everything_else(make_engine: MakeEngine, chunked: bool, mode: str) -> None:
-    """Shared beginnings, several sequences, beams and preemption on a small cache."""
+    """Shared beginnings, requests of three sequences, beams and preemption on a small cache."""
     free = SamplingParams(n=3, temperature=1.0, max_tokens=24, ignore_eos=True)
     beams = replace(GREEDY, n=3, use_beam_search=True, max_tokens=24)
     kinds: list[Callable[[int], SamplingParams]] = [

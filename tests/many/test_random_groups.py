@@ -1,4 +1,4 @@
-"""Random mixes of everything at once: nothing is lost, doubled or changed."""
+"""Random mixes of all features: no request is lost, doubled or changed."""
 
 from __future__ import annotations
 
@@ -86,7 +86,7 @@ traces = st.builds(
 
 
 def prompt_of(arrival: Arrival, index: int) -> list[int]:
-    """Half of it is that of its family, so that full blocks are found again."""
+    """Two thirds are those of its family, so that full blocks are found again."""
     count = arrival.num_prompt_tokens
     own = count // 3
     shared = [3 + (17 * arrival.family + 5 * place) % 900 for place in range(count - own)]
@@ -126,7 +126,7 @@ def summary(output: RequestOutput) -> list[tuple[int, list[int], float | None, s
 
 
 def check_ending(loop: Loop, request: Request) -> str:
-    """It ended once, and what it gave is what it would have given alone; returns how it ended."""
+    """It ended once, with the output that it has when it runs alone; returns how it ended."""
     output = loop.outputs[request.request_id]
     assert output.finished
     assert all(s.slot is None and s.status.finished for s in request.sequences)
@@ -165,10 +165,10 @@ def test_random_groups() -> None:
         events.update(loop.events)
 
     run()
-    # The traces reach what they are there for.
+    # The random traces reach each of these events.
     wanted = ["forks", "beam forks", "copies", "swap outs", "swap ins", "hits", "evictions"]
     wanted += ["group recomputed", "group swapped", "single recomputed", "single swapped"]
     wanted += ["beams recomputed", "joined later", "completed", "ignored", "abort", "error"]
     wanted += ["ended WAITING", "ended RUNNING", "ended SWAPPED"]
-    wanted += ["begun", "begun and taken"]
+    wanted += ["ahead", "ahead and kept"]
     assert {what: events[what] for what in wanted if events[what] < 5} == {}

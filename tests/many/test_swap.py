@@ -1,4 +1,4 @@
-"""Swapped requests: who goes, who comes back, and that their blocks are the same."""
+"""Swapped requests: which are swapped out, when they come back, and that their blocks are equal."""
 
 from __future__ import annotations
 
@@ -108,7 +108,7 @@ def test_abort_of_a_swapped_request_frees_the_host() -> None:
 
 @pytest.mark.parametrize("chunked", [True, False])
 @pytest.mark.parametrize("mode", ["swap", "recompute"])
-def test_nobody_gives_way_to_a_group_that_outgrows_the_cache(mode: str, chunked: bool) -> None:
+def test_no_preemption_for_a_group_that_outgrows_the_cache(mode: str, chunked: bool) -> None:
     """Two shared blocks, and four for each of its four sequences, are more than 16. The neighbour
     stays where it is: the step in which the group ends has its row, so it is sent."""
     loop = Loop(Limits(num_blocks=16, num_host_blocks=40, mode=mode, chunked=chunked))

@@ -8,7 +8,13 @@ from collections.abc import Callable
 from tpengine.config import SchedulerConfig
 from tpengine.outputs import RequestMetrics
 from tpengine.sampling_params import SamplingParams
-from tpengine.scheduling import AllocStatus, BlockManager, Scheduler, SchedulerOutput
+from tpengine.scheduling import (
+    AllocStatus,
+    BlockManager,
+    Scheduler,
+    SchedulerOutput,
+    StepDecisions,
+)
 from tpengine.sequence import Request, Sequence, SequenceStatus
 
 from .fake_worker import FakeWorker
@@ -24,7 +30,7 @@ def make_config(
     chunked: bool = True,
     looks_ahead: bool = False,
 ) -> SchedulerConfig:
-    """A scheduler's configuration in few words."""
+    """A scheduler's configuration, with short names."""
     return SchedulerConfig(
         max_num_batched_tokens=tokens,
         max_num_seqs=seqs,
@@ -43,7 +49,7 @@ def make_request(
     min_tokens: int = 0,
     end_token_ids: frozenset[int] = frozenset(),
 ) -> Request:
-    """A request named after its number, with a prompt that no other one has."""
+    """A request named after its number, with a prompt of its own."""
     prompt = [(31 * index + 7 * place) % 997 for place in range(num_prompt_tokens)]
     return Request(
         request_id=f"r{index}",
@@ -59,7 +65,7 @@ def make_request(
 
 
 class CountingBlockManager(BlockManager):
-    """Counts what it answered."""
+    """Counts the answers of `can_allocate`."""
 
     def __init__(self, num_blocks: int, block_size: int, watermark: float) -> None:
         super().__init__(num_blocks, block_size, watermark)
@@ -72,7 +78,7 @@ class CountingBlockManager(BlockManager):
 
 
 class FakeEngine:
-    """Schedule, execute, process, update; `step` raises AssertionError where something is wrong."""
+    """Schedule, execute, decide, update; `step` raises AssertionError if a check fails."""
 
     def __init__(
         self,
@@ -114,7 +120,7 @@ class FakeEngine:
             assert request_id in self.endings
 
     def lose(self, num_blocks: int) -> None:
-        """The worker is gone; another one, with so many blocks, takes its place."""
+        """The worker is lost; another one, with `num_blocks` blocks, replaces it."""
         size = self.config.max_num_batched_tokens
         self.blocks = CountingBlockManager(num_blocks, self.blocks.block_size, self._watermark)
         self.scheduler.restart(self.blocks)
@@ -131,7 +137,7 @@ class FakeEngine:
         self.events["losses"] += 1
 
     def restrict(self, allowed: frozenset[str] | None) -> None:
-        """Holds all others back."""
+        """Lets only the `allowed` requests run."""
         self.scheduler.restrict(allowed)
         self.scheduler.check_invariants()
         self.in_order = False
@@ -141,7 +147,7 @@ class FakeEngine:
         self, in_flight: Callable[[], None] = lambda: None, lost_to: int | None = None
     ) -> SchedulerOutput:
         """One step; `in_flight` is called between execution and processing. With `lost_to` it is
-        not answered, and so many blocks are what the next worker has."""
+        not answered, and the next worker has that many blocks."""
         had_requests = self.scheduler.has_unfinished_requests()
         oldest = self._running()[0] if self._running() else None
         output = self.scheduler.schedule()
@@ -156,7 +162,7 @@ class FakeEngine:
             if self.in_order:
                 assert bool(output.ignored) == had_requests, "a step without any progress"
             assert not output.step_input.freed_slots
-            assert not output.step_input.block_moves, "blocks that nobody will move"
+            assert not output.step_input.block_moves, "a step that is not sent moves blocks"
             return output
         self._check_progress(oldest, output)
         self._check_admissions(output)
@@ -169,11 +175,14 @@ class FakeEngine:
             self.lose(lost_to)
             return output
         answer = self.worker.compute(output.step_input)
-        self.events["begun"] = self.worker.num_begun
-        self.events["begun and taken"] = self.worker.num_taken
+        self.events["ahead"] = self.worker.num_ahead
+        self.events["ahead and kept"] = self.worker.num_kept
         in_flight()
-        self._process(output, answer.token_ids)
-        self.scheduler.update(output)
+        decisions = self._decide(output, answer.token_ids)
+        self.scheduler.update(output, decisions)
+        for request in decisions.to_report.values():
+            if request.finished:
+                self._finish(request, request.sequences[0].status)
         self.scheduler.check_invariants()
         queues = [*self.scheduler._queues.running, *self.scheduler._queues.waiting]
         if self.in_order:
@@ -181,7 +190,7 @@ class FakeEngine:
         return output
 
     def run(self, max_steps: int = 10_000) -> None:
-        """Steps until nothing is left, and looks for what was not given back."""
+        """Steps until no request is left, and checks that all blocks were given back."""
         for _ in range(max_steps):
             if not self.scheduler.has_unfinished_requests():
                 break
@@ -191,22 +200,24 @@ class FakeEngine:
         assert self.blocks.num_free_blocks == self.blocks.num_total_blocks
         self.scheduler.check_invariants()
 
-    def _process(self, output: SchedulerOutput, token_ids: list[int]) -> None:
+    def _decide(self, output: SchedulerOutput, token_ids: list[int]) -> StepDecisions:
+        """Appends every token, and ends sequences by token or length."""
+        decisions = StepDecisions()
         for sequence, token_id in zip(output.sampled, token_ids, strict=True):
-            if sequence.status.finished:
+            if sequence.status.finished:  # aborted while the step was computed
                 continue
-            sequence.token_ids.append(token_id)
             request = self.scheduler.get_request(f"r{sequence.seq_id - 1000}")
             assert request is not None
-            params = request.sampling_params
+            decisions.tokens.append((sequence, token_id))
+            decisions.to_report[request.request_id] = request
+            params, num_output = request.sampling_params, sequence.num_output_tokens + 1
             assert params.max_tokens is not None
             stops = self.stop_every is not None and token_id % self.stop_every == 0
-            if stops and sequence.num_output_tokens >= params.min_tokens:
-                sequence.move_to(SequenceStatus.FINISHED_STOPPED)
-            elif sequence.num_output_tokens == params.max_tokens:
-                sequence.move_to(SequenceStatus.FINISHED_LENGTH)
-            if request.finished:
-                self._finish(request, sequence.status)
+            if stops and num_output >= params.min_tokens:
+                decisions.finished.append((sequence, SequenceStatus.FINISHED_STOPPED))
+            elif num_output == params.max_tokens:
+                decisions.finished.append((sequence, SequenceStatus.FINISHED_LENGTH))
+        return decisions
 
     def _finish(self, request: Request, status: SequenceStatus) -> None:
         assert request.request_id not in self.endings, "finished twice"
@@ -215,7 +226,7 @@ class FakeEngine:
         self.events[status.name] += 1
 
     def _running(self) -> list[Sequence]:
-        """Those that the driver believes to run, oldest first."""
+        """Sequences that run according to the driver, oldest first."""
         requests = sorted(self.scheduler._queues.requests.values(), key=lambda r: r.arrival_index)
         slots = self.scheduler._queues.slots
         return [
@@ -250,7 +261,7 @@ class FakeEngine:
             assert admitted == sorted(admitted), "not in order of arrival"
 
     def _compare_with_worker(self) -> None:
-        """What the worker pieced together from the messages is what the driver has."""
+        """The worker's state, built from the messages, equals the driver's."""
         running = self._running()
         assert sorted(s.slot for s in running if s.slot is not None) == sorted(self.worker.slots)
         for sequence in running:
@@ -296,6 +307,11 @@ def add(engine: FakeEngine, *prompts: int, first: int = 0, max_tokens: int = 16)
     """Adds a request for each of these numbers of prompt tokens."""
     requests = [make_request(first + i, n, max_tokens) for i, n in enumerate(prompts)]
     return [engine.add(request) for request in requests]
+
+
+def one_token_each(output: SchedulerOutput) -> StepDecisions:
+    """Appends a token to every sampled sequence, and ends none."""
+    return StepDecisions(tokens=[(sequence, 1) for sequence in output.sampled])
 
 
 def sizes(output: SchedulerOutput) -> list[int]:

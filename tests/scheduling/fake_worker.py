@@ -1,4 +1,4 @@
-"""A worker without tensors that believes only the messages it gets, and checks each of them.
+"""A worker without tensors that knows only the messages it gets, and checks each of them.
 
 Its cache holds one number per token place. What it samples depends on every number that it reads
 through the block table, so a block that was lost, shared or reused too early changes the tokens.
@@ -58,7 +58,7 @@ def candidates_after(keys: list[int], count: int) -> Candidates:
 def generate_undisturbed(
     prompt: list[int], seed: int, num_tokens: int, index: int = 0
 ) -> list[int]:
-    """What a sequence generates when it is alone in the world."""
+    """What a sequence generates when it runs alone."""
     keys = keys_of(prompt)
     output: list[int] = []
     while len(output) < num_tokens:
@@ -90,13 +90,13 @@ class FakeWorker:
     host: dict[int, int] = field(default_factory=dict)
     last_step: int = 0
     parents: dict[int, int] = field(default_factory=dict)
-    begun: dict[int, int] = field(default_factory=dict)
+    ahead: dict[int, int] = field(default_factory=dict)
     """What was written ahead of the driver, by slot."""
-    num_begun: int = 0
-    num_taken: int = 0
+    num_ahead: int = 0
+    num_kept: int = 0
 
     def apply(self, step: StepInput) -> None:
-        """Books what a step says about slots and blocks."""
+        """Applies what a step says about slots and blocks."""
         assert step.step == self.last_step + 1
         self.last_step = step.step
         self._move_blocks(step)
@@ -124,7 +124,7 @@ class FakeWorker:
             expected = keys_of(slot.token_ids[: slot.num_computed_tokens])
             found = [self.cache.get(self._place(slot, p)) for p in range(len(expected))]
             assert found == expected, "what was computed is no longer there"
-        self._take_begun(step)
+        self._keep_ahead(step)
 
     def compute(self, step: StepInput) -> StepOutput:
         """Computes the rows of an applied step and samples."""
@@ -160,14 +160,14 @@ class FakeWorker:
             if self.slots[slot_id].new.sampling_params.is_ranked:
                 logprob = -(mix(token_id, len(self.slots[slot_id].token_ids)) % 1000) / 100
                 output.logprobs[place] = TokenLogprobs(logprob, 1, [], [])
-        self._begin_next(step)
+        self._run_ahead(step)
         return output
 
-    def _begin_next(self, step: StepInput) -> None:
-        """Writes what a worker that runs ahead would: one more token of each of these slots."""
+    def _run_ahead(self, step: StepInput) -> None:
+        """Writes one more token of each of these slots, as a worker that runs ahead does."""
         assert len(set(step.next_slots)) == len(step.next_slots)
         assert set(step.next_slots) <= set(step.sample_slots)
-        self.num_begun += len(step.next_slots)
+        self.num_ahead += len(step.next_slots)
         places: set[int] = set()
         for slot_id in step.next_slots:
             slot = self.slots[slot_id]
@@ -176,18 +176,18 @@ class FakeWorker:
             assert place not in places, "two rows write the same place"
             places.add(place)
             slot.num_computed_tokens -= 1
-            self.begun[slot_id] = self.cache[place]
+            self.ahead[slot_id] = self.cache[place]
 
-    def _take_begun(self, step: StepInput) -> None:
-        """What the step goes on with must still be there."""
-        begun, self.begun = self.begun, {}
-        for slot_id in valid_rows(list(begun), step):
+    def _keep_ahead(self, step: StepInput) -> None:
+        """Numbers written ahead that the step uses must still be in the cache."""
+        ahead, self.ahead = self.ahead, {}
+        for slot_id in valid_rows(list(ahead), step):
             slot = self.slots[slot_id]
             assert slot.num_computed_tokens == len(slot.token_ids) - 1
             place = self._place(slot, slot.num_computed_tokens)
             key = self._keys(slot_id)[-1]
-            assert self.cache[place] == begun[slot_id] == key_of(key, slot.token_ids[-1])
-            self.num_taken += 1
+            assert self.cache[place] == ahead[slot_id] == key_of(key, slot.token_ids[-1])
+            self.num_kept += 1
 
     def _move_blocks(self, step: StepInput) -> None:
         moves, size = step.block_moves, self.block_size

@@ -1,23 +1,21 @@
-"""Requests that are ended from outside, wherever they stand."""
+"""Requests that are aborted, in every state."""
 
 from __future__ import annotations
 
 import time
 
-import pytest
-
-from tpengine.errors import DuplicateRequestError
+from tpengine.scheduling import StepDecisions
 from tpengine.sequence import SequenceStatus
 
-from .fake_engine import add, engine_of, make_request, statuses
+from .fake_engine import add, engine_of, statuses
 
 
-def test_abort_wherever_it_stands() -> None:
+def test_abort_in_every_state() -> None:
     engine = engine_of(seqs=2, num_blocks=8, tokens=8)
     decoding, chunk, waiting = add(engine, 5, 12, 4)
     engine.step()
     assert chunk.sequences[0].num_computed_tokens == 3
-    assert engine.scheduler.abort_request("nobody") is None
+    assert engine.scheduler.abort_request("unknown") is None
     for request in (waiting, chunk, decoding):
         assert engine.scheduler.get_request(request.request_id) is request
         engine.abort(request.request_id)
@@ -51,25 +49,23 @@ def test_abort_while_a_step_is_computed() -> None:
     engine.run()
 
 
-def test_abort_after_the_last_token_but_before_update_comes_too_late() -> None:
+def test_abort_after_the_last_token_comes_too_late() -> None:
     engine = engine_of()
     (request,) = add(engine, 4)
     output = engine.scheduler.schedule()
-    request.sequences[0].token_ids.append(1)
-    request.sequences[0].move_to(SequenceStatus.FINISHED_STOPPED)
+    finished = [(request.sequences[0], SequenceStatus.FINISHED_STOPPED)]
+    decisions = StepDecisions(tokens=[(request.sequences[0], 1)], finished=finished)
+    engine.scheduler.update(output, decisions)
     assert engine.scheduler.abort_request("r0") is None
-    engine.scheduler.update(output)
     assert statuses([request]) == ["FINISHED_STOPPED"]
+    assert request.sequences[0].output_token_ids == [1]
     assert not engine.scheduler.has_unfinished_requests()
     engine.scheduler.check_invariants()
 
 
-def test_an_id_can_be_used_again_only_when_it_is_free() -> None:
+def test_an_id_can_be_used_again_when_it_is_free() -> None:
     engine = engine_of()
     add(engine, 4)
-    with pytest.raises(DuplicateRequestError, match="'r0'"):
-        engine.scheduler.add_request(make_request(0, 4))
-    assert engine.scheduler.num_waiting == 1
     engine.abort("r0")
     engine.endings.clear()
     add(engine, 4)

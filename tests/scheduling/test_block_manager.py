@@ -1,4 +1,4 @@
-"""The pool of blocks: verbs, answers, and mistakes that must not pass."""
+"""The block manager: its methods, their answers, and the mistakes that they refuse."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import pytest
 
 from tpengine.errors import CacheSizeError, EngineError
 from tpengine.scheduling import AllocStatus, BlockManager
-from tpengine.scheduling.allocation import Growth
+from tpengine.scheduling.block_manager import Growth
 from tpengine.sequence import Request, Sequence, SequenceStatus
 
 from .fake_engine import make_request
@@ -57,7 +57,7 @@ def test_append_takes_a_block_only_when_the_last_is_full() -> None:
     (new,) = blocks.append(sequence).block_ids
     assert blocks.block_ids(sequence) == [*table, new]
     assert blocks.num_lacking_blocks(request) == 0
-    sequence.token_ids += range(8)  # several at once
+    sequence.token_ids += range(8)  # two blocks at once
     assert blocks.num_lacking_blocks(request) == 2
     assert len(blocks.append(sequence).block_ids) == 2
     assert blocks.num_free_blocks == 6
@@ -176,3 +176,39 @@ def test_shared_block_may_be_read_but_not_written() -> None:
     assert blocks.num_free_blocks == 6
     blocks.free(child)
     assert blocks.num_free_blocks == 8
+
+
+@pytest.mark.parametrize("num_tokens", [8, 7])
+def test_fork_counts_a_reference_for_every_shared_block(num_tokens: int) -> None:
+    """Each of the parent's blocks then has two holders; it is free when both have given it back."""
+    blocks = BlockManager(8, 4)
+    request = make_request(0, num_tokens)
+    parent = only(request)
+    child = Sequence(2000, 1, list(parent.token_ids), num_tokens)
+    table = blocks.allocate(request)
+    blocks.fork(parent, child, num_tokens)
+    parent.num_computed_tokens = child.num_computed_tokens = num_tokens
+    assert blocks.block_ids(child) == table
+    assert [blocks.device.ref_count(block) for block in table] == [2, 2]
+    blocks.check_invariants([parent, child])
+    blocks.free(parent)
+    assert [blocks.device.ref_count(block) for block in table] == [1, 1]
+    assert blocks.num_free_blocks == 6
+    blocks.check_invariants([child])
+    blocks.free(child)
+    assert blocks.num_free_blocks == 8
+    blocks.check_invariants([])
+
+
+def test_fork_gives_back_what_the_child_held() -> None:
+    blocks = BlockManager(8, 4)
+    requests = [make_request(index, 8) for index in range(2)]
+    parent, child = (only(request) for request in requests)
+    for request in requests:
+        blocks.allocate(request)
+    parent.num_computed_tokens = child.num_computed_tokens = 8
+    assert blocks.num_free_blocks == 4
+    blocks.fork(parent, child, 8)
+    assert blocks.block_ids(child) == blocks.block_ids(parent)
+    assert blocks.num_free_blocks == 6
+    blocks.check_invariants([parent, child])

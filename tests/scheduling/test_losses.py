@@ -1,5 +1,5 @@
-"""Workers that vanish, with caches that shrink, and requests that are held back: nothing is lost,
-doubled or changed."""
+"""Lost workers, caches that shrink, and requests that may not run: no request is lost, doubled or
+changed."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ from .test_random_traces import MAX_MODEL_LEN, check_ending
 
 @dataclass(frozen=True)
 class Disturbances:
-    """By step: (blocks that the next worker has less, whether a step is lost), requests that may
-    run (None: all), and a request to abort, while a step is computed or before."""
+    """By step: (how many blocks fewer the next worker has, whether a step is lost); the requests
+    that may run (None: all); a request to abort, before the step or while it is computed."""
 
     losses: dict[int, tuple[int, bool]]
     restrictions: dict[int, frozenset[int] | None]
@@ -120,9 +120,9 @@ def test_random_losses() -> None:
         events.update(engine.events)
 
     run()
-    # The traces reach what they are there for.
+    # The random traces reach each of these events.
     wanted = ["losses", "lost steps", "lost prefills", "restrictions", "preempted", "chunks"]
-    wanted += ["begun and taken"]
+    wanted += ["ahead and kept"]
     endings = [s for s in SequenceStatus if s.finished and s is not SequenceStatus.FINISHED_FAILED]
     wanted += [status.name for status in endings]
     assert {what: events[what] for what in wanted if events[what] < 20} == {}
@@ -181,7 +181,7 @@ def test_only_those_that_are_allowed_run() -> None:
 
 
 def test_a_fork_of_a_lost_step_is_forgotten() -> None:
-    """Its request is then no longer taken for one that has a row in the step being scheduled."""
+    """Its request is then not treated as one that has a row in the step being scheduled."""
     engine = engine_of()
     request = make_request(0, 6)
     request.sequences.append(Sequence(5000, 1, list(request.prompt_token_ids), 6))

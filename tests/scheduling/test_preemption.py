@@ -1,11 +1,19 @@
-"""Who gives way when blocks run out, and how it comes back."""
+"""Which request is preempted when blocks run out, and how it comes back."""
 
 from __future__ import annotations
 
 from tpengine.scheduling import BlockManager, FirstComeFirstServed, Scheduler
 from tpengine.sequence import Request, SequenceStatus
 
-from .fake_engine import add, engine_of, make_config, make_request, sizes, statuses
+from .fake_engine import (
+    add,
+    engine_of,
+    make_config,
+    make_request,
+    one_token_each,
+    sizes,
+    statuses,
+)
 
 
 def test_the_latest_is_preempted_and_comes_back_first() -> None:
@@ -35,7 +43,7 @@ def test_the_latest_is_preempted_and_comes_back_first() -> None:
     assert set(engine.endings.values()) == {SequenceStatus.FINISHED_LENGTH}
 
 
-def test_two_victims_keep_their_order() -> None:
+def test_two_preempted_requests_keep_their_order() -> None:
     engine = engine_of(tokens=100, num_blocks=15, block_size=1)
     first, second, third = add(engine, 9, 3, 3)
     engine.step()
@@ -48,7 +56,7 @@ def test_two_victims_keep_their_order() -> None:
     engine.run()
 
 
-def test_nobody_is_preempted_for_a_row_beyond_the_budget() -> None:
+def test_no_preemption_for_a_row_beyond_the_budget() -> None:
     engine = engine_of(tokens=2, num_blocks=5, block_size=1, chunked=False)
     first, second, _ = add(engine, 1, 1, 1)
     assert sizes(engine.step()) == [1, 1]
@@ -59,34 +67,30 @@ def test_nobody_is_preempted_for_a_row_beyond_the_budget() -> None:
     engine.run()
 
 
-class _VictimsLast(FirstComeFirstServed):
-    """Another policy: who was preempted queues again."""
+class _PreemptedLast(FirstComeFirstServed):
+    """Another policy: a preempted request goes to the end of the queue."""
 
     def put_back(self, request: Request) -> None:
         self.add(request)
 
 
-def test_nobody_is_admitted_in_a_step_that_preempted() -> None:
-    scheduler = Scheduler(make_config(), BlockManager(5, 4), _VictimsLast())
+def test_no_admission_in_a_step_that_preempted() -> None:
+    scheduler = Scheduler(make_config(), BlockManager(5, 4), _PreemptedLast())
     first, second, third = (make_request(index, n) for index, n in enumerate((8, 12, 4)))
     for request in (first, second, third):
         scheduler.add_request(request)
     output = scheduler.schedule()
     assert output.rows == [*first.sequences, *second.sequences]
-    for sequence in output.sampled:
-        sequence.token_ids.append(1)
-    scheduler.update(output)
+    scheduler.update(output, one_token_each(output))
     output = scheduler.schedule()
     assert output.preempted == [second]
     assert output.rows == first.sequences  # although a block of the three that came free is enough
-    for sequence in output.sampled:
-        sequence.token_ids.append(1)
-    scheduler.update(output)
+    scheduler.update(output, one_token_each(output))
     assert scheduler.schedule().rows == [*first.sequences, *third.sequences]
     scheduler.check_invariants()
 
 
-def test_a_request_can_be_its_own_victim() -> None:
+def test_a_request_can_preempt_itself() -> None:
     engine = engine_of(num_blocks=4)
     first, second = add(engine, 7, 8)
     engine.step()

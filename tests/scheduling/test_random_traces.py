@@ -1,4 +1,4 @@
-"""Random arrivals, lengths, aborts and tiny caches: nothing is lost, doubled or changed."""
+"""Random arrivals, lengths, aborts and tiny caches: no request is lost, doubled or changed."""
 
 from __future__ import annotations
 
@@ -80,7 +80,7 @@ def play(trace: Trace) -> tuple[FakeEngine, list[Request]]:
 
 
 def check_ending(engine: FakeEngine, request: Request) -> None:
-    """It ended once, and what it generated is what it would have generated alone."""
+    """It ended once, and generated what it generates when it runs alone."""
     ending = engine.endings[request.request_id]
     (sequence,) = request.sequences
     assert sequence.status is ending
@@ -128,8 +128,8 @@ def test_random_traces() -> None:
         )
 
     run()
-    # The traces reach what they are there for.
-    wanted = ["preempted", "resumed", "chunks", "whole steps", "begun", "begun and taken"]
+    # The random traces reach each of these events.
+    wanted = ["preempted", "resumed", "chunks", "whole steps", "ahead", "ahead and kept"]
     wanted += ["abort WAITING", "abort RUNNING", "abort in flight"]
     wanted += [answer.name for answer in AllocStatus]
     endings = [s for s in SequenceStatus if s.finished and s is not SequenceStatus.FINISHED_FAILED]

@@ -1,10 +1,11 @@
-"""The scheduler's decisions, one by one. Every step also passes the fake engine's checks."""
+"""The scheduler's decisions, one test each. The fake engine also checks every step."""
 
 from __future__ import annotations
 
 import pytest
 
 from tpengine.errors import EngineError
+from tpengine.scheduling import StepDecisions
 from tpengine.sequence import SequenceStatus
 
 from .fake_engine import FakeEngine, add, engine_of, make_config, make_request, sizes, statuses
@@ -107,7 +108,9 @@ def test_max_num_seqs_bounds_the_running() -> None:
 def test_whole_prompts_wait_for_the_next_step() -> None:
     engine = engine_of(tokens=10, chunked=False)
     add(engine, 6, 5, 4)
-    assert sizes(engine.step()) == [6]  # 5 do not fit beside, and 4 stay behind 5
+    assert sizes(engine.step()) == [
+        6
+    ]  # 5 tokens do not fit into the same step, and 4 wait behind them
     assert sizes(engine.step()) == [5, 4]
     assert sizes(engine.step()) == [1, 1, 1]
 
@@ -188,7 +191,7 @@ def test_later_stops_admission_for_all_behind() -> None:
 def test_token_that_was_not_appended_is_noticed() -> None:
     engine = engine_of()
     add(engine, 4)
-    engine.scheduler.update(engine.scheduler.schedule())
+    engine.scheduler.update(engine.scheduler.schedule(), StepDecisions())
     with pytest.raises(EngineError, match="its token was not appended"):
         engine.scheduler.schedule()
 

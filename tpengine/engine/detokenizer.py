@@ -1,4 +1,4 @@
-"""Text that grows with the tokens: incremental decoding and stop strings.
+"""Text of token ids: incremental decoding, stop strings, and the text of log probabilities.
 
 `tokenizers.decoders.DecodeStream` is not used: it repeats the prompt's tail when the prompt ends
 inside a character, raises on byte tokens that are invalid UTF-8, and cannot say at the end what it
@@ -12,6 +12,8 @@ from collections.abc import Sequence
 from typing import Protocol
 
 from tpengine.engine.tokenizer import ByteTable, Tokenizer
+from tpengine.messages import TokenLogprobs
+from tpengine.outputs import Logprob
 
 _REPLACEMENT = "\ufffd"
 _MAX_CHARACTER_BYTES = 4
@@ -20,23 +22,24 @@ _MAX_HELD_TOKENS = 16
 
 
 class TextStream(Protocol):
-    """Turns the ids of one sequence into text, id by id; nothing that it returned is taken back."""
+    """Turns the ids of one sequence into text, id by id. Text that was returned never changes."""
 
     def push(self, token_id: int) -> str:
         """Returns the text that `token_id` completes; empty while a character is unfinished."""
 
     def flush(self) -> str:
-        """Returns what was held back, now that no more ids come: U+FFFD for half a character."""
+        """Returns the text that was held back; no more ids come. U+FFFD stands for an unfinished
+        character."""
 
 
 class ByteStream:
     """A stream over a table of bytes and an incremental UTF-8 decoder.
 
-    Equals `decode(prompt + output)[len(decode(prompt)):]` of the tokenizer, but for two cases in
-    which that would hide text: a character that the prompt leaves unfinished is shown whole when
-    the output completes it, and in a run of byte-fallback tokens that is invalid UTF-8 the valid
-    characters stay (the tokenizer turns each byte of such a run, also what was already shown, into
-    U+FFFD).
+    Equals `decode(prompt + output)[len(decode(prompt)):]` of the tokenizer, except in two cases in
+    which that would hide text. A character that the prompt leaves unfinished is shown whole when
+    the output completes it. In a run of byte-fallback tokens that is invalid UTF-8, the valid
+    characters stay; the tokenizer turns each byte of such a run, also bytes that were already
+    shown, into U+FFFD.
     """
 
     __slots__ = ("_drop", "_pending", "_pieces")
@@ -46,8 +49,8 @@ class ByteStream:
     ) -> None:
         self._pieces = table.visible_pieces if skip_special_tokens else table.pieces
         self._pending = b""
-        # A first character that is not ours: U+FFFD is the prompt's own unfinished one, a space
-        # the one that the text as a whole loses.
+        # A first character that does not belong to the output: U+FFFD for the prompt's unfinished
+        # character, or the space that the tokenizer removes from the start of a whole text.
         self._drop = ""
         tail = self._visible_tail(prompt_token_ids)
         if tail:
@@ -80,7 +83,7 @@ class ByteStream:
         return text
 
     def _visible_tail(self, prompt_token_ids: Sequence[int]) -> bytes:
-        """The prompt's last bytes: enough to see whether it ends inside a character."""
+        """The prompt's last bytes, enough to see whether it ends inside a character."""
         tail = b""
         for token_id in reversed(prompt_token_ids):
             piece = self._pieces[token_id] if token_id < len(self._pieces) else ""
@@ -119,7 +122,7 @@ class WindowStream:
             return ""
         self._held.append(token_id)
         text = self._decode(self._context + self._held)
-        # Bounded, so that a model that babbles bytes does not make each step dearer than the last.
+        # Bounded: otherwise a model that emits only bytes makes each step slower than the last.
         if text.endswith(_REPLACEMENT) and len(self._held) < _MAX_HELD_TOKENS:
             return ""
         return self._advance(text)
@@ -129,7 +132,7 @@ class WindowStream:
 
     def _advance(self, text: str) -> str:
         new = text[self._context_length :]
-        # Tokens without text of their own (a lone metaspace) still matter to what follows them.
+        # Tokens without text of their own (a lone metaspace) still change the text that follows.
         self._context = (self._held if new else self._context + self._held)[-_CONTEXT_TOKENS:]
         self._held = []
         self._context_length = len(self._decode(self._context))
@@ -145,7 +148,7 @@ class WindowStream:
 def open_stream(
     tokenizer: Tokenizer, prompt_token_ids: Sequence[int], skip_special_tokens: bool
 ) -> TextStream:
-    """Returns the cheapest stream that is right for `tokenizer`."""
+    """Returns the cheapest stream that is correct for `tokenizer`."""
     if tokenizer.byte_table is not None:
         return ByteStream(tokenizer.byte_table, prompt_token_ids, skip_special_tokens)
     return WindowStream(tokenizer, prompt_token_ids, skip_special_tokens)
@@ -154,17 +157,17 @@ def open_stream(
 class Detokenizer:
     """The output text of one sequence.
 
-    Each output token is appended once, in order, whatever happens to the sequence in between; an
-    end token or stop token whose text is not wanted is not appended. Of several stop strings the
-    one that is complete first wins, and of those complete at the same character the longest: so
-    the result depends neither on where tokens end nor on the order of the list.
+    Each output token is appended once, in order, also if the sequence is preempted in between. An
+    end token or stop token whose text is not wanted is not appended. If there is more than one stop
+    string, the one that is complete first ends the text; of those complete at the same character,
+    the longest. So the result depends neither on where tokens end nor on the order of the list.
 
     Args:
-        prompt_token_ids: tells whether the first output token keeps its leading space.
-        stop: strings that end the text; not empty ones.
-        include_stop_str_in_output: keep the stop string; else the text ends before it.
-        min_tokens: a stop string counts only if it is completed by this output token (counted
-            from 1) or a later one; it may begin in an earlier one.
+        prompt_token_ids: decide whether the first output token keeps its leading space.
+        stop: strings that end the text; none of them is empty.
+        include_stop_str_in_output: keep the stop string; otherwise the text ends before it.
+        min_tokens: a stop string counts only if this output token (counted from 1) or a later one
+            completes it; it may begin in an earlier one.
     """
 
     __slots__ = (
@@ -198,16 +201,16 @@ class Detokenizer:
         self._num_held = 0
         self._num_taken = 0
         self.stopped_by: str | None = None
-        """The stop string that ended the text; None while none did."""
+        """The stop string that ended the text; None before that."""
 
     @property
     def text(self) -> str:
-        """All text that may be shown: without half characters, and without an end of it that may
-        still become a stop string that is cut off."""
+        """The text that may be shown: without unfinished characters, and without an end that may
+        still become a stop string which is cut off."""
         return self._text[: len(self._text) - self._num_held] if self._num_held else self._text
 
     def append(self, token_id: int) -> str | None:
-        """Adds an output token; returns the stop string that it completes, None if it does not.
+        """Adds an output token; returns the stop string that it completes, None if there is none.
 
         After a stop string, no more tokens may be appended.
         """
@@ -215,8 +218,8 @@ class Detokenizer:
         new = self._stream.push(token_id)
         if not new:
             return None
-        # CPython extends a string in place only if nothing else refers to it, an attribute neither;
-        # else each token would copy all of the text.
+        # CPython extends a string in place only if nothing else refers to it, not even an
+        # attribute; otherwise each token would copy the whole text.
         text, self._text = self._text, ""
         old_length = len(text)
         text += new
@@ -236,13 +239,14 @@ class Detokenizer:
         return delta
 
     def finish(self) -> None:
-        """Releases what was held back: no more tokens come. May be called twice."""
+        """Releases the text that was held back; no more tokens come. May be called twice."""
         self._num_held = 0
         if self.stopped_by is None:
             self._text += self._stream.flush()
 
     def _ends_with_stop(self, old_length: int) -> bool:
-        """Looks for stops that the text since `old_length` completes, and ends the text there."""
+        """Looks for stop strings that the text after `old_length` completes, and ends the text
+        there."""
         ends: list[tuple[int, int, str]] = []
         for stop in self._stop:
             start = self._text.find(stop, max(0, old_length - len(stop) + 1))
@@ -255,7 +259,7 @@ class Detokenizer:
         return True
 
     def _longest_stop_beginning(self) -> int:
-        """Length of the longest end of the text with which a stop string begins."""
+        """Length of the longest end of the text that is the beginning of a stop string."""
         longest = 0
         for stop in self._stop:
             tail = self._text[-len(stop) + 1 :] if len(stop) > 1 else ""
@@ -265,3 +269,21 @@ class Detokenizer:
             if start >= 0:
                 longest = max(longest, len(tail) - start)
         return longest
+
+
+def as_logprobs(
+    token_id: int, found: TokenLogprobs, tokenizer: Tokenizer | None
+) -> dict[int, Logprob]:
+    """The likeliest tokens of a position and the token that stands there, by id."""
+
+    def text(candidate: int) -> str | None:
+        return None if tokenizer is None else tokenizer.token_text(candidate)
+
+    entries = {
+        candidate: Logprob(logprob, rank, text(candidate))
+        for rank, (candidate, logprob) in enumerate(
+            zip(found.top_token_ids, found.top_logprobs, strict=True), start=1
+        )
+    }
+    entries.setdefault(token_id, Logprob(found.logprob, found.rank, text(token_id)))
+    return entries

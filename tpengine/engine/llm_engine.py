@@ -1,4 +1,8 @@
-"""The loop around the scheduler: requests in, `RequestOutput`s out, one step at a time."""
+"""The loop around the scheduler: requests in, `RequestOutput`s out, one step at a time.
+
+A step is four calls, in `LLMEngine._step`: schedule, execute, process, update. The data of a step
+goes through them in this order and never back.
+"""
 
 from __future__ import annotations
 
@@ -7,7 +11,6 @@ import threading
 import time
 import weakref
 from collections.abc import Iterable
-from types import TracebackType
 from typing import Any
 
 from tpengine.config import EngineConfig, ModelConfig
@@ -36,20 +39,22 @@ from tpengine.errors import EngineError, GroupLostError, InvalidPromptError
 from tpengine.executor.executor import Executor
 from tpengine.executor.local_executor import create_executor
 from tpengine.host import DeferredInterrupt
+from tpengine.messages import StepOutput
 from tpengine.outputs import RequestMetrics, RequestOutput
 from tpengine.sampling_params import SamplingParams
 from tpengine.scheduling.scheduler import Scheduler
+from tpengine.scheduling.step import SchedulerOutput
 from tpengine.sequence import Request, Sequence
 
 
 class LLMEngine:
-    """Serves many requests at once: `add_request` whenever one comes, `step` while there are any.
+    """Serves many requests at once: call `add_request` for each, and `step` while there are any.
 
-    Not safe for several threads at once.
+    One thread at a time may use an engine.
 
     Attributes:
-        counters: what it did since its start.
-        last_step: figures of the latest step, for benchmarks; None before the first.
+        counters: counters and histograms since the start.
+        last_step: times and sizes of the latest step, for benchmarks; None before the first.
     """
 
     def __init__(self, config: EngineConfig, executor: Executor, log_stats: bool = True) -> None:
@@ -61,18 +66,14 @@ class LLMEngine:
             executor.shutdown()
             raise
         ledgers = start_workers(config, executor)
-        # Who runs a notebook's cell again forgets the engine before; its ranks must not stay.
+        # A notebook cell that runs again drops the engine of the first run; its ranks must end.
         weakref.finalize(self, executor.shutdown).atexit = False
         blocks = make_block_manager(config.cache, *count_blocks(ledgers))
         self._scheduler = Scheduler(config.scheduler, blocks)
         self._recovery = Recovery(config, executor, self._scheduler, ledgers)
         self.counters = EngineCounters()
         self._output_processor = OutputProcessor(
-            tokenizer,
-            config.model.max_model_len,
-            self._scheduler.fail_request,
-            self.counters,
-            config.scheduler.stream_interval,
+            tokenizer, config.model.max_model_len, self.counters, config.scheduler.stream_interval
         )
         self._stat_logger = StatLogger() if log_stats else None
         self._num_requests = 0
@@ -86,12 +87,12 @@ class LLMEngine:
         """Builds an engine.
 
         Raises:
-            EngineError: an argument, the model or the memory does not allow it; see the message.
+            EngineError: an argument, the model or the memory does not allow it.
         """
         config, executor = create_executor(args)
         try:
             return cls(config, executor, log_stats=not args.disable_log_stats)
-        except BaseException:  # whoever catches it may keep the unfinished engine alive
+        except BaseException:  # its traceback may keep the unfinished engine alive
             executor.shutdown()
             raise
 
@@ -105,7 +106,7 @@ class LLMEngine:
         self._output_processor.tokenizer = tokenizer
 
     def get_model_config(self) -> ModelConfig:
-        """What is known of the model."""
+        """The model's shape, limits and special tokens."""
         return self._config.model
 
     def get_tokenizer(self) -> Any:
@@ -123,7 +124,7 @@ class LLMEngine:
 
     @property
     def num_free_blocks(self) -> int:
-        """Blocks of the KV cache that nobody holds."""
+        """Blocks of the KV cache that no sequence holds."""
         return self._scheduler.block_manager.num_free_blocks
 
     @property
@@ -133,15 +134,15 @@ class LLMEngine:
 
     @property
     def recoveries(self) -> list[RecoveryRecord]:
-        """What the latest recoveries took, oldest first."""
+        """Times and sizes of the latest recoveries, oldest first."""
         return list(self._recovery.records)
 
     def health(self) -> EngineHealth:
-        """How the engine fares; may be asked from any thread, also while another is in a step."""
+        """The engine's state and progress; any thread may ask, also during a step."""
         return self._recovery.health()
 
     def stats(self) -> EngineStats:
-        """Figures of this moment, from any thread."""
+        """Counters and sizes at this moment; any thread may ask."""
         return take_stats(
             self.health(), self._scheduler, self.counters, self._executor, self._recovery.ledgers
         )
@@ -160,27 +161,27 @@ class LLMEngine:
         prompt_token_ids: list[int] | None = None,
         priority: int = 0,
     ) -> None:
-        """Lets a request wait for the next steps.
+        """Adds a request; the next steps compute it.
 
         Args:
-            request_id: any string that no unfinished request has.
+            request_id: a string that no unfinished request has.
             inputs: text, or a dict with `prompt` or `prompt_token_ids`.
-            arrival_time: seconds of `time.time`; now, unless given.
+            arrival_time: seconds of `time.time`; None: now.
             prompt_token_ids: the prompt as ids; then text in `inputs` is only echoed.
             priority: in [-1000, 1000], lower is served first; needs scheduling_policy "priority".
 
         Raises:
-            RequestError: this request cannot be served; nothing else is affected.
+            RequestError: this request cannot be served; other requests are not affected.
             EngineDeadError: an earlier step failed.
         """
         self._recovery.check_alive()
-        check_request_id(request_id, self._is_live)
+        check_request_id(request_id, self._is_unfinished)
         params = params or SamplingParams()
         request = GenerateRequest(inputs, prompt_token_ids, params=params, priority=priority)
         self.add_checked(request_id, self.check_request(request), arrival_time)
 
     def check_request(self, request: GenerateRequest) -> CheckedRequest:
-        """The part of `add_request` that takes time; may be called from any thread.
+        """The part of `add_request` that takes time; any thread may call it.
 
         Raises:
             RequestError: this request cannot be served.
@@ -190,17 +191,19 @@ class LLMEngine:
     def add_checked(
         self, request_id: str, checked: CheckedRequest, arrival_time: float | None = None
     ) -> RequestMetrics:
-        """The rest of `add_request`, whose caller has checked the id.
+        """The part of `add_request` after `check_request`, for a caller that has checked the id.
 
         Returns:
-            The moments of the request's life, which are filled in as they come.
+            The times and counts of the request's life, which the engine fills in.
+
+        Raises:
+            RequestError: the tokenizer cannot follow the prompt.
+            EngineDeadError: an earlier step failed.
         """
         self._recovery.check_alive()
-        assert not self._is_live(request_id), request_id
-        arrival_index, self._num_requests = self._num_requests, self._num_requests + 1
-        first_id, count = self._num_sequences, checked.params.num_sequences
-        self._num_sequences += count
-        token_ids = checked.prompt_token_ids
+        assert not self._is_unfinished(request_id), request_id
+        arrival_index, first_id = self._num_requests, self._num_sequences
+        token_ids, count = checked.prompt_token_ids, checked.params.num_sequences
         request = Request(
             request_id=request_id,
             prompt=checked.prompt,
@@ -217,54 +220,52 @@ class LLMEngine:
             end_token_ids=checked.end_token_ids,
             num_candidates=checked.num_candidates,
         )
-        self._enter(request)
-        return request.metrics
-
-    def _is_live(self, request_id: str) -> bool:
-        return self._scheduler.get_request(request_id) is not None
-
-    def _enter(self, request: Request) -> None:
-        """Hands a request to both who follow it, or to neither."""
-        with DeferredInterrupt():
+        with DeferredInterrupt():  # scheduler and output processor both get it, or neither
             self._recovery.note_arrival()
+            self._scheduler.add_request(request)
             try:
                 self._output_processor.add(request)
             except Exception as error:
                 self._output_processor.forget(request)
+                self._scheduler.abort_request(request_id)
                 raise InvalidPromptError(
                     f"the tokenizer cannot follow this prompt: {type(error).__name__}: {error}; "
                     "check its ids, or set detokenize=False"
                 ) from error
-            self._scheduler.add_request(request)
+            self._num_requests += 1
+            self._num_sequences += count
+        return request.metrics
+
+    def _is_unfinished(self, request_id: str) -> bool:
+        return self._scheduler.get_request(request_id) is not None
 
     def abort_request(self, request_id: str | Iterable[str]) -> None:
-        """Ends requests at once, whatever they are doing; their blocks are free when this returns.
+        """Ends requests in any state; their blocks are free when this returns.
 
         Unknown and finished ids are ignored. The next `step` reports the end.
         """
-        request_ids = [request_id] if isinstance(request_id, str) else list(request_id)
-        for one in request_ids:
+        for one in [request_id] if isinstance(request_id, str) else list(request_id):
             request = self._scheduler.abort_request(one)
             if request is not None:
-                self._unreported += self._output_processor.finish([request])
+                self._report([request])
 
     def discard_outputs(self, request_ids: Iterable[str]) -> list[RequestOutput]:
-        """Takes away, and returns, what the next `step` would report of these requests."""
+        """Takes away, and returns, what the next `step` would report about these requests."""
         dropped, outputs = set(request_ids), self._unreported
         self._unreported = [o for o in outputs if o.request_id not in dropped]
         return [o for o in outputs if o.request_id in dropped]
 
     def step(self) -> list[RequestOutput]:
-        """Lets every scheduled sequence compute its tokens, and returns what that brought.
+        """Computes one step, and returns what is new for users.
 
-        While ranks that were lost are being replaced it returns after a moment, with what aborts
-        brought; requests go on when they are there.
+        While lost ranks are being replaced it returns after a moment, with the outputs of aborted
+        requests; the other requests go on when the new ranks are ready.
 
         Raises:
-            KeyboardInterrupt: Ctrl-C came during the step, which was completed first; the next
-                call returns its outputs.
+            KeyboardInterrupt: Ctrl-C came during the step. The step was completed; the next call
+                returns its outputs.
             EngineDeadError: ranks were lost too often or could not be replaced; or an earlier step
-                failed, which then raised what it was.
+                failed, and raised its own error then.
         """
         self._recovery.check_alive()
         if not self._stepping.acquire(blocking=False):
@@ -272,70 +273,66 @@ class LLMEngine:
                 "another thread is in a step of this engine; an engine belongs to one thread at a "
                 "time: give each thread its own, or guard it with a lock"
             )
-        outputs: list[RequestOutput] = []
         try:
             with DeferredInterrupt():
                 try:
-                    outputs = self._step()
+                    if self._recovery.go_on():
+                        self._step()
                 except BaseException as error:
                     self._recovery.die(error)
                     raise
-        except KeyboardInterrupt:
-            self._unreported = outputs
-            raise
         finally:
             self._stepping.release()
+        outputs, self._unreported = self._unreported, []
         return outputs
 
-    def _step(self) -> list[RequestOutput]:
-        if not self._recovery.go_on():
-            return self._report([])
+    def _step(self) -> None:
+        """Schedule, execute, process, update; and report."""
         start = time.perf_counter()
         scheduled = self._scheduler.schedule()
-        if scheduled.is_empty:
-            return self._report(self._output_processor.finish(scheduled.ignored))
+        self._report(scheduled.ignored)
         sent = time.perf_counter()
-        try:
-            answer = self._executor.execute_model(scheduled.step_input)
-        except GroupLostError as error:  # the step has not happened
-            self._unreported += self._output_processor.finish(scheduled.ignored)
-            failed = self._recovery.begin(error.loss, scheduled)
-            return self._report(self._output_processor.finish(failed))
+        answer = self._execute(scheduled)
+        if answer is None:
+            return
         answered = time.perf_counter()
-        outputs = self._report(self._output_processor.process(scheduled, answer))
+        decisions = self._output_processor.process(scheduled, answer)
         processed = time.perf_counter()
-        self._scheduler.update(scheduled)
+        self._scheduler.update(scheduled, decisions)
+        updated = time.perf_counter()
+        self._report(decisions.to_report.values())
         self._recovery.note_step()
-        marks = (start, sent, answered, processed, time.perf_counter())
-        self._record(StepStats.of(scheduled, answer.model_s, marks))
-        return outputs
+        marks = (start, sent, answered, processed, updated, time.perf_counter())
+        self.last_step = StepStats.of(scheduled, answer.model_s, marks)
+        self.counters.record_step(self.last_step)
+        if self._stat_logger is not None:
+            self._stat_logger.record(self.last_step, self._scheduler)
 
-    def _report(self, outputs: list[RequestOutput]) -> list[RequestOutput]:
-        """What there is to return, after what came up between steps."""
-        outputs, self._unreported = self._unreported + outputs, []
-        return outputs
+    def _execute(self, scheduled: SchedulerOutput) -> StepOutput | None:
+        """The answer of rank 0; None if nothing is to be computed, or if the ranks were lost: then
+        the step has not happened."""
+        if scheduled.is_empty:
+            return None
+        try:
+            return self._executor.execute_model(scheduled.step_input)
+        except GroupLostError as error:
+            self._report(self._recovery.begin(error.loss, scheduled))
+            return None
+
+    def _report(self, requests: Iterable[Request]) -> None:
+        """Builds the outputs of these requests; `step` returns them."""
+        self._unreported += self._output_processor.report(requests)
 
     def shutdown(self) -> None:
-        """Ends the workers; a second call does nothing."""
+        """Ends the workers; a second call has no effect."""
         self._executor.shutdown()
         self._recovery.close()
 
     def __enter__(self) -> LLMEngine:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         self.shutdown()
-
-    def _record(self, stats: StepStats) -> None:
-        self.last_step = stats
-        self.counters.record_step(stats)
-        if self._stat_logger is not None:
-            self._stat_logger.record(stats, self._scheduler)
 
     def _seed(self, params: SamplingParams, arrival_index: int) -> int:
         if params.seed is not None:

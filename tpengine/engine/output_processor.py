@@ -1,63 +1,81 @@
-"""From sampled ids to what a user sees: text, the decision to stop, `RequestOutput`.
+"""From sampled ids to what a user sees: text, the decision that a sequence ends, `RequestOutput`.
 
-This is the only place where a sequence is found to be complete.
+Every stop decision, and with it a `finish_reason` of stop or length, is made here in
+`OutputProcessor._decide_end` (for beams: in `beam_search`). The reasons abort, ignored and error
+come from the scheduler; `sequence.SequenceStatus` maps a status to its `finish_reason`.
+
+`process` changes no sequence; of a request it fills only the `metrics`. It returns its decisions,
+which `Scheduler.update` applies. After that, `report` builds what users are told.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
+from dataclasses import dataclass, field
 
-from tpengine.engine.beam_search import BeamSearch, CompleteBeam, Sampled
-from tpengine.engine.detokenizer import Detokenizer
-from tpengine.engine.prompt_logprobs import PromptLogprobsCollector, as_logprobs
+from tpengine.engine.beam_search import BeamSearch, Sampled
+from tpengine.engine.detokenizer import Detokenizer, as_logprobs
 from tpengine.engine.stats import EngineCounters
 from tpengine.engine.tokenizer import Tokenizer
 from tpengine.errors import RequestError
 from tpengine.logger import init_logger
-from tpengine.messages import StepOutput
-from tpengine.outputs import CompletionOutput, RequestOutput
+from tpengine.messages import PromptLogprobs, StepOutput
+from tpengine.outputs import CompletionOutput, Logprob, RequestOutput
 from tpengine.sampling_params import RequestOutputKind
-from tpengine.scheduling.step import SchedulerOutput
+from tpengine.scheduling.step import SchedulerOutput, StepDecisions
 from tpengine.sequence import Request, Sequence, SequenceStatus
 
 logger = init_logger(__name__)
 
-FailRequest = Callable[[str, str], Request | None]
-"""Ends the request of an id for a reason; None if it has ended already."""
+
+@dataclass(slots=True, eq=False)
+class _TrackedSequence:
+    """A sequence while its request is unfinished, with what only this module knows of it.
+
+    Attributes:
+        detokenizer: None: the output has no text, or the text is made at the end (beams).
+        max_num_tokens: prompt and output tokens at which the sequence ends for its length.
+        logprobs: by output token; None unless the request asks for them.
+        num_reported: output tokens that the user was told about.
+        stop_reason: the stop string or stop token that ended the sequence.
+    """
+
+    request: Request
+    sequence: Sequence
+    detokenizer: Detokenizer | None
+    max_num_tokens: int
+    logprobs: list[dict[int, Logprob]] | None = None
+    cumulative_logprob: float = 0.0
+    num_reported: int = 0
+    stop_reason: int | str | None = None
 
 
-class _Tracked:
-    """One sequence while its request runs, with what only this module needs of it."""
+@dataclass(slots=True, eq=False)
+class _TrackedRequest:
+    """An unfinished request.
 
-    __slots__ = ("detokenizer", "max_num_tokens", "num_reported", "request", "sequence")
+    Attributes:
+        beams: None: no beam search.
+        prompt_logprobs: by position of the prompt, None for positions that are not computed yet;
+            None unless the request asks for them.
+        error: why a part of the text is missing.
+    """
 
-    def __init__(
-        self,
-        request: Request,
-        sequence: Sequence,
-        detokenizer: Detokenizer | None,
-        max_num_tokens: int,
-    ) -> None:
-        self.request = request
-        self.sequence = sequence
-        self.detokenizer = detokenizer
-        self.max_num_tokens = max_num_tokens
-        self.num_reported = 0
-
-    def is_due(self, stream_interval: int) -> bool:
-        num_new = self.sequence.num_output_tokens - self.num_reported
-        return not self.num_reported or num_new >= stream_interval
+    request: Request
+    sequences: list[_TrackedSequence] = field(default_factory=list)
+    beams: BeamSearch | None = None
+    prompt_logprobs: list[dict[int, Logprob] | None] | None = None
+    error: str | None = None
 
 
 class OutputProcessor:
-    """Follows the output of every request from `add` until it is finished.
+    """Follows the output of every request from `add` until the report of its end.
 
     Args:
         tokenizer: None: outputs have ids and no text.
-        max_model_len: a sequence of this many tokens ends for its length.
-        fail_request: called for a request that cannot go on; the others do.
-        figures: where tokens and ends of requests are counted.
+        max_model_len: tokens at which a sequence ends for its length.
+        counters: where tokens and ends of requests are counted.
         stream_interval: tokens that are reported together, after the first.
     """
 
@@ -65,161 +83,206 @@ class OutputProcessor:
         self,
         tokenizer: Tokenizer | None,
         max_model_len: int,
-        fail_request: FailRequest,
-        figures: EngineCounters | None = None,
+        counters: EngineCounters | None = None,
         stream_interval: int = 1,
     ) -> None:
         self.tokenizer = tokenizer
         self._max_model_len = max_model_len
-        self._fail_request = fail_request
-        self._figures = EngineCounters() if figures is None else figures
+        self._counters = EngineCounters() if counters is None else counters
         self._stream_interval = stream_interval
-        self._tracked: dict[int, _Tracked] = {}
-        self._beams: dict[str, BeamSearch] = {}
-        self._prompt_logprobs = PromptLogprobsCollector()
+        self._requests: dict[str, _TrackedRequest] = {}
+        self._sequences: dict[int, _TrackedSequence] = {}
 
     def add(self, request: Request) -> None:
-        """Starts following a request."""
+        """Starts to follow a request.
+
+        Raises:
+            Exception: the tokenizer's own error; the request is not followed.
+        """
         params = request.sampling_params
         num_prompt_tokens = len(request.prompt_token_ids)
         max_num_tokens = self._max_model_len
         if params.max_tokens is not None:
             max_num_tokens = min(max_num_tokens, num_prompt_tokens + params.max_tokens)
-        for sequence in request.sequences:
-            # Beams change places all the time: their text is made when they are complete.
-            detokenizer = None if params.use_beam_search else self._detokenizer(request)
-            if params.logprobs is not None:
-                sequence.logprobs = []
-            self._tracked[sequence.seq_id] = _Tracked(
-                request, sequence, detokenizer, max_num_tokens
-            )
+        tracked = _TrackedRequest(request)
         if params.use_beam_search:
-            beams = BeamSearch(request, max_num_tokens, self.tokenizer)
-            self._beams[request.request_id] = beams
+            tracked.beams = BeamSearch(request, max_num_tokens, self.tokenizer)
+        if params.prompt_logprobs is not None:
+            tracked.prompt_logprobs = [None] * num_prompt_tokens
+        for sequence in request.sequences:
+            detokenizer = None if params.use_beam_search else self._make_detokenizer(request)
+            one = _TrackedSequence(request, sequence, detokenizer, max_num_tokens)
+            if params.logprobs is not None:
+                one.logprobs = []
+            tracked.sequences.append(one)
+        self._requests[request.request_id] = tracked
+        self._sequences.update((one.sequence.seq_id, one) for one in tracked.sequences)
 
-    def process(self, scheduled: SchedulerOutput, output: StepOutput) -> list[RequestOutput]:
-        """Appends the step's tokens to their sequences, finishes those that are complete, and
-        reports every request that got a token, or was ignored, as its `output_kind` asks.
+    def process(self, scheduled: SchedulerOutput, output: StepOutput) -> StepDecisions:
+        """Decides for an answered step which tokens are appended and which sequences end.
 
-        What goes wrong with one request ends that request alone. What the driver decides about
-        beams is left in `scheduled.decisions`."""
-        touched: dict[str, Request] = {}
-        failed: list[Request] = []
+        An error in the processing of one request ends that request alone.
+        """
+        decisions = StepDecisions()
         beams: dict[str, list[Sampled]] = {}
         now = time.time()
         for row, part in output.prompt_logprobs.items():
-            tracked = self._tracked.get(scheduled.rows[row].seq_id)
+            tracked = self._sequences.get(scheduled.rows[row].seq_id)
             if tracked is None:
                 continue
             try:
-                self._prompt_logprobs.record(tracked.request, part, self.tokenizer)
+                self._record_prompt_logprobs(tracked.request, part)
             except Exception as error:
-                self._fail(tracked.request, _reason(error, tracked.request), failed)
+                _fail(tracked.request, error, decisions)
         for place, sequence in enumerate(scheduled.sampled):
-            tracked = self._tracked.get(sequence.seq_id)
-            if tracked is None or sequence.status.finished:  # ended while the step was computed
+            tracked = self._sequences.get(sequence.seq_id)
+            if tracked is None:  # it was aborted while the step was computed
                 continue
             request = tracked.request
-            if place in output.errors:
-                self._fail(request, output.errors[place], failed)
+            if request.request_id in decisions.failed:
                 continue
-            self._figures.record_token(request, now)
+            if place in output.errors:
+                _fail(request, output.errors[place], decisions)
+                continue
+            self._counters.record_token(request, now)
             if request.sampling_params.use_beam_search:
-                told = output.logprobs.get(place)
-                sampled = (sequence, output.candidates[place], told)
+                sampled = (sequence, output.candidates[place], output.logprobs.get(place))
                 beams.setdefault(request.request_id, []).append(sampled)
                 continue
+            decisions.tokens.append((sequence, output.token_ids[place]))
             try:
-                status = self._append(tracked, place, output)
+                status = self._take_token(tracked, place, output)
             except Exception as error:
-                self._fail(request, _reason(error, request), failed)
+                _fail(request, error, decisions)
                 continue
-            is_streamed = request.sampling_params.output_kind is not RequestOutputKind.FINAL_ONLY
-            if status is not None or (is_streamed and tracked.is_due(self._stream_interval)):
-                touched[request.request_id] = request
+            if status is not None:
+                decisions.finished.append((sequence, status))
+            if status is not None or self._is_due(tracked):
+                decisions.to_report[request.request_id] = request
         for request_id, group in beams.items():
-            request = self._tracked[group[0][0].seq_id].request
-            if not request.finished:
-                self._advance_beams(request, group, scheduled, failed)
-                touched[request_id] = request
-        touched = {k: r for k, r in touched.items() if r not in failed}
-        return self._report(touched.values()) + self.finish([*failed, *scheduled.ignored])
+            if request_id not in decisions.failed:
+                self._advance_beams(self._requests[request_id], group, decisions)
+        return decisions
 
-    def finish(self, requests: Iterable[Request]) -> list[RequestOutput]:
-        """Reports requests that others ended: aborted, ignored or failed ones.
+    def report(self, requests: Iterable[Request]) -> list[RequestOutput]:
+        """What users are told about these requests now, as their `output_kind` asks.
 
-        What is still held back of a text and cannot be decoded is left out, with an error."""
-        requests = list(requests)
+        A finished request is forgotten. If the end of its text cannot be decoded, that part is left
+        out and the output has an error.
+        """
+        now = time.time()
+        outputs = []
         for request in requests:
-            for sequence in request.sequences:
-                tracked = self._tracked.get(sequence.seq_id)
-                if tracked is None or tracked.detokenizer is None:
-                    continue
-                try:
-                    tracked.detokenizer.finish()
-                except Exception as error:
-                    request.error = request.error or _reason(error, request)
-        return self._report(requests)
+            finished, params = request.finished, request.sampling_params
+            is_final = params.output_kind is RequestOutputKind.FINAL_ONLY or params.is_ranked
+            if is_final and not finished:
+                continue
+            tracked = self._requests[request.request_id]
+            if finished:
+                self._counters.record_end(request, now)
+                self._finish_texts(tracked)
+            completions = self._completions(tracked)
+            entries = tracked.prompt_logprobs
+            outputs.append(
+                RequestOutput(
+                    request_id=request.request_id,
+                    prompt=request.prompt,
+                    prompt_token_ids=request.prompt_token_ids.copy(),
+                    outputs=completions,
+                    finished=finished,
+                    metrics=request.metrics,
+                    error=request.error or tracked.error,
+                    prompt_logprobs=None if entries is None or None in entries[1:] else entries,
+                    num_cached_tokens=request.metrics.num_cached_tokens,
+                )
+            )
+            if finished:
+                self.forget(request)
+        return outputs
 
-    def _fail(self, request: Request, reason: str, failed: list[Request]) -> None:
-        if self._fail_request(request.request_id, reason) is not None:
-            failed.append(request)
+    def forget(self, request: Request) -> None:
+        """Stops following a request; an unknown one is ignored."""
+        self._requests.pop(request.request_id, None)
+        for sequence in request.sequences:
+            self._sequences.pop(sequence.seq_id, None)
 
-    def _advance_beams(
-        self,
-        request: Request,
-        group: list[Sampled],
-        scheduled: SchedulerOutput,
-        failed: list[Request],
-    ) -> None:
-        try:
-            decisions = self._beams[request.request_id].advance(group)
-        except Exception as error:
-            self._fail(request, _reason(error, request), failed)
-            return
-        scheduled.decisions.forks += decisions.forks
-        scheduled.decisions.overridden += decisions.overridden
+    def _record_prompt_logprobs(self, request: Request, part: PromptLogprobs) -> None:
+        """Keeps one part by position. A prompt that is computed again after preemption replaces the
+        part by an equal one."""
+        entries, prompt = (
+            self._requests[request.request_id].prompt_logprobs,
+            request.prompt_token_ids,
+        )
+        assert entries is not None
+        for position, found in enumerate(part.entries, start=part.first_position):
+            entries[position] = as_logprobs(prompt[position], found, self.tokenizer)
 
-    def _append(self, tracked: _Tracked, place: int, output: StepOutput) -> SequenceStatus | None:
-        """Appends a sequence's token; returns how it ended, None if it goes on."""
-        sequence, token_id = tracked.sequence, output.token_ids[place]
-        sequence.token_ids.append(token_id)
+    def _take_token(
+        self, tracked: _TrackedSequence, place: int, output: StepOutput
+    ) -> SequenceStatus | None:
+        """Adds the token to log probabilities and text; returns how the sequence ends, None if it
+        goes on."""
+        token_id = output.token_ids[place]
         found = output.logprobs.get(place)
         if found is not None:
-            sequence.cumulative_logprob += found.logprob
-            if sequence.logprobs is not None:
-                sequence.logprobs.append(as_logprobs(token_id, found, self.tokenizer))
-        status = self._advance(tracked, token_id)
-        if status is not None:
-            if tracked.detokenizer is not None:  # first, for what has finished cannot fail
-                tracked.detokenizer.finish()
-            sequence.move_to(status)
+            tracked.cumulative_logprob += found.logprob
+            if tracked.logprobs is not None:
+                tracked.logprobs.append(as_logprobs(token_id, found, self.tokenizer))
+        status = self._decide_end(tracked, token_id)
+        if status is not None and tracked.detokenizer is not None:
+            tracked.detokenizer.finish()
         return status
 
-    def _advance(self, tracked: _Tracked, token_id: int) -> SequenceStatus | None:
-        """Extends the text by one token; returns how the sequence ended, None if it goes on."""
-        sequence, request = tracked.sequence, tracked.request
+    def _decide_end(self, tracked: _TrackedSequence, token_id: int) -> SequenceStatus | None:
+        """Extends the text by one token; returns how the sequence ends, None if it goes on.
+
+        In this order: end tokens and stop tokens, stop strings, length.
+        """
+        sequence, request, detokenizer = tracked.sequence, tracked.request, tracked.detokenizer
         params = request.sampling_params
-        num_tokens = len(sequence.token_ids)
+        num_tokens = len(sequence.token_ids) + 1
         if (
             token_id in request.end_token_ids
             and num_tokens - sequence.num_prompt_tokens >= params.min_tokens
         ):
             if token_id in params.stop_token_ids:
-                sequence.stop_reason = token_id
-            if params.include_stop_str_in_output and tracked.detokenizer is not None:
-                tracked.detokenizer.append(token_id)
+                tracked.stop_reason = token_id
+            if params.include_stop_str_in_output and detokenizer is not None:
+                detokenizer.append(token_id)
             return SequenceStatus.FINISHED_STOPPED
-        if tracked.detokenizer is not None:
-            stop = tracked.detokenizer.append(token_id)
+        if detokenizer is not None:
+            stop = detokenizer.append(token_id)
             if stop is not None:
-                sequence.stop_reason = stop
+                tracked.stop_reason = stop
                 return SequenceStatus.FINISHED_STOPPED
         if num_tokens >= tracked.max_num_tokens:
             return SequenceStatus.FINISHED_LENGTH
         return None
 
-    def _detokenizer(self, request: Request) -> Detokenizer | None:
+    def _is_due(self, tracked: _TrackedSequence) -> bool:
+        """Whether the user is told about the sequence's present token before its end."""
+        if tracked.request.sampling_params.output_kind is RequestOutputKind.FINAL_ONLY:
+            return False
+        num_new = tracked.sequence.num_output_tokens + 1 - tracked.num_reported
+        return not tracked.num_reported or num_new >= self._stream_interval
+
+    def _advance_beams(
+        self, tracked: _TrackedRequest, group: list[Sampled], decisions: StepDecisions
+    ) -> None:
+        assert tracked.beams is not None
+        request = tracked.request
+        try:
+            found = tracked.beams.advance(group)
+        except Exception as error:
+            _fail(request, error, decisions)
+            return
+        decisions.tokens.extend(found.tokens)
+        decisions.finished.extend(found.finished)
+        decisions.forks.extend(found.forks)
+        decisions.overridden.extend(found.overridden)
+        decisions.to_report[request.request_id] = request
+
+    def _make_detokenizer(self, request: Request) -> Detokenizer | None:
         params = request.sampling_params
         if self.tokenizer is None or not params.detokenize:
             return None
@@ -232,118 +295,81 @@ class OutputProcessor:
             min_tokens=params.min_tokens,
         )
 
-    def _text(self, request: Request, token_ids: list[int]) -> str:
-        """The text of a whole output, for beams, which are not followed token by token."""
-        detokenizer = self._detokenizer(request)
+    def _finish_texts(self, tracked: _TrackedRequest) -> None:
+        """Releases the text that sequences still hold back."""
+        for one in tracked.sequences:
+            if one.detokenizer is not None:
+                try:
+                    one.detokenizer.finish()
+                except Exception as error:
+                    tracked.error = _reason(error, tracked.request)
+
+    def _completions(self, tracked: _TrackedRequest) -> list[CompletionOutput]:
+        """The request's outputs; those of a ranked request best first, numbered by rank."""
+        params = tracked.request.sampling_params
+        if tracked.beams is not None:
+            outputs = tracked.beams.best()
+            for output in outputs:
+                self._add_beam_text(output, tracked)
+        elif params.is_ranked:
+            best = sorted(tracked.sequences, key=lambda one: -one.cumulative_logprob)[: params.n]
+            outputs = [_completion(one, RequestOutputKind.FINAL_ONLY) for one in best]
+        else:
+            return [_completion(one, params.output_kind) for one in tracked.sequences]
+        for rank, output in enumerate(outputs):
+            output.index = rank
+        return outputs
+
+    def _add_beam_text(self, output: CompletionOutput, tracked: _TrackedRequest) -> None:
+        """Beams change places often, so their text is made once, at the end."""
+        request, token_ids = tracked.request, output.token_ids
+        if (
+            output.finish_reason == "stop"
+            and not request.sampling_params.include_stop_str_in_output
+        ):
+            token_ids = token_ids[:-1]
+        detokenizer = self._make_detokenizer(request)
         if detokenizer is None:
-            return ""
+            return
         try:
             for token_id in token_ids:
                 detokenizer.append(token_id)
             detokenizer.finish()
-        except Exception as error:  # its tokens are still worth having, and the others go on
-            request.error = _reason(error, request)
-        return detokenizer.text
+        except Exception as error:  # the user still gets the tokens
+            tracked.error = _reason(error, request)
+        output.text = detokenizer.text
 
-    def _report(self, requests: Iterable[Request]) -> list[RequestOutput]:
-        now = time.time()
-        outputs = []
-        for request in requests:
-            finished, params = request.finished, request.sampling_params
-            is_final = params.output_kind is RequestOutputKind.FINAL_ONLY or params.is_ranked
-            if is_final and not finished:
-                continue
-            if finished:
-                self._figures.record_end(request, now)
-            outputs.append(
-                RequestOutput(
-                    request_id=request.request_id,
-                    prompt=request.prompt,
-                    prompt_token_ids=request.prompt_token_ids.copy(),
-                    outputs=self._completions(request),
-                    finished=finished,
-                    metrics=request.metrics,
-                    error=request.error,
-                    prompt_logprobs=self._prompt_logprobs.of(request),
-                    num_cached_tokens=request.metrics.num_cached_tokens,
-                )
-            )
-            if finished:
-                self.forget(request)
-        return outputs
 
-    def forget(self, request: Request) -> None:
-        """Stops following a request."""
-        for sequence in request.sequences:
-            self._tracked.pop(sequence.seq_id, None)
-        self._beams.pop(request.request_id, None)
-        self._prompt_logprobs.forget(request.request_id)
+def _completion(tracked: _TrackedSequence, kind: RequestOutputKind) -> CompletionOutput:
+    sequence, detokenizer = tracked.sequence, tracked.detokenizer
+    first = 0
+    if kind is RequestOutputKind.DELTA:
+        first = tracked.num_reported
+        text = "" if detokenizer is None else detokenizer.take_delta()
+    else:
+        text = "" if detokenizer is None else detokenizer.text
+    tracked.num_reported = sequence.num_output_tokens
+    logprobs = tracked.logprobs
+    has_total = logprobs is not None or tracked.request.sampling_params.is_ranked
+    return CompletionOutput(
+        index=sequence.index,
+        text=text,
+        token_ids=sequence.token_ids[sequence.num_prompt_tokens + first :],
+        cumulative_logprob=tracked.cumulative_logprob if has_total else None,
+        logprobs=None if logprobs is None else logprobs[first:],
+        finish_reason=sequence.status.finish_reason,
+        stop_reason=tracked.stop_reason,
+    )
 
-    def _completions(self, request: Request) -> list[CompletionOutput]:
-        """The request's outputs; those of a ranked one best first, numbered by their rank."""
-        params = request.sampling_params
-        if not params.is_ranked:
-            return [self._completion(s, params.output_kind) for s in request.sequences]
-        beams = self._beams.get(request.request_id)
-        stopped = SequenceStatus.FINISHED_STOPPED
-        # One that was ended from outside shows how far its live beams came.
-        if beams is not None and all(s.status is stopped for s in request.sequences):
-            return [
-                self._beam_completion(request, index, beam)
-                for index, beam in enumerate(beams.complete[: params.n])
-            ]
-        ranked = sorted(request.sequences, key=lambda s: -s.cumulative_logprob)
-        outputs = [self._completion(s, RequestOutputKind.FINAL_ONLY) for s in ranked[: params.n]]
-        for index, (sequence, output) in enumerate(zip(ranked, outputs, strict=False)):
-            output.index = index
-            if beams is not None:
-                output.text = self._text(request, sequence.output_token_ids)
-                output.finish_reason = request.finish_reason
-        return outputs
 
-    def _completion(self, sequence: Sequence, kind: RequestOutputKind) -> CompletionOutput:
-        tracked = self._tracked[sequence.seq_id]
-        params = tracked.request.sampling_params
-        detokenizer = tracked.detokenizer
-        first = 0
-        if kind is RequestOutputKind.DELTA:
-            first = tracked.num_reported
-            text = "" if detokenizer is None else detokenizer.take_delta()
-        else:
-            text = "" if detokenizer is None else detokenizer.text
-        tracked.num_reported = sequence.num_output_tokens
-        logprobs = sequence.logprobs
-        has_total = logprobs is not None or params.is_ranked
-        return CompletionOutput(
-            index=sequence.index,
-            text=text,
-            token_ids=sequence.token_ids[sequence.num_prompt_tokens + first :],
-            cumulative_logprob=sequence.cumulative_logprob if has_total else None,
-            logprobs=None if logprobs is None else logprobs[first:],
-            finish_reason=sequence.status.finish_reason,
-            stop_reason=sequence.stop_reason,
-        )
-
-    def _beam_completion(
-        self, request: Request, index: int, beam: CompleteBeam
-    ) -> CompletionOutput:
-        token_ids = beam.output_token_ids
-        ended = beam.status is SequenceStatus.FINISHED_STOPPED
-        if ended and not request.sampling_params.include_stop_str_in_output:
-            token_ids = token_ids[:-1]
-        return CompletionOutput(
-            index=index,
-            text=self._text(request, token_ids),
-            token_ids=beam.output_token_ids,
-            cumulative_logprob=beam.cumulative_logprob,
-            logprobs=beam.logprobs,
-            finish_reason=beam.status.finish_reason,
-            stop_reason=beam.stop_reason,
-        )
+def _fail(request: Request, error: Exception | str, decisions: StepDecisions) -> None:
+    reason = error if isinstance(error, str) else _reason(error, request)
+    decisions.failed.setdefault(request.request_id, reason)
+    decisions.to_report[request.request_id] = request
 
 
 def _reason(error: Exception, request: Request) -> str:
-    if isinstance(error, RequestError):  # its message is made for the user
+    if isinstance(error, RequestError):  # its message is written for the user
         return str(error)
     logger.exception("request %s failed while its output was processed", request.request_id)
     return f"request {request.request_id!r} failed: {type(error).__name__}: {error}"

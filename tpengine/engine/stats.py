@@ -53,9 +53,10 @@ class StepStats:
         """Returns the stats of a step that has ended.
 
         Args:
-            marks: five moments of `time.perf_counter`: before, between and after its parts.
+            marks: moments of `time.perf_counter`: the start, and the ends of schedule, execute,
+                process, update and the report to users, which counts as a part of process.
         """
-        start, sent, answered, processed, end = marks
+        start, sent, answered, processed, updated, end = marks
         return cls(
             num_prefill_tokens=scheduled.num_prefill_tokens,
             num_output_tokens=len(scheduled.sampled),

@@ -1,10 +1,19 @@
-"""Who runs next, and in which cache blocks. Pure Python: no tensor, no device."""
+"""Decides which requests run in the next step, and in which cache blocks. It uses no tensors.
 
-from tpengine.scheduling.allocation import AllocStatus
-from tpengine.scheduling.block_manager import BlockManager
+Where to look:
+    scheduler: what a step holds, admission, preemption, refusals; applies an answered step.
+    queues: where every request stands; the one place that takes slots and blocks back.
+    block_manager: which blocks a sequence holds: allocate, fork, copy on write, swap, free.
+    block_pool: reference counts, eviction, and blocks found again by their content.
+    policy: the order of requests.
+    groups: requests with more than one sequence.
+    step: the data of a step.
+"""
+
+from tpengine.scheduling.block_manager import AllocStatus, BlockManager
 from tpengine.scheduling.policy import POLICIES, FirstComeFirstServed, Priority, SchedulingPolicy
 from tpengine.scheduling.scheduler import Scheduler
-from tpengine.scheduling.step import SchedulerOutput
+from tpengine.scheduling.step import SchedulerOutput, StepDecisions
 
 __all__ = [
     "POLICIES",
@@ -15,4 +24,5 @@ __all__ = [
     "Scheduler",
     "SchedulerOutput",
     "SchedulingPolicy",
+    "StepDecisions",
 ]

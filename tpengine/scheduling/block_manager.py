@@ -1,22 +1,53 @@
-"""Which cache blocks belong to which sequence.
+"""Which cache blocks belong to which sequence: allocate, append, fork, copy on write, swap, free.
 
 Paging as in "Efficient Memory Management for Large Language Model Serving with PagedAttention"
 (Kwon et al., 2023): the cache is a pool of equal blocks, and a sequence holds a table of block ids
 in the order of its tokens. Sequences of one request share the blocks of their common beginning, and
-requests share full blocks of equal content. Only bookkeeping happens here; no tensor is touched.
+requests share full blocks of equal content. This module only counts; it touches no tensor.
+
+`BlockManager.check_invariants` finds a lost block, a doubled block and a wrong reference count;
+tests call it after every step.
 """
 
 from __future__ import annotations
 
+import enum
 from collections import Counter
 from collections.abc import Iterable
+from typing import NamedTuple
 
 from tpengine.errors import CacheSizeError, EngineError
-from tpengine.scheduling.allocation import AllocStatus, BlockPair, Growth
-from tpengine.scheduling.block_pool import BlockPool, expect
+from tpengine.scheduling.block_pool import BlockChain, BlockPool, expect
 from tpengine.scheduling.groups import num_common_tokens
-from tpengine.scheduling.prefix_cache import BlockChain
 from tpengine.sequence import Request, Sequence, SequenceStatus
+
+BlockPair = tuple[int, int]
+"""(source, target)"""
+
+
+class AllocStatus(enum.Enum):
+    """Whether a request that holds no device blocks can be given blocks."""
+
+    OK = "ok"
+    LATER = "later"
+    """Not now, but when other requests have given blocks back."""
+    NEVER = "never"
+    """It needs more blocks than the whole pool has."""
+
+
+class Growth(NamedTuple):
+    """What a sequence's table gained.
+
+    Attributes:
+        block_ids: new blocks at its end.
+        copy: (shared block, own copy) of the block that the sequence writes next; None if that
+            block is not shared.
+        copy_place: index of the copy in the table.
+    """
+
+    block_ids: list[int]
+    copy: BlockPair | None = None
+    copy_place: int = 0
 
 
 class BlockManager:
@@ -25,13 +56,13 @@ class BlockManager:
     Args:
         num_device_blocks: blocks in the pool, at least 1.
         block_size: tokens in a block.
-        watermark: share of the pool that admission leaves free, so that a request which has just
-            been let in is not preempted by the next token of those that run already.
-        num_host_blocks: blocks for what is swapped out.
+        watermark: share of the pool that admission leaves free, so that the next tokens of running
+            requests do not preempt a request that has just been admitted.
+        num_host_blocks: blocks for requests that are swapped out.
         enable_prefix_caching: whether full blocks are found again by their content.
 
     Raises:
-        CacheSizeError: the pool is empty.
+        CacheSizeError: the pool or the block size is empty.
     """
 
     def __init__(
@@ -45,7 +76,7 @@ class BlockManager:
         if num_device_blocks < 1 or block_size < 1:
             raise CacheSizeError(
                 f"the KV cache has {num_device_blocks} blocks of {block_size} tokens, and needs at "
-                "least 1 of each; give it more memory"
+                "least 1 of each; give the cache more memory"
             )
         self.block_size = block_size
         self.num_total_blocks = num_device_blocks
@@ -54,7 +85,8 @@ class BlockManager:
         self._num_watermark_blocks = int(watermark * num_device_blocks)
         self._tables: dict[int, list[int]] = {}
         self._host_tables: dict[int, list[int]] = {}
-        # Of those that hold blocks, and of those that wait and were asked about; None: no caching.
+        # By sequence id, of sequences that hold blocks, and of waiting ones that `can_allocate` has
+        # seen; None: no prefix caching.
         self._chains: dict[int, BlockChain] | None = {} if enable_prefix_caching else None
 
     @property
@@ -63,12 +95,12 @@ class BlockManager:
         return self.device.num_free
 
     def num_blocks_for(self, num_tokens: int) -> int:
-        """Blocks that `num_tokens` tokens fill, the last one perhaps in part."""
+        """Blocks that `num_tokens` tokens need; the last one may be partly filled."""
         return -(-num_tokens // self.block_size)
 
     def num_needed_blocks(self, request: Request) -> int:
-        """Blocks for all tokens that the request's unfinished sequences have now, their common
-        beginning counted once."""
+        """Blocks for all present tokens of the request's unfinished sequences; their common
+        beginning counts once."""
         sequences = request.unfinished_sequences
         common = num_common_tokens(sequences)
         if all(sequence.num_tokens == common for sequence in sequences):
@@ -77,33 +109,34 @@ class BlockManager:
         return shared + sum(self.num_blocks_for(s.num_tokens) - shared for s in sequences)
 
     def can_allocate(self, request: Request) -> AllocStatus:
-        """Whether the request, which holds no blocks, can be given all it needs."""
+        """Whether the request, which holds no blocks, can be given all blocks that it needs."""
         needed = self.num_needed_blocks(request)
         if needed > self.num_total_blocks:
             return AllocStatus.NEVER
-        # With the whole pool free there is nobody to leave room for: without this exception, a
-        # request that needs nearly the whole pool would wait forever.
+        # The watermark is for running requests. Without this condition, a request that needs nearly
+        # the whole pool would wait for ever.
         if self._tables:
-            # Sequences that are still equal part with their next token.
+            # Sequences that are still equal need a block of their own for their next token.
             needed += self._num_watermark_blocks + len(request.unfinished_sequences) - 1
         held = sum(self.device.ref_count(block) > 0 for block in self._cached_blocks(request))
         return AllocStatus.OK if self.num_free_blocks >= needed - held else AllocStatus.LATER
 
     def allocate(self, request: Request) -> list[int]:
-        """Gives the first unfinished sequence of a request blocks for all its tokens; those that
-        the cache knows from others count as computed.
+        """Gives the first unfinished sequence of a request blocks for all its tokens. Tokens in
+        blocks that the prefix cache knows count as computed.
 
         Returns:
-            A copy of its table.
+            A copy of the sequence's table.
 
         Raises:
-            EngineError: it holds blocks already, or the pool has too few; `can_allocate` knows.
+            EngineError: the sequence holds blocks already, or the pool has too few; ask
+                `can_allocate` first.
         """
         sequence = request.unfinished_sequences[0]
         if sequence.seq_id in self._tables:
             raise EngineError(f"sequence {sequence.seq_id} holds blocks already")
         cached = self._cached_blocks(request)
-        # Held first, so that making room for the others does not evict them.
+        # Shared first, so that `take` does not evict them.
         for block in cached:
             self.device.share(block)
         self.device.num_hits += len(cached)
@@ -116,10 +149,10 @@ class BlockManager:
         return table.copy()
 
     def num_lacking_blocks(self, request: Request) -> int:
-        """Blocks that the request's running sequences need before all their tokens have a place of
-        their own.
+        """Blocks that the request's running sequences still need, so that each token has a place
+        that no other sequence writes.
 
-        Asked of every running request in every step, and nearly always 0.
+        The scheduler asks this for every running request in every step; it is nearly always 0.
         """
         lacking = 0
         for sequence in request.sequences:
@@ -129,20 +162,20 @@ class BlockManager:
                     lacking += self.num_blocks_for(len(sequence.token_ids) - capacity)
         if len(request.sequences) > 1:
             running = [s for s in request.sequences if s.status is SequenceStatus.RUNNING]
-            lacking += _num_copies(self._shared_tails(self._tables, self.device, running))
+            lacking += self._num_copies(self._tables, self.device, running)
         return lacking
 
     def num_held_blocks(self, request: Request) -> int:
-        """Device blocks that the request's sequences hold, each counted once."""
+        """Device blocks that the request's sequences hold; a shared block counts once."""
         return len({b for s in request.sequences for b in self._tables.get(s.seq_id, ())})
 
     def append(self, sequence: Sequence, num_more: int = 0) -> Growth:
-        """Lengthens the sequence's table until all its tokens, and so many more, have a place, and
-        gives it a copy of its partly filled block if others hold that too.
+        """Extends the sequence's table until all its tokens and `num_more` others have a place.
+        Gives it a copy of its partly filled block if other sequences hold that too (copy on write).
 
         Raises:
-            EngineError: it holds no table, or the pool has too few blocks; `num_lacking_blocks`
-                and `num_free_blocks` know.
+            EngineError: the sequence holds no table, or the pool has too few blocks; compare
+                `num_lacking_blocks` with `num_free_blocks` first.
         """
         table = self._table(sequence)
         num_needed = self.num_blocks_for(sequence.num_tokens + num_more)
@@ -157,8 +190,9 @@ class BlockManager:
         return Growth(blocks, (shared, own), place)
 
     def fork(self, parent: Sequence, child: Sequence, num_tokens: int) -> None:
-        """Lets the child hold the parent's blocks of the first `num_tokens` tokens, which are
-        computed, instead of any that it held before."""
+        """Gives the child the parent's blocks of the first `num_tokens` tokens, which are computed.
+        The child gives back the blocks that it held before. Each shared block counts one more
+        reference."""
         shared = self._table(parent)[: self.num_blocks_for(num_tokens)]
         for block in shared:
             self.device.share(block)
@@ -170,7 +204,7 @@ class BlockManager:
             self._chains[child.seq_id] = chain.fork(num_tokens // self.block_size)
 
     def mark_computed(self, sequence: Sequence) -> None:
-        """Lets others find the sequence's full blocks; called when another one has been filled."""
+        """Offers the sequence's full blocks to the prefix cache; called when a block was filled."""
         if self._chains is None:
             return
         chain = self._chains[sequence.seq_id]
@@ -182,12 +216,12 @@ class BlockManager:
         chain.num_published = max(chain.num_published, num_full)
 
     def can_swap_out(self, request: Request) -> bool:
-        """Whether host blocks are free for all that the request's sequences have computed."""
+        """Whether enough host blocks are free for the computed blocks of the request."""
         held = {b for s in request.unfinished_sequences for b in self._computed_blocks(s)}
         return 0 < len(held) <= self.host.num_free
 
     def swap_out(self, request: Request) -> list[BlockPair]:
-        """Moves the request's tables to host blocks; (device, host) pairs say what to copy."""
+        """Moves the request's tables to host blocks; returns the (device, host) pairs to copy."""
         pairs: dict[int, int] = {}
         for sequence in request.unfinished_sequences:
             host_table = []
@@ -203,20 +237,20 @@ class BlockManager:
         return list(pairs.items())
 
     def can_swap_in(self, request: Request) -> AllocStatus:
-        """Whether device blocks can be had for a swapped request, its next tokens included."""
+        """Whether device blocks are free for a swapped request and its next tokens."""
         sequences = request.unfinished_sequences
         tables = [self._host_tables[s.seq_id] for s in sequences]
         needed = len({block for table in tables for block in table})
         for sequence, table in zip(sequences, tables, strict=True):
             needed += self.num_blocks_for(sequence.num_tokens) - len(table)
-        needed += _num_copies(self._shared_tails(self._host_tables, self.host, sequences))
+        needed += self._num_copies(self._host_tables, self.host, sequences)
         if needed > self.num_total_blocks:
             return AllocStatus.NEVER
         keep = self._num_watermark_blocks if self._tables else 0
         return AllocStatus.OK if self.num_free_blocks - needed >= keep else AllocStatus.LATER
 
     def swap_in(self, request: Request) -> list[BlockPair]:
-        """Moves the request's tables back to the device; (host, device) pairs say what to copy."""
+        """Moves the request's tables to device blocks; returns the (host, device) pairs to copy."""
         pairs: dict[int, int] = {}
         for sequence in request.unfinished_sequences:
             table = []
@@ -231,11 +265,11 @@ class BlockManager:
         return list(pairs.items())
 
     def free(self, sequence: Sequence) -> None:
-        """Takes the sequence's table back, on the device or on the host, and the blocks that
-        nobody else holds.
+        """Takes the sequence's table back, on the device or on the host. Blocks that no other
+        sequence holds become free.
 
         Raises:
-            EngineError: it holds no table, so this would free twice.
+            EngineError: the sequence holds no table, so this would free its blocks twice.
         """
         if sequence.seq_id in self._host_tables:
             for block in self._host_tables.pop(sequence.seq_id):
@@ -245,7 +279,7 @@ class BlockManager:
         self.forget(sequence)
 
     def forget(self, sequence: Sequence) -> None:
-        """Drops what was noted of a sequence that holds no blocks and will not come back."""
+        """Drops the digests of a sequence that holds no blocks."""
         if self._chains is not None:
             self._chains.pop(sequence.seq_id, None)
 
@@ -254,11 +288,11 @@ class BlockManager:
         return sequence.seq_id in self._tables or sequence.seq_id in self._host_tables
 
     def block_ids(self, sequence: Sequence) -> list[int]:
-        """A copy of the sequence's table; empty when it holds no device blocks."""
+        """A copy of the sequence's device table; empty when it holds no device blocks."""
         return self._tables.get(sequence.seq_id, []).copy()
 
     def num_unused_places(self, sequences: Iterable[Sequence]) -> int:
-        """Places for tokens in held blocks that no token has; counts a shared block once."""
+        """Token places in held blocks that hold no token; a shared block counts once."""
         used: dict[int, int] = {}
         for sequence in sequences:
             table, left = self._tables.get(sequence.seq_id, ()), sequence.num_tokens
@@ -270,19 +304,19 @@ class BlockManager:
     def check_invariants(
         self, running: Iterable[Sequence], swapped: Iterable[Sequence] = ()
     ) -> None:
-        """Looks for lost, doubled and missing blocks. Takes time that grows with the pool.
+        """Looks for lost, doubled and missing blocks. Slow; meant for tests.
 
         Args:
-            running: all that should hold device blocks.
-            swapped: all that should hold host blocks.
+            running: all sequences that should hold device blocks.
+            swapped: all sequences that should hold host blocks.
 
         Raises:
-            EngineError: what does not hold.
+            EngineError: an invariant does not hold; the message names it.
         """
         holders = {sequence.seq_id: sequence for sequence in running}
-        expect(holders.keys() == self._tables.keys(), "tables are held by those that run")
+        expect(holders.keys() == self._tables.keys(), "tables are held by running sequences")
         hosted = {sequence.seq_id for sequence in swapped}
-        expect(hosted == self._host_tables.keys(), "host tables are held by those swapped out")
+        expect(hosted == self._host_tables.keys(), "host tables are held by swapped sequences")
         self.device.check_invariants(self._tables.values())
         self.host.check_invariants(self._host_tables.values())
         for seq_id, sequence in holders.items():
@@ -291,7 +325,7 @@ class BlockManager:
                 len(table) * self.block_size >= sequence.num_computed_tokens,
                 f"the table of sequence {seq_id} covers its computed tokens",
             )
-            # A block that it filled in part may be shared: it is copied before it is written.
+            # A partly filled block may be shared: it is copied before it is written.
             blank = table[self.num_blocks_for(sequence.num_computed_tokens) :]
             expect(
                 len(set(table)) == len(table)
@@ -306,7 +340,7 @@ class BlockManager:
             raise EngineError(f"sequence {sequence.seq_id} holds no blocks") from None
 
     def _drop_table(self, sequence: Sequence) -> None:
-        # The end first: what many share is at the beginning, and is evicted last.
+        # The end first: blocks at the beginning are shared more often, and are evicted last.
         for block in reversed(self._table(sequence)):
             self.device.release(block)
         del self._tables[sequence.seq_id]
@@ -315,8 +349,8 @@ class BlockManager:
         return self._table(sequence)[: self.num_blocks_for(sequence.num_computed_tokens)]
 
     def _cached_blocks(self, request: Request) -> list[int]:
-        """Blocks of known content that a waiting request begins with. At least the last token that
-        its sequences have in common remains to be computed, for what follows it is wanted."""
+        """Blocks of known content with which a waiting request begins. At least the last common
+        token of its sequences remains to be computed, since the next token is sampled there."""
         if self._chains is None or request.sampling_params.prompt_logprobs is not None:
             return []
         sequences = request.unfinished_sequences
@@ -331,18 +365,14 @@ class BlockManager:
             found.append(block)
         return found
 
-    def _shared_tails(
+    def _num_copies(
         self, tables: dict[int, list[int]], pool: BlockPool, sequences: list[Sequence]
-    ) -> list[tuple[int, int]]:
-        """(sequences that are about to write it, all that hold it) of each partly filled block."""
-        writers: Counter[int] = Counter()
+    ) -> int:
+        """Copies on write that the next tokens of `sequences` need. If every holder of a block
+        writes to it, the last one needs no copy."""
+        num_writers: Counter[int] = Counter()
         for sequence in sequences:
             place, filled = divmod(sequence.num_computed_tokens, self.block_size)
             if filled:
-                writers[tables[sequence.seq_id][place]] += 1
-        return [(count, pool.ref_count(block)) for block, count in writers.items()]
-
-
-def _num_copies(shared_tails: list[tuple[int, int]]) -> int:
-    """Whoever writes last has the block to itself, if all holders write."""
-    return sum(min(num_writers, num_holders - 1) for num_writers, num_holders in shared_tails)
+                num_writers[tables[sequence.seq_id][place]] += 1
+        return sum(min(n, pool.ref_count(block) - 1) for block, n in num_writers.items())

@@ -1,15 +1,23 @@
-"""Equal blocks with reference counts, some of which are remembered by what they hold.
+"""A pool of equal cache blocks with reference counts, and blocks that are found by their content.
 
-A block that nobody holds is free. If its content is known it waits among the free ones in order of
-its last use, so that a later sequence with the same beginning finds it, until the place is needed.
+A block without a holder is free. If its content is known, it stays in a list in order of last use,
+so that a later sequence with the same beginning finds it, until its place is needed (eviction).
+
+The name of a block's content is a SHA-256 digest of the block's tokens and of the digest of the
+block before it. So equal digests mean equal beginnings, and contents are not compared any further.
 """
 
 from __future__ import annotations
 
+import hashlib
+from array import array
 from collections import OrderedDict
 from collections.abc import Iterable
+from dataclasses import dataclass, field
 
 from tpengine.errors import EngineError
+
+_ROOT = b"tpengine"
 
 
 class BlockPool:
@@ -24,9 +32,9 @@ class BlockPool:
         self.num_blocks = num_blocks
         self.num_hits = 0
         self.num_evictions = 0
-        # Last in, first out: the block that was just given back is still in a processor's cache,
-        # and without prefix caching no more pages of a large cache are touched, on CPU, than were
-        # ever needed at once.
+        # Last in, first out: the block that was given back last is still in a processor's cache.
+        # Without prefix caching, a CPU then touches no more pages of a large cache than were ever
+        # needed at once.
         self._blank = list(reversed(range(num_blocks)))
         # Free and of known content, least recently used first.
         self._idle: OrderedDict[int, None] = OrderedDict()
@@ -36,7 +44,7 @@ class BlockPool:
 
     @property
     def num_free(self) -> int:
-        """Blocks that nobody holds, whether or not their content is known."""
+        """Blocks without a holder, whether or not their content is known."""
         return len(self._blank) + len(self._idle)
 
     def ref_count(self, block: int) -> int:
@@ -44,10 +52,10 @@ class BlockPool:
         return self._ref_counts[block]
 
     def take(self, num_blocks: int) -> list[int]:
-        """Gives blocks to one holder; contents are forgotten only when no blank block is left.
+        """Gives blocks to one holder. Forgets contents only when no blank block is left.
 
         Raises:
-            EngineError: too few are free.
+            EngineError: too few blocks are free.
         """
         if num_blocks > self.num_free:
             raise EngineError(
@@ -63,17 +71,17 @@ class BlockPool:
     def share(self, block: int) -> None:
         """Gives a block to one more holder."""
         if self._ref_counts[block] == 0:
-            del self._idle[block]  # KeyError: a blank block has nothing to share
+            del self._idle[block]  # KeyError: a blank block has no content to share
         self._ref_counts[block] += 1
 
     def release(self, block: int) -> None:
-        """Takes a block back from one of its holders.
+        """Takes a block back from one of its holders; without a holder it is free.
 
         Raises:
-            EngineError: nobody holds it.
+            EngineError: the block has no holder.
         """
         if self._ref_counts[block] < 1:
-            raise EngineError(f"block {block} is given back, but nobody holds it")
+            raise EngineError(f"block {block} is given back, but no table holds it")
         self._ref_counts[block] -= 1
         if self._ref_counts[block] == 0:
             if block in self._digests:
@@ -86,20 +94,23 @@ class BlockPool:
         return self._by_digest.get(digest)
 
     def publish(self, block: int, digest: bytes) -> None:
-        """Remembers a held block by its content, unless another one is known for the same.
+        """Remembers a held block by its content, unless another block is known for the same.
 
         Two sequences may compute the same block at the same time. The second keeps its own copy,
-        which goes blank when it is given back.
+        which becomes blank when it is given back.
         """
         if digest not in self._by_digest and block not in self._digests:
             self._by_digest[digest] = block
             self._digests[block] = digest
 
     def check_invariants(self, tables: Iterable[list[int]]) -> None:
-        """Looks for lost and doubled blocks. Takes time that grows with the pool.
+        """Looks for lost and doubled blocks. Slow; meant for tests.
+
+        Args:
+            tables: all tables that hold blocks of this pool.
 
         Raises:
-            EngineError: what does not hold.
+            EngineError: an invariant does not hold; the message names it.
         """
         counts = [0] * self.num_blocks
         for table in tables:
@@ -124,6 +135,35 @@ class BlockPool:
 
 
 def expect(holds: bool, invariant: str) -> None:
-    """Raises EngineError unless `holds`; not an assert, which would vanish under `python -O`."""
+    """Raises EngineError unless `holds`. Not an `assert`, which `python -O` removes."""
     if not holds:
-        raise EngineError(f"block manager: it does not hold that {invariant}")
+        raise EngineError(f"an invariant of the scheduler does not hold: {invariant}")
+
+
+def digest_of(parent: bytes, token_ids: list[int]) -> bytes:
+    """Digest of a full block that follows the block whose digest is `parent`."""
+    return hashlib.sha256(parent + array("i", token_ids).tobytes()).digest()
+
+
+@dataclass(slots=True)
+class BlockChain:
+    """Digests of a sequence's full blocks, from the first on, each computed once.
+
+    Attributes:
+        num_published: how many of these blocks were offered to the pool, since their K and V are
+            computed.
+    """
+
+    digests: list[bytes] = field(default_factory=list)
+    num_published: int = 0
+
+    def extend(self, token_ids: list[int], num_blocks: int, block_size: int) -> None:
+        """Computes the missing digests of the first `num_blocks` blocks."""
+        for index in range(len(self.digests), num_blocks):
+            parent = self.digests[-1] if self.digests else _ROOT
+            ids = token_ids[index * block_size : (index + 1) * block_size]
+            self.digests.append(digest_of(parent, ids))
+
+    def fork(self, num_blocks: int) -> BlockChain:
+        """The chain of a sequence that shares the first `num_blocks` blocks."""
+        return BlockChain(self.digests[:num_blocks], min(self.num_published, num_blocks))

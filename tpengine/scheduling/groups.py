@@ -1,4 +1,5 @@
-"""Requests with several sequences: what they have in common, and which of them a step takes."""
+"""Requests with more than one sequence: what the sequences have in common, and which of them a step
+takes."""
 
 from __future__ import annotations
 
@@ -6,16 +7,16 @@ from tpengine.sequence import Request, Sequence, SequenceStatus
 
 
 def num_common_tokens(sequences: list[Sequence]) -> int:
-    """Tokens from the start that need to be computed only once for all of the sequences.
+    """Number of tokens from the start that are computed only once for all of the sequences.
 
-    All of them if the sequences are equal: one computation then serves all. Otherwise at least the
-    last token of each is its own, since the next token is sampled there.
+    If the sequences are equal, all tokens are common. Otherwise at least the last token of each
+    sequence is its own, since the next token is sampled there.
     """
     first = sequences[0]
     if len(sequences) == 1 or not any(s.num_output_tokens for s in sequences):
         return first.num_tokens
     token_ids = [sequence.token_ids for sequence in sequences]
-    # What the lowest and the highest of them begin with is common to all between.
+    # What the lowest and the highest list begin with is common to all lists between them.
     low, high = min(token_ids), max(token_ids)
     if low == high:
         return len(low)
@@ -25,11 +26,11 @@ def num_common_tokens(sequences: list[Sequence]) -> int:
 
 
 def choose_rows(request: Request, tokens_left: int) -> list[tuple[Sequence, int]]:
-    """The running sequences of a request that a step with room for `tokens_left` takes, each with
-    its number of tokens.
+    """The running sequences of a request that fit into a step with `tokens_left` free tokens, each
+    with its number of tokens.
 
     Beams are compared with each other after every token, so either all of them compute their last
-    token in a step or none does.
+    token in a step or none of them does.
     """
     behind = [
         (sequence, sequence.num_tokens - sequence.num_computed_tokens)
@@ -53,8 +54,8 @@ def choose_rows(request: Request, tokens_left: int) -> list[tuple[Sequence, int]
 def find_catching_up(running: list[Request]) -> list[Request]:
     """Running requests with more than one token to compute.
 
-    Without chunked prefill: those that were preempted when they were already longer than a step.
-    Their prompt was accepted, so they are computed in parts rather than given up.
+    Without chunked prefill, these are requests that were preempted when they were longer than a
+    step. Their prompt was accepted, so they are computed in parts instead of being refused.
     """
     return [
         request

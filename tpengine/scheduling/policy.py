@@ -1,11 +1,11 @@
-"""Who is admitted next, and who gives way when blocks run out.
+"""The order of requests: which one is admitted next, and which one is preempted first.
 
-A policy keeps the waiting requests, and ranks all: the scheduler keeps what runs and what is
-swapped out in order of rank, serves the first, and preempts the last. To add a policy, derive from
-`FirstComeFirstServed` if it is a matter of rank alone (as `Priority` does), or implement
-`SchedulingPolicy`; name it in `POLICIES`, and `EngineArgs.scheduling_policy` offers it.
+A policy holds the waiting requests, and gives every request a rank. The scheduler keeps running and
+swapped requests in order of rank, serves the lowest rank first, and preempts the highest
+(`Scheduler._make_room`). To add a policy, implement `SchedulingPolicy` and name it in `POLICIES`;
+`EngineArgs.scheduling_policy` then offers it.
 
-A rank must not change while its request is unfinished, and no two requests may have the same.
+The rank of an unfinished request must not change, and no two requests may have the same rank.
 """
 
 from __future__ import annotations
@@ -21,49 +21,42 @@ Rank = tuple[int, int]
 
 
 class SchedulingPolicy(Protocol):
-    """The waiting requests in their order, and the rank of any."""
+    """The waiting requests in their order, and the rank of each request."""
 
     def __len__(self) -> int:
         """Number of waiting requests."""
-        ...
 
     def __iter__(self) -> Iterator[Request]:
-        """The waiting requests, next first."""
-        ...
+        """The waiting requests, the next one first."""
 
     def rank(self, request: Request) -> Rank:
-        """The request's place among those that run or are swapped out; the lowest is served
-        first, and the highest is preempted first."""
-        ...
+        """The request's place among running or swapped requests; the lowest rank is served first,
+        the highest is preempted first."""
 
     def add(self, request: Request) -> None:
-        """Takes a request in that has just arrived."""
-        ...
+        """Adds a request that has just arrived."""
 
     def put_back(self, request: Request) -> None:
-        """Takes a preempted request in: it ran already, so it comes before those that did not."""
-        ...
+        """Adds a preempted request; it ran already, so it comes before requests that did not."""
 
     def head(self) -> Request:
-        """The request to admit next; it stays in. There must be one."""
-        ...
+        """The request to admit next; it is not removed. There must be one."""
 
     def remove(self, request: Request) -> None:
-        """Takes a waiting request out: it was admitted, or will never be."""
-        ...
+        """Removes a waiting request: it was admitted, or has ended."""
 
 
 class FirstComeFirstServed:
-    """Order of arrival; the victim is the one that arrived last.
+    """Order of arrival; the running request that arrived last is preempted first.
 
-    The victim goes to the front of the queue. It is younger than all that still run and older than
-    all that wait, so queue and running list stay in order of arrival, and the oldest request is
-    never a victim while another runs: it always makes progress.
+    A preempted request goes to the front of the queue. It arrived after all that still run and
+    before all that wait, so both lists stay in order of arrival. The oldest request is never
+    preempted while another one runs, so it always makes progress.
     """
 
     def __init__(self) -> None:
-        # Keyed by id, so that a request in the middle is taken out in constant time; unlike a
-        # plain dict, its first entry is found in constant time after many removals.
+        # By id, so that a request in the middle is removed in constant time. Unlike in a plain
+        # dict, the first entry is found in constant time after many removals.
         self._waiting: OrderedDict[str, Request] = OrderedDict()
 
     def __len__(self) -> int:
@@ -73,36 +66,36 @@ class FirstComeFirstServed:
         return iter(self._waiting.values())
 
     def rank(self, request: Request) -> Rank:
-        """By arrival."""
+        """The number of its arrival."""
         return request.arrival_index, 0
 
     def add(self, request: Request) -> None:
-        """Puts the request at the end."""
+        """Appends the request."""
         self._waiting[request.request_id] = request
 
     def put_back(self, request: Request) -> None:
-        """Puts the request at the front."""
+        """Inserts the request at the front."""
         self._waiting[request.request_id] = request
         self._waiting.move_to_end(request.request_id, last=False)
 
     def head(self) -> Request:
-        """The request that has waited longest."""
+        """The first request of the queue."""
         return next(iter(self._waiting.values()))
 
     def remove(self, request: Request) -> None:
-        """Takes the request out."""
+        """Removes the request."""
         del self._waiting[request.request_id]
 
 
 class Priority:
-    """Lower `Request.priority` first, within a bound: starvation ends after so many arrivals.
+    """Lower `Request.priority` first, with a bound on starvation.
 
-    A request stands `stride` arrivals further back for each unit of its priority. So of those that
-    come later, at most `stride * d` are served before it for each difference d to their priority;
-    whatever keeps arriving, it has its turn. Among equals the order is that of arrival.
+    A request is ranked as if it had arrived `stride` arrivals later for each unit of its priority.
+    So of the requests that arrive later and have a priority lower by d, at most `stride * d` are
+    served before it. Requests of equal priority keep their order of arrival.
 
     Args:
-        stride: arrivals that a unit of priority is worth.
+        stride: arrivals that one unit of priority is worth.
     """
 
     def __init__(self, stride: int = 256) -> None:
@@ -116,16 +109,16 @@ class Priority:
         return iter(self._waiting)
 
     def rank(self, request: Request) -> Rank:
-        """By arrival, moved by priority."""
+        """The number of its arrival, moved by its priority; then the number itself."""
         moved = request.arrival_index + self._stride * request.priority
         return moved, request.arrival_index
 
     def add(self, request: Request) -> None:
-        """Puts the request at its place."""
+        """Inserts the request by rank."""
         insort(self._waiting, request, key=self.rank)
 
     def put_back(self, request: Request) -> None:
-        """Puts the request at its place: one that is worth more may have come meanwhile."""
+        """Inserts the request by rank: a more urgent one may have arrived meanwhile."""
         self.add(request)
 
     def head(self) -> Request:
@@ -133,7 +126,7 @@ class Priority:
         return self._waiting[0]
 
     def remove(self, request: Request) -> None:
-        """Takes the request out."""
+        """Removes the request."""
         del self._waiting[bisect_left(self._waiting, self.rank(request), key=self.rank)]
 
 

@@ -1,35 +1,105 @@
-"""Where every request stands: waiting, running or swapped out, with its slots and blocks."""
+"""Where every request stands (waiting, running or swapped out), with its slots and blocks.
+
+Every move between the queues is a method here; the scheduler decides which request moves. Slots and
+blocks of a sequence are taken back in one place, `RequestQueues.release`, whether it finished, was
+aborted, failed, was ignored or is computed again.
+"""
 
 from __future__ import annotations
 
 from bisect import insort
 
-from tpengine.messages import BlockMoves
-from tpengine.scheduling.batch_slots import BatchSlots
-from tpengine.scheduling.block_manager import BlockManager
+from tpengine.messages import Fork
+from tpengine.scheduling.block_manager import BlockManager, BlockPair
 from tpengine.scheduling.block_pool import expect
 from tpengine.scheduling.groups import num_common_tokens
 from tpengine.scheduling.policy import SchedulingPolicy
+from tpengine.scheduling.step import slot_of
 from tpengine.sequence import Request, Sequence, SequenceStatus
 
 
-class RequestQueues:
-    """The three queues. A move between them takes statuses, slots and blocks along.
+class BatchSlots:
+    """Slots of the workers' batch, and the changes that the next message tells the workers.
 
-    Attributes:
-        waiting: those that hold nothing, in the policy's order.
-        held: those that wait and may not run, by id; see `restrict`.
-        running, swapped: those with device or host blocks, by rank.
-        requests: all of them, by id.
-        owners: the request of each sequence with a slot, by the sequence's id.
-        common: by request id, the tokens that its first sequence computes for those of its others
-            that have a slot but no blocks, and wait to be forked.
-        in_flight: children that the step being computed forks; they get their blocks in `update`.
+    A sequence may have a slot before the workers know the sequence: the sequences of a request get
+    their slots together, and enter the batch one by one.
     """
 
-    def __init__(
-        self, blocks: BlockManager, policy: SchedulingPolicy, max_num_seqs: int, swap_mode: str
-    ) -> None:
+    def __init__(self, max_num_seqs: int) -> None:
+        self._free = list(reversed(range(max_num_seqs)))
+        self._known: set[int] = set()  # ids of sequences
+        self._freed: list[int] = []
+        self._forks: dict[int, tuple[Sequence, Sequence]] = {}  # by id of the child
+        self._overrides: dict[int, Sequence] = {}
+
+    @property
+    def num_free(self) -> int:
+        """Slots that no sequence has."""
+        return len(self._free)
+
+    def give(self, sequence: Sequence) -> None:
+        """Gives a slot to a sequence without one."""
+        sequence.slot = self._free.pop()
+
+    def take_back(self, sequence: Sequence) -> None:
+        """Takes the sequence's slot, and drops changes of it that were not sent."""
+        slot = slot_of(sequence)
+        self._free.append(slot)
+        if sequence.seq_id in self._known:
+            self._known.remove(sequence.seq_id)
+            self._freed.append(slot)
+        self._forks.pop(sequence.seq_id, None)
+        self._overrides.pop(sequence.seq_id, None)
+        sequence.slot = None
+
+    def is_known(self, sequence: Sequence) -> bool:
+        """Whether the workers hold the sequence, or will after the next message."""
+        return sequence.seq_id in self._known
+
+    def enter(self, sequence: Sequence) -> None:
+        """Notes that the next message sends the sequence in full."""
+        self._known.add(sequence.seq_id)
+
+    def fork(self, parent: Sequence, child: Sequence) -> None:
+        """Notes that the child's slot becomes a copy of the parent's."""
+        self._known.add(child.seq_id)
+        self._forks[child.seq_id] = (parent, child)
+
+    def override(self, sequence: Sequence) -> None:
+        """Notes that the sequence's last token is not the one that the workers sampled."""
+        self._overrides[sequence.seq_id] = sequence
+
+    def take_changes(self) -> tuple[list[int], list[Fork], list[tuple[int, int]]]:
+        """Freed slots, forks, and (slot, last token) overrides; they are returned only once."""
+        freed = self._freed
+        forks = [Fork(slot_of(p), slot_of(c), c.index) for p, c in self._forks.values()]
+        overrides = [(slot_of(s), s.token_ids[-1]) for s in self._overrides.values()]
+        self._freed, self._forks, self._overrides = [], {}, {}
+        return freed, forks, overrides
+
+    def are_whole(self, sequences: list[Sequence], max_num_seqs: int) -> bool:
+        """Whether free slots and those of `sequences` are all slots, each once."""
+        taken = [slot_of(sequence) for sequence in sequences]
+        once = len(set(self._freed)) == len(self._freed)
+        return once and sorted(self._free + taken) == list(range(max_num_seqs))
+
+
+class RequestQueues:
+    """The three queues. A move between them changes statuses, slots and blocks together.
+
+    Attributes:
+        waiting: requests that hold no blocks and may run, in the policy's order.
+        held: by id, requests that hold no blocks and may not run; see `restrict`.
+        running, swapped: requests with device or host blocks, by rank.
+        requests: all unfinished requests, by id.
+        owners: the request of each sequence with a slot, by the sequence's id.
+        common: by request id, the number of tokens that the first sequence computes for the others;
+            these have a slot and no blocks, until they are forked from the first.
+        in_flight: children that the step being computed forks; `Scheduler.update` gives them
+            blocks.
+    """
+
+    def __init__(self, blocks: BlockManager, policy: SchedulingPolicy, max_num_seqs: int) -> None:
         self.waiting = policy
         self.held: dict[str, Request] = {}
         self.running: list[Request] = []
@@ -41,7 +111,6 @@ class RequestQueues:
         self.slots = BatchSlots(max_num_seqs)
         self._blocks = blocks
         self._max_num_seqs = max_num_seqs
-        self._swap_mode = swap_mode
         self._allowed: frozenset[str] | None = None
 
     def is_running(self, request: Request) -> bool:
@@ -49,17 +118,14 @@ class RequestQueues:
         return any(sequence.slot is not None for sequence in request.sequences)
 
     def is_forking(self, request: Request) -> bool:
-        """Whether sequences of the request get their blocks with the step being scheduled, which
-        has a row of it."""
+        """Whether the step being scheduled has a row of the request from which other sequences of
+        it are forked."""
         return any(sequence in self.in_flight for sequence in request.sequences)
 
     def add(self, request: Request) -> None:
-        """Takes in a request that has just arrived."""
+        """Adds a request that has just arrived."""
         self.requests[request.request_id] = request
-        if self._may_run(request):
-            self.waiting.add(request)
-        else:
-            self.held[request.request_id] = request
+        self._wait(request)
 
     def start(self, request: Request) -> None:
         """Waiting to running: a slot for each unfinished sequence, blocks for the first."""
@@ -71,7 +137,7 @@ class RequestQueues:
             self.common[request.request_id] = num_common_tokens(sequences)
         self._run(request, sequences)
 
-    def swap_in(self, request: Request) -> list[tuple[int, int]]:
+    def swap_in(self, request: Request) -> list[BlockPair]:
         """Swapped to running; returns the (host, device) blocks to copy."""
         self.swapped.remove(request)
         sequences = request.unfinished_sequences
@@ -81,48 +147,55 @@ class RequestQueues:
         self._run(request, sequences)
         return pairs
 
-    def preempt(self, request: Request, moves: BlockMoves) -> None:
-        """Running to swapped, or to waiting: its tokens are then computed again."""
-        request.metrics.num_preemptions += 1
+    def swap_out(self, request: Request) -> list[BlockPair]:
+        """Running to swapped; returns the (device, host) blocks to copy."""
         self.running.remove(request)
-        sequences = request.unfinished_sequences
-        if self._swaps(request, sequences):
-            moves.swap_outs += self._blocks.swap_out(request)
-            for sequence in sequences:
-                self._take_slot(sequence)
-                sequence.move_to(SequenceStatus.SWAPPED)
-            insort(self.swapped, request, key=self.waiting.rank)
-            return
-        self._give_up(request)
+        pairs = self._blocks.swap_out(request)
+        for sequence in request.unfinished_sequences:
+            self._take_slot(sequence)
+            sequence.move_to(SequenceStatus.SWAPPED)
+        insort(self.swapped, request, key=self.waiting.rank)
+        return pairs
+
+    def recompute(self, request: Request) -> None:
+        """Running to waiting: all its tokens will be computed again."""
+        self.running.remove(request)
+        self._reset(request)
         self.waiting.put_back(request)
 
     def restart(self, blocks: BlockManager) -> None:
-        """All slots and blocks, and what the workers knew, are void: everything waits.
+        """Moves all requests to waiting, since the workers and all that they held are lost.
 
         Args:
-            blocks: of the new cache; nobody holds any.
+            blocks: the block manager of the new cache; no sequence holds blocks of it.
         """
         self._blocks = blocks
         self.slots = BatchSlots(self._max_num_seqs)
         self.owners.clear()
         self.common.clear()
         self.in_flight.clear()
-        for request in (*self.running, *self.swapped):
+        lost = [*self.running, *self.swapped]
+        self.running.clear()
+        self.swapped.clear()
+        for request in lost:
             for sequence in request.sequences:
                 sequence.slot = None
                 _start_over(sequence)
-        self._line_up()
+        self._sort(lost)
 
     def restrict(self, allowed: frozenset[str] | None) -> None:
-        """Only requests of these ids may run; None: all."""
+        """Lets only requests of these ids run; None: all."""
         self._allowed = allowed
-        for request in (*self.running, *self.swapped):
-            if not self._may_run(request):
-                self._give_up(request)
-        self._line_up()
+        stopped = []
+        for queue in (self.running, self.swapped):
+            stopped += [request for request in queue if not self._may_run(request)]
+            queue[:] = [request for request in queue if self._may_run(request)]
+        for request in stopped:
+            self._reset(request)
+        self._sort(stopped)
 
     def end(self, request: Request, status: SequenceStatus) -> None:
-        """Finishes all that is unfinished of a request, and takes it out of its queue."""
+        """Finishes all unfinished sequences of a request, and removes it from its queue."""
         if self.is_running(request):
             self.running.remove(request)
         elif any(s.status is SequenceStatus.SWAPPED for s in request.sequences):
@@ -136,9 +209,10 @@ class RequestQueues:
         self._leave(request)
 
     def retire(self, sequence: Sequence) -> None:
-        """Takes back what a finished sequence holds, and its request if it was the last one."""
+        """Takes back what a finished sequence holds, and removes its request if all others have
+        finished too."""
         request = self.owners.get(sequence.seq_id)
-        if request is None:  # released with another one of its request
+        if request is None:  # already released, together with another sequence of its request
             return
         self.release(sequence)
         if request.finished:
@@ -153,7 +227,7 @@ class RequestQueues:
         child.num_computed_tokens = num_tokens
 
     def fork_waiting(self) -> None:
-        """Forks the other sequences of requests whose first has computed what is common."""
+        """Forks the other sequences of requests whose first one has computed the common tokens."""
         for request_id, num_common in tuple(self.common.items()):
             first, *others = self.requests[request_id].unfinished_sequences
             if first.num_computed_tokens < num_common:
@@ -164,7 +238,8 @@ class RequestQueues:
                 self.fork(first, child, num_common)
 
     def release(self, sequence: Sequence) -> None:
-        """Takes slot and blocks, if it has any; the workers hear of it in the next step."""
+        """Takes slot and blocks back, if the sequence has any; the next message tells the
+        workers."""
         if self._blocks.holds_blocks(sequence):
             self._blocks.free(sequence)
         else:
@@ -176,7 +251,7 @@ class RequestQueues:
         """Looks for requests, slots and blocks that are lost or doubled; slow, for tests.
 
         Raises:
-            EngineError: what does not hold.
+            EngineError: an invariant does not hold; the message names it.
         """
         status = SequenceStatus
         members = [s for request in self.running for s in request.unfinished_sequences]
@@ -194,19 +269,17 @@ class RequestQueues:
         self._blocks.check_invariants(running, swapped)
         queued = sorted(r.request_id for r in [*self.running, *self.swapped, *idle])
         invariants = {
-            "slots, free and held, are all slots": self.slots.are_whole(
-                members, self._max_num_seqs
-            ),
+            "free and held slots are all slots": self.slots.are_whole(members, self._max_num_seqs),
             "every request is in one queue": queued == sorted(self.requests),
-            "what runs is RUNNING": all(s.status is status.RUNNING for s in running),
-            "what is swapped out is SWAPPED": all(s.status is status.SWAPPED for s in swapped),
-            "what waits is WAITING": all(s.status is status.WAITING for s in blank),
-            "what waits holds nothing": all(s.slot is None for s in waiting + swapped)
+            "sequences in running are RUNNING": all(s.status is status.RUNNING for s in running),
+            "sequences in swapped are SWAPPED": all(s.status is status.SWAPPED for s in swapped),
+            "sequences in waiting are WAITING": all(s.status is status.WAITING for s in blank),
+            "waiting sequences hold nothing": all(s.slot is None for s in waiting + swapped)
             and not any(s.num_computed_tokens for s in blank),
-            "owners are those with slots": self.owners.keys() == {s.seq_id for s in members},
+            "owners are of sequences with slots": self.owners.keys() == {s.seq_id for s in members},
             "common tokens are of running requests": self.common.keys()
             <= {request.request_id for request in self.running},
-            "only those that may run wait to": all(self._may_run(r) for r in self.waiting)
+            "requests in waiting may run": all(self._may_run(r) for r in self.waiting)
             and not any(self._may_run(r) for r in self.held.values()),
             "queues are in order of rank": all(
                 queue == sorted(queue, key=self.waiting.rank)
@@ -219,34 +292,31 @@ class RequestQueues:
     def _may_run(self, request: Request) -> bool:
         return self._allowed is None or request.request_id in self._allowed
 
-    def _give_up(self, request: Request) -> None:
+    def _wait(self, request: Request) -> None:
+        if self._may_run(request):
+            self.waiting.add(request)
+        else:
+            self.held[request.request_id] = request
+
+    def _reset(self, request: Request) -> None:
         """Takes slots and blocks of a request; its tokens will be computed again."""
         self.common.pop(request.request_id, None)
         for sequence in request.unfinished_sequences:
             self.release(sequence)
             _start_over(sequence)
 
-    def _line_up(self) -> None:
-        """Sorts the queues anew, by what each request holds and whether it may run."""
-        idle = [*self.waiting, *self.held.values()]
+    def _sort(self, stopped: list[Request]) -> None:
+        """Sorts requests that hold no blocks into those that may run and those that may not.
+
+        Args:
+            stopped: requests that lost their slots and blocks, and are in no queue.
+        """
+        idle = [*self.waiting, *self.held.values(), *stopped]
         for request in tuple(self.waiting):
             self.waiting.remove(request)
         self.held.clear()
-        for queue in (self.running, self.swapped):
-            idle += [request for request in queue if _holds_nothing(request)]
-            queue[:] = [request for request in queue if not _holds_nothing(request)]
         for request in sorted(idle, key=self.waiting.rank):
-            if self._may_run(request):
-                self.waiting.add(request)
-            else:
-                self.held[request.request_id] = request
-
-    def _swaps(self, request: Request, sequences: list[Sequence]) -> bool:
-        mode = self._swap_mode
-        wanted = mode == "swap" or (mode == "auto" and len(sequences) > 1)
-        # While the common tokens are being computed there is little to keep, and nobody to share.
-        is_whole = request.request_id not in self.common
-        return wanted and is_whole and self._blocks.can_swap_out(request)
+            self._wait(request)
 
     def _run(self, request: Request, sequences: list[Sequence]) -> None:
         for sequence in sequences:
@@ -264,14 +334,8 @@ class RequestQueues:
 
 
 def _start_over(sequence: Sequence) -> None:
-    """Lets a sequence without slot and blocks wait; a finished one stays as it is."""
+    """Lets an unfinished sequence without slot and blocks wait."""
     if not sequence.status.finished:
         sequence.num_computed_tokens = 0
         if sequence.status is not SequenceStatus.WAITING:
             sequence.move_to(SequenceStatus.WAITING)
-
-
-def _holds_nothing(request: Request) -> bool:
-    waiting = SequenceStatus.WAITING
-    sequences = request.unfinished_sequences
-    return all(s.slot is None and s.status is waiting for s in sequences)

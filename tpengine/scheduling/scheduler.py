@@ -1,8 +1,15 @@
-"""Which sequences compute how many of their tokens in the next step.
+"""Decides which sequences compute how many of their tokens in the next step.
 
 There is no prefill and no decode here: a sequence has `num_tokens` and `num_computed_tokens`, and a
-step lets the second catch up with the first. A new prompt, a chunk of it, the token after a sampled
-one and a sequence that starts over after preemption are all that one sentence.
+step lets the second catch up with the first. This covers a new prompt, a part of it, the token
+after a sampled one, and a sequence that starts again after preemption.
+
+Where each decision stands:
+    admission: `_admit` and `_admit_swapped`.
+    preemption: `_make_room` (which request, and whether by swap or recompute).
+    refusal of requests that can never run: `_why_never` and `_why_no_more`.
+    the effects of an answered step: `update`.
+    the end of a request from outside: `abort_request` and `fail_request`.
 """
 
 from __future__ import annotations
@@ -11,32 +18,28 @@ import time
 from collections.abc import Iterable
 
 from tpengine.config import SchedulerConfig
-from tpengine.errors import DuplicateRequestError, EngineError
-from tpengine.scheduling.allocation import AllocStatus
-from tpengine.scheduling.block_manager import BlockManager
-from tpengine.scheduling.booking import book_step
+from tpengine.errors import EngineError
+from tpengine.scheduling.block_manager import AllocStatus, BlockManager
 from tpengine.scheduling.groups import choose_rows, find_catching_up, num_common_tokens
-from tpengine.scheduling.look_ahead import find_next
 from tpengine.scheduling.policy import POLICIES, SchedulingPolicy
 from tpengine.scheduling.queues import RequestQueues
-from tpengine.scheduling.refusal import too_long_for_cache, why_never, why_no_more
-from tpengine.scheduling.step import SchedulerOutput, StepBuilder, slot_of
+from tpengine.scheduling.step import SchedulerOutput, StepBuilder, StepDecisions, slot_of
 from tpengine.sequence import Request, Sequence, SequenceStatus
 
 
 class Scheduler:
-    """Decides each step from the requests, one budget, and the blocks that are free.
+    """Chooses each step from the requests, within one budget of tokens and the free blocks.
 
-    With chunked prefill, a step continues what runs, in order, and fills up with swapped requests,
-    then with waiting prompts or parts of them. Without, a step holds whole prompts or decodes,
-    prompts preferred.
+    With chunked prefill, a step continues running requests in order, then brings swapped requests
+    back, then starts waiting prompts or parts of them. Without it, a step holds either whole
+    prompts or decodes, and prompts are preferred.
 
-    A request with several sequences is admitted as one, with a slot for each. What they have in
-    common is computed once, by the first; then the others are forked from it.
+    A request with several sequences is admitted as a whole, with a slot for each sequence. The
+    first sequence computes their common tokens; then the others are forked from it.
 
     Args:
-        block_manager: shared with nobody else.
-        policy: order of the requests; the one that the configuration names unless given.
+        block_manager: no other scheduler uses it.
+        policy: order of the requests; None: the policy that the configuration names.
     """
 
     def __init__(
@@ -49,9 +52,7 @@ class Scheduler:
         self._blocks = block_manager
         if policy is None:
             policy = POLICIES[config.policy]()
-        self._queues = RequestQueues(
-            block_manager, policy, config.max_num_seqs, config.preemption_mode
-        )
+        self._queues = RequestQueues(block_manager, policy, config.max_num_seqs)
         self._num_steps = 0
         self._num_admitted_since_decode = 0
 
@@ -77,49 +78,40 @@ class Scheduler:
 
     def running_sequences(self) -> list[Sequence]:
         """Sequences that hold device blocks."""
-        running = SequenceStatus.RUNNING
-        return [
-            s for request in self._queues.running for s in request.sequences if s.status is running
-        ]
+        members = [s for request in self._queues.running for s in request.sequences]
+        return [s for s in members if s.status is SequenceStatus.RUNNING]
 
     def has_unfinished_requests(self) -> bool:
-        """Whether anything waits, runs or is swapped out."""
+        """Whether any request waits, runs or is swapped out."""
         return bool(self._queues.requests)
 
     def unfinished_requests(self) -> list[Request]:
-        """All that waits, runs or is swapped out."""
+        """All requests that wait, run or are swapped out."""
         return list(self._queues.requests.values())
 
     def get_request(self, request_id: str) -> Request | None:
-        """The unfinished request of that id, if there is one."""
+        """The unfinished request of that id; None if there is none."""
         return self._queues.requests.get(request_id)
 
     def add_request(self, request: Request) -> None:
-        """Lets a request wait.
-
-        Raises:
-            DuplicateRequestError: an unfinished request has its id.
-        """
-        if request.request_id in self._queues.requests:
-            raise DuplicateRequestError(
-                f"request id {request.request_id!r} belongs to a request that has not finished; "
-                "choose another, or abort that one first"
-            )
+        """Adds a request to the waiting ones."""
+        # `engine/requests.py` refuses both before.
+        assert request.request_id not in self._queues.requests, request.request_id
+        assert len(request.sequences) <= self._config.max_num_seqs
         self._queues.add(request)
 
     def abort_request(self, request_id: str) -> Request | None:
-        """Ends a request wherever it stands, and takes its blocks and slots back.
+        """Ends a request in any state; its blocks and slots are free when this returns.
 
         Returns:
-            The request; None if there is no unfinished one of that id, which is no error: it may
-            have finished while the caller made up its mind.
+            The request; None if no unfinished request has that id. This is not an error: the
+            request may have finished before the caller asked.
         """
-        return self._end_by_id(request_id, SequenceStatus.FINISHED_ABORTED)
+        return self._end(request_id, SequenceStatus.FINISHED_ABORTED)
 
     def fail_request(self, request_id: str, reason: str) -> Request | None:
-        """Ends a request that cannot go on, as `abort_request` does, with the reason as its
-        error."""
-        request = self._end_by_id(request_id, SequenceStatus.FINISHED_FAILED)
+        """Ends a request that cannot go on, as `abort_request` does; `reason` becomes its error."""
+        request = self._end(request_id, SequenceStatus.FINISHED_FAILED)
         if request is not None:
             request.error = reason
         return request
@@ -141,23 +133,54 @@ class Scheduler:
                 self._admit_swapped(step)
         if step.is_empty:
             if step.block_moves:
-                raise EngineError("blocks are to be moved by a step that nobody will send")
+                raise EngineError("a step without rows moves blocks, but it is never sent")
             return step.build(self._num_steps + 1, [], [], [])
         self._num_steps += 1
-        slots, going_on = self._queues.slots, []
-        if self._config.looks_ahead:
-            going_on = find_next(step, self._queues, self._blocks, self._config.max_model_len)
-        changes = slots.take_freed(), slots.take_forks(), slots.take_overrides()
-        return step.build(self._num_steps, *changes, going_on)
+        next_sequences = self._look_ahead(step) if self._config.looks_ahead else []
+        return step.build(self._num_steps, *self._queues.slots.take_changes(), next_sequences)
 
-    def update(self, output: SchedulerOutput) -> None:
-        """Books a step that has been computed, after its tokens have been processed."""
-        book_step(output, self._queues, self._blocks)
+    def update(self, output: SchedulerOutput, decisions: StepDecisions) -> None:
+        """Applies an answered step and what was decided about its tokens.
+
+        Counts computed tokens, offers full blocks to the prefix cache, gives forked sequences their
+        blocks, and appends the tokens. Finished sequences give blocks and slots back; a request
+        without an unfinished sequence leaves.
+        """
+        queues, blocks = self._queues, self._blocks
+        for sequence, status in decisions.finished:
+            sequence.move_to(status)
+        # Before the rows, so that blocks of a failed request are not offered to the prefix cache.
+        for request_id, reason in decisions.failed.items():
+            self.fail_request(request_id, reason)
+        block_size = blocks.block_size
+        sizes = output.step_input.num_scheduled_tokens
+        for sequence, size in zip(output.rows, sizes, strict=True):
+            if sequence.slot is None:  # it was aborted while the step was computed
+                continue
+            num_computed = sequence.num_computed_tokens + size
+            sequence.num_computed_tokens = num_computed
+            if size > 1 or num_computed % block_size == 0:
+                blocks.mark_computed(sequence)
+        for parent, child in output.forks:
+            if child.slot is not None:
+                queues.fork(parent, child, parent.num_computed_tokens)
+        queues.in_flight.clear()
+        for parent, child in decisions.forks:
+            child.token_ids = parent.token_ids.copy()
+            queues.fork(parent, child, parent.num_computed_tokens)
+            queues.slots.fork(parent, child)
+        for sequence, token_id in decisions.tokens:
+            sequence.token_ids.append(token_id)
+        for sequence in decisions.overridden:
+            queues.slots.override(sequence)
+        for sequence, _ in decisions.finished:
+            queues.retire(sequence)
+        if queues.common:
+            queues.fork_waiting()
 
     def restart(self, block_manager: BlockManager) -> None:
-        """Lets every unfinished request wait, with the tokens that it has, for workers that hold
-        nothing yet: the old ones are gone, with all that was in their caches and all that they
-        had yet to be told. A step that they did not answer has not happened.
+        """Lets every unfinished request wait, with the tokens that it has, since the workers and
+        their caches are lost. A step that was not answered has not happened.
 
         Args:
             block_manager: an empty one of the new cache.
@@ -166,12 +189,12 @@ class Scheduler:
         self._queues.restart(block_manager)
 
     def restrict(self, allowed: frozenset[str] | None) -> None:
-        """Lets only requests of these ids run; all others wait, also those that come later.
+        """Lets only requests of these ids run; all others wait, also those that arrive later.
 
-        What ran or was swapped out and may not is computed again when it may.
+        A running or swapped request that may not run gives its blocks up, and is recomputed later.
 
         Args:
-            allowed: None: all of them.
+            allowed: None: all requests.
         """
         self._queues.restrict(allowed)
 
@@ -179,12 +202,12 @@ class Scheduler:
         """Looks for requests, slots and blocks that are lost or doubled; slow, for tests.
 
         Raises:
-            EngineError: what does not hold.
+            EngineError: an invariant does not hold; the message names it.
         """
         self._queues.check_invariants()
 
     def _continue(self, requests: Iterable[Request], step: StepBuilder) -> None:
-        """Schedules running requests in order, and preempts from the end where blocks run out."""
+        """Schedules running requests in order, and preempts from the end if blocks are missing."""
         blocks, running = self._blocks, SequenceStatus.RUNNING
         for request in tuple(requests):
             if not step.tokens_left:
@@ -201,8 +224,8 @@ class Scheduler:
                 self._add_row(sequence, min(num_left, step.tokens_left), step, lacking > 0)
 
     def _continue_group(self, request: Request, step: StepBuilder) -> None:
-        """Schedules what fits of a running request with several sequences."""
-        if not self._queues.is_running(request):  # preempted for one before it
+        """Schedules the part of a running request with several sequences that fits."""
+        if not self._queues.is_running(request):  # preempted earlier in this step
             return
         if request.request_id in self._queues.common:
             self._compute_common(request, step)
@@ -211,15 +234,15 @@ class Scheduler:
             return
         lacking = self._blocks.num_lacking_blocks(request)
         if lacking:
-            # Room for all its sequences: none may be a row when another loses the blocks.
+            # For all its sequences: preemption takes the blocks of all, so none is a row before.
             self._make_room(request, lacking, step)
         if self._queues.is_running(request):
             for sequence, size in choose_rows(request, step.tokens_left):
                 self._add_row(sequence, size, step, lacking > 0)
 
     def _compute_common(self, request: Request, step: StepBuilder) -> None:
-        """Lets the first sequence compute for all; if it thereby completes its own tokens, the
-        others are sampled from its row."""
+        """Schedules the first sequence, which computes the common tokens for all. If that completes
+        its own tokens, the other sequences are sampled from its row."""
         first, *others = request.unfinished_sequences
         num_common = self._queues.common[request.request_id]
         size = min(num_common - first.num_computed_tokens, step.tokens_left)
@@ -233,7 +256,7 @@ class Scheduler:
                 step.forks.append((first, child))
 
     def _add_row(self, sequence: Sequence, size: int, step: StepBuilder, grow: bool) -> None:
-        """Makes a running sequence a row, with a place for each of its tokens."""
+        """Makes a running sequence a row, with a place in its blocks for each of its tokens."""
         if size < 1:
             raise EngineError(
                 f"sequence {sequence.seq_id} was sampled, but its token was not appended"
@@ -255,32 +278,47 @@ class Scheduler:
         step.add(sequence, size)
 
     def _make_room(self, request: Request, num_blocks: int, step: StepBuilder) -> None:
-        """Preempts until `num_blocks` are free, or until the request does not run any more."""
+        """Preempts requests until `num_blocks` are free for `request`, or until it is preempted
+        itself. The running request of the highest rank is preempted first (see `policy`)."""
         blocks, queues = self._blocks, self._queues
         if blocks.num_free_blocks < num_blocks:
-            # First, so that nobody gives way in vain, and so that somebody who remains has a row:
-            # without one the step, and the blocks that it swaps out, would never be sent.
+            # First, so that no request is preempted in vain, and so that a remaining request has a
+            # row: without a row the step, and the blocks that it swaps out, would never be sent.
             for other in tuple(queues.running):
-                reason = None if queues.is_forking(other) else why_no_more(other, blocks)
+                reason = None if queues.is_forking(other) else self._why_no_more(other)
                 if reason is not None:
                     self._ignore(other, reason, step)
         while blocks.num_free_blocks < num_blocks and queues.is_running(request):
             victim = queues.running[-1]
-            queues.preempt(victim, step.block_moves)
+            victim.metrics.num_preemptions += 1
             step.preempted.append(victim)
+            if self._is_swapped(victim):
+                step.block_moves.swap_outs += queues.swap_out(victim)
+            else:
+                queues.recompute(victim)
+
+    def _is_swapped(self, victim: Request) -> bool:
+        """Whether a request is preempted by swap; otherwise it is recomputed."""
+        mode = self._config.preemption_mode
+        is_group = len(victim.unfinished_sequences) > 1
+        wanted = mode == "swap" or (mode == "auto" and is_group)
+        # While the common tokens are computed there are few blocks to keep, and none are shared.
+        is_forked = victim.request_id not in self._queues.common
+        return wanted and is_forked and self._blocks.can_swap_out(victim)
 
     def _admit_swapped(self, step: StepBuilder) -> None:
         """Brings swapped requests back while there are tokens, slots and blocks for the first.
 
-        Not in a step that preempted: the blocks are wanted by those that run, and what is swapped
-        out in a step is not swapped in.
+        Not in a step that preempted: running requests need the blocks, and a step does not swap in
+        what it swaps out.
         """
         queues = self._queues
         while queues.swapped and step.tokens_left and not step.preempted:
             request = queues.swapped[0]
             status = self._blocks.can_swap_in(request)
             if status is AllocStatus.NEVER:
-                self._ignore(request, too_long_for_cache(request, self._blocks), step)
+                num_needed = self._blocks.num_needed_blocks(request)
+                self._ignore(request, self._too_long_for_cache(request, num_needed), step)
                 continue
             num_slots = len(request.unfinished_sequences)
             if status is AllocStatus.LATER or num_slots > queues.slots.num_free:
@@ -290,14 +328,14 @@ class Scheduler:
 
     def _admit(self, step: StepBuilder) -> None:
         """Starts waiting requests while there are tokens, slots and blocks for the first of them,
-        once nothing is swapped out any more.
+        and no request is swapped out.
 
-        Not in a step that preempted: the blocks are wanted by those that run.
+        Not in a step that preempted: running requests need the blocks.
         """
         chunked, queues = self._config.enable_chunked_prefill, self._queues
         while queues.waiting and not queues.swapped and step.tokens_left and not step.preempted:
-            # Requests that end with their first token free their slots at once. A whole round of
-            # admissions without a decode is enough; otherwise such could keep the others waiting.
+            # Requests that end with their first token free their slots at once, so admission could
+            # go on for ever. It stops after `max_num_seqs` admissions without a decode.
             if (
                 not chunked
                 and self._num_admitted_since_decode >= self._config.max_num_seqs
@@ -305,7 +343,7 @@ class Scheduler:
             ):
                 return
             request = queues.waiting.head()
-            reason = why_never(request, self._config, self._blocks)
+            reason = self._why_never(request)
             if reason is not None:
                 self._ignore(request, reason, step)
                 continue
@@ -314,14 +352,14 @@ class Scheduler:
                 return
             if self._blocks.can_allocate(request) is not AllocStatus.OK:
                 return
-            # What the prefix cache knows of it does not count: whether it does depends on others.
+            # Cached tokens count too: whether they are in the cache depends on other requests.
             num_tokens = num_common_tokens(sequences)
             if not chunked and num_tokens > step.tokens_left and not step.is_empty:
                 return
             self._start(request, step)
 
     def _start(self, request: Request, step: StepBuilder) -> None:
-        """Runs a waiting request, and schedules what fits of its tokens."""
+        """Lets a waiting request run, and schedules the part of its tokens that fits."""
         self._queues.start(request)
         first, *others = request.unfinished_sequences
         self._num_admitted_since_decode += 1 + len(others)
@@ -334,14 +372,85 @@ class Scheduler:
             num_left = first.num_tokens - first.num_computed_tokens
             self._add_row(first, min(num_left, step.tokens_left), step, grow=False)
 
+    def _look_ahead(self, step: StepBuilder) -> list[Sequence]:
+        """Sequences that the step after this one will probably continue, for workers that can begin
+        it before the driver has seen this step's tokens. Each gets a place for the token that it
+        samples now, so some blocks are given one step early.
+
+        Empty if another request is likely to join the next step: a prompt computed on its own would
+        read all weights a second time, which costs more than waiting for the driver. Empty also for
+        beams, whose next token the driver chooses. Sequences that are sure to end are left out.
+        """
+        rows, queues = step.sized_rows(), self._queues
+        if queues.waiting or queues.swapped or step.forks or len(rows) < len(queues.owners):
+            return []
+        found = []
+        for sequence, size in rows:
+            request = queues.owners[sequence.seq_id]
+            is_sampled = sequence.num_computed_tokens + size == len(sequence.token_ids)
+            if request.num_candidates or not is_sampled:
+                return []
+            max_tokens = request.sampling_params.max_tokens
+            is_last = max_tokens is not None and sequence.num_output_tokens + 1 >= max_tokens
+            if not is_last and len(sequence.token_ids) + 1 < self._config.max_model_len:
+                found.append(sequence)
+        if self._blocks.num_free_blocks < len(found):  # no preemption for what is only probable
+            return []
+        for sequence in found:
+            growth = self._blocks.append(sequence, 1)
+            if growth.copy is not None:  # this step's row made its last block its own
+                raise EngineError(f"{sequence} would be written a step early to a shared block")
+            if growth.block_ids:
+                step.add_blocks(sequence, growth.block_ids)
+        return found
+
+    def _why_never(self, request: Request) -> str | None:
+        """Why a waiting request can never be started, for its user; None if it can."""
+        config, num_prompt_tokens = self._config, len(request.prompt_token_ids)
+        if num_prompt_tokens > config.max_model_len:
+            return (
+                f"the prompt has {num_prompt_tokens} tokens, but max_model_len is "
+                f"{config.max_model_len}; shorten the prompt, or raise max_model_len if the model "
+                "was made for more"
+            )
+        limit = config.max_num_batched_tokens
+        if not config.enable_chunked_prefill and num_prompt_tokens > limit:
+            return (
+                f"the prompt has {num_prompt_tokens} tokens, but a step holds at most "
+                f"max_num_batched_tokens = {limit} and prompts are not split; shorten the prompt, "
+                "raise max_num_batched_tokens, or set enable_chunked_prefill=True"
+            )
+        if self._blocks.can_allocate(request) is AllocStatus.NEVER:
+            return self._too_long_for_cache(request, self._blocks.num_needed_blocks(request))
+        return None
+
+    def _why_no_more(self, request: Request) -> str | None:
+        """Why a running request cannot continue even alone, for its user; None if it can."""
+        blocks = self._blocks
+        num_needed = blocks.num_held_blocks(request) + blocks.num_lacking_blocks(request)
+        if num_needed > blocks.num_total_blocks:
+            return self._too_long_for_cache(request, num_needed)
+        return None
+
+    def _too_long_for_cache(self, request: Request, num_needed: int) -> str:
+        blocks = self._blocks
+        num_tokens = sum(sequence.num_tokens for sequence in request.unfinished_sequences)
+        return (
+            f"the request's {num_tokens} tokens (prompt and output) need "
+            f"{num_needed} blocks of {blocks.block_size}, but the KV cache has "
+            f"{blocks.num_total_blocks}, which hold "
+            f"{blocks.num_total_blocks * blocks.block_size} tokens; shorten the prompt, lower "
+            "max_tokens, or give the cache more memory (gpu_memory_utilization on a GPU, "
+            "cpu_kv_cache_space on a CPU)"
+        )
+
     def _ignore(self, request: Request, reason: str, step: StepBuilder) -> None:
         request.error = reason
         self._queues.end(request, SequenceStatus.FINISHED_IGNORED)
         step.ignored.append(request)
 
-    def _end_by_id(self, request_id: str, status: SequenceStatus) -> Request | None:
+    def _end(self, request_id: str, status: SequenceStatus) -> Request | None:
         request = self._queues.requests.get(request_id)
-        if request is None or request.finished:  # finished in the step that `update` will book
-            return None
-        self._queues.end(request, status)
+        if request is not None:
+            self._queues.end(request, status)
         return request

@@ -1,4 +1,10 @@
-"""One step: what the scheduler decides, and what the workers are told of it."""
+"""The data of one step: what the scheduler decides, and what the output processor decides about
+the answer.
+
+A step's data flows one way: `SchedulerOutput` goes from the scheduler to the executor, the answer
+to the output processor, its `StepDecisions` to `Scheduler.update`. No part writes into an object
+that it was given.
+"""
 
 from __future__ import annotations
 
@@ -7,39 +13,47 @@ from dataclasses import dataclass, field
 
 from tpengine.errors import EngineError
 from tpengine.messages import BlockMoves, Fork, NewSequence, StepInput
-from tpengine.sequence import Request, Sequence
+from tpengine.sequence import Request, Sequence, SequenceStatus
 
 SequencePair = tuple[Sequence, Sequence]
 """(parent, child)"""
 
 
-@dataclass(slots=True)
-class Decisions:
-    """What the driver decided after a step about requests whose sequences are compared.
+@dataclass(frozen=True, slots=True)
+class StepDecisions:
+    """What the output processor decided about an answered step; `Scheduler.update` applies it.
 
     Attributes:
-        forks: a child goes on as a copy of its parent; no child is a parent.
-        overridden: sequences whose last token is not the one that the workers sampled.
+        tokens: sequences, each with the token that is appended to it.
+        finished: sequences that end with this step, each with its final status.
+        forks: beams: the child continues as a copy of the parent, without the tokens of this step;
+            no child is a parent.
+        overridden: sequences whose token of this step is not the one that rank 0 sampled.
+        failed: by id, requests that cannot go on, with the reason for the user.
+        to_report: by id, requests whose user may be told something new after the update.
     """
 
+    tokens: list[tuple[Sequence, int]] = field(default_factory=list)
+    finished: list[tuple[Sequence, SequenceStatus]] = field(default_factory=list)
     forks: list[SequencePair] = field(default_factory=list)
     overridden: list[Sequence] = field(default_factory=list)
+    failed: dict[str, str] = field(default_factory=dict)
+    to_report: dict[str, Request] = field(default_factory=dict)
 
 
-@dataclass(slots=True)
+@dataclass(frozen=True, slots=True)
 class SchedulerOutput:
     """One step, as the driver sees it.
 
     Attributes:
-        step_input: the message to the workers; not to be sent when `is_empty`.
+        step_input: the message to the workers; not sent when `is_empty`.
         rows: the scheduled sequences, parallel to `step_input.slots`.
-        sampled: those that get a token in this step, parallel to `step_input.sample_slots`.
-        ignored: requests that can never run (on); `Request.error` says why.
-        preempted: requests that gave their device blocks up; they wait again or are swapped out.
-        num_prefill_tokens: scheduled tokens, less those of rows that compute one token after the
-            whole prompt.
+        sampled: sequences that get a token in this step, parallel to `step_input.sample_slots`.
+        ignored: requests that can never run, or never continue; `Request.error` says why.
+        preempted: requests that lost their device blocks; they wait again or are swapped out.
+        num_prefill_tokens: scheduled tokens, without those of rows that compute one token after
+            the whole prompt.
         forks: children that are sampled from their parent's row in this step.
-        decisions: filled when the step's tokens are processed, for `Scheduler.update`.
     """
 
     step_input: StepInput
@@ -48,8 +62,7 @@ class SchedulerOutput:
     ignored: list[Request]
     preempted: list[Request]
     num_prefill_tokens: int
-    forks: list[SequencePair] = field(default_factory=list)
-    decisions: Decisions = field(default_factory=Decisions)
+    forks: list[SequencePair]
 
     @property
     def is_empty(self) -> bool:
@@ -59,7 +72,7 @@ class SchedulerOutput:
 
 @dataclass(slots=True)
 class StepBuilder:
-    """A step while its rows are being chosen."""
+    """Collects a step while the scheduler chooses its rows."""
 
     tokens_left: int
     singles: list[Sequence] = field(default_factory=list)
@@ -88,16 +101,16 @@ class StepBuilder:
             self.chunk_sizes.append(num_tokens)
 
     def sized_rows(self) -> list[tuple[Sequence, int]]:
-        """The rows and their tokens, in the order of the message."""
+        """The rows and their numbers of tokens, in the order of the message."""
         sizes = [1] * len(self.singles) + self.chunk_sizes
         return list(zip(self.singles + self.chunks, sizes, strict=True))
 
     def add_blocks(self, sequence: Sequence, block_ids: list[int]) -> None:
-        """Tells the workers of blocks at the end of the table of a sequence that they know."""
+        """Tells the workers about blocks at the end of the table of a sequence that they hold."""
         self.new_block_ids.append((slot_of(sequence), block_ids))
 
     def enter(self, request: Request, sequence: Sequence, block_ids: list[int]) -> None:
-        """Tells the workers all of a sequence."""
+        """Sends a sequence in full to the workers."""
         params = request.sampling_params
         self.new_sequences.append(
             NewSequence(
@@ -120,10 +133,10 @@ class StepBuilder:
         freed_slots: list[int],
         forks: list[Fork],
         token_overrides: list[tuple[int, int]],
-        going_on: Iterable[Sequence] = (),
+        next_sequences: Iterable[Sequence] = (),
     ) -> SchedulerOutput:
-        """Orders the rows, and finds those whose last token is computed: they are sampled, once for
-        their own sequence and once for each that was forked from it."""
+        """Orders the rows, and finds those whose last token is computed: they are sampled, once
+        for their own sequence and once for each sequence that is forked from it."""
         rows = self.singles + self.chunks
         sizes = [1] * len(self.singles) + self.chunk_sizes
         num_prefill_tokens = sum(self.chunk_sizes)
@@ -155,16 +168,10 @@ class StepBuilder:
             forks=forks,
             replaced_block_ids=self.replaced_block_ids,
             block_moves=self.block_moves,
-            next_slots=[slot_of(sequence) for sequence in going_on],
+            next_slots=[slot_of(sequence) for sequence in next_sequences],
         )
         return SchedulerOutput(
-            step_input,
-            rows,
-            sampled,
-            self.ignored,
-            self.preempted,
-            num_prefill_tokens,
-            self.forks,
+            step_input, rows, sampled, self.ignored, self.preempted, num_prefill_tokens, self.forks
         )
 
 
@@ -172,8 +179,8 @@ def slot_of(sequence: Sequence) -> int:
     """The slot of a running sequence.
 
     Raises:
-        EngineError: it does not run.
+        EngineError: the sequence has no slot.
     """
     if sequence.slot is None:
-        raise EngineError(f"sequence {sequence.seq_id} holds no slot")
+        raise EngineError(f"sequence {sequence.seq_id} has no slot, so it does not run")
     return sequence.slot
