@@ -15,10 +15,9 @@ from typing import Any
 import torch
 
 from tpengine.distributed import collectives as collectives_module
-from tpengine.distributed.collectives import connect_ranks
+from tpengine.distributed.collectives import GlooCollectives, HostCollectives, connect_ranks
 from tpengine.distributed.parallel_state import Collectives, ParallelState
 from tpengine.distributed.rendezvous import Meeting, RendezvousStore
-from tpengine.distributed.torch_groups import GlooCollectives, HostCollectives
 from tpengine.messages import Rendezvous
 
 ADDRESS = "127.0.0.1"

@@ -11,9 +11,9 @@ import torch
 from distributed.ranks import ADDRESS, Rank, Ranks
 from distributed.worker_tasks import new_worker, run_steps, shut_down, start_worker
 from tpengine.config import EngineConfig
+from tpengine.distributed.collectives import NcclCollectives
 from tpengine.distributed.parallel_state import ParallelState
 from tpengine.distributed.rendezvous import Meeting, RendezvousStore
-from tpengine.distributed.torch_groups import NcclCollectives
 from tpengine.messages import Rendezvous, StepOutput
 from tpengine.ops import library
 from tpengine.worker.gpu.graphs import CudaCapture, agree_on_graphs

@@ -9,8 +9,8 @@ import torch
 import torch.distributed as dist
 
 from distributed.ranks import ADDRESS
+from tpengine.distributed.collectives import NcclCollectives
 from tpengine.distributed.rendezvous import Meeting, RendezvousStore
-from tpengine.distributed.torch_groups import NcclCollectives
 from tpengine.errors import RendezvousError
 from tpengine.messages import Rendezvous
 

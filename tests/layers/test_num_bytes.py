@@ -9,9 +9,9 @@ from support.zoo import PLAIN
 
 from tpengine.distributed.parallel_state import ParallelState
 from tpengine.engine_args import EngineArgs
-from tpengine.layers.alibi import rank_alibi_slopes
 from tpengine.layers.linear import ReplicatedLinear
 from tpengine.layers.weights import Weights
+from tpengine.models.bloom import rank_alibi_slopes
 from tpengine.models.loader import load_model
 
 CPU = torch.device("cpu")

@@ -15,7 +15,7 @@ import torch
 from tpengine.config import SchedulerConfig
 from tpengine.engine_args import EngineArgs
 from tpengine.layers import gpu_attention
-from tpengine.layers.prefill import SdpaBackend
+from tpengine.layers.gpu_attention import SdpaBackend
 from tpengine.messages import StepInput
 from tpengine.worker import model_runner
 from tpengine.worker.gpu.attention_plans import GpuAttention, attention_layers

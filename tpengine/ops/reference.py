@@ -54,7 +54,7 @@ def rotary_write_kv_cache(
     write_kv_cache(k, v, k_cache, v_cache, slot_mapping, k_scale, v_scale)
 
 
-def _attend_sequence(
+def attend_sequence(
     q: Tensor,
     k: Tensor,
     v: Tensor,
@@ -107,7 +107,7 @@ def prefill_attention(
             blocks = block_table[seq, : -(-length // block_size)]
             k, v = gather_pages(k_cache, v_cache, blocks)
             k, v = k[:length].float() * k_scale, v[:length].float() * v_scale
-            out[rows] = _attend_sequence(q[rows], k, v, scale, alibi_slopes, sliding_window).to(
+            out[rows] = attend_sequence(q[rows], k, v, scale, alibi_slopes, sliding_window).to(
                 out.dtype
             )
 

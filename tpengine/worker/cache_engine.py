@@ -11,7 +11,7 @@ import numpy as np
 import torch
 
 from tpengine.layers.attention import KVCache
-from tpengine.layers.upload import upload
+from tpengine.layers.device_values import upload
 from tpengine.messages import BlockMoves
 from tpengine.ops import huge_pages
 from tpengine.ops.cache import (

@@ -15,9 +15,8 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from tpengine.layers.logprobs import token_logprobs
-from tpengine.layers.pending import Array, Pending, together
-from tpengine.layers.upload import upload
+from tpengine.layers.device_values import Array, Pending, together, upload
+from tpengine.layers.sampler import token_logprobs
 from tpengine.messages import PromptLogprobs, StepInput
 from tpengine.worker.input_batch import InputBatch
 

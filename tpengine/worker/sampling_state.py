@@ -11,10 +11,9 @@ import numpy.typing as npt
 import torch
 
 from tpengine.errors import InvalidSamplingParamsError
-from tpengine.layers.logit_edits import LogitEdits, Penalties, ProcessorCall
+from tpengine.layers.device_values import upload
+from tpengine.layers.logit_edits import LogitEdits, Penalties, ProcessorCall, TokenCounts
 from tpengine.layers.sampler import SamplingBatch
-from tpengine.layers.token_counts import TokenCounts
-from tpengine.layers.upload import upload
 from tpengine.logits_processors import LogitsProcessor, load_logits_processor
 from tpengine.messages import NewSequence
 from tpengine.sampling_params import SamplingParams

@@ -9,8 +9,8 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from tpengine.layers.device_values import upload
 from tpengine.layers.logit_edits import AllowedTokens, Entries
-from tpengine.layers.upload import upload
 from tpengine.messages import NewSequence
 
 Int32 = npt.NDArray[np.int32]
