@@ -1,10 +1,10 @@
 """Linear layers, sharded over ranks (Megatron-LM, https://arxiv.org/abs/1909.08053).
 
 Column-parallel layers divide the outputs and need no communication; a row-parallel layer divides
-the inputs and sums over ranks. Sizes that ranks do not divide are padded, but heads must be
-divisible. On CPUs with AVX-512 weights are packed once after loading (`ops.linear`): faster than
-torch's own at every number of rows, and a row's result does not depend on how many others there
-are.
+the inputs and sums over ranks. A size that ranks do not divide is padded, but the number of heads
+must be divisible. On CPUs with AVX-512 weights are packed once after loading (`ops.linear`). This
+is faster than torch's own product for every number of rows, and a row's result does not depend on
+the other rows.
 """
 
 from __future__ import annotations
@@ -26,22 +26,22 @@ from tpengine.ops.linear import (
 )
 
 Multiply = Callable[[torch.Tensor, torch.Tensor, torch.Tensor | None], None]
-"""Writes `x W^T + bias` into its first argument, given x and bias."""
+"""Writes `x W^T + bias` into its first argument; the others are x and bias."""
 
 _PACKED_ISAS = {
     torch.float32: ("avx512", "avx512bf16"),
     torch.bfloat16: ("avx512bf16",),
 }
-"""Instruction sets on which the packed kernels beat torch's, by dtype."""
+"""Instruction sets on which the packed kernels are faster than torch's, by dtype."""
 
 _PADDED_SHARE = 16
 
 
 class Linear:
-    """`y = x W^T + b` with this rank's part of W.
+    """`y = x W^T + b` with this rank's part of W, `[out_features, in_features]`.
 
     Args:
-        in_features, out_features: of this rank's part.
+        in_features, out_features: sizes of this rank's part.
     """
 
     _quantizable = True
@@ -64,7 +64,7 @@ class Linear:
         return out
 
     def _pack(self, weights: Weights) -> None:
-        """Replaces the weight by the form that this device multiplies fastest."""
+        """Replaces the weight by the form that is fastest on this device."""
         weight = self.weight
         assert weight is not None
         if weights.quantization == "int8" and self._quantizable:
@@ -97,11 +97,11 @@ def _packs(weight: torch.Tensor) -> bool:
 
 
 class MergedColumnParallelLinear(Linear):
-    """Several column-parallel matrices with the same input, multiplied as one.
+    """Two or more column-parallel matrices with the same input, computed as one product.
 
     Args:
         names: checkpoint prefixes, e.g. `...mlp.gate_proj`, `...mlp.up_proj`.
-        total_out_features: outputs of each over all ranks.
+        total_out_features: outputs of each matrix over all ranks.
     """
 
     def __init__(
@@ -123,7 +123,7 @@ class MergedColumnParallelLinear(Linear):
 
 
 class ColumnParallelLinear(MergedColumnParallelLinear):
-    """One matrix whose outputs are divided over ranks."""
+    """A matrix whose outputs are divided over ranks."""
 
     def __init__(
         self,
@@ -137,9 +137,9 @@ class ColumnParallelLinear(MergedColumnParallelLinear):
 
 
 class QKVParallelLinear(Linear):
-    """Query, key and value projections as one; heads are divided over ranks.
+    """Query, key and value projections as one product; heads are divided over ranks.
 
-    With fewer KV heads than ranks, each KV head is held by several ranks.
+    If there are fewer KV heads than ranks, each KV head is on more than one rank.
 
     Attributes:
         num_heads, num_kv_heads: of this rank.
@@ -179,9 +179,11 @@ class QKVParallelLinear(Linear):
 
 
 class InterleavedQKVParallelLinear(Linear):
-    """A fused projection whose checkpoint rows are ordered head by head, q, k and v of a head
-    together; as many KV heads as query heads. Heads are divided over ranks, and on a rank all
-    queries come first, then all keys, then all values, as `Attention` wants them.
+    """A fused q, k and v projection whose checkpoint orders its rows by head: q, k and v of the
+    first head, then of the second. There are as many KV heads as query heads.
+
+    Heads are divided over ranks. On a rank the rows of all queries come first, then all keys, then
+    all values, as `Attention` requires.
 
     Attributes:
         num_heads: of this rank.
@@ -205,13 +207,13 @@ class InterleavedQKVParallelLinear(Linear):
         parameters = {"weight": self.weight, "bias": self.bias}
         for suffix, parameter in parameters.items():
             if parameter is not None:
-                # [3, num_heads, head_dim, ...] seen in the checkpoint's order
+                # a view of [3, num_heads, head_dim, ...] in the checkpoint's order
                 by_head = parameter.unflatten(0, (3, num_heads, head_dim)).transpose(0, 1)
                 weights.declare(f"{name}.{suffix}", by_head, 0, start, total_rows, split)
 
 
 class ReplicatedLinear(Linear):
-    """A matrix that every rank holds whole, for small ones."""
+    """A small matrix, which every rank holds whole."""
 
     def __init__(
         self, weights: Weights, name: str, in_features: int, out_features: int, bias: bool = False
@@ -224,7 +226,7 @@ class ReplicatedLinear(Linear):
 
 
 class RowParallelLinear(Linear):
-    """A matrix whose inputs are divided over ranks; the result is summed over them."""
+    """A matrix whose inputs are divided over ranks; the results of all ranks are summed."""
 
     def __init__(
         self,
@@ -249,15 +251,16 @@ class RowParallelLinear(Linear):
         return self._parallel.all_reduce(super().forward(x))
 
     def _keep_bias_on_first_rank(self) -> None:
-        if self._parallel.tp_rank != 0:  # the sum over ranks must hold it once
+        if self._parallel.tp_rank != 0:  # the sum over ranks must contain it once
             self.bias = None
 
 
 def _padded_share(parallel: ParallelState, total: int) -> int:
-    """This rank's share of a dimension, padded with zeros where ranks do not divide it.
+    """Returns this rank's share of a dimension, padded if ranks do not divide it.
 
-    The same for outputs of one layer and inputs of the next; zero weights and biases there add
-    nothing to the sum. Padded shares are whole vectors, so that packed kernels take them.
+    The outputs of a layer and the inputs of the next get the same padding; its weights and biases
+    are zero and add nothing to the sum. A padded share is a multiple of 16, so that the packed
+    kernels accept it.
     """
     if total % parallel.tp_size == 0:
         return total // parallel.tp_size

@@ -22,25 +22,25 @@ from tpengine.layers.device_values import Array, Pending, upload
 from tpengine.logits_processors import LogitsProcessor
 
 _MAX_ENTRIES = 1 << 20
-"""Entries that the penalties treat at once: bounds their temporaries to about 32 MiB."""
+"""Entries that penalties process at a time; bounds their temporary tensors to about 32 MiB."""
 _NO_ROW = -1
 _NO_TOKEN = -1
 _FIRST_ROWS = 8
 _FIRST_WIDTH = 64
 _SPARE_SHARE = 8
-"""An eighth of the columns."""
+"""One column in eight is reserved as spare when rows grow."""
 
 
 @dataclass(slots=True)
 class CountedTokens:
     """Distinct tokens of some sequences, each `[num_sequences, width]`.
 
-    Shorter ones are filled up with repetitions of their first token, count included: whatever is
-    computed from an entry and written to its id is written several times alike.
+    A shorter sequence is filled up with repetitions of its first token and its count, so that an
+    edit computed from them writes the same value to the same logit again.
 
     Attributes:
         ids: int64.
-        counts: int32, occurrences in the output; 0 for a token that only the prompt holds.
+        counts: int32, occurrences in the output; 0 for a token that occurs only in the prompt.
     """
 
     ids: torch.Tensor
@@ -49,7 +49,7 @@ class CountedTokens:
 
 @dataclass(slots=True)
 class Entries:
-    """Single logits, by row and id, int64 `[num_entries]` each."""
+    """Single logits, by row and token id, each int64 `[num_entries]`."""
 
     rows: torch.Tensor
     ids: torch.Tensor
@@ -57,7 +57,7 @@ class Entries:
 
 @dataclass(slots=True)
 class AllowedTokens:
-    """The entries that stay, and the rows, each once, of which all others go."""
+    """Rows, int64 `[num_rows]`, each once, of which only these entries stay."""
 
     rows: torch.Tensor
     entries: Entries
@@ -69,7 +69,7 @@ class Penalties:
 
     Attributes:
         rows: int64 `[n]`.
-        tokens: distinct tokens of each row: with the prompt's where it penalises repetition.
+        tokens: distinct tokens of each row; with those of the prompt if it penalises repetition.
         repetition, frequency, presence: float32 `[n]`; neutral is 1, 0, 0.
     """
 
@@ -82,7 +82,7 @@ class Penalties:
 
 @dataclass(slots=True)
 class ProcessorCall:
-    """The processors of one row and what they are told."""
+    """The logits processors of one row, and their arguments."""
 
     row: int
     processors: Sequence[LogitsProcessor]
@@ -92,12 +92,12 @@ class ProcessorCall:
 
 @dataclass(slots=True)
 class LogitEdits:
-    """The edits of one step, in the order in which they are made.
+    """The edits of one step, in the order in which they are applied.
 
     Attributes:
-        processors: functions of the user, row by row.
-        bias: entries, each once, and what is added to them, float32 `[num_entries]`.
-        allowed: for rows that may sample some tokens only.
+        processors: functions of the users, one row each.
+        bias: entries, each once, and the values added to them, float32 `[num_entries]`.
+        allowed: of rows that may sample only certain tokens.
         banned: entries that become minus infinity.
     """
 
@@ -109,7 +109,7 @@ class LogitEdits:
 
     @property
     def is_empty(self) -> bool:
-        """Whether no logit is touched."""
+        """Whether no logit changes."""
         return not (self.processors or self.bias or self.allowed or self.banned or self.penalties)
 
 
@@ -117,10 +117,10 @@ def apply_edits(logits: torch.Tensor, edits: LogitEdits) -> dict[int, str]:
     """Edits `logits` in place.
 
     Args:
-        logits: `[num_rows, vocab_size]`, float32.
+        logits: float32 `[num_rows, vocab_size]`.
 
     Returns:
-        By row, why it cannot be sampled: a processor failed.
+        For each row whose processor failed, the reason.
     """
     errors = _run_processors(logits, edits.processors)
     if edits.bias is not None:
@@ -141,13 +141,13 @@ def apply_edits(logits: torch.Tensor, edits: LogitEdits) -> dict[int, str]:
 def find_lost_rows(
     logits: torch.Tensor, chosen: torch.Tensor, edits: LogitEdits, may_be_empty: torch.Tensor
 ) -> Pending[dict[int, str]]:
-    """Rows of which the edits left nothing to sample, by row, with the reason.
+    """Finds the rows of which the edits left no token to sample; the reason, by row.
 
     Args:
-        logits: `[num_rows, vocab_size]`, edited.
-        chosen: int64 `[num_rows]`: of a row that is lost, the sampler took a banned token or NaN.
-        may_be_empty: bool `[num_rows]`, rows that are lost only where they are NaN: a beam that
-            cannot go on is dropped by the search, as long as others can.
+        logits: float32 `[num_rows, vocab_size]`, edited.
+        chosen: int64 `[num_rows]`, sampled tokens; in a lost row this token is banned or NaN.
+        may_be_empty: bool `[num_rows]`, rows that are lost only if they are NaN: the search drops a
+            beam that cannot continue while other beams can.
     """
     ruled = torch.zeros(len(chosen), dtype=torch.bool, device=logits.device)
     for entries in edits.banned:
@@ -174,9 +174,12 @@ def _reasons(arrays: Sequence[Array]) -> dict[int, str]:
 
 
 def apply_penalties(logits: torch.Tensor, penalties: Penalties) -> None:
-    """Repetition penalty (Keskar et al. 2019), then frequency and presence, in place.
+    """Applies repetition (Keskar et al. 2019), frequency and presence penalties in place.
 
-    A token that the output holds c times loses frequency x c + presence.
+    A token with c occurrences in the output loses frequency x c + presence.
+
+    Args:
+        logits: float32 `[num_rows, vocab_size]`.
     """
     num_rows, width = penalties.tokens.ids.shape
     step = max(1, _MAX_ENTRIES // width)
@@ -197,7 +200,7 @@ def _run_processors(logits: torch.Tensor, calls: Sequence[ProcessorCall]) -> dic
     for call in calls:
         row = logits[call.row]
         for processor in call.processors:
-            # Lists and logits of its own: what a processor does to them concerns nobody else.
+            # Each processor gets copies, because it may change its arguments.
             ids: list[list[int]] = [list(call.output_ids)]
             if processor.wants_prompt:
                 ids.insert(0, list(call.prompt_ids))
@@ -222,21 +225,20 @@ def _check_edited(edited: object, row: torch.Tensor) -> None:
 
 
 class TokenCounts:
-    """Rows for the sequences that need them, in tensors that double when they are full.
+    """Tokens of each penalised sequence, one row each, in tensors that double when they are full.
 
-    Nothing is allocated before the first `write`. A row takes 12 bytes per column; there are at
-    most twice as many rows as were needed and some 2.3 times as many columns: memory stays under
-    56 bytes x (most sequences with penalties at once, at least 4) x (most distinct tokens of any of
-    them, at least 32), 5 MiB for 64 sequences of 1,300 distinct tokens. It is not given back, but
-    used again.
+    The first `write` allocates them. A row takes 12 bytes per column; there are at most twice as
+    many rows as were needed, and about 2.3 times as many columns. So memory stays under 56 bytes x
+    (most penalised sequences at once, at least 4) x (most distinct tokens of one of them, at least
+    32), e.g. 5 MiB for 64 sequences of 1,300 distinct tokens. Memory is reused, and not freed.
     """
 
     def __init__(self, max_num_seqs: int, device: torch.device) -> None:
         self._device = device
         self._row_of_slot = np.full(max_num_seqs, _NO_ROW, np.int64)
         self._free_rows: list[int] = []
-        # No more entries than this are in use. The device knows exactly, but is at the next step
-        # already: who asked it would wait for that.
+        # Upper bounds of the entries in use, by row. Only the device knows the exact numbers, and a
+        # read would wait for the step that it computes now.
         self._bounds = np.zeros(0, np.int64)
         self._ids = torch.empty((0, 0), dtype=torch.int64, device=device)
         self._counts = torch.empty((0, 0), dtype=torch.int32, device=device)
@@ -244,7 +246,7 @@ class TokenCounts:
 
     @property
     def num_bytes(self) -> int:
-        """Device memory in use, in bytes."""
+        """Device memory of the rows, in bytes."""
         return sum(t.nbytes for t in (self._ids, self._counts, self._num_ids))
 
     @property
@@ -255,10 +257,11 @@ class TokenCounts:
     def write(
         self, slot: int, prompt_ids: npt.NDArray[np.int32], output_ids: npt.NDArray[np.int32]
     ) -> None:
-        """Counts a sequence anew.
+        """Sets a slot's row to the tokens of a sequence.
 
         Args:
-            prompt_ids: tokens that are noted, but not counted.
+            prompt_ids: int32, tokens that are stored with count 0.
+            output_ids: int32, tokens that are counted.
         """
         ids = np.unique(np.concatenate([prompt_ids, output_ids]))
         counts = np.zeros(len(ids), np.int32)
@@ -279,11 +282,12 @@ class TokenCounts:
         token_ids: npt.NDArray[np.int64],
         count_distinct: Callable[[int], int],
     ) -> None:
-        """Counts one more output token of each slot; slots without a row are passed over.
+        """Counts one more output token of each slot; slots without a row are skipped.
 
         Args:
-            count_distinct: how many different tokens a slot held before this one, of those that
-                `write` would be given; asked now and then.
+            slots, token_ids: int64 `[num_slots]`.
+            count_distinct: returns how many different tokens `write` would store for a slot,
+                without this one; called rarely.
         """
         rows = self._row_of_slot[slots]
         counted = rows != _NO_ROW
@@ -302,7 +306,7 @@ class TokenCounts:
         self._num_ids[at] += ~known
 
     def fork(self, parent_slot: int, child_slot: int) -> None:
-        """Gives the child a copy of the parent's row; none if the parent has none."""
+        """Copies the parent's row to the child; clears the child if the parent has no row."""
         if self._row_of_slot[parent_slot] == _NO_ROW:
             self.clear(child_slot)
             return
@@ -313,7 +317,7 @@ class TokenCounts:
         self._bounds[row] = self._bounds[parent]
 
     def clear(self, slot: int) -> None:
-        """Gives the slot's row back, if it has one."""
+        """Frees the slot's row, if it has one."""
         row = int(self._row_of_slot[slot])
         if row != _NO_ROW:
             self._row_of_slot[slot] = _NO_ROW
@@ -321,7 +325,7 @@ class TokenCounts:
             self._free_rows.append(row)
 
     def gather(self, slots: npt.NDArray[np.int64]) -> CountedTokens:
-        """The tokens of slots that have a row."""
+        """Returns the tokens of slots, each of which has a row."""
         rows = self._row_of_slot[slots]
         width = max(1, int(self._bounds[rows].max()))
         at = upload(rows, self._device)
@@ -354,13 +358,14 @@ class TokenCounts:
         rows: npt.NDArray[np.int64],
         count_distinct: Callable[[int], int],
     ) -> int:
-        """Makes sure that each row has a free column; returns a width that covers all of them."""
+        """Makes sure that each row has a free column; returns the width that covers all rows."""
         width = self._ids.shape[1]
         if (self._bounds[rows] >= width).any():
-            # Repeated tokens took no column: only now is it worth counting. All rows, as the bounds
-            # of those that are not full are too high as well, and the width is for the highest.
+            # The bounds are too high, because repeated tokens take no column. Counting is slow, so
+            # it waits until a bound reaches the width. It covers all rows, because the highest
+            # bound decides the width.
             self._bounds[rows] = [count_distinct(slot) for slot in slots.tolist()]
-            # With some to spare, or a row that is nearly full would be counted in each step.
+            # Spare columns, because a row that is nearly full would be counted in every step.
             self._reserve_width(int(self._bounds[rows].max()) + 1 + width // _SPARE_SHARE)
         return int(self._bounds[rows].max()) + 1
 

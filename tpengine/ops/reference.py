@@ -1,6 +1,6 @@
-"""Every op in plain torch: what the kernels are held against, and what runs where there is none.
+"""Every op in plain torch: the standard for tests of the kernels, and the fallback without them.
 
-Those on the KV cache alone stand in `reference_cache.py`.
+Ops that only read or write the KV cache stand in `reference_cache.py`.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from torch import Tensor
 from tpengine.ops.reference_cache import block_size_of, gather_pages, write_kv_cache
 
 LINEAR_PANEL = 32
-"""Outputs that lie side by side in a packed weight (`kLinearPanel` in csrc)."""
+"""Outputs that are adjacent in a packed weight (`kLinearPanel` in csrc)."""
 
 
 def _rotate(x: Tensor, cos: Tensor, sin: Tensor, is_neox: bool) -> None:
@@ -21,7 +21,7 @@ def _rotate(x: Tensor, cos: Tensor, sin: Tensor, is_neox: bool) -> None:
         first, second = head.chunk(2, dim=-1)
     else:
         first, second = head[..., 0::2], head[..., 1::2]
-    a, b = first.float(), second.float()  # views of x where that is float32 already
+    a, b = first.float(), second.float()  # views of x if x is float32
     rotated = a * cos - b * sin, b * cos + a * sin
     first.copy_(rotated[0])
     second.copy_(rotated[1])
@@ -62,9 +62,14 @@ def attend_sequence(
     alibi_slopes: Tensor | None,
     sliding_window: int | None,
 ) -> Tensor:
-    """Causal attention of the last `len(q)` positions of a sequence; float32.
+    """Causal attention of the last `len(q)` positions of a sequence, computed in float32.
 
-    q `[num_queries, num_heads, head_dim]`, k and v `[seq_len, num_kv_heads, head_dim]`.
+    Args:
+        q: `[num_queries, num_heads, head_dim]`, any float dtype.
+        k, v: `[seq_len, num_kv_heads, head_dim]`, any float dtype.
+
+    Returns:
+        float32 `[num_queries, num_heads, head_dim]`.
     """
     num_queries, num_heads, _ = q.shape
     length, num_kv_heads, _ = k.shape
@@ -128,7 +133,7 @@ def paged_attention(
     items: Tensor | None = None,
     partials: Tensor | None = None,
 ) -> None:
-    """The plan (the last three) is how a GPU shares the work out; the result does not know it."""
+    """The plan (the last three) only divides work on a GPU; the result does not depend on it."""
     query_start_loc = torch.arange(q.shape[0] + 1, dtype=torch.int32)
     prefill_attention(
         out,
@@ -221,9 +226,9 @@ def argmax(out: Tensor, logits: Tensor) -> None:
 def filtered_weights(
     logits: Tensor, temperature: Tensor, top_k: Tensor, top_p: Tensor, min_p: Tensor
 ) -> Tensor:
-    """Unnormalised probabilities float64 `[rows, vocab]` after every filter; 0 where filtered.
+    """Unnormalised probabilities after every filter, float64 `[rows, vocab]`; 0 for dropped tokens.
 
-    For rows whose largest logit is finite and whose temperature is not 0.
+    Rows must have a finite largest logit and a temperature above 0.
     """
     vocab_size = logits.shape[-1]
     scaled = logits.float() - logits.float().amax(-1, keepdim=True)
@@ -292,7 +297,7 @@ def int8_linear(
     weight_offsets: Tensor,
     bias: Tensor | None,
 ) -> None:
-    """See `ops.linear.int8_linear`. `weight_offsets` serves the kernels' unsigned inputs only."""
+    """See `ops.linear.int8_linear`. Only kernels with unsigned inputs use `weight_offsets`."""
     inputs, outputs = x.shape[1], out.shape[1]
     tiles = packed.view(-1, inputs // 4, LINEAR_PANEL, 4).transpose(1, 2)
     weight = tiles.reshape(-1, inputs)[:outputs]
