@@ -21,12 +21,23 @@ ATTENTION_BOUND = {torch.float32: 3e-6, torch.bfloat16: 4e-3}
 
 
 @contextmanager
+def use_cpu_isa(name: str) -> Iterator[None]:
+    """Within the block, the CPU kernels use the instruction set `name`."""
+    before = library.cpu_isa()
+    library.set_cpu_isa(name)
+    try:
+        yield
+    finally:
+        library.set_cpu_isa(before)
+
+
+@contextmanager
 def backend(name: str) -> Iterator[Callable[[str], Callable[..., None]]]:
     """Looks ops up by name: the plain-torch reference, or the kernels of an instruction set."""
     if name == "reference":
         yield library.reference_of
         return
-    with library.use_cpu_isa(name):
+    with use_cpu_isa(name):
         yield lambda op: getattr(torch.ops.tpengine, op).default
 
 

@@ -216,7 +216,8 @@ class _TorchCollectives:
         return parts
 
     def _options(self, options: _Options) -> _Options:
-        """Sets what this kind of group needs in the options of one call."""
+        """Sets where a call runs: NCCL's on the current stream, not on a stream of the group."""
+        options.asyncOp = not self.can_be_recorded
         return options
 
     def _run(self, operation: str, x: torch.Tensor, start: Callable[[], dist.Work | None]) -> None:
@@ -250,7 +251,7 @@ class GlooCollectives(_TorchCollectives):
     """
 
     def __init__(self, meeting: Meeting, timeout_s: float) -> None:
-        options = dist.ProcessGroupGloo._Options()
+        options = dist.ProcessGroupGloo._Options()  # type: ignore[attr-defined]
         options._timeout = datetime.timedelta(seconds=meeting.left_s)
         try:
             device = dist.ProcessGroupGloo.create_device(hostname=meeting.address)
@@ -331,10 +332,6 @@ class NcclCollectives(_TorchCollectives):
         except BaseException:
             self.abandon()  # otherwise its kernel blocks all later work on the stream
             raise
-
-    def _options(self, options: _Options) -> _Options:
-        options.asyncOp = False
-        return options
 
     def _wait(self, work: dist.Work | None) -> None:
         """Does not wait: the stream keeps the order, and torch returns no handle."""

@@ -6,7 +6,7 @@ import torch
 import torch.nn.functional as F
 
 from tpengine.layers.linear import Linear
-from tpengine.layers.weights import Weights
+from tpengine.layers.weights import Weights, WeightShard
 from tpengine.ops import fused
 
 
@@ -22,7 +22,7 @@ class VocabParallelEmbedding:
         self.start = parallel.tp_rank * self.rows
         self.weight = weights.empty(self.rows, hidden_size)
         self.weight_name = f"{name}.weight"
-        weights.declare(self.weight_name, self.weight, 0, self.start, vocab_size)
+        weights.declare(self.weight_name, WeightShard(self.weight, 0, self.start, vocab_size))
 
     def forward(self, token_ids: torch.Tensor) -> torch.Tensor:
         """token_ids int32 `[num_tokens]` to `[num_tokens, hidden_size]`."""
@@ -91,7 +91,8 @@ class ParallelLMHead(Linear):
         rows = -(-vocab_size // parallel.tp_size)
         super().__init__(weights, hidden_size, rows)
         assert self.weight is not None
-        weights.declare(f"{name}.weight", self.weight, 0, parallel.tp_rank * rows, vocab_size)
+        shard = WeightShard(self.weight, 0, parallel.tp_rank * rows, vocab_size)
+        weights.declare(f"{name}.weight", shard)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """x `[num_rows, hidden_size]` to logits `[num_rows, vocab_size]` at rank 0, which samples;

@@ -16,7 +16,7 @@ import torch.nn.functional as F
 
 from tpengine.distributed.parallel_state import ParallelState
 from tpengine.errors import ConfigError
-from tpengine.layers.weights import Weights
+from tpengine.layers.weights import Weights, WeightShard
 from tpengine.ops.library import cpu_isa
 from tpengine.ops.linear import (
     int8_linear,
@@ -204,12 +204,12 @@ class InterleavedQKVParallelLinear(Linear):
         super().__init__(weights, hidden_size, rows, bias)
         start = parallel.tp_rank * rows
         split = (num_heads, 3, head_dim)
-        parameters = {"weight": self.weight, "bias": self.bias}
-        for suffix, parameter in parameters.items():
+        for suffix, parameter in (("weight", self.weight), ("bias", self.bias)):
             if parameter is not None:
                 # a view of [3, num_heads, head_dim, ...] in the checkpoint's order
                 by_head = parameter.unflatten(0, (3, num_heads, head_dim)).transpose(0, 1)
-                weights.declare(f"{name}.{suffix}", by_head, 0, start, total_rows, split)
+                shard = WeightShard(by_head, 0, start, total_rows, split)
+                weights.declare(f"{name}.{suffix}", shard)
 
 
 class ReplicatedLinear(Linear):
@@ -219,10 +219,7 @@ class ReplicatedLinear(Linear):
         self, weights: Weights, name: str, in_features: int, out_features: int, bias: bool = False
     ) -> None:
         super().__init__(weights, in_features, out_features, bias)
-        assert self.weight is not None
-        weights.declare(f"{name}.weight", self.weight)
-        if self.bias is not None:
-            weights.declare(f"{name}.bias", self.bias)
+        _declare_rows(self, weights, name, 0, out_features, 0, out_features)
 
 
 class RowParallelLinear(Linear):
@@ -241,9 +238,10 @@ class RowParallelLinear(Linear):
         super().__init__(weights, part, out_features, bias)
         assert self.weight is not None
         start = parallel.tp_rank * part
-        weights.declare(f"{name}.weight", self.weight, 1, start, total_in_features)
+        shard = WeightShard(self.weight, 1, start, total_in_features)
+        weights.declare(f"{name}.weight", shard)
         if self.bias is not None:
-            weights.declare(f"{name}.bias", self.bias)
+            weights.declare(f"{name}.bias", WeightShard(self.bias))
             weights.after_loading(self._keep_bias_on_first_rank)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -271,7 +269,7 @@ def _padded_share(parallel: ParallelState, total: int) -> int:
 def _declare_rows(
     linear: Linear, weights: Weights, name: str, offset: int, rows: int, start: int, total: int
 ) -> None:
-    assert linear.weight is not None
-    weights.declare(f"{name}.weight", linear.weight[offset : offset + rows], 0, start, total)
-    if linear.bias is not None:
-        weights.declare(f"{name}.bias", linear.bias[offset : offset + rows], 0, start, total)
+    for suffix, parameter in (("weight", linear.weight), ("bias", linear.bias)):
+        if parameter is not None:
+            shard = WeightShard(parameter[offset : offset + rows], 0, start, total)
+            weights.declare(f"{name}.{suffix}", shard)

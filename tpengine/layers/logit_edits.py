@@ -375,12 +375,12 @@ class TokenCounts:
             self._resize(num_rows, max(width, 2 * old))
 
     def _resize(self, num_rows: int, width: int) -> None:
-        old_rows, old_width = self._ids.shape
-        for name, fill in (("_ids", _NO_TOKEN), ("_counts", 0)):
-            old: torch.Tensor = getattr(self, name)
-            new = torch.full((num_rows, width), fill, dtype=old.dtype, device=self._device)
-            new[:old_rows, :old_width] = old
-            setattr(self, name, new)
-        num_ids = torch.zeros(num_rows, dtype=torch.int64, device=self._device)
-        num_ids[:old_rows] = self._num_ids
-        self._num_ids = num_ids
+        table = (num_rows, width)
+        self._ids = self._enlarged(self._ids, table, _NO_TOKEN)
+        self._counts = self._enlarged(self._counts, table, 0)
+        self._num_ids = self._enlarged(self._num_ids, (num_rows,), 0)
+
+    def _enlarged(self, old: torch.Tensor, shape: tuple[int, ...], fill: int) -> torch.Tensor:
+        new = torch.full(shape, fill, dtype=old.dtype, device=self._device)
+        new[tuple(slice(length) for length in old.shape)] = old
+        return new

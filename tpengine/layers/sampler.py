@@ -150,7 +150,8 @@ def sample(logits: torch.Tensor, batch: SamplingBatch) -> Sampled:
 
     def read(arrays: Sequence[Array]) -> Findings:
         errors, *found = pending.read(arrays)
-        return Findings(*found, errors=errors | failed)
+        logprobs, candidates = found or ({}, {})
+        return Findings(logprobs, candidates, errors | failed)
 
     return Sampled(token_ids, Pending(pending.tensors, read))
 

@@ -96,17 +96,9 @@ class Weights:
         self.num_bytes += values.nbytes
         return values
 
-    def declare(
-        self,
-        name: str,
-        target: torch.Tensor,
-        dim: int | None = None,
-        start: int = 0,
-        total: int = 0,
-        split: tuple[int, ...] = (),
-    ) -> None:
-        """Declares that the checkpoint's tensor `name` fills `target`, see `WeightShard`."""
-        self.shards[name] = WeightShard(target, dim, start, total, split)
+    def declare(self, name: str, shard: WeightShard) -> None:
+        """Declares which part of the checkpoint's tensor `name` fills which parameter."""
+        self.shards[name] = shard
 
     def declare_repeat(self, name: str, original: str) -> None:
         """Declares that the checkpoint's tensor `name`, if it exists, must equal `original`."""
@@ -115,7 +107,7 @@ class Weights:
     def replicated(self, name: str, *shape: int) -> torch.Tensor:
         """Allocates and declares a parameter that every rank holds whole."""
         parameter = self.empty(*shape)
-        self.declare(name, parameter)
+        self.declare(name, WeightShard(parameter))
         return parameter
 
     def after_loading(self, action: Callable[[], None]) -> None:

@@ -114,7 +114,7 @@ class DecodePlan(NamedTuple):
 
     @property
     def num_bytes(self) -> int:
-        return sum(tensor.numel() * tensor.element_size() for tensor in self)
+        return sum(tensor.nbytes for tensor in self)
 
 
 def make_decode_plan(

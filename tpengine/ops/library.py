@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import contextlib
 import ctypes
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -123,10 +122,6 @@ _SCHEMAS: dict[str, tuple[str, Callable[..., None]]] = {
     ),
 }
 OP_NAMES = tuple(_SCHEMAS)
-GPU_OPS = (
-    "copy_cache_blocks", "gather_kv", "pack_blocks", "plan_decode", "unpack_blocks",
-)  # fmt: skip
-"""Ops that only an engine on a GPU calls; on CPU they have no kernel, only the reference."""
 
 
 def reference_of(name: str) -> Callable[..., None]:
@@ -234,10 +229,8 @@ def decode_wave(
             "libtpengine_cuda.so is not installed: install the CUDA toolkit (nvcc) and run "
             "`TPENGINE_CUDA=ON pip install .`"
         )
-    wave = int(
-        _cuda.tpengine_cuda_decode_wave(
-            device_index, codes[dtype], head_dim, num_heads, num_kv_heads
-        )
+    wave: int = _cuda.tpengine_cuda_decode_wave(
+        device_index, codes[dtype], head_dim, num_heads, num_kv_heads
     )
     if wave < 1:
         raise NativeLibraryError(
@@ -300,17 +293,6 @@ def set_cpu_isa(name: str) -> None:
     if _cpu is None or _cpu.tpengine_set_cpu_isa(name.encode()) != 0:
         supported = ", ".join(supported_cpu_isas()) or "none: the native library is not installed"
         raise NativeLibraryError(f"CPU instruction set {name!r}; this machine supports {supported}")
-
-
-@contextlib.contextmanager
-def use_cpu_isa(name: str) -> Iterator[None]:
-    """Within the block, the CPU kernels use the instruction set `name`; for tests."""
-    before = cpu_isa()
-    set_cpu_isa(name)
-    try:
-        yield
-    finally:
-        set_cpu_isa(before)
 
 
 if (_wanted := envs.cpu_isa()) is not None:

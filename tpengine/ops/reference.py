@@ -112,9 +112,7 @@ def prefill_attention(
             blocks = block_table[seq, : -(-length // block_size)]
             k, v = gather_pages(k_cache, v_cache, blocks)
             k, v = k[:length].float() * k_scale, v[:length].float() * v_scale
-            out[rows] = attend_sequence(q[rows], k, v, scale, alibi_slopes, sliding_window).to(
-                out.dtype
-            )
+            out[rows] = attend_sequence(q[rows], k, v, scale, alibi_slopes, sliding_window)
 
 
 def paged_attention(
@@ -280,11 +278,16 @@ def pack_linear_weight(packed: Tensor, weight: Tensor) -> None:
     packed.copy_(tiles.reshape(-1))
 
 
+def _unpack(packed: Tensor, outputs: int, inputs: int, pack: int) -> Tensor:
+    """Returns the weight `[outputs, inputs]` whose panels `packed` holds."""
+    tiles = packed.view(-1, inputs // pack, LINEAR_PANEL, pack).transpose(1, 2)
+    return tiles.reshape(-1, inputs)[:outputs]
+
+
 def packed_linear(out: Tensor, x: Tensor, packed: Tensor, bias: Tensor | None) -> None:
     """See `ops.linear.packed_linear`."""
     pack, inputs, outputs = 4 // x.dtype.itemsize, x.shape[1], out.shape[1]
-    tiles = packed.view(-1, inputs // pack, LINEAR_PANEL, pack).transpose(1, 2)
-    weight = tiles.reshape(-1, inputs)[:outputs]
+    weight = _unpack(packed, outputs, inputs, pack)
     result = x.float() @ weight.float().t()
     out.copy_(result if bias is None else result + bias.float())
 
@@ -299,8 +302,7 @@ def int8_linear(
 ) -> None:
     """See `ops.linear.int8_linear`. Only kernels with unsigned inputs use `weight_offsets`."""
     inputs, outputs = x.shape[1], out.shape[1]
-    tiles = packed.view(-1, inputs // 4, LINEAR_PANEL, 4).transpose(1, 2)
-    weight = tiles.reshape(-1, inputs)[:outputs]
+    weight = _unpack(packed, outputs, inputs, 4)
     largest = x.float().abs().amax(dim=1, keepdim=True)
     inverse = torch.where(largest > 0, 127.0 / largest, 0.0)
     q = (x.float() * inverse).round()
