@@ -1,4 +1,4 @@
-"""The bytes that a model says it takes, on which the size of the KV cache is based."""
+"""The bytes that a model reports, from which the size of the KV cache is computed."""
 
 from __future__ import annotations
 

@@ -223,6 +223,6 @@ def test_an_empty_batch_is_no_error() -> None:
 
 
 def test_the_native_library_is_built() -> None:
-    """Without it tests above skip themselves, and everything else runs on the reference."""
+    """Without it the tests above are skipped, and all other tests run on the reference."""
     assert library.has_cpu_kernels()
     assert "generic" in ISAS
