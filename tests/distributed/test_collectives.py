@@ -193,7 +193,7 @@ def test_other_operation_is_told(two: Ranks) -> None:
     two.connect()
     for outcome in two.outcomes(disagree, "shared memory"):
         assert isinstance(outcome, CollectiveError)
-        assert "another operation" in str(outcome) or "gave the group up" in str(outcome)
+        assert "another operation" in str(outcome) or "left the group because of" in str(outcome)
 
 
 def all_through_the_host(state: Rank, rendezvous: Rendezvous) -> list[torch.Tensor | None]:

@@ -82,8 +82,8 @@ def _connect_gpus(
     if share_a_card(meeting, str(torch.cuda.get_device_properties(device).uuid)):
         if meeting.rank == 0:
             logger.warning(
-                "ranks share a GPU, which NCCL refuses: they exchange through the host, and run "
-                "without CUDA graphs; both are slow. Give each rank a GPU of its own"
+                "ranks share a GPU, which NCCL refuses: they exchange through the host and run "
+                "without CUDA graphs, and both are slow; give each rank its own GPU"
             )
         return HostCollectives(GlooCollectives(meeting, timeout_s)), "gloo through the host"
     return NcclCollectives(meeting, device, timeout_s), "NCCL"
@@ -232,7 +232,7 @@ class _TorchCollectives:
             failed = 1 - self._rank if self._size == 2 else None
             name = "a peer" if failed is None else f"rank {failed}"
             raise CollectiveError(
-                f"{operation} of {x.nbytes} bytes at rank {self._rank}: {name} is gone or did not "
+                f"{operation} of {x.nbytes} bytes at rank {self._rank}: {name} has died or did not "
                 f"arrive within {self._timeout_s:g} s ({error})",
                 failed,
             ) from error

@@ -168,11 +168,11 @@ class SharedMemoryCollectives:
             if culprit is None:
                 return CollectiveError(f"{what}: rank {rank} failed, or left the group", rank)
             return CollectiveError(
-                f"{what}: rank {rank} gave the group up for rank {culprit}", culprit
+                f"{what}: rank {rank} left the group because of rank {culprit}", culprit
             )
         self._segment.abandon(rank)  # so that the other ranks do not wait for their own timeout
         if error.status is SegmentStatus.DEAD:
-            return CollectiveError(f"{what}: the process of rank {rank} is gone", rank)
+            return CollectiveError(f"{what}: the process of rank {rank} has died", rank)
         if error.status is SegmentStatus.TIMEOUT:
             return CollectiveError(
                 f"{what}: rank {rank} did not arrive within {self._timeout_s:g} s; it is frozen, "

@@ -1,10 +1,17 @@
 """Which class runs which architecture, and what a configuration may ask for.
 
-To add a model family: write one file in this folder with a class that has the methods of
-`CausalLM`, built from the parts in `tpengine/layers`, and add one line to `_MODELS` with the name
-that checkpoints give in `architectures`. Parameters are declared under the checkpoint's names, so
-that loading and sharding need no further code. Check every field of config.json that changes the
-result with `require`: a field that is silently ignored is a model that silently answers wrong.
+To add a model family:
+
+1. Write one file in this folder with a class that has the methods of `CausalLM`. A relative of
+   Llama subclasses `LlamaForCausalLM` and returns its `LlamaTraits`; else follow `opt.py`.
+2. Build it from `tpengine/layers`. Name parameters as the checkpoint does; sharding and loading
+   then need no further code. Go through the layers with `through_layers`. Between the layers call
+   only `tpengine.ops`, because a CPU can record decode steps of nothing else.
+3. Check every field of config.json that changes the result with `require`, because a field that is
+   ignored gives wrong answers without an error. Remove from `_NEUTRAL` what the family supports,
+   and let the other families refuse it.
+4. Add one line to `_MODELS`, with the name that checkpoints give in `architectures`.
+5. Add variants to `tests/families/variants.py`; the tests against transformers then cover them.
 """
 
 from __future__ import annotations
