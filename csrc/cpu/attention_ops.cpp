@@ -111,8 +111,8 @@ int64_t item_cost(const AttentionArgs& args, const AttentionItem& item) {
   return (item.end_kv_head - item.first_kv_head) * (item.num_queries * keys + kOverhead);
 }
 
-// Each thread works through a run of neighbouring items, which for decodes are about the tokens
-// whose K and V it wrote and so has in its cache; then it takes what others have not begun.
+// Each thread computes a run of neighbouring items. For decodes these are about the tokens whose K
+// and V it wrote, which are in its CPU cache. Then it takes items that no thread has begun.
 void run_items(const AttentionArgs& args, const std::vector<AttentionItem>& items,
                int64_t threads) {
   const auto kernel = attention_kernels(args.block_size).attention;
@@ -140,8 +140,8 @@ void run_items(const AttentionArgs& args, const std::vector<AttentionItem>& item
   });
 }
 
-// A kv head (or several) of a sequence per item; one head's worth of work is left whole where
-// there are more items than threads could use.
+// An item has one or more kv heads of a sequence. The work of one head is not divided if there are
+// more items than threads.
 void add_items(std::vector<AttentionItem>& items, AttentionItem item, int64_t num_kv_heads,
                int64_t heads_per_item) {
   for (int64_t head = 0; head < num_kv_heads; head += heads_per_item) {

@@ -28,8 +28,8 @@ CacheShape check_caches(const char* op, const Tensor& k_cache, const Tensor& v_c
 
 namespace {
 
-// Tokens worth a thread: few, because each waits for the memory of its slots, and because attention
-// comes next: a thread finds in its cache what it wrote, and is still awake.
+// Tokens per thread: few, because each token waits for the memory of its slots, and because
+// attention comes next: a thread then has its tokens in its CPU cache, and does not sleep yet.
 constexpr int64_t kWriteGrain = 2;
 
 void check_slots(const char* op, const Tensor& slot_mapping, int64_t num_tokens,

@@ -15,8 +15,8 @@ namespace tpengine::cpu {
 enum class DType { kFloat32, kBFloat16 };
 
 constexpr int64_t kMaxHeadDim = 256;
-// Keys of one partition. Softmax statistics are kept per partition and merged in order, whoever
-// computed them, so that a sequence's result depends neither on the batch nor on the threads.
+// Keys of one partition. Softmax statistics are kept per partition and merged in the order of the
+// keys, so that a sequence's result depends neither on the batch nor on the threads.
 constexpr int64_t kPartitionSize = 1024;
 
 struct AttentionArgs {

@@ -46,9 +46,9 @@ constexpr int64_t kManyRowsGroup = 2;
 // Below this waking a thread costs more than it saves.
 constexpr int64_t kSerialProducts = 1 << 16;
 
-// body(now, next) for groups of panels that cover [0, num_panels). They are handed out as threads
-// become free: a core that is slowed down holds the others up by two groups at most. Where there
-// are enough, a thread knows the group that it takes next, so as to fetch its weights in time.
+// Calls body(now, next) for groups of panels that cover [0, num_panels). A thread takes a group
+// when it is free, so a slow core delays the others by two groups at most. If there are enough
+// groups, a thread knows the one that it takes next, and fetches its weights in time.
 template <class F>
 void for_each_panel_group(int64_t num_rows, int64_t in_features, int64_t num_panels,
                           int64_t panel_bytes, const F& body) {

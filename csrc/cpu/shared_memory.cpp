@@ -57,7 +57,7 @@ TPENGINE_EXPORT int32_t tpengine_shm_broadcast(Segment* segment, void* data, int
   return segment->broadcast(static_cast<uint8_t*>(data), bytes, root, timeout_ns);
 }
 
-// Makes every rank's present and future waits end; culprit: the rank to blame, or -1.
+// Ends all present and future waits of every rank; culprit: the failed rank, or -1.
 TPENGINE_EXPORT void tpengine_shm_abandon(Segment* segment, int32_t culprit) {
   if (segment != nullptr) segment->abandon(culprit);
 }

@@ -1,19 +1,19 @@
 // Collectives between the CPU ranks of one host, over a segment of shared memory.
 //
-// The caller has created the file, allocated all of it, and sees to it that every rank attaches
-// before the first operation. All ranks call the same operations in the same order; a segment
-// serves one thread per rank.
+// The caller has created the file, has allocated all of it, and makes sure that every rank attaches
+// before the first operation. All ranks call the same operations in the same order; each rank uses
+// a segment from one thread.
 //
-// Each operation (each chunk of a long one) has a number. A rank that posts number s says: what I
-// contribute to s lies in my slot, and I have read all of s - 1. Slots are double, by parity of s;
-// a rank writes for s only once all have posted s - 1, thus have finished s - 2, which used the
-// same slot. Nobody waits longer than that for readers, so a broadcast or a gather costs its
-// sender no round trip.
+// Each operation (each chunk of a long one) has a number. A rank that posts number s states: my
+// contribution to s is in my slot, and I have read all of s - 1. There are two slots per rank, used
+// by the parity of s. A rank writes for s only after all ranks have posted s - 1, so all have
+// finished s - 2, which used the same slot. A rank never waits longer than that for readers, so a
+// broadcast or a gather costs its sender no round trip.
 //
-// Waits yield for a short while, then sleep on the peer's counter (futex). A sleeper looks up now
-// and then: whether somebody gave the group up, whether the peer still lives (every rank holds a
-// lock on its byte of the file, which the kernel releases when the process dies; unlike a process
-// id that means the same in all namespaces), and whether the time is over.
+// A wait yields for a short time, then sleeps on the peer's counter (futex). At intervals it checks
+// whether a rank has abandoned the group, whether the peer's process lives, and whether the time is
+// over. For the second check every rank holds a lock on its byte of the file, which the kernel
+// releases when the process dies; unlike a process id, it means the same in all namespaces.
 #pragma once
 
 #include <fcntl.h>
@@ -57,7 +57,7 @@ struct alignas(128) Line {  // one rank's; a pair of cache lines, which are pref
 
 struct Header {
   char token[64];                   // the caller's, to recognise the file
-  std::atomic<uint32_t> abandoned;  // 0, or 1 + who gave up + 256 x (1 + whom it blames, or 0)
+  std::atomic<uint32_t> abandoned;  // 0, or 1 + leaver + 256 x (1 + culprit, or 0)
 };
 
 static_assert(std::atomic<uint64_t>::is_always_lock_free);
@@ -66,8 +66,8 @@ static_assert(__BYTE_ORDER__ == __ORDER_LITTLE_ENDIAN__, "the futex is the low h
 // What Python gets to know of a failure.
 struct Failure {
   int32_t status;
-  int32_t rank;     // timeout, dead, mismatch: the peer; abandoned: who gave up
-  int32_t culprit;  // abandoned: whom it blamed, or -1
+  int32_t rank;     // timeout, dead, mismatch: the peer; abandoned: the rank that left
+  int32_t culprit;  // abandoned: the rank because of which it left, or -1
   uint64_t theirs;  // mismatch: what the peer contributed
 };
 
@@ -116,7 +116,7 @@ class Segment {
     return kOk;
   }
 
-  // `out` null: this rank's part goes to others only. `root` < 0: everybody gets all parts.
+  // `out` null: this rank gets no result. `root` < 0: every rank gets all parts.
   int32_t gather(uint8_t* out, const uint8_t* x, int64_t rows, int64_t row_bytes, int32_t root,
                  int64_t timeout_ns) {
     const int64_t total = rows * row_bytes;

@@ -40,7 +40,7 @@ inline void check_launch(const char* op) {
     case cudaErrorNoKernelImageForDevice:
     case cudaErrorLaunchOutOfResources:
       fail(op, "launch failed: " + text);
-    default:  // the fault of a kernel, which shows at whatever CUDA call comes next
+    default:  // a fault of a kernel, which the next CUDA call reports
       fail(op,
            text + ", in this operation or one before it; CUDA_LAUNCH_BLOCKING=1 shows in which");
   }

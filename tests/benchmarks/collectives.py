@@ -19,9 +19,8 @@ import torch
 import torch.distributed as dist
 
 from tpengine.bench.machine import describe_commit, describe_machine
-from tpengine.distributed.collectives import connect_ranks
+from tpengine.distributed.collectives import GlooCollectives, connect_ranks
 from tpengine.distributed.rendezvous import Meeting, RendezvousStore
-from tpengine.distributed.torch_groups import GlooCollectives
 from tpengine.messages import Rendezvous
 
 _ADDRESS = "127.0.0.1"

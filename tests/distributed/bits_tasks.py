@@ -1,4 +1,4 @@
-"""What the ranks of `test_bits` do: they run steps and note the bits that every exchange brought.
+"""The work of the ranks in `test_bits`: run steps, and record the bits of every exchange.
 
 A file of its own, for a rank imports it with all that it needs.
 """
@@ -20,7 +20,7 @@ NUM_BLOCKS = 32
 
 
 def digest(x: torch.Tensor) -> str:
-    """Of the tensor's bits."""
+    """Hash of the tensor's bits."""
     return hashlib.sha256(x.contiguous().view(torch.uint8).numpy().tobytes()).hexdigest()[:16]
 
 
@@ -40,9 +40,9 @@ class Noted:
 
 
 class NotingCollectives:
-    """Passes everything on and notes it."""
+    """Passes every call on and records its result."""
 
-    can_be_recorded = False  # it looks at what it passes on
+    can_be_recorded = False  # it reads the results
 
     def __init__(self, inner: Collectives, size: int) -> None:
         self._inner = inner
@@ -62,7 +62,7 @@ class NotingCollectives:
         return result
 
     def broadcast(self, x: torch.Tensor) -> torch.Tensor:
-        result = self._inner.broadcast(x)  # what others give is whatever lay in the memory
+        result = self._inner.broadcast(x)  # other ranks pass uninitialised memory
         self.noted.held.append(("broadcast", digest(result)))
         return result
 
@@ -77,11 +77,11 @@ class NotingCollectives:
         self._inner.abandon()
 
     def close(self) -> None:
-        pass  # the group is the session's
+        pass  # the group is used by later tests
 
 
 def run_noting(state: Rank, config: EngineConfig, kind: str) -> Noted:
-    """Runs the steps of `worker_tasks` on a worker of its own, connected by the group `kind`."""
+    """Runs the steps of `worker_tasks` on a new worker, connected by the group `kind`."""
     group = state[kind]
     assert group.collectives is not None
     notes = NotingCollectives(group.collectives, state.size)

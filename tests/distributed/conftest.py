@@ -1,4 +1,4 @@
-"""Processes that tests share, and the promise that nothing is left in shared memory."""
+"""Processes that tests share, and a check that no file is left in shared memory."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from tpengine.config import EngineConfig
 from tpengine.distributed.shared_memory import SHM_FOLDER
 
 INTERMEDIATE_SIZE = 45
-"""Divisible by no number of ranks; the last of 4 has padding only."""
+"""Not divisible by 2, 3 or 4; the last of 4 ranks has only padding."""
 
 
 @pytest.fixture(scope="session")
 def config(tmp_path_factory: pytest.TempPathFactory) -> EngineConfig:
-    """Of a small Llama in float32."""
+    """Configuration of a small Llama in float32."""
     from transformers import LlamaConfig, LlamaForCausalLM
 
     folder = tmp_path_factory.mktemp("llama")
@@ -50,7 +50,7 @@ def config(tmp_path_factory: pytest.TempPathFactory) -> EngineConfig:
 
 @pytest.fixture(scope="session")
 def groups() -> Iterator[dict[int, Ranks]]:
-    """Connected ranks by their number, each by shared memory and by gloo."""
+    """Connected ranks, by number of ranks; each group uses shared memory and gloo."""
     found = {}
     try:
         for size in (2, 4):
@@ -65,7 +65,7 @@ def groups() -> Iterator[dict[int, Ranks]]:
 
 @pytest.fixture
 def two() -> Iterator[Ranks]:
-    """Two ranks of the test's own, which it may kill."""
+    """Two new ranks, which the test may kill."""
     ranks = Ranks(2)
     yield ranks
     ranks.close()
@@ -73,7 +73,7 @@ def two() -> Iterator[Ranks]:
 
 @pytest.fixture
 def three() -> Iterator[Ranks]:
-    """Three such ranks."""
+    """Three new ranks, which the test may kill."""
     ranks = Ranks(3)
     yield ranks
     ranks.close()

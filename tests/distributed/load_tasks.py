@@ -1,13 +1,12 @@
-"""What the ranks of `test_load` do: they load their shards and note what that took.
+"""The work of the ranks in `test_load`: load a shard, and report how many bytes that took.
 
-A file of its own, for a rank imports it with all that it needs.
+It stands in a file of its own, because each rank imports it.
 """
 
 from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -21,18 +20,18 @@ from tpengine.distributed.parallel_state import ParallelState
 from tpengine.layers.weights import Weights
 from tpengine.models import loader
 
-open_checkpoint = loader.open_checkpoint
+read_tensors = loader.read_tensors
 
 
 @dataclass(frozen=True)
 class LoadReport:
-    """What one rank's loading took.
+    """Bytes that one rank read and held.
 
     Attributes:
-        asked_bytes: by name of the checkpoint's tensors.
-        weights_bytes: as the engine counts them.
-        held_bytes: how much more memory of its own the process has than before.
-        peak_bytes: how much more it had at most on the way, pages of the mapped file included.
+        asked_bytes: bytes read of each tensor of the checkpoint, by name.
+        weights_bytes: as `Weights.num_bytes` counts them.
+        held_bytes: growth of the process's anonymous memory.
+        peak_bytes: largest growth of its resident memory, pages of the mapped file included.
     """
 
     asked_bytes: dict[str, int]
@@ -55,31 +54,18 @@ class _CountingSource:
         return part
 
 
-class _CountingFile:
-    def __init__(self, file: Any, asked: Counter[str]) -> None:
-        self._file, self._asked = file, asked
-
-    def keys(self) -> list[str]:
-        names: list[str] = self._file.keys()
-        return names
-
-    def get_slice(self, name: str) -> _CountingSource:
-        return _CountingSource(self._file.get_slice(name), name, self._asked)
-
-
 def load(state: Rank, config: ModelConfig, dtype: torch.dtype = torch.float32) -> LoadReport:
-    """Loads this rank's shard; the second time the model of the first is replaced."""
+    """Loads this rank's shard; a second call replaces the model of the first."""
     asked: Counter[str] = Counter()
 
-    @contextmanager
-    def counting(path: Path, load_format: str) -> Iterator[_CountingFile]:
-        with open_checkpoint(path, load_format) as file:
-            yield _CountingFile(file, asked)
+    def counting(path: Path, load_format: str) -> Iterator[tuple[str, _CountingSource]]:
+        for name, source in read_tensors(path, load_format):
+            yield name, _CountingSource(source, name, asked)
 
     state.kept.clear()
     weights = Weights(dtype, torch.device("cpu"), ParallelState(state.rank, state.size))
     with pytest.MonkeyPatch.context() as patch, torch.inference_mode():
-        patch.setattr(loader, "open_checkpoint", counting)
+        patch.setattr(loader, "read_tensors", counting)
         Path("/proc/self/clear_refs").write_text("5")  # the peak counts from here
         held, resident = _status("RssAnon"), _status("VmRSS")
         state.kept["model"] = loader.load_model(config, weights)

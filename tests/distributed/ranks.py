@@ -1,4 +1,4 @@
-"""Ranks as real processes that run what a test sends them."""
+"""Ranks as real processes, which run the tasks that a test sends them."""
 
 from __future__ import annotations
 
@@ -15,10 +15,9 @@ from typing import Any
 import torch
 
 from tpengine.distributed import collectives as collectives_module
-from tpengine.distributed.collectives import connect_ranks
+from tpengine.distributed.collectives import GlooCollectives, HostCollectives, connect_ranks
 from tpengine.distributed.parallel_state import Collectives, ParallelState
 from tpengine.distributed.rendezvous import Meeting, RendezvousStore
-from tpengine.distributed.torch_groups import GlooCollectives, HostCollectives
 from tpengine.messages import Rendezvous
 
 ADDRESS = "127.0.0.1"
@@ -30,11 +29,11 @@ _context.set_forkserver_preload(["tpengine.distributed.collectives", "tpengine.w
 
 @dataclass
 class Rank:
-    """What a process keeps between tasks.
+    """State that a process keeps between tasks.
 
     Attributes:
         groups: by name.
-        kept: whatever tasks leave here.
+        kept: values that tasks store for later tasks.
     """
 
     rank: int
@@ -80,11 +79,11 @@ class Ranks:
             self.processes.append(process)
 
     def start(self, rank: int, task: Task, *args: Any) -> None:
-        """Lets a rank begin."""
+        """Starts a task on a rank."""
         self._connections[rank].send((task, args))
 
     def outcome(self, rank: int, timeout_s: float = ANSWER_TIMEOUT_S) -> Any:
-        """What a rank's task returned, or the exception that it raised."""
+        """Waits for a rank's task; returns its result, or the exception that it raised."""
         assert self._connections[rank].poll(timeout_s), f"rank {rank} gave no answer"
         return self._connections[rank].recv()[1]
 
@@ -103,7 +102,7 @@ class Ranks:
         return outcomes
 
     def connect(self, kind: str = "shared memory", name: str = "", timeout_s: float = 20.0) -> None:
-        """Connects the ranks as group `name`, by default named as its kind."""
+        """Connects the ranks as group `name`; the default name is the kind."""
         self.run(connect, kind, name or kind, self.rendezvous(name or kind, timeout_s))
 
     def rendezvous(
@@ -117,7 +116,7 @@ class Ranks:
         return Rendezvous(engine_id, 0, addresses, port, connect_timeout_s, timeout_s)
 
     def kill(self, rank: int) -> None:
-        """Ends a rank without a chance to clean up, frozen or not."""
+        """Kills a rank with SIGKILL, even if it is frozen."""
         with contextlib.suppress(ProcessLookupError):
             self.signal(rank, signal.SIGKILL)
 
@@ -152,7 +151,7 @@ def connect(state: Rank, kind: str, name: str, rendezvous: Rendezvous) -> None:
     assert line.endswith(kind), line
 
 
-def connect_whatever(state: Rank, rendezvous: Rendezvous) -> str:
+def connect_by_any_means(state: Rank, rendezvous: Rendezvous) -> str:
     state.groups["any"], line = connect_ranks(
         state.rank, rendezvous, torch.device("cpu"), state.stores.get("")
     )
@@ -160,7 +159,7 @@ def connect_whatever(state: Rank, rendezvous: Rendezvous) -> str:
 
 
 def hide_shared_memory(state: Rank, blind_rank: int) -> None:
-    """As if a rank stood in a container of its own."""
+    """Simulates a rank in another container, which does not see the shared memory."""
     if state.rank == blind_rank:
         collectives_module.find_segment_file = lambda path, token: None
 

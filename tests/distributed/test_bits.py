@@ -1,4 +1,4 @@
-"""Ranks hold the same bits where they are to hold the same: nobody drifts away from the others."""
+"""Tensors that all ranks must share have the same bits at every rank."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from distributed.worker_tasks import NUM_STEPS
 from tpengine.config import EngineConfig
 
 SUMS_OF_A_STEP = 1 + 2 * 2
-"""The embedding's, and of each layer attention's and the MLP's."""
+"""Sums of a step: one of the embedding, and two of each layer (attention and MLP)."""
 
 
 def check(notes: list[Noted]) -> None:
-    """After every sum and broadcast all ranks hold the same, which no rank had before; the logits
-    at rank 0 are those that the ranks computed."""
+    """After every sum and broadcast all ranks have the same bits, which no rank had before, and the
+    logits at rank 0 are those that the ranks computed."""
     first = notes[0]
     counts = Counter(operation for operation, _ in first.held)
     assert counts["all_reduce"] == SUMS_OF_A_STEP * NUM_STEPS

@@ -1,4 +1,4 @@
-"""Sums, concatenations and broadcasts of real processes."""
+"""Sums, concatenations and broadcasts between real processes."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from tpengine.worker.gpu import graphs as cuda_graph
 
 KINDS = ("shared memory", "gloo")
 LARGE = CAPACITY_BYTES // 4 * 2 + 5
-"""Elements: more than passes through at once, in either dtype, and odd."""
+"""Elements: more than one chunk in either dtype, and an odd number."""
 SIZES = (1, 2, 15, 16, 4097, LARGE)
 
 each_kind = pytest.mark.parametrize("kind", KINDS)
@@ -29,8 +29,8 @@ each_dtype = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], i
 
 
 def parts_of(num_ranks: int, shape: tuple[int, ...], dtype: torch.dtype) -> list[torch.Tensor]:
-    """Every rank's tensor, the same wherever this is called; large and small numbers, so that the
-    order of a sum matters."""
+    """Every rank's tensor, the same in every process, of large and small numbers, so that the order
+    of a sum matters."""
     generator = torch.Generator().manual_seed(sum(shape) + num_ranks)
     parts = []
     for _ in range(num_ranks):
@@ -47,7 +47,7 @@ def sum_in_order(parts: list[torch.Tensor]) -> torch.Tensor:
 
 
 def careless_sum(parts: list[torch.Tensor]) -> torch.Tensor:
-    """In the reverse order, rounded to the dtype at every step."""
+    """Sums in the reverse order, and rounds to the dtype at every step."""
     total = parts[-1]
     for part in parts[-2::-1]:
         total = total + part
@@ -68,10 +68,10 @@ def sums(state: Rank, kind: str, dtype: torch.dtype) -> list[torch.Tensor]:
 def test_sum_in_rank_order(
     kind: str, num_ranks: int, dtype: torch.dtype, groups: dict[int, Ranks]
 ) -> None:
-    """The same bits on all ranks, whatever connects them: those of a sum in rank order, in float32,
-    rounded once."""
+    """All kinds of groups give the same bits on all ranks: those of a sum in rank order, in
+    float32, rounded once."""
     expected = [sum_in_order(parts_of(num_ranks, (size,), dtype)) for size in SIZES]
-    if num_ranks > 2:  # the test could tell
+    if num_ranks > 2:  # otherwise this test could not fail
         careless = [careless_sum(parts_of(num_ranks, (size,), dtype)) for size in SIZES]
         assert any(not torch.equal(a, b) for a, b in zip(expected, careless, strict=True))
     for results in groups[num_ranks].run(sums, kind, dtype):
@@ -95,7 +95,7 @@ def test_sum_of_special_values(kind: str, groups: dict[int, Ranks]) -> None:
 
 
 def columns(state: Rank, kind: str, shape: tuple[int, int], dtype: torch.dtype) -> torch.Tensor:
-    # A view with strides, as a slice of activations is.
+    # A strided view, like a slice of activations.
     own = parts_of(state.size, shape, torch.float32)[state.rank].to(dtype)
     return own.repeat_interleave(2, dim=1)[:, ::2]
 
@@ -111,7 +111,7 @@ def gather_columns(
 @each_size
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.int64], ids=str)
 def test_gather(kind: str, num_ranks: int, dtype: torch.dtype, groups: dict[int, Ranks]) -> None:
-    # Chunks of the last shape end within rows; one row of the one before is longer than a chunk.
+    # Chunks of the last shape end within rows; a row of the shape before is longer than a chunk.
     for shape in [(1, 1), (3, 7), (0, 5), (2, CAPACITY_BYTES // 2 + 3), (700, 1001)]:
         parts = [part.to(dtype) for part in parts_of(num_ranks, shape, torch.float32)]
         expected = torch.cat(parts, dim=-1)
@@ -138,8 +138,8 @@ def test_broadcast(kind: str, num_ranks: int, groups: dict[int, Ranks]) -> None:
 
 
 def random_operations(state: Rank, kind: str, seed: int, count: int) -> int:
-    """Values tell who gave them when, and ranks are slow in turn, so that a slot used too early
-    or too late shows."""
+    """Each value identifies its rank and operation, and ranks are slow in turn, so that a slot that
+    is used too early or too late gives a wrong value."""
     same = random.Random(seed)
     own = random.Random(seed + 1 + state.rank)
     group, size = state[kind], state.size
@@ -176,7 +176,7 @@ def interleave(state: Rank) -> list[float]:
 
 
 def test_two_groups_in_one_process(groups: dict[int, Ranks]) -> None:
-    """Two engines do not touch each other."""
+    """Two engines do not affect each other."""
     groups[2].connect(name="second", kind="shared memory")
     expected = [scale * (2 * number + 1) for number in range(20) for scale in (1.0, 10.0)]
     assert groups[2].run(interleave) == [expected, expected]
@@ -193,7 +193,7 @@ def test_other_operation_is_told(two: Ranks) -> None:
     two.connect()
     for outcome in two.outcomes(disagree, "shared memory"):
         assert isinstance(outcome, CollectiveError)
-        assert "another operation" in str(outcome) or "gave the group up" in str(outcome)
+        assert "another operation" in str(outcome) or "left the group because of" in str(outcome)
 
 
 def all_through_the_host(state: Rank, rendezvous: Rendezvous) -> list[torch.Tensor | None]:
@@ -253,7 +253,7 @@ def test_graphs_are_recorded_at_all_ranks_or_at_none(monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(cuda_graph, "has_cuda_kernels", lambda: True)
 
     class Peer:
-        """Says what the other of two ranks can."""
+        """Answers for the other of two ranks."""
 
         def __init__(self, can_be_recorded: bool, can: float) -> None:
             self.can_be_recorded = can_be_recorded

@@ -1,4 +1,4 @@
-"""A rank that dies, freezes or gives up never lets the others hang."""
+"""When a rank dies, freezes or leaves, the waits of the other ranks end with an error."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from tpengine.errors import CollectiveError
 from tpengine.host import SHM_FOLDER
 
 DEADLINE_S = 1.5
-"""Of a wait that must end with it; where an end is to come long before it has `LONG_S`."""
+"""Timeout of a wait that must reach it; waits that must end long before it have `LONG_S`."""
 LONG_S, AT_ONCE_S = 30.0, 15.0
 
 
@@ -26,7 +26,7 @@ def work_forever(state: Rank, kind: str) -> None:
 
 
 def reduce_once(state: Rank, kind: str) -> tuple[float, float, int]:
-    """Seconds of waiting, of this process's CPU, and what another thread got done meanwhile."""
+    """Seconds of the wait, CPU seconds of this process, and the progress of another thread."""
     ticks = 0
     done = threading.Event()
 
@@ -58,7 +58,7 @@ def give_up(state: Rank, kind: str) -> None:
 
 
 def leave_while_waiting(state: Rank, kind: str) -> str:
-    """Closes from another thread, as a shutdown in the middle of a step does."""
+    """Closes the group from another thread, like a shutdown in the middle of a step."""
     timer = threading.Timer(0.3, state[kind].close)
     timer.start()
     with pytest.raises(CollectiveError) as waiting:
@@ -73,7 +73,9 @@ def leave_while_waiting(state: Rank, kind: str) -> str:
 def lose(
     ranks: Ranks, kind: str, victim: int, number: int, deadline_s: float
 ) -> list[tuple[CollectiveError, float]]:
-    """Sends a signal to a rank while all work; the others' errors, and seconds until they came."""
+    """Sends a signal to a rank while all ranks work.
+
+    Returns the other ranks' errors, and the seconds until they came."""
     ranks.connect(kind, timeout_s=deadline_s)
     for rank in range(ranks.size):
         ranks.start(rank, work_forever, kind)
@@ -126,7 +128,7 @@ def test_rank_that_gives_up(two: Ranks) -> None:
     assert isinstance(error, CollectiveError)
     assert "rank 1 failed, or left the group" in str(error)
     assert error.failed_rank == 1
-    # and that stays so
+    # later operations fail as well
     assert isinstance(two.outcomes(reduce_once, "shared memory")[0], CollectiveError)
 
 
@@ -134,7 +136,7 @@ def test_shutdown_while_waiting(two: Ranks) -> None:
     two.connect(timeout_s=LONG_S)
     two.start(0, leave_while_waiting, "shared memory")
     assert "rank 0 failed, or left the group" in two.outcome(0, AT_ONCE_S)
-    # What rank 0 gave before it left still counts; what it never gave does not keep rank 1.
+    # Rank 0's contribution before it left still counts; rank 1 does not wait for further ones.
     start = time.perf_counter()
     two.start(1, reduce_once, "shared memory")
     assert not isinstance(two.outcome(1, AT_ONCE_S), Exception)

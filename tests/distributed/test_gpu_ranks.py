@@ -1,4 +1,4 @@
-"""NCCL, and ranks that share the one card. Skips itself where there is none."""
+"""NCCL, and ranks that share one GPU. These tests need a GPU."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ import torch
 from distributed.ranks import ADDRESS, Rank, Ranks
 from distributed.worker_tasks import new_worker, run_steps, shut_down, start_worker
 from tpengine.config import EngineConfig
+from tpengine.distributed.collectives import NcclCollectives
 from tpengine.distributed.parallel_state import ParallelState
 from tpengine.distributed.rendezvous import Meeting, RendezvousStore
-from tpengine.distributed.torch_groups import NcclCollectives
 from tpengine.messages import Rendezvous, StepOutput
 from tpengine.ops import library
 from tpengine.worker.gpu.graphs import CudaCapture, agree_on_graphs
@@ -30,7 +30,7 @@ CUDA = torch.device("cuda", 0)
 
 @pytest.fixture
 def nccl() -> Iterator[NcclCollectives]:
-    """A world of one."""
+    """A group of one rank."""
     store = RendezvousStore(ADDRESS)
     rendezvous = Rendezvous("nccl_test", 0, [ADDRESS], store.port, 30.0, 30.0)
     group = NcclCollectives(Meeting(0, rendezvous, store), CUDA, 30.0)
@@ -61,7 +61,7 @@ def test_a_graph_holds_exchanges(nccl: NcclCollectives) -> None:
 
     with torch.inference_mode():
         recorded = CudaCapture(CUDA)(run)
-        try:  # the group is not closed before the graph is gone
+        try:  # the graph must be deleted before the group is closed
             downloads = Downloads(CUDA, ParallelState(tp_size=2, collectives=nccl).wait_for)
             for value in (3.0, 5.0):
                 x.fill_(value)
@@ -83,7 +83,7 @@ def answers_of(answers: list[StepOutput]) -> list[list[int]]:
 
 
 def test_two_ranks_share_the_card(on_a_gpu: EngineConfig, two: Ranks) -> None:
-    """Sharded weights and caches on the kernels of a GPU; exchanges go through the host."""
+    """Sharded weights and caches on one GPU; exchanges go through the host."""
     state = Rank(0, 1)
     worker = state.kept["worker"] = Worker(on_a_gpu)
     worker.init_device()

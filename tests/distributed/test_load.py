@@ -1,4 +1,4 @@
-"""What ranks ask of a checkpoint, and what of it they hold."""
+"""Which bytes of a checkpoint the ranks read, and how many of them they hold."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ NAMES = (
     *("llama-biases", "mistral-window", "qwen2-tied", "qwen3-head-dim"),
     *("opt-before", "opt-after-projected", "bloom-8-heads"),
 )
-"""Of every family, with heads that four ranks divide."""
+"""One or more variants of every family, with heads that four ranks divide."""
 WHOLE = re.compile(
     r"norm|ln_f|(o_proj|out_proj|down_proj|fc2|dense|dense_4h_to_h)\.bias$"
     r"|embed_positions|project_(in|out)"
@@ -41,7 +41,7 @@ BIG = LlamaConfig(
     architectures=["LlamaForCausalLM"],
 )
 OVERHEAD_BYTES = 8 << 20
-"""Of code that runs for the first time, of the allocator, and of the last page of 2 MiB."""
+"""Memory of code that runs for the first time, of the allocator, and of the last 2 MiB page."""
 MIB = 1 << 20
 
 
@@ -58,7 +58,7 @@ def sizes_in(folder: Path) -> dict[str, int]:
 def test_ranks_ask_for_the_checkpoint_once(
     name: str, groups: dict[int, Ranks], tmp_path: Path
 ) -> None:
-    """All that ranks ask for is the checkpoint and, again, what they hold several times."""
+    """Together the ranks read the checkpoint once, and again only what several of them hold."""
     variant: Variant = next(variant for variant in VARIANTS if variant.name == name)
     variant.write(tmp_path / "model")
     config, sizes = model_config(tmp_path / "model"), sizes_in(tmp_path / "model")
@@ -104,11 +104,11 @@ def big_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.mark.parametrize("num_ranks", [2, 4])
 def test_no_rank_holds_more_than_its_share(num_ranks: int, big_folder: Path) -> None:
-    """Resident memory, not what the engine thinks: afterwards the share, and on the way at most the
-    largest tensor beside it."""
+    """Resident memory as the kernel counts it: the share after loading, and at most the share and
+    the largest tensor while loading."""
     config, sizes = model_config(big_folder), sizes_in(big_folder)
     whole, largest = sum(sizes.values()), max(sizes.values())
-    ranks = Ranks(num_ranks)  # of this test: what others freed and kept would be used again
+    ranks = Ranks(num_ranks)  # new processes: memory that another test freed would be used again
     try:
         reports = ranks.run(load, config)
     finally:

@@ -1,4 +1,4 @@
-"""Whom a rank names that could not connect, and what it keeps of the attempt: nothing."""
+"""A rank that cannot connect names the failed rank, and leaves no open descriptors."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import time
 
 import pytest
 
-from distributed.ranks import Rank, Ranks, Task, connect_whatever
+from distributed.ranks import Rank, Ranks, Task, connect_by_any_means
 from tpengine.distributed.rendezvous import Meeting
 from tpengine.errors import RendezvousError
 from tpengine.executor.diagnosis import RankFailure
@@ -19,10 +19,10 @@ FAILS_S = 10.0
 
 
 def connect_and_count(state: Rank, rendezvous: Rendezvous) -> tuple[int, RankFailure]:
-    """Descriptors that a connection leaves which fails, and how it does."""
+    """Returns the number of descriptors that a failed connection leaves open, and its failure."""
     before = len(os.listdir("/proc/self/fd"))
     try:
-        connect_whatever(state, rendezvous)
+        connect_by_any_means(state, rendezvous)
     except RendezvousError as error:
         failure = RankFailure.of(error, state.rank, "here", "connect", [])
     return len(os.listdir("/proc/self/fd")) - before, failure
@@ -33,7 +33,7 @@ def meet(state: Rank, rendezvous: Rendezvous) -> None:
 
 
 def say(state: Rank) -> None:
-    """More than once: the kernel takes what is sent first to a process that has just died."""
+    """Publishes more than once: the first message to a process that has just died may be sent."""
     for _ in range(5):
         state.kept["meeting"].publish("seen", b"1")
         time.sleep(0.05)
@@ -44,12 +44,12 @@ def listen(state: Rank) -> None:
 
 
 def give_up(state: Rank) -> str:
-    """For a reason of its own, which counts whether or not it can still be told."""
+    """Reports a failure of this rank; it must not raise even if rank 0 is gone."""
     state.kept["meeting"].fail("seen", ZeroDivisionError("no remainder"))
     return "told"
 
 
-def test_missing_rank_is_whose_fault_it_is(two: Ranks) -> None:
+def test_missing_rank_is_the_failed_rank(two: Ranks) -> None:
     two.start(0, connect_and_count, two.rendezvous(connect_timeout_s=1.0))
     num_left, failure = two.outcome(0, FAILS_S)
     assert num_left == 0, "a failed connection leaves descriptors"
@@ -58,8 +58,8 @@ def test_missing_rank_is_whose_fault_it_is(two: Ranks) -> None:
 
 
 @pytest.mark.parametrize("task", [say, listen])
-def test_rank_0_that_dies_is_whose_fault_it_is(task: Task, two: Ranks) -> None:
-    """Its store dies with it: the others hear of it as they speak or as they listen."""
+def test_rank_0_that_dies_is_the_failed_rank(task: Task, two: Ranks) -> None:
+    """The store dies with rank 0: the others fail when they publish or read."""
     two.start(1, meet, two.rendezvous(connect_timeout_s=5.0))
     assert two.outcome(1, FAILS_S) is None
     two.signal(0, signal.SIGKILL)

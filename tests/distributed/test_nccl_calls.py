@@ -1,4 +1,4 @@
-"""What NCCL is asked for, on a stand-in for torch's group: there is no card here."""
+"""The calls of NCCL, checked on a stand-in for torch's group, because tests have no GPU."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ import torch
 import torch.distributed as dist
 
 from distributed.ranks import ADDRESS
+from tpengine.distributed.collectives import NcclCollectives
 from tpengine.distributed.rendezvous import Meeting, RendezvousStore
-from tpengine.distributed.torch_groups import NcclCollectives
 from tpengine.errors import RendezvousError
 from tpengine.messages import Rendezvous
 
@@ -18,10 +18,10 @@ CPU = torch.device("cpu")
 
 
 class StandIn:
-    """Answers as a group of one, and notes each call with its asyncOp."""
+    """Answers like a group of one, and records each call with its asyncOp."""
 
     class Options:
-        """Of a real group; only its time limit is set."""
+        """Options of a real group; only the timeout is set."""
 
     calls: list[tuple[str, bool]]
     error: Exception | None = None
@@ -30,7 +30,7 @@ class StandIn:
         type(self).calls = []
 
     def _note(self, name: str, options: Any = None) -> None:
-        # As in the real group, whose calls take default options where they get none.
+        # A call without options uses the defaults, as in the real group.
         self.calls.append((name, True if options is None else options.asyncOp))
         if self.error is not None:
             raise self.error
@@ -57,7 +57,7 @@ def meeting(monkeypatch: pytest.MonkeyPatch) -> Meeting:
 
 
 def test_every_call_runs_on_the_current_stream(meeting: Meeting) -> None:
-    """Without a handle to wait for, which torch does not give then."""
+    """torch returns no handle for such calls, so nothing waits for one."""
     group = NcclCollectives(meeting, CPU, 5.0)
     x = torch.arange(6.0).view(2, 3)
     for answer in (group.all_reduce(x), group.all_gather(x), group.gather(x), group.broadcast(x)):
@@ -76,8 +76,8 @@ def test_a_group_that_does_not_connect_is_aborted(
     assert StandIn.calls[-1][0] == "abort"
 
 
-def test_a_fault_of_the_gpu_is_no_peers(meeting: Meeting, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A kernel that failed before shows at an exchange: the other ranks are not to blame."""
+def test_a_gpu_fault_is_not_a_lost_peer(meeting: Meeting, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A kernel that failed earlier is reported by the next exchange; no other rank has failed."""
     group = NcclCollectives(meeting, CPU, 5.0)
     fault = torch.AcceleratorError("CUDA error: an illegal memory access was encountered")
     fault.error_code = 700

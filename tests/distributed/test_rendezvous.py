@@ -1,4 +1,4 @@
-"""How ranks find each other, and what they are told when they do not."""
+"""How ranks connect, and the errors when they cannot."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from dataclasses import replace
 
 import pytest
 
-from distributed.ranks import Ranks, ask_for_too_much, connect_whatever, hide_shared_memory
+from distributed.ranks import Ranks, ask_for_too_much, connect_by_any_means, hide_shared_memory
 from tpengine.distributed.rendezvous import RendezvousStore, interface_of
 from tpengine.errors import RendezvousError, SharedMemoryError
 
@@ -33,7 +33,7 @@ def test_interface() -> None:
 def test_missing_rank_is_named(two: Ranks) -> None:
     rendezvous = two.rendezvous(connect_timeout_s=1.0)
     start = time.perf_counter()
-    two.start(0, connect_whatever, rendezvous)
+    two.start(0, connect_by_any_means, rendezvous)
     error = two.outcome(0)
     assert isinstance(error, RendezvousError)
     assert time.perf_counter() - start < 15
@@ -42,23 +42,23 @@ def test_missing_rank_is_named(two: Ranks) -> None:
 
 def test_store_that_is_not_there(two: Ranks) -> None:
     rendezvous = replace(two.rendezvous(connect_timeout_s=1.0), port=1)
-    two.start(1, connect_whatever, rendezvous)
+    two.start(1, connect_by_any_means, rendezvous)
     error = two.outcome(1)
     assert isinstance(error, RendezvousError)
     assert "cannot reach rank 0 at 127.0.0.1:1" in str(error)
 
 
 def test_gloo_where_memory_is_not_shared(two: Ranks) -> None:
-    """That addresses agree proves nothing."""
+    """Equal addresses do not prove that ranks share memory."""
     two.run(hide_shared_memory, 1)
-    assert two.run(connect_whatever, two.rendezvous()) == [
+    assert two.run(connect_by_any_means, two.rendezvous()) == [
         f"rank {rank} of 2 at 127.0.0.1 (interface lo) by gloo" for rank in (0, 1)
     ]
 
 
 def test_too_little_shared_memory_is_told_to_all(two: Ranks) -> None:
     two.run(ask_for_too_much, 1 << 44)
-    first, second = two.outcomes(connect_whatever, two.rendezvous())
+    first, second = two.outcomes(connect_by_any_means, two.rendezvous())
     assert isinstance(first, SharedMemoryError)
     assert isinstance(second, RendezvousError)
     for error in (first, second):

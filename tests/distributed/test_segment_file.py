@@ -1,4 +1,4 @@
-"""The file of a segment: allocated for good, and never left behind."""
+"""The file of a segment is fully allocated, and is always removed."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def test_found_by_its_token(tmp_path: Path) -> None:
 
 def test_sweep_removes_what_the_dead_left(dead_pid: int, tmp_path: Path) -> None:
     left = tmp_path / f"tpengine-engine-0-{dead_pid}-12345"
-    reused = tmp_path / f"tpengine-a-b-0-{os.getpid()}-1"  # this pid, but another start
+    reused = tmp_path / f"tpengine-a-b-0-{os.getpid()}-1"  # this process id, but another start time
     other = tmp_path / "tpengine-notes"
     for path in (left, reused, other):
         path.write_bytes(b"x")
@@ -64,7 +64,7 @@ def test_sweep_removes_what_the_dead_left(dead_pid: int, tmp_path: Path) -> None
 
 
 def test_sweep_does_not_wait_for_parents(tmp_path: Path) -> None:
-    """A killed rank is a process until Ray has asked how it ended."""
+    """A killed rank stays a zombie until its parent has read its exit status."""
     code = (
         "import os, pathlib, signal, sys\n"
         "from tpengine.distributed.shared_memory import SegmentFile\n"
@@ -82,7 +82,7 @@ def test_sweep_does_not_wait_for_parents(tmp_path: Path) -> None:
 
 
 def test_sweep_spares_what_is_in_use_elsewhere(dead_pid: int, tmp_path: Path) -> None:
-    """A creator in another process namespace looks dead, but holds its lock."""
+    """A creator in another process namespace looks dead here, but still holds its lock."""
     mine = SegmentFile("engine", 0, tmp_path)
     foreign = tmp_path / f"tpengine-engine-0-{dead_pid}-12345"
     mine.path.rename(foreign)

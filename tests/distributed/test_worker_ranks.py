@@ -1,4 +1,4 @@
-"""Workers in processes of their own: the same tokens as one rank, whatever the ranks divide."""
+"""Workers in separate processes give the same tokens as one rank."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def start(ranks: Ranks, config: EngineConfig) -> list[tuple[str, int]]:
 
 @pytest.fixture(scope="module")
 def alone(config: EngineConfig) -> tuple[int, list[StepOutput]]:
-    """Bytes of weights and answers of one rank."""
+    """Bytes of weights, and answers, of a group of one rank."""
     state = Rank(0, 1)
     worker = state.kept["worker"] = Worker(config)
     before = torch.get_num_threads()

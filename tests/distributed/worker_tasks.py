@@ -1,4 +1,4 @@
-"""What the ranks of `test_worker_ranks` do.
+"""The work of the ranks in `test_worker_ranks`.
 
 A file of its own, for a rank imports it with all that it needs.
 """
@@ -31,7 +31,7 @@ PARAMS = (
 
 
 def steps() -> Iterator[StepInput]:
-    """Three prompts, then decodes that carry no token: ranks feed on what they sampled."""
+    """Three prompts, then decodes without tokens: ranks use the tokens that they sampled."""
     generator = torch.Generator().manual_seed(1)
     sequences = []
     for slot, (length, params) in enumerate(zip(PROMPT_LENGTHS, PARAMS, strict=True)):
@@ -70,7 +70,7 @@ def run_steps(state: Rank) -> list[StepOutput]:
 
 
 def ledger_with_free_memory(state: Rank, free_bytes: int) -> MemoryLedger:
-    """What the rank accounts for while the machine has this much free."""
+    """The rank's memory ledger if the machine has this much free memory."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(memory, "cpu_free_bytes", lambda: free_bytes)
         ledger: MemoryLedger = state.kept["worker"].profile_num_available_blocks()

@@ -1,4 +1,4 @@
-"""Each variant's folder, oracle and prompts, made once."""
+"""Folder, oracle and prompts of each variant, made once per session."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ from support.oracle import MIN_MARGIN, Oracle
 from families.variants import VOCAB_SIZE, Variant
 
 PROMPT_LENGTHS = (300, 70, 19, 1)
-"""The longest first: with a small cache it then has to share."""
+"""The longest prompt comes first, so that it has to share a small cache."""
 NUM_CANDIDATES = 4
 
 
 @dataclass(frozen=True)
 class Subject:
-    """A variant on disk with its oracle and prompts that are no matter of rounding."""
+    """A variant on disk, with its oracle and prompts whose answers do not depend on rounding."""
 
     variant: Variant
     folder: Path
@@ -36,7 +36,7 @@ class Subjects:
         self._subjects: dict[str, Subject] = {}
 
     def folder(self, variant: Variant) -> Path:
-        """Where the variant lies; tests must not change it."""
+        """Folder of the variant; tests must not change it."""
         folder = self._root / variant.name
         if not folder.exists():
             variant.write(folder)
@@ -53,8 +53,8 @@ class Subjects:
 
 
 def _clear_prompt(oracle: Oracle, length: int, rng: random.Random) -> list[int]:
-    """The first of some random prompts whose answer has no near-tie; computed together, which is
-    as fast as one."""
+    """Returns the first random prompt whose answer has no near-tie. All are computed as one batch,
+    which is as fast as one prompt."""
     for _ in range(5):
         candidates = [
             [rng.randrange(3, VOCAB_SIZE) for _ in range(length)] for _ in range(NUM_CANDIDATES)
@@ -72,7 +72,7 @@ def subjects(tmp_path_factory: pytest.TempPathFactory) -> Subjects:
 
 @pytest.fixture(autouse=True)
 def _one_thread(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Threads that wait for each other on shared cores make small models ten times slower."""
+    """Uses one thread: threads that wait for each other make small models ten times slower."""
     monkeypatch.setenv("TPENGINE_NUM_THREADS", "1")
     before = torch.get_num_threads()
     torch.set_num_threads(1)

@@ -1,4 +1,4 @@
-"""Checkpoints as they lie about: pickled ones, bare models, tied weights that are there twice."""
+"""Forms of checkpoints: pickled files, bare models, tied weights that are stored twice."""
 
 from __future__ import annotations
 

@@ -21,7 +21,7 @@ from tpengine.executor.local_executor import LocalExecutor
 BLOCK_SIZE = 16
 LONGEST = max(PROMPT_LENGTHS) + NUM_OUTPUT_TOKENS
 JUST_ONE = -(-LONGEST // BLOCK_SIZE) + 1
-"""Blocks that hold the longest sequence and hardly anything beside it."""
+"""Blocks that hold the longest sequence and only a few more tokens."""
 CHUNK = 16
 
 all_variants = pytest.mark.parametrize("variant", VARIANTS, ids=lambda variant: variant.name)
@@ -30,7 +30,7 @@ all_variants = pytest.mark.parametrize("variant", VARIANTS, ids=lambda variant: 
 def generate(
     subject: Subject, tp_size: int = 1, logprobs: int | None = None, **args: Any
 ) -> list[Any]:
-    """Answers to all prompts at once, from an engine of its own."""
+    """Answers to all prompts in one batch, from a new engine."""
     engine_args = EngineArgs(
         model=str(subject.folder),
         dtype="float32",
@@ -67,12 +67,12 @@ def assert_equal_to_oracle(subject: Subject, outputs: list[Any]) -> None:
 
 @all_variants
 def test_oracle_could_tell(variant: Variant, subjects: Subjects, tmp_path: Path) -> None:
-    """A wrong engine could not pass: answers vary, depend on early tokens, and on what the variant
-    is there for."""
+    """A wrong engine cannot pass: answers vary, and depend on early tokens and on the variant's
+    special field."""
     subject = subjects(variant)
     answers = subject.oracle.answers(subject.prompts)
     assert len({token for answer in answers for token in answer.token_ids}) >= 20
-    # Where every layer has a window, a long prompt's early tokens are out of reach.
+    # If every layer has a window, the last token does not see a long prompt's early tokens.
     all_windowed = "sliding_window" in variant.ablation
     early = PROMPT_LENGTHS.index(19) if all_windowed else 0
     changed = list(subject.prompts[early])
@@ -123,9 +123,9 @@ SHARDED = [(v, tp) for tp in (2, 4) for v in VARIANTS if _divides(v, tp)]
 
 @pytest.mark.parametrize(("variant", "tp_size"), SHARDED, ids=lambda v: getattr(v, "name", str(v)))
 def test_sharded(variant: Variant, tp_size: int, subjects: Subjects) -> None:
-    """Also: every rank samples the same tokens (the executor compares them)."""
+    """Every rank samples the same tokens, too (the executor compares them)."""
     subject = subjects(variant)
-    # The longest prompt adds nothing that ranks could get wrong.
+    # Without the longest prompt, which tests nothing about ranks.
     subject = replace(subject, prompts=subject.prompts[1:])
     outputs = generate(subject, tp_size, logprobs=3)
     assert_equal_to_oracle(subject, outputs)
@@ -155,8 +155,8 @@ def test_on_a_gpus_way(
 
 
 def test_ranks_on_a_gpus_way(subjects: Subjects, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Graphs with sums inside, and steps begun early, at all ranks alike: otherwise one of them
-    would wait for the others in another place."""
+    """Graphs that contain sums, and steps that begin early. All ranks must do the same, or one of
+    them waits for the others in a different exchange."""
     walk = walk_the_gpus_way(monkeypatch)
     subject = subjects(next(variant for variant in VARIANTS if _divides(variant, 2)))
     args = {"max_num_batched_tokens": 3 * CHUNK, "num_device_blocks_override": JUST_ONE + 1}

@@ -16,7 +16,7 @@ pytestmark = pytest.mark.skipif(
 
 @pytest.mark.parametrize("variant", VARIANTS, ids=lambda variant: variant.name)
 def test_recorded(variant: Variant, subjects: Subjects) -> None:
-    """So that `test_greedy` compares recorded steps with transformers."""
+    """This makes `test_greedy` compare recorded steps with transformers."""
     args = EngineArgs(
         str(subjects.folder(variant)),
         dtype="float32",

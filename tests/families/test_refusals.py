@@ -1,4 +1,4 @@
-"""What a configuration asks for and a family does not do is refused, by field and value."""
+"""A configuration with an unsupported field is refused with an error that names field and value."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ BY_NAME = {variant.name: variant for variant in VARIANTS}
 
 
 def load(folder: Path, **args: Any) -> None:
-    """Builds and fills the model, as an engine would."""
+    """Builds and fills the model like an engine."""
     args = {"dtype": "float32", "device": "cpu", "max_model_len": LONGEST, **args}
     config = EngineArgs(model=str(folder), **args).create_engine_config("cpu")
     worker = Worker(config)
@@ -61,7 +61,7 @@ def test_field_is_refused(
 ) -> None:
     folder = tmp_path / "model"
     shutil.copytree(subjects.folder(BY_NAME[name]), folder)
-    load(folder)  # as it is, it can be loaded
+    load(folder)  # without the change it loads
     edit_json(folder / "config.json", lambda config: config.update({field: value}))
     # transformers may refuse a value itself, while it reads the configuration
     with pytest.raises((ConfigError, ModelLoadError)) as error:

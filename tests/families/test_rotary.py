@@ -11,8 +11,8 @@ from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 from transformers.models.bloom.modeling_bloom import build_alibi_tensor
 
 from tpengine.errors import ConfigError
-from tpengine.layers.alibi import alibi_slopes
 from tpengine.layers.rotary import build_cos_sin_cache
+from tpengine.models.bloom import alibi_slopes
 
 HEAD_DIM = 96
 LONGEST = 256

@@ -1,5 +1,4 @@
-"""After the last layer's attention only the tokens that are looked at go on, and nothing that is
-computed of them changes."""
+"""After the last layer's attention only the wanted tokens are computed, with the same results."""
 
 from __future__ import annotations
 
@@ -55,7 +54,7 @@ def test_bits_and_work(variant: Variant, subjects: Subjects) -> None:
 MIXED: dict[str, tuple[list[tuple[int, dict[str, Any]]], list[int]]] = {
     "prompts": ([(5, {}), (9, {})], [2, 2]),
     "chunks": ([(40, {})], [1, 1, 1, 1]),
-    "decodes beside chunks": ([(5, {"max_tokens": 5}), (30, {})], [1, 1, 2, 2, 1]),
+    "decodes and chunks": ([(5, {"max_tokens": 5}), (30, {})], [1, 1, 2, 2, 1]),
     "log probabilities of a prompt": ([(5, {"prompt_logprobs": 1}), (9, {})], [14, 2]),
     "several sequences of a prompt": ([(5, {"n": 2}), (9, {})], [14, 3]),
 }
@@ -90,14 +89,14 @@ def test_rows_of_mixed_steps(name: str, subjects: Subjects) -> None:
 
 
 def clear(caches: list[KVCache]) -> None:
-    """The two blocks in use; slots that are never written may hold anything otherwise."""
+    """The two blocks in use, zeroed, because slots that are never written may hold any value."""
     for pair in caches:
         for x in pair:
             x[:2].zero_()
 
 
 def prefill_metadata() -> AttentionMetadata:
-    """Both prompts as one step, a block each."""
+    """Both prompts as one step, with one block each."""
     positions = [p for length in PROMPT_LENGTHS for p in range(length)]
     slots = [BLOCK_SIZE * i + p for i, n in enumerate(PROMPT_LENGTHS) for p in range(n)]
     starts = [0, PROMPT_LENGTHS[0], sum(PROMPT_LENGTHS)]
@@ -112,7 +111,7 @@ def prefill_metadata() -> AttentionMetadata:
 
 
 def count_rows(model: Any, rows: list[int]) -> None:
-    """Notes how many rows reach the last layer's MLP."""
+    """Records how many rows reach the last layer's MLP."""
     layer = (model.h if hasattr(model, "h") else model.layers)[-1]
     mlp = getattr(layer, "mlp", None)
     linear = next(

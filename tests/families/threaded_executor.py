@@ -1,4 +1,4 @@
-"""Several ranks in one process, a thread each: sharding without a cluster."""
+"""A group of ranks in one process, one thread each: sharding without a cluster."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _TIMEOUT_S = 60.0
 
 
 class _Meeting:
-    """Where the ranks' tensors lie while they are exchanged."""
+    """Holds the ranks' tensors during an exchange."""
 
     def __init__(self, tp_size: int) -> None:
         self.barrier = threading.Barrier(tp_size, timeout=_TIMEOUT_S)
@@ -30,12 +30,12 @@ class _Meeting:
         self.tensors[rank] = x
         self.barrier.wait()
         joined = join(self.tensors)
-        self.barrier.wait()  # nobody overwrites before all have read
+        self.barrier.wait()  # all have read before any rank overwrites
         return joined
 
 
 class ThreadCollectives:
-    """Collectives of one rank; sums are taken in rank order, so that all get the same."""
+    """Collectives of one rank; sums are in rank order, so that all ranks get the same bits."""
 
     can_be_recorded = True
 
@@ -64,7 +64,7 @@ class ThreadCollectives:
 
 
 class ThreadedExecutor(Executor):
-    """A worker per rank, each in its own thread.
+    """One worker per rank, each in its own thread.
 
     Attributes:
         workers: by rank.
@@ -83,7 +83,7 @@ class ThreadedExecutor(Executor):
             try:
                 return getattr(worker, method)(*args, **kwargs)
             except BaseException:
-                self._meeting.barrier.abort()  # the others must not wait for this one
+                self._meeting.barrier.abort()  # otherwise the others wait for this rank
                 raise
 
         futures = [self._pool.submit(call, worker) for worker in self.workers]

@@ -1,4 +1,4 @@
-"""Small random models of every family, one for each thing that a configuration can ask for.
+"""Small random models of every family, one for each feature that a configuration can enable.
 
 Weights are large, norms are not one and biases are not zero, so that every part matters.
 """
@@ -16,7 +16,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 WINDOW = 24
 VOCAB_SIZE = 319
-"""Divisible by no number of ranks."""
+"""Not divisible by 2, 3 or 4."""
 MAX_POSITIONS = 448
 _COMMON = {
     "vocab_size": VOCAB_SIZE,
@@ -62,7 +62,7 @@ class Variant:
     """One model.
 
     Attributes:
-        config: fields of its configuration beside the common ones.
+        config: fields of its configuration in addition to the common ones.
         ablation: fields of `config.json` without which the oracle must answer otherwise: proof
             that the variant's point acts; empty where it is no field that can be taken away.
         old_spelling: writes the rope fields as transformers 4 did, the kind under this key.
@@ -89,7 +89,7 @@ class Variant:
                     elif "norm" in name or "ln_f" in name:
                         parameter.uniform_(0.5, 1.5)
                     elif name == "lm_head.weight" and not config.tie_word_embeddings:
-                        parameter.mul_(3.0)  # logits further apart: fewer near-ties
+                        parameter.mul_(3.0)  # larger differences of logits: fewer near-ties
         model.save_pretrained(folder)
         if self.old_spelling is not None:
             edit_json(folder / "config.json", self._spell_old)
@@ -185,7 +185,7 @@ VARIANTS = [
         head_dim=32,
     ),
     _opt("before", {"do_layer_norm_before": False}),
-    # Larger biases would drown the tokens: nothing after the last norm brings them back.
+    # Larger biases would make the logits independent of the tokens.
     _opt("after-projected", word_embed_proj_dim=80, do_layer_norm_before=False, bias_std=0.05),
     _opt("no-final-norm", {"_remove_final_layer_norm": False}, _remove_final_layer_norm=True),
     _opt(

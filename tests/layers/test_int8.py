@@ -1,4 +1,5 @@
-"""Models with 8-bit linear layers, against transformers with weights and inputs rounded alike."""
+"""Models with 8-bit linear layers, against transformers with the same rounding of weights and
+inputs."""
 
 from __future__ import annotations
 
@@ -32,18 +33,18 @@ SPECS = {
 }
 SPLIT_OVER_INPUTS = ("o_proj", "down_proj")
 BOUND = 0.02
-"""Largest `difference` from the rounded model. Not 0: a value halfway between two steps may be
-rounded either way, after sums in another order."""
+"""Largest `difference` from the rounded model. It is above 0, because sums in another order may
+round a value halfway between two steps to the other step."""
 
 
 def round_rows(values: torch.Tensor) -> torch.Tensor:
-    """Each row in steps of its largest magnitude / 127."""
+    """Rounds each row to steps of its largest magnitude / 127."""
     scales = values.abs().amax(dim=-1, keepdim=True).clamp(min=1e-30) / 127
     return (values / scales).round() * scales
 
 
 def round_parts(values: torch.Tensor, num_parts: int) -> torch.Tensor:
-    """The same for each of several equal parts of a row."""
+    """Rounds each of `count` equal parts of a row like `rounded`."""
     return torch.cat([round_rows(part) for part in values.chunk(num_parts, dim=-1)], dim=-1)
 
 
@@ -76,7 +77,7 @@ def logits_of(model: Any) -> torch.Tensor:
 
 
 def int8_logits(folder: Path, parallel: ParallelState) -> torch.Tensor:
-    """Ours, of the same tokens."""
+    """tpengine's logits of the same tokens, `[num_tokens, vocab_size]`."""
     args = EngineArgs(str(folder), dtype="float32", quantization="int8")
     config = args.create_engine_config("cpu").model
     model = load_model(config, Weights(torch.float32, CPU, parallel, config.quantization))
@@ -92,7 +93,7 @@ def int8_logits(folder: Path, parallel: ParallelState) -> torch.Tensor:
 
 
 def difference(logits: torch.Tensor, expected: torch.Tensor) -> float:
-    """Root of the mean square, by the spread of the expected logits."""
+    """Root of the mean square difference, divided by the spread of the expected logits."""
     return float((logits - expected).square().mean().sqrt() / expected.std())
 
 

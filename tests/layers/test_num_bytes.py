@@ -1,4 +1,4 @@
-"""The bytes that a model says it takes, on which the size of the KV cache is based."""
+"""The bytes that a model reports, from which the size of the KV cache is computed."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ from support.zoo import PLAIN
 
 from tpengine.distributed.parallel_state import ParallelState
 from tpengine.engine_args import EngineArgs
-from tpengine.layers.alibi import rank_alibi_slopes
 from tpengine.layers.linear import ReplicatedLinear
 from tpengine.layers.weights import Weights
+from tpengine.models.bloom import rank_alibi_slopes
 from tpengine.models.loader import load_model
 
 CPU = torch.device("cpu")

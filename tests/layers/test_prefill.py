@@ -1,18 +1,27 @@
-"""Prompts' attention by libraries: the one that takes everything, and who is chosen when."""
+"""Attention of prompts by libraries: the one that supports everything, and which is chosen."""
 
 from __future__ import annotations
 
 import sys
+from types import ModuleType
 from typing import Any
 
 import pytest
 import torch
 
 from tpengine.errors import ConfigError
-from tpengine.layers import prefill, prefill_choice
-from tpengine.layers.gpu_attention import DecodePlans, group_rows
-from tpengine.layers.prefill import SdpaBackend, make_chunks
-from tpengine.layers.prefill_choice import PrefillShape, choose_backend
+from tpengine.layers import gpu_attention
+from tpengine.layers.gpu_attention import (
+    BACKENDS,
+    AttentionRule,
+    DecodePlans,
+    PrefillShape,
+    SdpaBackend,
+    XformersBackend,
+    choose_backend,
+    group_rows,
+    make_chunks,
+)
 from tpengine.ops import reference
 from tpengine.ops.attention import DecodePlan
 
@@ -41,8 +50,8 @@ def test_sdpa_equals_the_reference(
     slopes: bool,
     slice_elements: int,
 ) -> None:
-    """Rows with and without context, in one piece and in slices of few queries."""
-    monkeypatch.setattr(prefill, "_MASK_ELEMENTS", slice_elements)
+    """Rows with and without context, whole and in slices of few queries."""
+    monkeypatch.setattr(gpu_attention, "_MASK_ELEMENTS", slice_elements)
     gen = torch.Generator().manual_seed(heads)
     query_lens, key_lens, head_dim, block_size = [9, 4, 20], [9, 30, 21], 16, 8
     q = torch.randn(sum(query_lens), heads, head_dim, generator=gen)
@@ -59,12 +68,12 @@ def test_sdpa_equals_the_reference(
         torch.cat([cache[table[i].long()].flatten(0, 1)[:n] for i, n in enumerate(key_lens)])
         for cache in caches
     )
-    found = SdpaBackend().forward(q, k, v, chunks, 0.25, window, gradient)
+    found = SdpaBackend().forward(q, k, v, chunks, AttentionRule(0.25, window, gradient))
     torch.testing.assert_close(found, expected, atol=1e-5, rtol=1e-5)
 
 
-def test_auto_takes_the_first_that_works() -> None:
-    """Here xformers is absent, and torch's varlen kernel has no CPU form."""
+def test_auto_chooses_the_first_that_works() -> None:
+    """On this CPU: xformers is absent, and torch's varlen kernel has no CPU form."""
     for one in (shape(), shape(window=40), shape(slopes=True), shape(dtype=torch.float32)):
         assert choose_backend("auto", one, CPU).name == "sdpa"
 
@@ -89,18 +98,18 @@ def test_a_forced_backend_says_what_is_missing(
 
 
 class TopLeft(SdpaBackend):
-    """A library whose causal masks are aligned with the other corner."""
+    """A library that aligns causal masks with the top left corner."""
 
-    def forward(self, q: Any, k: Any, v: Any, chunks: Any, *options: Any) -> torch.Tensor:
+    def forward(self, q: Any, k: Any, v: Any, chunks: Any, rule: AttentionRule) -> torch.Tensor:
         moved = make_chunks(chunks.query_lens, chunks.query_lens, CPU)
-        return super().forward(q, k, v, moved, *options)
+        return super().forward(q, k, v, moved, rule)
 
 
-def test_a_library_that_computes_something_else_is_not_taken(
+def test_a_library_with_wrong_results_is_not_chosen(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setitem(prefill_choice._BACKENDS, "xformers", TopLeft)
-    monkeypatch.setitem(prefill_choice._BACKENDS, "varlen", SdpaBackend)
+    monkeypatch.setitem(BACKENDS, "xformers", TopLeft)
+    monkeypatch.setitem(BACKENDS, "varlen", SdpaBackend)
     assert choose_backend("auto", shape(), CPU).name == "sdpa"
     with pytest.raises(ConfigError, match="its results are wrong here"):
         choose_backend("xformers", shape(), CPU)
@@ -119,7 +128,7 @@ def test_libraries_on_a_gpu(backend: str, window: int | None, heads: int, kv_hea
 
 
 def test_xformers_is_asked_for_the_right_mask(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its masks by their names and lengths, and K and V that a group of heads shares."""
+    """The masks with their lengths, and K and V repeated for a group of heads without a copy."""
     calls: list[tuple[str, Any]] = []
 
     class Mask:
@@ -150,13 +159,16 @@ def test_xformers_is_asked_for_the_right_mask(monkeypatch: pytest.MonkeyPatch) -
         calls.append((options["attn_bias"], tuple(q.shape), tuple(k.shape), k.stride(3)))
         return q.clone()
 
-    backend = prefill.XformersBackend.__new__(prefill.XformersBackend)
-    backend._attend, backend._masks = attend, Masks
+    ops, fmha = ModuleType("xformers.ops"), ModuleType("xformers.ops.fmha")
+    ops.memory_efficient_attention_forward, fmha.attn_bias = attend, Masks
+    for module in (ModuleType("xformers"), ops, fmha):
+        monkeypatch.setitem(sys.modules, module.__name__, module)
+    backend = XformersBackend()
     q, k = torch.randn(5, 4, 8), torch.randn(9, 2, 8)
     with_context = make_chunks([2, 3], [5, 4], CPU)
-    assert torch.equal(backend.forward(q, k, k, with_context, 1.0), q)
-    backend.forward(q, k, k, with_context, 1.0, 7)
-    backend.forward(q, k[:5], k[:5], make_chunks([2, 3], [2, 3], CPU), 1.0)
+    assert torch.equal(backend.forward(q, k, k, with_context, AttentionRule(1.0)), q)
+    backend.forward(q, k, k, with_context, AttentionRule(1.0, 7))
+    backend.forward(q, k[:5], k[:5], make_chunks([2, 3], [2, 3], CPU), AttentionRule(1.0))
     assert [call[0] for call in calls] == [
         ("bottom right", ([2, 3], [5, 4])),
         ("window 7", ([2, 3], [5, 4])),

@@ -1,4 +1,4 @@
-"""Ranks of 2 and 4 in one process, loaded from one folder, together give what one rank gives."""
+"""Groups of 2 and 4 ranks in one process give the same logits as one rank."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ def prefill_metadata(prompts: tuple[list[int], ...]) -> AttentionMetadata:
 
 
 def decode_metadata(prompts: tuple[list[int], ...]) -> AttentionMetadata:
-    """The step after: one more token of each."""
+    """The next step: one more token of each sequence."""
     lengths = [len(prompt) for prompt in prompts]
     return AttentionMetadata(
         positions=tensor(lengths),
@@ -123,7 +123,7 @@ def test_logits_of_ranks_equal_the_whole(models: ModelShop, name: str, tp_size: 
 
 
 def test_workers_of_two_ranks_step_like_the_oracle(models: ModelShop) -> None:
-    """The worker's whole life on each rank: load, profile, cache, prefill in chunks, decode."""
+    """All calls of a worker on each rank: load, profile, cache, prefill in chunks, decode."""
     folder = models.folder(SHARDED["kv heads replicated"])
     oracle = models.oracle(folder)
     prompt = oracle.prompts([21], seed=6)[0]
@@ -156,7 +156,7 @@ def test_workers_of_two_ranks_step_like_the_oracle(models: ModelShop) -> None:
 
 
 class OwnPart:
-    """Stands for the other ranks where only what this one contributes is looked at."""
+    """Replaces the other ranks in a test that reads only this rank's contribution."""
 
     def all_reduce(self, x: torch.Tensor) -> torch.Tensor:
         return x
@@ -165,7 +165,7 @@ class OwnPart:
 @pytest.mark.parametrize("tp_size", [1, 2, 4])
 @pytest.mark.parametrize("bias", [False, True])
 def test_row_parallel_parts_add_up(tp_size: int, bias: bool) -> None:
-    """What each rank contributes to the sum is its columns' share, and the bias comes once."""
+    """Each rank adds the product of its own columns, and only one rank adds the bias."""
     generator = torch.Generator().manual_seed(0)
     weight = torch.randn(24, 32, generator=generator)
     bias_vector = torch.randn(24, generator=generator)

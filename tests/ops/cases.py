@@ -1,4 +1,4 @@
-"""Random paged caches, full of NaN wherever no token lives, and dense attention in float64."""
+"""Random paged caches with NaN in every unused slot, and dense attention in float64."""
 
 from __future__ import annotations
 
@@ -21,12 +21,23 @@ ATTENTION_BOUND = {torch.float32: 3e-6, torch.bfloat16: 4e-3}
 
 
 @contextmanager
+def use_cpu_isa(name: str) -> Iterator[None]:
+    """Within the block, the CPU kernels use the instruction set `name`."""
+    before = library.cpu_isa()
+    library.set_cpu_isa(name)
+    try:
+        yield
+    finally:
+        library.set_cpu_isa(before)
+
+
+@contextmanager
 def backend(name: str) -> Iterator[Callable[[str], Callable[..., None]]]:
     """Looks ops up by name: the plain-torch reference, or the kernels of an instruction set."""
     if name == "reference":
         yield library.reference_of
         return
-    with library.use_cpu_isa(name):
+    with use_cpu_isa(name):
         yield lambda op: getattr(torch.ops.tpengine, op).default
 
 
@@ -73,7 +84,7 @@ class PagedCase:
 
 
 def place(case: PagedCase, seq: int, position: int) -> None:
-    """Puts one token into the caches, by the layout's definition."""
+    """Writes one token into the caches, by the definition of the layout."""
     block = int(case.block_table[seq, position // case.block_size])
     offset = position % case.block_size
     k, v = case.k[seq][position], case.v[seq][position]
@@ -101,7 +112,7 @@ def make_case(
         device_layout, dtype, num_blocks, block_size, num_kv_heads, head_dim
     )
     free = torch.randperm(num_blocks, generator=gen).tolist()
-    # Entries past a sequence's blocks must never be followed.
+    # Entries after a sequence's blocks must never be read.
     table = torch.full((len(lengths), max(counts) + 1), 2**30, dtype=torch.int32)
     for seq, count in enumerate(counts):
         for i in range(count):
@@ -129,7 +140,7 @@ def dense_attention(
     alibi_slopes: Tensor | None = None,
     sliding_window: int | None = None,
 ) -> Tensor:
-    """Attention written out per query and head, in float64, from the dense K and V."""
+    """Attention per query and head, in float64, from the dense K and V."""
     out = torch.zeros(q.shape, dtype=torch.float64, device=q.device)
     group = q.shape[1] // case.k[0].shape[1]
     row = 0

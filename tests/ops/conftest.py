@@ -9,6 +9,6 @@ from .cases import threads
 
 @pytest.fixture(autouse=True)
 def _one_thread() -> Iterator[None]:
-    """Small tensors are quicker so; what threads do is tested where `threads` is called."""
+    """Uses one thread, which is faster for small tensors; tests of threads call `threads`."""
     with threads(1):
         yield

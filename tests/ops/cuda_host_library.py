@@ -52,12 +52,12 @@ def set_schedule(library: ctypes.CDLL, seed: int) -> None:
 
 
 FAR_BLOCKS = 3_000_000
-"""How far from the beginning of an imagined cache the blocks of a test lie: its offsets in elements
-and bytes do not fit into 32 bits."""
+"""Distance of a test's blocks from the beginning of an imagined cache; offsets in elements and
+bytes do not fit into 32 bits."""
 
 
 def far_pointer(cache: torch.Tensor) -> int:
-    """Where a cache would begin of which `cache` holds blocks `FAR_BLOCKS` and after."""
+    """Address at which a cache would begin whose blocks from `FAR_BLOCKS` on are in `cache`."""
     offset = FAR_BLOCKS * cache.stride(0)
     assert offset >= 1 << 32
     return cache.data_ptr() - offset * cache.element_size()

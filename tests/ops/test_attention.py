@@ -138,7 +138,7 @@ def _decode(case: PagedCase, q: torch.Tensor, window: int | None) -> torch.Tenso
 
 @pytest.mark.parametrize(("name", "dtype"), list(itertools.product(ISAS, DTYPES)), ids=str)
 def test_a_sequence_is_the_same_alone_and_in_a_crowd(name: str, dtype: torch.dtype) -> None:
-    """Bit for bit, whatever the neighbours, the threads, and how the prompt was cut."""
+    """The same bits with other neighbours, other threads, and other chunks of the prompt."""
     gen = generator(3)
     lengths = [2300, 40, 1030, 300, 17, 1, 512]
     case = make_case(lengths, 2, 64, dtype, gen)

@@ -1,4 +1,4 @@
-"""Every op on a GPU, held against plain torch on the same inputs, with NaN in every unused slot.
+"""Every op on a GPU, against plain torch on the same inputs, with NaN in every unused slot.
 
 Skips itself where there is no GPU or no CUDA library.
 """
@@ -33,7 +33,7 @@ def _to(*tensors: Tensor) -> list[Tensor]:
 
 
 def _on_gpu(view: Tensor) -> Tensor:
-    """The same view of a copy of its whole storage: strides and neighbours stay."""
+    """The same view of a copy of its whole storage, with the same strides and neighbours."""
     base = view._base if view._base is not None else view
     return base.to(CUDA).as_strided(view.shape, view.stride(), view.storage_offset())
 
@@ -79,7 +79,7 @@ def test_decode(kind: str, head_dim: int, group: int) -> None:
         caches, scales = tuple(c.to(FP8) for c in caches), (K_SCALE, V_SCALE)
         case.k = [k.to(FP8).double() * K_SCALE for k in case.k]
         case.v = [v.to(FP8).double() * V_SCALE for v in case.v]
-    # Plain arithmetic on the card: in float64 on the host these cases would take minutes.
+    # Plain arithmetic on the GPU, because float64 on the host would take minutes.
     case.k, case.v, q = _to(*case.k), _to(*case.v), _on_gpu(q)
     k_cache, v_cache, table, seq_lens = _to(*caches, case.block_table, case.seq_lens)
     plan = attention.make_decode_plan(CUDA, 40, 2 * group, 2, head_dim, caches[0].dtype)
@@ -114,7 +114,7 @@ def test_plan_agrees_with_the_reference() -> None:
 
 
 def test_decode_in_a_graph_and_on_a_side_stream() -> None:
-    """Lengths change between replays: nothing of a plan is on the host."""
+    """Lengths change between replays, because no part of a plan is on the host."""
     gen = generator(0)
     case = make_case([700] * 4, 2, 128, torch.bfloat16, gen, device_layout="cuda")
     q = case.queries(8, [1] * 4, gen).contiguous()

@@ -60,7 +60,7 @@ def kernels() -> ctypes.CDLL:
 
 
 class Problem:
-    """A batch with its float64 answer; caches and outputs are full of NaN where nothing lives."""
+    """A batch with its float64 answer; unused parts of caches and outputs are NaN."""
 
     def __init__(
         self, lengths: list[int], num_heads: int, num_kv_heads: int, head_dim: int,
@@ -132,7 +132,7 @@ class Problem:
 
 
 def check(problem: Problem, out: Tensor) -> None:
-    """That an output is near the float64 answer, and zero where there is nothing to attend to."""
+    """Checks that an output is near the float64 answer, and zero for an empty sequence."""
     error = relative_error(out, problem.expected)
     assert error < max(BOUND[problem.dtype], 4e-3 if problem.fp8 else 0.0)
     empty = problem.case.seq_lens == 0

@@ -1,4 +1,4 @@
-"""Whom the launchers blame for CUDA's errors, and what is made of it."""
+"""Which operation the launchers name for an error of CUDA, and the error of the engine."""
 
 from __future__ import annotations
 

@@ -13,7 +13,7 @@ pytestmark = needs_compiler
 
 
 def _run(program: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
-    # What leaks is the stand-in's; the stacks of its fibers are none that the sanitizer knows.
+    # Leaks belong to the stand-in, and the sanitizer does not know the stacks of its fibers.
     environment = {**os.environ, "ASAN_OPTIONS": "detect_leaks=0"}
     return subprocess.run(
         [str(program), *arguments],

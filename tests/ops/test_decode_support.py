@@ -1,4 +1,4 @@
-"""What a GPU's attention refuses at start-up, and the parts of its ops that need no GPU."""
+"""The models that attention on a GPU refuses at start-up, and parts of its ops without a GPU."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ def test_a_plan_without_the_cuda_library_says_how_to_get_it() -> None:
 
 
 def test_a_plan_where_cuda_fails_says_what_it_needs(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As on a machine without a driver, where torch knows no card's name either."""
+    """Like a machine without a driver, on which torch has no name of a GPU."""
 
     def no_driver(*_: object) -> None:
         raise RuntimeError("Found no NVIDIA driver on your system.")

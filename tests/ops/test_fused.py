@@ -79,7 +79,7 @@ def _layer_norm(
 @pytest.mark.parametrize("size", SIZES)
 @pytest.mark.parametrize(("name", "dtype"), NAMES, ids=str)
 def test_layer_norm(name: str, dtype: torch.dtype, size: int, given: str) -> None:
-    """Of rows that lie apart and far from zero, where a difference of sums would be off."""
+    """Strided rows far from zero, for which a difference of sums would be inexact."""
     gen = generator(size)
     wide = torch.full((33, size + 3), float("nan"), dtype=dtype)
     wide[:, 2 : 2 + size] = torch.randn(33, size, generator=gen) * 3 + 50
@@ -90,7 +90,7 @@ def test_layer_norm(name: str, dtype: torch.dtype, size: int, given: str) -> Non
     with backend(name) as op:
         op("layer_norm")(out, x, weight, bias, 1e-5)
         expected = _layer_norm(x, weight, bias, 1e-5)
-        # What the differences from the mean can be known to, in float32.
+        # The precision of differences from the mean in float32.
         largest = 1.0 if weight is None else float(weight.abs().max())
         spread = float((x.double().var(-1, unbiased=False) + 1e-5).sqrt().min())
         allowed = 1.2e-7 * float(x.abs().max()) / spread * largest
@@ -147,7 +147,7 @@ PLAIN_ACTIVATIONS = {
 @pytest.mark.parametrize("activation", PLAIN_ACTIVATIONS)
 @pytest.mark.parametrize(("name", "dtype"), NAMES, ids=str)
 def test_plain_activations(name: str, dtype: torch.dtype, activation: str, size: int) -> None:
-    """In place, on rows that lie apart."""
+    """In place, on strided rows."""
     gen = generator(size)
     wide = torch.full((17, size + 3), float("nan"), dtype=dtype)
     x = wide[:, 2 : 2 + size]
@@ -218,7 +218,7 @@ def test_rotary_embedding(name: str, dtype: torch.dtype, is_neox: bool, rotary_d
 
 @pytest.mark.parametrize(("name", "dtype"), NAMES, ids=str)
 def test_embedding(name: str, dtype: torch.dtype) -> None:
-    """Out of a table whose rows lie apart."""
+    """From a table with strided rows."""
     gen = generator(3)
     wide = torch.full((40, 24), float("nan"), dtype=dtype)
     table = wide[:, 3:19]

@@ -1,4 +1,4 @@
-"""Memory in large pages: apart, aligned, and asked for as the kernel wants it."""
+"""Memory in large pages: not overlapping, aligned, and requested from the kernel."""
 
 from __future__ import annotations
 

@@ -96,7 +96,7 @@ def test_int8_equals_exact_integer_sums(
     name: str, dtype: torch.dtype, shape: tuple[int, int, int]
 ) -> None:
     x, weight, bias = _case(shape, dtype)
-    x[0] *= 100.0  # rows have scales of their own
+    x[0] *= 100.0  # each row has its own scale
     x[-1, 1:] = 0.0
     quantized = quantize_weight(weight)
     out = nan_like(torch.empty(x.shape[0], weight.shape[0] + 5, dtype=dtype))
@@ -110,7 +110,7 @@ def test_int8_equals_exact_integer_sums(
     expected = (q @ w.t()) * scales * quantized.scales.double() + bias.double()
     assert relative_error(out[:, : weight.shape[0]], expected) < BOUND[dtype]
     assert out[:, weight.shape[0] :].isnan().all(), "wrote beyond the last output"
-    # and the rounding to 8 bits costs what it should, not more
+    # the error of the rounding to 8 bits is as expected
     exact = x.double() @ weight.double().t() + bias.double()
     assert relative_error(expected, exact) < 0.05
 

@@ -1,4 +1,4 @@
-"""Calls that are noted once and run again, with as many rows as are wanted."""
+"""Calls that are recorded once and run again with any number of rows."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def test_noting_does_nothing_else(tensors: dict[str, torch.Tensor]) -> None:
     assert recording.num_calls == 2
     assert not tensors["normed"].any()
     assert not tensors["out"].any()
-    compute(tensors)  # a recording that is over does not hold ops up
+    compute(tensors)  # after the recording, ops run again
     assert tensors["out"].all()
 
 

@@ -8,7 +8,7 @@ from collections import Counter
 import numpy as np
 import torch
 
-from tpengine.layers.token_counts import TokenCounts
+from tpengine.layers.logit_edits import TokenCounts
 
 MAX_NUM_SEQS = 20
 CPU = torch.device("cpu")

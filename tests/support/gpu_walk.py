@@ -17,7 +17,7 @@ import torch
 from tpengine.config import SchedulerConfig
 from tpengine.engine_args import EngineArgs
 from tpengine.layers import gpu_attention as gpu_attention_layer
-from tpengine.layers.prefill import SdpaBackend
+from tpengine.layers.gpu_attention import SdpaBackend
 from tpengine.messages import StepInput
 from tpengine.worker.gpu import graphs, run_ahead
 from tpengine.worker.gpu.attention_plans import GpuAttention, attention_layers

@@ -16,8 +16,13 @@ import torch.nn.functional as F
 
 from tpengine.bench.cuda_timing import Action, Row, Timer
 from tpengine.errors import ConfigError
-from tpengine.layers.prefill import PrefillBackend, make_chunks
-from tpengine.layers.prefill_choice import PrefillShape, choose_backend
+from tpengine.layers.gpu_attention import (
+    AttentionRule,
+    PrefillBackend,
+    PrefillShape,
+    choose_backend,
+    make_chunks,
+)
 from tpengine.ops import attention, cache, fused, sampling
 from tpengine.ops.attention import DecodePlan
 
@@ -178,7 +183,7 @@ def _prefill(
     def action() -> None:
         if gathers:
             cache.gather_kv(k, v, pages[0], pages[1], table, chunks.key_start)
-        backend.forward(q, k, v, chunks, HEAD_DIM**-0.5)
+        backend.forward(q, k, v, chunks, AttentionRule(HEAD_DIM**-0.5))
 
     seconds = setting.timer([action] * 4)
     pairs = sum(n * (total - n) + n * n / 2 for n, total in zip(queries, keys, strict=True))

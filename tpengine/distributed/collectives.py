@@ -1,17 +1,27 @@
-"""Chooses how the ranks of a group exchange tensors, and connects them.
+"""How the ranks of a group exchange tensors, and how they connect.
 
-CPU ranks of one host use shared memory; others gloo; ranks on GPUs NCCL, unless some of them share
-a card, which NCCL refuses: then gloo, through the host.
+CPU ranks of one host use shared memory (`shared_memory.py`), CPU ranks of several hosts gloo, ranks
+on GPUs NCCL. If ranks share a GPU, which NCCL refuses, they use gloo through the host.
+
+torch's process groups are created as objects and not registered with torch, so that engines in one
+process do not affect each other.
 """
 
 from __future__ import annotations
 
+import contextlib
+import datetime
 import json
 import os
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any, TypeVar
 
 import torch
+import torch.distributed as dist
+from torch.distributed.distributed_c10d import AllgatherOptions
 
+from tpengine import envs
 from tpengine.distributed.parallel_state import Collectives, ParallelState
 from tpengine.distributed.rendezvous import Meeting, RendezvousStore, interface_of
 from tpengine.distributed.shared_memory import (
@@ -20,34 +30,38 @@ from tpengine.distributed.shared_memory import (
     SharedMemoryCollectives,
     find_segment_file,
 )
-from tpengine.distributed.torch_groups import GlooCollectives, HostCollectives, NcclCollectives
-from tpengine.errors import RendezvousError, SharedMemoryError
+from tpengine.errors import CollectiveError, RendezvousError, SharedMemoryError, is_device_fault
 from tpengine.logger import init_logger
 from tpengine.messages import Rendezvous
 from tpengine.ops.shared_memory import Segment, has_shared_memory, segment_bytes
 
 logger = init_logger(__name__)
 
+_DIVIDED_SUM_BYTES = 65536
+"""From this size on each rank sums one part and the ranks exchange the sums: less traffic, but one
+more round trip."""
+_Options = TypeVar("_Options", dist.AllreduceOptions, AllgatherOptions, dist.BroadcastOptions)
+
 
 def connect_ranks(
     rank: int, rendezvous: Rendezvous, device: torch.device, master: RendezvousStore | None
 ) -> tuple[ParallelState, str]:
-    """Connects this rank with the others; all of them call this at the same time.
+    """Connects this rank with the others; all ranks call this at the same time.
 
     Args:
-        master: the store, at rank 0.
+        master: the store at rank 0; None at the other ranks.
 
     Returns:
-        The rank's place among the others, and a line that says how they are connected.
+        The rank's parallel state, and a line for the log that says how the ranks are connected.
 
     Raises:
-        RendezvousError: ranks did not arrive, failed, or cannot reach each other.
+        RendezvousError: a rank did not arrive, failed, or cannot be reached.
         SharedMemoryError: all ranks are on one host, whose shared memory is too small.
     """
     meeting = Meeting(rank, rendezvous, master)
     timeout_s = rendezvous.collective_timeout_s
     collectives: Collectives
-    num_bytes = 0  # gloo's buffers are its sockets', which the kernel holds
+    num_bytes = 0  # gloo buffers only in its sockets, which is memory of the kernel
     if device.type == "cuda":
         free_bytes = torch.cuda.mem_get_info(device)[0]
         collectives, how = _connect_gpus(meeting, device, timeout_s)
@@ -68,28 +82,28 @@ def _connect_gpus(
     if share_a_card(meeting, str(torch.cuda.get_device_properties(device).uuid)):
         if meeting.rank == 0:
             logger.warning(
-                "ranks share a GPU, which NCCL refuses: they exchange through the host, and run "
-                "without CUDA graphs; both are slow. Give each rank a GPU of its own"
+                "ranks share a GPU, which NCCL refuses: they exchange through the host and run "
+                "without CUDA graphs, and both are slow; give each rank its own GPU"
             )
         return HostCollectives(GlooCollectives(meeting, timeout_s)), "gloo through the host"
     return NcclCollectives(meeting, device, timeout_s), "NCCL"
 
 
 def share_a_card(meeting: Meeting, card: str) -> bool:
-    """Whether two ranks have the same GPU.
+    """Whether two or more ranks have the same GPU.
 
     Args:
-        card: what tells this rank's from all others.
+        card: unique name of this rank's GPU.
     """
     cards = meeting.exchange("card", card.encode())
     return len(set(cards)) < len(cards)
 
 
 def _connect_segment(meeting: Meeting, rendezvous: Rendezvous) -> Segment | None:
-    """The segment that all ranks share; None: they do not see the same memory.
+    """Opens the segment that all ranks share; None: they do not see the same memory.
 
-    That host names or addresses agree proves nothing (containers), so each rank looks for the file
-    that rank 0 has just made.
+    Equal host names or addresses are no proof of that (containers), so each rank looks for the
+    file that rank 0 has just created.
     """
     file = _offer_file(rendezvous) if meeting.rank == 0 else None
     fd = None
@@ -106,7 +120,7 @@ def _connect_segment(meeting: Meeting, rendezvous: Rendezvous) -> Segment | None
         if file is not None:
             _allocate(meeting, file)
         meeting.read("allocated", 0)
-        own_fd, fd = fd, None  # the segment's from now on
+        own_fd, fd = fd, None  # the segment closes it
         segment = _attach(meeting, own_fd)
         try:
             meeting.exchange("attached", b"")
@@ -151,3 +165,225 @@ def _attach(meeting: Meeting, fd: int) -> Segment:
         )
         meeting.fail("attached", error)
         raise error from cause
+
+
+class _TorchCollectives:
+    """Common part of gloo and NCCL: bounded waits, and errors that name the operation."""
+
+    can_be_recorded = False
+
+    def __init__(self, group: Any, meeting: Meeting, timeout_s: float) -> None:
+        self._group = group  # a dist.Backend, whose calls torch's stubs do not declare
+        self._rank, self._size = meeting.rank, meeting.size
+        self._timeout_s = timeout_s
+        self._timeout = datetime.timedelta(seconds=timeout_s)
+
+    def all_gather(self, x: torch.Tensor) -> torch.Tensor:
+        """Concatenation over ranks along the last dimension."""
+        return torch.cat(list(self._gather_parts("all_gather", x).unbind()), dim=-1)
+
+    def gather(self, x: torch.Tensor) -> torch.Tensor | None:
+        """Concatenation over ranks at rank 0; elsewhere None (the other ranks drop the result)."""
+        parts = self._gather_parts("gather", x)
+        return torch.cat(list(parts.unbind()), dim=-1) if self._rank == 0 else None
+
+    def broadcast(self, x: torch.Tensor) -> torch.Tensor:
+        """Rank 0's `x`, in place if `x` is contiguous."""
+        x = x.contiguous()
+        options = self._options(dist.BroadcastOptions())
+        options.rootRank = 0
+        self._run("broadcast", x, lambda: self._group.broadcast([_bytes(x)], options))
+        return x
+
+    def abandon(self) -> None:
+        """Breaks the connections; to the other ranks this looks like the death of this rank."""
+        with contextlib.suppress(RuntimeError):
+            self._group.abort()
+
+    def close(self) -> None:
+        """Closes the connections."""
+        with contextlib.suppress(RuntimeError):
+            self._group.shutdown()
+
+    def _gather_parts(self, operation: str, x: torch.Tensor) -> torch.Tensor:
+        """Collects every rank's x, `[size, *x.shape]`."""
+        x = x.contiguous()
+        parts = x.new_empty(self._size, *x.shape)
+        options = self._options(AllgatherOptions())
+        self._run(
+            operation, x, lambda: self._group._allgather_base(_bytes(parts), _bytes(x), options)
+        )
+        return parts
+
+    def _options(self, options: _Options) -> _Options:
+        """Sets where a call runs: NCCL's on the current stream, not on a stream of the group."""
+        options.asyncOp = not self.can_be_recorded
+        return options
+
+    def _run(self, operation: str, x: torch.Tensor, start: Callable[[], dist.Work | None]) -> None:
+        if x.numel() == 0:
+            return
+        try:
+            self._wait(start())
+        except RuntimeError as error:
+            if is_device_fault(error):
+                raise
+            # gloo and NCCL do not say which peer failed; with two ranks there is only one.
+            failed = 1 - self._rank if self._size == 2 else None
+            name = "a peer" if failed is None else f"rank {failed}"
+            raise CollectiveError(
+                f"{operation} of {x.nbytes} bytes at rank {self._rank}: {name} has died or did not "
+                f"arrive within {self._timeout_s:g} s ({error})",
+                failed,
+            ) from error
+
+    def _wait(self, work: dist.Work | None) -> None:
+        assert work is not None, "gloo gives each call a handle"
+        work.wait(self._timeout)
+
+
+class GlooCollectives(_TorchCollectives):
+    """`Collectives` for CPU ranks of several hosts.
+
+    Sums are computed as over shared memory (in rank order and float32), so that a model's tokens do
+    not depend on the placement of its ranks. gloo listens on the node's address, not on the address
+    to which the host name resolves. A call that waits for a frozen peer ends only at the timeout.
+    """
+
+    def __init__(self, meeting: Meeting, timeout_s: float) -> None:
+        options = dist.ProcessGroupGloo._Options()  # type: ignore[attr-defined]
+        options._timeout = datetime.timedelta(seconds=meeting.left_s)
+        try:
+            device = dist.ProcessGroupGloo.create_device(hostname=meeting.address)
+            options._devices = [device]
+            group = dist.ProcessGroupGloo(
+                dist.PrefixStore("gloo", meeting.store), meeting.rank, meeting.size, options
+            )
+        except RuntimeError as error:
+            raise RendezvousError(
+                f"rank {meeting.rank} ({meeting.address}, interface "
+                f"{interface_of(meeting.address) or 'unknown'}) could not connect with all other "
+                f"ranks by gloo: {error}; every node must reach every other's address"
+            ) from error
+        group._set_default_timeout(datetime.timedelta(seconds=timeout_s))
+        super().__init__(group, meeting, timeout_s)
+
+    def all_reduce(self, x: torch.Tensor) -> torch.Tensor:
+        """Sum over ranks."""
+        if self._size == 2 or x.nbytes < _DIVIDED_SUM_BYTES:
+            return _sum(self._gather_parts("all_reduce", x)).to(x.dtype)
+        share = -(-x.numel() // self._size)
+        flat = x.new_zeros(self._size, share)
+        flat.view(-1)[: x.numel()] = x.flatten()
+        parts = torch.empty_like(flat)
+        self._run(
+            "all_reduce",
+            x,
+            lambda: self._group.alltoall_base(
+                _bytes(parts), _bytes(flat), [], [], dist.AllToAllOptions()
+            ),
+        )
+        sums = self._gather_parts("all_reduce", _sum(parts).to(x.dtype))
+        return sums.view(-1)[: x.numel()].view(x.shape)
+
+
+class NcclCollectives(_TorchCollectives):
+    """`Collectives` for ranks on GPUs. Written from NCCL's documentation and not tested with two
+    GPUs, because there was no such machine. A CUDA error, or NCCL's own watchdog, ends the process.
+
+    Calls only queue work on the device's current stream: the host does not wait, and a CUDA graph
+    can contain them. torch's default is a separate stream of the group, which costs two events and
+    two waits per call. Code that needs the results waits with a bound (`ParallelState.wait_for`).
+    Graphs that contain calls must be deleted before `abandon` and `close`.
+    """
+
+    can_be_recorded = True
+
+    def __init__(self, meeting: Meeting, device: torch.device, timeout_s: float) -> None:
+        interface = interface_of(meeting.address)
+        if interface is not None:
+            envs.set_nccl_interface(interface)
+        options = dist.ProcessGroupNCCL.Options()
+        options._timeout = datetime.timedelta(seconds=timeout_s)
+        try:
+            store = dist.PrefixStore("nccl", meeting.store)
+            group = dist.ProcessGroupNCCL(store, meeting.rank, meeting.size, options)
+            super().__init__(group, meeting, timeout_s)
+            self._meet_all(device)
+        except RuntimeError as error:
+            raise RendezvousError(
+                f"rank {meeting.rank} ({meeting.address}, interface {interface or 'unknown'}) "
+                f"could not connect with all other ranks by NCCL: {error}"
+            ) from error
+
+    def all_reduce(self, x: torch.Tensor) -> torch.Tensor:
+        """Sum over ranks, in NCCL's order, in place if `x` is contiguous."""
+        x = x.contiguous()
+        options = self._options(dist.AllreduceOptions())
+        self._run("all_reduce", x, lambda: self._group.allreduce([x], options))
+        return x
+
+    def _meet_all(self, device: torch.device) -> None:
+        """Runs the first exchange, in which NCCL connects the ranks."""
+        try:
+            self.all_reduce(torch.zeros(1, device=device))
+            state = ParallelState(self._rank, self._size, self, timeout_s=self._timeout_s)
+            state.wait_for_queued(device)
+        except BaseException:
+            self.abandon()  # otherwise its kernel blocks all later work on the stream
+            raise
+
+    def _wait(self, work: dist.Work | None) -> None:
+        """Does not wait: the stream keeps the order, and torch returns no handle."""
+
+
+class HostCollectives:
+    """`Collectives` for ranks that share a GPU: tensors are copied to the host and back.
+
+    Args:
+        inner: exchanges tensors on the CPU.
+    """
+
+    can_be_recorded = False
+
+    def __init__(self, inner: Collectives) -> None:
+        self._inner = inner
+
+    def all_reduce(self, x: torch.Tensor) -> torch.Tensor:
+        """Sum over ranks."""
+        return self._inner.all_reduce(x.cpu()).to(x.device)
+
+    def all_gather(self, x: torch.Tensor) -> torch.Tensor:
+        """Concatenation over ranks along the last dimension."""
+        return self._inner.all_gather(x.cpu()).to(x.device)
+
+    def gather(self, x: torch.Tensor) -> torch.Tensor | None:
+        """Concatenation over ranks at rank 0; elsewhere None."""
+        gathered = self._inner.gather(x.cpu())
+        return None if gathered is None else gathered.to(x.device)
+
+    def broadcast(self, x: torch.Tensor) -> torch.Tensor:
+        """Rank 0's `x`."""
+        return self._inner.broadcast(x.cpu()).to(x.device)
+
+    def abandon(self) -> None:
+        """Tells the other ranks that this rank has left the group."""
+        self._inner.abandon()
+
+    def close(self) -> None:
+        """Closes the connections."""
+        self._inner.close()
+
+
+def _bytes(x: torch.Tensor) -> torch.Tensor:
+    """Returns the tensor's memory as a flat uint8 tensor, because gloo has no bfloat16."""
+    # as_strided, because a tensor of one element may have any stride and still be contiguous.
+    return x.as_strided((x.numel(),), (1,)).view(torch.uint8)
+
+
+def _sum(parts: torch.Tensor) -> torch.Tensor:
+    """Sums parts `[num_ranks, ...]` in rank order in float32."""
+    total = parts[0].float().clone()
+    for part in parts[1:]:
+        total += part
+    return total

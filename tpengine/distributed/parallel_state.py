@@ -1,4 +1,8 @@
-"""Which rank this is, and how ranks talk: an object that layers are handed, never a global."""
+"""The place of a rank in its group, and the interface through which ranks exchange tensors.
+
+Layers get a `ParallelState` as an argument; it is never a global, so that one process can hold the
+ranks of two engines.
+"""
 
 from __future__ import annotations
 
@@ -15,48 +19,46 @@ _DEVICE_TIMEOUT_S = 600.0
 
 
 class Collectives(Protocol):
-    """How a rank exchanges tensors with the others.
+    """Exchange of tensors between the ranks of a group.
 
-    All ranks call the same methods in the same order with the same shapes, from one thread each;
-    Python's lock is free while they wait. Every wait is bounded. A failure is a `CollectiveError`,
-    after which the group is of no use any more.
+    All ranks call the same methods in the same order with the same shapes, each from one thread.
+    Waits release Python's lock and are bounded. A failure raises `CollectiveError`; the group
+    cannot be used any more.
 
     Attributes:
-        can_be_recorded: whether calls only queue work on the device, so that a CUDA graph can hold
-            them; the same at all ranks.
+        can_be_recorded: whether calls only queue work on the device, so that a CUDA graph can
+            contain them; the same at all ranks.
     """
 
     can_be_recorded: bool
 
     def all_reduce(self, x: torch.Tensor) -> torch.Tensor:
-        """Sum over ranks of `x`, in rank order and the same bits on all; may overwrite `x`."""
+        """Sum of `x` over ranks, with the same bits at all ranks; may overwrite `x`."""
 
     def all_gather(self, x: torch.Tensor) -> torch.Tensor:
         """Every rank's `x`, concatenated along the last dimension in rank order."""
 
     def gather(self, x: torch.Tensor) -> torch.Tensor | None:
-        """At rank 0 what `all_gather` returns; elsewhere None, without waiting for the others."""
+        """`all_gather` at rank 0; elsewhere None, without a wait for the other ranks."""
 
     def broadcast(self, x: torch.Tensor) -> torch.Tensor:
         """Rank 0's `x`; may overwrite the others'."""
 
     def abandon(self) -> None:
-        """Tells the others, as far as it can be told, that this rank takes part no more."""
+        """Tells the other ranks, if they can be reached, that this rank has left the group."""
 
     def close(self) -> None:
-        """Lets go of memory and connections; a second call does nothing."""
+        """Frees memory and connections; a second call does nothing."""
 
 
 @dataclass(frozen=True)
 class ParallelState:
     """The place of this rank in its tensor-parallel group.
 
-    Two engines in one process each have their own. With one rank there is nobody to talk to and
-    `collectives` is None.
-
     Attributes:
-        communicator_bytes: of memory that the collectives hold for this rank.
-        timeout_s: of a wait for this rank's device, which may wait for the others.
+        collectives: None for a group of one rank.
+        communicator_bytes: memory that the collectives hold for this rank.
+        timeout_s: bound of a wait for this rank's device, which may itself wait for other ranks.
     """
 
     tp_rank: int = 0
@@ -82,32 +84,32 @@ class ParallelState:
         return x if self.tp_size == 1 else self._connected.broadcast(x)
 
     def abandon(self) -> None:
-        """Tells the others that this rank takes part no more."""
+        """Tells the other ranks that this rank has left the group."""
         if self.collectives is not None:
             self.collectives.abandon()
 
     def close(self) -> None:
-        """Lets go of what connects this rank with the others."""
+        """Frees memory and connections of the collectives."""
         if self.collectives is not None:
             self.collectives.close()
 
     @property
     def can_be_recorded(self) -> bool:
-        """Whether a CUDA graph can hold what the ranks tell each other."""
+        """Whether a CUDA graph can contain the exchanges of the ranks."""
         return self.tp_size == 1 or self._connected.can_be_recorded
 
     def all_can(self, here: bool, device: torch.device) -> bool:
-        """Whether something can be done at every rank; all of them ask.
+        """Whether `here` is true at every rank; all ranks call this.
 
         Raises:
-            CollectiveError: not all have answered in time.
+            CollectiveError: a rank has not answered in time.
         """
         answers = self.all_reduce(torch.tensor([float(here)], device=device))
         self.wait_for_queued(device)
         return float(answers) == self.tp_size
 
     def wait_for_queued(self, device: torch.device) -> None:
-        """Waits until a GPU has done the exchange that was queued last on its current stream.
+        """Waits until a GPU has finished the exchange that was queued last on its current stream.
 
         Raises:
             CollectiveError, EngineError: see `wait_for`.
@@ -118,10 +120,14 @@ class ParallelState:
             self.wait_for(event.query, "an exchange with all ranks")
 
     def wait_for(self, is_done: Callable[[], bool], what: str) -> None:
-        """Waits until this rank's device has done something.
+        """Waits until this rank's device has finished some work.
+
+        Args:
+            what: name of the work, for the error.
 
         Raises:
-            CollectiveError: it has not in time, with several ranks; EngineError with one.
+            CollectiveError: it has not finished in time, in a group of two or more ranks.
+            EngineError: the same in a group of one.
         """
         deadline = time.monotonic() + self.timeout_s
         while not is_done():
@@ -131,13 +137,16 @@ class ParallelState:
                 if self.tp_size == 1:
                     raise EngineError(f"{said}: a kernel hangs, or the device has failed")
                 raise CollectiveError(f"{said}: it waits for a peer, or has failed", None)
-            time.sleep(0)  # lets other threads run; a sleep would add to every step
+            time.sleep(0)  # lets other threads run; a longer sleep would add to every step
 
     def divide(self, total: int, what: str) -> int:
-        """This rank's share of `total` equal things.
+        """Returns this rank's share of `total`.
+
+        Args:
+            what: the name of what is divided, for the error.
 
         Raises:
-            ConfigError: they cannot be divided; the message lists the sizes that can.
+            ConfigError: `total` is not divisible; the message lists the group sizes that are.
         """
         if total % self.tp_size:
             sizes = [str(n) for n in range(1, total + 1) if total % n == 0]

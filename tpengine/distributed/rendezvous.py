@@ -1,8 +1,8 @@
 """How the ranks of a group find each other: through a small store at rank 0.
 
-Rank 0 binds a port that the kernel chooses, on its node's address alone, and its caller publishes
-the number: nobody guesses a port. The store knows no authentication; it is made for a trusted
-network, and it is closed once the ranks are connected.
+Rank 0 binds a port that the kernel chooses, only on its node's address, and its caller passes the
+number to the other ranks. The store has no authentication: it is meant for a trusted network, and
+is closed as soon as the ranks are connected.
 """
 
 from __future__ import annotations
@@ -21,19 +21,19 @@ from tpengine.messages import Rendezvous
 
 _SIOCGIFADDR = 0x8915
 _STORE_TIMEOUT = datetime.timedelta(seconds=10)
-"""Of the store's connection to itself, and of writing to it."""
+"""For the store's connection to itself, and for writes."""
 _ERROR = b"!"
-"""First byte of a value that says why a rank cannot go on."""
+"""First byte of a value that reports the failure of a rank."""
 
 
 class RendezvousStore:
-    """The store, in rank 0's process, for as long as the object lives.
+    """The store in rank 0's process; it is closed when the object is deleted.
 
     Attributes:
         port: chosen by the kernel.
 
     Raises:
-        RendezvousError: the address is none of this machine's.
+        RendezvousError: the address does not belong to this machine.
     """
 
     def __init__(self, address: str) -> None:
@@ -64,12 +64,12 @@ def _listen(address: str) -> tuple[socket.socket, int]:
 
 
 def interface_of(address: str) -> str | None:
-    """Name of the network interface that owns an IPv4 address; None: not found."""
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+    """Returns the name of the network interface with this IPv4 address; None: not found."""
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as query:
         for _, name in socket.if_nameindex():
             request = struct.pack("256s", name.encode()[:15])
             try:
-                answer = fcntl.ioctl(probe, _SIOCGIFADDR, request)
+                answer = fcntl.ioctl(query, _SIOCGIFADDR, request)
             except OSError:  # an interface without an address
                 continue
             if socket.inet_ntoa(answer[20:24]) == address:
@@ -78,13 +78,13 @@ def interface_of(address: str) -> str | None:
 
 
 class Meeting:
-    """What the ranks tell each other while they connect.
+    """The values that ranks exchange while they connect, by phase and rank.
 
     Args:
-        master: the store, at rank 0.
+        master: the store at rank 0; None at the other ranks.
 
     Attributes:
-        store: shared by this group alone.
+        store: with a prefix that only this group uses.
 
     Raises:
         RendezvousError: rank 0's store cannot be reached.
@@ -100,32 +100,32 @@ class Meeting:
 
     @property
     def address(self) -> str:
-        """Of this rank's node."""
+        """Address of this rank's node."""
         return self._rendezvous.addresses[self.rank]
 
     @property
     def left_s(self) -> float:
-        """Seconds until the time for connecting is over; at least a moment."""
+        """Seconds left to connect, at least 0.01."""
         return max(0.01, self._deadline - time.monotonic())
 
     def publish(self, phase: str, value: bytes) -> None:
-        """Says what this rank has to say in a phase.
+        """Stores this rank's value of a phase.
 
         Raises:
-            RendezvousError: there is nobody to say it to any more.
+            RendezvousError: rank 0's store is gone.
         """
-        self._say(phase, b"=" + value)
+        self._set(phase, b"=" + value)
 
     def fail(self, phase: str, error: Exception) -> None:
-        """Says instead why this rank cannot go on; the others raise it."""
-        with contextlib.suppress(RendezvousError):  # rank 0 is gone; the error is still its own
-            self._say(phase, _ERROR + f"{type(error).__name__}: {error}".encode())
+        """Stores, instead of a value, why this rank failed; ranks that read it raise the error."""
+        with contextlib.suppress(RendezvousError):  # rank 0 is gone; the caller raises `error`
+            self._set(phase, _ERROR + f"{type(error).__name__}: {error}".encode())
 
     def read(self, phase: str, rank: int) -> bytes:
-        """What a rank said in a phase.
+        """Returns a rank's value of a phase, and waits for it.
 
         Raises:
-            RendezvousError: it was not there in time, or it failed.
+            RendezvousError: the rank did not arrive in time, or it failed.
         """
         key = f"{phase}/{rank}"
         where = f"rank {rank} ({self._rendezvous.addresses[rank]})"
@@ -145,13 +145,14 @@ class Meeting:
         return value[1:]
 
     def exchange(self, phase: str, value: bytes) -> list[bytes]:
-        """Publishes, and returns what every rank published, in rank order."""
+        """Stores this rank's value and returns the values of all ranks, in rank order."""
         self.publish(phase, value)
         return [self.read(phase, rank) for rank in range(self.size)]
 
-    def _say(self, phase: str, value: bytes) -> None:
+    def _set(self, phase: str, value: bytes) -> None:
         try:
-            self.store.set(f"{phase}/{self.rank}", value)
+            # torch's stub declares str only; a store takes bytes as well
+            self.store.set(f"{phase}/{self.rank}", value)  # type: ignore[arg-type]
         except RuntimeError as error:
             raise self._lost_store(phase, error) from error
 

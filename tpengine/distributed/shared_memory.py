@@ -1,8 +1,8 @@
 """Collectives of CPU ranks on one host, over shared memory.
 
-Rank 0 creates a file, all ranks map it, then its name is removed: whatever happens later, nothing
-is left behind. Until then the name tells who made it, so that the left-overs of a process that died
-in between are found.
+Rank 0 creates a file, all ranks map it, then its name is removed, so that the kernel frees the
+memory when the last rank ends. Until then the name contains the creator's process, so that a later
+start finds and removes the file of a creator that died in between.
 """
 
 from __future__ import annotations
@@ -22,26 +22,25 @@ from tpengine.ops.shared_memory import (
     TOKEN_BYTES,
     Segment,
     SegmentError,
-    SegmentFailure,
     SegmentStatus,
     segment_bytes,
 )
 
 CAPACITY_BYTES = 1 << 20
-"""What passes through at once of each rank; more goes in chunks. Two ranks need 6 MiB, eight 18:
-a container's usual 64 MB hold several engines."""
+"""Bytes of each rank that the segment holds at a time; a larger tensor is sent in chunks. Two ranks
+need 6 MiB, eight need 18 MiB: the usual 64 MB of a container are enough for several engines."""
 _MIB = 1 << 20
 
 
 class SegmentFile:
-    """The file of a segment, as rank 0 makes it.
+    """The file of a segment, created by rank 0.
 
     Attributes:
-        path: where the others find it.
-        token: its first bytes; whoever reads them there sees the same file.
+        path: where the other ranks open it.
+        token: its first bytes; a rank that reads them at this path has the same file.
 
     Raises:
-        OSError: no file can be made in the folder.
+        OSError: no file can be created in the folder.
     """
 
     def __init__(self, engine_id: str, epoch: int, folder: Path = SHM_FOLDER) -> None:
@@ -58,10 +57,10 @@ class SegmentFile:
             raise
 
     def allocate(self, num_ranks: int, capacity_bytes: int) -> None:
-        """Gets all of the memory now: later a lack of it would be a SIGBUS.
+        """Allocates all memory now, because a lack of it later would raise SIGBUS.
 
         Raises:
-            SharedMemoryError: there is not enough.
+            SharedMemoryError: there is not enough memory, or the sizes are not allowed.
         """
         size = segment_bytes(num_ranks, capacity_bytes)
         if size == 0 or capacity_bytes % PAGE_BYTES:
@@ -85,13 +84,13 @@ class SegmentFile:
             ) from error
 
     def remove(self) -> None:
-        """Removes the name; the memory lives as long as somebody maps it."""
+        """Removes the name; the memory stays until the last process unmaps it."""
         with contextlib.suppress(FileNotFoundError):
             self.path.unlink()
 
 
 def find_segment_file(path: Path, token: bytes) -> int | None:
-    """A descriptor of the segment's file; None: this process does not see that file."""
+    """Opens the segment's file and returns its descriptor; None: this process does not see it."""
     try:
         fd = os.open(path, os.O_RDWR | os.O_CLOEXEC)
     except OSError:
@@ -103,8 +102,10 @@ def find_segment_file(path: Path, token: bytes) -> int | None:
 
 
 class SharedMemoryCollectives:
-    """See `Collectives`; tensors are float32 or bfloat16 on CPU (others can be gathered and
-    broadcast, not summed)."""
+    """`Collectives` over a segment, for CPU tensors.
+
+    Sums take float32 and bfloat16; the other operations take every dtype.
+    """
 
     can_be_recorded = False
 
@@ -115,63 +116,64 @@ class SharedMemoryCollectives:
         self._timeout_ns = int(timeout_s * 1e9)
 
     def all_reduce(self, x: torch.Tensor) -> torch.Tensor:
-        """Sum over ranks, in place where `x` is contiguous."""
+        """Sum over ranks, in place if `x` is contiguous."""
         x = x.contiguous()
         try:
             self._segment.all_reduce(x, self._timeout_ns)
         except SegmentError as error:
-            raise self._lost("all_reduce", x, error.failure) from error
+            raise self._explain("all_reduce", x, error) from error
         return x
 
     def all_gather(self, x: torch.Tensor) -> torch.Tensor:
         """Concatenation over ranks along the last dimension."""
-        x = x.contiguous()
-        try:
-            gathered = self._segment.gather(x, None, self._timeout_ns)
-        except SegmentError as error:
-            raise self._lost("all_gather", x, error.failure) from error
+        gathered = self._gather("all_gather", x, None)
         assert gathered is not None
         return gathered
 
     def gather(self, x: torch.Tensor) -> torch.Tensor | None:
-        """The same at rank 0; elsewhere None."""
-        x = x.contiguous()
-        try:
-            return self._segment.gather(x, 0, self._timeout_ns)
-        except SegmentError as error:
-            raise self._lost("gather", x, error.failure) from error
+        """Concatenation over ranks along the last dimension at rank 0; elsewhere None."""
+        return self._gather("gather", x, 0)
 
     def broadcast(self, x: torch.Tensor) -> torch.Tensor:
-        """Rank 0's `x`, in place where `x` is contiguous."""
+        """Rank 0's `x`, in place if `x` is contiguous."""
         x = x.contiguous()
         try:
             self._segment.broadcast(x, 0, self._timeout_ns)
         except SegmentError as error:
-            raise self._lost("broadcast", x, error.failure) from error
+            raise self._explain("broadcast", x, error) from error
         return x
 
     def abandon(self) -> None:
-        """Wakes all who wait; they fail at once."""
+        """Ends the waits of all ranks; each fails at once."""
         self._segment.abandon()
 
     def close(self) -> None:
-        """Unmaps the segment; the last rank to do so frees it."""
+        """Unmaps the segment; its memory is freed when the last rank does so."""
         self._segment.close()
 
-    def _lost(self, operation: str, x: torch.Tensor, failure: SegmentFailure) -> CollectiveError:
+    def _gather(self, operation: str, x: torch.Tensor, root: int | None) -> torch.Tensor | None:
+        x = x.contiguous()
+        try:
+            return self._segment.gather(x, root, self._timeout_ns)
+        except SegmentError as error:
+            raise self._explain(operation, x, error) from error
+
+    def _explain(self, operation: str, x: torch.Tensor, error: SegmentError) -> CollectiveError:
+        """Makes the error that names the failed rank, and tells the other ranks."""
         what = f"{operation} of {x.nbytes} bytes at rank {self._rank}"
-        rank = failure.rank
-        if failure.status is SegmentStatus.CLOSED:
+        rank, culprit = error.rank, error.culprit
+        if error.status is SegmentStatus.CLOSED:
             return CollectiveError(f"{what}: this rank has left the group", rank)
-        if failure.status is SegmentStatus.ABANDONED:
-            if failure.culprit is None:
+        if error.status is SegmentStatus.ABANDONED:
+            if culprit is None:
                 return CollectiveError(f"{what}: rank {rank} failed, or left the group", rank)
-            blame = failure.culprit
-            return CollectiveError(f"{what}: rank {rank} gave the group up for rank {blame}", blame)
-        self._segment.abandon(rank)  # the others need not find out for themselves
-        if failure.status is SegmentStatus.DEAD:
-            return CollectiveError(f"{what}: the process of rank {rank} is gone", rank)
-        if failure.status is SegmentStatus.TIMEOUT:
+            return CollectiveError(
+                f"{what}: rank {rank} left the group because of rank {culprit}", culprit
+            )
+        self._segment.abandon(rank)  # so that the other ranks do not wait for their own timeout
+        if error.status is SegmentStatus.DEAD:
+            return CollectiveError(f"{what}: the process of rank {rank} has died", rank)
+        if error.status is SegmentStatus.TIMEOUT:
             return CollectiveError(
                 f"{what}: rank {rank} did not arrive within {self._timeout_s:g} s; it is frozen, "
                 "or busy for longer",

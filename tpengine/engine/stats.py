@@ -68,8 +68,8 @@ class StepStats:
                 "schedule": sent - start,
                 "execute": answered - sent,
                 "model": model_s,
-                "process": processed - answered,
-                "update": end - processed,
+                "process": processed - answered + end - updated,
+                "update": updated - processed,
             },
         )
 

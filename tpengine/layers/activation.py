@@ -1,4 +1,4 @@
-"""Activations: plain ones, and gated ones (`act(gate) * up` on a packed `[num_tokens, 2 * n]`)."""
+"""Activations without a gate, and with one: `act(gate) * up` of a packed `[num_tokens, 2 * n]`."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ _GATES: dict[str, Callable[[torch.Tensor, torch.Tensor], None]] = {
 
 
 class GatedActivation:
-    """The activation that a config names in `hidden_act`.
+    """The gated activation that a config names in `hidden_act`.
 
     Raises:
-        ConfigError: no such gated activation.
+        ConfigError: it is not supported.
     """
 
     def __init__(self, hidden_act: str) -> None:
@@ -52,10 +52,10 @@ _PLAIN: dict[str, Callable[[torch.Tensor], None]] = {
 
 
 def plain_activation(name: str) -> Callable[[torch.Tensor], None]:
-    """The activation that a config names, of `[num_tokens, n]` in place.
+    """Returns the activation that a config names; it works in place on `[num_tokens, n]`.
 
     Raises:
-        ConfigError: no such activation.
+        ConfigError: it is not supported.
     """
     if name not in _PLAIN:
         raise ConfigError(

@@ -1,4 +1,7 @@
-"""Attention over the paged KV cache, and what a step tells every layer about its batch."""
+"""Attention over the paged KV cache, and the metadata of a step that every layer reads.
+
+The layout of the cache on each device is decided in `ops/cache.py` (`kv_cache_shapes`).
+"""
 
 from __future__ import annotations
 
@@ -8,14 +11,16 @@ from typing import TypeVar
 
 import torch
 
-from tpengine.layers.gpu_attention import GpuBatch, attend_chunks
+from tpengine.layers.gpu_attention import AttentionRule, GpuBatch, attend_chunks
+from tpengine.layers.linear import Linear
+from tpengine.layers.norm import QKNorm
 from tpengine.ops import attention as attention_ops
 from tpengine.ops import cache as cache_ops
 
 _Layer = TypeVar("_Layer")
 
 KVCache = tuple[torch.Tensor, torch.Tensor]
-"""One layer's K and V; their layout is the device's affair (`ops.cache.kv_cache_shapes`)."""
+"""K and V of one layer, shaped by `ops.cache.kv_cache_shapes` for the device."""
 
 
 @dataclass(slots=True)
@@ -27,15 +32,15 @@ class AttentionMetadata:
 
     Attributes:
         positions: int32 `[num_tokens]`, position of each token in its sequence.
-        slot_mapping: int32 `[num_tokens]`, where each token's K and V go; -1: nowhere.
+        slot_mapping: int32 `[num_tokens]`, slot of each token's K and V; -1: they are not written.
         block_table: int32 `[num_seqs, max_blocks]`.
         seq_lens: int32 `[num_seqs]`, tokens with K and V in the cache after this step's writes.
         query_start_loc: int32 `[num_seqs - num_decodes + 1]`, borders of the chunks among the
             tokens that follow the decodes.
-        num_decodes: rows with one token, which are also the first tokens.
-        wanted_rows: int64 `[num_wanted]`, the tokens whose hidden states somebody looks at; None:
-            all. Of the others the last layer computes K and V, and no more.
-        gpu: what attention needs beside that on a GPU; None: on CPU.
+        num_decodes: rows with one token; their tokens are the first `num_decodes` tokens.
+        wanted_rows: int64 `[num_wanted]`, the tokens whose final hidden states are needed; None:
+            all. For the other tokens the last layer computes K and V only.
+        gpu: what attention needs on a GPU in addition; None on CPU.
     """
 
     positions: torch.Tensor
@@ -51,8 +56,10 @@ class AttentionMetadata:
 def through_layers(
     layers: Sequence[_Layer], kv_caches: Sequence[KVCache], metadata: AttentionMetadata
 ) -> Iterator[tuple[_Layer, KVCache, torch.Tensor | None]]:
-    """The layers in order, each with its cache and the rows to keep once they have attended: after
-    the last layer's attention nobody reads the others (None: all are kept)."""
+    """Yields each layer with its cache and the rows to keep after its attention (None: all).
+
+    The rows are `wanted_rows` for the last layer: no later layer attends to the others.
+    """
     last = len(layers) - 1
     for i, (layer, kv_cache) in enumerate(zip(layers, kv_caches, strict=True)):
         yield layer, kv_cache, metadata.wanted_rows if i == last else None
@@ -73,8 +80,8 @@ class Attention:
         is_neox: rotate halves of a head against each other (else neighbouring elements).
 
     Attributes:
-        kv_scales: what the numbers of an fp8 cache are multiplied with, for K and V. One by
-            default: e4m3 reaches to 448, and no supported checkpoint says better.
+        kv_scales: factors on K and V of an fp8 cache when they are read. Both are 1: e4m3 reaches
+            to 448, and no supported checkpoint contains better factors.
     """
 
     def __init__(
@@ -97,11 +104,12 @@ class Attention:
         self.alibi_slopes = alibi_slopes
         self.is_neox = is_neox
         self.kv_scales = (1.0, 1.0)
+        self._rule = AttentionRule(scale, sliding_window, alibi_slopes)
 
     def forward(
         self, qkv: torch.Tensor, kv_cache: KVCache, metadata: AttentionMetadata
     ) -> torch.Tensor:
-        """Writes the step's K and V to the cache and attends to all that is in it.
+        """Writes the step's K and V into the cache, then attends to the cached sequences.
 
         Args:
             qkv: `[num_tokens, (num_heads + 2 * num_kv_heads) * head_dim]`; rotated in place.
@@ -115,34 +123,24 @@ class Attention:
         out_heads = out.view(num_tokens, self.num_heads, self.head_dim)
         q = qkv.view(num_tokens, -1, self.head_dim)[:, : self.num_heads]
         decodes = metadata.num_decodes
-        num_seqs = metadata.seq_lens.shape[0]
-        if decodes == num_seqs:
-            self._decode(
-                out_heads, q, kv_cache, metadata.block_table, metadata.seq_lens, metadata.gpu
-            )
+        table, lengths = metadata.block_table, metadata.seq_lens
+        if decodes == lengths.shape[0]:
+            self._decode(out_heads, q, kv_cache, table, lengths, metadata.gpu)
             return out
         if decodes:
+            first = slice(decodes)
             self._decode(
-                out_heads[:decodes],
-                q[:decodes],
-                kv_cache,
-                metadata.block_table[:decodes],
-                metadata.seq_lens[:decodes],
-                metadata.gpu,
+                out_heads[first], q[first], kv_cache, table[first], lengths[first], metadata.gpu
             )
         if metadata.gpu is not None:
-            heads = qkv.view(num_tokens, -1, self.head_dim)[decodes:]
-            sizes = [self.num_heads, self.num_kv_heads, self.num_kv_heads]
             attend_chunks(
                 out_heads[decodes:],
-                heads.split(sizes, dim=1),
+                qkv.view(num_tokens, -1, self.head_dim)[decodes:],
                 kv_cache,
                 self.kv_scales,
-                metadata.block_table[decodes:],
+                table[decodes:],
                 metadata.gpu,
-                self.scale,
-                self.sliding_window,
-                self.alibi_slopes,
+                self._rule,
             )
             return out
         attention_ops.prefill_attention(
@@ -150,9 +148,9 @@ class Attention:
             q[decodes:],
             kv_cache[0],
             kv_cache[1],
-            metadata.block_table[decodes:],
+            table[decodes:],
             metadata.query_start_loc,
-            metadata.seq_lens[decodes:],
+            lengths[decodes:],
             self.scale,
             self.alibi_slopes,
             self.sliding_window,
@@ -205,3 +203,35 @@ class Attention:
         first_v = self.num_heads + self.num_kv_heads
         k, v = heads[:, self.num_heads : first_v], heads[:, first_v:]
         cache_ops.write_kv_cache(k, v, k_cache, v_cache, metadata.slot_mapping, *self.kv_scales)
+
+
+class SelfAttention:
+    """Attention with its projections, as every family has it.
+
+    Args:
+        qkv: `[hidden_size]` to `[(num_heads + 2 * num_kv_heads) * head_dim]`.
+        out: `[num_heads * head_dim]` to `[hidden_size]`.
+        qk_norm: applied to queries and keys before they are rotated; None: the model has none.
+    """
+
+    def __init__(
+        self, qkv: Linear, attention: Attention, out: Linear, qk_norm: QKNorm | None = None
+    ) -> None:
+        self.qkv = qkv
+        self.attention = attention
+        self.out = out
+        self.qk_norm = qk_norm
+
+    def forward(
+        self,
+        x: torch.Tensor,
+        kv_cache: KVCache,
+        metadata: AttentionMetadata,
+        rows: torch.Tensor | None,
+    ) -> torch.Tensor:
+        """x `[num_tokens, hidden_size]` to `[num_kept, hidden_size]`, see `through_layers`."""
+        qkv = self.qkv.forward(x)
+        if self.qk_norm is not None:
+            self.qk_norm.forward(qkv)
+        attended = self.attention.forward(qkv, kv_cache, metadata)
+        return self.out.forward(keep_rows(attended, rows))

@@ -1,4 +1,4 @@
-"""Token embedding and output head, their vocabulary divided over ranks."""
+"""Token embedding and output head, with the vocabulary divided over ranks."""
 
 from __future__ import annotations
 
@@ -6,12 +6,15 @@ import torch
 import torch.nn.functional as F
 
 from tpengine.layers.linear import Linear
-from tpengine.layers.weights import Weights
+from tpengine.layers.weights import Weights, WeightShard
 from tpengine.ops import fused
 
 
 class VocabParallelEmbedding:
-    """Rows of the embedding table `[vocab_size, hidden_size]`, padded so that ranks divide them."""
+    """This rank's rows of the embedding table `[vocab_size, hidden_size]`.
+
+    The table is padded with zeros, so that every rank has the same number of rows.
+    """
 
     def __init__(self, weights: Weights, name: str, vocab_size: int, hidden_size: int) -> None:
         self._parallel = parallel = weights.parallel
@@ -19,7 +22,7 @@ class VocabParallelEmbedding:
         self.start = parallel.tp_rank * self.rows
         self.weight = weights.empty(self.rows, hidden_size)
         self.weight_name = f"{name}.weight"
-        weights.declare(self.weight_name, self.weight, 0, self.start, vocab_size)
+        weights.declare(self.weight_name, WeightShard(self.weight, 0, self.start, vocab_size))
 
     def forward(self, token_ids: torch.Tensor) -> torch.Tensor:
         """token_ids int32 `[num_tokens]` to `[num_tokens, hidden_size]`."""
@@ -32,10 +35,10 @@ class VocabParallelEmbedding:
 
 
 class PositionEmbedding:
-    """Learned absolute positions, whole on every rank.
+    """Learned absolute position embedding; every rank holds the whole table.
 
     Args:
-        offset: rows of the checkpoint's table before the one of position 0.
+        offset: row of position 0 in the checkpoint's table.
     """
 
     def __init__(
@@ -45,7 +48,7 @@ class PositionEmbedding:
         self._rows = table[offset:]
 
     def forward(self, positions: torch.Tensor) -> torch.Tensor:
-        """positions `[num_tokens]` to `[num_tokens, hidden_size]`."""
+        """positions int32 `[num_tokens]` to `[num_tokens, hidden_size]`."""
         return _rows(self._rows, positions)
 
 
@@ -56,11 +59,12 @@ def _rows(table: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
 
 
 class ParallelLMHead(Linear):
-    """Logits over the whole vocabulary; each rank computes its rows of it. Never quantised: that
-    would cost more in quality than in any other layer.
+    """Logits over the whole vocabulary; each rank computes the logits of its rows.
+
+    The head is never quantised, because that would change the output more than in any other layer.
 
     Args:
-        tied: the embedding whose table is also the head's; None for a head of its own.
+        tied: the embedding whose table is also the head's weight; None: the head has its own.
     """
 
     _quantizable = False
@@ -87,18 +91,19 @@ class ParallelLMHead(Linear):
         rows = -(-vocab_size // parallel.tp_size)
         super().__init__(weights, hidden_size, rows)
         assert self.weight is not None
-        weights.declare(f"{name}.weight", self.weight, 0, parallel.tp_rank * rows, vocab_size)
+        shard = WeightShard(self.weight, 0, parallel.tp_rank * rows, vocab_size)
+        weights.declare(f"{name}.weight", shard)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """x `[num_rows, hidden_size]` to logits `[num_rows, vocab_size]` at rank 0, which samples;
-        on other ranks without rows."""
+        the other ranks get `[0, vocab_size]`."""
         logits = self._parallel.gather(super().forward(x))
         if logits is None:
             return x.new_empty(0, self._vocab_size)
         return logits[:, : self._vocab_size]
 
     def _drop_weight(self, weights: Weights) -> None:
-        if self._tied:  # the embedding still needs the table
+        if self._tied:  # the embedding keeps the table
             self.weight = None
         else:
             super()._drop_weight(weights)

@@ -1,73 +1,401 @@
-"""What attention on a GPU needs beside the metadata of a step: plans of decode attention, and how
-prompts' chunks are computed."""
+"""Attention on a GPU: plans for decodes, and the library that computes prompt chunks.
+
+A decode runs the engine's own paged kernel by a plan (`DecodePlans`). A chunk of a prompt runs a
+library's kernel, which cannot read pages: if a chunk has context in the cache, its K and V are
+gathered from the pages first (`attend_chunks`).
+
+`choose_backend` picks the library once, at start-up. Support differs between versions and cards,
+and some libraries have aligned causal masks with the wrong corner, so each library must first
+reproduce the plain result on a few small rows.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import inspect
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Any, Protocol
 
 import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from tpengine.layers.prefill import Chunks, PrefillBackend
+from tpengine.errors import ConfigError
+from tpengine.logger import init_logger
 from tpengine.ops import attention as attention_ops
 from tpengine.ops.cache import gather_kv
+from tpengine.ops.reference import attend_sequence
+
+logger = init_logger(__name__)
+
+_MASK_ELEMENTS = 1 << 23
+"""Most elements of one mask or bias; a longer chunk is computed in slices."""
+_SDPA_KERNELS = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
+"""Without cuDNN, torch's first choice on Hopper: it builds a plan for each new shape, which takes
+tens of milliseconds or more (pytorch PR 155958, FunASR issue 3704: 0.44 s), and almost every prompt
+has a new length."""
+_MAX_ERROR = 0.02
+"""Largest accepted relative error. Rounding to bfloat16 gives 4e-3, a wrong mask more than 0.1."""
 
 
 class DecodePlans:
-    """The memory of decode attention's plans, one for each window that the layers have.
+    """Memory for the plans of decode attention, one for each window of the model's layers.
 
     Args:
-        plans: by window, for the most rows of a step.
+        plans: by window, sized for the largest number of rows in a step.
         min_tokens: see `ops.attention.min_item_tokens`.
     """
 
     def __init__(
         self, plans: Mapping[int | None, attention_ops.DecodePlan], min_tokens: int
     ) -> None:
-        self._plans = plans
-        self._min_tokens = min_tokens
+        self.plans = plans
+        self.min_tokens = min_tokens
 
     @property
     def num_bytes(self) -> int:
-        """Of all plans."""
-        return sum(plan.num_bytes for plan in self._plans.values())
+        """Device memory of all plans, in bytes."""
+        return sum(plan.num_bytes for plan in self.plans.values())
 
     def for_step(self) -> StepPlans:
-        """Plans of the next step, none of which is made yet."""
-        return StepPlans(self._plans, self._min_tokens)
+        """Returns the plans of a new step; none is computed yet."""
+        return StepPlans(self)
 
 
 class StepPlans:
-    """A step's plans, each made by the first layer that has its window, and used by the others.
+    """The plans of one step. The first layer with a window computes its plan, the others reuse it.
 
-    They are made on the device. In a CUDA graph that is part of the graph, so that a replay plans
-    by the lengths that it finds.
+    Plans are computed on the device. A CUDA graph contains this work, so that each replay plans for
+    the sequence lengths of its own step.
     """
 
-    def __init__(
-        self, plans: Mapping[int | None, attention_ops.DecodePlan], min_tokens: int
-    ) -> None:
-        self._plans = plans
-        self._min_tokens = min_tokens
+    def __init__(self, memory: DecodePlans) -> None:
+        self._memory = memory
         self._made: dict[int | None, attention_ops.DecodePlan] = {}
 
-    def get(self, seq_lens: torch.Tensor, window: int | None) -> attention_ops.DecodePlan:
-        """The plan for these rows, the same in all calls of a step."""
+    def get(self, seq_lens: Tensor, window: int | None) -> attention_ops.DecodePlan:
+        """Returns the plan of a window.
+
+        Args:
+            seq_lens: int32 `[num_seqs]`, the same in every call of a step.
+        """
         plan = self._made.get(window)
         if plan is None:
-            plan = self._plans[window].for_rows(seq_lens.shape[0])
-            attention_ops.plan_decode(plan, seq_lens, self._min_tokens, window)
+            plan = self._memory.plans[window].for_rows(seq_lens.shape[0])
+            attention_ops.plan_decode(plan, seq_lens, self._memory.min_tokens, window)
             self._made[window] = plan
         return plan
 
 
 @dataclass(slots=True)
-class ChunkGroup:
-    """Neighbouring chunks of a step that are computed at once.
+class Chunks:
+    """Lengths of some rows of a step, in the forms that the libraries take.
 
     Attributes:
-        rows, tokens: which they are, among the step's chunks and their tokens.
-        has_context: whether any has keys beyond its chunk, which the cache holds.
+        query_lens: tokens of each row's chunk.
+        key_lens: tokens of each row's chunk and its context.
+        query_start, key_start: int32 `[num_rows + 1]`, running sums of the lengths; one and the
+            same tensor if no row has context.
+        masks: masks that a backend has built for these lengths, by window; shared by all layers.
+    """
+
+    query_lens: list[int]
+    key_lens: list[int]
+    query_start: Tensor
+    key_start: Tensor
+    masks: dict[int | None, Any] = field(default_factory=dict)
+
+
+def make_chunks(query_lens: list[int], key_lens: list[int], device: torch.device) -> Chunks:
+    """Builds `Chunks` of these lengths, with their running sums on the device."""
+    starts = [
+        torch.tensor([0, *lengths], dtype=torch.int64).cumsum(0).int().to(device)
+        for lengths in (query_lens, key_lens)
+    ]
+    return Chunks(query_lens, key_lens, starts[0], starts[1])
+
+
+@dataclass(frozen=True, slots=True)
+class AttentionRule:
+    """How a layer turns products of queries and keys into logits.
+
+    Attributes:
+        scale: factor on the products.
+        window: a query sees this many keys, itself included; None: all before it.
+        slopes: ALiBi, float32 `[num_heads]`: `slope * (key - query)` is added; None: nothing.
+    """
+
+    scale: float
+    window: int | None = None
+    slopes: Tensor | None = None
+
+
+class PrefillBackend(Protocol):
+    """Causal attention over ragged rows; the queries of a row are the last of its keys.
+
+    Attributes:
+        name: one of `config.ATTENTION_BACKENDS`.
+    """
+
+    name: str
+
+    def forward(
+        self, q: Tensor, k: Tensor, v: Tensor, chunks: Chunks, rule: AttentionRule
+    ) -> Tensor:
+        """Computes attention of all rows.
+
+        Args:
+            q: `[num_tokens, num_heads, head_dim]`; any strides, last dimension contiguous.
+            k, v: `[num_keys, num_kv_heads, head_dim]`, likewise.
+
+        Returns:
+            `[num_tokens, num_heads, head_dim]`.
+        """
+
+
+class VarlenBackend:
+    """torch's FlashAttention-2 (`torch.nn.attention.varlen`), for 16-bit types."""
+
+    name = "varlen"
+
+    def __init__(self) -> None:
+        from torch.nn.attention.varlen import varlen_attn
+
+        # torch 2.11 accepts grouped heads without an option, later versions require this one.
+        groups = "enable_gqa" in inspect.signature(varlen_attn).parameters
+        self._options = {"enable_gqa": True} if groups else {}
+        self._attend: Callable[..., Any] = varlen_attn
+
+    def forward(
+        self, q: Tensor, k: Tensor, v: Tensor, chunks: Chunks, rule: AttentionRule
+    ) -> Tensor:
+        """See `PrefillBackend.forward`."""
+        left = -1 if rule.window is None else rule.window - 1  # keys before the query's own
+        attended: Tensor = self._attend(
+            q,
+            k,
+            v,
+            chunks.query_start,
+            chunks.key_start,
+            max(chunks.query_lens),
+            max(chunks.key_lens),
+            scale=rule.scale,
+            window_size=(left, 0),
+            **self._options,
+        )
+        return attended
+
+
+class XformersBackend:
+    """xformers' `memory_efficient_attention_forward`, which picks a kernel itself."""
+
+    name = "xformers"
+
+    def __init__(self) -> None:
+        from xformers.ops import memory_efficient_attention_forward
+        from xformers.ops.fmha import attn_bias
+
+        self._attend: Callable[..., Tensor] = memory_efficient_attention_forward
+        self._masks: Any = attn_bias
+
+    def forward(
+        self, q: Tensor, k: Tensor, v: Tensor, chunks: Chunks, rule: AttentionRule
+    ) -> Tensor:
+        """See `PrefillBackend.forward`."""
+        if rule.window not in chunks.masks:
+            chunks.masks[rule.window] = self._mask(chunks, rule.window, q.device)
+        group = q.shape[1] // k.shape[1]
+        if group > 1:  # [1, tokens, kv heads, heads of one, head_dim], K and V repeated by stride
+            q = q.unflatten(1, (k.shape[1], group))
+            k, v = (x.unsqueeze(2).expand(-1, -1, group, -1) for x in (k, v))
+        attended = self._attend(
+            q.unsqueeze(0),
+            k.unsqueeze(0),
+            v.unsqueeze(0),
+            attn_bias=chunks.masks[rule.window],
+            scale=rule.scale,
+        )[0]
+        return attended.flatten(1, 2) if group > 1 else attended
+
+    def _mask(self, chunks: Chunks, window: int | None, device: torch.device) -> Any:
+        queries, keys = chunks.query_lens, chunks.key_lens
+        if window is None and queries == keys:
+            return self._masks.BlockDiagonalCausalMask.from_seqlens(queries, device=device)
+        blocks = self._masks.BlockDiagonalMask.from_seqlens(queries, keys, device=device)
+        if window is None:
+            return blocks.make_causal_from_bottomright()
+        return blocks.make_local_attention_from_bottomright(window)
+
+
+class SdpaBackend:
+    """torch's `scaled_dot_product_attention`, one row at a time: the slowest backend, and the only
+    one for float32, ALiBi and every head dim."""
+
+    name = "sdpa"
+
+    def forward(
+        self, q: Tensor, k: Tensor, v: Tensor, chunks: Chunks, rule: AttentionRule
+    ) -> Tensor:
+        """See `PrefillBackend.forward`."""
+        out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
+        first_query = first_key = 0
+        with sdpa_kernel(_SDPA_KERNELS):
+            for queries, keys in zip(chunks.query_lens, chunks.key_lens, strict=True):
+                row_k, row_v = (x[first_key : first_key + keys] for x in (k, v))
+                heads = 1 if rule.slopes is None else q.shape[1]
+                step = max(1, _MASK_ELEMENTS // (heads * keys))
+                for start in range(0, queries, step):
+                    count = min(step, queries - start)
+                    rows = slice(first_query + start, first_query + start + count)
+                    out[rows] = _attend_slice(q[rows], row_k, row_v, keys - queries + start, rule)
+                first_query, first_key = first_query + queries, first_key + keys
+        return out
+
+
+def _attend_slice(q: Tensor, k: Tensor, v: Tensor, position: int, rule: AttentionRule) -> Tensor:
+    """Attention of the queries at `position` and after to the keys from position 0 on.
+
+    Args:
+        q: `[num_queries, num_heads, head_dim]`.
+        k, v: `[num_keys, num_kv_heads, head_dim]`.
+
+    Returns:
+        `[num_queries, num_heads, head_dim]`.
+    """
+    num_queries, num_heads, head_dim = q.shape
+    num_kv_heads = k.shape[1]
+    group = num_heads // num_kv_heads
+    # KV heads are the batch dimension, so that the heads of a group read the same K and V.
+    grouped = q.view(num_queries, num_kv_heads, group, head_dim).permute(1, 2, 0, 3)
+    k, v = (x.permute(1, 0, 2).unsqueeze(1).expand(-1, group, -1, -1) for x in (k, v))
+    mask = None
+    is_plain = rule.window is None and rule.slopes is None
+    is_causal = is_plain and position == 0 and num_queries == k.shape[2]
+    if not is_causal:
+        at = torch.arange(position, position + num_queries, device=q.device).unsqueeze(1)
+        distance = at - torch.arange(k.shape[2], device=q.device)
+        mask = distance >= 0
+        if rule.window is not None:
+            mask &= distance < rule.window
+        if rule.slopes is not None:
+            bias = -rule.slopes.view(num_kv_heads, group, 1, 1) * distance
+            mask = bias.masked_fill(~mask, float("-inf")).to(q.dtype)
+    attended = F.scaled_dot_product_attention(
+        grouped, k, v, attn_mask=mask, is_causal=is_causal, scale=rule.scale
+    )
+    return attended.permute(2, 0, 1, 3).reshape(num_queries, num_heads, head_dim)
+
+
+@dataclass(frozen=True, slots=True)
+class PrefillShape:
+    """What a model's attention needs on one rank.
+
+    Attributes:
+        windows: the windows of all layers.
+        has_slopes: whether the model uses ALiBi.
+    """
+
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    dtype: torch.dtype
+    windows: frozenset[int | None]
+    has_slopes: bool
+
+
+BACKENDS: dict[str, Callable[[], PrefillBackend]] = {
+    "xformers": XformersBackend,
+    "varlen": VarlenBackend,
+    "sdpa": SdpaBackend,
+}
+"""In the order in which `auto` tries them."""
+
+
+def choose_backend(wanted: str, shape: PrefillShape, device: torch.device) -> PrefillBackend:
+    """Returns the backend `wanted`; for `auto` the first that works.
+
+    Raises:
+        ConfigError: no such backend works here; the message says why.
+    """
+    names = list(BACKENDS) if wanted == "auto" else [wanted]
+    reasons: list[str] = []
+    for name in names:
+        found = _open_backend(name, shape, device)
+        if not isinstance(found, str):
+            passed = f" (not {'; not '.join(reasons)})" if reasons else ""
+            logger.info("attention: prompts by %s%s", name, passed)
+            return found
+        reasons.append(f"{name}: {found}")
+    raise ConfigError(
+        f"attention_backend = {wanted!r} cannot be used: {'; '.join(reasons)}; "
+        + ("report this" if wanted == "auto" else "choose another, or leave it at 'auto'")
+    )
+
+
+def _open_backend(name: str, shape: PrefillShape, device: torch.device) -> PrefillBackend | str:
+    """Returns the backend, or the reason why it cannot be used."""
+    if name != "sdpa":
+        if shape.has_slopes:
+            return "it has no linear biases (ALiBi), which this model needs"
+        if shape.dtype == torch.float32:
+            return "it takes float16 and bfloat16 only, this model runs in float32"
+    try:
+        backend = BACKENDS[name]()
+        worst = max(
+            _relative_error(backend, shape, window, device, query_lens, key_lens)
+            for window in shape.windows
+            for query_lens, key_lens in (
+                ([9, 3, 40], [9, 3, 40]),  # no context
+                ([9, 2, 40], [30, 19, 40]),
+            )
+        )
+    except ImportError as error:
+        return f"it is not installed ({error})"
+    except Exception as error:  # a library may raise any error where it does not fit
+        lines = str(error).strip().splitlines()
+        return f"it fails here ({type(error).__name__}: {lines[0] if lines else 'no message'})"
+    if not worst < _MAX_ERROR:  # this form also rejects NaN
+        return f"its results are wrong here (relative error {worst:.3f})"
+    return backend
+
+
+def _relative_error(
+    backend: PrefillBackend,
+    shape: PrefillShape,
+    window: int | None,
+    device: torch.device,
+    query_lens: list[int],
+    key_lens: list[int],
+) -> float:
+    """Relative error of a backend against plain float32, on random rows of these lengths."""
+    gen = torch.Generator().manual_seed(0)
+    heads, kv_heads = shape.num_heads, shape.num_kv_heads
+    packed = torch.randn(sum(key_lens), heads + 2 * kv_heads, shape.head_dim, generator=gen)
+    packed = packed.to(device, shape.dtype)
+    q, k, v = packed.split([heads, kv_heads, kv_heads], dim=1)  # strided like real projections
+    q = q[: sum(query_lens)]
+    slopes = torch.linspace(0.5, 0.1, heads, device=device) if shape.has_slopes else None
+    # A window of 7 cuts every row; the real one is longer than these rows.
+    rule = AttentionRule(shape.head_dim**-0.5, None if window is None else min(window, 7), slopes)
+    chunks = make_chunks(query_lens, key_lens, device)
+    with torch.inference_mode():
+        attended = backend.forward(q, k, v, chunks, rule).float()
+        rows = zip(q.split(query_lens), k.split(key_lens), v.split(key_lens), strict=True)
+        exact = torch.cat(
+            [attend_sequence(*row, rule.scale, rule.slopes, rule.window) for row in rows]
+        )
+        return float((attended - exact).norm() / exact.norm())
+
+
+@dataclass(slots=True)
+class ChunkGroup:
+    """Neighbouring chunks of a step that are computed together.
+
+    Attributes:
+        rows: the group's rows among the step's chunks.
+        tokens: the group's tokens among the tokens of these chunks.
+        has_context: whether any chunk has keys before its own, which the cache holds.
     """
 
     rows: slice
@@ -81,29 +409,30 @@ class GpuBatch:
     """See `AttentionMetadata.gpu`.
 
     Attributes:
-        plans: of the decodes; None without the CUDA library, whose ops alone use them.
-        groups: of the longer chunks.
-        backend: who computes those.
-        gathered: K and V `[max_gathered_tokens, num_kv_heads, head_dim]` of chunks with context.
+        plans: of the decodes; None without the CUDA library, because only its kernels use plans.
+        backend: computes the chunks.
+        gathered: buffers for K and V of chunks with context, each
+            `[max_gathered_tokens, num_kv_heads, head_dim]` in the model's dtype.
+        groups: of the chunks.
     """
 
     plans: StepPlans | None
     backend: PrefillBackend
-    gathered: tuple[torch.Tensor, torch.Tensor]
+    gathered: tuple[Tensor, Tensor]
     groups: list[ChunkGroup] = field(default_factory=list)
 
 
 def group_rows(
     query_lens: Sequence[int], seq_lens: Sequence[int], max_gathered_tokens: int
 ) -> list[tuple[slice, bool]]:
-    """Divides chunks into neighbours whose keys can be gathered together.
+    """Divides chunks into groups of neighbours whose keys fit into the gather buffers.
 
     Args:
         max_gathered_tokens: at least the longest of `seq_lens`.
 
     Returns:
-        For each group its rows, and whether any of them has context. All rows are one group where
-        none has, as nothing is gathered then.
+        For each group its rows, and whether any of them has context. If no row has context, all
+        rows are one group, because nothing is gathered.
     """
     if list(query_lens) == list(seq_lens):
         return [(slice(0, len(query_lens)), False)] if query_lens else []
@@ -118,25 +447,24 @@ def group_rows(
 
 
 def attend_chunks(
-    out: torch.Tensor,
-    qkv: tuple[torch.Tensor, torch.Tensor, torch.Tensor],
-    kv_cache: tuple[torch.Tensor, torch.Tensor],
+    out: Tensor,
+    qkv: Tensor,
+    kv_cache: tuple[Tensor, Tensor],
     kv_scales: tuple[float, float],
-    block_table: torch.Tensor,
+    block_table: Tensor,
     batch: GpuBatch,
-    scale: float,
-    window: int | None,
-    slopes: torch.Tensor | None,
+    rule: AttentionRule,
 ) -> None:
-    """Attention of the step's chunks, whose K and V are in the cache already.
+    """Attention of the step's chunks, whose K and V the cache already holds.
 
     Args:
         out: `[num_tokens, num_heads, head_dim]`, written.
-        qkv: q `[num_tokens, num_heads, head_dim]`, k and v `[num_tokens, num_kv_heads, head_dim]`
-            of the chunks, rotated.
+        qkv: `[num_tokens, num_heads + 2 * num_kv_heads, head_dim]` of the chunks, rotated.
         block_table: int32 `[num_chunks, max_blocks]`.
     """
-    q, k, v = qkv
+    num_heads = out.shape[1]
+    num_kv_heads = (qkv.shape[1] - num_heads) // 2
+    q, k, v = qkv.split([num_heads, num_kv_heads, num_kv_heads], dim=1)
     for group in batch.groups:
         tokens, chunks = group.tokens, group.chunks
         keys, values = k[tokens], v[tokens]
@@ -145,4 +473,4 @@ def attend_chunks(
             keys, values = (buffer[:num_keys] for buffer in batch.gathered)
             table = block_table[group.rows]
             gather_kv(keys, values, *kv_cache, table, chunks.key_start, *kv_scales)
-        out[tokens] = batch.backend.forward(q[tokens], keys, values, chunks, scale, window, slopes)
+        out[tokens] = batch.backend.forward(q[tokens], keys, values, chunks, rule)

@@ -1,10 +1,10 @@
 """Linear layers, sharded over ranks (Megatron-LM, https://arxiv.org/abs/1909.08053).
 
 Column-parallel layers divide the outputs and need no communication; a row-parallel layer divides
-the inputs and sums over ranks. Sizes that ranks do not divide are padded, but heads must be
-divisible. On CPUs with AVX-512 weights are packed once after loading (`ops.linear`): faster than
-torch's own at every number of rows, and a row's result does not depend on how many others there
-are.
+the inputs and sums over ranks. A size that ranks do not divide is padded, but the number of heads
+must be divisible. On CPUs with AVX-512 weights are packed once after loading (`ops.linear`). This
+is faster than torch's own product for every number of rows, and a row's result does not depend on
+the other rows.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import torch.nn.functional as F
 
 from tpengine.distributed.parallel_state import ParallelState
 from tpengine.errors import ConfigError
-from tpengine.layers.weights import Weights
+from tpengine.layers.weights import Weights, WeightShard
 from tpengine.ops.library import cpu_isa
 from tpengine.ops.linear import (
     int8_linear,
@@ -26,22 +26,22 @@ from tpengine.ops.linear import (
 )
 
 Multiply = Callable[[torch.Tensor, torch.Tensor, torch.Tensor | None], None]
-"""Writes `x W^T + bias` into its first argument, given x and bias."""
+"""Writes `x W^T + bias` into its first argument; the others are x and bias."""
 
 _PACKED_ISAS = {
     torch.float32: ("avx512", "avx512bf16"),
     torch.bfloat16: ("avx512bf16",),
 }
-"""Instruction sets on which the packed kernels beat torch's, by dtype."""
+"""Instruction sets on which the packed kernels are faster than torch's, by dtype."""
 
 _PADDED_SHARE = 16
 
 
 class Linear:
-    """`y = x W^T + b` with this rank's part of W.
+    """`y = x W^T + b` with this rank's part of W, `[out_features, in_features]`.
 
     Args:
-        in_features, out_features: of this rank's part.
+        in_features, out_features: sizes of this rank's part.
     """
 
     _quantizable = True
@@ -64,7 +64,7 @@ class Linear:
         return out
 
     def _pack(self, weights: Weights) -> None:
-        """Replaces the weight by the form that this device multiplies fastest."""
+        """Replaces the weight by the form that is fastest on this device."""
         weight = self.weight
         assert weight is not None
         if weights.quantization == "int8" and self._quantizable:
@@ -97,11 +97,11 @@ def _packs(weight: torch.Tensor) -> bool:
 
 
 class MergedColumnParallelLinear(Linear):
-    """Several column-parallel matrices with the same input, multiplied as one.
+    """Two or more column-parallel matrices with the same input, computed as one product.
 
     Args:
         names: checkpoint prefixes, e.g. `...mlp.gate_proj`, `...mlp.up_proj`.
-        total_out_features: outputs of each over all ranks.
+        total_out_features: outputs of each matrix over all ranks.
     """
 
     def __init__(
@@ -123,7 +123,7 @@ class MergedColumnParallelLinear(Linear):
 
 
 class ColumnParallelLinear(MergedColumnParallelLinear):
-    """One matrix whose outputs are divided over ranks."""
+    """A matrix whose outputs are divided over ranks."""
 
     def __init__(
         self,
@@ -137,9 +137,9 @@ class ColumnParallelLinear(MergedColumnParallelLinear):
 
 
 class QKVParallelLinear(Linear):
-    """Query, key and value projections as one; heads are divided over ranks.
+    """Query, key and value projections as one product; heads are divided over ranks.
 
-    With fewer KV heads than ranks, each KV head is held by several ranks.
+    If there are fewer KV heads than ranks, each KV head is on more than one rank.
 
     Attributes:
         num_heads, num_kv_heads: of this rank.
@@ -178,21 +178,52 @@ class QKVParallelLinear(Linear):
         _declare_rows(self, weights, v_name, q_size + kv_size, kv_size, kv_start, kv_total)
 
 
+class InterleavedQKVParallelLinear(Linear):
+    """A fused q, k and v projection whose checkpoint orders its rows by head: q, k and v of the
+    first head, then of the second. There are as many KV heads as query heads.
+
+    Heads are divided over ranks. On a rank the rows of all queries come first, then all keys, then
+    all values, as `Attention` requires.
+
+    Attributes:
+        num_heads: of this rank.
+    """
+
+    def __init__(
+        self,
+        weights: Weights,
+        name: str,
+        hidden_size: int,
+        total_num_heads: int,
+        head_dim: int,
+        bias: bool = False,
+    ) -> None:
+        parallel = weights.parallel
+        self.num_heads = num_heads = parallel.divide(total_num_heads, "attention heads")
+        rows, total_rows = 3 * num_heads * head_dim, 3 * total_num_heads * head_dim
+        super().__init__(weights, hidden_size, rows, bias)
+        start = parallel.tp_rank * rows
+        split = (num_heads, 3, head_dim)
+        for suffix, parameter in (("weight", self.weight), ("bias", self.bias)):
+            if parameter is not None:
+                # a view of [3, num_heads, head_dim, ...] in the checkpoint's order
+                by_head = parameter.unflatten(0, (3, num_heads, head_dim)).transpose(0, 1)
+                shard = WeightShard(by_head, 0, start, total_rows, split)
+                weights.declare(f"{name}.{suffix}", shard)
+
+
 class ReplicatedLinear(Linear):
-    """A matrix that every rank holds whole, for small ones."""
+    """A small matrix, which every rank holds whole."""
 
     def __init__(
         self, weights: Weights, name: str, in_features: int, out_features: int, bias: bool = False
     ) -> None:
         super().__init__(weights, in_features, out_features, bias)
-        assert self.weight is not None
-        weights.declare(f"{name}.weight", self.weight)
-        if self.bias is not None:
-            weights.declare(f"{name}.bias", self.bias)
+        _declare_rows(self, weights, name, 0, out_features, 0, out_features)
 
 
 class RowParallelLinear(Linear):
-    """A matrix whose inputs are divided over ranks; the result is summed over them."""
+    """A matrix whose inputs are divided over ranks; the results of all ranks are summed."""
 
     def __init__(
         self,
@@ -207,9 +238,10 @@ class RowParallelLinear(Linear):
         super().__init__(weights, part, out_features, bias)
         assert self.weight is not None
         start = parallel.tp_rank * part
-        weights.declare(f"{name}.weight", self.weight, 1, start, total_in_features)
+        shard = WeightShard(self.weight, 1, start, total_in_features)
+        weights.declare(f"{name}.weight", shard)
         if self.bias is not None:
-            weights.declare(f"{name}.bias", self.bias)
+            weights.declare(f"{name}.bias", WeightShard(self.bias))
             weights.after_loading(self._keep_bias_on_first_rank)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -217,15 +249,16 @@ class RowParallelLinear(Linear):
         return self._parallel.all_reduce(super().forward(x))
 
     def _keep_bias_on_first_rank(self) -> None:
-        if self._parallel.tp_rank != 0:  # the sum over ranks must hold it once
+        if self._parallel.tp_rank != 0:  # the sum over ranks must contain it once
             self.bias = None
 
 
 def _padded_share(parallel: ParallelState, total: int) -> int:
-    """This rank's share of a dimension, padded with zeros where ranks do not divide it.
+    """Returns this rank's share of a dimension, padded if ranks do not divide it.
 
-    The same for outputs of one layer and inputs of the next; zero weights and biases there add
-    nothing to the sum. Padded shares are whole vectors, so that packed kernels take them.
+    The outputs of a layer and the inputs of the next get the same padding; its weights and biases
+    are zero and add nothing to the sum. A padded share is a multiple of 16, so that the packed
+    kernels accept it.
     """
     if total % parallel.tp_size == 0:
         return total // parallel.tp_size
@@ -236,7 +269,7 @@ def _padded_share(parallel: ParallelState, total: int) -> int:
 def _declare_rows(
     linear: Linear, weights: Weights, name: str, offset: int, rows: int, start: int, total: int
 ) -> None:
-    assert linear.weight is not None
-    weights.declare(f"{name}.weight", linear.weight[offset : offset + rows], 0, start, total)
-    if linear.bias is not None:
-        weights.declare(f"{name}.bias", linear.bias[offset : offset + rows], 0, start, total)
+    for suffix, parameter in (("weight", linear.weight), ("bias", linear.bias)):
+        if parameter is not None:
+            shard = WeightShard(parameter[offset : offset + rows], 0, start, total)
+            weights.declare(f"{name}.{suffix}", shard)

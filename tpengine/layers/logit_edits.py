@@ -1,29 +1,55 @@
-"""What a request may do to logits before they are sampled: processors, biases, bans, penalties.
+"""What a request may do to its logits before sampling: processors, biases, bans, penalties.
 
-Each stage is one vectorised edit of the entries that it concerns, over all rows that ask for it;
-a row that asks for nothing is not touched.
+Each stage is one vectorised edit of the entries that it concerns, over all rows that ask for it; a
+row that asks for nothing is not touched.
+
+Penalties read `TokenCounts`: the *distinct* ids of each penalised sequence, and how often its
+output contains each, kept on the device from step to step. A step adds one token per row, and
+penalties touch these ids only, so the cost of both grows with the number of different tokens in a
+sequence, not with the vocabulary.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
+import numpy.typing as npt
 import torch
 
-from tpengine.layers.pending import Array, Pending
-from tpengine.layers.token_counts import CountedTokens
-from tpengine.layers.upload import upload
+from tpengine.layers.device_values import Array, Pending, upload
 from tpengine.sampling_params import LogitsProcessor
 
 _MAX_ENTRIES = 1 << 20
-"""Entries that the penalties treat at once: bounds their temporaries to about 32 MiB."""
+"""Entries that penalties process at a time; bounds their temporary tensors to about 32 MiB."""
+_NO_ROW = -1
+_NO_TOKEN = -1
+_FIRST_ROWS = 8
+_FIRST_WIDTH = 64
+_SPARE_SHARE = 8
+"""One column in eight is reserved as spare when rows grow."""
+
+
+@dataclass(slots=True)
+class CountedTokens:
+    """Distinct tokens of some sequences, each `[num_sequences, width]`.
+
+    A shorter sequence is filled up with repetitions of its first token and its count, so that an
+    edit computed from them writes the same value to the same logit again.
+
+    Attributes:
+        ids: int64.
+        counts: int32, occurrences in the output; 0 for a token that occurs only in the prompt.
+    """
+
+    ids: torch.Tensor
+    counts: torch.Tensor
 
 
 @dataclass(slots=True)
 class Entries:
-    """Single logits, by row and id, int64 `[num_entries]` each."""
+    """Single logits, by row and token id, each int64 `[num_entries]`."""
 
     rows: torch.Tensor
     ids: torch.Tensor
@@ -31,7 +57,7 @@ class Entries:
 
 @dataclass(slots=True)
 class AllowedTokens:
-    """The entries that stay, and the rows, each once, of which all others go."""
+    """Rows, int64 `[num_rows]`, each once, of which only these entries stay."""
 
     rows: torch.Tensor
     entries: Entries
@@ -43,7 +69,7 @@ class Penalties:
 
     Attributes:
         rows: int64 `[n]`.
-        tokens: distinct tokens of each row: with the prompt's where it penalises repetition.
+        tokens: distinct tokens of each row; with those of the prompt if it penalises repetition.
         repetition, frequency, presence: float32 `[n]`; neutral is 1, 0, 0.
     """
 
@@ -56,7 +82,7 @@ class Penalties:
 
 @dataclass(slots=True)
 class ProcessorCall:
-    """The processors of one row and what they are told."""
+    """The logits processors of one row, and their arguments."""
 
     row: int
     processors: Sequence[LogitsProcessor]
@@ -66,12 +92,12 @@ class ProcessorCall:
 
 @dataclass(slots=True)
 class LogitEdits:
-    """The edits of one step, in the order in which they are made.
+    """The edits of one step, in the order in which they are applied.
 
     Attributes:
-        processors: functions of the user, row by row.
-        bias: entries, each once, and what is added to them, float32 `[num_entries]`.
-        allowed: for rows that may sample some tokens only.
+        processors: functions of the users, one row each.
+        bias: entries, each once, and the values added to them, float32 `[num_entries]`.
+        allowed: of rows that may sample only certain tokens.
         banned: entries that become minus infinity.
     """
 
@@ -83,7 +109,7 @@ class LogitEdits:
 
     @property
     def is_empty(self) -> bool:
-        """Whether no logit is touched."""
+        """Whether no logit changes."""
         return not (self.processors or self.bias or self.allowed or self.banned or self.penalties)
 
 
@@ -91,10 +117,10 @@ def apply_edits(logits: torch.Tensor, edits: LogitEdits) -> dict[int, str]:
     """Edits `logits` in place.
 
     Args:
-        logits: `[num_rows, vocab_size]`, float32.
+        logits: float32 `[num_rows, vocab_size]`.
 
     Returns:
-        By row, why it cannot be sampled: a processor failed.
+        For each row whose processor failed, the reason.
     """
     errors = _run_processors(logits, edits.processors)
     if edits.bias is not None:
@@ -115,13 +141,13 @@ def apply_edits(logits: torch.Tensor, edits: LogitEdits) -> dict[int, str]:
 def find_lost_rows(
     logits: torch.Tensor, chosen: torch.Tensor, edits: LogitEdits, may_be_empty: torch.Tensor
 ) -> Pending[dict[int, str]]:
-    """Rows of which the edits left nothing to sample, by row, with the reason.
+    """Finds the rows of which the edits left no token to sample; the reason, by row.
 
     Args:
-        logits: `[num_rows, vocab_size]`, edited.
-        chosen: int64 `[num_rows]`: of a row that is lost, the sampler took a banned token or NaN.
-        may_be_empty: bool `[num_rows]`, rows that are lost only where they are NaN: a beam that
-            cannot go on is dropped by the search, as long as others can.
+        logits: float32 `[num_rows, vocab_size]`, edited.
+        chosen: int64 `[num_rows]`, sampled tokens; in a lost row this token is banned or NaN.
+        may_be_empty: bool `[num_rows]`, rows that are lost only if they are NaN: the search drops a
+            beam that cannot continue while other beams can.
     """
     ruled = torch.zeros(len(chosen), dtype=torch.bool, device=logits.device)
     for entries in edits.banned:
@@ -148,9 +174,12 @@ def _reasons(arrays: Sequence[Array]) -> dict[int, str]:
 
 
 def apply_penalties(logits: torch.Tensor, penalties: Penalties) -> None:
-    """Repetition penalty (Keskar et al. 2019), then frequency and presence, in place.
+    """Applies repetition (Keskar et al. 2019), frequency and presence penalties in place.
 
-    A token that the output holds c times loses frequency x c + presence.
+    A token with c occurrences in the output loses frequency x c + presence.
+
+    Args:
+        logits: float32 `[num_rows, vocab_size]`.
     """
     num_rows, width = penalties.tokens.ids.shape
     step = max(1, _MAX_ENTRIES // width)
@@ -171,7 +200,7 @@ def _run_processors(logits: torch.Tensor, calls: Sequence[ProcessorCall]) -> dic
     for call in calls:
         row = logits[call.row]
         for processor in call.processors:
-            # Lists and logits of its own: what a processor does to them concerns nobody else.
+            # Each processor gets copies, because it may change its arguments.
             ids: list[list[int]] = [list(call.output_ids)]
             if processor.wants_prompt:
                 ids.insert(0, list(call.prompt_ids))
@@ -193,3 +222,165 @@ def _check_edited(edited: object, row: torch.Tensor) -> None:
         raise TypeError(f"it must return the logits, got {type(edited).__name__}")
     if edited.shape != row.shape:
         raise ValueError(f"it must return {list(row.shape)} logits, got {list(edited.shape)}")
+
+
+class TokenCounts:
+    """Tokens of each penalised sequence, one row each, in tensors that double when they are full.
+
+    The first `write` allocates them. A row takes 12 bytes per column; there are at most twice as
+    many rows as were needed, and about 2.3 times as many columns. So memory stays under 56 bytes x
+    (most penalised sequences at once, at least 4) x (most distinct tokens of one of them, at least
+    32), e.g. 5 MiB for 64 sequences of 1,300 distinct tokens. Memory is reused, and not freed.
+    """
+
+    def __init__(self, max_num_seqs: int, device: torch.device) -> None:
+        self._device = device
+        self._row_of_slot = np.full(max_num_seqs, _NO_ROW, np.int64)
+        self._free_rows: list[int] = []
+        # Upper bounds of the entries in use, by row. Only the device knows the exact numbers, and a
+        # read would wait for the step that it computes now.
+        self._bounds = np.zeros(0, np.int64)
+        self._ids = torch.empty((0, 0), dtype=torch.int64, device=device)
+        self._counts = torch.empty((0, 0), dtype=torch.int32, device=device)
+        self._num_ids = torch.empty(0, dtype=torch.int64, device=device)
+
+    @property
+    def num_bytes(self) -> int:
+        """Device memory of the rows, in bytes."""
+        return sum(t.nbytes for t in (self._ids, self._counts, self._num_ids))
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether no sequence is counted."""
+        return len(self._free_rows) == len(self._bounds)
+
+    def write(
+        self, slot: int, prompt_ids: npt.NDArray[np.int32], output_ids: npt.NDArray[np.int32]
+    ) -> None:
+        """Sets a slot's row to the tokens of a sequence.
+
+        Args:
+            prompt_ids: int32, tokens that are stored with count 0.
+            output_ids: int32, tokens that are counted.
+        """
+        ids = np.unique(np.concatenate([prompt_ids, output_ids]))
+        counts = np.zeros(len(ids), np.int32)
+        output, times = np.unique(output_ids, return_counts=True)
+        counts[np.searchsorted(ids, output)] = times
+        row = self._take_row(slot)
+        self._reserve_width(len(ids))
+        self._ids[row] = _NO_TOKEN
+        self._counts[row] = 0
+        self._ids[row, : len(ids)] = upload(ids.astype(np.int64), self._device)
+        self._counts[row, : len(ids)] = upload(counts, self._device)
+        self._num_ids[row] = len(ids)
+        self._bounds[row] = len(ids)
+
+    def append(
+        self,
+        slots: npt.NDArray[np.int64],
+        token_ids: npt.NDArray[np.int64],
+        count_distinct: Callable[[int], int],
+    ) -> None:
+        """Counts one more output token of each slot; slots without a row are skipped.
+
+        Args:
+            slots, token_ids: int64 `[num_slots]`.
+            count_distinct: returns how many different tokens `write` would store for a slot,
+                without this one; called rarely.
+        """
+        rows = self._row_of_slot[slots]
+        counted = rows != _NO_ROW
+        if not counted.any():
+            return
+        rows = rows[counted]
+        width = self._room_for_one_more(slots[counted], rows, count_distinct)
+        self._bounds[rows] += 1
+        at = upload(rows, self._device)
+        tokens = upload(token_ids[counted], self._device)
+        hits = self._ids[at, :width] == tokens.unsqueeze(1)
+        known = hits.any(dim=1)
+        columns = torch.where(known, hits.int().argmax(dim=1), self._num_ids[at])
+        self._ids[at, columns] = tokens
+        self._counts[at, columns] += 1
+        self._num_ids[at] += ~known
+
+    def fork(self, parent_slot: int, child_slot: int) -> None:
+        """Copies the parent's row to the child; clears the child if the parent has no row."""
+        if self._row_of_slot[parent_slot] == _NO_ROW:
+            self.clear(child_slot)
+            return
+        row = self._take_row(child_slot)
+        parent = int(self._row_of_slot[parent_slot])
+        for tensor in (self._ids, self._counts, self._num_ids):
+            tensor[row] = tensor[parent]
+        self._bounds[row] = self._bounds[parent]
+
+    def clear(self, slot: int) -> None:
+        """Frees the slot's row, if it has one."""
+        row = int(self._row_of_slot[slot])
+        if row != _NO_ROW:
+            self._row_of_slot[slot] = _NO_ROW
+            self._bounds[row] = 0
+            self._free_rows.append(row)
+
+    def gather(self, slots: npt.NDArray[np.int64]) -> CountedTokens:
+        """Returns the tokens of slots, each of which has a row."""
+        rows = self._row_of_slot[slots]
+        width = max(1, int(self._bounds[rows].max()))
+        at = upload(rows, self._device)
+        ids, counts = self._ids[at, :width], self._counts[at, :width]
+        unused = ids == _NO_TOKEN
+        # An empty row becomes id 0 with count 0, to which no penalty on output applies.
+        ids = torch.where(unused, ids[:, :1], ids).clamp_(min=0)
+        return CountedTokens(ids, torch.where(unused, counts[:, :1], counts))
+
+    def _take_row(self, slot: int) -> int:
+        row = int(self._row_of_slot[slot])
+        if row != _NO_ROW:
+            return row
+        if not self._free_rows:
+            self._add_rows()
+        row = self._free_rows.pop()
+        self._row_of_slot[slot] = row
+        return row
+
+    def _add_rows(self) -> None:
+        num_rows, width = self._ids.shape
+        more = min(max(_FIRST_ROWS, num_rows), len(self._row_of_slot) - num_rows)
+        self._resize(num_rows + more, max(width, _FIRST_WIDTH))
+        self._bounds = np.concatenate([self._bounds, np.zeros(more, np.int64)])
+        self._free_rows = list(range(num_rows + more - 1, num_rows - 1, -1))
+
+    def _room_for_one_more(
+        self,
+        slots: npt.NDArray[np.int64],
+        rows: npt.NDArray[np.int64],
+        count_distinct: Callable[[int], int],
+    ) -> int:
+        """Makes sure that each row has a free column; returns the width that covers all rows."""
+        width = self._ids.shape[1]
+        if (self._bounds[rows] >= width).any():
+            # The bounds are too high, because repeated tokens take no column. Counting is slow, so
+            # it waits until a bound reaches the width. It covers all rows, because the highest
+            # bound decides the width.
+            self._bounds[rows] = [count_distinct(slot) for slot in slots.tolist()]
+            # Spare columns, because a row that is nearly full would be counted in every step.
+            self._reserve_width(int(self._bounds[rows].max()) + 1 + width // _SPARE_SHARE)
+        return int(self._bounds[rows].max()) + 1
+
+    def _reserve_width(self, width: int) -> None:
+        num_rows, old = self._ids.shape
+        if width > old:
+            self._resize(num_rows, max(width, 2 * old))
+
+    def _resize(self, num_rows: int, width: int) -> None:
+        table = (num_rows, width)
+        self._ids = self._enlarged(self._ids, table, _NO_TOKEN)
+        self._counts = self._enlarged(self._counts, table, 0)
+        self._num_ids = self._enlarged(self._num_ids, (num_rows,), 0)
+
+    def _enlarged(self, old: torch.Tensor, shape: tuple[int, ...], fill: int) -> torch.Tensor:
+        new = torch.full(shape, fill, dtype=old.dtype, device=self._device)
+        new[tuple(slice(length) for length in old.shape)] = old
+        return new

@@ -17,24 +17,26 @@ class RMSNorm:
         self.eps = eps
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """x `[num_tokens, hidden_size]`, normalised."""
+        """x `[num_tokens, hidden_size]` to its normalised values, same shape and dtype."""
         out = torch.empty_like(x)
         fused.rms_norm(out, x, self.weight, self.eps)
         return out
 
     def add_forward(self, x: torch.Tensor, residual: torch.Tensor) -> torch.Tensor:
-        """Adds x to `residual` in place and returns the normalised sum."""
+        """Adds x to `residual` in place and returns the normalised sum, each
+        `[num_tokens, hidden_size]`."""
         out = torch.empty_like(x)
         fused.add_rms_norm(out, x, residual, self.weight, self.eps)
         return out
 
 
 class QKNorm:
-    """RMSNorm of each query and key head by itself (https://arxiv.org/abs/2010.04245), before they
-    are rotated; queries share one weight, keys another.
+    """RMSNorm of each query and key head (https://arxiv.org/abs/2010.04245), before rotation.
+
+    All query heads share one weight, all key heads another.
 
     Args:
-        prefix: of `q_norm` and `k_norm` in the checkpoint.
+        prefix: prefix of `q_norm` and `k_norm` in the checkpoint.
         num_heads, num_kv_heads: of this rank.
     """
 
@@ -77,7 +79,7 @@ class LayerNorm:
         self.eps = eps
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """x `[num_tokens, hidden_size]`, normalised."""
+        """x `[num_tokens, hidden_size]` to its normalised values, same shape and dtype."""
         if not x.is_cpu:
             return self._by_torch(x)
         out = torch.empty_like(x)
@@ -85,7 +87,8 @@ class LayerNorm:
         return out
 
     def add_forward(self, x: torch.Tensor, residual: torch.Tensor) -> torch.Tensor:
-        """Adds x to `residual` in place and returns the normalised sum."""
+        """Adds x to `residual` in place and returns the normalised sum, each
+        `[num_tokens, hidden_size]`."""
         if not x.is_cpu:
             return self._by_torch(residual.add_(x))
         out = torch.empty_like(x)
@@ -93,5 +96,5 @@ class LayerNorm:
         return out
 
     def _by_torch(self, x: torch.Tensor) -> torch.Tensor:
-        # Where the ops are plain torch, they would copy this tensor into theirs.
+        # On a GPU the op is plain torch, which would copy its result into `out`.
         return F.layer_norm(x, x.shape[-1:], self.weight, self.bias, self.eps)

@@ -14,17 +14,17 @@ Parameters = Mapping[str, Any]
 
 
 def rope_parameters(hf_config: Mapping[str, Any]) -> dict[str, Any]:
-    """Reads either spelling of a config into one.
+    """Returns the rotary parameters of a config in one form.
 
-    transformers 5 writes `rope_parameters` (with `rope_theta` in it), earlier versions `rope_theta`
-    beside an optional `rope_scaling`, whose kind is called `rope_type` or, earlier, `type`.
+    transformers 5 writes `rope_parameters`, which contains `rope_theta`. Earlier versions write
+    `rope_theta` and an optional `rope_scaling`, whose kind is in `rope_type` or `type`.
 
     Returns:
         A dict with at least `rope_type`, `rope_theta`, `partial_rotary_factor` and, where the
         config has them, `max_position_embeddings` and `original_max_position_embeddings`.
 
     Raises:
-        ConfigError: each layer type has parameters of its own, or a head has several positions.
+        ConfigError: the layers have different parameters, or a token has more than one position.
     """
     found = dict(hf_config.get("rope_parameters") or hf_config.get("rope_scaling") or {})
     for key, value in found.items():
@@ -49,16 +49,16 @@ def rope_parameters(hf_config: Mapping[str, Any]) -> dict[str, Any]:
 def build_cos_sin_cache(
     hf_config: Mapping[str, Any], head_dim: int, max_positions: int, device: torch.device
 ) -> torch.Tensor:
-    """Cosines, then sines, of every position's angles.
+    """Computes the cosines, then the sines, of every position's angles.
 
     Args:
-        max_positions: positions 0 to this one are covered.
+        max_positions: number of positions, from 0 on.
 
     Returns:
         float32 `[max_positions, rotary_dim]`.
 
     Raises:
-        ConfigError: a kind of scaling that is not supported, or cannot reach `max_positions`.
+        ConfigError: the kind of scaling is not supported, or does not reach `max_positions`.
     """
     parameters = rope_parameters(hf_config)
     kind = parameters["rope_type"]
@@ -89,10 +89,12 @@ def _number(parameters: Parameters, key: str, default: float | None = None) -> f
 
 
 def _check_dynamic(parameters: Parameters, max_positions: int) -> None:
-    """NTK scaling by the current length changes the frequencies of all tokens with every token
-    beyond the original length: keys in a cache would then have been rotated by older ones, so
-    that a token's logits depended on when its context was computed. Up to that length it changes
-    nothing, and there it is exact."""
+    """Refuses dynamic NTK scaling beyond the model's original length.
+
+    Beyond that length every further token changes the frequencies of all tokens. Keys in the cache
+    were rotated with older frequencies, so the logits would depend on when the context was
+    computed. Up to that length the scaling changes nothing, and the result is exact.
+    """
     _number(parameters, "factor")
     original = _number(parameters, "max_position_embeddings")
     if max_positions > original:
@@ -113,7 +115,7 @@ def _linear(inverse: torch.Tensor, parameters: Parameters) -> tuple[torch.Tensor
 
 
 def _llama3(inverse: torch.Tensor, parameters: Parameters) -> tuple[torch.Tensor, float]:
-    """Llama 3.1's scaling: long wavelengths stretched, short ones kept, a blend between."""
+    """Llama 3.1: long wavelengths are stretched, short ones kept, those between blended."""
     factor = _number(parameters, "factor")
     low, high = _number(parameters, "low_freq_factor"), _number(parameters, "high_freq_factor")
     original = _number(parameters, "original_max_position_embeddings")
@@ -125,9 +127,12 @@ def _llama3(inverse: torch.Tensor, parameters: Parameters) -> tuple[torch.Tensor
 
 
 def _yarn(inverse: torch.Tensor, parameters: Parameters) -> tuple[torch.Tensor, float]:
-    """YaRN (https://arxiv.org/abs/2309.00071): dimensions that turn more than `beta_fast` times
-    within the original length are kept, those that turn less than `beta_slow` times stretched by
-    `factor`, with a ramp between; cosines and sines grow by the attention factor."""
+    """YaRN (https://arxiv.org/abs/2309.00071).
+
+    Dimensions that turn more than `beta_fast` times within the original length are kept, those that
+    turn less than `beta_slow` times are stretched by `factor`, with a ramp between. Cosines and
+    sines are multiplied by the attention factor.
+    """
     theta = _number(parameters, "rope_theta")
     original = _number(parameters, "original_max_position_embeddings")
     longest = parameters.get("max_position_embeddings") or original
@@ -167,4 +172,5 @@ _SCALINGS: dict[str, Callable[[torch.Tensor, Parameters], tuple[torch.Tensor, fl
     "llama3": _llama3,
     "yarn": _yarn,
 }
-"""By `rope_type`: the scaled inverse frequencies and a factor on cosines and sines."""
+"""By `rope_type`. Each returns the scaled inverse frequencies, float32 `[rotary_dim / 2]`, and a
+factor on cosines and sines."""

@@ -1,29 +1,25 @@
 """Chooses the next token of every sampled row, vectorised over the batch.
 
-Order: processors, bias, bans, penalties (`logit_edits`), temperature, top-k, top-p, min-p; log
-probabilities are of the raw logits. The noise of a draw is a pure function of (seed, index of the
-sequence in its request, position), so neighbours, preemption and recompute do not change it. Stages
-that no row asks for are skipped.
+Order: processors, bias, bans, penalties (`logit_edits`), temperature, top-k, top-p, min-p. Reported
+log probabilities are of the raw logits. The noise of a row is a pure function of (seed, index of
+the sequence in its request, position), so neighbours, preemption and recompute do not change it. A
+stage that no row asks for is skipped.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import TypeVar
 
 import numpy as np
 import numpy.typing as npt
 import torch
 
+from tpengine.layers.device_values import Answer, Array, Pending, known, together, upload
 from tpengine.layers.logit_edits import LogitEdits, apply_edits, find_lost_rows
-from tpengine.layers.logprobs import candidates, log_softmax_rows, pick_rows, token_logprobs
-from tpengine.layers.pending import Pending, known, together
-from tpengine.layers.upload import upload
 from tpengine.messages import Candidates, TokenLogprobs
 from tpengine.ops import sampling as sampling_ops
 
-_Answer = TypeVar("_Answer")
 _GOLDEN = 0x9E3779B97F4A7C15
 _MASK = (1 << 64) - 1
 
@@ -34,13 +30,13 @@ class SamplingBatch:
 
     Attributes:
         temperature: 0 is greedy.
-        top_k: 0 keeps all.
+        top_k: 0 keeps all tokens.
         noise_key: key of each row's noise, see `noise_keys`.
-        positions: index that the sampled token will have in its sequence.
-        num_logprobs: likeliest tokens to report; -1: no log probabilities at all.
-        num_candidates: candidates to report for beam search, 0: none.
-        edits: what rows ask to be done to their logits; None: nothing.
-        on_device: `sampling_columns`, sent to the device before the model runs; None: not yet.
+        positions: position of the sampled token in its sequence.
+        num_logprobs: most probable tokens to report; -1: no log probabilities at all.
+        num_candidates: candidates to report for beam search; 0: no candidates.
+        edits: edits of the rows' logits; None: no row has any.
+        on_device: `sampling_columns` as tensors, if they were sent before the model ran.
     """
 
     temperature: npt.NDArray[np.float32]
@@ -57,12 +53,12 @@ class SamplingBatch:
 
 @dataclass(slots=True)
 class Findings:
-    """What was found out about the sampled rows beside their tokens.
+    """What the sampler reports of rows in addition to their tokens, by row.
 
     Attributes:
-        logprobs: by row, for those that asked.
-        candidates: by row, for those that asked.
-        errors: by row, why nothing could be chosen; its id means nothing.
+        logprobs: of the rows that asked for them.
+        candidates: of the rows that asked for them.
+        errors: why no token could be sampled; the token id of such a row has no meaning.
     """
 
     logprobs: dict[int, TokenLogprobs] = field(default_factory=dict)
@@ -72,11 +68,11 @@ class Findings:
 
 @dataclass(slots=True)
 class Sampled:
-    """What was chosen for each row.
+    """The result of `sample`.
 
     Attributes:
-        token_ids: int64 `[num_samples]`.
-        findings: beside them.
+        token_ids: int64 `[num_samples]`, on the device.
+        findings: known when its tensors are on the host.
     """
 
     token_ids: torch.Tensor
@@ -84,21 +80,25 @@ class Sampled:
 
 
 def noise_keys(seed: int, index: int) -> np.uint64:
-    """Mixes a request's seed and a sequence's index into the key of its noise."""
+    """Mixes a request's seed and a sequence's index into the key of the sequence's noise."""
     return np.uint64(_mix(_mix(seed & _MASK) + (index + 1) * _GOLDEN))
 
 
 def uniform_noise(
     keys: npt.NDArray[np.uint64], positions: npt.NDArray[np.int32]
 ) -> npt.NDArray[np.float64]:
-    """One number in [0, 1) per row: element `position` of the SplitMix64 stream that `key` starts
-    (Steele, Lea, Flood, OOPSLA 2014)."""
+    """Returns a number in [0, 1) per row, float64 `[num_rows]`.
+
+    It is element `position` of the SplitMix64 stream that starts at `key` (Steele, Lea, Flood,
+    OOPSLA 2014).
+    """
     with np.errstate(over="ignore"):
         z = keys + (positions.astype(np.uint64) + np.uint64(1)) * np.uint64(_GOLDEN)
         z = (z ^ (z >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
         z = (z ^ (z >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
         z ^= z >> np.uint64(31)
-    return (z >> np.uint64(11)).astype(np.float64) * 2.0**-53
+    noise: npt.NDArray[np.float64] = (z >> np.uint64(11)).astype(np.float64) * 2.0**-53
+    return noise
 
 
 def _mix(z: int) -> int:
@@ -109,28 +109,30 @@ def _mix(z: int) -> int:
 
 
 def sampling_columns(batch: SamplingBatch) -> list[npt.NDArray[np.generic]]:
-    """What `ops.sampling.sample_tokens` wants of each row, in its order."""
+    """Returns the arguments of `ops.sampling.sample_tokens` after the logits, in its order."""
     noise = uniform_noise(batch.noise_key, batch.positions)
     return [batch.temperature, batch.top_k, batch.top_p, batch.min_p, noise]
 
 
 def sample(logits: torch.Tensor, batch: SamplingBatch) -> Sampled:
-    """Chooses one token per row. Nothing is read from the device but by the users' processors.
+    """Chooses one token per row. Only the users' logits processors read from the device.
 
     Args:
-        logits: `[num_samples, vocab_size]`; may be overwritten.
+        logits: `[num_samples, vocab_size]`, float32 or bfloat16; may be overwritten.
     """
     reported = np.flatnonzero((batch.num_logprobs >= 0) | (batch.num_candidates > 0))
-    raw = log_softmax_rows(logits, reported) if len(reported) else None
+    raw = None
+    if len(reported):
+        raw = torch.log_softmax(_pick_rows(logits, reported).float(), dim=-1)
     beams = np.flatnonzero(batch.num_candidates)
     token_ids = torch.empty(logits.shape[0], dtype=torch.int64, device=logits.device)
     if batch.edits is not None or len(beams):
-        logits = logits.float()  # no bias or score is rounded to the model's dtype
+        logits = logits.float()  # so that no bias or score is rounded to the model's dtype
     if raw is not None and len(beams):
         # Beams are ranked by edited log probabilities, as in transformers.
-        scores = pick_rows(raw, np.searchsorted(reported, beams))
+        scores = _pick_rows(raw, np.searchsorted(reported, beams))
         logits[upload(beams, logits.device)] = scores
-    broken = {} if batch.edits is None else apply_edits(logits, batch.edits)
+    failed = {} if batch.edits is None else apply_edits(logits, batch.edits)
     if not batch.temperature.any():
         sampling_ops.argmax(token_ids, logits)
     else:
@@ -143,49 +145,124 @@ def sample(logits: torch.Tensor, batch: SamplingBatch) -> Sampled:
     if batch.edits is not None:
         is_beam = upload(batch.num_candidates > 0, logits.device)
         lost = find_lost_rows(logits, token_ids, batch.edits, is_beam)
-    reports = _reports(token_ids, batch, logits, raw, reported)
-    pending = together([*reports, lost])
+    reports = [] if raw is None else _report(token_ids, batch, logits, raw, reported)
+    pending = together([lost, *reports])
 
-    def read(arrays: Sequence[npt.NDArray[np.generic]]) -> Findings:
-        logprobs, candidates, errors = pending.read(arrays)
-        return Findings(logprobs, candidates, errors | broken)
+    def read(arrays: Sequence[Array]) -> Findings:
+        errors, *found = pending.read(arrays)
+        logprobs, candidates = found or ({}, {})
+        return Findings(logprobs, candidates, errors | failed)
 
     return Sampled(token_ids, Pending(pending.tensors, read))
 
 
-def _reports(
+def _report(
     token_ids: torch.Tensor,
     batch: SamplingBatch,
     logits: torch.Tensor,
-    raw: torch.Tensor | None,
+    raw: torch.Tensor,
     reported: npt.NDArray[np.int64],
 ) -> tuple[Pending[dict[int, TokenLogprobs]], Pending[dict[int, Candidates]]]:
-    """Log probabilities and candidates, by row.
+    """Log probabilities and candidates, by row of the batch.
 
     Args:
-        logits: `[num_samples, vocab_size]`, edited.
-        raw: `[len(reported), vocab_size]`, log probabilities of the rows `reported`, if any.
+        token_ids: int64 `[num_samples]`, the chosen tokens.
+        logits: float32 `[num_samples, vocab_size]`, edited.
+        raw: float32 `[len(reported), vocab_size]`, log probabilities of the rows `reported`.
     """
     logprobs: Pending[dict[int, TokenLogprobs]] = known({})
     best: Pending[dict[int, Candidates]] = known({})
     rows = np.flatnonzero(batch.num_logprobs >= 0)
-    if raw is not None and len(rows):
-        own = pick_rows(raw, np.searchsorted(reported, rows))
-        chosen = pick_rows(token_ids, rows)
+    if len(rows):
+        own = _pick_rows(raw, np.searchsorted(reported, rows))
+        chosen = _pick_rows(token_ids, rows)
         logprobs = _by_row(rows, token_logprobs(own, chosen, batch.num_logprobs[rows].tolist()))
     rows = np.flatnonzero(batch.num_candidates)
-    if raw is not None and len(rows):
-        own = pick_rows(raw, np.searchsorted(reported, rows))
+    if len(rows):
+        own = _pick_rows(raw, np.searchsorted(reported, rows))
         is_ranked = (batch.num_logprobs[rows] >= 0).tolist()
         counts = batch.num_candidates[rows].tolist()
-        best = _by_row(rows, candidates(pick_rows(logits, rows), own, counts, is_ranked))
+        best = _by_row(rows, _best_tokens(_pick_rows(logits, rows), own, counts, is_ranked))
     return logprobs, best
 
 
 def _by_row(
-    rows: npt.NDArray[np.int64], pending: Pending[list[_Answer]]
-) -> Pending[dict[int, _Answer]]:
-    numbers = rows.tolist()
+    rows: npt.NDArray[np.int64], pending: Pending[list[Answer]]
+) -> Pending[dict[int, Answer]]:
     return Pending(
-        pending.tensors, lambda arrays: dict(zip(numbers, pending.read(arrays), strict=True))
+        pending.tensors,
+        lambda arrays: dict(zip(rows.tolist(), pending.read(arrays), strict=True)),
     )
+
+
+def _pick_rows(tensor: torch.Tensor, rows: npt.NDArray[np.int64]) -> torch.Tensor:
+    """Selects rows, given in ascending order; returns the tensor itself if these are all."""
+    if len(rows) == tensor.shape[0]:
+        return tensor
+    return tensor.index_select(0, upload(rows, tensor.device))
+
+
+def token_logprobs(
+    raw: torch.Tensor, chosen: torch.Tensor, num_top: Sequence[int]
+) -> Pending[list[TokenLogprobs]]:
+    """Log probability and rank of the chosen token, and the most probable tokens, by row.
+
+    Args:
+        raw: log probabilities, float32 `[num_rows, vocab_size]`.
+        chosen: int64 `[num_rows]`, the token at the row's position.
+        num_top: how many of the most probable tokens to report, by row.
+    """
+    own = raw.gather(1, chosen.unsqueeze(1))
+    ranks = (raw > own).sum(dim=1).add_(1)
+    top_values, top_ids = raw.topk(min(max(num_top), raw.shape[1]), dim=1)
+
+    def read(arrays: Sequence[Array]) -> list[TokenLogprobs]:
+        logprobs, ranks, values, ids = (array.tolist() for array in arrays)
+        return [
+            TokenLogprobs(logprobs[i], ranks[i], ids[i][:count], values[i][:count])
+            for i, count in enumerate(num_top)
+        ]
+
+    return Pending([own[:, 0], ranks, top_values, top_ids], read)
+
+
+def _best_tokens(
+    scores: torch.Tensor,
+    raw: torch.Tensor,
+    num_candidates: Sequence[int],
+    is_ranked: Sequence[bool],
+) -> Pending[list[Candidates]]:
+    """The tokens of each row with the highest `scores`, with their `raw` log probabilities.
+
+    Args:
+        scores, raw: float32 `[num_rows, vocab_size]`.
+        num_candidates: how many tokens, by row.
+        is_ranked: whether to report the tokens' ranks, by row; this sorts the whole row.
+    """
+    best, best_ids = scores.topk(min(max(num_candidates), scores.shape[1]), dim=1)
+    ranked = [i for i, wanted in enumerate(is_ranked) if wanted]
+
+    def read(arrays: Sequence[Array]) -> list[Candidates]:
+        values, ids, logprobs = (array.tolist() for array in arrays[:3])
+        ranks = {i: array.tolist() for i, array in zip(ranked, arrays[3:], strict=True)}
+        return [
+            Candidates(ids[i][:count], values[i][:count], logprobs[i][:count], ranks.get(i, []))
+            for i, count in enumerate(num_candidates)
+        ]
+
+    rows = [_ranks(raw[i], best_ids[i, : num_candidates[i]]) for i in ranked]
+    return Pending([best, best_ids, raw.gather(1, best_ids), *rows], read)
+
+
+def _ranks(raw: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
+    """Rank of each token by log probability; the most probable token has rank 1.
+
+    Args:
+        raw: float32 `[vocab_size]`.
+        ids: int64 `[num_ids]`.
+
+    Returns:
+        int64 `[num_ids]`.
+    """
+    not_above = torch.searchsorted(raw.sort().values, raw[ids], right=True)
+    return raw.shape[0] + 1 - not_above

@@ -1,8 +1,8 @@
-"""The parameters of a model under construction, and what of a checkpoint fills each.
+"""The parameters of a model under construction, and the parts of a checkpoint that fill them.
 
 A layer allocates its tensors here and declares, under the checkpoint's names, which rows or columns
-of which tensor belong to this rank. A fused layer declares several names with views of one tensor.
-The loader then only walks the declarations.
+of each tensor belong to this rank. A fused layer declares views of one tensor under two or more
+names. The loader reads these declarations and knows nothing else of the model.
 """
 
 from __future__ import annotations
@@ -22,13 +22,13 @@ class WeightShard:
     """This rank's part of one tensor of the checkpoint.
 
     Attributes:
-        target: where it goes, a view of a parameter.
-        dim: the dimension that ranks divide; None: every rank takes the whole.
+        target: the view of a parameter that is filled.
+        dim: the dimension that ranks divide; None: every rank takes the whole tensor.
         start: first index along `dim` of this rank's part.
-        total: length of the whole tensor along `dim`. A part that reaches beyond it (padding) is
-            filled with zeros there.
-        split: the part's first dimension is read as these sizes (their product), for a target that
-            is a view with more dimensions: so a fused tensor's rows change their order.
+        total: length of the whole tensor along `dim`. Padding, the part of the target beyond it, is
+            filled with zeros.
+        split: sizes into which the part's first dimension is unflattened before the copy, for a
+            target with more dimensions; this reorders the rows of a fused tensor.
     """
 
     target: torch.Tensor
@@ -39,7 +39,7 @@ class WeightShard:
 
     @property
     def full_shape(self) -> tuple[int, ...]:
-        """Shape that the checkpoint's tensor must have."""
+        """The shape that the checkpoint's tensor must have."""
         shape = list(self.target.shape)
         if self.split:
             shape = [self.total, *shape[len(self.split) :]]
@@ -49,7 +49,7 @@ class WeightShard:
 
     @property
     def length(self) -> int:
-        """How many indices along `dim` the checkpoint has for this rank."""
+        """Number of indices along `dim` that the checkpoint has for this rank."""
         assert self.dim is not None
         if self.split:
             return math.prod(self.split)
@@ -60,7 +60,8 @@ class Weights:
     """Collects the parameters that layers allocate while a model is built.
 
     Args:
-        quantization: None, or int8 for linear layers in 8 bits (the output head excepted).
+        quantization: `int8` for linear layers in 8 bits (except the output head); None: no
+            quantisation.
     """
 
     def __init__(
@@ -75,50 +76,42 @@ class Weights:
         self.parallel = parallel
         self.quantization = quantization
         self.arena = HugePageArena()
-        """Where layers put what a CPU reads in every step."""
+        """Memory for packed weights, which a CPU reads in every step."""
         self.shards: dict[str, WeightShard] = {}
         self.repeats: dict[str, str] = {}
-        """Names that a checkpoint may have beside another, with the same values: tied weights."""
+        """Tied weights: names that a checkpoint may contain, and the names of equal tensors."""
         self.num_bytes = 0
-        """Bytes of all parameters, in the form that they have after loading, and of the tables
-        that layers compute."""
+        """Bytes of all parameters in their form after loading, and of the tables that layers
+        compute."""
         self._after_loading: list[Callable[[], None]] = []
 
     def empty(self, *shape: int) -> torch.Tensor:
-        """An uninitialised parameter."""
+        """Allocates an uninitialised parameter."""
         parameter = torch.empty(shape, dtype=self.dtype, device=self.device)
         self.num_bytes += parameter.nbytes
         return parameter
 
     def table(self, values: torch.Tensor) -> torch.Tensor:
-        """Counts what layers compute once and keep, e.g. rotary angles; returns it."""
+        """Counts the bytes of a table that a layer computes, e.g. rotary angles; returns it."""
         self.num_bytes += values.nbytes
         return values
 
-    def declare(
-        self,
-        name: str,
-        target: torch.Tensor,
-        dim: int | None = None,
-        start: int = 0,
-        total: int = 0,
-        split: tuple[int, ...] = (),
-    ) -> None:
-        """Says that the checkpoint's tensor `name` fills `target`, see `WeightShard`."""
-        self.shards[name] = WeightShard(target, dim, start, total, split)
+    def declare(self, name: str, shard: WeightShard) -> None:
+        """Declares which part of the checkpoint's tensor `name` fills which parameter."""
+        self.shards[name] = shard
 
     def declare_repeat(self, name: str, original: str) -> None:
-        """Says that the checkpoint's tensor `name`, if there is one, must equal `original`."""
+        """Declares that the checkpoint's tensor `name`, if it exists, must equal `original`."""
         self.repeats[name] = original
 
     def replicated(self, name: str, *shape: int) -> torch.Tensor:
-        """A parameter that every rank holds whole."""
+        """Allocates and declares a parameter that every rank holds whole."""
         parameter = self.empty(*shape)
-        self.declare(name, parameter)
+        self.declare(name, WeightShard(parameter))
         return parameter
 
     def after_loading(self, action: Callable[[], None]) -> None:
-        """Registers what a layer does once its parameters are filled, e.g. packing them."""
+        """Registers an action that runs after the parameters are filled, e.g. packing."""
         self._after_loading.append(action)
 
     def finish(self) -> None:

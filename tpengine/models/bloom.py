@@ -1,5 +1,5 @@
-"""BLOOM (https://arxiv.org/abs/2211.05100): linear biases instead of positions (ALiBi), a norm on
-the embeddings, and q, k and v fused head by head."""
+"""BLOOM (https://arxiv.org/abs/2211.05100): linear biases instead of position embeddings (ALiBi), a
+norm after the embeddings, and q, k and v fused head by head."""
 
 from __future__ import annotations
 
@@ -7,61 +7,69 @@ import torch
 
 from tpengine.config import ModelConfig
 from tpengine.layers.activation import plain_activation
-from tpengine.layers.alibi import rank_alibi_slopes
 from tpengine.layers.attention import (
     Attention,
     AttentionMetadata,
     KVCache,
+    SelfAttention,
     keep_rows,
     through_layers,
 )
 from tpengine.layers.embedding import ParallelLMHead, VocabParallelEmbedding
-from tpengine.layers.fused_qkv import InterleavedQKVParallelLinear
-from tpengine.layers.linear import ColumnParallelLinear, RowParallelLinear
+from tpengine.layers.linear import (
+    ColumnParallelLinear,
+    InterleavedQKVParallelLinear,
+    RowParallelLinear,
+)
 from tpengine.layers.norm import LayerNorm
 from tpengine.layers.weights import Weights
-from tpengine.models.hf_fields import check_heads_fill_hidden_size, require, unsupported
+from tpengine.models.registry import check_heads_fill_hidden_size, require, unsupported
 
 
-class BloomAttention:
-    """Projections around the paged attention."""
+def alibi_slopes(total_num_heads: int) -> list[float]:
+    """Returns the bias per token of distance of each head (https://arxiv.org/abs/2108.12409).
 
-    def __init__(
-        self, config: ModelConfig, weights: Weights, prefix: str, alibi_slopes: torch.Tensor
-    ) -> None:
-        hidden_size, head_dim = config.hf_config["hidden_size"], config.head_dim
-        self.query_key_value = InterleavedQKVParallelLinear(
-            weights,
-            f"{prefix}.query_key_value",
-            hidden_size,
-            config.total_num_heads,
-            head_dim,
-            bias=True,
-        )
-        self.dense = RowParallelLinear(
-            weights, f"{prefix}.dense", hidden_size, hidden_size, bias=True
-        )
-        num_heads = self.query_key_value.num_heads
-        self.attention = Attention(
-            num_heads, num_heads, head_dim, head_dim**-0.5, alibi_slopes=alibi_slopes
-        )
+    For a power of two this is the paper's geometric sequence. For other numbers it is the sequence
+    of the next lower power of two, followed by every other element of the next higher one's.
+    """
+    power = 1 << (total_num_heads.bit_length() - 1)
+    slopes = [2.0 ** (-8.0 * (i + 1) / power) for i in range(power)]
+    between = [2.0 ** (-4.0 * (2 * i + 1) / power) for i in range(total_num_heads - power)]
+    return slopes + between
 
-    def forward(
-        self,
-        x: torch.Tensor,
-        kv_cache: KVCache,
-        metadata: AttentionMetadata,
-        rows: torch.Tensor | None,
-    ) -> torch.Tensor:
-        """x `[num_tokens, hidden_size]` to `[num_kept, hidden_size]`, see `through_layers`."""
-        qkv = self.query_key_value.forward(x)
-        attended = self.attention.forward(qkv, kv_cache, metadata)
-        return self.dense.forward(keep_rows(attended, rows))
+
+def rank_alibi_slopes(weights: Weights, total_num_heads: int) -> torch.Tensor:
+    """Returns this rank's slopes, float32 `[num_heads]`."""
+    num_heads = weights.parallel.divide(total_num_heads, "attention heads")
+    start = weights.parallel.tp_rank * num_heads
+    slopes = alibi_slopes(total_num_heads)[start : start + num_heads]
+    return weights.table(torch.tensor(slopes, dtype=torch.float32, device=weights.device))
+
+
+def _attention(
+    config: ModelConfig, weights: Weights, prefix: str, slopes: torch.Tensor
+) -> SelfAttention:
+    hidden_size, head_dim = config.hf_config["hidden_size"], config.head_dim
+    qkv = InterleavedQKVParallelLinear(
+        weights,
+        f"{prefix}.query_key_value",
+        hidden_size,
+        config.total_num_heads,
+        head_dim,
+        bias=True,
+    )
+    out = RowParallelLinear(weights, f"{prefix}.dense", hidden_size, hidden_size, bias=True)
+    heads = qkv.num_heads
+    attention = Attention(heads, heads, head_dim, head_dim**-0.5, alibi_slopes=slopes)
+    return SelfAttention(qkv, attention, out)
 
 
 class BloomBlock:
-    """One layer; what a half of it is added to is its input before the norm, or after it where
-    `apply_residual_connection_post_layernorm` says so."""
+    """One layer.
+
+    Each half is added to its own input before the norm, or after the norm if
+    `apply_residual_connection_post_layernorm` is set.
+    """
 
     def __init__(
         self, config: ModelConfig, weights: Weights, prefix: str, alibi_slopes: torch.Tensor
@@ -70,9 +78,7 @@ class BloomBlock:
         size, eps = hf["hidden_size"], hf["layer_norm_epsilon"]
         self.adds_to_normed = bool(hf.get("apply_residual_connection_post_layernorm"))
         self.input_layernorm = LayerNorm(weights, f"{prefix}.input_layernorm", size, eps)
-        self.self_attention = BloomAttention(
-            config, weights, f"{prefix}.self_attention", alibi_slopes
-        )
+        self.self_attention = _attention(config, weights, f"{prefix}.self_attention", alibi_slopes)
         self.post_attention_layernorm = LayerNorm(
             weights, f"{prefix}.post_attention_layernorm", size, eps
         )
@@ -92,11 +98,15 @@ class BloomBlock:
         metadata: AttentionMetadata,
         rows: torch.Tensor | None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Adds x to `residual` in place (None: nothing yet); returns what is to be added next, and
-        to what.
+        """Adds x to `residual` in place, then computes the layer.
 
-        x and residual `[num_tokens, hidden_size]`, results `[num_kept, hidden_size]`
-        (`through_layers`).
+        Args:
+            x: output of the layer before, `[num_tokens, hidden_size]`; None in the first layer.
+            residual: `[num_tokens, hidden_size]`, overwritten.
+
+        Returns:
+            The layer's output, and the residual to which the next layer adds it; both
+            `[num_kept, hidden_size]`, see `through_layers`.
         """
         if x is None:
             normed = self.input_layernorm.forward(residual)

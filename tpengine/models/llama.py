@@ -1,6 +1,7 @@
 """Llama 1 to 3 (https://arxiv.org/abs/2302.13971): pre-norm, rotary, grouped queries, gated MLP.
 
-Mistral, Qwen2 and Qwen3 differ from it by few traits only; each has a file that names them.
+Mistral, Qwen2 and Qwen3 differ from it only in a few traits (`LlamaTraits`); the file of each names
+them.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ from tpengine.layers.attention import (
     Attention,
     AttentionMetadata,
     KVCache,
+    SelfAttention,
     keep_rows,
     through_layers,
 )
@@ -27,15 +29,15 @@ from tpengine.layers.linear import (
 from tpengine.layers.norm import QKNorm, RMSNorm
 from tpengine.layers.rotary import build_cos_sin_cache, rope_parameters
 from tpengine.layers.weights import Weights
-from tpengine.models.hf_fields import require, unsupported
+from tpengine.models.registry import require, unsupported
 
 
 @dataclass(frozen=True)
 class LlamaTraits:
-    """Where the members of the family differ.
+    """The differences between the members of the family.
 
     Attributes:
-        windows: per layer the tokens that a token sees, itself included; None: all before it.
+        windows: for each layer the number of tokens that a token sees, itself included; None: all.
         qkv_bias, o_bias, mlp_bias: which linear layers have biases.
         qk_norm: whether query and key heads are normalised before they are rotated.
     """
@@ -47,58 +49,37 @@ class LlamaTraits:
     qk_norm: bool = False
 
 
-class LlamaAttention:
-    """Projections around the paged attention."""
-
-    def __init__(
-        self,
-        config: ModelConfig,
-        weights: Weights,
-        prefix: str,
-        cos_sin_cache: torch.Tensor,
-        traits: LlamaTraits,
-        window: int | None,
-    ) -> None:
-        hidden_size, head_dim = config.hf_config["hidden_size"], config.head_dim
-        total_num_heads = config.total_num_heads
-        self.qkv_proj = qkv = QKVParallelLinear(
-            weights,
-            [f"{prefix}.{name}_proj" for name in "qkv"],
-            hidden_size,
-            total_num_heads,
-            config.total_num_kv_heads,
-            head_dim,
-            traits.qkv_bias,
-        )
-        self.o_proj = RowParallelLinear(
-            weights, f"{prefix}.o_proj", total_num_heads * head_dim, hidden_size, traits.o_bias
-        )
-        self.qk_norm: QKNorm | None = None
-        if traits.qk_norm:
-            eps = config.hf_config["rms_norm_eps"]
-            self.qk_norm = QKNorm(weights, prefix, qkv.num_heads, qkv.num_kv_heads, head_dim, eps)
-        self.attention = Attention(
-            qkv.num_heads,
-            qkv.num_kv_heads,
-            head_dim,
-            head_dim**-0.5,
-            cos_sin_cache,
-            sliding_window=window,
-        )
-
-    def forward(
-        self,
-        x: torch.Tensor,
-        kv_cache: KVCache,
-        metadata: AttentionMetadata,
-        rows: torch.Tensor | None,
-    ) -> torch.Tensor:
-        """x `[num_tokens, hidden_size]` to `[num_kept, hidden_size]`, see `through_layers`."""
-        qkv = self.qkv_proj.forward(x)
-        if self.qk_norm is not None:
-            self.qk_norm.forward(qkv)
-        attended = self.attention.forward(qkv, kv_cache, metadata)
-        return self.o_proj.forward(keep_rows(attended, rows))
+def _attention(
+    config: ModelConfig,
+    weights: Weights,
+    prefix: str,
+    cos_sin_cache: torch.Tensor,
+    traits: LlamaTraits,
+    window: int | None,
+) -> SelfAttention:
+    hidden_size, head_dim = config.hf_config["hidden_size"], config.head_dim
+    total_num_heads = config.total_num_heads
+    qkv = QKVParallelLinear(
+        weights,
+        [f"{prefix}.{name}_proj" for name in "qkv"],
+        hidden_size,
+        total_num_heads,
+        config.total_num_kv_heads,
+        head_dim,
+        traits.qkv_bias,
+    )
+    heads, kv_heads = qkv.num_heads, qkv.num_kv_heads
+    out = RowParallelLinear(
+        weights, f"{prefix}.o_proj", total_num_heads * head_dim, hidden_size, traits.o_bias
+    )
+    qk_norm: QKNorm | None = None
+    if traits.qk_norm:
+        eps = config.hf_config["rms_norm_eps"]
+        qk_norm = QKNorm(weights, prefix, heads, kv_heads, head_dim, eps)
+    attention = Attention(
+        heads, kv_heads, head_dim, head_dim**-0.5, cos_sin_cache, sliding_window=window
+    )
+    return SelfAttention(qkv, attention, out, qk_norm)
 
 
 class LlamaMLP:
@@ -120,12 +101,12 @@ class LlamaMLP:
         self.activation = GatedActivation(hf["hidden_act"])
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """x `[num_tokens, hidden_size]`, likewise returned."""
+        """x `[num_tokens, hidden_size]` to the same shape."""
         return self.down_proj.forward(self.activation.forward(self.gate_up_proj.forward(x)))
 
 
 class LlamaDecoderLayer:
-    """One layer; the residual stream is carried beside the activations and added in the norms."""
+    """One layer; the residual is a separate tensor, and the norms add to it."""
 
     def __init__(
         self,
@@ -137,7 +118,7 @@ class LlamaDecoderLayer:
     ) -> None:
         prefix = f"model.layers.{layer}"
         hidden_size, eps = config.hf_config["hidden_size"], config.hf_config["rms_norm_eps"]
-        self.self_attn = LlamaAttention(
+        self.self_attn = _attention(
             config, weights, f"{prefix}.self_attn", cos_sin_cache, traits, traits.windows[layer]
         )
         self.mlp = LlamaMLP(config, weights, f"{prefix}.mlp", traits.mlp_bias)
@@ -154,11 +135,15 @@ class LlamaDecoderLayer:
         metadata: AttentionMetadata,
         rows: torch.Tensor | None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Adds x to `residual` in place (None: nothing yet); returns what is to be added next, and
-        to what.
+        """Adds x to `residual` in place, then computes the layer.
 
-        x and residual `[num_tokens, hidden_size]`, results `[num_kept, hidden_size]`
-        (`through_layers`).
+        Args:
+            x: output of the layer before, `[num_tokens, hidden_size]`; None in the first layer.
+            residual: `[num_tokens, hidden_size]`, overwritten.
+
+        Returns:
+            The layer's output, and the residual to which the next layer adds it; both
+            `[num_kept, hidden_size]`, see `through_layers`.
         """
         if x is None:
             normed = self.input_layernorm.forward(residual)
@@ -180,7 +165,7 @@ class LlamaForCausalLM:
         hf = config.hf_config
         traits = self.traits(config)
         fraction = rope_parameters(hf)["partial_rotary_factor"]
-        if fraction != 1.0:  # no member of the family rotates a part of a head only
+        if fraction != 1.0:  # every member of the family rotates whole heads
             raise unsupported(config, "partial_rotary_factor", fraction, "1.0")
         hidden_size = hf["hidden_size"]
         cos_sin_cache = weights.table(
@@ -205,10 +190,10 @@ class LlamaForCausalLM:
 
     @classmethod
     def traits(cls, config: ModelConfig) -> LlamaTraits:
-        """What this member of the family has.
+        """Returns the traits of this member of the family.
 
         Raises:
-            ConfigError: the configuration asks for something that the member has not.
+            ConfigError: the configuration asks for a feature that this member does not have.
         """
         require(config, "sliding_window", None, None)
         bias = bool(config.hf_config.get("attention_bias"))

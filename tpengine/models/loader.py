@@ -1,34 +1,37 @@
-"""Fills a model's parameters from a checkpoint, each rank reading only its own slices."""
+"""Fills a model's parameters from checkpoint files; each rank reads only its own slices."""
 
 from __future__ import annotations
 
+import json
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
+from typing import Any, Protocol
 
 import torch
+from safetensors import SafetensorError, safe_open
 
 from tpengine.config import ModelConfig
 from tpengine.errors import ModelLoadError
 from tpengine.layers.weights import Weights, WeightShard
-from tpengine.models.checkpoint import TensorSource, checkpoint_files, open_checkpoint
 from tpengine.models.registry import CausalLM, build_model
 
 _DUMMY_STD = 0.02
 
 
 def load_model(config: ModelConfig, weights: Weights) -> CausalLM:
-    """Builds the model and fills it as `config.load_format` says.
+    """Builds the model and fills its parameters as `config.load_format` says.
 
     Raises:
         ConfigError: the architecture is not supported.
-        ModelLoadError: files are missing, broken, or do not hold what the model needs; one error
+        ModelLoadError: files are missing or damaged, or do not hold what the model needs; one error
             lists every missing, unexpected and misshapen tensor.
     """
     model = build_model(config, weights)
     if config.load_format == "dummy":
         _fill_dummy(weights, config.seed)
     else:
-        _Filling(Path(config.model), config.load_format, weights, model).run()
+        _CheckpointReader(Path(config.model), config.load_format, weights, model).run()
     weights.finish()
     return model
 
@@ -36,14 +39,14 @@ def load_model(config: ModelConfig, weights: Weights) -> CausalLM:
 def _fill_dummy(weights: Weights, seed: int) -> None:
     generator = torch.Generator(device=weights.device).manual_seed(seed)
     for shard in weights.shards.values():
-        if len(shard.full_shape) == 1:  # norms and biases: neutral enough
+        if len(shard.full_shape) == 1:  # weights of norms, and biases
             shard.target.fill_(1.0)
         else:
             shard.target.normal_(0.0, _DUMMY_STD, generator=generator)
 
 
-class _Filling:
-    """One walk over the files of a checkpoint."""
+class _CheckpointReader:
+    """Reads all files of a checkpoint once, and collects every problem before it raises."""
 
     def __init__(self, folder: Path, load_format: str, weights: Weights, model: CausalLM) -> None:
         self._folder = folder
@@ -52,17 +55,15 @@ class _Filling:
         self._repeats = weights.repeats
         self._model = model
         self._missing = set(weights.shards)
-        self._found_repeats: list[tuple[Path, str]] = []
+        self._found_repeats: list[tuple[str, str, TensorSource]] = []
         self._problems: list[str] = []
 
     def run(self) -> None:
         for path in checkpoint_files(self._folder, self._load_format):
-            with open_checkpoint(path, self._load_format) as file:
-                for name in file.keys():  # noqa: SIM118 (not a dict)
-                    self._take(path, name, file.get_slice(name))
-        for path, name in self._found_repeats:
-            with open_checkpoint(path, self._load_format) as file:
-                self._compare(path, name, file.get_slice(name))
+            for name, source in read_tensors(path, self._load_format):
+                self._take(path.name, name, source)
+        for file, name, source in self._found_repeats:  # after the tensors that they repeat
+            self._compare(file, name, source)
         for name in sorted(self._missing):
             self._problems.append(f"missing: {name} {list(self._shards[name].full_shape)}")
         if self._problems:
@@ -71,46 +72,162 @@ class _Filling:
                 f"({len(self._problems)} tensors):\n  " + "\n  ".join(self._problems)
             )
 
-    def _take(self, path: Path, name: str, source: TensorSource) -> None:
+    def _take(self, file: str, name: str, source: TensorSource) -> None:
         wanted = name if name in self._shards else self._model.base_prefix + name
         if wanted in self._missing:
             self._missing.remove(wanted)
-            self._read(path, name, source, self._shards[wanted])
+            self._read(file, name, source, self._shards[wanted])
         elif name in self._repeats:
-            self._found_repeats.append((path, name))
+            self._found_repeats.append((file, name, source))
         elif not name.endswith(self._model.ignored_weights):
-            self._problems.append(f"unexpected: {name} in {path.name}")
+            self._problems.append(f"unexpected: {name} in {file}")
 
-    def _compare(self, path: Path, name: str, source: TensorSource) -> None:
+    def _compare(self, file: str, name: str, source: TensorSource) -> None:
         original = self._repeats[name]
         loaded = self._shards[original]
         again = replace(loaded, target=torch.zeros_like(loaded.target))
-        num_problems = len(self._problems)
-        self._read(path, name, source, again)
-        if len(self._problems) == num_problems and not torch.equal(again.target, loaded.target):
+        fits = self._read(file, name, source, again)
+        if fits and not torch.equal(again.target, loaded.target):
             self._problems.append(
-                f"contradiction: {name} in {path.name} differs from {original}, and config.json "
+                f"contradiction: {name} in {file} differs from {original}, and config.json "
                 "ties them (tie_word_embeddings); set it to false to use both"
             )
 
-    def _read(self, path: Path, name: str, source: TensorSource, shard: WeightShard) -> None:
+    def _read(self, file: str, name: str, source: TensorSource, shard: WeightShard) -> bool:
+        """Copies this rank's slice into its parameter; False: the shape does not fit."""
         shape = tuple(source.get_shape())
         if shape != shard.full_shape:
             self._problems.append(
-                f"misshapen: {name} in {path.name} is {list(shape)}, "
+                f"misshapen: {name} in {file} is {list(shape)}, "
                 f"the model needs {list(shard.full_shape)}"
             )
-            return
+            return False
         target = shard.target
         if shard.dim is None:
             target.copy_(source[:] if shape else source[...])
-            return
+            return True
         part = slice(shard.start, shard.start + shard.length)
         if shard.split:
             target.copy_(source[part].unflatten(0, shard.split))
-            return
-        if shard.length < target.shape[shard.dim]:
-            target.zero_()
-            target = target.narrow(shard.dim, 0, shard.length)
-        if shard.length:
-            target.copy_(source[part] if shard.dim == 0 else source[:, part])
+        else:
+            if shard.length < target.shape[shard.dim]:
+                target.zero_()
+                target = target.narrow(shard.dim, 0, shard.length)
+            if shard.length:
+                target.copy_(source[part] if shard.dim == 0 else source[:, part])
+        return True
+
+
+class TensorSource(Protocol):
+    """One tensor of a file. An index reads only the indexed part."""
+
+    def get_shape(self) -> list[int]: ...
+
+    def __getitem__(self, index: Any) -> torch.Tensor: ...
+
+
+def checkpoint_files(folder: Path, load_format: str) -> list[Path]:
+    """Returns the weight files of a folder, by its index if it has one.
+
+    Args:
+        load_format: `pt` reads `pytorch_model*.bin`, every other format `*.safetensors`.
+
+    Raises:
+        ModelLoadError: the folder has no such files, or its index is damaged, names a file outside
+            the folder, or names a file that is missing.
+    """
+    if load_format == "pt":
+        whole, pattern = "pytorch_model.bin", "pytorch_model*.bin"
+    else:
+        whole, pattern = "model.safetensors", "*.safetensors"
+    index = folder / f"{whole}.index.json"
+    if index.is_file():
+        return _indexed_files(folder, index)
+    found = [folder / whole] if (folder / whole).is_file() else sorted(folder.glob(pattern))
+    if found:
+        return found
+    if load_format != "pt" and any(folder.glob("pytorch_model*.bin")):
+        raise ModelLoadError(
+            f"{folder} has its weights as pytorch_model*.bin (pickle) only, which are read when "
+            "asked for: use load_format='pt' (--load-format pt; nothing but tensors is unpickled), "
+            "or convert them to safetensors"
+        )
+    raise ModelLoadError(
+        f"{folder} has no {pattern} files; convert the weights to safetensors, or "
+        "use load_format='dummy' for random ones"
+    )
+
+
+def _indexed_files(folder: Path, index: Path) -> list[Path]:
+    try:
+        names = sorted(set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()))
+    except (ValueError, KeyError, AttributeError, TypeError) as error:
+        raise ModelLoadError(f"{index} is not a valid index: {error!r}") from error
+    for name in names:
+        if not isinstance(name, str) or Path(name).name != name:
+            raise ModelLoadError(f"{index} names {name!r}, which lies outside the folder")
+    absent = [name for name in names if not (folder / name).is_file()]
+    if absent:
+        raise ModelLoadError(
+            f"{folder} lacks {len(absent)} of the {len(names)} files that its index names: "
+            f"{', '.join(absent)}"
+        )
+    return [folder / name for name in names]
+
+
+def read_tensors(path: Path, load_format: str) -> Iterator[tuple[str, TensorSource]]:
+    """Yields name and source of every tensor of a file.
+
+    Raises:
+        ModelLoadError: the file is damaged, or holds something else than tensors.
+    """
+    if load_format == "pt":
+        for name, tensor in _unpickle(path).items():
+            yield name, _LoadedTensor(tensor)
+        return
+    try:
+        with safe_open(path, framework="pt") as file:
+            names = list(file.keys())
+        for name in names:
+            # The file is mapped again for every tensor: pages that were read count as memory of
+            # this process while they are mapped, and a rank must hold no more than its own part
+            # and one tensor.
+            yield name, safe_open(path, framework="pt").get_slice(name)
+    except (SafetensorError, OSError) as error:
+        raise ModelLoadError(
+            f"{path} cannot be read: {error}; the file is damaged or was not copied whole"
+        ) from error
+
+
+def _unpickle(path: Path) -> Mapping[str, torch.Tensor]:
+    # The file is mapped if its format allows it (files of torch before 1.6 do not), so that a rank
+    # reads only its slices. In both cases only tensors are unpickled.
+    try:
+        try:
+            state = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
+        except RuntimeError:
+            state = torch.load(path, map_location="cpu", weights_only=True)
+    except Exception as error:  # UnpicklingError, EOFError, RuntimeError, OSError …
+        first_line = str(error).strip().partition("\n")[0]
+        raise ModelLoadError(
+            f"{path} cannot be read with weights_only: {type(error).__name__}: {first_line}; the "
+            "file is damaged, or holds more than tensors"
+        ) from error
+    if not isinstance(state, Mapping) or not all(
+        isinstance(name, str) and isinstance(tensor, torch.Tensor) for name, tensor in state.items()
+    ):
+        raise ModelLoadError(f"{path} is no checkpoint: it must hold a dict of named tensors")
+    return state
+
+
+class _LoadedTensor:
+    """An unpickled tensor with the interface of a safetensors slice."""
+
+    def __init__(self, tensor: torch.Tensor) -> None:
+        self._tensor = tensor
+
+    def get_shape(self) -> list[int]:
+        return list(self._tensor.shape)
+
+    def __getitem__(self, index: Any) -> torch.Tensor:
+        return self._tensor[index]

@@ -1,15 +1,15 @@
-"""Mistral (https://arxiv.org/abs/2310.06825), a Llama whose layers may see a window only, and
-Ministral, whose layers differ in that."""
+"""Mistral (https://arxiv.org/abs/2310.06825), a Llama with an optional sliding window, the same for
+all layers, and Ministral, with a window for each layer."""
 
 from __future__ import annotations
 
 from tpengine.config import ModelConfig
-from tpengine.models.hf_fields import layer_windows, require, uniform_window
 from tpengine.models.llama import LlamaForCausalLM, LlamaTraits
+from tpengine.models.registry import layer_windows, require, uniform_window
 
 
 class MistralForCausalLM(LlamaForCausalLM):
-    """One window for all layers, by `sliding_window`."""
+    """The window of all layers is `sliding_window`."""
 
     @classmethod
     def traits(cls, config: ModelConfig) -> LlamaTraits:
@@ -19,7 +19,7 @@ class MistralForCausalLM(LlamaForCausalLM):
 
 
 class MinistralForCausalLM(LlamaForCausalLM):
-    """A window per layer, by `layer_types`."""
+    """`layer_types` says which layers have the window."""
 
     @classmethod
     def traits(cls, config: ModelConfig) -> LlamaTraits:

@@ -1,5 +1,6 @@
 """OPT (https://arxiv.org/abs/2205.01068) and Galactica: learned positions, LayerNorm before or
-after each half of a layer, a plain MLP, and embeddings that may be narrower than the layers."""
+after each half of a layer, an MLP without a gate, and embeddings that may be narrower than the
+layers."""
 
 from __future__ import annotations
 
@@ -11,6 +12,7 @@ from tpengine.layers.attention import (
     Attention,
     AttentionMetadata,
     KVCache,
+    SelfAttention,
     keep_rows,
     through_layers,
 )
@@ -27,55 +29,31 @@ from tpengine.layers.linear import (
 )
 from tpengine.layers.norm import LayerNorm
 from tpengine.layers.weights import Weights
-from tpengine.models.hf_fields import check_heads_fill_hidden_size
+from tpengine.models.registry import check_heads_fill_hidden_size
 from tpengine.ops import fused
 
 _POSITION_OFFSET = 2
-"""The table of positions begins two rows late: its authors counted from after the padding id."""
+"""Row of position 0 in the checkpoint's table, which counts from after the padding id."""
 
 
-class OPTAttention:
-    """Projections around the paged attention."""
-
-    def __init__(self, config: ModelConfig, weights: Weights, prefix: str) -> None:
-        hidden_size, bias = config.hf_config["hidden_size"], config.hf_config["enable_bias"]
-        heads, head_dim = config.total_num_heads, config.head_dim
-        self.qkv_proj = QKVParallelLinear(
-            weights,
-            [f"{prefix}.{name}_proj" for name in "qkv"],
-            hidden_size,
-            heads,
-            heads,
-            head_dim,
-            bias,
-        )
-        self.out_proj = RowParallelLinear(
-            weights, f"{prefix}.out_proj", hidden_size, hidden_size, bias
-        )
-        num_heads = self.qkv_proj.num_heads
-        self.attention = Attention(num_heads, num_heads, head_dim, head_dim**-0.5)
-
-    def forward(
-        self,
-        x: torch.Tensor,
-        kv_cache: KVCache,
-        metadata: AttentionMetadata,
-        rows: torch.Tensor | None,
-    ) -> torch.Tensor:
-        """x `[num_tokens, hidden_size]` to `[num_kept, hidden_size]`, see `through_layers`."""
-        qkv = self.qkv_proj.forward(x)
-        attended = self.attention.forward(qkv, kv_cache, metadata)
-        return self.out_proj.forward(keep_rows(attended, rows))
+def _attention(config: ModelConfig, weights: Weights, prefix: str) -> SelfAttention:
+    hidden_size, bias = config.hf_config["hidden_size"], config.hf_config["enable_bias"]
+    total_heads, head_dim = config.total_num_heads, config.head_dim
+    names = [f"{prefix}.{name}_proj" for name in "qkv"]
+    qkv = QKVParallelLinear(weights, names, hidden_size, total_heads, total_heads, head_dim, bias)
+    out = RowParallelLinear(weights, f"{prefix}.out_proj", hidden_size, hidden_size, bias)
+    heads = qkv.num_heads
+    return SelfAttention(qkv, Attention(heads, heads, head_dim, head_dim**-0.5), out)
 
 
 class OPTDecoderLayer:
-    """One layer; each half is normalised before (`do_layer_norm_before`) or after."""
+    """One layer; a norm before each half (`do_layer_norm_before`) or after it."""
 
     def __init__(self, config: ModelConfig, weights: Weights, prefix: str) -> None:
         hf = config.hf_config
         hidden_size, ffn_dim, bias = hf["hidden_size"], hf["ffn_dim"], hf["enable_bias"]
         affine = hf["layer_norm_elementwise_affine"]
-        self.self_attn = OPTAttention(config, weights, f"{prefix}.self_attn")
+        self.self_attn = _attention(config, weights, f"{prefix}.self_attn")
         self.self_attn_layer_norm = LayerNorm(
             weights, f"{prefix}.self_attn_layer_norm", hidden_size, affine=affine
         )
@@ -94,10 +72,15 @@ class OPTDecoderLayer:
         metadata: AttentionMetadata,
         rows: torch.Tensor | None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Adds x to `residual` in place; returns what is to be added next, and to what.
+        """Adds x to `residual` in place, then computes the layer.
 
-        x and residual `[num_tokens, hidden_size]`, results `[num_kept, hidden_size]`
-        (`through_layers`).
+        Args:
+            x: output of the layer before, `[num_tokens, hidden_size]`.
+            residual: `[num_tokens, hidden_size]`, overwritten.
+
+        Returns:
+            The layer's output, and the residual to which the next layer adds it; both
+            `[num_kept, hidden_size]`, see `through_layers`.
         """
         normed = self.self_attn_layer_norm.add_forward(x, residual)
         attended = self.self_attn.forward(normed, kv_cache, metadata, rows)
@@ -157,8 +140,8 @@ class OPTForCausalLM:
             for i in range(config.num_layers)
         ]
         self.final_layer_norm: LayerNorm | None = None
-        # Models trained with a norm after each layer have none more; _remove_final_layer_norm
-        # marks checkpoints that were fine-tuned while transformers lacked it.
+        # Models with a norm after each layer have no final norm. _remove_final_layer_norm marks
+        # checkpoints that were fine-tuned with a version of transformers that had none.
         self.norm_before = bool(hf["do_layer_norm_before"])
         if self.norm_before and not hf.get("_remove_final_layer_norm"):
             affine = hf["layer_norm_elementwise_affine"]
@@ -196,7 +179,7 @@ class OPTForCausalLM:
         kv_caches: list[KVCache],
         metadata: AttentionMetadata,
     ) -> torch.Tensor:
-        """All layers, from `x + residual`; residual is overwritten."""
+        """Computes all layers from `x + residual`, both `[num_tokens, hidden_size]`."""
         for layer, kv_cache, rows in through_layers(self.layers, kv_caches, metadata):
             x, residual = layer.forward_norm_before(x, residual, kv_cache, metadata, rows)
         if self.final_layer_norm is not None:

@@ -1,16 +1,16 @@
-"""Qwen2 and Qwen2.5 (https://arxiv.org/abs/2407.10671): a Llama with biases on q, k and v, and in
-some sizes a window on the upper layers."""
+"""Qwen2 and Qwen2.5 (https://arxiv.org/abs/2407.10671): a Llama with biases on q, k and v; in some
+sizes the upper layers have a sliding window."""
 
 from __future__ import annotations
 
 from tpengine.config import ModelConfig
-from tpengine.models.hf_fields import layer_windows, require
 from tpengine.models.llama import LlamaForCausalLM, LlamaTraits
+from tpengine.models.registry import layer_windows, require
 
 
 class Qwen2ForCausalLM(LlamaForCausalLM):
-    """`layer_types` follows from `use_sliding_window` and `max_window_layers` where a config does
-    not name it; transformers fills it in."""
+    """`layer_types` says which layers have the window; if a config.json lacks it, transformers
+    computes it from `use_sliding_window` and `max_window_layers`."""
 
     @classmethod
     def traits(cls, config: ModelConfig) -> LlamaTraits:

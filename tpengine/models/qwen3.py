@@ -1,15 +1,15 @@
-"""Qwen3, dense (https://arxiv.org/abs/2505.09388): a Llama with normalised query and key heads,
-whose head_dim does not follow from the hidden size."""
+"""Qwen3, dense (https://arxiv.org/abs/2505.09388): a Llama with normalised query and key heads, and
+a head_dim that is independent of the hidden size."""
 
 from __future__ import annotations
 
 from tpengine.config import ModelConfig
-from tpengine.models.hf_fields import layer_windows, require
 from tpengine.models.llama import LlamaForCausalLM, LlamaTraits
+from tpengine.models.registry import layer_windows, require
 
 
 class Qwen3ForCausalLM(LlamaForCausalLM):
-    """Windows by `layer_types`, as in Qwen2; biases by `attention_bias`."""
+    """`layer_types` gives the windows, as in Qwen2, and `attention_bias` the biases."""
 
     @classmethod
     def traits(cls, config: ModelConfig) -> LlamaTraits:

@@ -1,4 +1,18 @@
-"""Which class runs which architecture. A family is one file and one line here."""
+"""Which class runs which architecture, and what a configuration may ask for.
+
+To add a model family:
+
+1. Write one file in this folder with a class that has the methods of `CausalLM`. A relative of
+   Llama subclasses `LlamaForCausalLM` and returns its `LlamaTraits`; else follow `opt.py`.
+2. Build it from `tpengine/layers`. Name parameters as the checkpoint does; sharding and loading
+   then need no further code. Go through the layers with `through_layers`. Between the layers call
+   only `tpengine.ops`, because a CPU can record decode steps of nothing else.
+3. Check every field of config.json that changes the result with `require`, because a field that is
+   ignored gives wrong answers without an error. Remove from `_NEUTRAL` what the family supports,
+   and let the other families refuse it.
+4. Add one line to `_MODELS`, with the name that checkpoints give in `architectures`.
+5. Add variants to `tests/families/variants.py`; the tests against transformers then cover them.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +25,6 @@ from tpengine.config import ModelConfig
 from tpengine.errors import ConfigError
 from tpengine.layers.attention import AttentionMetadata, KVCache
 from tpengine.layers.weights import Weights
-from tpengine.models.hf_fields import refuse_foreign_fields, unsupported
 from tpengine.ops.library import has_cpu_kernels
 
 _MODELS = {
@@ -23,15 +36,37 @@ _MODELS = {
     "Qwen2ForCausalLM": "tpengine.models.qwen2:Qwen2ForCausalLM",
     "Qwen3ForCausalLM": "tpengine.models.qwen3:Qwen3ForCausalLM",
 }
+"""Class of each architecture; its module is imported when a model of it is built."""
+
+_NEUTRAL: dict[str, tuple[Any, ...]] = {
+    "quantization_config": (None,),
+    "is_encoder_decoder": (None, False),
+    "add_cross_attention": (None, False),
+    "clip_qkv": (None,),
+    "attn_logit_softcapping": (None,),
+    "final_logit_softcapping": (None,),
+    "attention_multiplier": (None,),
+    "residual_multiplier": (None, 1.0),
+    "embedding_multiplier": (None, 1.0),
+    "logits_scaling": (None, 1.0),
+    "logit_scale": (None, 1.0),
+    "attention_sinks": (None, False),
+    "num_sink_tokens": (None, 0),
+    "num_experts": (None, 0),
+    "num_local_experts": (None, 0),
+}
+"""Fields that change a model's result and that no family here supports, with the values that change
+nothing."""
 
 
 class CausalLM(Protocol):
-    """What the model runner and the loader need of a model.
+    """What the model runner and the loader use of a model.
 
     Attributes:
-        ignored_weights: endings of checkpoint names that are not loaded (computed, or left over).
-        base_prefix: start of the names that a checkpoint of the bare model, without its output
-            head, leaves out.
+        ignored_weights: endings of checkpoint names that are not loaded, because the model computes
+            these tensors or does not use them.
+        base_prefix: start of the parameter names that is absent in a checkpoint of the bare model
+            (one without its output head).
     """
 
     ignored_weights: tuple[str, ...]
@@ -39,17 +74,18 @@ class CausalLM(Protocol):
 
     def forward(
         self, token_ids: torch.Tensor, kv_caches: list[KVCache], metadata: AttentionMetadata
-    ) -> torch.Tensor: ...
+    ) -> torch.Tensor:
+        """token_ids int32 `[num_tokens]` to final hidden states `[num_wanted, hidden_size]`."""
 
-    def compute_logits(self, hidden: torch.Tensor) -> torch.Tensor: ...
+    def compute_logits(self, hidden: torch.Tensor) -> torch.Tensor:
+        """hidden `[num_rows, hidden_size]` to logits `[num_rows, vocab_size]`."""
 
 
 def build_model(config: ModelConfig, weights: Weights) -> CausalLM:
     """Builds the model that `config` names, its parameters allocated and declared in `weights`.
 
     Raises:
-        ConfigError: the architecture is not supported, or its configuration asks for something
-            that is not.
+        ConfigError: the architecture, or a value in its configuration, is not supported.
     """
     target = _MODELS.get(config.architecture)
     if target is None:
@@ -57,14 +93,84 @@ def build_model(config: ModelConfig, weights: Weights) -> CausalLM:
             f"architecture {config.architecture!r} of {config.model} is not supported; "
             f"supported: {', '.join(sorted(_MODELS))}"
         )
-    refuse_foreign_fields(config)
-    _check_head_dim(config, weights)
-    module, name = target.split(":")
-    model: Any = getattr(importlib.import_module(module), name)(config, weights)
-    return model  # type: ignore[no-any-return]
-
-
-def _check_head_dim(config: ModelConfig, weights: Weights) -> None:
+    for field, neutral in _NEUTRAL.items():
+        require(config, field, None, *neutral)
     compiled = weights.device.type == "cpu" and has_cpu_kernels()
     if compiled and (config.head_dim % 16 or config.head_dim > 256):
         raise unsupported(config, "head_dim", config.head_dim, "multiples of 16 up to 256 on CPU")
+    module, name = target.split(":")
+    model: CausalLM = getattr(importlib.import_module(module), name)(config, weights)
+    return model
+
+
+def require(config: ModelConfig, field: str, default: Any, *supported: Any) -> Any:
+    """Returns `field` of the model's configuration; `default` if it is absent or null.
+
+    Raises:
+        ConfigError: the value is not in `supported`.
+    """
+    value = config.hf_config.get(field)
+    if value is None:
+        value = default
+    if value not in supported:
+        raise unsupported(config, field, value, ", ".join(repr(one) for one in supported))
+    return value
+
+
+def unsupported(config: ModelConfig, field: str, value: object, supported: str) -> ConfigError:
+    """Makes the error for a field whose value this architecture does not support."""
+    return ConfigError(
+        f"{field} = {value!r} in the config.json of {config.model} is not supported for "
+        f"{config.architecture}; supported: {supported}"
+    )
+
+
+def check_heads_fill_hidden_size(config: ModelConfig) -> None:
+    """Checks that heads divide the hidden size, for families without a field `head_dim`.
+
+    Raises:
+        ConfigError: they do not.
+    """
+    hidden_size, heads = config.hf_config["hidden_size"], config.total_num_heads
+    if config.head_dim * heads != hidden_size:
+        raise unsupported(config, "hidden_size", hidden_size, f"multiples of {heads} heads")
+
+
+def layer_windows(config: ModelConfig) -> tuple[int | None, ...]:
+    """Returns each layer's sliding window in tokens, by `layer_types`; None: it sees all tokens.
+
+    Raises:
+        ConfigError: a layer type is not supported, or a sliding layer has no window.
+    """
+    types = config.hf_config.get("layer_types")
+    if not isinstance(types, list) or len(types) != config.num_layers:
+        raise unsupported(config, "layer_types", types, f"a list of {config.num_layers} types")
+    windows: list[int | None] = []
+    for kind in types:
+        if kind not in ("full_attention", "sliding_attention"):
+            raise unsupported(config, "layer_types", kind, "full_attention, sliding_attention")
+        windows.append(_window(config) if kind == "sliding_attention" else None)
+    return tuple(windows)
+
+
+def uniform_window(config: ModelConfig) -> tuple[int | None, ...]:
+    """Returns `sliding_window`, in tokens, for every layer; None: all layers see all tokens.
+
+    Raises:
+        ConfigError: `layer_types` contradicts it.
+    """
+    window = None if config.hf_config.get("sliding_window") is None else _window(config)
+    windows = (window,) * config.num_layers
+    types = config.hf_config.get("layer_types")
+    if types is not None and layer_windows(config) != windows:
+        raise unsupported(
+            config, "layer_types", types, "one type for all layers (MinistralForCausalLM has more)"
+        )
+    return windows
+
+
+def _window(config: ModelConfig) -> int:
+    window = config.hf_config.get("sliding_window")
+    if not isinstance(window, int) or window < 1:
+        raise unsupported(config, "sliding_window", window, "integers from 1 for sliding layers")
+    return window

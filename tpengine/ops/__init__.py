@@ -1,7 +1,7 @@
-"""The Python face of the kernels in `csrc/`.
+"""The Python interface of the kernels in `csrc/`.
 
-Every op is `torch.ops.tpengine.<name>`: schema and fakes in `library.py`, a plain-torch reference
-in `reference.py` (used wherever there is no kernel), and a thin function with the contract in
-`attention.py`, `cache.py`, `fused.py`, `linear.py` and `sampling.py`. Outputs are written into
-tensors that the caller owns.
+Every op is `torch.ops.tpengine.<name>`. Its schema and fake stand in `library.py`, its plain-torch
+reference, which runs where there is no kernel, in `reference.py` or `reference_cache.py`, and a
+thin function with the contract in `attention.py`, `cache.py`, `fused.py`, `linear.py` or
+`sampling.py`. Outputs are written into tensors of the caller.
 """

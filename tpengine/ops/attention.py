@@ -23,11 +23,11 @@ TENSOR_CORE_HEAD_DIMS = (64, 80, 96, 112, 128, 160, 192, 256)
 """Head dims that the CUDA decode kernel for 16-bit and fp8 caches is compiled for."""
 BLOCK_SIZES = (8, 16, 32)
 MIN_ITEM_BYTES = 128 * 1024
-"""K and V of one kv head that make a part of a context worth its own work item (256 tokens of a
-bf16 cache at head dim 128)."""
+"""Bytes of K and V of one kv head from which on a part of a context gets its own work item (256
+tokens of a bf16 cache with head dim 128)."""
 _PARTIAL_PADDING = 4
 _FP8_CAPABILITY = (8, 9)
-"""Compute capability from which on the kernels convert fp8 numbers."""
+"""First compute capability on which the kernels can convert fp8 numbers."""
 
 
 @functools.cache
@@ -38,7 +38,7 @@ def check_decode_support(
     block_size: int,
     capability: tuple[int, int],
 ) -> None:
-    """Whether the CUDA decode kernels take a model's attention; for start-up, before any capture.
+    """Checks at start-up that the CUDA decode kernels support a model's attention.
 
     A head dim without a tensor-core kernel runs on the CUDA cores, with one warning.
 
@@ -46,7 +46,7 @@ def check_decode_support(
         capability: compute capability of the GPU.
 
     Raises:
-        ConfigError: they do not; it says what to change.
+        ConfigError: they do not; the message says what to change.
     """
     if block_size not in BLOCK_SIZES:
         raise ConfigError(f"block_size={block_size}: on a GPU it must be 8, 16 or 32")
@@ -87,14 +87,15 @@ def check_decode_support(
 
 
 class DecodePlan(NamedTuple):
-    """How decode attention on a GPU shares a batch out; made once per step, for all layers of one
-    window and shape.
+    """How decode attention on a GPU divides a batch into work items.
+
+    A plan is computed once per step, for all layers with the same window and shape.
 
     Attributes:
         item_start: int32 `[num_seqs + 1]`, first work item of each sequence.
-        items: int32 `[max_items, 4]`: sequence (top bit: it has several items), first and end of
-            its tokens in units of 16, length.
-        partials: float32 `[max_items, num_heads, head_dim + 4]`, scratch.
+        items: int32 `[max_items, 4]`: sequence (top bit: it has two or more items), first and end
+            of its tokens in units of 16, length in tokens.
+        partials: float32 `[max_items, num_heads, head_dim + 4]`, scratch memory of the kernel.
     """
 
     item_start: Tensor
@@ -102,9 +103,9 @@ class DecodePlan(NamedTuple):
     partials: Tensor
 
     def for_rows(self, num_seqs: int) -> DecodePlan:
-        """The part of a plan's memory that a smaller batch uses, as views.
+        """Returns views of the part of the plan's memory that a smaller batch uses.
 
-        Every batch size keeps its own addresses, as graphs need.
+        Each batch size always gets the same addresses, as CUDA graphs require.
         """
         max_items = self.items.shape[0] - (self.item_start.shape[0] - 1) + num_seqs
         return DecodePlan(
@@ -113,7 +114,7 @@ class DecodePlan(NamedTuple):
 
     @property
     def num_bytes(self) -> int:
-        return sum(tensor.numel() * tensor.element_size() for tensor in self)
+        return sum(tensor.nbytes for tensor in self)
 
 
 def make_decode_plan(
@@ -127,10 +128,10 @@ def make_decode_plan(
     """Allocates a plan for up to `max_num_seqs` sequences on a GPU.
 
     Args:
-        device: with its index.
+        device: a CUDA device with its index.
 
     Raises:
-        NativeLibraryError: there are no CUDA kernels, or they do not run on this GPU.
+        NativeLibraryError: the CUDA kernels are not installed, or do not run on this GPU.
     """
     wave = library.decode_wave(device.index, cache_dtype, head_dim, num_heads, num_kv_heads)
     max_items = max_num_seqs + 2 * wave
@@ -142,23 +143,23 @@ def make_decode_plan(
 
 
 def min_item_tokens(head_dim: int, cache_dtype: torch.dtype) -> int:
-    """Tokens below which no context is cut: more parts cost more than they hide."""
+    """Returns the smallest part of a context, in tokens; smaller parts would be slower."""
     return max(16, MIN_ITEM_BYTES // (2 * head_dim * cache_dtype.itemsize))
 
 
 def plan_decode(
     plan: DecodePlan, seq_lens: Tensor, min_tokens: int, sliding_window: int | None = None
 ) -> None:
-    """Cuts the sequences into work items, on the device: no length is read by the host.
+    """Divides the sequences into work items, on the device; the host reads no length.
 
-    No item is longer than what lets all of them run at once; where the sequences alone are more
-    than that, than 5/8 of the mean share. Sequences are cut into equal parts.
+    Each sequence is divided into equal parts, so short that all items run at once. If there are
+    more sequences than can run at once, an item is at most 5/8 of the mean work of a unit.
 
     Args:
-        plan: for as many sequences as seq_lens has (`DecodePlan.for_rows`); written.
-        seq_lens: int32 `[num_seqs]`; 0 for a padded row, which changes no other row's items.
-        min_tokens: parts are not shorter; see `min_item_tokens`.
-        sliding_window: that of the layers which use the plan.
+        plan: for as many sequences as `seq_lens` has (`DecodePlan.for_rows`); written.
+        seq_lens: int32 `[num_seqs]`; 0 for a padded row, which does not change the items of others.
+        min_tokens: parts are at least this long, in tokens; see `min_item_tokens`.
+        sliding_window: window in tokens of the layers that use the plan.
 
     Raises:
         RuntimeError: an argument's dtype or shape does not fit.
@@ -189,15 +190,16 @@ def paged_attention(
         out: `[num_seqs, num_heads, head_dim]`, written; zeros for a sequence of length 0.
         q: `[num_seqs, num_heads, head_dim]`; any strides, last dimension contiguous.
         k_cache, v_cache: of one layer, shaped by `ops.cache.kv_cache_shapes`; dtype of q, or
-            float8_e4m3fn on a GPU. Slots beyond a sequence's length may hold anything, even NaN.
+            float8_e4m3fn on a GPU. Slots beyond a sequence's length may hold any value, even NaN.
         block_table: int32 `[num_seqs, max_blocks]`; entries beyond a sequence's blocks are ignored.
         seq_lens: int32 `[num_seqs]`, tokens including the one whose query this is.
-        scale: factor on the logits.
+        scale: factor on the products of q and k.
         alibi_slopes: float32 `[num_heads]`; adds `slope * (key - query)` (positions) to the logits.
         sliding_window: a query sees this many keys, itself included; None: all of them.
-        k_scale, v_scale: what the numbers of an fp8 cache are multiplied with.
-        plan: made by `plan_decode` from the same seq_lens and window; None: one block of threads
-            per sequence and kv head, slow for few long sequences. CPU kernels need none.
+        k_scale, v_scale: factors on the values of an fp8 cache.
+        plan: computed by `plan_decode` from the same seq_lens and window; None: one block of
+            threads per sequence and kv head, which is slow for few long sequences. CPU kernels do
+            not use it.
 
     Block sizes 8, 16 and 32. On CPU: float32 and bfloat16, head_dim a multiple of 16 up to 256; a
     sequence's result does not depend on the other sequences nor on the number of threads. On CUDA:
@@ -246,12 +248,12 @@ def prefill_attention(
     their own K and V are in the cache already.
 
     Args:
-        out, q: `[num_tokens, num_heads, head_dim]`; rows of no sequence are neither read nor
+        out, q: `[num_tokens, num_heads, head_dim]`; rows outside all sequences are not read or
             written.
-        query_start_loc: int32 `[num_seqs + 1]`, not decreasing.
+        query_start_loc: int32 `[num_seqs + 1]`, in ascending order.
         seq_lens: int32 `[num_seqs]`, cached context and the chunk together.
         block_table and the others: as in `paged_attention`, with the same limits and guarantees; a
-            token's result does not depend on how its prompt was cut into chunks either.
+            token's result also does not depend on how its prompt was divided into chunks.
 
     Raises:
         RuntimeError: an argument's dtype, shape or strides do not fit. Block ids are not checked.

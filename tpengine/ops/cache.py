@@ -1,4 +1,8 @@
-"""The KV cache: its layout on each device, writing tokens into slots, copying blocks."""
+"""The KV cache: its layout on each device, writes of tokens into slots, copies of blocks.
+
+`kv_cache_shapes` decides the layout, for CPUs and for GPUs; the kernels in `csrc/cpu` and
+`csrc/cuda` read and write it.
+"""
 
 from __future__ import annotations
 
@@ -26,12 +30,15 @@ def kv_cache_shapes(
     num_kv_heads: int,
     head_dim: int,
 ) -> tuple[Shape, Shape]:
-    """Shapes of the K and the V cache of one layer.
+    """Returns the shapes of the K cache and the V cache of one layer.
 
-    On CPU, with p = 2 for 16-bit types and 1 for float32: K
-    `[num_blocks, num_kv_heads, head_dim / p, block_size, p]`, V
-    `[num_blocks, num_kv_heads, block_size / p, head_dim, p]` (pairs of the summed dimension lie
-    side by side, as bfloat16 dot-product instructions read them). On other devices both are
+    On a CPU, with p = 2 for 16-bit types and 1 for float32:
+
+        K  [num_blocks, num_kv_heads, head_dim / p, block_size, p]
+        V  [num_blocks, num_kv_heads, block_size / p, head_dim, p]
+
+    p neighbours of the summed dimension are adjacent in memory, because the bfloat16 dot-product
+    instructions read pairs. On other devices both are
     `[num_blocks, block_size, num_kv_heads, head_dim]`.
     """
     if device_type != "cpu":
@@ -60,7 +67,7 @@ def write_kv_cache(
             is contiguous (parts of a packed qkv).
         k_cache, v_cache: shaped by `kv_cache_shapes`, same dtype as k, or on a GPU float8_e4m3fn
             for 16-bit k; written.
-        slot_mapping: int32 `[num_tokens]`, block * block_size + offset; -1 writes nowhere.
+        slot_mapping: int32 `[num_tokens]`, block * block_size + offset; -1: not written.
         k_scale, v_scale: an fp8 cache holds k / k_scale and v / v_scale, saturated at 448.
 
     Raises:
@@ -115,8 +122,8 @@ def copy_blocks(k_cache: Tensor, v_cache: Tensor, block_pairs: Tensor) -> None:
 
     Args:
         k_cache, v_cache: shaped by `kv_cache_shapes`; written.
-        block_pairs: int64 `[num_pairs, 2]` of (source, target). No block may be a target twice, nor
-            both source and target: pairs are copied in any order.
+        block_pairs: int64 `[num_pairs, 2]` of (source, target). A block must not be a target twice,
+            nor a source and a target, because the order of the copies is not defined.
 
     Raises:
         RuntimeError: a dtype or shape does not fit, or a block is out of range.
@@ -125,7 +132,7 @@ def copy_blocks(k_cache: Tensor, v_cache: Tensor, block_pairs: Tensor) -> None:
 
 
 def copy_cache_blocks(cache: Tensor, block_pairs: Tensor) -> None:
-    """Copies whole blocks of all layers, on a GPU in one launch.
+    """Copies whole blocks of all layers; on a GPU in one kernel launch.
 
     Args:
         cache: `[num_pieces, num_blocks, ...]`, contiguous from the second dimension on: every
@@ -139,7 +146,7 @@ def copy_cache_blocks(cache: Tensor, block_pairs: Tensor) -> None:
 
 
 def pack_blocks(packed: Tensor, cache: Tensor, block_ids: Tensor) -> None:
-    """Gathers whole blocks, so that all pieces of a block lie together.
+    """Gathers whole blocks, so that all pieces of a block are adjacent in memory.
 
     Args:
         packed: `[num_ids, num_pieces, ...]`, written.
@@ -153,17 +160,17 @@ def pack_blocks(packed: Tensor, cache: Tensor, block_ids: Tensor) -> None:
 
 
 def unpack_blocks(cache: Tensor, packed: Tensor, block_ids: Tensor) -> None:
-    """The way back of `pack_blocks`; block_ids are distinct."""
+    """Scatters what `pack_blocks` has gathered; arguments as there, with distinct block ids."""
     _unpack_blocks(cache, packed, block_ids)
 
 
 def swap_out(
     host: Tensor, cache: Tensor, block_pairs: list[tuple[int, int]], staging: Tensor
 ) -> None:
-    """Copies whole blocks of all layers to the host, on the current stream, without waiting.
+    """Copies whole blocks of all layers to the host, on the current stream, without a wait.
 
-    Blocks are packed into `staging` on the device and cross the bus in large pieces: many small
-    copies would reach a fraction of its speed.
+    Blocks are packed into `staging` on the device and cross the bus in large pieces, because many
+    small copies reach only a fraction of its speed.
 
     Args:
         host: `[num_host_blocks, num_pieces, ...]`, pinned where cache is on a GPU; written.
@@ -174,7 +181,7 @@ def swap_out(
     Raises:
         RuntimeError: a dtype or shape does not fit.
     """
-    pairs = sorted(block_pairs, key=lambda pair: pair[1])  # neighbours on the host go as one
+    pairs = sorted(block_pairs, key=lambda pair: pair[1])  # neighbours on the host are one copy
     for part in _parts(pairs, staging.shape[0]):
         packed = staging[: len(part)]
         pack_blocks(packed, cache, _upload([block for block, _ in part], cache.device))
@@ -185,10 +192,10 @@ def swap_out(
 def swap_in(
     cache: Tensor, host: Tensor, block_pairs: list[tuple[int, int]], staging: Tensor
 ) -> None:
-    """Copies whole blocks of all layers from the host; the way back of `swap_out`.
+    """Copies whole blocks of all layers from the host; the opposite of `swap_out`.
 
     Args:
-        block_pairs: (block of the host, block of the cache); no block of the cache twice.
+        block_pairs: (block of the host, block of the cache), each block of the cache at most once.
         cache, host, staging: as in `swap_out`; cache and staging are written.
     """
     pairs = sorted(block_pairs)
@@ -204,7 +211,7 @@ def _parts(pairs: list[tuple[int, int]], size: int) -> list[list[tuple[int, int]
 
 
 def _runs(blocks: list[int]) -> list[tuple[int, int, int]]:
-    """(index, block, count) of stretches in which blocks go up by one."""
+    """Finds runs of consecutive block ids; each is (index, first block, count)."""
     runs: list[tuple[int, int, int]] = []
     for index, block in enumerate(blocks):
         if runs and block == runs[-1][1] + runs[-1][2]:
@@ -231,16 +238,16 @@ def gather_kv(
     k_scale: float = 1.0,
     v_scale: float = 1.0,
 ) -> None:
-    """Gathers sequences' K and V from their pages, for attention kernels that know no pages.
+    """Gathers the K and V of sequences from their blocks, for kernels without paged attention.
 
     Args:
         k, v: `[num_tokens, num_kv_heads, head_dim]`, contiguous; written, in the model's dtype.
-            Rows from `token_start[-1]` on are left alone.
+            Rows from `token_start[-1]` on are not written.
         k_cache, v_cache: as in `write_kv_cache`.
         block_table: int32 `[num_seqs, max_blocks]`.
-        token_start: int32 `[num_seqs + 1]`, first row of each sequence, from 0; the running sum of
-            the lengths.
-        k_scale, v_scale: what the numbers of an fp8 cache are multiplied with.
+        token_start: int32 `[num_seqs + 1]`, first row of each sequence in k and v: the running sum
+            of the lengths, from 0.
+        k_scale, v_scale: factors on the values of an fp8 cache.
 
     Raises:
         RuntimeError: a dtype or shape does not fit.

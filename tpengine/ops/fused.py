@@ -1,4 +1,4 @@
-"""Work between the matrix products: embedding, norms, sums, activations, rotary embedding."""
+"""The ops between matrix products: embedding, norms, sums, activations, rotary embedding."""
 
 from __future__ import annotations
 
@@ -78,7 +78,7 @@ def layer_norm(
 
     Args:
         out: shape and dtype of x, written; may be x itself.
-        x: `[num_tokens, size]`, float32 or bfloat16; rows may lie apart.
+        x: `[num_tokens, size]`, float32 or bfloat16; rows may be strided.
         weight, bias: `[size]`, dtype of x; None: ones, zeros.
         eps: added to the variance.
 
@@ -125,7 +125,7 @@ def relu(x: Tensor) -> None:
     """`max(x, 0)` in place.
 
     Args:
-        x: `[num_tokens, size]`, float32 or bfloat16; rows may lie apart.
+        x: `[num_tokens, size]`, float32 or bfloat16; rows may be strided.
 
     Raises:
         RuntimeError: its dtype, shape or strides do not fit.
@@ -153,7 +153,7 @@ def silu_and_mul(out: Tensor, x: Tensor) -> None:
 
     Args:
         out: `[num_tokens, n]`, written.
-        x: `[num_tokens, 2 * n]`, gate beside up; float32 or bfloat16, same dtype as out.
+        x: `[num_tokens, 2 * n]`, gate first, then up; float32 or bfloat16, same dtype as out.
 
     Raises:
         RuntimeError: an argument's dtype, shape or strides do not fit.
@@ -182,7 +182,7 @@ def rotary_embedding(
         k: `[num_tokens, num_kv_heads, head_dim]`, likewise.
         cos_sin_cache: float32 `[max_position, rotary_dim]`: the rotary_dim / 2 cosines of each
             position, then its sines. rotary_dim is even and at most head_dim; the rest of a head
-            passes through.
+            stays as it is.
         is_neox: True pairs dimension i with i + rotary_dim / 2 (GPT-NeoX, Llama), False pairs
             neighbours (GPT-J).
 

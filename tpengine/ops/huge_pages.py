@@ -1,8 +1,8 @@
-"""Host memory in pages of 2 MiB, for what every step reads from end to end.
+"""Host memory in pages of 2 MiB, for weights and caches that every step reads from end to end.
 
-With ordinary pages of 4 KiB a stream through gigabytes of weights misses the TLB all the time, and
-on a virtual machine each miss walks two tables. Linux gives large pages to those who ask
-(`madvise`), and only where a whole aligned one fits: so many tensors share one mapping.
+With pages of 4 KiB a stream through gigabytes of weights misses the TLB on almost every page, and
+on a virtual machine each miss reads two page tables. Linux gives large pages on request (`madvise`)
+and only where a whole aligned page fits, so many tensors share one mapping.
 """
 
 from __future__ import annotations
@@ -20,33 +20,37 @@ import torch
 _PIECE_BYTES = 64 << 20
 _PAGE_BYTES = 2 << 20
 _ALIGNMENT = 64
-"""Bytes of a cache line, and of the widest vector."""
+"""Bytes of a cache line, and of the widest vector register."""
 _MADV_POPULATE_WRITE = 23
 
-_libc = ctypes.CDLL(None)  # mmap's own madvise would hold the interpreter's lock meanwhile
+_libc = ctypes.CDLL(None)  # mmap's own madvise would hold Python's lock during the call
 _libc.madvise.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
 
 
 def empty(shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
-    """An uninitialised tensor in a mapping of its own; untouched pages take no memory.
+    """Allocates an uninitialised tensor in its own mapping; untouched pages take no memory.
 
     Raises:
-        MemoryError: the machine will not promise as much.
+        MemoryError: the kernel refuses a mapping of this size.
     """
     num_bytes = math.prod(shape) * dtype.itemsize
     return _mapping(num_bytes)[:num_bytes].view(dtype).view(shape)
 
 
 def populate(tensors: Sequence[torch.Tensor], num_bytes: int, seconds: float) -> int:
-    """Has memory put behind the beginnings of tensors of `empty`, as far as all get in this time
-    and with so many bytes in all.
+    """Allocates the pages at the beginning of each tensor, within a limit of bytes and time.
 
-    The kernel clears a page when it is first written, in the middle of a step; on a virtual machine
-    it may have to ask the host for it, too. Contents stay as they are.
+    Otherwise the kernel allocates and clears a page at its first write, in the middle of a step; on
+    a virtual machine it may also have to request it from the host. Contents do not change.
+
+    Args:
+        tensors: made by `empty`.
+        num_bytes: limit for all tensors together.
+        seconds: limit of time; allocation stops after the page that crosses it.
 
     Returns:
-        How many bytes of each tensor are there now; 0 where the kernel cannot be asked
-        (`MADV_POPULATE_WRITE`, Linux 5.14).
+        Number of bytes of each tensor that are allocated; 0 if the kernel has no
+        `MADV_POPULATE_WRITE` (Linux before 5.14).
     """
     end = time.perf_counter() + seconds
     longest = max((x.nbytes for x in tensors), default=0)
@@ -70,16 +74,16 @@ def _populate_range(place: tuple[int, int]) -> bool:
 
 
 class HugePageArena:
-    """Carves tensors out of large mappings, which live as long as any of their tensors."""
+    """Allocates tensors in large mappings; a mapping is freed with the last of its tensors."""
 
     def __init__(self) -> None:
         self._piece = torch.empty(0, dtype=torch.uint8)
 
     def empty(self, count: int, dtype: torch.dtype) -> torch.Tensor:
-        """An uninitialised vector of `count` elements.
+        """Allocates an uninitialised tensor `[count]`.
 
         Raises:
-            MemoryError: the machine will not promise as much.
+            MemoryError: the kernel refuses a mapping of this size.
         """
         num_bytes = count * dtype.itemsize
         taken = -(-num_bytes // _ALIGNMENT) * _ALIGNMENT
@@ -95,7 +99,7 @@ def _mapping(num_bytes: int) -> torch.Tensor:
     try:
         memory = mmap.mmap(-1, num_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     except (OSError, OverflowError) as error:
-        raise MemoryError(f"{num_bytes} bytes cannot be had: {error}") from error
-    with contextlib.suppress(OSError):  # a kernel without large pages
+        raise MemoryError(f"{num_bytes} bytes of host memory cannot be mapped: {error}") from error
+    with contextlib.suppress(OSError):  # this kernel has no large pages
         memory.madvise(mmap.MADV_HUGEPAGE)
     return torch.frombuffer(memory, dtype=torch.uint8)

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import contextlib
 import ctypes
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -123,26 +122,22 @@ _SCHEMAS: dict[str, tuple[str, Callable[..., None]]] = {
     ),
 }
 OP_NAMES = tuple(_SCHEMAS)
-GPU_OPS = (
-    "copy_cache_blocks", "gather_kv", "pack_blocks", "plan_decode", "unpack_blocks",
-)  # fmt: skip
-"""Ops that only a GPU's engine calls: on CPU plain torch is all they have."""
 
 
 def reference_of(name: str) -> Callable[..., None]:
-    """The plain-torch form of an op; for tests."""
+    """Returns the plain-torch form of an op; for tests."""
     return _SCHEMAS[name][1]
 
 
 def _fake(*_: object) -> None:
-    """Every op only writes into its arguments, so there is no output whose shape to tell."""
+    """Does nothing: an op only writes into its arguments and has no output with a shape."""
 
 
 def _define_ops() -> torch.library.Library:
     library = torch.library.Library("tpengine", "FRAGMENT")
     for name, (schema, function) in _SCHEMAS.items():
         library.define(name + schema)
-        # Where no kernel is registered for a device, and where the library was not built.
+        # Runs on devices for which no kernel is registered, and if the library was not built.
         library.impl(name, function, "CompositeExplicitAutograd")
         torch.library.register_fake(f"tpengine::{name}", _fake, lib=library)
     return library
@@ -150,7 +145,7 @@ def _define_ops() -> torch.library.Library:
 
 def _find_library(name: str) -> Path | None:
     # An editable install puts the libraries into site-packages while this file stays in the
-    # source tree, so the package's whole path is searched, not only the folder of __file__.
+    # source tree, so all folders of the package are searched, not only that of __file__.
     for folder in sys.modules["tpengine"].__path__:
         path = Path(folder) / "lib" / name
         if path.exists():
@@ -202,28 +197,31 @@ def _load_cuda() -> ctypes.CDLL | None:
     return cuda
 
 
-_definitions = _define_ops()  # the ops exist as long as this object does
+_definitions = _define_ops()  # the ops are removed when this object is deleted
 _cpu = _load_cpu()
 _cuda = _load_cuda() if torch.version.cuda is not None else None
 
 
 def has_cpu_kernels() -> bool:
-    """Whether the compiled CPU kernels are loaded (otherwise the reference answers)."""
+    """Whether the compiled CPU kernels are loaded; otherwise the references run."""
     return _cpu is not None
 
 
 def has_cuda_kernels() -> bool:
-    """Whether the compiled CUDA kernels are loaded (otherwise the reference answers)."""
+    """Whether the compiled CUDA kernels are loaded; otherwise the references run."""
     return _cuda is not None
 
 
 def decode_wave(
     device_index: int, dtype: torch.dtype, head_dim: int, num_heads: int, num_kv_heads: int
 ) -> int:
-    """Work items per kv head that the decode kernel runs at once on a GPU; dtype is the cache's.
+    """Returns how many work items per kv head the decode kernel runs at once on a GPU.
+
+    Args:
+        dtype: of the KV cache.
 
     Raises:
-        NativeLibraryError: there are no CUDA kernels, or CUDA does not run them.
+        NativeLibraryError: the CUDA kernels are not installed, or do not run on this GPU.
     """
     codes = {torch.float32: 0, torch.float16: 1, torch.bfloat16: 2, torch.float8_e4m3fn: 3}
     if _cuda is None:
@@ -231,10 +229,8 @@ def decode_wave(
             "libtpengine_cuda.so is not installed: install the CUDA toolkit (nvcc) and run "
             "`TPENGINE_CUDA=ON pip install .`"
         )
-    wave = int(
-        _cuda.tpengine_cuda_decode_wave(
-            device_index, codes[dtype], head_dim, num_heads, num_kv_heads
-        )
+    wave: int = _cuda.tpengine_cuda_decode_wave(
+        device_index, codes[dtype], head_dim, num_heads, num_kv_heads
     )
     if wave < 1:
         raise NativeLibraryError(
@@ -249,24 +245,24 @@ def _card(device_index: int) -> str:
     try:
         major, minor = torch.cuda.get_device_capability(device_index)
         return f"{torch.cuda.get_device_name(device_index)}, compute capability {major}.{minor}"
-    except (RuntimeError, AssertionError) as error:  # no driver, or no such card
+    except (RuntimeError, AssertionError) as error:  # no driver, or no such GPU
         return str(error).strip()
 
 
 def cpu_functions(
     prefix: str, signatures: Mapping[str, tuple[Any, list[Any]]]
 ) -> ctypes.CDLL | None:
-    """Plain C functions of the compiled CPU library; None: it is not installed.
+    """Returns plain C functions of the compiled CPU library; None: it is not installed.
 
-    They keep `errno` (`ctypes.get_errno`), and free Python's lock while they run.
+    They keep `errno` (`ctypes.get_errno`), and release Python's lock while they run.
 
     Args:
-        prefix: of the names of all of them.
-        signatures: result and argument types, by the rest of the name.
+        prefix: common prefix of the names.
+        signatures: result type and argument types, by the rest of the name.
     """
     if _cpu is None:
         return None
-    # An object of its own for each caller: use_errno is a property of it.
+    # A new object for each caller, because use_errno and the signatures belong to the object.
     functions = ctypes.CDLL(_cpu._name, use_errno=True)
     for name, (result, arguments) in signatures.items():
         function = getattr(functions, prefix + name)
@@ -275,7 +271,7 @@ def cpu_functions(
 
 
 def supported_cpu_isas() -> tuple[str, ...]:
-    """Instruction sets that the compiled kernels have and this CPU can run, best first."""
+    """Returns the instruction sets that the kernels and this CPU support, best first."""
     names: list[str] = []
     while _cpu is not None and (name := _cpu.tpengine_cpu_isa_at(len(names))) is not None:
         names.append(name.decode())
@@ -283,29 +279,20 @@ def supported_cpu_isas() -> tuple[str, ...]:
 
 
 def cpu_isa() -> str:
-    """Instruction set in use: generic, avx2, avx512, avx512bf16, or reference (no library)."""
+    """Returns the instruction set in use: generic, avx2, avx512, avx512bf16, or reference (no
+    library)."""
     return _cpu.tpengine_cpu_isa().decode() if _cpu is not None else "reference"
 
 
 def set_cpu_isa(name: str) -> None:
     """Makes the CPU kernels use the instruction set `name` from the next call on.
 
-    Raises NativeLibraryError where this CPU cannot run it.
+    Raises:
+        NativeLibraryError: this CPU or the library does not support it.
     """
     if _cpu is None or _cpu.tpengine_set_cpu_isa(name.encode()) != 0:
         supported = ", ".join(supported_cpu_isas()) or "none: the native library is not installed"
         raise NativeLibraryError(f"CPU instruction set {name!r}; this machine supports {supported}")
-
-
-@contextlib.contextmanager
-def use_cpu_isa(name: str) -> Iterator[None]:
-    """Within the block the CPU kernels use the instruction set `name`; for tests."""
-    before = cpu_isa()
-    set_cpu_isa(name)
-    try:
-        yield
-    finally:
-        set_cpu_isa(before)
 
 
 if (_wanted := envs.cpu_isa()) is not None:

@@ -1,4 +1,4 @@
-"""Linear layers over weights that are packed for the CPU's multiply-add instructions."""
+"""Linear layers with weights in the order in which a CPU's multiply-add instructions read them."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ _int8_linear = torch.ops.tpengine.int8_linear.default
 def pack_linear_weight(weight: Tensor, arena: HugePageArena | None = None) -> Tensor:
     """Packs a weight into panels of 32 outputs, `[panels, in_features / p, 32, p]` as a vector.
 
-    p is 2 for bfloat16 (neighbouring inputs side by side, as its dot-product instruction reads
-    them) and 1 for float32; outputs beyond the last are zeros.
+    p is 2 for bfloat16 (pairs of inputs, as the dot-product instruction reads them) and 1 for
+    float32; outputs beyond the last are zeros.
 
     Args:
         weight: `[out_features, in_features]`, float32 or bfloat16, contiguous; in bfloat16
             `in_features` must be even.
-        arena: where the result shall lie; None: wherever torch puts it.
+        arena: memory for the result; None: torch allocates it.
 
     Raises:
         RuntimeError: dtype, shape or strides do not fit.
@@ -38,13 +38,13 @@ def pack_linear_weight(weight: Tensor, arena: HugePageArena | None = None) -> Te
 
 
 def packed_linear(out: Tensor, x: Tensor, packed: Tensor, bias: Tensor | None) -> None:
-    """`out = x W^T + bias`, accumulated in float32. A row's result does not depend on the others.
+    """`out = x W^T + bias`, accumulated in float32. A row's result does not depend on other rows.
 
     Args:
-        out: `[num_rows, out_features]`; written.
-        x: `[num_rows, in_features]`.
+        out: `[num_rows, out_features]`, float32 or bfloat16; written.
+        x: `[num_rows, in_features]`, same dtype.
         packed: from `pack_linear_weight`.
-        bias: `[out_features]`, or None.
+        bias: `[out_features]`, same dtype, or None.
 
     Raises:
         RuntimeError: dtypes, shapes or strides do not fit.
@@ -59,8 +59,8 @@ class Int8Weight:
     Attributes:
         packed: int8, q as `[panels, in_features / 4, 32, 4]`, zeros beyond the last output.
         scales: float32 `[out_features]`.
-        offsets: int32 `[out_features]`, -128 times the sum of q over the inputs: where the sums of
-            kernels start that add 128 to their inputs, to have them unsigned.
+        offsets: int32 `[out_features]`, -128 times the sum of q over the inputs. Kernels that add
+            128 to their inputs, to make them unsigned, start their sums from it.
     """
 
     packed: Tensor
@@ -69,7 +69,7 @@ class Int8Weight:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of all three."""
+        """Bytes of the three tensors."""
         return self.packed.nbytes + self.scales.nbytes + self.offsets.nbytes
 
 
@@ -77,8 +77,8 @@ def quantize_weight(weight: Tensor, arena: HugePageArena | None = None) -> Int8W
     """Rounds each output's weights to 8 bits by their largest magnitude ("per channel").
 
     Args:
-        weight: `[out_features, in_features]`, `in_features` a multiple of 4.
-        arena: where the packed weight shall lie; None: wherever torch puts it.
+        weight: `[out_features, in_features]`, any float dtype, `in_features` a multiple of 4.
+        arena: memory for the packed weight; None: torch allocates it.
     """
     outputs, inputs = weight.shape
     wide = weight.float()
@@ -94,8 +94,10 @@ def quantize_weight(weight: Tensor, arena: HugePageArena | None = None) -> Int8W
 
 
 def int8_linear(out: Tensor, x: Tensor, weight: Int8Weight, bias: Tensor | None) -> None:
-    """`out = x W^T + bias` in 8 bits: each row of x is quantised by its largest magnitude, sums are
-    exact integers. A row's result does not depend on the others.
+    """`out = x W^T + bias` in 8 bits.
+
+    Each row of x is quantised by its largest magnitude, and sums are exact integers. A row's result
+    does not depend on other rows.
 
     Args:
         out: `[num_rows, out_features]`, float32 or bfloat16; written.

@@ -1,5 +1,7 @@
-"""Calls of the compiled CPU ops, noted once to be run again and again: the Python face of
-`csrc/cpu/recording.h`."""
+"""Recordings of calls of the compiled CPU ops, which run again without Python.
+
+This is the Python interface of `csrc/cpu/recording.h`.
+"""
 
 from __future__ import annotations
 
@@ -30,15 +32,15 @@ _functions = cpu_functions(
 
 
 def has_recordings() -> bool:
-    """Whether the compiled library, whose ops alone can be recorded, is there."""
+    """Whether the compiled library is loaded; only its ops can be recorded."""
     return _functions is not None
 
 
 class Recording:
-    """Holds the arguments of the calls that it notes, with the memory of their tensors.
+    """A list of calls with their arguments. It keeps the memory of their tensors alive.
 
     Args:
-        num_rows: first dimension of the tensors whose memory is declared; a run may ask for fewer.
+        num_rows: first dimension of the tensors that are declared; a run may use fewer rows.
     """
 
     def __init__(self, num_rows: int) -> None:
@@ -47,23 +49,23 @@ class Recording:
         self._functions = _functions
         self._handle = _functions.tpengine_recording_new(num_rows)
         end = weakref.finalize(self, _functions.tpengine_recording_delete, self._handle)
-        end.atexit = False  # a thread that is forgotten may be in a run then
+        end.atexit = False  # at exit a daemon thread may still be in a run
 
     @property
     def num_calls(self) -> int:
-        """Ops that a run calls."""
+        """Number of ops that a run calls."""
         return int(self._functions.tpengine_recording_num_calls(self._handle))
 
     def declare_rows(self, tensor: Tensor) -> None:
-        """Tensors that begin in the memory of this one, which is contiguous, have `num_rows` as
-        their first dimension."""
+        """Declares that tensors which begin in the memory of this contiguous tensor have `num_rows`
+        as their first dimension."""
         self._functions.tpengine_recording_declare_rows(
             self._handle, tensor.data_ptr(), tensor.nbytes
         )
 
     @contextlib.contextmanager
     def noting(self) -> Iterator[None]:
-        """In which this thread's calls of tpengine's ops are noted, and do nothing else."""
+        """Within the block, ops that this thread calls are recorded and not executed."""
         self._functions.tpengine_recording_select(self._handle)
         try:
             yield
@@ -71,10 +73,10 @@ class Recording:
             self._functions.tpengine_recording_select(None)
 
     def run(self, num_rows: int) -> None:
-        """Makes all calls, in order, with tensors of `num_rows` rows.
+        """Executes all calls, in order, with tensors of `num_rows` rows.
 
         Raises:
-            RuntimeError: an op's arguments do not fit, as when it is called by itself.
+            RuntimeError: an op's arguments do not fit, as in a direct call.
         """
         assert 0 <= num_rows <= self.num_rows
         message = ctypes.create_string_buffer(_MESSAGE_BYTES)

@@ -1,6 +1,6 @@
-"""Every op in plain torch: what the kernels are held against, and what runs where there is none.
+"""Every op in plain torch: the standard for tests of the kernels, and the fallback without them.
 
-Those on the KV cache alone stand in `reference_cache.py`.
+Ops that only read or write the KV cache stand in `reference_cache.py`.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from torch import Tensor
 from tpengine.ops.reference_cache import block_size_of, gather_pages, write_kv_cache
 
 LINEAR_PANEL = 32
-"""Outputs that lie side by side in a packed weight (`kLinearPanel` in csrc)."""
+"""Outputs that are adjacent in a packed weight (`kLinearPanel` in csrc)."""
 
 
 def _rotate(x: Tensor, cos: Tensor, sin: Tensor, is_neox: bool) -> None:
@@ -21,7 +21,7 @@ def _rotate(x: Tensor, cos: Tensor, sin: Tensor, is_neox: bool) -> None:
         first, second = head.chunk(2, dim=-1)
     else:
         first, second = head[..., 0::2], head[..., 1::2]
-    a, b = first.float(), second.float()  # views of x where that is float32 already
+    a, b = first.float(), second.float()  # views of x if x is float32
     rotated = a * cos - b * sin, b * cos + a * sin
     first.copy_(rotated[0])
     second.copy_(rotated[1])
@@ -54,7 +54,7 @@ def rotary_write_kv_cache(
     write_kv_cache(k, v, k_cache, v_cache, slot_mapping, k_scale, v_scale)
 
 
-def _attend_sequence(
+def attend_sequence(
     q: Tensor,
     k: Tensor,
     v: Tensor,
@@ -62,9 +62,14 @@ def _attend_sequence(
     alibi_slopes: Tensor | None,
     sliding_window: int | None,
 ) -> Tensor:
-    """Causal attention of the last `len(q)` positions of a sequence; float32.
+    """Causal attention of the last `len(q)` positions of a sequence, computed in float32.
 
-    q `[num_queries, num_heads, head_dim]`, k and v `[seq_len, num_kv_heads, head_dim]`.
+    Args:
+        q: `[num_queries, num_heads, head_dim]`, any float dtype.
+        k, v: `[seq_len, num_kv_heads, head_dim]`, any float dtype.
+
+    Returns:
+        float32 `[num_queries, num_heads, head_dim]`.
     """
     num_queries, num_heads, _ = q.shape
     length, num_kv_heads, _ = k.shape
@@ -107,9 +112,7 @@ def prefill_attention(
             blocks = block_table[seq, : -(-length // block_size)]
             k, v = gather_pages(k_cache, v_cache, blocks)
             k, v = k[:length].float() * k_scale, v[:length].float() * v_scale
-            out[rows] = _attend_sequence(q[rows], k, v, scale, alibi_slopes, sliding_window).to(
-                out.dtype
-            )
+            out[rows] = attend_sequence(q[rows], k, v, scale, alibi_slopes, sliding_window)
 
 
 def paged_attention(
@@ -128,7 +131,7 @@ def paged_attention(
     items: Tensor | None = None,
     partials: Tensor | None = None,
 ) -> None:
-    """The plan (the last three) is how a GPU shares the work out; the result does not know it."""
+    """The plan (the last three) only divides work on a GPU; the result does not depend on it."""
     query_start_loc = torch.arange(q.shape[0] + 1, dtype=torch.int32)
     prefill_attention(
         out,
@@ -221,9 +224,9 @@ def argmax(out: Tensor, logits: Tensor) -> None:
 def filtered_weights(
     logits: Tensor, temperature: Tensor, top_k: Tensor, top_p: Tensor, min_p: Tensor
 ) -> Tensor:
-    """Unnormalised probabilities float64 `[rows, vocab]` after every filter; 0 where filtered.
+    """Unnormalised probabilities after every filter, float64 `[rows, vocab]`; 0 for dropped tokens.
 
-    For rows whose largest logit is finite and whose temperature is not 0.
+    Rows must have a finite largest logit and a temperature above 0.
     """
     vocab_size = logits.shape[-1]
     scaled = logits.float() - logits.float().amax(-1, keepdim=True)
@@ -275,11 +278,16 @@ def pack_linear_weight(packed: Tensor, weight: Tensor) -> None:
     packed.copy_(tiles.reshape(-1))
 
 
+def _unpack(packed: Tensor, outputs: int, inputs: int, pack: int) -> Tensor:
+    """Returns the weight `[outputs, inputs]` whose panels `packed` holds."""
+    tiles = packed.view(-1, inputs // pack, LINEAR_PANEL, pack).transpose(1, 2)
+    return tiles.reshape(-1, inputs)[:outputs]
+
+
 def packed_linear(out: Tensor, x: Tensor, packed: Tensor, bias: Tensor | None) -> None:
     """See `ops.linear.packed_linear`."""
     pack, inputs, outputs = 4 // x.dtype.itemsize, x.shape[1], out.shape[1]
-    tiles = packed.view(-1, inputs // pack, LINEAR_PANEL, pack).transpose(1, 2)
-    weight = tiles.reshape(-1, inputs)[:outputs]
+    weight = _unpack(packed, outputs, inputs, pack)
     result = x.float() @ weight.float().t()
     out.copy_(result if bias is None else result + bias.float())
 
@@ -292,10 +300,9 @@ def int8_linear(
     weight_offsets: Tensor,
     bias: Tensor | None,
 ) -> None:
-    """See `ops.linear.int8_linear`. `weight_offsets` serves the kernels' unsigned inputs only."""
+    """See `ops.linear.int8_linear`. Only kernels with unsigned inputs use `weight_offsets`."""
     inputs, outputs = x.shape[1], out.shape[1]
-    tiles = packed.view(-1, inputs // 4, LINEAR_PANEL, 4).transpose(1, 2)
-    weight = tiles.reshape(-1, inputs)[:outputs]
+    weight = _unpack(packed, outputs, inputs, 4)
     largest = x.float().abs().amax(dim=1, keepdim=True)
     inverse = torch.where(largest > 0, 127.0 / largest, 0.0)
     q = (x.float() * inverse).round()

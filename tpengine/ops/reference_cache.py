@@ -1,7 +1,7 @@
-"""The ops on the KV cache in plain torch, and the plan of a GPU's decode attention.
+"""The ops on the KV cache in plain torch, and the plan of decode attention on a GPU.
 
-KV caches may have either layout of `ops.cache.kv_cache_shapes`: five dimensions (CPU) or four
-(CUDA). Only the latter may be fp8 (e4m3).
+A KV cache has one of the two layouts of `ops.cache.kv_cache_shapes`: five dimensions (CPU) or four
+(CUDA). Only the second may be fp8 (e4m3).
 """
 
 from __future__ import annotations
@@ -11,16 +11,16 @@ from torch import Tensor
 
 LARGEST_E4M3 = 448.0
 CHUNK = 16
-"""Tokens; every border of a plan's items is a multiple of it (`kChunk` in csrc)."""
+"""In tokens; all borders of a plan's items are multiples of it (`kChunk` in csrc)."""
 
 
 def _bits(tensor: Tensor) -> Tensor:
-    """Torch cannot index fp8, but bytes."""
+    """Views fp8 as uint8, because torch cannot index fp8."""
     return tensor.view(torch.uint8) if tensor.dtype == torch.float8_e4m3fn else tensor
 
 
 def gather_pages(k_cache: Tensor, v_cache: Tensor, block_ids: Tensor) -> tuple[Tensor, Tensor]:
-    """Dense K and V `[num_blocks * block_size, num_kv_heads, head_dim]` of the named blocks."""
+    """Returns K and V of these blocks, each `[num_blocks * block_size, num_kv_heads, head_dim]`."""
     k, v = (_bits(cache)[block_ids.long()].view(cache.dtype) for cache in (k_cache, v_cache))
     if k_cache.dim() == 5:
         k, v = k.permute(0, 3, 1, 2, 4), v.permute(0, 2, 4, 1, 3)
@@ -37,7 +37,7 @@ def block_size_of(k_cache: Tensor) -> int:
 
 
 def _as_cached(x: Tensor, dtype: torch.dtype, scale: float) -> Tensor:
-    """In the cache's dtype; fp8 is saturated at its largest number, and NaN stays NaN."""
+    """Converts x to the cache's dtype; fp8 saturates at its largest number, and NaN stays NaN."""
     if dtype != torch.float8_e4m3fn:
         return x
     quotient = x.float() * torch.tensor(1.0 / scale, dtype=torch.float32, device=x.device)
@@ -136,7 +136,7 @@ def plan_decode(
 
 
 def _longest_item(chunks: list[int], wave: int, min_chunks: int) -> int:
-    """See `longest_item` in csrc/cuda/attention/plan_decode.cuh; `chunks` are all above 0."""
+    """See `longest_item` in csrc/cuda/attention/plan_decode.cuh; all `chunks` are above 0."""
     longest = max([1, *chunks])
     low, high = min(min_chunks, longest), longest
     if len(chunks) >= wave:

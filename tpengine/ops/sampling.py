@@ -1,4 +1,4 @@
-"""From logits to token ids."""
+"""The ops that choose token ids from logits."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ _sample_tokens = torch.ops.tpengine.sample_tokens.default
 
 
 def argmax(out: Tensor, logits: Tensor) -> None:
-    """Token of the largest logit of each row; the lowest id among equals.
+    """Token of the largest logit of each row; of equal logits the lowest id.
 
     Args:
         out: int64 `[rows]`, written.
@@ -35,23 +35,24 @@ def sample_tokens(
 ) -> None:
     """Samples one token per row: temperature, top-k, top-p, min-p, then one uniform number.
 
-    The kept tokens' probabilities are summed in token order, and the token whose share holds
-    `uniform` is the answer, so a row's token is a function of that row alone.
+    The probabilities of the kept tokens are summed in the order of their ids, and the token whose
+    part of the sum contains `uniform` is chosen. So a row's token is a function of that row alone.
 
     Args:
         out: int64 `[rows]`, written.
         logits: `[rows, vocab]`, float32 or bfloat16; minus infinity bans a token.
         temperature: float32 `[rows]`; 0 is argmax.
-        top_k: int32 `[rows]`; 0 is off. Of logits equal to the k-th largest, those with the lowest
-            ids stay, so that exactly k tokens remain.
+        top_k: int32 `[rows]`; 0 is off. Of logits equal to the k-th largest, the lowest ids
+            are kept, so that exactly k tokens remain.
         top_p: float32 `[rows]`; 1 is off. Keeps the smallest set of most probable tokens whose
-            mass reaches top_p of what top-k left (Holtzman et al. 2020): the token that crosses it
-            stays, at least one stays, and equals leave from the highest id on.
+            mass reaches top_p of the mass that top-k has kept (Holtzman et al. 2020). The token
+            that crosses it is kept, and at least one token; of equal tokens the highest ids are
+            dropped first.
         min_p: float32 `[rows]`; 0 is off. Keeps tokens at least min_p times as probable as the most
             probable one.
         uniform: float64 `[rows]` in [0, 1).
 
-    A row whose largest logit is not finite (NaN, an infinity, nothing but bans) gives its argmax.
+    A row whose largest logit is not finite (NaN, infinity, all tokens banned) gives its argmax.
 
     Raises:
         RuntimeError: an argument's dtype, shape or strides do not fit.

@@ -1,7 +1,7 @@
 """Collectives over a segment of shared memory: the Python face of `csrc/cpu/shared_memory.cpp`.
 
-Called through ctypes rather than as ops: about as fast, and a failure comes back as data, from
-which the caller makes a typed error. Python's lock is free while a rank waits.
+They are called through ctypes, not as ops: this is about as fast, and a failure comes back as
+data, from which the caller makes a typed error. ctypes releases Python's lock during a call.
 """
 
 from __future__ import annotations
@@ -9,7 +9,6 @@ from __future__ import annotations
 import ctypes
 import os
 import threading
-from dataclasses import dataclass
 from enum import IntEnum
 
 import torch
@@ -18,25 +17,25 @@ from tpengine.ops.library import cpu_functions
 
 PAGE_BYTES = 4096
 TOKEN_BYTES = 64
-"""A segment's first bytes are its creator's, to recognise the file by."""
+"""The first bytes of a segment are a token of its creator, which identifies the file."""
 MAX_RANKS = 64
 _DTYPES = {torch.float32: 0, torch.bfloat16: 1}
 
 
 class SegmentStatus(IntEnum):
-    """How an operation ended."""
+    """The result of an operation."""
 
     OK = 0
     TIMEOUT = 1
-    """The peer did not arrive in time."""
+    """The peer did not start the operation in time."""
     DEAD = 2
-    """The peer's process is gone."""
+    """The peer's process has died."""
     ABANDONED = 3
-    """Another rank gave the group up."""
+    """Another rank has abandoned the group."""
     MISMATCH = 4
-    """The peer takes part in another operation than this rank."""
+    """The peer is in a different operation."""
     CLOSED = 5
-    """This rank has closed the segment itself."""
+    """This rank has closed the segment."""
 
 
 class _Failure(ctypes.Structure):
@@ -48,26 +47,19 @@ class _Failure(ctypes.Structure):
     )
 
 
-@dataclass(frozen=True)
-class SegmentFailure:
-    """Why an operation failed.
+class SegmentError(Exception):
+    """An operation on a segment failed; the segment cannot be used any more.
 
     Attributes:
-        rank: the peer; where the group was given up, the rank that did it.
-        culprit: the rank that one blamed; None: it failed itself.
+        rank: the peer; if the group was abandoned, the rank that abandoned it.
+        culprit: the rank because of which that rank abandoned the group; None: it failed itself.
     """
 
-    status: SegmentStatus
-    rank: int
-    culprit: int | None
-
-
-class SegmentError(Exception):
-    """An operation on a segment failed, and the segment is of no use any more."""
-
-    def __init__(self, failure: SegmentFailure) -> None:
-        super().__init__(failure)
-        self.failure = failure
+    def __init__(self, status: SegmentStatus, rank: int, culprit: int | None) -> None:
+        super().__init__(status, rank, culprit)
+        self.status = status
+        self.rank = rank
+        self.culprit = culprit
 
 
 _POINTER, _I32, _I64 = ctypes.c_void_p, ctypes.c_int32, ctypes.c_int64
@@ -87,25 +79,27 @@ _functions = cpu_functions(
 
 
 def has_shared_memory() -> bool:
-    """Whether the compiled library, and with it these collectives, is there."""
+    """Whether the compiled library, which holds these collectives, is loaded."""
     return _functions is not None
 
 
 def segment_bytes(num_ranks: int, capacity_bytes: int) -> int:
-    """Size of a segment through which `capacity_bytes` of each rank pass at once."""
+    """Size in bytes of a segment that holds `capacity_bytes` of each rank at a time."""
     assert _functions is not None
     return int(_functions.tpengine_shm_size(num_ranks, capacity_bytes))
 
 
 class Segment:
-    """A mapped segment, seen by one rank. All ranks call the same methods in the same order, one
-    thread of each; any thread may call `abandon` and `close`.
+    """A segment as one rank has mapped it.
+
+    All ranks call the same methods in the same order, each from one thread; any thread may call
+    `abandon` and `close`.
 
     Args:
-        fd: the file, fully allocated; belongs to the segment from now on.
+        fd: the fully allocated file; the segment closes it.
 
     Raises:
-        OSError: it cannot be mapped.
+        OSError: the file cannot be mapped.
     """
 
     def __init__(self, fd: int, rank: int, num_ranks: int, capacity_bytes: int) -> None:
@@ -117,32 +111,35 @@ class Segment:
             os.close(fd)
             raise OSError(number, os.strerror(number))
         self._rank, self._num_ranks = rank, num_ranks
-        # Nobody unmaps what another thread reads. Two locks, for `abandon` must not wait for the
-        # operation that it is to end.
+        # The locks keep the segment mapped while another thread reads it. There are two, because
+        # `abandon` must not wait for the operation that it ends.
         self._in_use, self._unmapping = threading.Lock(), threading.Lock()
 
     def all_reduce(self, x: torch.Tensor, timeout_ns: int) -> None:
-        """Sums over ranks, in rank order and in float32, in place.
+        """Sums x over ranks, in place, in rank order and in float32.
 
         Args:
-            x: contiguous, float32 or bfloat16.
+            x: contiguous, float32 or bfloat16, any shape.
 
         Raises:
-            SegmentError: a peer did not take part.
+            SegmentError: a peer has failed, or has not arrived in time.
         """
         dtype = _DTYPES[x.dtype]
         with self._in_use:
-            failed = self._functions.tpengine_shm_all_reduce(
+            status = self._functions.tpengine_shm_all_reduce(
                 self._handle, x.data_ptr(), x.numel(), dtype, timeout_ns
             )
-            if failed:
-                raise self._error(failed)
+            self._check(status)
 
     def gather(self, x: torch.Tensor, root: int | None, timeout_ns: int) -> torch.Tensor | None:
-        """All ranks' x along the last dimension, at `root` (None: everywhere); elsewhere None.
+        """Concatenates x of all ranks along the last dimension.
 
         Args:
-            x: contiguous, of the same shape on every rank.
+            x: contiguous, of the same shape and dtype on every rank.
+            root: the rank that gets the result, the others get None; None: every rank.
+
+        Raises:
+            SegmentError: as in `all_reduce`.
         """
         out = None
         if root is None or root == self._rank:
@@ -152,37 +149,41 @@ class Segment:
         target = None if out is None else out.data_ptr()
         at = -1 if root is None else root
         with self._in_use:
-            failed = self._functions.tpengine_shm_gather(
+            status = self._functions.tpengine_shm_gather(
                 self._handle, target, x.data_ptr(), rows, row_bytes, at, timeout_ns
             )
-            if failed:
-                raise self._error(failed)
+            self._check(status)
         return out
 
     def broadcast(self, x: torch.Tensor, root: int, timeout_ns: int) -> None:
-        """Overwrites every rank's x, contiguous, with that of `root`."""
+        """Overwrites every rank's x, contiguous, with x of rank `root`.
+
+        Raises:
+            SegmentError: as in `all_reduce`.
+        """
         with self._in_use:
-            failed = self._functions.tpengine_shm_broadcast(
+            status = self._functions.tpengine_shm_broadcast(
                 self._handle, x.data_ptr(), x.nbytes, root, timeout_ns
             )
-            if failed:
-                raise self._error(failed)
+            self._check(status)
 
     def abandon(self, culprit: int | None = None) -> None:
-        """Ends every rank's waits, now and for ever."""
+        """Ends the waits of all ranks, now and later, with an error that names `culprit`."""
         with self._unmapping:
             self._functions.tpengine_shm_abandon(self._handle, -1 if culprit is None else culprit)
 
     def close(self) -> None:
-        """Ends every rank's waits and unmaps; a second call does nothing."""
+        """Ends the waits of all ranks and unmaps the segment; a second call does nothing."""
         self.abandon()
         with self._in_use, self._unmapping:
             handle, self._handle = self._handle, None
             self._functions.tpengine_shm_detach(handle)
 
-    def _error(self, status: int) -> SegmentError:
+    def _check(self, status: int) -> None:
+        if status == SegmentStatus.OK:
+            return
         if status == SegmentStatus.CLOSED:
-            return SegmentError(SegmentFailure(SegmentStatus.CLOSED, self._rank, None))
+            raise SegmentError(SegmentStatus.CLOSED, self._rank, None)
         found = self._functions.tpengine_shm_failure(self._handle).contents
         culprit = found.culprit if found.culprit >= 0 else None
-        return SegmentError(SegmentFailure(SegmentStatus(found.status), found.rank, culprit))
+        raise SegmentError(SegmentStatus(found.status), found.rank, culprit)

@@ -15,7 +15,7 @@ import numpy as np
 import torch
 
 from tpengine.layers.attention import KVCache
-from tpengine.layers.upload import upload
+from tpengine.layers.device_values import upload
 from tpengine.messages import BlockMoves
 from tpengine.ops import huge_pages
 from tpengine.ops.cache import copy_blocks, copy_cache_blocks, kv_cache_shapes, swap_in, swap_out

@@ -19,10 +19,15 @@ import torch
 from tpengine.config import EngineConfig
 from tpengine.distributed.parallel_state import ParallelState
 from tpengine.layers.attention import AttentionMetadata, keep_rows
-from tpengine.layers.logprobs import token_logprobs
-from tpengine.layers.pending import Array, Pending, known, together
-from tpengine.layers.sampler import Findings, Sampled, SamplingBatch, sample, sampling_columns
-from tpengine.layers.upload import upload
+from tpengine.layers.device_values import Array, Pending, known, together, upload
+from tpengine.layers.sampler import (
+    Findings,
+    Sampled,
+    SamplingBatch,
+    sample,
+    sampling_columns,
+    token_logprobs,
+)
 from tpengine.messages import PromptLogprobs, StepInput, StepOutput
 from tpengine.models.registry import CausalLM
 from tpengine.worker.cache_engine import CacheEngine

@@ -15,10 +15,16 @@ import numpy.typing as npt
 import torch
 
 from tpengine.errors import InvalidSamplingParamsError
-from tpengine.layers.logit_edits import AllowedTokens, Entries, LogitEdits, Penalties, ProcessorCall
+from tpengine.layers.device_values import upload
+from tpengine.layers.logit_edits import (
+    AllowedTokens,
+    Entries,
+    LogitEdits,
+    Penalties,
+    ProcessorCall,
+    TokenCounts,
+)
 from tpengine.layers.sampler import SamplingBatch
-from tpengine.layers.token_counts import TokenCounts
-from tpengine.layers.upload import upload
 from tpengine.messages import NewSequence
 from tpengine.sampling_params import LogitsProcessor, SamplingParams, load_logits_processor
 

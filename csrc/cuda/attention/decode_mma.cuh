@@ -70,7 +70,7 @@ __device__ __forceinline__ uint32_t tokens_first() {
   const int lane = threadIdx.x % kWarpSize, row = lane & 7, matrix = lane >> 3;
   return ((matrix & 1) * 8 + row) * C::kRowStride + (matrix >> 1) * 16;
 }
-// The same with the second matrix beside the first and not below it.
+// The same with the second matrix to the right of the first, not below it.
 template <class C>
 __device__ __forceinline__ uint32_t dims_first() {
   const int lane = threadIdx.x % kWarpSize, row = lane & 7, matrix = lane >> 3;

@@ -10,7 +10,7 @@ enum class Activation : int { kSilu, kGelu, kGeluTanh };
 
 struct GatedArgs {
   void* out;      // [num_tokens, size]
-  const void* x;  // [num_tokens, 2 * size], gate beside up
+  const void* x;  // [num_tokens, 2 * size], gate first, then up
   int64_t out_stride, x_stride;
   int size;
 };

@@ -10,9 +10,15 @@ import torch
 
 from tpengine.config import EngineConfig
 from tpengine.layers.attention import Attention
-from tpengine.layers.gpu_attention import ChunkGroup, DecodePlans, GpuBatch, group_rows
-from tpengine.layers.prefill import Chunks
-from tpengine.layers.prefill_choice import PrefillShape, choose_backend
+from tpengine.layers.gpu_attention import (
+    ChunkGroup,
+    Chunks,
+    DecodePlans,
+    GpuBatch,
+    PrefillShape,
+    choose_backend,
+    group_rows,
+)
 from tpengine.ops.attention import check_decode_support, make_decode_plan, min_item_tokens
 from tpengine.ops.library import has_cuda_kernels
 from tpengine.worker.device import detect_device
