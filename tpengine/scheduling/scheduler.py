@@ -348,9 +348,8 @@ class Scheduler:
                 self._ignore(request, reason, step)
                 continue
             sequences = request.unfinished_sequences
-            if len(sequences) > queues.slots.num_free:
-                return
-            if self._blocks.can_allocate(request) is not AllocStatus.OK:
+            has_slots = len(sequences) <= queues.slots.num_free
+            if not has_slots or self._blocks.can_allocate(request) is not AllocStatus.OK:
                 return
             # Cached tokens count too: whether they are in the cache depends on other requests.
             num_tokens = num_common_tokens(sequences)

@@ -143,16 +143,19 @@ class StepBuilder:
         slots: list[int] = []
         sampled: list[Sequence] = []
         sample_rows: list[int] = []
+        sample_slots: list[int] = []
         for row, sequence in enumerate(rows):
             slots.append(slot_of(sequence))
             num_computed, size = sequence.num_computed_tokens, sizes[row]
             if num_computed + size == len(sequence.token_ids):
                 sampled.append(sequence)
                 sample_rows.append(row)
+                sample_slots.append(slots[row])
                 for parent, child in self.forks:
                     if parent is sequence:
                         sampled.append(child)
                         sample_rows.append(row)
+                        sample_slots.append(slot_of(child))
             if size == 1 and num_computed < sequence.num_prompt_tokens:
                 num_prefill_tokens += 1
         step_input = StepInput(
@@ -164,7 +167,7 @@ class StepBuilder:
             freed_slots=freed_slots,
             token_overrides=token_overrides,
             sample_rows=sample_rows,
-            sample_slots=[slot_of(sequence) for sequence in sampled],
+            sample_slots=sample_slots,
             forks=forks,
             replaced_block_ids=self.replaced_block_ids,
             block_moves=self.block_moves,
