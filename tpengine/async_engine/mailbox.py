@@ -108,14 +108,15 @@ class Mailbox:
         num_tokens = sum(len(one.token_ids) for one in output.outputs)
         if self._merges:
             self.num_output_tokens += num_tokens
+            if self._unread is None:
+                self._unread = output
+            else:
+                if self._merger is None:
+                    self._merger = DeltaMerger(self._unread)
+                self._merger.add(output)
         else:
             self.num_output_tokens = num_tokens
-        if self._unread is None or not self._merges:
             self._unread = output
-        else:
-            if self._merger is None:
-                self._merger = DeltaMerger(self._unread)
-            self._merger.add(output)
         self.finished = output.finished
         self._wake()
 

@@ -146,7 +146,7 @@ class PoisonSearch:
             present = [r for r in unfinished if any(s.seq_id in rows for s in r.sequences)]
             for request in present:
                 self._suspects.setdefault(request.request_id, _Suspect(request)).note_loss()
-            finding = self._judge([self._suspects[r.request_id] for r in present], unfinished)
+            finding = self._decide([self._suspects[r.request_id] for r in present], unfinished)
         if self._groups:
             logger.warning(
                 "%d of %s may run while others wait, to find out whether one of them loses the "
@@ -156,7 +156,7 @@ class PoisonSearch:
             )
         return finding
 
-    def _judge(self, present: list[_Suspect], unfinished: Sequence[Request]) -> Finding:
+    def _decide(self, present: list[_Suspect], unfinished: Sequence[Request]) -> Finding:
         """Decides which group runs next.
 
         Args:
