@@ -375,7 +375,7 @@ def test_what_cannot_start(capfd: pytest.CaptureFixture[str]) -> None:
         for options, words in (
             (["--port", port], ("port is taken", port, "--port")),
             (["--host", "192.0.2.1", "--insecure"], ("not one of this machine", "--host")),
-            (["--host", "nowhere.invalid", "--insecure"], ("nowhere.invalid", "no known name")),
+            (["--host", "nowhere.invalid", "--insecure"], ("nowhere.invalid", "neither an")),
             (["--host", "0.0.0.0"], ("--insecure", "--tls-cert")),
             (["--token-file", "/nowhere"], ("/nowhere",)),
             (["--tls-cert", "/nowhere", "--tls-key", "/nowhere"], ("/nowhere",)),
