@@ -8,7 +8,7 @@ import asyncio
 import sys
 
 from tpengine import SamplingParams
-from tpengine.client.generation_client import GenerationClient
+from tpengine.client import GenerationClient
 from tpengine.errors import QueueFullError, ServerUnavailableError
 
 target = sys.argv[1] if len(sys.argv) > 1 else "127.0.0.1:50051"

@@ -27,7 +27,7 @@ from support.ray_cluster import (  # noqa: F401  # fixtures for all rooms
 
 from tpengine.config import EMBEDDED_MODEL
 
-_LONG_ROOMS = ("executor", "server", "recovery_ray", "distributed")
+_LONG_ROOMS = ("executor", "server", "client", "recovery_ray", "distributed")
 """Their files stay together, as they share a Ray cluster, servers or ranks; they come first."""
 
 

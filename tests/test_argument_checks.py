@@ -1,8 +1,9 @@
-"""Numbers beyond any machine, arguments that contradict each other or the device, or do nothing."""
+"""Numbers out of range; arguments that contradict each other or the device, or have no effect."""
 
 from __future__ import annotations
 
 import logging
+import math
 from typing import Any
 
 import pytest
@@ -17,8 +18,9 @@ from tpengine.worker.worker import Worker
 
 BAD: dict[str, tuple[dict[str, Any], tuple[str, ...]]] = {
     "sequences": ({"max_num_seqs": 65537}, ("max_num_seqs", "65536", "65537")),
-    "seed": ({"seed": 1 << 64}, ("seed", "2**64 - 1", str(1 << 64))),
-    "seed below": ({"seed": -(1 << 63) - 1}, ("seed", "-2**63")),
+    "seed": ({"seed": 1 << 64}, ("seed", str((1 << 64) - 1), str(1 << 64))),
+    "seed beyond floats": ({"seed": 1 << 2000}, ("seed", str((1 << 64) - 1))),
+    "seed below": ({"seed": -(1 << 63) - 1}, ("seed", "at least -9223372036854775808")),
     "cache": ({"cpu_kv_cache_space": 1e12}, ("cpu_kv_cache_space", "1048576 GiB", "1000000000000")),
     "swap": ({"swap_space": 1048577}, ("swap_space", "1048576 GiB", "1048577")),
     "two sizes": (
@@ -26,12 +28,16 @@ BAD: dict[str, tuple[dict[str, Any], tuple[str, ...]]] = {
         ("cpu_kv_cache_space = 0.1", "num_device_blocks_override = 64", "unset"),
     ),
     "tokens": ({"max_num_batched_tokens": 10**12}, ("max_num_batched_tokens", "1048576", "10000")),
-    "address of nobody": ({"ray_address": "10.9.9.9:1"}, ("'10.9.9.9:1'", "executor='ray'")),
-    "deadline of nobody": ({"step_timeout_s": 1.0}, ("step_timeout_s = 1.0", "executor='ray'")),
+    "address without Ray": ({"ray_address": "10.9.9.9:1"}, ("'10.9.9.9:1'", "executor='ray'")),
+    "deadline without Ray": ({"step_timeout_s": 1.0}, ("step_timeout_s = 1.0", "executor='ray'")),
+    "endless deadline": (
+        {"executor": "ray", "step_timeout_s": math.inf},
+        ("step_timeout_s", "more than 0 seconds and finite", "inf"),
+    ),
     "recoveries": ({"max_recoveries": -1}, ("max_recoveries", "at least 0", "-1")),
     "window": ({"recovery_window": 0.0}, ("recovery_window", "more than 0", "0.0")),
     "spares": ({"executor": "ray", "spare_workers": -2}, ("spare_workers", "at least 0", "-2")),
-    "spares of nobody": ({"spare_workers": 1}, ("spare_workers = 1", "executor='ray'")),
+    "spares without Ray": ({"spare_workers": 1}, ("spare_workers = 1", "executor='ray'")),
 }
 
 
@@ -94,7 +100,7 @@ def test_tables_that_do_not_fit(models: ModelShop, monkeypatch: pytest.MonkeyPat
         ({"enforce_eager": True}, None),
         (
             {"gpu_memory_utilization": 0.5, "attention_backend": "sdpa"},
-            "gpu_memory_utilization = 0.5, attention_backend = sdpa",
+            "gpu_memory_utilization = 0.5, attention_backend = 'sdpa'",
         ),
     ],
 )
@@ -113,4 +119,4 @@ def test_what_does_nothing_on_cpu_is_named_once(
         engine_args.create_engine_config("cpu")
     finally:
         logger.removeHandler(handler)
-    assert lines == ([] if named is None else [f"on CPU this does nothing: {named}"])
+    assert lines == ([] if named is None else [f"no effect on CPU: {named}"])

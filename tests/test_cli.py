@@ -1,4 +1,4 @@
-"""The `tpengine` command: prompts from everywhere, text on stdout, errors on stderr."""
+"""The `tpengine` command: prompts of each source, text on stdout, errors on stderr."""
 
 from __future__ import annotations
 
@@ -17,8 +17,7 @@ from support.models import ModelShop
 from support.zoo import PLAIN
 
 from tpengine import LLM, LLMEngine, SamplingParams
-from tpengine.cli import main as cli
-from tpengine.cli.main import main
+from tpengine.cli.main import BENCHMARKS, build_parser, main
 from tpengine.errors import EngineDeadError
 from tpengine.outputs import RequestOutput
 
@@ -37,7 +36,7 @@ def completion() -> str:
 
 @pytest.fixture(autouse=True)
 def _terminal(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Nobody types into the tests' standard input."""
+    """Standard input is a terminal at which nothing is typed."""
     stdin = io.StringIO()
     stdin.isatty = lambda: True  # type: ignore[method-assign]
     monkeypatch.setattr(sys, "stdin", stdin)
@@ -48,14 +47,14 @@ def test_prompt_as_argument(completion: str, capsys: pytest.CaptureFixture[str])
     assert capsys.readouterr().out == f"{PROMPT}{completion}\n\n"
 
 
-def test_several_prompts(completion: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_more_than_one_prompt(completion: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["generate", "Once upon a time", PROMPT, *GREEDY]) == 0
     shown = capsys.readouterr().out
     assert shown.startswith("Once upon a time")
     assert shown.endswith(f"\n\n{PROMPT}{completion}\n\n")
 
 
-def test_prompt_behind_an_option_of_several_numbers(
+def test_prompt_after_an_option_of_one_or_more_numbers(
     completion: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert main(["generate", *GREEDY, "--cpu-kv-cache-space", "0.05", PROMPT]) == 0
@@ -170,7 +169,7 @@ def test_what_ends_a_text_ends_its_line(
     assert shown.endswith("\n")
 
 
-def test_whoever_interrupts_is_told_how_far_it_has_come(
+def test_an_interrupt_prints_how_many_prompts_are_finished(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     stream, calls = LLM.stream, iter(range(4))
@@ -223,13 +222,13 @@ COMMANDS = [
     ["generate"],
     ["serve"],
     *(["client", name] for name in ("generate", "chat", "health", "load")),
-    *(["bench", name] for name in cli._BENCHMARKS),
+    *(["bench", name] for name in BENCHMARKS),
 ]
 
 
 @pytest.mark.parametrize("words", COMMANDS, ids=" ".join)
 def test_help_says_what_each_option_is_and_its_default(words: list[str]) -> None:
-    parser: Any = cli._build_parser(words)
+    parser: Any = build_parser(words)
     for word in words:
         (choices,) = (one.choices for one in parser._actions if one.nargs == argparse.PARSER)
         parser = choices[word]
@@ -274,7 +273,7 @@ def test_mistyped_option(
     assert capsys.readouterr().err.endswith(f"; did you mean {meant}?\n")
 
 
-def test_every_mistyped_option_is_told_under_a_short_usage(
+def test_all_mistyped_options_are_named_below_a_short_usage(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     wrong = ["--temprature=2", "-max-tokens", "3", "--like-none", "--stopp", "."]
@@ -332,7 +331,7 @@ def test_the_command_itself(completion: str) -> None:
     ],
 )
 def test_signals_end_the_command_in_order(sent: signal.Signals, interrupt: Any) -> None:
-    """A shell's background jobs ignore Ctrl-C, and must end on SIGTERM all the same."""
+    """A shell's background jobs ignore Ctrl-C, but must end on SIGTERM."""
     endless = [PROMPT, *SMALL, "--max-tokens", "9999", "--ignore-eos"]
     child = subprocess.Popen(
         [sys.executable, "-m", "tpengine.cli", "generate", *(200 * endless[:1]), *endless],
@@ -357,15 +356,15 @@ def test_signals_end_the_command_in_order(sent: signal.Signals, interrupt: Any) 
 
 INTERRUPTED_IMPORT = """
 import signal, sys
-class Deaf:
+class SwallowingFinder:
     def find_spec(self, name, path=None, target=None):
         if name == sys.argv[1]:
             try:
                 signal.raise_signal(int(sys.argv[2]))
             except BaseException:
-                print("nobody heard it", flush=True)
+                print("the exception was swallowed", flush=True)
 signal.signal(signal.SIGINT, signal.default_int_handler)
-sys.meta_path.insert(0, Deaf())
+sys.meta_path.insert(0, SwallowingFinder())
 from tpengine.cli.main import main
 sys.exit(main(sys.argv[3:]))
 """
@@ -374,7 +373,7 @@ sys.exit(main(sys.argv[3:]))
 @pytest.mark.parametrize("sent", [signal.SIGTERM, signal.SIGINT])
 @pytest.mark.parametrize("module", ["torch", "transformers"])
 def test_a_signal_while_modules_are_imported(module: str, sent: signal.Signals) -> None:
-    """Some of them swallow whatever is raised meanwhile, and go on by half."""
+    """Some modules swallow an exception while they are imported, and stay half initialised."""
     command = [sys.executable, "-c", INTERRUPTED_IMPORT, module, str(int(sent))]
     child = subprocess.run(
         [*command, "generate", PROMPT, PROMPT, *GREEDY],

@@ -43,7 +43,7 @@ def texts(outputs: list[Any]) -> list[str]:
     return [output.outputs[0].text for output in outputs]
 
 
-def test_the_script_that_everybody_knows(llm: LLM) -> None:
+def test_the_common_script(llm: LLM) -> None:
     params = SamplingParams(temperature=0.8, top_p=0.95)
     outputs = llm.generate(PROMPTS, params)
     assert [output.prompt for output in outputs] == PROMPTS
@@ -207,14 +207,14 @@ def test_stream_gives_the_text_in_pieces(llm: LLM) -> None:
     assert "".join(pieces) == whole
     stream = llm.stream(PROMPTS[0], greedy(24))
     next(stream)
-    stream.close()  # whoever stops listening does not leave a request behind
+    stream.close()  # a closed stream leaves no request in the engine
     assert llm.llm_engine.get_num_unfinished_requests() == 0
     assert llm.llm_engine.num_free_blocks == llm.llm_engine.num_total_blocks
     with pytest.raises(RequestError, match="empty"):
         list(llm.stream("", greedy(24)))
 
 
-def test_stream_that_somebody_ends(llm: LLM) -> None:
+def test_stream_that_another_caller_aborts(llm: LLM) -> None:
     stream = llm.stream(PROMPTS[0], greedy(200))
     assert next(stream)
     llm.llm_engine.abort_request(str(llm._num_requests - 1))
@@ -364,7 +364,7 @@ def test_ctrl_c_while_prompts_are_added(llm: LLM, monkeypatch: pytest.MonkeyPatc
         with pytest.raises(KeyboardInterrupt):
             llm.generate(PROMPTS, greedy(20), use_tqdm=False)
     assert engine.get_num_unfinished_requests() == 0
-    assert not engine.has_unfinished_requests(), "their ends are nobody's news"
+    assert not engine.has_unfinished_requests(), "no call waits for their ends"
     assert engine.num_free_blocks == engine.num_total_blocks
     assert all(o.error is None for o in llm.generate(PROMPTS, greedy(2), use_tqdm=False))
 
@@ -388,7 +388,7 @@ def test_a_prompt_that_the_tokenizer_cannot_follow_fails_alone(
     assert all(o.error is None for o in llm.generate(PROMPTS[:3], greedy(4), use_tqdm=False))
 
 
-def test_a_stream_survives_generate_beside_it(llm: LLM) -> None:
+def test_a_stream_survives_a_generate_during_it(llm: LLM) -> None:
     whole = llm.generate(PROMPTS[0], greedy(12), use_tqdm=False)[0].outputs[0].text
     first, second = llm.stream(PROMPTS[0], greedy(12)), llm.stream(PROMPTS[0], greedy(12))
     text = next(first) + ""

@@ -31,7 +31,7 @@ OUT_OF_RANGE: list[tuple[str, Any, str]] = [
     ("max_tokens", True, "an integer"),
     ("min_tokens", -1, "at least 0"),
     ("min_tokens", 17, "at most max_tokens = 16"),
-    ("logprobs", -1, "at least 0"),
+    ("logprobs", -1, "[0, 64]"),
     ("logprobs", 65, "[0, 64]"),
     ("logprobs", True, "an integer"),
     ("seed", 2**64, "[-9223372036854775808, 18446744073709551615]"),

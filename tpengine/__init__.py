@@ -1,7 +1,7 @@
 """tpengine: a small tensor-parallel inference engine for large language models.
 
-Public names are imported when they are first used, so that `import tpengine` is cheap and happens
-before torch reads its environment.
+Public names are imported at their first use, so that `import tpengine` is fast and runs before
+torch reads its environment.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""What an engine is built from: frozen, plain, and the same on every rank.
+"""The configuration that an engine is built from: frozen plain data, the same on every rank.
 
-Nothing here is written to after construction: what is found out later (the device's dtype, block
-counts) travels as a return value. Dtypes and devices are strings: the driver needs no torch.
+Facts that are known later (the device's dtype, numbers of blocks) travel as return values. Dtypes
+and devices are strings, so that the driver needs no torch.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from tpengine.errors import ConfigError, ModelLoadError
 DTYPES = ("auto", "float32", "bfloat16", "float16", "float", "half")
 BLOCK_SIZES = (8, 16, 32)
 LOAD_FORMATS = ("auto", "safetensors", "pt", "dummy")
-QUANTIZATIONS = (None, "int8")
+QUANTIZATIONS = ("int8",)
 DEVICES = ("auto", "cpu", "cuda")
 PREEMPTION_MODES = ("auto", "recompute", "swap")
 SCHEDULING_POLICIES = ("fcfs", "priority")
@@ -26,11 +26,11 @@ KV_CACHE_DTYPES = ("auto", "fp8")
 ATTENTION_BACKENDS = ("auto", "xformers", "varlen", "sdpa")
 PLACEMENT_STRATEGIES = ("PACK", "SPREAD", "STRICT_PACK", "STRICT_SPREAD")
 MAX_PRIORITY = 1000
-"""Bound of a request's priority, either way."""
+"""A request's priority is in [-MAX_PRIORITY, MAX_PRIORITY]."""
 EMBEDDED_MODEL = str(Path(__file__).parent / "assets" / "embedded")
-"""The small trained model that the package carries; used when no model is named."""
+"""Folder of the small trained model inside the package, the default model."""
 _HUB_TEXTS = ["*.json", "*.txt", "*.jinja", "*.model", "*.tiktoken", "vocab.bpe"]
-"""Configuration and tokenizer among a hub model's files; the weights' index is one of them."""
+"""Files of a hub model that hold its configuration, its tokenizer and the index of its weights."""
 _HUB_WEIGHTS = {
     "auto": ["*.safetensors"],
     "safetensors": ["*.safetensors"],
@@ -38,17 +38,17 @@ _HUB_WEIGHTS = {
     "dummy": [],
 }
 _HUB_DOUBLES = ["original/*", "consolidated*"]
-"""The same weights once more, in other layouts that some models bring."""
+"""Copies of the weights in other layouts, which some models have."""
 
 
 @dataclass(frozen=True)
 class ModelConfig:
-    """Which model, and how it is read.
+    """The model, and how it is read.
 
     Attributes:
-        model: a local folder in Hugging Face layout (hub names are resolved before).
-        hf_config: the model's configuration as plain data, defaults filled in.
-        dtype: one of `DTYPES`; auto is settled by the worker's device.
+        model: local folder in Hugging Face layout; a hub name has been resolved to one.
+        hf_config: the model's `config.json` as plain data, with its architecture's defaults.
+        dtype: one of `DTYPES`; the worker's device decides what auto is.
         max_model_len: most tokens of a sequence, prompt and output.
         end_token_ids: ids that end a sequence, from `config.json` and `generation_config.json`.
         quantization: one of `QUANTIZATIONS`.
@@ -68,32 +68,32 @@ class ModelConfig:
 
     @property
     def architecture(self) -> str:
-        """The class name that `config.json` gives, e.g. `LlamaForCausalLM`."""
+        """Class name in `config.json`, such as `LlamaForCausalLM`."""
         return str((self.hf_config.get("architectures") or ["(none named)"])[0])
 
     @property
     def vocab_size(self) -> int:
-        """Rows of the embedding and of the logits."""
+        """Number of rows of the embedding, and of logits of one position."""
         return int(self.hf_config["vocab_size"])
 
     @property
     def num_layers(self) -> int:
-        """Transformer layers, each with its own KV cache."""
+        """Number of transformer layers, each with its own KV cache."""
         return int(self.hf_config["num_hidden_layers"])
 
     @property
     def total_num_heads(self) -> int:
-        """Query heads over all ranks."""
+        """Number of query heads of all ranks together."""
         return int(self.hf_config["num_attention_heads"])
 
     @property
     def total_num_kv_heads(self) -> int:
-        """Key and value heads over all ranks."""
+        """Number of key and value heads of all ranks together."""
         return int(self.hf_config.get("num_key_value_heads") or self.total_num_heads)
 
     @property
     def head_dim(self) -> int:
-        """Elements of one head."""
+        """Number of elements of one head."""
         head_dim = self.hf_config.get("head_dim")
         return int(head_dim or int(self.hf_config["hidden_size"]) // self.total_num_heads)
 
@@ -106,11 +106,11 @@ class CacheConfig:
         block_size: tokens in a block.
         gpu_memory_utilization: share of a GPU's memory that the engine may use, weights included.
         cpu_kv_cache_bytes: size of a rank's cache on CPU; None: the smaller of 4 GiB and 40 % of
-            what machine and cgroup have free, divided by the ranks on that machine.
-        num_device_blocks_override: this many blocks, whatever memory says.
+            the memory that machine and cgroup have free, divided by the ranks on that machine.
+        num_device_blocks_override: number of blocks, without regard to memory.
         swap_space_bytes: host memory for the blocks of preempted sequences, per rank; None: the
-            smaller of 4 GiB and 10 % of what machine and cgroup have free, divided likewise.
-        enable_prefix_caching: whether full blocks are found again by their content.
+            smaller of 4 GiB and 10 % of the free memory, divided by the ranks on that machine.
+        enable_prefix_caching: whether prompts reuse full blocks with the same content.
         kv_cache_dtype: one of `KV_CACHE_DTYPES`; auto is the model's dtype, fp8 is e4m3.
     """
 
@@ -125,7 +125,12 @@ class CacheConfig:
 
 @dataclass(frozen=True)
 class KernelConfig:
-    """One of `ATTENTION_BACKENDS`, for GPUs; and whether no decode step is recorded."""
+    """Which kernels run.
+
+    Attributes:
+        attention_backend: one of `ATTENTION_BACKENDS`, for GPUs.
+        enforce_eager: whether decode steps are never recorded.
+    """
 
     attention_backend: str = "auto"
     enforce_eager: bool = False
@@ -133,17 +138,17 @@ class KernelConfig:
 
 @dataclass(frozen=True)
 class RayConfig:
-    """Where on a Ray cluster the ranks go, and how long things may take.
+    """Where on a Ray cluster the ranks run, and time limits in seconds.
 
     Attributes:
         address: "host:port" of a cluster's head, "local" to start one, "auto" to find one; None:
-            the cluster this process belongs to, or one that runs here, or a new local one.
+            the cluster of this process, or one that runs on this machine, or a new local one.
         placement_strategy: one of `PLACEMENT_STRATEGIES`.
         bundle: resources of one rank by Ray's names; None: one GPU, or one CPU for device cpu.
-        placement_timeout_s: how long resources that others hold are waited for.
-        start_timeout_s: how long any call before the first step may take.
-        step_timeout_s: of a step at least; it has 10 x its predicted time if that is more.
-        spare_workers: processes that are kept ready to become ranks when others die.
+        placement_timeout_s: wait for resources of the cluster that are in use.
+        start_timeout_s: limit of each call before the first step.
+        step_timeout_s: smallest limit of a step; it is 10 x the predicted time if that is more.
+        spare_workers: number of processes that are kept ready to replace dead ranks.
     """
 
     address: str | None = None
@@ -157,12 +162,12 @@ class RayConfig:
 
 @dataclass(frozen=True)
 class ParallelConfig:
-    """How many ranks share the model, and what each may spend.
+    """How many ranks share the model, and the memory budget of each.
 
     Attributes:
-        rank_gpu_memory_utilization: by rank, in place of the cache's one value for all.
-        rank_cpu_kv_cache_bytes: by rank, in place of the cache's one value for all.
-        ray: None where the worker runs in the driver's process.
+        rank_gpu_memory_utilization: one value per rank; None: the cache's value for all.
+        rank_cpu_kv_cache_bytes: one value per rank; None: the cache's value for all.
+        ray: None: the only worker runs in the driver's process.
     """
 
     tensor_parallel_size: int
@@ -173,19 +178,20 @@ class ParallelConfig:
 
 @dataclass(frozen=True)
 class SchedulerConfig:
-    """What a step may hold.
+    """Limits of a step, and the order of requests.
 
     Attributes:
         max_num_batched_tokens: most tokens computed in a step.
-        max_num_seqs: most sequences running at once.
+        max_num_seqs: most sequences that run at once.
         max_model_len: most tokens of a sequence, as in `ModelConfig`.
-        enable_chunked_prefill: whether a prompt may be computed over several steps, beside decodes.
-        policy: fcfs or priority.
-        preemption_mode: auto swaps requests of several sequences out and recomputes the others;
-            recompute or swap do the same to all. Without room on the host, swap is recompute.
+        enable_chunked_prefill: whether a prompt may be computed over more than one step, together
+            with decodes.
+        policy: one of `SCHEDULING_POLICIES`.
+        preemption_mode: swap and recompute do so with every preempted request; auto swaps requests
+            with more than one sequence. Without free host blocks, all are recomputed.
         stream_interval: new tokens of a sequence that are reported together; the first and the last
-            are reported at once.
-        looks_ahead: whether workers are told what the next step will probably hold.
+            are reported immediately.
+        looks_ahead: whether workers are told which sequences the next step will probably hold.
     """
 
     max_num_batched_tokens: int
@@ -203,7 +209,7 @@ class RecoveryConfig:
     """How often a lost group of ranks is rebuilt before the engine gives up.
 
     Attributes:
-        max_recoveries: losses that are recovered from within any `window_s` seconds.
+        max_recoveries: number of losses within any `window_s` seconds after which requests go on.
     """
 
     max_recoveries: int
@@ -212,7 +218,7 @@ class RecoveryConfig:
 
 @dataclass(frozen=True)
 class EngineConfig:
-    """Everything that a worker gets to know."""
+    """The whole configuration, as every worker gets it."""
 
     model: ModelConfig
     cache: CacheConfig
@@ -223,7 +229,7 @@ class EngineConfig:
     kernels: KernelConfig = KernelConfig()
 
     def for_rank(self, rank: int) -> EngineConfig:
-        """The same with the budgets of one rank."""
+        """The same configuration with the memory budgets of one rank."""
         cache, parallel = self.cache, self.parallel
         if parallel.rank_gpu_memory_utilization is not None:
             share = parallel.rank_gpu_memory_utilization[rank]
@@ -240,14 +246,15 @@ def resolve_model_folder(
     trust_remote_code: bool = False,
     what: str = "model",
 ) -> str:
-    """Returns the local folder of `model`, a folder or a hub's name, which is fetched.
+    """Returns the local folder of `model`, a folder or a hub name; fetches a model of the hub.
 
     Args:
-        load_format: one of `LOAD_FORMATS`, by which weights are fetched; dummy: none.
-        trust_remote_code: whether Python files are fetched; what: the errors' word for it.
+        load_format: one of `LOAD_FORMATS`: which weights are fetched; dummy: no weights.
+        trust_remote_code: whether Python files are fetched.
+        what: the word for it in error messages.
 
     Raises:
-        ModelLoadError: it is no folder and cannot be fetched, or has no weights in that format.
+        ModelLoadError: it is not a folder and cannot be fetched, or has no weights in that format.
     """
     folder = Path(model).expanduser()
     if folder.is_dir():
@@ -284,10 +291,10 @@ def resolve_model_folder(
 
 
 def read_hf_config(folder: str, trust_remote_code: bool) -> dict[str, Any]:
-    """Reads `config.json` through transformers, which fills in each architecture's defaults.
+    """Reads `config.json` through transformers, which adds the architecture's defaults.
 
     Raises:
-        ModelLoadError: the folder is no model, or transformers cannot read its configuration.
+        ModelLoadError: there is no `config.json`, or transformers cannot read it.
     """
     if not (Path(folder) / "config.json").is_file():
         raise ModelLoadError(f"{folder} is no model folder: it has no config.json")
@@ -298,14 +305,18 @@ def read_hf_config(folder: str, trust_remote_code: bool) -> dict[str, Any]:
     except Exception as error:
         raise ModelLoadError(f"{folder}/config.json cannot be read: {error}") from error
     fields = dict(json.loads(config.to_json_string(use_diff=False)))
-    # Some architectures write common fields under names of their own (BLOOM: n_layer).
+    # Some architectures use other names for common fields (BLOOM: n_layer).
     for common, own in config.attribute_map.items():
         fields.setdefault(common, fields.get(own))
     return fields
 
 
 def read_end_token_ids(folder: str, hf_config: Mapping[str, Any]) -> frozenset[int]:
-    """Ids that end a sequence, by `config.json` and `generation_config.json`."""
+    """Ids that end a sequence, from `config.json` and `generation_config.json`.
+
+    Raises:
+        ModelLoadError: `generation_config.json` is not valid JSON.
+    """
     sources = [hf_config.get("eos_token_id")]
     path = Path(folder) / "generation_config.json"
     if path.is_file():
@@ -321,19 +332,17 @@ def read_end_token_ids(folder: str, hf_config: Mapping[str, Any]) -> frozenset[i
 
 
 def resolve_max_model_len(hf_config: Mapping[str, Any], wanted: int | None) -> int:
-    """The user's length, or the model's.
+    """Returns the length that the user wants, or the model's.
 
-    A rope scaling that stretches positions (linear, yarn) allows as many times the length that the
-    model was made for, if the user asks for it.
+    The limit is the model's number of positions, times the factor of its rope scaling if that is
+    linear or yarn.
 
     Raises:
-        ConfigError: longer than the positions that the model was made for.
+        ConfigError: the user wants more than the limit.
     """
     limit = hf_config.get("max_position_embeddings")
     if wanted is None:
         return int(limit or 2048)
-    if wanted < 1:
-        raise ConfigError(f"max_model_len must be at least 1, got {wanted}")
     if limit is None:
         return wanted
     scaling = hf_config.get("rope_parameters") or hf_config.get("rope_scaling") or {}

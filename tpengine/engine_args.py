@@ -2,17 +2,12 @@
 
 from __future__ import annotations
 
-import argparse
-import dataclasses
 import math
-import typing
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import ClassVar
 
 from tpengine import config as cfg
-from tpengine.argument_checks import check_bounds, check_budgets, check_device_arguments
-from tpengine.arguments import arg, each, is_of_kind, one_or_more, read_bundle
 from tpengine.config import (
     CacheConfig,
     EngineConfig,
@@ -23,162 +18,137 @@ from tpengine.config import (
     RecoveryConfig,
     SchedulerConfig,
 )
-from tpengine.errors import ConfigError
+from tpengine.errors import ConfigError, counted
+from tpengine.logger import init_logger
+from tpengine.options import Options, each, option
+
+logger = init_logger(__name__)
 
 GIB = 1 << 30
-_COUNTS = (
-    "max_num_seqs",
-    "stream_interval",
-    "max_num_batched_tokens",
-    "num_device_blocks_override",
-    "tensor_parallel_size",
-)
+_MAX_GIB = 1 << 20
+"""More than any machine has; as bytes it still fits into 64 bits."""
 _DEFAULT_BATCHED_TOKENS = {"cpu": 512, "cuda": 8192}
+_GPUS, _RAY = "GPUs", "ranks on Ray"
 
 
 @dataclass
-class EngineArgs:
+class EngineArgs(Options):
     """Arguments of an engine; each is also a command-line option (`max_num_seqs` is
-    `--max-num-seqs`), with the same default and the help text given here."""
+    `--max-num-seqs`), with the same default and the text below the field in `--help`."""
 
-    model: str = arg(
-        cfg.EMBEDDED_MODEL,
-        "folder in Hugging Face layout, or hub name; default: the model that tpengine carries",
+    group: ClassVar[str] = "engine"
+
+    model: str = option(cfg.EMBEDDED_MODEL)
+    """Folder in Hugging Face layout, or hub name; default: the small model inside tpengine."""
+    tokenizer: str | None = option(None)
+    """Folder or hub name of the tokenizer; default: the model's."""
+    tokenizer_mode: str = option("auto", ("auto", "slow"))
+    """Which tokenizer of the model: auto prefers the fast one, slow takes the other."""
+    trust_remote_code: bool = option(False)
+    """Run Python code from the model's folder (configuration and tokenizer)."""
+    download_dir: str | None = option(None)
+    """Folder for models of the hub; default: the hub's own cache."""
+    load_format: str = option("auto", cfg.LOAD_FORMATS)
+    """Form of the weights: auto and safetensors read *.safetensors; pt reads pytorch_model*.bin
+    (only tensors are unpickled); dummy makes random weights, for benchmarks."""
+    dtype: str = option("auto", cfg.DTYPES)
+    """Type of weights and activations; float is float32, half is float16; auto takes bfloat16 where
+    the device computes in it, else float32."""
+    quantization: str | None = option(None, cfg.QUANTIZATIONS)
+    """Form of linear layers: int8, on CPU, has 8 bits, with one scale per weight row and per input
+    token; default: none."""
+    device: str = option("auto", cfg.DEVICES)
+    """Where the model runs; auto takes a GPU if the machine has one."""
+    seed: int = option(0, at_least=-(1 << 63), at_most=(1 << 64) - 1)
+    """Seed of requests without their own, so that each run gives the same text."""
+    max_model_len: int | None = option(None, at_least=1)
+    """Most tokens of a sequence, prompt and output together; default: the model's length."""
+    block_size: int = option(16, cfg.BLOCK_SIZES)
+    """Tokens in a block of the KV cache."""
+    swap_space: float | None = option(None, at_least=0, at_most=_MAX_GIB, unit=" GiB")
+    """GiB of host memory per rank for the blocks of preempted sequences, 0 for none; default: the
+    smaller of 4 and 10 % of the free memory, divided by the ranks on the machine."""
+    preemption_mode: str = option("swap", cfg.PREEMPTION_MODES)
+    """What happens to a request that must give its blocks up because the cache is full: swap copies
+    them to swap_space; recompute drops them and computes its tokens again, which is tens of times
+    slower; auto swaps only requests with more than one sequence. Without room in swap_space every
+    mode recomputes."""
+    enable_prefix_caching: bool = option(True)
+    """Reuse blocks of the KV cache for prompts that begin with the same tokens."""
+    scheduling_policy: str = option("fcfs", cfg.SCHEDULING_POLICIES)
+    """Order of requests: fcfs is first come, first served; priority serves the lowest number first,
+    with a limit on how often a request is overtaken."""
+    gpu_memory_utilization: float | Sequence[float] = option(
+        0.9, more_than=0, at_most=1, only_for=_GPUS
     )
-    tokenizer: str | None = arg(None, "folder or hub name of the tokenizer; default: the model's")
-    tokenizer_mode: str = arg(
-        "auto", "auto prefers the fast tokenizer; slow forces the other", ("auto", "slow")
+    """Share of a GPU's memory that the engine may use, in (0, 1]; or one per rank: 0.9,0.8."""
+    cpu_kv_cache_space: float | Sequence[float] | None = option(
+        None, more_than=0, at_most=_MAX_GIB, unit=" GiB"
     )
-    trust_remote_code: bool = arg(
-        False, "run Python code that the model's folder brings (configuration and tokenizer)"
+    """GiB of KV cache of a rank on CPU, or one per rank: 2,1; default: the smaller of 4 and 40 % of
+    the free memory, divided by the ranks on the machine."""
+    num_device_blocks_override: int | None = option(None, at_least=1)
+    """Number of blocks of the KV cache, without regard to memory; default: as many as fit."""
+    max_num_batched_tokens: int | None = option(
+        None, at_least=1, at_most=1 << 20, advice="longer prompts are computed in more steps"
     )
-    download_dir: str | None = arg(None, "where models of the hub are kept; default: its own cache")
-    load_format: str = arg(
-        "auto",
-        "auto and safetensors read *.safetensors; pt reads pytorch_model*.bin (nothing but tensors "
-        "is unpickled); dummy makes random weights, for benchmarks",
-        cfg.LOAD_FORMATS,
-    )
-    dtype: str = arg(
-        "auto",
-        "type of weights and activations, float meaning float32 and half float16; auto: bfloat16 "
-        "where the device computes in it, else float32",
-        cfg.DTYPES,
-    )
-    quantization: str | None = arg(
-        None,
-        "int8, on CPU: linear layers in 8 bits, weights per output, inputs per token; default: no",
-        cfg.QUANTIZATIONS,
-    )
-    device: str = arg("auto", "auto takes a GPU where there is one", cfg.DEVICES)
-    seed: int = arg(0, "seed of requests that bring none, so that the same run gives the same text")
-    max_model_len: int | None = arg(
-        None, "most tokens of a sequence, prompt and output; default: what the model was made for"
-    )
-    block_size: int = arg(16, "tokens in a block of the KV cache", cfg.BLOCK_SIZES)
-    swap_space: float | None = arg(
-        None,
-        "GiB of host memory per rank for the blocks of preempted sequences, 0: none; default: the "
-        "smaller of 4 and 10 %% of the free memory, divided by the ranks on the machine",
-    )
-    preemption_mode: str = arg(
-        "swap",
-        "what happens to requests that give way when the cache is full: swap keeps their blocks in "
-        "swap_space, which is tens of times faster than to compute their tokens again (`tpengine "
-        "bench swap`); recompute does that; auto swaps requests of several sequences only. Without "
-        "room in swap_space all are recomputed",
-        cfg.PREEMPTION_MODES,
-    )
-    enable_prefix_caching: bool = arg(
-        True, "find blocks of the KV cache again for prompts with the same beginning"
-    )
-    scheduling_policy: str = arg(
-        "fcfs",
-        "fcfs serves requests as they arrive; priority those of the lowest number first, but lets "
-        "a request be overtaken only so often",
-        cfg.SCHEDULING_POLICIES,
-    )
-    gpu_memory_utilization: float | Sequence[float] = arg(
-        0.9, "share of a GPU's memory that the engine may use, in (0, 1]; or one per rank: 0.9,0.8"
-    )
-    cpu_kv_cache_space: float | Sequence[float] | None = arg(
-        None,
-        "GiB of KV cache of a rank on CPU, or one per rank: 2,1; default: the smaller of 4 and "
-        "40 %% of the free memory, divided by the ranks on the machine",
-    )
-    num_device_blocks_override: int | None = arg(
-        None, "blocks of the KV cache, whatever the memory says; default: as many as fit"
-    )
-    max_num_batched_tokens: int | None = arg(
-        None,
-        "most tokens computed in a step; default: 512 on CPU, 8192 on a GPU, and the model's "
-        "length if that is more and prompts are not chunked",
-    )
-    max_num_seqs: int = arg(256, "most sequences running at once")
-    stream_interval: int = arg(
-        1,
-        "new tokens that a stream reports together, after its first; more than 1 saves the driver "
-        "time for each message, and makes streams less even",
-    )
-    enable_chunked_prefill: bool = arg(
-        True, "compute long prompts over several steps, beside decodes"
-    )
-    tensor_parallel_size: int = arg(1, "ranks that share the model, each with a device")
-    executor: str = arg(
-        "auto",
-        "local runs one rank in this process, ray an actor per rank on a Ray cluster; auto takes "
-        "ray for more than one rank",
-        cfg.EXECUTORS,
-    )
-    ray_address: str | None = arg(
-        None,
-        "host:port of a Ray cluster, or local to start one; default: the one that this process "
-        "belongs to, or that `ray start` started here, or a new local one",
-    )
-    ray_placement_strategy: str = arg(
-        "PACK", "how ranks are spread over nodes, by Ray's names", cfg.PLACEMENT_STRATEGIES
-    )
-    ray_bundle: str | None = arg(
-        None,
-        "resources of one rank by Ray's names, as in 'GPU=1,my_accelerator=1'; default: GPU=1, or "
-        "CPU=1 for ranks on CPU",
-    )
-    placement_timeout_s: float = arg(
-        60.0, "seconds to wait for resources of the cluster that others hold"
-    )
-    start_timeout_s: float = arg(600.0, "seconds that a rank may take for any phase of its start")
-    step_timeout_s: float = arg(
-        30.0, "least deadline of a step in seconds; it has 10 x its predicted time if that is more"
-    )
-    max_recoveries: int = arg(
-        10,
-        "how often within --recovery-window a group of ranks that lost one is rebuilt and its "
-        "requests go on; the next loss ends the engine",
-    )
-    recovery_window: float = arg(600.0, "seconds over which recoveries are counted")
-    spare_workers: int = arg(
-        0, "processes on Ray kept with torch imported, so that a lost group is rebuilt sooner"
-    )
-    pipeline_parallel_size: int = arg(1, "only 1: layers are not spread over ranks")
-    enforce_eager: bool = arg(False, "never record decode steps (CUDA graphs; on CPU: op lists)")
-    async_scheduling: bool = arg(
-        True, "let a GPU begin a decode step while the tokens of the one before are looked at"
-    )
-    kv_cache_dtype: str = arg(
-        "auto",
-        "auto: that of the model; fp8 (e4m3) holds twice as many tokens, on a GPU",
-        cfg.KV_CACHE_DTYPES,
-    )
-    attention_backend: str = arg(
-        "auto",
-        "who computes prompts' attention on a GPU; auto takes the first of xformers, varlen "
-        "(torch's FlashAttention) and sdpa that is there and computes this model's rightly",
-        cfg.ATTENTION_BACKENDS,
-    )
-    disable_log_stats: bool = arg(False, "no statistics line while running")
+    """Most tokens that a step computes; default: 512 on CPU, 8192 on a GPU, or the model's length
+    if that is more and prompts are not chunked."""
+    max_num_seqs: int = option(256, at_least=1, at_most=1 << 16, advice="more requests wait")
+    """Most sequences that run at once."""
+    stream_interval: int = option(1, at_least=1)
+    """New tokens that a stream reports together, after the first; more than 1 saves the driver time
+    for each message, and makes streams less even."""
+    enable_chunked_prefill: bool = option(True)
+    """Compute long prompts over more than one step, together with decodes."""
+    tensor_parallel_size: int = option(1, at_least=1)
+    """Number of ranks that share the model, each with its own device."""
+    executor: str = option("auto", cfg.EXECUTORS)
+    """Where ranks run: local runs one rank in this process; ray runs an actor per rank on a Ray
+    cluster; auto takes ray for more than one rank."""
+    ray_address: str | None = option(None, only_for=_RAY)
+    """Address HOST:PORT of a Ray cluster, or local to start one; default: the cluster of this
+    process, or one that `ray start` started on this machine, or a new local one."""
+    ray_placement_strategy: str = option("PACK", cfg.PLACEMENT_STRATEGIES, only_for=_RAY)
+    """How ranks are spread over nodes, by Ray's names."""
+    ray_bundle: str | None = option(None, only_for=_RAY)
+    """Resources of one rank by Ray's names, as in 'GPU=1,my_accelerator=1'; default: GPU=1, or
+    CPU=1 for ranks on CPU."""
+    placement_timeout_s: float = option(60.0, more_than=0, unit=" seconds", only_for=_RAY)
+    """Seconds to wait for resources of the cluster that are in use."""
+    start_timeout_s: float = option(600.0, more_than=0, unit=" seconds", only_for=_RAY)
+    """Seconds that each phase of a rank's start may take."""
+    step_timeout_s: float = option(30.0, more_than=0, unit=" seconds", only_for=_RAY)
+    """Smallest deadline of a step in seconds; it is 10 x the predicted time if that is more."""
+    max_recoveries: int = option(10, at_least=0)
+    """How often within --recovery-window a group that lost a rank is rebuilt and its requests go
+    on; the next loss ends the engine."""
+    recovery_window: float = option(600.0, more_than=0, unit=" seconds")
+    """Seconds over which recoveries are counted."""
+    spare_workers: int = option(0, at_least=0, only_for=_RAY)
+    """Processes on Ray kept ready with torch imported, so that a lost group is rebuilt sooner."""
+    pipeline_parallel_size: int = option(1)
+    """Always 1: tpengine does not spread layers over ranks."""
+    enforce_eager: bool = option(False)
+    """Never record decode steps (CUDA graphs; on CPU: lists of operations)."""
+    async_scheduling: bool = option(True, only_for=_GPUS)
+    """Let a GPU begin a decode step while the driver processes the tokens of the step before."""
+    kv_cache_dtype: str = option("auto", cfg.KV_CACHE_DTYPES)
+    """Type of K and V in the cache: auto is the model's dtype; fp8 (e4m3), on a GPU, holds twice as
+    many tokens."""
+    attention_backend: str = option("auto", cfg.ATTENTION_BACKENDS, only_for=_GPUS)
+    """Kernel for the attention of prompts on a GPU; auto takes the first of xformers, varlen
+    (torch's FlashAttention) and sdpa that is installed and supports this model."""
+    disable_log_stats: bool = option(False)
+    """No line of statistics while the engine runs."""
+
+    @property
+    def uses_ray(self) -> bool:
+        """Whether the ranks are Ray's actors."""
+        return self.executor == "ray" or (self.executor == "auto" and self.tensor_parallel_size > 1)
 
     def create_engine_config(self, device: str) -> EngineConfig:
-        """Checks the arguments, reads the model's configuration and settles the defaults.
+        """Checks the arguments, reads the model's configuration and sets the defaults.
 
         Args:
             device: cpu or cuda, as the executor found it.
@@ -187,75 +157,107 @@ class EngineArgs:
             ConfigError: an argument is out of range, or two contradict each other.
             ModelLoadError: the model's folder cannot be read.
         """
-        self._check()
-        check_bounds(self)
-        check_device_arguments(self, device)
-        trust = self.trust_remote_code
-        folder = cfg.resolve_model_folder(self.model, self.download_dir, self.load_format, trust)
-        tokenizer = self.tokenizer
-        if tokenizer is not None:
-            tokenizer = cfg.resolve_model_folder(
-                tokenizer, self.download_dir, trust_remote_code=trust, what="tokenizer"
-            )
-        utilization, kv_cache_bytes = self._budgets()
-        hf_config = cfg.read_hf_config(folder, self.trust_remote_code)
-        max_model_len = cfg.resolve_max_model_len(hf_config, self.max_model_len)
-        model = ModelConfig(
-            model=folder,
-            tokenizer=tokenizer or folder,
-            tokenizer_mode=self.tokenizer_mode,
-            trust_remote_code=self.trust_remote_code,
-            hf_config=hf_config,
-            dtype=self.dtype,
-            max_model_len=max_model_len,
-            seed=self.seed,
-            load_format=self.load_format,
-            end_token_ids=cfg.read_end_token_ids(folder, hf_config),
-            quantization=self.quantization,
-        )
-        cache = CacheConfig(
-            block_size=self.block_size,
-            gpu_memory_utilization=min(utilization),
-            cpu_kv_cache_bytes=min(kv_cache_bytes) if kv_cache_bytes else None,
-            num_device_blocks_override=self.num_device_blocks_override,
-            swap_space_bytes=None if self.swap_space is None else int(self.swap_space * GIB),
-            enable_prefix_caching=self.enable_prefix_caching,
-            kv_cache_dtype=self.kv_cache_dtype,
-        )
+        self.check()
+        self._check_device(device)
+        shares = each(self.gpu_memory_utilization)
+        cache_bytes = tuple(int(space * GIB) for space in each(self.cpu_kv_cache_space))
+        model = self._model_config()
         return EngineConfig(
             model=model,
-            cache=cache,
+            cache=CacheConfig(
+                block_size=self.block_size,
+                gpu_memory_utilization=min(shares),
+                cpu_kv_cache_bytes=min(cache_bytes) if cache_bytes else None,
+                num_device_blocks_override=self.num_device_blocks_override,
+                swap_space_bytes=None if self.swap_space is None else int(self.swap_space * GIB),
+                enable_prefix_caching=self.enable_prefix_caching,
+                kv_cache_dtype=self.kv_cache_dtype,
+            ),
             parallel=ParallelConfig(
                 tensor_parallel_size=self.tensor_parallel_size,
-                rank_gpu_memory_utilization=utilization if len(utilization) > 1 else None,
-                rank_cpu_kv_cache_bytes=kv_cache_bytes if len(kv_cache_bytes) > 1 else None,
+                rank_gpu_memory_utilization=shares if len(shares) > 1 else None,
+                rank_cpu_kv_cache_bytes=cache_bytes if len(cache_bytes) > 1 else None,
                 ray=self._ray_config() if self.uses_ray else None,
             ),
-            scheduler=self._scheduler_config(max_model_len, device),
+            scheduler=self._scheduler_config(model.max_model_len, device),
             recovery=RecoveryConfig(self.max_recoveries, self.recovery_window),
             device=device,
             kernels=KernelConfig(self.attention_backend, self.enforce_eager),
         )
 
-    @property
-    def uses_ray(self) -> bool:
-        """Whether the ranks are Ray's actors."""
-        return self.executor == "ray" or (self.executor == "auto" and self.tensor_parallel_size > 1)
+    def check(self) -> None:
+        """Checks each argument, and the arguments against each other.
 
-    def _budgets(self) -> tuple[tuple[float, ...], tuple[int, ...]]:
-        """(shares of a GPU, bytes on CPU): of all ranks, or the one for all; no bytes: default."""
-        spaces = each(self.cpu_kv_cache_space)
-        return each(self.gpu_memory_utilization), tuple(int(space * GIB) for space in spaces)
+        Raises:
+            ConfigError: see the message.
+        """
+        super().check()
+        if self.pipeline_parallel_size != 1:
+            raise ConfigError(
+                f"pipeline_parallel_size = {self.pipeline_parallel_size}: tpengine splits every "
+                "layer over its ranks and does not spread layers over them; leave it at 1"
+            )
+        if self.tensor_parallel_size != 1 and self.executor == "local":
+            raise ConfigError(
+                f"executor = 'local' runs one rank, got tensor_parallel_size = "
+                f"{self.tensor_parallel_size}; use executor = 'ray', or 1 rank"
+            )
+        for name in ("gpu_memory_utilization", "cpu_kv_cache_space"):
+            given = getattr(self, name)
+            if isinstance(given, (list, tuple)) and len(given) != self.tensor_parallel_size:
+                raise ConfigError(
+                    f"{name} must be one number or one per rank: tensor_parallel_size = "
+                    f"{self.tensor_parallel_size}, got {counted(len(given), 'number')}"
+                )
+        idle = [] if self.uses_ray else self.changed(only_for=_RAY)
+        if idle:
+            raise ConfigError(
+                f"{idle[0]} is for {_RAY}, and one rank runs in this process: set executor='ray', "
+                "or leave it out"
+            )
+        if self.cpu_kv_cache_space is not None and self.num_device_blocks_override is not None:
+            raise ConfigError(
+                f"cpu_kv_cache_space = {self.cpu_kv_cache_space} and num_device_blocks_override = "
+                f"{self.num_device_blocks_override} both size the cache; leave one of them unset"
+            )
 
-    def _ray_config(self) -> RayConfig:
-        return RayConfig(
-            address=self.ray_address,
-            placement_strategy=self.ray_placement_strategy,
-            bundle=None if self.ray_bundle is None else read_bundle(self.ray_bundle),
-            placement_timeout_s=self.placement_timeout_s,
-            start_timeout_s=self.start_timeout_s,
-            step_timeout_s=self.step_timeout_s,
-            spare_workers=self.spare_workers,
+    def _check_device(self, device: str) -> None:
+        if self.cpu_kv_cache_space is not None and device != "cpu":
+            raise ConfigError(
+                f"cpu_kv_cache_space = {self.cpu_kv_cache_space} sizes the cache on CPU, the "
+                f"device is {device}; leave it unset and use gpu_memory_utilization, or set "
+                "device='cpu'"
+            )
+        if self.kv_cache_dtype == "fp8" and device == "cpu":
+            raise ConfigError(
+                "kv_cache_dtype = 'fp8' has kernels for GPUs only, the device is cpu; leave it at "
+                "'auto'"
+            )
+        idle = self.changed(only_for=_GPUS) if device == "cpu" else []
+        if idle:
+            logger.warning("no effect on CPU: %s", ", ".join(idle))
+
+    def _model_config(self) -> ModelConfig:
+        trust = self.trust_remote_code
+        folder = cfg.resolve_model_folder(self.model, self.download_dir, self.load_format, trust)
+        tokenizer = folder
+        if self.tokenizer is not None:
+            tokenizer = cfg.resolve_model_folder(
+                self.tokenizer, self.download_dir, trust_remote_code=trust, what="tokenizer"
+            )
+        hf_config = cfg.read_hf_config(folder, trust)
+        return ModelConfig(
+            model=folder,
+            tokenizer=tokenizer,
+            tokenizer_mode=self.tokenizer_mode,
+            trust_remote_code=trust,
+            hf_config=hf_config,
+            dtype=self.dtype,
+            max_model_len=cfg.resolve_max_model_len(hf_config, self.max_model_len),
+            seed=self.seed,
+            load_format=self.load_format,
+            end_token_ids=cfg.read_end_token_ids(folder, hf_config),
+            quantization=self.quantization,
         )
 
     def _scheduler_config(self, max_model_len: int, device: str) -> SchedulerConfig:
@@ -281,69 +283,34 @@ class EngineArgs:
             looks_ahead=self.async_scheduling and device == "cuda",
         )
 
-    def _check(self) -> None:
-        types = typing.get_type_hints(type(self))
-        for spec in dataclasses.fields(self):
-            choices = spec.metadata["choices"]
-            value = getattr(self, spec.name)
-            if not is_of_kind(value, types[spec.name]):
-                raise ConfigError(f"{spec.name} must be {spec.type}, got {value!r}")
-            if choices is not None and value not in choices:
-                listed = ", ".join(str(choice) for choice in choices)
-                raise ConfigError(f"{spec.name} must be one of {listed}; got {value!r}")
-        for name in _COUNTS:
-            value = getattr(self, name)
-            if value is not None and value < 1:
-                raise ConfigError(f"{name} must be at least 1, got {value}")
-        check_budgets(self)
-        if self.swap_space is not None and not 0.0 <= self.swap_space < math.inf:
-            raise ConfigError(
-                f"swap_space must be at least 0 GiB and finite, got {self.swap_space}"
-            )
-        self._check_ranks()
+    def _ray_config(self) -> RayConfig:
+        return RayConfig(
+            address=self.ray_address,
+            placement_strategy=self.ray_placement_strategy,
+            bundle=None if self.ray_bundle is None else _read_bundle(self.ray_bundle),
+            placement_timeout_s=self.placement_timeout_s,
+            start_timeout_s=self.start_timeout_s,
+            step_timeout_s=self.step_timeout_s,
+            spare_workers=self.spare_workers,
+        )
 
-    def _check_ranks(self) -> None:
-        if self.pipeline_parallel_size != 1:
-            raise ConfigError(
-                f"pipeline_parallel_size = {self.pipeline_parallel_size}: tpengine splits every "
-                "layer over its ranks and does not spread layers over them; leave it at 1"
-            )
-        if self.tensor_parallel_size != 1 and self.executor == "local":
-            raise ConfigError(
-                f"executor = 'local' runs one rank, got tensor_parallel_size = "
-                f"{self.tensor_parallel_size}; use executor = 'ray', or 1 rank"
-            )
-        for name in ("placement_timeout_s", "start_timeout_s", "step_timeout_s"):
-            if not 0.0 < getattr(self, name) < math.inf:
-                raise ConfigError(
-                    f"{name} must be more than 0 seconds and finite, got {getattr(self, name)}"
-                )
 
-    @classmethod
-    def add_cli_args(cls, parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
-        """Adds one option per field."""
-        group = parser.add_argument_group("engine")
-        types = typing.get_type_hints(cls)
-        for spec in dataclasses.fields(cls):
-            option = "--" + spec.name.replace("_", "-")
-            kind = types[spec.name]
-            options: dict[str, Any] = {"default": spec.default, "help": spec.metadata["help"]}
-            if kind is bool:
-                options["help"] += f" (default: {'on' if spec.default else 'off'})"
-                group.add_argument(option, action=argparse.BooleanOptionalAction, **options)
-                continue
-            concrete = [t for t in typing.get_args(kind) if t is not type(None)] or [kind]
-            convert: Any = concrete[0]
-            if Sequence[float] in concrete:
-                convert = one_or_more
-                options["metavar"] = "NUM,..."
-            if spec.default is not None and spec.name != "model":
-                options["help"] += " (default: %(default)s)"
-            choices = [c for c in spec.metadata["choices"] or () if c is not None] or None
-            group.add_argument(option, type=convert, choices=choices, **options)
-        return parser
+def _read_bundle(text: str) -> dict[str, float]:
+    """Reads `GPU=1,my_accelerator=1` as a dict.
 
-    @classmethod
-    def from_cli_args(cls, args: argparse.Namespace) -> EngineArgs:
-        """Takes its fields from parsed command-line arguments."""
-        return cls(**{spec.name: getattr(args, spec.name) for spec in dataclasses.fields(cls)})
+    Raises:
+        ConfigError: the text has another form.
+    """
+    bundle = {}
+    for part in text.split(","):
+        name, _, amount = part.strip().partition("=")
+        try:
+            bundle[name] = float(amount)
+        except ValueError:
+            bundle[name] = math.nan
+        if not name or not 0.0 < bundle[name] < math.inf:
+            raise ConfigError(
+                f"ray_bundle must be of the form 'GPU=1,my_accelerator=1', with amounts above 0; "
+                f"got {text!r}"
+            )
+    return bundle

@@ -1,6 +1,6 @@
-"""The only reader of `os.environ`.
+"""All environment variables that tpengine reads or sets, each with its unit and default.
 
-Every variable that tpengine obeys is listed here with its unit and default.
+No other file uses `os.environ`.
 """
 
 from __future__ import annotations
@@ -17,16 +17,16 @@ def log_level() -> str:
 
 
 def cpu_isa() -> str | None:
-    """`TPENGINE_CPU_ISA`: generic, avx2, avx512 or avx512bf16; default: the best this CPU has."""
+    """`TPENGINE_CPU_ISA`: generic, avx2, avx512 or avx512bf16; default: the best of this CPU."""
     return os.environ.get("TPENGINE_CPU_ISA") or None
 
 
 def num_threads() -> int | None:
-    """`TPENGINE_NUM_THREADS`: CPU threads of one worker; default: `OMP_NUM_THREADS`, or else
-    its share of the cores.
+    """`TPENGINE_NUM_THREADS`: CPU threads of one worker; default: `OMP_NUM_THREADS`, or its share
+    of the cores if that is not set.
 
     Raises:
-        ConfigError: it is no positive integer.
+        ConfigError: it is not a positive integer.
     """
     value = os.environ.get("TPENGINE_NUM_THREADS")
     if not value:
@@ -37,35 +37,34 @@ def num_threads() -> int | None:
 
 
 def omp_num_threads() -> int | None:
-    """`OMP_NUM_THREADS`, OpenMP's own: a number, or a list by depth of nesting of which the first
-    counts; None: not set, or nothing that OpenMP would understand either."""
+    """`OMP_NUM_THREADS` of OpenMP: a number, or a list by depth of nesting, whose first number is
+    used; None: not set, or in a form that OpenMP ignores too."""
     first = os.environ.get("OMP_NUM_THREADS", "").partition(",")[0].strip()
     return int(first) if first.isdecimal() and int(first) > 0 else None
 
 
 def client_token() -> str | None:
-    """`TPENGINE_CLIENT_TOKEN`: bearer token of `tpengine client`; default: none. Ranks, whose
-    traffic is not encrypted, do not get it."""
+    """`TPENGINE_CLIENT_TOKEN`: bearer token of `tpengine client`; default: no token."""
     return os.environ.get("TPENGINE_CLIENT_TOKEN") or None
 
 
 def tune_openmp_spinning() -> None:
-    """Bounds how long OpenMP threads spin; must run before torch is imported.
+    """Sets `GOMP_SPINCOUNT` to 1000 unless the user set it; must run before torch is imported.
 
-    libgomp spins for a very long time by default, and then one other busy process on a core can
-    slow a two-thread engine by two orders of magnitude. Not spinning at all costs a third of the
-    quiet throughput; about 1000 turns keeps both losses small. A value that the user set stays.
+    OpenMP threads spin while they wait. libgomp's default is so long that one other busy process on
+    a core can slow a two-thread engine by two orders of magnitude. Without spinning, throughput on
+    an idle machine falls by a third; about 1000 turns keep both losses small.
     """
     os.environ.setdefault("GOMP_SPINCOUNT", "1000")
 
 
 def tokens() -> str | None:
-    """`TPENGINE_TOKENS`: bearer tokens of a server's clients, between commas; default: none."""
+    """`TPENGINE_TOKENS`: bearer tokens of clients, separated by commas; default: no token."""
     return os.environ.get("TPENGINE_TOKENS") or None
 
 
 def admin_token() -> str | None:
-    """`TPENGINE_ADMIN_TOKEN`: the token for a server's administration; default: none."""
+    """`TPENGINE_ADMIN_TOKEN`: bearer token of a server's administrator; default: no token."""
     return os.environ.get("TPENGINE_ADMIN_TOKEN") or None
 
 
@@ -75,10 +74,11 @@ _RANK_NAMES = ("CUDA_LAUNCH_BLOCKING", "TORCH_SHOW_CPP_STACKTRACES")
 
 
 def for_ranks() -> dict[str, str]:
-    """The variables that ranks on other machines get from the driver: tpengine's own and those of
-    the libraries that compute and communicate.
+    """The variables that ranks on other machines get from the driver: those of tpengine and of the
+    libraries that compute and communicate. Tokens are not among them, since the traffic to ranks is
+    not encrypted.
 
-    `TPENGINE_CARRY_ENV`: names of more of them, separated by commas; default: none.
+    `TPENGINE_CARRY_ENV`: names of more variables, separated by commas; default: none.
     """
     names = set(os.environ.get("TPENGINE_CARRY_ENV", "").replace(" ", "").split(",")) - {""}
     return {
@@ -91,10 +91,10 @@ def for_ranks() -> dict[str, str]:
 
 
 def adopt(variables: dict[str, str]) -> list[str]:
-    """Sets what the driver sent, in a rank; returns the names of those that were different.
+    """Sets in a rank the variables that the driver sent; returns the names of those that changed.
 
-    Ray sets `OMP_NUM_THREADS` by the CPUs that an actor asked for, which says nothing about ranks
-    on GPUs: only the driver's own value counts.
+    Ray sets `OMP_NUM_THREADS` to the number of CPUs that an actor asks for. This number has no
+    meaning for ranks on GPUs, so only the driver's own value counts.
     """
     if "OMP_NUM_THREADS" not in variables:
         os.environ.pop("OMP_NUM_THREADS", None)
@@ -104,31 +104,29 @@ def adopt(variables: dict[str, str]) -> list[str]:
 
 
 def ray_address() -> str | None:
-    """`RAY_ADDRESS`: the Ray cluster to connect to, by Ray's own convention; default: none."""
+    """`RAY_ADDRESS` of Ray: the cluster to connect to; default: none."""
     return os.environ.get("RAY_ADDRESS") or None
 
 
 def ray_folders() -> list[Path]:
-    """`RAY_TMPDIR`, `TMPDIR` and `/tmp`: where Ray keeps what it knows of this machine, by its own
-    convention; the folder of whoever started it may be another than this process's."""
+    """The folders in which Ray may keep its state of this machine: in `RAY_TMPDIR`, `TMPDIR` and
+    `/tmp`. The process that started Ray may have had other values than this one."""
     parents = (os.environ.get("RAY_TMPDIR"), os.environ.get("TMPDIR"), "/tmp")
     return [Path(parent, "ray") for parent in dict.fromkeys(filter(None, parents))]
 
 
 def prepare_local_ray() -> None:
-    """Settings of a Ray that is started here: by default it would run its workers at the lowest
-    priority but four, where any other process takes the cores from them. What is set stays."""
+    """Sets `RAY_worker_niceness` to 0 for a Ray that this process starts, unless the user set it.
+    Ray's default of 15 would give the cores to any other process first."""
     os.environ.setdefault("RAY_worker_niceness", "0")
 
 
 def set_nccl_interface(name: str) -> None:
-    """Tells NCCL, which has no other way to be told, to use the network interface `name`.
-
-    A value of `NCCL_SOCKET_IFNAME` that the user set stays.
-    """
+    """Sets `NCCL_SOCKET_IFNAME`, the network interface of NCCL, unless the user set it. NCCL has no
+    other interface for this."""
     os.environ.setdefault("NCCL_SOCKET_IFNAME", name)
 
 
 def set_visible_gpus(ids: tuple[str, ...]) -> None:
-    """Gives this process the GPUs with these ids, in a process that has not touched CUDA yet."""
+    """Gives this process the GPUs with these ids; must run before the process uses CUDA."""
     os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(ids)

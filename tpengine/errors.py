@@ -1,25 +1,29 @@
-"""Every error that a user, a client or a cluster can cause.
+"""Every error that a user, a client or a cluster can cause, and phrases that messages share.
 
-Two families: `RequestError` is the caller's fault and fails one request; `EngineError` is ours (or
-the machine's) and concerns the engine. Each carries its arguments in `args`, so that it survives
-pickling between processes.
+Two families: a `RequestError` is the caller's mistake and fails one request; an `EngineError` is a
+fault of the engine or of the machine and concerns all requests. Each error carries its arguments in
+`args`, so that it survives pickling between processes.
 """
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+import difflib
+from collections.abc import Iterable
+from dataclasses import dataclass
 
-if TYPE_CHECKING:
-    from tpengine.messages import RankLoss
-    from tpengine.outputs import RequestOutput
+from tpengine.outputs import RequestOutput
 
 
 class TPEngineError(Exception):
     """Root of all errors that tpengine raises on purpose."""
 
+    def __str__(self) -> str:
+        """The message alone, where an error has further arguments."""
+        return str(self.args[0]) if self.args else ""
+
 
 class RequestError(TPEngineError, ValueError):
-    """One request cannot be served as asked; nothing else is affected."""
+    """One request cannot be served as asked; other requests are not affected."""
 
 
 class InvalidSamplingParamsError(RequestError):
@@ -31,70 +35,61 @@ class InvalidPromptError(RequestError):
 
 
 class InvalidPriorityError(RequestError):
-    """A priority is out of range, or the engine's policy does not know priorities."""
+    """A priority is out of range, or the engine's policy has no priorities."""
 
 
 class DuplicateRequestError(RequestError):
-    """A live request already has this id."""
+    """An unfinished request already has this id."""
 
 
 class RequestIgnoredError(InvalidPromptError):
-    """A request does not fit into the KV cache, whoever else runs; the message names what would."""
+    """A request does not fit into the KV cache even alone; the message names what would fit."""
 
 
 class QueueFullError(RequestError):
-    """So many requests or tokens wait already that this one was not taken.
+    """The queue holds so many requests or tokens that this request was not taken.
 
     Attributes:
-        retry_after_s: when there may be room again, by what the queue did lately.
+        retry_after_s: seconds until there may be room, estimated from the queue's recent speed.
     """
 
     def __init__(self, message: str, retry_after_s: float) -> None:
         super().__init__(message, retry_after_s)
         self.retry_after_s = retry_after_s
 
-    def __str__(self) -> str:
-        return str(self.args[0])
-
 
 class DeadlineExceededError(RequestError):
-    """A request was not done in time; it has been ended.
+    """A request did not finish in time; it has been ended.
 
     Attributes:
-        where: queued, prefill or decode: how far it had come; at a client that the server did not
-            tell, unknown.
+        where: how far it had come: queued, prefill or decode; unknown at a client that the server
+            did not tell.
     """
 
     def __init__(self, message: str, where: str) -> None:
         super().__init__(message, where)
         self.where = where
 
-    def __str__(self) -> str:
-        return str(self.args[0])
-
 
 class RequestAbortedError(RequestError):
-    """Somebody else ended the request.
+    """Another caller ended the request.
 
     Attributes:
-        output: what its stream had brought and nobody had read yet; None where there is nothing.
+        output: output of its stream that had not been read yet; None: no output.
     """
 
     def __init__(self, message: str, output: RequestOutput | None = None) -> None:
         super().__init__(message, output)
         self.output = output
 
-    def __str__(self) -> str:
-        return str(self.args[0])
-
 
 class RequestFailedError(RequestError):
-    """A request went wrong while it ran; the others go on. The message is for the log: it may hold
+    """A request failed while it ran; other requests go on. The message is for the log: it may hold
     the text of an exception."""
 
 
 class MalformedRequestError(RequestError):
-    """A message is none of its protocol: cut short, of other types, or its text no UTF-8."""
+    """A message breaks its protocol: it is cut short, has wrong types, or its text is not UTF-8."""
 
 
 class ModelNotFoundError(RequestError):
@@ -102,11 +97,11 @@ class ModelNotFoundError(RequestError):
 
 
 class UnauthenticatedError(RequestError):
-    """A client does not say who it is, or not in a way that can be believed."""
+    """A client sends no token, or one that the server does not know."""
 
 
 class PermissionDeniedError(RequestError):
-    """A client is known, and what it asks for is not for it."""
+    """A known client asks for something that it may not do."""
 
 
 class EngineError(TPEngineError, RuntimeError):
@@ -134,14 +129,54 @@ class WorkerError(EngineError):
 
 
 class WorkerDiedError(WorkerError):
-    """A rank's process has gone, or does not answer within its deadline."""
+    """A rank's process has ended, or does not answer within its deadline."""
+
+
+@dataclass(frozen=True, slots=True)
+class RankLoss:
+    """How a rank was lost, for the log, the error and the engine's health.
+
+    Attributes:
+        place: its node's address, its host and its process.
+        epoch: number of its group.
+        step: step that was running; None: no step.
+        phase: what the group was doing: `execute_model`, `idle`, or a call of the start.
+        cause: text, with the signal, exit code or time where they are known.
+        last_lines: end of its log; empty: no log.
+        stack: stack of its Python threads, or the traceback that it raised; empty: unknown.
+    """
+
+    rank: int
+    place: str
+    epoch: int
+    step: int | None
+    phase: str
+    cause: str
+    last_lines: str = ""
+    stack: str = ""
+
+    def __str__(self) -> str:
+        step = "" if self.step is None else f", step {self.step}"
+        return (
+            f"rank {self.rank} on {self.place} was lost in {self.phase} "
+            f"(epoch {self.epoch}{step}): {self.cause}"
+        )
+
+    def report(self) -> str:
+        """The same with its stack and its last lines."""
+        parts = [str(self)]
+        if self.stack:
+            parts.append(f"stack of rank {self.rank}:\n{self.stack}")
+        if self.last_lines:
+            parts.append(f"last lines of rank {self.rank}:\n{self.last_lines}")
+        return "\n".join(parts)
 
 
 class GroupLostError(EngineError):
-    """A rank is gone or of no use, and with it its group, which can be rebuilt.
+    """A rank is lost, and with it its group, which can be rebuilt.
 
     Attributes:
-        loss: which rank, and what became of it.
+        loss: which rank was lost, and how.
     """
 
     def __init__(self, loss: RankLoss) -> None:
@@ -150,22 +185,19 @@ class GroupLostError(EngineError):
 
 
 class PlacementError(EngineError):
-    """The cluster cannot, or did not in time, give every rank its place."""
+    """The cluster cannot give every rank its resources, or did not in time."""
 
 
 class _PeerError(EngineError):
-    """A rank could not do its part because of another one.
+    """A rank could not do its part because of another rank.
 
     Attributes:
-        failed_rank: whose fault it seems; None: not known.
+        failed_rank: the rank that probably failed; None: not known.
     """
 
     def __init__(self, message: str, failed_rank: int | None = None) -> None:
         super().__init__(message, failed_rank)
         self.failed_rank = failed_rank
-
-    def __str__(self) -> str:
-        return str(self.args[0])
 
 
 class RendezvousError(_PeerError):
@@ -173,11 +205,11 @@ class RendezvousError(_PeerError):
 
 
 class SharedMemoryError(EngineError):
-    """The shared memory through which the ranks of a host exchange data cannot be had."""
+    """The shared memory through which the ranks of a host exchange data cannot be allocated."""
 
 
 class CollectiveError(_PeerError):
-    """An exchange between ranks failed; the group is of no use any more."""
+    """An exchange between ranks failed; the group cannot be used any more."""
 
 
 class NativeLibraryError(EngineError):
@@ -200,32 +232,46 @@ class EngineDeadError(EngineError):
 
 
 class EngineLoadingError(EngineError):
-    """The engine is not up yet."""
+    """The engine still loads its model."""
 
 
 class EngineDrainingError(EngineError):
-    """The engine finishes what it has, and takes no new requests."""
+    """The engine finishes its running requests and takes no new ones."""
 
 
 class IllegalMoveError(EngineError):
-    """A sequence was asked to change its status in a way the table of legal moves forbids."""
+    """A sequence was to change its status in a way that the table of legal moves forbids."""
 
 
 class ServerError(EngineError):
-    """A server could not answer a call; nothing is known to be wrong with the request.
+    """A server could not answer a call; the request itself may be correct.
 
     Attributes:
-        status: gRPC's name of what went wrong, such as INTERNAL.
+        status: name of gRPC's status code, such as INTERNAL.
     """
 
     def __init__(self, message: str, status: str) -> None:
         super().__init__(message, status)
         self.status = status
 
-    def __str__(self) -> str:
-        return str(self.args[0])
-
 
 class ServerUnavailableError(ServerError):
-    """A server cannot be reached, does not answer, has gone, or takes no new requests; the same
-    call may succeed later or elsewhere."""
+    """A server cannot be reached, does not answer, has ended, or takes no new requests; the same
+    call may succeed later or on another server."""
+
+
+def counted(count: int, noun: str) -> str:
+    """`1 request`, `2 requests`."""
+    return f"{count} {noun}{'' if count == 1 else 's'}"
+
+
+def closest(name: str, known: Iterable[str]) -> str | None:
+    """The known name that is most similar to an unknown one; None: no name is similar."""
+    close = difflib.get_close_matches(name, known, n=1, cutoff=0.75)
+    return close[0] if close else None
+
+
+def did_you_mean(name: str, known: Iterable[str]) -> str:
+    """The end of a message about an unknown name; empty if no known name is similar."""
+    close = closest(name, known)
+    return "" if close is None else f"; did you mean {close}?"

@@ -1,4 +1,4 @@
-"""`LLM`: offline batches on top of the engine."""
+"""`LLM`: completes batches of prompts in this process."""
 
 from __future__ import annotations
 
@@ -7,10 +7,9 @@ from dataclasses import fields, replace
 from types import TracebackType
 from typing import Any, cast
 
-from tpengine.engine.batch_arguments import one_per_prompt, pair_prompts, refusal
 from tpengine.engine.llm_engine import LLMEngine
 from tpengine.engine.progress import ProgressBar
-from tpengine.engine.prompt import Prompt
+from tpengine.engine.requests import Prompt, one_per_prompt, pair_prompts, refusal
 from tpengine.engine.tokenizer import Tokenizer
 from tpengine.engine_args import EngineArgs
 from tpengine.errors import (
@@ -20,11 +19,12 @@ from tpengine.errors import (
     InvalidSamplingParamsError,
     RequestAbortedError,
     RequestError,
+    counted,
+    did_you_mean,
 )
 from tpengine.logger import init_logger
 from tpengine.outputs import RequestOutput
 from tpengine.sampling_params import RequestOutputKind, SamplingParams
-from tpengine.wording import counted, did_you_mean
 
 logger = init_logger(__name__)
 
@@ -32,18 +32,18 @@ Message = dict[str, str]
 
 
 class LLM:
-    """A language model and its tokenizer, for prompts that are all there at once.
+    """A language model and its tokenizer, for prompts that are all known at once.
 
-    Sampling repeats from run to run, since the engine's `seed` is 0 unless another is given.
+    Each run samples the same tokens, since the engine's `seed` is 0 unless another is given.
 
     Args:
-        model: folder in Hugging Face layout, or hub name; default: the model that tpengine
-            carries.
+        model: folder in Hugging Face layout, or hub name; default: the small model inside
+            tpengine.
         tokenizer: folder or hub name of the tokenizer; default: the model's.
         **kwargs: the other fields of `EngineArgs`, by name.
 
     Raises:
-        EngineError: an argument, the model or the memory does not allow it; see the message.
+        EngineError: an argument is wrong, the model cannot be loaded, or memory is too small.
     """
 
     def __init__(
@@ -53,7 +53,7 @@ class LLM:
             kwargs["model"] = model
         if tokenizer is not None:
             kwargs["tokenizer"] = tokenizer
-        # The progress bar tells the same; a line of statistics would only break it up.
+        # A line of statistics would break the progress bar up, which shows the same.
         kwargs.setdefault("disable_log_stats", True)
         known = [spec.name for spec in fields(EngineArgs)]
         for name in kwargs:
@@ -78,17 +78,17 @@ class LLM:
             prompts: a string, a dict with `prompt` or `prompt_token_ids`, or a list of such.
             sampling_params: one for all, or a list with one per prompt; default:
                 `SamplingParams()`.
-            prompt_token_ids: the prompts as ids, instead of or beside `prompts`.
-            use_tqdm: show a progress bar, of prompts and tokens.
+            prompt_token_ids: the prompts as ids, instead of `prompts` or together with them.
+            use_tqdm: show a progress bar, with prompts and tokens.
 
         Returns:
-            One output per prompt, in the order of the prompts. One that was refused or ignored has
-            its reason in `error`.
+            One output per prompt, in the order of the prompts. The output of a refused or ignored
+            prompt has the reason in `error`.
 
         Raises:
-            RequestError: the arguments do not fit each other.
-            EngineDeadError: the engine cannot go on. `finished_outputs` has what was done by then.
-            KeyboardInterrupt: on Ctrl-C; the engine has dropped the prompts and can be used again.
+            RequestError: the arguments do not match each other.
+            EngineDeadError: the engine cannot go on; `finished_outputs` has the finished prompts.
+            KeyboardInterrupt: on Ctrl-C; the engine has aborted the prompts and can be used again.
         """
         self._finished = []
         pairs = pair_prompts(prompts, prompt_token_ids)
@@ -100,9 +100,10 @@ class LLM:
             for request_id, pair, one in zip(request_ids, pairs, params, strict=True):
                 self._submit(request_id, *pair, one, done)
             self._run(set(request_ids), done, use_tqdm)
-        except BaseException as error:  # Ctrl-C too must leave nothing behind
-            told = self.llm_engine.discard_outputs(request_ids)  # by a step that was interrupted
-            done.update({output.request_id: output for output in told if output.finished})
+        except BaseException as error:  # after Ctrl-C too, no request may be left in the engine
+            # Outputs of a step that was interrupted have not been returned yet.
+            pending = self.llm_engine.discard_outputs(request_ids)
+            done.update({output.request_id: output for output in pending if output.finished})
             self.llm_engine.abort_request(request_ids)
             self.llm_engine.discard_outputs(request_ids)
             self._finished = [done[one] for one in request_ids if one in done]
@@ -125,8 +126,8 @@ class LLM:
         return [done[request_id] for request_id in request_ids]
 
     def finished_outputs(self) -> list[RequestOutput]:
-        """What the last `generate` or `chat` had done when it raised, in the order of its prompts;
-        none if it returned."""
+        """The finished outputs of the last `generate` or `chat` if it raised, in the order of its
+        prompts; empty if it returned."""
         return list(self._finished)
 
     def chat(
@@ -143,8 +144,8 @@ class LLM:
             messages: dicts with `role` and `content`.
 
         Raises:
-            InvalidPromptError: the model has no tokenizer or no chat template, or the messages
-                are not what it takes.
+            InvalidPromptError: the model has no tokenizer or no chat template, or the template
+                does not accept the messages.
         """
         self._finished = []
         if not isinstance(messages, Sequence) or isinstance(messages, str):
@@ -165,7 +166,7 @@ class LLM:
     def chat_token_ids(
         self, messages: Sequence[Message], add_generation_prompt: bool = True
     ) -> list[int]:
-        """One conversation as the ids of a prompt, by the model's chat template.
+        """Returns the prompt ids of one conversation, by the model's chat template.
 
         Raises:
             InvalidPromptError: see `chat`.
@@ -184,8 +185,9 @@ class LLM:
         """Completes one prompt and yields its text as it grows.
 
         Raises:
-            RequestError: the prompt cannot be served, or several sequences are asked for.
-            RequestAbortedError: somebody else ended it; what it had so far was yielded.
+            RequestError: the prompt cannot be served, or the parameters ask for more than one
+                sequence.
+            RequestAbortedError: another caller aborted it, after the text that was yielded.
         """
         sampling_params = sampling_params or SamplingParams()
         if sampling_params.num_sequences != 1:
@@ -215,12 +217,12 @@ class LLM:
                 self.llm_engine.abort_request(request_id)
 
     def get_tokenizer(self) -> Any:
-        """The tokenizer of transformers; None for a model folder without one."""
+        """The tokenizer of transformers; None: the model's folder has no tokenizer."""
         tokenizer = self.llm_engine.tokenizer
         return None if tokenizer is None else tokenizer.hf
 
     def set_tokenizer(self, tokenizer: Any) -> None:
-        """Replaces the tokenizer, by one of transformers or by a `Tokenizer`."""
+        """Replaces the tokenizer by one of transformers, or by a `Tokenizer`."""
         known = tokenizer is None or isinstance(tokenizer, Tokenizer)
         self.llm_engine.tokenizer = tokenizer if known else Tokenizer(tokenizer)
 
@@ -247,7 +249,7 @@ class LLM:
         params: SamplingParams,
         done: dict[str, RequestOutput],
     ) -> None:
-        """Hands a prompt to the engine; one that it refuses is done."""
+        """Adds a prompt to the engine; puts one that it refuses into `done`."""
         final = replace(params, output_kind=RequestOutputKind.FINAL_ONLY)
         try:
             self.llm_engine.add_request(request_id, prompt, final, prompt_token_ids=token_ids)
@@ -255,11 +257,11 @@ class LLM:
             done[request_id] = refusal(request_id, prompt, token_ids, error)
 
     def _run(self, request_ids: set[str], done: dict[str, RequestOutput], use_tqdm: bool) -> None:
-        """Steps until `done` holds all of `request_ids`; other requests run beside them."""
+        """Runs steps until `done` holds all of `request_ids`; other requests run too."""
         outputs: list[RequestOutput] = []
         self._inbox.update(dict.fromkeys(request_ids - done.keys(), outputs))
         num_requests = len(request_ids)
-        with ProgressBar(self.llm_engine.figures, num_requests, use_tqdm) as bar:
+        with ProgressBar(self.llm_engine.counters, num_requests, use_tqdm) as bar:
             bar.update(done.values())
             while len(done) < num_requests:
                 self._pump()
@@ -268,14 +270,14 @@ class LLM:
                 outputs.clear()
 
     def _pump(self) -> None:
-        """Runs a step and hands its outputs to whoever waits for them.
+        """Runs a step and passes its outputs to the calls that wait for them.
 
         Raises:
-            EngineError: nothing is left to run, though somebody waits: the request was aborted
-                behind our back and its end taken by another.
+            EngineError: no request is left, although a call waits for one: another caller has
+                aborted it and taken its output.
         """
         if not self.llm_engine.has_unfinished_requests():
-            raise EngineError("the request was ended by someone else, who took its output")
+            raise EngineError("another caller has aborted the request and taken its output")
         for output in self.llm_engine.step():
             if output.request_id in self._inbox:
                 self._inbox[output.request_id].append(output)

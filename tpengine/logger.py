@@ -1,4 +1,4 @@
-"""One logger for the package: short lines on stderr, level from `TPENGINE_LOG_LEVEL`."""
+"""The package's logger: short lines on stderr; the level is `TPENGINE_LOG_LEVEL`."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ _FORMAT = "%(levelname)s %(asctime)s %(name)s] %(message)s"
 
 
 def init_logger(name: str) -> logging.Logger:
-    """Returns the logger `name`, with the package's handler installed once on its root."""
+    """Returns the logger `name`; the first call installs the handler of the package."""
     root = logging.getLogger("tpengine")
     if not root.handlers:
         handler = logging.StreamHandler()

@@ -1,8 +1,8 @@
-"""All that crosses from the driver to a worker and back: plain data, no torch.
+"""Messages between the driver and a worker: plain data, no torch.
 
-A worker keeps the running batch in fixed slots between steps, so the driver sends deltas: a new
-sequence in full, a known one by its slot and how many of its tokens to compute. A preempted
-sequence gives its slot up and comes back in full.
+A worker keeps the running batch in fixed slots between steps, so the driver sends only changes: a
+new sequence in full, a known one by its slot and the number of its tokens to compute. A preempted
+sequence loses its slot and comes back in full.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from tpengine.sampling_params import SamplingParams
 
 @dataclass(slots=True)
 class NewSequence:
-    """A sequence that enters the worker's batch, with everything the worker needs of it."""
+    """A sequence that enters the worker's batch, with all that the worker needs of it."""
 
     slot: int
     token_ids: list[int]
@@ -25,18 +25,18 @@ class NewSequence:
     sampling_params: SamplingParams
     seed: int
     index: int
-    """Index of the sequence in its request; noise is keyed by (seed, index, position)."""
+    """Index of the sequence in its request; its noise is a function of (seed, index, position)."""
     end_token_ids: list[int]
-    """Ids that cannot be sampled before `min_tokens`; empty when `min_tokens` is 0."""
+    """Ids that are not sampled before `min_tokens`; empty when `min_tokens` is 0."""
     num_candidates: int = 0
-    """Candidates to report at each of its samples, for beam search; 0: none."""
+    """Number of candidates to report at each of its samples, for beam search; 0: no candidates."""
 
 
 @dataclass(frozen=True, slots=True)
 class Fork:
-    """A slot that becomes a copy of another, up to the index of its sequence and thus its noise.
+    """A slot that becomes a copy of another, but with its own sequence index and so its own noise.
 
-    What stood in `child_slot` before is gone.
+    The old content of `child_slot` is overwritten.
     """
 
     parent_slot: int
@@ -46,12 +46,12 @@ class Fork:
 
 @dataclass(slots=True)
 class BlockMoves:
-    """Blocks whose content goes elsewhere before a step computes anything, in this order.
+    """Blocks that are copied before a step computes anything, in the order of the attributes.
 
     Attributes:
         swap_outs: (device block, host block).
-        swap_ins: (host block, device block); never beside swap-outs.
-        copies: (device block, device block), copy-on-write; no target is a source.
+        swap_ins: (host block, device block); a step with swap-outs has no swap-ins.
+        copies: (source, target) device blocks, for copy-on-write; no target is a source.
     """
 
     swap_outs: list[tuple[int, int]] = field(default_factory=list)
@@ -67,27 +67,27 @@ class StepInput:
     """One step, from the scheduler to every rank.
 
     Rows are the scheduled sequences: first those with one token to compute, then longer chunks.
-    The worker applies, in this order: `freed_slots`, `new_sequences`, `forks`, `new_block_ids`,
-    `replaced_block_ids`, `token_overrides` and `block_moves`; then computes all rows and samples.
+    The worker applies, in this order, `freed_slots`, `new_sequences`, `forks`, `new_block_ids`,
+    `replaced_block_ids`, `token_overrides` and `block_moves`; then it computes all rows and
+    samples.
 
     Attributes:
         step: number of the step, counting from 1.
         slots: slot of each row.
-        num_scheduled_tokens: tokens to compute of each row, at least 1.
-        new_sequences: those that are not in the worker's batch yet.
+        num_scheduled_tokens: number of tokens to compute of each row, at least 1.
+        new_sequences: sequences that are not in the worker's batch yet.
         new_block_ids: (slot, blocks appended to its table).
         freed_slots: slots whose sequence finished or was preempted.
-        token_overrides: (slot, token id): the driver's word for the last token of a sequence.
-        sample_rows: rows whose last position is sampled; one row may serve several sequences.
-        sample_slots: for each of `sample_rows`, the slot that the sampled token is appended to.
-            A slot that was forked in this step from the row's has then computed what that has.
+        token_overrides: (slot, token id): replaces the last token of the sequence in the slot.
+        sample_rows: rows whose last position is sampled; one row may serve more than one sequence.
+        sample_slots: for each of `sample_rows`, the slot that the sampled token is appended to: the
+            row's own, or one that this step forks from it.
         forks: slots that become copies of others.
-        replaced_block_ids: (slot, place in its table, block): its own copy of a shared block.
-        block_moves: contents to be copied.
-        next_slots: those of `sample_slots` that the next step will probably go on with, one token
-            each and nothing else beside them. Each has a place in its blocks for that token. A
-            worker whose device works by itself may begin with them at once; what the next step
-            changes of a slot, or leaves out, is then dropped.
+        replaced_block_ids: (slot, index in its table, block): its own copy of a shared block.
+        block_moves: blocks to copy.
+        next_slots: those of `sample_slots` that will probably be the whole next step, with one
+            token each, for which their blocks have room. A worker on a GPU may start to compute
+            them before that step arrives; it drops a slot that the step changes or leaves out.
     """
 
     step: int
@@ -107,7 +107,7 @@ class StepInput:
 
 @dataclass(slots=True)
 class TokenLogprobs:
-    """Log probabilities at one sampled position: the chosen token's, and the likeliest ones."""
+    """Log probabilities at a sampled position: of the chosen token and of the most likely ones."""
 
     logprob: float
     rank: int
@@ -117,14 +117,14 @@ class TokenLogprobs:
 
 @dataclass(slots=True)
 class Candidates:
-    """Tokens that a beam may go on with, best first.
+    """Tokens that may continue a beam, best first.
 
     Attributes:
-        scores: log probabilities after bias, bans and penalties, which is what beams are ranked
-            by; minus infinity for a banned token.
-        logprobs: those of the raw logits.
-        ranks: by the raw logits among the whole vocabulary, from 1; empty where no log
-            probabilities were asked for.
+        scores: log probabilities after bias, bans and penalties; beams are ranked by them; minus
+            infinity for a banned token.
+        logprobs: log probabilities of the raw logits.
+        ranks: rank in the whole vocabulary by the raw logits, from 1; empty unless the request asks
+            for log probabilities.
     """
 
     token_ids: list[int]
@@ -138,7 +138,7 @@ class PromptLogprobs:
     """Log probabilities of consecutive prompt tokens, each given those before it.
 
     Attributes:
-        first_position: of the token that `entries[0]` speaks of, in the prompt; at least 1.
+        first_position: position in the prompt of the token of `entries[0]`; at least 1.
     """
 
     first_position: int
@@ -150,13 +150,13 @@ class StepOutput:
     """Rank 0's answer: what was sampled, in the order of `StepInput.sample_slots`.
 
     Attributes:
-        logprobs: by place in `token_ids`, for those that asked.
-        model_s: seconds inside the model: forward, logits and sampling; since the answer before
-            where the device was busy with this step all the while.
-        candidates: by place in `token_ids`, for sequences with `num_candidates`.
-        prompt_logprobs: by row of the step, for prompts whose request asked.
-        errors: by place in `token_ids`: why that token could not be chosen; the id there means
-            nothing, and the request cannot go on.
+        logprobs: by index in `token_ids`, for requests that ask for them.
+        model_s: seconds inside the model: forward, logits and sampling; measured from the answer
+            before if the device began with this step earlier.
+        candidates: by index in `token_ids`, for sequences with `num_candidates`.
+        prompt_logprobs: by row of the step, for requests that ask for them.
+        errors: by index in `token_ids`: why that token could not be sampled; its id has no meaning,
+            and the request cannot go on.
     """
 
     step: int
@@ -170,7 +170,7 @@ class StepOutput:
 
 @dataclass(frozen=True, slots=True)
 class MemoryLedger:
-    """Where one rank's memory goes, in bytes."""
+    """What one rank's memory is used for, in bytes."""
 
     rank: int
     device: str
@@ -178,36 +178,35 @@ class MemoryLedger:
     weights_bytes: int
     activation_peak_bytes: int
     kv_budget_bytes: int
-    """What may be spent on the KV cache."""
+    """Budget of the KV cache."""
     block_bytes: int
-    """One block of all layers, K and V."""
+    """Size of one block of all layers, K and V."""
     num_device_blocks: int
     num_host_blocks: int = 0
-    """Blocks that the host memory for swapping holds."""
+    """Number of blocks in the host memory for swapping."""
     communicator_bytes: int = 0
-    """What connects the ranks: this rank's part of their segment of shared memory, or what NCCL
-    took of the device."""
+    """Memory for the exchange between ranks: this rank's part of their segment of shared memory, or
+    NCCL's memory on the device."""
     held_by_others_bytes: int = 0
-    """What other processes, other ranks among them, held of the device when blocks were
+    """Memory of the device that other processes, other ranks included, held when blocks were
     counted."""
     logits_bytes: int = 0
-    """Of the activations' peak, what logits, log probabilities and sampling add to the model's; on
-    GPUs."""
+    """Part of the activations' peak that logits, log probabilities and sampling add, on GPUs."""
     graphs_bytes: int = 0
-    """What recorded decode steps take: CUDA graphs, or a `DecodeRecording`'s tensors."""
+    """Memory of recorded decode steps: CUDA graphs, or the tensors of a `DecodeRecording`."""
 
 
 @dataclass(frozen=True, slots=True)
 class Rendezvous:
-    """Where and for how long the ranks of a group look for each other; the same for all of them.
+    """Where the ranks of a group meet, and time limits; the same for all of them.
 
     Attributes:
-        engine_id: unique to the engine among all on the machines.
-        epoch: counts the groups that this engine has had.
+        engine_id: unique among all engines on these machines.
+        epoch: number of the group, counted over the engine's life.
         addresses: IP address of each rank's node, in rank order.
-        port: of rank 0's store, at its address, as `Worker.open_rendezvous` returned it.
-        connect_timeout_s: for all ranks to arrive.
-        collective_timeout_s: for any one exchange; a peer that is later counts as lost.
+        port: port of rank 0's store, as `Worker.open_rendezvous` returned it.
+        connect_timeout_s: time until all ranks have connected.
+        collective_timeout_s: limit of each exchange; a rank that is later counts as lost.
     """
 
     engine_id: str
@@ -216,43 +215,3 @@ class Rendezvous:
     port: int
     connect_timeout_s: float = 30.0
     collective_timeout_s: float = 30.0
-
-
-@dataclass(frozen=True, slots=True)
-class RankLoss:
-    """What became of a rank, for the log, the error and whoever asks for the engine's health.
-
-    Attributes:
-        place: its node's address, its host and its process.
-        epoch: of its group.
-        step: that was running; None: none was.
-        phase: what the group was doing: `execute_model`, `idle`, or a call of the start.
-        cause: in words, with the signal, exit code or time where they are known.
-        last_lines: the end of its log; empty where there is none.
-        stack: of its Python threads, or of what it raised; empty where there is none.
-    """
-
-    rank: int
-    place: str
-    epoch: int
-    step: int | None
-    phase: str
-    cause: str
-    last_lines: str = ""
-    stack: str = ""
-
-    def __str__(self) -> str:
-        step = "" if self.step is None else f", step {self.step}"
-        return (
-            f"rank {self.rank} on {self.place} was lost in {self.phase} "
-            f"(epoch {self.epoch}{step}): {self.cause}"
-        )
-
-    def report(self) -> str:
-        """The same with its stack and its last lines."""
-        parts = [str(self)]
-        if self.stack:
-            parts.append(f"stack of rank {self.rank}:\n{self.stack}")
-        if self.last_lines:
-            parts.append(f"last lines of rank {self.rank}:\n{self.last_lines}")
-        return "\n".join(parts)

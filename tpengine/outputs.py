@@ -1,4 +1,4 @@
-"""What a user gets back."""
+"""Results of a request, as a user gets them."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class Logprob:
-    """Natural log of a token's probability under the raw logits, and its rank (1 is likeliest)."""
+    """Natural logarithm of a token's probability by the raw logits, and its rank (1: the first)."""
 
     logprob: float
     rank: int | None = None
@@ -16,7 +16,7 @@ class Logprob:
 
 @dataclass(slots=True)
 class RequestMetrics:
-    """Moments in a request's life, in seconds of `time.time`; None where not reached."""
+    """Times of a request's events, in seconds of `time.time`; None: not reached."""
 
     arrival_time: float
     first_scheduled_time: float | None = None
@@ -25,13 +25,13 @@ class RequestMetrics:
     finished_time: float | None = None
     num_preemptions: int = 0
     num_cached_tokens: int = 0
-    """Prompt tokens whose K and V were found in the cache when it was first scheduled."""
+    """Prompt tokens whose K and V were in the cache when it was first scheduled."""
     num_sampled_tokens: int = 0
-    """Over all sequences, so far; those of beams that were dropped are among them."""
+    """Sampled tokens of all sequences so far, those of dropped beams included."""
 
     @property
     def time_in_queue(self) -> float | None:
-        """Seconds between arrival and first schedule; None before that."""
+        """Seconds from arrival until it was first scheduled; None before that."""
         if self.first_scheduled_time is None:
             return None
         return self.first_scheduled_time - self.arrival_time
@@ -42,12 +42,12 @@ class CompletionOutput:
     """One output sequence of a request.
 
     Attributes:
-        index: its place among the request's sequences; with `best_of` or beams its rank.
-        text: the generated text (or what is new of it, see `RequestOutputKind.DELTA`).
-        token_ids: the generated ids; the end token is among them, its text is not.
+        index: its index among the request's sequences; its rank with `best_of` or beams.
+        text: the generated text, or the new part of it (see `RequestOutputKind.DELTA`).
+        token_ids: the generated ids, the end token included; `text` does not include it.
         cumulative_logprob: sum of the chosen tokens' log probabilities; None unless the request
-            asked for `logprobs`, or outputs are chosen by it.
-        logprobs: per token, candidates by id; None unless asked for.
+            asks for `logprobs`, or outputs are chosen by it.
+        logprobs: for each token, candidates by id; None unless the request asks for them.
         finish_reason: stop, length, abort, ignored or error; None while unfinished.
         stop_reason: the stop string or stop token that ended it.
     """
@@ -70,11 +70,12 @@ class RequestOutput:
     """The state of a request after a step.
 
     Attributes:
-        prompt: the prompt's text; None when ids were given.
-        prompt_logprobs: by position in the prompt, candidates by id; None at position 0, which
-            nothing precedes. None unless asked for, and until the whole prompt is computed.
-        error: why the request was refused, ignored or failed; None when all is well.
-        num_cached_tokens: prompt tokens whose K and V were found in the cache.
+        prompt: the prompt's text; None: the request gave ids.
+        prompt_logprobs: for each position in the prompt, candidates by id; position 0, which has
+            no token before it, has None. None unless the request asks for them, and before the
+            whole prompt is computed.
+        error: why the request was refused, ignored or failed; None: no error.
+        num_cached_tokens: prompt tokens whose K and V were in the cache.
     """
 
     request_id: str

@@ -1,23 +1,22 @@
-"""How the tokens of one request are chosen, checked when it is constructed."""
+"""`SamplingParams`: how the tokens of one request are chosen; and its logits processors."""
 
 from __future__ import annotations
 
 import enum
+import importlib
+import inspect
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from tpengine.errors import InvalidSamplingParamsError
-from tpengine.logits_processors import check_import_path
-from tpengine.wording import did_you_mean
 
 MAX_LOGPROBS = 64
-"""Upper bound of `logprobs` and `prompt_logprobs`: larger lists cost more than the forward."""
+"""Upper bound of `logprobs` and `prompt_logprobs`: longer lists cost more than the forward pass."""
 MAX_LOGIT_BIAS = 1e6
-"""Bound of a bias either way: far more than logits differ, and far from float32's limits."""
-
-
+"""A bias is in [-MAX_LOGIT_BIAS, MAX_LOGIT_BIAS]: far more than logits differ, and far from
+float32's limits."""
 _MOST_TOKENS = (1 << 31) - 1  # no vocabulary has more
 _FLAGS = (
     "use_beam_search",
@@ -35,9 +34,9 @@ class RequestOutputKind(enum.Enum):
     CUMULATIVE = "cumulative"
     """All output so far, after each step that added a token."""
     DELTA = "delta"
-    """Only what is new since the last report."""
+    """The new output since the last report."""
     FINAL_ONLY = "final_only"
-    """Nothing until the request has finished, then all of it."""
+    """All output, once the request has finished."""
 
 
 @dataclass(frozen=True)
@@ -46,36 +45,38 @@ class SamplingParams:
 
     Args:
         n: number of output sequences to return.
-        best_of: number of sequences to generate; the `n` of the highest cumulative log probability
-            are returned, once all are complete. The beam width of beam search. Default: n.
-        presence_penalty: taken off the logit of every token that the output holds, in [-2, 2].
-        frequency_penalty: taken off as often as the output holds the token, in [-2, 2].
+        best_of: number of sequences to generate; the `n` with the highest cumulative log
+            probability are returned, once all are complete. In beam search the number of beams.
+            Default: n.
+        presence_penalty: subtracted from the logit of every token in the output, in [-2, 2].
+        frequency_penalty: subtracted once for each time that the token is in the output, in
+            [-2, 2].
         repetition_penalty: divides positive logits, and multiplies negative ones, of tokens in
             prompt or output (Keskar et al. 2019); in (0, 2], 1 is neutral.
-        temperature: 0 is greedy; above, logits are divided by it before they are sampled.
+        temperature: 0 takes the most likely token; above 0, logits are divided by it.
         top_p: keep the most likely tokens whose probabilities add up to this, in (0, 1].
         top_k: keep this many most likely tokens; -1 or None keeps all (stored as None).
         min_p: drop tokens less likely than this share of the most likely one, in [0, 1].
-        seed: fixes this request's draws, whatever runs beside it.
-        use_beam_search: keep the `best_of` likeliest sequences instead of sampling; temperature
+        seed: makes this request's samples the same in every run, independent of other requests.
+        use_beam_search: keep the `best_of` most likely sequences, without sampling; temperature
             must be 0, top_p, top_k and min_p neutral, and no stop strings.
-        length_penalty: beams are compared by their cumulative log probability divided by their
+        length_penalty: beams are compared by their cumulative log probability, divided by their
             number of output tokens to this power.
-        early_stopping: when beam search ends, as in transformers: True: with the `best_of`th
-            complete beam; False: when by the length so far no running beam can become better than
-            the worst complete one; "never": when it cannot whatever its length.
-        stop: strings that end the output; they are cut off unless `include_stop_str_in_output`.
-        stop_token_ids: tokens that end the output, besides the model's own end tokens.
+        early_stopping: when beam search ends, as in transformers. True: with the `best_of`th
+            complete beam. False: when no running beam is better than the worst complete one at its
+            present length. "never": when no running beam can become better at any length.
+        stop: strings that end the output; removed from it unless `include_stop_str_in_output`.
+        stop_token_ids: tokens that end the output, as the model's end tokens do.
         ignore_eos: go on after the model's end tokens.
-        max_tokens: most output tokens; None: as many as fit into the model's length.
-        min_tokens: end tokens and stops are ruled out before this many output tokens.
-        logprobs: report this many most likely tokens at each position, and the chosen one; of the
-            raw logits, before temperature and truncation.
-        prompt_logprobs: the same for each token of the prompt given those before it; such a
-            request computes its whole prompt, whatever the prefix cache holds.
+        max_tokens: most output tokens; None: as many as the model's length allows.
+        min_tokens: no end token and no stop before this many output tokens.
+        logprobs: report this many most likely tokens at each position, and the chosen one, with
+            log probabilities of the raw logits.
+        prompt_logprobs: the same for each token of the prompt, given the tokens before it; such a
+            request computes its whole prompt and does not use the prefix cache.
         detokenize: whether to produce text; without it `stop` cannot be used.
         skip_special_tokens: leave special tokens out of the text.
-        spaces_between_special_tokens: only True, which is what byte-level tokenizers do.
+        spaces_between_special_tokens: always True, as byte-level tokenizers do.
         logits_processors: functions named "module:function" (or one such name) that edit the
             logits before all else. They are imported on the workers and called with the output
             ids and the logits `[vocab_size]` of one position, or, with three parameters, with
@@ -84,12 +85,12 @@ class SamplingParams:
         logit_bias: added to the logits of these ids, each in [-1e6, 1e6].
         allowed_token_ids: no other ids are sampled.
         bad_words: texts that are not generated, with and without a space before them: the token
-            that would complete one is ruled out. Begun in the prompt, they count as well.
-        bad_words_token_ids: the same, each as a sequence of ids.
+            that would complete one is never sampled, also if the text begins in the prompt.
+        bad_words_token_ids: the same, each text as a sequence of ids.
         output_kind: what the engine reports while the request runs.
 
     Raises:
-        InvalidSamplingParamsError: a value is out of range; the message gives range and value.
+        InvalidSamplingParamsError: a value is out of its range; the message has both.
     """
 
     n: int = 1
@@ -124,21 +125,12 @@ class SamplingParams:
     bad_words: str | Sequence[str] = ()
     bad_words_token_ids: Sequence[Sequence[int]] = ()
 
-    def __new__(cls, *_: object, **given: object) -> SamplingParams:
-        """Raises TypeError for a name that is none, as Python does, but with the nearest one."""
-        names = cls.__dataclass_fields__
-        for name in given:
-            if name not in names:
-                hint = did_you_mean(name, names)
-                raise TypeError(f"SamplingParams has no field {name!r}{hint}")
-        return super().__new__(cls)
-
     def __post_init__(self) -> None:
         self._normalise()
         self._check_numbers()
         self._check_stops()
         self._check_token_rules()
-        self._check_several()
+        self._check_sequences()
         self._check_unsupported()
 
     @property
@@ -148,18 +140,18 @@ class SamplingParams:
 
     @property
     def has_penalties(self) -> bool:
-        """Whether what was generated changes what comes next."""
+        """Whether a penalty is set, so that logits depend on earlier tokens."""
         neutral = (0.0, 0.0, 1.0)
         return (self.presence_penalty, self.frequency_penalty, self.repetition_penalty) != neutral
 
     @property
     def num_sequences(self) -> int:
-        """Sequences that are generated side by side."""
+        """Number of sequences that are generated at the same time."""
         return self.n if self.best_of is None else self.best_of
 
     @property
     def is_ranked(self) -> bool:
-        """Whether outputs are chosen when all are complete, so that there are none before."""
+        """Whether outputs are chosen once all sequences are complete, with no output before."""
         return self.use_beam_search or self.num_sequences > self.n
 
     def _normalise(self) -> None:
@@ -183,8 +175,6 @@ class SamplingParams:
             raise InvalidSamplingParamsError(
                 f"output_kind must be one of {kinds}, got {self.output_kind!r}"
             ) from None
-        if self.top_k is not None and isinstance(self.top_k, int):
-            _check_int("top_k (-1 keeps all tokens)", self.top_k, 1)
 
     def _check_numbers(self) -> None:
         _check_int("n", self.n, 1)
@@ -196,23 +186,17 @@ class SamplingParams:
         _check_float("min_p", self.min_p, 0.0, 1.0)
         _check_float("length_penalty", self.length_penalty, -10.0, 10.0)
         _check_int("min_tokens", self.min_tokens, 0)
-        for name, low in (
-            ("best_of", 1),
-            ("top_k", 1),
-            ("max_tokens", 1),
-            ("logprobs", 0),
-            ("prompt_logprobs", 0),
+        if self.top_k is not None:
+            _check_int("top_k (-1 keeps all tokens)", self.top_k, 1)
+        for name, low, high in (
+            ("best_of", 1, None),
+            ("max_tokens", 1, None),
+            ("logprobs", 0, MAX_LOGPROBS),
+            ("prompt_logprobs", 0, MAX_LOGPROBS),
+            ("seed", -(2**63), 2**64 - 1),
         ):
             if getattr(self, name) is not None:
-                _check_int(name, getattr(self, name), low)
-        if self.seed is not None:
-            _check_int("seed", self.seed, -(2**63), 2**64 - 1)
-        for name in ("logprobs", "prompt_logprobs"):
-            count = getattr(self, name)
-            if count is not None and count > MAX_LOGPROBS:
-                raise InvalidSamplingParamsError(
-                    f"{name} must be in [0, {MAX_LOGPROBS}], got {count}"
-                )
+                _check_int(name, getattr(self, name), low, high)
         if self.max_tokens is not None and self.min_tokens > self.max_tokens:
             raise InvalidSamplingParamsError(
                 f"min_tokens must be at most max_tokens = {self.max_tokens}, got {self.min_tokens}"
@@ -222,24 +206,23 @@ class SamplingParams:
         for text in self.stop:
             if not isinstance(text, str) or not text:
                 raise InvalidSamplingParamsError(f"stop must hold non-empty strings, got {text!r}")
-        for token_id in self.stop_token_ids:
-            _check_int("stop_token_ids", token_id, 0)
+        _check_ids("stop_token_ids", self.stop_token_ids)
         if self.stop and not self.detokenize:
             raise InvalidSamplingParamsError(
                 "stop strings need detokenize=True; use stop_token_ids, or drop one of the two"
             )
 
     def _check_token_rules(self) -> None:
-        """Biases, bans and processors; ids in the vocabulary are checked by the engine."""
+        """Biases, bans and processors. The engine checks that ids are in its vocabulary."""
         if self.logit_bias is not None:
             if not isinstance(self.logit_bias, Mapping):
                 raise InvalidSamplingParamsError(
                     f"logit_bias must map ids to numbers, got {self.logit_bias!r}"
                 )
-            # A copy: what the caller does to the dict later does not reach the request.
+            # A copy, so that a later change of the caller's dict does not change the request.
             object.__setattr__(self, "logit_bias", dict(self.logit_bias))
+            _check_ids("an id in logit_bias", self.logit_bias)
             for token_id, bias in self.logit_bias.items():
-                _check_int("an id in logit_bias", token_id, 0)
                 _check_float(f"logit_bias[{token_id}]", bias, -MAX_LOGIT_BIAS, MAX_LOGIT_BIAS)
         if self.allowed_token_ids is not None:
             allowed = _as_tuple("allowed_token_ids", self.allowed_token_ids)
@@ -249,8 +232,7 @@ class SamplingParams:
                     "allowed_token_ids is empty, so that nothing could be sampled; give at least "
                     "one id, or None to allow all"
                 )
-            for token_id in allowed:
-                _check_int("allowed_token_ids", token_id, 0)
+            _check_ids("allowed_token_ids", allowed)
         for word in self.bad_words:
             if not isinstance(word, str) or not word.strip():
                 raise InvalidSamplingParamsError(
@@ -262,13 +244,12 @@ class SamplingParams:
         for ids in words:
             if not ids:
                 raise InvalidSamplingParamsError("bad_words_token_ids holds an empty sequence")
-            for token_id in ids:
-                _check_int("bad_words_token_ids", token_id, 0)
+            _check_ids("bad_words_token_ids", ids)
         for path in self.logits_processors:
-            check_import_path(path)
+            _check_import_path(path)
 
-    def _check_several(self) -> None:
-        """Several sequences and beam search."""
+    def _check_sequences(self) -> None:
+        """More than one sequence, and beam search."""
         if self.best_of is not None and self.best_of < self.n:
             raise InvalidSamplingParamsError(
                 f"best_of must be at least n = {self.n}, got {self.best_of}"
@@ -301,7 +282,7 @@ class SamplingParams:
                 )
 
     def _check_unsupported(self) -> None:
-        """Refuses what the engine does not do, so that nothing is silently ignored."""
+        """Refuses fields of vLLM that tpengine does not support, rather than ignore them."""
         neutral = {
             "spaces_between_special_tokens": True,
             "truncate_prompt_tokens": None,
@@ -330,16 +311,91 @@ def _check_int(name: str, value: object, low: int, high: int | None = None) -> N
         raise InvalidSamplingParamsError(f"{name} must be {limit}, got {value}")
 
 
+def _check_ids(name: str, token_ids: Iterable[object]) -> None:
+    for token_id in token_ids:
+        _check_int(name, token_id, 0)
+
+
 def _check_float(
     name: str, value: object, low: float, high: float, *, open_low: bool = False
 ) -> None:
     if isinstance(value, bool) or not isinstance(value, (int, float)):
         raise InvalidSamplingParamsError(f"{name} must be a number, got {value!r}")
     too_low = value <= low if open_low else value < low
-    # NaN fails every comparison, so it is asked for by name; an infinity is never meant.
+    # NaN passes the comparisons below, and an infinity is never meant.
     if not math.isfinite(value) or too_low or value > high:
         left = "(" if open_low or math.isinf(low) else "["
         right = ")" if math.isinf(high) else "]"
         raise InvalidSamplingParamsError(
             f"{name} must be in {left}{low:g}, {high:g}{right}, got {value}"
         )
+
+
+@dataclass(frozen=True, slots=True)
+class LogitsProcessor:
+    """A function of the user that edits one row of logits.
+
+    It is named "module:function": a name reaches every rank in any process, while most functions
+    cannot be pickled.
+
+    Attributes:
+        path: its name.
+        wants_prompt: whether it takes (prompt ids, output ids, logits); else (output ids, logits).
+    """
+
+    path: str
+    function: Callable[..., Any]
+    wants_prompt: bool
+
+
+def _check_import_path(path: object) -> None:
+    """Checks that a name has the form "module:function"; imports nothing."""
+    if isinstance(path, str):
+        module, _, name = path.partition(":")
+        if module and name and all(part.isidentifier() for part in f"{module}.{name}".split(".")):
+            return
+    raise InvalidSamplingParamsError(
+        f'logits_processors must hold names of the form "module:function", got {path!r}; a '
+        "function itself does not reach the workers: put it into a module that they can import"
+    )
+
+
+def load_logits_processor(path: str) -> LogitsProcessor:
+    """Imports a function by its name.
+
+    Raises:
+        InvalidSamplingParamsError: there is no such function, its module cannot be imported, or it
+            takes neither two nor three positional arguments.
+    """
+    module, _, name = path.partition(":")
+    try:
+        target: Any = importlib.import_module(module)
+        for part in name.split("."):
+            target = getattr(target, part)
+    except Exception as error:  # a module may raise anything while it is imported
+        raise InvalidSamplingParamsError(
+            f"the logits processor {path!r} cannot be imported: {type(error).__name__}: {error}"
+        ) from error
+    if not callable(target):
+        raise InvalidSamplingParamsError(
+            f"the logits processor {path!r} is a {type(target).__name__}, not a function"
+        )
+    return LogitsProcessor(path, target, _wants_prompt(path, target))
+
+
+def _wants_prompt(path: str, function: Callable[..., Any]) -> bool:
+    try:
+        signature = inspect.signature(function)
+    except (TypeError, ValueError):  # a function written in C; assume the common form
+        return False
+    # Two first: of a function with an optional third parameter the short form is meant.
+    for count in (2, 3):
+        try:
+            signature.bind(*range(count))
+        except TypeError:
+            continue
+        return count == 3
+    raise InvalidSamplingParamsError(
+        f"the logits processor {path!r} must take (output_ids, logits) or (prompt_ids, "
+        f"output_ids, logits), but its parameters are {signature}"
+    )

@@ -1,4 +1,4 @@
-"""The two nouns of the engine: a request, and the sequences that it consists of."""
+"""A request, and the sequences that it consists of."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from tpengine.sampling_params import SamplingParams
 
 
 class SequenceStatus(enum.Enum):
-    """Where a sequence stands. Every change goes through `Sequence.move_to`."""
+    """Status of a sequence. Every change goes through `Sequence.move_to`."""
 
     WAITING = "waiting"
     RUNNING = "running"
@@ -24,12 +24,12 @@ class SequenceStatus(enum.Enum):
 
     @property
     def finished(self) -> bool:
-        """Whether the sequence will never change again."""
+        """Whether the sequence has its final status."""
         return self in _FINISH_REASONS
 
     @property
     def finish_reason(self) -> str | None:
-        """What a user is told: stop, length, abort, ignored, error; None while unfinished."""
+        """What a user is told: stop, length, abort, ignored or error; None while unfinished."""
         return _FINISH_REASONS.get(self)
 
 
@@ -62,7 +62,7 @@ LEGAL_MOVES: dict[SequenceStatus, frozenset[SequenceStatus]] = {
     SequenceStatus.SWAPPED: frozenset(
         {
             SequenceStatus.RUNNING,
-            SequenceStatus.WAITING,  # its host blocks are gone: recompute
+            SequenceStatus.WAITING,  # its host blocks are lost: recompute
         }
     )
     | _ANYTIME,
@@ -76,16 +76,16 @@ LEGAL_MOVES: dict[SequenceStatus, frozenset[SequenceStatus]] = {
 
 @dataclass(slots=True, eq=False)
 class Sequence:
-    """One line of tokens: the prompt and what was generated after it.
+    """A prompt and the tokens generated after it.
 
-    The scheduler knows no prefill and no decode: it lets `num_computed_tokens` (tokens whose K and
-    V lie in the cache) catch up with `num_tokens`. `token_ids` holds prompt and output in one list;
-    `slot` is the sequence's place in the worker's persistent batch while it is running.
+    The scheduler has no state for prefill or decode: steps let `num_computed_tokens` (tokens whose
+    K and V are in the cache) catch up with `num_tokens`. `token_ids` holds prompt and output in one
+    list; `slot` is the sequence's index in the worker's batch while it runs.
     """
 
     seq_id: int
     index: int
-    """Place among the sequences of its request; part of the key of its noise."""
+    """Index among the sequences of its request; its noise depends on it."""
     token_ids: list[int]
     num_prompt_tokens: int
     num_computed_tokens: int = 0
@@ -94,16 +94,16 @@ class Sequence:
     cumulative_logprob: float = 0.0
     logprobs: list[dict[int, Logprob]] | None = None
     stop_reason: int | str | None = None
-    """The stop string or stop token that ended it; None for an end token or another reason."""
+    """The stop string or stop token that ended it; None: an end token or another reason."""
 
     @property
     def num_tokens(self) -> int:
-        """Prompt and output tokens."""
+        """Number of prompt and output tokens."""
         return len(self.token_ids)
 
     @property
     def num_output_tokens(self) -> int:
-        """Tokens generated so far."""
+        """Number of tokens generated so far."""
         return len(self.token_ids) - self.num_prompt_tokens
 
     @property
@@ -133,30 +133,30 @@ class Request:
     prompt_token_ids: list[int]
     sampling_params: SamplingParams
     seed: int
-    """Key of its noise, fixed when it is added: the user's, or engine seed and arrival number."""
+    """Seed of its noise, fixed when it is added: the user's, or made of engine seed and arrival."""
     arrival_index: int
     sequences: list[Sequence]
     metrics: RequestMetrics
     priority: int = 0
     error: str | None = None
-    """Why it was ignored or failed, in words its user can act on."""
+    """Message for its user: why it was ignored or failed."""
     end_token_ids: frozenset[int] = field(default_factory=frozenset)
-    """Ids that end it: the model's (unless `ignore_eos`) and its `stop_token_ids`."""
+    """Ids that end it: the model's, unless `ignore_eos`, and its `stop_token_ids`."""
     num_candidates: int = 0
-    """Beam search: continuations of each beam that are looked at after every token."""
+    """Beam search: number of continuations of each beam that are compared after every token."""
 
     @property
     def finished(self) -> bool:
-        """Whether none of its sequences will change again."""
+        """Whether all of its sequences are finished."""
         return all(sequence.status.finished for sequence in self.sequences)
 
     @property
     def finish_reason(self) -> str | None:
-        """How it was ended as a whole: the reason that not all of its sequences chose."""
+        """Why it ended as a whole: error, ignored or abort; None: each sequence ended by itself."""
         reasons = {sequence.status.finish_reason for sequence in self.sequences}
         return next((r for r in ("error", "ignored", "abort") if r in reasons), None)
 
     @property
     def unfinished_sequences(self) -> list[Sequence]:
-        """Those that still wait, run or are swapped out."""
+        """The sequences that wait, run or are swapped out."""
         return [sequence for sequence in self.sequences if not sequence.status.finished]

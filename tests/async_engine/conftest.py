@@ -1,4 +1,4 @@
-"""Engines on a thread, and the means to hold them between steps."""
+"""Engines on a thread, and ways to hold them between steps."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def oracle(models: ModelShop, folder: Path) -> Oracle:
 
 @pytest.fixture
 def make(folder: Path) -> Iterator[MakeEngine]:
-    """Makes engines, and ends them; no thread of theirs is left."""
+    """Makes engines and ends them; none of their threads remains."""
     engines: list[AsyncLLMEngine] = []
     before = set(threading.enumerate())
 
@@ -70,20 +70,19 @@ def shared(folder: Path) -> Iterator[AsyncLLMEngine]:
 
 @pytest.fixture
 def engine(shared: AsyncLLMEngine) -> Iterator[AsyncLLMEngine]:
-    """Shared by a file; whatever a test does, all blocks are free afterwards."""
+    """An engine that the tests of a file share; after each test all blocks are free."""
     yield shared
-    end = (
-        time.monotonic() + TIMEOUT_S
-    )  # who leaves does not wait for the step that frees his blocks
+    # A reader that leaves does not wait for the step that frees the blocks of its request.
+    end = time.monotonic() + TIMEOUT_S
     while shared.llm_engine.num_free_blocks != shared.llm_engine.num_total_blocks:
-        assert time.monotonic() < end, "blocks are held that nobody asked for"
+        assert time.monotonic() < end, "blocks are held, and no request is left"
         time.sleep(0.005)
     assert shared.stats().queues.num_queued == shared.stats().queues.num_queued_tokens == 0
 
 
 @pytest.fixture
 def gate() -> Iterator[Callable[[AsyncLLMEngine], Gate]]:
-    """Lets a test decide when each step of an engine is computed."""
+    """Makes gates, which let a test decide when each step of an engine is computed."""
     gates: list[Gate] = []
 
     def hold(engine: AsyncLLMEngine) -> Gate:

@@ -1,4 +1,4 @@
-"""The end of a drain: who is cut off gets all that was made; nobody waits for what is over."""
+"""The end of a drain: a request that is cut off keeps its output, and no wait is too long."""
 
 from __future__ import annotations
 
@@ -18,16 +18,18 @@ MakeGate = Callable[[AsyncLLMEngine], Gate]
 SOON_S = 10.0
 
 
-def hold_up_the_loop(engine: AsyncLLMEngine) -> None:
-    """Until the engine's thread has brought a step's outputs, which nobody takes meanwhile."""
+def step_while_the_loop_is_blocked(engine: AsyncLLMEngine, held: Gate) -> None:
+    """Lets a step through, and returns when its outputs are on their way to the event loop."""
+    before = engine.stats().step_seconds["hand_over"]
+    held.let(1)
     end = time.monotonic() + TIMEOUT_S
-    while not engine._book.thread._events:
+    while engine.stats().step_seconds["hand_over"] == before:
         assert time.monotonic() < end
         time.sleep(0.001)
 
 
-def test_a_request_that_ends_as_its_time_is_up_has_ended(make: MakeEngine, gate: MakeGate) -> None:
-    """Its last output is on the way; its reader has more to read, and gets all of it."""
+def test_a_request_that_ends_with_the_drain_is_whole(make: MakeEngine, gate: MakeGate) -> None:
+    """Its last output is on its way when the time is over; the reader gets all outputs."""
     engine = make()
     held = gate(engine)
 
@@ -38,8 +40,7 @@ def test_a_request_that_ends_as_its_time_is_up_has_ended(make: MakeEngine, gate:
         held.let(4)
         await held.reached(6)
         await asyncio.sleep(0)
-        held.let(1)
-        hold_up_the_loop(engine)
+        step_while_the_loop_is_blocked(engine, held)
         assert await engine.drain(0) == 0  # in this turn of the loop; `run_async` bounds it
         async for output in outputs:
             token_ids += output.outputs[0].token_ids
@@ -49,8 +50,8 @@ def test_a_request_that_ends_as_its_time_is_up_has_ended(make: MakeEngine, gate:
     run_async(ask())
 
 
-def test_who_is_cut_off_gets_what_was_made(make: MakeEngine, gate: MakeGate) -> None:
-    """Also of the step whose outputs are on the way, and though it waits for just these."""
+def test_a_request_that_is_cut_off_keeps_its_output(make: MakeEngine, gate: MakeGate) -> None:
+    """Also the output that is on its way, while the reader waits for it."""
     engine = make()
     held = gate(engine)
 
@@ -61,8 +62,7 @@ def test_who_is_cut_off_gets_what_was_made(make: MakeEngine, gate: MakeGate) -> 
         await held.reached(2)
         reader = asyncio.ensure_future(anext(outputs))
         await asyncio.sleep(0)
-        held.let(1)
-        hold_up_the_loop(engine)
+        step_while_the_loop_is_blocked(engine, held)
         held.open()
         assert await engine.drain(0) == 1
         with pytest.raises(RequestAbortedError) as caught:
@@ -74,7 +74,7 @@ def test_who_is_cut_off_gets_what_was_made(make: MakeEngine, gate: MakeGate) -> 
     assert engine.llm_engine.num_free_blocks == engine.llm_engine.num_total_blocks
 
 
-def test_a_step_that_hangs_does_not_hold_up_the_end(
+def test_a_step_that_hangs_does_not_prolong_the_drain(
     make: MakeEngine, gate: MakeGate, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(async_llm_engine, "_CUT_OFF_S", 0.1)

@@ -1,4 +1,4 @@
-"""However a request ends, its blocks come back, and nothing else is disturbed."""
+"""A request ends in any way: its blocks are freed, and other requests are not disturbed."""
 
 from __future__ import annotations
 
@@ -19,6 +19,7 @@ from async_engine.tools import (
     Gate,
     TokenizerGate,
     fire_timer,
+    is_live,
     last_output,
     read_ids,
     run_async,
@@ -38,7 +39,7 @@ WAYS = ("read", "cancel", "break", "close", "abort", "deadline", "queue")
 
 
 async def _take_part(engine: AsyncLLMEngine, index: int, way: str, rng: random.Random) -> str:
-    """One request that ends in the given way, or earlier; returns how it ended."""
+    """Sends one request that ends in the given way, or earlier; returns how it ended."""
     request_id, num_reads = f"{way}-{index}", rng.randrange(1, 20)
     prompt = [rng.randrange(4, 500) for _ in range(rng.randrange(1, 120))]
     delay = rng.random() * 0.1
@@ -125,7 +126,7 @@ def test_blocks_are_back_before_the_next_step(make: MakeEngine, gate: MakeGate, 
         )
         await held.reached(1)
         held.let(2)
-        await held.reached(3)  # which is being computed from now on
+        await held.reached(3)  # the step is being computed
         assert held.steps[2] == (2, total - 2 - 3)
         if way == "abort":
             aborting = asyncio.create_task(engine.abort("it"))
@@ -134,10 +135,10 @@ def test_blocks_are_back_before_the_next_step(make: MakeEngine, gate: MakeGate, 
         else:
             reader.cancel()
         await asyncio.wait({reader}, timeout=TIMEOUT_S / 2)
-        assert reader.done(), "a reader need not wait for the step"
+        assert reader.done(), "a reader does not wait for the step"
         held.let(1)
         await held.reached(4)
-        assert held.steps[3] == (1, total - 2), "it is not in the step that comes next"
+        assert held.steps[3] == (1, total - 2), "the request is not in the next step"
         held.open()
         if way == "abort":
             assert await aborting
@@ -157,7 +158,7 @@ def test_a_generator_that_is_dropped_aborts(make: MakeEngine, gate: MakeGate) ->
         held.let(2)
         async for _ in engine.generate(None, stream(30), "it", prompt_token_ids=[5] * 40):
             break
-        await until(lambda: engine.owner("it") is None and not engine._book.tickets)
+        await until(lambda: engine.get_num_unfinished_requests() == 0)
         held.open()
         inner = engine.llm_engine
         await until(lambda: inner.num_free_blocks == inner.num_total_blocks)
@@ -168,7 +169,7 @@ def test_a_generator_that_is_dropped_aborts(make: MakeEngine, gate: MakeGate) ->
 
 def test_aborts_are_told_apart_and_may_be_repeated(engine: AsyncLLMEngine) -> None:
     async def ask() -> None:
-        assert not await engine.abort("nobody")
+        assert not await engine.abort("unknown")
         outputs = engine.generate(None, stream(200), "it", prompt_token_ids=[5] * 10)
         first = await anext(outputs)
         await asyncio.sleep(0.02)
@@ -187,7 +188,7 @@ def test_aborts_are_told_apart_and_may_be_repeated(engine: AsyncLLMEngine) -> No
 
 
 def test_an_id_may_be_used_again_at_once(engine: AsyncLLMEngine) -> None:
-    """What the request before it left behind on the way does not reach the second."""
+    """Outputs of the first request that are on their way do not reach the second one."""
 
     async def ask() -> None:
         expected = await read_ids(engine, [7] * 9, stream(12))
@@ -220,7 +221,7 @@ def test_a_deadline_says_how_far_it_came(make: MakeEngine, gate: MakeGate, where
 
     async def ask() -> None:
         deadline = time.monotonic() + 600
-        if where == "queued":  # a step of sixteen tokens goes to who came first
+        if where == "queued":  # the first request takes all sixteen tokens of a step
             first = asyncio.create_task(read_ids(engine, [9] * 32, stream(3)))
             await held.reached(1)
         reader = asyncio.create_task(
@@ -230,7 +231,7 @@ def test_a_deadline_says_how_far_it_came(make: MakeEngine, gate: MakeGate, where
             await held.reached(1)
             held.let(num_steps)
             await held.reached(num_steps + 1)
-        await until(lambda: "it" in engine._book.tickets)
+        await until(lambda: is_live(engine, "it"))
         fire_timer(engine, "it")
         with pytest.raises(DeadlineExceededError) as caught:
             await reader
@@ -255,7 +256,7 @@ def test_a_deadline_that_has_passed(engine: AsyncLLMEngine) -> None:
     run_async(ask())
 
 
-def test_patience_in_the_queue_ends_with_the_queue(make: MakeEngine, gate: MakeGate) -> None:
+def test_max_queue_s_does_not_end_a_request_that_started(make: MakeEngine, gate: MakeGate) -> None:
     engine = make(max_num_seqs=1)
     held = gate(engine)
 
@@ -267,14 +268,14 @@ def test_patience_in_the_queue_ends_with_the_queue(make: MakeEngine, gate: MakeG
         first = begin("first", 6)
         await held.reached(1)
         second = begin("second", 3)
-        await until(lambda: "second" in engine._book.tickets)
+        await until(lambda: is_live(engine, "second"))
         fire_timer(engine, "first")
         fire_timer(engine, "second")
         with pytest.raises(DeadlineExceededError) as caught:
             await second
         assert caught.value.where == "queued"
         held.open()
-        assert len(await first) == 6, "what has started is not ended by its patience"
+        assert len(await first) == 6, "a request that has started goes on"
 
     run_async(ask())
 
@@ -292,7 +293,7 @@ def test_a_reader_that_is_cancelled_while_its_prompt_is_tokenized(
         assert reader.cancelled()
         assert engine.stats().queues.num_queued == 0
         tokenizer_gate.go_on.set()
-        assert await engine.tokenize("hello"), "the thread has gone on"
+        assert await engine.tokenize("hello"), "the thread goes on"
         assert engine.stats().num_steps == steps
 
     run_async(ask())

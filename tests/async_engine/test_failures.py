@@ -1,4 +1,4 @@
-"""What goes wrong in the engine reaches everybody who waits, once, by its name."""
+"""An error of the engine reaches every reader once, with its name."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def refuse_long(token_ids: list[int], logits: Any) -> Any:
     return logits
 
 
-def test_a_failing_step_reaches_every_waiter_once(
+def test_a_failing_step_reaches_every_reader_once(
     make: MakeEngine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     engine = make()
@@ -67,7 +67,7 @@ def test_a_failing_step_reaches_every_waiter_once(
         assert len({id(error) for error in errors}) == 8, "each has a traceback of its own"
         with pytest.raises(EngineDeadError, match="the device is on fire"):
             await read_ids(engine, [5], stream(3))
-        assert not await engine.abort("nobody")
+        assert not await engine.abort("unknown")
         assert await engine.drain(5) == 0
 
     run_async(ask())
@@ -100,7 +100,7 @@ def test_a_request_that_the_cache_cannot_hold(make: MakeEngine) -> None:
     engine = make(num_device_blocks_override=41, max_model_len=640)
 
     async def ask() -> None:
-        # Two sequences that share 300 tokens, and outgrow the cache when each has its own beside.
+        # Two sequences share 300 tokens; with 300 tokens of its own each, they outgrow the cache.
         params = SamplingParams(n=2, max_tokens=300, ignore_eos=True, seed=1)
         with pytest.raises(RequestIgnoredError, match="KV cache"):
             await read_ids(engine, [5] * 300, params)
@@ -110,7 +110,7 @@ def test_a_request_that_the_cache_cannot_hold(make: MakeEngine) -> None:
     assert engine.llm_engine.num_free_blocks == engine.llm_engine.num_total_blocks
 
 
-def test_what_cannot_be_built_is_told_as_it_is(tmp_path: Path) -> None:
+def test_an_error_of_the_build_is_raised_unchanged(tmp_path: Path) -> None:
     before = set(threading.enumerate())
     with pytest.raises(ModelLoadError, match=r"no config\.json"):
         AsyncLLMEngine.from_engine_args(EngineArgs(str(tmp_path)))
@@ -135,15 +135,15 @@ def test_an_engine_that_takes_too_long_to_build(folder: Path) -> None:
     with pytest.raises(EngineError, match="not ready within 0 s"):
         AsyncLLMEngine(slow, start_timeout_s=0.1)
     built.set()
-    assert ended.wait(TIMEOUT_S), "what nobody waits for any more is ended when it is there"
+    assert ended.wait(TIMEOUT_S), "an engine that is ready too late is ended"
 
 
-def test_shutdown_fails_what_is_left_and_leaves_nothing(folder: Path) -> None:
+def test_shutdown_fails_requests_and_leaves_no_thread(folder: Path) -> None:
     before = set(threading.enumerate())
     engine = AsyncLLMEngine(partial(make_engine, folder))
 
     async def ask() -> None:
-        await engine.tokenize("so that its thread runs")
+        await engine.tokenize("this starts the thread for texts")
         readers = [asyncio.create_task(read_ids(engine, [4], stream(600))) for _ in range(3)]
         await until(lambda: engine.stats().queues.num_running == 3)
         await engine.shutdown()
@@ -168,7 +168,7 @@ def test_health_means_progress(make: MakeEngine, gate: MakeGate) -> None:
 
     async def ask() -> None:
         await asyncio.sleep(1.6)
-        assert engine.health().ready, "an idle engine is well"
+        assert engine.health().ready, "an idle engine is ready"
         reader = asyncio.create_task(read_ids(engine, [4], stream(10)))
         await held.reached(1)
         assert engine.health().ready
@@ -183,8 +183,9 @@ def test_health_means_progress(make: MakeEngine, gate: MakeGate) -> None:
     run_async(ask())
 
 
-def test_turns_are_no_progress(make: MakeEngine, monkeypatch: pytest.MonkeyPatch) -> None:
-    """An engine whose steps do nothing, though requests wait, is not ready; nor does it spin."""
+def test_steps_without_progress_are_seen(make: MakeEngine, monkeypatch: pytest.MonkeyPatch) -> None:
+    """An engine whose steps do nothing while requests wait is not ready, and does not
+    run in a busy loop."""
     engine = make(max_step_s=1.0)
     turns: list[float] = []
 
@@ -203,8 +204,8 @@ def test_turns_are_no_progress(make: MakeEngine, monkeypatch: pytest.MonkeyPatch
     run_async(ask())
 
 
-def test_the_collector_of_garbage_leaves_the_libraries_alone(make: MakeEngine) -> None:
-    """A look through all their objects takes as long as several steps."""
+def test_garbage_collection_skips_the_libraries(make: MakeEngine) -> None:
+    """To look through all their objects takes as long as several steps."""
     engine = make()
     assert gc.get_freeze_count() > 10_000
     run_async(engine.shutdown())
@@ -238,7 +239,7 @@ def test_drain_cuts_off_what_does_not_finish(make: MakeEngine, gate: MakeGate) -
         await held.reached(1)
         draining = asyncio.create_task(engine.drain(0.1))
         await asyncio.wait({reader}, timeout=TIMEOUT_S / 2)
-        assert isinstance(reader.exception(), RequestAbortedError), "it waits for the step"
+        assert isinstance(reader.exception(), RequestAbortedError), "the reader waits for the step"
         held.open()
         assert await draining == 1
         assert engine.llm_engine.num_free_blocks == engine.llm_engine.num_total_blocks
@@ -246,8 +247,8 @@ def test_drain_cuts_off_what_does_not_finish(make: MakeEngine, gate: MakeGate) -
     run_async(ask())
 
 
-def test_a_loop_that_was_closed_under_its_requests(make: MakeEngine) -> None:
-    """Whoever would have read is gone; the next loop finds an engine that is free."""
+def test_a_loop_that_is_closed_before_its_requests_end(make: MakeEngine) -> None:
+    """The requests end without readers, and the next loop can use the engine."""
     engine = make()
 
     async def begin() -> Any:

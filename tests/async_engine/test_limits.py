@@ -1,4 +1,4 @@
-"""A queue that is full says so at once; what waits is served in its order."""
+"""A full queue refuses at once; waiting requests are served in their order."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def test_a_full_queue_refuses_at_once_and_serves_again(make: MakeEngine, gate: M
         await held.reached(1)
         held.let(1)
         await held.reached(2)
-        assert engine.stats().queues.num_queued <= 1, "who had its step does not wait"
+        assert engine.stats().queues.num_queued <= 1, "a request in its first step does not wait"
         waiting = [asyncio.create_task(read_ids(engine, [i + 9], stream(4))) for i in range(4)]
         await until(lambda: engine.stats().queues.num_queued == 4)
         start = time.monotonic()
@@ -53,7 +53,7 @@ def test_a_full_queue_refuses_at_once_and_serves_again(make: MakeEngine, gate: M
             with pytest.raises(QueueFullError, match="4 requests wait") as caught:
                 await read_ids(engine, [7], stream(4))
             assert 0 < caught.value.retry_after_s < 60
-        assert time.monotonic() - start < TIMEOUT_S / 2, "a step goes on, and nobody waits for it"
+        assert time.monotonic() - start < TIMEOUT_S / 2, "a refusal does not wait for the step"
         assert engine.stats().refused == {"QueueFullError": 500}
         held.open()
         assert [len(one) for one in await asyncio.gather(*running, *waiting)] == [4] * 6
@@ -62,12 +62,12 @@ def test_a_full_queue_refuses_at_once_and_serves_again(make: MakeEngine, gate: M
     run_async(ask())
 
 
-def test_tokens_count_as_well(make: MakeEngine, gate: MakeGate) -> None:
+def test_the_queue_bounds_tokens_too(make: MakeEngine, gate: MakeGate) -> None:
     engine = make(QueueLimits(max_requests=100, max_tokens=50), max_num_seqs=1)
     held = gate(engine)
 
     async def ask() -> None:
-        first = asyncio.create_task(read_ids(engine, [4] * 60, stream(4)))  # alone it may be longer
+        first = asyncio.create_task(read_ids(engine, [4] * 60, stream(4)))  # no other request waits
         await held.reached(1)
         held.let(1)
         await held.reached(2)
@@ -83,7 +83,7 @@ def test_tokens_count_as_well(make: MakeEngine, gate: MakeGate) -> None:
     run_async(ask())
 
 
-def test_a_refused_prompt_leaves_its_place(make: MakeEngine) -> None:
+def test_a_refused_prompt_frees_its_place(make: MakeEngine) -> None:
     engine = make(QueueLimits(max_requests=1))
 
     async def ask() -> None:
@@ -143,13 +143,13 @@ def test_texts_wait_in_a_bounded_queue_behind_requests(
         await until(held.inside.is_set)
         texts += [asyncio.create_task(engine.tokenize(f"text {i}")) for i in range(2)]
         texts += [asyncio.create_task(engine.detokenize([5, 6]))]
-        await until(lambda: len(engine._texts._open) == 4)
+        await asyncio.sleep(0)  # now each task runs up to its first wait
         for refused in (engine.tokenize("one more"), engine.detokenize([5])):
             with pytest.raises(QueueFullError, match="3 texts wait") as caught:
                 await refused
             assert caught.value.retry_after_s > 0
         request = asyncio.create_task(last_output(engine, "request", stream(2)))
-        await until(lambda: len(engine._texts._open) == 5)
+        await asyncio.sleep(0)
         held.go_on.set()
         await asyncio.gather(request, *texts)
         assert held.texts == ["first", "request", "text 0", "text 1"]
@@ -157,10 +157,10 @@ def test_texts_wait_in_a_bounded_queue_behind_requests(
     run_async(ask())
 
 
-def test_what_ends_a_request_does_not_wait_for_its_tokenizer(
+def test_the_end_of_a_request_does_not_wait_for_the_tokenizer(
     engine: AsyncLLMEngine, tokenizer_gate: TokenizerGate
 ) -> None:
-    """One prompt is being tokenized, the others wait for that."""
+    """One prompt is being tokenized, the others wait for the tokenizer."""
 
     async def ask() -> None:
         def begin(request_id: str, **limits: float) -> asyncio.Task[object]:
@@ -182,13 +182,13 @@ def test_what_ends_a_request_does_not_wait_for_its_tokenizer(
         assert engine.stats().queues.num_queued == 0
         assert not tokenizer_gate.go_on.is_set()
         tokenizer_gate.go_on.set()
-        assert await engine.tokenize("hello"), "the thread has gone on"
+        assert await engine.tokenize("hello"), "the thread goes on"
         assert engine.stats().num_steps == steps
 
     run_async(ask())
 
 
-def test_shutdown_ends_what_is_tokenized(make: MakeEngine, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_shutdown_ends_texts_that_wait(make: MakeEngine, monkeypatch: pytest.MonkeyPatch) -> None:
     engine = make()
     held = TokenizerGate(engine, monkeypatch)
 
@@ -200,7 +200,7 @@ def test_shutdown_ends_what_is_tokenized(make: MakeEngine, monkeypatch: pytest.M
             asyncio.create_task(engine.tokenize("second")),
             asyncio.create_task(last_output(engine, "third", greedy(3, output_kind=FINAL))),
         ]
-        await until(lambda: len(engine._texts._open) == 3)
+        await asyncio.sleep(0)  # now each task runs up to its first wait
         await engine.shutdown()
         await asyncio.wait(waiting, timeout=TIMEOUT_S)
         assert [type(task.exception()) for task in waiting] == [EngineDeadError] * 3

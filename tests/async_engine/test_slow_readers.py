@@ -1,4 +1,4 @@
-"""A reader that is slow, or does not read at all, costs nobody anything but itself."""
+"""A slow reader, or one that does not read at all, does not slow other requests down."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ NUM_TOKENS = 200
 
 
 def _delta(tokens: dict[int, list[int]], finished: bool = False) -> RequestOutput:
-    """Made-up news of several sequences; a token's text is its number."""
+    """Makes a delta by sequence; a token's text is its number."""
     return RequestOutput(
         request_id="it",
         prompt=None,
@@ -49,7 +49,7 @@ def _delta(tokens: dict[int, list[int]], finished: bool = False) -> RequestOutpu
     )
 )
 def test_merged_deltas_are_the_deltas(steps: list[tuple[dict[int, list[int]], bool]]) -> None:
-    """Whenever the reader looks, what it has read adds up to what was sent."""
+    """All that the reader takes, at any time, adds up to what was sent."""
     sent: dict[int, list[int]] = {}
     read: dict[int, tuple[list[int], str, list[Any]]] = {}
 
@@ -95,18 +95,18 @@ def test_nothing_comes_after_the_end() -> None:
         run_async(box.take())
 
 
-def test_a_stream_that_nobody_reads(engine: AsyncLLMEngine, gate: MakeGate) -> None:
-    """It runs to its end beside the others in as many steps as they take without it, and waits as
-    one output."""
+def test_a_stream_without_a_reader(engine: AsyncLLMEngine, gate: MakeGate) -> None:
+    """It runs to its end. Other requests take as many steps as without it, and its output waits as
+    one."""
 
     async def others() -> int:
         held, before = gate(engine), engine.stats().num_steps
-        wanted = len(engine._book.tickets) + 4
+        wanted = engine.get_num_unfinished_requests() + 4
         reading = asyncio.gather(
             *(read_ids(engine, [i + 4] * 8, stream(NUM_TOKENS)) for i in range(4))
         )
-        await until(lambda: len(engine._book.tickets) == wanted)
-        held.open()  # from here on all of them run side by side
+        await until(lambda: engine.get_num_unfinished_requests() == wanted)
+        held.open()  # from now on all of them run in the same steps
         answers = await reading
         assert [len(answer) for answer in answers] == [NUM_TOKENS] * 4
         return engine.stats().num_steps - before
@@ -118,9 +118,9 @@ def test_a_stream_that_nobody_reads(engine: AsyncLLMEngine, gate: MakeGate) -> N
         first = await anext(silent)
         beside = await others()
         assert abs(beside - alone) <= 5, "the others take as many steps"
-        await until(lambda: engine.owner("silent") is None and not engine._book.tickets)
+        await until(lambda: engine.get_num_unfinished_requests() == 0)
         rest = [output async for output in silent]
-        assert len(rest) == 1, "all that was not read is one output"
+        assert len(rest) == 1, "outputs that were not read are merged into one"
         assert first.outputs[0].token_ids + rest[0].outputs[0].token_ids == expected
         assert rest[0].finished
 
@@ -132,7 +132,7 @@ def test_a_cumulative_reader_gets_the_newest(engine: AsyncLLMEngine) -> None:
         params = SamplingParams(temperature=0.0, max_tokens=60, ignore_eos=True)
         outputs = engine.generate(None, params, "it", prompt_token_ids=[50] * 8)
         await anext(outputs)
-        await until(lambda: not engine._book.tickets)
+        await until(lambda: engine.get_num_unfinished_requests() == 0)
         rest = [output async for output in outputs]
         assert [len(output.outputs[0].token_ids) for output in rest] == [60]
 

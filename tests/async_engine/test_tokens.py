@@ -1,4 +1,4 @@
-"""Whatever way a request takes, its tokens are the same."""
+"""A request has the same tokens by every way through the engine."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from support.oracle import Oracle
 
 from async_engine.tools import DELTA, FINAL, last_output, read_ids, run_async, stream
 from tpengine import AsyncLLMEngine, RequestOutputKind, SamplingParams
-from tpengine.async_engine.generate_request import GenerateRequest
+from tpengine.engine.requests import GenerateRequest
 from tpengine.errors import InvalidPromptError
 
 LENGTHS = [1, 5, 16, 17, 40, 90, 33, 64]
@@ -56,7 +56,7 @@ def test_text_deltas_add_up(engine: AsyncLLMEngine) -> None:
     assert len(whole) > 10
 
 
-def test_a_conversation_is_laid_out_by_the_model(engine: AsyncLLMEngine) -> None:
+def test_the_chat_template_makes_the_prompt(engine: AsyncLLMEngine) -> None:
     messages = [{"role": "user", "content": "hello"}]
 
     async def both() -> tuple[list[int], list[int]]:
@@ -70,7 +70,7 @@ def test_a_conversation_is_laid_out_by_the_model(engine: AsyncLLMEngine) -> None
     assert chat == plain
 
 
-def test_messages_and_a_prompt_are_too_much(engine: AsyncLLMEngine) -> None:
+def test_messages_and_a_prompt_are_refused(engine: AsyncLLMEngine) -> None:
     async def ask() -> None:
         request = GenerateRequest(prompt="a", messages=[{"role": "user", "content": "b"}])
         with pytest.raises(InvalidPromptError, match="give one of them"):
@@ -79,7 +79,7 @@ def test_messages_and_a_prompt_are_too_much(engine: AsyncLLMEngine) -> None:
     run_async(ask())
 
 
-def test_several_sequences_stream_side_by_side(engine: AsyncLLMEngine) -> None:
+def test_sequences_of_one_request_stream(engine: AsyncLLMEngine) -> None:
     params = SamplingParams(n=3, temperature=1.0, seed=3, max_tokens=12, ignore_eos=True)
 
     async def both() -> tuple[list[list[int]], list[list[int]]]:

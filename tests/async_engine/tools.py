@@ -1,4 +1,4 @@
-"""Short ways to use an asynchronous engine, and to hold it between steps."""
+"""Short ways to use an `AsyncLLMEngine`, and to hold it between steps."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ Answer = TypeVar("Answer")
 
 
 def run_async(work: Coroutine[Any, Any, Answer]) -> Answer:
-    """Runs it on a loop of its own, for a bounded time; it must leave no task behind."""
+    """Runs a coroutine on a loop of its own, for a bounded time; it must leave no task."""
 
     async def bounded() -> Answer:
         answer = await asyncio.wait_for(work, TIMEOUT_S)
-        for _ in range(5):  # generators that were dropped are closed by tasks of their own
+        for _ in range(5):  # each generator that was dropped is closed by a task
             await asyncio.sleep(0)
         others = asyncio.all_tasks() - {asyncio.current_task()}
         assert not others, f"tasks are left: {others}"
@@ -34,14 +34,14 @@ def run_async(work: Coroutine[Any, Any, Answer]) -> Answer:
 
 
 def stream(num_tokens: int = 16, **fields: Any) -> SamplingParams:
-    """Greedy deltas of a fixed number of tokens."""
+    """Returns params for greedy deltas of a fixed number of tokens."""
     return greedy(num_tokens, output_kind=DELTA, **fields)
 
 
 async def read_ids(
     engine: AsyncLLMEngine, prompt: Sequence[int], params: SamplingParams, **kwargs: Any
 ) -> list[int]:
-    """All ids of a request's first sequence."""
+    """Returns all ids of a request's first sequence."""
     token_ids: list[int] = []
     async for output in engine.generate(None, params, prompt_token_ids=list(prompt), **kwargs):
         if params.output_kind is not DELTA:
@@ -51,34 +51,41 @@ async def read_ids(
 
 
 async def last_output(engine: AsyncLLMEngine, *args: Any, **kwargs: Any) -> RequestOutput:
-    """The last output of a request."""
+    """Returns the last output of a request."""
     outputs = [output async for output in engine.generate(*args, **kwargs)]
     assert [output.finished for output in outputs].index(True) == len(outputs) - 1
     return outputs[-1]
 
 
 async def until(condition: Callable[[], bool]) -> None:
-    """Waits until something holds."""
+    """Waits until a condition holds."""
     end = time.monotonic() + TIMEOUT_S
     while not condition():
-        assert time.monotonic() < end, "waited in vain"
+        assert time.monotonic() < end, "the condition did not become true"
         await asyncio.sleep(0.002)
 
 
+def is_live(engine: AsyncLLMEngine, request_id: str) -> bool:
+    """Whether a request of this id is unfinished."""
+    return engine._requests.find(request_id) is not None
+
+
 def fire_timer(engine: AsyncLLMEngine, request_id: str) -> None:
-    """Lets the time of a request be up: when it is must not depend on who else uses this machine.
-    Its timer was set for a moment that a test does not reach."""
-    (timer,) = engine._book.tickets[request_id].timers
+    """Makes the deadline of a request pass now, so that the moment does not depend on the load of
+    this machine. The deadline itself is later than the end of the test."""
+    live = engine._requests.find(request_id)
+    assert live is not None
+    (timer,) = live.timers
     assert timer.when() > asyncio.get_running_loop().time() + 1
     timer._run()
 
 
 @dataclass
 class Gate:
-    """Stands before the model: a step is computed when `let` allows it.
+    """Holds each step before the model until `let` or `open` allows it.
 
     Attributes:
-        steps: by step that has come to the gate: slots in it, and blocks that were free.
+        steps: for each step that has come: the number of its slots, and of free blocks.
     """
 
     engine: AsyncLLMEngine
@@ -94,17 +101,17 @@ class Gate:
             self.steps.append((len(step.slots), inner.num_free_blocks))
             end = time.monotonic() + TIMEOUT_S
             while not self._is_open.is_set() and not self._permits.acquire(timeout=0.01):
-                assert time.monotonic() < end, "nobody let this step through"
+                assert time.monotonic() < end, "the test did not let this step through"
             return execute(step)
 
         inner._executor.execute_model = held
 
     def let(self, count: int = 1) -> None:
-        """Lets so many steps through."""
+        """Lets that many steps through."""
         self._permits.release(count)
 
     def open(self) -> None:
-        """Lets all through from now on."""
+        """Lets all steps through from now on."""
         self._is_open.set()
 
     async def reached(self, count: int) -> None:
@@ -113,12 +120,12 @@ class Gate:
 
 
 class TokenizerGate:
-    """Holds the thread that tokenizes, inside the first text.
+    """Holds the thread for texts inside the first text.
 
     Attributes:
-        inside: set when it is there.
-        go_on: to be set to let it go on.
-        texts: in the order in which they were begun.
+        inside: set when the thread is there.
+        go_on: set it to let the thread go on.
+        texts: in the order in which the thread began them.
     """
 
     def __init__(self, engine: AsyncLLMEngine, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -60,7 +60,7 @@ def test_each_is_a_world_of_its_own(machines: Machines) -> None:
     assert not {name for _, name in socket.if_nameindex()} & {"switch", "machine0"}
 
 
-def test_python_is_there_for_whoever_logs_in(machines: Machines) -> None:
+def test_python_is_there_for_every_login(machines: Machines) -> None:
     found = ssh(machines, None, 1, "'python -c \"import tpengine; print(tpengine.__file__)\"'")
     assert Path(found.strip()) == TESTS.parent / "tpengine" / "__init__.py"
     assert ssh(machines, 2, 0, "hostname") == "machine0\n"

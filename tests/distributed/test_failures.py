@@ -13,7 +13,7 @@ import torch
 
 from distributed.ranks import Rank, Ranks
 from tpengine.errors import CollectiveError
-from tpengine.leftovers import SHM_FOLDER
+from tpengine.host import SHM_FOLDER
 
 DEADLINE_S = 1.5
 """Timeout of a wait that must reach it; waits that must end long before it have `LONG_S`."""

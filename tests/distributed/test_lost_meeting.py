@@ -12,7 +12,7 @@ import pytest
 from distributed.ranks import Rank, Ranks, Task, connect_by_any_means
 from tpengine.distributed.rendezvous import Meeting
 from tpengine.errors import RendezvousError
-from tpengine.executor.failures import RankFailure
+from tpengine.executor.diagnosis import RankFailure
 from tpengine.messages import Rendezvous
 
 FAILS_S = 10.0

@@ -11,7 +11,7 @@ import pytest
 
 from tpengine.distributed.shared_memory import SegmentFile, find_segment_file
 from tpengine.errors import SharedMemoryError
-from tpengine.leftovers import sweep
+from tpengine.host import sweep_segments
 from tpengine.ops.shared_memory import segment_bytes
 
 
@@ -59,7 +59,7 @@ def test_sweep_removes_what_the_dead_left(dead_pid: int, tmp_path: Path) -> None
         path.write_bytes(b"x")
     mine = SegmentFile("engine", 0, tmp_path)
     assert sorted(tmp_path.iterdir()) == sorted([other, mine.path])
-    assert sweep(tmp_path) == []
+    assert sweep_segments(tmp_path) == []
     os.close(mine.fd)
 
 
@@ -76,7 +76,7 @@ def test_sweep_does_not_wait_for_parents(tmp_path: Path) -> None:
         os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOWAIT)
         left = list(tmp_path.iterdir())
         assert len(left) == 1
-        assert sweep(tmp_path) == left
+        assert sweep_segments(tmp_path) == left
     finally:
         process.wait(10)
 
@@ -86,6 +86,6 @@ def test_sweep_spares_what_is_in_use_elsewhere(dead_pid: int, tmp_path: Path) ->
     mine = SegmentFile("engine", 0, tmp_path)
     foreign = tmp_path / f"tpengine-engine-0-{dead_pid}-12345"
     mine.path.rename(foreign)
-    assert sweep(tmp_path) == []
+    assert sweep_segments(tmp_path) == []
     os.close(mine.fd)
-    assert sweep(tmp_path) == [foreign]
+    assert sweep_segments(tmp_path) == [foreign]

@@ -140,7 +140,7 @@ def valid_runs(tokenizer: Tokenizer, token_ids: Sequence[int]) -> bool:
 
 
 def ids_of(tokenizer: Tokenizer, max_size: int = 12) -> st.SearchStrategy[list[int]]:
-    size = tokenizer.vocab_size
+    size = len(tokenizer.hf)
     return st.lists(st.integers(0, size + 3), max_size=max_size)  # some beyond the vocabulary
 
 
@@ -169,7 +169,7 @@ def test_byte_fallback_equals_decode_of_the_whole(tokenizer: Tokenizer, data: An
     prompt = [i for i in data.draw(ids_of(tokenizer)) if valid_runs(tokenizer, [i])]
     emoji = tokenizer.hf.convert_tokens_to_ids(["<0xF0>", "<0x9F>", "<0x98>", "<0x80>"])
     pieces = st.one_of(
-        st.lists(st.integers(259, tokenizer.vocab_size - 1), max_size=3),
+        st.lists(st.integers(259, len(tokenizer.hf) - 1), max_size=3),
         st.integers(0, 2).map(lambda i: [i]),
         st.just(emoji),
         st.sampled_from(["<0x20>", "<0x41>"]).map(

@@ -1,4 +1,4 @@
-"""Misuse and interruptions that must not pass for something else."""
+"""Misuse of an engine, and Ctrl-C."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def _drain(engine: LLMEngine) -> list[Any]:
     return outputs
 
 
-def test_a_second_thread_is_told_so(engine: LLMEngine, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_second_thread_is_refused(engine: LLMEngine, monkeypatch: pytest.MonkeyPatch) -> None:
     inside, go_on = threading.Event(), threading.Event()
     execute = engine._executor.execute_model
 

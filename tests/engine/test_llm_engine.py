@@ -189,13 +189,12 @@ def test_statistics_line(
     models: ModelShop, prompt: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     lines: list[str] = []
-    monkeypatch.setattr("tpengine.engine.metrics._INTERVAL_S", 0.0)
+    monkeypatch.setattr("tpengine.engine.stats._LOG_INTERVAL_S", 0.0)
     monkeypatch.setattr(
-        "tpengine.engine.metrics.logger.info", lambda text, *args: lines.append(text % args)
+        "tpengine.engine.stats.logger.info", lambda text, *args: lines.append(text % args)
     )
     args = EngineArgs(str(models.folder(TinyLlama())), dtype="float32")
     with LLMEngine.from_engine_args(args) as engine:
-        engine._stat_logger._interval_s = 0.0
         engine.add_request("one", None, greedy(3), prompt_token_ids=prompt)
         run(engine)
     assert len(lines) == 3

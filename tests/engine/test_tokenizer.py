@@ -1,4 +1,4 @@
-"""The face of the tokenizer: loading, encoding, chat, and what users are told."""
+"""The wrapped tokenizer: loading, encoding, chat, and errors."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ def test_load_encode_decode(tmp_path: Path) -> None:
     assert tokenizer.decode(ids) == "Zwölf 😀"
     assert tokenizer.decode(ids, skip_special_tokens=False) == "<|begin|>Zwölf 😀"
     assert tokenizer.eos_token_id == 1
-    assert tokenizer.vocab_size == 259
+    assert len(tokenizer.hf) == 259
     assert tokenizer.special_token_ids == {0, 1, 258}
     assert tokenizer.byte_table is not None
 
@@ -99,7 +99,7 @@ def test_broken_tokenizer_names_folder_and_reason(tmp_path: Path, content: str) 
 
 
 @pytest.mark.parametrize("text", [None, 3, ["a"], b"a", "\ud800"])
-def test_what_is_no_text_is_refused(tokenizer: Tokenizer, text: Any) -> None:
+def test_only_valid_text_is_encoded(tokenizer: Tokenizer, text: Any) -> None:
     with pytest.raises(InvalidPromptError):
         tokenizer.encode(text)
 
@@ -151,7 +151,7 @@ def test_chat_ids_are_those_of_the_rendered_template() -> None:
     assert tokenizer.apply_chat_template(messages, add_generation_prompt=False) == turn + body[0]
 
 
-def test_chat_without_template_says_what_to_do(tokenizer: Tokenizer) -> None:
+def test_chat_without_a_template_is_refused(tokenizer: Tokenizer) -> None:
     with pytest.raises(InvalidPromptError, match="no chat template"):
         tokenizer.apply_chat_template([{"role": "user", "content": "hi"}])
 

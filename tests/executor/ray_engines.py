@@ -15,12 +15,10 @@ import pytest
 import ray
 
 from tpengine import EngineArgs, LLMEngine
-from tpengine.executor import group
 from tpengine.executor.group import Group
-from tpengine.executor.launch import spares
+from tpengine.executor.launch.actors import RayWorker
 from tpengine.executor.launch.ray_executor import RayExecutor
-from tpengine.executor.launch.ray_worker import RayWorker
-from tpengine.process_stat import start_ticks
+from tpengine.host import start_ticks
 
 
 def ray_engine(folder: Path | str, tp_size: int, **args: Any) -> LLMEngine:
@@ -50,7 +48,7 @@ def is_alive(engine_places: list[Any]) -> list[bool]:
 
 
 def free_cpus() -> float:
-    """CPUs of the cluster that nobody holds."""
+    """CPUs of the cluster that are free."""
     return float(ray.available_resources().get("CPU", 0.0))
 
 
@@ -70,16 +68,16 @@ def idle_cpu_s(
     many actors of Ray's that do nothing at all, and what this process takes.
 
     Others' work that is not over yet only adds to it: of up to three windows the quietest counts,
-    the first in which nobody takes `limit_s`.
+    the first in which each stays below `limit_s`.
     """
 
-    class Nobody:
+    class Idle:
         def pid(self) -> int:
             return os.getpid()
 
     ranks = [[place.pid for place in executor_of(engine).places] for engine in engines]
-    nobodies = [ray.remote(num_cpus=0)(Nobody).remote() for _ in ranks[0]]
-    bare = ray.get([nobody.pid.remote() for nobody in nobodies], timeout=60.0)
+    idlers = [ray.remote(num_cpus=0)(Idle).remote() for _ in ranks[0]]
+    bare = ray.get([idler.pid.remote() for idler in idlers], timeout=60.0)
     windows = []
     for _ in range(3):
         time.sleep(0.5)
@@ -91,9 +89,24 @@ def idle_cpu_s(
         windows.append([(sum(spent[pid] for pid in pids) - nothing, own) for pids in ranks])
         if all(more < limit_s for more, _ in windows[-1]):
             break
-    for nobody in nobodies:
-        ray.kill(nobody)
+    for idler in idlers:
+        ray.kill(idler)
     return min(windows, key=lambda window: max(more for more, _ in window))
+
+
+def replace_ranks(patch: pytest.MonkeyPatch, actor_class: type[RayWorker]) -> None:
+    """Starts actors of this class where the package starts a `RayWorker`.
+
+    The package's own name stays, as an actor's process looks it up there.
+    """
+    remote = ray.remote
+
+    def replacing(*args: Any, **options: Any) -> Any:
+        if args == (RayWorker,):
+            args = (actor_class,)
+        return remote(*args, **options)
+
+    patch.setattr(ray, "remote", replacing)
 
 
 Sabotage = Callable[[Any], None]
@@ -106,29 +119,26 @@ def sabotaged_rank(rank: int | None, sabotage: Sabotage) -> Iterator[list[Any]]:
     module is imported; yields a list that gets every group's places."""
 
     class SabotagedWorker(RayWorker):
-        def join(self, own_rank: int, *args: Any) -> Any:
-            self.rank = own_rank
-            return super().join(own_rank, *args)
-
-        def create(self, config: Any) -> Any:
-            failure = super().create(config)
-            if rank in (None, self.rank):
+        def call(self, method: str, *args: Any, **kwargs: Any) -> Any:
+            answer = super().call(method, *args, **kwargs)
+            if method == "join":
+                self.own_rank = args[0]
+            if method == "create" and rank in (None, self.own_rank):
                 import tpengine.worker.worker as module
 
                 sabotage(module)
-            return failure
+            return answer
 
     places: list[Any] = []
-    start_actors = Group.start_actors
+    start = Group.start
 
     def noting(self: Group, *args: Any) -> None:
-        start_actors(self, *args)
+        start(self, *args)
         places.extend(self.places)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(group, "RayWorker", SabotagedWorker)
-        patch.setattr(spares, "RayWorker", SabotagedWorker)
-        patch.setattr(Group, "start_actors", noting)
+        replace_ranks(patch, SabotagedWorker)
+        patch.setattr(Group, "start", noting)
         yield places
 
 
@@ -205,7 +215,7 @@ def exit_with_7() -> None:
 
 
 def sleep_long() -> None:
-    """Beats go on, the step does not."""
+    """Heartbeats go on, the step does not."""
     time.sleep(60.0)
 
 

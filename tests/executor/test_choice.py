@@ -87,7 +87,7 @@ def test_heads_that_cannot_be_divided_are_refused_before_ray(
         LLMEngine.from_engine_args(EngineArgs(EMBEDDED_MODEL, tensor_parallel_size=7))
 
 
-def test_an_address_where_nobody_is_fails_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_address_without_a_ray_fails_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     ray_connection = pytest.importorskip("tpengine.executor.launch.ray_connection")
     monkeypatch.setattr(ray_connection, "ray", FakeRay())
     begin = time.monotonic()
@@ -100,7 +100,7 @@ def test_an_address_where_nobody_is_fails_at_once(monkeypatch: pytest.MonkeyPatc
 
 
 class FakeRay:
-    """Keeps what it was asked; a cluster is at every address where somebody listens."""
+    """Keeps what it was asked; a cluster is at every address where something listens."""
 
     def __init__(self) -> None:
         self.asked: list[str] = []
@@ -134,8 +134,8 @@ def test_only_a_ray_that_was_started_for_all_is_found(
         return fake.asked
 
     assert asked() == ["local"]
-    with socket.create_server(("127.0.0.1", 0)) as somebody:
-        address = f"127.0.0.1:{somebody.getsockname()[1]}"
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        address = f"127.0.0.1:{server.getsockname()[1]}"
         note.write_text(address + "\n")
         assert asked() == [address]
     assert asked() == ["local"], "the note outlived its cluster"

@@ -1,4 +1,4 @@
-"""What fails is named with its own words, quickly, and leaves nothing behind."""
+"""A start that fails says why, quickly, with the rank's own words, and leaves nothing behind."""
 
 from __future__ import annotations
 
@@ -30,13 +30,13 @@ from tpengine.errors import (
     WorkerError,
 )
 from tpengine.executor import group
-from tpengine.executor.handshake import Listener
+from tpengine.executor.channel import Listener
 from tpengine.executor.launch import placement
 from tpengine.executor.launch.placement import Placement
 
 Wait = Callable[[Callable[[], bool], float], None]
 PATIENCE_S = 30.0
-"""For what only has to come, where others want the cores."""
+"""For an event that only has to come, when other programs use the cores."""
 
 
 @pytest.fixture(autouse=True)
@@ -89,7 +89,7 @@ def test_possible_but_busy(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Non
 
 
 def test_nodes_that_are_excluded(ray_address: str) -> None:
-    """Those that do not answer get no rank; Ray may still hold them for alive."""
+    """Nodes that do not answer get no rank, although Ray may hold them for alive."""
     config, node_id = RayConfig(), ray.get_runtime_context().get_node_id()
     other = "f" * len(node_id)
     placement = Placement({"CPU": 1.0}, 2, config, excluded=[other, other[:-1] + "e"])
@@ -136,10 +136,10 @@ def test_death_in_one_ranks_load(folder: Path, wait_until: Wait) -> None:
 
 
 def test_driver_that_ranks_cannot_reach(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """They say so at once, and where they looked for it."""
-    nobody = socket.create_server(("127.0.0.1", 0))
-    address = nobody.getsockname()[:2]
-    nobody.close()
+    """They report it at once, with the address."""
+    unused = socket.create_server(("127.0.0.1", 0))
+    address = unused.getsockname()[:2]
+    unused.close()
 
     class Elsewhere(Listener):
         def __init__(self, *args: Any) -> None:

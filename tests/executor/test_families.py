@@ -7,6 +7,7 @@ takes one model after the other.
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -31,7 +32,7 @@ NUM_TOKENS = 40
 BLOCK_SIZE = 16
 LONGEST = max(LENGTHS) + NUM_TOKENS
 JUST_ONE = -(-LONGEST // BLOCK_SIZE) + 1
-"""Blocks that hold the longest sequence and hardly anything beside it."""
+"""Blocks that hold the longest sequence and hardly anything else."""
 JUST_THREE = 18
 """Likewise for three sequences of one request, which share a prompt."""
 FAMILIES = {
@@ -173,7 +174,11 @@ def test_several_sequences_and_a_beam(
 
 
 def test_ranks_import_no_transformers(ranks: RayExecutor) -> None:
-    group = ranks._require_group()
-    for modules in group.call_each("modules", lambda _, actor: actor.loaded_modules.remote()):
+    assert ranks._launcher is not None
+    refs = [
+        actor.__ray_call__.remote(lambda _: {name.partition(".")[0] for name in sys.modules})
+        for actor in ranks._launcher._actors
+    ]
+    for modules in ray.get(refs, timeout=60.0):
         assert "torch" in modules
         assert "transformers" not in modules

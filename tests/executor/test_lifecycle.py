@@ -1,4 +1,4 @@
-"""Ranks end with their driver, live beside those of others, and rest while nothing is to do."""
+"""Ranks end with their driver, share a cluster with others, and use no CPU while idle."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from executor.driver_process import driver_process
 from executor.ray_engines import executor_of, free_cpus, idle_cpu_s, ray_engine
 from tpengine import LLMEngine
 from tpengine.executor.group import Group
-from tpengine.process_stat import start_ticks
+from tpengine.host import start_ticks
 
 Wait = Callable[[Callable[[], bool], float], None]
 PROMPT = [5, 6, 7]
@@ -92,7 +92,7 @@ def test_engines_do_not_touch_each_other(
 
 
 def test_idle_ranks_rest(two_ranks: LLMEngine) -> None:
-    """Beside actors of Ray's that do nothing at all; and so does their driver."""
+    """Compared with actors of Ray that do nothing; the driver is idle, too."""
     ids_of(two_ranks)
     [(more, own)] = idle_cpu_s([two_ranks], IDLE_S, 0.01 * IDLE_S)
     print(f"\nidle: ranks {100 * more / IDLE_S:.2f} % of a core more than actors that do nothing")

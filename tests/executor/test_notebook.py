@@ -18,7 +18,7 @@ from support.zoo import PLAIN
 
 import tpengine
 from executor.ray_engines import free_cpus
-from tpengine.process_stat import start_ticks
+from tpengine.host import start_ticks
 
 PROMPT = [5, 6, 7]
 NUM_TOKENS = 16
@@ -122,7 +122,7 @@ def test_cells(ray_address: str, models: ModelShop, notebook: Notebook, wait_unt
         assert error is None, printed
         assert ids_in(printed) == expected
     assert len(ranks[0]) == len(ranks[1]) == 2
-    # Nobody has the first engine any more: its ranks are gone, and their places are free.
+    # The first engine was deleted: its ranks are gone, and their bundles are free.
     wait_until(lambda: not any(alive(ranks[0])), PATIENCE_S)
     wait_until(lambda: free_cpus() == ray.cluster_resources()["CPU"] - 2, PATIENCE_S)
     printed, error = notebook.run(TAKE_LONG, interrupt_at="begin")

@@ -7,7 +7,7 @@ import signal
 import subprocess
 import sys
 
-from tpengine.process_stat import living_fields, start_ticks
+from tpengine.host import living_fields, start_ticks
 
 LEADERLESS = """
 import ctypes, threading, time
@@ -17,7 +17,7 @@ ctypes.CDLL(None).syscall(60, 0)  # ends this thread alone
 """
 
 
-def test_one_that_nobody_has_asked_how_it_ended() -> None:
+def test_process_that_is_not_reaped() -> None:
     process = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)
     try:
         assert start_ticks(process.pid) is not None

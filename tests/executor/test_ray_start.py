@@ -107,7 +107,7 @@ def test_a_second_try_goes_well(ray_folder: str) -> None:
     assert left == []
 
 
-def test_a_second_try_beside_a_late_raylet(ray_folder: str) -> None:
+def test_a_second_try_after_a_late_raylet(ray_folder: str) -> None:
     said, left = start_ray(ray_folder, 60, "raylet")
     assert "Ray did not start: The current node timed out during startup." in said
     assert "connected: True True" in said
@@ -151,7 +151,7 @@ def test_the_log_says_why_one_is_started(
 
 
 def test_engines_of_two_threads_share_one(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A second start beside the first would take its processes for leftovers of its own."""
+    """A second start at the same time would end the processes of the first."""
     began, running = [], threading.Event()
 
     def init(**_: Any) -> None:

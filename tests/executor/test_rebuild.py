@@ -20,10 +20,10 @@ from support.zoo import PLAIN
 from executor import ray_engines
 from executor.bare_ranks import BareRanks, bare_ranks
 from executor.ray_engines import in_load, in_step, is_alive, sabotaged_rank
-from tpengine.errors import EngineError, GroupLostError, ModelLoadError, PlacementError
+from tpengine.errors import EngineError, GroupLostError, ModelLoadError, PlacementError, RankLoss
 from tpengine.executor.group import Group
-from tpengine.executor.processes import wait_for_end
-from tpengine.messages import RankLoss, StepInput
+from tpengine.executor.launch.node_agent import wait_for_end
+from tpengine.messages import StepInput
 
 Wait = Callable[[Callable[[], bool], float], None]
 FOUND_S = 1.5
@@ -117,7 +117,7 @@ def test_idle(
     assert loss.epoch == epoch
     if number == signal.SIGSTOP:
         assert "tpengine-worker" in loss.stack
-        assert "WorkerThread.run" in loss.stack
+        assert "_serve (" in loss.stack
     with pytest.raises(GroupLostError) as caught:
         ranks.executor.execute_model(StepInput(1000, [], []))
     assert caught.value.loss == loss
@@ -250,7 +250,7 @@ def test_node_that_pauses_is_used_again(
 def test_node_that_stays_silent(ranks: BareRanks, monkeypatch: pytest.MonkeyPatch) -> None:
     """Until the timeout; no room without it is final."""
     lose(ranks)
-    finder = ranks.executor._replacement
+    finder = ranks.executor._placer
     monkeypatch.setattr(ranks.executor._agents, "silent", lambda node_ids, check: set(node_ids))
     monkeypatch.setattr(finder, "_config", replace(finder._config, placement_timeout_s=1.0))
     watch = Stopwatch()

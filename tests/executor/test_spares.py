@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import signal
-import subprocess
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -19,14 +18,12 @@ from support.zoo import PLAIN
 from executor.bare_ranks import BareRanks, bare_ranks
 from executor.driver_process import driver_process
 from executor.ray_engines import free_cpus
-from tpengine.executor.heartbeat import BEAT_S, FENCE_S
-from tpengine.executor.launch.node_agent import Agents
-from tpengine.executor.processes import state
-from tpengine.process_stat import start_ticks
+from tpengine.executor.launch.node_agent import state
+from tpengine.executor.watch import FENCE_S, HEARTBEAT_S
 
 Wait = Callable[[Callable[[], bool], float], None]
 PATIENCE_S = 30.0
-"""For what only has to come, where others want the cores."""
+"""For an event that only has to come, when other programs use the cores."""
 
 
 @pytest.fixture
@@ -49,7 +46,7 @@ def test_spares_become_ranks(folder: Path, wait_until: Wait) -> None:
         spares = ranks.spare_processes()
         lose(ranks, wait_until)
         ranks.rebuild()
-        assert not ranks.has_spares, "the next ones would take the cores from those who wait"
+        assert not ranks.has_spares, "the next spares would take the cores from waiting requests"
         assert sorted(place.process for place in ranks.executor.places) == sorted(spares)
         wait_until(lambda: free_cpus() == ray.cluster_resources()["CPU"] - 2, 5.0)  # still reserved
         times = ranks.executor.start_times_s
@@ -86,7 +83,7 @@ def test_driver_that_is_stopped_and_killed(
         start = time.monotonic()
         time.sleep(FENCE_S - 2.0)
         are_there = all(map(state, ranks))
-        if time.monotonic() - start < FENCE_S - BEAT_S:  # or this process had a pause itself
+        if time.monotonic() - start < FENCE_S - HEARTBEAT_S:  # or this process had a pause itself
             assert are_there, "ranks must outlive a short pause of their driver"
         wait_until(lambda: not any(map(state, ranks)), FENCE_S + PATIENCE_S)
         print(f"\nranks gone {time.monotonic() - start:.2f} s after their driver was stopped")
@@ -102,36 +99,3 @@ def test_driver_that_is_stopped_and_killed(
     assert watch.own_s < 5.0
     wait_until(lambda: free_cpus() == ray.cluster_resources()["CPU"], PATIENCE_S)
     assert not shared_memory_files(driver.process.pid)
-
-
-def test_agents_of_other_nodes(ray_address: str, wait_until: Wait) -> None:
-    """As actors, as on any node but the driver's: they act on processes, and when one does not
-    answer its node counts as silent."""
-    node_id = ray.get_runtime_context().get_node_id()
-    agents = Agents("another node")
-    process = subprocess.Popen(["sleep", "60"])
-    try:
-        assert agents.silent([node_id], lambda: None) == set()
-        name = (process.pid, start_ticks(process.pid))
-        agents.tell(node_id, "watch", [name])
-        wait_until(lambda: agents.ask(node_id, "look", name, 0.0) == ("", "S"), PATIENCE_S)
-        assert "no stack" in agents.ask(node_id, "stack", name), "sleep is no Python"
-        agents.tell(node_id, "signal", name, signal.SIGKILL)
-        process.wait(PATIENCE_S)
-        assert agents.ask(node_id, "wait_for_end", [name], 1.0) == []
-        ended, now = agents.ask(node_id, "look", name, 1.0)
-        assert now == ""
-        assert "signal 9" in ended or not ended
-
-        pid = agents.ask(node_id, "ping")
-        os.kill(pid, signal.SIGSTOP)
-        watch = Stopwatch()
-        assert agents.silent([node_id], lambda: None) == {node_id}
-        assert watch.elapsed_s > 1.5
-        assert watch.own_s < 4.0
-        os.kill(pid, signal.SIGKILL)
-        assert agents.silent([node_id], lambda: None) == set(), "a dead agent is no dead node"
-    finally:
-        process.kill()
-        process.wait(5.0)
-        agents.close()

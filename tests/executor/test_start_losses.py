@@ -1,4 +1,4 @@
-"""Ranks that are of no use before they have said where they are, or before they are connected."""
+"""Ranks that fail before they have told where they are, or before they are connected."""
 
 from __future__ import annotations
 
@@ -18,13 +18,12 @@ from support.zoo import PLAIN
 
 from executor import ray_engines
 from executor.bare_ranks import bare_ranks
-from executor.ray_engines import ray_engine, sabotaged_rank
+from executor.ray_engines import ray_engine, replace_ranks, sabotaged_rank
 from tpengine.errors import GroupLostError, PlacementError, RendezvousError, WorkerDiedError
-from tpengine.executor import group
-from tpengine.executor.launch import placement, start_times
+from tpengine.executor.launch import placement, ray_executor
+from tpengine.executor.launch.actors import RayWorker
 from tpengine.executor.launch.placement import address_of
-from tpengine.executor.launch.ray_worker import RayWorker
-from tpengine.executor.launch.start_times import PROCESSES, StartTimes
+from tpengine.executor.launch.ray_executor import PROCESSES, StartTimes
 
 Wait = Callable[[Callable[[], bool], float], None]
 LEAST_S = 8.0
@@ -79,9 +78,9 @@ def state_of(pid: int) -> str:
 def test_rank_that_freezes_before_it_says_where_it_is(
     folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, wait_until: Wait
 ) -> None:
-    """Nobody knows its process then: the rebuild gives up soon, and the next one goes well."""
-    monkeypatch.setattr(start_times, "_LEAST_S", LEAST_S)
-    monkeypatch.setattr(start_times, "_PATIENCE", 3.0)
+    """Its process is not known yet: the rebuild fails soon, and the next one succeeds."""
+    monkeypatch.setattr(ray_executor, "_LEAST_APPEAR_S", LEAST_S)
+    monkeypatch.setattr(ray_executor, "_APPEAR_PATIENCE", 3.0)
     note = tmp_path / "pid"
     with bare_ranks(folder, 2) as ranks:
         expected = ranks.generate()
@@ -89,7 +88,7 @@ def test_rank_that_freezes_before_it_says_where_it_is(
         ranks.signal(0, signal.SIGKILL)
         wait_until(lambda: ranks.executor.loss is not None, 5.0)
         with monkeypatch.context() as patch:
-            patch.setattr(group, "RayWorker", frozen_at_birth(str(note)))
+            replace_ranks(patch, frozen_at_birth(str(note)))
             start = time.monotonic()
             with pytest.raises(GroupLostError) as caught:
                 ranks.rebuild()
@@ -105,13 +104,13 @@ def test_rank_that_freezes_before_it_says_where_it_is(
 
 
 def test_patience_with_new_processes() -> None:
-    """As long as the user allows at first; then by what the first took, and not less than enough
-    for a busy machine."""
+    """At first as long as the user allows; later by what the first took, but enough for a busy
+    machine."""
     times = StartTimes(600.0)
     assert times.appear_s == 600.0
     times.seconds[PROCESSES] = 1.0
     times.note_first()
-    assert times.appear_s == start_times._LEAST_S
+    assert times.appear_s == ray_executor._LEAST_APPEAR_S
     slow, bounded = StartTimes(600.0), StartTimes(10.0)
     for one in (slow, bounded):
         one.seconds[PROCESSES] = 30.0
@@ -119,26 +118,26 @@ def test_patience_with_new_processes() -> None:
     assert (slow.appear_s, bounded.appear_s) == (150.0, 10.0)
 
 
-def nobody_came(module: Any) -> None:
-    """A rank's word that another one is missing, whichever."""
+def missing_rank(module: Any) -> None:
+    """A rank's report that another one is missing, without its number."""
 
     def connect(*_: Any) -> None:
         from tpengine.errors import RendezvousError
 
-        module.logger.warning("it is lonely here")
-        raise RendezvousError("nobody came")
+        module.logger.warning("only this rank is here")
+        raise RendezvousError("a rank did not come")
 
     module.Worker.connect = connect
 
 
 def test_word_of_a_rank_at_the_start_keeps_its_traceback(folder: Path) -> None:
-    with sabotaged_rank(1, nobody_came), pytest.raises(RendezvousError) as caught:
+    with sabotaged_rank(1, missing_rank), pytest.raises(RendezvousError) as caught:
         ray_engine(folder, 2)
-    assert "nobody came [rank 1 on node" in str(caught.value)
+    assert "a rank did not come [rank 1 on node" in str(caught.value)
     report = str(caught.value.__cause__)
     assert "traceback of rank 1" in report
     assert "Traceback (most recent call last)" in report
-    assert "it is lonely here" in report
+    assert "only this rank is here" in report
 
 
 def killed_with_its_file(module: Any) -> None:
@@ -169,7 +168,7 @@ def test_driver_whose_node_ray_holds_for_dead(
         address_of(node_id)
 
 
-def test_no_spares_in_a_group_of_somebody_elses(
+def test_no_spares_in_the_drivers_own_placement_group(
     folder: Path, monkeypatch: pytest.MonkeyPatch, wait_until: Wait
 ) -> None:
     """Ray would give a rank's bundle, which looks free when a spare has taken over, to others."""

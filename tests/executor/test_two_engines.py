@@ -40,7 +40,7 @@ def alone(engine: LLMEngine) -> list[list[int]]:
 
 
 def test_both_rest(engines: list[LLMEngine]) -> None:
-    """Beside as many actors of Ray's that do nothing at all."""
+    """Compared with as many actors of Ray that do nothing."""
     assert len({place.pid for engine in engines for place in executor_of(engine).places}) == 4
     for engine in engines:
         complete(engine, [5, 6, 7], greedy(2))

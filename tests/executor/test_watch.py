@@ -1,59 +1,47 @@
-"""Who counts as lost, how a process's end is learnt, and how long a step may take."""
+"""Heartbeats: which rank the driver's watch reports as lost, and when a rank ends itself."""
 
 from __future__ import annotations
 
-import errno
 import os
-import signal
 import subprocess
 import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
 from support.processors import Stopwatch
 
 import tpengine
-from tpengine import EngineArgs
-from tpengine.config import RayConfig
-from tpengine.executor import heartbeat as beats
-from tpengine.executor import processes, watch
-from tpengine.executor.channel import Channel, ChannelClosedError, ChannelError, FrameKind
-from tpengine.executor.handshake import Listener, connect
-from tpengine.executor.launch.node_agent import NodeAgent
-from tpengine.executor.processes import python_stack, state
-from tpengine.executor.step_deadline import StepDeadline
+from executor.channels import EPOCH, SECRET, TIMEOUT_S, open_channels
+from tpengine.executor import watch
+from tpengine.executor.channel import (
+    Channel,
+    ChannelClosedError,
+    ChannelError,
+    FrameKind,
+    Listener,
+)
 from tpengine.executor.watch import RankSilentError, RankWatch
-from tpengine.process_stat import start_ticks
 
-SECRET = b"s" * 32
-TIMEOUT_S = 5.0
 PATIENCE_S = 30.0
-"""For what only has to come, where others want the cores."""
+"""For an event that only has to come, when other programs use the cores."""
 FROZEN_S = 1.5
 """Of a quick watch; longer than a thread here is without a processor."""
 Wait = Callable[[Callable[[], bool], float], None]
+Pair = tuple[list[Channel], list[Channel]]
 
 
 @pytest.fixture
-def pair() -> Iterator[tuple[list[Channel], list[Channel]]]:
-    """(the driver's ends, the ranks' ends) of two control channels."""
-    listener = Listener("127.0.0.1", SECRET, 1)
-    with ThreadPoolExecutor(1) as pool:
-        accepted = pool.submit(listener.accept, 2, TIMEOUT_S)
-        ranks = [connect(listener.address, SECRET, rank, 1, TIMEOUT_S) for rank in range(2)]
-        driver = accepted.result(TIMEOUT_S)
-    listener.close()
-    yield driver, ranks
-    for channel in driver + ranks:
-        channel.close()
+def pair() -> Iterator[Pair]:
+    """(the driver's ends, the ranks' ends) of the heartbeat channels of two ranks."""
+    with open_channels(2) as ends:
+        yield ends
 
 
 class Found:
-    """What a watch reported."""
+    """What a watch asked and reported."""
 
     def __init__(self) -> None:
         self.losses: list[tuple[int, ChannelError]] = []
@@ -71,11 +59,11 @@ class Found:
 @pytest.fixture
 def quick(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(watch, "FROZEN_S", FROZEN_S)
-    monkeypatch.setattr(watch, "BEAT_S", 0.1)
+    monkeypatch.setattr(watch, "HEARTBEAT_S", 0.1)
 
 
-def beat(channel: Channel, step: int = 0) -> None:
-    channel.send(FrameKind.BEAT, step, b"execute_model" if step else b"idle", TIMEOUT_S)
+def send_heartbeat(channel: Channel, step: int = 0) -> None:
+    channel.send(FrameKind.HEARTBEAT, step, b"execute_model" if step else b"idle", TIMEOUT_S)
 
 
 def drain(channel: Channel) -> None:
@@ -85,32 +73,30 @@ def drain(channel: Channel) -> None:
 
 
 def test_silent_rank_is_lost_and_the_other_is_not(
-    quick: None, pair: tuple[list[Channel], list[Channel]], wait_until: Wait
+    quick: None, pair: Pair, wait_until: Wait
 ) -> None:
     driver, ranks = pair
     found = Found()
     watching = RankWatch(driver, found.is_frozen, found.on_loss)
     watching.start()
-    beat(ranks[1], step=5)
+    send_heartbeat(ranks[1], step=5)
     start = time.monotonic()
     while not found.losses:
         assert time.monotonic() - start < PATIENCE_S
-        beat(ranks[0])
+        send_heartbeat(ranks[0])
         time.sleep(0.05)
     assert time.monotonic() - start >= FROZEN_S - 0.1
     [(rank, error)] = found.losses
     assert rank == 1
     assert isinstance(error, RankSilentError)
-    assert watching.last_said(1) == "execute_model, step 5"
+    assert watching.last_phase(1) == "execute_model, step 5"
     assert 0 not in found.asked
     watching.wait()
     with pytest.raises(ChannelClosedError):
         drain(ranks[0])
 
 
-def test_silent_rank_that_runs_is_given_time(
-    quick: None, pair: tuple[list[Channel], list[Channel]], wait_until: Wait
-) -> None:
+def test_silent_rank_that_runs_is_given_time(quick: None, pair: Pair, wait_until: Wait) -> None:
     driver, _ = pair
     found = Found()
     found.frozen = False
@@ -127,9 +113,7 @@ def test_silent_rank_that_runs_is_given_time(
     assert not found.losses
 
 
-def test_closed_channel_is_a_loss_at_once(
-    pair: tuple[list[Channel], list[Channel]], wait_until: Wait
-) -> None:
+def test_closed_channel_is_a_loss_at_once(pair: Pair, wait_until: Wait) -> None:
     driver, ranks = pair
     found = Found()
     RankWatch(driver, found.is_frozen, found.on_loss).start()
@@ -139,17 +123,17 @@ def test_closed_channel_is_a_loss_at_once(
     assert isinstance(found.losses[0][1], ChannelClosedError)
 
 
-def test_watching_costs_almost_nothing(pair: tuple[list[Channel], list[Channel]]) -> None:
-    """Both sides in this process: a driver's watch, and two ranks that beat."""
+def test_watching_costs_almost_nothing(pair: Pair) -> None:
+    """Both sides in this process: a driver's watch, and two ranks."""
     driver, ranks = pair
     found = Found()
     watching = RankWatch(driver, found.is_frozen, found.on_loss)
     stop = threading.Event()
 
     def answer() -> None:
-        while not stop.wait(beats.BEAT_S):
+        while not stop.wait(watch.HEARTBEAT_S):
             for channel in ranks:
-                beat(channel)
+                send_heartbeat(channel)
                 while channel.take() is not None:
                     pass
 
@@ -170,31 +154,32 @@ def test_watching_costs_almost_nothing(pair: tuple[list[Channel], list[Channel]]
 
 
 def cpu_s(thread: str) -> float:
-    """CPU seconds of a thread of this process, where other tests have left threads of their own."""
+    """CPU seconds of one thread, as other tests may have left threads in this process."""
     return int(Path(f"/proc/self/task/{thread}/schedstat").read_text().split()[0]) / 1e9
 
 
 FENCED = """
 import socket, sys, threading, time
-from tpengine.executor import heartbeat as beats
-from tpengine.executor.handshake import connect
-beats.FENCE_S = 2.0
+from tpengine.executor import watch
+from tpengine.executor.channel import connect
+watch.FENCE_S = 2.0
 port, secret = int(sys.argv[1]), b"s" * 32
-steps = connect(("127.0.0.1", port), secret, 0, 1, 5.0)
-control = connect(("127.0.0.1", port), secret, 1, 1, 5.0)
-beats.BeatThread(0, control, steps, beats.Progress()).start()
+steps = connect(("127.0.0.1", port), secret, 0, 3, 5.0)
+control = connect(("127.0.0.1", port), secret, 1, 3, 5.0)
+watch.Heartbeat(0, control, steps).start()
 print("ready", flush=True)
-threading.Event().wait(60.0)  # a worker that never comes back
+threading.Event().wait(60.0)  # a worker that hangs
 """
 
 
 @pytest.mark.parametrize(
     ("what", "code", "word"),
-    [("silent", beats.DRIVER_SILENT, "nothing heard"), ("closed", beats.DRIVER_GONE, "closed")],
+    [("silent", watch.DRIVER_SILENT, "nothing heard"), ("closed", watch.DRIVER_GONE, "closed")],
 )
 def test_rank_ends_itself(what: str, code: int, word: str) -> None:
-    """Its driver beats for longer than the fence, then is silent or closes; the worker hangs."""
-    listener = Listener("127.0.0.1", SECRET, 1)
+    """Its driver sends heartbeats for longer than the fence, then is silent or closes the channel;
+    the worker hangs."""
+    listener = Listener("127.0.0.1", SECRET, EPOCH)
     env = {**os.environ, "PYTHONPATH": str(Path(tpengine.__file__).parent.parent)}
     rank = subprocess.Popen(
         [sys.executable, "-c", FENCED, str(listener.address[1])],
@@ -208,14 +193,14 @@ def test_rank_ends_itself(what: str, code: int, word: str) -> None:
     try:
         for _ in range(12):
             time.sleep(0.2)
-            control.send(FrameKind.BEAT, 0, b"", TIMEOUT_S)
+            control.send(FrameKind.HEARTBEAT, 0, b"", TIMEOUT_S)
         assert rank.poll() is None
-        assert control.take() is not None, "the rank does not beat"
-        watch = Stopwatch()
+        assert control.take() is not None, "the rank sends no heartbeat"
+        stopwatch = Stopwatch()
         if what == "closed":
             steps.close()
         _, errors = rank.communicate(timeout=PATIENCE_S)
-        assert watch.own_s < (1.0 if what == "closed" else 4.0)
+        assert stopwatch.own_s < (1.0 if what == "closed" else 4.0)
         assert rank.returncode == code
         assert "rank 0 ends itself" in errors
         assert word in errors
@@ -226,88 +211,67 @@ def test_rank_ends_itself(what: str, code: int, word: str) -> None:
         control.close()
 
 
-@pytest.mark.parametrize(
-    ("how", "expected"),
-    [("kill -9 $$", "killed by signal 9 (SIGKILL)"), ("exit 7", "exit code 7")],
-)
-def test_end_of_a_process_that_is_reaped(how: str, expected: str) -> None:
-    """By somebody else, as Ray reaps ranks."""
-    process = subprocess.Popen(["sh", "-c", f"read line; {how}"], stdin=subprocess.PIPE)
-    ticks = start_ticks(process.pid)
-    assert ticks is not None
-    agent, name = NodeAgent(), (process.pid, ticks)
-    agent.watch([name])
-    ended, now = agent.look(name, 0.0)
-    assert not ended
-    assert now in tuple("SRD"), "it lives: asleep, at work, or waiting for its program's pages"
-    process.communicate(b"\n")
-    ended, now = agent.look(name, 1.0)
-    agent.close()
-    assert now == ""
-    if [int(part) for part in os.uname().release.split(".")[:2]] >= [6, 15]:
-        assert ended == expected
-    else:
-        assert ended in ("", expected)
+def test_time_that_an_agent_takes_is_silence_too(
+    pair: Pair, monkeypatch: pytest.MonkeyPatch, wait_until: Wait
+) -> None:
+    """The agent needs nearly two seconds to say that the process runs."""
+    answer_s, hold_s = 1.7, 2.2
+    monkeypatch.setattr(watch, "FROZEN_S", 0.6)
+    found = Found()
+
+    def is_frozen(rank: int, silent_s: float) -> bool:
+        time.sleep(answer_s)
+        return silent_s >= hold_s
+
+    watching = RankWatch(pair[0][:1], is_frozen, found.on_loss)
+    watching.start()
+    wait_until(lambda: bool(found.losses), PATIENCE_S)
+    watching.stop()
+    watching.wait()
+    assert isinstance(found.losses[0][1], RankSilentError)
 
 
-def test_old_kernel_is_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
-    """It does not know how a process ended, and never will."""
+STUCK = """
+import ctypes, sys, time
+from tpengine.executor import watch
+from tpengine.executor.channel import connect
+watch._STUCK_S = 1.0
+port, secret = int(sys.argv[1]), b"s" * 32
+steps, control = (connect(("127.0.0.1", port), secret, rank, 3, 5.0) for rank in range(2))
+heartbeat = watch.Heartbeat(0, control, steps)
+with heartbeat.during(watch.Doing("create")):
+    pass
+heartbeat.start()
+def hold_the_lock():
+    ctypes.PyDLL(None).sleep(60)
+time.sleep(0.2)  # for the first heartbeat
+print("ready", flush=True)
+hold_the_lock()
+"""
 
-    def ioctl(*_: object) -> int:
-        raise OSError(errno.ENOTTY, "Inappropriate ioctl for device")
 
-    process = subprocess.Popen(["sleep", "60"])
-    name = (process.pid, start_ticks(process.pid) or 0)
-    agent = NodeAgent()
-    agent.watch([name])
-    process.kill()
-    process.wait(TIMEOUT_S)
-    monkeypatch.setattr(processes.fcntl, "ioctl", ioctl)
-    start = time.monotonic()
-    assert agent.look(name, PATIENCE_S) == ("", "")
-    assert time.monotonic() - start < PATIENCE_S / 2
-    agent.close()
-
-
-def test_stack_of_a_stopped_process() -> None:
-    code = "import time\ndef in_the_weeds():\n    print('x', flush=True)\n    time.sleep(60)\n"
-    process = subprocess.Popen(
-        [sys.executable, "-c", code + "in_the_weeds()"], stdout=subprocess.PIPE
+def test_rank_whose_python_lock_is_held_ends_itself() -> None:
+    """None of its threads can notice that its driver is gone; its stack is in its log."""
+    listener = Listener("127.0.0.1", SECRET, EPOCH)
+    env = {**os.environ, "PYTHONPATH": str(Path(tpengine.__file__).parent.parent)}
+    rank = subprocess.Popen(
+        [sys.executable, "-c", STUCK, str(listener.address[1])],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        env=env,
     )
+    channels = listener.accept(2, 30.0)
+    listener.close()
     try:
-        assert process.stdout is not None
-        process.stdout.readline()
-        process.send_signal(signal.SIGSTOP)
-        assert "in_the_weeds" in python_stack(process.pid)
-        ticks = start_ticks(process.pid)
-        assert ticks is not None
-        assert state((process.pid, ticks)) == "T"
-        assert state((process.pid, ticks + 1)) == "", "another process of the same number"
+        assert rank.stdout is not None
+        assert rank.stdout.readline() == "ready\n"
+        time.sleep(0.1)
+        for channel in channels:
+            channel.close()
+        _, errors = rank.communicate(timeout=15.0)
+        assert rank.returncode == 1
+        assert "in hold_the_lock" in errors
     finally:
-        process.kill()
-        process.wait(TIMEOUT_S)
-
-
-def test_missing_stack_says_why(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setenv("PATH", str(tmp_path))
-    monkeypatch.setattr(sys, "executable", str(tmp_path / "python"))
-    assert "py-spy is not installed" in python_stack(os.getpid())
-    (tmp_path / "py-spy").write_text("#!/bin/sh\necho 'Permission denied' >&2\nexit 1\n")
-    (tmp_path / "py-spy").chmod(0o755)
-    assert python_stack(os.getpid()) == "(no stack: py-spy says: Permission denied)"
-
-
-def test_least_deadline() -> None:
-    assert EngineArgs("model").step_timeout_s == RayConfig().step_timeout_s == 30.0
-
-
-def test_deadline_follows_what_steps_took() -> None:
-    deadline = StepDeadline(30.0)
-    assert deadline.of(100_000) == 30.0, "nothing is known yet"
-    deadline.observe(500, 5.0)
-    assert deadline.of(1) == 30.0
-    assert deadline.of(2000) == pytest.approx(200.0)
-    for _ in range(200):
-        deadline.observe(500, 0.5)
-    assert deadline.of(2000) == 30.0
-    assert deadline.of(20_000) == pytest.approx(200.0, rel=0.01)
+        rank.kill()
+        rank.wait(TIMEOUT_S)

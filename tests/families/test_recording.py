@@ -26,4 +26,4 @@ def test_recorded(variant: Variant, subjects: Subjects) -> None:
     )
     with LLMEngine.from_engine_args(args) as engine:
         worker = engine._executor._worker  # type: ignore[attr-defined]
-        assert worker._runner._recorded is not None
+        assert worker._runner.recorded is not None

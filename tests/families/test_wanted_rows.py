@@ -32,7 +32,7 @@ def test_bits_and_work(variant: Variant, subjects: Subjects) -> None:
     )
     with LLMEngine.from_engine_args(args) as engine:
         runner = engine._executor._worker._runner  # type: ignore[attr-defined]
-        model, caches = runner.model, runner._kv_caches
+        model, caches = runner.model, runner.cache_engine.kv_caches
         num_tokens = sum(PROMPT_LENGTHS)
         token_ids = torch.arange(3, 3 + num_tokens, dtype=torch.int32)
         metadata = prefill_metadata()

@@ -6,8 +6,8 @@ import itertools
 
 import pytest
 import torch
+from benchmarks.swap import scattered_pairs
 
-from tpengine.bench.swap import scattered_pairs
 from tpengine.messages import BlockMoves
 from tpengine.sampling_params import SamplingParams
 from tpengine.sequence import SequenceStatus

@@ -16,7 +16,7 @@ from tpengine.config import EngineConfig
 FAKE_VOCAB = TinyLlama(
     head_dim=64, num_heads=1, num_kv_heads=1, hidden_size=64, num_layers=1, vocab_size=1000
 )
-"""Only its configuration is used: the fake worker has 997 tokens."""
+"""Only its configuration is used; the vocabulary of the fake worker has 997 tokens."""
 
 MakeConfig = Callable[..., EngineConfig]
 

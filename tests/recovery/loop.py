@@ -1,4 +1,4 @@
-"""The loop that everybody writes, checking every step and putting streams together."""
+"""Steps an engine, checks its invariants after each step, and joins the deltas of streams."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 
 from tpengine import LLMEngine, RequestOutput, RequestOutputKind, SamplingParams
 from tpengine.config import EngineConfig
-from tpengine.engine.health import EngineState
+from tpengine.engine.stats import EngineState
 from tpengine.outputs import CompletionOutput
 
 from .mortal import FakeGroup, Fate, Group, MortalExecutor, mortal_engine
@@ -18,7 +18,7 @@ MAX_CALLS = 4000
 
 @dataclass(frozen=True)
 class Job:
-    """One request; its seed is its own, so that its answer does not depend on its neighbours."""
+    """One request; it has a seed, so that its answer does not depend on other requests."""
 
     prompt: list[int]
     params: SamplingParams
@@ -27,7 +27,7 @@ class Job:
 
 @dataclass
 class Answer:
-    """What a user has of one request, its deltas put together."""
+    """What a user has got of one request, with its deltas joined."""
 
     outputs: dict[int, CompletionOutput] = field(default_factory=dict)
     prompt_logprobs: Any = None
@@ -48,7 +48,7 @@ class Answer:
                 if before.logprobs is not None:
                     assert one.logprobs is not None
                     one.logprobs = before.logprobs + one.logprobs
-            elif before is not None:  # what was shown stays
+            elif before is not None:  # a cumulative output only grows
                 assert one.token_ids[: len(before.token_ids)] == before.token_ids
             self.outputs[one.index] = one
 
@@ -62,7 +62,7 @@ class Answer:
 
 
 class Client:
-    """Drives an engine by calls of `step`, and keeps what comes."""
+    """Adds requests to an engine, steps it, and keeps the answers."""
 
     def __init__(self, engine: LLMEngine, executor: MortalExecutor) -> None:
         self.engine = engine
@@ -86,24 +86,24 @@ class Client:
         return outputs
 
     def run(self) -> dict[str, Answer]:
-        """Steps until nothing is left, and looks for what was not given back."""
+        """Steps until no request is left, and checks that all blocks are free."""
         for _ in range(MAX_CALLS):
             if not self.engine.has_unfinished_requests():
                 break
             self.step()
-        assert not self.engine.has_unfinished_requests(), "it does not come to an end"
+        assert not self.engine.has_unfinished_requests(), "the engine does not finish its requests"
         assert all(answer.finished for answer in self.answers.values())
         assert self.engine.get_num_unfinished_requests() == 0
         assert self.engine.num_free_blocks == self.engine.num_total_blocks
         return self.answers
 
     def recover(self) -> None:
-        """Steps until a group is there."""
+        """Steps until there is a new group."""
         for _ in range(MAX_CALLS):
             self.step()
             if self.engine.health().state is not EngineState.RECOVERING:
                 return
-        raise AssertionError("no group comes")
+        raise AssertionError("there is no new group")
 
 
 def serve(
@@ -112,7 +112,7 @@ def serve(
     fate: Fate | None = None,
     group: Callable[[EngineConfig, int], Group] = FakeGroup,
 ) -> tuple[dict[str, Answer], MortalExecutor, LLMEngine]:
-    """Serves jobs side by side, named by their number."""
+    """Serves jobs together; their ids are their numbers."""
     engine, executor = mortal_engine(config, fate or Fate(), group)
     client = Client(engine, executor)
     for number, job in enumerate(jobs):
@@ -122,7 +122,7 @@ def serve(
 
 
 def summary(answer: Answer) -> list[tuple[Any, ...]]:
-    """What must be the same, bit for bit."""
+    """Returns the parts of an answer that a loss must not change."""
     return [
         (index, one.token_ids, one.text, one.finish_reason, one.stop_reason)
         for index, one in sorted(answer.outputs.items())

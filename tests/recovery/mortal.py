@@ -1,4 +1,4 @@
-"""Groups of ranks, in this process, that are lost when a test wants it."""
+"""Groups of fake ranks, in this process, which a test can lose."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ from scheduling.fake_worker import FakeWorker
 
 from tpengine import LLMEngine
 from tpengine.config import EngineConfig
-from tpengine.errors import EngineError, GroupLostError
+from tpengine.errors import EngineError, GroupLostError, RankLoss
 from tpengine.executor.executor import Executor
-from tpengine.messages import MemoryLedger, RankLoss, StepInput, StepOutput
+from tpengine.messages import MemoryLedger, StepInput, StepOutput
 from tpengine.worker.worker import Worker
 
 BLOCK_BYTES = 1000
@@ -23,7 +23,7 @@ TIMEOUT_S = 30.0
 
 
 class Group(Protocol):
-    """What is lost as a whole."""
+    """What a test loses as a whole."""
 
     def init_cache_engine(self, num_blocks: int, num_host_blocks: int) -> None: ...
 
@@ -68,15 +68,16 @@ class RealGroup:
 
 @dataclass
 class Fate:
-    """What befalls the groups.
+    """When and how groups are lost.
 
     Attributes:
         kills: numbers of steps that are not answered.
-        rebuilds: of each attempt at a new group, where it fails: `rebuild`, `cache` or nowhere.
-        blocks: (on the device, on the host) of each group; the last entry is that of all others.
-        poison: by first token of a prompt, how many output tokens a request may have so that a
-            step with it is still answered.
-        is_lethal: says of a step whether it is not answered, instead of all that.
+        rebuilds: where each attempt at a new group fails: `rebuild`, `cache` or nowhere.
+        blocks: (on the device, on the host) of each group; the last entry counts for all later
+            groups too.
+        poison: by first token of a prompt: a step is not answered if the request has that many
+            output tokens.
+        is_lethal: whether a step is not answered, in addition to the above.
     """
 
     kills: frozenset[int] = frozenset()
@@ -87,13 +88,13 @@ class Fate:
 
 
 class MortalExecutor(Executor):
-    """Loses its group as its fate says, and makes new ones.
+    """Loses its group as `Fate` says, and makes new groups.
 
     Attributes:
         gate: a rebuild waits for it; open unless a test closes it.
-        steps: (epoch, step) of all that were asked for.
-        losses: all of them.
-        poisoned: steps of each that a poisonous request was in when it killed.
+        steps: (epoch, step) of all steps that were sent.
+        losses: of all groups, oldest first.
+        threads: names of the threads that called `rebuild`.
     """
 
     def __init__(
@@ -115,7 +116,7 @@ class MortalExecutor(Executor):
         self.threads: set[str] = set()
 
     def _run_workers(self, method: str, *args: Any, **kwargs: Any) -> list[Any]:
-        raise AssertionError(f"{method} is no verb of this executor")
+        raise AssertionError(f"this executor does not run {method}")
 
     @property
     def loss(self) -> RankLoss | None:
@@ -145,7 +146,7 @@ class MortalExecutor(Executor):
         self._fail_if_due("cache")
 
     def populate_cache(self) -> None:
-        """There is no memory."""
+        """Does nothing: the fake ranks have no memory."""
 
     def rebuild(self) -> list[MemoryLedger]:
         self.threads.add(threading.current_thread().name)
@@ -161,11 +162,11 @@ class MortalExecutor(Executor):
 
     def execute_model(self, step: StepInput) -> StepOutput:
         self._num_sent = step.step
-        if self._loss is not None:  # lost since the driver asked
+        if self._loss is not None:  # lost after the driver looked at `loss`
             raise GroupLostError(self._loss)
         assert self._group is not None
         self.steps.append((self._epoch, step.step))
-        self._book(step)
+        self._follow_slots(step)
         is_lethal = step.step in self._fate.kills or self._fate.is_lethal(step)
         if is_lethal or self._is_poisonous(step):
             raise GroupLostError(self.lose("execute_model", step.step))
@@ -181,7 +182,7 @@ class MortalExecutor(Executor):
         self._group = None
 
     def lose(self, phase: str = "idle", step: int | None = None) -> RankLoss:
-        """Kills the group."""
+        """Loses the group."""
         self._group = None
         self._slots.clear()
         self._loss = RankLoss(
@@ -203,7 +204,7 @@ class MortalExecutor(Executor):
         self._loss = None
 
     def _fail_if_due(self, where: str) -> None:
-        """A group that dies in the cache's phase is the same attempt as one that was rebuilt."""
+        """Loses the new group if this attempt is to fail here; `cache` ends an attempt."""
         if self._epoch == 1 or not self._fate.rebuilds:
             return
         if where == self._fate.rebuilds[0]:
@@ -212,7 +213,7 @@ class MortalExecutor(Executor):
         if where == "cache":
             self._fate.rebuilds.popleft()
 
-    def _book(self, step: StepInput) -> None:
+    def _follow_slots(self, step: StepInput) -> None:
         for slot in step.freed_slots:
             del self._slots[slot]
         for new in step.new_sequences:
@@ -234,6 +235,6 @@ class MortalExecutor(Executor):
 def mortal_engine(
     config: EngineConfig, fate: Fate, group: Callable[[EngineConfig, int], Group] = FakeGroup
 ) -> tuple[LLMEngine, MortalExecutor]:
-    """An engine whose ranks are lost as `fate` says."""
+    """Returns an engine whose ranks are lost as `fate` says."""
     executor = MortalExecutor(config, fate, group)
     return LLMEngine(config, executor, log_stats=False), executor

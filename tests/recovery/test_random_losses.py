@@ -1,5 +1,5 @@
-"""Random mixes of everything, with groups that are lost at any moment: every request ends as if
-nothing had happened, and no stream loses or repeats a token."""
+"""Random requests and settings, with groups that are lost at any moment: every request ends as
+without the losses, and no stream loses or repeats a token."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ ENGINES: dict[str, dict[str, Any]] = {
     "auto, no caching": {"enable_prefix_caching": False, "max_num_batched_tokens": 8},
 }
 MAX_STEP_KILLS = 3
-"""A fourth in a row, at the same token of a request that is alone, would be blamed on it."""
+"""A request that runs alone would fail after a fourth loss in a row at the same token."""
 
 
 @dataclass(frozen=True)
@@ -69,7 +69,7 @@ NUM_CALLS = 30
 traces = st.builds(
     Trace,
     engine=st.sampled_from(sorted(ENGINES)),
-    # The first group's cache holds a sequence of the longest length, those of others need not.
+    # Only the first group's cache must hold a sequence of the greatest length.
     blocks=st.builds(
         lambda first, others: [first, *others],
         st.tuples(st.sampled_from([8, 12, 16, 40]), st.sampled_from([0, 4, 30])),
@@ -96,7 +96,7 @@ traces = st.builds(
 
 
 def job_of(arrival: Arrival, number: int, policy: str) -> Job:
-    """Prompts of even and odd numbers begin alike, so that full blocks are found again."""
+    """Prompts of even numbers, and those of odd ones, share a beginning for the prefix cache."""
     count = arrival.num_prompt_tokens
     shared = [3 + (17 * (number % 2) + 5 * place) % 900 for place in range(count - count // 3)]
     own = [3 + (31 * number + 7 * place) % 900 for place in range(count // 3)]
@@ -160,7 +160,7 @@ def compare(answer: Answer, undisturbed: Answer, job: Job) -> str:
 
 @pytest.fixture(autouse=True)
 def _quiet() -> Any:
-    """Thousands of losses are no news."""
+    """Keeps the log lines of thousands of losses away."""
     logging.disable(logging.CRITICAL)
     yield
     logging.disable(logging.NOTSET)
@@ -198,7 +198,7 @@ def test_random_losses(fake_config: MakeConfig, monkeypatch: pytest.MonkeyPatch)
         derandomize=True,
         database=None,
         deadline=None,
-        phases=[Phase.generate],  # a failure is found soon rather than made small slowly
+        phases=[Phase.generate],  # shrinking a failure takes too long
         suppress_health_check=list(HealthCheck),
     )
     @given(trace=traces)
@@ -206,7 +206,7 @@ def test_random_losses(fake_config: MakeConfig, monkeypatch: pytest.MonkeyPatch)
         play(trace, configs[trace.engine], events)
 
     run()
-    # The traces reach what they are there for.
+    # The traces reach the cases that this test is for.
     wanted = ["execute_model", "idle", "rebuild", "cache", "shrunk", "preempted"]
     wanted += ["swapped when lost", "prefilling when lost", "decoding when lost"]
     wanted += ["added in a recovery", "aborted in a recovery", "abort", "ignored"]

@@ -1,5 +1,5 @@
-"""A real worker with a small random Llama in float32, lost again and again: everything that a user
-sees is what it would have been."""
+"""A real worker with a small random Llama in float32 is lost again and again: a user sees the same
+as without the losses."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ def make_jobs(with_priorities: bool) -> list[Job]:
 
 
 def logprobs_of(answer: Answer) -> list[float]:
-    """All log probabilities of an answer, in order."""
+    """Returns all log probabilities of an answer, in order."""
     entries = [e for one in answer.outputs.values() for e in one.logprobs or []]
     entries += [entry for entry in answer.prompt_logprobs or [] if entry is not None]
     found = [entry[token].logprob for entry in entries for token in sorted(entry)]

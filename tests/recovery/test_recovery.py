@@ -1,5 +1,4 @@
-"""What can be done with an engine while its ranks are replaced, and how it ends when they cannot
-be."""
+"""What an engine does while its ranks are replaced, and how it ends when they cannot be."""
 
 from __future__ import annotations
 
@@ -14,7 +13,7 @@ import pytest
 from tpengine import LLM, LLMEngine, RequestOutputKind, SamplingParams
 from tpengine.cli.main import main
 from tpengine.engine import llm_engine
-from tpengine.engine.health import EngineState
+from tpengine.engine.stats import EngineState
 from tpengine.errors import EngineDeadError, EngineError, GroupLostError
 
 from .conftest import MakeConfig
@@ -35,7 +34,7 @@ def job(number: int, max_tokens: int = 10, num_prompt_tokens: int = 5) -> Job:
 
 @pytest.fixture
 def client(fake_config: MakeConfig) -> Iterator[Client]:
-    """An engine with three requests under way."""
+    """An engine with three running requests."""
     engine, executor = mortal_engine(fake_config(max_recoveries=3), Fate())
     client = Client(engine, executor)
     for number in range(3):
@@ -47,7 +46,7 @@ def client(fake_config: MakeConfig) -> Iterator[Client]:
 
 
 def lose(client: Client) -> None:
-    """The group is gone, and the next one takes its time."""
+    """Loses the group; the next one is not ready until the test opens the gate."""
     client.executor.gate.clear()
     client.executor.lose()
     assert client.step() == []
@@ -55,15 +54,15 @@ def lose(client: Client) -> None:
 
 
 def test_weights_are_known_without_ranks(client: Client) -> None:
-    """Asking for them is no loss of the group that is being made."""
+    """`stats` and `get_weights_bytes` do not call the ranks."""
     before = client.engine.get_weights_bytes()
-    assert before == [ledger.weights_bytes for ledger in client.engine._recovery.ledgers]
+    assert before == [ledger.weights_bytes for ledger in client.engine.stats().ledgers]
     lose(client)
     client.executor._run_workers = None  # type: ignore[assignment, method-assign]
     assert client.engine.get_weights_bytes() == before
 
 
-def test_a_step_returns_soon_with_what_aborts_brought(client: Client) -> None:
+def test_a_step_returns_soon_with_aborted_requests(client: Client) -> None:
     engine, executor = client.engine, client.executor
     lose(client)
     engine.abort_request("1")
@@ -75,7 +74,7 @@ def test_a_step_returns_soon_with_what_aborts_brought(client: Client) -> None:
     assert [output.request_id for output in client.step()] == ["gone"]
     start = time.monotonic()
     assert all(client.step() == [] for _ in range(5))
-    assert 0.05 < time.monotonic() - start < 15.0  # it waits a little, and not for the group
+    assert 0.05 < time.monotonic() - start < 15.0  # a step waits a little, but not for the group
     assert engine.get_num_unfinished_requests() == 3
     assert engine.num_free_blocks == engine.num_total_blocks
     assert executor.epoch == 1
@@ -114,12 +113,12 @@ def test_health(client: Client) -> None:
     start = time.monotonic()
     client.add("next", job(5))
     stalled_s = engine.health().stalled_s
-    assert stalled_s <= time.monotonic() - start  # and a request that has just come is not, either
+    assert stalled_s <= time.monotonic() - start  # and neither is a request that has just come
     time.sleep(0.1)
     assert engine.health().stalled_s >= 0.1
 
 
-def test_a_loss_while_idle_is_made_good_before_the_next_request(client: Client) -> None:
+def test_a_loss_while_idle_is_repaired_before_the_next_request(client: Client) -> None:
     client.run()
     client.executor.lose()
     client.recover()
@@ -129,40 +128,40 @@ def test_a_loss_while_idle_is_made_good_before_the_next_request(client: Client) 
     assert summary(client.run()["after"]) == summary(alone["0"])
 
 
-def test_a_loss_that_nobody_saw_is_found_by_the_step(
+def test_a_loss_just_before_a_step_makes_no_suspects(
     client: Client, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Between the look and the step there is time for another loss; it blames nobody."""
+    """The group is lost after the engine looked at it, and before the step is sent."""
     for _ in range(4):
         with monkeypatch.context() as patch:
             patch.setattr(MortalExecutor, "loss", None)
             client.executor.lose()
             client.step()
-        assert not client.engine._recovery._blame.has_suspects
-        client.engine._recovery._counted.clear()
+        assert not client.engine._recovery._poison.has_suspects
+        client.engine._recovery._loss_times.clear()
         client.recover()
     answers = client.run()
     alone, _, _ = serve(client.engine._config, [job(number) for number in range(3)])
     assert {k: summary(a) for k, a in answers.items()} == {k: summary(a) for k, a in alone.items()}
 
 
-def test_a_loss_of_the_step_before_blames_nobody(
+def test_a_loss_after_an_answer_makes_no_suspects(
     client: Client, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A rank dies once it has answered, and the next step is the first to hear of it."""
+    """A rank dies after its answer, and the next step finds that out."""
     for _ in range(2):
         with monkeypatch.context() as patch:
             patch.setattr(MortalExecutor, "loss", None)
             client.executor.lose("execute_model", client.executor.steps[-1][1])
             client.step()
         assert client.engine.health().state is EngineState.RECOVERING
-        assert not client.engine._recovery._blame.has_suspects
+        assert not client.engine._recovery._poison.has_suspects
         client.recover()
         client.step()
     client.run()
 
 
-def test_what_no_longer_fits_fails_alone(fake_config: MakeConfig) -> None:
+def test_a_request_that_no_longer_fits_fails_alone(fake_config: MakeConfig) -> None:
     fate = Fate(kills=frozenset({3}), blocks=[(20, 0), (5, 0)])
     jobs = [job(0, num_prompt_tokens=45), job(1), job(2, max_tokens=40)]
     answers, _, engine = serve(fake_config(), jobs, fate)
@@ -176,7 +175,7 @@ def test_what_no_longer_fits_fails_alone(fake_config: MakeConfig) -> None:
 
 
 def test_used_up(client: Client) -> None:
-    """Three times it recovers; the next loss says all that is known, to everybody."""
+    """The engine recovers three times; the error of the fourth loss holds all that is known."""
     engine, executor = client.engine, client.executor
     for _ in range(3):
         executor.lose()
@@ -198,7 +197,7 @@ def test_used_up(client: Client) -> None:
     assert executor.epoch == 4
 
 
-def test_losses_of_long_ago_do_not_count(fake_config: MakeConfig) -> None:
+def test_old_losses_do_not_count(fake_config: MakeConfig) -> None:
     config = fake_config(max_recoveries=1, recovery_window=1.0)
     engine, executor = mortal_engine(config, Fate())
     client = Client(engine, executor)
@@ -214,7 +213,7 @@ def test_losses_of_long_ago_do_not_count(fake_config: MakeConfig) -> None:
         client.recover()
 
 
-def test_groups_that_die_in_a_row_while_they_are_made(fake_config: MakeConfig) -> None:
+def test_groups_that_die_during_their_start(fake_config: MakeConfig) -> None:
     fate = Fate(frozenset({4}), deque(["rebuild", "cache", "rebuild"]))
     jobs = [job(number) for number in range(3)]
     answers, executor, engine = serve(fake_config(max_recoveries=4), jobs, fate)
@@ -235,7 +234,7 @@ def test_groups_that_die_in_a_row_while_they_are_made(fake_config: MakeConfig) -
         serve(fake_config(max_recoveries=3), jobs, fate)
 
 
-def test_no_group_can_be_made(client: Client) -> None:
+def test_a_group_that_cannot_be_rebuilt(client: Client) -> None:
     client.executor._fate.rebuilds.append("impossible")
     client.executor.lose()
     with pytest.raises(EngineDeadError, match="not be replaced: EngineError: no node is left"):
@@ -267,11 +266,11 @@ def test_log_lines(client: Client, caplog: pytest.LogCaptureFixture) -> None:
     assert client.engine.recoveries[0].phases_s == {"weights": 0.25}
 
 
-def test_offline_batches_notice_nothing(fake_config: MakeConfig) -> None:
+def test_offline_batches_and_streams_go_on(fake_config: MakeConfig) -> None:
     """`LLM.generate` and `LLM.stream`, and a stream that is left while the group is rebuilt."""
     fate = Fate(kills=frozenset({2, 13, 20}))
     engine, _ = mortal_engine(fake_config(), fate)
-    llm = LLM.__new__(LLM)  # its constructor builds an engine of its own
+    llm = LLM.__new__(LLM)  # the constructor would build another engine
     llm.llm_engine, llm._num_requests, llm._inbox, llm._finished = engine, 0, {}, []
     params = SamplingParams(max_tokens=8, ignore_eos=True, seed=5)
     prompts = [[3 + number, 4, 5] for number in range(4)]
@@ -290,10 +289,10 @@ def test_offline_batches_notice_nothing(fake_config: MakeConfig) -> None:
     assert isinstance(engine, LLMEngine)
 
 
-def test_the_command_line_says_so_once(
+def test_the_command_line_reports_it_once(
     real_config: MakeConfig, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Whatever prompts are left: there is no engine for them."""
+    """It does not report it again for each prompt that is left."""
     config = real_config(max_recoveries=1)
     executor = MortalExecutor(config, Fate(is_lethal=lambda step: True), FakeGroup)
     monkeypatch.setattr(llm_engine, "create_executor", lambda args: (config, executor))

@@ -1,6 +1,6 @@
 """Sixty-four requests of all kinds, half of them streams, kept in flight on a far too small cache.
 
-Whoever finishes is followed by another, so that each loss meets as many as the first.
+A request that finishes is followed by another, so that each loss meets as many as the first.
 """
 
 from __future__ import annotations
@@ -125,7 +125,7 @@ class Crowd:
             self._add(self._number % len(self.jobs), self.jobs[self._number % len(self.jobs)])
 
     def follow(self, request_id: str) -> Answer:
-        """The answer of a request that is none of the jobs, as it comes."""
+        """The answer of a request that is not one of the jobs, as it comes."""
         self._guests[request_id] = Answer()
         return self._guests[request_id]
 
@@ -150,8 +150,7 @@ class Crowd:
         assert not self._open
 
     def count_blocks(self) -> None:
-        """One request that needs the cache to its last block can only be served if nobody has kept
-        one; and nobody is left to give any back."""
+        """One request that needs the whole cache can only be served if no other holds a block."""
         engine = self.engine
         assert engine.num_free_blocks == engine.num_total_blocks == NUM_BLOCKS
         host = engine._scheduler.block_manager.host

@@ -16,9 +16,10 @@ import pytest
 from executor.ray_engines import executor_of
 
 from tpengine import LLMEngine
+from tpengine.errors import RankLoss
 from tpengine.executor.group import Group
-from tpengine.messages import RankLoss, StepInput
-from tpengine.process_stat import start_ticks
+from tpengine.host import start_ticks
+from tpengine.messages import StepInput
 
 IN_STEPS = ("prefill", "decode", "swap")
 PHASES = ("loading", *IN_STEPS, "idle", "recovery")

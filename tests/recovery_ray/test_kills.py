@@ -18,7 +18,7 @@ from executor.ray_engines import executor_of
 from recovery_ray.crowd import MIN_MARGIN, NUM_REQUESTS, Crowd, crowd_engine
 from recovery_ray.killer import PHASES, Killer, killer
 from recovery_ray.processes import actors
-from tpengine.engine.health import EngineState
+from tpengine.engine.stats import EngineState
 
 NUM_KILLS = int(os.environ.get("TPENGINE_TEST_KILLS", "100"))
 END_S = 30.0

@@ -1,4 +1,4 @@
-"""A machine is cut off, another loses its power: the ranks go on elsewhere, and nobody else does.
+"""A machine is cut off, another loses its power: the ranks go on elsewhere, and only once.
 
 Four machines and two ranks; after the first loss three are left, with one to spare.
 """

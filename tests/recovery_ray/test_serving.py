@@ -23,7 +23,7 @@ from support.server_process import ServerProcess
 
 from recovery_ray.processes import actors
 from tpengine import AsyncLLMEngine, RequestOutputKind, SamplingParams
-from tpengine.engine.health import EngineState
+from tpengine.engine.stats import EngineState
 from tpengine.errors import DeadlineExceededError, RequestAbortedError
 from tpengine.server.grpc.proto import tpengine_pb2 as pb
 

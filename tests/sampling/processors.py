@@ -1,4 +1,4 @@
-"""Logits processors that tests name by import path, as users name theirs."""
+"""Logits processors that tests pass by import path, as users do."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ NOT_A_FUNCTION = 3
 
 
 def keep(output_ids: list[int], logits: torch.Tensor) -> torch.Tensor:
-    """Keeps what it is given."""
+    """Keeps its arguments."""
     kept.append(logits)
     return logits
 
 
 def forbid_last(output_ids: list[int], logits: torch.Tensor) -> torch.Tensor:
-    """Never the same token twice running; edits in place, and spoils the list it was given."""
+    """Forbids the previous token; edits in place, and changes the list that it was given."""
     if output_ids:
         logits[output_ids[-1]] = -torch.inf
     output_ids.append(0)
@@ -26,13 +26,13 @@ def forbid_last(output_ids: list[int], logits: torch.Tensor) -> torch.Tensor:
 def forbid_prompt(
     prompt_ids: list[int], output_ids: list[int], logits: torch.Tensor
 ) -> torch.Tensor:
-    """No token of the prompt; a new tensor."""
+    """Forbids the prompt's tokens; returns a new tensor."""
     seen.append((prompt_ids, output_ids))
     return logits.index_fill(0, torch.tensor(prompt_ids), -torch.inf)
 
 
 def fail_at_third(output_ids: list[int], logits: torch.Tensor) -> torch.Tensor:
-    """Raises once two tokens are there."""
+    """Raises after two tokens."""
     if len(output_ids) == 2:
         raise KeyError("the third token")
     return logits
@@ -44,22 +44,22 @@ def exit_process(output_ids: list[int], logits: torch.Tensor) -> torch.Tensor:
 
 
 def forget_to_return(output_ids: list[int], logits: torch.Tensor) -> None:
-    """A frequent slip."""
+    """Returns None, a common mistake."""
     logits[0] = 0.0
 
 
 def cut_off(output_ids: list[int], logits: torch.Tensor) -> torch.Tensor:
-    """Loses a logit."""
+    """Returns one logit too few."""
     return logits[1:]
 
 
 def make_nan(output_ids: list[int], logits: torch.Tensor) -> torch.Tensor:
-    """What a division by zero brings."""
+    """Returns NaN, as after a division by zero."""
     return logits * torch.nan
 
 
 def forbid_all(output_ids: list[int], logits: torch.Tensor) -> torch.Tensor:
-    """Leaves nothing to sample."""
+    """Bans every token."""
     return torch.full_like(logits, -torch.inf)
 
 

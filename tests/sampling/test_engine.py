@@ -25,7 +25,7 @@ ALLOWED = list(range(40, 120))
 
 
 def _by(*made: Any) -> Edit:
-    """An edit from transformers' processors."""
+    """Returns an edit made of transformers' processors."""
 
     def edit(ids: list[int], logits: torch.Tensor) -> torch.Tensor:
         scores = logits[None].clone()
@@ -37,7 +37,7 @@ def _by(*made: Any) -> Edit:
 
 
 def _count(prompt_length: int, frequency: float, presence: float) -> Edit:
-    """Penalties that look at the output."""
+    """Returns penalties that count the output."""
 
     def edit(ids: list[int], logits: torch.Tensor) -> torch.Tensor:
         edited, output = logits.clone(), ids[prompt_length:]
@@ -65,7 +65,7 @@ def _not_last(prompt_length: int) -> Edit:
 
 
 def _banned_words(oracle: Any) -> list[list[int]]:
-    """Words that plain greedy decoding would say: of one, two and three tokens."""
+    """Returns words of one, two and three tokens that greedy decoding would produce."""
     words = []
     for prompt, answer in clear_prompts(oracle, LENGTHS, NUM_TOKENS):
         words += [answer[2:3], answer[5:7], answer[9:12], [prompt[-1], answer[0]]]
@@ -93,7 +93,7 @@ def _cases(oracle: Any) -> dict[str, tuple[dict[str, Any], Edit]]:
 
 
 def _requests(oracle: Any) -> list[tuple[list[int], SamplingParams, list[int]]]:
-    """(prompt, parameters, expected ids) of every case and length."""
+    """Returns (prompt, parameters, expected ids) of every case and length."""
     common: dict[str, Any] = {"temperature": 0, "max_tokens": NUM_TOKENS, "ignore_eos": True}
     found = []
     for values, edit in _cases(oracle).values():
@@ -118,8 +118,8 @@ def requests(oracle: Any) -> list[tuple[list[int], SamplingParams, list[int]]]:
     return _requests(oracle)
 
 
-def test_edits_change_what_is_said(oracle: Any, requests: Any) -> None:
-    """The comparison below would pass without edits if they did nothing."""
+def test_edits_change_the_tokens(oracle: Any, requests: Any) -> None:
+    """Otherwise the comparison below would pass without edits."""
     changed = [greedy(oracle, prompt, NUM_TOKENS)[0] != answer for prompt, _, answer in requests]
     assert sum(changed) >= len(requests) // 2
 
@@ -136,7 +136,7 @@ def test_in_a_crowd(folder: Any, requests: Any, chunked: bool) -> None:
 
 @pytest.mark.parametrize("mode", ["recompute", "swap"])
 def test_after_preemption(folder: Any, requests: Any, mode: str) -> None:
-    """Counts of a sequence that starts over, or comes back, are those of all its tokens."""
+    """After recompute or swap the counts of a sequence cover all its tokens."""
     tight = {"num_device_blocks_override": 10, "max_model_len": 112, "preemption_mode": mode}
     with log_steps() as log, make_engine(folder, max_num_seqs=16, **tight) as engine:
         outputs = run(engine, [(prompt, params) for prompt, params, _ in requests])

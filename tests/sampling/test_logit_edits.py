@@ -38,7 +38,7 @@ class _Sequence:
 
 
 class _Batch:
-    """Slots as the worker keeps them, and the sequences that they ought to hold."""
+    """Slots as in the worker, and the sequences that they are expected to hold."""
 
     def __init__(self) -> None:
         self.slots = SamplingSlots(MAX_NUM_SEQS, torch.device("cpu"))
@@ -58,7 +58,7 @@ class _Batch:
         del self.sequences[slot]
 
     def fork(self, parent: int, child: int) -> None:
-        """As the worker does it."""
+        """Forks a sequence as the worker does."""
         if child in self.sequences:
             self.leave(child)
         self.token_ids[child] = self.token_ids[parent]
@@ -88,7 +88,7 @@ class _Batch:
 
 
 def _reference(sequence: _Sequence, logits: torch.Tensor) -> torch.Tensor:
-    """One row by transformers and NumPy."""
+    """Returns one row, edited by transformers and NumPy."""
     params = sequence.params
     ids, scores = torch.tensor([sequence.token_ids]), logits[None].clone()
     if params.logit_bias:
@@ -131,7 +131,7 @@ def _random_params(rng: random.Random) -> SamplingParams:
 
 
 def test_mixed_batches_equal_transformers(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(logit_edits, "_MAX_ENTRIES", 128)  # several parts per step
+    monkeypatch.setattr(logit_edits, "_MAX_ENTRIES", 128)  # more than one part per step
     rng, generator = random.Random(5), torch.Generator().manual_seed(5)
     batch, events = _Batch(), Counter()
     for _ in range(150):
@@ -140,7 +140,7 @@ def test_mixed_batches_equal_transformers(monkeypatch: pytest.MonkeyPatch) -> No
         held = list(batch.sequences)
         if event == "enter":
             prompt = [rng.randrange(VOCAB_SIZE) for _ in range(rng.randint(1, 30))]
-            # As after preemption, some come with output.
+            # Some enter with output, as after preemption.
             output = [rng.randrange(VOCAB_SIZE) for _ in range(rng.choice([0, 0, 9]))]
             params = _random_params(rng)
             batch.enter(slot, _Sequence(params, prompt + output, len(prompt)))
@@ -153,7 +153,7 @@ def test_mixed_batches_equal_transformers(monkeypatch: pytest.MonkeyPatch) -> No
             if len(one.token_ids) > one.num_prompt_tokens:
                 batch.override(parent, rng.randrange(VOCAB_SIZE))
         events[event] += 1
-        for _ in range(2):  # the second finds the rules of the first
+        for _ in range(2):  # the second call reuses the tensors of the first
             slots = [s for s in batch.sequences if len(batch.sequences[s].token_ids) < MAX_LEN]
             if not slots:
                 continue
@@ -174,7 +174,7 @@ def test_mixed_batches_equal_transformers(monkeypatch: pytest.MonkeyPatch) -> No
     assert events["edited"] > 500
 
 
-def test_nobody_asks_nothing_is_done() -> None:
+def test_without_edits_nothing_is_gathered() -> None:
     batch = _Batch()
     for slot in range(4):
         batch.enter(slot, _Sequence(SamplingParams(temperature=0), [1, 2, 3], 3))
@@ -185,7 +185,7 @@ def test_nobody_asks_nothing_is_done() -> None:
     before = logits.clone()
     assert sample(logits, gathered).token_ids.tolist() == before.argmax(dim=1).tolist()
     assert torch.equal(logits, before)
-    # One that asked has left again.
+    # A sequence with edits has left again.
     params = SamplingParams(repetition_penalty=1.5, logit_bias={3: 1.0}, min_tokens=3)
     batch.enter(5, _Sequence(params, [1, 2], 2))
     assert batch.gather([0, 1]).edits is None
@@ -208,7 +208,7 @@ def test_penalties_on_output_do_not_hold_the_prompt() -> None:
     assert edits.penalties.tokens.ids.shape[1] <= 2
 
 
-def test_words_longer_than_what_is_there_are_not_begun() -> None:
+def test_words_longer_than_the_sequence_are_not_compared() -> None:
     batch = _Batch()
     params = SamplingParams(bad_words_token_ids=[[9, 9, 4], [9, 9, 9, 5], [9, 6]])
     batch.enter(0, _Sequence(params, [9], 1))
@@ -222,7 +222,7 @@ def test_words_longer_than_what_is_there_are_not_begun() -> None:
 
 
 def test_a_processor_keeps_logits_of_its_own() -> None:
-    """What it was given holds one row, and is not edited behind its back."""
+    """The tensor that it gets holds one row, and no later edit changes it."""
     processors.kept.clear()
     batch = _Batch()
     params = SamplingParams(logit_bias={3: 5.0}, logits_processors="sampling.processors:keep")
@@ -274,7 +274,7 @@ def test_a_row_without_tokens_fails_alone() -> None:
 
 
 def test_candidates_follow_transformers_beam_scores() -> None:
-    """Log softmax first, then the edits; nothing is normalised again."""
+    """Log softmax first, then the edits, without a second normalisation."""
     batch = _Batch()
     params = SamplingParams(
         temperature=0,

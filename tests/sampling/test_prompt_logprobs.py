@@ -9,7 +9,7 @@ import torch
 
 from tpengine import LLMEngine, RequestOutput, SamplingParams
 from tpengine.sampling_params import RequestOutputKind
-from tpengine.worker import model_runner, prompt_logprobs
+from tpengine.worker import model_runner
 
 from .conftest import VOCAB_SIZE, make_engine, run
 
@@ -34,7 +34,7 @@ def _check(oracle: Any, prompt: list[int], output: RequestOutput, num_top: int) 
         assert entries is not None
         own = prompt[position]
         top = row.topk(max(num_top, 1)).indices.tolist()[:num_top]
-        # Neighbours that differ by a rounding may stand the other way round.
+        # Tokens whose logits differ by a rounding error may have the other order.
         assert len(set(entries) ^ {*top, own}) <= 2
         assert list(entries).count(own) == 1
         assert entries[own].rank == 1 + int((row > row[own]).sum())
@@ -58,9 +58,9 @@ def _check_all(oracle: Any, outputs: list[RequestOutput]) -> None:
 
 @pytest.mark.parametrize("max_num_batched_tokens", [7, 64, 512])
 def test_equal_transformers(folder: Any, oracle: Any, max_num_batched_tokens: int) -> None:
-    """In chunks of 7 tokens; a few chunks; every prompt whole."""
+    """Prompts in chunks of 7 tokens, in a few chunks, and whole."""
     with make_engine(folder, max_num_batched_tokens=max_num_batched_tokens) as engine:
-        # Between requests that want none.
+        # Among requests that ask for none.
         others = [([9] * 20, SamplingParams(max_tokens=8, logprobs=2))] * 2
         outputs = run(engine, [*_requests(), *others])
     _check_all(oracle, outputs[:-2])
@@ -68,7 +68,7 @@ def test_equal_transformers(folder: Any, oracle: Any, max_num_batched_tokens: in
 
 
 def test_slices_are_bounded(folder: Any, oracle: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Never more rows of logits than the memory profile saw."""
+    """No slice has more rows of logits than the memory profile ran with."""
     sizes = []
     softmax = torch.log_softmax
 
@@ -76,7 +76,6 @@ def test_slices_are_bounded(folder: Any, oracle: Any, monkeypatch: pytest.Monkey
         sizes.append(len(logits))
         return softmax(logits, dim=dim)
 
-    monkeypatch.setattr(prompt_logprobs, "PROMPT_SLICE_ROWS", 11)
     monkeypatch.setattr(model_runner, "PROMPT_SLICE_ROWS", 11)
     with make_engine(folder, max_num_batched_tokens=512, max_num_seqs=2) as engine:
         monkeypatch.setattr(torch, "log_softmax", watched)
@@ -88,7 +87,7 @@ def test_slices_are_bounded(folder: Any, oracle: Any, monkeypatch: pytest.Monkey
 
 
 def test_after_preemption_in_the_middle(folder: Any, oracle: Any) -> None:
-    """Prompts that are computed twice, the second time with output behind them."""
+    """Prompts are computed twice, the second time together with output."""
     requests = _requests(max_tokens=40, ignore_eos=True)
     with make_engine(
         folder, num_device_blocks_override=12, max_model_len=192, max_num_batched_tokens=32
@@ -99,7 +98,7 @@ def test_after_preemption_in_the_middle(folder: Any, oracle: Any) -> None:
 
 
 def test_nothing_before_the_prompt_is_complete(engine: LLMEngine) -> None:
-    """An abort in the middle of a prompt reports none, and leaves nothing behind."""
+    """An abort in the middle of a prompt reports none, and does not affect later requests."""
     params = SamplingParams(prompt_logprobs=1, output_kind=RequestOutputKind.CUMULATIVE)
     engine.add_request("0", None, params, prompt_token_ids=_prompts()[-1])
     assert engine.step() == []

@@ -1,7 +1,7 @@
-"""Sampling on a device that cannot be read: torch's meta device has shapes and no numbers.
+"""Sampling never reads from the device: it runs on torch's meta device, which has no numbers.
 
-On a GPU whoever reads waits for all that was launched before, and so does a copy from ordinary
-memory, as of an index that was left on the host.
+On a GPU a read waits for all work that was launched before. So does a copy from ordinary host
+memory, of an index for example.
 """
 
 from __future__ import annotations
@@ -17,7 +17,8 @@ from torch.utils._pytree import tree_leaves
 from tpengine.layers.sampler import noise_keys, sample
 from tpengine.messages import NewSequence
 from tpengine.sampling_params import SamplingParams
-from tpengine.worker.prompt_logprobs import PromptRow, compute_prompt_logprobs
+from tpengine.worker.input_batch import PromptRow
+from tpengine.worker.model_runner import compute_prompt_logprobs
 from tpengine.worker.sampling_state import SamplingSlots
 
 from . import processors
@@ -35,14 +36,16 @@ _UPLOADS = {torch.ops.aten._to_copy.default, torch.ops.aten.copy_.default}
 
 
 class OneDevice(TorchDispatchMode):
-    """Lets no op take tensors of the host beside the device's, but to copy them there."""
+    """Fails if an op gets tensors of the host together with those of the device, except uploads."""
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: Any = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
         tensors = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
         kinds = {tensor.device.type for tensor in tensors if tensor.ndim}
-        assert func in _UPLOADS or len(kinds) < 2, f"{func} of tensors of the host and the device"
+        assert func in _UPLOADS or len(kinds) < 2, (
+            f"{func} gets tensors of the host and of the device"
+        )
         return func(*args, **(kwargs or {}))
 
 
@@ -54,7 +57,7 @@ def test_samples_with_all_that_can_be_asked() -> None:
         for slot, params in enumerate(KINDS):
             new = NewSequence(slot, [1, 2, 3], 2, 0, [], params, slot, 0, [2])
             slots.write(slot, new, noise_keys(slot, 0))
-        slots.num_candidates[2:4] = 4, 6  # beams, of which one wants ranks
+        slots.num_candidates[2:4] = 4, 6  # beams; one of them asks for ranks
         for position in range(3, 23):
             positions = np.full(len(KINDS), position, np.int32)
             batch = slots.gather(rows, positions, token_ids)

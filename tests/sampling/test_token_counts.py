@@ -15,7 +15,7 @@ CPU = torch.device("cpu")
 
 
 def _read(counts: TokenCounts, slots: list[int]) -> list[dict[int, int]]:
-    """Entries of each slot; repetitions must agree with each other."""
+    """Returns the entries of each slot, and checks that repetitions agree."""
     tokens = counts.gather(np.array(slots, np.int64))
     found = []
     for ids, times in zip(tokens.ids.tolist(), tokens.counts.tolist(), strict=True):
@@ -99,8 +99,8 @@ def test_repeated_tokens_take_no_room() -> None:
     assert counts.num_bytes == before
 
 
-def test_repeated_tokens_take_no_room_beside_rows_of_other_ages() -> None:
-    """The bounds of all rows are too high, and not only that of the row which is full first."""
+def test_repeated_tokens_take_no_room_next_to_rows_of_other_ages() -> None:
+    """The bounds of all rows are too high, not only that of the row that is full first."""
     counts, slots = TokenCounts(8, CPU), list(range(8))
     for slot in slots:
         counts.write(slot, np.array([slot, 9], np.int32), np.empty(0, np.int32))
@@ -125,7 +125,7 @@ def test_a_row_that_is_nearly_full_is_seldom_counted() -> None:
 
 
 def test_the_device_is_never_asked() -> None:
-    """It is at the next step already. What is on torch's meta device cannot be read."""
+    """To ask it would wait for the next step. Tensors on torch's meta device cannot be read."""
     counts = TokenCounts(4, torch.device("meta"))
     held = list(range(40))
     counts.write(1, np.array(held, np.int32), np.empty(0, np.int32))

@@ -11,9 +11,9 @@ from typing import Any
 import pytest
 
 from tpengine import LLMEngine, SamplingParams
-from tpengine.engine.prompt import read_sampling_params
+from tpengine.engine.requests import read_sampling_params
 from tpengine.errors import InvalidSamplingParamsError
-from tpengine.logits_processors import load_logits_processor
+from tpengine.sampling_params import load_logits_processor
 
 from .conftest import VOCAB_SIZE, run
 
@@ -25,7 +25,7 @@ BAD_VALUES: list[tuple[dict[str, Any], str]] = [
     ({"repetition_penalty": 0.0}, r"repetition_penalty must be in \(0, 2\], got 0.0"),
     ({"repetition_penalty": math.inf}, "repetition_penalty .* got inf"),
     ({"prompt_logprobs": 65}, r"prompt_logprobs must be in \[0, 64\], got 65"),
-    ({"prompt_logprobs": -1}, "prompt_logprobs must be at least 0, got -1"),
+    ({"prompt_logprobs": -1}, r"prompt_logprobs must be in \[0, 64\], got -1"),
     ({"prompt_logprobs": True}, "prompt_logprobs must be an integer, got True"),
     ({"logit_bias": {5: math.nan}}, r"logit_bias\[5\] .* got nan"),
     ({"logit_bias": {5: -math.inf}}, r"logit_bias\[5\] .* got -inf"),
@@ -81,7 +81,7 @@ def test_refused_when_added(
     with pytest.raises(InvalidSamplingParamsError, match=message):
         engine.add_request("bad", None, SamplingParams(**values), prompt_token_ids=[5, 6])
     assert not engine.has_unfinished_requests()
-    # The engine goes on, with the same id.
+    # The engine continues, and the id can be used again.
     (output,) = run(engine, [([5, 6], SamplingParams(temperature=0, max_tokens=2))])
     assert output.error is None
     assert len(output.outputs[0].token_ids) == 2

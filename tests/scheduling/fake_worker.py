@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from tpengine.messages import Candidates, NewSequence, StepInput, StepOutput, TokenLogprobs
-from tpengine.worker.gpu.begun_rows import still_good
+from tpengine.worker.gpu.run_ahead import valid_rows
 
 VOCAB_SIZE = 997
 
@@ -181,7 +181,7 @@ class FakeWorker:
     def _take_begun(self, step: StepInput) -> None:
         """What the step goes on with must still be there."""
         begun, self.begun = self.begun, {}
-        for slot_id in still_good(list(begun), step):
+        for slot_id in valid_rows(list(begun), step):
             slot = self.slots[slot_id]
             assert slot.num_computed_tokens == len(slot.token_ids) - 1
             place = self._place(slot, slot.num_computed_tokens)

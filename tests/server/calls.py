@@ -1,4 +1,4 @@
-"""Calls as tests make them, and what comes of them."""
+"""Requests and calls of the tests, and their refusals."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ SERVICE = "/tpengine.v1.GenerationService/"
 
 
 def sampling(**fields: Any) -> pb.SamplingParams:
-    """Greedy, unless told."""
+    """Parameters that are greedy by default."""
     return pb.SamplingParams(**{"temperature": 0.0, "max_tokens": 8, **fields})
 
 
@@ -27,7 +27,7 @@ def ids(*token_ids: int) -> pb.TokenIds:
 
 
 def long_request(num_tokens: int, **fields: Any) -> pb.GenerateRequest:
-    """One that runs for as many steps."""
+    """A request that runs for this many steps."""
     params = sampling(max_tokens=num_tokens, ignore_eos=True, detokenize=False)
     return pb.GenerateRequest(prompt_token_ids=ids(5, 6, 7), sampling=params, **fields)
 
@@ -46,7 +46,7 @@ class Refusal:
         self.status = Status.FromString(trailers.get("grpc-status-details-bin", b""))
 
     def detail(self, kind: Any) -> Any:
-        """One of the details of the richer error model; None: it is not there."""
+        """A detail of the richer error model; None: it is missing."""
         for packed in self.status.details:
             found = kind()
             if packed.Unpack(found):
@@ -61,19 +61,19 @@ class Refusal:
 
     @property
     def retry_after_s(self) -> float | None:
-        """What RetryInfo says."""
+        """The delay of RetryInfo."""
         retry = self.detail(RetryInfo)
         return retry.retry_delay.ToNanoseconds() / 1e9 if retry is not None else None
 
     @property
     def request_id(self) -> str | None:
-        """What RequestInfo says."""
+        """The id of RequestInfo."""
         info = self.detail(RequestInfo)
         return info.request_id if info is not None else None
 
 
 def refused(call: Any, *args: Any, **kwargs: Any) -> Refusal:
-    """Calls, and returns how that was refused; a stream is read to its end."""
+    """Makes a call that must fail, and returns its refusal; a stream is read to its end."""
     kwargs.setdefault("timeout", TIMEOUT_S)
     try:
         answer = call(*args, **kwargs)
@@ -85,7 +85,7 @@ def refused(call: Any, *args: Any, **kwargs: Any) -> Refusal:
 
 @contextmanager
 def running(stub: Any, request: pb.GenerateRequest) -> Iterator[Any]:
-    """A stream that has brought its first message; cancelled at the end."""
+    """A stream after its first message; cancelled at the end."""
     stream = stub.GenerateStream(request, timeout=TIMEOUT_S)
     try:
         next(stream)
@@ -96,7 +96,7 @@ def running(stub: Any, request: pb.GenerateRequest) -> Iterator[Any]:
 
 @contextmanager
 def waiting(stub: Any, request: pb.GenerateRequest) -> Iterator[dict[str, Any]]:
-    """A unary call beside; its outcome stands in the dict once `done` is set."""
+    """A unary call in the background; once `done` is set, the dict has its `outcome`."""
     found: dict[str, Any] = {"done": threading.Event()}
     future = stub.Generate.future(request, timeout=TIMEOUT_S)
 

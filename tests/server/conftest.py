@@ -1,33 +1,5 @@
-"""Servers that several tests share, each in a process of its own."""
+"""Fixtures of the server's tests."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
-import pytest
-from support.server_process import ServerProcess
-
-MODEL_LENGTH = 512
-TIGHT_BLOCKS = 40
-"""Of 16 tokens each: room for the longest sequence, and not much more."""
-
-
-@pytest.fixture(scope="session")
-def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerProcess]:
-    """Roomy, on the embedded model, for whoever comes; its answers are those of float32."""
-    log = tmp_path_factory.mktemp("server") / "log"
-    options = ["--dtype", "float32", "--cpu-kv-cache-space", "0.05", "--swap-space", "0.01"]
-    with ServerProcess(*options, "--max-model-len", str(MODEL_LENGTH), log=log) as process:
-        yield process
-
-
-@pytest.fixture(scope="session")
-def tight(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerProcess]:
-    """One that soon has no room: two sequences run, two requests wait, few blocks, no prefixes."""
-    log = tmp_path_factory.mktemp("tight") / "log"
-    options = ["--dtype", "float32", "--max-model-len", str(MODEL_LENGTH), "--swap-space", "0"]
-    options += ["--num-device-blocks-override", str(TIGHT_BLOCKS), "--max-num-seqs", "2"]
-    options += ["--max-queued-requests", "2", "--max-num-batched-tokens", "16"]
-    options += ["--no-enable-prefix-caching", "--scheduling-policy", "priority"]
-    with ServerProcess(*options, log=log) as process:
-        yield process
+from support.servers import server, tight  # noqa: F401

@@ -1,4 +1,4 @@
-"""A crowd of clients, each with a connection of its own, that come at a rate whatever the answers:
+"""Many clients, each with its own connection, that arrive at a rate however slow the answers are:
 `crowd.py TARGET COUNT RATE SEED PROMPT_TOKENS`.
 
 At most `CONNECTING` of them connect at a time. Prints JSON: the seconds that all took, and one
@@ -75,7 +75,7 @@ async def _read(
 
 
 async def main(target: str, count: int, rate: float, seed: int, num_tokens: int) -> None:
-    """Lets all of them come, and waits for the last."""
+    """Runs all clients, and waits for the last one."""
     rng, gate = random.Random(seed), asyncio.Semaphore(CONNECTING)
     start = time.perf_counter()
     clients = [

@@ -1,4 +1,4 @@
-"""`tpengine serve` whose engine fails: at the step of that number, or while it is built.
+"""`tpengine serve` whose engine fails: at the step with this number, or while it is built.
 
 python dying_server.py STEP OPTIONS...      STEP "start": its start never ends
                                             STEP "hang": its tenth step never ends

@@ -1,4 +1,4 @@
-"""Servers without an engine, in this process: what stands before the methods needs none."""
+"""Servers without an engine, in this process: the guard needs no engine."""
 
 from __future__ import annotations
 
@@ -9,14 +9,11 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from support.system_packages import require
 
 from tpengine.server.auth import Authenticator
-from tpengine.server.grpc.health import HealthServicer
-from tpengine.server.grpc.server import listen, make_server
-from tpengine.server.grpc.service import GenerationServicer
+from tpengine.server.grpc.server import GrpcServer
 from tpengine.server.limits import Limits
 from tpengine.server.state import ServerState
 from tpengine.server.tls import TlsFiles
@@ -31,18 +28,15 @@ def guarded_server(
     limits: Limits | None = None,
     address: str = "127.0.0.1:0",
 ) -> Iterator[str]:
-    """A server that still loads, on a loop of its own; yields host:port."""
+    """A server that never leaves loading, on a loop of its own; yields HOST:PORT."""
     loop = asyncio.new_event_loop()
     thread = threading.Thread(target=loop.run_forever, daemon=True)
     thread.start()
-    bounds = limits or Limits()
 
-    async def start() -> tuple[Any, int]:
-        servicer = GenerationServicer(ServerState("none", 1.0), bounds)
-        server = make_server(servicer, HealthServicer(), authenticator or Authenticator(), bounds)
-        port = listen(server, address, tls)
-        await server.start()
-        return server, port
+    async def start() -> tuple[GrpcServer, int]:
+        state = ServerState("none", 1.0)
+        server = GrpcServer(state, authenticator or Authenticator(), limits or Limits())
+        return server, await server.start(address, tls)
 
     try:
         server, port = asyncio.run_coroutine_threadsafe(start(), loop).result(WAIT_S)
@@ -59,13 +53,13 @@ def guarded_server(
 
 @dataclass(frozen=True)
 class Authority:
-    """Signs certificates, by the openssl command."""
+    """Signs certificates with the openssl command."""
 
     folder: Path
 
     @property
     def certificate(self) -> Path:
-        """Of the authority itself."""
+        """Certificate of the authority."""
         return self.folder / "ca.pem"
 
     @classmethod
@@ -79,7 +73,7 @@ class Authority:
         return cls(folder)
 
     def sign(self, name: str, target: Path) -> TlsFiles:
-        """A new key and certificate for a name, and for this machine's own address."""
+        """A new key and certificate for a name and for 127.0.0.1."""
         target.mkdir(parents=True, exist_ok=True)
         key, request, certificate = (target / f"{name}.{end}" for end in ("key", "csr", "pem"))
         _openssl(

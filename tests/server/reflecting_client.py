@@ -1,4 +1,4 @@
-"""Calls a server with `grpc_requests`, which knows it from reflection alone:
+"""Calls a server with `grpc_requests`, which uses reflection only:
 `reflecting_client.py TARGET`, by a Python that has nothing of tpengine.
 
 Prints JSON: the services, the health, and the ids of a prompt completed unary and streamed.

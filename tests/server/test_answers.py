@@ -1,4 +1,4 @@
-"""What a client gets: the tokens of the offline engine, in one message or in many."""
+"""A client gets the tokens of the offline engine, in one message or in a stream."""
 
 from __future__ import annotations
 
@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 from support.server_process import ServerProcess, wait_until
+from support.servers import MODEL_LENGTH
 
 from server.calls import TIMEOUT_S, ids, running, sampling
-from server.conftest import MODEL_LENGTH
 from tpengine import LLM, SamplingParams
 from tpengine.errors import InvalidPromptError
 from tpengine.server.grpc.proto import tpengine_pb2 as pb
@@ -25,7 +25,7 @@ def llm() -> Iterator[LLM]:
 
 
 def joined(stream: Any) -> pb.GenerateResponse:
-    """The messages of a stream as the one that a unary call brings."""
+    """Joins the messages of a stream into the one that a unary call returns."""
     whole: pb.GenerateResponse | None = None
     for message in stream:
         assert whole is None or not whole.finished, "a message after the last"
@@ -131,7 +131,7 @@ def test_chat(server: ServerProcess, llm: LLM) -> None:
     ],
 )
 def test_a_chat_template_runs_in_a_sandbox(llm: LLM, expression: str) -> None:
-    """It comes with the model: it may lay messages out, and reach nothing else."""
+    """A template comes with the model: it may format messages, and reach nothing else."""
     tokenizer = llm.get_tokenizer()
     own = tokenizer.chat_template
     try:
@@ -157,7 +157,7 @@ def test_tokenize_and_back(server: ServerProcess, llm: LLM) -> None:
 
 
 def test_a_stop_string_that_ends_inside_a_character(server: ServerProcess, llm: LLM) -> None:
-    """Tokens are bytes of a character here: the stop matches in the middle of a token's text."""
+    """Each token is one byte of a character: the stop matches inside the text of a token."""
     text = "é" * 6
     token_ids = llm.get_tokenizer().encode(text)
     forced = {"allowed_token_ids": ids(*set(token_ids)), "ignore_eos": True, "max_tokens": 16}

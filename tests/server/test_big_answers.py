@@ -1,4 +1,4 @@
-"""An answer with very much in it is nobody else's matter."""
+"""A very large answer does not delay other calls."""
 
 from __future__ import annotations
 
@@ -7,13 +7,13 @@ import asyncio
 import pytest
 
 from tpengine.outputs import CompletionOutput, Logprob, RequestOutput
+from tpengine.server.grpc.convert import ResponseWriter
 from tpengine.server.grpc.proto import tpengine_pb2 as pb
-from tpengine.server.grpc.response import ResponseWriter
 
 
 @pytest.mark.parametrize("of", ["output", "prompt"])
-def test_others_go_on_while_much_is_written(of: str) -> None:
-    """The event loop takes a turn after every thousand candidates or so."""
+def test_other_tasks_run_while_a_large_answer_is_converted(of: str) -> None:
+    """The event loop takes a turn after about every thousand candidates."""
     candidates = {token_id: Logprob(-1.0, token_id + 1, "x") for token_id in range(64)}
     many = [candidates] * 320
     one = CompletionOutput(0, "x", [9] * 320, logprobs=many if of == "output" else None)

@@ -1,4 +1,4 @@
-"""What anybody can open at a server and leave open is bounded, and a stranger holds nothing."""
+"""Open calls, watchers and silent clients are bounded; a client without a token holds nothing."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from server.guarded import guarded_server
 from tpengine.async_engine.admission import QueueLimits
 from tpengine.errors import QueueFullError
 from tpengine.server.auth import Authenticator
-from tpengine.server.grpc.health import HealthServicer
+from tpengine.server.grpc.server import HealthServicer
 from tpengine.server.limits import Limits
 
 Code = grpc.StatusCode
@@ -41,7 +41,7 @@ def on_channel(target: str, use: Callable[[grpc.aio.Channel], Awaitable[None]]) 
 
 
 @pytest.mark.parametrize("name", ["Generate", "GenerateStream", "Tokenize", "Drain"])
-def test_a_stranger_is_refused_before_it_says_anything(name: str) -> None:
+def test_a_client_without_a_token_is_refused_before_its_message(name: str) -> None:
     async def park(channel: grpc.aio.Channel) -> None:
         call = channel.stream_unary(SERVICE + name)()  # neither message, nor token, nor deadline
         assert await code(call) is Code.UNAUTHENTICATED
@@ -59,7 +59,7 @@ def test_open_calls_are_bounded(path: str, metadata: tuple[tuple[str, str], ...]
 
     async def park(channel: grpc.aio.Channel) -> None:
         open_call = channel.stream_unary(path)
-        # They arrive in any order: one of them, whichever it is, is one too many.
+        # They arrive in any order: any one of them is one too many.
         calls = [open_call(metadata=metadata) for _ in range(5)]
         waits = {asyncio.create_task(code(call)): call for call in calls}
         done, held = await asyncio.wait(waits, timeout=TIMEOUT_S, return_when="FIRST_COMPLETED")
@@ -80,7 +80,7 @@ def test_open_calls_are_bounded(path: str, metadata: tuple[tuple[str, str], ...]
         on_channel(target, park)
 
 
-def test_a_message_has_its_time() -> None:
+def test_a_message_must_arrive_in_time() -> None:
     async def park(channel: grpc.aio.Channel) -> None:
         call = channel.stream_unary(SERVICE + "Generate")()
         assert await code(call) is Code.INVALID_ARGUMENT
@@ -90,7 +90,7 @@ def test_a_message_has_its_time() -> None:
         on_channel(target, park)
 
 
-def test_reflection_holds_no_place_for_nothing() -> None:
+def test_a_silent_call_of_reflection_ends() -> None:
     async def park(channel: grpc.aio.Channel) -> None:
         path = "/grpc.reflection.v1alpha.ServerReflection/ServerReflectionInfo"
         call = channel.stream_stream(path)()
@@ -101,7 +101,7 @@ def test_reflection_holds_no_place_for_nothing() -> None:
         on_channel(target, park)
 
 
-def test_a_call_that_brings_no_message() -> None:
+def test_a_call_without_a_message() -> None:
     async def ask(channel: grpc.aio.Channel) -> None:
         call = channel.stream_unary(SERVICE + "Generate")()
         await call.done_writing()
@@ -111,7 +111,7 @@ def test_a_call_that_brings_no_message() -> None:
         on_channel(target, ask)
 
 
-def test_a_connection_is_told_how_many_calls_it_may_have() -> None:
+def test_a_connection_gets_its_limit_of_calls() -> None:
     limits = Limits(max_connection_calls=7, queue=QueueLimits(max_requests=2))
     with guarded_server(limits=limits) as target:
         host, _, port = target.partition(":")
@@ -125,7 +125,7 @@ def test_a_connection_is_told_how_many_calls_it_may_have() -> None:
     assert settings[MAX_CONCURRENT_STREAMS] == 9
 
 
-def test_watchers_are_bounded_in_all_and_by_host() -> None:
+def test_watchers_are_bounded_in_total_and_per_host() -> None:
     async def watch() -> None:
         servicer = HealthServicer()
         request = health_pb2.HealthCheckRequest()

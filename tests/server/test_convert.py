@@ -1,4 +1,4 @@
-"""Messages to the engine's words and back, and the one table of status codes."""
+"""Conversion of messages in both directions, and the table of status codes."""
 
 from __future__ import annotations
 
@@ -10,17 +10,16 @@ import grpc
 import pytest
 
 from tpengine import errors
-from tpengine.messages import RankLoss
+from tpengine.errors import RankLoss
 from tpengine.outputs import CompletionOutput, Logprob, RequestMetrics, RequestOutput
 from tpengine.sampling_params import RequestOutputKind, SamplingParams
 from tpengine.server.grpc.convert import (
-    STATUS_CODES,
+    ResponseWriter,
     read_generate_request,
     read_sampling_params,
-    refusal,
 )
+from tpengine.server.grpc.guard import STATUS_CODES, refusal
 from tpengine.server.grpc.proto import tpengine_pb2 as pb
-from tpengine.server.grpc.response import ResponseWriter
 from tpengine.server.limits import MAX_ERROR_TEXT, Limits
 
 DELTA = RequestOutputKind.DELTA
@@ -75,7 +74,7 @@ WRONG: dict[str, Any] = {
     "bad_words": [" "],
     "bad_words_token_ids": [[]],
 }
-"""Of each field a value that is refused, an explicit 0 where that is one."""
+"""For each field a value that is refused; an explicit 0 where 0 is invalid."""
 HARMLESS = {"seed", "include_stop_str_in_output", "ignore_eos", "detokenize", "skip_special_tokens"}
 
 
@@ -244,7 +243,7 @@ def make(kind: type[Exception], text: str) -> Exception:
 
 @pytest.mark.parametrize("kind", every_error(), ids=lambda kind: kind.__name__)
 def test_engine_faults_have_generic_words(kind: type[Exception]) -> None:
-    """What an error says reaches the client only if it is about the client's own request."""
+    """The text of an error reaches the client only if it is about the client's own request."""
     told = refusal(make(kind, "SECRET"), None, "req-1")
     is_ours = issubclass(kind, errors.EngineError) or not issubclass(kind, errors.RequestError)
     written_for_clients = {errors.EngineLoadingError, errors.EngineDrainingError}

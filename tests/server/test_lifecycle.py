@@ -1,4 +1,4 @@
-"""Start, drain, end: by real signals to real processes."""
+"""Start, drain and end of a server, with real signals to real processes."""
 
 from __future__ import annotations
 
@@ -29,17 +29,17 @@ SERVING, NOT_SERVING, UNKNOWN = 1, 2, 3
 SMALL = ["--cpu-kv-cache-space", "0.05", "--swap-space", "0", "--dtype", "float32"]
 END_S = 60.0
 HUNG_END_S = 60.0
-"""A drain, and ten seconds of patience, where others want the cores."""
+"""A drain and ten seconds of waiting, on a loaded machine."""
 AT_ONCE_S = 3.0
-"""A second, and what others on the machine may add."""
+"""One second, plus the delay of a loaded machine."""
 TOLD_S = 0.9
-"""A server that needed less was not starved, and had the time to tell its clients why."""
+"""A server that ended within this time had enough CPU time to tell its clients why."""
 DYING = Path(__file__).with_name("dying_server.py")
 TOKEN, ADMIN = "a-token-of-a-client", "the-token-of-the-admin"
 
 
 class Watcher:
-    """A stream of health, read beside the test."""
+    """A stream of health, read on a thread."""
 
     def __init__(self, channel: grpc.Channel, name: str) -> None:
         request = health_pb2.HealthCheckRequest(service=name)
@@ -78,15 +78,15 @@ def test_health_by_name(server: ServerProcess) -> None:
         wait_until(lambda watcher=watcher: watcher.said == [SERVING], TIMEOUT_S)
         watcher.close()
     stub = health_pb2_grpc.HealthStub(server.channel)
-    nobody = health_pb2.HealthCheckRequest(service="nobody")
-    assert refused(stub.Check, nobody).code is Code.NOT_FOUND
-    watcher = Watcher(server.channel, "nobody")
+    unknown = health_pb2.HealthCheckRequest(service="unknown")
+    assert refused(stub.Check, unknown).code is Code.NOT_FOUND
+    watcher = Watcher(server.channel, "unknown")
     wait_until(lambda: watcher.said == [UNKNOWN], TIMEOUT_S)
     watcher.close()
 
 
 class Guarded:
-    """A server with TLS, tokens and metrics, with calls under way."""
+    """A server with TLS, tokens and metrics."""
 
     def __init__(self, folder: Path) -> None:
         authority = Authority.make(folder)
@@ -142,7 +142,7 @@ def test_who_may_abort_whose_request(guarded: Guarded) -> None:
 
 
 def test_sigterm_drains(guarded: Guarded) -> None:
-    """Health first, then no new requests; those that run finish, and the exit code is 0."""
+    """Health changes first, new requests are refused, running ones finish, the exit code is 0."""
     process, stub = guarded.process.process, guarded.stub
     ready = Watcher(guarded.channel, "readiness")
     alive = Watcher(guarded.channel, "liveness")
@@ -174,7 +174,7 @@ def test_sigterm_drains(guarded: Guarded) -> None:
 
 
 def test_drain_by_call_is_bounded(tmp_path: Path) -> None:
-    """What has not finished by then is ended, its client is told, and the exit code is 0."""
+    """A request that has not finished by then is aborted with an error; the exit code is 0."""
     (tmp_path / "admin").write_text(f"{ADMIN}\n")
     options = [*SMALL, "--admin-token-file", str(tmp_path / "admin"), "--disable-log-requests"]
     with (
@@ -196,7 +196,7 @@ def test_drain_by_call_is_bounded(tmp_path: Path) -> None:
 
 
 def test_a_signal_after_drain_is_the_first(tmp_path: Path) -> None:
-    """Orchestrators drain, and then end the process by a signal: running requests still finish."""
+    """Orchestrators drain and then send a signal: running requests still finish."""
     (tmp_path / "admin").write_text(f"{ADMIN}\n")
     options = [*SMALL, "--admin-token-file", str(tmp_path / "admin"), "--drain-timeout", "60"]
     with (
@@ -221,7 +221,7 @@ def test_metrics_are_scraped(server: ServerProcess) -> None:
 
 @pytest.mark.parametrize("gap_s", [0.0, 1.0])
 def test_a_second_signal_ends_at_once(gap_s: float, tmp_path: Path) -> None:
-    """Within a second, in which clients of all kinds of calls are told why."""
+    """Within a second, in which the clients of unary and streamed calls get the reason."""
     log = tmp_path / "log"
     with (
         ServerProcess(*SMALL, log=log) as server,
@@ -335,7 +335,7 @@ def test_start_up_is_bounded_and_shows_its_health(tmp_path: Path) -> None:
     options = [*SMALL, "--port", str(port), "--startup-timeout", "8"]
     process = start("start", *options, log=log)
     try:
-        # A client that began earlier would wait longer between its attempts than this server lives.
+        # A client that started earlier would retry too late: this server ends within seconds.
         wait_until(lambda: "start-up: listen" in log.read_text(), END_S)
         with grpc.insecure_channel(f"127.0.0.1:{port}") as channel:
             assert (check(channel, "liveness"), check(channel, "readiness")) == (1, 2)
@@ -369,7 +369,7 @@ def test_a_signal_while_loading_ends_at_once(tmp_path: Path) -> None:
 
 
 def test_what_cannot_start(capfd: pytest.CaptureFixture[str]) -> None:
-    """Refused before anything slow is done; no traceback, no line of gRPC's, one line."""
+    """Refused before anything slow is done, with one line: no traceback, no line of gRPC."""
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = str(taken.getsockname()[1])
         for options, words in (

@@ -1,4 +1,4 @@
-"""Clients that vanish, crowds, and streams that nobody reads: the server stays what it was."""
+"""Clients that vanish, thousands of clients, unread streams: the server stays unaffected."""
 
 from __future__ import annotations
 
@@ -42,9 +42,9 @@ VANISH_S = 8.0
 CROWD_RATE, LEAST_RATE, NUM_TO_GAUGE = 700.0, 120.0, 400
 CROWD_TIMEOUT_S = 200.0
 MAX_REFUSAL_S = 0.05
-"""Of the 99th percentile."""
+"""Bound of the 99th percentile."""
 MAX_STARVATION = 0.1
-"""Where the server waits longer than this for a processor, its latency is that of the others."""
+"""If the server waits for a processor for a larger share, other processes cause its latency."""
 STARVED_REFUSAL_S = 10.0
 MEMORY_SLACK = 48 << 20
 QUIET_S = 40.0
@@ -54,12 +54,11 @@ UNREAD_S, LONG_UNREAD_S = 3.0, 30.0
 WINDOW_S = 1.5
 TOUCH_TOKENS, BLOCK_SIZE = 480, 16
 MIN_RATE, STARVED_MIN_RATE = 0.6, 0.3
-"""Of the rate without silent readers."""
+"""Shares of the rate without silent readers."""
 MIN_SHARE = 0.7
-"""Of the processors that server and readers want; with less, their rates differ from moment to
-moment whoever reads."""
+"""Share of the CPU time that server and readers need; with less, rates vary by themselves."""
 MAX_HELD_BYTES = 4 << 20
-"""Of a stream whose 400 tokens have 20 candidates each."""
+"""Bound for a stream whose 400 tokens have 20 candidates each."""
 
 
 @pytest.fixture(scope="module")
@@ -133,7 +132,7 @@ def test_clients_that_vanish_leave_nothing(server: ServerProcess) -> None:
     before, aborted = Footprint.at_rest(server), server.metric(ENDED, finished_reason="abort")
     asyncio.run(_vanish(server.target, NUM_CANCELS, NUM_DEADLINES, NUM_KILLED, seed=2))
     assert_settles(server, before)
-    # Who was killed, and many of the others, had come as far as the engine.
+    # The killed clients and many of the others had reached the engine.
     num_others, num_killed = NUM_CANCELS + NUM_DEADLINES, NUM_KILLED * STREAMS_OF_KILLED
     num_aborted = server.metric(ENDED, finished_reason="abort") - aborted
     assert num_aborted > num_killed // 2 + num_others // 4
@@ -141,13 +140,13 @@ def test_clients_that_vanish_leave_nothing(server: ServerProcess) -> None:
 
 
 def _is_at_rest(server: ServerProcess) -> bool:
-    """Whether nobody holds a block; those of one who left come back in the step after."""
+    """Whether all blocks are free; those of a client that left are freed in the next step."""
     loads = server.loads()
     return not loads.num_open_calls and loads.num_free_blocks == loads.num_total_blocks
 
 
 def _complete(server: ServerProcess) -> tuple[int, ...]:
-    """Output ids of a normal request."""
+    """Output ids of an ordinary request."""
 
     async def ask() -> tuple[int, ...]:
         async with GenerationClient(server.target, timeout_s=30) as client:
@@ -158,7 +157,7 @@ def _complete(server: ServerProcess) -> tuple[int, ...]:
 
 
 def _crowd(folder: Path, target: str, count: int, rate: float, num_tokens: int) -> subprocess.Popen:
-    """Lets a crowd come; what it says will be in the folder's file, as a pipe would be full."""
+    """Starts many clients; their output goes to a file in the folder, as a pipe would fill up."""
     words = [target, count, rate, 3, num_tokens]
     environment = os.environ | {"PYTHONPATH": os.pathsep.join(map(str, (ROOT, ROOT / "tests")))}
     with (folder / "crowd.json").open("wb") as out:
@@ -168,9 +167,8 @@ def _crowd(folder: Path, target: str, count: int, rate: float, num_tokens: int) 
 
 
 def _bearable_rate(folder: Path, target: str) -> float:
-    """Clients per second, well below what this machine can refuse at its best just now: a crowd
-    that comes faster than that waits for the processor, which says nothing of the server. But they
-    are more than it can serve."""
+    """Clients per second: a third of what this machine can refuse now, but more than it can serve.
+    At a higher rate the clients would wait for the processor, and not measure the server."""
     _crowd(folder, target, NUM_TO_GAUGE, math.inf, 0).wait(CROWD_TIMEOUT_S)
     found = json.loads((folder / "crowd.json").read_text())
     assert {status for status, *_ in found["ends"]} == {"INVALID_ARGUMENT"}
@@ -178,7 +176,7 @@ def _bearable_rate(folder: Path, target: str) -> float:
 
 
 def _scheduled(server: ServerProcess) -> tuple[int, int]:
-    """Nanoseconds that the event loop's thread has run, and has waited for a processor."""
+    """Nanoseconds that the thread of the event loop has run, and has waited for a processor."""
     ran, waited, _ = map(int, Path(f"/proc/{server.pid}/schedstat").read_text().split())
     return ran, waited
 
@@ -244,12 +242,12 @@ def test_a_crowd_is_refused_at_once_and_in_order(
 
 @dataclass
 class Readers:
-    """Streams whose tokens are counted; each is begun again when it ends."""
+    """Streams whose tokens are counted; a new one starts when one ends."""
 
     num_tokens: int = 0
 
     async def read(self, client: GenerationClient, until: float) -> None:
-        """One of them."""
+        """Reads one stream after the other."""
         while time.monotonic() < until:
             async with aclosing(client.stream("Once upon a time", _greedy(256))) as outputs:
                 async for output in outputs:
@@ -259,8 +257,8 @@ class Readers:
 
 
 def _touch_cache(server: ServerProcess) -> None:
-    """Fills every block once: the system gives a page when it is first written to, and that must
-    not look like growth."""
+    """Fills every block once: the system allocates a page when it is first written, and this must
+    not count as growth."""
     loads, rng = server.loads(), random.Random(0)
     num_prompts = -(-2 * loads.num_total_blocks // (TOUCH_TOKENS // BLOCK_SIZE))
 
@@ -274,8 +272,8 @@ def _touch_cache(server: ServerProcess) -> None:
 
 
 def _rate(server: ServerProcess, duration_s: float) -> tuple[float, float]:
-    """(Tokens of all readers together per second that this machine had for them, what they got of
-    the processors that they wanted); the best of three, for what others do takes from any."""
+    """(Tokens per second of all readers, share of the CPU time that they needed); the best of three
+    windows, because other processes slow some down."""
 
     async def measure() -> tuple[float, float]:
         readers, watch = Readers(), Stopwatch(server.pid, os.getpid())
@@ -288,7 +286,7 @@ def _rate(server: ServerProcess, duration_s: float) -> tuple[float, float]:
 
 
 def _unread(server: ServerProcess) -> SilentReader:
-    """A long stream with much to say for each token."""
+    """A long stream with large messages."""
     params = SamplingParams(temperature=0.0, max_tokens=UNREAD_TOKENS, ignore_eos=True, logprobs=20)
     request = to_request("Once upon a time", params, None, 0, None)
     return SilentReader(
@@ -314,7 +312,7 @@ def _stay_unread(server: ServerProcess, unread_s: float) -> None:
             tokens = [len(out.token_ids) for message in messages for out in message.outputs]
             assert sum(tokens) == UNREAD_TOKENS
             assert messages[-1].finished
-            # What waited was merged: it takes a few messages, not one a token.
+            # Waiting outputs were merged: they take a few messages, not one per token.
             assert len(messages) < UNREAD_TOKENS / 4
     rates.append(_rate(server, WINDOW_S))
     rates.insert(1, rate_with)
@@ -328,10 +326,10 @@ def _stay_unread(server: ServerProcess, unread_s: float) -> None:
     assert_settles(server, before)
 
 
-def test_a_stream_that_nobody_reads_is_nobody_elses_matter(server: ServerProcess) -> None:
+def test_an_unread_stream_does_not_delay_others(server: ServerProcess) -> None:
     _stay_unread(server, UNREAD_S)
 
 
 @pytest.mark.soak
-def test_a_stream_that_nobody_reads_for_long(server: ServerProcess) -> None:
+def test_a_stream_that_is_unread_for_long(server: ServerProcess) -> None:
     _stay_unread(server, LONG_UNREAD_S)

@@ -1,19 +1,20 @@
-"""The protocol: its stubs are those of the checked-in file, and every scalar knows 0 from unset."""
+"""The protocol: the stubs are current, and every scalar tells 0 from unset."""
 
 from __future__ import annotations
 
 from pathlib import Path
 
+import grpc
 import pytest
 from google.protobuf.descriptor import Descriptor, FieldDescriptor
 
+from server.calls import TIMEOUT_S
+from server.guarded import guarded_server
 from tpengine.async_engine.admission import QueueLimits
 from tpengine.errors import ConfigError
-from tpengine.server.grpc import reports
-from tpengine.server.grpc.proto import build, tpengine_pb2
+from tpengine.server.grpc.proto import build, tpengine_pb2, tpengine_pb2_grpc
 from tpengine.server.limits import Limits
 from tpengine.server.server_args import ServerArgs
-from tpengine.server.state import ServerState
 
 STUBS = ("tpengine_pb2.py", "tpengine_pb2.pyi", "tpengine_pb2_grpc.py")
 MESSAGES = list(tpengine_pb2.DESCRIPTOR.message_types_by_name.values())
@@ -51,7 +52,7 @@ def test_explicit_zeros_survive_the_wire() -> None:
 
 
 def test_nothing_that_imports_code_is_on_the_wire() -> None:
-    """Logits processors are named functions that the server would import."""
+    """Logits processors name functions that the server would import."""
     fields = tpengine_pb2.SamplingParams.DESCRIPTOR.fields_by_name
     assert "logits_processors" not in fields
     assert not [name for name in fields if "process" in name or "remote" in name]
@@ -60,8 +61,13 @@ def test_nothing_that_imports_code_is_on_the_wire() -> None:
 def test_bounds_of_the_queue_may_be_large() -> None:
     bound = (1 << 63) - 1
     ServerArgs(max_queued_requests=bound, max_queued_tokens=bound).check()
-    limits = Limits(queue=QueueLimits(bound, bound))
-    told = reports.server_info(ServerState("a model", 1.0), limits).limits
+    with (
+        guarded_server(limits=Limits(queue=QueueLimits(bound, bound))) as target,
+        grpc.insecure_channel(target) as channel,
+    ):
+        stub = tpengine_pb2_grpc.GenerationServiceStub(channel)
+        request = tpengine_pb2.GetServerInfoRequest()
+        told = stub.GetServerInfo(request, timeout=TIMEOUT_S).limits
     assert (told.max_queued_requests, told.max_queued_tokens) == (bound, bound)
     for name in ("max_queued_requests", "max_queued_tokens"):
         with pytest.raises(ConfigError, match=f"{name} must be at most {bound}"):

@@ -1,4 +1,4 @@
-"""A server whose ranks are processes of a Ray of its own: what its life looks like from outside."""
+"""A server whose ranks run in its own Ray: recovery, drain and end, seen from outside."""
 
 from __future__ import annotations
 
@@ -25,13 +25,13 @@ RANKS = ["--tensor-parallel-size", "2", "--device", "cpu", "--dtype", "float32"]
 RANKS += ["--num-device-blocks-override", "256"]
 NUM_TOKENS = 600
 RAY_S = 120.0
-"""For a Ray and two ranks to start, where others want the cores."""
+"""Time for Ray and two ranks to start on a loaded machine."""
 
 
 @pytest.fixture(autouse=True)
 def _own_ray(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     pytest.importorskip("ray")
-    # Ray's sockets lie in its folder, and their paths must be short.
+    # Ray's sockets are in its folder, and paths of sockets must be short.
     folder = tempfile.mkdtemp(prefix="tpe", dir="/tmp")
     monkeypatch.setenv("RAY_TMPDIR", folder)
     monkeypatch.setenv("RAY_ADDRESS", "local")
@@ -72,7 +72,7 @@ def test_streams_go_on_over_a_recovery_and_a_drain(tmp_path: Path) -> None:
         states = set()
 
         def is_back() -> bool:
-            info = about()  # never refused, whatever the ranks are doing
+            info = about()  # always answers, also during the recovery
             states.add(info.state)
             assert len(info.ranks) == 2
             return bool(info.recoveries == 1 and info.state == pb.SERVER_STATE_RUNNING)

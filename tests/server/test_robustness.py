@@ -1,4 +1,4 @@
-"""Bytes that nobody should send: the right status, nothing of our insides, and the server lives."""
+"""Invalid bytes get the right status, no internals leak, and the server goes on."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from support.server_process import ServerProcess, wait_until
 
 from server.calls import SERVICE, TIMEOUT_S, Refusal, ids, refused, sampling
 from server.guarded import guarded_server
-from tpengine.server.grpc import reports
+from tpengine.server.grpc import service
 from tpengine.server.grpc.proto import tpengine_pb2 as pb
 from tpengine.server.grpc.proto import tpengine_pb2_grpc
 
@@ -39,7 +39,7 @@ CORRUPT = {
 
 @pytest.fixture(autouse=True)
 def _lives(server: ServerProcess) -> Iterator[None]:
-    """After each test the same process answers as before it, and holds nothing."""
+    """After each test the same process answers as before, and holds no resources of it."""
     before = server.loads()
     yield
     assert server.process.poll() is None
@@ -56,7 +56,7 @@ def _lives(server: ServerProcess) -> Iterator[None]:
 
 @pytest.fixture(scope="module", autouse=True)
 def patient(server: ServerProcess) -> Iterator[Future[tuple[list[int], grpc.StatusCode]]]:
-    """What a client hears that does nothing but wait, and ping, while the other tests run."""
+    """The answers to a client that only waits and pings while the other tests run."""
     options = [
         ("grpc.keepalive_time_ms", 1000),
         ("grpc.keepalive_timeout_ms", 20_000),
@@ -84,7 +84,7 @@ def valid() -> pb.GenerateRequest:
 
 
 def rich() -> pb.GenerateRequest:
-    """One with every kind of field."""
+    """A request with every kind of field."""
     params = sampling(
         stop=["é", "xyz"],
         stop_token_ids=[3],
@@ -125,7 +125,7 @@ def assert_says_nothing(refusal: Refusal) -> None:
 def test_random_mutations(server: ServerProcess) -> None:
     rng = random.Random(7)
     seeds = [rich().SerializeToString(), valid().SerializeToString()]
-    # The bytes go out as they are: nothing on the client's side looks at them.
+    # The client sends the bytes unchanged and unchecked.
     unary = server.channel.unary_unary(SERVICE + "Generate")
     stream = server.channel.unary_stream(SERVICE + "GenerateStream")
     codes: Counter[str] = Counter()
@@ -141,7 +141,7 @@ def test_random_mutations(server: ServerProcess) -> None:
                 codes[outcome(sent, one)] += 1
             pending.clear()
     assert sum(codes.values()) == NUM_MUTATIONS
-    # A name of another model, or a wait of milliseconds, may come out of it as well.
+    # A mutation may also name another model, or set a wait of milliseconds.
     assert set(codes) <= {"OK", "INVALID_ARGUMENT", "NOT_FOUND", "DEADLINE_EXCEEDED"}, codes
     assert codes["OK"] > 50
     assert codes["INVALID_ARGUMENT"] > 300
@@ -178,7 +178,7 @@ def test_bytes_that_are_no_message(server: ServerProcess, name: str) -> None:
 
 
 def say(server: ServerProcess, data: bytes, wait_s: float = 5.0) -> bytes:
-    """Sends bytes to the port; returns what comes until the server closes, or for a while."""
+    """Sends bytes to the port; returns the answer until the server closes or the time is over."""
     host, _, port = server.target.partition(":")
     heard = b""
     with socket.create_connection((host, int(port)), timeout=wait_s) as connection:
@@ -199,7 +199,7 @@ def say(server: ServerProcess, data: bytes, wait_s: float = 5.0) -> bytes:
         random.Random(1).randbytes(4096),
         b"\x00" * 100_000,
         PREFACE + random.Random(2).randbytes(4096),
-        # A settings frame, then headers whose length is a lie.
+        # A settings frame, then headers with a wrong length.
         PREFACE + b"\x00\x00\x00\x04\x00\x00\x00\x00\x00" + b"\xff\xff\xff\x01\x05\x00\x00\x00\x01",
     ],
     ids=["GET", "POST", "random", "zeros", "after the preface", "frames"],
@@ -256,7 +256,7 @@ def test_too_much(server: ServerProcess) -> None:
 
 
 def test_a_text_that_cannot_fit_costs_nothing(server: ServerProcess) -> None:
-    """Refused by its length alone: to tokenize it would take seconds, and others would wait."""
+    """Refused by its length alone: tokenizing would take seconds and delay other clients."""
     text = "ab " * (1 << 20)
     message = pb.Message(role="user", content=text)
     chat = pb.Conversation(messages=[message])
@@ -281,7 +281,7 @@ def test_a_fault_of_ours_tells_nothing(
     def broken(*args: object) -> None:
         raise ZeroDivisionError("SECRET")
 
-    monkeypatch.setattr(reports, "server_info", broken)
+    monkeypatch.setattr(service, "_write_limits", broken)
     with guarded_server() as target, grpc.insecure_channel(target) as channel:
         stub = tpengine_pb2_grpc.GenerationServiceStub(channel)
         refusal = refused(stub.GetServerInfo, pb.GetServerInfoRequest())

@@ -1,4 +1,4 @@
-"""Who may call what: addresses, tokens, certificates, and what a log tells."""
+"""Addresses, tokens and certificates: which client may call what."""
 
 from __future__ import annotations
 
@@ -16,6 +16,7 @@ from server.calls import TIMEOUT_S, refused
 from server.guarded import Authority, guarded_server
 from tpengine.errors import ConfigError, PermissionDeniedError, UnauthenticatedError
 from tpengine.server.auth import Authenticator, Client, read_tokens
+from tpengine.server.grpc.guard import identify_call
 from tpengine.server.grpc.proto import tpengine_pb2 as pb
 from tpengine.server.grpc.proto import tpengine_pb2_grpc
 from tpengine.server.server_args import ServerArgs
@@ -42,7 +43,7 @@ def files(authority: Authority) -> TlsFiles:
 
 
 @pytest.mark.parametrize("host", ["0.0.0.0", "::", "192.0.2.7", "example.org", ""])
-def test_strangers_are_served_on_purpose_only(host: str) -> None:
+def test_an_open_server_needs_insecure(host: str) -> None:
     with pytest.raises(ConfigError) as raised:
         ServerArgs(host=host).check_exposure(Authenticator())
     for word in ("--tls-cert", "--token-file", "--insecure", "127.0.0.1"):
@@ -50,7 +51,7 @@ def test_strangers_are_served_on_purpose_only(host: str) -> None:
     ServerArgs(host=host, insecure=True).check_exposure(Authenticator())
     ServerArgs(host=host).check_exposure(Authenticator([ONE]))
     ServerArgs(host=host, tls_cert="a", tls_key="b").check_exposure(Authenticator())
-    with pytest.raises(ConfigError):  # an admin token guards nobody else's calls
+    with pytest.raises(ConfigError):  # an admin token does not protect other calls
         ServerArgs(host=host).check_exposure(Authenticator((), [ADMIN]))
 
 
@@ -94,7 +95,7 @@ def test_tokens_are_read(tmp_path: Path) -> None:
 def test_clients_are_told_apart() -> None:
     known = Authenticator([ONE, TWO], [ADMIN])
     one, two, admin = (known.identify([f"Bearer {t}"], None) for t in (ONE, TWO, ADMIN))
-    assert one == known.identify([f"bearer {ONE}"], "somebody")
+    assert one == known.identify([f"bearer {ONE}"], "a name")
     assert len({one.name, two.name, admin.name}) == 3
     admin.require_admin("x")
     for client in (one, two, Client("anonymous")):
@@ -113,10 +114,10 @@ def test_clients_are_told_apart() -> None:
         [f"Bearer {ONE}", f"Bearer {WRONG}"],
     ):
         with pytest.raises(UnauthenticatedError) as raised:
-            known.identify(headers, "somebody")
+            known.identify(headers, "a name")
         assert ONE not in str(raised.value)
     assert Authenticator().identify([f"Bearer {WRONG}"], None).name == "anonymous"
-    assert Authenticator().identify([], "somebody").name == "certificate somebody"
+    assert Authenticator().identify([], "a name").name == "certificate a name"
     with pytest.raises(UnauthenticatedError):
         Authenticator((), [ADMIN]).identify([f"Bearer {WRONG}"], None)
 
@@ -203,7 +204,7 @@ def test_mutual_tls(authority: Authority, files: TlsFiles, tmp_path: Path) -> No
 def test_certificates_without_a_common_name_are_told_apart() -> None:
     def name(**peer: list[bytes]) -> str:
         call = SimpleNamespace(invocation_metadata=lambda: (), auth_context=lambda: peer)
-        return Authenticator().identify_call(call).name
+        return identify_call(Authenticator(), call).name
 
     san, common, pem = "x509_subject_alternative_name", "x509_common_name", "x509_pem_cert"
     names = [
@@ -235,7 +236,7 @@ def test_certificates_are_reloaded(authority: Authority, files: TlsFiles, tmp_pa
         assert health.Check(READY, timeout=TIMEOUT_S).status == 2
         first = Path(live.certificate).read_text()
         assert served_serial(target).strip() in first
-        # Half of the change: a key that is not the certificate's. The old ones stay.
+        # Half of the change: the key of another certificate. The old files stay in use.
         shutil.copy(fresh.key, live.key)
         assert served_serial(target).strip() in first
         shutil.copy(fresh.certificate, live.certificate)

@@ -1,4 +1,4 @@
-"""Every status code over the wire: the code, the field's name, and the server goes on."""
+"""Every status code over the wire, with the name of the field; the server goes on."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ import grpc
 import pytest
 from support.processors import Stopwatch
 from support.server_process import ServerProcess, wait_until
+from support.servers import MODEL_LENGTH, TIGHT_BLOCKS
 
 from server.calls import (
     TIMEOUT_S,
@@ -19,7 +20,6 @@ from server.calls import (
     sampling,
     waiting,
 )
-from server.conftest import MODEL_LENGTH, TIGHT_BLOCKS
 from tpengine.server.grpc.proto import tpengine_pb2 as pb
 
 Code = grpc.StatusCode
@@ -123,7 +123,7 @@ def test_bad_input_of_the_other_methods(server: ServerProcess) -> None:
 
 
 def test_a_prompt_as_long_as_the_model(server: ServerProcess) -> None:
-    """It leaves room for one token: that after its last."""
+    """It leaves room for one token."""
     for length, num_output in ((MODEL_LENGTH, None), (MODEL_LENGTH - 1, 1)):
         request = pb.GenerateRequest(
             prompt_token_ids=ids(*[5] * length), sampling=sampling(max_tokens=8, ignore_eos=True)
@@ -138,7 +138,7 @@ def test_a_prompt_as_long_as_the_model(server: ServerProcess) -> None:
 
 
 def test_what_never_fits_into_the_cache(tight: ServerProcess) -> None:
-    """Each sequence alone would; the two of one request do not, whoever gives way."""
+    """One sequence would fit; the two of one request do not, even if all others are preempted."""
     length = 450
     assert length < MODEL_LENGTH
     assert 2 * length > TIGHT_BLOCKS * 16
@@ -249,13 +249,13 @@ def test_priorities(tight: ServerProcess) -> None:
         first.cancel()
         for call in (early, late):
             assert call["done"].wait(TIMEOUT_S)
-        # Though it came first, one waited until the other had ended.
+        # The one that came first waited until the other had ended.
         sooner, later = early["outcome"].usage, late["outcome"].usage
         assert later.queue_s > (sooner.queue_s + sooner.total_s) / 2
 
 
 def test_unknown_methods_and_names(server: ServerProcess) -> None:
-    for path in ("/tpengine.v1.GenerationService/Nothing", "/nobody.Knows/It"):
+    for path in ("/tpengine.v1.GenerationService/Nothing", "/unknown.Service/Method"):
         assert refused(server.channel.unary_unary(path), b"").code is Code.UNIMPLEMENTED
 
 

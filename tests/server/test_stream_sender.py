@@ -1,4 +1,4 @@
-"""Deltas go out from the call that brings them, whatever the reader and the connection do."""
+"""Outputs of a stream are sent by the call that delivers them, however fast the client reads."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import pytest
 from tpengine.async_engine.mailbox import Mailbox
 from tpengine.outputs import CompletionOutput, Logprob, RequestOutput
 from tpengine.server.grpc.proto import tpengine_pb2 as pb
-from tpengine.server.grpc.stream_sender import send_stream
+from tpengine.server.grpc.service import send_stream
 
 WAIT_S = 10.0
 
@@ -30,7 +30,7 @@ def _output(*token_ids: int, finished: bool = False, logprobs: bool = False) -> 
 
 
 class Connection:
-    """Takes messages one at a time, as `context.write` does; each waits until it is let go."""
+    """Takes one message at a time, as `context.write` does; each write waits for `let_go`."""
 
     def __init__(self, is_fast: bool = True) -> None:
         self.is_fast = is_fast
@@ -38,9 +38,10 @@ class Connection:
         self.waiting: asyncio.Future[None] | None = None
         self.num_left = 0
 
-    async def write(self, data: bytes) -> None:
+    async def write(self, message: pb.GenerateResponse) -> None:
         assert self.waiting is None, "a write has begun before the last has ended"
-        self.messages.append(pb.GenerateResponse.FromString(data))
+        # Serialized at once, as gRPC does: the sender uses the message again.
+        self.messages.append(pb.GenerateResponse.FromString(message.SerializeToString()))
         self.waiting = asyncio.get_running_loop().create_future()
         if self.is_fast:
             self.waiting.set_result(None)
@@ -53,13 +54,13 @@ class Connection:
             self.waiting = None
 
     def let_go(self) -> None:
-        """Ends the write that is under way."""
+        """Ends the write that has not ended."""
         if self.waiting is not None and not self.waiting.done():
             self.waiting.set_result(None)
 
     @property
     def token_ids(self) -> list[list[int]]:
-        """By message."""
+        """Of each message."""
         return [list(message.outputs[0].token_ids) for message in self.messages]
 
 
@@ -80,7 +81,7 @@ async def _turns(count: int = 8) -> None:
         await asyncio.sleep(0)
 
 
-def test_a_delta_is_sent_by_the_call_that_brings_it() -> None:
+def test_an_output_is_sent_by_the_call_that_delivers_it() -> None:
     async def check() -> None:
         box, connection = Mailbox(merges=True), Connection()
         sending = asyncio.create_task(send_stream(box, connection.write))
@@ -104,7 +105,7 @@ def test_a_delta_is_sent_by_the_call_that_brings_it() -> None:
     _run(check())
 
 
-def test_what_comes_while_a_write_lasts_is_merged() -> None:
+def test_outputs_during_a_write_are_merged() -> None:
     async def check() -> None:
         box, connection = Mailbox(merges=True), Connection(is_fast=False)
         sending = asyncio.create_task(send_stream(box, connection.write))
@@ -172,7 +173,7 @@ def test_an_error_ends_the_stream_once(is_fast: bool) -> None:
 
 def test_a_write_that_fails_fails_its_own_stream_alone() -> None:
     async def check() -> None:
-        async def broken(data: bytes) -> None:
+        async def broken(message: pb.GenerateResponse) -> None:
             raise OSError("no connection")
 
         boxes, connection = [Mailbox(merges=True) for _ in range(2)], Connection()
@@ -207,7 +208,7 @@ def test_a_stream_that_is_left_leaves_nothing(num_tokens: int) -> None:
             await sending
         assert box.listener is None
         assert connection.num_left == min(num_tokens, 1)
-        box.put(_output(7))  # to nobody
+        box.put(_output(7))  # no reader is left
         box.put(_output(8, finished=True))
         await _turns()
         assert connection.token_ids == [[0]][:num_tokens]

@@ -1,4 +1,4 @@
-"""Clients that nobody here wrote, each in its own environment and process."""
+"""Clients of other projects, each in its own environment and process."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ NUM_LOAD, CONNECTIONS, STREAMS_OF_EACH = 2000, 8, 8
 
 @pytest.fixture(scope="module")
 def answer() -> list[int]:
-    """What the engine says offline."""
+    """Token ids of the offline engine."""
     with LLM(dtype="float32", num_device_blocks_override=256) as llm:
         (output,) = llm.generate(PROMPT, greedy(NUM_TOKENS), use_tqdm=False)
     return list(output.outputs[0].token_ids)
@@ -114,7 +114,7 @@ def test_h2load_fails_no_stream(server: ServerProcess, tmp_path: Path) -> None:
     )
     assert counts is not None, report[-2000:]
     assert [int(count) for count in counts.groups()] == [NUM_LOAD] * 4 + [0] * 3
-    # Its success is HTTP's. A refusal begins the answer with its status; an error after that is not
-    # among what the server has completed.
+    # h2load reports the success of HTTP. A refusal begins with its status; an error after that is
+    # not counted as completed by the server.
     assert "grpc-status" not in report
     assert server.metric(COMPLETED, finished_reason="length") == completed + NUM_LOAD

@@ -1,4 +1,4 @@
-"""What `bench serve` tells of a server's CPU time."""
+"""The CPU time of a server by thread, as `bench serve` reports it."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from collections import Counter
 
 from support.server_process import ServerProcess
 
-from tpengine.bench.thread_times import ENGINE, EVENT_LOOP, per_token, thread_times
+from tpengine.bench.serve import ENGINE, EVENT_LOOP, per_token, thread_times
 from tpengine.server.grpc.proto import tpengine_pb2 as pb
 
 
@@ -33,5 +33,5 @@ def test_the_engine_is_told_apart(server: ServerProcess) -> None:
         timeout=30,
     )
     spent = thread_times(server.pid) - before
-    # The model's work: all else is some messages.
+    # Nearly all of it is the model's work.
     assert spent[ENGINE] > 0.5 * spent.total()

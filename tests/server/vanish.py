@@ -19,7 +19,7 @@ LIFE_S = 60.0
 
 
 def main(target: str, num_streams: int, seed: int) -> None:
-    """Opens them over one connection, and reads some."""
+    """Opens the streams over one connection, and reads half of them."""
     rng = random.Random(seed)
     stub = tpengine_pb2_grpc.GenerationServiceStub(grpc.insecure_channel(target))
     calls = []

@@ -1,6 +1,8 @@
-"""Workers on the CPU that take a GPU's way: gathered context, a library's kernels for prompts,
-padded decode batches at fixed addresses, steps begun before the driver asks. Its ops are the same
-there, only graphs are replayed by hand, and sampled ids reach the host when they are waited for."""
+"""Workers on the CPU that run the code path of a GPU: gathered context, a library's kernels for
+prompts, padded decode batches at fixed addresses, steps begun before the driver asks.
+
+The ops are the same on the CPU. Substitutes replay the graphs and copy the sampled ids.
+"""
 
 from __future__ import annotations
 
@@ -14,25 +16,25 @@ import torch
 
 from tpengine.config import SchedulerConfig
 from tpengine.engine_args import EngineArgs
-from tpengine.layers import gpu_attention
+from tpengine.layers import gpu_attention as gpu_attention_layer
 from tpengine.layers.gpu_attention import SdpaBackend
 from tpengine.messages import StepInput
-from tpengine.worker import model_runner
+from tpengine.worker.gpu import graphs, run_ahead
 from tpengine.worker.gpu.attention_plans import GpuAttention, attention_layers
 from tpengine.worker.gpu.graphs import Capture, DecodeGraphs, Recorded, Run
-from tpengine.worker.gpu.run_ahead import BegunStep, Division
-from tpengine.worker.model_runner import ModelRunner
+from tpengine.worker.gpu.run_ahead import BegunStep, Division, RunAhead
+from tpengine.worker.transfers import Downloads
 from tpengine.worker.worker import Worker
 
 
 class GpuWalk:
-    """Counts what a run went through.
+    """Counts what happens in a run.
 
     Attributes:
-        begun, taken: rows that were computed before the driver asked, and of them those that it
+        begun, taken: rows that were computed before the driver asked, and those of them that it
             then asked for.
         whole: steps of which nothing was left to compute.
-        early: steps that were begun before the ids of the step before had come.
+        early: steps that were begun before the ids of the previous step had arrived.
     """
 
     def __init__(self) -> None:
@@ -43,7 +45,7 @@ class GpuWalk:
         self.prefills = 0
 
     def captures(self) -> Capture:
-        """In place of a rank's graphs: the runs themselves, over the memory that a graph would
+        """Replaces CUDA graphs: a replay runs the model again over the memory that a graph would
         read."""
         outputs: list[torch.Tensor] = []
 
@@ -54,7 +56,7 @@ class GpuWalk:
             def replay() -> torch.Tensor:
                 self.replays += 1
                 result = run()
-                for other in outputs:  # graphs share their memory
+                for other in outputs:  # graphs share memory
                     other.fill_(float("nan"))
                 return output.copy_(result)
 
@@ -63,7 +65,7 @@ class GpuWalk:
         return capture
 
     def download(self, tensors: Sequence[torch.Tensor]) -> Callable[[], list[np.ndarray]]:
-        """In place of copies on a stream of their own."""
+        """Replaces copies on a separate stream."""
         begun = self.begun
 
         def finish() -> list[np.ndarray]:
@@ -73,31 +75,39 @@ class GpuWalk:
         return finish
 
 
-def walk_the_gpus_way(monkeypatch: pytest.MonkeyPatch) -> GpuWalk:
-    """From here on every worker takes the GPU's way."""
-    walk = GpuWalk()
-    load, open_cache = Worker.load_model, Worker.init_cache_engine
-    settle, begin, divide = (
-        EngineArgs._scheduler_config,
-        ModelRunner._begin_next,
-        model_runner.divide,
+class NoGrowth:
+    """Replaces `CudaGrowth`: graphs on the CPU take no memory of a device."""
+
+    def __init__(self, device: torch.device) -> None:
+        pass
+
+    def num_bytes(self) -> int:
+        return 0
+
+
+def gpu_attention(worker: Worker, model: Any) -> GpuAttention:
+    """Replaces `Worker._make_gpu_attention`: makes on the CPU what attention needs on a GPU."""
+    assert len(list(attention_layers(model))) == worker._config.model.num_layers
+    return GpuAttention(
+        model, worker._config, worker._dtype, worker._cache_dtype, torch.device("cpu")
     )
 
-    def load_model(self: Worker) -> None:
-        load(self)
-        model = self._require_runner().model
-        assert len(list(attention_layers(model))) == self._config.model.num_layers
-        attention = GpuAttention(model, self._config, self._dtype, self._cache_dtype, self._device)
-        self._runner = ModelRunner(self._config, model, 0, self._device, self._parallel, attention)
-        self._runner.works_ahead = True
-        self._runner._downloads.start = walk.download  # type: ignore[method-assign]
+
+def walk_the_gpus_way(monkeypatch: pytest.MonkeyPatch) -> GpuWalk:
+    """Makes every worker run the code path of a GPU from now on."""
+    walk = GpuWalk()
+    settle, begin, divide = (
+        EngineArgs._scheduler_config,
+        RunAhead._begin_next,
+        run_ahead.divide,
+    )
 
     def scheduler_config(self: EngineArgs, *args: Any) -> SchedulerConfig:
         return replace(settle(self, *args), looks_ahead=self.async_scheduling)
 
-    def begin_next(self: ModelRunner, step: StepInput, *args: Any) -> None:
+    def begin_next(self: RunAhead, step: StepInput, *args: Any) -> BegunStep:
         walk.begun += len(step.next_slots)
-        begin(self, step, *args)
+        return begin(self, step, *args)
 
     def count_taken(step: StepInput, begun: BegunStep) -> Division:
         left = divide(step, begun)
@@ -105,15 +115,9 @@ def walk_the_gpus_way(monkeypatch: pytest.MonkeyPatch) -> GpuWalk:
         walk.whole += not left.slots
         return left
 
-    def init_cache_engine(self: Worker, *args: Any) -> None:
-        open_cache(self, *args)
-        if not self._config.kernels.enforce_eager:
-            with torch.inference_mode():
-                self._require_runner().record_graphs(walk.captures())
-
-    def record(self: DecodeGraphs, sizes: Any = None, original: Any = DecodeGraphs.record) -> None:
+    def record(self: DecodeGraphs, original: Any = DecodeGraphs.record) -> None:
         walk.sizes += self.sizes
-        original(self, sizes)
+        original(self)
 
     def counted(name: str, function: Any) -> Any:
         def call(*args: Any) -> Any:
@@ -123,11 +127,17 @@ def walk_the_gpus_way(monkeypatch: pytest.MonkeyPatch) -> GpuWalk:
         return call
 
     monkeypatch.setattr(EngineArgs, "_scheduler_config", scheduler_config)
-    monkeypatch.setattr(ModelRunner, "_begin_next", begin_next)
-    monkeypatch.setattr(model_runner, "divide", count_taken)
-    monkeypatch.setattr(Worker, "load_model", load_model)
-    monkeypatch.setattr(Worker, "init_cache_engine", init_cache_engine)
+    monkeypatch.setattr(RunAhead, "_begin_next", begin_next)
+    monkeypatch.setattr(run_ahead, "divide", count_taken)
+    monkeypatch.setattr(Worker, "_make_gpu_attention", gpu_attention)
+    monkeypatch.setattr(Worker, "_uses_graphs", lambda self: True)
+    monkeypatch.setattr(Worker, "_works_ahead", True)
+    monkeypatch.setattr("tpengine.worker.worker.CudaCapture", lambda device: walk.captures())
+    monkeypatch.setattr(graphs, "CudaGrowth", NoGrowth)
+    monkeypatch.setattr(Downloads, "start", lambda self, tensors: walk.download(tensors))
     monkeypatch.setattr(DecodeGraphs, "record", record)
-    monkeypatch.setattr(gpu_attention, "gather_kv", counted("gathers", gpu_attention.gather_kv))
+    monkeypatch.setattr(
+        gpu_attention_layer, "gather_kv", counted("gathers", gpu_attention_layer.gather_kv)
+    )
     monkeypatch.setattr(SdpaBackend, "forward", counted("prefills", SdpaBackend.forward))
     return walk

@@ -1,5 +1,5 @@
-"""Decode steps that are recorded and run with any number of rows give the same bits as ops that
-are called one by one."""
+"""Recorded decode steps, run with any number of rows, give the same bits as ops that are called one
+by one."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ from tpengine.worker.input_batch import StepArrays
 pytestmark = pytest.mark.skipif(not has_recordings(), reason="the native library is not built")
 ROWS, SIZE = 6, 32
 FAMILIES = {v.name: v for v in VARIANTS if v.model_type in ("opt", "bloom")}
-"""What `ZOO` has not: the families that are no relatives of Llama."""
+"""Families that `ZOO` does not have: their layers differ from Llama's."""
 SCARCE = {"block_size": 8, "num_device_blocks_override": 60, "max_model_len": 256}
 
 
@@ -50,11 +50,11 @@ as_by_the_engine = pytest.mark.usefixtures("recorded_as_by_the_engine")
 
 
 def recording_of(llm: LLM) -> Any:
-    return llm.llm_engine._executor._worker._runner._recorded
+    return llm.llm_engine._executor._worker._runner.recorded
 
 
 def crowd(vocab_size: int) -> tuple[list[list[int]], list[SamplingParams]]:
-    """Requests of many lengths, so that the rows of a step change all the time."""
+    """Returns requests of many lengths, so that the rows change from step to step."""
     rng = random.Random(3)
     prompts, params = [], []
     for number in range(24):
@@ -78,7 +78,7 @@ def answers(llm: LLM, requests: tuple[Sequence[Any], Sequence[Any]]) -> list[Any
 
 @pytest.fixture(scope="module")
 def folder_of(models: ModelShop, tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
-    """Where a model of `ZOO` or `FAMILIES` lies, by name."""
+    """Returns the folder of a model of `ZOO` or `FAMILIES`, by name."""
     root = tmp_path_factory.mktemp("families")
 
     def folder(name: str) -> Path:
@@ -108,7 +108,7 @@ def folder_of(models: ModelShop, tmp_path_factory: pytest.TempPathFactory) -> Ca
 def test_same_bits_as_op_by_op(
     folder_of: Callable[[str], Path], name: str, args: dict[str, Any]
 ) -> None:
-    """In a crowd of samples, beams and lone tokens, with swaps where the cache is small."""
+    """Many requests at once, of all kinds, with swaps where the cache is small."""
     if args.get("quantization") is None:
         skip_without_packed_layers(args.get("dtype", "float32"))
     folder = folder_of(name)
@@ -122,7 +122,7 @@ def test_same_bits_as_op_by_op(
 
 
 def test_small_caches_do_swap(models: ModelShop) -> None:
-    """What the comparison above is for: the default of preemption."""
+    """So the comparison above covers swaps, the default of preemption."""
     with open_llm(models.folder(PLAIN), **SCARCE) as llm:
         assert preemptions(generate(llm, *crowd(llm.llm_engine.get_model_config().vocab_size))) > 0
 
@@ -157,7 +157,7 @@ def arrays(num_rows: int) -> StepArrays:
 
 
 class TinyModel:
-    """A product and a norm, and between them whatever a test wants."""
+    """A product and a norm, with an op of the test between them."""
 
     def __init__(self, between: Any = lambda x: x) -> None:
         torch.manual_seed(1)
@@ -184,12 +184,10 @@ def test_the_rows_that_a_step_has(num_rows: int) -> None:
     recording = DecodeRecording(model.forward, ROWS, 3)
     assert recording.num_calls == 3
     steps = arrays(num_rows)
-    assert recording.fits(steps)
     expected = model.forward(torch.ones(num_rows, dtype=torch.int32), None)  # type: ignore[arg-type]
     for _ in range(2):
-        found = recording.prepare(steps, None)()  # type: ignore[arg-type]
-        assert torch.equal(found, expected)
-    assert not recording.fits(arrays(ROWS + 1))
+        recording.write(steps, None)  # type: ignore[arg-type]
+        assert torch.equal(recording.run(num_rows), expected)
 
 
 @as_by_the_engine
@@ -217,13 +215,13 @@ def test_what_a_recording_would_leave_out_is_refused(between: Any, named: str) -
     model = TinyModel(between)
     with pytest.raises(NotRecordableError, match=named):
         DecodeRecording(model.forward, ROWS, 3)
-    model.between = lambda x: x  # and ops run again
+    model.between = lambda x: x  # ops run again after the refusal
     assert model.forward(torch.ones(2, dtype=torch.int32), None).any()  # type: ignore[arg-type]
 
 
 @as_by_the_engine
 def test_op_without_a_compiled_kernel_is_refused() -> None:
-    """It would run as plain torch while it is recorded, and never again."""
+    """It would run as plain torch during the recording, and not in later runs."""
     cache, packed, block_ids = torch.zeros(4, 6, 8), torch.zeros(1, 4, 8), torch.tensor([1])
 
     def between(x: torch.Tensor) -> torch.Tensor:
@@ -235,8 +233,8 @@ def test_op_without_a_compiled_kernel_is_refused() -> None:
 
 
 @as_by_the_engine
-def test_memory_is_given_out_again_only_when_nobody_has_it() -> None:
-    """A view keeps it, whatever became of the tensor that it was taken from."""
+def test_memory_is_used_again_only_when_no_tensor_uses_it() -> None:
+    """A view keeps the memory, even after the tensor that it was made from is deleted."""
     kept = []
 
     def between(x: torch.Tensor) -> torch.Tensor:
@@ -245,12 +243,12 @@ def test_memory_is_given_out_again_only_when_nobody_has_it() -> None:
         half = y.view(ROWS, 2, -1)[:, :1]
         kept.append(half)
         del y
-        z = torch.empty_like(x)  # must not lie where `half` does
+        z = torch.empty_like(x)  # must not overlap with `half`
         linear.packed_linear(z, x, model.weight, None)
         assert z.data_ptr() != half.data_ptr()
         first = z.data_ptr()
         del z
-        again = torch.empty_like(x)  # nobody has the one before
+        again = torch.empty_like(x)  # the memory of the previous one is free
         assert again.data_ptr() == first
         linear.packed_linear(again, x, model.weight, None)
         return again
@@ -267,11 +265,12 @@ def test_wrong_inputs_are_named() -> None:
     recording = DecodeRecording(model.forward, ROWS, 3)
     steps = arrays(2)
     steps.token_ids = steps.token_ids + 8
+    recording.write(steps, None)  # type: ignore[arg-type]
     with pytest.raises(RuntimeError, match=r"embedding: token_ids\[0\] is 9.*rows 0 to 8"):
-        recording.prepare(steps, None)()  # type: ignore[arg-type]
+        recording.run(2)
 
 
-FORGOTTEN = """
+DAEMON_THREAD = """
 import threading, time
 from tpengine import LLM, SamplingParams
 llm = LLM(dtype="float32", cpu_kv_cache_space=0.05, disable_log_stats=True, max_num_seqs=16)
@@ -286,9 +285,9 @@ print("over", flush=True)
 
 
 def test_program_that_ends_in_the_middle_of_a_step() -> None:
-    """A thread of it that is forgotten in a run must not find its recording gone."""
+    """A daemon thread that still runs a step must not use a recording that was deleted."""
     done = subprocess.run(
-        [sys.executable, "-c", FORGOTTEN], capture_output=True, text=True, timeout=120.0
+        [sys.executable, "-c", DAEMON_THREAD], capture_output=True, text=True, timeout=120.0
     )
     assert done.stdout.endswith("over\n")
     # Python itself may abort a daemon thread that wakes up in its last moment.

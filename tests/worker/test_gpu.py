@@ -16,7 +16,8 @@ from tpengine.distributed.parallel_state import ParallelState
 from tpengine.engine_args import EngineArgs
 from tpengine.errors import ConfigError, GraphCaptureError
 from tpengine.ops import library
-from tpengine.worker import memory, transfers
+from tpengine.worker import transfers
+from tpengine.worker.gpu import graphs
 from tpengine.worker.gpu.graphs import CudaGrowth, DecodeGraphs
 from tpengine.worker.transfers import Downloads, Uploads
 from tpengine.worker.worker import Worker
@@ -37,7 +38,7 @@ MODES: dict[str, dict[str, Any]] = {
 
 
 def open_on_card(folder: Path, **args: Any) -> LLM:
-    """An engine with little memory on the host, which takes its time to be pinned."""
+    """Opens an engine with little swap space: to pin host memory takes long."""
     return open_llm(folder, **{"device": "cuda", "swap_space": 0.05, **args})
 
 
@@ -65,7 +66,7 @@ def test_greedy_equals_transformers(
 
 @pytest.mark.parametrize("enforce_eager", [False, True], ids=["graphs", "eager"])
 def test_steps_that_are_begun_early_change_nothing(models: ModelShop, enforce_eager: bool) -> None:
-    """Prompts join and leave one by one; every kind of request."""
+    """Requests of every kind, which start and finish in different steps."""
     folder = models.folder(PLAIN)
     prompts = models.oracle(folder).prompts((5, 40, 17, 1, 90, 33), seed=4)
     params = [
@@ -88,7 +89,7 @@ def test_steps_that_are_begun_early_change_nothing(models: ModelShop, enforce_ea
 @pytest.mark.parametrize("cache", ["auto", "fp8"])
 @pytest.mark.parametrize("backend", ["varlen", "sdpa"])
 def test_bfloat16_with_either_backend(models: ModelShop, backend: str, cache: str) -> None:
-    """Ends, says as many tokens as asked, and mostly what float32 says first."""
+    """Returns as many tokens as asked; most first tokens equal those of float32."""
     folder = models.folder(PLAIN)
     oracle = models.oracle(folder)
     prompts = oracle.prompts((3, 40, 200), seed=2)
@@ -124,7 +125,7 @@ def test_ledger_adds_up(models: ModelShop) -> None:
     worker.init_cache_engine(ledger.num_device_blocks, 4)
     worker.init_cache_engine(ledger.num_device_blocks // 2, 4)
     held = torch.cuda.memory_reserved(CUDA)
-    assert held < 0.35 * ledger.total_bytes, "the first cache is still there"
+    assert held < 0.35 * ledger.total_bytes, "the first cache was not freed"
     worker.shutdown()
 
 
@@ -150,7 +151,7 @@ def test_wrong_use(models: ModelShop) -> None:
 def test_transfers() -> None:
     wait_for = ParallelState().wait_for
     uploads, downloads = Uploads(CUDA, wait_for), Downloads(CUDA, wait_for)
-    for turn in range(5 * transfers._NUM_BUFFERS):  # each is used again, with nobody waiting
+    for turn in range(5 * transfers._NUM_BUFFERS):  # each buffer is used again
         arrays = [torch.arange(turn, turn + 9).int().numpy(), torch.rand(2, 3).numpy()]
         sent = uploads.send(arrays)
         finish = downloads.start([sent[0] * 2, sent[1] + 1])
@@ -163,6 +164,6 @@ def test_transfers() -> None:
 def test_growth_counts_what_stays() -> None:
     growth = CudaGrowth(CUDA)
     kept = torch.empty(300 << 20, dtype=torch.uint8, device=CUDA)
-    assert 300 << 20 <= growth.num_bytes() <= (300 << 20) + memory._DRIVER_BYTES
+    assert 300 << 20 <= growth.num_bytes() <= (300 << 20) + graphs._DRIVER_BYTES
     del kept
-    assert growth.num_bytes() <= memory._DRIVER_BYTES
+    assert growth.num_bytes() <= graphs._DRIVER_BYTES

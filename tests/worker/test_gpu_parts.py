@@ -1,4 +1,4 @@
-"""What the worker's way on a GPU is made of, where it needs no GPU to be tried."""
+"""Parts of the worker that only a GPU needs, tested without one."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from support.gpu_walk import gpu_attention
 from support.models import ModelShop
 from support.zoo import PLAIN
 
@@ -18,7 +19,6 @@ from tpengine.messages import BlockMoves, MemoryLedger
 from tpengine.worker import device, memory
 from tpengine.worker.cache_engine import PooledBlocks, staged_blocks
 from tpengine.worker.gpu import graphs as cuda_graph
-from tpengine.worker.gpu.attention_plans import GpuAttention
 from tpengine.worker.gpu.graphs import Capture, DecodeGraphs, Recorded, Run, graph_sizes
 from tpengine.worker.model_runner import ModelRunner
 from tpengine.worker.transfers import layout, pack, unpack
@@ -28,7 +28,7 @@ GIB = 1 << 30
 CPU = torch.device("cpu")
 
 
-def test_arrays_cross_in_one_buffer() -> None:
+def test_arrays_are_packed_into_one_buffer() -> None:
     arrays: list[Any] = [
         np.arange(7, dtype=np.int32),
         np.zeros((0, 5), np.int32),
@@ -66,8 +66,8 @@ def test_pooled_blocks_move(
     assert torch.equal(bits[:, untouched], before[:, untouched])
 
 
-def test_the_hosts_pool_is_as_large_as_was_asked(monkeypatch: pytest.MonkeyPatch) -> None:
-    """By what torch pins for a tensor: the next power of two."""
+def test_the_hosts_pool_is_as_large_as_requested(monkeypatch: pytest.MonkeyPatch) -> None:
+    """torch pins the next power of two of a tensor's bytes."""
     monkeypatch.setattr("tpengine.worker.cache_engine._PIECE_BYTES", 1 << 20)
     pool = torch.empty(6, 2, 16, 3, 40)  # blocks of 45 KiB
     wanted = 33 * pool[:, 0].nbytes * 23
@@ -86,9 +86,9 @@ def test_staging(block_bytes: int, host_blocks: int, expected: int) -> None:
 @pytest.mark.parametrize(
     ("free", "share", "reserved", "expected"),
     [
-        (60, 0.9, 10, 42),  # of 80; 8 are not to be used
-        (40, 0.9, 10, 22),  # another process came
-        (79, 0.9, 10, 61),  # and went
+        (60, 0.9, 10, 42),  # of 80, of which 8 must stay free
+        (40, 0.9, 10, 22),  # another process takes memory
+        (79, 0.9, 10, 61),  # and frees it
         (10, 0.9, 10, 0),
         (60, 1.0, 10, 50),
     ],
@@ -100,19 +100,20 @@ def test_budget_on_a_gpu(free: int, share: float, reserved: int, expected: int) 
 
 @pytest.mark.parametrize(
     ("max_num_seqs", "first", "count"),
-    [(1, [1], 1), (3, [1, 2, 3], 3), (20, [1, 2, 4, 8, 16, 20], 6), (5000, [1, 2, 4, 8], 23)],
+    [(1, [1], 1), (3, [1, 2, 3], 3), (20, [1, 2, 4, 8, 16, 20], 6), (256, [1, 2, 4, 8], 23)],
 )
 def test_few_sizes(max_num_seqs: int, first: list[int], count: int) -> None:
     sizes = graph_sizes(max_num_seqs)
     assert sizes[: len(first)] == first
     assert len(sizes) == count
-    assert sizes[-1] == min(max_num_seqs, 256)
+    assert sizes[-1] == max_num_seqs
     assert sizes == sorted(set(sizes))
 
 
-def graphs(capture: Capture, sizes: list[int]) -> DecodeGraphs:
+def graphs(capture: Capture) -> DecodeGraphs:
+    """Of 1, 2, 4 and 8 rows."""
     return DecodeGraphs(
-        lambda ids, metadata: ids.float().unsqueeze(1), lambda: None, sizes, 4, CPU, capture
+        lambda ids, metadata: ids.float().unsqueeze(1), lambda: None, 8, 4, CPU, capture
     )
 
 
@@ -134,7 +135,7 @@ def test_a_graph_that_cannot_be_recorded(error: Exception, words: str) -> None:
         raise error
 
     with pytest.raises(GraphCaptureError, match=words) as caught:
-        graphs(fail, [4, 8]).record()
+        graphs(fail).record()
     assert caught.value.__cause__ is error
 
 
@@ -166,12 +167,12 @@ def test_graphs_are_estimated_by_the_largest_two(monkeypatch: pytest.MonkeyPatch
         return Recorded(run, lambda: None)
 
     monkeypatch.setattr(cuda_graph, "CudaGrowth", Growth)
-    assert cuda_graph.estimate_bytes(graphs(capture, [1, 2, 4, 8]), CPU) == 100 + 3 * 7
+    assert graphs(capture).estimate_bytes() == 100 + 3 * 7
     assert recorded == [8, 4]
 
 
 class FakeExecutor:
-    """Whose device loses memory to another process between measuring and allocating."""
+    """Its device loses memory to another process between measuring and allocating."""
 
     def __init__(self, allocatable: int) -> None:
         self.allocatable = allocatable
@@ -281,10 +282,10 @@ def test_fp8_is_for_gpus(models: ModelShop) -> None:
     assert device.cache_dtype("auto", torch.bfloat16) == torch.bfloat16
 
 
-def test_a_worker_sets_aside_what_is_to_come(
+def test_a_worker_reserves_what_it_will_take(
     models: ModelShop, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A GPU's account, with stand-ins for what only a GPU can be asked."""
+    """The ledger of a GPU, with substitutes for what only a GPU can report."""
     recorded: list[int] = []
     reserved: list[int] = []
 
@@ -303,25 +304,22 @@ def test_a_worker_sets_aside_what_is_to_come(
             recorded.append(len(run()))
             return Recorded(run, lambda: None)
 
+    monkeypatch.setattr(Worker, "_make_gpu_attention", gpu_attention)
+    monkeypatch.setattr(Worker, "_uses_graphs", lambda self: True)
+    monkeypatch.setattr("tpengine.worker.worker.CudaCapture", Capture)
+    monkeypatch.setattr(cuda_graph, "CudaGrowth", Growth)
     worker = Worker(config(models, "cpu", dtype="float32", max_num_seqs=8, swap_space=0.01))
     worker.init_device()
     worker.load_model()
-    runner, settings = worker._require_runner(), worker._config
-    attention = GpuAttention(runner.model, settings, torch.float32, torch.float32, CPU)
+    attention = worker._gpu
+    assert attention is not None
     assert attention.num_bytes == 2 * 4 * 8 * 64 * PLAIN.num_kv_heads * PLAIN.head_dim
-    worker._gpu = attention
-    worker._runner = ModelRunner(
-        settings, runner.model, runner.weights_bytes, CPU, worker._parallel, attention
-    )
-    monkeypatch.setattr(cuda_graph, "CudaGrowth", Growth)
-    monkeypatch.setattr("tpengine.worker.worker.CudaCapture", Capture)
-    monkeypatch.setattr(Worker, "_uses_graphs", lambda self: True)
 
-    def budget(self: Worker, reserved_bytes: int) -> tuple[int, int]:
-        reserved.append(reserved_bytes)
+    def budget(*args: Any) -> tuple[int, int]:
+        reserved.append(args[-1])
         return GIB, 1 << 20
 
-    monkeypatch.setattr(Worker, "_kv_budget", budget)
+    monkeypatch.setattr(memory, "kv_budget_bytes", budget)
     ledger = worker.profile_num_available_blocks()
     assert recorded == [8, 4]
     assert ledger.graphs_bytes == 4 * 1000  # sizes 1, 2, 4, 8
@@ -333,17 +331,18 @@ def test_a_worker_sets_aside_what_is_to_come(
     assert again.activation_peak_bytes == ledger.activation_peak_bytes
     assert reserved[1] == reserved[0]
     recorded.clear()
-    for num_blocks in (12, 6):  # the second time in place of the first
+    for num_blocks in (12, 6):  # the second cache replaces the first
         worker.init_cache_engine(num_blocks, 2)
-        assert worker._cache_engine is not None
-        assert worker._cache_engine.num_blocks == num_blocks
+        assert worker._runner is not None
+        k_cache, _ = worker._runner.cache_engine.kv_caches[0]
+        assert len(k_cache) == num_blocks
     assert recorded == [8, 4, 2, 1] * 2
 
     def full(*_: Any) -> int:
         raise torch.OutOfMemoryError("another process took it")
 
     monkeypatch.setattr(ModelRunner, "run_worst_case", full)
-    with pytest.raises(CacheSizeError, match=r"no room for the activations.*another process"):
+    with pytest.raises(CacheSizeError, match=r"activations of a step.*do not fit.*another process"):
         worker.init_cache_engine(6, 2)
-    assert worker._cache_engine is None
+    assert worker._runner is None
     worker.shutdown()

@@ -1,5 +1,5 @@
-"""The way of a step on a GPU (gathered context, a library's kernels, padded decode batches at fixed
-addresses), walked on the CPU: its ops are the same there, only graphs are replayed by hand."""
+"""The code path of a GPU (gathered context, a library's kernels, padded decode batches at fixed
+addresses), run on the CPU; see `support.gpu_walk`."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def walk(monkeypatch: pytest.MonkeyPatch) -> GpuWalk:
 
 
 def answers(models: ModelShop, spec: TinyLlama, **args: Any) -> tuple[list[Any], list[Any]]:
-    """(what the engine generates, what transformers does)."""
+    """Returns (ids of the engine, ids of transformers)."""
     folder: Path = models.folder(spec)
     oracle = models.oracle(folder)
     prompts = oracle.prompts(LENGTHS, seed=1)
@@ -68,7 +68,7 @@ def test_more_context_than_scratch_goes_in_groups(
         walk.gathers = 0
         outputs = generate(llm, prompts, greedy(8))
     assert ids(outputs) == [answer.token_ids[:8] for answer in before.answers(prompts)]
-    assert walk.gathers > PLAIN.num_layers  # each prompt's context by itself
+    assert walk.gathers > PLAIN.num_layers  # the context of each prompt is gathered separately
 
 
 @pytest.mark.parametrize("mode", ["swap", "recompute"])
@@ -87,7 +87,7 @@ def test_preemption_between_graphs(models: ModelShop, walk: GpuWalk, mode: str) 
 def test_steps_with_more_rows_than_graphs_run_by_themselves(
     models: ModelShop, walk: GpuWalk, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("tpengine.worker.gpu.graphs.LARGEST_SIZE", 4)
+    monkeypatch.setattr("tpengine.worker.worker.MAX_RECORDED_ROWS", 4)
     found, expected = answers(models, PLAIN)
     assert found == expected
     assert walk.sizes == [1, 2, 4]

@@ -1,4 +1,4 @@
-"""Graphs go before the group whose calls they hold: NCCL waits for them, without a bound."""
+"""Graphs are destroyed before the group whose calls they hold: NCCL waits for their end."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+from support.gpu_walk import NoGrowth, gpu_attention
 from support.models import ModelShop
 from support.zoo import PLAIN
 
@@ -15,9 +16,7 @@ from tpengine.errors import GraphCaptureError
 from tpengine.messages import NewSequence, StepInput
 from tpengine.sampling_params import SamplingParams
 from tpengine.worker.gpu import graphs as cuda_graph
-from tpengine.worker.gpu.attention_plans import GpuAttention
 from tpengine.worker.gpu.graphs import Recorded, Run
-from tpengine.worker.model_runner import ModelRunner
 from tpengine.worker.worker import Worker
 
 CPU = torch.device("cpu")
@@ -25,14 +24,15 @@ SIZES = 4  # 1, 2, 4, 8
 
 
 class Ledger:
-    """Graphs that are alive, and what happened to the group, each with how many were alive."""
+    """Records which graphs are alive and what happened to the group, with the number of graphs that
+    were alive at that time."""
 
     def __init__(self) -> None:
         self.alive: set[int] = set()
         self.recorded = 0
         self.group: list[tuple[str, int]] = []
         self.fails_at: int | None = None
-        """Number of the recording that cannot be made; None: all can."""
+        """Number of the recording that fails; None: no recording fails."""
 
     def capture(self, run: Run) -> Recorded:
         self.recorded += 1
@@ -43,14 +43,14 @@ class Ledger:
         self.alive.add(number)
 
         def replay() -> torch.Tensor:
-            assert number in self.alive, "a graph that is gone"
+            assert number in self.alive, "replay of a destroyed graph"
             return run()
 
         return Recorded(replay, lambda: self.alive.remove(number))
 
 
 class Group:
-    """The first of two ranks, of which the other adds nothing."""
+    """The first of two ranks; the other one contributes zeros."""
 
     can_be_recorded = True
 
@@ -75,20 +75,13 @@ class Group:
 
 @pytest.fixture
 def ledger(monkeypatch: pytest.MonkeyPatch) -> Ledger:
-    """Of workers that record graphs, on the CPU."""
+    """Makes workers record graphs, on the CPU."""
     ledger = Ledger()
 
-    class Growth:
-        def __init__(self, device: torch.device) -> None:
-            pass
-
-        def num_bytes(self) -> int:
-            return 0
-
-    monkeypatch.setattr(cuda_graph, "CudaGrowth", Growth)
+    monkeypatch.setattr(cuda_graph, "CudaGrowth", NoGrowth)
     monkeypatch.setattr("tpengine.worker.worker.CudaCapture", lambda device: ledger.capture)
     monkeypatch.setattr(Worker, "_uses_graphs", lambda self: True)
-    monkeypatch.setattr(Worker, "_records_on_cpu", False)
+    monkeypatch.setattr(Worker, "_make_gpu_attention", gpu_attention)
     return ledger
 
 
@@ -105,9 +98,6 @@ def loaded(models: ModelShop, ledger: Ledger, size: int = 2) -> Worker:
     worker = Worker(config, ParallelState(0, size, Group(ledger)) if size > 1 else None)
     worker.init_device()
     worker.load_model()
-    model = worker._require_runner().model
-    worker._gpu = GpuAttention(model, config, torch.float32, torch.float32, CPU)
-    worker._runner = ModelRunner(config, model, 0, CPU, worker._parallel, worker._gpu)
     return worker
 
 
@@ -120,13 +110,13 @@ def step(number: int) -> StepInput:
 def test_shutdown(models: ModelShop, ledger: Ledger) -> None:
     worker = loaded(models, ledger)
     worker.profile_num_available_blocks()
-    assert not ledger.alive, "those that were tried stay"
+    assert not ledger.alive, "graphs of the estimate were not destroyed"
     for _ in range(2):
         worker.init_cache_engine(6)
         assert len(ledger.alive) == SIZES
     for number in (1, 2, 3):
         worker.execute_model(step(number))
-    held = worker._require_runner()._recorded  # as a frame somewhere may
+    held = worker._runner.recorded  # type: ignore[union-attr] # as a traceback may
     worker.shutdown()
     assert held is not None
     assert ledger.group == [("close", 0)]
@@ -144,11 +134,11 @@ def test_shutdown_with_a_graph_that_cannot_be_destroyed(models: ModelShop, ledge
 
 
 def test_a_step_that_fails(models: ModelShop, ledger: Ledger) -> None:
-    """With the error's traceback, whose frames hold the graph, still there."""
+    """The error's traceback, whose frames refer to the graph, still exists."""
     worker = loaded(models, ledger)
     worker.init_cache_engine(6)
     worker.execute_model(step(1))
-    runner: Any = worker._require_runner()
+    runner: Any = worker._runner
     runner.model.compute_logits = None
     with pytest.raises(TypeError) as caught:
         worker.execute_model(step(2))
@@ -157,11 +147,11 @@ def test_a_step_that_fails(models: ModelShop, ledger: Ledger) -> None:
 
 
 def test_a_step_that_fails_on_one_rank_keeps_its_graphs(models: ModelShop, ledger: Ledger) -> None:
-    """There is no group to give up, and the next step may be fine."""
+    """There is no group to abandon, and the next step may succeed."""
     worker = loaded(models, ledger, size=1)
     worker.init_cache_engine(6)
     worker.execute_model(step(1))
-    runner: Any = worker._require_runner()
+    runner: Any = worker._runner
     compute_logits, runner.model.compute_logits = runner.model.compute_logits, None
     with pytest.raises(TypeError):
         worker.execute_model(step(2))

@@ -1,16 +1,18 @@
-"""The running batch in its slots: what a step's tensors hold, and how they move on."""
+"""The running batch in its slots: a step's tensors, and how they change from step to step."""
 
 from __future__ import annotations
 
 import numpy as np
+import numpy.typing as npt
 import pytest
 import torch
 
 from tpengine.distributed.parallel_state import ParallelState
+from tpengine.layers.attention import AttentionMetadata
 from tpengine.layers.sampler import sample
 from tpengine.messages import NewSequence, StepInput
 from tpengine.sampling_params import SamplingParams
-from tpengine.worker.input_batch import InputBatch
+from tpengine.worker.input_batch import InputBatch, upload_step
 from tpengine.worker.transfers import Uploads
 
 GREEDY = SamplingParams(temperature=0.0)
@@ -26,8 +28,17 @@ def new(slot: int, token_ids: list[int], computed: int, blocks: list[int]) -> Ne
     return NewSequence(slot, token_ids, 3, computed, blocks, GREEDY, 0, 0, [])
 
 
+def build(batch: InputBatch, step: StepInput) -> tuple[torch.Tensor, AttentionMetadata]:
+    return upload_step(batch.arrays(step.slots, step.num_scheduled_tokens), batch.uploads)
+
+
+def advance(batch: InputBatch, step: StepInput, sampled: npt.NDArray[np.int64]) -> None:
+    batch.note_computed(step)
+    batch.append(step, sampled)
+
+
 def pick(batch: InputBatch, step: StepInput) -> int:
-    """What is sampled where 40 leads 41, and 41 leads 7."""
+    """Returns the sampled id for logits in which 40 is likelier than 41, and 41 likelier than 7."""
     logits = torch.zeros(1, 64)
     logits[0, [40, 41, 7]] = torch.tensor([9.0, 8.0, 7.0])
     return int(sample(logits, batch.sampling_batch(step)).token_ids[0])
@@ -38,7 +49,7 @@ def test_worked_example_of_the_docstring(batch: InputBatch) -> None:
     two = new(2, [20, 21, 22, 23, 24, 25, 26, 27], 4, [8, 1])
     step = StepInput(1, [7, 2], [1, 3], [seven, two], sample_rows=[0], sample_slots=[7])
     batch.apply(step)
-    token_ids, metadata = batch.build(step)
+    token_ids, metadata = build(batch, step)
     assert token_ids.tolist() == [15, 24, 25, 26]
     assert metadata.positions.tolist() == [5, 4, 5, 6]
     assert metadata.slot_mapping.tolist() == [3 * 4 + 1, 1 * 4, 1 * 4 + 1, 1 * 4 + 2]
@@ -48,7 +59,7 @@ def test_worked_example_of_the_docstring(batch: InputBatch) -> None:
     assert metadata.num_decodes == 1
     assert batch.last_positions(step).tolist() == [0]
     chunk = StepInput(2, [7, 2], [1, 3], sample_rows=[], sample_slots=[])
-    assert batch.last_positions(chunk).tolist() == [0], "one row nobody reads, not all"
+    assert batch.last_positions(chunk).tolist() == [0], "one row that is not read, not all rows"
     for tensor in (
         token_ids,
         metadata.positions,
@@ -61,47 +72,47 @@ def test_worked_example_of_the_docstring(batch: InputBatch) -> None:
 
 
 def test_steps_go_on_without_the_driver(batch: InputBatch) -> None:
-    """After a step the worker knows its own sampled ids, and the next message names slots only."""
+    """After a step the worker knows its sampled ids; the next message contains slots only."""
     prompt = StepInput(1, [4], [3], [new(4, [5, 6, 7], 0, [2])], sample_rows=[0], sample_slots=[4])
     batch.apply(prompt)
-    batch.build(prompt)
+    build(batch, prompt)
     assert batch.last_positions(prompt).tolist() == [2]
-    batch.advance(prompt, np.array([50]))
+    advance(batch, prompt, np.array([50]))
     decode = StepInput(2, [4], [1], sample_rows=[0], sample_slots=[4])
     batch.apply(decode)
-    token_ids, metadata = batch.build(decode)
+    token_ids, metadata = build(batch, decode)
     assert token_ids.tolist() == [50]
     assert metadata.positions.tolist() == [3]
     assert metadata.slot_mapping.tolist() == [2 * 4 + 3]
     assert batch.last_positions(decode) is None
-    batch.advance(decode, np.array([51]))
+    advance(batch, decode, np.array([51]))
     grown = StepInput(3, [4], [1], new_block_ids=[(4, [6])], sample_rows=[0], sample_slots=[4])
     batch.apply(grown)
-    token_ids, metadata = batch.build(grown)
+    token_ids, metadata = build(batch, grown)
     assert token_ids.tolist() == [51]
     assert metadata.slot_mapping.tolist() == [6 * 4]
     assert metadata.block_table.tolist() == [[2, 6]]
     assert metadata.query_start_loc.tolist() == [0]
 
 
-def test_the_drivers_word_overrides(batch: InputBatch) -> None:
+def test_the_driver_overrides_a_token(batch: InputBatch) -> None:
     prompt = StepInput(1, [0], [3], [new(0, [5, 6, 7], 0, [1])], sample_rows=[0], sample_slots=[0])
     batch.apply(prompt)
-    batch.advance(prompt, np.array([50]))
+    advance(batch, prompt, np.array([50]))
     step = StepInput(2, [0], [1], token_overrides=[(0, 77)], sample_rows=[0], sample_slots=[0])
     batch.apply(step)
-    assert batch.build(step)[0].tolist() == [77]
+    assert build(batch, step)[0].tolist() == [77]
 
 
-def test_a_slot_forgets_whom_it_held(batch: InputBatch) -> None:
+def test_a_slot_keeps_nothing_of_its_previous_sequence(batch: InputBatch) -> None:
     first = NewSequence(3, list(range(9)), 9, 8, [1, 2, 5], GREEDY, 0, 0, [4])
     step = StepInput(1, [3], [1], [first], sample_rows=[0], sample_slots=[3])
     batch.apply(step)
-    batch.advance(step, np.array([50]))
+    advance(batch, step, np.array([50]))
     again = StepInput(2, [3], [2], [new(3, [30, 31], 0, [7])], freed_slots=[3], sample_rows=[0])
     again.sample_slots = [3]
     batch.apply(again)
-    token_ids, metadata = batch.build(again)
+    token_ids, metadata = build(batch, again)
     assert token_ids.tolist() == [30, 31]
     assert metadata.positions.tolist() == [0, 1]
     assert metadata.slot_mapping.tolist() == [28, 29]
@@ -110,12 +121,12 @@ def test_a_slot_forgets_whom_it_held(batch: InputBatch) -> None:
 
 
 def test_the_last_column_may_be_sampled(batch: InputBatch) -> None:
-    """A prompt of the longest length gets its one token, for which there is no column."""
+    """A prompt of the longest length gets one token, which has no column."""
     sequence = NewSequence(1, list(range(20)), 20, 0, [0, 1, 2, 3, 4], GREEDY, 0, 0, [])
     step = StepInput(1, [1], [20], [sequence], sample_rows=[0], sample_slots=[1])
     batch.apply(step)
-    batch.build(step)
-    batch.advance(step, np.array([99]))
+    build(batch, step)
+    advance(batch, step, np.array([99]))
     assert batch.num_tokens[1] == 21
     assert batch.token_ids[1].tolist() == list(range(20))
 
@@ -128,7 +139,7 @@ def test_bans_last_until_min_tokens(batch: InputBatch) -> None:
     picked = []
     for number in range(2, 5):
         picked.append(pick(batch, step))
-        batch.advance(step, np.array([60]))
+        advance(batch, step, np.array([60]))
         step = StepInput(number, [5], [1], sample_rows=[0], sample_slots=[5])
         batch.apply(step)
     assert picked == [7, 7, 40]

@@ -1,4 +1,4 @@
-"""How much memory the KV cache may take, and what it is made of."""
+"""How much memory the KV cache may take, and how its size is computed."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from support.zoo import PLAIN
 
 from tpengine.engine_args import EngineArgs
 from tpengine.errors import CacheSizeError
-from tpengine.worker import cache_engine, cgroups, memory
+from tpengine.worker import cache_engine, memory
 from tpengine.worker.cache_engine import CacheEngine, block_bytes
 from tpengine.worker.device import set_num_threads
 from tpengine.worker.worker import Worker
@@ -29,7 +29,7 @@ CPU = torch.device("cpu")
         (5 * GIB, 3 * GIB, 3 * GIB),
         (-1, None, 0),
     ],
-    ids=["plenty", "forty per cent", "as told", "overdrawn"],
+    ids=["plenty", "forty per cent", "as requested", "overdrawn"],
 )
 def test_budget_on_cpu(
     monkeypatch: pytest.MonkeyPatch, free: int, wanted: int | None, expected: int
@@ -46,12 +46,12 @@ def test_ranks_of_a_machine_divide_the_defaults(
     for ranks in (1, 2, 4):
         assert memory.cpu_kv_budget_bytes(None, ranks) == int(kv * GIB) // ranks
         assert memory.host_swap_bytes(None, ranks) == int(swap * GIB) // ranks
-        assert memory.cpu_kv_budget_bytes(GIB, ranks) == GIB, "what was asked for is per rank"
+        assert memory.cpu_kv_budget_bytes(GIB, ranks) == GIB, "a requested size is per rank"
         assert memory.host_swap_bytes(0, ranks) == 0
 
 
 def test_what_others_hold(monkeypatch: pytest.MonkeyPatch) -> None:
-    """All that is not free and not this process's own."""
+    """Memory that is neither free nor held by this process."""
     monkeypatch.setattr(memory, "cpu_total_bytes", lambda: 1000 * GIB)
     monkeypatch.setattr(memory, "cpu_free_bytes", lambda: 900 * GIB)
     before = memory.cpu_held_by_others_bytes()
@@ -91,12 +91,12 @@ def test_free_and_total_are_plausible() -> None:
             {"app/memory.max": 3 * GIB, "app/memory.current": GIB},
         ),
     ],
-    ids=["cgroup v2, limit of a parent", "cgroup v1", "no word on cached files"],
+    ids=["cgroup v2, limit of a parent", "cgroup v1", "no memory.stat"],
 )
 def test_a_cgroups_limit_counts(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, line: str, files: dict[str, int | str]
 ) -> None:
-    """Without the pages that only cache files, of which each has one GiB."""
+    """Pages that only cache files, one GiB in each case, do not count as used."""
     pretend_cgroups(monkeypatch, tmp_path, line, files)
     monkeypatch.setattr(memory, "_meminfo", lambda key: 50 * GIB)
     assert memory.cpu_total_bytes() == 3 * GIB
@@ -138,7 +138,7 @@ def test_threads_by_quota(
 
 
 def test_threads_by_environment(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """tpengine's own variable, then OpenMP's, whatever the quota; neither is divided by ranks."""
+    """tpengine's variable comes first, then OpenMP's; quota and ranks do not change them."""
     pretend_cgroups(monkeypatch, tmp_path, "0::/app", {"app/cpu.max": "200000 100000"})
     pretend_threads(monkeypatch)
     for value, expected in {"5": 5, "6,2": 6, "many": 1, "0": 1, "": 1}.items():
@@ -150,7 +150,7 @@ def test_threads_by_environment(monkeypatch: pytest.MonkeyPatch, tmp_path: Path)
 
 
 def pretend_threads(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Eight cores, no word on threads in the environment, and nothing is really changed."""
+    """Pretends eight cores and an environment without thread counts; changes no thread count."""
     monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
     monkeypatch.delenv("TPENGINE_NUM_THREADS", raising=False)
     monkeypatch.setattr("os.sched_getaffinity", lambda pid: set(range(8)))
@@ -160,7 +160,7 @@ def pretend_threads(monkeypatch: pytest.MonkeyPatch) -> None:
 def pretend_cgroups(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, line: str, files: dict[str, int | str]
 ) -> None:
-    """A process in the cgroup of `line`, whose hierarchy holds these files only."""
+    """Pretends that this process is in the cgroup of `line`, and that only these files exist."""
     for name, value in files.items():
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / name).write_text(f"{value}\n")
@@ -173,10 +173,10 @@ def pretend_cgroups(
             return cgroup
         return real(str(path).replace("/sys/fs/cgroup", str(tmp_path)))
 
-    monkeypatch.setattr(cgroups, "Path", moved)
+    monkeypatch.setattr(memory, "Path", moved)
 
 
-def test_peak_memory_sees_what_came_and_went() -> None:
+def test_peak_memory_counts_what_was_freed_again() -> None:
     size = 200 << 20
     with memory.PeakMemory(CPU) as peak:
         torch.ones(size, dtype=torch.uint8)
@@ -195,7 +195,7 @@ def test_block_bytes_are_what_is_allocated(dtype: torch.dtype) -> None:
 def test_the_first_blocks_have_their_memory_from_the_start(
     models: ModelShop, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """As much as a rank may have of it; nothing where the memory is overdrawn."""
+    """Up to the limit of a rank; nothing if the memory is overdrawn."""
     monkeypatch.setattr(cache_engine, "_POPULATE_S", 30.0)
     args = EngineArgs(str(models.folder(PLAIN)), dtype="float32", device="cpu")
     for free, num_ranks, wanted in ((GIB, 1, 64 << 20), (GIB, 2, 32 << 20), (-GIB, 1, 0)):
@@ -207,8 +207,8 @@ def test_the_first_blocks_have_their_memory_from_the_start(
         worker.load_model()
         worker.init_cache_engine(8192)
         worker.populate_cache()
-        assert worker._cache_engine is not None
-        tensors = [x for pair in worker._cache_engine.kv_caches for x in pair]
+        assert worker._runner is not None
+        tensors = [x for pair in worker._runner.cache_engine.kv_caches for x in pair]
         each = wanted // len(tensors)
         assert each < tensors[0].nbytes
         found = [resident_bytes(x[: each // x[0].nbytes]) for x in tensors]

@@ -1,5 +1,5 @@
-"""Steps that a worker begins before the driver asks, walked on the CPU: what comes is what would
-have come anyway, whatever the driver does instead of what was likely."""
+"""Steps that a worker begins before the driver asks, run on the CPU: tokens stay the same, even if
+the driver then asks for something else."""
 
 from __future__ import annotations
 
@@ -18,9 +18,8 @@ from support.zoo import PLAIN
 
 from tpengine import EngineArgs, SamplingParams
 from tpengine.messages import Fork, NewSequence, StepInput
-from tpengine.worker import model_runner
-from tpengine.worker.gpu.run_ahead import BegunStep, divide
-from tpengine.worker.model_runner import ModelRunner
+from tpengine.worker.gpu import run_ahead
+from tpengine.worker.gpu.run_ahead import BegunStep, RunAhead, divide
 
 LENGTHS = (1, 2, 7, 16, 17, 33, 64, 129, 300)
 MAX_MODEL_LEN = 512
@@ -39,7 +38,7 @@ def decodes(*slots: int, **changes: Any) -> StepInput:
     return StepInput(7, list(slots), [1] * len(slots), **changes)
 
 
-def test_a_step_that_was_begun_as_it_comes_has_nothing_left() -> None:
+def test_an_expected_step_has_nothing_left() -> None:
     left = divide(decodes(3, 1, 2, new_block_ids=[(1, [9])]), begun(3, 1, 2))
     assert (left.slots, left.source) == ([], None)
 
@@ -51,7 +50,7 @@ def test_rows_in_another_order_and_fewer_of_them() -> None:
     assert left.source.tolist() == [2, 0]
 
 
-def test_what_is_new_is_left_to_compute() -> None:
+def test_new_rows_are_left_to_compute() -> None:
     step = StepInput(7, [2, 5, 3, 4], [1, 1, 2, 3])
     left = divide(step, begun(3, 2))
     assert (left.slots, left.num_scheduled_tokens) == ([5, 3, 4], [1, 2, 3])
@@ -79,7 +78,7 @@ def test_a_slot_that_was_changed_is_computed_again(changes: dict[str, Any]) -> N
 
 @pytest.mark.parametrize("enforce_eager", [False, True], ids=["graphs", "eager"])
 def test_greedy_equals_transformers(models: ModelShop, walk: GpuWalk, enforce_eager: bool) -> None:
-    """Requests of many lengths end one by one, so that later steps hold fewer than were begun."""
+    """Requests finish one by one, so that later steps have fewer rows than were begun."""
     folder = models.folder(PLAIN)
     oracle = models.oracle(folder)
     prompts = oracle.prompts(LENGTHS, seed=1)
@@ -89,9 +88,11 @@ def test_greedy_equals_transformers(models: ModelShop, walk: GpuWalk, enforce_ea
         outputs = generate(llm, prompts, params)
     answers = [answer.token_ids for answer in oracle.answers(prompts)]
     assert ids(outputs) == [a[: 20 + 5 * number] for number, a in enumerate(answers)]
-    assert walk.begun == walk.taken, "ends for length are foreseen"
+    assert walk.begun == walk.taken, (
+        "the end of a request that reaches its length is known in advance"
+    )
     assert walk.whole > 50
-    assert walk.early > 50, "nobody waits for ids before the next step is begun"
+    assert walk.early > 50, "the next step was begun only after the ids had arrived"
 
 
 @pytest.mark.parametrize("mode", ["swap", "recompute"])
@@ -107,9 +108,9 @@ def test_preemption(models: ModelShop, walk: GpuWalk, mode: str) -> None:
     assert walk.taken > 20
 
 
-def test_one_that_comes_and_one_that_goes_in_between(models: ModelShop, walk: GpuWalk) -> None:
-    """A prompt joins, a request is aborted, and its slot goes to another: each time the others go
-    on with what was begun."""
+def test_a_request_that_joins_and_one_that_is_aborted(models: ModelShop, walk: GpuWalk) -> None:
+    """A prompt joins, a request is aborted, and another request gets its slot: each time the other
+    requests continue with the step that was begun."""
     folder = models.folder(PLAIN)
     oracle = models.oracle(folder)
     prompts = oracle.prompts((5, 40, 17, 1), seed=4)
@@ -121,13 +122,13 @@ def test_one_that_comes_and_one_that_goes_in_between(models: ModelShop, walk: Gp
     engine.add_request("2", None, greedy(30), prompt_token_ids=prompts[2])
     outputs += engine.step()
     assert walk.taken == before + 2
-    assert walk.whole == 5, "of the first six all but the prompts"
+    assert walk.whole == 5, "of the first six steps all but that of the prompts"
     outputs += engine.step()
     engine.abort_request("1")
     engine.add_request("3", None, greedy(30), prompt_token_ids=prompts[3])  # of one token
     before = walk.taken
     outputs += engine.step()
-    assert walk.taken == before + 2, "what stood in the slot of another was taken for it"
+    assert walk.taken == before + 2, "a row of the aborted request was used for the new one"
     outputs += run(engine)
     engine.shutdown()
     final = {output.request_id: output.outputs[0].token_ids for output in outputs}
@@ -136,8 +137,8 @@ def test_one_that_comes_and_one_that_goes_in_between(models: ModelShop, walk: Gp
     assert final["1"] == answers[1][: len(final["1"])]
 
 
-def test_ends_that_nobody_foresees(models: ModelShop, walk: GpuWalk) -> None:
-    """Stop strings, end tokens and stop tokens: the token too many is dropped."""
+def test_ends_that_are_not_known_in_advance(models: ModelShop, walk: GpuWalk) -> None:
+    """Stop strings, end tokens and stop tokens: the surplus token is dropped."""
     folder = models.folder(PLAIN, tokenizer=True)
     prompts = models.oracle(folder).prompts((5, 40, 17, 9), seed=4)
     alone: list[list[int]] = []
@@ -158,7 +159,7 @@ def test_ends_that_nobody_foresees(models: ModelShop, walk: GpuWalk) -> None:
 
 
 def test_groups_and_beams(models: ModelShop, walk: GpuWalk) -> None:
-    """Sequences of one request are begun like others; beams never, as the driver has the word."""
+    """Sequences of a group are begun like others. Beams are not: the driver chooses their ids."""
     folder = models.folder(PLAIN)
     prompts = models.oracle(folder).prompts((5, 40, 17), seed=4)
     params = [
@@ -212,22 +213,22 @@ def test_ranks_that_are_lost_with_a_step_begun(models: ModelShop, walk: GpuWalk)
 def test_time_of_the_model_covers_what_ran_meanwhile(
     models: ModelShop, walk: GpuWalk, monkeypatch: pytest.MonkeyPatch, is_done: bool
 ) -> None:
-    """Where the device is still at it when the driver asks, it has been since the last answer;
-    where it has finished, the driver's time was lost and is not the model's."""
+    """If the device still computes when the driver asks, it has computed since the last answer. If
+    it has finished, the time of the driver does not count as the model's."""
     ticks = itertools.count()
-    monkeypatch.setattr(model_runner, "end_of_work", lambda device: lambda: is_done)
-    monkeypatch.setattr(model_runner.time, "perf_counter", lambda: float(next(ticks)))
+    monkeypatch.setattr(run_ahead, "end_of_work", lambda device: lambda: is_done)
+    monkeypatch.setattr(run_ahead.time, "perf_counter", lambda: float(next(ticks)))
     engine = make_engine(models.folder(PLAIN), max_num_seqs=2)
     engine.add_request("one", None, greedy(5), prompt_token_ids=[5, 6, 7])
     taken = []
-    execute = ModelRunner.execute
+    execute = RunAhead.execute
 
-    def timed(self: ModelRunner, step: StepInput) -> Any:
+    def timed(self: RunAhead, step: StepInput) -> Any:
         output = execute(self, step)
         taken.append(output.model_s)
         return output
 
-    monkeypatch.setattr(ModelRunner, "execute", timed)
+    monkeypatch.setattr(RunAhead, "execute", timed)
     run(engine)
     engine.shutdown()
     with_driver = [one > taken[0] for one in taken[1:]]

@@ -1,4 +1,4 @@
-"""Waits for a device that does not answer end, with an error that says so."""
+"""A wait for a device that does not answer ends with an error."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ CPU = torch.device("cpu")
 
 
 class Never:
-    """An event that does not come."""
+    """An event that never happens."""
 
     def record(self, stream: object = None) -> None:
         pass
@@ -38,7 +38,7 @@ class Never:
 
 @pytest.fixture
 def hung(monkeypatch: pytest.MonkeyPatch) -> ParallelState:
-    """The first of two ranks, whose device is the CPU in all but its memory and its end."""
+    """The first of two ranks. Its device is the CPU, but its work never ends."""
     empty = torch.empty
 
     def ordinary(*args: Any, pin_memory: bool = False, **kwargs: Any) -> torch.Tensor:
@@ -70,7 +70,7 @@ def test_whether_all_can(hung: ParallelState, monkeypatch: pytest.MonkeyPatch) -
 
 
 def test_functions_of_users(models: ModelShop, monkeypatch: pytest.MonkeyPatch) -> None:
-    """They may read their logits: they are called when these are there."""
+    """They may read their logits, so they are called only when the logits are computed."""
     config = EngineArgs(str(models.folder(PLAIN)), dtype="float32").create_engine_config("cpu")
     worker = Worker(config, ParallelState(timeout_s=0.05))
     worker.init_device()
@@ -86,7 +86,7 @@ def test_functions_of_users(models: ModelShop, monkeypatch: pytest.MonkeyPatch) 
     worker.shutdown()
 
 
-def test_nothing_to_bring_is_nothing_to_wait_for(hung: ParallelState) -> None:
+def test_no_arrays_need_no_wait(hung: ParallelState) -> None:
     downloads = Downloads(CPU, hung.wait_for)
     downloads._stream = object()
     assert downloads.start([])() == []

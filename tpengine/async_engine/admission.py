@@ -1,4 +1,4 @@
-"""The bounded queue before the scheduler: who may wait, and how many."""
+"""The bounded queue before the scheduler: how many requests and prompt tokens may wait."""
 
 from __future__ import annotations
 
@@ -12,13 +12,14 @@ from tpengine.errors import ConfigError, QueueFullError
 
 _HISTORY = 64
 _LOOK_S = 0.02
-"""Between looks through the whole queue: refusals come by the thousand, steps do not."""
+"""Least time between searches through the whole queue: there may be thousands of refusals between
+two steps."""
 _UNKNOWN_RETRY_S = 1.0
 _RETRY_RANGE_S = (0.1, 30.0)
 
 
 class Waiting(Protocol):
-    """A request, as far as this module knows it; compared by identity."""
+    """What this module needs to know of a request; compared by identity."""
 
     @property
     def phase(self) -> str:
@@ -28,12 +29,11 @@ class Waiting(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class QueueLimits:
-    """What may wait for its first step; more is refused at once with `QueueFullError`.
+    """How much may wait for its first step; more is refused at once with `QueueFullError`.
 
     Attributes:
         max_requests: most requests that have not started.
-        max_tokens: most prompt tokens of those; a single request that is longer is taken when
-            nothing else waits.
+        max_tokens: most prompt tokens of those; a longer request is taken when no other waits.
 
     Raises:
         ConfigError: a limit is below 1.
@@ -51,16 +51,16 @@ class QueueLimits:
 
 
 class Admission:
-    """Counts the requests that have not started, from the moment they are offered.
+    """Counts the requests that have not started.
 
-    Used by the event loop, which lets them in, and by the engine's thread, which starts them.
+    The event loop enters requests, the engine's thread starts them: a lock guards the counts.
     """
 
     def __init__(self, limits: QueueLimits) -> None:
         self._limits = limits
         self._lock = threading.Lock()
-        # By request, which need not be its id: one that was left may still be here when the next
-        # of that id comes.
+        # By object, not by id: an aborted request may still be here when the next request with its
+        # id comes.
         self._tokens: dict[Waiting, int] = {}
         self._num_tokens = 0
         self._starts: deque[float] = deque(maxlen=_HISTORY)
@@ -77,10 +77,10 @@ class Admission:
         return self._num_tokens
 
     def enter(self, request: Waiting) -> None:
-        """Takes a place, before anything is known of the prompt: a refusal must cost nothing.
+        """Gives a request a place before its prompt is tokenized: a refusal must be cheap.
 
         Raises:
-            QueueFullError: as many as may wait do.
+            QueueFullError: `max_requests` wait already.
         """
         with self._lock:
             if len(self._tokens) >= self._limits.max_requests:
@@ -94,10 +94,10 @@ class Admission:
             self._tokens[request] = 0
 
     def charge(self, request: Waiting, num_tokens: int) -> None:
-        """Counts the prompt tokens of one that entered; it is taken out if they are too many.
+        """Counts the prompt tokens of a request; takes it out of the queue if they are too many.
 
         Raises:
-            QueueFullError: with them, more tokens would wait than may.
+            QueueFullError: with them, more than `max_tokens` would wait.
         """
         with self._lock:
             if request not in self._tokens:
@@ -115,18 +115,18 @@ class Admission:
             self._num_tokens += num_tokens
 
     def start(self, request: Waiting) -> None:
-        """Takes out one that has its first step."""
+        """Takes out a request that had its first step."""
         with self._lock:
             self._starts.append(time.monotonic())
         self.leave(request)
 
     def leave(self, request: Waiting) -> None:
-        """Takes out one that has ended; nothing happens if it has started before."""
+        """Takes out a request that has ended; nothing happens if it had started."""
         with self._lock:
             self._num_tokens -= self._tokens.pop(request, 0)
 
     def _drop_started(self) -> None:
-        """Takes out those whose first step is being computed: `start` hears of them after it."""
+        """Takes out requests whose first step is being computed: `start` comes after it."""
         now = time.monotonic()
         if now - self._looked_at < _LOOK_S:
             return
@@ -136,7 +136,7 @@ class Admission:
                 self._num_tokens -= self._tokens.pop(request)
 
     def _retry_after_s(self) -> float:
-        """When what waits now should have started, at the pace of the last starts."""
+        """Estimates when the present queue has started, from the pace of the last starts."""
         if len(self._starts) < 2:
             return _UNKNOWN_RETRY_S
         pace_s = (time.monotonic() - self._starts[0]) / len(self._starts)

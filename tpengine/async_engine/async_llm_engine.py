@@ -1,8 +1,9 @@
-"""`AsyncLLMEngine`: many requests at once from an event loop, the engine on a thread of its own."""
+"""`AsyncLLMEngine`: serves many requests at once from an event loop; its engine has a thread."""
 
 from __future__ import annotations
 
 import asyncio
+import enum
 import importlib.util
 import time
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Mapping, Sequence
@@ -12,18 +13,18 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from tpengine.async_engine.admission import QueueLimits
-from tpengine.async_engine.generate_request import GenerateRequest
+from tpengine.async_engine.admission import Admission, QueueLimits
+from tpengine.async_engine.engine_thread import EngineThread
 from tpengine.async_engine.mailbox import Mailbox
-from tpengine.async_engine.request_table import Intake, RequestBook
+from tpengine.async_engine.request_table import LiveRequest, RequestTable
 from tpengine.async_engine.text_worker import TextWorker
-from tpengine.async_engine.ticket import Ticket
 from tpengine.config import ModelConfig
-from tpengine.engine.engine_stats import EngineStats, ServiceHealth, judge_health
 from tpengine.engine.llm_engine import LLMEngine
-from tpengine.engine.prompt import Prompt
+from tpengine.engine.requests import GenerateRequest, Prompt, check_token_ids, need_tokenizer
+from tpengine.engine.stats import EngineStats, ServiceHealth, judge_health
+from tpengine.engine.tokenizer import Tokenizer
 from tpengine.engine_args import EngineArgs
-from tpengine.errors import ConfigError, EngineError, RequestAbortedError, TPEngineError
+from tpengine.errors import ConfigError, EngineDeadError, EngineDrainingError, EngineError
 from tpengine.outputs import RequestOutput
 from tpengine.sampling_params import SamplingParams
 
@@ -34,26 +35,35 @@ START_S = 3600.0
 SHUTDOWN_S = 30.0
 MAX_STEP_S = 30.0
 _CUT_OFF_S = 2.0
-"""What a step gets to end, at least, so that those who are cut off leave in order."""
+"""The least time that a drain gives the present step to end."""
 _POLL_S = 0.01
+_WATCH_S = 1.0
+
+
+class _Intake(enum.Enum):
+    """Whether new requests are taken."""
+
+    OPEN = "open"
+    DRAINING = "draining"
+    CLOSED = "closed"
 
 
 class AsyncLLMEngine:
     """An `LLMEngine` on its own thread, behind `async` methods.
 
-    It belongs to the event loop that uses it first, until it has no requests; `stats`, `health` and
-    the constructor, which blocks while the model is loaded, may be called from anywhere.
+    While it has requests it belongs to the event loop that uses it first. `stats`, `health` and
+    the constructor, which blocks while the model is loaded, may be called from any thread.
 
     Args:
-        build: makes the engine; called on the engine's thread, where Ray knows the placement group
-            of an actor that it runs in, but not that of a task: in a group, use an actor.
+        build: makes the engine. It is called on the engine's thread, where Ray knows the placement
+            group of an actor that it runs in, but not that of a task: in a group, use an actor.
         limits: of the queue.
-        max_step_s: an engine that has not finished a step for so long is not ready.
+        max_step_s: an engine that has not finished a step for longer is not ready.
         start_timeout_s: how long `build` may take.
-        log_requests: write a line when a request ends.
+        log_requests: log a line when a request ends.
 
     Raises:
-        EngineError: whatever kept the engine from starting.
+        EngineError: the reason why the engine could not start.
     """
 
     def __init__(
@@ -65,10 +75,15 @@ class AsyncLLMEngine:
         start_timeout_s: float = START_S,
         log_requests: bool = True,
     ) -> None:
-        self._max_step_s = max_step_s
         limits = limits or QueueLimits()
-        self._book = RequestBook(build, limits, start_timeout_s, log_requests)
-        self._engine = self._book.engine
+        self._max_step_s = max_step_s
+        self._intake = _Intake.OPEN
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._watch: asyncio.TimerHandle | None = None
+        self._admission = Admission(limits)
+        self._thread = EngineThread(build, self._admission)
+        self._requests = RequestTable(self._admission, self._thread.end, log_requests)
+        self._engine = self._thread.start(start_timeout_s)
         self._texts = TextWorker(self._engine, limits.max_requests)
 
     @classmethod
@@ -107,8 +122,8 @@ class AsyncLLMEngine:
 
     async def serve(self, request: GenerateRequest) -> AsyncGenerator[RequestOutput, None]:
         """Serves one request, and yields its outputs as the params' `output_kind` asks; the last is
-        `finished`, with finish reason stop or length. What a slow reader has not taken is merged
-        into one output. Leaving the iterator (break, aclose, cancellation) aborts the request.
+        `finished`, with finish reason stop or length. Outputs that a slow reader has not taken are
+        merged into one. Leaving the iterator (break, aclose, cancellation) aborts the request.
 
         Raises:
             RequestError, EngineError: see `open`.
@@ -122,99 +137,121 @@ class AsyncLLMEngine:
 
     @asynccontextmanager
     async def open(self, request: GenerateRequest) -> AsyncIterator[Mailbox]:
-        """Serves one request; its outputs come into the mailbox, for those to whom a generator's
-        turn for each would cost too much. Leaving the context aborts the request.
+        """Serves one request, whose outputs come into the mailbox: a server uses it to save the
+        cost of a generator. Leaving the context aborts the request.
 
         Raises:
             InvalidPromptError, InvalidSamplingParamsError, InvalidPriorityError: as `LLMEngine`;
                 among them RequestIgnoredError: it does not fit into the cache.
             DuplicateRequestError: a live request has this id.
-            QueueFullError: too much waits already.
+            QueueFullError: too many requests or prompt tokens wait.
             DeadlineExceededError: its deadline or `max_queue_s` has passed.
-            RequestAbortedError: somebody else called `abort`, or a drain's time was up.
-            RequestFailedError: it went wrong while it ran.
+            RequestAbortedError: another caller aborted it, or a drain's time was over.
+            RequestFailedError: it failed while it ran.
             EngineDrainingError: the engine takes no new requests.
             EngineDeadError: the engine failed or was shut down.
         """
-        ticket = await self._submit(request)
+        live: LiveRequest | None = None
         try:
-            yield ticket.mailbox
+            self._bind()
+            self._check_open()
+            live = self._requests.open(request)
+            checked = self._texts.check(request)
+            if isinstance(checked, asyncio.Future):
+                checked = await live.mailbox.unless_failed(checked)
+            self._check_open()
+            self._requests.admit(live, checked)
+        except BaseException as error:
+            self._requests.refuse(live, error)
+            raise
+        self._thread.enter(live, checked)
+        try:
+            yield live.mailbox
         finally:
-            self._book.end(ticket, "left by its reader")
+            self._requests.end(live, "left by its reader")
 
     async def abort(self, request_id: str) -> bool:
-        """Ends a request, whose reader gets `RequestAbortedError`; its blocks are free when this
+        """Ends a request, whose reader gets `RequestAbortedError`. Its blocks are free when this
         returns, unless a step takes longer than a minute.
 
         Returns:
-            Whether there was such a request, unfinished.
+            Whether there was an unfinished request of this id.
         """
-        ticket = self._book.tickets.get(request_id)
-        if ticket is None:
+        live = self._requests.find(request_id)
+        if live is None:
             return False
-        error = RequestAbortedError(
-            f"request {request_id!r} was aborted", ticket.mailbox.take_unread()
-        )
-        await self._book.release(ticket, "aborted", error)
+        await self._requests.release(live, "aborted", f"request {request_id!r} was aborted")
         return True
 
     def owner(self, request_id: str) -> str | None:
-        """Owner of an unfinished request, as its `GenerateRequest` named it."""
-        ticket = self._book.tickets.get(request_id)
-        return None if ticket is None else ticket.owner
+        """Returns the owner of an unfinished request, as its `GenerateRequest` named it."""
+        live = self._requests.find(request_id)
+        return None if live is None else live.owner
 
     async def tokenize(self, text: str, add_special_tokens: bool = True) -> list[int]:
-        """The ids of a text.
+        """Returns the ids of a text.
 
         Raises:
             InvalidPromptError: the model has no tokenizer, or the text is no valid Unicode.
+            QueueFullError: too many texts wait.
         """
-        return await self._texts.tokenize(text, add_special_tokens)
+        return await self._texts.run(partial(self._tokenizer().encode, text, add_special_tokens))
 
     async def detokenize(self, token_ids: Sequence[int], skip_special_tokens: bool = True) -> str:
-        """The text of ids.
+        """Returns the text of ids.
 
         Raises:
-            InvalidPromptError: the model has no tokenizer, or an id is none of the vocabulary.
+            InvalidPromptError: the model has no tokenizer, or an id is outside the vocabulary.
+            QueueFullError: too many texts wait.
         """
-        return await self._texts.detokenize(token_ids, skip_special_tokens)
+        tokenizer, vocab_size = self._tokenizer(), self.get_model_config().vocab_size
+
+        def decode() -> str:
+            checked = check_token_ids("token_ids", token_ids, vocab_size)
+            return tokenizer.decode(checked, skip_special_tokens)
+
+        return await self._texts.run(decode)
 
     async def chat_token_ids(
         self, messages: Sequence[Mapping[str, Any]], add_generation_prompt: bool = True
     ) -> list[int]:
-        """A conversation as the ids of a prompt, by the model's chat template.
+        """Returns a conversation as the ids of a prompt, by the model's chat template.
 
         Raises:
             InvalidPromptError: there is no tokenizer or template, or it refuses the messages.
+            QueueFullError: too many texts wait.
         """
-        return await self._texts.chat_token_ids(messages, add_generation_prompt)
+        to_ids = self._tokenizer().apply_chat_template
+        return await self._texts.run(partial(to_ids, messages, add_generation_prompt))
+
+    def get_num_unfinished_requests(self) -> int:
+        """Returns the number of requests whose end is not known yet, those being checked too."""
+        return len(self._requests)
 
     def get_model_config(self) -> ModelConfig:
-        """What is known of the model."""
+        """Returns the model's configuration."""
         return self._engine.get_model_config()
 
     def stats(self) -> EngineStats:
-        """Figures of this moment; cheap, from any thread."""
+        """Returns a snapshot of this moment; cheap, from any thread."""
         stats = self._engine.stats()
         queues = replace(
             stats.queues,
-            num_queued=self._book.admission.num_requests,
-            num_queued_tokens=self._book.admission.num_tokens,
+            num_queued=self._admission.num_requests,
+            num_queued_tokens=self._admission.num_tokens,
         )
-        return replace(
-            stats, state=self._state(stats.state), queues=queues, refused=dict(self._book.refused)
-        )
+        state, refused = self._state(stats.state), dict(self._requests.refused)
+        return replace(stats, state=state, queues=queues, refused=refused)
 
     def health(self) -> ServiceHealth:
-        """Whether the engine lives and gets on; cheap, from any thread."""
+        """Returns whether the engine lives and makes progress; cheap, from any thread."""
         engine = self._engine.health()
-        silent_s = max(time.monotonic() - self._book.thread.progress_at, engine.stalled_s)
-        return judge_health(
-            self._state(engine.state.value), silent_s, self._max_step_s, self._book.thread.failure
-        )
+        silent_s = max(time.monotonic() - self._thread.progress_at, engine.stalled_s)
+        state = self._state(engine.state.value)
+        return judge_health(state, silent_s, self._max_step_s, self._thread.failure)
 
     def metrics_registry(self, model_name: str | None = None) -> CollectorRegistry:
-        """A registry of its own with the engine's Prometheus metrics.
+        """Returns a registry of its own with the engine's Prometheus metrics.
 
         Args:
             model_name: their label; default: the name of the model's folder.
@@ -227,10 +264,10 @@ class AsyncLLMEngine:
         from tpengine.engine.prometheus import EngineCollector, make_registry
 
         name = model_name or Path(self.get_model_config().model).name
-        return make_registry(EngineCollector(name, self.stats, self._engine.figures))
+        return make_registry(EngineCollector(name, self.stats, self._engine.counters))
 
     def metrics_text(self, model_name: str | None = None) -> bytes:
-        """Those metrics in Prometheus' text format.
+        """Returns those metrics in Prometheus' text format.
 
         Raises:
             ConfigError: prometheus_client is not installed.
@@ -242,46 +279,48 @@ class AsyncLLMEngine:
 
     @property
     def llm_engine(self) -> LLMEngine:
-        """The engine inside, for those who only read: it belongs to its thread."""
+        """The engine inside, for reading only: it belongs to its thread."""
         return self._engine
 
     async def drain(self, timeout_s: float) -> int:
-        """Takes no new requests from now on, and lets those that it has finish.
+        """Takes no new requests from now on, and waits until the present ones finish.
 
         Returns:
-            Number of requests that were aborted because they had not finished by then; their blocks
-            are free unless the step that runs takes longer than two more seconds.
+            Number of requests that were aborted because they had not finished by then. Their blocks
+            are free unless the present step takes longer than two more seconds.
         """
-        book = self._book
-        if book.intake is Intake.OPEN:
-            book.intake = Intake.DRAINING
+        if self._intake is _Intake.OPEN:
+            self._intake = _Intake.DRAINING
         end = time.monotonic() + timeout_s
-        await book.wait_until_empty(timeout_s)
+        await self._requests.wait_until_empty(timeout_s)
+        self._receive()  # a request whose last output is on its way has finished
         why = f"the engine ends, and gave its requests {timeout_s:.1f} s to finish"
-        # A step that hangs must not hold up the end for longer than was asked for.
-        return await book.cut_off(why, max(_CUT_OFF_S, end - time.monotonic()))
+        # A step that hangs must not prolong the drain.
+        return await self._requests.cut_off(why, max(_CUT_OFF_S, end - time.monotonic()))
 
     async def shutdown(self, step_s: float = SHUTDOWN_S) -> None:
         """Ends the engine and its thread; requests that remain get `EngineDeadError`. A second call
         does nothing.
 
         Args:
-            step_s: how many seconds the step that is being computed may still take; what comes
-                after it, the end of the ranks, has thirty.
+            step_s: seconds that the present step may still take; the end of the ranks, which comes
+                after it, may take thirty.
 
         Raises:
             EngineError: the step, or the end of the ranks, took longer; the thread hangs in it.
         """
-        book = self._book
-        book.close()
+        self._intake = _Intake.CLOSED
+        self._requests.fail_all(self._death)
+        if self._watch is not None:
+            self._watch.cancel()
         self._texts.stop()
-        thread = book.thread
+        thread = self._thread
         await self._wait_until(lambda: thread.stop(0) or thread.ended, step_s, "a step")
         await self._wait_until(lambda: thread.stop(0), SHUTDOWN_S, "the end of its ranks")
 
     @staticmethod
     async def _wait_until(is_done: Callable[[], bool], limit_s: float, what: str) -> None:
-        """Not by one long `join`, which would hold up the loop for the rest of a step."""
+        """Polls, because one long `join` would block the loop."""
         start = time.monotonic()
         while not is_done():
             if time.monotonic() - start > limit_s:
@@ -290,28 +329,65 @@ class AsyncLLMEngine:
                 )
             await asyncio.sleep(_POLL_S)
 
-    async def _submit(self, request: GenerateRequest) -> Ticket:
-        """Checks a request and gives it to the engine."""
-        try:
-            ticket = self._book.open(request)
-            try:
-                checked = self._texts.check(request)
-                if isinstance(checked, asyncio.Future):
-                    checked = await ticket.mailbox.unless_failed(checked)
-                self._book.enter(ticket, checked)
-            except BaseException as error:
-                self._book.end(ticket, f"refused: {type(error).__name__}")
-                raise
-        except TPEngineError as error:
-            self._book.refused[type(error).__name__] += 1
-            raise
-        return ticket
+    def _bind(self) -> None:
+        """Makes the running loop the one that this engine belongs to.
+
+        Raises:
+            EngineError: another loop still has requests here.
+        """
+        loop = asyncio.get_running_loop()
+        if loop is not self._loop:
+            if self._loop is not None and not self._loop.is_closed() and len(self._requests):
+                raise EngineError(
+                    "requests of another event loop are being served; an engine belongs to one "
+                    "loop at a time: give each its own"
+                )
+            self._requests.forget_readers()
+            self._loop, self._watch = loop, None
+            self._thread.bind(loop, self._receive)
+        if self._watch is None:
+            self._watch = loop.call_later(_WATCH_S, self._look)
+
+    def _tokenizer(self) -> Tokenizer:
+        return need_tokenizer(self._engine.tokenizer, self.get_model_config())
+
+    def _check_open(self) -> None:
+        if self._thread.ended or self._intake is _Intake.CLOSED:
+            raise self._death()
+        if self._intake is _Intake.DRAINING:
+            raise EngineDrainingError(
+                "the engine is draining: it finishes what it has, and takes no new requests; ask "
+                "another one"
+            )
+
+    def _receive(self) -> None:
+        """Takes what the engine's thread has sent."""
+        self._requests.receive(self._thread.take_events())
+        if self._thread.ended:
+            self._requests.fail_all(self._death)
+
+    def _look(self) -> None:
+        """Bounds every wait for an output: a thread that died may have sent no last event."""
+        self._receive()
+        self._watch = None
+        if self._requests.awaits_events:
+            self._watch = asyncio.get_running_loop().call_later(_WATCH_S, self._look)
+
+    def _death(self) -> EngineDeadError:
+        failure = self._thread.failure
+        if failure is None:
+            return EngineDeadError("the engine was shut down; make a new one")
+        error = EngineDeadError(
+            f"the engine has failed ({type(failure).__name__}: {failure}), and cannot go on; make "
+            "a new one"
+        )
+        error.__cause__ = failure
+        return error
 
     def _state(self, group_state: str) -> str:
-        """The engine's state, seen from outside."""
-        book = self._book
-        if book.thread.ended or book.intake is Intake.CLOSED:
+        """Returns the state as users see it."""
+        if self._thread.ended or self._intake is _Intake.CLOSED:
             return "dead"
-        if book.intake is Intake.DRAINING and group_state != "dead":
+        if self._intake is _Intake.DRAINING and group_state != "dead":
             return "draining"
         return group_state

@@ -1,4 +1,6 @@
-"""The thread that steps an `LLMEngine`, and the two queues between it and the event loop."""
+"""The thread that steps an `LLMEngine`, and the two queues between it and the event loop: commands
+go in, events come out.
+"""
 
 from __future__ import annotations
 
@@ -14,60 +16,60 @@ from functools import partial
 from pathlib import Path
 
 from tpengine.async_engine.admission import Admission
-from tpengine.async_engine.ticket import Ticket
-from tpengine.engine.checked_request import CheckedRequest
+from tpengine.async_engine.request_table import Event, LiveRequest
 from tpengine.engine.llm_engine import LLMEngine
+from tpengine.engine.requests import CheckedRequest
+from tpengine.engine_args import EngineArgs
 from tpengine.errors import EngineError, RequestError, RequestFailedError
+from tpengine.executor.executor import Executor
+from tpengine.executor.local_executor import create_executor
 from tpengine.logger import init_logger
 from tpengine.outputs import RequestOutput
 
 logger = init_logger(__name__)
 
 IDLE_S = 0.5
-"""An idle engine is still called this often: it may find that a rank has gone."""
+"""An idle engine is stepped this often, because a step notices that a rank was lost."""
 _STALL_S = 0.005
 _POLL_S = 0.5
 _EXIT_S = 10.0
+_START_END_S = 30.0
 
 Command = Callable[[LLMEngine], None]
-Event = tuple[Ticket, RequestOutput | Exception | None]
-"""What became of a request: an output, an error; None: the engine holds nothing of it any more."""
 
 
 class EngineThread:
-    """Builds an engine, steps it while there is anything to do, and ends it.
+    """Builds an engine, steps it while it has requests, and ends it.
 
-    The engine is built here too, since some libraries keep their threads by thread that called.
-    Requests come in and outputs go out between steps, all of a step in one call into the event
-    loop: a call for each would cost the step more than its own work.
+    The engine is built on this thread because some libraries keep threads for each calling thread.
+    Commands are executed between steps. All outputs of a step go to the event loop in one call: a
+    call for each output would take longer than the step's own work.
 
     Args:
         build: makes the engine.
-        admission: told of those that start.
-        receive: called on the event loop when there are events to take, or the thread has ended.
+        admission: told which requests have started.
 
     Attributes:
-        progress_at: seconds of `time.monotonic` when a step was last finished, or none was due.
-        failure: what ended the thread; None while it runs, and if it was told to end.
+        progress_at: moment of `time.monotonic` at which a step was last finished, or there was no
+            work.
+        failure: the error that ended the thread; None while it runs, and after `stop`.
     """
 
-    def __init__(
-        self, build: Callable[[], LLMEngine], admission: Admission, receive: Callable[[], None]
-    ) -> None:
+    def __init__(self, build: Callable[[], LLMEngine], admission: Admission) -> None:
         self._build = build
         self._admission = admission
-        self._receive = receive
         self._engine: LLMEngine | None = None
         self._loop: asyncio.AbstractEventLoop | None = None
+        self._receive: Callable[[], None]
         self._commands: deque[Command] = deque()
         self._wake = threading.Condition()
         self._events: deque[list[Event]] = deque()
-        self._live: dict[str, Ticket] = {}
-        self._queued: dict[Ticket, None] = {}
+        self._entered: dict[str, LiveRequest] = {}
+        self._queued: dict[LiveRequest, None] = {}
         self._ready = threading.Event()
         self._stop = threading.Event()
         self._ended = threading.Event()
-        self._patience_s = 0.0
+        self._pause_s = 0.0
         self.progress_at = time.monotonic()
         self.failure: BaseException | None = None
         self._thread = threading.Thread(target=self._run, name="tpengine-engine", daemon=True)
@@ -79,7 +81,8 @@ class EngineThread:
             EngineError: the engine could not be built, or not in time.
         """
         self._thread.start()
-        # A daemon, so that a forgotten engine does not keep the process; ended in order even so.
+        # The thread is a daemon, so that a process which forgets its engine can end; `atexit` then
+        # ends the engine in order.
         atexit.register(self.stop, _EXIT_S)
         end = time.monotonic() + timeout_s
         try:
@@ -101,27 +104,28 @@ class EngineThread:
         """Whether there will be no more steps."""
         return self._ended.is_set() or not self._thread.is_alive()
 
-    def bind(self, loop: asyncio.AbstractEventLoop) -> None:
-        """Names the loop on which `receive` is called from now on."""
-        self._loop = loop
+    def bind(self, loop: asyncio.AbstractEventLoop, receive: Callable[[], None]) -> None:
+        """From now on calls `receive` on `loop` when there are events, or the thread has ended."""
+        self._receive, self._loop = receive, loop  # in this order: the thread looks at `_loop`
 
-    def enter(self, ticket: Ticket, checked: CheckedRequest) -> None:
+    def enter(self, live: LiveRequest, checked: CheckedRequest) -> None:
         """Gives a request to the engine before its next step."""
-        self._post(partial(self._do_enter, ticket, checked))
+        self._post(partial(self._do_enter, live, checked))
 
-    def end(self, ticket: Ticket) -> None:
-        """Takes a request from the engine before its next step; an event says when that is done."""
-        self._post(partial(self._do_end, ticket))
+    def end(self, live: LiveRequest) -> None:
+        """Takes a request from the engine before its next step; the event None says that it is
+        done."""
+        self._post(partial(self._do_end, live))
 
     def take_events(self) -> list[Event]:
-        """All that happened since the last call, in order."""
+        """Returns all events since the last call, in order."""
         events: list[Event] = []
         while self._events:
             events += self._events.popleft()
         return events
 
     def stop(self, timeout_s: float) -> bool:
-        """Lets the thread end after the step that it is in, and the engine with it.
+        """Makes the thread end after its present step, and the engine with it.
 
         Returns:
             Whether it has ended within that time.
@@ -140,7 +144,11 @@ class EngineThread:
             self._wake.notify()
 
     def _run(self) -> None:
-        _show_name(self._thread.name)
+        # Names the thread for `top -H`; threads that libraries start from it inherit the name.
+        # From Python 3.14 on `threading` does so.
+        with contextlib.suppress(OSError):
+            comm = Path(f"/proc/self/task/{threading.get_native_id()}/comm")
+            comm.write_text(self._thread.name)
         try:
             self._engine = engine = self._build()
         except BaseException as error:
@@ -148,8 +156,8 @@ class EngineThread:
             self._ended.set()
             self._ready.set()
             return
-        # What the libraries made while they were loaded stays; to look through it for garbage, as
-        # Python does now and then, would stop every thread for as long as several steps.
+        # Objects that libraries made while they were loaded stay for good. A garbage collection
+        # that looks through them stops every thread for as long as several steps.
         gc.freeze()
         self._ready.set()
         try:
@@ -165,9 +173,9 @@ class EngineThread:
             gc.unfreeze()
 
     def _turn(self, engine: LLMEngine) -> None:
-        """Does what was asked for, then a step."""
-        patience_s = self._patience_s if engine.has_unfinished_requests() else IDLE_S
-        for command in self._take_commands(patience_s):
+        """Executes the commands, then a step."""
+        pause_s = self._pause_s if engine.has_unfinished_requests() else IDLE_S
+        for command in self._take_commands(pause_s):
             command(engine)
         if self._stop.is_set():
             return
@@ -177,66 +185,62 @@ class EngineThread:
         now = time.monotonic()
         if advanced or not engine.has_unfinished_requests():
             self.progress_at = now
-        # An engine that cannot go on for a moment must not be asked without a pause.
-        self._patience_s = 0.0 if advanced else _STALL_S
-        self._note_starts()
+        # An engine that cannot advance, for example during a recovery, is not stepped in a busy
+        # loop.
+        self._pause_s = 0.0 if advanced else _STALL_S
+        for live in tuple(self._queued):
+            if live.phase != "queued":
+                del self._queued[live]
+                self._admission.start(live)
         if outputs:
             self._hand_over([event for output in outputs if (event := self._event(output))])
-            engine.figures.step_seconds["hand_over"] += time.monotonic() - now
+            engine.counters.step_seconds["hand_over"] += time.monotonic() - now
 
-    def _take_commands(self, patience_s: float) -> list[Command]:
+    def _take_commands(self, pause_s: float) -> list[Command]:
         if not self._commands:
-            if not patience_s:
+            if not pause_s:
                 return []
             with self._wake:
                 if not self._commands and not self._stop.is_set():
-                    self._wake.wait(patience_s)
-        # Those that come from now on are done after the next step.
+                    self._wake.wait(pause_s)
+        # Commands that come from now on are executed after the next step.
         return [self._commands.popleft() for _ in range(len(self._commands))]
 
-    def _do_enter(self, ticket: Ticket, checked: CheckedRequest, engine: LLMEngine) -> None:
-        if ticket.outcome is not None:  # ended while this was on its way
+    def _do_enter(self, live: LiveRequest, checked: CheckedRequest, engine: LLMEngine) -> None:
+        if live.outcome is not None:  # it ended before this command was executed
             return
         try:
-            ticket.metrics = engine.add_checked(ticket.request_id, checked, ticket.arrival_time)
-        except RequestError as error:
-            self._hand_over([(ticket, error)])
-            return
+            live.metrics = engine.add_checked(live.request_id, checked, live.arrival_time)
         except EngineError:
             raise
         except Exception as error:  # one request must not end the others
-            logger.exception("request %r could not be added", ticket.request_id)
-            failed = RequestFailedError(f"request {ticket.request_id!r} failed: {error!r}")
-            self._hand_over([(ticket, failed)])
+            if not isinstance(error, RequestError):
+                logger.exception("request %r could not be added", live.request_id)
+                error = RequestFailedError(f"request {live.request_id!r} failed: {error!r}")
+            self._hand_over([(live, error)])
             return
-        self._live[ticket.request_id] = ticket
-        self._queued[ticket] = None
+        self._entered[live.request_id] = live
+        self._queued[live] = None
 
-    def _do_end(self, ticket: Ticket, engine: LLMEngine) -> None:
-        # By identity: the id may be another request's by now.
-        if self._live.get(ticket.request_id) is ticket:
-            engine.abort_request(ticket.request_id)
-            engine.discard_outputs([ticket.request_id])
-            self._forget(ticket)
-        self._hand_over([(ticket, None)])
+    def _do_end(self, live: LiveRequest, engine: LLMEngine) -> None:
+        # Compared by identity: another request may have the same id by now.
+        if self._entered.get(live.request_id) is live:
+            engine.abort_request(live.request_id)
+            engine.discard_outputs([live.request_id])
+            self._forget(live)
+        self._hand_over([(live, None)])
 
     def _event(self, output: RequestOutput) -> Event | None:
-        ticket = self._live.get(output.request_id)
-        if ticket is None:
+        live = self._entered.get(output.request_id)
+        if live is None:
             return None
         if output.finished:
-            self._forget(ticket)
-        return ticket, output
+            self._forget(live)
+        return live, output
 
-    def _forget(self, ticket: Ticket) -> None:
-        del self._live[ticket.request_id]
-        self._queued.pop(ticket, None)
-
-    def _note_starts(self) -> None:
-        for ticket in tuple(self._queued):
-            if ticket.metrics is not None and ticket.metrics.first_scheduled_time is not None:
-                del self._queued[ticket]
-                self._admission.start(ticket)
+    def _forget(self, live: LiveRequest) -> None:
+        del self._entered[live.request_id]
+        self._queued.pop(live, None)
 
     def _hand_over(self, events: list[Event]) -> None:
         self._events.append(events)
@@ -245,17 +249,51 @@ class EngineThread:
             return
         try:
             loop.call_soon_threadsafe(self._receive)
-        except RuntimeError:  # the loop was closed: all who would read are gone
+        except RuntimeError:  # the loop was closed, and every reader with it
             self._events.clear()
-            for ticket in tuple(self._live.values()):
-                self._post(partial(self._do_end, ticket))
-            if self._loop is loop:  # and no other was bound meanwhile
+            for live in tuple(self._entered.values()):
+                self._post(partial(self._do_end, live))
+            if self._loop is loop:  # no other loop was bound in the meantime
                 self._loop = None
 
 
-def _show_name(name: str) -> None:
-    """Tells the system the name of this thread, for `top -H` and whoever wants to know what the
-    engine costs; threads that libraries start for it inherit the name. Python does so since 3.14.
-    """
-    with contextlib.suppress(OSError):
-        Path(f"/proc/self/task/{threading.get_native_id()}/comm").write_text(name)
+class EngineStart:
+    """One start of an `LLMEngine`, which another thread may cancel. A caller that stops waiting for
+    `build` has no engine yet to end, but its ranks may run as processes on many machines."""
+
+    def __init__(self, args: EngineArgs) -> None:
+        self._args = args
+        self._is_cancelled = threading.Event()
+        self._has_ended = threading.Event()
+        self._executor: Executor | None = None
+
+    def build(self) -> LLMEngine:
+        """Builds the engine.
+
+        Raises:
+            EngineError: an argument, the model or the memory does not allow it, see the message; or
+                the start was cancelled.
+        """
+        config, executor = create_executor(self._args)
+        self._executor = executor
+        if self._is_cancelled.is_set():
+            executor.shutdown()
+            raise EngineError("the start of the engine was cancelled")
+        try:
+            return LLMEngine(config, executor, log_stats=not self._args.disable_log_stats)
+        except BaseException:
+            # The system kills a Ray that this thread has started when this thread ends. Ray would
+            # then leave processes behind that an orderly shutdown ends.
+            if self._is_cancelled.is_set():
+                self._has_ended.wait(_START_END_S)
+            raise
+
+    def cancel(self) -> None:
+        """Ends the ranks at any point of their start, also those of an engine that was built and
+        hangs; `build` fails soon after. Blocks until the ranks have ended."""
+        self._is_cancelled.set()
+        try:
+            if self._executor is not None:
+                self._executor.shutdown()
+        finally:
+            self._has_ended.set()

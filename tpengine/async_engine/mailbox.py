@@ -1,6 +1,6 @@
-"""Between the engine and one reader: holds one output at most, however slow the reader is.
+"""Where the outputs of one request wait for its reader, merged into one output at most.
 
-Everything here runs on the reader's event loop, so nothing is locked.
+All of it runs on the reader's event loop, so nothing is locked.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ Answer = TypeVar("Answer")
 
 
 class DeltaMerger:
-    """Several deltas of one request as one.
+    """Merges deltas of one request into one output.
 
     Args:
         first: the earliest of them; its lists are extended in place.
@@ -28,19 +28,17 @@ class DeltaMerger:
         self._take(first)
 
     def add(self, output: RequestOutput) -> None:
-        """Appends what came next."""
+        """Appends the next delta."""
         if output.prompt_logprobs is None:
             output.prompt_logprobs = self._newest.prompt_logprobs
         self._newest = output
         self._take(output)
 
     def build(self) -> RequestOutput:
-        """All of it as one output."""
-        completions = []
-        for index, completion in sorted(self._completions.items()):
+        """Returns all deltas as one output."""
+        for index, completion in self._completions.items():
             completion.text = "".join(self._texts[index])
-            completions.append(completion)
-        self._newest.outputs = completions
+        self._newest.outputs = [one for _, one in sorted(self._completions.items())]
         return self._newest
 
     def _take(self, output: RequestOutput) -> None:
@@ -50,7 +48,7 @@ class DeltaMerger:
                 self._completions[new.index] = new
                 self._texts[new.index] = [new.text]
                 continue
-            # Joined only when they are read: a text that grows by `+=` is copied each time.
+            # Texts are joined when they are read: a text that grows by `+=` is copied each time.
             self._texts[new.index].append(new.text)
             known.token_ids += new.token_ids
             if new.logprobs is not None:
@@ -61,20 +59,20 @@ class DeltaMerger:
 
 
 class Mailbox:
-    """Where a request's outputs wait for its reader.
+    """The outputs of one request that its reader has not taken.
 
-    Deltas that nobody has taken are merged, other outputs replaced by newer ones: it never holds
-    more than the request's own output.
+    Deltas are merged; an output of another kind replaces the one before. So the mailbox never holds
+    more than the request's whole output, however slow the reader is.
 
     Args:
         merges: whether outputs are deltas.
 
     Attributes:
-        error: why there will be no more; the reader gets it once.
-        listener: called, in place of waking whoever is in `take`, when there is something to take;
-            must not raise, for it is called while others still wait for theirs.
-        finished: whether the last output is in.
-        num_output_tokens: tokens that were put in, over all sequences.
+        error: why no more outputs will come; the reader gets it once.
+        listener: if set, called instead of waking a reader in `take` when there is something to
+            take. It must not raise: outputs of other requests are delivered after it.
+        finished: whether the last output has come.
+        num_output_tokens: tokens that have come, over all sequences.
     """
 
     __slots__ = (
@@ -100,47 +98,46 @@ class Mailbox:
 
     @property
     def closed(self) -> bool:
-        """Whether nothing more will come in."""
+        """Whether nothing more will come."""
         return self.finished or self.error is not None
 
     def put(self, output: RequestOutput) -> None:
-        """Adds an output; ignored once the box is closed."""
+        """Adds an output; ignored once the mailbox is closed."""
         if self.closed:
             return
         num_tokens = sum(len(one.token_ids) for one in output.outputs)
         if self._merges:
             self.num_output_tokens += num_tokens
-            if self._unread is None:
-                self._unread = output
-            else:
-                if self._merger is None:
-                    self._merger = DeltaMerger(self._unread)
-                self._merger.add(output)
         else:
             self.num_output_tokens = num_tokens
+        if self._unread is None or not self._merges:
             self._unread = output
+        else:
+            if self._merger is None:
+                self._merger = DeltaMerger(self._unread)
+            self._merger.add(output)
         self.finished = output.finished
         self._wake()
 
     def fail(self, error: Exception) -> None:
-        """Lets the reader have an error instead of what it has not taken; only the first counts."""
+        """Gives the reader an error instead of what it has not taken; only the first counts."""
         if self.closed:
             return
         self.error = error
         self._wake()
 
     def take_unread(self) -> RequestOutput | None:
-        """What nobody has taken yet; None: nothing."""
+        """Takes what the reader has not taken yet; None: nothing."""
         output, merger = self._unread, self._merger
         self._unread = self._merger = None
         return output if merger is None else merger.build()
 
     async def unless_failed(self, work: asyncio.Future[Answer]) -> Answer:
-        """Waits for something that is needed before there can be outputs; given up when the box
-        gets its error. Whoever made the future ends it with the engine.
+        """Waits for work that must be done before there can be outputs. The wait ends early, and
+        the work is cancelled, when the mailbox gets its error; the engine's end gives it one.
 
         Raises:
-            Exception: the `error`, or that of the future.
+            Exception: the `error`, or that of the work.
         """
         if self.error is None:
             self._waiter = asyncio.get_running_loop().create_future()
@@ -153,13 +150,14 @@ class Mailbox:
             finally:
                 self._waiter = None
         if self.error is not None:
-            work.add_done_callback(_forget)
+            # asyncio logs an error that is never retrieved.
+            work.add_done_callback(lambda done: done.cancelled() or done.exception())
             work.cancel()
             raise self.error
         return work.result()
 
     async def take(self) -> RequestOutput:
-        """Waits for an output. The wait ends with the engine: whoever made the box closes it then.
+        """Waits for an output and takes it. The engine's end ends the wait with an error.
 
         Raises:
             Exception: the `error`.
@@ -171,12 +169,12 @@ class Mailbox:
             finally:
                 self._waiter = None
         output = self.take_now()
-        if output is None:  # woken for nothing; cannot happen with one reader
-            raise asyncio.InvalidStateError("a mailbox has one reader")
+        if output is None:
+            raise asyncio.InvalidStateError("a mailbox has one reader, and another took its output")
         return output
 
     def take_now(self) -> RequestOutput | None:
-        """What there is; None: nothing yet.
+        """Takes what there is; None: nothing yet.
 
         Raises:
             Exception: the `error`.
@@ -191,9 +189,3 @@ class Mailbox:
                 self._waiter.set_result(None)
         elif self.listener is not None:
             self.listener()
-
-
-def _forget(work: asyncio.Future[Answer]) -> None:
-    """Its error is nobody's any more; asyncio would write it to the log."""
-    if not work.cancelled():
-        work.exception()

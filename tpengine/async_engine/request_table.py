@@ -1,307 +1,307 @@
-"""Who is being served: the event loop's side of the engine's thread.
+"""The one table of live requests: who reads each of them, its deadlines, and how it ends.
 
-All of it runs on the event loop, so nothing is locked.
+All of it runs on the event loop, so nothing is locked. The engine's thread holds the same
+`LiveRequest` objects; see there which fields it writes.
 """
 
 from __future__ import annotations
 
 import asyncio
-import enum
+import logging
 import time
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
 from functools import partial
 from uuid import uuid4
 
-from tpengine.async_engine.admission import Admission, QueueLimits
-from tpengine.async_engine.engine_thread import EngineThread
-from tpengine.async_engine.generate_request import GenerateRequest
+from tpengine.async_engine.admission import Admission
 from tpengine.async_engine.mailbox import Mailbox
-from tpengine.async_engine.ticket import Ticket
-from tpengine.engine.checked_request import CheckedRequest
-from tpengine.engine.llm_engine import LLMEngine
+from tpengine.engine.requests import CheckedRequest, GenerateRequest, check_request_id
 from tpengine.errors import (
     DeadlineExceededError,
-    DuplicateRequestError,
-    EngineDeadError,
-    EngineDrainingError,
-    EngineError,
     RequestAbortedError,
     RequestFailedError,
     RequestIgnoredError,
+    TPEngineError,
+    counted,
 )
-from tpengine.outputs import RequestOutput
+from tpengine.logger import init_logger
+from tpengine.outputs import RequestMetrics, RequestOutput
 from tpengine.sampling_params import RequestOutputKind
 
+logger = init_logger(__name__)
+
 RELEASE_S = 60.0
-_WATCH_S = 1.0
-
-
-class Intake(enum.Enum):
-    """Whether new requests are taken."""
-
-    OPEN = "open"
-    DRAINING = "draining"
-    CLOSED = "closed"
-
-
-class RequestBook:
-    """The live requests of one engine, by id, each with its mailbox and deadlines.
-
-    Attributes:
-        engine: built on the thread, to which it belongs.
-        refused: requests that were not taken, by the reason.
-    """
-
-    def __init__(
-        self,
-        build: Callable[[], LLMEngine],
-        limits: QueueLimits,
-        start_timeout_s: float,
-        log_requests: bool,
-    ) -> None:
-        self._log_requests = log_requests
-        self.admission = Admission(limits)
-        self.intake = Intake.OPEN
-        self.refused: Counter[str] = Counter()
-        self.tickets: dict[str, Ticket] = {}
-        self.thread = EngineThread(build, self.admission, self._receive)
-        self.engine = self.thread.start(start_timeout_s)
-        self._loop: asyncio.AbstractEventLoop | None = None
-        self._releases: set[asyncio.Future[None]] = set()
-        self._emptied: asyncio.Future[None] | None = None
-        self._watch: asyncio.TimerHandle | None = None
-
-    def open(self, request: GenerateRequest) -> Ticket:
-        """Takes a request in, with a place in the queue; from now on its time runs.
-
-        Raises:
-            EngineDrainingError, EngineDeadError: the engine takes no requests.
-            DuplicateRequestError, QueueFullError, DeadlineExceededError: it cannot be taken.
-        """
-        self._bind()
-        self.check_open()
-        request_id = uuid4().hex if request.request_id is None else request.request_id
-        if request_id in self.tickets:
-            raise DuplicateRequestError(
-                f"request id {request_id!r} belongs to an unfinished request; choose another"
-            )
-        is_delta = request.params.output_kind is RequestOutputKind.DELTA
-        ticket = Ticket(request_id, Mailbox(is_delta), request.owner)
-        self.admission.enter(ticket)
-        self.tickets[request_id] = ticket
-        self._set_timers(ticket, request)
-        return ticket
-
-    def enter(self, ticket: Ticket, checked: CheckedRequest) -> None:
-        """Gives it to the engine, if it may still be served.
-
-        Raises:
-            QueueFullError: too many prompt tokens wait.
-            Exception: what ended it meanwhile.
-        """
-        if ticket.mailbox.error is not None:
-            raise ticket.mailbox.error
-        self.check_open()
-        ticket.num_prompt_tokens = len(checked.prompt_token_ids)
-        self.admission.charge(ticket, ticket.num_prompt_tokens)
-        self.thread.enter(ticket, checked)
-
-    def end(self, ticket: Ticket, outcome: str, error: Exception | None = None) -> None:
-        """Ends a request from outside, wherever it stands; nothing happens if it has ended.
-
-        Args:
-            error: what its reader gets.
-        """
-        if self._close(ticket, outcome):
-            if error is not None:
-                ticket.mailbox.fail(error)
-            self.thread.end(ticket)
-
-    async def release(self, ticket: Ticket, outcome: str, error: Exception) -> None:
-        """Ends a request, and waits until the engine holds nothing of it; a minute at most."""
-        self._begin_release(ticket, outcome, error)
-        if ticket.release is not None:
-            await asyncio.wait({ticket.release}, timeout=RELEASE_S)
-
-    async def cut_off(self, why: str, timeout_s: float) -> int:
-        """Ends all requests that are left, and waits until the engine holds nothing of them, or
-        that time is over. Returns how many they were.
-
-        Args:
-            why: what their readers are told.
-        """
-        self._receive()  # those whose end is on its way have finished
-        late = tuple(self.tickets.values())
-        # All in one turn of the loop: of outputs that came between taking what is unread and the
-        # end, the reader would get some, and not those before.
-        for ticket in late:
-            error = RequestAbortedError(why, ticket.mailbox.take_unread())
-            self._begin_release(ticket, "cut off", error)
-        releases = {ticket.release for ticket in late if ticket.release is not None}
-        if releases:
-            await asyncio.wait(releases, timeout=timeout_s)
-        return len(late)
-
-    def _begin_release(self, ticket: Ticket, outcome: str, error: Exception) -> None:
-        """Ends a request such that its `release` is done when the engine holds nothing of it. One
-        that has ended already is left as it is: the engine may have had its last word on it."""
-        if ticket.outcome is not None:
-            return
-        ticket.release = asyncio.get_running_loop().create_future()
-        self._releases.add(ticket.release)
-        ticket.release.add_done_callback(self._releases.discard)
-        self.end(ticket, outcome, error)
-
-    async def wait_until_empty(self, timeout_s: float) -> None:
-        """Returns when no request is left, or that time is over."""
-        if self.tickets and timeout_s > 0:
-            self._emptied = asyncio.get_running_loop().create_future()
-            await asyncio.wait({self._emptied}, timeout=timeout_s)
-
-    def check_open(self) -> None:
-        """Makes sure that requests are taken.
-
-        Raises:
-            EngineDrainingError, EngineDeadError: they are not.
-        """
-        if self.thread.ended or self.intake is Intake.CLOSED:
-            raise self._death()
-        if self.intake is Intake.DRAINING:
-            raise EngineDrainingError(
-                "the engine is draining: it finishes what it has, and takes no new requests; ask "
-                "another one"
-            )
-
-    def close(self) -> None:
-        """Takes no more requests, and fails those that are left."""
-        self.intake = Intake.CLOSED
-        self._fail_all()
-        if self._watch is not None:
-            self._watch.cancel()
-
-    def _bind(self) -> None:
-        """Takes the running loop as its own.
-
-        Raises:
-            EngineError: another one still has requests here.
-        """
-        loop = asyncio.get_running_loop()
-        if loop is self._loop:
-            return
-        if self._loop is not None and not self._loop.is_closed() and self.tickets:
-            raise EngineError(
-                "requests of another event loop are being served; an engine belongs to one loop at "
-                "a time: give each its own"
-            )
-        for ticket in tuple(self.tickets.values()):  # of a loop that was closed: without readers
-            self.end(ticket, "left by its reader")
-        self._loop, self._watch = loop, None
-        self.thread.bind(loop)
-
-    def _set_timers(self, ticket: Ticket, request: GenerateRequest) -> None:
-        loop = asyncio.get_running_loop()
-        if request.deadline is not None:
-            left_s = request.deadline - time.monotonic()
-            timer = loop.call_later(max(0.0, left_s), partial(self._expire, ticket))
-            ticket.timers.append(timer)
-            if left_s <= 0:
-                self._expire(ticket)
-        if request.max_queue_s is not None:
-            expire = partial(self._expire_queued, ticket, request.max_queue_s)
-            ticket.timers.append(loop.call_later(request.max_queue_s, expire))
-        if self._watch is None:
-            self._watch = loop.call_later(_WATCH_S, self._look)
-
-    def _expire(self, ticket: Ticket) -> None:
-        where = ticket.phase
-        error = DeadlineExceededError(
-            f"request {ticket.request_id!r} was not done by its deadline, "
-            f"{time.time() - ticket.arrival_time:.3f} s after it came; it was in {where!r}",
-            where,
-        )
-        self.end(ticket, f"deadline exceeded ({where})", error)
-
-    def _expire_queued(self, ticket: Ticket, max_queue_s: float) -> None:
-        if ticket.phase == "queued":
-            error = DeadlineExceededError(
-                f"request {ticket.request_id!r} waited {max_queue_s:.3f} s without being started, "
-                "as long as it was willing to",
-                "queued",
-            )
-            self.end(ticket, "deadline exceeded (queued)", error)
-
-    def _receive(self) -> None:
-        """Takes what the engine's thread has brought."""
-        for ticket, what in self.thread.take_events():
-            if isinstance(what, RequestOutput):
-                self._deliver(ticket, what)
-            elif what is not None:
-                if self._close(ticket, "refused"):
-                    self.refused[type(what).__name__] += 1
-                    ticket.mailbox.fail(what)
-            elif ticket.release is not None and not ticket.release.done():
-                ticket.release.set_result(None)
-        if self.thread.ended:
-            self._fail_all()
-
-    def _deliver(self, ticket: Ticket, output: RequestOutput) -> None:
-        mailbox = ticket.mailbox
-        if not output.finished:
-            mailbox.put(output)
-            return
-        reasons = [completion.finish_reason for completion in output.outputs]
-        for reason, error_type in _FAULTS.items():
-            if reason in reasons:
-                if self._close(ticket, reason):
-                    mailbox.fail(error_type(output.error or f"the request ended with {reason!r}"))
-                return
-        mailbox.put(output)
-        self._close(ticket, str(reasons[0]))
-
-    def _close(self, ticket: Ticket, outcome: str) -> bool:
-        """Notes how a request ended; False if that is known already."""
-        if ticket.outcome is not None:
-            return False
-        ticket.outcome = outcome
-        ticket.cancel_timers()
-        self.admission.leave(ticket)
-        del self.tickets[ticket.request_id]
-        if self._log_requests:
-            ticket.log_end()
-        if not self.tickets and self._emptied is not None and not self._emptied.done():
-            self._emptied.set_result(None)
-        return True
-
-    def _fail_all(self) -> None:
-        """The engine is gone: every reader gets an error of its own, once."""
-        for ticket in tuple(self.tickets.values()):
-            if self._close(ticket, "engine dead"):
-                ticket.mailbox.fail(self._death())
-        for release in tuple(self._releases):
-            if not release.done():
-                release.set_result(None)
-
-    def _death(self) -> EngineDeadError:
-        failure = self.thread.failure
-        if failure is None:
-            return EngineDeadError("the engine was shut down; make a new one")
-        error = EngineDeadError(
-            f"the engine has failed ({type(failure).__name__}: {failure}), and cannot go on; make "
-            "a new one"
-        )
-        error.__cause__ = failure
-        return error
-
-    def _look(self) -> None:
-        """Bounds every wait for an output: should the thread be gone, nobody else would say so."""
-        self._receive()
-        self._watch = None
-        if self.tickets or self._releases:
-            self._watch = asyncio.get_running_loop().call_later(_WATCH_S, self._look)
-
-
 _FAULTS: dict[str, type[RequestIgnoredError] | type[RequestFailedError]] = {
     "ignored": RequestIgnoredError,
     "error": RequestFailedError,
 }
+
+
+@dataclass(slots=True, eq=False)
+class LiveRequest:
+    """One request, from its first check until its outcome is known.
+
+    Attributes:
+        owner: the client that sent it, in the protocol's words.
+        arrival_time: seconds of `time.time`.
+        metrics: the engine's thread sets and fills them; None until it has the request.
+        num_prompt_tokens: 0 until they have been counted.
+        outcome: how it ended, for the log; None while it lives.
+        timers: its deadlines.
+        release: done when the engine holds nothing of it any more; None: no caller waits for that.
+    """
+
+    request_id: str
+    mailbox: Mailbox
+    owner: str | None = None
+    arrival_time: float = field(default_factory=time.time)
+    metrics: RequestMetrics | None = None
+    num_prompt_tokens: int = 0
+    outcome: str | None = None
+    timers: list[asyncio.TimerHandle] = field(default_factory=list)
+    release: asyncio.Future[None] | None = None
+
+    @property
+    def phase(self) -> str:
+        """How far it has come: queued, prefill or decode."""
+        metrics = self.metrics
+        if metrics is None or metrics.first_scheduled_time is None:
+            return "queued"
+        return "prefill" if metrics.first_token_time is None else "decode"
+
+    def log_end(self) -> None:
+        """Logs its one line, without the prompt, which may be confidential."""
+        if not logger.isEnabledFor(logging.INFO):
+            return
+        metrics = self.metrics or RequestMetrics(self.arrival_time)
+        first_token_s = None
+        if metrics.first_token_time is not None:
+            first_token_s = metrics.first_token_time - self.arrival_time
+        logger.info(
+            "request %r: %s after %.3f s; queue %s, first token %s; %s (%d cached), %s; "
+            "preempted %s",
+            self.request_id,
+            self.outcome,
+            time.time() - self.arrival_time,
+            _seconds(metrics.time_in_queue),
+            _seconds(first_token_s),
+            counted(self.num_prompt_tokens, "prompt token"),
+            metrics.num_cached_tokens,
+            # The mailbox gets no token before the end if only the whole output is asked for.
+            counted(self.mailbox.num_output_tokens or metrics.num_sampled_tokens, "output token"),
+            counted(metrics.num_preemptions, "time"),
+        )
+
+
+Event = tuple[LiveRequest, RequestOutput | Exception | None]
+"""News of a request from the engine's thread: an output, the error with which the engine refused
+it, or None: the engine holds nothing of it any more."""
+
+
+class RequestTable:
+    """The live requests of one engine, by id.
+
+    Args:
+        admission: the bounded queue, in which a request has a place until it starts or ends.
+        end_in_engine: makes the engine's thread end a request and send the event None.
+        log_requests: log a line when a request ends.
+
+    Attributes:
+        refused: number of requests that were not taken, by the class of the error.
+    """
+
+    def __init__(
+        self,
+        admission: Admission,
+        end_in_engine: Callable[[LiveRequest], None],
+        log_requests: bool,
+    ) -> None:
+        self.refused: Counter[str] = Counter()
+        self._admission = admission
+        self._end_in_engine = end_in_engine
+        self._log_requests = log_requests
+        self._live: dict[str, LiveRequest] = {}
+        self._releases: set[asyncio.Future[None]] = set()
+        self._emptied: asyncio.Future[None] | None = None
+
+    def __len__(self) -> int:
+        return len(self._live)
+
+    @property
+    def awaits_events(self) -> bool:
+        """Whether a reader or a caller waits for the engine's thread."""
+        return bool(self._live or self._releases)
+
+    def find(self, request_id: str) -> LiveRequest | None:
+        """Returns the live request of that id; None if there is none."""
+        return self._live.get(request_id)
+
+    def open(self, request: GenerateRequest) -> LiveRequest:
+        """Gives a request a place in the queue and in the table. Its deadlines run from now on.
+
+        Raises:
+            InvalidPromptError, DuplicateRequestError: its id cannot be used.
+            QueueFullError: too many requests wait.
+        """
+        request_id = uuid4().hex if request.request_id is None else request.request_id
+        check_request_id(request_id, self._live.__contains__)
+        is_delta = request.params.output_kind is RequestOutputKind.DELTA
+        live = LiveRequest(request_id, Mailbox(is_delta), request.owner)
+        self._admission.enter(live)
+        self._live[request_id] = live
+        loop = asyncio.get_running_loop()
+        if request.deadline is not None:
+            left_s = request.deadline - time.monotonic()
+            live.timers.append(loop.call_later(max(0.0, left_s), partial(self._expire, live)))
+            if left_s <= 0:
+                self._expire(live)
+        if request.max_queue_s is not None:
+            expire = partial(self._expire_queued, live, request.max_queue_s)
+            live.timers.append(loop.call_later(request.max_queue_s, expire))
+        return live
+
+    def admit(self, live: LiveRequest, checked: CheckedRequest) -> None:
+        """Counts a request's prompt tokens, after which the engine may have it.
+
+        Raises:
+            QueueFullError: too many prompt tokens wait.
+            Exception: the error that ended the request while it was checked.
+        """
+        if live.mailbox.error is not None:
+            raise live.mailbox.error
+        live.num_prompt_tokens = len(checked.prompt_token_ids)
+        self._admission.charge(live, live.num_prompt_tokens)
+
+    def end(self, live: LiveRequest, outcome: str, error: Exception | None = None) -> None:
+        """Ends a request from outside, in any phase; nothing happens if it has ended.
+
+        Args:
+            error: what its reader gets.
+        """
+        if self._close(live, outcome, error):
+            self._end_in_engine(live)
+
+    def refuse(self, live: LiveRequest | None, error: BaseException) -> None:
+        """Ends and counts a request that was refused; None: it had no place in the table yet."""
+        name = type(error).__name__
+        if live is not None:
+            self.end(live, f"refused: {name}")
+        if isinstance(error, TPEngineError):
+            self.refused[name] += 1
+
+    async def release(self, live: LiveRequest, outcome: str, why: str) -> None:
+        """Ends a request with `RequestAbortedError`, and waits until the engine holds nothing of
+        it; a minute at most."""
+        self._begin_release(live, outcome, why)
+        if live.release is not None:
+            await asyncio.wait({live.release}, timeout=RELEASE_S)
+
+    async def cut_off(self, why: str, timeout_s: float) -> int:
+        """Ends all requests that are left, and waits until the engine holds nothing of them, or
+        the time is over. Returns their number.
+
+        Args:
+            why: the text of their readers' `RequestAbortedError`.
+        """
+        late = tuple(self._live.values())
+        # In one turn of the loop: an output that came in between would be lost.
+        for live in late:
+            self._begin_release(live, "cut off", why)
+        releases = {live.release for live in late if live.release is not None}
+        if releases:
+            await asyncio.wait(releases, timeout=timeout_s)
+        return len(late)
+
+    def _begin_release(self, live: LiveRequest, outcome: str, why: str) -> None:
+        if live.outcome is not None:  # the engine may have sent its last event of it
+            return
+        live.release = asyncio.get_running_loop().create_future()
+        self._releases.add(live.release)
+        live.release.add_done_callback(self._releases.discard)
+        self.end(live, outcome, RequestAbortedError(why, live.mailbox.take_unread()))
+
+    async def wait_until_empty(self, timeout_s: float) -> None:
+        """Returns when no request is left, or the time is over."""
+        if self._live and timeout_s > 0:
+            self._emptied = asyncio.get_running_loop().create_future()
+            await asyncio.wait({self._emptied}, timeout=timeout_s)
+
+    def forget_readers(self) -> None:
+        """Ends all requests without a word: the loop of their readers was closed."""
+        for live in tuple(self._live.values()):
+            self.end(live, "left by its reader")
+
+    def receive(self, events: Iterable[Event]) -> None:
+        """Takes the news of the engine's thread, in order."""
+        for live, news in events:
+            if isinstance(news, RequestOutput):
+                self._deliver(live, news)
+            elif news is not None:
+                if self._close(live, "refused", news):
+                    self.refused[type(news).__name__] += 1
+            elif live.release is not None and not live.release.done():
+                live.release.set_result(None)
+
+    def fail_all(self, make_error: Callable[[], Exception]) -> None:
+        """Ends all requests, because the engine is gone. Each reader gets an error object of its
+        own, so that each has its own traceback."""
+        for live in tuple(self._live.values()):
+            self._close(live, "engine dead", make_error())
+        for release in tuple(self._releases):
+            if not release.done():
+                release.set_result(None)
+
+    def _expire(self, live: LiveRequest) -> None:
+        where = live.phase
+        error = DeadlineExceededError(
+            f"request {live.request_id!r} was not done by its deadline, "
+            f"{time.time() - live.arrival_time:.3f} s after it came; it was in {where!r}",
+            where,
+        )
+        self.end(live, f"deadline exceeded ({where})", error)
+
+    def _expire_queued(self, live: LiveRequest, max_queue_s: float) -> None:
+        if live.phase == "queued":
+            error = DeadlineExceededError(
+                f"request {live.request_id!r} waited {max_queue_s:.3f} s, its max_queue_s, without "
+                "being started; allow more, or ask an engine with a shorter queue",
+                "queued",
+            )
+            self.end(live, "deadline exceeded (queued)", error)
+
+    def _deliver(self, live: LiveRequest, output: RequestOutput) -> None:
+        if not output.finished:
+            live.mailbox.put(output)
+            return
+        reasons = [completion.finish_reason for completion in output.outputs]
+        fault = next((name for name in _FAULTS if name in reasons), None)
+        if fault is None:
+            live.mailbox.put(output)
+            self._close(live, str(reasons[0]))
+        else:
+            text = output.error or f"the request ended with {fault!r}"
+            self._close(live, fault, _FAULTS[fault](text))
+
+    def _close(self, live: LiveRequest, outcome: str, error: Exception | None = None) -> bool:
+        """Takes a request out of the table; returns False if it has been taken out before."""
+        if live.outcome is not None:
+            return False
+        live.outcome = outcome
+        for timer in live.timers:
+            timer.cancel()
+        live.timers.clear()
+        self._admission.leave(live)
+        del self._live[live.request_id]
+        if self._log_requests:
+            live.log_end()
+        if error is not None:
+            live.mailbox.fail(error)
+        if not self._live and self._emptied is not None and not self._emptied.done():
+            self._emptied.set_result(None)
+        return True
+
+
+def _seconds(value: float | None) -> str:
+    return "none" if value is None else f"{value:.3f} s"

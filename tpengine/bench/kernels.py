@@ -15,10 +15,14 @@ import torch
 from tqdm import tqdm
 
 from tpengine.bench import cuda_kernels, cuda_timing
-from tpengine.bench.bandwidth import ReadBandwidth, fastest_s
 from tpengine.bench.cuda_timing import Ceilings, Row
-from tpengine.bench.machine import describe_commit, describe_machine
-from tpengine.bench.plots import import_pyplot
+from tpengine.bench.machine import (
+    ReadBandwidth,
+    describe_commit,
+    describe_machine,
+    fastest_s,
+    import_pyplot,
+)
 from tpengine.config import DEVICES
 from tpengine.errors import ConfigError, NativeLibraryError
 from tpengine.ops import attention, cache, huge_pages, linear

@@ -19,11 +19,9 @@ from dataclasses import dataclass, replace
 import torch
 from tqdm import tqdm
 
-from tpengine.bench.bandwidth import ReadBandwidth
 from tpengine.bench.cuda_timing import measure_ceilings
-from tpengine.bench.machine import describe_machine, report_head
-from tpengine.bench.plots import import_pyplot
-from tpengine.bench.steps import run_steps
+from tpengine.bench.machine import ReadBandwidth, describe_machine, import_pyplot, report_head
+from tpengine.bench.throughput import run_steps
 from tpengine.bench.workload import SHAPES, shape_folder
 from tpengine.engine.llm_engine import LLMEngine
 from tpengine.engine_args import EngineArgs

@@ -1,4 +1,4 @@
-"""What a benchmark was run on, for the head of its report."""
+"""What benchmarks share: the head of a report, the speed of memory, plots."""
 
 from __future__ import annotations
 
@@ -6,14 +6,21 @@ import platform
 import shlex
 import subprocess
 import sys
+import time
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import torch
 
 from tpengine.engine_args import EngineArgs
+from tpengine.errors import ConfigError, counted
+from tpengine.ops import huge_pages, sampling
 from tpengine.ops.library import cpu_isa
-from tpengine.wording import counted
 from tpengine.worker.device import detect_device, resolve_dtype
+
+_BYTES = 1 << 29
+_REPEATS = 7
 
 
 def report_head(args: EngineArgs, width: int = 20) -> str:
@@ -64,3 +71,51 @@ def _cpu_name() -> str:
         if line.startswith("model name"):
             return line.split(":", 1)[1].strip()
     return platform.processor() or platform.machine()
+
+
+def fastest_s(action: Callable[[], object], repeats: int = _REPEATS) -> float:
+    """Seconds of the fastest of several calls, after one that is not counted."""
+    action()
+    times = []
+    for _ in range(repeats):
+        start = time.perf_counter()
+        action()
+        times.append(time.perf_counter() - start)
+    return min(times)
+
+
+class ReadBandwidth:
+    """Bytes per second that all threads together read from memory.
+
+    Reads half a gigabyte of its own: far more than any cache holds, and kept, as a first touch of
+    memory is slow.
+    """
+
+    def __init__(self) -> None:
+        self._data = huge_pages.empty((64, _BYTES // 4 // 64), torch.float32).zero_()
+        self._out = torch.empty(64, dtype=torch.int64)
+
+    def measure(self, repeats: int = _REPEATS) -> float:
+        """The best of two readers, each the fastest of `repeats` times."""
+        readers = (self._data.sum, lambda: sampling.argmax(self._out, self._data))
+        return _BYTES / min(fastest_s(reader, repeats) for reader in readers)
+
+
+def import_pyplot() -> Any:
+    """matplotlib's pyplot, for files rather than screens. Whoever measures for a plot calls this
+    first: it must not fail after the measurement.
+
+    Raises:
+        ConfigError: matplotlib is not installed.
+    """
+    try:
+        import matplotlib
+    except ImportError:
+        raise ConfigError(
+            "--plot needs matplotlib, which is not installed: pip install matplotlib, or leave "
+            "--plot out"
+        ) from None
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    return pyplot

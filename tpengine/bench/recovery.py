@@ -17,18 +17,24 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+import torch
+from safetensors.torch import save_file
 from tqdm import tqdm
 
 from tpengine import envs
 from tpengine.bench.machine import report_head
-from tpengine.bench.ranks import write_weights
 from tpengine.bench.workload import SHAPES, shape_folder
-from tpengine.engine.health import EngineState, RecoveryRecord
+from tpengine.distributed.parallel_state import ParallelState
 from tpengine.engine.llm_engine import LLMEngine
+from tpengine.engine.stats import EngineState, RecoveryRecord
 from tpengine.engine_args import EngineArgs
 from tpengine.errors import ConfigError, EngineError, WorkerDiedError
 from tpengine.executor.launch.ray_executor import RayExecutor
+from tpengine.layers.weights import Weights
+from tpengine.models.registry import build_model
 from tpengine.sampling_params import RequestOutputKind, SamplingParams
+
+_WEIGHTS_STD = 0.02
 
 _CACHE_GIB = 0.5
 _FIRST_ID = 5
@@ -235,3 +241,18 @@ def _report(name: str, kills: list[Kill]) -> None:
 def _line(name: str, seconds: list[float]) -> None:
     listed = ", ".join(f"{one:.2f}" for one in seconds)
     print(f"{name:<20}{statistics.median(seconds):.2f} s (all: {listed})")
+
+
+def write_weights(args: EngineArgs, folder: Path) -> None:
+    """A checkpoint of the shape, random, in bfloat16 as most are."""
+    config = args.create_engine_config("cpu").model
+    weights = Weights(torch.bfloat16, torch.device("cpu"), ParallelState())
+    build_model(config, weights)
+    generator = torch.Generator().manual_seed(0)
+    tensors = {}
+    for name, shard in weights.shards.items():
+        tensor = torch.ones(shard.full_shape, dtype=torch.bfloat16)
+        tensors[name] = (
+            tensor if tensor.dim() == 1 else tensor.normal_(0, _WEIGHTS_STD, generator=generator)
+        )
+    save_file(tensors, folder / "model.safetensors")

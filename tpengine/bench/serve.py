@@ -28,17 +28,20 @@ from pathlib import Path
 
 from tqdm import tqdm
 
-from tpengine.bench.machine import describe_machine, report_head
-from tpengine.bench.plots import import_pyplot
-from tpengine.bench.thread_times import per_token, thread_times
+from tpengine.bench.machine import describe_machine, import_pyplot, report_head
 from tpengine.bench.workload import SHAPES, mixed_requests, shape_folder
-from tpengine.cli.client import add_connection_arguments, open_client
+from tpengine.cli.client import ConnectionOptions, open_client
 from tpengine.client.generation_client import GenerationClient
 from tpengine.client.load import LoadSummary, Objective, poisson_plan, run_load, summarise
 from tpengine.engine_args import EngineArgs
 from tpengine.errors import ConfigError, ServerError
 from tpengine.sampling_params import SamplingParams
-from tpengine.server.grpc.health import READINESS
+from tpengine.server.grpc.proto import READINESS
+
+EVENT_LOOP = "event loop"
+ENGINE = "engine"
+_ENGINE_THREADS = "tpengine-engine"
+"""What the engine's thread calls itself; those that it starts for its kernels inherit the name."""
 
 _WARM_UP_REQUESTS = 4
 _START_TIMEOUT_S = 300.0
@@ -76,7 +79,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--shape", choices=sorted(SHAPES), help="dummy weights of this shape instead of a model"
     )
     parser.add_argument("--plot", metavar="FILE", help="PNG of latency over throughput")
-    add_connection_arguments(parser, without_target="one that is started for this, and ended")
+    parser.add_argument(
+        "--target",
+        metavar="HOST:PORT",
+        help="the server; default: one that is started for this, and ended",
+    )
+    ConnectionOptions.add_cli_args(parser)
     parser.set_defaults(server_pid=None)
     EngineArgs.add_cli_args(parser)
 
@@ -258,3 +266,33 @@ def _plot(path: str, model: str, rates: Sequence[float], summaries: Sequence[Loa
     figure.suptitle(f"{Path(model).name}, {describe_machine()}", fontsize=7)
     figure.tight_layout()
     figure.savefig(path, dpi=150)
+
+
+def thread_times(pid: int) -> Counter[str]:
+    """CPU seconds since the start, by name of thread; those of one name are added up.
+
+    The first thread of a Python process, where a server's event loop runs, is `EVENT_LOOP`; threads
+    without a name of their own have the program's, as gRPC's poller has.
+    """
+    times: Counter[str] = Counter()
+    for task in Path(f"/proc/{pid}/task").iterdir():
+        with contextlib.suppress(OSError):  # a thread that has ended meanwhile
+            ran_ns = int((task / "schedstat").read_text().split()[0])
+            name = (task / "comm").read_text().strip()
+            if task.name == str(pid):
+                name = EVENT_LOOP
+            times[ENGINE if name == _ENGINE_THREADS else name] += ran_ns / 1e9
+    return times
+
+
+def per_token(before: Counter[str], after: Counter[str], num_tokens: int) -> str:
+    """What each thread spent between two moments, in µs a token: the engine's, and all others
+    together and, if they matter, apart."""
+    spent = {name: 1e6 * (after[name] - before[name]) / max(num_tokens, 1) for name in after}
+    engine = spent.pop(ENGINE, 0.0)
+    parts = sorted(spent.items(), key=lambda item: (item[0] != EVENT_LOOP, -item[1]))
+    told = [f"{name} {cost:.1f}" for name, cost in parts if name == EVENT_LOOP or cost >= 0.5]
+    return (
+        f"server's CPU, µs per output token: {sum(spent.values()):.1f} outside the engine "
+        f"({', '.join(told)}), engine {engine:.1f}"
+    )

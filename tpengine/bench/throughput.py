@@ -12,24 +12,29 @@ import argparse
 import contextlib
 import statistics
 import time
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from typing import Any, Protocol
 
 import torch
 from tqdm import tqdm
 
 from tpengine.bench.machine import report_head
-from tpengine.bench.peers import PEERS, Peer, load_peer_model
-from tpengine.bench.steps import run_steps
 from tpengine.bench.workload import SHAPES, Workload, mixed_requests, shape_folder
 from tpengine.engine.llm_engine import LLMEngine
-from tpengine.engine.metrics import StepStats
+from tpengine.engine.stats import StepStats
 from tpengine.engine_args import EngineArgs
-from tpengine.errors import ConfigError
+from tpengine.errors import ConfigError, EngineError
 from tpengine.sampling_params import RequestOutputKind, SamplingParams
 from tpengine.worker.device import detect_device, resolve_dtype
 
 _WARM_UP_REQUESTS = 4
 _WARM_UP_OUTPUT = 4
+_STATIC_BATCH = 16
+_BLOCK_TOKENS = 256
+_BATCH_TOKENS = {"cpu": 512, "cuda": 8192}
+_RESULT_TIMEOUT_S = 60.0
+_STOP_TIMEOUT_S = 30.0
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -174,3 +179,126 @@ def _print_others(own: list[RunResult], others: dict[str, list[float]], num_outp
         )
         rate = num_output / statistics.median(elapsed)
         print(f"{name:<19} {rate:.1f} output tokens/s   (runs: {rates}); we do {ratio:.2f} x that")
+
+
+def run_steps(engine: LLMEngine) -> Iterator[StepStats]:
+    """Steps until nothing is left, and yields the figures of each step that computed something.
+
+    A step that only reports (an abort, a request that cannot be served) leaves the figures of the
+    one before in `last_step`, which must not be counted twice.
+    """
+    while engine.has_unfinished_requests():
+        before = engine.last_step
+        engine.step()
+        if engine.last_step is not None and engine.last_step is not before:
+            yield engine.last_step
+
+
+class Peer(Protocol):
+    """Something that serves a workload."""
+
+    def run(self, workload: Workload) -> float:
+        """Serves all requests greedily, ignoring end tokens; returns seconds."""
+
+
+def load_peer_model(folder: str, dummy: bool, dtype: torch.dtype, device: str) -> Any:
+    """transformers' model of `folder`, with random weights if `dummy`, attention by SDPA."""
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    if dummy:
+        torch.manual_seed(0)
+        config = AutoConfig.from_pretrained(folder)
+        with torch.device(device):  # billions of random numbers are quicker made there
+            model = AutoModelForCausalLM.from_config(
+                config, dtype=dtype, attn_implementation="sdpa"
+            )
+    else:
+        model = AutoModelForCausalLM.from_pretrained(
+            folder, dtype=dtype, attn_implementation="sdpa"
+        )
+    return model.eval().to(device)
+
+
+class StaticBatches:
+    """`generate` on batches of 16 in the order of arrival, padded on the left; a batch lasts as
+    long as its longest request."""
+
+    def __init__(self, model: Any) -> None:
+        self._model = model
+
+    def run(self, workload: Workload) -> float:
+        start = time.perf_counter()
+        for first in range(0, len(workload), _STATIC_BATCH):
+            self._generate(workload[first : first + _STATIC_BATCH])
+        if self._model.device.type == "cuda":
+            torch.cuda.synchronize()
+        return time.perf_counter() - start
+
+    def _generate(self, batch: Workload) -> None:
+        width = max(len(prompt) for prompt, _ in batch)
+        ids = torch.zeros(len(batch), width, dtype=torch.int64)
+        mask = torch.zeros_like(ids)
+        for row, (prompt, _) in enumerate(batch):
+            ids[row, width - len(prompt) :] = torch.tensor(prompt)
+            mask[row, width - len(prompt) :] = 1
+        longest = max(num_output for _, num_output in batch)
+        device = self._model.device
+        with torch.inference_mode():
+            self._model.generate(
+                input_ids=ids.to(device),
+                attention_mask=mask.to(device),
+                do_sample=False,
+                min_new_tokens=longest,
+                max_new_tokens=longest,
+                pad_token_id=0,
+            )
+
+
+class ContinuousBatches:
+    """transformers' continuous batching, with a cache that holds the whole workload at once."""
+
+    def __init__(self, model: Any) -> None:
+        self._model = model
+
+    def run(self, workload: Workload) -> float:
+        from transformers import ContinuousBatchingConfig, GenerationConfig
+
+        blocks = sum(-(-(len(p) + n) // _BLOCK_TOKENS) + 1 for p, n in workload)
+        config = ContinuousBatchingConfig(
+            page_size=_BLOCK_TOKENS,
+            num_blocks=max(blocks, 16),
+            max_batch_tokens=_BATCH_TOKENS[self._model.device.type],
+        )
+        generation = GenerationConfig(
+            do_sample=False, max_new_tokens=max(n for _, n in workload), eos_token_id=-1
+        )
+        manager_context = self._model.continuous_batching_context_manager(
+            generation, timeout=_STOP_TIMEOUT_S, continuous_batching_config=config
+        )
+        with manager_context as manager:
+            start = time.perf_counter()
+            for prompt, wanted in workload:
+                manager.add_request(prompt, max_new_tokens=wanted, eos_token_id=-1)
+            finished = num_output = 0
+            while finished < len(workload):
+                result = manager.get_result(timeout=_RESULT_TIMEOUT_S)
+                if result is None:
+                    raise EngineError(
+                        f"transformers' continuous batching gave no result for "
+                        f"{_RESULT_TIMEOUT_S:.0f} s, {finished} of {len(workload)} were finished"
+                    )
+                if result.is_finished():
+                    finished += 1
+                    num_output += len(result.generated_tokens)
+            elapsed_s = time.perf_counter() - start
+        expected = sum(n for _, n in workload)
+        if num_output != expected:
+            raise EngineError(
+                f"transformers' continuous batching made {num_output} tokens where {expected} "
+                "were asked for; the comparison would be of different work"
+            )
+        return elapsed_s
+
+
+PEERS = {"hf": StaticBatches, "hf-cb": ContinuousBatches}
+"""Names for `--against`."""

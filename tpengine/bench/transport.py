@@ -18,10 +18,9 @@ from collections.abc import Callable
 from typing import Any
 
 from tpengine.bench.machine import describe_commit
-from tpengine.executor.channel import FrameKind
+from tpengine.executor.channel import FrameKind, Listener, connect
 from tpengine.executor.codec import decode_output, decode_step, encode
-from tpengine.executor.exchange import StepExchange
-from tpengine.executor.handshake import Listener, connect
+from tpengine.executor.watch import StepExchange
 from tpengine.messages import NewSequence, StepInput, StepOutput
 from tpengine.sampling_params import SamplingParams
 

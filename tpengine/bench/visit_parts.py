@@ -14,8 +14,8 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from types import FrameType
-from typing import Any
+
+from tpengine.host import NotedSignal
 
 _TAIL_LINES = 12
 _MOST_SHOWN = 12
@@ -24,7 +24,6 @@ _TELL_S = 6.0
 """For a part that is over its limit to say what it has found out."""
 _KILL_S = 5.0
 _LOOK_S = 0.2
-_CUTS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 _GUARD = """
 group=
 while read -r line; do group=$line; done
@@ -73,31 +72,6 @@ class Result:
         return f"{self.part.name:<24s} {self.seconds:7.1f} s  {self.outcome}"
 
 
-class Cut:
-    """Notes a signal that is to end this process, in place of ending it, while it is open.
-
-    Attributes:
-        signal: which; None: none came.
-    """
-
-    def __init__(self) -> None:
-        self.signal: signal.Signals | None = None
-        self._before: dict[signal.Signals, Any] = {}
-
-    def __enter__(self) -> Cut:
-        for number in _CUTS:
-            if signal.getsignal(number) is not signal.SIG_IGN:  # as under nohup
-                self._before[number] = signal.signal(number, self._note)
-        return self
-
-    def __exit__(self, *exc: object) -> None:
-        for number, handler in self._before.items():
-            signal.signal(number, handler)
-
-    def _note(self, number: int, frame: FrameType | None) -> None:
-        self.signal = signal.Signals(number)
-
-
 class Guard:
     """A process that outlives this one, however it ends, and then ends the part in flight, which
     has a session of its own and would go on."""
@@ -137,7 +111,7 @@ def run_parts(parts: Sequence[Part], out: Path, budget_s: float) -> list[Result]
     end = time.monotonic() + budget_s
     results: list[Result] = []
     (out / "parts").mkdir(parents=True, exist_ok=True)
-    with Cut() as cut, Guard() as guard:
+    with NotedSignal() as cut, Guard() as guard:
         for number, part in enumerate(parts, 1):
             left = end - time.monotonic() - _TELL_S - _KILL_S
             print(f"--- {part.name} ({number} of {len(parts)})", flush=True)
@@ -155,7 +129,7 @@ def run_parts(parts: Sequence[Part], out: Path, budget_s: float) -> list[Result]
     return results
 
 
-def _run_part(part: Part, out: Path, limit_s: float, cut: Cut, guard: Guard) -> Result:
+def _run_part(part: Part, out: Path, limit_s: float, cut: NotedSignal, guard: Guard) -> Result:
     path = out / "parts" / part.file_name
     start = time.monotonic()
     with path.open("w") as file:
@@ -183,7 +157,7 @@ def _run_part(part: Part, out: Path, limit_s: float, cut: Cut, guard: Guard) -> 
     return Result(part, outcome, time.monotonic() - start, _lines_of(part, text))
 
 
-def _wait(process: subprocess.Popen[bytes], end: float, cut: Cut) -> str | None:
+def _wait(process: subprocess.Popen[bytes], end: float, cut: NotedSignal) -> str | None:
     """How a part ended by itself; None: it is to be ended."""
     while cut.signal is None and time.monotonic() < end:
         with contextlib.suppress(subprocess.TimeoutExpired):

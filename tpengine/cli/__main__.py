@@ -1,4 +1,4 @@
-"""Lets `python -m tpengine.cli` run the `tpengine` command."""
+"""`python -m tpengine.cli` runs the `tpengine` command."""
 
 import sys
 

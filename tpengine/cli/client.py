@@ -5,13 +5,14 @@ from __future__ import annotations
 import argparse
 import asyncio
 import math
+import os
 import sys
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterable
-from dataclasses import replace
-from functools import partial
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, ClassVar
 
 from tpengine import envs
-from tpengine.cli.client_input import read_lines
+from tpengine.cli.parser import SamplingOptions
 from tpengine.client.channel import ClientTLS
 from tpengine.client.convert import Message, Prompt
 from tpengine.client.generation_client import GenerationClient
@@ -20,35 +21,65 @@ from tpengine.errors import (
     ConfigError,
     RequestError,
     ServerUnavailableError,
+    TPEngineError,
     UnauthenticatedError,
 )
-from tpengine.sampling_arguments import add_sampling_arguments, sampling_params_from
+from tpengine.host import streamed_text
+from tpengine.options import Options, option
 from tpengine.sampling_params import SamplingParams
 from tpengine.server.auth import read_tokens
-from tpengine.server.grpc.health import LIVENESS, READINESS
-from tpengine.terminal import streamed_text
+from tpengine.server.grpc.proto import LIVENESS, READINESS
 
-DEFAULT_TARGET = "127.0.0.1:50051"
+EPILOG = """\
+Examples:
+  tpengine client generate 'Once upon a time' --temperature 0
+  tpengine client chat                      # a conversation, one message a line
+  tpengine client health --target gpu3:50051
+  tpengine client load --rate 20 --num-requests 500
+"""
 _TOKEN_HINT = "; give your token with --token-file FILE or in TPENGINE_CLIENT_TOKEN"
-_SEED_DEFAULT = "from the server's seed and the number of the request; a repeat differs"
+_CHUNK_BYTES = 1 << 16
+
 _Action = Callable[[argparse.Namespace, GenerationClient], Awaitable[int]]
+
+
+@dataclass
+class ConnectionOptions(Options):
+    """How a client connects to its server."""
+
+    group: ClassVar[str] = "connection"
+
+    timeout: float | None = option(None, more_than=0, unit=" seconds", metavar="SECONDS")
+    """Time limit of a call; default: 600 for one that generates, 10 for any other."""
+    token_file: str | None = option(None, metavar="FILE")
+    """File with the bearer token in one line; default: $TPENGINE_CLIENT_TOKEN, or no token."""
+    tls: bool = option(False)
+    """Encrypt, and trust the authorities that the system trusts."""
+    tls_ca: str | None = option(None, metavar="FILE")
+    """Encrypt, and trust the authorities in this PEM file."""
+    tls_cert: str | None = option(None, metavar="FILE")
+    """PEM file of the client's own certificate."""
+    tls_key: str | None = option(None, metavar="FILE")
+    """PEM file of its key."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Adds the commands of `tpengine client`."""
-    parser.formatter_class = argparse.RawDescriptionHelpFormatter
-    parser.description = __doc__
-    parser.epilog = (
-        "Examples:\n"
-        "  tpengine client generate 'Once upon a time' --temperature 0\n"
-        "  tpengine client chat                      # a conversation, one message a line\n"
-        "  tpengine client health --target gpu3:50051\n"
-        "  tpengine client load --rate 20 --num-requests 500"
-    )
     commands = parser.add_subparsers(metavar="COMMAND", required=True)
-    generate = _add_command(
-        commands, "generate", "complete prompts, the text appearing as it is generated", _generate
-    )
+
+    def add(name: str, text: str, action: _Action) -> argparse.ArgumentParser:
+        command = commands.add_parser(name, help=text, description=text.capitalize() + ".")
+        command.set_defaults(action=action, command=command)
+        command.add_argument(
+            "--target",
+            metavar="HOST:PORT",
+            default="127.0.0.1:50051",
+            help="the server (default: %(default)s)",
+        )
+        ConnectionOptions.add_cli_args(command)
+        return command
+
+    generate = add("generate", "complete prompts, the text appearing as it is generated", _generate)
     generate.add_argument(
         "prompts", nargs="*", metavar="PROMPT", help="text to complete; default: lines of stdin"
     )
@@ -57,97 +88,75 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--n",
         type=int,
         default=1,
-        help="sequences per prompt, printed when complete if several (default: %(default)s)",
+        help="sequences per prompt; more than one are printed when complete (default: %(default)s)",
     )
     generate.add_argument(
         "--logprobs",
         type=int,
         metavar="NUM",
-        help="print each token's log probability, and the NUM most likely ones; default: none",
+        help="print each token's log probability and the NUM most likely tokens; default: neither",
     )
-    add_sampling_arguments(generate, _SEED_DEFAULT)
-    chat = _add_command(commands, "chat", "hold a conversation by the model's chat template", _chat)
+    chat = add("chat", "hold a conversation by the model's chat template", _chat)
     chat.add_argument(
         "message",
         nargs="*",
         metavar="WORD",
-        help="of one message; default: each line of stdin is one",
+        help="words of one message; default: each line of stdin is one",
     )
-    add_sampling_arguments(chat, _SEED_DEFAULT)
-    health = _add_command(
-        commands, "health", "ask whether the server is ready: exit code 0, else 1", _health
-    )
+    health = add("health", "ask whether the server is ready: exit code 0, else 1", _health)
     health.add_argument(
         "--liveness", action="store_true", help="ask whether it lives; it may still load its model"
     )
-    _add_load(commands)
-
-
-def _add_command(
-    commands: argparse._SubParsersAction[argparse.ArgumentParser],
-    name: str,
-    help_text: str,
-    action: _Action,
-) -> argparse.ArgumentParser:
-    parser = commands.add_parser(name, help=help_text, description=help_text.capitalize() + ".")
-    parser.set_defaults(run=partial(_run, action), command=parser)
-    add_connection_arguments(parser)
-    return parser
-
-
-def add_connection_arguments(
-    parser: argparse.ArgumentParser, without_target: str | None = None
-) -> None:
-    """Adds what is needed to reach a server.
-
-    Args:
-        without_target: what is done without --target, for `--help`; None: it has its default.
-    """
-    group = parser.add_argument_group("connection")
-    group.add_argument(
-        "--target",
-        metavar="HOST:PORT",
-        default=DEFAULT_TARGET if without_target is None else None,
-        help="the server; default: %(default)s"
-        if without_target is None
-        else f"the server; default: {without_target}",
-    )
-    group.add_argument(
-        "--timeout",
+    load = add("load", "send requests at a rate, and print latencies and failures", _load)
+    load.add_argument(
+        "--rate",
         type=float,
-        metavar="SECONDS",
-        help="until a call is given up (default: 600 for one that generates, 10 for any other)",
+        default=math.inf,
+        help="mean requests/s of a Poisson process; inf: all at once (default: %(default)s)",
     )
-    group.add_argument(
-        "--token-file",
-        metavar="FILE",
-        help="holds the bearer token in a line; default: $TPENGINE_CLIENT_TOKEN, or none",
+    load.add_argument(
+        "--num-requests", type=int, default=100, help="how many to send (default: %(default)s)"
     )
-    group.add_argument(
-        "--tls", action="store_true", help="encrypt; the system's authorities are trusted"
+    load.add_argument(
+        "--prompt", default="Once upon a time", help="of every request (default: %(default)r)"
     )
-    group.add_argument("--tls-ca", metavar="FILE", help="encrypt, and trust these (PEM)")
-    group.add_argument("--tls-cert", metavar="FILE", help="the client's own certificate (PEM)")
-    group.add_argument("--tls-key", metavar="FILE", help="its key (PEM)")
+    load.add_argument(
+        "--load-seed", type=int, default=0, help="fixes when they arrive (default: %(default)s)"
+    )
+    for command in (generate, chat, load):
+        SamplingOptions.add_cli_args(command)
+
+
+def run(args: argparse.Namespace) -> int:
+    """Runs the chosen command; returns the exit code."""
+
+    async def connected() -> int:
+        async with open_client(args) as client:
+            action: _Action = args.action
+            return await action(args, client)
+
+    try:
+        return asyncio.run(connected())
+    except UnauthenticatedError as error:
+        raise UnauthenticatedError(f"{error}{_TOKEN_HINT}") from error
 
 
 def open_client(args: argparse.Namespace) -> GenerationClient:
-    """The client that the options describe; to be called in the event loop that uses it.
+    """Makes the client of `args.target` and the connection options; call it in its event loop.
 
     Raises:
-        ConfigError: a file cannot be read, or an option does not go with another.
+        ConfigError: a file cannot be read, or two options contradict each other.
     """
-    files = (args.tls_ca, args.tls_cert, args.tls_key)
-    encrypted = args.tls or any(path is not None for path in files)
-    timeouts = {}
-    if args.timeout is not None:
-        if not 0 < args.timeout < math.inf:
-            raise ConfigError(f"--timeout must be a positive number of seconds, got {args.timeout}")
-        timeouts = {"timeout_s": args.timeout, "call_timeout_s": args.timeout}
+    options = ConnectionOptions.from_cli_args(args)
+    options.check()
+    files = (options.tls_ca, options.tls_cert, options.tls_key)
+    timeouts: dict[str, Any] = {}
+    if options.timeout is not None:
+        timeouts = {"timeout_s": options.timeout, "call_timeout_s": options.timeout}
     return GenerationClient(
         args.target,
-        token=_read_token(args.token_file),
-        tls=ClientTLS(*files) if encrypted else None,
+        token=_read_token(options.token_file),
+        tls=ClientTLS(*files) if options.tls or any(files) else None,
         **timeouts,
     )
 
@@ -164,42 +173,91 @@ def _read_token(path: str | None) -> str | None:
     return token
 
 
-def _run(action: _Action, args: argparse.Namespace) -> int:
-    async def connected() -> int:
-        async with open_client(args) as client:
-            return await action(args, client)
-
-    try:
-        return asyncio.run(connected())
-    except UnauthenticatedError as error:
-        raise UnauthenticatedError(f"{error}{_TOKEN_HINT}") from error
-
-
 async def _generate(args: argparse.Namespace, client: GenerationClient) -> int:
     failed = 0
-    params = replace(sampling_params_from(args), n=args.n, logprobs=args.logprobs)
-    async for prompt in _given(args.prompts) if args.prompts else read_lines():
+    params = SamplingOptions.from_cli_args(args).params()
+    params = replace(params, n=args.n, logprobs=args.logprobs)
+    async for prompt in _lines(args.prompts):
         echo = "" if args.no_echo else prompt
-        if args.n == 1 and args.logprobs is None:
-            text = await _print_stream(client, prompt, params, echo)
-        else:
-            text = await _print_whole(client, prompt, params, echo)
-        if text is None:
-            failed += 1
-        else:
+        try:
+            if args.n == 1 and args.logprobs is None:
+                await _print_stream(client, prompt, params, echo)
+            else:
+                await _print_whole(client, prompt, params, echo)
             print("\n", flush=True)
+        except RequestError as error:
+            _print_failure(error)
+            failed += 1
     return 1 if failed else 0
+
+
+async def _chat(args: argparse.Namespace, client: GenerationClient) -> int:
+    conversation: list[Message] = []
+    failed = 0
+    params = SamplingOptions.from_cli_args(args).params()
+    message = [" ".join(args.message)] if args.message else []
+    async for line in _lines(message, "> "):
+        conversation.append({"role": "user", "content": line})
+        try:
+            answer = await _print_stream(client, conversation, params)
+            conversation.append({"role": "assistant", "content": answer})
+        except RequestError as error:
+            _print_failure(error)
+            conversation.pop()
+            failed += 1
+        print(flush=True)
+    return 1 if failed else 0
+
+
+async def _health(args: argparse.Namespace, client: GenerationClient) -> int:
+    service = LIVENESS if args.liveness else READINESS
+    try:
+        status = await client.health(service)
+    except ServerUnavailableError as error:
+        _print_failure(error)
+        return 1
+    print(f"{service} {status}")
+    return 0 if status == "SERVING" else 1
+
+
+async def _load(args: argparse.Namespace, client: GenerationClient) -> int:
+    if not args.rate > 0 or args.num_requests < 1:
+        raise ConfigError(
+            "--rate must be above 0 and --num-requests at least 1, got "
+            f"{args.rate} and {args.num_requests}"
+        )
+    params = SamplingOptions.from_cli_args(args).params()
+    plan = poisson_plan(args.rate, [(args.prompt, params)] * args.num_requests, args.load_seed)
+    await client.loads()  # fails before the clock runs if there is no server
+    summary = summarise(*await run_load(client, plan, args.timeout))
+    print(describe_load(summary))
+    return 0 if summary.ends[COMPLETE] == args.num_requests else 1
+
+
+async def _print_stream(
+    client: GenerationClient, prompt: Prompt, params: SamplingParams, echo: str = ""
+) -> str:
+    """Prints the text as it comes; returns it.
+
+    Args:
+        echo: printed before it, once the server has taken the request.
+    """
+    texts: list[str] = []
+    with streamed_text() as write:
+        async for output in client.stream(prompt, params):
+            write(echo)
+            echo = ""
+            for sequence in output.outputs:
+                texts.append(sequence.text)
+                write(sequence.text)
+    return "".join(texts)
 
 
 async def _print_whole(
     client: GenerationClient, prompt: Prompt, params: SamplingParams, echo: str
-) -> str | None:
-    """Prints all sequences, one after the other; None when the request failed."""
-    try:
-        output = await client.generate(prompt, params)
-    except RequestError as error:
-        _print_failure(error)
-        return None
+) -> None:
+    """Prints all sequences when they are complete, with their log probabilities."""
+    output = await client.generate(prompt, params)
     for sequence in output.outputs:
         number = f"[{sequence.index}] " if len(output.outputs) > 1 else ""
         print(f"{number}{echo}{sequence.text}")
@@ -209,101 +267,59 @@ async def _print_whole(
                 for one_id, one in candidates.items()
             )
             print("   ", ", ".join(shown))
-    return "".join(sequence.text for sequence in output.outputs)
 
 
-def _print_failure(error: RequestError) -> None:
+def _print_failure(error: TPEngineError) -> None:
     hint = _TOKEN_HINT if isinstance(error, UnauthenticatedError) else ""
     print(f"tpengine: {type(error).__name__}: {error}{hint}", file=sys.stderr)
 
 
-async def _chat(args: argparse.Namespace, client: GenerationClient) -> int:
-    conversation: list[Message] = []
-    failed = 0
-    one = _given([" ".join(args.message)])
-    async for line in one if args.message else read_lines("> "):
-        conversation.append({"role": "user", "content": line})
-        answer = await _print_stream(client, conversation, sampling_params_from(args))
-        print(flush=True)
-        if answer is None:
-            conversation.pop()
-            failed += 1
-        else:
-            conversation.append({"role": "assistant", "content": answer})
-    return 1 if failed else 0
+async def _lines(given: Sequence[str], invitation: str = "") -> AsyncIterator[str]:
+    """Yields the given lines, or without any those of standard input that are not blank.
 
-
-async def _given(lines: Iterable[str]) -> AsyncIterator[str]:
-    for line in lines:
-        yield line
-
-
-async def _print_stream(
-    client: GenerationClient, prompt: Prompt, params: SamplingParams, echo: str = ""
-) -> str | None:
-    """Prints the text as it comes; returns it, or None when the request failed.
+    `sys.stdin.readline` would block the event loop, and Ctrl-C, which asyncio turns into a
+    cancelled task, would have no effect before the next line.
 
     Args:
-        echo: printed before it, once the server has taken the request.
+        invitation: printed before each line at a terminal.
+
+    Raises:
+        ConfigError: standard input cannot be read.
     """
-    texts: list[str] = []
-    try:
+    for line in given:
+        yield line
+    if given or sys.stdin is None:  # it was closed when Python started
+        return
+    left, at_end = b"", False
+    while not at_end:
         with streamed_text() as write:
-            async for output in client.stream(prompt, params):
-                if echo:
-                    write(echo)
-                    echo = ""
-                for sequence in output.outputs:
-                    texts.append(sequence.text)
-                    write(sequence.text)
-    except RequestError as error:
-        _print_failure(error)
-        return None
-    return "".join(texts)
+            if sys.stdin.isatty():
+                write(invitation)
+            while b"\n" not in left and not at_end:
+                more = await _read_stdin()
+                left, at_end = left + more, not more
+            if at_end and invitation and sys.stdin.isatty():
+                write("\n")
+        first, _, left = left.partition(b"\n")
+        # Invalid bytes become characters that the server refuses, for this line alone.
+        text = first.removesuffix(b"\r").decode(sys.stdin.encoding, "surrogateescape")
+        if text.strip():
+            yield text
 
 
-async def _health(args: argparse.Namespace, client: GenerationClient) -> int:
-    service = LIVENESS if args.liveness else READINESS
+async def _read_stdin() -> bytes:
+    """Reads the bytes that are there; empty at the end. It waits for a person, without a limit."""
+    loop, readable = asyncio.get_running_loop(), asyncio.Event()
     try:
-        status = await client.health(service)
-    except ServerUnavailableError as error:
-        print(f"tpengine: {type(error).__name__}: {error}", file=sys.stderr)
-        return 1
-    print(f"{service} {status}")
-    return 0 if status == "SERVING" else 1
-
-
-def _add_load(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
-    parser = _add_command(
-        commands, "load", "send requests at a rate, and say how they fared", _load
-    )
-    parser.add_argument(
-        "--rate",
-        type=float,
-        default=math.inf,
-        help="mean requests/s of a Poisson process; inf: all at once (default: %(default)s)",
-    )
-    parser.add_argument(
-        "--num-requests", type=int, default=100, help="how many to send (default: %(default)s)"
-    )
-    parser.add_argument(
-        "--prompt", default="Once upon a time", help="of every request (default: %(default)r)"
-    )
-    parser.add_argument(
-        "--load-seed", type=int, default=0, help="fixes when they arrive (default: %(default)s)"
-    )
-    add_sampling_arguments(parser, _SEED_DEFAULT)
-
-
-async def _load(args: argparse.Namespace, client: GenerationClient) -> int:
-    if not args.rate > 0 or args.num_requests < 1:
-        raise ConfigError(
-            "--rate must be above 0 and --num-requests at least 1, got "
-            f"{args.rate} and {args.num_requests}"
-        )
-    params = sampling_params_from(args)
-    plan = poisson_plan(args.rate, [(args.prompt, params)] * args.num_requests, args.load_seed)
-    await client.loads()  # that the server is there is found out before the clock runs
-    summary = summarise(*await run_load(client, plan, args.timeout))
-    print(describe_load(summary))
-    return 0 if summary.ends[COMPLETE] == args.num_requests else 1
+        descriptor = sys.stdin.fileno()
+        try:
+            loop.add_reader(descriptor, readable.set)
+        except PermissionError:  # epoll refuses files, which never block
+            return os.read(descriptor, _CHUNK_BYTES)
+        try:
+            await readable.wait()
+        finally:
+            loop.remove_reader(descriptor)
+        return os.read(descriptor, _CHUNK_BYTES)
+    except OSError as error:
+        raise ConfigError(f"standard input cannot be read: {error}") from error

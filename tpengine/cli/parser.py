@@ -1,21 +1,24 @@
-"""A parser of command lines whose errors fit on a screen."""
+"""The parser of the `tpengine` command, and options that its commands share."""
 
 from __future__ import annotations
 
 import argparse
 import re
 from collections.abc import Sequence
-from typing import NoReturn
+from dataclasses import dataclass
+from typing import ClassVar, NoReturn
 
-from tpengine.wording import closest
+from tpengine.errors import closest
+from tpengine.options import Options, option
+from tpengine.sampling_params import SamplingParams
 
 
 class CommandParser(argparse.ArgumentParser):
-    """Says what was wrong under one line of usage: a command that starts an engine has so many
-    options that all of them would push the error off the screen. `--help` has them."""
+    """Parser that prints an error below one line of usage. A command that starts an engine has so
+    many options that the full usage would push the error off the screen."""
 
     def error(self, message: str) -> NoReturn:
-        """Ends the process with exit code 2; what was wrong comes last.
+        """Ends the process with exit code 2; the message is the last line.
 
         Raises:
             SystemExit: always.
@@ -27,8 +30,7 @@ class CommandParser(argparse.ArgumentParser):
         self.exit(2, f"{usage}  (more: {self.prog} --help)\n{self.prog}: error: {message}\n")
 
     def refuse(self, unknown: Sequence[str]) -> NoReturn:
-        """Ends the process for words that the command does not know; every option among them that
-        resembles one of its own is told which.
+        """Ends the process for unknown words, and names the most similar option for each.
 
         Raises:
             SystemExit: always.
@@ -39,3 +41,37 @@ class CommandParser(argparse.ArgumentParser):
         hint = ", ".join(near if len(wrong) == 1 else f"{near} for {name}" for name, near in meant)
         question = f"; did you mean {hint}?" if meant else ""
         self.error(f"unrecognized arguments: {' '.join(unknown)}{question}")
+
+
+@dataclass
+class SamplingOptions(Options):
+    """The most used fields of `SamplingParams` as options; `SamplingParams` checks their values."""
+
+    group: ClassVar[str] = "sampling"
+
+    max_tokens: int = option(100)
+    """Most tokens to generate."""
+    temperature: float = option(0.8)
+    """How freely tokens are drawn; 0 takes the most likely one."""
+    top_p: float = option(0.95)
+    """Draw from the most likely tokens whose probabilities reach this sum, in (0, 1]."""
+    top_k: int = option(-1)
+    """Draw from this many most likely tokens; -1 draws from all."""
+    min_p: float = option(0.0)
+    """Leave out tokens below this share of the most likely one's probability, in [0, 1]."""
+    sampling_seed: int | None = option(None)
+    """Seed of each prompt; default: made from the engine's seed and the number of the request, so
+    that `tpengine generate` repeats its texts, and a server does not."""
+    stop: Sequence[str] | None = option(None, metavar="TEXT")
+    """Text that ends the output; may be given more than once."""
+    ignore_eos: bool = option(False)
+    """Go on after the model's end token."""
+
+    def params(self) -> SamplingParams:
+        """Returns the sampling parameters.
+
+        Raises:
+            InvalidSamplingParamsError: a value is out of its range.
+        """
+        fields = vars(self).copy()
+        return SamplingParams(seed=fields.pop("sampling_seed"), **fields)

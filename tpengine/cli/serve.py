@@ -1,4 +1,8 @@
-"""The `tpengine serve` command."""
+"""Serves one model over gRPC until it is told to end.
+
+While the model loads, the health service already answers: alive, not ready. The line "tpengine is
+ready on ..." on standard output says where clients may connect.
+"""
 
 from __future__ import annotations
 
@@ -8,12 +12,6 @@ import time
 from tpengine.engine_args import EngineArgs
 from tpengine.server.server_args import ServerArgs
 
-DESCRIPTION = """\
-Serves one model over gRPC until it is told to end.
-
-While the model loads, health already answers: alive, not ready. The line "tpengine is ready on ..."
-on standard output says where clients may connect.
-"""
 EPILOG = """\
 Examples:
   tpengine serve                                        the small model, on 127.0.0.1:50051
@@ -21,7 +19,7 @@ Examples:
   tpengine serve --model FOLDER --host 0.0.0.0 --tls-cert cert.pem --tls-key key.pem
   tpengine serve --host 0.0.0.0 --token-file tokens.txt --admin-token-file admin.txt
 
-Health (grpc.health.v1, with Watch), free of authentication:
+Health (grpc.health.v1, with Watch), without authentication:
   liveness     the process serves, and its engine can go on
   readiness    the model is loaded, and the engine is idle or its steps advance; also under the
                service's name and under no name
@@ -30,36 +28,33 @@ Status codes:
   INVALID_ARGUMENT     a field is wrong; the text names it
   NOT_FOUND            another model is served here
   ALREADY_EXISTS       a request with this id is running
-  UNAUTHENTICATED      no token, or none that is known
-  PERMISSION_DENIED    Drain, and Abort of another's request, want the admin token
-  CANCELLED            somebody aborted the request
-  RESOURCE_EXHAUSTED   the queue is full (RetryInfo says when to come back), or a message too large
+  UNAUTHENTICATED      no token, or an unknown one
+  PERMISSION_DENIED    Drain, and Abort of another client's request, need the admin token
+  CANCELLED            another client aborted the request
+  RESOURCE_EXHAUSTED   the queue is full (RetryInfo says when to try again), or a message too large
   DEADLINE_EXCEEDED    the text says whether it waited, was in prefill, or in decode
   UNAVAILABLE          loading, draining, or the engine has died
-  INTERNAL             our fault; the log has more under the request id in the text
+  INTERNAL             a fault of the server; its log has more under the request id in the text
 
-Ending: SIGTERM, SIGINT or Drain: readiness goes, new requests are refused, running ones have
---drain-timeout seconds, then exit code 0. A second signal ends it within a second, open calls with
-UNAVAILABLE and exit code 128 + its number. An engine that dies ends the server with exit code 1.
+Ending: at SIGTERM, SIGINT or Drain readiness ends, new requests are refused, and running ones have
+--drain-timeout seconds; then the exit code is 0. A second signal ends the server within a second,
+with exit code 128 + its number, and open calls end with UNAVAILABLE. If the engine dies, the server
+ends with exit code 1.
 """
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declares the options."""
-    parser.description = DESCRIPTION
-    parser.epilog = EPILOG
-    parser.formatter_class = argparse.RawDescriptionHelpFormatter
     ServerArgs.add_cli_args(parser)
     EngineArgs.add_cli_args(parser)
-    parser.set_defaults(run=run)
 
 
 def run(args: argparse.Namespace) -> int:
     """Serves; returns the exit code.
 
     Raises:
-        ConfigError: an argument cannot be, or would open the server to strangers; or a port
-            cannot be had.
+        ConfigError: an argument is out of range, the server would be open to strangers, or a port
+            is in use.
     """
     server_args = ServerArgs.from_cli_args(args)
     server_args.check()
@@ -67,7 +62,7 @@ def run(args: argparse.Namespace) -> int:
     server_args.check_exposure(authenticator)
     server_args.check_ports()
     start = time.monotonic()
-    from tpengine.server.lifecycle import run_server  # with it comes torch: seconds
+    from tpengine.server.lifecycle import run_server  # imports torch, which takes seconds
 
     phases = {"import": time.monotonic() - start}
     return run_server(server_args, authenticator, EngineArgs.from_cli_args(args), phases)

@@ -1,0 +1,26 @@
+"""The Python client of `tpengine serve`. It imports neither the engine nor torch.
+
+Names are imported when they are first used, so that this package can be imported without grpc.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from tpengine.client.channel import ClientTLS
+    from tpengine.client.generation_client import GenerationClient
+
+__all__ = ["ClientTLS", "GenerationClient"]
+
+_HOMES = {
+    "ClientTLS": "tpengine.client.channel",
+    "GenerationClient": "tpengine.client.generation_client",
+}
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOMES:
+        raise AttributeError(f"module 'tpengine.client' has no attribute {name!r}")
+    return getattr(importlib.import_module(_HOMES[name]), name)

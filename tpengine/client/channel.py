@@ -1,4 +1,4 @@
-"""What a client's connection is made of: where to, how encrypted, as whom, how soon given up."""
+"""The connection of a client: target, TLS, token, keep-alive."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ _MIN_RECONNECT_MS, _MAX_RECONNECT_MS = 100, 2000
 
 @dataclass(frozen=True)
 class ClientTLS:
-    """How to meet a server that wants TLS.
+    """TLS options of a client; each file is in PEM.
 
     Attributes:
-        ca_file: PEM of the authorities to trust; None: those of the system.
-        cert_file, key_file: PEM of the client's own certificate and key, for servers that want one.
-        server_name: name that the server's certificate is for, if that is not the target's host.
+        ca_file: the authorities to trust; None: those of the system.
+        cert_file, key_file: the client's own certificate and key, for a server that needs them.
+        server_name: name in the server's certificate, if it is not the target's host.
     """
 
     ca_file: str | None = None
@@ -32,10 +32,10 @@ class ClientTLS:
 
 
 def open_channel(target: str, tls: ClientTLS | None, keep_alive_s: float) -> grpc.aio.Channel:
-    """A channel that connects with its first call.
+    """A channel that connects at its first call.
 
     Raises:
-        ConfigError: a file cannot be read, or an argument is none of its kind.
+        ConfigError: a file cannot be read, or an argument is invalid.
     """
     _check_target(target)
     options = _channel_options(keep_alive_s)
@@ -47,16 +47,16 @@ def open_channel(target: str, tls: ClientTLS | None, keep_alive_s: float) -> grp
 
 
 def authorization(token: str | None) -> tuple[tuple[str, str], ...]:
-    """The metadata that show a bearer token; none without one.
+    """The metadata with a bearer token; empty without one.
 
     Raises:
-        ConfigError: it cannot stand in metadata; the message does not quote it.
+        ConfigError: it cannot be sent as metadata; the message does not quote it.
     """
     if token is None:
         return ()
     if not isinstance(token, str):
         raise ConfigError(f"a token must be a string, got one of type {type(token).__name__}")
-    # grpc ends a call with anything else in it by an error that says nothing of tokens.
+    # For any other token grpc ends the call with an error that does not mention tokens.
     if not token or not all("!" <= char <= "~" for char in token):
         raise ConfigError(
             "a token must be one or more printable ASCII characters without spaces or line ends; "
@@ -66,10 +66,10 @@ def authorization(token: str | None) -> tuple[tuple[str, str], ...]:
 
 
 def check_timeout(name: str, seconds: float) -> float:
-    """Seconds that a client gives its calls; `math.inf`: any time.
+    """Returns a deadline in seconds, checked; `math.inf`: no deadline.
 
     Raises:
-        ConfigError: it is no number, or not above 0.
+        ConfigError: it is not a number above 0.
     """
     if not isinstance(seconds, Real) or not seconds > 0:
         raise ConfigError(
@@ -80,10 +80,10 @@ def check_timeout(name: str, seconds: float) -> float:
 
 
 def _channel_options(keep_alive_s: float) -> list[tuple[str, Any]]:
-    """Pings while calls are open; half of the time until one is sent, half for its answer.
+    """Options that notice a frozen server: half of the time until a ping, half for its answer.
 
-    Without `ping_timeout_ms` grpc waits a minute for the answer whatever the keep-alive says, and
-    without `min_reconnect_backoff_ms` it waits twenty seconds for a frozen server's first word.
+    Without `ping_timeout_ms` grpc waits a minute for the answer, whatever the keep-alive is, and
+    without `min_reconnect_backoff_ms` twenty seconds for the first bytes of a frozen server.
     """
     if not isinstance(keep_alive_s, Real) or not 1.0 <= keep_alive_s <= 3600:
         raise ConfigError(f"keep_alive_s must be in [1, 3600], got {keep_alive_s!r}")
@@ -103,9 +103,9 @@ def _channel_options(keep_alive_s: float) -> list[tuple[str, Any]]:
 
 
 def _check_target(target: str) -> None:
-    if isinstance(target, str) and target.isprintable():  # a lone surrogate is not, either
+    if isinstance(target, str) and target.isprintable():  # False for a lone surrogate
         host, _, port = target.rpartition(":")
-        # int() takes the digits of all scripts; grpc does not, and takes its time to say so.
+        # int() accepts digits of all scripts; grpc fails on them, and late.
         if host and port.isascii() and port.isdecimal() and 0 < int(port) < 65536:
             return
     raise ConfigError(f"target must be of the form HOST:PORT, got {target!r}")
@@ -113,7 +113,9 @@ def _check_target(target: str) -> None:
 
 def _credentials(tls: ClientTLS) -> grpc.ChannelCredentials:
     if (tls.cert_file is None) != (tls.key_file is None):
-        raise ConfigError("a client's certificate and its key go together; one of them is missing")
+        raise ConfigError(
+            "a client's certificate and its key belong together; one of them is missing"
+        )
     return grpc.ssl_channel_credentials(
         _read(tls.ca_file), _read(tls.key_file), _read(tls.cert_file)
     )
@@ -124,5 +126,5 @@ def _read(path: str | None) -> bytes | None:
         return None
     try:
         return Path(path).read_bytes()
-    except (OSError, ValueError) as error:  # ValueError: no name that a file can have
+    except (OSError, ValueError) as error:  # ValueError: a zero byte in the name
         raise ConfigError(f"{path!r} cannot be read: {error}") from error

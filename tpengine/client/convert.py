@@ -1,4 +1,4 @@
-"""Between the package's own words and the protocol's, on the client's side."""
+"""Conversion between the types of the package and the protocol's messages, in the client."""
 
 from __future__ import annotations
 
@@ -12,25 +12,25 @@ from typing import Any, cast
 
 from google.protobuf.descriptor import FieldDescriptor
 
-from tpengine.engine.prompt import TextPrompt, TokensPrompt
 from tpengine.errors import (
     InvalidPriorityError,
     InvalidPromptError,
     InvalidSamplingParamsError,
     RequestError,
 )
+from tpengine.inputs import TextPrompt, TokensPrompt
 from tpengine.outputs import CompletionOutput, Logprob, RequestMetrics, RequestOutput
 from tpengine.sampling_params import SamplingParams
 from tpengine.server.grpc.proto import tpengine_pb2 as pb
 
 Message = Mapping[str, str]
 Prompt = str | Sequence[int] | Sequence[Message] | TextPrompt | TokensPrompt
-"""Text, token ids, or a conversation of messages with `role` and `content`; or a dict of the first
-two, as `LLM.generate` takes it."""
+"""A text, token ids, a conversation of messages with `role` and `content`, or a dict with text or
+ids as `LLM.generate` accepts it."""
 
 _MOST = 2**31 - 1
 _MOST_MS = 10**12 - 1
-"""Thirty years; a server reads no more digits."""
+"""About thirty years; a server reads no more digits."""
 _SAME_NAME = (
     "n", "best_of", "presence_penalty", "frequency_penalty", "repetition_penalty", "temperature",
     "top_p", "min_p", "use_beam_search", "length_penalty", "stop", "stop_token_ids",
@@ -38,29 +38,28 @@ _SAME_NAME = (
     "skip_special_tokens", "logit_bias", "bad_words",
 )  # fmt: skip
 _AT_MOST = ("max_tokens", "min_tokens")
-"""Numbers that mean the same beyond the length of a sequence, or the size of a vocabulary."""
+"""Numbers that are cut to 31 bits: above the length of a sequence they all mean the same."""
 _EARLY_STOPPING: dict[bool | str, pb.EarlyStopping] = {
     False: pb.EARLY_STOPPING_HEURISTIC,
     True: pb.EARLY_STOPPING_FIRST,
     "never": pb.EARLY_STOPPING_NEVER,
 }
 _FINISH_REASONS = {
-    pb.FINISH_REASON_STOP: "stop",
-    pb.FINISH_REASON_LENGTH: "length",
-    pb.FINISH_REASON_ABORT: "abort",
-    pb.FINISH_REASON_IGNORED: "ignored",
-    pb.FINISH_REASON_ERROR: "error",
+    number: name.removeprefix("FINISH_REASON_").lower()
+    for name, number in pb.FinishReason.items()
+    if number != pb.FINISH_REASON_UNSPECIFIED
 }
 
 
 @dataclass(frozen=True, slots=True)
 class Usage:
-    """What a request took, as the server counted it; times in seconds from its arrival there, None
-    where it did not come so far.
+    """Tokens and times of a request, as the server counted them.
 
     Attributes:
         num_output_tokens: of all sequences.
         num_cached_tokens: tokens of the prompt that were found in the prefix cache.
+        queue_s, first_token_s, total_s: seconds from its arrival at the server to its first step,
+            first token and end; None: it did not get there.
     """
 
     num_prompt_tokens: int
@@ -74,11 +73,10 @@ class Usage:
 
 @dataclass(slots=True)
 class RemoteOutput(RequestOutput):
-    """A `RequestOutput` that came from a server; `prompt_token_ids` is empty where text or messages
-    were sent.
+    """A `RequestOutput` from a server; `prompt_token_ids` is empty if text or messages were sent.
 
     Attributes:
-        usage: with the last output.
+        usage: of the last output; None before it.
     """
 
     usage: Usage | None = None
@@ -91,10 +89,10 @@ def to_request(
     priority: int,
     max_queue_s: float | None,
 ) -> pb.GenerateRequest:
-    """The message that asks for a completion.
+    """The message of a request.
 
     Raises:
-        RequestError: something of it cannot be said in the protocol.
+        RequestError: a value does not fit into the protocol.
     """
     request = pb.GenerateRequest(sampling=_to_sampling(params))
     put(request, InvalidPromptError, request_id=request_id)
@@ -116,21 +114,24 @@ def to_request(
                 "a prompt must be text, token ids below 2**31, or messages that are dicts; got "
                 f"{type(rest).__name__}: {error}"
             ) from error
-        request.prompt_token_ids.SetInParent()  # an empty list is a list, too
+        request.prompt_token_ids.SetInParent()  # an empty list must arrive as one
     return request
 
 
 def put(message: Any, kind: type[RequestError], **fields: object) -> None:
     """Sets fields of a message; one that is None stays unset.
 
+    Args:
+        kind: class of the error.
+
     Raises:
-        RequestError: of this kind: a value does not fit into its field.
+        RequestError: a value does not fit into its field.
     """
     blank = type(message)
     try:
         message.MergeFrom(blank(**fields))  # numbers, lists, maps and messages alike
     except (TypeError, ValueError, OverflowError) as first:
-        for name, value in fields.items():  # protobuf's words do not name the field
+        for name, value in fields.items():  # protobuf's text does not name the field
             try:
                 blank(**{name: value})
             except (TypeError, ValueError, OverflowError) as error:
@@ -139,7 +140,7 @@ def put(message: Any, kind: type[RequestError], **fields: object) -> None:
                     f"{name} can hold only {content} in the protocol, got {reprlib.repr(value)}: "
                     f"{error}"
                 ) from error
-        # It was an iterator, of which there is nothing left to look at.
+        # The value is an iterator, which the first attempt has used up.
         raise kind(f"{' or '.join(fields)} does not fit into the protocol: {first}") from first
 
 
@@ -153,12 +154,12 @@ _CONTENTS = {
 
 
 def to_milliseconds(name: str, seconds: float) -> int | None:
-    """Seconds as the protocol has them; None: more than it can say, as infinity is.
+    """Seconds in the protocol's unit; None: above its largest value, as infinity is.
 
     Raises:
-        RequestError: it is no number.
+        RequestError: it is not a number.
     """
-    if not isinstance(seconds, Real) or not seconds <= math.inf:  # as NaN is not
+    if not isinstance(seconds, Real) or not seconds <= math.inf:  # False for NaN
         raise RequestError(
             f"{name} must be a number of seconds, or math.inf for no limit; got {seconds!r}"
         )
@@ -167,10 +168,10 @@ def to_milliseconds(name: str, seconds: float) -> int | None:
 
 
 def _unpack(prompt: Prompt) -> tuple[str | None, Sequence[int] | Sequence[Message] | None]:
-    """The text of a prompt, and its ids or messages; ids count where there are both.
+    """The text of a prompt, and its ids or messages; if both are given, ids are sent.
 
     Raises:
-        InvalidPromptError: a dict has other keys than `LLM.generate` takes, or neither of them.
+        InvalidPromptError: a dict has unknown keys, or neither text nor ids.
     """
     if isinstance(prompt, str):
         return prompt, None
@@ -195,7 +196,7 @@ def to_conversation(messages: Sequence[Message]) -> pb.Conversation:
     """Messages with `role` and `content`.
 
     Raises:
-        InvalidPromptError: one is something else.
+        InvalidPromptError: a message has another form.
     """
     conversation = pb.Conversation()
     if not isinstance(messages, Iterable):
@@ -222,10 +223,10 @@ def _checked_text(text: object) -> str:
 
 
 def _to_sampling(params: SamplingParams) -> pb.SamplingParams:
-    """Every field that has a value is sent, so that the server's defaults do not matter.
+    """All fields that have a value, so that the server's defaults do not matter.
 
     Raises:
-        InvalidSamplingParamsError: a field cannot go over the wire.
+        InvalidSamplingParamsError: a value does not fit into the protocol.
     """
     if params.logits_processors:
         raise InvalidSamplingParamsError(
@@ -252,7 +253,7 @@ def _at_most(count: int | None) -> int | None:
 
 
 def _to_signed(seed: int | None) -> int | None:
-    """The same 64 bits, which are all that noise is made of, with a sign."""
+    """The same 64 bits as a signed number; noise depends on these bits only."""
     return seed if seed is None or seed < 2**63 else seed - 2**64
 
 
@@ -262,7 +263,7 @@ def _to_ids(token_ids: Sequence[int] | None) -> dict[str, Sequence[int]] | None:
 
 
 def to_output(response: pb.GenerateResponse, prompt: Prompt) -> RemoteOutput:
-    """One answer of the server, or one message of a stream."""
+    """The output of one answer, or of one message of a stream."""
     usage = _to_usage(response.usage) if response.HasField("usage") else None
     text, rest = _unpack(prompt)
     is_ids = rest is not None and not _is_conversation(rest)
@@ -300,19 +301,13 @@ def _to_logprobs(logprobs: pb.TokenLogprobs) -> dict[int, Logprob]:
 
 
 def _to_usage(usage: pb.Usage) -> Usage:
-    return Usage(
-        num_prompt_tokens=usage.num_prompt_tokens,
-        num_output_tokens=usage.num_output_tokens,
-        num_cached_tokens=usage.num_cached_tokens,
-        num_preemptions=usage.num_preemptions,
-        queue_s=_optional(usage, "queue_s"),
-        first_token_s=_optional(usage, "first_token_s"),
-        total_s=_optional(usage, "total_s"),
-    )
+    values = {field.name: getattr(usage, field.name) for field in usage.DESCRIPTOR.fields}
+    times = {name: _optional(usage, name) for name in ("queue_s", "first_token_s", "total_s")}
+    return Usage(**values | times)
 
 
 def _to_metrics(usage: Usage | None) -> RequestMetrics | None:
-    """The server's durations as moments of this machine's clock, which ends them now."""
+    """The server's durations as moments of this machine's clock, the end being now."""
     if usage is None or usage.total_s is None:
         return None
     arrival = time.time() - usage.total_s

@@ -1,4 +1,4 @@
-"""What a call's status is to a caller of the client: the error that the engine would raise."""
+"""Status codes of gRPC as errors of this package: those that the engine raises in process."""
 
 from __future__ import annotations
 
@@ -26,12 +26,11 @@ from tpengine.errors import (
     TPEngineError,
     UnauthenticatedError,
 )
-
-_STATUS_DETAILS = "grpc-status-details-bin"
+from tpengine.server.grpc.proto import STATUS_DETAILS_KEY
 
 
 def to_error(error: grpc.aio.AioRpcError, target: str) -> TPEngineError:
-    """The exception that stands for a call's status."""
+    """The exception for the status of a call."""
     code, words = error.code(), f"{target}: {error.details()}"
     if code is grpc.StatusCode.RESOURCE_EXHAUSTED:
         retry_after_s = _retry_after_s(error)
@@ -49,7 +48,7 @@ def to_error(error: grpc.aio.AioRpcError, target: str) -> TPEngineError:
     if code is grpc.StatusCode.UNAVAILABLE:
         if _NO_TLS in words:
             words += "; the server does not speak TLS: connect without it"
-        if _NOBODY in words:
+        if _NO_SERVER in words:
             words += "; no server is there: start one with `tpengine serve`, or give its address"
         return ServerUnavailableError(words, code.name)
     return ServerError(words, code.name)
@@ -58,15 +57,15 @@ def to_error(error: grpc.aio.AioRpcError, target: str) -> TPEngineError:
 _PHASE = re.compile(r"it was in '(queued|prefill|decode)'")
 _NEVER_STARTED = "without being started"
 _NO_TLS = "WRONG_VERSION_NUMBER"
-"""What OpenSSL makes of the first bytes of a server that does not encrypt."""
-_NOBODY = "Connection refused"
-"""What the kernel answers for a port on which nobody listens."""
+"""OpenSSL's error for the first bytes of a server without TLS."""
+_NO_SERVER = "Connection refused"
+"""The kernel's error for a port on which no process listens."""
 _PROMPT_FIELDS = (
     "prompt", "prompt_token_ids", "messages", "input", "request_id", "max_queue_ms", "token_ids"
 )  # fmt: skip
 _ERRORS: dict[grpc.StatusCode, type[RequestError]] = {
     grpc.StatusCode.NOT_FOUND: ModelNotFoundError,
-    grpc.StatusCode.RESOURCE_EXHAUSTED: RequestError,  # too large: waiting does not help
+    grpc.StatusCode.RESOURCE_EXHAUSTED: RequestError,  # too large a message: no retry helps
     grpc.StatusCode.ALREADY_EXISTS: DuplicateRequestError,
     grpc.StatusCode.CANCELLED: RequestAbortedError,
     grpc.StatusCode.UNAUTHENTICATED: UnauthenticatedError,
@@ -75,9 +74,9 @@ _ERRORS: dict[grpc.StatusCode, type[RequestError]] = {
 
 
 def _details(error: grpc.aio.AioRpcError) -> list[Any]:
-    """The packed messages that came with a status; none if it carries none that are whole."""
+    """The packed messages of a status; empty if there are none or they cannot be read."""
     for key, value in error.trailing_metadata() or ():
-        if key == _STATUS_DETAILS:
+        if key == STATUS_DETAILS_KEY:
             try:
                 return list(status_pb2.Status.FromString(value).details)
             except DecodeError:
@@ -86,7 +85,7 @@ def _details(error: grpc.aio.AioRpcError) -> list[Any]:
 
 
 def _fields_at_fault(error: grpc.aio.AioRpcError) -> list[str]:
-    """Paths of the fields that a refusal names, as in `sampling.top_p`."""
+    """Paths of the fields at fault, as in `sampling.top_p`."""
     refused = error_details_pb2.BadRequest()
     return [
         violation.field
@@ -97,7 +96,7 @@ def _fields_at_fault(error: grpc.aio.AioRpcError) -> list[str]:
 
 
 def _kind_at_fault(fields: Sequence[str]) -> type[RequestError]:
-    """What the engine raises in process for such a field."""
+    """The error that the engine raises in process for such a field."""
     for field in fields:
         name = field.partition(".")[0]
         if name == "sampling":

@@ -1,22 +1,16 @@
-"""`GenerationClient`: an asynchronous client of `tpengine serve` with the package's own types."""
+"""`GenerationClient`: an asynchronous client of `tpengine serve`, with the types of the package."""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import asynccontextmanager
-from types import TracebackType
-from typing import Any
+from typing import Any, TypeVar
 
 import grpc
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
-from tpengine.client.channel import (
-    ClientTLS,
-    authorization,
-    check_timeout,
-    open_channel,
-)
+from tpengine.client.channel import ClientTLS, authorization, check_timeout, open_channel
 from tpengine.client.convert import (
     Message,
     Prompt,
@@ -30,41 +24,39 @@ from tpengine.client.convert import (
 from tpengine.client.errors import to_error
 from tpengine.errors import InvalidPromptError, RequestAbortedError, RequestError
 from tpengine.sampling_params import SamplingParams
-from tpengine.server.grpc.call_deadline import TIMEOUT_KEY
+from tpengine.server.grpc.proto import TIMEOUT_KEY, tpengine_pb2_grpc
 from tpengine.server.grpc.proto import tpengine_pb2 as pb
-from tpengine.server.grpc.proto import tpengine_pb2_grpc
 
-__all__ = ["ClientTLS", "GenerationClient"]
-
+Answer = TypeVar("Answer")
 _GRACE_S = 0.5
-"""What a server gets, after a request's deadline, to say that it has passed."""
+"""Time in seconds after a request's deadline for the server to report it."""
 _LOCALLY_CANCELLED = "Locally cancelled by application!"
 
 
 class GenerationClient:
-    """One connection to a server; calls have deadlines, and a server that freezes is noticed.
+    """One connection to a server. Every call has a deadline, and a frozen server is noticed.
 
-    To be used in one event loop, with `async with` or `close`. Errors are those that the engine
-    raises in process, so that code is the same near and far:
+    Use it in one event loop, with `async with` or `close`. It raises the errors that the engine
+    raises in process, so that the same code serves both:
 
-    - RequestError: the server refuses the request, or a value of it cannot go over the wire; among
-      them QueueFullError (come back after `retry_after_s`), DeadlineExceededError,
+    - RequestError: the server refuses the request, or a value does not fit into the protocol; among
+      them QueueFullError (retry after `retry_after_s`), DeadlineExceededError,
       DuplicateRequestError, RequestAbortedError, UnauthenticatedError.
-    - ServerUnavailableError: the server is not there, does not answer, or is ending.
-    - ServerError: the server failed by itself.
+    - ServerUnavailableError: there is no server, it does not answer, or it is ending.
+    - ServerError: the server failed.
 
     Args:
         target: HOST:PORT.
-        token: bearer token, if the server wants one: printable ASCII without spaces.
+        token: bearer token, if the server needs one: printable ASCII without spaces.
         tls: None: no encryption.
-        timeout_s: deadline of calls that generate, unless they name their own; math.inf: none.
-        call_timeout_s: deadline of all other calls; math.inf: none.
-        keep_alive_s: within this time a server, or a network, that has gone silent is noticed;
-            open calls then end with ServerUnavailableError.
+        timeout_s: default deadline in seconds of calls that generate; math.inf: none.
+        call_timeout_s: deadline in seconds of all other calls; math.inf: none.
+        keep_alive_s: time in seconds in which a silent server or network is noticed; open calls
+            then end with ServerUnavailableError.
 
     Raises:
-        ConfigError: a file cannot be read, the target is not of the form HOST:PORT, the token
-            cannot be one, or a time is not above 0.
+        ConfigError: a file cannot be read, the target is not of the form HOST:PORT, the token has
+            other characters, or a time is not above 0.
     """
 
     def __init__(
@@ -96,16 +88,16 @@ class GenerationClient:
         timeout_s: float | None = None,
         max_queue_s: float | None = None,
     ) -> RemoteOutput:
-        """Completes one prompt and returns when all is there. Cancelling it aborts the request.
+        """Completes one prompt and returns the whole output. Cancelling it aborts the request.
 
         Args:
             prompt: text, token ids, messages with `role` and `content`, or a dict with `prompt` or
                 `prompt_token_ids`.
             params: default: `SamplingParams()`.
-            request_id: unique among the server's unfinished requests; default: the server's choice.
+            request_id: unique among the server's unfinished requests; default: made by the server.
             priority: lower is served first; needs a server with scheduling_policy "priority".
             timeout_s: deadline, in seconds from now; math.inf: none.
-            max_queue_s: longest wait for the first step; math.inf: any.
+            max_queue_s: longest wait in seconds for the first step; math.inf: no limit.
 
         Raises:
             RequestError, ServerError: see the class.
@@ -125,8 +117,8 @@ class GenerationClient:
         timeout_s: float | None = None,
         max_queue_s: float | None = None,
     ) -> AsyncIterator[RemoteOutput]:
-        """Completes one prompt and yields what is new as it comes; the last output is `finished`
-        and has `usage`. Leaving the iterator aborts the request.
+        """Completes one prompt and yields each new part; the last output is `finished` and has
+        `usage`. Leaving the iterator aborts the request.
 
         Args:
             see `generate`.
@@ -141,28 +133,28 @@ class GenerationClient:
                 async for response in call:
                     yield to_output(response, prompt)
         finally:
-            call.cancel()  # does nothing to one that has ended
+            call.cancel()  # no effect on a call that has ended
 
     async def abort(self, request_id: str) -> bool:
-        """Ends a request; returns whether there was one. Somebody else's wants the admin token."""
+        """Ends a request; returns whether it existed. Another client's needs the admin token."""
         request = pb.AbortRequest()
         put(request, InvalidPromptError, request_id=request_id)
         answer = await self._call(self._stub.Abort, request)
         return bool(answer.aborted)
 
     async def tokenize(self, text: str, add_special_tokens: bool = True) -> list[int]:
-        """The ids of a text."""
+        """The token ids of a text."""
         request = pb.TokenizeRequest()
         put(request, InvalidPromptError, text=text, add_special_tokens=add_special_tokens)
         return list((await self._call(self._stub.Tokenize, request)).token_ids)
 
     async def chat_token_ids(self, messages: Sequence[Message]) -> list[int]:
-        """A conversation as the ids of a prompt, by the model's chat template."""
+        """The token ids of a conversation, by the model's chat template."""
         request = pb.TokenizeRequest(messages=to_conversation(messages))
         return list((await self._call(self._stub.Tokenize, request)).token_ids)
 
     async def detokenize(self, token_ids: Sequence[int], skip_special_tokens: bool = True) -> str:
-        """The text of ids."""
+        """The text of token ids."""
         request = pb.DetokenizeRequest()
         put(
             request,
@@ -173,50 +165,42 @@ class GenerationClient:
         return str((await self._call(self._stub.Detokenize, request)).text)
 
     async def model_info(self) -> pb.GetModelInfoResponse:
-        """What is served."""
-        answer: pb.GetModelInfoResponse = await self._call(
-            self._stub.GetModelInfo, pb.GetModelInfoRequest()
-        )
-        return answer
+        """The model that is served."""
+        return await self._call(self._stub.GetModelInfo, pb.GetModelInfoRequest())
 
     async def server_info(self) -> pb.GetServerInfoResponse:
         """State, ranks, memory and limits."""
-        answer: pb.GetServerInfoResponse = await self._call(
-            self._stub.GetServerInfo, pb.GetServerInfoRequest()
-        )
-        return answer
+        return await self._call(self._stub.GetServerInfo, pb.GetServerInfoRequest())
 
     async def loads(self) -> pb.GetLoadsResponse:
-        """Queues, cache and rates of this moment."""
-        answer: pb.GetLoadsResponse = await self._call(self._stub.GetLoads, pb.GetLoadsRequest())
-        return answer
+        """Queues, cache and rates at this moment."""
+        return await self._call(self._stub.GetLoads, pb.GetLoadsRequest())
 
     async def drain(self, timeout_s: float | None = None) -> int:
-        """Has the server finish what it has, and end; wants the admin token.
+        """Makes the server finish its requests and end; needs the admin token.
 
         Args:
-            timeout_s: how long that may take; None or math.inf: as long as the server was started
-                with, which is also the longest.
+            timeout_s: time in seconds for that; at most, and by default, the server's own
+                --drain-timeout.
 
         Returns:
-            Calls that have not ended yet.
+            Number of calls that have not ended yet.
         """
         timeout_ms = None if timeout_s is None else to_milliseconds("timeout_s", timeout_s)
         answer = await self._call(self._stub.Drain, pb.DrainRequest(timeout_ms=timeout_ms))
         return int(answer.num_open_calls)
 
     async def health(self, service: str = "") -> str:
-        """SERVING or NOT_SERVING, or another name of `grpc.health.v1`'s.
+        """SERVING, NOT_SERVING, or another status of `grpc.health.v1`.
 
         Raises:
-            RequestError: the server knows no such service.
+            RequestError: the server does not know this service.
         """
-        request = _health_request(service)
-        answer = await self._call(self._health.Check, request)
+        answer = await self._call(self._health.Check, _health_request(service))
         return _health_name(answer.status)
 
     async def watch_health(self, service: str = "") -> AsyncIterator[str]:
-        """The health of now, and then each change of it; without an end of its own."""
+        """Yields the health now and at each change; it does not end by itself."""
         request = _health_request(service)
         call = self._health.Watch(request, metadata=self._metadata)
         try:
@@ -227,12 +211,12 @@ class GenerationClient:
             call.cancel()
 
     async def close(self) -> None:
-        """Ends the connection; what runs on it is aborted."""
+        """Ends the connection and aborts its requests."""
         await self._channel.close()
 
     def _until(self, timeout_s: float | None) -> dict[str, Any]:
-        """Options of a call that the server is to end in time. This side gives up a little later,
-        so that the server's words on how far the request had come are the ones that are read."""
+        """Options of a call with a deadline. The server ends the call; this side gives up a little
+        later, so that the server's error, which names the request's phase, arrives."""
         timeout_ms = to_milliseconds(
             "timeout_s", self._timeout_s if timeout_s is None else timeout_s
         )
@@ -242,7 +226,7 @@ class GenerationClient:
         metadata = (*self._metadata, (TIMEOUT_KEY, str(timeout_ms)))
         return {"timeout": timeout_ms / 1e3 + _GRACE_S, "metadata": metadata}
 
-    async def _call(self, method: Callable[..., Any], request: Any) -> Any:
+    async def _call(self, method: Callable[..., Awaitable[Answer]], request: Any) -> Answer:
         timeout_ms = to_milliseconds("call_timeout_s", self._call_timeout_s)
         timeout_s = None if timeout_ms is None else timeout_ms / 1e3
         call = method(request, timeout=timeout_s, metadata=self._metadata)
@@ -256,8 +240,8 @@ class GenerationClient:
         except grpc.aio.AioRpcError as error:
             raise to_error(error, self.target) from error
         except asyncio.CancelledError:
-            # grpc.aio says so too when the *server* ended the call with CANCELLED.
-            # A call that has ended otherwise in the same moment must not swallow the caller's own.
+            # grpc.aio also raises it when the *server* ended the call with CANCELLED. If the call
+            # ended otherwise, it is the caller's own cancellation, and must not be lost.
             if call.done() and await call.code() is grpc.StatusCode.CANCELLED:
                 words = await call.details()
                 if words and words != _LOCALLY_CANCELLED:
@@ -267,12 +251,7 @@ class GenerationClient:
     async def __aenter__(self) -> GenerationClient:
         return self
 
-    async def __aexit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    async def __aexit__(self, *_: object) -> None:
         await self.close()
 
 

@@ -1,7 +1,7 @@
-"""Open-loop load: requests that set out at their own times, however slow the answers are.
+"""Open-loop load: each request is sent at its planned time, however slow the answers are.
 
-A closed loop (so many at a time) slows down with the server and never shows what waiting does; real
-users do not know of each other. `tpengine client load` and `tpengine bench serve` stand on this.
+A closed loop (a fixed number at a time) slows down with the server, so it hides the waiting that
+independent users see. `tpengine client load` and `tpengine bench serve` use this module.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from tpengine.sampling_params import SamplingParams
 
 PERCENTILES = (50, 90, 99)
 COMPLETE = "complete"
-"""How a request ended that got all it asked for; others end with the name of an error."""
+"""End of a request that got its whole output; any other end is the name of an error."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,8 +28,8 @@ class PlannedRequest:
     """One request of a plan.
 
     Attributes:
-        start_s: when it sets out, in seconds from the start of the run.
-        prompt: text, or ids.
+        start_s: when it is due, in seconds from the start of the run.
+        prompt: text, or token ids.
     """
 
     start_s: float
@@ -40,16 +40,16 @@ class PlannedRequest:
 
 @dataclass(slots=True)
 class Outcome:
-    """What became of a request; times are in seconds.
+    """The outcome of a request; times are in seconds.
 
     Attributes:
         end: `COMPLETE`, or the name of the error that it ended with.
-        first_token_s: from when it was due to its first token, so that a load generator that
-            falls behind does not flatter the server; None: there was none.
-        token_gaps_s: between messages that bring tokens, divided by the tokens that the later one
-            brings: one entry a message.
-        total_s: from when it was due to its end.
-        lateness_s: how much later than planned it was sent.
+        first_token_s: from its due time, not from sending, to its first token, so that a late load
+            generator does not make the server look faster; None: no token came.
+        token_gaps_s: time between messages with tokens, divided by the number of tokens of the
+            later one; one entry per message.
+        total_s: from its due time to its end.
+        lateness_s: from its due time to sending.
     """
 
     end: str = ""
@@ -69,13 +69,13 @@ class Outcome:
 
 @dataclass(frozen=True)
 class Objective:
-    """What a user would call good: both bounds hold, in seconds."""
+    """Bounds that both hold for a good request, in seconds."""
 
     first_token_s: float
     token_gap_s: float
 
     def is_met(self, outcome: Outcome) -> bool:
-        """Whether a request was complete and in time."""
+        """Whether a request was complete and within both bounds."""
         return (
             outcome.end == COMPLETE
             and outcome.first_token_s is not None
@@ -86,13 +86,14 @@ class Objective:
 
 @dataclass(frozen=True)
 class LoadSummary:
-    """Figures of one run.
+    """Statistics of one run; times in seconds, by percentile.
 
     Attributes:
         elapsed_s: from the start to the last answer.
-        ends: number of requests by how they ended.
+        ends: number of requests by their end.
+        output_rate: output tokens per second.
         goodput: requests per second that met the objective.
-        tokens_per_message: of all streams together; 0 without messages.
+        tokens_per_message: mean over all streams; 0 without messages.
     """
 
     elapsed_s: float
@@ -108,11 +109,11 @@ class LoadSummary:
 def poisson_plan(
     rate: float, prompts: Sequence[tuple[str | Sequence[int], SamplingParams]], seed: int
 ) -> list[PlannedRequest]:
-    """Arrivals of a Poisson process.
+    """A plan whose arrivals are a Poisson process.
 
     Args:
         rate: requests per second; infinite: all at once.
-        prompts: one entry a request, in order of arrival.
+        prompts: one entry per request, in order of arrival.
         seed: fixes the arrivals.
     """
     rng, now, plan = random.Random(seed), 0.0, []
@@ -128,14 +129,14 @@ async def run_load(
     timeout_s: float | None,
     on_end: Callable[[Outcome], None] = lambda outcome: None,
 ) -> tuple[list[Outcome], float]:
-    """Sends every request at its time and reads every stream to its end.
+    """Sends each request at its due time and reads each stream to its end.
 
     Args:
         timeout_s: deadline of each request; None: the client's own.
-        on_end: called with each outcome as it is known.
+        on_end: called with each outcome.
 
     Returns:
-        The outcomes in the plan's order, and the seconds that all took.
+        The outcomes in the plan's order, and the seconds of the whole run.
     """
     start = time.perf_counter()
     tasks = [asyncio.create_task(_send(client, one, start, timeout_s)) for one in plan]
@@ -180,7 +181,7 @@ async def _send(
 def summarise(
     outcomes: Sequence[Outcome], elapsed_s: float, objective: Objective | None = None
 ) -> LoadSummary:
-    """The figures of a run; without an objective every complete request is good."""
+    """The statistics of a run; without an objective every complete request is good."""
     good = [
         outcome
         for outcome in outcomes
@@ -202,7 +203,7 @@ def summarise(
 
 
 def percentiles(values: Sequence[float]) -> dict[int, float]:
-    """The 50th, 90th and 99th; empty when there is nothing to take them of."""
+    """The 50th, 90th and 99th percentile; empty without values."""
     if not values:
         return {}
     if len(values) == 1:
@@ -212,7 +213,7 @@ def percentiles(values: Sequence[float]) -> dict[int, float]:
 
 
 def describe_load(summary: LoadSummary) -> str:
-    """The figures, a line each."""
+    """The statistics as text, one per line."""
     ends = ", ".join(f"{count} {end}" for end, count in summary.ends.most_common())
     return "\n".join(
         [

@@ -15,7 +15,7 @@ from pathlib import Path
 import torch
 
 from tpengine.errors import CollectiveError, SharedMemoryError
-from tpengine.leftovers import SHM_FOLDER, lock, segment_name, sweep
+from tpengine.host import SHM_FOLDER, lock_bytes, segment_name, sweep_segments
 from tpengine.ops.shared_memory import (
     MAX_RANKS,
     PAGE_BYTES,
@@ -44,12 +44,12 @@ class SegmentFile:
     """
 
     def __init__(self, engine_id: str, epoch: int, folder: Path = SHM_FOLDER) -> None:
-        sweep(folder)
+        sweep_segments(folder)
         self.path = folder / segment_name(engine_id, epoch)
         self.token = secrets.token_bytes(TOKEN_BYTES)
         self.fd = os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
         try:
-            lock(self.fd, MAX_RANKS, 1)
+            lock_bytes(self.fd, MAX_RANKS, 1)
             os.write(self.fd, self.token)
         except OSError:
             self.remove()

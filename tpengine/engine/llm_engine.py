@@ -11,21 +11,31 @@ from types import TracebackType
 from typing import Any
 
 from tpengine.config import EngineConfig, ModelConfig
-from tpengine.engine.checked_request import CheckedRequest, check_request
-from tpengine.engine.engine_stats import EngineStats, take_stats
-from tpengine.engine.figures import EngineFigures
-from tpengine.engine.health import EngineHealth, RecoveryRecord
-from tpengine.engine.interrupts import DeferredInterrupt
-from tpengine.engine.metrics import StatLogger, StepStats
 from tpengine.engine.output_processor import OutputProcessor
-from tpengine.engine.prompt import Prompt
 from tpengine.engine.recovery import Recovery
+from tpengine.engine.requests import (
+    CheckedRequest,
+    GenerateRequest,
+    Prompt,
+    check_request,
+    check_request_id,
+)
 from tpengine.engine.startup import count_blocks, make_block_manager, start_workers
+from tpengine.engine.stats import (
+    EngineCounters,
+    EngineHealth,
+    EngineStats,
+    RecoveryRecord,
+    StatLogger,
+    StepStats,
+    take_stats,
+)
 from tpengine.engine.tokenizer import Tokenizer, load_tokenizer
 from tpengine.engine_args import EngineArgs
-from tpengine.errors import DuplicateRequestError, EngineError, GroupLostError, InvalidPromptError
-from tpengine.executor.choice import create_executor
+from tpengine.errors import EngineError, GroupLostError, InvalidPromptError
 from tpengine.executor.executor import Executor
+from tpengine.executor.local_executor import create_executor
+from tpengine.host import DeferredInterrupt
 from tpengine.outputs import RequestMetrics, RequestOutput
 from tpengine.sampling_params import SamplingParams
 from tpengine.scheduling.scheduler import Scheduler
@@ -38,7 +48,7 @@ class LLMEngine:
     Not safe for several threads at once.
 
     Attributes:
-        figures: what it did since its start.
+        counters: what it did since its start.
         last_step: figures of the latest step, for benchmarks; None before the first.
     """
 
@@ -56,12 +66,12 @@ class LLMEngine:
         blocks = make_block_manager(config.cache, *count_blocks(ledgers))
         self._scheduler = Scheduler(config.scheduler, blocks)
         self._recovery = Recovery(config, executor, self._scheduler, ledgers)
-        self.figures = EngineFigures()
+        self.counters = EngineCounters()
         self._output_processor = OutputProcessor(
             tokenizer,
             config.model.max_model_len,
             self._scheduler.fail_request,
-            self.figures,
+            self.counters,
             config.scheduler.stream_interval,
         )
         self._stat_logger = StatLogger() if log_stats else None
@@ -133,7 +143,7 @@ class LLMEngine:
     def stats(self) -> EngineStats:
         """Figures of this moment, from any thread."""
         return take_stats(
-            self.health(), self._scheduler, self.figures, self._executor, self._recovery.ledgers
+            self.health(), self._scheduler, self.counters, self._executor, self._recovery.ledgers
         )
 
     def get_weights_bytes(self) -> list[int]:
@@ -163,38 +173,30 @@ class LLMEngine:
             RequestError: this request cannot be served; nothing else is affected.
             EngineDeadError: an earlier step failed.
         """
-        self._check_new(request_id)
-        checked = self.check_request(
-            inputs, params, prompt_token_ids=prompt_token_ids, priority=priority
-        )
-        self.add_checked(request_id, checked, arrival_time)
+        self._recovery.check_alive()
+        check_request_id(request_id, self._is_live)
+        params = params or SamplingParams()
+        request = GenerateRequest(inputs, prompt_token_ids, params=params, priority=priority)
+        self.add_checked(request_id, self.check_request(request), arrival_time)
 
-    def check_request(
-        self,
-        inputs: Prompt | None = None,
-        params: SamplingParams | None = None,
-        *,
-        prompt_token_ids: list[int] | None = None,
-        priority: int = 0,
-    ) -> CheckedRequest:
+    def check_request(self, request: GenerateRequest) -> CheckedRequest:
         """The part of `add_request` that takes time; may be called from any thread.
 
         Raises:
             RequestError: this request cannot be served.
         """
-        return check_request(
-            inputs, params, prompt_token_ids, priority, self._config, self.tokenizer
-        )
+        return check_request(request, self._config, self.tokenizer)
 
     def add_checked(
         self, request_id: str, checked: CheckedRequest, arrival_time: float | None = None
     ) -> RequestMetrics:
-        """The rest of `add_request`.
+        """The rest of `add_request`, whose caller has checked the id.
 
         Returns:
             The moments of the request's life, which are filled in as they come.
         """
-        self._check_new(request_id)
+        self._recovery.check_alive()
+        assert not self._is_live(request_id), request_id
         arrival_index, self._num_requests = self._num_requests, self._num_requests + 1
         first_id, count = self._num_sequences, checked.params.num_sequences
         self._num_sequences += count
@@ -218,14 +220,8 @@ class LLMEngine:
         self._enter(request)
         return request.metrics
 
-    def _check_new(self, request_id: str) -> None:
-        self._recovery.check_alive()
-        if not isinstance(request_id, str) or not request_id:
-            raise InvalidPromptError(f"request_id must be a non-empty string, got {request_id!r}")
-        if self._scheduler.get_request(request_id) is not None:
-            raise DuplicateRequestError(
-                f"request id {request_id!r} belongs to an unfinished request; choose another"
-            )
+    def _is_live(self, request_id: str) -> bool:
+        return self._scheduler.get_request(request_id) is not None
 
     def _enter(self, request: Request) -> None:
         """Hands a request to both who follow it, or to neither."""
@@ -337,7 +333,7 @@ class LLMEngine:
 
     def _record(self, stats: StepStats) -> None:
         self.last_step = stats
-        self.figures.record_step(stats)
+        self.counters.record_step(stats)
         if self._stat_logger is not None:
             self._stat_logger.record(stats, self._scheduler)
 

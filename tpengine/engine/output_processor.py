@@ -10,8 +10,8 @@ from collections.abc import Callable, Iterable
 
 from tpengine.engine.beam_search import BeamSearch, CompleteBeam, Sampled
 from tpengine.engine.detokenizer import Detokenizer
-from tpengine.engine.figures import EngineFigures
 from tpengine.engine.prompt_logprobs import PromptLogprobsCollector, as_logprobs
+from tpengine.engine.stats import EngineCounters
 from tpengine.engine.tokenizer import Tokenizer
 from tpengine.errors import RequestError
 from tpengine.logger import init_logger
@@ -66,13 +66,13 @@ class OutputProcessor:
         tokenizer: Tokenizer | None,
         max_model_len: int,
         fail_request: FailRequest,
-        figures: EngineFigures | None = None,
+        figures: EngineCounters | None = None,
         stream_interval: int = 1,
     ) -> None:
         self.tokenizer = tokenizer
         self._max_model_len = max_model_len
         self._fail_request = fail_request
-        self._figures = EngineFigures() if figures is None else figures
+        self._figures = EngineCounters() if figures is None else figures
         self._stream_interval = stream_interval
         self._tracked: dict[int, _Tracked] = {}
         self._beams: dict[str, BeamSearch] = {}

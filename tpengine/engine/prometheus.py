@@ -1,5 +1,5 @@
-"""An engine's figures for Prometheus, under the names that dashboards of vLLM know (`tpengine:`
-in place of `vllm:`).
+"""An engine's counters for Prometheus, under the names that dashboards of vLLM use, with
+`tpengine:` in place of `vllm:`.
 
 Nothing is counted here: a scrape reads what the engine has, so that steps never wait for it.
 """
@@ -7,6 +7,7 @@ Nothing is counted here: a scrape reads what the engine has, so that steps never
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
+from operator import attrgetter
 
 from prometheus_client import CollectorRegistry
 from prometheus_client.core import (
@@ -16,134 +17,95 @@ from prometheus_client.core import (
     Metric,
 )
 
-from tpengine.engine.engine_stats import EngineStats
-from tpengine.engine.figures import EngineFigures, Histogram
+from tpengine.engine.stats import EngineCounters, EngineStats, Histogram
 
-STATES = ("running", "recovering", "draining", "dead")
+_STATES = ("running", "recovering", "draining", "dead")
+# Name of the metric, attribute of EngineStats, help text.
+_GAUGES = (
+    ("num_requests_running", "queues.num_running", "Requests that hold blocks on the device."),
+    ("num_requests_swapped", "queues.num_swapped", "Requests whose blocks are on the host."),
+    ("num_queued_tokens", "queues.num_queued_tokens", "Prompt tokens of requests not started."),
+    ("kv_cache_usage_perc", "cache.usage", "Share of the KV cache that is held; 1 is all."),
+    ("cpu_cache_usage_perc", "cache.host_usage", "Share of the swap space that is held; 1 is all."),
+    ("engine_epoch", "epoch", "Number of the group of ranks, from 1."),
+)
+_COUNTERS = (
+    ("num_preemptions", "num_preemptions", "Times that a request gave its blocks up."),
+    ("recoveries", "recoveries", "Times that the group of ranks was rebuilt."),
+    ("prompt_tokens", "prompt_tokens", "Prompt tokens of requests that have started."),
+    ("generation_tokens", "output_tokens", "Tokens that were generated."),
+    ("prefix_cache_queries", "cache.prefix_queries", "Prompt tokens looked up in the cache."),
+    ("prefix_cache_hits", "cache.prefix_hits", "Prompt tokens found in the cache."),
+    ("engine_steps", "num_steps", "Steps that were computed."),
+)
+# With the label's name before the help text: the attribute is a number by label.
+_LABELLED_COUNTERS = (
+    ("request_success", "finished", "finished_reason", "Requests that ended in the engine."),
+    ("requests_refused", "refused", "reason", "Requests that were not taken."),
+    ("step_seconds", "step_seconds", "part", "Time in steps; model is a part of execute."),
+)
+# With an attribute of EngineCounters.
+_HISTOGRAMS = (
+    ("time_to_first_token_seconds", "first_token_s", "From arrival to the first token."),
+    ("inter_token_latency_seconds", "inter_token_s", "Between tokens of a request."),
+    ("e2e_request_latency_seconds", "whole_s", "From arrival to the end."),
+    ("request_queue_time_seconds", "queue_s", "From arrival to the first step."),
+    ("request_prompt_tokens", "request_prompt_tokens", "Prompt tokens of started requests."),
+    ("request_generation_tokens", "request_output_tokens", "Tokens of requests at their end."),
+    ("iteration_tokens_total", "step_tokens", "Tokens of a step."),
+    ("engine_step_duration_seconds", "step_s", "Time of a step."),
+)
 
 
 class EngineCollector:
-    """Makes the metrics of one engine when they are asked for.
+    """Makes the metrics of one engine when Prometheus asks for them.
 
     Args:
         model_name: the label `model_name` of every metric.
-        stats: the engine's snapshot of the moment.
-        figures: where its histograms are.
+        stats: returns the engine's snapshot of the moment.
+        counters: hold the histograms.
     """
 
     def __init__(
-        self, model_name: str, stats: Callable[[], EngineStats], figures: EngineFigures
+        self, model_name: str, stats: Callable[[], EngineStats], counters: EngineCounters
     ) -> None:
         self._model_name = model_name
         self._stats = stats
-        self._figures = figures
+        self._counters = counters
 
     def collect(self) -> Iterable[Metric]:
-        """All metrics, as prometheus_client wants them."""
+        """Yields all metrics, as prometheus_client asks for them."""
         stats = self._stats()
-        yield from self._gauges(stats)
-        yield from self._counters(stats)
-        for name, (text, histogram) in self._histograms().items():
-            yield self._histogram(name, text, histogram)
+        for name, attribute, text in _GAUGES:
+            yield self._add(GaugeMetricFamily, name, text, {"": attrgetter(attribute)(stats)})
+        # A request that has not started may not have reached the scheduler's queue yet.
+        num_waiting = max(stats.queues.num_waiting, stats.queues.num_queued)
+        text = "Requests that wait: not started, or to be computed again."
+        yield self._add(GaugeMetricFamily, "num_requests_waiting", text, {"": num_waiting})
+        states = {state: float(stats.state == state) for state in _STATES}
+        text = "1 for the state that the engine is in."
+        yield self._add(GaugeMetricFamily, "engine_state", text, states, "state")
+        for name, attribute, text in _COUNTERS:
+            yield self._add(CounterMetricFamily, name, text, {"": attrgetter(attribute)(stats)})
+        for name, attribute, label, text in _LABELLED_COUNTERS:
+            yield self._add(CounterMetricFamily, name, text, getattr(stats, attribute), label)
+        for name, attribute, text in _HISTOGRAMS:
+            yield self._histogram(name, text, getattr(self._counters, attribute))
 
-    def _gauges(self, stats: EngineStats) -> Iterable[Metric]:
-        queues, cache = stats.queues, stats.cache
-        values = {
-            "num_requests_running": (
-                "Requests that hold blocks on the device.",
-                queues.num_running,
-            ),
-            "num_requests_waiting": (
-                "Requests that wait: not started, or to be computed again.",
-                # Some of those that have not started may not have reached the scheduler yet.
-                max(queues.num_waiting, queues.num_queued),
-            ),
-            "num_requests_swapped": ("Requests whose blocks are on the host.", queues.num_swapped),
-            "num_queued_tokens": (
-                "Prompt tokens of requests that have not started.",
-                queues.num_queued_tokens,
-            ),
-            "kv_cache_usage_perc": ("Share of the KV cache that is held; 1 is all.", cache.usage),
-            "cpu_cache_usage_perc": (
-                "Share of the host blocks for swapping that is held; 1 is all.",
-                cache.host_usage,
-            ),
-            "engine_epoch": ("Number of the group of ranks, from 1.", stats.epoch),
-        }
-        for name, (text, value) in values.items():
-            gauge = GaugeMetricFamily(f"tpengine:{name}", text, labels=["model_name"])
-            gauge.add_metric([self._model_name], value)
-            yield gauge
-        state = GaugeMetricFamily(
-            "tpengine:engine_state", "1 for the state it is in.", labels=["model_name", "state"]
-        )
-        for one in STATES:
-            state.add_metric([self._model_name, one], float(stats.state == one))
-        yield state
-
-    def _counters(self, stats: EngineStats) -> Iterable[Metric]:
-        values = {
-            "num_preemptions": ("Times that a request gave its blocks up.", stats.num_preemptions),
-            "recoveries": ("Times that the group of ranks was rebuilt.", stats.recoveries),
-            "prompt_tokens": ("Prompt tokens of requests that have started.", stats.prompt_tokens),
-            "generation_tokens": ("Tokens that were generated.", stats.output_tokens),
-            "prefix_cache_queries": (
-                "Prompt tokens that were looked up in the cache.",
-                stats.cache.prefix_queries,
-            ),
-            "prefix_cache_hits": (
-                "Prompt tokens that were found in the cache.",
-                stats.cache.prefix_hits,
-            ),
-            "engine_steps": ("Steps that were computed.", stats.num_steps),
-        }
-        for name, (text, value) in values.items():
-            counter = CounterMetricFamily(f"tpengine:{name}", text, labels=["model_name"])
-            counter.add_metric([self._model_name], value)
-            yield counter
-        families: dict[str, tuple[str, str, Mapping[str, float]]] = {
-            "request_success": (
-                "Requests that ended in the engine, by how.",
-                "finished_reason",
-                stats.finished,
-            ),
-            "requests_refused": ("Requests that were not taken, by why.", "reason", stats.refused),
-            "step_seconds": (
-                "Time in steps by part; model is a part of execute.",
-                "part",
-                stats.step_seconds,
-            ),
-        }
-        for name, (text, label, by_label) in families.items():
-            counter = CounterMetricFamily(f"tpengine:{name}", text, labels=["model_name", label])
-            for key, amount in by_label.items():
-                counter.add_metric([self._model_name, key], amount)
-            yield counter
-
-    def _histograms(self) -> dict[str, tuple[str, Histogram]]:
-        figures = self._figures
-        return {
-            "time_to_first_token_seconds": (
-                "From arrival to the first token.",
-                figures.first_token_s,
-            ),
-            "inter_token_latency_seconds": (
-                "Between tokens of a request.",
-                figures.inter_token_s,
-            ),
-            "e2e_request_latency_seconds": ("From arrival to the end.", figures.whole_s),
-            "request_queue_time_seconds": ("From arrival to the first step.", figures.queue_s),
-            "request_prompt_tokens": (
-                "Prompt tokens of requests that have started.",
-                figures.request_prompt_tokens,
-            ),
-            "request_generation_tokens": (
-                "Tokens that requests had at their end.",
-                figures.request_output_tokens,
-            ),
-            "iteration_tokens_total": ("Tokens of a step.", figures.step_tokens),
-            "engine_step_duration_seconds": ("Time of a step.", figures.step_s),
-        }
+    def _add(
+        self,
+        kind: type[GaugeMetricFamily | CounterMetricFamily],
+        name: str,
+        text: str,
+        values: Mapping[str, float],
+        label: str | None = None,
+    ) -> Metric:
+        """Returns a metric with a value for each value of `label`, or one value without it."""
+        labels = ["model_name"] if label is None else ["model_name", label]
+        family = kind(f"tpengine:{name}", text, labels=labels)
+        for key, value in values.items():
+            family.add_metric([self._model_name, key][: len(labels)], value)
+        return family
 
     def _histogram(self, name: str, text: str, histogram: Histogram) -> Metric:
         family = HistogramMetricFamily(f"tpengine:{name}", text, labels=["model_name"])
@@ -157,7 +119,7 @@ class EngineCollector:
 
 
 def make_registry(collector: EngineCollector) -> CollectorRegistry:
-    """A registry of this engine's own: a process may hold several engines."""
+    """Returns a registry with these metrics only, because a process may hold several engines."""
     registry = CollectorRegistry()
     registry.register(collector)
     return registry

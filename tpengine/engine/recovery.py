@@ -1,8 +1,18 @@
-"""What an engine does when a rank dies: a new group, and nothing that a request had is lost.
+"""What the engine does when a rank is lost: it gets a new group of ranks, and loses no request.
 
-The driver's sequences are the journal. Whatever ranks knew is in them up to the last step that was
-answered, so after a loss all requests simply wait, as prompt and tokens so far, for ranks that know
-nothing. Those are made in a thread of its own, so that requests come and go meanwhile.
+The driver holds the tokens of every request up to the last step that was answered. So whatever a
+request was doing, prefill or decode, a loss has one consequence for it, in four stages:
+
+1. `Recovery.begin`: the step did not happen. Every unfinished request waits again, with its prompt
+   and its output tokens so far, and with nothing of that computed. Only a request that is found to
+   be the cause of the losses fails (`poison_requests`).
+2. A thread makes a new group of ranks. Meanwhile `LLMEngine.step` returns at once and reports
+   nothing but aborts, so that requests can be added and aborted.
+3. `Recovery.go_on` sees that the group is ready: the scheduler gets an empty cache of its size.
+4. The next steps compute prompt and output tokens of every request anew, and its stream continues
+   with the next token.
+
+If groups are lost too often or cannot be replaced, the engine is dead.
 """
 
 from __future__ import annotations
@@ -10,68 +20,37 @@ from __future__ import annotations
 import threading
 import time
 from collections import deque
+from concurrent.futures import Future, wait
 from typing import NoReturn
 
 from tpengine.config import EngineConfig
-from tpengine.engine.health import EngineHealth, EngineState, RecoveryRecord
-from tpengine.engine.poison_requests import Blame, Verdict
+from tpengine.engine.poison_requests import PoisonSearch, describe_culprit
 from tpengine.engine.startup import count_blocks, make_block_manager
-from tpengine.errors import EngineDeadError, GroupLostError
+from tpengine.engine.stats import EngineHealth, EngineState, RecoveryRecord
+from tpengine.errors import EngineDeadError, GroupLostError, RankLoss, counted
 from tpengine.executor.executor import Executor
 from tpengine.logger import init_logger
-from tpengine.messages import MemoryLedger, RankLoss
+from tpengine.messages import MemoryLedger
 from tpengine.scheduling.scheduler import Scheduler
 from tpengine.scheduling.step import SchedulerOutput
 from tpengine.sequence import Request
-from tpengine.wording import counted
 
 logger = init_logger(__name__)
 
 _WAIT_S = 0.02
-"""For a rebuild, in each step: whoever steps has other things to do too."""
+"""How long a step waits for a rebuild: its caller has other work to do."""
 _PROGRESS_LINE_S = 5.0
 _CLOSE_S = 10.0
 _NUM_RECORDS = 1000
 
 
-class _Rebuild:
-    """One attempt at a new group, in a thread of its own."""
-
-    def __init__(self, executor: Executor) -> None:
-        self._executor = executor
-        self._outcome: list[MemoryLedger] | BaseException
-        # A daemon: a process that ends in the middle of it does not wait for the ranks.
-        self._thread = threading.Thread(target=self._run, name="tpengine-rebuild", daemon=True)
-        self._thread.start()
-
-    def _run(self) -> None:
-        try:
-            ledgers = self._executor.rebuild()
-            self._executor.init_cache_engine(*count_blocks(ledgers))
-            self._outcome = ledgers
-        except BaseException as error:
-            self._outcome = error
-
-    def wait(self, timeout_s: float) -> bool:
-        """Returns whether it is over."""
-        self._thread.join(timeout_s)
-        return not self._thread.is_alive()
-
-    def result(self) -> list[MemoryLedger]:
-        """The new ranks' memory, or whatever error there was instead."""
-        if isinstance(self._outcome, BaseException):
-            raise self._outcome
-        return self._outcome
-
-
 class Recovery:
-    """Watches over the group of ranks: notices its loss, has it rebuilt, gives up in the end.
+    """Notices that the group of ranks was lost, and has it rebuilt, or gives up.
 
     Attributes:
-        state: only this class changes it.
-        num_recoveries: groups that were rebuilt.
-        records: of the latest of them.
-        ledgers: memory of the ranks that there are, or were last.
+        state: of the engine; only this class changes it.
+        records: of the latest recoveries.
+        ledgers: memory of the present ranks, or of the last ones.
     """
 
     def __init__(
@@ -85,25 +64,25 @@ class Recovery:
         self._executor = executor
         self._scheduler = scheduler
         self.state = EngineState.RUNNING
-        self.num_recoveries = 0
         self.ledgers = ledgers
         self.records: deque[RecoveryRecord] = deque(maxlen=_NUM_RECORDS)
+        self._num_recoveries = 0
         self._failure: BaseException | None = None
-        self._blame = Blame()
+        self._poison = PoisonSearch()
         self._loss: RankLoss | None = None
-        self._counted: deque[float] = deque()  # when losses that count against the limit came
-        self._rebuild: _Rebuild | None = None
+        self._loss_times: deque[float] = deque()  # of losses that count against the limit
+        self._rebuild: Future[list[MemoryLedger]] | None = None
         self._num_attempts = 0
         self._lost_at = self._last_line_at = self._progress_at = time.monotonic()
         self._last_step_at: float | None = None
-        # Requests that have not had a token since the loss, and when they had their last one.
+        # Requests without a token since the loss, with the time of their last one.
         self._gaps: dict[str, tuple[Request, float]] = {}
 
     def check_alive(self) -> None:
         """Makes sure that the engine can still be used.
 
         Raises:
-            EngineDeadError: it cannot, and why.
+            EngineDeadError: it cannot; the message says why.
         """
         if self.state is not EngineState.DEAD:
             return
@@ -115,31 +94,32 @@ class Recovery:
         ) from self._failure
 
     def go_on(self) -> bool:
-        """Looks after the group; returns whether a step can be scheduled now.
+        """Looks at the group; returns whether a step can be scheduled now.
 
         Raises:
-            EngineDeadError: the group is lost for good.
+            EngineDeadError: the group was lost too often or cannot be replaced.
         """
         if self.state is EngineState.RECOVERING:
-            self._look_after_rebuild()
+            self._poll_rebuild()
         if self.state is EngineState.RUNNING:
             loss = self._executor.loss
             if loss is not None:
                 self.begin(loss)
         if self.state is not EngineState.RUNNING:
             return False
-        if self._blame.has_suspects and self._blame.note_progress():
-            self._scheduler.restrict(self._blame.allowed)
+        if self._poison.has_suspects and self._poison.note_progress():
+            self._scheduler.restrict(self._poison.allowed)
         return True
 
     def begin(self, loss: RankLoss, lost: SchedulerOutput | None = None) -> list[Request]:
-        """Lets everything wait, and starts to rebuild the group.
+        """Makes every unfinished request wait with the tokens that it has, fails the one that is
+        the cause of the losses, if that is known now, and starts to rebuild the group.
 
         Args:
             lost: the step that was not answered, if one was sent.
 
         Returns:
-            Requests that failed: without them the others would live.
+            Requests that failed.
 
         Raises:
             EngineDeadError: too many groups were lost lately.
@@ -150,54 +130,46 @@ class Recovery:
         if not requests:
             self._progress_at = self._lost_at
         for request in requests:
-            told = request.metrics.last_token_time
-            if told is not None:
-                self._gaps.setdefault(request.request_id, (request, told))
-        verdict = Verdict()
-        # The loss may be older than the step that met it: what nobody has run is not to blame.
-        if lost is not None and loss.step == lost.step_input.step:
-            rows = {sequence.seq_id for sequence in lost.rows}
-            present = [r for r in requests if any(s.seq_id in rows for s in r.sequences)]
-            verdict = self._blame.note_loss(present, requests)
+            last_token_at = request.metrics.last_token_time
+            if last_token_at is not None:
+                self._gaps.setdefault(request.request_id, (request, last_token_at))
+        finding = self._poison.note_loss(loss, lost, requests)
         blocks = self._scheduler.block_manager
         self._scheduler.restart(
             make_block_manager(self._config.cache, blocks.num_total_blocks, blocks.host.num_blocks)
         )
-        failed = self._convict(verdict.convicted, loss)
-        self._scheduler.restrict(self._blame.allowed)
-        if self._blame.allowed is not None:
-            logger.warning(
-                "%d of %s may run while others wait: whether it is one of them that the ranks die "
-                "of is being found out",
-                len(self._blame.allowed),
-                counted(len(requests), "request"),
-            )
+        failed = None
+        if finding.culprit is not None:
+            reason = describe_culprit(finding.culprit, loss)
+            logger.error("%s", reason)
+            failed = self._scheduler.fail_request(finding.culprit.request_id, reason)
+        self._scheduler.restrict(self._poison.allowed)
         self.state = EngineState.RECOVERING
-        self._attempt(loss, counts=not verdict.is_probe)
-        return failed
+        self._start_rebuild(loss, counts=not finding.is_isolation_step)
+        return [] if failed is None else [failed]
 
     def note_arrival(self) -> None:
-        """Notes that a request is about to enter: an idle engine has something to do from now."""
+        """Notes that a request is about to be added: an idle engine has work from now on."""
         if self.state is EngineState.RUNNING and not self._scheduler.has_unfinished_requests():
             self._progress_at = time.monotonic()
 
     def note_step(self) -> None:
         """Notes that a step was completed."""
-        self._blame.note_step()
+        self._poison.note_step()
         self._last_step_at = self._progress_at = time.monotonic()
-        if not self._gaps:
+        if not self._gaps or not self.records:
             return
-        record = self.records[-1] if self.records else None
-        for request_id, (request, told) in tuple(self._gaps.items()):
+        record = self.records[-1]
+        for request_id, (request, last_token_at) in tuple(self._gaps.items()):
             latest = request.metrics.last_token_time
-            if latest is not None and latest > told and record is not None:
-                record.longest_gap_s = max(record.longest_gap_s or 0.0, latest - told)
+            if latest is not None and latest > last_token_at:
+                record.longest_gap_s = max(record.longest_gap_s or 0.0, latest - last_token_at)
                 del self._gaps[request_id]
             elif request.finished:
                 del self._gaps[request_id]
 
     def health(self) -> EngineHealth:
-        """The engine as it is now; may be asked from any thread."""
+        """Returns the engine's state at this moment; may be called from any thread."""
         now = time.monotonic()
         running = self.state is EngineState.RUNNING
         is_idle = running and not self._scheduler.has_unfinished_requests()
@@ -205,7 +177,7 @@ class Recovery:
         return EngineHealth(
             state=self.state,
             epoch=self._executor.epoch,
-            num_recoveries=self.num_recoveries,
+            num_recoveries=self._num_recoveries,
             last_step_age_s=None if last_step_at is None else now - last_step_at,
             stalled_s=0.0 if is_idle else now - self._progress_at,
             last_loss=self._loss,
@@ -217,33 +189,21 @@ class Recovery:
         self._failure = error
 
     def close(self) -> None:
-        """Waits, a little, until nothing is being rebuilt; the executor was shut down before."""
-        if self._rebuild is not None and not self._rebuild.wait(_CLOSE_S):
+        """Waits until no rebuild runs, ten seconds at most; the executor was shut down before."""
+        if self._rebuild is not None and not wait([self._rebuild], _CLOSE_S).done:
             logger.warning("a rebuild did not end within %.0f s of the shutdown", _CLOSE_S)
 
-    def _convict(self, request: Request | None, loss: RankLoss) -> list[Request]:
-        if request is None:
-            return []
-        reason = (
-            f"request {request.request_id!r} was ended because it loses the engine's ranks: they "
-            "were lost in steps that held it and others, and then twice while it ran alone; the "
-            f"other requests go on. The last time: {loss.report()}"
-        )
-        logger.error("%s", reason)
-        ended = self._scheduler.fail_request(request.request_id, reason)
-        return [] if ended is None else [ended]
-
-    def _attempt(self, loss: RankLoss, counts: bool = True) -> None:
-        """Starts to make a new group, unless that was needed too often lately."""
+    def _start_rebuild(self, loss: RankLoss, counts: bool = True) -> None:
+        """Starts a thread that makes a new group, unless too many groups were lost lately."""
         self._loss = loss
         now, limits = time.monotonic(), self._config.recovery
         if counts:
-            self._counted.append(now)
-        while self._counted and self._counted[0] < now - limits.window_s:
-            self._counted.popleft()
-        if len(self._counted) > limits.max_recoveries:
+            self._loss_times.append(now)
+        while self._loss_times and self._loss_times[0] < now - limits.window_s:
+            self._loss_times.popleft()
+        if len(self._loss_times) > limits.max_recoveries:
             self._give_up(
-                f"its ranks were lost {counted(len(self._counted), 'time')} within "
+                f"its ranks were lost {counted(len(self._loss_times), 'time')} within "
                 f"{limits.window_s:g} s, "
                 f"and max_recoveries = {limits.max_recoveries}. The last time: {loss.report()}",
                 GroupLostError(loss),
@@ -253,15 +213,29 @@ class Recovery:
             "%s\n%s will wait for a new group of ranks (%d of %d recoveries within %g s)",
             loss.report(),
             counted(len(self._scheduler.unfinished_requests()), "request"),
-            len(self._counted),
+            len(self._loss_times),
             limits.max_recoveries,
             limits.window_s,
         )
-        self._rebuild = _Rebuild(self._executor)
+        executor, rebuild = self._executor, Future[list[MemoryLedger]]()
 
-    def _look_after_rebuild(self) -> None:
+        def run() -> None:
+            try:
+                ledgers = executor.rebuild()
+                executor.init_cache_engine(*count_blocks(ledgers))
+                rebuild.set_result(ledgers)
+            except BaseException as error:
+                rebuild.set_exception(error)
+
+        self._rebuild = rebuild
+        # A daemon: a process that ends during a rebuild does not wait for the ranks.
+        threading.Thread(target=run, name="tpengine-rebuild", daemon=True).start()
+
+    def _poll_rebuild(self) -> None:
+        """Waits a moment for the new group; once it is ready, requests can run again."""
         assert self._rebuild is not None
-        if not self._rebuild.wait(_WAIT_S):
+        assert self._loss is not None
+        if not wait([self._rebuild], _WAIT_S).done:
             now = time.monotonic()
             if now - self._last_line_at > _PROGRESS_LINE_S:
                 self._last_line_at = now
@@ -272,23 +246,19 @@ class Recovery:
             ledgers = rebuild.result()
             blocks = make_block_manager(self._config.cache, *count_blocks(ledgers))
         except GroupLostError as error:
-            self._attempt(error.loss)
+            self._start_rebuild(error.loss)
             return
         except Exception as error:
             self._give_up(
                 f"its ranks were lost and could not be replaced: {type(error).__name__}: {error}. "
-                f"What was lost: {self._loss.report() if self._loss else ''}",
+                f"What was lost: {self._loss.report()}",
                 error,
             )
-        num_before = self._scheduler.block_manager.num_total_blocks
+        num_blocks_before = self._scheduler.block_manager.num_total_blocks
         self._scheduler.restart(blocks)
         self.ledgers = ledgers
         self.state = EngineState.RUNNING
-        self._record(num_before, blocks.num_total_blocks)
-
-    def _record(self, num_blocks_before: int, num_blocks: int) -> None:
-        assert self._loss is not None
-        self.num_recoveries += 1
+        self._num_recoveries += 1
         record = RecoveryRecord(
             epoch=self._executor.epoch,
             loss=self._loss,
@@ -296,7 +266,7 @@ class Recovery:
             num_attempts=self._num_attempts,
             ready_s=time.monotonic() - self._lost_at,
             phases_s=dict(self._executor.start_times_s),
-            num_blocks=(num_blocks_before, num_blocks),
+            num_blocks=(num_blocks_before, blocks.num_total_blocks),
         )
         self.records.append(record)
         phases = ", ".join(f"{name} {spent:.2f}" for name, spent in record.phases_s.items())
@@ -307,13 +277,13 @@ class Recovery:
             record.ready_s,
             f" ({phases})" if phases else "",
             counted(record.num_attempts, "attempt"),
-            num_blocks,
+            blocks.num_total_blocks,
             num_blocks_before,
             counted(record.num_requests, "request"),
         )
 
     def _give_up(self, reason: str, cause: Exception) -> NoReturn:
-        """Ends the ranks, and all that waits for them.
+        """Ends the ranks and the engine.
 
         Raises:
             EngineDeadError: always.
@@ -323,6 +293,6 @@ class Recovery:
         self.die(error)
         try:
             self._executor.shutdown()
-        except Exception:  # what brought the engine down is what its users are to see
+        except Exception:  # the user is to see the error that ended the engine, not this one
             logger.exception("the ranks could not be ended in order")
         raise error

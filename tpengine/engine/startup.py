@@ -1,4 +1,4 @@
-"""From an engine's arguments to workers that are ready: the block count is settled here."""
+"""Starts an engine's workers, and decides the number of KV cache blocks."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ _ALLOCATION_TRIES = 3
 
 
 def start_workers(config: EngineConfig, executor: Executor) -> list[MemoryLedger]:
-    """Loads the model, measures the memory, allocates the cache: the blocks of `count_blocks`.
+    """Loads the model, measures the memory and allocates the cache, of `count_blocks` blocks.
 
     Returns:
         Each rank's account of its memory.
 
     Raises:
-        EngineError: whatever kept a worker from starting; the workers are shut down then.
+        EngineError: a worker could not start; the workers are shut down then.
     """
     try:
         start = time.monotonic()
@@ -59,11 +59,11 @@ def start_workers(config: EngineConfig, executor: Executor) -> list[MemoryLedger
 
 def _open_cache(config: EngineConfig, executor: Executor) -> list[MemoryLedger]:
     """Counts blocks and allocates them. On a GPU another process may take memory in between: then
-    it is measured and tried again, with fewer blocks. Not with several ranks: one that fails has
-    left the others' exchange."""
+    the memory is measured again, and fewer blocks are tried. Several ranks do not try again,
+    because a rank that failed has left the collectives of the others."""
     may_retry = config.device != "cpu" and config.parallel.tensor_parallel_size == 1
-    tries = _ALLOCATION_TRIES if may_retry else 1
-    for left in reversed(range(tries)):
+    tries_left = _ALLOCATION_TRIES if may_retry else 1
+    while True:
         ledgers = executor.profile_num_available_blocks()
         num_blocks, num_host_blocks = count_blocks(ledgers)
         check_cache_holds_one_sequence(config, num_blocks, ledgers)
@@ -72,14 +72,14 @@ def _open_cache(config: EngineConfig, executor: Executor) -> list[MemoryLedger]:
             executor.populate_cache()
             return ledgers
         except (CacheSizeError, GraphCaptureError) as error:
-            if not left or config.cache.num_device_blocks_override is not None:
+            tries_left -= 1
+            if not tries_left or config.cache.num_device_blocks_override is not None:
                 raise
-            logger.warning("the cache could not be had, measuring the memory again: %s", error)
-    raise AssertionError("unreachable: the last try returns or raises")
+            logger.warning("the cache could not be allocated, measuring memory again: %s", error)
 
 
 def count_blocks(ledgers: Sequence[MemoryLedger]) -> tuple[int, int]:
-    """Blocks on the device and on the host that every rank has room for."""
+    """Returns the numbers of blocks, on device and host, that every rank has room for."""
     return (
         min(ledger.num_device_blocks for ledger in ledgers),
         min(ledger.num_host_blocks for ledger in ledgers),
@@ -87,7 +87,7 @@ def count_blocks(ledgers: Sequence[MemoryLedger]) -> tuple[int, int]:
 
 
 def make_block_manager(config: CacheConfig, num_blocks: int, num_host_blocks: int) -> BlockManager:
-    """An empty block manager of as many blocks on the device and on the host."""
+    """Returns an empty block manager of that many blocks on the device and on the host."""
     return BlockManager(
         num_blocks,
         config.block_size,
@@ -97,10 +97,11 @@ def make_block_manager(config: CacheConfig, num_blocks: int, num_host_blocks: in
 
 
 def memory_table(ledgers: Sequence[MemoryLedger], devices: Sequence[str]) -> list[str]:
-    """Where each rank's memory goes, in GiB, and which rank limits the others, as lines of text.
+    """Returns lines of text: each rank's memory by use, in GiB, and the rank that limits the
+    others.
 
     Args:
-        devices: of each rank, in words.
+        devices: a line about the device of each rank.
     """
     num_blocks = min(ledger.num_device_blocks for ledger in ledgers)
     on_gpu = any(ledger.logits_bytes for ledger in ledgers)
@@ -135,10 +136,10 @@ def memory_table(ledgers: Sequence[MemoryLedger], devices: Sequence[str]) -> lis
 def check_cache_holds_one_sequence(
     config: EngineConfig, num_blocks: int, ledgers: Sequence[MemoryLedger]
 ) -> None:
-    """Makes sure that a sequence of the longest length can run, alone at least.
+    """Checks that one sequence of the greatest length fits into the cache.
 
     Raises:
-        CacheSizeError: it cannot; the message gives the length and the cache size that would do.
+        CacheSizeError: it does not; the message gives the length and the cache size that would do.
     """
     block_size, longest = config.cache.block_size, config.model.max_model_len
     capacity = num_blocks * block_size
@@ -149,7 +150,7 @@ def check_cache_holds_one_sequence(
     if config.cache.num_device_blocks_override is not None:
         remedy = f"raise num_device_blocks_override to {needed_blocks}"
     else:
-        # Rounded up: the value that is named must do.
+        # Rounded up, so that the value in the message suffices.
         needed = math.ceil(1e6 * needed_blocks * limiting.block_bytes / _GIB) / 1e6
         knob = "cpu_kv_cache_space" if config.device == "cpu" else "gpu_memory_utilization"
         remedy = f"raise {knob} so that the cache gets {needed:.6f} GiB"

@@ -1,4 +1,4 @@
-"""The engine's face of a Hugging Face tokenizer. The only room where `transformers` is seen."""
+"""Wraps a Hugging Face tokenizer, so that the rest of the engine does not import `transformers`."""
 
 from __future__ import annotations
 
@@ -28,15 +28,15 @@ _BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 
 @dataclass(frozen=True, eq=False)
 class ByteTable:
-    """What every id contributes to the text, for tokenizers that decode token by token.
+    """The text of every id, for tokenizers that decode each token independently of its neighbours.
 
-    A token that is complete UTF-8 stands there as `str`, a token that begins or ends inside a
-    character as `bytes`; an id that the tokenizer does not know contributes nothing.
+    A token that is complete UTF-8 is a `str`; a token that begins or ends inside a character is
+    `bytes`; an id that the tokenizer does not know is empty.
 
     Attributes:
-        pieces: by id, all tokens.
-        visible_pieces: by id, special tokens contribute nothing.
-        strips_first_space: the text as a whole loses one leading space (SentencePiece).
+        pieces: by id.
+        visible_pieces: by id; special tokens are empty.
+        strips_first_space: the whole text loses one leading space (SentencePiece).
     """
 
     pieces: list[str | bytes]
@@ -45,16 +45,16 @@ class ByteTable:
 
 
 class Tokenizer:
-    """Text to ids and back.
+    """Converts text to ids and back.
 
-    Text is never "cleaned up" (spaces before punctuation removed, an option of old Hugging Face
-    tokenizers): cleaning rewrites text that was already streamed.
+    It never cleans text up (an option of old Hugging Face tokenizers that removes spaces before
+    punctuation): that would change text that was already streamed.
 
     Attributes:
         hf: the wrapped Hugging Face tokenizer.
         fast_backend: its `tokenizers.Tokenizer`; None for one written in Python.
         special_token_ids: ids that `skip_special_tokens` leaves out.
-        byte_table: None where a token's text depends on its neighbours in other ways than UTF-8.
+        byte_table: None if a token's text depends on its neighbours in other ways than UTF-8.
     """
 
     def __init__(self, hf: Any) -> None:
@@ -62,7 +62,7 @@ class Tokenizer:
         self.fast_backend: Any = hf.backend_tokenizer if hf.is_fast else None
         self.special_token_ids: frozenset[int] = _special_token_ids(hf, self.fast_backend)
         self.byte_table: ByteTable | None = None
-        # Where `hf` adds nothing to its backend's decode, its wrapping is most of the time.
+        # Where `hf` adds nothing to its backend's decode, most of its time is overhead: skip it.
         self._plain_backend: Any = self.fast_backend if _decodes_plainly(hf) else None
         if self._plain_backend is not None:
             self.byte_table = _build_byte_table(self._plain_backend, self.special_token_ids)
@@ -73,11 +73,6 @@ class Tokenizer:
         token_id = self.hf.eos_token_id
         return None if token_id is None else int(token_id)
 
-    @property
-    def vocab_size(self) -> int:
-        """Number of tokens, added ones included; a model may have more rows than that."""
-        return len(self.hf)
-
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
         """Returns the ids of `text`, with the special tokens that the model expects around it.
 
@@ -85,7 +80,7 @@ class Tokenizer:
             add_special_tokens: False leaves those out.
 
         Raises:
-            InvalidPromptError: `text` is no text, or no valid Unicode (a lone surrogate).
+            InvalidPromptError: `text` is not a string, or not valid Unicode (a lone surrogate).
         """
         if not isinstance(text, str):
             raise InvalidPromptError(
@@ -93,20 +88,20 @@ class Tokenizer:
                 "prompt_token_ids"
             )
         try:
-            text.encode()  # the tokenizer's own words for a lone surrogate speak of its types
+            text.encode()  # the tokenizer's own error for a lone surrogate is unclear
         except UnicodeEncodeError as error:
             raise InvalidPromptError(
                 f"a text is no valid Unicode at character {error.start} ({text[error.start]!r}: "
                 f"{error.reason}); decode its bytes with errors='replace'"
             ) from None
         try:
-            # The engine has its own limit of length, and says so better than a warning.
+            # `verbose=False`: the engine checks the length itself, so no warning about it.
             return list(self.hf.encode(text, verbose=False, add_special_tokens=add_special_tokens))
         except (UnicodeError, TypeError) as error:
             raise InvalidPromptError(f"the prompt cannot be tokenized: {error}") from error
 
     def decode(self, token_ids: Sequence[int], skip_special_tokens: bool = True) -> str:
-        """Returns the text of all of `token_ids`; for text that grows use `Detokenizer`."""
+        """Returns the text of `token_ids`; for text that grows use `Detokenizer`."""
         if self._plain_backend is not None:
             return str(
                 self._plain_backend.decode(token_ids, skip_special_tokens=skip_special_tokens)
@@ -120,7 +115,7 @@ class Tokenizer:
         )
 
     def token_text(self, token_id: int) -> str:
-        """Returns what one token looks like alone, special or not; U+FFFD for half a character."""
+        """Returns the text of one token alone, special or not; U+FFFD for a part of a character."""
         table = self.byte_table
         if table is None:
             return self.decode([token_id], skip_special_tokens=False)
@@ -130,10 +125,11 @@ class Tokenizer:
     def apply_chat_template(
         self, messages: Sequence[Mapping[str, Any]], add_generation_prompt: bool = True
     ) -> list[int]:
-        """Returns the ids of a conversation, laid out as the model was trained to read it.
+        """Returns the ids of a conversation in the form that the model was trained on.
 
         Args:
-            messages: `{"role": ..., "content": ...}`, both strings; other keys go to the template.
+            messages: `{"role": ..., "content": ...}`, both strings; the template gets other keys
+                too.
             add_generation_prompt: end with the opening of the assistant's answer.
 
         Raises:
@@ -143,8 +139,8 @@ class Tokenizer:
         if not self.hf.chat_template:
             raise InvalidPromptError(
                 "this model's tokenizer has no chat template (chat_template in its "
-                "tokenizer_config.json): it was not trained to chat. Lay the conversation out "
-                "yourself and call generate with the text"
+                "tokenizer_config.json): it was not trained to chat. Write the conversation as one "
+                "text and call generate with it"
             )
         try:
             token_ids = self.hf.apply_chat_template(
@@ -153,7 +149,7 @@ class Tokenizer:
                 tokenize=True,
                 return_dict=False,
             )
-        except Exception as error:  # the template is a program that came with the model
+        except Exception as error:  # the template is code from the model's folder
             raise InvalidPromptError(
                 f"the model's chat template refuses these messages: {error}"
             ) from error
@@ -161,9 +157,9 @@ class Tokenizer:
 
 
 def load_tokenizer(config: ModelConfig) -> Tokenizer | None:
-    """Loads the tokenizer of `config`; None if its folder holds no tokenizer files at all.
+    """Loads the tokenizer of `config`; returns None if its folder holds no tokenizer files.
 
-    Without one the engine works with ids: prompts must be ids, and outputs have no text.
+    Without a tokenizer prompts must be ids, and outputs have no text.
 
     Raises:
         ModelLoadError: there are tokenizer files, but they cannot be read.
@@ -182,7 +178,7 @@ def load_tokenizer(config: ModelConfig) -> Tokenizer | None:
             local_files_only=True,  # the folder is complete; loading must not wait for a network
         )
         return Tokenizer(hf)
-    except Exception as error:  # a parser's or a remote tokenizer's: anything may come
+    except Exception as error:  # parsers and remote tokenizers raise errors of any type
         raise ModelLoadError(
             f"the tokenizer in {folder} cannot be loaded ({type(error).__name__}: {error}); "
             "repair or fetch its files again, or name another folder with `tokenizer`"
@@ -219,7 +215,7 @@ def _special_token_ids(hf: Any, backend: Any) -> frozenset[int]:
 
 
 def _decodes_plainly(hf: Any) -> bool:
-    """Whether `hf.decode` is the backend's own, not changed by the tokenizer's class."""
+    """Whether the tokenizer's class leaves `decode` as transformers defines it."""
     for name in ("decode", "_decode"):
         owner = next((cls for cls in type(hf).__mro__ if name in vars(cls)), None)
         if owner is not None and not owner.__module__.startswith("transformers.tokenization_"):
@@ -231,7 +227,7 @@ def _build_byte_table(backend: Any, special_token_ids: frozenset[int]) -> ByteTa
     """Builds the table if the backend's decoder is one of two known kinds, else returns None.
 
     Byte-level BPE (GPT-2, OPT, BLOOM, Llama 3, Qwen) and SentencePiece BPE with byte fallback
-    (Llama 2, Mistral, Gemma) map each token to bytes, whatever stands beside it.
+    (Llama 2, Mistral, Gemma) map each token to bytes independently of its neighbours.
     """
     decoder = json.loads(backend.to_str())["decoder"]
     stages = _decoder_stages(decoder)
@@ -281,7 +277,7 @@ def _as_text(data: bytes) -> str | bytes:
 
 
 def _byte_level_alphabet() -> dict[str, int]:
-    """GPT-2's alphabet: printable Latin-1 stands for itself, other bytes for U+0100 and up."""
+    """Returns GPT-2's alphabet: printable Latin-1 is itself, other bytes are U+0100 and up."""
     printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
     others = sorted(set(range(256)) - set(printable))
     alphabet = {chr(byte): byte for byte in printable}
@@ -295,7 +291,7 @@ _BYTE_LEVEL = _byte_level_alphabet()
 def _byte_level_bytes(token: str) -> bytes:
     try:
         return bytes([_BYTE_LEVEL[char] for char in token])
-    except KeyError:  # an added token with a character outside the alphabet is literal text
+    except KeyError:  # an added token is literal text: it may hold any character
         return token.encode("utf-8")
 
 

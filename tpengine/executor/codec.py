@@ -1,7 +1,9 @@
-"""Steps and their answers as msgpack: plain data, no pickle, so that bytes can run no code.
+"""Steps and their answers as msgpack: plain data without pickle, so that bytes can run no code.
 
-A dataclass becomes the array of its fields in their order, `SamplingParams` the map of those that
-are not at their default. Both ends run the same version of the code.
+A dataclass becomes the array of its fields in their order, `SamplingParams` the map of its fields
+that are not at their default. Both ends run the same version of the code. msgspec was measured
+against msgpack: it is shorter only without the short forms below, and then slower for a step of 256
+decodes, 15.0 against 11.7 us to encode and decode.
 """
 
 from __future__ import annotations
@@ -10,7 +12,7 @@ import array
 import dataclasses
 from collections.abc import Callable
 from operator import attrgetter
-from typing import Any, cast
+from typing import Any, TypeVar, cast
 
 import msgpack
 
@@ -27,78 +29,72 @@ from tpengine.messages import (
 )
 from tpengine.sampling_params import RequestOutputKind, SamplingParams
 
+Message = TypeVar("Message", StepInput, StepOutput)
+
 _BUFFER_BYTES = 8192
-"""To begin with; it grows."""
+"""At first; it grows. By default it is 256 KiB, whose fresh pages cost more than most messages."""
 _MAX_ITEMS = 1 << 27
-"""Bound of any array or map that is decoded; frames are bounded in bytes before."""
-
-
-def _getter(kind: type[Any]) -> Callable[[Any], tuple[Any, ...]]:
-    return cast(
-        Callable[[Any], tuple[Any, ...]],
-        attrgetter(*(field.name for field in dataclasses.fields(kind))),
-    )
-
-
-_GETTERS = {
-    kind: _getter(kind)
-    for kind in (
-        BlockMoves,
-        Candidates,
-        Fork,
-        NewSequence,
-        PromptLogprobs,
-        StepInput,
-        StepOutput,
-        TokenLogprobs,
-    )
+"""Bound of a decoded array or map; the channel bounds the bytes."""
+_FIRST_ROWS = list(range(1024))
+_GETTERS: dict[type[Any], Callable[[Any], tuple[Any, ...]]] = {
+    kind: attrgetter(*(field.name for field in dataclasses.fields(kind)))
+    for kind in (BlockMoves, Candidates, Fork, NewSequence, PromptLogprobs, TokenLogprobs)
 }
 _PARAM_DEFAULTS: dict[str, Any] = dict(vars(SamplingParams()))
 
 
+def encode(message: StepInput | StepOutput | tuple[Any, ...]) -> bytes:
+    """One message as bytes.
+
+    Raises:
+        TypeError: it holds something that is not plain data.
+    """
+    return cast(bytes, msgpack.Packer(default=_plain, buf_size=_BUFFER_BYTES).pack(message))
+
+
 def _plain(value: Any) -> Any:
-    """What msgpack asks for an object that it does not know."""
-    if type(value) is StepInput:
+    """Called by msgpack for an object that it does not know."""
+    kind = type(value)
+    if kind is StepInput:
         return _plain_step(value)
-    if type(value) is StepOutput:
+    if kind is StepOutput:
         return _plain_output(value)
-    getter = _GETTERS.get(type(value))
-    if getter is not None:
+    if (getter := _GETTERS.get(kind)) is not None:
         return getter(value)
-    if type(value) is SamplingParams:
+    if kind is SamplingParams:
         fields = vars(value).items()
         return {name: field for name, field in fields if field != _PARAM_DEFAULTS[name]}
-    if type(value) is RequestOutputKind:
+    if kind is RequestOutputKind:
         return value.value
-    if hasattr(value, "item"):  # a number of numpy's
+    if hasattr(value, "item"):  # a number of numpy
         return value.item()
-    raise TypeError(f"{type(value).__name__} is no plain data and cannot be sent to a rank")
+    raise TypeError(f"{kind.__name__} is no plain data and cannot be sent to a rank")
 
 
 def _plain_step(step: StepInput) -> list[Any]:
-    """Lists of a number per row are short where they say little, as in a step of decodes: one
-    token of every row, all rows sampled into their own slots. That is several times as fast."""
-    values = list(_GETTERS[StepInput](step))
-    slots = step.slots
-    if step.sample_slots == slots:
-        values[_SAMPLE_SLOTS] = None
-    else:
-        values[_SAMPLE_SLOTS] = _as_bytes(step.sample_slots)
-    next_slots = step.next_slots
-    values[_NEXT_SLOTS] = None if next_slots == slots else _as_bytes(next_slots)
-    num_rows = len(slots)
-    tokens, rows = step.num_scheduled_tokens, step.sample_rows
-    all_one = len(tokens) == num_rows and tokens.count(1) == num_rows
-    values[_NUM_SCHEDULED] = None if all_one else _as_bytes(tokens)
-    values[_SAMPLE_ROWS] = None if rows == _all_rows(num_rows) else _as_bytes(rows)
-    values[_SLOTS] = _as_bytes(slots)
-    if not step.block_moves:
-        values[_BLOCK_MOVES] = None
-    return values
+    """In a step of decodes each row has one token and is sampled into its own slot: lists that only
+    say that become None, and lists of small numbers become bytes, which is several times as fast.
+    """
+    slots, tokens, num_rows = step.slots, step.num_scheduled_tokens, len(step.slots)
+    is_one_each = len(tokens) == num_rows and tokens.count(1) == num_rows
+    return [
+        step.step,
+        _as_bytes(slots),
+        None if is_one_each else _as_bytes(tokens),
+        step.new_sequences,
+        step.new_block_ids,
+        step.freed_slots,
+        step.token_overrides,
+        None if step.sample_rows == _all_rows(num_rows) else _as_bytes(step.sample_rows),
+        None if step.sample_slots == slots else _as_bytes(step.sample_slots),
+        step.forks,
+        step.replaced_block_ids,
+        step.block_moves or None,
+        None if step.next_slots == slots else _as_bytes(step.next_slots),
+    ]
 
 
 def _as_bytes(numbers: list[int]) -> bytes | list[int]:
-    """As bytes where all are small enough, as they mostly are."""
     try:
         return bytes(numbers)
     except ValueError:  # a number above 255
@@ -110,23 +106,23 @@ def _all_rows(count: int) -> list[int]:
 
 
 def _plain_output(output: StepOutput) -> list[Any]:
-    """Token ids are bytes, four each, which is twice as fast as numbers one by one."""
-    values = list(_GETTERS[StepOutput](output))
-    try:  # `suppress` costs as much as the conversion
-        values[_TOKEN_IDS] = array.array("I", output.token_ids).tobytes()
-    except (OverflowError, TypeError):  # no such number: as they are
-        return values
-    return values
+    return [
+        output.step,
+        _as_words(output.token_ids),
+        output.logprobs,
+        output.model_s,
+        output.candidates,
+        output.prompt_logprobs,
+        output.errors,
+    ]
 
 
-def encode(message: StepInput | StepOutput | tuple[Any, ...]) -> bytes:
-    """One message as bytes.
-
-    Raises:
-        TypeError: it holds something that is no plain data.
-    """
-    # A packer's buffer is 256 KiB by default, and fresh pages cost more than most messages.
-    return cast(bytes, msgpack.Packer(default=_plain, buf_size=_BUFFER_BYTES).pack(message))
+def _as_words(token_ids: list[int]) -> bytes | list[int]:
+    """Token ids become bytes, four each, which is twice as fast as numbers."""
+    try:
+        return array.array("I", token_ids).tobytes()
+    except (OverflowError, TypeError):  # other values than such numbers
+        return token_ids
 
 
 def decode_plain(data: bytes | bytearray | memoryview) -> Any:
@@ -149,8 +145,7 @@ def decode_step(data: bytes | bytearray | memoryview) -> StepInput:
     Raises:
         EngineError: the bytes are no step of this version.
     """
-    step: StepInput = _build(StepInput, _step_input, data)
-    return step
+    return _build(_step_input, data)
 
 
 def decode_output(data: bytes | bytearray | memoryview) -> StepOutput:
@@ -159,66 +154,40 @@ def decode_output(data: bytes | bytearray | memoryview) -> StepOutput:
     Raises:
         EngineError: the bytes are no answer of this version.
     """
-    output: StepOutput = _build(StepOutput, _step_output, data)
-    return output
+    return _build(_step_output, data)
 
 
-def _build(kind: type[Any], build: Callable[[list[Any]], Any], data: Any) -> Any:
+def _build(build: Callable[[list[Any]], Message], data: bytes | bytearray | memoryview) -> Message:
     try:
         return build(decode_plain(data))
-    except (TypeError, ValueError, KeyError, AttributeError, IndexError) as error:
+    except (TypeError, ValueError, KeyError, AttributeError) as error:
         raise EngineError(
-            f"a message between driver and rank is no {kind.__name__} of this version: {error}; "
-            "all machines must have the same version of tpengine"
+            f"a message between driver and rank is of another version: {error}; all machines must "
+            "have the same version of tpengine"
         ) from error
 
 
-def _step_input(values: list[Any]) -> StepInput:
-    step = StepInput(*values)
-    step.slots = list(step.slots)
-    num_rows = len(step.slots)
-    tokens, rows, slots = (values[place] for place in (_NUM_SCHEDULED, _SAMPLE_ROWS, _SAMPLE_SLOTS))
-    step.num_scheduled_tokens = [1] * num_rows if tokens is None else list(tokens)
-    step.sample_rows = _all_rows(num_rows) if rows is None else list(rows)
-    step.sample_slots = step.slots.copy() if slots is None else list(slots)
-    next_slots = values[_NEXT_SLOTS]
-    step.next_slots = step.slots.copy() if next_slots is None else list(next_slots)
-    if step.new_sequences:
-        step.new_sequences = [_new_sequence(fields) for fields in values[_NEW_SEQUENCES]]
-    if step.new_block_ids:
-        step.new_block_ids = [(slot, blocks) for slot, blocks in step.new_block_ids]
-    if step.token_overrides:
-        step.token_overrides = [(slot, token) for slot, token in step.token_overrides]
-    if step.forks:
-        step.forks = [Fork(*fields) for fields in values[_FORKS]]
-    if step.replaced_block_ids:
-        step.replaced_block_ids = [(slot, at, block) for slot, at, block in step.replaced_block_ids]
-    if values[_BLOCK_MOVES] is None:
-        step.block_moves = BlockMoves()
-    else:
-        outs, ins, copies = (_pairs(moves) for moves in values[_BLOCK_MOVES])
-        step.block_moves = BlockMoves(outs, ins, copies)
-    return step
-
-
-def _place(kind: type[Any], name: str) -> int:
-    return [field.name for field in dataclasses.fields(kind)].index(name)
-
-
-_SLOTS = _place(StepInput, "slots")
-_NUM_SCHEDULED = _place(StepInput, "num_scheduled_tokens")
-_SAMPLE_ROWS = _place(StepInput, "sample_rows")
-_SAMPLE_SLOTS = _place(StepInput, "sample_slots")
-_TOKEN_IDS = _place(StepOutput, "token_ids")
-_FIRST_ROWS = list(range(1024))
-_NEW_SEQUENCES = _place(StepInput, "new_sequences")
-_FORKS = _place(StepInput, "forks")
-_BLOCK_MOVES = _place(StepInput, "block_moves")
-_NEXT_SLOTS = _place(StepInput, "next_slots")
+def _step_input(fields: list[Any]) -> StepInput:
+    """The reverse of `_plain_step`: lists may be None or bytes, objects are arrays."""
+    step: Any = StepInput(*fields)
+    slots = step.slots = list(step.slots)
+    tokens, rows = step.num_scheduled_tokens, step.sample_rows
+    step.num_scheduled_tokens = [1] * len(slots) if tokens is None else list(tokens)
+    step.sample_rows = _all_rows(len(slots)) if rows is None else list(rows)
+    for name in ("sample_slots", "next_slots"):
+        numbers = getattr(step, name)
+        setattr(step, name, slots.copy() if numbers is None else list(numbers))
+    step.new_sequences = [_new_sequence(fields) for fields in step.new_sequences]
+    step.new_block_ids = [(slot, blocks) for slot, blocks in step.new_block_ids]
+    step.token_overrides = _pairs(step.token_overrides)
+    step.forks = [Fork(*fields) for fields in step.forks]
+    step.replaced_block_ids = [(slot, at, block) for slot, at, block in step.replaced_block_ids]
+    step.block_moves = BlockMoves(*map(_pairs, step.block_moves or ()))
+    return cast(StepInput, step)
 
 
 def _pairs(values: list[list[int]]) -> list[tuple[int, int]]:
-    return [(source, target) for source, target in values]
+    return [(first, second) for first, second in values]
 
 
 def _new_sequence(fields: list[Any]) -> NewSequence:
@@ -228,7 +197,7 @@ def _new_sequence(fields: list[Any]) -> NewSequence:
 
 
 def _sampling_params(fields: dict[str, Any]) -> SamplingParams:
-    """The driver has checked the values, so that the checks at construction are not repeated."""
+    """Without the checks of the constructor, as the driver has checked the values."""
     params = object.__new__(SamplingParams)
     changed = {name: _as_tuples(value) for name, value in fields.items()}
     if "output_kind" in changed:
@@ -244,27 +213,18 @@ def _as_tuples(value: Any) -> Any:
     return tuple(_as_tuples(item) for item in value) if isinstance(value, list) else value
 
 
-def _step_output(values: list[Any]) -> StepOutput:
-    output = StepOutput(*values)
-    if type(values[_TOKEN_IDS]) is bytes:
-        output.token_ids = memoryview(values[_TOKEN_IDS]).cast("I").tolist()
+def _step_output(fields: list[Any]) -> StepOutput:
+    """The reverse of `_plain_output`."""
+    output: Any = StepOutput(*fields)
+    if type(output.token_ids) is bytes:
+        output.token_ids = memoryview(output.token_ids).cast("I").tolist()
     if output.logprobs:
-        output.logprobs = {at: _logprobs(found) for at, found in output.logprobs.items()}
+        output.logprobs = {at: TokenLogprobs(*entry) for at, entry in output.logprobs.items()}
     if output.candidates:
-        output.candidates = {
-            at: Candidates(*cast("list[Any]", found)) for at, found in output.candidates.items()
-        }
+        output.candidates = {at: Candidates(*found) for at, found in output.candidates.items()}
     if output.prompt_logprobs:
         output.prompt_logprobs = {
-            row: _prompt_logprobs(found) for row, found in output.prompt_logprobs.items()
+            row: PromptLogprobs(first, [TokenLogprobs(*entry) for entry in entries])
+            for row, (first, entries) in output.prompt_logprobs.items()
         }
-    return output
-
-
-def _logprobs(fields: Any) -> TokenLogprobs:
-    return TokenLogprobs(*fields)
-
-
-def _prompt_logprobs(fields: Any) -> PromptLogprobs:
-    first_position, entries = fields
-    return PromptLogprobs(first_position, [_logprobs(entry) for entry in entries])
+    return cast(StepOutput, output)

@@ -1,21 +1,39 @@
-"""Finds out what became of a rank: by its node's agent, its process, its log and its stack."""
+"""How a rank failed or ended: what it reported, and what its node tells of its process.
+
+The rank's own exception travels as a `RankFailure`. For a rank that reports nothing, the agent of
+its node is asked: how the process ended or what it is doing, its stack, the end of its log. Of
+several ranks that fail together, `RanksFailedError.cause` decides whose failure explains the
+others.
+"""
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Sequence
+import collections
+import dataclasses
+import logging
+import traceback
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any, Protocol
 
+from tpengine import errors
+from tpengine.errors import EngineError, RankLoss, WorkerError
 from tpengine.executor.channel import ChannelClosedError, ChannelError
-from tpengine.executor.failures import RankFailure
-from tpengine.executor.launch.node_agent import ANSWER_S, Agents, NodeSilentError
-from tpengine.executor.launch.placement import RankPlace
-from tpengine.executor.watch import HOLD_S
-from tpengine.messages import RankLoss
 
+ANSWER_S = 2.0
+"""How long a node may take to answer before it counts as gone."""
+HOLD_S = 10.0
+"""How long a rank may be silent while its process runs: native code may hold Python's lock, and
+the machine may be busy."""
+DRIVER_GONE, DRIVER_SILENT = 3, 4
+"""Exit codes of a rank that ends itself."""
 _STACK_S = 3.0
 _END_S = 0.5
 """How long it may take from the end of a rank's connection to that of its process."""
+_LOG_LINES = 20
+_MAX_TEXT = 20_000
+"""Characters of a traceback or message that are sent."""
+_STOPPED = ("", "T", "t")
 _STATES = {
     "": "its process is gone",
     "T": "frozen: its process is stopped",
@@ -25,9 +43,181 @@ _STATES = {
     "S": "its process sleeps",
 }
 _OWN_ENDS = {
-    "exit code 3": "exit code 3: it ended itself, as the driver's end of its channel had closed",
-    "exit code 4": "exit code 4: it ended itself, as it heard nothing from the driver",
+    f"exit code {DRIVER_GONE}": "it ended itself, as the driver's end of its channel had closed",
+    f"exit code {DRIVER_SILENT}": "it ended itself, as it heard nothing from the driver",
 }
+
+
+@dataclass(frozen=True, slots=True)
+class RankPlace:
+    """Where the process of a rank runs.
+
+    Attributes:
+        address: of its node.
+        devices: ids of its accelerators.
+        start_ticks: start time of the process in clock ticks since boot, which tells it from a
+            later one with the same number.
+        log_path: the process's error log on its node, empty if unknown.
+    """
+
+    node_id: str
+    address: str
+    host_name: str
+    devices: tuple[str, ...]
+    pid: int
+    start_ticks: int
+    log_path: str = ""
+
+    @property
+    def process(self) -> tuple[int, int]:
+        """What tells the process from all others of its node."""
+        return self.pid, self.start_ticks
+
+    def __str__(self) -> str:
+        devices = f", device {','.join(self.devices)}" if self.devices else ""
+        return f"node {self.address} ({self.host_name}), pid {self.pid}{devices}"
+
+
+@dataclass(frozen=True, slots=True)
+class RankFailure:
+    """An exception on a rank, as plain data.
+
+    Attributes:
+        place: host, node address and process, for people.
+        phase: the method that failed.
+        log_lines: the rank's last log lines.
+        waited_for: the rank that seems to be at fault; None: this one, or not known.
+    """
+
+    rank: int
+    place: str
+    phase: str
+    type_name: str
+    message: str
+    traceback: str
+    log_lines: list[str]
+    waited_for: int | None = None
+
+    @classmethod
+    def of(
+        cls, error: BaseException, rank: int, place: str, phase: str, log_lines: list[str]
+    ) -> RankFailure:
+        """Describes an exception that was caught."""
+        text = "".join(traceback.format_exception(error))
+        return cls(
+            rank=rank,
+            place=place,
+            phase=phase,
+            type_name=type(error).__name__,
+            message=str(error)[:_MAX_TEXT],
+            traceback=text[-_MAX_TEXT:],
+            log_lines=log_lines,
+            waited_for=getattr(error, "failed_rank", None),
+        )
+
+    @property
+    def is_consequence(self) -> bool:
+        """Whether the rank only noticed that another one had gone."""
+        return self.type_name in ("CollectiveError", "RendezvousError")
+
+    @property
+    def error_type(self) -> type[EngineError] | None:
+        """The exception's type, if it is an engine error of `tpengine.errors`."""
+        kind = getattr(errors, self.type_name, None)
+        return kind if isinstance(kind, type) and issubclass(kind, EngineError) else None
+
+    def to_fields(self) -> tuple[object, ...]:
+        """The fields as plain data; `RankFailure(*fields)` is the way back."""
+        return tuple(getattr(self, field.name) for field in dataclasses.fields(self))
+
+    def to_error(self) -> EngineError:
+        """The exception to raise: of the rank's own type if that is an engine error. It names the
+        rank; the rank's traceback and log lines stand in its cause."""
+        where = f"[rank {self.rank} on {self.place}, in {self.phase}]"
+        report = [f"traceback of rank {self.rank} on {self.place}:", self.traceback.rstrip()]
+        if self.log_lines:
+            report += [f"last log lines of rank {self.rank}:", *self.log_lines]
+        cause = WorkerError("\n".join(report))
+        text = f"{self.type_name}: {self.message} {where}"
+        error: EngineError
+        if self.error_type is None:
+            error = WorkerError(f"{text}\n{cause}")
+        else:
+            try:
+                error = self.error_type(f"{self.message} {where}")
+            except TypeError:  # its constructor needs more than a message
+                error = WorkerError(text)
+        error.__cause__ = cause
+        return error
+
+
+Failure = RankFailure | ChannelError
+"""The rank's own exception, or what happened to its channel or process."""
+
+
+class RanksFailedError(EngineError):
+    """Ranks failed in a step or in a call.
+
+    Attributes:
+        failures: by rank, in order of arrival.
+    """
+
+    def __init__(self, failures: Mapping[int, Failure]) -> None:
+        super().__init__(f"ranks {sorted(failures)} failed")
+        self.failures = dict(failures)
+
+    @property
+    def cause(self) -> int:
+        """The rank whose failure explains the others.
+
+        A rank's own exception explains more than a broken connection, and that more than a rank's
+        report that another rank is missing. Of equals the first one counts.
+        """
+
+        def weight(rank: int) -> int:
+            failure = self.failures[rank]
+            if not isinstance(failure, RankFailure):
+                return 1
+            return 2 if failure.is_consequence else 0
+
+        return min(self.failures, key=weight)
+
+
+class LastLines(logging.Handler):
+    """Keeps the last log lines of a rank, which are sent with a failure."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._lines: collections.deque[str] = collections.deque(maxlen=_LOG_LINES)
+        self.setFormatter(logging.Formatter("%(levelname)s %(asctime)s %(name)s] %(message)s"))
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self._lines.append(self.format(record)[:1000])
+
+    @property
+    def lines(self) -> list[str]:
+        """The lines, oldest first."""
+        return list(self._lines)
+
+
+class NodeSilentError(EngineError):
+    """A node does not answer."""
+
+
+class NodeAgents(Protocol):
+    """The agents that act on processes of other nodes: methods of `launch.node_agent.NodeAgent`."""
+
+    def open(self, node_ids: Iterable[str]) -> None:
+        """Starts the agents of nodes that have none, without waiting for them."""
+
+    def ask(self, node_id: str, method: str, *args: Any, timeout_s: float = ANSWER_S) -> Any:
+        """Calls a method of a node's agent; raises NodeSilentError without an answer in time."""
+
+    def tell(self, node_id: str, method: str, *args: Any) -> None:
+        """Calls a method of a node's agent without waiting for its answer."""
+
+    def is_starting(self, node_id: str) -> bool:
+        """Whether the agent may still be starting, so that its silence tells nothing."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,7 +226,7 @@ class Doing:
 
     Attributes:
         phase: `execute_model`, `idle`, or a call of the start.
-        step: that runs; None: none does.
+        step: the step that runs; None: no step runs.
     """
 
     phase: str
@@ -46,105 +236,100 @@ class Doing:
 IDLE = Doing("idle")
 
 
-class Coroner:
+class Diagnosis:
     """Explains the losses of one group.
 
     Args:
         places: in rank order.
     """
 
-    def __init__(self, agents: Agents, epoch: int, places: Sequence[RankPlace]) -> None:
+    def __init__(self, agents: NodeAgents, epoch: int, places: Sequence[RankPlace]) -> None:
         self._agents = agents
         self._epoch = epoch
         self._places = list(places)
 
     def is_frozen(self, rank: int, silent_s: float, may_hold: bool) -> bool:
-        """Whether a rank that is silent counts as lost: its process is stopped or gone, its node
-        does not answer, or it has been silent for too long whatever it does.
+        """Whether a silent rank counts as lost: its process is stopped or gone, its node does not
+        answer, or it has been silent for more than `HOLD_S`.
 
         Args:
-            may_hold: whether it may be silent for as long as it wants, as when it imports.
+            may_hold: whether it may be silent without limit while its process runs, as when it
+                imports libraries.
         """
         place = self._places[rank]
         try:
             state = self._agents.ask(place.node_id, "state", place.process)
         except NodeSilentError:
             return not self._agents.is_starting(place.node_id)
-        if state in ("", "T", "t"):
-            return True
-        return silent_s >= HOLD_S and not may_hold
+        return state in _STOPPED or (silent_s >= HOLD_S and not may_hold)
 
     def is_stopped(self, rank: int) -> bool:
-        """Whether a rank's process is stopped or gone; a node that does not say is given time, as
-        its agent may only be starting."""
+        """Whether a rank's process is stopped or gone. False if its node does not answer, as the
+        node's agent may only be starting."""
         place = self._places[rank]
-        with contextlib.suppress(NodeSilentError):
-            return self._agents.ask(place.node_id, "state", place.process) in ("", "T", "t")
-        return False
+        try:
+            return self._agents.ask(place.node_id, "state", place.process) in _STOPPED
+        except NodeSilentError:
+            return False
 
-    def explain(
-        self, rank: int, failure: RankFailure | ChannelError, doing: Doing, said: str
-    ) -> RankLoss:
-        """What became of a rank; of the one that it waited for, if it says so.
+    def explain(self, rank: int, failure: Failure, doing: Doing, last_phase: str) -> RankLoss:
+        """Says why a rank was lost; or the rank that it waited for, if it names one.
 
         Args:
-            said: what the rank was doing by its own last word.
+            last_phase: what the rank was doing by its last heartbeat; empty if unknown.
         """
-        if isinstance(failure, RankFailure):
-            if failure.is_consequence and failure.waited_for is not None:
-                waited_for = failure.waited_for
-                reason = f"rank {rank} waited for it in vain ({failure.message})"
-                return self._of_process(waited_for, reason, doing, is_closed=False)
+        if not isinstance(failure, RankFailure):
+            is_closed = isinstance(failure, ChannelClosedError)
+            reason = str(failure)
+            if not is_closed and last_phase:
+                reason += f", its last heartbeat said {last_phase}"
+            return self._of_process(rank, reason, doing, is_closed)
+        if not failure.is_consequence:
             cause = f"raised {failure.type_name}: {failure.message}"
-            if failure.is_consequence:
-                cause = f"waited in vain; which rank did not come is unknown ({failure.message})"
-            return RankLoss(
-                rank=rank,
-                place=str(self._places[rank]),
-                epoch=self._epoch,
-                step=doing.step,
-                phase=doing.phase,
-                cause=cause,
-                last_lines="\n".join(failure.log_lines),
-                stack=failure.traceback.rstrip(),
-            )
-        closed = isinstance(failure, ChannelClosedError)
-        reason = str(failure)
-        if not closed and said:
-            reason += f", its last beat said {said}"
-        return self._of_process(rank, reason, doing, closed)
+        elif failure.waited_for is not None:
+            reason = f"rank {rank} waited for it in vain ({failure.message})"
+            return self._of_process(failure.waited_for, reason, doing, is_closed=False)
+        else:
+            cause = f"waited in vain; which rank did not come is unknown ({failure.message})"
+        return self._loss(
+            rank, doing, cause, "\n".join(failure.log_lines), failure.traceback.rstrip()
+        )
 
     def _of_process(self, rank: int, reason: str, doing: Doing, is_closed: bool) -> RankLoss:
         place = self._places[rank]
-        lines = stack = ""
+        patience_s = _END_S if is_closed else 0.0
         try:
-            patience_s = _END_S if is_closed else 0.0
             ended, state = self._agents.ask(place.node_id, "look", place.process, patience_s)
         except NodeSilentError as error:
-            cause = f"its node does not answer: {reason}; {error}"
+            return self._loss(rank, doing, f"its node does not answer: {reason}; {error}")
+        if ended:
+            cause = f"{ended}: {_OWN_ENDS[ended]}" if ended in _OWN_ENDS else ended
+        elif is_closed:
+            cause = f"{_STATES.get(state, state)}: {reason}"
         else:
-            if ended:
-                cause = _OWN_ENDS.get(ended, ended)
-            elif is_closed:
-                cause = f"{_STATES.get(state, state)}: {reason}"
-            else:
-                cause = f"{reason} ({_STATES.get(state, state)})"
-            if not ended and state:
-                stack = self._text(place.node_id, "stack", place.process, _STACK_S)
-            lines = self._text(place.node_id, "tail", place.log_path, ANSWER_S)
+            cause = f"{reason} ({_STATES.get(state, state)})"
+        stack = ""
+        if not ended and state:
+            stack = self._text(place.node_id, "stack", place.process, _STACK_S)
+        lines = self._text(place.node_id, "tail", place.log_path, ANSWER_S)
+        return self._loss(rank, doing, cause, lines, stack)
+
+    def _loss(
+        self, rank: int, doing: Doing, cause: str, last_lines: str = "", stack: str = ""
+    ) -> RankLoss:
         return RankLoss(
             rank=rank,
-            place=str(place),
+            place=str(self._places[rank]),
             epoch=self._epoch,
             step=doing.step,
             phase=doing.phase,
             cause=cause,
-            last_lines=lines,
+            last_lines=last_lines,
             stack=stack,
         )
 
     def _text(self, node_id: str, method: str, what: object, timeout_s: float) -> str:
-        """Something that explains more; that it is not to be had changes nothing of the cause."""
+        """A text that explains more. Without it the cause is known all the same."""
         try:
             text: str = self._agents.ask(node_id, method, what, timeout_s=timeout_s)
         except NodeSilentError as error:

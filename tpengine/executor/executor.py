@@ -1,4 +1,7 @@
-"""Where the workers live: few verbs, all standing on `_run_workers`."""
+"""The calls that an engine makes of its workers; all of them stand on `_run_workers`.
+
+The choice between the executors stands in `local_executor.py`.
+"""
 
 from __future__ import annotations
 
@@ -8,17 +11,17 @@ from collections.abc import Mapping, Sequence
 from types import MappingProxyType
 from typing import Any
 
-from tpengine.errors import EngineError
-from tpengine.messages import MemoryLedger, RankLoss, StepInput, StepOutput
+from tpengine.errors import EngineError, RankLoss
+from tpengine.messages import MemoryLedger, StepInput, StepOutput
 
 
 class Executor(ABC):
-    """Runs calls on every worker. The engine knows this class only, never a worker.
+    """Calls every worker. The engine knows only this class, no worker.
 
     Attributes:
         devices: a line about each rank's device, in rank order; empty before `load`.
-        start_times_s: seconds that each phase of the latest start took, in order; empty where
-            nobody measures.
+        start_times_s: seconds of each phase of the latest start, in order; empty if the executor
+            does not measure them.
     """
 
     devices: Sequence[str] = ()
@@ -30,67 +33,65 @@ class Executor(ABC):
 
     @abstractmethod
     def shutdown(self) -> None:
-        """Ends the workers and frees what they hold; a second call does nothing. A `rebuild` that
-        runs in another thread fails soon, with an `EngineError`."""
+        """Ends the workers and frees what they hold; a second call does nothing. A `rebuild` in
+        another thread then fails with an `EngineError`."""
 
     def load(self) -> list[str]:
-        """Claims the devices and loads the model; returns a line about each rank's device."""
+        """Initialises the devices and loads the model; returns a line about each rank's device."""
         devices: list[str] = self._run_workers("init_device")
         self._run_workers("load_model")
         self.devices = devices
         return devices
 
     def profile_num_available_blocks(self) -> list[MemoryLedger]:
-        """Each rank's account of its memory; the engine takes the smallest block count."""
+        """Returns each rank's memory; the engine takes the smallest block count."""
         return self._run_workers("profile_num_available_blocks")
 
     def init_cache_engine(self, num_blocks: int, num_host_blocks: int = 0) -> None:
-        """Allocates as many blocks on every rank's device and on its host."""
+        """Allocates these numbers of blocks on every rank's device and host."""
         self._run_workers("init_cache_engine", num_blocks, num_host_blocks)
 
     def populate_cache(self) -> None:
-        """On CPU: has memory put behind the first blocks, so that the first prompts do not wait for
-        it. Not after a recovery, where every stream waits."""
+        """On CPU: writes to the first blocks, so that the kernel provides their memory before the
+        first prompts. Not called after a recovery, when streams wait."""
         self._run_workers("populate_cache")
 
     @property
     def nodes(self) -> list[str]:
-        """Each rank's machine, by address or name, in rank order."""
+        """The address or name of each rank's machine, in rank order."""
         return [platform.node()]
 
     def execute_model(self, step: StepInput) -> StepOutput:
-        """Runs one step on every rank; the answer is rank 0's.
+        """Runs one step on every rank; returns rank 0's answer.
 
         Raises:
-            GroupLostError: a rank was lost; the whole group has been or is being ended, and
-                `rebuild` makes another.
+            GroupLostError: a rank was lost. All ranks of its group are ended; `rebuild` starts
+                the next group.
         """
         output: StepOutput = self._run_workers("execute_model", step)[0]
         return output
 
     @property
     def loss(self) -> RankLoss | None:
-        """The rank that was lost since the group was built, also between steps; None: all is well.
-
-        Whoever sees it may call `rebuild`.
-        """
+        """The rank of the current group that was lost, also between steps; None: no rank was lost.
+        After a loss `rebuild` may be called."""
         return None
 
     @property
     def epoch(self) -> int:
-        """Counts the groups of ranks that there have been, from 1."""
+        """The number of the current group of ranks, counting from 1."""
         return 1
 
     def rebuild(self) -> list[MemoryLedger]:
-        """Ends what is left of a lost group and starts the next one, up to its loaded weights;
-        `init_cache_engine` then makes it ready for steps. Runs in any thread.
+        """Ends the rest of a lost group and starts the next one, up to its loaded weights. Then
+        `init_cache_engine` makes it ready for steps. May be called in any thread.
 
         Returns:
-            Each rank's memory, measured anew once the old processes were gone; the activations'
-            peak is the first group's.
+            Each rank's memory, measured again after the old processes ended; the peak of the
+            activations is the first group's.
 
         Raises:
-            GroupLostError: a rank of the new group was lost in its turn; may be tried again.
-            EngineError: any other; there is no use in trying again.
+            GroupLostError: a rank of the new group was lost; `rebuild` may be called again.
+            EngineError: any other error; another `rebuild` would fail, too.
         """
-        raise EngineError("there is one worker, in the driver's own process: nothing to rebuild")
+        raise EngineError("the only worker runs in the driver's process: it cannot be rebuilt")

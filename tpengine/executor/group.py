@@ -1,4 +1,9 @@
-"""One epoch's ranks: their actors, their channels, and what becomes of them."""
+"""The ranks of one epoch: their start, their calls and steps, their loss and their end.
+
+A group knows no launcher: processes are started, called and killed through the `Launcher` that it
+is given. Once one rank is lost, all are ended, and the group only tells why; the next epoch is
+another `Group`.
+"""
 
 from __future__ import annotations
 
@@ -6,159 +11,248 @@ import contextlib
 import secrets
 import signal
 import threading
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import Any, TypeVar
+import time
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from typing import Any, Protocol, TypeVar
 
-import ray
-from ray.exceptions import RayError
-
-from tpengine.config import EngineConfig, RayConfig
-from tpengine.errors import EngineError, GroupLostError
-from tpengine.executor.alarm import Alarm
-from tpengine.executor.channel import ChannelError
-from tpengine.executor.diagnosis import IDLE, Coroner, Doing
-from tpengine.executor.exchange import StepExchange, StepFailedError, StepStoppedError
-from tpengine.executor.failures import RankFailure, first_cause
-from tpengine.executor.handshake import Listener
-from tpengine.executor.launch.actor_calls import ActorCalls, CallsFailedError
-from tpengine.executor.launch.joining import accept_ranks
-from tpengine.executor.launch.node_agent import ANSWER_S, Agents, NodeSilentError
-from tpengine.executor.launch.placement import Placement, RankPlace, actor_options, order_places
-from tpengine.executor.launch.ray_worker import RayWorker
-from tpengine.executor.watch import RankWatch
+from tpengine.config import EngineConfig
+from tpengine.errors import EngineError, GroupLostError, RankLoss
+from tpengine.executor.channel import (
+    Channel,
+    ChannelError,
+    ChannelTimeoutError,
+    Listener,
+    RanksMissingError,
+)
+from tpengine.executor.diagnosis import (
+    ANSWER_S,
+    IDLE,
+    Diagnosis,
+    Doing,
+    Failure,
+    NodeAgents,
+    NodeSilentError,
+    RankFailure,
+    RankPlace,
+    RanksFailedError,
+)
+from tpengine.executor.watch import (
+    FROZEN_S,
+    RankSilentError,
+    RankWatch,
+    StepExchange,
+    StepStoppedError,
+    WakeUp,
+)
 from tpengine.logger import init_logger
-from tpengine.messages import RankLoss, Rendezvous
+from tpengine.messages import Rendezvous
 
 logger = init_logger(__name__)
-Answers = TypeVar("Answers")
+Answer = TypeVar("Answer")
 
 _OVER = "the engine was shut down; make a new one"
+_GRACE_S = 1.0
+"""How long other ranks are heard after the first failure, which may be only a consequence."""
+_CHECK_S = 0.2
+"""Between two looks at whether a wait for answers still makes sense."""
+_LOOK_S = 1.0
+"""Between two looks at the processes of ranks that do not connect."""
+_CONNECT_S = 30.0
 _SHUTDOWN_CALL_S = 5.0
 _EXIT_S = 2.0
-"""How long a rank's process may take to go before it is killed by its number, and after."""
-_VERDICT_S = 30.0
-"""Longer than any autopsy takes."""
-_CONNECT_S = 30.0
+"""How long a rank's process may take to end before it is killed by its number, and after."""
+_DIAGNOSIS_S = 30.0
+"""Longer than any diagnosis takes."""
 _COLLECTIVE_SHARE = 0.8
-"""Of the least deadline of a step: ranks give up first, as they know whom they waited for."""
+"""Of the least deadline of a step: ranks give up first, as they know which rank they waited for."""
+
+
+class Calls(Protocol):
+    """Calls of ranks that run."""
+
+    def wait(self, timeout_s: float) -> Mapping[int, Any]:
+        """Waits for at least one answer; returns new ones by rank. An answer is a value, the
+        rank's `RankFailure`, or a `ChannelError` for a rank that could not be called."""
+
+
+class Launcher(Protocol):
+    """Starts the processes of one group's ranks, and reaches them without the channels."""
+
+    @property
+    def agents(self) -> NodeAgents:
+        """The agents of the ranks' nodes."""
+
+    def start(self) -> Calls:
+        """Starts the processes; each answers with its `RankPlace`, numbered in any order."""
+
+    def order(self, places: Sequence[RankPlace]) -> list[RankPlace]:
+        """Settles which process becomes which rank.
+
+        Args:
+            places: by the numbers of `start`.
+
+        Returns:
+            The places in rank order.
+        """
+
+    def call(
+        self, method: str, args: Mapping[int, tuple[Any, ...]], kwargs: Mapping[str, Any]
+    ) -> Calls:
+        """Has ranks run `Rank.call`; `args` are by rank, `kwargs` the same for all."""
+
+    def kill(self) -> None:
+        """Ends all processes without waiting, also those that are stopped."""
+
+
+def gather(
+    calls: Calls, ranks: Collection[int], timeout_s: float, check: Callable[[], None]
+) -> list[Any]:
+    """Waits for the answers of ranks; returns them in the order of `ranks`.
+
+    Args:
+        check: called repeatedly while answers are missing; an exception of it ends the wait.
+
+    Raises:
+        RanksFailedError: a rank failed, is gone, or did not answer in time.
+    """
+    deadline = time.monotonic() + timeout_s
+    answers: dict[int, Any] = {}
+    failures: dict[int, Failure] = {}
+    while len(answers) + len(failures) < len(ranks):
+        left_s = deadline - time.monotonic()
+        if left_s <= 0.0:
+            break
+        for rank, answer in calls.wait(min(_CHECK_S, left_s)).items():
+            if isinstance(answer, Failure):
+                failures[rank] = answer
+                deadline = min(deadline, time.monotonic() + _GRACE_S)
+            else:
+                answers[rank] = answer
+        if len(answers) < len(ranks):
+            check()
+    if not failures and len(answers) < len(ranks):
+        reason = (
+            f"no answer within {timeout_s:.0f} s: it is frozen, or its machine very slow "
+            "(start_timeout_s bounds a first start; a later one has a multiple of the first)"
+        )
+        failures = {rank: ChannelTimeoutError(reason) for rank in ranks if rank not in answers}
+    if failures:
+        raise RanksFailedError(failures)
+    return [answers[rank] for rank in ranks]
 
 
 class Group:
-    """The ranks of one epoch. Once one of them is lost, all are ended, and this object only tells
-    why; the next epoch is another object.
+    """The ranks of one epoch.
 
     Args:
-        check: called during all that may take long; what it raises ends it.
+        launcher: of this group alone.
+        start_timeout_s: for each call, except the start of the processes.
+        step_timeout_s: the least deadline of a step.
+        check: called during everything that may take long; an exception of it ends the wait.
 
     Attributes:
-        places: where each rank is, in rank order; empty before `start_actors`.
-        bundle_places: the same by index of the bundle.
+        places: where each rank is, in rank order; empty before `start`.
+        loss: the rank that was lost; None: no rank was lost.
     """
 
     def __init__(
         self,
         epoch: int,
         config: EngineConfig,
-        ray_config: RayConfig,
-        agents: Agents,
+        launcher: Launcher,
+        start_timeout_s: float,
+        step_timeout_s: float,
         check: Callable[[], None],
     ) -> None:
         self.epoch = epoch
         self.places: list[RankPlace] = []
-        self.bundle_places: list[RankPlace] = []
+        self.loss: RankLoss | None = None
         self._config = config
-        self._ray_config = ray_config
-        self._agents = agents
+        self._launcher = launcher
+        self._agents = launcher.agents
+        self._start_timeout_s = start_timeout_s
+        self._step_timeout_s = step_timeout_s
         self._cancelled = check
-        self._calls = ActorCalls([], ray_config.start_timeout_s, self._check)
+        self._size = config.parallel.tensor_parallel_size
+        self._diagnosis = Diagnosis(self._agents, epoch, [])
         self._exchange: StepExchange | None = None
         self._watch: RankWatch | None = None
-        self._coroner = Coroner(agents, epoch, [])
         self._doing = IDLE
-        self._judging = threading.Lock()
+        self._diagnosing = threading.Lock()
         self._is_over = threading.Event()
-        self._alarm = Alarm()
-        self.loss: RankLoss | None = None
+        self._wake_up = WakeUp()
 
-    def start_actors(
-        self,
-        placement: Placement,
-        bundle: dict[str, float],
-        environment: dict[str, str],
-        spares: Sequence[tuple[Any, tuple[str, ...]] | None],
-        driver_node_id: str,
-        timeout_s: float,
-    ) -> None:
-        """Starts an actor per bundle, or takes a spare, and orders them as ranks.
+    def start(self, timeout_s: float) -> None:
+        """Starts the processes of the ranks.
 
         Args:
-            environment: variables of the driver for the actors.
-            spares: by index of the bundle: an actor and its devices; None: a new one is started.
-            timeout_s: for them to tell where they are. Until then nobody can see what holds one
-                up; Ray ends it when asked to, also one that is stopped.
+            timeout_s: for them to tell where they are. Until then a process that does not answer
+                cannot be looked at.
         """
-        actor_class = ray.remote(RayWorker)
-        actors = [
-            actor_class.options(
-                **actor_options(bundle),
-                scheduling_strategy=placement.strategy(index),
-                max_restarts=0,
-                max_task_retries=0,
-            ).remote(environment)
-            if spare is None
-            else spare[0]
-            for index, spare in enumerate(spares)
-        ]
-        devices = [None if spare is None else spare[1] for spare in spares]
-        # Until they have told where they are, a loss can only name their bundles.
-        self._calls = ActorCalls(actors, timeout_s, self._check)
-        found = self.call_each("start", lambda index, a: a.describe.remote(devices[index]))
-        self.bundle_places = [place for place, _ in found]
-        order = order_places(self.bundle_places, driver_node_id)
-        self._calls = self._calls.in_order(order, self._ray_config.start_timeout_s)
-        self.places = [self.bundle_places[index] for index in order]
-        self._coroner = Coroner(self._agents, self.epoch, self.places)
+        found: list[RankPlace] = self._settled(
+            Doing("start"),
+            lambda: gather(self._launcher.start(), range(self._size), timeout_s, self._check),
+        )
+        self.places = self._launcher.order(found)
+        self._diagnosis = Diagnosis(self._agents, self.epoch, self.places)
         self._agents.open(place.node_id for place in self.places)
         for node_id in {place.node_id for place in self.places}:
             self._agents.tell(node_id, "watch", self._processes_on(node_id))
         places = (f"rank {rank} on {place}" for rank, place in enumerate(self.places))
         logger.info("%s", "; ".join(places))
-        logger.debug("variables set, by rank: %s", [found[index][1] for index in order])
 
     def open_channels(self, address: str) -> None:
-        """Connects every rank by two channels, one for steps and one for beats; from then on they
-        are watched.
+        """Connects every rank by two channels, for steps and for heartbeats, and starts the watch.
 
         Args:
             address: of the driver's node.
         """
-        wait_s = min(_CONNECT_S, self._ray_config.start_timeout_s)
-        secret = secrets.token_bytes(32)
-        with contextlib.ExitStack() as stack:
-            listeners = []
-            for _ in range(2):
-                listeners.append(Listener(address, secret, self.epoch))
-                stack.callback(listeners[-1].close)
-            addresses = listeners[0].address, listeners[1].address
-            refs = self._calls.start(
-                lambda rank, actor: actor.join.remote(rank, self.epoch, addresses, secret, wait_s)
-            )
-            steps, controls = self._settled(
-                Doing("join"),
-                lambda: accept_ranks(
-                    listeners, self._calls, refs, self._coroner, wait_s, self._check
-                ),
-            )
-            self._exchange = StepExchange(steps, self.epoch, self._alarm)
-        self._watch = RankWatch(controls, self._is_frozen, self._on_loss)
+        channels = self._settled(Doing("join"), lambda: self._accept(address))
+        self._exchange = StepExchange(channels[0::2], self.epoch, self._wake_up)
+        self._watch = RankWatch(channels[1::2], self._is_frozen, self._on_loss)
         self._watch.start()
-        self.call_each("join", lambda rank, _: refs[rank])
-        logger.debug("channels to the ranks from %s:%d and :%d", *addresses[0], addresses[1][1])
+
+    def _accept(self, address: str) -> list[Channel]:
+        """Has all ranks connect. A rank that fails, dies or is stopped meanwhile is noticed."""
+        wait_s = min(_CONNECT_S, self._start_timeout_s)
+        secret = secrets.token_bytes(32)
+        listener = Listener(address, secret, self.epoch)
+        start = time.monotonic()
+        look_at = start + FROZEN_S
+        missing = set(range(self._size))
+
+        def check() -> None:
+            nonlocal look_at
+            self._check()
+            answers = calls.wait(0.0)
+            missing.difference_update(answers)
+            if failures := {r: a for r, a in answers.items() if isinstance(a, Failure)}:
+                raise RanksFailedError(failures)
+            if time.monotonic() < look_at:
+                return
+            for rank in missing:
+                if self._diagnosis.is_stopped(rank):
+                    silent_s = time.monotonic() - start
+                    raise RanksFailedError({rank: RankSilentError(f"silent for {silent_s:.1f} s")})
+            look_at = time.monotonic() + _LOOK_S
+
+        with contextlib.closing(listener):
+            args = [
+                (rank, self.epoch, listener.address, secret, wait_s) for rank in range(self._size)
+            ]
+            calls = self._launcher.call("join", dict(enumerate(args)), {})
+            try:
+                channels = listener.accept(self._size, wait_s, check, per_rank=2)
+            except RanksMissingError as error:
+                raise RanksFailedError(dict.fromkeys(error.ranks, error)) from error
+        gather(calls, missing, self._start_timeout_s, self._check)
+        logger.debug("channels to the ranks from %s:%d", *listener.address)
+        return channels
 
     def create_workers(self) -> None:
         """Has every rank make its worker, which imports torch."""
-        configs = [self._config.for_rank(rank) for rank in range(len(self.places))]
-        self.call_each("create", lambda rank, actor: actor.create.remote(configs[rank]))
+        configs = {rank: (self._config.for_rank(rank),) for rank in range(self._size)}
+        self.call_each("create", configs)
 
     def rendezvous(self, engine_id: str) -> None:
         """Connects the ranks with each other.
@@ -166,47 +260,56 @@ class Group:
         Args:
             engine_id: unique to the engine.
         """
-        host = self.places[0].address
-        port = self.call_each(
-            "open_rendezvous", lambda _, a: a.call.remote("open_rendezvous", (host,), {}), [0]
-        )[0]
+        [port] = self.call_each("open_rendezvous", {0: (self.places[0].address,)})
         rendezvous = Rendezvous(
             engine_id=engine_id,
             epoch=self.epoch,
             addresses=[place.address for place in self.places],
             port=port,
-            connect_timeout_s=min(60.0, self._ray_config.start_timeout_s),
-            collective_timeout_s=_COLLECTIVE_SHARE * self._ray_config.step_timeout_s,
+            connect_timeout_s=min(60.0, self._start_timeout_s),
+            collective_timeout_s=_COLLECTIVE_SHARE * self._step_timeout_s,
         )
         logger.info("%s", "; ".join(self.call("connect", rendezvous)))
 
     def call(self, method: str, *args: Any, **kwargs: Any) -> list[Any]:
-        """Calls a method of every worker; answers in rank order.
+        """Calls a method of every worker; returns the answers in rank order.
 
         Raises:
             GroupLostError: a rank was lost.
             EngineError: a rank's own exception.
         """
-        return self.call_each(method, lambda _, actor: actor.call.remote(method, args, kwargs))
+        return self.call_each(method, dict.fromkeys(range(self._size), args), **kwargs)
 
     def call_each(
-        self, phase: str, call: Callable[[int, Any], Any], ranks: Sequence[int] | None = None
+        self, method: str, args: Mapping[int, tuple[Any, ...]], **kwargs: Any
     ) -> list[Any]:
-        """The same with a call of Ray's per rank."""
-        return self._settled(Doing(phase), lambda: self._calls.run(call, ranks))
+        """Calls a method of those workers that `args` names, each with its own arguments."""
+        return self._settled(
+            Doing(method),
+            lambda: gather(
+                self._launcher.call(method, args, kwargs),
+                args.keys(),
+                self._start_timeout_s,
+                self._check,
+            ),
+        )
 
-    def _settled(self, doing: Doing, run: Callable[[], Answers]) -> Answers:
-        """What `run` returns; whoever fails in it, the group is lost, or the start is."""
+    def _settled(self, doing: Doing, run: Callable[[], Answer]) -> Answer:
+        """Returns what `run` returns. If a rank fails in it, either the group is lost, or the
+        rank's exception is raised because another start would fail in the same way."""
         with self._during(doing):
             try:
                 return run()
-            except CallsFailedError as failed:
-                rank = first_cause(failed.failures)
-                failure = failed.failures[rank]
-        if isinstance(failure, RankFailure) and not failure.is_consequence:  # noqa: SIM102
-            # An error that is not ours may be the machine's, and another start may go well.
-            if failure.is_ours or self.epoch == 1:
-                raise failure.to_error()
+            except RanksFailedError as error:
+                rank = error.cause
+                failure = error.failures[rank]
+        if (
+            isinstance(failure, RankFailure)
+            and not failure.is_consequence
+            # Any other exception may come from the machine, and another start may succeed.
+            and (failure.error_type is not None or self.epoch == 1)
+        ):
+            raise failure.to_error()
         raise self._lost(rank, failure, doing)
 
     def step(self, number: int, payload: bytes, timeout_s: float) -> bytes:
@@ -220,11 +323,10 @@ class Group:
             assert self._exchange is not None, "a step before the channels were opened"
             try:
                 return self._exchange.run(number, payload, timeout_s)[0]
-            except StepFailedError as failed:
-                rank = first_cause(failed.failures)
-                raise self._lost(rank, failed.failures[rank], doing) from None
+            except RanksFailedError as error:
+                raise self._lost(error.cause, error.failures[error.cause], doing) from None
             except StepStoppedError:
-                raise GroupLostError(self._verdict()) from None
+                raise GroupLostError(self._await_loss()) from None
             except BaseException as error:  # the ranks may have run the step: they are ahead
                 reason = f"step {number} was interrupted at the driver: {error!r}"
                 self._lost(0, ChannelError(reason), doing)
@@ -248,17 +350,15 @@ class Group:
 
     def _is_frozen(self, rank: int, silent_s: float) -> bool:
         # torch's libraries are loaded under Python's lock, from a disk that may be far away.
-        return self._coroner.is_frozen(rank, silent_s, may_hold=self._doing.phase == "create")
+        return self._diagnosis.is_frozen(rank, silent_s, may_hold=self._doing.phase == "create")
 
     def _on_loss(self, rank: int, failure: ChannelError) -> None:
         self._lost(rank, failure, self._doing)
 
-    def _lost(
-        self, rank: int, failure: RankFailure | ChannelError, doing: Doing
-    ) -> GroupLostError | EngineError:
-        """Settles what became of the group, unless somebody has already, and ends its ranks."""
-        if not self._judging.acquire(timeout=_VERDICT_S):
-            return EngineError(f"nobody settled within {_VERDICT_S:g} s why ranks were lost")
+    def _lost(self, rank: int, failure: Failure, doing: Doing) -> GroupLostError | EngineError:
+        """Finds out why the rank was lost, unless a loss is known already, and ends all ranks."""
+        if not self._diagnosing.acquire(timeout=_DIAGNOSIS_S):
+            return EngineError(f"no diagnosis of lost ranks within {_DIAGNOSIS_S:g} s")
         try:
             if self.loss is None:
                 if self._is_over.is_set():
@@ -266,30 +366,30 @@ class Group:
                 loss = self._explain(rank, failure, doing)
                 self._kill()
                 self.loss = loss
-                self._alarm.ring()
+                self._wake_up.set()
         finally:
-            self._judging.release()
+            self._diagnosing.release()
         error = GroupLostError(self.loss)
         if isinstance(failure, RankFailure):
             error.__cause__ = failure.to_error()
         return error
 
-    def _explain(self, rank: int, failure: RankFailure | ChannelError, doing: Doing) -> RankLoss:
+    def _explain(self, rank: int, failure: Failure, doing: Doing) -> RankLoss:
         if self.places:
-            said = "" if self._watch is None else self._watch.last_said(rank)
-            return self._coroner.explain(rank, failure, doing, said)
-        place = f"an actor of bundle {rank} that has not told where it is"
+            last_phase = "" if self._watch is None else self._watch.last_phase(rank)
+            return self._diagnosis.explain(rank, failure, doing, last_phase)
+        place = f"process {rank} that has not told where it is"
         return RankLoss(rank, place, self.epoch, doing.step, doing.phase, str(failure))
 
-    def _verdict(self) -> RankLoss:
-        """The loss that another thread is settling."""
-        if self._judging.acquire(timeout=_VERDICT_S):
-            self._judging.release()
-        if self.loss is None and self._is_over.is_set():
+    def _await_loss(self) -> RankLoss:
+        """Waits for the loss that another thread diagnoses."""
+        if self._diagnosing.acquire(timeout=_DIAGNOSIS_S):
+            self._diagnosing.release()
+        if self.loss is not None:
+            return self.loss
+        if self._is_over.is_set():
             raise EngineError(_OVER)
-        if self.loss is None:
-            raise EngineError(f"nobody settled within {_VERDICT_S:g} s why ranks were lost")
-        return self.loss
+        raise EngineError(f"no diagnosis of lost ranks within {_DIAGNOSIS_S:g} s")
 
     def _processes_on(self, node_id: str) -> list[tuple[int, int]]:
         return [place.process for place in self.places if place.node_id == node_id]
@@ -300,46 +400,44 @@ class Group:
             self._watch.stop()
         for place in self.places:
             self._agents.tell(place.node_id, "signal", place.process, signal.SIGKILL)
-        self._calls.kill()
+        self._launcher.kill()
 
     def end(self, orderly: bool, silent: Iterable[str] = ()) -> None:
-        """No process of the group is left on nodes that answer when it returns; a second call
-        finishes what the first could not.
+        """Ends all processes of the group on nodes that answer; a second call finishes what the
+        first could not.
 
         Args:
-            orderly: the workers may clean up before they go.
-            silent: nodes that are not worth asking.
+            orderly: the workers may clean up before they end.
+            silent: nodes that are not asked, as they do not answer.
         """
         self._is_over.set()
-        self._alarm.ring()  # for a thread that is in a step
-        with contextlib.ExitStack() as stack:  # whatever one of these raises, the others are done
-            stack.callback(self._alarm.close)
+        self._wake_up.set()  # for a thread that is in a step
+        with contextlib.ExitStack() as stack:  # each of these runs, even if another one raises
+            stack.callback(self._wake_up.close)
             if self._watch is not None:
                 stack.callback(self._watch.wait)
             stack.callback(self._wait_for_end, silent)
             if self._exchange is not None:
                 stack.callback(self._exchange.close)
             stack.callback(self._kill)
-            if orderly and self.loss is None and ray.is_initialized():
+            if orderly and self.loss is None and self.places:
                 self._let_workers_end(silent)
 
     def _let_workers_end(self, silent: Iterable[str]) -> None:
-        refs = self._calls.start(lambda _, actor: actor.call.remote("shutdown", (), {}))
-        with contextlib.suppress(RayError):
-            ray.wait(refs, num_returns=len(refs), timeout=_SHUTDOWN_CALL_S)
-        # A rank that the channel's end ends first would be reported as crashed.
-        self._calls.kill()
+        ranks = range(self._size)
+        calls = self._launcher.call("shutdown", dict.fromkeys(ranks, ()), {})
+        with contextlib.suppress(RanksFailedError):
+            gather(calls, ranks, _SHUTDOWN_CALL_S, lambda: None)
+        # Before the channels close: a rank that ends itself for that would be reported as crashed.
+        self._launcher.kill()
         self._wait_for_end(silent)
 
     def _wait_for_end(self, silent: Iterable[str]) -> None:
         for node_id in {place.node_id for place in self.places} - set(silent):
             with contextlib.suppress(NodeSilentError):
+                ranks = self._processes_on(node_id)
                 left = self._agents.ask(
-                    node_id,
-                    "wait_for_end",
-                    self._processes_on(node_id),
-                    _EXIT_S,
-                    timeout_s=_EXIT_S + ANSWER_S,
+                    node_id, "wait_for_end", ranks, _EXIT_S, timeout_s=_EXIT_S + ANSWER_S
                 )
                 if left:
                     logger.warning("on node %s these ranks do not end: %s", node_id, left)

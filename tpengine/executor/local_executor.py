@@ -1,30 +1,27 @@
-"""One worker in the driver's own process: no Ray, no second process."""
+"""One worker in the driver's own process, and the choice between it and ranks in a Ray cluster.
+
+The choice stands here and not with `Executor`, since it imports the executors (Ray's only when it
+is chosen).
+"""
 
 from __future__ import annotations
 
+import importlib.util
 from typing import Any
 
-from tpengine.config import EngineConfig
-from tpengine.errors import EngineError
+from tpengine.config import EngineConfig, read_hf_config, resolve_model_folder
+from tpengine.engine_args import EngineArgs
+from tpengine.errors import ConfigError, EngineError
 from tpengine.executor.executor import Executor
 from tpengine.worker.device import detect_device
 from tpengine.worker.worker import Worker
 
 
 class LocalExecutor(Executor):
-    """Runs the model in this process, on one device."""
+    """Runs the model in this process, on one device; without Ray."""
 
     def __init__(self, config: EngineConfig) -> None:
         self._worker: Worker | None = Worker(config)
-
-    @staticmethod
-    def detect_device(wanted: str) -> str:
-        """Settles `auto`: cuda where this machine has it, else cpu.
-
-        Raises:
-            ConfigError: cuda was asked for and is not there.
-        """
-        return detect_device(wanted)
 
     def _run_workers(self, method: str, *args: Any, **kwargs: Any) -> list[Any]:
         if self._worker is None:
@@ -35,3 +32,61 @@ class LocalExecutor(Executor):
         worker, self._worker = self._worker, None
         if worker is not None:
             worker.shutdown()
+
+
+def create_executor(args: EngineArgs) -> tuple[EngineConfig, Executor]:
+    """Returns the configuration for the device that was found, and the executor for it.
+
+    Raises:
+        ConfigError: an argument is out of range, the ranks cannot share the model's heads, or the
+            arguments need Ray and it is not installed.
+        EngineError: the model or Ray is not available.
+    """
+    if not args.uses_ray:
+        config = args.create_engine_config(detect_device(args.device))
+        return config, LocalExecutor(config)
+    if importlib.util.find_spec("ray") is None or importlib.util.find_spec("msgpack") is None:
+        raise ConfigError(
+            f"tensor_parallel_size = {args.tensor_parallel_size} with executor = "
+            f"{args.executor!r} needs Ray: pip install 'tpengine[ray]'"
+        )
+    _check_division(args)
+    from tpengine.executor.launch.ray_connection import RayConnection
+    from tpengine.executor.launch.ray_executor import RayExecutor
+
+    connection = RayConnection(args.ray_address)
+    try:
+        config = args.create_engine_config(RayExecutor.detect_device(args.device))
+        return config, RayExecutor(config, connection)
+    except BaseException:
+        connection.close()
+        raise
+
+
+def _check_division(args: EngineArgs) -> None:
+    """Checks, before any process is started, that the ranks can share the model's heads.
+
+    Raises:
+        ConfigError: they cannot; the message names the sizes that can.
+        ModelLoadError: the model's folder cannot be read.
+    """
+    size = args.tensor_parallel_size
+    if size <= 1:  # a size below 1 is refused with the other arguments
+        return
+    folder = resolve_model_folder(
+        args.model, args.download_dir, args.load_format, args.trust_remote_code
+    )
+    hf_config = read_hf_config(folder, args.trust_remote_code)
+    for what, name in (
+        ("attention heads", "num_attention_heads"),
+        ("KV heads", "num_key_value_heads"),
+    ):
+        total = hf_config.get(name)
+        if not isinstance(total, int) or total < 1 or total % size == 0:
+            continue
+        if what == "KV heads" and size > total and size % total == 0:  # each is on several ranks
+            continue
+        raise ConfigError(
+            f"{total} {what} of the model cannot be divided over tensor_parallel_size = {size}; "
+            f"sizes that can: {', '.join(str(n) for n in range(1, total + 1) if total % n == 0)}"
+        )

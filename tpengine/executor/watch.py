@@ -1,26 +1,192 @@
-"""The driver's side of the watch: one thread that hears all ranks of a group, and is heard."""
+"""The channels of a group in use: steps and their deadline, heartbeats, and the loss of a side.
+
+`StepExchange` sends a step to every rank and takes the answers; `StepDeadline` says how long that
+may take before the ranks count as stuck, although they send heartbeats. Each rank sends a heartbeat
+twice a second over a channel of its own, and the driver sends one back: the driver's `RankWatch`
+decides when a silent rank is looked at, the rank's `Heartbeat` ends its process when the driver is
+gone or silent.
+"""
 
 from __future__ import annotations
 
+import contextlib
+import faulthandler
+import os
 import select
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
+from tpengine import host
 from tpengine.errors import EngineError
-from tpengine.executor.alarm import Alarm
-from tpengine.executor.channel import Channel, ChannelError, FrameKind
-from tpengine.executor.heartbeat import BEAT_S
+from tpengine.executor.channel import Channel, ChannelError, ChannelTimeoutError, FrameKind
+from tpengine.executor.codec import decode_plain
+from tpengine.executor.diagnosis import (
+    DRIVER_GONE,
+    DRIVER_SILENT,
+    IDLE,
+    Doing,
+    Failure,
+    RankFailure,
+    RanksFailedError,
+)
 
+HEARTBEAT_S = 0.5
+"""Between two heartbeats, in both directions."""
 FROZEN_S = 3.0
-"""A rank that was silent for so long is looked at."""
-HOLD_S = 10.0
-"""A rank may be silent for so long while its process is seen to run: native code may keep Python's
-lock, and a machine may have too much to do."""
+"""A rank that has been silent for so long is looked at."""
+FENCE_S = 5.0
+"""A rank that hears nothing for so long ends itself: its driver makes another group by then."""
+_STUCK_S = 20.0
+"""The same for a rank whose Python threads cannot run, as native code holds Python's lock."""
 _LATE_S = 1.0
-"""If this thread wakes so much too late, its own process was stopped, and no silence counts."""
+"""If the watch wakes up so much too late, the driver itself was stopped; then no silence counts."""
 _JOIN_S = 15.0
-"""More than what became of a rank takes to find out, from an agent that hardly answers."""
+"""More than the diagnosis of a loss takes when a node's agent hardly answers."""
+_LAST_FRAMES_S = 0.01
+_GRACE_S = 0.3
+"""How long other ranks are heard after the first failure, which may be only a consequence."""
+_PATIENCE = 10.0
+"""A step may take this many times the time that its tokens should take."""
+_MEMORY = 0.95
+"""Weight of all earlier steps, against the latest."""
+
+
+class WakeUp:
+    """An event that also ends a `poll`."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._file: int | None = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+
+    def fileno(self) -> int:
+        """The descriptor, readable after `set`; -1 once closed."""
+        return -1 if self._file is None else self._file
+
+    def set(self) -> None:
+        """Wakes every thread that polls this event, now or later; nothing once closed."""
+        with self._lock:
+            if self._file is not None:
+                os.eventfd_write(self._file, 1)
+
+    def close(self) -> None:
+        """Closes the descriptor. A second call does nothing."""
+        with self._lock:
+            file, self._file = self._file, None
+            if file is not None:
+                os.close(file)
+
+
+class StepStoppedError(EngineError):
+    """A step was given up because another thread knows that the group is lost or ended."""
+
+
+class StepExchange:
+    """Sends a step to every rank and takes the answers.
+
+    Args:
+        channels: for steps, in rank order.
+        wake_up: ends a step that waits for its answers.
+    """
+
+    def __init__(
+        self, channels: Sequence[Channel], epoch: int, wake_up: WakeUp | None = None
+    ) -> None:
+        self._channels = list(channels)
+        self._epoch = epoch
+        self._poll = select.poll()
+        # By today's descriptors, as another thread may close the channels during a step.
+        self._rank_of = {channel.fileno(): rank for rank, channel in enumerate(channels)}
+        for fileno in self._rank_of:
+            self._poll.register(fileno, select.POLLIN)
+        if wake_up is not None:
+            self._poll.register(wake_up.fileno(), select.POLLIN)
+
+    def run(self, step: int, payload: bytes, timeout_s: float) -> list[bytes]:
+        """Runs one step; returns the answers in rank order.
+
+        Raises:
+            RanksFailedError: a rank failed, is gone, or did not answer in time.
+            StepStoppedError: the wake-up was set.
+        """
+        end = time.monotonic() + timeout_s
+        size = len(self._channels)
+        answers: dict[int, bytes] = {}
+        failures: dict[int, Failure] = {}
+        for rank, channel in enumerate(self._channels):
+            try:
+                channel.send(FrameKind.STEP, step, payload, timeout_s)
+            except ChannelError as error:
+                failures[rank] = error
+        while len(answers) + len(failures) < size:
+            if failures:
+                end = min(end, time.monotonic() + _GRACE_S)
+            left_s = end - time.monotonic()
+            ready = self._poll.poll(max(0.0, left_s) * 1e3)
+            is_stopped = False
+            for fileno, _ in ready:
+                if fileno in self._rank_of:
+                    self._take(fileno, step, answers, failures)
+                else:
+                    is_stopped = True
+            if is_stopped and len(answers) < size:
+                raise StepStoppedError(f"step {step} was given up")
+            if not ready or left_s <= 0.0:  # also when there is always something to read
+                break
+        if not failures and len(answers) < size:
+            late = ChannelTimeoutError(f"step {step} exceeded its deadline of {timeout_s:.1f} s")
+            failures = {rank: late for rank in range(size) if rank not in answers}
+        if failures:
+            raise RanksFailedError(failures)
+        return [answers[rank] for rank in range(size)]
+
+    def _take(
+        self, fileno: int, step: int, answers: dict[int, bytes], failures: dict[int, Failure]
+    ) -> None:
+        """Takes what a rank has sent, which may be more than one frame."""
+        rank = self._rank_of[fileno]
+        try:
+            while (frame := self._channels[rank].take()) is not None:
+                if frame.epoch != self._epoch or frame.step != step:
+                    continue  # a late answer
+                if frame.kind is FrameKind.FAILURE:
+                    failures[rank] = RankFailure(*decode_plain(frame.payload))
+                else:
+                    answers[rank] = frame.payload
+                return
+        except ChannelError as error:
+            failures.setdefault(rank, error)
+            self._poll.unregister(fileno)
+
+    def close(self) -> None:
+        """Closes all channels, which ends the ranks."""
+        for channel in self._channels:
+            channel.close()
+
+
+class StepDeadline:
+    """The least deadline, or ten times what a step of so many tokens should take if that is more.
+
+    Args:
+        least_s: no step has less time than this.
+    """
+
+    def __init__(self, least_s: float) -> None:
+        self._least_s = least_s
+        self._tokens = 0.0
+        self._seconds = 0.0
+
+    def of(self, num_tokens: int) -> float:
+        """Seconds for a step of `num_tokens` tokens."""
+        if not self._tokens:
+            return self._least_s
+        predicted_s = num_tokens * self._seconds / self._tokens
+        return max(self._least_s, _PATIENCE * predicted_s)
+
+    def observe(self, num_tokens: int, seconds: float) -> None:
+        """Learns how long a step took."""
+        self._tokens = _MEMORY * self._tokens + num_tokens
+        self._seconds = _MEMORY * self._seconds + seconds
 
 
 class RankSilentError(ChannelError):
@@ -28,11 +194,11 @@ class RankSilentError(ChannelError):
 
 
 class RankWatch(threading.Thread):
-    """Exchanges beats with every rank until one is lost.
+    """The driver's side: exchanges heartbeats with every rank until one is lost.
 
     Args:
-        channels: the control channels in rank order; the thread closes them when it ends.
-        is_frozen: whether a rank that was silent for so many seconds shall count as lost.
+        channels: for heartbeats, in rank order; the thread closes them when it ends.
+        is_frozen: whether a rank that has been silent for so many seconds counts as lost.
         on_loss: called in this thread, once, for the first rank that is gone or frozen.
     """
 
@@ -46,24 +212,24 @@ class RankWatch(threading.Thread):
         self._channels = list(channels)
         self._is_frozen = is_frozen
         self._on_loss = on_loss
-        self._bell = Alarm()
-        self._heard = [time.monotonic()] * len(channels)
-        self._said = ["idle"] * len(channels)
+        self._stopping = WakeUp()
+        self._heard_at = [time.monotonic()] * len(channels)
+        self._phases = ["idle"] * len(channels)
 
-    def last_said(self, rank: int) -> str:
-        """What a rank was doing by its last beat."""
-        return self._said[rank]
+    def last_phase(self, rank: int) -> str:
+        """What a rank was doing by its last heartbeat."""
+        return self._phases[rank]
 
     def stop(self) -> None:
-        """Ends the watch; the ranks see it by the end of their channels. A second call does
+        """Ends the watch; the ranks notice it by the end of their channels. A second call does
         nothing."""
-        self._bell.ring()
+        self._stopping.set()
 
     def wait(self) -> None:
         """Waits for the thread to end after `stop`.
 
         Raises:
-            EngineError: it did not.
+            EngineError: it did not end in time.
         """
         if self is not threading.current_thread() and self.ident is not None:
             self.join(_JOIN_S)
@@ -71,71 +237,146 @@ class RankWatch(threading.Thread):
                 raise EngineError(f"the watch of the ranks did not end within {_JOIN_S:g} s")
 
     def run(self) -> None:
-        """Until a rank is lost or `stop`."""
+        """Runs until a rank is lost or `stop` is called."""
         try:
             self._watch()
         finally:
-            self._bell.close()
+            self._stopping.close()
             for channel in self._channels:
                 channel.close()
 
     def _watch(self) -> None:
         poll = select.poll()
-        poll.register(self._bell.fileno(), select.POLLIN)
+        poll.register(self._stopping.fileno(), select.POLLIN)
         rank_of = {channel.fileno(): rank for rank, channel in enumerate(self._channels)}
-        for channel in self._channels:
-            poll.register(channel.fileno(), select.POLLIN)
+        for fileno in rank_of:
+            poll.register(fileno, select.POLLIN)
         due = time.monotonic()
         while True:
             start = time.monotonic()
-            next_look = max(start, min(due, *map(self._next_look, rank_of.values())))
-            ready = poll.poll((next_look - start) * 1e3)
-            # Only the wait counts: what this thread asked before may take its time.
-            is_late = time.monotonic() - next_look > _LATE_S
+            wake_at = max(start, min(due, *map(self._frozen_at, rank_of.values())))
+            ready = poll.poll((wake_at - start) * 1e3)
+            # Only the wait counts: a question to a node's agent before it may take its time.
+            is_late = time.monotonic() - wake_at > _LATE_S
             for fileno, _ in ready:
-                if fileno == self._bell.fileno():
-                    return
-                if not self._hear(rank_of[fileno]):
+                if fileno not in rank_of or not self._hear(rank_of[fileno]):
                     return
             now = time.monotonic()
             if is_late:
-                self._heard = [now] * len(self._channels)
+                self._heard_at = [now] * len(self._channels)
             elif any(self._has_frozen(rank) for rank in range(len(self._channels))):
                 return
             if now >= due:
-                if not self._beat():
+                if not self._send_heartbeats():
                     return
-                due = now + BEAT_S
+                due = now + HEARTBEAT_S
 
-    def _next_look(self, rank: int) -> float:
-        """When a rank's silence says something new; while it lasts, once per beat."""
-        at = self._heard[rank] + FROZEN_S
+    def _frozen_at(self, rank: int) -> float:
+        """When a rank's silence is too long; a rank whose silence is known to be is looked at with
+        every heartbeat."""
+        at = self._heard_at[rank] + FROZEN_S
         return at if at > time.monotonic() else float("inf")
 
     def _hear(self, rank: int) -> bool:
-        """Takes what a rank says; False: it is gone."""
+        """Takes a rank's heartbeats; False: the rank is gone."""
         try:
             while (frame := self._channels[rank].take()) is not None:
-                self._heard[rank] = time.monotonic()
+                self._heard_at[rank] = time.monotonic()
                 step = f", step {frame.step}" if frame.step else ""
-                self._said[rank] = frame.payload.decode(errors="replace")[:100] + step
+                self._phases[rank] = frame.payload.decode(errors="replace")[:100] + step
         except ChannelError as error:
             self._on_loss(rank, error)
             return False
         return True
 
     def _has_frozen(self, rank: int) -> bool:
-        silent_s = time.monotonic() - self._heard[rank]
+        silent_s = time.monotonic() - self._heard_at[rank]
         if silent_s < FROZEN_S or not self._is_frozen(rank, silent_s):
             return False
         self._on_loss(rank, RankSilentError(f"silent for {silent_s:.1f} s"))
         return True
 
-    def _beat(self) -> bool:
+    def _send_heartbeats(self) -> bool:
         for rank, channel in enumerate(self._channels):
             try:
-                channel.send(FrameKind.BEAT, 0, b"", BEAT_S)
+                channel.send(FrameKind.HEARTBEAT, 0, b"", HEARTBEAT_S)
             except ChannelError as error:
                 self._on_loss(rank, error)
                 return False
         return True
+
+
+class Heartbeat(threading.Thread):
+    """The rank's side: sends heartbeats, whatever the worker is doing, and ends the process when
+    one of its two channels closes or the driver is silent.
+
+    Args:
+        first_word_s: how long the driver may be silent at first. Its first heartbeat comes when
+            all ranks are connected.
+    """
+
+    def __init__(
+        self, rank: int, control: Channel, steps: Channel, first_word_s: float = FENCE_S
+    ) -> None:
+        super().__init__(name="tpengine-heartbeat", daemon=True)
+        self._rank = rank
+        self._control = control
+        self._steps = steps
+        self._first_word_s = first_word_s
+        self._doing = IDLE
+        self._has_imported = False
+
+    @contextlib.contextmanager
+    def during(self, doing: Doing) -> Iterator[None]:
+        """What the heartbeats say meanwhile; used by the worker's thread."""
+        self._doing = doing
+        try:
+            yield
+        finally:
+            self._doing = IDLE
+            if doing.phase == "create":
+                self._has_imported = True
+
+    def run(self) -> None:
+        """Runs until the process ends."""
+        try:
+            self._exchange()
+        except ChannelError as error:
+            end_process(self._rank, DRIVER_GONE, f"the driver is gone: {error}")
+
+    def _exchange(self) -> None:
+        poll = select.poll()
+        poll.register(self._control.fileno(), select.POLLIN)
+        poll.register(self._steps.fileno(), select.POLLRDHUP)
+        due = time.monotonic()
+        patience_s, silent_at = self._first_word_s, due + self._first_word_s
+        while True:
+            if time.monotonic() >= due:
+                self._send()
+                due = time.monotonic() + HEARTBEAT_S
+            for fileno, _ in poll.poll(max(0.0, due - time.monotonic()) * 1e3):
+                if fileno == self._steps.fileno():
+                    end_process(self._rank, DRIVER_GONE, "the driver closed the channel")
+            while self._control.take() is not None:
+                patience_s, silent_at = FENCE_S, time.monotonic() + FENCE_S
+            # Only after all was read: a process that was stopped has much to read when it goes on.
+            if time.monotonic() > silent_at:
+                end_process(
+                    self._rank, DRIVER_SILENT, f"nothing heard from the driver for {patience_s:g} s"
+                )
+
+    def _send(self) -> None:
+        if self._has_imported:  # imports may hold Python's lock for long
+            # A timer in C: it needs no lock of Python's, and it writes the stacks to the log.
+            faulthandler.dump_traceback_later(_STUCK_S, exit=True, file=2)
+        doing = self._doing
+        self._control.send(FrameKind.HEARTBEAT, doing.step or 0, doing.phase.encode(), FENCE_S)
+
+
+def end_process(rank: int, code: int, reason: str) -> None:
+    """Ends this process at once; writes the reason to its log and removes its files in shared
+    memory."""
+    time.sleep(_LAST_FRAMES_S)  # the answer to an orderly shutdown is sent first
+    os.write(2, f"rank {rank} ends itself: {reason}\n".encode())
+    host.remove_own_segments()
+    os._exit(code)

@@ -19,7 +19,7 @@ import numpy.typing as npt
 import torch
 
 from tpengine.layers.device_values import Array, Pending, upload
-from tpengine.logits_processors import LogitsProcessor
+from tpengine.sampling_params import LogitsProcessor
 
 _MAX_ENTRIES = 1 << 20
 """Entries that penalties process at a time; bounds their temporary tensors to about 32 MiB."""

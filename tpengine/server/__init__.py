@@ -1,1 +1,1 @@
-"""The gRPC server and its client."""
+"""Servers of the engine: gRPC, and what all protocols share."""

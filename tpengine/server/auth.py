@@ -1,13 +1,12 @@
-"""Who calls: bearer tokens, certificates, and what each may do."""
+"""Authentication: which client calls, by its bearer token or certificate, and what it may do."""
 
 from __future__ import annotations
 
 import hashlib
 import hmac
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from tpengine.errors import ConfigError, PermissionDeniedError, UnauthenticatedError
 from tpengine.logger import init_logger
@@ -15,41 +14,41 @@ from tpengine.logger import init_logger
 logger = init_logger(__name__)
 
 MIN_TOKEN_LENGTH = 16
-"""Characters below which a token is guessed sooner or later."""
+"""Minimum length in characters; a shorter token can be guessed."""
 ANONYMOUS = "anonymous"
 
 
 @dataclass(frozen=True, slots=True)
 class Client:
-    """Somebody who calls.
+    """An authenticated caller.
 
     Attributes:
-        name: the same for all calls with the same token or certificate; no secret.
-        may: what it is allowed besides its own requests: "serve", or "serve" and "admin".
+        name: the same for all calls with the same token or certificate; not a secret.
+        may: its rights: "serve", or "serve" and "admin".
     """
 
     name: str
     may: frozenset[str] = frozenset({"serve"})
 
     def require_admin(self, what: str) -> None:
-        """Refuses what only the operator may do.
+        """Refuses an operation that only the operator may run.
 
         Raises:
-            PermissionDeniedError: the client did not show the admin token.
+            PermissionDeniedError: the client did not send the admin token.
         """
         if "admin" not in self.may:
             raise PermissionDeniedError(
-                f"{what} wants the admin token, which the server takes from --admin-token-file or "
+                f"{what} needs the admin token, which the server takes from --admin-token-file or "
                 "TPENGINE_ADMIN_TOKEN; send it as metadata 'authorization: Bearer TOKEN'"
             )
 
 
 class Authenticator:
-    """Tells clients apart by their tokens; holds digests only.
+    """Identifies clients by their tokens; keeps only digests of the tokens.
 
     Args:
-        tokens: those of ordinary clients; none: nobody needs one.
-        admin_tokens: those that may do everything.
+        tokens: of ordinary clients; empty: no client needs a token.
+        admin_tokens: of the operator; they allow everything.
     """
 
     def __init__(self, tokens: Iterable[str] = (), admin_tokens: Iterable[str] = ()) -> None:
@@ -61,32 +60,22 @@ class Authenticator:
         """Whether a call without a token is refused."""
         return bool(self._ordinary)
 
-    def identify_call(self, context: Any) -> Client:
-        """The client that makes a call, by what gRPC knows of it.
-
-        Raises:
-            UnauthenticatedError: as `identify`.
-        """
-        metadata = context.invocation_metadata() or ()
-        headers = [str(value) for name, value in metadata if name == "authorization"]
-        return self.identify(headers, _certificate_name(context.auth_context()))
-
     def identify(self, headers: Sequence[str], certificate: str | None) -> Client:
-        """The client that sent these.
+        """The client that sent these credentials.
 
-        Every token is compared, each in constant time: how long a refusal takes tells nothing.
+        Compares with every token in constant time: the time that a refusal takes tells nothing.
 
         Args:
             headers: all values of `authorization`.
             certificate: the name in the client's certificate, which TLS has verified.
 
         Raises:
-            UnauthenticatedError: a token is wanted and there is none, or not one that is known.
+            UnauthenticatedError: a token is needed and missing, or it is unknown.
         """
         if not headers or not (self._ordinary or self._admin):
             if self.wants_token:
                 raise UnauthenticatedError(
-                    "this server wants a token; send it as metadata 'authorization: Bearer TOKEN'"
+                    "this server needs a token; send it as metadata 'authorization: Bearer TOKEN'"
                 )
             return Client(ANONYMOUS if certificate is None else f"certificate {certificate}")
         scheme, _, token = headers[0].partition(" ")
@@ -104,29 +93,17 @@ class Authenticator:
         )
 
 
-def _certificate_name(peer: Mapping[str, Sequence[bytes]]) -> str | None:
-    """Tells certificates apart: by their names, or where they have none, by their bytes.
-
-    Args:
-        peer: what TLS has verified, as gRPC gives it.
-    """
-    for kind, label in (("x509_common_name", ""), ("x509_subject_alternative_name", "for ")):
-        names = sorted(name.decode("utf-8", "replace") for name in peer.get(kind, ()) if name)
-        if names:
-            return label + ", ".join(names)
-    pem = b"".join(peer.get("x509_pem_cert", ()))
-    return f"sha256 {hashlib.sha256(pem).hexdigest()[:32]}" if pem else None
-
-
 def read_tokens(file: str | None, variable: str | None, what: str) -> list[str]:
-    """Tokens of a file, one per line, and of an environment variable, separated by commas.
+    """Reads tokens from a file, one per line, and from a value separated by commas.
 
     Args:
-        variable: the value, or None.
-        what: the option or variable, for messages.
+        file: path; None: no file.
+        variable: value of an environment variable; None: not set.
+        what: name of the option or variable, for messages.
 
     Raises:
-        ConfigError: the file cannot be read or holds none, or a token cannot be one.
+        ConfigError: the file cannot be read or holds no token, or a token is too short or has
+            other characters than printable ASCII.
     """
     tokens = [] if variable is None else [part.strip() for part in variable.split(",")]
     if file is not None:
@@ -151,12 +128,12 @@ def read_tokens(file: str | None, variable: str | None, what: str) -> list[str]:
 
 
 def _digest(token: str) -> bytes:
-    """Digests are of equal length, whatever the tokens are."""
+    """SHA-256, so that all compared values have the same length."""
     return hashlib.sha256(token.encode("utf-8", "surrogateescape")).digest()
 
 
 def _holds(known: Sequence[bytes], given: bytes) -> bool:
     found = 0
-    for one in known:
+    for one in known:  # no early return: the time must not depend on the place of a match
         found |= hmac.compare_digest(one, given)
     return bool(found)

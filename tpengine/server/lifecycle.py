@@ -1,4 +1,4 @@
-"""A server from its first phase to its exit code: start, serve, drain, end."""
+"""The lifecycle of a server: start, serve, drain, exit code."""
 
 from __future__ import annotations
 
@@ -11,41 +11,39 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import Future
 from functools import partial
-from typing import Any, NoReturn, TypeVar
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from typing import NoReturn, TypeVar
 
 from tpengine.async_engine.async_llm_engine import AsyncLLMEngine
-from tpengine.async_engine.engine_start import EngineStart
-from tpengine.async_engine.generate_request import GenerateRequest
+from tpengine.async_engine.engine_thread import EngineStart
+from tpengine.engine.requests import GenerateRequest
 from tpengine.engine_args import EngineArgs
-from tpengine.errors import EngineError, TPEngineError
+from tpengine.errors import ConfigError, EngineError, TPEngineError, counted
+from tpengine.host import call_on_end_signals
 from tpengine.logger import init_logger
 from tpengine.sampling_params import RequestOutputKind, SamplingParams
 from tpengine.server.auth import Authenticator
-from tpengine.server.grpc.health import HealthServicer
-from tpengine.server.grpc.server import listen, make_server
-from tpengine.server.grpc.service import GenerationServicer
-from tpengine.server.grpc.wake_ups import batch_wake_ups
-from tpengine.server.metrics_port import MetricsPort
+from tpengine.server.grpc.server import GrpcServer
 from tpengine.server.server_args import ServerArgs, join_address
 from tpengine.server.state import ServerState, State
-from tpengine.wording import counted
 
 logger = init_logger(__name__)
 
 EXIT_OK, EXIT_FAILED = 0, 1
-_LOOK_S = 0.2
-"""How often the engine is asked how it is."""
+_POLL_S = 0.2
+"""Interval at which the engine's health is read."""
 _WRITE_S = 2.0
-"""What a finished request's last words get to leave the server, at least."""
+"""Minimum time for the last outputs of finished requests to be sent."""
 _STEP_END_S = 5.0
-"""What the step that runs at the end gets beyond the drain's time; a longer one hangs."""
+"""Time for the running step after the drain; a longer step counts as hanging."""
 _RANKS_END_S = 8.0
-"""What the ranks of an engine that is given up get to end in order."""
+"""Time for the ranks of an engine that is given up to end in order."""
 _AT_ONCE_S = 1.0
-"""What a second signal leaves, in all."""
+"""Time for everything after a second signal."""
 _EXIT_S = 10.0
-_SIGNALS = (signal.SIGTERM, signal.SIGINT)
+_METRICS_READ_S = 5.0
 
 T = TypeVar("T")
 
@@ -59,14 +57,13 @@ def run_server(
     """Serves until a signal, Drain or the engine's death; returns the exit code.
 
     Args:
-        phases: what of the start is over already, in seconds.
+        phases: seconds of the phases of the start that are over already.
 
     Raises:
         ConfigError: the port is taken, or the certificates cannot be used.
     """
 
-    async def serve() -> int:  # grpc wants its loop from the beginning
-        batch_wake_ups(asyncio.get_running_loop())
+    async def serve() -> int:  # grpc must be created in the loop that serves it
         return await _Server(args, authenticator, engine_args, phases).run()
 
     code = asyncio.run(serve())
@@ -88,62 +85,58 @@ class _Server:
         self._start = EngineStart(engine_args)
         self._limits = args.limits()
         self._state = ServerState(args.model_name(engine_args.model), args.drain_timeout)
-        self._health = HealthServicer()
         self._phases = dict(phases)
         self._phase = ""
         self._first_signal: signal.Signals | None = None
         self._stopping: asyncio.Task[NoReturn] | None = None
-        servicer = GenerationServicer(self._state, self._limits)
         self._authenticator = authenticator
-        self._grpc = make_server(servicer, self._health, authenticator, self._limits)
+        self._grpc = GrpcServer(self._state, authenticator, self._limits)
 
     async def run(self) -> int:
-        """The whole life."""
+        """Starts, serves and ends the server."""
         self._catch_signals()
         with contextlib.ExitStack() as closing:
             metrics = ""
             with self._timed("listen"):
-                port = listen(self._grpc, self._args.address(), self._args.tls_files())
                 if self._args.metrics_port is not None:
                     metrics_port = MetricsPort(self._args.metrics_port, self._metrics_text)
                     closing.callback(metrics_port.close)
                     metrics = f"; metrics on http://127.0.0.1:{metrics_port.port}/metrics"
-                await self._grpc.start()
+                port = await self._grpc.start(self._args.address(), self._args.tls_files())
             code = await self._serve(port, metrics)
-            if self._stopping is not None:  # it knows the exit code
+            if self._stopping is not None:  # its exit code is that of the second signal
                 await self._stopping
             return code
 
     def _catch_signals(self) -> None:
-        """Again and again while the engine is built: Ray puts a handler of its own, which ends the
-        process without a drain, in the place of ours when it is initialised."""
-        for number in _SIGNALS:
-            asyncio.get_running_loop().add_signal_handler(number, self._on_signal, number)
+        """Installs the signal handlers. Called repeatedly while the engine is built: when Ray is
+        initialised, it replaces them by its own, which end the process without a drain."""
+        call_on_end_signals(asyncio.get_running_loop(), self._on_signal)
 
     def _metrics_text(self) -> bytes:
         engine = self._state.engine
         return b"" if engine is None else engine.metrics_text(self._state.model)
 
     async def _serve(self, port: int, metrics: str) -> int:
-        # Health answers from here on: alive, and not ready.
+        # From here on health answers: alive, and not ready.
         starting = asyncio.create_task(self._start_engine())
         await self._wait_for_start(starting)
         try:
             engine = starting.result()
-        except TPEngineError as error:
+        except Exception as error:
             await self._grpc.stop(0)
-            logger.error("the server cannot start: %s: %s", type(error).__name__, error)
-            return EXIT_FAILED
-        except Exception:  # a fault of ours, or of a library: with what is needed to find it
-            await self._grpc.stop(0)
-            logger.exception("the server cannot start")
+            if isinstance(error, TPEngineError):
+                logger.error("the server cannot start: %s: %s", type(error).__name__, error)
+            else:  # a defect of ours or of a library: the traceback is needed
+                logger.exception("the server cannot start")
             return EXIT_FAILED
         self._announce(port, metrics)
         code = await self._watch(engine)
         return await self._end(engine, code)
 
     async def _wait_for_start(self, starting: asyncio.Task[AsyncLLMEngine]) -> None:
-        """Returns when the start has ended, well or not; leaves when it is called off."""
+        """Returns when the start has succeeded or failed; ends the process if it is cancelled or
+        takes too long."""
         ending = asyncio.create_task(self._state.ending.wait())
         end = time.monotonic() + self._args.startup_timeout
         while not starting.done():
@@ -158,17 +151,17 @@ class _Server:
                 )
             await asyncio.wait(
                 {starting, ending},
-                timeout=min(left_s, _LOOK_S),
+                timeout=min(left_s, _POLL_S),
                 return_when=asyncio.FIRST_COMPLETED,
             )
             self._catch_signals()
         ending.cancel()
 
     async def _start_engine(self) -> AsyncLLMEngine:
-        """Loads the model and proves with one token that the engine gets on.
+        """Loads the model, and generates one token to show that the engine works.
 
         Raises:
-            EngineError: it cannot be built, or that token does not come.
+            EngineError: the engine cannot be built, or that token does not come.
         """
         with self._timed("engine"):
             engine = await _in_thread(
@@ -176,7 +169,7 @@ class _Server:
                     AsyncLLMEngine,
                     self._start.build,
                     self._limits.queue,
-                    # Which is told by `_wait_for_start`.
+                    # Later than `_wait_for_start`, whose error names the option.
                     start_timeout_s=self._args.startup_timeout + _EXIT_S,
                     log_requests=not self._args.disable_log_requests,
                 )
@@ -221,6 +214,7 @@ class _Server:
         )
 
     def _on_signal(self, number: int) -> None:
+        """The first signal drains the server, the second ends it within a second, the third now."""
         name = signal.Signals(number).name
         if self._stopping is not None:
             _exit_now(128 + number)
@@ -229,39 +223,38 @@ class _Server:
             self._stopping = asyncio.create_task(self._stop_at_once(128 + number))
             return
         self._first_signal = signal.Signals(number)
-        if self._state.is_draining:
+        if self._state.state is State.DRAINING:
             logger.info("%s: the server ends already; another signal ends it at once", name)
         self._state.ask_to_end(name)
 
     async def _stop_at_once(self, code: int) -> NoReturn:
-        """Ends the process within a second, whatever the engine does, once the clients of open
-        calls know why: they would else see no more than a closed connection."""
+        """Ends the process within a second, whatever the engine does. The clients of open calls are
+        told why first; else they would see only a closed connection."""
         _end_within(_AT_ONCE_S, code)
-        self._state.stop_at_once()
-        self._health.close()
+        self._state.last_words = "the server was told to stop at once; ask another"
         engine = self._state.engine
-        if engine is not None:  # readers are told in one turn of the loop; it also waits for a step
+        if engine is not None:  # readers get their error at once; the rest of drain awaits a step
             with contextlib.suppress(TimeoutError):
                 await asyncio.wait_for(engine.drain(0.0), _AT_ONCE_S / 4)
         await self._grpc.stop(_AT_ONCE_S / 2)
         _exit_now(code)
 
     async def _watch(self, engine: AsyncLLMEngine) -> int:
-        """Follows the engine's health until the server is to end; returns the exit code so far."""
+        """Follows the engine's health until the server has to end; returns the exit code so far."""
         while True:
             health = engine.health()
             is_running = self._state.state is State.RUNNING
-            self._health.set(alive=health.alive, ready=health.ready and is_running)
+            self._grpc.set_health(alive=health.alive, ready=health.ready and is_running)
             if not health.alive:
                 logger.error("the engine is dead: %s; the server ends", health.reason)
                 return EXIT_FAILED
             if not is_running:
                 return EXIT_OK
             with contextlib.suppress(asyncio.TimeoutError):
-                await asyncio.wait_for(self._state.ending.wait(), _LOOK_S)
+                await asyncio.wait_for(self._state.ending.wait(), _POLL_S)
 
     async def _end(self, engine: AsyncLLMEngine, code: int) -> int:
-        """Lets requests finish, as long as there is an engine, and closes everything."""
+        """Lets requests finish if the engine is alive, and closes everything."""
         state = self._state
         end = time.monotonic()
         if code == EXIT_OK:
@@ -277,11 +270,10 @@ class _Server:
                 logger.warning("aborted %s that had not finished", counted(num_cut, "request"))
             if not engine.health().alive:
                 code = EXIT_FAILED
-        # What is generated has still to be read; a reader that is slow has the rest of the time.
+        # Clients have still to read what is generated; a slow one has the rest of the time.
         end = max(end, time.monotonic() + _WRITE_S)
         while state.num_open_calls and time.monotonic() < end:
             await asyncio.sleep(0.01)
-        self._health.close()
         await self._grpc.stop(0.5)
         try:
             await engine.shutdown(_STEP_END_S)
@@ -291,8 +283,8 @@ class _Server:
         return code
 
     async def _give_up(self, code: int, why: str) -> NoReturn:
-        """Ends the process without the engine's thread, which cannot be ended where it hangs in
-        native code. Its ranks go first: left alone, they would stay until they miss the driver."""
+        """Ends the process although the engine's thread hangs; a thread in native code cannot be
+        ended. Ends the ranks first: they would else stay until they miss the driver."""
         logger.warning("%s", why)
         try:
             await asyncio.wait_for(_in_thread(self._start.cancel), _RANKS_END_S)
@@ -308,28 +300,78 @@ def _exit_now(code: int) -> NoReturn:
 
 
 def _end_within(seconds: float, code: int) -> None:
-    """The interpreter joins threads when it ends; one that hangs must not keep the process."""
+    """Ends the process after this time: at its end the interpreter joins threads, and one that
+    hangs would keep the process."""
     timer = threading.Timer(seconds, _exit_now, (code,))
     timer.daemon = True
     timer.start()
 
 
 async def _in_thread(work: Callable[[], T]) -> T:
-    """Runs something slow beside the loop; unlike asyncio's own threads, none is waited for."""
-    loop = asyncio.get_running_loop()
-    done: asyncio.Future[T] = loop.create_future()
-
-    def finish(set_it: Callable[[Any], None], value: Any) -> None:
-        if not done.done():
-            set_it(value)
+    """Runs a slow function on a thread. Unlike asyncio's own threads, the interpreter does not join
+    it at its end."""
+    done: Future[T] = Future()
+    done.set_running_or_notify_cancel()  # its result may come after the caller has given up
 
     def run() -> None:
         try:
-            result = work()
+            done.set_result(work())
         except BaseException as error:
-            loop.call_soon_threadsafe(finish, done.set_exception, error)
-        else:
-            loop.call_soon_threadsafe(finish, done.set_result, result)
+            done.set_exception(error)
 
     threading.Thread(target=run, name="tpengine-load", daemon=True).start()
-    return await done
+    return await asyncio.wrap_future(done)
+
+
+class MetricsPort:
+    """Serves a text at /metrics, for Prometheus: HTTP on loopback, on threads of its own.
+
+    Args:
+        port: 0: any free one.
+        text: makes the text; called on these threads.
+
+    Attributes:
+        port: the port that it listens on, on 127.0.0.1.
+
+    Raises:
+        ConfigError: the port is taken.
+    """
+
+    def __init__(self, port: int, text: Callable[[], bytes]) -> None:
+        class Handler(BaseHTTPRequestHandler):
+            timeout = _METRICS_READ_S  # a silent client holds a thread for no longer
+            server_version = "tpengine"
+            sys_version = ""
+
+            def do_GET(self) -> None:
+                if self.path.partition("?")[0] != "/metrics":
+                    self.send_error(404, "only /metrics is here")
+                    return
+                body = text()
+                self.send_response(200)
+                self.send_header("Content-Type", "text/plain; version=0.0.4; charset=utf-8")
+                self.send_header("Content-Length", str(len(body)))
+                self.end_headers()
+                self.wfile.write(body)
+
+            def log_message(self, format: str, *args: object) -> None:
+                """Logs nothing: a scraper comes every few seconds."""
+
+        try:
+            self._server = ThreadingHTTPServer(("127.0.0.1", port), Handler)
+        except OSError as error:
+            raise ConfigError(
+                f"metrics_port = {port} cannot be had: {error}; choose another"
+            ) from error
+        self._server.daemon_threads = True
+        self.port = int(self._server.server_address[1])
+        self._thread = threading.Thread(
+            target=self._server.serve_forever, name="tpengine-metrics", daemon=True
+        )
+        self._thread.start()
+
+    def close(self) -> None:
+        """Stops listening."""
+        self._server.shutdown()
+        self._server.server_close()
+        self._thread.join(_METRICS_READ_S)

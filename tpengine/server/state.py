@@ -1,80 +1,70 @@
-"""Where a server is in its life; shared by its methods, its health and its signal handlers."""
+"""`ServerState`: the phase of a server; its doors and its lifecycle share it."""
 
 from __future__ import annotations
 
 import asyncio
 import enum
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import AsyncIterator, Iterable
+from contextlib import asynccontextmanager
 
 from tpengine.async_engine.async_llm_engine import AsyncLLMEngine
+from tpengine.async_engine.mailbox import Mailbox
+from tpengine.engine.requests import GenerateRequest
+from tpengine.errors import (
+    EngineDrainingError,
+    EngineLoadingError,
+    InvalidPromptError,
+    ModelNotFoundError,
+    RequestAbortedError,
+)
 from tpengine.server.limits import max_text_bytes
 
 
 class State(enum.Enum):
-    """The stations, in their order."""
+    """The phases of a server, in their order."""
 
     LOADING = "loading"
     RUNNING = "running"
     DRAINING = "draining"
-    """No new requests; those that run may finish."""
+    """New requests are refused; running ones may finish."""
 
 
 class ServerState:
-    """One server's life.
+    """The phase of one server, and access to its engine.
 
     Attributes:
-        model: the name under which it is served.
-        engine: None while it is loaded.
-        max_text_bytes: longest text that can be tokenized into what fits; None: not known.
-        ending: set when the server is to end.
-        why: who asked for that.
-        drain_timeout_s: how long running requests may go on then.
-        last_words: what clients are told whose requests had not finished by then.
+        model: the name under which the model is served.
+        engine: None while it loads.
+        ending: set when the server has to end.
+        why: what asked the server to end.
+        drain_timeout_s: seconds that running requests get to finish.
+        last_words: error text for clients whose requests have not finished by then.
+        num_open_calls: calls that generate and have not ended.
     """
 
     def __init__(self, model: str, drain_timeout_s: float) -> None:
         self.model = model
         self.drain_timeout_s = drain_timeout_s
         self.engine: AsyncLLMEngine | None = None
-        self.max_text_bytes: int | None = None
         self.state = State.LOADING
         self.ending = asyncio.Event()
         self.why = ""
         self.last_words = (
             "the server ends, and the time that running requests had is up; ask another"
         )
+        self.num_open_calls = 0
+        self._max_text_bytes: int | None = None
         self._start = time.monotonic()
-        self._num_open_calls = 0
 
     @property
     def uptime_s(self) -> float:
         """Seconds since the server began to load."""
         return time.monotonic() - self._start
 
-    @property
-    def num_open_calls(self) -> int:
-        """Calls of Generate and GenerateStream that have not ended."""
-        return self._num_open_calls
-
-    @property
-    def is_draining(self) -> bool:
-        """Whether no new request is taken."""
-        return self.state is State.DRAINING
-
-    @contextmanager
-    def open_call(self) -> Iterator[None]:
-        """Counts a call while it is served."""
-        self._num_open_calls += 1
-        try:
-            yield
-        finally:
-            self._num_open_calls -= 1
-
     def serve(self, engine: AsyncLLMEngine) -> None:
-        """The engine is up."""
-        self.max_text_bytes = max_text_bytes(
+        """Begins to serve with an engine that is ready."""
+        self._max_text_bytes = max_text_bytes(
             engine.llm_engine.tokenizer, engine.get_model_config().max_model_len
         )
         self.engine = engine
@@ -82,10 +72,10 @@ class ServerState:
             self.state = State.RUNNING
 
     def ask_to_end(self, why: str, drain_timeout_s: float | None = None) -> None:
-        """New requests are refused from now on, and the server ends when the running ones have.
+        """Refuses new requests from now on, and ends the server when the running ones have ended.
 
         Args:
-            drain_timeout_s: None: what the server was started with.
+            drain_timeout_s: at most the value that the server was started with; None: that value.
         """
         if self.state is State.DRAINING:
             return
@@ -95,6 +85,69 @@ class ServerState:
             self.drain_timeout_s = min(drain_timeout_s, self.drain_timeout_s)
         self.ending.set()
 
-    def stop_at_once(self) -> None:
-        """A server that is ending already gives running requests no more time."""
-        self.last_words = "the server was told to stop at once; ask another"
+    def loaded_engine(self) -> AsyncLLMEngine:
+        """The engine.
+
+        Raises:
+            EngineLoadingError: it is not loaded yet.
+        """
+        if self.engine is None:
+            raise EngineLoadingError(
+                "the server loads its model; watch grpc.health.v1 under the name 'readiness'"
+            )
+        return self.engine
+
+    def check_open(self, model: str | None) -> None:
+        """Checks that requests for a model are taken.
+
+        Args:
+            model: its name in the request; None: any.
+
+        Raises:
+            EngineDrainingError: the server ends.
+            ModelNotFoundError: another model is served.
+        """
+        if self.state is State.DRAINING:
+            raise EngineDrainingError("the server ends and takes no new requests; ask another")
+        if model is not None and model != self.model:
+            raise ModelNotFoundError(
+                f"model {model[:200]!r} is not served here, but {self.model!r} is; leave model out "
+                "to take that"
+            )
+
+    def check_text(self, name: str, texts: Iterable[str]) -> None:
+        """Refuses a text that cannot fit before it is tokenized: one thread tokenizes for all.
+
+        Args:
+            name: of the field, for the message.
+            texts: all its parts.
+
+        Raises:
+            InvalidPromptError: it is longer than any text of `max_model_len` tokens.
+        """
+        length = sum(len(text.encode()) for text in texts)
+        if self._max_text_bytes is not None and length > self._max_text_bytes:
+            max_model_len = self.loaded_engine().get_model_config().max_model_len
+            raise InvalidPromptError(
+                f"{name} has {length} bytes, more than {self._max_text_bytes}, which is more than "
+                f"max_model_len = {max_model_len} tokens; shorten it"
+            )
+
+    @asynccontextmanager
+    async def open(self, request: GenerateRequest) -> AsyncIterator[Mailbox]:
+        """Serves a request; see `AsyncLLMEngine.open`. Counts the call while it is open.
+
+        Raises:
+            RequestError, EngineError: as there; EngineDrainingError if the end of the server has
+                aborted the request.
+        """
+        self.num_open_calls += 1
+        try:
+            async with self.loaded_engine().open(request) as mailbox:
+                yield mailbox
+        except RequestAbortedError:
+            if self.state is State.DRAINING:
+                raise EngineDrainingError(self.last_words) from None
+            raise
+        finally:
+            self.num_open_calls -= 1

@@ -1,13 +1,10 @@
-"""Certificates, read again when their files change."""
+"""Files of TLS certificates, read again when they change."""
 
 from __future__ import annotations
 
 import ssl
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
-
-import grpc
 
 from tpengine.errors import ConfigError
 from tpengine.logger import init_logger
@@ -17,12 +14,13 @@ logger = init_logger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class TlsFiles:
-    """PEM files.
+    """Paths of PEM files.
 
     Attributes:
-        certificate: the server's, with the chain to its authority.
-        key: of that certificate, without a passphrase.
-        client_authority: who signs clients' certificates; None: clients need none.
+        certificate: the server's certificate, followed by the chain to its authority.
+        key: the private key of that certificate, without a passphrase.
+        client_authority: certificate of the authority that signs the clients' certificates; None:
+            clients need no certificate.
     """
 
     certificate: str
@@ -30,16 +28,23 @@ class TlsFiles:
     client_authority: str | None = None
 
     def paths(self) -> list[Path]:
-        """All files that there are."""
+        """All files that are given."""
         names = (self.certificate, self.key, self.client_authority)
         return [Path(name) for name in names if name is not None]
 
 
-class CertificateReloader:
-    """Server credentials that follow their files.
+TlsContents = tuple[bytes, bytes, bytes | None]
+"""Contents of the certificate, the key and the client authority, in PEM."""
 
-    At each handshake the files' times are looked at. New ones that cannot be used, as while they
-    are written, change nothing: the old ones stay until the files are right.
+
+class CertificateReloader:
+    """The contents of certificate files, checked, and read again when a file changes.
+
+    New files that cannot be used, for example while they are being written, change nothing: the
+    old contents stay in use until the files are right.
+
+    Attributes:
+        contents: what is in use now.
     """
 
     def __init__(self, files: TlsFiles) -> None:
@@ -50,29 +55,22 @@ class CertificateReloader:
         """
         self._files = files
         self._seen = self._stamps()
-        self._configuration = self._load()
+        self.contents = self._load()
 
-    def credentials(self) -> Any:
-        """Credentials for a port."""
-        return grpc.dynamic_ssl_server_credentials(
-            self._configuration,
-            self._fetch,
-            require_client_authentication=self._files.client_authority is not None,
-        )
-
-    def _fetch(self) -> Any:
-        """Called by grpc at every handshake, on a thread of its own; None: nothing new."""
+    def reload(self) -> TlsContents | None:
+        """The new contents if the files have changed since the last call and can be used; else
+        None. Safe to call from any one thread at a time."""
         try:
             stamps = self._stamps()
             if stamps == self._seen:
                 return None
             self._seen = stamps
-            self._configuration = self._load()
+            self.contents = self._load()
         except ConfigError as error:
             logger.warning("the certificates changed and the old ones stay in use: %s", error)
             return None
         logger.info("the certificates changed; new connections get %s", self._files.certificate)
-        return self._configuration
+        return self.contents
 
     def _stamps(self) -> list[tuple[int, int, int]]:
         stamps = []
@@ -84,26 +82,24 @@ class CertificateReloader:
             stamps.append((found.st_mtime_ns, found.st_size, found.st_ino))
         return stamps
 
-    def _load(self) -> Any:
+    def _load(self) -> TlsContents:
         files = self._files
         try:
+            # The ssl module checks what gRPC would accept silently and fail on at each handshake.
             context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
             context.load_cert_chain(files.certificate, files.key, password=_no_passphrase)
             if files.client_authority is not None:
                 context.load_verify_locations(files.client_authority)
-            contents = [path.read_bytes() for path in files.paths()]
+            certificate, key, *authority = [path.read_bytes() for path in files.paths()]
         except (OSError, ssl.SSLError, ValueError) as error:
             names = ", ".join(str(path) for path in files.paths())
             raise ConfigError(
                 f"{names} cannot be used for TLS: {error}; certificate and key must be PEM files "
                 "that belong together, the key without a passphrase"
             ) from error
-        authority = contents[2] if files.client_authority is not None else None
-        return grpc.ssl_server_certificate_configuration(
-            [(contents[1], contents[0])], root_certificates=authority
-        )
+        return certificate, key, authority[0] if authority else None
 
 
 def _no_passphrase() -> str:
-    """OpenSSL would ask at the terminal otherwise."""
+    """Without this callback OpenSSL asks for a passphrase at the terminal."""
     raise ValueError("the key has a passphrase")

@@ -1,4 +1,8 @@
-"""The KV cache of one rank: a K and a V tensor per layer, divided into blocks."""
+"""The KV cache of one rank: a K and a V tensor per layer, divided into blocks.
+
+The layout of a block on each device is decided in `ops.cache.kv_cache_shapes`, because the kernels
+read it; this file only allocates the shapes that it returns, and copies whole blocks.
+"""
 
 from __future__ import annotations
 
@@ -14,21 +18,15 @@ from tpengine.layers.attention import KVCache
 from tpengine.layers.device_values import upload
 from tpengine.messages import BlockMoves
 from tpengine.ops import huge_pages
-from tpengine.ops.cache import (
-    copy_blocks,
-    copy_cache_blocks,
-    kv_cache_shapes,
-    swap_in,
-    swap_out,
-)
+from tpengine.ops.cache import copy_blocks, copy_cache_blocks, kv_cache_shapes, swap_in, swap_out
 
 _STAGING_BYTES = 64 << 20
-"""Large enough for the bus to run at its full speed."""
+"""Of a copy to or from the host: large enough for the bus to reach its full speed."""
 _PIECE_BYTES = 256 << 20
-"""Of the host's pool. torch pins a power of two of bytes: 32 GiB for a tensor of 17."""
+"""Of the host's pool. torch pins a power of two of bytes: 32 GiB for a tensor of 17 GiB."""
 _POPULATE_S = 0.1
-"""Of the start. The first prompts would wait for memory up to a tenth of their time, on a virtual
-machine."""
+"""Limit of the time that `populate` adds to the start. Without it the first prompts spend up to a
+tenth of their time on page faults, on a virtual machine."""
 
 
 def block_bytes(
@@ -39,25 +37,24 @@ def block_bytes(
     num_kv_heads: int,
     head_dim: int,
 ) -> int:
-    """Bytes of one block over all layers, K and V."""
+    """Returns the bytes of one block over all layers, K and V."""
     shapes = kv_cache_shapes(device.type, dtype, 1, block_size, num_kv_heads, head_dim)
     return num_layers * dtype.itemsize * sum(math.prod(shape) for shape in shapes)
 
 
 class CacheEngine:
-    """Allocates the cache, hands each layer its part, and moves blocks about.
+    """Allocates the cache, hands each layer its part, and copies and swaps blocks.
 
-    On a GPU the layers' parts are one tensor, so that a block of all layers is moved by one launch
-    and crosses the bus in one piece; swaps have a stream of their own.
+    On a GPU the layers' parts are one tensor, so that one launch copies a block of all layers and a
+    swap moves it over the bus in one piece, on a stream of its own.
 
     Args:
         dtype: of the cache: the model's, or float8_e4m3fn on a GPU.
-        num_host_blocks: blocks of the host's pool, which holds what is swapped out in the device's
-            layout. On CPU it is memory like any other; for CUDA it is pinned.
+        num_host_blocks: blocks of the host's pool, which holds swapped blocks in the device's
+            layout. For CUDA it is pinned memory.
 
     Attributes:
-        kv_caches: per layer (K, V), laid out as the device's kernels like it
-            (`ops.cache.kv_cache_shapes`).
+        kv_caches: per layer (K, V), in the layout of `ops.cache.kv_cache_shapes`.
     """
 
     def __init__(
@@ -74,8 +71,6 @@ class CacheEngine:
         k_shape, v_shape = kv_cache_shapes(
             device.type, dtype, num_blocks, block_size, num_kv_heads, head_dim
         )
-        self.block_size = block_size
-        self.num_blocks = num_blocks
         self._device = device
         self._blocks: PooledBlocks | LayerBlocks
         # Left uninitialised: no kernel reads a slot that was not written.
@@ -102,11 +97,11 @@ class CacheEngine:
             self._blocks.copy(moves.copies)
 
     def populate(self, num_bytes: int) -> int:
-        """On CPU: has memory put behind the first blocks, which are taken first, as far as so many
-        bytes and a tenth of a second go. A GPU's cache has its memory.
+        """On CPU: has the kernel back the first blocks, which are used first, with memory, for at
+        most `num_bytes` and `_POPULATE_S`. On a GPU it does nothing: the memory is there.
 
         Returns:
-            Bytes of each layer's K, and as many of its V, that have theirs now.
+            Bytes of each layer's K, and as many of its V, that now have memory.
         """
         if self._device.type != "cpu":
             return 0
@@ -115,7 +110,7 @@ class CacheEngine:
 
 
 class LayerBlocks:
-    """The blocks of a cache in tensors of their own for each layer."""
+    """The blocks of a cache whose layers have tensors of their own."""
 
     def __init__(self, caches: LayerCaches, num_host_blocks: int) -> None:
         self.caches = caches
@@ -150,8 +145,9 @@ class PooledBlocks:
         pieces = pool.unbind()
         self.caches = LayerCaches(zip(pieces[::2], pieces[1::2], strict=True))
         self._pool = pool
-        on_gpu = pool.device.type == "cuda"
-        self._stream: Any = torch.cuda.Stream(pool.device) if on_gpu and num_host_blocks else None
+        self._stream: Any = None
+        if pool.device.type == "cuda" and num_host_blocks:
+            self._stream = torch.cuda.Stream(pool.device)  # type: ignore[no-untyped-call]
         one_block = (pool.shape[0], *pool.shape[2:])
         block_bytes = math.prod(one_block) * pool.itemsize
         self._piece_blocks = max(1, _PIECE_BYTES // block_bytes)
@@ -167,20 +163,20 @@ class PooledBlocks:
         self._staging = torch.empty((num_staged, *one_block), dtype=pool.dtype, device=pool.device)
 
     def swap(self, moves: BlockMoves) -> None:
-        """Copies blocks to the host and from it, on a stream of its own where there is one.
+        """Copies blocks to the host and from it; on CUDA without delaying the current stream.
 
         A block crosses the bus with all its layers at once, so one event at the end serves every
-        layer: to send them layer by layer would let the first start sooner, but in pieces so small
-        that the bus would move a fraction of what it can.
+        layer. Layer by layer, the first layer could start sooner, but the pieces would be too small
+        for the speed of the bus.
         """
         if self._stream is None:
             self._swap_now(moves)
             return
-        # After what the step before has written; the next kernels wait for the event.
+        # The swap waits for the writes of the previous step; the next kernels wait for the event.
         self._stream.wait_stream(torch.cuda.current_stream(self._pool.device))
         with torch.cuda.stream(self._stream):
             self._swap_now(moves)
-            event = torch.cuda.Event()
+            event = torch.cuda.Event()  # type: ignore[no-untyped-call]
             event.record(self._stream)
         self.caches.events = dict.fromkeys(range(len(self.caches)), event)
 
@@ -198,18 +194,19 @@ class PooledBlocks:
             swap_in(self._pool, self._host[piece], pairs, self._staging)
 
     def copy(self, pairs: list[tuple[int, int]]) -> None:
-        """Copies blocks within the cache, after swaps."""
+        """Copies blocks within the cache, after the swaps of the same step."""
         self.caches.wait()
         copy_cache_blocks(self._pool, upload(np.array(pairs, np.int64), self._pool.device))
 
 
 def staged_blocks(block_bytes: int, num_host_blocks: int) -> int:
-    """Blocks that a GPU holds twice while they are swapped; none without a place to swap to."""
+    """Returns how many blocks a GPU's staging buffer for swaps holds; 0 without host blocks."""
     return min(num_host_blocks, max(1, _STAGING_BYTES // block_bytes))
 
 
 class LayerCaches(list[KVCache]):
-    """Each layer's (K, V); going through them waits for the copies of a layer when it is reached.
+    """Each layer's (K, V). Iteration makes the current stream wait for copies of a layer before it
+    yields the layer.
 
     Attributes:
         events: by layer, the end of copies on another stream; CUDA only.
@@ -220,7 +217,7 @@ class LayerCaches(list[KVCache]):
         self.events: dict[int, torch.cuda.Event] = {}
 
     def wait(self) -> None:
-        """Lets the current stream wait for the copies of all layers."""
+        """Makes the current stream wait for the copies of all layers."""
         for event in set(self.events.values()):
             torch.cuda.current_stream().wait_event(event)
         self.events = {}
@@ -234,7 +231,7 @@ class LayerCaches(list[KVCache]):
 
 
 def _copy_across(source: torch.Tensor, target: torch.Tensor, pairs: list[tuple[int, int]]) -> None:
-    """Copies blocks from one device to another; neighbours that stay neighbours go as one."""
+    """Copies blocks from one tensor to another, consecutive ones in one copy."""
     for first_source, first_target, count in _runs(pairs):
         target[first_target : first_target + count].copy_(
             source[first_source : first_source + count], non_blocking=True
@@ -242,7 +239,7 @@ def _copy_across(source: torch.Tensor, target: torch.Tensor, pairs: list[tuple[i
 
 
 def _runs(pairs: list[tuple[int, int]]) -> list[tuple[int, int, int]]:
-    """(source, target, count) of stretches in which both go up by one."""
+    """Returns (source, target, count) of runs in which source and target both go up by one."""
     runs: list[tuple[int, int, int]] = []
     for source, target in pairs:
         if runs:

@@ -1,11 +1,11 @@
-"""Decode steps on CPU without Python between their ops.
+"""Decode steps on CPU without Python between their ops: the CPU's counterpart of `gpu.graphs`.
 
-A step of few rows is a hundred ops of some ten microseconds each. Between two of them Python takes
-long enough for the kernels' threads to fall asleep, and waking one takes longer still. So the
-model's forward pass over rows of one token is recorded once, with as many rows as there may be, and
-run with as many as a step has: the CPU's counterpart of `cuda_graph`, without padding.
+A step of few rows is a hundred ops of about ten microseconds each. Python between two ops takes
+long enough for the kernels' threads to fall asleep, and to wake a thread takes even longer. So the
+model's forward pass over rows of one token is recorded once, with the largest number of rows, and
+run with the rows that a step has, without padding.
 
-Only tpengine's own ops can be recorded. A model that needs another one runs op by op.
+Only tpengine's own ops can be recorded. A model that needs another op runs op by op.
 """
 
 from __future__ import annotations
@@ -18,9 +18,15 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from tpengine.layers.attention import AttentionMetadata
+from tpengine.logger import init_logger
 from tpengine.ops.recording import Recording
 from tpengine.worker.input_batch import StepArrays
 from tpengine.worker.transfers import Uploads
+
+logger = init_logger(__name__)
+
+MAX_RECORDED_ROWS = 256
+"""Of a decode step, here and in CUDA graphs. In a larger step the time between ops is hidden."""
 
 Forward = Callable[[torch.Tensor, AttentionMetadata], torch.Tensor]
 
@@ -30,11 +36,11 @@ class NotRecordableError(Exception):
 
 
 class Workspace:
-    """Memory of the tensors that a recording's ops write, `[num_rows, ...]` each. What no Python
-    object refers to any more is given out again, as an allocator would, so that the caches hold it.
+    """Allocates the tensors that a recording's ops write, `[num_rows, ...]` each. Memory to which
+    no Python object refers any more is used again, so that it stays in the CPU's caches.
 
     Attributes:
-        num_bytes: all of it.
+        num_bytes: of all memory that was allocated.
     """
 
     def __init__(self, recording: Recording) -> None:
@@ -45,10 +51,10 @@ class Workspace:
         self.num_bytes = 0
 
     def empty(self, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
-        """A new tensor.
+        """Returns a new tensor.
 
         Raises:
-            NotRecordableError: its first dimension is not that of the rows.
+            NotRecordableError: its first dimension is not the number of rows.
         """
         if not shape or shape[0] != self._recording.num_rows:
             raise NotRecordableError(f"a tensor of shape {list(shape)} is made, without the rows")
@@ -66,7 +72,7 @@ class Workspace:
         return self.watch(buffer[:num_bytes].view(dtype).view(shape))
 
     def watch(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Counts a tensor, which may lie in here, among those that hold its memory."""
+        """Counts a tensor among the users of its memory, if that belongs to the workspace."""
         address = tensor.untyped_storage().data_ptr()
         if address in self._buffers:
             self._num_users[address] = self._num_users.get(address, 0) + 1
@@ -79,13 +85,13 @@ class Workspace:
             self._free.append(self._buffers[address])
 
 
-class _Tape(TorchDispatchMode):
-    """Lets tpengine's ops pass, and views; new tensors come from the workspace, and all else is
-    refused, for a recording would leave it out. What a model does with numbers that it has taken
-    out of a tensor (`tolist`, `numpy`) is not seen: it must not, in its forward pass."""
+class _Tape(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Lets tpengine's ops and views pass, makes new tensors in the workspace, and refuses every
+    other op, since a recording would leave it out. It does not see numbers that are read out of a
+    tensor (`tolist`, `numpy`): a model's forward pass must not read them."""
 
     def __init__(self, recording: Recording, workspace: Workspace) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self._recording = recording
         self._workspace = workspace
 
@@ -99,7 +105,8 @@ class _Tape(TorchDispatchMode):
         kwargs = dict(kwargs or {})
         if func.namespace == "tpengine":
             before = self._recording.num_calls
-            # The recording holds its arguments: not the objects whose end frees their memory.
+            # The recording keeps its arguments, so it gets aliases: the end of the model's own
+            # tensors is what frees their memory.
             func(*map(_alias, args), **{name: _alias(kwargs[name]) for name in kwargs})
             if self._recording.num_calls == before:
                 raise NotRecordableError(f"{func} has no compiled kernel")
@@ -132,7 +139,7 @@ class DecodeRecording:
     """The model's forward pass over one KV cache, for up to `max_rows` rows of one token.
 
     Args:
-        forward: the model, over its cache: token ids and metadata to hidden states.
+        forward: the model over its cache: token ids and metadata to hidden states.
         max_blocks: of a sequence.
 
     Attributes:
@@ -140,11 +147,11 @@ class DecodeRecording:
         num_calls: ops in a step.
 
     Raises:
-        NotRecordableError: the model needs an op of torch's.
+        NotRecordableError: the model needs an op of torch.
     """
 
     def __init__(self, forward: Forward, max_rows: int, max_blocks: int) -> None:
-        self._max_rows = max_rows
+        self.max_rows = max_rows
         self._recording = recording = Recording(max_rows)
         workspace = Workspace(recording)
         columns = torch.zeros(4, max_rows, dtype=torch.int32)
@@ -157,31 +164,34 @@ class DecodeRecording:
         try:
             with recording.noting(), _Tape(recording, workspace):
                 self._hidden = forward(token_ids, metadata)
-        except RuntimeError as error:  # what the native side refuses
+        except RuntimeError as error:  # the native side refuses a call
             raise NotRecordableError(str(error)) from error
         self._columns, self._table = columns.numpy(), table.numpy()
         self.num_bytes = workspace.num_bytes + columns.nbytes + table.nbytes
         self.num_calls = recording.num_calls
 
-    def fits(self, arrays: StepArrays) -> bool:
-        """Whether a step is one of those that were recorded: each row decodes, and there are not
-        too many."""
-        num_seqs = len(arrays.seq_lens)
-        return arrays.num_decodes == num_seqs <= self._max_rows
-
-    def prepare(
+    def write(
         self, arrays: StepArrays, uploads: Uploads, token_ids: torch.Tensor | None = None
-    ) -> Callable[[], torch.Tensor]:
-        """Writes a step's inputs to where the recording reads them; see `DecodeGraphs.prepare`."""
-        num_seqs = len(arrays.seq_lens)
+    ) -> None:
+        """Writes a step's inputs to where the recording reads them; see `DecodeGraphs.write`."""
+        num_rows = len(arrays.seq_lens)
         ids = arrays.token_ids if token_ids is None else token_ids.numpy()
         columns = (ids, arrays.positions, arrays.slot_mapping, arrays.seq_lens)
         for row, column in zip(self._columns, columns, strict=True):
-            row[:num_seqs] = column
-        self._table[:num_seqs, : arrays.block_table.shape[1]] = arrays.block_table
+            row[:num_rows] = column
+        self._table[:num_rows, : arrays.block_table.shape[1]] = arrays.block_table
 
-        def run() -> torch.Tensor:
-            self._recording.run(num_seqs)
-            return self._hidden[:num_seqs]
+    def run(self, num_rows: int) -> torch.Tensor:
+        """Runs the model over what was written; hidden states `[num_rows, hidden_size]`, valid
+        until the next run."""
+        self._recording.run(num_rows)
+        return self._hidden[:num_rows]
 
-        return run
+
+def try_to_record(forward: Forward, max_rows: int, max_blocks: int) -> DecodeRecording | None:
+    """See `DecodeRecording`; None: the model needs an op that cannot be recorded."""
+    try:
+        return DecodeRecording(forward, max_rows, max_blocks)
+    except NotRecordableError as error:
+        logger.debug("decode steps run op by op: %s", error)
+        return None

@@ -1,4 +1,4 @@
-"""What a worker's device is and can do."""
+"""Chooses a worker's device, its dtypes and its CPU threads."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import torch
 from tpengine import envs
 from tpengine.errors import ConfigError
 from tpengine.ops.library import cpu_isa
-from tpengine.worker import cgroups
+from tpengine.worker.memory import cpu_limit
 
 _DTYPES = {
     "float32": torch.float32,
@@ -22,10 +22,10 @@ _DTYPES = {
 
 
 def detect_device(wanted: str) -> str:
-    """Returns cpu or cuda for auto, cpu or cuda.
+    """Returns "cpu" or "cuda" for the user's "auto", "cpu" or "cuda".
 
     Raises:
-        ConfigError: cuda was asked for, and this torch sees none.
+        ConfigError: cuda was asked for, but torch cannot use it.
     """
     available = torch.cuda.is_available()
     if wanted == "cuda" and not available:
@@ -36,7 +36,7 @@ def detect_device(wanted: str) -> str:
 
 
 def resolve_dtype(wanted: str, device: str) -> torch.dtype:
-    """The dtype of weights, activations and KV cache; auto is bfloat16 where the device has it.
+    """Returns the dtype of weights and activations; "auto" is bfloat16 if the device supports it.
 
     Raises:
         ConfigError: float16 on CPU.
@@ -48,13 +48,13 @@ def resolve_dtype(wanted: str, device: str) -> torch.dtype:
         )
     if wanted != "auto":
         return _DTYPES[wanted]
-    # Without instructions for it a CPU would convert at every step, which costs more than it saves.
+    # A CPU without bfloat16 instructions converts at every step, which costs more than it saves.
     has_bf16 = cpu_isa() == "avx512bf16" if device == "cpu" else torch.cuda.is_bf16_supported()
     return torch.bfloat16 if has_bf16 else torch.float32
 
 
 def _why_no_cuda() -> str:
-    """What keeps torch from a GPU, and what to do about it."""
+    """Says why torch cannot use a GPU, and what to change."""
     if torch.version.cuda is None:
         return (
             f"torch {torch.__version__} is a build without CUDA: install one with it, as "
@@ -62,7 +62,7 @@ def _why_no_cuda() -> str:
         )
     built = f"torch {torch.__version__} (for CUDA {torch.version.cuda})"
     try:
-        torch.cuda.init()
+        torch.cuda.init()  # type: ignore[no-untyped-call]
     except (RuntimeError, AssertionError) as error:
         return (
             f"{built} cannot use a GPU: {str(error).strip()}; update the driver, or install a "
@@ -72,12 +72,12 @@ def _why_no_cuda() -> str:
 
 
 def cache_dtype(wanted: str, dtype: torch.dtype) -> torch.dtype:
-    """The dtype of the KV cache, by `CacheConfig.kv_cache_dtype` and the model's dtype."""
+    """Returns the dtype of the KV cache for `CacheConfig.kv_cache_dtype` and the model's dtype."""
     return torch.float8_e4m3fn if wanted == "fp8" else dtype
 
 
 def check_quantization(wanted: str | None, device: str) -> None:
-    """Raises ConfigError where the device has no kernels for a quantization."""
+    """Raises ConfigError if the device has no kernels for a quantization."""
     if wanted is not None and device != "cpu":
         raise ConfigError(
             f"quantization = {wanted!r} has kernels for CPUs only, the device is {device}; leave "
@@ -86,10 +86,10 @@ def check_quantization(wanted: str | None, device: str) -> None:
 
 
 def set_num_threads(local_ranks: int) -> int:
-    """Gives this process its CPU threads, and returns their number.
+    """Sets the number of CPU threads of this process, and returns it.
 
-    What the environment says, or else its share of the cores that it may run on and of the CPU
-    time that its cgroups grant: threads beyond a quota would be stopped for most of each period.
+    The environment decides. Without it a rank gets its share of the cores that it may run on and of
+    the CPU time that its cgroups grant: threads beyond a quota are stopped for most of each period.
     """
     threads = envs.num_threads() or envs.omp_num_threads()
     if threads is None:
@@ -100,5 +100,5 @@ def set_num_threads(local_ranks: int) -> int:
 
 
 def _usable_cores() -> int:
-    cores, quota = len(os.sched_getaffinity(0)), cgroups.cpu_limit()
+    cores, quota = len(os.sched_getaffinity(0)), cpu_limit()
     return cores if quota is None else min(cores, math.ceil(quota))

@@ -1,7 +1,7 @@
 """The running batch, kept in fixed slots between steps, and each step's tensors made from it.
 
-The driver sends only what changed (`StepInput`); ids, computed counts, block tables and sampling
-parameters of the others stand here already, in arrays indexed by slot.
+The driver sends only what changed (`StepInput`). Token ids, computed counts, block tables and
+sampling parameters are kept here from step to step, in arrays indexed by slot.
 """
 
 from __future__ import annotations
@@ -24,7 +24,11 @@ Int32 = npt.NDArray[np.int32]
 
 @dataclass(slots=True)
 class StepArrays:
-    """A step's tokens and the fields of its `AttentionMetadata`, on the host."""
+    """A step's tokens and the fields of its `AttentionMetadata`, on the host.
+
+    Attributes:
+        num_scheduled_tokens: int32 `[num_seqs]`, tokens of each row.
+    """
 
     token_ids: Int32
     positions: Int32
@@ -36,6 +40,26 @@ class StepArrays:
     num_scheduled_tokens: Int32
 
 
+@dataclass(frozen=True, slots=True)
+class PromptRow:
+    """The part of a prompt that a row of a step computes and that log probabilities are wanted for.
+
+    Attributes:
+        row: of the step.
+        first_token: index of the part's first token among the step's tokens.
+        first_position: position in the prompt of the first token that gets a log probability: the
+            one after the part's first token.
+        targets: int64, the prompt's tokens from `first_position` on.
+        num_top: likeliest tokens to report at each position.
+    """
+
+    row: int
+    first_token: int
+    first_position: int
+    targets: npt.NDArray[np.int64]
+    num_top: int
+
+
 class InputBatch:
     """Slots of the sequences that run on this rank.
 
@@ -43,8 +67,7 @@ class InputBatch:
         token_ids: int32 `[max_num_seqs, max_model_len]`, prompt and output.
         num_tokens, num_computed_tokens: int32 `[max_num_seqs]`.
         block_table: int32 `[max_num_seqs, max_blocks]`.
-        sampling: parameters of each slot's sampling.
-        uploads: how arrays get to the device.
+        sampling: sampling parameters of each slot.
     """
 
     def __init__(
@@ -62,7 +85,7 @@ class InputBatch:
         self.sampling = SamplingSlots(max_num_seqs, uploads.device)
 
     def apply(self, step: StepInput) -> None:
-        """Brings the slots up to date with the driver, in the order that `StepInput` documents."""
+        """Applies the driver's changes to the slots, in the order that `StepInput` documents."""
         for slot in step.freed_slots:
             self.sampling.clear(slot)
         for sequence in step.new_sequences:
@@ -78,8 +101,8 @@ class InputBatch:
             self.token_ids[slot, num_tokens - 1] = token_id
             self.sampling.rewrite(slot, self.token_ids[slot, :num_tokens])
 
-    def build(self, step: StepInput) -> tuple[torch.Tensor, AttentionMetadata]:
-        """Makes the tensors of one step.
+    def arrays(self, row_slots: Sequence[int], num_scheduled_tokens: Sequence[int]) -> StepArrays:
+        """Builds the arrays of some rows, by slot, each with its number of tokens to compute.
 
         Example, block_size 4: slot 7 has computed 5 tokens and adds one, slot 2 has computed 4 and
         adds three.
@@ -92,15 +115,7 @@ class InputBatch:
             seq_lens              6   7
             query_start_loc           0  3          (of the chunks only)
 
-        Returns:
-            token ids int32 `[num_tokens]` and the attention metadata.
-        """
-        return upload_step(self.arrays(step.slots, step.num_scheduled_tokens), self.uploads)
-
-    def arrays(self, row_slots: Sequence[int], num_scheduled_tokens: Sequence[int]) -> StepArrays:
-        """What `build` sends to the device, for these rows.
-
-        Ids of tokens that have not been appended yet are anything.
+        The token id of a row whose token has not been appended yet is undefined.
         """
         slots = np.array(row_slots, np.int64)
         scheduled = np.array(num_scheduled_tokens, np.int32)
@@ -134,9 +149,9 @@ class InputBatch:
         )
 
     def last_positions(self, step: StepInput) -> torch.Tensor | None:
-        """Index of each sampled row's last token among the step's tokens, int64; None: every token
-        is one. Where no row is sampled it is one token, whose hidden state nobody reads: to run
-        layers over no row at all would be a case of its own for every op and collective."""
+        """Returns the index of each sampled row's last token among the step's tokens, int64; None:
+        every token is one, in order. If no row is sampled it returns one token, whose hidden state
+        is not read: layers over no rows at all would be a special case in every op."""
         num_rows = len(step.slots)
         if not step.sample_rows:
             return self.uploads.send([np.zeros(1, np.int64)])[0]
@@ -146,29 +161,42 @@ class InputBatch:
         return self.uploads.send([ends[step.sample_rows] - 1])[0]
 
     def sampling_batch(self, step: StepInput) -> SamplingBatch:
-        """Sampling parameters of the step's `sample_slots`, whose slots hold all their tokens."""
+        """Collects the sampling parameters of `sample_slots`; these slots hold all their tokens."""
         slots = np.array(step.sample_slots, np.int64)
         return self.sampling.gather(slots, self.num_tokens[slots], self.token_ids)
 
-    def advance(self, step: StepInput, sampled: npt.NDArray[np.int64]) -> None:
-        """Notes the step's tokens as computed and appends the sampled ones, so that the next step
-        can be fed without the driver."""
-        self.note_computed(step)
-        self.append(step, sampled)
+    def prompt_rows(self, step: StepInput) -> list[PromptRow]:
+        """Finds the rows that compute prompt tokens whose successors' log probabilities are wanted.
+        To be called before `note_computed`."""
+        wanted = self.sampling.num_prompt_logprobs[step.slots]
+        if (wanted < 0).all():
+            return []
+        ends = np.cumsum(step.num_scheduled_tokens)
+        found = []
+        for row in np.flatnonzero(wanted >= 0).tolist():
+            slot, size = step.slots[row], step.num_scheduled_tokens[row]
+            first = int(self.num_computed_tokens[slot]) + 1
+            last = min(first + size, int(self.sampling.num_prompt_tokens[slot]))
+            if first < last:
+                targets = self.token_ids[slot, first:last].astype(np.int64)
+                start = int(ends[row]) - size
+                found.append(PromptRow(row, start, first, targets, int(wanted[row])))
+        return found
 
     def note_computed(self, step: StepInput) -> None:
-        """The half of `advance` that needs no ids, for while they are on their way."""
+        """Counts the step's tokens as computed; the sampled ids may still be on the device."""
         self.num_computed_tokens[step.slots] += np.array(step.num_scheduled_tokens, np.int32)
-        if step.forks:  # a slot that was sampled from its parent's row has computed what that has
+        if step.forks:  # a slot that is sampled from its parent's row has computed the same tokens
             parents = np.array(step.slots, np.int64)[step.sample_rows]
             self.num_computed_tokens[step.sample_slots] = self.num_computed_tokens[parents]
 
     def append(self, step: StepInput, sampled: npt.NDArray[np.int64]) -> None:
-        """The other half."""
+        """Appends the sampled ids, int64 `[num_samples]`, so that the next message need not contain
+        them."""
         slots = np.array(step.sample_slots, np.int64)
         ends = self.num_tokens[slots]
-        # A sequence that just reached the longest length has no column for its last token, which
-        # is never fed anyway: the driver ends it.
+        # A sequence of max_model_len tokens has no column for one more. The model never reads that
+        # token, because the driver finishes the sequence.
         fits = ends < self.token_ids.shape[1]
         self.token_ids[slots[fits], ends[fits]] = sampled[fits]
         self.sampling.append(slots, sampled, self.token_ids, self.num_tokens)
@@ -203,7 +231,8 @@ class InputBatch:
 
 
 def upload_step(arrays: StepArrays, uploads: Uploads) -> tuple[torch.Tensor, AttentionMetadata]:
-    """Token ids and metadata of a step; what a GPU wants beside them is not there yet."""
+    """Sends a step's arrays to the device; returns token ids, int32 `[num_tokens]`, and metadata
+    without its `gpu` part."""
     token_ids, positions, slot_mapping, block_table, seq_lens, starts = uploads.send(
         [
             arrays.token_ids,

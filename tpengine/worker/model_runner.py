@@ -1,347 +1,357 @@
-"""Runs the model, from a step's message to sampled tokens: the worker owns the place, this the
-work."""
+"""Runs the model: one step from the driver's message to sampled tokens.
+
+`ModelRunner.execute` is the whole step. Its five stages are methods of their own, because
+`gpu.run_ahead` puts the same stages together in another way.
+"""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from itertools import chain
+from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 import torch
 
 from tpengine.config import EngineConfig
 from tpengine.distributed.parallel_state import ParallelState
-from tpengine.layers.attention import KVCache, keep_rows
-from tpengine.layers.sampler import Sampled, SamplingBatch, sample, sampling_columns
-from tpengine.logger import init_logger
+from tpengine.layers.attention import AttentionMetadata, keep_rows
+from tpengine.layers.device_values import Array, Pending, known, together, upload
+from tpengine.layers.sampler import (
+    Findings,
+    Sampled,
+    SamplingBatch,
+    sample,
+    sampling_columns,
+    token_logprobs,
+)
 from tpengine.messages import PromptLogprobs, StepInput, StepOutput
 from tpengine.models.registry import CausalLM
-from tpengine.ops.recording import has_recordings
 from tpengine.worker.cache_engine import CacheEngine
-from tpengine.worker.decode_recording import DecodeRecording, NotRecordableError
-from tpengine.worker.dummy_step import dummy_arrays, worst_sampling
+from tpengine.worker.decode_recording import DecodeRecording
 from tpengine.worker.gpu.attention_plans import GpuAttention
-from tpengine.worker.gpu.graphs import LARGEST_SIZE, Capture, DecodeGraphs, graph_sizes
-from tpengine.worker.gpu.run_ahead import BegunStep, divide
-from tpengine.worker.input_batch import InputBatch, StepArrays, upload_step
+from tpengine.worker.gpu.graphs import DecodeGraphs
+from tpengine.worker.input_batch import InputBatch, PromptRow, StepArrays, upload_step
 from tpengine.worker.memory import cuda_peak_bytes
-from tpengine.worker.prompt_logprobs import (
-    PROMPT_SLICE_ROWS,
-    PromptRow,
-    compute_prompt_logprobs,
-    find_prompt_rows,
-)
+from tpengine.worker.sampling_state import SamplingSlots
 from tpengine.worker.transfers import Downloads, Uploads, end_of_work
 
-logger = init_logger(__name__)
+PROMPT_SLICE_ROWS = 32
+"""Least number of rows of a slice of a prompt whose log probabilities are wanted, if the step has
+as many tokens. Fewer would read the output head's weights too often."""
+
+
+@dataclass(slots=True)
+class ModelRows:
+    """Rows that the model computes next. Their inputs are on the device.
+
+    Attributes:
+        num_rows: rows, of one token or more.
+        wanted: int64 `[num_wanted]`, the tokens whose hidden states are returned; None: all.
+        inputs: arguments of the model; None: the inputs lie where the recording reads them.
+    """
+
+    num_rows: int
+    wanted: torch.Tensor | None
+    inputs: tuple[torch.Tensor, AttentionMetadata] | None = None
+
+
+@dataclass(slots=True)
+class SampleInputs:
+    """What a step makes of the hidden states of its tokens.
+
+    Attributes:
+        wanted: int64 `[num_wanted]`, the tokens whose hidden states the model returns; None: all.
+        sampled: int64 `[num_samples]`, of these hidden states the ones that are sampled; None: all.
+        parameters: of each sample; None: another rank samples, or the step samples nothing.
+        prompt_rows: rows that compute log probabilities of their prompt.
+    """
+
+    wanted: torch.Tensor | None
+    sampled: torch.Tensor | None
+    parameters: SamplingBatch | None
+    prompt_rows: list[PromptRow]
+
+
+@dataclass(slots=True)
+class PendingAnswer:
+    """A step's results, on their way from the device.
+
+    Attributes:
+        token_ids: int64 `[num_samples]`, on the device.
+        results: makes sampled ids (int64 `[num_samples]`), `Findings`, and log probabilities of
+            prompts by row, in this order.
+        wait: waits for the copies and returns the arrays that `results` reads.
+    """
+
+    token_ids: torch.Tensor | None
+    results: Pending[list[Any]]
+    wait: Callable[[], list[Array]]
 
 
 class ModelRunner:
-    """The model, its running batch and, once allocated, its KV cache.
+    """The model over one KV cache, with its running batch.
 
     Args:
-        gpu: what attention needs there; None: on CPU.
+        gpu: what attention needs on a GPU; None: on CPU.
 
     Attributes:
-        works_ahead: whether the device computes while this process does something else, so that
-            the step that is likely to come next is begun before it is asked for.
+        recorded: runs decode steps without Python between their ops; None: steps run op by op.
+        uploads: sends arrays to the device.
     """
 
     def __init__(
         self,
         config: EngineConfig,
         model: CausalLM,
-        weights_bytes: int,
+        cache_engine: CacheEngine,
         device: torch.device,
         parallel: ParallelState,
         gpu: GpuAttention | None = None,
     ) -> None:
         self.model = model
-        self.weights_bytes = weights_bytes
-        self._config = config
-        self._device = device
+        self.cache_engine = cache_engine
+        self.device = device
+        self.recorded: DecodeGraphs | DecodeRecording | None = None
+        self.uploads = Uploads(device, parallel.wait_for)
+        self._downloads = Downloads(device, parallel.wait_for)
+        self._scheduler = config.scheduler
         self._parallel = parallel
         self._gpu = gpu
-        # Exchanges through the host would hold up this step's answer for the next one's layers.
-        self.works_ahead = device.type == "cuda" and parallel.can_be_recorded
-        self._begun: BegunStep | None = None
-        self._answered_at = 0.0
-        self._recorded: DecodeGraphs | DecodeRecording | None = None
-        self._downloads = Downloads(device, parallel.wait_for)
-        self._batch: InputBatch | None = None
-        self._kv_caches: list[KVCache] = []
-        self._cache_engine: CacheEngine | None = None
+        limits = config.scheduler.max_num_seqs, config.scheduler.max_model_len
+        self._batch = InputBatch(*limits, config.cache.block_size, self.uploads)
 
-    def drop_recordings(self) -> None:
-        """Destroys what was recorded; steps go without from here on."""
-        recorded, self._recorded, self._begun = self._recorded, None, None
+    def drop_recording(self) -> None:
+        """Destroys what was recorded; later steps run op by op."""
+        recorded, self.recorded = self.recorded, None
         if isinstance(recorded, DecodeGraphs):
             recorded.close()
 
-    def detach_cache(self) -> None:
-        """Lets go of the cache and of what was recorded over it."""
-        self.drop_recordings()
-        self._cache_engine = None
-        self._kv_caches = []
-
-    def attach_cache(self, cache_engine: CacheEngine) -> None:
-        """Hands over the cache; from here on steps can be executed."""
-        self.drop_recordings()
-        self._cache_engine = cache_engine
-        self._kv_caches = cache_engine.kv_caches
-        self._batch = InputBatch(
-            self._config.scheduler.max_num_seqs,
-            self._config.scheduler.max_model_len,
-            self._config.cache.block_size,
-            Uploads(self._device, self._parallel.wait_for),
-        )
-
     def execute(self, step: StepInput) -> StepOutput:
-        """Computes all rows of the step and samples where it says so.
+        """Computes all rows of a step and samples where the step says so.
 
-        Rank 0 samples, and all ranks feed themselves with its ids. What else was found out about
-        a sample (log probabilities, candidates, errors) is in rank 0's answer only.
+        Rank 0 samples, and every rank appends the sampled ids to its batch. Log probabilities,
+        candidates and errors are in rank 0's answer only.
         """
-        batch = self._batch
-        cache_engine = self._cache_engine
-        assert batch is not None, "execute before attach_cache"
-        assert cache_engine is not None
-        batch.apply(step)
+        self.apply(step)
+        samples = self.prepare_samples(step)
+        rows = self.prepare_rows(step.slots, step.num_scheduled_tokens, samples.wanted)
+        start = time.perf_counter()
+        hidden = self.forward(rows)
+        answer = self.sample(step, samples, hidden)
+        return self.append(step, answer, start)
+
+    def apply(self, step: StepInput) -> None:
+        """Brings batch and cache up to date with the driver."""
+        self._batch.apply(step)
         if step.block_moves:
-            cache_engine.move(step.block_moves)
-        prompt_rows = find_prompt_rows(step, batch)
-        last_positions = batch.last_positions(step)
-        samples_here = step.sample_rows and self._parallel.tp_rank == 0
-        sampling = batch.sampling_batch(step) if samples_here else None
-        if sampling is not None and self._gpu is not None and sampling.temperature.any():
-            sampling.on_device = batch.uploads.send(sampling_columns(sampling))
-        begun, self._begun = self._begun, None
-        # Prompts' log probabilities need every token's hidden state; and a row that is sampled for
-        # several sequences would go through the last layer as many times.
-        rows = step.sample_rows
-        selects_late = bool(prompt_rows) or len(set(rows)) < len(rows)
-        forward = self._continue(step, batch, begun, None if selects_late else last_positions)
-        start = time.perf_counter()
-        if begun is not None and not begun.is_done():  # it has been at it since the last answer
-            start = self._answered_at
-        hidden = forward()
-        output = StepOutput(step.step, [])
-        finish_prompts = self._start_prompt_logprobs(hidden, prompt_rows)
-        sampled_ids = np.empty(0, np.int64)
-        if step.sample_rows:
-            if selects_late:
-                hidden = keep_rows(hidden, last_positions)
-            sampled = self._sample(self.model.compute_logits(hidden), sampling, step)
-            finish = self._downloads.start([sampled.token_ids, *sampled.findings.tensors])
-            batch.note_computed(step)
-            if self.works_ahead and step.next_slots:
-                self._begin_next(step, batch, sampled.token_ids)
-            sampled_ids, *arrays = finish()
-            output.token_ids = sampled_ids.tolist()
-            found = sampled.findings.read(arrays)
-            output.logprobs, output.candidates = found.logprobs, found.candidates
-            output.errors = found.errors
-        else:
-            batch.note_computed(step)
-        output.prompt_logprobs = finish_prompts()
-        self._answered_at = time.perf_counter()
-        output.model_s = self._answered_at - start
-        batch.append(step, sampled_ids)
-        return output
+            self.cache_engine.move(step.block_moves)
 
-    def _continue(
+    def prepare_samples(self, step: StepInput) -> SampleInputs:
+        """Collects what is sampled in a step, and sends the parameters to the device."""
+        batch = self._batch
+        prompt_rows = batch.prompt_rows(step)
+        last_tokens = batch.last_positions(step)
+        parameters = None
+        if step.sample_rows and self._parallel.tp_rank == 0:
+            parameters = batch.sampling_batch(step)
+            if self._gpu is not None and parameters.temperature.any():
+                parameters.on_device = self.uploads.send(sampling_columns(parameters))
+        # Log probabilities of a prompt need the hidden states of all tokens; and a row that several
+        # sequences share would pass the last layer once for each of them.
+        if prompt_rows or len(set(step.sample_rows)) < len(step.sample_rows):
+            return SampleInputs(None, last_tokens, parameters, prompt_rows)
+        return SampleInputs(last_tokens, None, parameters, prompt_rows)
+
+    def prepare_rows(
         self,
-        step: StepInput,
-        batch: InputBatch,
-        begun: BegunStep | None,
-        wanted: torch.Tensor | None,
-    ) -> Callable[[], torch.Tensor]:
-        """Sends to the device what it has not computed yet of a step. What this returns computes
-        that, and gives the hidden states of the tokens that are wanted; None: of all."""
-        if begun is None:
-            arrays = batch.arrays(step.slots, step.num_scheduled_tokens)
-            return self._prepare(arrays, batch, wanted=wanted)
-        left, hidden = divide(step, begun), begun.hidden
-        if left.source is None:
-            return lambda: keep_rows(hidden, wanted)
-        source = batch.uploads.send([left.source])[0]
-        if not left.slots:
-            return lambda: keep_rows(hidden.index_select(0, source), wanted)
-        hidden = hidden.clone()  # a graph writes its next result to the same place
-        forward = self._prepare(batch.arrays(left.slots, left.num_scheduled_tokens), batch)
-        return lambda: keep_rows(torch.cat([hidden, forward()]).index_select(0, source), wanted)
-
-    def _begin_next(self, step: StepInput, batch: InputBatch, sampled: torch.Tensor) -> None:
-        """Runs the model on what was just sampled, whose ids only the device knows yet.
-
-        Args:
-            sampled: int64, in the order of `step.sample_slots`.
-        """
-        if step.next_slots != step.sample_slots:
-            places = {slot: place for place, slot in enumerate(step.sample_slots)}
-            chosen = np.array([places[slot] for slot in step.next_slots])
-            sampled = sampled.index_select(0, batch.uploads.send([chosen])[0])
-        arrays = batch.arrays(step.next_slots, [1] * len(step.next_slots))
-        hidden = self._prepare(arrays, batch, sampled)()
-        self._begun = BegunStep(step.next_slots.copy(), hidden, end_of_work(self._device))
-
-    def _prepare(
-        self,
-        arrays: StepArrays,
-        batch: InputBatch,
-        sampled: torch.Tensor | None = None,
+        slots: Sequence[int],
+        num_scheduled_tokens: Sequence[int],
         wanted: torch.Tensor | None = None,
-    ) -> Callable[[], torch.Tensor]:
-        """Sends rows' inputs to the device; what it returns runs the model on them.
+        token_ids: torch.Tensor | None = None,
+    ) -> ModelRows:
+        """Sends the inputs of rows to the device, for one call of `forward`.
 
         Args:
-            sampled: their ids, where the device alone knows them.
-            wanted: the tokens whose hidden states it gives; None: all.
+            wanted: int64, the tokens whose hidden states are returned; None: all.
+            token_ids: int64 `[num_rows]` on the device, in place of those of the batch.
         """
-        if self._recorded is not None and self._recorded.fits(arrays):
-            assert self._cache_engine is not None
-            self._cache_engine.kv_caches.wait()  # a recording does not go through the layers
-            run = self._recorded.prepare(arrays, batch.uploads, sampled)
-            return lambda: keep_rows(run(), wanted)
-        token_ids, metadata = upload_step(arrays, batch.uploads)
+        arrays = self._batch.arrays(slots, num_scheduled_tokens)
+        num_rows = len(slots)
+        recorded = self.recorded
+        if recorded is not None and arrays.num_decodes == num_rows <= recorded.max_rows:
+            self.cache_engine.kv_caches.wait()  # a recording does not iterate over the layers
+            recorded.write(arrays, self.uploads, token_ids)
+            return ModelRows(num_rows, wanted)
+        sent_ids, metadata = self._upload(arrays)
         metadata.wanted_rows = wanted
-        if sampled is not None:
-            token_ids = sampled.int()
-        if self._gpu is not None:
-            metadata.gpu = self._gpu.batch(arrays, metadata.query_start_loc, batch.uploads)
-        return lambda: self.model.forward(token_ids, self._kv_caches, metadata)
+        inputs = (sent_ids if token_ids is None else token_ids.int(), metadata)
+        return ModelRows(num_rows, wanted, inputs)
 
-    def record_graphs(self, capture: Capture) -> None:
-        """Records the graphs of decode steps over the attached cache; they are used from here on.
+    def forward(self, rows: ModelRows) -> torch.Tensor:
+        """Runs the model; hidden states `[num_wanted, hidden_size]`, valid until the next call."""
+        if rows.inputs is not None:
+            token_ids, metadata = rows.inputs
+            return self.model.forward(token_ids, self.cache_engine.kv_caches, metadata)
+        assert self.recorded is not None
+        return keep_rows(self.recorded.run(rows.num_rows), rows.wanted)
 
-        Raises:
-            GraphCaptureError: see `DecodeGraphs.record`.
+    def sample(self, step: StepInput, inputs: SampleInputs, hidden: torch.Tensor) -> PendingAnswer:
+        """Samples, starts the copies of all results to the host, and marks the step's tokens as
+        computed. Does not wait for the device.
+
+        Args:
+            hidden: `[num_wanted, hidden_size]`, of the tokens `inputs.wanted`.
         """
-        graphs = self.make_graphs(self._kv_caches, capture)
-        start = time.perf_counter()
-        self._recorded = graphs  # before they are all there: whoever fails drops them
-        graphs.record()
-        logger.info(
-            "CUDA graphs of %d batch sizes up to %d recorded in %.1f s",
-            len(graphs.sizes),
-            graphs.sizes[-1],
-            time.perf_counter() - start,
+        prompts = compute_prompt_logprobs(
+            hidden, inputs.prompt_rows, self.model.compute_logits, self._max_logits_rows
         )
+        token_ids, ids, findings = None, known(np.empty(0, np.int64)), known(Findings())
+        if step.sample_rows:
+            logits = self.model.compute_logits(keep_rows(hidden, inputs.sampled))
+            sampled = self._choose(logits, inputs.parameters, step)
+            token_ids, findings = sampled.token_ids, sampled.findings
+            ids = Pending([token_ids], lambda arrays: arrays[0])
+        results = together([ids, findings, prompts])
+        wait = self._downloads.start(results.tensors)
+        self._batch.note_computed(step)
+        return PendingAnswer(token_ids, results, wait)
 
-    def record_decodes(self) -> None:
-        """Records decode steps over the attached cache, on CPU; they are used from here on."""
-        self._recorded = self.make_recording(self._kv_caches)
-
-    def make_recording(self, kv_caches: list[KVCache]) -> DecodeRecording | None:
-        """The model's decode steps over some cache, on CPU; None: not all of it can be recorded."""
-        if not has_recordings() or not self._parallel.can_be_recorded:
-            return None
-        try:
-            return DecodeRecording(
-                lambda token_ids, metadata: self.model.forward(token_ids, kv_caches, metadata),
-                self._most_rows,
-                self._max_blocks,
-            )
-        except NotRecordableError as error:
-            logger.debug("decode steps run op by op: %s", error)
-            return None
-
-    def make_graphs(self, kv_caches: list[KVCache], capture: Capture) -> DecodeGraphs:
-        """Graphs of the model over some cache, none of them recorded."""
-        gpu = self._gpu
-        return DecodeGraphs(
-            lambda token_ids, metadata: self.model.forward(token_ids, kv_caches, metadata),
-            lambda: None if gpu is None else gpu.decode_batch(),
-            graph_sizes(self._most_rows),
-            self._max_blocks,
-            self._device,
-            capture,
-        )
-
-    @property
-    def _most_rows(self) -> int:
-        """Rows of the largest decode step that is recorded; a larger one hides its launches."""
-        scheduler = self._config.scheduler
-        return min(scheduler.max_num_seqs, scheduler.max_num_batched_tokens, LARGEST_SIZE)
-
-    @property
-    def _max_blocks(self) -> int:
-        return -(-self._config.scheduler.max_model_len // self._config.cache.block_size)
-
-    def _sample(
-        self, logits: torch.Tensor, sampling: SamplingBatch | None, step: StepInput
+    def _choose(
+        self, logits: torch.Tensor, parameters: SamplingBatch | None, step: StepInput
     ) -> Sampled:
-        """Rank 0 samples from its logits; the others (sampling is None) learn the ids."""
-        if sampling is None:
-            ids = torch.empty(len(step.sample_slots), dtype=torch.int64, device=self._device)
+        """Rank 0 samples from its logits; the other ranks receive the ids."""
+        if parameters is None:
+            ids = torch.empty(len(step.sample_slots), dtype=torch.int64, device=self.device)
             return Sampled(self._parallel.broadcast(ids))
-        if sampling.edits is not None and sampling.edits.processors:
-            # Functions of users, which may wait for their logits without a bound.
-            self._parallel.wait_for(end_of_work(self._device), "a step")
-        sampled = sample(logits, sampling)
+        if parameters.edits is not None and parameters.edits.processors:
+            # Functions of users may read their logits, and would wait for them without a bound.
+            self._parallel.wait_for(end_of_work(self.device), "a step")
+        sampled = sample(logits, parameters)
         sampled.token_ids = self._parallel.broadcast(sampled.token_ids)
         return sampled
 
-    def _start_prompt_logprobs(
-        self, hidden: torch.Tensor, rows: list[PromptRow]
-    ) -> Callable[[], dict[int, PromptLogprobs]]:
-        """Computes them; what it returns waits for the answer."""
-        if not rows:
-            return dict
-        logits_rows = self._max_logits_rows
-        pending = compute_prompt_logprobs(hidden, rows, self.model.compute_logits, logits_rows)
-        finish = self._downloads.start(pending.tensors)
-        return lambda: pending.read(finish())
+    def append(self, step: StepInput, answer: PendingAnswer, start: float) -> StepOutput:
+        """Waits for a step's results and appends the sampled ids to the batch.
+
+        Args:
+            start: when the device began with the step, in seconds of `time.perf_counter`.
+        """
+        sampled_ids, found, prompt_logprobs = answer.results.read(answer.wait())
+        model_s = time.perf_counter() - start
+        self._batch.append(step, sampled_ids)
+        return StepOutput(
+            step=step.step,
+            token_ids=sampled_ids.tolist(),
+            logprobs=found.logprobs,
+            model_s=model_s,
+            candidates=found.candidates,
+            prompt_logprobs=prompt_logprobs,
+            errors=found.errors,
+        )
+
+    def run_worst_case(self) -> int:
+        """Runs the most expensive step that the scheduler may ask for. One block is enough: writes
+        go nowhere and every row reads block 0, so that only the activations take memory.
+
+        Returns:
+            On a GPU the peak memory of the model's activations, without logits and sampling, in
+            bytes; 0 on CPU.
+        """
+        num_tokens = self._scheduler.max_num_batched_tokens
+        num_seqs = min(self._scheduler.max_num_seqs, num_tokens)
+        if self._gpu is not None:  # its attention may need more for long prompts than for many
+            longest = self._scheduler.max_model_len
+            num_prompts = min(max(1, num_tokens // longest), num_seqs)
+            self._run_dummy(np.array([longest] * num_prompts))
+        ends = np.linspace(0, num_tokens, num_seqs + 1).astype(np.int32)
+        return self._run_dummy(np.diff(ends), self._max_logits_rows)
+
+    def warm_up(self) -> None:
+        """Runs one prompt and one decode, so that the first request does not pay for set-up."""
+        self._run_dummy(np.array([min(self._scheduler.max_num_batched_tokens, 32)]))
+        self._run_dummy(np.array([1]))
 
     @property
     def _max_logits_rows(self) -> int:
         """Rows of logits that are held at once: those that are sampled, or a slice of a prompt
-        whose log probabilities are wanted. The memory profile is taken with as many."""
-        scheduler = self._config.scheduler
-        num_rows = max(scheduler.max_num_seqs, PROMPT_SLICE_ROWS)
-        return min(num_rows, scheduler.max_num_batched_tokens)
+        whose log probabilities are wanted. The worst case runs with as many."""
+        num_rows = max(self._scheduler.max_num_seqs, PROMPT_SLICE_ROWS)
+        return min(num_rows, self._scheduler.max_num_batched_tokens)
 
-    def run_worst_case(self, kv_caches: list[KVCache]) -> int:
-        """Runs the most expensive step that the scheduler may ask for, over a cache of one block.
-
-        Writes go nowhere and every row reads block 0, so that what is measured is the activations
-        alone.
-
-        Returns:
-            On a GPU the peak of the model's activations, without logits and sampling, in bytes.
-        """
-        scheduler = self._config.scheduler
-        num_tokens = scheduler.max_num_batched_tokens
-        num_seqs = min(scheduler.max_num_seqs, num_tokens)
-        if self._gpu is not None:  # whose attention may take more for long prompts than for many
-            longest = scheduler.max_model_len
-            self._run_dummy(np.array([longest] * max(1, num_tokens // longest)), kv_caches)
-        ends = np.linspace(0, num_tokens, num_seqs + 1).astype(np.int32)
-        return self._run_dummy(np.diff(ends), kv_caches, self._max_logits_rows)
-
-    def warm_up(self) -> None:
-        """Runs one prompt and one decode, so that the first request does not pay for set-up."""
-        tokens = min(self._config.scheduler.max_num_batched_tokens, 32)
-        self._run_dummy(np.array([tokens], np.int32), self._kv_caches)
-        self._run_dummy(np.array([1], np.int32), self._kv_caches)
-
-    def _run_dummy(
-        self, query_lens: np.ndarray, kv_caches: list[KVCache], num_logits_rows: int = 1
-    ) -> int:
-        # Lengths stay within what one block per table column can hold.
-        scheduler = self._config.scheduler
-        longest = min(scheduler.max_model_len, scheduler.max_num_batched_tokens)
-        query_lens = np.minimum(np.sort(query_lens), longest).astype(np.int32)
-        arrays = dummy_arrays(query_lens, self._config.cache.block_size)
-        uploads = Uploads(self._device, self._parallel.wait_for)
-        token_ids, metadata = upload_step(arrays, uploads)
-        if self._gpu is not None:
-            metadata.gpu = self._gpu.batch(arrays, metadata.query_start_loc, uploads)
-        hidden = self.model.forward(token_ids, kv_caches, metadata)
-        model_peak = cuda_peak_bytes(self._device)
-        num_rows = max(len(query_lens), num_logits_rows)
-        last = uploads.send([np.resize(np.cumsum(query_lens) - 1, num_rows)])[0]
+    def _run_dummy(self, query_lens: npt.NDArray[np.integer[Any]], num_logits_rows: int = 1) -> int:
+        """Runs new sequences of these lengths in the batch, which is still empty; returns what
+        `run_worst_case` does."""
+        # A block table has a column for each block up to this length.
+        longest = min(self._scheduler.max_model_len, self._scheduler.max_num_batched_tokens)
+        lengths = np.minimum(np.sort(query_lens), longest)
+        arrays = self._batch.arrays(range(len(lengths)), lengths.tolist())
+        arrays.slot_mapping.fill(-1)  # K and V go nowhere
+        token_ids, metadata = self._upload(arrays)
+        hidden = self.model.forward(token_ids, self.cache_engine.kv_caches, metadata)
+        model_peak = cuda_peak_bytes(self.device)
+        num_rows = max(len(lengths), num_logits_rows)
+        (last,) = self.uploads.send([np.resize(np.cumsum(lengths) - 1, num_rows)])
         logits = self.model.compute_logits(hidden.index_select(0, last))
         if self._parallel.tp_rank == 0:
-            sample(logits, worst_sampling(num_rows))
+            sample(logits, self._worst_sampling(num_rows))
         return model_peak
+
+    def _worst_sampling(self, num_rows: int) -> SamplingBatch:
+        """Returns parameters with every stage that takes memory, for every row."""
+        slots = SamplingSlots(num_rows, self.device)
+        slots.temperature.fill(1.0)
+        slots.top_k.fill(50)
+        slots.top_p.fill(0.9)
+        slots.num_logprobs.fill(1)
+        positions, no_tokens = np.zeros(num_rows, np.int32), np.zeros((num_rows, 0), np.int32)
+        return slots.gather(np.arange(num_rows), positions, no_tokens)
+
+    def _upload(self, arrays: StepArrays) -> tuple[torch.Tensor, AttentionMetadata]:
+        """Sends arrays to the device; returns token ids and metadata, complete on a GPU too."""
+        token_ids, metadata = upload_step(arrays, self.uploads)
+        if self._gpu is not None:
+            metadata.gpu = self._gpu.batch(arrays, metadata.query_start_loc, self.uploads)
+        return token_ids, metadata
+
+
+def compute_prompt_logprobs(
+    hidden: torch.Tensor,
+    rows: list[PromptRow],
+    compute_logits: Callable[[torch.Tensor], torch.Tensor],
+    max_logits_rows: int,
+) -> Pending[dict[int, PromptLogprobs]]:
+    """Computes log probabilities of prompts, by row of the step.
+
+    Logits of a whole prompt are large (8,192 tokens and 128 k ids: 4 GiB in float32). They are
+    made in slices of at most as many rows as the memory profile ran with.
+
+    Args:
+        hidden: `[num_tokens, hidden_size]`, the last layer's output for the step's tokens.
+        max_logits_rows: rows of logits that are held at once.
+    """
+    parts = []
+    for part in rows:
+        slices = []
+        for start in range(0, len(part.targets), max_logits_rows):
+            targets = part.targets[start : start + max_logits_rows]
+            first = part.first_token + start
+            logits = compute_logits(hidden[first : first + len(targets)])
+            if not len(logits):  # on all ranks but the first
+                continue
+            raw = torch.log_softmax(logits.float(), dim=-1)
+            num_top = [part.num_top] * len(targets)
+            slices.append(token_logprobs(raw, upload(targets, raw.device), num_top))
+        parts.append(together(slices))
+    pending = together(parts)
+
+    def read(arrays: Sequence[Array]) -> dict[int, PromptLogprobs]:
+        return {
+            part.row: PromptLogprobs(part.first_position, list(chain.from_iterable(entries)))
+            for part, entries in zip(rows, pending.read(arrays), strict=True)
+        }
+
+    return Pending(pending.tensors, read)

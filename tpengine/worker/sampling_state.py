@@ -1,10 +1,14 @@
-"""Sampling parameters of the running sequences, in arrays indexed by slot.
+"""Sampling parameters of the running sequences, by slot.
 
-Written when a sequence enters, gathered each step: no Python object is touched per token, except
-for those sequences that ask for bans or processors.
+`SamplingSlots` holds numbers in arrays, written when a sequence enters and gathered each step: no
+Python object is touched per token. `TokenRules` holds what needs objects, for the sequences that
+ask for biases, bans or allowed tokens.
 """
 
 from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, replace
 
 import numpy as np
 import numpy.typing as npt
@@ -12,12 +16,17 @@ import torch
 
 from tpengine.errors import InvalidSamplingParamsError
 from tpengine.layers.device_values import upload
-from tpengine.layers.logit_edits import LogitEdits, Penalties, ProcessorCall, TokenCounts
+from tpengine.layers.logit_edits import (
+    AllowedTokens,
+    Entries,
+    LogitEdits,
+    Penalties,
+    ProcessorCall,
+    TokenCounts,
+)
 from tpengine.layers.sampler import SamplingBatch
-from tpengine.logits_processors import LogitsProcessor, load_logits_processor
 from tpengine.messages import NewSequence
-from tpengine.sampling_params import SamplingParams
-from tpengine.worker.token_rules import TokenRules
+from tpengine.sampling_params import LogitsProcessor, SamplingParams, load_logits_processor
 
 _NO_LOGPROBS = -1
 Int32 = npt.NDArray[np.int32]
@@ -25,14 +34,13 @@ Int64 = npt.NDArray[np.int64]
 
 
 class SamplingSlots:
-    """Arrays of `[max_num_seqs]`; neutral values switch a stage off for a slot.
+    """Arrays of `[max_num_seqs]`; neutral values switch a stage of sampling off for a slot.
 
     Attributes:
         num_prompt_logprobs: likeliest tokens to report per prompt position; -1: not asked for.
     """
 
     def __init__(self, max_num_seqs: int, device: torch.device) -> None:
-        self._device = device
         self.temperature = np.zeros(max_num_seqs, np.float32)
         self.top_k = np.zeros(max_num_seqs, np.int32)
         self.top_p = np.ones(max_num_seqs, np.float32)
@@ -46,12 +54,14 @@ class SamplingSlots:
         self.frequency_penalty = np.zeros(max_num_seqs, np.float32)
         self.presence_penalty = np.zeros(max_num_seqs, np.float32)
         self.has_penalties = np.zeros(max_num_seqs, np.bool_)
+        self._arrays = [value for value in vars(self).values() if isinstance(value, np.ndarray)]
+        self._device = device
         self._counts = TokenCounts(max_num_seqs, device)
         self._rules = TokenRules(device)
         self._processors: dict[int, list[LogitsProcessor]] = {}
 
     def write(self, slot: int, sequence: NewSequence, noise_key: np.uint64) -> None:
-        """Notes the parameters of a sequence that enters."""
+        """Writes the parameters of a sequence that enters."""
         params = sequence.sampling_params
         self.temperature[slot] = params.temperature
         self.top_k[slot] = params.top_k or 0
@@ -74,20 +84,20 @@ class SamplingSlots:
         self.rewrite(slot, np.array(sequence.token_ids, np.int32))
 
     def rewrite(self, slot: int, token_ids: Int32) -> None:
-        """Counts a sequence's tokens anew, after the driver has replaced one.
+        """Counts a sequence's tokens again, after the driver has replaced one.
 
         Args:
             token_ids: prompt and output.
         """
-        if not self.has_penalties[slot]:
+        if self.has_penalties[slot]:
+            self._counts.write(slot, *self._penalised(slot, token_ids))
+        else:
             self._counts.clear(slot)
-            return
-        self._counts.write(slot, *self._penalised(slot, token_ids))
 
     def append(
         self, slots: Int64, sampled: Int64, token_ids: Int32, num_tokens: Int32 | Int64
     ) -> None:
-        """Notes a token that was sampled for each of `slots`.
+        """Counts a token that was sampled for each of `slots`.
 
         Args:
             token_ids: `[max_num_seqs, max_model_len]`, tokens of every slot.
@@ -103,28 +113,15 @@ class SamplingSlots:
         self._counts.append(slots, sampled, count_distinct)
 
     def _penalised(self, slot: int, token_ids: Int32) -> tuple[Int32, Int32]:
-        """Those tokens of prompt and output at which the slot's penalties look."""
+        """Returns the tokens of prompt and output that the slot's penalties count."""
         prompt, output = np.split(token_ids, [self.num_prompt_tokens[slot]])
         if self.repetition_penalty[slot] == 1.0:
-            prompt = prompt[:0]  # the other penalties look at the output only
+            prompt = prompt[:0]  # the other penalties count the output only
         return prompt, output
 
     def fork(self, parent_slot: int, child_slot: int, noise_key: np.uint64) -> None:
-        """Lets a child sample as its parent does, with noise of its own."""
-        for array in (
-            self.temperature,
-            self.top_k,
-            self.top_p,
-            self.min_p,
-            self.num_logprobs,
-            self.num_candidates,
-            self.num_prompt_tokens,
-            self.num_prompt_logprobs,
-            self.repetition_penalty,
-            self.frequency_penalty,
-            self.presence_penalty,
-            self.has_penalties,
-        ):
+        """Gives a child the parameters of its parent, with its own noise."""
+        for array in self._arrays:
             array[child_slot] = array[parent_slot]
         self.noise_key[child_slot] = noise_key
         self._counts.fork(parent_slot, child_slot)
@@ -134,7 +131,7 @@ class SamplingSlots:
             self._processors[child_slot] = self._processors[parent_slot]
 
     def clear(self, slot: int) -> None:
-        """Forgets what would make later steps slower; the rest is overwritten on entry."""
+        """Removes what would make later steps slower; the rest is overwritten on entry."""
         self.has_penalties[slot] = False
         self.num_prompt_logprobs[slot] = _NO_LOGPROBS
         self._counts.clear(slot)
@@ -142,7 +139,7 @@ class SamplingSlots:
         self._processors.pop(slot, None)
 
     def gather(self, slots: Int64, positions: Int32, token_ids: Int32) -> SamplingBatch:
-        """The parameters of one step's samples.
+        """Collects the parameters of one step's samples.
 
         Args:
             slots: `[num_samples]`.
@@ -164,16 +161,10 @@ class SamplingSlots:
     def _edits(self, slots: Int64, positions: Int32, token_ids: Int32) -> LogitEdits | None:
         if self._rules.is_empty and self._counts.is_empty and not self._processors:
             return None
-        edits = LogitEdits()
-        if not self._rules.is_empty:
-            static = self._rules.static_edits(slots)
-            rows = static.rows_with_rules
-            now = self._rules.bans_now(rows, slots, token_ids, positions)
-            edits.bias, edits.allowed = static.bias, static.allowed
-            edits.banned = [entries for entries in (static.banned, now) if entries is not None]
+        edits = self._rules.edits(slots, positions, token_ids)
+        edits.penalties = self._penalties(slots)
         if self._processors:
             edits.processors = self._processor_calls(slots, positions, token_ids)
-        edits.penalties = self._penalties(slots)
         return None if edits.is_empty else edits
 
     def _penalties(self, slots: Int64) -> Penalties | None:
@@ -182,11 +173,11 @@ class SamplingSlots:
             return None
         penalised = slots[rows]
         return Penalties(
-            rows=self._tensor(rows),
+            rows=upload(rows, self._device),
             tokens=self._counts.gather(penalised),
-            repetition=self._tensor(self.repetition_penalty[penalised]),
-            frequency=self._tensor(self.frequency_penalty[penalised]),
-            presence=self._tensor(self.presence_penalty[penalised]),
+            repetition=upload(self.repetition_penalty[penalised], self._device),
+            frequency=upload(self.frequency_penalty[penalised], self._device),
+            presence=upload(self.presence_penalty[penalised], self._device),
         )
 
     def _processor_calls(
@@ -201,9 +192,6 @@ class SamplingSlots:
                 calls.append(ProcessorCall(row, processors, tokens[:start], tokens[start:]))
         return calls
 
-    def _tensor(self, array: npt.NDArray[np.generic]) -> torch.Tensor:
-        return upload(array, self._device)
-
 
 def _num_logprobs(params: SamplingParams) -> int:
     if params.logprobs is not None:
@@ -213,15 +201,151 @@ def _num_logprobs(params: SamplingParams) -> int:
 
 
 def _load(path: str) -> LogitsProcessor:
-    """A processor that this machine lacks, unlike the driver's, fails when it is called."""
+    """Loads a processor. If the driver's machine has it and this one does not, the returned
+    processor raises the error when it is called, so that only its request fails."""
     try:
         return load_logits_processor(path)
     except InvalidSamplingParamsError as error:
-        return _failing(path, error)
+        reason = error
 
-
-def _failing(path: str, error: InvalidSamplingParamsError) -> LogitsProcessor:
     def fail(output_ids: list[int], logits: torch.Tensor) -> torch.Tensor:
-        raise error
+        raise reason
 
     return LogitsProcessor(path, fail, wants_prompt=False)
+
+
+@dataclass(frozen=True, slots=True)
+class _Rules:
+    """What one sequence asks for."""
+
+    bias_ids: Int64
+    bias: npt.NDArray[np.float32]
+    allowed_ids: Int64 | None
+    banned_ids: Int64
+    """At every position: bad words of one token."""
+    early_banned_ids: Int64
+    """Before `first_end_position`."""
+    first_end_position: int
+    words: list[tuple[Int32, Int64]]
+    """Bad words of several tokens, for each length: the tokens before the last
+    `[num_words, length - 1]`, and the last `[num_words]`."""
+
+    def banned_after(self, token_ids: Int32) -> list[Int64]:
+        """Returns the ids that must not follow these tokens, besides `banned_ids`."""
+        found = []
+        if len(self.early_banned_ids) and len(token_ids) < self.first_end_position:
+            found.append(self.early_banned_ids)
+        for beginnings, last_ids in self.words:
+            length = beginnings.shape[1]
+            if length > len(token_ids):
+                continue
+            hits = (beginnings == token_ids[-length:]).all(axis=1)
+            if hits.any():
+                found.append(last_ids[hits])
+        return found
+
+
+class TokenRules:
+    """Biases, bans and allowed tokens of the slots that have some.
+
+    The tensors of rules that do not depend on the tokens so far are kept as long as the same slots
+    are sampled in the same order, as from one decode step to the next.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._rules: dict[int, _Rules] = {}
+        self._cached: tuple[bytes, dict[int, _Rules], LogitEdits] | None = None
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether no slot has rules."""
+        return not self._rules
+
+    def write(self, slot: int, sequence: NewSequence) -> None:
+        """Writes the rules of a sequence that enters."""
+        self.clear(slot)
+        params = sequence.sampling_params
+        words, allowed = params.bad_words_token_ids, params.allowed_token_ids
+        if not (params.logit_bias or words or sequence.end_token_ids or allowed):
+            return
+        bias = params.logit_bias or {}
+        self._rules[slot] = _Rules(
+            bias_ids=np.fromiter(bias.keys(), np.int64, len(bias)),
+            bias=np.fromiter(bias.values(), np.float32, len(bias)),
+            allowed_ids=None if allowed is None else np.unique(np.array(allowed, np.int64)),
+            banned_ids=np.array([word[0] for word in words if len(word) == 1], np.int64),
+            early_banned_ids=np.array(sequence.end_token_ids, np.int64),
+            first_end_position=sequence.num_prompt_tokens + params.min_tokens,
+            words=_group(words),
+        )
+        self._cached = None
+
+    def fork(self, parent_slot: int, child_slot: int) -> None:
+        """Gives a child the rules of its parent."""
+        self.clear(child_slot)
+        if parent_slot in self._rules:
+            self._rules[child_slot] = self._rules[parent_slot]
+            self._cached = None
+
+    def clear(self, slot: int) -> None:
+        """Removes a slot's rules."""
+        if self._rules.pop(slot, None) is not None:
+            self._cached = None
+
+    def edits(self, slots: Int64, positions: Int32, token_ids: Int32) -> LogitEdits:
+        """Returns biases, allowed tokens and bans of one step's samples, see
+        `SamplingSlots.gather`."""
+        key = slots.tobytes()
+        if self._cached is None or self._cached[0] != key:
+            slot_of_row = enumerate(slots.tolist())
+            of_row = {row: self._rules[slot] for row, slot in slot_of_row if slot in self._rules}
+            self._cached = key, of_row, self._static_edits(of_row)
+        _, of_row, static = self._cached
+        now = self._entries(
+            (row, ids)
+            for row, rules in of_row.items()
+            for ids in rules.banned_after(token_ids[slots[row], : positions[row]])
+        )
+        return replace(static, banned=static.banned if now is None else [*static.banned, now])
+
+    def _static_edits(self, of_row: dict[int, _Rules]) -> LogitEdits:
+        """Returns the edits that do not depend on the tokens so far."""
+
+        def collect(pick: Callable[[_Rules], Int64 | None]) -> Entries | None:
+            picked = ((row, pick(rules)) for row, rules in of_row.items())
+            return self._entries((row, ids) for row, ids in picked if ids is not None)
+
+        edits = LogitEdits()
+        bias = collect(lambda rules: rules.bias_ids)
+        if bias is not None:
+            values = np.concatenate([rules.bias for rules in of_row.values()])
+            edits.bias = bias, upload(values, self._device)
+        allowed = collect(lambda rules: rules.allowed_ids)
+        if allowed is not None:
+            rows = [row for row, rules in of_row.items() if rules.allowed_ids is not None]
+            edits.allowed = AllowedTokens(upload(np.array(rows), self._device), allowed)
+        banned = collect(lambda rules: rules.banned_ids)
+        if banned is not None:
+            edits.banned = [banned]
+        return edits
+
+    def _entries(self, found: Iterable[tuple[int, Int64]]) -> Entries | None:
+        """Returns the entries (row, id) of ids by row; None: there are none."""
+        pairs = list(found)
+        sizes = [len(ids) for _, ids in pairs]
+        if not sum(sizes):
+            return None
+        rows = np.repeat(np.array([row for row, _ in pairs], np.int64), sizes)
+        ids = np.concatenate([ids for _, ids in pairs])
+        return Entries(upload(rows, self._device), upload(ids, self._device))
+
+
+def _group(words: Iterable[Sequence[int]]) -> list[tuple[Int32, Int64]]:
+    """Groups words of several tokens by length, so that a group is compared at once."""
+    by_length: dict[int, list[Sequence[int]]] = {}
+    for word in words:
+        if len(word) > 1:
+            by_length.setdefault(len(word), []).append(word)
+    arrays = [np.array(same_length, np.int32) for same_length in by_length.values()]
+    return [(ids[:, :-1], ids[:, -1].astype(np.int64)) for ids in arrays]

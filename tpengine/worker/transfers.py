@@ -1,4 +1,8 @@
-"""What goes up to the device and comes down in a step, in few copies that nobody waits for."""
+"""Copies of a step's arrays to the device and of its results to the host.
+
+On a GPU there are few copies, from and to pinned memory, and neither side waits for the other. On
+CPU there are none.
+"""
 
 from __future__ import annotations
 
@@ -12,18 +16,18 @@ import torch
 _ALIGNMENT = 16
 _FIRST_BYTES = 1 << 20
 _NUM_BUFFERS = 8
-"""A buffer is free again when its copy is done. Behind a step that was begun early there may be the
-few copies of another."""
+"""A buffer is free again when its copy is done. A step that was begun early and the few copies of
+the next one may wait for the device at the same time."""
 
 Array = npt.NDArray[np.generic]
 Wait = Callable[[Callable[[], bool], str], None]
 
 
 class Uploads:
-    """Sends a step's arrays to the device.
+    """Sends arrays to the device.
 
-    On a GPU all of a call go as one copy from pinned memory, which neither waits for the device nor
-    lets the device wait for the host. On CPU the tensors are the arrays themselves.
+    On a GPU the arrays of a call go as one copy from pinned memory, which neither waits for the
+    device nor lets the device wait for the host. On CPU the tensors share the arrays' memory.
 
     Args:
         wait_for: see `ParallelState.wait_for`.
@@ -34,11 +38,11 @@ class Uploads:
         self._wait_for = wait_for
         self._on_gpu = device.type == "cuda"
         self._buffers: list[torch.Tensor | None] = [None] * _NUM_BUFFERS
-        self._events: list[torch.cuda.Event | None] = [None] * _NUM_BUFFERS
+        self._events: list[Any] = [None] * _NUM_BUFFERS
         self._next = 0
 
     def send(self, arrays: Sequence[Array]) -> list[torch.Tensor]:
-        """The arrays as tensors on the device, of their shapes and dtypes."""
+        """Returns the arrays as tensors on the device, with the same shapes and dtypes."""
         if not self._on_gpu:
             return [torch.from_numpy(array) for array in arrays]
         places, size = layout(arrays)
@@ -54,22 +58,28 @@ class Uploads:
             self._buffers[turn] = buffer
         pack(buffer.numpy(), arrays, places)
         sent = buffer[:size].to(self.device, non_blocking=True)
-        event = self._events[turn] = event or torch.cuda.Event()
+        if event is None:
+            event = self._events[turn] = _new_event()
         event.record()
         return unpack(sent, arrays, places)
 
 
 def end_of_work(device: torch.device) -> Callable[[], bool]:
-    """Asks whether a device has done all that it was given until now."""
+    """Returns a function that tells whether a device has done all work that it was given by now."""
     if device.type != "cuda":
         return lambda: True
-    event = torch.cuda.Event()
+    event = _new_event()
     event.record()
-    return event.query
+    is_done: Callable[[], bool] = event.query
+    return is_done
+
+
+def _new_event() -> Any:
+    return torch.cuda.Event()  # type: ignore[no-untyped-call]
 
 
 def layout(arrays: Sequence[Array]) -> tuple[list[int], int]:
-    """Where each array begins in a buffer, aligned for any dtype, and the bytes of all."""
+    """Returns each array's offset in a buffer, aligned for any dtype, and the buffer's bytes."""
     places, size = [], 0
     for array in arrays:
         places.append(size)
@@ -87,7 +97,7 @@ def pack(buffer: npt.NDArray[np.uint8], arrays: Sequence[Array], places: Sequenc
 def unpack(
     sent: torch.Tensor, arrays: Sequence[Array], places: Sequence[int]
 ) -> list[torch.Tensor]:
-    """Views of a copy of the buffer, shaped like the arrays."""
+    """Returns views of a copy of the buffer, with the arrays' shapes and dtypes."""
     views = []
     for array, place in zip(arrays, places, strict=True):
         dtype = torch.from_numpy(np.empty(0, array.dtype)).dtype
@@ -96,9 +106,9 @@ def unpack(
 
 
 class Downloads:
-    """Brings what was sampled to the host while the host does something else.
+    """Copies results to the host while the host does something else.
 
-    The copies have a stream of their own, so that they do not wait for what is launched after them.
+    The copies have their own stream, so that they do not wait for work that is launched after them.
 
     Args:
         wait_for: see `ParallelState.wait_for`.
@@ -107,10 +117,12 @@ class Downloads:
     def __init__(self, device: torch.device, wait_for: Wait) -> None:
         self._device = device
         self._wait_for = wait_for
-        self._stream: Any = torch.cuda.Stream(device) if device.type == "cuda" else None
+        self._stream: Any = None
+        if device.type == "cuda":
+            self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
 
     def start(self, tensors: Sequence[torch.Tensor]) -> Callable[[], list[npt.NDArray[Any]]]:
-        """Starts the copies; what it returns waits for their end, and gives the arrays."""
+        """Starts the copies. Returns a function that waits for them and returns the arrays."""
         if self._stream is None or not tensors:
             return lambda: [tensor.numpy() for tensor in tensors]
         hosts = [torch.empty(one.shape, dtype=one.dtype, pin_memory=True) for one in tensors]
@@ -119,7 +131,7 @@ class Downloads:
             for host, tensor in zip(hosts, tensors, strict=True):
                 host.copy_(tensor, non_blocking=True)
                 tensor.record_stream(self._stream)
-            event = torch.cuda.Event()
+            event = _new_event()
             event.record(self._stream)
 
         def finish() -> list[npt.NDArray[Any]]:

@@ -13,36 +13,31 @@ from tpengine.config import EngineConfig
 from tpengine.distributed.collectives import connect_ranks
 from tpengine.distributed.parallel_state import ParallelState
 from tpengine.distributed.rendezvous import RendezvousStore
-from tpengine.errors import CacheSizeError, is_device_fault
+from tpengine.errors import CacheSizeError, counted, is_device_fault
+from tpengine.layers.attention import AttentionMetadata, KVCache
 from tpengine.layers.weights import Weights
-from tpengine.logger import init_logger
 from tpengine.messages import MemoryLedger, Rendezvous, StepInput, StepOutput
 from tpengine.models.loader import load_model
-from tpengine.wording import counted
-from tpengine.worker import memory
+from tpengine.models.registry import CausalLM
+from tpengine.ops.recording import has_recordings
+from tpengine.worker import device, memory
 from tpengine.worker.cache_engine import CacheEngine, block_bytes, staged_blocks
-from tpengine.worker.device import (
-    cache_dtype,
-    check_quantization,
-    resolve_dtype,
-    set_num_threads,
-)
+from tpengine.worker.decode_recording import MAX_RECORDED_ROWS, DecodeRecording, try_to_record
 from tpengine.worker.gpu.attention_plans import GpuAttention, claim_gpu
-from tpengine.worker.gpu.graphs import CudaCapture, agree_on_graphs, estimate_bytes
+from tpengine.worker.gpu.graphs import CudaCapture, DecodeGraphs, agree_on_graphs
+from tpengine.worker.gpu.run_ahead import RunAhead
 from tpengine.worker.model_runner import ModelRunner
-
-logger = init_logger(__name__)
 
 
 class Worker:
     """Holds one shard of the model. The executor calls, in this order: `init_device`,
     `load_model`, `profile_num_available_blocks`, `init_cache_engine`, then `execute_model`.
 
-    With several ranks, `open_rendezvous` (rank 0) and `connect` (all at the same time) come before.
-    A rank that fails in a call after that tells the others, whose calls fail in their turn.
+    With several ranks, `open_rendezvous` (rank 0) and `connect` (all ranks at once) come first. If
+    a rank fails in a later call, it tells the other ranks, whose calls then fail too.
 
     Args:
-        parallel: where this rank is connected with the others already; instead of `rank`.
+        parallel: of a rank that is already connected with the others; replaces `rank`.
     """
 
     def __init__(
@@ -52,13 +47,15 @@ class Worker:
         self._parallel = parallel or ParallelState(rank, config.parallel.tensor_parallel_size)
         self._num_local_ranks = self._parallel.tp_size
         self._store: RendezvousStore | None = None
-        # The first that this process sees: ranks of one machine see one each.
+        # The first device that this process sees: each rank of a machine sees its own only.
         self._device = torch.device("cuda:0" if config.device == "cuda" else config.device)
         self._dtype = self._cache_dtype = torch.float32
+        self._model: CausalLM | None = None
+        self._weights_bytes = 0
         self._gpu: GpuAttention | None = None
-        self._runner: ModelRunner | None = None
-        self._cache_engine: CacheEngine | None = None
         self._all_record: bool | None = None
+        self._runner: ModelRunner | None = None
+        self._run_ahead: RunAhead | None = None
 
     def open_rendezvous(self, address: str) -> int:
         """Starts the store at which the ranks meet, on rank 0; returns its port.
@@ -67,7 +64,7 @@ class Worker:
             address: IP address of this rank's node.
 
         Raises:
-            RendezvousError: it is none of this machine's.
+            RendezvousError: this machine does not have the address.
         """
         self._store = RendezvousStore(address)
         return self._store.port
@@ -77,7 +74,7 @@ class Worker:
 
         Raises:
             RendezvousError: ranks did not arrive, failed, or cannot reach each other.
-            SharedMemoryError: all are on one host, whose shared memory is too small.
+            SharedMemoryError: all ranks are on one host, whose shared memory is too small.
         """
         rank = self._parallel.tp_rank
         self._parallel, how = connect_ranks(rank, rendezvous, self._device, self._store)
@@ -85,20 +82,21 @@ class Worker:
         return how
 
     def init_device(self) -> str:
-        """Claims device and threads, settles the dtype; returns a line that describes them.
+        """Claims device and threads, settles the dtypes; returns a line that describes them.
 
         Raises:
             ConfigError: the device cannot do what was asked.
         """
-        self._dtype = resolve_dtype(self._config.model.dtype, self._device.type)
-        check_quantization(self._config.model.quantization, self._device.type)
-        self._cache_dtype = cache_dtype(self._config.cache.kv_cache_dtype, self._dtype)
+        self._dtype = device.resolve_dtype(self._config.model.dtype, self._device.type)
+        device.check_quantization(self._config.model.quantization, self._device.type)
+        self._cache_dtype = device.cache_dtype(self._config.cache.kv_cache_dtype, self._dtype)
+        dtype_name = str(self._dtype).removeprefix("torch.")
         if self._device.type == "cuda":
             name = claim_gpu(self._device, self._config, self._dtype, self._cache_dtype)
             is_fp8 = self._cache_dtype != self._dtype
-            return f"{name}, {self._dtype_name}{', fp8 KV cache' if is_fp8 else ''}"
-        threads = set_num_threads(self._num_local_ranks)
-        return f"{platform.machine()} CPU, {counted(threads, 'thread')}, {self._dtype_name}"
+            return f"{name}, {dtype_name}{', fp8 KV cache' if is_fp8 else ''}"
+        threads = device.set_num_threads(self._num_local_ranks)
+        return f"{platform.machine()} CPU, {counted(threads, 'thread')}, {dtype_name}"
 
     def load_model(self) -> None:
         """Builds this rank's shard and fills it.
@@ -108,59 +106,55 @@ class Worker:
             ConfigError, NativeLibraryError: see `GpuAttention`.
         """
         with torch.inference_mode():
-            weights = Weights(
-                self._dtype, self._device, self._parallel, self._config.model.quantization
-            )
-            model = load_model(self._config.model, weights)
-        if self._device.type == "cuda":
-            self._gpu = GpuAttention(
-                model, self._config, self._dtype, self._cache_dtype, self._device
-            )
-        self._runner = ModelRunner(
-            self._config, model, weights.num_bytes, self._device, self._parallel, self._gpu
-        )
+            quantization = self._config.model.quantization
+            weights = Weights(self._dtype, self._device, self._parallel, quantization)
+            self._model = load_model(self._config.model, weights)
+        self._weights_bytes = weights.num_bytes
+        self._gpu = self._make_gpu_attention(self._model)
 
     def profile_num_available_blocks(self, known_peak_bytes: int | None = None) -> MemoryLedger:
         """Runs the worst step and counts the blocks that fit into what is left.
 
         Args:
-            known_peak_bytes: what the activations of that step took on an equal rank; then it is
-                not run again, and only the free memory is measured.
+            known_peak_bytes: `activation_peak_bytes` of an equal rank; the worst step is then not
+                run again, and only the free memory is measured.
 
         Raises:
             CacheSizeError: not even one block fits.
         """
-        one_block = self._block_bytes()
-        space = memory.host_swap_bytes(self._config.cache.swap_space_bytes, self._num_local_ranks)
+        one_block, cache = self._block_bytes(), self._config.cache
+        space = memory.host_swap_bytes(cache.swap_space_bytes, self._num_local_ranks)
         num_host_blocks = space // one_block
-        scratch = self._scratch_bytes(one_block, num_host_blocks)
-        logits = graphs = 0
-        if known_peak_bytes is None:
-            peak_bytes, logits = self._activation_peak()
-        else:
-            peak_bytes = max(0, known_peak_bytes - scratch)
-        if self._uses_graphs() or self._records_on_cpu:
-            graphs = self._graphs_bytes()
+        # A GPU also holds buffers for swaps, which come with the cache, and attention's scratch,
+        # which is there already.
         staging = staged_blocks(one_block, num_host_blocks) * one_block if self._gpu else 0
-        total, budget = self._kv_budget(peak_bytes + graphs + staging)
-        wanted = self._config.cache.num_device_blocks_override
-        num_blocks = budget // one_block if wanted is None else wanted
+        scratch = staging + (self._gpu.num_bytes if self._gpu else 0)
+        if known_peak_bytes is None:
+            peak, logits = self._activation_peak()
+        else:
+            peak, logits = max(0, known_peak_bytes - scratch), 0
+        graphs = self._recording_bytes()
+        self._release()
+        total, budget = memory.kv_budget_bytes(
+            self._device, cache, self._num_local_ranks, peak + graphs + staging
+        )
+        wanted = cache.num_device_blocks_override
         ledger = MemoryLedger(
             rank=self._parallel.tp_rank,
             device=str(self._device),
             total_bytes=total,
-            weights_bytes=self._require_runner().weights_bytes,
-            activation_peak_bytes=peak_bytes + scratch,
+            weights_bytes=self._weights_bytes,
+            activation_peak_bytes=peak + scratch,
             kv_budget_bytes=budget,
             block_bytes=one_block,
-            num_device_blocks=num_blocks,
+            num_device_blocks=budget // one_block if wanted is None else wanted,
             num_host_blocks=num_host_blocks,
             communicator_bytes=self._parallel.communicator_bytes,
             held_by_others_bytes=memory.held_by_others_bytes(self._device),
             logits_bytes=logits,
             graphs_bytes=graphs,
         )
-        if num_blocks < 1:
+        if ledger.num_device_blocks < 1:
             raise CacheSizeError(
                 f"no block of the KV cache fits on rank {ledger.rank}: one takes "
                 f"{one_block / memory.GIB:.6f} GiB and {budget / memory.GIB:.6f} GiB may be used; "
@@ -168,82 +162,46 @@ class Worker:
             )
         return ledger
 
-    def _activation_peak(self) -> tuple[int, int]:
-        """Bytes of activations in the worst step, and how many of them are due to logits and
-        sampling, which is measured on a GPU only."""
-        probe = self._make_cache(1)
-        with self._forward(), memory.PeakMemory(self._device) as peak:
-            model_peak = self._require_runner().run_worst_case(probe.kv_caches)
-        if self._gpu is None:
-            return peak.peak_bytes, 0
-        return peak.peak_bytes, max(0, peak.start_bytes + peak.peak_bytes - model_peak)
-
-    def _scratch_bytes(self, one_block: int, num_host_blocks: int) -> int:
-        """What a GPU holds beside weights and activations: attention's scratch, swaps' staging."""
-        if self._gpu is None:
-            return 0
-        return self._gpu.num_bytes + staged_blocks(one_block, num_host_blocks) * one_block
-
-    def _uses_graphs(self) -> bool:
-        """Whether decode steps become CUDA graphs: at every rank, or at none."""
-        if self._all_record is None:
-            wanted = self._device.type == "cuda" and not self._config.kernels.enforce_eager
-            self._all_record = wanted and agree_on_graphs(self._parallel, self._device)
-        return self._all_record
-
-    @property
-    def _records_on_cpu(self) -> bool:
-        return self._gpu is None and not self._config.kernels.enforce_eager
-
-    def _graphs_bytes(self) -> int:
-        """What the graphs will take, tried over a cache of one block."""
-        probe, runner = self._make_cache(1), self._require_runner()
-        with self._forward():
-            if self._records_on_cpu:
-                recording = runner.make_recording(probe.kv_caches)
-                return 0 if recording is None else recording.num_bytes
-            graphs = runner.make_graphs(probe.kv_caches, CudaCapture(self._device))
-            with contextlib.closing(graphs):
-                num_bytes = estimate_bytes(graphs, self._device)
-        del graphs, probe
-        self._release()
-        return num_bytes
-
-    def _release(self) -> None:
-        """Gives back to the device what torch keeps for later."""
-        if self._device.type == "cuda":
-            gc.collect()
-            torch.cuda.empty_cache()
-
     def init_cache_engine(self, num_blocks: int, num_host_blocks: int = 0) -> None:
-        """Allocates the cache and the host's pool, records graphs, and warms up. A second call
-        begins anew.
+        """Allocates the cache and the host's pool, records decode steps, and warms up. A second
+        call replaces the first cache.
 
         Raises:
-            CacheSizeError: the memory cannot be had, for them or the running sequences' tables.
-            GraphCaptureError: nor for the graphs.
+            CacheSizeError: the cache, the pool or the running sequences' tables do not fit into
+                memory.
+            GraphCaptureError: the graphs do not.
         """
-        self._drop_cache()
+        self._drop_runner()
         try:
             self._open_cache(num_blocks, num_host_blocks)
         except BaseException:
-            self._drop_cache()  # whoever measures the memory again must not find it there
+            self._drop_runner()  # the caller may measure the free memory again
             raise
 
     def populate_cache(self) -> None:
         """See `CacheEngine.populate`."""
-        assert self._cache_engine is not None, "populate before init_cache_engine"
-        self._cache_engine.populate(memory.populate_bytes(self._num_local_ranks))
+        assert self._runner is not None, "populate before init_cache_engine"
+        self._runner.cache_engine.populate(memory.populate_bytes(self._num_local_ranks))
 
-    def _drop_cache(self) -> None:
-        if self._cache_engine is not None:
-            self._cache_engine = None
-            self._require_runner().detach_cache()
-            self._release()
+    def execute_model(self, step: StepInput) -> StepOutput:
+        """Runs one step."""
+        assert self._runner is not None, "execute before init_cache_engine"
+        with self._forward():
+            return (self._run_ahead or self._runner).execute(step)
+
+    def shutdown(self) -> None:
+        """Releases the weights, the cache and the connection with the other ranks."""
+        try:
+            if self._runner is not None:
+                self._runner.drop_recording()  # before the group is closed, see `DecodeGraphs`
+        finally:
+            self._parallel.close()
+        self._store = self._model = self._gpu = self._runner = self._run_ahead = None
+        self._release()
 
     def _open_cache(self, num_blocks: int, num_host_blocks: int) -> None:
         try:
-            self._cache_engine = self._make_cache(num_blocks, num_host_blocks)
+            cache = self._make_cache(num_blocks, num_host_blocks)
         except (MemoryError, RuntimeError) as error:
             if is_device_fault(error):
                 raise
@@ -255,81 +213,129 @@ class Worker:
                 f"{num_host_blocks} on the host ({host_size:.2f} GiB, swap_space) cannot be "
                 f"allocated: {error}; choose fewer"
             ) from error
-        runner = self._require_runner()
-        try:
-            runner.attach_cache(self._cache_engine)
-        except (MemoryError, RuntimeError) as error:
-            if is_device_fault(error):
-                raise
-            scheduler = self._config.scheduler
-            raise CacheSizeError(
-                f"the tables of running sequences (max_num_seqs = {scheduler.max_num_seqs}, each "
-                f"of up to {scheduler.max_model_len} tokens) cannot be allocated: {error}; lower "
-                "max_num_seqs or max_model_len"
-            ) from error
+        self._runner = runner = self._make_runner(cache)
         with self._forward():
-            if self._uses_graphs():
-                runner.record_graphs(CudaCapture(self._device))
-            elif self._records_on_cpu:
-                runner.record_decodes()
-            self._claim_activations(runner)
+            runner.recorded = recording = self._make_recording(cache.kv_caches)
+            if isinstance(recording, DecodeGraphs):
+                recording.record()
+            if self._gpu is not None:
+                self._claim_activations(runner)
             runner.warm_up()
+        if self._works_ahead:
+            self._run_ahead = RunAhead(runner)
 
     def _claim_activations(self, runner: ModelRunner) -> None:
-        """Runs the worst step once more, on a GPU: what it takes stays with torch, so that no other
-        process can have it by the time that a request needs it."""
-        if self._gpu is None or self._cache_engine is None:
-            return
+        """Runs the worst step once more, on a GPU: torch keeps the memory that it takes, so that no
+        other process can take it before a request needs it."""
         try:
-            runner.run_worst_case(self._cache_engine.kv_caches)
+            runner.run_worst_case()
         except torch.OutOfMemoryError as error:
             raise CacheSizeError(
-                f"beside the KV cache on {self._device} there is no room for the activations of a "
-                f"step of {self._config.scheduler.max_num_batched_tokens} tokens ({error}); lower "
+                f"the activations of a step of {self._config.scheduler.max_num_batched_tokens} "
+                f"tokens do not fit next to the KV cache on {self._device} ({error}); lower "
                 "gpu_memory_utilization or max_num_batched_tokens"
             ) from error
 
-    def execute_model(self, step: StepInput) -> StepOutput:
-        """Runs one step."""
-        with self._forward():
-            return self._require_runner().execute(step)
+    def _drop_runner(self) -> None:
+        if self._runner is not None:
+            self._runner.drop_recording()
+            self._runner = self._run_ahead = None
+            self._release()
 
-    def shutdown(self) -> None:
-        """Lets go of weights, cache and the other ranks."""
-        try:
-            if self._runner is not None:
-                self._runner.detach_cache()  # graphs first, see `DecodeGraphs`
-        finally:
-            self._parallel.close()
-        self._store = self._runner = self._gpu = self._cache_engine = None
-        self._release()
+    def _release(self) -> None:
+        """Gives the memory that torch keeps for later use back to the device."""
+        if self._device.type == "cuda":
+            gc.collect()
+            torch.cuda.empty_cache()
 
     @contextlib.contextmanager
     def _forward(self) -> Iterator[None]:
-        """In which ranks wait for each other: whoever fails says so."""
+        """Wraps code in which ranks wait for each other: a rank that fails tells the others."""
         try:
             with torch.inference_mode():
                 yield
         except BaseException:
             try:
                 if self._parallel.tp_size > 1 and self._runner is not None:
-                    self._runner.drop_recordings()  # as in `shutdown`; no step will come
+                    self._runner.drop_recording()  # as in `shutdown`; no step will follow
             finally:
                 self._parallel.abandon()
             raise
 
     @property
-    def _dtype_name(self) -> str:
-        return str(self._dtype).removeprefix("torch.")
+    def _works_ahead(self) -> bool:
+        """Whether steps are begun before the driver asks. Exchanges through the host would delay
+        this step's answer until the next step's layers have run."""
+        return self._device.type == "cuda" and self._parallel.can_be_recorded
 
-    def _require_runner(self) -> ModelRunner:
-        assert self._runner is not None, "the model is not loaded"
-        return self._runner
+    def _uses_graphs(self) -> bool:
+        """Whether decode steps become CUDA graphs: the same at every rank."""
+        if self._all_record is None:
+            self._all_record = agree_on_graphs(self._parallel, self._device)
+        return self._all_record
 
-    def _cache_shape(self) -> tuple[int, int, int, int]:
-        model = self._config.model
-        kv_heads = max(1, model.total_num_kv_heads // self._parallel.tp_size)
-        return self._config.cache.block_size, model.num_layers, kv_heads, model.head_dim
+    def _activation_peak(self) -> tuple[int, int]:
+        """Returns bytes of activations in the worst step, and how many of them logits and sampling
+        take, which is measured on a GPU only."""
+        runner = self._make_runner(self._make_cache(1))
+        with self._forward(), memory.PeakMemory(self._device) as peak:
+            model_peak = runner.run_worst_case()
+        if self._gpu is None:
+            return peak.peak_bytes, 0
+        return peak.peak_bytes, max(0, peak.start_bytes + peak.peak_bytes - model_peak)
+
+    def _recording_bytes(self) -> int:
+        """Returns what recorded decode steps will take, tried over a cache of one block."""
+        cache = self._make_cache(1)
+        with self._forward():
+            recording = self._make_recording(cache.kv_caches)
+            if isinstance(recording, DecodeGraphs):
+                with contextlib.closing(recording):
+                    return recording.estimate_bytes()
+        return 0 if recording is None else recording.num_bytes
+
+    def _make_recording(self, kv_caches: list[KVCache]) -> DecodeGraphs | DecodeRecording | None:
+        """Makes what runs decode steps without Python between their ops: CUDA graphs, still to be
+        recorded, or a recording on CPU. None: decode steps run op by op."""
+        if self._config.kernels.enforce_eager:
+            return None
+        scheduler, model = self._config.scheduler, self._require_model()
+        max_rows = min(scheduler.max_num_seqs, scheduler.max_num_batched_tokens, MAX_RECORDED_ROWS)
+        max_blocks = -(-scheduler.max_model_len // self._config.cache.block_size)
+
+        def forward(token_ids: torch.Tensor, metadata: AttentionMetadata) -> torch.Tensor:
+            return model.forward(token_ids, kv_caches, metadata)
+
+        if self._gpu is None:
+            if has_recordings() and self._parallel.can_be_recorded:
+                return try_to_record(forward, max_rows, max_blocks)
+        elif self._uses_graphs():
+            capture = CudaCapture(self._device)
+            make_batch = self._gpu.decode_batch
+            return DecodeGraphs(forward, make_batch, max_rows, max_blocks, self._device, capture)
+        return None
+
+    def _make_gpu_attention(self, model: CausalLM) -> GpuAttention | None:
+        if self._device.type != "cuda":
+            return None
+        return GpuAttention(model, self._config, self._dtype, self._cache_dtype, self._device)
+
+    def _make_runner(self, cache: CacheEngine) -> ModelRunner:
+        model, scheduler = self._require_model(), self._config.scheduler
+        try:
+            return ModelRunner(self._config, model, cache, self._device, self._parallel, self._gpu)
+        except (MemoryError, RuntimeError) as error:
+            if is_device_fault(error):
+                raise
+            raise CacheSizeError(
+                f"the tables of running sequences (max_num_seqs = {scheduler.max_num_seqs}, each "
+                f"of up to {scheduler.max_model_len} tokens) cannot be allocated: {error}; lower "
+                "max_num_seqs or max_model_len"
+            ) from error
+
+    def _require_model(self) -> CausalLM:
+        assert self._model is not None, "the model is not loaded"
+        return self._model
 
     def _make_cache(self, num_blocks: int, num_host_blocks: int = 0) -> CacheEngine:
         shape = self._cache_shape()
@@ -338,9 +344,8 @@ class Worker:
     def _block_bytes(self) -> int:
         return block_bytes(self._device, self._cache_dtype, *self._cache_shape())
 
-    def _kv_budget(self, reserved_bytes: int) -> tuple[int, int]:
-        """See `memory.kv_budget_bytes`."""
-        self._release()
-        return memory.kv_budget_bytes(
-            self._device, self._config.cache, self._num_local_ranks, reserved_bytes
-        )
+    def _cache_shape(self) -> tuple[int, int, int, int]:
+        """Returns block_size, num_layers, num_kv_heads of this rank, head_dim."""
+        model = self._config.model
+        kv_heads = max(1, model.total_num_kv_heads // self._parallel.tp_size)
+        return self._config.cache.block_size, model.num_layers, kv_heads, model.head_dim

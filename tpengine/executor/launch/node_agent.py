@@ -1,196 +1,201 @@
-"""What must be done to a rank on its own node: signals, stacks, logs, and whether the node answers.
+"""What is done to processes on one node: signals, stacks, logs, and how they ended.
 
-On the driver's node the driver does it itself; on every other node that holds ranks an actor does,
-which asks for no resources. Whether a node lives is its agent's answer, not Ray's view: Ray holds a
-machine whose link is cut for alive for a minute.
+A process is named by its number and its start time, which tells it from a later one with the same
+number. How a process ended that is not this one's child, only the kernel can tell (Linux 6.15).
 """
 
 from __future__ import annotations
 
 import contextlib
+import errno
+import fcntl
 import os
+import select
+import shutil
+import signal
+import struct
+import subprocess
+import sys
 import time
-from collections.abc import Callable, Iterable, Sequence
-from typing import Any
+from collections.abc import Sequence
+from pathlib import Path
 
-import ray
-from ray.exceptions import GetTimeoutError, RayError
-from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+from tpengine import host
+from tpengine.host import START_TICKS, living_fields
 
-from tpengine import leftovers
-from tpengine.errors import EngineError
-from tpengine.executor import processes
-from tpengine.executor.processes import EndWatch, Process
+_LOG_TAIL_BYTES = 4000
+_RAY_MARKS = (":job_id:", ":actor_name:", ":task_name:")
+_STACK_PATIENCE_S = 2.0
+_STACK_CHARACTERS = 20_000
 
-ANSWER_S = 2.0
-"""How long a node may take to answer before it counts as gone."""
-_START_S = 15.0
-"""How long the process of an agent may take to come up on a node that nobody has heard of yet."""
-_THREADS = 4
-"""So that an agent answers while it waits for something else."""
-_SLICE_S = 0.2
+# linux/pidfd.h: what the kernel tells of a process by a descriptor that was opened while it lived.
+_PIDFD_INFO = struct.Struct("<QQ11Ii")  # mask, cgroup, 11 ids, exit code
+_PIDFD_INFO_EXIT = 1 << 3
+_PIDFD_GET_INFO = (3 << 30) | (_PIDFD_INFO.size << 16) | (0xFF << 8) | 11  # _IOWR(0xff, 11)
 
-
-class NodeSilentError(EngineError):
-    """A node does not answer."""
+Process = tuple[int, int]
+"""Its number and its start in clock ticks since boot."""
 
 
 class NodeAgent:
-    """One node's hands; each method concerns processes of that node only."""
+    """Acts on processes of its own node."""
 
     def __init__(self) -> None:
-        self._ends = EndWatch()
+        self._files: dict[Process, int] = {}
 
     def ping(self) -> int:
-        """Answers, with the number of its process."""
+        """Answers with the number of the agent's own process."""
         return os.getpid()
 
-    def watch(self, ranks: Sequence[Process]) -> None:
-        """Remembers the ranks of this node, while they live, so that their end can be told."""
-        self._ends.watch(ranks)
+    def watch(self, processes: Sequence[Process]) -> None:
+        """Remembers these processes in place of earlier ones, so that their end can be told. They
+        must be alive."""
+        self.close()
+        for process in processes:
+            with contextlib.suppress(OSError):
+                self._files[process] = os.pidfd_open(process[0])
 
     def look(self, process: Process, patience_s: float) -> tuple[str, str]:
-        """(how it ended, its state by Linux's letter); each is empty where there is none.
+        """How a process ended, and its state.
 
         Args:
             patience_s: for a process that is about to end.
+
+        Returns:
+            (`killed by signal 9 (SIGKILL)` or `exit code 3`; empty: it is alive, or unknown,
+            Linux's letter for its state; empty: it is gone).
         """
-        return self._ends.describe(process, patience_s), processes.state(process)
+        return self._end_of(process, patience_s), state(process)
+
+    def _end_of(self, process: Process, patience_s: float) -> str:
+        deadline = time.monotonic() + patience_s
+        file = self._files.get(process)
+        if file is None:
+            return ""
+        poll = select.poll()
+        poll.register(file, select.POLLIN)
+        poll.poll(patience_s * 1e3)
+        try:
+            while (code := _exit_code(file)) is None and time.monotonic() < deadline:
+                time.sleep(0.005)  # until its parent, or the kernel, has reaped it
+        except OSError:  # the kernel is too old to tell
+            return ""
+        return "" if code is None else describe_exit(code)
 
     def state(self, process: Process) -> str:
-        """Linux's letter; empty: it is gone."""
-        return processes.state(process)
+        """Linux's letter for its state; empty: it is gone."""
+        return state(process)
 
     def stack(self, process: Process) -> str:
         """Its Python stacks, or why there are none."""
-        return processes.python_stack(process[0]) if processes.state(process) else ""
+        return python_stack(process[0]) if state(process) else ""
 
     def tail(self, path: str) -> str:
         """The end of a log file."""
-        return processes.tail(path)
+        return tail(path)
 
     def signal(self, process: Process, number: int) -> None:
-        """Sends a signal."""
-        processes.send_signal(process, number)
+        """Sends a signal to a process, if it is still that one."""
+        if state(process):
+            with contextlib.suppress(OSError):
+                os.kill(process[0], number)
 
-    def wait_for_end(self, ranks: Sequence[Process], patience_s: float) -> list[Process]:
-        """Waits for processes to go and removes what they left in shared memory; returns those
-        that are still there."""
-        left = processes.wait_for_end(ranks, patience_s)
-        leftovers.sweep()
+    def wait_for_end(self, processes: Sequence[Process], patience_s: float) -> list[Process]:
+        """Waits for processes to end and removes their files in shared memory; returns those that
+        are still there."""
+        left = wait_for_end(processes, patience_s)
+        host.sweep_segments()
         return left
 
     def close(self) -> None:
-        """Lets go of the processes it watched."""
-        self._ends.close()
+        """Forgets the processes of `watch`."""
+        while self._files:
+            os.close(self._files.popitem()[1])
 
 
-class Agents:
-    """The agents of all nodes that an engine has to do with; they outlive its groups of ranks.
+def state(process: Process) -> str:
+    """Linux's letter for what it does, as R runs, S sleeps, T is stopped; empty: it is gone."""
+    fields = living_fields(process[0])
+    if fields is None or int(fields[START_TICKS]) != process[1]:
+        return ""
+    return fields[0]
 
-    Args:
-        own_node_id: the driver's node, where this process acts itself; another string makes it
-            use an actor there, too.
+
+def own_error_log() -> str:
+    """The file that this process's standard error goes to; empty if it is not a file."""
+    try:
+        target = os.readlink("/proc/self/fd/2")
+    except OSError:
+        return ""
+    return target if target.startswith("/") else ""
+
+
+def tail(path: str) -> str:
+    """The end of a log file, without Ray's own marks; empty if it cannot be read."""
+    try:
+        with Path(path or "/").open("rb") as file:
+            file.seek(max(0, file.seek(0, os.SEEK_END) - _LOG_TAIL_BYTES))
+            lines = file.read().decode(errors="replace").splitlines()
+    except OSError:
+        return ""
+    return "\n".join(line for line in lines if not line.startswith(_RAY_MARKS)).strip()
+
+
+def wait_for_end(processes: Sequence[Process], patience_s: float) -> list[Process]:
+    """Waits for processes to end; returns those that are still there."""
+    deadline = time.monotonic() + patience_s
+    left = list(processes)
+    while True:
+        left = [process for process in left if state(process)]
+        if not left or time.monotonic() > deadline:
+            return left
+        time.sleep(0.005)
+
+
+def python_stack(pid: int) -> str:
+    """The Python stacks of all threads of a process, which may be stopped; or why there are
+    none."""
+    installed = Path(sys.executable).with_name("py-spy")
+    program = str(installed) if installed.is_file() else shutil.which("py-spy")
+    if program is None:
+        return "(no stack: py-spy is not installed on its node; pip install 'tpengine[ray]')"
+    try:
+        done = subprocess.run(
+            [program, "dump", "--nonblocking", "--pid", str(pid)],
+            capture_output=True,
+            text=True,
+            timeout=_STACK_PATIENCE_S,
+        )
+    except (OSError, subprocess.TimeoutExpired) as error:
+        return f"(no stack: {error})"
+    if done.returncode != 0:
+        return f"(no stack: py-spy says: {done.stderr.strip()[-500:]})"
+    return done.stdout.strip()[:_STACK_CHARACTERS]
+
+
+def _exit_code(pidfd: int) -> int | None:
+    """The wait status of a process that was reaped; None: it was not.
+
+    Raises:
+        OSError: the kernel cannot tell.
     """
+    request = bytearray(_PIDFD_INFO.pack(_PIDFD_INFO_EXIT, *[0] * 13))
+    try:
+        fcntl.ioctl(pidfd, _PIDFD_GET_INFO, request)
+    except OSError as error:
+        if error.errno in (errno.ENOTTY, errno.EINVAL):
+            raise
+        return None
+    mask, *_, status = _PIDFD_INFO.unpack(request)
+    return status if mask & _PIDFD_INFO_EXIT else None
 
-    def __init__(self, own_node_id: str) -> None:
-        self._own_node_id = own_node_id
-        self._own = NodeAgent()
-        self._actors: dict[str, Any] = {}
-        self._started_at: dict[str, float] = {}  # of agents that have not answered yet
 
-    def open(self, node_ids: Iterable[str]) -> None:
-        """Starts the agents of nodes that have none, without waiting for them."""
-        for node_id in set(node_ids) - {self._own_node_id} - self._actors.keys():
-            self._started_at[node_id] = time.monotonic()
-            self._actors[node_id] = (
-                ray.remote(NodeAgent)
-                .options(
-                    num_cpus=0,
-                    max_restarts=0,
-                    max_concurrency=_THREADS,
-                    scheduling_strategy=NodeAffinitySchedulingStrategy(node_id, soft=False),
-                )
-                .remote()
-            )
-
-    def ask(self, node_id: str, method: str, *args: Any, timeout_s: float = ANSWER_S) -> Any:
-        """What a node's agent answers.
-
-        Raises:
-            NodeSilentError: it does not within the timeout.
-        """
-        if node_id == self._own_node_id:
-            return getattr(self._own, method)(*args)
-        actor = self._actors.get(node_id)
-        if actor is None or not ray.is_initialized():
-            raise NodeSilentError(f"node {node_id} has no agent")
-        try:
-            answer = ray.get(getattr(actor, method).remote(*args), timeout=timeout_s)
-        except (RayError, GetTimeoutError) as error:
-            raise NodeSilentError(
-                f"node {node_id} does not answer within {timeout_s:g} s: {error}"
-            ) from error
-        self._started_at.pop(node_id, None)
-        return answer
-
-    def is_starting(self, node_id: str) -> bool:
-        """Whether an agent may not be up yet, so that its silence says nothing of its node."""
-        started_at = self._started_at.get(node_id)
-        return started_at is not None and time.monotonic() - started_at < _START_S
-
-    def tell(self, node_id: str, method: str, *args: Any) -> None:
-        """Has a node's agent do something, without waiting unless it is this node."""
-        if node_id == self._own_node_id:
-            getattr(self._own, method)(*args)
-        elif (actor := self._actors.get(node_id)) is not None and ray.is_initialized():
-            with contextlib.suppress(RayError):
-                getattr(actor, method).remote(*args)
-
-    def silent(self, node_ids: Iterable[str], check: Callable[[], None]) -> set[str]:
-        """Those of the nodes that do not answer; all are asked at once.
-
-        An agent that is new has longer, as its process has to start first; one whose process died
-        is replaced, as that does not mean that its node did.
-
-        Args:
-            check: called again and again meanwhile; what it raises ends the wait.
-        """
-        asked = set(node_ids) - {self._own_node_id}
-        known = asked & self._actors.keys()
-        silent, dead = self._unanswered(known, ANSWER_S, check)
-        for node_id in dead:
-            del self._actors[node_id]
-        new = (asked - known) | dead
-        self.open(new)
-        unanswered, dead = self._unanswered(new, _START_S, check)
-        for node_id in unanswered | dead:
-            self._forget(node_id)
-        return silent | unanswered | dead
-
-    def _unanswered(
-        self, node_ids: set[str], timeout_s: float, check: Callable[[], None]
-    ) -> tuple[set[str], set[str]]:
-        """(nodes that gave no answer, nodes whose agent's process is gone)."""
-        deadline = time.monotonic() + timeout_s
-        node_of = {self._actors[node_id].ping.remote(): node_id for node_id in node_ids}
-        waiting, dead = list(node_of), set()
-        while waiting and time.monotonic() < deadline:
-            check()
-            ready, waiting = ray.wait(waiting, timeout=_SLICE_S)
-            for ref in ready:
-                try:
-                    ray.get(ref, timeout=ANSWER_S)
-                except RayError:  # also if it can never be scheduled
-                    dead.add(node_of[ref])
-        return {node_of[ref] for ref in waiting}, dead
-
-    def _forget(self, node_id: str) -> None:
-        with contextlib.suppress(RayError):
-            ray.kill(self._actors.pop(node_id), no_restart=True)
-
-    def close(self) -> None:
-        """Ends the agents."""
-        self._own.close()
-        for node_id in list(self._actors):
-            self._forget(node_id)
+def describe_exit(status: int) -> str:
+    """A wait status in words."""
+    if not os.WIFSIGNALED(status):
+        return f"exit code {os.WEXITSTATUS(status)}"
+    number = os.WTERMSIG(status)
+    try:
+        return f"killed by signal {number} ({signal.Signals(number).name})"
+    except ValueError:  # a real-time signal
+        return f"killed by signal {number}"

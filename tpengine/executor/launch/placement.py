@@ -1,6 +1,7 @@
-"""Which nodes the ranks go to: arithmetic over resources first, Ray's placement groups after it.
+"""Which nodes the ranks run on: first, and when nodes have stopped to answer.
 
-The functions above `Placement` are pure: they know dictionaries, no cluster.
+`Placement` is one bundle of resources per rank, in a placement group of Ray's. `Placer` finds one
+on nodes that answer. The functions above them only compute, without a cluster.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ import math
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import ray
 from ray.util import get_current_placement_group
@@ -24,9 +25,9 @@ from ray.util.placement_group import (
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from tpengine.config import RayConfig
-from tpengine.errors import PlacementError
+from tpengine.errors import PlacementError, counted
+from tpengine.executor.diagnosis import RankPlace
 from tpengine.logger import init_logger
-from tpengine.wording import counted
 
 logger = init_logger(__name__)
 
@@ -34,56 +35,28 @@ Resources = Mapping[str, float]
 _NODE_LABEL = "ray.io/node-id"
 _PATIENCE_S = 3.0
 """How long a placement may take before the user is told what it waits for."""
+_PAUSE_S = 0.5
+"""Between two questions to nodes that do not answer."""
 
 
 @dataclass(frozen=True, slots=True)
 class Node:
-    """A machine of the cluster and all that it has, taken or not."""
+    """A machine of the cluster and all its resources, in use or not."""
 
     node_id: str
     address: str
     resources: Resources
 
 
-@dataclass(frozen=True, slots=True)
-class RankPlace:
-    """Where an actor came to stand.
-
-    Attributes:
-        address: of its node, as Ray knows it.
-        devices: ids of the accelerators that Ray gave it.
-        start_ticks: start time of the process in clock ticks, which tells it from a later one
-            with the same number.
-        log_path: the process's error log on its node, empty if unknown.
-    """
-
-    node_id: str
-    address: str
-    host_name: str
-    devices: tuple[str, ...]
-    pid: int
-    start_ticks: int
-    log_path: str = ""
-
-    @property
-    def process(self) -> tuple[int, int]:
-        """What tells it from all other processes of its node."""
-        return self.pid, self.start_ticks
-
-    def __str__(self) -> str:
-        devices = f", device {','.join(self.devices)}" if self.devices else ""
-        return f"node {self.address} ({self.host_name}), pid {self.pid}{devices}"
-
-
 def rank_bundle(device: str, wanted: Resources | None) -> dict[str, float]:
-    """Resources of one rank: what the user says, else one GPU or one CPU."""
+    """Resources of one rank: what the user asks for, else one GPU or one CPU."""
     if wanted is not None:
         return dict(wanted)
     return {"GPU": 1.0} if device == "cuda" else {"CPU": 1.0}
 
 
 def actor_options(bundle: Resources) -> dict[str, Any]:
-    """What an actor that fills such a bundle asks Ray for."""
+    """The options of Ray for an actor that takes a whole bundle."""
     custom = {name: amount for name, amount in bundle.items() if name not in ("CPU", "GPU")}
     return {
         "num_cpus": bundle.get("CPU", 0),
@@ -93,14 +66,14 @@ def actor_options(bundle: Resources) -> dict[str, Any]:
 
 
 def usable_bundles(bundles: Mapping[int, Resources], wanted: Resources) -> list[int]:
-    """Indices of those bundles of a group that hold what a rank needs, in ascending order."""
+    """Indices of the bundles of a group that are enough for a rank, in ascending order."""
     return sorted(index for index, bundle in bundles.items() if _times(bundle, wanted) >= 1)
 
 
 def explain_infeasible(
     nodes: Sequence[Node], bundle: Resources, size: int, strategy: str
 ) -> str | None:
-    """Why the cluster could not hold the ranks even if it were idle; None if it could."""
+    """Why the ranks do not fit on the nodes even if these are idle; None if they fit."""
     rooms = [_times(node.resources, bundle) for node in nodes]
     if strategy == "STRICT_PACK":
         if max(rooms, default=0) >= size:
@@ -132,8 +105,8 @@ def _times(resources: Resources, bundle: Resources) -> int:
 
 
 def order_places(places: Sequence[RankPlace], driver_node_id: str) -> list[int]:
-    """Indices of `places` in rank order: the driver's node first, then by address, so that
-    neighbours share a node, then by device."""
+    """Indices of `places` in rank order: the driver's node first; then by address, so that
+    neighbours share a node; then by device."""
 
     def key(index: int) -> tuple[Any, ...]:
         place = places[index]
@@ -152,7 +125,7 @@ def order_places(places: Sequence[RankPlace], driver_node_id: str) -> list[int]:
 
 
 def describe(resources: Resources) -> str:
-    """For people: `{CPU: 2, GPU: 1}`, without memory and Ray's own markers."""
+    """A text such as `{CPU: 2, GPU: 1}`, without memory and Ray's own markers."""
     hidden = ("memory", "object_store_memory", "node:", "bundle_group", "accelerator_type:")
     shown = [
         f"{name}: {amount:g}"
@@ -163,7 +136,7 @@ def describe(resources: Resources) -> str:
 
 
 def cluster_nodes() -> list[Node]:
-    """The machines that are alive."""
+    """The machines that Ray holds for alive."""
     return [
         Node(node["NodeID"], node["NodeManagerAddress"], node["Resources"])
         for node in ray.nodes()
@@ -172,10 +145,10 @@ def cluster_nodes() -> list[Node]:
 
 
 def address_of(node_id: str) -> str:
-    """The address of a machine that is alive.
+    """The address of the driver's machine.
 
     Raises:
-        PlacementError: Ray knows no such machine.
+        PlacementError: Ray does not hold it for alive.
     """
     nodes = cluster_nodes()
     for node in nodes:
@@ -183,20 +156,20 @@ def address_of(node_id: str) -> str:
             return node.address
     alive = ", ".join(node.address for node in nodes) or "none"
     raise PlacementError(
-        f"Ray holds the driver's own node {node_id} for dead (alive: {alive}); its raylet has gone "
-        "or could not be heard for long: start Ray there again, and a new engine"
+        f"Ray holds the driver's own node {node_id} for dead (alive: {alive}), as its raylet has "
+        "ended or did not answer; start Ray there again, and make a new engine"
     )
 
 
 class Placement:
-    """A bundle per rank, in a group of its own or in the one that the driver runs in.
+    """A bundle per rank, in a new placement group or in the one that the driver runs in.
 
     Args:
-        excluded: ids of nodes that get none, as they do not answer.
-        check: called again and again while room is waited for; what it raises ends the wait.
+        excluded: ids of nodes that get no bundle, as they do not answer.
+        check: called repeatedly while the group waits for room; an exception of it ends the wait.
 
     Raises:
-        PlacementError: the ranks cannot be placed, or could not in time.
+        PlacementError: the ranks cannot be placed, or not in time.
     """
 
     def __init__(
@@ -238,12 +211,12 @@ class Placement:
 
     @property
     def is_borrowed(self) -> bool:
-        """Whether the group was there before."""
+        """Whether the group is the one that the driver runs in."""
         return self._own is None
 
     @property
     def node_ids(self) -> list[str]:
-        """The node of each bundle, by index of the actor."""
+        """The node of each bundle."""
         return list(self._node_ids)
 
     def _find_nodes(self) -> list[str]:
@@ -264,36 +237,36 @@ class Placement:
             timeout_s,
             _address(),
             wanted,
-            _available(bundle),
-            _total(bundle),
+            _amounts(ray.available_resources(), bundle),
+            _amounts(ray.cluster_resources(), bundle),
         )
         if self._wait_until(start + timeout_s, check):
             return
         raise PlacementError(
             f"no room on the Ray cluster at {_address()} within {timeout_s:.0f} s: wanted "
-            f"{wanted}, available {_available(bundle)} of {_total(bundle)}; wait for others to "
-            "finish, raise placement_timeout_s, or have a Ray of its own started: "
-            'ray_address="local"'
+            f"{wanted}, available {_amounts(ray.available_resources(), bundle)} of "
+            f"{_amounts(ray.cluster_resources(), bundle)}; wait for other programs to finish, "
+            'raise placement_timeout_s, or start a Ray for this engine: ray_address="local"'
         )
 
     def _wait_until(self, deadline: float, check: Callable[[], None]) -> bool:
-        """Whether the group has its room before the deadline."""
+        """Whether the group gets its room before the deadline."""
         while True:
             check()
-            # Ray counts in whole seconds, and would take a part of one as nothing.
+            # Ray counts whole seconds: it takes 0.5 as 0.
             if self._group.wait(1):
                 return True
             if time.monotonic() >= deadline:
                 return False
 
-    def strategy(self, rank: int) -> PlacementGroupSchedulingStrategy:
-        """What ties the actor of a bundle to it."""
+    def strategy(self, index: int) -> PlacementGroupSchedulingStrategy:
+        """The strategy that starts an actor in the bundle of this index."""
         return PlacementGroupSchedulingStrategy(
-            placement_group=self._group, placement_group_bundle_index=self._indices[rank]
+            placement_group=self._group, placement_group_bundle_index=self._indices[index]
         )
 
     def remove(self) -> None:
-        """Gives the bundles back; a group that was there before stays."""
+        """Gives the bundles back, unless the group is the one that the driver runs in."""
         group, self._own = self._own, None
         if group is not None:
             with contextlib.suppress(Exception):  # the cluster may have gone
@@ -316,13 +289,91 @@ def _address() -> str:
     return str(ray.get_runtime_context().gcs_address)
 
 
-def _available(bundle: Resources) -> str:
-    return _of(ray.available_resources(), bundle)
+def _amounts(resources: Resources, names: Iterable[str]) -> str:
+    return describe({name: resources.get(name, 0.0) for name in names})  # Ray leaves out zeros
 
 
-def _total(bundle: Resources) -> str:
-    return _of(ray.cluster_resources(), bundle)
+class NodeCheck(Protocol):
+    """Asks nodes whether they answer."""
+
+    def silent(self, node_ids: Iterable[str], check: Callable[[], None]) -> set[str]:
+        """Returns the nodes that do not answer."""
 
 
-def _of(resources: Resources, names: Iterable[str]) -> str:
-    return describe({name: resources.get(name, 0.0) for name in names})  # absent when 0
+class Placer:
+    """Finds bundles for the ranks of one engine on nodes that answer.
+
+    Args:
+        bundle: resources of one rank.
+        check: called repeatedly during everything that may take long; an exception of it ends the
+            wait.
+    """
+
+    def __init__(
+        self,
+        bundle: dict[str, float],
+        size: int,
+        config: RayConfig,
+        nodes: NodeCheck,
+        check: Callable[[], None],
+    ) -> None:
+        self._bundle = bundle
+        self._size = size
+        self._config = config
+        self._nodes = nodes
+        self._check = check
+
+    def place(self, silent: set[str]) -> Placement:
+        """Makes a placement on nodes that answer.
+
+        Args:
+            silent: nodes that do not answer; those that are found here are added.
+        """
+        while True:
+            placement = Placement(self._bundle, self._size, self._config, silent, self._check)
+            if not silent:  # at the first start Ray's view of the cluster is taken
+                return placement
+            try:
+                more = self._nodes.silent(placement.node_ids, self._check)
+            except BaseException:
+                placement.remove()
+                raise
+            if not more:
+                return placement
+            placement.remove()
+            silent |= more
+
+    def replace(self, old: Placement | None, silent: set[str]) -> Placement:
+        """Returns the old placement if its nodes answer, else another one. Without room for
+        another one it waits for nodes to answer again, as they may only have paused.
+
+        Args:
+            silent: nodes that do not answer; changed to those that do not in the end.
+
+        Raises:
+            PlacementError: there was no room without the silent nodes until the timeout.
+        """
+        deadline = time.monotonic() + self._config.placement_timeout_s
+        is_first = True
+        while old is None or silent & set(old.node_ids):
+            try:
+                if old is not None and old.is_borrowed:
+                    raise PlacementError(
+                        f"no answer from {counted(len(silent), 'node')} of the placement group "
+                        f"that the driver runs in ({', '.join(sorted(silent))}), which tpengine "
+                        "cannot enlarge; make a new group and run the driver in it"
+                    )
+                if old is not None:
+                    old.remove()
+                    old = None
+                return self.place(silent)
+            except PlacementError as error:
+                if not silent or time.monotonic() >= deadline:
+                    raise
+                if is_first:
+                    logger.warning("%s; they are asked again until the timeout", error)
+                is_first = False
+            self._check()
+            time.sleep(_PAUSE_S)  # an agent that is known to be dead answers at once
+            silent &= self._nodes.silent(silent, self._check)
+        return old

@@ -1,20 +1,26 @@
-"""This process's connection to Ray: found, or started and ended by us, but never both."""
+"""This process's connection to Ray: to one that runs, or to one that is started and ended here.
+
+Ray allows one connection per process and gives no handle of the processes that it starts. Of a
+start that failed, this file ends all processes itself, since Ray would leave some of them.
+"""
 
 from __future__ import annotations
 
 import contextlib
+import os
 import signal
 import socket
 import threading
 import time
-from collections.abc import Iterator
+from collections import defaultdict
+from pathlib import Path
 
 import ray
 
 from tpengine import envs
 from tpengine.errors import ConfigError, EngineError
-from tpengine.executor.launch.failed_ray import end_ray_children, ray_children
-from tpengine.executor.processes import tail
+from tpengine.executor.launch.node_agent import tail
+from tpengine.host import kept_sigterm_handler
 from tpengine.logger import init_logger
 
 logger = init_logger(__name__)
@@ -22,35 +28,35 @@ logger = init_logger(__name__)
 RAY_IS_GONE = "Ray was shut down under the engine; make a new one"
 
 _STARTED = "ray_current_cluster"
-"""Where `ray start` notes the cluster that it made this machine a part of, and which everybody here
-is meant to use. A Ray that a program has started for itself stands in no such file: it ends with
-that program, and has only the room that that one wants."""
-_KNOCK_S = 2.0
-"""What an address gets to accept a connection; Ray itself tries for most of a minute."""
-
+"""The file in which `ray start` notes the cluster that it made this machine a part of, for all
+programs of this machine. A Ray that a program has started for itself is in no such file: it ends
+with that program, and has only the resources that the program asked for."""
+_REACH_S = 2.0
+"""How long an address may take to accept a connection; Ray itself tries for most of a minute."""
 _STARTS = 2
-"""Ray's control server is sometimes not up within Ray's half minute, where others want the cores;
-the next one is."""
+"""On a busy machine Ray's control server may not be up within the half minute that Ray waits. A
+second start then succeeds."""
 _FAILED_STARTS = (RuntimeError, OSError, ray.exceptions.RayError)
 _CONTROL_LOGS = "session_latest/logs/gcs_server.*"
 
-# Ray knows one connection per process, so what counts its users is the process's, too.
+# One connection per process, so the count of its users belongs to the process, too.
 _users_of_started_ray: set[int] = set()
 _connecting = threading.Lock()
 _CONNECTING_S = 300.0
-"""More than two starts of Ray take, both of which fail."""
+"""More than two starts of Ray take that both fail."""
+_RAY_FOLDER = str(Path(ray.__file__).parent)
 
 
 class RayConnection:
     """Keeps Ray connected for one engine.
 
-    A Ray that was there before is used and left running: the one that is named, or else the one
-    that `ray start` started. One that an engine started ends with the last engine of its process;
-    others leave it alone unless they name it, as engines do with those of other programs.
+    A Ray that runs already is used and left running: the one at the address, or else the one that
+    `ray start` started. A Ray that an engine started ends with the last engine of its process;
+    engines of other processes use it only by its address.
 
     Raises:
-        ConfigError: the address is of a kind that cannot work.
-        EngineError: no Ray answers at the address.
+        ConfigError: an address of this kind cannot work.
+        EngineError: no Ray answers at the address, or none could be started.
     """
 
     def __init__(self, address: str | None) -> None:
@@ -65,27 +71,27 @@ class RayConnection:
             _connecting.release()
 
     def _join(self, address: str | None) -> None:
-        """One thread at a time: Ray has one connection, and a failed start is cleared away."""
+        """Runs in one thread at a time: a failed start ends all new processes of Ray."""
         origin = "ray_address"
         if address is None and not ray.is_initialized():
             address, origin = envs.ray_address(), "RAY_ADDRESS"
         if address is not None and address.startswith("ray://"):
             raise ConfigError(
-                f"ray_address = {address!r}: Ray Client has no part in the cluster, so the ranks "
-                "could not reach the driver; run the driver on a node of the cluster (`ray submit` "
-                "does) and leave ray_address out"
+                f"ray_address = {address!r}: a driver that uses Ray Client is not part of the "
+                "cluster, so the ranks cannot reach it; run the driver on a node of the cluster "
+                "(as `ray submit` does) and leave ray_address out"
             )
         if ray.is_initialized():
             if _users_of_started_ray:
                 _users_of_started_ray.add(id(self))
         else:
-            with _callers_sigterm_handler():
+            with kept_sigterm_handler():
                 self._open(address, origin)
         self._identity = self._identify()
 
     def _open(self, address: str | None, origin: str) -> None:
         if address is not None and address != "local":
-            _knock(address, origin)
+            _check_reachable(address, origin)
             self._connect(address, origin)
         elif address == "local":
             self._start(f"{origin} = 'local' asks for one")
@@ -94,27 +100,27 @@ class RayConnection:
 
     @staticmethod
     def _identify() -> tuple[str, str]:
-        """Another cluster has another node, another connection to the same one another job."""
+        """(node, job). Another cluster has another node, another connection another job."""
         context = ray.get_runtime_context()
         return context.get_node_id(), context.get_job_id()
 
     @property
     def is_alive(self) -> bool:
-        """Whether Ray is still what was connected: its calls join another cluster if it is not, or
-        start one."""
+        """Whether Ray is still connected to the same cluster. If it is not, its calls would join
+        another cluster or start one."""
         return ray.is_initialized() and self._identify() == self._identity
 
     @classmethod
     def _find(cls) -> bool:
-        """Connects to the Ray that was started on this machine for all; whether there is one."""
+        """Connects to the Ray that `ray start` started on this machine; whether there is one."""
         for folder in envs.ray_folders():
             try:
                 address = (folder / _STARTED).read_text().strip()
-                if _host_and_port(address) is None:  # anybody's file of that name
+                if _host_and_port(address) is None:  # some other file of that name
                     continue
-                _knock(address, str(folder / _STARTED))
+                _check_reachable(address, str(folder / _STARTED))
                 cls._connect(address, "found running here; ray_address='local' starts another")
-            except (OSError, UnicodeDecodeError, EngineError):  # none, or it outlived its Ray
+            except (OSError, UnicodeDecodeError, EngineError):  # no file, or its Ray has ended
                 continue
             return True
         return False
@@ -134,16 +140,18 @@ class RayConnection:
         envs.prepare_local_ray()
         logger.info("starting a Ray for this engine: %s", why)
         for left in reversed(range(_STARTS)):
-            begun, others = time.time(), ray_children()
+            begun, others = time.time(), _ray_children()
             try:
                 ray.init(address="local", include_dashboard=False, logging_level="warning")
                 _users_of_started_ray.add(id(self))
                 return
             except Exception as error:
-                if ray.is_initialized():  # by the program itself meanwhile: what came since is its
-                    raise EngineError(f"Ray was started twice at a time: {error}") from error
-                end_ray_children(but=others)
-                # Ray raises a bare Exception where its raylet is late.
+                if ray.is_initialized():  # the program started one meanwhile: leave its processes
+                    raise EngineError(
+                        f"another thread of this program started Ray at the same time: {error}"
+                    ) from error
+                _end_ray_children(but=others)
+                # Ray raises a bare Exception when its raylet is late.
                 if type(error) is not Exception and not isinstance(error, _FAILED_STARTS):
                     raise
                 said = _last_words_of_ray(begun)
@@ -151,48 +159,35 @@ class RayConnection:
                     raise EngineError(
                         f"Ray did not start on this machine, {_STARTS} times: {error}; {said}"
                     ) from error
-                logger.warning("Ray did not start: %s; %s; once more", error, said)
+                logger.warning("Ray did not start: %s; %s; starting it again", error, said)
 
     def close(self) -> None:
-        """Lets go; a second call does nothing."""
+        """Ends the connection; a second call does nothing."""
         if id(self) in _users_of_started_ray:
             _users_of_started_ray.discard(id(self))
             if not _users_of_started_ray and ray.is_initialized():
                 ray.shutdown()
 
 
-@contextlib.contextmanager
-def _callers_sigterm_handler() -> Iterator[None]:
-    """Keeps a handler that the program has set. Ray puts its own, which prints its stack and exits,
-    in its place; a program that has none is left with that, as it ends the Ray that was started."""
-    handler = signal.getsignal(signal.SIGTERM)
-    is_main = threading.current_thread() is threading.main_thread()
-    try:
-        yield
-    finally:
-        if is_main and handler not in (signal.SIG_DFL, None):
-            signal.signal(signal.SIGTERM, handler)
-
-
 def _host_and_port(address: str) -> tuple[str, int] | None:
-    """Of HOST:PORT; None: it is something else."""
+    """The parts of HOST:PORT; None: the address has another form."""
     host, _, port = address.rpartition(":")
     if not host or not port.isdecimal() or not 0 < int(port) < 65536:
         return None
     return host.strip("[]"), int(port)
 
 
-def _knock(address: str, origin: str) -> None:
-    """Finds out in seconds that nobody is there.
+def _check_reachable(address: str, origin: str) -> None:
+    """Connects once, which takes seconds where Ray would try for a minute.
 
     Raises:
-        EngineError: nothing accepts a connection at HOST:PORT; other forms are left to Ray.
+        EngineError: nothing accepts a connection at HOST:PORT. Other forms are left to Ray.
     """
     found = _host_and_port(address)
     if found is None:
         return
     try:
-        socket.create_connection(found, timeout=_KNOCK_S).close()
+        socket.create_connection(found, timeout=_REACH_S).close()
     except OSError as error:
         raise EngineError(
             f"no Ray answers at {origin} = {address!r}: {error}; start one there (`ray start "
@@ -201,9 +196,51 @@ def _knock(address: str, origin: str) -> None:
 
 
 def _last_words_of_ray(since: float) -> str:
-    """Of the control server that was started since then; the folder may be others', too."""
+    """The last line of a control server's log that was written since then."""
     for path in sorted(envs.ray_folders()[0].glob(_CONTROL_LOGS)):
         lines = tail(str(path)).splitlines()
         if lines and path.stat().st_mtime >= since:
             return f"its log {path} ends with: {lines[-1]}"
     return "it left no log"
+
+
+def _ray_children() -> set[int]:
+    """This process's children that run programs of Ray; empty on systems without /proc."""
+    return {pid for pid in _children_of()[os.getpid()] if _RAY_FOLDER in _command(pid)}
+
+
+def _end_ray_children(but: set[int]) -> None:
+    """Kills children that run programs of Ray, and their descendants.
+
+    Args:
+        but: children that are left alone.
+    """
+    found = list(_ray_children() - but)
+    for pid in found:  # the list grows meanwhile; a stopped process starts no other
+        _send(pid, signal.SIGSTOP)
+        found += _children_of()[pid]
+    for pid in found:
+        _send(pid, signal.SIGKILL)
+
+
+def _send(pid: int, number: signal.Signals) -> None:
+    with contextlib.suppress(ProcessLookupError):
+        os.kill(pid, number)
+
+
+def _children_of() -> defaultdict[int, list[int]]:
+    """All processes of this machine, by their parent."""
+    found: defaultdict[int, list[int]] = defaultdict(list)
+    for folder in Path("/proc").glob("[0-9]*"):
+        with contextlib.suppress(OSError):  # it has ended meanwhile
+            # "pid (name) state parent ...", where the name may hold any bytes
+            parent = (folder / "stat").read_bytes().rpartition(b")")[2].split()[1]
+            found[int(parent)].append(int(folder.name))
+    return found
+
+
+def _command(pid: int) -> str:
+    try:
+        return Path(f"/proc/{pid}/cmdline").read_bytes().decode(errors="replace")
+    except OSError:
+        return ""

@@ -1,4 +1,8 @@
-"""Ranks as Ray actors: Ray places, starts and watches them; a step is a message of our own."""
+"""The executor of ranks that run as Ray actors: how a group is started, replaced and ended.
+
+Ray places, starts and ends the processes. Steps do not pass Ray: they go over the channels of the
+`Group`. A group that lost a rank is ended as a whole, and `rebuild` starts the next one.
+"""
 
 from __future__ import annotations
 
@@ -12,49 +16,84 @@ from typing import Any
 
 import ray
 
-from tpengine import envs, leftovers
+from tpengine import envs, host
 from tpengine.config import EngineConfig, RayConfig
 from tpengine.errors import (
     ConfigError,
     EngineError,
     GroupLostError,
+    RankLoss,
     WorkerDiedError,
 )
 from tpengine.executor.codec import decode_output, encode
+from tpengine.executor.diagnosis import RankPlace
 from tpengine.executor.executor import Executor
 from tpengine.executor.group import Group
-from tpengine.executor.launch.node_agent import Agents
+from tpengine.executor.launch.actors import Agents, RayLauncher, Spares
 from tpengine.executor.launch.placement import (
     Placement,
-    RankPlace,
+    Placer,
     address_of,
     cluster_nodes,
     rank_bundle,
 )
 from tpengine.executor.launch.ray_connection import RAY_IS_GONE, RayConnection
-from tpengine.executor.launch.replacement import Replacement
-from tpengine.executor.launch.spares import Spares
-from tpengine.executor.launch.start_times import PROCESSES, StartTimes
-from tpengine.executor.step_deadline import StepDeadline
+from tpengine.executor.watch import StepDeadline
 from tpengine.logger import init_logger
-from tpengine.messages import MemoryLedger, RankLoss, StepInput, StepOutput
+from tpengine.messages import MemoryLedger, StepInput, StepOutput
 
 logger = init_logger(__name__)
 
 _REFILL_S = 3.0
-"""After a rebuild; what starts imports torch, and those who wait come first."""
+"""Until spares are started after a rebuild: their imports would delay the waiting requests."""
 _TURN_S = 30.0
-"""How long `shutdown` waits for a start that was cancelled to leave off."""
+"""How long `shutdown` waits for a cancelled start to stop."""
+_LEAST_APPEAR_S, _APPEAR_PATIENCE = 25.0, 5.0
+"""What the processes of a later group get to appear: at the least, and in multiples of the first's
+time. Ray may have to end a stopped process first, which takes it five seconds."""
+PROCESSES = "processes"
+
+
+class StartTimes:
+    """The seconds of each phase of the latest start.
+
+    Args:
+        limit_s: of any call in a start.
+
+    Attributes:
+        seconds: by phase, in order.
+        appear_s: how long new processes may take to tell where they are. Until then they cannot be
+            looked at. The first ones may take as long as the user allows; of a later group, one
+            that takes far longer than the first did is frozen and must not delay the rebuild.
+    """
+
+    def __init__(self, limit_s: float) -> None:
+        self.seconds: dict[str, float] = {}
+        self.appear_s = limit_s
+
+    @contextlib.contextmanager
+    def phase(self, name: str) -> Iterator[None]:
+        """Measures the time in the context, however it ends."""
+        start = time.monotonic()
+        try:
+            yield
+        finally:
+            self.seconds[name] = time.monotonic() - start
+
+    def note_first(self) -> None:
+        """Takes the first start, which succeeded, as the measure of later ones."""
+        patience_s = max(_LEAST_APPEAR_S, _APPEAR_PATIENCE * self.seconds[PROCESSES])
+        self.appear_s = min(self.appear_s, patience_s)
+
+    def __str__(self) -> str:
+        phases = ", ".join(f"{name} {spent:.2f} s" for name, spent in self.seconds.items())
+        return f"{sum(self.seconds.values()):.2f} s: {phases}"
 
 
 class RayExecutor(Executor):
     """One actor per rank, in a placement group.
 
-    `load` starts the first group; whatever fails on the way is undone. A group that lost a rank is
-    ended as a whole, and `rebuild` starts the next.
-
-    Attributes:
-        start_times_s: seconds that each phase of the latest start took, in order.
+    `load` starts the first group, and leaves nothing behind if that fails.
     """
 
     def __init__(self, config: EngineConfig, connection: RayConnection | None = None) -> None:
@@ -64,14 +103,14 @@ class RayExecutor(Executor):
         self._ray_config: RayConfig = ray_config
         self._connection: RayConnection | None
         self._connection = connection or RayConnection(ray_config.address)
-        # Names files in shared memory: whoever finds one sees whose it was.
+        # Part of the names of files in shared memory, so that a file's owner can be told.
         self._engine_id = f"{os.getpid()}_{uuid.uuid4().hex[:12]}"
         self._node_id: str = ray.get_runtime_context().get_node_id()
         self._bundle = rank_bundle(config.device, ray_config.bundle)
         self._agents = Agents(self._node_id)
         self._spares = Spares(ray_config.spare_workers, envs.for_ranks(), self._agents)
         self._deadline = StepDeadline(ray_config.step_timeout_s)
-        self._replacement = Replacement(
+        self._placer = Placer(
             self._bundle,
             config.parallel.tensor_parallel_size,
             ray_config,
@@ -79,6 +118,7 @@ class RayExecutor(Executor):
             self._check,
         )
         self._placement: Placement | None = None
+        self._launcher: RayLauncher | None = None
         self._group: Group | None = None
         self._times = StartTimes(ray_config.start_timeout_s)
         self.start_times_s = self._times.seconds
@@ -111,7 +151,7 @@ class RayExecutor(Executor):
 
     @property
     def nodes(self) -> list[str]:
-        """See `Executor`: addresses, as Ray knows them; of the group before while there is none."""
+        """See `Executor`: addresses, as Ray knows them; of the last group while there is none."""
         return list(self._nodes)
 
     @property
@@ -134,7 +174,7 @@ class RayExecutor(Executor):
         with self._in_turn():
             try:
                 with self._times.phase("placement"):
-                    self._placement = self._replacement.place(set())
+                    self._placement = self._placer.place(set())
                 if self._ray_config.spare_workers and not self._may_use_spares:
                     logger.warning("no spare workers: the placement group is the driver's own")
                 self._start_group(1)
@@ -146,7 +186,7 @@ class RayExecutor(Executor):
             except BaseException:
                 self._end_group(orderly=False)
                 raise
-        raise failure  # out there, as its own cause, the rank's traceback, is to stay
+        raise failure  # outside the `except` block, so that the rank's traceback stays its cause
 
     def rebuild(self) -> list[MemoryLedger]:
         """See `Executor`.
@@ -160,7 +200,7 @@ class RayExecutor(Executor):
             lost = self._group
             if lost is None or lost.loss is None:
                 raise EngineError("no rank was lost: there is nothing to rebuild")
-            self._times.begin()
+            self._times.seconds.clear()
             with self._times.phase("nodes"):
                 node_ids = {place.node_id for place in lost.places}
                 if self._placement is not None:
@@ -168,13 +208,14 @@ class RayExecutor(Executor):
                 silent = self._agents.silent(node_ids, self._check)
             with self._times.phase("end"):
                 lost.end(orderly=False, silent=silent)
-                leftovers.sweep()
+                host.sweep_segments()
             with self._times.phase("placement"):
-                spare_devices = self._replace(silent, lost)
+                spare_devices = self._replace_placement(silent, lost)
             try:
                 self._start_group(lost.epoch + 1, spare_devices)
                 with self._times.phase("profile"):
-                    return self._measure_again()
+                    peaks = {rank: (peak,) for rank, peak in enumerate(self._peaks)}
+                    return self._require_group().call_each("profile_num_available_blocks", peaks)
             except BaseException as error:
                 if not isinstance(error, GroupLostError):
                     self._end_group(orderly=False)
@@ -223,58 +264,59 @@ class RayExecutor(Executor):
     def _check(self) -> None:
         if self._is_cancelled.is_set():
             raise EngineError("the engine is being shut down")
-        # Any call of Ray's would start or join a cluster that nobody asked for.
+        # Without a connection any call of Ray's would join a cluster or start one.
         if not ray.is_initialized():
             raise EngineError(RAY_IS_GONE)
 
     @property
     def _may_use_spares(self) -> bool:
-        """A spare that becomes a rank holds nothing in Ray's view: the bundle stays reserved by a
-        group of our own, while in a borrowed one Ray would give it to whoever else is there."""
+        """Whether spares may become ranks. Ray does not know that they use the bundle: in the
+        driver's own placement group it could give the bundle to another actor."""
         return self._placement is not None and not self._placement.is_borrowed
 
     @property
     def _is_connected(self) -> bool:
         return self._connection is not None and self._connection.is_alive
 
-    def _replace(self, silent: set[str], lost: Group) -> list[tuple[str, ...] | None]:
-        """Makes sure of bundles on nodes that answer. Returns the devices of each bundle; None:
-        only Ray knows."""
-        unknown = None if self._config.device == "cuda" else ()
-        old, known, gone = self._placement, lost.bundle_places, set(silent)
-        self._placement = old if old is not None and old.is_borrowed else None
-        self._placement = placement = self._replacement.replace(old, silent)
-        if gone - silent:  # what runs on nodes that answer again has to end first
-            lost.end(orderly=False, silent=silent)
-        if placement is old and known:
-            return [place.devices for place in known]
-        return [unknown] * len(placement.node_ids)
+    def _replace_placement(self, silent: set[str], lost: Group) -> list[tuple[str, ...]] | None:
+        """Makes sure of bundles on nodes that answer.
 
-    def _start_group(
-        self, epoch: int, spare_devices: list[tuple[str, ...] | None] | None = None
-    ) -> None:
+        Returns:
+            The devices of each bundle; None: only Ray knows them.
+        """
+        old, silent_before = self._placement, set(silent)
+        self._placement = old if old is not None and old.is_borrowed else None
+        self._placement = placement = self._placer.replace(old, silent)
+        if silent_before - silent:  # ranks on nodes that answer again have to end first
+            lost.end(orderly=False, silent=silent)
+        if placement is old and self._launcher is not None and self._launcher.bundle_devices:
+            return list(self._launcher.bundle_devices)
+        return None if self._config.device == "cuda" else [()] * len(placement.node_ids)
+
+    def _start_group(self, epoch: int, spare_devices: list[tuple[str, ...]] | None = None) -> None:
         """Starts the ranks up to their loaded weights.
 
         Args:
-            spare_devices: of each bundle, for a spare that takes it; None: no spare may.
+            spare_devices: of each bundle, for a spare that takes it; None: no spare may take it.
         """
         placement = self._placement
         assert placement is not None, "ranks before their places"
-        self._group = group = Group(
-            epoch, self._config, self._ray_config, self._agents, self._check
-        )
         with self._times.phase(PROCESSES):
-            spares: list[tuple[Any, tuple[str, ...]] | None] = [None] * len(placement.node_ids)
-            if spare_devices is not None and None not in spare_devices and self._may_use_spares:
-                taken = self._spares.take(placement.node_ids)
-                spares = [
-                    None if actor is None else (actor, devices or ())
-                    for actor, devices in zip(taken, spare_devices, strict=True)
-                ]
-            environment, patience_s = envs.for_ranks(), self._times.appear_s
-            group.start_actors(
-                placement, self._bundle, environment, spares, self._node_id, patience_s
+            spares: list[Any | None] = [None] * len(placement.node_ids)
+            if spare_devices is not None and self._may_use_spares:
+                spares = self._spares.take(placement.node_ids)
+            self._launcher = RayLauncher(
+                placement, self._bundle, spares, spare_devices or [], self._node_id, self._agents
             )
+            self._group = group = Group(
+                epoch,
+                self._config,
+                self._launcher,
+                self._ray_config.start_timeout_s,
+                self._ray_config.step_timeout_s,
+                self._check,
+            )
+            group.start(self._times.appear_s)
         with self._times.phase("channels"):
             group.open_channels(address_of(self._node_id))
         with self._times.phase("imports"):
@@ -291,22 +333,14 @@ class RayExecutor(Executor):
         with self._times.phase("weights"):
             group.call("load_model")
 
-    def _measure_again(self) -> list[MemoryLedger]:
-        ledgers: list[MemoryLedger]
-        ledgers = self._require_group().call_each(
-            "profile_num_available_blocks",
-            lambda rank, actor: actor.call.remote(
-                "profile_num_available_blocks", (self._peaks[rank],), {}
-            ),
-        )
-        return ledgers
-
     @contextlib.contextmanager
     def _in_turn(self) -> Iterator[None]:
-        """Whatever starts or ends a group is done by one thread at a time."""
+        """Lets one thread at a time start or end groups."""
         self._check()
         if not self._turn.acquire(timeout=_TURN_S):
-            raise EngineError("another thread starts the ranks; wait for it")
+            raise EngineError(
+                f"another thread has been starting the ranks for {_TURN_S:g} s; wait for it"
+            )
         try:
             self._check()
             yield
@@ -315,7 +349,7 @@ class RayExecutor(Executor):
 
     def shutdown(self) -> None:
         """Ends the ranks and gives their bundles back; a second call does nothing, or finishes
-        what the first could not, as it was interrupted."""
+        what an interrupted first one could not."""
         connection = self._connection
         if connection is None:
             return
@@ -323,8 +357,8 @@ class RayExecutor(Executor):
         has_turn = self._turn.acquire(timeout=_TURN_S)
         try:
             if not has_turn:
-                logger.warning("a start of ranks does not leave off; ending them under its hands")
-            with contextlib.ExitStack() as stack:  # whatever one raises, the others are done
+                logger.warning("a start of ranks does not stop; its ranks are ended while it runs")
+            with contextlib.ExitStack() as stack:  # each of these runs, even if another one raises
                 stack.callback(connection.close)
                 if connection.is_alive:
                     stack.callback(self._agents.close)
@@ -336,14 +370,15 @@ class RayExecutor(Executor):
                 self._turn.release()
 
     def _end_group(self, orderly: bool) -> None:
-        """No process of the group is left on this machine when it returns, nor its bundles held.
+        """Ends all processes of the group and gives its bundles back.
 
-        Orderly: the workers may clean up before they go.
+        Args:
+            orderly: the workers may clean up before they end.
         """
         try:
             if self._group is not None:
                 self._group.end(orderly and self._is_connected)
-                leftovers.sweep()
+                host.sweep_segments()
         finally:
             placement, self._placement = self._placement, None
             if placement is not None and ray.is_initialized():

@@ -1,115 +1,27 @@
-"""From the protocol's messages to the engine's, and the one table of status codes."""
+"""Conversion between the protocol's messages and the engine's requests and outputs."""
 
 from __future__ import annotations
 
-import re
+import asyncio
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
-import grpc
-
 from tpengine import errors
-from tpengine.async_engine.generate_request import GenerateRequest
+from tpengine.engine.requests import GenerateRequest
+from tpengine.outputs import CompletionOutput, Logprob, RequestOutput
 from tpengine.sampling_params import RequestOutputKind, SamplingParams
 from tpengine.server.grpc.proto import tpengine_pb2 as pb
-from tpengine.server.limits import MAX_ERROR_TEXT, Limits, check_conversation, check_sampling
+from tpengine.server.limits import Limits, at_most, check_conversation, check_sampling
 
 _FRAME_TOKENS = 16
-INTERNAL_TEXT = "the server failed; its log says more"
-"""All that a client learns of a fault that is not its own: an exception's text may hold anything,
-another client's prompt too."""
-
-STATUS_CODES: Mapping[type[Exception], tuple[grpc.StatusCode, str | None]] = {
-    # error: code, and the words; None: those of the error, which were written for the caller
-    errors.QueueFullError: (grpc.StatusCode.RESOURCE_EXHAUSTED, None),
-    errors.DeadlineExceededError: (grpc.StatusCode.DEADLINE_EXCEEDED, None),
-    errors.RequestAbortedError: (grpc.StatusCode.CANCELLED, None),
-    errors.DuplicateRequestError: (grpc.StatusCode.ALREADY_EXISTS, None),
-    errors.ModelNotFoundError: (grpc.StatusCode.NOT_FOUND, None),
-    errors.UnauthenticatedError: (grpc.StatusCode.UNAUTHENTICATED, None),
-    errors.PermissionDeniedError: (grpc.StatusCode.PERMISSION_DENIED, None),
-    errors.RequestFailedError: (grpc.StatusCode.INTERNAL, "the request failed while it ran"),
-    errors.RequestError: (grpc.StatusCode.INVALID_ARGUMENT, None),
-    errors.EngineLoadingError: (grpc.StatusCode.UNAVAILABLE, None),
-    errors.EngineDrainingError: (grpc.StatusCode.UNAVAILABLE, None),
-    errors.EngineDeadError: (
-        grpc.StatusCode.UNAVAILABLE,
-        "the engine failed, and this server ends; ask another, or again when it is back",
-    ),
-    Exception: (grpc.StatusCode.INTERNAL, INTERNAL_TEXT),
-}
-"""What a client is told of each kind of error; the row of the nearest base class counts."""
-
-
-@dataclass(frozen=True, slots=True)
-class Refusal:
-    """An error as a client gets to know it.
-
-    Attributes:
-        field: path of the field at fault, as in `sampling.top_p`; None: no single field.
-        retry_after_s: when it may be worth to ask again; None: nobody knows.
-    """
-
-    code: grpc.StatusCode
-    text: str
-    field: str | None = None
-    retry_after_s: float | None = None
-
-
-def refusal(error: Exception, request: object, request_id: str) -> Refusal:
-    """What to tell a client of an error.
-
-    Args:
-        request: the message that was being served; None: it was not understood.
-    """
-    row = next(kind for kind in type(error).__mro__ if kind in STATUS_CODES)
-    code, words = STATUS_CODES[row]
-    if words is not None:
-        return Refusal(code, f"{words} (request id {request_id})")
-    text, field = str(error), None
-    if code is grpc.StatusCode.INVALID_ARGUMENT:
-        field = _field_at_fault(error, request)
-        if field is not None and field.rpartition(".")[2] not in text:
-            text = f"{field}: {text}"
-    if len(text.encode()) > MAX_ERROR_TEXT:  # some errors quote what they were given
-        text = text.encode()[: MAX_ERROR_TEXT - 4].decode(errors="ignore") + " ..."
-    return Refusal(code, text, field, getattr(error, "retry_after_s", None))
-
-
-def _field_at_fault(error: Exception, request: object) -> str | None:
-    """The path of the field that an error is about; every error names its field."""
-    text = str(error)
-    if isinstance(error, errors.InvalidSamplingParamsError):
-        name = _first_name(text, list(pb.SamplingParams.DESCRIPTOR.fields_by_name))
-        return f"sampling.{name}" if name else "sampling"
-    if isinstance(error, errors.InvalidPriorityError):
-        return "priority"
-    if isinstance(error, errors.InvalidPromptError):
-        for name in ("request_id", "max_queue_ms", "timeout_ms"):
-            if text.startswith(name):
-                return name
-        for kind in (pb.GenerateRequest, pb.TokenizeRequest):
-            if isinstance(request, kind):
-                return request.WhichOneof("input") or "input"
-        if isinstance(request, pb.DetokenizeRequest):
-            return "token_ids"
-    return None
-
-
-def _first_name(text: str, names: Sequence[str]) -> str | None:
-    """Whichever of the names stands first in a text, as a word."""
-    found = re.search(rf"\b({'|'.join(sorted(names, key=len, reverse=True))})\b", text)
-    return found[0] if found else None
+_CANDIDATES_A_TURN = 1024
+"""Candidates that are converted, in some milliseconds, before other tasks of the event loop run."""
 
 
 def read_generate_request(
-    message: pb.GenerateRequest,
-    kind: RequestOutputKind,
-    limits: Limits,
-    max_model_len: int,
+    message: pb.GenerateRequest, kind: RequestOutputKind, limits: Limits, max_model_len: int
 ) -> GenerateRequest:
-    """The engine's form of a request; deadline and owner, which are the call's, are not in it.
+    """The engine's form of a message; id, owner and deadline, which belong to the call, are unset.
 
     Raises:
         RequestError: a field is out of its bounds.
@@ -119,64 +31,80 @@ def read_generate_request(
         raise errors.InvalidPromptError(
             "a request needs prompt, prompt_token_ids or messages; got none of them"
         )
-    check_sampling(message.sampling, limits, max_model_len, _max_prompt_len(message, max_model_len))
-    messages = None
-    if given == "messages":
-        messages = read_conversation(message.messages, limits)
+    _check_lengths(message.sampling, limits)
+    params = read_sampling_params(message.sampling, kind)
+    check_sampling(params, limits, max_model_len, _max_prompt_len(message, max_model_len))
+    max_queue_s = None
+    if message.HasField("max_queue_ms"):
+        max_queue_s = read_seconds("max_queue_ms", message.max_queue_ms)
+    token_ids = list(message.prompt_token_ids.ids) if given == "prompt_token_ids" else None
     return GenerateRequest(
         prompt=message.prompt if given == "prompt" else None,
-        prompt_token_ids=list(message.prompt_token_ids.ids)
-        if given == "prompt_token_ids"
-        else None,
-        messages=messages,
-        params=read_sampling_params(message.sampling, kind),
+        prompt_token_ids=token_ids,
+        messages=read_conversation(message.messages, limits) if given == "messages" else None,
+        params=params,
         priority=message.priority,
-        max_queue_s=_seconds("max_queue_ms", message.max_queue_ms)
-        if message.HasField("max_queue_ms")
-        else None,
+        max_queue_s=max_queue_s,
     )
 
 
+def _check_lengths(sampling: pb.SamplingParams, limits: Limits) -> None:
+    """Bounds the lists before they are copied: a message has room for millions of entries."""
+    for name, count, bound in (
+        ("stop", len(sampling.stop), limits.max_stops),
+        ("stop_token_ids", len(sampling.stop_token_ids), limits.max_stops),
+        ("logit_bias", len(sampling.logit_bias), limits.max_token_rules),
+        ("allowed_token_ids", len(sampling.allowed_token_ids.ids), limits.max_token_rules),
+        ("bad_words", len(sampling.bad_words), limits.max_bad_words),
+        ("bad_words_token_ids", len(sampling.bad_words_token_ids), limits.max_bad_words),
+    ):
+        at_most(f"the number of entries of {name}", count, bound)
+    for word in sampling.bad_words_token_ids:
+        at_most("the ids of one of bad_words_token_ids", len(word.ids), limits.max_stop_bytes)
+
+
 def _max_prompt_len(message: pb.GenerateRequest, max_model_len: int) -> int:
-    """Tokens that the prompt can have."""
+    """Most tokens that the prompt can have."""
     if message.HasField("prompt_token_ids"):
         return min(len(message.prompt_token_ids.ids), max_model_len)
-    if message.HasField("prompt"):  # a token is a byte at least, but for those that frame a text
+    if message.HasField("prompt"):  # a token has at least one byte, except those around a text
         return min(len(message.prompt.encode()) + _FRAME_TOKENS, max_model_len)
     return max_model_len
 
 
 def read_conversation(message: pb.Conversation, limits: Limits) -> list[dict[str, str]]:
-    """Messages as the chat template takes them: what is not set is not there.
+    """Messages for the chat template; a field that is not set has no entry.
 
     Raises:
-        InvalidPromptError: there are too many.
+        InvalidPromptError: there are too many, or a role is too long.
     """
-    check_conversation(message, limits)
+    roles = (one.role for one in message.messages)
+    check_conversation(roles, len(message.messages), limits)
     return [{field.name: text for field, text in one.ListFields()} for one in message.messages]
 
 
-def _seconds(name: str, milliseconds: int) -> float:
+def read_seconds(name: str, milliseconds: int) -> float:
+    """A field of milliseconds in seconds.
+
+    Raises:
+        InvalidPromptError: it is negative.
+    """
     if milliseconds < 0:
         raise errors.InvalidPromptError(f"{name} must be at least 0, got {milliseconds}")
     return milliseconds / 1e3
 
 
 def read_sampling_params(message: pb.SamplingParams, kind: RequestOutputKind) -> SamplingParams:
-    """`SamplingParams` of exactly the fields that are set, a 0 among them.
+    """`SamplingParams` of exactly the fields that are set, explicit zeros included.
 
     Raises:
         InvalidSamplingParamsError: a value is out of its range.
     """
-    given: dict[str, Any] = {
-        field.name: _READERS.get(field.name, _as_it_is)(value)
-        for field, value in message.ListFields()
-    }
+    given = {field.name: value for field, value in message.ListFields()}
+    for name, read in _READERS.items():
+        if name in given:
+            given[name] = read(given[name])
     return SamplingParams(**given, output_kind=kind)
-
-
-def _as_it_is(value: Any) -> Any:
-    return value
 
 
 def _read_early_stopping(value: int) -> bool | str:
@@ -202,3 +130,126 @@ _READERS: Mapping[str, Callable[[Any], Any]] = {
     "bad_words": tuple,
     "bad_words_token_ids": lambda value: tuple(tuple(word.ids) for word in value),
 }
+"""Conversions of the fields whose type in the protocol is not that of `SamplingParams`."""
+
+
+class ResponseWriter:
+    """Makes the messages of one request: one, or those of a stream."""
+
+    def __init__(self) -> None:
+        self._num_output_tokens = 0
+        self._prompt_logprobs_sent = False
+        self._num_candidates = 0
+        self._ended: set[int] = set()
+        self._tokens: pb.GenerateResponse | None = None
+
+    def write_tokens(self, output: RequestOutput) -> pb.GenerateResponse | None:
+        """The message of an output that has only new tokens of one sequence; None: the output has
+        more, use `write`. The next call changes this message: serialize it first.
+
+        Nearly all outputs of a stream are of this kind. It takes a third of the time of `write`.
+        """
+        if output.finished or len(output.outputs) != 1 or output.prompt_logprobs is not None:
+            return None
+        one = output.outputs[0]
+        if not one.token_ids or one.finish_reason is not None or one.logprobs is not None:
+            return None
+        self._num_output_tokens += len(one.token_ids)
+        if self._tokens is None:
+            self._tokens = pb.GenerateResponse(request_id=output.request_id, finished=False)
+            self._tokens.outputs.add()
+        completion = self._tokens.outputs[0]
+        completion.index = one.index
+        completion.text = one.text
+        completion.token_ids[:] = one.token_ids
+        return self._tokens
+
+    async def write(self, output: RequestOutput) -> pb.GenerateResponse:
+        """The message of an output: all of the answer, or what is new of it.
+
+        Yields to the event loop while it converts an output with many candidates.
+        """
+        message = pb.GenerateResponse(request_id=output.request_id, finished=output.finished)
+        for one in output.outputs:
+            self._num_output_tokens += len(one.token_ids)
+            # The engine reports all sequences of a request, also those that ended earlier.
+            if one.index in self._ended or not (one.token_ids or one.text or one.finished()):
+                continue
+            if one.finished():
+                self._ended.add(one.index)
+            completion = _write_completion(message, one)
+            if one.logprobs:
+                await self._add_logprobs(completion.logprobs, one.token_ids, one.logprobs)
+        if output.finished:
+            message.usage.CopyFrom(_write_usage(output, self._num_output_tokens))
+        if output.prompt_logprobs and not self._prompt_logprobs_sent:
+            # The engine reports them with every output from the first on.
+            self._prompt_logprobs_sent = True
+            await self._add_logprobs(
+                message.prompt_logprobs, output.prompt_token_ids, output.prompt_logprobs
+            )
+        return message
+
+    async def _add_logprobs(
+        self,
+        written: Any,
+        token_ids: Sequence[int],
+        logprobs: Sequence[Mapping[int, Logprob] | None],
+    ) -> None:
+        for token_id, candidates in zip(token_ids, logprobs, strict=False):
+            written.append(_write_logprobs(token_id, candidates or {}))
+            self._num_candidates += len(candidates or ())
+            if self._num_candidates >= _CANDIDATES_A_TURN:
+                self._num_candidates = 0
+                await asyncio.sleep(0)
+
+
+def _write_completion(
+    message: pb.GenerateResponse, output: CompletionOutput
+) -> pb.CompletionOutput:
+    """Adds a completion without its log probabilities."""
+    completion = message.outputs.add(
+        index=output.index,
+        text=output.text,
+        token_ids=output.token_ids,
+        cumulative_logprob=output.cumulative_logprob,
+    )
+    if output.finish_reason is not None:
+        completion.finish_reason = getattr(pb, f"FINISH_REASON_{output.finish_reason.upper()}")
+        if isinstance(output.stop_reason, str):
+            completion.matched_stop_string = output.stop_reason
+        elif output.stop_reason is not None:
+            completion.matched_stop_token_id = output.stop_reason
+    return completion
+
+
+def _write_logprobs(token_id: int, candidates: Mapping[int, Logprob]) -> pb.TokenLogprobs:
+    """The candidates of one position, the chosen token first, then by rank."""
+
+    def place(item: tuple[int, Logprob]) -> tuple[bool, int]:
+        return item[0] != token_id, item[1].rank or 0
+
+    message = pb.TokenLogprobs()
+    for one_id, one in sorted(candidates.items(), key=place):
+        message.candidates.add(
+            token_id=one_id, logprob=one.logprob, rank=one.rank, decoded_token=one.decoded_token
+        )
+    return message
+
+
+def _write_usage(output: RequestOutput, num_output_tokens: int) -> pb.Usage:
+    usage = pb.Usage(
+        num_prompt_tokens=len(output.prompt_token_ids),
+        num_output_tokens=num_output_tokens,
+        num_cached_tokens=output.num_cached_tokens,
+    )
+    if (moments := output.metrics) is not None:
+        usage.num_preemptions = moments.num_preemptions
+        for name, moment in (
+            ("queue_s", moments.first_scheduled_time),
+            ("first_token_s", moments.first_token_time),
+            ("total_s", moments.finished_time),
+        ):
+            if moment is not None:
+                setattr(usage, name, moment - moments.arrival_time)
+    return usage

@@ -1,13 +1,17 @@
-"""What stands before every method: who calls, whether the bytes are a message, what errors say."""
+"""The guard in front of every method: authentication, the call's message, status of errors."""
 
 from __future__ import annotations
 
 import asyncio
+import hashlib
 import inspect
+import math
+import re
+import time
 import traceback
 import uuid
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
-from contextlib import aclosing, contextmanager
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping, Sequence
+from contextlib import aclosing, asynccontextmanager, contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import Any, NoReturn
@@ -18,48 +22,74 @@ from google.protobuf.message import DecodeError
 from google.rpc.error_details_pb2 import BadRequest, RequestInfo, RetryInfo
 from google.rpc.status_pb2 import Status
 
-from tpengine.errors import EngineError, MalformedRequestError, QueueFullError, RequestError
+from tpengine import errors
 from tpengine.logger import init_logger
-from tpengine.server.auth import Authenticator, Client
-from tpengine.server.grpc.convert import Refusal, refusal
-from tpengine.server.limits import MAX_REQUEST_ID, Limits
+from tpengine.server.auth import ANONYMOUS, Authenticator, Client
+from tpengine.server.grpc.proto import STATUS_DETAILS_KEY, TIMEOUT_KEY
+from tpengine.server.grpc.proto import tpengine_pb2 as pb
+from tpengine.server.limits import MAX_ERROR_TEXT, MAX_REQUEST_ID, Limits
 
 logger = init_logger(__name__)
 
 _RETRY_AFTER_S = 1.0
-_FREE = "/grpc.health.v1.Health/"
-_STATUS_DETAILS = "grpc-status-details-bin"
-"""Where gRPC's richer error model has its `google.rpc.Status`."""
+_HEALTH = "/grpc.health.v1.Health/"
+_MAX_TIMEOUT_DIGITS = 12
+
+STATUS_CODES: Mapping[type[Exception], tuple[grpc.StatusCode, str | None]] = {
+    # error: code, and the text; None: the error's own text, which is written for the client
+    errors.QueueFullError: (grpc.StatusCode.RESOURCE_EXHAUSTED, None),
+    errors.DeadlineExceededError: (grpc.StatusCode.DEADLINE_EXCEEDED, None),
+    errors.RequestAbortedError: (grpc.StatusCode.CANCELLED, None),
+    errors.DuplicateRequestError: (grpc.StatusCode.ALREADY_EXISTS, None),
+    errors.ModelNotFoundError: (grpc.StatusCode.NOT_FOUND, None),
+    errors.UnauthenticatedError: (grpc.StatusCode.UNAUTHENTICATED, None),
+    errors.PermissionDeniedError: (grpc.StatusCode.PERMISSION_DENIED, None),
+    errors.RequestFailedError: (grpc.StatusCode.INTERNAL, "the request failed while it ran"),
+    errors.RequestError: (grpc.StatusCode.INVALID_ARGUMENT, None),
+    errors.EngineLoadingError: (grpc.StatusCode.UNAVAILABLE, None),
+    errors.EngineDrainingError: (grpc.StatusCode.UNAVAILABLE, None),
+    errors.EngineDeadError: (
+        grpc.StatusCode.UNAVAILABLE,
+        "the engine failed, and this server ends; ask another, or again when it is back",
+    ),
+    # The text of any other exception may hold anything, also another client's prompt.
+    Exception: (grpc.StatusCode.INTERNAL, "the server failed; its log says more"),
+}
+"""Status code and text of each kind of error; the row of the nearest base class counts."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Call:
     """The call that the current task serves.
 
     Attributes:
-        client: who calls; None: it may be anybody.
-        request_id: made by the server, for requests that bring none and for the log.
+        request_id: made by the server, for requests without an id and for the log.
+        client: who calls; anonymous in calls of health, which need no token.
+        deadline: moment of `time.monotonic`; None: none.
+        message: the call's only message; None until it is read, and in calls with many.
     """
 
-    client: Client | None
     request_id: str
+    client: Client = Client(ANONYMOUS)  # noqa: RUF009  # frozen
+    deadline: float | None = None
+    message: Any = None
 
 
 CALL: ContextVar[Call] = ContextVar("call")
 
 
 class Guard(grpc.aio.ServerInterceptor):  # type: ignore[misc]
-    """Wraps every method of every service on the server.
+    """Wraps every method of every service of the server.
 
-    grpc's own ways would answer UNKNOWN, with the exception's text, to bytes that are no message
-    and to whatever a method raises. Here messages are read inside the method, and each error goes
-    through the one table of status codes. grpc would also wait for a message before it asks who
-    calls, without end, and hold as many calls meanwhile as anybody likes to open: here a stranger
-    is refused first, open calls are counted, and a message has some seconds to come.
+    By itself grpc answers bytes that are not a message, and any exception of a method, with UNKNOWN
+    and the exception's text. It also waits for a message without limit before it calls the method,
+    and holds any number of such calls. Here a client is authenticated first, open calls are
+    counted, a message must arrive within some seconds, it is read inside the method, and each error
+    gets its status from `STATUS_CODES`.
 
     Args:
-        authenticator: tells who calls.
-        limits: how many calls may be open, and for how long without a message.
+        authenticator: identifies the client.
+        limits: how many calls may be open, and how long each may wait for its message.
     """
 
     def __init__(self, authenticator: Authenticator, limits: Limits) -> None:
@@ -81,100 +111,76 @@ class Guard(grpc.aio.ServerInterceptor):  # type: ignore[misc]
         handler = await continuation(details)
         if handler is None:
             return None
-        self._wrapped[details.method] = self._wrap(details.method, handler)
+        self._wrapped[details.method] = self._wrap(handler, details.method.startswith(_HEALTH))
         return self._wrapped[details.method]
 
-    def _wrap(self, method: str, handler: Any) -> Any:
-        """All as methods that take a stream, for grpc leaves the reading of those to them."""
-        is_free = method.startswith(_FREE)
-        write = _or_bytes(handler.response_serializer)
-        if handler.unary_unary is not None:
-            return grpc.stream_unary_rpc_method_handler(self._unary(handler, is_free), None, write)
-        if handler.unary_stream is not None:
-            stream = self._stream(handler, is_free)
-        else:
-            stream = self._both_ways(handler, is_free)
-        return grpc.stream_stream_rpc_method_handler(stream, None, write)
-
-    def _unary(self, handler: Any, is_free: bool) -> Callable[..., Any]:
-        read = handler.request_deserializer
+    def _wrap(self, handler: Any, is_health: bool) -> Any:
+        """The method as one that takes a stream of bytes: of those grpc reads no message itself."""
 
         async def unary(_: Any, context: Any) -> Any:
-            told = _Told(f"req-{uuid.uuid4().hex}")
-            try:
-                with self._enter(context, told.request_id, is_free):
-                    told.request = _read(read, await self._receive(context))
-                    return await handler.unary_unary(told.request, context)
-            except Exception as error:
-                await _refuse(context, error, told)
+            async with self._enter(context, is_health) as call:
+                call.message = _read(handler, await self._receive(context))
+                return await handler.unary_unary(call.message, context)
 
-        return unary
+        async def stream(incoming: Any, context: Any) -> None:
+            async with self._enter(context, is_health) as call:
+                if handler.unary_stream is not None:
+                    call.message = _read(handler, await self._receive(context))
+                    answers = handler.unary_stream(call.message, context)
+                else:
+                    answers = handler.stream_stream(self._receive_all(incoming, handler), context)
+                if inspect.isawaitable(answers):  # the method writes its answers itself
+                    await answers
+                    return
+                async with aclosing(answers):
+                    async for answer in answers:
+                        await context.write(answer)
 
-    def _stream(self, handler: Any, is_free: bool) -> Callable[..., Any]:
-        read = handler.request_deserializer
+        write = handler.response_serializer
+        if handler.unary_unary is not None:
+            return grpc.stream_unary_rpc_method_handler(unary, None, write)
+        return grpc.stream_stream_rpc_method_handler(stream, None, write)
 
-        async def stream(_: Any, context: Any) -> None:
-            told = _Told(f"req-{uuid.uuid4().hex}")
-            try:
-                with self._enter(context, told.request_id, is_free):
-                    told.request = _read(read, await self._receive(context))
-                    answers = handler.unary_stream(told.request, context)
-                    if inspect.isawaitable(answers):
-                        await answers
-                        return
-                    async with aclosing(answers):
-                        async for answer in answers:
-                            await context.write(answer)
-            except Exception as error:
-                await _refuse(context, error, told)
-
-        return stream
-
-    def _both_ways(self, handler: Any, is_free: bool) -> Callable[..., Any]:
-        read = handler.request_deserializer
-
-        async def both_ways(requests: AsyncIterator[bytes], context: Any) -> None:
-            told = _Told(f"req-{uuid.uuid4().hex}")
-            try:
-                with self._enter(context, told.request_id, is_free):
-                    messages = self._receive_all(requests, read)
-                    async with aclosing(handler.stream_stream(messages, context)) as answers:
-                        async for answer in answers:
-                            await context.write(answer)
-            except Exception as error:
-                await _refuse(context, error, told)
-
-        return both_ways
+    @asynccontextmanager
+    async def _enter(self, context: Any, is_health: bool) -> AsyncIterator[Call]:
+        """Authenticates and counts a call while it is served; an error ends it with its status."""
+        call = Call(f"req-{uuid.uuid4().hex}")
+        try:
+            if not is_health:
+                call.client = identify_call(self._authenticator, context)
+            with self._counted(is_health):
+                call.deadline = _deadline(context)
+                CALL.set(call)
+                yield call
+        except Exception as error:
+            await _refuse(context, error, call)
 
     @contextmanager
-    def _enter(self, context: Any, request_id: str, is_free: bool) -> Iterator[None]:
-        """Finds out who calls, for all that the current task does, and counts the call.
+    def _counted(self, is_health: bool) -> Iterator[None]:
+        """Counts a call while it is open.
 
         Raises:
-            UnauthenticatedError: nobody that the server knows.
             QueueFullError: too many calls are open.
         """
-        client = None if is_free else self._authenticator.identify_call(context)
-        if self._num_open[is_free] >= self._max_open[is_free]:
-            raise QueueFullError(
-                f"{self._num_open[is_free]} calls are open at this server, and no more may be; "
+        if self._num_open[is_health] >= self._max_open[is_health]:
+            raise errors.QueueFullError(
+                f"{self._num_open[is_health]} calls are open at this server, and no more may be; "
                 "try again later",
                 retry_after_s=_RETRY_AFTER_S,
             )
-        CALL.set(Call(client, request_id))
-        self._num_open[is_free] += 1
+        self._num_open[is_health] += 1
         try:
             yield
         finally:
-            self._num_open[is_free] -= 1
+            self._num_open[is_health] -= 1
 
     async def _receive_all(
-        self, requests: AsyncIterator[bytes], read: Callable[[bytes], Any]
+        self, requests: AsyncIterator[bytes], handler: Any
     ) -> AsyncIterator[Any]:
-        """The call's messages as they come.
+        """The messages of a call as they arrive.
 
         Raises:
-            MalformedRequestError: one is none, or the call's place was held for nothing.
+            MalformedRequestError: the bytes are not a message, or none arrived for too long.
         """
         incoming = aiter(requests)
         while True:
@@ -183,92 +189,162 @@ class Guard(grpc.aio.ServerInterceptor):  # type: ignore[misc]
             except StopAsyncIteration:
                 return
             except TimeoutError:
-                raise MalformedRequestError(
+                raise errors.MalformedRequestError(
                     f"no message came for {self._message_s:g} s; open a new call for the next one"
                 ) from None
-            yield _read(read, data)
+            yield _read(handler, data)
 
     async def _receive(self, context: Any) -> bytes:
-        """The call's one message.
+        """The only message of a call.
 
         Raises:
-            MalformedRequestError: none came.
+            MalformedRequestError: none arrived.
         """
         try:
             data = await asyncio.wait_for(context.read(), self._message_s)
         except TimeoutError:
-            raise MalformedRequestError(
+            raise errors.MalformedRequestError(
                 f"no request message came within {self._message_s:g} s; send it with the call"
             ) from None
         if data is grpc.aio.EOF:
-            raise MalformedRequestError("the call ended without its request message; send one")
+            raise errors.MalformedRequestError(
+                "the call ended without its request message; send one"
+            )
         return bytes(data)
 
 
-@dataclass(slots=True)
-class _Told:
-    """What an error is to be told with.
+def identify_call(authenticator: Authenticator, context: Any) -> Client:
+    """The client that makes a call.
 
-    Attributes:
-        request_id: made by the server.
-        request: the message; None until it is understood.
+    Raises:
+        UnauthenticatedError: as `Authenticator.identify`.
     """
-
-    request_id: str
-    request: Any = None
-
-
-def _or_bytes(write: Callable[[Any], bytes]) -> Callable[[Any], bytes]:
-    """A serialiser that takes what has been serialised already, too."""
-
-    def write_unless_bytes(message: Any) -> bytes:
-        return message if isinstance(message, bytes) else write(message)
-
-    return write_unless_bytes
+    metadata = context.invocation_metadata() or ()
+    headers = [str(value) for name, value in metadata if name == "authorization"]
+    return authenticator.identify(headers, _certificate_name(context.auth_context()))
 
 
-def _read(read: Callable[[bytes], Any], data: bytes) -> Any:
+def _certificate_name(peer: Mapping[str, Sequence[bytes]]) -> str | None:
+    """A name that differs between certificates: their own, or without one, a digest.
+
+    Args:
+        peer: the properties of the client's certificate that TLS has verified.
+    """
+    for kind, label in (("x509_common_name", ""), ("x509_subject_alternative_name", "for ")):
+        names = sorted(name.decode("utf-8", "replace") for name in peer.get(kind, ()) if name)
+        if names:
+            return label + ", ".join(names)
+    pem = b"".join(peer.get("x509_pem_cert", ()))
+    return f"sha256 {hashlib.sha256(pem).hexdigest()[:32]}" if pem else None
+
+
+def _deadline(context: Any) -> float | None:
+    """The deadline of a call: gRPC's, or that of the metadata if it is earlier."""
+    remaining_s: float | None = context.time_remaining()
+    named = dict(context.invocation_metadata() or ()).get(TIMEOUT_KEY)
+    if isinstance(named, str) and named.isdecimal() and len(named) <= _MAX_TIMEOUT_DIGITS:
+        remaining_s = min(int(named) / 1e3, math.inf if remaining_s is None else remaining_s)
+    return None if remaining_s is None else time.monotonic() + remaining_s
+
+
+def _read(handler: Any, data: bytes) -> Any:
     try:
-        return read(data)
+        return handler.request_deserializer(data)
     except DecodeError:
-        # protobuf does not say where; its words name Python's classes and are of no use to others.
-        raise MalformedRequestError(
+        # protobuf's text names Python classes, and no place in the bytes.
+        raise errors.MalformedRequestError(
             f"these {len(data)} bytes are not the method's request message: cut short, with fields "
             "of other types, or with text that is no valid UTF-8"
         ) from None
 
 
-async def _refuse(context: Any, error: Exception, call: _Told) -> NoReturn:
-    """Ends the call with the status that the table gives."""
+async def _refuse(context: Any, error: Exception, call: Call) -> NoReturn:
+    """Ends a call with the status of an error."""
     if isinstance(error, grpc.aio.AbortError):
         raise error
     if isinstance(error, grpc.aio.InternalError):  # a write to a call that its client has left
         raise asyncio.CancelledError from error
-    request_id = getattr(call.request, "request_id", "")[:MAX_REQUEST_ID] or call.request_id
-    told = refusal(error, call.request, request_id)
-    if told.code is grpc.StatusCode.INTERNAL:
+    request_id = getattr(call.message, "request_id", "")[:MAX_REQUEST_ID] or call.request_id
+    answer = refusal(error, call.message, request_id)
+    if answer.code is grpc.StatusCode.INTERNAL:
         _log(error, request_id)
-    await context.abort(told.code, told.text, _trailers(told, request_id))
+    await context.abort(answer.code, answer.text, _trailers(answer, request_id))
     raise asyncio.CancelledError  # for the type checker: abort raises
 
 
-def _trailers(told: Refusal, request_id: str) -> tuple[tuple[str, bytes], ...]:
-    """gRPC's richer error model: the same in a form for programs."""
-    status = Status(code=told.code.value[0], message=told.text)
+@dataclass(frozen=True, slots=True)
+class Refusal:
+    """The answer to a client for an error.
+
+    Attributes:
+        field: path of the field at fault, as in `sampling.top_p`; None: no single field.
+        retry_after_s: seconds after which a retry may succeed; None: unknown.
+    """
+
+    code: grpc.StatusCode
+    text: str
+    field: str | None = None
+    retry_after_s: float | None = None
+
+
+def refusal(error: Exception, message: object, request_id: str) -> Refusal:
+    """The code and text of an error.
+
+    Args:
+        message: the call's message; None: it could not be read.
+    """
+    row = next(kind for kind in type(error).__mro__ if kind in STATUS_CODES)
+    code, words = STATUS_CODES[row]
+    if words is not None:
+        return Refusal(code, f"{words} (request id {request_id})")
+    text, field = str(error), None
+    if code is grpc.StatusCode.INVALID_ARGUMENT:
+        field = _field_at_fault(error, message)
+        if field is not None and field.rpartition(".")[2] not in text:
+            text = f"{field}: {text}"
+    if len(text.encode()) > MAX_ERROR_TEXT:  # some errors quote their input
+        text = text.encode()[: MAX_ERROR_TEXT - 4].decode(errors="ignore") + " ..."
+    return Refusal(code, text, field, getattr(error, "retry_after_s", None))
+
+
+def _field_at_fault(error: Exception, message: object) -> str | None:
+    """The path of the field that an error is about; the text of every error names its field."""
+    text = str(error)
+    if isinstance(error, errors.InvalidSamplingParamsError):
+        names = sorted(pb.SamplingParams.DESCRIPTOR.fields_by_name, key=len, reverse=True)
+        found = re.search(rf"\b({'|'.join(names)})\b", text)
+        return f"sampling.{found[0]}" if found else "sampling"
+    if isinstance(error, errors.InvalidPriorityError):
+        return "priority"
+    if isinstance(error, errors.InvalidPromptError):
+        for name in ("request_id", "max_queue_ms", "timeout_ms"):
+            if text.startswith(name):
+                return name
+        if isinstance(message, (pb.GenerateRequest, pb.TokenizeRequest)):
+            return message.WhichOneof("input") or "input"
+        if isinstance(message, pb.DetokenizeRequest):
+            return "token_ids"
+    return None
+
+
+def _trailers(answer: Refusal, request_id: str) -> tuple[tuple[str, bytes], ...]:
+    """The refusal in gRPC's richer error model, for programs."""
+    status = Status(code=answer.code.value[0], message=answer.text)
     status.details.add().Pack(RequestInfo(request_id=request_id))
-    if told.field is not None:
-        violation = BadRequest.FieldViolation(field=told.field, description=told.text)
+    if answer.field is not None:
+        violation = BadRequest.FieldViolation(field=answer.field, description=answer.text)
         status.details.add().Pack(BadRequest(field_violations=[violation]))
-    if told.retry_after_s is not None:
+    if answer.retry_after_s is not None:
         delay = Duration()
-        delay.FromNanoseconds(int(told.retry_after_s * 1e9))
+        delay.FromNanoseconds(int(answer.retry_after_s * 1e9))
         status.details.add().Pack(RetryInfo(retry_delay=delay))
-    return ((_STATUS_DETAILS, status.SerializeToString()),)
+    return ((STATUS_DETAILS_KEY, status.SerializeToString()),)
 
 
 def _log(error: Exception, request_id: str) -> None:
-    """Notes a fault of ours. Foreign exceptions may quote a prompt: only where they came from."""
-    own = isinstance(error, (EngineError, RequestError))
+    """Logs an internal error. The text of a foreign exception may quote a prompt: only its place is
+    logged."""
+    own = isinstance(error, (errors.EngineError, errors.RequestError))
     frames = "".join(traceback.format_tb(error.__traceback__))
     text = str(error) if own else "(its text may hold a prompt; see it with level DEBUG)"
     logger.error("request %r: %s: %s\n%s", request_id, type(error).__name__, text, frames.rstrip())

@@ -1,4 +1,4 @@
-"""What a rank's attention needs on a GPU, made once when the model is there."""
+"""What attention needs on a GPU: decode plans, a backend for prompts, and scratch memory."""
 
 from __future__ import annotations
 
@@ -27,7 +27,8 @@ from tpengine.worker.transfers import Uploads
 
 _OWN_PARTS = ("tpengine.models.", "tpengine.layers.attention")
 _GATHERED_TOKENS = 1 << 16
-"""K and V that are gathered at once for chunks with context; more only for a longer sequence."""
+"""Tokens whose K and V are gathered at once for chunks with context; more for a sequence that is
+longer than that."""
 
 
 def claim_gpu(
@@ -48,13 +49,16 @@ def claim_gpu(
 
 
 class GpuAttention:
-    """Plans, backend and scratch memory of attention on this rank.
+    """Plans, backend and scratch memory of attention on this rank, allocated once per model.
 
     Args:
         cache_dtype: of the KV cache.
 
+    Attributes:
+        backend: computes attention of prompts.
+
     Raises:
-        ConfigError: the attention backend that was asked for cannot be used.
+        ConfigError: the requested attention backend cannot be used.
         NativeLibraryError: the CUDA kernels do not run on this GPU.
     """
 
@@ -67,50 +71,38 @@ class GpuAttention:
         device: torch.device,
     ) -> None:
         layers = list(attention_layers(model))
-        first = layers[0]
         windows = frozenset(layer.sliding_window for layer in layers)
-        shape = PrefillShape(
-            num_heads=first.num_heads,
-            num_kv_heads=first.num_kv_heads,
-            head_dim=first.head_dim,
-            dtype=dtype,
-            windows=windows,
-            has_slopes=first.alibi_slopes is not None,
-        )
+        heads, kv_heads = layers[0].num_heads, layers[0].num_kv_heads
+        head_dim, has_slopes = layers[0].head_dim, layers[0].alibi_slopes is not None
+        shape = PrefillShape(heads, kv_heads, head_dim, dtype, windows, has_slopes)
         self.backend = choose_backend(config.kernels.attention_backend, shape, device)
-        heads, kv_heads, head_dim = first.num_heads, first.num_kv_heads, first.head_dim
         scheduler = config.scheduler
         self._plans: DecodePlans | None = None
         if device.type == "cuda" and has_cuda_kernels():
             rows = min(scheduler.max_num_seqs, scheduler.max_num_batched_tokens)
-            self._plans = DecodePlans(
-                {
-                    window: make_decode_plan(device, rows, heads, kv_heads, head_dim, cache_dtype)
-                    for window in windows
-                },
-                min_item_tokens(head_dim, cache_dtype),
-            )
+            plans = {
+                window: make_decode_plan(device, rows, heads, kv_heads, head_dim, cache_dtype)
+                for window in windows
+            }
+            self._plans = DecodePlans(plans, min_item_tokens(head_dim, cache_dtype))
         longest = scheduler.max_model_len
         self._max_gathered = max(longest, min(_GATHERED_TOKENS, longest * scheduler.max_num_seqs))
-        size = (self._max_gathered, kv_heads, head_dim)
-        self._gathered = (
-            torch.empty(size, dtype=dtype, device=device),
-            torch.empty(size, dtype=dtype, device=device),
-        )
+        keys = torch.empty(self._max_gathered, kv_heads, head_dim, dtype=dtype, device=device)
+        self._gathered = keys, torch.empty_like(keys)
 
     @property
     def num_bytes(self) -> int:
-        """Of device memory that it holds."""
+        """Device memory of plans and scratch."""
         plans = 0 if self._plans is None else self._plans.num_bytes
         return plans + sum(buffer.nbytes for buffer in self._gathered)
 
     def batch(
         self, arrays: StepArrays, query_start_loc: torch.Tensor, uploads: Uploads
     ) -> GpuBatch:
-        """What a step needs.
+        """Makes what a step needs.
 
         Args:
-            query_start_loc: that of the step's metadata.
+            query_start_loc: of the step's metadata.
         """
         batch = self.decode_batch()
         query_lens = arrays.num_scheduled_tokens[arrays.num_decodes :]
@@ -120,16 +112,15 @@ class GpuAttention:
             queries, keys = query_lens[rows], seq_lens[rows]
             first = int(query_lens[: rows.start].sum())
             tokens = slice(first, first + int(queries.sum()))
-            starts = query_start_loc, query_start_loc
+            query_start = key_start = query_start_loc
             if has_context or len(groups) > 1:
                 query_start, key_start = uploads.send([_running_sum(queries), _running_sum(keys)])
-                starts = query_start, key_start
-            chunks = Chunks(queries.tolist(), keys.tolist(), *starts)
+            chunks = Chunks(queries.tolist(), keys.tolist(), query_start, key_start)
             batch.groups.append(ChunkGroup(rows, tokens, chunks, has_context))
         return batch
 
     def decode_batch(self) -> GpuBatch:
-        """What a step without chunks needs."""
+        """Makes what a step without chunks needs."""
         plans = None if self._plans is None else self._plans.for_step()
         return GpuBatch(plans, self.backend, self._gathered)
 
@@ -141,7 +132,8 @@ def _running_sum(lengths: np.ndarray) -> np.ndarray:
 
 
 def attention_layers(model: Any) -> Iterator[Attention]:
-    """The attention of each of a model's layers, in order, whatever the model calls its parts."""
+    """Yields the attention of each layer of a model, in order. It searches the model's attributes,
+    since families name their parts differently."""
     if isinstance(model, Attention):
         yield model
         return

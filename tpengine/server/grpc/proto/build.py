@@ -1,6 +1,6 @@
 """Makes the stubs from `tpengine.proto`: `python -m tpengine.server.grpc.proto.build [FOLDER]`.
 
-They are checked in, so that a user needs no compiler; a test holds them against a fresh build.
+They are committed, so that users need no compiler; a test compares them with a fresh build.
 """
 
 from __future__ import annotations
@@ -13,14 +13,14 @@ from pathlib import Path
 from tpengine.errors import ConfigError
 
 PROTO = "tpengine/server/grpc/proto/tpengine.proto"
-"""Below the folder that holds the package: the name by which reflection knows the file."""
+"""Path from the folder of the package; reflection lists the file under this name."""
 
 
 def build(target: Path) -> None:
-    """Writes the stubs below `target`, in the same folders as the package has.
+    """Writes the stubs below `target`, in the folders of the package.
 
     Raises:
-        ConfigError: the compiler is not installed, or refuses the file.
+        ConfigError: the compiler is not installed, or it rejects the file.
     """
     try:
         protoc = importlib.import_module("grpc_tools.protoc")
@@ -41,7 +41,7 @@ def build(target: Path) -> None:
         ]
     )
     if code != 0:
-        raise ConfigError(f"protoc refuses {PROTO}: exit code {code}; see its words above")
+        raise ConfigError(f"protoc rejects {PROTO}: exit code {code}; see its output above")
 
 
 if __name__ == "__main__":

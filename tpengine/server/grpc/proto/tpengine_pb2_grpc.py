@@ -85,23 +85,23 @@ class GenerationServiceServicer:
     """Missing associated documentation comment in .proto file."""
 
     def Generate(self, request, context):
-        """Completes one prompt and answers once, when all of it is there.
+        """Completes one prompt and answers once, with the whole output.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def GenerateStream(self, request, context):
-        """Completes one prompt and answers as the output grows: each message holds only what is new.
-        The last one has `finished` and `usage`. Leaving the stream aborts the request.
+        """Completes one prompt and streams the output: each message holds only what is new. The last one
+        has `finished` and `usage`. Cancelling the call aborts the request.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def Abort(self, request, context):
-        """Ends a request at once. Idempotent: of an id that is not there it says `aborted` = false.
-        A request of another client wants the admin token.
+        """Ends a request at once. Idempotent: for an unknown id it answers `aborted` = false.
+        To end a request of another client, it needs the admin token.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -126,21 +126,21 @@ class GenerationServiceServicer:
         raise NotImplementedError('Method not implemented!')
 
     def GetServerInfo(self, request, context):
-        """The engine: its state, its ranks and where their memory goes.
+        """The engine: its state, its ranks and their memory.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def GetLoads(self, request, context):
-        """The moment: queues, cache use, tokens per second; for balancers.
+        """Queues, cache use and tokens per second at this moment; for load balancers.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def Drain(self, request, context):
-        """As SIGTERM: new requests are refused, running ones finish, the server ends. Wants the admin
+        """Like SIGTERM: new requests are refused, running ones finish, the server ends. Needs the admin
         token. Answers at once.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)

@@ -1,0 +1,297 @@
+"""The rules of the house that a machine can check: who imports whom, and how long things get."""
+
+from __future__ import annotations
+
+import ast
+import dataclasses
+import functools
+import importlib
+import inspect
+import io
+import tokenize
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+PACKAGE = ROOT / "tpengine"
+
+MAX_FILE_LINES = 340
+MAX_FUNCTION_LINES = 60
+MAX_NOUN_FIELDS = 14
+
+# Budgets. A commit that raises one says what the lines buy.
+MAX_PACKAGE_LINES = 20_560
+"""Lines of code of the package, without docstrings, comments, blank lines and generated stubs."""
+MAX_PACKAGE_FILES = 215
+MAX_NATIVE_LINES = 5_848
+"""Lines of C++ and CUDA in csrc/, without blank lines and comments."""
+MAX_TEST_LINES = 24_727
+"""Lines of code of tests/."""
+MAY_ADD = {
+    "API": 800,
+    "models": 1_800,
+    "HTTP and gRPC doors": 1_400,
+    "four and eight bits": 900,
+    "faults and fair shares": 900,
+    "LoRA": 500,
+    "grammars, tools and page": 1_000,
+}
+"""Lines of code that an issue may add to the package. One that needs more removes others first."""
+BEGUN: tuple[str, ...] = ()
+"""The issues in `MAY_ADD` whose work has begun: their lines count as budget."""
+
+# Places that do not meet a rule yet; for a function `place:name`, for a circle its modules.
+NOT_YET: dict[str, set[str]] = {
+    "imports": {"client/generation_client", "executor/group"},
+    "circles": set(),
+    "signals": set(),
+    "long files": set(),
+    "long functions": set(),
+}
+
+# room: rooms that it may import, besides itself and the files at the package's root
+ALLOWED_ROOMS: dict[str, set[str]] = {
+    "server": {"async_engine", "engine", "scheduling"},
+    "client": set(),  # and the proto
+    "async_engine": {"engine", "scheduling", "executor"},
+    "engine": {"scheduling", "executor"},
+    "scheduling": set(),
+    "executor": {"worker"},
+    "worker": {"models", "layers", "ops", "distributed"},
+    "models": {"layers", "ops", "distributed"},
+    "layers": {"ops", "distributed"},
+    "ops": set(),
+    "distributed": {"ops"},  # it holds the native side of collectives over shared memory
+}
+ON_TOP = {"llm", "cli", "__init__"}
+"""They may import every room, and no room may import them."""
+EXEMPT = {"bench"}
+PROTO = "tpengine.server.grpc.proto"
+# foreign package: places that may import it
+HOMES = {
+    "ray": {"executor/launch"},
+    "grpc": {"server", "client"},
+    "grpc_tools": {"server/grpc"},
+    "grpc_health": {"server/grpc", "client"},
+    "grpc_reflection": {"server/grpc"},
+    "grpc_status": {"server/grpc", "client"},
+    "google": {"server/grpc", "client"},
+    "fastapi": {"server/http"},
+    "torch": {"worker", "models", "layers", "distributed", "ops"},
+    "transformers": {"config", "engine/tokenizer", "models/fallback"},
+}
+SHARED_NOUNS = [
+    "tpengine.sequence:Sequence",
+    "tpengine.sequence:Request",
+    "tpengine.messages:StepInput",
+    "tpengine.messages:StepOutput",
+    "tpengine.messages:NewSequence",
+    "tpengine.scheduling.step:SchedulerOutput",
+    "tpengine.layers.attention:AttentionMetadata",
+    "tpengine.outputs:RequestOutput",
+    "tpengine.config:ModelConfig",
+]
+
+
+@functools.cache
+def parse(path: Path) -> ast.Module:
+    return ast.parse(path.read_text())
+
+
+@functools.cache
+def code_lines(path: Path) -> frozenset[int]:
+    """Numbers of the lines that hold code: no docstrings, comments and blank lines."""
+    lines: set[int] = set()
+    for token in tokenize.generate_tokens(io.StringIO(path.read_text()).readline):
+        if token.type in (tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE, tokenize.INDENT):
+            continue
+        if token.type not in (tokenize.DEDENT, tokenize.ENDMARKER):
+            lines.update(range(token.start[0], token.end[0] + 1))
+    for node in ast.walk(parse(path)):
+        match node:
+            case ast.Expr(ast.Constant(str())):
+                lines.difference_update(range(node.lineno, (node.end_lineno or 0) + 1))
+    return frozenset(lines)
+
+
+def native_code_lines(path: Path) -> int:
+    """Lines of a C++ or CUDA file that are neither blank nor comments alone."""
+    number, in_comment = 0, False
+    for line in map(str.strip, path.read_text().splitlines()):
+        if not in_comment and line and not line.startswith(("//", "/*")):
+            number += 1
+        in_comment = (in_comment or line.startswith("/*")) and "*/" not in line
+    return number
+
+
+# Stubs that protoc makes are not written by hand.
+WRITTEN = sorted(p for p in PACKAGE.rglob("*.py") if "_pb2" not in p.stem)
+RULED = [p for p in WRITTEN if p.relative_to(PACKAGE).parts[0] not in EXEMPT]
+ROOT_FILES = {p.stem for p in PACKAGE.glob("*.py")}
+
+
+def place_of(path: Path) -> str:
+    return path.relative_to(PACKAGE).with_suffix("").as_posix()
+
+
+def is_in(place: str, home: str) -> bool:
+    return place == home or place.startswith(f"{home}/")
+
+
+def imported_names(path: Path) -> Iterator[str]:
+    """Everything that a file imports, inside functions and for type checkers too."""
+    for node in ast.walk(parse(path)):
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, f"{place_of(path)}: relative import"
+            yield from (f"{node.module}.{alias.name}" for alias in node.names)
+
+
+def forbidden_imports(path: Path) -> Iterator[str]:
+    place = place_of(path)
+    room = place.partition("/")[0] if "/" in place else ""
+    for name in imported_names(path):
+        top, *rest = name.split(".")
+        if top in HOMES and not any(is_in(place, home) for home in HOMES[top]):
+            yield name
+        if top != "tpengine" or not rest or room == "cli" or place in ON_TOP:
+            continue
+        if is_in(place, "client") and name.startswith(PROTO):
+            continue
+        allowed = {room, *ALLOWED_ROOMS[room]} if room else set()
+        if rest[0] not in allowed and rest[0] not in ROOT_FILES - ON_TOP:
+            yield name
+
+
+@pytest.mark.parametrize("path", RULED, ids=place_of)
+def test_imports_point_one_way(path: Path) -> None:
+    wrong = sorted(set(forbidden_imports(path)))
+    assert not wrong or place_of(path) in NOT_YET["imports"], wrong
+
+
+def import_graph() -> dict[str, set[str]]:
+    """Module: the modules of the package that it imports."""
+    modules = {}
+    for path in WRITTEN:
+        parts = path.relative_to(PACKAGE.parent).with_suffix("").parts
+        modules[".".join(parts[:-1] if parts[-1] == "__init__" else parts)] = path
+    graph: dict[str, set[str]] = {}
+    for module, path in modules.items():
+        graph[module] = set()
+        for name in imported_names(path):
+            # `from a import b` imports the module a.b, if it is one, and a if not.
+            target = name if name in modules else name.rpartition(".")[0]
+            if target in modules and target != module:
+                graph[module].add(target)
+    return graph
+
+
+def circles(graph: dict[str, set[str]]) -> list[list[str]]:
+    """Groups of modules that reach each other (strongly connected components, by Tarjan)."""
+    order: dict[str, int] = {}
+    low: dict[str, int] = {}
+    stack: list[str] = []
+    found: list[list[str]] = []
+
+    def visit(module: str) -> None:
+        order[module] = low[module] = len(order)
+        stack.append(module)
+        for target in graph[module]:
+            if target not in order:
+                visit(target)
+            if target in stack:
+                low[module] = min(low[module], low[target])
+        if low[module] == order[module]:
+            members = stack[stack.index(module) :]
+            del stack[stack.index(module) :]
+            if len(members) > 1:
+                found.append(sorted(members))
+
+    for module in graph:
+        if module not in order:
+            visit(module)
+    return found
+
+
+def test_circles_are_found() -> None:
+    graph = {"a": {"b"}, "b": {"c", "d"}, "c": {"a"}, "d": {"e"}, "e": set(), "f": {"f"}}
+    assert circles(graph) == [["a", "b", "c"]]
+    assert circles({"a": {"b"}, "b": set(), "c": {"a", "b"}}) == []
+
+
+def test_no_import_circles() -> None:
+    found = [one for one in circles(import_graph()) if not NOT_YET["circles"].issuperset(one)]
+    assert found == []
+
+
+@pytest.mark.parametrize("path", RULED, ids=place_of)
+def test_only_envs_reads_the_environment(path: Path) -> None:
+    if place_of(path) == "envs":
+        return
+    for node in ast.walk(parse(path)):
+        if isinstance(node, ast.Attribute):
+            assert node.attr not in {"environ", "getenv", "environb"}, f"line {node.lineno}"
+
+
+@pytest.mark.parametrize("path", WRITTEN, ids=place_of)
+def test_only_host_handles_signals(path: Path) -> None:
+    place = place_of(path)
+    if place == "host" or place in NOT_YET["signals"]:
+        return
+    for node in ast.walk(parse(path)):
+        if isinstance(node, ast.Call):
+            called = ast.unparse(node.func)
+            handles = called == "signal.signal" or called.endswith(".add_signal_handler")
+            assert not handles, f"line {node.lineno}"
+
+
+@pytest.mark.parametrize("path", WRITTEN, ids=place_of)
+def test_files_and_functions_stay_small(path: Path) -> None:
+    place, lines = place_of(path), code_lines(path)
+    assert len(lines) <= MAX_FILE_LINES or place in NOT_YET["long files"]
+    for node in ast.walk(parse(path)):
+        if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)):
+            length = len(lines.intersection(range(node.lineno, (node.end_lineno or 0) + 1)))
+            is_known = f"{place}:{node.name}" in NOT_YET["long functions"]
+            assert length <= MAX_FUNCTION_LINES or is_known, f"{node.name} has {length} lines"
+
+
+def test_the_package_keeps_its_budget() -> None:
+    num_lines = sum(len(code_lines(path)) for path in WRITTEN)
+    budget = MAX_PACKAGE_LINES + sum(MAY_ADD[issue] for issue in BEGUN)
+    assert num_lines <= budget
+    assert len(WRITTEN) <= MAX_PACKAGE_FILES
+
+
+def test_native_code_keeps_its_budget() -> None:
+    suffixes = {".cpp", ".h", ".inc", ".cu", ".cuh"}
+    sources = [path for path in (ROOT / "csrc").rglob("*") if path.suffix in suffixes]
+    assert sources
+    assert sum(map(native_code_lines, sources)) <= MAX_NATIVE_LINES
+
+
+def test_tests_keep_their_budget() -> None:
+    assert sum(len(code_lines(path)) for path in ROOT.glob("tests/**/*.py")) <= MAX_TEST_LINES
+
+
+@pytest.mark.parametrize("noun", SHARED_NOUNS)
+def test_shared_nouns_stay_small(noun: str) -> None:
+    module, name = noun.split(":")
+    fields = dataclasses.fields(getattr(importlib.import_module(module), name))
+    assert len(fields) <= MAX_NOUN_FIELDS
+
+
+def test_no_file_is_called_utils() -> None:
+    assert not [p for p in PACKAGE.rglob("*util*") if "__pycache__" not in p.parts]
+
+
+def test_configs_are_frozen() -> None:
+    config = importlib.import_module("tpengine.config")
+    classes = [one for one in vars(config).values() if inspect.isclass(one)]
+    configs = [one for one in classes if one.__name__.endswith("Config")]
+    assert len(configs) >= 6
+    for one in configs:
+        assert one.__dataclass_params__.frozen, one.__name__

@@ -1,0 +1,179 @@
+"""What an engine reports about itself: counters, metrics, and a log line for each request."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import re
+from collections.abc import Iterator
+from dataclasses import replace
+
+import pytest
+from prometheus_client.parser import text_string_to_metric_families
+from support.engines import greedy
+
+from async_engine.conftest import MakeEngine
+from async_engine.tools import TIMEOUT_S, last_output, read_ids, run_async, stream, until
+from tpengine import AsyncLLMEngine
+from tpengine.async_engine.admission import QueueLimits
+from tpengine.engine.stats import Histogram, RateMeter
+from tpengine.errors import InvalidPromptError, RequestAbortedError
+from tpengine.sampling_params import RequestOutputKind
+
+SECRET = "the password is swordfish"
+
+
+@pytest.fixture
+def lines() -> Iterator[list[str]]:
+    """The log lines about requests."""
+    found: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: found.append(record.getMessage())  # type: ignore[method-assign]
+    logger = logging.getLogger("tpengine.async_engine.request_table")
+    logger.addHandler(handler)
+    yield found
+    logger.removeHandler(handler)
+
+
+def _samples(engine: AsyncLLMEngine) -> dict[tuple[str, str], float]:
+    """Returns the metrics by name and by the label other than `model_name`."""
+    samples = {}
+    for family in text_string_to_metric_families(engine.metrics_text("m").decode()):
+        for sample in family.samples:
+            labels = dict(sample.labels)
+            assert labels.pop("model_name") == "m"
+            samples[sample.name, ",".join(labels.values())] = sample.value
+    return samples
+
+
+def test_counters_add_up(make: MakeEngine) -> None:
+    engine = make(QueueLimits(max_requests=8))
+
+    async def ask() -> None:
+        shared = [9] * 40
+        assert len(await read_ids(engine, shared, stream(20))) == 20
+        assert len(await read_ids(engine, [*shared, 5], stream(20))) == 20  # finds 2 blocks of 16
+        with pytest.raises(InvalidPromptError):
+            await read_ids(engine, [], stream(3))
+        reader = asyncio.create_task(read_ids(engine, [7], stream(600), request_id="it"))
+        await until(lambda: engine.stats().queues.num_running == 1)
+        running = engine.stats()
+        assert running.cache.usage > 0
+        assert running.cache.num_free_blocks < running.cache.num_total_blocks == 256
+        await engine.abort("it")
+        await asyncio.wait({reader}, timeout=TIMEOUT_S / 2)
+        assert isinstance(reader.exception(), RequestAbortedError)
+
+    run_async(ask())
+    stats = engine.stats()
+    assert (stats.state, stats.epoch, stats.recoveries) == ("running", 1, 0)
+    assert stats.finished == {"length": 2, "abort": 1}
+    assert stats.refused == {"InvalidPromptError": 1}
+    assert stats.prompt_tokens in (81, 82)  # the last may have been aborted before its first token
+    assert stats.cache.prefix_hits == 32
+    assert stats.output_tokens >= 40
+    assert stats.num_steps >= 40
+    parts = stats.step_seconds
+    assert all(seconds > 0 for seconds in parts.values()), parts
+    assert parts["model"] <= parts["execute"]
+    assert [ledger.num_device_blocks for ledger in stats.ledgers] == [256]
+    assert len(stats.devices) == 1
+
+
+def test_metrics_have_the_usual_names(make: MakeEngine) -> None:
+    engine = make(QueueLimits(max_requests=8))
+
+    async def ask() -> None:
+        await asyncio.gather(*(read_ids(engine, [i + 4] * 20, stream(10)) for i in range(4)))
+
+    run_async(ask())
+    samples = _samples(engine)
+    expected = {
+        ("tpengine:num_requests_running", ""): 0,
+        ("tpengine:num_requests_waiting", ""): 0,
+        ("tpengine:num_requests_swapped", ""): 0,
+        ("tpengine:kv_cache_usage_perc", ""): 0,
+        ("tpengine:num_preemptions_total", ""): 0,
+        ("tpengine:recoveries_total", ""): 0,
+        ("tpengine:prompt_tokens_total", ""): 80,
+        ("tpengine:generation_tokens_total", ""): 40,
+        ("tpengine:prefix_cache_queries_total", ""): 80,
+        ("tpengine:prefix_cache_hits_total", ""): 0,
+        ("tpengine:request_success_total", "length"): 4,
+        ("tpengine:engine_state", "running"): 1,
+        ("tpengine:engine_state", "dead"): 0,
+        ("tpengine:time_to_first_token_seconds_count", ""): 4,
+        ("tpengine:inter_token_latency_seconds_count", ""): 36,
+        ("tpengine:e2e_request_latency_seconds_count", ""): 4,
+        ("tpengine:request_queue_time_seconds_count", ""): 4,
+        ("tpengine:request_prompt_tokens_bucket", "16.0"): 0,
+        ("tpengine:request_prompt_tokens_bucket", "32.0"): 4,
+        ("tpengine:request_generation_tokens_sum", ""): 40,
+    }
+    assert {key: samples[key] for key in expected} == expected
+    for part in ("schedule", "execute", "model", "process", "update", "hand_over"):
+        assert samples["tpengine:step_seconds_total", part] > 0
+    steps = samples["tpengine:engine_steps_total", ""]
+    assert samples["tpengine:iteration_tokens_total_count", ""] == steps
+    assert samples["tpengine:e2e_request_latency_seconds_sum", ""] > 0
+
+
+def test_engines_have_metrics_of_their_own(make: MakeEngine) -> None:
+    first, second = make(), make()
+    run_async(read_ids(first, [5], stream(4)))
+    key = ("tpengine:generation_tokens_total", "")
+    assert (_samples(first)[key], _samples(second)[key]) == (4, 0)
+
+
+def test_one_line_per_request_and_no_prompt_in_it(engine: AsyncLLMEngine, lines: list[str]) -> None:
+    async def ask() -> None:
+        output = await last_output(engine, SECRET, greedy(5), "first")
+        assert output.prompt == SECRET
+        outputs = engine.generate(SECRET, stream(300), "second\nforged")
+        await anext(outputs)
+        await outputs.aclose()
+        with pytest.raises(InvalidPromptError):
+            await last_output(engine, None, greedy(5), "third", prompt_token_ids=[-1])
+        whole = replace(stream(300), output_kind=RequestOutputKind.FINAL_ONLY)
+        task = asyncio.create_task(last_output(engine, SECRET, whole, "fourth"))
+        before = engine.stats().output_tokens
+        await until(lambda: engine.stats().output_tokens > before)
+        task.cancel()
+        await asyncio.wait([task])
+
+    run_async(ask())
+    first, second, third, fourth = lines
+    assert first.startswith("request 'first': length after ")
+    assert "20 prompt tokens (0 cached), 5 output tokens; preempted 0 times" in first
+    assert second.startswith("request 'second\\nforged': left by its reader after ")
+    assert third.startswith("request 'third': refused: InvalidPromptError after ")
+    assert re.search(r" [1-9]\d* output tokens?;", fourth), fourth  # though its reader got none
+    assert "swordfish" not in "".join(lines)
+
+
+def test_lines_about_requests_can_be_left_out(make: MakeEngine, lines: list[str]) -> None:
+    run_async(last_output(make(log_requests=False), SECRET, greedy(2)))
+    assert not lines
+
+
+def test_histograms_count_by_upper_bound() -> None:
+    histogram = Histogram((1.0, 2.0, 4.0))
+    for value in (0.5, 1.0, 1.5, 4.0, 4.1):
+        histogram.observe(value)
+    assert histogram.counts == [2, 1, 1, 1]
+    assert histogram.total == pytest.approx(11.1)
+
+
+def test_rates_are_of_the_last_five_seconds(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = [100.0]
+    monkeypatch.setattr("tpengine.engine.stats.time.monotonic", lambda: now[0])
+    meter = RateMeter()
+    assert meter.rate() == 0
+    for _ in range(20):  # 10 per second
+        meter.add(5)
+        now[0] += 0.5
+    assert meter.rate() == 10
+    now[0] += 3
+    assert meter.rate() == 4
+    now[0] += 3
+    assert meter.rate() == 0

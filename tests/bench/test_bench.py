@@ -1,0 +1,127 @@
+"""Benchmarks say what they ran, refuse what they cannot measure, and count each step once."""
+
+from __future__ import annotations
+
+import re
+import sys
+from pathlib import Path
+
+import pytest
+from support.engines import greedy, make_engine
+from support.models import ModelShop
+from support.zoo import PLAIN
+
+from tpengine.bench import latency
+from tpengine.bench.machine import describe_run
+from tpengine.bench.throughput import run_once
+from tpengine.cli.main import main
+from tpengine.engine_args import EngineArgs
+from tpengine.worker.device import resolve_dtype
+
+ENGINE = ["--dtype", "float32", "--device", "cpu", "--cpu-kv-cache-space", "0.02"]
+
+
+@pytest.mark.parametrize(
+    ("name", "options"),
+    [
+        ("throughput", ["--num-requests", "2", "--runs", "1"]),
+        ("latency", ["--batch-sizes", "1,2", "--input-len", "5", "--output-len", "4"]),
+        ("latency", ["--batch-sizes", "2", "--output-len", "4", "--quantization", "int8"]),
+        ("latency", ["--batch-sizes", "2", "--output-len", "4", "--trace", "trace"]),
+    ],
+)
+def test_report_says_what_was_run(
+    models: ModelShop,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    tmp_path: Path,
+    name: str,
+    options: list[str],
+) -> None:
+    folder = str(models.folder(PLAIN))
+    words = ["bench", name, "--model", folder, *options, *ENGINE]
+    monkeypatch.setattr(sys, "argv", ["/some/where/tpengine", *words])
+    monkeypatch.setattr(latency.ReadBandwidth, "measure", lambda *_: 1e10)
+    monkeypatch.chdir(tmp_path)
+    assert main(words) == 0
+    shown = capsys.readouterr().out
+    assert re.search(rf"^command +tpengine {re.escape(' '.join(words))}$", shown, re.MULTILINE)
+    kind = "int8" if "int8" in options else "none"
+    line = rf"^settings +device cpu, dtype float32, quantization {kind}$"
+    assert re.search(line, shown, re.MULTILINE), shown
+    assert [path.name for path in tmp_path.iterdir()] == ["trace-2.json.gz"] * (
+        "--trace" in options
+    )
+
+
+def test_settings_are_resolved() -> None:
+    dtype = str(resolve_dtype("auto", "cpu")).removeprefix("torch.")
+    args = EngineArgs(device="cpu", quantization="int8")
+    assert describe_run(args) == f"device cpu, dtype {dtype}, quantization int8"
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        (["--batch-sizes", "1,9", "--max-num-seqs", "8"], ("'9'", "max_num_seqs = 8")),
+        (["--batch-sizes", "1,x"], ("'x'", "from 1 to")),
+        (["--batch-sizes", "0"], ("'0'", "from 1 to")),
+        (["--batch-sizes", ""], ("''", "from 1 to")),
+        (["--output-len", "1"], ("--output-len at least 2", "and 1")),
+        (["--input-len", "0"], ("--input-len must be at least 1", "got 0")),
+        (
+            ["--batch-sizes", "8", "--output-len", "2", "--max-num-batched-tokens", "32"],
+            ("8 sequences of 64 + 2", "raise --output-len"),
+        ),
+    ],
+)
+def test_latency_refuses(
+    models: ModelShop,
+    capsys: pytest.CaptureFixture[str],
+    options: list[str],
+    words: tuple[str, ...],
+) -> None:
+    model = ["--model", str(models.folder(PLAIN))]
+    assert main(["bench", "latency", *model, *options, *ENGINE]) == 1
+    shown = capsys.readouterr().err
+    assert "ConfigError" in shown
+    for word in words:
+        assert word in shown
+
+
+@pytest.mark.parametrize("name", ["latency", "serve"])
+def test_a_plot_that_cannot_be_made_is_refused_before_anything_is_measured(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], name: str
+) -> None:
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    assert main(["bench", name, "--model", "/no/such/folder", "--plot", "plot.png"]) == 1
+    assert "--plot needs matplotlib, which is not installed" in capsys.readouterr().err
+
+
+def test_what_a_decode_step_reads(models: ModelShop) -> None:
+    """A tied head is packed beside the table on CPU, and is the table on a GPU."""
+    with make_engine(models.folder(PLAIN)) as engine:
+        config = engine.get_model_config()
+        table = 4 * config.vocab_size * int(config.hf_config["hidden_size"])
+        on_cpu = latency._step_bytes(engine, "cpu")
+        assert latency._step_bytes(engine, "cuda") == on_cpu + table
+
+
+def test_a_step_is_counted_once(models: ModelShop, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A step that only reports what was aborted has no figures of its own."""
+    with make_engine(models.folder(PLAIN)) as engine:
+        step, calls = engine.step, []
+
+        def step_and_abort() -> object:
+            outputs = step()
+            calls.append(outputs)
+            if len(calls) == 3:
+                engine.abort_request("0")
+            return outputs
+
+        monkeypatch.setattr(engine, "step", step_and_abort)
+        result = run_once(engine, [([5, 6, 7], 9)], greedy())
+    assert len(calls) == 4
+    assert result.output_rate == pytest.approx(3 / result.elapsed_s)
+    assert [stats.num_output_tokens for stats in result.steps] == [1, 1, 1]
+    assert sum(stats.num_prefill_tokens for stats in result.steps) == 3

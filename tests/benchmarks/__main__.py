@@ -1,0 +1,40 @@
+"""Measurements of tpengine's own parts: `python tests/benchmarks NAME [options]`, from the
+repository's root, with the project installed. `tpengine bench` has those that users run."""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import sys
+from pathlib import Path
+
+BENCHMARKS = {
+    "collectives": "all-reduce of CPU ranks over shared memory, compared with gloo",
+    "groups": "one request with n sequences against n separate requests",
+    "prefix": "what prefix caching gains and costs",
+    "ranks": "two ranks of one thread against one process of two threads; a start by phase",
+    "sampler": "time of each stage of sampling: penalties, biases, bans, log probabilities",
+    "scheduler": "time of schedule and update with many running and waiting requests",
+    "streams": "what streams cost the engine: its step with many readers, against offline",
+    "swap": "time to swap a preempted sequence, and to compute it again",
+}
+
+
+def main(words: list[str]) -> int:
+    """Runs one benchmark; returns its exit code."""
+    parser = argparse.ArgumentParser(prog="python tests/benchmarks", description=__doc__)
+    commands = parser.add_subparsers(metavar="NAME", required=True)
+    for name, help_text in BENCHMARKS.items():
+        command = commands.add_parser(name, help=help_text)
+        if words[:1] == [name]:  # to import them all would slow every command
+            module = importlib.import_module(f"benchmarks.{name}")
+            command.description = module.__doc__
+            module.add_arguments(command)
+            command.set_defaults(run=module.run)
+    args = parser.parse_args(words)
+    return int(args.run(args))
+
+
+if __name__ == "__main__":
+    sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,67 @@
+"""Every measurement of our own parts runs, small, and says on what it ran."""
+
+from __future__ import annotations
+
+import contextlib
+import re
+
+import pytest
+from support.models import ModelShop
+from support.zoo import PLAIN
+
+from benchmarks import groups, prefix, swap
+from benchmarks.__main__ import main
+
+ENGINE = ["--dtype", "float32", "--device", "cpu", "--cpu-kv-cache-space", "0.02"]
+
+
+@pytest.mark.parametrize(
+    ("name", "options"),
+    [
+        ("prefix", ["--pairs", "1", "--prefix-tokens", "40", "--arrivals", "2"]),
+        ("groups", ["--runs", "1", "--n", "2", "--prompt-tokens", "20"]),
+        ("swap", ["--runs", "1", "--lengths", "40"]),
+        ("streams", ["--runs", "1", "--num-streams", "4", "--output-len", "48"]),
+    ],
+)
+def test_benchmarks_of_an_engine(
+    models: ModelShop,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    name: str,
+    options: list[str],
+) -> None:
+    folder = str(models.folder(PLAIN))
+    for module in (prefix, groups, swap):  # a small model in place of their large shapes
+        shape = lambda *_, **__: contextlib.nullcontext(folder)  # noqa: E731
+        monkeypatch.setattr(module, "shape_folder", shape)
+    assert main([name, "--model", folder, *options, *ENGINE]) == 0
+    shown = capsys.readouterr().out
+    assert re.search(r"^settings +device cpu, dtype float32", shown, re.MULTILINE), shown
+
+
+@pytest.mark.parametrize(
+    ("name", "options", "result"),
+    [
+        (
+            "scheduler",
+            ["--running", "8", "--waiting", "20", "--steps", "12"],
+            r"median 0\.\d+ ms, p99 [\d.]+ ms a step",
+        ),
+        (
+            "sampler",
+            ["--rows", "2", "--vocab-size", "50", "--output-tokens", "4", "--runs", "2"],
+            r"(?m)^logits processor +[\d.]+ ms a step",
+        ),
+        (
+            "collectives",
+            ["--runs", "5", "--steps", "1", "--exchanges", "2", "--rounds", "1"],
+            r"(?m)^shared memory +[\d.]+ us an all-reduce",
+        ),
+    ],
+)
+def test_benchmarks_of_one_part(
+    capsys: pytest.CaptureFixture[str], name: str, options: list[str], result: str
+) -> None:
+    assert main([name, *options]) == 0
+    assert re.search(result, capsys.readouterr().out)

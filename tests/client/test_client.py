@@ -1,0 +1,405 @@
+"""The client and its commands: outputs and errors of the engine, and bounded waits."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Callable, Coroutine
+from pathlib import Path
+from typing import Any
+
+import pytest
+from grpc import StatusCode
+from server.guarded import guarded_server
+from support.engines import greedy
+from support.processors import Stopwatch
+from support.server_process import ServerProcess, wait_until
+
+from tpengine import LLM, SamplingParams
+from tpengine.bench import serve
+from tpengine.cli.main import main
+from tpengine.client import generation_client as client_module
+from tpengine.client.convert import to_request
+from tpengine.client.generation_client import GenerationClient
+from tpengine.client.load import COMPLETE, Objective, Outcome, percentiles, poisson_plan, summarise
+from tpengine.errors import (
+    ConfigError,
+    DeadlineExceededError,
+    DuplicateRequestError,
+    InvalidPriorityError,
+    InvalidPromptError,
+    InvalidSamplingParamsError,
+    ModelNotFoundError,
+    QueueFullError,
+    RequestAbortedError,
+    ServerUnavailableError,
+)
+from tpengine.inputs import TokensPrompt
+from tpengine.server.auth import Authenticator
+
+PROMPT = "Once upon a time"
+LONG = greedy(400)
+FREEZE_MARGIN_S = 3.0
+"""Time in addition to the two seconds, on a loaded machine."""
+PATIENCE_S = 60.0
+EXAMPLES = Path(__file__).parent.parent.parent / "examples"
+
+Talk = Callable[[GenerationClient], Coroutine[Any, Any, Any]]
+
+
+def _talk(server: ServerProcess, talk: Talk, **options: Any) -> Any:
+    async def connected() -> Any:
+        async with GenerationClient(server.target, **options) as client:
+            return await asyncio.wait_for(talk(client), PATIENCE_S)
+
+    return asyncio.run(connected())
+
+
+def test_outputs_are_those_of_the_engine(server: ServerProcess) -> None:
+    params = SamplingParams(
+        temperature=0.9, seed=7, max_tokens=40, n=3, logprobs=3, prompt_logprobs=1, stop=["."]
+    )
+    with LLM(dtype="float32", num_device_blocks_override=256) as llm:
+        (offline,) = llm.generate(PROMPT, params, use_tqdm=False)
+
+    async def talk(client: GenerationClient) -> Any:
+        whole = await client.generate(PROMPT, params)
+        parts = [part async for part in client.stream(PROMPT, params)]
+        return whole, parts
+
+    whole, parts = _talk(server, talk)
+    assert whole.outputs == offline.outputs
+    assert whole.prompt_logprobs == offline.prompt_logprobs
+    assert whole.prompt == PROMPT
+    assert whole.usage is not None
+    assert whole.usage.num_prompt_tokens == len(offline.prompt_token_ids)
+    assert whole.usage.num_output_tokens == sum(len(one.token_ids) for one in offline.outputs)
+    for one in offline.outputs:
+        mine = [got for part in parts for got in part.outputs if got.index == one.index]
+        assert "".join(got.text for got in mine) == one.text
+        assert [token for got in mine for token in got.token_ids] == one.token_ids
+        # Only the last message has a finish reason.
+        reasons = [got.finish_reason for got in mine]
+        assert reasons == [None] * (len(mine) - 1) + [one.finish_reason]
+    assert [part.finished for part in parts] == [False] * (len(parts) - 1) + [True]
+
+
+def test_all_forms_of_a_prompt(server: ServerProcess) -> None:
+    messages = [{"role": "user", "content": "Hello"}]
+
+    async def talk(client: GenerationClient) -> Any:
+        ids, chat_ids = await client.tokenize(PROMPT), await client.chat_token_ids(messages)
+        by_text, by_ids = [await client.generate(one, greedy(8)) for one in (PROMPT, ids)]
+        both: TokensPrompt = {"prompt": PROMPT, "prompt_token_ids": ids}  # type: ignore[typeddict-unknown-key]
+        for form in ({"prompt": PROMPT}, {"prompt_token_ids": ids}, both):
+            by_dict = await client.generate(form, greedy(8))  # type: ignore[arg-type]
+            assert by_dict.outputs == by_text.outputs
+            assert by_dict.prompt == form.get("prompt")
+            assert by_dict.prompt_token_ids == form.get("prompt_token_ids", [])
+        by_chat, by_chat_ids = [
+            await client.generate(one, greedy(8)) for one in (messages, chat_ids)
+        ]
+        assert by_text.outputs == by_ids.outputs
+        assert by_chat.outputs == by_chat_ids.outputs != by_text.outputs
+        assert by_ids.prompt_token_ids == ids
+        assert await client.detokenize(ids) == PROMPT
+
+    _talk(server, talk)
+
+
+def test_errors_are_those_of_the_engine(
+    server: ServerProcess, tight: ServerProcess, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(client_module, "_GRACE_S", PATIENCE_S)  # a deadline the server tells of
+
+    async def refused(client: GenerationClient) -> None:
+        with pytest.raises(InvalidPromptError, match="prompt"):
+            await client.generate([])
+        with pytest.raises(InvalidPromptError, match="512"):
+            await client.generate([5] * 600, greedy(4))
+        with pytest.raises(InvalidSamplingParamsError, match="stop_token_ids"):
+            await client.generate(PROMPT, SamplingParams(stop_token_ids=[10**6]))
+        with pytest.raises(InvalidPriorityError, match="priority"):
+            await client.generate(PROMPT, priority=5)
+        with pytest.raises(InvalidPromptError, match="tokens_ids"):
+            await client.generate({"tokens_ids": [5]})  # type: ignore[arg-type]
+        with pytest.raises(InvalidPromptError, match="Unicode"):
+            await client.generate("\ud800")
+        with pytest.raises(InvalidSamplingParamsError, match="logits_processors"):
+            await client.generate(PROMPT, SamplingParams(logits_processors="os:getcwd"))
+        for _ in range(5):  # said by the server: it does not merely win a race
+            with pytest.raises(DeadlineExceededError) as late:
+                await client.generate(PROMPT, LONG, timeout_s=0.05)
+            assert late.value.where in ("queued", "prefill", "decode"), late.value
+        with pytest.raises(ModelNotFoundError):
+            await client.health("nothing")
+        assert not await client.abort("unknown")
+        stream = client.stream(PROMPT, LONG, request_id="mine")
+        await anext(stream)
+        with pytest.raises(DuplicateRequestError):
+            await client.generate(PROMPT, request_id="mine")
+        await stream.aclose()
+
+    async def crowded(client: GenerationClient) -> None:
+        calls = [asyncio.create_task(client.generate(PROMPT, LONG)) for _ in range(8)]
+        try:
+            with pytest.raises(QueueFullError) as full:
+                await asyncio.gather(*calls)
+            assert full.value.retry_after_s > 0
+        finally:
+            for call in calls:
+                call.cancel()
+            await asyncio.wait(calls)
+
+    _talk(server, refused)
+    _talk(tight, crowded)
+    wait_until(lambda: tight.loads().num_open_calls == 0, PATIENCE_S)
+
+
+def test_an_abort_is_no_cancellation(tight: ServerProcess) -> None:
+    """grpc reports both alike, and a task that takes it for a cancellation ends silently."""
+
+    async def talk(client: GenerationClient) -> None:
+        stream = client.stream(PROMPT, LONG, request_id="gone")
+        await anext(stream)
+        assert await client.abort("gone")
+        with pytest.raises(RequestAbortedError):
+            [part async for part in stream]
+        await stream.aclose()
+
+    _talk(tight, talk)
+
+
+def test_leaving_a_stream_frees_its_blocks(server: ServerProcess) -> None:
+    """At once, not only when the connection closes, the call is collected or the output is full."""
+
+    def num_aborted() -> float:
+        return server.metric("tpengine:request_success_total", finished_reason="abort")
+
+    wait_until(lambda: server.loads().num_open_calls == 0, PATIENCE_S)
+    before = num_aborted()
+
+    async def has_aborted(count: int) -> None:
+        await asyncio.to_thread(wait_until, lambda: num_aborted() == before + count, PATIENCE_S)
+
+    async def talk(client: GenerationClient) -> None:
+        async for _ in client.stream(PROMPT, LONG):
+            break
+        await has_aborted(1)
+        task = asyncio.create_task(client.generate(PROMPT, LONG))
+        await asyncio.to_thread(wait_until, lambda: server.loads().num_running == 1, PATIENCE_S)
+        task.cancel()
+        await asyncio.wait([task])
+        assert task.cancelled()
+        await has_aborted(2)
+        stream = client.stream(PROMPT, LONG)
+        await anext(stream)
+        with pytest.raises(ZeroDivisionError) as held:  # and with it the frame and its call
+            await stream.athrow(ZeroDivisionError())
+        await has_aborted(3)
+        assert held.tb is not None
+
+    _talk(server, talk)
+    wait_until(lambda: server.loads().num_open_calls == 0, PATIENCE_S)
+    wait_until(lambda: server.loads().num_running == 0, PATIENCE_S)
+    assert server.loads().num_free_blocks == server.loads().num_total_blocks
+
+
+def test_a_frozen_server_is_noticed(tight: ServerProcess) -> None:
+    async def talk(client: GenerationClient) -> tuple[float, float]:
+        stream = client.stream(PROMPT, LONG)
+        await anext(stream)
+        os.kill(tight.pid, signal.SIGSTOP)
+        try:
+            watch = Stopwatch()
+            with pytest.raises(ServerUnavailableError):
+                async for _ in stream:
+                    pass
+            noticed_s = watch.own_s
+            async with GenerationClient(tight.target) as late:  # it is accepted, and hears nothing
+                watch = Stopwatch()
+                with pytest.raises(ServerUnavailableError):
+                    await late.generate(PROMPT, LONG)
+                late_s = watch.own_s
+        finally:
+            os.kill(tight.pid, signal.SIGCONT)
+        return noticed_s, late_s
+
+    noticed_s, late_s = _talk(tight, talk)
+    print(f"noticed after {noticed_s:.2f} s in a stream, {late_s:.2f} s in a new connection")
+    assert noticed_s < 2.0 + FREEZE_MARGIN_S
+    assert late_s < 2.0 + FREEZE_MARGIN_S
+    wait_until(lambda: tight.loads().num_open_calls == 0, PATIENCE_S)
+
+
+def test_what_cannot_be_a_server() -> None:
+    for target in ("localhost", "host:", ":5", "host:70000", "host:x"):
+        with pytest.raises(ConfigError, match="HOST:PORT"):
+            GenerationClient(target)
+
+    async def talk() -> None:
+        async with GenerationClient("127.0.0.1:1") as client:
+            with pytest.raises(ServerUnavailableError):
+                await client.loads()
+
+    asyncio.run(talk())
+
+
+def test_explicit_zeros_are_sent() -> None:
+    params = SamplingParams(temperature=0.0, min_tokens=0, seed=0, logprobs=0, max_tokens=None)
+    sampling = to_request([], params, None, 0, 0.0).sampling
+    for name in ("temperature", "min_tokens", "seed", "logprobs"):
+        assert sampling.HasField(name)
+        assert getattr(sampling, name) == 0
+    assert not sampling.HasField("prompt_logprobs")
+    assert sampling.max_tokens > 10**9
+    request = to_request([], params, None, 0, 0.0)
+    assert request.WhichOneof("input") == "prompt_token_ids"
+    assert request.HasField("max_queue_ms")
+
+
+def test_commands(server: ServerProcess, capsys: pytest.CaptureFixture[str]) -> None:
+    where = ["--target", server.target]
+    with LLM(dtype="float32", num_device_blocks_override=256) as llm:
+        (output,) = llm.generate(PROMPT, greedy(8), use_tqdm=False)
+    assert main(["client", "health", *where]) == 0
+    assert capsys.readouterr().out == "readiness SERVING\n"
+    words = ["--temperature", "0", "--max-tokens", "8"]
+    assert main(["client", "generate", PROMPT, *words, *where]) == 0
+    assert capsys.readouterr().out == f"{PROMPT}{output.outputs[0].text}\n\n"
+    assert main(["client", "generate", PROMPT, "--no-echo", *words, *where]) == 0
+    assert capsys.readouterr().out == f"{output.outputs[0].text}\n\n"
+    several = ["--n", "2", "--logprobs", "2", "--ignore-eos", "--max-tokens", "8"]
+    assert main(["client", "generate", PROMPT, *several, *where]) == 0
+    shown = capsys.readouterr().out.splitlines()
+    assert [line[:4] for line in shown if line.startswith("[")] == ["[0] ", "[1] "]
+    assert sum(line.startswith("    ") and "*" in line for line in shown) == 2 * 8
+    assert main(["client", "chat", "Hello", *words, *where]) == 0
+    assert capsys.readouterr().out.strip()
+    load = ["--num-requests", "6", "--rate", "40"]
+    assert main(["client", "load", *load, *words, *where]) == 0
+    assert "6 complete" in capsys.readouterr().out
+    assert main(["client", "health", "--target", "127.0.0.1:1"]) == 1
+    no_server = capsys.readouterr().err
+    assert "ServerUnavailableError" in no_server
+    assert "start one with `tpengine serve`" in no_server
+    assert main(["client", "generate", "word " * 600, *words, *where]) == 1
+    refused = capsys.readouterr()
+    assert "InvalidPromptError" in refused.err
+    assert refused.out == ""  # not even the prompt: the server refused it
+    assert main(["client", "generate", PROMPT, "--tls", *where]) == 1
+    assert "does not speak TLS" in capsys.readouterr().err
+
+
+def test_a_missing_token_says_where_one_is_given(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with guarded_server(Authenticator(["a-token-of-enough-length"])) as target:
+        for token in ("", "another-token-of-that-length"):
+            monkeypatch.setenv("TPENGINE_CLIENT_TOKEN", token)
+            for command in (["generate", PROMPT], ["load", "--num-requests", "1"]):
+                assert main(["client", *command, "--target", target]) == 1
+                shown = capsys.readouterr()
+                assert "UnauthenticatedError" in shown.err
+                assert "--token-file FILE or in TPENGINE_CLIENT_TOKEN" in shown.err
+                assert shown.out == ""
+
+
+def test_an_unknown_option_shows_its_own_command(capsys: pytest.CaptureFixture[str]) -> None:
+    for words in (["client", "generate"], ["client", "health"], ["generate"], ["serve"]):
+        with pytest.raises(SystemExit) as ended:
+            main([*words, "--no-such-option"])
+        assert ended.value.code == 2
+        shown = capsys.readouterr().err
+        assert shown.startswith(f"usage: tpengine {' '.join(words)} ")
+        assert "--no-such-option" in shown
+
+
+@pytest.mark.parametrize("name", ["grpc_client.py", "grpc_stock_client.py"])
+def test_the_examples(server: ServerProcess, name: str) -> None:
+    command = [sys.executable, str(EXAMPLES / name), server.target]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=PATIENCE_S, check=False)
+    assert done.returncode == 0, done.stderr
+    assert "tokens" in done.stdout
+
+
+def test_bench_serve(
+    server: ServerProcess, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    plot = tmp_path / "latency.png"
+    options = ["--rates", "20,inf", "--num-requests", "6", "--target", server.target]
+    with_plot = ["--plot", str(plot)] if _can_plot() else []
+    assert main(["bench", "serve", *options, *with_plot]) == 0
+    shown = capsys.readouterr().out
+    assert shown.count("6 complete") == 2
+    assert "goodput" in shown
+    assert "tokens a message" in shown
+    if with_plot:
+        assert plot.read_bytes().startswith(b"\x89PNG")
+
+
+def _can_plot() -> bool:
+    try:
+        import matplotlib  # noqa: F401
+    except ImportError:
+        return False
+    return True
+
+
+def test_bench_serve_refuses_what_it_cannot_do() -> None:
+    for options in (["--rates", "1,0"], ["--rates", "x"], ["--num-requests", "0"]):
+        assert main(["bench", "serve", *options]) == 1
+    words = serve._words(serve.EngineArgs(dtype="float32", enable_prefix_caching=False))
+    assert words == ["--dtype", "float32", "--no-enable-prefix-caching"]
+
+
+def test_figures_of_a_load() -> None:
+    outcomes = [
+        Outcome(COMPLETE, 0.1, [0.01, 0.03], 3, total_s=0.14),
+        Outcome(COMPLETE, 2.0, [0.02], 2, total_s=2.02),
+        Outcome("QueueFullError", total_s=0.01),
+    ]
+    summary = summarise(outcomes, 2.0, Objective(first_token_s=1.0, token_gap_s=0.1))
+    assert summary.ends == {COMPLETE: 2, "QueueFullError": 1}
+    assert summary.goodput == 0.5
+    assert summary.output_rate == 2.5
+    assert summary.tokens_per_message == 1.0
+    assert percentiles([]) == {}
+    assert percentiles([float(n) for n in range(101)]) == {50: 50.0, 90: 90.0, 99: 99.0}
+    plan = poisson_plan(10.0, [("a", SamplingParams())] * 4000, seed=0)
+    assert plan[-1].start_s == pytest.approx(400.0, rel=0.1)
+    assert plan == poisson_plan(10.0, [("a", SamplingParams())] * 4000, seed=0)
+
+
+@pytest.mark.parametrize(
+    ("code", "words", "kind"),
+    [
+        (StatusCode.OK, "", asyncio.CancelledError),
+        (StatusCode.UNAVAILABLE, "gone", asyncio.CancelledError),
+        (StatusCode.CANCELLED, "Locally cancelled by application!", asyncio.CancelledError),
+        (StatusCode.CANCELLED, "request 'a' was aborted", RequestAbortedError),
+    ],
+)
+def test_a_cancellation_is_not_swallowed(code: StatusCode, words: str, kind: type) -> None:
+    """The call may end at the same moment, with any status."""
+
+    class Ended:
+        def done(self) -> bool:
+            return True
+
+        async def code(self) -> StatusCode:
+            return code
+
+        async def details(self) -> str:
+            return words
+
+    async def cancel() -> None:
+        async with GenerationClient("127.0.0.1:1") as client:
+            with pytest.raises(kind):
+                async with client._typed_errors(Ended()):
+                    raise asyncio.CancelledError
+
+    asyncio.run(cancel())

@@ -1,0 +1,43 @@
+"""The client imports root files and the proto only: neither the engine nor torch."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import tpengine
+from tpengine import client
+
+MODULES = sorted(path.stem for path in Path(client.__path__[0]).glob("[a-z]*.py"))
+TIMEOUT_S = 120.0
+
+
+def _imported(*statements: str) -> set[str]:
+    """Names of all modules after these statements in a fresh interpreter."""
+    program = "\n".join([*statements, "import sys", "print(*sys.modules, sep='\\n')"])
+    command = [sys.executable, "-c", program]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=TIMEOUT_S, check=True)
+    return set(done.stdout.split())
+
+
+def test_only_root_files_and_the_proto() -> None:
+    assert "generation_client" in MODULES
+    imports = [f"import tpengine.client.{name}" for name in MODULES]
+    found = _imported(*imports, "from tpengine.client import ClientTLS, GenerationClient")
+    assert "tpengine.client.generation_client" in found
+    foreign = {name.partition(".")[0] for name in found}
+    assert not foreign & {"torch", "transformers", "ray", "numpy"}
+    root_files = {path.stem for path in Path(tpengine.__path__[0]).glob("*.py")}
+    for name in found:
+        parts = name.split(".")
+        if parts[0] == "tpengine" and len(parts) > 1 and parts[1] not in root_files:
+            is_proto = parts[:4] == ["tpengine", "server", "grpc", "proto"][: len(parts)]
+            assert parts[1] == "client" or is_proto, name
+
+
+def test_the_package_is_cheap() -> None:
+    found = _imported("import tpengine.client")
+    assert "grpc" not in found
+    assert not hasattr(client, "no_such_name")
+    assert client.GenerationClient.__name__ == "GenerationClient"

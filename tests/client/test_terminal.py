@@ -1,0 +1,266 @@
+"""The client's commands at a terminal: Ctrl-C, typed and piped input, token files, help."""
+
+from __future__ import annotations
+
+import os
+import pty
+import re
+import select
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import grpc
+import pytest
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+from server.guarded import guarded_server
+from support.server_process import ServerProcess
+
+from tpengine.cli.main import main
+from tpengine.server.auth import Authenticator
+
+TOKEN = "a-token-of-enough-length"
+SHORT = ["--max-tokens", "4", "--temperature", "0"]
+START_S = 60.0
+END_S = 5.0
+"""One second, plus the delay of a loaded machine."""
+REFUSED_S = 1.8
+"""The kernel refuses within a millisecond; a silent host gets two seconds."""
+AT_A_TERMINAL = """
+import fcntl, signal, sys, termios
+fcntl.ioctl(0, termios.TIOCSCTTY, 0)
+signal.signal(signal.SIGINT, signal.default_int_handler)  # a test run in the background ignores it
+from tpengine.cli.main import main
+sys.exit(main(sys.argv[1:]))
+"""
+
+
+class Terminal:
+    """A process of `tpengine` at a terminal."""
+
+    def __init__(self, *words: str) -> None:
+        self._keys, theirs = pty.openpty()
+        self.process = subprocess.Popen(
+            [sys.executable, "-c", AT_A_TERMINAL, *words],
+            stdin=theirs,
+            stdout=theirs,
+            stderr=theirs,
+            start_new_session=True,
+        )
+        os.close(theirs)
+
+    def type(self, keys: str) -> None:
+        """Presses keys; \\x03 is Ctrl-C."""
+        os.write(self._keys, keys.encode())
+
+    def read_until(self, words: str) -> str:
+        """The output until these words appear."""
+        shown, deadline = "", time.monotonic() + START_S
+        while words not in shown:
+            assert time.monotonic() < deadline, shown
+            if select.select([self._keys], [], [], 0.1)[0]:
+                shown += os.read(self._keys, 4096).decode()
+        return shown
+
+    def read_rest(self) -> str:
+        """The rest of the output until the process ends."""
+        shown = b""
+        while select.select([self._keys], [], [], 0.1)[0]:
+            try:
+                shown += os.read(self._keys, 4096)
+            except OSError:  # Linux's way to say that the other end is closed
+                break
+        return shown.decode()
+
+    def close(self) -> None:
+        """Kills the process."""
+        if self.process.poll() is None:
+            self.process.kill()
+        self.process.wait(START_S)
+        os.close(self._keys)
+
+
+@contextmanager
+def _terminal(*words: str) -> Iterator[Terminal]:
+    terminal = Terminal(*words)
+    try:
+        yield terminal
+    finally:
+        terminal.close()
+
+
+@pytest.mark.parametrize("command", ["chat", "generate"])
+def test_ctrl_c_where_a_line_is_awaited(command: str, server: ServerProcess) -> None:
+    with _terminal("client", command, "--target", server.target, *SHORT) as terminal:
+        if command == "chat":
+            terminal.read_until("> ")
+        terminal.type("Hello\n")  # with a connection open, and something to tidy up
+        shown = terminal.read_until("\r\n> " if command == "chat" else "\r\n\r\n")
+        assert len(shown) > len("Hello\r\n\r\n> ")
+        begin = time.monotonic()
+        terminal.type("\x03")
+        assert terminal.process.wait(END_S) == 130
+        if command == "chat":
+            assert terminal.read_rest().endswith("\r\n")
+        print(f"ended {time.monotonic() - begin:.2f} s after Ctrl-C")
+
+
+def test_ctrl_c_in_the_middle_of_a_text(server: ServerProcess) -> None:
+    where = ["--target", server.target, "--max-tokens", "400", "--ignore-eos"]
+    with _terminal("client", "generate", "Once upon a time", *where) as terminal:
+        terminal.read_until("Once upon a time")
+        terminal.type("\x03")
+        assert terminal.process.wait(END_S) == 130
+        assert terminal.read_rest().endswith("\r\n")
+
+
+def test_the_end_of_what_is_typed(server: ServerProcess) -> None:
+    with _terminal("client", "chat", "--target", server.target, *SHORT) as terminal:
+        terminal.read_until("> ")
+        terminal.type("\n")
+        terminal.read_until("> ")
+        terminal.type("\x04")
+        assert terminal.process.wait(START_S) == 0
+        assert terminal.read_rest() == "\r\n"
+
+
+@pytest.mark.parametrize("source", ["pipe", "file"])
+def test_lines_of_standard_input(
+    source: str,
+    server: ServerProcess,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    lines = b"Hello\n\n  \nGood\r\nno text: \xff\nThe last"
+    file = tmp_path / "lines"
+    file.write_bytes(lines)
+    descriptor = os.open(file, os.O_RDONLY)
+    if source == "pipe":
+        os.close(descriptor)
+        descriptor, end = os.pipe()
+        os.write(end, lines)
+        os.close(end)
+    with os.fdopen(descriptor) as stdin:
+        monkeypatch.setattr(sys, "stdin", stdin)
+        assert main(["client", "generate", "--target", server.target, *SHORT]) == 1
+    shown = capsys.readouterr()
+    found = [re.match("Hello|Good|The last", part) for part in shown.out.strip().split("\n\n")]
+    assert [one and one[0] for one in found] == ["Hello", "Good", "The last"]
+    assert shown.err.count("InvalidPromptError") == 1
+    assert "not valid Unicode" in shown.err
+
+
+def test_what_cannot_be_read(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    reading, writing = os.pipe()
+    os.close(reading)
+    with os.fdopen(writing, "w") as stdin:
+        monkeypatch.setattr(sys, "stdin", stdin)
+        assert main(["client", "generate"]) == 1
+    assert "standard input cannot be read" in capsys.readouterr().err
+    monkeypatch.setattr(sys, "stdin", None)  # as after `<&-`
+    assert main(["client", "generate"]) == 0
+
+
+def test_values_that_cannot_be_sent(
+    server: ServerProcess, capsys: pytest.CaptureFixture[str]
+) -> None:
+    where = ["--target", server.target]
+    endless = ["--max-tokens", "99999999999", "--stop", "."]
+    assert main(["client", "generate", "Hello", *endless, *where]) == 0
+    assert capsys.readouterr().out.startswith("Hello")
+    assert main(["client", "generate", "Hello", "--stop", "\udcff", *where]) == 1
+    shown = capsys.readouterr()
+    assert shown.err.startswith("tpengine: InvalidSamplingParamsError: stop ")
+    assert shown.out == ""
+
+
+def test_token_files(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file = tmp_path / "tokens"
+    file.touch(0o600)
+    with guarded_server(Authenticator([TOKEN])) as target:
+        ask = ["client", "load", "--target", target, "--token-file", str(file)]
+        for text in (TOKEN, f"# of this machine\n\n{TOKEN}\n"):
+            file.write_text(text)
+            assert main(ask) == 1
+            assert "the server loads its model" in capsys.readouterr().err  # and knows the client
+        for text, words in (
+            (f"{TOKEN}\nanother-{TOKEN}\n", "holds 2 tokens"),
+            ("# nothing\n", "holds no token"),
+            (f"{TOKEN}\u00e4", "printable ASCII"),
+            (f"{TOKEN} b", "printable ASCII"),
+        ):
+            file.write_text(text)
+            assert main(ask) == 1
+            error = capsys.readouterr().err
+            assert "tpengine: ConfigError: " in error
+            assert words in error
+            assert TOKEN not in error
+
+
+def test_a_token_of_the_environment_that_cannot_be_one(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("TPENGINE_CLIENT_TOKEN", f"{TOKEN}\nb")
+    assert main(["client", "health"]) == 1
+    error = capsys.readouterr().err
+    assert "tpengine: ConfigError: a token must be" in error
+    assert TOKEN not in error
+
+
+def test_the_timeout_of_health(capsys: pytest.CaptureFixture[str]) -> None:
+    ended = threading.Event()
+
+    class Silent(health_pb2_grpc.HealthServicer):
+        def Check(self, request: Any, context: Any) -> Any:  # noqa: N802
+            ended.wait(START_S)
+            return health_pb2.HealthCheckResponse()
+
+    server = grpc.server(ThreadPoolExecutor(1))
+    health_pb2_grpc.add_HealthServicer_to_server(Silent(), server)
+    port = server.add_insecure_port("127.0.0.1:0")
+    server.start()
+    try:
+        begin = time.monotonic()
+        assert main(["client", "health", "--timeout", "1", "--target", f"127.0.0.1:{port}"]) == 1
+        assert 1.0 <= time.monotonic() - begin < END_S
+    finally:
+        ended.set()
+        server.stop(None).wait(START_S)
+    assert "DeadlineExceededError" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("host", ["127.0.0.1", "localhost"])
+def test_a_refused_connection_is_told_at_once(
+    host: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with socket.socket() as probe:  # bound but not listening: no server can be there
+        probe.bind(("127.0.0.1", 0))
+        begin = time.monotonic()
+        target = f"{host}:{probe.getsockname()[1]}"
+        assert main(["client", "health", "--target", target]) == 1
+    assert time.monotonic() - begin < REFUSED_S
+    assert "Connection refused; no server is there" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("command", ["generate", "chat", "health", "load"])
+def test_help_speaks_of_options_that_there_are(
+    command: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", "1000")  # no name is broken in two
+    with pytest.raises(SystemExit) as ended:
+        main(["client", command, "--help"])
+    assert ended.value.code == 0
+    usage, _, text = capsys.readouterr().out.partition("\n\n")
+    known = set(re.findall(r"--[a-z-]+", usage))
+    assert "--target" in known
+    assert set(re.findall(r"--[a-z-]+", text)) <= known | {"--help"}

@@ -1,0 +1,169 @@
+"""Arguments of the client: sent with the meaning they have in process, or refused by name."""
+
+from __future__ import annotations
+
+import asyncio
+import math
+from collections.abc import Callable, Coroutine
+from typing import Any
+
+import pytest
+from server.guarded import guarded_server
+from support.server_process import ServerProcess
+
+from tpengine import LLM, SamplingParams
+from tpengine.client.convert import to_request
+from tpengine.client.generation_client import ClientTLS, GenerationClient
+from tpengine.errors import (
+    ConfigError,
+    DeadlineExceededError,
+    InvalidPriorityError,
+    InvalidPromptError,
+    InvalidSamplingParamsError,
+    RequestError,
+)
+from tpengine.server.auth import Authenticator
+
+PROMPT = "Once upon a time"
+HUGE = 2**40
+LONE = "\ud800"
+"""A lone surrogate: a byte on a command line that is not UTF-8 becomes one."""
+TOKEN = "a-token-of-enough-length"
+PATIENCE_S = 60.0
+
+Talk = Callable[[GenerationClient], Coroutine[Any, Any, Any]]
+
+
+def _talk(target: str, talk: Talk, **options: Any) -> Any:
+    async def connected() -> Any:
+        async with GenerationClient(target, **options) as client:
+            return await asyncio.wait_for(talk(client), PATIENCE_S)
+
+    return asyncio.run(connected())
+
+
+async def _first(client: GenerationClient, **options: Any) -> Any:
+    return await anext(client.stream(PROMPT, **options))
+
+
+@pytest.mark.parametrize(
+    ("name", "params"),
+    [
+        ("n", SamplingParams(n=HUGE)),
+        ("stop_token_ids", SamplingParams(stop_token_ids=[5, HUGE])),
+        ("allowed_token_ids", SamplingParams(allowed_token_ids=[HUGE])),
+        ("bad_words_token_ids", SamplingParams(bad_words_token_ids=[[5], [HUGE]])),
+        ("logit_bias", SamplingParams(logit_bias={HUGE: 1.0})),
+        ("stop", SamplingParams(stop=["a", LONE])),
+        ("bad_words", SamplingParams(bad_words=[LONE])),
+    ],
+)
+def test_parameters_that_do_not_fit(name: str, params: SamplingParams) -> None:
+    with pytest.raises(InvalidSamplingParamsError, match=rf"^{name} can hold only") as refused:
+        to_request(PROMPT, params, None, 0, None)
+    assert str(HUGE) in str(refused.value) or "ud800" in str(refused.value)
+
+
+@pytest.mark.parametrize(
+    ("kind", "words", "talk"),
+    [
+        (InvalidPromptError, "request_id", lambda c: c.generate(PROMPT, request_id=LONE)),
+        (InvalidPromptError, "request_id", lambda c: c.generate(PROMPT, request_id=5)),
+        (InvalidPromptError, "request_id", lambda c: c.abort(LONE)),
+        (InvalidPriorityError, "priority", lambda c: c.generate(PROMPT, priority=1.5)),
+        (InvalidPriorityError, "priority", lambda c: _first(c, priority=HUGE)),
+        (RequestError, "max_queue_s", lambda c: c.generate(PROMPT, max_queue_s=math.nan)),
+        (RequestError, "max_queue_s", lambda c: c.generate(PROMPT, max_queue_s="5")),
+        (RequestError, "timeout_s", lambda c: c.generate(PROMPT, timeout_s=math.nan)),
+        (RequestError, "timeout_s", lambda c: _first(c, timeout_s="5")),
+        (RequestError, "timeout_s", lambda c: c.drain(math.nan)),
+        (InvalidPromptError, "text", lambda c: c.tokenize(LONE)),
+        (InvalidPromptError, "text", lambda c: c.tokenize(5)),
+        (InvalidPromptError, "add_special_tokens", lambda c: c.tokenize(PROMPT, "no")),
+        (InvalidPromptError, "token_ids", lambda c: c.detokenize([5, HUGE])),
+        (InvalidPromptError, "token_ids", lambda c: c.detokenize(iter([5, HUGE]))),
+        (InvalidPromptError, "token_ids", lambda c: c.detokenize(5)),
+        (InvalidPromptError, "messages", lambda c: c.chat_token_ids(5)),
+        (RequestError, "service", lambda c: c.health(LONE)),
+    ],
+)
+def test_arguments_that_cannot_be_sent(kind: type[RequestError], words: str, talk: Talk) -> None:
+    """No server runs there: the client refuses them itself."""
+
+    async def refused(client: GenerationClient) -> None:
+        with pytest.raises(kind, match=words):
+            await talk(client)
+
+    _talk("127.0.0.1:1", refused)
+
+
+def test_numbers_that_mean_the_same_are_sent(server: ServerProcess) -> None:
+    """In process these numbers may have any size."""
+    params = SamplingParams(
+        max_tokens=HUGE, seed=2**64 - 1, temperature=0.9, stop=["."], logprobs=0
+    )
+    with LLM(dtype="float32", num_device_blocks_override=256, max_model_len=512) as llm:
+        (offline,) = llm.generate(PROMPT, params, use_tqdm=False)
+
+    async def talk(client: GenerationClient) -> Any:
+        return await client.generate(PROMPT, params)
+
+    assert _talk(server.target, talk).outputs == offline.outputs
+    huge = SamplingParams(max_tokens=HUGE, min_tokens=HUGE, top_k=HUGE)
+    sampling = to_request(PROMPT, huge, None, 0, None).sampling
+    assert {sampling.max_tokens, sampling.min_tokens} == {2**31 - 1}
+    assert not sampling.HasField("top_k"), "it keeps all tokens, as none does"
+
+
+def test_any_time(server: ServerProcess) -> None:
+    """Infinity and centuries are no limit; a negative time has passed already."""
+    few = SamplingParams(max_tokens=2)
+
+    async def talk(client: GenerationClient) -> None:
+        for seconds in (math.inf, 1e300, 10**400, 1e9):
+            assert (await client.generate(PROMPT, few, timeout_s=seconds)).finished
+            assert (await client.generate(PROMPT, few, max_queue_s=seconds)).finished
+        for seconds in (-math.inf, -1e300, -1.0):
+            with pytest.raises(DeadlineExceededError):
+                await client.generate(PROMPT, SamplingParams(max_tokens=400), timeout_s=seconds)
+        assert await client.tokenize(PROMPT)
+
+    for seconds in (math.inf, 1e300):
+        _talk(server.target, talk, timeout_s=seconds, call_timeout_s=seconds)
+
+
+def test_the_longest_drain() -> None:
+    async def talk(client: GenerationClient) -> int:
+        with pytest.raises(RequestError, match="timeout_ms must be at least 0"):
+            await client.drain(-math.inf)
+        return await client.drain(math.inf)
+
+    with guarded_server(Authenticator([], [TOKEN])) as target:
+        assert _talk(target, talk, token=TOKEN) == 0
+
+
+@pytest.mark.parametrize("token", [f"{TOKEN}\n", f"{TOKEN} b", f"{TOKEN}\u00e4", "", b"bytes", 5])
+def test_what_cannot_be_a_token(token: Any) -> None:
+    with pytest.raises(ConfigError, match="token must be") as refused:
+        GenerationClient("127.0.0.1:1", token=token)
+    assert TOKEN not in str(refused.value)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"timeout_s": math.nan},
+        {"timeout_s": 0.0},
+        {"call_timeout_s": -1.0},
+        {"call_timeout_s": "5"},
+        {"keep_alive_s": "5"},
+        {"keep_alive_s": math.nan},
+        {"tls": ClientTLS(ca_file="a\0b")},
+        {"target": f"{LONE}:5"},
+        {"target": "host:\uff15"},
+        {"target": 5},
+    ],
+)
+def test_what_cannot_be_a_client(options: dict[str, Any]) -> None:
+    with pytest.raises(ConfigError):
+        GenerationClient(**{"target": "127.0.0.1:1"} | options)

@@ -1,0 +1,35 @@
+"""Channels between a driver and ranks that are all in this process."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+
+from tpengine.executor.channel import Channel, FrameKind, Listener, connect
+
+SECRET = b"s" * 32
+EPOCH = 3
+TIMEOUT_S = 5.0
+
+
+@contextmanager
+def open_channels(size: int) -> Iterator[tuple[list[Channel], list[Channel]]]:
+    """(the driver's ends, the ranks' ends), one channel per rank; the last rank connects first."""
+    listener = Listener("127.0.0.1", SECRET, EPOCH)
+    with ThreadPoolExecutor(1) as pool:
+        accepted = pool.submit(listener.accept, size, TIMEOUT_S)
+        ranks = [
+            connect(listener.address, SECRET, rank, EPOCH, TIMEOUT_S)
+            for rank in reversed(range(size))
+        ][::-1]
+        driver = accepted.result(TIMEOUT_S)
+    listener.close()
+    yield driver, ranks
+    for channel in driver + ranks:
+        channel.close()
+
+
+def answer(channel: Channel, step: int, payload: bytes) -> None:
+    """What a rank sends at the end of a step."""
+    channel.send(FrameKind.OUTPUT, step, payload, TIMEOUT_S)

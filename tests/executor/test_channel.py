@@ -1,0 +1,208 @@
+"""The channel between driver and rank: who may speak, how much, how long, and what its end does."""
+
+from __future__ import annotations
+
+import socket
+import struct
+import threading
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+from support.processors import Stopwatch
+
+from executor.channels import EPOCH, SECRET, TIMEOUT_S
+from tpengine.executor import channel as channel_module
+from tpengine.executor.channel import (
+    Channel,
+    ChannelClosedError,
+    ChannelError,
+    ChannelTimeoutError,
+    FrameKind,
+    Listener,
+    connect,
+)
+
+
+@pytest.fixture
+def listener() -> Iterator[Listener]:
+    listener = Listener("127.0.0.1", SECRET, EPOCH)
+    yield listener
+    listener.close()
+
+
+def open_group(listener: Listener, size: int) -> tuple[list[Channel], list[Channel]]:
+    """(driver's ends, ranks' ends), the last rank connecting first."""
+    with ThreadPoolExecutor(1) as pool:
+        accepted = pool.submit(listener.accept, size, TIMEOUT_S)
+        ranks = {
+            rank: connect(listener.address, SECRET, rank, EPOCH, TIMEOUT_S)
+            for rank in reversed(range(size))
+        }
+        return accepted.result(TIMEOUT_S), [ranks[rank] for rank in range(size)]
+
+
+def close_all(channels: list[Channel]) -> None:
+    for channel in channels:
+        channel.close()
+
+
+def test_frames_arrive_whole_and_in_order(listener: Listener) -> None:
+    driver, ranks = open_group(listener, 2)
+    payloads = [b"", b"x", bytes(range(256)) * 40_000]
+    for rank in (0, 1):
+        sender = threading.Thread(
+            target=lambda r=rank: [
+                driver[r].send(FrameKind.STEP, step, payload + bytes([r]), TIMEOUT_S)
+                for step, payload in enumerate(payloads)
+            ]
+        )
+        sender.start()
+        for step, payload in enumerate(payloads):
+            frame = ranks[rank].receive(TIMEOUT_S)
+            assert (frame.kind, frame.epoch, frame.step) == (FrameKind.STEP, 3, step)
+            assert frame.payload == payload + bytes([rank])
+        sender.join(TIMEOUT_S)
+    close_all(driver + ranks)
+
+
+def test_strangers_are_turned_away(listener: Listener) -> None:
+    """One is silent, one sends nonsense, one has the wrong secret, one the wrong epoch, one claims
+    a rank that does not exist; the right one still connects at once."""
+    with ThreadPoolExecutor(2) as pool:
+        accepted = pool.submit(listener.accept, 1, TIMEOUT_S)
+        silent = socket.create_connection(listener.address)
+        babbler = socket.create_connection(listener.address)
+        babbler.sendall(b"GET / HTTP/1.1\r\n" + b"x" * 200)
+        for secret, epoch in ((b"t" * 32, 3), (SECRET, 2)):
+            with pytest.raises(ChannelError):
+                connect(listener.address, secret, 0, epoch, 0.3)
+        with_wrong_rank = connect(listener.address, SECRET, 7, 3, TIMEOUT_S)
+        watch = Stopwatch()
+        right = connect(listener.address, SECRET, 0, 3, TIMEOUT_S)
+        driver = accepted.result(TIMEOUT_S)
+        assert watch.own_s < 1.0
+    right.send(FrameKind.OUTPUT, 1, b"yes", TIMEOUT_S)
+    assert driver[0].receive(TIMEOUT_S).payload == b"yes"
+    with pytest.raises(ChannelClosedError):
+        with_wrong_rank.receive(TIMEOUT_S)
+    silent.settimeout(channel_module.HANDSHAKE_TIMEOUT_S + 1.0)
+    assert len(silent.recv(100)) == 32
+    assert silent.recv(100) == b"", "a silent stranger is disconnected"
+    silent.close()
+    babbler.close()
+    close_all([right, with_wrong_rank, *driver])
+
+
+def test_late_rank_does_not_delay_the_second_channel_of_the_first(
+    listener: Listener, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It may come later than a handshake may take, as on a node that still starts its process."""
+    monkeypatch.setattr(channel_module, "HANDSHAKE_TIMEOUT_S", 0.3)
+
+    def join(rank: int) -> list[Channel]:
+        time.sleep(rank * 0.8)
+        return [
+            connect(listener.address, SECRET, rank, EPOCH, TIMEOUT_S, index) for index in range(2)
+        ]
+
+    with ThreadPoolExecutor(2) as pool:
+        ranks = [pool.submit(join, rank) for rank in range(2)]
+        accepted = listener.accept(2, TIMEOUT_S, per_rank=2)
+        joined = [channel for rank in ranks for channel in rank.result(TIMEOUT_S)]
+    for number, (mine, drivers) in enumerate(zip(joined, accepted, strict=True)):
+        mine.send(FrameKind.OUTPUT, 1, bytes([number]), TIMEOUT_S)
+        assert drivers.receive(TIMEOUT_S).payload == bytes([number])
+    close_all(accepted + joined)
+
+
+def test_handshake_that_failed_is_tried_again(listener: Listener) -> None:
+    """The driver took too long to greet, and then gave the connection up."""
+    greet, given_up = listener.greet, []
+
+    def busy() -> None:
+        if not given_up:
+            given_up.append(listener._sock.accept()[0])
+            given_up[0].close()
+        else:
+            greet()
+
+    listener.greet = busy  # type: ignore[method-assign]
+    driver, ranks = open_group(listener, 1)
+    assert given_up
+    ranks[0].send(FrameKind.OUTPUT, 1, b"yes", TIMEOUT_S)
+    assert driver[0].receive(TIMEOUT_S).payload == b"yes"
+    close_all(driver + ranks)
+
+
+def test_rank_does_not_trust_a_false_driver() -> None:
+    """It sends a challenge, as a driver would, and then cannot answer the rank's."""
+    server = socket.create_server(("127.0.0.1", 0))
+
+    def pretend() -> None:
+        sock, _ = server.accept()
+        with sock:
+            sock.sendall(b"c" * 32)
+            hello = sock.recv(1000)
+            sock.sendall(hello[-32:])  # the rank's own proof, sent back
+
+    thread = threading.Thread(target=pretend)
+    thread.start()
+    with pytest.raises(ChannelError, match="does not know the group's secret"):
+        connect(server.getsockname()[:2], SECRET, 0, 3, TIMEOUT_S)
+    thread.join(TIMEOUT_S)
+    server.close()
+
+
+def test_missing_ranks_are_named(listener: Listener) -> None:
+    rank = threading.Thread(target=connect, args=(listener.address, SECRET, 1, 3, TIMEOUT_S))
+    rank.start()
+    with pytest.raises(ChannelTimeoutError, match=r"ranks \[0, 2\] did not connect"):
+        listener.accept(3, 1.5)
+    rank.join(TIMEOUT_S)
+
+
+@pytest.mark.parametrize(
+    "head",
+    [
+        b"HTTP" + b"\0" * 20,
+        struct.pack("<4sIIIQ", b"tpe1", channel_module.MAX_FRAME_BYTES + 1, 1, 3, 1),
+        struct.pack("<4sIIIQ", b"tpe1", 4, 99, 3, 1),
+    ],
+    ids=["foreign", "too long", "unknown kind"],
+)
+def test_other_data_than_frames_is_refused(listener: Listener, head: bytes) -> None:
+    driver, ranks = open_group(listener, 1)
+    ranks[0]._sock.sendall(head)
+    with pytest.raises(ChannelError, match="not a frame"):
+        driver[0].receive(TIMEOUT_S)
+    close_all(driver + ranks)
+
+
+def test_too_long_a_message_is_not_sent(
+    listener: Listener, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    driver, ranks = open_group(listener, 1)
+    monkeypatch.setattr(channel_module, "MAX_FRAME_BYTES", 100)
+    with pytest.raises(ChannelError, match="101 bytes"):
+        driver[0].send(FrameKind.STEP, 1, b"x" * 101, TIMEOUT_S)
+    close_all(driver + ranks)
+
+
+def test_send_to_a_peer_that_does_not_read_ends(listener: Listener) -> None:
+    driver, ranks = open_group(listener, 1)
+    watch = Stopwatch()
+    with pytest.raises(ChannelError):
+        driver[0].send(FrameKind.STEP, 1, b"x" * (64 << 20), 0.3)
+    assert watch.own_s < 2.0
+    close_all(driver + ranks)
+
+
+def test_waiting_costs_no_cpu(listener: Listener) -> None:
+    driver, ranks = open_group(listener, 1)
+    before = time.thread_time()
+    with pytest.raises(ChannelTimeoutError):
+        driver[0].receive(0.5)
+    assert time.thread_time() - before < 0.02
+    close_all(driver + ranks)

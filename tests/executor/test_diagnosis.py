@@ -1,0 +1,110 @@
+"""Which silence is a loss, what a loss is said to be, and whose failure explains the others'."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from tpengine.errors import RankLoss
+from tpengine.executor.channel import ChannelClosedError, ChannelTimeoutError
+from tpengine.executor.diagnosis import (
+    HOLD_S,
+    Diagnosis,
+    Doing,
+    NodeSilentError,
+    RankFailure,
+    RankPlace,
+    RanksFailedError,
+)
+from tpengine.executor.watch import FROZEN_S
+
+DOING = Doing("execute_model", 5)
+CLOSED = ChannelClosedError("the peer closed the connection")
+
+
+class ScriptedAgents:
+    """Agents that give these answers, and do not answer other questions."""
+
+    def __init__(self, is_starting: bool = False, **answers: Any) -> None:
+        self._answers = answers
+        self._is_starting = is_starting
+
+    def ask(self, node_id: str, method: str, *args: Any, timeout_s: float = 2.0) -> Any:
+        if method not in self._answers:
+            raise NodeSilentError(f"node {node_id} does not answer within {timeout_s:g} s")
+        return self._answers[method]
+
+    def is_starting(self, node_id: str) -> bool:
+        return self._is_starting
+
+
+def diagnosis(**answers: Any) -> Diagnosis:
+    places = [RankPlace("n", "10.0.0.1", "host", (), 1, 1)] * 3
+    return Diagnosis(ScriptedAgents(**answers), 1, places)  # type: ignore[arg-type]
+
+
+def explain(failure: Any, **answers: Any) -> RankLoss:
+    return diagnosis(**answers).explain(1, failure, DOING, "")
+
+
+def test_known_cause_stays_without_a_log() -> None:
+    loss = explain(CLOSED, look=("killed by signal 9 (SIGKILL)", ""))
+    assert loss.cause == "killed by signal 9 (SIGKILL)"
+    assert "does not answer" in loss.last_lines
+    loss = explain(ChannelTimeoutError("silent for 3.1 s"), look=("", "T"), tail="last words")
+    assert loss.cause == "silent for 3.1 s (frozen: its process is stopped)"
+    assert "(no stack: node n does not answer within 3 s)" in loss.stack
+    assert loss.last_lines == "last words"
+
+
+def test_silent_node_is_the_cause() -> None:
+    loss = explain(CLOSED)
+    assert loss.cause.startswith("its node does not answer: the peer closed the connection")
+    assert loss.last_lines == loss.stack == ""
+
+
+def test_wait_for_an_unknown_rank() -> None:
+    """As gloo reports it among three ranks."""
+    failure = RankFailure(1, "here", "step 5", "CollectiveError", "a peer is gone", "", [])
+    loss = explain(failure)
+    assert loss.rank == 1
+    assert loss.cause == "waited in vain; which rank did not come is unknown (a peer is gone)"
+
+
+@pytest.mark.parametrize("state", ["T", "t", ""])
+def test_stopped_or_gone_is_lost_at_once(state: str) -> None:
+    found = diagnosis(state=state)
+    assert found.is_frozen(0, FROZEN_S, may_hold=True)
+    assert found.is_stopped(0)
+
+
+@pytest.mark.parametrize("state", ["R", "S", "D"])
+def test_silent_process_that_runs_is_given_time(state: str) -> None:
+    """Native code may hold Python's lock; only imports may do so without limit."""
+    found = diagnosis(state=state)
+    assert not found.is_frozen(0, HOLD_S - 0.1, may_hold=False)
+    assert found.is_frozen(0, HOLD_S, may_hold=False)
+    assert not found.is_frozen(0, 10 * HOLD_S, may_hold=True)
+    assert not found.is_stopped(0)
+
+
+def test_silent_node() -> None:
+    """A silent rank on it is lost; while ranks connect, its agent may only be starting."""
+    assert diagnosis().is_frozen(0, FROZEN_S, may_hold=True)
+    assert not diagnosis().is_stopped(0)
+    assert not diagnosis(is_starting=True).is_frozen(0, HOLD_S, may_hold=False)
+
+
+def raised(rank: int, type_name: str) -> RankFailure:
+    return RankFailure(rank, "here", "step 1", type_name, "text", "", [])
+
+
+def test_whose_failure_explains_the_others() -> None:
+    """A rank's own error, then a connection that broke, then a report that another rank is missing;
+    the first of equals."""
+    own, lonely = raised(2, "ValueError"), raised(0, "CollectiveError")
+    assert RanksFailedError({0: lonely, 1: CLOSED, 2: own}).cause == 2
+    assert RanksFailedError({0: lonely, 1: CLOSED}).cause == 1
+    assert RanksFailedError({1: raised(1, "RendezvousError"), 0: lonely}).cause == 1
+    assert RanksFailedError({1: CLOSED, 0: CLOSED}).cause == 1

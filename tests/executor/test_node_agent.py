@@ -1,0 +1,148 @@
+"""How a process ended, what it does, and its stack, by the agent of its node."""
+
+from __future__ import annotations
+
+import errno
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import ray
+from support.processors import Stopwatch
+
+from tpengine.executor.launch import actors, node_agent
+from tpengine.executor.launch.actors import Agents
+from tpengine.executor.launch.node_agent import NodeAgent, python_stack, state
+from tpengine.host import start_ticks
+
+TIMEOUT_S = 5.0
+PATIENCE_S = 30.0
+"""For an event that only has to come, when other programs use the cores."""
+Wait = Callable[[Callable[[], bool], float], None]
+
+
+@pytest.mark.parametrize(
+    ("how", "expected"),
+    [("kill -9 $$", "killed by signal 9 (SIGKILL)"), ("exit 7", "exit code 7")],
+)
+def test_end_of_a_process_that_is_reaped(how: str, expected: str) -> None:
+    """By another process, as Ray reaps ranks."""
+    process = subprocess.Popen(["sh", "-c", f"read line; {how}"], stdin=subprocess.PIPE)
+    ticks = start_ticks(process.pid)
+    assert ticks is not None
+    agent, name = NodeAgent(), (process.pid, ticks)
+    agent.watch([name])
+    ended, now = agent.look(name, 0.0)
+    assert not ended
+    assert now in tuple("SRD"), "it lives: asleep, at work, or waiting for its program's pages"
+    process.communicate(b"\n")
+    ended, now = agent.look(name, 1.0)
+    agent.close()
+    assert now == ""
+    if [int(part) for part in os.uname().release.split(".")[:2]] >= [6, 15]:
+        assert ended == expected
+    else:
+        assert ended in ("", expected)
+
+
+def test_old_kernel_is_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It cannot tell how a process ended."""
+
+    def ioctl(*_: object) -> int:
+        raise OSError(errno.ENOTTY, "Inappropriate ioctl for device")
+
+    process = subprocess.Popen(["sleep", "60"])
+    name = (process.pid, start_ticks(process.pid) or 0)
+    agent = NodeAgent()
+    agent.watch([name])
+    process.kill()
+    process.wait(TIMEOUT_S)
+    monkeypatch.setattr(node_agent.fcntl, "ioctl", ioctl)
+    start = time.monotonic()
+    assert agent.look(name, PATIENCE_S) == ("", "")
+    assert time.monotonic() - start < PATIENCE_S / 2
+    agent.close()
+
+
+def test_stack_of_a_stopped_process() -> None:
+    code = "import time\ndef in_the_weeds():\n    print('x', flush=True)\n    time.sleep(60)\n"
+    process = subprocess.Popen(
+        [sys.executable, "-c", code + "in_the_weeds()"], stdout=subprocess.PIPE
+    )
+    try:
+        assert process.stdout is not None
+        process.stdout.readline()
+        process.send_signal(signal.SIGSTOP)
+        assert "in_the_weeds" in python_stack(process.pid)
+        ticks = start_ticks(process.pid)
+        assert ticks is not None
+        assert state((process.pid, ticks)) == "T"
+        assert state((process.pid, ticks + 1)) == "", "another process of the same number"
+    finally:
+        process.kill()
+        process.wait(TIMEOUT_S)
+
+
+def test_missing_stack_says_why(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("PATH", str(tmp_path))
+    monkeypatch.setattr(sys, "executable", str(tmp_path / "python"))
+    assert "py-spy is not installed" in python_stack(os.getpid())
+    (tmp_path / "py-spy").write_text("#!/bin/sh\necho 'Permission denied' >&2\nexit 1\n")
+    (tmp_path / "py-spy").chmod(0o755)
+    assert python_stack(os.getpid()) == "(no stack: py-spy says: Permission denied)"
+
+
+def test_an_agent_that_starts_has_its_time(
+    ray_address: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Until it has answered once, or for as long as its process may take."""
+    own = ray.get_runtime_context().get_node_id()
+    agents = Agents("not this node")
+    agents.open([own])
+    assert agents.is_starting(own)
+    assert agents.ask(own, "ping", timeout_s=60.0)
+    assert not agents.is_starting(own)
+    agents.close()
+    monkeypatch.setattr(actors, "_AGENT_START_S", 0.0)
+    late = Agents("not this node")
+    late.open([own])
+    assert not late.is_starting(own)
+    late.close()
+
+
+def test_agents_of_other_nodes(ray_address: str, wait_until: Wait) -> None:
+    """As actors, as on any node but the driver's: they act on processes, and when one does not
+    answer its node counts as silent."""
+    node_id = ray.get_runtime_context().get_node_id()
+    agents = Agents("another node")
+    process = subprocess.Popen(["sleep", "60"])
+    try:
+        assert agents.silent([node_id], lambda: None) == set()
+        name = (process.pid, start_ticks(process.pid))
+        agents.tell(node_id, "watch", [name])
+        wait_until(lambda: agents.ask(node_id, "look", name, 0.0) == ("", "S"), PATIENCE_S)
+        assert "no stack" in agents.ask(node_id, "stack", name), "sleep is no Python"
+        agents.tell(node_id, "signal", name, signal.SIGKILL)
+        process.wait(PATIENCE_S)
+        assert agents.ask(node_id, "wait_for_end", [name], 1.0) == []
+        ended, now = agents.ask(node_id, "look", name, 1.0)
+        assert now == ""
+        assert "signal 9" in ended or not ended
+
+        pid = agents.ask(node_id, "ping")
+        os.kill(pid, signal.SIGSTOP)
+        watch = Stopwatch()
+        assert agents.silent([node_id], lambda: None) == {node_id}
+        assert watch.elapsed_s > 1.5
+        assert watch.own_s < 4.0
+        os.kill(pid, signal.SIGKILL)
+        assert agents.silent([node_id], lambda: None) == set(), "a dead agent is no dead node"
+    finally:
+        process.kill()
+        process.wait(5.0)
+        agents.close()

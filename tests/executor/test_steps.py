@@ -1,0 +1,152 @@
+"""A step over the channels of a group: who answers, who fails, how long it may take."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable
+
+import pytest
+from support.processors import Stopwatch
+
+from executor.channels import EPOCH, TIMEOUT_S, answer, open_channels
+from tpengine import EngineArgs
+from tpengine.config import RayConfig
+from tpengine.executor.channel import (
+    Channel,
+    ChannelClosedError,
+    ChannelError,
+    ChannelTimeoutError,
+    Frame,
+    FrameKind,
+)
+from tpengine.executor.codec import encode
+from tpengine.executor.diagnosis import RankFailure, RanksFailedError
+from tpengine.executor.watch import StepDeadline, StepExchange, StepStoppedError, WakeUp
+
+Respond = Callable[[int, Channel, Frame], None]
+
+
+def serve(channels: list[Channel], respond: Respond) -> None:
+    """Runs ranks in threads that answer each step by `respond`, until their channels close."""
+
+    def run(rank: int, channel: Channel) -> None:
+        try:
+            while True:
+                respond(rank, channel, channel.receive(TIMEOUT_S))
+        except ChannelError:
+            channel.close()
+
+    for rank, channel in enumerate(channels):
+        threading.Thread(target=run, args=(rank, channel), daemon=True).start()
+
+
+def fail(channel: Channel, step: int, rank: int, type_name: str) -> None:
+    failure = RankFailure(rank, "here", "step 1", type_name, "text", "", [])
+    channel.send(FrameKind.FAILURE, step, encode(failure.to_fields()), TIMEOUT_S)
+
+
+def test_step_reaches_all_and_late_answers_are_dropped() -> None:
+    def respond(rank: int, channel: Channel, frame: Frame) -> None:
+        answer(channel, frame.step - 1, b"late")
+        answer(channel, frame.step, frame.payload + bytes([rank]))
+
+    with open_channels(3) as (driver, ranks):
+        serve(ranks, respond)
+        exchange = StepExchange(driver, EPOCH)
+        for step in range(1, 50):
+            assert exchange.run(step, b"p", TIMEOUT_S) == [b"p\0", b"p\1", b"p\2"]
+
+
+def test_answers_of_another_epoch_do_not_count() -> None:
+    with open_channels(2) as (driver, ranks):
+        for rank in ranks:
+            rank._epoch = EPOCH - 1
+            answer(rank, 1, b"of the last group")
+            rank._epoch = EPOCH
+            answer(rank, 1, b"of this one")
+        assert StepExchange(driver, EPOCH).run(1, b"p", TIMEOUT_S) == [b"of this one"] * 2
+
+
+def test_failing_rank_is_heard_at_once() -> None:
+    """Rank 0 reports first, and only, that another one has gone; rank 2 sends nothing."""
+
+    def respond(rank: int, channel: Channel, frame: Frame) -> None:
+        if rank == 0:
+            fail(channel, frame.step, 0, "CollectiveError")
+        elif rank == 1:
+            time.sleep(0.05)
+            fail(channel, frame.step, 1, "ValueError")
+
+    with open_channels(3) as (driver, ranks):
+        serve(ranks, respond)
+        watch = Stopwatch()
+        with pytest.raises(RanksFailedError) as caught:
+            StepExchange(driver, EPOCH).run(1, b"p", TIMEOUT_S)
+        assert watch.own_s < 1.0
+        assert list(caught.value.failures) == [0, 1]
+        assert caught.value.cause == 1
+
+
+def test_closed_channel_and_deadline() -> None:
+    with open_channels(2) as (driver, ranks):
+        exchange = StepExchange(driver, EPOCH)
+        with pytest.raises(RanksFailedError) as caught:
+            exchange.run(1, b"p", 0.3)
+        assert {r: type(e) for r, e in caught.value.failures.items()} == {
+            0: ChannelTimeoutError,
+            1: ChannelTimeoutError,
+        }
+        ranks[1].close()
+        watch = Stopwatch()
+        with pytest.raises(RanksFailedError) as caught:
+            exchange.run(2, b"p", TIMEOUT_S)
+        assert watch.own_s < 1.0
+        assert isinstance(caught.value.failures[1], ChannelClosedError)
+
+
+def test_step_whose_channels_another_thread_closes() -> None:
+    with open_channels(2) as (driver, _):
+        exchange = StepExchange(driver, EPOCH)
+        closing = threading.Timer(0.2, exchange.close)
+        closing.start()
+        with pytest.raises(RanksFailedError) as caught:
+            exchange.run(1, b"p", TIMEOUT_S)
+        closing.join(TIMEOUT_S)
+        assert all(isinstance(e, ChannelClosedError) for e in caught.value.failures.values())
+
+
+def test_wake_up_ends_a_step_whose_channels_are_open() -> None:
+    """As when the watch finds a rank frozen: before the step's deadline nothing else would."""
+    with open_channels(2) as (driver, ranks):
+        wake_up = WakeUp()
+        exchange = StepExchange(driver, EPOCH, wake_up)
+        answer(ranks[0], 1, b"one of two")
+        waking = threading.Timer(0.2, wake_up.set)
+        waking.start()
+        watch = Stopwatch()
+        with pytest.raises(StepStoppedError):
+            exchange.run(1, b"p", TIMEOUT_S)
+        assert watch.own_s < 2.0
+        waking.join(TIMEOUT_S)
+        # A step that all ranks have answered counts, whatever happened to them since.
+        for rank in ranks:
+            answer(rank, 2, b"done")
+        assert exchange.run(2, b"p", TIMEOUT_S) == [b"done"] * 2
+        wake_up.close()
+
+
+def test_least_deadline() -> None:
+    assert EngineArgs("model").step_timeout_s == RayConfig().step_timeout_s == 30.0
+
+
+def test_deadline_follows_what_steps_took() -> None:
+    deadline = StepDeadline(30.0)
+    assert deadline.of(100_000) == 30.0, "nothing is known yet"
+    deadline.observe(500, 5.0)
+    assert deadline.of(1) == 30.0
+    assert deadline.of(2000) == pytest.approx(200.0)
+    for _ in range(200):
+        deadline.observe(500, 0.5)
+    assert deadline.of(2000) == 30.0
+    assert deadline.of(20_000) == pytest.approx(200.0, rel=0.01)

@@ -1,0 +1,34 @@
+"""Servers that the tests of several files share, each in a process of its own."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+
+from support.server_process import ServerProcess
+
+MODEL_LENGTH = 512
+TIGHT_BLOCKS = 40
+"""Blocks of 16 tokens: room for the longest sequence, and little more."""
+
+
+@pytest.fixture(scope="session")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerProcess]:
+    """A server with room for many requests, on the embedded model in float32."""
+    log = tmp_path_factory.mktemp("server") / "log"
+    options = ["--dtype", "float32", "--cpu-kv-cache-space", "0.05", "--swap-space", "0.01"]
+    with ServerProcess(*options, "--max-model-len", str(MODEL_LENGTH), log=log) as process:
+        yield process
+
+
+@pytest.fixture(scope="session")
+def tight(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerProcess]:
+    """A server that is soon full: two requests run, two wait, few blocks, no prefix cache."""
+    log = tmp_path_factory.mktemp("tight") / "log"
+    options = ["--dtype", "float32", "--max-model-len", str(MODEL_LENGTH), "--swap-space", "0"]
+    options += ["--num-device-blocks-override", str(TIGHT_BLOCKS), "--max-num-seqs", "2"]
+    options += ["--max-queued-requests", "2", "--max-num-batched-tokens", "16"]
+    options += ["--no-enable-prefix-caching", "--scheduling-policy", "priority"]
+    with ServerProcess(*options, log=log) as process:
+        yield process

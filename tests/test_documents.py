@@ -1,0 +1,127 @@
+"""Every command and every piece of Python in README.md and docs/ runs as it is written."""
+
+from __future__ import annotations
+
+import re
+import shlex
+import subprocess
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+from support.server_process import ServerProcess
+
+ROOT = Path(__file__).parent.parent
+PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+TIMEOUT_S = 240.0
+NOT_RUN = {
+    "make test": "it is this run",
+    "make demo": "CI has the set-up already; `examples/offline_inference.py`, all that follows the "
+    "set-up, runs below",
+    "ray ": "tests/executor walks these five commands over three machines made of namespaces",
+}
+"""Beginnings of commands, with the reason why this test does not run them; at most five."""
+SERVES = "tpengine serve"
+NEEDS_SERVER = ("tpengine client", "GenerationClient(")
+ADDRESS = "127.0.0.1:50051"
+
+
+@dataclass(frozen=True)
+class Snippet:
+    """A command, or a block of Python."""
+
+    page: str
+    is_python: bool
+    text: str
+
+    def __str__(self) -> str:
+        return f"{self.page}: {self.text.splitlines()[0]}"
+
+    @property
+    def needs_server(self) -> bool:
+        return any(word in self.text for word in NEEDS_SERVER)
+
+
+def snippets() -> Iterator[Snippet]:
+    for page in PAGES:
+        for language, body in re.findall(r"^```(\w*)\n(.*?)^```", page.read_text(), re.S | re.M):
+            if language == "python":
+                yield Snippet(page.name, True, body)
+                continue
+            for line in body.splitlines():
+                command = re.split(r"\s{2,}#", line)[0].strip()
+                if re.match(r"(\.venv/bin/|make |ray |python )", command):
+                    yield Snippet(page.name, False, command)
+
+
+def reason_not_to_run(snippet: Snippet) -> str | None:
+    return next((why for start, why in NOT_RUN.items() if snippet.text.startswith(start)), None)
+
+
+ALL = list(snippets())
+RUN = [one for one in ALL if reason_not_to_run(one) is None and SERVES not in one.text]
+
+
+def words(snippet: Snippet, folder: Path, target: str) -> list[str]:
+    """The command for this Python, and for the server of this test."""
+    if snippet.is_python:
+        script = folder / "snippet.py"
+        text = snippet.text.replace(ADDRESS, target)
+        script.write_text(text)
+        return [sys.executable, str(script)]
+    command = snippet.text.replace(".venv/bin/tpengine", f"{sys.executable} -m tpengine.cli")
+    command = command.replace(".venv/bin/python", sys.executable)
+    command = re.sub(r"^python ", f"{sys.executable} ", command)
+    target_option = ["--target", target] if snippet.needs_server else []
+    return [*shlex.split(command), *target_option]
+
+
+def test_few_commands_are_not_run() -> None:
+    assert len(NOT_RUN) <= 5
+    for start in NOT_RUN:
+        assert any(one.text.startswith(start) for one in ALL), f"no page has {start!r} any more"
+    assert len(RUN) > 10
+    assert any(SERVES in one.text for one in ALL), "the fixture below runs it"
+
+
+@pytest.fixture(scope="module")
+def target(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    log = tmp_path_factory.mktemp("server") / "log"
+    server = ServerProcess("--device", "cpu", "--cpu-kv-cache-space", "0.05", log=log)
+    with server:
+        yield server.target
+
+
+@pytest.mark.parametrize("snippet", RUN, ids=str)
+def test_it_runs(snippet: Snippet, target: str, tmp_path: Path) -> None:
+    done = subprocess.run(
+        words(snippet, tmp_path, target),
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=TIMEOUT_S,
+        stdin=subprocess.DEVNULL,
+    )
+    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-2000:]
+    assert done.stdout.strip()
+
+
+def test_the_demo_completes_four_prompts() -> None:
+    done = subprocess.run(
+        [sys.executable, "examples/offline_inference.py"],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=TIMEOUT_S,
+    )
+    assert done.returncode == 0, done.stderr[-2000:]
+    assert done.stdout.count("\nOutput: ") == 4
+
+
+def test_the_picture_is_what_the_script_draws(tmp_path: Path) -> None:
+    copy = tmp_path / "draw.py"
+    copy.write_text((ROOT / "docs" / "draw.py").read_text())
+    subprocess.run([sys.executable, str(copy)], check=True, timeout=60)
+    assert (tmp_path / "engine.svg").read_text() == (ROOT / "docs" / "engine.svg").read_text()

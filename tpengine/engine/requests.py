@@ -1,0 +1,394 @@
+"""A new request: the forms in which it comes, and every check of it.
+
+A request has three forms: `GenerateRequest` is what a user or a protocol gives, `check_request`
+makes a `CheckedRequest` of it on any thread, and the engine makes a `Request` of that between two
+steps. A fact that is checked here is only asserted afterwards.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from operator import index
+from typing import Any, cast
+
+from tpengine.config import MAX_PRIORITY, EngineConfig, ModelConfig, SchedulerConfig
+from tpengine.engine.beam_search import num_candidates
+from tpengine.engine.tokenizer import Tokenizer
+from tpengine.errors import (
+    DuplicateRequestError,
+    InvalidPriorityError,
+    InvalidPromptError,
+    InvalidSamplingParamsError,
+    RequestError,
+    counted,
+)
+from tpengine.inputs import TextPrompt, TokensPrompt
+from tpengine.outputs import CompletionOutput, RequestOutput
+from tpengine.sampling_params import SamplingParams, load_logits_processor
+
+Prompt = str | TextPrompt | TokensPrompt
+
+
+@dataclass(frozen=True, slots=True)
+class GenerateRequest:
+    """One request as a user or a protocol's converter gives it, before any check. It has `prompt`,
+    `prompt_token_ids` or `messages`.
+
+    Attributes:
+        prompt: text, or a dict as `LLM.generate` takes it. If ids are given too, the text is only
+            repeated in the output.
+        messages: a conversation; the model's chat template makes the prompt of it.
+        request_id: any string that no unfinished request has; None: the async engine makes one.
+        priority: in [-1000, 1000]; lower is served first; needs scheduling_policy "priority".
+        deadline: moment of `time.monotonic` at which the request is ended, in any state.
+        max_queue_s: seconds that it may wait for its first step.
+        owner: the client that sent it, in the protocol's words; the engine only keeps it.
+    """
+
+    prompt: Prompt | None = None
+    prompt_token_ids: Sequence[int] | None = None
+    messages: Sequence[Mapping[str, Any]] | None = None
+    params: SamplingParams = field(default_factory=SamplingParams)
+    request_id: str | None = None
+    priority: int = 0
+    deadline: float | None = None
+    max_queue_s: float | None = None
+    owner: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class CheckedRequest:
+    """A request that this model can serve, with its prompt as ids.
+
+    Attributes:
+        prompt: the text; None where only ids or messages were given.
+        params: without `bad_words`, which have become `bad_words_token_ids`.
+        end_token_ids: ids that end it: the model's (unless `ignore_eos`) and its `stop_token_ids`.
+        num_candidates: beam search: continuations of each beam to look at after every token.
+    """
+
+    prompt: str | None
+    prompt_token_ids: list[int]
+    params: SamplingParams
+    priority: int
+    end_token_ids: frozenset[int]
+    num_candidates: int
+
+
+def check_request_id(request_id: object, is_live: Callable[[str], bool]) -> None:
+    """Checks the id of a new request.
+
+    Args:
+        is_live: whether an unfinished request has this id.
+
+    Raises:
+        InvalidPromptError: it is not a string, or empty.
+        DuplicateRequestError: an unfinished request has it.
+    """
+    if not isinstance(request_id, str) or not request_id:
+        raise InvalidPromptError(f"request_id must be a non-empty string, got {request_id!r}")
+    if is_live(request_id):
+        raise DuplicateRequestError(
+            f"request id {request_id!r} belongs to an unfinished request; choose another"
+        )
+
+
+def check_request(
+    request: GenerateRequest, config: EngineConfig, tokenizer: Tokenizer | None
+) -> CheckedRequest:
+    """Checks all of a request but its id against the limits of model and engine, and tokenizes its
+    prompt. This takes time and may run on any thread.
+
+    Raises:
+        RequestError: this request cannot be served.
+    """
+    model = config.model
+    params = read_sampling_params(request.params, model.vocab_size, tokenizer)
+    _check_priority(request.priority, config.scheduler)
+    end_token_ids = _end_token_ids(params, model, tokenizer)
+    candidates = _check_sequences(params, len(end_token_ids), config.scheduler, model.vocab_size)
+    text, token_ids = _read_prompt(request, tokenizer, model)
+    return CheckedRequest(text, token_ids, params, request.priority, end_token_ids, candidates)
+
+
+def check_token_ids(name: str, token_ids: Iterable[Any], vocab_size: int) -> list[int]:
+    """Returns ids as plain integers (users often give NumPy's).
+
+    Args:
+        name: of the argument, for the error.
+
+    Raises:
+        InvalidPromptError: one of them is not in [0, vocab_size - 1].
+    """
+    token_ids = list(token_ids)
+    for position, token_id in enumerate(token_ids):
+        if not _is_int(token_id) or not 0 <= token_id < vocab_size:
+            raise InvalidPromptError(
+                f"{name}[{position}] = {token_id!r} is no id of the vocabulary; ids are integers "
+                f"in [0, {vocab_size - 1}]"
+            )
+    return [index(token_id) for token_id in token_ids]
+
+
+def need_tokenizer(tokenizer: Tokenizer | None, model: ModelConfig) -> Tokenizer:
+    """Returns the tokenizer.
+
+    Raises:
+        InvalidPromptError: the model has no tokenizer.
+    """
+    if tokenizer is None:
+        raise InvalidPromptError(
+            f"the model {model.model} has no tokenizer, which text and messages need; give "
+            "prompt_token_ids, or name a tokenizer"
+        )
+    return tokenizer
+
+
+def _read_prompt(
+    request: GenerateRequest, tokenizer: Tokenizer | None, model: ModelConfig
+) -> tuple[str | None, list[int]]:
+    """Returns the prompt's text, if it has one, and its ids, checked."""
+    prompt, token_ids = request.prompt, request.prompt_token_ids
+    if request.messages is not None:
+        if prompt is not None or token_ids is not None:
+            raise InvalidPromptError(
+                "a request has messages or a prompt, and this one has both; give one of them"
+            )
+        token_ids = need_tokenizer(tokenizer, model).apply_chat_template(request.messages)
+    if isinstance(prompt, dict):
+        unknown = set(prompt) - {"prompt", "prompt_token_ids"}
+        if unknown:
+            raise InvalidPromptError(
+                f"a prompt's keys are prompt and prompt_token_ids; got {sorted(unknown)}"
+            )
+        token_ids = cast(Any, prompt).get("prompt_token_ids", token_ids)
+        prompt = cast(Any, prompt).get("prompt")
+    if prompt is not None and not isinstance(prompt, str):
+        raise InvalidPromptError(
+            f"a prompt is a string or a dict, got {type(prompt).__name__}; give ids as "
+            "prompt_token_ids"
+        )
+    if token_ids is None:
+        if prompt is None:
+            raise InvalidPromptError("a request needs a prompt or prompt_token_ids; got neither")
+        token_ids = need_tokenizer(tokenizer, model).encode(prompt)
+    if isinstance(token_ids, str) or not isinstance(token_ids, Iterable):
+        raise InvalidPromptError(
+            f"prompt_token_ids must be a list of integers, got {type(token_ids).__name__}"
+        )
+    try:
+        token_ids = list(token_ids)
+    except TypeError as error:  # a tensor without dimensions is an Iterable that cannot be iterated
+        raise InvalidPromptError(f"prompt_token_ids must be a list of integers: {error}") from error
+    if not token_ids:
+        raise InvalidPromptError("the prompt is empty: it has no tokens; give at least one")
+    if len(token_ids) > model.max_model_len:
+        raise InvalidPromptError(
+            f"the prompt has {len(token_ids)} tokens, more than max_model_len = "
+            f"{model.max_model_len}; shorten it"
+        )
+    return prompt, check_token_ids("prompt_token_ids", token_ids, model.vocab_size)
+
+
+def read_sampling_params(
+    params: SamplingParams, vocab_size: int, tokenizer: Tokenizer | None
+) -> SamplingParams:
+    """Checks what `SamplingParams` cannot know at construction, and turns `bad_words` into ids.
+
+    Returns:
+        The parameters as the workers take them: without `bad_words`, which have become
+        `bad_words_token_ids`.
+
+    Raises:
+        InvalidSamplingParamsError: an id is outside the vocabulary, texts are given and there is
+            no tokenizer, or a logits processor cannot be imported.
+    """
+    for name, token_ids in (
+        ("stop_token_ids", params.stop_token_ids),
+        ("logit_bias", params.logit_bias or ()),
+        ("allowed_token_ids", params.allowed_token_ids or ()),
+        *(("bad_words_token_ids", word) for word in params.bad_words_token_ids),
+    ):
+        for token_id in token_ids:
+            if token_id >= vocab_size:
+                raise InvalidSamplingParamsError(
+                    f"{name} holds {token_id}, which is no id of the vocabulary; ids are in "
+                    f"[0, {vocab_size - 1}]"
+                )
+    for path in params.logits_processors:
+        load_logits_processor(path)
+    if tokenizer is None and params.stop:
+        raise InvalidSamplingParamsError(
+            "stop strings need a tokenizer, and the model has none; use stop_token_ids"
+        )
+    if not params.bad_words:
+        return params
+    if tokenizer is None:
+        raise InvalidSamplingParamsError(
+            "bad_words need a tokenizer, and the model has none; use bad_words_token_ids"
+        )
+    words = dict.fromkeys(map(tuple, params.bad_words_token_ids))
+    for text in params.bad_words:
+        words.update(dict.fromkeys(_bad_word_ids(text, tokenizer)))
+    return replace(params, bad_words=(), bad_words_token_ids=tuple(words))
+
+
+def _bad_word_ids(text: str, tokenizer: Tokenizer) -> list[tuple[int, ...]]:
+    """Returns a word's ids inside another word and after a space: tokenizers tell them apart."""
+    word = text.lstrip()
+    try:
+        found = [tuple(tokenizer.encode(form, False)) for form in (word, " " + word)]
+    except InvalidPromptError as error:
+        raise InvalidSamplingParamsError(
+            f"bad_words holds {text!r}, which cannot be tokenized: {error}"
+        ) from error
+    if not all(found):
+        raise InvalidSamplingParamsError(
+            f"bad_words holds {text!r}, which has no tokens; give another, or leave it out"
+        )
+    return found
+
+
+def _end_token_ids(
+    params: SamplingParams, model: ModelConfig, tokenizer: Tokenizer | None
+) -> frozenset[int]:
+    if params.ignore_eos:
+        return frozenset(params.stop_token_ids)
+    own = model.end_token_ids
+    if tokenizer is not None and tokenizer.eos_token_id is not None:
+        own |= {tokenizer.eos_token_id}
+    # Some configurations name ids that the model does not have.
+    known = frozenset(i for i in own if i < model.vocab_size)
+    return known | frozenset(params.stop_token_ids)
+
+
+def _check_sequences(
+    params: SamplingParams, num_end_ids: int, config: SchedulerConfig, vocab_size: int
+) -> int:
+    """Checks that all sequences of a request can run at once; returns the number of candidates of
+    each beam, 0 without beam search."""
+    count = params.num_sequences
+    if count > config.max_num_seqs:
+        raise InvalidSamplingParamsError(
+            f"n or best_of = {count} sequences, but max_num_seqs = {config.max_num_seqs} run at "
+            "once; ask for fewer, or raise max_num_seqs"
+        )
+    if not params.use_beam_search:
+        return 0
+    if count > config.max_num_batched_tokens:
+        raise InvalidSamplingParamsError(
+            f"best_of = {count} beams advance together, but a step holds max_num_batched_tokens = "
+            f"{config.max_num_batched_tokens} tokens; ask for fewer, or raise it"
+        )
+    candidates = num_candidates(count, num_end_ids)
+    if candidates > vocab_size:
+        raise InvalidSamplingParamsError(
+            f"beam search with best_of = {count} and {num_end_ids} end tokens looks at "
+            f"{candidates} candidates, but the vocabulary has {vocab_size}; ask for fewer"
+        )
+    return candidates
+
+
+def _check_priority(priority: int, config: SchedulerConfig) -> None:
+    is_int = isinstance(priority, int) and not isinstance(priority, bool)
+    if not is_int or not -MAX_PRIORITY <= priority <= MAX_PRIORITY:
+        raise InvalidPriorityError(
+            f"priority must be an integer in [{-MAX_PRIORITY}, {MAX_PRIORITY}], got {priority!r}"
+        )
+    if priority and config.policy == "fcfs":
+        raise InvalidPriorityError(
+            f"priority = {priority}, but requests are served as they arrive; set "
+            "scheduling_policy='priority', or leave the priority at 0"
+        )
+
+
+def pair_prompts(
+    prompts: Prompt | Sequence[Prompt] | None,
+    prompt_token_ids: Sequence[int] | Sequence[Sequence[int]] | None,
+) -> list[tuple[Prompt | None, list[int] | None]]:
+    """Brings what `LLM.generate` is given, one prompt or many, as text, ids or both, into one list.
+
+    Raises:
+        InvalidPromptError: an argument has a wrong type, or the two differ in length.
+    """
+    texts: list[Prompt | None] | None = None
+    if prompts is not None:
+        single = isinstance(prompts, (str, dict))
+        if not single and not isinstance(prompts, Iterable):
+            raise InvalidPromptError(
+                f"prompts must be a string, a dict or a list of such, got {type(prompts).__name__}"
+            )
+        texts = cast(list[Prompt | None], [prompts] if single else list(prompts))
+    ids: list[list[int] | None] | None = None
+    if prompt_token_ids is not None:
+        if isinstance(prompt_token_ids, str) or not isinstance(prompt_token_ids, Iterable):
+            raise InvalidPromptError(
+                "prompt_token_ids must be a list of ids or a list of such lists, got "
+                f"{prompt_token_ids!r:.80}"
+            )
+        given = list(prompt_token_ids)
+        single = bool(given) and _is_int(given[0])
+        ids = cast(list[list[int] | None], [given] if single else given)
+    if texts is None and ids is None:
+        raise InvalidPromptError("generate needs prompts or prompt_token_ids; got neither")
+    texts = [None] * len(ids or []) if texts is None else texts
+    ids = [None] * len(texts) if ids is None else ids
+    if len(texts) != len(ids):
+        raise InvalidPromptError(
+            f"prompts and prompt_token_ids must be equally many, got {len(texts)} and {len(ids)}"
+        )
+    return list(zip(texts, ids, strict=True))
+
+
+def one_per_prompt(
+    sampling_params: SamplingParams | Sequence[SamplingParams] | None, num_prompts: int
+) -> list[SamplingParams]:
+    """Returns the parameters of each prompt: one object for all, or a list with one for each.
+
+    Raises:
+        InvalidSamplingParamsError: an element is not `SamplingParams`.
+        InvalidPromptError: the list has another length.
+    """
+    if sampling_params is None:
+        return [SamplingParams()] * num_prompts
+    if isinstance(sampling_params, SamplingParams):
+        return [sampling_params] * num_prompts
+    params = list(sampling_params) if isinstance(sampling_params, Iterable) else [sampling_params]
+    for one in params:
+        if not isinstance(one, SamplingParams):
+            raise InvalidSamplingParamsError(
+                f"sampling_params must be SamplingParams or a list of them, got {one!r}"
+            )
+    if len(params) != num_prompts:
+        raise InvalidPromptError(
+            f"a list of sampling_params needs one per prompt: got {len(params)} for "
+            f"{counted(num_prompts, 'prompt')}"
+        )
+    return params
+
+
+def refusal(
+    request_id: str, prompt: Prompt | None, token_ids: list[int] | None, error: RequestError
+) -> RequestOutput:
+    """Returns the output of a prompt that did not pass its checks."""
+    if isinstance(prompt, dict):
+        token_ids = cast(Any, prompt).get("prompt_token_ids", token_ids)
+        prompt = cast(Any, prompt).get("prompt")
+    return RequestOutput(
+        request_id=request_id,
+        prompt=prompt if isinstance(prompt, str) else None,
+        prompt_token_ids=list(token_ids) if isinstance(token_ids, Iterable) else [],
+        outputs=[CompletionOutput(index=0, text="", token_ids=[], finish_reason="error")],
+        finished=True,
+        error=str(error),
+    )
+
+
+def _is_int(value: Any) -> bool:
+    """Whether a value is one integer, of Python, NumPy or a tensor; bool is rejected."""
+    try:
+        index(value)
+    except TypeError:
+        return False
+    return not isinstance(value, bool)

@@ -1,0 +1,437 @@
+"""What an engine reports about itself: counters, its state, snapshots of both, and a log line.
+
+Counters are written by the thread that steps and read by any thread. A reader may see a step of
+which a part is counted, never a wrong value. Snapshots are plain data.
+"""
+
+from __future__ import annotations
+
+import enum
+import time
+from bisect import bisect_left
+from collections import Counter, deque
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from tpengine.errors import RankLoss
+from tpengine.executor.executor import Executor
+from tpengine.logger import init_logger
+from tpengine.messages import MemoryLedger
+from tpengine.scheduling.scheduler import Scheduler
+from tpengine.scheduling.step import SchedulerOutput
+from tpengine.sequence import Request
+
+logger = init_logger(__name__)
+
+_LOG_INTERVAL_S = 5.0
+_RATE_WINDOW_S = 5
+_SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 300)
+_TOKENS = tuple(float(1 << power) for power in range(18))
+
+
+@dataclass(slots=True)
+class StepStats:
+    """One step: what it computed and where its time went.
+
+    Attributes:
+        num_preempted: requests that gave their blocks up.
+        model_s: seconds inside the model, as the worker measured them: a part of execute. Where a
+            GPU began this step while the step before was processed, also a part of that time.
+        part_seconds: by part: schedule, execute, process, update, and model again.
+    """
+
+    num_prefill_tokens: int
+    num_output_tokens: int
+    num_rows: int
+    num_preempted: int
+    step_s: float
+    model_s: float
+    part_seconds: Mapping[str, float]
+
+    @classmethod
+    def of(cls, scheduled: SchedulerOutput, model_s: float, marks: tuple[float, ...]) -> StepStats:
+        """Returns the stats of a step that has ended.
+
+        Args:
+            marks: five moments of `time.perf_counter`: before, between and after its parts.
+        """
+        start, sent, answered, processed, end = marks
+        return cls(
+            num_prefill_tokens=scheduled.num_prefill_tokens,
+            num_output_tokens=len(scheduled.sampled),
+            num_rows=len(scheduled.rows),
+            num_preempted=len(scheduled.preempted),
+            step_s=end - start,
+            model_s=model_s,
+            part_seconds={
+                "schedule": sent - start,
+                "execute": answered - sent,
+                "model": model_s,
+                "process": processed - answered,
+                "update": end - processed,
+            },
+        )
+
+
+class Histogram:
+    """Counts of values by upper bound, as Prometheus keeps them.
+
+    It is our own because a value comes with every token: `observe` of prometheus_client takes a
+    lock and walks the buckets, this one bisects.
+
+    Args:
+        bounds: ascending. Values above the last one have a count of their own.
+    """
+
+    __slots__ = ("bounds", "counts", "total")
+
+    def __init__(self, bounds: Sequence[float]) -> None:
+        self.bounds = bounds
+        self.counts = [0] * (len(bounds) + 1)
+        self.total = 0.0
+
+    def observe(self, value: float) -> None:
+        """Counts a value."""
+        self.counts[bisect_left(self.bounds, value)] += 1
+        self.total += value
+
+
+class RateMeter:
+    """Events per second over the last five seconds."""
+
+    def __init__(self) -> None:
+        self._seconds: deque[tuple[int, int]] = deque(maxlen=2 * _RATE_WINDOW_S)
+        self._first = 0
+
+    def add(self, count: int) -> None:
+        """Adds events of this moment."""
+        now = int(time.monotonic())
+        if not self._seconds:
+            self._first = now
+        elif self._seconds[-1][0] == now:
+            count += self._seconds.pop()[1]
+        self._seconds.append((now, count))
+
+    def rate(self) -> float:
+        """Returns the rate over whole seconds that have passed; 0 before the first has passed."""
+        now = int(time.monotonic())
+        begin = max(now - _RATE_WINDOW_S, self._first)
+        seconds = tuple(self._seconds)
+        return sum(c for s, c in seconds if begin <= s < now) / max(1, now - begin)
+
+
+class EngineCounters:
+    """What an engine has done since its start; times in seconds."""
+
+    def __init__(self) -> None:
+        self.num_steps = 0
+        self.prompt_tokens = 0
+        self.output_tokens = 0
+        self.num_preemptions = 0
+        self.prefix_hits = 0
+        self.finished: Counter[str] = Counter()
+        self.step_seconds: dict[str, float] = dict.fromkeys(
+            ("schedule", "execute", "model", "process", "update", "hand_over"), 0.0
+        )
+        self.prompt_rate = RateMeter()
+        self.output_rate = RateMeter()
+        self.step_s = Histogram(_SECONDS)
+        self.step_tokens = Histogram(_TOKENS)
+        self.queue_s = Histogram(_SECONDS)
+        self.first_token_s = Histogram(_SECONDS)
+        self.inter_token_s = Histogram(_SECONDS)
+        self.whole_s = Histogram(_SECONDS)
+        self.request_prompt_tokens = Histogram(_TOKENS)
+        self.request_output_tokens = Histogram(_TOKENS)
+
+    def record_step(self, stats: StepStats) -> None:
+        """Counts a step."""
+        self.num_steps += 1
+        self.output_tokens += stats.num_output_tokens
+        self.num_preemptions += stats.num_preempted
+        self.prompt_rate.add(stats.num_prefill_tokens)
+        self.output_rate.add(stats.num_output_tokens)
+        self.step_s.observe(stats.step_s)
+        self.step_tokens.observe(stats.num_prefill_tokens + stats.num_output_tokens)
+        for part, spent_s in stats.part_seconds.items():
+            self.step_seconds[part] += spent_s
+
+    def record_token(self, request: Request, now: float) -> None:
+        """Counts a request's newest token; tokens that its sequences got in one step have one time.
+
+        Args:
+            now: seconds of `time.time`.
+        """
+        metrics = request.metrics
+        metrics.num_sampled_tokens += 1
+        before, metrics.last_token_time = metrics.last_token_time, now
+        if before is None:
+            metrics.first_token_time = now
+            num_prompt_tokens = len(request.prompt_token_ids)
+            self.prompt_tokens += num_prompt_tokens
+            self.prefix_hits += metrics.num_cached_tokens
+            self.request_prompt_tokens.observe(num_prompt_tokens)
+            self.first_token_s.observe(now - metrics.arrival_time)
+            if metrics.time_in_queue is not None:
+                self.queue_s.observe(metrics.time_in_queue)
+        elif now > before:
+            self.inter_token_s.observe(now - before)
+
+    def record_end(self, request: Request, now: float) -> None:
+        """Counts the end of a request, for any reason."""
+        request.metrics.finished_time = now
+        reason = request.finish_reason or request.sequences[0].status.finish_reason
+        self.finished[str(reason)] += 1
+        self.whole_s.observe(now - request.metrics.arrival_time)
+        self.request_output_tokens.observe(sum(s.num_output_tokens for s in request.sequences))
+
+
+class StatLogger:
+    """Adds up steps, and logs a line after every five seconds of work. Rates are over the time
+    spent in steps: a pause between steps does not lower them."""
+
+    def __init__(self) -> None:
+        self._steps: list[StepStats] = []
+        self._step_s = 0.0
+
+    def record(self, stats: StepStats, scheduler: Scheduler) -> None:
+        """Adds a step. What the line says of queues and cache is of the moment."""
+        self._steps.append(stats)
+        self._step_s += stats.step_s
+        if self._step_s < _LOG_INTERVAL_S:
+            return
+        blocks = scheduler.block_manager
+        num_held = blocks.num_total_blocks - blocks.num_free_blocks
+        num_unused = blocks.num_unused_places(scheduler.running_sequences())
+        logger.info(
+            "prefill %.1f tokens/s, output %.1f tokens/s; %d running, %d waiting, %d swapped; KV "
+            "cache %.1f %% used, %.1f %% of that without a token; %d cached blocks reused, %d "
+            "evicted; %.1f %% of step time outside the model",
+            sum(step.num_prefill_tokens for step in self._steps) / self._step_s,
+            sum(step.num_output_tokens for step in self._steps) / self._step_s,
+            scheduler.num_running,
+            scheduler.num_waiting,
+            scheduler.num_swapped,
+            100 * num_held / blocks.num_total_blocks,
+            100 * num_unused / max(1, num_held * blocks.block_size),
+            blocks.device.num_hits,
+            blocks.device.num_evictions,
+            100 * max(0.0, 1 - sum(step.model_s for step in self._steps) / self._step_s),
+        )
+        self._steps.clear()
+        self._step_s = 0.0
+
+
+class EngineState(enum.Enum):
+    """What an engine does with the requests that it has."""
+
+    RUNNING = "running"
+    RECOVERING = "recovering"
+    """Ranks were lost and are being replaced; requests wait."""
+    DEAD = "dead"
+
+
+@dataclass(frozen=True, slots=True)
+class EngineHealth:
+    """The state of an `LLMEngine` at a moment.
+
+    Attributes:
+        epoch: number of the group of ranks, from 1.
+        num_recoveries: groups that were rebuilt.
+        last_step_age_s: seconds since a step was completed; None before the first.
+        stalled_s: seconds for which there was work, or no group, and no step was completed.
+        last_loss: the latest rank that was lost; None: no rank was lost.
+    """
+
+    state: EngineState
+    epoch: int
+    num_recoveries: int
+    last_step_age_s: float | None
+    stalled_s: float
+    last_loss: RankLoss | None
+
+
+@dataclass(slots=True)
+class RecoveryRecord:
+    """One recovery, for the log and for benchmarks; times in seconds.
+
+    Attributes:
+        epoch: of the new group.
+        loss: what it recovered from.
+        num_requests: unfinished requests, which the new group continues.
+        num_attempts: at a new group; the last one succeeded.
+        ready_s: from the loss's detection until a step could be scheduled.
+        phases_s: what the last attempt spent that time on, where the executor measures it.
+        num_blocks: of the KV cache, before and after.
+        longest_gap_s: longest time between a request's last token before the loss and its next one,
+            of those that have got it by now; None: no request has.
+    """
+
+    epoch: int
+    loss: RankLoss
+    num_requests: int
+    num_attempts: int
+    ready_s: float
+    phases_s: dict[str, float]
+    num_blocks: tuple[int, int]
+    longest_gap_s: float | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class QueueStats:
+    """Lengths of the queues, in requests unless said otherwise.
+
+    Attributes:
+        num_waiting: requests without blocks: new ones, and those preempted by recompute.
+        num_queued: requests without a first step; `QueueLimits` bounds them.
+        num_queued_tokens: prompt tokens of those.
+    """
+
+    num_running: int
+    num_waiting: int
+    num_swapped: int
+    num_queued: int
+    num_queued_tokens: int
+
+
+@dataclass(frozen=True, slots=True)
+class CacheStats:
+    """The KV cache, in blocks of `block_size` tokens, and prefix hits, in prompt tokens.
+
+    Attributes:
+        usage: share of the device blocks that is held, in [0, 1].
+        host_usage: the same of the blocks for swapping; 0 if there are none.
+        prefix_queries: prompt tokens of requests that started, with or without a prefix cache.
+        prefix_hits: those of them whose K and V were in the cache.
+    """
+
+    block_size: int
+    num_total_blocks: int
+    num_free_blocks: int
+    usage: float
+    host_usage: float
+    prefix_queries: int
+    prefix_hits: int
+
+
+@dataclass(frozen=True, slots=True)
+class EngineStats:
+    """An engine at a moment, for reports and metrics.
+
+    Attributes:
+        state: running, recovering, draining or dead.
+        epoch: number of the group of ranks, from 1.
+        prompt_tokens, output_tokens, num_preemptions, num_steps: since the start.
+        finished: requests by how they ended: stop, length, abort, ignored, error; since the start.
+        refused: requests that were not taken, by the class of the error.
+        prompt_tokens_per_s, output_tokens_per_s: over the last five seconds.
+        step_seconds: by part of a step (schedule, execute, process, update, hand_over, and model,
+            which is inside execute), in seconds since the start.
+        devices: a line about the device of each rank, in rank order.
+        nodes: the machine of each rank, by address or name.
+        ledgers: each rank's memory, in rank order.
+    """
+
+    state: str
+    epoch: int
+    recoveries: int
+    queues: QueueStats
+    cache: CacheStats
+    num_steps: int
+    prompt_tokens: int
+    output_tokens: int
+    num_preemptions: int
+    finished: Mapping[str, int]
+    refused: Mapping[str, int]
+    prompt_tokens_per_s: float
+    output_tokens_per_s: float
+    step_seconds: Mapping[str, float]
+    devices: Sequence[str]
+    nodes: Sequence[str]
+    ledgers: Sequence[MemoryLedger]
+
+
+def take_stats(
+    health: EngineHealth,
+    scheduler: Scheduler,
+    counters: EngineCounters,
+    executor: Executor,
+    ledgers: Sequence[MemoryLedger],
+) -> EngineStats:
+    """Returns a snapshot of this moment; only reads."""
+    blocks, num_waiting = scheduler.block_manager, scheduler.num_waiting
+    num_free, num_total = blocks.num_free_blocks, blocks.num_total_blocks
+    num_host = blocks.host.num_blocks
+    return EngineStats(
+        state=health.state.value,
+        epoch=health.epoch,
+        recoveries=health.num_recoveries,
+        queues=QueueStats(
+            num_running=scheduler.num_running,
+            num_waiting=num_waiting,
+            num_swapped=scheduler.num_swapped,
+            num_queued=num_waiting,
+            num_queued_tokens=0,
+        ),
+        cache=CacheStats(
+            block_size=blocks.block_size,
+            num_total_blocks=num_total,
+            num_free_blocks=num_free,
+            usage=1 - num_free / num_total,
+            host_usage=1 - blocks.host.num_free / num_host if num_host else 0.0,
+            prefix_queries=counters.prompt_tokens,
+            prefix_hits=counters.prefix_hits,
+        ),
+        num_steps=counters.num_steps,
+        prompt_tokens=counters.prompt_tokens,
+        output_tokens=counters.output_tokens,
+        num_preemptions=counters.num_preemptions,
+        finished=dict(counters.finished),
+        refused={},
+        prompt_tokens_per_s=counters.prompt_rate.rate(),
+        output_tokens_per_s=counters.output_rate.rate(),
+        step_seconds=dict(counters.step_seconds),
+        devices=tuple(executor.devices),
+        nodes=tuple(executor.nodes),
+        ledgers=tuple(ledgers),
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class ServiceHealth:
+    """Whether an `AsyncLLMEngine` lives, and whether it makes progress.
+
+    Attributes:
+        state: running, recovering, draining or dead.
+        alive: whether it can still serve; recovering and draining engines do.
+        ready: whether it should get new requests: it is idle or advances, and a recovery, if there
+            is one, has not lasted too long.
+        seconds_since_progress: since it was idle or finished a step.
+        reason: why it is not ready, in words; empty when it is.
+    """
+
+    state: str
+    alive: bool
+    ready: bool
+    seconds_since_progress: float
+    reason: str = ""
+
+
+def judge_health(
+    state: str, silent_s: float, max_step_s: float, failure: BaseException | None
+) -> ServiceHealth:
+    """Returns the health of an engine that has made no progress for `silent_s` seconds.
+
+    Args:
+        max_step_s: an engine that is silent for longer is not ready.
+        failure: what ended it, if an error did.
+    """
+    reason = ""
+    if state == "dead":
+        cause = "it was shut down" if failure is None else f"{type(failure).__name__}: {failure}"
+        reason = f"the engine is dead: {cause}"
+    elif state == "draining":
+        reason = "the engine is draining"
+    elif silent_s > max_step_s:
+        reason = f"no step was finished for {silent_s:.1f} s, and requests wait for one"
+    return ServiceHealth(state, state != "dead", not reason, silent_s, reason)

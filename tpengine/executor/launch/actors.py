@@ -1,0 +1,413 @@
+"""The actors of an engine: ranks, spares that are ready to become ranks, and agents of nodes.
+
+Ray starts and calls them; all that a rank does stands in `executor.rank`, all that an agent does in
+`node_agent`. Whether a node is alive is its agent's answer, not Ray's view: Ray takes a minute to
+notice that a machine's link is cut.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import faulthandler
+import os
+import signal
+import socket
+import sys
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import ray
+from ray.exceptions import RayActorError, RayError
+from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+
+from tpengine import envs
+from tpengine.executor.channel import ChannelClosedError, ChannelError
+from tpengine.executor.diagnosis import ANSWER_S, NodeSilentError, RankPlace
+from tpengine.executor.launch.node_agent import NodeAgent, own_error_log
+from tpengine.executor.launch.placement import Placement, actor_options, order_places
+from tpengine.executor.rank import Rank, import_worker
+from tpengine.host import start_ticks
+from tpengine.logger import init_logger
+
+logger = init_logger(__name__)
+
+_AGENT_START_S = 15.0
+"""How long an agent may take to answer at first, as its process has to start."""
+_AGENT_THREADS = 4
+"""So that an agent answers while one of its calls waits."""
+_CHECK_S = 0.2
+"""Between two looks at whether a wait for nodes still makes sense."""
+_SPARE_ANSWER_S = 0.5
+"""How long a spare that has imported everything may take to answer."""
+
+
+class RayWorker(Rank):
+    """The actor of one rank. Constructing it imports no torch: only then does Ray say which devices
+    it gets, and only after that does the driver know which rank it is."""
+
+    def __init__(self, environment: dict[str, str]) -> None:
+        changed = envs.adopt(environment)
+        super().__init__()
+        logger.debug("variables taken over from the driver: %s", changed)
+
+    def prepare(self) -> RankPlace:
+        """Imports all that a rank needs, for a spare; returns where it is."""
+        place = self.describe()
+        import_worker()
+        return place
+
+    def describe(self, devices: tuple[str, ...] | None = None) -> RankPlace:
+        """Where this actor is.
+
+        Args:
+            devices: for a spare that becomes a rank: the GPUs that Ray gave the rank before it;
+                None: those that Ray gave this actor.
+        """
+        context = ray.get_runtime_context()
+        if devices is None:
+            accelerators = context.get_accelerator_ids().values()
+            devices = tuple(str(device) for ids in accelerators for device in ids)
+        elif devices:
+            envs.set_visible_gpus(devices)
+        with contextlib.suppress(OSError, ValueError):
+            faulthandler.enable(sys.stderr)  # a crash in native code leaves its stack in the log
+        self.place = RankPlace(
+            node_id=context.get_node_id(),
+            address=ray.util.get_node_ip_address(),
+            host_name=socket.gethostname(),
+            devices=devices,
+            pid=os.getpid(),
+            start_ticks=start_ticks(os.getpid()) or 0,
+            log_path=own_error_log(),
+        )
+        return self.place
+
+
+class _ActorCalls:
+    """See `group.Calls`.
+
+    Args:
+        refs: Ray's references to the answers, by rank or another key.
+    """
+
+    def __init__(self, refs: Mapping[Any, Any]) -> None:
+        self._key_of = {ref: key for key, ref in refs.items()}
+
+    def wait(self, timeout_s: float) -> dict[Any, Any]:
+        if not self._key_of:
+            return {}
+        ready, _ = ray.wait(list(self._key_of), timeout=timeout_s)
+        return {self._key_of.pop(ref): self._answer(ref) for ref in ready}
+
+    @staticmethod
+    def _answer(ref: Any) -> Any:
+        try:
+            return ray.get(ref, timeout=ANSWER_S)
+        except RayActorError as error:
+            return ChannelClosedError(f"Ray says: {error}")
+        except RayError as error:
+            return ChannelError(str(error))
+
+
+class RayLauncher:
+    """Starts the ranks of one group as actors, one per bundle; see `group.Launcher`.
+
+    Args:
+        spares: by index of the bundle: an actor; None: a new one is started.
+        spare_devices: by index of the bundle: the devices that a spare gets there.
+        driver_node_id: the node whose ranks come first.
+
+    Attributes:
+        bundle_devices: of each bundle's rank; empty until the ranks have told where they are.
+    """
+
+    def __init__(
+        self,
+        placement: Placement,
+        bundle: dict[str, float],
+        spares: Sequence[Any | None],
+        spare_devices: Sequence[tuple[str, ...]],
+        driver_node_id: str,
+        agents: Agents,
+    ) -> None:
+        self.agents = agents
+        self.bundle_devices: list[tuple[str, ...]] = []
+        self._placement = placement
+        self._bundle = bundle
+        self._spares = spares
+        self._spare_devices = spare_devices
+        self._driver_node_id = driver_node_id
+        self._actors: list[Any] = []
+
+    def start(self) -> _ActorCalls:
+        refs = {}
+        for index, spare in enumerate(self._spares):
+            devices = None if spare is None else self._spare_devices[index]
+            actor = self._start_actor(index) if spare is None else spare
+            self._actors.append(actor)
+            refs[index] = actor.describe.remote(devices)
+        return _ActorCalls(refs)
+
+    def _start_actor(self, index: int) -> Any:
+        options = actor_options(self._bundle)
+        return (
+            ray.remote(RayWorker)
+            .options(
+                **options,
+                scheduling_strategy=self._placement.strategy(index),
+                max_restarts=0,
+                max_task_retries=0,
+            )
+            .remote(envs.for_ranks())
+        )
+
+    def order(self, places: Sequence[RankPlace]) -> list[RankPlace]:
+        self.bundle_devices = [place.devices for place in places]
+        order = order_places(places, self._driver_node_id)
+        self._actors = [self._actors[index] for index in order]
+        return [places[index] for index in order]
+
+    def call(
+        self, method: str, args: Mapping[int, tuple[Any, ...]], kwargs: Mapping[str, Any]
+    ) -> _ActorCalls:
+        actors = self._actors
+        return _ActorCalls(
+            {rank: actors[rank].call.remote(method, *own, **kwargs) for rank, own in args.items()}
+        )
+
+    def kill(self) -> None:
+        if ray.is_initialized():
+            for actor in self._actors:
+                with contextlib.suppress(Exception):  # another cluster does not know the actor
+                    ray.kill(actor, no_restart=True)
+
+
+def _start_on(node_id: str, actor_class: type[Any], *args: Any, **options: Any) -> Any:
+    """Starts an actor that asks for no resources, on one node."""
+    return (
+        ray.remote(actor_class)
+        .options(
+            num_cpus=0,
+            max_restarts=0,
+            max_task_retries=0,
+            scheduling_strategy=NodeAffinitySchedulingStrategy(node_id, soft=False),
+            **options,
+        )
+        .remote(*args)
+    )
+
+
+class Agents:
+    """The agents of all nodes that an engine uses; see `diagnosis.NodeAgents`. They outlive its
+    groups of ranks. On the driver's node the driver itself acts.
+
+    Args:
+        own_node_id: the driver's node; any other text makes it use an actor there, too.
+    """
+
+    def __init__(self, own_node_id: str) -> None:
+        self._own_node_id = own_node_id
+        self._own = NodeAgent()
+        self._actors: dict[str, Any] = {}
+        self._started_at: dict[str, float] = {}  # of agents that have not answered yet
+
+    def open(self, node_ids: Iterable[str]) -> None:
+        for node_id in set(node_ids) - {self._own_node_id} - self._actors.keys():
+            self._started_at[node_id] = time.monotonic()
+            self._actors[node_id] = _start_on(node_id, NodeAgent, max_concurrency=_AGENT_THREADS)
+
+    def ask(self, node_id: str, method: str, *args: Any, timeout_s: float = ANSWER_S) -> Any:
+        if node_id == self._own_node_id:
+            return getattr(self._own, method)(*args)
+        actor = self._actors.get(node_id)
+        if actor is None or not ray.is_initialized():
+            raise NodeSilentError(f"node {node_id} has no agent")
+        try:
+            answer = ray.get(getattr(actor, method).remote(*args), timeout=timeout_s)
+        except RayError as error:
+            raise NodeSilentError(
+                f"node {node_id} does not answer within {timeout_s:g} s: {error}"
+            ) from error
+        self._started_at.pop(node_id, None)
+        return answer
+
+    def is_starting(self, node_id: str) -> bool:
+        started_at = self._started_at.get(node_id)
+        return started_at is not None and time.monotonic() - started_at < _AGENT_START_S
+
+    def tell(self, node_id: str, method: str, *args: Any) -> None:
+        if node_id == self._own_node_id:
+            getattr(self._own, method)(*args)
+        elif (actor := self._actors.get(node_id)) is not None and ray.is_initialized():
+            with contextlib.suppress(RayError):
+                getattr(actor, method).remote(*args)
+
+    def silent(self, node_ids: Iterable[str], check: Callable[[], None]) -> set[str]:
+        """Asks all of the nodes at once; returns those that do not answer.
+
+        A new agent has longer, as its process has to start. An agent whose process died is
+        replaced, since its node may be alive.
+
+        Args:
+            check: called repeatedly meanwhile; an exception of it ends the wait.
+        """
+        asked = set(node_ids) - {self._own_node_id}
+        known = asked & self._actors.keys()
+        silent, dead = self._unanswered(known, ANSWER_S, check)
+        for node_id in dead:
+            del self._actors[node_id]
+        new = (asked - known) | dead
+        self.open(new)
+        unanswered, dead = self._unanswered(new, _AGENT_START_S, check)
+        for node_id in unanswered | dead:
+            self._forget(node_id)
+        return silent | unanswered | dead
+
+    def _unanswered(
+        self, node_ids: set[str], timeout_s: float, check: Callable[[], None]
+    ) -> tuple[set[str], set[str]]:
+        """(nodes that gave no answer, nodes whose agent's process is gone)."""
+        deadline = time.monotonic() + timeout_s
+        calls = _ActorCalls({node_id: self._actors[node_id].ping.remote() for node_id in node_ids})
+        silent, dead = set(node_ids), set()
+        while silent and time.monotonic() < deadline:
+            check()
+            for node_id, answer in calls.wait(_CHECK_S).items():
+                silent.discard(node_id)
+                if isinstance(answer, ChannelError):  # also if the agent can never be scheduled
+                    dead.add(node_id)
+        return silent, dead
+
+    def _forget(self, node_id: str) -> None:
+        with contextlib.suppress(RayError):
+            ray.kill(self._actors.pop(node_id), no_restart=True)
+
+    def close(self) -> None:
+        """Ends the agents."""
+        self._own.close()
+        for node_id in list(self._actors):
+            self._forget(node_id)
+
+
+@dataclass(slots=True, eq=False)
+class _Spare:
+    """An actor that may become a rank.
+
+    Attributes:
+        prepared: Ray's reference to its place, ready once it has imported everything.
+    """
+
+    node_id: str
+    actor: Any
+    prepared: Any
+
+
+class Spares:
+    """Actors without resources or devices on the nodes of the ranks, with torch imported. They end
+    with the driver, as all its actors do.
+
+    Args:
+        count: how many are kept ready.
+        environment: variables of the driver for them.
+    """
+
+    def __init__(self, count: int, environment: dict[str, str], agents: Agents) -> None:
+        self._count = count
+        self._environment = environment
+        self._agents = agents
+        self._spares: list[_Spare] = []
+        self._lock = threading.RLock()
+        self._timer: threading.Timer | None = None
+
+    def fill(self, node_ids: Sequence[str], delay_s: float = 0.0) -> None:
+        """Starts what is missing, without waiting.
+
+        Args:
+            node_ids: of the ranks; the spares are spread over nodes in the same proportion.
+            delay_s: until they are started, unless `take` or `close` is called before.
+        """
+        if not self._count:
+            return
+        with self._lock:
+            self._cancel()
+            self._timer = threading.Timer(delay_s, self._fill, (list(node_ids),))
+            self._timer.daemon = True
+            self._timer.start()
+
+    def _cancel(self) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+
+    def _fill(self, node_ids: list[str]) -> None:
+        """Runs in the timer's thread."""
+        with self._lock:
+            if self._timer is not threading.current_thread() or not ray.is_initialized():
+                return  # it was cancelled meanwhile
+            self._timer = None
+            wanted = Counter(node_ids[i % len(node_ids)] for i in range(self._count))
+            wanted.subtract(spare.node_id for spare in self._spares)
+            for node_id in wanted.elements():
+                if len(self._spares) < self._count:
+                    actor = _start_on(node_id, RayWorker, self._environment)
+                    self._spares.append(_Spare(node_id, actor, actor.prepare.remote()))
+
+    def take(self, node_ids: Sequence[str]) -> list[Any | None]:
+        """Takes an actor on each of these nodes, if possible one that has imported everything;
+        None: there is none on that node."""
+        with self._lock:
+            self._cancel()
+            usable = self._usable() if self._spares else []
+            taken: list[Any | None] = []
+            for node_id in node_ids:
+                spare = next((spare for spare in usable if spare.node_id == node_id), None)
+                taken.append(None if spare is None else spare.actor)
+                if spare is not None:
+                    usable.remove(spare)
+                    self._spares.remove(spare)
+            return taken
+
+    def places(self) -> list[RankPlace]:
+        """Where the spares are that have imported everything."""
+        with self._lock:
+            return [ray.get(spare.prepared, timeout=_SPARE_ANSWER_S) for spare in self._prepared()]
+
+    def _prepared(self) -> list[_Spare]:
+        refs = [spare.prepared for spare in self._spares]
+        ready = ray.wait(refs, num_returns=len(refs), timeout=0)[0] if refs else []
+        return [spare for spare in self._spares if spare.prepared in ready]
+
+    def _usable(self) -> list[_Spare]:
+        """The spares that are alive, the prepared ones first; dead and frozen ones are ended."""
+        prepared = self._prepared()
+        others = [spare for spare in self._spares if spare not in prepared]
+        answers = _ActorCalls({i: s.actor.describe.remote() for i, s in enumerate(prepared)})
+        deadline = time.monotonic() + _SPARE_ANSWER_S
+        alive = set()
+        while found := answers.wait(max(0.0, deadline - time.monotonic())):
+            alive |= {i for i, place in found.items() if isinstance(place, RankPlace)}
+        for index, spare in enumerate(prepared):
+            if index not in alive:
+                self._spares.remove(spare)
+                self._end(spare)
+        return [prepared[index] for index in sorted(alive)] + others
+
+    def _end(self, spare: _Spare) -> None:
+        with contextlib.suppress(RayError):
+            ray.kill(spare.actor, no_restart=True)
+        with contextlib.suppress(RayError):
+            # Ray asks the process to end itself, which a stopped one cannot do.
+            if ray.wait([spare.prepared], timeout=0)[0]:
+                process = ray.get(spare.prepared, timeout=_SPARE_ANSWER_S).process
+                self._agents.tell(spare.node_id, "signal", process, signal.SIGKILL)
+
+    def close(self) -> None:
+        """Ends the spares."""
+        with self._lock:
+            self._cancel()
+            while self._spares:
+                self._end(self._spares.pop())

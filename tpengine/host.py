@@ -1,0 +1,299 @@
+"""What concerns the process that tpengine runs in: signals, the terminal, and facts that Linux
+knows of processes and of their files in shared memory.
+
+No other file of the package installs a signal handler.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import os
+import re
+import signal
+import struct
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from types import FrameType, TracebackType
+from typing import TYPE_CHECKING, Any
+
+from tpengine.logger import init_logger
+
+if TYPE_CHECKING:
+    import asyncio
+
+logger = init_logger(__name__)
+
+SIGTERM_EXIT_CODE = 128 + signal.SIGTERM
+"""Exit code that shells know of a process that SIGTERM has ended."""
+START_TICKS = 19
+"""Index of a process's start time in `living_fields`."""
+_NUM_THREADS = 17
+SHM_FOLDER = Path("/dev/shm")
+_SEGMENT_NAME = re.compile(r"tpengine-.*-(?P<pid>\d+)-(?P<start>\d+)")
+
+
+# Signals. Only the main thread of a process gets them, and only it can install handlers.
+
+
+class DeferredInterrupt:
+    """Context that notes a Ctrl-C and raises KeyboardInterrupt at its end.
+
+    A step changes scheduler, worker and outputs together; an exception in its middle would leave
+    them inconsistent. A second Ctrl-C raises at once. Outside the main thread the context does
+    nothing.
+
+    Attributes:
+        pending: whether a Ctrl-C has come.
+    """
+
+    def __init__(self) -> None:
+        self.pending = False
+        self._replaced: Callable[[int, FrameType | None], object] | None = None
+
+    def __enter__(self) -> DeferredInterrupt:
+        # Replaces Python's own handler alone: a program that sets one decides for itself.
+        handler = signal.default_int_handler
+        if _is_main_thread() and signal.getsignal(signal.SIGINT) is handler:
+            signal.signal(signal.SIGINT, self._note)
+            self._replaced = handler
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        if self._replaced is not None:
+            signal.signal(signal.SIGINT, self._replaced)
+        if self.pending and kind is None:
+            raise KeyboardInterrupt
+
+    def _note(self, number: int, frame: FrameType | None) -> None:
+        if self.pending:
+            raise KeyboardInterrupt
+        self.pending = True
+
+
+class NotedSignal:
+    """Context in which SIGTERM, SIGINT and SIGHUP are noted and have no other effect.
+
+    A signal that the process ignores, such as SIGHUP under nohup, stays ignored.
+
+    Attributes:
+        signal: the last one that has come; None: no signal.
+    """
+
+    def __init__(self) -> None:
+        self.signal: signal.Signals | None = None
+        self._before: dict[signal.Signals, Any] = {}
+
+    def __enter__(self) -> NotedSignal:
+        for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
+            if signal.getsignal(number) is not signal.SIG_IGN:
+                self._before[number] = signal.signal(number, self._note)
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        for number, handler in self._before.items():
+            signal.signal(number, handler)
+
+    def _note(self, number: int, frame: FrameType | None) -> None:
+        self.signal = signal.Signals(number)
+
+
+@contextlib.contextmanager
+def sigterm_as_interrupt() -> Iterator[None]:
+    """Context in which SIGTERM does what Ctrl-C does, so that a step is completed and ranks are
+    ended in order.
+
+    Raises:
+        SystemExit: with `SIGTERM_EXIT_CODE`, in place of the KeyboardInterrupt.
+    """
+    has_come = False
+
+    def interrupt(number: int, frame: FrameType | None) -> None:
+        nonlocal has_come
+        has_come = True
+        handler = signal.getsignal(signal.SIGINT)
+        if callable(handler):
+            handler(number, frame)
+        else:  # a shell's background job ignores Ctrl-C, but must end on SIGTERM
+            raise KeyboardInterrupt
+
+    before = signal.signal(signal.SIGTERM, interrupt)
+    try:
+        yield
+    except KeyboardInterrupt:
+        if has_come:
+            raise SystemExit(SIGTERM_EXIT_CODE) from None
+        raise
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
+@contextlib.contextmanager
+def signals_end_at_once(last_words: str) -> Iterator[None]:
+    """Context in which SIGTERM and Ctrl-C end the process immediately, with the exit code that
+    shells know.
+
+    For imports, and for work that needs no clean-up. Some modules swallow an exception that a
+    signal raises while they are imported, and stay half initialised.
+
+    Args:
+        last_words: a line for standard error.
+    """
+
+    def end(number: int, frame: FrameType | None) -> None:
+        try:  # writes to the file itself: `print` could raise inside another `print`
+            os.write(2, f"{last_words}\n".encode())
+        except OSError:
+            pass
+        finally:
+            os._exit(128 + number)
+
+    before = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)}
+    if before[signal.SIGINT] is not signal.default_int_handler:
+        del before[signal.SIGINT]  # a shell's background job ignores it, or a program handles it
+    for number in before:
+        signal.signal(number, end)
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+@contextlib.contextmanager
+def kept_sigterm_handler() -> Iterator[None]:
+    """Context that puts the program's own SIGTERM handler back at its end.
+
+    For libraries that replace it. A program without one keeps what the library has installed.
+    """
+    handler = signal.getsignal(signal.SIGTERM)
+    try:
+        yield
+    finally:
+        if _is_main_thread() and handler not in (signal.SIG_DFL, None):
+            signal.signal(signal.SIGTERM, handler)
+
+
+def call_on_end_signals(loop: asyncio.AbstractEventLoop, callback: Callable[[int], None]) -> None:
+    """Lets an event loop call `callback` with the number of each SIGTERM and SIGINT that comes."""
+    for number in (signal.SIGTERM, signal.SIGINT):
+        loop.add_signal_handler(number, callback, number)
+
+
+def _is_main_thread() -> bool:
+    return threading.current_thread() is threading.main_thread()
+
+
+# The terminal.
+
+
+@contextlib.contextmanager
+def streamed_text() -> Iterator[Callable[[str], None]]:
+    """Yields a function that prints text immediately, for text that grows while it is generated.
+
+    An exception, Ctrl-C included, ends the current line first, so that no error message and no
+    shell prompt appears in the middle of it.
+    """
+    is_in_line = False
+
+    def write(text: str) -> None:
+        nonlocal is_in_line
+        if text:  # before the print: Ctrl-C may come during it
+            is_in_line = not text.endswith("\n")
+        print(text, end="", flush=True)
+
+    try:
+        yield write
+    except BaseException:
+        if is_in_line:
+            with contextlib.suppress(OSError):  # the reader of a pipe may have gone
+                print(flush=True)
+        raise
+
+
+# Processes.
+
+
+def living_fields(pid: int) -> list[str] | None:
+    """Returns the fields of `/proc/<pid>/stat` from the process state on; None: no such process.
+
+    A process that has ended counts as gone although its parent has not waited for it: its memory
+    and its files are free. It counts as living while other threads of it still end, since they
+    may hold both.
+    """
+    try:
+        stat = Path(f"/proc/{pid}/stat").read_text()
+    except OSError:
+        return None
+    fields = stat.rpartition(")")[2].split()  # the name in parentheses may hold any character
+    if fields[0] in "ZX" and int(fields[_NUM_THREADS]) <= 1:
+        return None
+    return fields
+
+
+def start_ticks(pid: int) -> int | None:
+    """Start time of a process in clock ticks since boot; None: no such process."""
+    fields = living_fields(pid)
+    return None if fields is None else int(fields[START_TICKS])
+
+
+# Shared memory. Rank 0 makes a file for the segment of its group and removes its name once all
+# ranks have mapped it. Until then the name tells which process made it:
+# `tpengine-<engine>-<epoch>-<pid>-<start of the process>`.
+
+
+def segment_name(engine_id: str, epoch: int) -> str:
+    """File name of this process's segment."""
+    pid = os.getpid()
+    engine = re.sub(r"\W", "_", engine_id)[:64]
+    return f"tpengine-{engine}-{epoch}-{pid}-{start_ticks(pid)}"
+
+
+def lock_bytes(fd: int, start: int, length: int) -> None:
+    """Locks bytes of a file, until its descriptor is closed.
+
+    Each rank locks the byte of its number, the creator the byte after the last rank's.
+
+    Args:
+        length: number of bytes; 0: all to the end of the file.
+
+    Raises:
+        OSError: another process holds one of them.
+    """
+    request = struct.pack("hhqqi4x", fcntl.F_WRLCK, os.SEEK_SET, start, length, 0)
+    fcntl.fcntl(fd, fcntl.F_OFD_SETLK, request)
+
+
+def sweep_segments(folder: Path = SHM_FOLDER) -> list[Path]:
+    """Removes segment files whose creators died before they removed them; returns their paths."""
+    removed = []
+    for path in folder.glob("tpengine-*"):
+        match = _SEGMENT_NAME.fullmatch(path.name)
+        if match is None or start_ticks(int(match["pid"])) == int(match["start"]):
+            continue
+        # A creator in another process namespace is invisible here, but it holds a lock.
+        with contextlib.suppress(OSError):
+            fd = os.open(path, os.O_RDWR | os.O_CLOEXEC)
+            try:
+                lock_bytes(fd, 0, 0)
+                path.unlink()
+                removed.append(path)
+            finally:
+                os.close(fd)
+    if removed:
+        logger.info("removed segment files of dead processes: %s", ", ".join(map(str, removed)))
+    return removed
+
+
+def remove_own_segments(folder: Path = SHM_FOLDER) -> None:
+    """Removes this process's segment files, before it ends in the middle of its work."""
+    pid = os.getpid()
+    for path in folder.glob(f"tpengine-*-{pid}-{start_ticks(pid)}"):
+        with contextlib.suppress(OSError):
+            path.unlink()
