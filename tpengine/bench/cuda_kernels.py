@@ -15,6 +15,7 @@ import torch
 import torch.nn.functional as F
 
 from tpengine.bench.cuda_timing import Action, Row, Timer
+from tpengine.bench.predictions import decode_s, linear_s, small_s
 from tpengine.errors import ConfigError
 from tpengine.layers.prefill import PrefillBackend, make_chunks
 from tpengine.layers.prefill_choice import PrefillShape, choose_backend
@@ -70,9 +71,9 @@ def decode_rows(setting: Setting) -> Iterator[Row]:
         dtypes.append(torch.float8_e4m3fn)
     for dtype, heads in itertools.product(dtypes, HEADS):
         for batch, context in DECODE if heads == HEADS[0] else ((64, 4096),):
-            batch, context = setting.small(batch), max(BLOCK_SIZE, setting.small(context))
-            case = f"{batch} x {context}"
-            if setting.match in ("", case):
+            if setting.match in ("", f"{batch} x {context}"):
+                batch, context = setting.small(batch), max(BLOCK_SIZE, setting.small(context))
+                case = f"{batch} x {context}"
                 yield _decode(setting, dtype, heads, [context] * batch, case)
         if heads == HEADS[0] and not setting.match:
             skewed = [setting.small(65536)] + [setting.small(1024)] * setting.small(63)
@@ -101,12 +102,14 @@ def _decode(
         table[row, :used] = torch.tensor(list(itertools.islice(ids, used)), dtype=torch.int32)
     table = table.to(device)
     plan: DecodePlan | None = None
+    is_split = False
     if device.type == "cuda":
         plan = attention.make_decode_plan(
             device, len(lengths), num_heads, num_kv_heads, HEAD_DIM, cache_dtype
         )
         shortest = attention.min_item_tokens(HEAD_DIM, cache_dtype)
         attention.plan_decode(plan, seq_lens, shortest)
+        is_split = int(plan.item_start[-1]) > len(lengths)
     q = setting.randn(len(lengths), num_heads, HEAD_DIM)
     out = torch.empty_like(q)
 
@@ -126,7 +129,12 @@ def _decode(
     name = str(cache_dtype).removeprefix("torch.").removesuffix("_e4m3fn")
     flop = 4 * sum(lengths) * num_heads * HEAD_DIM
     return Row(
-        f"decode {name}", f"{num_heads}/{num_kv_heads} heads, {case}", seconds, num_bytes, flop
+        f"decode {name}",
+        f"{num_heads}/{num_kv_heads} heads, {case}",
+        seconds,
+        num_bytes,
+        flop,
+        lambda copy: decode_s(num_bytes, copy, is_split),
     )
 
 
@@ -201,7 +209,11 @@ def linear_rows(setting: Setting) -> Iterator[Row]:
         num_bytes = inputs * outputs * setting.dtype.itemsize
         seconds = setting.seconds(num_bytes, make)
         case = f"{inputs} -> {outputs}, {rows} rows"
-        yield Row("linear", case, seconds, num_bytes, 2 * rows * inputs * outputs)
+
+        def predict(copy: float, num_bytes: int = num_bytes, rows: int = rows) -> float:
+            return linear_s(num_bytes, copy, rows)
+
+        yield Row("linear", case, seconds, num_bytes, 2 * rows * inputs * outputs, predict)
 
 
 def elementwise_rows(setting: Setting) -> Iterator[Row]:
@@ -235,7 +247,12 @@ def elementwise_rows(setting: Setting) -> Iterator[Row]:
             ),
         }
         for name, (action, num_bytes) in cases.items():
-            yield Row(name, f"{tokens} tokens", setting.timer([action] * 16), num_bytes)
+            seconds = setting.timer([action] * 16)
+
+            def predict(copy: float, num_bytes: float = num_bytes, tokens: int = tokens) -> float:
+                return small_s(num_bytes, copy, tokens)
+
+            yield Row(name, f"{tokens} tokens", seconds, num_bytes, predict=predict)
     yield from _sampling_rows(setting)
 
 
@@ -283,14 +300,28 @@ def block_rows(setting: Setting) -> Iterator[Row]:
         yield Row(name, f"{count} blocks, {2 * layers} pieces", seconds, num_bytes)
 
 
+def bus_rows(setting: Setting) -> Iterator[Row]:
+    """Pinned memory to the card and back, in pieces as large as one layer's part of a block, a
+    whole block, and many."""
+    on_gpu = setting.device.type == "cuda"
+    for piece in (32 << 10, 2 << 20, 64 << 20):
+        piece = setting.small(piece)
+        host = torch.zeros(piece, dtype=torch.uint8, pin_memory=on_gpu)
+        card = torch.zeros(piece, dtype=torch.uint8, device=setting.device)
+        for name, target, source in (("to the host", host, card), ("from the host", card, host)):
+            actions = [lambda t=target, s=source: t.copy_(s, non_blocking=True)] * 8
+            yield Row(name, f"pieces of {piece >> 10} KiB", setting.timer(actions), piece)
+
+
 GROUPS: dict[str, Callable[[Setting], Iterator[Row]]] = {
     "decode": decode_rows,
     "prefill": prefill_rows,
     "linear": linear_rows,
     "elementwise": elementwise_rows,
     "blocks": block_rows,
+    "bus": bus_rows,
 }
 """For `--only`."""
-EAGER = ("prefill", "blocks")
+EAGER = ("prefill", "blocks", "bus")
 """Groups that are not timed in a graph: not every library can be recorded, nor copies from lists.
 Their work is long; the shortest prompts' times hold launches."""

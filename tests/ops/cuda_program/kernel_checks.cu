@@ -77,7 +77,6 @@ class OnDevice {
 };
 
 double value_of(float x) { return x; }
-double value_of(__half x) { return __half2float(x); }
 double value_of(__nv_bfloat16 x) { return __bfloat162float(x); }
 double value_of(Float8 x) {
   const int exponent = x.bits >> 3 & 15, fraction = x.bits & 7;
@@ -90,7 +89,6 @@ template <class T>
 T random_value() {
   const float x = std::normal_distribution<float>()(random_bits);
   if constexpr (std::is_same_v<T, float>) return x;
-  if constexpr (std::is_same_v<T, __half>) return __float2half_rn(x);
   if constexpr (std::is_same_v<T, __nv_bfloat16>) return __float2bfloat16_rn(x);
   // At most 1.875: exponents up to 7 of the bias.
   if constexpr (std::is_same_v<T, Float8>)
@@ -183,7 +181,6 @@ void check_decode(const std::string& name, int head_dim, int group, bool with_pl
   args.head_dim = head_dim;
   args.block_size = kBlockSize;
   args.sliding_window = INT32_MAX;
-  args.half_queries = std::is_same_v<Q, __half>;
   args.scale = 1.f / std::sqrt(static_cast<float>(head_dim));
   args.v_scale = 1.f;
   if (with_plan) {
