@@ -10,8 +10,10 @@ are their plain-torch references), and nothing of the driver.
 from __future__ import annotations
 
 import contextlib
+import functools
 import time
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -21,6 +23,11 @@ from torch.utils._device import _device_constructors
 from torch.utils._pytree import tree_flatten, tree_map
 
 CARD = torch.device("cuda", 0)
+IN_A_PROCESS = (
+    f"import sys, torch; sys.path.insert(0, {str(Path(__file__).parents[2])!r})\n"
+    "from support import fake_card; fake_card.install()"
+)
+"""For `python -c`: the card stays in that process."""
 NAME = "fake card (no GPU)"
 TOTAL_BYTES = 4 << 30
 _Tensor = torch.Tensor
@@ -369,13 +376,14 @@ def install() -> None:
 
 def shrink() -> None:
     """Benchmarks take sizes that a CPU computes in seconds."""
-    import functools
-
-    from tpengine.bench import cuda_kernels, cuda_timing, workload
+    from tpengine.bench import cuda_kernels, cuda_timing, latency, workload
 
     for name, size in (("_COPY_BYTES", 1 << 20), ("_MATMUL_SIZE", 64), ("_BUS_BYTES", 1 << 16)):
         setattr(cuda_timing, name, size)
     cuda_timing._REPEATS = 1
     cuda_kernels.Setting = functools.partial(cuda_kernels.Setting, shrink=256)  # type: ignore
-    small = workload._llama(256, 2, 4, 2, 512, 512, False)
+    small = workload._llama(256, 1, 4, 2, 512, 512, False)
     workload.SHAPES["llama-3-8b"] = small | {"max_position_embeddings": 1200}
+    workload._MU, workload._MAX_TOKENS = 1.5, 16
+    measure = latency._measure
+    latency._measure = lambda engine, batch, prompt, *rest: measure(engine, batch, 20, *rest)
