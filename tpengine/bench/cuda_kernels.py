@@ -10,6 +10,7 @@ import itertools
 import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 import torch.nn.functional as F
@@ -128,14 +129,9 @@ def _decode(
     seconds = setting.seconds(num_bytes, make)
     name = str(cache_dtype).removeprefix("torch.").removesuffix("_e4m3fn")
     flop = 4 * sum(lengths) * num_heads * HEAD_DIM
-    return Row(
-        f"decode {name}",
-        f"{num_heads}/{num_kv_heads} heads, {case}",
-        seconds,
-        num_bytes,
-        flop,
-        lambda copy: decode_s(num_bytes, copy, is_split),
-    )
+    predict = partial(decode_s, num_bytes, is_split=is_split)
+    case = f"{num_heads}/{num_kv_heads} heads, {case}"
+    return Row(f"decode {name}", case, seconds, num_bytes, flop, predict)
 
 
 def prefill_rows(setting: Setting) -> Iterator[Row]:
@@ -209,10 +205,7 @@ def linear_rows(setting: Setting) -> Iterator[Row]:
         num_bytes = inputs * outputs * setting.dtype.itemsize
         seconds = setting.seconds(num_bytes, make)
         case = f"{inputs} -> {outputs}, {rows} rows"
-
-        def predict(copy: float, num_bytes: int = num_bytes, rows: int = rows) -> float:
-            return linear_s(num_bytes, copy, rows)
-
+        predict = partial(linear_s, num_bytes, rows=rows)
         yield Row("linear", case, seconds, num_bytes, 2 * rows * inputs * outputs, predict)
 
 
@@ -248,10 +241,7 @@ def elementwise_rows(setting: Setting) -> Iterator[Row]:
         }
         for name, (action, num_bytes) in cases.items():
             seconds = setting.timer([action] * 16)
-
-            def predict(copy: float, num_bytes: float = num_bytes, tokens: int = tokens) -> float:
-                return small_s(num_bytes, copy, tokens)
-
+            predict = partial(small_s, num_bytes, rows=tokens)
             yield Row(name, f"{tokens} tokens", seconds, num_bytes, predict=predict)
     yield from _sampling_rows(setting)
 
