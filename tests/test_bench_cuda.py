@@ -171,6 +171,16 @@ def test_a_hanging_part_leaves_the_others_their_time(tmp_path: Path) -> None:
     assert [one.outcome for one in results] == ["ended after 2 s", "passed"]
 
 
+def test_a_flood_of_output_keeps_its_ends(tmp_path: Path) -> None:
+    code = "print('first'); print('x' * (3 << 20)); print('last')"
+    (result,) = run_parts([python("floods", code)], tmp_path, 60.0)
+    found = (tmp_path / "all.txt").read_text()
+    assert "first\nxxx" in found
+    assert "bytes are left out" in found
+    assert result.lines[-1] == "last"
+    assert len(found) < 1 << 20
+
+
 def test_what_is_running_is_in_the_file(tmp_path: Path) -> None:
     """The one who ends the visit may give it no time to write."""
     code = (
