@@ -24,9 +24,8 @@ test: setup
 soak: setup
 	$(BIN)/python -m pytest -m soak --timeout 3600
 
-# Correctness and speed on this machine's GPU, in under ten minutes once the library is built (a
-# library that is there already is taken as it is: remove it to have it built anew). VISIT holds
-# options of `bench visit`: make gpu VISIT='--budget-s 480 --out results'
+# README, "On a GPU" (a library that is there already is taken as it is: remove it to have it built
+# anew). VISIT holds options of `bench visit`: make gpu VISIT='--budget-s 480 --out results'
 gpu: tpengine/lib/libtpengine_cuda.so
 	PYTHONPATH=. $(GPU_PYTHON) -m tpengine.cli bench visit $(VISIT)
 

@@ -110,7 +110,13 @@ def test_bfloat16_with_either_backend(models: ModelShop, backend: str, cache: st
 
 
 def test_ledger_adds_up(models: ModelShop) -> None:
-    args = EngineArgs(str(models.folder(PLAIN)), dtype="bfloat16", gpu_memory_utilization=0.5)
+    """With few tokens in a step, so that logits and sampling take more than the model does."""
+    args = EngineArgs(
+        str(models.folder(PLAIN)),
+        dtype="bfloat16",
+        gpu_memory_utilization=0.5,
+        max_num_batched_tokens=256,
+    )
     worker = Worker(args.create_engine_config("cuda"))
     worker.init_device()
     worker.load_model()

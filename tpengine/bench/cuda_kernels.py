@@ -10,11 +10,13 @@ import itertools
 import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 import torch.nn.functional as F
 
 from tpengine.bench.cuda_timing import Action, Row, Timer
+from tpengine.bench.predictions import decode_s, linear_s, small_s
 from tpengine.errors import ConfigError
 from tpengine.layers.gpu_attention import (
     AttentionRule,
@@ -75,9 +77,9 @@ def decode_rows(setting: Setting) -> Iterator[Row]:
         dtypes.append(torch.float8_e4m3fn)
     for dtype, heads in itertools.product(dtypes, HEADS):
         for batch, context in DECODE if heads == HEADS[0] else ((64, 4096),):
-            batch, context = setting.small(batch), max(BLOCK_SIZE, setting.small(context))
-            case = f"{batch} x {context}"
-            if setting.match in ("", case):
+            if setting.match in ("", f"{batch} x {context}"):
+                batch, context = setting.small(batch), max(BLOCK_SIZE, setting.small(context))
+                case = f"{batch} x {context}"
                 yield _decode(setting, dtype, heads, [context] * batch, case)
         if heads == HEADS[0] and not setting.match:
             skewed = [setting.small(65536)] + [setting.small(1024)] * setting.small(63)
@@ -106,12 +108,14 @@ def _decode(
         table[row, :used] = torch.tensor(list(itertools.islice(ids, used)), dtype=torch.int32)
     table = table.to(device)
     plan: DecodePlan | None = None
+    is_split = False
     if device.type == "cuda":
         plan = attention.make_decode_plan(
             device, len(lengths), num_heads, num_kv_heads, HEAD_DIM, cache_dtype
         )
         shortest = attention.min_item_tokens(HEAD_DIM, cache_dtype)
         attention.plan_decode(plan, seq_lens, shortest)
+        is_split = int(plan.item_start[-1]) > len(lengths)
     q = setting.randn(len(lengths), num_heads, HEAD_DIM)
     out = torch.empty_like(q)
 
@@ -130,9 +134,9 @@ def _decode(
     seconds = setting.seconds(num_bytes, make)
     name = str(cache_dtype).removeprefix("torch.").removesuffix("_e4m3fn")
     flop = 4 * sum(lengths) * num_heads * HEAD_DIM
-    return Row(
-        f"decode {name}", f"{num_heads}/{num_kv_heads} heads, {case}", seconds, num_bytes, flop
-    )
+    predict = partial(decode_s, num_bytes, is_split=is_split)
+    case = f"{num_heads}/{num_kv_heads} heads, {case}"
+    return Row(f"decode {name}", case, seconds, num_bytes, flop, predict)
 
 
 def prefill_rows(setting: Setting) -> Iterator[Row]:
@@ -206,7 +210,8 @@ def linear_rows(setting: Setting) -> Iterator[Row]:
         num_bytes = inputs * outputs * setting.dtype.itemsize
         seconds = setting.seconds(num_bytes, make)
         case = f"{inputs} -> {outputs}, {rows} rows"
-        yield Row("linear", case, seconds, num_bytes, 2 * rows * inputs * outputs)
+        predict = partial(linear_s, num_bytes, rows=rows)
+        yield Row("linear", case, seconds, num_bytes, 2 * rows * inputs * outputs, predict)
 
 
 def elementwise_rows(setting: Setting) -> Iterator[Row]:
@@ -240,7 +245,9 @@ def elementwise_rows(setting: Setting) -> Iterator[Row]:
             ),
         }
         for name, (action, num_bytes) in cases.items():
-            yield Row(name, f"{tokens} tokens", setting.timer([action] * 16), num_bytes)
+            seconds = setting.timer([action] * 16)
+            predict = partial(small_s, num_bytes, rows=tokens)
+            yield Row(name, f"{tokens} tokens", seconds, num_bytes, predict=predict)
     yield from _sampling_rows(setting)
 
 
@@ -288,14 +295,28 @@ def block_rows(setting: Setting) -> Iterator[Row]:
         yield Row(name, f"{count} blocks, {2 * layers} pieces", seconds, num_bytes)
 
 
+def bus_rows(setting: Setting) -> Iterator[Row]:
+    """Pinned memory to the card and back, in pieces as large as one layer's part of a block, a
+    whole block, and many."""
+    on_gpu = setting.device.type == "cuda"
+    for piece in (32 << 10, 2 << 20, 64 << 20):
+        piece = setting.small(piece)
+        host = torch.zeros(piece, dtype=torch.uint8, pin_memory=on_gpu)
+        card = torch.zeros(piece, dtype=torch.uint8, device=setting.device)
+        for name, target, source in (("to the host", host, card), ("from the host", card, host)):
+            actions = [lambda t=target, s=source: t.copy_(s, non_blocking=True)] * 8
+            yield Row(name, f"pieces of {piece >> 10} KiB", setting.timer(actions), piece)
+
+
 GROUPS: dict[str, Callable[[Setting], Iterator[Row]]] = {
     "decode": decode_rows,
     "prefill": prefill_rows,
     "linear": linear_rows,
     "elementwise": elementwise_rows,
     "blocks": block_rows,
+    "bus": bus_rows,
 }
 """For `--only`."""
-EAGER = ("prefill", "blocks")
+EAGER = ("prefill", "blocks", "bus")
 """Groups that are not timed in a graph: not every library can be recorded, nor copies from lists.
 Their work is long; the shortest prompts' times hold launches."""

@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 import statistics
+import subprocess
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
 
+from tpengine.bench.predictions import compare
+
 _COPY_BYTES = 2 << 30
 _MATMUL_SIZE = 8192
 _REPEATS = 7
 _BUS_BYTES = 64 << 20
+_CLOCKS = "driver_version,clocks.sm,clocks.max.sm,clocks.mem,clocks.max.mem,power.limit"
 
 Action = Callable[[], object]
 Timer = Callable[[Sequence[Action]], float]
@@ -61,6 +65,24 @@ def _events_s(action: Action) -> float:
         end.synchronize()
         times.append(start.elapsed_time(end) / 1e3)
     return statistics.median(times)
+
+
+def describe_card(device: torch.device) -> str:
+    """What kind of card it is, how it is clocked now, and what is installed for it."""
+    card = torch.cuda.get_device_properties(device)
+    sizes = {"L2": card.L2_cache_size >> 20, "memory": card.total_memory >> 20}
+    command = ["nvidia-smi", f"--query-gpu={_CLOCKS}", "--format=csv,noheader", f"-i={card.uuid}"]
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=20, check=False)
+        clocks = done.stdout.strip() or done.stderr.strip()
+    except (OSError, subprocess.SubprocessError) as error:
+        clocks = f"not known ({error})"
+    return (
+        f"{card.name}, compute capability {card.major}.{card.minor}, {card.multi_processor_count} "
+        f"multiprocessors, {', '.join(f'{name} {mib} MiB' for name, mib in sizes.items())}, shared "
+        f"memory of a block up to {card.shared_memory_per_block_optin >> 10} KiB, "
+        f"CUDA {torch.version.cuda}\nclocks    {_CLOCKS}: {clocks}"
+    )
 
 
 @dataclass(frozen=True)
@@ -120,6 +142,7 @@ class Row:
         kernel: and where it applies its backend and dtype.
         case: batch, context, group size and the like.
         num_bytes, num_flop: what the work needs at least, each counted once.
+        predict: seconds that it should take, by the card's copy bandwidth; None: not predicted.
     """
 
     kernel: str
@@ -127,6 +150,7 @@ class Row:
     seconds: float
     num_bytes: float = 0.0
     num_flop: float = 0.0
+    predict: Callable[[float], float] | None = None
 
     def text(self, ceilings: Ceilings) -> str:
         """As it is printed, with shares of what the card can do."""
@@ -137,4 +161,6 @@ class Row:
         if self.num_flop:
             share = 100 * flops / ceilings.matmul
             parts.append(f"{flops / 1e12:8.1f} TFLOP/s {share:6.1f} % of matmul")
+        if self.predict is not None:
+            parts.append(compare(self.seconds, self.predict(ceilings.copy)))
         return "   ".join(parts)

@@ -107,8 +107,9 @@ def _run_on_gpu(args: argparse.Namespace) -> int:
     print(f"machine   {describe_machine()}")
     print(f"commit    {describe_commit()}")
     with torch.inference_mode():
+        print(f"card      {cuda_timing.describe_card(device)}", flush=True)
         ceilings = cuda_timing.measure_ceilings(device)
-        print(f"card      {ceilings}", flush=True)
+        print(f"ceilings  {ceilings}", flush=True)
         for name in args.only or cuda_kernels.GROUPS:
             timer = cuda_timing.eager_s if name in cuda_kernels.EAGER else cuda_timing.graph_s
             for row in cuda_kernels.GROUPS[name](

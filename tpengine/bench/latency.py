@@ -21,16 +21,19 @@ from tqdm import tqdm
 
 from tpengine.bench.cuda_timing import measure_ceilings
 from tpengine.bench.machine import ReadBandwidth, describe_machine, import_pyplot, report_head
+from tpengine.bench.predictions import DecodeStep, compare
 from tpengine.bench.throughput import run_steps
 from tpengine.bench.workload import SHAPES, shape_folder
 from tpengine.engine.llm_engine import LLMEngine
 from tpengine.engine_args import EngineArgs
 from tpengine.errors import ConfigError
 from tpengine.sampling_params import RequestOutputKind, SamplingParams
-from tpengine.worker.device import detect_device, resolve_dtype
+from tpengine.worker.device import cache_dtype, detect_device, resolve_dtype
 
 _STEPS_PER_FLOOR = 8
 _FLOOR_REPEATS = 2
+_TRACED_TOKENS = 24
+"""Enough for all sequences to decode at once; a timeline grows by hundreds of lines a token."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -109,6 +112,7 @@ def run(args: argparse.Namespace) -> int:
                 f"batch {point.batch_size:>3}  first token {1000 * point.first_token_s:7.1f} ms   "
                 f"step {1000 * point.step_s:7.2f} ms   {point.rate:8.1f} tokens/s   "
                 f"floor {1000 * floor_s:6.2f} ms: {100 * floor_s / point.step_s:5.1f} % of it"
+                + _prediction(engine, args, point, step_bytes)
             )
         for size in sizes if args.trace else []:
             print(_trace(engine, args, size))
@@ -152,6 +156,20 @@ def _step_bytes(engine: LLMEngine, device: str) -> int:
     if not config.hf_config.get("rope_parameters"):
         angles = 0
     return sum(engine.get_weights_bytes()) - table - angles
+
+
+def _prediction(engine: LLMEngine, args: argparse.Namespace, point: Point, step_bytes: int) -> str:
+    """Of the step's time; empty where there is no prediction: on CPU, and without what makes a
+    GPU's steps follow each other closely."""
+    device = detect_device(args.device)
+    if device == "cpu" or args.enforce_eager or not args.async_scheduling:
+        return ""
+    config = engine.get_model_config()
+    context = point.batch_size * (args.input_len + args.output_len / 2)
+    item = cache_dtype(args.kv_cache_dtype, resolve_dtype(config.dtype, device)).itemsize
+    kv_bytes = 2 * context * config.total_num_kv_heads * config.head_dim * item
+    step = DecodeStep(step_bytes, kv_bytes, config.num_layers, point.batch_size)
+    return f"   {compare(point.step_s, step.seconds(point.bandwidth))}"
 
 
 def _measure(
@@ -202,7 +220,8 @@ def _trace(engine: LLMEngine, args: argparse.Namespace, batch_size: int) -> str:
     if torch.cuda.is_available():
         activities.append(torch.profiler.ProfilerActivity.CUDA)
     with torch.profiler.profile(activities=activities) as profile:
-        _measure(engine, batch_size, args.input_len, args.output_len, lambda: 1.0)
+        tokens = min(args.output_len, _TRACED_TOKENS)
+        _measure(engine, batch_size, args.input_len, tokens, lambda: 1.0)
     path = f"{args.trace}-{batch_size}.json.gz"
     profile.export_chrome_trace(path)
     key = "self_cuda_time_total" if torch.cuda.is_available() else "self_cpu_time_total"

@@ -1,15 +1,18 @@
-"""Runs programs one after another, each with a limit of its own, and keeps what they said: whatever
-cuts the run short, what was found out until then is in a file, and no program lives on.
+"""Runs programs one after another or side by side, each with a limit of its own, and keeps what
+they said: whatever cuts the run short, what was found out until then is in a file, and no program
+lives on.
 """
 
 from __future__ import annotations
 
 import contextlib
+import itertools
 import os
 import re
 import shutil
 import signal
 import subprocess
+import tempfile
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -18,16 +21,21 @@ from pathlib import Path
 from tpengine.host import NotedSignal
 
 _TAIL_LINES = 12
-_MOST_SHOWN = 12
+_MOST_SHOWN = 48
+_MOST_COLUMNS = 240
 _LEAST_S = 10.0
 _TELL_S = 6.0
 """For a part that is over its limit to say what it has found out."""
 _KILL_S = 5.0
 _LOOK_S = 0.2
+_SAVE_S = 2.0
+"""Between two writings of `all.txt`."""
+_HALF_BYTES = 256 << 10
+"""Of a part's output, at either end: a lent machine gives back 16 MiB."""
 _GUARD = """
-group=
-while read -r line; do group=$line; done
-[ -z "$group" ] || kill -s KILL -- "-$group"
+groups=
+while read -r line; do groups=$line; done
+for group in $groups; do kill -s KILL -- "-$group"; done
 """
 
 
@@ -36,22 +44,19 @@ class Part:
     """One thing to find out.
 
     Attributes:
+        stage: parts of the same stage run side by side, and the next stage after all of them.
+        limit_s: after which it is ended; twice as long if stages before have left the time.
         command: its words; a first word that is no program here skips the part.
-        limit_s: after which it is ended.
         proof: must be in its output, lest a run in which all tests skip themselves looks good.
         shown: pattern of lines that are shown with the last ones, wherever they stand.
     """
 
+    stage: int
     name: str
-    command: tuple[str, ...]
     limit_s: float
-    proof: str | None = None
+    command: tuple[str, ...]
+    proof: str = ""
     shown: str | None = None
-
-    @property
-    def file_name(self) -> str:
-        """Of its output."""
-        return self.name.replace(",", "").replace(" ", "-") + ".txt"
 
 
 @dataclass(frozen=True)
@@ -60,8 +65,9 @@ class Result:
 
     part: Part
     outcome: str
-    seconds: float
+    seconds: float = 0.0
     lines: list[str] = field(default_factory=list)
+    text: str = ""
 
     @property
     def is_good(self) -> bool:
@@ -69,30 +75,30 @@ class Result:
         return self.outcome in ("passed", "not here")
 
     def __str__(self) -> str:
-        return f"{self.part.name:<24s} {self.seconds:7.1f} s  {self.outcome}"
+        return f"{self.part.name:<32s} {self.seconds:7.1f} s  {self.outcome}"
 
 
 class Guard:
-    """A process that outlives this one, however it ends, and then ends the part in flight, which
-    has a session of its own and would go on."""
+    """A process that outlives this one, however it ends, and then ends the parts in flight, which
+    have sessions of their own and would go on."""
 
     def __init__(self) -> None:
         self._process = subprocess.Popen(
             ["sh", "-c", _GUARD], stdin=subprocess.PIPE, start_new_session=True
         )
 
-    def watch(self, group: int | None) -> None:
-        """Names the group of processes that is in flight; None: there is none."""
+    def watch(self, groups: Sequence[int]) -> None:
+        """Names the groups of processes that are in flight."""
         assert self._process.stdin is not None
         with contextlib.suppress(BrokenPipeError):
-            self._process.stdin.write(f"{group or ''}\n".encode())
+            self._process.stdin.write(f"{' '.join(map(str, groups))}\n".encode())
             self._process.stdin.flush()
 
     def __enter__(self) -> Guard:
         return self
 
     def __exit__(self, *exc: object) -> None:
-        self.watch(None)
+        self.watch([])
         assert self._process.stdin is not None
         self._process.stdin.close()
         try:
@@ -101,86 +107,139 @@ class Guard:
             self._process.kill()
 
 
+class _Running:
+    """A part in flight."""
+
+    def __init__(self, part: Part, limit_s: float, folder: Path) -> None:
+        self.part = part
+        self.start = time.monotonic()
+        self._deadline = self.start + limit_s
+        self._told: float | None = None
+        self._path = folder / f"{part.name.replace(' ', '-')}.txt"
+        with self._path.open("w") as file:
+            self._process = subprocess.Popen(
+                part.command, stdout=file, stderr=subprocess.STDOUT, start_new_session=True
+            )
+        self.group = self._process.pid
+
+    def look(self, cut: NotedSignal) -> Result | None:
+        """How it ended; None: it is running. Ends it step by step once its time is over."""
+        code, now = self._process.poll(), time.monotonic()
+        if code is not None and self._told is None:
+            return self.result("passed" if code == 0 else f"failed with {code}")
+        if self._told is None:
+            if cut.signal is not None or now >= self._deadline:
+                self._told = now
+                self._send(signal.SIGINT)
+            return None
+        if code is None and now < self._told + _TELL_S:
+            return None
+        ended = f"ended after {self._told - self.start:.0f} s"
+        return self.result(ended if cut.signal is None else f"cut by {cut.signal.name}")
+
+    def result(self, outcome: str) -> Result:
+        """What it said until now."""
+        text = _text(self._path)
+        if outcome == "passed" and self.part.proof not in text:
+            outcome = "failed: nothing ran"
+        lines = _lines_of(self.part, text)
+        return Result(self.part, outcome, time.monotonic() - self.start, lines, text)
+
+    def end(self) -> None:
+        """No process of it stays, its children included."""
+        self._send(signal.SIGKILL)
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self._process.wait(_KILL_S)
+
+    def _send(self, number: signal.Signals) -> None:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(self.group, number)
+
+
 def run_parts(parts: Sequence[Part], out: Path, budget_s: float) -> list[Result]:
     """Runs parts until the budget is spent or a signal ends it. Prints what each has found when it
-    is over, and writes all of it to `all.txt`; each part's output alone is in the folder `parts`.
+    is over; `all.txt` holds all output, that of parts in flight included.
 
     Args:
         budget_s: of all together, the end of the last included.
     """
-    end = time.monotonic() + budget_s
+    end = time.monotonic() + budget_s - _TELL_S - _KILL_S
+    stages = [list(stage) for _, stage in itertools.groupby(parts, lambda part: part.stage)]
+    limits = [max(part.limit_s for part in stage) for stage in stages]
     results: list[Result] = []
-    (out / "parts").mkdir(parents=True, exist_ok=True)
-    with NotedSignal() as cut, Guard() as guard:
-        for number, part in enumerate(parts, 1):
-            left = end - time.monotonic() - _TELL_S - _KILL_S
-            print(f"--- {part.name} ({number} of {len(parts)})", flush=True)
-            if shutil.which(part.command[0]) is None:
-                line = f"{part.command[0]} is not installed"
-                results.append(Result(part, "not here", 0.0, [line]))
-            elif cut.signal is not None:
-                results.append(Result(part, f"not run: cut by {cut.signal.name}", 0.0))
-            elif left < min(_LEAST_S, part.limit_s):
-                results.append(Result(part, "no time left", 0.0))
-            else:
-                results.append(_run_part(part, out, min(part.limit_s, left), cut, guard))
-            write_all(results, out)  # first: there may be nobody left to print to
-            print("\n".join([*results[-1].lines, str(results[-1])]), flush=True)
+    out.mkdir(parents=True, exist_ok=True)
+    with NotedSignal() as cut, Guard() as guard, tempfile.TemporaryDirectory() as folder:
+        for number, stage in enumerate(stages):
+            left = end - time.monotonic()
+            spare = max(0.0, left - sum(limits[number:]))
+            print(f"--- {', '.join(part.name for part in stage)}", flush=True)
+            started = []
+            for part in stage:
+                outcome = _why_not(part, left, cut)
+                if outcome is None:
+                    limit_s = min(part.limit_s + spare, 2 * part.limit_s, left)
+                    started.append(_Running(part, limit_s, Path(folder)))
+                else:
+                    results.append(Result(part, outcome))
+                    print(results[-1], flush=True)
+            _finish(started, results, out, cut, guard)
     return results
 
 
-def _run_part(part: Part, out: Path, limit_s: float, cut: NotedSignal, guard: Guard) -> Result:
-    path = out / "parts" / part.file_name
-    start = time.monotonic()
-    with path.open("w") as file:
-        process = subprocess.Popen(
-            part.command, stdout=file, stderr=subprocess.STDOUT, start_new_session=True
-        )
-        guard.watch(process.pid)
-        try:
-            outcome = _wait(process, start + limit_s, cut)
-            if outcome is None:
-                _send(process, signal.SIGINT)
-                with contextlib.suppress(subprocess.TimeoutExpired):
-                    process.wait(_TELL_S)
-                outcome = f"ended after {time.monotonic() - start:.0f} s"
-                if cut.signal is not None:
-                    outcome = f"cut by {cut.signal.name}"
-        finally:
-            _send(process, signal.SIGKILL)  # its children, too, which may have stayed
-            with contextlib.suppress(subprocess.TimeoutExpired):
-                process.wait(_KILL_S)
-            guard.watch(None)
-    text = _text(path)
-    if outcome == "passed" and part.proof is not None and part.proof not in text:
-        outcome = "failed: nothing ran"
-    return Result(part, outcome, time.monotonic() - start, _lines_of(part, text))
+def _why_not(part: Part, left: float, cut: NotedSignal) -> str | None:
+    """Why a part is not started; None: it is."""
+    if shutil.which(part.command[0]) is None:
+        return "not here"
+    if cut.signal is not None:
+        return f"not run: cut by {cut.signal.name}"
+    return "no time left" if left < min(_LEAST_S, part.limit_s) else None
 
 
-def _wait(process: subprocess.Popen[bytes], end: float, cut: NotedSignal) -> str | None:
-    """How a part ended by itself; None: it is to be ended."""
-    while cut.signal is None and time.monotonic() < end:
-        with contextlib.suppress(subprocess.TimeoutExpired):
-            code = process.wait(min(_LOOK_S, max(0.0, end - time.monotonic())))
-            return "passed" if code == 0 else f"failed with {code}"
-    return None
+def _finish(
+    running: list[_Running], results: list[Result], out: Path, cut: NotedSignal, guard: Guard
+) -> None:
+    """Waits for the parts of a stage, and saves what they say meanwhile."""
+    saved = -_SAVE_S
+    try:
+        while running:
+            guard.watch([one.group for one in running])
+            for one in list(running):
+                if (result := one.look(cut)) is None:
+                    continue
+                one.end()
+                running.remove(one)
+                results.append(result)
+                saved = -_SAVE_S
+                write_all(results, out)  # first: the one who reads the output may be gone
+                print("\n".join([*result.lines, str(result)]), flush=True)
+            if time.monotonic() - saved >= _SAVE_S:
+                write_all([*results, *(one.result("is running") for one in running)], out)
+                saved = time.monotonic()
+            time.sleep(_LOOK_S if running else 0.0)
+    finally:
+        for one in running:
+            one.end()
+        guard.watch([])
+        write_all(results, out)
 
 
-def _send(process: subprocess.Popen[bytes], number: signal.Signals) -> None:
-    with contextlib.suppress(ProcessLookupError):
-        os.killpg(process.pid, number)
+def _text(path: Path) -> str:
+    """What is in the file; without its middle if it is long."""
+    with path.open("rb") as file:
+        text = file.read(_HALF_BYTES)
+        left_out = path.stat().st_size - 2 * _HALF_BYTES
+        if left_out > 0:
+            file.seek(left_out, os.SEEK_CUR)
+            text += f"\n... {left_out} bytes are left out ...\n".encode()
+        return (text + file.read()).decode(errors="replace").replace("\r", "\n")
 
 
 def _lines_of(part: Part, text: str) -> list[str]:
-    lines = text.splitlines()
+    lines = [line[:_MOST_COLUMNS] for line in text.splitlines()]
     shown: list[str] = []
     if part.shown is not None:
         shown = [line for line in lines[:-_TAIL_LINES] if re.search(part.shown, line)]
     return shown[-_MOST_SHOWN:] + lines[-_TAIL_LINES:]
-
-
-def _text(path: Path) -> str:
-    return path.read_text(errors="replace").replace("\r", "\n")
 
 
 def table(results: Sequence[Result]) -> str:
@@ -191,8 +250,7 @@ def table(results: Sequence[Result]) -> str:
 def write_all(results: Sequence[Result], out: Path) -> None:
     """Writes the table, the lines to look at, and the outputs of all parts to one file."""
     ends = [f"--- {one.part.name}\n" + "\n".join(one.lines) for one in results if one.lines]
-    files = [out / "parts" / one.part.file_name for one in results if one.seconds]
-    whole = [f"=== {path.stem}\n{_text(path)}" for path in files]
+    whole = [f"=== {one.part.name}\n{one.text}" for one in results if one.seconds]
     new = out / "all.txt.new"
     new.write_text("\n".join([table(results), *ends, *whole]))
     new.replace(out / "all.txt")  # a cut leaves the one or the other
