@@ -25,8 +25,8 @@ def work_forever(state: Rank, kind: str) -> None:
         state[kind].all_reduce(torch.ones(64))
 
 
-def reduce_once(state: Rank, kind: str) -> tuple[float, float, int]:
-    """Seconds of the wait, CPU seconds of this process, and the progress of another thread."""
+def reduce_timed(state: Rank, kind: str, num_sums: int = 1) -> tuple[float, float, int]:
+    """Seconds of the sums, CPU seconds of this process, and the progress of another thread."""
     ticks = 0
     done = threading.Event()
 
@@ -39,7 +39,8 @@ def reduce_once(state: Rank, kind: str) -> tuple[float, float, int]:
     thread.start()
     start, cpu = time.perf_counter(), time.process_time()
     try:
-        state[kind].all_reduce(torch.ones(64))
+        for _ in range(num_sums):
+            state[kind].all_reduce(torch.ones(64))
     finally:
         waited, cpu = time.perf_counter() - start, time.process_time() - cpu
         done.set()
@@ -48,6 +49,7 @@ def reduce_once(state: Rank, kind: str) -> tuple[float, float, int]:
 
 
 def reduce_later(state: Rank, kind: str, delay_s: float) -> None:
+    state[kind].all_reduce(torch.ones(64))
     time.sleep(delay_s)
     state[kind].all_reduce(torch.ones(64))
 
@@ -122,14 +124,14 @@ def test_gloo(number: int, deadline_s: float, two: Ranks) -> None:
 
 def test_rank_that_gives_up(two: Ranks) -> None:
     two.connect()
-    two.start(0, reduce_once, "shared memory")
+    two.start(0, reduce_timed, "shared memory")
     two.start(1, give_up, "shared memory")
     error = two.outcome(0, AT_ONCE_S)
     assert isinstance(error, CollectiveError)
     assert "rank 1 failed, or left the group" in str(error)
     assert error.failed_rank == 1
     # later operations fail as well
-    assert isinstance(two.outcomes(reduce_once, "shared memory")[0], CollectiveError)
+    assert isinstance(two.outcomes(reduce_timed, "shared memory")[0], CollectiveError)
 
 
 def test_shutdown_while_waiting(two: Ranks) -> None:
@@ -138,9 +140,9 @@ def test_shutdown_while_waiting(two: Ranks) -> None:
     assert "rank 0 failed, or left the group" in two.outcome(0, AT_ONCE_S)
     # Rank 0's contribution before it left still counts; rank 1 does not wait for further ones.
     start = time.perf_counter()
-    two.start(1, reduce_once, "shared memory")
+    two.start(1, reduce_timed, "shared memory")
     assert not isinstance(two.outcome(1, AT_ONCE_S), Exception)
-    two.start(1, reduce_once, "shared memory")
+    two.start(1, reduce_timed, "shared memory")
     assert isinstance(two.outcome(1, AT_ONCE_S), CollectiveError)
     assert time.perf_counter() - start < AT_ONCE_S
 
@@ -152,7 +154,7 @@ def test_error_survives_pickling() -> None:
 
 def test_waiting_sleeps_and_frees_the_interpreter(two: Ranks) -> None:
     two.connect()
-    two.start(0, reduce_once, "shared memory")
+    two.start(0, reduce_timed, "shared memory", 2)  # rank 1 counts its delay from the first sum
     two.start(1, reduce_later, "shared memory", 1.0)
     waited, cpu, ticks = two.outcome(0)
     assert waited > 0.8

@@ -146,10 +146,10 @@ def sample(logits: torch.Tensor, batch: SamplingBatch) -> Sampled:
         is_beam = upload(batch.num_candidates > 0, logits.device)
         lost = find_lost_rows(logits, token_ids, batch.edits, is_beam)
     reports = [] if raw is None else _report(token_ids, batch, logits, raw, reported)
-    pending = together([lost, *reports])
+    pending = together([*reports, lost])
 
     def read(arrays: Sequence[Array]) -> Findings:
-        errors, *found = pending.read(arrays)
+        *found, errors = pending.read(arrays)
         logprobs, candidates = found or ({}, {})
         return Findings(logprobs, candidates, errors | failed)
 

@@ -147,7 +147,7 @@ class PooledBlocks:
         self._pool = pool
         self._stream: Any = None
         if pool.device.type == "cuda" and num_host_blocks:
-            self._stream = torch.cuda.Stream(pool.device)  # type: ignore[no-untyped-call]
+            self._stream = torch.cuda.Stream(pool.device)
         one_block = (pool.shape[0], *pool.shape[2:])
         block_bytes = math.prod(one_block) * pool.itemsize
         self._piece_blocks = max(1, _PIECE_BYTES // block_bytes)
@@ -176,7 +176,7 @@ class PooledBlocks:
         self._stream.wait_stream(torch.cuda.current_stream(self._pool.device))
         with torch.cuda.stream(self._stream):
             self._swap_now(moves)
-            event = torch.cuda.Event()  # type: ignore[no-untyped-call]
+            event = torch.cuda.Event()
             event.record(self._stream)
         self.caches.events = dict.fromkeys(range(len(self.caches)), event)
 

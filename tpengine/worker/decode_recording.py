@@ -85,7 +85,7 @@ class Workspace:
             self._free.append(self._buffers[address])
 
 
-class _Tape(TorchDispatchMode):  # type: ignore[no-untyped-call]
+class _Tape(TorchDispatchMode):
     """Lets tpengine's ops and views pass, makes new tensors in the workspace, and refuses every
     other op, since a recording would leave it out. It does not see numbers that are read out of a
     tensor (`tolist`, `numpy`): a model's forward pass must not read them."""

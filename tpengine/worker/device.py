@@ -62,7 +62,7 @@ def _why_no_cuda() -> str:
         )
     built = f"torch {torch.__version__} (for CUDA {torch.version.cuda})"
     try:
-        torch.cuda.init()  # type: ignore[no-untyped-call]
+        torch.cuda.init()
     except (RuntimeError, AssertionError) as error:
         return (
             f"{built} cannot use a GPU: {str(error).strip()}; update the driver, or install a "

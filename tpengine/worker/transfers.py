@@ -75,7 +75,7 @@ def end_of_work(device: torch.device) -> Callable[[], bool]:
 
 
 def _new_event() -> Any:
-    return torch.cuda.Event()  # type: ignore[no-untyped-call]
+    return torch.cuda.Event()
 
 
 def layout(arrays: Sequence[Array]) -> tuple[list[int], int]:
@@ -119,7 +119,7 @@ class Downloads:
         self._wait_for = wait_for
         self._stream: Any = None
         if device.type == "cuda":
-            self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+            self._stream = torch.cuda.Stream(device)
 
     def start(self, tensors: Sequence[torch.Tensor]) -> Callable[[], list[npt.NDArray[Any]]]:
         """Starts the copies. Returns a function that waits for them and returns the arrays."""

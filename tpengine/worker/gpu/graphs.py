@@ -64,7 +64,7 @@ class CudaCapture:
     """Records CUDA graphs that share one pool of memory: only one of them runs at a time."""
 
     def __init__(self, device: torch.device) -> None:
-        self._stream: Any = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+        self._stream: Any = torch.cuda.Stream(device)
         self._pool = torch.cuda.graph_pool_handle()
         self._device = device
 
