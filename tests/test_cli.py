@@ -202,7 +202,7 @@ def test_text_for_a_model_without_a_tokenizer(
     [
         (["--help"], ("generate", "bench", "Begin with")),
         (["generate", "--help"], ("--chat", "--max-num-seqs", "Examples", "--top-p")),
-        (["bench", "--help"], ("throughput", "scheduler")),
+        (["bench", "--help"], ("throughput", "recovery")),
         (["bench", "throughput", "--help"], ("--num-requests", "--shape", "--model")),
         (["--version"], ("tpengine 0",)),
     ],

@@ -25,7 +25,7 @@ from tpengine.host import call_on_end_signals
 from tpengine.logger import init_logger
 from tpengine.sampling_params import RequestOutputKind, SamplingParams
 from tpengine.server.auth import Authenticator
-from tpengine.server.grpc.server import GrpcServer
+from tpengine.server.grpc.server import GrpcServer, batch_wake_ups
 from tpengine.server.server_args import ServerArgs, join_address
 from tpengine.server.state import ServerState, State
 
@@ -90,6 +90,7 @@ class _Server:
         self._first_signal: signal.Signals | None = None
         self._stopping: asyncio.Task[NoReturn] | None = None
         self._authenticator = authenticator
+        batch_wake_ups(asyncio.get_running_loop())
         self._grpc = GrpcServer(self._state, authenticator, self._limits)
 
     async def run(self) -> int:

@@ -50,7 +50,6 @@ class GrpcServer:
     """
 
     def __init__(self, state: ServerState, authenticator: Authenticator, limits: Limits) -> None:
-        batch_wake_ups(asyncio.get_running_loop())
         self._health = HealthServicer()
         guard = Guard(authenticator, limits)
         self._server = grpc.aio.server(interceptors=[guard], options=_options(limits))
@@ -92,7 +91,8 @@ class GrpcServer:
 
 
 def batch_wake_ups(loop: asyncio.AbstractEventLoop) -> None:
-    """Makes a loop handle all events of grpc in one turn. Called before grpc knows the loop.
+    """Makes a loop handle all events of grpc in one turn. Called before grpc knows the loop, and only
+    in a process with one event loop: the events of a closed loop would stop those of the others.
 
     grpc.aio writes one byte into a socket for each event, such as a message that is sent. Its
     reader takes one byte per turn of the loop, but all events. After a step of 200 streams this
