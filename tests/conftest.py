@@ -13,7 +13,6 @@ import tpengine  # noqa: F401
 
 # isort: split
 
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -24,10 +23,12 @@ from support.ray_cluster import (  # noqa: F401  # fixtures for all rooms
     ray_address,
     wait_until,
 )
+from support.small_llamas import folders, make_engine, oracles  # noqa: F401  # fixtures
+from support.subjects import Subjects
 
 from tpengine.config import EMBEDDED_MODEL
 
-_LONG_ROOMS = ("executor", "server", "client", "recovery_ray", "distributed")
+_LONG_ROOMS = ("executor", "server", "client", "recovery/on_ray", "distributed")
 """Their files stay together, as they share a Ray cluster, servers or ranks; they come first."""
 
 
@@ -63,15 +64,21 @@ def pytest_sessionfinish(session: pytest.Session, exitstatus: int) -> None:
 
 
 def _group_of(nodeid: str) -> str:
-    """Of a test, as `tests/server/test_client.py::test_commands`."""
+    """The long room or the file of a test, as `tests/server/test_client.py::test_commands`."""
     file = nodeid.partition("::")[0]
-    room = Path(file).parent.name
-    return room if room in _LONG_ROOMS else file
+    inside = file.removeprefix("tests/")
+    return next((room for room in _LONG_ROOMS if inside.startswith(f"{room}/")), file)
 
 
 @pytest.fixture(scope="session")
 def models(tmp_path_factory: pytest.TempPathFactory) -> ModelShop:
     return ModelShop(tmp_path_factory.mktemp("models"))
+
+
+@pytest.fixture(scope="session")
+def subjects(tmp_path_factory: pytest.TempPathFactory) -> Subjects:
+    """Every variant of `support.variants`, each made when it is first asked for."""
+    return Subjects(tmp_path_factory.mktemp("families"))
 
 
 @pytest.fixture(scope="session")
