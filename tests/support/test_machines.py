@@ -15,6 +15,7 @@ import pytest
 from support.machines import SSH_OPTIONS, Machines, wait_until
 from support.namespaces import processes_in
 
+pytestmark = pytest.mark.check
 TESTS = Path(__file__).parent.parent
 PATIENCE_S = 30.0
 OWNER = """

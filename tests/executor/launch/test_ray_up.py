@@ -21,6 +21,7 @@ from support.system_packages import require
 from tpengine import LLM, SamplingParams
 from tpengine.config import EMBEDDED_MODEL
 
+pytestmark = pytest.mark.check
 ROOT = Path(__file__).parents[3]
 README = (ROOT / "cluster" / "README.md").read_text()
 NUM_MACHINES = 3
