@@ -12,14 +12,18 @@ NATIVE := $(shell find csrc -type f 2>/dev/null)
 # A Python with a CUDA build of torch, for `make gpu`.
 GPU_PYTHON ?= $(BIN)/python
 
-.PHONY: demo test soak gpu lint format setup clean
+.PHONY: demo test check soak gpu lint format setup clean
 
 demo: setup
 	@echo "tpengine: loading the model, then four prompts"
 	$(BIN)/python examples/offline_inference.py
 
 test: setup
-	$(BIN)/python -m pytest -m "not soak" -n 2 --dist loadgroup --no-loadscope-reorder
+	$(BIN)/python -m pytest -m "not soak and not check" -n 2 --dist loadgroup --no-loadscope-reorder
+
+# Root, namespaces, Debian packages and clients of other projects, which are fetched once.
+check: setup
+	$(BIN)/python -m pytest -m check
 
 soak: setup
 	$(BIN)/python -m pytest -m soak --timeout 3600

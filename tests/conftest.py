@@ -13,7 +13,7 @@ import tpengine  # noqa: F401
 
 # isort: split
 
-from pathlib import Path
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -24,11 +24,24 @@ from support.ray_cluster import (  # noqa: F401  # fixtures for all rooms
     ray_address,
     wait_until,
 )
+from support.small_llamas import folders, make_engine, oracles  # noqa: F401  # fixtures
+from support.subjects import Subjects
 
 from tpengine.config import EMBEDDED_MODEL
 
-_LONG_ROOMS = ("executor", "server", "client", "recovery_ray", "distributed")
+_LONG_ROOMS = ("executor", "server", "client", "recovery/on_ray", "distributed")
 """Their files stay together, as they share a Ray cluster, servers or ranks; they come first."""
+
+_MAY_SKIP = (
+    "this kernel gives no large pages",
+    "the memory is too fragmented for large pages now",
+    "this kernel populates no memory when asked",
+    "this kernel does not tell which pages have memory",
+    "are torch's own here",  # this CPU has no AVX-512 of the kind that the test needs
+    "there is a CUDA device",
+    "needs a machine without a GPU",
+)
+"""Reasons for which a test may skip itself in CI: no installed package can give these things."""
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -53,25 +66,50 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
     return ByGroup(config, log)
 
 
-@pytest.hookimpl(trylast=True)
-def pytest_sessionfinish(session: pytest.Session, exitstatus: int) -> None:
-    """A run that broke off says nothing of the tests that had not come: CI runs none again."""
-    ran_all = exitstatus in (pytest.ExitCode.OK, pytest.ExitCode.TESTS_FAILED)
-    cache = getattr(session.config, "cache", None)  # none with -p no:cacheprovider
-    if not ran_all and cache is not None and not hasattr(session.config, "workerinput"):
-        cache.set("cache/lastfailed", {})
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport(item: pytest.Item) -> Iterator[None]:
+    report = yield
+    if item.get_closest_marker("gpu") is None:
+        _fail_if_skipped(report)
+    return report
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_make_collect_report() -> Iterator[None]:
+    report = yield
+    _fail_if_skipped(report)
+    return report
+
+
+def _fail_if_skipped(report: pytest.TestReport | pytest.CollectReport) -> None:
+    """Makes a failure of a skip where `TPENGINE_TEST_REQUIRE_TOOLS` is 1, as in CI."""
+    if os.environ.get("TPENGINE_TEST_REQUIRE_TOOLS") != "1" or not report.skipped:
+        return
+    if hasattr(report, "wasxfail"):
+        return
+    reason = report.longrepr[2] if isinstance(report.longrepr, tuple) else str(report.longrepr)
+    if any(allowed in reason for allowed in _MAY_SKIP):
+        return
+    report.outcome = "failed"
+    report.longrepr = f"a test may not skip itself here (TPENGINE_TEST_REQUIRE_TOOLS=1): {reason}"
 
 
 def _group_of(nodeid: str) -> str:
-    """Of a test, as `tests/server/test_client.py::test_commands`."""
+    """The long room or the file of a test, as `tests/server/test_client.py::test_commands`."""
     file = nodeid.partition("::")[0]
-    room = Path(file).parent.name
-    return room if room in _LONG_ROOMS else file
+    inside = file.removeprefix("tests/")
+    return next((room for room in _LONG_ROOMS if inside.startswith(f"{room}/")), file)
 
 
 @pytest.fixture(scope="session")
 def models(tmp_path_factory: pytest.TempPathFactory) -> ModelShop:
     return ModelShop(tmp_path_factory.mktemp("models"))
+
+
+@pytest.fixture(scope="session")
+def subjects(tmp_path_factory: pytest.TempPathFactory) -> Subjects:
+    """Every variant of `support.variants`, each made when it is first asked for."""
+    return Subjects(tmp_path_factory.mktemp("families"))
 
 
 @pytest.fixture(scope="session")

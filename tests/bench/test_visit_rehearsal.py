@@ -20,6 +20,7 @@ def test_the_docs_say_the_command() -> None:
     assert rehearse_visit.COMMAND in (rehearse_visit.ROOT / "docs" / "gpu.md").read_text()
 
 
+@pytest.mark.check
 @pytest.mark.skipif(shutil.which("g++") is None, reason="needs g++")
 def test_parts_of_a_visit_run(tmp_path: Path) -> None:
     """With the programs of a machine that has a GPU, which run what they are given."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import re
 
 import pytest
@@ -11,6 +12,7 @@ from support.zoo import PLAIN
 
 from benchmarks import groups, prefix, swap
 from benchmarks.__main__ import main
+from benchmarks.swap import scattered_pairs
 
 ENGINE = ["--dtype", "float32", "--device", "cpu", "--cpu-kv-cache-space", "0.02"]
 
@@ -65,3 +67,12 @@ def test_benchmarks_of_one_part(
 ) -> None:
     assert main([name, *options]) == 0
     assert re.search(result, capsys.readouterr().out)
+
+
+@pytest.mark.parametrize("num_blocks", [1, 2, 6, 7, 8, 14, 64, 105])
+def test_the_benchmark_scatters_every_block_once(num_blocks: int) -> None:
+    pairs = scattered_pairs(num_blocks)
+    assert sorted(block for block, _ in pairs) == list(range(num_blocks))
+    assert sorted(host for _, host in pairs) == list(range(num_blocks))
+    if num_blocks > 3:
+        assert all(second != first + 1 for (_, first), (_, second) in itertools.pairwise(pairs))

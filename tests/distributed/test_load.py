@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 import torch
-from families.variants import VARIANTS, Variant
 from safetensors.torch import load_file, save_file
+from support.variants import VARIANTS, Variant
 from transformers import LlamaConfig
 
 from distributed.load_tasks import load

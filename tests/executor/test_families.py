@@ -14,11 +14,11 @@ from typing import Any
 
 import pytest
 import ray
-from families.variants import VARIANTS
 from support.engines import make_engine, run
 from support.models import ModelShop
 from support.oracle import Answer
 from support.step_log import StepLog, log_steps
+from support.variants import VARIANTS
 
 from executor.ray_engines import executor_of, is_alive, ray_engine
 from tpengine import EngineArgs, LLMEngine, SamplingParams

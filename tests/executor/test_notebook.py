@@ -13,7 +13,6 @@ import pytest
 import ray
 from support.engines import complete, greedy, make_engine
 from support.models import ModelShop
-from support.system_packages import lacking
 from support.zoo import PLAIN
 
 import tpengine
@@ -52,7 +51,7 @@ class Notebook:
 
     def __init__(self) -> None:
         if find_spec("ipykernel") is None or find_spec("jupyter_client") is None:
-            lacking("ipykernel and jupyter_client are not installed: pip install -e '.[test]'")
+            pytest.skip("ipykernel and jupyter_client are not installed: pip install -e '.[test]'")
         from jupyter_client.manager import start_new_kernel
 
         package = str(Path(tpengine.__file__).parent.parent)

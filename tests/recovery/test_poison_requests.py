@@ -16,8 +16,8 @@ from tpengine.engine.poison_requests import PoisonSearch
 from tpengine.engine.stats import EngineState
 from tpengine.messages import StepInput
 
+from .client import Client, Job, serve, summary
 from .conftest import MakeConfig
-from .loop import Client, Job, serve, summary
 from .mortal import Fate, mortal_engine
 
 POISON = 990

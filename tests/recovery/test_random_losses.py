@@ -18,8 +18,8 @@ from tpengine.scheduling import SchedulerOutput
 from tpengine.scheduling.scheduler import Scheduler
 from tpengine.sequence import SequenceStatus
 
+from .client import Answer, Client, Job, serve, summary
 from .conftest import MakeConfig
-from .loop import Answer, Client, Job, serve, summary
 from .mortal import Fate, mortal_engine
 
 END_TOKEN_IDS = [199, 398, 597, 796]

@@ -11,8 +11,8 @@ from support.step_log import log_steps
 
 from tpengine import RequestOutputKind, SamplingParams
 
+from .client import Answer, Job, serve, summary
 from .conftest import MakeConfig
-from .loop import Answer, Job, serve, summary
 from .mortal import Fate, RealGroup
 
 DELTA = RequestOutputKind.DELTA

@@ -16,8 +16,8 @@ from tpengine.engine import llm_engine
 from tpengine.engine.stats import EngineState
 from tpengine.errors import EngineDeadError, EngineError, GroupLostError
 
+from .client import Client, Job, serve, summary
 from .conftest import MakeConfig
-from .loop import Client, Job, serve, summary
 from .mortal import FakeGroup, Fate, MortalExecutor, mortal_engine
 
 

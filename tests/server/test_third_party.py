@@ -17,6 +17,7 @@ from support.server_process import ServerProcess
 from tpengine import LLM
 from tpengine.server.grpc.proto import tpengine_pb2 as pb
 
+pytestmark = pytest.mark.check
 HERE = Path(__file__).parent
 SERVICE = "tpengine.v1.GenerationService"
 PROMPT, NUM_TOKENS = "Once upon a time", 12

@@ -21,9 +21,11 @@ import time
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 
+import pytest
+
 import tpengine
 from support.namespaces import KINDS, UNSHARE, children_of, namespace, processes_in
-from support.system_packages import lacking, require
+from support.system_packages import require
 
 _SUBNET = "10.77.0"
 """Of the desk's own network, so it does not matter who else uses it."""
@@ -270,7 +272,7 @@ class Machines:
 
         def found() -> bool:
             if process.poll() is not None:
-                lacking(f"namespaces cannot be made here: {self.logs()}")
+                pytest.skip(f"namespaces cannot be made here: {self.logs()}")
             pids = [process.pid]
             for _ in range(depth):
                 pids = children_of(pids[0])[:1] if pids else []
@@ -375,7 +377,7 @@ def _python_path() -> list[Path]:
 def _require_tools() -> str:
     """The path of sshd; sees to the other programs, too."""
     if sys.platform != "linux" or os.geteuid() != 0:
-        lacking("machines of namespaces need root on Linux")
+        pytest.skip("machines of namespaces need root on Linux")
     for command, package in (
         ("ip", "iproute2"),
         ("ssh", "openssh-client"),

@@ -14,9 +14,9 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from families.variants import VARIANTS
 from support.engines import generate, open_llm, preemptions
 from support.models import ModelShop
+from support.variants import VARIANTS
 from support.zoo import PLAIN, ZOO
 
 from tpengine import LLM, SamplingParams

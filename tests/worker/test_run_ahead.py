@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from recovery.loop import Client, Job, summary
+from recovery.client import Client, Job, summary
 from recovery.mortal import Fate, RealGroup, mortal_engine
 from support.engines import generate, greedy, ids, make_engine, open_llm, preemptions, run
 from support.gpu_walk import GpuWalk, walk_the_gpus_way

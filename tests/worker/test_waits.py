@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from sampling import processors
+from support import logits_processors
 from support.models import ModelShop
 from support.zoo import PLAIN
 
@@ -77,12 +77,12 @@ def test_functions_of_users(models: ModelShop, monkeypatch: pytest.MonkeyPatch) 
     worker.load_model()
     worker.init_cache_engine(6)
     monkeypatch.setattr(model_runner, "end_of_work", lambda device: lambda: False)
-    params = SamplingParams(logits_processors="sampling.processors:keep")
+    params = SamplingParams(logits_processors="support.logits_processors:keep")
     new = NewSequence(0, [5, 6, 7], 3, 0, [0], params, 1, 0, [])
-    processors.kept.clear()
+    logits_processors.kept.clear()
     with pytest.raises(EngineError, match=r"has not finished a step within 0\.05 s"):
         worker.execute_model(StepInput(1, [0], [3], [new], sample_rows=[0], sample_slots=[0]))
-    assert not processors.kept
+    assert not logits_processors.kept
     worker.shutdown()
 
 

@@ -11,7 +11,7 @@ To add a model family:
    ignored gives wrong answers without an error. Remove from `_NEUTRAL` what the family supports,
    and let the other families refuse it.
 4. Add one line to `_MODELS`, with the name that checkpoints give in `architectures`.
-5. Add variants to `tests/families/variants.py`; the tests against transformers then cover them.
+5. Add variants to `tests/support/variants.py`; the tests against transformers then cover them.
 """
 
 from __future__ import annotations

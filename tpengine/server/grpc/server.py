@@ -91,8 +91,8 @@ class GrpcServer:
 
 
 def batch_wake_ups(loop: asyncio.AbstractEventLoop) -> None:
-    """Makes a loop handle all events of grpc in one turn. Called before grpc knows the loop, and only
-    in a process with one event loop: the events of a closed loop would stop those of the others.
+    """Makes a loop handle all events of grpc in one turn. Called before grpc knows the loop,
+    and only in a process with one event loop: a closed loop's events would stop the others'.
 
     grpc.aio writes one byte into a socket for each event, such as a message that is sent. Its
     reader takes one byte per turn of the loop, but all events. After a step of 200 streams this

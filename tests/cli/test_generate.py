@@ -1,0 +1,241 @@
+"""`tpengine generate`: prompts of each source, text on stdout, errors on stderr, signals."""
+
+from __future__ import annotations
+
+import io
+import re
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from support.models import ModelShop
+from support.zoo import PLAIN
+
+from tpengine import LLM, LLMEngine, SamplingParams
+from tpengine.cli.main import main
+from tpengine.errors import EngineDeadError
+from tpengine.outputs import RequestOutput
+
+TIMEOUT_S = 120
+SMALL = ["--cpu-kv-cache-space", "0.05", "--max-model-len", "512"]
+GREEDY = ["--temperature", "0", "--max-tokens", "12", "--dtype", "float32", *SMALL]
+PROMPT = "The capital of France is"
+
+
+@pytest.fixture(scope="module")
+def completion() -> str:
+    with LLM(dtype="float32", cpu_kv_cache_space=0.05, max_model_len=512) as llm:
+        params = SamplingParams(temperature=0.0, max_tokens=12)
+        return llm.generate(PROMPT, params, use_tqdm=False)[0].outputs[0].text
+
+
+@pytest.fixture(autouse=True)
+def _terminal(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Standard input is a terminal at which nothing is typed."""
+    stdin = io.StringIO()
+    stdin.isatty = lambda: True  # type: ignore[method-assign]
+    monkeypatch.setattr(sys, "stdin", stdin)
+
+
+def test_prompt_as_argument(completion: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["generate", PROMPT, *GREEDY]) == 0
+    assert capsys.readouterr().out == f"{PROMPT}{completion}\n\n"
+
+
+def test_more_than_one_prompt(completion: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["generate", "Once upon a time", PROMPT, *GREEDY]) == 0
+    shown = capsys.readouterr().out
+    assert shown.startswith("Once upon a time")
+    assert shown.endswith(f"\n\n{PROMPT}{completion}\n\n")
+
+
+def test_prompt_after_an_option_of_one_or_more_numbers(
+    completion: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["generate", *GREEDY, "--cpu-kv-cache-space", "0.05", PROMPT]) == 0
+    assert capsys.readouterr().out == f"{PROMPT}{completion}\n\n"
+
+
+def test_prompts_from_a_file(
+    completion: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = tmp_path / "prompts.txt"
+    file.write_text(f"{PROMPT}\n\n{PROMPT}\n")
+    assert main(["generate", "--file", str(file), *GREEDY]) == 0
+    assert capsys.readouterr().out == f"{PROMPT}{completion}\n\n" * 2
+
+
+@pytest.mark.parametrize("option", [[], ["--file", "-"]])
+def test_prompts_from_stdin(
+    option: list[str],
+    completion: str,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.setattr(sys, "stdin", io.StringIO(f"{PROMPT}\n"))
+    assert main(["generate", *option, *GREEDY]) == 0
+    assert capsys.readouterr().out == f"{PROMPT}{completion}\n\n"
+
+
+def test_without_a_prompt_there_is_an_example(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["generate", *GREEDY]) == 0
+    assert capsys.readouterr().out.startswith("Hello, my name is")
+
+
+def test_chat(capsys: pytest.CaptureFixture[str]) -> None:
+    question = "What is two plus three?"
+    assert main(["generate", "--chat", question, *GREEDY]) == 0
+    shown = capsys.readouterr().out
+    assert shown.startswith(f"> {question}\n")
+    assert len(shown) > len(question) + 10
+    assert "<|" not in shown
+
+
+def test_sampling_options(capsys: pytest.CaptureFixture[str]) -> None:
+    def show(*options: str) -> str:
+        assert main(["generate", PROMPT, "--max-tokens", "24", *options, *SMALL]) == 0
+        return capsys.readouterr().out
+
+    hot = ["--temperature", "3"]
+    assert show(*hot, "--sampling-seed", "1") == show(*hot, "--sampling-seed", "1")
+    assert show(*hot, "--sampling-seed", "1") != show(*hot, "--sampling-seed", "2")
+    greedy = show("--temperature", "0")
+    assert show(*hot, "--top-k", "1") == greedy
+    assert show(*hot, "--top-p", "1e-9") == greedy
+    assert show(*hot, "--min-p", "1") == greedy
+    stop = greedy[len(PROMPT) + 8 : len(PROMPT) + 13]
+    cut = show("--temperature", "0", "--stop", stop)
+    assert cut.strip() == greedy[: greedy.index(stop, len(PROMPT))].strip()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["--model", "/nowhere"], ("ModelLoadError", "/nowhere")),
+        (["--temperature", "nan"], ("InvalidSamplingParamsError", "temperature", "nan")),
+        (["--dtype", "float16", "--device", "cpu"], ("ConfigError", "float16")),
+        (["--max-num-seqs", "0"], ("ConfigError", "max_num_seqs", "at least 1")),
+        (["--cpu-kv-cache-space", "1,2"], ("ConfigError", "one per rank", "got 2 numbers")),
+        (["--file", "/nowhere/at.all"], ("/nowhere/at.all", "cannot be read")),
+    ],
+)
+def test_errors_go_to_stderr(
+    arguments: list[str], words: tuple[str, ...], capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["generate", PROMPT, *SMALL, *arguments]) == 1
+    shown = capsys.readouterr()
+    assert shown.out == ""
+    lines = [line for line in shown.err.splitlines() if line.startswith("tpengine: ")]
+    assert len(lines) == 1
+    for word in words:
+        assert word in lines[0]
+    assert "Traceback" not in shown.err
+
+
+def test_one_bad_prompt_does_not_stop_the_others(
+    completion: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["generate", "a " * 600, PROMPT, *GREEDY]) == 1
+    shown = capsys.readouterr()
+    assert shown.out.endswith(f"{PROMPT}{completion}\n\n")
+    assert "max_model_len = 512" in shown.err
+
+
+@pytest.mark.parametrize(
+    ("cause", "code"), [(KeyboardInterrupt(), 130), (EngineDeadError("gone"), 1)]
+)
+def test_what_ends_a_text_ends_its_line(
+    cause: BaseException,
+    code: int,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    step, calls = LLMEngine.step, iter(range(4))
+
+    def short_lived_step(engine: LLMEngine) -> list[RequestOutput]:
+        if next(calls) == 3:
+            raise cause
+        return step(engine)
+
+    monkeypatch.setattr(LLMEngine, "step", short_lived_step)
+    assert main(["generate", PROMPT, *GREEDY]) == code
+    shown = capsys.readouterr().out
+    assert len(shown) > len(PROMPT) + 1
+    assert shown.endswith("\n")
+
+
+def test_an_interrupt_prints_how_many_prompts_are_finished(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    stream, calls = LLM.stream, iter(range(4))
+
+    def interrupted_stream(*args: Any) -> Iterator[str]:
+        if next(calls) == 3:
+            raise KeyboardInterrupt
+        return stream(*args)
+
+    monkeypatch.setattr(LLM, "stream", interrupted_stream)
+    assert main(["generate", PROMPT, "a " * 600, *[PROMPT] * 3, *GREEDY]) == 130
+    shown = capsys.readouterr()
+    assert shown.err.endswith("\ntpengine: interrupted; 2 of 5 prompts finished, 1 failed\n")
+    assert shown.out.endswith("\n")
+
+
+def test_text_for_a_model_without_a_tokenizer(
+    models: ModelShop, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = str(models.folder(PLAIN))
+    for chat in ([], ["--chat"]):
+        assert main(["generate", PROMPT, "--model", folder, *chat, *SMALL]) == 1
+        last = capsys.readouterr().err.splitlines()[-1]
+        assert last.startswith("tpengine: InvalidPromptError")
+        assert "tokenizer" in last
+
+
+def test_the_command_itself(completion: str) -> None:
+    """As a process, its output piped, its text in the order in which it was generated."""
+    child = subprocess.run(
+        [sys.executable, "-m", "tpengine.cli", "generate", *GREEDY],
+        input=f"{PROMPT}\n",
+        capture_output=True,
+        text=True,
+        timeout=TIMEOUT_S,
+    )
+    assert child.returncode == 0, child.stderr
+    assert child.stdout == f"{PROMPT}{completion}\n\n"
+
+
+@pytest.mark.parametrize(
+    ("sent", "interrupt"),
+    [
+        (signal.SIGTERM, signal.default_int_handler),
+        (signal.SIGTERM, signal.SIG_IGN),
+        (signal.SIGINT, signal.default_int_handler),
+    ],
+)
+def test_signals_end_the_command_in_order(sent: signal.Signals, interrupt: Any) -> None:
+    """A shell's background jobs ignore Ctrl-C, but must end on SIGTERM."""
+    endless = [PROMPT, *SMALL, "--max-tokens", "9999", "--ignore-eos"]
+    child = subprocess.Popen(
+        [sys.executable, "-m", "tpengine.cli", "generate", *(200 * endless[:1]), *endless],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        preexec_fn=lambda: signal.signal(signal.SIGINT, interrupt),
+    )
+    try:
+        assert child.stdout is not None
+        assert child.stdout.read(len(PROMPT)) == PROMPT
+        child.send_signal(sent)
+        out, err = child.communicate(timeout=TIMEOUT_S)
+    finally:
+        child.kill()
+        child.wait(TIMEOUT_S)
+    assert child.returncode == 128 + sent, err
+    assert out.endswith("\n")
+    assert re.search(r"\ntpengine: interrupted; \d+ of 201 prompts finished\n$", err)
+    assert "Traceback" not in err

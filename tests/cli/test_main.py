@@ -1,0 +1,165 @@
+"""The `tpengine` command: help, wrong usage, `bench throughput`, signals during the start."""
+
+from __future__ import annotations
+
+import argparse
+import re
+import signal
+import subprocess
+import sys
+from typing import Any
+
+import pytest
+from support.models import ModelShop
+from support.zoo import PLAIN
+
+from tpengine.cli.main import BENCHMARKS, build_parser, main
+
+TIMEOUT_S = 120
+SMALL = ["--cpu-kv-cache-space", "0.05", "--max-model-len", "512"]
+GREEDY = ["--temperature", "0", "--max-tokens", "12", "--dtype", "float32", *SMALL]
+PROMPT = "The capital of France is"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["--help"], ("generate", "bench", "Begin with")),
+        (["generate", "--help"], ("--chat", "--max-num-seqs", "Examples", "--top-p")),
+        (["bench", "--help"], ("throughput", "transport")),
+        (["bench", "throughput", "--help"], ("--num-requests", "--shape", "--model")),
+        (["--version"], ("tpengine 0",)),
+    ],
+)
+def test_help(
+    arguments: list[str], words: tuple[str, ...], capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as ended:
+        main(arguments)
+    assert ended.value.code == 0
+    shown = capsys.readouterr().out
+    for word in words:
+        assert word in shown
+
+
+COMMANDS = [
+    ["generate"],
+    ["serve"],
+    *(["client", name] for name in ("generate", "chat", "health", "load")),
+    *(["bench", name] for name in BENCHMARKS),
+]
+
+
+@pytest.mark.parametrize("words", COMMANDS, ids=" ".join)
+def test_help_says_what_each_option_is_and_its_default(words: list[str]) -> None:
+    parser: Any = build_parser(words)
+    for word in words:
+        (choices,) = (one.choices for one in parser._actions if one.nargs == argparse.PARSER)
+        parser = choices[word]
+    assert parser.description
+    for action in parser._actions:
+        text = parser._get_formatter()._expand_help(action)
+        assert re.sub(r"\W*\(?default: .*", "", text), f"{action.dest}: what it is"
+        assert "default: None" not in text, action.dest
+        takes_value = bool(action.option_strings) and action.nargs != 0
+        if takes_value and action.default not in (None, "", []):
+            assert "default: " in text, action.dest
+        if isinstance(action, argparse.BooleanOptionalAction):
+            assert text.endswith(f"(default: {'on' if action.default else 'off'})"), action.dest
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [[], ["fly"], ["generate", "--no-such-option"], ["generate", "--cpu-kv-cache-space", "1,x"]],
+)
+def test_wrong_usage(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as ended:
+        main(arguments)
+    assert ended.value.code == 2
+    assert "usage: tpengine" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("arguments", "meant"),
+    [
+        (["generate", PROMPT, "--tensor-paralel-size", "2"], "--tensor-parallel-size"),
+        (["serve", "--max-mesage-mib=2"], "--max-message-mib"),
+        (["client", "chat", "--timout", "2"], "--timeout"),
+        (["bench", "throughput", "--nun-requests", "2"], "--num-requests"),
+    ],
+)
+def test_mistyped_option(
+    arguments: list[str], meant: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as ended:
+        main(arguments)
+    assert ended.value.code == 2
+    assert capsys.readouterr().err.endswith(f"; did you mean {meant}?\n")
+
+
+def test_all_mistyped_options_are_named_below_a_short_usage(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    wrong = ["--temprature=2", "-max-tokens", "3", "--like-none", "--stopp", "."]
+    with pytest.raises(SystemExit) as ended:
+        main(["generate", PROMPT, *wrong])
+    assert ended.value.code == 2
+    usage, error = capsys.readouterr().err.splitlines()
+    assert usage == (
+        "usage: tpengine generate [OPTION ...] [PROMPT ...]  (more: tpengine generate --help)"
+    )
+    assert error == (
+        f"tpengine generate: error: unrecognized arguments: {' '.join(wrong)}; did you mean "
+        "--temperature for --temprature, --max-tokens for -max-tokens, --stop for --stopp?"
+    )
+
+
+def test_bench_throughput(models: ModelShop, capsys: pytest.CaptureFixture[str]) -> None:
+    arguments = ["--model", str(models.folder(PLAIN)), "--num-requests", "5", "--runs", "1"]
+    assert main(["bench", "throughput", *arguments, *SMALL]) == 0
+    shown = capsys.readouterr().out
+    for line in (
+        "machine",
+        "commit",
+        "model",
+        "requests",
+        "output tokens/s",
+        "prefill tokens/s",
+        "step, ms",
+        "outside the model",
+    ):
+        assert any(text.startswith(line) for text in shown.splitlines()), shown
+    rate = next(text for text in shown.splitlines() if text.startswith("output tokens/s"))
+    assert float(rate.split()[2]) > 0
+
+
+INTERRUPTED_IMPORT = """
+import signal, sys
+class SwallowingFinder:
+    def find_spec(self, name, path=None, target=None):
+        if name == sys.argv[1]:
+            try:
+                signal.raise_signal(int(sys.argv[2]))
+            except BaseException:
+                print("the exception was swallowed", flush=True)
+signal.signal(signal.SIGINT, signal.default_int_handler)
+sys.meta_path.insert(0, SwallowingFinder())
+from tpengine.cli.main import main
+sys.exit(main(sys.argv[3:]))
+"""
+
+
+@pytest.mark.parametrize("sent", [signal.SIGTERM, signal.SIGINT])
+@pytest.mark.parametrize("module", ["torch", "transformers"])
+def test_a_signal_while_modules_are_imported(module: str, sent: signal.Signals) -> None:
+    """Some modules swallow an exception while they are imported, and stay half initialised."""
+    command = [sys.executable, "-c", INTERRUPTED_IMPORT, module, str(int(sent))]
+    child = subprocess.run(
+        [*command, "generate", PROMPT, PROMPT, *GREEDY],
+        capture_output=True,
+        text=True,
+        timeout=TIMEOUT_S,
+    )
+    assert child.returncode == 128 + sent
+    assert child.stdout == ""
+    assert child.stderr.endswith("tpengine: interrupted; 0 of 2 prompts finished\n")

@@ -1,0 +1,246 @@
+"""Beam search against `generate(num_beams=k)` of transformers, in float32."""
+
+from __future__ import annotations
+
+import itertools
+import random
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+import torch
+from support.small_llamas import SHAPES, VOCAB_SIZE, Job, MakeEngine, run
+
+from tpengine.engine.llm_engine import LLMEngine
+from tpengine.outputs import RequestOutput
+from tpengine.sampling_params import SamplingParams
+
+MAX_TOKENS = 14
+TOLERANCE = 1e-4
+Beams = list[tuple[list[int], float]]
+"""(output ids, score), best first"""
+
+
+@dataclass(frozen=True)
+class Case:
+    model: str
+    width: int
+    length_penalty: float
+    early_stopping: bool | str
+    prompt: tuple[int, ...]
+    end_token_ids: tuple[int, ...]
+
+    @property
+    def params(self) -> SamplingParams:
+        return SamplingParams(
+            n=self.width,
+            use_beam_search=True,
+            temperature=0.0,
+            max_tokens=MAX_TOKENS,
+            length_penalty=self.length_penalty,
+            early_stopping=self.early_stopping,
+            ignore_eos=True,  # the model's own is among these, or not
+            stop_token_ids=self.end_token_ids,
+        )
+
+
+def make_cases() -> list[Case]:
+    """All widths, penalties and ways to stop, over models and prompts."""
+    rng = random.Random(7)
+    cases = []
+    for width, penalty in itertools.product((2, 4, 8), (0.5, 1.0, 2.0)):
+        for model, length in zip(SHAPES, (3, 17, 41), strict=True):
+            prompt = tuple(rng.randrange(3, VOCAB_SIZE) for _ in range(length))
+            ends = tuple(rng.sample(range(VOCAB_SIZE), 20))
+            cases += [Case(model, width, penalty, s, prompt, ends) for s in (True, False, "never")]
+    return cases
+
+
+CASES = make_cases()
+
+
+def oracle_beams(model: Any, case: Case) -> Beams:
+    """What transformers gives, one prompt at a time."""
+    with torch.inference_mode():
+        found = model.generate(
+            torch.tensor([case.prompt]),
+            num_beams=case.width,
+            num_return_sequences=case.width,
+            do_sample=False,
+            max_new_tokens=MAX_TOKENS,
+            length_penalty=case.length_penalty,
+            early_stopping=case.early_stopping,
+            eos_token_id=list(case.end_token_ids),
+            pad_token_id=0,
+            return_dict_in_generate=True,
+            output_scores=True,
+        )
+    beams = []
+    for ids, score in zip(found.sequences.tolist(), found.sequences_scores.tolist(), strict=True):
+        output = ids[len(case.prompt) :]
+        end = next((i for i, token in enumerate(output) if token in case.end_token_ids), None)
+        beams.append((output if end is None else output[: end + 1], score))
+    return beams
+
+
+@pytest.fixture(scope="module")
+def expected(oracles: dict[str, Any]) -> dict[Case, Beams]:
+    return {case: oracle_beams(oracles[case.model], case) for case in CASES}
+
+
+def beams_of(output: RequestOutput, length_penalty: float) -> Beams:
+    assert output.error is None
+    beams = []
+    for index, one in enumerate(output.outputs):
+        assert one.index == index
+        assert one.cumulative_logprob is not None
+        score = one.cumulative_logprob / len(one.token_ids) ** length_penalty
+        beams.append((one.token_ids, score))
+    return beams
+
+
+def check(outputs: dict[str, RequestOutput], expected: dict[Case, Beams]) -> None:
+    for number, case in enumerate(CASES):
+        if f"beams-{number}" not in outputs:
+            continue
+        found = beams_of(outputs[f"beams-{number}"], case.length_penalty)
+        wanted = expected[case]
+        assert [ids for ids, _ in found] == [ids for ids, _ in wanted], case
+        for (_, score), (_, oracle_score) in zip(found, wanted, strict=True):
+            assert abs(score - oracle_score) < TOLERANCE, case
+        for one in outputs[f"beams-{number}"].outputs:
+            stopped = one.token_ids[-1] in case.end_token_ids
+            assert one.finish_reason == ("stop" if stopped else "length")
+
+
+def jobs_of(model: str, crowd: bool = False) -> list[Job]:
+    """The cases of a model; in a crowd, sampled requests of many kinds run between them."""
+    jobs: list[Job] = []
+    for number, case in enumerate(CASES):
+        if case.model != model:
+            continue
+        jobs.append((f"beams-{number}", list(case.prompt), case.params))
+        if crowd:
+            prompt = [3 + (number * 7 + place) % 250 for place in range(5 + number % 20)]
+            params = SamplingParams(n=1 + number % 3, temperature=1.0, max_tokens=20)
+            jobs.append((f"other-{number}", prompt, params))
+    return jobs
+
+
+def preemptions(outputs: dict[str, RequestOutput]) -> int:
+    metrics = [o.metrics for key, o in outputs.items() if key.startswith("beams")]
+    return sum(m.num_preemptions for m in metrics if m is not None)
+
+
+def test_the_cases_can_tell_a_wrong_search(expected: dict[Case, Beams]) -> None:
+    """Beams end early, and the three ways to stop differ in a third of the cases."""
+    groups = [CASES[i : i + 3] for i in range(0, len(CASES), 3)]
+    differing = sum(
+        len({str([ids for ids, _ in expected[case]]) for case in group}) > 1 for group in groups
+    )
+    assert differing >= len(groups) / 3
+    lengths = [len(ids) for beams in expected.values() for ids, _ in beams]
+    assert sum(length < MAX_TOKENS for length in lengths) > len(lengths) / 4
+    assert sum(length == MAX_TOKENS for length in lengths) > len(lengths) / 20
+
+
+@pytest.mark.parametrize("model", list(SHAPES))
+@pytest.mark.parametrize("chunked", [True, False])
+def test_side_by_side(
+    make_engine: MakeEngine, expected: dict[Case, Beams], model: str, chunked: bool
+) -> None:
+    engine = make_engine(model, enable_chunked_prefill=chunked, max_num_batched_tokens=128)
+    check(run(engine, jobs_of(model)), expected)
+
+
+@pytest.mark.parametrize(
+    ("mode", "caching"), [("swap", True), ("recompute", True), ("recompute", False)]
+)
+def test_in_a_crowd_and_preempted(
+    make_engine: MakeEngine, expected: dict[Case, Beams], mode: str, caching: bool
+) -> None:
+    """On a cache that holds two or three of the requests."""
+    engine = make_engine(
+        "grouped",
+        num_device_blocks_override=36,
+        max_num_batched_tokens=24,
+        preemption_mode=mode,
+        swap_space=0.01 if mode == "swap" else 0.0,
+        enable_prefix_caching=caching,
+    )
+    swapped = watch_swaps(engine)
+    outputs = run(engine, jobs_of("grouped", crowd=True))
+    check(outputs, expected)
+    assert preemptions(outputs) >= 5
+    assert (swapped[0] > 0) == (mode == "swap")
+
+
+def watch_swaps(engine: LLMEngine) -> list[int]:
+    """Counts blocks that are swapped out, in a list of one."""
+    count, execute = [0], engine._executor.execute_model
+
+    def watched(step: Any) -> Any:
+        count[0] += len(step.block_moves.swap_outs)
+        return execute(step)
+
+    engine._executor.execute_model = watched  # type: ignore[method-assign]
+    return count
+
+
+def test_one_beam_group_alone(make_engine: MakeEngine, expected: dict[Case, Beams]) -> None:
+    engine = make_engine("grouped")
+    (job,) = jobs_of("grouped")[4:5]
+    check(run(engine, [job]), expected)
+
+
+def test_n_of_best_of(make_engine: MakeEngine, expected: dict[Case, Beams]) -> None:
+    """Fewer are returned than are kept, and logprobs are those of the returned tokens."""
+    case = next(c for c in CASES if c.width == 4 and c.model == "grouped")
+    params = SamplingParams(
+        n=2,
+        best_of=4,
+        use_beam_search=True,
+        temperature=0.0,
+        max_tokens=MAX_TOKENS,
+        length_penalty=case.length_penalty,
+        early_stopping=case.early_stopping,
+        ignore_eos=True,
+        stop_token_ids=case.end_token_ids,
+        logprobs=3,
+    )
+    output = run(make_engine("grouped"), [("one", list(case.prompt), params)])["one"]
+    assert [o.token_ids for o in output.outputs] == [ids for ids, _ in expected[case][:2]]
+    for one in output.outputs:
+        assert one.logprobs is not None
+        own = [
+            entry[token].logprob for entry, token in zip(one.logprobs, one.token_ids, strict=True)
+        ]
+        assert sum(own) == pytest.approx(one.cumulative_logprob, abs=1e-4)
+        assert all(len(entry) in (3, 4) for entry in one.logprobs)
+
+
+def test_end_tokens_are_kept_out_before_min_tokens(make_engine: MakeEngine) -> None:
+    case = next(c for c in CASES if c.width == 4 and c.model == "grouped")
+    params = SamplingParams(
+        n=4,
+        use_beam_search=True,
+        temperature=0.0,
+        max_tokens=MAX_TOKENS,
+        min_tokens=9,
+        ignore_eos=True,
+        stop_token_ids=case.end_token_ids,
+    )
+    output = run(make_engine("grouped"), [("one", list(case.prompt), params)])["one"]
+    for one in output.outputs:
+        assert len(one.token_ids) >= 9
+        assert not set(one.token_ids[:8]) & set(case.end_token_ids)
+
+
+def test_nothing_is_reported_before_the_end(make_engine: MakeEngine) -> None:
+    case = CASES[0]
+    engine = make_engine(case.model)
+    engine.add_request("one", None, case.params, prompt_token_ids=list(case.prompt))
+    reports = []
+    while engine.has_unfinished_requests():
+        reports += engine.step()
+    assert [report.finished for report in reports] == [True]

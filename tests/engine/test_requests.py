@@ -1,0 +1,131 @@
+"""What is refused, at construction and when a request is added."""
+
+from __future__ import annotations
+
+import math
+import pickle
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from support.byte_llama import VOCAB_SIZE, make_engine, run, write
+
+from tpengine import LLMEngine, SamplingParams
+from tpengine.engine.requests import read_sampling_params
+from tpengine.errors import InvalidSamplingParamsError
+from tpengine.sampling_params import load_logits_processor
+
+
+@pytest.fixture(scope="module")
+def engine(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LLMEngine]:
+    with make_engine(write(tmp_path_factory.mktemp("model"))) as engine:
+        yield engine
+
+
+BAD_VALUES: list[tuple[dict[str, Any], str]] = [
+    ({"presence_penalty": 2.1}, r"presence_penalty must be in \[-2, 2\], got 2.1"),
+    ({"presence_penalty": math.nan}, "presence_penalty .* got nan"),
+    ({"frequency_penalty": -2.5}, r"frequency_penalty must be in \[-2, 2\], got -2.5"),
+    ({"frequency_penalty": True}, "frequency_penalty must be a number, got True"),
+    ({"repetition_penalty": 0.0}, r"repetition_penalty must be in \(0, 2\], got 0.0"),
+    ({"repetition_penalty": math.inf}, "repetition_penalty .* got inf"),
+    ({"prompt_logprobs": 65}, r"prompt_logprobs must be in \[0, 64\], got 65"),
+    ({"prompt_logprobs": -1}, r"prompt_logprobs must be in \[0, 64\], got -1"),
+    ({"prompt_logprobs": True}, "prompt_logprobs must be an integer, got True"),
+    ({"logit_bias": {5: math.nan}}, r"logit_bias\[5\] .* got nan"),
+    ({"logit_bias": {5: -math.inf}}, r"logit_bias\[5\] .* got -inf"),
+    ({"logit_bias": {5: 2e6}}, r"logit_bias\[5\] must be in \[-1e\+06, 1e\+06\], got 2000000"),
+    ({"logit_bias": {"5": 1.0}}, "an id in logit_bias must be an integer, got '5'"),
+    ({"logit_bias": {-1: 1.0}}, "an id in logit_bias must be at least 0, got -1"),
+    ({"logit_bias": [5, 1.0]}, "logit_bias must map ids to numbers"),
+    ({"allowed_token_ids": []}, "allowed_token_ids is empty"),
+    ({"allowed_token_ids": [1, -3]}, "allowed_token_ids must be at least 0, got -3"),
+    ({"allowed_token_ids": 3}, "allowed_token_ids must be a sequence, got 3"),
+    ({"allowed_token_ids": [1.0]}, "allowed_token_ids must be an integer, got 1.0"),
+    ({"bad_words": ["fine", " "]}, "bad_words must hold strings that are not blank, got ' '"),
+    ({"bad_words": [3]}, "bad_words must hold strings that are not blank, got 3"),
+    ({"bad_words_token_ids": [[]]}, "bad_words_token_ids holds an empty sequence"),
+    ({"bad_words_token_ids": [3]}, "bad_words_token_ids must be a sequence, got 3"),
+    ({"bad_words_token_ids": [[3, -1]]}, "bad_words_token_ids must be at least 0, got -1"),
+    ({"logits_processors": [len]}, '"module:function", got <built-in function len>'),
+    ({"logits_processors": ["json"]}, "\"module:function\", got 'json'"),
+    ({"logits_processors": ["a b:c"]}, '"module:function"'),
+    ({"logits_processors": 3}, "logits_processors must be a sequence, got 3"),
+]
+
+
+@pytest.mark.parametrize(("values", "message"), BAD_VALUES, ids=lambda v: str(v)[:40])
+def test_refused_at_construction(values: dict[str, Any], message: str) -> None:
+    with pytest.raises(InvalidSamplingParamsError, match=message):
+        SamplingParams(**values)
+
+
+UNFIT_VALUES: list[tuple[dict[str, Any], str]] = [
+    ({"logit_bias": {0: 1, VOCAB_SIZE: 1}}, f"logit_bias holds {VOCAB_SIZE}, .* 287"),
+    ({"allowed_token_ids": [4, 999]}, "allowed_token_ids holds 999"),
+    ({"bad_words_token_ids": [[4, 288]]}, "bad_words_token_ids holds 288"),
+    ({"bad_words": "\ud800"}, "bad_words holds .* cannot be tokenized"),
+    ({"logits_processors": "no_such_module:f"}, "no_such_module:f' cannot be imported: Module"),
+    (
+        {"logits_processors": "support.logits_processors:absent"},
+        "cannot be imported: AttributeError",
+    ),
+    ({"logits_processors": "support.logits_processors:NOT_A_FUNCTION"}, "is a int, not a function"),
+    ({"logits_processors": "support.logits_processors:one_argument"}, r"must take \(output_ids"),
+    ({"logits_processors": "broken_processors:f"}, "cannot be imported: ZeroDivisionError"),
+]
+
+
+@pytest.mark.parametrize(("values", "message"), UNFIT_VALUES, ids=lambda v: str(v)[:40])
+def test_refused_when_added(
+    engine: LLMEngine,
+    values: dict[str, Any],
+    message: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    (tmp_path / "broken_processors.py").write_text("1 / 0\n")
+    monkeypatch.setattr(sys, "path", [str(tmp_path), *sys.path])
+    with pytest.raises(InvalidSamplingParamsError, match=message):
+        engine.add_request("bad", None, SamplingParams(**values), prompt_token_ids=[5, 6])
+    assert not engine.has_unfinished_requests()
+    # The engine continues, and the id can be used again.
+    (output,) = run(engine, [([5, 6], SamplingParams(temperature=0, max_tokens=2))])
+    assert output.error is None
+    assert len(output.outputs[0].token_ids) == 2
+
+
+def test_texts_need_a_tokenizer() -> None:
+    with pytest.raises(InvalidSamplingParamsError, match="bad_words need a tokenizer"):
+        read_sampling_params(SamplingParams(bad_words=["x"]), VOCAB_SIZE, None)
+    params = SamplingParams(bad_words_token_ids=[[3, 4]])
+    assert read_sampling_params(params, VOCAB_SIZE, None) is params
+
+
+def test_bad_words_become_ids_with_and_without_space(engine: LLMEngine) -> None:
+    tokenizer = engine.tokenizer
+    params = SamplingParams(bad_words=["ab", " xy", "ab"], bad_words_token_ids=[[9, 9]])
+    found = read_sampling_params(params, VOCAB_SIZE, tokenizer)
+    assert found.bad_words == ()
+    words = [(9, 9), *(tuple(tokenizer.encode(w, False)) for w in ("ab", " ab", "xy", " xy"))]
+    assert found.bad_words_token_ids == tuple(words)
+    assert [len(word) for word in words] == [2, 1, 1, 2, 3]
+
+
+def test_params_survive_pickling_and_their_makers_changes() -> None:
+    bias = {3: 1.5}
+    params = SamplingParams(
+        logit_bias=bias, allowed_token_ids=[4, 5], logits_processors="support.logits_processors:f"
+    )
+    bias[3] = 9.0
+    assert params.logit_bias == {3: 1.5}
+    assert pickle.loads(pickle.dumps(params)) == params
+    assert isinstance(hash(params), int)
+
+
+def test_form_of_a_processor_is_found_by_its_parameters() -> None:
+    short = load_logits_processor("support.logits_processors:forbid_last")
+    assert not short.wants_prompt
+    assert load_logits_processor("support.logits_processors:forbid_prompt").wants_prompt

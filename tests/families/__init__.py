@@ -1,1 +1,0 @@
-"""Every model family and variant against transformers."""

@@ -1,0 +1,305 @@
+"""Edits of the logits of mixed batches against transformers' processors and plain NumPy."""
+
+from __future__ import annotations
+
+import random
+from collections import Counter
+from dataclasses import dataclass
+
+import numpy as np
+import pytest
+import torch
+from support import logits_processors
+from transformers import (
+    NoBadWordsLogitsProcessor,
+    RepetitionPenaltyLogitsProcessor,
+    SequenceBiasLogitsProcessor,
+)
+
+from tpengine.layers import logit_edits
+from tpengine.layers.logit_edits import apply_edits
+from tpengine.layers.sampler import noise_keys, sample
+from tpengine.messages import NewSequence
+from tpengine.sampling_params import SamplingParams
+from tpengine.worker.sampling_state import SamplingSlots
+
+VOCAB_SIZE = 31
+MAX_NUM_SEQS = 16
+MAX_LEN = 120
+END_TOKEN_ID = 2
+
+
+@dataclass
+class _Sequence:
+    params: SamplingParams
+    token_ids: list[int]
+    num_prompt_tokens: int
+
+
+class _Batch:
+    """Slots as in the worker, and the sequences that they are expected to hold."""
+
+    def __init__(self) -> None:
+        self.slots = SamplingSlots(MAX_NUM_SEQS, torch.device("cpu"))
+        self.token_ids = np.zeros((MAX_NUM_SEQS, MAX_LEN), np.int32)
+        self.sequences: dict[int, _Sequence] = {}
+
+    def enter(self, slot: int, sequence: _Sequence) -> None:
+        params, ids = sequence.params, sequence.token_ids
+        ends = [END_TOKEN_ID] if params.min_tokens else []
+        new = NewSequence(slot, ids, sequence.num_prompt_tokens, 0, [], params, 0, 0, ends)
+        self.token_ids[slot, : len(ids)] = ids
+        self.slots.write(slot, new, noise_keys(0, 0))
+        self.sequences[slot] = sequence
+
+    def leave(self, slot: int) -> None:
+        self.slots.clear(slot)
+        del self.sequences[slot]
+
+    def fork(self, parent: int, child: int) -> None:
+        """Forks a sequence as the worker does."""
+        if child in self.sequences:
+            self.leave(child)
+        self.token_ids[child] = self.token_ids[parent]
+        self.slots.fork(parent, child, noise_keys(0, 1))
+        one = self.sequences[parent]
+        self.sequences[child] = _Sequence(one.params, list(one.token_ids), one.num_prompt_tokens)
+
+    def override(self, slot: int, token_id: int) -> None:
+        sequence = self.sequences[slot]
+        sequence.token_ids[-1] = token_id
+        count = len(sequence.token_ids)
+        self.token_ids[slot, count - 1] = token_id
+        self.slots.rewrite(slot, self.token_ids[slot, :count])
+
+    def append(self, slots: list[int], tokens: list[int]) -> None:
+        num_tokens = np.zeros(MAX_NUM_SEQS, np.int32)
+        for slot, token_id in zip(slots, tokens, strict=True):
+            ids = self.sequences[slot].token_ids
+            num_tokens[slot] = len(ids)
+            self.token_ids[slot, len(ids)] = token_id
+            ids.append(token_id)
+        self.slots.append(np.array(slots), np.array(tokens), self.token_ids, num_tokens)
+
+    def gather(self, slots: list[int]):
+        positions = [len(self.sequences[slot].token_ids) for slot in slots]
+        return self.slots.gather(np.array(slots), np.array(positions, np.int32), self.token_ids)
+
+
+def _reference(sequence: _Sequence, logits: torch.Tensor) -> torch.Tensor:
+    """Returns one row, edited by transformers and NumPy."""
+    params = sequence.params
+    ids, scores = torch.tensor([sequence.token_ids]), logits[None].clone()
+    if params.logit_bias:
+        bias = {(token_id,): float(value) for token_id, value in params.logit_bias.items()}
+        scores = SequenceBiasLogitsProcessor(bias)(ids, scores)
+    if params.bad_words_token_ids:
+        words = [list(word) for word in params.bad_words_token_ids]
+        scores = NoBadWordsLogitsProcessor(words)(ids, scores)
+    if params.repetition_penalty != 1:
+        scores = RepetitionPenaltyLogitsProcessor(params.repetition_penalty)(ids, scores)
+    row = scores[0].numpy().astype(np.float64)
+    output = sequence.token_ids[sequence.num_prompt_tokens :]
+    for token_id in set(output):
+        row[token_id] -= params.frequency_penalty * output.count(token_id)
+        row[token_id] -= params.presence_penalty
+    if params.allowed_token_ids is not None:
+        row[[i for i in range(VOCAB_SIZE) if i not in params.allowed_token_ids]] = -np.inf
+    if len(output) < params.min_tokens:
+        row[END_TOKEN_ID] = -np.inf
+    return torch.from_numpy(row)
+
+
+def _random_params(rng: random.Random) -> SamplingParams:
+    def maybe(value, neutral):
+        return value if rng.random() < 0.4 else neutral
+
+    def ids(low: int, high: int) -> list[int]:
+        return [rng.randrange(VOCAB_SIZE) for _ in range(rng.randint(low, high))]
+
+    return SamplingParams(
+        presence_penalty=maybe(rng.uniform(-2, 2), 0.0),
+        frequency_penalty=maybe(rng.uniform(-2, 2), 0.0),
+        repetition_penalty=maybe(rng.uniform(0.3, 2), 1.0),
+        logit_bias=maybe({i: rng.uniform(-9, 9) for i in ids(1, 9)}, None),
+        bad_words_token_ids=maybe([ids(1, 3) for _ in range(rng.randint(1, 40))], ()),
+        allowed_token_ids=maybe(ids(1, 20), None),
+        min_tokens=maybe(rng.randint(1, 12), 0),
+        max_tokens=None,
+    )
+
+
+def test_mixed_batches_equal_transformers(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(logit_edits, "_MAX_ENTRIES", 128)  # more than one part per step
+    rng, generator = random.Random(5), torch.Generator().manual_seed(5)
+    batch, events = _Batch(), Counter()
+    for _ in range(150):
+        slot = rng.randrange(MAX_NUM_SEQS)
+        event = rng.choice(["enter", "enter", "leave", "fork", "override", "nothing"])
+        held = list(batch.sequences)
+        if event == "enter":
+            prompt = [rng.randrange(VOCAB_SIZE) for _ in range(rng.randint(1, 30))]
+            # Some enter with output, as after preemption.
+            output = [rng.randrange(VOCAB_SIZE) for _ in range(rng.choice([0, 0, 9]))]
+            params = _random_params(rng)
+            batch.enter(slot, _Sequence(params, prompt + output, len(prompt)))
+        elif event == "leave" and slot in batch.sequences:
+            batch.leave(slot)
+        elif event == "fork" and held and (parent := rng.choice(held)) != slot:
+            batch.fork(parent, slot)
+        elif event == "override" and held:
+            one = batch.sequences[parent := rng.choice(held)]
+            if len(one.token_ids) > one.num_prompt_tokens:
+                batch.override(parent, rng.randrange(VOCAB_SIZE))
+        events[event] += 1
+        for _ in range(2):  # the second call reuses the tensors of the first
+            slots = [s for s in batch.sequences if len(batch.sequences[s].token_ids) < MAX_LEN]
+            if not slots:
+                continue
+            logits = torch.randn(len(slots), VOCAB_SIZE, generator=generator) * 5
+            expected = [
+                _reference(batch.sequences[slot], row)
+                for slot, row in zip(slots, logits, strict=True)
+            ]
+            edits = batch.gather(slots).edits
+            edited = logits.clone()
+            if edits is not None:
+                apply_edits(edited, edits)
+            torch.testing.assert_close(edited.double(), torch.stack(expected), rtol=0, atol=1e-4)
+            events["edited"] += int((edited != logits).any(dim=1).sum())
+            events["banned"] += int(edited.isneginf().any(dim=1).sum())
+            batch.append(slots, [rng.randrange(VOCAB_SIZE) for _ in slots])
+    assert min(events.values()) > 10, events
+    assert events["edited"] > 500
+
+
+def test_without_edits_nothing_is_gathered() -> None:
+    batch = _Batch()
+    for slot in range(4):
+        batch.enter(slot, _Sequence(SamplingParams(temperature=0), [1, 2, 3], 3))
+    batch.append([0, 1, 2, 3], [5, 6, 7, 8])
+    gathered = batch.gather([0, 1, 2, 3])
+    assert gathered.edits is None
+    logits = torch.randn(4, VOCAB_SIZE)
+    before = logits.clone()
+    assert sample(logits, gathered).token_ids.tolist() == before.argmax(dim=1).tolist()
+    assert torch.equal(logits, before)
+    # A sequence with edits has left again.
+    params = SamplingParams(repetition_penalty=1.5, logit_bias={3: 1.0}, min_tokens=3)
+    batch.enter(5, _Sequence(params, [1, 2], 2))
+    assert batch.gather([0, 1]).edits is None
+    assert batch.gather([0, 5]).edits is not None
+    batch.leave(5)
+    assert batch.gather([0, 1]).edits is None
+
+
+def test_penalties_on_output_do_not_hold_the_prompt() -> None:
+    """Their cost grows with the output only."""
+    batch = _Batch()
+    prompt = list(range(20))
+    batch.enter(0, _Sequence(SamplingParams(presence_penalty=1.0), prompt, 20))
+    batch.enter(1, _Sequence(SamplingParams(presence_penalty=1.0), prompt, 20))
+    batch.append([0, 1], [3, 4])
+    edits = batch.gather([0, 1]).edits
+    assert edits is not None
+    assert edits.penalties is not None
+    assert set(edits.penalties.tokens.ids.flatten().tolist()) == {3, 4}
+    assert edits.penalties.tokens.ids.shape[1] <= 2
+
+
+def test_words_longer_than_the_sequence_are_not_compared() -> None:
+    batch = _Batch()
+    params = SamplingParams(bad_words_token_ids=[[9, 9, 4], [9, 9, 9, 5], [9, 6]])
+    batch.enter(0, _Sequence(params, [9], 1))
+    batch.enter(1, _Sequence(params, [9, 9], 2))
+    edits = batch.gather([0, 1]).edits
+    assert edits is not None
+    logits = torch.zeros(2, VOCAB_SIZE)
+    apply_edits(logits, edits)
+    banned = [row.isneginf().nonzero()[:, 0].tolist() for row in logits]
+    assert banned == [[6], [4, 6]]
+
+
+def test_a_processor_keeps_logits_of_its_own() -> None:
+    """The tensor that it gets holds one row, and no later edit changes it."""
+    logits_processors.kept.clear()
+    batch = _Batch()
+    params = SamplingParams(logit_bias={3: 5.0}, logits_processors="support.logits_processors:keep")
+    batch.enter(0, _Sequence(params, [1], 1))
+    batch.enter(1, _Sequence(params, [1], 1))
+    logits = torch.randn(2, VOCAB_SIZE)
+    sample(logits.clone(), batch.gather([0, 1]))
+    assert torch.equal(torch.stack(logits_processors.kept), logits)
+    assert all(row.untyped_storage().nbytes() == row.nbytes for row in logits_processors.kept)
+
+
+def test_logprobs_are_of_raw_logits() -> None:
+    batch = _Batch()
+    params = SamplingParams(temperature=0, logprobs=3, bad_words_token_ids=[[4]])
+    batch.enter(0, _Sequence(params, [1], 1))
+    batch.enter(1, _Sequence(SamplingParams(temperature=0), [1], 1))
+    logits = torch.zeros(2, VOCAB_SIZE)
+    logits[:, 4], logits[:, 5] = 3.0, 2.0
+    sampled = sample(logits.clone(), batch.gather([0, 1]))
+    assert sampled.token_ids.tolist() == [5, 4]
+    expected = torch.log_softmax(logits[0], dim=0)
+    logprobs = sampled.findings.now().logprobs
+    assert logprobs.keys() == {0}
+    found = logprobs[0]
+    assert (found.rank, found.top_token_ids[:2]) == (2, [4, 5])
+    assert found.logprob == pytest.approx(float(expected[5]), abs=1e-6)
+    assert found.top_logprobs[0] == pytest.approx(float(expected[4]), abs=1e-6)
+
+
+def test_bias_is_not_rounded_to_the_models_dtype() -> None:
+    batch = _Batch()
+    batch.enter(0, _Sequence(SamplingParams(temperature=0, logit_bias={9: 0.02}), [1], 1))
+    logits = torch.full((1, VOCAB_SIZE), 20.0, dtype=torch.bfloat16)
+    assert sample(logits, batch.gather([0])).token_ids.tolist() == [9]
+
+
+def test_a_row_without_tokens_fails_alone() -> None:
+    batch = _Batch()
+    nothing = SamplingParams(allowed_token_ids=[7, 8], bad_words_token_ids=[[7], [8]])
+    batch.enter(0, _Sequence(SamplingParams(temperature=0), [1], 1))
+    batch.enter(1, _Sequence(nothing, [1], 1))
+    batch.enter(2, _Sequence(SamplingParams(allowed_token_ids=[7], temperature=0), [1], 1))
+    logits = torch.randn(3, VOCAB_SIZE)
+    sampled = sample(logits.clone(), batch.gather([0, 1, 2]))
+    errors = sampled.findings.now().errors
+    assert errors.keys() == {1}
+    assert "allowed_token_ids" in errors[1]
+    assert sampled.token_ids[[0, 2]].tolist() == [int(logits[0].argmax()), 7]
+
+
+def test_candidates_follow_transformers_beam_scores() -> None:
+    """Log softmax first, then the edits, without a second normalisation."""
+    batch = _Batch()
+    params = SamplingParams(
+        temperature=0,
+        repetition_penalty=1.3,
+        bad_words_token_ids=[[6]],
+        logit_bias={8: 2.5},
+        min_tokens=2,
+        logprobs=0,
+    )
+    for slot, prompt in ((0, [3, 4, 5]), (2, [9])):
+        batch.enter(slot, _Sequence(params, prompt, len(prompt)))
+        batch.slots.num_candidates[slot] = 5 + slot
+    batch.enter(1, _Sequence(SamplingParams(temperature=0, logprobs=1), [1], 1))
+    logits = torch.randn(3, VOCAB_SIZE) * 3
+    raw = torch.log_softmax(logits, dim=1)
+    sampled = sample(logits.clone(), batch.gather([0, 1, 2]))
+    findings = sampled.findings.now()
+    assert findings.candidates.keys() == {0, 2}
+    assert sampled.token_ids[1] == logits[1].argmax()
+    for row in (0, 2):
+        scores = _reference(batch.sequences[row], raw[row])
+        best = scores.topk(5 + row)
+        found = findings.candidates[row]
+        assert found.token_ids == best.indices.tolist()
+        assert found.scores == pytest.approx(best.values.tolist(), abs=1e-4)
+        assert found.logprobs == pytest.approx(raw[row][found.token_ids].tolist(), abs=1e-5)
+        assert findings.logprobs[row].logprob == pytest.approx(
+            float(raw[row][sampled.token_ids[row]]), abs=1e-5
+        )

@@ -1,0 +1,176 @@
+"""A model's folder that is missing, incomplete or damaged is refused; the error names the file."""
+
+from __future__ import annotations
+
+import json
+import pickle
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from support.engines import make_engine
+from support.models import ModelShop
+from support.tiny_llama import TinyLlama, edit_json
+from support.zoo import PLAIN
+
+from tpengine import LLM, SamplingParams
+from tpengine.errors import (
+    ConfigError,
+    EngineError,
+    ModelLoadError,
+)
+
+SHARDED = TinyLlama(max_shard_size="200KB", seed=3)
+
+
+@pytest.fixture
+def copy(models: ModelShop, tmp_path: Path) -> Path:
+    """A sharded model's folder that may be damaged."""
+    folder = tmp_path / "copy"
+    shutil.copytree(models.folder(SHARDED), folder)
+    assert len(list(folder.glob("*.safetensors"))) > 2
+    return folder
+
+
+def shards(folder: Path) -> list[Path]:
+    return sorted(folder.glob("*.safetensors"))
+
+
+def load_error(folder: Path) -> str:
+    """The message with which loading is refused."""
+    with pytest.raises(ModelLoadError) as raised:
+        make_engine(folder)
+    assert str(pickle.loads(pickle.dumps(raised.value))) == str(raised.value)
+    return str(raised.value)
+
+
+def test_no_model_folder(tmp_path: Path) -> None:
+    with pytest.raises(ModelLoadError, match=r"config\.json"):
+        make_engine(tmp_path)
+    with pytest.raises(ModelLoadError, match=r"^tokenizer '/nowhere' is no folder"):
+        LLM(tokenizer="/nowhere")
+    with pytest.raises(TypeError, match="'max_token'"):
+        SamplingParams(max_token=3)  # type: ignore[call-arg]
+    with pytest.raises(ModelLoadError, match=r"is no folder.*hub name"):
+        make_engine(tmp_path / "nothing here")
+    file = tmp_path / "file"
+    file.write_text("{}")
+    with pytest.raises(ModelLoadError, match="is no folder"):
+        make_engine(file)
+    with pytest.raises(ModelLoadError, match="is no folder"):
+        make_engine("no-such-name")
+    (tmp_path / "config.json").write_text("{ not json")
+    with pytest.raises(ModelLoadError, match=r"config\.json cannot be read"):
+        make_engine(tmp_path)
+
+
+def test_architecture_that_is_not_supported(copy: Path) -> None:
+    def change(config: dict[str, Any]) -> None:
+        config["architectures"] = ["GPT2LMHeadModel"]
+
+    edit_json(copy / "config.json", change)
+    with pytest.raises(ConfigError, match=r"GPT2LMHeadModel.*supported: .*LlamaForCausalLM"):
+        make_engine(copy)
+
+
+def test_rope_scaling_that_is_not_supported(copy: Path) -> None:
+    edit_json(copy / "config.json", lambda c: c["rope_parameters"].update(rope_type="spiral"))
+    with pytest.raises(EngineError, match="spiral"):
+        make_engine(copy)
+
+
+def test_folder_without_weights(copy: Path) -> None:
+    for path in [*shards(copy), copy / "model.safetensors.index.json"]:
+        path.unlink()
+    message = load_error(copy)
+    assert "safetensors" in message
+    assert "dummy" in message
+    with make_engine(copy, load_format="dummy") as engine:  # the remedy that is named
+        assert engine.num_total_blocks == 256
+
+
+@pytest.mark.parametrize("keep", [0, 5, 200, -1])
+def test_truncated_shard(copy: Path, keep: int) -> None:
+    damaged = shards(copy)[1]
+    damaged.write_bytes(damaged.read_bytes()[:keep])
+    message = load_error(copy)
+    assert damaged.name in message
+    assert "damaged" in message
+
+
+def test_missing_shard(copy: Path) -> None:
+    gone = shards(copy)[1]
+    number = len(shards(copy))
+    gone.unlink()
+    message = load_error(copy)
+    assert gone.name in message
+    assert f"1 of the {number} files" in message
+
+
+@pytest.mark.parametrize("outside", ["../secret.safetensors", "/etc/passwd"])
+def test_index_that_leaves_the_folder(copy: Path, outside: str) -> None:
+    def change(index: dict[str, Any]) -> None:
+        index["weight_map"]["model.norm.weight"] = outside
+
+    edit_json(copy / "model.safetensors.index.json", change)
+    message = load_error(copy)
+    assert outside in message
+    assert "outside the folder" in message
+
+
+@pytest.mark.parametrize("content", ["{", "[]", "{}", '{"weight_map": 3}'])
+def test_index_that_is_none(copy: Path, content: str) -> None:
+    (copy / "model.safetensors.index.json").write_text(content)
+    message = load_error(copy)
+    assert "model.safetensors.index.json" in message
+    assert "index" in message
+
+
+def test_one_error_lists_every_tensor_that_does_not_fit(copy: Path) -> None:
+    index = json.loads((copy / "model.safetensors.index.json").read_text())["weight_map"]
+
+    def edit(name: str, change: Any) -> str:
+        path = copy / index[name]
+        tensors = load_file(path)
+        change(tensors)
+        save_file(tensors, path, metadata={"format": "pt"})
+        return str(path.name)
+
+    edit("model.norm.weight", lambda tensors: tensors.pop("model.norm.weight"))
+    q_name = "model.layers.1.self_attn.q_proj.weight"
+    q_file = edit(q_name, lambda tensors: tensors.update({q_name: torch.zeros(256, 100)}))
+    down = "model.layers.0.mlp.down_proj.weight"
+    down_file = edit(down, lambda tensors: tensors.update({down: torch.zeros(64, 192)}))
+    extra = "model.layers.0.self_attn.q_norm.weight"
+    extra_file = edit(down, lambda tensors: tensors.update({extra: torch.zeros(64)}))
+    message = load_error(copy)
+    lines = message.splitlines()
+    assert "4 tensors" in lines[0]
+    assert len(lines) == 5
+    for kind, *words in (
+        ("missing", "model.norm.weight", "[128]"),
+        ("misshapen", q_name, q_file, "[256, 100]", "[256, 128]"),
+        ("misshapen", down, down_file, "[64, 192]", "[128, 192]"),
+        ("unexpected", extra, extra_file),
+    ):
+        found = [line for line in lines if kind in line and words[0] in line]
+        assert len(found) == 1, f"{kind} {words[0]} in {message}"
+        for word in words:
+            assert word in found[0]
+
+
+def test_damaged_tokenizer(models: ModelShop, tmp_path: Path) -> None:
+    folder = tmp_path / "copy"
+    shutil.copytree(models.folder(PLAIN, tokenizer=True), folder)
+    (folder / "tokenizer.json").write_text("{ not json")
+    message = load_error(folder)
+    assert "tokenizer" in message
+    assert str(folder) in message
+
+
+def test_damaged_generation_config(copy: Path) -> None:
+    (copy / "generation_config.json").write_text("{ not json")
+    assert "generation_config.json" in load_error(copy)

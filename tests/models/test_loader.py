@@ -1,0 +1,144 @@
+"""Forms of checkpoints: pickled files, bare models, tied weights that are stored twice."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from support.subjects import BY_NAME, Subjects, assert_equal_to_oracle, generate, load
+from support.tiny_llama import edit_json
+
+from tpengine.errors import ModelLoadError
+
+State = dict[str, torch.Tensor]
+WEIGHTS = "model.safetensors"
+PICKLED = "pytorch_model.bin"
+
+
+@pytest.fixture
+def copied(subjects: Subjects, tmp_path: Path) -> Callable[[str], tuple[Path, State]]:
+    """A copy of a variant's folder without its weights, and the weights."""
+
+    def copy(name: str) -> tuple[Path, State]:
+        folder = tmp_path / name
+        shutil.copytree(subjects.folder(BY_NAME[name]), folder)
+        state = load_file(folder / WEIGHTS)
+        (folder / WEIGHTS).unlink()
+        return folder, state
+
+    return copy
+
+
+Copied = Callable[[str], tuple[Path, State]]
+
+
+def generates_as_before(subjects: Subjects, name: str, folder: Path, **args: Any) -> None:
+    subject = subjects(BY_NAME[name])
+    moved = type(subject)(subject.variant, folder, subject.oracle, subject.prompts)
+    assert_equal_to_oracle(moved, generate(moved, **args))
+
+
+def test_pickled_weights_need_the_flag(subjects: Subjects, copied: Copied) -> None:
+    folder, state = copied("opt-before")
+    torch.save(state, folder / PICKLED)
+    with pytest.raises(ModelLoadError, match="load_format='pt'"):
+        load(folder)
+    generates_as_before(subjects, "opt-before", folder, load_format="pt")
+
+
+def test_pickled_weights_of_old_torch(subjects: Subjects, copied: Copied) -> None:
+    folder, state = copied("opt-before")
+    torch.save(state, folder / PICKLED, _use_new_zipfile_serialization=False)
+    generates_as_before(subjects, "opt-before", folder, load_format="pt")
+
+
+def test_pickled_shards_by_their_index(subjects: Subjects, copied: Copied) -> None:
+    folder, state = copied("bloom-8-heads")
+    weight_map = {}
+    for number, part in enumerate((sorted(state)[::2], sorted(state)[1::2])):
+        file = f"pytorch_model-{number}.bin"
+        torch.save({name: state[name] for name in part}, folder / file)
+        weight_map |= dict.fromkeys(part, file)
+    index = folder / f"{PICKLED}.index.json"
+    index.write_text(json.dumps({"weight_map": weight_map}))
+    generates_as_before(subjects, "bloom-8-heads", folder, load_format="pt")
+    weight_map["lm_head.weight"] = "../pytorch_model-0.bin"
+    index.write_text(json.dumps({"weight_map": weight_map}))
+    with pytest.raises(ModelLoadError, match=r"\.\./pytorch_model-0\.bin.*outside"):
+        load(folder, load_format="pt")
+
+
+class Malicious:
+    """Runs a command when it is unpickled."""
+
+    def __init__(self, victim: Path) -> None:
+        self.victim = victim
+
+    def __reduce__(self) -> tuple[Any, tuple[str]]:
+        return os.mkdir, (str(self.victim),)
+
+
+@pytest.mark.parametrize("content", ["code", "list", "garbage"])
+def test_pickle_with_more_than_tensors_is_refused(
+    content: str, copied: Copied, tmp_path: Path
+) -> None:
+    folder, state = copied("opt-before")
+    victim = tmp_path / "victim"
+    if content == "garbage":
+        (folder / PICKLED).write_bytes(b"\x80\x02garbage")
+    else:
+        torch.save(
+            [1] if content == "list" else {**state, "x": Malicious(victim)}, folder / PICKLED
+        )
+    with pytest.raises(ModelLoadError, match=PICKLED):
+        load(folder, load_format="pt")
+    assert not victim.exists()
+
+
+@pytest.mark.parametrize(
+    ("name", "prefix"), [("opt-before", "model."), ("bloom-8-heads", "transformer.")]
+)
+def test_names_of_the_bare_model(
+    name: str, prefix: str, subjects: Subjects, copied: Copied
+) -> None:
+    folder, state = copied(name)
+    bare = {key.removeprefix(prefix): tensor for key, tensor in state.items()}
+    assert bare.keys() != state.keys()
+    save_file(bare, folder / WEIGHTS, metadata={"format": "pt"})
+    generates_as_before(subjects, name, folder)
+
+
+def test_tied_head_may_be_there_twice_but_not_differ(subjects: Subjects, copied: Copied) -> None:
+    name = "llama-tied-6-to-1"
+    folder, state = copied(name)
+    assert "lm_head.weight" not in state
+    head = state["model.embed_tokens.weight"].clone()
+    save_file({**state, "lm_head.weight": head}, folder / WEIGHTS, metadata={"format": "pt"})
+    generates_as_before(subjects, name, folder)
+    head[-1, -1] += 1
+    save_file({**state, "lm_head.weight": head}, folder / WEIGHTS, metadata={"format": "pt"})
+    with pytest.raises(ModelLoadError, match=r"lm_head\.weight.*tie_word_embeddings"):
+        load(folder)
+    edit_json(folder / "config.json", lambda config: config.update(tie_word_embeddings=False))
+    load(folder)
+
+
+def test_fused_projection_of_another_shape(copied: Copied) -> None:
+    folder, state = copied("bloom-8-heads")
+    name = "transformer.h.0.self_attention.query_key_value.weight"
+    state[name] = state[name][:-1].contiguous()
+    save_file(state, folder / WEIGHTS, metadata={"format": "pt"})
+    with pytest.raises(ModelLoadError, match=r"\[383, 128\].*\[384, 128\]"):
+        load(folder)
+
+
+def test_dummy_weights_of_every_family(subjects: Subjects) -> None:
+    for name in ("llama-biases", "qwen3-head-dim", "opt-after-projected", "bloom-8-heads"):
+        load(subjects.folder(BY_NAME[name]), load_format="dummy")

@@ -1,0 +1,243 @@
+"""Penalties, biases, bans and processors through the whole engine, against transformers."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from support import logits_processors
+from support.byte_llama import VOCAB_SIZE, Edit, clear_prompts, greedy, make_engine, run
+from support.step_log import log_steps
+from transformers import (
+    NoBadWordsLogitsProcessor,
+    RepetitionPenaltyLogitsProcessor,
+    SequenceBiasLogitsProcessor,
+)
+
+from tpengine import LLMEngine, SamplingParams
+
+LENGTHS = [3, 40, 70]
+NUM_TOKENS = 20
+BIAS = {7: 2.5, 90: -4.0, 201: 1.5}
+ALLOWED = list(range(40, 120))
+
+
+def _by(*made: Any) -> Edit:
+    """Returns an edit made of transformers' processors."""
+
+    def edit(ids: list[int], logits: torch.Tensor) -> torch.Tensor:
+        scores = logits[None].clone()
+        for processor in made:
+            scores = processor(torch.tensor([ids]), scores)
+        return scores[0]
+
+    return edit
+
+
+def _count(prompt_length: int, frequency: float, presence: float) -> Edit:
+    """Returns penalties that count the output."""
+
+    def edit(ids: list[int], logits: torch.Tensor) -> torch.Tensor:
+        edited, output = logits.clone(), ids[prompt_length:]
+        for token_id in set(output):
+            edited[token_id] -= frequency * output.count(token_id) + presence
+        return edited
+
+    return edit
+
+
+def _only_allowed(ids: list[int], logits: torch.Tensor) -> torch.Tensor:
+    edited = torch.full_like(logits, -torch.inf)
+    edited[ALLOWED] = logits[ALLOWED]
+    return edited
+
+
+def _not_last(prompt_length: int) -> Edit:
+    def edit(ids: list[int], logits: torch.Tensor) -> torch.Tensor:
+        edited = logits.clone()
+        if len(ids) > prompt_length:
+            edited[ids[-1]] = -torch.inf
+        return edited
+
+    return edit
+
+
+def _banned_words(oracle: Any) -> list[list[int]]:
+    """Returns words of one, two and three tokens that greedy decoding would produce."""
+    words = []
+    for prompt, answer in clear_prompts(oracle, LENGTHS, NUM_TOKENS):
+        words += [answer[2:3], answer[5:7], answer[9:12], [prompt[-1], answer[0]]]
+    return words
+
+
+def _cases(oracle: Any) -> dict[str, tuple[dict[str, Any], Edit]]:
+    words = _banned_words(oracle)
+    bias = {(token_id,): value for token_id, value in BIAS.items()}
+    return {
+        "plain": ({}, _by()),
+        "repetition": ({"repetition_penalty": 1.6}, _by(RepetitionPenaltyLogitsProcessor(1.6))),
+        "bias": ({"logit_bias": BIAS}, _by(SequenceBiasLogitsProcessor(bias))),
+        "bad words": ({"bad_words_token_ids": words}, _by(NoBadWordsLogitsProcessor(words))),
+        "allowed": ({"allowed_token_ids": ALLOWED}, _only_allowed),
+        "all": (
+            {"repetition_penalty": 1.6, "logit_bias": BIAS, "bad_words_token_ids": words},
+            _by(
+                SequenceBiasLogitsProcessor(bias),
+                RepetitionPenaltyLogitsProcessor(1.6),
+                NoBadWordsLogitsProcessor(words),
+            ),
+        ),
+    }
+
+
+def _requests(oracle: Any) -> list[tuple[list[int], SamplingParams, list[int]]]:
+    """Returns (prompt, parameters, expected ids) of every case and length."""
+    common: dict[str, Any] = {"temperature": 0, "max_tokens": NUM_TOKENS, "ignore_eos": True}
+    found = []
+    for values, edit in _cases(oracle).values():
+        for prompt, answer in clear_prompts(oracle, LENGTHS, NUM_TOKENS, edit):
+            found.append((prompt, SamplingParams(**common, **values), answer))
+    for length in LENGTHS:
+        for values, edit in (
+            (
+                {"frequency_penalty": 0.7, "presence_penalty": 1.1},
+                _count(length, 0.7, 1.1),
+            ),
+            ({"frequency_penalty": -1.5}, _count(length, -1.5, 0.0)),
+            ({"logits_processors": "support.logits_processors:forbid_last"}, _not_last(length)),
+        ):
+            ((prompt, answer),) = clear_prompts(oracle, [length], NUM_TOKENS, edit, length)
+            found.append((prompt, SamplingParams(**common, **values), answer))
+    return found
+
+
+@pytest.fixture(scope="module")
+def requests(oracle: Any) -> list[tuple[list[int], SamplingParams, list[int]]]:
+    return _requests(oracle)
+
+
+def test_edits_change_the_tokens(oracle: Any, requests: Any) -> None:
+    """Otherwise the comparison below would pass without edits."""
+    changed = [greedy(oracle, prompt, NUM_TOKENS)[0] != answer for prompt, _, answer in requests]
+    assert sum(changed) >= len(requests) // 2
+
+
+@pytest.mark.parametrize("chunked", [True, False])
+def test_in_a_crowd(folder: Any, requests: Any, chunked: bool) -> None:
+    with make_engine(
+        folder, max_num_seqs=16, max_num_batched_tokens=256, enable_chunked_prefill=chunked
+    ) as engine:
+        outputs = run(engine, [(prompt, params) for prompt, params, _ in requests])
+    for output, (_, params, answer) in zip(outputs, requests, strict=True):
+        assert output.outputs[0].token_ids == answer, params
+
+
+@pytest.mark.parametrize("mode", ["recompute", "swap"])
+def test_after_preemption(folder: Any, requests: Any, mode: str) -> None:
+    """After recompute or swap the counts of a sequence cover all its tokens."""
+    tight = {"num_device_blocks_override": 10, "max_model_len": 112, "preemption_mode": mode}
+    with log_steps() as log, make_engine(folder, max_num_seqs=16, **tight) as engine:
+        outputs = run(engine, [(prompt, params) for prompt, params, _ in requests])
+    log.assert_only(mode)
+    preempted = [
+        params
+        for output, (_, params, _) in zip(outputs, requests, strict=True)
+        if output.metrics.num_preemptions
+    ]
+    assert sum(params.has_penalties for params in preempted) >= 3
+    assert len(preempted) >= 8
+    for output, (_, params, answer) in zip(outputs, requests, strict=True):
+        assert output.outputs[0].token_ids == answer, params
+
+
+def test_sampling_is_the_same_alone_and_in_a_crowd(engine: LLMEngine) -> None:
+    params = SamplingParams(
+        temperature=1.0,
+        seed=5,
+        max_tokens=20,
+        repetition_penalty=1.4,
+        frequency_penalty=0.5,
+        bad_words=["ab", "e"],
+        logit_bias=BIAS,
+        ignore_eos=True,
+    )
+    prompts = [list(range(5, 5 + length)) for length in (4, 30, 60)]
+    alone = [run(engine, [(prompt, params)])[0].outputs[0].token_ids for prompt in prompts]
+    others = [(prompt, SamplingParams(max_tokens=9)) for prompt in prompts]
+    crowd = run(engine, [*others, *((prompt, params) for prompt in prompts)])
+    assert [output.outputs[0].token_ids for output in crowd[3:]] == alone
+    assert all(len(set(ids)) > 10 for ids in alone)
+
+
+def test_bad_words_as_text_do_not_appear(engine: LLMEngine) -> None:
+    prompt = engine.tokenizer.encode("ab ab ab", False)
+    common = {"temperature": 1.0, "seed": 0, "max_tokens": 60, "ignore_eos": True}
+    wanted = engine.tokenizer.encode("xyab ab", False)
+    bias = dict(zip(wanted, (14.0, 14.0, 9.0, 9.0), strict=True))
+    free, ruled = run(
+        engine,
+        [
+            (prompt, SamplingParams(**common, logit_bias=bias)),
+            (prompt, SamplingParams(**common, logit_bias=bias, bad_words=["ab", "xy"])),
+        ],
+    )
+    assert "ab" in free.outputs[0].text
+    assert "xy" in free.outputs[0].text
+    assert "x" in ruled.outputs[0].text
+    assert "xy" not in ruled.outputs[0].text
+    words = [engine.tokenizer.encode(word, False) for word in ("ab", " ab")]
+    assert all(len(word) == 1 for word in words)
+    assert not {word[0] for word in words} & set(ruled.outputs[0].token_ids)
+
+
+def test_processor_gets_prompt_and_output(engine: LLMEngine) -> None:
+    logits_processors.seen.clear()
+    prompt = [10, 11, 12]
+    params = SamplingParams(
+        temperature=0,
+        max_tokens=4,
+        ignore_eos=True,
+        logits_processors=[
+            "support.logits_processors:forbid_last",
+            "support.logits_processors:forbid_prompt",
+        ],
+    )
+    (output,) = run(engine, [(prompt, params)])
+    ids = output.outputs[0].token_ids
+    assert logits_processors.seen == [(prompt, ids[:i]) for i in range(4)]
+    assert not set(ids) & set(prompt)
+
+
+FAILURES = {
+    "fail_at_third": "KeyError: 'the third token'",
+    "exit_process": "SystemExit: 3",
+    "forget_to_return": "it must return the logits, got NoneType",
+    "cut_off": r"it must return \[288\] logits, got \[287\]",
+    "make_nan": "its logits are NaN",
+    "forbid_all": "no token can be sampled",
+}
+
+
+@pytest.mark.parametrize("name", sorted(FAILURES))
+def test_a_processor_that_fails_ends_its_request_alone(
+    engine: LLMEngine, oracle: Any, name: str
+) -> None:
+    good = clear_prompts(oracle, [5, 30], 10, seed=1)
+    plain = SamplingParams(temperature=0, max_tokens=10, ignore_eos=True)
+    bad = SamplingParams(
+        temperature=0, max_tokens=10, logits_processors=f"support.logits_processors:{name}"
+    )
+    first, failed, last = run(engine, [(good[0][0], plain), ([4, 5, 6], bad), (good[1][0], plain)])
+    assert [first.outputs[0].token_ids, last.outputs[0].token_ids] == [good[0][1], good[1][1]]
+    assert failed.finished
+    assert failed.outputs[0].finish_reason == "error"
+    assert len(failed.outputs[0].token_ids) == (2 if name == "fail_at_third" else 0)
+    with pytest.raises(AssertionError, match=FAILURES[name]):
+        raise AssertionError(failed.error)
+
+
+def test_a_dict_of_bias_for_the_whole_vocabulary(engine: LLMEngine) -> None:
+    bias = {token_id: float(token_id == 77) * 1e5 for token_id in range(VOCAB_SIZE)}
+    (output,) = run(engine, [([5], SamplingParams(logit_bias=bias, max_tokens=3))])
+    assert output.outputs[0].token_ids == [77, 77, 77]

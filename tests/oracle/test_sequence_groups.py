@@ -1,0 +1,249 @@
+"""Penalties, biases and bans in requests with more than one sequence: forks copy the counts."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from support.byte_llama import END_TOKEN_ID, VOCAB_SIZE, make_engine, run
+from support.step_log import log_steps
+from transformers import (
+    NoBadWordsLogitsProcessor,
+    RepetitionPenaltyLogitsProcessor,
+    SequenceBiasLogitsProcessor,
+)
+
+from tpengine import LLMEngine, SamplingParams
+from tpengine.layers.sampler import noise_keys, uniform_noise
+from tpengine.ops.sampling import sample_tokens
+
+REPETITION, FREQUENCY, PRESENCE = 1.4, 0.8, 0.5
+BIAS = {7: 1.5, 90: -4.0, 201: 1.0}
+NUM_TOKENS = 20
+TEMPERATURE = 0.9
+
+
+def _prompts(lengths: list[int]) -> list[list[int]]:
+    generator = torch.Generator().manual_seed(8)
+    return [torch.randint(3, VOCAB_SIZE, (n,), generator=generator).tolist() for n in lengths]
+
+
+def _bad_words(prompts: list[list[int]]) -> list[list[int]]:
+    """Returns single ids, and pairs whose first ids are a range, so that they occur often."""
+    return [
+        [50],
+        *([first, first + 100] for first in range(3, 150)),
+        *([p[-1], 77] for p in prompts),
+    ]
+
+
+def _expected(
+    oracle: Any, prompt: list[int], output: list[int], words: list[list[int]], seed: int, index: int
+) -> list[int]:
+    """Returns the expected id of each position of an output, given the ids before it."""
+    ids = [*prompt, *output]
+    with torch.inference_mode():
+        logits = oracle(torch.tensor([ids])).logits[0]
+    bias = SequenceBiasLogitsProcessor({(i,): value for i, value in BIAS.items()})
+    bans, penalty = NoBadWordsLogitsProcessor(words), RepetitionPenaltyLogitsProcessor(REPETITION)
+    chosen = torch.empty(1, dtype=torch.int64)
+    found = []
+    for position in range(len(prompt), len(ids)):
+        before = torch.tensor([ids[:position]])
+        scores = logits[position - 1][None].clone()
+        for processor in (bias, bans, penalty):
+            scores = processor(before, scores)
+        for token_id in set(ids[len(prompt) : position]):
+            count = ids[len(prompt) : position].count(token_id)
+            scores[0, token_id] -= FREQUENCY * count + PRESENCE
+        key = np.array([noise_keys(seed, index)], np.uint64)
+        noise = torch.from_numpy(uniform_noise(key, np.array([position], np.int32)))
+        one = [torch.tensor([value]) for value in (TEMPERATURE, 0, 0.95, 0.0)]
+        one[1] = one[1].int()
+        sample_tokens(chosen, scores, *one, noise)
+        found.append(int(chosen))
+    return found
+
+
+@pytest.mark.parametrize("mode", [None, "recompute", "swap"])
+def test_each_of_n_samples_by_its_own_tokens(folder: Any, oracle: Any, mode: str | None) -> None:
+    """With enough blocks, or preempted in one of the modes."""
+    prompts = _prompts([5, 16, 33, 50])
+    words = _bad_words(prompts)
+    params = [
+        SamplingParams(
+            n=3,
+            seed=seed,
+            temperature=TEMPERATURE,
+            top_p=0.95,
+            repetition_penalty=REPETITION,
+            frequency_penalty=FREQUENCY,
+            presence_penalty=PRESENCE,
+            logit_bias=BIAS,
+            bad_words_token_ids=words,
+            max_tokens=NUM_TOKENS,
+            ignore_eos=True,
+        )
+        for seed in range(len(prompts))
+    ]
+    args: dict[str, Any] = {"max_num_seqs": 12, "max_num_batched_tokens": 24}
+    if mode is not None:
+        args |= {"num_device_blocks_override": 12, "max_model_len": 80, "preemption_mode": mode}
+    with log_steps() as log, make_engine(folder, **args) as engine:
+        outputs = run(engine, list(zip(prompts, params, strict=True)))
+    assert (log.num_swapped > 0) is (mode == "swap")
+    assert (log.num_preemptions > 0) is (mode is not None)
+    for seed, (prompt, output) in enumerate(zip(prompts, outputs, strict=True)):
+        found = [completion.token_ids for completion in output.outputs]
+        assert len({tuple(ids) for ids in found}) == 3
+        for index, ids in enumerate(found):
+            assert ids == _expected(oracle, prompt, ids, words, seed, index)
+
+
+@pytest.mark.parametrize(
+    ("values", "in_transformers"),
+    [
+        ({"repetition_penalty": 1.5}, {"repetition_penalty": 1.5}),
+        (
+            {"logit_bias": BIAS, "min_tokens": 8},
+            {"sequence_bias": {(i,): v for i, v in BIAS.items()}, "min_new_tokens": 8},
+        ),
+        ({"bad_words_token_ids": "words"}, {"bad_words_ids": "words"}),
+    ],
+    ids=["repetition", "bias and min_tokens", "bad words"],
+)
+@pytest.mark.parametrize("num_beams", [2, 4])
+def test_beams_equal_transformers(
+    engine: LLMEngine,
+    oracle: Any,
+    values: dict[str, Any],
+    in_transformers: dict[str, Any],
+    num_beams: int,
+) -> None:
+    prompts = _prompts([4, 20, 40])
+    common: dict[str, Any] = {"temperature": 0.0, "max_tokens": 12, "use_beam_search": True}
+    common |= {"n": num_beams, "best_of": num_beams}
+    plain = run(engine, [(prompt, SamplingParams(**common)) for prompt in prompts])
+    said = [output.outputs[0].token_ids for output in plain]
+    words = [piece for ids in said for piece in (ids[1:2], ids[3:5], ids[6:9])]
+    for mapping in (values := dict(values), in_transformers := dict(in_transformers)):
+        mapping.update({name: words for name, value in mapping.items() if value == "words"})
+    params = SamplingParams(**common, **values)
+    outputs = run(engine, [(prompt, params) for prompt in prompts])
+    changed = 0
+    for prompt, output, without in zip(prompts, outputs, plain, strict=True):
+        expected = oracle.generate(
+            torch.tensor([prompt]),
+            num_beams=num_beams,
+            num_return_sequences=num_beams,
+            max_new_tokens=12,
+            do_sample=False,
+            early_stopping=False,
+            pad_token_id=0,
+            **in_transformers,
+        )
+        found = [completion.token_ids for completion in output.outputs]
+        assert found == [_without_padding(row[len(prompt) :].tolist()) for row in expected]
+        changed += found != [completion.token_ids for completion in without.outputs]
+    assert changed >= 2
+
+
+def test_ranks_of_beams_are_by_raw_logits(engine: LLMEngine, oracle: Any) -> None:
+    """With bans and biases, beams contain tokens of any rank."""
+    (prompt,) = _prompts([20])
+    likely = oracle(torch.tensor([prompt])).logits[0, -1].topk(5).indices.tolist()
+    bias = dict.fromkeys(range(3, VOCAB_SIZE, 5), 4.0)
+    params = SamplingParams(
+        n=3,
+        use_beam_search=True,
+        temperature=0.0,
+        max_tokens=8,
+        ignore_eos=True,
+        logit_bias=bias,
+        bad_words_token_ids=[[token_id] for token_id in likely],
+        logprobs=2,
+    )
+    (output,) = run(engine, [(prompt, params)])
+    ranks = []
+    for one in output.outputs:
+        with torch.inference_mode():
+            logits = oracle(torch.tensor([[*prompt, *one.token_ids]])).logits[0]
+        raw = logits.log_softmax(dim=-1)[len(prompt) - 1 :]
+        for row, token_id, entry in zip(raw, one.token_ids, one.logprobs, strict=False):
+            own, found = float(row[token_id]), entry[token_id]
+            assert found.logprob == pytest.approx(own, abs=1e-4)
+            assert 1 + int((row > own + 1e-4).sum()) <= found.rank
+            assert found.rank <= 1 + int((row > own - 1e-4).sum())
+            ranks.append(found.rank)
+    assert max(ranks) > 10
+
+
+def _search(
+    oracle: Any, prompt: list[int], width: int, num_tokens: int, allowed: list[int], dead_end: int
+) -> list[list[int]]:
+    """Runs beam search over a few tokens; after one of them every token is banned."""
+    beams: list[tuple[float, list[int]]] = [(0.0, [])]
+    for _ in range(num_tokens):
+        grown = []
+        for score, ids in beams:
+            if dead_end in ids:
+                continue
+            with torch.inference_mode():
+                row = oracle(torch.tensor([[*prompt, *ids]])).logits[0, -1].log_softmax(dim=-1)
+            grown += [(score + float(row[token]), [*ids, token]) for token in allowed]
+        beams = sorted(grown, reverse=True)[:width]
+    return [ids for _, ids in beams]
+
+
+def test_a_beam_that_cannot_go_on_is_left_out(engine: LLMEngine, oracle: Any) -> None:
+    (prompt,) = _prompts([20])
+    likely = oracle(torch.tensor([prompt])).logits[0, -1].topk(5).indices.tolist()
+    dead_end = likely[0]
+    common: dict[str, Any] = {"use_beam_search": True, "temperature": 0.0, "max_tokens": 5}
+    common |= {"ignore_eos": True, "bad_words_token_ids": [[dead_end, other] for other in likely]}
+    lonely = common | {"bad_words_token_ids": [[dead_end, dead_end]]}
+    output, failed = run(
+        engine,
+        [
+            (prompt, SamplingParams(n=3, allowed_token_ids=likely, **common)),
+            (prompt, SamplingParams(n=2, allowed_token_ids=[dead_end], **lonely)),
+        ],
+    )
+    assert output.error is None
+    found = [completion.token_ids for completion in output.outputs]
+    assert found == _search(oracle, prompt, 3, 5, likely, dead_end)
+    assert "no token can be sampled" in str(failed.error)
+    assert failed.outputs[0].finish_reason == "error"
+
+
+def _without_padding(ids: list[int]) -> list[int]:
+    return ids[: ids.index(END_TOKEN_ID) + 1] if END_TOKEN_ID in ids else ids
+
+
+def test_prompt_logprobs_of_a_group(engine: LLMEngine) -> None:
+    """Reported once per request, with the same values as for one sequence."""
+    prompt = _prompts([30])[0]
+    one, many = (
+        run(engine, [(prompt, SamplingParams(n=n, prompt_logprobs=2, seed=1, max_tokens=3))])[0]
+        for n in (1, 3)
+    )
+    assert one.prompt_logprobs is not None
+    assert one.prompt_logprobs == many.prompt_logprobs
+    # Again, with the prompt in the prefix cache.
+    again = run(engine, [(prompt, SamplingParams(prompt_logprobs=2, max_tokens=3))])[0]
+    assert again.prompt_logprobs == one.prompt_logprobs
+
+
+def test_a_processor_that_fails_ends_all_sequences_of_its_request(engine: LLMEngine) -> None:
+    bad = SamplingParams(
+        n=3, seed=0, max_tokens=9, logits_processors="support.logits_processors:fail_at_third"
+    )
+    good = SamplingParams(n=2, seed=4, max_tokens=9, ignore_eos=True)
+    prompt = _prompts([20])[0]
+    (alone,) = run(engine, [(prompt, good)])
+    failed, other = run(engine, [(prompt, bad), (prompt, good)])
+    assert [c.token_ids for c in other.outputs] == [c.token_ids for c in alone.outputs]
+    assert "the third token" in str(failed.error)
+    assert {completion.finish_reason for completion in failed.outputs} == {"error"}

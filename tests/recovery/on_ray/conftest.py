@@ -1,0 +1,45 @@
+"""What all of these tests must leave as it was, and the model that they share."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from executor import ray_engines
+from support.models import ModelShop
+from support.server_process import wait_until
+from support.zoo import PLAIN
+
+from recovery.on_ray.processes import actors
+
+END_S = 30.0
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _by_value() -> Iterator[None]:
+    """Actors cannot import the tests, so what the tests define is sent to them."""
+    from ray import cloudpickle
+
+    cloudpickle.register_pickle_by_value(ray_engines)
+    yield
+    cloudpickle.unregister_pickle_by_value(ray_engines)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _no_actor_is_left() -> Iterator[None]:
+    """No file of tests leaves a rank, a spare or an agent, stopped or not."""
+    before = actors().keys()
+    yield
+    wait_until(lambda: actors().keys() <= before, END_S)
+
+
+@pytest.fixture(autouse=True)
+def _nothing_is_left(nothing_is_left: None) -> None:
+    """No test leaves a file in shared memory."""
+
+
+@pytest.fixture(scope="module")
+def folder(ray_address: str, models: ModelShop) -> Path:
+    """A tiny random Llama with a tokenizer, and a cluster to serve it on."""
+    return models.folder(PLAIN, tokenizer=True)

@@ -1,0 +1,134 @@
+"""A request that ends every rank fails by its name; other losses fail no request."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from executor.ray_engines import die_of, executor_of, sabotaged_rank
+from support.processors import Stopwatch
+
+from recovery.client import Answer
+from recovery.on_ray.crowd import MAX_OUTPUT, NUM_REQUESTS, Crowd, crowd_engine
+from recovery.on_ray.killer import killer
+from recovery.on_ray.processes import actors
+from tpengine import LLMEngine, SamplingParams
+from tpengine.engine.stats import EngineState
+
+POISON = 3
+"""A token that no other prompt holds."""
+FROZEN_S = 4.0
+REBUILT_S = 8.0
+PATIENCE_S = 200.0
+
+
+@pytest.fixture(scope="module")
+def engine(folder: Path) -> Iterator[LLMEngine]:
+    """An engine whose ranks die of the poison, with a spare process for each rank."""
+    args = {"spare_workers": 2, "max_num_seqs": 8}
+    with sabotaged_rank(None, die_of(POISON)), crowd_engine(folder, **args) as engine:
+        yield engine
+
+
+@pytest.fixture(scope="module")
+def crowd(engine: LLMEngine) -> Crowd:
+    found = Crowd(engine)
+    found.serve_undisturbed()
+    return found
+
+
+@pytest.fixture(autouse=True)
+def _blocks_come_back(engine: LLMEngine) -> Iterator[None]:
+    yield
+    assert engine.num_free_blocks == engine.num_total_blocks
+    assert engine.health().state is EngineState.RUNNING
+
+
+def test_a_stopped_rank(engine: LLMEngine, crowd: Crowd) -> None:
+    """The loss names it with its stack; it is replaced, and its process ends."""
+    crowd.fill()
+    for _ in range(20):
+        crowd.step()
+    place = executor_of(engine).places[1]
+    watch = Stopwatch()
+    os.kill(place.pid, signal.SIGSTOP)
+    while engine.health().state is EngineState.RUNNING:
+        crowd.step()
+    named_s, own_named_s = watch.elapsed_s, watch.own_s
+    while engine.health().state is not EngineState.RUNNING:
+        crowd.step()
+    share = watch.share
+    crowd.finish(PATIENCE_S)
+    (record,) = engine.recoveries
+    print(
+        f"\nnamed after {named_s:.2f} s, ready {record.ready_s:.2f} s later: {record.phases_s}; "
+        f"{share:.2f} of the processors that were wanted"
+    )
+    assert f"pid {place.pid}" in record.loss.place
+    assert "frozen: its process is stopped" in record.loss.cause
+    assert "_serve (" in record.loss.stack
+    assert own_named_s < FROZEN_S
+    assert record.ready_s * share < REBUILT_S
+    assert place.pid not in actors()
+    assert "T" not in actors().values()
+
+
+@pytest.mark.timeout(600)
+def test_one_poison_among_many(engine: LLMEngine, crowd: Crowd) -> None:
+    """It ends with an error that names the rank, how the rank ended and its last log line."""
+    recoveries = engine.health().num_recoveries
+    params = SamplingParams(temperature=0.0, max_tokens=MAX_OUTPUT)
+    crowd.fill(NUM_REQUESTS // 2)
+    engine.add_request("poison", None, params, prompt_token_ids=[5, POISON, 6])
+    poison = crowd.follow("poison")
+    crowd.fill(NUM_REQUESTS - 1)
+    finished = crowd.num_finished
+    crowd.finish(PATIENCE_S)
+    assert crowd.num_finished - finished == NUM_REQUESTS - 1
+    check_poison(poison)
+    losses = engine.health().num_recoveries - recoveries
+    print(f"\nfound in {losses} losses")
+    assert losses <= 2 + 3 + 2
+
+
+def check_poison(poison: Answer) -> None:
+    assert poison.reasons == {"error"}
+    assert poison.error is not None
+    for word in ("'poison'", "rank ", "pid ", "exit code 7", "step ", "that was poison"):
+        assert word in poison.error
+
+
+def test_three_kills_in_a_row(engine: LLMEngine, crowd: Crowd) -> None:
+    """Each as soon as there are ranks again; no request fails for it."""
+    crowd.fill()
+    with killer(engine, ["prefill"] * 3, seed=5, max_countdown=0) as found:
+        deadline = time.monotonic() + PATIENCE_S
+        while found.target is not None:
+            assert time.monotonic() < deadline
+            crowd.step()
+        assert len(found.losses) >= 3
+    crowd.finish(PATIENCE_S)
+
+
+@pytest.mark.soak
+def test_one_poison_among_all_that_run(folder: Path) -> None:
+    """The same if all requests are in the lost step."""
+    blocks = {"num_device_blocks_override": 400, "max_num_batched_tokens": 4096}
+    with (
+        sabotaged_rank(None, die_of(POISON)),
+        crowd_engine(folder, max_num_seqs=256, **blocks) as engine,
+    ):
+        crowd = Crowd(engine)
+        crowd.serve_undisturbed()
+        params = SamplingParams(temperature=0.0, max_tokens=MAX_OUTPUT)
+        crowd.fill(NUM_REQUESTS // 2)
+        engine.add_request("poison", None, params, prompt_token_ids=[5, POISON, 6])
+        poison = crowd.follow("poison")
+        crowd.fill(NUM_REQUESTS - 1)
+        crowd.finish(PATIENCE_S)
+        check_poison(poison)
+        print(f"\nfound in {engine.health().num_recoveries} losses")

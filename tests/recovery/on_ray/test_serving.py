@@ -1,0 +1,200 @@
+"""What clients see of a recovery: streams stay open, and aborts, deadlines and new requests behave
+as at any time; and of the one that is too many: a typed end, and nothing left."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import random
+import signal
+import time
+from collections.abc import Callable, Iterator
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import grpc
+import pytest
+from executor.ray_engines import executor_of, ray_engine
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+from server.calls import Refusal, ids, refused, sampling
+from support.engines import complete, greedy, make_engine
+from support.server_process import ServerProcess
+
+from recovery.on_ray.processes import actors
+from tpengine import AsyncLLMEngine, RequestOutputKind, SamplingParams
+from tpengine.engine.stats import EngineState
+from tpengine.errors import DeadlineExceededError, RequestAbortedError
+from tpengine.server.grpc.proto import tpengine_pb2 as pb
+
+PROMPTS = [[5, 6, 7], [8, 9, 10, 11], [12] * 20, [13, 14]]
+NUM_TOKENS = 400
+"""So many that a stream does not end before the kill."""
+SOON_S = 30.0
+"""For what is answered while the ranks are rebuilt, which the tests look at afterwards."""
+PATIENCE_S = 90.0
+SERVING = health_pb2.HealthCheckResponse.SERVING
+RECOVERING = pb.SERVER_STATE_RECOVERING
+Wait = Callable[[Callable[[], bool], float], None]
+
+
+@pytest.fixture(scope="module")
+def expected(folder: Path) -> list[list[int]]:
+    """What each prompt gets from one rank in this process."""
+    with make_engine(folder) as engine:
+        return [complete(engine, prompt, greedy(NUM_TOKENS)).token_ids for prompt in PROMPTS]
+
+
+def stream(**fields: Any) -> SamplingParams:
+    return greedy(NUM_TOKENS, output_kind=RequestOutputKind.DELTA, **fields)
+
+
+class Reader:
+    """A stream of `AsyncLLMEngine`, read by a task of its own."""
+
+    def __init__(self, engine: AsyncLLMEngine, index: int, **fields: Any) -> None:
+        self.token_ids: list[int] = []
+        self.request_id = f"reader {index} {time.monotonic()}"
+        self._outputs = engine.generate(
+            None, stream(), self.request_id, prompt_token_ids=PROMPTS[index], **fields
+        )
+        self.task = asyncio.create_task(self._read())
+
+    async def _read(self) -> list[int]:
+        async for output in self._outputs:
+            self.token_ids += output.outputs[0].token_ids
+        return self.token_ids
+
+
+async def during_a_recovery(engine: AsyncLLMEngine, expected: list[list[int]]) -> None:
+    inner = engine.llm_engine
+
+    def is_recovering() -> bool:
+        return inner.health().state is EngineState.RECOVERING
+
+    async def until(condition: Callable[[], bool]) -> None:
+        while not condition():
+            await asyncio.sleep(0.005)
+
+    kept, aborted = Reader(engine, 0), Reader(engine, 1)
+    late = Reader(engine, 3, deadline=time.monotonic() + PATIENCE_S)
+    await until(lambda: all(reader.token_ids for reader in (kept, aborted, late)))
+    place = random.Random(0).choice(executor_of(inner).places)
+    os.kill(place.pid, signal.SIGKILL)
+    await until(is_recovering)
+    before = list(kept.token_ids)
+    assert len(before) < NUM_TOKENS
+
+    assert await asyncio.wait_for(engine.abort(aborted.request_id), SOON_S)
+    with pytest.raises(RequestAbortedError):
+        await asyncio.wait_for(aborted.task, SOON_S)
+    new = Reader(engine, 2)
+    dead = [
+        Reader(engine, 3, deadline=time.monotonic() + 0.1).task,
+        Reader(engine, 3, max_queue_s=0.1).task,
+    ]
+    for task in dead:
+        with pytest.raises(DeadlineExceededError):
+            await asyncio.wait_for(task, SOON_S)
+    health = engine.health()
+    assert is_recovering(), "it was all too late"
+    assert (health.alive, health.ready) == (True, True)
+    assert kept.token_ids == before
+
+    assert await kept.task == expected[0]
+    assert await late.task == expected[3]
+    assert await new.task == expected[2]
+    health = engine.health()
+    assert (health.state, health.alive, health.ready) == ("running", True, True)
+    assert engine.stats().epoch == 2
+    assert inner.num_free_blocks == inner.num_total_blocks
+
+
+def test_async_engine(folder: Path, expected: list[list[int]]) -> None:
+    engine = AsyncLLMEngine(partial(ray_engine, folder, 2))
+
+    async def work() -> None:
+        try:
+            await asyncio.wait_for(during_a_recovery(engine, expected), PATIENCE_S)
+        finally:
+            await engine.shutdown()
+
+    asyncio.run(work())
+
+
+@pytest.fixture
+def server(folder: Path, ray_address: str, tmp_path: Path) -> Iterator[ServerProcess]:
+    options = ["--model", str(folder), "--tensor-parallel-size", "2", "--ray-address", ray_address]
+    options += ["--dtype", "float32", "--device", "cpu", "--num-device-blocks-override", "256"]
+    with ServerProcess(*options, "--max-recoveries", "1", log=tmp_path / "log") as process:
+        yield process
+
+
+def request(index: int, **fields: Any) -> pb.GenerateRequest:
+    params = sampling(max_tokens=NUM_TOKENS, ignore_eos=True)
+    return pb.GenerateRequest(prompt_token_ids=ids(*PROMPTS[index]), sampling=params, **fields)
+
+
+def kill_a_rank(ranks: dict[int, str]) -> None:
+    os.kill(random.Random(1).choice(sorted(ranks)), signal.SIGKILL)
+
+
+def token_ids(messages: Any) -> list[int]:
+    return [token for message in messages for token in message.outputs[0].token_ids]
+
+
+def test_server(server: ServerProcess, expected: list[list[int]], wait_until: Wait) -> None:
+    """Over gRPC; then it is lost once more than it may be."""
+    health = health_pb2_grpc.HealthStub(server.channel)
+
+    def state() -> int:
+        return int(server.stub.GetServerInfo(pb.GetServerInfoRequest(), timeout=SOON_S).state)
+
+    def healthy() -> bool:
+        names = ("liveness", "readiness")
+        requests = [health_pb2.HealthCheckRequest(service=name) for name in names]
+        return all(health.Check(one, timeout=SOON_S).status == SERVING for one in requests)
+
+    kept = server.stub.GenerateStream(request(0), timeout=PATIENCE_S)
+    aborted = server.stub.GenerateStream(request(1, request_id="aborted"), timeout=PATIENCE_S)
+    found = token_ids([next(kept)])
+    next(aborted)
+    before = actors()
+    kill_a_rank(before)
+    wait_until(lambda: state() == RECOVERING, SOON_S)
+    assert server.stub.Abort(pb.AbortRequest(request_id="aborted"), timeout=SOON_S).aborted
+    assert ended(aborted).code is grpc.StatusCode.CANCELLED
+    new = server.stub.Generate.future(request(2), timeout=PATIENCE_S)
+    for fields, timeout_s in (({}, 0.1), ({"max_queue_ms": 100}, SOON_S)):
+        late = refused(server.stub.Generate, request(3, **fields), timeout=timeout_s)
+        assert late.code is grpc.StatusCode.DEADLINE_EXCEEDED
+    assert healthy()
+    assert state() == RECOVERING, "it was all too late"
+    assert found + token_ids(kept) == expected[0]
+    assert list(new.result(timeout=PATIENCE_S).outputs[0].token_ids) == expected[2]
+    assert healthy()
+    info = server.stub.GetServerInfo(pb.GetServerInfoRequest(), timeout=SOON_S)
+    assert (info.epoch, info.recoveries, info.state) == (2, 1, pb.SERVER_STATE_RUNNING)
+
+    last = server.stub.GenerateStream(request(0), timeout=PATIENCE_S)
+    next(last)
+    ranks = actors()
+    assert not ranks.keys() & before.keys()
+    kill_a_rank(ranks)
+    end = ended(last)
+    assert end.code is grpc.StatusCode.UNAVAILABLE, end.text
+    assert server.process.wait(PATIENCE_S) == 1
+    wait_until(lambda: not actors(), SOON_S)
+    said = server.log.read_text()
+    for word in ("EngineDeadError", "max_recoveries = 1", "SIGKILL", "epoch 2", "execute_model"):
+        assert word in said, said[-3000:]
+
+
+def ended(calls: Any) -> Refusal:
+    """How a stream fails that has brought something."""
+    try:
+        for _ in calls:
+            pass
+    except grpc.RpcError as error:
+        return Refusal(error)
+    raise AssertionError("it did not fail")

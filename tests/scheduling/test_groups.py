@@ -1,0 +1,176 @@
+"""`n` and `best_of`: shared prompts, noise of their own, streaming and ranking."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from support.small_llamas import MakeEngine, run
+
+from tpengine.layers.sampler import noise_keys, uniform_noise
+from tpengine.ops.sampling import sample_tokens
+from tpengine.outputs import RequestOutput
+from tpengine.sampling_params import RequestOutputKind, SamplingParams
+
+from .loop import Limits, Loop, make_request, run_alone
+
+PROMPT = [3 + (7 * place) % 250 for place in range(37)]
+FREE = SamplingParams(n=4, temperature=1.0, max_tokens=12, seed=5, ignore_eos=True, logprobs=0)
+
+
+def ids_of(output: RequestOutput) -> list[list[int]]:
+    return [one.token_ids for one in output.outputs]
+
+
+def draws(oracle: Any, prompt: list[int], output: list[int], index: int) -> list[int]:
+    """What transformers' logits and the noise of sequence `index` of `FREE` give at each position
+    of an output, given those before it."""
+    ids = [*prompt, *output]
+    with torch.inference_mode():
+        logits = oracle(torch.tensor([ids])).logits[0, len(prompt) - 1 : -1].contiguous()
+    assert FREE.seed is not None
+    keys = np.full(len(output), noise_keys(FREE.seed, index), np.uint64)
+    positions = np.arange(len(prompt), len(ids), dtype=np.int32)
+    noise = torch.from_numpy(uniform_noise(keys, positions))
+    ones = torch.ones(len(output))
+    chosen = torch.empty(len(output), dtype=torch.int64)
+    sample_tokens(chosen, logits, ones, torch.zeros_like(ones).int(), ones, 0 * ones, noise)
+    return chosen.tolist()
+
+
+@pytest.mark.parametrize("prompt_length", [1, 8, 16, 21, 37])
+def test_sequences_are_those_of_separate_requests(
+    make_engine: MakeEngine, oracles: dict[str, Any], prompt_length: int
+) -> None:
+    """Sharing blocks changes nothing: each sequence is drawn from transformers' logits of its own
+    tokens with its own noise. The first is what a request of one gets, and all are the same in
+    another crowd and with other block sizes."""
+    prompt = PROMPT[:prompt_length]
+    engine = make_engine(enable_prefix_caching=False)
+    four = run(engine, [("four", prompt, FREE)])["four"]
+    one = run(engine, [("one", prompt, replace(FREE, n=1))])["one"]
+    assert ids_of(one) == ids_of(four)[:1]
+    for index, ids in enumerate(ids_of(four)):
+        assert ids == draws(oracles["grouped"], prompt, ids, index)
+    assert len({tuple(ids) for ids in ids_of(four)}) == 4, "all draw the same noise"
+    assert [o.index for o in four.outputs] == [0, 1, 2, 3]
+    other = make_engine(block_size=16, max_num_batched_tokens=5)
+    crowd = [(str(i), PROMPT[i:], replace(FREE, seed=i)) for i in range(5)]
+    again = run(other, [*crowd, ("four", prompt, FREE)])["four"]
+    assert ids_of(again) == ids_of(four)
+    for mine, theirs in zip(again.outputs, four.outputs, strict=True):
+        assert mine.cumulative_logprob == pytest.approx(theirs.cumulative_logprob, abs=1e-3)
+
+
+@pytest.mark.parametrize("mode", ["swap", "recompute"])
+def test_preemption_changes_nothing(make_engine: MakeEngine, mode: str) -> None:
+    jobs = [(str(i), PROMPT[i:], replace(FREE, n=3, seed=i, max_tokens=30)) for i in range(6)]
+    wanted = run(make_engine(), jobs)
+    tight = make_engine(
+        num_device_blocks_override=26, preemption_mode=mode, swap_space=0.01 * (mode == "swap")
+    )
+    found = run(tight, jobs)
+    assert sum(o.metrics.num_preemptions for o in found.values() if o.metrics) > 0
+    for key in wanted:
+        assert ids_of(found[key]) == ids_of(wanted[key])
+
+
+def test_the_prompt_is_held_once(make_engine: MakeEngine) -> None:
+    """Eight of a 96-token prompt: its 12 blocks, and after the first token one more each."""
+    engine = make_engine(max_num_batched_tokens=128, enable_prefix_caching=False)
+    prompt = (PROMPT * 3)[:96]
+    engine.add_request("eight", None, replace(FREE, n=8), prompt_token_ids=prompt)
+    engine.step()
+    assert engine.num_total_blocks - engine.num_free_blocks == 12
+    engine.step()
+    assert engine.num_total_blocks - engine.num_free_blocks == 12 + 8
+    while engine.has_unfinished_requests():
+        engine.step()
+
+
+def test_a_partly_filled_block_is_copied_by_all_but_one(make_engine: MakeEngine) -> None:
+    engine = make_engine(max_num_batched_tokens=128, enable_prefix_caching=False)
+    engine.add_request("eight", None, replace(FREE, n=8), prompt_token_ids=(PROMPT * 3)[:90])
+    engine.step()
+    assert engine.num_total_blocks - engine.num_free_blocks == 12
+    engine.step()
+    assert engine.num_total_blocks - engine.num_free_blocks == 11 + 8
+    while engine.has_unfinished_requests():
+        engine.step()
+
+
+def test_streaming_with_index(make_engine: MakeEngine) -> None:
+    engine = make_engine()
+    whole = run(engine, [("whole", PROMPT, FREE)])["whole"]
+    params = replace(FREE, output_kind=RequestOutputKind.DELTA)
+    engine.add_request("parts", None, params, prompt_token_ids=PROMPT)
+    parts: dict[int, list[int]] = {}
+    reports = 0
+    while engine.has_unfinished_requests():
+        for output in engine.step():
+            reports += 1
+            for one in output.outputs:
+                parts.setdefault(one.index, []).extend(one.token_ids)
+    assert [parts[index] for index in range(4)] == ids_of(whole)
+    assert reports == 12
+
+
+def test_best_of_returns_the_likeliest_when_all_are_complete(make_engine: MakeEngine) -> None:
+    engine = make_engine()
+    four = run(engine, [("four", PROMPT, FREE)])["four"]
+    ranked = sorted(four.outputs, key=lambda o: -(o.cumulative_logprob or 0.0))
+    params = replace(FREE, n=2, best_of=4, logprobs=None)
+    engine.add_request("best", None, params, prompt_token_ids=PROMPT)
+    reports = []
+    while engine.has_unfinished_requests():
+        reports += engine.step()
+    (best,) = reports
+    assert ids_of(best) == [o.token_ids for o in ranked[:2]]
+    assert [o.index for o in best.outputs] == [0, 1]
+    assert best.outputs[0].logprobs is None
+    for mine, theirs in zip(best.outputs, ranked, strict=False):
+        assert mine.cumulative_logprob == pytest.approx(theirs.cumulative_logprob, abs=1e-4)
+
+
+def test_sequences_end_by_themselves(make_engine: MakeEngine) -> None:
+    """One that stops early gives its place back while the others go on."""
+    engine = make_engine()
+    four = run(engine, [("four", PROMPT, FREE)])["four"]
+    stop = four.outputs[2].token_ids[3]
+    params = replace(FREE, stop_token_ids=(stop,))
+    engine.add_request("stopped", None, params, prompt_token_ids=PROMPT)
+    last, fewest = None, 4
+    while engine.has_unfinished_requests():
+        for output in engine.step():
+            last = output
+            if not output.finished:
+                fewest = min(fewest, sum(not o.finished() for o in output.outputs))
+    assert last is not None
+    assert fewest < 4
+    for mine, whole in zip(last.outputs, four.outputs, strict=True):
+        cut = whole.token_ids.index(stop) + 1 if stop in whole.token_ids else None
+        assert mine.token_ids == whole.token_ids[:cut]
+        assert mine.finish_reason == ("length" if cut is None else "stop")
+    assert last.outputs[2].stop_reason == stop
+
+
+def test_beams_advance_together_or_not_at_all() -> None:
+    """Where the budget of a step has room for some of them only, they wait."""
+    loop = Loop(Limits(tokens=4))
+    plain = SamplingParams(max_tokens=12, ignore_eos=True)
+    beams = SamplingParams(
+        n=3, use_beam_search=True, temperature=0.0, max_tokens=8, ignore_eos=True
+    )
+    for index in range(2):
+        loop.add(make_request(index, [index + 1], plain))
+    group = loop.add(make_request(2, [5, 6], beams))
+    rows = []
+    while loop.scheduler.has_unfinished_requests():
+        output = loop.step()
+        rows.append(sum(sequence in group.sequences for sequence in output.rows))
+    assert set(rows) == {0, 1, 3}  # the prompt is one row
+    found, alone = loop.outputs["r2"], run_alone(group)
+    assert ids_of(found) == ids_of(alone)

@@ -1,0 +1,132 @@
+"""Priority, its bound on starvation, and what is refused."""
+
+from __future__ import annotations
+
+import pytest
+from support.small_llamas import MakeEngine
+
+from tpengine.config import MAX_PRIORITY
+from tpengine.errors import ConfigError, InvalidPriorityError
+from tpengine.sampling_params import SamplingParams
+from tpengine.scheduling import Priority
+
+from .loop import Limits, Loop, make_request, run_alone
+
+SHORT = SamplingParams(max_tokens=2, ignore_eos=True)
+
+
+def order_of_admission(loop: Loop, requests: int) -> list[str]:
+    order: list[str] = []
+    for _ in range(20 * requests):
+        if not loop.scheduler.has_unfinished_requests():
+            break
+        loop.step()
+        for request in loop.scheduler._queues.running:
+            if request.request_id not in order:
+                order.append(request.request_id)
+    return order
+
+
+def test_lower_priority_first_and_arrival_among_equals() -> None:
+    loop = Loop(Limits(seqs=1, policy="priority"))
+    for index, priority in enumerate([1, 0, 0, -1, 1]):
+        loop.add(make_request(index, [index + 1] * 4, SHORT, priority))
+    assert order_of_admission(loop, 5) == ["r3", "r1", "r2", "r0", "r4"]
+
+
+def test_first_come_first_served_knows_no_priority() -> None:
+    loop = Loop(Limits(seqs=1))
+    for index, priority in enumerate([1, 0, -1]):
+        loop.add(make_request(index, [index + 1] * 4, SHORT, priority))
+    assert order_of_admission(loop, 3) == ["r0", "r1", "r2"]
+
+
+@pytest.mark.parametrize(("stride", "difference"), [(3, 1), (3, 4), (10, 2)])
+def test_starvation_is_bounded(stride: int, difference: int) -> None:
+    """More urgent requests arrive for ever; the other waits for `stride * difference` of them."""
+    policy = Priority(stride)
+    policy.add(make_request(0, [1], SHORT, difference))
+    overtaken = 0
+    for index in range(1, 1000):
+        policy.add(make_request(index, [1], SHORT, 0))
+        head = policy.head()
+        policy.remove(head)
+        if head.request_id == "r0":
+            break
+        overtaken += 1
+    assert overtaken == stride * difference - 1
+    assert overtaken < 999
+
+
+def test_the_least_urgent_is_preempted() -> None:
+    loop = Loop(Limits(num_blocks=6, policy="priority"))
+    params = SamplingParams(max_tokens=12, ignore_eos=True)
+    requests = [
+        loop.add(make_request(index, [index + 1] * 8, params, priority))
+        for index, priority in enumerate([1, 0, 0])
+    ]
+    loop.step()
+    output = loop.step()
+    assert output.preempted == [requests[0]]
+    loop.run()
+
+
+def test_many_waiting_are_kept_in_order() -> None:
+    policy = Priority(5)
+    requests = [make_request(i, [1], SHORT, (i * 7) % 5) for i in range(200)]
+    for request in requests:
+        policy.add(request)
+    for request in requests[::3]:
+        policy.remove(request)
+    ranks = [policy.rank(request) for request in policy]
+    assert ranks == sorted(ranks)
+    assert len(policy) == len(ranks) == 200 - 67
+
+
+@pytest.mark.parametrize("priority", [MAX_PRIORITY + 1, -MAX_PRIORITY - 1, 0.5, True, "high"])
+def test_priorities_out_of_range(make_engine: MakeEngine, priority: object) -> None:
+    engine = make_engine(scheduling_policy="priority")
+    with pytest.raises(InvalidPriorityError, match=r"\[-1000, 1000\]"):
+        engine.add_request("r", None, SHORT, prompt_token_ids=[5], priority=priority)  # type: ignore[arg-type]
+    engine.add_request("r", None, SHORT, prompt_token_ids=[5], priority=MAX_PRIORITY)
+    while engine.has_unfinished_requests():
+        engine.step()
+
+
+def test_priority_without_the_policy(make_engine: MakeEngine) -> None:
+    with pytest.raises(InvalidPriorityError, match="scheduling_policy='priority'"):
+        make_engine().add_request("r", None, SHORT, prompt_token_ids=[5], priority=1)
+
+
+@pytest.mark.parametrize(
+    ("args", "words"),
+    [
+        ({"scheduling_policy": "lottery"}, "fcfs, priority"),
+        ({"preemption_mode": "drop"}, "auto, recompute, swap"),
+        ({"swap_space": -1.0}, "at least 0 GiB"),
+        ({"swap_space": float("nan")}, "at least 0 GiB"),
+    ],
+)
+def test_arguments(make_engine: MakeEngine, args: dict[str, object], words: str) -> None:
+    with pytest.raises(ConfigError, match=words):
+        make_engine(**args)
+
+
+def test_preemption_in_a_step_in_which_a_group_forks() -> None:
+    """The group is first, and its second sequence has no blocks before the update of the step."""
+    loop = Loop(Limits(tokens=16, num_blocks=10, policy="priority", mode="recompute"))
+    single = SamplingParams(max_tokens=12, ignore_eos=True)
+    pair = SamplingParams(n=2, max_tokens=3, ignore_eos=True)
+    older, newer = (loop.add(make_request(index, [index] * 7, single)) for index in range(2))
+    loop.step()
+    group = loop.add(make_request(2, [3 + place for place in range(20)], pair, priority=-1))
+    loop.step()
+    assert group.sequences[0].num_computed_tokens == 14
+    output = loop.step()
+    assert [child for _, child in output.forks] == group.sequences[1:]
+    assert output.preempted == [newer]
+    assert output.rows == [*older.sequences, *group.sequences[:1]]
+    loop.run()
+    for request in (older, newer, group):
+        found, alone = (o.outputs for o in (loop.outputs[request.request_id], run_alone(request)))
+        assert [one.token_ids for one in found] == [one.token_ids for one in alone]

@@ -1,0 +1,250 @@
+"""Blocks that are found again by content: the answers are the same, with less work."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+
+import pytest
+from support.small_llamas import MakeEngine, run
+
+from tpengine.outputs import RequestMetrics
+from tpengine.sampling_params import SamplingParams
+from tpengine.scheduling import AllocStatus, BlockManager, block_pool
+from tpengine.sequence import Request, Sequence, SequenceStatus
+
+from .loop import Limits, Loop
+from .loop import make_request as group_request
+
+SHARED = [3 + (11 * place) % 250 for place in range(43)]
+GREEDY = SamplingParams(temperature=0.0, max_tokens=10, ignore_eos=True)
+
+
+def request_of(index: int, prompt: list[int]) -> Request:
+    sequence = Sequence(index, 0, list(prompt), len(prompt))
+    metrics = RequestMetrics(arrival_time=0.0)
+    return Request(str(index), None, prompt, GREEDY, 0, index, [sequence], metrics)
+
+
+def pool(num_blocks: int = 10) -> BlockManager:
+    return BlockManager(num_blocks, 4, watermark=0.0, enable_prefix_caching=True)
+
+
+def compute(blocks: BlockManager, request: Request) -> Sequence:
+    """Allocates, and computes what the cache does not know."""
+    blocks.allocate(request)
+    (sequence,) = request.sequences
+    sequence.num_computed_tokens = sequence.num_tokens
+    blocks.mark_computed(sequence)
+    return sequence
+
+
+def test_full_blocks_are_shared_while_held_and_found_after() -> None:
+    blocks = pool()
+    first = compute(blocks, request_of(0, list(range(10))))
+    second = compute(blocks, request_of(1, list(range(10))))
+    assert blocks.block_ids(second)[:2] == blocks.block_ids(first)[:2]
+    assert blocks.block_ids(second)[2] != blocks.block_ids(first)[2]
+    assert blocks.num_free_blocks == 10 - 4
+    table = blocks.block_ids(first)
+    blocks.free(first)
+    blocks.free(second)
+    assert blocks.num_free_blocks == 10
+    third = request_of(2, list(range(10)))
+    assert blocks.allocate(third)[:2] == table[:2]
+    assert third.sequences[0].num_computed_tokens == 8
+    assert blocks.device.num_hits == 4
+
+
+def test_what_precedes_a_block_counts() -> None:
+    blocks = pool()
+    compute(blocks, request_of(0, [1, 2, 3, 4, 5, 6, 7, 8, 9]))
+    other = request_of(1, [0, 2, 3, 4, 5, 6, 7, 8, 9])
+    blocks.allocate(other)
+    assert other.sequences[0].num_computed_tokens == 0
+
+
+@pytest.mark.parametrize(("length", "cached"), [(4, 0), (5, 4), (8, 4), (9, 8)])
+def test_the_last_token_is_always_computed(length: int, cached: int) -> None:
+    blocks = pool()
+    compute(blocks, request_of(0, list(range(12))))
+    again = request_of(1, list(range(length)))
+    blocks.allocate(again)
+    assert again.sequences[0].num_computed_tokens == cached
+
+
+def test_least_recently_used_goes_first_and_ends_before_beginnings() -> None:
+    blocks = pool(5)
+    old, young = (compute(blocks, request_of(i, [10 * i + k for k in range(8)])) for i in (1, 2))
+    blocks.free(old)
+    blocks.free(young)
+    taken = compute(blocks, request_of(3, list(range(100, 108))))  # one blank block, one of old's
+    assert blocks.device.num_evictions == 1
+    for index, prompt, cached in ((4, range(10, 19), 4), (5, range(20, 29), 8)):
+        request = request_of(index, list(prompt))
+        assert len(blocks._cached_blocks(request)) * 4 == cached
+    blocks.check_invariants([taken])
+
+
+def test_losing_the_race_keeps_an_own_copy() -> None:
+    """Two that start together compute the same block twice; only one is known afterwards."""
+    blocks = pool()
+    requests = [request_of(i, list(range(9))) for i in range(2)]
+    for request in requests:
+        blocks.allocate(request)
+    sequences = [request.sequences[0] for request in requests]
+    for sequence in sequences:
+        sequence.num_computed_tokens = 9
+        blocks.mark_computed(sequence)
+    assert not set(blocks.block_ids(sequences[0])) & set(blocks.block_ids(sequences[1]))
+    blocks.check_invariants(sequences)
+    winner = blocks.block_ids(sequences[0])[:2]
+    for sequence in sequences:
+        blocks.free(sequence)
+    blocks.check_invariants([])
+    assert blocks.allocate(request_of(3, list(range(9))))[:2] == winner
+
+
+def test_hits_that_others_hold_need_no_room() -> None:
+    blocks = pool(4)
+    compute(blocks, request_of(0, list(range(12))))
+    same, other = request_of(1, list(range(10))), request_of(2, list(range(50, 60)))
+    assert blocks.can_allocate(same) is AllocStatus.OK  # two of its three are there
+    assert blocks.can_allocate(other) is AllocStatus.LATER
+    blocks.allocate(same)
+    assert blocks.num_free_blocks == 0
+
+
+def test_free_hits_count_once() -> None:
+    """A block that is both free and a hit must not be counted on twice."""
+    blocks = pool(4)
+    blocks.free(compute(blocks, request_of(0, list(range(8)))))
+    holder = compute(blocks, request_of(1, list(range(50, 58))))
+    request = request_of(2, list(range(10)))
+    assert blocks.num_free_blocks == 2
+    assert blocks.can_allocate(request) is AllocStatus.LATER  # two hits, and a third is lacking
+    blocks.check_invariants([holder])
+
+
+def test_each_block_is_hashed_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    calls = []
+    original = block_pool.digest_of
+
+    def counted(parent: bytes, token_ids: list[int]) -> bytes:
+        calls.append(tuple(token_ids))
+        return original(parent, token_ids)
+
+    monkeypatch.setattr(block_pool, "digest_of", counted)
+    blocks = pool(20)
+    request = request_of(0, list(range(21)))
+    for _ in range(3):
+        blocks.can_allocate(request)
+    sequence = compute(blocks, request)
+    for token in range(20):
+        sequence.token_ids.append(token)
+        blocks.append(sequence)
+        sequence.num_computed_tokens += 1
+        blocks.mark_computed(sequence)
+    assert len(calls) == 41 // 4
+
+
+def test_collisions_keep_the_books(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With a digest of a few bits wrong blocks are found; none is lost or freed twice."""
+
+    def weak(parent: bytes, token_ids: list[int]) -> bytes:
+        return bytes([sum(token_ids) % 3])
+
+    monkeypatch.setattr(block_pool, "digest_of", weak)
+    blocks = pool(12)
+    held: list[Sequence] = []
+    for index in range(60):
+        request = request_of(index, [index % 7 + k for k in range(3 + index % 9)])
+        while blocks.can_allocate(request) is not AllocStatus.OK:
+            blocks.free(held.pop(0))
+        held.append(compute(blocks, request))
+        blocks.check_invariants(held)
+    for sequence in held:
+        blocks.free(sequence)
+    assert blocks.num_free_blocks == 12
+
+
+def test_engine_reports_hits_and_answers_the_same(make_engine: MakeEngine) -> None:
+    cold = make_engine(enable_prefix_caching=False)
+    warm = make_engine()
+    prompts = [SHARED + [5 + index] * 6 for index in range(4)]
+    for index, prompt in enumerate(prompts):
+        job = [(str(index), prompt, GREEDY)]
+        wanted, found = run(cold, job)[str(index)], run(warm, job)[str(index)]
+        assert found.outputs[0].token_ids == wanted.outputs[0].token_ids
+        assert wanted.num_cached_tokens == 0
+        assert found.num_cached_tokens == (40 if index else 0)
+    again = run(warm, [("again", prompts[0], GREEDY)])["again"]
+    assert again.num_cached_tokens == 48
+
+
+def test_a_conversation_finds_its_own_output(make_engine: MakeEngine) -> None:
+    engine = make_engine()
+    first = run(engine, [("first", SHARED, GREEDY)])["first"]
+    longer = SHARED + first.outputs[0].token_ids + [9, 8, 7]
+    second = run(engine, [("second", longer, GREEDY)])["second"]
+    assert second.num_cached_tokens == 48  # of 43 + 10, whole blocks whose K and V were computed
+    cold = make_engine(enable_prefix_caching=False)
+    wanted = run(cold, [("second", longer, GREEDY)])["second"]
+    assert second.outputs[0].token_ids == wanted.outputs[0].token_ids
+
+
+@pytest.mark.parametrize("chunked", [True, False])
+@pytest.mark.parametrize("mode", ["swap", "recompute"])
+def test_with_everything_else(make_engine: MakeEngine, chunked: bool, mode: str) -> None:
+    """Shared beginnings, requests of three sequences, beams and preemption on a small cache."""
+    free = SamplingParams(n=3, temperature=1.0, max_tokens=24, ignore_eos=True)
+    beams = replace(GREEDY, n=3, use_beam_search=True, max_tokens=24)
+    kinds: list[Callable[[int], SamplingParams]] = [
+        lambda i: replace(GREEDY, max_tokens=30),
+        lambda i: replace(free, seed=i),
+        lambda i: beams,
+    ]
+    jobs = [(str(i), [*SHARED[: 20 + 2 * i], i, i], kinds[i % 3](i)) for i in range(12)]
+    wanted = run(make_engine(enable_prefix_caching=False, max_num_batched_tokens=128), jobs)
+    engine = make_engine(
+        num_device_blocks_override=30,
+        max_num_batched_tokens=32 if chunked else 128,
+        enable_chunked_prefill=chunked,
+        preemption_mode=mode,
+        swap_space=0.01 * (mode == "swap"),
+    )
+    found = run(engine, jobs)
+    for key, output in wanted.items():
+        assert [o.token_ids for o in found[key].outputs] == [o.token_ids for o in output.outputs]
+    assert sum(o.num_cached_tokens for o in found.values()) > 0
+    assert sum(o.metrics.num_preemptions for o in found.values() if o.metrics) > 0
+
+
+def test_prompt_logprobs_take_no_hit() -> None:
+    blocks = pool()
+    compute(blocks, request_of(0, list(range(10))))
+    asking = request_of(1, list(range(10)))
+    asking.sampling_params = replace(GREEDY, prompt_logprobs=1)
+    blocks.allocate(asking)
+    assert asking.sequences[0].num_computed_tokens == 0
+    assert asking.sequences[0].status is SequenceStatus.WAITING
+
+
+@pytest.mark.parametrize("block_size", [1, 2])
+def test_beams_that_take_another_place_are_not_mistaken(block_size: int) -> None:
+    """A sequence that goes on as a copy of another has that one's tokens, and not yet its blocks.
+    The worker looks at what it finds for every prompt that continues a beam."""
+    beams = SamplingParams(
+        n=3, use_beam_search=True, temperature=0.0, max_tokens=12, ignore_eos=True
+    )
+    hits = 0
+    for family in range(6):
+        loop = Loop(Limits(block_size=block_size, num_blocks=300, caching=True))
+        prompt = [3 + 50 * family + place for place in range(5)]
+        loop.add(group_request(0, prompt, beams))
+        loop.run()
+        for index, one in enumerate(loop.outputs["r0"].outputs, start=1):
+            loop.add(group_request(index, prompt + one.token_ids, replace(GREEDY, max_tokens=2)))
+        loop.run()
+        hits += sum(output.num_cached_tokens for output in loop.outputs.values())
+    assert hits > 6 * 3 * 10

@@ -1,0 +1,110 @@
+"""A small random Llama with a byte-level tokenizer, and greedy answers of transformers."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+
+from tpengine import EngineArgs, LLMEngine, RequestOutput, SamplingParams
+
+VOCAB_SIZE = 288
+END_TOKEN_ID = 2
+MIN_MARGIN = 1e-3
+"""Lead of a greedy token over the second best logit that rounding cannot take away."""
+Edit = Callable[[list[int], torch.Tensor], torch.Tensor]
+
+
+def write(path: Path) -> Path:
+    """A Llama whose weights are large enough that every part of a prompt matters."""
+    config = LlamaConfig(
+        hidden_size=64,
+        intermediate_size=96,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=16,
+        vocab_size=VOCAB_SIZE,
+        max_position_embeddings=256,
+        initializer_range=0.2,
+        bos_token_id=1,
+        eos_token_id=END_TOKEN_ID,
+    )
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(11)
+        LlamaForCausalLM(config).float().save_pretrained(path)
+    _write_tokenizer(path)
+    return path
+
+
+def _write_tokenizer(path: Path) -> None:
+    """Byte-level BPE that knows "ab" and, apart from it, " ab"."""
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    specials = ["<pad>", "<s>", "</s>"]
+    vocab = {token: i for i, token in enumerate([*specials, *alphabet, "ab", "Ġab"])}
+    backend = Tokenizer(models.BPE(vocab=vocab, merges=[("a", "b"), ("Ġ", "ab")]))
+    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    backend.decoder = decoders.ByteLevel()
+    backend.add_special_tokens(specials)
+    PreTrainedTokenizerFast(
+        tokenizer_object=backend, bos_token="<s>", eos_token="</s>", pad_token="<pad>"
+    ).save_pretrained(path)
+
+
+def make_engine(folder: Path, **kwargs: Any) -> LLMEngine:
+    """An engine in float32 with room for little."""
+    defaults: dict[str, Any] = {"max_num_seqs": 8, "max_num_batched_tokens": 64}
+    if "num_device_blocks_override" not in kwargs:
+        defaults["cpu_kv_cache_space"] = 0.01
+    args = {"block_size": 16, "dtype": "float32", "device": "cpu", "disable_log_stats": True}
+    return LLMEngine.from_engine_args(EngineArgs(model=str(folder), **(defaults | args | kwargs)))
+
+
+def run(engine: LLMEngine, requests: list[tuple[list[int], SamplingParams]]) -> list[RequestOutput]:
+    """Runs requests together; the last output of each."""
+    for i, (prompt, params) in enumerate(requests):
+        engine.add_request(str(i), None, params, prompt_token_ids=prompt)
+    last: dict[str, RequestOutput] = {}
+    for _ in range(2000):
+        if not engine.has_unfinished_requests():
+            break
+        last.update({output.request_id: output for output in engine.step()})
+    assert not engine.has_unfinished_requests()
+    assert engine.num_free_blocks == engine.num_total_blocks
+    return [last[str(i)] for i in range(len(requests))]
+
+
+def greedy(
+    oracle: Any, prompt: list[int], num_tokens: int, edit: Edit | None = None
+) -> tuple[list[int], float]:
+    """Greedy ids of transformers under an edit of the logits, and the smallest lead of one."""
+    ids, margin = list(prompt), float("inf")
+    with torch.inference_mode():
+        for _ in range(num_tokens):
+            logits = oracle(torch.tensor([ids])).logits[0, -1]
+            best = (logits if edit is None else edit(ids, logits)).topk(2)
+            margin = min(margin, float(best.values[0] - best.values[1]))
+            ids.append(int(best.indices[0]))
+    return ids[len(prompt) :], margin
+
+
+def clear_prompts(
+    oracle: Any, lengths: list[int], num_tokens: int, edit: Edit | None = None, seed: int = 0
+) -> list[tuple[list[int], list[int]]]:
+    """Random prompts and their greedy ids, without near-ties."""
+    generator = torch.Generator().manual_seed(seed)
+    found = []
+    for length in lengths:
+        for _ in range(20):
+            prompt = torch.randint(3, VOCAB_SIZE, (length,), generator=generator).tolist()
+            answer, margin = greedy(oracle, prompt, num_tokens, edit)
+            if margin >= MIN_MARGIN:
+                found.append((prompt, answer))
+                break
+        else:
+            raise AssertionError(f"no prompt of {length} tokens without a near-tie")
+    return found

@@ -1,0 +1,98 @@
+"""Small random models, engines on them, and plain transformers to compare with."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from tpengine import EngineArgs, LLMEngine
+from tpengine.outputs import RequestOutput
+from tpengine.sampling_params import SamplingParams
+
+VOCAB_SIZE = 256
+SHAPES = {  # heads, KV heads, head_dim, layers
+    "grouped": (4, 2, 16, 2),
+    "equal": (2, 2, 32, 2),
+    "single": (4, 1, 16, 3),
+}
+MakeEngine = Callable[..., LLMEngine]
+
+
+@pytest.fixture(scope="session")
+def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """Llamas whose weights are large enough that every part of a prompt matters."""
+    found = {}
+    for seed, (name, (heads, kv_heads, head_dim, layers)) in enumerate(SHAPES.items()):
+        config = LlamaConfig(
+            hidden_size=64,
+            intermediate_size=96,
+            num_hidden_layers=layers,
+            num_attention_heads=heads,
+            num_key_value_heads=kv_heads,
+            head_dim=head_dim,
+            vocab_size=VOCAB_SIZE,
+            max_position_embeddings=256,
+            initializer_range=0.2,
+            bos_token_id=1,
+            eos_token_id=2,
+        )
+        found[name] = tmp_path_factory.mktemp(name)
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(40 + seed)
+            LlamaForCausalLM(config).float().save_pretrained(found[name])
+    return found
+
+
+@pytest.fixture(scope="session")
+def oracles(folders: dict[str, Path]) -> dict[str, Any]:
+    """The same models in transformers."""
+    return {
+        name: LlamaForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+        for name, folder in folders.items()
+    }
+
+
+@pytest.fixture
+def make_engine(folders: dict[str, Path]) -> Iterator[MakeEngine]:
+    """Makes engines of little memory; they are shut down when the test ends."""
+    engines = []
+
+    def make(model: str = "grouped", **args: Any) -> LLMEngine:
+        settings: dict[str, Any] = {
+            "dtype": "float32",
+            "max_model_len": 128,
+            "num_device_blocks_override": 200,
+            "block_size": 8,
+            "max_num_batched_tokens": 64,
+            "max_num_seqs": 32,
+            "swap_space": 0.0,
+            "disable_log_stats": True,
+        }
+        settings.update(args)
+        engine = LLMEngine.from_engine_args(EngineArgs(model=str(folders[model]), **settings))
+        engines.append(engine)
+        return engine
+
+    yield make
+    for engine in engines:
+        engine.shutdown()
+
+
+Job = tuple[str, list[int], SamplingParams]
+
+
+def run(engine: LLMEngine, jobs: list[Job]) -> dict[str, RequestOutput]:
+    """Serves requests side by side; the last output of each."""
+    for request_id, prompt, params in jobs:
+        engine.add_request(request_id, None, params, prompt_token_ids=prompt)
+    last = {}
+    while engine.has_unfinished_requests():
+        for output in engine.step():
+            last[output.request_id] = output
+    assert engine.num_free_blocks == engine.num_total_blocks
+    return last

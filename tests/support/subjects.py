@@ -1,0 +1,118 @@
+"""Each variant on disk with its oracle and prompts, and short ways to load it and to serve it."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from support.oracle import MIN_MARGIN, NUM_OUTPUT_TOKENS, Oracle
+from support.threaded_executor import ThreadedExecutor
+from support.variants import VARIANTS, VOCAB_SIZE, Variant
+from tpengine import EngineArgs, LLMEngine, SamplingParams
+from tpengine.executor.executor import Executor
+from tpengine.executor.local_executor import LocalExecutor
+from tpengine.worker.worker import Worker
+
+PROMPT_LENGTHS = (300, 70, 19, 1)
+"""The longest prompt comes first, so that it has to share a small cache."""
+NUM_CANDIDATES = 4
+BLOCK_SIZE = 16
+LONGEST = max(PROMPT_LENGTHS) + NUM_OUTPUT_TOKENS
+BY_NAME = {variant.name: variant for variant in VARIANTS}
+
+
+@dataclass(frozen=True)
+class Subject:
+    """A variant on disk, with its oracle and prompts whose answers do not depend on rounding."""
+
+    variant: Variant
+    folder: Path
+    oracle: Oracle
+    prompts: list[list[int]]
+
+
+class Subjects:
+    """Subjects by variant."""
+
+    def __init__(self, root: Path) -> None:
+        self._root = root
+        self._subjects: dict[str, Subject] = {}
+
+    def folder(self, variant: Variant) -> Path:
+        """Folder of the variant; tests must not change it."""
+        folder = self._root / variant.name
+        if not folder.exists():
+            variant.write(folder)
+        return folder
+
+    def __call__(self, variant: Variant) -> Subject:
+        if variant.name not in self._subjects:
+            folder = self.folder(variant)
+            oracle = Oracle(folder)
+            rng = random.Random(1)
+            prompts = [_clear_prompt(oracle, length, rng) for length in PROMPT_LENGTHS]
+            self._subjects[variant.name] = Subject(variant, folder, oracle, prompts)
+        return self._subjects[variant.name]
+
+
+def _clear_prompt(oracle: Oracle, length: int, rng: random.Random) -> list[int]:
+    """Returns the first random prompt whose answer has no near-tie. All are computed as one batch,
+    which is as fast as one prompt."""
+    for _ in range(5):
+        candidates = [
+            [rng.randrange(3, VOCAB_SIZE) for _ in range(length)] for _ in range(NUM_CANDIDATES)
+        ]
+        for candidate, answer in zip(candidates, oracle.answers(candidates), strict=True):
+            if answer.margin >= MIN_MARGIN:
+                return candidate
+    raise AssertionError(f"no prompt of {length} tokens without a near-tie")
+
+
+def load(folder: Path, **args: Any) -> None:
+    """Builds and fills the model like an engine."""
+    args = {"dtype": "float32", "device": "cpu", "max_model_len": LONGEST, **args}
+    config = EngineArgs(model=str(folder), **args).create_engine_config("cpu")
+    worker = Worker(config)
+    worker.init_device()
+    worker.load_model()
+    worker.shutdown()
+
+
+def generate(
+    subject: Subject, tp_size: int = 1, logprobs: int | None = None, **args: Any
+) -> list[Any]:
+    """Answers to all prompts in one batch, from a new engine."""
+    engine_args = EngineArgs(
+        model=str(subject.folder),
+        dtype="float32",
+        device="cpu",
+        max_model_len=LONGEST,
+        block_size=BLOCK_SIZE,
+        disable_log_stats=True,
+        **({} if "num_device_blocks_override" in args else {"cpu_kv_cache_space": 0.05}),
+        **args,
+    )
+    config = engine_args.create_engine_config("cpu")
+    executor: Executor
+    executor = LocalExecutor(config) if tp_size == 1 else ThreadedExecutor(config, tp_size)
+    engine = LLMEngine(config, executor, log_stats=False)
+    params = SamplingParams(
+        temperature=0.0, max_tokens=NUM_OUTPUT_TOKENS, ignore_eos=True, logprobs=logprobs
+    )
+    try:
+        for i, prompt in enumerate(subject.prompts):
+            engine.add_request(str(i), None, params, prompt_token_ids=list(prompt))
+        done = {}
+        while engine.has_unfinished_requests():
+            done.update({o.request_id: o for o in engine.step() if o.finished})
+    finally:
+        engine.shutdown()
+    return [done[str(i)].outputs[0] for i in range(len(subject.prompts))]
+
+
+def assert_equal_to_oracle(subject: Subject, outputs: list[Any]) -> None:
+    expected = subject.oracle.answers(subject.prompts)
+    for answer, output in zip(expected, outputs, strict=True):
+        assert list(output.token_ids) == answer.token_ids, f"prompt of {len(answer.prompt)} tokens"

@@ -1,0 +1,204 @@
+"""Small random models of every family, one for each feature that a configuration can enable.
+
+Weights are large, norms are not one and biases are not zero, so that every part matters.
+"""
+
+from __future__ import annotations
+
+import shutil
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from support.tiny_llama import INITIALIZER_RANGE, LINEAR_ROPE, LLAMA3_ROPE, edit_json
+
+WINDOW = 24
+VOCAB_SIZE = 319
+"""Not divisible by 2, 3 or 4."""
+MAX_POSITIONS = 448
+_COMMON = {
+    "vocab_size": VOCAB_SIZE,
+    "initializer_range": INITIALIZER_RANGE,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+    "pad_token_id": None,
+}
+_LLAMA_SHAPE = {
+    "hidden_size": 128,
+    "intermediate_size": 160,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": MAX_POSITIONS,
+    "rms_norm_eps": 1e-5,
+    "tie_word_embeddings": False,
+}
+_OPT_SHAPE = {
+    "hidden_size": 128,
+    "ffn_dim": 192,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "max_position_embeddings": MAX_POSITIONS,
+    "dropout": 0.0,
+    "tie_word_embeddings": False,
+}
+_BLOOM_SHAPE = {"n_layer": 2, "tie_word_embeddings": False}
+_YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64}
+_ALTERNATING = ["sliding_attention", "full_attention", "sliding_attention"]
+_ALL_FULL = ["full_attention"] * 3
+
+
+def _rope(scaling: dict[str, Any]) -> dict[str, Any]:
+    return {"rope_parameters": {**scaling, "rope_theta": 10000.0}}
+
+
+_UNSCALED = _rope({"rope_type": "default"})
+
+
+@dataclass(frozen=True)
+class Variant:
+    """One model.
+
+    Attributes:
+        config: fields of its configuration in addition to the common ones.
+        ablation: fields of `config.json` without which the oracle must answer otherwise: proof
+            that the variant's point acts; empty where it is no field that can be taken away.
+        old_spelling: writes the rope fields as transformers 4 did, the kind under this key.
+    """
+
+    name: str
+    model_type: str
+    config: dict[str, Any]
+    ablation: dict[str, Any] = field(default_factory=dict)
+    old_spelling: str | None = None
+    seed: int = 0
+    bias_std: float = INITIALIZER_RANGE
+
+    def write(self, folder: Path) -> None:
+        """Builds the model and writes its folder; no tokenizer."""
+        config = AutoConfig.for_model(self.model_type, **{**_COMMON, **self.config})
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(self.seed)
+            model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+            with torch.no_grad():
+                for name, parameter in model.named_parameters():
+                    if name.endswith(".bias"):
+                        parameter.normal_(0.0, self.bias_std)
+                    elif "norm" in name or "ln_f" in name:
+                        parameter.uniform_(0.5, 1.5)
+                    elif name == "lm_head.weight" and not config.tie_word_embeddings:
+                        parameter.mul_(3.0)  # larger differences of logits: fewer near-ties
+        model.save_pretrained(folder)
+        if self.old_spelling is not None:
+            edit_json(folder / "config.json", self._spell_old)
+
+    def write_ablated(self, folder: Path, target: Path) -> None:
+        """Writes the same weights with the fields of `ablation` changed."""
+        shutil.copytree(folder, target)
+        edit_json(target / "config.json", lambda config: config.update(self.ablation))
+
+    def _spell_old(self, config: dict[str, Any]) -> None:
+        scaling = config.pop("rope_parameters")
+        config["rope_theta"] = scaling.pop("rope_theta")
+        assert self.old_spelling is not None
+        scaling[self.old_spelling] = scaling.pop("rope_type")
+        config["rope_scaling"] = scaling
+        config["transformers_version"] = "4.44.0"
+
+
+def _variant(
+    name: str,
+    shape: dict[str, Any],
+    ablation: dict[str, Any] | None = None,
+    old_spelling: str | None = None,
+    seed: int = 0,
+    bias_std: float = INITIALIZER_RANGE,
+    **fields: Any,
+) -> Variant:
+    model_type = name.partition("-")[0]
+    config = {**shape, **fields}
+    return Variant(name, model_type, config, ablation or {}, old_spelling, seed, bias_std)
+
+
+def _llama(name: str, ablation: dict[str, Any] | None = None, **fields: Any) -> Variant:
+    return _variant(name, _LLAMA_SHAPE, ablation, **fields)
+
+
+def _opt(name: str, ablation: dict[str, Any] | None = None, **fields: Any) -> Variant:
+    return _variant(f"opt-{name}", _OPT_SHAPE, ablation, **fields)
+
+
+def _bloom(name: str, hidden_size: int, heads: int, **fields: Any) -> Variant:
+    return _variant(f"bloom-{name}", _BLOOM_SHAPE, hidden_size=hidden_size, n_head=heads, **fields)
+
+
+VARIANTS = [
+    _llama("llama-biases", attention_bias=True, mlp_bias=True),
+    _llama(
+        "llama-tied-6-to-1",
+        tie_word_embeddings=True,
+        hidden_size=96,
+        head_dim=80,
+        num_attention_heads=6,
+        num_key_value_heads=1,
+    ),
+    _llama(
+        "llama-7-to-1", hidden_size=112, head_dim=112, num_attention_heads=7, num_key_value_heads=1
+    ),
+    _llama("llama-linear", _UNSCALED, head_dim=96, **_rope(LINEAR_ROPE)),
+    _llama("llama-dynamic", **_rope({"rope_type": "dynamic", "factor": 2.0})),
+    _llama(
+        "llama-llama3-old", {"rope_scaling": None}, old_spelling="rope_type", **_rope(LLAMA3_ROPE)
+    ),
+    _llama("llama-yarn-old", {"rope_scaling": None}, old_spelling="type", **_rope(_YARN)),
+    _llama("mistral-window", {"sliding_window": None}, sliding_window=WINDOW, head_dim=48),
+    _llama("mistral-no-window", sliding_window=None),
+    _llama(
+        "ministral-layers",
+        {"layer_types": _ALL_FULL},
+        num_hidden_layers=3,
+        layer_types=_ALTERNATING,
+        sliding_window=WINDOW,
+        head_dim=64,
+    ),
+    _llama("qwen2-tied", tie_word_embeddings=True, num_attention_heads=8),
+    _llama(
+        "qwen2-upper-windows",
+        {"layer_types": _ALL_FULL},
+        num_hidden_layers=3,
+        use_sliding_window=True,
+        sliding_window=WINDOW,
+        max_window_layers=1,
+    ),
+    _llama("qwen2-yarn", _UNSCALED, **_rope({**_YARN, "attention_factor": 1.3})),
+    _llama("qwen3-head-dim", hidden_size=96, head_dim=64),
+    _llama(
+        "qwen3-layers-biases",
+        {"layer_types": _ALL_FULL},
+        num_hidden_layers=3,
+        layer_types=_ALTERNATING,
+        use_sliding_window=True,
+        sliding_window=WINDOW,
+        attention_bias=True,
+        head_dim=32,
+    ),
+    _opt("before", {"do_layer_norm_before": False}),
+    # Larger biases would make the logits independent of the tokens.
+    _opt("after-projected", word_embed_proj_dim=80, do_layer_norm_before=False, bias_std=0.05),
+    _opt("no-final-norm", {"_remove_final_layer_norm": False}, _remove_final_layer_norm=True),
+    _opt(
+        "no-bias-gelu",
+        {"activation_function": "relu"},
+        enable_bias=False,
+        layer_norm_elementwise_affine=False,
+        activation_function="gelu",
+    ),
+    _bloom("8-heads", 128, 8),
+    _bloom("12-heads", 192, 12),
+    _bloom(
+        "residual-after-norm", 96, 6, bias_std=0.05, apply_residual_connection_post_layernorm=True
+    ),
+]

@@ -1,0 +1,83 @@
+"""Sampling never reads from the device: it runs on torch's meta device, which has no numbers.
+
+On a GPU a read waits for all work that was launched before. So does a copy from ordinary host
+memory, of an index for example.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+import torch
+from support import logits_processors
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from tpengine.layers.sampler import noise_keys, sample
+from tpengine.messages import NewSequence
+from tpengine.sampling_params import SamplingParams
+from tpengine.worker.input_batch import PromptRow
+from tpengine.worker.model_runner import compute_prompt_logprobs
+from tpengine.worker.sampling_state import SamplingSlots
+
+META = torch.device("meta")
+VOCAB_SIZE = 31
+KINDS = [
+    SamplingParams(temperature=0.0),
+    SamplingParams(temperature=0.0, logprobs=3, bad_words_token_ids=[[4], [1, 5]]),
+    SamplingParams(top_k=5, top_p=0.9, logit_bias={3: 1.0}, repetition_penalty=1.3),
+    SamplingParams(presence_penalty=0.5, allowed_token_ids=[7, 8, 9], min_tokens=9, logprobs=0),
+    SamplingParams(logits_processors="support.logits_processors:keep"),
+]
+_UPLOADS = {torch.ops.aten._to_copy.default, torch.ops.aten.copy_.default}
+
+
+class OneDevice(TorchDispatchMode):
+    """Fails if an op gets tensors of the host together with those of the device, except uploads."""
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: Any = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        tensors = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
+        kinds = {tensor.device.type for tensor in tensors if tensor.ndim}
+        assert func in _UPLOADS or len(kinds) < 2, (
+            f"{func} gets tensors of the host and of the device"
+        )
+        return func(*args, **(kwargs or {}))
+
+
+def test_samples_with_all_that_can_be_asked() -> None:
+    slots = SamplingSlots(8, META)
+    token_ids = np.zeros((8, 40), np.int32)
+    rows = np.arange(len(KINDS))
+    with OneDevice():
+        for slot, params in enumerate(KINDS):
+            new = NewSequence(slot, [1, 2, 3], 2, 0, [], params, slot, 0, [2])
+            slots.write(slot, new, noise_keys(slot, 0))
+        slots.num_candidates[2:4] = 4, 6  # beams; one of them asks for ranks
+        for position in range(3, 23):
+            positions = np.full(len(KINDS), position, np.int32)
+            batch = slots.gather(rows, positions, token_ids)
+            assert batch.edits is not None
+            sampled = sample(torch.empty(len(KINDS), VOCAB_SIZE, device=META), batch)
+            slots.append(rows, np.full(len(KINDS), position), token_ids, positions)
+        logits_processors.kept.clear()
+    shapes = [list(tensor.shape) for tensor in sampled.findings.tensors]
+    logprobs = [[2], [2], [2, 3], [2, 3]]
+    beams = [[2, 6], [2, 6], [2, 6], [6]]
+    assert shapes == [*logprobs, *beams, [5], [5]]
+    assert all(tensor.device == META for tensor in sampled.findings.tensors)
+
+
+def test_log_probabilities_of_prompts() -> None:
+    rows = [PromptRow(0, 0, 1, np.arange(7), 3), PromptRow(2, 9, 5, np.arange(2), 0)]
+    with OneDevice():
+        pending = compute_prompt_logprobs(
+            torch.empty(12, 4, device=META),
+            rows,
+            lambda hidden: torch.empty(len(hidden), VOCAB_SIZE, device=META),
+            5,
+        )
+    assert [list(x.shape) for x in pending.tensors[3::4]] == [[5, 3], [2, 3], [2, 0]]
