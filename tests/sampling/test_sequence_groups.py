@@ -16,7 +16,7 @@ from transformers import (
 
 from tpengine import LLMEngine, SamplingParams
 from tpengine.layers.sampler import noise_keys, uniform_noise
-from tpengine.ops.sampling import sample_tokens
+from tpengine.ops.fused import sample_tokens
 
 from .conftest import END_TOKEN_ID, VOCAB_SIZE, make_engine, run
 

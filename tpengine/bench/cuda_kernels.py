@@ -25,7 +25,7 @@ from tpengine.layers.gpu_attention import (
     choose_backend,
     make_chunks,
 )
-from tpengine.ops import attention, cache, fused, sampling
+from tpengine.ops import attention, cache, fused
 from tpengine.ops.attention import DecodePlan
 
 BLOCK_SIZE, HEAD_DIM = 16, 128
@@ -267,8 +267,8 @@ def _sampling_rows(setting: Setting) -> Iterator[Row]:
         column(0.3, torch.float64),
     )
     for name, action in {
-        "argmax": lambda: sampling.argmax(out, logits),
-        "sample_tokens, k and p": lambda: sampling.sample_tokens(out, logits, *parameters),
+        "argmax": lambda: fused.argmax(out, logits),
+        "sample_tokens, k and p": lambda: fused.sample_tokens(out, logits, *parameters),
     }.items():
         seconds = setting.timer([action] * 8)
         yield Row(name, f"{rows} x {vocab}", seconds, logits.nbytes)

@@ -15,7 +15,7 @@ import torch
 
 from tpengine.engine_args import EngineArgs
 from tpengine.errors import ConfigError, counted
-from tpengine.ops import huge_pages, sampling
+from tpengine.ops import fused, huge_pages
 from tpengine.ops.library import cpu_isa
 from tpengine.worker.device import detect_device, resolve_dtype
 
@@ -97,7 +97,7 @@ class ReadBandwidth:
 
     def measure(self, repeats: int = _REPEATS) -> float:
         """The best of two readers, each the fastest of `repeats` times."""
-        readers = (self._data.sum, lambda: sampling.argmax(self._out, self._data))
+        readers = (self._data.sum, lambda: fused.argmax(self._out, self._data))
         return _BYTES / min(fastest_s(reader, repeats) for reader in readers)
 
 
