@@ -16,8 +16,8 @@ from support.fake_card import IN_A_PROCESS
 PARTS = ("card", "compiler", "hardware counters", "memcheck")
 
 
-def test_the_readme_says_the_command() -> None:
-    assert rehearse_visit.COMMAND in (rehearse_visit.ROOT / "README.md").read_text()
+def test_the_guide_has_the_command() -> None:
+    assert rehearse_visit.COMMAND in (rehearse_visit.ROOT / "docs" / "gpu.md").read_text()
 
 
 @pytest.mark.skipif(shutil.which("g++") is None, reason="needs g++")
