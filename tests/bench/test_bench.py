@@ -12,7 +12,7 @@ from support.models import ModelShop
 from support.zoo import PLAIN
 
 from tpengine.bench import latency
-from tpengine.bench.machine import describe_run
+from tpengine.bench.harness import describe_run
 from tpengine.bench.throughput import run_once
 from tpengine.cli.main import main
 from tpengine.engine_args import EngineArgs
@@ -67,8 +67,11 @@ def test_settings_are_resolved() -> None:
         (["--batch-sizes", "1,x"], ("'x'", "from 1 to")),
         (["--batch-sizes", "0"], ("'0'", "from 1 to")),
         (["--batch-sizes", ""], ("''", "from 1 to")),
-        (["--output-len", "1"], ("--output-len at least 2", "and 1")),
-        (["--input-len", "0"], ("--input-len must be at least 1", "got 0")),
+        (
+            ["--output-len", "1"],
+            ("output_len must be at least 2", "got 1; the first token"),
+        ),
+        (["--input-len", "0"], ("input_len must be at least 1", "got 0")),
         (
             ["--batch-sizes", "8", "--output-len", "2", "--max-num-batched-tokens", "32"],
             ("8 sequences of 64 + 2", "raise --output-len"),
@@ -99,7 +102,7 @@ def test_a_plot_that_cannot_be_made_is_refused_before_anything_is_measured(
 
 
 def test_what_a_decode_step_reads(models: ModelShop) -> None:
-    """A tied head is packed beside the table on CPU, and is the table on a GPU."""
+    """A tied head is a packed copy of the table on CPU, and the table itself on a GPU."""
     with make_engine(models.folder(PLAIN)) as engine:
         config = engine.get_model_config()
         table = 4 * config.vocab_size * int(config.hf_config["hidden_size"])

@@ -19,8 +19,7 @@ import torch
 from tpengine.bench import kernels, visit
 from tpengine.bench import visit_parts as visit_parts_module
 from tpengine.bench.cuda_kernels import GROUPS, Setting
-from tpengine.bench.cuda_timing import Action, Ceilings, Row
-from tpengine.bench.predictions import DecodeStep, compare, decode_s
+from tpengine.bench.timing import Action, Ceilings, DecodeStep, Row, compare, decode_s
 from tpengine.bench.visit import visit_parts
 from tpengine.bench.visit_parts import Part, run_parts, table
 from tpengine.cli.main import main

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from tpengine.bench.machine import describe_commit, describe_machine
+from tpengine.bench.harness import describe_commit, describe_machine
 from tpengine.distributed.collectives import GlooCollectives, connect_ranks
 from tpengine.distributed.rendezvous import Meeting, RendezvousStore
 from tpengine.messages import Rendezvous

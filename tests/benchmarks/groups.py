@@ -12,8 +12,7 @@ import statistics
 import time
 from dataclasses import replace
 
-from tpengine.bench.machine import report_head
-from tpengine.bench.workload import SHAPES, shape_folder
+from tpengine.bench.harness import SHAPES, report_head, shape_folder
 from tpengine.engine.llm_engine import LLMEngine
 from tpengine.engine_args import EngineArgs
 from tpengine.sampling_params import RequestOutputKind, SamplingParams

@@ -16,9 +16,8 @@ from dataclasses import replace
 from tqdm import tqdm
 
 from benchmarks.groups import random_prompt
-from tpengine.bench.machine import report_head
+from tpengine.bench.harness import SHAPES, mixed_requests, report_head, shape_folder
 from tpengine.bench.throughput import RunResult, run_once
-from tpengine.bench.workload import SHAPES, mixed_requests, shape_folder
 from tpengine.engine.llm_engine import LLMEngine
 from tpengine.engine_args import EngineArgs
 from tpengine.sampling_params import RequestOutputKind, SamplingParams

@@ -17,11 +17,10 @@ from pathlib import Path
 from tqdm import tqdm
 
 from tpengine import envs
-from tpengine.bench.machine import report_head
+from tpengine.bench.harness import SHAPES, Workload, mixed_requests, report_head, shape_folder
 from tpengine.bench.recovery import write_weights
 from tpengine.bench.throughput import RunResult, run_once
 from tpengine.bench.transport import cpu_s
-from tpengine.bench.workload import SHAPES, Workload, mixed_requests, shape_folder
 from tpengine.engine.llm_engine import LLMEngine
 from tpengine.engine_args import EngineArgs
 from tpengine.executor.launch.ray_executor import RayExecutor

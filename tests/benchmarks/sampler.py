@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from tpengine.bench.machine import describe_commit, describe_machine
+from tpengine.bench.harness import describe_commit, describe_machine
 from tpengine.layers.sampler import noise_keys, sample
 from tpengine.messages import NewSequence
 from tpengine.sampling_params import SamplingParams

@@ -20,8 +20,7 @@ from tqdm import tqdm
 
 from tpengine.async_engine.admission import QueueLimits
 from tpengine.async_engine.async_llm_engine import AsyncLLMEngine
-from tpengine.bench.machine import report_head
-from tpengine.bench.workload import SHAPES, shape_folder
+from tpengine.bench.harness import SHAPES, report_head, shape_folder
 from tpengine.engine.llm_engine import LLMEngine
 from tpengine.engine_args import EngineArgs
 from tpengine.errors import ConfigError

@@ -17,8 +17,7 @@ import torch
 
 from benchmarks.groups import random_prompt
 from benchmarks.prefix import first_token_s
-from tpengine.bench.machine import report_head
-from tpengine.bench.workload import SHAPES, shape_folder
+from tpengine.bench.harness import SHAPES, report_head, shape_folder
 from tpengine.engine.llm_engine import LLMEngine
 from tpengine.engine_args import EngineArgs
 from tpengine.messages import BlockMoves

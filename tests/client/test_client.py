@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import asyncio
 import os
 import signal
@@ -25,6 +26,7 @@ from tpengine.client import generation_client as client_module
 from tpengine.client.convert import to_request
 from tpengine.client.generation_client import GenerationClient
 from tpengine.client.load import COMPLETE, Objective, Outcome, percentiles, poisson_plan, summarise
+from tpengine.engine_args import EngineArgs
 from tpengine.errors import (
     ConfigError,
     DeadlineExceededError,
@@ -38,6 +40,7 @@ from tpengine.errors import (
     ServerUnavailableError,
 )
 from tpengine.inputs import TokensPrompt
+from tpengine.options import each
 from tpengine.server.auth import Authenticator
 
 PROMPT = "Once upon a time"
@@ -352,8 +355,24 @@ def _can_plot() -> bool:
 def test_bench_serve_refuses_what_it_cannot_do() -> None:
     for options in (["--rates", "1,0"], ["--rates", "x"], ["--num-requests", "0"]):
         assert main(["bench", "serve", *options]) == 1
-    words = serve._words(serve.EngineArgs(dtype="float32", enable_prefix_caching=False))
-    assert words == ["--dtype", "float32", "--no-enable-prefix-caching"]
+
+
+@pytest.mark.parametrize(
+    "engine_args",
+    [
+        EngineArgs(dtype="float32", enable_prefix_caching=False),
+        EngineArgs(cpu_kv_cache_space=(0.5, 1.0), gpu_memory_utilization=[0.8, 0.9]),
+    ],
+)
+def test_bench_serve_passes_its_engine_options_on(engine_args: EngineArgs) -> None:
+    """To the server that it starts; one number per rank with commas between them."""
+    parser = argparse.ArgumentParser()
+    EngineArgs.add_cli_args(parser)
+    words = serve.engine_options(engine_args)
+    parsed = EngineArgs.from_cli_args(parser.parse_args(words))
+    assert [each(value) for value in vars(parsed).values()] == [
+        each(value) for value in vars(engine_args).values()
+    ]
 
 
 def test_figures_of_a_load() -> None:

@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from tpengine.ops import attention, cache, library, reference, reference_cache
+from tpengine.ops import attention, cache, library, reference
 
 from .cases import dense_attention, generator, make_case, nan_like, relative_error
 from .cuda_host_library import BOUND
@@ -108,7 +108,7 @@ def test_plan_agrees_with_the_reference() -> None:
             items = torch.zeros(len(lengths) + 2 * wave, 4, dtype=torch.int32)
             device_start, device_items = _to(start, items)
             _op("plan_decode")(device_start, device_items, seq_lens.to(CUDA), 256, window)
-            reference_cache.plan_decode(start, items, seq_lens, 256, window)
+            reference.plan_decode(start, items, seq_lens, 256, window)
             assert torch.equal(device_start.cpu(), start)
             assert torch.equal(device_items.cpu(), items)
 
@@ -197,7 +197,7 @@ def test_rotary_cache_write_and_gather(
         k, v = (torch.full((60, 2, head_dim), 7.0, dtype=dtype) for _ in range(2))
         device_k, device_v = _to(k, v)
         cache.gather_kv(device_k, device_v, *device_caches, *_to(table, start), *scales)
-        reference_cache.gather_kv(k, v, *caches, table, start, *scales)
+        reference.gather_kv(k, v, *caches, table, start, *scales)
         assert relative_error(device_k.cpu(), k) < 1e-2
         assert torch.equal(device_v.cpu(), v)
         heads = device_qkv.view(num_tokens, 8, head_dim)
@@ -211,10 +211,10 @@ def test_blocks_are_copied_and_swapped() -> None:
     device_pool = pool.to(CUDA)
     pairs = torch.tensor([(0, 5), (0, 6), (19, 1), (3, 18)])
     cache.copy_cache_blocks(device_pool, pairs.to(CUDA))
-    reference_cache.copy_cache_blocks(pool, pairs)
+    reference.copy_cache_blocks(pool, pairs)
     assert torch.equal(device_pool.cpu(), pool)
     cache.copy_blocks(device_pool[0], device_pool[1], pairs.to(CUDA))
-    reference_cache.copy_blocks(pool[0], pool[1], pairs)
+    reference.copy_blocks(pool[0], pool[1], pairs)
     assert torch.equal(device_pool.cpu(), pool)
     host = torch.zeros(30, 6, 16, 2, 64, dtype=torch.bfloat16, pin_memory=True)
     staging = torch.empty(4, 6, 16, 2, 64, dtype=torch.bfloat16, device=CUDA)

@@ -14,7 +14,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from tpengine.ops import reference_cache
+from tpengine.ops import reference
 
 from .cases import dense_attention, generator, make_case, relative_error
 from .cuda_host_library import (
@@ -277,7 +277,7 @@ def test_plans_are_complete_and_balanced(kernels: ctypes.CDLL, seed: int) -> Non
         _check_plan(problem, start, items, wave)
         expected = torch.full_like(start, -7), torch.full_like(items, -7)
         window = None if problem.window == NO_WINDOW else problem.window
-        reference_cache.plan_decode(*expected, problem.case.seq_lens, 64, window)
+        reference.plan_decode(*expected, problem.case.seq_lens, 64, window)
         assert torch.equal(start, expected[0])
         assert torch.equal(items, expected[1])
 
@@ -298,7 +298,7 @@ def test_a_plan_of_short_items_fits_into_its_list(kernels: ctypes.CDLL) -> None:
     start, items = problem.plan(kernels, 32, 1)
     _check_plan(problem, start, items, 32)
     expected = torch.full_like(start, -7), torch.full_like(items, -7)
-    reference_cache.plan_decode(*expected, problem.case.seq_lens, 16, None)
+    reference.plan_decode(*expected, problem.case.seq_lens, 16, None)
     assert torch.equal(items, expected[1])
 
 
@@ -330,7 +330,7 @@ def test_padded_rows_change_no_plan(kernels: ctypes.CDLL, lengths: list[int]) ->
         assert torch.equal(padded_start[: num_seqs + 1], start)
         assert torch.equal(padded_items[: start[-1]], items[: start[-1]])
         again = torch.full_like(padded_start, -7), torch.full_like(padded_items, -7)
-        reference_cache.plan_decode(*again, problem.case.seq_lens, 64, None)
+        reference.plan_decode(*again, problem.case.seq_lens, 64, None)
         assert torch.equal(padded_start, again[0])
         assert torch.equal(padded_items, again[1])
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from tpengine.ops import reference, reference_cache
+from tpengine.ops import reference
 
 from .cases import generator, make_case, nan_like, relative_error
 from .cuda_host_library import (
@@ -119,9 +119,7 @@ def test_rotary_and_cache_write(
             # What is cached is what is left in qkv; the reference rounds its products elsewhere.
             heads = packed.qkv.view(21, 8, head_dim)
             again = _caches(cache_dtype, head_dim)
-            reference_cache.write_kv_cache(
-                heads[:, 4:6], heads[:, 6:], *again, packed.slots, *scales
-            )
+            reference.write_kv_cache(heads[:, 4:6], heads[:, 6:], *again, packed.slots, *scales)
             for cache, same, close in zip(caches, again, expected, strict=True):
                 assert _same(cache, same)
                 numbers = close.float().nan_to_num(nan=0.0)
@@ -170,7 +168,7 @@ def test_gather_kv(kernels: ctypes.CDLL, dtype: torch.dtype, wide: bool) -> None
             pointer(start), case.block_table.stride(0), 80, 5, 16, 128, *scales,
         )  # fmt: skip
         kernels.gather_kv(DTYPES.index(dtype), cache_dtype == FP8, wide, ctypes.byref(args))
-        reference_cache.gather_kv(*expected, *caches, case.block_table, start, *scales)
+        reference.gather_kv(*expected, *caches, case.block_table, start, *scales)
         assert torch.equal(k, expected[0])
         assert torch.equal(v, expected[1])
         assert (k[74:] == 7.0).all()
@@ -187,7 +185,7 @@ def test_offsets_beyond_32_bits(kernels: ctypes.CDLL) -> None:
     kernels.store_kv(2, False, True, ctypes.byref(args), 21)
     heads = packed.qkv.view(21, 8, 128)
     expected = [torch.full_like(cache, float("nan")) for cache in caches]
-    reference_cache.write_kv_cache(heads[:, 4:6], heads[:, 6:], *expected, packed.slots)
+    reference.write_kv_cache(heads[:, 4:6], heads[:, 6:], *expected, packed.slots)
     assert all(_same(a, b) for a, b in zip(caches, expected, strict=True))
     table, start = torch.tensor([[2, 5, 0]], dtype=torch.int32), torch.tensor([0, 20]).int()
     far_table = table + FAR_BLOCKS
@@ -197,7 +195,7 @@ def test_offsets_beyond_32_bits(kernels: ctypes.CDLL) -> None:
         pointer(start), 3, 20, 1, 8, 256, 1.0, 1.0,
     )  # fmt: skip
     kernels.gather_kv(2, False, True, ctypes.byref(gather))
-    reference_cache.gather_kv(*gathered, *caches, table, start)
+    reference.gather_kv(*gathered, *caches, table, start)
     assert _same(found, gathered)
     pairs, size = torch.tensor([(2, 4)]) + FAR_BLOCKS, caches[0].stride(0) * 2
     places = [
@@ -213,7 +211,7 @@ def test_blocks_are_copied_packed_and_unpacked(kernels: ctypes.CDLL) -> None:
     cache = torch.randn(6, 20, 8, 2, 80, generator=gen)  # 3 layers' K and V; 5120 bytes a piece
     pairs = torch.tensor([(0, 5), (0, 6), (19, 1), (3, 18)])
     expected = cache.clone()
-    reference_cache.copy_cache_blocks(expected, pairs)
+    reference.copy_cache_blocks(expected, pairs)
     piece, item = cache.stride(1) * 4, cache.stride(0) * 4
     inside = [cache.data_ptr(), pairs.data_ptr(), 2, piece, item]
     target = [cache.data_ptr(), pairs.data_ptr() + 8, 2, piece, item]

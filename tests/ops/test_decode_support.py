@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from tpengine.errors import ConfigError, NativeLibraryError
-from tpengine.ops import attention, cache, library, reference, reference_cache
+from tpengine.ops import attention, cache, library, reference
 
 from .cases import dense_attention, generator, make_case, nan_like, relative_error
 
@@ -146,7 +146,7 @@ def test_reference_gathers_what_was_written() -> None:
     caches = [torch.full((4, 16, 2, 16), float("nan")) for _ in range(2)]
     table = torch.tensor([[2, 0], [3, 9]], dtype=torch.int32)
     slots = torch.tensor([*range(32, 48), 0, 1, *range(48, 60)], dtype=torch.int32)
-    reference_cache.write_kv_cache(k, v, *caches, slots)
+    reference.write_kv_cache(k, v, *caches, slots)
     out = [torch.zeros(31, 2, 16) for _ in range(2)]
     cache.gather_kv(*out, *caches, table, torch.tensor([0, 18, 30], dtype=torch.int32))
     assert torch.equal(out[0][:30], k)

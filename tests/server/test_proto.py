@@ -7,12 +7,13 @@ from pathlib import Path
 import grpc
 import pytest
 from google.protobuf.descriptor import Descriptor, FieldDescriptor
+from support.build_proto import PROTO, ROOT, build
 
 from server.calls import TIMEOUT_S
 from server.guarded import guarded_server
 from tpengine.async_engine.admission import QueueLimits
 from tpengine.errors import ConfigError
-from tpengine.server.grpc.proto import build, tpengine_pb2, tpengine_pb2_grpc
+from tpengine.server.grpc.proto import tpengine_pb2, tpengine_pb2_grpc
 from tpengine.server.limits import Limits
 from tpengine.server.server_args import ServerArgs
 
@@ -21,11 +22,11 @@ MESSAGES = list(tpengine_pb2.DESCRIPTOR.message_types_by_name.values())
 
 
 def test_stubs_are_current(tmp_path: Path) -> None:
-    build.build(tmp_path)
+    build(tmp_path)
     for name in STUBS:
-        fresh = (tmp_path / build.PROTO).with_name(name).read_text()
-        checked_in = Path(build.__file__).with_name(name).read_text()
-        assert checked_in == fresh, f"{name}: run python -m tpengine.server.grpc.proto.build"
+        fresh = (tmp_path / PROTO).with_name(name).read_text()
+        checked_in = (ROOT / PROTO).with_name(name).read_text()
+        assert checked_in == fresh, f"{name}: run python tests/support/build_proto.py"
 
 
 @pytest.mark.parametrize("message", MESSAGES, ids=lambda message: message.name)

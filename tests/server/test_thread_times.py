@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import time
-from collections import Counter
 
 from support.server_process import ServerProcess
 
@@ -16,11 +15,11 @@ def test_cpu_time_is_told_by_thread() -> None:
     before, end = thread_times(os.getpid()), time.thread_time() + 0.05
     while time.thread_time() < end:
         pass
-    spent = thread_times(os.getpid()) - before
-    assert 0.045 <= spent[EVENT_LOOP] < 5.0
+    spent_s = thread_times(os.getpid())[EVENT_LOOP] - before[EVENT_LOOP]
+    assert 0.045 <= spent_s < 5.0
     told = per_token(
-        Counter(a=1.0, b=5.0, engine=7.0),
-        Counter({EVENT_LOOP: 3e-4, "a": 1.001, "b": 5.0, "engine": 7.002}),
+        {"a": 1.0, "b": 5.0, ENGINE: 7.0},
+        {EVENT_LOOP: 3e-4, "a": 1.001, "b": 5.0, ENGINE: 7.002},
         10,
     )
     assert told.endswith(f": 130.0 outside the engine ({EVENT_LOOP} 30.0, a 100.0), engine 200.0")
@@ -32,6 +31,6 @@ def test_the_engine_is_told_apart(server: ServerProcess) -> None:
         pb.GenerateRequest(prompt="x", sampling=pb.SamplingParams(max_tokens=64, ignore_eos=True)),
         timeout=30,
     )
-    spent = thread_times(server.pid) - before
+    spent = {name: end - before.get(name, 0.0) for name, end in thread_times(server.pid).items()}
     # Nearly all of it is the model's work.
-    assert spent[ENGINE] > 0.5 * spent.total()
+    assert spent[ENGINE] > 0.5 * sum(spent.values())

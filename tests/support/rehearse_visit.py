@@ -1,4 +1,4 @@
-"""The command of a visit to a GPU (README, "On a GPU"), run to its end where there is none.
+"""The command of a visit to a GPU (docs/gpu.md), run to its end where there is none.
 
     python tests/support/rehearse_visit.py --python /path/to/python3.12 --out /tmp/rehearsal
 

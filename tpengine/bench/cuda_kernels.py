@@ -1,13 +1,12 @@
-"""The CUDA kernels by themselves, in the shapes of Llama-3-8B: time by CUDA events inside a graph,
-and shares of this card's measured copy bandwidth and matmul rate.
+"""The CUDA kernels alone, in the shapes of Llama-3-8B, as shares of this card's measured copy
+bandwidth and matmul rate.
 
-Data is several times the card's cache and taken in turn; block tables are random.
+The data exceeds the card's cache several times and is used in turn; block tables are random.
 """
 
 from __future__ import annotations
 
 import itertools
-import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -15,8 +14,7 @@ from functools import partial
 import torch
 import torch.nn.functional as F
 
-from tpengine.bench.cuda_timing import Action, Row, Timer
-from tpengine.bench.predictions import decode_s, linear_s, small_s
+from tpengine.bench.timing import Action, Row, Timer, decode_s, linear_s, small_s
 from tpengine.errors import ConfigError
 from tpengine.layers.gpu_attention import (
     AttentionRule,
@@ -25,7 +23,7 @@ from tpengine.layers.gpu_attention import (
     choose_backend,
     make_chunks,
 )
-from tpengine.ops import attention, cache, fused, sampling
+from tpengine.ops import attention, cache, fused
 from tpengine.ops.attention import DecodePlan
 
 BLOCK_SIZE, HEAD_DIM = 16, 128
@@ -36,17 +34,17 @@ LINEARS = ((4096, 6144), (4096, 4096), (4096, 28672), (14336, 4096), (4096, 1282
 LINEAR_ROWS = (1, 8, 64)
 VOCAB = 128256
 _CYCLED_BYTES = 512 << 20
-"""Of data that is taken in turn: several times the cache of any card."""
+"""Size of the data that is used in turn: several times the cache of any card."""
 _MIN_ACTIONS = 8
 
 
 @dataclass(frozen=True)
 class Setting:
-    """Where and in what the cases run; tests make it small.
+    """The device, the timer and the dtype of the cases.
 
     Attributes:
-        shrink: divides batches, contexts and sizes.
-        match: of decode only the cases that are called so; all if empty.
+        shrink: divides batches, contexts and sizes; tests raise it.
+        match: name of the only case of decode; empty: all cases.
     """
 
     device: torch.device
@@ -56,22 +54,30 @@ class Setting:
     match: str = ""
 
     def small(self, size: int) -> int:
-        """A size, shrunk."""
+        """A size, divided by `shrink`."""
         return max(1, size // self.shrink)
 
     def randn(self, *shape: int) -> torch.Tensor:
-        """Normal numbers in the dtype."""
+        """Normally distributed numbers in the dtype."""
         return torch.randn(shape, dtype=self.dtype, device=self.device)
 
+    def caches(self, num_blocks: int, num_kv_heads: int, dtype: torch.dtype) -> list[torch.Tensor]:
+        """Random K and V caches."""
+        shapes = cache.kv_cache_shapes(
+            self.device.type, dtype, num_blocks, BLOCK_SIZE, num_kv_heads, HEAD_DIM
+        )
+        normal = partial(torch.randn, dtype=torch.bfloat16, device=self.device)
+        return [normal(shape).to(dtype) for shape in shapes]
+
     def seconds(self, num_bytes: int, make: Callable[[], Action]) -> float:
-        """Time of an action, of which as many are made as fill the cache several times."""
+        """Seconds of an action that uses `num_bytes`; enough are made to exceed the cache."""
         count = 1 if self.shrink > 1 else max(1, _CYCLED_BYTES // max(1, num_bytes))
         made = [make() for _ in range(min(count, 64))]
         return self.timer(list(itertools.islice(itertools.cycle(made), max(count, _MIN_ACTIONS))))
 
 
 def decode_rows(setting: Setting) -> Iterator[Row]:
-    """Paged decode attention over batch, context and group size, in the dtype and in fp8."""
+    """Paged decode attention by batch, context and group size, in the dtype and in fp8."""
     dtypes = [setting.dtype]
     if setting.device.type == "cuda":
         dtypes.append(torch.float8_e4m3fn)
@@ -95,18 +101,11 @@ def _decode(
 ) -> Row:
     num_heads, num_kv_heads = heads
     device = setting.device
-    widest = -(-max(lengths) // BLOCK_SIZE)
-    num_blocks = sum(-(-length // BLOCK_SIZE) for length in lengths)
-    shapes = cache.kv_cache_shapes(
-        device.type, cache_dtype, num_blocks, BLOCK_SIZE, num_kv_heads, HEAD_DIM
-    )
+    blocks = [-(-length // BLOCK_SIZE) for length in lengths]
+    num_blocks = sum(blocks)
     seq_lens = torch.tensor(lengths, dtype=torch.int32, device=device)
-    ids = iter(torch.randperm(num_blocks).tolist())
-    table = torch.zeros(len(lengths), widest, dtype=torch.int32)
-    for row, length in enumerate(lengths):
-        used = -(-length // BLOCK_SIZE)
-        table[row, :used] = torch.tensor(list(itertools.islice(ids, used)), dtype=torch.int32)
-    table = table.to(device)
+    ids = torch.randperm(num_blocks, dtype=torch.int32).split(blocks)
+    table = torch.nn.utils.rnn.pad_sequence(list(ids), batch_first=True).to(device)
     plan: DecodePlan | None = None
     is_split = False
     if device.type == "cuda":
@@ -120,12 +119,7 @@ def _decode(
     out = torch.empty_like(q)
 
     def make() -> Action:
-        k, v = (
-            torch.randn(math.prod(shape), dtype=torch.bfloat16, device=device)
-            .to(cache_dtype)
-            .view(shape)
-            for shape in shapes
-        )
+        k, v = setting.caches(num_blocks, num_kv_heads, cache_dtype)
         return lambda: attention.paged_attention(
             out, q, k, v, table, seq_lens, HEAD_DIM**-0.5, plan=plan
         )
@@ -140,7 +134,7 @@ def _decode(
 
 
 def prefill_rows(setting: Setting) -> Iterator[Row]:
-    """Prompts by each backend that works here, beside torch's attention on equal lengths."""
+    """Prompts by each backend that works here, and torch's attention on equal lengths."""
     heads, kv_heads = HEADS[0]
     shape = PrefillShape(heads, kv_heads, HEAD_DIM, setting.dtype, frozenset({None}), False)
     batch, length = setting.small(8), setting.small(2048)
@@ -155,10 +149,7 @@ def prefill_rows(setting: Setting) -> Iterator[Row]:
             lens = [chunk], [chunk + context]
             yield _prefill(setting, backend, *lens, "prefill, no gather")
             yield _prefill(setting, backend, *lens, "prefill, gathered", gathers=True)
-    q, k = (
-        setting.randn(batch, heads, length, HEAD_DIM),
-        setting.randn(batch, heads, length, HEAD_DIM),
-    )
+    q, k = (setting.randn(batch, heads, length, HEAD_DIM) for _ in range(2))
     seconds = setting.timer([lambda: F.scaled_dot_product_attention(q, k, k, is_causal=True)] * 4)
     flop = 2 * batch * length * length * heads * HEAD_DIM
     yield Row("torch SDPA, 32 KV heads", f"{batch} x {length}", seconds, num_flop=flop)
@@ -179,10 +170,7 @@ def _prefill(
     k, v = (setting.randn(total, kv_heads, HEAD_DIM) for _ in range(2))
     blocks = [-(-length // BLOCK_SIZE) for length in keys]
     table = torch.randperm(len(keys) * max(blocks)).int().view(len(keys), -1).to(device)
-    shapes = cache.kv_cache_shapes(
-        device.type, setting.dtype, table.numel(), BLOCK_SIZE, kv_heads, HEAD_DIM
-    )
-    pages = [setting.randn(*shape) for shape in shapes]
+    pages = setting.caches(table.numel(), kv_heads, setting.dtype)
 
     def action() -> None:
         if gathers:
@@ -202,16 +190,15 @@ def linear_rows(setting: Setting) -> Iterator[Row]:
     for (inputs, outputs), rows in itertools.product(LINEARS, LINEAR_ROWS):
         inputs, outputs = setting.small(inputs), setting.small(outputs)
         x = setting.randn(rows, inputs)
-
-        def make(inputs: int = inputs, outputs: int = outputs, x: torch.Tensor = x) -> Action:
-            weight = setting.randn(outputs, inputs)
-            return lambda: F.linear(x, weight)
-
         num_bytes = inputs * outputs * setting.dtype.itemsize
-        seconds = setting.seconds(num_bytes, make)
+        seconds = setting.seconds(num_bytes, partial(_linear, setting, x, outputs))
         case = f"{inputs} -> {outputs}, {rows} rows"
         predict = partial(linear_s, num_bytes, rows=rows)
         yield Row("linear", case, seconds, num_bytes, 2 * rows * inputs * outputs, predict)
+
+
+def _linear(setting: Setting, x: torch.Tensor, outputs: int) -> Action:
+    return partial(F.linear, x, setting.randn(outputs, x.shape[1]))
 
 
 def elementwise_rows(setting: Setting) -> Iterator[Row]:
@@ -226,23 +213,15 @@ def elementwise_rows(setting: Setting) -> Iterator[Row]:
         x, residual, gate = (setting.randn(tokens, n) for n in (size, size, 2 * inner))
         qkv, out = setting.randn(tokens, width), setting.randn(tokens, inner)
         positions = torch.arange(tokens, dtype=torch.int32, device=setting.device)
-        shapes = cache.kv_cache_shapes(
-            setting.device.type, setting.dtype, -(-tokens // BLOCK_SIZE), BLOCK_SIZE, kv_heads,
-            HEAD_DIM,
-        )  # fmt: skip
-        pages = [setting.randn(*shape) for shape in shapes]
-        rotated = (qkv, angles, positions, *pages, heads, kv_heads, True)
+        pages = setting.caches(-(-tokens // BLOCK_SIZE), kv_heads, setting.dtype)
+        rotated = positions, qkv, angles, positions, pages[0], pages[1], heads, kv_heads, True
         written = tokens * (heads + 3 * kv_heads + kv_heads) * HEAD_DIM * item
+        rotate_bytes = written + tokens * heads * HEAD_DIM * item
+        norm = partial(fused.add_rms_norm, x, x, residual, weight, 1e-5)
         cases: dict[str, tuple[Action, float]] = {
-            "add_rms_norm": (
-                lambda x=x, r=residual: fused.add_rms_norm(x, x, r, weight, 1e-5),
-                4 * x.nbytes,
-            ),
-            "silu_and_mul": (lambda o=out, g=gate: fused.silu_and_mul(o, g), 3 * out.nbytes),
-            "rotary_write_kv_cache": (
-                lambda p=positions, a=rotated: cache.rotary_write_kv_cache(p, *a),
-                written + tokens * heads * HEAD_DIM * item,
-            ),
+            "add_rms_norm": (norm, 4 * x.nbytes),
+            "silu_and_mul": (partial(fused.silu_and_mul, out, gate), 3 * out.nbytes),
+            "rotary_write_kv_cache": (partial(cache.rotary_write_kv_cache, *rotated), rotate_bytes),
         }
         for name, (action, num_bytes) in cases.items():
             seconds = setting.timer([action] * 16)
@@ -256,26 +235,21 @@ def _sampling_rows(setting: Setting) -> Iterator[Row]:
     logits = setting.randn(rows, vocab) * 3
     out = torch.empty(rows, dtype=torch.int64, device=setting.device)
 
-    def column(value: float, dtype: torch.dtype) -> torch.Tensor:
-        return torch.full((rows,), value, dtype=dtype, device=setting.device)
-
-    parameters = (
-        column(0.8, torch.float32),
-        column(50, torch.int32),
-        column(0.95, torch.float32),
-        column(0.0, torch.float32),
-        column(0.3, torch.float64),
-    )
-    for name, action in {
-        "argmax": lambda: sampling.argmax(out, logits),
-        "sample_tokens, k and p": lambda: sampling.sample_tokens(out, logits, *parameters),
-    }.items():
+    values = ((0.8, torch.float32), (50, torch.int32), (0.95, torch.float32), (0.0, torch.float32),
+              (0.3, torch.float64))  # fmt: skip
+    parameters = [
+        torch.full((rows,), value, dtype=dtype, device=setting.device) for value, dtype in values
+    ]
+    for name, action in (
+        ("argmax", partial(fused.argmax, out, logits)),
+        ("sample_tokens, k and p", partial(fused.sample_tokens, out, logits, *parameters)),
+    ):
         seconds = setting.timer([action] * 8)
         yield Row(name, f"{rows} x {vocab}", seconds, logits.nbytes)
 
 
 def block_rows(setting: Setting) -> Iterator[Row]:
-    """Copies of whole blocks of 32 layers, on the device and to the host and back."""
+    """Copies of blocks of 32 layers: on the device, to the host, and back."""
     layers, kv_heads, count = 32, HEADS[0][1], setting.small(64)
     pool = torch.zeros(2 * layers, 4 * count, BLOCK_SIZE, kv_heads, HEAD_DIM,
                        dtype=setting.dtype, device=setting.device)  # fmt: skip
@@ -286,9 +260,9 @@ def block_rows(setting: Setting) -> Iterator[Row]:
     out = [(4 * i, i) for i in range(count)]
     back = [(host_block, block) for block, host_block in out]
     cases: dict[str, tuple[Action, int]] = {
-        "copy_cache_blocks": (lambda: cache.copy_cache_blocks(pool, pairs), 2 * host.nbytes),
-        "swap_out": (lambda: cache.swap_out(host, pool, out, staging), host.nbytes),
-        "swap_in": (lambda: cache.swap_in(pool, host, back, staging), host.nbytes),
+        "copy_cache_blocks": (partial(cache.copy_cache_blocks, pool, pairs), 2 * host.nbytes),
+        "swap_out": (partial(cache.swap_out, host, pool, out, staging), host.nbytes),
+        "swap_in": (partial(cache.swap_in, pool, host, back, staging), host.nbytes),
     }
     for name, (action, num_bytes) in cases.items():
         seconds = setting.timer([action] * 3)
@@ -296,15 +270,15 @@ def block_rows(setting: Setting) -> Iterator[Row]:
 
 
 def bus_rows(setting: Setting) -> Iterator[Row]:
-    """Pinned memory to the card and back, in pieces as large as one layer's part of a block, a
-    whole block, and many."""
+    """Copies from and to pinned memory, in pieces as large as one layer of a block, a block, and
+    many blocks."""
     on_gpu = setting.device.type == "cuda"
     for piece in (32 << 10, 2 << 20, 64 << 20):
         piece = setting.small(piece)
         host = torch.zeros(piece, dtype=torch.uint8, pin_memory=on_gpu)
         card = torch.zeros(piece, dtype=torch.uint8, device=setting.device)
         for name, target, source in (("to the host", host, card), ("from the host", card, host)):
-            actions = [lambda t=target, s=source: t.copy_(s, non_blocking=True)] * 8
+            actions = [partial(target.copy_, source, non_blocking=True)] * 8
             yield Row(name, f"pieces of {piece >> 10} KiB", setting.timer(actions), piece)
 
 
@@ -318,5 +292,5 @@ GROUPS: dict[str, Callable[[Setting], Iterator[Row]]] = {
 }
 """For `--only`."""
 EAGER = ("prefill", "blocks", "bus")
-"""Groups that are not timed in a graph: not every library can be recorded, nor copies from lists.
-Their work is long; the shortest prompts' times hold launches."""
+"""Groups that are timed without a graph, because some libraries, and copies from lists, cannot be
+recorded. The times of the shortest prompts include launches."""

@@ -1,22 +1,24 @@
-"""What a dtype or quantization costs in quality: perplexity of one text under several variants.
+"""The quality of a dtype or quantization: perplexity of one text under several variants.
 
-The text is --text, or else documents that the model writes itself, in float32 at temperature 1 and
-from fixed seeds; under such text the float32 model is the best there can be. The variants are the
-three dtypes below; --dtype and --quantization have no effect.
+The text is --text, or documents that the model writes itself, in float32 at temperature 1 and from
+fixed seeds: no model predicts such a text better than the float32 model. --dtype and --quantization
+have no effect.
 """
 
 from __future__ import annotations
 
 import argparse
 import math
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from tqdm import tqdm
 
-from tpengine.bench.machine import describe_commit, describe_machine
+from tpengine.bench.harness import BenchOptions, report_head
 from tpengine.engine_args import EngineArgs
+from tpengine.errors import ConfigError, EngineError
 from tpengine.llm import LLM
+from tpengine.options import option
 from tpengine.sampling_params import SamplingParams
 
 _VARIANTS: dict[str, dict[str, str | None]] = {
@@ -28,26 +30,36 @@ _WINDOW = 256
 _OPENINGS = ["Hello, my name is", "The capital of", "Once upon a time", "The future of"]
 
 
+@dataclass
+class TextOptions(BenchOptions):
+    """The text to measure."""
+
+    text: str | None = option(None, metavar="FILE")
+    """Text to measure; default: documents that the model writes."""
+    num_documents: int = option(64, at_least=1)
+    """Documents that the model writes."""
+
+
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Adds this benchmark's options and the engine's."""
-    parser.add_argument("--text", metavar="FILE", help="text to judge; default: the model's own")
-    parser.add_argument(
-        "--num-documents", type=int, default=64, help="that the model writes (default: %(default)s)"
-    )
+    TextOptions.add_cli_args(parser)
     EngineArgs.add_cli_args(parser)
 
 
 def run(args: argparse.Namespace) -> int:
     """Measures and prints a line per variant."""
+    options = TextOptions.parse(args)
     engine_args = EngineArgs.from_cli_args(args)
-    windows = _read(args.text, engine_args) if args.text else _write(args, engine_args)
+    if options.text:
+        windows = _read(options.text, engine_args)
+    else:
+        windows = _write(options.num_documents, engine_args)
     windows = [window for window in windows if len(window) > 1]
     if not windows:
-        raise SystemExit("there is no text to judge: --num-documents or --text gives none")
-    print(f"machine        {describe_machine()}")
-    print(f"commit         {describe_commit()}")
-    print(f"model          {engine_args.model}")
-    print(f"text           {sum(len(w) - 1 for w in windows)} predicted tokens")
+        raise ConfigError("the text has less than two tokens: give a longer --text")
+    num_tokens = sum(len(window) - 1 for window in windows)
+    lines = {"model": engine_args.model, "text": f"{num_tokens} predicted tokens"}
+    print(report_head(None, lines, width=15))
     base: float | None = None
     for name, fields in tqdm(_VARIANTS.items(), desc="variants", unit="variant"):
         perplexity = _perplexity(replace(engine_args, **fields), windows)
@@ -64,16 +76,16 @@ def _read(path: str, engine_args: EngineArgs) -> list[list[int]]:
     with _llm(engine_args) as llm:
         tokenizer = llm.get_tokenizer()
         if tokenizer is None:
-            raise SystemExit("--text needs a model with a tokenizer")
+            raise ConfigError("--text needs a model with a tokenizer")
         try:
             ids = tokenizer.encode(Path(path).read_text(encoding="utf-8"))
         except (OSError, UnicodeDecodeError) as error:
-            raise SystemExit(f"--text {path} cannot be read: {error}") from None
+            raise ConfigError(f"--text {path} cannot be read: {error}") from None
     return [ids[i : i + _WINDOW] for i in range(0, len(ids) - 1, _WINDOW)]
 
 
-def _write(args: argparse.Namespace, engine_args: EngineArgs) -> list[list[int]]:
-    prompts = [_OPENINGS[i % len(_OPENINGS)] for i in range(args.num_documents)]
+def _write(num_documents: int, engine_args: EngineArgs) -> list[list[int]]:
+    prompts = [_OPENINGS[i % len(_OPENINGS)] for i in range(num_documents)]
     params = [
         SamplingParams(temperature=1.0, seed=i, max_tokens=_WINDOW) for i in range(len(prompts))
     ]
@@ -88,7 +100,7 @@ def _perplexity(engine_args: EngineArgs, windows: list[list[int]]) -> float:
     with _llm(engine_args) as llm:
         for output in llm.generate(None, params, windows, use_tqdm=False):
             if output.prompt_logprobs is None:
-                raise SystemExit(f"the text could not be judged: {output.error}")
+                raise EngineError(f"a window of the text could not be computed: {output.error}")
             for token_id, found in zip(
                 output.prompt_token_ids[1:], output.prompt_logprobs[1:], strict=True
             ):

@@ -1,8 +1,8 @@
-"""What a recovery takes: ranks are killed in the middle of decoding, with and without spares.
+"""The time of a recovery: ranks are killed while they decode, with and without spares.
 
-Of each kill: how soon it was found; how long until a step could be scheduled again, by phase; and
-the longest gap on a stream, beside the time that the same engine takes, undisturbed, to compute as
-many tokens as were lost.
+For each kill: the time until the engine found the loss, the time until it could schedule a step
+again, by phase, and the longest gap on a stream. For comparison: the time that the same engine then
+takes to compute as many tokens as were lost.
 """
 
 from __future__ import annotations
@@ -22,8 +22,13 @@ from safetensors.torch import save_file
 from tqdm import tqdm
 
 from tpengine import envs
-from tpengine.bench.machine import report_head
-from tpengine.bench.workload import SHAPES, shape_folder
+from tpengine.bench.harness import (
+    BenchOptions,
+    add_shape_argument,
+    median_of,
+    report_head,
+    shape_folder,
+)
 from tpengine.distributed.parallel_state import ParallelState
 from tpengine.engine.llm_engine import LLMEngine
 from tpengine.engine.stats import EngineState, RecoveryRecord
@@ -32,6 +37,7 @@ from tpengine.errors import ConfigError, EngineError, WorkerDiedError
 from tpengine.executor.launch.ray_executor import RayExecutor
 from tpengine.layers.weights import Weights
 from tpengine.models.registry import build_model
+from tpengine.options import option
 from tpengine.sampling_params import RequestOutputKind, SamplingParams
 
 _WEIGHTS_STD = 0.02
@@ -40,9 +46,9 @@ _CACHE_GIB = 0.5
 _FIRST_ID = 5
 _SPARES_S = 60.0
 _SERVE_S = 300.0
-"""Bound of whatever one kill is followed by."""
+"""Limit of each phase after a kill."""
 _BEFORE, _AFTER = 8, 64
-"""Tokens of a stream before the kill; room for those after it."""
+"""Tokens of a stream before the kill, and reserved for after it."""
 _POLL_S = 0.05
 _STREAM = SamplingParams(
     temperature=0.0,
@@ -58,8 +64,8 @@ class Kill:
     """One kill, in seconds.
 
     Attributes:
-        found_s: from the signal until the engine knew.
-        recompute_s: of as many tokens in as many requests, measured afterwards on the new ranks.
+        found_s: from the signal until the engine found the loss.
+        recompute_s: time of as many tokens in as many requests, measured later on the new ranks.
     """
 
     found_s: float
@@ -68,62 +74,60 @@ class Kill:
 
     @property
     def gap_s(self) -> float:
-        """The longest between two tokens of a stream."""
+        """The longest time between two tokens of a stream."""
         return self.record.longest_gap_s or 0.0
 
 
+@dataclass
+class RecoveryOptions(BenchOptions):
+    """The engine, and what each kill meets."""
+
+    ranks: int = option(2, at_least=1)
+    """Ranks of the engine."""
+    kills: int = option(7, at_least=1)
+    """Kills with spares, and as many without."""
+    num_streams: int = option(8, at_least=1)
+    """Streams that decode when a rank is killed."""
+    input_len: int = option(128, at_least=1)
+    """Prompt tokens of a stream."""
+    dtype: str = option("auto")
+    """Dtype of weights and activations."""
+
+
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Adds what this benchmark can be told."""
-    parser.add_argument(
-        "--shape",
-        choices=sorted(SHAPES),
-        default="llama-124m",
-        help="random weights of this shape (default: %(default)s)",
-    )
-    parser.add_argument("--ranks", type=int, default=2, help="of the engine (default: %(default)s)")
-    parser.add_argument(
-        "--kills", type=int, default=7, help="with spares, and without (default: %(default)s)"
-    )
-    parser.add_argument(
-        "--num-streams", type=int, default=8, help="that a kill meets (default: %(default)s)"
-    )
-    parser.add_argument(
-        "--input-len", type=int, default=128, help="prompt tokens (default: %(default)s)"
-    )
-    parser.add_argument(
-        "--dtype", default="auto", help="of weights and activations (default: auto)"
-    )
+    """Adds this benchmark's options."""
+    RecoveryOptions.add_cli_args(parser)
+    add_shape_argument(parser, "llama-124m")
 
 
 def run(args: argparse.Namespace) -> int:
     """Measures and prints the report."""
     import ray
 
-    if min(args.ranks, args.kills, args.num_streams, args.input_len) < 1:
-        raise ConfigError("--ranks, --kills, --num-streams and --input-len must be at least 1")
+    options = RecoveryOptions.parse(args)
     envs.prepare_local_ray()
-    ray.init(address="local", num_cpus=args.ranks, include_dashboard=False, log_to_driver=False)
+    ray.init(address="local", num_cpus=options.ranks, include_dashboard=False, log_to_driver=False)
     try:
         with shape_folder(args.shape) as folder:
             engine_args = EngineArgs(
                 folder,
                 device="cpu",
-                dtype=args.dtype,
-                tensor_parallel_size=args.ranks,
+                dtype=options.dtype,
+                tensor_parallel_size=options.ranks,
                 executor="ray",
-                cpu_kv_cache_space=_CACHE_GIB / args.ranks,
+                cpu_kv_cache_space=_CACHE_GIB / options.ranks,
                 swap_space=0.0,
-                max_recoveries=args.kills,
+                max_recoveries=options.kills,
                 disable_log_stats=True,
             )
             write_weights(engine_args, Path(folder))
-            print(report_head(engine_args))
-            print(
-                f"work                {args.shape} on {args.ranks} ranks, {args.num_streams} "
-                f"streams with prompts of {args.input_len} tokens, {args.kills} kills of each kind"
+            work = (
+                f"{args.shape} on {options.ranks} ranks, {options.num_streams} streams with "
+                f"prompts of {options.input_len} tokens, {options.kills} kills of each kind"
             )
-            for spare_workers in (0, args.ranks):
-                kills = measure(replace(engine_args, spare_workers=spare_workers), args)
+            print(report_head(engine_args, {"work": work}))
+            for spare_workers in (0, options.ranks):
+                kills = measure(replace(engine_args, spare_workers=spare_workers), options)
                 _report(f"{spare_workers} spares", kills)
     finally:
         ray.shutdown()
@@ -131,42 +135,45 @@ def run(args: argparse.Namespace) -> int:
     return 0
 
 
-def measure(engine_args: EngineArgs, args: argparse.Namespace) -> list[Kill]:
+def measure(engine_args: EngineArgs, options: RecoveryOptions) -> list[Kill]:
     """Kills ranks of an engine, one after another."""
     rng = random.Random(0)
     with LLMEngine.from_engine_args(engine_args) as engine:
         longest = engine.get_model_config().max_model_len - _BEFORE - _AFTER
-        if args.input_len > longest:
+        if options.input_len > longest:
             raise ConfigError(
-                f"--input-len must be at most {longest}, got {args.input_len}: the model takes "
-                f"{longest + _BEFORE + _AFTER} tokens, and streams are to go on after a kill"
+                f"--input-len must be at most {longest}, got {options.input_len}: the model takes "
+                f"{longest + _BEFORE + _AFTER} tokens, and the streams must continue after a kill"
             )
         return [
-            _kill(engine, rng, args.num_streams, args.input_len, engine_args.spare_workers)
-            for _ in tqdm(range(args.kills), desc=f"{engine_args.spare_workers} spares")
+            _kill(engine, rng, [options.input_len] * options.num_streams, engine_args.spare_workers)
+            for _ in tqdm(range(options.kills), desc=f"{engine_args.spare_workers} spares")
         ]
 
 
-def _kill(
-    engine: LLMEngine, rng: random.Random, num_streams: int, input_len: int, spare_workers: int
-) -> Kill:
-    """Kills a rank under streams that decode."""
+def _kill(engine: LLMEngine, rng: random.Random, input_lens: list[int], spare_workers: int) -> Kill:
+    """Kills a rank while streams decode."""
     executor = engine._executor
     assert isinstance(executor, RayExecutor)
     _wait_for_spares(executor, spare_workers)
-    lengths = _serve_until_decoding(engine, rng, num_streams, input_len)
+    lengths = _start(engine, _random_prompts(engine, rng, input_lens), _STREAM)
+    _step_until(engine, lengths, lambda: min(lengths.values()) >= max(input_lens) + _BEFORE)
     os.kill(rng.choice(executor.places).pid, signal.SIGKILL)
     start = time.monotonic()
     _step_until(engine, lengths, lambda: engine.health().state is not EngineState.RUNNING)
     found_s = time.monotonic() - start
     before = dict(lengths)
-    # Until each stream has gone on: the record's gap is then that of the slowest.
+    # Until each stream has continued, so that the record's gap includes the slowest stream.
     _step_until(engine, lengths, lambda: all(lengths[name] > before[name] for name in lengths))
     record = engine.recoveries[-1]
     engine.abort_request(list(lengths))
     _step_until(engine, lengths, lambda: not engine.has_unfinished_requests())
-    _wait_for_spares(executor, spare_workers)  # whose start would slow what is measured next
-    return Kill(found_s, _recompute_s(engine, rng, list(before.values())), record)
+    _wait_for_spares(executor, spare_workers)  # their start would slow the next measurement
+    prompts = _random_prompts(engine, rng, list(before.values()))
+    start = time.monotonic()
+    lengths = _start(engine, prompts, replace(_STREAM, max_tokens=1))
+    _step_until(engine, lengths, lambda: not engine.has_unfinished_requests())
+    return Kill(found_s, time.monotonic() - start, record)
 
 
 def _wait_for_spares(executor: RayExecutor, count: int) -> None:
@@ -177,74 +184,45 @@ def _wait_for_spares(executor: RayExecutor, count: int) -> None:
         time.sleep(_POLL_S)
 
 
-def _serve_until_decoding(
-    engine: LLMEngine, rng: random.Random, num_streams: int, input_len: int
-) -> dict[str, int]:
-    """Starts streams; returns the tokens of each so far, prompt included."""
-    lengths = {}
-    for number in range(num_streams):
-        lengths[str(number)] = input_len
-        prompt = _random_prompt(engine, rng, input_len)
-        engine.add_request(str(number), None, _STREAM, prompt_token_ids=prompt)
-    _step_until(engine, lengths, lambda: min(lengths.values()) >= input_len + _BEFORE)
-    return lengths
+def _random_prompts(engine: LLMEngine, rng: random.Random, lens: list[int]) -> list[list[int]]:
+    vocab_size = engine.get_model_config().vocab_size
+    return [[rng.randrange(_FIRST_ID, vocab_size) for _ in range(length)] for length in lens]
+
+
+def _start(engine: LLMEngine, prompts: list[list[int]], params: SamplingParams) -> dict[str, int]:
+    """Adds a request for each prompt; returns the number of its tokens, prompt included."""
+    for number, prompt in enumerate(prompts):
+        engine.add_request(str(number), None, params, prompt_token_ids=prompt)
+    return {str(number): len(prompt) for number, prompt in enumerate(prompts)}
 
 
 def _step_until(engine: LLMEngine, lengths: dict[str, int], done: Callable[[], bool]) -> None:
+    """Steps the engine until `done`, and adds the new tokens of each stream to its length."""
     deadline = time.monotonic() + _SERVE_S
     while not done():
         if time.monotonic() > deadline:
-            raise EngineError(f"the streams did not go on within {_SERVE_S:g} s: {lengths}")
+            raise EngineError(f"the streams did not continue within {_SERVE_S:g} s: {lengths}")
         for output in engine.step():
             lengths[output.request_id] += len(output.outputs[0].token_ids)
 
 
-def _recompute_s(engine: LLMEngine, rng: random.Random, lengths: list[int]) -> float:
-    """Seconds until as many new requests of these lengths have each had a token."""
-    params = replace(_STREAM, max_tokens=1)
-    prompts = [_random_prompt(engine, rng, length) for length in lengths]
-    made: dict[str, int] = {}
-    start = time.monotonic()
-    for number, prompt in enumerate(prompts):
-        engine.add_request(f"again {number}", None, params, prompt_token_ids=prompt)
-        made[f"again {number}"] = 0
-    _step_until(engine, made, lambda: not engine.has_unfinished_requests())
-    return time.monotonic() - start
-
-
-def _random_prompt(engine: LLMEngine, rng: random.Random, num_tokens: int) -> list[int]:
-    vocab_size = engine.get_model_config().vocab_size
-    return [rng.randrange(_FIRST_ID, vocab_size) for _ in range(num_tokens)]
-
-
 def _report(name: str, kills: list[Kill]) -> None:
     print(name)
-    _line("  found after", [kill.found_s for kill in kills])
-    _line("  ready after that", [kill.record.ready_s for kill in kills])
+    print(f"  found after       {median_of([kill.found_s for kill in kills], ' s')}")
+    print(f"  ready after that  {median_of([kill.record.ready_s for kill in kills], ' s')}")
     phases = {
         phase: statistics.median(kill.record.phases_s.get(phase, 0.0) for kill in kills)
         for phase in kills[0].record.phases_s
     }
-    listed = ", ".join(f"{phase} {spent:.2f}" for phase, spent in phases.items())
-    print(f"    median by phase {listed}")
-    _line("  longest gap", [kill.gap_s for kill in kills])
-    _line("  recompute alone", [kill.recompute_s for kill in kills])
+    print(f"    median by phase {', '.join(f'{phase} {s:.2f}' for phase, s in phases.items())}")
+    print(f"  longest gap       {median_of([kill.gap_s for kill in kills], ' s')}")
+    print(f"  recompute alone   {median_of([kill.recompute_s for kill in kills], ' s')}")
     rests = [(kill.gap_s - kill.found_s - kill.record.ready_s) / kill.recompute_s for kill in kills]
-    listed = ", ".join(f"{rest:.2f}" for rest in rests)
-    print(
-        f"  rest of the gap   {statistics.median(rests):.2f} x the time of recompute "
-        f"(all: {listed})",
-        flush=True,
-    )
-
-
-def _line(name: str, seconds: list[float]) -> None:
-    listed = ", ".join(f"{one:.2f}" for one in seconds)
-    print(f"{name:<20}{statistics.median(seconds):.2f} s (all: {listed})")
+    print(f"  rest of the gap   {median_of(rests, ' x the time of recompute')}", flush=True)
 
 
 def write_weights(args: EngineArgs, folder: Path) -> None:
-    """A checkpoint of the shape, random, in bfloat16 as most are."""
+    """Writes a random checkpoint of the shape, in bfloat16 as most are."""
     config = args.create_engine_config("cpu").model
     weights = Weights(torch.bfloat16, torch.device("cpu"), ParallelState())
     build_model(config, weights)
@@ -252,7 +230,7 @@ def write_weights(args: EngineArgs, folder: Path) -> None:
     tensors = {}
     for name, shard in weights.shards.items():
         tensor = torch.ones(shard.full_shape, dtype=torch.bfloat16)
-        tensors[name] = (
-            tensor if tensor.dim() == 1 else tensor.normal_(0, _WEIGHTS_STD, generator=generator)
-        )
+        if tensor.dim() > 1:
+            tensor.normal_(0, _WEIGHTS_STD, generator=generator)
+        tensors[name] = tensor
     save_file(tensors, folder / "model.safetensors")

@@ -1,54 +1,62 @@
 """A step without a model: from the driver to Ray actors and back, with encoding and decoding.
 
-Beside the engine's own channel, in the same run: `ray.get` of actor calls, and Ray's compiled
-graph, both with the same bytes. Scheduling is not included.
+In the same run and with the same bytes: the engine's own channel, `ray.get` of actor calls, and
+Ray's compiled graph. Scheduling is not included.
 """
 
 from __future__ import annotations
 
 import argparse
 import os
-import platform
 import secrets
 import select
 import statistics
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from typing import Any
 
-from tpengine.bench.machine import describe_commit
+from tpengine.bench.harness import BenchOptions, report_head
 from tpengine.executor.channel import FrameKind, Listener, connect
 from tpengine.executor.codec import decode_output, decode_step, encode
 from tpengine.executor.watch import StepExchange
 from tpengine.messages import NewSequence, StepInput, StepOutput
+from tpengine.options import option
 from tpengine.sampling_params import SamplingParams
 
 TIMEOUT_S = 30.0
 BLOCK_SIZE = 16
 PROMPT_TOKENS = 200
 WINDOW = 200
-"""Calls; on a machine that others use, the quietest of them say what the code itself takes."""
+"""Calls in a row; on a shared machine the fastest of these windows shows the time of the code."""
+
+
+@dataclass
+class TransportOptions(BenchOptions):
+    """The size of the measurement."""
+
+    ranks: int = option(2, at_least=1)
+    """Ray actors."""
+    running: int = option(256, at_least=1)
+    """Running sequences."""
+    steps: int = option(3000, at_least=1)
+    """Decode steps to measure."""
+    compiled_graph: bool = option(True)
+    """Measure Ray's compiled graph, which keeps a core busy for each actor."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Adds what this benchmark can be told."""
-    parser.add_argument("--ranks", type=int, default=2, help="Ray actors (default: 2)")
-    parser.add_argument(
-        "--running", type=int, default=256, help="sequences that run (default: 256)"
-    )
-    parser.add_argument(
-        "--steps", type=int, default=3000, help="decode steps to measure (default: 3000)"
-    )
-    parser.add_argument(
-        "--no-compiled-graph",
-        action="store_true",
-        help="leave out Ray's compiled graph, which keeps a core busy for each actor",
-    )
+    """Adds this benchmark's options."""
+    TransportOptions.add_cli_args(parser)
+
+
+Exchange = Callable[[int, bytes], bytes]
+"""Sends a step's bytes to every actor; takes its number too, and returns the answer of rank 0."""
 
 
 class EchoRank:
-    """Answers steps as rank 0 would, without a model."""
+    """Answers steps like a rank, without a model."""
 
     def join(self, rank: int, address: tuple[str, int], secret: bytes) -> int:
         """Serves steps from the channel in a thread until it closes; returns the process id."""
@@ -67,14 +75,14 @@ class EchoRank:
         return os.getpid()
 
     def step(self, payload: bytes, rank: int = 0) -> bytes:
-        """Decodes a step and encodes an answer to it: the samples at rank 0, elsewhere a sign."""
+        """Decodes a step and encodes its answer: sampled ids at rank 0, none at other ranks."""
         step = decode_step(payload)
         sampled = [31_337] * len(step.sample_slots) if rank == 0 else []
         return encode(StepOutput(step.step, sampled))
 
 
 def decode_step_input(step: int, num_running: int) -> StepInput:
-    """A step of decodes: every sequence one token, every 16th a new block."""
+    """A step in which every sequence decodes one token, and every 16th gets a new block."""
     slots = list(range(num_running))
     return StepInput(
         step=step,
@@ -90,99 +98,75 @@ def run(args: argparse.Namespace) -> int:
     """Runs the benchmark and prints medians and 99th percentiles in microseconds."""
     import ray
 
-    ray.init(address="local", num_cpus=args.ranks, include_dashboard=False, log_to_driver=False)
+    options = TransportOptions.parse(args)
+    ray.init(address="local", num_cpus=options.ranks, include_dashboard=False, log_to_driver=False)
     try:
-        print(
-            f"transport: {args.ranks} ranks, {args.running} running sequences, {args.steps} steps; "
-            f"{platform.machine()}, {os.cpu_count()} cores, Ray {ray.__version__}, "
-            f"{describe_commit()}"
-        )
-        step = decode_step_input(1, args.running)
-        sizes = len(encode(step)), len(encode(StepOutput(1, [31_337] * args.running)))
+        work = f"{options.ranks} ranks, {options.running} running sequences, {options.steps} steps"
+        print(report_head(None, {"work": work, "ray": ray.__version__}))
+        step = decode_step_input(1, options.running)
+        sizes = len(encode(step)), len(encode(StepOutput(1, [31_337] * options.running)))
         print(f"step {sizes[0]} bytes, answer {sizes[1]} bytes")
-        _report_codec(args)
+        _report_codec(options)
         actor_class = ray.remote(num_cpus=0)(EchoRank)
-        actors = [actor_class.remote() for _ in range(args.ranks)]
-        _measure_channels(args, actors)
-        _measure_calls(args, actors)
-        if not args.no_compiled_graph:
-            _measure_graph(args, actors)
+        actors = [actor_class.remote() for _ in range(options.ranks)]
+        message = decode_step_input(1, options.running)
+        for name, exchange in _exchanges(options, actors):
+
+            def call(number: int, exchange: Exchange = exchange) -> None:
+                message.step = number
+                decode_output(exchange(number, encode(message)))
+
+            _report(name, _times(call, options.steps))
     finally:
         ray.shutdown()
     return 0
 
 
-def _report_codec(args: argparse.Namespace) -> None:
-    step, output = decode_step_input(1, args.running), StepOutput(1, [31_337] * args.running)
+def _report_codec(options: TransportOptions) -> None:
+    step, output = decode_step_input(1, options.running), StepOutput(1, [31_337] * options.running)
     new = NewSequence(
         0, list(range(PROMPT_TOKENS)), PROMPT_TOKENS, 0, [1] * 13, SamplingParams(), 1, 0, [2]
     )
     entering = StepInput(1, [0] * 64, [8] * 64, new_sequences=[new] * 64)
-    for name, work in (
-        ("encode + decode of a step of decodes", lambda: decode_step(encode(step))),
-        ("encode + decode of its answer", lambda: decode_output(encode(output))),
-        ("encode + decode of 64 new sequences", lambda: decode_step(encode(entering))),
-    ):
-        _report(name, _times(lambda _, work=work: work(), min(args.steps, 1000)))
+    for name, work in {
+        "encode + decode of a step of decodes": lambda _: decode_step(encode(step)),
+        "encode + decode of its answer": lambda _: decode_output(encode(output)),
+        "encode + decode of 64 new sequences": lambda _: decode_step(encode(entering)),
+    }.items():
+        _report(name, _times(work, min(options.steps, 1000)))
 
 
-def _measure_channels(args: argparse.Namespace, actors: list[Any]) -> None:
+def _exchanges(options: TransportOptions, actors: list[Any]) -> Iterator[tuple[str, Exchange]]:
+    """The ways to send a step, by name. Prints the idle time of the first after its measurement."""
     import ray
+    from ray.dag import InputNode, MultiOutputNode
 
     secret = secrets.token_bytes(32)
     listener = Listener(ray.util.get_node_ip_address(), secret, 1)
     refs = [actor.join.remote(rank, listener.address, secret) for rank, actor in enumerate(actors)]
-    exchange = StepExchange(listener.accept(args.ranks, TIMEOUT_S), 1)
+    channels = StepExchange(listener.accept(options.ranks, TIMEOUT_S), 1)
     listener.close()
     pids = ray.get(refs, timeout=TIMEOUT_S)
-
-    message = decode_step_input(1, args.running)
-
-    def step(number: int) -> None:
-        message.step = number
-        answers = exchange.run(number, encode(message), TIMEOUT_S)
-        decode_output(answers[0])
-
-    _report("own channel", _times(step, args.steps))
+    yield "own channel", lambda number, payload: channels.run(number, payload, TIMEOUT_S)[0]
     before = [cpu_s(pid) for pid in pids]
     time.sleep(2.0)
     idle = sum(cpu_s(pid) for pid in pids) - sum(before)
     print(f"  idle: {idle / 2.0 * 100:.2f} % of a core in {len(pids)} actors over 2 s")
 
-
-def _measure_calls(args: argparse.Namespace, actors: list[Any]) -> None:
-    import ray
-
-    message = decode_step_input(1, args.running)
-
-    def step(_: int) -> None:
-        payload = encode(message)
+    def call(_: int, payload: bytes) -> Any:
         refs = [actor.step.remote(payload, rank) for rank, actor in enumerate(actors)]
-        decode_output(ray.get(refs, timeout=TIMEOUT_S)[0])
+        return ray.get(refs, timeout=TIMEOUT_S)[0]
 
-    _report("ray.get of actor calls", _times(step, min(args.steps, 1000)))
-
-
-def _measure_graph(args: argparse.Namespace, actors: list[Any]) -> None:
-    import ray
-    from ray.dag import InputNode, MultiOutputNode
-
-    with InputNode() as payload:
-        graph = MultiOutputNode(
-            [actor.step.bind(payload, rank) for rank, actor in enumerate(actors)]
-        )
-    compiled = graph.experimental_compile()
-    message = decode_step_input(1, args.running)
-
-    def step(_: int) -> None:
-        answers = ray.get(compiled.execute(encode(message)), timeout=TIMEOUT_S)
-        decode_output(answers[0])
-
-    _report("compiled graph", _times(step, args.steps))
+    yield "ray.get of actor calls", call
+    if options.compiled_graph:
+        with InputNode() as node:
+            steps = [actor.step.bind(node, rank) for rank, actor in enumerate(actors)]
+        graph = MultiOutputNode(steps).experimental_compile()
+        yield "compiled graph", lambda _, data: ray.get(graph.execute(data), timeout=TIMEOUT_S)[0]
 
 
-def _times(work: Callable[[int], None], count: int) -> list[float]:
-    """Microseconds of each call, in order; the first tenth warms up."""
+def _times(work: Callable[[int], object], count: int) -> list[float]:
+    """Microseconds of each call, in order, after a tenth as many calls that warm up."""
     times = []
     for number in range(1, count + count // 10 + 1):
         start = time.perf_counter()

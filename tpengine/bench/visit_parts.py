@@ -1,6 +1,6 @@
-"""Runs programs one after another or side by side, each with a limit of its own, and keeps what
-they said: whatever cuts the run short, what was found out until then is in a file, and no program
-lives on.
+"""Runs programs in sequence or at the same time, each with a time limit, and keeps their output.
+
+If the run is cut short, the output until then is in a file, and no program continues.
 """
 
 from __future__ import annotations
@@ -25,13 +25,13 @@ _MOST_SHOWN = 48
 _MOST_COLUMNS = 240
 _LEAST_S = 10.0
 _TELL_S = 6.0
-"""For a part that is over its limit to say what it has found out."""
+"""Time for a part that exceeds its limit to print what it found."""
 _KILL_S = 5.0
 _LOOK_S = 0.2
 _SAVE_S = 2.0
-"""Between two writings of `all.txt`."""
+"""Between two writes of `all.txt`."""
 _HALF_BYTES = 256 << 10
-"""Of a part's output, at either end: a lent machine gives back 16 MiB."""
+"""Kept of a part's output, at each end: a lent machine returns at most 16 MiB."""
 _GUARD = """
 groups=
 while read -r line; do groups=$line; done
@@ -41,14 +41,14 @@ for group in $groups; do kill -s KILL -- "-$group"; done
 
 @dataclass(frozen=True)
 class Part:
-    """One thing to find out.
+    """One program of a run.
 
     Attributes:
-        stage: parts of the same stage run side by side, and the next stage after all of them.
-        limit_s: after which it is ended; twice as long if stages before have left the time.
-        command: its words; a first word that is no program here skips the part.
-        proof: must be in its output, lest a run in which all tests skip themselves looks good.
-        shown: pattern of lines that are shown with the last ones, wherever they stand.
+        stage: parts of one stage run at the same time; the next stage starts after all of them.
+        limit_s: seconds until the part is ended; up to twice as many if earlier stages left time.
+        command: the program and its arguments; the part is skipped if the program does not exist.
+        proof: text that the output must contain, so that a run of only skipped tests fails.
+        shown: pattern of the lines that are printed in addition to the last ones.
     """
 
     stage: int
@@ -61,7 +61,7 @@ class Part:
 
 @dataclass(frozen=True)
 class Result:
-    """How a part ended, in words, and after which time; the lines of its output to look at."""
+    """How and when a part ended; its whole output, and the lines of it to print."""
 
     part: Part
     outcome: str
@@ -71,7 +71,7 @@ class Result:
 
     @property
     def is_good(self) -> bool:
-        """Whether nothing is wrong, as far as it can be known here."""
+        """Whether the part passed, or its program does not exist here."""
         return self.outcome in ("passed", "not here")
 
     def __str__(self) -> str:
@@ -79,36 +79,33 @@ class Result:
 
 
 class Guard:
-    """A process that outlives this one, however it ends, and then ends the parts in flight, which
-    have sessions of their own and would go on."""
+    """A process that ends the running parts after this process has ended in any way. The parts have
+    sessions of their own and would continue."""
 
     def __init__(self) -> None:
         self._process = subprocess.Popen(
-            ["sh", "-c", _GUARD], stdin=subprocess.PIPE, start_new_session=True
+            ["sh", "-c", _GUARD], stdin=subprocess.PIPE, start_new_session=True, text=True
         )
 
     def watch(self, groups: Sequence[int]) -> None:
-        """Names the groups of processes that are in flight."""
+        """Replaces the process groups to end."""
         assert self._process.stdin is not None
         with contextlib.suppress(BrokenPipeError):
-            self._process.stdin.write(f"{' '.join(map(str, groups))}\n".encode())
-            self._process.stdin.flush()
+            print(*groups, file=self._process.stdin, flush=True)
 
     def __enter__(self) -> Guard:
         return self
 
     def __exit__(self, *exc: object) -> None:
         self.watch([])
-        assert self._process.stdin is not None
-        self._process.stdin.close()
         try:
-            self._process.wait(_KILL_S)
+            self._process.communicate(timeout=_KILL_S)
         except subprocess.TimeoutExpired:
             self._process.kill()
 
 
 class _Running:
-    """A part in flight."""
+    """A part that runs."""
 
     def __init__(self, part: Part, limit_s: float, folder: Path) -> None:
         self.part = part
@@ -123,7 +120,7 @@ class _Running:
         self.group = self._process.pid
 
     def look(self, cut: NotedSignal) -> Result | None:
-        """How it ended; None: it is running. Ends it step by step once its time is over."""
+        """Returns how the part ended; None: it runs. Ends it step by step when its time is over."""
         code, now = self._process.poll(), time.monotonic()
         if code is not None and self._told is None:
             return self.result("passed" if code == 0 else f"failed with {code}")
@@ -138,7 +135,7 @@ class _Running:
         return self.result(ended if cut.signal is None else f"cut by {cut.signal.name}")
 
     def result(self, outcome: str) -> Result:
-        """What it said until now."""
+        """The result with the output until now."""
         text = _text(self._path)
         if outcome == "passed" and self.part.proof not in text:
             outcome = "failed: nothing ran"
@@ -146,7 +143,7 @@ class _Running:
         return Result(self.part, outcome, time.monotonic() - self.start, lines, text)
 
     def end(self) -> None:
-        """No process of it stays, its children included."""
+        """Ends all processes of the part, its children included."""
         self._send(signal.SIGKILL)
         with contextlib.suppress(subprocess.TimeoutExpired):
             self._process.wait(_KILL_S)
@@ -157,11 +154,11 @@ class _Running:
 
 
 def run_parts(parts: Sequence[Part], out: Path, budget_s: float) -> list[Result]:
-    """Runs parts until the budget is spent or a signal ends it. Prints what each has found when it
-    is over; `all.txt` holds all output, that of parts in flight included.
+    """Runs parts until the budget is spent or a signal arrives. Prints the result of each part when
+    it ends; `all.txt` holds all output, including that of running parts.
 
     Args:
-        budget_s: of all together, the end of the last included.
+        budget_s: seconds for all parts together, including the end of the last one.
     """
     end = time.monotonic() + budget_s - _TELL_S - _KILL_S
     stages = [list(stage) for _, stage in itertools.groupby(parts, lambda part: part.stage)]
@@ -187,7 +184,7 @@ def run_parts(parts: Sequence[Part], out: Path, budget_s: float) -> list[Result]
 
 
 def _why_not(part: Part, left: float, cut: NotedSignal) -> str | None:
-    """Why a part is not started; None: it is."""
+    """Why a part is not started; None: it is started."""
     if shutil.which(part.command[0]) is None:
         return "not here"
     if cut.signal is not None:
@@ -198,7 +195,7 @@ def _why_not(part: Part, left: float, cut: NotedSignal) -> str | None:
 def _finish(
     running: list[_Running], results: list[Result], out: Path, cut: NotedSignal, guard: Guard
 ) -> None:
-    """Waits for the parts of a stage, and saves what they say meanwhile."""
+    """Waits for the parts of a stage, and saves their output while they run."""
     saved = -_SAVE_S
     try:
         while running:
@@ -210,7 +207,7 @@ def _finish(
                 running.remove(one)
                 results.append(result)
                 saved = -_SAVE_S
-                write_all(results, out)  # first: the one who reads the output may be gone
+                write_all(results, out)  # first, because print fails if its reader has gone
                 print("\n".join([*result.lines, str(result)]), flush=True)
             if time.monotonic() - saved >= _SAVE_S:
                 write_all([*results, *(one.result("is running") for one in running)], out)
@@ -224,7 +221,7 @@ def _finish(
 
 
 def _text(path: Path) -> str:
-    """What is in the file; without its middle if it is long."""
+    """The text of a file, without its middle if it is long."""
     with path.open("rb") as file:
         text = file.read(_HALF_BYTES)
         left_out = path.stat().st_size - 2 * _HALF_BYTES
@@ -248,9 +245,9 @@ def table(results: Sequence[Result]) -> str:
 
 
 def write_all(results: Sequence[Result], out: Path) -> None:
-    """Writes the table, the lines to look at, and the outputs of all parts to one file."""
+    """Writes the table, the lines to print and the outputs of all parts to `all.txt`."""
     ends = [f"--- {one.part.name}\n" + "\n".join(one.lines) for one in results if one.lines]
     whole = [f"=== {one.part.name}\n{one.text}" for one in results if one.seconds]
     new = out / "all.txt.new"
     new.write_text("\n".join([table(results), *ends, *whole]))
-    new.replace(out / "all.txt")  # a cut leaves the one or the other
+    new.replace(out / "all.txt")  # atomic: a signal leaves the old or the new file

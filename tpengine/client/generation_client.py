@@ -10,7 +10,13 @@ from typing import Any, TypeVar
 import grpc
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
-from tpengine.client.channel import ClientTLS, authorization, check_timeout, open_channel
+from tpengine.client.channel import (
+    ClientTLS,
+    authorization,
+    check_timeout,
+    open_channel,
+    to_error,
+)
 from tpengine.client.convert import (
     Message,
     Prompt,
@@ -21,7 +27,6 @@ from tpengine.client.convert import (
     to_output,
     to_request,
 )
-from tpengine.client.errors import to_error
 from tpengine.errors import InvalidPromptError, RequestAbortedError, RequestError
 from tpengine.sampling_params import SamplingParams
 from tpengine.server.grpc.proto import TIMEOUT_KEY, tpengine_pb2_grpc

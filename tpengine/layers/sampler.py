@@ -18,7 +18,7 @@ import torch
 from tpengine.layers.device_values import Answer, Array, Pending, known, together, upload
 from tpengine.layers.logit_edits import LogitEdits, apply_edits, find_lost_rows
 from tpengine.messages import Candidates, TokenLogprobs
-from tpengine.ops import sampling as sampling_ops
+from tpengine.ops import fused
 
 _GOLDEN = 0x9E3779B97F4A7C15
 _MASK = (1 << 64) - 1
@@ -109,7 +109,7 @@ def _mix(z: int) -> int:
 
 
 def sampling_columns(batch: SamplingBatch) -> list[npt.NDArray[np.generic]]:
-    """Returns the arguments of `ops.sampling.sample_tokens` after the logits, in its order."""
+    """Returns the arguments of `ops.fused.sample_tokens` after the logits, in its order."""
     noise = uniform_noise(batch.noise_key, batch.positions)
     return [batch.temperature, batch.top_k, batch.top_p, batch.min_p, noise]
 
@@ -134,13 +134,13 @@ def sample(logits: torch.Tensor, batch: SamplingBatch) -> Sampled:
         logits[upload(beams, logits.device)] = scores
     failed = {} if batch.edits is None else apply_edits(logits, batch.edits)
     if not batch.temperature.any():
-        sampling_ops.argmax(token_ids, logits)
+        fused.argmax(token_ids, logits)
     else:
         tensors = batch.on_device
         if tensors is None:
             columns = sampling_columns(batch)
             tensors = [upload(column, logits.device) for column in columns]
-        sampling_ops.sample_tokens(token_ids, logits, *tensors)
+        fused.sample_tokens(token_ids, logits, *tensors)
     lost: Pending[dict[int, str]] = known({})
     if batch.edits is not None:
         is_beam = upload(batch.num_candidates > 0, logits.device)

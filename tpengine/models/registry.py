@@ -33,8 +33,8 @@ _MODELS = {
     "MinistralForCausalLM": "tpengine.models.mistral:MinistralForCausalLM",
     "MistralForCausalLM": "tpengine.models.mistral:MistralForCausalLM",
     "OPTForCausalLM": "tpengine.models.opt:OPTForCausalLM",
-    "Qwen2ForCausalLM": "tpengine.models.qwen2:Qwen2ForCausalLM",
-    "Qwen3ForCausalLM": "tpengine.models.qwen3:Qwen3ForCausalLM",
+    "Qwen2ForCausalLM": "tpengine.models.qwen:Qwen2ForCausalLM",
+    "Qwen3ForCausalLM": "tpengine.models.qwen:Qwen3ForCausalLM",
 }
 """Class of each architecture; its module is imported when a model of it is built."""
 

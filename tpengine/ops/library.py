@@ -13,7 +13,7 @@ import torch
 from tpengine import envs
 from tpengine.errors import NativeLibraryError
 from tpengine.logger import init_logger
-from tpengine.ops import reference, reference_cache
+from tpengine.ops import reference
 
 _logger = init_logger(__name__)
 
@@ -21,7 +21,7 @@ _SCHEMAS: dict[str, tuple[str, Callable[..., None]]] = {
     "write_kv_cache": (
         "(Tensor k, Tensor v, Tensor(a!) k_cache, Tensor(b!) v_cache, Tensor slot_mapping,"
         " float k_scale=1.0, float v_scale=1.0) -> ()",
-        reference_cache.write_kv_cache,
+        reference.write_kv_cache,
     ),
     "rotary_embedding": (
         "(Tensor positions, Tensor(a!) q, Tensor(b!) k, Tensor cos_sin_cache, bool is_neox) -> ()",
@@ -35,29 +35,29 @@ _SCHEMAS: dict[str, tuple[str, Callable[..., None]]] = {
     ),
     "copy_blocks": (
         "(Tensor(a!) k_cache, Tensor(b!) v_cache, Tensor block_pairs) -> ()",
-        reference_cache.copy_blocks,
+        reference.copy_blocks,
     ),
     "copy_cache_blocks": (
         "(Tensor(a!) cache, Tensor block_pairs) -> ()",
-        reference_cache.copy_cache_blocks,
+        reference.copy_cache_blocks,
     ),
     "pack_blocks": (
         "(Tensor(a!) packed, Tensor cache, Tensor block_ids) -> ()",
-        reference_cache.pack_blocks,
+        reference.pack_blocks,
     ),
     "unpack_blocks": (
         "(Tensor(a!) cache, Tensor packed, Tensor block_ids) -> ()",
-        reference_cache.unpack_blocks,
+        reference.unpack_blocks,
     ),
     "gather_kv": (
         "(Tensor(a!) k, Tensor(b!) v, Tensor k_cache, Tensor v_cache, Tensor block_table,"
         " Tensor token_start, float k_scale=1.0, float v_scale=1.0) -> ()",
-        reference_cache.gather_kv,
+        reference.gather_kv,
     ),
     "plan_decode": (
         "(Tensor(a!) item_start, Tensor(b!) items, Tensor seq_lens, int min_tokens,"
         " int? sliding_window) -> ()",
-        reference_cache.plan_decode,
+        reference.plan_decode,
     ),
     "paged_attention": (
         "(Tensor(a!) out, Tensor q, Tensor k_cache, Tensor v_cache, Tensor block_table,"

@@ -2,19 +2,18 @@
 
 from __future__ import annotations
 
-import argparse
 from pathlib import Path
 
 import pytest
 
 from tpengine import EngineArgs
-from tpengine.bench.recovery import measure
+from tpengine.bench.recovery import RecoveryOptions, measure
 
 
 @pytest.mark.soak
 def test_times_add_up(folder: Path) -> None:
     """The longest gap holds the time until the loss was found and until it was mended."""
-    args = argparse.Namespace(kills=2, num_streams=3, input_len=20)
+    options = RecoveryOptions(kills=2, num_streams=3, input_len=20)
     engine_args = EngineArgs(
         str(folder),
         tensor_parallel_size=2,
@@ -26,7 +25,7 @@ def test_times_add_up(folder: Path) -> None:
         max_recoveries=2,
         disable_log_stats=True,
     )
-    kills = measure(engine_args, args)
+    kills = measure(engine_args, options)
     assert [kill.record.epoch for kill in kills] == [2, 3]
     for kill in kills:
         assert kill.record.num_requests == 3

@@ -17,7 +17,7 @@ import pytest
 from executor.ray_engines import ray_engine
 
 from tpengine import RequestOutputKind, SamplingParams
-from tpengine.bench.workload import shape_folder
+from tpengine.bench.harness import shape_folder
 
 DURATION_S = float(os.environ.get("TPENGINE_TEST_FALSE_ALARMS_S", "600"))
 NUM_PREFILL, NUM_IN_FLIGHT, NUM_BUSY = 2048, 8, 2

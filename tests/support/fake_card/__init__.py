@@ -386,14 +386,14 @@ def install() -> None:
 
 def shrink() -> None:
     """Benchmarks take sizes that a CPU computes in seconds."""
-    from tpengine.bench import cuda_kernels, cuda_timing, latency, workload
+    from tpengine.bench import cuda_kernels, harness, latency, timing
 
     for name, size in (("_COPY_BYTES", 1 << 20), ("_MATMUL_SIZE", 64), ("_BUS_BYTES", 1 << 16)):
-        setattr(cuda_timing, name, size)
-    cuda_timing._REPEATS = 1
+        setattr(timing, name, size)
+    timing._REPEATS = 1
     cuda_kernels.Setting = functools.partial(cuda_kernels.Setting, shrink=256)  # type: ignore
-    small = workload._llama(256, 1, 4, 2, 512, 512, False)
-    workload.SHAPES["llama-3-8b"] = small | {"max_position_embeddings": 1200}
-    workload._MU, workload._MAX_TOKENS = 1.5, 16
+    small = harness._llama(256, 1, 4, 2, 512, 512, False)
+    harness.SHAPES["llama-3-8b"] = small | {"max_position_embeddings": 1200}
+    harness._MU, harness._MAX_TOKENS = 1.5, 16
     measure = latency._measure
     latency._measure = lambda engine, batch, prompt, *rest: measure(engine, batch, 20, *rest)

@@ -1,5 +1,7 @@
-"""Qwen2 and Qwen2.5 (https://arxiv.org/abs/2407.10671): a Llama with biases on q, k and v; in some
-sizes the upper layers have a sliding window."""
+"""Qwen2 and Qwen2.5 (https://arxiv.org/abs/2407.10671): a Llama with biases on q, k and v; some
+sizes have a sliding window in the upper layers. Qwen3, dense (https://arxiv.org/abs/2505.09388): a
+Llama with normalised query and key heads, and a head_dim that is independent of the hidden size.
+"""
 
 from __future__ import annotations
 
@@ -20,3 +22,14 @@ class Qwen2ForCausalLM(LlamaForCausalLM):
         require(config, "use_mrope", False, False)
         require(config, "dual_chunk_attention_config", None, None)
         return LlamaTraits(windows=layer_windows(config), qkv_bias=True)
+
+
+class Qwen3ForCausalLM(LlamaForCausalLM):
+    """`layer_types` gives the windows, as in Qwen2, and `attention_bias` the biases."""
+
+    @classmethod
+    def traits(cls, config: ModelConfig) -> LlamaTraits:
+        """See `LlamaForCausalLM.traits`."""
+        require(config, "mlp_bias", False, False)
+        bias = bool(config.hf_config.get("attention_bias"))
+        return LlamaTraits(windows=layer_windows(config), qkv_bias=bias, o_bias=bias, qk_norm=True)

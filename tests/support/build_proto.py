@@ -1,6 +1,6 @@
-"""Makes the stubs from `tpengine.proto`: `python -m tpengine.server.grpc.proto.build [FOLDER]`.
+"""Makes the stubs from `tpengine.proto`: `python tests/support/build_proto.py [FOLDER]`.
 
-They are committed, so that users need no compiler; a test compares them with a fresh build.
+The stubs are committed, so that users need no compiler; a test compares them with a fresh build.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ from pathlib import Path
 
 from tpengine.errors import ConfigError
 
+ROOT = Path(__file__).resolve().parents[2]
 PROTO = "tpengine/server/grpc/proto/tpengine.proto"
 """Path from the folder of the package; reflection lists the file under this name."""
 
@@ -28,16 +29,15 @@ def build(target: Path) -> None:
         raise ConfigError(
             "stubs are made with grpcio-tools, which is not installed: pip install 'tpengine[test]'"
         ) from error
-    root = Path(__file__).parents[4]
     code = protoc.main(
         [
             "protoc",
-            f"-I{root}",
+            f"-I{ROOT}",
             f"-I{files('grpc_tools') / '_proto'}",
             f"--python_out={target}",
             f"--pyi_out={target}",
             f"--grpc_python_out={target}",
-            str(root / PROTO),
+            str(ROOT / PROTO),
         ]
     )
     if code != 0:
@@ -45,4 +45,4 @@ def build(target: Path) -> None:
 
 
 if __name__ == "__main__":
-    build(Path(sys.argv[1]) if len(sys.argv) > 1 else Path(__file__).parents[4])
+    build(Path(sys.argv[1]) if len(sys.argv) > 1 else ROOT)
