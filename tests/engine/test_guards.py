@@ -55,7 +55,7 @@ def test_a_second_thread_is_refused(engine: LLMEngine, monkeypatch: pytest.Monke
 def test_ctrl_c_at_the_very_end_of_a_step_is_not_lost(
     engine: LLMEngine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    record = engine._record
+    record = engine.counters.record_step
 
     def interrupted(stats: Any) -> None:
         record(stats)
@@ -63,7 +63,7 @@ def test_ctrl_c_at_the_very_end_of_a_step_is_not_lost(
 
     engine.add_request("one", "Hello", SamplingParams(temperature=0.0, max_tokens=1))
     with monkeypatch.context() as patch:
-        patch.setattr(engine, "_record", interrupted)
+        patch.setattr(engine.counters, "record_step", interrupted)
         with pytest.raises(KeyboardInterrupt):
             engine.step()
     outputs = _drain(engine)

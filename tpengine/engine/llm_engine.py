@@ -50,7 +50,7 @@ from tpengine.sequence import Request, Sequence
 class LLMEngine:
     """Serves many requests at once: call `add_request` for each, and `step` while there are any.
 
-    One thread at a time may use an engine.
+    One thread at a time may use an engine. If it cannot start, it shuts its executor down.
 
     Attributes:
         counters: counters and histograms since the start.
@@ -62,10 +62,10 @@ class LLMEngine:
         self._executor = executor
         try:
             tokenizer = load_tokenizer(config.model)
+            ledgers = start_workers(config, executor)
         except BaseException:
             executor.shutdown()
             raise
-        ledgers = start_workers(config, executor)
         # A notebook cell that runs again drops the engine of the first run; its ranks must end.
         weakref.finalize(self, executor.shutdown).atexit = False
         blocks = make_block_manager(config.cache, *count_blocks(ledgers))
@@ -90,11 +90,7 @@ class LLMEngine:
             EngineError: an argument, the model or the memory does not allow it.
         """
         config, executor = create_executor(args)
-        try:
-            return cls(config, executor, log_stats=not args.disable_log_stats)
-        except BaseException:  # its traceback may keep the unfinished engine alive
-            executor.shutdown()
-            raise
+        return cls(config, executor, log_stats=not args.disable_log_stats)
 
     @property
     def tokenizer(self) -> Tokenizer | None:
