@@ -416,23 +416,3 @@ class ServiceHealth:
     ready: bool
     seconds_since_progress: float
     reason: str = ""
-
-
-def judge_health(
-    state: str, silent_s: float, max_step_s: float, failure: BaseException | None
-) -> ServiceHealth:
-    """Returns the health of an engine that has made no progress for `silent_s` seconds.
-
-    Args:
-        max_step_s: an engine that is silent for longer is not ready.
-        failure: what ended it, if an error did.
-    """
-    reason = ""
-    if state == "dead":
-        cause = "it was shut down" if failure is None else f"{type(failure).__name__}: {failure}"
-        reason = f"the engine is dead: {cause}"
-    elif state == "draining":
-        reason = "the engine is draining"
-    elif silent_s > max_step_s:
-        reason = f"no step was finished for {silent_s:.1f} s, and requests wait for one"
-    return ServiceHealth(state, state != "dead", not reason, silent_s, reason)
