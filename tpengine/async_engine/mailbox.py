@@ -75,17 +75,6 @@ class Mailbox:
         num_output_tokens: tokens that have come, over all sequences.
     """
 
-    __slots__ = (
-        "_merger",
-        "_merges",
-        "_unread",
-        "_waiter",
-        "error",
-        "finished",
-        "listener",
-        "num_output_tokens",
-    )
-
     def __init__(self, merges: bool) -> None:
         self._merges = merges
         self._unread: RequestOutput | None = None

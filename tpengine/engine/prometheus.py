@@ -35,7 +35,7 @@ _COUNTERS = (
     ("recoveries", "recoveries", "Times that the group of ranks was rebuilt."),
     ("prompt_tokens", "prompt_tokens", "Prompt tokens of requests that have started."),
     ("generation_tokens", "output_tokens", "Tokens that were generated."),
-    ("prefix_cache_queries", "cache.prefix_queries", "Prompt tokens looked up in the cache."),
+    ("prefix_cache_queries", "prompt_tokens", "Prompt tokens looked up in the cache."),
     ("prefix_cache_hits", "cache.prefix_hits", "Prompt tokens found in the cache."),
     ("engine_steps", "num_steps", "Steps that were computed."),
 )

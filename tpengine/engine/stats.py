@@ -14,7 +14,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from tpengine.errors import RankLoss
-from tpengine.executor.executor import Executor
 from tpengine.logger import init_logger
 from tpengine.messages import MemoryLedger
 from tpengine.scheduling.scheduler import Scheduler
@@ -302,8 +301,7 @@ class CacheStats:
     Attributes:
         usage: share of the device blocks that is held, in [0, 1].
         host_usage: the same of the blocks for swapping; 0 if there are none.
-        prefix_queries: prompt tokens of requests that started, with or without a prefix cache.
-        prefix_hits: those of them whose K and V were in the cache.
+        prefix_hits: those of `EngineStats.prompt_tokens` whose K and V were in the cache.
     """
 
     block_size: int
@@ -311,7 +309,6 @@ class CacheStats:
     num_free_blocks: int
     usage: float
     host_usage: float
-    prefix_queries: int
     prefix_hits: int
 
 
@@ -322,7 +319,8 @@ class EngineStats:
     Attributes:
         state: running, recovering, draining or dead.
         epoch: number of the group of ranks, from 1.
-        prompt_tokens, output_tokens, num_preemptions, num_steps: since the start.
+        prompt_tokens: of the requests that have started.
+        output_tokens, num_preemptions, num_steps: since the start.
         finished: requests by how they ended: stop, length, abort, ignored, error; since the start.
         refused: requests that were not taken, by the class of the error.
         prompt_tokens_per_s, output_tokens_per_s: over the last five seconds.
@@ -350,52 +348,6 @@ class EngineStats:
     devices: Sequence[str]
     nodes: Sequence[str]
     ledgers: Sequence[MemoryLedger]
-
-
-def take_stats(
-    health: EngineHealth,
-    scheduler: Scheduler,
-    counters: EngineCounters,
-    executor: Executor,
-    ledgers: Sequence[MemoryLedger],
-) -> EngineStats:
-    """Returns a snapshot of this moment; only reads."""
-    blocks, num_waiting = scheduler.block_manager, scheduler.num_waiting
-    num_free, num_total = blocks.num_free_blocks, blocks.num_total_blocks
-    num_host = blocks.host.num_blocks
-    return EngineStats(
-        state=health.state.value,
-        epoch=health.epoch,
-        recoveries=health.num_recoveries,
-        queues=QueueStats(
-            num_running=scheduler.num_running,
-            num_waiting=num_waiting,
-            num_swapped=scheduler.num_swapped,
-            num_queued=num_waiting,
-            num_queued_tokens=0,
-        ),
-        cache=CacheStats(
-            block_size=blocks.block_size,
-            num_total_blocks=num_total,
-            num_free_blocks=num_free,
-            usage=1 - num_free / num_total,
-            host_usage=1 - blocks.host.num_free / num_host if num_host else 0.0,
-            prefix_queries=counters.prompt_tokens,
-            prefix_hits=counters.prefix_hits,
-        ),
-        num_steps=counters.num_steps,
-        prompt_tokens=counters.prompt_tokens,
-        output_tokens=counters.output_tokens,
-        num_preemptions=counters.num_preemptions,
-        finished=dict(counters.finished),
-        refused={},
-        prompt_tokens_per_s=counters.prompt_rate.rate(),
-        output_tokens_per_s=counters.output_rate.rate(),
-        step_seconds=dict(counters.step_seconds),
-        devices=tuple(executor.devices),
-        nodes=tuple(executor.nodes),
-        ledgers=tuple(ledgers),
-    )
 
 
 @dataclass(frozen=True, slots=True)
