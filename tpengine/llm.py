@@ -161,10 +161,7 @@ class LLM:
             list[list[Message]],
             [messages] if messages and isinstance(messages[0], dict) else list(messages),
         )
-        token_ids = [
-            self.chat_token_ids(conversation, add_generation_prompt)
-            for conversation in conversations
-        ]
+        token_ids = [self.chat_token_ids(one, add_generation_prompt) for one in conversations]
         return self.generate(None, sampling_params, token_ids, use_tqdm)
 
     def chat_token_ids(

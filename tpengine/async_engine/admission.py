@@ -44,10 +44,9 @@ class QueueLimits:
 
     def __post_init__(self) -> None:
         for name in ("max_requests", "max_tokens"):
-            if getattr(self, name) < 1:
-                raise ConfigError(
-                    f"QueueLimits.{name} must be at least 1, got {getattr(self, name)}"
-                )
+            value = getattr(self, name)
+            if value < 1:
+                raise ConfigError(f"QueueLimits.{name} must be at least 1, got {value}")
 
 
 class Admission:

@@ -340,7 +340,8 @@ class AsyncLLMEngine:
                     "requests of another event loop are being served; an engine belongs to one "
                     "loop at a time: give each its own"
                 )
-            self._requests.forget_readers()
+            for live in self._requests.all():  # the loop of their readers was closed
+                self._requests.end(live, "left by its reader")
             self._loop, self._watch = loop, None
             self._thread.bind(loop, self._receive)
         if self._watch is None:

@@ -176,7 +176,7 @@ class EngineThread:
         self._pause_s = 0.0 if advanced else _STALL_S
         self._admission.drop_started()
         if outputs:
-            self._hand_over([event for output in outputs if (event := self._event(output))])
+            self._hand_over(self._make_events(outputs))
             engine.counters.step_seconds["hand_over"] += time.monotonic() - now
 
     def _take_commands(self, pause_s: float) -> list[Command]:
@@ -211,13 +211,15 @@ class EngineThread:
             del self._entered[live.request_id]
         self._hand_over([(live, None)])
 
-    def _event(self, output: RequestOutput) -> Event | None:
-        live = self._entered.get(output.request_id)
-        if live is None:
-            return None
-        if output.finished:
-            del self._entered[live.request_id]
-        return live, output
+    def _make_events(self, outputs: list[RequestOutput]) -> list[Event]:
+        events: list[Event] = []
+        for output in outputs:
+            live = self._entered.get(output.request_id)
+            if live is not None:
+                events.append((live, output))
+                if output.finished:
+                    del self._entered[live.request_id]
+        return events
 
     def _hand_over(self, events: list[Event]) -> None:
         self._events.append(events)

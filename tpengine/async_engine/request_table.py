@@ -217,11 +217,6 @@ class RequestTable:
             self._emptied = asyncio.get_running_loop().create_future()
             await asyncio.wait({self._emptied}, timeout=timeout_s)
 
-    def forget_readers(self) -> None:
-        """Ends all requests without a word: the loop of their readers was closed."""
-        for live in self.all():
-            self.end(live, "left by its reader")
-
     def receive(self, events: Iterable[Event]) -> None:
         """Takes the news of the engine's thread, in order."""
         for live, news in events:
@@ -243,22 +238,18 @@ class RequestTable:
                 release.set_result(None)
 
     def _expire(self, live: LiveRequest) -> None:
-        where = live.phase
-        error = DeadlineExceededError(
-            f"request {live.request_id!r} was not done by its deadline, "
-            f"{time.time() - live.arrival_time:.3f} s after it came; it was in {where!r}",
-            where,
-        )
-        self.end(live, f"deadline exceeded ({where})", error)
+        age_s = time.time() - live.arrival_time
+        what = f"was not done by its deadline, {age_s:.3f} s after it came; it was in "
+        self._end_late(live, f"{what}{live.phase!r}")
 
     def _expire_queued(self, live: LiveRequest, max_queue_s: float) -> None:
         if live.phase == "queued":
-            error = DeadlineExceededError(
-                f"request {live.request_id!r} waited {max_queue_s:.3f} s, its max_queue_s, without "
-                "being started; allow more, or ask an engine with a shorter queue",
-                "queued",
-            )
-            self.end(live, "deadline exceeded (queued)", error)
+            what = f"waited {max_queue_s:.3f} s, its max_queue_s, without being started; allow "
+            self._end_late(live, f"{what}more, or ask an engine with a shorter queue")
+
+    def _end_late(self, live: LiveRequest, what: str) -> None:
+        error = DeadlineExceededError(f"request {live.request_id!r} {what}", live.phase)
+        self.end(live, f"deadline exceeded ({live.phase})", error)
 
     def _deliver(self, live: LiveRequest, output: RequestOutput) -> None:
         if not output.finished:

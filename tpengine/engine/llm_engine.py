@@ -141,7 +141,7 @@ class LLMEngine:
     def stats(self) -> EngineStats:
         """Counters and sizes at this moment; any thread may ask."""
         health, scheduler, counters = self.health(), self._scheduler, self.counters
-        blocks, num_waiting = scheduler.block_manager, scheduler.num_waiting
+        blocks = scheduler.block_manager
         num_free, num_total = blocks.num_free_blocks, blocks.num_total_blocks
         num_host = blocks.host.num_blocks
         return EngineStats(
@@ -150,9 +150,9 @@ class LLMEngine:
             recoveries=health.num_recoveries,
             queues=QueueStats(
                 num_running=scheduler.num_running,
-                num_waiting=num_waiting,
+                num_waiting=scheduler.num_waiting,
                 num_swapped=scheduler.num_swapped,
-                num_queued=num_waiting,
+                num_queued=scheduler.num_waiting,
                 num_queued_tokens=0,
             ),
             cache=CacheStats(
@@ -169,7 +169,6 @@ class LLMEngine:
             num_preemptions=counters.num_preemptions,
             finished=dict(counters.finished),
             refused={},
-            prompt_tokens_per_s=counters.prompt_rate.rate(),
             output_tokens_per_s=counters.output_rate.rate(),
             step_seconds=dict(counters.step_seconds),
             devices=tuple(self._executor.devices),

@@ -329,12 +329,10 @@ class OutputProcessor:
 
 def _completion(tracked: _TrackedSequence, kind: RequestOutputKind) -> CompletionOutput:
     sequence, detokenizer = tracked.sequence, tracked.detokenizer
-    first = 0
-    if kind is RequestOutputKind.DELTA:
-        first = tracked.num_reported
-        text = "" if detokenizer is None else detokenizer.take_delta()
-    else:
-        text = "" if detokenizer is None else detokenizer.text
+    is_delta = kind is RequestOutputKind.DELTA
+    first, text = tracked.num_reported if is_delta else 0, ""
+    if detokenizer is not None:
+        text = detokenizer.take_delta() if is_delta else detokenizer.text
     tracked.num_reported = sequence.num_output_tokens
     logprobs = tracked.logprobs
     has_total = logprobs is not None or tracked.request.sampling_params.is_ranked

@@ -208,8 +208,8 @@ class Recovery:
         if len(self._loss_times) > limits.max_recoveries:
             self._give_up(
                 f"its ranks were lost {counted(len(self._loss_times), 'time')} within "
-                f"{limits.window_s:g} s, "
-                f"and max_recoveries = {limits.max_recoveries}. The last time: {loss.report()}",
+                f"{limits.window_s:g} s, and max_recoveries = {limits.max_recoveries}. The last "
+                f"time: {loss.report()}",
                 GroupLostError(loss),
             )
         self._num_attempts += 1

@@ -133,7 +133,6 @@ class EngineCounters:
         self.step_seconds: dict[str, float] = dict.fromkeys(
             ("schedule", "execute", "model", "process", "update", "hand_over"), 0.0
         )
-        self.prompt_rate = RateMeter()
         self.output_rate = RateMeter()
         self.step_s = Histogram(_SECONDS)
         self.step_tokens = Histogram(_TOKENS)
@@ -149,7 +148,6 @@ class EngineCounters:
         self.num_steps += 1
         self.output_tokens += stats.num_output_tokens
         self.num_preemptions += stats.num_preempted
-        self.prompt_rate.add(stats.num_prefill_tokens)
         self.output_rate.add(stats.num_output_tokens)
         self.step_s.observe(stats.step_s)
         self.step_tokens.observe(stats.num_prefill_tokens + stats.num_output_tokens)
@@ -323,7 +321,7 @@ class EngineStats:
         output_tokens, num_preemptions, num_steps: since the start.
         finished: requests by how they ended: stop, length, abort, ignored, error; since the start.
         refused: requests that were not taken, by the class of the error.
-        prompt_tokens_per_s, output_tokens_per_s: over the last five seconds.
+        output_tokens_per_s: over the last five seconds.
         step_seconds: by part of a step (schedule, execute, process, update, hand_over, and model,
             which is inside execute), in seconds since the start.
         devices: a line about the device of each rank, in rank order.
@@ -342,7 +340,6 @@ class EngineStats:
     num_preemptions: int
     finished: Mapping[str, int]
     refused: Mapping[str, int]
-    prompt_tokens_per_s: float
     output_tokens_per_s: float
     step_seconds: Mapping[str, float]
     devices: Sequence[str]

@@ -106,16 +106,14 @@ class Tokenizer:
     def decode(self, token_ids: Sequence[int], skip_special_tokens: bool = True) -> str:
         """Returns the text of `token_ids`; for text that grows use `Detokenizer`."""
         if self._plain_backend is not None:
-            return str(
-                self._plain_backend.decode(token_ids, skip_special_tokens=skip_special_tokens)
-            )
-        return str(
-            self.hf.decode(
-                list(token_ids),
-                skip_special_tokens=skip_special_tokens,
-                clean_up_tokenization_spaces=False,
-            )
+            text = self._plain_backend.decode(token_ids, skip_special_tokens=skip_special_tokens)
+            return str(text)
+        text = self.hf.decode(
+            list(token_ids),
+            skip_special_tokens=skip_special_tokens,
+            clean_up_tokenization_spaces=False,
         )
+        return str(text)
 
     def token_text(self, token_id: int) -> str:
         """Returns the text of one token alone, special or not; U+FFFD for a part of a character."""
