@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+import time
+from collections.abc import Collection, Iterator, Sequence
+from contextlib import closing
 from dataclasses import fields, replace
-from types import TracebackType
 from typing import Any, cast
 
+from tqdm import tqdm
+
 from tpengine.engine.llm_engine import LLMEngine
-from tpengine.engine.progress import ProgressBar
-from tpengine.engine.requests import Prompt, one_per_prompt, pair_prompts, refusal
+from tpengine.engine.requests import Prompt, need_tokenizer, one_per_prompt, pair_prompts, refusal
+from tpengine.engine.stats import EngineCounters
 from tpengine.engine.tokenizer import Tokenizer
 from tpengine.engine_args import EngineArgs
 from tpengine.errors import (
@@ -28,6 +31,7 @@ from tpengine.sampling_params import RequestOutputKind, SamplingParams
 
 logger = init_logger(__name__)
 
+_REFRESH_S = 0.25
 Message = dict[str, str]
 
 
@@ -157,10 +161,7 @@ class LLM:
             list[list[Message]],
             [messages] if messages and isinstance(messages[0], dict) else list(messages),
         )
-        token_ids = [
-            self.chat_token_ids(conversation, add_generation_prompt)
-            for conversation in conversations
-        ]
+        token_ids = [self.chat_token_ids(one, add_generation_prompt) for one in conversations]
         return self.generate(None, sampling_params, token_ids, use_tqdm)
 
     def chat_token_ids(
@@ -171,9 +172,8 @@ class LLM:
         Raises:
             InvalidPromptError: see `chat`.
         """
-        tokenizer = self.llm_engine.tokenizer
-        if tokenizer is None:
-            raise InvalidPromptError("chat needs a tokenizer, and the model has none")
+        engine = self.llm_engine
+        tokenizer = need_tokenizer(engine.tokenizer, engine.get_model_config())
         return tokenizer.apply_chat_template(list(messages), add_generation_prompt)
 
     def stream(
@@ -218,8 +218,7 @@ class LLM:
 
     def get_tokenizer(self) -> Any:
         """The tokenizer of transformers; None: the model's folder has no tokenizer."""
-        tokenizer = self.llm_engine.tokenizer
-        return None if tokenizer is None else tokenizer.hf
+        return self.llm_engine.get_tokenizer()
 
     def set_tokenizer(self, tokenizer: Any) -> None:
         """Replaces the tokenizer by one of transformers, or by a `Tokenizer`."""
@@ -233,12 +232,7 @@ class LLM:
     def __enter__(self) -> LLM:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         self.shutdown()
 
     def _submit(
@@ -261,7 +255,8 @@ class LLM:
         outputs: list[RequestOutput] = []
         self._inbox.update(dict.fromkeys(request_ids - done.keys(), outputs))
         num_requests = len(request_ids)
-        with ProgressBar(self.llm_engine.counters, num_requests, use_tqdm) as bar:
+        bar = _ProgressBar(self.llm_engine.counters, num_requests, use_tqdm)
+        with closing(bar):
             bar.update(done.values())
             while len(done) < num_requests:
                 self._pump()
@@ -281,3 +276,49 @@ class LLM:
         for output in self.llm_engine.step():
             if output.request_id in self._inbox:
                 self._inbox[output.request_id].append(output)
+
+
+class _ProgressBar:
+    """Shows how many prompts were completed and refused, and tokens per second since it was opened.
+
+    Args:
+        counters: of the engine; tokens of its other requests count too.
+        total: number of prompts.
+        is_shown: False: the bar prints nothing.
+    """
+
+    def __init__(self, counters: EngineCounters, total: int, is_shown: bool) -> None:
+        self._counters = counters
+        self._first = counters.prompt_tokens, counters.output_tokens
+        self._num_refused = 0
+        self._start = time.monotonic()
+        # `miniters=0`: the rates of long prompts change between the ends of prompts.
+        self._bar = tqdm(
+            total=total,
+            desc="Processed prompts",
+            unit="prompt",
+            miniters=0,
+            mininterval=_REFRESH_S,
+            disable=not is_shown,
+        )
+
+    def update(self, ended: Collection[RequestOutput]) -> None:
+        """Adds prompts that a step completed, refused or failed."""
+        if self._bar.disable:
+            return
+        num_refused = sum(output.error is not None for output in ended)
+        self._num_refused += num_refused
+        elapsed_s = max(time.monotonic() - self._start, 1e-9)
+        num_input = self._counters.prompt_tokens - self._first[0]
+        num_output = self._counters.output_tokens - self._first[1]
+        refused = f"refused {self._num_refused}, " if self._num_refused else ""
+        self._bar.set_postfix_str(
+            f"{refused}input {num_input / elapsed_s:.1f} tokens/s, "
+            f"output {num_output / elapsed_s:.1f} tokens/s",
+            refresh=False,
+        )
+        self._bar.update(len(ended) - num_refused)
+
+    def close(self) -> None:
+        """Leaves the last state of the bar on the terminal."""
+        self._bar.close()

@@ -16,7 +16,7 @@ class Waiting:
 
 @pytest.mark.parametrize("bound", ["requests", "tokens"])
 def test_a_first_step_ends_the_wait(bound: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Even before `start` is called."""
+    """Even before `drop_started` is called."""
     monkeypatch.setattr(admission, "_LOOK_S", 0.0)
     limits = QueueLimits(max_requests=2) if bound == "requests" else QueueLimits(max_tokens=20)
     queue, first, second = Admission(limits), Waiting(), Waiting()

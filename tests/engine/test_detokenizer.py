@@ -15,6 +15,7 @@ from transformers import ByT5Tokenizer, PreTrainedTokenizerFast
 
 from tpengine.engine.detokenizer import ByteStream, Detokenizer, WindowStream, open_stream
 from tpengine.engine.tokenizer import Tokenizer
+from tpengine.sampling_params import SamplingParams
 
 LINES = [
     "Hello world, the quick brown fox jumps over the lazy dog. 👩‍👩‍👧 😀 e\u0301 n\u0303",
@@ -158,7 +159,9 @@ def test_byte_level_equals_decode_of_the_whole(
 ) -> None:
     if oracle(BYTE_LEVEL, [], prompt, skip).endswith(FFFD):
         prompt = []  # half characters in the prompt have their own test
-    text, _, _ = stream_all(Detokenizer(BYTE_LEVEL, prompt, skip_special_tokens=skip), output)
+    text, _, _ = stream_all(
+        Detokenizer(BYTE_LEVEL, prompt, SamplingParams(skip_special_tokens=skip)), output
+    )
     assert text == oracle(BYTE_LEVEL, prompt, output, skip)
 
 
@@ -179,7 +182,7 @@ def test_byte_fallback_equals_decode_of_the_whole(tokenizer: Tokenizer, data: An
     output = [token_id for piece in data.draw(st.lists(pieces, max_size=6)) for token_id in piece]
     skip = data.draw(st.booleans())
     assert valid_runs(tokenizer, output)
-    detokenizer = Detokenizer(tokenizer, prompt, skip_special_tokens=skip)
+    detokenizer = Detokenizer(tokenizer, prompt, SamplingParams(skip_special_tokens=skip))
     assert stream_all(detokenizer, output)[0] == oracle(tokenizer, prompt, output, skip)
 
 
@@ -187,7 +190,7 @@ def test_byte_fallback_equals_decode_of_the_whole(tokenizer: Tokenizer, data: An
 @given(st.lists(st.integers(3, 258), max_size=10))
 def test_invalid_byte_fallback_runs_keep_their_valid_characters(output: list[int]) -> None:
     expected = bytes(token_id - 3 for token_id in output).decode("utf-8", "replace")
-    text, _, _ = stream_all(Detokenizer(UNSTRIPPING, []), output)
+    text, _, _ = stream_all(Detokenizer(UNSTRIPPING, [], SamplingParams()), output)
     assert text == expected
 
 
@@ -197,7 +200,7 @@ def test_invalid_byte_fallback_runs_keep_their_valid_characters(output: list[int
 def test_window_equals_decode_of_the_whole(tokenizer: Tokenizer, data: Any) -> None:
     prompt, output = data.draw(ids_of(tokenizer)), data.draw(ids_of(tokenizer, 30))
     skip = data.draw(st.booleans())
-    detokenizer = Detokenizer(tokenizer, prompt, skip_special_tokens=skip)
+    detokenizer = Detokenizer(tokenizer, prompt, SamplingParams(skip_special_tokens=skip))
     assert stream_all(detokenizer, output)[0] == oracle(tokenizer, prompt, output, skip)
 
 
@@ -217,10 +220,10 @@ def test_slow_tokenizer() -> None:
     assert SLOW.special_token_ids == set(SLOW.hf.all_special_ids) != set()
     output = SLOW.encode("a😀 Zwölf")  # ends with the end token, which is special
     assert SLOW.decode(SLOW.encode("a . b")) == "a . b"
-    text, deltas, _ = stream_all(Detokenizer(SLOW, SLOW.encode("x")[:-1]), output)
+    text, deltas, _ = stream_all(Detokenizer(SLOW, SLOW.encode("x")[:-1], SamplingParams()), output)
     assert text == "a😀 Zwölf"
     assert deltas[:5] == ["a", "", "", "", "😀"]
-    shown = Detokenizer(SLOW, [], skip_special_tokens=False)
+    shown = Detokenizer(SLOW, [], SamplingParams(skip_special_tokens=False))
     assert stream_all(shown, output)[0] == "a😀 Zwölf</s>"
 
 
@@ -246,7 +249,7 @@ def test_special_tokens_do_not_hide_the_prompt(tokenizer: Tokenizer) -> None:
     end = tokenizer.hf.convert_tokens_to_ids("</s>")
     prompt = [*tokenizer.encode("Hello"), *[end] * 40]
     space = tokenizer.hf.convert_tokens_to_ids("▁")
-    assert stream_all(Detokenizer(tokenizer, prompt), [end, space])[0] == " "
+    assert stream_all(Detokenizer(tokenizer, prompt, SamplingParams()), [end, space])[0] == " "
 
 
 def test_first_token_keeps_its_space_after_a_prompt_and_loses_it_without() -> None:
@@ -255,10 +258,16 @@ def test_first_token_keeps_its_space_after_a_prompt_and_loses_it_without() -> No
         cut = next(
             i for i, t in enumerate(tokenizer.hf.convert_ids_to_tokens(ids)) if i and t[0] == "▁"
         )
-        assert stream_all(Detokenizer(tokenizer, ids[:cut]), ids[cut:])[0] == " world"
-        assert stream_all(Detokenizer(tokenizer, []), ids)[0] == "Hello world"
+        assert (
+            stream_all(Detokenizer(tokenizer, ids[:cut], SamplingParams()), ids[cut:])[0]
+            == " world"
+        )
+        assert stream_all(Detokenizer(tokenizer, [], SamplingParams()), ids)[0] == "Hello world"
         beginning = tokenizer.hf.convert_tokens_to_ids("<s>")
-        assert stream_all(Detokenizer(tokenizer, [beginning]), ids)[0] == "Hello world"
+        assert (
+            stream_all(Detokenizer(tokenizer, [beginning], SamplingParams()), ids)[0]
+            == "Hello world"
+        )
 
 
 def single_bytes(data: bytes) -> list[int]:
@@ -272,13 +281,13 @@ def single_bytes(data: bytes) -> list[int]:
 
 
 def test_emoji_over_four_tokens_shows_when_it_is_complete() -> None:
-    detokenizer = Detokenizer(BYTE_LEVEL, [])
+    detokenizer = Detokenizer(BYTE_LEVEL, [], SamplingParams())
     _, deltas, _ = stream_all(detokenizer, single_bytes("a😀b".encode()))
     assert deltas == ["a", "", "", "", "😀", "b", ""]
 
 
 def test_half_a_character_at_the_end_is_flushed_once() -> None:
-    detokenizer = Detokenizer(BYTE_LEVEL, [])
+    detokenizer = Detokenizer(BYTE_LEVEL, [], SamplingParams())
     text, deltas, _ = stream_all(detokenizer, single_bytes("a😀".encode()[:-1]))
     assert (text, deltas[-1]) == ("a" + FFFD, FFFD)
     detokenizer.finish()
@@ -289,25 +298,30 @@ def test_half_a_character_at_the_end_is_flushed_once() -> None:
 def test_character_that_the_prompt_leaves_unfinished(tail: bytes) -> None:
     prompt = single_bytes(b"ab" + tail)
     rest = "😀".encode()[len(tail) :]
-    assert stream_all(Detokenizer(BYTE_LEVEL, prompt), single_bytes(rest + b"x"))[0] == "😀x"
-    assert stream_all(Detokenizer(BYTE_LEVEL, prompt), single_bytes(b"x"))[0] == "x"
-    assert stream_all(Detokenizer(BYTE_LEVEL, prompt), [])[0] == ""
+    assert (
+        stream_all(Detokenizer(BYTE_LEVEL, prompt, SamplingParams()), single_bytes(rest + b"x"))[0]
+        == "😀x"
+    )
+    assert (
+        stream_all(Detokenizer(BYTE_LEVEL, prompt, SamplingParams()), single_bytes(b"x"))[0] == "x"
+    )
+    assert stream_all(Detokenizer(BYTE_LEVEL, prompt, SamplingParams()), [])[0] == ""
 
 
 def test_special_tokens_are_skipped_or_shown() -> None:
     end = BYTE_LEVEL.hf.convert_tokens_to_ids("<|im start|>")
     ids = [*single_bytes(b"a"), end, *single_bytes(b"b")]
-    assert stream_all(Detokenizer(BYTE_LEVEL, []), ids)[0] == "ab"
-    shown = Detokenizer(BYTE_LEVEL, [], skip_special_tokens=False)
+    assert stream_all(Detokenizer(BYTE_LEVEL, [], SamplingParams()), ids)[0] == "ab"
+    shown = Detokenizer(BYTE_LEVEL, [], SamplingParams(skip_special_tokens=False))
     assert stream_all(shown, ids)[0] == "a<|im start|>b"
 
 
 def test_half_character_after_a_stop_is_not_flushed() -> None:
-    detokenizer = Detokenizer(BYTE_LEVEL, [], stop=["a"])
+    detokenizer = Detokenizer(BYTE_LEVEL, [], SamplingParams(stop=["a"]))
     assert stream_all(detokenizer, single_bytes(b"xa"))[0] == "x"
     table = BYTE_LEVEL.byte_table
     assert table is not None
     # A token that ends inside a character, as trained vocabularies have: " " and half a letter.
     mixed = next(i for i, p in enumerate(table.pieces) if isinstance(p, bytes) and p[:1] == b" ")
-    detokenizer = Detokenizer(BYTE_LEVEL, [], stop=[" "])
+    detokenizer = Detokenizer(BYTE_LEVEL, [], SamplingParams(stop=[" "]))
     assert stream_all(detokenizer, [*single_bytes(b"x"), mixed])[0] == "x"

@@ -12,6 +12,7 @@ from transformers import PreTrainedTokenizerFast
 
 from tpengine.engine.detokenizer import Detokenizer
 from tpengine.engine.tokenizer import Tokenizer
+from tpengine.sampling_params import SamplingParams
 
 
 def letters_tokenizer() -> Tokenizer:
@@ -58,7 +59,9 @@ def showable(text: str, stops: Sequence[str]) -> str:
     st.booleans(),
 )
 def test_stop_strings_at_every_border(words: list[str], stops: list[str], include: bool) -> None:
-    detokenizer = Detokenizer(LETTERS, [], stop=stops, include_stop_str_in_output=include)
+    detokenizer = Detokenizer(
+        LETTERS, [], SamplingParams(stop=stops, include_stop_str_in_output=include)
+    )
     text = streamed = ""
     for word in words:
         text += word
@@ -87,20 +90,22 @@ def deltas_of(detokenizer: Detokenizer, token_ids: Sequence[int]) -> list[str]:
 
 
 def test_beginning_of_a_stop_is_held_back_until_decided() -> None:
-    detokenizer = Detokenizer(LETTERS, [], stop=["END"])
+    detokenizer = Detokenizer(LETTERS, [], SamplingParams(stop=["END"]))
     deltas = deltas_of(detokenizer, letters("a", "E", "N", "a", "E", "N"))
     assert deltas == ["a", "", "", "ENa", "", "", "EN"]
 
 
 def test_stop_that_stays_is_not_held_back() -> None:
-    detokenizer = Detokenizer(LETTERS, [], stop=["END"], include_stop_str_in_output=True)
+    detokenizer = Detokenizer(
+        LETTERS, [], SamplingParams(stop=["END"], include_stop_str_in_output=True)
+    )
     assert deltas_of(detokenizer, letters("a", "E", "N", "D", "b")) == ["a", "E", "N", "D", ""]
     assert detokenizer.stopped_by == "END"
 
 
 def test_longest_of_two_beginnings_is_held_back() -> None:
     for stops in (["abb", "bc"], ["bc", "abb"]):
-        detokenizer = Detokenizer(LETTERS, [], stop=stops)
+        detokenizer = Detokenizer(LETTERS, [], SamplingParams(stop=stops))
         assert deltas_of(detokenizer, letters("c", "ab", "b")) == ["c", "", "", ""]
 
 
@@ -114,6 +119,6 @@ def test_stop_waits_for_min_tokens() -> None:
         (5, ["END", "a", "", "", "", ""], "END"),
         (6, ["END", "a", "", "", "END", "b", ""], None),
     ):
-        detokenizer = Detokenizer(LETTERS, [], stop=["END"], min_tokens=min_tokens)
+        detokenizer = Detokenizer(LETTERS, [], SamplingParams(stop=["END"], min_tokens=min_tokens))
         assert deltas_of(detokenizer, ids) == deltas
         assert detokenizer.stopped_by == stop

@@ -169,7 +169,7 @@ def test_losses_between_steps_make_no_suspects(fake_config: MakeConfig) -> None:
         assert client.step() == []
         executor.gate.set()
         client.step()
-        assert not search_of(engine).has_suspects
+        assert not search_of(engine)._suspects
     with engine:
         answers = client.run()
     assert summary(answers["0"]) == summary(serve(config, jobs)[0]["0"])

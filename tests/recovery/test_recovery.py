@@ -137,7 +137,7 @@ def test_a_loss_just_before_a_step_makes_no_suspects(
             patch.setattr(MortalExecutor, "loss", None)
             client.executor.lose()
             client.step()
-        assert not client.engine._recovery._poison.has_suspects
+        assert not client.engine._recovery._poison._suspects
         client.engine._recovery._loss_times.clear()
         client.recover()
     answers = client.run()
@@ -155,7 +155,7 @@ def test_a_loss_after_an_answer_makes_no_suspects(
             client.executor.lose("execute_model", client.executor.steps[-1][1])
             client.step()
         assert client.engine.health().state is EngineState.RECOVERING
-        assert not client.engine._recovery._poison.has_suspects
+        assert not client.engine._recovery._poison._suspects
         client.recover()
         client.step()
     client.run()

@@ -12,8 +12,8 @@ from tpengine.errors import ConfigError, QueueFullError
 
 _HISTORY = 64
 _LOOK_S = 0.02
-"""Least time between searches through the whole queue: there may be thousands of refusals between
-two steps."""
+"""Least time between searches through a full queue: there may be thousands of refusals between two
+steps."""
 _UNKNOWN_RETRY_S = 1.0
 _RETRY_RANGE_S = (0.1, 30.0)
 
@@ -44,10 +44,9 @@ class QueueLimits:
 
     def __post_init__(self) -> None:
         for name in ("max_requests", "max_tokens"):
-            if getattr(self, name) < 1:
-                raise ConfigError(
-                    f"QueueLimits.{name} must be at least 1, got {getattr(self, name)}"
-                )
+            value = getattr(self, name)
+            if value < 1:
+                raise ConfigError(f"QueueLimits.{name} must be at least 1, got {value}")
 
 
 class Admission:
@@ -84,7 +83,7 @@ class Admission:
         """
         with self._lock:
             if len(self._tokens) >= self._limits.max_requests:
-                self._drop_started()
+                self._look_for_room()
             if len(self._tokens) >= self._limits.max_requests:
                 raise QueueFullError(
                     f"{len(self._tokens)} requests wait already, and no more than "
@@ -103,7 +102,7 @@ class Admission:
             if request not in self._tokens:
                 return
             if self._num_tokens + num_tokens > self._limits.max_tokens:
-                self._drop_started()
+                self._look_for_room()
             if self._num_tokens and self._num_tokens + num_tokens > self._limits.max_tokens:
                 del self._tokens[request]
                 raise QueueFullError(
@@ -114,26 +113,29 @@ class Admission:
             self._tokens[request] = num_tokens
             self._num_tokens += num_tokens
 
-    def start(self, request: Waiting) -> None:
-        """Takes out a request that had its first step."""
-        with self._lock:
-            self._starts.append(time.monotonic())
-        self.leave(request)
+    def drop_started(self) -> None:
+        """Takes out the requests that have started; called after each step."""
+        if self._tokens:
+            with self._lock:
+                self._drop_started(time.monotonic())
 
     def leave(self, request: Waiting) -> None:
         """Takes out a request that has ended; nothing happens if it had started."""
         with self._lock:
             self._num_tokens -= self._tokens.pop(request, 0)
 
-    def _drop_started(self) -> None:
-        """Takes out requests whose first step is being computed: `start` comes after it."""
+    def _look_for_room(self) -> None:
+        """Takes out requests whose first step is being computed: `drop_started` comes after it."""
         now = time.monotonic()
-        if now - self._looked_at < _LOOK_S:
-            return
-        self._looked_at = now
+        if now - self._looked_at >= _LOOK_S:
+            self._looked_at = now
+            self._drop_started(now)
+
+    def _drop_started(self, now: float) -> None:
         for request in tuple(self._tokens):
             if request.phase != "queued":
                 self._num_tokens -= self._tokens.pop(request)
+                self._starts.append(now)
 
     def _retry_after_s(self) -> float:
         """Estimates when the present queue has started, from the pace of the last starts."""

@@ -11,7 +11,7 @@ from contextlib import asynccontextmanager
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from tpengine.async_engine.admission import Admission, QueueLimits
 from tpengine.async_engine.engine_thread import EngineThread
@@ -21,19 +21,17 @@ from tpengine.async_engine.text_worker import TextWorker
 from tpengine.config import ModelConfig
 from tpengine.engine.llm_engine import LLMEngine
 from tpengine.engine.requests import GenerateRequest, Prompt, check_token_ids, need_tokenizer
-from tpengine.engine.stats import EngineStats, ServiceHealth, judge_health
+from tpengine.engine.stats import EngineStats, ServiceHealth
 from tpengine.engine.tokenizer import Tokenizer
 from tpengine.engine_args import EngineArgs
 from tpengine.errors import ConfigError, EngineDeadError, EngineDrainingError, EngineError
 from tpengine.outputs import RequestOutput
 from tpengine.sampling_params import SamplingParams
 
-if TYPE_CHECKING:
-    from prometheus_client import CollectorRegistry
-
 START_S = 3600.0
 SHUTDOWN_S = 30.0
 MAX_STEP_S = 30.0
+_RELEASE_S = 60.0
 _CUT_OFF_S = 2.0
 """The least time that a drain gives the present step to end."""
 _POLL_S = 0.01
@@ -180,7 +178,8 @@ class AsyncLLMEngine:
         live = self._requests.find(request_id)
         if live is None:
             return False
-        await self._requests.release(live, "aborted", f"request {request_id!r} was aborted")
+        why = f"request {request_id!r} was aborted"
+        await self._requests.release("aborted", why, _RELEASE_S, live)
         return True
 
     def owner(self, request_id: str) -> str | None:
@@ -247,11 +246,17 @@ class AsyncLLMEngine:
         """Returns whether the engine lives and makes progress; cheap, from any thread."""
         engine = self._engine.health()
         silent_s = max(time.monotonic() - self._thread.progress_at, engine.stalled_s)
-        state = self._state(engine.state.value)
-        return judge_health(state, silent_s, self._max_step_s, self._thread.failure)
+        state, reason = self._state(engine.state.value), ""
+        if state == "dead":
+            reason = f"the engine is dead: {self._cause() or 'it was shut down'}"
+        elif state == "draining":
+            reason = "the engine is draining"
+        elif silent_s > self._max_step_s:
+            reason = f"no step was finished for {silent_s:.1f} s, and requests wait for one"
+        return ServiceHealth(state, state != "dead", not reason, silent_s, reason)
 
-    def metrics_registry(self, model_name: str | None = None) -> CollectorRegistry:
-        """Returns a registry of its own with the engine's Prometheus metrics.
+    def metrics_text(self, model_name: str | None = None) -> bytes:
+        """Returns the engine's metrics in Prometheus' text format.
 
         Args:
             model_name: their label; default: the name of the model's folder.
@@ -261,21 +266,12 @@ class AsyncLLMEngine:
         """
         if importlib.util.find_spec("prometheus_client") is None:
             raise ConfigError("metrics need prometheus_client: pip install 'tpengine[serve]'")
-        from tpengine.engine.prometheus import EngineCollector, make_registry
-
-        name = model_name or Path(self.get_model_config().model).name
-        return make_registry(EngineCollector(name, self.stats, self._engine.counters))
-
-    def metrics_text(self, model_name: str | None = None) -> bytes:
-        """Returns those metrics in Prometheus' text format.
-
-        Raises:
-            ConfigError: prometheus_client is not installed.
-        """
-        registry = self.metrics_registry(model_name)
         from prometheus_client import generate_latest
 
-        return generate_latest(registry)
+        from tpengine.engine.prometheus import EngineMetrics
+
+        name = model_name or Path(self.get_model_config().model).name
+        return generate_latest(EngineMetrics(name, self.stats(), self._engine.counters))
 
     @property
     def llm_engine(self) -> LLMEngine:
@@ -296,7 +292,9 @@ class AsyncLLMEngine:
         self._receive()  # a request whose last output is on its way has finished
         why = f"the engine ends, and gave its requests {timeout_s:.1f} s to finish"
         # A step that hangs must not prolong the drain.
-        return await self._requests.cut_off(why, max(_CUT_OFF_S, end - time.monotonic()))
+        late, left_s = self._requests.all(), max(_CUT_OFF_S, end - time.monotonic())
+        await self._requests.release("cut off", why, left_s, *late)
+        return len(late)
 
     async def shutdown(self, step_s: float = SHUTDOWN_S) -> None:
         """Ends the engine and its thread; requests that remain get `EngineDeadError`. A second call
@@ -342,7 +340,8 @@ class AsyncLLMEngine:
                     "requests of another event loop are being served; an engine belongs to one "
                     "loop at a time: give each its own"
                 )
-            self._requests.forget_readers()
+            for live in self._requests.all():  # the loop of their readers was closed
+                self._requests.end(live, "left by its reader")
             self._loop, self._watch = loop, None
             self._thread.bind(loop, self._receive)
         if self._watch is None:
@@ -374,15 +373,18 @@ class AsyncLLMEngine:
             self._watch = asyncio.get_running_loop().call_later(_WATCH_S, self._look)
 
     def _death(self) -> EngineDeadError:
-        failure = self._thread.failure
-        if failure is None:
+        if self._thread.failure is None:
             return EngineDeadError("the engine was shut down; make a new one")
         error = EngineDeadError(
-            f"the engine has failed ({type(failure).__name__}: {failure}), and cannot go on; make "
-            "a new one"
+            f"the engine has failed ({self._cause()}), and cannot go on; make a new one"
         )
-        error.__cause__ = failure
+        error.__cause__ = self._thread.failure
         return error
+
+    def _cause(self) -> str:
+        """Returns the error that ended the engine, in words; empty: no error did."""
+        failure = self._thread.failure
+        return "" if failure is None else f"{type(failure).__name__}: {failure}"
 
     def _state(self, group_state: str) -> str:
         """Returns the state as users see it."""

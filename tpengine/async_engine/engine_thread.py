@@ -8,10 +8,12 @@ import asyncio
 import atexit
 import contextlib
 import gc
+import queue
 import threading
 import time
 from collections import deque
 from collections.abc import Callable
+from concurrent.futures import Future, wait
 from functools import partial
 from pathlib import Path
 
@@ -31,7 +33,6 @@ logger = init_logger(__name__)
 IDLE_S = 0.5
 """An idle engine is stepped this often, because a step notices that a rank was lost."""
 _STALL_S = 0.005
-_POLL_S = 0.5
 _EXIT_S = 10.0
 _START_END_S = 30.0
 
@@ -58,15 +59,12 @@ class EngineThread:
     def __init__(self, build: Callable[[], LLMEngine], admission: Admission) -> None:
         self._build = build
         self._admission = admission
-        self._engine: LLMEngine | None = None
+        self._built: Future[LLMEngine] = Future()
         self._loop: asyncio.AbstractEventLoop | None = None
         self._receive: Callable[[], None]
-        self._commands: deque[Command] = deque()
-        self._wake = threading.Condition()
+        self._commands: queue.SimpleQueue[Command] = queue.SimpleQueue()
         self._events: deque[list[Event]] = deque()
         self._entered: dict[str, LiveRequest] = {}
-        self._queued: dict[LiveRequest, None] = {}
-        self._ready = threading.Event()
         self._stop = threading.Event()
         self._ended = threading.Event()
         self._pause_s = 0.0
@@ -84,20 +82,16 @@ class EngineThread:
         # The thread is a daemon, so that a process which forgets its engine can end; `atexit` then
         # ends the engine in order.
         atexit.register(self.stop, _EXIT_S)
-        end = time.monotonic() + timeout_s
         try:
-            while not self._ready.wait(_POLL_S):
-                if time.monotonic() > end:
-                    raise EngineError(
-                        f"the engine was not ready within {timeout_s:.0f} s; give it more time, "
-                        "or find out from the log what it waits for"
-                    )
+            if not wait([self._built], timeout_s).done:
+                raise EngineError(
+                    f"the engine was not ready within {timeout_s:.0f} s; give it more time, or "
+                    "find out from the log what it waits for"
+                )
         except BaseException:
             self._stop.set()
             raise
-        if self._engine is None:
-            raise self.failure or EngineError("the engine could not be built")
-        return self._engine
+        return self._built.result()
 
     @property
     def ended(self) -> bool:
@@ -110,12 +104,12 @@ class EngineThread:
 
     def enter(self, live: LiveRequest, checked: CheckedRequest) -> None:
         """Gives a request to the engine before its next step."""
-        self._post(partial(self._do_enter, live, checked))
+        self._commands.put(partial(self._do_enter, live, checked))
 
     def end(self, live: LiveRequest) -> None:
         """Takes a request from the engine before its next step; the event None says that it is
         done."""
-        self._post(partial(self._do_end, live))
+        self._commands.put(partial(self._do_end, live))
 
     def take_events(self) -> list[Event]:
         """Returns all events since the last call, in order."""
@@ -132,16 +126,10 @@ class EngineThread:
         """
         atexit.unregister(self.stop)
         self._stop.set()
-        with self._wake:
-            self._wake.notify()
         if self._thread.is_alive():
+            self._commands.put(lambda engine: None)  # ends the wait for a command
             self._thread.join(timeout_s)
         return not self._thread.is_alive()
-
-    def _post(self, command: Command) -> None:
-        with self._wake:
-            self._commands.append(command)
-            self._wake.notify()
 
     def _run(self) -> None:
         # Names the thread for `top -H`; threads that libraries start from it inherit the name.
@@ -150,16 +138,14 @@ class EngineThread:
             comm = Path(f"/proc/self/task/{threading.get_native_id()}/comm")
             comm.write_text(self._thread.name)
         try:
-            self._engine = engine = self._build()
+            engine = self._build()
         except BaseException as error:
-            self.failure = error
-            self._ended.set()
-            self._ready.set()
+            self._built.set_exception(error)
             return
         # Objects that libraries made while they were loaded stay for good. A garbage collection
         # that looks through them stops every thread for as long as several steps.
         gc.freeze()
-        self._ready.set()
+        self._built.set_result(engine)
         try:
             while not self._stop.is_set():
                 self._turn(engine)
@@ -188,23 +174,19 @@ class EngineThread:
         # An engine that cannot advance, for example during a recovery, is not stepped in a busy
         # loop.
         self._pause_s = 0.0 if advanced else _STALL_S
-        for live in tuple(self._queued):
-            if live.phase != "queued":
-                del self._queued[live]
-                self._admission.start(live)
+        self._admission.drop_started()
         if outputs:
-            self._hand_over([event for output in outputs if (event := self._event(output))])
+            self._hand_over(self._make_events(outputs))
             engine.counters.step_seconds["hand_over"] += time.monotonic() - now
 
     def _take_commands(self, pause_s: float) -> list[Command]:
-        if not self._commands:
-            if not pause_s:
-                return []
-            with self._wake:
-                if not self._commands and not self._stop.is_set():
-                    self._wake.wait(pause_s)
+        """Returns the commands that have come; waits for the first one, for `pause_s` at most."""
+        commands = []
+        if pause_s:
+            with contextlib.suppress(queue.Empty):
+                commands.append(self._commands.get(timeout=pause_s))
         # Commands that come from now on are executed after the next step.
-        return [self._commands.popleft() for _ in range(len(self._commands))]
+        return commands + [self._commands.get_nowait() for _ in range(self._commands.qsize())]
 
     def _do_enter(self, live: LiveRequest, checked: CheckedRequest, engine: LLMEngine) -> None:
         if live.outcome is not None:  # it ended before this command was executed
@@ -220,27 +202,24 @@ class EngineThread:
             self._hand_over([(live, error)])
             return
         self._entered[live.request_id] = live
-        self._queued[live] = None
 
     def _do_end(self, live: LiveRequest, engine: LLMEngine) -> None:
         # Compared by identity: another request may have the same id by now.
         if self._entered.get(live.request_id) is live:
             engine.abort_request(live.request_id)
             engine.discard_outputs([live.request_id])
-            self._forget(live)
+            del self._entered[live.request_id]
         self._hand_over([(live, None)])
 
-    def _event(self, output: RequestOutput) -> Event | None:
-        live = self._entered.get(output.request_id)
-        if live is None:
-            return None
-        if output.finished:
-            self._forget(live)
-        return live, output
-
-    def _forget(self, live: LiveRequest) -> None:
-        del self._entered[live.request_id]
-        self._queued.pop(live, None)
+    def _make_events(self, outputs: list[RequestOutput]) -> list[Event]:
+        events: list[Event] = []
+        for output in outputs:
+            live = self._entered.get(output.request_id)
+            if live is not None:
+                events.append((live, output))
+                if output.finished:
+                    del self._entered[live.request_id]
+        return events
 
     def _hand_over(self, events: list[Event]) -> None:
         self._events.append(events)
@@ -252,7 +231,7 @@ class EngineThread:
         except RuntimeError:  # the loop was closed, and every reader with it
             self._events.clear()
             for live in tuple(self._entered.values()):
-                self._post(partial(self._do_end, live))
+                self._commands.put(partial(self._do_end, live))
             if self._loop is loop:  # no other loop was bound in the meantime
                 self._loop = None
 

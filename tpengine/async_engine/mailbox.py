@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any, TypeVar
 
 from tpengine.outputs import CompletionOutput, RequestOutput
@@ -58,16 +59,15 @@ class DeltaMerger:
             known.stop_reason = new.stop_reason
 
 
+@dataclass(slots=True, eq=False)
 class Mailbox:
     """The outputs of one request that its reader has not taken.
 
     Deltas are merged; an output of another kind replaces the one before. So the mailbox never holds
     more than the request's whole output, however slow the reader is.
 
-    Args:
-        merges: whether outputs are deltas.
-
     Attributes:
+        merges: whether outputs are deltas.
         error: why no more outputs will come; the reader gets it once.
         listener: if set, called instead of waking a reader in `take` when there is something to
             take. It must not raise: outputs of other requests are delivered after it.
@@ -75,26 +75,14 @@ class Mailbox:
         num_output_tokens: tokens that have come, over all sequences.
     """
 
-    __slots__ = (
-        "_merger",
-        "_merges",
-        "_unread",
-        "_waiter",
-        "error",
-        "finished",
-        "listener",
-        "num_output_tokens",
-    )
-
-    def __init__(self, merges: bool) -> None:
-        self._merges = merges
-        self._unread: RequestOutput | None = None
-        self._merger: DeltaMerger | None = None
-        self._waiter: asyncio.Future[None] | None = None
-        self.listener: Callable[[], None] | None = None
-        self.error: Exception | None = None
-        self.finished = False
-        self.num_output_tokens = 0
+    merges: bool
+    listener: Callable[[], None] | None = None
+    error: Exception | None = None
+    finished: bool = False
+    num_output_tokens: int = 0
+    _unread: RequestOutput | None = None
+    _merger: DeltaMerger | None = None
+    _waiter: asyncio.Future[None] | None = None
 
     @property
     def closed(self) -> bool:
@@ -106,7 +94,7 @@ class Mailbox:
         if self.closed:
             return
         num_tokens = sum(len(one.token_ids) for one in output.outputs)
-        if self._merges:
+        if self.merges:
             self.num_output_tokens += num_tokens
             if self._unread is None:
                 self._unread = output

@@ -32,7 +32,6 @@ from tpengine.sampling_params import RequestOutputKind
 
 logger = init_logger(__name__)
 
-RELEASE_S = 60.0
 _FAULTS: dict[str, type[RequestIgnoredError] | type[RequestFailedError]] = {
     "ignored": RequestIgnoredError,
     "error": RequestFailedError,
@@ -134,6 +133,10 @@ class RequestTable:
         """Whether a reader or a caller waits for the engine's thread."""
         return bool(self._live or self._releases)
 
+    def all(self) -> tuple[LiveRequest, ...]:
+        """Returns the live requests."""
+        return tuple(self._live.values())
+
     def find(self, request_id: str) -> LiveRequest | None:
         """Returns the live request of that id; None if there is none."""
         return self._live.get(request_id)
@@ -191,47 +194,28 @@ class RequestTable:
         if isinstance(error, TPEngineError):
             self.refused[name] += 1
 
-    async def release(self, live: LiveRequest, outcome: str, why: str) -> None:
-        """Ends a request with `RequestAbortedError`, and waits until the engine holds nothing of
-        it; a minute at most."""
-        self._begin_release(live, outcome, why)
-        if live.release is not None:
-            await asyncio.wait({live.release}, timeout=RELEASE_S)
-
-    async def cut_off(self, why: str, timeout_s: float) -> int:
-        """Ends all requests that are left, and waits until the engine holds nothing of them, or
-        the time is over. Returns their number.
+    async def release(self, outcome: str, why: str, timeout_s: float, *lives: LiveRequest) -> None:
+        """Ends requests, and waits until the engine holds nothing of them, or the time is over.
 
         Args:
             why: the text of their readers' `RequestAbortedError`.
         """
-        late = tuple(self._live.values())
+        releases = []
         # In one turn of the loop: an output that came in between would be lost.
-        for live in late:
-            self._begin_release(live, "cut off", why)
-        releases = {live.release for live in late if live.release is not None}
+        for live in lives:
+            live.release = asyncio.get_running_loop().create_future()
+            releases.append(live.release)
+            live.release.add_done_callback(self._releases.discard)
+            self.end(live, outcome, RequestAbortedError(why, live.mailbox.take_unread()))
+        self._releases.update(releases)
         if releases:
             await asyncio.wait(releases, timeout=timeout_s)
-        return len(late)
-
-    def _begin_release(self, live: LiveRequest, outcome: str, why: str) -> None:
-        if live.outcome is not None:  # the engine may have sent its last event of it
-            return
-        live.release = asyncio.get_running_loop().create_future()
-        self._releases.add(live.release)
-        live.release.add_done_callback(self._releases.discard)
-        self.end(live, outcome, RequestAbortedError(why, live.mailbox.take_unread()))
 
     async def wait_until_empty(self, timeout_s: float) -> None:
         """Returns when no request is left, or the time is over."""
         if self._live and timeout_s > 0:
             self._emptied = asyncio.get_running_loop().create_future()
             await asyncio.wait({self._emptied}, timeout=timeout_s)
-
-    def forget_readers(self) -> None:
-        """Ends all requests without a word: the loop of their readers was closed."""
-        for live in tuple(self._live.values()):
-            self.end(live, "left by its reader")
 
     def receive(self, events: Iterable[Event]) -> None:
         """Takes the news of the engine's thread, in order."""
@@ -247,29 +231,25 @@ class RequestTable:
     def fail_all(self, make_error: Callable[[], Exception]) -> None:
         """Ends all requests, because the engine is gone. Each reader gets an error object of its
         own, so that each has its own traceback."""
-        for live in tuple(self._live.values()):
+        for live in self.all():
             self._close(live, "engine dead", make_error())
         for release in tuple(self._releases):
             if not release.done():
                 release.set_result(None)
 
     def _expire(self, live: LiveRequest) -> None:
-        where = live.phase
-        error = DeadlineExceededError(
-            f"request {live.request_id!r} was not done by its deadline, "
-            f"{time.time() - live.arrival_time:.3f} s after it came; it was in {where!r}",
-            where,
-        )
-        self.end(live, f"deadline exceeded ({where})", error)
+        age_s = time.time() - live.arrival_time
+        what = f"was not done by its deadline, {age_s:.3f} s after it came; it was in "
+        self._end_late(live, f"{what}{live.phase!r}")
 
     def _expire_queued(self, live: LiveRequest, max_queue_s: float) -> None:
         if live.phase == "queued":
-            error = DeadlineExceededError(
-                f"request {live.request_id!r} waited {max_queue_s:.3f} s, its max_queue_s, without "
-                "being started; allow more, or ask an engine with a shorter queue",
-                "queued",
-            )
-            self.end(live, "deadline exceeded (queued)", error)
+            what = f"waited {max_queue_s:.3f} s, its max_queue_s, without being started; allow "
+            self._end_late(live, f"{what}more, or ask an engine with a shorter queue")
+
+    def _end_late(self, live: LiveRequest, what: str) -> None:
+        error = DeadlineExceededError(f"request {live.request_id!r} {what}", live.phase)
+        self.end(live, f"deadline exceeded ({live.phase})", error)
 
     def _deliver(self, live: LiveRequest, output: RequestOutput) -> None:
         if not output.finished:

@@ -91,22 +91,17 @@ class TextWorker:
         work, answer = (self._requests or self._texts).popleft()
         if answer.done():  # its caller has left
             return
-        result, error = None, None
         try:
-            result = work()
-        except Exception as raised:
-            error = raised
+            resolve = partial(answer.set_result, work())
+        except Exception as error:
+            resolve = partial(answer.set_exception, error)
         with contextlib.suppress(RuntimeError):  # the loop was closed
-            answer.get_loop().call_soon_threadsafe(_resolve, answer, result, error)
+            answer.get_loop().call_soon_threadsafe(_unless_done, answer, resolve)
 
 
-def _resolve(answer: asyncio.Future[Any], result: Any, error: Exception | None) -> None:
-    if answer.done():  # its caller has left, or the engine was shut down
-        return
-    if error is None:
-        answer.set_result(result)
-    else:
-        answer.set_exception(error)
+def _unless_done(answer: asyncio.Future[Any], resolve: Callable[[], None]) -> None:
+    if not answer.done():  # else its caller has left, or the engine was shut down
+        resolve()
 
 
 def _death() -> EngineDeadError:

@@ -9,11 +9,11 @@ from __future__ import annotations
 
 import codecs
 from collections.abc import Sequence
-from typing import Protocol
 
 from tpengine.engine.tokenizer import ByteTable, Tokenizer
 from tpengine.messages import TokenLogprobs
 from tpengine.outputs import Logprob
+from tpengine.sampling_params import SamplingParams
 
 _REPLACEMENT = "\ufffd"
 _MAX_CHARACTER_BYTES = 4
@@ -21,19 +21,9 @@ _CONTEXT_TOKENS = 8
 _MAX_HELD_TOKENS = 16
 
 
-class TextStream(Protocol):
-    """Turns the ids of one sequence into text, id by id. Text that was returned never changes."""
-
-    def push(self, token_id: int) -> str:
-        """Returns the text that `token_id` completes; empty while a character is unfinished."""
-
-    def flush(self) -> str:
-        """Returns the text that was held back; no more ids come. U+FFFD stands for an unfinished
-        character."""
-
-
 class ByteStream:
-    """A stream over a table of bytes and an incremental UTF-8 decoder.
+    """Turns the ids of one sequence into text, id by id, with a table of bytes and an incremental
+    UTF-8 decoder. Text that was returned never changes.
 
     Equals `decode(prompt + output)[len(decode(prompt)):]` of the tokenizer, except in two cases in
     which that would hide text. A character that the prompt leaves unfinished is shown whole when
@@ -60,6 +50,7 @@ class ByteStream:
             self._drop = " "
 
     def push(self, token_id: int) -> str:
+        """Returns the text that `token_id` completes; empty while a character is unfinished."""
         try:
             piece = self._pieces[token_id]
         except IndexError:  # logits may have more rows than the tokenizer has tokens
@@ -73,6 +64,8 @@ class ByteStream:
         return self._first(text) if self._drop and text else text
 
     def flush(self) -> str:
+        """Returns the text that was held back; no more ids come. U+FFFD stands for an unfinished
+        character."""
         text = self._pending.decode("utf-8", "replace")
         self._pending = b""
         return self._first(text) if self._drop and text else text
@@ -94,7 +87,8 @@ class ByteStream:
 
 
 class WindowStream:
-    """A stream for tokenizers whose tokens depend on their neighbours, fast or slow.
+    """Does the work of `ByteStream` for tokenizers whose tokens depend on their neighbours, fast or
+    slow.
 
     Decodes the last tokens with and without the new one; the difference is new text. Costs two
     decodes of a few tokens for each token, however long the text is.
@@ -147,7 +141,7 @@ class WindowStream:
 
 def open_stream(
     tokenizer: Tokenizer, prompt_token_ids: Sequence[int], skip_special_tokens: bool
-) -> TextStream:
+) -> ByteStream | WindowStream:
     """Returns the cheapest stream that is correct for `tokenizer`."""
     if tokenizer.byte_table is not None:
         return ByteStream(tokenizer.byte_table, prompt_token_ids, skip_special_tokens)
@@ -164,10 +158,8 @@ class Detokenizer:
 
     Args:
         prompt_token_ids: decide whether the first output token keeps its leading space.
-        stop: strings that end the text; none of them is empty.
-        include_stop_str_in_output: keep the stop string; otherwise the text ends before it.
-        min_tokens: a stop string counts only if this output token (counted from 1) or a later one
-            completes it; it may begin in an earlier one.
+        params: a stop string counts only if the output token `min_tokens` (counted from 1) or a
+            later one completes it; it may begin in an earlier one.
     """
 
     __slots__ = (
@@ -183,19 +175,12 @@ class Detokenizer:
     )
 
     def __init__(
-        self,
-        tokenizer: Tokenizer,
-        prompt_token_ids: Sequence[int],
-        *,
-        skip_special_tokens: bool = True,
-        stop: Sequence[str] = (),
-        include_stop_str_in_output: bool = False,
-        min_tokens: int = 0,
+        self, tokenizer: Tokenizer, prompt_token_ids: Sequence[int], params: SamplingParams
     ) -> None:
-        self._stream = open_stream(tokenizer, prompt_token_ids, skip_special_tokens)
-        self._stop = tuple(stop)
-        self._cut_stop = not include_stop_str_in_output
-        self._min_tokens = min_tokens
+        self._stream = open_stream(tokenizer, prompt_token_ids, params.skip_special_tokens)
+        self._stop = tuple(params.stop)
+        self._cut_stop = not params.include_stop_str_in_output
+        self._min_tokens = params.min_tokens
         self._num_tokens = 0
         self._text = ""
         self._num_held = 0

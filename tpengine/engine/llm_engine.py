@@ -25,13 +25,14 @@ from tpengine.engine.requests import (
 )
 from tpengine.engine.startup import count_blocks, make_block_manager, start_workers
 from tpengine.engine.stats import (
+    CacheStats,
     EngineCounters,
     EngineHealth,
     EngineStats,
+    QueueStats,
     RecoveryRecord,
     StatLogger,
     StepStats,
-    take_stats,
 )
 from tpengine.engine.tokenizer import Tokenizer, load_tokenizer
 from tpengine.engine_args import EngineArgs
@@ -50,7 +51,7 @@ from tpengine.sequence import Request, Sequence
 class LLMEngine:
     """Serves many requests at once: call `add_request` for each, and `step` while there are any.
 
-    One thread at a time may use an engine.
+    One thread at a time may use an engine. If it cannot start, it shuts its executor down.
 
     Attributes:
         counters: counters and histograms since the start.
@@ -62,10 +63,10 @@ class LLMEngine:
         self._executor = executor
         try:
             tokenizer = load_tokenizer(config.model)
+            ledgers = start_workers(config, executor)
         except BaseException:
             executor.shutdown()
             raise
-        ledgers = start_workers(config, executor)
         # A notebook cell that runs again drops the engine of the first run; its ranks must end.
         weakref.finalize(self, executor.shutdown).atexit = False
         blocks = make_block_manager(config.cache, *count_blocks(ledgers))
@@ -90,11 +91,7 @@ class LLMEngine:
             EngineError: an argument, the model or the memory does not allow it.
         """
         config, executor = create_executor(args)
-        try:
-            return cls(config, executor, log_stats=not args.disable_log_stats)
-        except BaseException:  # its traceback may keep the unfinished engine alive
-            executor.shutdown()
-            raise
+        return cls(config, executor, log_stats=not args.disable_log_stats)
 
     @property
     def tokenizer(self) -> Tokenizer | None:
@@ -143,8 +140,40 @@ class LLMEngine:
 
     def stats(self) -> EngineStats:
         """Counters and sizes at this moment; any thread may ask."""
-        return take_stats(
-            self.health(), self._scheduler, self.counters, self._executor, self._recovery.ledgers
+        health, scheduler, counters = self.health(), self._scheduler, self.counters
+        blocks = scheduler.block_manager
+        num_free, num_total = blocks.num_free_blocks, blocks.num_total_blocks
+        num_host = blocks.host.num_blocks
+        return EngineStats(
+            state=health.state.value,
+            epoch=health.epoch,
+            recoveries=health.num_recoveries,
+            queues=QueueStats(
+                num_running=scheduler.num_running,
+                num_waiting=scheduler.num_waiting,
+                num_swapped=scheduler.num_swapped,
+                num_queued=scheduler.num_waiting,
+                num_queued_tokens=0,
+            ),
+            cache=CacheStats(
+                block_size=blocks.block_size,
+                num_total_blocks=num_total,
+                num_free_blocks=num_free,
+                usage=1 - num_free / num_total,
+                host_usage=1 - blocks.host.num_free / num_host if num_host else 0.0,
+                prefix_hits=counters.prefix_hits,
+            ),
+            num_steps=counters.num_steps,
+            prompt_tokens=counters.prompt_tokens,
+            output_tokens=counters.output_tokens,
+            num_preemptions=counters.num_preemptions,
+            finished=dict(counters.finished),
+            refused={},
+            output_tokens_per_s=counters.output_rate.rate(),
+            step_seconds=dict(counters.step_seconds),
+            devices=tuple(self._executor.devices),
+            nodes=tuple(self._executor.nodes),
+            ledgers=tuple(self._recovery.ledgers),
         )
 
     def get_weights_bytes(self) -> list[int]:

@@ -209,10 +209,8 @@ class OutputProcessor:
     def _record_prompt_logprobs(self, request: Request, part: PromptLogprobs) -> None:
         """Keeps one part by position. A prompt that is computed again after preemption replaces the
         part by an equal one."""
-        entries, prompt = (
-            self._requests[request.request_id].prompt_logprobs,
-            request.prompt_token_ids,
-        )
+        prompt = request.prompt_token_ids
+        entries = self._requests[request.request_id].prompt_logprobs
         assert entries is not None
         for position, found in enumerate(part.entries, start=part.first_position):
             entries[position] = as_logprobs(prompt[position], found, self.tokenizer)
@@ -241,10 +239,8 @@ class OutputProcessor:
         sequence, request, detokenizer = tracked.sequence, tracked.request, tracked.detokenizer
         params = request.sampling_params
         num_tokens = len(sequence.token_ids) + 1
-        if (
-            token_id in request.end_token_ids
-            and num_tokens - sequence.num_prompt_tokens >= params.min_tokens
-        ):
+        num_output = num_tokens - sequence.num_prompt_tokens
+        if token_id in request.end_token_ids and num_output >= params.min_tokens:
             if token_id in params.stop_token_ids:
                 tracked.stop_reason = token_id
             if params.include_stop_str_in_output and detokenizer is not None:
@@ -286,14 +282,7 @@ class OutputProcessor:
         params = request.sampling_params
         if self.tokenizer is None or not params.detokenize:
             return None
-        return Detokenizer(
-            self.tokenizer,
-            request.prompt_token_ids,
-            skip_special_tokens=params.skip_special_tokens,
-            stop=params.stop,
-            include_stop_str_in_output=params.include_stop_str_in_output,
-            min_tokens=params.min_tokens,
-        )
+        return Detokenizer(self.tokenizer, request.prompt_token_ids, params)
 
     def _finish_texts(self, tracked: _TrackedRequest) -> None:
         """Releases the text that sequences still hold back."""
@@ -323,10 +312,8 @@ class OutputProcessor:
     def _add_beam_text(self, output: CompletionOutput, tracked: _TrackedRequest) -> None:
         """Beams change places often, so their text is made once, at the end."""
         request, token_ids = tracked.request, output.token_ids
-        if (
-            output.finish_reason == "stop"
-            and not request.sampling_params.include_stop_str_in_output
-        ):
+        shows_end = request.sampling_params.include_stop_str_in_output
+        if output.finish_reason == "stop" and not shows_end:
             token_ids = token_ids[:-1]
         detokenizer = self._make_detokenizer(request)
         if detokenizer is None:
@@ -342,12 +329,10 @@ class OutputProcessor:
 
 def _completion(tracked: _TrackedSequence, kind: RequestOutputKind) -> CompletionOutput:
     sequence, detokenizer = tracked.sequence, tracked.detokenizer
-    first = 0
-    if kind is RequestOutputKind.DELTA:
-        first = tracked.num_reported
-        text = "" if detokenizer is None else detokenizer.take_delta()
-    else:
-        text = "" if detokenizer is None else detokenizer.text
+    is_delta = kind is RequestOutputKind.DELTA
+    first, text = tracked.num_reported if is_delta else 0, ""
+    if detokenizer is not None:
+        text = detokenizer.take_delta() if is_delta else detokenizer.text
     tracked.num_reported = sequence.num_output_tokens
     logprobs = tracked.logprobs
     has_total = logprobs is not None or tracked.request.sampling_params.is_ranked

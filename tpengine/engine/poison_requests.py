@@ -66,20 +66,6 @@ class _Suspect:
         )
 
 
-@dataclass(frozen=True, slots=True)
-class Finding:
-    """What follows from a loss.
-
-    Attributes:
-        culprit: the request that loses the ranks whenever it runs.
-        is_isolation_step: the loss was one that the search for such a request needs; it does not
-            count against `max_recoveries`.
-    """
-
-    culprit: Request | None = None
-    is_isolation_step: bool = False
-
-
 class PoisonSearch:
     """Follows losses and progress, and says which requests may run.
 
@@ -103,11 +89,6 @@ class PoisonSearch:
         running = self._control or [suspect.request for suspect in self._groups[-1]]
         return frozenset(request.request_id for request in running)
 
-    @property
-    def has_suspects(self) -> bool:
-        """Whether `note_progress` can change anything."""
-        return bool(self._suspects)
-
     def note_step(self) -> None:
         """Counts a completed step."""
         self._num_control_steps += bool(self._control)
@@ -118,6 +99,8 @@ class PoisonSearch:
         Returns:
             Whether `allowed` has changed.
         """
+        if not self._suspects:
+            return False
         before = self.allowed
         self._suspects = {i: s for i, s in self._suspects.items() if not s.is_cleared}
         groups = [[s for s in group if not s.is_cleared] for group in self._groups]
@@ -131,14 +114,18 @@ class PoisonSearch:
 
     def note_loss(
         self, loss: RankLoss, lost: SchedulerOutput | None, unfinished: Sequence[Request]
-    ) -> Finding:
+    ) -> tuple[Request | None, bool]:
         """Takes note of a loss, before its requests are scheduled anew.
 
         Args:
             lost: the step that was not answered, if one was sent.
             unfinished: all unfinished requests.
+
+        Returns:
+            The culprit if it is known now; and whether the search needs this loss, which then does
+            not count against `max_recoveries`.
         """
-        finding = Finding()
+        finding: tuple[Request | None, bool] = None, False
         # A rank lost before the step was sent has not run it: its requests are no suspects.
         if lost is not None and loss.step == lost.step_input.step:
             self.note_progress()
@@ -156,21 +143,23 @@ class PoisonSearch:
             )
         return finding
 
-    def _decide(self, present: list[_Suspect], unfinished: Sequence[Request]) -> Finding:
-        """Decides which group runs next.
+    def _decide(
+        self, present: list[_Suspect], unfinished: Sequence[Request]
+    ) -> tuple[Request | None, bool]:
+        """Decides which group runs next; returns what `note_loss` does.
 
         Args:
             present: the requests of the lost step.
         """
         if not self._groups:
-            self._isolate_halves([suspect for suspect in present if suspect.is_probable])
+            self._isolate(*_halves([suspect for suspect in present if suspect.is_probable]))
             self._num_losses_left = self._num_losses_needed()
-            return Finding()
+            return None, False
         if self._control:
             self._control = []
             for suspect in self._groups[-1]:
                 suspect.num_alone = 0
-            return Finding()
+            return None, False
         group = self._groups.pop()
         suspects = [suspect for suspect in group if suspect in present]
         self._isolate([suspect for suspect in group if suspect not in present])
@@ -187,29 +176,19 @@ class PoisonSearch:
                 self._control = [r for r in unfinished if r.request_id not in probable]
                 self._num_control_steps = 0
         else:
-            self._isolate_halves(suspects)
+            self._isolate(*_halves(suspects))
         is_isolation_step = self._num_losses_left > 0
         self._num_losses_left -= is_isolation_step
-        return Finding(culprit, is_isolation_step)
+        return culprit, is_isolation_step
 
-    def _isolate(self, group: list[_Suspect]) -> None:
-        if group:
-            self._groups.append(group)
-
-    def _isolate_halves(self, group: list[_Suspect]) -> None:
-        middle = (len(group) + 1) // 2
-        self._isolate(group[middle:])
-        self._isolate(group[:middle])
+    def _isolate(self, *groups: list[_Suspect]) -> None:
+        self._groups += [group for group in groups if group]
 
     def _num_losses_needed(self) -> int:
         """Losses that it takes to find one culprit among all isolated suspects."""
         return sum(map(len, self._groups)).bit_length() + _LOSSES_ALONE
 
 
-def describe_culprit(culprit: Request, loss: RankLoss) -> str:
-    """Returns the error of a request that loses the ranks."""
-    return (
-        f"request {culprit.request_id!r} was ended because it loses the engine's ranks: they were "
-        "lost in steps that held it and others, and then twice while it ran alone; the other "
-        f"requests go on. The last time: {loss.report()}"
-    )
+def _halves(group: list[_Suspect]) -> tuple[list[_Suspect], list[_Suspect]]:
+    middle = (len(group) + 1) // 2
+    return group[middle:], group[:middle]

@@ -1,21 +1,22 @@
 """An engine's counters for Prometheus, under the names that dashboards of vLLM use, with
 `tpengine:` in place of `vllm:`.
 
-Nothing is counted here: a scrape reads what the engine has, so that steps never wait for it.
+Nothing is counted here: a scrape reads what the engine has, so that steps never wait for it. The
+metrics are not registered, because a process may hold more than one engine.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from operator import attrgetter
 
-from prometheus_client import CollectorRegistry
 from prometheus_client.core import (
     CounterMetricFamily,
     GaugeMetricFamily,
     HistogramMetricFamily,
     Metric,
 )
+from prometheus_client.registry import Collector
 
 from tpengine.engine.stats import EngineCounters, EngineStats, Histogram
 
@@ -34,7 +35,7 @@ _COUNTERS = (
     ("recoveries", "recoveries", "Times that the group of ranks was rebuilt."),
     ("prompt_tokens", "prompt_tokens", "Prompt tokens of requests that have started."),
     ("generation_tokens", "output_tokens", "Tokens that were generated."),
-    ("prefix_cache_queries", "cache.prefix_queries", "Prompt tokens looked up in the cache."),
+    ("prefix_cache_queries", "prompt_tokens", "Prompt tokens looked up in the cache."),
     ("prefix_cache_hits", "cache.prefix_hits", "Prompt tokens found in the cache."),
     ("engine_steps", "num_steps", "Steps that were computed."),
 )
@@ -57,25 +58,22 @@ _HISTOGRAMS = (
 )
 
 
-class EngineCollector:
-    """Makes the metrics of one engine when Prometheus asks for them.
+class EngineMetrics(Collector):
+    """The metrics of one engine at a moment.
 
     Args:
         model_name: the label `model_name` of every metric.
-        stats: returns the engine's snapshot of the moment.
         counters: hold the histograms.
     """
 
-    def __init__(
-        self, model_name: str, stats: Callable[[], EngineStats], counters: EngineCounters
-    ) -> None:
+    def __init__(self, model_name: str, stats: EngineStats, counters: EngineCounters) -> None:
         self._model_name = model_name
         self._stats = stats
         self._counters = counters
 
     def collect(self) -> Iterable[Metric]:
         """Yields all metrics, as prometheus_client asks for them."""
-        stats = self._stats()
+        stats = self._stats
         for name, attribute, text in _GAUGES:
             yield self._add(GaugeMetricFamily, name, text, {"": attrgetter(attribute)(stats)})
         # A request that has not started may not have reached the scheduler's queue yet.
@@ -116,10 +114,3 @@ class EngineCollector:
             buckets.append((bound, num_values))
         family.add_metric([self._model_name], buckets, histogram.total)
         return family
-
-
-def make_registry(collector: EngineCollector) -> CollectorRegistry:
-    """Returns a registry with these metrics only, because a process may hold several engines."""
-    registry = CollectorRegistry()
-    registry.register(collector)
-    return registry

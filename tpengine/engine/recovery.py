@@ -24,7 +24,7 @@ from concurrent.futures import Future, wait
 from typing import NoReturn
 
 from tpengine.config import EngineConfig
-from tpengine.engine.poison_requests import PoisonSearch, describe_culprit
+from tpengine.engine.poison_requests import PoisonSearch
 from tpengine.engine.startup import count_blocks, make_block_manager
 from tpengine.engine.stats import EngineHealth, EngineState, RecoveryRecord
 from tpengine.errors import EngineDeadError, GroupLostError, RankLoss, counted
@@ -107,7 +107,7 @@ class Recovery:
                 self.begin(loss)
         if self.state is not EngineState.RUNNING:
             return False
-        if self._poison.has_suspects and self._poison.note_progress():
+        if self._poison.note_progress():
             self._scheduler.restrict(self._poison.allowed)
         return True
 
@@ -133,19 +133,23 @@ class Recovery:
             last_token_at = request.metrics.last_token_time
             if last_token_at is not None:
                 self._gaps.setdefault(request.request_id, (request, last_token_at))
-        finding = self._poison.note_loss(loss, lost, requests)
+        culprit, is_isolation_step = self._poison.note_loss(loss, lost, requests)
         blocks = self._scheduler.block_manager
         self._scheduler.restart(
             make_block_manager(self._config.cache, blocks.num_total_blocks, blocks.host.num_blocks)
         )
         failed = None
-        if finding.culprit is not None:
-            reason = describe_culprit(finding.culprit, loss)
+        if culprit is not None:
+            reason = (
+                f"request {culprit.request_id!r} was ended because it loses the engine's ranks: "
+                "they were lost in steps that held it and others, and then twice while it ran "
+                f"alone; the other requests go on. The last time: {loss.report()}"
+            )
             logger.error("%s", reason)
-            failed = self._scheduler.fail_request(finding.culprit.request_id, reason)
+            failed = self._scheduler.fail_request(culprit.request_id, reason)
         self._scheduler.restrict(self._poison.allowed)
         self.state = EngineState.RECOVERING
-        self._start_rebuild(loss, counts=not finding.is_isolation_step)
+        self._start_rebuild(loss, counts=not is_isolation_step)
         return [] if failed is None else [failed]
 
     def note_arrival(self) -> None:
@@ -204,8 +208,8 @@ class Recovery:
         if len(self._loss_times) > limits.max_recoveries:
             self._give_up(
                 f"its ranks were lost {counted(len(self._loss_times), 'time')} within "
-                f"{limits.window_s:g} s, "
-                f"and max_recoveries = {limits.max_recoveries}. The last time: {loss.report()}",
+                f"{limits.window_s:g} s, and max_recoveries = {limits.max_recoveries}. The last "
+                f"time: {loss.report()}",
                 GroupLostError(loss),
             )
         self._num_attempts += 1

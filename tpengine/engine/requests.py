@@ -218,16 +218,16 @@ def read_sampling_params(
                 )
     for path in params.logits_processors:
         load_logits_processor(path)
-    if tokenizer is None and params.stop:
-        raise InvalidSamplingParamsError(
-            "stop strings need a tokenizer, and the model has none; use stop_token_ids"
-        )
-    if not params.bad_words:
+    for name, texts, ids in (
+        ("stop strings", params.stop, "stop_token_ids"),
+        ("bad_words", params.bad_words, "bad_words_token_ids"),
+    ):
+        if texts and tokenizer is None:
+            raise InvalidSamplingParamsError(
+                f"{name} need a tokenizer, and the model has none; use {ids}"
+            )
+    if not params.bad_words or tokenizer is None:
         return params
-    if tokenizer is None:
-        raise InvalidSamplingParamsError(
-            "bad_words need a tokenizer, and the model has none; use bad_words_token_ids"
-        )
     words = dict.fromkeys(map(tuple, params.bad_words_token_ids))
     for text in params.bad_words:
         words.update(dict.fromkeys(_bad_word_ids(text, tokenizer)))
@@ -291,8 +291,7 @@ def _check_sequences(
 
 
 def _check_priority(priority: int, config: SchedulerConfig) -> None:
-    is_int = isinstance(priority, int) and not isinstance(priority, bool)
-    if not is_int or not -MAX_PRIORITY <= priority <= MAX_PRIORITY:
+    if not _is_int(priority) or not -MAX_PRIORITY <= priority <= MAX_PRIORITY:
         raise InvalidPriorityError(
             f"priority must be an integer in [{-MAX_PRIORITY}, {MAX_PRIORITY}], got {priority!r}"
         )
@@ -350,10 +349,8 @@ def one_per_prompt(
         InvalidSamplingParamsError: an element is not `SamplingParams`.
         InvalidPromptError: the list has another length.
     """
-    if sampling_params is None:
-        return [SamplingParams()] * num_prompts
-    if isinstance(sampling_params, SamplingParams):
-        return [sampling_params] * num_prompts
+    if sampling_params is None or isinstance(sampling_params, SamplingParams):
+        return [sampling_params or SamplingParams()] * num_prompts
     params = list(sampling_params) if isinstance(sampling_params, Iterable) else [sampling_params]
     for one in params:
         if not isinstance(one, SamplingParams):

@@ -26,18 +26,14 @@ def start_workers(config: EngineConfig, executor: Executor) -> list[MemoryLedger
         Each rank's account of its memory.
 
     Raises:
-        EngineError: a worker could not start; the workers are shut down then.
+        EngineError: a worker could not start.
     """
-    try:
-        start = time.monotonic()
-        devices = executor.load()
-        loaded = time.monotonic()
-        ledgers = _open_cache(config, executor)
-        num_blocks, num_host_blocks = count_blocks(ledgers)
-        ready = time.monotonic()
-    except BaseException:
-        executor.shutdown()
-        raise
+    start = time.monotonic()
+    devices = executor.load()
+    loaded = time.monotonic()
+    ledgers = _open_cache(config, executor)
+    num_blocks, num_host_blocks = count_blocks(ledgers)
+    ready = time.monotonic()
     block_bytes = min(ledgers, key=lambda ledger: ledger.num_device_blocks).block_bytes
     logger.info(
         "%s on %s: KV cache of %d blocks of %d tokens (%.3f GiB), swap space %.3f GiB, weights "

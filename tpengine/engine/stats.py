@@ -14,7 +14,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from tpengine.errors import RankLoss
-from tpengine.executor.executor import Executor
 from tpengine.logger import init_logger
 from tpengine.messages import MemoryLedger
 from tpengine.scheduling.scheduler import Scheduler
@@ -134,7 +133,6 @@ class EngineCounters:
         self.step_seconds: dict[str, float] = dict.fromkeys(
             ("schedule", "execute", "model", "process", "update", "hand_over"), 0.0
         )
-        self.prompt_rate = RateMeter()
         self.output_rate = RateMeter()
         self.step_s = Histogram(_SECONDS)
         self.step_tokens = Histogram(_TOKENS)
@@ -150,7 +148,6 @@ class EngineCounters:
         self.num_steps += 1
         self.output_tokens += stats.num_output_tokens
         self.num_preemptions += stats.num_preempted
-        self.prompt_rate.add(stats.num_prefill_tokens)
         self.output_rate.add(stats.num_output_tokens)
         self.step_s.observe(stats.step_s)
         self.step_tokens.observe(stats.num_prefill_tokens + stats.num_output_tokens)
@@ -302,8 +299,7 @@ class CacheStats:
     Attributes:
         usage: share of the device blocks that is held, in [0, 1].
         host_usage: the same of the blocks for swapping; 0 if there are none.
-        prefix_queries: prompt tokens of requests that started, with or without a prefix cache.
-        prefix_hits: those of them whose K and V were in the cache.
+        prefix_hits: those of `EngineStats.prompt_tokens` whose K and V were in the cache.
     """
 
     block_size: int
@@ -311,7 +307,6 @@ class CacheStats:
     num_free_blocks: int
     usage: float
     host_usage: float
-    prefix_queries: int
     prefix_hits: int
 
 
@@ -322,10 +317,11 @@ class EngineStats:
     Attributes:
         state: running, recovering, draining or dead.
         epoch: number of the group of ranks, from 1.
-        prompt_tokens, output_tokens, num_preemptions, num_steps: since the start.
+        prompt_tokens: of the requests that have started.
+        output_tokens, num_preemptions, num_steps: since the start.
         finished: requests by how they ended: stop, length, abort, ignored, error; since the start.
         refused: requests that were not taken, by the class of the error.
-        prompt_tokens_per_s, output_tokens_per_s: over the last five seconds.
+        output_tokens_per_s: over the last five seconds.
         step_seconds: by part of a step (schedule, execute, process, update, hand_over, and model,
             which is inside execute), in seconds since the start.
         devices: a line about the device of each rank, in rank order.
@@ -344,58 +340,11 @@ class EngineStats:
     num_preemptions: int
     finished: Mapping[str, int]
     refused: Mapping[str, int]
-    prompt_tokens_per_s: float
     output_tokens_per_s: float
     step_seconds: Mapping[str, float]
     devices: Sequence[str]
     nodes: Sequence[str]
     ledgers: Sequence[MemoryLedger]
-
-
-def take_stats(
-    health: EngineHealth,
-    scheduler: Scheduler,
-    counters: EngineCounters,
-    executor: Executor,
-    ledgers: Sequence[MemoryLedger],
-) -> EngineStats:
-    """Returns a snapshot of this moment; only reads."""
-    blocks, num_waiting = scheduler.block_manager, scheduler.num_waiting
-    num_free, num_total = blocks.num_free_blocks, blocks.num_total_blocks
-    num_host = blocks.host.num_blocks
-    return EngineStats(
-        state=health.state.value,
-        epoch=health.epoch,
-        recoveries=health.num_recoveries,
-        queues=QueueStats(
-            num_running=scheduler.num_running,
-            num_waiting=num_waiting,
-            num_swapped=scheduler.num_swapped,
-            num_queued=num_waiting,
-            num_queued_tokens=0,
-        ),
-        cache=CacheStats(
-            block_size=blocks.block_size,
-            num_total_blocks=num_total,
-            num_free_blocks=num_free,
-            usage=1 - num_free / num_total,
-            host_usage=1 - blocks.host.num_free / num_host if num_host else 0.0,
-            prefix_queries=counters.prompt_tokens,
-            prefix_hits=counters.prefix_hits,
-        ),
-        num_steps=counters.num_steps,
-        prompt_tokens=counters.prompt_tokens,
-        output_tokens=counters.output_tokens,
-        num_preemptions=counters.num_preemptions,
-        finished=dict(counters.finished),
-        refused={},
-        prompt_tokens_per_s=counters.prompt_rate.rate(),
-        output_tokens_per_s=counters.output_rate.rate(),
-        step_seconds=dict(counters.step_seconds),
-        devices=tuple(executor.devices),
-        nodes=tuple(executor.nodes),
-        ledgers=tuple(ledgers),
-    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -416,23 +365,3 @@ class ServiceHealth:
     ready: bool
     seconds_since_progress: float
     reason: str = ""
-
-
-def judge_health(
-    state: str, silent_s: float, max_step_s: float, failure: BaseException | None
-) -> ServiceHealth:
-    """Returns the health of an engine that has made no progress for `silent_s` seconds.
-
-    Args:
-        max_step_s: an engine that is silent for longer is not ready.
-        failure: what ended it, if an error did.
-    """
-    reason = ""
-    if state == "dead":
-        cause = "it was shut down" if failure is None else f"{type(failure).__name__}: {failure}"
-        reason = f"the engine is dead: {cause}"
-    elif state == "draining":
-        reason = "the engine is draining"
-    elif silent_s > max_step_s:
-        reason = f"no step was finished for {silent_s:.1f} s, and requests wait for one"
-    return ServiceHealth(state, state != "dead", not reason, silent_s, reason)

@@ -23,6 +23,12 @@ _TOKENIZER_FILES = (
     "*.tiktoken",
     "tekken.json",
 )
+_METASPACE_STAGES = [
+    {"type": "Replace", "pattern": {"String": "\u2581"}, "content": " "},
+    {"type": "ByteFallback"},
+    {"type": "Fuse"},
+]
+_STRIP_STAGE = {"type": "Strip", "content": " ", "start": 1, "stop": 0}
 _BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 
 
@@ -94,25 +100,20 @@ class Tokenizer:
                 f"a text is no valid Unicode at character {error.start} ({text[error.start]!r}: "
                 f"{error.reason}); decode its bytes with errors='replace'"
             ) from None
-        try:
-            # `verbose=False`: the engine checks the length itself, so no warning about it.
-            return list(self.hf.encode(text, verbose=False, add_special_tokens=add_special_tokens))
-        except (UnicodeError, TypeError) as error:
-            raise InvalidPromptError(f"the prompt cannot be tokenized: {error}") from error
+        # `verbose=False`: the engine checks the length itself, so no warning about it.
+        return list(self.hf.encode(text, verbose=False, add_special_tokens=add_special_tokens))
 
     def decode(self, token_ids: Sequence[int], skip_special_tokens: bool = True) -> str:
         """Returns the text of `token_ids`; for text that grows use `Detokenizer`."""
         if self._plain_backend is not None:
-            return str(
-                self._plain_backend.decode(token_ids, skip_special_tokens=skip_special_tokens)
-            )
-        return str(
-            self.hf.decode(
-                list(token_ids),
-                skip_special_tokens=skip_special_tokens,
-                clean_up_tokenization_spaces=False,
-            )
+            text = self._plain_backend.decode(token_ids, skip_special_tokens=skip_special_tokens)
+            return str(text)
+        text = self.hf.decode(
+            list(token_ids),
+            skip_special_tokens=skip_special_tokens,
+            clean_up_tokenization_spaces=False,
         )
+        return str(text)
 
     def token_text(self, token_id: int) -> str:
         """Returns the text of one token alone, special or not; U+FFFD for a part of a character."""
@@ -229,21 +230,11 @@ def _build_byte_table(backend: Any, special_token_ids: frozenset[int]) -> ByteTa
     Byte-level BPE (GPT-2, OPT, BLOOM, Llama 3, Qwen) and SentencePiece BPE with byte fallback
     (Llama 2, Mistral, Gemma) map each token to bytes independently of its neighbours.
     """
-    decoder = json.loads(backend.to_str())["decoder"]
-    stages = _decoder_stages(decoder)
-    kinds = [stage["type"] for stage in stages]
-    strips_first_space = False
-    if kinds in (["ByteLevel"], ["ByteLevel", "Fuse"]):
+    stages = _decoder_stages(json.loads(backend.to_str())["decoder"])
+    if [stage["type"] for stage in stages] in (["ByteLevel"], ["ByteLevel", "Fuse"]):
         token_bytes = _byte_level_bytes
-    elif kinds[:3] == ["Replace", "ByteFallback", "Fuse"] and _is_metaspace(stages[0]):
+    elif stages in (_METASPACE_STAGES, [*_METASPACE_STAGES, _STRIP_STAGE]):
         token_bytes = _byte_fallback_bytes
-        if kinds[3:] == ["Strip"]:
-            strip = stages[3]
-            if (strip["content"], strip["start"], strip["stop"]) != (" ", 1, 0):
-                return None
-            strips_first_space = True
-        elif kinds[3:]:
-            return None
     else:
         return None
     size = max(backend.get_vocab(with_added_tokens=True).values(), default=-1) + 1
@@ -254,7 +245,7 @@ def _build_byte_table(backend: Any, special_token_ids: frozenset[int]) -> ByteTa
     visible_pieces = list(pieces)
     for token_id in special_token_ids:
         visible_pieces[token_id] = ""
-    return ByteTable(pieces, visible_pieces, strips_first_space)
+    return ByteTable(pieces, visible_pieces, strips_first_space=_STRIP_STAGE in stages)
 
 
 def _decoder_stages(decoder: Any) -> list[dict[str, Any]]:
@@ -263,10 +254,6 @@ def _decoder_stages(decoder: Any) -> list[dict[str, Any]]:
     if decoder["type"] != "Sequence":
         return [decoder]
     return [stage for inner in decoder["decoders"] for stage in _decoder_stages(inner)]
-
-
-def _is_metaspace(stage: Mapping[str, Any]) -> bool:
-    return (stage["pattern"], stage["content"]) == ({"String": "\u2581"}, " ")
 
 
 def _as_text(data: bytes) -> str | bytes:

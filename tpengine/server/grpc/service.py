@@ -192,7 +192,7 @@ class GenerationServicer(tpengine_pb2_grpc.GenerationServiceServicer):
             num_total_blocks=cache.num_total_blocks,
             num_free_blocks=cache.num_free_blocks,
             cache_usage=cache.usage,
-            num_prefix_queries=cache.prefix_queries,
+            num_prefix_queries=stats.prompt_tokens,
             num_prefix_hits=cache.prefix_hits,
             output_tokens_per_s=stats.output_tokens_per_s,
             num_preemptions=stats.num_preemptions,
