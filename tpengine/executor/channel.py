@@ -148,19 +148,10 @@ class Channel:
             if sent == len(rest):
                 return
             rest = rest[sent:]
-            self._wait(select.POLLOUT, deadline, timeout_s)
-
-    def receive(self, timeout_s: float) -> Frame:
-        """Waits for the next frame.
-
-        Raises:
-            ChannelError: the peer closed the connection, sent something else than a frame, or
-                sent nothing within the timeout.
-        """
-        deadline = time.monotonic() + timeout_s
-        while (frame := self.take()) is None:
-            self._wait(select.POLLIN, deadline, timeout_s)
-        return frame
+            poll = select.poll()
+            poll.register(self._sock, select.POLLOUT)
+            if not poll.poll(max(0.0, deadline - time.monotonic()) * 1e3):
+                raise ChannelTimeoutError(f"the peer read nothing for {timeout_s:.1f} s")
 
     def take(self) -> Frame | None:
         """Returns the next frame if it has arrived; does not wait.
@@ -195,16 +186,6 @@ class Channel:
         del buffer[:end]
         return Frame(_KINDS[kind], epoch, step, payload)
 
-    def _wait(self, event: int, deadline: float, timeout_s: float) -> None:
-        poll = select.poll()
-        poll.register(self._sock, event)
-        if not poll.poll(max(0.0, deadline - time.monotonic()) * 1e3):
-            raise ChannelTimeoutError(f"no sign of the peer for {timeout_s:.1f} s")
-
-
-def _proceed() -> None:
-    """The check of a wait that nothing interrupts."""
-
 
 class Listener:
     """Accepts the channels of one group's ranks, on the address of the driver's node only.
@@ -233,7 +214,7 @@ class Listener:
         self,
         size: int,
         timeout_s: float,
-        check: Callable[[], None] = _proceed,
+        check: Callable[[], None] = lambda: None,
         per_rank: int = 1,
     ) -> list[Channel]:
         """Waits for `per_rank` channels of each of `size` ranks; refuses peers without the secret.

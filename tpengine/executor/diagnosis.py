@@ -9,7 +9,6 @@ others.
 from __future__ import annotations
 
 import collections
-import dataclasses
 import logging
 import traceback
 from collections.abc import Iterable, Mapping, Sequence
@@ -80,7 +79,7 @@ class RankPlace:
 
 @dataclass(frozen=True, slots=True)
 class RankFailure:
-    """An exception on a rank, as plain data.
+    """An exception on a rank, as plain data: `RankFailure(*dataclasses.astuple(failure))` is equal.
 
     Attributes:
         place: host, node address and process, for people.
@@ -125,10 +124,6 @@ class RankFailure:
         """The exception's type, if it is an engine error of `tpengine.errors`."""
         kind = getattr(errors, self.type_name, None)
         return kind if isinstance(kind, type) and issubclass(kind, EngineError) else None
-
-    def to_fields(self) -> tuple[object, ...]:
-        """The fields as plain data; `RankFailure(*fields)` is the way back."""
-        return tuple(getattr(self, field.name) for field in dataclasses.fields(self))
 
     def to_error(self) -> EngineError:
         """The exception to raise: of the rank's own type if that is an engine error. It names the
@@ -254,7 +249,7 @@ class Diagnosis:
 
         Args:
             may_hold: whether it may be silent without limit while its process runs, as when it
-                imports libraries.
+                connects or imports libraries.
         """
         place = self._places[rank]
         try:
@@ -262,15 +257,6 @@ class Diagnosis:
         except NodeSilentError:
             return not self._agents.is_starting(place.node_id)
         return state in _STOPPED or (silent_s >= HOLD_S and not may_hold)
-
-    def is_stopped(self, rank: int) -> bool:
-        """Whether a rank's process is stopped or gone. False if its node does not answer, as the
-        node's agent may only be starting."""
-        place = self._places[rank]
-        try:
-            return self._agents.ask(place.node_id, "state", place.process) in _STOPPED
-        except NodeSilentError:
-            return False
 
     def explain(self, rank: int, failure: Failure, doing: Doing, last_phase: str) -> RankLoss:
         """Says why a rank was lost; or the rank that it waited for, if it names one.

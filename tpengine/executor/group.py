@@ -36,14 +36,7 @@ from tpengine.executor.diagnosis import (
     RankPlace,
     RanksFailedError,
 )
-from tpengine.executor.watch import (
-    FROZEN_S,
-    RankSilentError,
-    RankWatch,
-    StepExchange,
-    StepStoppedError,
-    WakeUp,
-)
+from tpengine.executor.watch import FROZEN_S, RankWatch, StepExchange, WakeUp
 from tpengine.logger import init_logger
 from tpengine.messages import Rendezvous
 
@@ -231,9 +224,10 @@ class Group:
             if time.monotonic() < look_at:
                 return
             for rank in missing:
-                if self._diagnosis.is_stopped(rank):
-                    silent_s = time.monotonic() - start
-                    raise RanksFailedError({rank: RankSilentError(f"silent for {silent_s:.1f} s")})
+                silent_s = time.monotonic() - start
+                if self._diagnosis.is_frozen(rank, silent_s, may_hold=True):
+                    silent = ChannelTimeoutError(f"silent for {silent_s:.1f} s")
+                    raise RanksFailedError({rank: silent})
             look_at = time.monotonic() + _LOOK_S
 
         with contextlib.closing(listener):
@@ -325,8 +319,6 @@ class Group:
                 return self._exchange.run(number, payload, timeout_s)[0]
             except RanksFailedError as error:
                 raise self._lost(error.cause, error.failures[error.cause], doing) from None
-            except StepStoppedError:
-                raise GroupLostError(self._await_loss()) from None
             except BaseException as error:  # the ranks may have run the step: they are ahead
                 reason = f"step {number} was interrupted at the driver: {error!r}"
                 self._lost(0, ChannelError(reason), doing)
@@ -356,7 +348,8 @@ class Group:
         self._lost(rank, failure, self._doing)
 
     def _lost(self, rank: int, failure: Failure, doing: Doing) -> GroupLostError | EngineError:
-        """Finds out why the rank was lost, unless a loss is known already, and ends all ranks."""
+        """Finds out why the rank was lost, unless another thread finds or has found a loss, and
+        ends all ranks."""
         if not self._diagnosing.acquire(timeout=_DIAGNOSIS_S):
             return EngineError(f"no diagnosis of lost ranks within {_DIAGNOSIS_S:g} s")
         try:
@@ -380,16 +373,6 @@ class Group:
             return self._diagnosis.explain(rank, failure, doing, last_phase)
         place = f"process {rank} that has not told where it is"
         return RankLoss(rank, place, self.epoch, doing.step, doing.phase, str(failure))
-
-    def _await_loss(self) -> RankLoss:
-        """Waits for the loss that another thread diagnoses."""
-        if self._diagnosing.acquire(timeout=_DIAGNOSIS_S):
-            self._diagnosing.release()
-        if self.loss is not None:
-            return self.loss
-        if self._is_over.is_set():
-            raise EngineError(_OVER)
-        raise EngineError(f"no diagnosis of lost ranks within {_DIAGNOSIS_S:g} s")
 
     def _processes_on(self, node_id: str) -> list[tuple[int, int]]:
         return [place.process for place in self.places if place.node_id == node_id]

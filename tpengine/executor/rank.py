@@ -8,6 +8,7 @@ launcher's thread stays free to answer.
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import logging
 import os
 import queue
@@ -135,7 +136,7 @@ class Rank:
             return FrameKind.OUTPUT, encode(answer)
         except BaseException as error:
             failure = self._failure(error, f"step {frame.step}")
-            return FrameKind.FAILURE, encode(failure.to_fields())
+            return FrameKind.FAILURE, encode(dataclasses.astuple(failure))
 
     def _require_worker(self) -> Worker:
         assert self._worker is not None, "the worker was not created"
