@@ -22,7 +22,7 @@ from executor.bare_ranks import BareRanks, bare_ranks
 from executor.ray_engines import in_load, in_step, is_alive, sabotaged_rank
 from tpengine.errors import EngineError, GroupLostError, ModelLoadError, PlacementError, RankLoss
 from tpengine.executor.group import Group
-from tpengine.executor.launch.node_agent import wait_for_end
+from tpengine.executor.launch.node_agent import NodeAgent
 from tpengine.messages import StepInput
 
 Wait = Callable[[Callable[[], bool], float], None]
@@ -88,7 +88,7 @@ def check_loss(loss: RankLoss, rank: int, phase: str, cause: str, places: list) 
     assert f"pid {places[rank].pid}" in loss.place
     assert ray.util.get_node_ip_address() in loss.place
     processes = [place.process for place in places]
-    assert not wait_for_end(processes, PATIENCE_S), "ranks are still there"
+    assert not NodeAgent().wait_for_end(processes, PATIENCE_S), "ranks are still there"
 
 
 @pytest.mark.parametrize(

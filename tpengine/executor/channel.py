@@ -28,7 +28,7 @@ import socket
 import struct
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from tpengine.errors import EngineError
@@ -85,21 +85,6 @@ class ChannelClosedError(ChannelError):
 
 class ChannelTimeoutError(ChannelError):
     """The peer did not answer in time."""
-
-
-class RanksMissingError(ChannelTimeoutError):
-    """Ranks did not connect in time.
-
-    Attributes:
-        ranks: their numbers.
-    """
-
-    def __init__(self, ranks: Sequence[int], address: tuple[str, int], timeout_s: float) -> None:
-        super().__init__(
-            f"ranks {list(ranks)} did not connect to {address[0]}:{address[1]} within "
-            f"{timeout_s:.0f} s; make that address reachable from their nodes"
-        )
-        self.ranks = list(ranks)
 
 
 class Channel:
@@ -226,7 +211,7 @@ class Listener:
             The channels, ordered by rank, then by index.
 
         Raises:
-            RanksMissingError: ranks did not connect within the timeout.
+            ChannelTimeoutError: ranks did not connect within the timeout.
         """
         deadline = time.monotonic() + timeout_s
         wanted = [(rank, index) for rank in range(size) for index in range(per_rank)]
@@ -237,7 +222,11 @@ class Listener:
             while missing := {rank for rank, index in wanted if (rank, index) not in found}:
                 check()
                 if time.monotonic() > deadline:
-                    raise RanksMissingError(sorted(missing), self.address, timeout_s)
+                    raise ChannelTimeoutError(
+                        f"ranks {sorted(missing)} did not connect to {self.address[0]}:"
+                        f"{self.address[1]} within {timeout_s:.0f} s; make that address reachable "
+                        "from their nodes"
+                    )
                 # A short wait: a handshake that ends in its thread does not end the `poll`.
                 if poll.poll(_POLL_S * 1e3):
                     self.greet()

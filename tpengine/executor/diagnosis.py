@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import collections
 import logging
-import traceback
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -30,8 +29,6 @@ _STACK_S = 3.0
 _END_S = 0.5
 """How long it may take from the end of a rank's connection to that of its process."""
 _LOG_LINES = 20
-_MAX_TEXT = 20_000
-"""Characters of a traceback or message that are sent."""
 _STOPPED = ("", "T", "t")
 _STATES = {
     "": "its process is gone",
@@ -96,23 +93,6 @@ class RankFailure:
     traceback: str
     log_lines: list[str]
     waited_for: int | None = None
-
-    @classmethod
-    def of(
-        cls, error: BaseException, rank: int, place: str, phase: str, log_lines: list[str]
-    ) -> RankFailure:
-        """Describes an exception that was caught."""
-        text = "".join(traceback.format_exception(error))
-        return cls(
-            rank=rank,
-            place=place,
-            phase=phase,
-            type_name=type(error).__name__,
-            message=str(error)[:_MAX_TEXT],
-            traceback=text[-_MAX_TEXT:],
-            log_lines=log_lines,
-            waited_for=getattr(error, "failed_rank", None),
-        )
 
     @property
     def is_consequence(self) -> bool:
@@ -179,20 +159,19 @@ class RanksFailedError(EngineError):
 
 
 class LastLines(logging.Handler):
-    """Keeps the last log lines of a rank, which are sent with a failure."""
+    """Keeps the last log lines of a rank, which are sent with a failure.
+
+    Attributes:
+        lines: oldest first.
+    """
 
     def __init__(self) -> None:
         super().__init__()
-        self._lines: collections.deque[str] = collections.deque(maxlen=_LOG_LINES)
+        self.lines: collections.deque[str] = collections.deque(maxlen=_LOG_LINES)
         self.setFormatter(logging.Formatter("%(levelname)s %(asctime)s %(name)s] %(message)s"))
 
     def emit(self, record: logging.LogRecord) -> None:
-        self._lines.append(self.format(record)[:1000])
-
-    @property
-    def lines(self) -> list[str]:
-        """The lines, oldest first."""
-        return list(self._lines)
+        self.lines.append(self.format(record)[:1000])
 
 
 class NodeSilentError(EngineError):

@@ -22,7 +22,6 @@ from tpengine.executor.channel import (
     ChannelError,
     ChannelTimeoutError,
     Listener,
-    RanksMissingError,
 )
 from tpengine.executor.diagnosis import (
     ANSWER_S,
@@ -111,18 +110,12 @@ def gather(
     deadline = time.monotonic() + timeout_s
     answers: dict[int, Any] = {}
     failures: dict[int, Failure] = {}
-    while len(answers) + len(failures) < len(ranks):
-        left_s = deadline - time.monotonic()
-        if left_s <= 0.0:
-            break
-        for rank, answer in calls.wait(min(_CHECK_S, left_s)).items():
-            if isinstance(answer, Failure):
-                failures[rank] = answer
-                deadline = min(deadline, time.monotonic() + _GRACE_S)
-            else:
-                answers[rank] = answer
-        if len(answers) < len(ranks):
-            check()
+    while len(answers) < len(ranks) and (left_s := deadline - time.monotonic()) > 0.0:
+        check()
+        answers |= calls.wait(min(_CHECK_S, left_s))
+        failures = {rank: answer for rank, answer in answers.items() if isinstance(answer, Failure)}
+        if failures:
+            deadline = min(deadline, time.monotonic() + _GRACE_S)
     if not failures and len(answers) < len(ranks):
         reason = (
             f"no answer within {timeout_s:.0f} s: it is frozen, or its machine very slow "
@@ -237,8 +230,8 @@ class Group:
             calls = self._launcher.call("join", dict(enumerate(args)), {})
             try:
                 channels = listener.accept(self._size, wait_s, check, per_rank=2)
-            except RanksMissingError as error:
-                raise RanksFailedError(dict.fromkeys(error.ranks, error)) from error
+            except ChannelTimeoutError as error:  # a rank that has connected has answered
+                raise RanksFailedError(dict.fromkeys(missing, error)) from error
         gather(calls, missing, self._start_timeout_s, self._check)
         logger.debug("channels to the ranks from %s:%d", *listener.address)
         return channels

@@ -14,6 +14,7 @@ import os
 import queue
 import select
 import threading
+import traceback
 from typing import TYPE_CHECKING, Any
 
 from tpengine import envs
@@ -33,6 +34,8 @@ from tpengine.messages import StepOutput
 if TYPE_CHECKING:
     from tpengine.worker.worker import Worker
 
+_MAX_TEXT = 20_000
+"""Characters of a traceback or message that are sent."""
 _SEND_TIMEOUT_S = 30.0
 _CALL_LIMIT_S = 24 * 3600.0
 """For a call in the worker's thread. The driver gives up long before."""
@@ -143,7 +146,16 @@ class Rank:
         return self._worker
 
     def _failure(self, error: BaseException, phase: str) -> RankFailure:
-        return RankFailure.of(error, self._rank, str(self.place), phase, self._log.lines)
+        return RankFailure(
+            rank=self._rank,
+            place=str(self.place),
+            phase=phase,
+            type_name=type(error).__name__,
+            message=str(error)[:_MAX_TEXT],
+            traceback="".join(traceback.format_exception(error))[-_MAX_TEXT:],
+            log_lines=list(self._log.lines),
+            waited_for=getattr(error, "failed_rank", None),
+        )
 
 
 def import_worker() -> type[Worker]:

@@ -16,7 +16,7 @@ from typing import Any
 
 import ray
 
-from tpengine import envs, host
+from tpengine import host
 from tpengine.config import EngineConfig, RayConfig
 from tpengine.errors import (
     ConfigError,
@@ -106,15 +106,14 @@ class RayExecutor(Executor):
         # Part of the names of files in shared memory, so that a file's owner can be told.
         self._engine_id = f"{os.getpid()}_{uuid.uuid4().hex[:12]}"
         self._node_id: str = ray.get_runtime_context().get_node_id()
-        self._bundle = rank_bundle(config.device, ray_config.bundle)
         self._agents = Agents(self._node_id)
-        self._spares = Spares(ray_config.spare_workers, envs.for_ranks(), self._agents)
+        self._spares = Spares(ray_config.spare_workers, self._agents)
         self._deadline = StepDeadline(ray_config.step_timeout_s)
         self._placer = Placer(
-            self._bundle,
+            rank_bundle(config.device, ray_config.bundle),
             config.parallel.tensor_parallel_size,
             ray_config,
-            self._agents,
+            lambda node_ids: self._agents.silent(node_ids, self._check),
             self._check,
         )
         self._placement: Placement | None = None
@@ -306,7 +305,7 @@ class RayExecutor(Executor):
             if spare_devices is not None and self._may_use_spares:
                 spares = self._spares.take(placement.node_ids)
             self._launcher = RayLauncher(
-                placement, self._bundle, spares, spare_devices or [], self._node_id, self._agents
+                placement, self._placer.bundle, spares, spare_devices or [], self._agents
             )
             self._group = group = Group(
                 epoch,
