@@ -252,7 +252,7 @@ def test_node_that_stays_silent(ranks: BareRanks, monkeypatch: pytest.MonkeyPatc
     lose(ranks)
     finder = ranks.executor._placer
     monkeypatch.setattr(ranks.executor._agents, "silent", lambda node_ids, check: set(node_ids))
-    monkeypatch.setattr(finder, "_config", replace(finder._config, placement_timeout_s=1.0))
+    monkeypatch.setattr(finder, "config", replace(finder.config, placement_timeout_s=1.0))
     watch = Stopwatch()
     with pytest.raises(PlacementError, match="without 1 that do not answer"):
         ranks.rebuild()

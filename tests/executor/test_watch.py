@@ -90,7 +90,7 @@ def test_silent_rank_is_lost_and_the_other_is_not(
     [(rank, error)] = found.losses
     assert rank == 1
     assert isinstance(error, ChannelTimeoutError)
-    assert watching.last_phase(1) == "execute_model, step 5"
+    assert watching.phases[1] == "execute_model, step 5"
     assert 0 not in found.asked
     watching.wait()
     with pytest.raises(ChannelClosedError):

@@ -17,12 +17,7 @@ from typing import Any, Protocol, TypeVar
 
 from tpengine.config import EngineConfig
 from tpengine.errors import EngineError, GroupLostError, RankLoss
-from tpengine.executor.channel import (
-    Channel,
-    ChannelError,
-    ChannelTimeoutError,
-    Listener,
-)
+from tpengine.executor.channel import Channel, ChannelError, ChannelTimeoutError, Listener
 from tpengine.executor.diagnosis import (
     ANSWER_S,
     IDLE,
@@ -362,7 +357,7 @@ class Group:
 
     def _explain(self, rank: int, failure: Failure, doing: Doing) -> RankLoss:
         if self.places:
-            last_phase = "" if self._watch is None else self._watch.last_phase(rank)
+            last_phase = "" if self._watch is None else self._watch.phases[rank]
             return self._diagnosis.explain(rank, failure, doing, last_phase)
         place = f"process {rank} that has not told where it is"
         return RankLoss(rank, place, self.epoch, doing.step, doing.phase, str(failure))

@@ -194,6 +194,9 @@ class RankWatch(threading.Thread):
         channels: for heartbeats, in rank order; the thread closes them when it ends.
         is_frozen: whether a rank that has been silent for so many seconds counts as lost.
         on_loss: called in this thread, once, for the first rank that is gone or frozen.
+
+    Attributes:
+        phases: what each rank was doing by its last heartbeat.
     """
 
     def __init__(
@@ -208,11 +211,7 @@ class RankWatch(threading.Thread):
         self._on_loss = on_loss
         self._stopping = WakeUp()
         self._heard_at = [time.monotonic()] * len(channels)
-        self._phases = ["idle"] * len(channels)
-
-    def last_phase(self, rank: int) -> str:
-        """What a rank was doing by its last heartbeat."""
-        return self._phases[rank]
+        self.phases = ["idle"] * len(channels)
 
     def stop(self) -> None:
         """Ends the watch; the ranks notice it by the end of their channels. A second call does
@@ -277,7 +276,7 @@ class RankWatch(threading.Thread):
             while (frame := self._channels[rank].take()) is not None:
                 self._heard_at[rank] = time.monotonic()
                 step = f", step {frame.step}" if frame.step else ""
-                self._phases[rank] = frame.payload.decode(errors="replace")[:100] + step
+                self.phases[rank] = frame.payload.decode(errors="replace")[:100] + step
         except ChannelError as error:
             self._on_loss(rank, error)
             return False

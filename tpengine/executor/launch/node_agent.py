@@ -115,11 +115,10 @@ class NodeAgent:
         """Waits for processes to end and removes their files in shared memory; returns those that
         are still there."""
         deadline = time.monotonic() + patience_s
-        left = list(processes)
-        while (left := [process for process in left if self.state(process)]) and (
-            time.monotonic() < deadline
-        ):
+        left = [process for process in processes if self.state(process)]
+        while left and time.monotonic() < deadline:
             time.sleep(0.005)
+            left = [process for process in left if self.state(process)]
         host.sweep_segments()
         return left
 

@@ -118,7 +118,6 @@ def order_places(places: Sequence[RankPlace], driver_node_id: str) -> list[int]:
             int(address),
             place.node_id,
             devices,
-            index,
         )
 
     return sorted(range(len(places)), key=key)
