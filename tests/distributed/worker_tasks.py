@@ -16,7 +16,7 @@ from distributed.ranks import ADDRESS, Rank
 from tpengine.config import EngineConfig
 from tpengine.messages import MemoryLedger, NewSequence, Rendezvous, StepInput, StepOutput
 from tpengine.sampling_params import SamplingParams
-from tpengine.worker import memory
+from tpengine.worker import device
 from tpengine.worker.worker import Worker
 
 VOCAB_SIZE = 101
@@ -72,7 +72,7 @@ def run_steps(state: Rank) -> list[StepOutput]:
 def ledger_with_free_memory(state: Rank, free_bytes: int) -> MemoryLedger:
     """The rank's memory ledger if the machine has this much free memory."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(memory, "cpu_free_bytes", lambda: free_bytes)
+        patch.setattr(device, "cpu_free_bytes", lambda: free_bytes)
         ledger: MemoryLedger = state.kept["worker"].profile_num_available_blocks()
     return ledger
 

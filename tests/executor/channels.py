@@ -2,11 +2,20 @@
 
 from __future__ import annotations
 
+import select
+import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 
-from tpengine.executor.channel import Channel, FrameKind, Listener, connect
+from tpengine.executor.channel import (
+    Channel,
+    ChannelTimeoutError,
+    Frame,
+    FrameKind,
+    Listener,
+    connect,
+)
 
 SECRET = b"s" * 32
 EPOCH = 3
@@ -28,6 +37,17 @@ def open_channels(size: int) -> Iterator[tuple[list[Channel], list[Channel]]]:
     yield driver, ranks
     for channel in driver + ranks:
         channel.close()
+
+
+def receive(channel: Channel, timeout_s: float) -> Frame:
+    """Waits for the next frame."""
+    poll = select.poll()
+    poll.register(channel.fileno(), select.POLLIN)
+    deadline = time.monotonic() + timeout_s
+    while (frame := channel.take()) is None:
+        if not poll.poll(max(0.0, deadline - time.monotonic()) * 1e3):
+            raise ChannelTimeoutError(f"no frame within {timeout_s:.1f} s")
+    return frame
 
 
 def answer(channel: Channel, step: int, payload: bytes) -> None:

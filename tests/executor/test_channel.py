@@ -12,7 +12,7 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 from support.processors import Stopwatch
 
-from executor.channels import EPOCH, SECRET, TIMEOUT_S
+from executor.channels import EPOCH, SECRET, TIMEOUT_S, receive
 from tpengine.executor import channel as channel_module
 from tpengine.executor.channel import (
     Channel,
@@ -60,7 +60,7 @@ def test_frames_arrive_whole_and_in_order(listener: Listener) -> None:
         )
         sender.start()
         for step, payload in enumerate(payloads):
-            frame = ranks[rank].receive(TIMEOUT_S)
+            frame = receive(ranks[rank], TIMEOUT_S)
             assert (frame.kind, frame.epoch, frame.step) == (FrameKind.STEP, 3, step)
             assert frame.payload == payload + bytes([rank])
         sender.join(TIMEOUT_S)
@@ -84,9 +84,9 @@ def test_strangers_are_turned_away(listener: Listener) -> None:
         driver = accepted.result(TIMEOUT_S)
         assert watch.own_s < 1.0
     right.send(FrameKind.OUTPUT, 1, b"yes", TIMEOUT_S)
-    assert driver[0].receive(TIMEOUT_S).payload == b"yes"
+    assert receive(driver[0], TIMEOUT_S).payload == b"yes"
     with pytest.raises(ChannelClosedError):
-        with_wrong_rank.receive(TIMEOUT_S)
+        receive(with_wrong_rank, TIMEOUT_S)
     silent.settimeout(channel_module.HANDSHAKE_TIMEOUT_S + 1.0)
     assert len(silent.recv(100)) == 32
     assert silent.recv(100) == b"", "a silent stranger is disconnected"
@@ -113,7 +113,7 @@ def test_late_rank_does_not_delay_the_second_channel_of_the_first(
         joined = [channel for rank in ranks for channel in rank.result(TIMEOUT_S)]
     for number, (mine, drivers) in enumerate(zip(joined, accepted, strict=True)):
         mine.send(FrameKind.OUTPUT, 1, bytes([number]), TIMEOUT_S)
-        assert drivers.receive(TIMEOUT_S).payload == bytes([number])
+        assert receive(drivers, TIMEOUT_S).payload == bytes([number])
     close_all(accepted + joined)
 
 
@@ -132,7 +132,7 @@ def test_handshake_that_failed_is_tried_again(listener: Listener) -> None:
     driver, ranks = open_group(listener, 1)
     assert given_up
     ranks[0].send(FrameKind.OUTPUT, 1, b"yes", TIMEOUT_S)
-    assert driver[0].receive(TIMEOUT_S).payload == b"yes"
+    assert receive(driver[0], TIMEOUT_S).payload == b"yes"
     close_all(driver + ranks)
 
 
@@ -176,7 +176,7 @@ def test_other_data_than_frames_is_refused(listener: Listener, head: bytes) -> N
     driver, ranks = open_group(listener, 1)
     ranks[0]._sock.sendall(head)
     with pytest.raises(ChannelError, match="not a frame"):
-        driver[0].receive(TIMEOUT_S)
+        receive(driver[0], TIMEOUT_S)
     close_all(driver + ranks)
 
 
@@ -203,6 +203,6 @@ def test_waiting_costs_no_cpu(listener: Listener) -> None:
     driver, ranks = open_group(listener, 1)
     before = time.thread_time()
     with pytest.raises(ChannelTimeoutError):
-        driver[0].receive(0.5)
+        receive(driver[0], 0.5)
     assert time.thread_time() - before < 0.02
     close_all(driver + ranks)

@@ -32,7 +32,7 @@ from tpengine.errors import (
 from tpengine.executor import group
 from tpengine.executor.channel import Listener
 from tpengine.executor.launch import placement
-from tpengine.executor.launch.placement import Placement
+from tpengine.executor.launch.placement import Placer
 
 Wait = Callable[[Callable[[], bool], float], None]
 PATIENCE_S = 30.0
@@ -90,16 +90,17 @@ def test_possible_but_busy(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Non
 
 def test_nodes_that_are_excluded(ray_address: str) -> None:
     """Nodes that do not answer get no rank, although Ray may hold them for alive."""
-    config, node_id = RayConfig(), ray.get_runtime_context().get_node_id()
+    node_id = ray.get_runtime_context().get_node_id()
     other = "f" * len(node_id)
-    placement = Placement({"CPU": 1.0}, 2, config, excluded=[other, other[:-1] + "e"])
+    placer = Placer({"CPU": 1.0}, 2, RayConfig(), lambda _: set(), lambda: None)
+    placement = placer.place({other, other[:-1] + "e"})
     try:
         assert placement.node_ids == [node_id] * 2
         assert not placement.is_borrowed
     finally:
         placement.remove()
     with pytest.raises(PlacementError, match="without 1 that do not answer: wanted 2"):
-        Placement({"CPU": 1.0}, 2, config, excluded=[node_id])
+        placer.place({node_id})
 
 
 def test_exception_in_one_ranks_load(folder: Path, wait_until: Wait) -> None:

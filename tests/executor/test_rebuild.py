@@ -22,7 +22,7 @@ from executor.bare_ranks import BareRanks, bare_ranks
 from executor.ray_engines import in_load, in_step, is_alive, sabotaged_rank
 from tpengine.errors import EngineError, GroupLostError, ModelLoadError, PlacementError, RankLoss
 from tpengine.executor.group import Group
-from tpengine.executor.launch.node_agent import wait_for_end
+from tpengine.executor.launch.node_agent import NodeAgent
 from tpengine.messages import StepInput
 
 Wait = Callable[[Callable[[], bool], float], None]
@@ -88,7 +88,7 @@ def check_loss(loss: RankLoss, rank: int, phase: str, cause: str, places: list) 
     assert f"pid {places[rank].pid}" in loss.place
     assert ray.util.get_node_ip_address() in loss.place
     processes = [place.process for place in places]
-    assert not wait_for_end(processes, PATIENCE_S), "ranks are still there"
+    assert not NodeAgent().wait_for_end(processes, PATIENCE_S), "ranks are still there"
 
 
 @pytest.mark.parametrize(
@@ -252,7 +252,7 @@ def test_node_that_stays_silent(ranks: BareRanks, monkeypatch: pytest.MonkeyPatc
     lose(ranks)
     finder = ranks.executor._placer
     monkeypatch.setattr(ranks.executor._agents, "silent", lambda node_ids, check: set(node_ids))
-    monkeypatch.setattr(finder, "_config", replace(finder._config, placement_timeout_s=1.0))
+    monkeypatch.setattr(finder, "config", replace(finder.config, placement_timeout_s=1.0))
     watch = Stopwatch()
     with pytest.raises(PlacementError, match="without 1 that do not answer"):
         ranks.rebuild()

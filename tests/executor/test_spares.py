@@ -18,7 +18,7 @@ from support.zoo import PLAIN
 from executor.bare_ranks import BareRanks, bare_ranks
 from executor.driver_process import driver_process
 from executor.ray_engines import free_cpus
-from tpengine.executor.launch.node_agent import state
+from tpengine.executor.launch.node_agent import NodeAgent
 from tpengine.executor.watch import FENCE_S, HEARTBEAT_S
 
 Wait = Callable[[Callable[[], bool], float], None]
@@ -64,12 +64,12 @@ def test_spares_become_ranks(folder: Path, wait_until: Wait) -> None:
         now = [place.process for place in ranks.executor.places]
         assert good in now
         assert frozen not in now
-        wait_until(lambda: state(frozen) == "", PATIENCE_S)
+        wait_until(lambda: NodeAgent.state(frozen) == "", PATIENCE_S)
         assert ranks.generate() == expected
         wait_until(lambda: len(ranks.spare_processes()) == 2, 60.0)
         left = [*ranks.spare_processes(), *now]
         ranks.executor.shutdown()
-        wait_until(lambda: not any(map(state, left)), PATIENCE_S)
+        wait_until(lambda: not any(map(NodeAgent.state, left)), PATIENCE_S)
 
 
 def test_driver_that_is_stopped_and_killed(
@@ -78,14 +78,14 @@ def test_driver_that_is_stopped_and_killed(
     """Its ranks end while it is stopped; it goes on, says so, and is killed while it rebuilds."""
     with driver_process("lost_driver.py", folder, ray_address) as driver:
         ranks = [tuple(rank) for rank in driver.hear()]
-        assert all(map(state, ranks))
+        assert all(map(NodeAgent.state, ranks))
         driver.process.send_signal(signal.SIGSTOP)
         start = time.monotonic()
         time.sleep(FENCE_S - 2.0)
-        are_there = all(map(state, ranks))
+        are_there = all(map(NodeAgent.state, ranks))
         if time.monotonic() - start < FENCE_S - HEARTBEAT_S:  # or this process had a pause itself
             assert are_there, "ranks must outlive a short pause of their driver"
-        wait_until(lambda: not any(map(state, ranks)), FENCE_S + PATIENCE_S)
+        wait_until(lambda: not any(map(NodeAgent.state, ranks)), FENCE_S + PATIENCE_S)
         print(f"\nranks gone {time.monotonic() - start:.2f} s after their driver was stopped")
         driver.process.send_signal(signal.SIGCONT)
         cause, spares = driver.hear()
@@ -95,7 +95,7 @@ def test_driver_that_is_stopped_and_killed(
         assert driver.process.poll() is None
     everyone = [*ranks, *rebuilt, *map(tuple, spares)]
     watch = Stopwatch()
-    wait_until(lambda: not any(map(state, everyone)), PATIENCE_S)
+    wait_until(lambda: not any(map(NodeAgent.state, everyone)), PATIENCE_S)
     assert watch.own_s < 5.0
     wait_until(lambda: free_cpus() == ray.cluster_resources()["CPU"], PATIENCE_S)
     assert not shared_memory_files(driver.process.pid)

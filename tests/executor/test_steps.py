@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import threading
 import time
 from collections.abc import Callable
@@ -9,7 +10,7 @@ from collections.abc import Callable
 import pytest
 from support.processors import Stopwatch
 
-from executor.channels import EPOCH, TIMEOUT_S, answer, open_channels
+from executor.channels import EPOCH, TIMEOUT_S, answer, open_channels, receive
 from tpengine import EngineArgs
 from tpengine.config import RayConfig
 from tpengine.executor.channel import (
@@ -22,7 +23,7 @@ from tpengine.executor.channel import (
 )
 from tpengine.executor.codec import encode
 from tpengine.executor.diagnosis import RankFailure, RanksFailedError
-from tpengine.executor.watch import StepDeadline, StepExchange, StepStoppedError, WakeUp
+from tpengine.executor.watch import StepDeadline, StepExchange, WakeUp
 
 Respond = Callable[[int, Channel, Frame], None]
 
@@ -33,7 +34,7 @@ def serve(channels: list[Channel], respond: Respond) -> None:
     def run(rank: int, channel: Channel) -> None:
         try:
             while True:
-                respond(rank, channel, channel.receive(TIMEOUT_S))
+                respond(rank, channel, receive(channel, TIMEOUT_S))
         except ChannelError:
             channel.close()
 
@@ -43,7 +44,7 @@ def serve(channels: list[Channel], respond: Respond) -> None:
 
 def fail(channel: Channel, step: int, rank: int, type_name: str) -> None:
     failure = RankFailure(rank, "here", "step 1", type_name, "text", "", [])
-    channel.send(FrameKind.FAILURE, step, encode(failure.to_fields()), TIMEOUT_S)
+    channel.send(FrameKind.FAILURE, step, encode(dataclasses.astuple(failure)), TIMEOUT_S)
 
 
 def test_step_reaches_all_and_late_answers_are_dropped() -> None:
@@ -125,8 +126,11 @@ def test_wake_up_ends_a_step_whose_channels_are_open() -> None:
         waking = threading.Timer(0.2, wake_up.set)
         waking.start()
         watch = Stopwatch()
-        with pytest.raises(StepStoppedError):
+        with pytest.raises(RanksFailedError) as caught:
             exchange.run(1, b"p", TIMEOUT_S)
+        [(rank, error)] = caught.value.failures.items()
+        assert rank == 1
+        assert "step 1 was given up" in str(error)
         assert watch.own_s < 2.0
         waking.join(TIMEOUT_S)
         # A step that all ranks have answered counts, whatever happened to them since.

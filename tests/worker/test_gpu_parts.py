@@ -16,7 +16,7 @@ from tpengine.engine.startup import memory_table, start_workers
 from tpengine.engine_args import EngineArgs
 from tpengine.errors import CacheSizeError, ConfigError, GraphCaptureError
 from tpengine.messages import BlockMoves, MemoryLedger
-from tpengine.worker import device, memory
+from tpengine.worker import device
 from tpengine.worker.cache_engine import PooledBlocks, staged_blocks
 from tpengine.worker.gpu import graphs as cuda_graph
 from tpengine.worker.gpu.graphs import Capture, DecodeGraphs, Recorded, Run, graph_sizes
@@ -94,7 +94,7 @@ def test_staging(block_bytes: int, host_blocks: int, expected: int) -> None:
     ],
 )
 def test_budget_on_a_gpu(free: int, share: float, reserved: int, expected: int) -> None:
-    budget = memory.cuda_kv_budget_bytes(80 * GIB, free * GIB, share, reserved * GIB)
+    budget = device.cuda_kv_budget_bytes(80 * GIB, free * GIB, share, reserved * GIB)
     assert budget == pytest.approx(expected * GIB, abs=1)
 
 
@@ -319,7 +319,7 @@ def test_a_worker_reserves_what_it_will_take(
         reserved.append(args[-1])
         return GIB, 1 << 20
 
-    monkeypatch.setattr(memory, "kv_budget_bytes", budget)
+    monkeypatch.setattr(device, "kv_budget_bytes", budget)
     ledger = worker.profile_num_available_blocks()
     assert recorded == [8, 4]
     assert ledger.graphs_bytes == 4 * 1000  # sizes 1, 2, 4, 8

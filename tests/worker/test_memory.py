@@ -12,7 +12,7 @@ from support.zoo import PLAIN
 
 from tpengine.engine_args import EngineArgs
 from tpengine.errors import CacheSizeError
-from tpengine.worker import cache_engine, memory
+from tpengine.worker import cache_engine, device
 from tpengine.worker.cache_engine import CacheEngine, block_bytes
 from tpengine.worker.device import set_num_threads
 from tpengine.worker.worker import Worker
@@ -34,35 +34,35 @@ CPU = torch.device("cpu")
 def test_budget_on_cpu(
     monkeypatch: pytest.MonkeyPatch, free: int, wanted: int | None, expected: int
 ) -> None:
-    monkeypatch.setattr(memory, "cpu_free_bytes", lambda: free)
-    assert memory.cpu_kv_budget_bytes(wanted) == expected
+    monkeypatch.setattr(device, "cpu_free_bytes", lambda: free)
+    assert device.cpu_kv_budget_bytes(wanted) == expected
 
 
 @pytest.mark.parametrize(("free", "kv", "swap"), [(100, 4, 4), (5, 2, 0.5)])
 def test_ranks_of_a_machine_divide_the_defaults(
     monkeypatch: pytest.MonkeyPatch, free: float, kv: float, swap: float
 ) -> None:
-    monkeypatch.setattr(memory, "cpu_free_bytes", lambda: free * GIB)
+    monkeypatch.setattr(device, "cpu_free_bytes", lambda: free * GIB)
     for ranks in (1, 2, 4):
-        assert memory.cpu_kv_budget_bytes(None, ranks) == int(kv * GIB) // ranks
-        assert memory.host_swap_bytes(None, ranks) == int(swap * GIB) // ranks
-        assert memory.cpu_kv_budget_bytes(GIB, ranks) == GIB, "a requested size is per rank"
-        assert memory.host_swap_bytes(0, ranks) == 0
+        assert device.cpu_kv_budget_bytes(None, ranks) == int(kv * GIB) // ranks
+        assert device.host_swap_bytes(None, ranks) == int(swap * GIB) // ranks
+        assert device.cpu_kv_budget_bytes(GIB, ranks) == GIB, "a requested size is per rank"
+        assert device.host_swap_bytes(0, ranks) == 0
 
 
 def test_what_others_hold(monkeypatch: pytest.MonkeyPatch) -> None:
     """Memory that is neither free nor held by this process."""
-    monkeypatch.setattr(memory, "cpu_total_bytes", lambda: 1000 * GIB)
-    monkeypatch.setattr(memory, "cpu_free_bytes", lambda: 900 * GIB)
-    before = memory.cpu_held_by_others_bytes()
+    monkeypatch.setattr(device, "cpu_total_bytes", lambda: 1000 * GIB)
+    monkeypatch.setattr(device, "cpu_free_bytes", lambda: 900 * GIB)
+    before = device.cpu_held_by_others_bytes()
     mine = torch.ones(GIB // 16, dtype=torch.float32)
-    grown = before - memory.cpu_held_by_others_bytes()
+    grown = before - device.cpu_held_by_others_bytes()
     assert 80 * GIB < before < 100 * GIB  # this process may have run many tests before
     assert grown == pytest.approx(mine.nbytes, rel=0.05)
 
 
 def test_free_and_total_are_plausible() -> None:
-    assert 0 < memory.cpu_free_bytes() < memory.cpu_total_bytes()
+    assert 0 < device.cpu_free_bytes() < device.cpu_total_bytes()
 
 
 @pytest.mark.parametrize(
@@ -98,9 +98,9 @@ def test_a_cgroups_limit_counts(
 ) -> None:
     """Pages that only cache files, one GiB in each case, do not count as used."""
     pretend_cgroups(monkeypatch, tmp_path, line, files)
-    monkeypatch.setattr(memory, "_meminfo", lambda key: 50 * GIB)
-    assert memory.cpu_total_bytes() == 3 * GIB
-    assert memory.cpu_free_bytes() == 2 * GIB
+    monkeypatch.setattr(device, "_meminfo", lambda key: 50 * GIB)
+    assert device.cpu_total_bytes() == 3 * GIB
+    assert device.cpu_free_bytes() == 2 * GIB
 
 
 @pytest.mark.parametrize(
@@ -173,12 +173,12 @@ def pretend_cgroups(
             return cgroup
         return real(str(path).replace("/sys/fs/cgroup", str(tmp_path)))
 
-    monkeypatch.setattr(memory, "Path", moved)
+    monkeypatch.setattr(device, "Path", moved)
 
 
 def test_peak_memory_counts_what_was_freed_again() -> None:
     size = 200 << 20
-    with memory.PeakMemory(CPU) as peak:
+    with device.PeakMemory(CPU) as peak:
         torch.ones(size, dtype=torch.uint8)
     assert peak.peak_bytes > 0.9 * size
 
@@ -199,8 +199,8 @@ def test_the_first_blocks_have_their_memory_from_the_start(
     monkeypatch.setattr(cache_engine, "_POPULATE_S", 30.0)
     args = EngineArgs(str(models.folder(PLAIN)), dtype="float32", device="cpu")
     for free, num_ranks, wanted in ((GIB, 1, 64 << 20), (GIB, 2, 32 << 20), (-GIB, 1, 0)):
-        monkeypatch.setattr(memory, "cpu_free_bytes", lambda free=free: free)
-        assert memory.populate_bytes(num_ranks) == wanted
+        monkeypatch.setattr(device, "cpu_free_bytes", lambda free=free: free)
+        assert device.populate_bytes(num_ranks) == wanted
         worker = Worker(args.create_engine_config("cpu"))
         worker._num_local_ranks = num_ranks
         worker.init_device()

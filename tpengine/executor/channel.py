@@ -28,7 +28,7 @@ import socket
 import struct
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from tpengine.errors import EngineError
@@ -87,21 +87,6 @@ class ChannelTimeoutError(ChannelError):
     """The peer did not answer in time."""
 
 
-class RanksMissingError(ChannelTimeoutError):
-    """Ranks did not connect in time.
-
-    Attributes:
-        ranks: their numbers.
-    """
-
-    def __init__(self, ranks: Sequence[int], address: tuple[str, int], timeout_s: float) -> None:
-        super().__init__(
-            f"ranks {list(ranks)} did not connect to {address[0]}:{address[1]} within "
-            f"{timeout_s:.0f} s; make that address reachable from their nodes"
-        )
-        self.ranks = list(ranks)
-
-
 class Channel:
     """One end of a connection whose peer has proved that it knows the secret.
 
@@ -148,19 +133,10 @@ class Channel:
             if sent == len(rest):
                 return
             rest = rest[sent:]
-            self._wait(select.POLLOUT, deadline, timeout_s)
-
-    def receive(self, timeout_s: float) -> Frame:
-        """Waits for the next frame.
-
-        Raises:
-            ChannelError: the peer closed the connection, sent something else than a frame, or
-                sent nothing within the timeout.
-        """
-        deadline = time.monotonic() + timeout_s
-        while (frame := self.take()) is None:
-            self._wait(select.POLLIN, deadline, timeout_s)
-        return frame
+            poll = select.poll()
+            poll.register(self._sock, select.POLLOUT)
+            if not poll.poll(max(0.0, deadline - time.monotonic()) * 1e3):
+                raise ChannelTimeoutError(f"the peer read nothing for {timeout_s:.1f} s")
 
     def take(self) -> Frame | None:
         """Returns the next frame if it has arrived; does not wait.
@@ -195,16 +171,6 @@ class Channel:
         del buffer[:end]
         return Frame(_KINDS[kind], epoch, step, payload)
 
-    def _wait(self, event: int, deadline: float, timeout_s: float) -> None:
-        poll = select.poll()
-        poll.register(self._sock, event)
-        if not poll.poll(max(0.0, deadline - time.monotonic()) * 1e3):
-            raise ChannelTimeoutError(f"no sign of the peer for {timeout_s:.1f} s")
-
-
-def _proceed() -> None:
-    """The check of a wait that nothing interrupts."""
-
 
 class Listener:
     """Accepts the channels of one group's ranks, on the address of the driver's node only.
@@ -233,7 +199,7 @@ class Listener:
         self,
         size: int,
         timeout_s: float,
-        check: Callable[[], None] = _proceed,
+        check: Callable[[], None] = lambda: None,
         per_rank: int = 1,
     ) -> list[Channel]:
         """Waits for `per_rank` channels of each of `size` ranks; refuses peers without the secret.
@@ -245,7 +211,7 @@ class Listener:
             The channels, ordered by rank, then by index.
 
         Raises:
-            RanksMissingError: ranks did not connect within the timeout.
+            ChannelTimeoutError: ranks did not connect within the timeout.
         """
         deadline = time.monotonic() + timeout_s
         wanted = [(rank, index) for rank in range(size) for index in range(per_rank)]
@@ -256,7 +222,11 @@ class Listener:
             while missing := {rank for rank, index in wanted if (rank, index) not in found}:
                 check()
                 if time.monotonic() > deadline:
-                    raise RanksMissingError(sorted(missing), self.address, timeout_s)
+                    raise ChannelTimeoutError(
+                        f"ranks {sorted(missing)} did not connect to {self.address[0]}:"
+                        f"{self.address[1]} within {timeout_s:.0f} s; make that address reachable "
+                        "from their nodes"
+                    )
                 # A short wait: a handshake that ends in its thread does not end the `poll`.
                 if poll.poll(_POLL_S * 1e3):
                     self.greet()

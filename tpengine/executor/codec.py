@@ -40,6 +40,7 @@ _GETTERS: dict[type[Any], Callable[[Any], tuple[Any, ...]]] = {
     kind: attrgetter(*(field.name for field in dataclasses.fields(kind)))
     for kind in (BlockMoves, Candidates, Fork, NewSequence, PromptLogprobs, TokenLogprobs)
 }
+_OUTPUT_FIELDS = attrgetter(*(field.name for field in dataclasses.fields(StepOutput)))
 _PARAM_DEFAULTS: dict[str, Any] = dict(vars(SamplingParams()))
 
 
@@ -106,15 +107,8 @@ def _all_rows(count: int) -> list[int]:
 
 
 def _plain_output(output: StepOutput) -> list[Any]:
-    return [
-        output.step,
-        _as_words(output.token_ids),
-        output.logprobs,
-        output.model_s,
-        output.candidates,
-        output.prompt_logprobs,
-        output.errors,
-    ]
+    step, token_ids, *rest = _OUTPUT_FIELDS(output)
+    return [step, _as_words(token_ids), *rest]
 
 
 def _as_words(token_ids: list[int]) -> bytes | list[int]:

@@ -9,9 +9,7 @@ others.
 from __future__ import annotations
 
 import collections
-import dataclasses
 import logging
-import traceback
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -31,8 +29,6 @@ _STACK_S = 3.0
 _END_S = 0.5
 """How long it may take from the end of a rank's connection to that of its process."""
 _LOG_LINES = 20
-_MAX_TEXT = 20_000
-"""Characters of a traceback or message that are sent."""
 _STOPPED = ("", "T", "t")
 _STATES = {
     "": "its process is gone",
@@ -80,7 +76,7 @@ class RankPlace:
 
 @dataclass(frozen=True, slots=True)
 class RankFailure:
-    """An exception on a rank, as plain data.
+    """An exception on a rank, as plain data: `RankFailure(*dataclasses.astuple(failure))` is equal.
 
     Attributes:
         place: host, node address and process, for people.
@@ -98,23 +94,6 @@ class RankFailure:
     log_lines: list[str]
     waited_for: int | None = None
 
-    @classmethod
-    def of(
-        cls, error: BaseException, rank: int, place: str, phase: str, log_lines: list[str]
-    ) -> RankFailure:
-        """Describes an exception that was caught."""
-        text = "".join(traceback.format_exception(error))
-        return cls(
-            rank=rank,
-            place=place,
-            phase=phase,
-            type_name=type(error).__name__,
-            message=str(error)[:_MAX_TEXT],
-            traceback=text[-_MAX_TEXT:],
-            log_lines=log_lines,
-            waited_for=getattr(error, "failed_rank", None),
-        )
-
     @property
     def is_consequence(self) -> bool:
         """Whether the rank only noticed that another one had gone."""
@@ -125,10 +104,6 @@ class RankFailure:
         """The exception's type, if it is an engine error of `tpengine.errors`."""
         kind = getattr(errors, self.type_name, None)
         return kind if isinstance(kind, type) and issubclass(kind, EngineError) else None
-
-    def to_fields(self) -> tuple[object, ...]:
-        """The fields as plain data; `RankFailure(*fields)` is the way back."""
-        return tuple(getattr(self, field.name) for field in dataclasses.fields(self))
 
     def to_error(self) -> EngineError:
         """The exception to raise: of the rank's own type if that is an engine error. It names the
@@ -184,20 +159,19 @@ class RanksFailedError(EngineError):
 
 
 class LastLines(logging.Handler):
-    """Keeps the last log lines of a rank, which are sent with a failure."""
+    """Keeps the last log lines of a rank, which are sent with a failure.
+
+    Attributes:
+        lines: oldest first.
+    """
 
     def __init__(self) -> None:
         super().__init__()
-        self._lines: collections.deque[str] = collections.deque(maxlen=_LOG_LINES)
+        self.lines: collections.deque[str] = collections.deque(maxlen=_LOG_LINES)
         self.setFormatter(logging.Formatter("%(levelname)s %(asctime)s %(name)s] %(message)s"))
 
     def emit(self, record: logging.LogRecord) -> None:
-        self._lines.append(self.format(record)[:1000])
-
-    @property
-    def lines(self) -> list[str]:
-        """The lines, oldest first."""
-        return list(self._lines)
+        self.lines.append(self.format(record)[:1000])
 
 
 class NodeSilentError(EngineError):
@@ -254,7 +228,7 @@ class Diagnosis:
 
         Args:
             may_hold: whether it may be silent without limit while its process runs, as when it
-                imports libraries.
+                connects or imports libraries.
         """
         place = self._places[rank]
         try:
@@ -262,15 +236,6 @@ class Diagnosis:
         except NodeSilentError:
             return not self._agents.is_starting(place.node_id)
         return state in _STOPPED or (silent_s >= HOLD_S and not may_hold)
-
-    def is_stopped(self, rank: int) -> bool:
-        """Whether a rank's process is stopped or gone. False if its node does not answer, as the
-        node's agent may only be starting."""
-        place = self._places[rank]
-        try:
-            return self._agents.ask(place.node_id, "state", place.process) in _STOPPED
-        except NodeSilentError:
-            return False
 
     def explain(self, rank: int, failure: Failure, doing: Doing, last_phase: str) -> RankLoss:
         """Says why a rank was lost; or the rank that it waited for, if it names one.

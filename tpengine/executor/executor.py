@@ -20,11 +20,13 @@ class Executor(ABC):
 
     Attributes:
         devices: a line about each rank's device, in rank order; empty before `load`.
+        nodes: the address or name of each rank's machine, in rank order.
         start_times_s: seconds of each phase of the latest start, in order; empty if the executor
             does not measure them.
     """
 
     devices: Sequence[str] = ()
+    nodes: Sequence[str] = (platform.node(),)
     start_times_s: Mapping[str, float] = MappingProxyType({})
 
     @abstractmethod
@@ -55,11 +57,6 @@ class Executor(ABC):
         """On CPU: writes to the first blocks, so that the kernel provides their memory before the
         first prompts. Not called after a recovery, when streams wait."""
         self._run_workers("populate_cache")
-
-    @property
-    def nodes(self) -> list[str]:
-        """The address or name of each rank's machine, in rank order."""
-        return [platform.node()]
 
     def execute_model(self, step: StepInput) -> StepOutput:
         """Runs one step on every rank; returns rank 0's answer.

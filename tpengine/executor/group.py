@@ -17,13 +17,7 @@ from typing import Any, Protocol, TypeVar
 
 from tpengine.config import EngineConfig
 from tpengine.errors import EngineError, GroupLostError, RankLoss
-from tpengine.executor.channel import (
-    Channel,
-    ChannelError,
-    ChannelTimeoutError,
-    Listener,
-    RanksMissingError,
-)
+from tpengine.executor.channel import Channel, ChannelError, ChannelTimeoutError, Listener
 from tpengine.executor.diagnosis import (
     ANSWER_S,
     IDLE,
@@ -36,14 +30,7 @@ from tpengine.executor.diagnosis import (
     RankPlace,
     RanksFailedError,
 )
-from tpengine.executor.watch import (
-    FROZEN_S,
-    RankSilentError,
-    RankWatch,
-    StepExchange,
-    StepStoppedError,
-    WakeUp,
-)
+from tpengine.executor.watch import FROZEN_S, RankWatch, StepExchange, WakeUp
 from tpengine.logger import init_logger
 from tpengine.messages import Rendezvous
 
@@ -118,18 +105,12 @@ def gather(
     deadline = time.monotonic() + timeout_s
     answers: dict[int, Any] = {}
     failures: dict[int, Failure] = {}
-    while len(answers) + len(failures) < len(ranks):
-        left_s = deadline - time.monotonic()
-        if left_s <= 0.0:
-            break
-        for rank, answer in calls.wait(min(_CHECK_S, left_s)).items():
-            if isinstance(answer, Failure):
-                failures[rank] = answer
-                deadline = min(deadline, time.monotonic() + _GRACE_S)
-            else:
-                answers[rank] = answer
-        if len(answers) < len(ranks):
-            check()
+    while len(answers) < len(ranks) and (left_s := deadline - time.monotonic()) > 0.0:
+        check()
+        answers |= calls.wait(min(_CHECK_S, left_s))
+        failures = {rank: answer for rank, answer in answers.items() if isinstance(answer, Failure)}
+        if failures:
+            deadline = min(deadline, time.monotonic() + _GRACE_S)
     if not failures and len(answers) < len(ranks):
         reason = (
             f"no answer within {timeout_s:.0f} s: it is frozen, or its machine very slow "
@@ -231,9 +212,10 @@ class Group:
             if time.monotonic() < look_at:
                 return
             for rank in missing:
-                if self._diagnosis.is_stopped(rank):
-                    silent_s = time.monotonic() - start
-                    raise RanksFailedError({rank: RankSilentError(f"silent for {silent_s:.1f} s")})
+                silent_s = time.monotonic() - start
+                if self._diagnosis.is_frozen(rank, silent_s, may_hold=True):
+                    silent = ChannelTimeoutError(f"silent for {silent_s:.1f} s")
+                    raise RanksFailedError({rank: silent})
             look_at = time.monotonic() + _LOOK_S
 
         with contextlib.closing(listener):
@@ -243,8 +225,8 @@ class Group:
             calls = self._launcher.call("join", dict(enumerate(args)), {})
             try:
                 channels = listener.accept(self._size, wait_s, check, per_rank=2)
-            except RanksMissingError as error:
-                raise RanksFailedError(dict.fromkeys(error.ranks, error)) from error
+            except ChannelTimeoutError as error:  # a rank that has connected has answered
+                raise RanksFailedError(dict.fromkeys(missing, error)) from error
         gather(calls, missing, self._start_timeout_s, self._check)
         logger.debug("channels to the ranks from %s:%d", *listener.address)
         return channels
@@ -325,8 +307,6 @@ class Group:
                 return self._exchange.run(number, payload, timeout_s)[0]
             except RanksFailedError as error:
                 raise self._lost(error.cause, error.failures[error.cause], doing) from None
-            except StepStoppedError:
-                raise GroupLostError(self._await_loss()) from None
             except BaseException as error:  # the ranks may have run the step: they are ahead
                 reason = f"step {number} was interrupted at the driver: {error!r}"
                 self._lost(0, ChannelError(reason), doing)
@@ -356,7 +336,8 @@ class Group:
         self._lost(rank, failure, self._doing)
 
     def _lost(self, rank: int, failure: Failure, doing: Doing) -> GroupLostError | EngineError:
-        """Finds out why the rank was lost, unless a loss is known already, and ends all ranks."""
+        """Finds out why the rank was lost, unless another thread finds or has found a loss, and
+        ends all ranks."""
         if not self._diagnosing.acquire(timeout=_DIAGNOSIS_S):
             return EngineError(f"no diagnosis of lost ranks within {_DIAGNOSIS_S:g} s")
         try:
@@ -376,20 +357,10 @@ class Group:
 
     def _explain(self, rank: int, failure: Failure, doing: Doing) -> RankLoss:
         if self.places:
-            last_phase = "" if self._watch is None else self._watch.last_phase(rank)
+            last_phase = "" if self._watch is None else self._watch.phases[rank]
             return self._diagnosis.explain(rank, failure, doing, last_phase)
         place = f"process {rank} that has not told where it is"
         return RankLoss(rank, place, self.epoch, doing.step, doing.phase, str(failure))
-
-    def _await_loss(self) -> RankLoss:
-        """Waits for the loss that another thread diagnoses."""
-        if self._diagnosing.acquire(timeout=_DIAGNOSIS_S):
-            self._diagnosing.release()
-        if self.loss is not None:
-            return self.loss
-        if self._is_over.is_set():
-            raise EngineError(_OVER)
-        raise EngineError(f"no diagnosis of lost ranks within {_DIAGNOSIS_S:g} s")
 
     def _processes_on(self, node_id: str) -> list[tuple[int, int]]:
         return [place.process for place in self.places if place.node_id == node_id]

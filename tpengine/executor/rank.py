@@ -8,23 +8,19 @@ launcher's thread stays free to answer.
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import logging
 import os
 import queue
 import select
 import threading
+import traceback
 from typing import TYPE_CHECKING, Any
 
 from tpengine import envs
 from tpengine.executor.channel import Channel, ChannelError, Frame, FrameKind, connect
 from tpengine.executor.codec import decode_step, encode
-from tpengine.executor.diagnosis import (
-    DRIVER_GONE,
-    Doing,
-    LastLines,
-    RankFailure,
-    RankPlace,
-)
+from tpengine.executor.diagnosis import DRIVER_GONE, Doing, LastLines, RankFailure, RankPlace
 from tpengine.executor.watch import Heartbeat, end_process
 from tpengine.logger import init_logger
 from tpengine.messages import StepOutput
@@ -32,6 +28,8 @@ from tpengine.messages import StepOutput
 if TYPE_CHECKING:
     from tpengine.worker.worker import Worker
 
+_MAX_TEXT = 20_000
+"""Characters of a traceback or message that are sent."""
 _SEND_TIMEOUT_S = 30.0
 _CALL_LIMIT_S = 24 * 3600.0
 """For a call in the worker's thread. The driver gives up long before."""
@@ -52,7 +50,7 @@ class Rank:
         init_logger("tpengine")
         logging.getLogger("tpengine").addHandler(self._log)
         self._heartbeat: Heartbeat | None = None
-        self._worker: Worker | None = None
+        self._worker: Worker  # from `create` on
         self._calls: queue.SimpleQueue[tuple[str, Any, Any, queue.SimpleQueue[Any]]]
         self._calls = queue.SimpleQueue()
         self._called = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
@@ -114,35 +112,39 @@ class Rank:
         while not self._calls.empty():
             method, args, kwargs, answer = self._calls.get()
             with heartbeat.during(Doing(method)):
-                result = self._run(method, args, kwargs)
-            answer.put(result)
+                answer.put(self._run(method, args, kwargs))
 
     def _run(self, method: str, args: Any, kwargs: Any) -> Any:
         try:
             if method == "create":
                 self._worker = import_worker()(args[0], rank=self._rank)
                 return None
-            return getattr(self._require_worker(), method)(*args, **kwargs)
+            return getattr(self._worker, method)(*args, **kwargs)
         except BaseException as error:
             return self._failure(error, method)
 
     def _step(self, frame: Frame) -> tuple[FrameKind, bytes]:
         try:
             step = decode_step(frame.payload)
-            output = self._require_worker().execute_model(step)
+            output = self._worker.execute_model(step)
             # The other ranks' samples are the same; their empty answer says that they are done.
             answer = output if self._rank == 0 else StepOutput(step.step, [])
             return FrameKind.OUTPUT, encode(answer)
         except BaseException as error:
             failure = self._failure(error, f"step {frame.step}")
-            return FrameKind.FAILURE, encode(failure.to_fields())
-
-    def _require_worker(self) -> Worker:
-        assert self._worker is not None, "the worker was not created"
-        return self._worker
+            return FrameKind.FAILURE, encode(dataclasses.astuple(failure))
 
     def _failure(self, error: BaseException, phase: str) -> RankFailure:
-        return RankFailure.of(error, self._rank, str(self.place), phase, self._log.lines)
+        return RankFailure(
+            rank=self._rank,
+            place=str(self.place),
+            phase=phase,
+            type_name=type(error).__name__,
+            message=str(error)[:_MAX_TEXT],
+            traceback="".join(traceback.format_exception(error))[-_MAX_TEXT:],
+            log_lines=list(self._log.lines),
+            waited_for=getattr(error, "failed_rank", None),
+        )
 
 
 def import_worker() -> type[Worker]:

@@ -77,10 +77,6 @@ class WakeUp:
                 os.close(file)
 
 
-class StepStoppedError(EngineError):
-    """A step was given up because another thread knows that the group is lost or ended."""
-
-
 class StepExchange:
     """Sends a step to every rank and takes the answers.
 
@@ -106,10 +102,12 @@ class StepExchange:
         """Runs one step; returns the answers in rank order.
 
         Raises:
-            RanksFailedError: a rank failed, is gone, or did not answer in time.
-            StepStoppedError: the wake-up was set.
+            RanksFailedError: a rank failed, is gone, or did not answer in time; or the wake-up was
+                set, as another thread knows that the group is lost or ended.
         """
         end = time.monotonic() + timeout_s
+        late: ChannelError
+        late = ChannelTimeoutError(f"step {step} exceeded its deadline of {timeout_s:.1f} s")
         size = len(self._channels)
         answers: dict[int, bytes] = {}
         failures: dict[int, Failure] = {}
@@ -129,12 +127,12 @@ class StepExchange:
                     self._take(fileno, step, answers, failures)
                 else:
                     is_stopped = True
-            if is_stopped and len(answers) < size:
-                raise StepStoppedError(f"step {step} was given up")
-            if not ready or left_s <= 0.0:  # also when there is always something to read
+            if is_stopped:
+                late = ChannelError(f"step {step} was given up: its group is lost or ended")
+            # A deadline that is over counts also when there is always something to read.
+            if is_stopped or not ready or left_s <= 0.0:
                 break
-        if not failures and len(answers) < size:
-            late = ChannelTimeoutError(f"step {step} exceeded its deadline of {timeout_s:.1f} s")
+        if not failures:
             failures = {rank: late for rank in range(size) if rank not in answers}
         if failures:
             raise RanksFailedError(failures)
@@ -189,10 +187,6 @@ class StepDeadline:
         self._seconds = _MEMORY * self._seconds + seconds
 
 
-class RankSilentError(ChannelError):
-    """A rank has not been heard for too long."""
-
-
 class RankWatch(threading.Thread):
     """The driver's side: exchanges heartbeats with every rank until one is lost.
 
@@ -200,6 +194,9 @@ class RankWatch(threading.Thread):
         channels: for heartbeats, in rank order; the thread closes them when it ends.
         is_frozen: whether a rank that has been silent for so many seconds counts as lost.
         on_loss: called in this thread, once, for the first rank that is gone or frozen.
+
+    Attributes:
+        phases: what each rank was doing by its last heartbeat.
     """
 
     def __init__(
@@ -214,11 +211,7 @@ class RankWatch(threading.Thread):
         self._on_loss = on_loss
         self._stopping = WakeUp()
         self._heard_at = [time.monotonic()] * len(channels)
-        self._phases = ["idle"] * len(channels)
-
-    def last_phase(self, rank: int) -> str:
-        """What a rank was doing by its last heartbeat."""
-        return self._phases[rank]
+        self.phases = ["idle"] * len(channels)
 
     def stop(self) -> None:
         """Ends the watch; the ranks notice it by the end of their channels. A second call does
@@ -283,7 +276,7 @@ class RankWatch(threading.Thread):
             while (frame := self._channels[rank].take()) is not None:
                 self._heard_at[rank] = time.monotonic()
                 step = f", step {frame.step}" if frame.step else ""
-                self._phases[rank] = frame.payload.decode(errors="replace")[:100] + step
+                self.phases[rank] = frame.payload.decode(errors="replace")[:100] + step
         except ChannelError as error:
             self._on_loss(rank, error)
             return False
@@ -293,7 +286,7 @@ class RankWatch(threading.Thread):
         silent_s = time.monotonic() - self._heard_at[rank]
         if silent_s < FROZEN_S or not self._is_frozen(rank, silent_s):
             return False
-        self._on_loss(rank, RankSilentError(f"silent for {silent_s:.1f} s"))
+        self._on_loss(rank, ChannelTimeoutError(f"silent for {silent_s:.1f} s"))
         return True
 
     def _send_heartbeats(self) -> bool:

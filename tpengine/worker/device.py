@@ -1,17 +1,30 @@
-"""Chooses a worker's device, its dtypes and its CPU threads."""
+"""A worker's device: choice, dtypes, CPU threads, memory, and how much of it the KV cache takes.
+
+On CPU the limit is the machine's or that of the tightest control group (cgroup, version 1 or 2).
+"""
 
 from __future__ import annotations
 
+import contextlib
 import math
 import os
+from collections.abc import Iterator
+from pathlib import Path
 
 import torch
 
 from tpengine import envs
+from tpengine.config import CacheConfig
 from tpengine.errors import ConfigError
 from tpengine.ops.library import cpu_isa
-from tpengine.worker.memory import cpu_limit
 
+GIB = 1 << 30
+_DEFAULT_BYTES = 4 * GIB
+"""Most that the ranks of a machine take for the KV cache, and for swap, unless told otherwise."""
+_KV_DEFAULT_SHARE = 0.4
+_SWAP_DEFAULT_SHARE = 0.1
+_POPULATE_PART = 16
+_CGROUP_ROOT = "/sys/fs/cgroup"
 _DTYPES = {
     "float32": torch.float32,
     "float": torch.float32,
@@ -102,3 +115,210 @@ def set_num_threads(local_ranks: int) -> int:
 def _usable_cores() -> int:
     cores, quota = len(os.sched_getaffinity(0)), cpu_limit()
     return cores if quota is None else min(cores, math.ceil(quota))
+
+
+def kv_budget_bytes(
+    device: torch.device, config: CacheConfig, num_local_ranks: int, reserved: int
+) -> tuple[int, int]:
+    """Returns (all memory of the device, what the KV cache of one rank may take), in bytes.
+
+    Args:
+        num_local_ranks: ranks of the engine that share a CPU's memory.
+        reserved: see `cuda_kv_budget_bytes`.
+    """
+    if device.type == "cpu":
+        return cpu_total_bytes(), cpu_kv_budget_bytes(config.cpu_kv_cache_bytes, num_local_ranks)
+    free, total = torch.cuda.mem_get_info(device)
+    return total, cuda_kv_budget_bytes(total, free, config.gpu_memory_utilization, reserved)
+
+
+def cpu_kv_budget_bytes(wanted: int | None, num_local_ranks: int = 1) -> int:
+    """Returns bytes for the KV cache of one rank on CPU: what the user asked for, or the rank's
+    part of a modest share of the free memory.
+
+    Args:
+        num_local_ranks: ranks of the engine that share this machine's memory.
+    """
+    return _share_of_free(_KV_DEFAULT_SHARE, num_local_ranks) if wanted is None else wanted
+
+
+def host_swap_bytes(wanted: int | None, num_local_ranks: int = 1) -> int:
+    """The same as `cpu_kv_budget_bytes` for the host memory of swapped blocks."""
+    return _share_of_free(_SWAP_DEFAULT_SHARE, num_local_ranks) if wanted is None else wanted
+
+
+def populate_bytes(num_local_ranks: int) -> int:
+    """Returns the bytes of one rank's KV cache on CPU that get their memory at the start. It is a
+    small part: a cache that is larger than the memory works as long as little of it is used."""
+    return max(0, cpu_free_bytes()) // _POPULATE_PART // num_local_ranks
+
+
+def _share_of_free(share: float, num_local_ranks: int) -> int:
+    return min(_DEFAULT_BYTES, int(share * max(0, cpu_free_bytes()))) // num_local_ranks
+
+
+def cuda_kv_budget_bytes(total: int, free: int, share: float, reserved: int) -> int:
+    """Returns bytes for the KV cache of one rank on a GPU.
+
+    Memory of other processes counts against the share, no matter when they took it.
+
+    Args:
+        total, free: of the device's memory, with the weights already in it.
+        share: gpu_memory_utilization.
+        reserved: what the engine will still take besides the cache: activations, graphs, staging.
+    """
+    unusable = total - int(total * share)
+    return max(0, free - unusable - reserved)
+
+
+def how_to_get_more(device: torch.device, one_block: int) -> str:
+    """Tells a user what to change if no block fits.
+
+    Args:
+        one_block: bytes of a block.
+    """
+    if device.type == "cpu":
+        needed = math.ceil(1e6 * one_block / GIB) / 1e6  # rounded up: the named value is enough
+        return f"raise cpu_kv_cache_space to at least {needed:.6f} (GiB)"
+    return (
+        "raise gpu_memory_utilization, free memory on the device, or lower "
+        "max_num_batched_tokens or max_num_seqs, whose worst step is set aside"
+    )
+
+
+def cpu_total_bytes() -> int:
+    """Returns the memory of the machine, or the limit of the cgroup if that is less."""
+    return min([_meminfo("MemTotal"), *(limit for limit, _ in _cgroup_memory())])
+
+
+def cpu_free_bytes() -> int:
+    """Returns what this process could still allocate; negative if a cgroup is over its limit."""
+    return min([_meminfo("MemAvailable"), *(limit - used for limit, used in _cgroup_memory())])
+
+
+def cpu_held_by_others_bytes() -> int:
+    """Returns the part of the memory that other processes hold."""
+    own = _status("RssAnon") + _status("RssShmem")  # file pages can be given back
+    return max(0, cpu_total_bytes() - max(0, cpu_free_bytes()) - own)
+
+
+def held_by_others_bytes(device: torch.device) -> int:
+    """Returns what other processes hold of a device's memory; on a GPU this includes the CUDA
+    context of this process."""
+    if device.type == "cpu":
+        return cpu_held_by_others_bytes()
+    free, total = torch.cuda.mem_get_info(device)
+    return max(0, total - free - torch.cuda.memory_reserved(device))
+
+
+def cuda_peak_bytes(device: torch.device) -> int:
+    """Returns the most that torch held at once since the last `PeakMemory` began; 0 on CPU."""
+    if device.type != "cuda":
+        return 0
+    torch.cuda.synchronize(device)
+    return torch.cuda.max_memory_allocated(device)
+
+
+class PeakMemory:
+    """Measures how far memory rises above its start while a block of code runs.
+
+    On CUDA torch's allocator reports it. On CPU it is the resident set's high-water mark, which
+    Linux resets on request; without the reset the result is only a lower bound.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self.start_bytes = 0
+        self.peak_bytes = 0
+
+    def __enter__(self) -> PeakMemory:
+        if self._device.type == "cuda":
+            torch.cuda.synchronize(self._device)
+            torch.cuda.reset_peak_memory_stats(self._device)
+            self.start_bytes = torch.cuda.memory_allocated(self._device)
+        else:
+            with contextlib.suppress(OSError):
+                Path("/proc/self/clear_refs").write_text("5")
+            self.start_bytes = _status("VmRSS")
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        on_gpu = self._device.type == "cuda"
+        peak = cuda_peak_bytes(self._device) if on_gpu else _status("VmHWM")
+        self.peak_bytes = max(0, peak - self.start_bytes)
+
+
+def cpu_limit() -> float | None:
+    """Returns the number of CPUs whose time the tightest cgroup grants; None: no limit."""
+    limits = []
+    for folder, is_v2 in _cgroups("cpu"):
+        if is_v2:
+            quota, period = [*_read_words(folder / "cpu.max"), "", ""][:2]
+        else:
+            names = ("cpu.cfs_quota_us", "cpu.cfs_period_us")
+            quota, period = ("".join(_read_words(folder / name)) for name in names)
+        if quota.isdecimal() and period.isdecimal() and int(period):  # else absent, "max" or -1
+            limits.append(int(quota) / int(period))
+    return min(limits, default=None)
+
+
+def _cgroup_memory() -> list[tuple[int, int]]:
+    """Returns (limit, used) in bytes of every cgroup above this process that sets a limit.
+
+    The kernel counts cached file pages as used, but gives them back when a process needs memory. A
+    model that was just read from disk would otherwise fill its container.
+    """
+    found = []
+    for folder, is_v2 in _cgroups("memory"):
+        if is_v2:
+            names, prefix = ("memory.max", "memory.current"), ""
+        else:
+            names, prefix = ("memory.limit_in_bytes", "memory.usage_in_bytes"), "total_"
+        limit, used = ("".join(_read_words(folder / name)) for name in names)
+        if limit.isdecimal() and used.isdecimal():  # else absent, or "max"
+            pages = (f"{prefix}active_file", f"{prefix}inactive_file")  # without shared memory
+            counts = dict(line.partition(" ")[::2] for line in _read_lines(folder / "memory.stat"))
+            cached = sum(int(counts.get(name, "0")) for name in pages)
+            found.append((int(limit), max(0, int(used) - cached)))
+    return found
+
+
+def _cgroups(controller: str) -> Iterator[tuple[Path, bool]]:
+    """Yields (folder, whether it is of version 2) of this process's cgroups, up to the root."""
+    for line in _read_lines(Path("/proc/self/cgroup")):
+        _, controllers, path = line.split(":", 2)
+        if controllers == "":
+            root = Path(_CGROUP_ROOT)
+        elif controller in controllers.split(","):
+            root = Path(f"{_CGROUP_ROOT}/{controller}")
+        else:
+            continue
+        folder = root / path.lstrip("/")
+        for parent in (folder, *folder.parents):
+            yield parent, controllers == ""
+            if parent == root:
+                break
+
+
+def _read_lines(path: Path) -> list[str]:
+    try:
+        return path.read_text().splitlines()
+    except OSError:
+        return []
+
+
+def _read_words(path: Path) -> list[str]:
+    return " ".join(_read_lines(path)).split()
+
+
+def _meminfo(key: str) -> int:
+    return _read_kib("/proc/meminfo", key)
+
+
+def _status(key: str) -> int:
+    return _read_kib("/proc/self/status", key)
+
+
+def _read_kib(path: str, key: str) -> int:
+    lines = Path(path).read_text().splitlines()
+    return next((int(line.split()[1]) for line in lines if line.startswith(f"{key}:")), 0) * 1024

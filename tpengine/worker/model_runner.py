@@ -32,10 +32,10 @@ from tpengine.messages import PromptLogprobs, StepInput, StepOutput
 from tpengine.models.registry import CausalLM
 from tpengine.worker.cache_engine import CacheEngine
 from tpengine.worker.decode_recording import DecodeRecording
+from tpengine.worker.device import cuda_peak_bytes
 from tpengine.worker.gpu.attention_plans import GpuAttention
 from tpengine.worker.gpu.graphs import DecodeGraphs
 from tpengine.worker.input_batch import InputBatch, PromptRow, StepArrays, upload_step
-from tpengine.worker.memory import cuda_peak_bytes
 from tpengine.worker.sampling_state import SamplingSlots
 from tpengine.worker.transfers import Downloads, Uploads, end_of_work
 

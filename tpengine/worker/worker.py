@@ -20,7 +20,7 @@ from tpengine.messages import MemoryLedger, Rendezvous, StepInput, StepOutput
 from tpengine.models.loader import load_model
 from tpengine.models.registry import CausalLM
 from tpengine.ops.recording import has_recordings
-from tpengine.worker import device, memory
+from tpengine.worker import device
 from tpengine.worker.cache_engine import CacheEngine, block_bytes, staged_blocks
 from tpengine.worker.decode_recording import MAX_RECORDED_ROWS, DecodeRecording, try_to_record
 from tpengine.worker.gpu.attention_plans import GpuAttention, claim_gpu
@@ -123,7 +123,7 @@ class Worker:
             CacheSizeError: not even one block fits.
         """
         one_block, cache = self._block_bytes(), self._config.cache
-        space = memory.host_swap_bytes(cache.swap_space_bytes, self._num_local_ranks)
+        space = device.host_swap_bytes(cache.swap_space_bytes, self._num_local_ranks)
         num_host_blocks = space // one_block
         # A GPU also holds buffers for swaps, which come with the cache, and attention's scratch,
         # which is there already.
@@ -135,7 +135,7 @@ class Worker:
             peak, logits = max(0, known_peak_bytes - scratch), 0
         graphs = self._recording_bytes()
         self._release()
-        total, budget = memory.kv_budget_bytes(
+        total, budget = device.kv_budget_bytes(
             self._device, cache, self._num_local_ranks, peak + graphs + staging
         )
         wanted = cache.num_device_blocks_override
@@ -150,15 +150,15 @@ class Worker:
             num_device_blocks=budget // one_block if wanted is None else wanted,
             num_host_blocks=num_host_blocks,
             communicator_bytes=self._parallel.communicator_bytes,
-            held_by_others_bytes=memory.held_by_others_bytes(self._device),
+            held_by_others_bytes=device.held_by_others_bytes(self._device),
             logits_bytes=logits,
             graphs_bytes=graphs,
         )
         if ledger.num_device_blocks < 1:
             raise CacheSizeError(
                 f"no block of the KV cache fits on rank {ledger.rank}: one takes "
-                f"{one_block / memory.GIB:.6f} GiB and {budget / memory.GIB:.6f} GiB may be used; "
-                f"{memory.how_to_get_more(self._device, one_block)}"
+                f"{one_block / device.GIB:.6f} GiB and {budget / device.GIB:.6f} GiB may be used; "
+                f"{device.how_to_get_more(self._device, one_block)}"
             )
         return ledger
 
@@ -181,7 +181,7 @@ class Worker:
     def populate_cache(self) -> None:
         """See `CacheEngine.populate`."""
         assert self._runner is not None, "populate before init_cache_engine"
-        self._runner.cache_engine.populate(memory.populate_bytes(self._num_local_ranks))
+        self._runner.cache_engine.populate(device.populate_bytes(self._num_local_ranks))
 
     def execute_model(self, step: StepInput) -> StepOutput:
         """Runs one step."""
@@ -206,7 +206,7 @@ class Worker:
             if is_device_fault(error):
                 raise
             size, host_size = (
-                count * self._block_bytes() / memory.GIB for count in (num_blocks, num_host_blocks)
+                count * self._block_bytes() / device.GIB for count in (num_blocks, num_host_blocks)
             )
             raise CacheSizeError(
                 f"{num_blocks} blocks of the KV cache ({size:.2f} GiB) on {self._device} and "
@@ -278,7 +278,7 @@ class Worker:
         """Returns bytes of activations in the worst step, and how many of them logits and sampling
         take, which is measured on a GPU only."""
         runner = self._make_runner(self._make_cache(1))
-        with self._forward(), memory.PeakMemory(self._device) as peak:
+        with self._forward(), device.PeakMemory(self._device) as peak:
             model_peak = runner.run_worst_case()
         if self._gpu is None:
             return peak.peak_bytes, 0

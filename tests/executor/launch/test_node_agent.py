@@ -17,7 +17,7 @@ from support.processors import Stopwatch
 
 from tpengine.executor.launch import actors, node_agent
 from tpengine.executor.launch.actors import Agents
-from tpengine.executor.launch.node_agent import NodeAgent, python_stack, state
+from tpengine.executor.launch.node_agent import NodeAgent, python_stack
 from tpengine.host import start_ticks
 
 TIMEOUT_S = 5.0
@@ -81,8 +81,8 @@ def test_stack_of_a_stopped_process() -> None:
         assert "in_the_weeds" in python_stack(process.pid)
         ticks = start_ticks(process.pid)
         assert ticks is not None
-        assert state((process.pid, ticks)) == "T"
-        assert state((process.pid, ticks + 1)) == "", "another process of the same number"
+        assert NodeAgent.state((process.pid, ticks)) == "T"
+        assert NodeAgent.state((process.pid, ticks + 1)) == "", "another process of the same number"
     finally:
         process.kill()
         process.wait(TIMEOUT_S)

@@ -119,7 +119,7 @@ class RayLauncher:
     Args:
         spares: by index of the bundle: an actor; None: a new one is started.
         spare_devices: by index of the bundle: the devices that a spare gets there.
-        driver_node_id: the node whose ranks come first.
+        agents: of the ranks' nodes; the ranks on the driver's own node come first.
 
     Attributes:
         bundle_devices: of each bundle's rank; empty until the ranks have told where they are.
@@ -128,10 +128,9 @@ class RayLauncher:
     def __init__(
         self,
         placement: Placement,
-        bundle: dict[str, float],
+        bundle: Mapping[str, float],
         spares: Sequence[Any | None],
         spare_devices: Sequence[tuple[str, ...]],
-        driver_node_id: str,
         agents: Agents,
     ) -> None:
         self.agents = agents
@@ -140,34 +139,24 @@ class RayLauncher:
         self._bundle = bundle
         self._spares = spares
         self._spare_devices = spare_devices
-        self._driver_node_id = driver_node_id
         self._actors: list[Any] = []
 
     def start(self) -> _ActorCalls:
         refs = {}
-        for index, spare in enumerate(self._spares):
-            devices = None if spare is None else self._spare_devices[index]
-            actor = self._start_actor(index) if spare is None else spare
+        for index, actor in enumerate(self._spares):
+            devices = None
+            if actor is None:
+                strategy, options = self._placement.strategy(index), actor_options(self._bundle)
+                actor = _start(RayWorker, strategy, envs.for_ranks(), **options)
+            else:
+                devices = self._spare_devices[index]
             self._actors.append(actor)
             refs[index] = actor.describe.remote(devices)
         return _ActorCalls(refs)
 
-    def _start_actor(self, index: int) -> Any:
-        options = actor_options(self._bundle)
-        return (
-            ray.remote(RayWorker)
-            .options(
-                **options,
-                scheduling_strategy=self._placement.strategy(index),
-                max_restarts=0,
-                max_task_retries=0,
-            )
-            .remote(envs.for_ranks())
-        )
-
     def order(self, places: Sequence[RankPlace]) -> list[RankPlace]:
         self.bundle_devices = [place.devices for place in places]
-        order = order_places(places, self._driver_node_id)
+        order = order_places(places, self.agents.own_node_id)
         self._actors = [self._actors[index] for index in order]
         return [places[index] for index in order]
 
@@ -186,19 +175,19 @@ class RayLauncher:
                     ray.kill(actor, no_restart=True)
 
 
-def _start_on(node_id: str, actor_class: type[Any], *args: Any, **options: Any) -> Any:
-    """Starts an actor that asks for no resources, on one node."""
+def _start(actor_class: type[Any], strategy: Any, *args: Any, **options: Any) -> Any:
+    """Starts an actor that Ray does not start again."""
     return (
         ray.remote(actor_class)
-        .options(
-            num_cpus=0,
-            max_restarts=0,
-            max_task_retries=0,
-            scheduling_strategy=NodeAffinitySchedulingStrategy(node_id, soft=False),
-            **options,
-        )
+        .options(scheduling_strategy=strategy, max_restarts=0, max_task_retries=0, **options)
         .remote(*args)
     )
+
+
+def _start_on(node_id: str, actor_class: type[Any], *args: Any, **options: Any) -> Any:
+    """Starts an actor that asks for no resources, on one node."""
+    strategy = NodeAffinitySchedulingStrategy(node_id, soft=False)
+    return _start(actor_class, strategy, *args, num_cpus=0, **options)
 
 
 class Agents:
@@ -210,18 +199,18 @@ class Agents:
     """
 
     def __init__(self, own_node_id: str) -> None:
-        self._own_node_id = own_node_id
+        self.own_node_id = own_node_id
         self._own = NodeAgent()
         self._actors: dict[str, Any] = {}
         self._started_at: dict[str, float] = {}  # of agents that have not answered yet
 
     def open(self, node_ids: Iterable[str]) -> None:
-        for node_id in set(node_ids) - {self._own_node_id} - self._actors.keys():
+        for node_id in set(node_ids) - {self.own_node_id} - self._actors.keys():
             self._started_at[node_id] = time.monotonic()
             self._actors[node_id] = _start_on(node_id, NodeAgent, max_concurrency=_AGENT_THREADS)
 
     def ask(self, node_id: str, method: str, *args: Any, timeout_s: float = ANSWER_S) -> Any:
-        if node_id == self._own_node_id:
+        if node_id == self.own_node_id:
             return getattr(self._own, method)(*args)
         actor = self._actors.get(node_id)
         if actor is None or not ray.is_initialized():
@@ -240,7 +229,7 @@ class Agents:
         return started_at is not None and time.monotonic() - started_at < _AGENT_START_S
 
     def tell(self, node_id: str, method: str, *args: Any) -> None:
-        if node_id == self._own_node_id:
+        if node_id == self.own_node_id:
             getattr(self._own, method)(*args)
         elif (actor := self._actors.get(node_id)) is not None and ray.is_initialized():
             with contextlib.suppress(RayError):
@@ -255,7 +244,7 @@ class Agents:
         Args:
             check: called repeatedly meanwhile; an exception of it ends the wait.
         """
-        asked = set(node_ids) - {self._own_node_id}
+        asked = set(node_ids) - {self.own_node_id}
         known = asked & self._actors.keys()
         silent, dead = self._unanswered(known, ANSWER_S, check)
         for node_id in dead:
@@ -312,12 +301,10 @@ class Spares:
 
     Args:
         count: how many are kept ready.
-        environment: variables of the driver for them.
     """
 
-    def __init__(self, count: int, environment: dict[str, str], agents: Agents) -> None:
+    def __init__(self, count: int, agents: Agents) -> None:
         self._count = count
-        self._environment = environment
         self._agents = agents
         self._spares: list[_Spare] = []
         self._lock = threading.RLock()
@@ -353,7 +340,7 @@ class Spares:
             wanted.subtract(spare.node_id for spare in self._spares)
             for node_id in wanted.elements():
                 if len(self._spares) < self._count:
-                    actor = _start_on(node_id, RayWorker, self._environment)
+                    actor = _start_on(node_id, RayWorker, envs.for_ranks())
                     self._spares.append(_Spare(node_id, actor, actor.prepare.remote()))
 
     def take(self, node_ids: Sequence[str]) -> list[Any | None]:

@@ -65,7 +65,7 @@ class NodeAgent:
             (`killed by signal 9 (SIGKILL)` or `exit code 3`; empty: it is alive, or unknown,
             Linux's letter for its state; empty: it is gone).
         """
-        return self._end_of(process, patience_s), state(process)
+        return self._end_of(process, patience_s), self.state(process)
 
     def _end_of(self, process: Process, patience_s: float) -> str:
         deadline = time.monotonic() + patience_s
@@ -82,28 +82,43 @@ class NodeAgent:
             return ""
         return "" if code is None else describe_exit(code)
 
-    def state(self, process: Process) -> str:
-        """Linux's letter for its state; empty: it is gone."""
-        return state(process)
+    @staticmethod
+    def state(process: Process) -> str:
+        """Linux's letter for what it does: R runs, S sleeps, T is stopped; empty: it is gone."""
+        fields = living_fields(process[0])
+        if fields is None or int(fields[START_TICKS]) != process[1]:
+            return ""
+        return fields[0]
 
     def stack(self, process: Process) -> str:
         """Its Python stacks, or why there are none."""
-        return python_stack(process[0]) if state(process) else ""
+        return python_stack(process[0]) if self.state(process) else ""
 
-    def tail(self, path: str) -> str:
-        """The end of a log file."""
-        return tail(path)
+    @staticmethod
+    def tail(path: str) -> str:
+        """The end of a log file, without Ray's own marks; empty if it cannot be read."""
+        try:
+            with Path(path or "/").open("rb") as file:
+                file.seek(max(0, file.seek(0, os.SEEK_END) - _LOG_TAIL_BYTES))
+                lines = file.read().decode(errors="replace").splitlines()
+        except OSError:
+            return ""
+        return "\n".join(line for line in lines if not line.startswith(_RAY_MARKS)).strip()
 
     def signal(self, process: Process, number: int) -> None:
         """Sends a signal to a process, if it is still that one."""
-        if state(process):
+        if self.state(process):
             with contextlib.suppress(OSError):
                 os.kill(process[0], number)
 
     def wait_for_end(self, processes: Sequence[Process], patience_s: float) -> list[Process]:
         """Waits for processes to end and removes their files in shared memory; returns those that
         are still there."""
-        left = wait_for_end(processes, patience_s)
+        deadline = time.monotonic() + patience_s
+        left = [process for process in processes if self.state(process)]
+        while left and time.monotonic() < deadline:
+            time.sleep(0.005)
+            left = [process for process in left if self.state(process)]
         host.sweep_segments()
         return left
 
@@ -113,14 +128,6 @@ class NodeAgent:
             os.close(self._files.popitem()[1])
 
 
-def state(process: Process) -> str:
-    """Linux's letter for what it does, as R runs, S sleeps, T is stopped; empty: it is gone."""
-    fields = living_fields(process[0])
-    if fields is None or int(fields[START_TICKS]) != process[1]:
-        return ""
-    return fields[0]
-
-
 def own_error_log() -> str:
     """The file that this process's standard error goes to; empty if it is not a file."""
     try:
@@ -128,28 +135,6 @@ def own_error_log() -> str:
     except OSError:
         return ""
     return target if target.startswith("/") else ""
-
-
-def tail(path: str) -> str:
-    """The end of a log file, without Ray's own marks; empty if it cannot be read."""
-    try:
-        with Path(path or "/").open("rb") as file:
-            file.seek(max(0, file.seek(0, os.SEEK_END) - _LOG_TAIL_BYTES))
-            lines = file.read().decode(errors="replace").splitlines()
-    except OSError:
-        return ""
-    return "\n".join(line for line in lines if not line.startswith(_RAY_MARKS)).strip()
-
-
-def wait_for_end(processes: Sequence[Process], patience_s: float) -> list[Process]:
-    """Waits for processes to end; returns those that are still there."""
-    deadline = time.monotonic() + patience_s
-    left = list(processes)
-    while True:
-        left = [process for process in left if state(process)]
-        if not left or time.monotonic() > deadline:
-            return left
-        time.sleep(0.005)
 
 
 def python_stack(pid: int) -> str:

@@ -12,7 +12,7 @@ import math
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import ray
 from ray.util import get_current_placement_group
@@ -118,7 +118,6 @@ def order_places(places: Sequence[RankPlace], driver_node_id: str) -> list[int]:
             int(address),
             place.node_id,
             devices,
-            index,
         )
 
     return sorted(range(len(places)), key=key)
@@ -161,103 +160,25 @@ def address_of(node_id: str) -> str:
     )
 
 
+@dataclass(slots=True)
 class Placement:
     """A bundle per rank, in a new placement group or in the one that the driver runs in.
 
-    Args:
-        excluded: ids of nodes that get no bundle, as they do not answer.
-        check: called repeatedly while the group waits for room; an exception of it ends the wait.
-
-    Raises:
-        PlacementError: the ranks cannot be placed, or not in time.
+    Attributes:
+        node_ids: the node of each bundle.
+        is_borrowed: whether the group is the one that the driver runs in.
     """
 
-    def __init__(
-        self,
-        bundle: Resources,
-        size: int,
-        config: RayConfig,
-        excluded: Iterable[str] = (),
-        check: Callable[[], None] = lambda: None,
-    ) -> None:
-        self._own: PlacementGroup | None = None
-        strategy, excluded = config.placement_strategy, sorted(excluded)
-        current = get_current_placement_group()
-        if current is not None:
-            self._group = current
-            self._indices = _indices_in(current, bundle, size)
-            self._node_ids = self._find_nodes()
-            return
-        nodes = [node for node in cluster_nodes() if node.node_id not in excluded]
-        reason = explain_infeasible(nodes, bundle, size, strategy)
-        if reason is not None:
-            without = f" without {len(excluded)} that do not answer" if excluded else ""
-            raise PlacementError(
-                f"the ranks cannot be placed on the Ray at {_address()}{without}: {reason}"
-            )
-        selector = {_NODE_LABEL: f"!in({', '.join(excluded)})"} if excluded else {}
-        self._group = self._own = placement_group(
-            [dict(bundle)] * size,
-            strategy=strategy,
-            bundle_label_selector=[selector] * size if selector else None,
-        )
-        self._indices = list(range(size))
-        try:
-            self._wait(bundle, size, config, check)
-            self._node_ids = self._find_nodes()
-        except BaseException:
-            self.remove()
-            raise
+    node_ids: list[str]
+    is_borrowed: bool
+    _group: PlacementGroup
+    _indices: list[int]
 
-    @property
-    def is_borrowed(self) -> bool:
-        """Whether the group is the one that the driver runs in."""
-        return self._own is None
-
-    @property
-    def node_ids(self) -> list[str]:
-        """The node of each bundle."""
-        return list(self._node_ids)
-
-    def _find_nodes(self) -> list[str]:
-        found = placement_group_table(self._group)["bundles_to_node_id"]
-        return [str(found[index]) for index in self._indices]
-
-    def _wait(
-        self, bundle: Resources, size: int, config: RayConfig, check: Callable[[], None]
-    ) -> None:
-        timeout_s = config.placement_timeout_s
-        start = time.monotonic()
-        wanted = f"{size} x {describe(bundle)} ({config.placement_strategy})"
-        if self._wait_until(start + min(_PATIENCE_S, timeout_s), check):
-            return
-        logger.warning(
-            "waiting up to %.0f s for room on the Ray cluster at %s: wanted %s, available now %s "
-            "of %s",
-            timeout_s,
-            _address(),
-            wanted,
-            _amounts(ray.available_resources(), bundle),
-            _amounts(ray.cluster_resources(), bundle),
-        )
-        if self._wait_until(start + timeout_s, check):
-            return
-        raise PlacementError(
-            f"no room on the Ray cluster at {_address()} within {timeout_s:.0f} s: wanted "
-            f"{wanted}, available {_amounts(ray.available_resources(), bundle)} of "
-            f"{_amounts(ray.cluster_resources(), bundle)}; wait for other programs to finish, "
-            'raise placement_timeout_s, or start a Ray for this engine: ray_address="local"'
-        )
-
-    def _wait_until(self, deadline: float, check: Callable[[], None]) -> bool:
-        """Whether the group gets its room before the deadline."""
-        while True:
-            check()
-            # Ray counts whole seconds: it takes 0.5 as 0.
-            if self._group.wait(1):
-                return True
-            if time.monotonic() >= deadline:
-                return False
+    @classmethod
+    def of(cls, group: PlacementGroup, indices: list[int], is_borrowed: bool) -> Placement:
+        """The placement of ranks in the bundles of these indices."""
+        nodes = placement_group_table(group)["bundles_to_node_id"]
+        return cls([str(nodes[index]) for index in indices], is_borrowed, group, indices)
 
     def strategy(self, index: int) -> PlacementGroupSchedulingStrategy:
         """The strategy that starts an actor in the bundle of this index."""
@@ -266,11 +187,15 @@ class Placement:
         )
 
     def remove(self) -> None:
-        """Gives the bundles back, unless the group is the one that the driver runs in."""
-        group, self._own = self._own, None
-        if group is not None:
-            with contextlib.suppress(Exception):  # the cluster may have gone
-                remove_placement_group(group)
+        """Gives the bundles back, unless the group is the one that the driver runs in. A second
+        call does nothing."""
+        if not self.is_borrowed:
+            _remove(self._group)
+
+
+def _remove(group: PlacementGroup) -> None:
+    with contextlib.suppress(Exception):  # the cluster may have gone
+        remove_placement_group(group)
 
 
 def _indices_in(group: PlacementGroup, bundle: Resources, size: int) -> list[int]:
@@ -293,48 +218,38 @@ def _amounts(resources: Resources, names: Iterable[str]) -> str:
     return describe({name: resources.get(name, 0.0) for name in names})  # Ray leaves out zeros
 
 
-class NodeCheck(Protocol):
-    """Asks nodes whether they answer."""
-
-    def silent(self, node_ids: Iterable[str], check: Callable[[], None]) -> set[str]:
-        """Returns the nodes that do not answer."""
-
-
+@dataclass(slots=True)
 class Placer:
     """Finds bundles for the ranks of one engine on nodes that answer.
 
     Args:
         bundle: resources of one rank.
+        find_silent: returns those of some nodes that do not answer.
         check: called repeatedly during everything that may take long; an exception of it ends the
             wait.
     """
 
-    def __init__(
-        self,
-        bundle: dict[str, float],
-        size: int,
-        config: RayConfig,
-        nodes: NodeCheck,
-        check: Callable[[], None],
-    ) -> None:
-        self._bundle = bundle
-        self._size = size
-        self._config = config
-        self._nodes = nodes
-        self._check = check
+    bundle: Resources
+    size: int
+    config: RayConfig
+    find_silent: Callable[[Iterable[str]], set[str]]
+    check: Callable[[], None]
 
     def place(self, silent: set[str]) -> Placement:
         """Makes a placement on nodes that answer.
 
         Args:
             silent: nodes that do not answer; those that are found here are added.
+
+        Raises:
+            PlacementError: the ranks cannot be placed, or not in time.
         """
         while True:
-            placement = Placement(self._bundle, self._size, self._config, silent, self._check)
+            placement = self._place_without(silent)
             if not silent:  # at the first start Ray's view of the cluster is taken
                 return placement
             try:
-                more = self._nodes.silent(placement.node_ids, self._check)
+                more = self.find_silent(placement.node_ids)
             except BaseException:
                 placement.remove()
                 raise
@@ -342,6 +257,63 @@ class Placer:
                 return placement
             placement.remove()
             silent |= more
+
+    def _place_without(self, excluded: set[str]) -> Placement:
+        """Makes a placement with no bundle on the nodes of these ids."""
+        current = get_current_placement_group()
+        if current is not None:
+            return Placement.of(current, _indices_in(current, self.bundle, self.size), True)
+        strategy = self.config.placement_strategy
+        nodes = [node for node in cluster_nodes() if node.node_id not in excluded]
+        reason = explain_infeasible(nodes, self.bundle, self.size, strategy)
+        if reason is not None:
+            without = f" without {len(excluded)} that do not answer" if excluded else ""
+            raise PlacementError(
+                f"the ranks cannot be placed on the Ray at {_address()}{without}: {reason}"
+            )
+        selector = {_NODE_LABEL: f"!in({', '.join(sorted(excluded))})"}
+        group = placement_group(
+            [dict(self.bundle)] * self.size,
+            strategy=strategy,
+            bundle_label_selector=[selector] * self.size if excluded else None,
+        )
+        try:
+            self._wait(group)
+            return Placement.of(group, list(range(self.size)), False)
+        except BaseException:
+            _remove(group)
+            raise
+
+    def _wait(self, group: PlacementGroup) -> None:
+        """Waits until the group has its room."""
+        timeout_s, start = self.config.placement_timeout_s, time.monotonic()
+        if self._has_room(group, start + min(_PATIENCE_S, timeout_s)):
+            return
+        where = f"room on the Ray cluster at {_address()}"
+        logger.warning("waiting up to %.0f s for %s: %s", timeout_s, where, self._describe_room())
+        if not self._has_room(group, start + timeout_s):
+            raise PlacementError(
+                f"no {where} within {timeout_s:.0f} s: {self._describe_room()}; wait for other "
+                "programs to finish, raise placement_timeout_s, or start a Ray for this engine: "
+                'ray_address="local"'
+            )
+
+    def _has_room(self, group: PlacementGroup, deadline: float) -> bool:
+        """Whether the group gets its room before the deadline."""
+        while True:
+            self.check()
+            # Ray counts whole seconds: it takes 0.5 as 0.
+            if group.wait(1):
+                return True
+            if time.monotonic() >= deadline:
+                return False
+
+    def _describe_room(self) -> str:
+        return (
+            f"wanted {self.size} x {describe(self.bundle)} ({self.config.placement_strategy}), "
+            f"available now {_amounts(ray.available_resources(), self.bundle)} of "
+            f"{_amounts(ray.cluster_resources(), self.bundle)}"
+        )
 
     def replace(self, old: Placement | None, silent: set[str]) -> Placement:
         """Returns the old placement if its nodes answer, else another one. Without room for
@@ -353,7 +325,7 @@ class Placer:
         Raises:
             PlacementError: there was no room without the silent nodes until the timeout.
         """
-        deadline = time.monotonic() + self._config.placement_timeout_s
+        deadline = time.monotonic() + self.config.placement_timeout_s
         is_first = True
         while old is None or silent & set(old.node_ids):
             try:
@@ -373,7 +345,7 @@ class Placer:
                 if is_first:
                     logger.warning("%s; they are asked again until the timeout", error)
                 is_first = False
-            self._check()
+            self.check()
             time.sleep(_PAUSE_S)  # an agent that is known to be dead answers at once
-            silent &= self._nodes.silent(silent, self._check)
+            silent &= self.find_silent(silent)
         return old

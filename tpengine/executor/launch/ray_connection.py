@@ -19,7 +19,7 @@ import ray
 
 from tpengine import envs
 from tpengine.errors import ConfigError, EngineError
-from tpengine.executor.launch.node_agent import tail
+from tpengine.executor.launch.node_agent import NodeAgent
 from tpengine.host import kept_sigterm_handler
 from tpengine.logger import init_logger
 
@@ -198,7 +198,7 @@ def _check_reachable(address: str, origin: str) -> None:
 def _last_words_of_ray(since: float) -> str:
     """The last line of a control server's log that was written since then."""
     for path in sorted(envs.ray_folders()[0].glob(_CONTROL_LOGS)):
-        lines = tail(str(path)).splitlines()
+        lines = NodeAgent.tail(str(path)).splitlines()
         if lines and path.stat().st_mtime >= since:
             return f"its log {path} ends with: {lines[-1]}"
     return "it left no log"
@@ -206,7 +206,12 @@ def _last_words_of_ray(since: float) -> str:
 
 def _ray_children() -> set[int]:
     """This process's children that run programs of Ray; empty on systems without /proc."""
-    return {pid for pid in _children_of()[os.getpid()] if _RAY_FOLDER in _command(pid)}
+    found = set()
+    for pid in _children_of()[os.getpid()]:
+        with contextlib.suppress(OSError):  # it has ended meanwhile
+            if _RAY_FOLDER in Path(f"/proc/{pid}/cmdline").read_bytes().decode(errors="replace"):
+                found.add(pid)
+    return found
 
 
 def _end_ray_children(but: set[int]) -> None:
@@ -237,10 +242,3 @@ def _children_of() -> defaultdict[int, list[int]]:
             parent = (folder / "stat").read_bytes().rpartition(b")")[2].split()[1]
             found[int(parent)].append(int(folder.name))
     return found
-
-
-def _command(pid: int) -> str:
-    try:
-        return Path(f"/proc/{pid}/cmdline").read_bytes().decode(errors="replace")
-    except OSError:
-        return ""

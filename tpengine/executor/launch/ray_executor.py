@@ -16,15 +16,9 @@ from typing import Any
 
 import ray
 
-from tpengine import envs, host
+from tpengine import host
 from tpengine.config import EngineConfig, RayConfig
-from tpengine.errors import (
-    ConfigError,
-    EngineError,
-    GroupLostError,
-    RankLoss,
-    WorkerDiedError,
-)
+from tpengine.errors import ConfigError, EngineError, GroupLostError, RankLoss, WorkerDiedError
 from tpengine.executor.codec import decode_output, encode
 from tpengine.executor.diagnosis import RankPlace
 from tpengine.executor.executor import Executor
@@ -85,15 +79,14 @@ class StartTimes:
         patience_s = max(_LEAST_APPEAR_S, _APPEAR_PATIENCE * self.seconds[PROCESSES])
         self.appear_s = min(self.appear_s, patience_s)
 
-    def __str__(self) -> str:
-        phases = ", ".join(f"{name} {spent:.2f} s" for name, spent in self.seconds.items())
-        return f"{sum(self.seconds.values()):.2f} s: {phases}"
-
 
 class RayExecutor(Executor):
     """One actor per rank, in a placement group.
 
     `load` starts the first group, and leaves nothing behind if that fails.
+
+    Attributes:
+        nodes: addresses, as Ray knows them; those of the last group while a new one starts.
     """
 
     def __init__(self, config: EngineConfig, connection: RayConnection | None = None) -> None:
@@ -101,20 +94,18 @@ class RayExecutor(Executor):
         assert ray_config is not None, "a RayExecutor needs config.parallel.ray"
         self._config = config
         self._ray_config: RayConfig = ray_config
-        self._connection: RayConnection | None
-        self._connection = connection or RayConnection(ray_config.address)
+        self._connection: RayConnection | None = connection or RayConnection(ray_config.address)
         # Part of the names of files in shared memory, so that a file's owner can be told.
         self._engine_id = f"{os.getpid()}_{uuid.uuid4().hex[:12]}"
         self._node_id: str = ray.get_runtime_context().get_node_id()
-        self._bundle = rank_bundle(config.device, ray_config.bundle)
         self._agents = Agents(self._node_id)
-        self._spares = Spares(ray_config.spare_workers, envs.for_ranks(), self._agents)
+        self._spares = Spares(ray_config.spare_workers, self._agents)
         self._deadline = StepDeadline(ray_config.step_timeout_s)
         self._placer = Placer(
-            self._bundle,
+            rank_bundle(config.device, ray_config.bundle),
             config.parallel.tensor_parallel_size,
             ray_config,
-            self._agents,
+            lambda node_ids: self._agents.silent(node_ids, self._check),
             self._check,
         )
         self._placement: Placement | None = None
@@ -123,7 +114,7 @@ class RayExecutor(Executor):
         self._times = StartTimes(ray_config.start_timeout_s)
         self.start_times_s = self._times.seconds
         self._peaks: list[int] = []
-        self._nodes: list[str] = []
+        self.nodes = []
         self._turn = threading.Lock()
         self._is_cancelled = threading.Event()
 
@@ -148,11 +139,6 @@ class RayExecutor(Executor):
     def places(self) -> list[RankPlace]:
         """Where each rank of the latest group is or was, in rank order; empty before `load`."""
         return [] if self._group is None else list(self._group.places)
-
-    @property
-    def nodes(self) -> list[str]:
-        """See `Executor`: addresses, as Ray knows them; of the last group while there is none."""
-        return list(self._nodes)
 
     @property
     def loss(self) -> RankLoss | None:
@@ -235,7 +221,6 @@ class RayExecutor(Executor):
         with self._in_turn():
             with self._times.phase("cache"):
                 self._run_workers("init_cache_engine", num_blocks, num_host_blocks)
-            logger.debug("ranks of epoch %d ready in %s", self.epoch, self._times)
             if self._may_use_spares:
                 delay_s = 0.0 if self.epoch == 1 else _REFILL_S
                 self._spares.fill([place.node_id for place in self.places], delay_s)
@@ -306,7 +291,7 @@ class RayExecutor(Executor):
             if spare_devices is not None and self._may_use_spares:
                 spares = self._spares.take(placement.node_ids)
             self._launcher = RayLauncher(
-                placement, self._bundle, spares, spare_devices or [], self._node_id, self._agents
+                placement, self._placer.bundle, spares, spare_devices or [], self._agents
             )
             self._group = group = Group(
                 epoch,
@@ -326,7 +311,7 @@ class RayExecutor(Executor):
                 group.rendezvous(self._engine_id)
         with self._times.phase("devices"):
             lines: list[str] = group.call("init_device")
-        self._nodes = [place.address for place in group.places]
+        self.nodes = [place.address for place in group.places]
         self.devices = [
             f"{line} ({place})" for line, place in zip(lines, group.places, strict=True)
         ]
