@@ -25,13 +25,22 @@ if len(sys.argv) > 1:
 sampling_params = SamplingParams(temperature=0.0, max_tokens=96)
 
 
+def is_mine(pid: int) -> bool:
+    """Whether this process has started a process, directly or through others."""
+    while pid > 1 and pid != os.getpid():
+        status = Path(f"/proc/{pid}/stat").read_text()
+        pid = int(status.rpartition(")")[2].split()[1])  # the parent
+    return pid == os.getpid()
+
+
 def rank_processes() -> list[int]:
-    """Process ids of the ranks on this machine: Ray's actors that have loaded the kernels."""
+    """Process ids of this program's ranks: Ray's actors that have loaded the kernels."""
     found = []
     for folder in Path("/proc").glob("[0-9]*"):
         with contextlib.suppress(OSError):  # the process has ended since
             is_actor = (folder / "cmdline").read_bytes().startswith(b"ray::")
-            if is_actor and "libtpengine_cpu.so" in (folder / "maps").read_text():
+            has_kernels = "libtpengine_cpu.so" in (folder / "maps").read_text()
+            if is_actor and has_kernels and is_mine(int(folder.name)):
                 found.append(int(folder.name))
     return sorted(found)
 
@@ -40,10 +49,9 @@ def main() -> None:
     """Streams one answer, kills a rank in the middle, and compares with an answer of one rank."""
     with LLM(**SETTINGS) as llm:
         undisturbed = "".join(llm.stream(PROMPT, sampling_params))
-    before = set(rank_processes())  # of other engines on this machine
     text, longest_s = "", 0.0
     with LLM(tensor_parallel_size=2, **SETTINGS) as llm:
-        ranks = [pid for pid in rank_processes() if pid not in before]
+        ranks = rank_processes()
         print(f"--- two ranks: processes {ranks}\n{PROMPT}", end="", flush=True)
         last = time.monotonic()
         for number, piece in enumerate(llm.stream(PROMPT, sampling_params), 1):

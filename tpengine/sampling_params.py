@@ -1,4 +1,9 @@
-"""`SamplingParams`: how the tokens of one request are chosen; and its logits processors."""
+"""`SamplingParams`: how the tokens of one request are chosen; and its logits processors.
+
+To add a parameter: a field and its check here; its array by slot in `worker/sampling_state.py`; its
+effect in `layers/sampler.py` or `layers/logit_edits.py`; for gRPC `server/grpc/proto/tpengine.proto`
+and both `convert.py` (server and client).
+"""
 
 from __future__ import annotations
 

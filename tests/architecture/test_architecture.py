@@ -22,12 +22,12 @@ MAX_FUNCTION_LINES = 60
 MAX_NOUN_FIELDS = 14
 
 # Budgets. A commit that raises one says what the lines buy.
-MAX_PACKAGE_LINES = 20_560
+MAX_PACKAGE_LINES = 18_500
 """Lines of code of the package, without docstrings, comments, blank lines and generated stubs."""
-MAX_PACKAGE_FILES = 215
-MAX_NATIVE_LINES = 5_848
+MAX_PACKAGE_FILES = 140
+MAX_NATIVE_LINES = 5_879
 """Lines of C++ and CUDA in csrc/, without blank lines and comments."""
-MAX_TEST_LINES = 24_727
+MAX_TEST_LINES = 27_043
 """Lines of code of tests/."""
 MAY_ADD = {
     "API": 800,
@@ -44,7 +44,7 @@ BEGUN: tuple[str, ...] = ()
 
 # Places that do not meet a rule yet; for a function `place:name`, for a circle its modules.
 NOT_YET: dict[str, set[str]] = {
-    "imports": {"client/generation_client", "executor/group"},
+    "imports": set(),
     "circles": set(),
     "signals": set(),
     "long files": set(),

@@ -17,11 +17,10 @@ import pytest
 import torch
 
 from tpengine.bench import kernels, visit
-from tpengine.bench import visit_parts as visit_parts_module
+from tpengine.bench import visit as visit_parts_module
 from tpengine.bench.cuda_kernels import GROUPS, Setting
 from tpengine.bench.timing import Action, Ceilings, DecodeStep, Row, compare, decode_s
-from tpengine.bench.visit import visit_parts
-from tpengine.bench.visit_parts import Part, run_parts, table
+from tpengine.bench.visit import Part, run_parts, table, visit_parts
 from tpengine.cli.main import main
 
 CEILINGS = Ceilings(4e12, 4.4e12, 8e14, 5e10, 5e10)
@@ -210,7 +209,7 @@ import signal
 import sys
 from pathlib import Path
 from tpengine.bench import visit
-from tpengine.bench.visit_parts import Part
+from tpengine.bench.visit import Part
 from tpengine.cli.main import main
 visit.visit_parts = lambda out, scratch: {parts}
 signal.signal(signal.SIGHUP, signal.SIG_DFL)  # ignored where the tests run under nohup

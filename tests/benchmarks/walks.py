@@ -221,13 +221,22 @@ def _read_entries(path: Path) -> list[Entry]:
     return [(when, place, name) for when, place, name in json.loads(path.read_text())]
 
 
+def _is_mine(pid: int) -> bool:
+    """Whether this process has started a process, directly or through others."""
+    while pid > 1 and pid != os.getpid():
+        status = Path(f"/proc/{pid}/stat").read_text()
+        pid = int(status.rpartition(")")[2].split()[1])  # the parent
+    return pid == os.getpid()
+
+
 def _rank_pids() -> list[int]:
-    """Processes of Ray's on this machine that have loaded the package's kernels."""
+    """This program's actors of Ray that have loaded the package's kernels."""
     found = []
     for folder in Path("/proc").glob("[0-9]*"):
         with contextlib.suppress(OSError):
             is_actor = (folder / "cmdline").read_bytes().startswith(b"ray::")
-            if is_actor and "libtpengine_cpu.so" in (folder / "maps").read_text():
+            has_kernels = "libtpengine_cpu.so" in (folder / "maps").read_text()
+            if is_actor and has_kernels and _is_mine(int(folder.name)):
                 found.append(int(folder.name))
     return sorted(found)
 

@@ -12,11 +12,10 @@ from pathlib import Path
 
 from support.system_packages import require
 
-from tpengine.server.auth import Authenticator
+from tpengine.server.auth import Authenticator, TlsFiles
 from tpengine.server.grpc.server import GrpcServer
 from tpengine.server.limits import Limits
 from tpengine.server.state import ServerState
-from tpengine.server.tls import TlsFiles
 
 WAIT_S = 20.0
 

@@ -15,12 +15,11 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from server.calls import TIMEOUT_S, refused
 from server.guarded import Authority, guarded_server
 from tpengine.errors import ConfigError, PermissionDeniedError, UnauthenticatedError
-from tpengine.server.auth import Authenticator, Client, read_tokens
+from tpengine.server.auth import Authenticator, Client, TlsFiles, read_tokens
 from tpengine.server.grpc.guard import identify_call
 from tpengine.server.grpc.proto import tpengine_pb2 as pb
 from tpengine.server.grpc.proto import tpengine_pb2_grpc
 from tpengine.server.server_args import ServerArgs
-from tpengine.server.tls import TlsFiles
 
 Code = grpc.StatusCode
 ONE, TWO, ADMIN, WRONG = (f"{name}-0123456789abcdef" for name in ("one", "two", "admin", "wrong"))

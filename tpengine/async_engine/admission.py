@@ -125,7 +125,8 @@ class Admission:
             self._num_tokens -= self._tokens.pop(request, 0)
 
     def _look_for_room(self) -> None:
-        """Takes out requests whose first step is being computed: `drop_started` comes after it."""
+        """Counts requests out while their first step is being computed. The engine's thread calls
+        `drop_started` only after that step, which may be long."""
         now = time.monotonic()
         if now - self._looked_at >= _LOOK_S:
             self._looked_at = now

@@ -1,4 +1,12 @@
-"""`AsyncLLMEngine`: serves many requests at once from an event loop; its engine has a thread."""
+"""`AsyncLLMEngine`: serves many requests at once from an event loop; its engine has a thread.
+
+The way of a token from rank 0 to a client of gRPC:
+    `executor/rank.py`: rank 0 sends the answer of a step over its channel.
+    `executor/watch.py`: on the driver, `StepExchange.run` takes it; `LLMEngine.step` makes outputs.
+    `async_engine/engine_thread.py`: after the step, `_hand_over` posts them to the event loop.
+    `async_engine/request_table.py`: `RequestTable.receive` puts each into its request's `Mailbox`.
+    `server/grpc/service.py`: the mailbox's listener, `_TokenSender`, converts and writes it.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Where the outputs of one request wait for its reader, merged into one output at most.
+"""Mailbox: holds the outputs of one request until its reader takes them, merged into one output.
 
 All of it runs on the reader's event loop, so nothing is locked.
 """

@@ -1,7 +1,7 @@
 """The one table of live requests: who reads each of them, its deadlines, and how it ends.
 
 All of it runs on the event loop, so nothing is locked. The engine's thread holds the same
-`LiveRequest` objects; see there which fields it writes.
+`LiveRequest` objects; the class says which fields that thread writes.
 """
 
 from __future__ import annotations

@@ -4,18 +4,263 @@ The machine may be lent only once: the most important parts come first, every pa
 limit, and the next part runs even if one fails. Times are printed next to their predictions. The
 command runs the tests of its checkout, with kernels that are built. It does not change the card's
 settings: the profiler is told not to change the clocks.
+
+The runner, `run_parts`, gives each part a time limit, keeps what a part printed when it is killed,
+and leaves no process behind.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
+import itertools
+import os
+import re
 import shlex
+import shutil
+import signal
+import subprocess
 import sys
 import tempfile
-from dataclasses import replace
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
-from tpengine.bench.visit_parts import Part, run_parts, table
+from tpengine.host import NotedSignal
+
+_TAIL_LINES = 12
+_MOST_SHOWN = 48
+_MOST_COLUMNS = 240
+_LEAST_S = 10.0
+_TELL_S = 6.0
+"""Time for a part that exceeds its limit to print what it found."""
+_KILL_S = 5.0
+_LOOK_S = 0.2
+_SAVE_S = 2.0
+"""Between two writes of `all.txt`."""
+_HALF_BYTES = 256 << 10
+"""Kept of a part's output, at each end: a lent machine returns at most 16 MiB."""
+_GUARD = """
+groups=
+while read -r line; do groups=$line; done
+for group in $groups; do kill -s KILL -- "-$group"; done
+"""
+
+
+@dataclass(frozen=True)
+class Part:
+    """One program of a run.
+
+    Attributes:
+        stage: parts of one stage run at the same time; the next stage starts after all of them.
+        limit_s: seconds until the part is ended; up to twice as many if earlier stages left time.
+        command: the program and its arguments; the part is skipped if the program does not exist.
+        proof: text that the output must contain, so that a run of only skipped tests fails.
+        shown: pattern of the lines that are printed in addition to the last ones.
+    """
+
+    stage: int
+    name: str
+    limit_s: float
+    command: tuple[str, ...]
+    proof: str = ""
+    shown: str | None = None
+
+
+@dataclass(frozen=True)
+class Result:
+    """How and when a part ended; its whole output, and the lines of it to print."""
+
+    part: Part
+    outcome: str
+    seconds: float = 0.0
+    lines: list[str] = field(default_factory=list)
+    text: str = ""
+
+    @property
+    def is_good(self) -> bool:
+        """Whether the part passed, or its program does not exist here."""
+        return self.outcome in ("passed", "not here")
+
+    def __str__(self) -> str:
+        return f"{self.part.name:<32s} {self.seconds:7.1f} s  {self.outcome}"
+
+
+class Guard:
+    """A process that ends the running parts after this process has ended in any way. The parts have
+    sessions of their own and would continue."""
+
+    def __init__(self) -> None:
+        self._process = subprocess.Popen(
+            ["sh", "-c", _GUARD], stdin=subprocess.PIPE, start_new_session=True, text=True
+        )
+
+    def watch(self, groups: Sequence[int]) -> None:
+        """Replaces the process groups to end."""
+        assert self._process.stdin is not None
+        with contextlib.suppress(BrokenPipeError):
+            print(*groups, file=self._process.stdin, flush=True)
+
+    def __enter__(self) -> Guard:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self.watch([])
+        try:
+            self._process.communicate(timeout=_KILL_S)
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+
+
+class _Running:
+    """A part that runs."""
+
+    def __init__(self, part: Part, limit_s: float, folder: Path) -> None:
+        self.part = part
+        self.start = time.monotonic()
+        self._deadline = self.start + limit_s
+        self._told: float | None = None
+        self._path = folder / f"{part.name.replace(' ', '-')}.txt"
+        with self._path.open("w") as file:
+            self._process = subprocess.Popen(
+                part.command, stdout=file, stderr=subprocess.STDOUT, start_new_session=True
+            )
+        self.group = self._process.pid
+
+    def look(self, cut: NotedSignal) -> Result | None:
+        """Returns how the part ended; None: it runs. Ends it step by step when its time is over."""
+        code, now = self._process.poll(), time.monotonic()
+        if code is not None and self._told is None:
+            return self.result("passed" if code == 0 else f"failed with {code}")
+        if self._told is None:
+            if cut.signal is not None or now >= self._deadline:
+                self._told = now
+                self._send(signal.SIGINT)
+            return None
+        if code is None and now < self._told + _TELL_S:
+            return None
+        ended = f"ended after {self._told - self.start:.0f} s"
+        return self.result(ended if cut.signal is None else f"cut by {cut.signal.name}")
+
+    def result(self, outcome: str) -> Result:
+        """The result with the output until now."""
+        text = _text(self._path)
+        if outcome == "passed" and self.part.proof not in text:
+            outcome = "failed: nothing ran"
+        lines = _lines_of(self.part, text)
+        return Result(self.part, outcome, time.monotonic() - self.start, lines, text)
+
+    def end(self) -> None:
+        """Ends all processes of the part, its children included."""
+        self._send(signal.SIGKILL)
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self._process.wait(_KILL_S)
+
+    def _send(self, number: signal.Signals) -> None:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(self.group, number)
+
+
+def run_parts(parts: Sequence[Part], out: Path, budget_s: float) -> list[Result]:
+    """Runs parts until the budget is spent or a signal arrives. Prints the result of each part when
+    it ends; `all.txt` holds all output, including that of running parts.
+
+    Args:
+        budget_s: seconds for all parts together, including the end of the last one.
+    """
+    end = time.monotonic() + budget_s - _TELL_S - _KILL_S
+    stages = [list(stage) for _, stage in itertools.groupby(parts, lambda part: part.stage)]
+    limits = [max(part.limit_s for part in stage) for stage in stages]
+    results: list[Result] = []
+    out.mkdir(parents=True, exist_ok=True)
+    with NotedSignal() as cut, Guard() as guard, tempfile.TemporaryDirectory() as folder:
+        for number, stage in enumerate(stages):
+            left = end - time.monotonic()
+            spare = max(0.0, left - sum(limits[number:]))
+            print(f"--- {', '.join(part.name for part in stage)}", flush=True)
+            started = []
+            for part in stage:
+                outcome = _why_not(part, left, cut)
+                if outcome is None:
+                    limit_s = min(part.limit_s + spare, 2 * part.limit_s, left)
+                    started.append(_Running(part, limit_s, Path(folder)))
+                else:
+                    results.append(Result(part, outcome))
+                    print(results[-1], flush=True)
+            _finish(started, results, out, cut, guard)
+    return results
+
+
+def _why_not(part: Part, left: float, cut: NotedSignal) -> str | None:
+    """Why a part is not started; None: it is started."""
+    if shutil.which(part.command[0]) is None:
+        return "not here"
+    if cut.signal is not None:
+        return f"not run: cut by {cut.signal.name}"
+    return "no time left" if left < min(_LEAST_S, part.limit_s) else None
+
+
+def _finish(
+    running: list[_Running], results: list[Result], out: Path, cut: NotedSignal, guard: Guard
+) -> None:
+    """Waits for the parts of a stage, and saves their output while they run."""
+    saved = -_SAVE_S
+    try:
+        while running:
+            guard.watch([one.group for one in running])
+            for one in list(running):
+                if (result := one.look(cut)) is None:
+                    continue
+                one.end()
+                running.remove(one)
+                results.append(result)
+                saved = -_SAVE_S
+                write_all(results, out)  # first, because print fails if its reader has gone
+                print("\n".join([*result.lines, str(result)]), flush=True)
+            if time.monotonic() - saved >= _SAVE_S:
+                write_all([*results, *(one.result("is running") for one in running)], out)
+                saved = time.monotonic()
+            time.sleep(_LOOK_S if running else 0.0)
+    finally:
+        for one in running:
+            one.end()
+        guard.watch([])
+        write_all(results, out)
+
+
+def _text(path: Path) -> str:
+    """The text of a file, without its middle if it is long."""
+    with path.open("rb") as file:
+        text = file.read(_HALF_BYTES)
+        left_out = path.stat().st_size - 2 * _HALF_BYTES
+        if left_out > 0:
+            file.seek(left_out, os.SEEK_CUR)
+            text += f"\n... {left_out} bytes are left out ...\n".encode()
+        return (text + file.read()).decode(errors="replace").replace("\r", "\n")
+
+
+def _lines_of(part: Part, text: str) -> list[str]:
+    lines = [line[:_MOST_COLUMNS] for line in text.splitlines()]
+    shown: list[str] = []
+    if part.shown is not None:
+        shown = [line for line in lines[:-_TAIL_LINES] if re.search(part.shown, line)]
+    return shown[-_MOST_SHOWN:] + lines[-_TAIL_LINES:]
+
+
+def table(results: Sequence[Result]) -> str:
+    """A line for each part."""
+    return "\n".join(str(one) for one in results)
+
+
+def write_all(results: Sequence[Result], out: Path) -> None:
+    """Writes the table, the lines to print and the outputs of all parts to `all.txt`."""
+    ends = [f"--- {one.part.name}\n" + "\n".join(one.lines) for one in results if one.lines]
+    whole = [f"=== {one.part.name}\n{one.text}" for one in results if one.seconds]
+    new = out / "all.txt.new"
+    new.write_text("\n".join([table(results), *ends, *whole]))
+    new.replace(out / "all.txt")  # atomic: a signal leaves the old or the new file
+
 
 _BUDGET_S = 570.0
 _PASSED = " passed"

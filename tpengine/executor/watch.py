@@ -34,11 +34,12 @@ from tpengine.executor.diagnosis import (
 HEARTBEAT_S = 0.5
 """Between two heartbeats, in both directions."""
 FROZEN_S = 3.0
-"""A rank that has been silent for so long is looked at."""
+"""After so long without a heartbeat `Diagnosis.is_frozen` decides whether a rank is lost."""
 FENCE_S = 5.0
 """A rank that hears nothing for so long ends itself: its driver makes another group by then."""
 _STUCK_S = 20.0
-"""The same for a rank whose Python threads cannot run, as native code holds Python's lock."""
+"""A rank whose Python threads cannot run for so long, since native code holds Python's lock, ends
+itself."""
 _LATE_S = 1.0
 """If the watch wakes up so much too late, the driver itself was stopped; then no silence counts."""
 _JOIN_S = 15.0
@@ -265,8 +266,8 @@ class RankWatch(threading.Thread):
                 due = now + HEARTBEAT_S
 
     def _frozen_at(self, rank: int) -> float:
-        """When a rank's silence is too long; a rank whose silence is known to be is looked at with
-        every heartbeat."""
+        """The time at which a silent rank is examined; infinity if it has passed: then the rank is
+        examined with every heartbeat of this side."""
         at = self._heard_at[rank] + FROZEN_S
         return at if at > time.monotonic() else float("inf")
 

@@ -279,11 +279,12 @@ class Scheduler:
 
     def _make_room(self, request: Request, num_blocks: int, step: StepBuilder) -> None:
         """Preempts requests until `num_blocks` are free for `request`, or until it is preempted
-        itself. The running request of the highest rank is preempted first (see `policy`)."""
+        itself. The running request that is last in the policy's order is preempted first."""
         blocks, queues = self._blocks, self._queues
         if blocks.num_free_blocks < num_blocks:
-            # First, so that no request is preempted in vain, and so that a remaining request has a
-            # row: without a row the step, and the blocks that it swaps out, would never be sent.
+            # Requests that can never run go first: preempting others for them would be useless. It
+            # also leaves a request with a row: a step without rows is not sent to the ranks, and
+            # then the blocks that it swaps out would be lost.
             for other in tuple(queues.running):
                 reason = None if queues.is_forking(other) else self._why_no_more(other)
                 if reason is not None:

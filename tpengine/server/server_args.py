@@ -14,9 +14,8 @@ from tpengine.async_engine.admission import QueueLimits
 from tpengine.config import EMBEDDED_MODEL
 from tpengine.errors import ConfigError
 from tpengine.options import Options, option
-from tpengine.server.auth import Authenticator, read_tokens
+from tpengine.server.auth import Authenticator, TlsFiles, read_tokens
 from tpengine.server.limits import DEFAULT_MESSAGE_BYTES, Limits
-from tpengine.server.tls import TlsFiles
 
 MAX_PORT = 65535
 MAX_MESSAGE_MIB = 1024

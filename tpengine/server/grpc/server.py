@@ -20,13 +20,12 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
 
 from tpengine.errors import ConfigError, ModelNotFoundError, QueueFullError
-from tpengine.server.auth import Authenticator
+from tpengine.server.auth import Authenticator, CertificateReloader, TlsContents, TlsFiles
 from tpengine.server.grpc.guard import Guard
 from tpengine.server.grpc.proto import LIVENESS, READINESS, SERVICE, tpengine_pb2_grpc
 from tpengine.server.grpc.service import GenerationServicer
 from tpengine.server.limits import Limits
 from tpengine.server.state import ServerState
-from tpengine.server.tls import CertificateReloader, TlsContents, TlsFiles
 
 MAX_WATCHERS = 256
 MAX_WATCHERS_OF_HOST = 64
