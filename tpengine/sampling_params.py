@@ -1,8 +1,8 @@
 """`SamplingParams`: how the tokens of one request are chosen; and its logits processors.
 
 To add a parameter: a field and its check here; its array by slot in `worker/sampling_state.py`; its
-effect in `layers/sampler.py` or `layers/logit_edits.py`; for gRPC `server/grpc/proto/tpengine.proto`
-and both `convert.py` (server and client).
+effect in `layers/sampler.py` or `layers/logit_edits.py`; for gRPC the proto and both `convert.py`
+(`server/grpc/` and `client/`).
 """
 
 from __future__ import annotations
