@@ -73,11 +73,11 @@ def words(snippet: Snippet, folder: Path, target: str) -> list[str]:
         text = snippet.text.replace(ADDRESS, target)
         script.write_text(text)
         return [sys.executable, str(script)]
-    command = snippet.text.replace(".venv/bin/tpengine", f"{sys.executable} -m tpengine.cli")
-    command = command.replace(".venv/bin/python", sys.executable)
-    command = re.sub(r"^python ", f"{sys.executable} ", command)
+    program, *options = shlex.split(snippet.text)
+    module = ["-m", "tpengine.cli"] if program == ".venv/bin/tpengine" else []
+    assert module or program in (".venv/bin/python", "python"), snippet.text
     target_option = ["--target", target] if snippet.needs_server else []
-    return [*shlex.split(command), *target_option]
+    return [sys.executable, *module, *options, *target_option]
 
 
 def test_few_commands_are_not_run() -> None:

@@ -137,7 +137,8 @@ def test_one_line_per_request_and_no_prompt_in_it(engine: AsyncLLMEngine, lines:
         whole = replace(stream(300), output_kind=RequestOutputKind.FINAL_ONLY)
         task = asyncio.create_task(last_output(engine, SECRET, whole, "fourth"))
         before = engine.stats().output_tokens
-        await until(lambda: engine.stats().output_tokens > before)
+        # A step of the second request may still be counted after it has left: one token of it.
+        await until(lambda: engine.stats().output_tokens > before + 2)
         task.cancel()
         await asyncio.wait([task])
 

@@ -9,7 +9,7 @@ from pathlib import Path
 import tpengine
 from tpengine import client
 
-MODULES = sorted(path.stem for path in Path(client.__path__[0]).glob("[a-z]*.py"))
+MODULES = sorted(path.stem for path in Path(client.__file__).parent.glob("[a-z]*.py"))
 TIMEOUT_S = 120.0
 
 
@@ -28,7 +28,7 @@ def test_only_root_files_and_the_proto() -> None:
     assert "tpengine.client.generation_client" in found
     foreign = {name.partition(".")[0] for name in found}
     assert not foreign & {"torch", "transformers", "ray", "numpy"}
-    root_files = {path.stem for path in Path(tpengine.__path__[0]).glob("*.py")}
+    root_files = {path.stem for path in Path(tpengine.__file__).parent.glob("*.py")}
     for name in found:
         parts = name.split(".")
         if parts[0] == "tpengine" and len(parts) > 1 and parts[1] not in root_files:

@@ -24,7 +24,9 @@ def connect_and_count(state: Rank, rendezvous: Rendezvous) -> tuple[int, RankFai
     try:
         connect_by_any_means(state, rendezvous)
     except RendezvousError as error:
-        failure = RankFailure.of(error, state.rank, "here", "connect", [])
+        name, message = type(error).__name__, str(error)
+        culprit = error.failed_rank
+        failure = RankFailure(state.rank, "here", "connect", name, message, "", [], culprit)
     return len(os.listdir("/proc/self/fd")) - before, failure
 
 

@@ -123,8 +123,9 @@ def missing_rank(module: Any) -> None:
 
     def connect(*_: Any) -> None:
         from tpengine.errors import RendezvousError
+        from tpengine.logger import init_logger
 
-        module.logger.warning("only this rank is here")
+        init_logger("tpengine.worker.worker").warning("only this rank is here")
         raise RendezvousError("a rank did not come")
 
     module.Worker.connect = connect

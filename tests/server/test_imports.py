@@ -10,7 +10,7 @@ import pytest
 TIMEOUT_S = 120.0
 
 
-@pytest.mark.parametrize("name", ["auth", "limits", "server_args", "state", "tls"])
+@pytest.mark.parametrize("name", ["auth", "limits", "server_args", "state"])
 def test_shared_files_import_no_grpc(name: str) -> None:
     program = f"import sys, tpengine.server.{name}; print(*sys.modules, sep='\\n')"
     command = [sys.executable, "-c", program]

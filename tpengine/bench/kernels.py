@@ -40,7 +40,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Adds this benchmark's options."""
     parser.add_argument("--repeats", type=int, default=9, help="on CPU: best of these (default: 9)")
     parser.add_argument(
-        "--device", choices=DEVICES, default="auto", help="auto: a GPU if there is one (default)"
+        "--device",
+        choices=DEVICES,
+        default="auto",
+        help="auto: a GPU if there is one (default: %(default)s)",
     )
     groups = tuple(cuda_kernels.GROUPS)
     parser.add_argument("--only", choices=groups, nargs="+", help="on a GPU: these; default: all")

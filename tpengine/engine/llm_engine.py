@@ -61,21 +61,21 @@ class LLMEngine:
     def __init__(self, config: EngineConfig, executor: Executor, log_stats: bool = True) -> None:
         self._config = config
         self._executor = executor
+        # A notebook cell that runs again drops the engine of the first run; its ranks must end.
+        finalizer = weakref.finalize(self, executor.shutdown)
+        finalizer.atexit = False
+        self.counters = EngineCounters()
         try:
             tokenizer = load_tokenizer(config.model)
             ledgers = start_workers(config, executor)
+            blocks = make_block_manager(config.cache, *count_blocks(ledgers))
+            self._scheduler = Scheduler(config.scheduler, blocks)
+            self._recovery = Recovery(config, executor, self._scheduler, ledgers)
+            length, interval = config.model.max_model_len, config.scheduler.stream_interval
+            self._output_processor = OutputProcessor(tokenizer, length, self.counters, interval)
         except BaseException:
-            executor.shutdown()
+            finalizer()
             raise
-        # A notebook cell that runs again drops the engine of the first run; its ranks must end.
-        weakref.finalize(self, executor.shutdown).atexit = False
-        blocks = make_block_manager(config.cache, *count_blocks(ledgers))
-        self._scheduler = Scheduler(config.scheduler, blocks)
-        self._recovery = Recovery(config, executor, self._scheduler, ledgers)
-        self.counters = EngineCounters()
-        self._output_processor = OutputProcessor(
-            tokenizer, config.model.max_model_len, self.counters, config.scheduler.stream_interval
-        )
         self._stat_logger = StatLogger() if log_stats else None
         self._num_requests = 0
         self._num_sequences = 0

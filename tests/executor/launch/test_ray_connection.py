@@ -102,7 +102,7 @@ def _left_of(session: int) -> list[str]:
 def test_a_second_try_goes_well(ray_folder: str) -> None:
     said, left = start_ray(ray_folder, 60)
     assert "Ray did not start: Timed out waiting for file" in said
-    assert "once more" in said
+    assert "starting it again" in said
     assert "connected: True True" in said
     assert left == []
 
