@@ -96,6 +96,7 @@ def target(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
         yield server.target
 
 
+@pytest.mark.check
 @pytest.mark.parametrize("snippet", RUN, ids=str)
 def test_it_runs(snippet: Snippet, target: str, tmp_path: Path) -> None:
     done = subprocess.run(
@@ -110,6 +111,7 @@ def test_it_runs(snippet: Snippet, target: str, tmp_path: Path) -> None:
     assert done.stdout.strip()
 
 
+@pytest.mark.check
 def test_the_demo_completes_four_prompts() -> None:
     done = subprocess.run(
         [sys.executable, "examples/offline_inference.py"],
