@@ -33,17 +33,13 @@ inline void check_launch(const char* op) {
   const cudaError_t error = cudaGetLastError();
   if (error == cudaSuccess) return;
   const std::string text = cudaGetErrorString(error);
-  switch (error) {
-    case cudaErrorInvalidValue:
-    case cudaErrorInvalidConfiguration:
-    case cudaErrorInvalidDeviceFunction:
-    case cudaErrorNoKernelImageForDevice:
-    case cudaErrorLaunchOutOfResources:
-      fail(op, "launch failed: " + text);
-    default:  // a fault of a kernel, which the next CUDA call reports
-      fail(op,
-           text + ", in this operation or one before it; CUDA_LAUNCH_BLOCKING=1 shows in which");
+  const int code = error;
+  // Faults of a kernel, which the next CUDA call reports: memory errors, illegal addresses and
+  // instructions, time-outs, failed assertions. As `_DEVICE_FAULTS` of tpengine/errors.py.
+  if (code == 214 || code == 700 || code == 702 || code == 710 || (code >= 714 && code <= 719)) {
+    fail(op, text + ", in this operation or one before it; CUDA_LAUNCH_BLOCKING=1 shows in which");
   }
+  fail(op, "launch failed: " + text);
 }
 
 // Calls body(T{}) with the element type of `tensor`.

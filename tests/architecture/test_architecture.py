@@ -27,7 +27,7 @@ MAX_PACKAGE_LINES = 18_500
 MAX_PACKAGE_FILES = 140
 MAX_NATIVE_LINES = 5_879
 """Lines of C++ and CUDA in csrc/, without blank lines and comments."""
-MAX_TEST_LINES = 27_054
+MAX_TEST_LINES = 27_055
 """Lines of code of tests/."""
 MAY_ADD = {
     "API": 800,

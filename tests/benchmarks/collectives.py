@@ -127,7 +127,7 @@ def _measure(rank: int, args: argparse.Namespace, connection: Connection) -> Non
             results[way]["step"].append(1e3 * statistics.median(steps))
     if rank == 0:
         connection.send(results)
-    parallel.all_reduce(x)  # nobody leaves before all are done
+    parallel.all_reduce(x)  # no rank leaves before all are done
     parallel.close()
     gloo.close()
 

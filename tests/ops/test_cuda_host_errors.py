@@ -13,7 +13,8 @@ from .cuda_host_library import load_host, needs_compiler
 
 SUCCESS, OUT_OF_MEMORY, CAPTURE_UNSUPPORTED = 0, 2, 900
 LAUNCH_ERRORS = {"invalid value": 1, "configuration": 9, "function": 98, "image": 209,
-                 "resources": 701}  # fmt: skip
+                 "resources": 701, "memory": 2, "driver": 35, "PTX version": 222,
+                 "capture": 900}  # fmt: skip
 FAULTS = {"illegal address": 700, "time-out": 702, "launch failure": 719}
 
 

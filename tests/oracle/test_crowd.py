@@ -1,4 +1,4 @@
-"""A request's tokens do not depend on who runs beside it."""
+"""A request's tokens do not depend on the other requests of its batch."""
 
 from __future__ import annotations
 

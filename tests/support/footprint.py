@@ -42,7 +42,7 @@ class Footprint:
 
     @classmethod
     def at_rest(cls, server: ServerProcess) -> Footprint:
-        """Of a server that nobody uses: the largest of several moments, as a task that looks at
+        """Of an idle server: the largest of several moments, as a task that looks at
         something now and then is missing for the moment between two looks."""
         moments = []
         for _ in range(_LOOKS):

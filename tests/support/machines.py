@@ -87,7 +87,7 @@ _ETC = {
     "passwd": "root:x:0:0:root:{folder}/home:/bin/bash\n"
     "sshd:x:100:65534::/run/sshd:/usr/sbin/nologin\n",
     "shadow": "root:*:19000:0:99999:7:::\nsshd:!:19000::::::\n",
-    "resolv.conf": "",  # nobody to ask, so nobody to wait for
+    "resolv.conf": "",  # no name server, so no look-up waits for one
 }
 
 
@@ -165,7 +165,7 @@ class Machines:
         )
 
     def command(self, machine: int | None, command: str, timeout_s: float) -> list[str]:
-        """What `run` runs, for a `Popen` that lives beside the test."""
+        """What `run` runs, for a `Popen` that lives as long as the test."""
         clean = ["env", "-i", f"HOME={self.home}", "USER=root", "LANG=C.UTF-8", "TERM=dumb"]
         return [
             *self._enter(machine, *KINDS),
@@ -179,11 +179,11 @@ class Machines:
         return self._own(machine) / name
 
     def cut(self, machine: int) -> None:
-        """Pulls the machine's plug out of the switch: nothing gets through, and nobody is told."""
+        """Cuts the machine's link: no packet passes, and no peer is told."""
         self._call(*self._enter(None, "net"), "ip", "link", "set", _name(machine), "down")
 
     def kill(self, machine: int) -> None:
-        """Takes the machine's power away: its processes end, and nobody is told."""
+        """Ends all processes of the machine at once; no peer is told."""
         self.cut(machine)
         first = self._first.pop(_name(machine))
         inside = namespace(first, "pid")

@@ -47,7 +47,7 @@ class Stopwatch:
     @property
     def own_s(self) -> float:
         """About what it would have been, had all had the processors that they wanted; at least
-        half of the time, as whoever sleeps until a timeout wants none."""
+        half of the time, since a process that sleeps until a timeout wants none."""
         elapsed_s = self.elapsed_s
         return elapsed_s * max(self.share, _LEAST_SHARE)
 

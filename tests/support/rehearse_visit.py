@@ -42,7 +42,7 @@ def make_stubs(folder: Path, python: str) -> None:
         "python3": f'PYTHONPATH="$PYTHONPATH:{_HOOK}" exec {python} "$@"',
         "nvidia-smi": f"{_NOTE}\necho no driver, no clocks",
         "nvcc": _COMPILES,
-        "ncu": _RUNS_A_PROGRAM,
+        "ncu": f"echo Registers Per Thread, of a stub\n{_RUNS_A_PROGRAM}",
         "compute-sanitizer": _RUNS_A_PROGRAM,
     }
     for name, text in stubs.items():

@@ -20,7 +20,7 @@ class StepLog:
     num_partial_chunks: int = 0
     """Rows that computed a part of their tokens and left some for later steps."""
     num_mixed_steps: int = 0
-    """Steps that held rows of one token beside longer ones."""
+    """Steps with rows of one token and longer rows."""
     num_preemptions: int = 0
     num_swapped: int = 0
     """Preemptions that moved blocks to the host."""

@@ -18,7 +18,7 @@ from filelock import FileLock, Timeout
 
 _PATIENCE_S = 240
 _LOCK = Path(tempfile.gettempdir()) / "tpengine-test-packages.lock"
-"""Of processes of pytest that run beside each other; apt-get's own lock makes one of them fail."""
+"""Of processes of pytest that run at the same time; apt-get's own lock makes one of them fail."""
 
 
 def require(command: str, package: str) -> str:

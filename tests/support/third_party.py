@@ -1,6 +1,6 @@
 """gRPC clients of other projects, each in its own environment, from the package registries.
 
-What a registry gives is kept in `.cache/clients` beside the project, so that a second run is fast.
+They are kept in the project's folder `.cache/clients`, so that a second run is fast.
 A test whose client cannot be installed is skipped; in CI a skip is a failure (`conftest.py`).
 """
 
