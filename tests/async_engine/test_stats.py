@@ -145,10 +145,10 @@ def test_one_line_per_request_and_no_prompt_in_it(engine: AsyncLLMEngine, lines:
     run_async(ask())
     first, second, third, fourth = lines
     assert first.startswith("request 'first': length after ")
-    assert "20 prompt tokens (0 cached), 5 output tokens; preempted 0 times" in first
+    assert "prompt tokens 20 (0 cached), output tokens 5, preemptions 0" in first
     assert second.startswith("request 'second\\nforged': left by its reader after ")
     assert third.startswith("request 'third': refused: InvalidPromptError after ")
-    assert re.search(r" [1-9]\d* output tokens?;", fourth), fourth  # though its reader got none
+    assert re.search(r"output tokens [1-9]", fourth), fourth  # though its reader got none
     assert "swordfish" not in "".join(lines)
 
 

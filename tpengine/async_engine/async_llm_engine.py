@@ -3,7 +3,7 @@
 The way of a token from rank 0 to a client of gRPC:
     `executor/rank.py`: rank 0 sends the answer of a step over its channel.
     `executor/watch.py`: on the driver, `StepExchange.run` takes it; `LLMEngine.step` makes outputs.
-    `async_engine/engine_thread.py`: after the step, `_hand_over` posts them to the event loop.
+    `async_engine/engine_thread.py`: after the step, `_hand_over` calls the event loop with them.
     `async_engine/request_table.py`: `RequestTable.receive` puts each into its request's `Mailbox`.
     `server/grpc/service.py`: the mailbox's listener, `_TokenSender`, converts and writes it.
 """
@@ -39,7 +39,7 @@ from tpengine.sampling_params import SamplingParams
 START_S = 3600.0
 SHUTDOWN_S = 30.0
 MAX_STEP_S = 30.0
-_RELEASE_S = 60.0
+_FREE_S = 60.0
 _CUT_OFF_S = 2.0
 """The least time that a drain gives the present step to end."""
 _POLL_S = 0.01
@@ -87,8 +87,8 @@ class AsyncLLMEngine:
         self._loop: asyncio.AbstractEventLoop | None = None
         self._watch: asyncio.TimerHandle | None = None
         self._admission = Admission(limits)
-        self._thread = EngineThread(build, self._admission)
-        self._requests = RequestTable(self._admission, self._thread.end, log_requests)
+        self._thread = EngineThread(build)
+        self._requests = RequestTable(self._admission, self._thread.abort, log_requests)
         self._engine = self._thread.start(start_timeout_s)
         self._texts = TextWorker(self._engine, limits.max_requests)
 
@@ -174,10 +174,10 @@ class AsyncLLMEngine:
         try:
             yield live.mailbox
         finally:
-            self._requests.end(live, "left by its reader")
+            self._requests.finish(live, "left by its reader")
 
     async def abort(self, request_id: str) -> bool:
-        """Ends a request, whose reader gets `RequestAbortedError`. Its blocks are free when this
+        """Aborts a request, whose reader gets `RequestAbortedError`. Its blocks are free when this
         returns, unless a step takes longer than a minute.
 
         Returns:
@@ -187,7 +187,7 @@ class AsyncLLMEngine:
         if live is None:
             return False
         why = f"request {request_id!r} was aborted"
-        await self._requests.release("aborted", why, _RELEASE_S, live)
+        await self._requests.abort("aborted", why, _FREE_S, live)
         return True
 
     def owner(self, request_id: str) -> str | None:
@@ -297,11 +297,11 @@ class AsyncLLMEngine:
             self._intake = _Intake.DRAINING
         end = time.monotonic() + timeout_s
         await self._requests.wait_until_empty(timeout_s)
-        self._receive()  # a request whose last output is on its way has finished
+        await asyncio.sleep(0)  # a request whose last output is on its way finishes
         why = f"the engine ends, and gave its requests {timeout_s:.1f} s to finish"
         # A step that hangs must not prolong the drain.
         late, left_s = self._requests.all(), max(_CUT_OFF_S, end - time.monotonic())
-        await self._requests.release("cut off", why, left_s, *late)
+        await self._requests.abort("cut off", why, left_s, *late)
         return len(late)
 
     async def shutdown(self, step_s: float = SHUTDOWN_S) -> None:
@@ -316,7 +316,7 @@ class AsyncLLMEngine:
             EngineError: the step, or the end of the ranks, took longer; the thread hangs in it.
         """
         self._intake = _Intake.CLOSED
-        self._requests.fail_all(self._death)
+        self._fail_all()
         if self._watch is not None:
             self._watch.cancel()
         self._texts.stop()
@@ -349,9 +349,9 @@ class AsyncLLMEngine:
                     "loop at a time: give each its own"
                 )
             for live in self._requests.all():  # the loop of their readers was closed
-                self._requests.end(live, "left by its reader")
+                self._requests.finish(live, "left by its reader")
             self._loop, self._watch = loop, None
-            self._thread.bind(loop, self._receive)
+            self._thread.bind(loop, self._requests.receive, self._fail_all)
         if self._watch is None:
             self._watch = loop.call_later(_WATCH_S, self._look)
 
@@ -367,18 +367,18 @@ class AsyncLLMEngine:
                 "another one"
             )
 
-    def _receive(self) -> None:
-        """Takes what the engine's thread has sent."""
-        self._requests.receive(self._thread.take_events())
-        if self._thread.ended:
-            self._requests.fail_all(self._death)
+    def _fail_all(self) -> None:
+        """Finishes all requests, because the engine has ended."""
+        self._requests.fail_all(self._death)
 
     def _look(self) -> None:
-        """Bounds every wait for an output: a thread that died may have sent no last event."""
-        self._receive()
+        """Bounds every wait for an output: a thread that died may not have said so."""
+        loop = asyncio.get_running_loop()
         self._watch = None
-        if self._requests.awaits_events:
-            self._watch = asyncio.get_running_loop().call_later(_WATCH_S, self._look)
+        if self._thread.ended:
+            loop.call_soon(self._fail_all)  # after the events that it has sent
+        elif self._requests.awaits_events:
+            self._watch = loop.call_later(_WATCH_S, self._look)
 
     def _death(self) -> EngineDeadError:
         if self._thread.failure is None:

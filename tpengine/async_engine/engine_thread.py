@@ -11,13 +11,11 @@ import gc
 import queue
 import threading
 import time
-from collections import deque
 from collections.abc import Callable
 from concurrent.futures import Future, wait
 from functools import partial
 from pathlib import Path
 
-from tpengine.async_engine.admission import Admission
 from tpengine.async_engine.request_table import Event, LiveRequest
 from tpengine.engine.llm_engine import LLMEngine
 from tpengine.engine.requests import CheckedRequest
@@ -48,7 +46,6 @@ class EngineThread:
 
     Args:
         build: makes the engine.
-        admission: told which requests have started.
 
     Attributes:
         progress_at: moment of `time.monotonic` at which a step was last finished, or there was no
@@ -56,18 +53,17 @@ class EngineThread:
         failure: the error that ended the thread; None while it runs, and after `stop`.
     """
 
-    def __init__(self, build: Callable[[], LLMEngine], admission: Admission) -> None:
+    def __init__(self, build: Callable[[], LLMEngine]) -> None:
         self._build = build
-        self._admission = admission
         self._built: Future[LLMEngine] = Future()
         self._loop: asyncio.AbstractEventLoop | None = None
-        self._receive: Callable[[], None]
+        self._receive: Callable[[list[Event]], None]
+        self._on_end: Callable[[], None]
         self._commands: queue.SimpleQueue[Command] = queue.SimpleQueue()
-        self._events: deque[list[Event]] = deque()
         self._entered: dict[str, LiveRequest] = {}
         self._stop = threading.Event()
         self._ended = threading.Event()
-        self._pause_s = 0.0
+        self._pause_s = IDLE_S
         self.progress_at = time.monotonic()
         self.failure: BaseException | None = None
         self._thread = threading.Thread(target=self._run, name="tpengine-engine", daemon=True)
@@ -98,25 +94,25 @@ class EngineThread:
         """Whether there will be no more steps."""
         return self._ended.is_set() or not self._thread.is_alive()
 
-    def bind(self, loop: asyncio.AbstractEventLoop, receive: Callable[[], None]) -> None:
-        """From now on calls `receive` on `loop` when there are events, or the thread has ended."""
-        self._receive, self._loop = receive, loop  # in this order: the thread looks at `_loop`
+    def bind(
+        self,
+        loop: asyncio.AbstractEventLoop,
+        receive: Callable[[list[Event]], None],
+        on_end: Callable[[], None],
+    ) -> None:
+        """From now on calls `receive` on `loop` with the events of each step, and `on_end` after
+        the last of them, when the thread ends."""
+        self._receive, self._on_end = receive, on_end
+        self._loop = loop  # last: the thread looks at it first
 
     def enter(self, live: LiveRequest, checked: CheckedRequest) -> None:
         """Gives a request to the engine before its next step."""
         self._commands.put(partial(self._do_enter, live, checked))
 
-    def end(self, live: LiveRequest) -> None:
-        """Takes a request from the engine before its next step; the event None says that it is
-        done."""
-        self._commands.put(partial(self._do_end, live))
-
-    def take_events(self) -> list[Event]:
-        """Returns all events since the last call, in order."""
-        events: list[Event] = []
-        while self._events:
-            events += self._events.popleft()
-        return events
+    def abort(self, live: LiveRequest) -> None:
+        """Takes a request from the engine before its next step; the event None says that all of it
+        is free."""
+        self._commands.put(partial(self._do_abort, live))
 
     def stop(self, timeout_s: float) -> bool:
         """Makes the thread end after its present step, and the engine with it.
@@ -154,14 +150,14 @@ class EngineThread:
             self.failure = error
         finally:
             self._ended.set()
-            self._hand_over([])
+            if self._loop is not None:
+                self._call_in_loop(self._on_end)
             engine.shutdown()
             gc.unfreeze()
 
     def _turn(self, engine: LLMEngine) -> None:
         """Executes the commands, then a step."""
-        pause_s = self._pause_s if engine.has_unfinished_requests() else IDLE_S
-        for command in self._take_commands(pause_s):
+        for command in self._take_commands(self._pause_s):
             command(engine)
         if self._stop.is_set():
             return
@@ -169,12 +165,15 @@ class EngineThread:
         outputs = engine.step()
         advanced = bool(outputs) or engine.last_step is not before
         now = time.monotonic()
-        if advanced or not engine.has_unfinished_requests():
+        has_work = engine.has_unfinished_requests()
+        if advanced or not has_work:
             self.progress_at = now
-        # An engine that cannot advance, for example during a recovery, is not stepped in a busy
-        # loop.
-        self._pause_s = 0.0 if advanced else _STALL_S
-        self._admission.drop_started()
+        if has_work:
+            # An engine that cannot advance, for example during a recovery, is not stepped in a
+            # busy loop.
+            self._pause_s = 0.0 if advanced else _STALL_S
+        else:
+            self._pause_s = IDLE_S
         if outputs:
             self._hand_over(self._make_events(outputs))
             engine.counters.step_seconds["hand_over"] += time.monotonic() - now
@@ -189,7 +188,7 @@ class EngineThread:
         return commands + [self._commands.get_nowait() for _ in range(self._commands.qsize())]
 
     def _do_enter(self, live: LiveRequest, checked: CheckedRequest, engine: LLMEngine) -> None:
-        if live.outcome is not None:  # it ended before this command was executed
+        if live.outcome is not None:  # it finished before this command was executed
             return
         try:
             live.metrics = engine.add_checked(live.request_id, checked, live.arrival_time)
@@ -203,7 +202,7 @@ class EngineThread:
             return
         self._entered[live.request_id] = live
 
-    def _do_end(self, live: LiveRequest, engine: LLMEngine) -> None:
+    def _do_abort(self, live: LiveRequest, engine: LLMEngine) -> None:
         # Compared by identity: another request may have the same id by now.
         if self._entered.get(live.request_id) is live:
             engine.abort_request(live.request_id)
@@ -222,16 +221,17 @@ class EngineThread:
         return events
 
     def _hand_over(self, events: list[Event]) -> None:
-        self._events.append(events)
+        self._call_in_loop(self._receive, events)
+
+    def _call_in_loop(self, callback: Callable[..., None], *args: object) -> None:
         loop = self._loop
         if loop is None:
             return
         try:
-            loop.call_soon_threadsafe(self._receive)
+            loop.call_soon_threadsafe(callback, *args)
         except RuntimeError:  # the loop was closed, and every reader with it
-            self._events.clear()
             for live in tuple(self._entered.values()):
-                self._commands.put(partial(self._do_end, live))
+                self._commands.put(partial(self._do_abort, live))
             if self._loop is loop:  # no other loop was bound in the meantime
                 self._loop = None
 

@@ -1,4 +1,4 @@
-"""The one table of live requests: who reads each of them, its deadlines, and how it ends.
+"""The one table of live requests: who reads each of them, its deadlines, and how it finishes.
 
 All of it runs on the event loop, so nothing is locked. The engine's thread holds the same
 `LiveRequest` objects; the class says which fields that thread writes.
@@ -24,7 +24,6 @@ from tpengine.errors import (
     RequestFailedError,
     RequestIgnoredError,
     TPEngineError,
-    counted,
 )
 from tpengine.logger import init_logger
 from tpengine.outputs import RequestMetrics, RequestOutput
@@ -47,9 +46,9 @@ class LiveRequest:
         arrival_time: seconds of `time.time`.
         metrics: the engine's thread sets and fills them; None until it has the request.
         num_prompt_tokens: 0 until they have been counted.
-        outcome: how it ended, for the log; None while it lives.
+        outcome: how it finished, for the log; None while it lives.
         timers: its deadlines.
-        release: done when the engine holds nothing of it any more; None: no caller waits for that.
+        freed: done when the engine has freed all of it; None: no caller waits for that.
     """
 
     request_id: str
@@ -60,52 +59,56 @@ class LiveRequest:
     num_prompt_tokens: int = 0
     outcome: str | None = None
     timers: list[asyncio.TimerHandle] = field(default_factory=list)
-    release: asyncio.Future[None] | None = None
+    freed: asyncio.Future[None] | None = None
+
+    @property
+    def started_at(self) -> float | None:
+        """Seconds of `time.time` at which its first step was scheduled; None before that."""
+        return None if self.metrics is None else self.metrics.first_scheduled_time
 
     @property
     def phase(self) -> str:
         """How far it has come: queued, prefill or decode."""
-        metrics = self.metrics
-        if metrics is None or metrics.first_scheduled_time is None:
+        if self.metrics is None or self.metrics.first_scheduled_time is None:
             return "queued"
-        return "prefill" if metrics.first_token_time is None else "decode"
+        return "prefill" if self.metrics.first_token_time is None else "decode"
 
-    def log_end(self) -> None:
+    def log_finish(self) -> None:
         """Logs its one line, without the prompt, which may be confidential."""
         if not logger.isEnabledFor(logging.INFO):
             return
         metrics = self.metrics or RequestMetrics(self.arrival_time)
-        first_token_s = None
-        if metrics.first_token_time is not None:
-            first_token_s = metrics.first_token_time - self.arrival_time
         logger.info(
-            "request %r: %s after %.3f s; queue %s, first token %s; %s (%d cached), %s; "
-            "preempted %s",
+            "request %r: %s after %.3f s; queue %s, first token %s; prompt tokens %d (%d cached), "
+            "output tokens %d, preemptions %d",
             self.request_id,
             self.outcome,
             time.time() - self.arrival_time,
-            _seconds(metrics.time_in_queue),
-            _seconds(first_token_s),
-            counted(self.num_prompt_tokens, "prompt token"),
+            self._age(metrics.first_scheduled_time),
+            self._age(metrics.first_token_time),
+            self.num_prompt_tokens,
             metrics.num_cached_tokens,
             # The mailbox gets no token before the end if only the whole output is asked for.
-            counted(self.mailbox.num_output_tokens or metrics.num_sampled_tokens, "output token"),
-            counted(metrics.num_preemptions, "time"),
+            self.mailbox.num_output_tokens or metrics.num_sampled_tokens,
+            metrics.num_preemptions,
         )
+
+    def _age(self, moment: float | None) -> str:
+        return "none" if moment is None else f"{moment - self.arrival_time:.3f} s"
 
 
 Event = tuple[LiveRequest, RequestOutput | Exception | None]
 """News of a request from the engine's thread: an output, the error with which the engine refused
-it, or None: the engine holds nothing of it any more."""
+it, or None: the engine has freed all of it."""
 
 
 class RequestTable:
     """The live requests of one engine, by id.
 
     Args:
-        admission: the bounded queue, in which a request has a place until it starts or ends.
-        end_in_engine: makes the engine's thread end a request and send the event None.
-        log_requests: log a line when a request ends.
+        admission: the bounded queue, in which a request has a place until it starts or finishes.
+        abort_in_engine: makes the engine's thread abort a request and send the event None.
+        log_requests: log a line when a request finishes.
 
     Attributes:
         refused: number of requests that were not taken, by the class of the error.
@@ -114,15 +117,15 @@ class RequestTable:
     def __init__(
         self,
         admission: Admission,
-        end_in_engine: Callable[[LiveRequest], None],
+        abort_in_engine: Callable[[LiveRequest], None],
         log_requests: bool,
     ) -> None:
         self.refused: Counter[str] = Counter()
         self._admission = admission
-        self._end_in_engine = end_in_engine
+        self._abort_in_engine = abort_in_engine
         self._log_requests = log_requests
         self._live: dict[str, LiveRequest] = {}
-        self._releases: set[asyncio.Future[None]] = set()
+        self._frees: set[asyncio.Future[None]] = set()
         self._emptied: asyncio.Future[None] | None = None
 
     def __len__(self) -> int:
@@ -131,7 +134,7 @@ class RequestTable:
     @property
     def awaits_events(self) -> bool:
         """Whether a reader or a caller waits for the engine's thread."""
-        return bool(self._live or self._releases)
+        return bool(self._live or self._frees)
 
     def all(self) -> tuple[LiveRequest, ...]:
         """Returns the live requests."""
@@ -170,46 +173,47 @@ class RequestTable:
 
         Raises:
             QueueFullError: too many prompt tokens wait.
-            Exception: the error that ended the request while it was checked.
+            Exception: the error with which the request finished while it was checked.
         """
         if live.mailbox.error is not None:
             raise live.mailbox.error
         live.num_prompt_tokens = len(checked.prompt_token_ids)
         self._admission.charge(live, live.num_prompt_tokens)
 
-    def end(self, live: LiveRequest, outcome: str, error: Exception | None = None) -> None:
-        """Ends a request from outside, in any phase; nothing happens if it has ended.
+    def finish(self, live: LiveRequest, outcome: str, error: Exception | None = None) -> None:
+        """Finishes a request before its last output, in any phase; nothing happens if it has
+        finished.
 
         Args:
             error: what its reader gets.
         """
-        if self._close(live, outcome, error):
-            self._end_in_engine(live)
+        if self._take_out(live, outcome, error):
+            self._abort_in_engine(live)
 
     def refuse(self, live: LiveRequest | None, error: BaseException) -> None:
-        """Ends and counts a request that was refused; None: it had no place in the table yet."""
+        """Finishes and counts a request that was refused; None: it had no place in the table."""
         name = type(error).__name__
         if live is not None:
-            self.end(live, f"refused: {name}")
+            self.finish(live, f"refused: {name}")
         if isinstance(error, TPEngineError):
             self.refused[name] += 1
 
-    async def release(self, outcome: str, why: str, timeout_s: float, *lives: LiveRequest) -> None:
-        """Ends requests, and waits until the engine holds nothing of them, or the time is over.
+    async def abort(self, outcome: str, why: str, timeout_s: float, *lives: LiveRequest) -> None:
+        """Finishes requests, and waits until the engine has freed them, or the time is over.
 
         Args:
             why: the text of their readers' `RequestAbortedError`.
         """
-        releases = []
+        frees = []
         # In one turn of the loop: an output that came in between would be lost.
         for live in lives:
-            live.release = asyncio.get_running_loop().create_future()
-            releases.append(live.release)
-            live.release.add_done_callback(self._releases.discard)
-            self.end(live, outcome, RequestAbortedError(why, live.mailbox.take_unread()))
-        self._releases.update(releases)
-        if releases:
-            await asyncio.wait(releases, timeout=timeout_s)
+            live.freed = asyncio.get_running_loop().create_future()
+            frees.append(live.freed)
+            live.freed.add_done_callback(self._frees.discard)
+            self.finish(live, outcome, RequestAbortedError(why, live.mailbox.take_unread()))
+        self._frees.update(frees)
+        if frees:
+            await asyncio.wait(frees, timeout=timeout_s)
 
     async def wait_until_empty(self, timeout_s: float) -> None:
         """Returns when no request is left, or the time is over."""
@@ -218,38 +222,39 @@ class RequestTable:
             await asyncio.wait({self._emptied}, timeout=timeout_s)
 
     def receive(self, events: Iterable[Event]) -> None:
-        """Takes the news of the engine's thread, in order."""
+        """Takes the news of the engine's thread, in order: each output comes into the mailbox of
+        its request."""
         for live, news in events:
             if isinstance(news, RequestOutput):
                 self._deliver(live, news)
             elif news is not None:
-                if self._close(live, "refused", news):
+                if self._take_out(live, "refused", news):
                     self.refused[type(news).__name__] += 1
-            elif live.release is not None and not live.release.done():
-                live.release.set_result(None)
+            elif live.freed is not None and not live.freed.done():
+                live.freed.set_result(None)
 
     def fail_all(self, make_error: Callable[[], Exception]) -> None:
-        """Ends all requests, because the engine is gone. Each reader gets an error object of its
-        own, so that each has its own traceback."""
+        """Finishes all requests, because the engine is gone. Each reader gets an error object of
+        its own, so that each has its own traceback."""
         for live in self.all():
-            self._close(live, "engine dead", make_error())
-        for release in tuple(self._releases):
-            if not release.done():
-                release.set_result(None)
+            self._take_out(live, "engine dead", make_error())
+        for freed in tuple(self._frees):
+            if not freed.done():
+                freed.set_result(None)
 
     def _expire(self, live: LiveRequest) -> None:
         age_s = time.time() - live.arrival_time
         what = f"was not done by its deadline, {age_s:.3f} s after it came; it was in "
-        self._end_late(live, f"{what}{live.phase!r}")
+        self._finish_late(live, f"{what}{live.phase!r}")
 
     def _expire_queued(self, live: LiveRequest, max_queue_s: float) -> None:
         if live.phase == "queued":
             what = f"waited {max_queue_s:.3f} s, its max_queue_s, without being started; allow "
-            self._end_late(live, f"{what}more, or ask an engine with a shorter queue")
+            self._finish_late(live, f"{what}more, or ask an engine with a shorter queue")
 
-    def _end_late(self, live: LiveRequest, what: str) -> None:
+    def _finish_late(self, live: LiveRequest, what: str) -> None:
         error = DeadlineExceededError(f"request {live.request_id!r} {what}", live.phase)
-        self.end(live, f"deadline exceeded ({live.phase})", error)
+        self.finish(live, f"deadline exceeded ({live.phase})", error)
 
     def _deliver(self, live: LiveRequest, output: RequestOutput) -> None:
         if not output.finished:
@@ -259,29 +264,26 @@ class RequestTable:
         fault = next((name for name in _FAULTS if name in reasons), None)
         if fault is None:
             live.mailbox.put(output)
-            self._close(live, str(reasons[0]))
+            self._take_out(live, str(reasons[0]))
         else:
             text = output.error or f"the request ended with {fault!r}"
-            self._close(live, fault, _FAULTS[fault](text))
+            self._take_out(live, fault, _FAULTS[fault](text))
 
-    def _close(self, live: LiveRequest, outcome: str, error: Exception | None = None) -> bool:
-        """Takes a request out of the table; returns False if it has been taken out before."""
+    def _take_out(self, live: LiveRequest, outcome: str, error: Exception | None = None) -> bool:
+        """Takes a finished request out of the table; returns False if it was taken out before."""
         if live.outcome is not None:
             return False
         live.outcome = outcome
         for timer in live.timers:
             timer.cancel()
         live.timers.clear()
-        self._admission.leave(live)
+        if live.started_at is None:
+            self._admission.leave(live)
         del self._live[live.request_id]
         if self._log_requests:
-            live.log_end()
+            live.log_finish()
         if error is not None:
             live.mailbox.fail(error)
         if not self._live and self._emptied is not None and not self._emptied.done():
             self._emptied.set_result(None)
         return True
-
-
-def _seconds(value: float | None) -> str:
-    return "none" if value is None else f"{value:.3f} s"
