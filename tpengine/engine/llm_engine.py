@@ -204,7 +204,7 @@ class LLMEngine:
             EngineDeadError: an earlier step failed.
         """
         self._recovery.check_alive()
-        check_request_id(request_id, self._is_unfinished)
+        check_request_id(request_id, lambda one: self._scheduler.get_request(one) is not None)
         params = params or SamplingParams()
         request = GenerateRequest(inputs, prompt_token_ids, params=params, priority=priority)
         self.add_checked(request_id, self.check_request(request), arrival_time)
@@ -229,8 +229,6 @@ class LLMEngine:
             RequestError: the tokenizer cannot follow the prompt.
             EngineDeadError: an earlier step failed.
         """
-        self._recovery.check_alive()
-        assert not self._is_unfinished(request_id), request_id
         arrival_index, first_id = self._num_requests, self._num_sequences
         token_ids, count = checked.prompt_token_ids, checked.params.num_sequences
         request = Request(
@@ -264,9 +262,6 @@ class LLMEngine:
             self._num_requests += 1
             self._num_sequences += count
         return request.metrics
-
-    def _is_unfinished(self, request_id: str) -> bool:
-        return self._scheduler.get_request(request_id) is not None
 
     def abort_request(self, request_id: str | Iterable[str]) -> None:
         """Ends requests in any state; their blocks are free when this returns.

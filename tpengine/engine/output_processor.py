@@ -57,12 +57,14 @@ class _TrackedRequest:
 
     Attributes:
         beams: None: no beam search.
+        is_ranked: whether outputs are chosen at the end, with no output before.
         prompt_logprobs: by position of the prompt, None for positions that are not computed yet;
             None unless the request asks for them.
         error: why a part of the text is missing.
     """
 
     request: Request
+    is_ranked: bool
     sequences: list[_TrackedSequence] = field(default_factory=list)
     beams: BeamSearch | None = None
     prompt_logprobs: list[dict[int, Logprob] | None] | None = None
@@ -104,7 +106,7 @@ class OutputProcessor:
         max_num_tokens = self._max_model_len
         if params.max_tokens is not None:
             max_num_tokens = min(max_num_tokens, num_prompt_tokens + params.max_tokens)
-        tracked = _TrackedRequest(request)
+        tracked = _TrackedRequest(request, params.is_ranked)
         if params.use_beam_search:
             tracked.beams = BeamSearch(request, max_num_tokens, self.tokenizer)
         if params.prompt_logprobs is not None:
@@ -173,11 +175,10 @@ class OutputProcessor:
         now = time.time()
         outputs = []
         for request in requests:
-            finished, params = request.finished, request.sampling_params
-            is_final = params.output_kind is RequestOutputKind.FINAL_ONLY or params.is_ranked
-            if is_final and not finished:
+            tracked, finished = self._requests[request.request_id], request.finished
+            is_final = request.sampling_params.output_kind is RequestOutputKind.FINAL_ONLY
+            if (is_final or tracked.is_ranked) and not finished:
                 continue
-            tracked = self._requests[request.request_id]
             if finished:
                 self._counters.record_end(request, now)
                 self._finish_texts(tracked)
@@ -300,11 +301,12 @@ class OutputProcessor:
             outputs = tracked.beams.best()
             for output in outputs:
                 self._add_beam_text(output, tracked)
-        elif params.is_ranked:
+        elif tracked.is_ranked:
             best = sorted(tracked.sequences, key=lambda one: -one.cumulative_logprob)[: params.n]
-            outputs = [_completion(one, RequestOutputKind.FINAL_ONLY) for one in best]
+            outputs = [_completion(one, RequestOutputKind.FINAL_ONLY, True) for one in best]
         else:
-            return [_completion(one, params.output_kind) for one in tracked.sequences]
+            has_total = params.logprobs is not None
+            return [_completion(one, params.output_kind, has_total) for one in tracked.sequences]
         for rank, output in enumerate(outputs):
             output.index = rank
         return outputs
@@ -327,7 +329,10 @@ class OutputProcessor:
         output.text = detokenizer.text
 
 
-def _completion(tracked: _TrackedSequence, kind: RequestOutputKind) -> CompletionOutput:
+def _completion(
+    tracked: _TrackedSequence, kind: RequestOutputKind, has_total: bool
+) -> CompletionOutput:
+    """The sequence's output; `has_total`: with its cumulative log probability."""
     sequence, detokenizer = tracked.sequence, tracked.detokenizer
     is_delta = kind is RequestOutputKind.DELTA
     first, text = tracked.num_reported if is_delta else 0, ""
@@ -335,7 +340,6 @@ def _completion(tracked: _TrackedSequence, kind: RequestOutputKind) -> Completio
         text = detokenizer.take_delta() if is_delta else detokenizer.text
     tracked.num_reported = sequence.num_output_tokens
     logprobs = tracked.logprobs
-    has_total = logprobs is not None or tracked.request.sampling_params.is_ranked
     return CompletionOutput(
         index=sequence.index,
         text=text,

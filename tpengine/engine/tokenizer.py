@@ -60,6 +60,7 @@ class Tokenizer:
         hf: the wrapped Hugging Face tokenizer.
         fast_backend: its `tokenizers.Tokenizer`; None for one written in Python.
         special_token_ids: ids that `skip_special_tokens` leaves out.
+        eos_token_id: id of the end token; None if the tokenizer names none.
         byte_table: None if a token's text depends on its neighbours in other ways than UTF-8.
     """
 
@@ -67,17 +68,13 @@ class Tokenizer:
         self.hf = hf
         self.fast_backend: Any = hf.backend_tokenizer if hf.is_fast else None
         self.special_token_ids: frozenset[int] = _special_token_ids(hf, self.fast_backend)
+        end = hf.eos_token_id
+        self.eos_token_id: int | None = None if end is None else int(end)
         self.byte_table: ByteTable | None = None
         # Where `hf` adds nothing to its backend's decode, most of its time is overhead: skip it.
         self._plain_backend: Any = self.fast_backend if _decodes_plainly(hf) else None
         if self._plain_backend is not None:
             self.byte_table = _build_byte_table(self._plain_backend, self.special_token_ids)
-
-    @property
-    def eos_token_id(self) -> int | None:
-        """Id of the end token, if the tokenizer names one."""
-        token_id = self.hf.eos_token_id
-        return None if token_id is None else int(token_id)
 
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
         """Returns the ids of `text`, with the special tokens that the model expects around it.
