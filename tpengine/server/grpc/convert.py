@@ -11,7 +11,13 @@ from tpengine.engine.requests import GenerateRequest
 from tpengine.outputs import CompletionOutput, Logprob, RequestOutput
 from tpengine.sampling_params import RequestOutputKind, SamplingParams
 from tpengine.server.grpc.proto import tpengine_pb2 as pb
-from tpengine.server.limits import Limits, at_most, check_conversation, check_sampling
+from tpengine.server.limits import (
+    Limits,
+    at_most,
+    check_conversation,
+    check_counts,
+    check_sampling,
+)
 
 _FRAME_TOKENS = 16
 _CANDIDATES_A_TURN = 1024
@@ -50,15 +56,15 @@ def read_generate_request(
 
 def _check_lengths(sampling: pb.SamplingParams, limits: Limits) -> None:
     """Bounds the lists before they are copied: a message has room for millions of entries."""
-    for name, count, bound in (
-        ("stop", len(sampling.stop), limits.max_stops),
-        ("stop_token_ids", len(sampling.stop_token_ids), limits.max_stops),
-        ("logit_bias", len(sampling.logit_bias), limits.max_token_rules),
-        ("allowed_token_ids", len(sampling.allowed_token_ids.ids), limits.max_token_rules),
-        ("bad_words", len(sampling.bad_words), limits.max_bad_words),
-        ("bad_words_token_ids", len(sampling.bad_words_token_ids), limits.max_bad_words),
-    ):
-        at_most(f"the number of entries of {name}", count, bound)
+    counts = {
+        "stop": len(sampling.stop),
+        "stop_token_ids": len(sampling.stop_token_ids),
+        "logit_bias": len(sampling.logit_bias),
+        "allowed_token_ids": len(sampling.allowed_token_ids.ids),
+        "bad_words": len(sampling.bad_words),
+        "bad_words_token_ids": len(sampling.bad_words_token_ids),
+    }
+    check_counts(counts, limits)
     for word in sampling.bad_words_token_ids:
         at_most("the ids of one of bad_words_token_ids", len(word.ids), limits.max_stop_bytes)
 
@@ -140,7 +146,7 @@ class ResponseWriter:
         self._num_output_tokens = 0
         self._prompt_logprobs_sent = False
         self._num_candidates = 0
-        self._ended: set[int] = set()
+        self._finished: set[int] = set()
         self._tokens: pb.GenerateResponse | None = None
 
     def write_tokens(self, output: RequestOutput) -> pb.GenerateResponse | None:
@@ -172,11 +178,12 @@ class ResponseWriter:
         message = pb.GenerateResponse(request_id=output.request_id, finished=output.finished)
         for one in output.outputs:
             self._num_output_tokens += len(one.token_ids)
-            # The engine reports all sequences of a request, also those that ended earlier.
-            if one.index in self._ended or not (one.token_ids or one.text or one.finished()):
+            # The engine reports all sequences of a request, also those that finished earlier.
+            is_finished = one.finish_reason is not None
+            if one.index in self._finished or not (one.token_ids or one.text or is_finished):
                 continue
-            if one.finished():
-                self._ended.add(one.index)
+            if is_finished:
+                self._finished.add(one.index)
             completion = _write_completion(message, one)
             if one.logprobs:
                 await self._add_logprobs(completion.logprobs, one.token_ids, one.logprobs)
