@@ -42,7 +42,7 @@ def guarded_server(
         try:
             yield f"127.0.0.1:{port}"
         finally:
-            asyncio.run_coroutine_threadsafe(server.stop(0), loop).result(WAIT_S)
+            asyncio.run_coroutine_threadsafe(server.close(0), loop).result(WAIT_S)
     finally:
         loop.call_soon_threadsafe(loop.stop)
         thread.join(WAIT_S)

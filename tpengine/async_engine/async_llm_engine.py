@@ -2,8 +2,9 @@
 
 The way of a token from rank 0 to a client of gRPC:
     `executor/rank.py`: rank 0 sends the answer of a step over its channel.
-    `executor/watch.py`: on the driver, `StepExchange.run` takes it; `LLMEngine.step` makes outputs.
-    `async_engine/engine_thread.py`: after the step, `_hand_over` calls the event loop with them.
+    `executor/watch.py`: on the driver, `StepExchange.run` takes it.
+    `engine/llm_engine.py`: `LLMEngine.step` makes outputs of it.
+    `async_engine/engine_thread.py`: after the step, `_hand_over` calls the table on the event loop.
     `async_engine/request_table.py`: `RequestTable.receive` puts each into its request's `Mailbox`.
     `server/grpc/service.py`: the mailbox's listener, `_TokenSender`, converts and writes it.
 """
@@ -319,7 +320,7 @@ class AsyncLLMEngine:
         self._fail_all()
         if self._watch is not None:
             self._watch.cancel()
-        self._texts.stop()
+        self._texts.close()
         thread = self._thread
         await self._wait_until(lambda: thread.stop(0) or thread.ended, step_s, "a step")
         await self._wait_until(lambda: thread.stop(0), SHUTDOWN_S, "the end of its ranks")

@@ -67,7 +67,7 @@ class TextWorker:
             )
         return await self._begin(self._texts, work)
 
-    def stop(self) -> None:
+    def close(self) -> None:
         """Takes no more work, and fails what waits. The thread finishes its present work in the
         background."""
         self._pool.shutdown(wait=False, cancel_futures=True)

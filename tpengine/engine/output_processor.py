@@ -180,7 +180,7 @@ class OutputProcessor:
             if (is_final or tracked.is_ranked) and not finished:
                 continue
             if finished:
-                self._counters.record_end(request, now)
+                self._counters.record_finish(request, now)
                 self._finish_texts(tracked)
             completions = self._completions(tracked)
             entries = tracked.prompt_logprobs

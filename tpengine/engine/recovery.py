@@ -213,7 +213,7 @@ class Recovery:
         while self._loss_times and self._loss_times[0] < now - limits.window_s:
             self._loss_times.popleft()
         if len(self._loss_times) > limits.max_recoveries:
-            self._give_up(
+            self._fail_engine(
                 f"its ranks were lost {counted(len(self._loss_times), 'time')} within "
                 f"{limits.window_s:g} s, and max_recoveries = {limits.max_recoveries}. The last "
                 f"time: {loss.report()}",
@@ -260,7 +260,7 @@ class Recovery:
             self._start_rebuild(error.loss)
             return
         except Exception as error:
-            self._give_up(
+            self._fail_engine(
                 f"its ranks were lost and could not be replaced: {type(error).__name__}: {error}. "
                 f"What was lost: {self._loss.report()}",
                 error,
@@ -293,7 +293,7 @@ class Recovery:
             counted(record.num_requests, "request"),
         )
 
-    def _give_up(self, reason: str, cause: Exception) -> NoReturn:
+    def _fail_engine(self, reason: str, cause: Exception) -> NoReturn:
         """Ends the ranks and the engine.
 
         Raises:

@@ -175,7 +175,7 @@ class EngineCounters:
         elif now > before:
             self.inter_token_s.observe(now - before)
 
-    def record_end(self, request: Request, now: float) -> None:
+    def record_finish(self, request: Request, now: float) -> None:
         """Counts the end of a request, for any reason."""
         request.metrics.finished_time = now
         reason = request.finish_reason or request.sequences[0].status.finish_reason

@@ -38,8 +38,8 @@ logger = init_logger(__name__)
 Answer = TypeVar("Answer")
 
 _OVER = "the engine was shut down; make a new one"
-_GRACE_S = 1.0
-"""How long other ranks are heard after the first failure, which may be only a consequence."""
+_CALL_GRACE_S = 1.0
+"""How long the others are heard after the first failure of a call, which may be a consequence."""
 _CHECK_S = 0.2
 """Between two looks at whether a wait for answers still makes sense."""
 _LOOK_S = 1.0
@@ -110,7 +110,7 @@ def gather(
         answers |= calls.wait(min(_CHECK_S, left_s))
         failures = {rank: answer for rank, answer in answers.items() if isinstance(answer, Failure)}
         if failures:
-            deadline = min(deadline, time.monotonic() + _GRACE_S)
+            deadline = min(deadline, time.monotonic() + _CALL_GRACE_S)
     if not failures and len(answers) < len(ranks):
         reason = (
             f"no answer within {timeout_s:.0f} s: it is frozen, or its machine very slow "

@@ -36,9 +36,9 @@ _POLL_S = 0.2
 """Interval at which the engine's health is read."""
 _WRITE_S = 2.0
 """Minimum time for the last outputs of finished requests to be sent."""
-_STEP_END_S = 5.0
+_STEP_S = 5.0
 """Time for the running step after the drain; a longer step counts as hanging."""
-_RANKS_END_S = 8.0
+_RANKS_S = 8.0
 """Time for the ranks of an engine that is given up to end in order."""
 _AT_ONCE_S = 1.0
 """Time for everything after a second signal."""
@@ -67,7 +67,7 @@ def run_server(
         return await _Server(args, authenticator, engine_args, phases).run()
 
     code = asyncio.run(serve())
-    _end_within(_EXIT_S, code)
+    _exit_within(_EXIT_S, code)
     return code
 
 
@@ -88,7 +88,7 @@ class _Server:
         self._phases = dict(phases)
         self._phase = ""
         self._first_signal: signal.Signals | None = None
-        self._stopping: asyncio.Task[NoReturn] | None = None
+        self._closing: asyncio.Task[NoReturn] | None = None
         self._authenticator = authenticator
         batch_wake_ups(asyncio.get_running_loop())
         self._grpc = GrpcServer(self._state, authenticator, self._limits)
@@ -105,8 +105,8 @@ class _Server:
                     metrics = f"; metrics on http://127.0.0.1:{metrics_port.port}/metrics"
                 port = await self._grpc.start(self._args.address(), self._args.tls_files())
             code = await self._serve(port, metrics)
-            if self._stopping is not None:  # its exit code is that of the second signal
-                await self._stopping
+            if self._closing is not None:  # its exit code is that of the second signal
+                await self._closing
             return code
 
     def _catch_signals(self) -> None:
@@ -125,7 +125,7 @@ class _Server:
         try:
             engine = starting.result()
         except Exception as error:
-            await self._grpc.stop(0)
+            await self._grpc.close(0)
             if isinstance(error, TPEngineError):
                 logger.error("the server cannot start: %s: %s", type(error).__name__, error)
             else:  # a defect of ours or of a library: the traceback is needed
@@ -133,30 +133,31 @@ class _Server:
             return EXIT_FAILED
         self._announce(port, metrics)
         code = await self._watch(engine)
-        return await self._end(engine, code)
+        return await self._close(engine, code)
 
     async def _wait_for_start(self, starting: asyncio.Task[AsyncLLMEngine]) -> None:
         """Returns when the start has succeeded or failed; ends the process if it is cancelled or
         takes too long."""
-        ending = asyncio.create_task(self._state.ending.wait())
+        closing = asyncio.create_task(self._state.closing.wait())
         end = time.monotonic() + self._args.startup_timeout
         while not starting.done():
             left_s = end - time.monotonic()
-            if self._state.ending.is_set():
-                await self._give_up(EXIT_OK, f"{self._state.why} during start-up: nothing runs yet")
+            if self._state.closing.is_set():
+                why = f"{self._state.why} during start-up: nothing runs yet"
+                await self._exit_without_engine(EXIT_OK, why)
             if left_s <= 0:
-                await self._give_up(
+                await self._exit_without_engine(
                     EXIT_FAILED,
                     f"not ready within startup_timeout = {self._args.startup_timeout:g} s: still "
                     f"in phase {self._phase!r}; raise it, or see above for what takes so long",
                 )
             await asyncio.wait(
-                {starting, ending},
+                {starting, closing},
                 timeout=min(left_s, _POLL_S),
                 return_when=asyncio.FIRST_COMPLETED,
             )
             self._catch_signals()
-        ending.cancel()
+        closing.cancel()
 
     async def _start_engine(self) -> AsyncLLMEngine:
         """Loads the model, and generates one token to show that the engine works.
@@ -217,27 +218,27 @@ class _Server:
     def _on_signal(self, number: int) -> None:
         """The first signal drains the server, the second ends it within a second, the third now."""
         name = signal.Signals(number).name
-        if self._stopping is not None:
+        if self._closing is not None:
             _exit_now(128 + number)
         if self._first_signal is not None:
             logger.warning("%s after %s: ending at once", name, self._first_signal.name)
-            self._stopping = asyncio.create_task(self._stop_at_once(128 + number))
+            self._closing = asyncio.create_task(self._close_at_once(128 + number))
             return
         self._first_signal = signal.Signals(number)
         if self._state.state is State.DRAINING:
             logger.info("%s: the server ends already; another signal ends it at once", name)
-        self._state.ask_to_end(name)
+        self._state.ask_to_close(name)
 
-    async def _stop_at_once(self, code: int) -> NoReturn:
+    async def _close_at_once(self, code: int) -> NoReturn:
         """Ends the process within a second, whatever the engine does. The clients of open calls are
         told why first; else they would see only a closed connection."""
-        _end_within(_AT_ONCE_S, code)
+        _exit_within(_AT_ONCE_S, code)
         self._state.last_words = "the server was told to stop at once; ask another"
         engine = self._state.engine
         if engine is not None:  # readers get their error at once; the rest of drain awaits a step
             with contextlib.suppress(TimeoutError):
                 await asyncio.wait_for(engine.drain(0.0), _AT_ONCE_S / 4)
-        await self._grpc.stop(_AT_ONCE_S / 2)
+        await self._grpc.close(_AT_ONCE_S / 2)
         _exit_now(code)
 
     async def _watch(self, engine: AsyncLLMEngine) -> int:
@@ -252,9 +253,9 @@ class _Server:
             if not is_running:
                 return EXIT_OK
             with contextlib.suppress(asyncio.TimeoutError):
-                await asyncio.wait_for(self._state.ending.wait(), _POLL_S)
+                await asyncio.wait_for(self._state.closing.wait(), _POLL_S)
 
-    async def _end(self, engine: AsyncLLMEngine, code: int) -> int:
+    async def _close(self, engine: AsyncLLMEngine, code: int) -> int:
         """Lets requests finish if the engine is alive, and closes everything."""
         state = self._state
         end = time.monotonic()
@@ -275,20 +276,21 @@ class _Server:
         end = max(end, time.monotonic() + _WRITE_S)
         while state.num_open_calls and time.monotonic() < end:
             await asyncio.sleep(0.01)
-        await self._grpc.stop(0.5)
+        await self._grpc.close(0.5)
         try:
-            await engine.shutdown(_STEP_END_S)
+            await engine.shutdown(_STEP_S)
         except EngineError as error:
-            await self._give_up(code or EXIT_FAILED, f"the engine does not end ({error})")
+            why = f"the engine does not end ({error})"
+            await self._exit_without_engine(code or EXIT_FAILED, why)
         logger.info("the server has ended, exit code %d", code)
         return code
 
-    async def _give_up(self, code: int, why: str) -> NoReturn:
+    async def _exit_without_engine(self, code: int, why: str) -> NoReturn:
         """Ends the process although the engine's thread hangs; a thread in native code cannot be
         ended. Ends the ranks first: they would else stay until they miss the driver."""
         logger.warning("%s", why)
         try:
-            await asyncio.wait_for(_in_thread(self._start.cancel), _RANKS_END_S)
+            await asyncio.wait_for(_in_thread(self._start.cancel), _RANKS_S)
         except Exception as error:
             logger.warning("the ranks have not ended in order: %s: %s", type(error).__name__, error)
         _exit_now(code)
@@ -300,7 +302,7 @@ def _exit_now(code: int) -> NoReturn:
     os._exit(code)
 
 
-def _end_within(seconds: float, code: int) -> None:
+def _exit_within(seconds: float, code: int) -> None:
     """Ends the process after this time: at its end the interpreter joins threads, and one that
     hangs would keep the process."""
     timer = threading.Timer(seconds, _exit_now, (code,))

@@ -36,8 +36,8 @@ class ServerState:
     Attributes:
         model: the name under which the model is served.
         engine: None while it loads.
-        ending: set when the server has to end.
-        why: what asked the server to end.
+        closing: set when the server has to close.
+        why: what asked the server to close.
         drain_timeout_s: seconds that running requests get to finish.
         last_words: error text for clients whose requests have not finished by then.
         num_open_calls: calls that generate and have not ended.
@@ -48,7 +48,7 @@ class ServerState:
         self.drain_timeout_s = drain_timeout_s
         self.engine: AsyncLLMEngine | None = None
         self.state = State.LOADING
-        self.ending = asyncio.Event()
+        self.closing = asyncio.Event()
         self.why = ""
         self.last_words = (
             "the server ends, and the time that running requests had is up; ask another"
@@ -71,7 +71,7 @@ class ServerState:
         if self.state is State.LOADING:
             self.state = State.RUNNING
 
-    def ask_to_end(self, why: str, drain_timeout_s: float | None = None) -> None:
+    def ask_to_close(self, why: str, drain_timeout_s: float | None = None) -> None:
         """Refuses new requests from now on, and ends the server when the running ones have ended.
 
         Args:
@@ -83,7 +83,7 @@ class ServerState:
         self.why = why
         if drain_timeout_s is not None:
             self.drain_timeout_s = min(drain_timeout_s, self.drain_timeout_s)
-        self.ending.set()
+        self.closing.set()
 
     def loaded_engine(self) -> AsyncLLMEngine:
         """The engine.

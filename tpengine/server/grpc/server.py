@@ -83,7 +83,7 @@ class GrpcServer:
         """Sets what health reports."""
         self._health.set(alive=alive, ready=ready)
 
-    async def stop(self, grace_s: float) -> None:
+    async def close(self, grace_s: float) -> None:
         """Ends all watches of health, then within this time all other calls, and the server."""
         self._health.close()
         await self._server.stop(grace_s)

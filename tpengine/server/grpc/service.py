@@ -210,7 +210,7 @@ class GenerationServicer(tpengine_pb2_grpc.GenerationServiceServicer):
         timeout_s = None
         if request.HasField("timeout_ms"):
             timeout_s = read_seconds("timeout_ms", request.timeout_ms)
-        self._state.ask_to_end("Drain", timeout_s)
+        self._state.ask_to_close("Drain", timeout_s)
         return pb.DrainResponse(num_open_calls=self._state.num_open_calls)
 
     def _check_text(self, message: pb.GenerateRequest | pb.TokenizeRequest) -> None:
