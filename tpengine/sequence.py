@@ -158,3 +158,24 @@ class Request:
     def unfinished_sequences(self) -> list[Sequence]:
         """The sequences that wait, run or are swapped out."""
         return [sequence for sequence in self.sequences if not sequence.status.finished]
+
+    @property
+    def num_common_tokens(self) -> int:
+        """Number of tokens from the start that are computed only once for all of its unfinished
+        sequences.
+
+        If these are equal, all tokens are common. Otherwise at least the last token of each
+        sequence is its own, since the next token is sampled there.
+        """
+        first, *others = self.unfinished_sequences
+        if not others or not (first.num_output_tokens or any(s.num_output_tokens for s in others)):
+            return first.num_tokens
+        token_ids = [sequence.token_ids for sequence in (first, *others)]
+        # What the lowest and the highest list begin with is common to all lists between them.
+        low, high = min(token_ids), max(token_ids)
+        if low == high:
+            return len(low)
+        pairs = zip(low, high)  # noqa: B905 (one may be longer)
+        shortest = min(map(len, token_ids))
+        parting = next((i for i, (a, b) in enumerate(pairs) if a != b), shortest)
+        return min(parting, shortest - 1)

@@ -6,8 +6,7 @@ Where to look:
     block_manager: which blocks a sequence holds: allocate, fork, copy on write, swap, free.
     block_pool: reference counts, eviction, and blocks found again by their content.
     policy: the order of requests.
-    groups: requests with more than one sequence.
-    step: the data of a step.
+    step: the data of a step; which sequences of a request it takes.
 """
 
 from tpengine.scheduling.block_manager import AllocStatus, BlockManager

@@ -18,7 +18,6 @@ from typing import NamedTuple
 
 from tpengine.errors import CacheSizeError, EngineError
 from tpengine.scheduling.block_pool import BlockChain, BlockPool, expect
-from tpengine.scheduling.groups import num_common_tokens
 from tpengine.sequence import Request, Sequence, SequenceStatus
 
 BlockPair = tuple[int, int]
@@ -102,7 +101,7 @@ class BlockManager:
         """Blocks for all present tokens of the request's unfinished sequences; their common
         beginning counts once."""
         sequences = request.unfinished_sequences
-        common = num_common_tokens(sequences)
+        common = request.num_common_tokens
         if all(sequence.num_tokens == common for sequence in sequences):
             return self.num_blocks_for(common)
         shared = common // self.block_size
@@ -354,7 +353,7 @@ class BlockManager:
         if self._chains is None or request.sampling_params.prompt_logprobs is not None:
             return []
         sequences = request.unfinished_sequences
-        num_blocks = (num_common_tokens(sequences) - 1) // self.block_size
+        num_blocks = (request.num_common_tokens - 1) // self.block_size
         chain = self._chains.setdefault(sequences[0].seq_id, BlockChain())
         chain.extend(sequences[0].token_ids, num_blocks, self.block_size)
         found = []

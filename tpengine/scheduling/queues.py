@@ -12,7 +12,6 @@ from bisect import insort
 from tpengine.messages import Fork
 from tpengine.scheduling.block_manager import BlockManager, BlockPair
 from tpengine.scheduling.block_pool import expect
-from tpengine.scheduling.groups import num_common_tokens
 from tpengine.scheduling.policy import SchedulingPolicy
 from tpengine.scheduling.step import slot_of
 from tpengine.sequence import Request, Sequence, SequenceStatus
@@ -134,7 +133,7 @@ class RequestQueues:
         self._blocks.allocate(request)
         sequences[0].move_to(SequenceStatus.RUNNING)
         if len(sequences) > 1:
-            self.common[request.request_id] = num_common_tokens(sequences)
+            self.common[request.request_id] = request.num_common_tokens
         self._run(request, sequences)
 
     def swap_in(self, request: Request) -> list[BlockPair]:

@@ -20,10 +20,16 @@ from collections.abc import Iterable
 from tpengine.config import SchedulerConfig
 from tpengine.errors import EngineError
 from tpengine.scheduling.block_manager import AllocStatus, BlockManager
-from tpengine.scheduling.groups import choose_rows, find_catching_up, num_common_tokens
 from tpengine.scheduling.policy import POLICIES, SchedulingPolicy
 from tpengine.scheduling.queues import RequestQueues
-from tpengine.scheduling.step import SchedulerOutput, StepBuilder, StepDecisions, slot_of
+from tpengine.scheduling.step import (
+    SchedulerOutput,
+    StepBuilder,
+    StepDecisions,
+    choose_rows,
+    find_catching_up,
+    slot_of,
+)
 from tpengine.sequence import Request, Sequence, SequenceStatus
 
 
@@ -353,7 +359,7 @@ class Scheduler:
             if not has_slots or self._blocks.can_allocate(request) is not AllocStatus.OK:
                 return
             # Cached tokens count too: whether they are in the cache depends on other requests.
-            num_tokens = num_common_tokens(sequences)
+            num_tokens = request.num_common_tokens
             if not chunked and num_tokens > step.tokens_left and not step.is_empty:
                 return
             self._start(request, step)

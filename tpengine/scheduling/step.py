@@ -187,3 +187,46 @@ def slot_of(sequence: Sequence) -> int:
     if sequence.slot is None:
         raise EngineError(f"sequence {sequence.seq_id} has no slot, so it does not run")
     return sequence.slot
+
+
+def choose_rows(request: Request, tokens_left: int) -> list[tuple[Sequence, int]]:
+    """The running sequences of a request that fit into a step with `tokens_left` free tokens, each
+    with its number of tokens.
+
+    Beams are compared with each other after every token, so either all of them compute their last
+    token in a step or none of them does.
+    """
+    behind = [
+        (sequence, sequence.num_tokens - sequence.num_computed_tokens)
+        for sequence in request.sequences
+        if sequence.status is SequenceStatus.RUNNING
+    ]
+    if request.sampling_params.use_beam_search:
+        if any(num_left > 1 for _, num_left in behind):
+            behind = [(sequence, num_left - 1) for sequence, num_left in behind if num_left > 1]
+        elif len(behind) > tokens_left:
+            return []
+    rows = []
+    for sequence, num_left in behind:
+        if not tokens_left:
+            break
+        rows.append((sequence, min(num_left, tokens_left)))
+        tokens_left -= rows[-1][1]
+    return rows
+
+
+def find_catching_up(running: list[Request]) -> list[Request]:
+    """Running requests with more than one token to compute.
+
+    Without chunked prefill, these are requests that were preempted when they were longer than a
+    step. Their prompt was accepted, so they are computed in parts instead of being refused.
+    """
+    return [
+        request
+        for request in running
+        if any(
+            sequence.num_tokens - sequence.num_computed_tokens > 1
+            for sequence in request.sequences
+            if sequence.status is SequenceStatus.RUNNING
+        )
+    ]

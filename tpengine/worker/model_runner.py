@@ -147,8 +147,7 @@ class ModelRunner:
     def apply(self, step: StepInput) -> None:
         """Brings batch and cache up to date with the driver."""
         self._batch.apply(step)
-        if step.block_moves:
-            self.cache_engine.move(step.block_moves)
+        self.cache_engine.move(step.block_moves)
 
     def prepare_samples(self, step: StepInput) -> SampleInputs:
         """Collects what is sampled in a step, and sends the parameters to the device."""
