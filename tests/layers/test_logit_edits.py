@@ -130,7 +130,7 @@ def _random_params(rng: random.Random) -> SamplingParams:
 
 
 def test_mixed_batches_equal_transformers(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(logit_edits, "_MAX_ENTRIES", 128)  # more than one part per step
+    monkeypatch.setattr(logit_edits, "MAX_ENTRIES", 128)  # more than one part per step
     rng, generator = random.Random(5), torch.Generator().manual_seed(5)
     batch, events = _Batch(), Counter()
     for _ in range(150):

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from support.oracle import MIN_MARGIN, NUM_OUTPUT_TOKENS, Oracle
-from support.threaded_executor import ThreadedExecutor
+from support.ranks import ThreadedExecutor
 from support.variants import VARIANTS, VOCAB_SIZE, Variant
 from tpengine import EngineArgs, LLMEngine, SamplingParams
 from tpengine.executor.executor import Executor
