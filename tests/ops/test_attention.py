@@ -114,20 +114,6 @@ def test_long_context_over_several_partitions(name: str, dtype: torch.dtype) -> 
         assert relative_error(out, expected) < ATTENTION_BOUND[dtype]
 
 
-@pytest.mark.parametrize("device_layout", ["cpu", "cuda"])
-def test_reference_reads_both_layouts(device_layout: str) -> None:
-    gen = generator(2)
-    case = make_case([5, 17, 40], 2, 32, torch.float32, gen, device_layout=device_layout)
-    q = case.queries(4, [1, 1, 1], gen)
-    out = nan_like(q)
-    with backend("reference") as op:
-        op("paged_attention")(
-            out, q, case.k_cache, case.v_cache, case.block_table, case.seq_lens, 32**-0.5,
-            None, None,
-        )  # fmt: skip
-    assert relative_error(out, dense_attention(case, q, [1, 1, 1])) < 3e-6
-
-
 def _decode(case: PagedCase, q: torch.Tensor, window: int | None) -> torch.Tensor:
     out = nan_like(q)
     attention.paged_attention(
