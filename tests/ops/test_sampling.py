@@ -2,36 +2,16 @@ from __future__ import annotations
 
 import functools
 import itertools
-import math
 from collections.abc import Callable
 
 import pytest
 import torch
+from support.distributions import exact_probabilities, p_value
 
 from .cases import BACKENDS, DTYPES, ISAS, backend, generator
 from .sampling_cases import EDGES, parameter_tensors, random_case, tied_logits
 
 NAMES = list(itertools.product(BACKENDS, DTYPES))
-
-
-def exact_probabilities(
-    logits: list[float], temperature: float, top_k: int, top_p: float, min_p: float
-) -> list[float]:
-    """The distribution by its definition, one token after another."""
-    order = sorted(range(len(logits)), key=lambda i: (-logits[i], i))
-    weight = [math.exp((x - max(logits)) / temperature) for x in logits]
-    if top_k:
-        order = order[:top_k]
-    mass = sum(weight[i] for i in order)
-    kept, reached = [], 0.0
-    for i in order:
-        kept.append(i)
-        reached += weight[i]
-        if top_p < 1 and reached >= top_p * mass:
-            break
-    kept = [i for i in kept if weight[i] >= min_p]
-    mass = sum(weight[i] for i in kept)
-    return [weight[i] / mass if i in kept else 0.0 for i in range(len(logits))]
 
 
 def _run(name: str, logits: torch.Tensor, *parameters: object) -> torch.Tensor:
@@ -70,18 +50,14 @@ def test_frequencies_follow_the_exact_distribution(
     draws, vocab_size = 20_000, 24
     gen = generator(11)
     row = (torch.randn(vocab_size, generator=gen) * 1.5).to(dtype)
-    probabilities = exact_probabilities(row.float().tolist(), *setting)
+    temperature, top_k, top_p, min_p = setting
+    fields = {"temperature": temperature, "top_p": top_p, "min_p": min_p}
+    exact = exact_probabilities(row.float(), fields | ({"top_k": top_k} if top_k else {}))
     uniform = torch.rand(draws, generator=gen, dtype=torch.float64)
     out = _run(name, row.expand(draws, -1).contiguous(), *setting, uniform)
-    counts = torch.bincount(out, minlength=vocab_size).tolist()
-    kept = [i for i, p in enumerate(probabilities) if p > 0]
-    assert sum(counts[i] for i in kept) == draws, "a filtered token was sampled"
-    chi_square = sum(
-        (counts[i] - draws * probabilities[i]) ** 2 / (draws * probabilities[i]) for i in kept
-    )
-    freedom = len(kept) - 1
-    # five standard deviations of the statistic: under one in a hundred thousand by chance
-    assert chi_square < freedom + 5 * math.sqrt(2 * freedom) + 5
+    counts = torch.bincount(out, minlength=vocab_size)
+    assert not counts[exact == 0].any(), "a filtered token was sampled"
+    assert p_value(counts, exact) > 1e-5
 
 
 @pytest.mark.parametrize("vocab_size", [7, 128, 1237, 40_000])
