@@ -18,7 +18,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from tpengine.bench.harness import describe_commit, describe_machine
+from benchmarks.common import add_numbers
+from tpengine.bench.harness import report_head
 from tpengine.distributed.collectives import GlooCollectives, connect_ranks
 from tpengine.distributed.rendezvous import Meeting, RendezvousStore
 from tpengine.messages import Rendezvous
@@ -31,26 +32,16 @@ Reduce = Callable[[torch.Tensor], object]
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Adds what this benchmark can be told."""
-    parser.add_argument(
-        "--ranks", type=int, default=2, help="processes, a thread each (default: 2)"
+    add_numbers(
+        parser,
+        ranks=(2, "processes, a thread each"),
+        bytes=(16384, "of float32 to add up"),
+        runs=(200, "all-reduces in a round"),
+        steps=(5, "of a model in a round"),
+        exchanges=(48, "all-reduces in a step"),
+        compute_us=(100.0, "microseconds of work before each"),
+        rounds=(5, "median of these"),
     )
-    parser.add_argument(
-        "--bytes", type=int, default=16384, help="of float32 to add up (default: 16384)"
-    )
-    parser.add_argument(
-        "--runs", type=int, default=200, help="all-reduces in a round (default: 200)"
-    )
-    parser.add_argument("--steps", type=int, default=5, help="of a model in a round (default: 5)")
-    parser.add_argument(
-        "--exchanges", type=int, default=48, help="all-reduces in a step (default: 48)"
-    )
-    parser.add_argument(
-        "--compute-us",
-        type=float,
-        default=100.0,
-        help="microseconds of work before each (default: 100)",
-    )
-    parser.add_argument("--rounds", type=int, default=5, help="median of these (default: 5)")
 
 
 def run(args: argparse.Namespace) -> int:
@@ -79,7 +70,7 @@ def run(args: argparse.Namespace) -> int:
         f"median of {args.rounds} rounds of {args.runs} all-reduces and of {args.steps} steps of "
         f"{args.exchanges} x ({args.compute_us:g} us compute + all-reduce)"
     )
-    print(f"{describe_machine()}; commit {describe_commit()}")
+    print(report_head(None))
     for way, found in results.items():
         print(
             f"{way:24} {statistics.median(found['once']):10.1f} us an all-reduce "
@@ -105,12 +96,11 @@ def _measure(rank: int, args: argparse.Namespace, connection: Connection) -> Non
     parallel, how = connect_ranks(rank, rendezvous, torch.device("cpu"), store)
     assert how.endswith("shared memory"), f"{how}; this benchmark needs the native library"
     gloo = GlooCollectives(Meeting(rank, rendezvous, store), _TIMEOUT_S)
-    group = gloo._group
     options = dist.AllreduceOptions()
     reduces: list[Reduce] = [
         parallel.all_reduce,
         gloo.all_reduce,
-        lambda x: group.allreduce([x], options).wait(),
+        lambda x: gloo.group.allreduce([x], options).wait(),
         lambda x: None,
     ]
     results: dict[str, dict[str, list[float]]] = {

@@ -9,44 +9,43 @@ from __future__ import annotations
 
 import argparse
 import os
-import statistics
 import time
 from dataclasses import replace
 from pathlib import Path
 
-from tqdm import tqdm
-
+from benchmarks.common import GREEDY, SHAPE, add_numbers, run_pairs
 from tpengine import envs
-from tpengine.bench.harness import SHAPES, Workload, mixed_requests, report_head, shape_folder
+from tpengine.bench.harness import (
+    add_shape_argument,
+    median_of,
+    mixed_requests,
+    report_head,
+    shape_folder,
+)
 from tpengine.bench.recovery import write_weights
-from tpengine.bench.throughput import RunResult, run_once
+from tpengine.bench.throughput import run_once
 from tpengine.bench.transport import cpu_s
 from tpengine.engine.llm_engine import LLMEngine
 from tpengine.engine_args import EngineArgs
 from tpengine.executor.launch.ray_executor import RayExecutor
-from tpengine.sampling_params import RequestOutputKind, SamplingParams
+from tpengine.executor.local_executor import create_executor
 
 _WARM_UP_REQUESTS = 4
 _WARM_UP_OUTPUT = 4
 _CACHE_GIB = 0.5
 """Of KV cache, of all ranks together."""
-_PARAMS = SamplingParams(temperature=0.0, ignore_eos=True, output_kind=RequestOutputKind.FINAL_ONLY)
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Adds what this benchmark can be told."""
-    parser.add_argument(
-        "--shape",
-        choices=sorted(SHAPES),
-        default="llama-124m",
-        help="random weights of this shape (default: %(default)s)",
+    add_shape_argument(parser, SHAPE)
+    add_numbers(
+        parser,
+        ranks=(2, "processes, a thread each"),
+        num_requests=(32, "of a run"),
+        pairs=(5, "runs of each"),
+        starts=(3, "starts to time"),
     )
-    parser.add_argument(
-        "--ranks", type=int, default=2, help="processes, a thread each (default: 2)"
-    )
-    parser.add_argument("--num-requests", type=int, default=32, help="of a run (default: 32)")
-    parser.add_argument("--pairs", type=int, default=5, help="runs of each (default: 5)")
-    parser.add_argument("--starts", type=int, default=3, help="starts to time (default: 3)")
     parser.add_argument(
         "--dtype", default="auto", help="of weights and activations (default: auto)"
     )
@@ -94,10 +93,10 @@ def _report_starts(args: EngineArgs, count: int) -> None:
     starts = []
     for _ in range(count):
         begin = time.perf_counter()
-        with LLMEngine.from_engine_args(args) as engine:
+        config, executor = create_executor(args)
+        assert isinstance(executor, RayExecutor)
+        with LLMEngine(config, executor, log_stats=False):
             taken = time.perf_counter() - begin
-            executor = engine._executor
-            assert isinstance(executor, RayExecutor)
             phases = dict(executor.start_times_s)
             cpu = max(cpu_s(place.pid) for place in executor.places)
         starts.append((taken, phases, cpu))
@@ -105,36 +104,25 @@ def _report_starts(args: EngineArgs, count: int) -> None:
     taken, phases, cpu = starts[count // 2]
     rest = taken - sum(phases.values())
     times = ", ".join(f"{name} {spent:.2f}" for name, spent in phases.items())
-    all_times = ", ".join(f"{start[0]:.2f}" for start in starts)
-    print(f"start of {args.tensor_parallel_size} ranks   {taken:.2f} s (all: {all_times})")
+    all_times = median_of([start[0] for start in starts], " s")
+    print(f"start of {args.tensor_parallel_size} ranks   {all_times}")
     print(f"  by phase          {times}, driver {rest:.2f}")
     print(f"  CPU time          {cpu:.2f} s of the busiest rank", flush=True)
 
 
 def _report_throughput(args: argparse.Namespace, first: LLMEngine, second: LLMEngine) -> None:
     model = first.get_model_config()
-    workloads: list[Workload] = [
+    workloads = [
         mixed_requests(args.num_requests, model.vocab_size, 0, model.max_model_len, i)
         for i in range(args.pairs)
     ]
     warm_up = [(prompt, _WARM_UP_OUTPUT) for prompt, _ in workloads[0][:_WARM_UP_REQUESTS]]
     for engine in (first, second):
-        run_once(engine, warm_up, _PARAMS)
-    pairs: list[tuple[RunResult, RunResult]] = []
-    for i, workload in enumerate(tqdm(workloads, desc="pairs", unit="pair")):
-        turns = {
-            engine: run_once(engine, workload, _PARAMS)
-            for engine in ((first, second) if i % 2 == 0 else (second, first))
-        }
-        pairs.append((turns[first], turns[second]))
-    for name, results in (
-        ("one process", [pair[0] for pair in pairs]),
-        (f"{args.ranks} ranks", [pair[1] for pair in pairs]),
-    ):
-        rates = [result.output_rate for result in results]
-        listed = ", ".join(f"{rate:.0f}" for rate in rates)
-        print(f"{name:<20}{statistics.median(rates):.0f} output tokens/s   (runs: {listed})")
+        run_once(engine, warm_up, GREEDY)
+    pairs = run_pairs(first, second, workloads)
+    for name, side in (("one process", 0), (f"{args.ranks} ranks", 1)):
+        rates = [pair[side].output_rate for pair in pairs]
+        print(f"{name:<20}{median_of(rates, ' output tokens/s', 0)}")
     ratios = [theirs.output_rate / ours.output_rate for ours, theirs in pairs]
-    listed = ", ".join(f"{ratio:.2f}" for ratio in ratios)
-    print(f"ratio               {statistics.median(ratios):.2f} x   (pairs: {listed})")
+    print(f"ratio               {median_of(ratios, ' x')}")
     print(f"machine's load      {os.getloadavg()[0]:.1f} on {os.cpu_count()} cores")

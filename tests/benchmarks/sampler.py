@@ -15,7 +15,8 @@ from typing import Any
 import numpy as np
 import torch
 
-from tpengine.bench.harness import describe_commit, describe_machine
+from benchmarks.common import add_numbers
+from tpengine.bench.harness import report_head
 from tpengine.layers.sampler import noise_keys, sample
 from tpengine.messages import NewSequence
 from tpengine.sampling_params import SamplingParams
@@ -26,15 +27,14 @@ _SEED = 0
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Adds what this benchmark can be told."""
-    parser.add_argument("--rows", type=int, default=32, help="sequences in the step (default: 32)")
-    parser.add_argument("--vocab-size", type=int, default=32_000, help="tokens (default: 32000)")
-    parser.add_argument(
-        "--prompt-tokens", type=int, default=512, help="of a sequence (default: 512)"
+    add_numbers(
+        parser,
+        rows=(32, "sequences in the step"),
+        vocab_size=(32_000, "tokens"),
+        prompt_tokens=(512, "of a sequence"),
+        output_tokens=(256, "of a sequence"),
+        runs=(50, "median of these"),
     )
-    parser.add_argument(
-        "--output-tokens", type=int, default=256, help="of a sequence (default: 256)"
-    )
-    parser.add_argument("--runs", type=int, default=50, help="median of these (default: 50)")
 
 
 def run(args: argparse.Namespace) -> int:
@@ -49,7 +49,7 @@ def run(args: argparse.Namespace) -> int:
         f"sampler: {args.rows} rows x {args.vocab_size} ids, float32, sequences of "
         f"{args.prompt_tokens} + {args.output_tokens} tokens; median of {args.runs}"
     )
-    print(f"{describe_machine()}; commit {describe_commit()}")
+    print(report_head(None))
     base = statistics.median(times["greedy"])
     for name, found in times.items():
         median = statistics.median(found)
@@ -64,15 +64,12 @@ def _stages(vocab_size: int) -> Iterator[tuple[str, SamplingParams]]:
         return rng.choice(vocab_size, min(count, vocab_size), replace=False).tolist()
 
     words = [ids(length) for length in (1, 2, 3) * 33]
+    on_output = {"presence_penalty": 0.5, "frequency_penalty": 0.5}
     values: dict[str, dict[str, Any]] = {
         "greedy": {},
-        "presence and frequency": {"presence_penalty": 0.5, "frequency_penalty": 0.5},
+        "presence and frequency": on_output,
         "repetition": {"repetition_penalty": 1.2},
-        "all penalties": {
-            "presence_penalty": 0.5,
-            "frequency_penalty": 0.5,
-            "repetition_penalty": 1.2,
-        },
+        "all penalties": {**on_output, "repetition_penalty": 1.2},
         "logit_bias, 300 ids": {"logit_bias": dict.fromkeys(ids(300), 1.0)},
         "bad words, 99 of 1 to 3 tokens": {"bad_words_token_ids": words},
         "allowed_token_ids, 1000 ids": {"allowed_token_ids": ids(1000)},

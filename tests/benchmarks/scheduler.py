@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import argparse
-import platform
 import statistics
 import time
 
+from benchmarks.common import add_numbers
+from tpengine.bench.harness import report_head
 from tpengine.config import SchedulerConfig
 from tpengine.outputs import RequestMetrics
 from tpengine.sampling_params import SamplingParams
@@ -19,14 +20,11 @@ BLOCK_SIZE = 16
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Adds what this benchmark can be told."""
-    parser.add_argument(
-        "--running", type=int, default=256, help="sequences that run (default: 256)"
-    )
-    parser.add_argument(
-        "--waiting", type=int, default=10_000, help="requests that wait (default: 10000)"
-    )
-    parser.add_argument(
-        "--steps", type=int, default=500, help="decode steps to measure (default: 500)"
+    add_numbers(
+        parser,
+        running=(256, "sequences that run"),
+        waiting=(10_000, "requests that wait"),
+        steps=(500, "decode steps to measure"),
     )
     parser.add_argument("--no-chunked-prefill", action="store_true", help="schedule prompts whole")
     parser.add_argument(
@@ -53,9 +51,9 @@ def run(args: argparse.Namespace) -> int:
     print(
         f"scheduler: {args.running} running, {args.waiting} waiting, {args.steps} decode steps, "
         f"chunked prefill {'off' if args.no_chunked_prefill else 'on'}, "
-        f"prefix caching {'off' if args.no_prefix_caching else 'on'}; "
-        f"{platform.processor() or platform.machine()}, Python {platform.python_version()}"
+        f"prefix caching {'off' if args.no_prefix_caching else 'on'}"
     )
+    print(report_head(None))
     p99_ms = steps_ms[min(len(steps_ms) - 1, int(0.99 * len(steps_ms)))]
     print(
         f"schedule + append + update: median {statistics.median(steps_ms):.3f} ms, "

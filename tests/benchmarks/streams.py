@@ -9,8 +9,6 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import contextlib
-import random
 import statistics
 import time
 from collections.abc import Callable
@@ -18,31 +16,25 @@ from dataclasses import replace
 
 from tqdm import tqdm
 
+from benchmarks.common import add_numbers, random_prompt
 from tpengine.async_engine.admission import QueueLimits
 from tpengine.async_engine.async_llm_engine import AsyncLLMEngine
-from tpengine.bench.harness import SHAPES, report_head, shape_folder
+from tpengine.bench.harness import add_model_arguments, model_args, report_head
 from tpengine.engine.llm_engine import LLMEngine
-from tpengine.engine_args import EngineArgs
 from tpengine.errors import ConfigError
 from tpengine.sampling_params import RequestOutputKind, SamplingParams
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Adds this benchmark's options and the engine's."""
-    parser.add_argument(
-        "--num-streams", type=int, default=256, help="readers at once (default: %(default)s)"
+    add_numbers(
+        parser,
+        num_streams=(256, "readers at once"),
+        input_len=(16, "prompt tokens"),
+        output_len=(32, "output tokens"),
+        runs=(3, "of each kind"),
     )
-    parser.add_argument(
-        "--input-len", type=int, default=16, help="prompt tokens (default: %(default)s)"
-    )
-    parser.add_argument(
-        "--output-len", type=int, default=32, help="output tokens (default: %(default)s)"
-    )
-    parser.add_argument("--runs", type=int, default=3, help="of each kind (default: %(default)s)")
-    parser.add_argument(
-        "--shape", choices=sorted(SHAPES), help="dummy weights of this shape instead of a model"
-    )
-    EngineArgs.add_cli_args(parser)
+    add_model_arguments(parser)
 
 
 class StepClock:
@@ -81,21 +73,15 @@ def run(args: argparse.Namespace) -> int:
             "bench streams needs --num-streams and --runs of at least 1 and --output-len of at "
             f"least 8, got {args.num_streams}, {args.runs} and {args.output_len}"
         )
-    engine_args = replace(
-        EngineArgs.from_cli_args(args), disable_log_stats=True, max_num_seqs=args.num_streams
-    )
-    with contextlib.ExitStack() as stack:
-        if args.shape is not None:
-            folder = stack.enter_context(shape_folder(args.shape))
-            engine_args = replace(engine_args, model=folder, tokenizer=None, load_format="dummy")
-        offline = stack.enter_context(LLMEngine.from_engine_args(engine_args))
-        streams = AsyncLLMEngine.from_engine_args(
-            engine_args, QueueLimits(max_requests=args.num_streams)
-        )
-        try:
-            figures = _measure(offline, streams, args)
-        finally:
-            asyncio.run(streams.shutdown())
+    with model_args(args) as engine_args:
+        engine_args = replace(engine_args, disable_log_stats=True, max_num_seqs=args.num_streams)
+        with LLMEngine.from_engine_args(engine_args) as offline:
+            limits = QueueLimits(max_requests=args.num_streams)
+            streams = AsyncLLMEngine.from_engine_args(engine_args, limits)
+            try:
+                figures = _measure(offline, streams, args)
+            finally:
+                asyncio.run(streams.shutdown())
     print(report_head(engine_args))
     print(f"{'model':<20s}{args.shape or engine_args.model}")
     _report(figures, args.num_streams)
@@ -107,14 +93,13 @@ def _measure(
 ) -> list[tuple[float, float, float]]:
     """By run: median step offline and with streams in seconds, CPU seconds per token."""
     clocks = [StepClock(engine, args.num_streams) for engine in (offline, streams.llm_engine)]
-    rng = random.Random(0)
-    vocab_size = offline.get_model_config().vocab_size
     figures = []
-    for _ in tqdm(range(args.runs), desc="runs", unit="run"):
+    for run in tqdm(range(args.runs), desc="runs", unit="run"):
         # New prompts, so that no prefix is known.
+        first = run * args.num_streams
         prompts = [
-            [rng.randrange(vocab_size) for _ in range(args.input_len)]
-            for _ in range(args.num_streams)
+            random_prompt(offline, args.input_len, seed)
+            for seed in range(first, first + args.num_streams)
         ]
         params = SamplingParams(
             temperature=0.0,

@@ -7,17 +7,20 @@ and the time to compute them, both on an engine that has nothing else to do.
 from __future__ import annotations
 
 import argparse
-import itertools
-import math
+import random
 import statistics
 import time
-from dataclasses import replace
 
 import torch
 
-from benchmarks.groups import random_prompt
-from benchmarks.prefix import first_token_s
-from tpengine.bench.harness import SHAPES, report_head, shape_folder
+from benchmarks.common import (
+    add_engine_arguments,
+    add_numbers,
+    dummy_model,
+    first_token_s,
+    random_prompt,
+)
+from tpengine.bench.harness import report_head
 from tpengine.engine.llm_engine import LLMEngine
 from tpengine.engine_args import EngineArgs
 from tpengine.messages import BlockMoves
@@ -36,46 +39,31 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         default=LENGTHS,
         help=f"prompt tokens (default: {' '.join(map(str, LENGTHS))})",
     )
-    parser.add_argument(
-        "--runs", type=int, default=3, help="median of these (default: %(default)s)"
-    )
-    parser.add_argument(
-        "--shape",
-        choices=sorted(SHAPES),
-        default="llama-124m",
-        help="dummy weights of this shape (default: %(default)s)",
-    )
-    EngineArgs.add_cli_args(parser)
+    add_numbers(parser, runs=(3, "median of these"))
+    add_engine_arguments(parser)
 
 
 def run(args: argparse.Namespace) -> int:
     """Measures and prints the report."""
     longest = max(args.lengths)
-    with shape_folder(args.shape, max_positions=longest + 1) as folder:
-        settings = replace(
-            EngineArgs.from_cli_args(args),
-            model=folder,
-            load_format="dummy",
-            enable_prefix_caching=False,
-            disable_log_stats=True,
-        )
-        with LLMEngine.from_engine_args(settings) as engine:
-            cache, shape = make_cache(engine, settings, longest)
-            print(report_head(settings))
-            print(f"work                {args.shape}, {shape}")
-            print("prompt tokens    out and in, ms    compute again, ms    ratio")
-            for length in args.lengths:
-                blocks = -(-length // settings.block_size)
-                prompt = random_prompt(engine, length, seed=length)
-                # The first of each pays for memory that was never touched.
-                swaps_s = [time_swap(cache, blocks) for _ in range(args.runs + 1)]
-                computes_s = [first_token_s(engine, prompt) for _ in range(args.runs + 1)]
-                swap_s = statistics.median(swaps_s[1:])
-                compute_s = statistics.median(computes_s[1:])
-                print(
-                    f"{length:13d}    {1e3 * swap_s:14.2f}    {1e3 * compute_s:17.1f}    "
-                    f"{compute_s / swap_s:5.0f}"
-                )
+    with (
+        dummy_model(args, longest + 1, enable_prefix_caching=False) as settings,
+        LLMEngine.from_engine_args(settings) as engine,
+    ):
+        cache, shape = make_cache(engine, settings, longest)
+        print(report_head(settings, {"work": f"{args.shape}, {shape}"}))
+        print("prompt tokens    out and in, ms    compute again, ms    ratio")
+        for length in args.lengths:
+            blocks = -(-length // settings.block_size)
+            prompt = random_prompt(engine, length, seed=length)
+            # The first of each pays for memory that was never touched.
+            swaps_s = [time_swap(cache, blocks) for _ in range(args.runs + 1)]
+            computes_s = [first_token_s(engine, prompt) for _ in range(args.runs + 1)]
+            swap_s, compute_s = statistics.median(swaps_s[1:]), statistics.median(computes_s[1:])
+            print(
+                f"{length:13d}    {1e3 * swap_s:14.2f}    {1e3 * compute_s:17.1f}    "
+                f"{compute_s / swap_s:5.0f}"
+            )
     return 0
 
 
@@ -92,19 +80,10 @@ def make_cache(engine: LLMEngine, args: EngineArgs, longest: int) -> tuple[Cache
     return cache, f"{model.num_layers} layers of {shape[2]} KV heads of {shape[3]}"
 
 
-def scattered_pairs(num_blocks: int) -> list[tuple[int, int]]:
-    """(device block, host block) of each of so many blocks; neighbours are torn apart."""
-    stride = next(
-        step
-        for step in itertools.count(7)
-        if math.gcd(step, num_blocks) == 1 and (step % num_blocks > 1 or num_blocks < 4)
-    )
-    return [(block, block * stride % num_blocks) for block in range(num_blocks)]
-
-
 def time_swap(cache: CacheEngine, num_blocks: int) -> float:
     """Seconds to copy so many blocks out and back in, scattered as they are after a while."""
-    there = scattered_pairs(num_blocks)
+    scattered = random.Random(0).sample(range(num_blocks), num_blocks)
+    there = list(enumerate(scattered))
     start = time.perf_counter()
     cache.move(BlockMoves(swap_outs=there))
     cache.move(BlockMoves(swap_ins=[(host, block) for block, host in there]))

@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 import contextlib
-import itertools
 import re
 
 import pytest
 from support.models import ModelShop
 from support.zoo import PLAIN
 
-from benchmarks import groups, prefix, swap
+from benchmarks import common
 from benchmarks.__main__ import main
-from benchmarks.swap import scattered_pairs
 
 ENGINE = ["--dtype", "float32", "--device", "cpu", "--cpu-kv-cache-space", "0.02"]
 
@@ -34,9 +32,8 @@ def test_benchmarks_of_an_engine(
     options: list[str],
 ) -> None:
     folder = str(models.folder(PLAIN))
-    for module in (prefix, groups, swap):  # a small model in place of their large shapes
-        shape = lambda *_, **__: contextlib.nullcontext(folder)  # noqa: E731
-        monkeypatch.setattr(module, "shape_folder", shape)
+    # A small model in place of their large shapes.
+    monkeypatch.setattr(common, "shape_folder", lambda *_: contextlib.nullcontext(folder))
     assert main([name, "--model", folder, *options, *ENGINE]) == 0
     shown = capsys.readouterr().out
     assert re.search(r"^settings +device cpu, dtype float32", shown, re.MULTILINE), shown
@@ -67,12 +64,3 @@ def test_benchmarks_of_one_part(
 ) -> None:
     assert main([name, *options]) == 0
     assert re.search(result, capsys.readouterr().out)
-
-
-@pytest.mark.parametrize("num_blocks", [1, 2, 6, 7, 8, 14, 64, 105])
-def test_the_benchmark_scatters_every_block_once(num_blocks: int) -> None:
-    pairs = scattered_pairs(num_blocks)
-    assert sorted(block for block, _ in pairs) == list(range(num_blocks))
-    assert sorted(host for _, host in pairs) == list(range(num_blocks))
-    if num_blocks > 3:
-        assert all(second != first + 1 for (_, first), (_, second) in itertools.pairwise(pairs))

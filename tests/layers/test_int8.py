@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from support.bare_model import BareModel, logits_in_transformers
 from support.engines import generate, greedy, ids, make_engine, open_llm
 from support.models import ModelShop
 from support.ranks import run_ranks
@@ -18,13 +19,7 @@ from support.tiny_llama import TinyLlama
 from torch import nn
 from transformers import AutoModelForCausalLM
 
-from layers.test_sharding import CPU, PROMPTS, decode_metadata, prefill_metadata
-from tpengine.distributed.parallel_state import ParallelState
-from tpengine.engine_args import EngineArgs
 from tpengine.errors import ConfigError
-from tpengine.layers.weights import Weights
-from tpengine.models.loader import load_model
-from tpengine.worker.cache_engine import CacheEngine
 
 SPECS = {
     "tied": TinyLlama(64, 4, 2, tied=True),
@@ -66,32 +61,6 @@ def rounding_hook(num_parts: int) -> Callable[[nn.Module, tuple[torch.Tensor]], 
     return lambda module, inputs: (round_parts(inputs[0], num_parts),)
 
 
-def logits_of(model: Any) -> torch.Tensor:
-    """transformers' logits of every prompt token and of one decode, `[num_tokens, vocab_size]`."""
-    with torch.inference_mode():
-        whole = [
-            model(torch.tensor([[*prompt, extra]])).logits[0]
-            for prompt, extra in zip(PROMPTS, (3, 4), strict=True)
-        ]
-    return torch.cat([*(logits[:-1] for logits in whole), *(logits[-1:] for logits in whole)])
-
-
-def int8_logits(folder: Path, parallel: ParallelState) -> torch.Tensor:
-    """tpengine's logits of the same tokens, `[num_tokens, vocab_size]`."""
-    args = EngineArgs(str(folder), dtype="float32", quantization="int8")
-    config = args.create_engine_config("cpu").model
-    model = load_model(config, Weights(torch.float32, CPU, parallel, config.quantization))
-    kv_heads = max(1, config.total_num_kv_heads // parallel.tp_size)
-    cache = CacheEngine(CPU, torch.float32, 8, 16, config.num_layers, kv_heads, config.head_dim)
-    token_ids = torch.tensor([token for prompt in PROMPTS for token in prompt], dtype=torch.int32)
-    hidden = model.forward(token_ids, cache.kv_caches, prefill_metadata(PROMPTS))
-    prompt_logits = model.compute_logits(hidden)
-    hidden = model.forward(
-        torch.tensor([3, 4], dtype=torch.int32), cache.kv_caches, decode_metadata(PROMPTS)
-    )
-    return torch.cat([prompt_logits, model.compute_logits(hidden)])
-
-
 def difference(logits: torch.Tensor, expected: torch.Tensor) -> float:
     """Root of the mean square difference, divided by the spread of the expected logits."""
     return float((logits - expected).square().mean().sqrt() / expected.std())
@@ -101,9 +70,9 @@ def difference(logits: torch.Tensor, expected: torch.Tensor) -> float:
 def test_logits_are_those_of_the_rounded_model(models: ModelShop, name: str) -> None:
     folder = models.folder(SPECS[name])
     with torch.inference_mode():
-        found = int8_logits(folder, ParallelState())
-    to_rounded = difference(found, logits_of(rounded_model(folder)))
-    to_exact = difference(found, logits_of(models.oracle(folder).model))
+        found = BareModel(folder, quantization="int8").logits()
+    to_rounded = difference(found, logits_in_transformers(rounded_model(folder)))
+    to_exact = difference(found, logits_in_transformers(models.oracle(folder).model))
     assert to_rounded < BOUND
     assert to_exact > 2 * BOUND, "nothing was rounded"
     assert to_exact < 0.2, "8 bits cost more than they should"
@@ -112,9 +81,10 @@ def test_logits_are_those_of_the_rounded_model(models: ModelShop, name: str) -> 
 @pytest.mark.parametrize("name", list(SPECS))
 def test_two_ranks(models: ModelShop, name: str) -> None:
     folder = models.folder(SPECS[name])
-    answers, _ = run_ranks(2, lambda parallel: int8_logits(folder, parallel))
-    to_rounded = difference(answers[0], logits_of(rounded_model(folder, tp_size=2)))
-    to_one_rank = difference(answers[0], logits_of(rounded_model(folder)))
+    answers, _ = run_ranks(2, lambda parallel: BareModel(folder, parallel, "int8").logits())
+    expected = logits_in_transformers(rounded_model(folder, tp_size=2))
+    to_rounded = difference(answers[0], expected)
+    to_one_rank = difference(answers[0], logits_in_transformers(rounded_model(folder)))
     assert to_rounded < BOUND
     assert to_one_rank > 2 * to_rounded, "each rank rounds its own part of the inputs"
 
@@ -122,12 +92,10 @@ def test_two_ranks(models: ModelShop, name: str) -> None:
 @pytest.mark.parametrize("name", ["tied", "untied"])
 def test_output_head_is_not_rounded(models: ModelShop, name: str) -> None:
     folder = models.folder(SPECS[name])
-    args = EngineArgs(str(folder), dtype="float32", quantization="int8")
-    config = args.create_engine_config("cpu").model
     hidden = torch.randn(7, SPECS[name].hidden_size, generator=torch.Generator().manual_seed(0))
     head = models.oracle(folder).model.lm_head.weight.detach()
     with torch.inference_mode():
-        model = load_model(config, Weights(torch.float32, CPU, ParallelState(), "int8"))
+        model = BareModel(folder, quantization="int8").model
         found, expected = model.compute_logits(hidden), hidden @ head.t()
     torch.testing.assert_close(found, expected, atol=1e-4, rtol=1e-4)
     assert difference(hidden @ round_rows(head).t(), expected) > 1e-3, "the test could not tell"

@@ -51,7 +51,7 @@ def test_sdpa_equals_the_reference(
     slice_elements: int,
 ) -> None:
     """Rows with and without context, whole and in slices of few queries."""
-    monkeypatch.setattr(gpu_attention, "_MASK_ELEMENTS", slice_elements)
+    monkeypatch.setattr(gpu_attention, "MASK_ELEMENTS", slice_elements)
     gen = torch.Generator().manual_seed(heads)
     query_lens, key_lens, head_dim, block_size = [9, 4, 20], [9, 30, 21], 16, 8
     q = torch.randn(sum(query_lens), heads, head_dim, generator=gen)

@@ -2,33 +2,23 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
-import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
+from support.bare_model import CPU, PROMPTS, BareModel, logits_in_transformers
 from support.models import ModelShop
-from support.oracle import Oracle
 from support.ranks import run_ranks
 from support.tiny_llama import TinyLlama
 
 from tpengine.distributed.parallel_state import ParallelState
 from tpengine.engine_args import EngineArgs
 from tpengine.errors import ConfigError
-from tpengine.layers.attention import AttentionMetadata
 from tpengine.layers.linear import RowParallelLinear
 from tpengine.layers.weights import Weights
 from tpengine.messages import NewSequence, StepInput
 from tpengine.models.loader import load_model
 from tpengine.sampling_params import SamplingParams
-from tpengine.worker.cache_engine import CacheEngine
 from tpengine.worker.worker import Worker
-
-BLOCK_SIZE = 16
-CPU = torch.device("cpu")
-PROMPTS = ([5, 127, 128, 254, 255, 256, 383, 384], list(range(30, 75)))
-"""Some ids lie on the borders of the ranks' parts of the vocabulary."""
 
 SHARDED = {
     "tied": TinyLlama(64, 8, 4, tied=True),
@@ -42,74 +32,21 @@ SHARDED = {
 }
 
 
-def tensor(values: list[int]) -> torch.Tensor:
-    return torch.tensor(values, dtype=torch.int32)
-
-
-def prefill_metadata(prompts: tuple[list[int], ...]) -> AttentionMetadata:
-    """All prompts as one step; sequence i has blocks 4 i to 4 i + 3."""
-    lengths = [len(prompt) for prompt in prompts]
-    positions = [p for length in lengths for p in range(length)]
-    slots = [4 * BLOCK_SIZE * i + p for i, n in enumerate(lengths) for p in range(n)]
-    return AttentionMetadata(
-        positions=tensor(positions),
-        slot_mapping=tensor(slots),
-        block_table=torch.arange(4 * len(prompts), dtype=torch.int32).view(-1, 4),
-        seq_lens=tensor(lengths),
-        query_start_loc=tensor([0, *np.cumsum(lengths).tolist()]),
-        num_decodes=0,
-    )
-
-
-def decode_metadata(prompts: tuple[list[int], ...]) -> AttentionMetadata:
-    """The next step: one more token of each sequence."""
-    lengths = [len(prompt) for prompt in prompts]
-    return AttentionMetadata(
-        positions=tensor(lengths),
-        slot_mapping=tensor([4 * BLOCK_SIZE * i + n for i, n in enumerate(lengths)]),
-        block_table=torch.arange(4 * len(prompts), dtype=torch.int32).view(-1, 4),
-        seq_lens=tensor([n + 1 for n in lengths]),
-        query_start_loc=tensor([0]),
-        num_decodes=len(prompts),
-    )
-
-
-def logits_on(folder: Path, parallel: ParallelState) -> tuple[torch.Tensor, int]:
-    """Logits of every prompt token and of one decode, `[num_tokens, vocab_size]`, and the bytes of
-    this rank's weights."""
-    config = EngineArgs(model=str(folder), dtype="float32").create_engine_config("cpu").model
-    weights = Weights(torch.float32, CPU, parallel)
-    model = load_model(config, weights)
-    kv_heads = max(1, config.total_num_kv_heads // parallel.tp_size)
-    cache = CacheEngine(
-        CPU, torch.float32, 8, BLOCK_SIZE, config.num_layers, kv_heads, config.head_dim
-    )
-    ids = torch.tensor([token for prompt in PROMPTS for token in prompt], dtype=torch.int32)
-    hidden = model.forward(ids, cache.kv_caches, prefill_metadata(PROMPTS))
-    prompt_logits = model.compute_logits(hidden)
-    hidden = model.forward(
-        torch.tensor([3, 4], dtype=torch.int32), cache.kv_caches, decode_metadata(PROMPTS)
-    )
-    return torch.cat([prompt_logits, model.compute_logits(hidden)]), weights.num_bytes
-
-
-def oracle_logits(oracle: Oracle) -> torch.Tensor:
-    with torch.inference_mode():
-        whole = [
-            oracle.model(torch.tensor([[*prompt, extra]])).logits[0]
-            for prompt, extra in zip(PROMPTS, (3, 4), strict=True)
-        ]
-    return torch.cat([*(logits[:-1] for logits in whole), *(logits[-1:] for logits in whole)])
-
-
 @pytest.mark.parametrize("tp_size", [2, 4])
 @pytest.mark.parametrize("name", list(SHARDED))
 def test_logits_of_ranks_equal_the_whole(models: ModelShop, name: str, tp_size: int) -> None:
     folder = models.folder(SHARDED[name])
     with torch.inference_mode():
-        whole, whole_bytes = logits_on(folder, ParallelState())
-    torch.testing.assert_close(whole, oracle_logits(models.oracle(folder)), atol=1e-3, rtol=1e-4)
-    answers, num_collectives = run_ranks(tp_size, lambda parallel: logits_on(folder, parallel))
+        one_rank = BareModel(folder)
+        whole = one_rank.logits()
+    expected = logits_in_transformers(models.oracle(folder).model)
+    torch.testing.assert_close(whole, expected, atol=1e-3, rtol=1e-4)
+
+    def live(parallel: ParallelState) -> tuple[torch.Tensor, int]:
+        model = BareModel(folder, parallel)
+        return model.logits(), model.num_bytes
+
+    answers, num_collectives = run_ranks(tp_size, live)
     # every rank has all positions' angles, in float32
     table_bytes = 4 * SHARDED[name].max_positions * SHARDED[name].head_dim
     # embedding, two sums per layer, and the gathered logits; twice
@@ -119,7 +56,7 @@ def test_logits_of_ranks_equal_the_whole(models: ModelShop, name: str, tp_size: 
     torch.testing.assert_close(first, whole, atol=1e-3, rtol=1e-4)
     for rank, (logits, num_bytes) in enumerate(answers):
         assert rank == 0 or len(logits) == 0, "only rank 0 samples"
-        assert num_bytes - table_bytes < (whole_bytes - table_bytes) / tp_size * 1.4
+        assert num_bytes - table_bytes < (one_rank.num_bytes - table_bytes) / tp_size * 1.4
 
 
 def test_workers_of_two_ranks_step_like_the_oracle(models: ModelShop) -> None:

@@ -88,17 +88,6 @@ def test_nothing_is_allocated_before_it_is_needed() -> None:
     assert 0 < counts.num_bytes <= 8 * (12 * 1000 + 8)
 
 
-def test_repeated_tokens_take_no_room() -> None:
-    counts = TokenCounts(4, CPU)
-    counts.write(2, np.array([5], np.int32), np.empty(0, np.int32))
-    counts.append(np.array([2]), np.array([5]), never)
-    before = counts.num_bytes
-    for _ in range(500):
-        counts.append(np.array([2]), np.array([5]), lambda slot: 1)
-    assert _read(counts, [2]) == [{5: 501}]
-    assert counts.num_bytes == before
-
-
 def test_repeated_tokens_take_no_room_next_to_rows_of_other_ages() -> None:
     """The bounds of all rows are too high, not only that of the row that is full first."""
     counts, slots = TokenCounts(8, CPU), list(range(8))

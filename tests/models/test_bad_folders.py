@@ -17,11 +17,7 @@ from support.tiny_llama import TinyLlama, edit_json
 from support.zoo import PLAIN
 
 from tpengine import LLM, SamplingParams
-from tpengine.errors import (
-    ConfigError,
-    EngineError,
-    ModelLoadError,
-)
+from tpengine.errors import ModelLoadError
 
 SHARDED = TinyLlama(max_shard_size="200KB", seed=3)
 
@@ -65,21 +61,6 @@ def test_no_model_folder(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text("{ not json")
     with pytest.raises(ModelLoadError, match=r"config\.json cannot be read"):
         make_engine(tmp_path)
-
-
-def test_architecture_that_is_not_supported(copy: Path) -> None:
-    def change(config: dict[str, Any]) -> None:
-        config["architectures"] = ["GPT2LMHeadModel"]
-
-    edit_json(copy / "config.json", change)
-    with pytest.raises(ConfigError, match=r"GPT2LMHeadModel.*supported: .*LlamaForCausalLM"):
-        make_engine(copy)
-
-
-def test_rope_scaling_that_is_not_supported(copy: Path) -> None:
-    edit_json(copy / "config.json", lambda c: c["rope_parameters"].update(rope_type="spiral"))
-    with pytest.raises(EngineError, match="spiral"):
-        make_engine(copy)
 
 
 def test_folder_without_weights(copy: Path) -> None:

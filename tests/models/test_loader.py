@@ -45,17 +45,12 @@ def generates_as_before(subjects: Subjects, name: str, folder: Path, **args: Any
     assert_equal_to_oracle(moved, generate(moved, **args))
 
 
-def test_pickled_weights_need_the_flag(subjects: Subjects, copied: Copied) -> None:
+@pytest.mark.parametrize("is_zip", [True, False], ids=["today", "old torch"])
+def test_pickled_weights_need_the_flag(subjects: Subjects, copied: Copied, is_zip: bool) -> None:
     folder, state = copied("opt-before")
-    torch.save(state, folder / PICKLED)
+    torch.save(state, folder / PICKLED, _use_new_zipfile_serialization=is_zip)
     with pytest.raises(ModelLoadError, match="load_format='pt'"):
         load(folder)
-    generates_as_before(subjects, "opt-before", folder, load_format="pt")
-
-
-def test_pickled_weights_of_old_torch(subjects: Subjects, copied: Copied) -> None:
-    folder, state = copied("opt-before")
-    torch.save(state, folder / PICKLED, _use_new_zipfile_serialization=False)
     generates_as_before(subjects, "opt-before", folder, load_format="pt")
 
 

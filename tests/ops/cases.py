@@ -61,6 +61,18 @@ def relative_error(actual: Tensor, expected: Tensor) -> float:
     return float(difference / expected.double().norm().clamp(min=1e-30))
 
 
+def same(a: Tensor, b: Tensor) -> bool:
+    """Whether numbers and places of NaN are equal."""
+    return torch.equal(a.float().nan_to_num(nan=1e9), b.float().nan_to_num(nan=1e9))
+
+
+def hugging_face_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """RMSNorm as Hugging Face's models write it, with float64 in place of float32."""
+    y = x.double()
+    y = y * torch.rsqrt(y.pow(2).mean(-1, keepdim=True) + eps)
+    return weight.double() * y.to(x.dtype).double()
+
+
 def nan_like(tensor: Tensor) -> Tensor:
     return torch.full_like(tensor, NAN)
 

@@ -3,6 +3,7 @@ from __future__ import annotations
 import functools
 import itertools
 import math
+from collections.abc import Callable
 
 import pytest
 import torch
@@ -60,6 +61,34 @@ def _problem(
     return case, q, expected
 
 
+def _decode(
+    attend: Callable[..., None],
+    case: PagedCase,
+    q: torch.Tensor,
+    *rest: object,
+    rows: slice = slice(None),
+) -> torch.Tensor:
+    """Attention of the sequences `rows`, one query each; rest: scale, slopes, window."""
+    out = nan_like(q)
+    attend(out, q, case.k_cache, case.v_cache, case.block_table[rows], case.seq_lens[rows], *rest)
+    return out
+
+
+def _prefill(
+    attend: Callable[..., None],
+    case: PagedCase,
+    q: torch.Tensor,
+    starts: list[int],
+    seq_lens: torch.Tensor,
+    *rest: object,
+    rows: slice = slice(None),
+) -> torch.Tensor:
+    """Attention of several queries of a sequence; rest: scale, slopes, window."""
+    out, start = nan_like(q), torch.tensor(starts, dtype=torch.int32)
+    attend(out, q, case.k_cache, case.v_cache, case.block_table[rows], start, seq_lens, *rest)
+    return out
+
+
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 @pytest.mark.parametrize(("name", "dtype"), NAMES, ids=str)
 def test_decode_agrees_with_dense_float64(name: str, dtype: torch.dtype, shape: tuple) -> None:
@@ -67,12 +96,9 @@ def test_decode_agrees_with_dense_float64(name: str, dtype: torch.dtype, shape: 
     lengths = (1, block_size - 1, block_size, block_size + 1, 0, 2, 77, 255, 256, 257)
     case, q, expected = _problem(shape, dtype, lengths, (1,) * len(lengths))
     for (use_alibi, window), answer in zip(OPTIONS, expected, strict=True):
-        out = nan_like(q)
+        slopes = _slopes(shape[0], use_alibi)
         with backend(name) as op:
-            op("paged_attention")(
-                out, q, case.k_cache, case.v_cache, case.block_table, case.seq_lens,
-                shape[2] ** -0.5, _slopes(shape[0], use_alibi), window,
-            )  # fmt: skip
+            out = _decode(op("paged_attention"), case, q, shape[2] ** -0.5, slopes, window)
         assert relative_error(out, answer) < ATTENTION_BOUND[dtype]
         assert not out[4].any(), "a sequence of length 0 gives zeros"
 
@@ -85,14 +111,11 @@ def test_prefill_agrees_with_dense_float64(name: str, dtype: torch.dtype, shape:
     lengths = (1, block_size, block_size + 1, 65, 33, 20, 280)
     counts = (1, block_size, block_size + 1, 7, 1, 0, 30)
     case, q, expected = _problem(shape, dtype, lengths, counts)
-    start = torch.tensor([0, *itertools.accumulate(counts)], dtype=torch.int32)
+    starts = [0, *itertools.accumulate(counts)]
     for (use_alibi, window), answer in zip(OPTIONS, expected, strict=True):
-        out = nan_like(q)
+        rest = (shape[2] ** -0.5, _slopes(shape[0], use_alibi), window)
         with backend(name) as op:
-            op("prefill_attention")(
-                out, q, case.k_cache, case.v_cache, case.block_table, start, case.seq_lens,
-                shape[2] ** -0.5, _slopes(shape[0], use_alibi), window,
-            )  # fmt: skip
+            out = _prefill(op("prefill_attention"), case, q, starts, case.seq_lens, *rest)
         assert relative_error(out, answer) < ATTENTION_BOUND[dtype]
 
 
@@ -104,36 +127,10 @@ def test_long_context_over_several_partitions(name: str, dtype: torch.dtype) -> 
     counts = [1] * len(lengths)
     q = case.queries(6, counts, gen)
     for window in (None, 1500):
-        out = nan_like(q)
         with backend(name) as op:
-            op("paged_attention")(
-                out, q, case.k_cache, case.v_cache, case.block_table, case.seq_lens, 0.125,
-                None, window,
-            )  # fmt: skip
+            out = _decode(op("paged_attention"), case, q, 0.125, None, window)
         expected = dense_attention(case, q, counts, None, window)
         assert relative_error(out, expected) < ATTENTION_BOUND[dtype]
-
-
-@pytest.mark.parametrize("device_layout", ["cpu", "cuda"])
-def test_reference_reads_both_layouts(device_layout: str) -> None:
-    gen = generator(2)
-    case = make_case([5, 17, 40], 2, 32, torch.float32, gen, device_layout=device_layout)
-    q = case.queries(4, [1, 1, 1], gen)
-    out = nan_like(q)
-    with backend("reference") as op:
-        op("paged_attention")(
-            out, q, case.k_cache, case.v_cache, case.block_table, case.seq_lens, 32**-0.5,
-            None, None,
-        )  # fmt: skip
-    assert relative_error(out, dense_attention(case, q, [1, 1, 1])) < 3e-6
-
-
-def _decode(case: PagedCase, q: torch.Tensor, window: int | None) -> torch.Tensor:
-    out = nan_like(q)
-    attention.paged_attention(
-        out, q, case.k_cache, case.v_cache, case.block_table, case.seq_lens, 0.125, None, window
-    )
-    return out
 
 
 @pytest.mark.parametrize(("name", "dtype"), list(itertools.product(ISAS, DTYPES)), ids=str)
@@ -145,22 +142,21 @@ def test_a_sequence_is_the_same_alone_and_in_a_crowd(name: str, dtype: torch.dty
     q = case.queries(14, [1] * len(lengths), gen)
     with backend(name):
         for window in (None, 1100):
-            expected = _decode(case, q, window)
+            rest = (0.125, None, window)
+            expected = _decode(attention.paged_attention, case, q, *rest)
             with threads(4):
-                assert torch.equal(_decode(case, q, window), expected)
-            for seq, length in enumerate(lengths):
-                arguments = (
-                    q[seq : seq + 1], case.k_cache, case.v_cache, case.block_table[seq : seq + 1],
-                )  # fmt: skip
-                seq_len = torch.tensor([length], dtype=torch.int32)
-                start = torch.tensor([0, 1], dtype=torch.int32)
-                one, four, chunk = (nan_like(q[:1]) for _ in range(3))
-                attention.paged_attention(one, *arguments, seq_len, 0.125, None, window)
+                assert torch.equal(_decode(attention.paged_attention, case, q, *rest), expected)
+            for row in range(len(lengths)):
+                rows = slice(row, row + 1)
+                one = _decode(attention.paged_attention, case, q[rows], *rest, rows=rows)
                 with threads(4):  # more threads than kv heads: the context is split
-                    attention.paged_attention(four, *arguments, seq_len, 0.125, None, window)
-                attention.prefill_attention(chunk, *arguments, start, seq_len, 0.125, None, window)
+                    four = _decode(attention.paged_attention, case, q[rows], *rest, rows=rows)
+                seq_len = case.seq_lens[rows]
+                chunk = _prefill(
+                    attention.prefill_attention, case, q[rows], [0, 1], seq_len, *rest, rows=rows
+                )
                 for out in (one, four, chunk):
-                    assert torch.equal(out, expected[seq : seq + 1])
+                    assert torch.equal(out, expected[rows])
 
 
 @pytest.mark.parametrize(("name", "dtype"), list(itertools.product(ISAS, DTYPES)), ids=str)
@@ -172,20 +168,16 @@ def test_chunks_of_a_prompt_give_what_the_whole_gives(
     length = 1100
     case = make_case([length], 1, 64, dtype, gen)
     q = case.queries(3, [length], gen)
-    whole = nan_like(q)
+
+    def chunk(first: int, last: int) -> torch.Tensor:
+        seq_len, rest = torch.tensor([last], dtype=torch.int32), (0.125, None, window)
+        queries, starts = q[first:last], [0, last - first]
+        return _prefill(attention.prefill_attention, case, queries, starts, seq_len, *rest)
+
     with backend(name), threads(3):
-        attention.prefill_attention(
-            whole, q, case.k_cache, case.v_cache, case.block_table,
-            torch.tensor([0, length], dtype=torch.int32), case.seq_lens, 0.125, None, window,
-        )  # fmt: skip
+        whole = chunk(0, length)
         for first, last in ((0, 13), (13, 14), (14, 271), (271, 1030), (1030, 1100)):
-            out = nan_like(q[first:last])
-            attention.prefill_attention(
-                out, q[first:last], case.k_cache, case.v_cache, case.block_table,
-                torch.tensor([0, last - first], dtype=torch.int32),
-                torch.tensor([last], dtype=torch.int32), 0.125, None, window,
-            )  # fmt: skip
-            assert torch.equal(out, whole[first:last])
+            assert torch.equal(chunk(first, last), whole[first:last])
 
 
 @pytest.mark.parametrize("name", ISAS)
@@ -209,11 +201,8 @@ def test_large_logits_stay_finite(name: str) -> None:
     gen = generator(6)
     case = make_case([100], 1, 64, torch.float32, gen)
     q = case.queries(2, [1], gen) * 1e4
-    out = nan_like(q)
     with backend(name):
-        attention.paged_attention(
-            out, q, case.k_cache, case.v_cache, case.block_table, case.seq_lens, 1.0
-        )
+        out = _decode(attention.paged_attention, case, q, 1.0)
     best = (case.k[0][:, 0].double() @ q[0].double().T).argmax(0)
     expected = case.v[0][best, 0][None]
     assert math.isfinite(float(out.sum()))

@@ -15,6 +15,7 @@ from tpengine.ops import attention, cache, library, reference
 
 from .cases import dense_attention, generator, make_case, nan_like, relative_error
 from .cuda_host_library import BOUND
+from .sampling_cases import random_case
 
 pytestmark = [
     pytest.mark.gpu,
@@ -255,22 +256,11 @@ def test_fused_ops(dtype: torch.dtype, size: int) -> None:
 def test_sampling_chooses_what_the_sorted_reference_chooses(
     dtype: torch.dtype, vocab_size: int
 ) -> None:
-    gen = generator(vocab_size)
-    rows = 64
-    logits = (torch.randn(rows, vocab_size, generator=gen) * 3).to(dtype)
-    logits[::7, ::3] = float("-inf")
-    temperature = torch.rand(rows, generator=gen) * 2
-    temperature[5] = 0.0
-    top_k = torch.randint(0, 2 * vocab_size, (rows,), generator=gen, dtype=torch.int32)
-    top_k[::3] = 0
-    top_p, min_p = torch.rand(rows, generator=gen), torch.rand(rows, generator=gen) * 0.2
-    top_p[::4], min_p[::2] = 1.0, 0.0
-    uniform = torch.rand(rows, generator=gen, dtype=torch.float64)
-    parameters = (logits, temperature, top_k, top_p, min_p, uniform)
-    out, device_out = torch.zeros(rows, dtype=torch.int64), torch.zeros(64, dtype=torch.int64)
-    device_out = device_out.to(CUDA)
-    _op("sample_tokens")(device_out, *_to(*parameters))
-    reference.sample_tokens(out, *parameters)
+    logits, *parameters = random_case(64, vocab_size, dtype)
+    out = torch.zeros(64, dtype=torch.int64)
+    device_out = out.to(CUDA)
+    _op("sample_tokens")(device_out, *_to(logits, *parameters))
+    reference.sample_tokens(out, logits, *parameters)
     assert torch.equal(device_out.cpu(), out)
     _op("argmax")(device_out, logits.to(CUDA))
     assert torch.equal(device_out.cpu(), logits.float().argmax(-1))

@@ -85,6 +85,7 @@ class Problem:
         self.expected = dense_attention(case, self.q, [1] * len(lengths), self.slopes, window)
 
     def plan(self, library: ctypes.CDLL, wave: int, min_chunks: int) -> tuple[Tensor, Tensor]:
+        """The borders and items of a plan, which are those of the reference."""
         seq_lens = self.case.seq_lens
         start = torch.full((len(seq_lens) + 1,), -7, dtype=torch.int32)
         items = torch.full((len(seq_lens) + 2 * wave, 4), -7, dtype=torch.int32)
@@ -93,6 +94,11 @@ class Problem:
             self.window,
         )  # fmt: skip
         library.plan_decode(ctypes.byref(args))
+        expected = torch.full_like(start, -7), torch.full_like(items, -7)
+        window = None if self.window == NO_WINDOW else self.window
+        reference.plan_decode(*expected, seq_lens, 16 * min_chunks, window)
+        assert torch.equal(start, expected[0])
+        assert torch.equal(items, expected[1])
         return start, items
 
     def run(
@@ -243,6 +249,13 @@ def test_long_context_in_fp8_loses_no_accumulation(kernels: ctypes.CDLL) -> None
         check(problem, problem.run(kernels, wave=wave))
 
 
+def plan_problem(lengths: list[int], window: int | None = None) -> Problem:
+    """A problem for plans alone, without caches of these lengths."""
+    problem = Problem([1], 1, 1, 64, 16, torch.bfloat16, window=window)
+    problem.case.seq_lens = torch.tensor(lengths, dtype=torch.int32)
+    return problem
+
+
 def _check_plan(problem: Problem, start: Tensor, items: Tensor, wave: int) -> None:
     lengths = problem.case.seq_lens.tolist()
     borders, rows = start.tolist(), items.tolist()
@@ -270,16 +283,10 @@ def test_plans_are_complete_and_balanced(kernels: ctypes.CDLL, seed: int) -> Non
     lengths = [rnd.choice([0, 1, 16, 17, rnd.randrange(3000)]) for _ in range(rnd.randrange(1, 40))]
     if seed == 7:
         lengths = [rnd.randrange(100) for _ in range(300)]  # more rows than the block has threads
-    problem = Problem([1], 1, 1, 64, 16, torch.bfloat16, window=rnd.choice([None, 500]))
-    problem.case.seq_lens = torch.tensor(lengths, dtype=torch.int32)
+    problem = plan_problem(lengths, rnd.choice([None, 500]))
     for wave in (1, 7, 33, 200):
         start, items = problem.plan(kernels, wave, 4)
         _check_plan(problem, start, items, wave)
-        expected = torch.full_like(start, -7), torch.full_like(items, -7)
-        window = None if problem.window == NO_WINDOW else problem.window
-        reference.plan_decode(*expected, problem.case.seq_lens, 64, window)
-        assert torch.equal(start, expected[0])
-        assert torch.equal(items, expected[1])
 
 
 @pytest.mark.parametrize("kind", ["bfloat16", "fp8", "plain"])
@@ -293,23 +300,16 @@ def test_offsets_beyond_32_bits(kernels: ctypes.CDLL, kind: str) -> None:
 def test_a_plan_of_short_items_fits_into_its_list(kernels: ctypes.CDLL) -> None:
     """As many rows as a wave has items, and 5/8 of the mean share just under two chunks."""
     set_schedule(kernels, 0)
-    problem = Problem([1], 1, 1, 64, 16, torch.bfloat16)
-    problem.case.seq_lens = torch.tensor([48] * 28 + [64] * 4, dtype=torch.int32)
+    problem = plan_problem([48] * 28 + [64] * 4)
     start, items = problem.plan(kernels, 32, 1)
     _check_plan(problem, start, items, 32)
-    expected = torch.full_like(start, -7), torch.full_like(items, -7)
-    reference.plan_decode(*expected, problem.case.seq_lens, 16, None)
-    assert torch.equal(items, expected[1])
 
 
 def test_even_rows_stay_whole_and_one_long_row_is_cut(kernels: ctypes.CDLL) -> None:
     set_schedule(kernels, 0)
-    problem = Problem([1], 1, 1, 64, 16, torch.bfloat16)
-    problem.case.seq_lens = torch.full((64,), 4096, dtype=torch.int32)
-    start, _ = problem.plan(kernels, 33, 16)
+    start, _ = plan_problem([4096] * 64).plan(kernels, 33, 16)
     assert start.tolist() == list(range(65))
-    problem.case.seq_lens = torch.tensor([100_000, *[1500] * 63], dtype=torch.int32)
-    start, items = problem.plan(kernels, 100, 16)
+    start, items = plan_problem([100_000, *[1500] * 63]).plan(kernels, 100, 16)
     assert 20 < start[1] <= 37
     spans = (items[: start[-1], 2] - items[: start[-1], 1]).tolist()
     assert max(spans) * 16 < 5200
@@ -318,21 +318,15 @@ def test_even_rows_stay_whole_and_one_long_row_is_cut(kernels: ctypes.CDLL) -> N
 @pytest.mark.parametrize("lengths", [[50_000], [3000, 70, 900], [4096] * 20], ids=len)
 def test_padded_rows_change_no_plan(kernels: ctypes.CDLL, lengths: list[int]) -> None:
     """A graph's batch is padded with rows of length 0: as many as a wave has items, and more."""
-    problem = Problem([1], 1, 1, 64, 16, torch.bfloat16)
+    whole, padded = plan_problem(lengths), plan_problem([*lengths, *[0] * 63])
     num_seqs = len(lengths)
     for wave in (16, 33):
         set_schedule(kernels, wave)
-        problem.case.seq_lens = torch.tensor(lengths, dtype=torch.int32)
-        start, items = problem.plan(kernels, wave, 4)
-        problem.case.seq_lens = torch.tensor([*lengths, *[0] * 63], dtype=torch.int32)
-        padded_start, padded_items = problem.plan(kernels, wave, 4)
-        _check_plan(problem, padded_start, padded_items, wave)
+        start, items = whole.plan(kernels, wave, 4)
+        padded_start, padded_items = padded.plan(kernels, wave, 4)
+        _check_plan(padded, padded_start, padded_items, wave)
         assert torch.equal(padded_start[: num_seqs + 1], start)
         assert torch.equal(padded_items[: start[-1]], items[: start[-1]])
-        again = torch.full_like(padded_start, -7), torch.full_like(padded_items, -7)
-        reference.plan_decode(*again, problem.case.seq_lens, 64, None)
-        assert torch.equal(padded_start, again[0])
-        assert torch.equal(padded_items, again[1])
 
 
 def test_padded_rows_give_zeros_and_read_nothing(kernels: ctypes.CDLL) -> None:

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from tpengine.ops import reference
 
-from .cases import generator, make_case, nan_like, relative_error
+from .cases import generator, hugging_face_norm, make_case, nan_like, relative_error, same
 from .cuda_host_library import (
     BOUND,
     F32,
@@ -61,10 +61,6 @@ K_SCALE, V_SCALE = 0.25, 2.0
 @pytest.fixture(scope="module")
 def kernels() -> ctypes.CDLL:
     return load_host("elementwise")
-
-
-def _same(a: Tensor, b: Tensor) -> bool:
-    return torch.equal(a.float().nan_to_num(nan=1e9), b.float().nan_to_num(nan=1e9))
 
 
 def _caches(dtype: torch.dtype, head_dim: int) -> tuple[Tensor, Tensor]:
@@ -120,8 +116,8 @@ def test_rotary_and_cache_write(
             heads = packed.qkv.view(21, 8, head_dim)
             again = _caches(cache_dtype, head_dim)
             reference.write_kv_cache(heads[:, 4:6], heads[:, 6:], *again, packed.slots, *scales)
-            for cache, same, close in zip(caches, again, expected, strict=True):
-                assert _same(cache, same)
+            for cache, exact, close in zip(caches, again, expected, strict=True):
+                assert same(cache, exact)
                 numbers = close.float().nan_to_num(nan=0.0)
                 assert relative_error(cache.float().nan_to_num(nan=0.0), numbers) < 1e-2
 
@@ -186,7 +182,7 @@ def test_offsets_beyond_32_bits(kernels: ctypes.CDLL) -> None:
     heads = packed.qkv.view(21, 8, 128)
     expected = [torch.full_like(cache, float("nan")) for cache in caches]
     reference.write_kv_cache(heads[:, 4:6], heads[:, 6:], *expected, packed.slots)
-    assert all(_same(a, b) for a, b in zip(caches, expected, strict=True))
+    assert all(same(a, b) for a, b in zip(caches, expected, strict=True))
     table, start = torch.tensor([[2, 5, 0]], dtype=torch.int32), torch.tensor([0, 20]).int()
     far_table = table + FAR_BLOCKS
     found, gathered = (torch.zeros(2, 20, 2, 128, dtype=torch.bfloat16) for _ in range(2))
@@ -196,14 +192,14 @@ def test_offsets_beyond_32_bits(kernels: ctypes.CDLL) -> None:
     )  # fmt: skip
     kernels.gather_kv(2, False, True, ctypes.byref(gather))
     reference.gather_kv(*gathered, *caches, table, start)
-    assert _same(found, gathered)
+    assert same(found, gathered)
     pairs, size = torch.tensor([(2, 4)]) + FAR_BLOCKS, caches[0].stride(0) * 2
     places = [
         BlockPlace(far_pointer(caches[0]), pairs.data_ptr() + 8 * side, 2, size, 0)
         for side in (0, 1)
     ]
     kernels.copy_blocks(ctypes.byref(CopyBlocksArgs(*places, size)), 1, 1)
-    assert _same(caches[0][4], caches[0][2])
+    assert same(caches[0][4], caches[0][2])
 
 
 def test_blocks_are_copied_packed_and_unpacked(kernels: ctypes.CDLL) -> None:
@@ -247,9 +243,7 @@ def test_rms_norm(kernels: ctypes.CDLL, dtype: torch.dtype, seed: int) -> None:
             weight.data_ptr(), size, 0, size, 0, size, 1, size, 1e-5,
         )  # fmt: skip
         kernels.rms_norm(DTYPES.index(dtype), wide, ctypes.byref(args), 3)
-        y = (summed if add else x).double()
-        expected = y * torch.rsqrt(y.square().mean(-1, keepdim=True) + 1e-5)
-        expected = expected.to(dtype).double() * weight.double()
+        expected = hugging_face_norm(summed if add else x, weight, 1e-5)
         assert relative_error(out, expected) < BOUND[dtype]
         if add:
             assert torch.equal(residual, summed)

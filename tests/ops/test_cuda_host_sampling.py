@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import ctypes
-import math
+import functools
+from collections.abc import Callable
 
 import pytest
 import torch
@@ -13,6 +14,7 @@ from tpengine.ops import reference
 
 from .cases import generator
 from .cuda_host_library import I32, I64, P, load_host, needs_compiler, set_schedule, struct
+from .sampling_cases import EDGES, INF, parameter_tensors, random_case, tied_logits
 
 pytestmark = needs_compiler
 
@@ -22,7 +24,6 @@ SampleArgs = struct(
     ("uniform", P),
 )  # fmt: skip
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
-INF = float("inf")
 
 
 @pytest.fixture(scope="module")
@@ -31,13 +32,8 @@ def kernels() -> ctypes.CDLL:
 
 
 def _run(kernels: ctypes.CDLL, logits: Tensor, *parameters: object) -> Tensor:
-    """Parameters: temperature, top_k, top_p, min_p, uniform; a number serves all rows."""
     rows = logits.shape[0]
-    dtypes = (torch.float32, torch.int32, torch.float32, torch.float32, torch.float64)
-    tensors = [
-        p if isinstance(p, Tensor) else torch.full((rows,), p, dtype=dtype)
-        for p, dtype in zip(parameters, dtypes, strict=True)
-    ]
+    tensors = parameter_tensors(rows, *parameters)
     out = torch.full((rows,), -7, dtype=torch.int64)
     row = LogitsArgs(out.data_ptr(), logits.data_ptr(), logits.stride(0), logits.shape[1])
     args = SampleArgs(row, *[tensor.data_ptr() for tensor in tensors])
@@ -55,20 +51,11 @@ def test_argmax_takes_the_lowest_of_equals(
 ) -> None:
     set_schedule(kernels, seed)
     for vocab_size in (1, 100, 1003):
-        wide = torch.full((5, vocab_size + 5), INF, dtype=dtype)
-        logits = wide[:, :vocab_size]
-        logits.copy_(torch.randint(-3, 4, (5, vocab_size), generator=generator(vocab_size)))
-        logits[0] = -INF
-        logits[1, vocab_size // 2] = INF
-        logits[2, vocab_size - 1] = float("nan")
-        logits[3], logits[3, 0] = -0.0, 0.0
+        logits, expected = tied_logits(5, vocab_size, dtype)
         out = torch.full((5,), -7, dtype=torch.int64)
         args = LogitsArgs(out.data_ptr(), logits.data_ptr(), logits.stride(0), vocab_size)
         kernels.argmax(DTYPES.index(dtype), ctypes.byref(args), 5)
-        for row in range(5):
-            values = logits[row].tolist()
-            expected = vocab_size - 1 if row == 2 else values.index(max(values))
-            assert out[row] == expected
+        assert out.tolist() == expected
 
 
 @pytest.mark.parametrize("vocab_size", [7, 1237, 6000])
@@ -76,41 +63,15 @@ def test_argmax_takes_the_lowest_of_equals(
 def test_the_kernel_chooses_what_the_sorted_reference_chooses(
     kernels: ctypes.CDLL, dtype: torch.dtype, vocab_size: int
 ) -> None:
-    gen = generator(vocab_size)
     set_schedule(kernels, 1)
-    rows = 9
-    logits = (torch.randn(rows, vocab_size, generator=gen) * 3).to(dtype)  # bfloat16: many ties
-    logits[::7, ::3] = -INF
-    temperature = torch.rand(rows, generator=gen) * 2
-    temperature[5] = 0.0
-    top_k = torch.randint(0, 2 * vocab_size, (rows,), generator=gen, dtype=torch.int32)
-    top_k[::3] = 0
-    top_k[1::3] = torch.randint(1, min(60, vocab_size), (3,), generator=gen, dtype=torch.int32)
-    top_p = torch.rand(rows, generator=gen)
-    top_p[::4] = 1.0
-    min_p = torch.rand(rows, generator=gen) * 0.2
-    min_p[::2] = 0.0
-    uniform = torch.rand(rows, generator=gen, dtype=torch.float64)
-    _run(kernels, logits, temperature, top_k, top_p, min_p, uniform)
+    _run(kernels, *random_case(9, vocab_size, dtype))
 
 
-def test_ties_at_the_threshold_keep_the_lowest_ids(kernels: ctypes.CDLL) -> None:
-    set_schedule(kernels, 2)
-    logits = torch.zeros(8, 1500)
-    logits[:, 1400] = 1.0
-    uniform = torch.linspace(0, 1, 9, dtype=torch.float64)[:-1]
-    kept = {0, 1, 2, 1400}
-    assert set(_run(kernels, logits, 1.0, 4, 1.0, 0.0, uniform).tolist()) == kept
-    # token 1400 weighs e, the others 1: (e + 3) / (e + 1499) is the mass of four tokens
-    top_p = (math.e + 2.5) / (math.e + 1499)
-    assert set(_run(kernels, logits, 1.0, 0, top_p, 0.0, uniform).tolist()) == kept
-    assert set(_run(kernels, logits, 1.0, 0, 1.0, 0.5, uniform).tolist()) == {1400}
-    assert set(_run(kernels, logits.roll(5, 1), 1.0, 0, 1.0, 2.0, uniform).tolist()) == {1405}
-    logits[:, 17] = 1.0
-    assert set(_run(kernels, logits, 1.0, 0, 1.0, 1.0, uniform).tolist()) == {17, 1400}
-    logits[:, 17] = 0.0
-    # top-p within what top-k left: half of four
-    assert set(_run(kernels, logits, 1.0, 4, 0.5, 0.0, uniform).tolist()) <= {0, 1400}
+@pytest.mark.parametrize("seed", [0, 2])
+@pytest.mark.parametrize("edge", EDGES, ids=lambda edge: edge.__name__)
+def test_edges(kernels: ctypes.CDLL, edge: Callable[..., None], seed: int) -> None:
+    set_schedule(kernels, seed)
+    edge(functools.partial(_run, kernels), torch.float32)
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
@@ -153,28 +114,6 @@ def test_top_p_of_what_top_k_left(kernels: ctypes.CDLL, top_k: int) -> None:
     _run(kernels, logits, 1.5, top_k, top_p, 0.0, uniform)
     logits[:, 30:] = -INF  # fewer than k are not banned
     _run(kernels, logits, 1.5, top_k, top_p, 0.0, uniform)
-
-
-def test_ends_of_the_uniform_and_rows_without_a_finite_maximum(kernels: ctypes.CDLL) -> None:
-    set_schedule(kernels, 0)
-    logits = torch.full((4, 300), -INF)
-    logits[:, [17, 18, 250]] = 0.0
-    uniform = torch.tensor([0.0, 1 / 3 + 1e-9, 1 - 2**-53, 0.5], dtype=torch.float64)
-    assert _run(kernels, logits, 1.0, 0, 1.0, 0.0, uniform).tolist() == [17, 18, 250, 18]
-    assert _run(kernels, logits, 1.0, 200, 0.999, 0.0, uniform).tolist() == [17, 18, 250, 18]
-    assert _run(kernels, logits, 1.0, 0, 0.0, 0.0, uniform).tolist() == [17] * 4
-    logits = torch.zeros(3, 50)
-    logits[0] = -INF
-    logits[1, 31] = INF
-    logits[2, 12] = float("nan")
-    assert _run(kernels, logits, 1.0, 0, 0.9, 0.0, 0.99).tolist() == [0, 31, 12]
-
-
-def test_extreme_temperatures(kernels: ctypes.CDLL) -> None:
-    logits = torch.tensor([[1e4, 0.0, -1e4, 9.9e3]])
-    for temperature in (0.0, 1e-38, 1e-6, 1e-3):
-        assert _run(kernels, logits, temperature, 0, 1.0, 0.0, 0.999).tolist() == [0]
-    assert _run(kernels, logits, 1e30, 0, 1.0, 0.0, 0.999).tolist() == [3]
 
 
 def test_a_row_is_the_same_under_every_schedule(kernels: ctypes.CDLL) -> None:

@@ -3,26 +3,11 @@ whether loads of several elements are aligned, on which a GPU insists and a CPU 
 
 from __future__ import annotations
 
-import os
-import subprocess
 from pathlib import Path
 
-from .cuda_host_library import compile_host, needs_compiler
+from .cuda_host_library import SOURCES, compile_host, needs_compiler, run_host
 
 pytestmark = needs_compiler
-
-
-def _run(program: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
-    # Leaks belong to the stand-in, and the sanitizer does not know the stacks of its fibers.
-    environment = {**os.environ, "ASAN_OPTIONS": "detect_leaks=0"}
-    return subprocess.run(
-        [str(program), *arguments],
-        capture_output=True,
-        text=True,
-        timeout=120,
-        check=False,
-        env=environment,
-    )
 
 
 def test_kernels_stay_inside_their_memory(tmp_path: Path) -> None:
@@ -31,10 +16,10 @@ def test_kernels_stay_inside_their_memory(tmp_path: Path) -> None:
         "-fsanitize=address,alignment", "-fno-sanitize-recover=alignment",
         "--param=asan-stack=0",
     )  # fmt: skip
-    compile_host("sanitized", program, *options, shared=False)
-    done = _run(program)
+    compile_host(SOURCES / "sanitized.cpp", program, *options)
+    done = run_host(program)
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-3000:]
     assert done.stdout == "done\n"
-    beyond = _run(program, "one element beyond a row")
+    beyond = run_host(program, "one element beyond a row")
     assert beyond.returncode != 0
     assert "heap-buffer-overflow" in beyond.stderr

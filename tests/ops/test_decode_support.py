@@ -61,7 +61,7 @@ def test_a_head_dim_without_tensor_cores_warns_once(caplog: pytest.LogCaptureFix
 def test_a_plan_without_the_cuda_library_says_how_to_get_it(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(library, "_cuda", None)
+    monkeypatch.setattr(library, "cuda_library", None)
     with pytest.raises(NativeLibraryError, match="TPENGINE_CUDA=ON pip install"):
         attention.make_decode_plan(torch.device("cuda", 0), 4, 8, 2, 128, BF16)
 
@@ -75,7 +75,7 @@ def test_a_plan_where_cuda_fails_says_what_it_needs(monkeypatch: pytest.MonkeyPa
     class Library:
         tpengine_cuda_decode_wave = staticmethod(lambda *_: -1)
 
-    monkeypatch.setattr(library, "_cuda", Library)
+    monkeypatch.setattr(library, "cuda_library", Library)
     monkeypatch.setattr(torch.cuda, "get_device_capability", no_driver)
     with pytest.raises(NativeLibraryError, match=r"no NVIDIA driver.*they need compute capab"):
         attention.make_decode_plan(torch.device("cuda", 0), 4, 8, 2, 128, BF16)

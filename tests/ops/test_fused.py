@@ -5,18 +5,19 @@ import itertools
 import pytest
 import torch
 
-from .cases import BACKENDS, DTYPES, backend, generator, nan_like, relative_error
+from .cases import (
+    BACKENDS,
+    DTYPES,
+    backend,
+    generator,
+    hugging_face_norm,
+    nan_like,
+    relative_error,
+)
 
 NAMES = list(itertools.product(BACKENDS, DTYPES))
 SIZES = [1, 16, 45, 64, 896, 2049]
 BOUND = {torch.float32: 1e-6, torch.bfloat16: 4e-3}
-
-
-def _hugging_face_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
-    """RMSNorm as Hugging Face's models write it, with float64 in place of float32."""
-    y = x.double()
-    y = y * torch.rsqrt(y.pow(2).mean(-1, keepdim=True) + eps)
-    return weight.double() * y.to(x.dtype).double()
 
 
 @pytest.mark.parametrize("size", SIZES)
@@ -30,7 +31,7 @@ def test_rms_norm(name: str, dtype: torch.dtype, size: int) -> None:
     out = torch.full((9, size), float("nan"), dtype=dtype)
     with backend(name) as op:
         op("rms_norm")(out, x, weight, 1e-5)
-        expected = _hugging_face_norm(x, weight, 1e-5)
+        expected = hugging_face_norm(x, weight, 1e-5)
         assert relative_error(out, expected) < BOUND[dtype]
         op("rms_norm")(x, x, weight, 1e-5)  # in place
     assert torch.equal(x, out)
@@ -46,7 +47,7 @@ def test_rms_norm_per_head_on_a_view_of_packed_qkv(name: str, dtype: torch.dtype
     weight = torch.randn(80, generator=gen).to(dtype)
     with backend(name) as op:
         op("rms_norm")(qkv[:, :6], qkv[:, :6], weight, 1e-6)
-    expected = _hugging_face_norm(before[:, :6], weight, 1e-6)
+    expected = hugging_face_norm(before[:, :6], weight, 1e-6)
     assert relative_error(qkv[:, :6], expected) < BOUND[dtype]
     assert torch.equal(qkv[:, 6:], before[:, 6:])
 
@@ -62,7 +63,7 @@ def test_add_rms_norm(name: str, dtype: torch.dtype, size: int) -> None:
     with backend(name) as op:
         op("add_rms_norm")(out, x, residual, weight, 1e-5)
     assert torch.equal(residual, total)
-    assert relative_error(out, _hugging_face_norm(total, weight, 1e-5)) < BOUND[dtype]
+    assert relative_error(out, hugging_face_norm(total, weight, 1e-5)) < BOUND[dtype]
 
 
 def _layer_norm(

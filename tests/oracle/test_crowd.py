@@ -23,9 +23,7 @@ LENGTHS = (1, 5, 12, 16, 23, 32, 47, 64, 90, 121, 160, 200, 255, 310, 401, 500) 
     ids=["chunks of 64", "chunks of 2048", "whole prompts"],
 )
 def test_sixty_four_at_once(models: ModelShop, engine_args: dict[str, int], min_rows: int) -> None:
-    folder = models.folder(PLAIN)
-    oracle = models.oracle(folder)
-    prompts = oracle.prompts(LENGTHS, seed=2)
+    folder, oracle, prompts = models.problem(PLAIN, LENGTHS, seed=2)
     assert len({tuple(prompt) for prompt in prompts}) == 64
     oracle.assert_discerning(prompts)
     with log_steps() as log, open_llm(folder, **engine_args) as llm:
@@ -35,22 +33,8 @@ def test_sixty_four_at_once(models: ModelShop, engine_args: dict[str, int], min_
     assert (log.num_partial_chunks > 0) == engine_args.get("enable_chunked_prefill", True)
 
 
-def test_alone(models: ModelShop) -> None:
-    folder = models.folder(PLAIN)
-    oracle = models.oracle(folder)
-    prompts = oracle.prompts(LENGTHS, seed=2)[:16:2]
-    oracle.assert_discerning(prompts)
-    with log_steps() as log, open_llm(folder) as llm:
-        found = [ids(generate(llm, [prompt], greedy()))[0] for prompt in prompts]
-    assert found == [answer.token_ids for answer in oracle.answers(prompts)]
-    assert log.max_rows == 1
-
-
 def test_greedy_beside_sampled(models: ModelShop) -> None:
-    folder = models.folder(PLAIN)
-    oracle = models.oracle(folder)
-    prompts = oracle.prompts(LENGTHS, seed=2)
-    oracle.assert_discerning(prompts)
+    folder, oracle, prompts = models.problem(PLAIN, LENGTHS, seed=2)
     sampled = [
         SamplingParams(temperature=1.5, max_tokens=64, ignore_eos=True, logprobs=2),
         SamplingParams(temperature=1.0, top_p=0.8, top_k=40, max_tokens=40, ignore_eos=True),

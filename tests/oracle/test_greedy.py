@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import pytest
 import torch
 from support.engines import CACHE_TOKENS, generate, greedy, ids, open_llm
@@ -28,10 +26,7 @@ CASES = [(name, BLOCK_SIZES[j], MODES[(i + j) % 3]) for i, name in enumerate(ZOO
 def test_greedy_equals_transformers(
     models: ModelShop, name: str, block_size: int, mode: str
 ) -> None:
-    folder = models.folder(ZOO[name])
-    oracle = models.oracle(folder)
-    prompts = oracle.prompts(LENGTHS, seed=1)
-    oracle.assert_discerning(prompts)
+    folder, oracle, prompts = models.problem(ZOO[name], LENGTHS, seed=1)
     with (
         log_steps() as log,
         open_llm(folder, block_size=block_size, **ENGINE_ARGS[mode]) as llm,
@@ -64,10 +59,7 @@ def test_two_threads(
     models: ModelShop, monkeypatch: pytest.MonkeyPatch, spec: TinyLlama, lengths: tuple[int, ...]
 ) -> None:
     monkeypatch.setenv("TPENGINE_NUM_THREADS", "2")
-    folder = models.folder(spec)
-    oracle = models.oracle(folder)
-    prompts = oracle.prompts(lengths, seed=1)
-    oracle.assert_discerning(prompts)
+    folder, oracle, prompts = models.problem(spec, lengths, seed=1)
     try:
         with open_llm(folder, max_num_batched_tokens=256) as llm:
             assert torch.get_num_threads() == 2
@@ -79,26 +71,10 @@ def test_two_threads(
 
 def test_chunk_borders_everywhere(models: ModelShop) -> None:
     """One prompt, cut by budgets that put the border at every offset of a block."""
-    folder = models.folder(PLAIN)
-    oracle = models.oracle(folder)
-    prompts = oracle.prompts([129], seed=1)
-    oracle.assert_discerning(prompts)
+    folder, oracle, prompts = models.problem(PLAIN, [129], seed=1)
     expected = oracle.answers(prompts)[0].token_ids[:8]
     for budget in range(2, 19):
         with log_steps() as log, open_llm(folder, max_num_batched_tokens=budget) as llm:
             outputs = generate(llm, prompts, greedy(8))
         assert ids(outputs) == [expected], f"max_num_batched_tokens = {budget}"
         assert log.num_partial_chunks == -(-129 // budget) - 1
-
-
-@pytest.mark.parametrize("name", list(ZOO))
-def test_old_and_new_spelling_mean_the_same(models: ModelShop, name: str) -> None:
-    """transformers itself reads both: the oracle of an old folder is that of its new twin."""
-    spec = ZOO[name]
-    if spec.old_rope_key is None:
-        spec = replace(spec, old_rope_key="rope_type")
-    old, new = models.folder(spec), models.folder(replace(spec, old_rope_key=None))
-    assert (old / "config.json").read_text() != (new / "config.json").read_text()
-    prompt = models.oracle(new).prompts([300], seed=1)
-    answers = [models.oracle(folder).answers(prompt)[0].token_ids for folder in (old, new)]
-    assert answers[0] == answers[1]

@@ -14,10 +14,7 @@ TOLERANCE = 1e-4
 
 @pytest.mark.parametrize("name", list(ZOO))
 def test_chosen_and_top_logprobs(models: ModelShop, name: str) -> None:
-    folder = models.folder(ZOO[name])
-    oracle = models.oracle(folder)
-    prompts = oracle.prompts((1, 17, 129, 300), seed=1)
-    oracle.assert_discerning(prompts)
+    folder, oracle, prompts = models.problem(ZOO[name], (1, 17, 129, 300), seed=1)
     with open_llm(folder, max_num_batched_tokens=64) as llm:
         outputs = generate(llm, prompts, greedy(logprobs=5))
     for output, answer in zip(outputs, oracle.answers(prompts), strict=True):
@@ -42,9 +39,7 @@ def test_chosen_and_top_logprobs(models: ModelShop, name: str) -> None:
 
 def test_logprobs_are_of_the_raw_logits(models: ModelShop) -> None:
     """Temperature, truncation and bans change what is drawn, not what is reported."""
-    folder = models.folder(PLAIN)
-    oracle = models.oracle(folder)
-    prompts = oracle.prompts((7, 64), seed=1)
+    folder, oracle, prompts = models.problem(PLAIN, (7, 64), seed=1)
     params = SamplingParams(
         temperature=2.0, top_k=20, top_p=0.9, seed=5, max_tokens=24, min_tokens=24, logprobs=0
     )
@@ -65,9 +60,7 @@ def test_logprobs_are_of_the_raw_logits(models: ModelShop) -> None:
 
 
 def test_mixed_wishes_in_one_batch(models: ModelShop) -> None:
-    folder = models.folder(PLAIN)
-    oracle = models.oracle(folder)
-    prompts = oracle.prompts((7, 16, 33, 64), seed=1)
+    folder, oracle, prompts = models.problem(PLAIN, (7, 16, 33, 64), seed=1)
     wishes = [None, 0, 1, 7]
     with open_llm(folder) as llm:
         outputs = generate(llm, prompts, [greedy(8, logprobs=wish) for wish in wishes])

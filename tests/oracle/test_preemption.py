@@ -34,10 +34,7 @@ TIGHT: dict[str, dict[str, Any]] = {
 @pytest.mark.parametrize("case", list(TIGHT))
 def test_preempted_greedy_equals_transformers(models: ModelShop, case: str, mode: str) -> None:
     args = TIGHT[case] | {"preemption_mode": mode}
-    folder = models.folder(PLAIN)
-    oracle = models.oracle(folder)
-    prompts = oracle.prompts(LENGTHS, seed=3)
-    oracle.assert_discerning(prompts)
+    folder, oracle, prompts = models.problem(PLAIN, LENGTHS, seed=3)
     num_blocks = CACHE_TOKENS // args["block_size"]
     with (
         log_steps() as log,
@@ -55,10 +52,7 @@ def test_preempted_greedy_equals_transformers(models: ModelShop, case: str, mode
 @pytest.mark.parametrize("mode", MODES)
 def test_one_sequence_fills_the_cache(models: ModelShop, mode: str) -> None:
     """Two requests, each of which grows until it needs every block."""
-    folder = models.folder(ZOO["d80-1to1-linear-old"])
-    oracle = models.oracle(folder)
-    prompts = oracle.prompts([64, 65], seed=3)
-    oracle.assert_discerning(prompts)
+    folder, oracle, prompts = models.problem(ZOO["d80-1to1-linear-old"], [64, 65], seed=3)
     args = {"max_model_len": 129, "num_device_blocks_override": 17, "block_size": 8}
     with log_steps() as log, open_llm(folder, preemption_mode=mode, **args) as llm:
         outputs = generate(llm, prompts, greedy())

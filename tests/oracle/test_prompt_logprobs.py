@@ -25,12 +25,10 @@ def _check(oracle: Any, prompt: list[int], output: RequestOutput, num_top: int) 
     with torch.inference_mode():
         expected = torch.log_softmax(oracle(torch.tensor([prompt])).logits[0], dim=-1)
     found = output.prompt_logprobs
-    assert found is not None
     assert len(found) == len(prompt)
     assert found[0] is None
     for position in range(1, len(prompt)):
         entries, row = found[position], expected[position - 1]
-        assert entries is not None
         own = prompt[position]
         top = row.topk(max(num_top, 1)).indices.tolist()[:num_top]
         # Tokens whose logits differ by a rounding error may have the other order.

@@ -7,7 +7,8 @@ from typing import Any
 
 import pytest
 import torch
-from support.engines import generate, greedy, ids, open_llm, preemptions
+from support.distributions import exact_probabilities, p_value
+from support.engines import generate, ids, open_llm, preemptions
 from support.models import ModelShop
 from support.step_log import log_steps
 from support.zoo import PLAIN, ZOO
@@ -26,33 +27,6 @@ DISTRIBUTIONS: dict[str, dict[str, Any]] = {
     "min_p": {"temperature": 1.3, "min_p": 0.1},
     "all": {"temperature": 1.5, "top_k": 30, "top_p": 0.8, "min_p": 0.02},
 }
-
-
-def exact_probabilities(logprobs: torch.Tensor, fields: dict[str, Any]) -> torch.Tensor:
-    """float64 `[vocab_size]` by the textbook: sort, cut, renormalise."""
-    probabilities = torch.softmax(logprobs.double() / fields["temperature"], dim=-1)
-    values, order = probabilities.sort(descending=True)
-    keep = torch.ones_like(values, dtype=torch.bool)
-    keep[fields.get("top_k", len(values)) :] = False
-    values = values * keep / (values * keep).sum()
-    keep &= values.cumsum(0) - values < fields.get("top_p", 1.0)
-    keep &= values >= fields.get("min_p", 0.0) * values[0]
-    values = values * keep / (values * keep).sum()
-    return torch.zeros_like(probabilities).scatter(0, order, values)
-
-
-def p_value(counts: torch.Tensor, probabilities: torch.Tensor) -> float:
-    """Pearson's chi-square; tokens expected fewer than 5 times share one bin."""
-    expected = probabilities * counts.sum()
-    rare = expected < 5
-    observed_bins = counts[~rare].double()
-    expected_bins = expected[~rare]
-    if float(expected[rare].sum()) >= 5:
-        observed_bins = torch.cat([observed_bins, counts[rare].sum(dim=0, keepdim=True).double()])
-        expected_bins = torch.cat([expected_bins, expected[rare].sum(dim=0, keepdim=True)])
-    statistic = ((observed_bins - expected_bins) ** 2 / expected_bins).sum()
-    freedom = torch.tensor((len(expected_bins) - 1) / 2, dtype=torch.float64)
-    return float(torch.special.gammaincc(freedom, statistic / 2))
 
 
 @pytest.mark.parametrize("name", list(DISTRIBUTIONS))
@@ -80,10 +54,7 @@ def test_first_tokens_follow_the_softmax(models: ModelShop, name: str) -> None:
     "fields", [{"top_k": 1}, {"top_p": 1e-6}, {"min_p": 1.0}], ids=["top_k", "top_p", "min_p"]
 )
 def test_only_the_likeliest_left_equals_greedy(models: ModelShop, fields: dict[str, Any]) -> None:
-    folder = models.folder(PLAIN)
-    oracle = models.oracle(folder)
-    prompts = oracle.prompts((1, 17, 64, 129), seed=1)
-    oracle.assert_discerning(prompts)
+    folder, oracle, prompts = models.problem(PLAIN, (1, 17, 64, 129), seed=1)
     params = SamplingParams(temperature=1.5, max_tokens=64, ignore_eos=True, **fields)
     with open_llm(folder) as llm:
         outputs = generate(llm, prompts, params)
@@ -146,13 +117,3 @@ def test_seed_decides(models: ModelShop) -> None:
     assert first[0] == first[1] == other[0]
     assert len({tuple(tokens) for tokens in (*first[1:], *other[3:])}) == 6
     assert first[0] != models.oracle(folder).answers([prompt])[0].token_ids[:32]
-
-
-def test_unseeded_twins_differ(models: ModelShop) -> None:
-    folder = models.folder(PLAIN)
-    prompt = models.oracle(folder).prompts([17], seed=1)[0]
-    with open_llm(folder) as llm:
-        twins = ids(generate(llm, [prompt] * 8, SamplingParams(temperature=1.0, max_tokens=32)))
-        likely = ids(generate(llm, [prompt] * 8, greedy(32)))
-    assert len({tuple(tokens) for tokens in twins}) == 8
-    assert len({tuple(tokens) for tokens in likely}) == 1

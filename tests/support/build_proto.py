@@ -5,10 +5,11 @@ The stubs are committed, so that users need no compiler; a test compares them wi
 
 from __future__ import annotations
 
-import importlib
 import sys
 from importlib.resources import files
 from pathlib import Path
+
+from grpc_tools import protoc
 
 from tpengine.errors import ConfigError
 
@@ -21,14 +22,8 @@ def build(target: Path) -> None:
     """Writes the stubs below `target`, in the folders of the package.
 
     Raises:
-        ConfigError: the compiler is not installed, or it rejects the file.
+        ConfigError: the compiler rejects the file.
     """
-    try:
-        protoc = importlib.import_module("grpc_tools.protoc")
-    except ImportError as error:
-        raise ConfigError(
-            "stubs are made with grpcio-tools, which is not installed: pip install 'tpengine[test]'"
-        ) from error
     code = protoc.main(
         [
             "protoc",

@@ -8,8 +8,10 @@ from typing import Any
 
 import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
-from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+from transformers import PreTrainedTokenizerFast
 
+from support import small_llamas
+from support.small_llamas import write_llama
 from tpengine import EngineArgs, LLMEngine, RequestOutput, SamplingParams
 
 VOCAB_SIZE = 288
@@ -20,23 +22,8 @@ Edit = Callable[[list[int], torch.Tensor], torch.Tensor]
 
 
 def write(path: Path) -> Path:
-    """A Llama whose weights are large enough that every part of a prompt matters."""
-    config = LlamaConfig(
-        hidden_size=64,
-        intermediate_size=96,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        head_dim=16,
-        vocab_size=VOCAB_SIZE,
-        max_position_embeddings=256,
-        initializer_range=0.2,
-        bos_token_id=1,
-        eos_token_id=END_TOKEN_ID,
-    )
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(11)
-        LlamaForCausalLM(config).float().save_pretrained(path)
+    """A random Llama and its tokenizer."""
+    write_llama(path, 4, 2, 16, 2, VOCAB_SIZE, seed=11)
     _write_tokenizer(path)
     return path
 
@@ -66,16 +53,9 @@ def make_engine(folder: Path, **kwargs: Any) -> LLMEngine:
 
 def run(engine: LLMEngine, requests: list[tuple[list[int], SamplingParams]]) -> list[RequestOutput]:
     """Runs requests together; the last output of each."""
-    for i, (prompt, params) in enumerate(requests):
-        engine.add_request(str(i), None, params, prompt_token_ids=prompt)
-    last: dict[str, RequestOutput] = {}
-    for _ in range(2000):
-        if not engine.has_unfinished_requests():
-            break
-        last.update({output.request_id: output for output in engine.step()})
-    assert not engine.has_unfinished_requests()
-    assert engine.num_free_blocks == engine.num_total_blocks
-    return [last[str(i)] for i in range(len(requests))]
+    jobs = [(str(i), prompt, params) for i, (prompt, params) in enumerate(requests)]
+    last = small_llamas.run(engine, jobs)
+    return [last[request_id] for request_id, _, _ in jobs]
 
 
 def greedy(

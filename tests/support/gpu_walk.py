@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 import torch
 
-from tpengine.config import SchedulerConfig
+from tpengine.config import EngineConfig
 from tpengine.engine_args import EngineArgs
 from tpengine.layers import gpu_attention as gpu_attention_layer
 from tpengine.layers.gpu_attention import SdpaBackend
@@ -22,7 +22,7 @@ from tpengine.messages import StepInput
 from tpengine.worker.gpu import graphs, run_ahead
 from tpengine.worker.gpu.attention_plans import GpuAttention, attention_layers
 from tpengine.worker.gpu.graphs import Capture, DecodeGraphs, Recorded, Run
-from tpengine.worker.gpu.run_ahead import BegunStep, Division, RunAhead
+from tpengine.worker.gpu.run_ahead import BegunStep, Division
 from tpengine.worker.transfers import Downloads
 from tpengine.worker.worker import Worker
 
@@ -96,18 +96,16 @@ def gpu_attention(worker: Worker, model: Any) -> GpuAttention:
 def walk_the_gpus_way(monkeypatch: pytest.MonkeyPatch) -> GpuWalk:
     """Makes every worker run the code path of a GPU from now on."""
     walk = GpuWalk()
-    settle, begin, divide = (
-        EngineArgs._scheduler_config,
-        RunAhead._begin_next,
-        run_ahead.divide,
-    )
+    configure, divide = EngineArgs.create_engine_config, run_ahead.divide
 
-    def scheduler_config(self: EngineArgs, *args: Any) -> SchedulerConfig:
-        return replace(settle(self, *args), looks_ahead=self.async_scheduling)
+    def looking_ahead(self: EngineArgs, device: str) -> EngineConfig:
+        config = configure(self, device)
+        scheduler = replace(config.scheduler, looks_ahead=self.async_scheduling)
+        return replace(config, scheduler=scheduler)
 
-    def begin_next(self: RunAhead, step: StepInput, *args: Any) -> BegunStep:
-        walk.begun += len(step.next_slots)
-        return begin(self, step, *args)
+    def count_begun(slots: list[int], *rest: Any) -> BegunStep:
+        walk.begun += len(slots)
+        return BegunStep(slots, *rest)
 
     def count_taken(step: StepInput, begun: BegunStep) -> Division:
         left = divide(step, begun)
@@ -126,8 +124,8 @@ def walk_the_gpus_way(monkeypatch: pytest.MonkeyPatch) -> GpuWalk:
 
         return call
 
-    monkeypatch.setattr(EngineArgs, "_scheduler_config", scheduler_config)
-    monkeypatch.setattr(RunAhead, "_begin_next", begin_next)
+    monkeypatch.setattr(EngineArgs, "create_engine_config", looking_ahead)
+    monkeypatch.setattr(run_ahead, "BegunStep", count_begun)
     monkeypatch.setattr(run_ahead, "divide", count_taken)
     monkeypatch.setattr(Worker, "_make_gpu_attention", gpu_attention)
     monkeypatch.setattr(Worker, "_uses_graphs", lambda self: True)

@@ -17,8 +17,7 @@ import signal
 import subprocess
 import sys
 import tempfile
-import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 
 import pytest
@@ -26,6 +25,7 @@ import pytest
 import tpengine
 from support.namespaces import KINDS, UNSHARE, children_of, namespace, processes_in
 from support.system_packages import require
+from support.waiting import wait_until
 
 _SUBNET = "10.77.0"
 """Of the desk's own network, so it does not matter who else uses it."""
@@ -343,25 +343,6 @@ SSH_OPTIONS = (
     "-o StrictHostKeyChecking=no -o UserKnownHostsFile=/dev/null -o LogLevel=ERROR "
     "-o BatchMode=yes -o ConnectTimeout=10"
 )
-
-
-def wait_until(
-    condition: Callable[[], bool],
-    timeout_s: float,
-    what: str,
-    more: Callable[[], str] = str,
-    poll_s: float = 0.02,
-) -> None:
-    """Fails with `what` and `more` if something does not become true in time.
-
-    Args:
-        poll_s: between two looks; what starts processes to look should not do so all the time.
-    """
-    deadline = time.monotonic() + timeout_s
-    while not condition():
-        if time.monotonic() > deadline:
-            raise TimeoutError(f"{what} after {timeout_s:g} s\n{more()}")
-        time.sleep(poll_s)
 
 
 def _name(machine: int | None) -> str:

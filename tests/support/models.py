@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 
 from support.oracle import Oracle
@@ -34,3 +35,13 @@ class ModelShop:
         if folder not in self._oracles:
             self._oracles[folder] = Oracle(folder)
         return self._oracles[folder]
+
+    def problem(
+        self, spec: TinyLlama, lengths: Sequence[int], seed: int
+    ) -> tuple[Path, Oracle, list[list[int]]]:
+        """A model's folder, its oracle, and prompts whose answers show that an engine is wrong."""
+        folder = self.folder(spec)
+        oracle = self.oracle(folder)
+        prompts = oracle.prompts(lengths, seed)
+        oracle.assert_discerning(prompts)
+        return folder, oracle, prompts

@@ -11,11 +11,12 @@ os.environ["RAY_USAGE_STATS_ENABLED"] = "0"
 
 import shutil
 import tempfile
-import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
+
+from support import waiting
 
 NUM_CPUS = 8
 """What Ray believes; ranks of small models share the real ones."""
@@ -46,15 +47,8 @@ def ray_address() -> Iterator[str]:
 
 @pytest.fixture
 def wait_until() -> Callable[[Callable[[], bool], float], None]:
-    """Fails if something does not become true in time."""
-
-    def wait(condition: Callable[[], bool], timeout_s: float) -> None:
-        deadline = time.monotonic() + timeout_s
-        while not condition():
-            assert time.monotonic() < deadline, f"not within {timeout_s} s"
-            time.sleep(0.02)
-
-    return wait
+    """See `support.waiting`."""
+    return waiting.wait_until
 
 
 @pytest.fixture

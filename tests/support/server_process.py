@@ -7,22 +7,19 @@ import re
 import signal
 import subprocess
 import sys
-import time
 import urllib.request
-from collections.abc import Callable
 from pathlib import Path
-from types import TracebackType
 
 import grpc
 from prometheus_client.parser import text_string_to_metric_families
 
+from support.waiting import wait_until
 from tpengine.server.grpc.proto import tpengine_pb2 as pb
 from tpengine.server.grpc.proto import tpengine_pb2_grpc
 
 START_TIMEOUT_S = 120.0
 END_TIMEOUT_S = 30.0
 CALL_TIMEOUT_S = 30.0
-_POLL_S = 0.05
 _READY = re.compile(r"tpengine is ready on (\S+):.*metrics on (\S+);")
 
 
@@ -112,18 +109,5 @@ class ServerProcess:
     def __enter__(self) -> ServerProcess:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         self.stop()
-
-
-def wait_until(condition: Callable[[], bool], timeout_s: float) -> None:
-    """Fails if something does not become true in time."""
-    deadline = time.monotonic() + timeout_s
-    while not condition():
-        assert time.monotonic() < deadline, f"not within {timeout_s} s"
-        time.sleep(_POLL_S)

@@ -9,7 +9,6 @@ from __future__ import annotations
 import socket
 import struct
 import threading
-from types import TracebackType
 
 from support import http2
 
@@ -87,10 +86,5 @@ class SilentReader:
     def __enter__(self) -> SilentReader:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         self.close()

@@ -23,28 +23,35 @@ SHAPES = {  # heads, KV heads, head_dim, layers
 MakeEngine = Callable[..., LLMEngine]
 
 
+def write_llama(
+    folder: Path, heads: int, kv_heads: int, head_dim: int, layers: int, vocab_size: int, seed: int
+) -> None:
+    """Writes a random Llama whose weights are large enough that every part of a prompt matters."""
+    config = LlamaConfig(
+        hidden_size=64,
+        intermediate_size=96,
+        num_hidden_layers=layers,
+        num_attention_heads=heads,
+        num_key_value_heads=kv_heads,
+        head_dim=head_dim,
+        vocab_size=vocab_size,
+        max_position_embeddings=256,
+        initializer_range=0.2,
+        bos_token_id=1,
+        eos_token_id=2,
+    )
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        LlamaForCausalLM(config).float().save_pretrained(folder)
+
+
 @pytest.fixture(scope="session")
 def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    """Llamas whose weights are large enough that every part of a prompt matters."""
+    """A Llama of each shape."""
     found = {}
-    for seed, (name, (heads, kv_heads, head_dim, layers)) in enumerate(SHAPES.items()):
-        config = LlamaConfig(
-            hidden_size=64,
-            intermediate_size=96,
-            num_hidden_layers=layers,
-            num_attention_heads=heads,
-            num_key_value_heads=kv_heads,
-            head_dim=head_dim,
-            vocab_size=VOCAB_SIZE,
-            max_position_embeddings=256,
-            initializer_range=0.2,
-            bos_token_id=1,
-            eos_token_id=2,
-        )
+    for seed, (name, shape) in enumerate(SHAPES.items(), start=40):
         found[name] = tmp_path_factory.mktemp(name)
-        with torch.random.fork_rng(devices=[]):
-            torch.manual_seed(40 + seed)
-            LlamaForCausalLM(config).float().save_pretrained(found[name])
+        write_llama(found[name], *shape, VOCAB_SIZE, seed)
     return found
 
 

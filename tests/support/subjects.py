@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import random
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from support.oracle import MIN_MARGIN, NUM_OUTPUT_TOKENS, Oracle
-from support.threaded_executor import ThreadedExecutor
-from support.variants import VARIANTS, VOCAB_SIZE, Variant
+from support.oracle import NUM_OUTPUT_TOKENS, Oracle
+from support.ranks import ThreadedExecutor
+from support.variants import VARIANTS, Variant
 from tpengine import EngineArgs, LLMEngine, SamplingParams
 from tpengine.executor.executor import Executor
 from tpengine.executor.local_executor import LocalExecutor
@@ -17,7 +16,6 @@ from tpengine.worker.worker import Worker
 
 PROMPT_LENGTHS = (300, 70, 19, 1)
 """The longest prompt comes first, so that it has to share a small cache."""
-NUM_CANDIDATES = 4
 BLOCK_SIZE = 16
 LONGEST = max(PROMPT_LENGTHS) + NUM_OUTPUT_TOKENS
 BY_NAME = {variant.name: variant for variant in VARIANTS}
@@ -51,23 +49,9 @@ class Subjects:
         if variant.name not in self._subjects:
             folder = self.folder(variant)
             oracle = Oracle(folder)
-            rng = random.Random(1)
-            prompts = [_clear_prompt(oracle, length, rng) for length in PROMPT_LENGTHS]
+            prompts = oracle.prompts(PROMPT_LENGTHS, seed=1)
             self._subjects[variant.name] = Subject(variant, folder, oracle, prompts)
         return self._subjects[variant.name]
-
-
-def _clear_prompt(oracle: Oracle, length: int, rng: random.Random) -> list[int]:
-    """Returns the first random prompt whose answer has no near-tie. All are computed as one batch,
-    which is as fast as one prompt."""
-    for _ in range(5):
-        candidates = [
-            [rng.randrange(3, VOCAB_SIZE) for _ in range(length)] for _ in range(NUM_CANDIDATES)
-        ]
-        for candidate, answer in zip(candidates, oracle.answers(candidates), strict=True):
-            if answer.margin >= MIN_MARGIN:
-                return candidate
-    raise AssertionError(f"no prompt of {length} tokens without a near-tie")
 
 
 def load(folder: Path, **args: Any) -> None:

@@ -88,18 +88,17 @@ class TinyLlama:
                     elif name.endswith(".bias"):
                         parameter.normal_(0.0, INITIALIZER_RANGE)
         model.save_pretrained(folder, max_shard_size=self.max_shard_size)
-        if self.old_rope_key is not None:
-            edit_json(folder / "config.json", lambda config: self._spell_old(config))
+        if (key := self.old_rope_key) is not None:
+            edit_json(folder / "config.json", lambda config: spell_old(config, key))
 
-    def _spell_old(self, config: dict[str, Any]) -> None:
-        del config["rope_parameters"]
-        scaling = dict(self.rope)
-        config["rope_theta"] = self.rope_theta
-        if scaling:
-            assert self.old_rope_key is not None
-            scaling[self.old_rope_key] = scaling.pop("rope_type")
-        config["rope_scaling"] = scaling or None
-        config["transformers_version"] = "4.44.0"
+
+def spell_old(config: dict[str, Any], key: str) -> None:
+    """Writes the rope fields as transformers 4 did, the kind under `key`."""
+    rope = config.pop("rope_parameters")
+    config["rope_theta"] = rope.pop("rope_theta")
+    kind = rope.pop("rope_type")
+    config["rope_scaling"] = None if kind == "default" else {key: kind, **rope}
+    config["transformers_version"] = "4.44.0"
 
 
 def edit_json(path: Path, change: Any) -> None:

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from support.tiny_llama import INITIALIZER_RANGE, LINEAR_ROPE, LLAMA3_ROPE, edit_json
+from support.tiny_llama import INITIALIZER_RANGE, LINEAR_ROPE, LLAMA3_ROPE, edit_json, spell_old
 
 WINDOW = 24
 VOCAB_SIZE = 319
@@ -74,14 +74,13 @@ class Variant:
     config: dict[str, Any]
     ablation: dict[str, Any] = field(default_factory=dict)
     old_spelling: str | None = None
-    seed: int = 0
     bias_std: float = INITIALIZER_RANGE
 
     def write(self, folder: Path) -> None:
         """Builds the model and writes its folder; no tokenizer."""
         config = AutoConfig.for_model(self.model_type, **{**_COMMON, **self.config})
         with torch.random.fork_rng(devices=[]):
-            torch.manual_seed(self.seed)
+            torch.manual_seed(0)
             model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
             with torch.no_grad():
                 for name, parameter in model.named_parameters():
@@ -92,21 +91,13 @@ class Variant:
                     elif name == "lm_head.weight" and not config.tie_word_embeddings:
                         parameter.mul_(3.0)  # larger differences of logits: fewer near-ties
         model.save_pretrained(folder)
-        if self.old_spelling is not None:
-            edit_json(folder / "config.json", self._spell_old)
+        if (key := self.old_spelling) is not None:
+            edit_json(folder / "config.json", lambda config: spell_old(config, key))
 
     def write_ablated(self, folder: Path, target: Path) -> None:
         """Writes the same weights with the fields of `ablation` changed."""
         shutil.copytree(folder, target)
         edit_json(target / "config.json", lambda config: config.update(self.ablation))
-
-    def _spell_old(self, config: dict[str, Any]) -> None:
-        scaling = config.pop("rope_parameters")
-        config["rope_theta"] = scaling.pop("rope_theta")
-        assert self.old_spelling is not None
-        scaling[self.old_spelling] = scaling.pop("rope_type")
-        config["rope_scaling"] = scaling
-        config["transformers_version"] = "4.44.0"
 
 
 def _variant(
@@ -114,13 +105,11 @@ def _variant(
     shape: dict[str, Any],
     ablation: dict[str, Any] | None = None,
     old_spelling: str | None = None,
-    seed: int = 0,
     bias_std: float = INITIALIZER_RANGE,
     **fields: Any,
 ) -> Variant:
     model_type = name.partition("-")[0]
-    config = {**shape, **fields}
-    return Variant(name, model_type, config, ablation or {}, old_spelling, seed, bias_std)
+    return Variant(name, model_type, {**shape, **fields}, ablation or {}, old_spelling, bias_std)
 
 
 def _llama(name: str, ablation: dict[str, Any] | None = None, **fields: Any) -> Variant:

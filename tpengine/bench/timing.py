@@ -21,10 +21,10 @@ import torch.nn.functional as F
 from tpengine.ops import fused, huge_pages
 
 _READ_BYTES = 1 << 29
-_COPY_BYTES = 2 << 30
-_MATMUL_SIZE = 8192
-_REPEATS = 7
-_BUS_BYTES = 64 << 20
+COPY_BYTES = 2 << 30
+MATMUL_SIZE = 8192
+REPEATS = 7
+BUS_BYTES = 64 << 20
 _CLOCKS = "driver_version,clocks.sm,clocks.max.sm,clocks.mem,clocks.max.mem,power.limit"
 
 TOLERANCE = 0.10
@@ -81,7 +81,7 @@ def _run_all(actions: Sequence[Action]) -> None:
 
 def _events_s(action: Action) -> float:
     times: list[float] = []
-    for _ in range(_REPEATS):
+    for _ in range(REPEATS):
         start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
         torch.cuda.synchronize()
         start.record()
@@ -142,29 +142,28 @@ class Ceilings:
 
 def measure_ceilings(device: torch.device) -> Ceilings:
     """Measures for a few seconds, with 4 GiB of the card's memory."""
-    source = torch.zeros(_COPY_BYTES // 4, dtype=torch.float32, device=device)
+    source = torch.zeros(COPY_BYTES // 4, dtype=torch.float32, device=device)
     target = torch.empty_like(source)
     copy_s = graph_s([lambda: target.copy_(source)] * 4)
     read_s = graph_s([source.sum] * 4)
     a, b = (
-        torch.randn(_MATMUL_SIZE, _MATMUL_SIZE, dtype=torch.bfloat16, device=device)
-        for _ in range(2)
+        torch.randn(MATMUL_SIZE, MATMUL_SIZE, dtype=torch.bfloat16, device=device) for _ in range(2)
     )
     matmul_s = graph_s([lambda: F.linear(a, b)] * 10)
-    on_card = torch.zeros(_BUS_BYTES, dtype=torch.uint8, device=device)
-    on_host = torch.zeros(_BUS_BYTES, dtype=torch.uint8, pin_memory=True)
+    on_card = torch.zeros(BUS_BYTES, dtype=torch.uint8, device=device)
+    on_host = torch.zeros(BUS_BYTES, dtype=torch.uint8, pin_memory=True)
     out_s = eager_s([lambda: on_host.copy_(on_card, non_blocking=True)] * 4)
     in_s = eager_s([lambda: on_card.copy_(on_host, non_blocking=True)] * 4)
     return Ceilings(
-        copy=2 * _COPY_BYTES / copy_s,
-        read=_COPY_BYTES / read_s,
-        matmul=2 * _MATMUL_SIZE**3 / matmul_s,
-        to_host=_BUS_BYTES / out_s,
-        to_device=_BUS_BYTES / in_s,
+        copy=2 * COPY_BYTES / copy_s,
+        read=COPY_BYTES / read_s,
+        matmul=2 * MATMUL_SIZE**3 / matmul_s,
+        to_host=BUS_BYTES / out_s,
+        to_device=BUS_BYTES / in_s,
     )
 
 
-def fastest_s(action: Callable[[], object], repeats: int = _REPEATS) -> float:
+def fastest_s(action: Callable[[], object], repeats: int = REPEATS) -> float:
     """Seconds of the fastest call, after a first call that is not counted."""
     action()
     times = []
@@ -186,7 +185,7 @@ class ReadBandwidth:
         self._data = huge_pages.empty((64, _READ_BYTES // 4 // 64), torch.float32).zero_()
         self._out = torch.empty(64, dtype=torch.int64)
 
-    def measure(self, repeats: int = _REPEATS) -> float:
+    def measure(self, repeats: int = REPEATS) -> float:
         """The best of two ways to read, each the fastest of `repeats` calls."""
         readers = (self._data.sum, lambda: fused.argmax(self._out, self._data))
         return _READ_BYTES / min(fastest_s(reader, repeats) for reader in readers)

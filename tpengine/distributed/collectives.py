@@ -173,7 +173,7 @@ class _TorchCollectives:
     can_be_recorded = False
 
     def __init__(self, group: Any, meeting: Meeting, timeout_s: float) -> None:
-        self._group = group  # a dist.Backend, whose calls torch's stubs do not declare
+        self.group = group  # a dist.Backend, whose calls torch's stubs do not declare
         self._rank, self._size = meeting.rank, meeting.size
         self._timeout_s = timeout_s
         self._timeout = datetime.timedelta(seconds=timeout_s)
@@ -192,18 +192,18 @@ class _TorchCollectives:
         x = x.contiguous()
         options = self._options(dist.BroadcastOptions())
         options.rootRank = 0
-        self._run("broadcast", x, lambda: self._group.broadcast([_bytes(x)], options))
+        self._run("broadcast", x, lambda: self.group.broadcast([_bytes(x)], options))
         return x
 
     def abandon(self) -> None:
         """Breaks the connections; to the other ranks this looks like the death of this rank."""
         with contextlib.suppress(RuntimeError):
-            self._group.abort()
+            self.group.abort()
 
     def close(self) -> None:
         """Closes the connections."""
         with contextlib.suppress(RuntimeError):
-            self._group.shutdown()
+            self.group.shutdown()
 
     def _gather_parts(self, operation: str, x: torch.Tensor) -> torch.Tensor:
         """Collects every rank's x, `[size, *x.shape]`."""
@@ -211,7 +211,7 @@ class _TorchCollectives:
         parts = x.new_empty(self._size, *x.shape)
         options = self._options(AllgatherOptions())
         self._run(
-            operation, x, lambda: self._group._allgather_base(_bytes(parts), _bytes(x), options)
+            operation, x, lambda: self.group._allgather_base(_bytes(parts), _bytes(x), options)
         )
         return parts
 
@@ -279,7 +279,7 @@ class GlooCollectives(_TorchCollectives):
         self._run(
             "all_reduce",
             x,
-            lambda: self._group.alltoall_base(
+            lambda: self.group.alltoall_base(
                 _bytes(parts), _bytes(flat), [], [], dist.AllToAllOptions()
             ),
         )
@@ -320,7 +320,7 @@ class NcclCollectives(_TorchCollectives):
         """Sum over ranks, in NCCL's order, in place if `x` is contiguous."""
         x = x.contiguous()
         options = self._options(dist.AllreduceOptions())
-        self._run("all_reduce", x, lambda: self._group.allreduce([x], options))
+        self._run("all_reduce", x, lambda: self.group.allreduce([x], options))
         return x
 
     def _meet_all(self, device: torch.device) -> None:

@@ -29,7 +29,7 @@ from tpengine.ops.reference import attend_sequence
 
 logger = init_logger(__name__)
 
-_MASK_ELEMENTS = 1 << 23
+MASK_ELEMENTS = 1 << 23
 """Most elements of one mask or bias; a longer chunk is computed in slices."""
 _SDPA_KERNELS = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
 """Without cuDNN, torch's first choice on Hopper: it builds a plan for each new shape, which takes
@@ -244,7 +244,7 @@ class SdpaBackend:
             for queries, keys in zip(chunks.query_lens, chunks.key_lens, strict=True):
                 row_k, row_v = (x[first_key : first_key + keys] for x in (k, v))
                 heads = 1 if rule.slopes is None else q.shape[1]
-                step = max(1, _MASK_ELEMENTS // (heads * keys))
+                step = max(1, MASK_ELEMENTS // (heads * keys))
                 for start in range(0, queries, step):
                     count = min(step, queries - start)
                     rows = slice(first_query + start, first_query + start + count)

@@ -28,7 +28,7 @@ from tpengine.ops.linear import (
 Multiply = Callable[[torch.Tensor, torch.Tensor, torch.Tensor | None], None]
 """Writes `x W^T + bias` into its first argument; the others are x and bias."""
 
-_PACKED_ISAS = {
+PACKED_ISAS = {
     torch.float32: ("avx512", "avx512bf16"),
     torch.bfloat16: ("avx512bf16",),
 }
@@ -93,7 +93,7 @@ class Linear:
 def _packs(weight: torch.Tensor) -> bool:
     if weight.device.type != "cpu":
         return False
-    return cpu_isa() in _PACKED_ISAS.get(weight.dtype, ()) and weight.shape[1] % 2 == 0
+    return cpu_isa() in PACKED_ISAS.get(weight.dtype, ()) and weight.shape[1] % 2 == 0
 
 
 class MergedColumnParallelLinear(Linear):

@@ -21,7 +21,7 @@ import torch
 from tpengine.layers.device_values import Array, Pending, upload
 from tpengine.sampling_params import LogitsProcessor
 
-_MAX_ENTRIES = 1 << 20
+MAX_ENTRIES = 1 << 20
 """Entries that penalties process at a time; bounds their temporary tensors to about 32 MiB."""
 _NO_ROW = -1
 _NO_TOKEN = -1
@@ -182,7 +182,7 @@ def apply_penalties(logits: torch.Tensor, penalties: Penalties) -> None:
         logits: float32 `[num_rows, vocab_size]`.
     """
     num_rows, width = penalties.tokens.ids.shape
-    step = max(1, _MAX_ENTRIES // width)
+    step = max(1, MAX_ENTRIES // width)
     for first in range(0, num_rows, step):
         part = slice(first, first + step)
         at = (penalties.rows[part].unsqueeze(1), penalties.tokens.ids[part])

@@ -199,7 +199,7 @@ def _load_cuda() -> ctypes.CDLL | None:
 
 _definitions = _define_ops()  # the ops are removed when this object is deleted
 _cpu = _load_cpu()
-_cuda = _load_cuda() if torch.version.cuda is not None else None
+cuda_library = _load_cuda() if torch.version.cuda is not None else None
 
 
 def has_cpu_kernels() -> bool:
@@ -209,7 +209,7 @@ def has_cpu_kernels() -> bool:
 
 def has_cuda_kernels() -> bool:
     """Whether the compiled CUDA kernels are loaded; otherwise the references run."""
-    return _cuda is not None
+    return cuda_library is not None
 
 
 def decode_wave(
@@ -224,12 +224,12 @@ def decode_wave(
         NativeLibraryError: the CUDA kernels are not installed, or do not run on this GPU.
     """
     codes = {torch.float32: 0, torch.float16: 1, torch.bfloat16: 2, torch.float8_e4m3fn: 3}
-    if _cuda is None:
+    if cuda_library is None:
         raise NativeLibraryError(
             "libtpengine_cuda.so is not installed: install the CUDA toolkit (nvcc) and run "
             "`TPENGINE_CUDA=ON pip install .`"
         )
-    wave: int = _cuda.tpengine_cuda_decode_wave(
+    wave: int = cuda_library.tpengine_cuda_decode_wave(
         device_index, codes[dtype], head_dim, num_heads, num_kv_heads
     )
     if wave < 1:

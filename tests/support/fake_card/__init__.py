@@ -200,13 +200,12 @@ def _without_device(name: str, args: Any, kwargs: dict[str, Any]) -> Any:
 
 def _plain(func: Any) -> Any:
     """What computes on the host: an op of this package by its reference."""
-    overload = getattr(func, "_overloadpacket", func)
-    module, _, name = str(getattr(overload, "_qualified_op_name", "")).partition("::")
+    module, *names = str(func).split(".")
     if module == "tpengine":
         from tpengine.ops import library
 
-        return library.reference_of(name)
-    return _varlen if (module, name) == ("torch_attn", "_varlen_attn") else func
+        return library.reference_of(names[0])
+    return _varlen if (module, *names[:1]) == ("torch_attn", "_varlen_attn") else func
 
 
 def _varlen(
@@ -381,19 +380,34 @@ def install() -> None:
     torch.profiler.profile = _profile  # type: ignore[misc, assignment]
     from tpengine.ops import library
 
-    library._cuda = Kernels()  # type: ignore[assignment]
+    library.cuda_library = Kernels()  # type: ignore[assignment]
 
 
 def shrink() -> None:
     """Benchmarks take sizes that a CPU computes in seconds."""
     from tpengine.bench import cuda_kernels, harness, latency, timing
 
-    for name, size in (("_COPY_BYTES", 1 << 20), ("_MATMUL_SIZE", 64), ("_BUS_BYTES", 1 << 16)):
-        setattr(timing, name, size)
-    timing._REPEATS = 1
+    timing.COPY_BYTES, timing.MATMUL_SIZE, timing.BUS_BYTES = 1 << 20, 64, 1 << 16
+    timing.REPEATS = 1
     cuda_kernels.Setting = functools.partial(cuda_kernels.Setting, shrink=256)  # type: ignore
-    small = harness._llama(256, 1, 4, 2, 512, 512, False)
-    harness.SHAPES["llama-3-8b"] = small | {"max_position_embeddings": 1200}
-    harness._MU, harness._MAX_TOKENS = 1.5, 16
-    measure = latency._measure
-    latency._measure = lambda engine, batch, prompt, *rest: measure(engine, batch, 20, *rest)
+    harness.SHAPES["llama-3-8b"] |= {
+        "hidden_size": 256,
+        "num_hidden_layers": 1,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "intermediate_size": 512,
+        "vocab_size": 512,
+        "max_position_embeddings": 1200,
+    }
+    mixed_requests, parse = harness.mixed_requests, latency.LatencyOptions.parse
+
+    def short_requests(count: int, vocab_size: int, seed: int, longest: int, run: int = 0) -> Any:
+        return mixed_requests(count, vocab_size, seed, 16, run)
+
+    def parse_short(args: Any) -> Any:
+        options = parse(args)
+        options.input_len = 20
+        return options
+
+    harness.mixed_requests = short_requests
+    latency.LatencyOptions.parse = parse_short  # type: ignore[method-assign, assignment]

@@ -1,0 +1,87 @@
+"""What the measurements share: options, engines with dummy weights, prompts, pairs of runs."""
+
+from __future__ import annotations
+
+import argparse
+import random
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from typing import Any
+
+from tqdm import tqdm
+
+from tpengine.bench.harness import Workload, add_shape_argument, shape_folder
+from tpengine.bench.throughput import RunResult, run_once
+from tpengine.engine.llm_engine import LLMEngine
+from tpengine.engine_args import EngineArgs
+from tpengine.sampling_params import RequestOutputKind, SamplingParams
+
+SHAPE = "llama-124m"
+GREEDY = SamplingParams(temperature=0.0, ignore_eos=True, output_kind=RequestOutputKind.FINAL_ONLY)
+
+
+def add_numbers(parser: argparse.ArgumentParser, **numbers: tuple[float, str]) -> None:
+    """Adds an option for each number; a number is its default and its help."""
+    for name, (default, text) in numbers.items():
+        option = f"--{name.replace('_', '-')}"
+        help_text = f"{text} (default: %(default)s)"
+        parser.add_argument(option, type=type(default), default=default, help=help_text)
+
+
+def add_engine_arguments(parser: argparse.ArgumentParser) -> None:
+    """Adds `--shape`, which has a default, and the engine's options."""
+    add_shape_argument(parser, SHAPE)
+    EngineArgs.add_cli_args(parser)
+
+
+@contextmanager
+def dummy_model(
+    args: argparse.Namespace, max_positions: int | None = None, **changes: Any
+) -> Iterator[EngineArgs]:
+    """The engine's arguments, with `changes`, for a model of `--shape` with dummy weights.
+
+    Args:
+        max_positions: see `shape_folder`.
+    """
+    with shape_folder(args.shape, max_positions) as folder:
+        settings = EngineArgs.from_cli_args(args)
+        settings = replace(settings, model=folder, load_format="dummy", disable_log_stats=True)
+        yield replace(settings, **changes)
+
+
+def random_prompt(engine: LLMEngine, num_tokens: int, seed: int) -> list[int]:
+    """Uniform ids of the vocabulary."""
+    rng, vocab_size = random.Random(seed), engine.get_model_config().vocab_size
+    return [rng.randrange(5, vocab_size) for _ in range(num_tokens)]
+
+
+def serve(
+    engine: LLMEngine, prompt: list[int], params: SamplingParams, num_requests: int
+) -> tuple[float, int]:
+    """Serves equal requests together; returns seconds and the most blocks that were held."""
+    start, most = time.perf_counter(), 0
+    for index in range(num_requests):
+        engine.add_request(str(index), None, params, prompt_token_ids=prompt)
+    while engine.has_unfinished_requests():
+        engine.step()
+        most = max(most, engine.num_total_blocks - engine.num_free_blocks)
+    return time.perf_counter() - start, most
+
+
+def first_token_s(engine: LLMEngine, prompt: list[int]) -> float:
+    """Seconds from arrival to the first token, in an engine that has nothing else to do."""
+    return serve(engine, prompt, replace(GREEDY, max_tokens=1), 1)[0]
+
+
+def run_pairs(
+    first: LLMEngine, second: LLMEngine, workloads: Sequence[Workload]
+) -> list[tuple[RunResult, RunResult]]:
+    """Runs each workload in both engines; which of them begins changes from pair to pair."""
+    pairs = []
+    for index, workload in enumerate(tqdm(workloads, desc="pairs", unit="pair")):
+        turn = (first, second) if index % 2 == 0 else (second, first)
+        results = {engine: run_once(engine, workload, GREEDY) for engine in turn}
+        pairs.append((results[first], results[second]))
+    return pairs

@@ -1,0 +1,101 @@
+"""A model and its KV cache without an engine around them, and the logits of two prompts."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from tpengine.distributed.parallel_state import ParallelState
+from tpengine.engine_args import EngineArgs
+from tpengine.layers.attention import AttentionMetadata
+from tpengine.layers.weights import Weights
+from tpengine.models.loader import load_model
+from tpengine.worker.cache_engine import CacheEngine
+
+CPU = torch.device("cpu")
+BLOCK_SIZE = 16
+BLOCKS_EACH = 4
+"""Of a sequence; sequence i has the blocks from 4 i on."""
+PROMPTS = ([5, 127, 128, 254, 255, 256, 383, 384], list(range(30, 75)))
+"""Some ids lie on the borders of the ranks' parts of the vocabulary."""
+NEXT = (3, 4)
+"""The tokens after the prompts."""
+
+
+def tensor(values: Sequence[int]) -> torch.Tensor:
+    return torch.tensor(values, dtype=torch.int32)
+
+
+def prefill_metadata(lengths: Sequence[int]) -> AttentionMetadata:
+    """Whole prompts as one step."""
+    first = BLOCKS_EACH * BLOCK_SIZE
+    return AttentionMetadata(
+        positions=tensor([p for length in lengths for p in range(length)]),
+        slot_mapping=tensor([first * i + p for i, n in enumerate(lengths) for p in range(n)]),
+        block_table=tensor(range(BLOCKS_EACH * len(lengths))).view(-1, BLOCKS_EACH),
+        seq_lens=tensor(lengths),
+        query_start_loc=tensor([0, *np.cumsum(lengths).tolist()]),
+        num_decodes=0,
+    )
+
+
+def decode_metadata(lengths: Sequence[int]) -> AttentionMetadata:
+    """The next step: one more token of each sequence."""
+    first = BLOCKS_EACH * BLOCK_SIZE
+    return AttentionMetadata(
+        positions=tensor(lengths),
+        slot_mapping=tensor([first * i + n for i, n in enumerate(lengths)]),
+        block_table=tensor(range(BLOCKS_EACH * len(lengths))).view(-1, BLOCKS_EACH),
+        seq_lens=tensor([n + 1 for n in lengths]),
+        query_start_loc=tensor([0]),
+        num_decodes=len(lengths),
+    )
+
+
+class BareModel:
+    """One rank's share of a model in float32, with room for two sequences.
+
+    Attributes:
+        num_bytes: of its weights.
+    """
+
+    def __init__(
+        self, folder: Path, parallel: ParallelState | None = None, quantization: str | None = None
+    ) -> None:
+        args = EngineArgs(str(folder), dtype="float32", quantization=quantization)
+        config = args.create_engine_config("cpu").model
+        parallel = parallel or ParallelState()
+        weights = Weights(torch.float32, CPU, parallel, quantization)
+        self.model = load_model(config, weights)
+        self.num_bytes = weights.num_bytes
+        kv_heads = max(1, config.total_num_kv_heads // parallel.tp_size)
+        shape = (BLOCK_SIZE, config.num_layers, kv_heads, config.head_dim)
+        cache = CacheEngine(CPU, torch.float32, len(PROMPTS) * BLOCKS_EACH, *shape)
+        self.kv_caches = cache.kv_caches
+
+    def logits(self) -> torch.Tensor:
+        """Of every prompt token and of one decode, `[num_tokens, vocab_size]`."""
+        lengths = [len(prompt) for prompt in PROMPTS]
+        token_ids = tensor([token for prompt in PROMPTS for token in prompt])
+        found = []
+        for ids, metadata in (
+            (token_ids, prefill_metadata(lengths)),
+            (tensor(NEXT), decode_metadata(lengths)),
+        ):
+            hidden = self.model.forward(ids, self.kv_caches, metadata)
+            found.append(self.model.compute_logits(hidden))
+        return torch.cat(found)
+
+
+def logits_in_transformers(model: Any) -> torch.Tensor:
+    """Those of `BareModel.logits` by transformers."""
+    with torch.inference_mode():
+        whole = [
+            model(torch.tensor([[*prompt, extra]])).logits[0]
+            for prompt, extra in zip(PROMPTS, NEXT, strict=True)
+        ]
+    return torch.cat([*(logits[:-1] for logits in whole), *(logits[-1:] for logits in whole)])
