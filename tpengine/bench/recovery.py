@@ -161,11 +161,13 @@ def run(args: argparse.Namespace) -> int:
                 kills = measure(replace(engine_args, spare_workers=spare_workers), options)
                 _report(f"{spare_workers} spares", kills)
                 data[f"{spare_workers} spares"] = [kill.as_data() for kill in kills]
+            load = f"{os.getloadavg()[0]:.1f} on {os.cpu_count()} cores"
+            data["machine's load"] = load
             if options.json is not None:
                 Path(options.json).write_text(json.dumps(data, indent=1) + "\n")
     finally:
         ray.shutdown()
-    print(f"machine's load      {os.getloadavg()[0]:.1f} on {os.cpu_count()} cores")
+    print(f"machine's load      {load}")
     return 0
 
 
