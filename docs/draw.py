@@ -1,13 +1,21 @@
-"""Draws docs/engine.svg: driver, ranks and one step. `python docs/draw.py` writes it anew."""
+"""Draws the pictures of README and docs/. `python docs/draw.py` writes them anew.
+
+engine.svg shows driver, ranks and one step. recovery.svg shows what recovery.json holds, which
+`tpengine bench recovery --json docs/recovery.json` measured.
+"""
 
 from __future__ import annotations
 
+import json
+from collections.abc import Iterator
 from html import escape
 from pathlib import Path
+from typing import Any
 
 WIDTH, HEIGHT = 860, 376
 FONT = "font-family='DejaVu Sans, Verdana, sans-serif'"
 BLUE, GREEN, GREY, INK, LINE = "#e8f0fb", "#e9f6ec", "#f5f5f5", "#1c2733", "#5a6b7d"
+BAR, TOKEN, KILL = "#7da7dc", "#2e8b57", "#c0392b"
 
 
 def box(x: int, y: int, width: int, height: int, fill: str, title: str, *lines: str) -> str:
@@ -35,8 +43,8 @@ def arrow(x1: int, y1: int, x2: int, y2: int, label: str, x: int, y: int) -> str
     )
 
 
-def draw() -> str:
-    """The picture, as SVG."""
+def draw_engine() -> str:
+    """Driver, ranks and one step, as SVG."""
     shapes = [
         box(20, 20, 150, 92, GREY, "clients", "Python: LLM(...)", "gRPC: tpengine serve"),
         box(
@@ -89,15 +97,135 @@ def draw() -> str:
         arrow(486, 322, 412, 322, "", 0, 0),
         arrow(750, 154, 730, 232, "starts", 750, 198),
     ]
-    body = "\n".join(shapes)
-    return (
-        f"<svg xmlns='http://www.w3.org/2000/svg' width='{WIDTH}' height='{HEIGHT}' "
-        f"viewBox='0 0 {WIDTH} {HEIGHT}'>\n"
+    head = (
         "<defs><marker id='head' markerWidth='9' markerHeight='9' refX='8' refY='4.5' "
-        f"orient='auto'><path d='M0,0 L9,4.5 L0,9 z' fill='{LINE}'/></marker></defs>\n"
-        f"<rect width='{WIDTH}' height='{HEIGHT}' fill='white'/>\n{body}\n</svg>\n"
+        f"orient='auto'><path d='M0,0 L9,4.5 L0,9 z' fill='{LINE}'/></marker></defs>"
+    )
+    return svg(WIDTH, HEIGHT, [head], shapes)
+
+
+def svg(width: int, height: int, defs: list[str], shapes: list[str]) -> str:
+    """A picture on white."""
+    body = "\n".join([*defs, f"<rect width='{width}' height='{height}' fill='white'/>", *shapes])
+    return (
+        f"<svg xmlns='http://www.w3.org/2000/svg' width='{width}' height='{height}' "
+        f"viewBox='0 0 {width} {height}'>\n{body}\n</svg>\n"
     )
 
 
+PHASES = {
+    "the group's end": ("nodes", "end", "placement"),
+    "processes started": ("processes", "channels"),
+    "imports": ("imports",),
+    "ranks connected": ("rendezvous", "devices"),
+    "weights": ("weights",),
+    "memory, cache": ("profile", "cache"),
+}
+"""The bars of a rebuild, and the phases of `RecoveryRecord.phases_s` that each of them holds."""
+LEFT, RIGHT, ROW = 190, 770, 20
+BEFORE_S, AFTER_S = 0.6, 1.0
+"""What a timeline shows before the signal, and after the next token."""
+
+
+def median_kill(kills: list[dict[str, Any]]) -> dict[str, Any]:
+    """The kill with the median of the longest gaps."""
+    return sorted(kills, key=lambda kill: kill["longest_gap_s"])[len(kills) // 2]
+
+
+def last_token_s(kill: dict[str, Any]) -> float:
+    """When the stream got its last token before the gap, in seconds since the signal."""
+    return max(moment for moment in kill["tokens_s"] if moment < next_token_s(kill))
+
+
+def next_token_s(kill: dict[str, Any]) -> float:
+    """When the stream went on, in seconds since the signal."""
+    ready_s = kill["found_s"] + kill["ready_s"]
+    return next(moment for moment in kill["tokens_s"] if moment > ready_s)
+
+
+def bars(kill: dict[str, Any]) -> Iterator[tuple[str, float, float]]:
+    """What happens after the signal: name, start and end in seconds since the signal."""
+    spent = dict(kill["phases_s"])
+    at = kill["found_s"]
+    yield "death noticed, cause found", 0.0, at
+    for name, phases in PHASES.items():
+        start, at = at, at + sum(spent.pop(phase) for phase in phases)
+        yield name, start, at
+    assert not spent, f"PHASES has no bar for {list(spent)}"
+    yield "tokens computed again", kill["found_s"] + kill["ready_s"], next_token_s(kill)
+
+
+def words(x: float, y: float, text: str, size: int = 12, anchor: str = "start") -> str:
+    """A line of text."""
+    return (
+        f"<text x='{x:.1f}' y='{y:.1f}' {FONT} font-size='{size}' text-anchor='{anchor}' "
+        f"fill='{INK}'>{escape(text)}</text>"
+    )
+
+
+def timeline(kill: dict[str, Any], title: str, top: int, end_s: float) -> list[str]:
+    """One kill on an axis from `-BEFORE_S` to `end_s`: a row for each bar, one for the tokens."""
+    scale = (RIGHT - LEFT) / (end_s + BEFORE_S)
+
+    def x(moment: float) -> float:
+        return LEFT + scale * (moment + BEFORE_S)
+
+    shapes = [words(20, top, title, 14), words(x(0), top + 20, "SIGKILL", 11, "middle")]
+    y = top + 24
+    for name, start, end in bars(kill):
+        width = max(scale * (end - start), 1.0)
+        shapes += [
+            words(LEFT - 12, y + 14, name, anchor="end"),
+            f"<rect x='{x(start):.1f}' y='{y + 3}' width='{width:.1f}' height='{ROW - 6}' "
+            f"fill='{BAR}'/>",
+            words(x(end) + 6, y + 14, f"{end - start:.2f} s"),
+        ]
+        y += ROW
+    shapes.append(words(LEFT - 12, y + 14, "tokens of one stream", anchor="end"))
+    shapes += [
+        f"<rect x='{x(moment):.1f}' y='{y + 2}' width='1.6' height='{ROW - 4}' fill='{TOKEN}'/>"
+        for moment in kill["tokens_s"]
+        if -BEFORE_S <= moment <= end_s
+    ]
+    y += ROW
+    shapes.append(
+        f"<line x1='{x(0):.1f}' y1='{top + 24}' x2='{x(0):.1f}' y2='{y}' stroke='{KILL}' "
+        "stroke-width='1.4' stroke-dasharray='4 3'/>"
+    )
+    shapes.append(f"<line x1='{LEFT}' y1='{y}' x2='{RIGHT}' y2='{y}' stroke='{LINE}'/>")
+    tick_s = next(step for step in (0.5, 1, 2, 5, 10) if end_s / step <= 10)
+    for number in range(int(end_s / tick_s) + 1):
+        at = number * tick_s
+        shapes.append(words(x(at), y + 15, f"{at:g} s", 11, "middle"))
+    return shapes
+
+
+def draw_recovery(data: dict[str, Any]) -> str:
+    """From a kill to the next token of a stream, without spares and with them, as SVG."""
+    kills = {name: median_kill(data[name]) for name in ("0 spares", "2 spares")}
+    end_s = max(map(next_token_s, kills.values())) + AFTER_S
+    height = (len(PHASES) + 3) * ROW + 76
+    shapes = []
+    for number, (name, kill) in enumerate(kills.items()):
+        gap_s = next_token_s(kill) - last_token_s(kill)
+        title = f"{name}: {gap_s:.2f} s between two tokens of the stream"
+        shapes += timeline(kill, title, 28 + number * height, end_s)
+    below, load = 2 * height + 14, data["machine's load"]
+    shapes += [
+        words(20, below, f"{data['work']}; the kill with the median gap.", 11),
+        words(20, below + 16, f"{data['machine']}, load {load}; {data['date']}", 11),
+        words(20, below + 32, data["command"], 11),
+    ]
+    return svg(WIDTH, below + 48, [], shapes)
+
+
+def main() -> None:
+    """Writes both pictures beside this file."""
+    here = Path(__file__).parent
+    (here / "engine.svg").write_text(draw_engine())
+    data = json.loads((here / "recovery.json").read_text())
+    (here / "recovery.svg").write_text(draw_recovery(data))
+
+
 if __name__ == "__main__":
-    Path(__file__).with_name("engine.svg").write_text(draw())
+    main()

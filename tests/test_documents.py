@@ -124,8 +124,9 @@ def test_the_demo_completes_four_prompts() -> None:
     assert done.stdout.count("\nOutput: ") == 4
 
 
-def test_the_picture_is_what_the_script_draws(tmp_path: Path) -> None:
-    copy = tmp_path / "draw.py"
-    copy.write_text((ROOT / "docs" / "draw.py").read_text())
-    subprocess.run([sys.executable, str(copy)], check=True, timeout=60)
-    assert (tmp_path / "engine.svg").read_text() == (ROOT / "docs" / "engine.svg").read_text()
+def test_the_pictures_are_what_the_script_draws(tmp_path: Path) -> None:
+    for name in ("draw.py", "recovery.json"):
+        (tmp_path / name).write_bytes((ROOT / "docs" / name).read_bytes())
+    subprocess.run([sys.executable, str(tmp_path / "draw.py")], check=True, timeout=60)
+    for name in ("engine.svg", "recovery.svg"):
+        assert (tmp_path / name).read_text() == (ROOT / "docs" / name).read_text()

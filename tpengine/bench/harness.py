@@ -11,6 +11,7 @@ import statistics
 import subprocess
 import sys
 import tempfile
+import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
@@ -160,15 +161,19 @@ def report_head(
         args: the engine's arguments; None: the benchmark runs no single engine.
         width: of the column of names, in characters.
     """
-    lines = {
+    lines = report_facts(args) | dict(results or {})
+    return "\n".join(f"{name:<{width}s}{text}" for name, text in lines.items())
+
+
+def report_facts(args: EngineArgs | None) -> dict[str, str]:
+    """What was measured where and when, and how to repeat it; see `report_head`."""
+    facts = {
         "machine": describe_machine(),
+        "date": time.strftime("%Y-%m-%d"),
         "commit": describe_commit(),
         "command": shlex.join([Path(sys.argv[0]).name, *sys.argv[1:]]),
     }
-    if args is not None:
-        lines["settings"] = describe_run(args)
-    lines |= results or {}
-    return "\n".join(f"{name:<{width}s}{text}" for name, text in lines.items())
+    return facts if args is None else facts | {"settings": describe_run(args)}
 
 
 def median_of(values: Sequence[float], unit: str, digits: int = 2) -> str:

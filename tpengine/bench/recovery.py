@@ -8,14 +8,16 @@ takes to compute as many tokens as were lost.
 from __future__ import annotations
 
 import argparse
+import json
 import os
 import random
 import signal
 import statistics
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import Any
 
 import torch
 from safetensors.torch import save_file
@@ -26,6 +28,7 @@ from tpengine.bench.harness import (
     BenchOptions,
     add_shape_argument,
     median_of,
+    report_facts,
     report_head,
     shape_folder,
 )
@@ -48,7 +51,7 @@ _SPARES_S = 60.0
 _SERVE_S = 300.0
 """Limit of each phase after a kill."""
 _BEFORE, _AFTER = 8, 64
-"""Tokens of a stream before the kill, and reserved for after it."""
+"""Tokens of a stream before the kill and after it, and reserved for after it."""
 _POLL_S = 0.05
 _STREAM = SamplingParams(
     temperature=0.0,
@@ -66,16 +69,41 @@ class Kill:
     Attributes:
         found_s: from the signal until the engine found the loss.
         recompute_s: time of as many tokens in as many requests, measured later on the new ranks.
+        tokens_s: when the last stream got tokens, from its first on; negative before the signal.
     """
 
     found_s: float
     recompute_s: float
     record: RecoveryRecord
+    tokens_s: list[float]
 
     @property
     def gap_s(self) -> float:
         """The longest time between two tokens of a stream."""
         return self.record.longest_gap_s or 0.0
+
+    def as_data(self) -> dict[str, Any]:
+        """What a file of kills holds of it."""
+        return {
+            "found_s": round(self.found_s, 4),
+            "ready_s": round(self.record.ready_s, 4),
+            "phases_s": {name: round(s, 4) for name, s in self.record.phases_s.items()},
+            "longest_gap_s": round(self.gap_s, 4),
+            "tokens_s": [round(moment, 4) for moment in self.tokens_s],
+        }
+
+
+@dataclass
+class _Streams:
+    """The requests that run.
+
+    Attributes:
+        lengths: tokens of each, prompt included, by id.
+        moments: when the last of them got tokens: it is computed last, also after a loss.
+    """
+
+    lengths: dict[str, int]
+    moments: list[float] = field(default_factory=list)
 
 
 @dataclass
@@ -92,6 +120,8 @@ class RecoveryOptions(BenchOptions):
     """Prompt tokens of a stream."""
     dtype: str = option("auto")
     """Dtype of weights and activations."""
+    json: str | None = option(None, metavar="PATH")
+    """Write every kill to this file, with machine, date and command."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -126,12 +156,18 @@ def run(args: argparse.Namespace) -> int:
                 f"prompts of {options.input_len} tokens, {options.kills} kills of each kind"
             )
             print(report_head(engine_args, {"work": work}))
+            data: dict[str, Any] = report_facts(engine_args) | {"work": work}
             for spare_workers in (0, options.ranks):
                 kills = measure(replace(engine_args, spare_workers=spare_workers), options)
                 _report(f"{spare_workers} spares", kills)
+                data[f"{spare_workers} spares"] = [kill.as_data() for kill in kills]
+            load = f"{os.getloadavg()[0]:.1f} on {os.cpu_count()} cores"
+            data["machine's load"] = load
+            if options.json is not None:
+                Path(options.json).write_text(json.dumps(data, indent=1) + "\n")
     finally:
         ray.shutdown()
-    print(f"machine's load      {os.getloadavg()[0]:.1f} on {os.cpu_count()} cores")
+    print(f"machine's load      {load}")
     return 0
 
 
@@ -156,24 +192,28 @@ def _kill(engine: LLMEngine, rng: random.Random, input_lens: list[int], spare_wo
     executor = engine._executor
     assert isinstance(executor, RayExecutor)
     _wait_for_spares(executor, spare_workers)
-    lengths = _start(engine, _random_prompts(engine, rng, input_lens), _STREAM)
-    _step_until(engine, lengths, lambda: min(lengths.values()) >= max(input_lens) + _BEFORE)
+    streams = _start(engine, _random_prompts(engine, rng, input_lens), _STREAM)
+    lengths = streams.lengths
+    _step_until(engine, streams, lambda: min(lengths.values()) >= max(input_lens) + _BEFORE)
     os.kill(rng.choice(executor.places).pid, signal.SIGKILL)
-    start = time.monotonic()
-    _step_until(engine, lengths, lambda: engine.health().state is not EngineState.RUNNING)
-    found_s = time.monotonic() - start
+    killed_at = time.monotonic()
+    _step_until(engine, streams, lambda: engine.health().state is not EngineState.RUNNING)
+    found_s = time.monotonic() - killed_at
     before = dict(lengths)
     # Until each stream has continued, so that the record's gap includes the slowest stream.
-    _step_until(engine, lengths, lambda: all(lengths[name] > before[name] for name in lengths))
+    _step_until(
+        engine, streams, lambda: all(lengths[name] >= before[name] + _BEFORE for name in lengths)
+    )
     record = engine.recoveries[-1]
     engine.abort_request(list(lengths))
-    _step_until(engine, lengths, lambda: not engine.has_unfinished_requests())
+    _step_until(engine, streams, lambda: not engine.has_unfinished_requests())
     _wait_for_spares(executor, spare_workers)  # their start would slow the next measurement
     prompts = _random_prompts(engine, rng, list(before.values()))
     start = time.monotonic()
-    lengths = _start(engine, prompts, replace(_STREAM, max_tokens=1))
-    _step_until(engine, lengths, lambda: not engine.has_unfinished_requests())
-    return Kill(found_s, time.monotonic() - start, record)
+    again = _start(engine, prompts, replace(_STREAM, max_tokens=1))
+    _step_until(engine, again, lambda: not engine.has_unfinished_requests())
+    recompute_s = time.monotonic() - start
+    return Kill(found_s, recompute_s, record, [moment - killed_at for moment in streams.moments])
 
 
 def _wait_for_spares(executor: RayExecutor, count: int) -> None:
@@ -189,21 +229,27 @@ def _random_prompts(engine: LLMEngine, rng: random.Random, lens: list[int]) -> l
     return [[rng.randrange(_FIRST_ID, vocab_size) for _ in range(length)] for length in lens]
 
 
-def _start(engine: LLMEngine, prompts: list[list[int]], params: SamplingParams) -> dict[str, int]:
-    """Adds a request for each prompt; returns the number of its tokens, prompt included."""
+def _start(engine: LLMEngine, prompts: list[list[int]], params: SamplingParams) -> _Streams:
+    """Adds a request for each prompt."""
     for number, prompt in enumerate(prompts):
         engine.add_request(str(number), None, params, prompt_token_ids=prompt)
-    return {str(number): len(prompt) for number, prompt in enumerate(prompts)}
+    return _Streams({str(number): len(prompt) for number, prompt in enumerate(prompts)})
 
 
-def _step_until(engine: LLMEngine, lengths: dict[str, int], done: Callable[[], bool]) -> None:
-    """Steps the engine until `done`, and adds the new tokens of each stream to its length."""
+def _step_until(engine: LLMEngine, streams: _Streams, done: Callable[[], bool]) -> None:
+    """Steps the engine until `done`, and notes the new tokens."""
     deadline = time.monotonic() + _SERVE_S
+    last = next(reversed(streams.lengths))
     while not done():
         if time.monotonic() > deadline:
-            raise EngineError(f"the streams did not continue within {_SERVE_S:g} s: {lengths}")
+            raise EngineError(
+                f"the streams did not continue within {_SERVE_S:g} s: {streams.lengths}"
+            )
         for output in engine.step():
-            lengths[output.request_id] += len(output.outputs[0].token_ids)
+            count = len(output.outputs[0].token_ids)
+            streams.lengths[output.request_id] += count
+            if count and output.request_id == last:
+                streams.moments.append(time.monotonic())
 
 
 def _report(name: str, kills: list[Kill]) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
@@ -33,3 +34,5 @@ def test_times_add_up(folder: Path) -> None:
         assert kill.found_s + kill.record.ready_s < kill.gap_s + 0.5
         assert sum(kill.record.phases_s.values()) <= kill.record.ready_s
         assert kill.recompute_s > 0
+        gaps = [later - before for before, later in pairwise(kill.tokens_s)]
+        assert kill.record.ready_s < max(gaps) < kill.gap_s + 0.5
