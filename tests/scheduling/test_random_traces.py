@@ -234,9 +234,9 @@ OF_LOSSES = ["losses", "lost steps", "lost prefills", "restrictions"]
 @pytest.mark.parametrize(
     ("groups", "disturbed", "max_examples", "wanted"),
     [
-        (False, False, 800, OF_SINGLES),
-        (True, False, 600, OF_GROUPS),
-        (False, True, 200, OF_LOSSES),
+        (False, False, 1000, OF_SINGLES),
+        (True, False, 800, OF_GROUPS),
+        (False, True, 250, OF_LOSSES),
         (True, True, 150, [*OF_LOSSES, "lost forks", "swap ins"]),
     ],
     ids=["singles", "groups", "lost singles", "lost groups"],
