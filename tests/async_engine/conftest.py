@@ -15,7 +15,7 @@ from support.models import ModelShop
 from support.oracle import Oracle
 from support.zoo import PLAIN
 
-from async_engine.tools import TIMEOUT_S, Gate, TokenizerGate, run_async
+from async_engine.tools import TIMEOUT_S, Gate, MakeGate, TokenizerGate, run_async
 from tpengine import AsyncLLMEngine
 from tpengine.async_engine.admission import QueueLimits
 
@@ -81,12 +81,12 @@ def engine(shared: AsyncLLMEngine) -> Iterator[AsyncLLMEngine]:
 
 
 @pytest.fixture
-def gate() -> Iterator[Callable[[AsyncLLMEngine], Gate]]:
+def gate(monkeypatch: pytest.MonkeyPatch) -> Iterator[MakeGate]:
     """Makes gates, which let a test decide when each step of an engine is computed."""
     gates: list[Gate] = []
 
     def hold(engine: AsyncLLMEngine) -> Gate:
-        gates.append(Gate(engine))
+        gates.append(Gate(engine, monkeypatch))
         return gates[-1]
 
     yield hold

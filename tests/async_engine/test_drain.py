@@ -4,18 +4,16 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable
 
 import pytest
 
 from async_engine.conftest import MakeEngine
-from async_engine.tools import TIMEOUT_S, Gate, run_async, stream
+from async_engine.tools import TIMEOUT_S, Gate, MakeGate, run_async, stream
 from tpengine import AsyncLLMEngine
 from tpengine.async_engine import async_llm_engine
 from tpengine.errors import EngineError, RequestAbortedError
 
-MakeGate = Callable[[AsyncLLMEngine], Gate]
-SOON_S = 10.0
+SOON_S = 30.0
 
 
 def step_while_the_loop_is_blocked(engine: AsyncLLMEngine, held: Gate) -> None:

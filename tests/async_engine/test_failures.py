@@ -6,7 +6,6 @@ import asyncio
 import gc
 import threading
 import time
-from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -15,7 +14,7 @@ import pytest
 from support.engines import make_engine
 
 from async_engine.conftest import MakeEngine
-from async_engine.tools import TIMEOUT_S, Gate, read_ids, run_async, stream, until
+from async_engine.tools import TIMEOUT_S, MakeGate, read_ids, run_async, stream, until
 from tpengine import AsyncLLMEngine, EngineArgs, LLMEngine, SamplingParams
 from tpengine.errors import (
     EngineDeadError,
@@ -26,8 +25,7 @@ from tpengine.errors import (
     RequestFailedError,
     RequestIgnoredError,
 )
-
-MakeGate = Callable[[AsyncLLMEngine], Gate]
+from tpengine.executor.local_executor import LocalExecutor
 
 
 def refuse_long(token_ids: list[int], logits: Any) -> Any:
@@ -41,16 +39,14 @@ def test_a_failing_step_reaches_every_reader_once(
     make: MakeEngine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     engine = make()
-    execute = engine.llm_engine._executor.execute_model
-    steps: list[int] = []
+    execute = LocalExecutor.execute_model
 
-    def fail(step: Any) -> Any:
-        steps.append(step.step)
-        if len(steps) == 5:
+    def fail(self: LocalExecutor, step: Any) -> Any:
+        if step.step == 5:
             raise OSError("the device is on fire")
-        return execute(step)
+        return execute(self, step)
 
-    monkeypatch.setattr(engine.llm_engine._executor, "execute_model", fail)
+    monkeypatch.setattr(LocalExecutor, "execute_model", fail)
 
     async def one(index: int) -> Exception:
         outputs = engine.generate(None, stream(50), prompt_token_ids=[index + 4] * 9)
@@ -163,16 +159,20 @@ def test_shutdown_fails_requests_and_leaves_no_thread(folder: Path) -> None:
 
 
 def test_health_means_progress(make: MakeEngine, gate: MakeGate) -> None:
-    engine = make(max_step_s=1.5)
+    engine = make(max_step_s=1.0)
     held = gate(engine)
 
+    def seen_late() -> bool:
+        health = engine.health()
+        assert health.ready == (health.seconds_since_progress <= 1.0)
+        return not health.ready
+
     async def ask() -> None:
-        await asyncio.sleep(1.6)
-        assert engine.health().ready, "an idle engine is ready"
+        await asyncio.sleep(1.1)
+        await until(lambda: engine.health().ready)  # an idle engine is ready
         reader = asyncio.create_task(read_ids(engine, [4], stream(10)))
         await held.reached(1)
-        assert engine.health().ready
-        await until(lambda: not engine.health().ready)
+        await until(seen_late)
         health = engine.health()
         assert (health.state, health.alive) == ("running", True)
         assert "no step was finished for" in health.reason
@@ -197,7 +197,7 @@ def test_steps_without_progress_are_seen(make: MakeEngine, monkeypatch: pytest.M
         with monkeypatch.context() as patch:
             patch.setattr(engine.llm_engine, "step", nothing)
             reader = asyncio.create_task(read_ids(engine, [4], stream(10)))
-            await until(lambda: not engine.health().ready)
+            await until(lambda: len(turns) > 1 and not engine.health().ready)
         assert len(turns) / (turns[-1] - turns[0]) < 400
         assert len(await reader) == 10
 
@@ -212,20 +212,22 @@ def test_garbage_collection_skips_the_libraries(make: MakeEngine) -> None:
     assert gc.get_freeze_count() == 0
 
 
-def test_drain_lets_running_requests_finish(make: MakeEngine) -> None:
+def test_drain_lets_running_requests_finish(make: MakeEngine, gate: MakeGate) -> None:
     engine = make()
+    held = gate(engine)
 
     async def ask() -> None:
-        readers = [asyncio.create_task(read_ids(engine, [4], stream(100))) for _ in range(3)]
-        await until(lambda: engine.stats().queues.num_running == 3)
-        draining = asyncio.create_task(engine.drain(20))
+        readers = [asyncio.create_task(read_ids(engine, [4], stream(20))) for _ in range(3)]
+        await held.reached(1)
+        draining = asyncio.create_task(engine.drain(60))
         await asyncio.sleep(0)
         assert (engine.health().state, engine.health().ready) == ("draining", False)
         assert engine.health().alive
         with pytest.raises(EngineDrainingError):
             await read_ids(engine, [4], stream(3))
+        held.open()
         assert await draining == 0
-        assert [len(await reader) for reader in readers] == [100] * 3
+        assert [len(await reader) for reader in readers] == [20] * 3
 
     run_async(ask())
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable
 
 import pytest
 from support.engines import greedy
@@ -13,7 +12,7 @@ from async_engine.conftest import MakeEngine
 from async_engine.tools import (
     FINAL,
     TIMEOUT_S,
-    Gate,
+    MakeGate,
     TokenizerGate,
     last_output,
     read_ids,
@@ -32,8 +31,6 @@ from tpengine.errors import (
     QueueFullError,
     RequestAbortedError,
 )
-
-MakeGate = Callable[[AsyncLLMEngine], Gate]
 
 
 def test_a_full_queue_refuses_at_once_and_serves_again(make: MakeEngine, gate: MakeGate) -> None:

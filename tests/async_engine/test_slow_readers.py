@@ -3,19 +3,17 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
 from typing import Any
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from async_engine.tools import DELTA, Gate, read_ids, run_async, stream, until
+from async_engine.tools import DELTA, MakeGate, read_ids, run_async, stream, until
 from tpengine import AsyncLLMEngine, CompletionOutput, RequestOutput, SamplingParams
 from tpengine.async_engine.mailbox import Mailbox
 from tpengine.outputs import Logprob
 
-MakeGate = Callable[[AsyncLLMEngine], Gate]
 NUM_TOKENS = 200
 
 

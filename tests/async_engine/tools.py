@@ -6,13 +6,14 @@ import asyncio
 import threading
 import time
 from collections.abc import Callable, Coroutine, Sequence
-from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, TypeVar
 
 import pytest
 from support.engines import greedy
 
 from tpengine import AsyncLLMEngine, RequestOutput, RequestOutputKind, SamplingParams
+from tpengine.executor.local_executor import LocalExecutor
 
 TIMEOUT_S = 60.0
 DELTA, FINAL = RequestOutputKind.DELTA, RequestOutputKind.FINAL_ONLY
@@ -65,46 +66,42 @@ async def until(condition: Callable[[], bool]) -> None:
         await asyncio.sleep(0.002)
 
 
-def is_live(engine: AsyncLLMEngine, request_id: str) -> bool:
-    """Whether a request of this id is unfinished."""
-    return engine._requests.find(request_id) is not None
+def hold_timers() -> list[Callable[[], None]]:
+    """Returns the list of the far timers (of more than 100 s) that the running loop gets from now
+    on. A test calls one to make a deadline pass at a moment that no load of this machine moves."""
+    loop, held = asyncio.get_running_loop(), list[Callable[[], None]]()
+    call_later = loop.call_later
+
+    def later(delay: float, callback: Callable[..., None], *args: Any, **kwargs: Any) -> Any:
+        if delay > 100:
+            held.append(partial(callback, *args))
+        return call_later(delay, callback, *args, **kwargs)
+
+    loop.call_later = later  # type: ignore[assignment]
+    return held
 
 
-def fire_timer(engine: AsyncLLMEngine, request_id: str) -> None:
-    """Makes the deadline of a request pass now, so that the moment does not depend on the load of
-    this machine. The deadline itself is later than the end of the test."""
-    live = engine._requests.find(request_id)
-    assert live is not None
-    (timer,) = live.timers
-    assert timer.when() > asyncio.get_running_loop().time() + 1
-    timer._run()
-
-
-@dataclass
 class Gate:
-    """Holds each step before the model until `let` or `open` allows it.
+    """Holds each step of an engine before the model until `let` or `open` allows it.
 
     Attributes:
         steps: for each step that has come: the number of its slots, and of free blocks.
     """
 
-    engine: AsyncLLMEngine
-    steps: list[tuple[int, int]] = field(default_factory=list)
-
-    def __post_init__(self) -> None:
-        inner = self.engine.llm_engine
+    def __init__(self, engine: AsyncLLMEngine, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.steps: list[tuple[int, int]] = []
         self._permits = threading.Semaphore(0)
         self._is_open = threading.Event()
-        execute = inner._executor.execute_model
+        execute = LocalExecutor.execute_model
 
-        def held(step: Any) -> Any:
-            self.steps.append((len(step.slots), inner.num_free_blocks))
+        def held(executor: LocalExecutor, step: Any) -> Any:
+            self.steps.append((len(step.slots), engine.llm_engine.num_free_blocks))
             end = time.monotonic() + TIMEOUT_S
             while not self._is_open.is_set() and not self._permits.acquire(timeout=0.01):
                 assert time.monotonic() < end, "the test did not let this step through"
-            return execute(step)
+            return execute(executor, step)
 
-        inner._executor.execute_model = held
+        monkeypatch.setattr(LocalExecutor, "execute_model", held)
 
     def let(self, count: int = 1) -> None:
         """Lets that many steps through."""
@@ -117,6 +114,9 @@ class Gate:
     async def reached(self, count: int) -> None:
         """Waits until that many steps have come."""
         await until(lambda: len(self.steps) >= count)
+
+
+MakeGate = Callable[[AsyncLLMEngine], Gate]
 
 
 class TokenizerGate:

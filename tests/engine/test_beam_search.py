@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import itertools
 import random
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import pytest
 import torch
 from support.small_llamas import SHAPES, VOCAB_SIZE, Job, MakeEngine, run
+from support.step_log import log_steps
 
-from tpengine.engine.llm_engine import LLMEngine
 from tpengine.outputs import RequestOutput
 from tpengine.sampling_params import SamplingParams
 
@@ -168,23 +168,11 @@ def test_in_a_crowd_and_preempted(
         swap_space=0.01 if mode == "swap" else 0.0,
         enable_prefix_caching=caching,
     )
-    swapped = watch_swaps(engine)
-    outputs = run(engine, jobs_of("grouped", crowd=True))
+    with log_steps() as log:
+        outputs = run(engine, jobs_of("grouped", crowd=True))
     check(outputs, expected)
     assert preemptions(outputs) >= 5
-    assert (swapped[0] > 0) == (mode == "swap")
-
-
-def watch_swaps(engine: LLMEngine) -> list[int]:
-    """Counts blocks that are swapped out, in a list of one."""
-    count, execute = [0], engine._executor.execute_model
-
-    def watched(step: Any) -> Any:
-        count[0] += len(step.block_moves.swap_outs)
-        return execute(step)
-
-    engine._executor.execute_model = watched  # type: ignore[method-assign]
-    return count
+    assert (log.num_swapped > 0) == (mode == "swap")
 
 
 def test_one_beam_group_alone(make_engine: MakeEngine, expected: dict[Case, Beams]) -> None:
@@ -196,18 +184,7 @@ def test_one_beam_group_alone(make_engine: MakeEngine, expected: dict[Case, Beam
 def test_n_of_best_of(make_engine: MakeEngine, expected: dict[Case, Beams]) -> None:
     """Fewer are returned than are kept, and logprobs are those of the returned tokens."""
     case = next(c for c in CASES if c.width == 4 and c.model == "grouped")
-    params = SamplingParams(
-        n=2,
-        best_of=4,
-        use_beam_search=True,
-        temperature=0.0,
-        max_tokens=MAX_TOKENS,
-        length_penalty=case.length_penalty,
-        early_stopping=case.early_stopping,
-        ignore_eos=True,
-        stop_token_ids=case.end_token_ids,
-        logprobs=3,
-    )
+    params = replace(case.params, n=2, best_of=4, logprobs=3)
     output = run(make_engine("grouped"), [("one", list(case.prompt), params)])["one"]
     assert [o.token_ids for o in output.outputs] == [ids for ids, _ in expected[case][:2]]
     for one in output.outputs:
@@ -221,15 +198,7 @@ def test_n_of_best_of(make_engine: MakeEngine, expected: dict[Case, Beams]) -> N
 
 def test_end_tokens_are_kept_out_before_min_tokens(make_engine: MakeEngine) -> None:
     case = next(c for c in CASES if c.width == 4 and c.model == "grouped")
-    params = SamplingParams(
-        n=4,
-        use_beam_search=True,
-        temperature=0.0,
-        max_tokens=MAX_TOKENS,
-        min_tokens=9,
-        ignore_eos=True,
-        stop_token_ids=case.end_token_ids,
-    )
+    params = replace(case.params, min_tokens=9)
     output = run(make_engine("grouped"), [("one", list(case.prompt), params)])["one"]
     for one in output.outputs:
         assert len(one.token_ids) >= 9

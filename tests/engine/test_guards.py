@@ -8,9 +8,11 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
+from support.engines import run
 
 from tpengine import EngineArgs, LLMEngine, SamplingParams
 from tpengine.errors import EngineError, InvalidPromptError
+from tpengine.executor.local_executor import LocalExecutor
 
 TIMEOUT_S = 30
 
@@ -22,25 +24,18 @@ def engine() -> Iterator[LLMEngine]:
         yield engine
 
 
-def _drain(engine: LLMEngine) -> list[Any]:
-    outputs = []
-    while engine.has_unfinished_requests():
-        outputs += engine.step()
-    return outputs
-
-
 def test_a_second_thread_is_refused(engine: LLMEngine, monkeypatch: pytest.MonkeyPatch) -> None:
     inside, go_on = threading.Event(), threading.Event()
-    execute = engine._executor.execute_model
+    execute = LocalExecutor.execute_model
 
-    def slow(step: Any) -> Any:
+    def slow(self: LocalExecutor, step: Any) -> Any:
         inside.set()
         assert go_on.wait(TIMEOUT_S)
-        return execute(step)
+        return execute(self, step)
 
-    monkeypatch.setattr(engine._executor, "execute_model", slow)
+    monkeypatch.setattr(LocalExecutor, "execute_model", slow)
     engine.add_request("one", "Hello", SamplingParams(temperature=0.0, max_tokens=3))
-    thread = threading.Thread(target=_drain, args=(engine,))
+    thread = threading.Thread(target=run, args=(engine,))
     thread.start()
     try:
         assert inside.wait(TIMEOUT_S)
@@ -66,7 +61,7 @@ def test_ctrl_c_at_the_very_end_of_a_step_is_not_lost(
         patch.setattr(engine.counters, "record_step", interrupted)
         with pytest.raises(KeyboardInterrupt):
             engine.step()
-    outputs = _drain(engine)
+    outputs = run(engine)
     assert [output.request_id for output in outputs] == ["one"]
     assert outputs[0].finished
 
@@ -77,7 +72,7 @@ def test_an_aborted_beam_search_shows_how_far_it_came(engine: LLMEngine) -> None
     for _ in range(6):
         engine.step()
     engine.abort_request("beams")
-    (output,) = _drain(engine)
+    (output,) = run(engine)
     assert len(output.outputs) == 2
     for completion in output.outputs:
         assert completion.finish_reason == "abort"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import signal
 from typing import Any
 
@@ -11,8 +12,9 @@ from support.models import ModelShop
 from support.tiny_llama import TinyLlama
 from support.zoo import PLAIN
 
-from tpengine import EngineArgs, LLMEngine, RequestOutput, RequestOutputKind, SamplingParams
+from tpengine import EngineArgs, LLMEngine, RequestOutputKind, SamplingParams
 from tpengine.errors import DuplicateRequestError
+from tpengine.executor.local_executor import LocalExecutor
 
 
 def test_add_requests_and_step_until_done(engine: LLMEngine, prompt: list[int]) -> None:
@@ -29,30 +31,6 @@ def test_add_requests_and_step_until_done(engine: LLMEngine, prompt: list[int]) 
         assert engine.last_step.step_s >= engine.last_step.model_s > 0
     assert finished == ["0", "1", "2"]
     assert engine.get_num_unfinished_requests() == 0
-
-
-def test_output_kinds(engine: LLMEngine, prompt: list[int], expected: list[int]) -> None:
-    for kind in RequestOutputKind:
-        params = greedy(10, output_kind=kind, logprobs=1)
-        engine.add_request(kind.value, None, params, prompt_token_ids=prompt)
-    by_kind: dict[str, list[RequestOutput]] = {}
-    for output in run(engine):
-        by_kind.setdefault(output.request_id, []).append(output)
-    final = by_kind["final_only"]
-    assert len(final) == 1
-    assert final[0].outputs[0].token_ids == expected[:10]
-    assert len(final[0].outputs[0].logprobs) == 10
-    growing = by_kind["cumulative"]
-    assert [o.outputs[0].token_ids for o in growing] == [expected[:i] for i in range(1, 11)]
-    assert growing[-1].outputs[0].text == final[0].outputs[0].text
-    deltas = by_kind["delta"]
-    assert [o.outputs[0].token_ids for o in deltas] == [[token] for token in expected[:10]]
-    assert [len(o.outputs[0].logprobs) for o in deltas] == [1] * 10
-    assert "".join(o.outputs[0].text for o in deltas) == final[0].outputs[0].text
-    for outputs in by_kind.values():
-        assert [o.finished for o in outputs] == [False] * (len(outputs) - 1) + [True]
-        assert outputs[-1].outputs[0].finish_reason == "length"
-        assert outputs[-1].outputs[0].finished()
 
 
 @pytest.mark.parametrize("n", [1, 2])
@@ -81,18 +59,24 @@ def test_a_stream_interval_merges_tokens_and_changes_none(
             for kind in RequestOutputKind
         }
         (final,) = by_kind[RequestOutputKind.FINAL_ONLY]
+        for kind, reports in by_kind.items():
+            flags = [one.finished for one in outputs if one.request_id == kind.value]
+            assert flags == [False] * (len(reports) - 1) + [True]
+            assert all(one.finished() and one.finish_reason == "length" for one in reports[-1])
         answers = answers or [one.token_ids for one in final]
         for index, answer in enumerate(answers):
             assert final[index].token_ids == answer
+            assert len(final[index].logprobs) == 10
             deltas = [completions[index] for completions in by_kind[RequestOutputKind.DELTA]]
             assert [len(one.token_ids) for one in deltas] == wanted
             assert [len(one.logprobs) for one in deltas] == wanted
             assert [token for one in deltas for token in one.token_ids] == answer
             assert "".join(one.text for one in deltas) == final[index].text
             whole = [completions[index] for completions in by_kind[RequestOutputKind.CUMULATIVE]]
-            assert [len(one.token_ids) for one in whole] == [
-                sum(wanted[: i + 1]) for i in range(len(wanted))
+            assert [one.token_ids for one in whole] == [
+                answer[:count] for count in itertools.accumulate(wanted)
             ]
+            assert whole[-1].text == final[index].text
 
 
 def test_duplicate_id(engine: LLMEngine, prompt: list[int]) -> None:
@@ -152,10 +136,10 @@ def test_ctrl_c_keeps_the_step(
     engine: LLMEngine, prompt: list[int], expected: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A signal in the middle of a step: the step ends, and the next call returns its outputs."""
-    execute = engine._executor.execute_model
+    execute = LocalExecutor.execute_model
 
-    def interrupted(step: Any) -> Any:
-        answer = execute(step)
+    def interrupted(self: LocalExecutor, step: Any) -> Any:
+        answer = execute(self, step)
         signal.raise_signal(signal.SIGINT)
         return answer
 
@@ -164,7 +148,7 @@ def test_ctrl_c_keeps_the_step(
     )
     tokens = []
     with monkeypatch.context() as patch:
-        patch.setattr(engine._executor, "execute_model", interrupted)
+        patch.setattr(LocalExecutor, "execute_model", interrupted)
         with pytest.raises(KeyboardInterrupt):
             engine.step()
     assert signal.getsignal(signal.SIGINT) is signal.default_int_handler

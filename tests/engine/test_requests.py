@@ -53,6 +53,30 @@ BAD_VALUES: list[tuple[dict[str, Any], str]] = [
     ({"logits_processors": ["json"]}, "\"module:function\", got 'json'"),
     ({"logits_processors": ["a b:c"]}, '"module:function"'),
     ({"logits_processors": 3}, "logits_processors must be a sequence, got 3"),
+    ({"n": 3, "best_of": 2}, "best_of must be at least n = 3, got 2"),
+    ({"n": 0}, "n must be at least 1, got 0"),
+    ({"n": 2, "temperature": 0.0}, "use_beam_search=True, or a temperature above 0"),
+    ({"best_of": 2, "temperature": 0.0}, "use_beam_search=True, or a temperature above 0"),
+    ({"n": 2, "use_beam_search": True}, "beam search needs temperature = 0.0, got 1.0"),
+    ({"use_beam_search": True, "temperature": 0.0}, "best_of .or n. of at least 2"),
+    ({"length_penalty": 2.0}, "only for use_beam_search=True"),
+    ({"early_stopping": True}, "only for use_beam_search=True"),
+    (
+        {"n": 2, "use_beam_search": True, "temperature": 0.0, "early_stopping": "later"},
+        "True, False or 'never', got 'later'",
+    ),
+    (
+        {"n": 2, "use_beam_search": True, "temperature": 0.0, "top_p": 0.5},
+        "beam search needs top_p = 1.0, got 0.5",
+    ),
+    (
+        {"n": 2, "use_beam_search": True, "temperature": 0.0, "stop": "x"},
+        "beam search needs stop",
+    ),
+    (
+        {"n": 2, "use_beam_search": True, "temperature": 0.0, "length_penalty": float("nan")},
+        "length_penalty must be in",
+    ),
 ]
 
 

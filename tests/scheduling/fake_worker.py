@@ -15,11 +15,8 @@ VOCAB_SIZE = 997
 
 
 def mix(*values: int) -> int:
-    """A number that depends on all of `values` and on their order."""
-    state = 1469598103934665603
-    for value in values:
-        state = ((state ^ (value + 1)) * 1099511628211) % 2**61
-    return state
+    """A number that depends on all of `values` and on their order; the same in each process."""
+    return hash(values)
 
 
 def key_of(previous_key: int, token_id: int) -> int:
@@ -236,8 +233,9 @@ class FakeWorker:
             self.cache[place] = key
             places.add(place)
         slot.num_computed_tokens += size
+        blocks = {place // self.block_size for place in places}
         for other_id, other in self.slots.items():
-            if other_id != slot_id:
+            if other_id != slot_id and not blocks.isdisjoint(other.block_ids):
                 read = {self._place(other, p) for p in range(other.num_computed_tokens)}
                 assert not read & places, "a block that others read is written"
         return places

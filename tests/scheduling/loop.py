@@ -1,10 +1,11 @@
-"""Scheduler and output processor with the fake worker; requests have one or more sequences."""
+"""Scheduler and output processor with the fake worker; every step is checked."""
 
 from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from typing import Any
 
 from scheduling.fake_worker import VOCAB_SIZE, FakeWorker
 from tpengine.config import SchedulerConfig
@@ -12,11 +13,17 @@ from tpengine.engine.beam_search import num_candidates
 from tpengine.engine.output_processor import OutputProcessor
 from tpengine.outputs import RequestMetrics, RequestOutput
 from tpengine.sampling_params import SamplingParams
-from tpengine.scheduling import BlockManager, Scheduler, SchedulerOutput
+from tpengine.scheduling import (
+    POLICIES,
+    AllocStatus,
+    BlockManager,
+    Scheduler,
+    SchedulerOutput,
+    SchedulingPolicy,
+)
 from tpengine.sequence import Request, Sequence, SequenceStatus
 
 END_TOKEN_IDS = frozenset(range(0, VOCAB_SIZE, 199))
-MAX_MODEL_LEN = 60
 
 
 @dataclass(frozen=True)
@@ -34,15 +41,31 @@ class Limits:
     policy: str = "fcfs"
     watermark: float = 0.0
     ahead: bool = False
+    model_len: int = 4096
 
 
-ROOMY = Limits(tokens=1000, seqs=16, num_blocks=1000)
+ROOMY = Limits(tokens=1000)
+
+
+def plain(max_tokens: int = 16, **fields: Any) -> SamplingParams:
+    """Params of a request that ends by its length alone."""
+    return SamplingParams(max_tokens=max_tokens, ignore_eos=True, **fields)
 
 
 def make_request(
-    index: int, prompt: list[int], params: SamplingParams, priority: int = 0
+    index: int,
+    prompt: list[int] | int,
+    params: SamplingParams | None = None,
+    priority: int = 0,
 ) -> Request:
-    """A request named after its number."""
+    """A request named after its number.
+
+    Args:
+        prompt: its ids, or how many it has of its own.
+    """
+    params = params or plain()
+    if isinstance(prompt, int):
+        prompt = [(31 * index + 7 * place) % VOCAB_SIZE for place in range(prompt)]
     ends = frozenset() if params.ignore_eos else END_TOKEN_IDS
     width = params.num_sequences
     return Request(
@@ -63,48 +86,80 @@ def make_request(
     )
 
 
+class CountingBlockManager(BlockManager):
+    """Counts the answers of `can_allocate`."""
+
+    def __init__(self, answers: Counter[str], limits: Limits, num_blocks: int) -> None:
+        super().__init__(
+            num_blocks, limits.block_size, limits.watermark, limits.num_host_blocks, limits.caching
+        )
+        self.answers = answers
+
+    def can_allocate(self, request: Request) -> AllocStatus:
+        answer = super().can_allocate(request)
+        self.answers[answer.name] += 1
+        return answer
+
+
 class Loop:
     """Schedule, execute, process, update; raises AssertionError if a check fails.
 
     Attributes:
         outputs: the last output of each request.
+        admitted: requests that have run, in the order of their first start.
+        preemptions: by request id.
         events: how often each event happened.
+        policy: holds the waiting requests in their order.
+        is_in_order: requests come to run in the order of their arrival.
     """
 
-    def __init__(self, limits: Limits) -> None:
+    def __init__(self, limits: Limits = Limits(), policy: SchedulingPolicy | None = None) -> None:
         self.limits = limits
-        config = SchedulerConfig(
+        self.config = SchedulerConfig(
             max_num_batched_tokens=limits.tokens,
             max_num_seqs=limits.seqs,
-            max_model_len=MAX_MODEL_LEN,
+            max_model_len=limits.model_len,
             enable_chunked_prefill=limits.chunked,
             policy=limits.policy,
             preemption_mode=limits.mode,
             looks_ahead=limits.ahead,
         )
-        self.blocks = BlockManager(
-            limits.num_blocks,
-            limits.block_size,
-            limits.watermark,
-            limits.num_host_blocks,
-            limits.caching,
-        )
-        self.scheduler = Scheduler(config, self.blocks)
-        self.processor = OutputProcessor(None, MAX_MODEL_LEN)
-        self.worker = FakeWorker(
-            limits.num_blocks,
+        never_swaps = limits.mode == "recompute" or not limits.num_host_blocks
+        self.is_in_order = limits.policy == "fcfs" and policy is None and never_swaps
+        self.policy = POLICIES[limits.policy]() if policy is None else policy
+        self.events: Counter[str] = Counter()
+        self.blocks, self.worker = self._open_cache(limits.num_blocks, last_step=0)
+        self.scheduler = Scheduler(self.config, self.blocks, self.policy)
+        self.processor = OutputProcessor(None, limits.model_len)
+        self.outputs: dict[str, RequestOutput] = {}
+        self.admitted: list[Request] = []
+        self.preemptions: Counter[str] = Counter()
+        self._is_restricted = False
+        self._num_stalled_steps = 0
+
+    def _open_cache(self, num_blocks: int, last_step: int) -> tuple[BlockManager, FakeWorker]:
+        limits = self.limits
+        return CountingBlockManager(self.events, limits, num_blocks), FakeWorker(
+            num_blocks,
             limits.block_size,
             limits.seqs,
             limits.tokens,
             limits.num_host_blocks,
+            last_step=last_step,
         )
-        self.outputs: dict[str, RequestOutput] = {}
-        self.events: Counter[str] = Counter()
 
     def add(self, request: Request) -> Request:
         self.scheduler.add_request(request)
         self.processor.add(request)
         return request
+
+    def add_plain(self, *prompts: int, first: int = 0, max_tokens: int = 16) -> list[Request]:
+        """Adds a request of one sequence for each of these numbers of prompt tokens."""
+        params = plain(max_tokens)
+        return [
+            self.add(make_request(index, prompt, params))
+            for index, prompt in enumerate(prompts, start=first)
+        ]
 
     def end(self, request: Request, failed: bool = False) -> None:
         """Aborts the request, or lets it fail."""
@@ -114,24 +169,60 @@ class Loop:
         else:
             ended = self.scheduler.abort_request(request.request_id)
         assert (ended is None) == (not before)
+        assert self.scheduler.get_request(request.request_id) is None
         if ended is not None:
             self.events[f"ended {before[-1]}"] += 1
             assert not any(self.blocks.holds_blocks(s) for s in request.sequences)
+            assert all(s.slot is None for s in request.sequences)
             self._note(self.processor.report([ended]))
 
-    def step(self, in_flight: Callable[[], None] = lambda: None) -> SchedulerOutput:
-        """One step; `in_flight` is called between execution and processing."""
+    def lose(self, num_blocks: int) -> None:
+        """The worker is lost; another one, with `num_blocks` blocks, replaces it."""
+        self.blocks, self.worker = self._open_cache(num_blocks, self.worker.last_step)
+        self.scheduler.restart(self.blocks)
+        self.scheduler.check_invariants()
+        assert self.scheduler.num_running == self.scheduler.num_swapped == 0
+        self._check_all_blocks_are_free()
+        self.events["losses"] += 1
+
+    def restrict(self, allowed: Iterable[str] | None) -> None:
+        """Lets only requests of the `allowed` ids run; None: all."""
+        self.scheduler.restrict(None if allowed is None else frozenset(allowed))
+        self.scheduler.check_invariants()
+        self._is_restricted = allowed is not None
+        self.is_in_order = False
+        self.events["restrictions"] += 1
+
+    def step(
+        self, in_flight: Callable[[], None] = lambda: None, lost_to: int | None = None
+    ) -> SchedulerOutput:
+        """One step; `in_flight` is called between execution and processing. With `lost_to` it is
+        not answered, and the next worker has that many blocks."""
         had_requests = self.scheduler.has_unfinished_requests()
+        oldest = next(iter(self.scheduler.running_sequences()), None)
+        waiting = list(self.policy)
         output = self.scheduler.schedule()
         self.scheduler.check_invariants()
         self._count(output)
         self._note(self.processor.report(output.ignored))
         if output.is_empty:
-            assert bool(output.ignored) == had_requests, "a step without any progress"
+            if not self._is_restricted:
+                assert bool(output.ignored) == had_requests, "a step without any progress"
+            assert not output.step_input.freed_slots
             assert not output.step_input.block_moves, "a step that is not sent moves blocks"
             return output
+        self._check_progress(oldest, output)
+        admitted = [request for request in waiting if _has_slots(request)]
+        self._check_admissions(admitted, output)
+        self._check_rows(admitted, output)
         self.worker.apply(output.step_input)
         self._compare_with_worker(output)
+        if lost_to is not None:
+            self.events["lost steps"] += 1
+            self.events["lost prefills"] += output.num_prefill_tokens > 0
+            self.events["lost forks"] += len(output.forks) > 0
+            self.lose(lost_to)
+            return output
         answer = self.worker.compute(output.step_input)
         self.events["ahead"] = self.worker.num_ahead
         self.events["ahead and kept"] = self.worker.num_kept
@@ -143,6 +234,10 @@ class Loop:
         running = self.scheduler.running_sequences()
         unused = self.blocks.num_unused_places(running)
         assert unused <= (self.limits.block_size - 1) * len(running)
+        if self.is_in_order:
+            queues = [self._owner(s).arrival_index for s in running]
+            queues += [request.arrival_index for request in self.policy]
+            assert queues == sorted(queues)
         return output
 
     def run(self, max_steps: int = 3000) -> None:
@@ -151,17 +246,37 @@ class Loop:
             if not self.scheduler.has_unfinished_requests():
                 break
             self.step()
-        assert not self.scheduler.has_unfinished_requests(), "it does not come to an end"
-        assert self.blocks.num_free_blocks == self.blocks.num_total_blocks
-        assert self.blocks.host.num_free == self.blocks.host.num_blocks
+        scheduler = self.scheduler
+        assert not scheduler.has_unfinished_requests(), "it does not come to an end"
+        assert scheduler.num_waiting == scheduler.num_running == scheduler.num_swapped == 0
+        self._check_all_blocks_are_free()
+        scheduler.check_invariants()
         self.events["hits"] += self.blocks.device.num_hits
         self.events["evictions"] += self.blocks.device.num_evictions
+
+    @property
+    def endings(self) -> dict[str, str | None]:
+        """How each request that is finished has ended."""
+        return {
+            request_id: output.outputs[0].finish_reason
+            for request_id, output in self.outputs.items()
+            if output.finished
+        }
 
     def _note(self, outputs: Iterable[RequestOutput]) -> None:
         for output in outputs:
             before = self.outputs.get(output.request_id)
             assert before is None or not before.finished, "reported after its end"
             self.outputs[output.request_id] = output
+
+    def _owner(self, sequence: Sequence) -> Request:
+        request = self.scheduler.get_request(f"r{sequence.seq_id // 100}")
+        assert request is not None
+        return request
+
+    def _check_all_blocks_are_free(self) -> None:
+        assert self.blocks.num_free_blocks == self.blocks.num_total_blocks
+        assert self.blocks.host.num_free == self.blocks.host.num_blocks
 
     def _count(self, output: SchedulerOutput) -> None:
         step = output.step_input
@@ -170,8 +285,8 @@ class Loop:
         self.events["copies"] += len(step.block_moves.copies)
         self.events["swap outs"] += len(step.block_moves.swap_outs)
         self.events["swap ins"] += len(step.block_moves.swap_ins)
-        self.events["ignored"] += len(output.ignored)
         for request in output.preempted:
+            self.preemptions[request.request_id] += 1
             waits = any(s.status is SequenceStatus.WAITING for s in request.sequences)
             group = "group" if len(request.sequences) > 1 else "single"
             self.events[f"{group} {'recomputed' if waits else 'swapped'}"] += 1
@@ -180,21 +295,68 @@ class Loop:
         late = [n for n in step.new_sequences if n.index and n.num_computed_tokens]
         self.events["joined later"] += len(late)
 
+    def _check_progress(self, oldest: Sequence | None, output: SchedulerOutput) -> None:
+        """The first running request is in every step, or nearly so when prompts go first."""
+        if (
+            oldest is None
+            or oldest.slot is None
+            or any(self._owner(row) is self._owner(oldest) for row in output.rows)
+        ):
+            self._num_stalled_steps = 0
+            return
+        self._num_stalled_steps += 1
+        assert not self.limits.chunked
+        steps_each = -(-self.limits.model_len // self.limits.tokens)
+        assert self._num_stalled_steps <= self.limits.seqs * steps_each
+
+    def _check_admissions(self, admitted: list[Request], output: SchedulerOutput) -> None:
+        assert not (output.preempted and admitted), "admitted in a step that preempted"
+        for request in admitted:
+            assert request.metrics.first_scheduled_time is not None
+            if request not in self.admitted:
+                self.admitted.append(request)
+        if self.is_in_order:
+            arrivals = [request.arrival_index for request in self.admitted]
+            assert arrivals == sorted(arrivals), "not in order of arrival"
+
+    def _check_rows(self, admitted: list[Request], output: SchedulerOutput) -> None:
+        """Sizes of the rows, before they are computed."""
+        step, budget = output.step_input, self.limits.tokens
+        assert [s.slot for s in output.rows] == step.slots
+        assert [s.slot for s in output.sampled] == step.sample_slots
+        owners = [self._owner(sequence) for sequence in output.rows]
+        has_groups = any(len(request.sequences) > 1 for request in owners)
+        catching_up = set()
+        for sequence, size, request in zip(
+            output.rows, step.num_scheduled_tokens, owners, strict=True
+        ):
+            num_left = sequence.num_tokens - sequence.num_computed_tokens
+            catching_up.add(request in admitted or num_left > 1)
+            if size < num_left:
+                self.events["chunks"] += 1
+                resumed_long = sequence.num_output_tokens > 0 and sequence.num_tokens > budget
+                assert self.limits.chunked or resumed_long or has_groups
+        if not self.limits.chunked and not has_groups:
+            assert len(catching_up) == 1, "prompts and decodes in one step"
+            self.events["whole steps"] += 1
+
     def _compare_with_worker(self, output: SchedulerOutput) -> None:
         """The worker's state, built from the messages, equals the driver's."""
-        slots = self.scheduler._queues.slots
-        members = [s for r in self.scheduler._queues.running for s in r.sequences]
-        known = [s for s in members if s.slot is not None and slots.is_known(s)]
-        assert sorted(s.slot for s in known if s.slot is not None) == sorted(self.worker.slots)
+        members = [s for r in self.scheduler.unfinished_requests() for s in r.sequences]
+        by_slot = {s.slot: s for s in members if s.slot is not None}
+        assert self.worker.slots.keys() <= by_slot.keys()
         children = [child for _, child in output.forks]
-        for sequence in known:
-            assert sequence.slot is not None
-            slot = self.worker.slots[sequence.slot]
+        for slot_id, slot in self.worker.slots.items():
+            sequence = by_slot[slot_id]
             assert slot.token_ids == sequence.token_ids
             assert slot.index == sequence.index
             if sequence not in children:  # these get their blocks in the update
                 assert slot.num_computed_tokens == sequence.num_computed_tokens
                 assert slot.block_ids == self.blocks.block_ids(sequence)
+
+
+def _has_slots(request: Request) -> bool:
+    return any(sequence.slot is not None for sequence in request.sequences)
 
 
 def run_alone(request_like: Request) -> RequestOutput:
@@ -204,3 +366,13 @@ def run_alone(request_like: Request) -> RequestOutput:
     loop.add(make_request(index, request_like.prompt_token_ids, request_like.sampling_params))
     loop.run()
     return loop.outputs[request_like.request_id]
+
+
+def sizes(output: SchedulerOutput) -> list[int]:
+    """Tokens of each row."""
+    return output.step_input.num_scheduled_tokens
+
+
+def statuses(*requests: Request) -> list[str]:
+    """Names of the states that the requests' sequences are in."""
+    return [sequence.status.name for request in requests for sequence in request.sequences]

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import pytest
 
 from tpengine.errors import CacheSizeError, EngineError
@@ -9,7 +11,7 @@ from tpengine.scheduling import AllocStatus, BlockManager
 from tpengine.scheduling.block_manager import Growth
 from tpengine.sequence import Request, Sequence, SequenceStatus
 
-from .fake_engine import make_request
+from .loop import make_request
 
 
 def only(request: Request) -> Sequence:
@@ -78,18 +80,13 @@ def test_ok_later_never() -> None:
     blocks = BlockManager(10, 4, watermark=0.2)
     assert blocks.can_allocate(make_request(0, 41)) is AllocStatus.NEVER
     assert blocks.can_allocate(make_request(0, 40)) is AllocStatus.OK  # alone: no watermark
+    assert blocks.num_free_blocks == 10, "to ask takes nothing"
+    blocks.check_invariants([])
     blocks.allocate(make_request(1, 4))
     assert blocks.can_allocate(make_request(0, 41)) is AllocStatus.NEVER
     assert blocks.can_allocate(make_request(0, 29)) is AllocStatus.LATER  # 8 of 9, 2 stay free
     assert blocks.can_allocate(make_request(0, 28)) is AllocStatus.OK  # 7 of 9
     assert BlockManager(10, 4, watermark=0.0).can_allocate(make_request(0, 40)) is AllocStatus.OK
-
-
-def test_asking_takes_nothing() -> None:
-    blocks = BlockManager(10, 4)
-    blocks.can_allocate(make_request(0, 40))
-    assert blocks.num_free_blocks == 10
-    blocks.check_invariants([])
 
 
 def test_freeing_twice_is_refused() -> None:
@@ -123,70 +120,41 @@ def test_empty_pool_is_refused(num_blocks: int, block_size: int) -> None:
         BlockManager(num_blocks, block_size)
 
 
-def test_invariants_see_damage() -> None:
-    def pool() -> tuple[BlockManager, list[Sequence]]:
-        blocks = BlockManager(8, 4)
-        requests = [make_request(index, 8) for index in range(2)]
-        for request in requests:
-            blocks.allocate(request)
-        sequences = [only(request) for request in requests]
-        blocks.check_invariants(sequences)
-        return blocks, sequences
-
-    blocks, sequences = pool()
-    with pytest.raises(EngineError, match="tables are held"):
-        blocks.check_invariants(sequences[:1])
-    blocks, sequences = pool()
-    blocks.device._blank.append(blocks.device._blank[0])
-    with pytest.raises(EngineError, match="free twice"):
-        blocks.check_invariants(sequences)
-    blocks, sequences = pool()
-    blocks.device._blank.append(blocks._tables[1000][0])
-    with pytest.raises(EngineError, match="both free and held"):
-        blocks.check_invariants(sequences)
-    blocks, sequences = pool()
-    blocks.device._blank.pop()
-    with pytest.raises(EngineError, match="add up"):
-        blocks.check_invariants(sequences)
-    blocks, sequences = pool()
-    blocks._tables[1000][1] = blocks._tables[1001][0]
-    with pytest.raises(EngineError, match="reference counts"):
-        blocks.check_invariants(sequences)
-    blocks, sequences = pool()
-    sequences[0].num_computed_tokens = 9
-    with pytest.raises(EngineError, match="covers"):
-        blocks.check_invariants(sequences)
-
-
-def test_shared_block_may_be_read_but_not_written() -> None:
+@pytest.mark.parametrize(
+    ("damage", "words"),
+    [
+        (lambda _, sequences, __: sequences.pop(), "tables are held"),
+        (lambda _, sequences, __: setattr(sequences[0], "num_computed_tokens", 9), "covers"),
+        (lambda blocks, _, __: blocks.device.share(0), "reference counts"),
+        (lambda _, __, blank: blank.append(blank[0]), "free twice"),
+        (lambda _, __, blank: blank.append(0), "both free and held"),
+        (lambda _, __, blank: blank.pop(), "add up"),
+    ],
+)
+def test_invariants_see_damage(damage: Callable[..., None], words: str) -> None:
+    """Blocks 0 to 3 are held."""
     blocks = BlockManager(8, 4)
-    request = make_request(0, 8)
-    (sequence,) = request.sequences
-    child = Sequence(2000, 1, list(sequence.token_ids), 8)
-    blocks.allocate(request)
-    blocks.fork(sequence, child, 8)
-    with pytest.raises(EngineError, match="alone writes"):
-        blocks.check_invariants([sequence, child])
-    for one in (sequence, child):
-        one.num_computed_tokens = 8
-    blocks.check_invariants([sequence, child])
-    assert blocks.num_free_blocks == 6
-    blocks.free(sequence)
-    blocks.check_invariants([child])
-    assert blocks.num_free_blocks == 6
-    blocks.free(child)
-    assert blocks.num_free_blocks == 8
+    requests = [make_request(index, 8) for index in range(2)]
+    assert [blocks.allocate(request) for request in requests] == [[0, 1], [2, 3]]
+    sequences = [only(request) for request in requests]
+    blocks.check_invariants(sequences)
+    damage(blocks, sequences, blocks.device._blank)
+    with pytest.raises(EngineError, match=words):
+        blocks.check_invariants(sequences)
 
 
 @pytest.mark.parametrize("num_tokens", [8, 7])
 def test_fork_counts_a_reference_for_every_shared_block(num_tokens: int) -> None:
-    """Each of the parent's blocks then has two holders; it is free when both have given it back."""
+    """Each of the parent's blocks then has two holders, which may read it and not write it; it is
+    free when both have given it back."""
     blocks = BlockManager(8, 4)
     request = make_request(0, num_tokens)
     parent = only(request)
     child = Sequence(2000, 1, list(parent.token_ids), num_tokens)
     table = blocks.allocate(request)
     blocks.fork(parent, child, num_tokens)
+    with pytest.raises(EngineError, match="alone writes"):
+        blocks.check_invariants([parent, child])
     parent.num_computed_tokens = child.num_computed_tokens = num_tokens
     assert blocks.block_ids(child) == table
     assert [blocks.device.ref_count(block) for block in table] == [2, 2]

@@ -78,26 +78,18 @@ def test_preemption_changes_nothing(make_engine: MakeEngine, mode: str) -> None:
         assert ids_of(found[key]) == ids_of(wanted[key])
 
 
-def test_the_prompt_is_held_once(make_engine: MakeEngine) -> None:
-    """Eight of a 96-token prompt: its 12 blocks, and after the first token one more each."""
+@pytest.mark.parametrize(("num_prompt_tokens", "num_shared"), [(96, 12), (90, 11)])
+def test_the_prompt_is_held_once(
+    make_engine: MakeEngine, num_prompt_tokens: int, num_shared: int
+) -> None:
+    """Eight sequences share its full blocks, and after the first token each has one more. A partly
+    filled block is copied by all but one."""
     engine = make_engine(max_num_batched_tokens=128, enable_prefix_caching=False)
-    prompt = (PROMPT * 3)[:96]
+    prompt = (PROMPT * 3)[:num_prompt_tokens]
     engine.add_request("eight", None, replace(FREE, n=8), prompt_token_ids=prompt)
-    engine.step()
-    assert engine.num_total_blocks - engine.num_free_blocks == 12
-    engine.step()
-    assert engine.num_total_blocks - engine.num_free_blocks == 12 + 8
-    while engine.has_unfinished_requests():
+    for num_held in (12, *[num_shared + 8] * 6):
         engine.step()
-
-
-def test_a_partly_filled_block_is_copied_by_all_but_one(make_engine: MakeEngine) -> None:
-    engine = make_engine(max_num_batched_tokens=128, enable_prefix_caching=False)
-    engine.add_request("eight", None, replace(FREE, n=8), prompt_token_ids=(PROMPT * 3)[:90])
-    engine.step()
-    assert engine.num_total_blocks - engine.num_free_blocks == 12
-    engine.step()
-    assert engine.num_total_blocks - engine.num_free_blocks == 11 + 8
+        assert engine.num_total_blocks - engine.num_free_blocks == num_held
     while engine.has_unfinished_requests():
         engine.step()
 

@@ -7,38 +7,24 @@ from support.small_llamas import MakeEngine
 
 from tpengine.config import MAX_PRIORITY
 from tpengine.errors import ConfigError, InvalidPriorityError
-from tpengine.sampling_params import SamplingParams
 from tpengine.scheduling import Priority
 
-from .loop import Limits, Loop, make_request, run_alone
+from .loop import Limits, Loop, make_request, plain, run_alone
 
-SHORT = SamplingParams(max_tokens=2, ignore_eos=True)
-
-
-def order_of_admission(loop: Loop, requests: int) -> list[str]:
-    order: list[str] = []
-    for _ in range(20 * requests):
-        if not loop.scheduler.has_unfinished_requests():
-            break
-        loop.step()
-        for request in loop.scheduler._queues.running:
-            if request.request_id not in order:
-                order.append(request.request_id)
-    return order
+SHORT = plain(2)
 
 
-def test_lower_priority_first_and_arrival_among_equals() -> None:
-    loop = Loop(Limits(seqs=1, policy="priority"))
+@pytest.mark.parametrize(
+    ("policy", "order"),
+    [("priority", ["r3", "r1", "r2", "r0", "r4"]), ("fcfs", ["r0", "r1", "r2", "r3", "r4"])],
+)
+def test_order_of_admission(policy: str, order: list[str]) -> None:
+    """Lower priority first, and arrival among equals; or arrival alone."""
+    loop = Loop(Limits(seqs=1, policy=policy))
     for index, priority in enumerate([1, 0, 0, -1, 1]):
-        loop.add(make_request(index, [index + 1] * 4, SHORT, priority))
-    assert order_of_admission(loop, 5) == ["r3", "r1", "r2", "r0", "r4"]
-
-
-def test_first_come_first_served_knows_no_priority() -> None:
-    loop = Loop(Limits(seqs=1))
-    for index, priority in enumerate([1, 0, -1]):
-        loop.add(make_request(index, [index + 1] * 4, SHORT, priority))
-    assert order_of_admission(loop, 3) == ["r0", "r1", "r2"]
+        loop.add(make_request(index, 4, SHORT, priority))
+    loop.run()
+    assert [request.request_id for request in loop.admitted] == order
 
 
 @pytest.mark.parametrize(("stride", "difference"), [(3, 1), (3, 4), (10, 2)])
@@ -60,9 +46,8 @@ def test_starvation_is_bounded(stride: int, difference: int) -> None:
 
 def test_the_least_urgent_is_preempted() -> None:
     loop = Loop(Limits(num_blocks=6, policy="priority"))
-    params = SamplingParams(max_tokens=12, ignore_eos=True)
     requests = [
-        loop.add(make_request(index, [index + 1] * 8, params, priority))
+        loop.add(make_request(index, 8, plain(12), priority))
         for index, priority in enumerate([1, 0, 0])
     ]
     loop.step()
@@ -115,11 +100,9 @@ def test_arguments(make_engine: MakeEngine, args: dict[str, object], words: str)
 def test_preemption_in_a_step_in_which_a_group_forks() -> None:
     """The group is first, and its second sequence has no blocks before the update of the step."""
     loop = Loop(Limits(tokens=16, num_blocks=10, policy="priority", mode="recompute"))
-    single = SamplingParams(max_tokens=12, ignore_eos=True)
-    pair = SamplingParams(n=2, max_tokens=3, ignore_eos=True)
-    older, newer = (loop.add(make_request(index, [index] * 7, single)) for index in range(2))
+    older, newer = loop.add_plain(7, 7, max_tokens=12)
     loop.step()
-    group = loop.add(make_request(2, [3 + place for place in range(20)], pair, priority=-1))
+    group = loop.add(make_request(2, 20, plain(3, n=2), priority=-1))
     loop.step()
     assert group.sequences[0].num_computed_tokens == 14
     output = loop.step()

@@ -8,22 +8,14 @@ from dataclasses import replace
 import pytest
 from support.small_llamas import MakeEngine, run
 
-from tpengine.outputs import RequestMetrics
 from tpengine.sampling_params import SamplingParams
 from tpengine.scheduling import AllocStatus, BlockManager, block_pool
 from tpengine.sequence import Request, Sequence, SequenceStatus
 
-from .loop import Limits, Loop
-from .loop import make_request as group_request
+from .loop import Limits, Loop, make_request
 
 SHARED = [3 + (11 * place) % 250 for place in range(43)]
 GREEDY = SamplingParams(temperature=0.0, max_tokens=10, ignore_eos=True)
-
-
-def request_of(index: int, prompt: list[int]) -> Request:
-    sequence = Sequence(index, 0, list(prompt), len(prompt))
-    metrics = RequestMetrics(arrival_time=0.0)
-    return Request(str(index), None, prompt, GREEDY, 0, index, [sequence], metrics)
 
 
 def pool(num_blocks: int = 10) -> BlockManager:
@@ -41,8 +33,8 @@ def compute(blocks: BlockManager, request: Request) -> Sequence:
 
 def test_full_blocks_are_shared_while_held_and_found_after() -> None:
     blocks = pool()
-    first = compute(blocks, request_of(0, list(range(10))))
-    second = compute(blocks, request_of(1, list(range(10))))
+    first = compute(blocks, make_request(0, list(range(10))))
+    second = compute(blocks, make_request(1, list(range(10))))
     assert blocks.block_ids(second)[:2] == blocks.block_ids(first)[:2]
     assert blocks.block_ids(second)[2] != blocks.block_ids(first)[2]
     assert blocks.num_free_blocks == 10 - 4
@@ -50,7 +42,7 @@ def test_full_blocks_are_shared_while_held_and_found_after() -> None:
     blocks.free(first)
     blocks.free(second)
     assert blocks.num_free_blocks == 10
-    third = request_of(2, list(range(10)))
+    third = make_request(2, list(range(10)))
     assert blocks.allocate(third)[:2] == table[:2]
     assert third.sequences[0].num_computed_tokens == 8
     assert blocks.device.num_hits == 4
@@ -58,8 +50,8 @@ def test_full_blocks_are_shared_while_held_and_found_after() -> None:
 
 def test_what_precedes_a_block_counts() -> None:
     blocks = pool()
-    compute(blocks, request_of(0, [1, 2, 3, 4, 5, 6, 7, 8, 9]))
-    other = request_of(1, [0, 2, 3, 4, 5, 6, 7, 8, 9])
+    compute(blocks, make_request(0, [1, 2, 3, 4, 5, 6, 7, 8, 9]))
+    other = make_request(1, [0, 2, 3, 4, 5, 6, 7, 8, 9])
     blocks.allocate(other)
     assert other.sequences[0].num_computed_tokens == 0
 
@@ -67,29 +59,30 @@ def test_what_precedes_a_block_counts() -> None:
 @pytest.mark.parametrize(("length", "cached"), [(4, 0), (5, 4), (8, 4), (9, 8)])
 def test_the_last_token_is_always_computed(length: int, cached: int) -> None:
     blocks = pool()
-    compute(blocks, request_of(0, list(range(12))))
-    again = request_of(1, list(range(length)))
+    compute(blocks, make_request(0, list(range(12))))
+    again = make_request(1, list(range(length)))
     blocks.allocate(again)
     assert again.sequences[0].num_computed_tokens == cached
 
 
-def test_least_recently_used_goes_first_and_ends_before_beginnings() -> None:
+@pytest.mark.parametrize(("first", "cached"), [(10, 4), (20, 8)], ids=["old", "young"])
+def test_least_recently_used_goes_first_and_ends_before_beginnings(first: int, cached: int) -> None:
     blocks = pool(5)
-    old, young = (compute(blocks, request_of(i, [10 * i + k for k in range(8)])) for i in (1, 2))
+    old, young = (compute(blocks, make_request(i, [10 * i + k for k in range(8)])) for i in (1, 2))
     blocks.free(old)
     blocks.free(young)
-    taken = compute(blocks, request_of(3, list(range(100, 108))))  # one blank block, one of old's
+    taken = compute(blocks, make_request(3, list(range(100, 108))))  # one blank block, one of old's
     assert blocks.device.num_evictions == 1
-    for index, prompt, cached in ((4, range(10, 19), 4), (5, range(20, 29), 8)):
-        request = request_of(index, list(prompt))
-        assert len(blocks._cached_blocks(request)) * 4 == cached
-    blocks.check_invariants([taken])
+    again = make_request(4, list(range(first, first + 9)))
+    blocks.allocate(again)
+    assert again.sequences[0].num_computed_tokens == cached
+    blocks.check_invariants([taken, again.sequences[0]])
 
 
 def test_losing_the_race_keeps_an_own_copy() -> None:
     """Two that start together compute the same block twice; only one is known afterwards."""
     blocks = pool()
-    requests = [request_of(i, list(range(9))) for i in range(2)]
+    requests = [make_request(i, list(range(9))) for i in range(2)]
     for request in requests:
         blocks.allocate(request)
     sequences = [request.sequences[0] for request in requests]
@@ -102,13 +95,13 @@ def test_losing_the_race_keeps_an_own_copy() -> None:
     for sequence in sequences:
         blocks.free(sequence)
     blocks.check_invariants([])
-    assert blocks.allocate(request_of(3, list(range(9))))[:2] == winner
+    assert blocks.allocate(make_request(3, list(range(9))))[:2] == winner
 
 
 def test_hits_that_others_hold_need_no_room() -> None:
     blocks = pool(4)
-    compute(blocks, request_of(0, list(range(12))))
-    same, other = request_of(1, list(range(10))), request_of(2, list(range(50, 60)))
+    compute(blocks, make_request(0, list(range(12))))
+    same, other = make_request(1, list(range(10))), make_request(2, list(range(50, 60)))
     assert blocks.can_allocate(same) is AllocStatus.OK  # two of its three are there
     assert blocks.can_allocate(other) is AllocStatus.LATER
     blocks.allocate(same)
@@ -118,9 +111,9 @@ def test_hits_that_others_hold_need_no_room() -> None:
 def test_free_hits_count_once() -> None:
     """A block that is both free and a hit must not be counted on twice."""
     blocks = pool(4)
-    blocks.free(compute(blocks, request_of(0, list(range(8)))))
-    holder = compute(blocks, request_of(1, list(range(50, 58))))
-    request = request_of(2, list(range(10)))
+    blocks.free(compute(blocks, make_request(0, list(range(8)))))
+    holder = compute(blocks, make_request(1, list(range(50, 58))))
+    request = make_request(2, list(range(10)))
     assert blocks.num_free_blocks == 2
     assert blocks.can_allocate(request) is AllocStatus.LATER  # two hits, and a third is lacking
     blocks.check_invariants([holder])
@@ -136,7 +129,7 @@ def test_each_block_is_hashed_once(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr(block_pool, "digest_of", counted)
     blocks = pool(20)
-    request = request_of(0, list(range(21)))
+    request = make_request(0, list(range(21)))
     for _ in range(3):
         blocks.can_allocate(request)
     sequence = compute(blocks, request)
@@ -158,7 +151,7 @@ def test_collisions_keep_the_books(monkeypatch: pytest.MonkeyPatch) -> None:
     blocks = pool(12)
     held: list[Sequence] = []
     for index in range(60):
-        request = request_of(index, [index % 7 + k for k in range(3 + index % 9)])
+        request = make_request(index, [index % 7 + k for k in range(3 + index % 9)])
         while blocks.can_allocate(request) is not AllocStatus.OK:
             blocks.free(held.pop(0))
         held.append(compute(blocks, request))
@@ -222,9 +215,8 @@ def test_with_everything_else(make_engine: MakeEngine, chunked: bool, mode: str)
 
 def test_prompt_logprobs_take_no_hit() -> None:
     blocks = pool()
-    compute(blocks, request_of(0, list(range(10))))
-    asking = request_of(1, list(range(10)))
-    asking.sampling_params = replace(GREEDY, prompt_logprobs=1)
+    compute(blocks, make_request(0, list(range(10))))
+    asking = make_request(1, list(range(10)), replace(GREEDY, prompt_logprobs=1))
     blocks.allocate(asking)
     assert asking.sequences[0].num_computed_tokens == 0
     assert asking.sequences[0].status is SequenceStatus.WAITING
@@ -241,10 +233,10 @@ def test_beams_that_take_another_place_are_not_mistaken(block_size: int) -> None
     for family in range(6):
         loop = Loop(Limits(block_size=block_size, num_blocks=300, caching=True))
         prompt = [3 + 50 * family + place for place in range(5)]
-        loop.add(group_request(0, prompt, beams))
+        loop.add(make_request(0, prompt, beams))
         loop.run()
         for index, one in enumerate(loop.outputs["r0"].outputs, start=1):
-            loop.add(group_request(index, prompt + one.token_ids, replace(GREEDY, max_tokens=2)))
+            loop.add(make_request(index, prompt + one.token_ids, replace(GREEDY, max_tokens=2)))
         loop.run()
         hits += sum(output.num_cached_tokens for output in loop.outputs.values())
     assert hits > 6 * 3 * 10

@@ -1,137 +1,267 @@
-"""Random arrivals, lengths, aborts and tiny caches: no request is lost, doubled or changed."""
+"""Random mixes of all features, aborts, tiny caches and lost workers: no request is lost, doubled
+or changed."""
 
 from __future__ import annotations
 
 import functools
 from collections import Counter
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from typing import Any
 
+import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from tpengine.outputs import RequestOutput
+from tpengine.sampling_params import SamplingParams
 from tpengine.scheduling import AllocStatus
-from tpengine.sequence import Request, SequenceStatus
+from tpengine.sequence import Request
 
-from .fake_engine import STOP_EVERY, FakeEngine, make_config, make_request
 from .fake_worker import generate_undisturbed
+from .loop import END_TOKEN_IDS, Limits, Loop, make_request, run_alone, statuses
 
+KINDS: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "n": {"n": 3},
+    "pair": {"n": 2},
+    "best_of": {"n": 1, "best_of": 3},
+    "beams": {"n": 2, "best_of": 3, "use_beam_search": True, "temperature": 0.0},
+    "early beams": {
+        "n": 2,
+        "use_beam_search": True,
+        "temperature": 0.0,
+        "early_stopping": True,
+        "length_penalty": 0.5,
+    },
+}
 MAX_MODEL_LEN = 40
+NUM_STEPS = 20
+"""After so many, nothing comes from outside."""
+
+
+@dataclass(frozen=True)
+class Arrival:
+    step: int
+    family: int
+    """Prompts of one family begin alike."""
+    num_prompt_tokens: int
+    max_tokens: int
+    kind: str
+    priority: int
 
 
 @dataclass(frozen=True)
 class Trace:
-    chunked: bool
-    ahead: bool
-    tokens: int
-    seqs: int
-    num_blocks: int
-    block_size: int
-    watermark: float
-    requests: list[tuple[int, int, int]]
-    """(step of arrival, prompt tokens, max_tokens)"""
-    aborts: list[tuple[int, int, bool]]
-    """(step, which request, whether while the step is computed)"""
+    """
+    Attributes:
+        ends: (step, which request, whether while the step is computed, whether it fails)
+        losses: by step: how many blocks fewer the next worker has, and whether the step is lost.
+        restrictions: by step, the requests that may run; None: all.
+    """
+
+    limits: Limits
+    arrivals: list[Arrival]
+    ends: list[tuple[int, int, bool, bool]]
+    losses: dict[int, tuple[int, bool]] = field(default_factory=dict)
+    restrictions: dict[int, frozenset[int] | None] = field(default_factory=dict)
 
 
-traces = st.builds(
-    Trace,
-    chunked=st.booleans(),
-    ahead=st.booleans(),
-    tokens=st.integers(1, 24),
-    seqs=st.integers(1, 5),
-    num_blocks=st.integers(1, 14),
-    block_size=st.integers(1, 4),
-    watermark=st.sampled_from([0.0, 0.01, 0.2]),
-    requests=st.lists(
-        st.tuples(st.integers(0, 12), st.integers(1, 24), st.integers(1, 14)),
-        min_size=1,
-        max_size=9,
-    ),
-    aborts=st.lists(st.tuples(st.integers(0, 14), st.integers(0, 5), st.booleans()), max_size=5),
-)
+def traces(groups: bool, disturbed: bool) -> st.SearchStrategy[Trace]:
+    """Traces of requests of one sequence, or of all kinds with all that `Limits` offers."""
+    least = 3 if groups else 1  # the widest group has three sequences
+    steps = st.integers(0, NUM_STEPS - 1)
+    limits: dict[str, st.SearchStrategy[Any]] = {
+        "tokens": st.integers(least, 24),
+        "seqs": st.integers(least, 8),
+        "num_blocks": st.integers(8, 24) if groups else st.integers(2, 20),
+        "block_size": st.integers(1, 4),
+        "chunked": st.booleans(),
+        "ahead": st.booleans(),
+        "watermark": st.sampled_from([0.0, 0.01, 0.1, 0.2]),
+        "model_len": st.just(MAX_MODEL_LEN),
+    }
+    if groups:
+        limits |= {
+            "num_host_blocks": st.sampled_from([0, 3, 30, 30]),
+            "caching": st.booleans(),
+            "mode": st.sampled_from(["auto", "recompute", "swap", "swap"]),
+            "policy": st.sampled_from(["fcfs", "priority"]),
+        }
+    trace: dict[str, st.SearchStrategy[Any]] = {
+        "limits": st.builds(Limits, **limits),
+        "arrivals": st.lists(
+            st.builds(
+                Arrival,
+                step=st.integers(0, 12),
+                family=st.integers(0, 1),
+                num_prompt_tokens=st.integers(1, 16 if groups else 24),
+                max_tokens=st.integers(1, 16),
+                kind=st.sampled_from(sorted(KINDS) if groups else ["plain"]),
+                priority=st.integers(-2, 2),
+            ),
+            min_size=1,
+            max_size=7,
+        ),
+        "ends": st.lists(
+            st.tuples(st.integers(0, 14), st.integers(0, 5), st.booleans(), st.booleans()),
+            max_size=4,
+        ),
+    }
+    if disturbed:
+        fewer = st.sampled_from([0, 0, 1, 3])
+        trace |= {
+            "losses": st.dictionaries(
+                steps, st.tuples(fewer, st.booleans()), min_size=1, max_size=5
+            ),
+            "restrictions": st.dictionaries(
+                steps, st.none() | st.frozensets(st.integers(0, 6), max_size=4), max_size=3
+            ),
+        }
+    return st.builds(Trace, **trace)
 
 
-def play(trace: Trace) -> tuple[FakeEngine, list[Request]]:
-    """Runs a trace to its end; the engine checks every step."""
-    config = make_config(trace.tokens, trace.seqs, MAX_MODEL_LEN, trace.chunked, trace.ahead)
-    engine = FakeEngine(config, trace.num_blocks, trace.block_size, trace.watermark)
-    arrivals = sorted(trace.requests)
+def prompt_of(arrival: Arrival, index: int) -> list[int]:
+    """Two thirds are those of its family, so that full blocks are found again."""
+    count = arrival.num_prompt_tokens
+    own = count // 3
+    shared = [3 + (17 * arrival.family + 5 * place) % 900 for place in range(count - own)]
+    return shared + [3 + (31 * index + 7 * place) % 900 for place in range(own)]
+
+
+def play(trace: Trace) -> tuple[Loop, list[Request]]:
+    """Runs a trace to its end; the loop checks every step."""
+    loop = Loop(trace.limits)
+    arrivals = sorted(trace.arrivals, key=lambda arrival: arrival.step)
     requests: list[Request] = []
-    last_event = max([arrivals[-1][0], *(step for step, _, _ in trace.aborts)])
 
-    def abort(number: int, in_flight: bool) -> None:
-        for step, which, wants_flight in trace.aborts:
-            if step == number and wants_flight == in_flight and which < len(requests):
-                was = {s.status for s in requests[which].sequences}
-                engine.abort(requests[which].request_id)
-                if not any(status.finished for status in was):
-                    kind = "in flight" if in_flight else was.pop().name
-                    engine.events[f"abort {kind}"] += 1
+    def end(number: int, in_flight: bool) -> None:
+        for step, which, wants_flight, fails in trace.ends:
+            if step == number and wants_flight == in_flight:
+                swapped = [r for r in requests if "SWAPPED" in statuses(r)]
+                if which >= 2 and swapped:
+                    which = requests.index(swapped[0])
+                if which < len(requests):
+                    loop.events["ended in flight"] += in_flight and not requests[which].finished
+                    loop.end(requests[which], fails)
 
-    for number in range(last_event + 1):
-        while len(requests) < len(arrivals) and arrivals[len(requests)][0] == number:
-            _, num_prompt_tokens, max_tokens = arrivals[len(requests)]
-            request = make_request(len(requests), num_prompt_tokens, max_tokens)
-            requests.append(engine.add(request))
-        abort(number, in_flight=False)
-        engine.step(functools.partial(abort, number, in_flight=True))
-    engine.run()
-    return engine, requests
+    for number in range(NUM_STEPS):
+        while len(requests) < len(arrivals) and arrivals[len(requests)].step == number:
+            arrival, index = arrivals[len(requests)], len(requests)
+            params = SamplingParams(max_tokens=arrival.max_tokens, **KINDS[arrival.kind])
+            request = make_request(index, prompt_of(arrival, index), params, arrival.priority)
+            requests.append(loop.add(request))
+        if number in trace.restrictions:
+            allowed = trace.restrictions[number]
+            loop.restrict(None if allowed is None else [f"r{index}" for index in allowed])
+        end(number, in_flight=False)
+        lost_to = None
+        if number in trace.losses:
+            fewer, is_in_step = trace.losses[number]
+            left = max(1, loop.blocks.num_total_blocks - fewer)
+            if is_in_step:
+                lost_to = left
+            else:
+                loop.lose(left)
+        loop.step(functools.partial(end, number, in_flight=True), lost_to)
+    if trace.restrictions:
+        loop.restrict(None)
+    loop.run()
+    return loop, requests
 
 
-def check_ending(engine: FakeEngine, request: Request) -> None:
-    """It ended once, and generated what it generates when it runs alone."""
-    ending = engine.endings[request.request_id]
-    (sequence,) = request.sequences
-    assert sequence.status is ending
-    assert sequence.slot is None
-    assert request.metrics.num_preemptions == engine.preemptions[request.request_id]
-    max_tokens = request.sampling_params.max_tokens
-    assert max_tokens is not None
-    alone = generate_undisturbed(request.prompt_token_ids, request.seed, max_tokens)
-    stop = next((i + 1 for i, t in enumerate(alone) if t % STOP_EVERY == 0), None)
-    output = sequence.output_token_ids
-    assert output == alone[: len(output)]
-    if ending is SequenceStatus.FINISHED_STOPPED:
-        assert len(output) == stop
-    elif ending is SequenceStatus.FINISHED_LENGTH:
-        assert len(output) == max_tokens
-        assert stop is None or stop == max_tokens
-    else:
-        assert (request.error is None) == (ending is SequenceStatus.FINISHED_ABORTED)
-    if ending is SequenceStatus.FINISHED_IGNORED and engine.config.enable_chunked_prefill:
+Summary = list[tuple[int, list[int], float | None, str | None]]
+
+
+def summary(output: RequestOutput) -> Summary:
+    """What a user sees of the sequences."""
+    return [(o.index, o.token_ids, o.cumulative_logprob, o.finish_reason) for o in output.outputs]
+
+
+def undisturbed(request: Request) -> Summary:
+    """What a user sees of a request that runs alone; without an engine if it has one sequence."""
+    params = request.sampling_params
+    if params.num_sequences > 1:
+        return summary(run_alone(request))
+    assert params.max_tokens is not None
+    ids = generate_undisturbed(request.prompt_token_ids, request.seed, params.max_tokens)
+    end = next((place for place, token in enumerate(ids) if token in END_TOKEN_IDS), None)
+    return [(0, ids, None, "length")] if end is None else [(0, ids[: end + 1], None, "stop")]
+
+
+def check_ending(loop: Loop, request: Request) -> str:
+    """It ended once, with the output that it has when it runs alone; returns how it ended."""
+    output = loop.outputs[request.request_id]
+    assert output.finished
+    assert all(s.slot is None and s.status.finished for s in request.sequences)
+    assert request.metrics.num_preemptions == loop.preemptions[request.request_id]
+    reasons = {s.status.finish_reason for s in request.sequences}
+    alone = undisturbed(request)
+    if reasons <= {"stop", "length"}:
+        assert output.error is None
+        assert summary(output) == alone
+        assert output.outputs[0].finish_reason in ("stop", "length")
+        return "completed"
+    assert (output.error is None) == ("abort" in reasons)
+    if not request.sampling_params.is_ranked:
+        for one, (_, whole, _, _) in zip(output.outputs, alone, strict=True):
+            assert one.token_ids == whole[: len(one.token_ids)]
+    (reason,) = reasons - {"stop", "length"}
+    assert reason is not None
+    if reason == "ignored" and loop.limits.chunked and len(request.sequences) == 1:
         # Nothing but the cache can have been too small.
-        assert engine.blocks.num_blocks_for(sequence.num_tokens) > engine.blocks.num_total_blocks
+        num_blocks = loop.blocks.num_blocks_for(request.sequences[0].num_tokens)
+        assert num_blocks > loop.blocks.num_total_blocks
+    return reason
 
 
-def test_random_traces() -> None:
+COMMON = [
+    *("completed", "ignored", "abort", "error", "preempted and completed"),
+    *("chunks", "ahead", "ahead and kept", "ended WAITING", "ended RUNNING", "ended in flight"),
+]
+OF_SINGLES = [
+    *(answer.name for answer in AllocStatus),
+    *("stop", "length", "single recomputed", "whole steps"),
+]
+OF_GROUPS = [
+    *("forks", "beam forks", "copies", "swap outs", "swap ins", "hits", "evictions"),
+    *("group recomputed", "group swapped", "single recomputed", "single swapped"),
+    *("beams recomputed", "joined later", "ended SWAPPED"),
+]
+OF_LOSSES = ["losses", "lost steps", "lost prefills", "restrictions"]
+
+
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize(
+    ("groups", "disturbed", "max_examples", "wanted"),
+    [
+        (False, False, 1000, OF_SINGLES),
+        (True, False, 800, OF_GROUPS),
+        (False, True, 250, OF_LOSSES),
+        (True, True, 150, [*OF_LOSSES, "lost forks", "swap ins"]),
+    ],
+    ids=["singles", "groups", "lost singles", "lost groups"],
+)
+def test_random_traces(groups: bool, disturbed: bool, max_examples: int, wanted: list[str]) -> None:
+    """`wanted`: the random traces reach each of these events, and the common ones."""
     events: Counter[str] = Counter()
 
     @settings(
-        max_examples=1000,
+        max_examples=max_examples,
         derandomize=True,
         database=None,
         deadline=None,
         suppress_health_check=list(HealthCheck),
     )
-    @given(trace=traces)
+    @given(trace=traces(groups, disturbed))
     def run(trace: Trace) -> None:
-        engine, requests = play(trace)
+        loop, requests = play(trace)
         for request in requests:
-            check_ending(engine, request)
-        events.update(engine.events)
-        events.update({answer.name: n for answer, n in engine.blocks.answers.items()})
-        events["resumed"] += sum(
-            engine.endings[request_id]
-            in (SequenceStatus.FINISHED_STOPPED, SequenceStatus.FINISHED_LENGTH)
-            for request_id in engine.preemptions
-        )
+            how = check_ending(loop, request)
+            events[how] += 1
+            if how == "completed":
+                events["preempted and completed"] += request.request_id in loop.preemptions
+                events[loop.outputs[request.request_id].outputs[0].finish_reason or ""] += 1
+        events.update(loop.events)
 
     run()
-    # The random traces reach each of these events.
-    wanted = ["preempted", "resumed", "chunks", "whole steps", "ahead", "ahead and kept"]
-    wanted += ["abort WAITING", "abort RUNNING", "abort in flight"]
-    wanted += [answer.name for answer in AllocStatus]
-    endings = [s for s in SequenceStatus if s.finished and s is not SequenceStatus.FINISHED_FAILED]
-    wanted += [status.name for status in endings]
-    assert {what: events[what] for what in wanted if events[what] < 20} == {}
+    assert {what: events[what] for what in [*COMMON, *wanted] if events[what] < 10} == {}

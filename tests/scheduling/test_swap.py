@@ -4,18 +4,15 @@ from __future__ import annotations
 
 import pytest
 
-from tpengine.sampling_params import SamplingParams
-from tpengine.sequence import SequenceStatus
+from tpengine.sequence import Request
 
-from .loop import Limits, Loop, make_request, run_alone
+from .loop import Limits, Loop, make_request, plain, run_alone, statuses
 
-LONG = SamplingParams(n=2, max_tokens=16, ignore_eos=True)
+LONG = plain(16, n=2)
 
 
-def add_pairs(loop: Loop, count: int, num_prompt_tokens: int = 8) -> None:
-    for index in range(count):
-        prompt = [3 + 20 * index + place for place in range(num_prompt_tokens)]
-        loop.add(make_request(index, prompt, LONG))
+def add_pairs(loop: Loop, count: int, num_prompt_tokens: int = 8) -> list[Request]:
+    return [loop.add(make_request(index, num_prompt_tokens, LONG)) for index in range(count)]
 
 
 def step_until(loop: Loop, event: str) -> None:
@@ -28,15 +25,10 @@ def step_until(loop: Loop, event: str) -> None:
 
 def test_swapped_requests_come_back_before_waiting_ones() -> None:
     loop = Loop(Limits(seqs=4, num_blocks=12, num_host_blocks=20))
-    add_pairs(loop, 3)
+    requests = add_pairs(loop, 3)
     step_until(loop, "swap outs")
-    assert [r.request_id for r in loop.scheduler._queues.swapped] == ["r1"]
-    assert loop.scheduler.num_waiting == 1
-    first, second, third = (loop.scheduler.get_request(f"r{i}") for i in range(3))
-    assert first is not None
-    assert second is not None
-    assert third is not None
-    assert {s.status for s in second.sequences} == {SequenceStatus.SWAPPED}
+    assert statuses(*requests) == ["RUNNING"] * 2 + ["SWAPPED"] * 2 + ["WAITING"] * 2
+    second = requests[1]
     assert all(s.slot is None and s.num_computed_tokens for s in second.sequences)
     while loop.scheduler.num_swapped:
         assert loop.scheduler.num_waiting == 1
@@ -48,14 +40,12 @@ def test_swapped_requests_come_back_before_waiting_ones() -> None:
 
 def test_shared_blocks_are_swapped_once_and_stay_shared() -> None:
     loop = Loop(Limits(seqs=4, num_blocks=14, num_host_blocks=20))
-    add_pairs(loop, 2, num_prompt_tokens=12)
+    _, request = add_pairs(loop, 2, num_prompt_tokens=12)
     step_until(loop, "swap outs")
     # Three blocks of the prompt, and two of each sequence's own.
     assert loop.events["swap outs"] == 3 + 2 * 2
     assert loop.blocks.host.num_free == 20 - 7
     step_until(loop, "swap ins")
-    request = loop.scheduler.get_request("r1")
-    assert request is not None
     one, other = (loop.blocks.block_ids(sequence) for sequence in request.sequences)
     assert one[:3] == other[:3]
     loop.run()
@@ -81,9 +71,7 @@ def test_without_room_on_the_host_it_is_recomputed() -> None:
 def test_modes(mode: str, group: str, single: str) -> None:
     loop = Loop(Limits(num_blocks=14, num_host_blocks=40, mode=mode))
     for index in range(6):
-        n = 1 + index % 2
-        params = SamplingParams(n=n, max_tokens=20, ignore_eos=True)
-        loop.add(make_request(index, [index + place for place in range(9)], params))
+        loop.add(make_request(index, 9, plain(20, n=1 + index % 2)))
     loop.run()
     happened = {event for event in loop.events if event.startswith(("group ", "single "))}
     assert happened == {f"group {group}", f"single {single}"}
@@ -91,9 +79,8 @@ def test_modes(mode: str, group: str, single: str) -> None:
 
 def test_abort_of_a_swapped_request_frees_the_host() -> None:
     loop = Loop(Limits(seqs=4, num_blocks=12, num_host_blocks=20))
-    add_pairs(loop, 2)
+    _, request = add_pairs(loop, 2)
     step_until(loop, "swap outs")
-    (request,) = loop.scheduler._queues.swapped
     loop.end(request)
     assert loop.blocks.host.num_free == 20
     assert loop.events["ended SWAPPED"] == 1
@@ -106,13 +93,11 @@ def test_no_preemption_for_a_group_that_outgrows_the_cache(mode: str, chunked: b
     """Two shared blocks, and four for each of its four sequences, are more than 16. The neighbour
     stays where it is: the step in which the group ends has its row, so it is sent."""
     loop = Loop(Limits(num_blocks=16, num_host_blocks=40, mode=mode, chunked=chunked))
-    params = SamplingParams(n=4, max_tokens=40, ignore_eos=True)
-    group = loop.add(make_request(0, [3 + place for place in range(8)], params))
+    group = loop.add(make_request(0, 8, plain(40, n=4)))
     for _ in range(8):
         loop.step()
-    assert all(s.status is SequenceStatus.RUNNING for s in group.sequences)
-    one = SamplingParams(max_tokens=12, ignore_eos=True)
-    neighbour = loop.add(make_request(1, [5, 6, 7], one))
+    assert statuses(group) == ["RUNNING"] * 4
+    (neighbour,) = loop.add_plain(3, first=1, max_tokens=12)
     while not group.finished:
         output = loop.step()
     assert output.ignored == [group]

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import pytest
 import torch
 from support.gpu_walk import NoGrowth, gpu_attention
@@ -14,6 +12,7 @@ from tpengine.distributed.parallel_state import ParallelState
 from tpengine.engine_args import EngineArgs
 from tpengine.errors import GraphCaptureError
 from tpengine.messages import NewSequence, StepInput
+from tpengine.models.llama import LlamaForCausalLM
 from tpengine.sampling_params import SamplingParams
 from tpengine.worker.gpu import graphs as cuda_graph
 from tpengine.worker.gpu.graphs import Recorded, Run
@@ -133,30 +132,32 @@ def test_shutdown_with_a_graph_that_cannot_be_destroyed(models: ModelShop, ledge
     assert ledger.group == [("close", 0)]
 
 
-def test_a_step_that_fails(models: ModelShop, ledger: Ledger) -> None:
+def test_a_step_that_fails(
+    models: ModelShop, ledger: Ledger, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The error's traceback, whose frames refer to the graph, still exists."""
     worker = loaded(models, ledger)
     worker.init_cache_engine(6)
     worker.execute_model(step(1))
-    runner: Any = worker._runner
-    runner.model.compute_logits = None
+    monkeypatch.setattr(LlamaForCausalLM, "compute_logits", None)
     with pytest.raises(TypeError) as caught:
         worker.execute_model(step(2))
     assert caught.value.__traceback__ is not None
     assert ledger.group == [("abandon", 0)]
 
 
-def test_a_step_that_fails_on_one_rank_keeps_its_graphs(models: ModelShop, ledger: Ledger) -> None:
+def test_a_step_that_fails_on_one_rank_keeps_its_graphs(
+    models: ModelShop, ledger: Ledger, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """There is no group to abandon, and the next step may succeed."""
     worker = loaded(models, ledger, size=1)
     worker.init_cache_engine(6)
     worker.execute_model(step(1))
-    runner: Any = worker._runner
-    compute_logits, runner.model.compute_logits = runner.model.compute_logits, None
-    with pytest.raises(TypeError):
-        worker.execute_model(step(2))
+    with monkeypatch.context() as patch:
+        patch.setattr(LlamaForCausalLM, "compute_logits", None)
+        with pytest.raises(TypeError):
+            worker.execute_model(step(2))
     assert len(ledger.alive) == SIZES
-    runner.model.compute_logits = compute_logits
     worker.execute_model(step(3))
     worker.shutdown()
     assert not ledger.alive

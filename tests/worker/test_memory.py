@@ -19,6 +19,7 @@ from tpengine.worker.worker import Worker
 
 GIB = 1 << 30
 CPU = torch.device("cpu")
+MEMINFO = ("MemTotal", "MemAvailable")
 
 
 @pytest.mark.parametrize(
@@ -97,8 +98,8 @@ def test_a_cgroups_limit_counts(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, line: str, files: dict[str, int | str]
 ) -> None:
     """Pages that only cache files, one GiB in each case, do not count as used."""
+    (tmp_path / "meminfo").write_text("".join(f"{key}: {50 << 20} kB\n" for key in MEMINFO))
     pretend_cgroups(monkeypatch, tmp_path, line, files)
-    monkeypatch.setattr(device, "_meminfo", lambda key: 50 * GIB)
     assert device.cpu_total_bytes() == 3 * GIB
     assert device.cpu_free_bytes() == 2 * GIB
 
@@ -160,18 +161,19 @@ def pretend_threads(monkeypatch: pytest.MonkeyPatch) -> None:
 def pretend_cgroups(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, line: str, files: dict[str, int | str]
 ) -> None:
-    """Pretends that this process is in the cgroup of `line`, and that only these files exist."""
+    """Pretends that this process is in the cgroup of `line`, and that only these files exist, and
+    those of /proc that the test has written."""
     for name, value in files.items():
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / name).write_text(f"{value}\n")
-    cgroup = tmp_path / "cgroup"
-    cgroup.write_text(line + "\n")
-    real = Path
+    (tmp_path / "cgroup").write_text(line + "\n")
+    real, moves = Path, {"/proc/self": tmp_path, "/proc": tmp_path, "/sys/fs/cgroup": tmp_path}
 
-    def moved(path: str) -> Path:
-        if path == "/proc/self/cgroup":
-            return cgroup
-        return real(str(path).replace("/sys/fs/cgroup", str(tmp_path)))
+    def moved(path: str | Path) -> Path:
+        for folder, target in moves.items():
+            if str(path).startswith(folder):
+                return target / real(path).relative_to(folder)
+        return real(path)
 
     monkeypatch.setattr(device, "Path", moved)
 
@@ -197,6 +199,14 @@ def test_the_first_blocks_have_their_memory_from_the_start(
 ) -> None:
     """Up to the limit of a rank; nothing if the memory is overdrawn."""
     monkeypatch.setattr(cache_engine, "_POPULATE_S", 30.0)
+    caches: list[CacheEngine] = []
+    populate = CacheEngine.populate
+
+    def noted(self: CacheEngine, num_bytes: int) -> int:
+        caches.append(self)
+        return populate(self, num_bytes)
+
+    monkeypatch.setattr(CacheEngine, "populate", noted)
     args = EngineArgs(str(models.folder(PLAIN)), dtype="float32", device="cpu")
     for free, num_ranks, wanted in ((GIB, 1, 64 << 20), (GIB, 2, 32 << 20), (-GIB, 1, 0)):
         monkeypatch.setattr(device, "cpu_free_bytes", lambda free=free: free)
@@ -207,8 +217,7 @@ def test_the_first_blocks_have_their_memory_from_the_start(
         worker.load_model()
         worker.init_cache_engine(8192)
         worker.populate_cache()
-        assert worker._runner is not None
-        tensors = [x for pair in worker._runner.cache_engine.kv_caches for x in pair]
+        tensors = [x for pair in caches.pop().kv_caches for x in pair]
         each = wanted // len(tensors)
         assert each < tensors[0].nbytes
         found = [resident_bytes(x[: each // x[0].nbytes]) for x in tensors]

@@ -16,7 +16,7 @@ from tpengine.engine_args import EngineArgs
 from tpengine.errors import CollectiveError, EngineError
 from tpengine.messages import NewSequence, StepInput
 from tpengine.sampling_params import SamplingParams
-from tpengine.worker import model_runner, transfers
+from tpengine.worker import model_runner
 from tpengine.worker.transfers import Downloads, Uploads
 from tpengine.worker.worker import Worker
 
@@ -50,13 +50,18 @@ def hung(monkeypatch: pytest.MonkeyPatch) -> ParallelState:
 
 
 def test_uploads(hung: ParallelState) -> None:
-    uploads = Uploads(CPU, hung.wait_for)
-    uploads._on_gpu = True
-    array = np.arange(5)
-    for _ in range(transfers._NUM_BUFFERS):
-        assert uploads.send([array])[0].tolist() == array.tolist()
+    uploads = Uploads(torch.device("cuda"), hung.wait_for)
+    uploads.device = CPU
+    arrived = []
+
+    def send_until_a_buffer_is_needed_again() -> None:
+        for number in range(100):
+            arrived.append(int(uploads.send([np.array([number])])[0]))
+
     with pytest.raises(CollectiveError, match=r"rank 0 has not finished an upload within 0\.05 s"):
-        uploads.send([array])
+        send_until_a_buffer_is_needed_again()
+    assert arrived == list(range(len(arrived)))
+    assert len(arrived) > 1
 
 
 def test_whether_all_can(hung: ParallelState, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -86,7 +91,7 @@ def test_functions_of_users(models: ModelShop, monkeypatch: pytest.MonkeyPatch) 
     worker.shutdown()
 
 
-def test_no_arrays_need_no_wait(hung: ParallelState) -> None:
-    downloads = Downloads(CPU, hung.wait_for)
-    downloads._stream = object()
+def test_no_arrays_need_no_wait(hung: ParallelState, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "Stream", lambda device: object())
+    downloads = Downloads(torch.device("cuda"), hung.wait_for)
     assert downloads.start([])() == []
