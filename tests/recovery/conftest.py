@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import logging
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -54,3 +55,11 @@ def real_config(models: ModelShop) -> MakeConfig:
         return EngineArgs(folder, **given | args).create_engine_config("cpu")
 
     return make
+
+
+@pytest.fixture
+def quiet() -> Iterator[None]:
+    """Keeps the log lines of thousands of losses away."""
+    logging.disable(logging.CRITICAL)
+    yield
+    logging.disable(logging.NOTSET)
