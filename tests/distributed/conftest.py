@@ -81,5 +81,6 @@ def three() -> Iterator[Ranks]:
 
 @pytest.fixture(autouse=True)
 def _nothing_left() -> Iterator[None]:
+    """A segment has no name once its ranks are connected: none is left of killed ranks."""
     yield
     assert not list(SHM_FOLDER.glob(f"tpengine-{os.getpid()}_*"))
