@@ -104,11 +104,9 @@ def test_no_rank_holds_more_than_its_share(num_ranks: int, big_folder: Path) -> 
     the largest tensor while loading."""
     config, sizes = model_config(big_folder), sizes_in(big_folder)
     whole, largest = sum(sizes.values()), max(sizes.values())
-    ranks = Ranks(num_ranks)  # new processes: memory that another test freed would be used again
-    try:
+    # New processes: memory that another test freed would be used again.
+    with Ranks(num_ranks) as ranks:
         reports = ranks.run(load, config)
-    finally:
-        ranks.close()
     for report in reports:
         share = sum(report.asked_bytes.values())
         assert whole / num_ranks <= share < whole / num_ranks + MIB

@@ -8,7 +8,6 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
@@ -16,6 +15,7 @@ from types import SimpleNamespace
 import pytest
 import ray
 
+from executor.ray_engines import Wait
 from tpengine.executor.launch import actors, node_agent
 from tpengine.executor.launch.actors import Agents
 from tpengine.executor.launch.node_agent import NodeAgent, python_stack
@@ -23,7 +23,6 @@ from tpengine.host import start_ticks
 
 PATIENCE_S = 30.0
 """For an event that only has to come, when other programs use the cores."""
-Wait = Callable[[Callable[[], bool], float], None]
 
 
 @pytest.mark.parametrize(
