@@ -50,15 +50,15 @@ class NotingCollectives:
         self.noted = Noted()
 
     def all_reduce(self, x: torch.Tensor) -> torch.Tensor:
-        self.noted.given.append(("all_reduce", digest(x)))
-        result = self._inner.all_reduce(x)
-        self.noted.held.append(("all_reduce", digest(result)))
-        return result
+        return self._noted("all_reduce", x)
 
     def all_gather(self, x: torch.Tensor) -> torch.Tensor:
-        self.noted.given.append(("all_gather", digest(x)))
-        result = self._inner.all_gather(x)
-        self.noted.held.append(("all_gather", digest(result)))
+        return self._noted("all_gather", x)
+
+    def _noted(self, operation: str, x: torch.Tensor) -> torch.Tensor:
+        self.noted.given.append((operation, digest(x)))
+        result: torch.Tensor = getattr(self._inner, operation)(x)
+        self.noted.held.append((operation, digest(result)))
         return result
 
     def broadcast(self, x: torch.Tensor) -> torch.Tensor:

@@ -51,35 +51,29 @@ def config(tmp_path_factory: pytest.TempPathFactory) -> EngineConfig:
 @pytest.fixture(scope="session")
 def groups() -> Iterator[dict[int, Ranks]]:
     """Connected ranks, by number of ranks; each group uses shared memory and gloo."""
-    found = {}
-    try:
-        for size in (2, 4):
-            found[size] = ranks = Ranks(size)
+    with Ranks(2) as two, Ranks(4) as four:
+        for ranks in (two, four):
             for kind in ("shared memory", "gloo"):
                 ranks.connect(kind)
-        yield found
-    finally:
-        for ranks in found.values():
-            ranks.close()
+        yield {2: two, 4: four}
 
 
 @pytest.fixture
 def two() -> Iterator[Ranks]:
     """Two new ranks, which the test may kill."""
-    ranks = Ranks(2)
-    yield ranks
-    ranks.close()
+    with Ranks(2) as ranks:
+        yield ranks
 
 
 @pytest.fixture
 def three() -> Iterator[Ranks]:
     """Three new ranks, which the test may kill."""
-    ranks = Ranks(3)
-    yield ranks
-    ranks.close()
+    with Ranks(3) as ranks:
+        yield ranks
 
 
 @pytest.fixture(autouse=True)
 def _nothing_left() -> Iterator[None]:
+    """A segment has no name once its ranks are connected: none is left of killed ranks."""
     yield
     assert not list(SHM_FOLDER.glob(f"tpengine-{os.getpid()}_*"))

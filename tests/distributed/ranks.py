@@ -124,7 +124,10 @@ class Ranks:
         """Sends a signal to a rank."""
         os.kill(self.processes[rank].pid, number)
 
-    def close(self) -> None:
+    def __enter__(self) -> Ranks:
+        return self
+
+    def __exit__(self, *_: object) -> None:
         """Ends all processes."""
         for connection in self._connections:
             connection.close()

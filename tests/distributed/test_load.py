@@ -73,10 +73,6 @@ def test_ranks_ask_for_the_checkpoint_once(
         replicated = {tensor: n for tensor, n in copies.items() if n != 1}
         again = sum((n - 1) * sizes[tensor] for tensor, n in replicated.items())
         total = sum(sum(report.asked_bytes.values()) for report in reports)
-        print(
-            f"\n{name}, {num_ranks} ranks: asked for {total} = {sum(sizes.values())} + {again} of"
-        )
-        print("\n".join(f"  {n} x {tensor} ({sizes[tensor]})" for tensor, n in replicated.items()))
         assert total == sum(sizes.values()) + again
         for tensor, n in replicated.items():
             if WHOLE.search(tensor):
@@ -108,18 +104,11 @@ def test_no_rank_holds_more_than_its_share(num_ranks: int, big_folder: Path) -> 
     the largest tensor while loading."""
     config, sizes = model_config(big_folder), sizes_in(big_folder)
     whole, largest = sum(sizes.values()), max(sizes.values())
-    ranks = Ranks(num_ranks)  # new processes: memory that another test freed would be used again
-    try:
+    # New processes: memory that another test freed would be used again.
+    with Ranks(num_ranks) as ranks:
         reports = ranks.run(load, config)
-    finally:
-        ranks.close()
-    for rank, report in enumerate(reports):
+    for report in reports:
         share = sum(report.asked_bytes.values())
-        print(
-            f"\nrank {rank} of {num_ranks}: checkpoint {whole / MIB:.1f} MiB, largest tensor "
-            f"{largest / MIB:.1f}, share {share / MIB:.1f}, held {report.held_bytes / MIB:.1f}, "
-            f"at most {report.peak_bytes / MIB:.1f}"
-        )
         assert whole / num_ranks <= share < whole / num_ranks + MIB
         assert report.weights_bytes == pytest.approx(share, rel=0.02)
         assert 0.9 * share < report.held_bytes < share + OVERHEAD_BYTES

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import pickle
 import signal
 import time
 
@@ -12,22 +11,19 @@ import pytest
 from distributed.ranks import Rank, Ranks, Task, connect_by_any_means
 from tpengine.distributed.rendezvous import Meeting
 from tpengine.errors import RendezvousError
-from tpengine.executor.diagnosis import RankFailure
 from tpengine.messages import Rendezvous
 
-FAILS_S = 10.0
+FAILS_S = 60.0
 
 
-def connect_and_count(state: Rank, rendezvous: Rendezvous) -> tuple[int, RankFailure]:
-    """Returns the number of descriptors that a failed connection leaves open, and its failure."""
+def connect_and_count(state: Rank, rendezvous: Rendezvous) -> tuple[int, RendezvousError]:
+    """Returns the number of descriptors that a failed connection leaves open, and its error."""
     before = len(os.listdir("/proc/self/fd"))
     try:
         connect_by_any_means(state, rendezvous)
     except RendezvousError as error:
-        name, message = type(error).__name__, str(error)
-        culprit = error.failed_rank
-        failure = RankFailure(state.rank, "here", "connect", name, message, "", [], culprit)
-    return len(os.listdir("/proc/self/fd")) - before, failure
+        found = error
+    return len(os.listdir("/proc/self/fd")) - before, found
 
 
 def meet(state: Rank, rendezvous: Rendezvous) -> None:
@@ -53,10 +49,10 @@ def give_up(state: Rank) -> str:
 
 def test_missing_rank_is_the_failed_rank(two: Ranks) -> None:
     two.start(0, connect_and_count, two.rendezvous(connect_timeout_s=1.0))
-    num_left, failure = two.outcome(0, FAILS_S)
+    num_left, error = two.outcome(0, FAILS_S)
     assert num_left == 0, "a failed connection leaves descriptors"
-    assert failure.is_consequence
-    assert failure.waited_for == 1
+    assert error.failed_rank == 1
+    assert "waited for rank 1 (127.0.0.1), which did not arrive within 1 s" in str(error)
 
 
 @pytest.mark.parametrize("task", [say, listen])
@@ -73,8 +69,3 @@ def test_rank_0_that_dies_is_the_failed_rank(task: Task, two: Ranks) -> None:
     assert "lost rank 0's store" in str(error)
     two.start(1, give_up)
     assert two.outcome(1, FAILS_S) == "told"
-
-
-def test_error_survives_pickling() -> None:
-    error = pickle.loads(pickle.dumps(RendezvousError("rank 3 is missing", 3)))
-    assert (str(error), error.failed_rank) == ("rank 3 is missing", 3)

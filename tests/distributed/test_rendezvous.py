@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import socket
-import time
 from dataclasses import replace
 
 import pytest
@@ -28,16 +27,6 @@ def test_address_of_another_machine() -> None:
 def test_interface() -> None:
     assert interface_of("127.0.0.1") == "lo"
     assert interface_of("192.0.2.1") is None
-
-
-def test_missing_rank_is_named(two: Ranks) -> None:
-    rendezvous = two.rendezvous(connect_timeout_s=1.0)
-    start = time.perf_counter()
-    two.start(0, connect_by_any_means, rendezvous)
-    error = two.outcome(0)
-    assert isinstance(error, RendezvousError)
-    assert time.perf_counter() - start < 15
-    assert "waited for rank 1 (127.0.0.1), which did not arrive within 1 s" in str(error)
 
 
 def test_store_that_is_not_there(two: Ranks) -> None:

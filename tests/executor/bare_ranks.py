@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -10,11 +11,14 @@ from pathlib import Path
 from typing import Any
 
 from tpengine import EngineArgs, SamplingParams
+from tpengine.errors import RankLoss
 from tpengine.executor.launch.ray_executor import RayExecutor
 from tpengine.messages import MemoryLedger, NewSequence, StepInput
 
 PROMPT = [5, 6, 7, 8, 9]
-NUM_BLOCKS = 64
+NUM_TOKENS = 16
+PATIENCE_S = 60.0
+"""For an event that only has to come, when other programs use the cores."""
 
 
 class BareRanks:
@@ -32,39 +36,32 @@ class BareRanks:
         self.executor.load()
         self._open_cache(self.executor.profile_num_available_blocks())
 
-    def rebuild(self) -> float:
-        """Likewise, after a loss; returns the seconds that it took."""
-        start = time.monotonic()
+    def rebuild(self) -> None:
+        """Likewise, after a loss."""
         self._open_cache(self.executor.rebuild())
         self._freed = []
-        return time.monotonic() - start
 
     def _open_cache(self, ledgers: list[MemoryLedger]) -> None:
         self.executor.init_cache_engine(min(ledger.num_device_blocks for ledger in ledgers))
 
     def spare_processes(self) -> list[tuple[int, int]]:
         """Of the spares that are ready."""
-        return [place.process for place in self.executor._spares.places()]
-
-    @property
-    def has_spares(self) -> bool:
-        """Whether any are there or on their way."""
-        return bool(self.executor._spares._spares)
+        return [place.process for place in self.executor.spares.places()]
 
     @property
     def next_step(self) -> int:
         """Number of the next step."""
         return self._step + 1
 
-    def generate(self, num_tokens: int = 16, tokens: list[int] | None = None) -> list[int]:
-        """The prompt's continuation; goes on after `tokens`, which are computed again."""
-        output = list(tokens or [])
-        params = SamplingParams(temperature=0.0, max_tokens=num_tokens)
-        new = NewSequence(0, PROMPT + output, len(PROMPT), 0, list(range(1, 9)), params, 0, 0, [])
+    def generate(self) -> list[int]:
+        """The prompt's continuation."""
+        output: list[int] = []
+        params = SamplingParams(temperature=0.0, max_tokens=NUM_TOKENS)
+        new = NewSequence(0, PROMPT, len(PROMPT), 0, list(range(1, 9)), params, 0, 0, [])
         step = StepInput(
             self._count(),
             [0],
-            [len(new.token_ids)],
+            [len(PROMPT)],
             [new],
             freed_slots=self._freed,
             sample_rows=[0],
@@ -73,7 +70,7 @@ class BareRanks:
         self._freed = [0]
         while True:
             output += self.executor.execute_model(step).token_ids
-            if len(output) == num_tokens:
+            if len(output) == NUM_TOKENS:
                 break
             step = StepInput(self._count(), [0], [1], sample_rows=[0], sample_slots=[0])
         return output
@@ -85,6 +82,18 @@ class BareRanks:
     def signal(self, rank: int, number: int) -> None:
         """Sends a signal to a rank."""
         os.kill(self.executor.places[rank].pid, number)
+
+    def lose(self, rank: int) -> RankLoss:
+        """Kills a rank."""
+        self.signal(rank, signal.SIGKILL)
+        return self.wait_for_loss()
+
+    def wait_for_loss(self) -> RankLoss:
+        deadline = time.monotonic() + PATIENCE_S
+        while (loss := self.executor.loss) is None:
+            assert time.monotonic() < deadline, f"no loss found within {PATIENCE_S} s"
+            time.sleep(0.01)
+        return loss
 
 
 @contextmanager

@@ -19,7 +19,9 @@ from tpengine.executor.channel import (
 
 SECRET = b"s" * 32
 EPOCH = 3
-TIMEOUT_S = 5.0
+TIMEOUT_S = 60.0
+"""Of what is not meant to reach it."""
+SOON_S = 30.0
 
 
 @contextmanager

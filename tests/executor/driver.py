@@ -10,7 +10,8 @@ import sys
 
 import ray
 
-from tpengine import EngineArgs, LLMEngine, SamplingParams
+from executor.ray_engines import executor_of, ray_engine
+from tpengine import LLMEngine, SamplingParams
 from tpengine.errors import EngineError
 
 
@@ -30,20 +31,8 @@ def go_on_without_ray(engine: LLMEngine, params: SamplingParams) -> str:
 
 def main() -> None:
     folder, address, tp_size, what = sys.argv[1:]
-    engine = LLMEngine.from_engine_args(
-        EngineArgs(
-            folder,
-            tensor_parallel_size=int(tp_size),
-            executor="ray",
-            ray_address=address,
-            dtype="float32",
-            device="cpu",
-            num_device_blocks_override=256,
-            disable_log_stats=True,
-        )
-    )
-    places = engine._executor.places  # type: ignore[attr-defined]
-    processes = [[place.pid, place.start_ticks] for place in places]
+    engine = ray_engine(folder, int(tp_size), ray_address=address)
+    processes = [place.process for place in executor_of(engine).places]
     print(json.dumps(processes), flush=True)
     params = SamplingParams(temperature=0.0, max_tokens=32, ignore_eos=True)
     if what == "without ray":

@@ -8,7 +8,7 @@ import queue
 import subprocess
 import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -19,15 +19,11 @@ HERE = Path(__file__).parent
 
 
 class DriverProcess:
-    """A program of this folder that says things on its standard output, one JSON value per line."""
+    """A process that says things on its standard output, one JSON value per line."""
 
-    def __init__(self, program: str, *args: object) -> None:
-        paths = [str(Path(tpengine.__file__).parent.parent), str(HERE.parent)]
+    def __init__(self, command: Sequence[object], **options: Any) -> None:
         self.process = subprocess.Popen(
-            [sys.executable, HERE / program, *map(str, args)],
-            stdout=subprocess.PIPE,
-            text=True,
-            env={**os.environ, "PYTHONPATH": os.pathsep.join(paths)},
+            list(map(str, command)), stdout=subprocess.PIPE, text=True, **options
         )
         self._said: queue.SimpleQueue[str | None] = queue.SimpleQueue()
         threading.Thread(target=self._listen, daemon=True).start()
@@ -51,13 +47,15 @@ class DriverProcess:
     def end(self) -> None:
         """Kills it, unless it has ended."""
         self.process.kill()
-        self.process.wait(5.0)
+        self.process.wait(30.0)
 
 
 @contextmanager
 def driver_process(program: str, *args: object) -> Iterator[DriverProcess]:
-    """One that is running."""
-    driver = DriverProcess(program, *args)
+    """A program of this folder that is running."""
+    paths = [str(Path(tpengine.__file__).parent.parent), str(HERE.parent)]
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(paths)}
+    driver = DriverProcess([sys.executable, HERE / program, *args], env=environment)
     try:
         yield driver
     finally:

@@ -2,24 +2,30 @@
 
 from __future__ import annotations
 
-import contextlib
 import logging
 import os
 import signal
+import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import pytest
 import ray
+from ray import cloudpickle
 
 from tpengine import EngineArgs, LLMEngine
 from tpengine.executor.group import Group
 from tpengine.executor.launch.actors import RayWorker
 from tpengine.executor.launch.ray_executor import RayExecutor
 from tpengine.host import start_ticks
+
+cloudpickle.register_pickle_by_value(sys.modules["executor"])  # actors cannot import the tests
+
+Wait = Callable[[Callable[[], bool], float], None]
+"""Of the fixture `wait_until`."""
 
 
 def ray_engine(folder: Path | str, tp_size: int, **args: Any) -> LLMEngine:
@@ -51,48 +57,6 @@ def is_alive(engine_places: list[Any]) -> list[bool]:
 def free_cpus() -> float:
     """CPUs of the cluster that are free."""
     return float(ray.available_resources().get("CPU", 0.0))
-
-
-def cpu_s(pid: int) -> float:
-    """CPU time of all threads of a process, in seconds, to the nanosecond."""
-    total = 0
-    for thread in Path(f"/proc/{pid}/task").iterdir():
-        with contextlib.suppress(OSError):  # it ended while we looked
-            total += int((thread / "schedstat").read_text().split()[0])
-    return total / 1e9
-
-
-def idle_cpu_s(
-    engines: Sequence[LLMEngine], window_s: float, limit_s: float
-) -> list[tuple[float, float]]:
-    """CPU seconds that engines at rest spend in a window: for each what its ranks take more than as
-    many actors of Ray's that do nothing at all, and what this process takes.
-
-    Others' work that is not over yet only adds to it: of up to three windows the quietest counts,
-    the first in which each stays below `limit_s`.
-    """
-
-    class Idle:
-        def pid(self) -> int:
-            return os.getpid()
-
-    ranks = [[place.pid for place in executor_of(engine).places] for engine in engines]
-    idlers = [ray.remote(num_cpus=0)(Idle).remote() for _ in ranks[0]]
-    bare = ray.get([idler.pid.remote() for idler in idlers], timeout=60.0)
-    windows = []
-    for _ in range(3):
-        time.sleep(0.5)
-        everyone = [os.getpid(), *bare, *(pid for pids in ranks for pid in pids)]
-        before = {pid: cpu_s(pid) for pid in everyone}
-        time.sleep(window_s)
-        spent = {pid: cpu_s(pid) - before[pid] for pid in everyone}
-        own, nothing = spent[os.getpid()], sum(spent[pid] for pid in bare)
-        windows.append([(sum(spent[pid] for pid in pids) - nothing, own) for pids in ranks])
-        if all(more < limit_s for more, _ in windows[-1]):
-            break
-    for idler in idlers:
-        ray.kill(idler)
-    return min(windows, key=lambda window: max(more for more, _ in window))
 
 
 def replace_ranks(patch: pytest.MonkeyPatch, actor_class: type[RayWorker]) -> None:
@@ -143,34 +107,39 @@ def sabotaged_rank(rank: int | None, sabotage: Sabotage) -> Iterator[list[Any]]:
         yield places
 
 
-def fail_load(module: Any) -> None:
-    """An exception of no type of ours, after a line in the log."""
+def missing_rank(module: Any) -> None:
+    """A rank's report that another one is missing, without its number."""
 
-    def load_model(*_: Any) -> None:
-        logging.getLogger("tpengine.worker").warning("the disk makes a noise")
-        raise ZeroDivisionError("cannot read block 17")
+    def connect(*_: Any) -> None:
+        from tpengine.errors import RendezvousError
+        from tpengine.logger import init_logger
 
-    module.load_model = load_model
+        init_logger("tpengine.worker.worker").warning("only this rank is here")
+        raise RendezvousError("a rank did not come")
 
-
-def die_in_load(module: Any) -> None:
-    """The process is gone, with a last word on its standard error."""
-
-    def load_model(*_: Any) -> None:
-        os.write(2, b"these are my last words\n")
-        os.kill(os.getpid(), signal.SIGKILL)
-
-    module.load_model = load_model
+    module.Worker.connect = connect
 
 
-def in_step(number: int, action: Callable[[], None]) -> Sabotage:
-    """Does something when a step begins."""
+def killed_with_its_file(module: Any) -> None:
+    """Rank 0's end between making the file in shared memory and removing its name."""
+
+    def connect(_: Any, rendezvous: Any) -> None:
+        from tpengine.distributed.shared_memory import SegmentFile
+
+        SegmentFile(rendezvous.engine_id, rendezvous.epoch)
+        kill_self()
+
+    module.Worker.connect = connect
+
+
+def in_steps(is_due: Callable[[Any], bool], action: Callable[[], None]) -> Sabotage:
+    """Does something when a step of this kind begins."""
 
     def sabotage(module: Any) -> None:
         execute_model = module.Worker.execute_model
 
         def sabotaged(self: Any, step: Any) -> Any:
-            if step.step == number:
+            if is_due(step):
                 action()
             return execute_model(self, step)
 
@@ -179,22 +148,31 @@ def in_step(number: int, action: Callable[[], None]) -> Sabotage:
     return sabotage
 
 
+def in_step(number: int, action: Callable[[], None]) -> Sabotage:
+    """Does something when a step begins."""
+    return in_steps(lambda step: step.step == number, action)
+
+
 def die_of(token_id: int) -> Sabotage:
     """No rank survives a sequence with this token in its prompt."""
 
-    def sabotage(module: Any) -> None:
-        execute_model = module.Worker.execute_model
+    def holds_it(step: Any) -> bool:
+        prompts = [new.token_ids[: new.num_prompt_tokens] for new in step.new_sequences]
+        return any(token_id in prompt for prompt in prompts)
 
-        def sabotaged(self: Any, step: Any) -> Any:
-            prompts = [new.token_ids[: new.num_prompt_tokens] for new in step.new_sequences]
-            if any(token_id in prompt for prompt in prompts):
-                os.write(2, b"that was poison\n")
-                os._exit(7)
-            return execute_model(self, step)
+    return in_steps(holds_it, exit_with_7)
 
-        module.Worker.execute_model = sabotaged
 
-    return sabotage
+def fail_with_a_line() -> None:
+    """An exception of no type of ours, after a line in the log."""
+    logging.getLogger("tpengine.worker").warning("the disk makes a noise")
+    raise ZeroDivisionError("cannot read block 17")
+
+
+def die_with_a_word() -> None:
+    """The process is gone, with a last word on its standard error."""
+    os.write(2, b"these are my last words\n")
+    kill_self()
 
 
 def kill_self() -> None:

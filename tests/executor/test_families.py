@@ -7,7 +7,6 @@ takes one model after the other.
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -74,8 +73,6 @@ def ranks(
     """They are gone afterwards, and the cluster is not."""
     with ray_engine(family_folders["llama"], request.param) as engine:
         executor = executor_of(engine)
-        times = ", ".join(f"{name} {spent:.2f}" for name, spent in executor.start_times_s.items())
-        print(f"\nstart: {sum(executor.start_times_s.values()):.2f} s ({times})")
         yield executor
         places = executor.places
         assert len(places) == request.param
@@ -171,14 +168,3 @@ def test_several_sequences_and_a_beam(
     assert [len(ids) for ids in found] == [3, 2, 1]
     assert found == expected
     assert log.num_preemptions > 0, "the cache was to be too small"
-
-
-def test_ranks_import_no_transformers(ranks: RayExecutor) -> None:
-    assert ranks._launcher is not None
-    refs = [
-        actor.__ray_call__.remote(lambda _: {name.partition(".")[0] for name in sys.modules})
-        for actor in ranks._launcher._actors
-    ]
-    for modules in ray.get(refs, timeout=60.0):
-        assert "torch" in modules
-        assert "transformers" not in modules

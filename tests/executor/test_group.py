@@ -9,9 +9,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from support.processors import Stopwatch
 
-from executor.channels import TIMEOUT_S
+from executor.channels import SOON_S, TIMEOUT_S, receive
 from executor.test_diagnosis import ScriptedAgents
 from tpengine import EngineArgs
 from tpengine.config import EMBEDDED_MODEL
@@ -103,15 +102,13 @@ def open_group(launcher: FakeLauncher) -> Group:
     return group
 
 
-def test_group_needs_no_ray() -> None:
-    """Nor anything of the room that starts processes."""
+def test_group_needs_no_launcher() -> None:
+    """Nothing of the room that starts processes."""
     room = Path(__file__).parent.parent.parent / "tpengine" / "executor"
     files = list(room.glob("*.py"))
     assert len(files) > 5
     for file in files:
-        text = file.read_text()
-        assert "import ray" not in text, file
-        assert file.stem == "local_executor" or "executor.launch" not in text, file
+        assert file.stem == "local_executor" or "executor.launch" not in file.read_text(), file
 
 
 def test_group_that_is_ended_in_a_step(launcher: FakeLauncher) -> None:
@@ -119,10 +116,10 @@ def test_group_that_is_ended_in_a_step(launcher: FakeLauncher) -> None:
     group = open_group(launcher)
     ending = threading.Timer(0.2, group.end, [False])
     ending.start()
-    watch = Stopwatch()
+    start = time.monotonic()
     with pytest.raises(EngineError, match="the engine was shut down"):
         group.step(1, b"p", TIMEOUT_S)
-    assert watch.own_s < 2.0
+    assert time.monotonic() - start < SOON_S
     ending.join(TIMEOUT_S)
     assert group.loss is None
 
@@ -130,7 +127,13 @@ def test_group_that_is_ended_in_a_step(launcher: FakeLauncher) -> None:
 def test_rank_whose_channel_closes_in_a_step(launcher: FakeLauncher) -> None:
     """It is named with its place, its step, its end and its last words, and all are killed."""
     group = open_group(launcher)
-    closing = threading.Timer(0.2, launcher.channels[2].close)
+    steps = launcher.channels[2]
+
+    def close() -> None:
+        receive(steps, TIMEOUT_S)
+        steps.close()
+
+    closing = threading.Thread(target=close)
     closing.start()
     with pytest.raises(GroupLostError) as caught:
         group.step(5, b"p", TIMEOUT_S)
@@ -151,10 +154,8 @@ def test_rank_that_cannot_connect() -> None:
     launcher = FakeLauncher(join={1: failure})
     group = make_group(launcher)
     group.start(TIMEOUT_S)
-    watch = Stopwatch()
     with pytest.raises(GroupLostError, match="no route") as caught:
         group.open_channels("127.0.0.1")
-    assert watch.own_s < 2.0
     assert caught.value.loss.phase == "join"
     group.end(orderly=False)
 

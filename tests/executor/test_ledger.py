@@ -5,8 +5,6 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from support.models import ModelShop
-from support.zoo import PLAIN
 
 from executor.ray_engines import executor_of, ray_engine
 from tpengine.distributed.shared_memory import CAPACITY_BYTES
@@ -37,10 +35,8 @@ def test_limiting_rank_is_named_with_what_it_would_gain() -> None:
     devices = ["big on node 10.0.0.1", "small on node 10.0.0.2", "big on node 10.0.0.3"]
     lines = memory_table([ledger(0, 2048), ledger(1, 1024), ledger(2, 1536)], devices)
     assert len(lines) == 5
-    assert lines[2].split() == [
-        *("1", "80.000", "3.000", "7.000", "0.500", "0.250", "2.000", "1024"),
-        *("small", "on", "node", "10.0.0.2"),
-    ]
+    memory = "1 80.000 3.000 7.000 0.500 0.250 2.000 1024"
+    assert lines[2].split() == f"{memory} small on node 10.0.0.2".split()
     assert lines[-1] == (
         "rank 1 limits every rank to 1024 blocks (small on node 10.0.0.2); 1.000 GiB more there "
         "would give all 1536"
@@ -52,12 +48,11 @@ def test_equal_ranks_do_not_blame_each_other() -> None:
 
 
 def test_rank_with_less_memory_lowers_all_and_is_named(
-    ray_address: str, models: ModelShop, monkeypatch: pytest.MonkeyPatch
+    folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Real ranks, with a budget for each."""
     lines: list[str] = []
     monkeypatch.setattr(startup.logger, "info", lambda text, *args: lines.append(text % args))
-    folder: Path = models.folder(PLAIN)
     budgets = {"cpu_kv_cache_space": [0.02, 0.01], "num_device_blocks_override": None}
     with ray_engine(folder, 2, **budgets) as engine:
         ledgers = executor_of(engine).profile_num_available_blocks()
@@ -74,14 +69,8 @@ def test_rank_with_less_memory_lowers_all_and_is_named(
     (whole,) = (line for line in lines if line.startswith("memory of the ranks"))
     table = whole.splitlines()[1:]
     assert len(table) == 4
-    assert table[0].split()[:6] == [
-        "rank",
-        "total",
-        "others",
-        "weights",
-        "activations",
-        "communicator",
-    ]
+    columns = "rank total others weights activations communicator"
+    assert table[0].split()[:6] == columns.split()
     assert [line.split()[0] for line in table[1:3]] == ["0", "1"]
     assert table[3].startswith(f"rank 1 limits every rank to {less} blocks (")
     assert str(place) in table[3]

@@ -12,12 +12,10 @@ from typing import Any
 import pytest
 import ray
 from support.engines import complete, greedy, make_engine
-from support.models import ModelShop
-from support.zoo import PLAIN
 
 import tpengine
 from executor.ray_engines import free_cpus
-from tpengine.host import start_ticks
+from tpengine.executor.launch.node_agent import NodeAgent
 
 PROMPT = [5, 6, 7]
 NUM_TOKENS = 16
@@ -103,9 +101,8 @@ def ids_in(printed: str) -> str:
     return next(line for line in printed.splitlines() if line.startswith("ids"))
 
 
-def test_cells(ray_address: str, models: ModelShop, notebook: Notebook, wait_until: Any) -> None:
+def test_cells(ray_address: str, folder: Path, notebook: Notebook, wait_until: Any) -> None:
     """In a running event loop; all cells run again; stopped in a step; at work afterwards."""
-    folder = models.folder(PLAIN)
     with make_engine(folder) as engine:
         expected = f"ids {list(complete(engine, PROMPT, greedy(NUM_TOKENS)).token_ids)}"
     start = START.format(folder=str(folder), address=ray_address)
@@ -122,18 +119,14 @@ def test_cells(ray_address: str, models: ModelShop, notebook: Notebook, wait_unt
         assert ids_in(printed) == expected
     assert len(ranks[0]) == len(ranks[1]) == 2
     # The first engine was deleted: its ranks are gone, and their bundles are free.
-    wait_until(lambda: not any(alive(ranks[0])), PATIENCE_S)
+    wait_until(lambda: not any(map(NodeAgent.state, ranks[0])), PATIENCE_S)
     wait_until(lambda: free_cpus() == ray.cluster_resources()["CPU"] - 2, PATIENCE_S)
     printed, error = notebook.run(TAKE_LONG, interrupt_at="begin")
     assert error == "KeyboardInterrupt", printed
-    assert all(alive(ranks[1]))
+    assert all(map(NodeAgent.state, ranks[1]))
     printed, error = notebook.run(generate)
     assert error is None, printed
     assert ids_in(printed) == expected
     notebook.close()
-    wait_until(lambda: not any(alive(ranks[1])), PATIENCE_S)
+    wait_until(lambda: not any(map(NodeAgent.state, ranks[1])), PATIENCE_S)
     wait_until(lambda: free_cpus() == ray.cluster_resources()["CPU"], PATIENCE_S)
-
-
-def alive(processes: list[tuple[int, int]]) -> list[bool]:
-    return [start_ticks(pid) == ticks for pid, ticks in processes]

@@ -26,7 +26,7 @@ def test_process_that_is_not_reaped() -> None:
         assert living_fields(process.pid) is None
         assert start_ticks(process.pid) is None
     finally:
-        process.communicate(timeout=10.0)
+        process.communicate(timeout=30.0)
     assert start_ticks(process.pid) is None
 
 
@@ -42,5 +42,5 @@ def test_one_whose_threads_have_not_all_ended() -> None:
         assert start_ticks(process.pid) == int(fields[19])
     finally:
         process.send_signal(signal.SIGKILL)
-        process.communicate(timeout=10.0)
+        process.communicate(timeout=30.0)
     assert start_ticks(process.pid) is None

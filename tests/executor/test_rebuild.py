@@ -8,49 +8,27 @@ import os
 import signal
 import time
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
 import ray
-from support.models import ModelShop
-from support.processors import Stopwatch
-from support.zoo import PLAIN
 
 from executor import ray_engines
-from executor.bare_ranks import BareRanks, bare_ranks
+from executor.bare_ranks import PATIENCE_S, BareRanks, bare_ranks
 from executor.ray_engines import in_load, in_step, is_alive, sabotaged_rank
-from tpengine.errors import EngineError, GroupLostError, ModelLoadError, PlacementError, RankLoss
+from tpengine.errors import EngineError, GroupLostError, ModelLoadError, RankLoss
 from tpengine.executor.group import Group
+from tpengine.executor.launch.actors import Agents
 from tpengine.executor.launch.node_agent import NodeAgent
 from tpengine.messages import StepInput
 
-Wait = Callable[[Callable[[], bool], float], None]
-FOUND_S = 1.5
-"""A death is seen at once, long before a silence would tell. This and the next are limits for a
-machine of one's own: see `Stopwatch`."""
-FROZEN_S = 4.0
 STEP_TIMEOUT_S = 6.0
-PATIENCE_S = 60.0
-"""For what has to come at some time."""
+SOON_S = 30.0
+"""Ten times what it takes to see that a rank is dead or stopped, on a machine of one's own."""
 KILLED = "killed by signal 9 (SIGKILL)"
 FROZEN = "frozen: its process is stopped"
 RAISED = "raised ZeroDivisionError: no remainder"
-
-
-@pytest.fixture(scope="module", autouse=True)
-def _by_value() -> Iterator[None]:
-    """Actors cannot import the tests, so what the tests define is sent to them."""
-    from ray import cloudpickle
-
-    cloudpickle.register_pickle_by_value(ray_engines)
-    yield
-    cloudpickle.unregister_pickle_by_value(ray_engines)
-
-
-@pytest.fixture(scope="module")
-def folder(ray_address: str, models: ModelShop) -> Path:
-    return models.folder(PLAIN)
 
 
 @pytest.fixture(scope="module")
@@ -70,15 +48,7 @@ def lose(ranks: BareRanks) -> None:
     if ranks.executor.loss is None:
         with contextlib.suppress(ProcessLookupError):  # it is lost, and that is not known yet
             ranks.signal(0, signal.SIGKILL)
-        wait_for_loss(ranks)
-
-
-def wait_for_loss(ranks: BareRanks) -> RankLoss:
-    deadline = time.monotonic() + PATIENCE_S
-    while (loss := ranks.executor.loss) is None:
-        assert time.monotonic() < deadline, f"no loss found within {PATIENCE_S} s"
-        time.sleep(0.01)
-    return loss
+        ranks.wait_for_loss()
 
 
 def check_loss(loss: RankLoss, rank: int, phase: str, cause: str, places: list) -> None:
@@ -92,26 +62,23 @@ def check_loss(loss: RankLoss, rank: int, phase: str, cause: str, places: list) 
 
 
 @pytest.mark.parametrize(
-    ("rank", "number", "cause", "limit_s"),
+    ("rank", "number", "cause"),
     [
-        (0, signal.SIGKILL, KILLED, FOUND_S),
-        (1, signal.SIGSTOP, FROZEN, FROZEN_S),
-        pytest.param(1, signal.SIGKILL, KILLED, FOUND_S, marks=pytest.mark.soak),
-        pytest.param(0, signal.SIGSTOP, FROZEN, FROZEN_S, marks=pytest.mark.soak),
+        (0, signal.SIGKILL, KILLED),
+        (1, signal.SIGSTOP, FROZEN),
+        pytest.param(1, signal.SIGKILL, KILLED, marks=pytest.mark.soak),
+        pytest.param(0, signal.SIGSTOP, FROZEN, marks=pytest.mark.soak),
     ],
     ids=["0 killed", "1 stopped", "1 killed", "0 stopped"],
 )
-def test_idle(
-    ranks: BareRanks, expected: list[int], rank: int, number: int, cause: str, limit_s: float
-) -> None:
+def test_idle(ranks: BareRanks, expected: list[int], rank: int, number: int, cause: str) -> None:
     if ranks.executor.loss is not None:
         ranks.rebuild()
     epoch, places = ranks.executor.epoch, ranks.executor.places
-    watch = Stopwatch()
+    start = time.monotonic()
     ranks.signal(rank, number)
-    loss = wait_for_loss(ranks)
-    print(f"\nfound after {watch.elapsed_s:.2f} s; share of the processors {watch.share:.2f}")
-    assert watch.own_s < limit_s
+    loss = ranks.wait_for_loss()
+    assert time.monotonic() - start < SOON_S
     check_loss(loss, rank, "idle", cause, places)
     assert loss.step is None
     assert loss.epoch == epoch
@@ -135,17 +102,16 @@ class Case:
     rank: int
     action: Callable[[], None]
     cause: str
-    limit_s: float
     said: str = ""
     """In its last lines or its stack."""
 
 
 IN_STEP = {
-    "kill": Case(1, ray_engines.kill_self, KILLED, FOUND_S),
-    "stop": Case(0, ray_engines.stop_self, FROZEN, FROZEN_S, "stop_self"),
-    "exit": Case(0, ray_engines.exit_with_7, "exit code 7", FOUND_S, "this is the end"),
-    "raise": Case(1, ray_engines.raise_something, RAISED, FOUND_S, "in raise_something"),
-    "hang": Case(1, ray_engines.sleep_long, "rank 0 waited for it", STEP_TIMEOUT_S, "sleep_long"),
+    "kill": Case(1, ray_engines.kill_self, KILLED),
+    "stop": Case(0, ray_engines.stop_self, FROZEN, "stop_self"),
+    "exit": Case(0, ray_engines.exit_with_7, "exit code 7", "this is the end"),
+    "raise": Case(1, ray_engines.raise_something, RAISED, "in raise_something"),
+    "hang": Case(1, ray_engines.sleep_long, "rank 0 waited for it", "sleep_long"),
 }
 
 
@@ -157,10 +123,10 @@ def test_in_a_step(ranks: BareRanks, expected: list[int], name: str) -> None:
         ranks.rebuild()
     assert ranks.generate() == expected
     places = ranks.executor.places
-    watch = Stopwatch()
+    start = time.monotonic()
     with pytest.raises(GroupLostError) as caught:
         ranks.generate()
-    assert watch.own_s < case.limit_s
+    assert time.monotonic() - start < SOON_S
     loss = caught.value.loss
     check_loss(loss, case.rank, "execute_model", case.cause, places)
     assert loss.step == ranks.next_step - 1
@@ -169,8 +135,8 @@ def test_in_a_step(ranks: BareRanks, expected: list[int], name: str) -> None:
 
 
 IN_LOAD = [
-    Case(0, ray_engines.kill_self, KILLED, FROZEN_S),
-    Case(1, ray_engines.stop_self, FROZEN, FROZEN_S, "stop_self"),
+    Case(0, ray_engines.kill_self, KILLED),
+    Case(1, ray_engines.stop_self, FROZEN, "stop_self"),
 ]
 
 
@@ -179,15 +145,13 @@ def test_in_a_load(ranks: BareRanks, expected: list[int]) -> None:
     lose(ranks)
     epoch = ranks.executor.epoch
     for case in IN_LOAD:
-        watch = Stopwatch()
         with (
             sabotaged_rank(case.rank, in_load(case.action)) as places,
             pytest.raises(GroupLostError) as caught,
         ):
             ranks.rebuild()
-        share = watch.share
         check_loss(caught.value.loss, case.rank, "load_model", case.cause, places)
-        assert ranks.executor.start_times_s["weights"] * share < case.limit_s
+        assert ranks.executor.start_times_s["weights"] < SOON_S
         assert case.said in caught.value.loss.report()
     ranks.rebuild()
     assert ranks.executor.epoch == epoch + 3
@@ -201,33 +165,20 @@ def test_before_it_connects(
     its death."""
     lose(ranks)
     open_channels = Group.open_channels
-    for number, cause, limit_s in (
-        (signal.SIGKILL, KILLED, 2 * FOUND_S),
-        (signal.SIGSTOP, FROZEN, 2 * FROZEN_S),
-    ):
+    for number, cause in ((signal.SIGKILL, KILLED), (signal.SIGSTOP, FROZEN)):
 
         def losing(group: Group, address: str, number: int = number) -> None:
             os.kill(group.places[1].pid, number)
             open_channels(group, address)
 
         monkeypatch.setattr(Group, "open_channels", losing)
-        watch = Stopwatch()
         with pytest.raises(GroupLostError) as caught:
             ranks.rebuild()
-        share = watch.share
         monkeypatch.undo()
         check_loss(caught.value.loss, 1, "join", cause, ranks.executor.places)
-        assert ranks.executor.start_times_s["channels"] * share < limit_s
+        assert ranks.executor.start_times_s["channels"] < SOON_S
     ranks.rebuild()
     assert ranks.generate() == expected
-
-
-def test_rebuild_continues_where_tokens_were_sent(ranks: BareRanks, expected: list[int]) -> None:
-    """What a recovery does: the tokens so far are computed again, and the rest follows."""
-    if ranks.executor.loss is not None:
-        ranks.rebuild()
-    assert ranks.executor.epoch > 1
-    assert ranks.generate(tokens=expected[:7]) == expected
 
 
 def test_node_that_pauses_is_used_again(
@@ -235,29 +186,16 @@ def test_node_that_pauses_is_used_again(
 ) -> None:
     """Without it there is no room, and then its agent answers after all."""
     lose(ranks)
-    agents, answers = ranks.executor._agents, []
+    answers: list[set[str]] = []
 
-    def silent(node_ids: Iterable[str], check: Callable[[], None]) -> set[str]:
+    def silent(_: Agents, node_ids: Iterable[str], check: Callable[[], None]) -> set[str]:
         answers.append(set(node_ids) if len(answers) < 2 else set())
         return set(answers[-1])
 
-    monkeypatch.setattr(agents, "silent", silent)
+    monkeypatch.setattr(Agents, "silent", silent)
     ranks.rebuild()
     assert [len(answer) for answer in answers] == [1, 1, 0]
     assert ranks.generate() == expected
-
-
-def test_node_that_stays_silent(ranks: BareRanks, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Until the timeout; no room without it is final."""
-    lose(ranks)
-    finder = ranks.executor._placer
-    monkeypatch.setattr(ranks.executor._agents, "silent", lambda node_ids, check: set(node_ids))
-    monkeypatch.setattr(finder, "config", replace(finder.config, placement_timeout_s=1.0))
-    watch = Stopwatch()
-    with pytest.raises(PlacementError, match="without 1 that do not answer"):
-        ranks.rebuild()
-    assert watch.elapsed_s >= 1.0
-    assert watch.own_s < 5.0
 
 
 def test_final_error_ends_the_rebuild(
@@ -280,12 +218,11 @@ def test_final_error_ends_the_rebuild(
 
 
 def test_healthy_ranks_are_not_rebuilt(folder: Path) -> None:
-    """Nor ranks that were ended; and a cancelled rebuild fails at once."""
+    """Nor ranks of an engine that was shut down."""
     with bare_ranks(folder, 1) as one:
         with pytest.raises(EngineError, match="nothing to rebuild"):
             one.executor.rebuild()
-        one.signal(0, signal.SIGKILL)
-        wait_for_loss(one)
-        one.executor._is_cancelled.set()
+        one.lose(0)
+        one.executor.shutdown()
         with pytest.raises(EngineError, match="being shut down"):
             one.executor.rebuild()

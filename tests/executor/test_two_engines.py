@@ -1,16 +1,22 @@
-"""Two engines in one process and on one cluster: at rest both rest, at work neither notices."""
+"""Two engines in one process and a third in another: at rest they use no CPU, at work none notices
+the others."""
 
 from __future__ import annotations
 
+import contextlib
+import os
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+import ray
 from support.engines import complete, greedy
 from support.models import ModelShop
 from support.zoo import ZOO
 
-from executor.ray_engines import executor_of, idle_cpu_s, ray_engine
+from executor.driver_process import driver_process
+from executor.ray_engines import executor_of, ray_engine
 from tpengine import LLMEngine, SamplingParams
 
 IDLE_S = 2.0
@@ -40,37 +46,71 @@ def alone(engine: LLMEngine) -> list[list[int]]:
 
 
 def test_both_rest(engines: list[LLMEngine]) -> None:
-    """Compared with as many actors of Ray that do nothing."""
-    assert len({place.pid for engine in engines for place in executor_of(engine).places}) == 4
+    """Compared with as many actors of Ray that do nothing; the driver is idle, too."""
+    ranks = [[place.pid for place in executor_of(engine).places] for engine in engines]
+    assert len({pid for pids in ranks for pid in pids}) == 4
     for engine in engines:
         complete(engine, [5, 6, 7], greedy(2))
-    found = idle_cpu_s(engines, IDLE_S, 0.01 * IDLE_S)
-    assert len(found) == 2
-    for more, _ in found:
-        print(f"\nidle: {100 * more / IDLE_S:.2f} % of a core more than actors that do nothing")
-        assert more < 0.01 * IDLE_S
+    idlers = [ray.remote(num_cpus=0)(Idle).remote() for _ in ranks[0]]
+    bare = ray.get([idler.pid.remote() for idler in idlers], timeout=60.0)
+    for _ in range(3):  # other work that is not over yet only adds to it: the quietest counts
+        time.sleep(0.5)
+        before = {pid: cpu_s(pid) for pid in (os.getpid(), *bare, *ranks[0], *ranks[1])}
+        time.sleep(IDLE_S)
+        spent = {pid: cpu_s(pid) - then for pid, then in before.items()}
+        nothing = sum(spent[pid] for pid in bare)
+        more = [sum(spent[pid] for pid in pids) - nothing for pids in ranks]
+        if max(more) < 0.01 * IDLE_S:
+            break
+    for idler in idlers:
+        ray.kill(idler)
+    assert max(more) < 0.01 * IDLE_S, spent
+    assert spent[os.getpid()] < 0.05 * IDLE_S
 
 
-def test_steps_in_turn(engines: list[LLMEngine]) -> None:
-    """The same request ids, other models, and a request that one of them aborts."""
+class Idle:
+    """An actor that does nothing."""
+
+    def pid(self) -> int:
+        return os.getpid()
+
+
+def cpu_s(pid: int) -> float:
+    """CPU time of all threads of a process, in seconds, to the nanosecond."""
+    total = 0
+    for thread in Path(f"/proc/{pid}/task").iterdir():
+        with contextlib.suppress(OSError):  # it ended while we looked
+            total += int((thread / "schedstat").read_text().split()[0])
+    return total / 1e9
+
+
+def test_steps_in_turn(engines: list[LLMEngine], ray_address: str, models: ModelShop) -> None:
+    """The same request ids, other models, a request that one of them aborts, and a third engine in
+    another process; one ends before the other."""
     expected = [alone(engine) for engine in engines]
     assert expected[0] != expected[1]
-    for engine in engines:
-        for i, (prompt, params) in enumerate(zip(PROMPTS, PARAMS, strict=True)):
-            engine.add_request(str(i), None, params, prompt_token_ids=list(prompt))
-    engines[0].add_request("aborted", None, greedy(200), prompt_token_ids=[1, 2, 3])
-    found: list[dict[str, list[int]]] = [{}, {}]
-    turns = 0
-    while any(engine.has_unfinished_requests() for engine in engines):
-        for engine, ids in zip(engines, found, strict=True):
-            for output in engine.step():
-                ids[output.request_id] = list(output.outputs[0].token_ids)
-        turns += 1
-        if turns == 5:
-            engines[0].abort_request("aborted")
-        assert turns < 500
-    assert 0 < len(found[0].pop("aborted")) < 10
-    for ids, wanted in zip(found, expected, strict=True):
-        assert [ids[str(i)] for i in range(len(PROMPTS))] == wanted
-    for engine in engines:
-        assert engine.num_free_blocks == engine.num_total_blocks
+    with driver_process("driver.py", models.folder(MODELS[0]), ray_address, 1, "once") as driver:
+        driver.hear()  # its ranks are there
+        for engine in engines:
+            for i, (prompt, params) in enumerate(zip(PROMPTS, PARAMS, strict=True)):
+                engine.add_request(str(i), None, params, prompt_token_ids=list(prompt))
+        engines[0].add_request("aborted", None, greedy(200), prompt_token_ids=[1, 2, 3])
+        found: list[dict[str, list[int]]] = [{}, {}]
+        turns = 0
+        while any(engine.has_unfinished_requests() for engine in engines):
+            for engine, ids in zip(engines, found, strict=True):
+                for output in engine.step():
+                    ids[output.request_id] = list(output.outputs[0].token_ids)
+            turns += 1
+            if turns == 5:
+                engines[0].abort_request("aborted")
+            assert turns < 500
+        assert 0 < len(found[0].pop("aborted")) < 10
+        for ids, wanted in zip(found, expected, strict=True):
+            assert [ids[str(i)] for i in range(len(PROMPTS))] == wanted
+        for engine in engines:
+            assert engine.num_free_blocks == engine.num_total_blocks
+        assert driver.hear()[:NUM_TOKENS] == expected[0][0]
+        assert driver.process.wait(60.0) == 0
+    engines[1].shutdown()
+    assert alone(engines[0]) == expected[0]

@@ -106,19 +106,30 @@ class Client:
         raise AssertionError("there is no new group")
 
 
+def open_client(
+    config: EngineConfig,
+    jobs: list[Job],
+    fate: Fate | None = None,
+    group: Callable[[EngineConfig, int], Group] = FakeGroup,
+) -> Client:
+    """Returns a client of a new engine that has added these jobs; their ids are their numbers."""
+    client = Client(*mortal_engine(config, fate or Fate(), group))
+    for number, job in enumerate(jobs):
+        client.add(str(number), job)
+    return client
+
+
 def serve(
     config: EngineConfig,
     jobs: list[Job],
     fate: Fate | None = None,
     group: Callable[[EngineConfig, int], Group] = FakeGroup,
-) -> tuple[dict[str, Answer], MortalExecutor, LLMEngine]:
-    """Serves jobs together; their ids are their numbers."""
-    engine, executor = mortal_engine(config, fate or Fate(), group)
-    client = Client(engine, executor)
-    for number, job in enumerate(jobs):
-        client.add(str(number), job)
-    with engine:
-        return client.run(), executor, engine
+) -> Client:
+    """Serves jobs together; returns the client, whose engine is shut down."""
+    client = open_client(config, jobs, fate, group)
+    with client.engine:
+        client.run()
+    return client
 
 
 def summary(answer: Answer) -> list[tuple[Any, ...]]:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import logging
+from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -21,36 +23,33 @@ FAKE_VOCAB = TinyLlama(
 MakeConfig = Callable[..., EngineConfig]
 
 
+def config_maker(folder: Path, **defaults: Any) -> MakeConfig:
+    """Makes configurations from these arguments and others, which come first."""
+
+    def make(**args: Any) -> EngineConfig:
+        given = {"max_recoveries": 1000, **defaults, **args}
+        return EngineArgs(str(folder), **given).create_engine_config("cpu")
+
+    return make
+
+
 @pytest.fixture(scope="session")
 def fake_config(models: ModelShop) -> MakeConfig:
     """Makes configurations for the fake worker."""
-    folder = str(models.folder(FAKE_VOCAB))
-
-    def make(**args: Any) -> EngineConfig:
-        given: dict[str, Any] = {
-            "block_size": 8,
-            "max_model_len": 64,
-            "max_num_seqs": 16,
-            "max_num_batched_tokens": 64,
-            "max_recoveries": 1000,
-        }
-        return EngineArgs(folder, **given | args).create_engine_config("cpu")
-
-    return make
+    sizes = {"max_model_len": 64, "max_num_seqs": 16, "max_num_batched_tokens": 64}
+    return config_maker(models.folder(FAKE_VOCAB), block_size=8, **sizes)
 
 
 @pytest.fixture(scope="session")
 def real_config(models: ModelShop) -> MakeConfig:
     """Makes configurations for a real worker, with a tokenizer."""
-    folder = str(models.folder(PLAIN, tokenizer=True))
+    folder = models.folder(PLAIN, tokenizer=True)
+    return config_maker(folder, dtype="float32", max_model_len=128, max_num_seqs=32)
 
-    def make(**args: Any) -> EngineConfig:
-        given: dict[str, Any] = {
-            "dtype": "float32",
-            "max_model_len": 128,
-            "max_num_seqs": 32,
-            "max_recoveries": 1000,
-        }
-        return EngineArgs(folder, **given | args).create_engine_config("cpu")
 
-    return make
+@pytest.fixture
+def quiet() -> Iterator[None]:
+    """Keeps the log lines of thousands of losses away."""
+    logging.disable(logging.CRITICAL)
+    yield
+    logging.disable(logging.NOTSET)

@@ -91,23 +91,25 @@ class MortalExecutor(Executor):
     """Loses its group as `Fate` says, and makes new groups.
 
     Attributes:
+        fate: may be changed at any time.
         gate: a rebuild waits for it; open unless a test closes it.
         steps: (epoch, step) of all steps that were sent.
         losses: of all groups, oldest first.
         threads: names of the threads that called `rebuild`.
+        is_shut_down: set by `shutdown`.
     """
 
     def __init__(
         self, config: EngineConfig, fate: Fate, group: Callable[[EngineConfig, int], Group]
     ) -> None:
-        self._config = config
-        self._fate = fate
+        self.config = config
+        self.fate = fate
         self._make_group = group
         self._group: Group | None = None
         self._epoch = 0
         self._loss: RankLoss | None = None
         self._slots: dict[int, tuple[int, int]] = {}  # first token of the prompt, output tokens
-        self._is_shut_down = threading.Event()
+        self.is_shut_down = threading.Event()
         self._num_sent = 0
         self.gate = threading.Event()
         self.gate.set()
@@ -133,8 +135,8 @@ class MortalExecutor(Executor):
         return ["somewhere", "elsewhere"]
 
     def profile_num_available_blocks(self) -> list[MemoryLedger]:
-        entry = min(self._epoch, len(self._fate.blocks)) - 1
-        device, host = self._fate.blocks[entry]
+        entry = min(self._epoch, len(self.fate.blocks)) - 1
+        device, host = self.fate.blocks[entry]
         return [
             MemoryLedger(rank, "cpu", 0, 0, 0, 0, BLOCK_BYTES, device + rank, host)
             for rank in range(2)
@@ -151,10 +153,10 @@ class MortalExecutor(Executor):
     def rebuild(self) -> list[MemoryLedger]:
         self.threads.add(threading.current_thread().name)
         assert self.gate.wait(TIMEOUT_S)
-        if self._is_shut_down.is_set():
+        if self.is_shut_down.is_set():
             raise EngineError("the engine was shut down")
         assert self._loss is not None, "nothing was lost"
-        if self._fate.rebuilds and self._fate.rebuilds[0] == "impossible":
+        if self.fate.rebuilds and self.fate.rebuilds[0] == "impossible":
             raise EngineError("no node is left")
         self._start()
         self._fail_if_due("rebuild")
@@ -167,7 +169,7 @@ class MortalExecutor(Executor):
         assert self._group is not None
         self.steps.append((self._epoch, step.step))
         self._follow_slots(step)
-        is_lethal = step.step in self._fate.kills or self._fate.is_lethal(step)
+        is_lethal = step.step in self.fate.kills or self.fate.is_lethal(step)
         if is_lethal or self._is_poisonous(step):
             raise GroupLostError(self.lose("execute_model", step.step))
         answer = self._group.execute_model(step)
@@ -177,7 +179,7 @@ class MortalExecutor(Executor):
         return answer
 
     def shutdown(self) -> None:
-        self._is_shut_down.set()
+        self.is_shut_down.set()
         self.gate.set()
         self._group = None
 
@@ -200,18 +202,18 @@ class MortalExecutor(Executor):
 
     def _start(self) -> None:
         self._epoch += 1
-        self._group = self._make_group(self._config, self._num_sent + 1)
+        self._group = self._make_group(self.config, self._num_sent + 1)
         self._loss = None
 
     def _fail_if_due(self, where: str) -> None:
         """Loses the new group if this attempt is to fail here; `cache` ends an attempt."""
-        if self._epoch == 1 or not self._fate.rebuilds:
+        if self._epoch == 1 or not self.fate.rebuilds:
             return
-        if where == self._fate.rebuilds[0]:
-            self._fate.rebuilds.popleft()
+        if where == self.fate.rebuilds[0]:
+            self.fate.rebuilds.popleft()
             raise GroupLostError(self.lose(where))
         if where == "cache":
-            self._fate.rebuilds.popleft()
+            self.fate.rebuilds.popleft()
 
     def _follow_slots(self, step: StepInput) -> None:
         for slot in step.freed_slots:
@@ -227,7 +229,7 @@ class MortalExecutor(Executor):
         rows = [self._slots[slot] for slot in step.slots]
         endless = 1 << 30
         return any(
-            num_output >= self._fate.poison.get(first_token, endless)
+            num_output >= self.fate.poison.get(first_token, endless)
             for first_token, num_output in rows
         )
 

@@ -2,33 +2,25 @@
 
 from __future__ import annotations
 
-import logging
 import random
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
 from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 
-from tpengine import LLMEngine, SamplingParams
+from tpengine import SamplingParams
 from tpengine.engine.poison_requests import PoisonSearch
 from tpengine.engine.stats import EngineState
 from tpengine.messages import StepInput
 
-from .client import Client, Job, serve, summary
+from .client import Client, Job, open_client, serve, summary
 from .conftest import MakeConfig
-from .mortal import Fate, mortal_engine
+from .mortal import Fate, MortalExecutor
 
 POISON = 990
 NUM_TOKENS = 12
-
-
-@pytest.fixture(autouse=True)
-def _quiet() -> Iterator[None]:
-    logging.disable(logging.CRITICAL)
-    yield
-    logging.disable(logging.NOTSET)
+pytestmark = pytest.mark.usefixtures("quiet")
 
 
 def make_jobs(count: int, poisonous: dict[int, int], **fields: Any) -> tuple[list[Job], Fate]:
@@ -42,9 +34,9 @@ def make_jobs(count: int, poisonous: dict[int, int], **fields: Any) -> tuple[lis
     return jobs, Fate(poison={POISON - number: at for number, at in poisonous.items()})
 
 
-def search_of(engine: LLMEngine) -> PoisonSearch:
+def search_of(client: Client) -> PoisonSearch:
     """Returns the engine's search for poisonous requests: steps between losses do not show it."""
-    return engine._recovery._poison
+    return client.engine._recovery._poison
 
 
 def check(answers: Any, undisturbed: Any, poisonous: dict[int, int]) -> None:
@@ -63,58 +55,45 @@ def check(answers: Any, undisturbed: Any, poisonous: dict[int, int]) -> None:
             assert one.token_ids == whole[: len(one.token_ids)]
 
 
-@pytest.mark.parametrize("at", [0, 5])
-def test_one_among_many(fake_config: MakeConfig, at: int) -> None:
-    """It is found in seven losses after the first two; only those two count against the limit."""
-    config = fake_config(max_num_seqs=64, max_num_batched_tokens=512, max_recoveries=2)
-    jobs, fate = make_jobs(64, {40: at})
-    answers, executor, engine = serve(config, jobs, fate)
-    check(answers, serve(config, jobs)[0], {40: at})
-    assert len(executor.losses) <= 2 + 7
-    assert engine.health().num_recoveries == len(executor.losses)
-
-
-def test_two_among_many(fake_config: MakeConfig) -> None:
-    config = fake_config(max_num_seqs=64, max_num_batched_tokens=512, max_recoveries=6)
-    poisonous = {3: 0, 50: 7}
+@pytest.mark.parametrize(
+    ("poisonous", "max_recoveries", "max_losses"),
+    [({40: 0}, 2, 2 + 7), ({40: 5}, 2, 2 + 7), ({3: 0, 50: 7}, 6, 18), ({30: 2, 31: 2}, 2, 2 + 14)],
+    ids=["one at once", "one later", "two", "two at the same token"],
+)
+def test_among_many(
+    fake_config: MakeConfig, poisonous: dict[int, int], max_recoveries: int, max_losses: int
+) -> None:
+    """One is found in seven losses after the first two; only those two count against the limit."""
+    config = fake_config(max_num_seqs=64, max_num_batched_tokens=512, max_recoveries=max_recoveries)
     jobs, fate = make_jobs(64, poisonous)
-    answers, _, _ = serve(config, jobs, fate)
-    check(answers, serve(config, jobs)[0], poisonous)
-
-
-def test_two_at_the_same_token(fake_config: MakeConfig) -> None:
-    config = fake_config(max_num_seqs=64, max_num_batched_tokens=512, max_recoveries=2)
-    poisonous = {30: 2, 31: 2}
-    jobs, fate = make_jobs(64, poisonous)
-    answers, executor, _ = serve(config, jobs, fate)
-    check(answers, serve(config, jobs)[0], poisonous)
-    assert len(executor.losses) <= 2 + 2 * 7
+    served = serve(config, jobs, fate)
+    check(served.answers, serve(config, jobs).answers, poisonous)
+    num_losses = len(served.executor.losses)
+    assert num_losses <= max_losses
+    assert served.engine.health().num_recoveries == num_losses
 
 
 def test_alone_from_the_start(fake_config: MakeConfig) -> None:
     """A request that runs alone goes on after three losses in a row, and fails after four."""
     config = fake_config()
     jobs, _ = make_jobs(1, {})
-    survived, _, _ = serve(config, jobs, Fate(kills=frozenset({2, 3, 4})))
-    assert summary(survived["0"]) == summary(serve(config, jobs)[0]["0"])
+    survived = serve(config, jobs, Fate(kills=frozenset({2, 3, 4})))
+    check(survived.answers, serve(config, jobs).answers, {})
     jobs, fate = make_jobs(1, {0: 3})
-    answers, executor, _ = serve(config, jobs, fate)
-    assert len(executor.losses) == 4
-    check(answers, serve(config, jobs)[0], {0: 3})
+    served = serve(config, jobs, fate)
+    assert len(served.executor.losses) == 4
+    check(served.answers, serve(config, jobs).answers, {0: 3})
 
 
-def test_groups_of_sequences(fake_config: MakeConfig) -> None:
+@pytest.mark.parametrize(
+    "fields", [{"n": 3}, {"n": 2, "best_of": 3, "use_beam_search": True, "temperature": 0.0}]
+)
+def test_groups_of_sequences(fake_config: MakeConfig, fields: dict[str, Any]) -> None:
     config = fake_config()
-    for fields in (
-        {"n": 3},
-        {"n": 2, "best_of": 3, "use_beam_search": True, "temperature": 0.0},
-    ):
-        jobs, fate = make_jobs(5, {2: 4}, **fields)
-        answers, _, _ = serve(config, jobs, fate)
-        undisturbed, _, _ = serve(config, jobs)
-        for name in "0134":
-            assert summary(answers[name]) == summary(undisturbed[name])
-        assert answers["2"].reasons == {"error"}
+    jobs, fate = make_jobs(5, {2: 4}, **fields)
+    answers = serve(config, jobs, fate).answers
+    assert answers.pop("2").reasons == {"error"}
+    check(answers, serve(config, jobs).answers, {})
 
 
 def test_requests_that_come_during_isolation_wait_and_finish(fake_config: MakeConfig) -> None:
@@ -122,70 +101,67 @@ def test_requests_that_come_during_isolation_wait_and_finish(fake_config: MakeCo
     config = fake_config(max_num_seqs=32, max_recoveries=8)
     poisonous = {1: 0, 9: 2, 12: 1}
     jobs, fate = make_jobs(14, poisonous)
-    engine, executor = mortal_engine(config, fate)
-    client = Client(engine, executor)
-    for number in range(8):
-        client.add(str(number), jobs[number])
-    while len(executor.losses) < 3:  # isolation has begun
+    client = open_client(config, jobs[:8], fate)
+    while len(client.executor.losses) < 3:  # isolation has begun
         client.step()
     for number in range(8, 14):
         client.add(str(number), jobs[number])
-    allowed = search_of(engine).allowed
+    allowed = search_of(client).allowed
     assert allowed is not None
     assert len(allowed) < 8
-    engine.abort_request("0")
-    with engine:
+    client.engine.abort_request("0")
+    with client.engine:
         answers = client.run()
     assert answers.pop("0").reasons == {"abort"}
-    check(answers, serve(config, jobs)[0], poisonous)
+    check(answers, serve(config, jobs).answers, poisonous)
 
 
 def test_an_abort_of_the_only_suspect_ends_the_isolation(fake_config: MakeConfig) -> None:
     config = fake_config()
     jobs, fate = make_jobs(4, {0: 0})
-    engine, executor = mortal_engine(config, fate)
-    client = Client(engine, executor)
-    for number, job in enumerate(jobs):
-        client.add(str(number), job)
-    while search_of(engine).allowed != {"0"}:
+    client = open_client(config, jobs, fate)
+    while search_of(client).allowed != {"0"}:
         client.step()
-    engine.abort_request("0")
-    with engine:
+    client.engine.abort_request("0")
+    with client.engine:
         answers = client.run()
-    assert answers["0"].reasons == {"abort"}
-    assert all(answers[str(number)].error is None for number in (1, 2, 3))
+    assert answers.pop("0").reasons == {"abort"}
+    check(answers, serve(config, jobs).answers, {})
 
 
-def test_losses_between_steps_make_no_suspects(fake_config: MakeConfig) -> None:
+@pytest.mark.parametrize("when", ["between steps", "just before a step", "after an answer"])
+def test_losses_outside_a_step_make_no_suspects(
+    fake_config: MakeConfig, monkeypatch: pytest.MonkeyPatch, when: str
+) -> None:
+    """The engine learns of the second and the third only from the step that it sends next."""
     config = fake_config()
-    jobs, _ = make_jobs(1, {})
-    engine, executor = mortal_engine(config, Fate())
-    client = Client(engine, executor)
-    client.add("0", jobs[0])
+    jobs, _ = make_jobs(3, {})
+    client = open_client(config, jobs)
+    executor = client.executor
     client.step()
     for _ in range(8):
-        executor.gate.clear()
-        executor.lose()
-        assert client.step() == []
-        executor.gate.set()
-        client.step()
-        assert not search_of(engine)._suspects
-    with engine:
-        answers = client.run()
-    assert summary(answers["0"]) == summary(serve(config, jobs)[0]["0"])
+        with monkeypatch.context() as patch:
+            if when == "after an answer":
+                executor.lose("execute_model", executor.steps[-1][1])
+            else:
+                executor.lose()
+            if when != "between steps":
+                patch.setattr(MortalExecutor, "loss", None)
+            assert client.step() == []
+        assert client.engine.health().state is EngineState.RECOVERING
+        assert not search_of(client).suspects
+        client.recover()
+    with client.engine:
+        check(client.run(), serve(config, jobs).answers, {})
 
 
 def test_the_engine_gives_up_soon_if_every_step_kills(fake_config: MakeConfig) -> None:
     """The requests are not the cause then, and the search for one ends."""
     config = fake_config(max_num_seqs=64, max_recoveries=5)
-    jobs, _ = make_jobs(32, {})
-    engine, executor = mortal_engine(config, Fate(is_lethal=lambda step: True))
-    client = Client(engine, executor)
-    for number, job in enumerate(jobs):
-        client.add(str(number), job)
-    with engine, pytest.raises(Exception, match="max_recoveries = 5"):
+    client = open_client(config, make_jobs(32, {})[0], Fate(is_lethal=lambda step: True))
+    with client.engine, pytest.raises(Exception, match="max_recoveries = 5"):
         client.run()
-    assert len(executor.losses) <= 2 + 8 + 4
+    assert len(client.executor.losses) <= 2 + 8 + 4
 
 
 @pytest.mark.parametrize("num_epochs", [6, 12, 18])
@@ -197,65 +173,56 @@ def test_accidents_in_every_group_fail_no_request(fake_config: MakeConfig, num_e
     killed: set[int] = set()
 
     def is_first(step: StepInput) -> bool:
-        new = executor.epoch <= num_epochs and executor.epoch not in killed
-        killed.add(executor.epoch)
+        epoch = client.executor.epoch
+        new = epoch <= num_epochs and epoch not in killed
+        killed.add(epoch)
         return new
 
-    engine, executor = mortal_engine(config, Fate(is_lethal=is_first))
-    client = Client(engine, executor)
-    for number, job in enumerate(jobs):
-        client.add(str(number), job)
-    with engine:
+    client = open_client(config, jobs, Fate(is_lethal=is_first))
+    with client.engine:
         answers = client.run()
-    assert len(executor.losses) == num_epochs
-    check(answers, serve(config, jobs)[0], {})
+    assert len(client.executor.losses) == num_epochs
+    check(answers, serve(config, jobs).answers, {})
 
 
 def test_a_loss_of_the_control_clears_the_suspect(fake_config: MakeConfig) -> None:
     """Also if the control ran for some steps, and if all other requests are in it again."""
     config = fake_config(max_num_seqs=3, max_num_batched_tokens=64, max_recoveries=100)
     jobs, _ = make_jobs(4, {})
-    controls: list[int] = []
+    num_steps = 0  # of the control that runs
+    longest = 0
 
     def is_lethal(step: StepInput) -> bool:
-        search = search_of(engine)
-        if len(executor.losses) >= 8:
+        nonlocal num_steps, longest
+        if len(client.executor.losses) >= 8:
             return False
-        if not search._control:
-            return True
-        controls.append(search._num_control_steps)
-        return search._num_control_steps == 4
+        num_steps = num_steps + 1 if search_of(client).control else 0
+        longest = max(longest, num_steps)
+        return num_steps in (0, 5)
 
-    engine, executor = mortal_engine(config, Fate(is_lethal=is_lethal))
-    client = Client(engine, executor)
-    for number, job in enumerate(jobs):
-        client.add(str(number), job)
-    with engine:
+    client = open_client(config, jobs, Fate(is_lethal=is_lethal))
+    with client.engine:
         answers = client.run()
-    assert max(controls) == 4
-    check(answers, serve(config, jobs)[0], {})
+    assert longest == 5
+    check(answers, serve(config, jobs).answers, {})
 
 
 def test_the_control_ends_with_its_isolation(fake_config: MakeConfig) -> None:
     config = fake_config(max_num_seqs=1, max_num_batched_tokens=64)
     jobs, fate = make_jobs(6, {0: 0})
-    engine, executor = mortal_engine(config, fate)
-    client = Client(engine, executor)
-    for number, job in enumerate(jobs):
-        client.add(str(number), job)
-    search = search_of(engine)
-    while not search._control:
+    client = open_client(config, jobs, fate)
+    search = search_of(client)
+    while not search.control:
         client.step()
-    engine.abort_request("0")
-    while engine.health().state is not EngineState.RUNNING:
-        client.step()
+    client.engine.abort_request("0")
+    client.recover()
     client.step()
-    assert not search._control
+    assert not search.control
     assert search.allowed is None
-    with engine:
+    with client.engine:
         answers = client.run()
     assert answers.pop("0").reasons == {"abort"}
-    check(answers, serve(config, jobs)[0], {})
+    check(answers, serve(config, jobs).answers, {})
 
 
 def test_random_poisons(fake_config: MakeConfig) -> None:
@@ -287,21 +254,18 @@ def test_random_poisons(fake_config: MakeConfig) -> None:
         nonlocal found, accidents
         poisonous = {number % count: at for number, at in poisonous.items()}
         jobs, fate = make_jobs(count, poisonous, n=n)
-        undisturbed, _, _ = serve(config, jobs)
         fate.kills, fate.blocks = frozenset({accident}), [(num_blocks, 4)]
-        engine, executor = mortal_engine(config, fate)
-        client = Client(engine, executor)
+        client = open_client(config, [], fate)
         rng = random.Random(seed)
         while len(client.answers) < count:  # a few at a time
             begin = len(client.answers)
             for number in range(begin, min(count, begin + rng.randint(1, count))):
                 client.add(str(number), jobs[number])
             client.step()
-        with engine:
-            answers = client.run()
-        check(answers, undisturbed, poisonous)
+        with client.engine:
+            check(client.run(), serve(config, jobs).answers, poisonous)
         found += len(poisonous)
-        accidents += len(executor.steps) >= accident
+        accidents += len(client.executor.steps) >= accident
 
     run()
     assert found > 50

@@ -3,7 +3,6 @@ without the losses, and no stream loses or repeats a token."""
 
 from __future__ import annotations
 
-import logging
 from collections import Counter, deque
 from dataclasses import dataclass
 from typing import Any
@@ -18,9 +17,9 @@ from tpengine.scheduling import SchedulerOutput
 from tpengine.scheduling.scheduler import Scheduler
 from tpengine.sequence import SequenceStatus
 
-from .client import Answer, Client, Job, serve, summary
+from .client import Answer, Job, open_client, serve, summary
 from .conftest import MakeConfig
-from .mortal import Fate, mortal_engine
+from .mortal import Fate
 
 END_TOKEN_IDS = [199, 398, 597, 796]
 """The fake worker's candidates for beams are often multiples of 199."""
@@ -112,8 +111,8 @@ def job_of(arrival: Arrival, number: int, policy: str) -> Job:
 
 def play(trace: Trace, config: EngineConfig, events: Counter[str]) -> None:
     fate = Fate(trace.kills, deque(trace.rebuilds), trace.blocks)
-    engine, executor = mortal_engine(config, fate)
-    client = Client(engine, executor)
+    client = open_client(config, [], fate)
+    engine, executor = client.engine, client.executor
     arrivals = sorted(trace.arrivals, key=lambda arrival: arrival.call)
     jobs = [job_of(a, i, config.scheduler.policy) for i, a in enumerate(arrivals)]
     is_recovering = False
@@ -133,7 +132,7 @@ def play(trace: Trace, config: EngineConfig, events: Counter[str]) -> None:
     with engine:
         answers = client.run()
         client.recover()
-    undisturbed, _, _ = serve(config, jobs, Fate(blocks=[(100, 0)]))
+    undisturbed = serve(config, jobs, Fate(blocks=[(100, 0)])).answers
     for number, job in enumerate(jobs):
         reason = compare(answers[str(number)], undisturbed[str(number)], job)
         events[f"{arrivals[number].kind} {reason}"] += 1
@@ -158,14 +157,7 @@ def compare(answer: Answer, undisturbed: Answer, job: Job) -> str:
     return str(reason)
 
 
-@pytest.fixture(autouse=True)
-def _quiet() -> Any:
-    """Keeps the log lines of thousands of losses away."""
-    logging.disable(logging.CRITICAL)
-    yield
-    logging.disable(logging.NOTSET)
-
-
+@pytest.mark.usefixtures("quiet")
 def test_random_losses(fake_config: MakeConfig, monkeypatch: pytest.MonkeyPatch) -> None:
     events: Counter[str] = Counter()
     configs = {

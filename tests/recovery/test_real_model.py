@@ -75,16 +75,16 @@ def test_everything_a_user_sees_is_the_same(real_config: MakeConfig, name: str) 
     config = real_config(**args)
     jobs = make_jobs(config.scheduler.policy == "priority")
     plenty = real_config(scheduling_policy=config.scheduler.policy)
-    undisturbed, _, _ = serve(plenty, jobs, Fate(blocks=[(400, 0)]), RealGroup)
+    undisturbed = serve(plenty, jobs, Fate(blocks=[(400, 0)]), RealGroup).answers
     kills = frozenset({2, 4, 9, 14, 20, 27, 41})
     with log_steps() as log:
-        answers, executor, engine = serve(config, jobs, Fate(kills, blocks=blocks), RealGroup)
-    assert len(executor.losses) >= 5
+        served = serve(config, jobs, Fate(kills, blocks=blocks), RealGroup)
+    assert len(served.executor.losses) >= 5
     assert (log.num_swapped > 0) == (name == "swap")
     assert (log.num_recomputed > 0) == (name == "recompute")
-    assert engine.num_total_blocks == blocks[-1][0]
+    assert served.engine.num_total_blocks == blocks[-1][0]
     for number, job in enumerate(jobs):
-        answer, expected = answers[str(number)], undisturbed[str(number)]
+        answer, expected = served.answers[str(number)], undisturbed[str(number)]
         assert answer.error is None
         assert summary(answer) == summary(expected), job.params
         assert logprobs_of(answer) == pytest.approx(logprobs_of(expected), abs=1e-4)

@@ -7,18 +7,21 @@ import threading
 import time
 from collections import deque
 from collections.abc import Iterator
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
-from tpengine import LLM, LLMEngine, RequestOutputKind, SamplingParams
+from tpengine import LLM, RequestOutputKind, SamplingParams
 from tpengine.cli.main import main
-from tpengine.engine import llm_engine
+from tpengine.config import EngineConfig
+from tpengine.engine import llm_engine, recovery
 from tpengine.engine.stats import EngineState
 from tpengine.errors import EngineDeadError, EngineError, GroupLostError
 
-from .client import Client, Job, serve, summary
+from .client import Client, Job, open_client, serve, summary
 from .conftest import MakeConfig
-from .mortal import FakeGroup, Fate, MortalExecutor, mortal_engine
+from .mortal import FakeGroup, Fate, MortalExecutor
 
 
 def job(number: int, max_tokens: int = 10, num_prompt_tokens: int = 5) -> Job:
@@ -32,16 +35,18 @@ def job(number: int, max_tokens: int = 10, num_prompt_tokens: int = 5) -> Job:
     return Job(prompt, params)
 
 
+def alone(config: EngineConfig, number: int) -> list[tuple[Any, ...]]:
+    """What an undisturbed engine answers to this job."""
+    return summary(serve(config, [job(number)]).answers["0"])
+
+
 @pytest.fixture
 def client(fake_config: MakeConfig) -> Iterator[Client]:
     """An engine with three running requests."""
-    engine, executor = mortal_engine(fake_config(max_recoveries=3), Fate())
-    client = Client(engine, executor)
-    for number in range(3):
-        client.add(str(number), job(number))
+    client = open_client(fake_config(max_recoveries=3), [job(number) for number in range(3)])
     for _ in range(3):
         client.step()
-    with engine:
+    with client.engine:
         yield client
 
 
@@ -54,11 +59,10 @@ def lose(client: Client) -> None:
 
 
 def test_weights_are_known_without_ranks(client: Client) -> None:
-    """`stats` and `get_weights_bytes` do not call the ranks."""
+    """`stats` and `get_weights_bytes` do not call the ranks, which these ranks would refuse."""
     before = client.engine.get_weights_bytes()
     assert before == [ledger.weights_bytes for ledger in client.engine.stats().ledgers]
     lose(client)
-    client.executor._run_workers = None  # type: ignore[assignment, method-assign]
     assert client.engine.get_weights_bytes() == before
 
 
@@ -83,8 +87,7 @@ def test_a_step_returns_soon_with_aborted_requests(client: Client) -> None:
     assert executor.epoch == 2
     assert executor.threads == {"tpengine-rebuild"}
     for name, number in (("0", 0), ("2", 2), ("late", 7)):
-        alone, _, _ = serve(engine._config, [job(number)])
-        assert summary(answers[name]) == summary(alone["0"])
+        assert summary(answers[name]) == alone(executor.config, number)
     assert len(answers["1"].token_ids[0]) == 3
 
 
@@ -108,7 +111,7 @@ def test_health(client: Client) -> None:
     assert record.longest_gap_s is not None
     assert record.longest_gap_s >= 0.1
     assert (record.epoch, record.num_requests, record.num_attempts) == (2, 3, 1)
-    time.sleep(0.5)
+    time.sleep(0.1)
     assert engine.health().stalled_s == 0.0  # idle is not stalled,
     start = time.monotonic()
     client.add("next", job(5))
@@ -124,53 +127,20 @@ def test_a_loss_while_idle_is_repaired_before_the_next_request(client: Client) -
     client.recover()
     assert client.engine.health().epoch == 2
     client.add("after", job(9))
-    alone, _, _ = serve(client.engine._config, [job(9)])
-    assert summary(client.run()["after"]) == summary(alone["0"])
-
-
-def test_a_loss_just_before_a_step_makes_no_suspects(
-    client: Client, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The group is lost after the engine looked at it, and before the step is sent."""
-    for _ in range(4):
-        with monkeypatch.context() as patch:
-            patch.setattr(MortalExecutor, "loss", None)
-            client.executor.lose()
-            client.step()
-        assert not client.engine._recovery._poison._suspects
-        client.engine._recovery._loss_times.clear()
-        client.recover()
-    answers = client.run()
-    alone, _, _ = serve(client.engine._config, [job(number) for number in range(3)])
-    assert {k: summary(a) for k, a in answers.items()} == {k: summary(a) for k, a in alone.items()}
-
-
-def test_a_loss_after_an_answer_makes_no_suspects(
-    client: Client, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """A rank dies after its answer, and the next step finds that out."""
-    for _ in range(2):
-        with monkeypatch.context() as patch:
-            patch.setattr(MortalExecutor, "loss", None)
-            client.executor.lose("execute_model", client.executor.steps[-1][1])
-            client.step()
-        assert client.engine.health().state is EngineState.RECOVERING
-        assert not client.engine._recovery._poison._suspects
-        client.recover()
-        client.step()
-    client.run()
+    assert summary(client.run()["after"]) == alone(client.executor.config, 9)
 
 
 def test_a_request_that_no_longer_fits_fails_alone(fake_config: MakeConfig) -> None:
     fate = Fate(kills=frozenset({3}), blocks=[(20, 0), (5, 0)])
     jobs = [job(0, num_prompt_tokens=45), job(1), job(2, max_tokens=40)]
-    answers, _, engine = serve(fake_config(), jobs, fate)
+    served = serve(fake_config(), jobs, fate)
+    answers, engine = served.answers, served.engine
     assert engine.num_total_blocks == 5
     for name in "02":
         assert answers[name].reasons == {"ignored"}
         assert "the KV cache has 5, which hold 40 tokens" in str(answers[name].error)
     assert len(answers["2"].token_ids[0]) > 30
-    assert summary(answers["1"]) == summary(serve(fake_config(), jobs)[0]["1"])
+    assert summary(answers["1"]) == alone(fake_config(), 1)
     assert engine.recoveries[0].num_blocks == (20, 5)
 
 
@@ -188,7 +158,7 @@ def test_used_up(client: Client) -> None:
     for word in ("idle", "SIGKILL", "these were its last words", "File worker.py"):
         assert word in str(raised.value)
     assert isinstance(raised.value.__cause__, GroupLostError)
-    assert executor._is_shut_down.is_set()
+    assert executor.is_shut_down.is_set()
     assert engine.health().state is EngineState.DEAD
     with pytest.raises(EngineDeadError, match="max_recoveries = 3"):
         engine.step()
@@ -197,49 +167,42 @@ def test_used_up(client: Client) -> None:
     assert executor.epoch == 4
 
 
-def test_old_losses_do_not_count(fake_config: MakeConfig) -> None:
+def test_old_losses_do_not_count(fake_config: MakeConfig, monkeypatch: pytest.MonkeyPatch) -> None:
     config = fake_config(max_recoveries=1, recovery_window=1.0)
-    engine, executor = mortal_engine(config, Fate())
-    client = Client(engine, executor)
-    client.add("0", job(0, max_tokens=20))
-    for _ in range(2):
-        executor.lose()
+    client = open_client(config, [job(0, max_tokens=20)])
+    now = 0.0
+    monkeypatch.setattr(recovery, "time", SimpleNamespace(monotonic=lambda: now))
+    for _ in range(3):
+        now += 1.05
+        client.executor.lose()
         client.recover()
-        time.sleep(1.05)
-    executor.lose()
-    client.recover()
-    executor.lose()
-    with engine, pytest.raises(EngineDeadError, match=r"lost 2 times within 1 s"):
+    now += 0.9
+    client.executor.lose()
+    with client.engine, pytest.raises(EngineDeadError, match=r"lost 2 times within 1 s"):
         client.recover()
 
 
 def test_groups_that_die_during_their_start(fake_config: MakeConfig) -> None:
     fate = Fate(frozenset({4}), deque(["rebuild", "cache", "rebuild"]))
     jobs = [job(number) for number in range(3)]
-    answers, executor, engine = serve(fake_config(max_recoveries=4), jobs, fate)
-    undisturbed, _, _ = serve(fake_config(), jobs)
-    assert {k: summary(a) for k, a in answers.items()} == {
-        k: summary(a) for k, a in undisturbed.items()
-    }
-    (record,) = engine.recoveries
+    served = serve(fake_config(max_recoveries=4), jobs, fate)
+    for number in range(3):
+        assert summary(served.answers[str(number)]) == alone(fake_config(), number)
+    (record,) = served.engine.recoveries
     assert (record.num_attempts, record.epoch) == (4, 5)
-    assert [loss.phase for loss in executor.losses] == [
-        "execute_model",
-        "rebuild",
-        "cache",
-        "rebuild",
-    ]
+    phases = [loss.phase for loss in served.executor.losses]
+    assert phases == ["execute_model", "rebuild", "cache", "rebuild"]
     fate = Fate(frozenset({4}), deque(["rebuild", "cache", "rebuild"]))
     with pytest.raises(EngineDeadError, match=r"lost in rebuild .*\n?"):
         serve(fake_config(max_recoveries=3), jobs, fate)
 
 
 def test_a_group_that_cannot_be_rebuilt(client: Client) -> None:
-    client.executor._fate.rebuilds.append("impossible")
+    client.executor.fate.rebuilds.append("impossible")
     client.executor.lose()
     with pytest.raises(EngineDeadError, match="not be replaced: EngineError: no node is left"):
         client.recover()
-    assert client.executor._is_shut_down.is_set()
+    assert client.executor.is_shut_down.is_set()
 
 
 def test_shutdown_in_the_middle_of_a_rebuild(client: Client) -> None:
@@ -266,12 +229,23 @@ def test_log_lines(client: Client, caplog: pytest.LogCaptureFixture) -> None:
     assert client.engine.recoveries[0].phases_s == {"weights": 0.25}
 
 
-def test_offline_batches_and_streams_go_on(fake_config: MakeConfig) -> None:
+def use_mortal_ranks(
+    monkeypatch: pytest.MonkeyPatch, config: EngineConfig, fate: Fate
+) -> MortalExecutor:
+    """Gives the engine that is made next this configuration and these ranks."""
+    executor = MortalExecutor(config, fate, FakeGroup)
+    monkeypatch.setattr(llm_engine, "create_executor", lambda args: (config, executor))
+    return executor
+
+
+def test_offline_batches_and_streams_go_on(
+    fake_config: MakeConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """`LLM.generate` and `LLM.stream`, and a stream that is left while the group is rebuilt."""
     fate = Fate(kills=frozenset({2, 13, 20}))
-    engine, _ = mortal_engine(fake_config(), fate)
-    llm = LLM.__new__(LLM)  # the constructor would build another engine
-    llm.llm_engine, llm._num_requests, llm._inbox, llm._finished = engine, 0, {}, []
+    use_mortal_ranks(monkeypatch, fake_config(), fate)
+    llm = LLM()
+    engine = llm.llm_engine
     params = SamplingParams(max_tokens=8, ignore_eos=True, seed=5)
     prompts = [[3 + number, 4, 5] for number in range(4)]
     with llm:
@@ -281,23 +255,21 @@ def test_offline_batches_and_streams_go_on(fake_config: MakeConfig) -> None:
             next(stream)
         stream.close()
         again = llm.generate(None, params, prompts, use_tqdm=False)
-    alone, _, _ = serve(fake_config(), [Job(prompt, params) for prompt in prompts])
-    expected = [alone[str(number)].token_ids[0] for number in range(4)]
+    undisturbed = serve(fake_config(), [Job(prompt, params) for prompt in prompts]).answers
+    expected = [undisturbed[str(number)].token_ids[0] for number in range(4)]
     assert [output.outputs[0].token_ids for output in outputs] == expected
     assert [output.outputs[0].token_ids for output in again] == expected
     assert engine.health().num_recoveries == 3
-    assert isinstance(engine, LLMEngine)
 
 
 def test_the_command_line_reports_it_once(
     real_config: MakeConfig, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """It does not report it again for each prompt that is left."""
-    config = real_config(max_recoveries=1)
-    executor = MortalExecutor(config, Fate(is_lethal=lambda step: True), FakeGroup)
-    monkeypatch.setattr(llm_engine, "create_executor", lambda args: (config, executor))
+    fate = Fate(is_lethal=lambda step: True)
+    executor = use_mortal_ranks(monkeypatch, real_config(max_recoveries=1), fate)
     assert main(["generate", "one", "two", "three", "--max-recoveries", "1"]) == 1
     (line,) = [x for x in capsys.readouterr().err.splitlines() if x.startswith("tpengine: ")]
     assert "EngineDeadError" in line
     assert "rank 1 on 10.0.0.7 (host seven), pid 4711" in line
-    assert executor._is_shut_down.is_set()
+    assert executor.is_shut_down.is_set()

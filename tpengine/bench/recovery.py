@@ -218,7 +218,7 @@ def _kill(engine: LLMEngine, rng: random.Random, input_lens: list[int], spare_wo
 
 def _wait_for_spares(executor: RayExecutor, count: int) -> None:
     deadline = time.monotonic() + _SPARES_S
-    while len(executor._spares.places()) < count:
+    while len(executor.spares.places()) < count:
         if time.monotonic() > deadline:
             raise WorkerDiedError(f"{count} spares were not ready within {_SPARES_S:g} s")
         time.sleep(_POLL_S)

@@ -72,12 +72,16 @@ class PoisonSearch:
     An isolation may need as many losses as halving takes, and as many again each time a suspect was
     cleared in between. Further losses count like any other, so that the search ends if the requests
     are not the cause.
+
+    Attributes:
+        suspects: by request id.
+        control: requests that run instead of the isolated ones; empty if those may run.
     """
 
     def __init__(self) -> None:
-        self._suspects: dict[str, _Suspect] = {}
+        self.suspects: dict[str, _Suspect] = {}
         self._groups: list[list[_Suspect]] = []  # in isolation; the last one runs
-        self._control: list[Request] = []  # if there are any, they run instead
+        self.control: list[Request] = []
         self._num_control_steps = 0
         self._num_losses_left = 0
 
@@ -86,7 +90,7 @@ class PoisonSearch:
         """Ids of the requests that may run; None: all may, there is no isolation."""
         if not self._groups:
             return None
-        running = self._control or [suspect.request for suspect in self._groups[-1]]
+        running = self.control or [suspect.request for suspect in self._groups[-1]]
         return frozenset(request.request_id for request in running)
 
     def note_progress(self, num_steps: int = 0) -> bool:
@@ -98,19 +102,19 @@ class PoisonSearch:
         Returns:
             Whether `allowed` has changed.
         """
-        if not self._suspects:
+        if not self.suspects:
             return False
         before = self.allowed
-        if self._control:
+        if self.control:
             self._num_control_steps += num_steps
-        self._suspects = {i: s for i, s in self._suspects.items() if not s.is_cleared}
+        self.suspects = {i: s for i, s in self.suspects.items() if not s.is_cleared}
         groups = [[s for s in group if not s.is_cleared] for group in self._groups]
         if groups != self._groups:
             self._groups = [group for group in groups if group]
             self._num_losses_left = self._num_losses_needed()
         is_over = self._num_control_steps >= _CONTROL_STEPS or not self._groups
-        if is_over or all(request.finished for request in self._control):
-            self._control = []
+        if is_over or all(request.finished for request in self.control):
+            self.control = []
         return self.allowed != before
 
     def note_loss(
@@ -133,8 +137,8 @@ class PoisonSearch:
             rows = {sequence.seq_id for sequence in lost.rows}
             present = [r for r in unfinished if any(s.seq_id in rows for s in r.sequences)]
             for request in present:
-                self._suspects.setdefault(request.request_id, _Suspect(request)).note_loss()
-            finding = self._decide([self._suspects[r.request_id] for r in present], unfinished)
+                self.suspects.setdefault(request.request_id, _Suspect(request)).note_loss()
+            finding = self._decide([self.suspects[r.request_id] for r in present], unfinished)
         if self._groups:
             logger.warning(
                 "%d of %s may run while others wait, to find out whether one of them loses the "
@@ -156,8 +160,8 @@ class PoisonSearch:
             self._isolate(*_halves([suspect for suspect in present if suspect.is_probable]))
             self._num_losses_left = self._num_losses_needed()
             return None, False
-        if self._control:
-            self._control = []
+        if self.control:
+            self.control = []
             for suspect in self._groups[-1]:
                 suspect.num_alone = 0
             return None, False
@@ -170,11 +174,11 @@ class PoisonSearch:
             alone.num_alone += 1
             if alone.num_alone == _LOSSES_ALONE:
                 culprit = alone.request
-                del self._suspects[culprit.request_id]
+                del self.suspects[culprit.request_id]
             else:
                 self._isolate(suspects)
-                probable = {i for i, suspect in self._suspects.items() if suspect.is_probable}
-                self._control = [r for r in unfinished if r.request_id not in probable]
+                probable = {i for i, suspect in self.suspects.items() if suspect.is_probable}
+                self.control = [r for r in unfinished if r.request_id not in probable]
                 self._num_control_steps = 0
         else:
             self._isolate(*_halves(suspects))

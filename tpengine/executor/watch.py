@@ -45,7 +45,7 @@ _LATE_S = 1.0
 _JOIN_S = 15.0
 """More than the diagnosis of a loss takes when a node's agent hardly answers."""
 _LAST_FRAMES_S = 0.01
-_STEP_GRACE_S = 0.3
+STEP_GRACE_S = 0.3
 """How long the others are heard after the first failure of a step, which may be a consequence."""
 _PATIENCE = 10.0
 """A step may take this many times the time that its tokens should take."""
@@ -119,7 +119,7 @@ class StepExchange:
                 failures[rank] = error
         while len(answers) + len(failures) < size:
             if failures:
-                end = min(end, time.monotonic() + _STEP_GRACE_S)
+                end = min(end, time.monotonic() + STEP_GRACE_S)
             left_s = end - time.monotonic()
             ready = self._poll.poll(max(0.0, left_s) * 1e3)
             is_stopped = False

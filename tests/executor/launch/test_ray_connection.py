@@ -1,17 +1,20 @@
-"""A Ray that is started for an engine and does not come up."""
+"""Which Ray an engine uses; and one that is started for it and does not come up."""
 
 from __future__ import annotations
 
 import os
 import shutil
+import socket
 import subprocess
 import sys
 import tempfile
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -21,8 +24,9 @@ from tpengine.errors import EngineError
 
 pytest.importorskip("ray")
 from tpengine.executor.launch import ray_connection
+from tpengine.executor.launch.ray_connection import RayConnection
 
-END_S = 5.0
+END_S = 30.0
 CODE = """
 import os, sys
 import ray
@@ -70,7 +74,7 @@ def ray_folder() -> Iterator[str]:
     shutil.rmtree(folder, ignore_errors=True)
 
 
-def start_ray(ray_folder: str, later_wait_s: int, at_first: str = "gcs") -> tuple[str, list[str]]:
+def start_ray(ray_folder: str, later_wait_s: int, at_first: str) -> tuple[str, list[str]]:
     """What a program prints that starts one, where the first is not waited for, or its raylet is
     late; and what is still there of it afterwards."""
     names = {"RAY_TMPDIR": ray_folder, "RAY_AUTH_MODE": "disabled", "RAY_USAGE_STATS_ENABLED": "0"}
@@ -99,26 +103,97 @@ def _left_of(session: int) -> list[str]:
     return [line for line in found.stdout.splitlines() if not line.startswith("Z")]
 
 
-def test_a_second_try_goes_well(ray_folder: str) -> None:
-    said, left = start_ray(ray_folder, 60)
-    assert "Ray did not start: Timed out waiting for file" in said
+@pytest.mark.parametrize(
+    ("at_first", "why"),
+    [
+        ("gcs", "Timed out waiting for file"),
+        ("raylet", "The current node timed out during startup."),
+    ],
+)
+def test_a_second_try_goes_well(ray_folder: str, at_first: str, why: str) -> None:
+    said, left = start_ray(ray_folder, 60, at_first)
+    assert f"Ray did not start: {why}" in said
     assert "starting it again" in said
     assert "connected: True True" in said
     assert left == []
 
 
-def test_a_second_try_after_a_late_raylet(ray_folder: str) -> None:
-    said, left = start_ray(ray_folder, 60, "raylet")
-    assert "Ray did not start: The current node timed out during startup." in said
-    assert "connected: True True" in said
-    assert left == []
-
-
 def test_twice_is_an_error_that_tells_where_to_look(ray_folder: str) -> None:
-    said, left = start_ray(ray_folder, 0)
+    said, left = start_ray(ray_folder, 0, "gcs")
     assert "error: Ray did not start on this machine, 2 times: Timed out waiting for file" in said
     assert f"{ray_folder}/ray/session_latest/logs/gcs_server" in said or "it left no log" in said
     assert left == []
+
+
+class FakeRay:
+    """Keeps what it was asked; a cluster is at every address where something listens.
+
+    Attributes:
+        on_init: called in each start.
+    """
+
+    def __init__(self, on_init: Callable[[], None] = lambda: None) -> None:
+        self.asked: list[str] = []
+        self.on_init = on_init
+        self.is_running = False
+
+    def is_initialized(self) -> bool:
+        return self.is_running
+
+    def init(self, address: str, **_: Any) -> None:
+        self.asked.append(address)
+        self.on_init()
+        self.is_running = True
+
+    def shutdown(self) -> None:
+        self.is_running = False
+
+    def get_runtime_context(self) -> Any:
+        return SimpleNamespace(gcs_address="h:1", get_node_id=lambda: "n", get_job_id=lambda: "j")
+
+
+@pytest.fixture
+def fake_ray(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> FakeRay:
+    """A Ray that is not there, on a machine where none has left a note."""
+    fake = FakeRay()
+    monkeypatch.delenv("RAY_ADDRESS", raising=False)
+    monkeypatch.setattr(envs, "ray_folders", lambda: [tmp_path])
+    monkeypatch.setattr(ray_connection, "ray", fake)
+    return fake
+
+
+def test_an_address_without_a_ray_fails_at_once(
+    fake_ray: FakeRay, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Ray itself, which would try for most of a minute, is not asked."""
+    with pytest.raises(EngineError, match=r"ray_address = '127.0.0.1:1'"):
+        RayConnection("127.0.0.1:1")
+    monkeypatch.setenv("RAY_ADDRESS", "127.0.0.1:1")
+    with pytest.raises(EngineError, match=r"RAY_ADDRESS = '127.0.0.1:1'"):
+        RayConnection(None)
+    assert fake_ray.asked == []
+
+
+def test_only_a_ray_that_was_started_for_all_is_found(
+    fake_ray: FakeRay, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """The one that `ray start` wrote down, while it answers: any other that runs here belongs to
+    the program that started it."""
+    note = tmp_path / "ray" / "ray_current_cluster"
+    note.parent.mkdir()
+    monkeypatch.setattr(envs, "ray_folders", lambda: [tmp_path / "absent", note.parent])
+
+    def asked() -> str:
+        RayConnection(None).close()
+        fake_ray.shutdown()
+        return fake_ray.asked[-1]
+
+    assert asked() == "local"
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        address = f"127.0.0.1:{server.getsockname()[1]}"
+        note.write_text(address + "\n")
+        assert asked() == address
+    assert asked() == "local", "the note outlived its cluster"
 
 
 @pytest.mark.parametrize(
@@ -134,60 +209,64 @@ def test_the_log_says_why_one_is_started(
     option: str | None,
     variable: str | None,
     why: str,
-    tmp_path: Path,
+    fake_ray: FakeRay,
     monkeypatch: pytest.MonkeyPatch,
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     monkeypatch.setattr(envs, "ray_address", lambda: variable)
-    monkeypatch.setattr(envs, "ray_folders", lambda: [tmp_path])
-    monkeypatch.setattr(ray_connection.ray, "is_initialized", lambda: False)
-    monkeypatch.setattr(ray_connection.ray, "init", lambda **_: None)
-    monkeypatch.setattr(ray_connection.RayConnection, "_identify", staticmethod(lambda: ("", "")))
     with caplog.at_level("INFO"):
-        ray_connection.RayConnection(option).close()
+        RayConnection(option).close()
     assert [record.getMessage() for record in caplog.records] == [
         f"starting a Ray for this engine: {why}"
     ]
 
 
-def test_engines_of_two_threads_share_one(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_engines_of_two_threads_share_one(fake_ray: FakeRay) -> None:
     """A second start at the same time would end the processes of the first."""
-    began, running = [], threading.Event()
-
-    def init(**_: Any) -> None:
-        began.append(threading.current_thread())
-        time.sleep(0.5)
-        running.set()
-
-    monkeypatch.setattr(envs, "ray_address", lambda: "local")
-    monkeypatch.setattr(ray_connection.ray, "is_initialized", running.is_set)
-    monkeypatch.setattr(ray_connection.ray, "init", init)
-    monkeypatch.setattr(ray_connection.ray, "shutdown", running.clear)
-    monkeypatch.setattr(ray_connection.RayConnection, "_identify", staticmethod(lambda: ("", "")))
+    fake_ray.on_init = partial(time.sleep, 0.5)
     with ThreadPoolExecutor(2) as pool:
-        one, other = pool.map(ray_connection.RayConnection, (None, None), timeout=10.0)
-    assert len(began) == 1
+        one, other = pool.map(RayConnection, ("local", "local"), timeout=60.0)
+    assert fake_ray.asked == ["local"]
     one.close()
     assert other.is_alive, "it ends with the last of its engines"
     other.close()
-    assert not running.is_set()
+    assert not fake_ray.is_running
 
 
-def test_a_thread_does_not_wait_for_ever(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(ray_connection, "_CONNECTING_S", 0.1)
-    with ray_connection._connecting, pytest.raises(EngineError, match="another thread"):
-        ray_connection.RayConnection(None)
+def test_a_thread_does_not_wait_for_ever(
+    fake_ray: FakeRay, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(ray_connection, "CONNECTING_S", 0.1)
+    begun, done = threading.Event(), threading.Event()
+    fake_ray.on_init = lambda: (begun.set(), done.wait(60.0))  # type: ignore[assignment, func-returns-value]
+    with ThreadPoolExecutor(1) as pool:
+        first = pool.submit(RayConnection, "local")
+        assert begun.wait(60.0)
+        with pytest.raises(EngineError, match="another thread"):
+            RayConnection("local")
+        done.set()
+        first.result(60.0).close()
 
 
-def test_last_words(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_last_words(fake_ray: FakeRay, tmp_path: Path) -> None:
     """Of this start, not of another program's Ray that stands in the same folder."""
     logs = tmp_path / "session_latest" / "logs"
     logs.mkdir(parents=True)
-    monkeypatch.setattr(envs, "ray_folders", lambda: [tmp_path])
-    assert ray_connection._last_words_of_ray(time.time()) == "it left no log"
-    (logs / "gcs_server.err").write_text("")
-    (logs / "gcs_server.out").write_text("begun\nno room\n")
-    assert ray_connection._last_words_of_ray(time.time() - 60.0) == (
-        f"its log {logs / 'gcs_server.out'} ends with: no room"
-    )
-    assert ray_connection._last_words_of_ray(time.time() + 60.0) == "it left no log"
+    log = logs / "gcs_server.out"
+
+    def fail(age_s: float | None) -> str:
+        def on_init() -> None:
+            if age_s is not None:
+                (logs / "gcs_server.err").write_text("")
+                log.write_text("begun\nno room\n")
+                os.utime(log, (time.time() - age_s,) * 2)
+            raise RuntimeError("late")
+
+        fake_ray.on_init = on_init
+        with pytest.raises(EngineError, match="2 times: late; ") as caught:
+            RayConnection("local")
+        return str(caught.value).partition("late; ")[2]
+
+    assert fail(None) == "it left no log"
+    assert fail(-60.0) == f"its log {log} ends with: no room"
+    assert fail(60.0) == "it left no log"

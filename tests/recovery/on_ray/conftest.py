@@ -6,7 +6,6 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from executor import ray_engines
 from support.models import ModelShop
 from support.server_process import wait_until
 from support.zoo import PLAIN
@@ -14,16 +13,6 @@ from support.zoo import PLAIN
 from recovery.on_ray.processes import actors
 
 END_S = 30.0
-
-
-@pytest.fixture(scope="module", autouse=True)
-def _by_value() -> Iterator[None]:
-    """Actors cannot import the tests, so what the tests define is sent to them."""
-    from ray import cloudpickle
-
-    cloudpickle.register_pickle_by_value(ray_engines)
-    yield
-    cloudpickle.unregister_pickle_by_value(ray_engines)
 
 
 @pytest.fixture(scope="module", autouse=True)

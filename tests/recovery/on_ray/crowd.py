@@ -153,8 +153,9 @@ class Crowd:
         """One request that needs the whole cache can only be served if no other holds a block."""
         engine = self.engine
         assert engine.num_free_blocks == engine.num_total_blocks == NUM_BLOCKS
-        host = engine._scheduler.block_manager.host
-        assert host.num_free == host.num_blocks > 0
+        stats = engine.stats()
+        assert all(ledger.num_host_blocks > 0 for ledger in stats.ledgers)
+        assert stats.cache.host_usage == 0.0
         prompt = [4 + place % 500 for place in range(MODEL_LENGTH - 2)]
         params = SamplingParams(temperature=0.0, max_tokens=2, ignore_eos=True)
         engine.add_request("all", None, params, prompt_token_ids=prompt)

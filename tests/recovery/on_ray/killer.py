@@ -25,6 +25,8 @@ IN_STEPS = ("prefill", "decode", "swap")
 PHASES = ("loading", *IN_STEPS, "idle", "recovery")
 OTHER_PHASES = ("create", "open_rendezvous", "connect", "init_device", "init_cache_engine")
 """Of a rebuild, besides the load of the weights, by the calls that the ranks get."""
+MAX_COUNTDOWN = 5
+"""Steps of the phase that may pass before one is hit."""
 MAX_DELAY_S = 4e-3
 """A step or a call of the tiny model takes about that."""
 
@@ -42,19 +44,13 @@ class Killer:
     Where a kill hit is not what it aimed at but what the engine found: a target stays until it has
     been hit. One that lies in a rebuild has a step killed first.
 
-    Args:
-        max_countdown: steps of the phase that may pass before one is hit.
-
     Attributes:
         groups: all groups of ranks that there have been.
         killed: pid of each rank, in order.
         in_flight: requests that were unfinished at each kill.
     """
 
-    def __init__(
-        self, engine: LLMEngine, targets: Iterable[str], seed: int, max_countdown: int
-    ) -> None:
-        self._max_countdown = max_countdown
+    def __init__(self, engine: LLMEngine, targets: Iterable[str], seed: int) -> None:
         self._engine = engine
         self._executor = executor_of(engine)
         self._targets = deque(targets)
@@ -133,7 +129,7 @@ class Killer:
 
     def _next(self) -> None:
         self._known = len(self.losses)
-        self._countdown = self._rng.randint(0, self._max_countdown)
+        self._countdown = self._rng.randint(0, MAX_COUNTDOWN)
         self._phase = self._rng.choice(OTHER_PHASES)
 
     def _fire(self, delay_s: float) -> None:
@@ -158,11 +154,9 @@ class Killer:
 
 
 @contextmanager
-def killer(
-    engine: LLMEngine, targets: Iterable[str], seed: int, max_countdown: int = 5
-) -> Iterator[Killer]:
+def killer(engine: LLMEngine, targets: Iterable[str], seed: int) -> Iterator[Killer]:
     """Kills ranks of this engine while the context lasts."""
-    found = Killer(engine, targets, seed, max_countdown)
+    found = Killer(engine, targets, seed)
     executor = executor_of(engine)
     execute_model, call_each = executor.execute_model, Group.call_each
 

@@ -12,6 +12,8 @@ import sys
 from typing import Any
 
 from tpengine import EngineArgs, LLMEngine, RequestOutputKind, SamplingParams
+from tpengine.executor.launch.ray_executor import RayExecutor
+from tpengine.executor.local_executor import create_executor
 
 PROMPTS = ["Hello, my name is", "The capital of", "Once upon a time", "Two plus three is"]
 PARAMS = SamplingParams(
@@ -63,15 +65,15 @@ def main() -> None:
         device="cpu",
         num_device_blocks_override=64,
         max_model_len=1024,
-        disable_log_stats=True,
     )
-    with LLMEngine.from_engine_args(args) as engine:
+    config, executor = create_executor(args)
+    with LLMEngine(config, executor, log_stats=False) as engine:
         streams = Streams(engine)
         streams.fill()
         streams.finish()
         for number in range(int(sys.argv[1]) + 1):
-            places = engine._executor.places  # type: ignore[attr-defined]
-            say({"ranks": [[place.address, place.pid] for place in places]})
+            assert isinstance(executor, RayExecutor)
+            say({"ranks": [[place.address, place.pid] for place in executor.places]})
             if number == int(sys.argv[1]):
                 break
             while engine.health().num_recoveries == number:

@@ -9,11 +9,10 @@ import os
 import random
 import time
 from collections import Counter
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from executor.ray_engines import executor_of
+from executor.ray_engines import Wait, executor_of
 
 from recovery.on_ray.crowd import MIN_MARGIN, NUM_REQUESTS, Crowd, crowd_engine
 from recovery.on_ray.killer import PHASES, Killer, killer
@@ -24,7 +23,6 @@ NUM_KILLS = int(os.environ.get("TPENGINE_TEST_KILLS", "100"))
 END_S = 30.0
 KILL_S = 60.0
 """Each, and what is recovered from it, on a busy machine."""
-Wait = Callable[[Callable[[], bool], float], None]
 
 
 def serve_and_kill(crowd: Crowd, found: Killer, timeout_s: float) -> None:

@@ -5,15 +5,12 @@ Four machines and two ranks; after the first loss three are left, with one to sp
 
 from __future__ import annotations
 
-import json
-import subprocess
-import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any
 
 import pytest
+from executor.driver_process import DriverProcess
 from support.machines import Machines, wait_until
 
 DRIVER = Path(__file__).with_name("machine_driver.py")
@@ -53,45 +50,6 @@ def start(machines: Machines, machine: int | None, command: str) -> None:
     assert done.returncode == 0, machines.run(machine, "tail -50 ~/ray.log").stdout
 
 
-class Driver:
-    """`machine_driver.py` at the desk, and what it says."""
-
-    def __init__(self, machines: Machines, num_losses: int) -> None:
-        command = machines.command(None, f"python {DRIVER} {num_losses} 2> ~/log", 5 * LINE_S)
-        self._machines = machines
-        self._lines: list[str] = []
-        self._process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
-        self._thread = threading.Thread(target=self._read, daemon=True)
-        self._thread.start()
-
-    def _read(self) -> None:
-        assert self._process.stdout is not None
-        for line in self._process.stdout:
-            if line.startswith("{"):  # Ray prints there, too
-                self._lines.append(line)
-
-    def log(self) -> str:
-        return self._machines.run(None, "tail -c 6000 ~/log").stdout
-
-    def heard(self) -> Any:
-        """The next line."""
-        wait_until(
-            lambda: bool(self._lines) or self._process.poll() is not None,
-            LINE_S,
-            "the driver says nothing",
-            self.log,
-        )
-        assert self._lines, self.log()
-        return json.loads(self._lines.pop(0))
-
-    def end(self) -> int:
-        return self._process.wait(LINE_S)
-
-    def close(self) -> None:
-        self._process.kill()
-        self._process.wait(LINE_S)
-
-
 def num_ranks(machines: Machines, machine: int) -> int:
     names = machines.run(machine, "cat /proc/[0-9]*/comm 2> /dev/null").stdout.splitlines()
     return sum(name.startswith("ray::RayWorker") for name in names)
@@ -100,9 +58,9 @@ def num_ranks(machines: Machines, machine: int) -> int:
 @pytest.mark.soak  # a minute
 @pytest.mark.timeout(400)
 def test_lost_machines(machines: Machines) -> None:
-    driver = Driver(machines, 2)
+    driver = DriverProcess(machines.command(None, f"python {DRIVER} 2 2> ~/log", 5 * LINE_S))
     try:
-        ranks = driver.heard()["ranks"]
+        ranks = driver.hear(LINE_S)["ranks"]
         for way in ("cut", "kill"):
             assert len({address for address, _ in ranks}) == 2
             lost = machines.addresses.index(ranks[1][0])
@@ -114,12 +72,13 @@ def test_lost_machines(machines: Machines) -> None:
                     FENCE_S,
                     "the rank behind the cut link lives on",
                 )
-            told = driver.heard()
+            told = driver.hear(LINE_S)
             print(way, told)
             assert f"rank 1 on node {ranks[1][0]}" in told["loss"]
             assert "its node does not answer" in told["loss"]
-            ranks = driver.heard()["ranks"]
+            ranks = driver.hear(LINE_S)["ranks"]
             assert machines.addresses[lost] not in {address for address, _ in ranks}
-        assert driver.end() == 0, driver.log()
+        assert driver.process.wait(LINE_S) == 0
     finally:
-        driver.close()
+        driver.end()
+        print(machines.run(None, "tail -c 6000 ~/log").stdout)

@@ -10,19 +10,16 @@ from pathlib import Path
 
 import pytest
 from executor.ray_engines import die_of, executor_of, sabotaged_rank
-from support.processors import Stopwatch
 
-from recovery.client import Answer
 from recovery.on_ray.crowd import MAX_OUTPUT, NUM_REQUESTS, Crowd, crowd_engine
-from recovery.on_ray.killer import killer
 from recovery.on_ray.processes import actors
 from tpengine import LLMEngine, SamplingParams
 from tpengine.engine.stats import EngineState
 
 POISON = 3
 """A token that no other prompt holds."""
-FROZEN_S = 4.0
-REBUILT_S = 8.0
+SOON_S = 40.0
+"""Ten times what it takes to name a stopped rank on a machine of one's own."""
 PATIENCE_S = 200.0
 
 
@@ -54,64 +51,45 @@ def test_a_stopped_rank(engine: LLMEngine, crowd: Crowd) -> None:
     for _ in range(20):
         crowd.step()
     place = executor_of(engine).places[1]
-    watch = Stopwatch()
+    start = time.monotonic()
     os.kill(place.pid, signal.SIGSTOP)
     while engine.health().state is EngineState.RUNNING:
         crowd.step()
-    named_s, own_named_s = watch.elapsed_s, watch.own_s
+    assert time.monotonic() - start < SOON_S
     while engine.health().state is not EngineState.RUNNING:
         crowd.step()
-    share = watch.share
     crowd.finish(PATIENCE_S)
     (record,) = engine.recoveries
-    print(
-        f"\nnamed after {named_s:.2f} s, ready {record.ready_s:.2f} s later: {record.phases_s}; "
-        f"{share:.2f} of the processors that were wanted"
-    )
     assert f"pid {place.pid}" in record.loss.place
     assert "frozen: its process is stopped" in record.loss.cause
     assert "_serve (" in record.loss.stack
-    assert own_named_s < FROZEN_S
-    assert record.ready_s * share < REBUILT_S
+    assert record.ready_s < 2 * SOON_S
     assert place.pid not in actors()
     assert "T" not in actors().values()
 
 
-@pytest.mark.timeout(600)
-def test_one_poison_among_many(engine: LLMEngine, crowd: Crowd) -> None:
-    """It ends with an error that names the rank, how the rank ended and its last log line."""
-    recoveries = engine.health().num_recoveries
+def serve_with_poison(crowd: Crowd) -> None:
+    """The poison ends with an error that names the rank, how the rank ended and its last log line;
+    all others end as without it."""
     params = SamplingParams(temperature=0.0, max_tokens=MAX_OUTPUT)
     crowd.fill(NUM_REQUESTS // 2)
-    engine.add_request("poison", None, params, prompt_token_ids=[5, POISON, 6])
+    crowd.engine.add_request("poison", None, params, prompt_token_ids=[5, POISON, 6])
     poison = crowd.follow("poison")
     crowd.fill(NUM_REQUESTS - 1)
     finished = crowd.num_finished
     crowd.finish(PATIENCE_S)
     assert crowd.num_finished - finished == NUM_REQUESTS - 1
-    check_poison(poison)
-    losses = engine.health().num_recoveries - recoveries
-    print(f"\nfound in {losses} losses")
-    assert losses <= 2 + 3 + 2
-
-
-def check_poison(poison: Answer) -> None:
     assert poison.reasons == {"error"}
     assert poison.error is not None
-    for word in ("'poison'", "rank ", "pid ", "exit code 7", "step ", "that was poison"):
+    for word in ("'poison'", "rank ", "pid ", "exit code 7", "step ", "this is the end"):
         assert word in poison.error
 
 
-def test_three_kills_in_a_row(engine: LLMEngine, crowd: Crowd) -> None:
-    """Each as soon as there are ranks again; no request fails for it."""
-    crowd.fill()
-    with killer(engine, ["prefill"] * 3, seed=5, max_countdown=0) as found:
-        deadline = time.monotonic() + PATIENCE_S
-        while found.target is not None:
-            assert time.monotonic() < deadline
-            crowd.step()
-        assert len(found.losses) >= 3
-    crowd.finish(PATIENCE_S)
+@pytest.mark.timeout(600)
+def test_one_poison_among_many(engine: LLMEngine, crowd: Crowd) -> None:
+    recoveries = engine.health().num_recoveries
+    serve_with_poison(crowd)
+    assert engine.health().num_recoveries - recoveries <= 2 + 3 + 2
 
 
 @pytest.mark.soak
@@ -124,11 +102,4 @@ def test_one_poison_among_all_that_run(folder: Path) -> None:
     ):
         crowd = Crowd(engine)
         crowd.serve_undisturbed()
-        params = SamplingParams(temperature=0.0, max_tokens=MAX_OUTPUT)
-        crowd.fill(NUM_REQUESTS // 2)
-        engine.add_request("poison", None, params, prompt_token_ids=[5, POISON, 6])
-        poison = crowd.follow("poison")
-        crowd.fill(NUM_REQUESTS - 1)
-        crowd.finish(PATIENCE_S)
-        check_poison(poison)
-        print(f"\nfound in {engine.health().num_recoveries} losses")
+        serve_with_poison(crowd)

@@ -358,6 +358,10 @@ class Spares:
                     self._spares.remove(spare)
             return taken
 
+    def __len__(self) -> int:
+        """Spares that were started, ready or not."""
+        return len(self._spares)
+
     def places(self) -> list[RankPlace]:
         """Where the spares are that have imported everything."""
         with self._lock:

@@ -42,7 +42,7 @@ _CONTROL_LOGS = "session_latest/logs/gcs_server.*"
 # One connection per process, so the count of its users belongs to the process, too.
 _users_of_started_ray: set[int] = set()
 _connecting = threading.Lock()
-_CONNECTING_S = 300.0
+CONNECTING_S = 300.0
 """More than two starts of Ray take that both fail."""
 _RAY_FOLDER = str(Path(ray.__file__).parent)
 
@@ -60,9 +60,9 @@ class RayConnection:
     """
 
     def __init__(self, address: str | None) -> None:
-        if not _connecting.acquire(timeout=_CONNECTING_S):
+        if not _connecting.acquire(timeout=CONNECTING_S):
             raise EngineError(
-                f"another thread of this process has been connecting to Ray for {_CONNECTING_S:g} "
+                f"another thread of this process has been connecting to Ray for {CONNECTING_S:g} "
                 "s; make the engines one after another"
             )
         try:

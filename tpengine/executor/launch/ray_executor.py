@@ -87,6 +87,7 @@ class RayExecutor(Executor):
 
     Attributes:
         nodes: addresses, as Ray knows them; those of the last group while a new one starts.
+        spares: processes that may become ranks of later groups.
     """
 
     def __init__(self, config: EngineConfig, connection: RayConnection | None = None) -> None:
@@ -99,7 +100,7 @@ class RayExecutor(Executor):
         self._engine_id = f"{os.getpid()}_{uuid.uuid4().hex[:12]}"
         self._node_id: str = ray.get_runtime_context().get_node_id()
         self._agents = Agents(self._node_id)
-        self._spares = Spares(ray_config.spare_workers, self._agents)
+        self.spares = Spares(ray_config.spare_workers, self._agents)
         self._deadline = StepDeadline(ray_config.step_timeout_s)
         self._placer = Placer(
             rank_bundle(config.device, ray_config.bundle),
@@ -223,7 +224,7 @@ class RayExecutor(Executor):
                 self._run_workers("init_cache_engine", num_blocks, num_host_blocks)
             if self._may_use_spares:
                 delay_s = 0.0 if self.epoch == 1 else _REFILL_S
-                self._spares.fill([place.node_id for place in self.places], delay_s)
+                self.spares.fill([place.node_id for place in self.places], delay_s)
 
     def execute_model(self, step: StepInput) -> StepOutput:
         """Runs one step on every rank, over the channels; the answer is rank 0's.
@@ -289,7 +290,7 @@ class RayExecutor(Executor):
         with self._times.phase(PROCESSES):
             spares: list[Any | None] = [None] * len(placement.node_ids)
             if spare_devices is not None and self._may_use_spares:
-                spares = self._spares.take(placement.node_ids)
+                spares = self.spares.take(placement.node_ids)
             self._launcher = RayLauncher(
                 placement, self._placer.bundle, spares, spare_devices or [], self._agents
             )
@@ -347,7 +348,7 @@ class RayExecutor(Executor):
                 stack.callback(connection.close)
                 if connection.is_alive:
                     stack.callback(self._agents.close)
-                    stack.callback(self._spares.close)
+                    stack.callback(self.spares.close)
                 self._end_group(orderly=True)
             self._connection = None
         finally:
