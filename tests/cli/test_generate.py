@@ -41,44 +41,31 @@ def _terminal(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "stdin", stdin)
 
 
-def test_prompt_as_argument(completion: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["generate", PROMPT, *GREEDY]) == 0
-    assert capsys.readouterr().out == f"{PROMPT}{completion}\n\n"
-
-
-def test_more_than_one_prompt(completion: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["generate", "Once upon a time", PROMPT, *GREEDY]) == 0
-    shown = capsys.readouterr().out
-    assert shown.startswith("Once upon a time")
-    assert shown.endswith(f"\n\n{PROMPT}{completion}\n\n")
-
-
-def test_prompt_after_an_option_of_one_or_more_numbers(
-    completion: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert main(["generate", *GREEDY, "--cpu-kv-cache-space", "0.05", PROMPT]) == 0
-    assert capsys.readouterr().out == f"{PROMPT}{completion}\n\n"
-
-
-def test_prompts_from_a_file(
-    completion: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    file = tmp_path / "prompts.txt"
-    file.write_text(f"{PROMPT}\n\n{PROMPT}\n")
-    assert main(["generate", "--file", str(file), *GREEDY]) == 0
-    assert capsys.readouterr().out == f"{PROMPT}{completion}\n\n" * 2
-
-
-@pytest.mark.parametrize("option", [[], ["--file", "-"]])
-def test_prompts_from_stdin(
-    option: list[str],
+@pytest.mark.parametrize(
+    ("words", "typed", "num_shown"),
+    [
+        ([PROMPT], None, 1),
+        (["--cpu-kv-cache-space", "0.05", PROMPT, PROMPT], None, 2),
+        (["--file", "prompts.txt"], None, 2),
+        (["--file", "-"], f"{PROMPT}\n", 1),
+    ],
+    ids=["argument", "arguments after an option of one or more numbers", "file", "stdin"],
+)
+def test_where_prompts_come_from(
+    words: list[str],
+    typed: str | None,
+    num_shown: int,
     completion: str,
+    tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    monkeypatch.setattr(sys, "stdin", io.StringIO(f"{PROMPT}\n"))
-    assert main(["generate", *option, *GREEDY]) == 0
-    assert capsys.readouterr().out == f"{PROMPT}{completion}\n\n"
+    monkeypatch.chdir(tmp_path)
+    Path("prompts.txt").write_text(f"{PROMPT}\n\n{PROMPT}\n")
+    if typed is not None:
+        monkeypatch.setattr(sys, "stdin", io.StringIO(typed))
+    assert main(["generate", *GREEDY, *words]) == 0
+    assert capsys.readouterr().out == f"{PROMPT}{completion}\n\n" * num_shown
 
 
 def test_without_a_prompt_there_is_an_example(capsys: pytest.CaptureFixture[str]) -> None:

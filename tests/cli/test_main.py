@@ -26,6 +26,13 @@ PROMPT = "The capital of France is"
     [
         (["--help"], ("generate", "bench", "Begin with")),
         (["generate", "--help"], ("--chat", "--max-num-seqs", "Examples", "--top-p")),
+        (
+            ["serve", "--help"],
+            (
+                *("tpengine client generate", "readiness", "RESOURCE_EXHAUSTED", "SIGTERM"),
+                *("--drain-timeout", "--admin-token-file", "--max-num-seqs"),
+            ),
+        ),
         (["bench", "--help"], ("throughput", "transport")),
         (["bench", "throughput", "--help"], ("--num-requests", "--shape", "--model")),
         (["--version"], ("tpengine 0",)),
