@@ -106,8 +106,8 @@ def test_what_a_decode_step_reads(models: ModelShop) -> None:
     with make_engine(models.folder(PLAIN)) as engine:
         config = engine.get_model_config()
         table = 4 * config.vocab_size * int(config.hf_config["hidden_size"])
-        on_cpu = latency._step_bytes(engine, "cpu")
-        assert latency._step_bytes(engine, "cuda") == on_cpu + table
+        on_cpu = latency.step_bytes_of(engine, "cpu")
+        assert latency.step_bytes_of(engine, "cuda") == on_cpu + table
 
 
 def test_a_step_is_counted_once(models: ModelShop, monkeypatch: pytest.MonkeyPatch) -> None:
