@@ -121,21 +121,6 @@ def test_params_per_prompt_and_order_of_results(llm: LLM) -> None:
         llm.generate(PROMPTS, greedy(), [[1, 2]])
 
 
-def test_refused_prompts_come_back_with_their_error(llm: LLM) -> None:
-    bad: list[Any] = [PROMPTS[0], "", {"prompt_token_ids": [5, 99999]}, PROMPTS[1], {"text": "x"}]
-    outputs = llm.generate(bad, greedy(8), use_tqdm=False)
-    assert len(outputs) == 5
-    assert [output.error is None for output in outputs] == [True, False, False, True, False]
-    assert all(output.finished for output in outputs)
-    assert "empty" in outputs[1].error
-    assert "99999" in outputs[2].error
-    for place in (1, 2, 4):
-        assert outputs[place].outputs[0].finish_reason == "error"
-        assert outputs[place].outputs[0].token_ids == []
-    alone = llm.generate([PROMPTS[0], PROMPTS[1]], greedy(8), use_tqdm=False)
-    assert texts(alone) == [texts(outputs)[0], texts(outputs)[3]]
-
-
 def test_chat(llm: LLM) -> None:
     messages = [{"role": "user", "content": "What is two plus three?"}]
     outputs = llm.chat(messages, greedy(8), use_tqdm=False)
@@ -149,16 +134,6 @@ def test_chat(llm: LLM) -> None:
     assert len(closed[0].prompt_token_ids) < len(expected)
     with pytest.raises(InvalidPromptError, match="content"):
         llm.chat([{"role": "user"}], greedy(8))
-
-
-def test_progress_bar_tells_the_rates(llm: LLM, capsys: pytest.CaptureFixture[str]) -> None:
-    llm.generate(PROMPTS, greedy(8), use_tqdm=True)
-    shown = capsys.readouterr().err
-    assert "3/3" in shown
-    assert "output" in shown
-    assert "tokens/s" in shown
-    llm.generate(PROMPTS, greedy(8), use_tqdm=False)
-    assert capsys.readouterr().err == ""
 
 
 def test_progress_bar_moves_before_a_prompt_ends(
@@ -182,6 +157,8 @@ def test_progress_bar_moves_before_a_prompt_ends(
     assert all(rate > 1 for rate in rates)
     assert "1/1" in drawn[-1]
     assert "tokens/s" in drawn[-1]
+    llm.generate(PROMPTS, greedy(8), use_tqdm=False)
+    assert capsys.readouterr().err == ""
 
 
 def test_progress_bar_shows_refused_prompts_apart(

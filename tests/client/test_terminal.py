@@ -9,15 +9,10 @@ import select
 import socket
 import subprocess
 import sys
-import threading
 import time
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any
 
-import grpc
 import pytest
-from grpc_health.v1 import health_pb2, health_pb2_grpc
 from server.guarded import guarded_server
 from support.server_process import ServerProcess
 
@@ -205,24 +200,11 @@ def test_a_token_of_the_environment_that_cannot_be_one(
 
 
 def test_the_timeout_of_health(capsys: pytest.CaptureFixture[str]) -> None:
-    ended = threading.Event()
-
-    class Silent(health_pb2_grpc.HealthServicer):
-        def Check(self, request: Any, context: Any) -> Any:  # noqa: N802
-            ended.wait(START_S)
-            return health_pb2.HealthCheckResponse()
-
-    server = grpc.server(ThreadPoolExecutor(1))
-    health_pb2_grpc.add_HealthServicer_to_server(Silent(), server)
-    port = server.add_insecure_port("127.0.0.1:0")
-    server.start()
-    try:
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        target = f"127.0.0.1:{silent.getsockname()[1]}"
         begin = time.monotonic()
-        assert main(["client", "health", "--timeout", "1", "--target", f"127.0.0.1:{port}"]) == 1
+        assert main(["client", "health", "--timeout", "1", "--target", target]) == 1
         assert 1.0 <= time.monotonic() - begin < END_S
-    finally:
-        ended.set()
-        server.stop(None).wait(START_S)
     assert "DeadlineExceededError" in capsys.readouterr().err
 
 

@@ -79,19 +79,14 @@ HARMLESS = {"seed", "include_stop_str_in_output", "ignore_eos", "detokenize", "s
 
 
 def sampling(fields: dict[str, Any]) -> pb.SamplingParams:
-    message = pb.SamplingParams()
-    for name, value in fields.items():
-        if name == "logit_bias":
-            message.logit_bias.update(value)
-        elif name == "allowed_token_ids":
-            message.allowed_token_ids.CopyFrom(pb.TokenIds(ids=value))
-        elif name == "bad_words_token_ids":
-            message.bad_words_token_ids.extend(pb.TokenIds(ids=one) for one in value)
-        elif isinstance(value, list):
-            getattr(message, name).extend(value)
-        else:
-            setattr(message, name, value)
-    return message
+    given = dict(fields)
+    if "allowed_token_ids" in given:
+        given["allowed_token_ids"] = pb.TokenIds(ids=given["allowed_token_ids"])
+    if "bad_words_token_ids" in given:
+        given["bad_words_token_ids"] = [
+            pb.TokenIds(ids=one) for one in fields["bad_words_token_ids"]
+        ]
+    return pb.SamplingParams(**given)
 
 
 def request(**fields: Any) -> pb.GenerateRequest:
