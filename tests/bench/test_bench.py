@@ -46,6 +46,13 @@ def test_report_says_what_was_run(
     assert main(words) == 0
     shown = capsys.readouterr().out
     assert re.search(rf"^command +tpengine {re.escape(' '.join(words))}$", shown, re.MULTILINE)
+    if name == "throughput":
+        for head in ("machine", "commit", "model", "requests", "step, ms", "outside the model"):
+            assert re.search(f"^{head}", shown, re.MULTILINE), shown
+        for head in ("output", "prefill"):
+            found = re.search(rf"^{head} tokens/s +(\S+)", shown, re.MULTILINE)
+            assert found is not None
+            assert float(found[1]) > 0
     kind = "int8" if "int8" in options else "none"
     line = rf"^settings +device cpu, dtype float32, quantization {kind}$"
     assert re.search(line, shown, re.MULTILINE), shown

@@ -10,8 +10,6 @@ import sys
 from typing import Any
 
 import pytest
-from support.models import ModelShop
-from support.zoo import PLAIN
 
 from tpengine.cli.main import BENCHMARKS, build_parser, main
 
@@ -134,25 +132,6 @@ def test_all_mistyped_options_are_named_below_a_short_usage(
         f"tpengine generate: error: unrecognized arguments: {' '.join(wrong)}; did you mean "
         "--temperature for --temprature, --max-tokens for -max-tokens, --stop for --stopp?"
     )
-
-
-def test_bench_throughput(models: ModelShop, capsys: pytest.CaptureFixture[str]) -> None:
-    arguments = ["--model", str(models.folder(PLAIN)), "--num-requests", "5", "--runs", "1"]
-    assert main(["bench", "throughput", *arguments, *SMALL]) == 0
-    shown = capsys.readouterr().out
-    for line in (
-        "machine",
-        "commit",
-        "model",
-        "requests",
-        "output tokens/s",
-        "prefill tokens/s",
-        "step, ms",
-        "outside the model",
-    ):
-        assert any(text.startswith(line) for text in shown.splitlines()), shown
-    rate = next(text for text in shown.splitlines() if text.startswith("output tokens/s"))
-    assert float(rate.split()[2]) > 0
 
 
 INTERRUPTED_IMPORT = """

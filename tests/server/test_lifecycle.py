@@ -7,7 +7,6 @@ import signal
 import socket
 import subprocess
 import sys
-import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -19,7 +18,7 @@ import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from support.server_process import ServerProcess, wait_until
 
-from server.calls import TIMEOUT_S, Refusal, long_request, refused, running, waiting
+from server.calls import TIMEOUT_S, Refusal, Watcher, long_request, refused, running, waiting
 from server.guarded import Authority
 from tpengine.cli.main import main
 from tpengine.server.grpc.proto import tpengine_pb2 as pb
@@ -35,29 +34,6 @@ TOLD_S = 0.9
 """A server that ended within this time had enough CPU time to tell its clients why."""
 DYING = Path(__file__).with_name("dying_server.py")
 TOKEN, ADMIN = "a-token-of-a-client", "the-token-of-the-admin"
-
-
-class Watcher:
-    """A stream of health, read on a thread."""
-
-    def __init__(self, channel: grpc.Channel, name: str) -> None:
-        request = health_pb2.HealthCheckRequest(service=name)
-        self.said: list[int] = []
-        self._stream = health_pb2_grpc.HealthStub(channel).Watch(request, timeout=END_S)
-        self._thread = threading.Thread(target=self._read, daemon=True)
-        self._thread.start()
-
-    def _read(self) -> None:
-        try:
-            for answer in self._stream:
-                self.said.append(answer.status)
-        except grpc.RpcError:
-            return
-
-    def close(self) -> None:
-        self._stream.cancel()
-        self._thread.join(TIMEOUT_S)
-        assert not self._thread.is_alive()
 
 
 def check(channel: grpc.Channel, name: str) -> int:
