@@ -147,21 +147,18 @@ def test_tables_that_do_not_fit(models: ModelShop, monkeypatch: pytest.MonkeyPat
     ],
 )
 def test_what_does_nothing_on_cpu_is_named_once(
-    models: ModelShop, monkeypatch: pytest.MonkeyPatch, args: dict[str, Any], named: str | None
+    models: ModelShop, caplog: pytest.LogCaptureFixture, args: dict[str, Any], named: str | None
 ) -> None:
-    lines: list[str] = []
-    handler = logging.Handler()
-    monkeypatch.setattr(handler, "emit", lambda record: lines.append(record.getMessage()))
     logger = logging.getLogger("tpengine")
-    logger.addHandler(handler)
+    logger.addHandler(caplog.handler)
     try:
         engine_args = EngineArgs(str(models.folder(PLAIN)), **args)
         engine_args.create_engine_config("cuda")
-        assert lines == []
+        assert caplog.messages == []
         engine_args.create_engine_config("cpu")
     finally:
-        logger.removeHandler(handler)
-    assert lines == ([] if named is None else [f"no effect on CPU: {named}"])
+        logger.removeHandler(caplog.handler)
+    assert caplog.messages == ([] if named is None else [f"no effect on CPU: {named}"])
 
 
 def test_no_block_fits_and_the_named_value_does(models: ModelShop) -> None:

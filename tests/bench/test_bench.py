@@ -46,6 +46,13 @@ def test_report_says_what_was_run(
     assert main(words) == 0
     shown = capsys.readouterr().out
     assert re.search(rf"^command +tpengine {re.escape(' '.join(words))}$", shown, re.MULTILINE)
+    if name == "throughput":
+        for head in ("machine", "commit", "model", "requests", "step, ms", "outside the model"):
+            assert re.search(f"^{head}", shown, re.MULTILINE), shown
+        for head in ("output", "prefill"):
+            found = re.search(rf"^{head} tokens/s +(\S+)", shown, re.MULTILINE)
+            assert found is not None
+            assert float(found[1]) > 0
     kind = "int8" if "int8" in options else "none"
     line = rf"^settings +device cpu, dtype float32, quantization {kind}$"
     assert re.search(line, shown, re.MULTILINE), shown
@@ -106,8 +113,8 @@ def test_what_a_decode_step_reads(models: ModelShop) -> None:
     with make_engine(models.folder(PLAIN)) as engine:
         config = engine.get_model_config()
         table = 4 * config.vocab_size * int(config.hf_config["hidden_size"])
-        on_cpu = latency._step_bytes(engine, "cpu")
-        assert latency._step_bytes(engine, "cuda") == on_cpu + table
+        on_cpu = latency.step_bytes_of(engine, "cpu")
+        assert latency.step_bytes_of(engine, "cuda") == on_cpu + table
 
 
 def test_a_step_is_counted_once(models: ModelShop, monkeypatch: pytest.MonkeyPatch) -> None:

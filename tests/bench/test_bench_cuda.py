@@ -17,7 +17,6 @@ import pytest
 import torch
 
 from tpengine.bench import kernels, visit
-from tpengine.bench import visit as visit_parts_module
 from tpengine.bench.cuda_kernels import GROUPS, Setting
 from tpengine.bench.timing import Action, Ceilings, DecodeStep, Row, compare, decode_s
 from tpengine.bench.visit import Part, run_parts, table, visit_parts
@@ -112,13 +111,14 @@ def test_a_visit_goes_on_after_failures(tmp_path: Path, capsys: pytest.CaptureFi
         python("ends", "print('done')"),
     ]
     results = run_parts(parts, tmp_path, budget_s=60.0)
-    assert [one.outcome for one in results] == [
+    assert [re.sub(r" \d+ s$", "", one.outcome) for one in results] == [
         "failed with 3",
-        "ended after 3 s",
+        "ended after",
         "not here",
         "failed: nothing ran",
         "passed",
     ]
+    assert results[1].seconds >= 3.0, "twice its limit, as there was time"
     assert results[0].lines == ["seen"]
     assert (tmp_path / "all.txt").read_text().endswith("=== ends\ndone\n")
     assert heart.stat().st_size > 0
@@ -131,16 +131,20 @@ def test_a_visit_goes_on_after_failures(tmp_path: Path, capsys: pytest.CaptureFi
 def test_children_of_a_part_that_passed_end_with_it(tmp_path: Path) -> None:
     heart = tmp_path / "heart"
     child = ["sh", "-c", beats(heart)]
-    code = f"import subprocess, time; subprocess.Popen({child}); time.sleep(0.3)"
+    code = (
+        f"import os, subprocess, time; subprocess.Popen({child})\n"
+        f"while not os.path.exists({str(heart)!r}): time.sleep(0.01)"
+    )
     (result,) = run_parts([python("leaves one", code)], tmp_path, 60.0)
     assert result.outcome == "passed"
     assert stands_still(heart)
 
 
 def test_what_a_part_says_when_it_is_told_to_end_is_kept(tmp_path: Path) -> None:
-    code = "import time\ntry: time.sleep(30)\nexcept KeyboardInterrupt: print('2 failed so far')"
-    (result,) = run_parts([python("slow tests", code, 1.0)], tmp_path, 60.0)
-    assert (result.outcome, result.lines) == ("ended after 2 s", ["2 failed so far"])
+    command = ("sh", "-c", "trap 'echo 2 failed so far' INT; sleep 30")
+    (result,) = run_parts([Part(1, "slow tests", 1.0, command)], tmp_path, 60.0)
+    assert result.outcome.startswith("ended after ")
+    assert result.lines == ["2 failed so far"]
 
 
 def test_a_stage_runs_side_by_side(tmp_path: Path) -> None:
@@ -161,12 +165,10 @@ def test_a_stage_runs_side_by_side(tmp_path: Path) -> None:
 
 
 def test_a_hanging_part_leaves_the_others_their_time(tmp_path: Path) -> None:
-    parts = [
-        Part(1, "hangs", 1.0, ("sleep", "60")),
-        python("next", "import time; time.sleep(2)", limit_s=15.0, stage=2),
-    ]
+    parts = [Part(1, "hangs", 1.0, ("sleep", "60")), Part(2, "next", 15.0, ("sleep", "2"))]
     results = run_parts(parts, tmp_path, 28.0)
-    assert [one.outcome for one in results] == ["ended after 2 s", "passed"]
+    assert results[0].outcome.startswith("ended after ")
+    assert results[1].outcome == "passed"
 
 
 def test_a_flood_of_output_keeps_its_ends(tmp_path: Path) -> None:
@@ -193,13 +195,13 @@ def test_what_is_running_is_in_the_file(tmp_path: Path) -> None:
 def test_the_end_of_the_last_part_is_within_the_budget(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    for name, seconds in (("_TELL_S", 1.5), ("_KILL_S", 1.5), ("_LEAST_S", 1.0)):
-        monkeypatch.setattr(visit_parts_module, name, seconds)
+    for name, seconds in (("TELL_S", 4.0), ("KILL_S", 3.5), ("LEAST_S", 1.0)):
+        monkeypatch.setattr(visit, name, seconds)
     code = "import signal, time; signal.signal(signal.SIGINT, signal.SIG_IGN); time.sleep(60)"
     start = time.monotonic()
-    (result,) = run_parts([python("deaf", code)], tmp_path, 5.0)
+    (result,) = run_parts([python("deaf", code)], tmp_path, 9.5)
     assert result.outcome.startswith("ended after")
-    assert 1.9 < time.monotonic() - start < 5.0
+    assert 1.9 < time.monotonic() - start < 9.5
 
 
 def visit_in_a_process(tmp_path: Path, parts: str) -> subprocess.Popen[str]:
@@ -295,9 +297,7 @@ def test_a_visit_fits_into_ten_minutes(tmp_path: Path) -> None:
     parser = argparse.ArgumentParser()
     visit.add_arguments(parser)
     budget_s = parser.parse_args([]).budget_s
-    assert (
-        sum(stages.values()) + visit_parts_module._TELL_S + visit_parts_module._KILL_S <= budget_s
-    )
+    assert sum(stages.values()) + visit.TELL_S + visit.KILL_S <= budget_s
     assert budget_s <= 570.0
     assert list(stages) == sorted(stages)
     assert [part.name for part in parts[:2]] == ["card", "one case of each kernel"]
@@ -332,6 +332,14 @@ def test_a_miss_is_marked(measured_us: float, mark: str) -> None:
     text = compare(1e-6 * measured_us, 269e-6)
     assert text.startswith("predicted  269.00 us")
     assert text.endswith(mark)
+
+
+@pytest.mark.parametrize("budget_s", ["-5", "0", "inf", "nan"])
+def test_a_budget_without_time_is_refused(
+    budget_s: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["bench", "visit", f"--budget-s={budget_s}"]) == 1
+    assert "ConfigError: budget_s must be more than 0" in capsys.readouterr().err
 
 
 def test_a_visit_that_failed_says_so(

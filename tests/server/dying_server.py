@@ -2,24 +2,35 @@
 
 python dying_server.py STEP OPTIONS...      STEP "start": its start never ends
                                             STEP "hang": its tenth step never ends
+
+It prints its port as soon as it listens.
 """
 
 from __future__ import annotations
 
 import sys
 import time
+from typing import Any
 
 from tpengine.cli.main import main
 from tpengine.engine import llm_engine
-from tpengine.engine.llm_engine import LLMEngine
 from tpengine.executor.executor import Executor
+from tpengine.scheduling.scheduler import Scheduler
+from tpengine.server.grpc.server import GrpcServer
 
 when, *options = sys.argv[1:]
-step = LLMEngine._step
+schedule = Scheduler.schedule
+listen = GrpcServer.start
 num_steps = 0
 
 
-def failing_step(engine: LLMEngine) -> object:
+async def told_start(*args: Any) -> int:
+    port = await listen(*args)
+    print(f"the port is {port}", flush=True)
+    return port
+
+
+def failing_schedule(scheduler: Scheduler) -> object:
     global num_steps
     num_steps += 1
     if when == "hang":
@@ -28,7 +39,7 @@ def failing_step(engine: LLMEngine) -> object:
             time.sleep(600)
     elif num_steps >= int(when):
         raise ZeroDivisionError("SECRET of the engine")
-    return step(engine)
+    return schedule(scheduler)
 
 
 def endless_start(config: object, executor: Executor) -> None:
@@ -43,8 +54,9 @@ def endless_start(config: object, executor: Executor) -> None:
     time.sleep(600)
 
 
+GrpcServer.start = told_start  # type: ignore[method-assign]
 if when == "start":
     llm_engine.start_workers = endless_start  # type: ignore[assignment]
 else:
-    LLMEngine._step = failing_step  # type: ignore[assignment,method-assign]
+    Scheduler.schedule = failing_schedule  # type: ignore[assignment,method-assign]
 sys.exit(main(["serve", *options]))

@@ -79,19 +79,14 @@ HARMLESS = {"seed", "include_stop_str_in_output", "ignore_eos", "detokenize", "s
 
 
 def sampling(fields: dict[str, Any]) -> pb.SamplingParams:
-    message = pb.SamplingParams()
-    for name, value in fields.items():
-        if name == "logit_bias":
-            message.logit_bias.update(value)
-        elif name == "allowed_token_ids":
-            message.allowed_token_ids.CopyFrom(pb.TokenIds(ids=value))
-        elif name == "bad_words_token_ids":
-            message.bad_words_token_ids.extend(pb.TokenIds(ids=one) for one in value)
-        elif isinstance(value, list):
-            getattr(message, name).extend(value)
-        else:
-            setattr(message, name, value)
-    return message
+    given = dict(fields)
+    if "allowed_token_ids" in given:
+        given["allowed_token_ids"] = pb.TokenIds(ids=given["allowed_token_ids"])
+    if "bad_words_token_ids" in given:
+        given["bad_words_token_ids"] = [
+            pb.TokenIds(ids=one) for one in fields["bad_words_token_ids"]
+        ]
+    return pb.SamplingParams(**given)
 
 
 def request(**fields: Any) -> pb.GenerateRequest:
@@ -217,10 +212,6 @@ def test_inputs() -> None:
     message = pb.Message(role="user", content="")
     chat = read(pb.GenerateRequest(messages=pb.Conversation(messages=[message])))
     assert chat.messages == [{"role": "user", "content": ""}]
-    told = refused(pb.GenerateRequest())
-    assert (told.code, told.field) == (grpc.StatusCode.INVALID_ARGUMENT, "input")
-    told = refused(pb.GenerateRequest(prompt="a", max_queue_ms=-1))
-    assert told.field == "max_queue_ms"
     long_role = pb.Conversation(messages=[pb.Message(role="r" * 65)])
     assert refused(pb.GenerateRequest(messages=long_role)).field == "messages"
     many = pb.Conversation(messages=[message] * 4097)
@@ -337,3 +328,30 @@ def test_what_goes_on_has_no_end() -> None:
     assert not answer.outputs[0].HasField("finish_reason")
     assert answer.outputs[0].WhichOneof("matched_stop") is None
     assert answer.outputs[0].index == 2
+
+
+@pytest.mark.parametrize("of", ["output", "prompt"])
+def test_other_tasks_run_while_a_large_answer_is_converted(of: str) -> None:
+    """The event loop takes a turn after about every thousand candidates."""
+    candidates = {token_id: Logprob(-1.0, token_id + 1, "x") for token_id in range(64)}
+    many = [candidates] * 320
+    one = CompletionOutput(0, "x", [9] * 320, logprobs=many if of == "output" else None)
+    last = output(outputs=[one], finished=False)
+    if of == "prompt":
+        last.prompt_token_ids, last.prompt_logprobs = [9] * 320, many
+
+    async def write() -> tuple[pb.GenerateResponse, int]:
+        turns = 0
+
+        def turn() -> None:
+            nonlocal turns
+            turns += 1
+            asyncio.get_running_loop().call_soon(turn)
+
+        turn()
+        return await ResponseWriter().write(last), turns
+
+    answer, turns = asyncio.run(write())
+    written = answer.outputs[0].logprobs if of == "output" else answer.prompt_logprobs
+    assert sum(len(token.candidates) for token in written) == 320 * 64
+    assert turns >= 20

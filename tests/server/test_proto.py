@@ -6,7 +6,7 @@ from pathlib import Path
 
 import grpc
 import pytest
-from google.protobuf.descriptor import Descriptor, FieldDescriptor
+from google.protobuf.descriptor import Descriptor
 from support.build_proto import PROTO, ROOT, build
 
 from server.calls import TIMEOUT_S
@@ -34,22 +34,6 @@ def test_every_scalar_knows_whether_it_is_set(message: Descriptor) -> None:
     for field in message.fields:
         if not field.is_repeated:
             assert field.has_presence, f"{message.name}.{field.name} is not optional"
-
-
-def test_explicit_zeros_survive_the_wire() -> None:
-    zeros = {
-        FieldDescriptor.CPPTYPE_STRING: "",
-        FieldDescriptor.CPPTYPE_BOOL: False,
-        FieldDescriptor.CPPTYPE_DOUBLE: 0.0,
-    }
-    for message in MESSAGES:
-        for field in message.fields:
-            if field.is_repeated or field.message_type is not None:
-                continue
-            sent = getattr(tpengine_pb2, message.name)(**{field.name: zeros.get(field.cpp_type, 0)})
-            received = type(sent).FromString(sent.SerializeToString())
-            assert received.HasField(field.name), f"{message.name}.{field.name}"
-            assert not type(sent)().HasField(field.name)
 
 
 def test_nothing_that_imports_code_is_on_the_wire() -> None:

@@ -6,7 +6,6 @@ import os
 import re
 import shutil
 import signal
-import subprocess
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
@@ -17,7 +16,7 @@ from support.engines import complete, greedy, make_engine
 from support.server_process import ServerProcess, wait_until
 
 from server.calls import long_request
-from server.test_lifecycle import END_S, free_port, start
+from server.test_lifecycle import END_S, dying_server, session
 from tpengine.config import EMBEDDED_MODEL
 from tpengine.server.grpc.proto import tpengine_pb2 as pb
 
@@ -39,15 +38,6 @@ def _own_ray(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.setenv("RAY_USAGE_STATS_ENABLED", "0")
     yield
     shutil.rmtree(folder, ignore_errors=True)
-
-
-def session(pid: int) -> list[str]:
-    """Commands that run in the session that a process began, except itself."""
-    found = subprocess.run(
-        ["ps", "-o", "pid=,stat=,args=", "--sid", str(pid)], capture_output=True, text=True
-    )
-    lines = [line.split(None, 2) for line in found.stdout.splitlines()]
-    return [args for one, state, args in lines if int(one) != pid and not state.startswith("Z")]
 
 
 def test_streams_go_on_over_a_recovery_and_a_drain(tmp_path: Path) -> None:
@@ -93,14 +83,10 @@ def test_streams_go_on_over_a_recovery_and_a_drain(tmp_path: Path) -> None:
 
 def test_a_signal_during_start_up_leaves_no_process(tmp_path: Path) -> None:
     log = tmp_path / "log"
-    process = start("1000000", *RANKS, "--port", str(free_port()), log=log)
-    try:
+    with dying_server(log, "1000000", *RANKS) as (process, _):
         wait_until(lambda: "rank 1 on " in log.read_text() or process.poll() is not None, RAY_S)
         assert process.poll() is None, log.read_text()
         process.send_signal(signal.SIGTERM)
         assert process.wait(END_S) == 0
         assert "SIGTERM during start-up" in log.read_text()
         wait_until(lambda: not session(process.pid), END_S)
-    finally:
-        process.kill()
-        process.wait(END_S)

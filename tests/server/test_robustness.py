@@ -4,24 +4,23 @@ from __future__ import annotations
 
 import random
 import socket
-import ssl
 from collections import Counter
 from collections.abc import Callable, Iterator
-from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import suppress
 from functools import partial
 from typing import Any
 
 import grpc
 import pytest
-from grpc_health.v1 import health_pb2, health_pb2_grpc
+from grpc_health.v1 import health_pb2
 from support.processors import Stopwatch
 from support.server_process import ServerProcess, wait_until
 
-from server.calls import SERVICE, TIMEOUT_S, Refusal, ids, refused, sampling
+from server.calls import SERVICE, TIMEOUT_S, Refusal, Watcher, ids, refused, sampling
 from server.guarded import guarded_server
-from tpengine.server.grpc import service
 from tpengine.server.grpc.proto import tpengine_pb2 as pb
 from tpengine.server.grpc.proto import tpengine_pb2_grpc
+from tpengine.server.state import ServerState
 
 Code = grpc.StatusCode
 NUM_MUTATIONS = 1000
@@ -55,28 +54,17 @@ def _lives(server: ServerProcess) -> Iterator[None]:
 
 
 @pytest.fixture(scope="module", autouse=True)
-def patient(server: ServerProcess) -> Iterator[Future[tuple[list[int], grpc.StatusCode]]]:
-    """The answers to a client that only waits and pings while the other tests run."""
+def patient(server: ServerProcess) -> Iterator[Watcher]:
+    """A client that only waits and pings while the other tests run."""
     options = [
         ("grpc.keepalive_time_ms", 1000),
         ("grpc.keepalive_timeout_ms", 20_000),
         ("grpc.http2.max_pings_without_data", 0),
     ]
-
-    def listen(watch: Any) -> tuple[list[int], grpc.StatusCode]:
-        said: list[int] = []
-        try:
-            for answer in watch:
-                said.append(answer.status)
-        except grpc.RpcError as error:
-            return said, error.code()
-        return said, Code.OK
-
-    with grpc.insecure_channel(server.target, options) as channel, ThreadPoolExecutor(1) as pool:
-        request = health_pb2.HealthCheckRequest(service="liveness")
-        watch = health_pb2_grpc.HealthStub(channel).Watch(request, timeout=13.0)
-        yield pool.submit(listen, watch)
-        watch.cancel()
+    with grpc.insecure_channel(server.target, options) as channel:
+        watcher = Watcher(channel, "liveness", timeout_s=13.0)
+        yield watcher
+        watcher.close()
 
 
 def valid() -> pb.GenerateRequest:
@@ -177,20 +165,6 @@ def test_bytes_that_are_no_message(server: ServerProcess, name: str) -> None:
     assert_says_nothing(refusal)
 
 
-def say(server: ServerProcess, data: bytes, wait_s: float = 5.0) -> bytes:
-    """Sends bytes to the port; returns the answer until the server closes or the time is over."""
-    host, _, port = server.target.partition(":")
-    heard = b""
-    with socket.create_connection((host, int(port)), timeout=wait_s) as connection:
-        try:
-            connection.sendall(data)
-            while part := connection.recv(65536):
-                heard += part
-        except (TimeoutError, ConnectionError):
-            pass
-    return heard
-
-
 @pytest.mark.parametrize(
     "data",
     [
@@ -199,13 +173,22 @@ def say(server: ServerProcess, data: bytes, wait_s: float = 5.0) -> bytes:
         random.Random(1).randbytes(4096),
         b"\x00" * 100_000,
         PREFACE + random.Random(2).randbytes(4096),
+        b"\x16\x03\x01\x02\x00\x01\x00\x01\xfc\x03\x03" + random.Random(3).randbytes(508),
         # A settings frame, then headers with a wrong length.
         PREFACE + b"\x00\x00\x00\x04\x00\x00\x00\x00\x00" + b"\xff\xff\xff\x01\x05\x00\x00\x00\x01",
     ],
-    ids=["GET", "POST", "random", "zeros", "after the preface", "frames"],
+    ids=["GET", "POST", "random", "zeros", "after the preface", "TLS", "frames"],
 )
 def test_garbage_on_the_port(server: ServerProcess, data: bytes) -> None:
-    heard = say(server, data, wait_s=1.0)
+    host, _, port = server.target.partition(":")
+    heard = b""
+    with (
+        socket.create_connection((host, int(port)), timeout=1.0) as connection,
+        suppress(TimeoutError, ConnectionError),
+    ):
+        connection.sendall(data)
+        while part := connection.recv(65536):
+            heard += part
     for word in INSIDES:
         assert word.encode() not in heard
 
@@ -218,19 +201,6 @@ def test_connections_that_say_nothing(server: ServerProcess) -> None:
     finally:
         for connection in silent:
             connection.close()
-
-
-def test_tls_where_there_is_none(server: ServerProcess) -> None:
-    host, _, port = server.target.partition(":")
-    context = ssl.create_default_context()
-    with (
-        socket.create_connection((host, int(port)), timeout=5.0) as plain,
-        pytest.raises((ssl.SSLError, OSError)),
-    ):
-        context.wrap_socket(plain, server_hostname=host)
-    with grpc.secure_channel(server.target, grpc.ssl_channel_credentials()) as channel:
-        refusal = refused(channel.unary_unary(SERVICE + "Generate"), b"")
-        assert refusal.code is Code.UNAVAILABLE
 
 
 @pytest.mark.parametrize("kind", [grpc.Compression.Gzip, grpc.Compression.Deflate])
@@ -281,7 +251,7 @@ def test_a_fault_of_ours_tells_nothing(
     def broken(*args: object) -> None:
         raise ZeroDivisionError("SECRET")
 
-    monkeypatch.setattr(service, "_write_limits", broken)
+    monkeypatch.setattr(ServerState, "uptime_s", property(broken))
     with guarded_server() as target, grpc.insecure_channel(target) as channel:
         stub = tpengine_pb2_grpc.GenerationServiceStub(channel)
         refusal = refused(stub.GetServerInfo, pb.GetServerInfoRequest())
@@ -310,12 +280,9 @@ def test_prompts_are_not_in_the_log(server: ServerProcess) -> None:
     assert marker not in log
 
 
-def test_a_client_may_wait_and_look_whether_we_live(
-    patient: Future[tuple[list[int], grpc.StatusCode]],
-) -> None:
+def test_a_client_may_wait_and_look_whether_we_live(patient: Watcher) -> None:
     """Pings while no data comes, as in a long queue or a recovery, are no abuse: the eleventh ended
     the connection once."""
-    assert patient.result(TIMEOUT_S) == (
-        [health_pb2.HealthCheckResponse.SERVING],
-        Code.DEADLINE_EXCEEDED,
-    )
+    wait_until(lambda: patient.code is not None, TIMEOUT_S)
+    assert patient.code is Code.DEADLINE_EXCEEDED
+    assert patient.said == [health_pb2.HealthCheckResponse.SERVING]

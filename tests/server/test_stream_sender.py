@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import functools
 import gc
 import random
-from collections.abc import Coroutine
+from collections.abc import Callable, Coroutine
 from typing import Any
 
 import pytest
@@ -15,7 +16,7 @@ from tpengine.outputs import CompletionOutput, Logprob, RequestOutput
 from tpengine.server.grpc.proto import tpengine_pb2 as pb
 from tpengine.server.grpc.service import send_stream
 
-WAIT_S = 10.0
+WAIT_S = 60.0
 
 
 def _output(*token_ids: int, finished: bool = False, logprobs: bool = False) -> RequestOutput:
@@ -64,16 +65,22 @@ class Connection:
         return [list(message.outputs[0].token_ids) for message in self.messages]
 
 
-def _run(work: Coroutine[Any, Any, None]) -> None:
-    async def bounded() -> None:
-        unheard: list[dict[str, Any]] = []
-        asyncio.get_running_loop().set_exception_handler(lambda _, what: unheard.append(what))
-        await asyncio.wait_for(work, WAIT_S)
-        gc.collect()
-        await asyncio.sleep(0)
-        assert not unheard
+def bounded(check: Callable[..., Coroutine[Any, Any, None]]) -> Callable[..., None]:
+    """Runs a test in an event loop, in which no exception may be lost."""
 
-    asyncio.run(bounded())
+    @functools.wraps(check)
+    def run(**given: Any) -> None:
+        async def watched() -> None:
+            unheard: list[dict[str, Any]] = []
+            asyncio.get_running_loop().set_exception_handler(lambda _, what: unheard.append(what))
+            await asyncio.wait_for(check(**given), WAIT_S)
+            gc.collect()
+            await asyncio.sleep(0)
+            assert not unheard
+
+        asyncio.run(watched())
+
+    return run
 
 
 async def _turns(count: int = 8) -> None:
@@ -81,136 +88,124 @@ async def _turns(count: int = 8) -> None:
         await asyncio.sleep(0)
 
 
-def test_an_output_is_sent_by_the_call_that_delivers_it() -> None:
-    async def check() -> None:
-        box, connection = Mailbox(merges=True), Connection()
-        sending = asyncio.create_task(send_stream(box, connection.write))
+@bounded
+async def test_an_output_is_sent_by_the_call_that_delivers_it() -> None:
+    box, connection = Mailbox(merges=True), Connection()
+    sending = asyncio.create_task(send_stream(box, connection.write))
+    await _turns()
+    for token in range(5):
+        box.put(_output(token))
+        assert len(connection.messages) == token + 1
         await _turns()
-        for token in range(5):
-            box.put(_output(token))
-            assert len(connection.messages) == token + 1
-            await _turns()
-        assert not sending.done()
-        box.put(_output(9, finished=True))
-        await sending
-        assert connection.token_ids == [[0], [1], [2], [3], [4], [9]]
-        first, *_, last = connection.messages
-        assert (first.request_id, first.outputs[0].text, first.finished) == ("it", "0 ", False)
-        assert first.outputs[0].HasField("index")
-        assert not first.HasField("usage")
-        assert last.finished
-        assert last.usage.num_output_tokens == 6
-        assert last.outputs[0].finish_reason == pb.FINISH_REASON_LENGTH
-
-    _run(check())
+    assert not sending.done()
+    box.put(_output(9, finished=True))
+    await sending
+    assert connection.token_ids == [[0], [1], [2], [3], [4], [9]]
+    first, *_, last = connection.messages
+    assert (first.request_id, first.outputs[0].text, first.finished) == ("it", "0 ", False)
+    assert first.outputs[0].HasField("index")
+    assert not first.HasField("usage")
+    assert last.finished
+    assert last.usage.num_output_tokens == 6
+    assert last.outputs[0].finish_reason == pb.FINISH_REASON_LENGTH
 
 
-def test_outputs_during_a_write_are_merged() -> None:
-    async def check() -> None:
-        box, connection = Mailbox(merges=True), Connection(is_fast=False)
-        sending = asyncio.create_task(send_stream(box, connection.write))
-        await _turns()
-        for token in range(50):
-            box.put(_output(token))
-            await _turns(1)
-        assert connection.token_ids == [[0]]
+@bounded
+async def test_outputs_during_a_write_are_merged() -> None:
+    box, connection = Mailbox(merges=True), Connection(is_fast=False)
+    sending = asyncio.create_task(send_stream(box, connection.write))
+    await _turns()
+    for token in range(50):
+        box.put(_output(token))
+        await _turns(1)
+    assert connection.token_ids == [[0]]
+    connection.let_go()
+    await _turns()
+    assert connection.token_ids == [[0], list(range(1, 50))]
+    box.put(_output(50, finished=True))
+    for _ in range(3):
         connection.let_go()
         await _turns()
-        assert connection.token_ids == [[0], list(range(1, 50))]
-        box.put(_output(50, finished=True))
-        for _ in range(3):
-            connection.let_go()
-            await _turns()
-        await sending
-        assert connection.token_ids == [[0], list(range(1, 50)), [50]]
-
-    _run(check())
+    await sending
+    assert connection.token_ids == [[0], list(range(1, 50)), [50]]
 
 
 @pytest.mark.parametrize("seed", range(20))
-def test_all_arrives_in_order_whenever_writes_end(seed: int) -> None:
+@bounded
+async def test_all_arrives_in_order_whenever_writes_end(seed: int) -> None:
     rng = random.Random(seed)
 
-    async def check() -> None:
-        box, connection = Mailbox(merges=True), Connection(is_fast=False)
-        sending = asyncio.create_task(send_stream(box, connection.write))
-        for token in range(60):
-            box.put(_output(token, finished=token == 59, logprobs=rng.random() < 0.1))
-            for _ in range(rng.randrange(3)):
-                if rng.random() < 0.6:
-                    connection.let_go()
-                await _turns(rng.randrange(3))
-        while not sending.done():
-            connection.let_go()
-            await _turns(1)
-        await sending
-        assert [token for ids in connection.token_ids for token in ids] == list(range(60))
-        told = [one for message in connection.messages for one in message.outputs]
-        assert "".join(one.text for one in told) == "".join(f"{token} " for token in range(60))
-        assert [message.finished for message in connection.messages].index(True) + 1 == len(told)
-
-    _run(check())
+    box, connection = Mailbox(merges=True), Connection(is_fast=False)
+    sending = asyncio.create_task(send_stream(box, connection.write))
+    for token in range(60):
+        box.put(_output(token, finished=token == 59, logprobs=rng.random() < 0.1))
+        for _ in range(rng.randrange(3)):
+            if rng.random() < 0.6:
+                connection.let_go()
+            await _turns(rng.randrange(3))
+    while not sending.done():
+        connection.let_go()
+        await _turns(1)
+    await sending
+    assert [token for ids in connection.token_ids for token in ids] == list(range(60))
+    told = [one for message in connection.messages for one in message.outputs]
+    assert "".join(one.text for one in told) == "".join(f"{token} " for token in range(60))
+    assert [message.finished for message in connection.messages].index(True) + 1 == len(told)
 
 
 @pytest.mark.parametrize("is_fast", [True, False])
-def test_an_error_ends_the_stream_once(is_fast: bool) -> None:
-    async def check() -> None:
-        box, connection = Mailbox(merges=True), Connection(is_fast)
-        sending = asyncio.create_task(send_stream(box, connection.write))
-        await _turns()
+@bounded
+async def test_an_error_ends_the_stream_once(is_fast: bool) -> None:
+    box, connection = Mailbox(merges=True), Connection(is_fast)
+    sending = asyncio.create_task(send_stream(box, connection.write))
+    await _turns()
+    box.put(_output(1))
+    box.put(_output(2))
+    box.fail(ValueError("gone"))
+    await _turns()
+    connection.let_go()
+    with pytest.raises(ValueError, match="gone"):
+        await sending
+    box.put(_output(3))
+    assert connection.token_ids == ([[1], [2]] if is_fast else [[1]])
+
+
+@bounded
+async def test_a_write_that_fails_fails_its_own_stream_alone() -> None:
+    async def broken(message: pb.GenerateResponse) -> None:
+        raise OSError("no connection")
+
+    boxes, connection = [Mailbox(merges=True) for _ in range(2)], Connection()
+    writes = [broken, connection.write]
+    tasks = [
+        asyncio.create_task(send_stream(box, write))
+        for box, write in zip(boxes, writes, strict=True)
+    ]
+    await _turns()
+    for box in boxes:
         box.put(_output(1))
-        box.put(_output(2))
-        box.fail(ValueError("gone"))
-        await _turns()
-        connection.let_go()
-        with pytest.raises(ValueError, match="gone"):
-            await sending
-        box.put(_output(3))
-        assert connection.token_ids == ([[1], [2]] if is_fast else [[1]])
-
-    _run(check())
-
-
-def test_a_write_that_fails_fails_its_own_stream_alone() -> None:
-    async def check() -> None:
-        async def broken(message: pb.GenerateResponse) -> None:
-            raise OSError("no connection")
-
-        boxes, connection = [Mailbox(merges=True) for _ in range(2)], Connection()
-        writes = [broken, connection.write]
-        tasks = [
-            asyncio.create_task(send_stream(box, write))
-            for box, write in zip(boxes, writes, strict=True)
-        ]
-        await _turns()
-        for box in boxes:
-            box.put(_output(1))
-        for box in boxes:
-            box.put(_output(2, finished=True))
-        with pytest.raises(OSError, match="no connection"):
-            await tasks[0]
-        await tasks[1]
-        assert connection.token_ids == [[1], [2]]
-
-    _run(check())
+    for box in boxes:
+        box.put(_output(2, finished=True))
+    with pytest.raises(OSError, match="no connection"):
+        await tasks[0]
+    await tasks[1]
+    assert connection.token_ids == [[1], [2]]
 
 
 @pytest.mark.parametrize("num_tokens", [0, 1, 3])
-def test_a_stream_that_is_left_leaves_nothing(num_tokens: int) -> None:
-    async def check() -> None:
-        box, connection = Mailbox(merges=True), Connection(is_fast=False)
-        sending = asyncio.create_task(send_stream(box, connection.write))
-        await _turns()
-        for token in range(num_tokens):
-            box.put(_output(token))
-        sending.cancel()
-        with pytest.raises(asyncio.CancelledError):
-            await sending
-        assert box.listener is None
-        assert connection.num_left == min(num_tokens, 1)
-        box.put(_output(7))  # no reader is left
-        box.put(_output(8, finished=True))
-        await _turns()
-        assert connection.token_ids == [[0]][:num_tokens]
-
-    _run(check())
+@bounded
+async def test_a_stream_that_is_left_leaves_nothing(num_tokens: int) -> None:
+    box, connection = Mailbox(merges=True), Connection(is_fast=False)
+    sending = asyncio.create_task(send_stream(box, connection.write))
+    await _turns()
+    for token in range(num_tokens):
+        box.put(_output(token))
+    sending.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await sending
+    assert box.listener is None
+    assert connection.num_left == min(num_tokens, 1)
+    box.put(_output(7))  # no reader is left
+    box.put(_output(8, finished=True))
+    await _turns()
+    assert connection.token_ids == [[0]][:num_tokens]

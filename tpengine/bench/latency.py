@@ -87,7 +87,7 @@ def run(args: argparse.Namespace) -> int:
             _measure(engine, size, options.input_len, options.output_len, measure_bandwidth)
             for size in tqdm(sizes, desc="batch sizes", unit="size")
         ]
-        step_bytes = _step_bytes(engine, device)
+        step_bytes = step_bytes_of(engine, device)
         model = args.shape or engine.get_model_config().model
         head = {"model": model, "floor": f"the time to read {step_bytes / 1e9:.3f} GB"}
         print(report_head(engine_args, head, width=11))
@@ -137,7 +137,7 @@ def _bandwidth_of(device: str) -> Callable[[], float]:
     return lambda: copy
 
 
-def _step_bytes(engine: LLMEngine, device: str) -> int:
+def step_bytes_of(engine: LLMEngine, device: str) -> int:
     """Bytes of weights that a decode step reads. It reads only single rows of the embedding and of
     the rotary angles. A tied output head reads the whole embedding on a GPU, and on CPU a packed
     copy of it."""

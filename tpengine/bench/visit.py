@@ -28,14 +28,15 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from tpengine.host import NotedSignal
+from tpengine.options import Declaration
 
 _TAIL_LINES = 12
 _MOST_SHOWN = 48
 _MOST_COLUMNS = 240
-_LEAST_S = 10.0
-_TELL_S = 6.0
+LEAST_S = 10.0
+TELL_S = 6.0
 """Time for a part that exceeds its limit to print what it found."""
-_KILL_S = 5.0
+KILL_S = 5.0
 _LOOK_S = 0.2
 _SAVE_S = 2.0
 """Between two writes of `all.txt`."""
@@ -108,7 +109,7 @@ class Guard:
     def __exit__(self, *exc: object) -> None:
         self.watch([])
         try:
-            self._process.communicate(timeout=_KILL_S)
+            self._process.communicate(timeout=KILL_S)
         except subprocess.TimeoutExpired:
             self._process.kill()
 
@@ -138,7 +139,7 @@ class _Running:
                 self._told = now
                 self._send(signal.SIGINT)
             return None
-        if code is None and now < self._told + _TELL_S:
+        if code is None and now < self._told + TELL_S:
             return None
         ended = f"ended after {self._told - self.start:.0f} s"
         return self.result(ended if cut.signal is None else f"cut by {cut.signal.name}")
@@ -155,7 +156,7 @@ class _Running:
         """Ends all processes of the part, its children included."""
         self._send(signal.SIGKILL)
         with contextlib.suppress(subprocess.TimeoutExpired):
-            self._process.wait(_KILL_S)
+            self._process.wait(KILL_S)
 
     def _send(self, number: signal.Signals) -> None:
         with contextlib.suppress(ProcessLookupError):
@@ -169,7 +170,7 @@ def run_parts(parts: Sequence[Part], out: Path, budget_s: float) -> list[Result]
     Args:
         budget_s: seconds for all parts together, including the end of the last one.
     """
-    end = time.monotonic() + budget_s - _TELL_S - _KILL_S
+    end = time.monotonic() + budget_s - TELL_S - KILL_S
     stages = [list(stage) for _, stage in itertools.groupby(parts, lambda part: part.stage)]
     limits = [max(part.limit_s for part in stage) for stage in stages]
     results: list[Result] = []
@@ -198,7 +199,7 @@ def _why_not(part: Part, left: float, cut: NotedSignal) -> str | None:
         return "not here"
     if cut.signal is not None:
         return f"not run: cut by {cut.signal.name}"
-    return "no time left" if left < min(_LEAST_S, part.limit_s) else None
+    return "no time left" if left < min(LEAST_S, part.limit_s) else None
 
 
 def _finish(
@@ -364,6 +365,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Runs all parts; returns 0 if no part failed."""
+    Declaration(more_than=0, unit=" seconds").check("budget_s", args.budget_s)
     out = Path(args.out)
     with tempfile.TemporaryDirectory() as scratch:
         scale = args.budget_s / _BUDGET_S

@@ -17,6 +17,11 @@ class CommandParser(argparse.ArgumentParser):
     """Parser that prints an error below one line of usage. A command that starts an engine has so
     many options that the full usage would push the error off the screen."""
 
+    @property
+    def actions(self) -> Sequence[argparse.Action]:
+        """All options and positional arguments."""
+        return self._actions
+
     def error(self, message: str) -> NoReturn:
         """Ends the process with exit code 2; the message is the last line.
 
@@ -24,7 +29,7 @@ class CommandParser(argparse.ArgumentParser):
             SystemExit: always.
         """
         formatter = argparse.HelpFormatter(f"{self.prog} [OPTION ...]")
-        positionals = [action for action in self._actions if not action.option_strings]
+        positionals = [action for action in self.actions if not action.option_strings]
         formatter.add_usage(None, positionals, [])
         usage = formatter.format_help().strip()
         self.exit(2, f"{usage}  (more: {self.prog} --help)\n{self.prog}: error: {message}\n")

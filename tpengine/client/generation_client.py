@@ -33,7 +33,7 @@ from tpengine.server.grpc.proto import TIMEOUT_KEY, tpengine_pb2_grpc
 from tpengine.server.grpc.proto import tpengine_pb2 as pb
 
 Answer = TypeVar("Answer")
-_GRACE_S = 0.5
+GRACE_S = 0.5
 """Time in seconds after a request's deadline for the server to report it."""
 _LOCALLY_CANCELLED = "Locally cancelled by application!"
 
@@ -109,7 +109,7 @@ class GenerationClient:
         """
         request = to_request(prompt, params or SamplingParams(), request_id, priority, max_queue_s)
         call = self._stub.Generate(request, **self._until(timeout_s))
-        async with self._typed_errors(call):
+        async with typed_errors(call, self.target):
             return to_output(await call, prompt)
 
     async def stream(
@@ -134,7 +134,7 @@ class GenerationClient:
         request = to_request(prompt, params or SamplingParams(), request_id, priority, max_queue_s)
         call = self._stub.GenerateStream(request, **self._until(timeout_s))
         try:
-            async with self._typed_errors(call):
+            async with typed_errors(call, self.target):
                 async for response in call:
                     yield to_output(response, prompt)
         finally:
@@ -209,7 +209,7 @@ class GenerationClient:
         request = _health_request(service)
         call = self._health.Watch(request, metadata=self._metadata)
         try:
-            async with self._typed_errors(call):
+            async with typed_errors(call, self.target):
                 async for answer in call:
                     yield _health_name(answer.status)
         finally:
@@ -229,29 +229,14 @@ class GenerationClient:
             return {"metadata": self._metadata}
         timeout_ms = max(0, timeout_ms)
         metadata = (*self._metadata, (TIMEOUT_KEY, str(timeout_ms)))
-        return {"timeout": timeout_ms / 1e3 + _GRACE_S, "metadata": metadata}
+        return {"timeout": timeout_ms / 1e3 + GRACE_S, "metadata": metadata}
 
     async def _call(self, method: Callable[..., Awaitable[Answer]], request: Any) -> Answer:
         timeout_ms = to_milliseconds("call_timeout_s", self._call_timeout_s)
         timeout_s = None if timeout_ms is None else timeout_ms / 1e3
         call = method(request, timeout=timeout_s, metadata=self._metadata)
-        async with self._typed_errors(call):
+        async with typed_errors(call, self.target):
             return await call
-
-    @asynccontextmanager
-    async def _typed_errors(self, call: Any) -> AsyncIterator[None]:
-        try:
-            yield
-        except grpc.aio.AioRpcError as error:
-            raise to_error(error, self.target) from error
-        except asyncio.CancelledError:
-            # grpc.aio also raises it when the *server* ended the call with CANCELLED. If the call
-            # ended otherwise, it is the caller's own cancellation, and must not be lost.
-            if call.done() and await call.code() is grpc.StatusCode.CANCELLED:
-                words = await call.details()
-                if words and words != _LOCALLY_CANCELLED:
-                    raise RequestAbortedError(f"{self.target}: {words}") from None
-            raise
 
     async def __aenter__(self) -> GenerationClient:
         return self
@@ -268,3 +253,20 @@ def _health_request(service: str) -> health_pb2.HealthCheckRequest:
 
 def _health_name(status: int) -> str:
     return str(health_pb2.HealthCheckResponse.ServingStatus.Name(status))
+
+
+@asynccontextmanager
+async def typed_errors(call: Any, target: str) -> AsyncIterator[None]:
+    """Turns the errors of a call to this server into those of the engine."""
+    try:
+        yield
+    except grpc.aio.AioRpcError as error:
+        raise to_error(error, target) from error
+    except asyncio.CancelledError:
+        # grpc.aio also raises it when the *server* ended the call with CANCELLED. If the call
+        # ended otherwise, it is the caller's own cancellation, and must not be lost.
+        if call.done() and await call.code() is grpc.StatusCode.CANCELLED:
+            words = await call.details()
+            if words and words != _LOCALLY_CANCELLED:
+                raise RequestAbortedError(f"{target}: {words}") from None
+        raise
