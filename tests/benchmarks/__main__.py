@@ -10,12 +10,10 @@ from pathlib import Path
 
 BENCHMARKS = {
     "collectives": "all-reduce of CPU ranks over shared memory, compared with gloo",
-    "groups": "one request with n sequences against n separate requests",
     "prefix": "what prefix caching gains and costs",
     "ranks": "two ranks of one thread against one process of two threads; a start by phase",
     "sampler": "time of each stage of sampling: penalties, biases, bans, log probabilities",
     "scheduler": "time of schedule and update with many running and waiting requests",
-    "streams": "what streams cost the engine: its step with many readers, against offline",
     "swap": "time to swap a preempted sequence, and to compute it again",
 }
 

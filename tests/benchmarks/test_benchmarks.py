@@ -19,9 +19,7 @@ ENGINE = ["--dtype", "float32", "--device", "cpu", "--cpu-kv-cache-space", "0.02
     ("name", "options"),
     [
         ("prefix", ["--pairs", "1", "--prefix-tokens", "40", "--arrivals", "2"]),
-        ("groups", ["--runs", "1", "--n", "2", "--prompt-tokens", "20"]),
         ("swap", ["--runs", "1", "--lengths", "40"]),
-        ("streams", ["--runs", "1", "--num-streams", "4", "--output-len", "48"]),
     ],
 )
 def test_benchmarks_of_an_engine(
