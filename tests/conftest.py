@@ -66,16 +66,6 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
     return ByGroup(config, log)
 
 
-@pytest.hookimpl(trylast=True)
-def pytest_sessionfinish(session: pytest.Session, exitstatus: int) -> None:
-    """Forgets the failed tests of a run that broke off: it says nothing of the tests that had not
-    come, so that CI repeats none."""
-    ran_all = exitstatus in (pytest.ExitCode.OK, pytest.ExitCode.TESTS_FAILED)
-    cache = getattr(session.config, "cache", None)  # None with -p no:cacheprovider
-    if not ran_all and cache is not None and not hasattr(session.config, "workerinput"):
-        cache.set("cache/lastfailed", {})
-
-
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_makereport(item: pytest.Item) -> Iterator[None]:
     report = yield
