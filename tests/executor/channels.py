@@ -20,7 +20,7 @@ from tpengine.executor.channel import (
 SECRET = b"s" * 32
 EPOCH = 3
 TIMEOUT_S = 60.0
-"""Of what is not meant to reach it."""
+"""A bound for waits that should end long before it."""
 SOON_S = 30.0
 
 

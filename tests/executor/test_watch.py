@@ -141,14 +141,16 @@ def test_watching_costs_almost_nothing(pair: Pair) -> None:
     watching.start()
     thread.start()
     threads = [str(one.native_id) for one in (watching, thread)]
-    before = [cpu_s(one) for one in threads]
-    time.sleep(2.0)
-    spent = sum(cpu_s(one) - then for one, then in zip(threads, before, strict=True))
+    spent = []
+    for _ in range(3):  # other programs on the cores only add to it: the least counts
+        before = [cpu_s(one) for one in threads]
+        time.sleep(2.0)
+        spent.append(sum(cpu_s(one) - then for one, then in zip(threads, before, strict=True)))
     stop.set()
     thread.join(TIMEOUT_S)
     watching.stop()
     watching.wait()
-    assert 0 < spent < 0.05 * 2.0
+    assert 0 < min(spent) < 0.01 * 2.0, spent
     assert not found.losses
 
 

@@ -238,7 +238,12 @@ def test_a_thread_does_not_wait_for_ever(
 ) -> None:
     monkeypatch.setattr(ray_connection, "CONNECTING_S", 0.1)
     begun, done = threading.Event(), threading.Event()
-    fake_ray.on_init = lambda: (begun.set(), done.wait(60.0))  # type: ignore[assignment, func-returns-value]
+
+    def on_init() -> None:
+        begun.set()
+        assert done.wait(60.0)
+
+    fake_ray.on_init = on_init
     with ThreadPoolExecutor(1) as pool:
         first = pool.submit(RayConnection, "local")
         assert begun.wait(60.0)

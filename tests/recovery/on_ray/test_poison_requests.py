@@ -19,7 +19,7 @@ from tpengine.engine.stats import EngineState
 POISON = 3
 """A token that no other prompt holds."""
 SOON_S = 40.0
-"""Ten times what it takes to name a stopped rank on a machine of one's own."""
+"""Ten times what it takes to name a stopped rank on an idle machine."""
 PATIENCE_S = 200.0
 
 
