@@ -134,6 +134,7 @@ class Loop:
         self.outputs: dict[str, RequestOutput] = {}
         self.admitted: list[Request] = []
         self.preemptions: Counter[str] = Counter()
+        self._entered: dict[int, Sequence] = {}
         self._is_restricted = False
         self._num_stalled_steps = 0
 
@@ -198,6 +199,7 @@ class Loop:
     ) -> SchedulerOutput:
         """One step; `in_flight` is called between execution and processing. With `lost_to` it is
         not answered, and the next worker has that many blocks."""
+        self._entered = {i: s for i, s in self._entered.items() if s.slot is not None}
         had_requests = self.scheduler.has_unfinished_requests()
         oldest = next(iter(self.scheduler.running_sequences()), None)
         waiting = list(self.policy)
@@ -341,11 +343,14 @@ class Loop:
             self.events["whole steps"] += 1
 
     def _compare_with_worker(self, output: SchedulerOutput) -> None:
-        """The worker's state, built from the messages, equals the driver's."""
-        members = [s for r in self.scheduler.unfinished_requests() for s in r.sequences]
-        by_slot = {s.slot: s for s in members if s.slot is not None}
-        assert self.worker.slots.keys() <= by_slot.keys()
+        """The worker's state, built from the messages, equals the driver's.
+
+        The worker has each sequence that was a row, or was forked from one, since it got its slot.
+        """
         children = [child for _, child in output.forks]
+        self._entered |= {s.seq_id: s for s in (*output.rows, *children)}
+        by_slot = {s.slot: s for s in self._entered.values() if s.slot is not None}
+        assert self.worker.slots.keys() == by_slot.keys()
         for slot_id, slot in self.worker.slots.items():
             sequence = by_slot[slot_id]
             assert slot.token_ids == sequence.token_ids

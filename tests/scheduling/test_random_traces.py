@@ -73,7 +73,7 @@ def traces(groups: bool, disturbed: bool) -> st.SearchStrategy[Trace]:
     limits: dict[str, st.SearchStrategy[Any]] = {
         "tokens": st.integers(least, 24),
         "seqs": st.integers(least, 8),
-        "num_blocks": st.integers(8, 24) if groups else st.integers(2, 20),
+        "num_blocks": st.integers(8, 24) if groups else st.integers(1, 20),
         "block_size": st.integers(1, 4),
         "chunked": st.booleans(),
         "ahead": st.booleans(),
