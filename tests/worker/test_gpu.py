@@ -16,8 +16,8 @@ from tpengine.distributed.parallel_state import ParallelState
 from tpengine.engine_args import EngineArgs
 from tpengine.errors import ConfigError, GraphCaptureError
 from tpengine.ops import library
-from tpengine.worker.gpu.graphs import CudaCapture, CudaGrowth, Recorded, Run
-from tpengine.worker.transfers import Downloads, Uploads
+from tpengine.worker.gpu.graphs import DRIVER_BYTES, CudaCapture, CudaGrowth, Recorded, Run
+from tpengine.worker.transfers import NUM_BUFFERS, Downloads, Uploads
 from tpengine.worker.worker import Worker
 
 pytestmark = [
@@ -27,8 +27,6 @@ pytestmark = [
 ]
 LENGTHS = (1, 2, 7, 16, 17, 33, 64, 129, 300, 500)
 CUDA = torch.device("cuda", 0)
-DRIVER_BYTES = 64 << 20
-"""What drivers take, as far as `CudaGrowth` counts it."""
 MODES: dict[str, dict[str, Any]] = {
     "chunks of 48": {"max_num_batched_tokens": 48},
     "whole prompts": {"max_num_batched_tokens": 2048, "enable_chunked_prefill": False},
@@ -158,7 +156,7 @@ def test_wrong_use(models: ModelShop) -> None:
 def test_transfers() -> None:
     wait_for = ParallelState().wait_for
     uploads, downloads = Uploads(CUDA, wait_for), Downloads(CUDA, wait_for)
-    for turn in range(40):  # each buffer is used again
+    for turn in range(5 * NUM_BUFFERS):  # each buffer is used again
         arrays = [torch.arange(turn, turn + 9).int().numpy(), torch.rand(2, 3).numpy()]
         sent = uploads.send(arrays)
         finish = downloads.start([sent[0] * 2, sent[1] + 1])

@@ -15,7 +15,7 @@ import torch
 
 _ALIGNMENT = 16
 _FIRST_BYTES = 1 << 20
-_NUM_BUFFERS = 8
+NUM_BUFFERS = 8
 """A buffer is free again when its copy is done. A step that was begun early and the few copies of
 the next one may wait for the device at the same time."""
 
@@ -37,8 +37,8 @@ class Uploads:
         self.device = device
         self._wait_for = wait_for
         self._on_gpu = device.type == "cuda"
-        self._buffers: list[torch.Tensor | None] = [None] * _NUM_BUFFERS
-        self._events: list[Any] = [None] * _NUM_BUFFERS
+        self._buffers: list[torch.Tensor | None] = [None] * NUM_BUFFERS
+        self._events: list[Any] = [None] * NUM_BUFFERS
         self._next = 0
 
     def send(self, arrays: Sequence[Array]) -> list[torch.Tensor]:
@@ -47,7 +47,7 @@ class Uploads:
             return [torch.from_numpy(array) for array in arrays]
         places, size = layout(arrays)
         turn = self._next
-        self._next = (turn + 1) % _NUM_BUFFERS
+        self._next = (turn + 1) % NUM_BUFFERS
         event = self._events[turn]
         if event is not None:
             self._wait_for(event.query, "an upload")

@@ -31,7 +31,7 @@ from tpengine.worker.transfers import Uploads
 logger = init_logger(__name__)
 
 _NUM_COLUMNS = 4  # token ids, positions, slots, lengths
-_DRIVER_BYTES = 64 << 20
+DRIVER_BYTES = 64 << 20
 """More than a graph of thousands of kernels takes outside torch's allocator."""
 
 Run = Callable[[], torch.Tensor]
@@ -233,7 +233,7 @@ class CudaGrowth:
     """Measures the device memory that this process takes from now on and keeps.
 
     torch's allocator reports its own part. What drivers take besides is read from the device's free
-    memory; other processes change that too, so it counts for at most `_DRIVER_BYTES`.
+    memory; other processes change that too, so it counts for at most `DRIVER_BYTES`.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -244,7 +244,7 @@ class CudaGrowth:
         """Bytes since the start; at least 0."""
         reserved, free = self._measure()
         own = max(0, reserved - self._reserved)
-        return own + min(max(0, self._free - free - own), _DRIVER_BYTES)
+        return own + min(max(0, self._free - free - own), DRIVER_BYTES)
 
     def _measure(self) -> tuple[int, int]:
         torch.cuda.synchronize(self._device)
