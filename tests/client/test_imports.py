@@ -2,23 +2,14 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
 from pathlib import Path
+
+from support.imports import imported
 
 import tpengine
 from tpengine import client
 
 MODULES = sorted(path.stem for path in Path(client.__file__).parent.glob("[a-z]*.py"))
-TIMEOUT_S = 120.0
-
-
-def imported(*statements: str) -> set[str]:
-    """Names of all modules after these statements in a fresh interpreter."""
-    program = "\n".join([*statements, "import sys", "print(*sys.modules, sep='\\n')"])
-    command = [sys.executable, "-c", program]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=TIMEOUT_S, check=True)
-    return set(done.stdout.split())
 
 
 def test_only_root_files_and_the_proto() -> None:

@@ -5,11 +5,8 @@ from __future__ import annotations
 import re
 import signal
 import socket
-import subprocess
-import sys
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +17,7 @@ from support.server_process import ServerProcess, wait_until
 
 from server.calls import TIMEOUT_S, Refusal, Watcher, long_request, refused, running, waiting
 from server.guarded import Authority
+from server.processes import END_S, dying_server, session, wait_for
 from tpengine.cli.main import main
 from tpengine.server.grpc.proto import tpengine_pb2 as pb
 from tpengine.server.grpc.proto import tpengine_pb2_grpc
@@ -27,27 +25,16 @@ from tpengine.server.grpc.proto import tpengine_pb2_grpc
 Code = grpc.StatusCode
 SERVING, NOT_SERVING, UNKNOWN = 1, 2, 3
 SMALL = ["--cpu-kv-cache-space", "0.05", "--swap-space", "0", "--dtype", "float32"]
-END_S = 60.0
 AT_ONCE_S = 10.0
 """One second, on a loaded machine."""
 TOLD_S = 0.9
 """A server that ended within this time had enough CPU time to tell its clients why."""
-DYING = Path(__file__).with_name("dying_server.py")
 TOKEN, ADMIN = "a-token-of-a-client", "the-token-of-the-admin"
 
 
 def check(channel: grpc.Channel, name: str) -> int:
     request = health_pb2.HealthCheckRequest(service=name)
     return int(health_pb2_grpc.HealthStub(channel).Check(request, timeout=TIMEOUT_S).status)
-
-
-def session(pid: int) -> list[str]:
-    """Commands that run in the session that a process began, except itself."""
-    found = subprocess.run(
-        ["ps", "-o", "pid=,stat=,args=", "--sid", str(pid)], capture_output=True, text=True
-    )
-    lines = [line.split(None, 2) for line in found.stdout.splitlines()]
-    return [args for one, state, args in lines if int(one) != pid and not state.startswith("Z")]
 
 
 def test_health_by_name(server: ServerProcess) -> None:
@@ -224,32 +211,6 @@ def test_a_second_signal_ends_at_once(both_at_once: bool, tmp_path: Path) -> Non
             assert outcome.code is Code.UNAVAILABLE
             if elapsed_s < TOLD_S:
                 assert outcome.text == "the server was told to stop at once; ask another"
-
-
-def wait_for(log: Path, words: str) -> str:
-    """Waits until a log has these words; returns what follows them in their line."""
-    wait_until(lambda: words in log.read_text(), END_S)
-    return log.read_text().partition(words)[2].partition("\n")[0]
-
-
-@contextmanager
-def dying_server(
-    log: Path, when: str, *options: str
-) -> Iterator[tuple[subprocess.Popen[bytes], grpc.Channel]]:
-    """A process of `dying_server.py` and a channel to it; it is killed at the end."""
-    with log.open("wb") as out:
-        process = subprocess.Popen(
-            [sys.executable, str(DYING), when, "--port", "0", *options],
-            stdout=out,
-            stderr=subprocess.STDOUT,
-            start_new_session=True,
-        )
-    try:
-        with grpc.insecure_channel(f"127.0.0.1:{wait_for(log, 'the port is ')}") as channel:
-            yield process, channel
-    finally:
-        process.kill()
-        process.wait(END_S)
 
 
 def test_a_dead_engine_ends_the_server(tmp_path: Path) -> None:

@@ -16,7 +16,7 @@ from support.engines import complete, greedy, make_engine
 from support.server_process import ServerProcess, wait_until
 
 from server.calls import long_request
-from server.test_lifecycle import END_S, dying_server, session
+from server.processes import END_S, dying_server, session
 from tpengine.config import EMBEDDED_MODEL
 from tpengine.server.grpc.proto import tpengine_pb2 as pb
 

@@ -1,0 +1,50 @@
+"""A server that dies, and the processes that a server leaves."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import grpc
+from support.waiting import wait_until
+
+END_S = 60.0
+DYING = Path(__file__).with_name("dying_server.py")
+
+
+def session(pid: int) -> list[str]:
+    """Commands that run in the session that a process began, except itself."""
+    found = subprocess.run(
+        ["ps", "-o", "pid=,stat=,args=", "--sid", str(pid)], capture_output=True, text=True
+    )
+    lines = [line.split(None, 2) for line in found.stdout.splitlines()]
+    return [args for one, state, args in lines if int(one) != pid and not state.startswith("Z")]
+
+
+def wait_for(log: Path, words: str) -> str:
+    """Waits until a log has these words; returns what follows them in their line."""
+    wait_until(lambda: words in log.read_text(), END_S)
+    return log.read_text().partition(words)[2].partition("\n")[0]
+
+
+@contextmanager
+def dying_server(
+    log: Path, when: str, *options: str
+) -> Iterator[tuple[subprocess.Popen[bytes], grpc.Channel]]:
+    """A process of `dying_server.py` and a channel to it; it is killed at the end."""
+    with log.open("wb") as out:
+        process = subprocess.Popen(
+            [sys.executable, str(DYING), when, "--port", "0", *options],
+            stdout=out,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
+        )
+    try:
+        with grpc.insecure_channel(f"127.0.0.1:{wait_for(log, 'the port is ')}") as channel:
+            yield process, channel
+    finally:
+        process.kill()
+        process.wait(END_S)
