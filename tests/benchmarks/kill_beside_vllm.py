@@ -104,6 +104,8 @@ def measure(name: str, folder: str, dtype: str) -> None:
             last_rank(name).send_signal(signal.SIGKILL)
             killed_at = time.monotonic()
     print(f"{name}: {num_finished} of {NUM_STREAMS} streams finished", flush=True)
+    if killed_at is None:
+        raise RuntimeError(f"{name}: the streams ended before a rank was killed")
     if num_finished:
         print(f"{name}: the longest pause of a stream took {pause_s:.1f} s", flush=True)
     if name == "tpengine":
@@ -111,17 +113,23 @@ def measure(name: str, folder: str, dtype: str) -> None:
 
 
 def run_engine(name: str, python: str, options: list[str], environment: dict[str, str]) -> None:
-    """Measures one engine in a process of its own, and ends all that it leaves behind."""
+    """Measures one engine in a process of its own, and ends all that it leaves behind.
+
+    Raises:
+        CalledProcessError: the process failed.
+    """
     process = subprocess.Popen(
         [python, __file__, "--measure", name, *options],
         env={**os.environ, **environment},
         start_new_session=True,
     )
     try:
-        process.wait(START_S)
+        code = process.wait(START_S)
     finally:
         with contextlib.suppress(ProcessLookupError):
             os.killpg(process.pid, signal.SIGKILL)
+    if code:
+        raise subprocess.CalledProcessError(code, process.args)
 
 
 def main() -> None:
