@@ -67,8 +67,8 @@ async def until(condition: Callable[[], bool]) -> None:
 
 
 def hold_timers() -> list[Callable[[], None]]:
-    """Returns the list of the far timers (of more than 100 s) that the running loop gets from now
-    on. A test calls one to make a deadline pass at a moment that no load of this machine moves."""
+    """Returns a list. From now on each timer of more than 100 s that the running loop gets is added
+    to it. A test calls one of them to make a deadline pass at the moment that the test chooses."""
     loop, held = asyncio.get_running_loop(), list[Callable[[], None]]()
     call_later = loop.call_later
 

@@ -67,7 +67,7 @@ def test_help_says_what_each_option_is_and_its_default(
     assert parser.description
     usage, _, text = parser.format_help().partition("\n\n")
     named, known = (set(re.findall(r"--[a-z][a-z-]+", part)) for part in (text, usage))
-    assert named <= known | {"--help"}, "the help speaks of options that there are"
+    assert named <= known | {"--help"}, "the help names an option that does not exist"
     for action in parser.actions:
         text = parser._get_formatter()._expand_help(action)
         assert re.sub(r"\W*\(?default: .*", "", text), f"{action.dest}: what it is"

@@ -24,7 +24,7 @@ MakeConfig = Callable[..., EngineConfig]
 
 
 def config_maker(folder: Path, **defaults: Any) -> MakeConfig:
-    """Makes configurations from these arguments and others, which come first."""
+    """Returns a function that makes configurations; its arguments replace `defaults`."""
 
     def make(**args: Any) -> EngineConfig:
         given = {"max_recoveries": 1000, **defaults, **args}

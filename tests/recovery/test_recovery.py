@@ -59,7 +59,7 @@ def lose(client: Client) -> None:
 
 
 def test_weights_are_known_without_ranks(client: Client) -> None:
-    """`stats` and `get_weights_bytes` do not call the ranks, which these ranks would refuse."""
+    """`stats` and `get_weights_bytes` do not call the ranks: these ranks would refuse the call."""
     before = client.engine.get_weights_bytes()
     assert before == [ledger.weights_bytes for ledger in client.engine.stats().ledgers]
     lose(client)
