@@ -130,23 +130,22 @@ def test_small_caches_do_swap(models: ModelShop) -> None:
 
 
 @pytest.mark.parametrize(
-    ("dtype", "num_bytes_each", "quantization"),
-    [("bfloat16", 2, None), ("float32", 4, None), ("float32", 4, "int8")],
+    "args",
+    [{"dtype": "bfloat16"}, {"dtype": "float32"}, {"dtype": "float32", "quantization": "int8"}],
+    ids=str,
 )
-def test_layers_share_their_memory(
-    dtype: str, num_bytes_each: int, quantization: str | None
-) -> None:
+def test_layers_share_their_memory(args: dict[str, Any]) -> None:
     """A model of the same sizes with more layers takes no more, by the ledger."""
-    if quantization is None:
+    dtype = args["dtype"]
+    if "quantization" not in args:
         skip_without_packed_layers(dtype)
-    args: dict[str, Any] = {"dtype": dtype, "quantization": quantization}
     with LLM(EMBEDDED_MODEL, max_num_seqs=16, **args) as llm:
         num_bytes = recording_bytes(llm)
         config = llm.llm_engine.get_model_config()
     hidden = config.hf_config["hidden_size"]
     widest = 2 * config.hf_config["intermediate_size"]
     inputs = 16 * 4 * (4 + config.max_model_len // 16)
-    per_row = (num_bytes - inputs) / 16 / num_bytes_each
+    per_row = (num_bytes - inputs) / 16 / getattr(torch, dtype).itemsize
     assert config.num_layers >= 4
     assert hidden + widest <= per_row < 3 * (hidden + widest)
 
