@@ -279,7 +279,7 @@ class RequestQueues:
             and not any(s.num_computed_tokens for s in blank),
             "owners are of sequences with slots": self.owners.keys() == {s.seq_id for s in members},
             "children in flight have slots": all(
-                s.slot is not None or s.status.finished for s in self.in_flight
+                s.slot is not None or s.status.finished for s in self.forking
             ),
             "common tokens are of running requests": self.unforked.keys()
             <= {request.request_id for request in self.running},
