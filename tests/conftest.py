@@ -13,6 +13,7 @@ import tpengine  # noqa: F401
 
 # isort: split
 
+import signal
 from collections.abc import Iterator
 from typing import Any
 
@@ -28,6 +29,9 @@ from support.small_llamas import folders, make_engine, oracles  # noqa: F401  # 
 from support.subjects import Subjects
 
 from tpengine.config import EMBEDDED_MODEL
+
+# A shell starts background commands with SIGINT ignored, and Python then sets no handler of its own.
+signal.signal(signal.SIGINT, signal.default_int_handler)
 
 _LONG_ROOMS = ("executor", "server", "client", "recovery/on_ray", "distributed")
 """Their files stay together, as they share a Ray cluster, servers or ranks; they come first."""
