@@ -9,7 +9,6 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -72,7 +71,7 @@ class ModelConfig:
         """Class name in `config.json`, such as `LlamaForCausalLM`."""
         return str((self.hf_config.get("architectures") or ["(none named)"])[0])
 
-    @cached_property
+    @property
     def vocab_size(self) -> int:
         """Number of rows of the embedding, and of logits of one position."""
         return int(self.hf_config["vocab_size"])

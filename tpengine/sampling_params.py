@@ -1,8 +1,28 @@
 """`SamplingParams`: how the tokens of one request are chosen; and its logits processors.
 
-To add a parameter: a field and its check here; its array by slot in `worker/sampling_state.py`; its
-effect in `layers/sampler.py` or `layers/logit_edits.py`; for gRPC the proto and both `convert.py`
-(`server/grpc/` and `client/`).
+To add a parameter, always:
+
+1. Here: a field, its text under `Args`, and its check in `_check_numbers` or a method after it.
+   For a bool its name in `_FLAGS` is the check. A sequence also becomes a tuple (`_as_tuple`).
+2. In `server/grpc/proto/tpengine.proto`: a field of the same name. Then
+   `python tests/support/build_proto.py` writes the stubs anew.
+3. In `client/convert.py`: its name in `_SAME_NAME`; if the message has another type or range,
+   a conversion in `_to_sampling` instead.
+4. In `server/grpc/convert.py`: nothing, because fields are read by name; only if the message has
+   another type (all lists do), a conversion in `_READERS`.
+5. In `tests/server/test_convert.py`: a value in `ANOTHER`, and one in `WRONG` or `HARMLESS`.
+
+`executor/codec.py` then sends it to the ranks as it is. The rest depends on what it does:
+
+- It changes logits or the choice of a token: an array by slot in `SamplingSlots` of
+  `worker/sampling_state.py` (`__init__`, `write`, `gather`), or objects in its `TokenRules`; the
+  effect in `layers/sampler.py` or `layers/logit_edits.py`; `ModelRunner._worst_sampling` if it
+  takes memory; `_check_sequences` below if beam search cannot do it.
+- It needs the vocabulary, the tokenizer or the end tokens: `engine/requests.py`.
+- It ends or shapes the output: `engine/output_processor.py`; the text: `engine/detokenizer.py`.
+- Its length or value bounds memory or time: `server/limits.py` (`check_counts` for a list, with
+  `_check_lengths` in `server/grpc/convert.py`; else `check_sampling`).
+- It is an option of the commands: `SamplingOptions` in `cli/parser.py`.
 """
 
 from __future__ import annotations

@@ -78,7 +78,7 @@ LEGAL_MOVES: dict[SequenceStatus, frozenset[SequenceStatus]] = {
 class Sequence:
     """A prompt and the tokens generated after it.
 
-    Only the room `scheduling/` changes a sequence.
+    Only the code in `scheduling/` changes a sequence.
 
     The scheduler knows no prefill and no decode: it lets `num_computed_tokens` (tokens whose K and
     V lie in the cache) catch up with `num_tokens`. `token_ids` holds prompt and output in one list;

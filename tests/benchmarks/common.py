@@ -57,22 +57,13 @@ def random_prompt(engine: LLMEngine, num_tokens: int, seed: int) -> list[int]:
     return [rng.randrange(5, vocab_size) for _ in range(num_tokens)]
 
 
-def serve(
-    engine: LLMEngine, prompt: list[int], params: SamplingParams, num_requests: int
-) -> tuple[float, int]:
-    """Serves equal requests together; returns seconds and the most blocks that were held."""
-    start, most = time.perf_counter(), 0
-    for index in range(num_requests):
-        engine.add_request(str(index), None, params, prompt_token_ids=prompt)
-    while engine.has_unfinished_requests():
-        engine.step()
-        most = max(most, engine.num_total_blocks - engine.num_free_blocks)
-    return time.perf_counter() - start, most
-
-
 def first_token_s(engine: LLMEngine, prompt: list[int]) -> float:
     """Seconds from arrival to the first token, in an engine that has nothing else to do."""
-    return serve(engine, prompt, replace(GREEDY, max_tokens=1), 1)[0]
+    start = time.perf_counter()
+    engine.add_request("0", None, replace(GREEDY, max_tokens=1), prompt_token_ids=prompt)
+    while engine.has_unfinished_requests():
+        engine.step()
+    return time.perf_counter() - start
 
 
 def run_pairs(

@@ -10,6 +10,7 @@ import grpc
 import pytest
 
 from tpengine import errors
+from tpengine.client.convert import to_request
 from tpengine.errors import RankLoss
 from tpengine.outputs import CompletionOutput, Logprob, RequestMetrics, RequestOutput
 from tpengine.sampling_params import RequestOutputKind, SamplingParams
@@ -119,6 +120,13 @@ def test_every_field_arrives(name: str) -> None:
     assert read_sampling_params(sampling({name: value}), DELTA) == SamplingParams(
         **{name: value}, output_kind=DELTA
     )
+
+
+@pytest.mark.parametrize("name", list(ANOTHER))
+def test_the_client_sends_every_field(name: str) -> None:
+    params = SamplingParams(**{name: ANOTHER[name]}, output_kind=DELTA)
+    message = to_request("a", params, None, 0, None)
+    assert read_sampling_params(message.sampling, DELTA) == params
 
 
 @pytest.mark.parametrize(

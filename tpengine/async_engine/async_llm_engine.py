@@ -1,12 +1,7 @@
 """`AsyncLLMEngine`: serves many requests at once from an event loop; its engine has a thread.
 
-The way of a token from rank 0 to a client of gRPC:
-    `executor/rank.py`: rank 0 sends the answer of a step over its channel.
-    `executor/watch.py`: on the driver, `StepExchange.run` takes it.
-    `engine/llm_engine.py`: `LLMEngine.step` makes outputs of it.
-    `async_engine/engine_thread.py`: after the step, `_hand_over` calls the table on the event loop.
-    `async_engine/request_table.py`: `RequestTable.receive` puts each into its request's `Mailbox`.
-    `server/grpc/service.py`: the mailbox's listener, `_TokenSender`, converts and writes it.
+It opens, aborts and ends requests. Their tokens do not pass this file; the head of
+`server/grpc/service.py` lists the way of a token from rank 0 to a gRPC client.
 """
 
 from __future__ import annotations

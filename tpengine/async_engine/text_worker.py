@@ -1,4 +1,8 @@
-"""A thread for tokenizers: a long prompt takes longer to tokenize than the event loop may block."""
+"""`TextWorker`: checks new requests and serves tokenize and detokenize calls, on a thread.
+
+Both use the tokenizer, and a long prompt takes longer to tokenize than the event loop may block.
+The text of a request's output is not made here, but by `engine/output_processor.py`.
+"""
 
 from __future__ import annotations
 
@@ -22,13 +26,13 @@ _Work = tuple[Callable[[], Any], asyncio.Future[Any]]
 
 
 class TextWorker:
-    """Checks requests and converts text to ids and back, on one thread: a tokenizer does not serve
-    two threads at once.
+    """Checks requests, which tokenizes their prompts, and runs the work of tokenize and detokenize
+    calls. All of it runs on one thread: a tokenizer does not serve two threads at once.
 
-    Requests come before texts that are converted for their own sake.
+    Requests come before those calls.
 
     Args:
-        max_texts: number of such texts that may wait; admission bounds the requests.
+        max_texts: number of such calls that may wait; admission bounds the requests.
     """
 
     def __init__(self, engine: LLMEngine, max_texts: int) -> None:
@@ -53,7 +57,7 @@ class TextWorker:
         return self._begin(self._requests, partial(self._engine.check_request, request))
 
     async def run(self, work: Callable[[], Answer]) -> Answer:
-        """Does work that belongs to no request, on the thread.
+        """Does the work of a tokenize or detokenize call on the thread; returns its result.
 
         Raises:
             QueueFullError: too much of it waits.

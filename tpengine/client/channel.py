@@ -46,7 +46,8 @@ _PROMPT_FIELDS = (
 )  # fmt: skip
 _ERRORS: dict[grpc.StatusCode, type[RequestError]] = {
     grpc.StatusCode.NOT_FOUND: ModelNotFoundError,
-    grpc.StatusCode.RESOURCE_EXHAUSTED: RequestError,  # too large a message: no retry helps
+    # Too large a message. A full queue has the same code, but also a `RetryInfo`: see `to_error`.
+    grpc.StatusCode.RESOURCE_EXHAUSTED: RequestError,
     grpc.StatusCode.ALREADY_EXISTS: DuplicateRequestError,
     grpc.StatusCode.CANCELLED: RequestAbortedError,
     grpc.StatusCode.UNAUTHENTICATED: UnauthenticatedError,

@@ -33,7 +33,7 @@ _MOST_MS = 10**12 - 1
 """About thirty years; a server reads no more digits."""
 _SAME_NAME = (
     "n", "best_of", "presence_penalty", "frequency_penalty", "repetition_penalty", "temperature",
-    "top_p", "min_p", "use_beam_search", "length_penalty", "stop", "stop_token_ids",
+    "top_p", "top_k", "min_p", "use_beam_search", "length_penalty", "stop", "stop_token_ids",
     "include_stop_str_in_output", "ignore_eos", "logprobs", "prompt_logprobs", "detokenize",
     "skip_special_tokens", "logit_bias", "bad_words",
 )  # fmt: skip

@@ -203,7 +203,6 @@ class LLMEngine:
             RequestError: this request cannot be served; other requests are not affected.
             EngineDeadError: an earlier step failed.
         """
-        self._recovery.check_alive()
         check_request_id(request_id, lambda one: self._scheduler.get_request(one) is not None)
         params = params or SamplingParams()
         request = GenerateRequest(inputs, prompt_token_ids, params=params, priority=priority)
@@ -229,6 +228,7 @@ class LLMEngine:
             RequestError: the tokenizer cannot follow the prompt.
             EngineDeadError: an earlier step failed.
         """
+        self._recovery.check_alive()
         arrival_index, first_id = self._num_requests, self._num_sequences
         token_ids, count = checked.prompt_token_ids, checked.params.num_sequences
         request = Request(

@@ -4,8 +4,9 @@ Every stop decision, and with it a `finish_reason` of stop or length, is made he
 `OutputProcessor._decide_end` (for beams: in `beam_search`). The reasons abort, ignored and error
 come from the scheduler; `sequence.SequenceStatus` maps a status to its `finish_reason`.
 
-`process` changes no sequence; of a request it fills only the `metrics`. It returns its decisions,
-which `Scheduler.update` applies. After that, `report` builds what users are told.
+`process` changes no `Sequence`, and of a `Request` only the `metrics`; texts and log probabilities
+are in this module's own objects, which it does change. It returns its decisions, which
+`Scheduler.update` applies. After that, `report` builds what users are told.
 """
 
 from __future__ import annotations
@@ -176,8 +177,8 @@ class OutputProcessor:
         outputs = []
         for request in requests:
             tracked, finished = self._requests[request.request_id], request.finished
-            is_final = request.sampling_params.output_kind is RequestOutputKind.FINAL_ONLY
-            if (is_final or tracked.is_ranked) and not finished:
+            final_only = request.sampling_params.output_kind is RequestOutputKind.FINAL_ONLY
+            if (final_only or tracked.is_ranked) and not finished:
                 continue
             if finished:
                 self._counters.record_finish(request, now)

@@ -93,11 +93,12 @@ class PoisonSearch:
         running = self.control or [suspect.request for suspect in self._groups[-1]]
         return frozenset(request.request_id for request in running)
 
-    def note_progress(self, num_steps: int = 0) -> bool:
-        """Clears suspects that got past their points or have finished.
+    def note_step(self) -> None:
+        """Counts a completed step."""
+        self._num_control_steps += bool(self.control)
 
-        Args:
-            num_steps: number of steps that were completed since the last call.
+    def note_progress(self) -> bool:
+        """Clears suspects that got past their points or have finished.
 
         Returns:
             Whether `allowed` has changed.
@@ -105,8 +106,6 @@ class PoisonSearch:
         if not self.suspects:
             return False
         before = self.allowed
-        if self.control:
-            self._num_control_steps += num_steps
         self.suspects = {i: s for i, s in self.suspects.items() if not s.is_cleared}
         groups = [[s for s in group if not s.is_cleared] for group in self._groups]
         if groups != self._groups:

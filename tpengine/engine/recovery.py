@@ -75,7 +75,6 @@ class Recovery:
         self._num_attempts = 0
         self._lost_at = self._last_line_at = self._progress_at = time.monotonic()
         self._last_step_at: float | None = None
-        self._num_new_steps = 0  # since `go_on` was called
         # Requests without a token since the loss, with the time of their last one.
         self._gaps: dict[str, tuple[Request, float]] = {}
 
@@ -108,8 +107,7 @@ class Recovery:
                 self.begin(loss)
         if self.state is not EngineState.RUNNING:
             return False
-        num_new_steps, self._num_new_steps = self._num_new_steps, 0
-        if self._poison.note_progress(num_new_steps):
+        if self._poison.note_progress():
             self._scheduler.restrict(self._poison.allowed)
         return True
 
@@ -155,18 +153,13 @@ class Recovery:
         return [] if failed is None else [failed]
 
     def note_arrival(self) -> None:
-        """Notes that a request is about to be added: an idle engine has work from now on.
-
-        Raises:
-            EngineDeadError: the engine takes none.
-        """
-        self.check_alive()
+        """Notes that a request is about to be added: an idle engine has work from now on."""
         if self.state is EngineState.RUNNING and not self._scheduler.has_unfinished_requests():
             self._progress_at = time.monotonic()
 
     def note_step(self) -> None:
         """Notes that a step was completed."""
-        self._num_new_steps += 1
+        self._poison.note_step()
         self._last_step_at = self._progress_at = time.monotonic()
         if not self._gaps or not self.records:
             return

@@ -170,8 +170,8 @@ class EngineCounters:
             self.prefix_hits += metrics.num_cached_tokens
             self.request_prompt_tokens.observe(num_prompt_tokens)
             self.first_token_s.observe(now - metrics.arrival_time)
-            if metrics.first_scheduled_time is not None:
-                self.queue_s.observe(metrics.first_scheduled_time - metrics.arrival_time)
+            if metrics.time_in_queue is not None:
+                self.queue_s.observe(metrics.time_in_queue)
         elif now > before:
             self.inter_token_s.observe(now - before)
 

@@ -51,7 +51,8 @@ _EXIT_S = 2.0
 _DIAGNOSIS_S = 30.0
 """Longer than any diagnosis takes."""
 _COLLECTIVE_SHARE = 0.8
-"""Of the least deadline of a step: ranks give up first, as they know which rank they waited for."""
+"""A collective waits for this share of the least deadline of a step: 24 s if that is 30 s. So a
+rank that waits for a stuck one fails before the driver's deadline, and names the stuck one."""
 
 
 class Calls(Protocol):
@@ -129,7 +130,8 @@ class Group:
         launcher: of this group alone.
         start_timeout_s: for each call, except the start of the processes.
         step_timeout_s: the least deadline of a step.
-        check: called during everything that may take long; an exception of it ends the wait.
+        check_cancelled: called during everything that may take long; an exception of it ends the
+            wait.
 
     Attributes:
         places: where each rank is, in rank order; empty before `start`.
@@ -143,7 +145,7 @@ class Group:
         launcher: Launcher,
         start_timeout_s: float,
         step_timeout_s: float,
-        check: Callable[[], None],
+        check_cancelled: Callable[[], None],
     ) -> None:
         self.epoch = epoch
         self.places: list[RankPlace] = []
@@ -153,7 +155,7 @@ class Group:
         self._agents = launcher.agents
         self._start_timeout_s = start_timeout_s
         self._step_timeout_s = step_timeout_s
-        self._cancelled = check
+        self._check_cancelled = check_cancelled
         self._size = config.parallel.tensor_parallel_size
         self._diagnosis = Diagnosis(self._agents, epoch, [])
         self._exchange: StepExchange | None = None
@@ -172,7 +174,7 @@ class Group:
         """
         found: list[RankPlace] = self._settled(
             Doing("start"),
-            lambda: gather(self._launcher.start(), range(self._size), timeout_s, self._check),
+            lambda: gather(self._launcher.start(), range(self._size), timeout_s, self._check_alive),
         )
         self.places = self._launcher.order(found)
         self._diagnosis = Diagnosis(self._agents, self.epoch, self.places)
@@ -204,7 +206,7 @@ class Group:
 
         def check() -> None:
             nonlocal look_at
-            self._check()
+            self._check_alive()
             answers = calls.wait(0.0)
             missing.difference_update(answers)
             if failures := {r: a for r, a in answers.items() if isinstance(a, Failure)}:
@@ -227,7 +229,7 @@ class Group:
                 channels = listener.accept(self._size, wait_s, check, per_rank=2)
             except ChannelTimeoutError as error:  # a rank that has connected has answered
                 raise RanksFailedError(dict.fromkeys(missing, error)) from error
-        gather(calls, missing, self._start_timeout_s, self._check)
+        gather(calls, missing, self._start_timeout_s, self._check_alive)
         logger.debug("channels to the ranks from %s:%d", *listener.address)
         return channels
 
@@ -272,7 +274,7 @@ class Group:
                 self._launcher.call(method, args, kwargs),
                 args.keys(),
                 self._start_timeout_s,
-                self._check,
+                self._check_alive,
             ),
         )
 
@@ -292,7 +294,7 @@ class Group:
             and (failure.error_type is not None or self.epoch == 1)
         ):
             raise failure.to_error()
-        raise self._lost(rank, failure, doing)
+        raise self._end_as_lost(rank, failure, doing)
 
     def step(self, number: int, payload: bytes, timeout_s: float) -> bytes:
         """Runs a step on every rank; returns rank 0's answer.
@@ -306,23 +308,24 @@ class Group:
             try:
                 return self._exchange.run(number, payload, timeout_s)[0]
             except RanksFailedError as error:
-                raise self._lost(error.cause, error.failures[error.cause], doing) from None
+                raise self._end_as_lost(error.cause, error.failures[error.cause], doing) from None
             except BaseException as error:  # the ranks may have run the step: they are ahead
                 reason = f"step {number} was interrupted at the driver: {error!r}"
-                self._lost(0, ChannelError(reason), doing)
-                raise
+                self._end_as_lost(0, ChannelError(reason), doing)
+                raise  # the interruption itself, not the loss that it causes
 
     @contextlib.contextmanager
     def _during(self, doing: Doing) -> Iterator[None]:
-        self._check()
+        self._check_alive()
         self._doing = doing
         try:
             yield
         finally:
             self._doing = IDLE
 
-    def _check(self) -> None:
-        self._cancelled()
+    def _check_alive(self) -> None:
+        """Raises an error if the start was cancelled, or the group is lost or ended."""
+        self._check_cancelled()
         if self.loss is not None:
             raise GroupLostError(self.loss)
         if self._is_over.is_set():
@@ -333,11 +336,13 @@ class Group:
         return self._diagnosis.is_frozen(rank, silent_s, may_hold=self._doing.phase == "create")
 
     def _on_loss(self, rank: int, failure: ChannelError) -> None:
-        self._lost(rank, failure, self._doing)
+        self._end_as_lost(rank, failure, self._doing)
 
-    def _lost(self, rank: int, failure: Failure, doing: Doing) -> GroupLostError | EngineError:
-        """Finds out why the rank was lost, unless another thread finds or has found a loss, and
-        ends all ranks."""
+    def _end_as_lost(
+        self, rank: int, failure: Failure, doing: Doing
+    ) -> GroupLostError | EngineError:
+        """Finds out why a rank was lost, and kills all ranks; returns the error for the caller to
+        raise. If another thread has noticed a loss first, only returns the error of that one."""
         if not self._diagnosing.acquire(timeout=_DIAGNOSIS_S):
             return EngineError(f"no diagnosis of lost ranks within {_DIAGNOSIS_S:g} s")
         try:

@@ -2,7 +2,8 @@
 
 All of the worker's code runs in one thread, since devices and thread pools belong to threads. That
 thread takes steps from the channel, and between them calls that the launcher passes on. The
-launcher's thread stays free to answer.
+launcher's thread stays free to answer. Where a token goes from here: head of
+`server/grpc/service.py`.
 """
 
 from __future__ import annotations

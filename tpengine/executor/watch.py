@@ -49,8 +49,9 @@ STEP_GRACE_S = 0.3
 """How long the others are heard after the first failure of a step, which may be a consequence."""
 _PATIENCE = 10.0
 """A step may take this many times the time that its tokens should take."""
-_MEMORY = 0.95
-"""Weight of all earlier steps, against the latest."""
+_DECAY = 0.95
+"""At each step the sums of earlier tokens and seconds are multiplied by this, so that the measured
+time per token is mainly that of the latest twenty steps."""
 
 
 class WakeUp:
@@ -164,7 +165,9 @@ class StepExchange:
 
 
 class StepDeadline:
-    """The least deadline, or ten times what a step of so many tokens should take if that is more.
+    """The deadline of a step: ten times as long as its tokens should take, and at least `least_s`.
+
+    A rank that waits in a collective gives up earlier, see `_COLLECTIVE_SHARE` in `group.py`.
 
     Args:
         least_s: no step has less time than this.
@@ -184,8 +187,8 @@ class StepDeadline:
 
     def observe(self, num_tokens: int, seconds: float) -> None:
         """Learns how long a step took."""
-        self._tokens = _MEMORY * self._tokens + num_tokens
-        self._seconds = _MEMORY * self._seconds + seconds
+        self._tokens = _DECAY * self._tokens + num_tokens
+        self._seconds = _DECAY * self._seconds + seconds
 
 
 class RankWatch(threading.Thread):

@@ -8,8 +8,9 @@ To add a model family:
    then need no further code. Go through the layers with `through_layers`. Between the layers call
    only `tpengine.ops`, because a CPU can record decode steps of nothing else.
 3. Check every field of config.json that changes the result with `require`, because a field that is
-   ignored gives wrong answers without an error. Remove from `_NEUTRAL` what the family supports,
-   and let the other families refuse it.
+   ignored gives wrong answers without an error. `build_model` does so for the fields in `_NEUTRAL`,
+   which no family supports. If yours supports one, remove it there, and add
+   `require(config, field, None, *neutral)` to the class of every other family.
 4. Add one line to `_MODELS`, with the name that checkpoints give in `architectures`.
 5. Add variants to `tests/support/variants.py`; the tests against transformers then cover them.
 """

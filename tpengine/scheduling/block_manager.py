@@ -278,7 +278,8 @@ class BlockManager:
         self.forget(sequence)
 
     def forget(self, sequence: Sequence) -> None:
-        """Drops the digests of a sequence that holds no blocks."""
+        """Drops the sequence's digests, by which its blocks are found in the prefix cache. `free`
+        does so too; a waiting sequence has digests without blocks."""
         if self._chains is not None:
             self._chains.pop(sequence.seq_id, None)
 

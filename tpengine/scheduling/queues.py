@@ -87,39 +87,41 @@ class RequestQueues:
     """The three queues. A move between them changes statuses, slots and blocks together.
 
     Attributes:
-        waiting: requests that hold no blocks and may run, in the policy's order.
-        held: by id, requests that hold no blocks and may not run; see `restrict`.
-        running, swapped: requests with device or host blocks, by rank.
+        waiting: the policy: it holds the requests that hold no blocks and may run, in its order.
+        barred: by id, waiting requests that may not run; see `restrict`.
+        running, swapped: requests with device or host blocks, in order of the policy's `rank`.
         requests: all unfinished requests, by id.
         owners: the request of each sequence with a slot, by the sequence's id.
-        common: by request id, the number of tokens that the first sequence computes for the others;
-            these have a slot and no blocks, until they are forked from the first.
-        in_flight: children that the step being computed forks; `Scheduler.update` gives them
-            blocks.
+        unforked: running requests whose other sequences are not forked from the first yet: by
+            request id, the number of tokens that the first computes for all. Until then the others
+            are WAITING, and have a slot and no blocks.
+        forking: sequences that the present step samples from the row of the first sequence of their
+            request. They are RUNNING and have a slot; `Scheduler.update` gives them blocks.
     """
 
     def __init__(self, blocks: BlockManager, policy: SchedulingPolicy, max_num_seqs: int) -> None:
         self.waiting = policy
-        self.held: dict[str, Request] = {}
+        self._rank = policy.rank
+        self.barred: dict[str, Request] = {}
         self.running: list[Request] = []
         self.swapped: list[Request] = []
         self.requests: dict[str, Request] = {}
         self.owners: dict[int, Request] = {}
-        self.common: dict[str, int] = {}
-        self.in_flight: list[Sequence] = []
+        self.unforked: dict[str, int] = {}
+        self.forking: list[Sequence] = []
         self.slots = BatchSlots(max_num_seqs)
         self._blocks = blocks
         self._max_num_seqs = max_num_seqs
         self._allowed: frozenset[str] | None = None
 
     def is_running(self, request: Request) -> bool:
-        """Whether the request holds slots."""
+        """Whether the request is in `running`: exactly these requests hold slots."""
         return any(sequence.slot is not None for sequence in request.sequences)
 
     def is_forking(self, request: Request) -> bool:
-        """Whether the step being scheduled has a row of the request from which other sequences of
-        it are forked."""
-        return any(sequence in self.in_flight for sequence in request.sequences)
+        """Whether sequences of the request are in `forking`: then the step being scheduled needs
+        the row that they are sampled from."""
+        return any(sequence in self.forking for sequence in request.sequences)
 
     def add(self, request: Request) -> None:
         """Adds a request that has just arrived."""
@@ -133,7 +135,7 @@ class RequestQueues:
         self._blocks.allocate(request)
         sequences[0].move_to(SequenceStatus.RUNNING)
         if len(sequences) > 1:
-            self.common[request.request_id] = request.num_common_tokens
+            self.unforked[request.request_id] = request.num_common_tokens
         self._run(request, sequences)
 
     def swap_in(self, request: Request) -> list[BlockPair]:
@@ -153,7 +155,7 @@ class RequestQueues:
         for sequence in request.unfinished_sequences:
             self._take_slot(sequence)
             sequence.move_to(SequenceStatus.SWAPPED)
-        insort(self.swapped, request, key=self.waiting.rank)
+        insort(self.swapped, request, key=self._rank)
         return pairs
 
     def recompute(self, request: Request) -> None:
@@ -171,8 +173,8 @@ class RequestQueues:
         self._blocks = blocks
         self.slots = BatchSlots(self._max_num_seqs)
         self.owners.clear()
-        self.common.clear()
-        self.in_flight.clear()
+        self.unforked.clear()
+        self.forking.clear()
         lost = [*self.running, *self.swapped]
         self.running.clear()
         self.swapped.clear()
@@ -199,7 +201,7 @@ class RequestQueues:
             self.running.remove(request)
         elif any(s.status is SequenceStatus.SWAPPED for s in request.sequences):
             self.swapped.remove(request)
-        elif self.held.pop(request.request_id, None) is None:
+        elif self.barred.pop(request.request_id, None) is None:
             self.waiting.remove(request)
         for sequence in request.sequences:
             self.release(sequence)
@@ -227,11 +229,11 @@ class RequestQueues:
 
     def fork_waiting(self) -> None:
         """Forks the other sequences of requests whose first one has computed the common tokens."""
-        for request_id, num_common in tuple(self.common.items()):
+        for request_id, num_common in tuple(self.unforked.items()):
             first, *others = self.requests[request_id].unfinished_sequences
             if first.num_computed_tokens < num_common:
                 continue
-            del self.common[request_id]
+            del self.unforked[request_id]
             for child in others:
                 child.move_to(SequenceStatus.RUNNING)
                 self.fork(first, child, num_common)
@@ -254,17 +256,17 @@ class RequestQueues:
         """
         status = SequenceStatus
         members = [s for request in self.running for s in request.unfinished_sequences]
-        forking = [
+        unforked = [
             s
             for request in self.running
-            if request.request_id in self.common
+            if request.request_id in self.unforked
             for s in request.unfinished_sequences[1:]
         ]
-        running = [s for s in members if s not in forking and s not in self.in_flight]
+        running = [s for s in members if s not in unforked and s not in self.forking]
         swapped = [s for request in self.swapped for s in request.unfinished_sequences]
-        idle = [*self.waiting, *self.held.values()]
+        idle = [*self.waiting, *self.barred.values()]
         waiting = [s for request in idle for s in request.unfinished_sequences]
-        blank = waiting + forking
+        blank = waiting + unforked
         self._blocks.check_invariants(running, swapped)
         queued = sorted(r.request_id for r in [*self.running, *self.swapped, *idle])
         invariants = {
@@ -276,16 +278,15 @@ class RequestQueues:
             "waiting sequences hold nothing": all(s.slot is None for s in waiting + swapped)
             and not any(s.num_computed_tokens for s in blank),
             "owners are of sequences with slots": self.owners.keys() == {s.seq_id for s in members},
-            "children in flight have slots": all(
-                s.slot is not None or s.status.finished for s in self.in_flight
+            "forking children have slots": all(
+                s.slot is not None or s.status.finished for s in self.forking
             ),
-            "common tokens are of running requests": self.common.keys()
+            "common tokens are of running requests": self.unforked.keys()
             <= {request.request_id for request in self.running},
             "requests in waiting may run": all(self._may_run(r) for r in self.waiting)
-            and not any(self._may_run(r) for r in self.held.values()),
+            and not any(self._may_run(r) for r in self.barred.values()),
             "queues are in order of rank": all(
-                queue == sorted(queue, key=self.waiting.rank)
-                for queue in (self.running, self.swapped)
+                queue == sorted(queue, key=self._rank) for queue in (self.running, self.swapped)
             ),
         }
         for invariant, holds in invariants.items():
@@ -298,11 +299,11 @@ class RequestQueues:
         if self._may_run(request):
             self.waiting.add(request)
         else:
-            self.held[request.request_id] = request
+            self.barred[request.request_id] = request
 
     def _reset(self, request: Request) -> None:
         """Takes slots and blocks of a request; its tokens will be computed again."""
-        self.common.pop(request.request_id, None)
+        self.unforked.pop(request.request_id, None)
         for sequence in request.unfinished_sequences:
             self.release(sequence)
             _start_over(sequence)
@@ -313,25 +314,25 @@ class RequestQueues:
         Args:
             stopped: requests that lost their slots and blocks, and are in no queue.
         """
-        idle = [*self.waiting, *self.held.values(), *stopped]
+        idle = [*self.waiting, *self.barred.values(), *stopped]
         for request in tuple(self.waiting):
             self.waiting.remove(request)
-        self.held.clear()
-        for request in sorted(idle, key=self.waiting.rank):
+        self.barred.clear()
+        for request in sorted(idle, key=self._rank):
             self._wait(request)
 
     def _run(self, request: Request, sequences: list[Sequence]) -> None:
         for sequence in sequences:
             self.slots.give(sequence)
             self.owners[sequence.seq_id] = request
-        insort(self.running, request, key=self.waiting.rank)
+        insort(self.running, request, key=self._rank)
 
     def _take_slot(self, sequence: Sequence) -> None:
         self.slots.take_back(sequence)
         del self.owners[sequence.seq_id]
 
     def _leave(self, request: Request) -> None:
-        self.common.pop(request.request_id, None)
+        self.unforked.pop(request.request_id, None)
         del self.requests[request.request_id]
 
 

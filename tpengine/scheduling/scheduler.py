@@ -70,7 +70,7 @@ class Scheduler:
     @property
     def num_waiting(self) -> int:
         """Requests that hold no blocks."""
-        return len(self._queues.waiting) + len(self._queues.held)
+        return len(self._queues.waiting) + len(self._queues.barred)
 
     @property
     def num_running(self) -> int:
@@ -167,10 +167,14 @@ class Scheduler:
             sequence.num_computed_tokens = num_computed
             if size > 1 or num_computed % block_size == 0:
                 blocks.mark_computed(sequence)
+        # Sequences that this step sampled from the row of their request's first sequence. The
+        # workers have copied its slot; its blocks are shared now that their tokens are computed.
         for parent, child in output.forks:
-            if child.slot is not None:
+            if child.slot is not None:  # else it was aborted while the step was computed
                 queues.fork(parent, child, parent.num_computed_tokens)
-        queues.in_flight.clear()
+        queues.forking.clear()
+        # Beams that continue as a copy of another beam, because this step's tokens made that one
+        # better. They lose their own tokens; the next message tells the workers to copy the slot.
         for parent, child in decisions.forks:
             child.token_ids = parent.token_ids.copy()
             queues.fork(parent, child, parent.num_computed_tokens)
@@ -181,7 +185,7 @@ class Scheduler:
             queues.slots.override(sequence)
         for sequence, _ in decisions.finished:
             queues.retire(sequence)
-        if queues.common:
+        if queues.unforked:
             queues.fork_waiting()
 
     def restart(self, block_manager: BlockManager) -> None:
@@ -233,7 +237,7 @@ class Scheduler:
         """Schedules the part of a running request with several sequences that fits."""
         if not self._queues.is_running(request):  # preempted earlier in this step
             return
-        if request.request_id in self._queues.common:
+        if request.request_id in self._queues.unforked:
             self._compute_common(request, step)
             return
         if not choose_rows(request, step.tokens_left):
@@ -250,15 +254,15 @@ class Scheduler:
         """Schedules the first sequence, which computes the common tokens for all. If that completes
         its own tokens, the other sequences are sampled from its row."""
         first, *others = request.unfinished_sequences
-        num_common = self._queues.common[request.request_id]
+        num_common = self._queues.unforked[request.request_id]
         size = min(num_common - first.num_computed_tokens, step.tokens_left)
         self._add_row(first, size, step, grow=False)
         if first.num_computed_tokens + size == first.num_tokens:
-            del self._queues.common[request.request_id]
+            del self._queues.unforked[request.request_id]
             for child in others:
                 child.move_to(SequenceStatus.RUNNING)
                 self._queues.slots.fork(first, child)
-                self._queues.in_flight.append(child)
+                self._queues.forking.append(child)
                 step.forks.append((first, child))
 
     def _add_row(self, sequence: Sequence, size: int, step: StepBuilder, grow: bool) -> None:
@@ -288,9 +292,9 @@ class Scheduler:
         itself. The running request that is last in the policy's order is preempted first."""
         blocks, queues = self._blocks, self._queues
         if blocks.num_free_blocks < num_blocks:
-            # Requests that can never run go first: preempting others for them would be useless. It
-            # also leaves a request with a row: a step without rows is not sent to the ranks, and
-            # then the blocks that it swaps out would be lost.
+            # Requests that cannot go on even alone are ended before any is preempted for them. If
+            # all others were swapped out for such a request and it was preempted last, the step
+            # would have no rows. Such a step is not sent, so the swapped blocks would be lost.
             for other in tuple(queues.running):
                 reason = None if queues.is_forking(other) else self._why_no_more(other)
                 if reason is not None:
@@ -299,18 +303,18 @@ class Scheduler:
             victim = queues.running[-1]
             victim.metrics.num_preemptions += 1
             step.preempted.append(victim)
-            if self._is_swapped(victim):
+            if self._should_swap(victim):
                 step.block_moves.swap_outs += queues.swap_out(victim)
             else:
                 queues.recompute(victim)
 
-    def _is_swapped(self, victim: Request) -> bool:
-        """Whether a request is preempted by swap; otherwise it is recomputed."""
+    def _should_swap(self, victim: Request) -> bool:
+        """Decides whether a request is preempted by swap; otherwise it is recomputed."""
         mode = self._config.preemption_mode
         is_group = len(victim.unfinished_sequences) > 1
         wanted = mode == "swap" or (mode == "auto" and is_group)
-        # While the common tokens are computed there are few blocks to keep, and none are shared.
-        is_forked = victim.request_id not in self._queues.common
+        # Before the fork only the first sequence has blocks: few to keep, and none are shared.
+        is_forked = victim.request_id not in self._queues.unforked
         return wanted and is_forked and self._blocks.can_swap_out(victim)
 
     def _admit_swapped(self, step: StepBuilder) -> None:

@@ -88,7 +88,7 @@ class _Server:
         self._phases = dict(phases)
         self._phase = ""
         self._first_signal: signal.Signals | None = None
-        self._closing: asyncio.Task[NoReturn] | None = None
+        self._closing_at_once: asyncio.Task[NoReturn] | None = None  # since the second signal
         self._authenticator = authenticator
         batch_wake_ups(asyncio.get_running_loop())
         self._grpc = GrpcServer(self._state, authenticator, self._limits)
@@ -96,17 +96,17 @@ class _Server:
     async def run(self) -> int:
         """Starts, serves and ends the server."""
         self._catch_signals()
-        with contextlib.ExitStack() as closing:
+        with contextlib.ExitStack() as stack:
             metrics = ""
             with self._timed("listen"):
                 if self._args.metrics_port is not None:
                     metrics_port = MetricsPort(self._args.metrics_port, self._metrics_text)
-                    closing.callback(metrics_port.close)
+                    stack.callback(metrics_port.close)
                     metrics = f"; metrics on http://127.0.0.1:{metrics_port.port}/metrics"
                 port = await self._grpc.start(self._args.address(), self._args.tls_files())
             code = await self._serve(port, metrics)
-            if self._closing is not None:  # its exit code is that of the second signal
-                await self._closing
+            if self._closing_at_once is not None:  # it ends the process, with its own exit code
+                await self._closing_at_once
             return code
 
     def _catch_signals(self) -> None:
@@ -138,7 +138,7 @@ class _Server:
     async def _wait_for_start(self, starting: asyncio.Task[AsyncLLMEngine]) -> None:
         """Returns when the start has succeeded or failed; ends the process if it is cancelled or
         takes too long."""
-        closing = asyncio.create_task(self._state.closing.wait())
+        asked_to_close = asyncio.create_task(self._state.closing.wait())
         end = time.monotonic() + self._args.startup_timeout
         while not starting.done():
             left_s = end - time.monotonic()
@@ -152,12 +152,12 @@ class _Server:
                     f"in phase {self._phase!r}; raise it, or see above for what takes so long",
                 )
             await asyncio.wait(
-                {starting, closing},
+                {starting, asked_to_close},
                 timeout=min(left_s, _POLL_S),
                 return_when=asyncio.FIRST_COMPLETED,
             )
             self._catch_signals()
-        closing.cancel()
+        asked_to_close.cancel()
 
     async def _start_engine(self) -> AsyncLLMEngine:
         """Loads the model, and generates one token to show that the engine works.
@@ -218,16 +218,16 @@ class _Server:
     def _on_signal(self, number: int) -> None:
         """The first signal drains the server, the second ends it within a second, the third now."""
         name = signal.Signals(number).name
-        if self._closing is not None:
-            _exit_now(128 + number)
-        if self._first_signal is not None:
+        if self._first_signal is None:
+            self._first_signal = signal.Signals(number)
+            if self._state.state is State.DRAINING:
+                logger.info("%s: the server ends already; another signal ends it at once", name)
+            self._state.ask_to_close(name)
+        elif self._closing_at_once is None:
             logger.warning("%s after %s: ending at once", name, self._first_signal.name)
-            self._closing = asyncio.create_task(self._close_at_once(128 + number))
-            return
-        self._first_signal = signal.Signals(number)
-        if self._state.state is State.DRAINING:
-            logger.info("%s: the server ends already; another signal ends it at once", name)
-        self._state.ask_to_close(name)
+            self._closing_at_once = asyncio.create_task(self._close_at_once(128 + number))
+        else:
+            _exit_now(128 + number)
 
     async def _close_at_once(self, code: int) -> NoReturn:
         """Ends the process within a second, whatever the engine does. The clients of open calls are

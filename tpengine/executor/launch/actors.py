@@ -358,8 +358,9 @@ class Spares:
                     self._spares.remove(spare)
             return taken
 
-    def __len__(self) -> int:
-        """Spares that were started, ready or not."""
+    @property
+    def num_started(self) -> int:
+        """Number of spares that were started, ready or not."""
         return len(self._spares)
 
     def places(self) -> list[RankPlace]:

@@ -1,5 +1,36 @@
 """The methods of the service: each converts its message, calls the engine, and converts back.
 
+The way of a token from rank 0 to a gRPC client that reads a stream, in order (paths in tpengine/):
+
+On rank 0; without Ray this is the engine's thread of the server, and lines with [Ray] do not apply:
+    worker/model_runner.py: `ModelRunner.execute` samples; its `append` makes the `StepOutput`.
+        (On a GPU worker/gpu/run_ahead.py: `RunAhead.execute` calls `sample` and `append`.)
+    [Ray] executor/rank.py: `Rank._step` encodes it by executor/codec.py: `encode`.
+    [Ray] executor/rank.py: `Rank._serve` sends the bytes to the driver, over the steps' channel.
+In the server's process, on the engine's thread:
+    [Ray] executor/watch.py: `StepExchange.run` receives the answers of all ranks.
+    [Ray] executor/group.py: `Group.step` returns rank 0's answer.
+    [Ray] executor/launch/ray_executor.py: `RayExecutor.execute_model` decodes it by codec.py:
+        `decode_output`. Without Ray executor/executor.py: `Executor.execute_model` returns it.
+    engine/llm_engine.py: `LLMEngine._step` gets it from `_execute`, and makes the next three calls.
+    engine/output_processor.py: `OutputProcessor.process` extends the text and decides stops.
+    scheduling/scheduler.py: `Scheduler.update` appends the token to its sequence.
+    engine/output_processor.py: `OutputProcessor.report` makes the `RequestOutput`.
+    async_engine/engine_thread.py: `EngineThread._turn` gets it from `LLMEngine.step`.
+    async_engine/engine_thread.py: `EngineThread._hand_over` passes all outputs of the step to the
+        event loop in one call.
+On the event loop:
+    async_engine/request_table.py: `RequestTable.receive` finds the request's mailbox.
+    async_engine/mailbox.py: `Mailbox.put` calls its listener; it merges what is not taken yet.
+    server/grpc/service.py: `_TokenSender._on_output` is the listener; its `_send` takes the output.
+    server/grpc/convert.py: `ResponseWriter.write_tokens` makes the message. An output with more
+        than tokens (the last one, or log probabilities) is returned to `send_stream`, which uses
+        `ResponseWriter.write`.
+    grpc: `context.write` serializes and sends the message.
+In the client:
+    client/generation_client.py: `GenerationClient.stream` yields it.
+    client/convert.py: `to_output` makes the `RemoteOutput` for that.
+
 Streams are sent by `_TokenSender`, which drives the writes itself. With `await context.write()` in
 its place `bench serve` takes 1.14 times the CPU time outside the engine per token if wake-ups are
 not batched either, 1.03 times if they are (256 streams at once, medians of 5 pairs), and the output
@@ -249,7 +280,7 @@ async def send_stream(mailbox: Mailbox, write: Write) -> None:
     writer, finished = ResponseWriter(), False
     while not finished:
         with closing(_TokenSender(mailbox, writer, write)) as sender:
-            output = await sender.first_of_another_kind()
+            output = await sender.send_tokens()
         await write(await writer.write(output))
         finished = output.finished
 
@@ -275,8 +306,9 @@ class _TokenSender:
         self._end: asyncio.Future[RequestOutput | BaseException]
         self._end = asyncio.get_running_loop().create_future()
 
-    async def first_of_another_kind(self) -> RequestOutput:
-        """Returns the first output with more than tokens, after those before it are sent."""
+    async def send_tokens(self) -> RequestOutput:
+        """Sends outputs while they have only new tokens, as `ResponseWriter.write_tokens` decides;
+        then returns the first one that has more, which is not sent."""
         self._listen()
         end = await self._end
         if isinstance(end, BaseException):
@@ -292,7 +324,9 @@ class _TokenSender:
         if self._writing is not None:
             self._writing.close()
 
-    def _listen(self, _: object = None) -> None:
+    def _listen(self, _written: object = None) -> None:
+        """Listens to the mailbox, and sends what is in it. Also the callback of `_written`, which
+        passes that future; it is not needed here."""
         if not self._end.done():
             self._mailbox.listener = self._on_output
             self._on_output()
