@@ -30,7 +30,7 @@ from support.subjects import Subjects
 
 from tpengine.config import EMBEDDED_MODEL
 
-# A shell starts background commands with SIGINT ignored, and Python then sets no handler of its own.
+# A shell starts background commands with SIGINT ignored; Python then sets no handler itself.
 signal.signal(signal.SIGINT, signal.default_int_handler)
 
 _LONG_ROOMS = ("executor", "server", "client", "recovery/on_ray", "distributed")

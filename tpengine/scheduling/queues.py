@@ -278,7 +278,7 @@ class RequestQueues:
             "waiting sequences hold nothing": all(s.slot is None for s in waiting + swapped)
             and not any(s.num_computed_tokens for s in blank),
             "owners are of sequences with slots": self.owners.keys() == {s.seq_id for s in members},
-            "children in flight have slots": all(
+            "forking children have slots": all(
                 s.slot is not None or s.status.finished for s in self.forking
             ),
             "common tokens are of running requests": self.unforked.keys()
