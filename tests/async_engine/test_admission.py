@@ -3,34 +3,67 @@
 from __future__ import annotations
 
 import time
+from types import SimpleNamespace
 
 import pytest
 
+from tpengine.async_engine import admission
 from tpengine.async_engine.admission import Admission, QueueLimits
 from tpengine.errors import QueueFullError
 
+SIZE = 100
+LIMITS = [QueueLimits(max_requests=SIZE), QueueLimits(max_tokens=10 * SIZE)]
+
 
 class Waiting:
+    """A request that counts how often it is asked whether it has started."""
+
     def __init__(self) -> None:
-        self.started_at: float | None = None
+        self.start: float | None = None
+        self.num_looks = 0
+
+    @property
+    def started_at(self) -> float | None:
+        self.num_looks += 1
+        return self.start
 
 
-@pytest.mark.parametrize("bound", ["requests", "tokens"])
-def test_a_first_step_ends_the_wait(bound: str) -> None:
-    limits = QueueLimits(max_requests=2) if bound == "requests" else QueueLimits(max_tokens=20)
-    queue, first, second = Admission(limits), Waiting(), Waiting()
-    for request in (first, second):
-        queue.enter(request)
-        queue.charge(request, 10)
+def _add(queue: Admission) -> Waiting:
+    """Adds a request of ten tokens."""
+    request = Waiting()
+    queue.enter(request)
+    queue.charge(request, 10)
+    return request
 
-    def another() -> None:
-        request = Waiting()
-        queue.enter(request)
-        queue.charge(request, 10)
 
+@pytest.mark.parametrize("limits", LIMITS, ids=["requests", "tokens"])
+def test_a_first_step_ends_the_wait(limits: QueueLimits, monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = SimpleNamespace(time=time.time, monotonic=lambda: 0.0)
+    monkeypatch.setattr(admission, "time", clock)
+    queue = Admission(limits)
+    requests = [_add(queue) for _ in range(SIZE)]
+    assert sum(request.num_looks for request in requests) == 0, "there is room without a search"
+    for _ in range(SIZE):
+        with pytest.raises(QueueFullError):
+            _add(queue)
+    assert sum(request.num_looks for request in requests) <= SIZE, "not one search a refusal"
+    requests[1].start = time.time()
+    clock.monotonic = lambda: 1.0
+    _add(queue)
     with pytest.raises(QueueFullError):
-        another()
-    first.started_at = time.time()
-    another()
-    with pytest.raises(QueueFullError):
-        another()
+        _add(queue)
+    assert queue.num_tokens == 10 * SIZE
+
+
+def test_a_request_that_has_finished_leaves() -> None:
+    """The retry's time is estimated from the starts, also from those of finished requests."""
+    queue = Admission(LIMITS[0])
+    requests = [_add(queue) for _ in range(SIZE)]
+    for age_s in (1, 2):
+        requests[age_s].start = time.time() - age_s
+        queue.leave(requests[age_s])
+        queue.leave(requests[age_s])  # as if it had been dropped before
+        _add(queue)
+    with pytest.raises(QueueFullError) as caught:
+        _add(queue)
+    assert caught.value.retry_after_s == 30.0, "the most: two starts in two seconds, 100 wait"

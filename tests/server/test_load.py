@@ -39,8 +39,9 @@ STREAMS_OF_KILLED = 30
 VANISH_S = 8.0
 CROWD_RATE, LEAST_RATE, NUM_TO_GAUGE = 700.0, 120.0, 400
 CROWD_TIMEOUT_S = 200.0
-MAX_REFUSAL_S = 0.5
-"""Bound of the median, on a loaded machine; of the slowest one in a hundred it is ten seconds."""
+MAX_REFUSAL = {50: 0.05, 99: 0.5}
+"""Percentiles of the refusals' times, as shares of the wait in the queue that is refused, which a
+loaded machine prolongs as well."""
 MEMORY_SLACK = 96 << 20
 QUIET_S = 40.0
 ENDED = "tpengine:request_success_total"
@@ -202,8 +203,8 @@ def test_a_crowd_is_refused_at_once_and_in_order(
     assert set(statuses) == {"OK", "RESOURCE_EXHAUSTED"}
     assert statuses["RESOURCE_EXHAUSTED"] > size // 10
     assert statuses["OK"] > 2 * QUEUE
-    assert refusals[50] < MAX_REFUSAL_S
-    assert refusals[99] < 20 * MAX_REFUSAL_S
+    assert refusals[50] < MAX_REFUSAL[50] * waits[5]
+    assert refusals[99] < MAX_REFUSAL[99] * waits[5]
     assert QUEUE // 2 < most_queued <= QUEUE
     assert most_memory - memory < MEMORY_SLACK
     assert waits[-5] < 0.5 * waits[5]

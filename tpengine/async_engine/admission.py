@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import time
-from collections import deque
+from bisect import insort
 from dataclasses import dataclass
 from typing import Protocol
 
 from tpengine.errors import ConfigError, QueueFullError
 
 _HISTORY = 64
+_LOOK_S = 0.02
+"""After a search that found no started request, the next one waits at least so long: there may be
+thousands of refusals between two steps."""
 _UNKNOWN_RETRY_S = 1.0
 _RETRY_RANGE_S = (0.1, 30.0)
 
@@ -49,7 +52,7 @@ class Admission:
     """Counts the requests that have not started.
 
     All of it runs on the event loop, except that any thread may read the two numbers. A request
-    that has started is dropped when the next one comes.
+    that has started is dropped when it finishes, or before that when a limit would be exceeded.
     """
 
     def __init__(self, limits: QueueLimits) -> None:
@@ -57,7 +60,9 @@ class Admission:
         # By object, not by id: an aborted request may still be here when the next request with its
         # id comes.
         self._tokens: dict[Waiting, int] = {}
-        self._starts: deque[float] = deque(maxlen=_HISTORY)
+        self._num_tokens = 0
+        self._starts: list[float] = []
+        self._found_none_at = -_LOOK_S
 
     @property
     def num_requests(self) -> int:
@@ -76,7 +81,8 @@ class Admission:
         Raises:
             QueueFullError: `max_requests` wait already.
         """
-        self._drop_started()
+        if len(self._tokens) >= self._limits.max_requests:
+            self._drop_started()
         if len(self._tokens) >= self._limits.max_requests:
             raise QueueFullError(
                 f"{len(self._tokens)} requests wait already, and no more than "
@@ -91,25 +97,38 @@ class Admission:
         Raises:
             QueueFullError: with them, more than `max_tokens` would wait.
         """
-        self._drop_started()
-        num_waiting = sum(self._tokens.values())
-        if num_waiting and num_waiting + num_tokens > self._limits.max_tokens:
+        if self._are_too_many(num_tokens):
+            self._drop_started()
+        if self._are_too_many(num_tokens):
             raise QueueFullError(
-                f"{num_waiting} prompt tokens wait already; with {num_tokens} more they "
+                f"{self._num_tokens} prompt tokens wait already; with {num_tokens} more they "
                 f"would exceed the {self._limits.max_tokens} that may; try again later",
                 self._retry_after_s(),
             )
         self._tokens[request] = num_tokens
+        self._num_tokens += num_tokens
 
     def leave(self, request: Waiting) -> None:
-        """Takes out a request that has finished before it started."""
-        del self._tokens[request]
+        """Takes out a request that has finished; nothing happens if it was dropped before."""
+        if request not in self._tokens:
+            return
+        self._num_tokens -= self._tokens.pop(request)
+        if request.started_at is not None:
+            insort(self._starts, request.started_at)
+            del self._starts[:-_HISTORY]
+
+    def _are_too_many(self, num_tokens: int) -> bool:
+        return self._num_tokens > 0 and self._num_tokens + num_tokens > self._limits.max_tokens
 
     def _drop_started(self) -> None:
-        for request in tuple(self._tokens):
-            if request.started_at is not None:
-                del self._tokens[request]
-                self._starts.append(request.started_at)
+        now = time.monotonic()
+        if now - self._found_none_at < _LOOK_S:
+            return
+        started = [request for request in self._tokens if request.started_at is not None]
+        for request in started:
+            self.leave(request)
+        if not started:
+            self._found_none_at = now
 
     def _retry_after_s(self) -> float:
         """Estimates when the present queue has started, from the pace of the last starts."""

@@ -1,5 +1,5 @@
-"""The thread that steps an `LLMEngine`, and the two queues between it and the event loop: commands
-go in, events come out.
+"""The thread that steps an `LLMEngine`. The event loop puts commands into its queue; it calls the
+event loop with the events of each step.
 """
 
 from __future__ import annotations

@@ -125,7 +125,7 @@ class RequestTable:
         self._abort_in_engine = abort_in_engine
         self._log_requests = log_requests
         self._live: dict[str, LiveRequest] = {}
-        self._frees: set[asyncio.Future[None]] = set()
+        self._waits_for_free: set[asyncio.Future[None]] = set()
         self._emptied: asyncio.Future[None] | None = None
 
     def __len__(self) -> int:
@@ -134,7 +134,7 @@ class RequestTable:
     @property
     def awaits_events(self) -> bool:
         """Whether a reader or a caller waits for the engine's thread."""
-        return bool(self._live or self._frees)
+        return bool(self._live or self._waits_for_free)
 
     def all(self) -> tuple[LiveRequest, ...]:
         """Returns the live requests."""
@@ -204,16 +204,16 @@ class RequestTable:
         Args:
             why: the text of their readers' `RequestAbortedError`.
         """
-        frees = []
+        waits_for_free = []
         # In one turn of the loop: an output that came in between would be lost.
         for live in lives:
             live.freed = asyncio.get_running_loop().create_future()
-            frees.append(live.freed)
-            live.freed.add_done_callback(self._frees.discard)
+            waits_for_free.append(live.freed)
+            live.freed.add_done_callback(self._waits_for_free.discard)
             self.finish(live, outcome, RequestAbortedError(why, live.mailbox.take_unread()))
-        self._frees.update(frees)
-        if frees:
-            await asyncio.wait(frees, timeout=timeout_s)
+        self._waits_for_free.update(waits_for_free)
+        if waits_for_free:
+            await asyncio.wait(waits_for_free, timeout=timeout_s)
 
     async def wait_until_empty(self, timeout_s: float) -> None:
         """Returns when no request is left, or the time is over."""
@@ -238,7 +238,7 @@ class RequestTable:
         its own, so that each has its own traceback."""
         for live in self.all():
             self._take_out(live, "engine dead", make_error())
-        for freed in tuple(self._frees):
+        for freed in tuple(self._waits_for_free):
             if not freed.done():
                 freed.set_result(None)
 
@@ -277,8 +277,7 @@ class RequestTable:
         for timer in live.timers:
             timer.cancel()
         live.timers.clear()
-        if live.started_at is None:
-            self._admission.leave(live)
+        self._admission.leave(live)
         del self._live[live.request_id]
         if self._log_requests:
             live.log_finish()

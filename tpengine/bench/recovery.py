@@ -38,20 +38,25 @@ from tpengine.engine.stats import EngineState, RecoveryRecord
 from tpengine.engine_args import EngineArgs
 from tpengine.errors import ConfigError, EngineError, WorkerDiedError
 from tpengine.executor.launch.ray_executor import RayExecutor
+from tpengine.executor.local_executor import create_executor
 from tpengine.layers.weights import Weights
 from tpengine.models.registry import build_model
 from tpengine.options import option
 from tpengine.sampling_params import RequestOutputKind, SamplingParams
 
 _WEIGHTS_STD = 0.02
-
 _CACHE_GIB = 0.5
+"""KV cache of all ranks together."""
 _FIRST_ID = 5
+"""Lowest id of a prompt; those below it are special tokens."""
 _SPARES_S = 60.0
+"""Longest wait for the spares."""
 _SERVE_S = 300.0
-"""Limit of each phase after a kill."""
-_BEFORE, _AFTER = 8, 64
-"""Tokens of a stream before the kill and after it, and reserved for after it."""
+"""Longest time of each part of a measurement, for example until all streams have continued."""
+_NUM_TOKENS = 8
+"""Output tokens that each stream gets before the kill, and again after it, at least."""
+_MAX_TOKENS = 72
+"""Most output tokens of a stream. Those that continue first after a kill get more than the last."""
 _POLL_S = 0.05
 _STREAM = SamplingParams(
     temperature=0.0,
@@ -83,7 +88,7 @@ class Kill:
         return self.record.longest_gap_s or 0.0
 
     def as_data(self) -> dict[str, Any]:
-        """What a file of kills holds of it."""
+        """Returns this kill as an entry of the JSON file."""
         return {
             "found_s": round(self.found_s, 4),
             "ready_s": round(self.record.ready_s, 4),
@@ -174,40 +179,42 @@ def run(args: argparse.Namespace) -> int:
 def measure(engine_args: EngineArgs, options: RecoveryOptions) -> list[Kill]:
     """Kills ranks of an engine, one after another."""
     rng = random.Random(0)
-    with LLMEngine.from_engine_args(engine_args) as engine:
-        longest = engine.get_model_config().max_model_len - _BEFORE - _AFTER
+    config, executor = create_executor(engine_args)
+    assert isinstance(executor, RayExecutor)
+    with LLMEngine(config, executor, log_stats=not engine_args.disable_log_stats) as engine:
+        longest = config.model.max_model_len - _MAX_TOKENS
         if options.input_len > longest:
             raise ConfigError(
                 f"--input-len must be at most {longest}, got {options.input_len}: the model takes "
-                f"{longest + _BEFORE + _AFTER} tokens, and the streams must continue after a kill"
+                f"{longest + _MAX_TOKENS} tokens, and the streams must continue after a kill"
             )
+        lens = [options.input_len] * options.num_streams
         return [
-            _kill(engine, rng, [options.input_len] * options.num_streams, engine_args.spare_workers)
+            _kill(engine, executor, rng, lens, engine_args.spare_workers)
             for _ in tqdm(range(options.kills), desc=f"{engine_args.spare_workers} spares")
         ]
 
 
-def _kill(engine: LLMEngine, rng: random.Random, input_lens: list[int], spare_workers: int) -> Kill:
-    """Kills a rank while streams decode."""
-    executor = engine._executor
-    assert isinstance(executor, RayExecutor)
-    _wait_for_spares(executor, spare_workers)
-    streams = _start(engine, _random_prompts(engine, rng, input_lens), _STREAM)
+def _kill(
+    engine: LLMEngine, executor: RayExecutor, rng: random.Random, lens: list[int], num_spares: int
+) -> Kill:
+    """Kills a rank while streams decode, whose prompts have these lengths."""
+    _wait_for_spares(executor, num_spares)
+    streams = _start(engine, _random_prompts(engine, rng, lens), _STREAM)
     lengths = streams.lengths
-    _step_until(engine, streams, lambda: min(lengths.values()) >= max(input_lens) + _BEFORE)
+    _step_until(engine, streams, lambda: min(lengths.values()) >= max(lens) + _NUM_TOKENS)
     os.kill(rng.choice(executor.places).pid, signal.SIGKILL)
     killed_at = time.monotonic()
     _step_until(engine, streams, lambda: engine.health().state is not EngineState.RUNNING)
     found_s = time.monotonic() - killed_at
     before = dict(lengths)
-    # Until each stream has continued, so that the record's gap includes the slowest stream.
-    _step_until(
-        engine, streams, lambda: all(lengths[name] >= before[name] + _BEFORE for name in lengths)
-    )
+    # The record's longest gap includes a stream's gap only when that stream has continued.
+    goal = {name: length + _NUM_TOKENS for name, length in lengths.items()}
+    _step_until(engine, streams, lambda: all(lengths[name] >= goal[name] for name in goal))
     record = engine.recoveries[-1]
     engine.abort_request(list(lengths))
     _step_until(engine, streams, lambda: not engine.has_unfinished_requests())
-    _wait_for_spares(executor, spare_workers)  # their start would slow the next measurement
+    _wait_for_spares(executor, num_spares)  # their start would slow the next measurement
     prompts = _random_prompts(engine, rng, list(before.values()))
     start = time.monotonic()
     again = _start(engine, prompts, replace(_STREAM, max_tokens=1))

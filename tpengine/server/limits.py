@@ -118,7 +118,10 @@ def check_num_ids(count: int, max_model_len: int) -> None:
 
 
 def check_counts(counts: Mapping[str, int], limits: Limits) -> None:
-    """Bounds the numbers of entries of the lists in sampling parameters, by the list's name.
+    """Checks how many entries each list of the sampling parameters has.
+
+    Args:
+        counts: number of entries by the list's name.
 
     Raises:
         InvalidSamplingParamsError: a list has more.
