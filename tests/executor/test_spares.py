@@ -27,13 +27,11 @@ def test_spares_become_ranks(folder: Path, wait_until: Wait) -> None:
         spares = ranks.spare_processes()
         ranks.lose(1)
         ranks.rebuild()
-        assert not ranks.executor.spares.num_started, (
-            "the next spares would take the cores from waiting requests"
-        )
+        # The next spares would take the cores from waiting requests.
+        assert not ranks.executor.spares.num_started
         assert sorted(place.process for place in ranks.executor.places) == sorted(spares)
-        wait_until(
-            lambda: free_cpus() == ray.cluster_resources()["CPU"] - 2, PATIENCE_S
-        )  # reserved
+        # Reserved again.
+        wait_until(lambda: free_cpus() == ray.cluster_resources()["CPU"] - 2, PATIENCE_S)
         assert ranks.generate() == expected
 
         wait_until(lambda: len(ranks.spare_processes()) == 2, PATIENCE_S)
