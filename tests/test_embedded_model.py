@@ -188,6 +188,7 @@ def test_context_turns_the_order_of_a_rule(documents: ModuleType) -> None:
     assert names.index("Mara") not in order("person", 0, frozenset({"Mara"}))
 
 
+@pytest.mark.soak
 def test_script_is_reproducible(
     examples: None, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
