@@ -144,7 +144,7 @@ class Channel:
         Raises:
             ChannelError: the peer closed the connection, or sent something else than a frame.
         """
-        while (frame := self._cut()) is None:
+        while (frame := _first_frame(self._buffer)) is None:
             try:
                 chunk = self._sock.recv(_RECEIVE_BYTES, socket.MSG_DONTWAIT)
             except BlockingIOError:
@@ -153,23 +153,30 @@ class Channel:
                 raise ChannelClosedError(f"the connection broke: {error}") from error
             if not chunk:
                 raise ChannelClosedError("the peer closed the connection")
+            # Nearly every chunk is one whole frame, which need not pass the buffer.
+            if not self._buffer and (frame := _first_frame(chunk)) is not None:
+                self._buffer += chunk[_HEAD.size + len(frame.payload) :]
+                return frame
             self._buffer += chunk
+        del self._buffer[: _HEAD.size + len(frame.payload)]
         return frame
 
-    def _cut(self) -> Frame | None:
-        """Takes the first frame out of the buffer, if it is there as a whole."""
-        buffer = self._buffer
-        if len(buffer) < _HEAD.size:
-            return None
-        magic, length, kind, epoch, step = _HEAD.unpack_from(buffer)
-        if magic != _MAGIC or length > MAX_FRAME_BYTES or kind not in _KINDS:
-            raise ChannelError(f"not a frame: {bytes(buffer[: _HEAD.size])!r}")
-        end = _HEAD.size + length
-        if len(buffer) < end:
-            return None
-        payload = bytes(memoryview(buffer)[_HEAD.size : end])
-        del buffer[:end]
-        return Frame(_KINDS[kind], epoch, step, payload)
+
+def _first_frame(data: bytes | bytearray) -> Frame | None:
+    """The frame that `data` begins with; None: it has not arrived as a whole.
+
+    Raises:
+        ChannelError: `data` begins with something else than a frame.
+    """
+    if len(data) < _HEAD.size:
+        return None
+    magic, length, kind, epoch, step = _HEAD.unpack_from(data)
+    if magic != _MAGIC or length > MAX_FRAME_BYTES or kind not in _KINDS:
+        raise ChannelError(f"not a frame: {bytes(data[: _HEAD.size])!r}")
+    end = _HEAD.size + length
+    if len(data) < end:
+        return None
+    return Frame(_KINDS[kind], epoch, step, bytes(memoryview(data)[_HEAD.size : end]))
 
 
 class Listener:

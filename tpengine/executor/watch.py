@@ -108,9 +108,7 @@ class StepExchange:
                 set, as another thread knows that the group is lost or ended.
         """
         end = time.monotonic() + timeout_s
-        late: ChannelError
-        late = ChannelTimeoutError(f"step {step} exceeded its deadline of {timeout_s:.1f} s")
-        size = len(self._channels)
+        size, is_stopped = len(self._channels), False
         answers: dict[int, bytes] = {}
         failures: dict[int, Failure] = {}
         for rank, channel in enumerate(self._channels):
@@ -123,19 +121,21 @@ class StepExchange:
                 end = min(end, time.monotonic() + STEP_GRACE_S)
             left_s = end - time.monotonic()
             ready = self._poll.poll(max(0.0, left_s) * 1e3)
-            is_stopped = False
             for fileno, _ in ready:
                 if fileno in self._rank_of:
                     self._take(fileno, step, answers, failures)
                 else:
                     is_stopped = True
-            if is_stopped:
-                late = ChannelError(f"step {step} was given up: its group is lost or ended")
             # A deadline that is over counts also when there is always something to read.
             if is_stopped or not ready or left_s <= 0.0:
                 break
-        if not failures:
-            failures = {rank: late for rank in range(size) if rank not in answers}
+        if not failures and len(answers) < size:
+            why: ChannelError
+            if is_stopped:
+                why = ChannelError(f"step {step} was given up: its group is lost or ended")
+            else:
+                why = ChannelTimeoutError(f"step {step} exceeded its deadline of {timeout_s:.1f} s")
+            failures = {rank: why for rank in range(size) if rank not in answers}
         if failures:
             raise RanksFailedError(failures)
         return [answers[rank] for rank in range(size)]
