@@ -47,6 +47,8 @@ def rank_processes() -> list[int]:
 
 def main() -> None:
     """Streams one answer, kills a rank in the middle, and compares with an answer of one rank."""
+    # Ray would print a paragraph of its own about the killed process into the text of the stream.
+    os.environ.setdefault("RAY_DEDUP_LOGS_SKIP_REGEX", "A worker died or was killed")
     with LLM(**SETTINGS) as llm:
         undisturbed = "".join(llm.stream(PROMPT, sampling_params))
     text, longest_s = "", 0.0
