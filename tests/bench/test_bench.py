@@ -74,10 +74,8 @@ def test_settings_are_resolved() -> None:
         (["--batch-sizes", "1,x"], ("'x'", "from 1 to")),
         (["--batch-sizes", "0"], ("'0'", "from 1 to")),
         (["--batch-sizes", ""], ("''", "from 1 to")),
-        (
-            ["--output-len", "1"],
-            ("output_len must be at least 2", "got 1; the first token"),
-        ),
+        (["--output-len", "1"], ("output_len must be at least 2", "got 1; the first token")),
+        (["--trace", "/no/such/folder/trace"], ("--trace", "no folder /no/such/folder; make it")),
         (["--input-len", "0"], ("input_len must be at least 1", "got 0")),
         (
             ["--batch-sizes", "8", "--output-len", "2", "--max-num-batched-tokens", "32"],

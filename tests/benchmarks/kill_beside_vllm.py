@@ -140,6 +140,8 @@ def main() -> None:
     parser.add_argument("--measure", choices=sorted(RANK_NAMES), help=argparse.SUPPRESS)
     parser.add_argument("--folder", help=argparse.SUPPRESS)
     args = parser.parse_args()
+    if args.vllm_python is not None and not Path(args.vllm_python).is_file():
+        parser.error(f"--vllm-python must be the path of a Python, got {args.vllm_python!r}")
     if args.measure is not None:
         measure(args.measure, args.folder, args.dtype)
         return

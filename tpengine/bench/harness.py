@@ -115,10 +115,18 @@ class BenchOptions(Options):
         """Takes and checks the fields from parsed command-line arguments.
 
         Raises:
-            ConfigError: a value is outside its limits, or matplotlib is missing for `--plot`.
+            ConfigError: a value is outside its limits, the folder of a file to write does not
+                exist, or matplotlib is missing for `--plot`.
         """
         options = cls.from_cli_args(args)
         options.check()
+        for name in ("plot", "trace", "json"):
+            path = getattr(options, name, None)
+            if path is not None and not Path(path).absolute().parent.is_dir():
+                raise ConfigError(
+                    f"--{name} {path}: there is no folder {Path(path).parent}; make it, or name "
+                    "another"
+                )
         if getattr(options, "plot", None) is not None:
             import_pyplot()
         return options

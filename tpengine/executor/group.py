@@ -39,7 +39,8 @@ Answer = TypeVar("Answer")
 
 _OVER = "the engine was shut down; make a new one"
 _CALL_GRACE_S = 1.0
-"""How long the others are heard after the first failure of a call, which may be a consequence."""
+"""How long the others are heard after the first failure of a call: that failure may be the
+consequence of another rank's, which is heard of later."""
 _CHECK_S = 0.2
 """Between two looks at whether a wait for answers still makes sense."""
 _LOOK_S = 1.0

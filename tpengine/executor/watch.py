@@ -46,7 +46,8 @@ _JOIN_S = 15.0
 """More than the diagnosis of a loss takes when a node's agent hardly answers."""
 _LAST_FRAMES_S = 0.01
 STEP_GRACE_S = 0.3
-"""How long the others are heard after the first failure of a step, which may be a consequence."""
+"""How long the others are heard after the first failure of a step: that failure may be the
+consequence of another rank's, which is heard of later."""
 _PATIENCE = 10.0
 """A step may take this many times the time that its tokens should take."""
 _DECAY = 0.95
