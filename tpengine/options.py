@@ -9,16 +9,21 @@ from __future__ import annotations
 import argparse
 import ast
 import dataclasses
+import functools
 import inspect
+import json
 import math
 import textwrap
 import typing
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any, ClassVar, Self
 
 from tpengine.errors import ConfigError
+
+NOTHING = "nothing"
+"""`only_for` of an option that is accepted with any value and has no effect."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,8 +36,12 @@ class Declaration:
         more_than: a number must be greater than this.
         at_most: largest accepted number.
         unit: printed after each limit in an error message, such as " seconds".
-        advice: end of the error message about a number outside the limits.
+        advice: end of the error message about another choice, or a number outside the limits.
         only_for: the one thing that the option has an effect on; empty: no restriction.
+        refused: why no value but the default is accepted, and what to use; empty: it is accepted.
+        short: a second name on the command line, such as -tp.
+        takes_words: whether a list on the command line takes all words up to the next option;
+            else the option is given once for each.
         metavar: placeholder of the value in `--help`; None: the field's name in capitals.
     """
 
@@ -43,7 +52,15 @@ class Declaration:
     unit: str = ""
     advice: str = ""
     only_for: str = ""
+    refused: str = ""
+    short: str = ""
+    takes_words: bool = False
     metavar: str | None = None
+
+    @property
+    def is_hidden(self) -> bool:
+        """Whether `--help` leaves the option out, since it cannot change anything."""
+        return bool(self.refused) or self.only_for == NOTHING
 
     def check(self, name: str, value: Any) -> None:
         """Checks a value that has its field's type.
@@ -51,11 +68,12 @@ class Declaration:
         Raises:
             ConfigError: it is not one of the choices, or outside the limits.
         """
+        advice = f"; {self.advice}" if self.advice else ""
         if self.choices and value not in self.choices:
             listed = ", ".join(str(choice) for choice in self.choices)
-            raise ConfigError(f"{name} must be one of {listed}; got {value!r}")
+            raise ConfigError(f"{name} must be one of {listed}; got {value!r}{advice}")
         for number in each(value):
-            if isinstance(number, str):
+            if not isinstance(number, (int, float)):
                 continue
             # NaN fails every comparison; an infinity is never meant.
             if not (
@@ -63,7 +81,6 @@ class Declaration:
                 and self.more_than < number
                 and abs(number) < math.inf
             ):
-                advice = f"; {self.advice}" if self.advice else ""
                 limits = " and ".join(self._limits(number))
                 raise ConfigError(f"{name} must be {limits}, got {number}{advice}")
 
@@ -103,11 +120,17 @@ class Options:
         """Checks each field by its declaration.
 
         Raises:
-            ConfigError: a value has another type, is not one of the choices, or outside the limits.
+            ConfigError: a value has another type, is not one of the choices, is outside the limits,
+                or is refused.
         """
         types = typing.get_type_hints(type(self))
         for spec in dataclasses.fields(self):
             value = getattr(self, spec.name)
+            refused = spec.metadata["option"].refused
+            if refused and value != spec.default:
+                raise ConfigError(
+                    f"{spec.name} = {value!r} is refused: {refused}; leave it at {spec.default!r}"
+                )
             if not _is_of_type(value, types[spec.name]):
                 raise ConfigError(f"{spec.name} must be {spec.type}, got {value!r}")
             if value is not None:
@@ -125,27 +148,25 @@ class Options:
     @classmethod
     def add_cli_args(cls, parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
         """Adds a command-line option for each field: `max_num_seqs` is `--max-num-seqs`."""
+        cls._add_options(parser, dataclasses.fields(cls))
+        return parser
+
+    @classmethod
+    def _add_options(
+        cls, parser: argparse.ArgumentParser, specs: Iterable[dataclasses.Field[Any]]
+    ) -> None:
         group = parser.add_argument_group(cls.group)
         types = typing.get_type_hints(cls)
         texts = _docstrings_of_fields(cls)
-        for spec in dataclasses.fields(cls):
+        for spec in specs:
             declared: Declaration = spec.metadata["option"]
-            kinds = _types_in(types[spec.name])
-            words: dict[str, Any] = {"default": spec.default, "metavar": declared.metavar}
-            is_told = spec.default is None or "default: " in texts[spec.name]
-            default = "" if is_told else " (default: %(default)s)"
-            if bool in kinds:
-                words = {"default": spec.default, "action": argparse.BooleanOptionalAction}
-                default = f" (default: {'on' if spec.default else 'off'})"
-            elif Sequence[str] in kinds:
-                words["action"] = "append"
-            elif Sequence[float] in kinds:
-                words |= {"type": _one_or_more_numbers, "metavar": "NUM,..."}
-            else:
-                words |= {"type": kinds[0], "choices": declared.choices or None}
-            words["help"] = texts[spec.name].replace("%", "%%").removesuffix(".") + default
-            group.add_argument("--" + spec.name.replace("_", "-"), **words)
-        return parser
+            names = ["--" + spec.name.replace("_", "-"), *filter(None, [declared.short])]
+            words = _reading(declared, types[spec.name])
+            words |= {"default": spec.default, "help": argparse.SUPPRESS}
+            if not declared.is_hidden:
+                words["help"] = texts[spec.name].replace("%", "%%").removesuffix(".")
+                words["help"] += _default_in_words(spec, texts[spec.name])
+            group.add_argument(*names, **words)
 
     @classmethod
     def from_cli_args(cls, args: argparse.Namespace) -> Self:
@@ -160,15 +181,51 @@ def each(value: Any) -> tuple[Any, ...]:
     return tuple(value) if isinstance(value, (list, tuple)) else (value,)
 
 
+def _reading(declared: Declaration, hint: Any) -> dict[str, Any]:
+    """How argparse reads an option: the arguments of `add_argument` without default and help."""
+    kinds = _types_in(hint)
+    if bool in kinds:
+        return {"action": argparse.BooleanOptionalAction}
+    if Sequence[str] in kinds:
+        words = {"action": "extend", "nargs": "+"} if declared.takes_words else {"action": "append"}
+        return words | {"metavar": declared.metavar}
+    if Sequence[float] in kinds:
+        return {"type": _one_or_more_numbers, "metavar": "NUM,..."}
+    read: Callable[[str], Any] = json.loads if Mapping[str, Any] in kinds else kinds[0]
+    choices = list(declared.choices)
+    if type(None) in typing.get_args(hint):
+        read = _or_none(read)
+        choices += [None] if choices else []
+    return {"type": read, "choices": choices or None, "metavar": declared.metavar}
+
+
+def _or_none(read: Callable[[str], Any]) -> Callable[[str], Any]:
+    """Reads the words None and "" as None, and others by `read`, which gives its name."""
+
+    @functools.wraps(read, updated=())
+    def read_or_none(text: str) -> Any:
+        return None if text in ("", "None") else read(text)
+
+    return read_or_none
+
+
+def _default_in_words(spec: dataclasses.Field[Any], text: str) -> str:
+    """The end of a line in `--help`; empty if the field's docstring names the default."""
+    if isinstance(spec.default, bool):
+        return f" (default: {'on' if spec.default else 'off'})"
+    return "" if spec.default is None or "default: " in text else " (default: %(default)s)"
+
+
 def _docstrings_of_fields(cls: type) -> dict[str, str]:
-    """The docstring below each field of a class, by name. It is read from the class's source, since
-    Python does not keep it."""
-    (body,) = ast.parse(textwrap.dedent(inspect.getsource(cls))).body
-    texts = {}
-    for before, after in pairwise(ast.iter_child_nodes(body)):
-        match before, after:
-            case ast.AnnAssign(target=ast.Name(name)), ast.Expr(ast.Constant(str(text))):
-                texts[name] = " ".join(text.split())
+    """The docstring below each field of a class and of its bases, by name. It is read from the
+    source, since Python does not keep it."""
+    texts: dict[str, str] = {}
+    for one in filter(dataclasses.is_dataclass, cls.__mro__):
+        (body,) = ast.parse(textwrap.dedent(inspect.getsource(one))).body
+        for before, after in pairwise(ast.iter_child_nodes(body)):
+            match before, after:
+                case ast.AnnAssign(target=ast.Name(name)), ast.Expr(ast.Constant(str(text))):
+                    texts.setdefault(name, " ".join(text.split()))
     return texts
 
 
@@ -183,7 +240,10 @@ def _is_of_type(value: object, hint: Any) -> bool:
     if value is None:
         return type(None) in typing.get_args(hint)
     if isinstance(value, (list, tuple)):
-        return Sequence[float] in kinds and all(_is_of_type(item, float) for item in value)
+        items = [typing.get_args(kind)[0] for kind in kinds if typing.get_origin(kind) is Sequence]
+        return any(all(_is_of_type(item, kind) for item in value) for kind in items)
+    if isinstance(value, Mapping):
+        return Mapping[str, Any] in kinds
     if isinstance(value, bool):  # bool is a subclass of int
         return bool in kinds
     plain = tuple(kind for kind in kinds if typing.get_origin(kind) is None)

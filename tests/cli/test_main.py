@@ -68,7 +68,8 @@ def test_help_says_what_each_option_is_and_its_default(
     usage, _, text = parser.format_help().partition("\n\n")
     named, known = (set(re.findall(r"--[a-z][a-z-]+", part)) for part in (text, usage))
     assert named <= known | {"--help"}, "the help names an option that does not exist"
-    for action in parser.actions:
+    shown = [action for action in parser.actions if action.help != argparse.SUPPRESS]
+    for action in shown:
         text = parser._get_formatter()._expand_help(action)
         assert re.sub(r"\W*\(?default: .*", "", text), f"{action.dest}: what it is"
         assert "default: None" not in text, action.dest

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import re
+import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import ClassVar, NoReturn
@@ -21,6 +22,29 @@ class CommandParser(argparse.ArgumentParser):
     def actions(self) -> Sequence[argparse.Action]:
         """All options and positional arguments."""
         return self._actions
+
+    def parse_known_args(  # type: ignore[override]
+        self, args: Sequence[str] | None = None, namespace: argparse.Namespace | None = None
+    ) -> tuple[argparse.Namespace, list[str]]:
+        """Parses words, with two more spellings: underscores in the name of an option are dashes,
+        and a flag may be followed by True or False, with or without an equals sign."""
+        words = list(sys.argv[1:] if args is None else args)
+        end = words.index("--") if "--" in words else len(words)
+        known: list[str] = []
+        for word in words[:end]:
+            name, equals, value = word.partition("=")
+            if word.startswith("--"):
+                name = name.replace("_", "-")
+            elif known and self._is_flag(known[-1]) and word.lower() in ("true", "false"):
+                name, equals, value = known.pop(), "=", word
+            if equals and self._is_flag(name) and value.lower() in ("true", "false"):
+                known.append(name if value.lower() == "true" else f"--no-{name[2:]}")
+            else:
+                known.append(name + equals + value)
+        return super().parse_known_args(known + words[end:], namespace)
+
+    def _is_flag(self, name: str) -> bool:
+        return isinstance(self._option_string_actions.get(name), argparse.BooleanOptionalAction)
 
     def error(self, message: str) -> NoReturn:
         """Ends the process with exit code 2; the message is the last line.
