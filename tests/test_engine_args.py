@@ -4,17 +4,32 @@ from __future__ import annotations
 
 import logging
 import math
+import re
+import shutil
+from collections.abc import Callable
+from dataclasses import fields
+from functools import partial
+from operator import attrgetter
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from support.engines import complete, greedy, make_engine
 from support.models import ModelShop
+from support.subjects import BY_NAME, Subjects
+from support.tiny_llama import edit_json
+from support.variants import WINDOW
 from support.zoo import PLAIN
 
 from tpengine import LLM, EngineArgs, LLMEngine, SamplingParams
+from tpengine.cli.parser import CommandParser
+from tpengine.config import EMBEDDED_MODEL
+from tpengine.engine_args import AsyncEngineArgs
 from tpengine.errors import CacheSizeError, ConfigError
+from tpengine.layers.rotary import rope_parameters
 from tpengine.worker import model_runner
+from tpengine.worker.device import resolve_dtype
 from tpengine.worker.worker import Worker
 
 BAD: dict[str, tuple[dict[str, Any], tuple[str, ...]]] = {
@@ -28,6 +43,21 @@ BAD: dict[str, tuple[dict[str, Any], tuple[str, ...]]] = {
         {"cpu_kv_cache_space": 0.1, "num_device_blocks_override": 64},
         ("cpu_kv_cache_space = 0.1", "num_device_blocks_override = 64", "unset"),
     ),
+    "two names of a size": (
+        {"num_gpu_blocks_override": 63, "num_device_blocks_override": 64},
+        ("num_device_blocks_override = 64", "num_gpu_blocks_override = 63", "unset"),
+    ),
+    "local and ray": (
+        {"executor": "local", "worker_use_ray": True},
+        ("executor = 'local'", "worker_use_ray", "leave"),
+    ),
+    "processes": ({"distributed_executor_backend": "mp"}, ("'mp'", "use 'ray'")),
+    "scale file": ({"quantization_param_path": "x"}, ("quantization_param_path", "kv_cache_dtype")),
+    "another fp8": ({"kv_cache_dtype": "fp8_e5m2"}, ("fp8_e5m2", "fp8 is e4m3")),
+    "names": ({"served_model_name": ["a", 3]}, ("served_model_name", "Sequence[str]", "3")),
+    "rope of text": ({"rope_scaling": "linear"}, ("rope_scaling", "Mapping", "'linear'")),
+    "rope base": ({"rope_theta": 0.0}, ("rope_theta", "more than 0")),
+    "logprobs": ({"max_logprobs": -2}, ("max_logprobs", "at least -1")),
     "tokens": ({"max_num_batched_tokens": 10**12}, ("max_num_batched_tokens", "1048576", "10000")),
     "address without Ray": ({"ray_address": "10.9.9.9:1"}, ("'10.9.9.9:1'", "executor='ray'")),
     "deadline without Ray": ({"step_timeout_s": 1.0}, ("step_timeout_s = 1.0", "executor='ray'")),
@@ -39,7 +69,6 @@ BAD: dict[str, tuple[dict[str, Any], tuple[str, ...]]] = {
     "window": ({"recovery_window": 0.0}, ("recovery_window", "more than 0", "0.0")),
     "spares": ({"executor": "ray", "spare_workers": -2}, ("spare_workers", "at least 0", "-2")),
     "spares without Ray": ({"spare_workers": 1}, ("spare_workers = 1", "executor='ray'")),
-    "float16 on CPU": ({"dtype": "float16"}, ("float16", "CPU", "bfloat16 or float32")),
     "pipeline": (
         {"pipeline_parallel_size": 2},
         ("pipeline_parallel_size = 2", "layer", "leave it at 1"),
@@ -52,7 +81,10 @@ BAD: dict[str, tuple[dict[str, Any], tuple[str, ...]]] = {
     "block size": ({"block_size": 12}, ("block_size", "8, 16, 32", "12")),
     "dtype": ({"dtype": "int4"}, ("dtype", "bfloat16", "'int4'")),
     "device": ({"device": "tpu"}, ("device", "cpu", "'tpu'")),
-    "load format": ({"load_format": "pickle"}, ("load_format", "safetensors", "'pickle'")),
+    "load format": (
+        {"load_format": "npcache"},
+        ("load_format", "safetensors", "'npcache'", "convert"),
+    ),
     "tokenizer mode": ({"tokenizer_mode": "quick"}, ("tokenizer_mode", "slow", "'quick'")),
     "no sequences": ({"max_num_seqs": 0}, ("max_num_seqs", "at least 1", "0")),
     "no tokens": ({"max_num_batched_tokens": 0}, ("max_num_batched_tokens", "at least 1")),
@@ -90,6 +122,183 @@ def test_refused(models: ModelShop, name: str) -> None:
         LLM(str(models.folder(PLAIN)), **args)
     for word in words:
         assert word in str(raised.value)
+
+
+HIDDEN = {
+    spec.name: spec.metadata["option"]
+    for spec in fields(AsyncEngineArgs)
+    if spec.metadata["option"].is_hidden
+}
+ASYNC_PARSER = AsyncEngineArgs.add_cli_args(CommandParser())
+OTHER_VALUES = {"int": 7, "str": "other", "bool": True, "float": 0.5}
+
+
+def test_positions_are_those_of_vllm() -> None:
+    args = EngineArgs("model", ["a", "b"], "tokenizer", True, "slow", True, "folder", "pt", "half")
+    assert (args.served_model_name, args.load_format, args.dtype) == (["a", "b"], "pt", "half")
+    with pytest.raises(TypeError, match="positional"):
+        EngineArgs(*(spec.default for spec in fields(EngineArgs)[:77]))
+    assert AsyncEngineArgs(*[None] * 76, False, True).disable_log_requests is True
+    with pytest.raises(TypeError, match="bogus"):
+        EngineArgs(bogus=1)  # type: ignore[call-arg]
+
+
+@pytest.mark.parametrize("name", HIDDEN)
+def test_fields_that_cannot_change_anything(
+    name: str, caplog: pytest.LogCaptureFixture, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Refused by their name, with what replaces it, or said to have no effect; from Python and from
+    the command line alike."""
+    kind = AsyncEngineArgs.__dataclass_fields__[name].type.partition(" | ")[0]
+    value = OTHER_VALUES[kind]
+    flag = f"--{name.replace('_', '-')}"
+    words = [flag] if value is True else [flag, str(value)]
+    assert name not in ASYNC_PARSER.format_help().replace("-", "_")
+    for args in (
+        AsyncEngineArgs(**{name: value}),
+        AsyncEngineArgs.from_cli_args(ASYNC_PARSER.parse_args(words)),
+    ):
+        assert getattr(args, name) == value
+        if HIDDEN[name].refused:
+            with pytest.raises(ConfigError, match=rf"^{name} = .* is refused: .*; .*; leave it at"):
+                args.create_engine_config("cpu")
+        else:
+            messages = said_by(caplog, partial(args.create_engine_config, "cpu"))
+            assert messages == [f"no effect: {name} = {value!r}"]
+
+
+@pytest.mark.parametrize(
+    ("args", "place", "expected"),
+    [
+        ({"num_gpu_blocks_override": 64}, "cache.num_device_blocks_override", 64),
+        ({"kv_cache_dtype": "fp8_e4m3"}, "cache.kv_cache_dtype", "fp8"),
+        ({"preemption_mode": None}, "scheduler.preemption_mode", "auto"),
+        ({"enable_chunked_prefill": None}, "scheduler.enable_chunked_prefill", True),
+        ({"dtype": torch.float16}, "model.dtype", "float16"),
+        ({"dtype": "Float32", "quantization": "INT8"}, "model.dtype", "float32"),
+        ({"load_format": "SafeTensors"}, "model.load_format", "safetensors"),
+        ({"tokenizer_mode": "Slow"}, "model.tokenizer_mode", "slow"),
+        ({"skip_tokenizer_init": True, "tokenizer": "/nowhere"}, "model.tokenizer", None),
+        ({"max_logprobs": -1}, "model.max_logprobs", -1),
+        ({}, "model.max_logprobs", 20),
+        ({"worker_use_ray": True}, "parallel.ray.placement_strategy", "PACK"),
+        ({"distributed_executor_backend": "ray"}, "parallel.ray.placement_strategy", "PACK"),
+    ],
+)
+def test_other_spellings(args: dict[str, Any], place: str, expected: object) -> None:
+    engine_args = EngineArgs(**args)
+    assert attrgetter(place)(engine_args.create_engine_config("cuda")) == expected
+    assert engine_args.uses_ray == place.startswith("parallel.ray")
+
+
+@pytest.mark.parametrize(
+    ("model", "given", "names"),
+    [
+        (EMBEDDED_MODEL, None, ("embedded",)),
+        ("/some/where/", None, ("where",)),
+        ("some/where", None, ("some/where",)),
+        ("some/where", "a", ("a",)),
+        ("some/where", ["a", "b"], ("a", "b")),
+    ],
+)
+def test_served_names(model: str, given: str | list[str] | None, names: tuple[str, ...]) -> None:
+    assert EngineArgs(model, given).served_names == names
+
+
+def test_device_may_be_left_out() -> None:
+    config = EngineArgs(device="cpu").create_engine_config()
+    assert (config.device, config.scheduler.max_num_batched_tokens) == ("cpu", 512)
+    assert EngineArgs().create_engine_config().device in ("cpu", "cuda")
+
+
+def test_float16_on_cpu_computes_in_another_type(caplog: pytest.LogCaptureFixture) -> None:
+    args = EngineArgs(dtype="half", device="cpu")
+    (message,) = said_by(caplog, args.create_engine_config)
+    assert re.search(r"'half'.*CPU.*in bfloat16.* float32", message)
+    assert resolve_dtype("half", "cpu") == resolve_dtype("auto", "cpu") != torch.float16
+    assert resolve_dtype("half", "cuda") == torch.float16
+
+
+def test_rotary_arguments_are_those_of_another_config(subjects: Subjects, tmp_path: Path) -> None:
+    source = subjects.folder(BY_NAME["llama-yarn-old"])
+    shutil.copytree(source, tmp_path, dirs_exist_ok=True)
+    scaling = {"type": "linear", "factor": 4.0}
+    change = {"rope_scaling": scaling, "rope_theta": 777.0}
+    edit_json(tmp_path / "config.json", lambda config: config.update(change))
+    expected = EngineArgs(str(tmp_path)).create_engine_config().model
+    for given in ({"rope_scaling": scaling, "rope_theta": 777}, change):
+        config = EngineArgs(str(source), **given).create_engine_config().model
+        assert rope_parameters(config.hf_config) == rope_parameters(expected.hf_config)
+    config = EngineArgs(str(source), rope_theta=777.0).create_engine_config().model
+    assert rope_parameters(config.hf_config)["rope_type"] == "yarn"
+    assert rope_parameters(config.hf_config)["rope_theta"] == 777.0
+    longest = 4 * config.hf_config["max_position_embeddings"]
+    args = EngineArgs(str(source), rope_scaling=scaling, max_model_len=longest)
+    assert args.create_engine_config().model.max_model_len == longest
+    args = EngineArgs(str(subjects.folder(BY_NAME["opt-before"])), rope_theta=9.0)
+    with pytest.raises(ConfigError, match=r"rope_theta = 9.0: OPTForCausalLM has no rotary"):
+        args.create_engine_config()
+
+
+def test_without_sliding_window_a_sequence_fits_into_it(subjects: Subjects) -> None:
+    def max_model_len(name: str, **args: Any) -> int:
+        args = {"disable_sliding_window": True, **args}
+        config = EngineArgs(str(subjects.folder(BY_NAME[name])), **args).create_engine_config()
+        return config.model.max_model_len
+
+    assert max_model_len("mistral-window") == WINDOW
+    assert max_model_len("mistral-window", max_model_len=WINDOW - 1) == WINDOW - 1
+    assert max_model_len("mistral-no-window") > WINDOW
+    with pytest.raises(ConfigError, match=rf"{WINDOW + 1}.*window of {WINDOW} tokens"):
+        max_model_len("mistral-window", max_model_len=WINDOW + 1)
+
+
+@pytest.mark.parametrize(
+    ("words", "name", "expected"),
+    [
+        (["--max_num_seqs=8"], "max_num_seqs", 8),
+        (["--max_num_seqs", "8"], "max_num_seqs", 8),
+        (["-tp", "2"], "tensor_parallel_size", 2),
+        (["-pp", "2"], "pipeline_parallel_size", 2),
+        (["-q", "int8"], "quantization", "int8"),
+        (["-q", "None"], "quantization", None),
+        (["-spec-draft-tp", "2"], "speculative_draft_tensor_parallel_size", 2),
+        (["--tokenizer", ""], "tokenizer", None),
+        (["--tokenizer", "my_folder"], "tokenizer", "my_folder"),
+        (["--enable-chunked-prefill"], "enable_chunked_prefill", True),
+        (["--enable-chunked-prefill=False"], "enable_chunked_prefill", False),
+        (["--enable_chunked_prefill", "false"], "enable_chunked_prefill", False),
+        (["--enforce-eager", "True"], "enforce_eager", True),
+        (["--no-enable-prefix-caching"], "enable_prefix_caching", False),
+        (["--rope-scaling", '{"factor": 2}'], "rope_scaling", {"factor": 2}),
+        (["--served-model-name", "a", "b"], "served_model_name", ["a", "b"]),
+        (["--ignore-patterns", "a", "--ignore-patterns=b"], "ignore_patterns", ["a", "b"]),
+        (["--cpu-offload-gb", "0"], "cpu_offload_gb", 0),
+    ],
+)
+def test_words_of_a_command_line(words: list[str], name: str, expected: object) -> None:
+    parser = EngineArgs.add_cli_args(CommandParser())
+    assert getattr(EngineArgs.from_cli_args(parser.parse_args(words)), name) == expected
+    parser.add_argument("prompt")
+    assert parser.parse_args([*words, "--", "--a_b"]).prompt == "--a_b"
+
+
+def test_own_options_of_an_async_engine() -> None:
+    parser = AsyncEngineArgs.add_cli_args(CommandParser(), async_args_only=True)
+    parsed = vars(parser.parse_args(["--disable-log-requests"]))
+    assert parsed == {"disable_log_requests": True, "engine_use_ray": False}
+
+
+def said_by(caplog: pytest.LogCaptureFixture, call: Callable[[], object]) -> list[str]:
+    """What tpengine logs while `call` runs."""
+    logger = logging.getLogger("tpengine")
+    logger.addHandler(caplog.handler)
+    caplog.clear()
+    try:
+        call()
+    finally:
+        logger.removeHandler(caplog.handler)
+    return caplog.messages
 
 
 def test_cache_space_is_for_cpus(models: ModelShop) -> None:
@@ -149,16 +358,10 @@ def test_tables_that_do_not_fit(models: ModelShop, monkeypatch: pytest.MonkeyPat
 def test_what_does_nothing_on_cpu_is_named_once(
     models: ModelShop, caplog: pytest.LogCaptureFixture, args: dict[str, Any], named: str | None
 ) -> None:
-    logger = logging.getLogger("tpengine")
-    logger.addHandler(caplog.handler)
-    try:
-        engine_args = EngineArgs(str(models.folder(PLAIN)), **args)
-        engine_args.create_engine_config("cuda")
-        assert caplog.messages == []
-        engine_args.create_engine_config("cpu")
-    finally:
-        logger.removeHandler(caplog.handler)
-    assert caplog.messages == ([] if named is None else [f"no effect on CPU: {named}"])
+    engine_args = EngineArgs(str(models.folder(PLAIN)), **args)
+    assert said_by(caplog, partial(engine_args.create_engine_config, "cuda")) == []
+    messages = said_by(caplog, partial(engine_args.create_engine_config, "cpu"))
+    assert messages == ([] if named is None else [f"no effect on CPU: {named}"])
 
 
 def test_no_block_fits_and_the_named_value_does(models: ModelShop) -> None:

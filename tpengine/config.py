@@ -7,7 +7,7 @@ and devices are strings, so that the driver needs no torch.
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -16,27 +16,55 @@ from tpengine.errors import ConfigError, ModelLoadError
 
 DTYPES = ("auto", "float32", "bfloat16", "float16", "float", "half")
 BLOCK_SIZES = (8, 16, 32)
-LOAD_FORMATS = ("auto", "safetensors", "pt", "dummy")
 QUANTIZATIONS = ("int8",)
 DEVICES = ("auto", "cpu", "cuda")
 PREEMPTION_MODES = ("auto", "recompute", "swap")
 SCHEDULING_POLICIES = ("fcfs", "priority")
 EXECUTORS = ("auto", "local", "ray")
-KV_CACHE_DTYPES = ("auto", "fp8")
+KV_CACHE_DTYPES = ("auto", "fp8", "fp8_e4m3")
 ATTENTION_BACKENDS = ("auto", "xformers", "varlen", "sdpa")
 PLACEMENT_STRATEGIES = ("PACK", "SPREAD", "STRICT_PACK", "STRICT_SPREAD")
+ARCHITECTURES = {
+    "BloomForCausalLM": "tpengine.models.bloom:BloomForCausalLM",
+    "LlamaForCausalLM": "tpengine.models.llama:LlamaForCausalLM",
+    "MinistralForCausalLM": "tpengine.models.mistral:MinistralForCausalLM",
+    "MistralForCausalLM": "tpengine.models.mistral:MistralForCausalLM",
+    "OPTForCausalLM": "tpengine.models.opt:OPTForCausalLM",
+    "Qwen2ForCausalLM": "tpengine.models.qwen:Qwen2ForCausalLM",
+    "Qwen3ForCausalLM": "tpengine.models.qwen:Qwen3ForCausalLM",
+}
+"""Class of each architecture; its module is imported when a model of it is built."""
 MAX_PRIORITY = 1000
 """A request's priority is in [-MAX_PRIORITY, MAX_PRIORITY]."""
 EMBEDDED_MODEL = str(Path(__file__).parent / "assets" / "embedded")
 """Folder of the small trained model inside the package, the default model."""
+
+# Why an engine argument that other engines have is refused, and what replaces it.
+ANY_LENGTH = "decode steps are recorded for any length; use enforce_eager to record none"
+NO_CODE = "code is taken from the model's own files; use revision"
+NO_DELAY = "prompts are not delayed; use max_num_batched_tokens for shorter steps"
+NO_DRAFTS = "there is no speculative decoding; use quantization or tensor_parallel_size for speed"
+NO_GRAMMARS = "there is no guided decoding; use allowed_token_ids or logits_processors"
+NO_LOADER_CONFIG = "loading has no further settings; use load_format"
+NO_LORA = "there are no LoRA adapters; merge the adapter into the weights (peft: merge_and_unload)"
+NO_NSIGHT = "ranks are not profiled; start a script with one rank under nsys"
+NO_OFFLOAD = "weights stay on the device; use tensor_parallel_size or quantization"
+NO_POOL = "there is no pool of tokenizers; AsyncLLMEngine has a thread of its own for text"
+NO_PROMPT_ADAPTERS = "there are no prompt adapters; use prompts of text or ids"
+NO_SCALES = "the scales of K and V are 1; use kv_cache_dtype alone"
+NO_STAGES = "ranks split every layer, and layers are not spread over them; use tensor_parallel_size"
+NO_TRACES = "there are no traces; use metrics_port of the server or metrics_text()"
+OWN_THREAD = "the engine runs in a thread of this process; use executor='ray' for ranks on Ray"
+
 _HUB_TEXTS = ["*.json", "*.txt", "*.jinja", "*.model", "*.tiktoken", "vocab.bpe"]
 """Files of a hub model that hold its configuration, its tokenizer and the index of its weights."""
-_HUB_WEIGHTS = {
-    "auto": ["*.safetensors"],
-    "safetensors": ["*.safetensors"],
-    "pt": ["pytorch_model*.bin"],
-    "dummy": [],
+WEIGHT_FILES = {
+    "auto": ("*.safetensors", "pytorch_model*.bin"),
+    "safetensors": ("*.safetensors",),
+    "pt": ("pytorch_model*.bin",),
+    "dummy": (),
 }
+"""By `load_format`: patterns of the files with the weights. The first is read that a folder has."""
 _HUB_DOUBLES = ["original/*", "consolidated*"]
 """Copies of the weights in other layouts, which some models have."""
 
@@ -47,15 +75,17 @@ class ModelConfig:
 
     Attributes:
         model: local folder in Hugging Face layout; a hub name has been resolved to one.
+        tokenizer: its folder; None: none is loaded.
         hf_config: the model's `config.json` as plain data, with its architecture's defaults.
         dtype: one of `DTYPES`; the worker's device decides what auto is.
         max_model_len: most tokens of a sequence, prompt and output.
         end_token_ids: ids that end a sequence, from `config.json` and `generation_config.json`.
         quantization: one of `QUANTIZATIONS`.
+        max_logprobs: most logprobs of a token that a request may ask for; -1: no limit.
     """
 
     model: str
-    tokenizer: str
+    tokenizer: str | None
     tokenizer_mode: str
     trust_remote_code: bool
     hf_config: Mapping[str, Any]
@@ -65,11 +95,12 @@ class ModelConfig:
     load_format: str
     end_token_ids: frozenset[int]
     quantization: str | None = None
+    max_logprobs: int = 20
 
     @property
     def architecture(self) -> str:
         """Class name in `config.json`, such as `LlamaForCausalLM`."""
-        return str((self.hf_config.get("architectures") or ["(none named)"])[0])
+        return architecture_of(self.hf_config)
 
     @property
     def vocab_size(self) -> int:
@@ -239,55 +270,78 @@ class EngineConfig:
         return replace(self, cache=cache)
 
 
-def resolve_model_folder(
-    model: str,
-    download_dir: str | None,
-    load_format: str = "dummy",
-    trust_remote_code: bool = False,
-    what: str = "model",
-) -> str:
-    """Returns the local folder of `model`, a folder or a hub name; fetches a model of the hub.
+@dataclass(frozen=True)
+class ModelFiles:
+    """The files of a model or of a tokenizer: a folder, or a model of the hub.
 
-    Args:
-        load_format: one of `LOAD_FORMATS`: which weights are fetched; dummy: no weights.
+    Attributes:
+        name: folder in Hugging Face layout, or hub name.
+        download_dir: folder for models of the hub; None: the hub's own cache.
+        revision: branch, tag or commit of a model of the hub; None: its main branch.
         trust_remote_code: whether Python files are fetched.
         what: the word for it in error messages.
-
-    Raises:
-        ModelLoadError: it is not a folder and cannot be fetched, or has no weights in that format.
     """
-    folder = Path(model).expanduser()
-    if folder.is_dir():
-        return str(folder)
-    if folder.exists() or model.startswith(("/", ".", "~")) or model.count("/") != 1:
-        raise ModelLoadError(
-            f"{what} {model!r} is no folder; give a folder in Hugging Face layout or a hub name "
-            "like 'owner/name'"
-        )
-    from huggingface_hub import snapshot_download
 
-    weights = _HUB_WEIGHTS[load_format]
-    patterns = [*_HUB_TEXTS, *weights, *(["*.py"] if trust_remote_code else [])]
-    try:
-        fetched = snapshot_download(
-            model,
-            cache_dir=download_dir,
-            allow_patterns=patterns,
-            ignore_patterns=_HUB_DOUBLES,
-        )
-    except Exception as error:
-        raise ModelLoadError(
-            f"{what} {model!r} is no local folder and could not be fetched from the hub "
-            f"({type(error).__name__}: {error}); check the name, the network, or give a folder"
-        ) from error
-    if weights and not any(any(Path(fetched).glob(pattern)) for pattern in weights):
-        other = "auto" if load_format == "pt" else "pt"
-        raise ModelLoadError(
-            f"the hub's model {model!r} has no {weights[0]} files, which load_format = "
-            f"{load_format!r} reads; try load_format={other!r} (--load-format {other}), which "
-            f"reads {_HUB_WEIGHTS[other][0]}"
-        )
-    return str(fetched)
+    name: str
+    download_dir: str | None = None
+    revision: str | None = None
+    trust_remote_code: bool = False
+    what: str = "model"
+
+    def find(self) -> str:
+        """Returns the local folder; of a model of the hub all but the weights is fetched.
+
+        Raises:
+            ModelLoadError: it is not a folder and cannot be fetched.
+        """
+        folder = Path(self.name).expanduser()
+        if folder.is_dir():
+            return str(folder)
+        if folder.exists() or self.name.startswith(("/", ".", "~")) or self.name.count("/") != 1:
+            raise ModelLoadError(
+                f"{self.what} {self.name!r} is no folder; give a folder in Hugging Face layout or "
+                "a hub name like 'owner/name'"
+            )
+        code = ["*.py"] if self.trust_remote_code else []
+        return self._fetch(self.revision, [*_HUB_TEXTS, *code], _HUB_DOUBLES)
+
+    def fetch_weights(self, folder: str, load_format: str, unwanted: Sequence[str]) -> None:
+        """Fetches the weights of a model of the hub: the first form of `load_format` that it has.
+
+        Args:
+            folder: as `find` returned it.
+            unwanted: patterns of files that are not fetched.
+
+        Raises:
+            ModelLoadError: they cannot be fetched.
+        """
+        if Path(self.name).expanduser().is_dir():
+            return
+        commit = Path(folder).name  # the hub's main branch may have changed since `find`
+        for pattern in WEIGHT_FILES[load_format]:
+            # The hub's client warns if no file matches; config.json is there already.
+            self._fetch(commit, ["config.json", pattern], [*_HUB_DOUBLES, *unwanted])
+            if any(Path(folder).glob(pattern)):
+                return
+
+    def _fetch(self, revision: str | None, wanted: list[str], unwanted: list[str]) -> str:
+        from huggingface_hub import snapshot_download
+
+        try:
+            folder = snapshot_download(
+                self.name,
+                revision=revision,
+                cache_dir=self.download_dir,
+                allow_patterns=wanted,
+                ignore_patterns=unwanted,
+            )
+        except Exception as error:
+            raise ModelLoadError(
+                f"{self.what} {self.name!r} is no local folder and could not be fetched from the "
+                f"hub ({type(error).__name__}: {error}); check the name, the network, or give a "
+                "folder"
+            ) from error
+        return str(folder)
 
 
 def read_hf_config(folder: str, trust_remote_code: bool) -> dict[str, Any]:
@@ -311,6 +365,43 @@ def read_hf_config(folder: str, trust_remote_code: bool) -> dict[str, Any]:
     return fields
 
 
+def architecture_of(hf_config: Mapping[str, Any]) -> str:
+    """Class name in a `config.json`."""
+    return str((hf_config.get("architectures") or ["(none named)"])[0])
+
+
+def check_architecture(hf_config: Mapping[str, Any], folder: str) -> None:
+    """Raises ConfigError if no class runs the model's architecture."""
+    architecture = architecture_of(hf_config)
+    if architecture not in ARCHITECTURES:
+        raise ConfigError(
+            f"architecture {architecture!r} of {folder} is not supported; supported: "
+            f"{', '.join(sorted(ARCHITECTURES))}"
+        )
+
+
+def replace_rope(
+    hf_config: dict[str, Any], scaling: Mapping[str, Any] | None, theta: float | None
+) -> None:
+    """Replaces the rotary scaling and the rotary base of a model's configuration.
+
+    Raises:
+        ConfigError: the model has no rotary positions.
+    """
+    if scaling is None and theta is None:
+        return
+    if "rope_parameters" not in hf_config and "rope_theta" not in hf_config:
+        raise ConfigError(
+            f"rope_scaling = {scaling}, rope_theta = {theta}: {architecture_of(hf_config)} has no "
+            "rotary positions; leave them unset"
+        )
+    found = hf_config.get("rope_parameters") or hf_config.get("rope_scaling") or {}
+    if scaling is not None:
+        kept = {key: found[key] for key in ("rope_theta", "partial_rotary_factor") if key in found}
+        found = kept | dict(scaling)
+    hf_config["rope_parameters"] = found if theta is None else found | {"rope_theta": theta}
+
+
 def read_end_token_ids(folder: str, hf_config: Mapping[str, Any]) -> frozenset[int]:
     """Ids that end a sequence, from `config.json` and `generation_config.json`.
 
@@ -331,15 +422,29 @@ def read_end_token_ids(folder: str, hf_config: Mapping[str, Any]) -> frozenset[i
     return frozenset(ids)
 
 
-def resolve_max_model_len(hf_config: Mapping[str, Any], wanted: int | None) -> int:
+def resolve_max_model_len(
+    hf_config: Mapping[str, Any], wanted: int | None, disable_sliding_window: bool = False
+) -> int:
     """Returns the length that the user wants, or the model's.
 
     The limit is the model's number of positions, times the factor of its rope scaling if that is
     linear or yarn.
 
+    Args:
+        disable_sliding_window: limit the length to the window, so that layers with a window see all
+            tokens.
+
     Raises:
         ConfigError: the user wants more than the limit.
     """
+    window = hf_config.get("sliding_window") if disable_sliding_window else None
+    if window is not None:
+        if wanted is not None and wanted > window:
+            raise ConfigError(
+                f"max_model_len = {wanted} is more than the sliding window of {window} tokens; "
+                "choose a smaller one, or leave disable_sliding_window out"
+            )
+        return min(wanted or window, resolve_max_model_len(hf_config, wanted))
     limit = hf_config.get("max_position_embeddings")
     if wanted is None:
         return int(limit or 2048)

@@ -2,25 +2,17 @@
 
 from __future__ import annotations
 
+import argparse
 import math
-from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import ClassVar
+from collections.abc import Mapping, Sequence
+from dataclasses import KW_ONLY, dataclass, fields, replace
+from pathlib import Path
+from typing import Any, ClassVar
 
 from tpengine import config as cfg
-from tpengine.config import (
-    CacheConfig,
-    EngineConfig,
-    KernelConfig,
-    ModelConfig,
-    ParallelConfig,
-    RayConfig,
-    RecoveryConfig,
-    SchedulerConfig,
-)
 from tpengine.errors import ConfigError, counted
 from tpengine.logger import init_logger
-from tpengine.options import Options, each, option
+from tpengine.options import NOTHING, Options, each, option
 
 logger = init_logger(__name__)
 
@@ -34,61 +26,69 @@ _GPUS, _RAY = "GPUs", "ranks on Ray"
 @dataclass
 class EngineArgs(Options):
     """Arguments of an engine; each is also a command-line option (`max_num_seqs` is
-    `--max-num-seqs`), with the same default and the text below the field in `--help`."""
+    `--max-num-seqs`), with the same default and the text below the field in `--help`.
+
+    The positional ones are those of vLLM 0.5.4. Those without a text here are accepted, so that a
+    script for it runs: either no value but the default is taken, or they have no effect.
+    """
 
     group: ClassVar[str] = "engine"
 
     model: str = option(cfg.EMBEDDED_MODEL)
     """Folder in Hugging Face layout, or hub name; default: the small model inside tpengine."""
+    served_model_name: str | Sequence[str] | None = option(None, takes_words=True)
+    """Names of the model for clients of a server; answers carry the first; default: the folder's or
+    the hub's."""
     tokenizer: str | None = option(None)
     """Folder or hub name of the tokenizer; default: the model's."""
+    skip_tokenizer_init: bool = option(False)
+    """Load no tokenizer: prompts must be ids, and outputs have no text."""
     tokenizer_mode: str = option("auto", ("auto", "slow"))
     """Which tokenizer of the model: auto prefers the fast one, slow takes the other."""
     trust_remote_code: bool = option(False)
     """Run Python code from the model's folder (configuration and tokenizer)."""
     download_dir: str | None = option(None)
     """Folder for models of the hub; default: the hub's own cache."""
-    load_format: str = option("auto", cfg.LOAD_FORMATS)
-    """Form of the weights: auto and safetensors read *.safetensors; pt reads pytorch_model*.bin
-    (only tensors are unpickled); dummy makes random weights, for benchmarks."""
+    load_format: str = option(
+        "auto", tuple(cfg.WEIGHT_FILES), advice="convert other forms to safetensors"
+    )
+    """Form of the weights: safetensors reads *.safetensors; pt reads pytorch_model*.bin, of which
+    only tensors are unpickled; auto reads the first of the two that is there; dummy makes random
+    weights, for benchmarks."""
     dtype: str = option("auto", cfg.DTYPES)
     """Type of weights and activations; float is float32, half is float16; auto takes bfloat16 where
-    the device computes in it, else float32."""
-    quantization: str | None = option(None, cfg.QUANTIZATIONS)
-    """Form of linear layers: int8, on CPU, has 8 bits, with one scale per weight row and per input
-    token; default: none."""
-    device: str = option("auto", cfg.DEVICES)
-    """Where the model runs; auto takes a GPU if the machine has one."""
+    the device computes in it, else float32. On CPU float16 is the same as auto."""
+    kv_cache_dtype: str = option("auto", cfg.KV_CACHE_DTYPES, advice="fp8 is e4m3")
+    """Type of K and V in the cache: auto is the model's dtype; fp8, on a GPU, holds twice as many
+    tokens; fp8_e4m3 is the same."""
+    quantization_param_path: str | None = option(None, refused=cfg.NO_SCALES)
     seed: int = option(0, at_least=-(1 << 63), at_most=(1 << 64) - 1)
     """Seed of requests without their own, so that each run gives the same text."""
     max_model_len: int | None = option(None, at_least=1)
     """Most tokens of a sequence, prompt and output together; default: the model's length."""
+    worker_use_ray: bool = option(False)
+    """Same as --executor ray."""
+    distributed_executor_backend: str | None = option(None, ("ray",), advice="use 'ray', or None")
+    """Same as --executor; default: auto."""
+    pipeline_parallel_size: int = option(1, short="-pp", refused=cfg.NO_STAGES)
+    tensor_parallel_size: int = option(1, at_least=1, short="-tp")
+    """Number of ranks that share the model, each with its own device."""
+    max_parallel_loading_workers: int | None = option(None, only_for=NOTHING)
     block_size: int = option(16, cfg.BLOCK_SIZES)
     """Tokens in a block of the KV cache."""
+    enable_prefix_caching: bool = option(True)
+    """Reuse blocks of the KV cache for prompts that begin with the same tokens."""
+    disable_sliding_window: bool = option(False)
+    """Let every layer see all tokens, of which there are then at most as many as the window has."""
+    use_v2_block_manager: bool = option(False, only_for=NOTHING)
     swap_space: float | None = option(None, at_least=0, at_most=_MAX_GIB, unit=" GiB")
     """GiB of host memory per rank for the blocks of preempted sequences, 0 for none; default: the
     smaller of 4 and 10 % of the free memory, divided by the ranks on the machine."""
-    preemption_mode: str = option("swap", cfg.PREEMPTION_MODES)
-    """What happens to a request that must give its blocks up because the cache is full: swap copies
-    them to swap_space; recompute drops them and computes its tokens again, which is tens of times
-    slower; auto swaps only requests with more than one sequence. Without room in swap_space every
-    mode recomputes."""
-    enable_prefix_caching: bool = option(True)
-    """Reuse blocks of the KV cache for prompts that begin with the same tokens."""
-    scheduling_policy: str = option("fcfs", cfg.SCHEDULING_POLICIES)
-    """Order of requests: fcfs is first come, first served; priority serves the lowest number first,
-    with a limit on how often a request is overtaken."""
+    cpu_offload_gb: float = option(0, refused=cfg.NO_OFFLOAD)
     gpu_memory_utilization: float | Sequence[float] = option(
         0.9, more_than=0, at_most=1, only_for=_GPUS
     )
     """Share of a GPU's memory that the engine may use, in (0, 1]; or one per rank: 0.9,0.8."""
-    cpu_kv_cache_space: float | Sequence[float] | None = option(
-        None, more_than=0, at_most=_MAX_GIB, unit=" GiB"
-    )
-    """GiB of KV cache of a rank on CPU, or one per rank: 2,1; default: the smaller of 4 and 40 % of
-    the free memory, divided by the ranks on the machine."""
-    num_device_blocks_override: int | None = option(None, at_least=1)
-    """Number of blocks of the KV cache, without regard to memory; default: as many as fit."""
     max_num_batched_tokens: int | None = option(
         None, at_least=1, at_most=1 << 20, advice="longer prompts are computed in more steps"
     )
@@ -96,13 +96,92 @@ class EngineArgs(Options):
     if that is more and prompts are not chunked."""
     max_num_seqs: int = option(256, at_least=1, at_most=1 << 16, advice="more requests wait")
     """Most sequences that run at once."""
+    max_logprobs: int = option(20, at_least=-1)
+    """Most logprobs of a token that a request may ask for; -1: no limit."""
+    disable_log_stats: bool = option(False)
+    """No line of statistics while the engine runs."""
+    revision: str | None = option(None)
+    """Branch, tag or commit of a model of the hub; default: its main branch."""
+    code_revision: str | None = option(None, refused=cfg.NO_CODE)
+    rope_scaling: Mapping[str, Any] | None = option(None, metavar="JSON")
+    """Rotary scaling instead of the model's own, such as {"rope_type": "linear", "factor": 2.0}."""
+    rope_theta: float | None = option(None, more_than=0)
+    """Rotary base instead of the model's own."""
+    tokenizer_revision: str | None = option(None)
+    """Branch, tag or commit of a tokenizer of the hub; default: --revision."""
+    quantization: str | None = option(None, cfg.QUANTIZATIONS, short="-q")
+    """Form of linear layers: int8, on CPU, has 8 bits, with one scale per weight row and per input
+    token; default: none."""
+    enforce_eager: bool = option(False)
+    """Never record decode steps (CUDA graphs; on CPU: lists of operations)."""
+    max_context_len_to_capture: int | None = option(None, refused=cfg.ANY_LENGTH)
+    max_seq_len_to_capture: int = option(8192, only_for=NOTHING)
+    disable_custom_all_reduce: bool = option(False, only_for=NOTHING)
+    tokenizer_pool_size: int = option(0, only_for=NOTHING)
+    tokenizer_pool_type: str = option("ray", only_for=NOTHING)
+    tokenizer_pool_extra_config: str | None = option(None, refused=cfg.NO_POOL)
+    enable_lora: bool = option(False, refused=cfg.NO_LORA)
+    max_loras: int = option(1, refused=cfg.NO_LORA)
+    max_lora_rank: int = option(16, refused=cfg.NO_LORA)
+    enable_prompt_adapter: bool = option(False, refused=cfg.NO_PROMPT_ADAPTERS)
+    max_prompt_adapters: int = option(1, refused=cfg.NO_PROMPT_ADAPTERS)
+    max_prompt_adapter_token: int = option(0, refused=cfg.NO_PROMPT_ADAPTERS)
+    fully_sharded_loras: bool = option(False, refused=cfg.NO_LORA)
+    lora_extra_vocab_size: int = option(256, refused=cfg.NO_LORA)
+    long_lora_scaling_factors: str | None = option(None, refused=cfg.NO_LORA)
+    lora_dtype: str = option("auto", refused=cfg.NO_LORA)
+    max_cpu_loras: int | None = option(None, refused=cfg.NO_LORA)
+    device: str = option("auto", cfg.DEVICES)
+    """Where the model runs; auto takes a GPU if the machine has one."""
+    ray_workers_use_nsight: bool = option(False, refused=cfg.NO_NSIGHT)
+    num_gpu_blocks_override: int | None = option(None, at_least=1)
+    """Same as --num-device-blocks-override."""
+    num_lookahead_slots: int = option(0, refused=cfg.NO_DRAFTS)
+    model_loader_extra_config: str | None = option(None, refused=cfg.NO_LOADER_CONFIG)
+    ignore_patterns: str | Sequence[str] | None = option(None, metavar="PATTERN")
+    """Files of a model of the hub that are not fetched, as in '*.safetensors'."""
+    preemption_mode: str | None = option("swap", cfg.PREEMPTION_MODES)
+    """What happens to a request that must give its blocks up because the cache is full: swap copies
+    them to swap_space; recompute drops them and computes its tokens again, which is tens of times
+    slower; auto, or None, swaps only requests with more than one sequence. Without room in
+    swap_space every mode recomputes."""
+    scheduler_delay_factor: float = option(0.0, refused=cfg.NO_DELAY)
+    enable_chunked_prefill: bool | None = option(True)
+    """Compute long prompts over more than one step, together with decodes."""
+    guided_decoding_backend: str = option("outlines", refused=cfg.NO_GRAMMARS)
+    speculative_model: str | None = option(None, refused=cfg.NO_DRAFTS)
+    speculative_draft_tensor_parallel_size: int | None = option(
+        None, refused=cfg.NO_DRAFTS, short="-spec-draft-tp"
+    )
+    num_speculative_tokens: int | None = option(None, refused=cfg.NO_DRAFTS)
+    speculative_max_model_len: int | None = option(None, refused=cfg.NO_DRAFTS)
+    speculative_disable_by_batch_size: int | None = option(None, refused=cfg.NO_DRAFTS)
+    ngram_prompt_lookup_max: int | None = option(None, refused=cfg.NO_DRAFTS)
+    ngram_prompt_lookup_min: int | None = option(None, refused=cfg.NO_DRAFTS)
+    spec_decoding_acceptance_method: str = option("rejection_sampler", refused=cfg.NO_DRAFTS)
+    typical_acceptance_sampler_posterior_threshold: float | None = option(
+        None, refused=cfg.NO_DRAFTS
+    )
+    typical_acceptance_sampler_posterior_alpha: float | None = option(None, refused=cfg.NO_DRAFTS)
+    qlora_adapter_name_or_path: str | None = option(None, refused=cfg.NO_LORA)
+    disable_logprobs_during_spec_decoding: bool | None = option(None, refused=cfg.NO_DRAFTS)
+    otlp_traces_endpoint: str | None = option(None, refused=cfg.NO_TRACES)
+
+    # What vLLM does not have, by name only.
+    _: KW_ONLY
+    scheduling_policy: str = option("fcfs", cfg.SCHEDULING_POLICIES)
+    """Order of requests: fcfs is first come, first served; priority serves the lowest number first,
+    with a limit on how often a request is overtaken."""
+    cpu_kv_cache_space: float | Sequence[float] | None = option(
+        None, more_than=0, at_most=_MAX_GIB, unit=" GiB"
+    )
+    """GiB of KV cache of a rank on CPU, or one per rank: 2,1; default: the smaller of 4 and 40 % of
+    the free memory, divided by the ranks on the machine."""
+    num_device_blocks_override: int | None = option(None, at_least=1)
+    """Number of blocks of the KV cache, without regard to memory; default: as many as fit."""
     stream_interval: int = option(1, at_least=1)
     """New tokens that a stream reports together, after the first; more than 1 saves the driver time
     for each message, and makes streams less even."""
-    enable_chunked_prefill: bool = option(True)
-    """Compute long prompts over more than one step, together with decodes."""
-    tensor_parallel_size: int = option(1, at_least=1)
-    """Number of ranks that share the model, each with its own device."""
     executor: str = option("auto", cfg.EXECUTORS)
     """Where ranks run: local runs one rank in this process; ray runs an actor per rank on a Ray
     cluster; auto takes ray for more than one rank."""
@@ -127,62 +206,81 @@ class EngineArgs(Options):
     """Seconds over which recoveries are counted."""
     spare_workers: int = option(0, at_least=0, only_for=_RAY)
     """Processes on Ray kept ready with torch imported, so that a lost group is rebuilt sooner."""
-    pipeline_parallel_size: int = option(1)
-    """Always 1: tpengine does not spread layers over ranks."""
-    enforce_eager: bool = option(False)
-    """Never record decode steps (CUDA graphs; on CPU: lists of operations)."""
     async_scheduling: bool = option(True, only_for=_GPUS)
     """Let a GPU begin a decode step while the driver processes the tokens of the step before."""
-    kv_cache_dtype: str = option("auto", cfg.KV_CACHE_DTYPES)
-    """Type of K and V in the cache: auto is the model's dtype; fp8 (e4m3), on a GPU, holds twice as
-    many tokens."""
     attention_backend: str = option("auto", cfg.ATTENTION_BACKENDS, only_for=_GPUS)
     """Kernel for the attention of prompts on a GPU; auto takes the first of xformers, varlen
     (torch's FlashAttention) and sdpa that is installed and supports this model."""
-    disable_log_stats: bool = option(False)
-    """No line of statistics while the engine runs."""
+
+    def __post_init__(self) -> None:
+        if type(self.dtype).__module__ == "torch":
+            self.dtype = str(self.dtype).removeprefix("torch.")
+        for name in ("dtype", "load_format", "quantization", "tokenizer_mode"):
+            value = getattr(self, name)
+            if isinstance(value, str):
+                setattr(self, name, value.lower())
+        if self.kv_cache_dtype == "fp8_e4m3":
+            self.kv_cache_dtype = "fp8"
 
     @property
     def uses_ray(self) -> bool:
         """Whether the ranks are Ray's actors."""
-        return self.executor == "ray" or (self.executor == "auto" and self.tensor_parallel_size > 1)
+        is_asked = self.worker_use_ray or self.distributed_executor_backend == "ray"
+        is_needed = self.executor == "auto" and self.tensor_parallel_size > 1
+        return self.executor == "ray" or is_asked or is_needed
 
-    def create_engine_config(self, device: str) -> EngineConfig:
+    @property
+    def served_names(self) -> tuple[str, ...]:
+        """Names of the model for clients of a server; answers carry the first."""
+        if self.served_model_name:
+            return each(self.served_model_name)
+        if self.model == cfg.EMBEDDED_MODEL:
+            return ("embedded",)
+        name = self.model.rstrip("/")
+        return (name.rpartition("/")[2] if self.model.startswith(("/", ".", "~")) else name,)
+
+    def create_engine_config(self, device: str | None = None) -> cfg.EngineConfig:
         """Checks the arguments, reads the model's configuration and sets the defaults.
 
         Args:
-            device: cpu or cuda, as the executor found it.
+            device: cpu or cuda, as the executor found it; None: `device` of the arguments, where
+                auto is cuda if this machine has a GPU of NVIDIA's.
 
         Raises:
             ConfigError: an argument is out of range, or two contradict each other.
             ModelLoadError: the model's folder cannot be read.
         """
+        if device is None:
+            has_gpu = any(Path("/dev").glob("nvidia[0-9]*"))  # torch knows more, and loads slowly
+            found = "cuda" if has_gpu else "cpu"
+            device = found if self.device == "auto" else self.device
         self.check()
         self._check_device(device)
         shares = each(self.gpu_memory_utilization)
         cache_bytes = tuple(int(space * GIB) for space in each(self.cpu_kv_cache_space))
         model = self._model_config()
-        return EngineConfig(
+        return cfg.EngineConfig(
             model=model,
-            cache=CacheConfig(
+            cache=cfg.CacheConfig(
                 block_size=self.block_size,
                 gpu_memory_utilization=min(shares),
                 cpu_kv_cache_bytes=min(cache_bytes) if cache_bytes else None,
-                num_device_blocks_override=self.num_device_blocks_override,
+                num_device_blocks_override=self.num_device_blocks_override
+                or self.num_gpu_blocks_override,
                 swap_space_bytes=None if self.swap_space is None else int(self.swap_space * GIB),
                 enable_prefix_caching=self.enable_prefix_caching,
                 kv_cache_dtype=self.kv_cache_dtype,
             ),
-            parallel=ParallelConfig(
+            parallel=cfg.ParallelConfig(
                 tensor_parallel_size=self.tensor_parallel_size,
                 rank_gpu_memory_utilization=shares if len(shares) > 1 else None,
                 rank_cpu_kv_cache_bytes=cache_bytes if len(cache_bytes) > 1 else None,
                 ray=self._ray_config() if self.uses_ray else None,
             ),
             scheduler=self._scheduler_config(model.max_model_len, device),
-            recovery=RecoveryConfig(self.max_recoveries, self.recovery_window),
+            recovery=cfg.RecoveryConfig(self.max_recoveries, self.recovery_window),
             device=device,
-            kernels=KernelConfig(self.attention_backend, self.enforce_eager),
+            kernels=cfg.KernelConfig(self.attention_backend, self.enforce_eager),
         )
 
     def check(self) -> None:
@@ -192,22 +290,22 @@ class EngineArgs(Options):
             ConfigError: see the message.
         """
         super().check()
-        if self.pipeline_parallel_size != 1:
-            raise ConfigError(
-                f"pipeline_parallel_size = {self.pipeline_parallel_size}: tpengine splits every "
-                "layer over its ranks and does not spread layers over them; leave it at 1"
-            )
         if self.tensor_parallel_size != 1 and self.executor == "local":
             raise ConfigError(
                 f"executor = 'local' runs one rank, got tensor_parallel_size = "
                 f"{self.tensor_parallel_size}; use executor = 'ray', or 1 rank"
             )
+        if self.executor == "local" and self.uses_ray:
+            raise ConfigError(
+                "executor = 'local' contradicts worker_use_ray and distributed_executor_backend; "
+                "leave these out"
+            )
         for name in ("gpu_memory_utilization", "cpu_kv_cache_space"):
-            given = getattr(self, name)
-            if isinstance(given, (list, tuple)) and len(given) != self.tensor_parallel_size:
+            values = getattr(self, name)
+            if isinstance(values, (list, tuple)) and len(values) != self.tensor_parallel_size:
                 raise ConfigError(
                     f"{name} must be one number or one per rank: tensor_parallel_size = "
-                    f"{self.tensor_parallel_size}, got {counted(len(given), 'number')}"
+                    f"{self.tensor_parallel_size}, got {counted(len(values), 'number')}"
                 )
         idle = [] if self.uses_ray else self.changed(only_for=_RAY)
         if idle:
@@ -215,10 +313,11 @@ class EngineArgs(Options):
                 f"{idle[0]} is for {_RAY}, and one rank runs in this process: set executor='ray', "
                 "or leave it out"
             )
-        if self.cpu_kv_cache_space is not None and self.num_device_blocks_override is not None:
+        names = ("cpu_kv_cache_space", "num_device_blocks_override", "num_gpu_blocks_override")
+        given = [f"{name} = {size}" for name in names if (size := getattr(self, name)) is not None]
+        if len(given) > 1:
             raise ConfigError(
-                f"cpu_kv_cache_space = {self.cpu_kv_cache_space} and num_device_blocks_override = "
-                f"{self.num_device_blocks_override} both size the cache; leave one of them unset"
+                f"{' and '.join(given)} each set the size of the cache; leave all but one unset"
             )
 
     def _check_device(self, device: str) -> None:
@@ -233,58 +332,90 @@ class EngineArgs(Options):
                 "kv_cache_dtype = 'fp8' has kernels for GPUs only, the device is cpu; leave it at "
                 "'auto'"
             )
+        if self.dtype in ("float16", "half") and device == "cpu":
+            logger.warning(
+                "dtype = %r: a CPU has no arithmetic for it; the model computes as with dtype = "
+                "'auto', in bfloat16 where the CPU has instructions for that, else in float32",
+                self.dtype,
+            )
         idle = self.changed(only_for=_GPUS) if device == "cpu" else []
         if idle:
             logger.warning("no effect on CPU: %s", ", ".join(idle))
+        idle = self.changed(only_for=NOTHING)
+        if idle:
+            logger.warning("no effect: %s", ", ".join(idle))
 
-    def _model_config(self) -> ModelConfig:
-        trust = self.trust_remote_code
-        folder = cfg.resolve_model_folder(self.model, self.download_dir, self.load_format, trust)
-        tokenizer = folder
-        if self.tokenizer is not None:
-            tokenizer = cfg.resolve_model_folder(
-                self.tokenizer, self.download_dir, trust_remote_code=trust, what="tokenizer"
-            )
-        hf_config = cfg.read_hf_config(folder, trust)
-        return ModelConfig(
+    def read_model(self) -> tuple[str, dict[str, Any]]:
+        """Returns the model's folder and its configuration, in which the arguments have replaced
+        what they name. No weights are fetched.
+
+        Raises:
+            ConfigError: the architecture is not supported.
+            ModelLoadError: the files cannot be fetched or read.
+        """
+        folder = self._files().find()
+        hf_config = cfg.read_hf_config(folder, self.trust_remote_code)
+        cfg.check_architecture(hf_config, folder)
+        cfg.replace_rope(hf_config, self.rope_scaling, self.rope_theta)
+        return folder, hf_config
+
+    def _files(self) -> cfg.ModelFiles:
+        return cfg.ModelFiles(self.model, self.download_dir, self.revision, self.trust_remote_code)
+
+    def _model_config(self) -> cfg.ModelConfig:
+        folder, hf_config = self.read_model()
+        max_model_len = cfg.resolve_max_model_len(
+            hf_config, self.max_model_len, self.disable_sliding_window
+        )
+        tokenizer: str | None = folder
+        if self.skip_tokenizer_init:
+            tokenizer = None
+        elif self.tokenizer is not None:
+            revision = self.tokenizer_revision or self.revision
+            files = replace(self._files(), name=self.tokenizer, revision=revision, what="tokenizer")
+            tokenizer = files.find()
+        self._files().fetch_weights(folder, self.load_format, each(self.ignore_patterns))
+        return cfg.ModelConfig(
             model=folder,
             tokenizer=tokenizer,
             tokenizer_mode=self.tokenizer_mode,
-            trust_remote_code=trust,
+            trust_remote_code=self.trust_remote_code,
             hf_config=hf_config,
             dtype=self.dtype,
-            max_model_len=cfg.resolve_max_model_len(hf_config, self.max_model_len),
+            max_model_len=max_model_len,
             seed=self.seed,
             load_format=self.load_format,
             end_token_ids=cfg.read_end_token_ids(folder, hf_config),
             quantization=self.quantization,
+            max_logprobs=self.max_logprobs,
         )
 
-    def _scheduler_config(self, max_model_len: int, device: str) -> SchedulerConfig:
+    def _scheduler_config(self, max_model_len: int, device: str) -> cfg.SchedulerConfig:
         budget = self.max_num_batched_tokens
+        is_chunked = self.enable_chunked_prefill is not False
         if budget is None:
             budget = _DEFAULT_BATCHED_TOKENS[device]
-            if not self.enable_chunked_prefill:
+            if not is_chunked:
                 budget = max(budget, max_model_len)
-        if not self.enable_chunked_prefill and budget < max_model_len:
+        if not is_chunked and budget < max_model_len:
             raise ConfigError(
                 f"max_num_batched_tokens = {budget} is less than max_model_len = {max_model_len}: "
                 "a prompt that is not chunked could never be scheduled; raise the first, lower "
                 "the second, or enable chunked prefill"
             )
-        return SchedulerConfig(
+        return cfg.SchedulerConfig(
             max_num_batched_tokens=budget,
             max_num_seqs=self.max_num_seqs,
             max_model_len=max_model_len,
-            enable_chunked_prefill=self.enable_chunked_prefill,
+            enable_chunked_prefill=is_chunked,
             policy=self.scheduling_policy,
-            preemption_mode=self.preemption_mode,
+            preemption_mode=self.preemption_mode or "auto",
             stream_interval=self.stream_interval,
             looks_ahead=self.async_scheduling and device == "cuda",
         )
 
-    def _ray_config(self) -> RayConfig:
-        return RayConfig(
+    def _ray_config(self) -> cfg.RayConfig:
+        return cfg.RayConfig(
             address=self.ray_address,
             placement_strategy=self.ray_placement_strategy,
             bundle=None if self.ray_bundle is None else _read_bundle(self.ray_bundle),
@@ -293,6 +424,28 @@ class EngineArgs(Options):
             step_timeout_s=self.step_timeout_s,
             spare_workers=self.spare_workers,
         )
+
+
+@dataclass
+class AsyncEngineArgs(EngineArgs):
+    """Arguments of an `AsyncLLMEngine`, or of a server's engine."""
+
+    engine_use_ray: bool = option(False, refused=cfg.OWN_THREAD)
+    disable_log_requests: bool = option(False)
+    """No line in the log when a request ends."""
+
+    @classmethod
+    def add_cli_args(
+        cls, parser: argparse.ArgumentParser, async_args_only: bool = False
+    ) -> argparse.ArgumentParser:
+        """Adds a command-line option for each field.
+
+        Args:
+            async_args_only: leave out those of `EngineArgs`.
+        """
+        base = {spec.name for spec in fields(EngineArgs)} if async_args_only else set()
+        cls._add_options(parser, [spec for spec in fields(cls) if spec.name not in base])
+        return parser
 
 
 def _read_bundle(text: str) -> dict[str, float]:

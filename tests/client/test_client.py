@@ -332,6 +332,8 @@ def test_bench_serve_refuses_what_it_cannot_do() -> None:
     [
         EngineArgs(dtype="float32", enable_prefix_caching=False),
         EngineArgs(cpu_kv_cache_space=(0.5, 1.0), gpu_memory_utilization=[0.8, 0.9]),
+        EngineArgs(rope_scaling={"type": "linear", "factor": 2}, preemption_mode=None),
+        EngineArgs(served_model_name=["a", "b, c"], ignore_patterns=["*.bin", "x"]),
     ],
 )
 def test_bench_serve_passes_its_engine_options_on(engine_args: EngineArgs) -> None:

@@ -58,8 +58,8 @@ def load(state: Rank, config: ModelConfig, dtype: torch.dtype = torch.float32) -
     """Loads this rank's shard; a second call replaces the model of the first."""
     asked: Counter[str] = Counter()
 
-    def counting(path: Path, load_format: str) -> Iterator[tuple[str, _CountingSource]]:
-        for name, source in read_tensors(path, load_format):
+    def counting(path: Path) -> Iterator[tuple[str, _CountingSource]]:
+        for name, source in read_tensors(path):
             yield name, _CountingSource(source, name, asked)
 
     state.kept.clear()

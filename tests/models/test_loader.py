@@ -46,12 +46,16 @@ def generates_as_before(subjects: Subjects, name: str, folder: Path, **args: Any
 
 
 @pytest.mark.parametrize("is_zip", [True, False], ids=["today", "old torch"])
-def test_pickled_weights_need_the_flag(subjects: Subjects, copied: Copied, is_zip: bool) -> None:
+def test_pickled_weights(subjects: Subjects, copied: Copied, is_zip: bool) -> None:
     folder, state = copied("opt-before")
     torch.save(state, folder / PICKLED, _use_new_zipfile_serialization=is_zip)
-    with pytest.raises(ModelLoadError, match="load_format='pt'"):
-        load(folder)
+    with pytest.raises(ModelLoadError, match=r"no \*\.safetensors files.*load_format='auto'"):
+        load(folder, load_format="safetensors")
     generates_as_before(subjects, "opt-before", folder, load_format="pt")
+    generates_as_before(subjects, "opt-before", folder)
+    save_file({}, folder / WEIGHTS)
+    with pytest.raises(ModelLoadError, match="missing: "):  # safetensors are preferred
+        load(folder)
 
 
 def test_pickled_shards_by_their_index(subjects: Subjects, copied: Copied) -> None:

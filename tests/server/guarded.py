@@ -33,7 +33,7 @@ def guarded_server(
     thread.start()
 
     async def start() -> tuple[GrpcServer, int]:
-        state = ServerState("none", 1.0)
+        state = ServerState(["none"], 1.0)
         server = GrpcServer(state, authenticator or Authenticator(), limits or Limits())
         return server, await server.start(address, tls)
 

@@ -143,11 +143,13 @@ def test_drain_by_call_is_bounded(tmp_path: Path) -> None:
     """A request that has not finished by then is aborted with an error; the exit code is 0."""
     (tmp_path / "admin").write_text(f"{ADMIN}\n")
     options = [*SMALL, "--admin-token-file", str(tmp_path / "admin"), "--disable-log-requests"]
+    options += ["--served-model-name", "one", "two"]
     with (
         ServerProcess(*options, log=tmp_path / "log") as server,
-        waiting(server.stub, long_request(2000)) as call,
+        waiting(server.stub, long_request(2000, model="two")) as call,
     ):
         wait_until(lambda: server.loads().num_running == 1, TIMEOUT_S)
+        assert server.stub.GetModelInfo(pb.GetModelInfoRequest()).model == "one"
         drain = pb.DrainRequest(timeout_ms=100)
         assert refused(server.stub.Drain, drain).code is Code.PERMISSION_DENIED
         refusal = refused(server.stub.Drain, pb.DrainRequest(timeout_ms=-1), **as_(ADMIN))

@@ -16,6 +16,7 @@ import argparse
 import asyncio
 import contextlib
 import dataclasses
+import json
 import math
 import os
 import signal
@@ -161,8 +162,12 @@ def engine_options(engine_args: EngineArgs) -> list[str]:
         name = spec.name.replace("_", "-")
         if isinstance(value, bool):
             words.append(f"--{name}" if value else f"--no-{name}")
+        elif isinstance(value, Mapping):
+            words += [f"--{name}", json.dumps(value)]
+        elif isinstance(value, (list, tuple)) and isinstance(value[0], str):
+            words += [word for one in value for word in (f"--{name}", one)]
         else:  # one number per rank: commas between them
-            words += [f"--{name}", ",".join(map(str, each(value)))]
+            words += [f"--{name}", ",".join(map(str, each(value))) or "None"]
     return words
 
 

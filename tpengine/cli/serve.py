@@ -9,7 +9,7 @@ from __future__ import annotations
 import argparse
 import time
 
-from tpengine.engine_args import EngineArgs
+from tpengine.engine_args import AsyncEngineArgs
 from tpengine.server.server_args import ServerArgs
 
 EPILOG = """\
@@ -46,7 +46,7 @@ ends with exit code 1.
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declares the options."""
     ServerArgs.add_cli_args(parser)
-    EngineArgs.add_cli_args(parser)
+    AsyncEngineArgs.add_cli_args(parser)
 
 
 def run(args: argparse.Namespace) -> int:
@@ -65,4 +65,4 @@ def run(args: argparse.Namespace) -> int:
     from tpengine.server.lifecycle import run_server  # imports torch, which takes seconds
 
     phases = {"import": time.monotonic() - start}
-    return run_server(server_args, authenticator, EngineArgs.from_cli_args(args), phases)
+    return run_server(server_args, authenticator, AsyncEngineArgs.from_cli_args(args), phases)

@@ -155,13 +155,15 @@ class Tokenizer:
 
 
 def load_tokenizer(config: ModelConfig) -> Tokenizer | None:
-    """Loads the tokenizer of `config`; returns None if its folder holds no tokenizer files.
+    """Loads the tokenizer of `config`; returns None if it names none, or a folder without any.
 
     Without a tokenizer prompts must be ids, and outputs have no text.
 
     Raises:
         ModelLoadError: there are tokenizer files, but they cannot be read.
     """
+    if config.tokenizer is None:
+        return None
     folder = Path(config.tokenizer)
     if not any(next(folder.glob(pattern), None) for pattern in _TOKENIZER_FILES):
         logger.info("%s has no tokenizer: prompts must be ids, outputs have no text", folder)

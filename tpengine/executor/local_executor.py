@@ -9,7 +9,7 @@ from __future__ import annotations
 import importlib.util
 from typing import Any
 
-from tpengine.config import EngineConfig, read_hf_config, resolve_model_folder
+from tpengine.config import EngineConfig
 from tpengine.engine_args import EngineArgs
 from tpengine.errors import ConfigError, EngineError
 from tpengine.executor.executor import Executor
@@ -42,6 +42,7 @@ def create_executor(args: EngineArgs) -> tuple[EngineConfig, Executor]:
             arguments need Ray and it is not installed.
         EngineError: the model or Ray is not available.
     """
+    args.check()  # before Ray is started
     if not args.uses_ray:
         config = args.create_engine_config(detect_device(args.device))
         return config, LocalExecutor(config)
@@ -71,12 +72,9 @@ def _check_division(args: EngineArgs) -> None:
         ModelLoadError: the model's folder cannot be read.
     """
     size = args.tensor_parallel_size
-    if size <= 1:  # a size below 1 is refused with the other arguments
+    if size == 1:
         return
-    folder = resolve_model_folder(
-        args.model, args.download_dir, args.load_format, args.trust_remote_code
-    )
-    hf_config = read_hf_config(folder, args.trust_remote_code)
+    _, hf_config = args.read_model()
     for what, name in (
         ("attention heads", "num_attention_heads"),
         ("KV heads", "num_key_value_heads"),

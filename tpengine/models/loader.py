@@ -11,12 +11,14 @@ from typing import Any, Protocol
 import torch
 from safetensors import SafetensorError, safe_open
 
-from tpengine.config import ModelConfig
+from tpengine.config import WEIGHT_FILES, ModelConfig
 from tpengine.errors import ModelLoadError
 from tpengine.layers.weights import Weights, WeightShard
 from tpengine.models.registry import CausalLM, build_model
 
 _DUMMY_STD = 0.02
+_WHOLE = {"*.safetensors": "model.safetensors", "pytorch_model*.bin": "pytorch_model.bin"}
+"""By pattern of `WEIGHT_FILES`: the name of a checkpoint that is one file."""
 
 
 def load_model(config: ModelConfig, weights: Weights) -> CausalLM:
@@ -60,7 +62,7 @@ class _CheckpointReader:
 
     def run(self) -> None:
         for path in checkpoint_files(self._folder, self._load_format):
-            for name, source in read_tensors(path, self._load_format):
+            for name, source in read_tensors(path):
                 self._take(path.name, name, source)
         for file, name, source in self._found_repeats:  # after the tensors that they repeat
             self._compare(file, name, source)
@@ -130,31 +132,25 @@ def checkpoint_files(folder: Path, load_format: str) -> list[Path]:
     """Returns the weight files of a folder, by its index if it has one.
 
     Args:
-        load_format: `pt` reads `pytorch_model*.bin`, every other format `*.safetensors`.
+        load_format: its forms are tried in the order of `WEIGHT_FILES`.
 
     Raises:
         ModelLoadError: the folder has no such files, or its index is damaged, names a file outside
             the folder, or names a file that is missing.
     """
-    if load_format == "pt":
-        whole, pattern = "pytorch_model.bin", "pytorch_model*.bin"
-    else:
-        whole, pattern = "model.safetensors", "*.safetensors"
-    index = folder / f"{whole}.index.json"
-    if index.is_file():
-        return _indexed_files(folder, index)
-    found = [folder / whole] if (folder / whole).is_file() else sorted(folder.glob(pattern))
-    if found:
-        return found
-    if load_format != "pt" and any(folder.glob("pytorch_model*.bin")):
-        raise ModelLoadError(
-            f"{folder} has its weights as pytorch_model*.bin (pickle) only, which are read when "
-            "asked for: use load_format='pt' (--load-format pt; nothing but tensors is unpickled), "
-            "or convert them to safetensors"
-        )
+    patterns = WEIGHT_FILES[load_format]
+    for pattern in patterns:
+        whole = folder / _WHOLE[pattern]
+        index = whole.with_name(f"{whole.name}.index.json")
+        if index.is_file():
+            return _indexed_files(folder, index)
+        found = [whole] if whole.is_file() else sorted(folder.glob(pattern))
+        if found:
+            return found
     raise ModelLoadError(
-        f"{folder} has no {pattern} files; convert the weights to safetensors, or "
-        "use load_format='dummy' for random ones"
+        f"{folder} has no {' or '.join(patterns)} files, which load_format = {load_format!r} reads;"
+        " use load_format='auto' (--load-format auto) if it has the others, convert the weights to "
+        "safetensors, or use load_format='dummy' for random ones"
     )
 
 
@@ -175,13 +171,13 @@ def _indexed_files(folder: Path, index: Path) -> list[Path]:
     return [folder / name for name in names]
 
 
-def read_tensors(path: Path, load_format: str) -> Iterator[tuple[str, TensorSource]]:
+def read_tensors(path: Path) -> Iterator[tuple[str, TensorSource]]:
     """Yields name and source of every tensor of a file.
 
     Raises:
         ModelLoadError: the file is damaged, or holds something else than tensors.
     """
-    if load_format == "pt":
+    if path.suffix == ".bin":
         for name, tensor in _unpickle(path).items():
             yield name, _LoadedTensor(tensor)
         return

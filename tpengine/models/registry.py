@@ -11,7 +11,7 @@ To add a model family:
    ignored gives wrong answers without an error. `build_model` does so for the fields in `_NEUTRAL`,
    which no family supports. If yours supports one, remove it there, and add
    `require(config, field, None, *neutral)` to the class of every other family.
-4. Add one line to `_MODELS`, with the name that checkpoints give in `architectures`.
+4. Add one line to `ARCHITECTURES` in `config.py`, with the name that checkpoints give.
 5. Add variants to `tests/support/variants.py`; the tests against transformers then cover them.
 """
 
@@ -22,22 +22,11 @@ from typing import Any, Protocol
 
 import torch
 
-from tpengine.config import ModelConfig
+from tpengine.config import ARCHITECTURES, ModelConfig
 from tpengine.errors import ConfigError
 from tpengine.layers.attention import AttentionMetadata, KVCache
 from tpengine.layers.weights import Weights
 from tpengine.ops.library import has_cpu_kernels
-
-_MODELS = {
-    "BloomForCausalLM": "tpengine.models.bloom:BloomForCausalLM",
-    "LlamaForCausalLM": "tpengine.models.llama:LlamaForCausalLM",
-    "MinistralForCausalLM": "tpengine.models.mistral:MinistralForCausalLM",
-    "MistralForCausalLM": "tpengine.models.mistral:MistralForCausalLM",
-    "OPTForCausalLM": "tpengine.models.opt:OPTForCausalLM",
-    "Qwen2ForCausalLM": "tpengine.models.qwen:Qwen2ForCausalLM",
-    "Qwen3ForCausalLM": "tpengine.models.qwen:Qwen3ForCausalLM",
-}
-"""Class of each architecture; its module is imported when a model of it is built."""
 
 _NEUTRAL: dict[str, tuple[Any, ...]] = {
     "quantization_config": (None,),
@@ -86,20 +75,14 @@ def build_model(config: ModelConfig, weights: Weights) -> CausalLM:
     """Builds the model that `config` names, its parameters allocated and declared in `weights`.
 
     Raises:
-        ConfigError: the architecture, or a value in its configuration, is not supported.
+        ConfigError: a value in its configuration is not supported.
     """
-    target = _MODELS.get(config.architecture)
-    if target is None:
-        raise ConfigError(
-            f"architecture {config.architecture!r} of {config.model} is not supported; "
-            f"supported: {', '.join(sorted(_MODELS))}"
-        )
     for field, neutral in _NEUTRAL.items():
         require(config, field, None, *neutral)
     compiled = weights.device.type == "cpu" and has_cpu_kernels()
     if compiled and (config.head_dim % 16 or config.head_dim > 256):
         raise unsupported(config, "head_dim", config.head_dim, "multiples of 16 up to 256 on CPU")
-    module, name = target.split(":")
+    module, name = ARCHITECTURES[config.architecture].split(":")
     model: CausalLM = getattr(importlib.import_module(module), name)(config, weights)
     return model
 

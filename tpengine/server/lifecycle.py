@@ -19,7 +19,7 @@ from typing import NoReturn, TypeVar
 from tpengine.async_engine.async_llm_engine import AsyncLLMEngine
 from tpengine.async_engine.engine_thread import EngineStart
 from tpengine.engine.requests import GenerateRequest
-from tpengine.engine_args import EngineArgs
+from tpengine.engine_args import AsyncEngineArgs
 from tpengine.errors import ConfigError, EngineError, TPEngineError, counted
 from tpengine.host import call_on_end_signals
 from tpengine.logger import init_logger
@@ -51,7 +51,7 @@ T = TypeVar("T")
 def run_server(
     args: ServerArgs,
     authenticator: Authenticator,
-    engine_args: EngineArgs,
+    engine_args: AsyncEngineArgs,
     phases: Mapping[str, float],
 ) -> int:
     """Serves until a signal, Drain or the engine's death; returns the exit code.
@@ -78,13 +78,14 @@ class _Server:
         self,
         args: ServerArgs,
         authenticator: Authenticator,
-        engine_args: EngineArgs,
+        engine_args: AsyncEngineArgs,
         phases: Mapping[str, float],
     ) -> None:
         self._args = args
         self._start = EngineStart(engine_args)
+        self._log_requests = not engine_args.disable_log_requests
         self._limits = args.limits()
-        self._state = ServerState(args.model_name(engine_args.model), args.drain_timeout)
+        self._state = ServerState(engine_args.served_names, args.drain_timeout)
         self._phases = dict(phases)
         self._phase = ""
         self._first_signal: signal.Signals | None = None
@@ -173,7 +174,7 @@ class _Server:
                     self._limits.queue,
                     # Later than `_wait_for_start`, whose error names the option.
                     start_timeout_s=self._args.startup_timeout + _EXIT_S,
-                    log_requests=not self._args.disable_log_requests,
+                    log_requests=self._log_requests,
                 )
             )
         with self._timed("first token"):

@@ -11,7 +11,6 @@ from typing import ClassVar
 
 from tpengine import envs
 from tpengine.async_engine.admission import QueueLimits
-from tpengine.config import EMBEDDED_MODEL
 from tpengine.errors import ConfigError
 from tpengine.options import Options, option
 from tpengine.server.auth import Authenticator, TlsFiles, read_tokens
@@ -35,8 +34,6 @@ class ServerArgs(Options):
     """Address to listen on, 0.0.0.0: all; any but loopback needs TLS, a token or --insecure."""
     port: int = option(50051, at_least=0, at_most=MAX_PORT)
     """Port to listen on; 0 takes a free one, which is printed."""
-    served_model_name: str | None = option(None)
-    """The model's name for clients; default: the folder's or the hub's."""
     token_file: str | None = option(None)
     """Bearer tokens of clients, one per line, at least 16 characters each, as from `openssl rand
     -hex 24`; without it and without TPENGINE_TOKENS (separated by commas), clients need no
@@ -66,8 +63,6 @@ class ServerArgs(Options):
     """Seconds until the server must be ready; later it ends with exit code 1."""
     metrics_port: int | None = option(None, at_least=0, at_most=MAX_PORT)
     """Port for Prometheus on 127.0.0.1, at /metrics; 0 takes a free one; default: none."""
-    disable_log_requests: bool = option(False)
-    """No line in the log when a request ends."""
 
     def check(self) -> None:
         """Checks each argument by itself, and that those of TLS are given together.
@@ -137,15 +132,6 @@ class ServerArgs(Options):
                 "--admin-token-file (or TPENGINE_ADMIN_TOKEN)",
             ),
         )
-
-    def model_name(self, model: str) -> str:
-        """The name of `model`, a folder or a hub name, for clients."""
-        if self.served_model_name is not None:
-            return self.served_model_name
-        if model == EMBEDDED_MODEL:
-            return "embedded"
-        name = model.rstrip("/")
-        return name.rpartition("/")[2] if model.startswith(("/", ".", "~")) else name
 
     def address(self) -> str:
         """HOST:PORT."""

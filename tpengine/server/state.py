@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import enum
 import time
-from collections.abc import AsyncIterator, Iterable
+from collections.abc import AsyncIterator, Iterable, Sequence
 from contextlib import asynccontextmanager
 
 from tpengine.async_engine.async_llm_engine import AsyncLLMEngine
@@ -34,7 +34,7 @@ class ServerState:
     """The phase of one server, and access to its engine.
 
     Attributes:
-        model: the name under which the model is served.
+        names: under which the model is served.
         engine: None while it loads.
         closing: set when the server has to close.
         why: what asked the server to close.
@@ -43,8 +43,8 @@ class ServerState:
         num_open_calls: calls that generate and have not ended.
     """
 
-    def __init__(self, model: str, drain_timeout_s: float) -> None:
-        self.model = model
+    def __init__(self, names: Sequence[str], drain_timeout_s: float) -> None:
+        self.names = names
         self.drain_timeout_s = drain_timeout_s
         self.engine: AsyncLLMEngine | None = None
         self.state = State.LOADING
@@ -56,6 +56,11 @@ class ServerState:
         self.num_open_calls = 0
         self._max_text_bytes: int | None = None
         self._start = time.monotonic()
+
+    @property
+    def model(self) -> str:
+        """The name of the model in answers."""
+        return self.names[0]
 
     @property
     def uptime_s(self) -> float:
@@ -109,7 +114,7 @@ class ServerState:
         """
         if self.state is State.DRAINING:
             raise EngineDrainingError("the server ends and takes no new requests; ask another")
-        if model is not None and model != self.model:
+        if model is not None and model not in self.names:
             raise ModelNotFoundError(
                 f"model {model[:200]!r} is not served here, but {self.model!r} is; leave model out "
                 "to take that"

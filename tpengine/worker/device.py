@@ -51,15 +51,9 @@ def detect_device(wanted: str) -> str:
 def resolve_dtype(wanted: str, device: str) -> torch.dtype:
     """Returns the dtype of weights and activations; "auto" is bfloat16 if the device supports it.
 
-    Raises:
-        ConfigError: float16 on CPU.
+    A CPU has no arithmetic for float16 and would convert at every step: there it is as "auto".
     """
-    if wanted in ("float16", "half") and device == "cpu":
-        raise ConfigError(
-            f"dtype = {wanted!r} is not supported on CPU, which has no arithmetic for it and would "
-            "convert at every step; use bfloat16 or float32"
-        )
-    if wanted != "auto":
+    if wanted != "auto" and not (wanted in ("float16", "half") and device == "cpu"):
         return _DTYPES[wanted]
     # A CPU without bfloat16 instructions converts at every step, which costs more than it saves.
     has_bf16 = cpu_isa() == "avx512bf16" if device == "cpu" else torch.cuda.is_bf16_supported()
