@@ -52,6 +52,7 @@ class ModelConfig:
         max_model_len: most tokens of a sequence, prompt and output.
         end_token_ids: ids that end a sequence, from `config.json` and `generation_config.json`.
         quantization: one of `QUANTIZATIONS`.
+        max_logprobs: most log probabilities that a request may ask for at a position; -1: no limit.
     """
 
     model: str
@@ -65,6 +66,7 @@ class ModelConfig:
     load_format: str
     end_token_ids: frozenset[int]
     quantization: str | None = None
+    max_logprobs: int = 20
 
     @property
     def architecture(self) -> str:
