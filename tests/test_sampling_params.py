@@ -128,7 +128,7 @@ def test_borders_are_inside(fields: dict[str, Any]) -> None:
         ({"logprobs": False}, {"logprobs": 0}),
         (
             {"temperature": 9e-6, "top_p": 0.5, "top_k": 3, "min_p": 0.1},
-            {"temperature": 9e-6, "top_p": 1.0, "top_k": -1, "min_p": 0.0, "greedy": True},
+            {"temperature": 0.0, "top_p": 1.0, "top_k": -1, "min_p": 0.0, "greedy": True},
         ),
         ({"temperature": 1e-5, "top_k": 3}, {"top_k": 3, "greedy": False}),
         ({"stop": ["abc", "a"]}, {"output_text_buffer_length": 2}),

@@ -53,7 +53,7 @@ MAX_LOGIT_BIAS = 1e6
 float32's limits."""
 _MOST_TOKENS = (1 << 31) - 1  # no vocabulary has more
 _EPSILON = 1e-5
-"""A temperature below it is 0; a length penalty that differs from 1 by less is 1."""
+"""A temperature below it is 0, and a length penalty that differs from 1 by less is neutral."""
 _TOP_K = "top_k (-1 keeps all tokens)"
 _FLAGS = (
     "use_beam_search",
@@ -102,8 +102,8 @@ class SamplingParams:
             [-2, 2].
         repetition_penalty: divides positive logits, and multiplies negative ones, of tokens in
             prompt or output (Keskar et al. 2019); in (0, 2], 1 is neutral.
-        temperature: logits are divided by it. Below 1e-5 the most likely token is taken; top_p,
-            top_k and min_p then become neutral.
+        temperature: logits are divided by it; 0 takes the most likely token. Below 1e-5 it becomes
+            0; top_p, top_k and min_p then become neutral, since they change nothing.
         top_p: keep the most likely tokens whose probabilities add up to this, in (0, 1].
         top_k: keep this many most likely tokens; -1 keeps all.
         min_p: drop tokens less likely than this share of the most likely one, in [0, 1].
@@ -191,7 +191,7 @@ class SamplingParams:
     @property
     def greedy(self) -> bool:
         """Whether the most likely token is always taken."""
-        return self.temperature < _EPSILON
+        return self.temperature == 0.0
 
     @property
     def has_penalties(self) -> bool:
@@ -294,7 +294,8 @@ class SamplingParams:
         self.repetition_penalty = _float(
             "repetition_penalty", self.repetition_penalty, 0.0, 2.0, open_low=True
         )
-        self.temperature = _float("temperature", self.temperature, 0.0, math.inf)
+        temperature = _float("temperature", self.temperature, 0.0, math.inf)
+        self.temperature = temperature if temperature >= _EPSILON else 0.0
         self.top_p = _float("top_p", self.top_p, 0.0, 1.0, open_low=True)
         self.min_p = _float("min_p", self.min_p, 0.0, 1.0)
         self.length_penalty = _float("length_penalty", self.length_penalty, -10.0, 10.0)
@@ -388,17 +389,11 @@ class SamplingParams:
             raise InvalidSamplingParamsError(
                 f"early_stopping must be True, False or 'never', got {self.early_stopping!r}"
             )
-        temperature = 0.0 if self.greedy else self.temperature
-        for name, value, neutral in (
-            ("temperature", temperature, 0.0),
-            ("top_p", self.top_p, 1.0),
-            ("top_k", self.top_k, -1),
-            ("min_p", self.min_p, 0.0),
-            ("stop", self.stop, []),
-        ):
-            if value != neutral:
+        neutral_values = {"temperature": 0.0, "top_p": 1.0, "top_k": -1, "min_p": 0.0, "stop": []}
+        for name, value in neutral_values.items():
+            if getattr(self, name) != value:
                 raise InvalidSamplingParamsError(
-                    f"beam search needs {name} = {neutral!r}, got {value!r}"
+                    f"beam search needs {name} = {value!r}, got {getattr(self, name)!r}"
                 )
 
 

@@ -68,7 +68,7 @@ class SamplingSlots:
     def write(self, slot: int, sequence: NewSequence, noise_key: np.uint64) -> None:
         """Writes the parameters of a sequence that enters."""
         params = sequence.sampling_params
-        self.temperature[slot] = 0.0 if params.greedy else params.temperature
+        self.temperature[slot] = params.temperature
         self.top_k[slot] = max(params.top_k, 0)  # -1: all
         self.top_p[slot] = params.top_p
         self.min_p[slot] = params.min_p
