@@ -96,8 +96,8 @@ def test_arguments_of_the_wrong_kind(llm: LLM) -> None:
         llm.chat({"role": "user", "content": "hello"})
     with pytest.raises(InvalidSamplingParamsError, match="stop_token_ids must be a sequence"):
         SamplingParams(stop_token_ids=5)
-    with pytest.raises(InvalidSamplingParamsError, match=r"must be an integer, got np\.int64"):
-        SamplingParams(stop_token_ids=np.array([4, 5]))
+    with pytest.raises(InvalidSamplingParamsError, match=r"must be an integer, got np\.float64"):
+        SamplingParams(stop_token_ids=np.array([4.0, 5.0]))
 
 
 @pytest.mark.parametrize("number", [1 << 31, 1 << 40, 1 << 70])

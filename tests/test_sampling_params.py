@@ -1,15 +1,20 @@
-"""`SamplingParams`: checked when it is made, range and value in the message."""
+"""`SamplingParams`: checked when it is made and after a change, range and value in the message; its
+attributes read as in vLLM 0.5.4."""
 
 from __future__ import annotations
 
+import inspect
 import math
 import pickle
+from dataclasses import replace
 from typing import Any
 
+import numpy as np
 import pytest
 
 from tpengine import RequestOutputKind, SamplingParams
 from tpengine.errors import InvalidSamplingParamsError, RequestError
+from tpengine.sampling_params import SamplingType
 
 OUT_OF_RANGE: list[tuple[str, Any, str]] = [
     ("temperature", -0.1, "[0, inf)"),
@@ -20,6 +25,7 @@ OUT_OF_RANGE: list[tuple[str, Any, str]] = [
     ("top_p", 0.0, "(0, 1]"),
     ("top_p", 1.01, "(0, 1]"),
     ("top_p", math.nan, "(0, 1]"),
+    ("top_p", np.float32(1.5), "(0, 1]"),
     ("top_k", 0, "(-1 keeps all tokens) must be at least 1"),
     ("top_k", -2, "(-1 keeps all tokens) must be at least 1"),
     ("top_k", 2.5, "an integer"),
@@ -29,14 +35,18 @@ OUT_OF_RANGE: list[tuple[str, Any, str]] = [
     ("max_tokens", 0, "at least 1"),
     ("max_tokens", 3.0, "an integer"),
     ("max_tokens", True, "an integer"),
+    ("max_tokens", np.float64(3.0), "an integer"),
+    ("max_tokens", np.int32(0), "at least 1"),
     ("min_tokens", -1, "at least 0"),
     ("min_tokens", 17, "at most max_tokens = 16"),
-    ("logprobs", -1, "[0, 64]"),
-    ("logprobs", 65, "[0, 64]"),
-    ("logprobs", True, "an integer"),
+    ("logprobs", -2, "at least -1"),
+    ("logprobs", 1.0, "an integer"),
+    ("prompt_logprobs", -2, "at least -1"),
+    ("truncate_prompt_tokens", 0, "at least 1"),
     ("seed", 2**64, "[-9223372036854775808, 18446744073709551615]"),
     ("seed", 1.5, "an integer"),
     ("n", 0, "at least 1"),
+    ("n", True, "an integer"),
     ("presence_penalty", 2.1, "[-2, 2]"),
     ("frequency_penalty", math.nan, "[-2, 2]"),
     ("repetition_penalty", 0.0, "(0, 2]"),
@@ -45,10 +55,6 @@ OUT_OF_RANGE: list[tuple[str, Any, str]] = [
     ("stop_token_ids", [-1], "at least 0"),
     ("stop_token_ids", [1.5], "an integer"),
 ]
-NOT_YET: list[tuple[str, Any]] = [
-    ("spaces_between_special_tokens", False),
-    ("truncate_prompt_tokens", 5),
-]
 
 
 @pytest.mark.parametrize(("name", "value", "limit"), OUT_OF_RANGE)
@@ -56,6 +62,11 @@ def test_out_of_range(name: str, value: Any, limit: str) -> None:
     with pytest.raises(InvalidSamplingParamsError) as raised:
         SamplingParams(**{name: value})
     message = str(raised.value)
+    params = SamplingParams()
+    setattr(params, name, value)
+    with pytest.raises(InvalidSamplingParamsError) as raised:
+        params.check()
+    assert str(raised.value) == message
     assert name in message
     assert limit in message
     shown = value[-1] if isinstance(value, list) else value
@@ -64,15 +75,13 @@ def test_out_of_range(name: str, value: Any, limit: str) -> None:
     assert str(pickle.loads(pickle.dumps(raised.value))) == message
 
 
-@pytest.mark.parametrize(("name", "value"), NOT_YET)
-def test_what_is_not_done_is_refused_not_ignored(name: str, value: Any) -> None:
-    with pytest.raises(InvalidSamplingParamsError, match=rf"{name} = .*not supported.*leave it"):
-        SamplingParams(**{name: value})
-
-
-def test_unknown_field_is_refused() -> None:
+def test_unknown_names_are_refused() -> None:
     with pytest.raises(TypeError, match="temprature"):
-        SamplingParams(temprature=1.0)  # type: ignore[call-arg]
+        SamplingParams(temprature=1.0)
+    params = SamplingParams()
+    params.temprature = 1.0
+    with pytest.raises(InvalidSamplingParamsError, match="'temprature'; did you mean temperature"):
+        params.check()
 
 
 @pytest.mark.parametrize(
@@ -82,37 +91,158 @@ def test_unknown_field_is_refused() -> None:
         {"temperature": 100.0},
         {"top_p": 1e-9},
         {"top_k": 1},
+        {"top_k": -1},
         {"min_p": 1.0},
         {"max_tokens": None, "min_tokens": 5},
         {"logprobs": 0},
-        {"logprobs": 64},
+        {"logprobs": -1, "prompt_logprobs": 10**6},
         {"seed": 2**64 - 1},
-        {"seed": -1},
+        {"seed": -(2**63)},
         {"best_of": 1},
-        {"stop": None, "stop_token_ids": None},
+        {"truncate_prompt_tokens": 1},
+        {"length_penalty": 1.000001},
     ],
 )
 def test_borders_are_inside(fields: dict[str, Any]) -> None:
     params = SamplingParams(**fields)
     for name, value in fields.items():
-        assert getattr(params, name) == (() if name.startswith("stop") else value)
+        assert getattr(params, name) == value
 
 
-def test_normal_forms() -> None:
-    assert SamplingParams(top_k=-1).top_k is None
-    assert SamplingParams(stop="end").stop == ("end",)
-    assert SamplingParams(stop=["a", "b"]).stop == ("a", "b")
-    assert SamplingParams(stop_token_ids=[3, 4]).stop_token_ids == (3, 4)
-    assert SamplingParams(temperature=0.0).greedy
-    assert not SamplingParams().greedy
-    assert SamplingParams(stop=["a"]) == SamplingParams(stop="a")
+@pytest.mark.parametrize(
+    ("given", "read"),
+    [
+        ({}, {"top_k": -1, "stop": [], "stop_token_ids": [], "best_of": 1}),
+        ({}, {"logits_processors": None, "seed": None, "logprobs": None}),
+        ({"top_k": None}, {"top_k": -1}),
+        ({"top_k": 2**40}, {"top_k": -1}),
+        ({"n": 3}, {"best_of": 3}),
+        ({"seed": -1}, {"seed": None}),
+        ({"stop": "end"}, {"stop": ["end"]}),
+        ({"stop": ("a", "b"), "stop_token_ids": (3, 4)}, {"stop": ["a", "b"]}),
+        (
+            {"stop_token_ids": (3, 4, 3)},
+            {"stop_token_ids": [3, 4, 3], "all_stop_token_ids": {3, 4}},
+        ),
+        ({"logprobs": True, "prompt_logprobs": True}, {"logprobs": 1, "prompt_logprobs": 1}),
+        ({"logprobs": False}, {"logprobs": 0}),
+        (
+            {"temperature": 9e-6, "top_p": 0.5, "top_k": 3, "min_p": 0.1},
+            {"temperature": 0.0, "top_p": 1.0, "top_k": -1, "min_p": 0.0, "greedy": True},
+        ),
+        ({"temperature": 1e-5, "top_k": 3}, {"top_k": 3, "greedy": False}),
+        ({"stop": ["abc", "a"]}, {"output_text_buffer_length": 2}),
+        ({"stop": "abc", "include_stop_str_in_output": True}, {"output_text_buffer_length": 0}),
+        ({"temperature": 0}, {"sampling_type": SamplingType.GREEDY, "greedy": True}),
+        ({"temperature": 0, "seed": 5}, {"sampling_type": SamplingType.GREEDY}),
+        ({}, {"sampling_type": SamplingType.RANDOM, "greedy": False}),
+        ({"seed": 5}, {"sampling_type": SamplingType.RANDOM_SEED}),
+        (
+            {"use_beam_search": True, "n": 2, "temperature": 0},
+            {"sampling_type": SamplingType.BEAM},
+        ),
+        ({"logits_processors": "os.path:join"}, {"logits_processors": ["os.path:join"]}),
+        ({"allowed_token_ids": (3,), "bad_words": "no"}, {"allowed_token_ids": [3]}),
+        ({"bad_words": "no", "bad_words_token_ids": ((1, 2),)}, {"bad_words": ["no"]}),
+        ({"bad_words_token_ids": ((1, 2),)}, {"bad_words_token_ids": [[1, 2]]}),
+    ],
+    ids=str,
+)
+def test_attributes_read_as_in_vllm(given: dict[str, Any], read: dict[str, Any]) -> None:
+    params = SamplingParams(**given)
+    found = {name: getattr(params, name) for name in read}
+    assert repr(found) == repr(read)  # also tells a tuple from a list
+    params.check()
+    assert {name: getattr(params, name) for name in read} == read
+
+
+def test_parameters_of_vllm_come_first_and_have_positions() -> None:
+    parameters = inspect.signature(SamplingParams).parameters.values()
+    kinds = [parameter.kind for parameter in parameters]
+    assert kinds[:26] == [inspect.Parameter.POSITIONAL_OR_KEYWORD] * 26
+    assert set(kinds[26:]) == {inspect.Parameter.KEYWORD_ONLY}
+
+
+def test_stop_strings_need_text() -> None:
     with pytest.raises(InvalidSamplingParamsError, match="detokenize=True"):
         SamplingParams(stop="a", detokenize=False)
 
 
-def test_frozen() -> None:
-    with pytest.raises(AttributeError):
-        SamplingParams().temperature = 0.5  # type: ignore[misc]
+def test_numbers_of_numpy_become_those_of_python() -> None:
+    integers = ("n", "best_of", "top_k", "seed", "max_tokens", "logprobs", "truncate_prompt_tokens")
+    floats = ("presence_penalty", "frequency_penalty", "repetition_penalty", "top_p", "min_p")
+    params = SamplingParams(
+        **{name: np.int64(5) for name in integers},
+        **{name: np.float32(0.5) for name in floats},
+        temperature=np.float64(0.5),
+        stop_token_ids=np.array([7, 8]),
+        allowed_token_ids=np.array([7, 8]),
+        logit_bias={np.int32(7): np.float16(0.5)},
+        bad_words_token_ids=np.array([[7, 8]]),
+    )
+    plain = SamplingParams(
+        **dict.fromkeys(integers, 5),
+        **dict.fromkeys(floats, 0.5),
+        temperature=0.5,
+        stop_token_ids=[7, 8],
+        allowed_token_ids=[7, 8],
+        logit_bias={7: 0.5},
+        bad_words_token_ids=[[7, 8]],
+    )
+    assert repr(params) == repr(plain)
+
+
+def _processor(output_ids: list[int], logits: Any) -> Any:
+    return logits
+
+
+def test_attributes_can_be_assigned() -> None:
+    params = SamplingParams(n=2)
+    params.stop, params.top_k, params.max_tokens = "end", None, np.int64(3)  # type: ignore
+    params.check()
+    assert (params.stop, params.top_k, params.max_tokens) == (["end"], -1, 3)
+    params.n = 3
+    with pytest.raises(InvalidSamplingParamsError, match=r"n = 3, got 2; None makes it n"):
+        params.check()
+    params.best_of = None
+    params.check()
+    assert params.best_of == 3
+    assert len({params, params, replace(params)}) == 2  # by identity, as in vLLM
+
+
+def test_clone_shares_the_processors_alone() -> None:
+    params = SamplingParams(
+        stop="a",
+        logit_bias={3: 1.0},
+        bad_words_token_ids=[[1, 2]],
+        logits_processors=[_processor],
+    )
+    cloned = params.clone()
+    assert cloned == params
+    cloned.stop.append("b")
+    cloned.logit_bias[4] = 1.0
+    cloned.bad_words_token_ids[0].append(3)
+    cloned.logits_processors.append(_processor)
+    assert (params.stop, params.logit_bias) == (["a"], {3: 1.0})
+    assert (params.bad_words_token_ids, params.logits_processors) == ([[1, 2]], [_processor])
+    assert cloned.logits_processors[0] is _processor
+
+
+@pytest.mark.parametrize(
+    ("config", "end_id", "ignore_eos", "expected"),
+    [
+        ({"eos_token_id": [2, 9]}, 2, False, [5, 9]),
+        ({"eos_token_id": 5}, None, False, [5]),
+        ({"eos_token_id": 9}, 2, True, [5]),
+        ({}, 2, False, [5]),
+    ],
+)
+def test_end_tokens_of_a_generation_config(
+    config: dict[str, Any], end_id: int | None, ignore_eos: bool, expected: list[int]
+) -> None:
+    params = SamplingParams(stop_token_ids=[5], ignore_eos=ignore_eos)
+    params.update_from_generation_config(config, end_id)
+    assert params.stop_token_ids == expected
 
 
 @pytest.mark.parametrize("name", ["ignore_eos", "detokenize", "skip_special_tokens"])

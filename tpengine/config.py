@@ -81,7 +81,7 @@ class ModelConfig:
         max_model_len: most tokens of a sequence, prompt and output.
         end_token_ids: ids that end a sequence, from `config.json` and `generation_config.json`.
         quantization: one of `QUANTIZATIONS`.
-        max_logprobs: most logprobs of a token that a request may ask for; -1: no limit.
+        max_logprobs: most log probabilities that a request may ask for at a position; -1: no limit.
     """
 
     model: str

@@ -2,8 +2,9 @@
 
 To add a parameter, always:
 
-1. Here: a field, its text under `Args`, and its check in `_check_numbers` or a method after it.
-   For a bool its name in `_FLAGS` is the check. A sequence also becomes a tuple (`_as_tuple`).
+1. Here: a keyword-only field, its text under `Args`, and its check: of a number in
+   `_read_numbers`, of a list or map in `_read_lists`; for a bool its name in `_FLAGS` is the check.
+   A check also brings the value into its one form (numbers of Python, new lists and dicts).
 2. In `server/grpc/proto/tpengine.proto`: a field of the same name. Then
    `python tests/support/build_proto.py` writes the stubs anew.
 3. In `client/convert.py`: its name in `_SAME_NAME`; if the message has another type or range,
@@ -15,9 +16,12 @@ To add a parameter, always:
 `executor/codec.py` then sends it to the ranks as it is. The rest depends on what it does:
 
 - It changes logits or the choice of a token: an array by slot in `SamplingSlots` of
-  `worker/sampling_state.py` (`__init__`, `write`, `gather`), or objects in its `TokenRules`; the
-  effect in `layers/sampler.py` or `layers/logit_edits.py`; `ModelRunner._worst_sampling` if it
-  takes memory; `_check_sequences` below if beam search cannot do it.
+  `worker/sampling_state.py` (`__init__`, `write`, `gather`) and its field in `SamplingBatch` of
+  `layers/sampler.py`, or objects in its `TokenRules`; the effect in `layers/logit_edits.py`, or in
+  the kernel `sample_tokens`: its arguments in `sampling_columns` of `layers/sampler.py`, then
+  `ops/fused.py`, `ops/reference.py`, `csrc/cpu/sampling.inc` and
+  `csrc/cuda/sampling/sample_tokens.cuh`. `ModelRunner._worst_sampling` if it takes memory;
+  `_check_sequences` below if beam search cannot do it.
 - It needs the vocabulary, the tokenizer or the end tokens: `engine/requests.py`.
 - It ends or shapes the output: `engine/output_processor.py`; the text: `engine/detokenizer.py`.
 - Its length or value bounds memory or time: `server/limits.py` (`check_counts` for a list, with
@@ -27,22 +31,30 @@ To add a parameter, always:
 
 from __future__ import annotations
 
+import copy
 import enum
 import importlib
 import inspect
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import KW_ONLY, dataclass
+from numbers import Real
+from operator import index
 from typing import Any
 
-from tpengine.errors import InvalidSamplingParamsError
+from tpengine.errors import InvalidSamplingParamsError, did_you_mean
 
-MAX_LOGPROBS = 64
-"""Upper bound of `logprobs` and `prompt_logprobs`: longer lists cost more than the forward pass."""
+LogitsProcessor = Callable[[list[int], Any], Any] | Callable[[list[int], list[int], Any], Any]
+"""A function of (output ids, logits) or (prompt ids, output ids, logits) that returns logits."""
+WHOLE_VOCABULARY = -1
+"""As `logprobs` or `prompt_logprobs`."""
 MAX_LOGIT_BIAS = 1e6
 """A bias is in [-MAX_LOGIT_BIAS, MAX_LOGIT_BIAS]: far more than logits differ, and far from
 float32's limits."""
 _MOST_TOKENS = (1 << 31) - 1  # no vocabulary has more
+_EPSILON = 1e-5
+"""A temperature below it is 0, and a length penalty that differs from 1 by less is neutral."""
+_TOP_K = "top_k (-1 keeps all tokens)"
 _FLAGS = (
     "use_beam_search",
     "include_stop_str_in_output",
@@ -51,6 +63,15 @@ _FLAGS = (
     "skip_special_tokens",
     "spaces_between_special_tokens",
 )
+
+
+class SamplingType(enum.IntEnum):
+    """How the tokens of a request are chosen."""
+
+    GREEDY = 0
+    RANDOM = 1
+    RANDOM_SEED = 2
+    BEAM = 3
 
 
 class RequestOutputKind(enum.Enum):
@@ -64,25 +85,30 @@ class RequestOutputKind(enum.Enum):
     """All output, once the request has finished."""
 
 
-@dataclass(frozen=True)
+@dataclass
 class SamplingParams:
-    """Sampling parameters, with the names and meanings of vLLM 0.5.4.
+    """Sampling parameters, with the names, order and meanings of vLLM 0.5.4.
+
+    Attributes can be assigned. The constructor checks them; the engine takes a copy of its own when
+    the request is added, and checks that again.
 
     Args:
         n: number of output sequences to return.
         best_of: number of sequences to generate; the `n` with the highest cumulative log
             probability are returned, once all are complete. In beam search the number of beams.
-            Default: n.
+            None becomes n.
         presence_penalty: subtracted from the logit of every token in the output, in [-2, 2].
         frequency_penalty: subtracted once for each time that the token is in the output, in
             [-2, 2].
         repetition_penalty: divides positive logits, and multiplies negative ones, of tokens in
             prompt or output (Keskar et al. 2019); in (0, 2], 1 is neutral.
-        temperature: 0 takes the most likely token; above 0, logits are divided by it.
+        temperature: logits are divided by it; 0 takes the most likely token. Below 1e-5 it becomes
+            0; top_p, top_k and min_p then become neutral, since they change nothing.
         top_p: keep the most likely tokens whose probabilities add up to this, in (0, 1].
-        top_k: keep this many most likely tokens; -1 or None keeps all (stored as None).
+        top_k: keep this many most likely tokens; -1 keeps all.
         min_p: drop tokens less likely than this share of the most likely one, in [0, 1].
-        seed: makes this request's samples the same in every run, independent of other requests.
+        seed: makes this request's samples the same in every run, independent of other requests;
+            -1 becomes None.
         use_beam_search: keep the `best_of` most likely sequences, without sampling; temperature
             must be 0, top_p, top_k and min_p neutral, and no stop strings.
         length_penalty: beams are compared by their cumulative log probability, divided by their
@@ -90,34 +116,40 @@ class SamplingParams:
         early_stopping: when beam search ends, as in transformers. True: with the `best_of`th
             complete beam. False: when no running beam is better than the worst complete one at its
             present length. "never": when no running beam can become better at any length.
-        stop: strings that end the output; removed from it unless `include_stop_str_in_output`.
-        stop_token_ids: tokens that end the output, as the model's end tokens do.
+        stop: strings that end the output, or one string; removed from it unless
+            `include_stop_str_in_output`. Becomes a list.
+        stop_token_ids: tokens that end the output, as the model's end tokens do. Becomes a list.
         ignore_eos: go on after the model's end tokens.
         max_tokens: most output tokens; None: as many as the model's length allows.
         min_tokens: no end token and no stop before this many output tokens.
         logprobs: report this many most likely tokens at each position, and the chosen one, with
-            log probabilities of the raw logits.
+            log probabilities of the raw logits. -1: the whole vocabulary; True becomes 1. The
+            engine's `max_logprobs` bounds it.
         prompt_logprobs: the same for each token of the prompt, given the tokens before it; such a
             request computes its whole prompt and does not use the prefix cache.
         detokenize: whether to produce text; without it `stop` cannot be used.
         skip_special_tokens: leave special tokens out of the text.
-        spaces_between_special_tokens: always True, as byte-level tokenizers do.
-        logits_processors: functions named "module:function" (or one such name) that edit the
-            logits before all else. They are imported on the workers and called with the output
-            ids and the logits `[vocab_size]` of one position, or, with three parameters, with
-            prompt ids, output ids and logits; they return the new logits. One that raises ends
-            its request with an error.
+        spaces_between_special_tokens: False is refused for a tokenizer written in Python, and has
+            no effect on the text of any other.
+        logits_processors: functions that edit the logits before all else. They are called with the
+            output ids and the logits `[vocab_size]` of one position, or, with three parameters,
+            with prompt ids, output ids and logits; they return the new logits. One that raises ends
+            its request with an error. Ranks in other processes get a pickled copy (cloudpickle,
+            at most 1 MiB), anew after a preemption or a recovery. A name "module:function" is
+            imported on every rank instead.
+        truncate_prompt_tokens: only this many last tokens of the prompt are used.
+        output_kind: what the engine reports while the request runs.
         logit_bias: added to the logits of these ids, each in [-1e6, 1e6].
         allowed_token_ids: no other ids are sampled.
         bad_words: texts that are not generated, with and without a space before them: the token
             that would complete one is never sampled, also if the text begins in the prompt.
         bad_words_token_ids: the same, each text as a sequence of ids.
-        output_kind: what the engine reports while the request runs.
 
     Raises:
         InvalidSamplingParamsError: a value is out of its range; the message has both.
     """
 
+    # `Any` stands for other forms that `check` turns into this one.
     n: int = 1
     best_of: int | None = None
     presence_penalty: float = 0.0
@@ -125,14 +157,14 @@ class SamplingParams:
     repetition_penalty: float = 1.0
     temperature: float = 1.0
     top_p: float = 1.0
-    top_k: int | None = None
+    top_k: int = -1
     min_p: float = 0.0
     seed: int | None = None
     use_beam_search: bool = False
     length_penalty: float = 1.0
     early_stopping: bool | str = False
-    stop: str | Sequence[str] = ()
-    stop_token_ids: Sequence[int] = ()
+    stop: list[str] | Any = None
+    stop_token_ids: list[int] | Any = None
     include_stop_str_in_output: bool = False
     ignore_eos: bool = False
     max_tokens: int | None = 16
@@ -142,21 +174,19 @@ class SamplingParams:
     detokenize: bool = True
     skip_special_tokens: bool = True
     spaces_between_special_tokens: bool = True
-    logits_processors: str | Sequence[str] = ()
+    logits_processors: list[LogitsProcessor | str] | Any = None
     truncate_prompt_tokens: int | None = None
-    output_kind: RequestOutputKind = field(default=RequestOutputKind.CUMULATIVE)
-    logit_bias: Mapping[int, float] | None = field(default=None, hash=False)
-    allowed_token_ids: Sequence[int] | None = None
-    bad_words: str | Sequence[str] = ()
-    bad_words_token_ids: Sequence[Sequence[int]] = ()
+    _: KW_ONLY
+    output_kind: RequestOutputKind = RequestOutputKind.CUMULATIVE
+    logit_bias: Mapping[int, float] | None = None
+    allowed_token_ids: list[int] | Any = None
+    bad_words: list[str] | Any = ()
+    bad_words_token_ids: list[list[int]] | Any = ()
+
+    __hash__ = object.__hash__  # by identity, as in vLLM, because attributes change
 
     def __post_init__(self) -> None:
-        self._normalise()
-        self._check_numbers()
-        self._check_stops()
-        self._check_token_rules()
-        self._check_sequences()
-        self._check_unsupported()
+        self.check()
 
     @property
     def greedy(self) -> bool:
@@ -172,112 +202,169 @@ class SamplingParams:
     @property
     def num_sequences(self) -> int:
         """Number of sequences that are generated at the same time."""
-        return self.n if self.best_of is None else self.best_of
+        return self.best_of or self.n
 
     @property
     def is_ranked(self) -> bool:
         """Whether outputs are chosen once all sequences are complete, with no output before."""
         return self.use_beam_search or self.num_sequences > self.n
 
-    def _normalise(self) -> None:
-        for name in ("stop", "bad_words", "logits_processors"):
-            value = getattr(self, name)
-            texts = (value,) if isinstance(value, str) else _as_tuple(name, value)
-            object.__setattr__(self, name, texts)
-        object.__setattr__(self, "stop_token_ids", _as_tuple("stop_token_ids", self.stop_token_ids))
-        keeps_all = isinstance(self.top_k, int) and self.top_k > _MOST_TOKENS
-        if self.top_k == -1 or keeps_all:
-            object.__setattr__(self, "top_k", None)
+    @property
+    def sampling_type(self) -> SamplingType:
+        """How tokens are chosen."""
+        if self.use_beam_search:
+            return SamplingType.BEAM
+        if self.greedy:
+            return SamplingType.GREEDY
+        return SamplingType.RANDOM if self.seed is None else SamplingType.RANDOM_SEED
+
+    @property
+    def output_text_buffer_length(self) -> int:
+        """Number of characters that may be held back, since they may begin a stop string."""
+        if not self.stop or self.include_stop_str_in_output:
+            return 0
+        return max(map(len, self.stop)) - 1
+
+    @property
+    def all_stop_token_ids(self) -> set[int]:
+        """`stop_token_ids` as a set. The engine adds the model's end tokens to its own copy."""
+        return set(self.stop_token_ids)
+
+    def clone(self) -> SamplingParams:
+        """Returns a copy that shares the logits processors, which may hold much data."""
+        processors = self.logits_processors
+        cloned = copy.deepcopy(self, {id(processors): processors})
+        cloned.logits_processors = copy.copy(processors)
+        return cloned
+
+    def update_from_generation_config(
+        self, generation_config: Mapping[str, Any], model_eos_token_id: int | None = None
+    ) -> None:
+        """Adds the end tokens of a `generation_config.json` to `stop_token_ids`, unless
+        `ignore_eos`. The engine itself ends requests at these tokens; it needs no such call.
+
+        Args:
+            model_eos_token_id: the tokenizer's end token, which is not added.
+        """
+        found = generation_config.get("eos_token_id")
+        if found is None or self.ignore_eos:
+            return
+        end_ids = found if isinstance(found, Iterable) else [found]
+        known = {model_eos_token_id, *self.stop_token_ids}
+        self.stop_token_ids = [*self.stop_token_ids, *(i for i in end_ids if i not in known)]
+
+    def check(self) -> None:
+        """Checks all attributes, after some were assigned, and brings them into the form that they
+        have after construction.
+
+        Raises:
+            InvalidSamplingParamsError: a value is out of its range; the message has both.
+        """
+        known = self.__dataclass_fields__.keys()
+        for name in vars(self).keys() - known:
+            raise InvalidSamplingParamsError(
+                f"SamplingParams has no attribute {name!r}{did_you_mean(name, known)}"
+            )
+        self._read_choices()
+        self._read_numbers()
+        self._read_lists()
+        self._check_sequences()
+        if self.greedy:
+            self.top_p, self.top_k, self.min_p = 1.0, -1, 0.0
+
+    def _read_choices(self) -> None:
         for name in _FLAGS:
             if not isinstance(getattr(self, name), bool):
                 raise InvalidSamplingParamsError(
                     f"{name} must be True or False, got {getattr(self, name)!r}"
                 )
         try:
-            object.__setattr__(self, "output_kind", RequestOutputKind(self.output_kind))
+            self.output_kind = RequestOutputKind(self.output_kind)
         except ValueError:
             kinds = ", ".join(repr(kind.value) for kind in RequestOutputKind)
             raise InvalidSamplingParamsError(
                 f"output_kind must be one of {kinds}, got {self.output_kind!r}"
             ) from None
 
-    def _check_numbers(self) -> None:
-        _check_int("n", self.n, 1)
-        _check_float("presence_penalty", self.presence_penalty, -2.0, 2.0)
-        _check_float("frequency_penalty", self.frequency_penalty, -2.0, 2.0)
-        _check_float("repetition_penalty", self.repetition_penalty, 0.0, 2.0, open_low=True)
-        _check_float("temperature", self.temperature, 0.0, math.inf)
-        _check_float("top_p", self.top_p, 0.0, 1.0, open_low=True)
-        _check_float("min_p", self.min_p, 0.0, 1.0)
-        _check_float("length_penalty", self.length_penalty, -10.0, 10.0)
-        _check_int("min_tokens", self.min_tokens, 0)
-        if self.top_k is not None:
-            _check_int("top_k (-1 keeps all tokens)", self.top_k, 1)
+    def _read_numbers(self) -> None:
+        """Numbers of NumPy become those of Python."""
+        self.n = _int("n", self.n, 1)
+        self.presence_penalty = _float("presence_penalty", self.presence_penalty, -2.0, 2.0)
+        self.frequency_penalty = _float("frequency_penalty", self.frequency_penalty, -2.0, 2.0)
+        self.repetition_penalty = _float(
+            "repetition_penalty", self.repetition_penalty, 0.0, 2.0, open_low=True
+        )
+        temperature = _float("temperature", self.temperature, 0.0, math.inf)
+        self.temperature = temperature if temperature >= _EPSILON else 0.0
+        self.top_p = _float("top_p", self.top_p, 0.0, 1.0, open_low=True)
+        self.min_p = _float("min_p", self.min_p, 0.0, 1.0)
+        self.length_penalty = _float("length_penalty", self.length_penalty, -10.0, 10.0)
+        self.min_tokens = _int("min_tokens", self.min_tokens, 0)
+        top_k = -1 if self.top_k in (None, -1) else _int(_TOP_K, self.top_k, 1)
+        self.top_k = -1 if top_k > _MOST_TOKENS else top_k
+        if self.best_of is None:
+            self.best_of = self.n
+        if self.seed == -1:
+            self.seed = None
         for name, low, high in (
             ("best_of", 1, None),
             ("max_tokens", 1, None),
-            ("logprobs", 0, MAX_LOGPROBS),
-            ("prompt_logprobs", 0, MAX_LOGPROBS),
+            ("logprobs", WHOLE_VOCABULARY, None),
+            ("prompt_logprobs", WHOLE_VOCABULARY, None),
+            ("truncate_prompt_tokens", 1, None),
             ("seed", -(2**63), 2**64 - 1),
         ):
-            if getattr(self, name) is not None:
-                _check_int(name, getattr(self, name), low, high)
+            value = getattr(self, name)
+            if isinstance(value, bool) and name.endswith("logprobs"):
+                value = int(value)
+            if value is not None:
+                setattr(self, name, _int(name, value, low, high))
         if self.max_tokens is not None and self.min_tokens > self.max_tokens:
             raise InvalidSamplingParamsError(
                 f"min_tokens must be at most max_tokens = {self.max_tokens}, got {self.min_tokens}"
             )
 
-    def _check_stops(self) -> None:
+    def _read_lists(self) -> None:
+        """Lists and maps become new ones, so that a later change of the caller's has no effect.
+        The engine checks that ids are in its vocabulary."""
+        self.stop = _texts("stop", self.stop)
         for text in self.stop:
             if not isinstance(text, str) or not text:
                 raise InvalidSamplingParamsError(f"stop must hold non-empty strings, got {text!r}")
-        _check_ids("stop_token_ids", self.stop_token_ids)
         if self.stop and not self.detokenize:
             raise InvalidSamplingParamsError(
                 "stop strings need detokenize=True; use stop_token_ids, or drop one of the two"
             )
-
-    def _check_token_rules(self) -> None:
-        """Biases, bans and processors. The engine checks that ids are in its vocabulary."""
+        self.stop_token_ids = _ids("stop_token_ids", self.stop_token_ids)
+        if self.logits_processors is not None:
+            self.logits_processors = _texts("logits_processors", self.logits_processors)
+            for processor in self.logits_processors:
+                _check_processor(processor)
         if self.logit_bias is not None:
-            if not isinstance(self.logit_bias, Mapping):
-                raise InvalidSamplingParamsError(
-                    f"logit_bias must map ids to numbers, got {self.logit_bias!r}"
-                )
-            # A copy, so that a later change of the caller's dict does not change the request.
-            object.__setattr__(self, "logit_bias", dict(self.logit_bias))
-            _check_ids("an id in logit_bias", self.logit_bias)
-            for token_id, bias in self.logit_bias.items():
-                _check_float(f"logit_bias[{token_id}]", bias, -MAX_LOGIT_BIAS, MAX_LOGIT_BIAS)
+            self.logit_bias = _bias(self.logit_bias)
         if self.allowed_token_ids is not None:
-            allowed = _as_tuple("allowed_token_ids", self.allowed_token_ids)
-            object.__setattr__(self, "allowed_token_ids", allowed)
-            if not allowed:
+            self.allowed_token_ids = _ids("allowed_token_ids", self.allowed_token_ids)
+            if not self.allowed_token_ids:
                 raise InvalidSamplingParamsError(
                     "allowed_token_ids is empty, so that nothing could be sampled; give at least "
                     "one id, or None to allow all"
                 )
-            _check_ids("allowed_token_ids", allowed)
+        self.bad_words = _texts("bad_words", self.bad_words)
         for word in self.bad_words:
             if not isinstance(word, str) or not word.strip():
                 raise InvalidSamplingParamsError(
                     f"bad_words must hold strings that are not blank, got {word!r}"
                 )
-        words = _as_tuple("bad_words_token_ids", self.bad_words_token_ids)
-        words = tuple(_as_tuple("bad_words_token_ids", word) for word in words)
-        object.__setattr__(self, "bad_words_token_ids", words)
-        for ids in words:
-            if not ids:
-                raise InvalidSamplingParamsError("bad_words_token_ids holds an empty sequence")
-            _check_ids("bad_words_token_ids", ids)
-        for path in self.logits_processors:
-            _check_import_path(path)
+        words = _as_list("bad_words_token_ids", self.bad_words_token_ids)
+        self.bad_words_token_ids = [_ids("bad_words_token_ids", word) for word in words]
+        if [] in self.bad_words_token_ids:
+            raise InvalidSamplingParamsError("bad_words_token_ids holds an empty sequence")
 
     def _check_sequences(self) -> None:
         """More than one sequence, and beam search."""
-        if self.best_of is not None and self.best_of < self.n:
+        if self.num_sequences < self.n:
             raise InvalidSamplingParamsError(
-                f"best_of must be at least n = {self.n}, got {self.best_of}"
+                f"best_of must be at least n = {self.n}, got {self.best_of}; None makes it n"
             )
         if not self.use_beam_search:
             if self.greedy and self.num_sequences > 1:
@@ -285,8 +372,11 @@ class SamplingParams:
                     f"n or best_of = {self.num_sequences} at temperature 0 would give the same "
                     "sequence as often; set use_beam_search=True, or a temperature above 0"
                 )
-            for name, neutral in (("length_penalty", 1.0), ("early_stopping", False)):
-                if getattr(self, name) != neutral:
+            for name, is_neutral in (
+                ("length_penalty", abs(self.length_penalty - 1.0) <= _EPSILON),
+                ("early_stopping", self.early_stopping is False),
+            ):
+                if not is_neutral:
                     raise InvalidSamplingParamsError(
                         f"{name} = {getattr(self, name)!r} is only for use_beam_search=True"
                     )
@@ -299,116 +389,129 @@ class SamplingParams:
             raise InvalidSamplingParamsError(
                 f"early_stopping must be True, False or 'never', got {self.early_stopping!r}"
             )
-        neutral_values = {"temperature": 0.0, "top_p": 1.0, "top_k": None, "min_p": 0.0, "stop": ()}
+        neutral_values = {"temperature": 0.0, "top_p": 1.0, "top_k": -1, "min_p": 0.0, "stop": []}
         for name, value in neutral_values.items():
             if getattr(self, name) != value:
                 raise InvalidSamplingParamsError(
                     f"beam search needs {name} = {value!r}, got {getattr(self, name)!r}"
                 )
 
-    def _check_unsupported(self) -> None:
-        """Refuses fields of vLLM that tpengine does not support, rather than ignore them."""
-        neutral = {
-            "spaces_between_special_tokens": True,
-            "truncate_prompt_tokens": None,
-        }
-        for name, value in neutral.items():
-            if getattr(self, name) != value:
-                raise InvalidSamplingParamsError(
-                    f"{name} = {getattr(self, name)!r} is not supported by this version of "
-                    f"tpengine; leave it at {value!r}"
-                )
 
-
-def _as_tuple(name: str, value: Any) -> tuple[Any, ...]:
+def _as_list(name: str, value: Any) -> list[Any]:
     if value is None:
-        return ()
+        return []
     if isinstance(value, (str, bytes)) or not isinstance(value, Iterable):
         raise InvalidSamplingParamsError(f"{name} must be a sequence, got {value!r}")
-    return tuple(value)
+    return list(value)
 
 
-def _check_int(name: str, value: object, low: int, high: int | None = None) -> None:
-    if isinstance(value, bool) or not isinstance(value, int):
+def _texts(name: str, value: Any) -> list[Any]:
+    """A list of strings, or of one string."""
+    return [value] if isinstance(value, str) else _as_list(name, value)
+
+
+def _ids(name: str, values: Any) -> list[int]:
+    return [_int(name, value, 0) for value in _as_list(name, values)]
+
+
+def _bias(value: Any) -> dict[int, float]:
+    if not isinstance(value, Mapping):
+        raise InvalidSamplingParamsError(f"logit_bias must map ids to numbers, got {value!r}")
+    return {
+        _int("an id in logit_bias", token_id, 0): _float(
+            f"logit_bias[{token_id}]", bias, -MAX_LOGIT_BIAS, MAX_LOGIT_BIAS
+        )
+        for token_id, bias in value.items()
+    }
+
+
+def _int(name: str, value: Any, low: int, high: int | None = None) -> int:
+    """A checked integer of Python, NumPy or a tensor; bool is a subclass of int and refused."""
+    try:
+        number = index(value)
+    except TypeError:
+        number = None
+    if number is None or isinstance(value, bool):
         raise InvalidSamplingParamsError(f"{name} must be an integer, got {value!r}")
-    if value < low or (high is not None and value > high):
+    if number < low or (high is not None and number > high):
         limit = f"at least {low}" if high is None else f"in [{low}, {high}]"
-        raise InvalidSamplingParamsError(f"{name} must be {limit}, got {value}")
+        raise InvalidSamplingParamsError(f"{name} must be {limit}, got {number}")
+    return number
 
 
-def _check_ids(name: str, token_ids: Iterable[object]) -> None:
-    for token_id in token_ids:
-        _check_int(name, token_id, 0)
-
-
-def _check_float(
-    name: str, value: object, low: float, high: float, *, open_low: bool = False
-) -> None:
-    if isinstance(value, bool) or not isinstance(value, (int, float)):
+def _float(name: str, value: Any, low: float, high: float, *, open_low: bool = False) -> float:
+    """A checked number of Python or NumPy."""
+    # The ABC, which is slower, is asked only about numbers that are not Python's.
+    if isinstance(value, bool) or not isinstance(value, (float, int, Real)):
         raise InvalidSamplingParamsError(f"{name} must be a number, got {value!r}")
-    too_low = value <= low if open_low else value < low
+    number = float(value)
+    too_low = number <= low if open_low else number < low
     # NaN passes the comparisons below, and an infinity is never meant.
-    if not math.isfinite(value) or too_low or value > high:
+    if not math.isfinite(number) or too_low or number > high:
         left = "(" if open_low or math.isinf(low) else "["
         right = ")" if math.isinf(high) else "]"
         raise InvalidSamplingParamsError(
             f"{name} must be in {left}{low:g}, {high:g}{right}, got {value}"
         )
+    return number
+
+
+def _check_processor(processor: object) -> None:
+    """Checks that it is a function, or a name of the form "module:function"; imports nothing."""
+    if isinstance(processor, str):
+        module, _, name = processor.partition(":")
+        if module and name and all(part.isidentifier() for part in f"{module}.{name}".split(".")):
+            return
+    elif callable(processor):
+        return
+    raise InvalidSamplingParamsError(
+        'logits_processors must hold functions, or names of the form "module:function", got '
+        f"{processor!r}"
+    )
 
 
 @dataclass(frozen=True, slots=True)
-class LogitsProcessor:
+class LoadedProcessor:
     """A function of the user that edits one row of logits.
 
-    It is named "module:function": a name reaches every rank in any process, while most functions
-    cannot be pickled.
-
     Attributes:
-        path: its name.
+        name: "module:function", or the function's own name.
         wants_prompt: whether it takes (prompt ids, output ids, logits); else (output ids, logits).
     """
 
-    path: str
+    name: str
     function: Callable[..., Any]
     wants_prompt: bool
 
 
-def _check_import_path(path: object) -> None:
-    """Checks that a name has the form "module:function"; imports nothing."""
-    if isinstance(path, str):
-        module, _, name = path.partition(":")
-        if module and name and all(part.isidentifier() for part in f"{module}.{name}".split(".")):
-            return
-    raise InvalidSamplingParamsError(
-        f'logits_processors must hold names of the form "module:function", got {path!r}; a '
-        "function itself does not reach the workers: put it into a module that they can import"
-    )
-
-
-def load_logits_processor(path: str) -> LogitsProcessor:
-    """Imports a function by its name.
+def load_logits_processor(processor: LogitsProcessor | str) -> LoadedProcessor:
+    """Prepares a function for calls; imports it if it is given by its name.
 
     Raises:
         InvalidSamplingParamsError: there is no such function, its module cannot be imported, or it
             takes neither two nor three positional arguments.
     """
-    module, _, name = path.partition(":")
+    if not isinstance(processor, str):
+        name = getattr(processor, "__qualname__", type(processor).__name__)
+        return LoadedProcessor(name, processor, _wants_prompt(name, processor))
+    module, _, name = processor.partition(":")
     try:
         target: Any = importlib.import_module(module)
         for part in name.split("."):
             target = getattr(target, part)
     except Exception as error:  # a module may raise anything while it is imported
         raise InvalidSamplingParamsError(
-            f"the logits processor {path!r} cannot be imported: {type(error).__name__}: {error}"
+            f"the logits processor {processor!r} cannot be imported: {type(error).__name__}: "
+            f"{error}"
         ) from error
     if not callable(target):
         raise InvalidSamplingParamsError(
-            f"the logits processor {path!r} is a {type(target).__name__}, not a function"
+            f"the logits processor {processor!r} is a {type(target).__name__}, not a function"
         )
-    return LogitsProcessor(path, target, _wants_prompt(path, target))
+    return LoadedProcessor(processor, target, _wants_prompt(processor, target))
 
 
-def _wants_prompt(path: str, function: Callable[..., Any]) -> bool:
+def _wants_prompt(name: str, function: Callable[..., Any]) -> bool:
     try:
         signature = inspect.signature(function)
     except (TypeError, ValueError):  # a function written in C; assume the common form
@@ -421,6 +524,6 @@ def _wants_prompt(path: str, function: Callable[..., Any]) -> bool:
             continue
         return count == 3
     raise InvalidSamplingParamsError(
-        f"the logits processor {path!r} must take (output_ids, logits) or (prompt_ids, "
+        f"the logits processor {name!r} must take (output_ids, logits) or (prompt_ids, "
         f"output_ids, logits), but its parameters are {signature}"
     )

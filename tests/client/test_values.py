@@ -100,7 +100,7 @@ def test_numbers_that_mean_the_same_are_sent(server: ServerProcess) -> None:
     huge = SamplingParams(max_tokens=HUGE, min_tokens=HUGE, top_k=HUGE)
     sampling = to_request(PROMPT, huge, None, 0, None).sampling
     assert {sampling.max_tokens, sampling.min_tokens} == {2**31 - 1}
-    assert not sampling.HasField("top_k"), "it keeps all tokens, as none does"
+    assert sampling.top_k == -1, "it keeps all tokens, as this does"
 
 
 def test_any_time(server: ServerProcess) -> None:

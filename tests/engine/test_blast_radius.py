@@ -22,10 +22,16 @@ BEAMS = SamplingParams(n=3, use_beam_search=True, temperature=0.0, max_tokens=8,
 @pytest.mark.parametrize(
     ("params", "words"),
     [
-        (replace(FREE, n=33), "33 sequences, but max_num_seqs = 32"),
+        (replace(FREE, n=33, best_of=None), "33 sequences, but max_num_seqs = 32"),
         (replace(FREE, n=1, best_of=33), "33 sequences, but max_num_seqs = 32"),
-        (replace(BEAMS, n=30), "30 beams advance together.*max_num_batched_tokens = 24"),
-        (replace(BEAMS, n=20, stop_token_ids=tuple(range(12))), "260 candidates.*has 256"),
+        (
+            replace(BEAMS, n=30, best_of=None),
+            "30 beams advance together.*max_num_batched_tokens = 24",
+        ),
+        (
+            replace(BEAMS, n=20, best_of=None, stop_token_ids=tuple(range(12))),
+            "260 candidates.*has 256",
+        ),
     ],
 )
 def test_refused_by_the_engine_which_goes_on(
@@ -38,13 +44,20 @@ def test_refused_by_the_engine_which_goes_on(
 
 
 @pytest.mark.parametrize(
-    "params", [BEAMS, replace(FREE, n=3, logprobs=0), replace(FREE, n=1, best_of=3, logprobs=0)]
+    "params",
+    [
+        BEAMS,
+        replace(FREE, n=3, best_of=None, logprobs=0),
+        replace(FREE, n=1, best_of=3, logprobs=0),
+    ],
 )
 def test_what_raises_while_output_is_processed_ends_its_request_alone(
     make_engine: MakeEngine, monkeypatch: pytest.MonkeyPatch, params: SamplingParams
 ) -> None:
     engine = make_engine()
-    others = [(str(i), PROMPT[i:], replace(FREE, n=1 + i % 2, seed=i)) for i in range(4)]
+    others = [
+        (str(i), PROMPT[i:], replace(FREE, n=1 + i % 2, best_of=None, seed=i)) for i in range(4)
+    ]
     wanted = run(engine, others)
     # Of these requests only the bad one searches beams or asks for log probabilities. It fails at
     # its fifth token, of the second of its three sequences.
@@ -80,7 +93,7 @@ def _fail_at(monkeypatch: pytest.MonkeyPatch, owner: Any, name: str, call: int) 
 def test_too_much_for_the_cache_is_ignored_with_a_reason(make_engine: MakeEngine) -> None:
     """Eight sequences that no preemption can make room for."""
     engine = make_engine(num_device_blocks_override=20)
-    params = replace(FREE, n=8, max_tokens=40)
+    params = replace(FREE, n=8, best_of=None, max_tokens=40)
     found = run(engine, [("big", PROMPT, params), ("small", PROMPT, FREE)])
     assert found["big"].error is not None
     assert "blocks of 8, but the KV cache has 20" in found["big"].error

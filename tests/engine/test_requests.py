@@ -5,15 +5,20 @@ from __future__ import annotations
 import math
 import pickle
 import sys
+import threading
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from support.byte_llama import VOCAB_SIZE, make_engine, run, write
+from transformers import ByT5Tokenizer
 
 from tpengine import LLMEngine, SamplingParams
 from tpengine.engine.requests import read_sampling_params
+from tpengine.engine.tokenizer import Tokenizer
 from tpengine.errors import InvalidSamplingParamsError
 from tpengine.sampling_params import load_logits_processor
 
@@ -31,9 +36,6 @@ BAD_VALUES: list[tuple[dict[str, Any], str]] = [
     ({"frequency_penalty": True}, "frequency_penalty must be a number, got True"),
     ({"repetition_penalty": 0.0}, r"repetition_penalty must be in \(0, 2\], got 0.0"),
     ({"repetition_penalty": math.inf}, "repetition_penalty .* got inf"),
-    ({"prompt_logprobs": 65}, r"prompt_logprobs must be in \[0, 64\], got 65"),
-    ({"prompt_logprobs": -1}, r"prompt_logprobs must be in \[0, 64\], got -1"),
-    ({"prompt_logprobs": True}, "prompt_logprobs must be an integer, got True"),
     ({"logit_bias": {5: math.nan}}, r"logit_bias\[5\] .* got nan"),
     ({"logit_bias": {5: -math.inf}}, r"logit_bias\[5\] .* got -inf"),
     ({"logit_bias": {5: 2e6}}, r"logit_bias\[5\] must be in \[-1e\+06, 1e\+06\], got 2000000"),
@@ -49,10 +51,11 @@ BAD_VALUES: list[tuple[dict[str, Any], str]] = [
     ({"bad_words_token_ids": [[]]}, "bad_words_token_ids holds an empty sequence"),
     ({"bad_words_token_ids": [3]}, "bad_words_token_ids must be a sequence, got 3"),
     ({"bad_words_token_ids": [[3, -1]]}, "bad_words_token_ids must be at least 0, got -1"),
-    ({"logits_processors": [len]}, '"module:function", got <built-in function len>'),
+    ({"logits_processors": [3]}, 'must hold functions, .* "module:function", got 3'),
+    ({"logits_processors": [b"bytes"]}, "must hold functions, .* got b'bytes'"),
     ({"logits_processors": ["json"]}, "\"module:function\", got 'json'"),
     ({"logits_processors": ["a b:c"]}, '"module:function"'),
-    ({"logits_processors": 3}, "logits_processors must be a sequence, got 3"),
+    ({"logits_processors": len}, "logits_processors must be a sequence, got <built-in"),
     ({"n": 3, "best_of": 2}, "best_of must be at least n = 3, got 2"),
     ({"n": 0}, "n must be at least 1, got 0"),
     ({"n": 2, "temperature": 0.0}, "use_beam_search=True, or a temperature above 0"),
@@ -87,6 +90,8 @@ def test_refused_at_construction(values: dict[str, Any], message: str) -> None:
 
 
 UNFIT_VALUES: list[tuple[dict[str, Any], str]] = [
+    ({"logprobs": 21}, "logprobs = 21 is more than max_logprobs = 20"),
+    ({"prompt_logprobs": -1}, "prompt_logprobs = -1 is more than max_logprobs = 20"),
     ({"logit_bias": {0: 1, VOCAB_SIZE: 1}}, f"logit_bias holds {VOCAB_SIZE}, .* 287"),
     ({"allowed_token_ids": [4, 999]}, "allowed_token_ids holds 999"),
     ({"bad_words_token_ids": [[4, 288]]}, "bad_words_token_ids holds 288"),
@@ -98,6 +103,7 @@ UNFIT_VALUES: list[tuple[dict[str, Any], str]] = [
     ),
     ({"logits_processors": "support.logits_processors:NOT_A_FUNCTION"}, "is a int, not a function"),
     ({"logits_processors": "support.logits_processors:one_argument"}, r"must take \(output_ids"),
+    ({"logits_processors": [len]}, r"'len' must take \(output_ids"),
     ({"logits_processors": "broken_processors:f"}, "cannot be imported: ZeroDivisionError"),
 ]
 
@@ -115,27 +121,113 @@ def test_refused_when_added(
     with pytest.raises(InvalidSamplingParamsError, match=message):
         engine.add_request("bad", None, SamplingParams(**values), prompt_token_ids=[5, 6])
     assert not engine.has_unfinished_requests()
+    changed = SamplingParams()
+    for name, value in values.items():
+        setattr(changed, name, value)
+    with pytest.raises(InvalidSamplingParamsError, match=message):
+        engine.add_request("bad", None, changed, prompt_token_ids=[5, 6])
     # The engine continues, and the id can be used again.
     (output,) = run(engine, [([5, 6], SamplingParams(temperature=0, max_tokens=2))])
     assert output.error is None
     assert len(output.outputs[0].token_ids) == 2
 
 
-def test_texts_need_a_tokenizer() -> None:
+def read(
+    engine: LLMEngine,
+    params: SamplingParams,
+    tokenizer: Any = None,
+    is_local: bool = True,
+    **model: Any,
+) -> SamplingParams:
+    config = replace(engine.get_model_config(), **model)
+    return read_sampling_params(params, config, tokenizer, is_local=is_local)
+
+
+def test_texts_need_a_tokenizer(engine: LLMEngine) -> None:
     with pytest.raises(InvalidSamplingParamsError, match="bad_words need a tokenizer"):
-        read_sampling_params(SamplingParams(bad_words=["x"]), VOCAB_SIZE, None)
+        read(engine, SamplingParams(bad_words=["x"]))
     params = SamplingParams(bad_words_token_ids=[[3, 4]])
-    assert read_sampling_params(params, VOCAB_SIZE, None) is params
+    assert read(engine, params) == params
 
 
 def test_bad_words_become_ids_with_and_without_space(engine: LLMEngine) -> None:
     tokenizer = engine.tokenizer
     params = SamplingParams(bad_words=["ab", " xy", "ab"], bad_words_token_ids=[[9, 9]])
-    found = read_sampling_params(params, VOCAB_SIZE, tokenizer)
-    assert found.bad_words == ()
-    words = [(9, 9), *(tuple(tokenizer.encode(w, False)) for w in ("ab", " ab", "xy", " xy"))]
-    assert found.bad_words_token_ids == tuple(words)
+    given = params.clone()
+    found = read(engine, params, tokenizer)
+    assert params == given, "the user's object was changed"
+    assert found.bad_words == []
+    words = [[9, 9], *(tokenizer.encode(w, False) for w in ("ab", " ab", "xy", " xy"))]
+    assert found.bad_words_token_ids == words
     assert [len(word) for word in words] == [2, 1, 1, 2, 3]
+
+
+@pytest.mark.parametrize(
+    ("count", "limit", "expected"),
+    [(-1, -1, VOCAB_SIZE), (-1, VOCAB_SIZE, VOCAB_SIZE), (20, 20, 20)],
+)
+def test_log_probabilities_of_the_whole_vocabulary(
+    engine: LLMEngine, count: int, limit: int, expected: int
+) -> None:
+    params = SamplingParams(logprobs=count, prompt_logprobs=count)
+    found = read(engine, params, max_logprobs=limit)
+    assert (found.logprobs, found.prompt_logprobs) == (expected, expected)
+    assert params.logprobs == count
+
+
+def test_the_engine_has_a_copy_of_its_own(engine: LLMEngine) -> None:
+    params = SamplingParams(temperature=0, max_tokens=5, ignore_eos=True, stop_token_ids=[])
+    expected = run(engine, [([5, 6], params)])[0].outputs[0].token_ids
+    engine.add_request("0", None, params, prompt_token_ids=[5, 6])
+    params.max_tokens = 1
+    params.stop_token_ids += range(VOCAB_SIZE)
+    while engine.has_unfinished_requests():
+        outputs = engine.step()
+    assert outputs[0].outputs[0].token_ids == expected
+    assert len(expected) == 5
+
+
+def test_a_prompt_is_cut_to_its_last_tokens(engine: LLMEngine) -> None:
+    max_model_len = engine.get_model_config().max_model_len
+    long = [5 + i % 200 for i in range(max_model_len + 10)]
+    plain = SamplingParams(temperature=0, max_tokens=4)
+    cut = replace(plain, truncate_prompt_tokens=30)
+    (whole, short) = run(engine, [(long[-30:], plain), (long, cut)])
+    assert short.prompt_token_ids == long[-30:]
+    assert short.outputs[0].token_ids == whole.outputs[0].token_ids
+    (shorter,) = run(engine, [(long[:20], cut)])
+    assert shorter.prompt_token_ids == long[:20]
+
+
+def test_spaces_between_special_tokens(engine: LLMEngine) -> None:
+    params = SamplingParams(spaces_between_special_tokens=False)
+    assert read(engine, params, engine.tokenizer) == params
+    slow = Tokenizer(ByT5Tokenizer())
+    with pytest.raises(InvalidSamplingParamsError, match="spaces_between_special_tokens = False"):
+        read(engine, params, slow)
+    read(engine, replace(params, detokenize=False), slow)
+
+
+def test_functions_leave_this_process_as_bytes(engine: LLMEngine) -> None:
+    banned = [4, 5]
+
+    def ban(output_ids: list[int], logits: Any) -> Any:
+        logits[banned] = -math.inf
+        return logits
+
+    params = SamplingParams(logits_processors=[ban, "support.logits_processors:keep"])
+    assert read(engine, params).logits_processors == params.logits_processors
+    data, name = read(engine, params, is_local=False).logits_processors
+    assert name == "support.logits_processors:keep"
+    banned.append(6)  # what travelled is a copy
+    assert pickle.loads(data)([], np.zeros(8)).tolist() == [0, 0, 0, 0, -math.inf, -math.inf, 0, 0]
+    for held, message in ((threading.Lock(), "TypeError"), (bytes(2 << 20), "more than 1048576")):
+        with pytest.raises(InvalidSamplingParamsError, match=message):
+            read(
+                engine,
+                SamplingParams(logits_processors=[lambda ids, logits, held=held: (held, logits)]),
+                is_local=False,
+            )
 
 
 def test_params_survive_pickling_and_their_makers_changes() -> None:
@@ -146,7 +238,6 @@ def test_params_survive_pickling_and_their_makers_changes() -> None:
     bias[3] = 9.0
     assert params.logit_bias == {3: 1.5}
     assert pickle.loads(pickle.dumps(params)) == params
-    assert isinstance(hash(params), int)
 
 
 def test_form_of_a_processor_is_found_by_its_parameters() -> None:

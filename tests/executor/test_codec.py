@@ -30,7 +30,7 @@ PARAMS = SamplingParams(
     logit_bias={3: -1.5, 4: 2.0},
     allowed_token_ids=[1, 2, 3],
     bad_words_token_ids=[[1], [2, 3]],
-    logits_processors="os.path:join",
+    logits_processors=["os.path:join"],
     output_kind=RequestOutputKind.DELTA,
     prompt_logprobs=2,
 )
@@ -73,9 +73,6 @@ def test_examples_leave_no_field_at_its_default(message: StepInput | StepOutput)
 def test_step_survives(step: StepInput) -> None:
     decoded = decode_step(encode(step))
     assert decoded == step
-    assert [type(s.sampling_params.stop) for s in decoded.new_sequences] == [
-        tuple for _ in step.new_sequences
-    ]
     assert repr(decoded) == repr(step)  # also tells a tuple from a list
 
 

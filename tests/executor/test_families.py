@@ -7,7 +7,9 @@ takes one model after the other.
 
 from __future__ import annotations
 
+import importlib
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +27,9 @@ from tpengine.config import EngineConfig
 from tpengine.executor.executor import Executor
 from tpengine.executor.launch.ray_executor import RayExecutor
 from tpengine.messages import StepInput, StepOutput
+
+ONLY_HERE = "def keep(output_ids, logits):\n    return logits\n"
+"""A module of the driver's that the ranks do not have."""
 
 LENGTHS = (90, 61, 17, 1)
 NUM_TOKENS = 40
@@ -168,3 +173,38 @@ def test_several_sequences_and_a_beam(
     assert [len(ids) for ids in found] == [3, 2, 1]
     assert found == expected
     assert log.num_preemptions > 0, "the cache was to be too small"
+
+
+def test_functions_of_the_user(
+    ranks: RayExecutor,
+    family_folders: dict[str, Path],
+    models: ModelShop,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """One process calls them; ranks get copies, and one that they cannot load ends its request."""
+    folder = family_folders["llama"]
+    prompts = models.oracle(folder).prompts(LENGTHS[2:], seed=4)
+    offsets = [3, 0, 5]
+
+    def thin(prompt_ids: list[int], output_ids: list[int], logits: Any) -> Any:
+        logits[(prompt_ids[0] + offsets[len(output_ids) % 3]) % 7 :: 2] = -float("inf")
+        return logits
+
+    plain = SamplingParams(temperature=0.0, max_tokens=12, ignore_eos=True)
+    params = [replace(plain, logits_processors=[thin]), plain]
+    args = {"num_device_blocks_override": JUST_THREE}
+    with make_engine(folder, max_model_len=LONGEST, block_size=BLOCK_SIZE, **args) as local:
+        expected, _ = generate(local, prompts, params)
+        assert generate(local, prompts[:1], [plain])[0] != expected[:1]
+    engine = taken_over(ranks, folder, **args)
+    assert generate(engine, prompts, params)[0] == expected
+    (tmp_path / "only_here.py").write_text(ONLY_HERE)
+    monkeypatch.syspath_prepend(tmp_path)
+    missing = replace(plain, logits_processors=[importlib.import_module("only_here").keep])
+    for i, one in enumerate((missing, plain)):
+        engine.add_request(str(i), None, one, prompt_token_ids=prompts[1])
+    failed, other = sorted((o for o in run(engine) if o.finished), key=lambda o: o.request_id)
+    assert failed.error is not None
+    assert "No module named 'only_here'" in failed.error
+    assert [list(one.token_ids) for one in other.outputs] == expected[1]

@@ -117,6 +117,11 @@ def requests(oracle: Any) -> list[tuple[list[int], SamplingParams, list[int]]]:
     return _requests(oracle)
 
 
+def _processor(name: str, by_name: bool) -> Any:
+    path = f"support.logits_processors:{name}"
+    return path if by_name else getattr(logits_processors, name)
+
+
 def test_edits_change_the_tokens(oracle: Any, requests: Any) -> None:
     """Otherwise the comparison below would pass without edits."""
     changed = [greedy(oracle, prompt, NUM_TOKENS)[0] != answer for prompt, _, answer in requests]
@@ -172,17 +177,16 @@ def test_bad_words_as_text_do_not_appear(engine: LLMEngine) -> None:
     assert not {word[0] for word in words} & set(ruled.outputs[0].token_ids)
 
 
-def test_processor_gets_prompt_and_output(engine: LLMEngine) -> None:
+@pytest.mark.parametrize("by_name", [True, False], ids=["names", "functions"])
+def test_processor_gets_prompt_and_output(engine: LLMEngine, by_name: bool) -> None:
     logits_processors.seen.clear()
+    names = ("forbid_last", "forbid_prompt")
     prompt = [10, 11, 12]
     params = SamplingParams(
         temperature=0,
         max_tokens=4,
         ignore_eos=True,
-        logits_processors=[
-            "support.logits_processors:forbid_last",
-            "support.logits_processors:forbid_prompt",
-        ],
+        logits_processors=[_processor(name, by_name) for name in names],
     )
     (output,) = run(engine, [(prompt, params)])
     ids = output.outputs[0].token_ids
@@ -200,14 +204,15 @@ FAILURES = {
 }
 
 
+@pytest.mark.parametrize("by_name", [True, False], ids=["name", "function"])
 @pytest.mark.parametrize("name", sorted(FAILURES))
 def test_a_processor_that_fails_ends_its_request_alone(
-    engine: LLMEngine, oracle: Any, name: str
+    engine: LLMEngine, oracle: Any, name: str, by_name: bool
 ) -> None:
     good = clear_prompts(oracle, [5, 30], 10, seed=1)
     plain = SamplingParams(temperature=0, max_tokens=10, ignore_eos=True)
     bad = SamplingParams(
-        temperature=0, max_tokens=10, logits_processors=f"support.logits_processors:{name}"
+        temperature=0, max_tokens=10, logits_processors=[_processor(name, by_name)]
     )
     first, failed, last = run(engine, [(good[0][0], plain), ([4, 5, 6], bad), (good[1][0], plain)])
     assert [first.outputs[0].token_ids, last.outputs[0].token_ids] == [good[0][1], good[1][1]]

@@ -13,7 +13,7 @@ from tpengine.sampling_params import RequestOutputKind
 from tpengine.worker import model_runner
 
 LENGTHS = [1, 2, 16, 17, 65, 130]
-NUM_TOP = [0, 1, 5, 64, 3, 2]
+NUM_TOP = [0, 1, 5, 20, 3, 2]
 
 
 def _prompts() -> list[list[int]]:

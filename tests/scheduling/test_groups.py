@@ -51,7 +51,7 @@ def test_sequences_are_those_of_separate_requests(
     prompt = PROMPT[:prompt_length]
     engine = make_engine(enable_prefix_caching=False)
     four = run(engine, [("four", prompt, FREE)])["four"]
-    one = run(engine, [("one", prompt, replace(FREE, n=1))])["one"]
+    one = run(engine, [("one", prompt, replace(FREE, n=1, best_of=None))])["one"]
     assert ids_of(one) == ids_of(four)[:1]
     for index, ids in enumerate(ids_of(four)):
         assert ids == draws(oracles["grouped"], prompt, ids, index)
@@ -67,7 +67,10 @@ def test_sequences_are_those_of_separate_requests(
 
 @pytest.mark.parametrize("mode", ["swap", "recompute"])
 def test_preemption_changes_nothing(make_engine: MakeEngine, mode: str) -> None:
-    jobs = [(str(i), PROMPT[i:], replace(FREE, n=3, seed=i, max_tokens=30)) for i in range(6)]
+    jobs = [
+        (str(i), PROMPT[i:], replace(FREE, n=3, best_of=None, seed=i, max_tokens=30))
+        for i in range(6)
+    ]
     wanted = run(make_engine(), jobs)
     tight = make_engine(
         num_device_blocks_override=26, preemption_mode=mode, swap_space=0.01 * (mode == "swap")
@@ -86,7 +89,7 @@ def test_the_prompt_is_held_once(
     filled block is copied by all but one."""
     engine = make_engine(max_num_batched_tokens=128, enable_prefix_caching=False)
     prompt = (PROMPT * 3)[:num_prompt_tokens]
-    engine.add_request("eight", None, replace(FREE, n=8), prompt_token_ids=prompt)
+    engine.add_request("eight", None, replace(FREE, n=8, best_of=None), prompt_token_ids=prompt)
     for num_held in (12, *[num_shared + 8] * 6):
         engine.step()
         assert engine.num_total_blocks - engine.num_free_blocks == num_held

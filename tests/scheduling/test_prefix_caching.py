@@ -191,7 +191,7 @@ def test_a_conversation_finds_its_own_output(make_engine: MakeEngine) -> None:
 def test_with_everything_else(make_engine: MakeEngine, chunked: bool, mode: str) -> None:
     """Shared beginnings, requests of three sequences, beams and preemption on a small cache."""
     free = SamplingParams(n=3, temperature=1.0, max_tokens=24, ignore_eos=True)
-    beams = replace(GREEDY, n=3, use_beam_search=True, max_tokens=24)
+    beams = replace(GREEDY, n=3, best_of=None, use_beam_search=True, max_tokens=24)
     kinds: list[Callable[[int], SamplingParams]] = [
         lambda i: replace(GREEDY, max_tokens=30),
         lambda i: replace(free, seed=i),

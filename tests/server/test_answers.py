@@ -204,6 +204,7 @@ def test_what_is_served(server: ServerProcess) -> None:
     assert info.has_tokenizer
     assert info.has_chat_template
     about = server.stub.GetServerInfo(pb.GetServerInfoRequest(), timeout=TIMEOUT_S)
+    assert about.limits.max_logprobs == 20
     assert about.state == pb.SERVER_STATE_RUNNING
     assert (about.epoch, about.recoveries) == (1, 0)
     assert [rank.rank for rank in about.ranks] == [0]

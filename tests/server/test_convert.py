@@ -45,6 +45,8 @@ ANOTHER: dict[str, Any] = {
     "prompt_logprobs": 3,
     "detokenize": False,
     "skip_special_tokens": False,
+    "spaces_between_special_tokens": False,
+    "truncate_prompt_tokens": 7,
     "logit_bias": {4: -1.5},
     "allowed_token_ids": [4, 5],
     "bad_words": ["no"],
@@ -69,14 +71,22 @@ WRONG: dict[str, Any] = {
     "max_tokens": 0,
     "min_tokens": -1,
     "logprobs": -1,
-    "prompt_logprobs": 65,
+    "prompt_logprobs": -1,
     "logit_bias": {-1: 1.0},
     "allowed_token_ids": [],
     "bad_words": [" "],
     "bad_words_token_ids": [[]],
+    "truncate_prompt_tokens": 0,
 }
 """For each field a value that is refused; an explicit 0 where 0 is invalid."""
-HARMLESS = {"seed", "include_stop_str_in_output", "ignore_eos", "detokenize", "skip_special_tokens"}
+HARMLESS = {
+    "seed",
+    "include_stop_str_in_output",
+    "ignore_eos",
+    "detokenize",
+    "skip_special_tokens",
+    "spaces_between_special_tokens",
+}
 
 
 def sampling(fields: dict[str, Any]) -> pb.SamplingParams:
@@ -127,6 +137,28 @@ def test_the_client_sends_every_field(name: str) -> None:
     params = SamplingParams(**{name: ANOTHER[name]}, output_kind=DELTA)
     message = to_request("a", params, None, 0, None)
     assert read_sampling_params(message.sampling, DELTA) == params
+
+
+@pytest.mark.parametrize("seed", [None, -1, -2, 2**63, 2**64 - 1])
+def test_a_seed_keeps_its_bits(seed: int | None) -> None:
+    """A number of 64 bits with a sign, of which -1 means no seed in Python alone."""
+    message = to_request("a", SamplingParams(seed=seed), None, 0, None)
+    found = read_sampling_params(message.sampling, DELTA).seed
+    if seed in (None, -1):
+        assert found is None
+    else:
+        assert found is not None
+        assert found % 2**64 == seed % 2**64
+
+
+def test_the_client_checks_what_was_assigned() -> None:
+    params = SamplingParams()
+    params.stop = "end"
+    assert to_request("a", params, None, 0, None).sampling.stop == ["end"]
+    assert params.stop == "end"
+    params.temperature = -1.0
+    with pytest.raises(errors.InvalidSamplingParamsError, match="temperature"):
+        to_request("a", params, None, 0, None)
 
 
 @pytest.mark.parametrize(

@@ -176,7 +176,7 @@ def _read_token(path: str | None) -> str | None:
 async def _generate(args: argparse.Namespace, client: GenerationClient) -> int:
     failed = 0
     params = SamplingOptions.from_cli_args(args).params()
-    params = replace(params, n=args.n, logprobs=args.logprobs)
+    params = replace(params, n=args.n, best_of=None, logprobs=args.logprobs)
     async for prompt in _lines(args.prompts):
         echo = "" if args.no_echo else prompt
         try:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import math
 import reprlib
 import time
@@ -35,9 +36,9 @@ _SAME_NAME = (
     "n", "best_of", "presence_penalty", "frequency_penalty", "repetition_penalty", "temperature",
     "top_p", "top_k", "min_p", "use_beam_search", "length_penalty", "stop", "stop_token_ids",
     "include_stop_str_in_output", "ignore_eos", "logprobs", "prompt_logprobs", "detokenize",
-    "skip_special_tokens", "logit_bias", "bad_words",
+    "skip_special_tokens", "spaces_between_special_tokens", "logit_bias", "bad_words",
 )  # fmt: skip
-_AT_MOST = ("max_tokens", "min_tokens")
+_AT_MOST = ("max_tokens", "min_tokens", "truncate_prompt_tokens")
 """Numbers that are cut to 31 bits: above the length of a sequence they all mean the same."""
 _EARLY_STOPPING: dict[bool | str, pb.EarlyStopping] = {
     False: pb.EARLY_STOPPING_HEURISTIC,
@@ -226,12 +227,15 @@ def _to_sampling(params: SamplingParams) -> pb.SamplingParams:
     """All fields that have a value, so that the server's defaults do not matter.
 
     Raises:
-        InvalidSamplingParamsError: a value does not fit into the protocol.
+        InvalidSamplingParamsError: a value was assigned that is out of its range, or does not fit
+            into the protocol.
     """
+    params = copy.copy(params)
+    params.check()
     if params.logits_processors:
         raise InvalidSamplingParamsError(
-            f"logits_processors = {params.logits_processors!r} name code that the server would "
-            "import; they work offline only"
+            f"logits_processors = {params.logits_processors!r} are code that the server would run; "
+            "they work offline only"
         )
     sampling = pb.SamplingParams(early_stopping=_EARLY_STOPPING[params.early_stopping])
     put(

@@ -7,8 +7,9 @@ steps. A fact that is checked here is only asserted afterwards.
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from operator import index
 from typing import Any, cast
 
@@ -25,9 +26,17 @@ from tpengine.errors import (
 )
 from tpengine.inputs import TextPrompt, TokensPrompt
 from tpengine.outputs import CompletionOutput, RequestOutput
-from tpengine.sampling_params import SamplingParams, load_logits_processor
+from tpengine.sampling_params import (
+    WHOLE_VOCABULARY,
+    LogitsProcessor,
+    SamplingParams,
+    load_logits_processor,
+)
 
 Prompt = str | TextPrompt | TokensPrompt
+
+_MAX_PICKLED_BYTES = 1 << 20
+"""Of a request's logits processors. So a step can hold those of 256 new sequences."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,7 +72,7 @@ class CheckedRequest:
 
     Attributes:
         prompt: the text; None where only ids or messages were given.
-        params: without `bad_words`, which have become `bad_words_token_ids`.
+        params: as `read_sampling_params` returns them.
         end_token_ids: ids that end it: the model's (unless `ignore_eos`) and its `stop_token_ids`.
         num_candidates: beam search: continuations of each beam to look at after every token.
     """
@@ -104,11 +113,12 @@ def check_request(
         RequestError: this request cannot be served.
     """
     model = config.model
-    params = read_sampling_params(request.params, model.vocab_size, tokenizer)
+    is_local = config.parallel.ray is None
+    params = read_sampling_params(request.params, model, tokenizer, is_local=is_local)
     _check_priority(request.priority, config.scheduler)
     end_token_ids = _end_token_ids(params, model, tokenizer)
     candidates = _check_sequences(params, len(end_token_ids), config.scheduler, model.vocab_size)
-    text, token_ids = _read_prompt(request, tokenizer, model)
+    text, token_ids = _read_prompt(request, params.truncate_prompt_tokens, tokenizer, model)
     return CheckedRequest(text, token_ids, params, request.priority, end_token_ids, candidates)
 
 
@@ -146,9 +156,9 @@ def need_tokenizer(tokenizer: Tokenizer | None, model: ModelConfig) -> Tokenizer
 
 
 def _read_prompt(
-    request: GenerateRequest, tokenizer: Tokenizer | None, model: ModelConfig
+    request: GenerateRequest, num_kept: int | None, tokenizer: Tokenizer | None, model: ModelConfig
 ) -> tuple[str | None, list[int]]:
-    """Returns the prompt's text, if it has one, and its ids, checked."""
+    """Returns the prompt's text, if it has one, and its last `num_kept` ids, checked."""
     prompt, token_ids = request.prompt, request.prompt_token_ids
     if request.messages is not None:
         if prompt is not None or token_ids is not None:
@@ -181,6 +191,8 @@ def _read_prompt(
         token_ids = list(token_ids)
     except TypeError as error:  # a tensor without dimensions is an Iterable that cannot be iterated
         raise InvalidPromptError(f"prompt_token_ids must be a list of integers: {error}") from error
+    if num_kept is not None:
+        token_ids = token_ids[-num_kept:]
     if not token_ids:
         raise InvalidPromptError("the prompt is empty: it has no tokens; give at least one")
     if len(token_ids) > model.max_model_len:
@@ -192,18 +204,25 @@ def _read_prompt(
 
 
 def read_sampling_params(
-    params: SamplingParams, vocab_size: int, tokenizer: Tokenizer | None
+    params: SamplingParams, model: ModelConfig, tokenizer: Tokenizer | None, *, is_local: bool
 ) -> SamplingParams:
-    """Checks what `SamplingParams` cannot know at construction, and turns `bad_words` into ids.
+    """Checks a copy of a user's parameters, also for what they cannot know at construction.
+
+    Args:
+        is_local: whether the only worker runs in this process.
 
     Returns:
         The parameters as the workers take them: without `bad_words`, which have become
-        `bad_words_token_ids`.
+        `bad_words_token_ids`; with logits processors as bytes, if they are functions and leave this
+        process; with the size of the vocabulary as `logprobs`, if it was -1.
 
     Raises:
-        InvalidSamplingParamsError: an id is outside the vocabulary, texts are given and there is
-            no tokenizer, or a logits processor cannot be imported.
+        InvalidSamplingParamsError: a value was assigned that is out of its range, an id is outside
+            the vocabulary, more log probabilities are wanted than the engine allows, texts are
+            given and there is no tokenizer, or a logits processor cannot be imported or pickled.
     """
+    params = copy.copy(params)
+    params.check()
     for name, token_ids in (
         ("stop_token_ids", params.stop_token_ids),
         ("logit_bias", params.logit_bias or ()),
@@ -211,13 +230,65 @@ def read_sampling_params(
         *(("bad_words_token_ids", word) for word in params.bad_words_token_ids),
     ):
         for token_id in token_ids:
-            if token_id >= vocab_size:
+            if token_id >= model.vocab_size:
                 raise InvalidSamplingParamsError(
                     f"{name} holds {token_id}, which is no id of the vocabulary; ids are in "
-                    f"[0, {vocab_size - 1}]"
+                    f"[0, {model.vocab_size - 1}]"
                 )
-    for path in params.logits_processors:
-        load_logits_processor(path)
+    params.logprobs = _num_logprobs("logprobs", params.logprobs, model)
+    params.prompt_logprobs = _num_logprobs("prompt_logprobs", params.prompt_logprobs, model)
+    for processor in params.logits_processors or ():
+        load_logits_processor(processor)
+    if params.logits_processors and not is_local:
+        params.logits_processors = _pickled(params.logits_processors)
+    _check_tokenizer(params, tokenizer)
+    if params.bad_words and tokenizer is not None:
+        words = dict.fromkeys(map(tuple, params.bad_words_token_ids))
+        for text in params.bad_words:
+            words.update(dict.fromkeys(_bad_word_ids(text, tokenizer)))
+        params.bad_words, params.bad_words_token_ids = [], [list(ids) for ids in words]
+    return params
+
+
+def _num_logprobs(name: str, count: int | None, model: ModelConfig) -> int | None:
+    if count is None:
+        return None
+    wanted = model.vocab_size if count == WHOLE_VOCABULARY else min(count, model.vocab_size)
+    if 0 <= model.max_logprobs < wanted:
+        raise InvalidSamplingParamsError(
+            f"{name} = {count} is more than max_logprobs = {model.max_logprobs}; ask for fewer, or "
+            "make the engine with a larger max_logprobs (-1: no limit)"
+        )
+    return wanted
+
+
+def _pickled(processors: Sequence[LogitsProcessor | str]) -> list[bytes | str]:
+    """Functions as bytes, from which ranks in other processes make copies of them."""
+    from tpengine.executor.launch.ray_connection import pickle_function
+
+    found: list[bytes | str] = []
+    for processor in processors:
+        if isinstance(processor, str):
+            found.append(processor)
+            continue
+        try:
+            found.append(pickle_function(processor))
+        except Exception as error:  # objects raise anything while they are pickled
+            raise InvalidSamplingParamsError(
+                f"the logits processor {processor!r} cannot be sent to the ranks: "
+                f"{type(error).__name__}: {error}"
+            ) from error
+    size = sum(map(len, found))
+    if size > _MAX_PICKLED_BYTES:
+        raise InvalidSamplingParamsError(
+            f"logits_processors are {size} bytes with the data that they hold, more than "
+            f"{_MAX_PICKLED_BYTES}; put the data into a module that the ranks import"
+        )
+    return found
+
+
+def _check_tokenizer(params: SamplingParams, tokenizer: Tokenizer | None) -> None:
+    """Checks what the tokenizer, or its absence, rules out."""
     for name, texts, ids in (
         ("stop strings", params.stop, "stop_token_ids"),
         ("bad_words", params.bad_words, "bad_words_token_ids"),
@@ -226,12 +297,12 @@ def read_sampling_params(
             raise InvalidSamplingParamsError(
                 f"{name} need a tokenizer, and the model has none; use {ids}"
             )
-    if not params.bad_words or tokenizer is None:
-        return params
-    words = dict.fromkeys(map(tuple, params.bad_words_token_ids))
-    for text in params.bad_words:
-        words.update(dict.fromkeys(_bad_word_ids(text, tokenizer)))
-    return replace(params, bad_words=(), bad_words_token_ids=tuple(words))
+    is_slow = tokenizer is not None and tokenizer.fast_backend is None
+    if is_slow and params.detokenize and not params.spaces_between_special_tokens:
+        raise InvalidSamplingParamsError(
+            "spaces_between_special_tokens = False is not supported with this model's tokenizer, "
+            "which is written in Python; leave it at True"
+        )
 
 
 def _bad_word_ids(text: str, tokenizer: Tokenizer) -> list[tuple[int, ...]]:

@@ -19,7 +19,7 @@ import numpy.typing as npt
 import torch
 
 from tpengine.layers.device_values import Array, Pending, upload
-from tpengine.sampling_params import LogitsProcessor
+from tpengine.sampling_params import LoadedProcessor
 
 MAX_ENTRIES = 1 << 20
 """Entries that penalties process at a time; bounds their temporary tensors to about 32 MiB."""
@@ -85,7 +85,7 @@ class ProcessorCall:
     """The logits processors of one row, and their arguments."""
 
     row: int
-    processors: Sequence[LogitsProcessor]
+    processors: Sequence[LoadedProcessor]
     prompt_ids: list[int]
     output_ids: list[int]
 
@@ -209,7 +209,7 @@ def _run_processors(logits: torch.Tensor, calls: Sequence[ProcessorCall]) -> dic
                 _check_edited(edited, row)
             except (Exception, SystemExit) as error:
                 errors[call.row] = (
-                    f"the logits processor {processor.path!r} failed: "
+                    f"the logits processor {processor.name!r} failed: "
                     f"{type(error).__name__}: {error}"
                 )
                 break

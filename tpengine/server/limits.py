@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from tpengine.async_engine.admission import QueueLimits
 from tpengine.engine.tokenizer import Tokenizer
 from tpengine.errors import InvalidPromptError, InvalidSamplingParamsError
-from tpengine.sampling_params import SamplingParams
+from tpengine.sampling_params import WHOLE_VOCABULARY, SamplingParams
 
 MAX_REQUEST_ID = 128
 """Characters of a request id."""
@@ -152,7 +152,7 @@ def check_sampling(
     Raises:
         InvalidSamplingParamsError: a value exceeds its bound.
     """
-    num_sequences = max(params.n, params.best_of or 1)
+    num_sequences = params.num_sequences
     at_most("n" if num_sequences == params.n else "best_of", num_sequences, limits.max_n)
     for name, texts in (("stop", params.stop), ("bad_words", params.bad_words)):
         for text in texts:
@@ -162,6 +162,10 @@ def check_sampling(
     num_tokens = min(max_tokens, max_model_len) * num_sequences
     for name, length in (("logprobs", num_tokens), ("prompt_logprobs", max_prompt_len)):
         count = getattr(params, name)
+        if count == WHOLE_VOCABULARY:
+            raise InvalidSamplingParamsError(
+                f"{name} = {count}, the whole vocabulary, is for Python callers only; give a number"
+            )
         if count is not None and (count + 1) * length > limits.max_logprob_entries:
             raise InvalidSamplingParamsError(
                 f"{name} = {count} of up to {length} tokens is more than the "

@@ -7,6 +7,7 @@ ask for biases, bans or allowed tokens.
 
 from __future__ import annotations
 
+import pickle
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 
@@ -14,7 +15,6 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from tpengine.errors import InvalidSamplingParamsError
 from tpengine.layers.device_values import upload
 from tpengine.layers.logit_edits import (
     AllowedTokens,
@@ -26,7 +26,12 @@ from tpengine.layers.logit_edits import (
 )
 from tpengine.layers.sampler import SamplingBatch
 from tpengine.messages import NewSequence
-from tpengine.sampling_params import LogitsProcessor, SamplingParams, load_logits_processor
+from tpengine.sampling_params import (
+    LoadedProcessor,
+    LogitsProcessor,
+    SamplingParams,
+    load_logits_processor,
+)
 
 _NO_LOGPROBS = -1
 Int32 = npt.NDArray[np.int32]
@@ -58,13 +63,13 @@ class SamplingSlots:
         self._device = device
         self._counts = TokenCounts(max_num_seqs, device)
         self._rules = TokenRules(device)
-        self._processors: dict[int, list[LogitsProcessor]] = {}
+        self._processors: dict[int, list[LoadedProcessor]] = {}
 
     def write(self, slot: int, sequence: NewSequence, noise_key: np.uint64) -> None:
         """Writes the parameters of a sequence that enters."""
         params = sequence.sampling_params
         self.temperature[slot] = params.temperature
-        self.top_k[slot] = params.top_k or 0
+        self.top_k[slot] = max(params.top_k, 0)  # -1: all
         self.top_p[slot] = params.top_p
         self.min_p[slot] = params.min_p
         self.noise_key[slot] = noise_key
@@ -80,7 +85,7 @@ class SamplingSlots:
         self._rules.write(slot, sequence)
         self._processors.pop(slot, None)
         if params.logits_processors:
-            self._processors[slot] = [_load(path) for path in params.logits_processors]
+            self._processors[slot] = [_load(one) for one in params.logits_processors]
         self.rewrite(slot, np.array(sequence.token_ids, np.int32))
 
     def rewrite(self, slot: int, token_ids: Int32) -> None:
@@ -196,22 +201,23 @@ class SamplingSlots:
 def _num_logprobs(params: SamplingParams) -> int:
     if params.logprobs is not None:
         return params.logprobs
-    ranked = params.best_of is not None and params.best_of > params.n
+    ranked = params.num_sequences > params.n
     return 0 if ranked else _NO_LOGPROBS  # 0: the chosen token's only
 
 
-def _load(path: str) -> LogitsProcessor:
-    """Loads a processor. If the driver's machine has it and this one does not, the returned
-    processor raises the error when it is called, so that only its request fails."""
+def _load(given: LogitsProcessor | str | bytes) -> LoadedProcessor:
+    """Loads a processor: a function, its name, or its bytes, which this machine's user has pickled.
+    If the driver's machine has what it needs and this one does not, the returned processor raises
+    the error when it is called, so that only its request fails."""
     try:
-        return load_logits_processor(path)
-    except InvalidSamplingParamsError as error:
+        return load_logits_processor(pickle.loads(given) if isinstance(given, bytes) else given)
+    except Exception as error:  # unpickling may raise anything
         reason = error
 
     def fail(output_ids: list[int], logits: torch.Tensor) -> torch.Tensor:
         raise reason
 
-    return LogitsProcessor(path, fail, wants_prompt=False)
+    return LoadedProcessor(given if isinstance(given, str) else "of the driver", fail, False)
 
 
 @dataclass(frozen=True, slots=True)

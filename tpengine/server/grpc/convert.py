@@ -121,6 +121,8 @@ def _read_early_stopping(value: int) -> bool | str:
     return _EARLY_STOPPING[value]
 
 
+_ALL_BITS = 2**64 - 1
+"""As a seed the same as -1, which `SamplingParams` takes for no seed."""
 _EARLY_STOPPING: Mapping[int, bool | str] = {
     pb.EARLY_STOPPING_UNSPECIFIED: False,
     pb.EARLY_STOPPING_HEURISTIC: False,
@@ -129,12 +131,13 @@ _EARLY_STOPPING: Mapping[int, bool | str] = {
 }
 _READERS: Mapping[str, Callable[[Any], Any]] = {
     "early_stopping": _read_early_stopping,
-    "stop": tuple,
-    "stop_token_ids": tuple,
+    "seed": lambda value: _ALL_BITS if value == -1 else value,
+    "stop": list,
+    "stop_token_ids": list,
     "logit_bias": dict,
-    "allowed_token_ids": lambda value: tuple(value.ids),
-    "bad_words": tuple,
-    "bad_words_token_ids": lambda value: tuple(tuple(word.ids) for word in value),
+    "allowed_token_ids": lambda value: list(value.ids),
+    "bad_words": list,
+    "bad_words_token_ids": lambda value: [list(word.ids) for word in value],
 }
 """Conversions of the fields whose type in the protocol is not that of `SamplingParams`."""
 

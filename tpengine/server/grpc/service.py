@@ -52,7 +52,7 @@ import tpengine
 from tpengine.async_engine.mailbox import Mailbox
 from tpengine.errors import InvalidPromptError
 from tpengine.outputs import RequestOutput
-from tpengine.sampling_params import MAX_LOGPROBS, RequestOutputKind
+from tpengine.sampling_params import RequestOutputKind
 from tpengine.server.grpc.convert import (
     ResponseWriter,
     read_conversation,
@@ -192,6 +192,7 @@ class GenerationServicer(tpengine_pb2_grpc.GenerationServiceServicer):
             message.state = pb.SERVER_STATE_DRAINING
         if state.engine is None:
             return message
+        message.limits.max_logprobs = state.engine.llm_engine.get_model_config().max_logprobs
         stats = state.engine.stats()
         if state.state is State.RUNNING:
             message.state = _STATES[stats.state]
@@ -259,7 +260,6 @@ def _adds_prompt(conversation: pb.Conversation) -> bool:
 
 def _write_limits(limits: Limits) -> pb.ServerLimits:
     return pb.ServerLimits(
-        max_logprobs=MAX_LOGPROBS,
         max_queued_requests=limits.queue.max_requests,
         max_queued_tokens=limits.queue.max_tokens,
         **{name: getattr(limits, name) for name in _LIMITS},
