@@ -9,12 +9,13 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING, Any
 
-from tpengine import envs
+from tpengine import aliases, envs
 
 if TYPE_CHECKING:
     from tpengine.async_engine.async_llm_engine import AsyncLLMEngine
     from tpengine.engine.llm_engine import LLMEngine
     from tpengine.engine_args import EngineArgs
+    from tpengine.inputs import PromptInputs, TextPrompt, TokensPrompt
     from tpengine.llm import LLM
     from tpengine.outputs import CompletionOutput, Logprob, RequestOutput
     from tpengine.sampling_params import RequestOutputKind, SamplingParams
@@ -28,9 +29,12 @@ __all__ = [
     "EngineArgs",
     "LLMEngine",
     "Logprob",
+    "PromptInputs",
     "RequestOutput",
     "RequestOutputKind",
     "SamplingParams",
+    "TextPrompt",
+    "TokensPrompt",
     "__version__",
 ]
 
@@ -39,19 +43,23 @@ _HOMES = {
     "AsyncLLMEngine": "tpengine.async_engine.async_llm_engine",
     "LLMEngine": "tpengine.engine.llm_engine",
     "EngineArgs": "tpengine.engine_args",
+    "PromptInputs": "tpengine.inputs",
     "SamplingParams": "tpengine.sampling_params",
     "RequestOutputKind": "tpengine.sampling_params",
     "RequestOutput": "tpengine.outputs",
     "CompletionOutput": "tpengine.outputs",
     "Logprob": "tpengine.outputs",
+    "TextPrompt": "tpengine.inputs",
+    "TokensPrompt": "tpengine.inputs",
 }
 
 envs.tune_openmp_spinning()
+aliases.install()
 
 
 def __getattr__(name: str) -> Any:
     if name not in _HOMES:
-        raise AttributeError(f"module 'tpengine' has no attribute {name!r}")
+        return aliases.find_name("tpengine", name)
     return getattr(importlib.import_module(_HOMES[name]), name)
 
 
