@@ -14,7 +14,7 @@ from tpengine import aliases, envs
 if TYPE_CHECKING:
     from tpengine.async_engine.async_llm_engine import AsyncLLMEngine
     from tpengine.engine.llm_engine import LLMEngine
-    from tpengine.engine_args import EngineArgs
+    from tpengine.engine_args import AsyncEngineArgs, EngineArgs
     from tpengine.inputs import PromptInputs, TextPrompt, TokensPrompt
     from tpengine.llm import LLM
     from tpengine.outputs import CompletionOutput, Logprob, RequestOutput
@@ -24,6 +24,7 @@ __version__ = "0.1.0"
 
 __all__ = [
     "LLM",
+    "AsyncEngineArgs",
     "AsyncLLMEngine",
     "CompletionOutput",
     "EngineArgs",
@@ -40,6 +41,7 @@ __all__ = [
 
 _HOMES = {
     "LLM": "tpengine.llm",
+    "AsyncEngineArgs": "tpengine.engine_args",
     "AsyncLLMEngine": "tpengine.async_engine.async_llm_engine",
     "LLMEngine": "tpengine.engine.llm_engine",
     "EngineArgs": "tpengine.engine_args",

@@ -22,7 +22,7 @@ from tpengine.async_engine.engine_thread import EngineThread
 from tpengine.async_engine.mailbox import Mailbox
 from tpengine.async_engine.request_table import AsyncStream, LiveRequest, RequestTable
 from tpengine.async_engine.text_worker import TextWorker
-from tpengine.config import ModelConfig
+from tpengine.config import ModelConfig, ParallelConfig, SchedulerConfig
 from tpengine.engine.llm_engine import LLMEngine
 from tpengine.engine.requests import GenerateRequest, check_token_ids, need_tokenizer
 from tpengine.engine.stats import EngineStats, ServiceHealth
@@ -113,14 +113,28 @@ class AsyncLLMEngine:
 
     @classmethod
     def from_engine_args(
-        cls, args: EngineArgs, limits: QueueLimits | None = None
+        cls,
+        engine_args: EngineArgs,
+        start_engine_loop: bool = True,
+        usage_context: object = None,
+        stat_loggers: Mapping[str, Any] | None = None,
+        *,
+        limits: QueueLimits | None = None,
     ) -> AsyncLLMEngine:
         """Builds the engine and waits until it is ready.
+
+        Args:
+            engine_args: if they are `AsyncEngineArgs`, `disable_log_requests` counts.
+            start_engine_loop: has no effect, since the engine's thread runs from the start.
+            usage_context, stat_loggers: see `LLMEngine.from_engine_args`.
+            limits: of the queue.
 
         Raises:
             EngineError: an argument, the model or the memory does not allow it; see the message.
         """
-        return cls(partial(LLMEngine.from_engine_args, args), limits)
+        build = partial(LLMEngine.from_engine_args, engine_args, usage_context, stat_loggers)
+        log_requests = not getattr(engine_args, "disable_log_requests", False)
+        return cls(build, limits, log_requests=log_requests)
 
     if not TYPE_CHECKING:  # else type checkers would accept any name
 
@@ -322,6 +336,14 @@ class AsyncLLMEngine:
         """Returns `model_config`."""
         return self.model_config
 
+    async def get_parallel_config(self) -> ParallelConfig:
+        """Returns how the engine is spread over ranks."""
+        return self._engine.get_parallel_config()
+
+    async def get_scheduler_config(self) -> SchedulerConfig:
+        """Returns the limits of a step."""
+        return self._engine.get_scheduler_config()
+
     async def get_lora_config(self) -> None:
         """Returns None: no adapters are served."""
 
@@ -365,6 +387,18 @@ class AsyncLLMEngine:
             EngineDeadError: it has failed or was shut down.
         """
         self.start_background_loop()
+
+    async def do_log_stats(self, scheduler_outputs: None = None, model_output: None = None) -> None:
+        """Logs a line of statistics now."""
+        await asyncio.to_thread(self._thread.call, LLMEngine.do_log_stats)
+
+    def add_logger(self, logger_name: str, logger: Any) -> None:
+        """Adds a logger; see `LLMEngine.add_logger`. Blocks until the present step has ended."""
+        self._thread.call(lambda engine: engine.add_logger(logger_name, logger))
+
+    def remove_logger(self, logger_name: str) -> None:
+        """Removes a logger that `add_logger` has added. Blocks until the present step has ended."""
+        self._thread.call(lambda engine: engine.remove_logger(logger_name))
 
     def stats(self) -> EngineStats:
         """Returns a snapshot of this moment; cheap, from any thread."""
