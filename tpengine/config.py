@@ -12,6 +12,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from tpengine import aliases
 from tpengine.errors import ConfigError, ModelLoadError
 
 DTYPES = ("auto", "float32", "bfloat16", "float16", "float", "half")
@@ -461,3 +462,6 @@ def resolve_max_model_len(
             "if that is linear or yarn); choose a smaller one"
         )
     return wanted
+
+
+aliases.add_names(__name__)

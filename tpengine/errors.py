@@ -43,7 +43,8 @@ class DuplicateRequestError(RequestError):
 
 
 class RequestIgnoredError(InvalidPromptError):
-    """A request does not fit into the KV cache even alone; the message names what would fit."""
+    """A request is too long for the model or for the KV cache, even alone; the message names what
+    would fit."""
 
 
 class QueueFullError(RequestError):
@@ -110,6 +111,11 @@ class EngineError(TPEngineError, RuntimeError):
 
 class ConfigError(EngineError, ValueError):
     """Engine arguments or a model's `config.json` ask for something that cannot be done."""
+
+
+class RefusedNameError(ConfigError, AttributeError):
+    """An object of vLLM 0.5.4 has this attribute, and ours does not; the message says what to use
+    instead."""
 
 
 class ModelLoadError(EngineError):
@@ -229,6 +235,10 @@ def is_device_fault(error: BaseException) -> bool:
 
 class EngineDeadError(EngineError):
     """An earlier step failed half-way; driver and worker disagree, and the engine cannot go on."""
+
+
+AsyncEngineDeadError = EngineDeadError
+"""Its name in vLLM."""
 
 
 class EngineLoadingError(EngineError):

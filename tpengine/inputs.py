@@ -1,17 +1,81 @@
-"""Forms of a prompt that a user may give as a dict."""
+"""Forms of what a user gives besides parameters: prompts, adapters, and what cannot be served."""
 
 from __future__ import annotations
 
-from typing import TypedDict
+from dataclasses import dataclass, field
+from operator import attrgetter
+from typing import NotRequired, TypedDict
+
+from tpengine import aliases
+from tpengine.errors import InvalidPromptError
 
 
 class TextPrompt(TypedDict):
-    """A prompt as text."""
+    """A prompt as text. `multi_modal_data` may only be None."""
 
     prompt: str
+    multi_modal_data: NotRequired[None]
 
 
 class TokensPrompt(TypedDict):
-    """A prompt as token ids."""
+    """A prompt as token ids. `multi_modal_data` may only be None."""
 
     prompt_token_ids: list[int]
+    multi_modal_data: NotRequired[None]
+
+
+PromptInputs = str | TextPrompt | TokensPrompt
+
+_NOT_SERVED = {
+    "lora_request": "merge the adapter into the weights (peft: merge_and_unload)",
+    "trace_headers": "leave it out; AsyncLLMEngine logs the times of each request",
+    "prompt_adapter_request": "put its instruction into the prompt",
+    "guided_options_request": "use allowed_token_ids or logits_processors of SamplingParams",
+}
+"""Argument: what to do without it."""
+
+
+def check_not_served(*values: object, **arguments: object) -> None:
+    """Refuses arguments of a request that vLLM takes and tpengine does not, unless they are None.
+
+    Args:
+        values: the first ones in the order of `_NOT_SERVED`.
+
+    Raises:
+        InvalidPromptError: one of them is not None.
+    """
+    for name, value in (dict(zip(_NOT_SERVED, values, strict=False)) | arguments).items():
+        if value is not None:
+            raise InvalidPromptError(f"{name} = {value!r:.80} is not served; {_NOT_SERVED[name]}")
+
+
+@dataclass(unsafe_hash=True)
+class LoRARequest:
+    """An adapter for one request. No engine serves any yet: to give one to a request is refused.
+
+    Attributes:
+        lora_int_id: the adapter's id in the whole process; objects of the same id are equal.
+        lora_path: its folder.
+        lora_local_path: the former name of `lora_path`.
+
+    Raises:
+        InvalidPromptError: there is no path.
+    """
+
+    lora_name: str = field(compare=False)
+    lora_int_id: int
+    lora_path: str = field(default="", compare=False)
+    lora_local_path: str | None = field(default=None, compare=False, repr=False)
+    long_lora_max_len: int | None = field(default=None, compare=False)
+
+    def __post_init__(self) -> None:
+        self.lora_path = self.lora_path or self.lora_local_path or ""
+        if not self.lora_path:
+            raise InvalidPromptError(f"lora_path of {self.lora_name!r} is empty; name its folder")
+
+    adapter_id = property(attrgetter("lora_int_id"))
+    name = property(attrgetter("lora_name"))
+    path = local_path = property(attrgetter("lora_path"))
+
+
+aliases.add_names(__name__)

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from tpengine import aliases
+
 
 @dataclass(frozen=True, slots=True)
 class Logprob:
@@ -87,3 +89,6 @@ class RequestOutput:
     error: str | None = None
     prompt_logprobs: list[dict[int, Logprob] | None] | None = None
     num_cached_tokens: int = 0
+
+
+aliases.add_names(__name__)

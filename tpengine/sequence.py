@@ -5,6 +5,7 @@ from __future__ import annotations
 import enum
 from dataclasses import dataclass, field
 
+from tpengine import aliases
 from tpengine.errors import IllegalMoveError
 from tpengine.outputs import RequestMetrics
 from tpengine.sampling_params import SamplingParams
@@ -179,3 +180,6 @@ class Request:
         shortest = min(map(len, token_ids))
         parting = next((i for i, (a, b) in enumerate(pairs) if a != b), shortest)
         return min(parting, shortest - 1)
+
+
+aliases.add_names(__name__)

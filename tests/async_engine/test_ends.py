@@ -20,11 +20,12 @@ from async_engine.tools import (
     hold_timers,
     last_output,
     read_ids,
+    read_mailbox,
     run_async,
     stream,
     until,
 )
-from tpengine import AsyncLLMEngine
+from tpengine import AsyncLLMEngine, RequestOutputKind
 from tpengine.errors import (
     DeadlineExceededError,
     DuplicateRequestError,
@@ -56,13 +57,13 @@ async def _take_part(engine: AsyncLLMEngine, index: int, way: str, rng: random.R
             async for output in outputs:
                 num_reads -= 1
                 if output.finished:
-                    return "finished"
+                    return str(output.outputs[0].finish_reason)
                 if way == "break" and num_reads < 0:
                     break
                 if way == "close" and num_reads < 0:
                     return "left"
         return "left"
-    except (DeadlineExceededError, RequestAbortedError) as error:
+    except DeadlineExceededError as error:
         return type(error).__name__
     finally:
         if aborting is not None:
@@ -104,7 +105,7 @@ def test_a_crowd_that_leaves_in_every_way(make: MakeEngine) -> None:
 
     run_async(crowd())
     assert sum(ends.values()) == NUM_REQUESTS
-    assert ends["finished"] >= 9, ends
+    assert ends["length"] >= 9, ends
     assert ends["cancelled"], ends
     assert ends["left"], ends
     assert not inner.has_unfinished_requests()
@@ -112,7 +113,7 @@ def test_a_crowd_that_leaves_in_every_way(make: MakeEngine) -> None:
     assert (queues.num_queued, queues.num_queued_tokens, queues.num_running) == (0, 0, 0)
 
 
-@pytest.mark.parametrize("way", ["aclose", "cancel", "abort", "deadline"])
+@pytest.mark.parametrize("way", ["aclose", "cancel", "abort", "abort of a server", "deadline"])
 def test_blocks_are_back_before_the_next_step(make: MakeEngine, gate: MakeGate, way: str) -> None:
     engine = make()
     held = gate(engine)
@@ -122,27 +123,37 @@ def test_blocks_are_back_before_the_next_step(make: MakeEngine, gate: MakeGate, 
         timers = hold_timers()
         other = asyncio.create_task(read_ids(engine, [9] * 20, stream(30), request_id="other"))
         deadline = time.monotonic() + 600 if way == "deadline" else None
+        read = read_mailbox if way == "abort of a server" else read_ids
         reader = asyncio.create_task(
-            read_ids(engine, [5] * 40, stream(30), request_id="it", deadline=deadline)
+            read(engine, [5] * 40, stream(30), request_id="it", deadline=deadline)
         )
         await held.reached(1)
         held.let(2)
         await held.reached(3)  # the step is being computed
         assert held.steps[2] == (2, total - 2 - 3)
-        if way == "abort":
-            aborting = asyncio.create_task(engine.abort("it"))
+        if way.startswith("abort"):
+            aborting = [asyncio.create_task(engine.abort("it")) for _ in range(2)]
         elif way == "deadline":
             timers.pop()()
         else:
             reader.cancel()
-        await asyncio.wait({reader}, timeout=TIMEOUT_S / 2)
-        assert reader.done(), "a reader does not wait for the step"
+        if way == "abort":  # the last output is not known before the end of the step
+            await asyncio.sleep(0)
+            assert not reader.done()
+        else:
+            await asyncio.wait({reader}, timeout=TIMEOUT_S / 2)
+            assert reader.done(), "a reader does not wait for the step"
         held.let(1)
         await held.reached(4)
         assert held.steps[3] == (1, total - 2), "the request is not in the next step"
         held.open()
+        if way.startswith("abort"):
+            first, second = await asyncio.gather(*aborting)
+            assert first
+            assert second == (way == "abort"), "a request is found until it has ended"
         if way == "abort":
-            assert await aborting
+            assert len(await reader) == 3, "the output of all steps"
+        if way == "abort of a server":
             assert isinstance(reader.exception(), RequestAbortedError)
         if way == "deadline":
             assert isinstance(reader.exception(), DeadlineExceededError)
@@ -168,27 +179,31 @@ def test_a_generator_that_is_dropped_aborts(make: MakeEngine, gate: MakeGate) ->
     run_async(drop())
 
 
-def test_aborts_are_told_apart_and_may_be_repeated(engine: AsyncLLMEngine, gate: MakeGate) -> None:
+@pytest.mark.parametrize("kind", list(RequestOutputKind))
+def test_an_aborted_stream_ends_with_its_output(
+    engine: AsyncLLMEngine, gate: MakeGate, kind: RequestOutputKind
+) -> None:
     held = gate(engine)
 
     async def ask() -> None:
         assert not await engine.abort("unknown")
-        outputs = engine.generate(None, stream(200), "it", prompt_token_ids=[5] * 10)
+        params = greedy(200, output_kind=kind)
+        outputs = await engine.add_request("it", {"prompt_token_ids": [5] * 10}, params)
+        assert (outputs.request_id, outputs.finished) == ("it", False)
         held.let(3)
-        first = await anext(outputs)
         await held.reached(4)
         aborting = asyncio.create_task(engine.abort("it"))
         await asyncio.sleep(0)  # now the task runs up to its wait for the step
         held.open()
         assert await aborting
         assert engine.llm_engine.num_free_blocks == engine.llm_engine.num_total_blocks
+        assert outputs.finished
         assert not await engine.abort("it")
-        with pytest.raises(RequestAbortedError) as caught:
-            await anext(outputs)
-        unread = caught.value.output
-        assert unread is None or unread.outputs[0].token_ids
-        assert first.outputs[0].token_ids
-        with pytest.raises(StopAsyncIteration):  # the error came once
+        last = await anext(outputs)
+        assert (last.finished, last.error) == (True, None)
+        assert last.outputs[0].finish_reason == "abort"
+        assert list(last.outputs[0].token_ids) == await read_ids(engine, [5] * 10, greedy(4))
+        with pytest.raises(StopAsyncIteration):
             await anext(outputs)
 
     run_async(ask())

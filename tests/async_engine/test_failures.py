@@ -14,7 +14,16 @@ import pytest
 from support.engines import make_engine
 
 from async_engine.conftest import MakeEngine
-from async_engine.tools import TIMEOUT_S, MakeGate, read_ids, run_async, stream, until
+from async_engine.tools import (
+    TIMEOUT_S,
+    MakeGate,
+    last_output,
+    read_ids,
+    read_mailbox,
+    run_async,
+    stream,
+    until,
+)
 from tpengine import AsyncLLMEngine, EngineArgs, LLMEngine, SamplingParams
 from tpengine.errors import (
     EngineDeadError,
@@ -92,14 +101,36 @@ def test_a_request_fails_alone(make: MakeEngine) -> None:
     assert engine.llm_engine.num_free_blocks == engine.llm_engine.num_total_blocks
 
 
-def test_a_request_that_the_cache_cannot_hold(make: MakeEngine) -> None:
+OUTGROWN = SamplingParams(n=2, max_tokens=300, ignore_eos=True, seed=1)
+"""Two sequences share 300 tokens; with 300 tokens of its own each, they outgrow 41 blocks."""
+
+
+@pytest.mark.parametrize(
+    ("num_tokens", "params", "words"),
+    [
+        (641, stream(3), "641 tokens, more than max_model_len = 640"),
+        (300, OUTGROWN, "the KV cache has 41"),
+    ],
+    ids=["prompt", "output"],
+)
+def test_a_request_that_is_too_long(
+    make: MakeEngine, num_tokens: int, params: SamplingParams, words: str
+) -> None:
+    """A stream ends with an output that says so; a server gets an error, and at once if the prompt
+    alone is too long."""
     engine = make(num_device_blocks_override=41, max_model_len=640)
+    prompt = [5] * num_tokens
 
     async def ask() -> None:
-        # Two sequences share 300 tokens; with 300 tokens of its own each, they outgrow the cache.
-        params = SamplingParams(n=2, max_tokens=300, ignore_eos=True, seed=1)
-        with pytest.raises(RequestIgnoredError, match="KV cache"):
-            await read_ids(engine, [5] * 300, params)
+        output = await last_output(engine, None, params, prompt_token_ids=prompt)
+        assert words in str(output.error)
+        assert {one.finish_reason for one in output.outputs} == {"length"}
+        assert any(one.token_ids for one in output.outputs) == (params is OUTGROWN)
+        num_steps = engine.stats().num_steps
+        with pytest.raises(RequestIgnoredError, match=words):
+            await read_mailbox(engine, prompt, params)
+        assert (engine.stats().num_steps > num_steps) == (params is OUTGROWN)
+        assert engine.stats().refused == ({} if params is OUTGROWN else {"RequestIgnoredError": 1})
         assert len(await read_ids(engine, [6] * 9, stream(20))) == 20
 
     run_async(ask())

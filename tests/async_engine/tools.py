@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import threading
 import time
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
 from functools import partial
 from typing import Any, TypeVar
 
@@ -13,6 +13,7 @@ import pytest
 from support.engines import greedy
 
 from tpengine import AsyncLLMEngine, RequestOutput, RequestOutputKind, SamplingParams
+from tpengine.engine.requests import GenerateRequest
 from tpengine.executor.local_executor import LocalExecutor
 
 TIMEOUT_S = 60.0
@@ -51,9 +52,28 @@ async def read_ids(
     return token_ids
 
 
+async def read_mailbox(
+    engine: AsyncLLMEngine, prompt: list[int], params: SamplingParams, **fields: Any
+) -> list[int]:
+    """Returns all ids of a stream's first sequence, read as a server does."""
+    token_ids: list[int] = []
+    request = GenerateRequest(prompt_token_ids=prompt, params=params, **fields)
+    async with engine.open(request) as mailbox:
+        while True:
+            output = await mailbox.take()
+            token_ids += output.outputs[0].token_ids
+            if output.finished:
+                return token_ids
+
+
+async def collect(outputs: AsyncIterator[RequestOutput]) -> list[RequestOutput]:
+    """Returns all outputs of a request."""
+    return [output async for output in outputs]
+
+
 async def last_output(engine: AsyncLLMEngine, *args: Any, **kwargs: Any) -> RequestOutput:
     """Returns the last output of a request."""
-    outputs = [output async for output in engine.generate(*args, **kwargs)]
+    outputs = await collect(engine.generate(*args, **kwargs))
     assert [output.finished for output in outputs].index(True) == len(outputs) - 1
     return outputs[-1]
 

@@ -44,6 +44,11 @@ BAD: dict[str, tuple[pb.GenerateRequest, str, tuple[str, ...]]] = {
         "messages",
         ("content",),
     ),
+    "ids too long": (
+        pb.GenerateRequest(prompt_token_ids=ids(*[5] * (MODEL_LENGTH + 1))),
+        "prompt_token_ids",
+        (f"{MODEL_LENGTH + 1} tokens", f"max_model_len = {MODEL_LENGTH}"),
+    ),
     "text too long": (
         pb.GenerateRequest(prompt="a " * (2 * MODEL_LENGTH)),
         "prompt",

@@ -15,20 +15,28 @@ from contextlib import asynccontextmanager
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from tpengine.async_engine.admission import Admission, QueueLimits
 from tpengine.async_engine.engine_thread import EngineThread
 from tpengine.async_engine.mailbox import Mailbox
-from tpengine.async_engine.request_table import LiveRequest, RequestTable
+from tpengine.async_engine.request_table import AsyncStream, LiveRequest, RequestTable
 from tpengine.async_engine.text_worker import TextWorker
-from tpengine.config import ModelConfig
+from tpengine.config import ModelConfig, ParallelConfig, SchedulerConfig
 from tpengine.engine.llm_engine import LLMEngine
-from tpengine.engine.requests import GenerateRequest, Prompt, check_token_ids, need_tokenizer
+from tpengine.engine.requests import GenerateRequest, check_token_ids, need_tokenizer
 from tpengine.engine.stats import EngineStats, ServiceHealth
 from tpengine.engine.tokenizer import Tokenizer
 from tpengine.engine_args import EngineArgs
-from tpengine.errors import ConfigError, EngineDeadError, EngineDrainingError, EngineError
+from tpengine.errors import (
+    ConfigError,
+    EngineDeadError,
+    EngineDrainingError,
+    EngineError,
+    RefusedNameError,
+    RequestIgnoredError,
+)
+from tpengine.inputs import PromptInputs, check_not_served
 from tpengine.outputs import RequestOutput
 from tpengine.sampling_params import SamplingParams
 
@@ -40,6 +48,14 @@ _CUT_OFF_S = 2.0
 """The least time that a drain gives the present step to end."""
 _POLL_S = 0.01
 _WATCH_S = 1.0
+_REFUSED = {
+    "background_loop": "the engine has a thread; see is_running",
+    "encode": "no embedding models are served; use generate",
+    "engine_step": "the engine's thread runs its steps; see health",
+    "get_decoding_config": "no grammars are served",
+    "run_engine_loop": "the engine's thread runs its steps; see is_running",
+}
+"""Name of vLLM's engine: what to use instead."""
 
 
 class _Intake(enum.Enum):
@@ -65,18 +81,25 @@ class AsyncLLMEngine:
         log_requests: log a line when a request ends.
 
     Raises:
+        ConfigError: the arguments are those of vLLM's constructor; use `from_engine_args`.
         EngineError: the reason why the engine could not start.
     """
 
     def __init__(
         self,
-        build: Callable[[], LLMEngine],
+        build: Callable[[], LLMEngine] | bool = False,
         limits: QueueLimits | None = None,
         *,
         max_step_s: float = MAX_STEP_S,
         start_timeout_s: float = START_S,
         log_requests: bool = True,
+        **unknown: object,
     ) -> None:
+        if isinstance(build, bool) or unknown:
+            raise ConfigError(
+                f"AsyncLLMEngine takes a function that builds the engine, got {build!r} and "
+                f"{sorted(unknown)}; use AsyncLLMEngine.from_engine_args(engine_args)"
+            )
         limits = limits or QueueLimits()
         self._max_step_s = max_step_s
         self._intake = _Intake.OPEN
@@ -90,27 +113,56 @@ class AsyncLLMEngine:
 
     @classmethod
     def from_engine_args(
-        cls, args: EngineArgs, limits: QueueLimits | None = None
+        cls,
+        engine_args: EngineArgs,
+        start_engine_loop: bool = True,
+        usage_context: object = None,
+        stat_loggers: Mapping[str, Any] | None = None,
+        *,
+        limits: QueueLimits | None = None,
     ) -> AsyncLLMEngine:
         """Builds the engine and waits until it is ready.
+
+        Args:
+            engine_args: if they are `AsyncEngineArgs`, `disable_log_requests` counts.
+            start_engine_loop: has no effect, since the engine's thread runs from the start.
+            usage_context, stat_loggers: see `LLMEngine.from_engine_args`.
+            limits: of the queue.
 
         Raises:
             EngineError: an argument, the model or the memory does not allow it; see the message.
         """
-        return cls(partial(LLMEngine.from_engine_args, args), limits)
+        build = partial(LLMEngine.from_engine_args, engine_args, usage_context, stat_loggers)
+        log_requests = not getattr(engine_args, "disable_log_requests", False)
+        return cls(build, limits, log_requests=log_requests)
+
+    if not TYPE_CHECKING:  # else type checkers would accept any name
+
+        def __getattr__(self, name: str) -> Any:
+            if name in _REFUSED:
+                raise RefusedNameError(f"AsyncLLMEngine.{name} is not offered: {_REFUSED[name]}")
+            raise AttributeError(f"'AsyncLLMEngine' object has no attribute {name!r}")
 
     def generate(
         self,
-        inputs: Prompt | None = None,
+        inputs: PromptInputs | None = None,
         sampling_params: SamplingParams | None = None,
         request_id: str | None = None,
+        lora_request: object = None,
+        trace_headers: object = None,
+        prompt_adapter_request: object = None,
         *,
         prompt_token_ids: Sequence[int] | None = None,
         priority: int = 0,
         deadline: float | None = None,
         max_queue_s: float | None = None,
     ) -> AsyncGenerator[RequestOutput, None]:
-        """Serves one request, given by its parts; see `serve`."""
+        """Serves one request, given by its parts; see `serve`.
+
+        Args:
+            lora_request, trace_headers, prompt_adapter_request: only None is served.
+        """
+        check_not_served(lora_request, trace_headers, prompt_adapter_request)
         request = GenerateRequest(
             prompt=inputs,
             prompt_token_ids=prompt_token_ids,
@@ -122,20 +174,43 @@ class AsyncLLMEngine:
         )
         return self.serve(request)
 
-    async def serve(self, request: GenerateRequest) -> AsyncGenerator[RequestOutput, None]:
-        """Serves one request, and yields its outputs as the params' `output_kind` asks; the last is
-        `finished`, with finish reason stop or length. Outputs that a slow reader has not taken are
-        merged into one. Leaving the iterator (break, aclose, cancellation) aborts the request.
+    async def add_request(
+        self,
+        request_id: str,
+        inputs: PromptInputs,
+        params: SamplingParams,
+        arrival_time: float | None = None,
+        lora_request: object = None,
+        trace_headers: object = None,
+        prompt_adapter_request: object = None,
+    ) -> AsyncStream:
+        """Begins to serve a request, whose outputs the stream yields; see `generate`.
+
+        Args:
+            arrival_time: seconds of `time.time`; None: now.
 
         Raises:
             RequestError, EngineError: see `open`.
         """
-        async with self.open(request) as mailbox:
-            while True:
-                output = await mailbox.take()
+        check_not_served(lora_request, trace_headers, prompt_adapter_request)
+        request = GenerateRequest(inputs, params=params, request_id=request_id)
+        return AsyncStream(await self._begin(request, True, arrival_time))
+
+    async def serve(self, request: GenerateRequest) -> AsyncGenerator[RequestOutput, None]:
+        """Serves one request, and yields its outputs as the params' `output_kind` asks; the last is
+        `finished`. Its finish reason is stop, length (with `error` if the prompt, or prompt and
+        output, cannot be held), or abort. Outputs that a slow reader has not taken are merged into
+        one. Leaving the iterator (break, aclose, cancellation) aborts the request.
+
+        Raises:
+            RequestError, EngineError: see `open`.
+        """
+        live = await self._begin(request, True)
+        try:
+            async for output in AsyncStream(live):
                 yield output
-                if output.finished:
-                    return
+        finally:
+            self._requests.finish(live, "left by its reader")
 
     @asynccontextmanager
     async def open(self, request: GenerateRequest) -> AsyncIterator[Mailbox]:
@@ -144,7 +219,7 @@ class AsyncLLMEngine:
 
         Raises:
             InvalidPromptError, InvalidSamplingParamsError, InvalidPriorityError: as `LLMEngine`;
-                among them RequestIgnoredError: it does not fit into the cache.
+                among them RequestIgnoredError: it is too long for the model or the cache.
             DuplicateRequestError: a live request has this id.
             QueueFullError: too many requests or prompt tokens wait.
             DeadlineExceededError: its deadline or `max_queue_s` has passed.
@@ -153,28 +228,50 @@ class AsyncLLMEngine:
             EngineDrainingError: the engine takes no new requests.
             EngineDeadError: the engine failed or was shut down.
         """
-        live: LiveRequest | None = None
-        try:
-            self._bind()
-            self._check_open()
-            live = self._requests.open(request)
-            checked = self._texts.check(request)
-            if isinstance(checked, asyncio.Future):
-                checked = await live.mailbox.unless_failed(checked)
-            self._check_open()
-            self._requests.admit(live, checked)
-        except BaseException as error:
-            self._requests.refuse(live, error)
-            raise
-        self._thread.enter(live, checked)
+        live = await self._begin(request, False)
         try:
             yield live.mailbox
         finally:
             self._requests.finish(live, "left by its reader")
 
+    async def _begin(
+        self, request: GenerateRequest, ends_as_output: bool, arrival_time: float | None = None
+    ) -> LiveRequest:
+        """Checks a request, and gives it to the engine's thread.
+
+        Args:
+            ends_as_output: see `LiveRequest`; False refuses a prompt that is too long at once.
+
+        Raises:
+            RequestError, EngineError: see `open`.
+        """
+        live: LiveRequest | None = None
+        try:
+            self._bind()
+            self._check_open()
+            live = self._requests.open(request, ends_as_output)
+            live.arrival_time = live.arrival_time if arrival_time is None else arrival_time
+            checked = self._texts.check(request)
+            if isinstance(checked, asyncio.Future):
+                checked = await live.mailbox.unless_failed(checked)
+            self._check_open()
+            why = self._engine.why_too_long(len(checked.prompt_token_ids))
+            if why is not None and not ends_as_output:
+                raise RequestIgnoredError(why)
+            self._requests.admit(live, checked)
+        except StopAsyncIteration:  # it was aborted: its stream ends at once
+            assert live is not None
+            return live
+        except BaseException as error:
+            self._requests.refuse(live, error)
+            raise
+        self._thread.enter(live, checked)
+        return live
+
     async def abort(self, request_id: str) -> bool:
-        """Aborts a request, whose reader gets `RequestAbortedError`. Its blocks are free when this
-        returns, unless a step takes longer than a minute.
+        """Aborts a request. The reader of `generate` gets a last output, with finish reason abort,
+        and the reader of `open` gets `RequestAbortedError`. Its blocks are free when this returns,
+        unless a step takes longer than a minute.
 
         Returns:
             Whether there was an unfinished request of this id.
@@ -182,8 +279,7 @@ class AsyncLLMEngine:
         live = self._requests.find(request_id)
         if live is None:
             return False
-        why = f"request {request_id!r} was aborted"
-        await self._requests.abort("aborted", why, _FREE_S, live)
+        await self._requests.abort(live, _FREE_S)
         return True
 
     def owner(self, request_id: str) -> str | None:
@@ -207,7 +303,7 @@ class AsyncLLMEngine:
             InvalidPromptError: the model has no tokenizer, or an id is outside the vocabulary.
             QueueFullError: too many texts wait.
         """
-        tokenizer, vocab_size = self._tokenizer(), self.get_model_config().vocab_size
+        tokenizer, vocab_size = self._tokenizer(), self.model_config.vocab_size
 
         def decode() -> str:
             checked = check_token_ids("token_ids", token_ids, vocab_size)
@@ -231,9 +327,78 @@ class AsyncLLMEngine:
         """Returns the number of requests whose end is not known yet, those being checked too."""
         return len(self._requests)
 
-    def get_model_config(self) -> ModelConfig:
-        """Returns the model's configuration."""
+    @property
+    def model_config(self) -> ModelConfig:
+        """The model's configuration."""
         return self._engine.get_model_config()
+
+    async def get_model_config(self) -> ModelConfig:
+        """Returns `model_config`."""
+        return self.model_config
+
+    async def get_parallel_config(self) -> ParallelConfig:
+        """Returns how the engine is spread over ranks."""
+        return self._engine.get_parallel_config()
+
+    async def get_scheduler_config(self) -> SchedulerConfig:
+        """Returns the limits of a step."""
+        return self._engine.get_scheduler_config()
+
+    async def get_lora_config(self) -> None:
+        """Returns None: no adapters are served."""
+
+    async def get_tokenizer(self, lora_request: object = None) -> Any:
+        """Returns the tokenizer of transformers; None for a model folder without one."""
+        check_not_served(lora_request)
+        return self._engine.get_tokenizer()
+
+    async def is_tracing_enabled(self) -> bool:
+        """Returns False: no traces are recorded."""
+        return False
+
+    @property
+    def is_running(self) -> bool:
+        """Whether the engine takes steps."""
+        return not self.is_stopped
+
+    @property
+    def is_stopped(self) -> bool:
+        """Whether the engine has failed or was shut down."""
+        return self.health().state == "dead"
+
+    @property
+    def errored(self) -> bool:
+        """Whether the engine has failed."""
+        return self._thread.failure is not None
+
+    def start_background_loop(self) -> None:
+        """Has no effect: the engine's thread runs from the start.
+
+        Raises:
+            EngineDeadError: it has ended.
+        """
+        if self.is_stopped:
+            raise self._death()
+
+    async def check_health(self) -> None:
+        """Raises an error if the engine cannot go on.
+
+        Raises:
+            EngineDeadError: it has failed or was shut down.
+        """
+        self.start_background_loop()
+
+    async def do_log_stats(self, scheduler_outputs: None = None, model_output: None = None) -> None:
+        """Logs a line of statistics now."""
+        await asyncio.to_thread(self._thread.call, LLMEngine.do_log_stats)
+
+    def add_logger(self, logger_name: str, logger: Any) -> None:
+        """Adds a logger; see `LLMEngine.add_logger`. Blocks until the present step has ended."""
+        self._thread.call(lambda engine: engine.add_logger(logger_name, logger))
+
+    def remove_logger(self, logger_name: str) -> None:
+        """Removes a logger that `add_logger` has added. Blocks until the present step has ended."""
+        self._thread.call(lambda engine: engine.remove_logger(logger_name))
 
     def stats(self) -> EngineStats:
         """Returns a snapshot of this moment; cheap, from any thread."""
@@ -274,13 +439,15 @@ class AsyncLLMEngine:
 
         from tpengine.engine.prometheus import EngineMetrics
 
-        name = model_name or Path(self.get_model_config().model).name
+        name = model_name or Path(self.model_config.model).name
         return generate_latest(EngineMetrics(name, self.stats(), self._engine.counters))
 
     @property
     def llm_engine(self) -> LLMEngine:
         """The engine inside, for reading only: it belongs to its thread."""
         return self._engine
+
+    engine = llm_engine
 
     async def drain(self, timeout_s: float) -> int:
         """Takes no new requests from now on, and waits until the present ones finish.
@@ -297,7 +464,7 @@ class AsyncLLMEngine:
         why = f"the engine ends, and gave its requests {timeout_s:.1f} s to finish"
         # A step that hangs must not prolong the drain.
         late, left_s = self._requests.all(), max(_CUT_OFF_S, end - time.monotonic())
-        await self._requests.abort("cut off", why, left_s, *late)
+        await self._requests.cut_off(why, left_s, *late)
         return len(late)
 
     async def shutdown(self, step_s: float = SHUTDOWN_S) -> None:
@@ -352,7 +519,7 @@ class AsyncLLMEngine:
             self._watch = loop.call_later(_WATCH_S, self._look)
 
     def _tokenizer(self) -> Tokenizer:
-        return need_tokenizer(self._engine.tokenizer, self.get_model_config())
+        return need_tokenizer(self._engine.tokenizer, self.model_config)
 
     def _check_open(self) -> None:
         if self._thread.ended or self._intake is _Intake.CLOSED:

@@ -68,7 +68,8 @@ class Mailbox:
 
     Attributes:
         merges: whether outputs are deltas.
-        error: why no more outputs will come; the reader gets it once.
+        error: why no more outputs will come; the reader gets it once. StopAsyncIteration: it was
+            aborted, and its reader gets no error.
         listener: if set, called instead of waking a reader in `take` when there is something to
             take. It must not raise: outputs of other requests are delivered after it.
         finished: whether the last output has come.

@@ -31,10 +31,7 @@ from tpengine.sampling_params import RequestOutputKind
 
 logger = init_logger(__name__)
 
-_FAULTS: dict[str, type[RequestIgnoredError] | type[RequestFailedError]] = {
-    "ignored": RequestIgnoredError,
-    "error": RequestFailedError,
-}
+_ABORTED = "aborted"
 
 
 @dataclass(slots=True, eq=False)
@@ -48,6 +45,8 @@ class LiveRequest:
         num_prompt_tokens: 0 until they have been counted.
         outcome: how it finished, for the log; None while it lives.
         timers: its deadlines.
+        ends_as_output: its reader gets a last output too if `AsyncLLMEngine.abort` ends it, or if
+            it is too long; False: an error.
         freed: done when the engine has freed all of it; None: no caller waits for that.
     """
 
@@ -59,6 +58,7 @@ class LiveRequest:
     num_prompt_tokens: int = 0
     outcome: str | None = None
     timers: list[asyncio.TimerHandle] = field(default_factory=list)
+    ends_as_output: bool = False
     freed: asyncio.Future[None] | None = None
 
     @property
@@ -95,6 +95,44 @@ class LiveRequest:
 
     def _age(self, moment: float | None) -> str:
         return "none" if moment is None else f"{moment - self.arrival_time:.3f} s"
+
+
+class AsyncStream:
+    """The outputs of a request, for one reader. After the last one, or an error, the iterator ends.
+
+    A reader that stops reads no more, but its request goes on until it finishes or is aborted.
+
+    Args:
+        live: the request; its mailbox has no other reader.
+    """
+
+    def __init__(self, live: LiveRequest) -> None:
+        self._live = live
+        self._ended = False
+
+    @property
+    def request_id(self) -> str:
+        """The id of the request."""
+        return self._live.request_id
+
+    @property
+    def finished(self) -> bool:
+        """Whether no more outputs will come than have come by now."""
+        return self._live.mailbox.closed
+
+    def __aiter__(self) -> AsyncStream:
+        return self
+
+    async def __anext__(self) -> RequestOutput:
+        if self._ended:
+            raise StopAsyncIteration
+        try:
+            output = await self._live.mailbox.take()
+        except Exception:
+            self._ended = True
+            raise
+        self._ended = output.finished
+        return output
 
 
 Event = tuple[LiveRequest, RequestOutput | Exception | None]
@@ -144,7 +182,7 @@ class RequestTable:
         """Returns the live request of that id; None if there is none."""
         return self._live.get(request_id)
 
-    def open(self, request: GenerateRequest) -> LiveRequest:
+    def open(self, request: GenerateRequest, ends_as_output: bool) -> LiveRequest:
         """Gives a request a place in the queue and in the table. Its deadlines run from now on.
 
         Raises:
@@ -154,7 +192,8 @@ class RequestTable:
         request_id = uuid4().hex if request.request_id is None else request.request_id
         check_request_id(request_id, self._live.__contains__)
         is_delta = request.params.output_kind is RequestOutputKind.DELTA
-        live = LiveRequest(request_id, Mailbox(is_delta), request.owner)
+        mailbox = Mailbox(is_delta)
+        live = LiveRequest(request_id, mailbox, request.owner, ends_as_output=ends_as_output)
         self._admission.enter(live)
         self._live[request_id] = live
         loop = asyncio.get_running_loop()
@@ -198,8 +237,25 @@ class RequestTable:
         if isinstance(error, TPEngineError):
             self.refused[name] += 1
 
-    async def abort(self, outcome: str, why: str, timeout_s: float, *lives: LiveRequest) -> None:
-        """Finishes requests, and waits until the engine has freed them, or the time is over.
+    async def abort(self, live: LiveRequest, timeout_s: float) -> None:
+        """Finishes a request for a caller, and waits until the engine has freed it, or the time is
+        over."""
+        if live.ends_as_output:
+            self._abort_in_engine(live)  # its last output comes before the event None
+            await asyncio.wait({self._freeing(live)}, timeout=timeout_s)
+            live.freed = None
+        if live.outcome is None:  # the reader gets an error, or there was no output to come
+            error: Exception = StopAsyncIteration()
+            if not live.ends_as_output:
+                why = f"request {live.request_id!r} was aborted"
+                error = RequestAbortedError(why, live.mailbox.take_unread())
+            freed = self._freeing(live)
+            self.finish(live, _ABORTED, error)
+            await asyncio.wait({freed}, timeout=timeout_s)
+
+    async def cut_off(self, why: str, timeout_s: float, *lives: LiveRequest) -> None:
+        """Finishes requests with an error, and waits until the engine has freed them, or the time
+        is over.
 
         Args:
             why: the text of their readers' `RequestAbortedError`.
@@ -207,11 +263,8 @@ class RequestTable:
         waits_for_free = []
         # In one turn of the loop: an output that came in between would be lost.
         for live in lives:
-            live.freed = asyncio.get_running_loop().create_future()
-            waits_for_free.append(live.freed)
-            live.freed.add_done_callback(self._waits_for_free.discard)
-            self.finish(live, outcome, RequestAbortedError(why, live.mailbox.take_unread()))
-        self._waits_for_free.update(waits_for_free)
+            waits_for_free.append(self._freeing(live))
+            self.finish(live, "cut off", RequestAbortedError(why, live.mailbox.take_unread()))
         if waits_for_free:
             await asyncio.wait(waits_for_free, timeout=timeout_s)
 
@@ -242,6 +295,14 @@ class RequestTable:
             if not freed.done():
                 freed.set_result(None)
 
+    def _freeing(self, live: LiveRequest) -> asyncio.Future[None]:
+        """Returns the future that is done when the engine has freed all of a request."""
+        if live.freed is None:
+            live.freed = asyncio.get_running_loop().create_future()
+            self._waits_for_free.add(live.freed)
+            live.freed.add_done_callback(self._waits_for_free.discard)
+        return live.freed
+
     def _expire(self, live: LiveRequest) -> None:
         age_s = time.time() - live.arrival_time
         what = f"was not done by its deadline, {age_s:.3f} s after it came; it was in "
@@ -257,17 +318,21 @@ class RequestTable:
         self.finish(live, f"deadline exceeded ({live.phase})", error)
 
     def _deliver(self, live: LiveRequest, output: RequestOutput) -> None:
+        if live.outcome is not None:  # its reader has left
+            return
         if not output.finished:
             live.mailbox.put(output)
             return
         reasons = [completion.finish_reason for completion in output.outputs]
-        fault = next((name for name in _FAULTS if name in reasons), None)
-        if fault is None:
-            live.mailbox.put(output)
-            self._take_out(live, str(reasons[0]))
+        if "error" in reasons:
+            error = RequestFailedError(output.error or "the request failed")
+            self._take_out(live, "error", error)
+        elif output.error is not None and not live.ends_as_output:
+            self._take_out(live, "too long", RequestIgnoredError(output.error))
         else:
-            text = output.error or f"the request ended with {fault!r}"
-            self._take_out(live, fault, _FAULTS[fault](text))
+            live.mailbox.put(output)
+            outcome = "too long" if output.error is not None else str(reasons[0])
+            self._take_out(live, _ABORTED if "abort" in reasons else outcome)
 
     def _take_out(self, live: LiveRequest, outcome: str, error: Exception | None = None) -> bool:
         """Takes a finished request out of the table; returns False if it was taken out before."""

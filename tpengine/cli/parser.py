@@ -72,6 +72,10 @@ class CommandParser(argparse.ArgumentParser):
         self.error(f"unrecognized arguments: {' '.join(unknown)}{question}")
 
 
+FlexibleArgumentParser = CommandParser
+"""Its name in vLLM."""
+
+
 @dataclass
 class SamplingOptions(Options):
     """The most used fields of `SamplingParams` as options; `SamplingParams` checks their values."""

@@ -1,0 +1,3 @@
+from tpengine import aliases
+
+aliases.add_names(__name__)

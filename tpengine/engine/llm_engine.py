@@ -208,6 +208,10 @@ class LLMEngine:
         request = GenerateRequest(inputs, prompt_token_ids, params=params, priority=priority)
         self.add_checked(request_id, self.check_request(request), arrival_time)
 
+    def why_too_long(self, num_prompt_tokens: int) -> str | None:
+        """Why a prompt of this length can never be computed; None if it can. Any thread may ask."""
+        return self._scheduler.why_too_long(num_prompt_tokens)
+
     def check_request(self, request: GenerateRequest) -> CheckedRequest:
         """The part of `add_request` that takes time; any thread may call it.
 

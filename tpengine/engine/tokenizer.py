@@ -286,3 +286,20 @@ def _byte_fallback_bytes(token: str) -> bytes:
     if match is not None:
         return bytes([int(match[1], 16)])
     return token.replace("\u2581", " ").encode("utf-8")
+
+
+def get_tokenizer(
+    tokenizer_name: str, *args: Any, tokenizer_mode: str = "auto", **kwargs: Any
+) -> Any:
+    """Returns a tokenizer of transformers, for scripts; an engine uses `load_tokenizer`.
+
+    Args:
+        tokenizer_name: a folder, or the name of a model in the hub.
+        args, kwargs: further arguments of `AutoTokenizer.from_pretrained`; `download_dir` is its
+            `cache_dir`.
+    """
+    from transformers import AutoTokenizer
+
+    kwargs = {"use_fast": tokenizer_mode != "slow", "truncation_side": "left"} | kwargs
+    cache_dir = kwargs.pop("download_dir", None)
+    return AutoTokenizer.from_pretrained(tokenizer_name, *args, cache_dir=cache_dir, **kwargs)

@@ -97,13 +97,17 @@ class BlockManager:
         """Blocks that `num_tokens` tokens need; the last one may be partly filled."""
         return -(-num_tokens // self.block_size)
 
+    def most_blocks_for(self, num_tokens: int) -> int:
+        """Most blocks that a sequence of so many tokens holds until all of them are computed."""
+        return self.num_blocks_for(num_tokens)
+
     def num_needed_blocks(self, request: Request) -> int:
         """Blocks for all present tokens of the request's unfinished sequences; their common
         beginning counts once."""
         sequences = request.unfinished_sequences
         common = request.num_common_tokens
         if all(sequence.num_tokens == common for sequence in sequences):
-            return self.num_blocks_for(common)
+            return self.most_blocks_for(common)
         shared = common // self.block_size
         return shared + sum(self.num_blocks_for(s.num_tokens) - shared for s in sequences)
 

@@ -7,7 +7,7 @@ after a sampled one, and a sequence that starts again after preemption.
 Where each decision stands:
     admission: `_admit` and `_admit_swapped`.
     preemption: `_make_room` (which request, and whether by swap or recompute).
-    refusal of requests that can never run: `_why_never` and `_why_no_more`.
+    refusal of requests that can never run: `why_too_long`, `_why_never` and `_why_no_more`.
     the effects of an answered step: `update`.
     the end of a request from outside: `abort_request` and `fail_request`.
 """
@@ -329,7 +329,7 @@ class Scheduler:
             status = self._blocks.can_swap_in(request)
             if status is AllocStatus.NEVER:
                 num_needed = self._blocks.num_needed_blocks(request)
-                self._ignore(request, self._too_long_for_cache(request, num_needed), step)
+                self._ignore(request, self._outgrown(request, num_needed), step)
                 continue
             num_slots = len(request.unfinished_sequences)
             if status is AllocStatus.LATER or num_slots > queues.slots.num_free:
@@ -414,14 +414,15 @@ class Scheduler:
                 step.add_blocks(sequence, growth.block_ids)
         return found
 
-    def _why_never(self, request: Request) -> str | None:
-        """Why a waiting request can never be started, for its user; None if it can."""
-        config, num_prompt_tokens = self._config, len(request.prompt_token_ids)
+    def why_too_long(self, num_prompt_tokens: int) -> str | None:
+        """Why a prompt of this length can never be computed, for its user; None if it can. Any
+        thread may ask."""
+        config, blocks = self._config, self._blocks
         if num_prompt_tokens > config.max_model_len:
             return (
-                f"the prompt has {num_prompt_tokens} tokens, but max_model_len is "
-                f"{config.max_model_len}; shorten the prompt, or raise max_model_len if the model "
-                "was made for more"
+                f"the prompt has {num_prompt_tokens} tokens, more than max_model_len = "
+                f"{config.max_model_len}; shorten it, or raise max_model_len if the model was made "
+                "for more"
             )
         limit = config.max_num_batched_tokens
         if not config.enable_chunked_prefill and num_prompt_tokens > limit:
@@ -430,21 +431,33 @@ class Scheduler:
                 f"max_num_batched_tokens = {limit} and prompts are not split; shorten the prompt, "
                 "raise max_num_batched_tokens, or set enable_chunked_prefill=True"
             )
-        if self._blocks.can_allocate(request) is AllocStatus.NEVER:
-            return self._too_long_for_cache(request, self._blocks.num_needed_blocks(request))
+        num_needed = blocks.most_blocks_for(num_prompt_tokens)
+        if num_needed > blocks.num_total_blocks:
+            return self._too_long_for_cache(num_prompt_tokens, num_needed)
         return None
+
+    def _why_never(self, request: Request) -> str | None:
+        """Why a waiting request can never be started, for its user; None if it can."""
+        reason = self.why_too_long(len(request.prompt_token_ids))
+        # A request that was preempted has output tokens too.
+        if reason is None and self._blocks.can_allocate(request) is AllocStatus.NEVER:
+            return self._outgrown(request, self._blocks.num_needed_blocks(request))
+        return reason
 
     def _why_no_more(self, request: Request) -> str | None:
         """Why a running request cannot continue even alone, for its user; None if it can."""
         blocks = self._blocks
         num_needed = blocks.num_held_blocks(request) + blocks.num_lacking_blocks(request)
         if num_needed > blocks.num_total_blocks:
-            return self._too_long_for_cache(request, num_needed)
+            return self._outgrown(request, num_needed)
         return None
 
-    def _too_long_for_cache(self, request: Request, num_needed: int) -> str:
-        blocks = self._blocks
+    def _outgrown(self, request: Request, num_needed: int) -> str:
         num_tokens = sum(sequence.num_tokens for sequence in request.unfinished_sequences)
+        return self._too_long_for_cache(num_tokens, num_needed)
+
+    def _too_long_for_cache(self, num_tokens: int, num_needed: int) -> str:
+        blocks = self._blocks
         return (
             f"the request's {num_tokens} tokens (prompt and output) need "
             f"{num_needed} blocks of {blocks.block_size}, but the KV cache has "

@@ -70,7 +70,7 @@ class ServerState:
     def serve(self, engine: AsyncLLMEngine) -> None:
         """Begins to serve with an engine that is ready."""
         self._max_text_bytes = max_text_bytes(
-            engine.llm_engine.tokenizer, engine.get_model_config().max_model_len
+            engine.llm_engine.tokenizer, engine.model_config.max_model_len
         )
         self.engine = engine
         if self.state is State.LOADING:
@@ -132,7 +132,7 @@ class ServerState:
         """
         length = sum(len(text.encode()) for text in texts)
         if self._max_text_bytes is not None and length > self._max_text_bytes:
-            max_model_len = self.loaded_engine().get_model_config().max_model_len
+            max_model_len = self.loaded_engine().model_config.max_model_len
             raise InvalidPromptError(
                 f"{name} has {length} bytes, more than {self._max_text_bytes}, which is more than "
                 f"max_model_len = {max_model_len} tokens; shorten it"

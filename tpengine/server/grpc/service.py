@@ -118,7 +118,7 @@ class GenerationServicer(tpengine_pb2_grpc.GenerationServiceServicer):
         if message.HasField("request_id"):
             check_request_id(message.request_id)
             request_id = message.request_id
-        max_model_len = engine.get_model_config().max_model_len
+        max_model_len = engine.model_config.max_model_len
         request = dataclasses.replace(
             read_generate_request(message, kind, self._limits, max_model_len),
             request_id=request_id,
@@ -158,14 +158,14 @@ class GenerationServicer(tpengine_pb2_grpc.GenerationServiceServicer):
     async def Detokenize(self, request: Any, context: Any) -> Any:  # noqa: N802
         """Converts token ids to text."""
         engine = self._state.loaded_engine()
-        check_num_ids(len(request.token_ids), engine.get_model_config().max_model_len)
+        check_num_ids(len(request.token_ids), engine.model_config.max_model_len)
         skip = request.skip_special_tokens if request.HasField("skip_special_tokens") else True
         return pb.DetokenizeResponse(text=await engine.detokenize(list(request.token_ids), skip))
 
     async def GetModelInfo(self, request: Any, context: Any) -> Any:  # noqa: N802
         """The model and its properties."""
         engine = self._state.loaded_engine()
-        model, tokenizer = engine.get_model_config(), engine.llm_engine.get_tokenizer()
+        model, tokenizer = engine.model_config, engine.llm_engine.get_tokenizer()
         return pb.GetModelInfoResponse(
             model=self._state.model,
             architecture=model.architecture,

@@ -1,0 +1,176 @@
+"""The part of `AsyncLLMEngine` that only programs written for vLLM 0.5.4 use."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from support.engines import greedy
+from tpengine.engine.async_llm_engine import AsyncEngineDeadError
+from tpengine.engine.metrics import StatLoggerBase, Stats
+from tpengine.lora.request import LoRARequest
+from tpengine.usage.usage_lib import UsageContext
+
+from async_engine.tools import collect, last_output, read_ids, run_async
+from tpengine import AsyncEngineArgs, AsyncLLMEngine, SamplingParams
+from tpengine.errors import ConfigError, DuplicateRequestError, InvalidPromptError
+
+
+class Noted(StatLoggerBase):
+    """A logger that keeps what it gets, and the thread that it is called on."""
+
+    def __init__(self) -> None:
+        super().__init__(local_interval=1)
+        self.stats: list[tuple[str, Stats]] = []
+
+    def log(self, stats: Stats) -> None:
+        self.stats.append((threading.current_thread().name, stats))
+
+
+@pytest.fixture(scope="module")
+def engine(folder: Path) -> Iterator[AsyncLLMEngine]:
+    args = AsyncEngineArgs(
+        str(folder),
+        dtype="float32",
+        num_device_blocks_override=64,
+        disable_log_requests=True,
+        max_model_len=256,
+    )
+    made = AsyncLLMEngine.from_engine_args(args, False, UsageContext.API_SERVER, None)
+    made.start_background_loop()
+    yield made
+    run_async(made.shutdown())
+
+
+def test_configs_and_the_tokenizer(engine: AsyncLLMEngine) -> None:
+    async def ask() -> None:
+        assert (await engine.get_model_config()).max_model_len == 256
+        assert await engine.get_model_config() is engine.engine.get_model_config()
+        assert (await engine.get_parallel_config()).tensor_parallel_size == 1
+        assert (await engine.get_scheduler_config()).max_model_len == 256
+        assert await engine.get_lora_config() is None
+        assert (await engine.get_tokenizer()).encode("hello") == await engine.tokenize("hello")
+        assert await engine.is_tracing_enabled() is False
+        await engine.check_health()
+        assert (engine.is_running, engine.is_stopped, engine.errored) == (True, False, False)
+
+    run_async(ask())
+
+
+def test_a_request_by_its_positions(engine: AsyncLLMEngine) -> None:
+    async def ask() -> None:
+        arrival_time = time.time() - 100
+        prompt = {"prompt_token_ids": [5, 6, 7]}
+        request = await engine.add_request("a", prompt, greedy(4), arrival_time, None, None, None)
+        with pytest.raises(DuplicateRequestError):
+            await engine.add_request("a", prompt, greedy(4))
+        added = await collect(request)
+        assert [output.finished for output in added] == [False] * (len(added) - 1) + [True]
+        assert added[-1].metrics is not None
+        assert added[-1].metrics.arrival_time == arrival_time
+        output = await last_output(engine, prompt, greedy(4), "b", None, None, None)
+        assert output.outputs[0].token_ids == added[-1].outputs[0].token_ids
+
+    run_async(ask())
+
+
+def test_a_stream_that_is_not_read_goes_on(engine: AsyncLLMEngine) -> None:
+    async def ask() -> None:
+        request = await engine.add_request("a", "hello", greedy(8))
+        await read_ids(engine, [5], greedy(30))
+        assert request.finished
+        assert len([output async for output in request][-1].outputs[0].token_ids) == 8
+        with pytest.raises(InvalidPromptError, match="empty"):
+            await engine.add_request("a", {"prompt_token_ids": []}, greedy(8))
+
+    run_async(ask())
+
+
+ADAPTER = LoRARequest("adapter", 1, "/folder")
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [("lora_request", ADAPTER), ("trace_headers", {}), ("prompt_adapter_request", object())],
+)
+def test_what_is_not_served_is_refused(engine: AsyncLLMEngine, name: str, value: Any) -> None:
+    async def ask() -> None:
+        with pytest.raises(InvalidPromptError, match=name):
+            engine.generate("a", SamplingParams(), "it", **{name: value})
+        with pytest.raises(InvalidPromptError, match=name):
+            await engine.add_request("it", "a", SamplingParams(), **{name: value})
+        if name == "lora_request":
+            with pytest.raises(InvalidPromptError, match="peft"):
+                await engine.get_tokenizer(value)
+
+    run_async(ask())
+
+
+@pytest.mark.parametrize(
+    ("name", "words"),
+    [
+        ("encode", "use generate"),
+        ("engine_step", "thread runs its steps"),
+        ("run_engine_loop", "thread runs its steps"),
+        ("background_loop", "is_running"),
+        ("get_decoding_config", "no grammars"),
+    ],
+)
+def test_methods_that_are_refused(engine: AsyncLLMEngine, name: str, words: str) -> None:
+    with pytest.raises(ConfigError, match=rf"AsyncLLMEngine\.{name} is not offered: .*{words}"):
+        getattr(engine, name)
+    assert not hasattr(engine, name)
+
+
+@pytest.mark.parametrize("kwargs", [{}, {"worker_use_ray": False, "log_stats": True}])
+def test_the_constructor_of_vllm_is_refused(kwargs: Any) -> None:
+    positions = () if kwargs else (False, False)
+    with pytest.raises(ConfigError, match=r"use AsyncLLMEngine\.from_engine_args"):
+        AsyncLLMEngine(*positions, **kwargs)
+
+
+def test_loggers_are_called_on_the_engines_thread(engine: AsyncLLMEngine) -> None:
+    noted = Noted()
+
+    async def ask() -> None:
+        engine.add_logger("mine", noted)
+        with pytest.raises(KeyError):
+            engine.add_logger("mine", noted)
+        await read_ids(engine, [5], greedy(3))
+        await engine.do_log_stats()
+        engine.remove_logger("mine")
+        number = len(noted.stats)
+        await read_ids(engine, [5], greedy(3))
+        assert number == len(noted.stats) >= 4
+        with pytest.raises(KeyError):
+            engine.remove_logger("mine")
+
+    run_async(ask())
+    assert {thread for thread, _ in noted.stats} == {"tpengine-engine"}
+    assert sum(stats.num_generation_tokens_iter for _, stats in noted.stats) == 3
+
+
+def test_an_engine_that_has_ended(folder: Path) -> None:
+    args = AsyncEngineArgs(str(folder), dtype="float32", num_device_blocks_override=64)
+    noted = Noted()
+    engine = AsyncLLMEngine.from_engine_args(args, stat_loggers={"mine": noted})
+
+    async def ask() -> None:
+        await read_ids(engine, [5], greedy(3))
+        await engine.shutdown()
+        assert (engine.is_running, engine.is_stopped, engine.errored) == (False, True, False)
+        with pytest.raises(AsyncEngineDeadError):
+            engine.start_background_loop()
+        with pytest.raises(AsyncEngineDeadError):
+            await engine.check_health()
+        with pytest.raises(AsyncEngineDeadError):
+            await engine.do_log_stats()
+        with pytest.raises(AsyncEngineDeadError):
+            engine.remove_logger("mine")
+
+    run_async(ask())
+    assert noted.stats

@@ -1,0 +1,252 @@
+"""The names and module paths of vLLM 0.5.4 that scripts import, and what they mean here.
+
+A script of that time changes only `vllm` into `tpengine` in its imports. `MODULES` lists the paths,
+and `REFUSED` the names that tpengine has nothing for: importing one raises an ImportError that says
+what to use.
+
+A path that is no file here is served by a finder at the end of `sys.meta_path`, which Python asks
+about modules that no other finder knows. A file of ours whose path is in `MODULES` calls
+`add_names`. Nothing is imported before it is used. The second half of this file holds small things
+that only such scripts need.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import enum
+import importlib
+import os
+import sys
+from collections.abc import AsyncIterator
+from functools import partial
+from importlib.machinery import ModuleSpec
+from types import ModuleType
+from typing import Any, NoReturn
+
+MODULES = {
+    "tpengine": "",
+    "tpengine.adapter_commons.request": "",
+    "tpengine.config": "",
+    "tpengine.distributed": "tpengine.aliases",
+    "tpengine.distributed.parallel_state": "tpengine.aliases",
+    "tpengine.engine.arg_utils": "tpengine.engine_args tpengine.aliases",
+    "tpengine.engine.async_llm_engine": "tpengine.async_engine.async_llm_engine tpengine.errors",
+    "tpengine.engine.metrics": "tpengine.engine.stats",
+    "tpengine.entrypoints.api_server": "",
+    "tpengine.entrypoints.llm": "tpengine.llm",
+    "tpengine.entrypoints.openai.api_server": "",
+    "tpengine.executor.ray_utils": "tpengine.aliases",
+    "tpengine.inputs": "",
+    "tpengine.inputs.data": "tpengine.inputs",
+    "tpengine.lora.request": "tpengine.inputs",
+    "tpengine.model_executor.guided_decoding.guided_fields": "",
+    "tpengine.model_executor.layers.quantization": "",
+    "tpengine.model_executor.models": "",
+    "tpengine.model_executor.parallel_utils.parallel_state": "tpengine.aliases",
+    "tpengine.model_executor.utils": "",
+    "tpengine.multimodal": "",
+    "tpengine.outputs": "",
+    "tpengine.pooling_params": "",
+    "tpengine.prompt_adapter.request": "",
+    "tpengine.sequence": "tpengine.outputs",
+    "tpengine.transformers_utils.tokenizer": "tpengine.engine.tokenizer tpengine.aliases",
+    "tpengine.usage.usage_lib": "tpengine.aliases",
+    "tpengine.utils": "tpengine.aliases tpengine.cli.parser",
+    "tpengine.version": "tpengine",
+}
+"""Module of vLLM, with its first word changed: modules of ours that have its names."""
+
+REFUSED = {
+    "AdapterRequest": "LoRARequest has no base class; import that",
+    "DecodingConfig GuidedDecodingRequest LLMGuidedOptions": (
+        "no grammars are served; use allowed_token_ids or logits_processors"
+    ),
+    "EmbeddingOutput EmbeddingRequestOutput PoolingParams": (
+        "no embedding models are served; use generate"
+    ),
+    "INPUT_REGISTRY MULTIMODAL_REGISTRY MultiModalDataDict": "prompts are text or ids; give those",
+    "LLMInputs parse_and_batch_prompt": "it is internal to vLLM; give prompts as PromptInputs",
+    "LoggingStatLogger": "the engine logs its statistics itself unless disable_log_stats is set",
+    "ModelRegistry": "docs/models.md lists the architectures, and says how to add one",
+    "PrometheusStatLogger": "use AsyncLLMEngine.metrics_text() or `tpengine serve --metrics-port`",
+    "PromptAdapterRequest": "no prompt adapters are served; put its instruction into the prompt",
+    "QUANTIZATION_METHODS": "`tpengine serve --help` lists what --quantization takes",
+    "StoreBoolean": "use argparse.BooleanOptionalAction",
+    "__commit__": "use __version__",
+    "initialize_ray_cluster": "the engine connects to Ray; use EngineArgs.ray_address",
+    "set_random_seed": "requests use no global random numbers; set seed in EngineArgs",
+}
+"""Names: why they cannot be imported, and what to use."""
+
+_REASONS = {name: reason for names, reason in REFUSED.items() for name in names.split()}
+_PACKAGES = {path.rsplit(".", depth)[0] for path in MODULES for depth in range(1, path.count("."))}
+
+
+def find_name(module: str, name: str) -> Any:
+    """Returns what a name means in a module of `MODULES`; this is the module's `__getattr__`.
+
+    Raises:
+        AttributeError: the module has no such name.
+        ImportError: the name is refused; the message says what to use.
+    """
+    if name in _REASONS:
+        raise ImportError(f"tpengine has no {name}: {_REASONS[name]}", name=module)
+    # Python itself asks for __path__, __file__ and the like.
+    if name == "__version__" or not name.startswith("__"):
+        for place in MODULES.get(module, "").split():
+            found = vars(importlib.import_module(place))
+            if name in found:
+                return found[name]
+    raise AttributeError(f"module {module!r} has no attribute {name!r}")
+
+
+def add_names(module_name: str) -> None:
+    """Makes a module serve the names that vLLM has in it, besides those that it defines itself.
+
+    It sets `__getattr__` from outside, so that type checkers still find a wrong name of ours.
+    """
+    module = sys.modules[module_name]
+    vars(module)["__getattr__"] = partial(find_name, module_name)
+    if module_name in _PACKAGES and "__path__" not in vars(module):
+        module.__path__ = []  # else Python does not look for modules below it
+
+
+class _Finder:
+    """Finder and loader of the modules in `MODULES` that are no files."""
+
+    def find_spec(
+        self, fullname: str, path: object = None, target: object = None
+    ) -> ModuleSpec | None:
+        """Returns the spec of a module, or of a package around one; None: an unknown name."""
+        if fullname not in MODULES and fullname not in _PACKAGES:
+            return None
+        loader: Any = self
+        return ModuleSpec(fullname, loader, is_package=fullname in _PACKAGES)
+
+    def create_module(self, spec: ModuleSpec) -> None:
+        """Leaves it to Python to make the module."""
+
+    def exec_module(self, module: ModuleType) -> None:
+        """Gives a new module its names."""
+        add_names(module.__name__)
+
+    def get_code(self, fullname: str) -> NoReturn:
+        """Refuses `python -m`.
+
+        Raises:
+            ImportError: always.
+        """
+        raise ImportError(f"{fullname} is no program; `tpengine serve` starts a server")
+
+
+_FINDER = _Finder()
+
+
+def install() -> None:
+    """Installs the finder, once in a process."""
+    if _FINDER not in sys.meta_path:
+        sys.meta_path.append(_FINDER)
+
+
+class UsageContext(enum.StrEnum):
+    """From where an engine is used. It has no effect: tpengine reports usage to no one."""
+
+    UNKNOWN_CONTEXT = "UNKNOWN_CONTEXT"
+    LLM_CLASS = "LLM_CLASS"
+    API_SERVER = "API_SERVER"
+    OPENAI_API_SERVER = "OPENAI_API_SERVER"
+    OPENAI_BATCH_RUNNER = "OPENAI_BATCH_RUNNER"
+    ENGINE_CONTEXT = "ENGINE_CONTEXT"
+
+
+class Counter:
+    """Counts 0, 1, 2 and so on by `next`."""
+
+    def __init__(self, start: int = 0) -> None:
+        self.counter = start
+
+    def __next__(self) -> int:
+        self.counter += 1
+        return self.counter - 1
+
+    def reset(self) -> None:
+        """Begins with 0 again."""
+        self.counter = 0
+
+
+def random_uuid() -> str:
+    """Returns 32 random hexadecimal digits, for the id of a request."""
+    return os.urandom(16).hex()
+
+
+def nullable_str(val: str) -> str | None:
+    """Returns the value of an option; None for `None` and for no text."""
+    return None if val in ("", "None") else val
+
+
+def get_ip() -> str:
+    """Returns the address that this machine has towards others; 0.0.0.0 if it has none."""
+    import socket
+
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        try:
+            probe.connect(("192.0.2.1", 80))  # an address for documentation; no packet is sent
+        except OSError:
+            return "0.0.0.0"
+        return str(probe.getsockname()[0])
+
+
+def get_open_port(port: int | None = None) -> int:
+    """Returns a free TCP port.
+
+    Args:
+        port: the first one to try, then the next ones; None: any.
+
+    Raises:
+        OSError: no port is free.
+    """
+    import socket
+
+    for one in (0,) if port is None else range(port, 1 << 16):
+        with contextlib.suppress(OSError), socket.socket() as probe:
+            probe.bind(("", one))
+            return int(probe.getsockname()[1])
+    raise OSError(f"no TCP port from {port or 1} on is free; end a program that listens on one")
+
+
+async def merge_async_iterators(*iterators: AsyncIterator[Any]) -> AsyncIterator[tuple[int, Any]]:
+    """Yields (index of an iterator, its item) as the items of all iterators come."""
+    import asyncio
+
+    awaited = {asyncio.ensure_future(anext(one)): index for index, one in enumerate(iterators)}
+    try:
+        while awaited:
+            done, _ = await asyncio.wait(awaited, return_when=asyncio.FIRST_COMPLETED)
+            for item in done:
+                index = awaited.pop(item)
+                with contextlib.suppress(StopAsyncIteration):
+                    yield index, item.result()
+                    awaited[asyncio.ensure_future(anext(iterators[index]))] = index
+    finally:
+        for item in awaited:
+            item.cancel()
+        await asyncio.gather(*awaited, return_exceptions=True)
+
+
+def get_cached_tokenizer(tokenizer: Any) -> Any:
+    """Returns its argument: there is nothing to cache."""
+    return tokenizer
+
+
+def ray_is_available() -> bool:
+    """Returns whether Ray is installed."""
+    import importlib.util
+
+    return importlib.util.find_spec("ray") is not None
+
+
+def destroy_model_parallel() -> None:
+    """Has no effect: no state of ranks is global. `LLM.shutdown` ends an engine's ranks."""
+
+
+destroy_distributed_environment = destroy_model_parallel
