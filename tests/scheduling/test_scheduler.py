@@ -145,7 +145,7 @@ def test_short_requests_do_not_keep_decodes_waiting() -> None:
     [
         (False, 65, ["65 tokens", "max_num_batched_tokens = 64", "enable_chunked_prefill"]),
         (True, 121, ["121 tokens", "31 blocks of 4", "120 tokens", "gpu_memory_utilization"]),
-        (True, 5000, ["5000 tokens", "max_model_len is 4096"]),
+        (True, 5000, ["5000 tokens", "max_model_len = 4096"]),
     ],
 )
 def test_ignored_with_a_reason(chunked: bool, num_prompt_tokens: int, words: list[str]) -> None:

@@ -419,9 +419,9 @@ class Scheduler:
         config, num_prompt_tokens = self._config, len(request.prompt_token_ids)
         if num_prompt_tokens > config.max_model_len:
             return (
-                f"the prompt has {num_prompt_tokens} tokens, but max_model_len is "
-                f"{config.max_model_len}; shorten the prompt, or raise max_model_len if the model "
-                "was made for more"
+                f"the prompt has {num_prompt_tokens} tokens, more than max_model_len = "
+                f"{config.max_model_len}; shorten it, or raise max_model_len if the model was made "
+                "for more"
             )
         limit = config.max_num_batched_tokens
         if not config.enable_chunked_prefill and num_prompt_tokens > limit:
