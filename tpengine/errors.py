@@ -112,6 +112,11 @@ class ConfigError(EngineError, ValueError):
     """Engine arguments or a model's `config.json` ask for something that cannot be done."""
 
 
+class RefusedNameError(ConfigError, AttributeError):
+    """An object of vLLM 0.5.4 has this attribute, and ours does not; the message says what to use
+    instead."""
+
+
 class ModelLoadError(EngineError):
     """A model folder, its weights or its tokenizer cannot be read."""
 
