@@ -119,6 +119,8 @@ def test_arguments_in_the_order_of_vllm(models: ModelShop) -> None:
         config = llm.llm_engine.model_config
         assert (config.seed, config.dtype, config.tokenizer_mode) == (7, "float32", "slow")
         assert llm.llm_engine.cache_config.num_cpu_blocks == 0
+        with LLM.deprecate_legacy_api():
+            assert llm.generate([], prompt_token_ids=[]) == []
         late, soon = llm.generate([[5], [6]], greedy(2), None, False, None, None, None, [3, -3])
         assert soon.metrics.finished_time < late.metrics.finished_time
         with pytest.raises(InvalidPromptError, match="a list of priority needs one per prompt"):
@@ -200,6 +202,12 @@ def test_beam_search_is_that_of_generate(llm: LLM) -> None:
             assert beam.text == llm.get_tokenizer().decode(beam.tokens)
             assert beam.cum_logprob == one.cumulative_logprob
     assert found[0].sequences[0].cum_logprob > found[0].sequences[2].cum_logprob
+    question = llm.llm_engine.tokenizer.render_chat([{"role": "user", "content": "Two plus two?"}])
+    ids_of = llm.get_tokenizer().convert_tokens_to_ids
+    for is_shown in (False, True):
+        params = BeamSearchParams(2, 64, include_stop_str_in_output=is_shown)
+        best = llm.beam_search(question, params)[0].sequences[0]
+        assert (best.tokens[-1] == ids_of("<|end|>")) == is_shown
     with pytest.raises(InvalidSamplingParamsError, match=r"temperature = 0\.0, got 0\.5"):
         llm.beam_search(PROMPTS[0], BeamSearchParams(3, 8, temperature=0.5))
 
@@ -310,7 +318,7 @@ def test_tokenizer_can_be_replaced(models: ModelShop) -> None:
             llm.chat([{"role": "user", "content": "Hello"}])
         hf = AutoTokenizer.from_pretrained(models.folder(PLAIN, tokenizer=True))
         llm.set_tokenizer(hf)
-        assert llm.get_tokenizer() is hf
+        assert llm.get_tokenizer() is llm.llm_engine.tokenizer.tokenizer is hf
         told = llm.generate(None, greedy(10), [prompt], use_tqdm=False)[0]
         assert told.outputs[0].token_ids == bare.outputs[0].token_ids
         assert told.outputs[0].text == hf.decode(bare.outputs[0].token_ids)

@@ -9,7 +9,7 @@ import time
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import closing, nullcontext
 from dataclasses import fields
-from typing import Any, NoReturn, cast
+from typing import Any, NoReturn
 
 from tqdm import tqdm
 
@@ -43,6 +43,7 @@ from tpengine.sampling_params import BeamSearchParams, RequestOutputKind, Sampli
 logger = init_logger(__name__)
 
 _REFRESH_S = 0.25
+Prompts = Prompt | Sequence[int] | Sequence[Prompt | Sequence[int]]
 Message = Mapping[str, Any]
 
 
@@ -107,7 +108,7 @@ class LLM:
 
     def generate(
         self,
-        prompts: Prompt | Sequence[Prompt | Sequence[int]] | Sequence[int] | None = None,
+        prompts: Prompts | None = None,
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
         prompt_token_ids: Sequence[int] | Sequence[Sequence[int]] | None = None,
         use_tqdm: bool = True,
@@ -148,7 +149,8 @@ class LLM:
         check_not_served(lora_request, None, prompt_adapter_request, guided_options_request)
         pairs = pair_prompts(prompts, prompt_token_ids)
         params = _final_only(sampling_params, len(pairs))
-        priorities = one_per_prompt("priority", priority or 0, int, len(pairs))
+        priority = 0 if priority is None else priority
+        priorities = one_per_prompt("priority", priority, int, len(pairs))
         requests = [
             GenerateRequest(text, token_ids, params=one, priority=urgency)
             for (text, token_ids), one, urgency in zip(pairs, params, priorities, strict=True)
@@ -245,7 +247,7 @@ class LLM:
         self._finished = []
         check_not_served(lora_request)
         is_one = not isinstance(messages, Sequence) or any(isinstance(m, Mapping) for m in messages)
-        conversations = cast(list[list[Message]], [messages] if is_one else list(messages))
+        conversations: list[Any] = [messages] if is_one else list(messages)
         options = {
             "chat_template": chat_template,
             "add_generation_prompt": add_generation_prompt,
@@ -262,7 +264,7 @@ class LLM:
 
     def beam_search(
         self,
-        prompts: Prompt | Sequence[Prompt | Sequence[int]] | Sequence[int],
+        prompts: Prompts,
         params: BeamSearchParams,
         lora_request: None = None,
         use_tqdm: bool = False,
@@ -277,7 +279,9 @@ class LLM:
         for output in self.generate(prompts, sampling_params, None, use_tqdm, lora_request):
             beams = []
             for one in output.outputs:
-                tokens = [*output.prompt_token_ids, *one.token_ids]
+                hides_end = one.finish_reason == "stop" and not params.include_stop_str_in_output
+                shown = one.token_ids[:-1] if hides_end else one.token_ids
+                tokens = [*output.prompt_token_ids, *shown]
                 text = None if tokenizer is None else tokenizer.decode(tokens, False)
                 beams.append(BeamSearchSequence(tokens, text, one.cumulative_logprob))
             found.append(BeamSearchOutput(beams, output.error))

@@ -94,7 +94,7 @@ class BeamSearchSequence:
     """A beam of `LLM.beam_search`.
 
     Attributes:
-        tokens: ids of the prompt and the output.
+        tokens: ids of the prompt and the output, without the end token unless it is asked for.
         text: their text, special tokens included; None: the model has no tokenizer.
         cum_logprob: sum of the output tokens' log probabilities.
     """

@@ -424,8 +424,7 @@ class LLMEngine:
         if self._stat_logger is not None:
             self._stat_logger.record(self.last_step, self._scheduler)
         if self.stat_loggers:
-            reported = (*scheduled.ignored, *decisions.to_report.values())
-            finished = [one for one in reported if one.finished]
+            finished = [one for one in decisions.to_report.values() if one.finished]
             self.stat_loggers.log(Stats(self.stats(), self.counters, self.last_step, finished))
         self.counters.forget_latencies()
 

@@ -6,6 +6,7 @@ import json
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
@@ -57,12 +58,14 @@ class Tokenizer:
     punctuation): that would change text that was already streamed.
 
     Attributes:
-        hf: the wrapped Hugging Face tokenizer.
+        hf: the wrapped Hugging Face tokenizer; also `tokenizer`, as in vLLM.
         fast_backend: its `tokenizers.Tokenizer`; None for one written in Python.
         special_token_ids: ids that `skip_special_tokens` leaves out.
         eos_token_id: id of the end token; None if the tokenizer names none.
         byte_table: None if a token's text depends on its neighbours in other ways than UTF-8.
     """
+
+    tokenizer = property(attrgetter("hf"))
 
     def __init__(self, hf: Any) -> None:
         self.hf = hf
