@@ -1,19 +1,21 @@
-"""Prompts that are refused: by type, with value, limit and remedy, and the engine goes on."""
+"""Prompts that are refused or too long: with value, limit and remedy, and the engine goes on."""
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
 import numpy as np
 import pytest
-from support.engines import greedy, open_llm
+from support.engines import greedy, open_llm, run
 from support.models import ModelShop
 from support.zoo import PLAIN
 
 from tpengine import LLM, SamplingParams
 from tpengine.errors import (
+    ConfigError,
     InvalidPromptError,
     InvalidSamplingParamsError,
     RequestError,
@@ -28,7 +30,6 @@ def llm(models: ModelShop) -> Iterator[LLM]:
 
 BAD_PROMPTS: dict[str, tuple[Any, tuple[str, ...]]] = {
     "empty": ([], ("empty", "at least one")),
-    "too long": (list(range(5, 106)), ("101", "100", "max_model_len", "shorten")),
     "id too large": ([5, 6, 512], ("prompt_token_ids[2]", "512", "[0, 511]")),
     "negative id": ([-1], ("prompt_token_ids[0]", "-1", "[0, 511]")),
     "no integer": ([5, 1.5], ("prompt_token_ids[1]", "1.5", "integers")),
@@ -50,13 +51,70 @@ def test_bad_prompts(llm: LLM, models: ModelShop, name: str) -> None:
     assert engine.get_num_unfinished_requests() == 0
     oracle = models.oracle(models.folder(PLAIN))
     good = oracle.prompts((7, 33), seed=1)
-    outputs = llm.generate(None, greedy(8), [good[0], bad, good[1]], use_tqdm=False)
+    prompts = [good[0], bad, good[1]]
+    with pytest.raises(InvalidPromptError) as refused:
+        llm.generate(None, greedy(8), prompts, use_tqdm=False)
+    assert str(refused.value) == f"prompts[1]: {raised.value}"
+    assert engine.get_num_unfinished_requests() == 0
+    outputs = llm.generate(None, greedy(8), prompts, use_tqdm=False, on_error="return")
     assert outputs[1].error == str(raised.value)
     assert outputs[1].finished
     assert outputs[1].outputs[0].finish_reason == "error"
-    assert outputs[1].outputs[0].token_ids == []
+    assert not outputs[1].outputs[0].token_ids
     expected = [answer.token_ids[:8] for answer in oracle.answers(good)]
-    assert [outputs[0].outputs[0].token_ids, outputs[2].outputs[0].token_ids] == expected
+    assert [list(outputs[i].outputs[0].token_ids) for i in (0, 2)] == expected
+
+
+@pytest.mark.parametrize(
+    "params",
+    [greedy(4), SamplingParams(n=2), SamplingParams(n=2, use_beam_search=True, temperature=0.0)],
+)
+def test_a_prompt_that_is_too_long_ends_for_its_length(
+    llm: LLM, caplog: pytest.LogCaptureFixture, params: SamplingParams
+) -> None:
+    long, engine = list(range(5, 106)), llm.llm_engine
+    logging.getLogger("tpengine").addHandler(caplog.handler)
+    try:
+        good, generated = llm.generate(None, params, [[5, 6], long], use_tqdm=False)
+        engine.add_request("long", None, params, prompt_token_ids=long)
+        (stepped,) = engine.step()
+    finally:
+        logging.getLogger("tpengine").removeHandler(caplog.handler)
+    assert good.error is None
+    for output in (generated, stepped):
+        assert output.finished
+        assert output.prompt_token_ids == long
+        for word in ("101 tokens", "max_model_len = 100", "shorten"):
+            assert word in output.error
+        assert len(output.outputs) == params.n
+        for one in output.outputs:
+            assert (one.text, list(one.token_ids), one.finish_reason) == ("", [], "length")
+    assert [record.levelname for record in caplog.records] == ["WARNING"] * 2
+    assert generated.error in caplog.messages[0]
+    assert "'long'" in caplog.messages[1]
+    assert not engine.has_unfinished_requests()
+
+
+def test_requests_of_another_caller_stay(llm: LLM) -> None:
+    """It has taken the id that `generate` would take next."""
+    engine, taken = llm.llm_engine, str(next(llm.request_counter) + 1)
+    engine.add_request(taken, None, greedy(3), prompt_token_ids=[5, 6])
+    with pytest.raises(InvalidPromptError, match=r"^prompts\[0\]: the prompt is empty"):
+        llm.generate(None, greedy(1), [[], [7]], use_tqdm=False)
+    (own,) = llm.generate(None, greedy(1), [[7]], use_tqdm=False)
+    assert own.error is None
+    (other,) = [output for output in run(engine) if output.finished]
+    assert (other.request_id, len(other.outputs[0].token_ids)) == (taken, 3)
+
+
+@pytest.mark.parametrize("name", ["lora_request", "prompt_adapter_request", "trace_headers"])
+def test_what_is_not_served_is_refused_by_name(llm: LLM, name: str) -> None:
+    with pytest.raises(InvalidPromptError, match=f"^{name} = 'x' is not served; "):
+        llm.llm_engine.add_request("bad", None, prompt_token_ids=[5], **{name: "x"})
+    assert not llm.llm_engine.has_unfinished_requests()
+    if name != "trace_headers":
+        with pytest.raises(InvalidPromptError, match=f"^{name} = 'x' is not served; "):
+            llm.generate("a", **{name: "x"})
 
 
 @pytest.mark.parametrize(
@@ -64,6 +122,11 @@ def test_bad_prompts(llm: LLM, models: ModelShop, name: str) -> None:
     [
         (None, None, ("neither",)),
         ({"prompt_token_id": [1]}, None, ("prompt_token_ids", "prompt_token_id'")),
+        (
+            {"prompt_token_ids": [5], "multi_modal_data": {}},
+            None,
+            ("multi_modal_data", "text alone"),
+        ),
         (7, None, ("int", "prompt_token_ids")),
         (["a", "b"], None, ("list",)),
         (None, 7, ("int", "list of integers")),
@@ -82,18 +145,29 @@ def test_prompts_of_the_wrong_kind(
 
 def test_text_that_is_no_unicode(models: ModelShop) -> None:
     with open_llm(models.folder(PLAIN, tokenizer=True)) as llm:
-        outputs = llm.generate(["a\ud800b", "ab", ""], greedy(2), use_tqdm=False)
+        prompts = ["a\ud800b", "ab", "", {"prompt": "ab", "multi_modal_data": None}]
+        outputs = llm.generate(prompts, greedy(2), use_tqdm=False, on_error="return")
+        with pytest.raises(InvalidPromptError, match="messages must be a list"):
+            llm.chat({"role": "user", "content": "hello"})
     assert "no valid Unicode at character 1 ('\\ud800'" in outputs[0].error
-    assert outputs[1].error is None
     assert "empty" in outputs[2].error
+    assert [outputs[i].error for i in (1, 3)] == [None, None]
 
 
 def test_arguments_of_the_wrong_kind(llm: LLM) -> None:
     for ids in (5, "abc"):
         with pytest.raises(InvalidPromptError, match="prompt_token_ids must be a list"):
             llm.generate(prompt_token_ids=ids)
-    with pytest.raises(InvalidPromptError, match="messages must be a list"):
-        llm.chat({"role": "user", "content": "hello"})
+    with pytest.raises(InvalidPromptError, match=r"^guided_options_request = \{\} is not"):
+        llm.generate([[5]], guided_options_request={})
+    with pytest.raises(RequestError, match="on_error must be 'raise' or 'return', got 'skip'"):
+        llm.generate([[5]], on_error="skip")
+    with pytest.raises(InvalidSamplingParamsError, match="sampling_params must be SamplingParams"):
+        llm.generate([[5]], {"max_tokens": 3})
+    with pytest.raises(InvalidSamplingParamsError, match="must be SamplingParams, got <object"):
+        llm.llm_engine.add_request("bad", None, object(), prompt_token_ids=[5])
+    with pytest.raises(ConfigError, match="no embedding models are served"):
+        llm.encode("hello")
     with pytest.raises(InvalidSamplingParamsError, match="stop_token_ids must be a sequence"):
         SamplingParams(stop_token_ids=5)
     with pytest.raises(InvalidSamplingParamsError, match=r"must be an integer, got np\.float64"):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import shutil
 import signal
 import subprocess
 import sys
@@ -16,19 +17,23 @@ import pytest
 from support.engines import generate, greedy, ids, open_llm
 from support.models import ModelShop
 from support.oracle import Oracle
+from support.tiny_llama import edit_json
 from support.zoo import PLAIN
 
 from tpengine import LLM, LLMEngine, SamplingParams
 from tpengine.config import EMBEDDED_MODEL
 from tpengine.engine.output_processor import OutputProcessor
 from tpengine.errors import (
+    ConfigError,
     EngineDeadError,
     EngineError,
     InvalidPromptError,
+    InvalidSamplingParamsError,
     RequestAbortedError,
     RequestError,
 )
 from tpengine.outputs import RequestOutput
+from tpengine.sampling_params import BeamSearchParams
 from tpengine.scheduling.scheduler import Scheduler
 
 PROMPTS = ["Hello, my name is", "The capital of France is", "The future of AI is"]
@@ -87,6 +92,8 @@ def test_every_form_of_a_prompt(llm: LLM) -> None:
         llm.generate(prompt_token_ids=[token_ids], sampling_params=greedy(12), use_tqdm=False),
         llm.generate([PROMPTS[0]], greedy(12), [token_ids], use_tqdm=False),
         llm.generate(None, greedy(12), [np.array(token_ids)], use_tqdm=False),
+        llm.generate(token_ids, greedy(12), use_tqdm=False),
+        llm.generate([np.array(token_ids)], greedy(12), use_tqdm=False),
     ]
     for form in forms:
         assert ids(form) == ids(one)
@@ -94,12 +101,32 @@ def test_every_form_of_a_prompt(llm: LLM) -> None:
     assert forms[2][0].prompt is None
     assert forms[6][0].prompt == PROMPTS[0]
     mixed = llm.generate(
-        [PROMPTS[0], {"prompt_token_ids": token_ids}, {"prompt": PROMPTS[1]}],
+        [PROMPTS[0], {"prompt_token_ids": token_ids}, {"prompt": PROMPTS[1]}, token_ids],
         greedy(12),
         use_tqdm=False,
     )
-    assert ids(mixed)[0] == ids(mixed)[1] == ids(one)[0]
+    assert ids(mixed)[0] == ids(mixed)[1] == ids(mixed)[3] == ids(one)[0]
     assert ids(mixed)[2] != ids(one)[0]
+
+
+def test_arguments_in_the_order_of_vllm(models: ModelShop) -> None:
+    """Thirteen of the constructor, the others by name; and a priority for each prompt."""
+    folder = str(models.folder(PLAIN, tokenizer=True))
+    others = {"scheduling_policy": "priority", "max_num_seqs": 1, "num_device_blocks_override": 64}
+    with LLM(
+        folder, None, "slow", False, False, 1, "float32", None, None, None, 7, 0.9, 0, **others
+    ) as llm:
+        config = llm.llm_engine.model_config
+        assert (config.seed, config.dtype, config.tokenizer_mode) == (7, "float32", "slow")
+        assert llm.llm_engine.cache_config.num_cpu_blocks == 0
+        with LLM.deprecate_legacy_api():
+            assert llm.generate([], prompt_token_ids=[]) == []
+        late, soon = llm.generate([[5], [6]], greedy(2), None, False, None, None, None, [3, -3])
+        assert soon.metrics.finished_time < late.metrics.finished_time
+        with pytest.raises(InvalidPromptError, match="a list of priority needs one per prompt"):
+            llm.generate([[5], [6]], priority=[3])
+    with pytest.raises(ConfigError, match="LLM has no argument 'max_num_seq'; did you mean"):
+        LLM(folder, max_num_seq=1)
 
 
 def test_params_per_prompt_and_order_of_results(llm: LLM) -> None:
@@ -124,16 +151,77 @@ def test_params_per_prompt_and_order_of_results(llm: LLM) -> None:
 def test_chat(llm: LLM) -> None:
     messages = [{"role": "user", "content": "What is two plus three?"}]
     outputs = llm.chat(messages, greedy(8), use_tqdm=False)
-    expected = llm.get_tokenizer().apply_chat_template(
+    tokenizer = llm.get_tokenizer()
+    expected = tokenizer.apply_chat_template(
         messages, add_generation_prompt=True, return_dict=False
     )
     assert outputs[0].prompt_token_ids == expected
+    assert outputs[0].prompt == tokenizer.apply_chat_template(
+        messages, add_generation_prompt=True, tokenize=False
+    )
     many = llm.chat([messages, messages[:1]], greedy(8), use_tqdm=False)
     assert ids(many) == ids(outputs) * 2
     closed = llm.chat(messages, greedy(8), use_tqdm=False, add_generation_prompt=False)
     assert len(closed[0].prompt_token_ids) < len(expected)
-    with pytest.raises(InvalidPromptError, match="content"):
-        llm.chat([{"role": "user"}], greedy(8))
+    with pytest.raises(InvalidPromptError, match=r"^prompts\[1\]: messages\[0\] has no 'content'"):
+        llm.chat([messages, [{"role": "user"}]], greedy(8))
+    good, bad = llm.chat([messages, []], greedy(8), use_tqdm=False, on_error="return")
+    assert ids([good]) == ids(outputs)
+    assert "messages is empty" in bad.error
+
+
+def test_options_of_a_chat(llm: LLM) -> None:
+    def prompt(content: Any, **options: Any) -> str:
+        messages = [{"role": "user", "content": "2+3?"}, {"role": "assistant", "content": content}]
+        return llm.chat(messages, greedy(1), False, **options)[0].prompt
+
+    parts = [{"type": "text", "text": "It"}, {"type": "text", "text": "is"}]
+    assert "It\nis" in prompt(parts, add_generation_prompt=False)
+    open_end = {"continue_final_message": True, "add_generation_prompt": False}
+    assert prompt("It is", **open_end).endswith("<|assistant|>\nIt is")
+    template = "{{ tools[0].name }} {{ mood }} {{ messages[1].content }}"
+    options = {"tools": [{"name": "add"}], "chat_template_kwargs": {"mood": "calm"}}
+    assert prompt("It is", chat_template=template, **options) == "add calm It is"
+    image = {"type": "image_url", "image_url": {"url": "x"}}
+    with pytest.raises(InvalidPromptError, match=r"\['content'\]\[1\] must be .* text alone"):
+        prompt([parts[0], image])
+    with pytest.raises(InvalidPromptError, match="continue_final_message"):
+        prompt("It is", continue_final_message=True)
+    with pytest.raises(InvalidPromptError, match="lora_request = 'x' is not served"):
+        prompt("It is", lora_request="x")
+
+
+def test_beam_search_is_that_of_generate(llm: LLM) -> None:
+    params = SamplingParams(n=3, use_beam_search=True, temperature=0.0, max_tokens=8)
+    wanted = llm.generate(PROMPTS[:2], params, use_tqdm=False)
+    found = llm.beam_search(PROMPTS[:2], BeamSearchParams(beam_width=3, max_tokens=8))
+    for output, expected in zip(found, wanted, strict=True):
+        assert output.error is None
+        for beam, one in zip(output.sequences, expected.outputs, strict=True):
+            assert beam.tokens == [*expected.prompt_token_ids, *one.token_ids]
+            assert beam.text == llm.get_tokenizer().decode(beam.tokens)
+            assert beam.cum_logprob == one.cumulative_logprob
+    assert found[0].sequences[0].cum_logprob > found[0].sequences[2].cum_logprob
+    question = llm.llm_engine.tokenizer.render_chat([{"role": "user", "content": "Two plus two?"}])
+    ids_of = llm.get_tokenizer().convert_tokens_to_ids
+    for is_shown in (False, True):
+        params = BeamSearchParams(2, 64, include_stop_str_in_output=is_shown)
+        best = llm.beam_search(question, params)[0].sequences[0]
+        assert (best.tokens[-1] == ids_of("<|end|>")) == is_shown
+    with pytest.raises(InvalidSamplingParamsError, match=r"temperature = 0\.0, got 0\.5"):
+        llm.beam_search(PROMPTS[0], BeamSearchParams(3, 8, temperature=0.5))
+
+
+def test_parameters_that_the_model_recommends(models: ModelShop, tmp_path: Path) -> None:
+    folder = tmp_path / "model"
+    shutil.copytree(models.folder(PLAIN), folder)
+    wishes = {"temperature": 0.5, "top_k": 0, "top_p": 0.9, "max_new_tokens": 33, "num_beams": 2}
+    edit_json(folder / "generation_config.json", lambda content: content.update(wishes))
+    with open_llm(folder) as llm:
+        wished = SamplingParams(temperature=0.5, top_p=0.9, max_tokens=33)
+        assert llm.get_default_sampling_params() == wished
+        (output,) = llm.generate([[5, 6]], use_tqdm=False)
+        assert len(output.outputs[0].token_ids) <= 16, "generate keeps its own defaults"
 
 
 def test_progress_bar_moves_before_a_prompt_ends(
@@ -164,11 +252,11 @@ def test_progress_bar_moves_before_a_prompt_ends(
 def test_progress_bar_shows_refused_prompts_apart(
     llm: LLM, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    llm.generate([PROMPTS[0], "", PROMPTS[1]], greedy(4))
+    llm.generate([PROMPTS[0], "", PROMPTS[1]], greedy(4), on_error="return")
     last = _last_bar(capsys.readouterr().err)
     assert "2/3" in last
     assert "refused 1," in last
-    llm.generate([""], greedy(4))
+    llm.generate([""], greedy(4), on_error="return")
     last = _last_bar(capsys.readouterr().err)
     assert "0/1" in last
     assert "refused 1," in last
@@ -222,15 +310,15 @@ def test_tokenizer_can_be_replaced(models: ModelShop) -> None:
         bare = llm.generate(None, greedy(10), [prompt], use_tqdm=False)[0]
         assert bare.outputs[0].text == ""
         assert len(bare.outputs[0].token_ids) == 10
-        refused = llm.generate(["Hello"], greedy(10), use_tqdm=False)[0]
-        assert "no tokenizer" in refused.error
-        stop = llm.generate(None, greedy(10, stop=["a"]), [prompt], use_tqdm=False)[0]
-        assert "stop strings need a tokenizer" in stop.error
+        with pytest.raises(InvalidPromptError, match="no tokenizer"):
+            llm.generate(["Hello"], greedy(10), use_tqdm=False)
+        with pytest.raises(InvalidSamplingParamsError, match="stop strings need a tokenizer"):
+            llm.generate(None, greedy(10, stop=["a"]), [prompt], use_tqdm=False)
         with pytest.raises(InvalidPromptError, match="tokenizer"):
             llm.chat([{"role": "user", "content": "Hello"}])
         hf = AutoTokenizer.from_pretrained(models.folder(PLAIN, tokenizer=True))
         llm.set_tokenizer(hf)
-        assert llm.get_tokenizer() is hf
+        assert llm.get_tokenizer() is llm.llm_engine.tokenizer.tokenizer is hf
         told = llm.generate(None, greedy(10), [prompt], use_tqdm=False)[0]
         assert told.outputs[0].token_ids == bare.outputs[0].token_ids
         assert told.outputs[0].text == hf.decode(bare.outputs[0].token_ids)
@@ -371,7 +459,10 @@ def test_a_prompt_that_the_tokenizer_cannot_follow_fails_alone(
 
     with monkeypatch.context() as patch:
         patch.setattr(OutputProcessor, "add", failing)
-        outputs = llm.generate(PROMPTS[:3], greedy(4), use_tqdm=False)
+        outputs = llm.generate(PROMPTS[:3], greedy(4), use_tqdm=False, on_error="return")
+        with pytest.raises(InvalidPromptError, match=r"^prompts\[1\]: .* bytes must be in range"):
+            llm.generate(PROMPTS[:3], greedy(4), use_tqdm=False)
+    assert llm.llm_engine.get_num_unfinished_requests() == 0
     assert [output.error is None for output in outputs] == [True, False, True]
     assert "bytes must be in range" in outputs[1].error
     assert all(o.error is None for o in llm.generate(PROMPTS[:3], greedy(4), use_tqdm=False))

@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
@@ -70,6 +71,15 @@ _HUB_DOUBLES = ["original/*", "consolidated*"]
 """Copies of the weights in other layouts, which some models have."""
 
 
+class ModelFields(dict[str, Any]):
+    """Fields of a `config.json`, which can also be read as attributes."""
+
+    def __getattr__(self, name: str) -> Any:
+        if name not in self:
+            raise AttributeError(f"the model's config.json has no {name!r}")
+        return self[name]
+
+
 @dataclass(frozen=True)
 class ModelConfig:
     """The model, and how it is read.
@@ -77,7 +87,7 @@ class ModelConfig:
     Attributes:
         model: local folder in Hugging Face layout; a hub name has been resolved to one.
         tokenizer: its folder; None: none is loaded.
-        hf_config: the model's `config.json` as plain data, with its architecture's defaults.
+        hf_config: the model's `config.json` with its architecture's defaults, as `ModelFields`.
         dtype: one of `DTYPES`; the worker's device decides what auto is.
         max_model_len: most tokens of a sequence, prompt and output.
         end_token_ids: ids that end a sequence, from `config.json` and `generation_config.json`.
@@ -127,7 +137,39 @@ class ModelConfig:
     def head_dim(self) -> int:
         """Number of elements of one head."""
         head_dim = self.hf_config.get("head_dim")
-        return int(head_dim or int(self.hf_config["hidden_size"]) // self.total_num_heads)
+        return int(head_dim or self.get_hidden_size() // self.total_num_heads)
+
+    # The names of vLLM 0.5.4.
+    hf_text_config = property(attrgetter("hf_config"))
+    embedding_mode, multimodal_config = False, None
+
+    def get_vocab_size(self) -> int:
+        """`vocab_size`."""
+        return self.vocab_size
+
+    def get_head_size(self) -> int:
+        """`head_dim`."""
+        return self.head_dim
+
+    def get_total_num_kv_heads(self) -> int:
+        """`total_num_kv_heads`."""
+        return self.total_num_kv_heads
+
+    def get_hidden_size(self) -> int:
+        """Number of elements of a token's activation between layers."""
+        return int(self.hf_config["hidden_size"])
+
+    def get_num_kv_heads(self, parallel_config: ParallelConfig) -> int:
+        """Key and value heads of a rank; ranks share one if there are more ranks than heads."""
+        return max(1, self.total_num_kv_heads // parallel_config.tensor_parallel_size)
+
+    def get_num_attention_heads(self, parallel_config: ParallelConfig) -> int:
+        """Query heads of a rank."""
+        return self.total_num_heads // parallel_config.tensor_parallel_size
+
+    def get_num_layers(self, parallel_config: ParallelConfig) -> int:
+        """`num_layers`: each rank has a part of every layer."""
+        return self.num_layers
 
 
 @dataclass(frozen=True)
@@ -144,6 +186,9 @@ class CacheConfig:
             smaller of 4 GiB and 10 % of the free memory, divided by the ranks on that machine.
         enable_prefix_caching: whether prompts reuse full blocks with the same content.
         kv_cache_dtype: one of `KV_CACHE_DTYPES`; auto is the model's dtype, fp8 is e4m3.
+        num_gpu_blocks: device blocks of an engine's cache, in `LLMEngine.cache_config`; None
+            elsewhere.
+        num_cpu_blocks: the same for its host blocks.
     """
 
     block_size: int
@@ -153,6 +198,13 @@ class CacheConfig:
     swap_space_bytes: int | None
     enable_prefix_caching: bool
     kv_cache_dtype: str = "auto"
+    num_gpu_blocks: int | None = None
+    num_cpu_blocks: int | None = None
+
+    # The names of vLLM 0.5.4.
+    cache_dtype = property(attrgetter("kv_cache_dtype"))
+    num_gpu_blocks_override = property(attrgetter("num_device_blocks_override"))
+    cpu_offload_gb = 0
 
 
 @dataclass(frozen=True)
@@ -207,6 +259,15 @@ class ParallelConfig:
     rank_cpu_kv_cache_bytes: tuple[int, ...] | None = None
     ray: RayConfig | None = None
 
+    # The names of vLLM 0.5.4.
+    world_size = property(attrgetter("tensor_parallel_size"))
+    pipeline_parallel_size = 1
+
+    @property
+    def distributed_executor_backend(self) -> str | None:
+        """ "ray" or None."""
+        return None if self.ray is None else "ray"
+
 
 @dataclass(frozen=True)
 class SchedulerConfig:
@@ -235,6 +296,10 @@ class SchedulerConfig:
     stream_interval: int = 1
     looks_ahead: bool = False
 
+    # The names of vLLM 0.5.4.
+    chunked_prefill_enabled = property(attrgetter("enable_chunked_prefill"))
+    delay_factor, num_lookahead_slots, embedding_mode = 0.0, 0, False
+
 
 @dataclass(frozen=True)
 class RecoveryConfig:
@@ -259,6 +324,12 @@ class EngineConfig:
     recovery: RecoveryConfig
     device: str
     kernels: KernelConfig = KernelConfig()
+
+    # The names of vLLM 0.5.4.
+    model_config = property(attrgetter("model"))
+    cache_config = property(attrgetter("cache"))
+    parallel_config = property(attrgetter("parallel"))
+    scheduler_config = property(attrgetter("scheduler"))
 
     def for_rank(self, rank: int) -> EngineConfig:
         """The same configuration with the memory budgets of one rank."""
@@ -345,7 +416,7 @@ class ModelFiles:
         return str(folder)
 
 
-def read_hf_config(folder: str, trust_remote_code: bool) -> dict[str, Any]:
+def read_hf_config(folder: str, trust_remote_code: bool) -> ModelFields:
     """Reads `config.json` through transformers, which adds the architecture's defaults.
 
     Raises:
@@ -359,7 +430,7 @@ def read_hf_config(folder: str, trust_remote_code: bool) -> dict[str, Any]:
         config = AutoConfig.from_pretrained(folder, trust_remote_code=trust_remote_code)
     except Exception as error:
         raise ModelLoadError(f"{folder}/config.json cannot be read: {error}") from error
-    fields = dict(json.loads(config.to_json_string(use_diff=False)))
+    fields = ModelFields(json.loads(config.to_json_string(use_diff=False)))
     # Some architectures use other names for common fields (BLOOM: n_layer).
     for common, own in config.attribute_map.items():
         fields.setdefault(common, fields.get(own))
@@ -403,23 +474,32 @@ def replace_rope(
     hf_config["rope_parameters"] = found if theta is None else found | {"rope_theta": theta}
 
 
+def read_generation_config(folder: str) -> dict[str, Any]:
+    """Content of a model's `generation_config.json`; empty if there is no such file.
+
+    Raises:
+        ModelLoadError: it is not valid JSON.
+    """
+    path = Path(folder) / "generation_config.json"
+    if not path.is_file():
+        return {}
+    try:
+        return dict(json.loads(path.read_text(encoding="utf-8")))
+    except (ValueError, TypeError) as error:
+        raise ModelLoadError(f"{path} is not valid JSON: {error}") from error
+
+
 def read_end_token_ids(folder: str, hf_config: Mapping[str, Any]) -> frozenset[int]:
     """Ids that end a sequence, from `config.json` and `generation_config.json`.
 
     Raises:
         ModelLoadError: `generation_config.json` is not valid JSON.
     """
-    sources = [hf_config.get("eos_token_id")]
-    path = Path(folder) / "generation_config.json"
-    if path.is_file():
-        try:
-            sources.append(json.loads(path.read_text(encoding="utf-8")).get("eos_token_id"))
-        except (ValueError, AttributeError) as error:
-            raise ModelLoadError(f"{path} is not valid JSON: {error}") from error
     ids: set[int] = set()
-    for source in sources:
-        if source is not None:
-            ids.update(source if isinstance(source, list) else [source])
+    for source in (hf_config, read_generation_config(folder)):
+        found = source.get("eos_token_id")
+        if found is not None:
+            ids.update(found if isinstance(found, list) else [found])
     return frozenset(ids)
 
 

@@ -2,37 +2,49 @@
 
 from __future__ import annotations
 
+import copy
+import inspect
+import itertools
 import time
-from collections.abc import Collection, Iterator, Sequence
-from contextlib import closing
-from dataclasses import fields, replace
-from typing import Any, cast
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import closing, nullcontext
+from dataclasses import fields
+from typing import Any, NoReturn
 
 from tqdm import tqdm
 
+from tpengine.config import read_generation_config
 from tpengine.engine.llm_engine import LLMEngine
-from tpengine.engine.requests import Prompt, need_tokenizer, one_per_prompt, pair_prompts, refusal
+from tpengine.engine.requests import (
+    GenerateRequest,
+    Prompt,
+    need_tokenizer,
+    one_per_prompt,
+    pair_prompts,
+    refusal,
+)
 from tpengine.engine.stats import EngineCounters
 from tpengine.engine.tokenizer import Tokenizer
 from tpengine.engine_args import EngineArgs
 from tpengine.errors import (
     ConfigError,
     EngineError,
-    InvalidPromptError,
     InvalidSamplingParamsError,
     RequestAbortedError,
     RequestError,
     counted,
     did_you_mean,
 )
+from tpengine.inputs import check_not_served
 from tpengine.logger import init_logger
-from tpengine.outputs import RequestOutput
-from tpengine.sampling_params import RequestOutputKind, SamplingParams
+from tpengine.outputs import BeamSearchOutput, BeamSearchSequence, RequestOutput
+from tpengine.sampling_params import BeamSearchParams, RequestOutputKind, SamplingParams
 
 logger = init_logger(__name__)
 
 _REFRESH_S = 0.25
-Message = dict[str, str]
+Prompts = Prompt | Sequence[int] | Sequence[Prompt | Sequence[int]]
+Message = Mapping[str, Any]
 
 
 class LLM:
@@ -44,65 +56,131 @@ class LLM:
         model: folder in Hugging Face layout, or hub name; default: the small model inside
             tpengine.
         tokenizer: folder or hub name of the tokenizer; default: the model's.
-        **kwargs: the other fields of `EngineArgs`, by name.
+        **kwargs: further fields of `EngineArgs`, which describes all arguments.
 
     Raises:
         EngineError: an argument is wrong, the model cannot be loaded, or memory is too small.
     """
 
+    # No argument is deprecated here.
+    DEPRECATE_LEGACY = False
+    deprecate_legacy_api = staticmethod(nullcontext)
+
     def __init__(
-        self, model: str | None = None, tokenizer: str | None = None, **kwargs: Any
+        self,
+        model: str | None = None,
+        tokenizer: str | None = None,
+        tokenizer_mode: str = "auto",
+        skip_tokenizer_init: bool = False,
+        trust_remote_code: bool = False,
+        tensor_parallel_size: int = 1,
+        dtype: str = "auto",
+        quantization: str | None = None,
+        revision: str | None = None,
+        tokenizer_revision: str | None = None,
+        seed: int = 0,
+        gpu_memory_utilization: float | Sequence[float] = 0.9,
+        swap_space: float | None = None,
+        cpu_offload_gb: float = 0,
+        enforce_eager: bool = False,
+        max_context_len_to_capture: int | None = None,
+        max_seq_len_to_capture: int = 8192,
+        disable_custom_all_reduce: bool = False,
+        **kwargs: Any,
     ) -> None:
-        if model is not None:
-            kwargs["model"] = model
-        if tokenizer is not None:
-            kwargs["tokenizer"] = tokenizer
+        given = dict(locals())
+        del given["self"]
+        given |= given.pop("kwargs")
+        # An argument at its default is left to `EngineArgs`.
+        own = inspect.signature(LLM).parameters
+        arguments = {n: v for n, v in given.items() if n not in own or v is not own[n].default}
         # A line of statistics would break the progress bar up, which shows the same.
-        kwargs.setdefault("disable_log_stats", True)
+        arguments.setdefault("disable_log_stats", True)
         known = [spec.name for spec in fields(EngineArgs)]
-        for name in kwargs:
+        for name in arguments:
             if name not in known:
                 hint = did_you_mean(name, known)
                 raise ConfigError(f"LLM has no argument {name!r}{hint}")
-        self.llm_engine = LLMEngine.from_engine_args(EngineArgs(**kwargs))
-        self._num_requests = 0
+        self.llm_engine = LLMEngine.from_engine_args(EngineArgs(**arguments))
+        self.request_counter = itertools.count()
         self._inbox: dict[str, list[RequestOutput]] = {}
         self._finished: list[RequestOutput] = []
 
     def generate(
         self,
-        prompts: Prompt | Sequence[Prompt] | None = None,
+        prompts: Prompts | None = None,
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
         prompt_token_ids: Sequence[int] | Sequence[Sequence[int]] | None = None,
         use_tqdm: bool = True,
+        lora_request: None = None,
+        prompt_adapter_request: None = None,
+        guided_options_request: None = None,
+        priority: int | Sequence[int] | None = None,
+        *,
+        on_error: str = "raise",
     ) -> list[RequestOutput]:
         """Completes every prompt.
 
         Args:
-            prompts: a string, a dict with `prompt` or `prompt_token_ids`, or a list of such.
+            prompts: a string, a list of ids, a dict with `prompt` or `prompt_token_ids`, or a list
+                of such.
             sampling_params: one for all, or a list with one per prompt; default:
                 `SamplingParams()`.
-            prompt_token_ids: the prompts as ids, instead of `prompts` or together with them.
+            prompt_token_ids: the prompts as ids, instead of `prompts` or together with them; then
+                the texts are only repeated in the outputs.
             use_tqdm: show a progress bar, with prompts and tokens.
+            lora_request, prompt_adapter_request, guided_options_request: only None.
+            priority: one for all, or a list with one per prompt; lower is served first; needs
+                scheduling_policy "priority".
+            on_error: what a prompt that cannot be served does. raise: no prompt is computed;
+                return: its output has finish reason error, and the reason in `error`.
 
         Returns:
-            One output per prompt, in the order of the prompts. The output of a refused or ignored
-            prompt has the reason in `error`.
+            One output per prompt, in the order of the prompts. A prompt that is too long has finish
+            reason length, no output tokens, and the reason in `error`.
 
         Raises:
-            RequestError: the arguments do not match each other.
+            RequestError: the arguments do not match each other, or a prompt cannot be served; the
+                message has its index.
             EngineDeadError: the engine cannot go on; `finished_outputs` has the finished prompts.
             KeyboardInterrupt: on Ctrl-C; the engine has aborted the prompts and can be used again.
         """
         self._finished = []
+        check_not_served(lora_request, None, prompt_adapter_request, guided_options_request)
         pairs = pair_prompts(prompts, prompt_token_ids)
-        params = one_per_prompt(sampling_params, len(pairs))
-        request_ids = [str(self._num_requests + i) for i in range(len(pairs))]
-        self._num_requests += len(pairs)
+        params = _final_only(sampling_params, len(pairs))
+        priority = 0 if priority is None else priority
+        priorities = one_per_prompt("priority", priority, int, len(pairs))
+        requests = [
+            GenerateRequest(text, token_ids, params=one, priority=urgency)
+            for (text, token_ids), one, urgency in zip(pairs, params, priorities, strict=True)
+        ]
+        return self._serve(requests, on_error, use_tqdm)
+
+    def _serve(
+        self, requests: list[GenerateRequest], on_error: str, use_tqdm: bool
+    ) -> list[RequestOutput]:
+        """Checks all requests, and then runs them; see `generate`."""
+        if on_error not in ("raise", "return"):
+            raise RequestError(f"on_error must be 'raise' or 'return', got {on_error!r}")
+        request_ids = [self._new_request_id() for _ in requests]
         done: dict[str, RequestOutput] = {}
+
+        def attempt(place: int, call: Callable[..., Any], *args: Any) -> Any:
+            try:
+                return call(*args)
+            except RequestError as error:
+                if on_error == "raise":
+                    raise type(error)(f"prompts[{place}]: {error}") from error
+                done[request_ids[place]] = refusal(request_ids[place], requests[place], error)
+                return None
+
+        engine = self.llm_engine
+        checked = [attempt(i, engine.check_request, one) for i, one in enumerate(requests)]
         try:
-            for request_id, pair, one in zip(request_ids, pairs, params, strict=True):
-                self._submit(request_id, *pair, one, done)
+            for place, one in enumerate(checked):
+                if one is not None:
+                    attempt(place, engine.add_checked, request_ids[place], one)
             self._run(set(request_ids), done, use_tqdm)
         except BaseException as error:  # after Ctrl-C too, no request may be left in the engine
             # Outputs of a step that was interrupted have not been returned yet.
@@ -119,14 +197,11 @@ class LLM:
         finally:
             for request_id in request_ids:
                 self._inbox.pop(request_id, None)
-        refused = [output.error for output in done.values() if output.error is not None]
-        if refused:
-            logger.warning(
-                "refused or ignored: %d of %s; the first: %s",
-                len(refused),
-                counted(len(done), "prompt"),
-                refused[0],
-            )
+        # The engine has logged those that are too long.
+        failed = [one.error for one in done.values() if one.outputs[0].finish_reason == "error"]
+        if failed:
+            total = counted(len(done), "prompt")
+            logger.warning("%d of %s failed; the first: %s", len(failed), total, failed[0])
         return [done[request_id] for request_id in request_ids]
 
     def finished_outputs(self) -> list[RequestOutput]:
@@ -139,30 +214,86 @@ class LLM:
         messages: Sequence[Message] | Sequence[Sequence[Message]],
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
         use_tqdm: bool = True,
+        lora_request: None = None,
+        chat_template: str | None = None,
         *,
         add_generation_prompt: bool = True,
+        continue_final_message: bool = False,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        chat_template_kwargs: Mapping[str, Any] | None = None,
+        on_error: str = "raise",
     ) -> list[RequestOutput]:
         """Answers one conversation, or a list of them, through the model's chat template.
 
         Args:
-            messages: dicts with `role` and `content`.
+            messages: dicts with `role` and `content`, which is a string or a list of parts
+                `{"type": "text", "text": ...}`.
+            lora_request: only None.
+            chat_template: a template in Jinja, instead of the model's own.
+            add_generation_prompt: end with the opening of the assistant's answer.
+            continue_final_message: leave the last message open, so that the answer continues it;
+                needs `add_generation_prompt=False`.
+            tools: descriptions of tools, which only the template reads.
+            chat_template_kwargs: further arguments of the template.
+            on_error: see `generate`.
+
+        Returns:
+            One output per conversation, in their order; `prompt` is the text of the template.
 
         Raises:
             InvalidPromptError: the model has no tokenizer or no chat template, or the template
                 does not accept the messages.
         """
         self._finished = []
-        if not isinstance(messages, Sequence) or isinstance(messages, str):
-            raise InvalidPromptError(
-                "messages must be a list of dicts with role and content, or a list of such lists; "
-                f"got {messages!r:.80}"
-            )
-        conversations = cast(
-            list[list[Message]],
-            [messages] if messages and isinstance(messages[0], dict) else list(messages),
-        )
-        token_ids = [self.chat_token_ids(one, add_generation_prompt) for one in conversations]
-        return self.generate(None, sampling_params, token_ids, use_tqdm)
+        check_not_served(lora_request)
+        is_one = not isinstance(messages, Sequence) or any(isinstance(m, Mapping) for m in messages)
+        conversations: list[Any] = [messages] if is_one else list(messages)
+        options = {
+            "chat_template": chat_template,
+            "add_generation_prompt": add_generation_prompt,
+            "continue_final_message": continue_final_message,
+            "tools": tools,
+            **(chat_template_kwargs or {}),
+        }
+        params = _final_only(sampling_params, len(conversations))
+        requests = [
+            GenerateRequest(messages=one, chat_options=options, params=own)
+            for one, own in zip(conversations, params, strict=True)
+        ]
+        return self._serve(requests, on_error, use_tqdm)
+
+    def beam_search(
+        self,
+        prompts: Prompts,
+        params: BeamSearchParams,
+        lora_request: None = None,
+        use_tqdm: bool = False,
+    ) -> list[BeamSearchOutput]:
+        """Finds the likeliest continuations of every prompt, by the engine's own beam search.
+
+        Raises:
+            RequestError: see `generate`.
+        """
+        sampling_params, tokenizer = params.sampling_params(), self.llm_engine.tokenizer
+        found = []
+        for output in self.generate(prompts, sampling_params, None, use_tqdm, lora_request):
+            beams = []
+            for one in output.outputs:
+                hides_end = one.finish_reason == "stop" and not params.include_stop_str_in_output
+                shown = one.token_ids[:-1] if hides_end else one.token_ids
+                tokens = [*output.prompt_token_ids, *shown]
+                text = None if tokenizer is None else tokenizer.decode(tokens, False)
+                beams.append(BeamSearchSequence(tokens, text, one.cumulative_logprob))
+            found.append(BeamSearchOutput(beams, output.error))
+        return found
+
+    def encode(self, *args: Any, **kwargs: Any) -> NoReturn:
+        """Refuses its arguments; vLLM computes embeddings with it.
+
+        Raises:
+            ConfigError: always.
+        """
+        raise ConfigError("LLM.encode: no embedding models are served; use generate")
 
     def chat_token_ids(
         self, messages: Sequence[Message], add_generation_prompt: bool = True
@@ -195,8 +326,8 @@ class LLM:
                 f"stream yields the text of one sequence, and n or best_of is "
                 f"{sampling_params.num_sequences}; use generate, or ask for one"
             )
-        request_id, self._num_requests = str(self._num_requests), self._num_requests + 1
-        params = replace(sampling_params, output_kind=RequestOutputKind.DELTA)
+        request_id = self._new_request_id()
+        params = _reported(sampling_params, RequestOutputKind.DELTA)
         self.llm_engine.add_request(request_id, prompt, params, prompt_token_ids=prompt_token_ids)
         outputs = self._inbox[request_id] = []
         finished = False
@@ -215,6 +346,15 @@ class LLM:
             del self._inbox[request_id]
             if not finished:
                 self.llm_engine.abort_request(request_id)
+
+    def get_default_sampling_params(self) -> SamplingParams:
+        """The parameters that the model's `generation_config.json` recommends; `generate` without
+        parameters does not take them."""
+        found = read_generation_config(self.llm_engine.get_model_config().model)
+        found["max_tokens"] = found.get("max_new_tokens")
+        found["top_k"] = found.get("top_k") or -1  # 0, too, keeps all tokens
+        names = ("repetition_penalty", "temperature", "top_k", "top_p", "min_p", "max_tokens")
+        return SamplingParams(**{n: found[n] for n in names if found.get(n) is not None})
 
     def get_tokenizer(self) -> Any:
         """The tokenizer of transformers; None: the model's folder has no tokenizer."""
@@ -235,20 +375,10 @@ class LLM:
     def __exit__(self, *error: object) -> None:
         self.shutdown()
 
-    def _submit(
-        self,
-        request_id: str,
-        prompt: Prompt | None,
-        token_ids: list[int] | None,
-        params: SamplingParams,
-        done: dict[str, RequestOutput],
-    ) -> None:
-        """Adds a prompt to the engine; puts one that it refuses into `done`."""
-        final = replace(params, output_kind=RequestOutputKind.FINAL_ONLY)
-        try:
-            self.llm_engine.add_request(request_id, prompt, final, prompt_token_ids=token_ids)
-        except RequestError as error:
-            done[request_id] = refusal(request_id, prompt, token_ids, error)
+    def _new_request_id(self) -> str:
+        """An id that no request of the engine has; the engine may have other callers."""
+        ids = map(str, self.request_counter)
+        return next(one for one in ids if not self.llm_engine.has_request(one))
 
     def _run(self, request_ids: set[str], done: dict[str, RequestOutput], use_tqdm: bool) -> None:
         """Runs steps until `done` holds all of `request_ids`; other requests run too."""
@@ -276,6 +406,20 @@ class LLM:
         for output in self.llm_engine.step():
             if output.request_id in self._inbox:
                 self._inbox[output.request_id].append(output)
+
+
+def _final_only(sampling_params: Any, num_prompts: int) -> list[SamplingParams]:
+    """The parameters of each prompt, with one report at the end."""
+    given = SamplingParams() if sampling_params is None else sampling_params
+    params = one_per_prompt("sampling_params", given, SamplingParams, num_prompts)
+    return [_reported(one, RequestOutputKind.FINAL_ONLY) for one in params]
+
+
+def _reported(params: SamplingParams, kind: RequestOutputKind) -> SamplingParams:
+    """The same parameters with another `output_kind`. The user's own object stays as it is."""
+    params = copy.copy(params)
+    object.__setattr__(params, "output_kind", kind)
+    return params
 
 
 class _ProgressBar:

@@ -50,7 +50,7 @@ class CompletionOutput:
         cumulative_logprob: sum of the chosen tokens' log probabilities; None unless the request
             asks for `logprobs`, or outputs are chosen by it.
         logprobs: for each token, candidates by id; None unless the request asks for them.
-        finish_reason: stop, length, abort, ignored or error; None while unfinished.
+        finish_reason: stop, length, abort or error; None while unfinished.
         stop_reason: the stop string or stop token that ended it.
     """
 
@@ -76,7 +76,7 @@ class RequestOutput:
         prompt_logprobs: for each position in the prompt, candidates by id; position 0, which has
             no token before it, has None. None unless the request asks for them, and before the
             whole prompt is computed.
-        error: why the request was refused, ignored or failed; None: no error.
+        error: why the request was refused or failed; None: no error.
         num_cached_tokens: prompt tokens whose K and V were in the cache.
     """
 
@@ -89,6 +89,34 @@ class RequestOutput:
     error: str | None = None
     prompt_logprobs: list[dict[int, Logprob] | None] | None = None
     num_cached_tokens: int = 0
+
+
+@dataclass
+class BeamSearchSequence:
+    """A beam of `LLM.beam_search`.
+
+    Attributes:
+        tokens: ids of the prompt and the output, without the end token unless it is asked for.
+        text: their text, special tokens included; None: the model has no tokenizer.
+        cum_logprob: sum of the output tokens' log probabilities.
+    """
+
+    tokens: list[int]
+    text: str | None
+    cum_logprob: float | None
+
+
+@dataclass
+class BeamSearchOutput:
+    """What `LLM.beam_search` finds for a prompt.
+
+    Attributes:
+        sequences: complete beams, best first.
+        error: why nothing was searched; None: no error.
+    """
+
+    sequences: list[BeamSearchSequence]
+    error: str | None = None
 
 
 aliases.add_names(__name__)

@@ -527,3 +527,34 @@ def _wants_prompt(name: str, function: Callable[..., Any]) -> bool:
         f"the logits processor {name!r} must take (output_ids, logits) or (prompt_ids, "
         f"output_ids, logits), but its parameters are {signature}"
     )
+
+
+@dataclass
+class BeamSearchParams:
+    """Parameters of `LLM.beam_search`, with the names of later versions of vLLM.
+
+    Attributes:
+        beam_width: number of beams, at least 2.
+        max_tokens: most output tokens of a beam.
+        ignore_eos: go on after the model's end tokens.
+        temperature: only 0.
+        length_penalty: beams are compared by their cumulative log probability, divided by their
+            number of output tokens to this power.
+        include_stop_str_in_output: keep the end token in tokens and text.
+    """
+
+    beam_width: int
+    max_tokens: int
+    ignore_eos: bool = False
+    temperature: float = 0.0
+    length_penalty: float = 1.0
+    include_stop_str_in_output: bool = False
+
+    def sampling_params(self) -> SamplingParams:
+        """Returns the same search as `SamplingParams`.
+
+        Raises:
+            InvalidSamplingParamsError: a value is out of its range.
+        """
+        same = {name: value for name, value in vars(self).items() if name != "beam_width"}
+        return SamplingParams(n=self.beam_width, use_beam_search=True, **same)

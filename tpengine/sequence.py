@@ -30,7 +30,7 @@ class SequenceStatus(enum.Enum):
 
     @property
     def finish_reason(self) -> str | None:
-        """What a user is told: stop, length, abort, ignored or error; None while unfinished."""
+        """What a user is told: stop, length, abort or error; None while unfinished."""
         return _FINISH_REASONS.get(self)
 
 
@@ -38,35 +38,34 @@ _FINISH_REASONS = {
     SequenceStatus.FINISHED_STOPPED: "stop",
     SequenceStatus.FINISHED_LENGTH: "length",
     SequenceStatus.FINISHED_ABORTED: "abort",
-    SequenceStatus.FINISHED_IGNORED: "ignored",
+    SequenceStatus.FINISHED_IGNORED: "length",  # as in vLLM; the request's error says more
     SequenceStatus.FINISHED_FAILED: "error",
 }
-_ANYTIME = frozenset(
-    {
-        SequenceStatus.FINISHED_ABORTED,
-        SequenceStatus.FINISHED_IGNORED,
-        SequenceStatus.FINISHED_FAILED,
-    }
+_ENDS_OF_ALL = (
+    SequenceStatus.FINISHED_FAILED,
+    SequenceStatus.FINISHED_IGNORED,
+    SequenceStatus.FINISHED_ABORTED,
 )
+"""Ends that all unfinished sequences of a request have together, at any time."""
 
 LEGAL_MOVES: dict[SequenceStatus, frozenset[SequenceStatus]] = {
-    SequenceStatus.WAITING: frozenset({SequenceStatus.RUNNING}) | _ANYTIME,
+    SequenceStatus.WAITING: frozenset({SequenceStatus.RUNNING, *_ENDS_OF_ALL}),
     SequenceStatus.RUNNING: frozenset(
         {
             SequenceStatus.WAITING,  # preempted: recompute
             SequenceStatus.SWAPPED,  # preempted: swap
             SequenceStatus.FINISHED_STOPPED,
             SequenceStatus.FINISHED_LENGTH,
+            *_ENDS_OF_ALL,
         }
-    )
-    | _ANYTIME,
+    ),
     SequenceStatus.SWAPPED: frozenset(
         {
             SequenceStatus.RUNNING,
             SequenceStatus.WAITING,  # its host blocks are lost: recompute
+            *_ENDS_OF_ALL,
         }
-    )
-    | _ANYTIME,
+    ),
     SequenceStatus.FINISHED_STOPPED: frozenset(),
     SequenceStatus.FINISHED_LENGTH: frozenset(),
     SequenceStatus.FINISHED_ABORTED: frozenset(),
@@ -151,9 +150,10 @@ class Request:
 
     @property
     def finish_reason(self) -> str | None:
-        """Why it ended as a whole: error, ignored or abort; None: each sequence ended by itself."""
-        reasons = {sequence.status.finish_reason for sequence in self.sequences}
-        return next((r for r in ("error", "ignored", "abort") if r in reasons), None)
+        """Why it ended as a whole: error, length (it was ignored) or abort; None: each sequence
+        ended by itself."""
+        found = {sequence.status for sequence in self.sequences}
+        return next((status.finish_reason for status in _ENDS_OF_ALL if status in found), None)
 
     @property
     def unfinished_sequences(self) -> list[Sequence]:

@@ -96,6 +96,7 @@ def test_too_much_for_the_cache_is_ignored_with_a_reason(make_engine: MakeEngine
     params = replace(FREE, n=8, best_of=None, max_tokens=40)
     found = run(engine, [("big", PROMPT, params), ("small", PROMPT, FREE)])
     assert found["big"].error is not None
+    assert {one.finish_reason for one in found["big"].outputs} == {"length"}
     assert "blocks of 8, but the KV cache has 20" in found["big"].error
     assert found["small"].error is None
     assert len(found["small"].outputs[0].token_ids) == 8

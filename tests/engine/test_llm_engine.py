@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import itertools
+import pickle
 import signal
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -13,7 +15,9 @@ from support.tiny_llama import TinyLlama
 from support.zoo import PLAIN
 
 from tpengine import EngineArgs, LLMEngine, RequestOutputKind, SamplingParams
-from tpengine.errors import DuplicateRequestError
+from tpengine.config import RayConfig
+from tpengine.engine.stats import StatLoggerBase, Stats
+from tpengine.errors import DuplicateRequestError, RefusedNameError
 from tpengine.executor.local_executor import LocalExecutor
 
 
@@ -181,6 +185,92 @@ def test_statistics_line(
     with LLMEngine.from_engine_args(args) as engine:
         engine.add_request("one", None, greedy(3), prompt_token_ids=prompt)
         run(engine)
-    assert len(lines) == 3
+        engine.do_log_stats()
+    assert len(lines) == 4
+    assert lines[3].startswith("prefill 0.0 tokens/s, output 0.0 tokens/s; 0 running")
     assert "1 running, 0 waiting" in lines[0]
     assert "KV cache" in lines[0]
+
+
+def test_configs_have_the_names_of_vllm(engine: LLMEngine) -> None:
+    model, parallel = engine.model_config, engine.parallel_config
+    assert model is engine.get_model_config()
+    assert (model.hf_config.vocab_size, model.hf_config["vocab_size"]) == (512, 512)
+    assert not hasattr(model.hf_config, "no_such_field")
+    assert pickle.loads(pickle.dumps(model)).hf_config.vocab_size == 512
+    sizes = (model.get_vocab_size(), model.get_hidden_size(), model.get_head_size())
+    assert sizes == (512, PLAIN.hidden_size, PLAIN.head_dim)
+    assert model.get_num_layers(parallel) == PLAIN.num_layers
+    assert model.get_num_attention_heads(parallel) == PLAIN.num_heads
+    assert model.get_num_kv_heads(parallel) == model.get_total_num_kv_heads() == PLAIN.num_kv_heads
+    four = replace(parallel, tensor_parallel_size=4)
+    assert model.get_num_kv_heads(four) == max(1, PLAIN.num_kv_heads // 4)
+    assert parallel is engine.get_parallel_config()
+    assert (parallel.world_size, parallel.pipeline_parallel_size) == (1, 1)
+    assert parallel.distributed_executor_backend is None
+    assert replace(parallel, ray=RayConfig()).distributed_executor_backend == "ray"
+    cache = engine.cache_config
+    assert (cache.num_gpu_blocks, cache.num_gpu_blocks_override) == (256, 256)
+    assert cache.cache_dtype == "auto"
+    scheduler = engine.scheduler_config
+    assert scheduler is engine.get_scheduler_config()
+    assert scheduler.chunked_prefill_enabled
+    assert engine.get_lora_config() is None
+    assert engine.list_loras() == set()
+    assert engine.check_health() is None
+
+
+@pytest.mark.parametrize(
+    ("name", "advice"),
+    [("add_lora", "merge"), ("model_executor", "shutdown"), ("decoding_config", "no guided")],
+)
+def test_what_is_not_offered_is_refused_by_name(engine: LLMEngine, name: str, advice: str) -> None:
+    with pytest.raises(RefusedNameError, match=f"^LLMEngine.{name} is not offered: .*{advice}"):
+        getattr(engine, name)
+    assert not hasattr(engine, name)
+    with pytest.raises(AttributeError, match="object has no attribute 'no_such_name'"):
+        engine.no_such_name()
+
+
+class Told(StatLoggerBase):
+    """Keeps what it is told."""
+
+    def __init__(self) -> None:
+        super().__init__(local_interval=1.0)
+        self.stats: list[Stats] = []
+
+    def log(self, stats: Stats) -> None:
+        self.stats.append(stats)
+
+
+def test_loggers_of_users(models: ModelShop, prompt: list[int]) -> None:
+    told = Told()
+    args = EngineArgs(str(models.folder(PLAIN)), dtype="float32", num_device_blocks_override=64)
+    with LLMEngine.from_engine_args(args, None, {"told": told}) as engine:
+        assert not engine.log_stats, "a logger of the user replaces the engine's own line"
+        engine.add_request("one", None, greedy(3), prompt_token_ids=prompt)
+        long = SamplingParams(n=2, max_tokens=5, ignore_eos=True)
+        engine.add_request("two", None, long, prompt_token_ids=[7, 8])
+        run(engine)
+        with pytest.raises(KeyError, match="'told'"):
+            engine.add_logger("told", told)
+        assert sum(one.num_prompt_tokens_iter for one in told.stats) == len(prompt) + 2
+        assert sum(one.num_generation_tokens_iter for one in told.stats) == 3 + 2 * 5
+        assert [len(one.time_to_first_tokens_iter) for one in told.stats] == [2, 0, 0, 0, 0]
+        assert [len(one.time_per_output_tokens_iter) for one in told.stats] == [0, 2, 2, 1, 1]
+        assert [one.num_running_sys for one in told.stats] == [2, 2, 1, 1, 0]
+        assert told.stats[0].gpu_cache_usage_sys > told.stats[-1].gpu_cache_usage_sys
+        assert told.stats[2].num_prompt_tokens_requests == [len(prompt)]
+        last = told.stats[-1]
+        assert (last.num_generation_tokens_requests, last.n_requests) == ([5, 5], [2])
+        assert (last.finished_reason_requests, last.best_of_requests) == (["length"] * 2, [2])
+        assert len(last.time_e2e_requests) == 1
+        engine.add_logger("broken", object())
+        engine.do_log_stats()
+        assert len(told.stats) == 6, "an error of another logger does not matter"
+        engine.remove_logger("told")
+        engine.add_request("three", None, greedy(1), prompt_token_ids=prompt)
+        run(engine)
+        assert len(told.stats) == 6
+        with pytest.raises(KeyError):
+            engine.remove_logger("told")

@@ -145,9 +145,10 @@ def play(trace: Trace, config: EngineConfig, events: Counter[str]) -> None:
 
 def compare(answer: Answer, undisturbed: Answer, job: Job) -> str:
     """Returns how it ended."""
-    (reason,) = {r for r in answer.reasons if r in ("abort", "ignored", "error")} or {"completed"}
+    completed = "completed" if answer.error is None else "outgrown"
+    (reason,) = {r for r in answer.reasons if r in ("abort", "error")} or {completed}
     assert reason != "error"
-    assert (answer.error is not None) == (reason == "ignored")
+    assert (answer.error is not None) == (reason == "outgrown")
     if reason == "completed":
         assert summary(answer) == summary(undisturbed)
     elif not job.params.is_ranked:
@@ -201,6 +202,6 @@ def test_random_losses(fake_config: MakeConfig, monkeypatch: pytest.MonkeyPatch)
     # The traces reach the cases that this test is for.
     wanted = ["execute_model", "idle", "rebuild", "cache", "shrunk", "preempted"]
     wanted += ["swapped when lost", "prefilling when lost", "decoding when lost"]
-    wanted += ["added in a recovery", "aborted in a recovery", "abort", "ignored"]
+    wanted += ["added in a recovery", "aborted in a recovery", "abort", "outgrown"]
     wanted += [f"{kind} completed" for kind in KINDS]
     assert {what: events[what] for what in wanted if events[what] < 4} == {}, events

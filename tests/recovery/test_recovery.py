@@ -137,7 +137,7 @@ def test_a_request_that_no_longer_fits_fails_alone(fake_config: MakeConfig) -> N
     answers, engine = served.answers, served.engine
     assert engine.num_total_blocks == 5
     for name in "02":
-        assert answers[name].reasons == {"ignored"}
+        assert answers[name].reasons == {"length"}
         assert "the KV cache has 5, which hold 40 tokens" in str(answers[name].error)
     assert len(answers["2"].token_ids[0]) > 30
     assert summary(answers["1"]) == alone(fake_config(), 1)

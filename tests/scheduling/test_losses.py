@@ -31,7 +31,7 @@ def test_what_no_longer_fits_is_ignored_alone() -> None:
     loop.step()
     loop.lose(num_blocks=5)
     loop.run()
-    assert loop.endings == {long.request_id: "ignored", short.request_id: "length"}
+    assert statuses(long, short) == ["FINISHED_IGNORED", "FINISHED_LENGTH"]
     assert long.error is not None
     assert "which hold 20 tokens" in long.error
 

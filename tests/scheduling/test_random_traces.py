@@ -194,7 +194,10 @@ def check_ending(loop: Loop, request: Request) -> str:
     assert output.finished
     assert all(s.slot is None and s.status.finished for s in request.sequences)
     assert request.metrics.num_preemptions == loop.preemptions[request.request_id]
-    reasons = {s.status.finish_reason for s in request.sequences}
+    reasons = {
+        "ignored" if s.status.name == "FINISHED_IGNORED" else s.status.finish_reason
+        for s in request.sequences
+    }
     alone = undisturbed(request)
     if reasons <= {"stop", "length"}:
         assert output.error is None

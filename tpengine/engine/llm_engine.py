@@ -10,10 +10,11 @@ import hashlib
 import threading
 import time
 import weakref
-from collections.abc import Iterable
-from typing import Any
+from collections.abc import Iterable, Mapping
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
 
-from tpengine.config import EngineConfig, ModelConfig
+from tpengine.config import CacheConfig, EngineConfig, ModelConfig, ParallelConfig, SchedulerConfig
 from tpengine.engine.output_processor import OutputProcessor
 from tpengine.engine.recovery import Recovery
 from tpengine.engine.requests import (
@@ -32,14 +33,19 @@ from tpengine.engine.stats import (
     QueueStats,
     RecoveryRecord,
     StatLogger,
+    StatLoggerBase,
+    StatLoggers,
+    Stats,
     StepStats,
 )
 from tpengine.engine.tokenizer import Tokenizer, load_tokenizer
 from tpengine.engine_args import EngineArgs
-from tpengine.errors import EngineError, GroupLostError, InvalidPromptError
+from tpengine.errors import EngineError, GroupLostError, InvalidPromptError, RefusedNameError
 from tpengine.executor.executor import Executor
 from tpengine.executor.local_executor import create_executor
 from tpengine.host import DeferredInterrupt
+from tpengine.inputs import check_not_served
+from tpengine.logger import init_logger
 from tpengine.messages import StepOutput
 from tpengine.outputs import RequestMetrics, RequestOutput
 from tpengine.sampling_params import SamplingParams
@@ -47,16 +53,34 @@ from tpengine.scheduling.scheduler import Scheduler
 from tpengine.scheduling.step import SchedulerOutput
 from tpengine.sequence import Request, Sequence
 
+logger = init_logger(__name__)
+
+_REFUSED = {
+    "add_lora remove_lora pin_lora": "merge the adapter into the weights",
+    "add_prompt_adapter remove_prompt_adapter": "put its instruction into the prompt",
+    "get_tokenizer_group": "use get_tokenizer",
+    "get_decoding_config decoding_config": "there is no guided decoding",
+    "model_executor": "shutdown ends the ranks",
+    "scheduler": "use stats",
+}
+"""Names of vLLM's engine: what to do instead."""
+
 
 class LLMEngine:
     """Serves many requests at once: call `add_request` for each, and `step` while there are any.
 
     One thread at a time may use an engine. If it cannot start, it shuts its executor down.
 
+    Its methods and attributes with names of vLLM 0.5.4 do what they do there.
+
     Attributes:
         counters: counters and histograms since the start.
         last_step: times and sizes of the latest step, for benchmarks; None before the first.
+        log_stats: whether the engine logs a line of statistics.
+        stat_loggers: see `add_logger`.
     """
+
+    lora_config = multimodal_config = speculative_config = prompt_adapter_config = None
 
     def __init__(self, config: EngineConfig, executor: Executor, log_stats: bool = True) -> None:
         self._config = config
@@ -76,7 +100,9 @@ class LLMEngine:
         except BaseException:
             finalizer()
             raise
+        self.log_stats = log_stats
         self._stat_logger = StatLogger() if log_stats else None
+        self.stat_loggers = StatLoggers()
         self._num_requests = 0
         self._num_sequences = 0
         self._unreported: list[RequestOutput] = []
@@ -84,14 +110,33 @@ class LLMEngine:
         self.last_step: StepStats | None = None
 
     @classmethod
-    def from_engine_args(cls, args: EngineArgs) -> LLMEngine:
+    def from_engine_args(
+        cls,
+        engine_args: EngineArgs,
+        usage_context: object = None,
+        stat_loggers: Mapping[str, StatLoggerBase] | None = None,
+    ) -> LLMEngine:
         """Builds an engine.
+
+        Args:
+            usage_context: no effect: usage is reported to no one.
+            stat_loggers: instead of the engine's own line of statistics; see `add_logger`.
 
         Raises:
             EngineError: an argument, the model or the memory does not allow it.
         """
-        config, executor = create_executor(args)
-        return cls(config, executor, log_stats=not args.disable_log_stats)
+        config, executor = create_executor(engine_args)
+        engine = cls(config, executor, stat_loggers is None and not engine_args.disable_log_stats)
+        engine.stat_loggers.update(stat_loggers or {})
+        return engine
+
+    if not TYPE_CHECKING:  # else type checkers would accept any name
+
+        def __getattr__(self, name: str) -> Any:
+            for names, advice in _REFUSED.items():
+                if name in names.split():
+                    raise RefusedNameError(f"LLMEngine.{name} is not offered: {advice}")
+            raise AttributeError(f"'LLMEngine' object has no attribute {name!r}")
 
     @property
     def tokenizer(self) -> Tokenizer | None:
@@ -102,12 +147,38 @@ class LLMEngine:
     def tokenizer(self, tokenizer: Tokenizer | None) -> None:
         self._output_processor.tokenizer = tokenizer
 
+    @property
+    def cache_config(self) -> CacheConfig:
+        """The cache's configuration, with the present numbers of blocks."""
+        blocks = self._scheduler.block_manager
+        return replace(
+            self._config.cache,
+            num_gpu_blocks=blocks.num_total_blocks,
+            num_cpu_blocks=blocks.host.num_blocks,
+        )
+
     def get_model_config(self) -> ModelConfig:
         """The model's shape, limits and special tokens."""
         return self._config.model
 
-    def get_tokenizer(self) -> Any:
+    def get_parallel_config(self) -> ParallelConfig:
+        """The number of ranks."""
+        return self._config.parallel
+
+    def get_scheduler_config(self) -> SchedulerConfig:
+        """The limits of a step."""
+        return self._config.scheduler
+
+    model_config = property(get_model_config)
+    parallel_config = property(get_parallel_config)
+    scheduler_config = property(get_scheduler_config)
+
+    def get_lora_config(self) -> None:
+        """None: adapters are not served."""
+
+    def get_tokenizer(self, lora_request: None = None) -> Any:
         """The tokenizer of transformers; None for a model folder without one."""
+        check_not_served(lora_request)
         return None if self.tokenizer is None else self.tokenizer.hf
 
     def get_num_unfinished_requests(self) -> int:
@@ -118,6 +189,11 @@ class LLMEngine:
     def has_unfinished_requests(self) -> bool:
         """Whether `step` has anything to do or to report."""
         return self._scheduler.has_unfinished_requests() or bool(self._unreported)
+
+    def has_request(self, request_id: str) -> bool:
+        """Whether a request of this id is unfinished, or its last output is not reported yet."""
+        unreported = any(output.request_id == request_id for output in self._unreported)
+        return unreported or self._scheduler.get_request(request_id) is not None
 
     @property
     def num_free_blocks(self) -> int:
@@ -133,6 +209,14 @@ class LLMEngine:
     def recoveries(self) -> list[RecoveryRecord]:
         """Times and sizes of the latest recoveries, oldest first."""
         return list(self._recovery.records)
+
+    def check_health(self) -> None:
+        """Raises EngineDeadError if the engine cannot be used any more."""
+        self._recovery.check_alive()
+
+    def list_loras(self) -> set[int]:
+        """The empty set: adapters are not served."""
+        return set()
 
     def health(self) -> EngineHealth:
         """The engine's state and progress; any thread may ask, also during a step."""
@@ -186,16 +270,21 @@ class LLMEngine:
         inputs: Prompt | None = None,
         params: SamplingParams | None = None,
         arrival_time: float | None = None,
+        lora_request: None = None,
+        trace_headers: None = None,
+        prompt_adapter_request: None = None,
         *,
         prompt_token_ids: list[int] | None = None,
         priority: int = 0,
     ) -> None:
-        """Adds a request; the next steps compute it.
+        """Adds a request; the next steps compute it. One that is too long ends in the next step,
+        with finish reason length and an error.
 
         Args:
             request_id: a string that no unfinished request has.
             inputs: text, or a dict with `prompt` or `prompt_token_ids`.
             arrival_time: seconds of `time.time`; None: now.
+            lora_request, trace_headers, prompt_adapter_request: only None.
             prompt_token_ids: the prompt as ids; then text in `inputs` is only echoed.
             priority: in [-1000, 1000], lower is served first; needs scheduling_policy "priority".
 
@@ -203,6 +292,7 @@ class LLMEngine:
             RequestError: this request cannot be served; other requests are not affected.
             EngineDeadError: an earlier step failed.
         """
+        check_not_served(lora_request, trace_headers, prompt_adapter_request)
         check_request_id(request_id, lambda one: self._scheduler.get_request(one) is not None)
         params = params or SamplingParams()
         request = GenerateRequest(inputs, prompt_token_ids, params=params, priority=priority)
@@ -318,6 +408,8 @@ class LLMEngine:
         """Schedule, execute, process, update; and report."""
         start = time.perf_counter()
         scheduled = self._scheduler.schedule()
+        for request in scheduled.ignored:
+            logger.warning("request %r ends: %s", request.request_id, request.error)
         self._report(scheduled.ignored)
         sent = time.perf_counter()
         answer = self._execute(scheduled)
@@ -335,6 +427,35 @@ class LLMEngine:
         self.counters.record_step(self.last_step)
         if self._stat_logger is not None:
             self._stat_logger.record(self.last_step, self._scheduler)
+        if self.stat_loggers:
+            finished = [one for one in decisions.to_report.values() if one.finished]
+            self.stat_loggers.log(Stats(self.stats(), self.counters, self.last_step, finished))
+        self.counters.forget_latencies()
+
+    def add_logger(self, logger_name: str, logger: StatLoggerBase) -> None:
+        """Calls `logger.log` with `Stats` after every step. What it raises is logged.
+
+        Raises:
+            KeyError: there is a logger of this name.
+        """
+        if logger_name in self.stat_loggers:
+            raise KeyError(f"there is a logger {logger_name!r}; remove it before")
+        self.stat_loggers[logger_name] = logger
+
+    def remove_logger(self, logger_name: str) -> None:
+        """Undoes `add_logger`.
+
+        Raises:
+            KeyError: there is no logger of this name.
+        """
+        del self.stat_loggers[logger_name]
+
+    def do_log_stats(self) -> None:
+        """Logs the line of statistics now, and calls the added loggers."""
+        if self._stat_logger is not None:
+            self._stat_logger.log(self._scheduler)
+        if self.stat_loggers:
+            self.stat_loggers.log(Stats(self.stats(), self.counters))
 
     def _execute(self, scheduled: SchedulerOutput) -> StepOutput | None:
         """The answer of rank 0; None if nothing is to be computed, or if the ranks were lost: then

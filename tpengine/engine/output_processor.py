@@ -1,8 +1,9 @@
 """From sampled ids to what a user sees: text, the decision that a sequence ends, `RequestOutput`.
 
 Every stop decision, and with it a `finish_reason` of stop or length, is made here in
-`OutputProcessor._decide_end` (for beams: in `beam_search`). The reasons abort, ignored and error
-come from the scheduler; `sequence.SequenceStatus` maps a status to its `finish_reason`.
+`OutputProcessor._decide_end` (for beams: in `beam_search`). The reasons abort and error, and
+length for a request that is ignored, come from the scheduler; `sequence.SequenceStatus` maps a
+status to its `finish_reason`.
 
 `process` changes no `Sequence`, and of a `Request` only the `metrics`; texts and log probabilities
 are in this module's own objects, which it does change. It returns its decisions, which

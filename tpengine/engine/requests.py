@@ -11,7 +11,7 @@ import copy
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from operator import index
-from typing import Any, cast
+from typing import Any
 
 from tpengine.config import MAX_PRIORITY, EngineConfig, ModelConfig, SchedulerConfig
 from tpengine.engine.beam_search import num_candidates
@@ -48,6 +48,7 @@ class GenerateRequest:
         prompt: text, or a dict as `LLM.generate` takes it. If ids are given too, the text is only
             repeated in the output.
         messages: a conversation; the model's chat template makes the prompt of it.
+        chat_options: further arguments of `Tokenizer.render_chat` for it.
         request_id: any string that no unfinished request has; None: the async engine makes one.
         priority: in [-1000, 1000]; lower is served first; needs scheduling_policy "priority".
         deadline: moment of `time.monotonic` at which the request is ended, in any state.
@@ -58,6 +59,7 @@ class GenerateRequest:
     prompt: Prompt | None = None
     prompt_token_ids: Sequence[int] | None = None
     messages: Sequence[Mapping[str, Any]] | None = None
+    chat_options: Mapping[str, Any] = field(default_factory=dict)
     params: SamplingParams = field(default_factory=SamplingParams)
     request_id: str | None = None
     priority: int = 0
@@ -71,7 +73,7 @@ class CheckedRequest:
     """A request that this model can serve, with its prompt as ids.
 
     Attributes:
-        prompt: the text; None where only ids or messages were given.
+        prompt: the text, also that of messages; None where only ids were given.
         params: as `read_sampling_params` returns them.
         end_token_ids: ids that end it: the model's (unless `ignore_eos`) and its `stop_token_ids`.
         num_candidates: beam search: continuations of each beam to look at after every token.
@@ -113,6 +115,11 @@ def check_request(
         RequestError: this request cannot be served.
     """
     model = config.model
+    if not isinstance(request.params, SamplingParams):
+        raise InvalidSamplingParamsError(
+            f"params must be SamplingParams, got {request.params!r:.80}; no embedding models are "
+            "served"
+        )
     is_local = config.parallel.ray is None
     params = read_sampling_params(request.params, model, tokenizer, is_local=is_local)
     _check_priority(request.priority, config.scheduler)
@@ -165,15 +172,20 @@ def _read_prompt(
             raise InvalidPromptError(
                 "a request has messages or a prompt, and this one has both; give one of them"
             )
-        token_ids = need_tokenizer(tokenizer, model).apply_chat_template(request.messages)
+        tokenizer = need_tokenizer(tokenizer, model)
+        prompt = tokenizer.render_chat(request.messages, **request.chat_options)
+        token_ids = tokenizer.encode(prompt, add_special_tokens=False)  # the template writes them
     if isinstance(prompt, dict):
-        unknown = set(prompt) - {"prompt", "prompt_token_ids"}
+        fields: dict[str, Any] = {**prompt}
+        if fields.pop("multi_modal_data", None) is not None:
+            raise InvalidPromptError("multi_modal_data is given, but this engine reads text alone")
+        unknown = fields.keys() - {"prompt", "prompt_token_ids"}
         if unknown:
             raise InvalidPromptError(
                 f"a prompt's keys are prompt and prompt_token_ids; got {sorted(unknown)}"
             )
-        token_ids = cast(Any, prompt).get("prompt_token_ids", token_ids)
-        prompt = cast(Any, prompt).get("prompt")
+        token_ids = fields.get("prompt_token_ids", token_ids)
+        prompt = fields.get("prompt")
     if prompt is not None and not isinstance(prompt, str):
         raise InvalidPromptError(
             f"a prompt is a string or a dict, got {type(prompt).__name__}; give ids as "
@@ -195,11 +207,6 @@ def _read_prompt(
         token_ids = token_ids[-num_kept:]
     if not token_ids:
         raise InvalidPromptError("the prompt is empty: it has no tokens; give at least one")
-    if len(token_ids) > model.max_model_len:
-        raise InvalidPromptError(
-            f"the prompt has {len(token_ids)} tokens, more than max_model_len = "
-            f"{model.max_model_len}; shorten it"
-        )
     return prompt, check_token_ids("prompt_token_ids", token_ids, model.vocab_size)
 
 
@@ -373,37 +380,21 @@ def _check_priority(priority: int, config: SchedulerConfig) -> None:
         )
 
 
-def pair_prompts(
-    prompts: Prompt | Sequence[Prompt] | None,
-    prompt_token_ids: Sequence[int] | Sequence[Sequence[int]] | None,
-) -> list[tuple[Prompt | None, list[int] | None]]:
+def pair_prompts(prompts: Any, prompt_token_ids: Any) -> list[tuple[Any, Any]]:
     """Brings what `LLM.generate` is given, one prompt or many, as text, ids or both, into one list.
+
+    Returns:
+        (text or dict, ids) of each prompt, unchecked; one of them may be None.
 
     Raises:
         InvalidPromptError: an argument has a wrong type, or the two differ in length.
     """
-    texts: list[Prompt | None] | None = None
-    if prompts is not None:
-        single = isinstance(prompts, (str, dict))
-        if not single and not isinstance(prompts, Iterable):
-            raise InvalidPromptError(
-                f"prompts must be a string, a dict or a list of such, got {type(prompts).__name__}"
-            )
-        texts = cast(list[Prompt | None], [prompts] if single else list(prompts))
-    ids: list[list[int] | None] | None = None
-    if prompt_token_ids is not None:
-        if isinstance(prompt_token_ids, str) or not isinstance(prompt_token_ids, Iterable):
-            raise InvalidPromptError(
-                "prompt_token_ids must be a list of ids or a list of such lists, got "
-                f"{prompt_token_ids!r:.80}"
-            )
-        given = list(prompt_token_ids)
-        single = bool(given) and _is_int(given[0])
-        ids = cast(list[list[int] | None], [given] if single else given)
-    if texts is None and ids is None:
+    if prompts is None and prompt_token_ids is None:
         raise InvalidPromptError("generate needs prompts or prompt_token_ids; got neither")
-    texts = [None] * len(ids or []) if texts is None else texts
-    ids = [None] * len(texts) if ids is None else ids
+    ids = None if prompt_token_ids is None else _as_many("prompt_token_ids", prompt_token_ids)
+    texts = [None] * len(ids or ()) if prompts is None else _as_many("prompts", prompts)
+    if ids is None:  # a prompt may itself be a list of ids
+        return [(one, None) if isinstance(one, (str, dict)) else (None, one) for one in texts]
     if len(texts) != len(ids):
         raise InvalidPromptError(
             f"prompts and prompt_token_ids must be equally many, got {len(texts)} and {len(ids)}"
@@ -411,38 +402,47 @@ def pair_prompts(
     return list(zip(texts, ids, strict=True))
 
 
-def one_per_prompt(
-    sampling_params: SamplingParams | Sequence[SamplingParams] | None, num_prompts: int
-) -> list[SamplingParams]:
-    """Returns the parameters of each prompt: one object for all, or a list with one for each.
+def _as_many(name: str, given: Any) -> list[Any]:
+    """Returns the prompts of an argument that holds one or many."""
+    if isinstance(given, (str, dict)):
+        return [given]
+    if not isinstance(given, Iterable):
+        raise InvalidPromptError(
+            f"{name} must be a list of prompts or one prompt, got {type(given).__name__}"
+        )
+    many = list(given)
+    return [many] if many and _is_int(many[0]) else many
+
+
+def one_per_prompt(name: str, given: Any, kind: type, num_prompts: int) -> list[Any]:
+    """Returns an argument's value for each prompt: one for all, or a list with one for each.
 
     Raises:
-        InvalidSamplingParamsError: an element is not `SamplingParams`.
+        InvalidSamplingParamsError: a value is not of this kind.
         InvalidPromptError: the list has another length.
     """
-    if sampling_params is None or isinstance(sampling_params, SamplingParams):
-        return [sampling_params or SamplingParams()] * num_prompts
-    params = list(sampling_params) if isinstance(sampling_params, Iterable) else [sampling_params]
-    for one in params:
-        if not isinstance(one, SamplingParams):
+    if isinstance(given, kind):
+        return [given] * num_prompts
+    values = list(given) if isinstance(given, Iterable) else [given]
+    for one in values:
+        if not isinstance(one, kind):
             raise InvalidSamplingParamsError(
-                f"sampling_params must be SamplingParams or a list of them, got {one!r}"
+                f"{name} must be {kind.__name__} or a list of them, got {one!r:.80}"
             )
-    if len(params) != num_prompts:
+    if len(values) != num_prompts:
         raise InvalidPromptError(
-            f"a list of sampling_params needs one per prompt: got {len(params)} for "
+            f"a list of {name} needs one per prompt: got {len(values)} for "
             f"{counted(num_prompts, 'prompt')}"
         )
-    return params
+    return values
 
 
-def refusal(
-    request_id: str, prompt: Prompt | None, token_ids: list[int] | None, error: RequestError
-) -> RequestOutput:
-    """Returns the output of a prompt that did not pass its checks."""
+def refusal(request_id: str, request: GenerateRequest, error: RequestError) -> RequestOutput:
+    """Returns the output of a request that did not pass its checks."""
+    prompt: Any = request.prompt
+    token_ids: Any = request.prompt_token_ids
     if isinstance(prompt, dict):
-        token_ids = cast(Any, prompt).get("prompt_token_ids", token_ids)
-        prompt = cast(Any, prompt).get("prompt")
+        token_ids, prompt = prompt.get("prompt_token_ids", token_ids), prompt.get("prompt")
     return RequestOutput(
         request_id=request_id,
         prompt=prompt if isinstance(prompt, str) else None,

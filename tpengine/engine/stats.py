@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import enum
 import time
+from abc import ABC, abstractmethod
 from bisect import bisect_left
 from collections import Counter, deque
 from collections.abc import Mapping, Sequence
@@ -142,6 +143,12 @@ class EngineCounters:
         self.whole_s = Histogram(_SECONDS)
         self.request_prompt_tokens = Histogram(_TOKENS)
         self.request_output_tokens = Histogram(_TOKENS)
+        self.forget_latencies()
+
+    def forget_latencies(self) -> None:
+        """Empties the lists of this step's times to first tokens and between tokens, in seconds."""
+        self.latest_first_token_s: list[float] = []
+        self.latest_inter_token_s: list[float] = []
 
     def record_step(self, stats: StepStats) -> None:
         """Counts a step."""
@@ -170,10 +177,12 @@ class EngineCounters:
             self.prefix_hits += metrics.num_cached_tokens
             self.request_prompt_tokens.observe(num_prompt_tokens)
             self.first_token_s.observe(now - metrics.arrival_time)
+            self.latest_first_token_s.append(now - metrics.arrival_time)
             if metrics.time_in_queue is not None:
                 self.queue_s.observe(metrics.time_in_queue)
         elif now > before:
             self.inter_token_s.observe(now - before)
+            self.latest_inter_token_s.append(now - before)
 
     def record_finish(self, request: Request, now: float) -> None:
         """Counts the end of a request, for any reason."""
@@ -196,17 +205,20 @@ class StatLogger:
         """Adds a step. What the line says of queues and cache is of the moment."""
         self._steps.append(stats)
         self._step_s += stats.step_s
-        if self._step_s < _LOG_INTERVAL_S:
-            return
-        blocks = scheduler.block_manager
+        if self._step_s >= _LOG_INTERVAL_S:
+            self.log(scheduler)
+
+    def log(self, scheduler: Scheduler) -> None:
+        """Logs the line about the steps since the last one."""
+        blocks, step_s = scheduler.block_manager, self._step_s or 1.0
         num_held = blocks.num_total_blocks - blocks.num_free_blocks
         num_unused = blocks.num_unused_places(scheduler.running_sequences())
         logger.info(
             "prefill %.1f tokens/s, output %.1f tokens/s; %d running, %d waiting, %d swapped; KV "
             "cache %.1f %% used, %.1f %% of that without a token; %d cached blocks reused, %d "
             "evicted; %.1f %% of step time outside the model",
-            sum(step.num_prefill_tokens for step in self._steps) / self._step_s,
-            sum(step.num_output_tokens for step in self._steps) / self._step_s,
+            sum(step.num_prefill_tokens for step in self._steps) / step_s,
+            sum(step.num_output_tokens for step in self._steps) / step_s,
             scheduler.num_running,
             scheduler.num_waiting,
             scheduler.num_swapped,
@@ -214,7 +226,7 @@ class StatLogger:
             100 * num_unused / max(1, num_held * blocks.block_size),
             blocks.device.num_hits,
             blocks.device.num_evictions,
-            100 * max(0.0, 1 - sum(step.model_s for step in self._steps) / self._step_s),
+            100 * max(0.0, self._step_s - sum(step.model_s for step in self._steps)) / step_s,
         )
         self._steps.clear()
         self._step_s = 0.0
@@ -319,7 +331,7 @@ class EngineStats:
         epoch: number of the group of ranks, from 1.
         prompt_tokens: of the requests that have started.
         output_tokens, num_preemptions, num_steps: since the start.
-        finished: requests by how they ended: stop, length, abort, ignored, error; since the start.
+        finished: requests by how they ended: stop, length, abort, error; since the start.
         refused: requests that were not taken, by the class of the error.
         output_tokens_per_s: over the last five seconds.
         step_seconds: by part of a step (schedule, execute, process, update, hand_over, and model,
@@ -345,6 +357,69 @@ class EngineStats:
     devices: Sequence[str]
     nodes: Sequence[str]
     ledgers: Sequence[MemoryLedger]
+
+
+class Stats:
+    """What a logger of `LLMEngine.add_logger` gets, with the names of vLLM 0.5.4: the state after a
+    step, what the step did, and the requests that it finished. Usages are in [0, 1], times in
+    seconds.
+
+    Args:
+        step: None: of this moment, without a step.
+        finished: the requests that the step finished.
+    """
+
+    spec_decode_metrics = None
+
+    def __init__(
+        self,
+        engine: EngineStats,
+        counters: EngineCounters,
+        step: StepStats | None = None,
+        finished: Sequence[Request] = (),
+    ) -> None:
+        sequences = [one for request in finished for one in request.sequences]
+        self.now = time.time()
+        self.num_running_sys = engine.queues.num_running
+        self.num_waiting_sys = engine.queues.num_waiting
+        self.num_swapped_sys = engine.queues.num_swapped
+        self.gpu_cache_usage_sys = engine.cache.usage
+        self.cpu_cache_usage_sys = engine.cache.host_usage
+        self.num_prompt_tokens_iter = step.num_prefill_tokens if step else 0
+        self.num_generation_tokens_iter = step.num_output_tokens if step else 0
+        self.num_preemption_iter = step.num_preempted if step else 0
+        self.time_to_first_tokens_iter = counters.latest_first_token_s
+        self.time_per_output_tokens_iter = counters.latest_inter_token_s
+        self.time_e2e_requests = [self.now - one.metrics.arrival_time for one in finished]
+        self.num_prompt_tokens_requests = [len(one.prompt_token_ids) for one in finished]
+        self.num_generation_tokens_requests = [one.num_output_tokens for one in sequences]
+        self.best_of_requests = [one.sampling_params.num_sequences for one in finished]
+        self.n_requests = [one.sampling_params.n for one in finished]
+        self.finished_reason_requests = [one.status.finish_reason for one in sequences]
+
+
+class StatLoggerBase(ABC):
+    """Base of a user's logger for `LLMEngine.add_logger`."""
+
+    def __init__(self, local_interval: float) -> None:
+        self.local_interval = local_interval
+        self.last_local_log = time.time()
+
+    @abstractmethod
+    def log(self, stats: Stats) -> None:
+        """Takes the stats of a step."""
+
+
+class StatLoggers(dict[str, StatLoggerBase]):
+    """The loggers of users, by name."""
+
+    def log(self, stats: Stats) -> None:
+        """Calls each logger. An error of one is logged: the user's code must not end the engine."""
+        for name, one in tuple(self.items()):
+            try:
+                one.log(stats)
+            except Exception:
+                logger.exception("the logger %r failed", name)
 
 
 @dataclass(frozen=True, slots=True)

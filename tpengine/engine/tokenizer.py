@@ -6,6 +6,7 @@ import json
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
@@ -57,12 +58,14 @@ class Tokenizer:
     punctuation): that would change text that was already streamed.
 
     Attributes:
-        hf: the wrapped Hugging Face tokenizer.
+        hf: the wrapped Hugging Face tokenizer; also `tokenizer`, as in vLLM.
         fast_backend: its `tokenizers.Tokenizer`; None for one written in Python.
         special_token_ids: ids that `skip_special_tokens` leaves out.
         eos_token_id: id of the end token; None if the tokenizer names none.
         byte_table: None if a token's text depends on its neighbours in other ways than UTF-8.
     """
+
+    tokenizer = property(attrgetter("hf"))
 
     def __init__(self, hf: Any) -> None:
         self.hf = hf
@@ -123,35 +126,55 @@ class Tokenizer:
     def apply_chat_template(
         self, messages: Sequence[Mapping[str, Any]], add_generation_prompt: bool = True
     ) -> list[int]:
-        """Returns the ids of a conversation in the form that the model was trained on.
-
-        Args:
-            messages: `{"role": ..., "content": ...}`, both strings; the template gets other keys
-                too.
-            add_generation_prompt: end with the opening of the assistant's answer.
+        """Returns the ids of a conversation; see `render_chat`.
 
         Raises:
             InvalidPromptError: malformed messages, no chat template, or the template refuses.
         """
-        _check_messages(messages)
-        if not self.hf.chat_template:
+        text = self.render_chat(messages, add_generation_prompt)
+        return self.encode(text, add_special_tokens=False)  # the template writes them
+
+    def render_chat(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        add_generation_prompt: bool = True,
+        chat_template: str | None = None,
+        **options: Any,
+    ) -> str:
+        """Returns the text of a conversation in the form that the model was trained on.
+
+        Args:
+            messages: `{"role": ..., "content": ...}`. The content is a string, or a list of parts
+                `{"type": "text", "text": ...}`, which are joined by line breaks. The template gets
+                other keys too.
+            add_generation_prompt: end with the opening of the assistant's answer.
+            chat_template: a template in Jinja, instead of the model's own.
+            options: further arguments of transformers' `apply_chat_template` (such as `tools` and
+                `continue_final_message`); it passes on to the template what it does not know.
+
+        Raises:
+            InvalidPromptError: malformed messages, no chat template, or the template refuses.
+        """
+        conversation = _read_messages(messages)
+        if not (chat_template or self.hf.chat_template):
             raise InvalidPromptError(
                 "this model's tokenizer has no chat template (chat_template in its "
                 "tokenizer_config.json): it was not trained to chat. Write the conversation as one "
-                "text and call generate with it"
+                "text and call generate with it, or give a chat_template"
             )
         try:
-            token_ids = self.hf.apply_chat_template(
-                [dict(message) for message in messages],
+            text = self.hf.apply_chat_template(
+                conversation,
+                chat_template=chat_template,
                 add_generation_prompt=add_generation_prompt,
-                tokenize=True,
-                return_dict=False,
+                tokenize=False,
+                **options,
             )
         except Exception as error:  # the template is code from the model's folder
             raise InvalidPromptError(
                 f"the model's chat template refuses these messages: {error}"
             ) from error
-        return list(token_ids)
+        return str(text)
 
 
 def load_tokenizer(config: ModelConfig) -> Tokenizer | None:
@@ -185,7 +208,8 @@ def load_tokenizer(config: ModelConfig) -> Tokenizer | None:
         ) from error
 
 
-def _check_messages(messages: object) -> None:
+def _read_messages(messages: object) -> list[dict[str, Any]]:
+    """Returns a checked conversation, whose contents are strings."""
     if isinstance(messages, (str, bytes, Mapping)) or not isinstance(messages, Sequence):
         raise InvalidPromptError(
             'messages must be a list of {"role": ..., "content": ...}, got '
@@ -193,18 +217,40 @@ def _check_messages(messages: object) -> None:
         )
     if not messages:
         raise InvalidPromptError("messages is empty; give at least one")
+    conversation = []
     for i, message in enumerate(messages):
         if not isinstance(message, Mapping):
             raise InvalidPromptError(
                 f'messages[{i}] must be {{"role": ..., "content": ...}}, got {message!r}'
             )
+        found = dict(message)
+        if isinstance(found.get("content"), (list, tuple)):
+            found["content"] = _join_parts(found["content"], f"messages[{i}]['content']")
         for key in ("role", "content"):
-            if key not in message:
-                raise InvalidPromptError(f"messages[{i}] has no {key!r}: {dict(message)!r}")
-            if not isinstance(message[key], str):
+            if key not in found:
+                raise InvalidPromptError(f"messages[{i}] has no {key!r}: {found!r}")
+            if not isinstance(found[key], str):
                 raise InvalidPromptError(
-                    f"messages[{i}][{key!r}] must be a string, got {message[key]!r}"
+                    f"messages[{i}][{key!r}] must be a string, got {found[key]!r}"
                 )
+        conversation.append(found)
+    return conversation
+
+
+def _join_parts(parts: Sequence[Any], place: str) -> str:
+    """Returns the content of a message that is given as parts.
+
+    Args:
+        place: where the parts stand, for the error.
+    """
+    for i, part in enumerate(parts):
+        kind = part.get("type") if isinstance(part, Mapping) else None
+        if kind != "text" or not isinstance(part.get("text"), str):
+            raise InvalidPromptError(
+                f'{place}[{i}] must be {{"type": "text", "text": ...}}, got {part!r:.80}; this '
+                "engine reads text alone"
+            )
+    return "\n".join(part["text"] for part in parts)
 
 
 def _special_token_ids(hf: Any, backend: Any) -> frozenset[int]:
