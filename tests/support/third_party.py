@@ -19,6 +19,7 @@ from support.system_packages import require
 CACHE = Path(__file__).parent.parent.parent / ".cache" / "clients"
 _BUF = "@bufbuild/buf@1"
 _GRPC_REQUESTS = "grpc-requests>=0.1.21,<0.2"
+_RAY_DATA = "pandas pyarrow python-dateutil pytz tzdata six"
 _PATIENCE_S = 240
 
 
@@ -39,6 +40,14 @@ def grpc_requests_python() -> str:
     commands = [venv, [*pip, "install", "setuptools", _GRPC_REQUESTS]]
     _install(folder, _GRPC_REQUESTS, commands)
     return python
+
+
+def ray_data_packages() -> str:
+    """Folder with the packages that Ray Data needs beside ray."""
+    folder = CACHE / "ray-data"
+    pip = [sys.executable, "-m", "pip", "-q", "--disable-pip-version-check", "install"]
+    _install(folder, _RAY_DATA, [[*pip, "--no-deps", "--target", ".", *_RAY_DATA.split()]])
+    return str(folder)
 
 
 def h2load() -> str:

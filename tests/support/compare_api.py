@@ -1,0 +1,318 @@
+"""Compares tpengine with the API of vLLM 0.5.4, and writes the result as docs/vllm.md.
+
+    python tests/support/compare_api.py
+
+Every name, parameter, method, attribute and flag in `tests/reference/vllm_0_5_4.json` is an item.
+It is the same, or tpengine refuses it with an error that names it, or
+`tests/reference/differences.json` says how it differs and why. Names are looked up in the module of
+the same path, with `vllm` replaced by `tpengine`; a parameter must have the same place and default.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ast
+import asyncio
+import importlib
+import inspect
+import json
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from enum import Enum
+from fnmatch import fnmatchcase
+from pathlib import Path
+from typing import Any
+
+from tpengine import LLM, AsyncEngineArgs, AsyncLLMEngine, EngineArgs, SamplingParams
+
+FOLDER = Path(__file__).parents[1] / "reference"
+PAGE = Path(__file__).parents[2] / "docs" / "vllm.md"
+REFUSED = "refused"
+"""In differences.json: every call of this method is refused; the comparison calls it."""
+_INTERNAL = ("__init__", "add_cli_args", "from_seq_group")
+_PYTHONS_OWN = ("has no attribute", "cannot import name", "No module named", "unexpected keyword")
+_NO_TEXT_MODEL = "facebook/opt-125m"
+
+Probe = Callable[[], str | None]
+"""Uses an item as a script would; returns how it differs, None if it does not."""
+
+
+class Status(Enum):
+    """What a script meets that uses an item."""
+
+    SAME = "same"
+    DIFFERENT = "different"
+    REFUSED = "refused"
+    UNKNOWN = "unknown"
+
+
+@dataclass(frozen=True)
+class Item:
+    """One item of the comparison.
+
+    Attributes:
+        name: as a user would write it, such as `LLM.generate()`.
+        detail: how a different item differs, or the message of a refused one.
+    """
+
+    name: str
+    status: Status
+    detail: str = ""
+
+
+class Comparison:
+    """Looks at every item.
+
+    Args:
+        examples: an object of each class whose attributes and methods are compared.
+    """
+
+    def __init__(self, examples: dict[str, Any]) -> None:
+        self._examples = examples
+        self._reference = json.loads((FOLDER / "vllm_0_5_4.json").read_text())
+        self._differences: dict[str, str] = json.loads((FOLDER / "differences.json").read_text())
+        self._unused = set(self._differences)
+
+    def items(self) -> list[Item]:
+        """Every item of the reference, in its order."""
+        probes = (
+            probe
+            for module, names in self._reference.items()
+            for name, facts in names.items()
+            if facts is not None  # 0.5.4 has no such name
+            for probe in self._of_name(module, name, facts)
+        )
+        return [self._examine(label, probe) for label, probe in probes]
+
+    def unused_differences(self) -> list[str]:
+        """Entries of differences.json that no item needed: they are out of date."""
+        return sorted(self._unused)
+
+    def _examine(self, label: str, probe: Probe) -> Item:
+        try:
+            deviation = probe()
+        except (ValueError, AttributeError, ImportError, TypeError) as error:
+            deviation = str(error)
+            word = label.rstrip("()").replace("(", ".").rpartition(".")[2]
+            if word in deviation and not any(text in deviation for text in _PYTHONS_OWN):
+                self._unused.discard(label)
+                return Item(label, Status.REFUSED, " ".join(deviation.split()))
+        if deviation is None:
+            return Item(label, Status.SAME)
+        for pattern, text in self._differences.items():
+            if fnmatchcase(label, pattern):
+                self._unused.discard(pattern)
+                return Item(label, Status.DIFFERENT, text)
+        return Item(label, Status.UNKNOWN, deviation)
+
+    def _of_name(
+        self, module: str, name: str, facts: dict[str, Any]
+    ) -> Iterator[tuple[str, Probe]]:
+        label = f"{module}.{name}"
+        path = module.replace("vllm", "tpengine", 1)
+
+        def find() -> Any:
+            return getattr(importlib.import_module(path), name)
+
+        def probe() -> None:
+            find()
+
+        yield label, probe
+        try:
+            found = find()
+        except (ImportError, AttributeError):
+            return  # its parts are not there either
+        if facts["kind"] == "enum":
+            for member in facts["fields"]:
+                yield f"{name}.{member}", _has(found, member)
+        elif facts["kind"] in ("class", "dataclass"):
+            yield from self._of_class(name, found, facts)
+        elif "function" in facts["kind"]:
+            yield f"{label}()", _takes(found, facts.get("parameters", {}))
+
+    def _of_class(
+        self, name: str, found: Any, facts: dict[str, Any]
+    ) -> Iterator[tuple[str, Probe]]:
+        methods, example = facts.get("methods", {}), self._examples.get(name)
+        expected = facts.get("fields", {}) if facts["kind"] == "dataclass" else {}
+        if name == "AsyncEngineArgs":
+            expected = self._reference["vllm.engine.arg_utils"]["EngineArgs"]["fields"] | expected
+        expected = expected or methods.get("__init__", {}).get("parameters", {})
+        for index, (parameter, told) in enumerate(expected.items()):
+            if told:  # not a mark such as *args
+                yield f"{name}({parameter})", _constructs(found, index, parameter, told[1])
+        if example is not None:
+            for attribute in facts.get("attributes", ()):
+                yield f"{name}.{attribute}", _has(example, attribute)
+            for method, told in methods.items():
+                if method not in _INTERNAL:
+                    yield self._of_method(f"{name}.{method}", example, method, told)
+        for flag in facts.get("flags", {}):
+            yield f"{name} {flag}", _parses(found, flag)
+
+    def _of_method(
+        self, label: str, example: Any, name: str, told: dict[str, Any]
+    ) -> tuple[str, Probe]:
+        if "property" in told["kind"]:
+            return label, _has(example, name)
+        if self._differences.get(f"{label}()") == REFUSED:
+            return f"{label}()", _is_called(example, name, told)
+        return f"{label}()", lambda: _takes(getattr(example, name), told.get("parameters", {}))()
+
+
+def _has(example: Any, name: str) -> Probe:
+    def probe() -> None:
+        getattr(example, name)
+
+    return probe
+
+
+def _takes(function: Any, expected: dict[str, Any]) -> Probe:
+    def probe() -> str | None:
+        given = list(inspect.signature(function).parameters.values())
+        named = [(name, told[1]) for name, told in expected.items() if told]
+        for index, (name, default) in enumerate(named):
+            deviation = _deviation(given, index, name, default)
+            if deviation is not None:
+                return f"{name}: {deviation}"
+        return None
+
+    return probe
+
+
+def _constructs(found: Any, index: int, name: str, default: str | None) -> Probe:
+    """Looks at a constructor's parameter; of `EngineArgs` also whether it takes another value."""
+
+    def probe() -> str | None:
+        given = list(inspect.signature(found).parameters.values())
+        deviation = _deviation(given, index, name, default)
+        if deviation is None and issubclass(found, EngineArgs) and default is not None:
+            _use_another_value(found, name, default)
+        return deviation
+
+    return probe
+
+
+def _use_another_value(found: type[EngineArgs], name: str, default: str) -> None:
+    """Sets a field to a value that is not its default.
+
+    Raises:
+        ValueError: the field is refused at each value but its default.
+    """
+    neutral = ast.literal_eval(default)
+    others = {None: (7, "7"), False: (True,), True: (False,), "auto": ()}
+    is_number = isinstance(neutral, int | float) and not isinstance(neutral, bool)
+    values = (neutral * 2 + 1,) if is_number else others.get(neutral, ("other",))
+    errors = []
+    for value in values:
+        try:
+            found(**{"model": _NO_TEXT_MODEL, name: value}).check()
+            return
+        except ValueError as error:
+            errors.append(error)
+    if errors and not any("must be" in str(error) for error in errors):
+        raise errors[-1]
+
+
+def _is_called(example: Any, name: str, told: dict[str, Any]) -> Probe:
+    """Calls a method with None for each parameter that needs a value."""
+
+    def probe() -> str:
+        needed = [one for one in told.get("parameters", {}).values() if one and one[1] is None]
+        result = getattr(example, name)(*[None] * len(needed))
+        if inspect.isawaitable(result):
+            asyncio.run(asyncio.wait_for(result, 10.0))
+        return "it is not refused"
+
+    return probe
+
+
+def _parses(found: Any, flag: str) -> Probe:
+    def probe() -> str | None:
+        parser = argparse.ArgumentParser()
+        found.add_cli_args(parser)
+        missing = [one for one in flag.split() if one not in parser._option_string_actions]
+        return f"unknown: {', '.join(missing)}" if missing else None
+
+    return probe
+
+
+def _deviation(
+    given: list[inspect.Parameter], index: int, name: str, default: str | None
+) -> str | None:
+    """How a parameter differs from the reference; None: its place and default are the same."""
+    own = next((one for one in given if one.name == name), None)
+    if own is None:
+        return "missing"
+    if own.kind is own.KEYWORD_ONLY or given.index(own) != index:
+        return "not at the same place"
+    try:
+        wanted = inspect.Parameter.empty if default is None else ast.literal_eval(default)
+    except ValueError:
+        return None  # an expression, such as the member of an enum
+    same = own.default == wanted and type(own.default) is type(wanted)
+    return None if same else f"default {own.default!r} instead of {default}"
+
+
+def page(items: list[Item]) -> str:
+    """The text of docs/vllm.md."""
+    counts = Counter(item.status for item in items)
+    parts = [
+        "# Scripts written for vLLM 0.5.4",
+        "",
+        "After this page you know what such a script meets when only its imports are changed from",
+        "`vllm` to `tpengine`. `tests/support/compare_api.py` writes the page: it looks at each name,",
+        "parameter, method, attribute and flag of 0.5.4 in tpengine itself.",
+        "",
+        f"{counts[Status.SAME]} of {len(items)} are the same, {counts[Status.DIFFERENT]} differ, "
+        f"{counts[Status.REFUSED]} are refused with an error that names them.",
+    ]
+    for title, status in (("Different", Status.DIFFERENT), ("Refused", Status.REFUSED)):
+        parts += ["", f"## {title}", ""]
+        by_detail: dict[str, list[str]] = {}
+        for item in items:
+            if item.status is status:
+                by_detail.setdefault(item.detail, []).append(f"`{item.name}`")
+        parts += [f"- {', '.join(names)}: {detail}" for detail, names in by_detail.items()]
+    later = json.loads((FOLDER / "later.json").read_text())
+    parts += ["", "## From later versions", "", "These names came after 0.5.4 and work here:", ""]
+    parts += [f"- `{name}`: {text}" for name, text in later.items()]
+    return "\n".join(parts) + "\n"
+
+
+@contextmanager
+def comparison() -> Iterator[Comparison]:
+    """A comparison over engines of the embedded model, which end with it."""
+    with closing_engine() as engine, LLM(disable_log_stats=True) as llm:
+        output = llm.generate("A", SamplingParams(max_tokens=2), use_tqdm=False)[0]
+        core = llm.llm_engine
+        examples = [llm, core, engine, SamplingParams(), output, output.outputs[0], output.metrics]
+        examples += [core.model_config, core.cache_config]
+        examples += [core.parallel_config, core.scheduler_config]
+        yield Comparison({type(one).__name__: one for one in examples})
+
+
+@contextmanager
+def closing_engine() -> Iterator[AsyncLLMEngine]:
+    """An asynchronous engine of the embedded model."""
+    engine = AsyncLLMEngine.from_engine_args(AsyncEngineArgs(disable_log_stats=True))
+    try:
+        yield engine
+    finally:
+        engine.shutdown()
+
+
+def main() -> None:
+    with comparison() as found:
+        items = found.items()
+    PAGE.write_text(page(items))
+    for item in items:
+        if item.status is Status.UNKNOWN:
+            print(f"{item.name}: {item.detail}")
+    print(Counter(item.status.value for item in items), found.unused_differences())
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,74 @@
+"""Scripts that were written for vLLM 0.5.4: their names, and whole scripts with other imports."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from collections import Counter
+from pathlib import Path
+
+import pytest
+from support import compare_api, third_party
+from support.compare_api import Status
+from support.hub import Hub
+
+FOLDER = Path(__file__).parent / "reference" / "scripts"
+TIMEOUT_S = 240.0
+PRINTED = {
+    "offline_inference": r"(Prompt: '.*', Generated text: '.*'\n){3}",
+    "shared_prefix": r"without the cache: .* s\nwith the cache: .* s\nsame: True\n",
+    "chat": r".* (stop|length)\nsystem: You are brief\.\nuser: Name a colour\.\n.*",
+    "engine_loop": r"\d+ True\n(\d \[.*\]\n){4}",
+    "async_stream": r"\d+ \d+ True False\n\['Hello, my name is.*', 'Once.*', 'The sea is.*'\]\n",
+    "beams": r"(-\d+\.\d{3} ['\"].*['\"] (stop|length)\n){4}",
+    "mixed_prompts": r"\[.*\] -1 \[\]\n(\[.*\] .* True True\n){2}40 True\n",
+    "ray_data": r".*'Item 0 is', 'Item 1 is'.*\n",
+}
+"""What each script prints, as a pattern of its whole output; other lines may come before."""
+
+
+def test_each_name_is_the_same_or_different_or_refused() -> None:
+    with compare_api.comparison() as comparison:
+        items = comparison.items()
+    assert not [item for item in items if item.status is Status.UNKNOWN]
+    assert not comparison.unused_differences()
+    counts = Counter(item.status for item in items)
+    assert min(counts[Status.SAME], counts[Status.REFUSED]) > 40
+    assert compare_api.PAGE.read_text() == compare_api.page(items), (
+        "docs/vllm.md is out of date; run: python tests/support/compare_api.py"
+    )
+
+
+@pytest.mark.check
+@pytest.mark.parametrize("name", PRINTED)
+def test_a_script_runs_with_only_its_imports_changed(
+    name: str, hub: Hub, opt: dict[str, bytes], tmp_path: Path
+) -> None:
+    text, changed = re.subn(r"^(from|import) vllm\b", r"\1 tpengine", _read(name), flags=re.M)
+    assert changed
+    script = tmp_path / f"{name}.py"
+    script.write_text(text)
+    hub.models["facebook/opt-125m"] = opt
+    env = {**os.environ, "HF_ENDPOINT": hub.url, "HF_HOME": str(tmp_path / "home")}
+    if name == "ray_data":
+        env["PYTHONPATH"] = os.pathsep.join([third_party.ray_data_packages(), *sys.path])
+    done = subprocess.run(
+        [sys.executable, str(script)],
+        env=env,
+        capture_output=True,
+        text=True,
+        timeout=TIMEOUT_S,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    assert re.search(f"^{PRINTED[name]}\\Z", done.stdout, re.M), done.stdout
+
+
+def _read(name: str) -> str:
+    return (FOLDER / f"{name}.py").read_text()
+
+
+def test_every_script_is_run() -> None:
+    assert {path.stem for path in FOLDER.glob("*.py")} == PRINTED.keys()
