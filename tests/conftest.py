@@ -18,6 +18,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
+from support.hub import hub, opt  # noqa: F401  # fixtures
 from support.models import ModelShop
 from support.oracle import Oracle
 from support.ray_cluster import (  # noqa: F401  # fixtures for all rooms

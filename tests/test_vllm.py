@@ -4,15 +4,20 @@ from __future__ import annotations
 
 import os
 import re
+import shutil
 import subprocess
 import sys
 from collections import Counter
 from pathlib import Path
 
 import pytest
+import torch
 from support import compare_api, third_party
 from support.compare_api import Status
 from support.hub import Hub
+from transformers import OPTConfig, OPTForCausalLM
+
+from tpengine.config import EMBEDDED_MODEL
 
 FOLDER = Path(__file__).parent / "reference" / "scripts"
 TIMEOUT_S = 240.0
@@ -27,6 +32,22 @@ PRINTED = {
     "ray_data": r".*'Item 0 is', 'Item 1 is'.*\n",
 }
 """What each script prints, as a pattern of its whole output; other lines may come before."""
+
+
+@pytest.fixture(scope="module")
+def opt_with_text(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A random OPT in the form of `facebook/opt-125m`: weights in .bin form, and a tokenizer."""
+    folder = tmp_path_factory.mktemp("opt")
+    torch.manual_seed(0)
+    sizes = {"hidden_size": 64, "word_embed_proj_dim": 64, "ffn_dim": 128, "num_hidden_layers": 2}
+    config = OPTConfig(vocab_size=1536, num_attention_heads=4, **sizes)
+    model = OPTForCausalLM(config)
+    torch.save(model.state_dict(), folder / "pytorch_model.bin")
+    config.architectures = ["OPTForCausalLM"]
+    config.save_pretrained(folder)
+    for path in Path(EMBEDDED_MODEL).glob("*token*"):
+        shutil.copy(path, folder)
+    return folder
 
 
 def test_each_name_is_the_same_or_different_or_refused() -> None:
@@ -44,13 +65,13 @@ def test_each_name_is_the_same_or_different_or_refused() -> None:
 @pytest.mark.check
 @pytest.mark.parametrize("name", PRINTED)
 def test_a_script_runs_with_only_its_imports_changed(
-    name: str, hub: Hub, opt: dict[str, bytes], tmp_path: Path
+    name: str, hub: Hub, opt_with_text: Path, tmp_path: Path
 ) -> None:
     text, changed = re.subn(r"^(from|import) vllm\b", r"\1 tpengine", _read(name), flags=re.M)
     assert changed
     script = tmp_path / f"{name}.py"
     script.write_text(text)
-    hub.models["facebook/opt-125m"] = opt
+    hub.add("facebook/opt-125m", opt_with_text)
     env = {**os.environ, "HF_ENDPOINT": hub.url, "HF_HOME": str(tmp_path / "home")}
     if name == "ray_data":
         env["PYTHONPATH"] = os.pathsep.join([third_party.ray_data_packages(), *sys.path])

@@ -172,11 +172,15 @@ def _has(example: Any, name: str) -> Probe:
 def _takes(function: Any, expected: dict[str, Any]) -> Probe:
     def probe() -> str | None:
         given = list(inspect.signature(function).parameters.values())
-        named = [(name, told[1]) for name, told in expected.items() if told]
-        for index, (name, default) in enumerate(named):
-            deviation = _deviation(given, index, name, default)
+        place: int | None = 0
+        for name, told in expected.items():
+            if not told:  # a mark: what follows it is given by name
+                place = None
+                continue
+            deviation = _deviation(given, place, name, told[1])
             if deviation is not None:
                 return f"{name}: {deviation}"
+            place = None if place is None else place + 1
         return None
 
     return probe
@@ -240,16 +244,23 @@ def _parses(found: Any, flag: str) -> Probe:
 
 
 def _deviation(
-    given: list[inspect.Parameter], index: int, name: str, default: str | None
+    given: list[inspect.Parameter], place: int | None, name: str, default: str | None
 ) -> str | None:
-    """How a parameter differs from the reference; None: its place and default are the same."""
+    """How a parameter differs from the reference; None: its place and default are the same.
+
+    Args:
+        place: among the parameters; None: it is given by name.
+        default: its source text; None: 0.5.4 has no default, and a script gives a value.
+    """
     own = next((one for one in given if one.name == name), None)
     if own is None:
         return "missing"
-    if own.kind is own.KEYWORD_ONLY or given.index(own) != index:
+    if place is not None and (own.kind is own.KEYWORD_ONLY or given.index(own) != place):
         return "not at the same place"
+    if default is None:
+        return None
     try:
-        wanted = inspect.Parameter.empty if default is None else ast.literal_eval(default)
+        wanted = ast.literal_eval(default)
     except ValueError:
         return None  # an expression, such as the member of an enum
     same = own.default == wanted and type(own.default) is type(wanted)
@@ -263,8 +274,8 @@ def page(items: list[Item]) -> str:
         "# Scripts written for vLLM 0.5.4",
         "",
         "After this page you know what such a script meets when only its imports are changed from",
-        "`vllm` to `tpengine`. `tests/support/compare_api.py` writes the page: it looks at each name,",
-        "parameter, method, attribute and flag of 0.5.4 in tpengine itself.",
+        "`vllm` to `tpengine`. `tests/support/compare_api.py` writes the page: it looks at each",
+        "name, parameter, method, attribute and flag of 0.5.4 in tpengine itself.",
         "",
         f"{counts[Status.SAME]} of {len(items)} are the same, {counts[Status.DIFFERENT]} differ, "
         f"{counts[Status.REFUSED]} are refused with an error that names them.",

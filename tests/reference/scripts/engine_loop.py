@@ -1,11 +1,10 @@
 import argparse
-from typing import List, Tuple
 
 from vllm import EngineArgs, LLMEngine, RequestOutput, SamplingParams
 from vllm.utils import FlexibleArgumentParser
 
 
-def create_test_prompts() -> List[Tuple[str, SamplingParams]]:
+def create_test_prompts() -> list[tuple[str, SamplingParams]]:
     return [
         ("A robot may not injure", SamplingParams(temperature=0.0, logprobs=1, prompt_logprobs=1)),
         ("To be or not to be,", SamplingParams(temperature=0.8, top_k=5, presence_penalty=0.2)),
@@ -20,14 +19,14 @@ def create_test_prompts() -> List[Tuple[str, SamplingParams]]:
     ]
 
 
-def process_requests(engine: LLMEngine, test_prompts: List[Tuple[str, SamplingParams]]) -> None:
+def process_requests(engine: LLMEngine, test_prompts: list[tuple[str, SamplingParams]]) -> None:
     request_id = 0
     while test_prompts or engine.has_unfinished_requests():
         if test_prompts:
             prompt, sampling_params = test_prompts.pop(0)
             engine.add_request(str(request_id), prompt, sampling_params)
             request_id += 1
-        request_outputs: List[RequestOutput] = engine.step()
+        request_outputs: list[RequestOutput] = engine.step()
         for request_output in request_outputs:
             if request_output.finished:
                 print(request_output.request_id, [o.text for o in request_output.outputs])

@@ -1,7 +1,6 @@
 from copy import deepcopy
 
 import torch
-
 from vllm import LLM, SamplingParams
 from vllm.inputs import TextPrompt, TokensPrompt
 

@@ -1,8 +1,7 @@
-from typing import Any, Dict
+from typing import Any
 
 import numpy as np
 import ray
-
 from vllm import LLM, SamplingParams
 
 sampling_params = SamplingParams(temperature=0.8, top_p=0.95, max_tokens=8)
@@ -12,7 +11,7 @@ class LLMPredictor:
     def __init__(self) -> None:
         self.llm = LLM(model="facebook/opt-125m")
 
-    def __call__(self, batch: Dict[str, np.ndarray]) -> Dict[str, Any]:
+    def __call__(self, batch: dict[str, np.ndarray]) -> dict[str, Any]:
         outputs = self.llm.generate(list(batch["text"]), sampling_params, use_tqdm=False)
         return {
             "prompt": [output.prompt for output in outputs],
