@@ -57,11 +57,13 @@ logger = init_logger(__name__)
 
 _REFUSED = {
     "add_lora remove_lora pin_lora": "merge the adapter into the weights",
-    "add_prompt_adapter remove_prompt_adapter": "put its instruction into the prompt",
-    "get_tokenizer_group": "use get_tokenizer",
+    "add_prompt_adapter remove_prompt_adapter list_prompt_adapters": "extend the prompts",
+    "get_tokenizer_group get_tokenizer_for_seq": "use get_tokenizer",
     "get_decoding_config decoding_config": "there is no guided decoding",
-    "model_executor": "shutdown ends the ranks",
-    "scheduler": "use stats",
+    "is_tracing_enabled do_tracing create_trace_span": "there is no tracing",
+    "has_unfinished_requests_for_virtual_engine": "use has_unfinished_requests",
+    "model_executor stop_remote_worker_execution_loop": "shutdown ends the ranks",
+    "device_config load_config scheduler": "use the EngineArgs, and stats",
 }
 """Names of vLLM's engine: what to do instead."""
 
@@ -151,11 +153,8 @@ class LLMEngine:
     def cache_config(self) -> CacheConfig:
         """The cache's configuration, with the present numbers of blocks."""
         blocks = self._scheduler.block_manager
-        return replace(
-            self._config.cache,
-            num_gpu_blocks=blocks.num_total_blocks,
-            num_cpu_blocks=blocks.host.num_blocks,
-        )
+        on_device, on_host = blocks.num_total_blocks, blocks.host.num_blocks
+        return replace(self._config.cache, num_gpu_blocks=on_device, num_cpu_blocks=on_host)
 
     def get_model_config(self) -> ModelConfig:
         """The model's shape, limits and special tokens."""
