@@ -254,7 +254,8 @@ def _deviation(
     """
     own = next((one for one in given if one.name == name), None)
     if own is None:
-        return "missing"
+        by_name = place is None and any(one.kind is one.VAR_KEYWORD for one in given)
+        return None if by_name else "missing"
     if place is not None and (own.kind is own.KEYWORD_ONLY or given.index(own) != place):
         return "not at the same place"
     if default is None:
@@ -312,7 +313,7 @@ def closing_engine() -> Iterator[AsyncLLMEngine]:
     try:
         yield engine
     finally:
-        engine.shutdown()
+        asyncio.run(engine.shutdown())
 
 
 def main() -> None:
