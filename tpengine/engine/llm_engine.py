@@ -68,7 +68,7 @@ class LLMEngine:
         try:
             tokenizer = load_tokenizer(config.model)
             ledgers = start_workers(config, executor)
-            blocks = make_block_manager(config.cache, *count_blocks(ledgers))
+            blocks = make_block_manager(config, *count_blocks(ledgers))
             self._scheduler = Scheduler(config.scheduler, blocks)
             self._recovery = Recovery(config, executor, self._scheduler, ledgers)
             length, interval = config.model.max_model_len, config.scheduler.stream_interval
