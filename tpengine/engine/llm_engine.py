@@ -29,6 +29,7 @@ from tpengine.engine.stats import (
     EngineCounters,
     EngineHealth,
     EngineStats,
+    PreemptionLog,
     QueueStats,
     RecoveryRecord,
     StatLogger,
@@ -77,6 +78,7 @@ class LLMEngine:
             finalizer()
             raise
         self._stat_logger = StatLogger() if log_stats else None
+        self._preemption_log = PreemptionLog(config)
         self._num_requests = 0
         self._num_sequences = 0
         self._unreported: list[RequestOutput] = []
@@ -329,6 +331,8 @@ class LLMEngine:
         marks = (start, sent, answered, processed, updated, time.perf_counter())
         self.last_step = StepStats.of(scheduled, answer.model_s, marks)
         self.counters.record_step(self.last_step)
+        if scheduled.preempted:
+            self._preemption_log.record(self.counters.num_preemptions)
         if self._stat_logger is not None:
             self._stat_logger.record(self.last_step, self._scheduler)
 
