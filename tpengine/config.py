@@ -7,6 +7,7 @@ and devices are strings, so that the driver needs no torch.
 from __future__ import annotations
 
 import json
+import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from operator import attrgetter
@@ -171,6 +172,15 @@ class ModelConfig:
         """`num_layers`: each rank has a part of every layer."""
         return self.num_layers
 
+    @property
+    def sliding_window(self) -> int | None:
+        """Tokens that a token sees in every layer, itself included; None: a layer sees all."""
+        types = self.hf_config.get("layer_types")
+        if types is not None and set(types) != {"sliding_attention"}:
+            return None
+        window: int | None = self.hf_config.get("sliding_window")
+        return window
+
 
 @dataclass(frozen=True)
 class CacheConfig:
@@ -330,6 +340,17 @@ class EngineConfig:
     cache_config = property(attrgetter("cache"))
     parallel_config = property(attrgetter("parallel"))
     scheduler_config = property(attrgetter("scheduler"))
+
+    @property
+    def num_kept_tokens(self) -> int:
+        """How many of its computed tokens, the last ones, a sequence keeps K and V of for its next
+        tokens; `sys.maxsize`: of all.
+
+        The window of all layers without the next token; at least a block without that token, so
+        that the first block that a sequence keeps is full once the next token is computed.
+        """
+        window = self.model.sliding_window
+        return sys.maxsize if window is None else max(window, self.cache.block_size) - 1
 
     def for_rank(self, rank: int) -> EngineConfig:
         """The same configuration with the memory budgets of one rank."""

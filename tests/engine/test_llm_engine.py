@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 import pickle
 import signal
 from dataclasses import replace
@@ -16,7 +17,7 @@ from support.zoo import PLAIN
 
 from tpengine import EngineArgs, LLMEngine, RequestOutputKind, SamplingParams
 from tpengine.config import RayConfig
-from tpengine.engine.stats import StatLoggerBase, Stats
+from tpengine.engine.stats import PreemptionLog, StatLoggerBase, Stats
 from tpengine.errors import DuplicateRequestError, RefusedNameError
 from tpengine.executor.local_executor import LocalExecutor
 
@@ -190,6 +191,56 @@ def test_statistics_line(
     assert lines[3].startswith("prefill 0.0 tokens/s, output 0.0 tokens/s; 0 running")
     assert "1 running, 0 waiting" in lines[0]
     assert "KV cache" in lines[0]
+    assert "swap space 0.0 % used" in lines[0]
+
+
+def test_a_preemption_is_logged(
+    models: ModelShop, prompt: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    lines: list[str] = []
+    monkeypatch.setattr("tpengine.engine.stats._PREEMPTION_INTERVAL_S", math.inf)
+    monkeypatch.setattr(
+        "tpengine.engine.stats.logger.warning", lambda text, *args: lines.append(text % args)
+    )
+    args = {"num_device_blocks_override": 9, "max_model_len": 130, "max_num_seqs": 7}
+    with make_engine(models.folder(PLAIN), swap_space=0.01, **args) as engine:
+        for index in range(4):
+            engine.add_request(str(index), None, greedy(60), prompt_token_ids=prompt)
+        run(engine)
+        assert engine.stats().num_preemptions > 1
+    (line,) = lines
+    assert line.startswith("1 preemption since the start: ")
+    assert "preemption_mode is swap" in line
+    assert line.endswith("raise num_device_blocks_override (now 9), or lower max_num_seqs (now 7)")
+
+
+@pytest.mark.parametrize(
+    ("device", "args", "words"),
+    [
+        ("cuda", {"gpu_memory_utilization": 0.8}, "raise gpu_memory_utilization (now 0.8)"),
+        ("cpu", {"cpu_kv_cache_space": 0.5}, "raise cpu_kv_cache_space (now 0.5 GiB)"),
+        ("cpu", {"preemption_mode": "recompute"}, "raise cpu_kv_cache_space (now not set)"),
+    ],
+)
+def test_preemptions_are_logged_every_ten_seconds(
+    device: str,
+    args: dict[str, Any],
+    words: str,
+    models: ModelShop,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    lines: list[str] = []
+    monkeypatch.setattr(
+        "tpengine.engine.stats.logger.warning", lambda text, *args: lines.append(text % args)
+    )
+    log = PreemptionLog(EngineArgs(str(models.folder(PLAIN)), **args).create_engine_config(device))
+    for now, count in [(3.0, 1), (12.9, 5), (13.1, 7), (23.0, 8), (23.2, 9)]:
+        with monkeypatch.context() as patch:
+            patch.setattr("time.monotonic", lambda now=now: now)
+            log.record(count)
+    counts = [line.split()[0] for line in lines]
+    assert counts == ["1", "7", "9"]
+    assert all(words in line for line in lines)
 
 
 def test_configs_have_the_names_of_vllm(engine: LLMEngine) -> None:

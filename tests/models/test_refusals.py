@@ -38,7 +38,9 @@ from tpengine.errors import ConfigError, ModelLoadError
         ("qwen3-head-dim", "mlp_bias", True, ["mlp_bias", "True"]),
         ("opt-before", "activation_function", "quick_gelu", ["activation_function", "quick_gelu"]),
         ("opt-before", "hidden_size", 130, ["hidden_size", "130", "4 heads"]),
+        ("opt-before", "sliding_window", 24, ["sliding_window", "24"]),
         ("bloom-8-heads", "n_inner", 100, ["n_inner", "100", "512"]),
+        ("bloom-8-heads", "sliding_window", 24, ["sliding_window", "24"]),
     ],
 )
 def test_field_is_refused(

@@ -17,13 +17,19 @@ from support.subjects import (
     assert_equal_to_oracle,
     generate,
 )
-from support.variants import MAX_POSITIONS, VARIANTS, VOCAB_SIZE, Variant
+from support.variants import MAX_POSITIONS, VARIANTS, VOCAB_SIZE, WINDOW, Variant
 
 JUST_ONE = -(-LONGEST // BLOCK_SIZE) + 1
 """Blocks that hold the longest sequence and only a few more tokens."""
 CHUNK = 16
+JUST_A_WINDOW = -(-WINDOW // BLOCK_SIZE) + 1 + CHUNK // BLOCK_SIZE
+"""The same if every layer has a window."""
 
 all_variants = pytest.mark.parametrize("variant", VARIANTS, ids=lambda variant: variant.name)
+
+
+def all_windowed(variant: Variant) -> bool:
+    return "sliding_window" in variant.ablation
 
 
 @all_variants
@@ -34,8 +40,7 @@ def test_oracle_could_tell(variant: Variant, subjects: Subjects, tmp_path: Path)
     answers = subject.oracle.answers(subject.prompts)
     assert len({token for answer in answers for token in answer.token_ids}) >= 20
     # If every layer has a window, the last token does not see a long prompt's early tokens.
-    all_windowed = "sliding_window" in variant.ablation
-    early = PROMPT_LENGTHS.index(19) if all_windowed else 0
+    early = PROMPT_LENGTHS.index(19) if all_windowed(variant) else 0
     changed = list(subject.prompts[early])
     changed[0] = 3 + (changed[0] + 1) % (VOCAB_SIZE - 3)
     assert subject.oracle.answers([changed])[0].token_ids != answers[early].token_ids
@@ -63,7 +68,9 @@ def test_chunked_and_preempted(variant: Variant, subjects: Subjects) -> None:
     subject = subjects(variant)
     with log_steps() as log:
         outputs = generate(
-            subject, max_num_batched_tokens=CHUNK, num_device_blocks_override=JUST_ONE
+            subject,
+            max_num_batched_tokens=CHUNK,
+            num_device_blocks_override=JUST_A_WINDOW if all_windowed(variant) else JUST_ONE,
         )
     assert log.max_tokens == CHUNK
     assert log.num_partial_chunks >= max(PROMPT_LENGTHS) // CHUNK

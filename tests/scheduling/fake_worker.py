@@ -6,6 +6,7 @@ through the block table, so a block that was lost, shared or reused too early ch
 
 from __future__ import annotations
 
+import sys
 from dataclasses import dataclass, field
 
 from tpengine.messages import Candidates, NewSequence, StepInput, StepOutput, TokenLogprobs
@@ -82,6 +83,8 @@ class FakeWorker:
     max_num_seqs: int
     max_num_batched_tokens: int
     num_host_blocks: int = 0
+    num_kept_tokens: int = sys.maxsize
+    """As in the block manager: it reads no blocks of older tokens, which may hold anything."""
     slots: dict[int, _Slot] = field(default_factory=dict)
     cache: dict[int, int] = field(default_factory=dict)
     host: dict[int, int] = field(default_factory=dict)
@@ -116,11 +119,13 @@ class FakeWorker:
         for slot, token_id in step.token_overrides:
             self.slots[slot].token_ids[-1] = token_id
         for slot in self.slots.values():
-            assert len(set(slot.block_ids)) == len(slot.block_ids), "a block twice in a table"
-            assert all(0 <= block < self.num_blocks for block in slot.block_ids)
+            kept = self._kept(slot)
+            block_ids = slot.block_ids[kept.start // self.block_size :]
+            assert len(set(block_ids)) == len(block_ids), "a block twice in a table"
+            assert all(0 <= block < self.num_blocks for block in block_ids)
             expected = keys_of(slot.token_ids[: slot.num_computed_tokens])
-            found = [self.cache.get(self._place(slot, p)) for p in range(len(expected))]
-            assert found == expected, "what was computed is no longer there"
+            found = [self.cache.get(self._place(slot, p)) for p in kept]
+            assert found == expected[kept.start :], "what was computed is no longer there"
         self._keep_ahead(step)
 
     def compute(self, step: StepInput) -> StepOutput:
@@ -182,7 +187,7 @@ class FakeWorker:
             slot = self.slots[slot_id]
             assert slot.num_computed_tokens == len(slot.token_ids) - 1
             place = self._place(slot, slot.num_computed_tokens)
-            key = self._keys(slot_id)[-1]
+            key = self.cache[self._place(slot, slot.num_computed_tokens - 1)]
             assert self.cache[place] == ahead[slot_id] == key_of(key, slot.token_ids[-1])
             self.num_kept += 1
 
@@ -236,13 +241,21 @@ class FakeWorker:
         blocks = {place // self.block_size for place in places}
         for other_id, other in self.slots.items():
             if other_id != slot_id and not blocks.isdisjoint(other.block_ids):
-                read = {self._place(other, p) for p in range(other.num_computed_tokens)}
+                read = {self._place(other, p) for p in self._kept(other)}
                 assert not read & places, "a block that others read is written"
         return places
 
+    def _kept(self, slot: _Slot) -> range:
+        """Positions of the computed tokens that the next token sees."""
+        num_computed = slot.num_computed_tokens
+        return range(max(0, num_computed - self.num_kept_tokens), num_computed)
+
     def _keys(self, slot_id: int) -> list[int]:
+        """Keys of all computed tokens, of which those that the last one sees are read."""
         slot = self.slots[slot_id]
-        return [self.cache[self._place(slot, p)] for p in range(slot.num_computed_tokens)]
+        first = max(0, self._kept(slot).start - 1)
+        read = [self.cache[self._place(slot, p)] for p in range(first, slot.num_computed_tokens)]
+        return keys_of(slot.token_ids[:first]) + read
 
     def _sample(self, slot_id: int) -> int:
         slot = self.slots[slot_id]

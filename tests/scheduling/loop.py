@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections import Counter
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
@@ -21,6 +22,7 @@ from tpengine.scheduling import (
     SchedulerOutput,
     SchedulingPolicy,
 )
+from tpengine.scheduling.block_manager import NO_BLOCK
 from tpengine.sequence import Request, Sequence, SequenceStatus
 
 END_TOKEN_IDS = frozenset(range(0, VOCAB_SIZE, 199))
@@ -42,6 +44,12 @@ class Limits:
     watermark: float = 0.0
     ahead: bool = False
     model_len: int = 4096
+    window: int | None = None
+
+    @property
+    def num_kept_tokens(self) -> int:
+        """As `EngineConfig` has it."""
+        return sys.maxsize if self.window is None else max(self.window, self.block_size) - 1
 
 
 ROOMY = Limits(tokens=1000)
@@ -91,7 +99,13 @@ class CountingBlockManager(BlockManager):
 
     def __init__(self, answers: Counter[str], limits: Limits, num_blocks: int) -> None:
         super().__init__(
-            num_blocks, limits.block_size, limits.watermark, limits.num_host_blocks, limits.caching
+            num_blocks,
+            limits.block_size,
+            limits.watermark,
+            limits.num_host_blocks,
+            limits.caching,
+            limits.num_kept_tokens,
+            limits.tokens,
         )
         self.answers = answers
 
@@ -146,6 +160,7 @@ class Loop:
             limits.seqs,
             limits.tokens,
             limits.num_host_blocks,
+            limits.num_kept_tokens,
             last_step=last_step,
         )
 
@@ -357,7 +372,11 @@ class Loop:
             assert slot.index == sequence.index
             if sequence not in children:  # these get their blocks in the update
                 assert slot.num_computed_tokens == sequence.num_computed_tokens
-                assert slot.block_ids == self.blocks.block_ids(sequence)
+                table = self.blocks.block_ids(sequence)
+                num_given_back = table.count(NO_BLOCK)
+                self.events["given back"] += num_given_back > 0
+                assert len(slot.block_ids) == len(table)
+                assert slot.block_ids[num_given_back:] == table[num_given_back:]
 
 
 def _has_slots(request: Request) -> bool:

@@ -78,6 +78,7 @@ def traces(groups: bool, disturbed: bool) -> st.SearchStrategy[Trace]:
         "chunked": st.booleans(),
         "ahead": st.booleans(),
         "watermark": st.sampled_from([0.0, 0.01, 0.1, 0.2]),
+        "window": st.sampled_from([None, None, 2, 6, 11]),
         "model_len": st.just(MAX_MODEL_LEN),
     }
     if groups:
@@ -220,6 +221,7 @@ def check_ending(loop: Loop, request: Request) -> str:
 COMMON = [
     *("completed", "ignored", "abort", "error", "preempted and completed"),
     *("chunks", "ahead", "ahead and kept", "ended WAITING", "ended RUNNING", "ended in flight"),
+    "given back",
 ]
 OF_SINGLES = [
     *(answer.name for answer in AllocStatus),
@@ -240,7 +242,7 @@ OF_LOSSES = ["losses", "lost steps", "lost prefills", "restrictions"]
         (False, False, 1000, OF_SINGLES),
         (True, False, 800, OF_GROUPS),
         (False, True, 250, OF_LOSSES),
-        (True, True, 150, [*OF_LOSSES, "lost forks", "swap ins"]),
+        (True, True, 200, [*OF_LOSSES, "lost forks", "swap ins"]),
     ],
     ids=["singles", "groups", "lost singles", "lost groups"],
 )

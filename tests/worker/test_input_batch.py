@@ -161,3 +161,17 @@ def test_parameters_follow_their_slot(batch: InputBatch) -> None:
     assert sampling.num_logprobs.tolist() == [4, -1]
     assert sampling.positions.tolist() == [3, 2]
     assert sampling.noise_key[0] == sampling.noise_key[1]  # same seed and index
+
+
+def test_blocks_before_the_window_are_not_read() -> None:
+    """The next token sees five tokens before it. A decode and a chunk: the blocks that the driver
+    has given to others, named or not, become the first one that the row keeps."""
+    uploads = Uploads(torch.device("cpu"), ParallelState().wait_for)
+    batch = InputBatch(8, 20, 4, uploads, num_kept_tokens=5)
+    rows = [new(1, list(range(14)), 13, [8, 7, 2, 9]), new(3, list(range(18)), 9, [-1, 5, 6, 3, 4])]
+    step = StepInput(1, [1, 3], [1, 9], rows, sample_rows=[0, 1], sample_slots=[1, 3])
+    batch.apply(step)
+    _, metadata = build(batch, step)
+    assert metadata.block_table.tolist() == [[2, 2, 2, 9, 0], [5, 5, 6, 3, 4]]
+    assert metadata.block_table.dtype == torch.int32
+    assert metadata.slot_mapping.tolist() == [9 * 4 + 1, *range(25, 28), *range(12, 18)]

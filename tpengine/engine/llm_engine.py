@@ -30,6 +30,7 @@ from tpengine.engine.stats import (
     EngineCounters,
     EngineHealth,
     EngineStats,
+    PreemptionLog,
     QueueStats,
     RecoveryRecord,
     StatLogger,
@@ -94,7 +95,7 @@ class LLMEngine:
         try:
             tokenizer = load_tokenizer(config.model)
             ledgers = start_workers(config, executor)
-            blocks = make_block_manager(config.cache, *count_blocks(ledgers))
+            blocks = make_block_manager(config, *count_blocks(ledgers))
             self._scheduler = Scheduler(config.scheduler, blocks)
             self._recovery = Recovery(config, executor, self._scheduler, ledgers)
             length, interval = config.model.max_model_len, config.scheduler.stream_interval
@@ -105,6 +106,7 @@ class LLMEngine:
         self.log_stats = log_stats
         self._stat_logger = StatLogger() if log_stats else None
         self.stat_loggers = StatLoggers()
+        self._preemption_log = PreemptionLog(config)
         self._num_requests = 0
         self._num_sequences = 0
         self._unreported: list[RequestOutput] = []
@@ -424,6 +426,8 @@ class LLMEngine:
         marks = (start, sent, answered, processed, updated, time.perf_counter())
         self.last_step = StepStats.of(scheduled, answer.model_s, marks)
         self.counters.record_step(self.last_step)
+        if scheduled.preempted:
+            self._preemption_log.record(self.counters.num_preemptions)
         if self._stat_logger is not None:
             self._stat_logger.record(self.last_step, self._scheduler)
         if self.stat_loggers:

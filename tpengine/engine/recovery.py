@@ -136,7 +136,7 @@ class Recovery:
         culprit, is_isolation_step = self._poison.note_loss(loss, lost, requests)
         blocks = self._scheduler.block_manager
         self._scheduler.restart(
-            make_block_manager(self._config.cache, blocks.num_total_blocks, blocks.host.num_blocks)
+            make_block_manager(self._config, blocks.num_total_blocks, blocks.host.num_blocks)
         )
         failed = None
         if culprit is not None:
@@ -248,7 +248,7 @@ class Recovery:
         rebuild, self._rebuild = self._rebuild, None
         try:
             ledgers = rebuild.result()
-            blocks = make_block_manager(self._config.cache, *count_blocks(ledgers))
+            blocks = make_block_manager(self._config, *count_blocks(ledgers))
         except GroupLostError as error:
             self._start_rebuild(error.loss)
             return

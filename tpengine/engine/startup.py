@@ -6,12 +6,12 @@ import math
 import time
 from collections.abc import Sequence
 
-from tpengine.config import CacheConfig, EngineConfig
+from tpengine.config import EngineConfig
 from tpengine.errors import CacheSizeError, GraphCaptureError
 from tpengine.executor.executor import Executor
 from tpengine.logger import init_logger
 from tpengine.messages import MemoryLedger
-from tpengine.scheduling.block_manager import BlockManager
+from tpengine.scheduling.block_manager import BlockManager, most_held_blocks
 
 logger = init_logger(__name__)
 
@@ -82,13 +82,15 @@ def count_blocks(ledgers: Sequence[MemoryLedger]) -> tuple[int, int]:
     )
 
 
-def make_block_manager(config: CacheConfig, num_blocks: int, num_host_blocks: int) -> BlockManager:
+def make_block_manager(config: EngineConfig, num_blocks: int, num_host_blocks: int) -> BlockManager:
     """Returns an empty block manager of that many blocks on the device and on the host."""
     return BlockManager(
         num_blocks,
-        config.block_size,
+        config.cache.block_size,
         num_host_blocks=num_host_blocks,
-        enable_prefix_caching=config.enable_prefix_caching,
+        enable_prefix_caching=config.cache.enable_prefix_caching,
+        num_kept_tokens=config.num_kept_tokens,
+        max_step_tokens=config.scheduler.max_num_batched_tokens,
     )
 
 
@@ -138,11 +140,12 @@ def check_cache_holds_one_sequence(
         CacheSizeError: it does not; the message gives the length and the cache size that would do.
     """
     block_size, longest = config.cache.block_size, config.model.max_model_len
-    capacity = num_blocks * block_size
-    if longest <= capacity:
+    capacity, step_tokens = num_blocks * block_size, config.scheduler.max_num_batched_tokens
+    most_blocks = most_held_blocks(config.num_kept_tokens, step_tokens, block_size)
+    needed_blocks = min(-(-longest // block_size), most_blocks)
+    if needed_blocks <= num_blocks:
         return
     limiting = min(ledgers, key=lambda ledger: ledger.num_device_blocks)
-    needed_blocks = -(-longest // block_size)
     if config.cache.num_device_blocks_override is not None:
         remedy = f"raise num_device_blocks_override to {needed_blocks}"
     else:

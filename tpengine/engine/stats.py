@@ -14,7 +14,8 @@ from collections import Counter, deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from tpengine.errors import RankLoss
+from tpengine.config import EngineConfig
+from tpengine.errors import RankLoss, counted
 from tpengine.logger import init_logger
 from tpengine.messages import MemoryLedger
 from tpengine.scheduling.scheduler import Scheduler
@@ -24,6 +25,7 @@ from tpengine.sequence import Request
 logger = init_logger(__name__)
 
 _LOG_INTERVAL_S = 5.0
+_PREEMPTION_INTERVAL_S = 10.0
 _RATE_WINDOW_S = 5
 _SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 300)
 _TOKENS = tuple(float(1 << power) for power in range(18))
@@ -213,10 +215,11 @@ class StatLogger:
         blocks, step_s = scheduler.block_manager, self._step_s or 1.0
         num_held = blocks.num_total_blocks - blocks.num_free_blocks
         num_unused = blocks.num_unused_places(scheduler.running_sequences())
+        num_swapped_out = blocks.host.num_blocks - blocks.host.num_free
         logger.info(
             "prefill %.1f tokens/s, output %.1f tokens/s; %d running, %d waiting, %d swapped; KV "
-            "cache %.1f %% used, %.1f %% of that without a token; %d cached blocks reused, %d "
-            "evicted; %.1f %% of step time outside the model",
+            "cache %.1f %% used, %.1f %% of that without a token; swap space %.1f %% used; %d "
+            "cached blocks reused, %d evicted; %.1f %% of step time outside the model",
             sum(step.num_prefill_tokens for step in self._steps) / step_s,
             sum(step.num_output_tokens for step in self._steps) / step_s,
             scheduler.num_running,
@@ -224,12 +227,42 @@ class StatLogger:
             scheduler.num_swapped,
             100 * num_held / blocks.num_total_blocks,
             100 * num_unused / max(1, num_held * blocks.block_size),
+            100 * num_swapped_out / max(1, blocks.host.num_blocks),
             blocks.device.num_hits,
             blocks.device.num_evictions,
             100 * max(0.0, self._step_s - sum(step.model_s for step in self._steps)) / step_s,
         )
         self._steps.clear()
         self._step_s = 0.0
+
+
+class PreemptionLog:
+    """Warns of preemptions: of the first one, and then at most every ten seconds."""
+
+    def __init__(self, config: EngineConfig) -> None:
+        cache, scheduler = config.cache, config.scheduler
+        if cache.num_device_blocks_override is not None:
+            knob = f"num_device_blocks_override (now {cache.num_device_blocks_override})"
+        elif config.device != "cpu":
+            knob = f"gpu_memory_utilization (now {cache.gpu_memory_utilization:g})"
+        elif cache.cpu_kv_cache_bytes is None:
+            knob = "cpu_kv_cache_space (now not set)"
+        else:
+            knob = f"cpu_kv_cache_space (now {cache.cpu_kv_cache_bytes / (1 << 30):g} GiB)"
+        self._reason = (
+            "the KV cache has too few blocks for what runs at once, and requests give theirs up "
+            f"(preemption_mode is {scheduler.preemption_mode}); raise {knob}, or lower "
+            f"max_num_seqs (now {scheduler.max_num_seqs})"
+        )
+        self._next_at = 0.0
+
+    def record(self, num_preemptions: int) -> None:
+        """Logs the number of preemptions since the start, which has grown."""
+        now = time.monotonic()
+        if now >= self._next_at:
+            self._next_at = now + _PREEMPTION_INTERVAL_S
+            total = counted(num_preemptions, "preemption")
+            logger.warning("%s since the start: %s", total, self._reason)
 
 
 class EngineState(enum.Enum):

@@ -132,6 +132,7 @@ class BloomForCausalLM:
 
     def __init__(self, config: ModelConfig, weights: Weights) -> None:
         check_heads_fill_hidden_size(config)
+        require(config, "sliding_window", None, None)
         hf = config.hf_config
         size, eps = hf["hidden_size"], hf["layer_norm_epsilon"]
         require(config, "n_inner", 4 * size, 4 * size)

@@ -29,7 +29,7 @@ from tpengine.layers.linear import (
 )
 from tpengine.layers.norm import LayerNorm
 from tpengine.layers.weights import Weights
-from tpengine.models.registry import check_heads_fill_hidden_size
+from tpengine.models.registry import check_heads_fill_hidden_size, require
 from tpengine.ops import fused
 
 _POSITION_OFFSET = 2
@@ -113,6 +113,7 @@ class OPTForCausalLM:
 
     def __init__(self, config: ModelConfig, weights: Weights) -> None:
         check_heads_fill_hidden_size(config)
+        require(config, "sliding_window", None, None)
         hf, prefix = config.hf_config, "model.decoder"
         hidden_size = hf["hidden_size"]
         embed_dim = hf.get("word_embed_proj_dim") or hidden_size

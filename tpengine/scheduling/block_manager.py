@@ -5,6 +5,10 @@ Paging as in "Efficient Memory Management for Large Language Model Serving with 
 in the order of its tokens. Sequences of one request share the blocks of their common beginning, and
 requests share full blocks of equal content. This module only counts; it touches no tensor.
 
+If every layer of the model has a sliding window, a running sequence gives back the blocks that its
+next tokens do not see. In its table `NO_BLOCK` takes their places, all at the beginning. The prefix
+cache knows a block that was given back until its place is needed.
+
 `BlockManager.check_invariants` finds a lost block, a doubled block and a wrong reference count;
 tests call it after every step.
 """
@@ -12,6 +16,7 @@ tests call it after every step.
 from __future__ import annotations
 
 import enum
+import sys
 from collections import Counter
 from collections.abc import Iterable
 from typing import NamedTuple
@@ -22,6 +27,9 @@ from tpengine.sequence import Request, Sequence, SequenceStatus
 
 BlockPair = tuple[int, int]
 """(source, target)"""
+
+NO_BLOCK = -1
+"""The place in a table of a block that has left the sliding window."""
 
 
 class AllocStatus(enum.Enum):
@@ -59,6 +67,9 @@ class BlockManager:
             requests do not preempt a request that has just been admitted.
         num_host_blocks: blocks for requests that are swapped out.
         enable_prefix_caching: whether full blocks are found again by their content.
+        num_kept_tokens: see `EngineConfig.num_kept_tokens`.
+        max_step_tokens: most tokens that a step computes. With a sliding window a table covers no
+            more tokens than the next step can compute; otherwise it covers all that there are.
 
     Raises:
         CacheSizeError: the pool or the block size is empty.
@@ -71,6 +82,8 @@ class BlockManager:
         watermark: float = 0.01,
         num_host_blocks: int = 0,
         enable_prefix_caching: bool = False,
+        num_kept_tokens: int = sys.maxsize,
+        max_step_tokens: int = sys.maxsize,
     ) -> None:
         if num_device_blocks < 1 or block_size < 1:
             raise CacheSizeError(
@@ -82,6 +95,9 @@ class BlockManager:
         self.device = BlockPool(num_device_blocks)
         self.host = BlockPool(num_host_blocks)
         self._num_watermark_blocks = int(watermark * num_device_blocks)
+        self._num_kept_tokens = num_kept_tokens
+        self._reach = max_step_tokens if num_kept_tokens < sys.maxsize else sys.maxsize
+        self._most_blocks = most_held_blocks(num_kept_tokens, max_step_tokens, block_size)
         self._tables: dict[int, list[int]] = {}
         self._host_tables: dict[int, list[int]] = {}
         # By sequence id, of sequences that hold blocks, and of waiting ones that `can_allocate` has
@@ -99,17 +115,18 @@ class BlockManager:
 
     def most_blocks_for(self, num_tokens: int) -> int:
         """Most blocks that a sequence of so many tokens holds until all of them are computed."""
-        return self.num_blocks_for(num_tokens)
+        return min(self.num_blocks_for(num_tokens), self._most_blocks)
 
     def num_needed_blocks(self, request: Request) -> int:
-        """Blocks for all present tokens of the request's unfinished sequences; their common
-        beginning counts once."""
+        """Most blocks that the request's unfinished sequences hold until all their present tokens
+        are computed; their common beginning counts once."""
         sequences = request.unfinished_sequences
         common = request.num_common_tokens
         if all(sequence.num_tokens == common for sequence in sequences):
             return self.most_blocks_for(common)
         shared = common // self.block_size
-        return shared + sum(self.num_blocks_for(s.num_tokens) - shared for s in sequences)
+        own = sum(self.num_blocks_for(s.num_tokens) - shared for s in sequences)
+        return min(shared + own, len(sequences) * self._most_blocks)
 
     def can_allocate(self, request: Request) -> AllocStatus:
         """Whether the request, which holds no blocks, can be given all blocks that it needs."""
@@ -121,12 +138,13 @@ class BlockManager:
         if self._tables:
             # Sequences that are still equal need a block of their own for their next token.
             needed += self._num_watermark_blocks + len(request.unfinished_sequences) - 1
-        held = sum(self.device.ref_count(block) > 0 for block in self._cached_blocks(request))
+        cached = _held(self._cached_blocks(request))
+        held = sum(self.device.ref_count(block) > 0 for block in cached)
         return AllocStatus.OK if self.num_free_blocks >= needed - held else AllocStatus.LATER
 
     def allocate(self, request: Request) -> list[int]:
-        """Gives the first unfinished sequence of a request blocks for all its tokens. Tokens in
-        blocks that the prefix cache knows count as computed.
+        """Gives the first unfinished sequence of a request blocks for its tokens. Tokens in blocks
+        that the prefix cache knows count as computed.
 
         Returns:
             A copy of the sequence's table.
@@ -139,16 +157,16 @@ class BlockManager:
         if sequence.seq_id in self._tables:
             raise EngineError(f"sequence {sequence.seq_id} holds blocks already")
         cached = self._cached_blocks(request)
+        sequence.num_computed_tokens = len(cached) * self.block_size
         # Shared first, so that `take` does not evict them.
-        for block in cached:
+        for block in _held(cached):
             self.device.share(block)
-        self.device.num_hits += len(cached)
-        table = cached + self.device.take(self.num_blocks_for(sequence.num_tokens) - len(cached))
+            self.device.num_hits += 1
+        table = cached + self.device.take(self._num_next_blocks(sequence) - len(cached))
         self._tables[sequence.seq_id] = table
         if self._chains is not None:
             chain = self._chains.setdefault(sequence.seq_id, BlockChain())
             chain.num_published = len(cached)
-        sequence.num_computed_tokens = len(cached) * self.block_size
         return table.copy()
 
     def num_lacking_blocks(self, request: Request) -> int:
@@ -160,9 +178,9 @@ class BlockManager:
         lacking = 0
         for sequence in request.sequences:
             if sequence.status is SequenceStatus.RUNNING:
-                capacity = len(self._tables[sequence.seq_id]) * self.block_size
-                if capacity < len(sequence.token_ids):
-                    lacking += self.num_blocks_for(len(sequence.token_ids) - capacity)
+                num_blocks = len(self._tables[sequence.seq_id])
+                if num_blocks * self.block_size < len(sequence.token_ids):
+                    lacking += self._num_next_blocks(sequence) - num_blocks
         if len(request.sequences) > 1:
             running = [s for s in request.sequences if s.status is SequenceStatus.RUNNING]
             lacking += self._num_copies(self._tables, self.device, running)
@@ -170,10 +188,10 @@ class BlockManager:
 
     def num_held_blocks(self, request: Request) -> int:
         """Device blocks that the request's sequences hold; a shared block counts once."""
-        return len({b for s in request.sequences for b in self._tables.get(s.seq_id, ())})
+        return len({b for s in request.sequences for b in _held(self._tables.get(s.seq_id, []))})
 
     def append(self, sequence: Sequence, num_more: int = 0) -> Growth:
-        """Extends the sequence's table until all its tokens and `num_more` others have a place.
+        """Extends the sequence's table until its tokens and `num_more` others have a place.
         Gives it a copy of its partly filled block if other sequences hold that too (copy on write).
 
         Raises:
@@ -181,7 +199,7 @@ class BlockManager:
                 `num_lacking_blocks` with `num_free_blocks` first.
         """
         table = self._table(sequence)
-        num_needed = self.num_blocks_for(sequence.num_tokens + num_more)
+        num_needed = self._num_next_blocks(sequence, num_more)
         blocks = self.device.take(max(0, num_needed - len(table)))
         table.extend(blocks)
         place, filled = divmod(sequence.num_computed_tokens, self.block_size)
@@ -197,7 +215,7 @@ class BlockManager:
         The child gives back the blocks that it held before. Each shared block counts one more
         reference."""
         shared = self._table(parent)[: self.num_blocks_for(num_tokens)]
-        for block in shared:
+        for block in _held(shared):
             self.device.share(block)
         if child.seq_id in self._tables:
             self.free(child)
@@ -207,28 +225,35 @@ class BlockManager:
             self._chains[child.seq_id] = chain.fork(num_tokens // self.block_size)
 
     def mark_computed(self, sequence: Sequence) -> None:
-        """Offers the sequence's full blocks to the prefix cache; called when a block was filled."""
-        if self._chains is None:
-            return
-        chain = self._chains[sequence.seq_id]
-        num_full = sequence.num_computed_tokens // self.block_size
-        chain.extend(sequence.token_ids, num_full, self.block_size)
+        """Offers the sequence's full blocks to the prefix cache, and gives back those that its next
+        tokens do not see; called when a block was filled."""
         table = self._tables[sequence.seq_id]
-        for index in range(chain.num_published, num_full):
-            self.device.publish(table[index], chain.digests[index])
-        chain.num_published = max(chain.num_published, num_full)
+        if self._chains is not None:
+            chain = self._chains[sequence.seq_id]
+            num_full = sequence.num_computed_tokens // self.block_size
+            chain.extend(sequence.token_ids, num_full, self.block_size)
+            for index in range(chain.num_published, num_full):
+                self.device.publish(table[index], chain.digests[index])
+            chain.num_published = max(chain.num_published, num_full)
+        if sequence.num_computed_tokens > self._num_kept_tokens:
+            place = self._first_kept(sequence.num_computed_tokens)
+            while place > 0 and table[place - 1] != NO_BLOCK:
+                place -= 1
+                self.device.release(table[place])
+                table[place] = NO_BLOCK
 
     def can_swap_out(self, request: Request) -> bool:
         """Whether enough host blocks are free for the computed blocks of the request."""
-        held = {b for s in request.unfinished_sequences for b in self._computed_blocks(s)}
+        held = {b for s in request.unfinished_sequences for b in _held(self._computed_blocks(s))}
         return 0 < len(held) <= self.host.num_free
 
     def swap_out(self, request: Request) -> list[BlockPair]:
         """Moves the request's tables to host blocks; returns the (device, host) pairs to copy."""
         pairs: dict[int, int] = {}
         for sequence in request.unfinished_sequences:
-            host_table = []
-            for block in self._computed_blocks(sequence):
+            table = self._computed_blocks(sequence)
+            host_table = [NO_BLOCK] * table.count(NO_BLOCK)
+            for block in _held(table):
                 if block in pairs:
                     self.host.share(pairs[block])
                 else:
@@ -243,9 +268,9 @@ class BlockManager:
         """Whether device blocks are free for a swapped request and its next tokens."""
         sequences = request.unfinished_sequences
         tables = [self._host_tables[s.seq_id] for s in sequences]
-        needed = len({block for table in tables for block in table})
+        needed = len({block for table in tables for block in _held(table)})
         for sequence, table in zip(sequences, tables, strict=True):
-            needed += self.num_blocks_for(sequence.num_tokens) - len(table)
+            needed += self._num_next_blocks(sequence) - len(table)
         needed += self._num_copies(self._host_tables, self.host, sequences)
         if needed > self.num_total_blocks:
             return AllocStatus.NEVER
@@ -256,8 +281,9 @@ class BlockManager:
         """Moves the request's tables to device blocks; returns the (host, device) pairs to copy."""
         pairs: dict[int, int] = {}
         for sequence in request.unfinished_sequences:
-            table = []
-            for block in self._host_tables.pop(sequence.seq_id):
+            host_table = self._host_tables.pop(sequence.seq_id)
+            table = [NO_BLOCK] * host_table.count(NO_BLOCK)
+            for block in _held(host_table):
                 if block in pairs:
                     self.device.share(pairs[block])
                 else:
@@ -275,7 +301,7 @@ class BlockManager:
             EngineError: the sequence holds no table, so this would free its blocks twice.
         """
         if sequence.seq_id in self._host_tables:
-            for block in self._host_tables.pop(sequence.seq_id):
+            for block in _held(self._host_tables.pop(sequence.seq_id)):
                 self.host.release(block)
         else:
             self._drop_table(sequence)
@@ -321,18 +347,24 @@ class BlockManager:
         expect(holders.keys() == self._tables.keys(), "tables are held by running sequences")
         hosted = {sequence.seq_id for sequence in swapped}
         expect(hosted == self._host_tables.keys(), "host tables are held by swapped sequences")
-        self.device.check_invariants(self._tables.values())
-        self.host.check_invariants(self._host_tables.values())
+        self.device.check_invariants(map(_held, self._tables.values()))
+        self.host.check_invariants(map(_held, self._host_tables.values()))
         for seq_id, sequence in holders.items():
             table = self._tables[seq_id]
+            held = _held(table)
             expect(
                 len(table) * self.block_size >= sequence.num_computed_tokens,
                 f"the table of sequence {seq_id} covers its computed tokens",
             )
+            expect(
+                NO_BLOCK not in table[self._first_kept(sequence.num_computed_tokens) :]
+                and len(held) <= self._most_blocks,
+                f"sequence {seq_id} holds the blocks of its window, and few others",
+            )
             # A partly filled block may be shared: it is copied before it is written.
             blank = table[self.num_blocks_for(sequence.num_computed_tokens) :]
             expect(
-                len(set(table)) == len(table)
+                len(set(held)) == len(held)
                 and all(self.device.ref_count(block) == 1 for block in blank),
                 f"sequence {seq_id} alone writes the blocks that it will write",
             )
@@ -345,22 +377,36 @@ class BlockManager:
 
     def _drop_table(self, sequence: Sequence) -> None:
         # The end first: blocks at the beginning are shared more often, and are evicted last.
-        for block in reversed(self._table(sequence)):
+        for block in reversed(_held(self._table(sequence))):
             self.device.release(block)
         del self._tables[sequence.seq_id]
 
     def _computed_blocks(self, sequence: Sequence) -> list[int]:
         return self._table(sequence)[: self.num_blocks_for(sequence.num_computed_tokens)]
 
+    def _first_kept(self, num_computed_tokens: int) -> int:
+        """Place in its table of the first block that a sequence with so many computed tokens keeps
+        for those that follow."""
+        return max(0, num_computed_tokens - self._num_kept_tokens) // self.block_size
+
+    def _num_next_blocks(self, sequence: Sequence, num_more: int = 0) -> int:
+        """Length of a table with a place for each token that the next step can compute, and for
+        `num_more` others."""
+        end = min(len(sequence.token_ids), sequence.num_computed_tokens + self._reach)
+        return self.num_blocks_for(end + num_more)
+
     def _cached_blocks(self, request: Request) -> list[int]:
-        """Blocks of known content with which a waiting request begins. At least the last common
-        token of its sequences remains to be computed, since the next token is sampled there."""
+        """Blocks of known content with which a waiting request begins, as a table. At least the
+        last common token of its sequences remains to be computed, since the next token is sampled
+        there."""
         if self._chains is None or request.sampling_params.prompt_logprobs is not None:
             return []
         sequences = request.unfinished_sequences
         num_blocks = (request.num_common_tokens - 1) // self.block_size
         chain = self._chains.setdefault(sequences[0].seq_id, BlockChain())
         chain.extend(sequences[0].token_ids, num_blocks, self.block_size)
+        if self._first_kept(num_blocks * self.block_size) > 0:
+            return self._cached_window(chain.digests[:num_blocks])
         found = []
         for digest in chain.digests[:num_blocks]:
             block = self.device.find(digest)
@@ -368,6 +414,19 @@ class BlockManager:
                 break
             found.append(block)
         return found
+
+    def _cached_window(self, digests: list[bytes]) -> list[int]:
+        """The longest beginning of which the cache knows the blocks that the next token sees. The
+        blocks before these are not read again, so it does not matter whether they are known."""
+        end, window = len(digests), list[int]()  # the window from its end
+        while end - len(window) > self._first_kept(end * self.block_size):
+            block = self.device.find(digests[end - len(window) - 1])
+            if block is None:
+                end -= len(window) + 1
+                window.clear()
+            else:
+                window.append(block)
+        return [NO_BLOCK] * (end - len(window)) + window[::-1]
 
     def _num_copies(
         self, tables: dict[int, list[int]], pool: BlockPool, sequences: list[Sequence]
@@ -380,3 +439,14 @@ class BlockManager:
             if filled:
                 num_writers[tables[sequence.seq_id][place]] += 1
         return sum(min(n, pool.ref_count(block) - 1) for block, n in num_writers.items())
+
+
+def most_held_blocks(num_kept_tokens: int, max_step_tokens: int, block_size: int) -> int:
+    """Most blocks that a sequence holds at once if every layer has a sliding window: those of the
+    window, wherever it begins in its first block, and those of a step's tokens."""
+    return 1 + -(-num_kept_tokens // block_size) + -(-max_step_tokens // block_size)
+
+
+def _held(table: list[int]) -> list[int]:
+    """The blocks of a table without those that were given back."""
+    return table[table.count(NO_BLOCK) :]

@@ -237,26 +237,30 @@ class Scheduler:
         """Schedules the part of a running request with several sequences that fits."""
         if not self._queues.is_running(request):  # preempted earlier in this step
             return
-        if request.request_id in self._queues.unforked:
-            self._compute_common(request, step)
-            return
-        if not choose_rows(request, step.tokens_left):
+        is_forked = request.request_id not in self._queues.unforked
+        if is_forked and not choose_rows(request, step.tokens_left):
             return
         lacking = self._blocks.num_lacking_blocks(request)
         if lacking:
             # For all its sequences: preemption takes the blocks of all, so none is a row before.
             self._make_room(request, lacking, step)
-        if self._queues.is_running(request):
-            for sequence, size in choose_rows(request, step.tokens_left):
-                self._add_row(sequence, size, step, lacking > 0)
+        if not self._queues.is_running(request):
+            return
+        if not is_forked:
+            self._compute_common(request, step, lacking > 0)
+            return
+        for sequence, size in choose_rows(request, step.tokens_left):
+            self._add_row(sequence, size, step, lacking > 0)
 
-    def _compute_common(self, request: Request, step: StepBuilder) -> None:
+    def _compute_common(self, request: Request, step: StepBuilder, grow: bool) -> None:
         """Schedules the first sequence, which computes the common tokens for all. If that completes
         its own tokens, the other sequences are sampled from its row."""
         first, *others = request.unfinished_sequences
         num_common = self._queues.unforked[request.request_id]
         size = min(num_common - first.num_computed_tokens, step.tokens_left)
-        self._add_row(first, size, step, grow=False)
+        num_changes = len(step.new_block_ids)
+        self._add_row(first, size, step, grow)
+        growths = step.new_block_ids[num_changes:]
         if first.num_computed_tokens + size == first.num_tokens:
             del self._queues.unforked[request.request_id]
             for child in others:
@@ -264,6 +268,8 @@ class Scheduler:
                 self._queues.slots.fork(first, child)
                 self._queues.forking.append(child)
                 step.forks.append((first, child))
+                for _, block_ids in growths:  # workers fork before they add blocks
+                    step.add_blocks(child, block_ids)
 
     def _add_row(self, sequence: Sequence, size: int, step: StepBuilder, grow: bool) -> None:
         """Makes a running sequence a row, with a place in its blocks for each of its tokens."""
@@ -377,7 +383,7 @@ class Scheduler:
             request.metrics.first_scheduled_time = time.time()
             request.metrics.num_cached_tokens = first.num_computed_tokens
         if others:
-            self._compute_common(request, step)
+            self._compute_common(request, step, grow=False)
         else:
             num_left = first.num_tokens - first.num_computed_tokens
             self._add_row(first, min(num_left, step.tokens_left), step, grow=False)

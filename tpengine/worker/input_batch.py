@@ -6,6 +6,7 @@ sampling parameters are kept here from step to step, in arrays indexed by slot.
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -63,6 +64,9 @@ class PromptRow:
 class InputBatch:
     """Slots of the sequences that run on this rank.
 
+    Args:
+        num_kept_tokens: see `EngineConfig.num_kept_tokens`.
+
     Attributes:
         token_ids: int32 `[max_num_seqs, max_model_len]`, prompt and output.
         num_tokens, num_computed_tokens: int32 `[max_num_seqs]`.
@@ -71,7 +75,12 @@ class InputBatch:
     """
 
     def __init__(
-        self, max_num_seqs: int, max_model_len: int, block_size: int, uploads: Uploads
+        self,
+        max_num_seqs: int,
+        max_model_len: int,
+        block_size: int,
+        uploads: Uploads,
+        num_kept_tokens: int = sys.maxsize,
     ) -> None:
         self.block_size = block_size
         self.uploads = uploads
@@ -80,6 +89,7 @@ class InputBatch:
         self.num_tokens = np.zeros(max_num_seqs, np.int32)
         self.num_computed_tokens = np.zeros(max_num_seqs, np.int32)
         self.block_table = np.zeros((max_num_seqs, max_blocks), np.int32)
+        self._num_kept_tokens = num_kept_tokens
         self._num_blocks = np.zeros(max_num_seqs, np.int32)
         self._seeds = [0] * max_num_seqs
         self.sampling = SamplingSlots(max_num_seqs, uploads.device)
@@ -141,12 +151,29 @@ class InputBatch:
             token_ids,
             positions,
             slot_mapping,
-            self.block_table[slots, :max_blocks],
+            self._kept_blocks(self.block_table[slots, :max_blocks], computed),
             seq_lens,
             chunk_start_loc,
             num_decodes,
             scheduled,
         )
+
+    def _kept_blocks(self, table: Int32, computed: Int32) -> Int32:
+        """Replaces the blocks that have left the window in every layer; others may hold them now.
+
+        Some kernels read what lies before the window and multiply it by 0. So these places get the
+        first block of the row that it keeps: unlike the new content of the old ones it is never
+        NaN, unless the row's own result is.
+
+        Args:
+            table: int32 `[num_seqs, max_blocks]`.
+            computed: int32 `[num_seqs]`, computed tokens.
+        """
+        if self._num_kept_tokens >= self.token_ids.shape[1]:
+            return table
+        first = np.maximum(computed - self._num_kept_tokens, 0)[:, None] // self.block_size
+        kept = np.take_along_axis(table, first, axis=1)
+        return np.where(np.arange(table.shape[1]) < first, kept, table)
 
     def last_positions(self, step: StepInput) -> torch.Tensor | None:
         """Returns the index of each sampled row's last token among the step's tokens, int64; None:

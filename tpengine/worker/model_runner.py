@@ -122,7 +122,9 @@ class ModelRunner:
         self._parallel = parallel
         self._gpu = gpu
         limits = config.scheduler.max_num_seqs, config.scheduler.max_model_len
-        self._batch = InputBatch(*limits, config.cache.block_size, self.uploads)
+        self._batch = InputBatch(
+            *limits, config.cache.block_size, self.uploads, config.num_kept_tokens
+        )
 
     def drop_recording(self) -> None:
         """Destroys what was recorded; later steps run op by op."""

@@ -1,0 +1,207 @@
+"""A model whose window is much shorter than its texts: blocks are given back and used again."""
+
+from __future__ import annotations
+
+import random
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from support.bare_model import BareModel
+from support.gpu_walk import walk_the_gpus_way
+from support.oracle import MIN_MARGIN
+from support.ranks import ThreadedExecutor
+from support.step_log import log_steps
+from support.subjects import BY_NAME, Subject, Subjects
+from support.variants import MAX_POSITIONS, VARIANTS, VOCAB_SIZE, WINDOW, Variant
+
+from tpengine import EngineArgs, LLMEngine, RequestOutput, SamplingParams
+from tpengine.config import EngineConfig
+from tpengine.errors import CacheSizeError
+from tpengine.executor.executor import Executor
+from tpengine.executor.local_executor import LocalExecutor
+from tpengine.messages import StepInput
+from tpengine.worker.gpu.attention_plans import attention_layers
+from tpengine.worker.model_runner import ModelRunner
+
+MODEL = BY_NAME["mistral-window"]
+BLOCK_SIZE = 8
+CHUNK = 32
+LEAST = 1 + 3 + CHUNK // BLOCK_SIZE
+"""Blocks of a sequence: WINDOW - 1 = 23 tokens lie in three, or in four, and a chunk in four."""
+LENGTHS = (1, 8, 3, 5, 300, 70, 19, 130, 40)
+"""Short ones first: they grow while a long one is computed, which is then preempted."""
+NUM_OUTPUT_TOKENS = 140
+GREEDY = SamplingParams(temperature=0.0, max_tokens=NUM_OUTPUT_TOKENS, ignore_eos=True)
+CASES: dict[str, dict[str, Any]] = {
+    "no preemption": {"num_device_blocks_override": 200},
+    "recompute": {"preemption_mode": "recompute"},
+    "recompute without prefix caching": {
+        "preemption_mode": "recompute",
+        "enable_prefix_caching": False,
+    },
+    "swap": {"preemption_mode": "swap", "swap_space": 0.01},
+    "whole prompts": {
+        "num_device_blocks_override": 200,
+        "enable_chunked_prefill": False,
+        "max_num_batched_tokens": MAX_POSITIONS,
+    },
+    "two ranks, swap": {
+        "preemption_mode": "swap",
+        "swap_space": 0.01,
+        "tensor_parallel_size": 2,
+    },
+}
+
+
+@pytest.fixture(autouse=True)
+def new_blocks_hold_nan(monkeypatch: pytest.MonkeyPatch) -> None:
+    """So a sequence that reads a block that was given to another one has NaN in its results."""
+    apply = ModelRunner.apply
+
+    def poisoned(runner: ModelRunner, step: StepInput) -> None:
+        apply(runner, step)
+        new = [block for _, block_ids in step.new_block_ids for block in block_ids]
+        for sequence in step.new_sequences:
+            new += sequence.block_ids[-(-sequence.num_computed_tokens // BLOCK_SIZE) :]
+        for cache in (cache for pair in runner.cache_engine.kv_caches for cache in pair):
+            cache[new] = float("nan")
+
+    monkeypatch.setattr(ModelRunner, "apply", poisoned)
+
+
+def make_prompts() -> list[list[int]]:
+    """Some begin like the longest one."""
+    rng = random.Random(5)
+    longest = [rng.randrange(3, VOCAB_SIZE) for _ in range(max(LENGTHS))]
+    own = [[rng.randrange(3, VOCAB_SIZE) for _ in range(length)] for length in LENGTHS]
+    return [*own[:4], longest, *own[5:], longest[:200] + own[2], longest[:64] + own[3]]
+
+
+def serve(
+    folder: Path, prompts: list[list[int]], params: SamplingParams, **args: Any
+) -> tuple[list[RequestOutput], int]:
+    """The answers to all prompts, and most blocks that were held when a step had ended."""
+    settings: dict[str, Any] = {
+        "dtype": "float32",
+        "device": "cpu",
+        "block_size": BLOCK_SIZE,
+        "max_num_batched_tokens": CHUNK,
+        "num_device_blocks_override": 2 * LEAST,
+        "disable_log_stats": True,
+    }
+    config = EngineArgs(str(folder), **{**settings, **args}).create_engine_config("cpu")
+    tp_size = config.parallel.tensor_parallel_size
+    executor: Executor
+    executor = LocalExecutor(config) if tp_size == 1 else ThreadedExecutor(config, tp_size)
+    done, most = {}, 0
+    with LLMEngine(config, executor, log_stats=False) as engine:
+        for index, prompt in enumerate(prompts):
+            engine.add_request(str(index), None, params, prompt_token_ids=prompt)
+        while engine.has_unfinished_requests():
+            done.update({o.request_id: o for o in engine.step() if o.finished})
+            most = max(most, engine.num_total_blocks - engine.num_free_blocks)
+    outputs = [done[str(index)] for index in range(len(prompts))]
+    assert [output.error for output in outputs] == [None] * len(outputs)
+    return outputs, most
+
+
+@pytest.mark.parametrize("variant", VARIANTS, ids=lambda variant: variant.name)
+def test_the_driver_knows_the_window_of_all_layers(variant: Variant, subjects: Subjects) -> None:
+    folder = subjects.folder(variant)
+    config = EngineArgs(str(folder)).create_engine_config("cpu").model
+    windows = {layer.sliding_window for layer in attention_layers(BareModel(folder).model)}
+    assert config.sliding_window == (windows.pop() if len(windows) == 1 else None)
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_long_answers_are_those_of_transformers(case: str, subjects: Subjects) -> None:
+    """Each token is the likeliest one after those before it, or as likely but for rounding."""
+    assert WINDOW < NUM_OUTPUT_TOKENS / 4
+    subject, args, prompts = subjects(MODEL), CASES[case], make_prompts()
+    with log_steps() as log:
+        outputs, most = serve(subject.folder, prompts, GREEDY, **args)
+    if "preemption_mode" in args:
+        log.assert_only(args["preemption_mode"])
+    else:
+        assert log.num_preemptions == 0
+        assert [o.num_cached_tokens for o in outputs][-2:] == [200, 64]
+        assert most <= 4 * len(prompts) + CHUNK // BLOCK_SIZE
+    assert_likeliest(subject, prompts, outputs)
+
+
+@pytest.mark.parametrize("mode", ["recompute", "swap"])
+def test_on_a_gpus_way(mode: str, subjects: Subjects, monkeypatch: pytest.MonkeyPatch) -> None:
+    """K and V are gathered from the first token on, and steps begin early."""
+    walk = walk_the_gpus_way(monkeypatch)
+    subject, prompts = subjects(MODEL), make_prompts()
+    with log_steps() as log:
+        outputs, _ = serve(
+            subject.folder, prompts, GREEDY, preemption_mode=mode, swap_space=0.01, max_num_seqs=8
+        )
+    log.assert_only(mode)
+    assert min(walk.gathers, walk.prefills, walk.replays, walk.whole) > 0
+    assert_likeliest(subject, prompts, outputs)
+
+
+def assert_likeliest(
+    subject: Subject, prompts: list[list[int]], outputs: list[RequestOutput]
+) -> None:
+    for prompt, output in zip(prompts, outputs, strict=True):
+        token_ids = output.outputs[0].token_ids
+        assert len(token_ids) == min(NUM_OUTPUT_TOKENS, MAX_POSITIONS - len(prompt))
+        with torch.inference_mode():
+            logits = subject.oracle.model(torch.tensor([prompt + token_ids])).logits[0].float()
+        before = logits[len(prompt) - 1 : -1]
+        chosen = before.gather(1, torch.tensor(token_ids)[:, None])[:, 0]
+        assert (before.amax(dim=1) - chosen).max() < MIN_MARGIN
+
+
+@pytest.mark.parametrize("mode", ["recompute", "swap"])
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"n": 3, "seed": 7, "temperature": 1.0},
+        {"n": 2, "best_of": 3, "use_beam_search": True, "temperature": 0.0},
+        {"temperature": 0.0, "prompt_logprobs": 2},
+    ],
+    ids=["n", "beams", "prompt_logprobs"],
+)
+def test_all_else_is_as_if_no_block_were_given_back(
+    fields: dict[str, Any], mode: str, subjects: Subjects, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = subjects.folder(MODEL)
+    params = SamplingParams(max_tokens=60, ignore_eos=True, **fields)
+    prompts = [prompt for prompt in make_prompts() if len(prompt) < 200]
+    with log_steps() as log:
+        found, _ = serve(
+            folder,
+            prompts,
+            params,
+            preemption_mode=mode,
+            swap_space=0.01,
+            num_device_blocks_override=3 * LEAST,
+        )
+    assert (log.num_swapped if mode == "swap" else log.num_recomputed) > 0
+    monkeypatch.setattr(EngineConfig, "num_kept_tokens", sys.maxsize)
+    wanted, most = serve(folder, prompts, params, num_device_blocks_override=600)
+    assert most > 10 * LEAST
+    for one, other in zip(found, wanted, strict=True):
+        assert [o.token_ids for o in one.outputs] == [o.token_ids for o in other.outputs]
+        for entries, expected in zip(
+            one.prompt_logprobs or [], other.prompt_logprobs or [], strict=True
+        ):
+            if expected is not None:
+                assert entries.keys() == expected.keys()
+                for token_id, logprob in expected.items():
+                    assert entries[token_id].logprob == pytest.approx(logprob.logprob, abs=1e-4)
+
+
+def test_the_cache_must_hold_a_window_and_a_step(subjects: Subjects) -> None:
+    folder, prompts = subjects.folder(MODEL), make_prompts()[4:6]
+    with pytest.raises(CacheSizeError, match=f"num_device_blocks_override to {LEAST}$"):
+        serve(folder, prompts, GREEDY, num_device_blocks_override=LEAST - 1)
+    _, most = serve(folder, prompts, GREEDY, num_device_blocks_override=LEAST)
+    assert most < LEAST
