@@ -444,11 +444,12 @@ class Scheduler:
 
     def _why_never(self, request: Request) -> str | None:
         """Why a waiting request can never be started, for its user; None if it can."""
+        fits = self._blocks.can_allocate(request) is not AllocStatus.NEVER
         reason = self.why_too_long(len(request.prompt_token_ids))
-        # A request that was preempted has output tokens too.
-        if reason is None and self._blocks.can_allocate(request) is AllocStatus.NEVER:
-            return self._outgrown(request, self._blocks.num_needed_blocks(request))
-        return reason
+        if fits or reason is not None:
+            return reason
+        # It was preempted, and has output tokens too.
+        return self._outgrown(request, self._blocks.num_needed_blocks(request))
 
     def _why_no_more(self, request: Request) -> str | None:
         """Why a running request cannot continue even alone, for its user; None if it can."""
