@@ -101,10 +101,10 @@ class Comparison:
                 return Item(label, Status.REFUSED, " ".join(deviation.split()))
         if deviation is None:
             return Item(label, Status.SAME)
-        for pattern, text in self._differences.items():
-            if fnmatchcase(label, pattern):
+        for pattern in (label, *self._differences):
+            if pattern in self._differences and fnmatchcase(label, pattern):
                 self._unused.discard(pattern)
-                return Item(label, Status.DIFFERENT, text)
+                return Item(label, Status.DIFFERENT, self._differences[pattern])
         return Item(label, Status.UNKNOWN, deviation)
 
     def _of_name(
@@ -137,10 +137,10 @@ class Comparison:
     ) -> Iterator[tuple[str, Probe]]:
         methods, example = facts.get("methods", {}), self._examples.get(name)
         expected = facts.get("fields", {}) if facts["kind"] == "dataclass" else {}
-        if name == "AsyncEngineArgs":
-            expected = self._reference["vllm.engine.arg_utils"]["EngineArgs"]["fields"] | expected
         expected = expected or methods.get("__init__", {}).get("parameters", {})
-        for index, (parameter, told) in enumerate(expected.items()):
+        inherited = self._reference["vllm.engine.arg_utils"]["EngineArgs"]["fields"]
+        first = len(inherited) if name == "AsyncEngineArgs" else 0
+        for index, (parameter, told) in enumerate(expected.items(), first):
             if told:  # not a mark such as *args
                 yield f"{name}({parameter})", _constructs(found, index, parameter, told[1])
         if example is not None:
@@ -286,12 +286,24 @@ def page(items: list[Item]) -> str:
         by_detail: dict[str, list[str]] = {}
         for item in items:
             if item.status is status:
-                by_detail.setdefault(item.detail, []).append(f"`{item.name}`")
-        parts += [f"- {', '.join(names)}: {detail}" for detail, names in by_detail.items()]
+                by_detail.setdefault(item.detail, []).append(item.name)
+        parts += [f"- {_listed(names)}: {detail}" for detail, names in by_detail.items()]
     later = json.loads((FOLDER / "later.json").read_text())
     parts += ["", "## From later versions", "", "These names came after 0.5.4 and work here:", ""]
     parts += [f"- `{name}`: {text}" for name, text in later.items()]
     return "\n".join(parts) + "\n"
+
+
+def _listed(names: list[str]) -> str:
+    """The names with commas between them; parameters of one call in one pair of parentheses."""
+    by_call: dict[str, list[str]] = {}
+    for name in names:
+        call, _, parameter = name.removesuffix(")").partition("(")
+        by_call.setdefault(call + "(" * (name[-1] == ")"), []).append(parameter)
+    return ", ".join(
+        f"`{call}{', '.join(parameters)})`" if call[-1] == "(" else f"`{call}`"
+        for call, parameters in by_call.items()
+    )
 
 
 @contextmanager
