@@ -24,7 +24,7 @@ TIMEOUT_S = 240.0
 PRINTED = {
     "offline_inference": r"(Prompt: '.*', Generated text: '.*'\n){3}",
     "shared_prefix": r"without the cache: .* s\nwith the cache: .* s\nsame: True\n",
-    "chat": r".* (stop|length)\nsystem: You are brief\.\nuser: Name a colour\.\n.*",
+    "chat": r".* (stop|length)\nsystem: You are brief\.\nuser: Name a colour\.\n(.|\n)*",
     "engine_loop": r"\d+ True\n(\d \[.*\]\n){4}",
     "async_stream": r"\d+ \d+ True False\n\['Hello, my name is.*', 'Once.*', 'The sea is.*'\]\n",
     "beams": r"(-\d+\.\d{3} ['\"].*['\"] (stop|length)\n){4}",
