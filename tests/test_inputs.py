@@ -54,7 +54,7 @@ def test_bad_prompts(llm: LLM, models: ModelShop, name: str) -> None:
     assert outputs[1].error == str(raised.value)
     assert outputs[1].finished
     assert outputs[1].outputs[0].finish_reason == "error"
-    assert outputs[1].outputs[0].token_ids == []
+    assert outputs[1].outputs[0].token_ids == ()
     expected = [answer.token_ids[:8] for answer in oracle.answers(good)]
     assert [outputs[0].outputs[0].token_ids, outputs[2].outputs[0].token_ids] == expected
 

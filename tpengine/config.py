@@ -18,6 +18,7 @@ DTYPES = ("auto", "float32", "bfloat16", "float16", "float", "half")
 BLOCK_SIZES = (8, 16, 32)
 LOAD_FORMATS = ("auto", "safetensors", "pt", "dummy")
 QUANTIZATIONS = ("int8",)
+LOGPROBS_MODES = ("raw_logprobs", "processed_logprobs")
 DEVICES = ("auto", "cpu", "cuda")
 PREEMPTION_MODES = ("auto", "recompute", "swap")
 SCHEDULING_POLICIES = ("fcfs", "priority")
@@ -52,6 +53,10 @@ class ModelConfig:
         max_model_len: most tokens of a sequence, prompt and output.
         end_token_ids: ids that end a sequence, from `config.json` and `generation_config.json`.
         quantization: one of `QUANTIZATIONS`.
+        max_logprobs: most log probabilities that a request may ask for at a position; -1: any
+            number.
+        logprobs_mode: one of `LOGPROBS_MODES`: of the logits as the model computed them, or after
+            edits, temperature and truncation.
     """
 
     model: str
@@ -65,6 +70,8 @@ class ModelConfig:
     load_format: str
     end_token_ids: frozenset[int]
     quantization: str | None = None
+    max_logprobs: int = 20
+    logprobs_mode: str = "raw_logprobs"
 
     @property
     def architecture(self) -> str:

@@ -141,6 +141,10 @@ class EngineArgs(Options):
     (torch's FlashAttention) and sdpa that is installed and supports this model."""
     disable_log_stats: bool = option(False)
     """No line of statistics while the engine runs."""
+    logprobs_mode: str = option("raw_logprobs", cfg.LOGPROBS_MODES)
+    """Which log probabilities are reported, and rank the outputs of best_of: raw_logprobs are of
+    the model's logits; processed_logprobs, as in vLLM 0.5.4, of what bias, bans, penalties,
+    temperature and truncation made of them."""
 
     @property
     def uses_ray(self) -> bool:
@@ -258,6 +262,7 @@ class EngineArgs(Options):
             load_format=self.load_format,
             end_token_ids=cfg.read_end_token_ids(folder, hf_config),
             quantization=self.quantization,
+            logprobs_mode=self.logprobs_mode,
         )
 
     def _scheduler_config(self, max_model_len: int, device: str) -> SchedulerConfig:
