@@ -60,7 +60,7 @@ def test_bad_prompts(llm: LLM, models: ModelShop, name: str) -> None:
     assert outputs[1].error == str(raised.value)
     assert outputs[1].finished
     assert outputs[1].outputs[0].finish_reason == "error"
-    assert not outputs[1].outputs[0].token_ids
+    assert outputs[1].outputs[0].token_ids == ()
     expected = [answer.token_ids[:8] for answer in oracle.answers(good)]
     assert [list(outputs[i].outputs[0].token_ids) for i in (0, 2)] == expected
 

@@ -360,7 +360,7 @@ def test_engines_one_after_the_other_and_side_by_side(
         for i in range(2):
             left.llm_engine.add_request(f"l{i}", None, greedy(), prompt_token_ids=prompts[i])
             right.llm_engine.add_request(f"r{i}", None, greedy(), prompt_token_ids=embedded[i])
-        done: dict[str, list[int]] = {}
+        done: dict[str, tuple[int, ...]] = {}
         while left.llm_engine.has_unfinished_requests():
             for output in left.llm_engine.step() + right.llm_engine.step():
                 if output.finished:

@@ -20,6 +20,7 @@ from tpengine.errors import ConfigError, ModelLoadError
 DTYPES = ("auto", "float32", "bfloat16", "float16", "float", "half")
 BLOCK_SIZES = (8, 16, 32)
 QUANTIZATIONS = ("int8",)
+LOGPROBS_MODES = ("raw_logprobs", "processed_logprobs")
 DEVICES = ("auto", "cpu", "cuda")
 PREEMPTION_MODES = ("auto", "recompute", "swap")
 SCHEDULING_POLICIES = ("fcfs", "priority")
@@ -94,6 +95,8 @@ class ModelConfig:
         end_token_ids: ids that end a sequence, from `config.json` and `generation_config.json`.
         quantization: one of `QUANTIZATIONS`.
         max_logprobs: most log probabilities that a request may ask for at a position; -1: no limit.
+        logprobs_mode: one of `LOGPROBS_MODES`: of the logits as the model computed them, or after
+            edits, temperature and truncation.
     """
 
     model: str
@@ -108,6 +111,7 @@ class ModelConfig:
     end_token_ids: frozenset[int]
     quantization: str | None = None
     max_logprobs: int = 20
+    logprobs_mode: str = "raw_logprobs"
 
     @property
     def architecture(self) -> str:

@@ -211,6 +211,10 @@ class EngineArgs(Options):
     attention_backend: str = option("auto", cfg.ATTENTION_BACKENDS, only_for=_GPUS)
     """Kernel for the attention of prompts on a GPU; auto takes the first of xformers, varlen
     (torch's FlashAttention) and sdpa that is installed and supports this model."""
+    logprobs_mode: str = option("raw_logprobs", cfg.LOGPROBS_MODES)
+    """Which log probabilities are reported, and rank the outputs of best_of: raw_logprobs are of
+    the model's logits; processed_logprobs, as in vLLM 0.5.4, of what bias, bans, penalties,
+    temperature and truncation made of them."""
 
     def __post_init__(self) -> None:
         if type(self.dtype).__module__ == "torch":
@@ -388,6 +392,7 @@ class EngineArgs(Options):
             end_token_ids=cfg.read_end_token_ids(folder, hf_config),
             quantization=self.quantization,
             max_logprobs=self.max_logprobs,
+            logprobs_mode=self.logprobs_mode,
         )
 
     def _scheduler_config(self, max_model_len: int, device: str) -> cfg.SchedulerConfig:

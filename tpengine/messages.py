@@ -107,7 +107,10 @@ class StepInput:
 
 @dataclass(slots=True)
 class TokenLogprobs:
-    """Log probabilities at a sampled position: of the chosen token and of the most likely ones."""
+    """Log probabilities at a position: of the token that stands there and of the most likely ones.
+
+    They are of the raw logits, or of the processed ones, as `ModelConfig.logprobs_mode` says.
+    """
 
     logprob: float
     rank: int
@@ -122,8 +125,8 @@ class Candidates:
     Attributes:
         scores: log probabilities after bias, bans and penalties; beams are ranked by them; minus
             infinity for a banned token.
-        logprobs: log probabilities of the raw logits.
-        ranks: rank in the whole vocabulary by the raw logits, from 1; empty unless the request asks
+        logprobs: see `TokenLogprobs`.
+        ranks: rank in the whole vocabulary by `logprobs`, from 1; empty unless the request asks
             for log probabilities.
     """
 
@@ -150,13 +153,15 @@ class StepOutput:
     """Rank 0's answer: what was sampled, in the order of `StepInput.sample_slots`.
 
     Attributes:
-        logprobs: by index in `token_ids`, for requests that ask for them.
+        logprobs: by index in `token_ids`, for requests that ask for them, and where
+            `chosen_logprobs` cannot be had without.
         model_s: seconds inside the model: forward, logits and sampling; measured from the answer
             before if the device began with this step earlier.
         candidates: by index in `token_ids`, for sequences with `num_candidates`.
         prompt_logprobs: by row of the step, for requests that ask for them.
         errors: by index in `token_ids`: why that token could not be sampled; its id has no meaning,
             and the request cannot go on.
+        chosen_logprobs: log probability of each of `token_ids`; valid where `logprobs` has none.
     """
 
     step: int
@@ -166,6 +171,7 @@ class StepOutput:
     candidates: dict[int, Candidates] = field(default_factory=dict)
     prompt_logprobs: dict[int, PromptLogprobs] = field(default_factory=dict)
     errors: dict[int, str] = field(default_factory=dict)
+    chosen_logprobs: list[float] = field(default_factory=list)
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,45 +1,61 @@
-"""Results of a request, as a user gets them."""
+"""Results of a request, as a user gets them. Names, order and defaults of the fields are those of
+vLLM 0.5.4; tpengine's own fields follow, by keyword only."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import KW_ONLY, dataclass
+from typing import TypeAlias
 
 from tpengine import aliases
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Logprob:
-    """Natural logarithm of a token's probability by the raw logits, and its rank (1: the first)."""
+    """Natural logarithm of a token's probability, and its rank (1: the first).
+
+    `EngineArgs.logprobs_mode` says by which logits.
+    """
 
     logprob: float
     rank: int | None = None
     decoded_token: str | None = None
 
 
-@dataclass(slots=True)
+PromptLogprobs: TypeAlias = list[dict[int, Logprob] | None]
+"""Candidates by id for each position of a prompt; None at position 0."""
+SampleLogprobs: TypeAlias = list[dict[int, Logprob]]
+"""Candidates by id for each output token."""
+
+
+@dataclass
 class RequestMetrics:
-    """Times of a request's events, in seconds of `time.time`; None: not reached."""
+    """Times of a request's events, in seconds of `time.time`; None: not reached.
+
+    Attributes:
+        last_token_time: `arrival_time` before the first token.
+        time_in_queue: seconds from arrival until it was first scheduled.
+        num_cached_tokens: prompt tokens whose K and V were in the cache at that time.
+        num_sampled_tokens: sampled tokens of all sequences so far, those of dropped beams included.
+    """
 
     arrival_time: float
-    first_scheduled_time: float | None = None
-    first_token_time: float | None = None
-    last_token_time: float | None = None
+    last_token_time: float
+    first_scheduled_time: float | None
+    first_token_time: float | None
+    time_in_queue: float | None
     finished_time: float | None = None
+    _: KW_ONLY
     num_preemptions: int = 0
     num_cached_tokens: int = 0
-    """Prompt tokens whose K and V were in the cache when it was first scheduled."""
     num_sampled_tokens: int = 0
-    """Sampled tokens of all sequences so far, those of dropped beams included."""
 
-    @property
-    def time_in_queue(self) -> float | None:
-        """Seconds from arrival until it was first scheduled; None before that."""
-        if self.first_scheduled_time is None:
-            return None
-        return self.first_scheduled_time - self.arrival_time
+    @classmethod
+    def of_arrival(cls, arrival_time: float) -> RequestMetrics:
+        """Of a request that has only arrived."""
+        return cls(arrival_time, arrival_time, None, None, None)
 
 
-@dataclass(slots=True)
+@dataclass
 class CompletionOutput:
     """One output sequence of a request.
 
@@ -47,27 +63,29 @@ class CompletionOutput:
         index: its index among the request's sequences; its rank with `best_of` or beams.
         text: the generated text, or the new part of it (see `RequestOutputKind.DELTA`).
         token_ids: the generated ids, the end token included; `text` does not include it.
-        cumulative_logprob: sum of the chosen tokens' log probabilities; None unless the request
-            asks for `logprobs`, or outputs are chosen by it.
+        cumulative_logprob: sum of the chosen tokens' log probabilities; None: not known.
         logprobs: for each token, candidates by id; None unless the request asks for them.
         finish_reason: stop, length, abort or error; None while unfinished.
-        stop_reason: the stop string or stop token that ended it.
+        stop_reason: the stop string or token that ended it; None: the tokenizer's end token did, or
+            something else.
+        lora_request: always None: adapters are not served.
     """
 
     index: int
     text: str
-    token_ids: list[int]
-    cumulative_logprob: float | None = None
-    logprobs: list[dict[int, Logprob]] | None = None
+    token_ids: tuple[int, ...]
+    cumulative_logprob: float | None
+    logprobs: SampleLogprobs | None
     finish_reason: str | None = None
     stop_reason: int | str | None = None
+    lora_request: None = None
 
     def finished(self) -> bool:
         """Whether this sequence is complete."""
         return self.finish_reason is not None
 
 
-@dataclass(slots=True)
+@dataclass
 class RequestOutput:
     """The state of a request after a step.
 
@@ -76,6 +94,7 @@ class RequestOutput:
         prompt_logprobs: for each position in the prompt, candidates by id; position 0, which has
             no token before it, has None. None unless the request asks for them, and before the
             whole prompt is computed.
+        lora_request: always None: adapters are not served.
         error: why the request was refused or failed; None: no error.
         num_cached_tokens: prompt tokens whose K and V were in the cache.
     """
@@ -83,11 +102,13 @@ class RequestOutput:
     request_id: str
     prompt: str | None
     prompt_token_ids: list[int]
+    prompt_logprobs: PromptLogprobs | None
     outputs: list[CompletionOutput]
     finished: bool
     metrics: RequestMetrics | None = None
+    lora_request: None = None
+    _: KW_ONLY
     error: str | None = None
-    prompt_logprobs: list[dict[int, Logprob] | None] | None = None
     num_cached_tokens: int = 0
 
 

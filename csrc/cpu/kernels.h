@@ -109,6 +109,7 @@ struct SamplingArgs {
   const float* top_p;
   const float* min_p;
   const double* uniform;
+  float* logprobs;  // of the chosen tokens; null: not wanted
 };
 
 // Rows up to which a kernel of 16 lanes reads each panel once, for all of them.

@@ -7,7 +7,8 @@
 namespace tpengine::cpu {
 namespace {
 
-SamplingArgs make_args(const char* op, const Tensor& out, const Tensor& logits) {
+SamplingArgs make_args(const char* op, const Tensor& out, const Tensor& logits,
+                       const Optional<Tensor>& logprobs) {
   SamplingArgs args = {};
   args.dtype = element_type(op, "logits", logits);
   check_dim(op, "logits", logits, 2);
@@ -16,15 +17,17 @@ SamplingArgs make_args(const char* op, const Tensor& out, const Tensor& logits) 
   if (logits.size(1) < 1 || logits.size(1) > INT32_MAX) {
     fail(op, "logits has shape " + shape_name(logits) + "; expected 1 to 2^31 - 1 tokens");
   }
+  if (logprobs) check_vector(op, "logprobs", *logprobs, aoti_torch_dtype_float32(), logits.size(0));
   args.out = out.data<int64_t>();
+  args.logprobs = logprobs ? logprobs->data<float>() : nullptr;
   args.logits = logits.raw();
   args.vocab_size = logits.size(1);
   args.logits_stride = logits.stride(0);
   return args;
 }
 
-void argmax(const Tensor& out, const Tensor& logits) {
-  const SamplingArgs args = make_args("argmax", out, logits);
+void argmax(const Tensor& out, const Tensor& logits, const Optional<Tensor>& logprobs) {
+  const SamplingArgs args = make_args("argmax", out, logits, logprobs);
   const auto kernel = kernels().argmax;
   parallel_for(logits.size(0), row_grain(args.vocab_size / 4),
                [&](int64_t begin, int64_t end) { kernel(args, begin, end); });
@@ -32,9 +35,9 @@ void argmax(const Tensor& out, const Tensor& logits) {
 
 void sample_tokens(const Tensor& out, const Tensor& logits, const Tensor& temperature,
                    const Tensor& top_k, const Tensor& top_p, const Tensor& min_p,
-                   const Tensor& uniform) {
+                   const Tensor& uniform, const Optional<Tensor>& logprobs) {
   const char* op = "sample_tokens";
-  SamplingArgs args = make_args(op, out, logits);
+  SamplingArgs args = make_args(op, out, logits, logprobs);
   const int64_t rows = logits.size(0), vocab = args.vocab_size;
   check_vector(op, "temperature", temperature, aoti_torch_dtype_float32(), rows);
   check_vector(op, "top_k", top_k, aoti_torch_dtype_int32(), rows);

@@ -5,19 +5,22 @@
 namespace tpengine::cuda {
 namespace {
 
-LogitsArgs make_args(const char* op, const Tensor& out, const Tensor& logits) {
+LogitsArgs make_args(const char* op, const Tensor& out, const Tensor& logits,
+                     const Optional<Tensor>& logprobs) {
   check_dim(op, "logits", logits, 2);
   check_packed(op, "logits", logits, 1);
   check_vector(op, "out", out, aoti_torch_dtype_int64(), logits.size(0));
   if (logits.size(1) < 1 || logits.size(1) > INT32_MAX) {
     fail(op, "logits has shape " + shape_name(logits) + "; expected 1 to 2^31 - 1 tokens");
   }
-  return {out.data<int64_t>(), logits.raw(), logits.stride(0), static_cast<int>(logits.size(1))};
+  if (logprobs) check_vector(op, "logprobs", *logprobs, aoti_torch_dtype_float32(), logits.size(0));
+  return {out.data<int64_t>(), logits.raw(), logits.stride(0), static_cast<int>(logits.size(1)),
+          logprobs ? logprobs->data<float>() : nullptr};
 }
 
-void argmax(Tensor out, Tensor logits) {
+void argmax(Tensor out, Tensor logits, Optional<Tensor> logprobs) {
   const char* op = "argmax";
-  const LogitsArgs args = make_args(op, out, logits);
+  const LogitsArgs args = make_args(op, out, logits, logprobs);
   const Device device(logits);
   with_element_type(op, "logits", logits, [&](auto type) {
     launch_argmax<decltype(type)>(args, static_cast<int>(logits.size(0)), device.stream());
@@ -26,9 +29,9 @@ void argmax(Tensor out, Tensor logits) {
 }
 
 void sample_tokens(Tensor out, Tensor logits, Tensor temperature, Tensor top_k, Tensor top_p,
-                   Tensor min_p, Tensor uniform) {
+                   Tensor min_p, Tensor uniform, Optional<Tensor> logprobs) {
   const char* op = "sample_tokens";
-  const LogitsArgs row = make_args(op, out, logits);
+  const LogitsArgs row = make_args(op, out, logits, logprobs);
   check_at_most(op, "the vocabulary (logits' last dimension)", row.vocab_size, kMaxSampleVocab);
   const int64_t rows = logits.size(0);
   check_vector(op, "temperature", temperature, aoti_torch_dtype_float32(), rows);

@@ -23,11 +23,12 @@ def _delta(tokens: dict[int, list[int]], finished: bool = False) -> RequestOutpu
         request_id="it",
         prompt=None,
         prompt_token_ids=[1],
+        prompt_logprobs=None,
         outputs=[
             CompletionOutput(
                 index=index,
                 text="".join(f"{token} " for token in ids),
-                token_ids=list(ids),
+                token_ids=tuple(ids),
                 cumulative_logprob=-float(sum(ids)),
                 logprobs=[{token: Logprob(-1.0)} for token in ids],
                 finish_reason="stop" if finished else None,
@@ -54,7 +55,7 @@ def test_merged_deltas_are_the_deltas(steps: list[tuple[dict[int, list[int]], bo
     def take(output: RequestOutput | None) -> None:
         for one in output.outputs if output is not None else ():
             ids, text, logprobs = read.get(one.index, ([], "", []))
-            read[one.index] = (ids + one.token_ids, text + one.text, logprobs + one.logprobs)
+            read[one.index] = ([*ids, *one.token_ids], text + one.text, logprobs + one.logprobs)
 
     box = Mailbox(merges=True)
     for tokens, looks in steps:
@@ -84,7 +85,7 @@ def test_nothing_comes_after_the_end() -> None:
     box.put(_delta({0: [2]}))
     box.fail(ValueError("late"))
     output = run_async(box.take())
-    assert output.outputs[0].token_ids == [1]
+    assert output.outputs[0].token_ids == (1,)
     box = Mailbox(merges=True)
     box.fail(ValueError("first"))
     box.fail(ValueError("second"))

@@ -30,11 +30,11 @@ def test_offline_unary_and_streamed_tokens_are_equal(
     with open_llm(folder) as llm:
         offline = ids(llm.generate(None, greedy(24), prompts, use_tqdm=False))
 
-    async def all_of(kind: RequestOutputKind) -> list[list[int]]:
+    async def all_of(kind: RequestOutputKind) -> list[tuple[int, ...]]:
         params = greedy(24, output_kind=kind)
         return await asyncio.gather(*(read_ids(engine, prompt, params) for prompt in prompts))
 
-    async def every_kind() -> list[list[list[int]]]:
+    async def every_kind() -> list[list[tuple[int, ...]]]:
         return [await all_of(kind) for kind in RequestOutputKind]
 
     answers = [answer.token_ids[:24] for answer in oracle.answers(prompts)]
@@ -59,7 +59,7 @@ def test_text_deltas_add_up(engine: AsyncLLMEngine) -> None:
 def test_the_chat_template_makes_the_prompt(engine: AsyncLLMEngine) -> None:
     messages = [{"role": "user", "content": "hello"}]
 
-    async def both() -> tuple[list[int], list[int]]:
+    async def both() -> tuple[tuple[int, ...], tuple[int, ...]]:
         token_ids = await engine.chat_token_ids(messages)
         request = GenerateRequest(messages=messages, params=greedy(6))
         outputs = [output async for output in engine.serve(request)]
@@ -89,7 +89,7 @@ def test_sequences_of_one_request_stream(engine: AsyncLLMEngine) -> None:
         async for output in engine.generate("abc", asked):
             for one in output.outputs:
                 deltas.setdefault(one.index, []).extend(one.token_ids)
-        return [one.token_ids for one in whole.outputs], [deltas[i] for i in sorted(deltas)]
+        return [list(one.token_ids) for one in whole.outputs], [deltas[i] for i in sorted(deltas)]
 
     whole, streamed = run_async(both())
     assert whole == streamed

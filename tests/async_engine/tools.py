@@ -42,14 +42,14 @@ def stream(num_tokens: int = 16, **fields: Any) -> SamplingParams:
 
 async def read_ids(
     engine: AsyncLLMEngine, prompt: Sequence[int], params: SamplingParams, **kwargs: Any
-) -> list[int]:
+) -> tuple[int, ...]:
     """Returns all ids of a request's first sequence."""
     token_ids: list[int] = []
     async for output in engine.generate(None, params, prompt_token_ids=list(prompt), **kwargs):
         if params.output_kind is not DELTA:
             token_ids.clear()
         token_ids += output.outputs[0].token_ids
-    return token_ids
+    return tuple(token_ids)
 
 
 async def read_mailbox(

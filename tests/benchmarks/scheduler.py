@@ -96,7 +96,7 @@ def _request(index: int, params: SamplingParams) -> Request:
         seed=index,
         arrival_index=index,
         sequences=[Sequence(index, 0, token_ids.copy(), len(token_ids))],
-        metrics=RequestMetrics(arrival_time=time.monotonic()),
+        metrics=RequestMetrics.of_arrival(time.monotonic()),
     )
 
 

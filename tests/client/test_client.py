@@ -77,7 +77,7 @@ def test_outputs_are_those_of_the_engine(server: ServerProcess, llm: LLM) -> Non
     for one in offline.outputs:
         mine = [got for part in parts for got in part.outputs if got.index == one.index]
         assert "".join(got.text for got in mine) == one.text
-        assert [token for got in mine for token in got.token_ids] == one.token_ids
+        assert tuple(token for got in mine for token in got.token_ids) == one.token_ids
         # Only the last message has a finish reason.
         reasons = [got.finish_reason for got in mine]
         assert reasons == [None] * (len(mine) - 1) + [one.finish_reason]

@@ -43,5 +43,5 @@ def prompt(oracle: Oracle) -> list[int]:
 
 
 @pytest.fixture(scope="module")
-def expected(oracle: Oracle, prompt: list[int]) -> list[int]:
+def expected(oracle: Oracle, prompt: list[int]) -> tuple[int, ...]:
     return oracle.answers([prompt])[0].token_ids

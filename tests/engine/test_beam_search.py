@@ -95,7 +95,7 @@ def beams_of(output: RequestOutput, length_penalty: float) -> Beams:
         assert one.index == index
         assert one.cumulative_logprob is not None
         score = one.cumulative_logprob / len(one.token_ids) ** length_penalty
-        beams.append((one.token_ids, score))
+        beams.append((list(one.token_ids), score))
     return beams
 
 
@@ -186,7 +186,7 @@ def test_n_of_best_of(make_engine: MakeEngine, expected: dict[Case, Beams]) -> N
     case = next(c for c in CASES if c.width == 4 and c.model == "grouped")
     params = replace(case.params, n=2, best_of=4, logprobs=3)
     output = run(make_engine("grouped"), [("one", list(case.prompt), params)])["one"]
-    assert [o.token_ids for o in output.outputs] == [ids for ids, _ in expected[case][:2]]
+    assert [list(o.token_ids) for o in output.outputs] == [ids for ids, _ in expected[case][:2]]
     for one in output.outputs:
         assert one.logprobs is not None
         own = [

@@ -26,7 +26,7 @@ def drop(content: dict[str, Any]) -> None:
     content["eos_token_id"] = None
 
 
-def test_max_tokens(engine: LLMEngine, prompt: list[int], expected: list[int]) -> None:
+def test_max_tokens(engine: LLMEngine, prompt: list[int], expected: tuple[int, ...]) -> None:
     assert complete(engine, prompt, greedy(1)).token_ids == expected[:1]
     unbounded = complete(engine, prompt, SamplingParams(**NO_EOS, max_tokens=None))
     assert unbounded.finish_reason == "length"
@@ -47,7 +47,7 @@ def test_prompt_of_exactly_the_longest_length(models: ModelShop, prompt: list[in
         assert shorter.finish_reason == "length"
 
 
-def test_stop_token_ids(engine: LLMEngine, prompt: list[int], expected: list[int]) -> None:
+def test_stop_token_ids(engine: LLMEngine, prompt: list[int], expected: tuple[int, ...]) -> None:
     stop = expected[5]
     at = expected.index(stop)
     completion = complete(engine, prompt, greedy(20, stop_token_ids=[stop]))
@@ -62,7 +62,9 @@ def test_stop_token_ids(engine: LLMEngine, prompt: list[int], expected: list[int
         engine.add_request("bad", None, greedy(2, stop_token_ids=[512]), prompt_token_ids=prompt)
 
 
-def test_min_tokens_bans_ends(engine: LLMEngine, prompt: list[int], expected: list[int]) -> None:
+def test_min_tokens_bans_ends(
+    engine: LLMEngine, prompt: list[int], expected: tuple[int, ...]
+) -> None:
     stop = expected[2]
     params = greedy(20, stop_token_ids=[stop], min_tokens=8, logprobs=1)
     completion = complete(engine, prompt, params)
@@ -77,7 +79,7 @@ def test_min_tokens_bans_ends(engine: LLMEngine, prompt: list[int], expected: li
 
 @pytest.mark.parametrize("source", ["config.json", "generation_config.json"])
 def test_end_ids_of_the_model(
-    models: ModelShop, tmp_path: Path, prompt: list[int], expected: list[int], source: str
+    models: ModelShop, tmp_path: Path, prompt: list[int], expected: tuple[int, ...], source: str
 ) -> None:
     folder = tmp_path / "model"
     shutil.copytree(models.folder(PLAIN, tokenizer=True), folder)
@@ -93,7 +95,8 @@ def test_end_ids_of_the_model(
         assert engine.get_model_config().end_token_ids == {500, end}
         ended = complete(engine, prompt, SamplingParams(temperature=0.0, max_tokens=20))
         assert ended.token_ids == expected[: at + 1]
-        assert (ended.finish_reason, ended.stop_reason) == ("stop", None)
+        # As in vLLM 0.5.4, only the tokenizer's end token gives no reason.
+        assert (ended.finish_reason, ended.stop_reason) == ("stop", end)
         assert ended.text == engine.tokenizer.decode(expected[:at])
         ignored = complete(engine, prompt, SamplingParams(**NO_EOS, max_tokens=20))
         assert ignored.token_ids == expected[:20]
@@ -108,11 +111,14 @@ def test_end_token_of_the_tokenizer(models: ModelShop, tmp_path: Path, prompt: l
         edit_json(folder / name, drop)
     with make_engine(folder) as engine:
         assert engine.get_model_config().end_token_ids == frozenset()
-        params = SamplingParams(temperature=5.0, seed=1, max_tokens=600)
-        completion = complete(engine, prompt, params)
-        assert completion.finish_reason == "stop"
-        assert completion.token_ids[-1] == engine.tokenizer.eos_token_id == 2
-        assert 2 not in completion.token_ids[:-1]
+        for ids, ignore_eos, reason in (([], False, None), ([2], False, None), ([2], True, 2)):
+            params = SamplingParams(
+                temperature=5.0, seed=1, max_tokens=600, stop_token_ids=ids, ignore_eos=ignore_eos
+            )
+            completion = complete(engine, prompt, params)
+            assert (completion.finish_reason, completion.stop_reason) == ("stop", reason)
+            assert completion.token_ids[-1] == engine.tokenizer.eos_token_id == 2
+            assert 2 not in completion.token_ids[:-1]
 
 
 @pytest.fixture(scope="module")

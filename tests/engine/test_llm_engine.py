@@ -39,7 +39,7 @@ def test_add_requests_and_step_until_done(engine: LLMEngine, prompt: list[int]) 
 
 @pytest.mark.parametrize("n", [1, 2])
 def test_a_stream_interval_merges_tokens_and_changes_none(
-    models: ModelShop, prompt: list[int], expected: list[int], n: int
+    models: ModelShop, prompt: list[int], expected: tuple[int, ...], n: int
 ) -> None:
     temperature = 0.0 if n == 1 else 1.0
     answers = [expected[:10]] if n == 1 else []
@@ -74,7 +74,7 @@ def test_a_stream_interval_merges_tokens_and_changes_none(
             deltas = [completions[index] for completions in by_kind[RequestOutputKind.DELTA]]
             assert [len(one.token_ids) for one in deltas] == wanted
             assert [len(one.logprobs) for one in deltas] == wanted
-            assert [token for one in deltas for token in one.token_ids] == answer
+            assert tuple(token for one in deltas for token in one.token_ids) == answer
             assert "".join(one.text for one in deltas) == final[index].text
             whole = [completions[index] for completions in by_kind[RequestOutputKind.CUMULATIVE]]
             assert [one.token_ids for one in whole] == [
@@ -97,7 +97,7 @@ def test_duplicate_id(engine: LLMEngine, prompt: list[int]) -> None:
 
 @pytest.mark.parametrize("num_steps", [0, 1, 2, 3, 4, 8])
 def test_abort_at_any_moment(
-    models: ModelShop, prompt: list[int], expected: list[int], num_steps: int
+    models: ModelShop, prompt: list[int], expected: tuple[int, ...], num_steps: int
 ) -> None:
     """Prompts of 33 tokens in chunks of 16: waiting, between chunks, just sampled, decoding."""
     folder = models.folder(PLAIN, tokenizer=True)
@@ -121,7 +121,7 @@ def test_abort_at_any_moment(
             assert ends[name].finish_reason == "abort"
             assert ends[name].token_ids == expected[: len(ends[name].token_ids)]
             assert sum(o.request_id == name and o.finished for o in outputs) == 1
-        assert ends["never started"].token_ids == []
+        assert ends["never started"].token_ids == ()
         assert engine.num_free_blocks == engine.num_total_blocks
 
 
@@ -137,7 +137,7 @@ def test_abort_of_everything_is_still_reported(engine: LLMEngine, prompt: list[i
 
 
 def test_ctrl_c_keeps_the_step(
-    engine: LLMEngine, prompt: list[int], expected: list[int], monkeypatch: pytest.MonkeyPatch
+    engine: LLMEngine, prompt: list[int], expected: tuple[int, ...], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A signal in the middle of a step: the step ends, and the next call returns its outputs."""
     execute = LocalExecutor.execute_model
@@ -158,19 +158,30 @@ def test_ctrl_c_keeps_the_step(
     assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
     for output in run(engine):
         tokens += output.outputs[0].token_ids
-    assert tokens == expected[:6]
+    assert tuple(tokens) == expected[:6]
 
 
-def test_without_detokenizing(engine: LLMEngine, prompt: list[int], expected: list[int]) -> None:
+def test_without_detokenizing(
+    engine: LLMEngine, prompt: list[int], expected: tuple[int, ...]
+) -> None:
     completion = complete(engine, prompt, greedy(8, detokenize=False))
     assert (completion.text, completion.token_ids) == ("", expected[:8])
 
 
-def test_logprobs_carry_text(engine: LLMEngine, prompt: list[int]) -> None:
-    completion = complete(engine, prompt, greedy(4, logprobs=2))
-    for token_id, entries in zip(completion.token_ids, completion.logprobs, strict=True):
-        assert len(entries) == 2
-        assert entries[token_id].decoded_token == engine.tokenizer.token_text(token_id)
+@pytest.mark.parametrize("detokenize", [True, False])
+def test_logprobs_carry_text(engine: LLMEngine, prompt: list[int], detokenize: bool) -> None:
+    asked = greedy(4, logprobs=2, prompt_logprobs=1, detokenize=detokenize)
+    beams = replace(asked, use_beam_search=True, n=2)
+    for number, params in enumerate((asked, beams)):
+        engine.add_request(str(number), None, params, prompt_token_ids=prompt)
+    for output in run(engine):
+        for one in output.outputs if output.finished else ():
+            tokens = [*prompt, *one.token_ids]
+            found = [*output.prompt_logprobs, *one.logprobs]
+            for token_id, entries in zip(tokens[1:], found[1:], strict=True):
+                text = engine.tokenizer.token_text(token_id) if detokenize else None
+                assert entries[token_id].decoded_token == text
+            assert [len(entries) for entries in one.logprobs] >= [2] * 4
 
 
 def test_statistics_line(

@@ -133,7 +133,7 @@ def test_greedy(
     oracle = models.oracle(folder)
     prompts = oracle.prompts(LENGTHS, seed=7)
     answers: list[Answer] = oracle.answers(prompts)
-    expected = [[answer.token_ids[:NUM_TOKENS]] for answer in answers]
+    expected = [[list(answer.token_ids[:NUM_TOKENS])] for answer in answers]
     assert len({token for [ids] in expected for token in ids}) >= 20
     params = [SamplingParams(temperature=0.0, max_tokens=NUM_TOKENS, ignore_eos=True)] * len(
         prompts

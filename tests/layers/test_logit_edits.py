@@ -39,8 +39,8 @@ class _Sequence:
 class _Batch:
     """Slots as in the worker, and the sequences that they are expected to hold."""
 
-    def __init__(self) -> None:
-        self.slots = SamplingSlots(MAX_NUM_SEQS, torch.device("cpu"))
+    def __init__(self, processed: bool = False) -> None:
+        self.slots = SamplingSlots(MAX_NUM_SEQS, torch.device("cpu"), processed)
         self.token_ids = np.zeros((MAX_NUM_SEQS, MAX_LEN), np.int32)
         self.sequences: dict[int, _Sequence] = {}
 

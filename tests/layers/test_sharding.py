@@ -65,7 +65,7 @@ def test_workers_of_two_ranks_step_like_the_oracle(models: ModelShop) -> None:
     oracle = models.oracle(folder)
     prompt = oracle.prompts([21], seed=6)[0]
     oracle.assert_discerning([prompt])
-    expected = oracle.answers([prompt])[0].token_ids[:12]
+    expected = list(oracle.answers([prompt])[0].token_ids[:12])
     args = EngineArgs(
         str(folder), dtype="float32", max_model_len=64, num_device_blocks_override=4, max_num_seqs=4
     )

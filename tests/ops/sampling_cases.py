@@ -25,6 +25,12 @@ def parameter_tensors(rows: int, *parameters: object) -> list[Tensor]:
     ]
 
 
+def assert_logprobs(logprobs: Tensor, logits: Tensor, token_ids: Tensor) -> None:
+    """They are those of the chosen tokens in the softmax of the logits, without any filter."""
+    exact = logits.double().log_softmax(-1).gather(1, token_ids.unsqueeze(1))[:, 0]
+    torch.testing.assert_close(logprobs.double(), exact, atol=2e-6, rtol=2e-6, equal_nan=True)
+
+
 def random_case(rows: int, vocab_size: int, dtype: torch.dtype) -> tuple[Tensor, ...]:
     """Logits with bans, and parameters of which each is neutral in some rows."""
     gen = generator(vocab_size)

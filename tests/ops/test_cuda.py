@@ -15,7 +15,7 @@ from tpengine.ops import attention, cache, library, reference
 
 from .cases import dense_attention, generator, make_case, nan_like, relative_error
 from .cuda_host_library import BOUND
-from .sampling_cases import random_case
+from .sampling_cases import assert_logprobs, random_case
 
 pytestmark = [
     pytest.mark.gpu,
@@ -257,13 +257,15 @@ def test_sampling_chooses_what_the_sorted_reference_chooses(
     dtype: torch.dtype, vocab_size: int
 ) -> None:
     logits, *parameters = random_case(64, vocab_size, dtype)
-    out = torch.zeros(64, dtype=torch.int64)
+    out, logprobs = torch.zeros(64, dtype=torch.int64), torch.zeros(64, device=CUDA)
     device_out = out.to(CUDA)
-    _op("sample_tokens")(device_out, *_to(logits, *parameters))
+    _op("sample_tokens")(device_out, *_to(logits, *parameters), logprobs)
     reference.sample_tokens(out, logits, *parameters)
     assert torch.equal(device_out.cpu(), out)
-    _op("argmax")(device_out, logits.to(CUDA))
+    assert_logprobs(logprobs.cpu(), logits, out)
+    _op("argmax")(device_out, logits.to(CUDA), logprobs)
     assert torch.equal(device_out.cpu(), logits.float().argmax(-1))
+    assert_logprobs(logprobs.cpu(), logits, device_out.cpu())
 
 
 def test_wrong_use_says_what_to_do() -> None:

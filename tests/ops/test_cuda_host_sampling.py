@@ -13,12 +13,21 @@ from torch import Tensor
 from tpengine.ops import reference
 
 from .cases import generator
-from .cuda_host_library import I32, I64, P, load_host, needs_compiler, set_schedule, struct
-from .sampling_cases import EDGES, INF, parameter_tensors, random_case, tied_logits
+from .cuda_host_library import I32, I64, P, load_host, needs_compiler, pointer, set_schedule, struct
+from .sampling_cases import (
+    EDGES,
+    INF,
+    assert_logprobs,
+    parameter_tensors,
+    random_case,
+    tied_logits,
+)
 
 pytestmark = needs_compiler
 
-LogitsArgs = struct(("out", P), ("logits", P), ("stride", I64), ("vocab_size", I32))
+LogitsArgs = struct(
+    ("out", P), ("logits", P), ("stride", I64), ("vocab_size", I32), ("logprobs", P)
+)
 SampleArgs = struct(
     ("logits", LogitsArgs), ("temperature", P), ("top_k", P), ("top_p", P), ("min_p", P),
     ("uniform", P),
@@ -34,14 +43,20 @@ def kernels() -> ctypes.CDLL:
 def _run(kernels: ctypes.CDLL, logits: Tensor, *parameters: object) -> Tensor:
     rows = logits.shape[0]
     tensors = parameter_tensors(rows, *parameters)
-    out = torch.full((rows,), -7, dtype=torch.int64)
-    row = LogitsArgs(out.data_ptr(), logits.data_ptr(), logits.stride(0), logits.shape[1])
+    out, logprobs = torch.full((rows,), -7, dtype=torch.int64), torch.full((rows,), 7.0)
+    row = _row(out, logits, logprobs)
     args = SampleArgs(row, *[tensor.data_ptr() for tensor in tensors])
     kernels.sample_tokens(DTYPES.index(logits.dtype), ctypes.byref(args), rows)
     expected = torch.full_like(out, -7)
     reference.sample_tokens(expected, logits, *tensors)
     assert torch.equal(out, expected)
+    assert_logprobs(logprobs, logits, out)
     return out
+
+
+def _row(out: Tensor, logits: Tensor, logprobs: Tensor | None) -> ctypes.Structure:
+    shape = logits.stride(0), logits.shape[1]
+    return LogitsArgs(out.data_ptr(), logits.data_ptr(), *shape, pointer(logprobs))
 
 
 @pytest.mark.parametrize("seed", [0, 1])
@@ -52,10 +67,12 @@ def test_argmax_takes_the_lowest_of_equals(
     set_schedule(kernels, seed)
     for vocab_size in (1, 100, 1003):
         logits, expected = tied_logits(5, vocab_size, dtype)
-        out = torch.full((5,), -7, dtype=torch.int64)
-        args = LogitsArgs(out.data_ptr(), logits.data_ptr(), logits.stride(0), vocab_size)
-        kernels.argmax(DTYPES.index(dtype), ctypes.byref(args), 5)
-        assert out.tolist() == expected
+        for logprobs in (torch.full((5,), 7.0), None):
+            out = torch.full((5,), -7, dtype=torch.int64)
+            kernels.argmax(DTYPES.index(dtype), ctypes.byref(_row(out, logits, logprobs)), 5)
+            assert out.tolist() == expected
+            if logprobs is not None:
+                assert_logprobs(logprobs, logits, out)
 
 
 @pytest.mark.parametrize("vocab_size", [7, 1237, 6000])

@@ -76,7 +76,7 @@ def _arguments() -> dict[str, tuple]:
             torch.zeros(5, 40), x, torch.ones(64 * 32, dtype=torch.int8), randn(40),
             torch.zeros(40, dtype=torch.int32), None,
         ),
-        "argmax": (torch.zeros(5, dtype=torch.int64), x),
+        "argmax": (torch.zeros(5, dtype=torch.int64), x, torch.zeros(5)),
         "sample_tokens": (
             torch.zeros(5, dtype=torch.int64), x, torch.ones(5), ints(0, 1, 2, 3, 4),
             torch.full((5,), 0.9), torch.zeros(5),
@@ -156,6 +156,7 @@ WRONG = [
     ("int8_linear", _replaced(2, lambda t: t.int()), "packed is int32; expected int8"),
     ("int8_linear", _replaced(3, lambda t: t[1:]), r"weight_scales has shape \[39\].*size 40"),
     ("argmax", _replaced(0, lambda t: t.int()), "out is int32; expected int64"),
+    ("argmax", _replaced(2, lambda t: t[1:]), r"logprobs has shape \[4\].*size 5"),
     ("sample_tokens", _replaced(6, lambda t: t.float()), "uniform is float32; expected float64"),
 ]
 

@@ -9,7 +9,7 @@ import torch
 from support.distributions import exact_probabilities, p_value
 
 from .cases import BACKENDS, DTYPES, ISAS, backend, generator
-from .sampling_cases import EDGES, parameter_tensors, random_case, tied_logits
+from .sampling_cases import EDGES, assert_logprobs, parameter_tensors, random_case, tied_logits
 
 NAMES = list(itertools.product(BACKENDS, DTYPES))
 
@@ -17,8 +17,12 @@ NAMES = list(itertools.product(BACKENDS, DTYPES))
 def _run(name: str, logits: torch.Tensor, *parameters: object) -> torch.Tensor:
     tensors = parameter_tensors(logits.shape[0], *parameters)
     out = torch.full((logits.shape[0],), -7, dtype=torch.int64)
+    again, logprobs = out.clone(), torch.full((logits.shape[0],), 7.0)
     with backend(name) as op:
-        op("sample_tokens")(out, logits, *tensors)
+        op("sample_tokens")(out, logits, *tensors, logprobs)
+        op("sample_tokens")(again, logits, *tensors)
+    assert_logprobs(logprobs, logits, out)
+    assert torch.equal(again, out)
     return out
 
 
@@ -27,9 +31,12 @@ def _run(name: str, logits: torch.Tensor, *parameters: object) -> torch.Tensor:
 def test_argmax_takes_the_lowest_of_equals(name: str, dtype: torch.dtype, vocab_size: int) -> None:
     logits, expected = tied_logits(40, vocab_size, dtype)
     out = torch.full((40,), -7, dtype=torch.int64)
+    again, logprobs = out.clone(), torch.full((40,), 7.0)
     with backend(name) as op:
-        op("argmax")(out, logits)
-    assert out.tolist() == expected
+        op("argmax")(out, logits, logprobs)
+        op("argmax")(again, logits)
+    assert out.tolist() == again.tolist() == expected
+    assert_logprobs(logprobs, logits, out)
 
 
 SETTINGS = [  # temperature, top_k, top_p, min_p

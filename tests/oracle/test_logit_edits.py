@@ -135,7 +135,7 @@ def test_in_a_crowd(folder: Any, requests: Any, chunked: bool) -> None:
     ) as engine:
         outputs = run(engine, [(prompt, params) for prompt, params, _ in requests])
     for output, (_, params, answer) in zip(outputs, requests, strict=True):
-        assert output.outputs[0].token_ids == answer, params
+        assert list(output.outputs[0].token_ids) == answer, params
 
 
 @pytest.mark.parametrize("mode", ["recompute", "swap"])
@@ -153,7 +153,7 @@ def test_after_preemption(folder: Any, requests: Any, mode: str) -> None:
     assert sum(params.has_penalties for params in preempted) >= 3
     assert len(preempted) >= 8
     for output, (_, params, answer) in zip(outputs, requests, strict=True):
-        assert output.outputs[0].token_ids == answer, params
+        assert list(output.outputs[0].token_ids) == answer, params
 
 
 def test_bad_words_as_text_do_not_appear(engine: LLMEngine) -> None:
@@ -189,7 +189,7 @@ def test_processor_gets_prompt_and_output(engine: LLMEngine, by_name: bool) -> N
         logits_processors=[_processor(name, by_name) for name in names],
     )
     (output,) = run(engine, [(prompt, params)])
-    ids = output.outputs[0].token_ids
+    ids = list(output.outputs[0].token_ids)
     assert logits_processors.seen == [(prompt, ids[:i]) for i in range(4)]
     assert not set(ids) & set(prompt)
 
@@ -215,7 +215,7 @@ def test_a_processor_that_fails_ends_its_request_alone(
         temperature=0, max_tokens=10, logits_processors=[_processor(name, by_name)]
     )
     first, failed, last = run(engine, [(good[0][0], plain), ([4, 5, 6], bad), (good[1][0], plain)])
-    assert [first.outputs[0].token_ids, last.outputs[0].token_ids] == [good[0][1], good[1][1]]
+    assert [list(one.outputs[0].token_ids) for one in (first, last)] == [good[0][1], good[1][1]]
     assert failed.finished
     assert failed.outputs[0].finish_reason == "error"
     assert len(failed.outputs[0].token_ids) == (2 if name == "fail_at_third" else 0)
@@ -226,4 +226,4 @@ def test_a_processor_that_fails_ends_its_request_alone(
 def test_a_dict_of_bias_for_the_whole_vocabulary(engine: LLMEngine) -> None:
     bias = {token_id: float(token_id == 77) * 1e5 for token_id in range(VOCAB_SIZE)}
     (output,) = run(engine, [([5], SamplingParams(logit_bias=bias, max_tokens=3))])
-    assert output.outputs[0].token_ids == [77, 77, 77]
+    assert output.outputs[0].token_ids == (77, 77, 77)

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
+from support.distributions import exact_probabilities
 from support.engines import generate, greedy, ids, open_llm
 from support.models import ModelShop
 from support.zoo import PLAIN, ZOO
@@ -50,13 +53,45 @@ def test_logprobs_are_of_the_raw_logits(models: ModelShop) -> None:
         completion = output.outputs[0]
         assert len(completion.token_ids) == 24
         for i, token_id in enumerate(completion.token_ids):
-            exact = oracle.next_logprobs(prompt + completion.token_ids[:i])
+            exact = oracle.next_logprobs([*prompt, *completion.token_ids[:i]])
             entries = completion.logprobs[i]
             assert list(entries) == [token_id]
             assert entries[token_id].logprob == pytest.approx(float(exact[token_id]), abs=TOLERANCE)
             assert entries[token_id].rank == 1 + int((exact > exact[token_id]).sum())
             ranks.add(entries[token_id].rank)
     assert len(ranks) > 5, "nothing but the likeliest was drawn"
+
+
+def test_processed_logprobs_of_outputs_and_prompts(models: ModelShop) -> None:
+    """As vLLM 0.5.4 reported them: after temperature and truncation, of prompts too. They make the
+    cumulative log probability, and so the ranking of best_of."""
+    folder, oracle, prompts = models.problem(PLAIN, (7, 64), seed=1)
+    fields = {"temperature": 1.5, "top_k": 20}
+    params = SamplingParams(
+        **fields, seed=5, max_tokens=8, ignore_eos=True, logprobs=2, prompt_logprobs=0
+    )
+    alike = replace(params, n=3, prompt_logprobs=None)
+    with open_llm(folder, logprobs_mode="processed_logprobs") as llm:
+        outputs = generate(llm, prompts, params)
+        all_three = generate(llm, prompts, alike)
+        ranked = generate(llm, prompts, replace(alike, n=1, best_of=3, logprobs=None))
+    for prompt, output in zip(prompts, outputs, strict=True):
+        completion = output.outputs[0]
+        tokens = [*prompt, *completion.token_ids]
+        entries = [*output.prompt_logprobs, *completion.logprobs]
+        for place in (1, 3, *range(len(prompt), len(tokens))):
+            exact = exact_probabilities(oracle.next_logprobs(tokens[:place]), fields).log()
+            found = entries[place][tokens[place]].logprob
+            assert found == pytest.approx(float(exact[tokens[place]]), abs=TOLERANCE)
+        own = [entry[token].logprob for entry, token in zip(entries, tokens, strict=True) if entry]
+        total = sum(own[len(prompt) - 1 :])
+        assert completion.cumulative_logprob == pytest.approx(total, abs=1e-5)
+    for three, best in zip(all_three, ranked, strict=True):
+        highest = max(three.outputs, key=lambda one: one.cumulative_logprob)
+        assert best.outputs[0].token_ids == highest.token_ids
+        assert best.outputs[0].cumulative_logprob == pytest.approx(
+            highest.cumulative_logprob, abs=1e-5
+        )
 
 
 def test_mixed_wishes_in_one_batch(models: ModelShop) -> None:
@@ -66,6 +101,10 @@ def test_mixed_wishes_in_one_batch(models: ModelShop) -> None:
         outputs = generate(llm, prompts, [greedy(8, logprobs=wish) for wish in wishes])
     assert ids(outputs) == [answer.token_ids[:8] for answer in oracle.answers(prompts)]
     assert outputs[0].outputs[0].logprobs is None
-    assert outputs[0].outputs[0].cumulative_logprob is None
+    for output, answer in zip(outputs, oracle.answers(prompts), strict=True):
+        total = sum(
+            float(answer.logprobs[i, token]) for i, token in enumerate(answer.token_ids[:8])
+        )
+        assert output.outputs[0].cumulative_logprob == pytest.approx(total, abs=TOLERANCE)
     for output, wish in zip(outputs[1:], wishes[1:], strict=True):
         assert {len(entries) for entries in output.outputs[0].logprobs} == {max(1, wish)}

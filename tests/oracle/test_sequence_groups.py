@@ -96,7 +96,7 @@ def test_each_of_n_samples_by_its_own_tokens(folder: Any, oracle: Any, mode: str
     assert (log.num_swapped > 0) is (mode == "swap")
     assert (log.num_preemptions > 0) is (mode is not None)
     for seed, (prompt, output) in enumerate(zip(prompts, outputs, strict=True)):
-        found = [completion.token_ids for completion in output.outputs]
+        found = [list(completion.token_ids) for completion in output.outputs]
         assert len({tuple(ids) for ids in found}) == 3
         for index, ids in enumerate(found):
             assert ids == _expected(oracle, prompt, ids, words, seed, index)
@@ -126,7 +126,7 @@ def test_beams_equal_transformers(
     common: dict[str, Any] = {"temperature": 0.0, "max_tokens": 12, "use_beam_search": True}
     common |= {"n": num_beams, "best_of": num_beams}
     plain = run(engine, [(prompt, SamplingParams(**common)) for prompt in prompts])
-    said = [output.outputs[0].token_ids for output in plain]
+    said = [list(output.outputs[0].token_ids) for output in plain]
     words = [piece for ids in said for piece in (ids[1:2], ids[3:5], ids[6:9])]
     for mapping in (values := dict(values), in_transformers := dict(in_transformers)):
         mapping.update({name: words for name, value in mapping.items() if value == "words"})
@@ -144,9 +144,9 @@ def test_beams_equal_transformers(
             pad_token_id=0,
             **in_transformers,
         )
-        found = [completion.token_ids for completion in output.outputs]
+        found = [list(completion.token_ids) for completion in output.outputs]
         assert found == [_without_padding(row[len(prompt) :].tolist()) for row in expected]
-        changed += found != [completion.token_ids for completion in without.outputs]
+        changed += found != [list(completion.token_ids) for completion in without.outputs]
     assert changed >= 2
 
 
@@ -212,7 +212,7 @@ def test_a_beam_that_cannot_go_on_is_left_out(engine: LLMEngine, oracle: Any) ->
         ],
     )
     assert output.error is None
-    found = [completion.token_ids for completion in output.outputs]
+    found = [list(completion.token_ids) for completion in output.outputs]
     assert found == _search(oracle, prompt, 3, 5, likely, dead_end)
     assert "no token can be sampled" in str(failed.error)
     assert failed.outputs[0].finish_reason == "error"

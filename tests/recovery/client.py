@@ -53,7 +53,7 @@ class Answer:
             self.outputs[one.index] = one
 
     @property
-    def token_ids(self) -> list[list[int]]:
+    def token_ids(self) -> list[tuple[int, ...]]:
         return [self.outputs[index].token_ids for index in sorted(self.outputs)]
 
     @property

@@ -9,7 +9,7 @@ from __future__ import annotations
 import sys
 from dataclasses import dataclass, field
 
-from tpengine.messages import Candidates, NewSequence, StepInput, StepOutput, TokenLogprobs
+from tpengine.messages import Candidates, NewSequence, StepInput, StepOutput
 from tpengine.worker.gpu.run_ahead import valid_rows
 
 VOCAB_SIZE = 997
@@ -159,9 +159,9 @@ class FakeWorker:
                 output.candidates[place] = candidates_after(self._keys(slot_id), count)
             token_id = self._sample(slot_id)
             output.token_ids.append(token_id)
-            if self.slots[slot_id].new.sampling_params.is_ranked:
-                logprob = -(mix(token_id, len(self.slots[slot_id].token_ids)) % 1000) / 100
-                output.logprobs[place] = TokenLogprobs(logprob, 1, [], [])
+            is_ranked = self.slots[slot_id].new.sampling_params.is_ranked
+            share = mix(token_id, len(self.slots[slot_id].token_ids)) % 1000
+            output.chosen_logprobs.append(-share / 100 if is_ranked else 0.0)
         self._run_ahead(step)
         return output
 

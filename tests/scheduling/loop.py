@@ -87,7 +87,7 @@ def make_request(
             Sequence(100 * index + place, place, list(prompt), len(prompt))
             for place in range(width)
         ],
-        metrics=RequestMetrics(arrival_time=float(index)),
+        metrics=RequestMetrics.of_arrival(float(index)),
         priority=priority,
         end_token_ids=ends,
         num_candidates=num_candidates(width, len(ends)) if params.use_beam_search else 0,

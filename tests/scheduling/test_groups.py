@@ -22,7 +22,7 @@ FREE = SamplingParams(n=4, temperature=1.0, max_tokens=12, seed=5, ignore_eos=Tr
 
 
 def ids_of(output: RequestOutput) -> list[list[int]]:
-    return [one.token_ids for one in output.outputs]
+    return [list(one.token_ids) for one in output.outputs]
 
 
 def draws(oracle: Any, prompt: list[int], output: list[int], index: int) -> list[int]:
@@ -123,7 +123,7 @@ def test_best_of_returns_the_likeliest_when_all_are_complete(make_engine: MakeEn
     while engine.has_unfinished_requests():
         reports += engine.step()
     (best,) = reports
-    assert ids_of(best) == [o.token_ids for o in ranked[:2]]
+    assert ids_of(best) == [list(o.token_ids) for o in ranked[:2]]
     assert [o.index for o in best.outputs] == [0, 1]
     assert best.outputs[0].logprobs is None
     for mine, theirs in zip(best.outputs, ranked, strict=False):

@@ -28,7 +28,8 @@ def test_less_than_four_percent_is_unused() -> None:
         assert now <= (BLOCK_SIZE - 1) * len(running)
         unused += now
         held += (blocks.num_total_blocks - blocks.num_free_blocks) * BLOCK_SIZE
-        answer = StepOutput(output.step_input.step, [1] * len(output.sampled))
+        count = len(output.sampled)
+        answer = StepOutput(output.step_input.step, [1] * count, chosen_logprobs=[0.0] * count)
         scheduler.update(output, loop.processor.process(output, answer))
     assert held > 0
     assert unused / held < 0.04

@@ -178,7 +178,7 @@ def test_engine_reports_hits_and_answers_the_same(make_engine: MakeEngine) -> No
 def test_a_conversation_finds_its_own_output(make_engine: MakeEngine) -> None:
     engine = make_engine()
     first = run(engine, [("first", SHARED, GREEDY)])["first"]
-    longer = SHARED + first.outputs[0].token_ids + [9, 8, 7]
+    longer = [*SHARED, *first.outputs[0].token_ids, 9, 8, 7]
     second = run(engine, [("second", longer, GREEDY)])["second"]
     assert second.num_cached_tokens == 48  # of 43 + 10, whole blocks whose K and V were computed
     cold = make_engine(enable_prefix_caching=False)
@@ -236,7 +236,8 @@ def test_beams_that_take_another_place_are_not_mistaken(block_size: int) -> None
         loop.add(make_request(0, prompt, beams))
         loop.run()
         for index, one in enumerate(loop.outputs["r0"].outputs, start=1):
-            loop.add(make_request(index, prompt + one.token_ids, replace(GREEDY, max_tokens=2)))
+            longer = [*prompt, *one.token_ids]
+            loop.add(make_request(index, longer, replace(GREEDY, max_tokens=2)))
         loop.run()
         hits += sum(output.num_cached_tokens for output in loop.outputs.values())
     assert hits > 6 * 3 * 10

@@ -170,7 +170,7 @@ def play(trace: Trace) -> tuple[Loop, list[Request]]:
     return loop, requests
 
 
-Summary = list[tuple[int, list[int], float | None, str | None]]
+Summary = list[tuple[int, tuple[int, ...], float | None, str | None]]
 
 
 def summary(output: RequestOutput) -> Summary:
@@ -184,9 +184,9 @@ def undisturbed(request: Request) -> Summary:
     if params.num_sequences > 1:
         return summary(run_alone(request))
     assert params.max_tokens is not None
-    ids = generate_undisturbed(request.prompt_token_ids, request.seed, params.max_tokens)
+    ids = tuple(generate_undisturbed(request.prompt_token_ids, request.seed, params.max_tokens))
     end = next((place for place, token in enumerate(ids) if token in END_TOKEN_IDS), None)
-    return [(0, ids, None, "length")] if end is None else [(0, ids[: end + 1], None, "stop")]
+    return [(0, ids, 0.0, "length")] if end is None else [(0, ids[: end + 1], 0.0, "stop")]
 
 
 def check_ending(loop: Loop, request: Request) -> str:

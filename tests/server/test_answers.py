@@ -79,7 +79,7 @@ def test_offline_unary_and_streamed_are_the_same(
         assert len(answer.outputs) == len(offline.outputs)
         for got, wanted in zip(answer.outputs, offline.outputs, strict=True):
             assert (got.index, got.text) == (wanted.index, wanted.text)
-            assert list(got.token_ids) == wanted.token_ids
+            assert tuple(got.token_ids) == wanted.token_ids
             reason = pb.FinishReason.Name(got.finish_reason)
             assert reason == f"FINISH_REASON_{(wanted.finish_reason or '').upper()}"
             stop = got.WhichOneof("matched_stop")

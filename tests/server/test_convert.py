@@ -319,8 +319,8 @@ def test_a_long_text_is_cut() -> None:
 
 
 def output(**fields: Any) -> RequestOutput:
-    given = {"prompt": None, "prompt_token_ids": [1, 2], "outputs": [], "finished": True, **fields}
-    return RequestOutput(request_id="r", **given)
+    given = {"prompt_token_ids": [1, 2], "prompt_logprobs": None, "outputs": [], "finished": True}
+    return RequestOutput(request_id="r", prompt=None, **given | fields)
 
 
 def test_answers() -> None:
@@ -328,16 +328,17 @@ def test_answers() -> None:
     one = CompletionOutput(
         index=0,
         text="x",
-        token_ids=[9],
+        token_ids=(9,),
         cumulative_logprob=-2.0,
         logprobs=[likely],
         finish_reason="stop",
         stop_reason=9,
     )
-    two = CompletionOutput(index=1, text="", token_ids=[], finish_reason="stop", stop_reason="é")
-    metrics = RequestMetrics(10.0, 10.5, 11.0, 12.0, 12.0, num_preemptions=1, num_cached_tokens=2)
+    two = CompletionOutput(1, "", (), None, None, finish_reason="stop", stop_reason="é")
+    times = (10.0, 12.0, 10.5, 11.0, 0.5, 12.0)
+    metrics = RequestMetrics(*times, num_preemptions=1, num_cached_tokens=2)
     writer = ResponseWriter()
-    going = CompletionOutput(index=0, text="x", token_ids=[9, 9, 9, 9])
+    going = CompletionOutput(0, "x", (9, 9, 9, 9), None, None)
     asyncio.run(writer.write(output(outputs=[going], finished=False)))
     last = output(
         outputs=[one, two], metrics=metrics, num_cached_tokens=2, prompt_logprobs=[None, likely]
@@ -360,7 +361,7 @@ def test_answers() -> None:
 
 
 def test_what_goes_on_has_no_end() -> None:
-    going = CompletionOutput(index=2, text="x", token_ids=[9])
+    going = CompletionOutput(2, "x", (9,), None, None)
     answer = asyncio.run(ResponseWriter().write(output(outputs=[going], finished=False)))
     assert answer.HasField("finished")
     assert not answer.finished
@@ -375,7 +376,7 @@ def test_other_tasks_run_while_a_large_answer_is_converted(of: str) -> None:
     """The event loop takes a turn after about every thousand candidates."""
     candidates = {token_id: Logprob(-1.0, token_id + 1, "x") for token_id in range(64)}
     many = [candidates] * 320
-    one = CompletionOutput(0, "x", [9] * 320, logprobs=many if of == "output" else None)
+    one = CompletionOutput(0, "x", (9,) * 320, None, many if of == "output" else None)
     last = output(outputs=[one], finished=False)
     if of == "prompt":
         last.prompt_token_ids, last.prompt_logprobs = [9] * 320, many

@@ -42,7 +42,7 @@ def _own_ray(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 def test_streams_go_on_over_a_recovery_and_a_drain(tmp_path: Path) -> None:
     with make_engine(EMBEDDED_MODEL) as engine:
-        expected = complete(engine, [5, 6, 7], greedy(NUM_TOKENS)).token_ids
+        expected = list(complete(engine, [5, 6, 7], greedy(NUM_TOKENS)).token_ids)
     log = tmp_path / "log"
     with ServerProcess(*RANKS, "--drain-timeout", "90", log=log, start_timeout_s=RAY_S) as server:
 

@@ -23,11 +23,12 @@ def _output(*token_ids: int, finished: bool = False, logprobs: bool = False) -> 
     one = CompletionOutput(
         index=0,
         text="".join(f"{token} " for token in token_ids),
-        token_ids=list(token_ids),
+        token_ids=token_ids,
+        cumulative_logprob=None,
         logprobs=[{token: Logprob(-1.0, 1)} for token in token_ids] if logprobs else None,
         finish_reason="length" if finished else None,
     )
-    return RequestOutput("it", None, [1], [one], finished=finished)
+    return RequestOutput("it", None, [1], None, [one], finished)
 
 
 class Connection:

@@ -38,7 +38,7 @@ def generate(
     return outputs
 
 
-def ids(outputs: Sequence[RequestOutput]) -> list[list[int]]:
+def ids(outputs: Sequence[RequestOutput]) -> list[tuple[int, ...]]:
     """Output ids of each request."""
     return [output.outputs[0].token_ids for output in outputs]
 

@@ -27,7 +27,7 @@ class Answer:
     """
 
     prompt: tuple[int, ...]
-    token_ids: list[int]
+    token_ids: tuple[int, ...]
     logprobs: torch.Tensor
     margin: float
 
@@ -119,6 +119,6 @@ class Oracle:
             margins = (best.values[..., 0] - best.values[..., 1]).amin(dim=1)
             logprobs = torch.log_softmax(stacked, dim=-1)
         return [
-            Answer(prompt, best.indices[i, :, 0].tolist(), logprobs[i], float(margins[i]))
+            Answer(prompt, tuple(best.indices[i, :, 0].tolist()), logprobs[i], float(margins[i]))
             for i, prompt in enumerate(prompts)
         ]

@@ -99,4 +99,4 @@ def generate(
 def assert_equal_to_oracle(subject: Subject, outputs: list[Any]) -> None:
     expected = subject.oracle.answers(subject.prompts)
     for answer, output in zip(expected, outputs, strict=True):
-        assert list(output.token_ids) == answer.token_ids, f"prompt of {len(answer.prompt)} tokens"
+        assert tuple(output.token_ids) == answer.token_ids, f"prompt of {len(answer.prompt)} tokens"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -12,7 +13,8 @@ from support.zoo import PLAIN
 
 from tpengine.engine_args import EngineArgs
 from tpengine.errors import CacheSizeError
-from tpengine.worker import cache_engine, device
+from tpengine.layers.sampler import Sampled, SamplingBatch
+from tpengine.worker import cache_engine, device, model_runner
 from tpengine.worker.cache_engine import CacheEngine, block_bytes
 from tpengine.worker.device import set_num_threads
 from tpengine.worker.worker import Worker
@@ -227,12 +229,34 @@ def test_the_first_blocks_have_their_memory_from_the_start(
         assert sum(map(resident_bytes, tensors)) <= wanted + (len(tensors) * 4 << 20)
 
 
-def test_ledger(models: ModelShop) -> None:
-    args = EngineArgs(str(models.folder(PLAIN)), dtype="float32", cpu_kv_cache_space=0.01)
-    worker = Worker(args.create_engine_config("cpu"))
+@pytest.mark.parametrize(("max_logprobs", "expected"), [(20, 20), (-1, PLAIN.vocab_size)])
+def test_ledger(
+    models: ModelShop, monkeypatch: pytest.MonkeyPatch, max_logprobs: int, expected: int
+) -> None:
+    args = EngineArgs(
+        str(models.folder(PLAIN)),
+        dtype="float32",
+        cpu_kv_cache_space=0.01,
+        max_num_seqs=8,
+        logprobs_mode="processed_logprobs",
+    )
+    config = args.create_engine_config("cpu")
+    worker = Worker(replace(config, model=replace(config.model, max_logprobs=max_logprobs)))
     assert "float32" in worker.init_device()
     worker.load_model()
+    sampled: list[SamplingBatch] = []
+    sample = model_runner.sample
+
+    def note(logits: torch.Tensor, batch: SamplingBatch) -> Sampled:
+        sampled.append(batch)
+        return sample(logits, batch)
+
+    monkeypatch.setattr(model_runner, "sample", note)
     ledger = worker.profile_num_available_blocks()
+    assert sampled
+    for batch in sampled:  # the worst step reports as many log probabilities as requests may want
+        assert batch.processed
+        assert (batch.num_logprobs == expected).all()
     assert ledger.kv_budget_bytes == int(0.01 * GIB)
     assert ledger.num_device_blocks == ledger.kv_budget_bytes // ledger.block_bytes
     model = models.oracle(models.folder(PLAIN)).model

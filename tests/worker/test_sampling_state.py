@@ -10,6 +10,7 @@ from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
+import pytest
 import torch
 from support import logits_processors
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -48,15 +49,17 @@ class OneDevice(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-def test_samples_with_all_that_can_be_asked() -> None:
-    slots = SamplingSlots(8, META)
+@pytest.mark.parametrize("processed", [False, True])
+def test_samples_with_all_that_can_be_asked(processed: bool) -> None:
+    slots = SamplingSlots(8, META, processed)
     token_ids = np.zeros((8, 40), np.int32)
     rows = np.arange(len(KINDS))
     with OneDevice():
         for slot, params in enumerate(KINDS):
-            new = NewSequence(slot, [1, 2, 3], 2, 0, [], params, slot, 0, [2])
+            # Two are beams, of which one asks for ranks.
+            count = {2: 4, 3: 6}.get(slot, 0)
+            new = NewSequence(slot, [1, 2, 3], 2, 0, [], params, slot, 0, [2], count)
             slots.write(slot, new, noise_keys(slot, 0))
-        slots.num_candidates[2:4] = 4, 6  # beams; one of them asks for ranks
         for position in range(3, 23):
             positions = np.full(len(KINDS), position, np.int32)
             batch = slots.gather(rows, positions, token_ids)
@@ -65,9 +68,11 @@ def test_samples_with_all_that_can_be_asked() -> None:
             slots.append(rows, np.full(len(KINDS), position), token_ids, positions)
         logits_processors.kept.clear()
     shapes = [list(tensor.shape) for tensor in sampled.findings.tensors]
-    logprobs = [[2], [2], [2, 3], [2, 3]]
+    chosen_and_lost = [[5], [5], [5]]
+    num_reported = 2 if processed else 4
+    logprobs = [[num_reported], [num_reported], [num_reported, 3], [num_reported, 3]]
     beams = [[2, 6], [2, 6], [2, 6], [6]]
-    assert shapes == [*logprobs, *beams, [5], [5]]
+    assert shapes == [*chosen_and_lost, *logprobs, *beams]
     assert all(tensor.device == META for tensor in sampled.findings.tensors)
 
 

@@ -19,13 +19,14 @@ class DeltaMerger:
     """Merges deltas of one request into one output.
 
     Args:
-        first: the earliest of them; its lists are extended in place.
+        first: the earliest of them; it is changed in place.
     """
 
     def __init__(self, first: RequestOutput) -> None:
         self._newest = first
         self._completions: dict[int, CompletionOutput] = {}
         self._texts: dict[int, list[str]] = {}
+        self._token_ids: dict[int, list[int]] = {}
         self._take(first)
 
     def add(self, output: RequestOutput) -> None:
@@ -39,6 +40,7 @@ class DeltaMerger:
         """Returns all deltas as one output."""
         for index, completion in self._completions.items():
             completion.text = "".join(self._texts[index])
+            completion.token_ids = tuple(self._token_ids[index])
         self._newest.outputs = [one for _, one in sorted(self._completions.items())]
         return self._newest
 
@@ -48,10 +50,11 @@ class DeltaMerger:
             if known is None:
                 self._completions[new.index] = new
                 self._texts[new.index] = [new.text]
+                self._token_ids[new.index] = list(new.token_ids)
                 continue
             # Texts are joined when they are read: a text that grows by `+=` is copied each time.
             self._texts[new.index].append(new.text)
-            known.token_ids += new.token_ids
+            self._token_ids[new.index] += new.token_ids
             if new.logprobs is not None:
                 known.logprobs = (known.logprobs or []) + new.logprobs
             known.cumulative_logprob = new.cumulative_logprob

@@ -77,7 +77,7 @@ class LiveRequest:
         """Logs its one line, without the prompt, which may be confidential."""
         if not logger.isEnabledFor(logging.INFO):
             return
-        metrics = self.metrics or RequestMetrics(self.arrival_time)
+        metrics = self.metrics or RequestMetrics.of_arrival(self.arrival_time)
         logger.info(
             "request %r: %s after %.3f s; queue %s, first token %s; prompt tokens %d (%d cached), "
             "output tokens %d, preemptions %d",

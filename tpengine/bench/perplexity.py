@@ -91,7 +91,7 @@ def _write(num_documents: int, engine_args: EngineArgs) -> list[list[int]]:
     ]
     with _llm(replace(engine_args, dtype="float32", quantization=None)) as llm:
         outputs = llm.generate(prompts, params, use_tqdm=False)
-    return [output.prompt_token_ids + output.outputs[0].token_ids for output in outputs]
+    return [[*output.prompt_token_ids, *output.outputs[0].token_ids] for output in outputs]
 
 
 def _perplexity(engine_args: EngineArgs, windows: list[list[int]]) -> float:

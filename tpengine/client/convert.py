@@ -289,7 +289,7 @@ def _to_completion(output: pb.CompletionOutput) -> CompletionOutput:
     return CompletionOutput(
         index=output.index,
         text=output.text,
-        token_ids=list(output.token_ids),
+        token_ids=tuple(output.token_ids),
         cumulative_logprob=_optional(output, "cumulative_logprob"),
         logprobs=[_to_logprobs(one) for one in output.logprobs] or None,
         finish_reason=_FINISH_REASONS.get(output.finish_reason),
@@ -314,12 +314,15 @@ def _to_metrics(usage: Usage | None) -> RequestMetrics | None:
     """The server's durations as moments of this machine's clock, the end being now."""
     if usage is None or usage.total_s is None:
         return None
-    arrival = time.time() - usage.total_s
+    end = time.time()
+    arrival = end - usage.total_s
     return RequestMetrics(
         arrival_time=arrival,
+        last_token_time=end if usage.num_output_tokens else arrival,
         first_scheduled_time=None if usage.queue_s is None else arrival + usage.queue_s,
         first_token_time=None if usage.first_token_s is None else arrival + usage.first_token_s,
-        finished_time=arrival + usage.total_s,
+        time_in_queue=usage.queue_s,
+        finished_time=end,
         num_preemptions=usage.num_preemptions,
         num_cached_tokens=usage.num_cached_tokens,
     )

@@ -14,7 +14,7 @@ from tpengine.engine.detokenizer import as_logprobs
 from tpengine.engine.tokenizer import Tokenizer
 from tpengine.errors import InvalidSamplingParamsError
 from tpengine.messages import Candidates, TokenLogprobs
-from tpengine.outputs import CompletionOutput, Logprob
+from tpengine.outputs import CompletionOutput, SampleLogprobs
 from tpengine.scheduling.step import StepDecisions
 from tpengine.sequence import Request, Sequence, SequenceStatus
 
@@ -25,13 +25,13 @@ class _LiveBeam:
 
     Attributes:
         score: cumulative; with bias, bans and penalties.
-        cumulative_logprob: of the raw logits.
+        cumulative_logprob: sum of `Candidates.logprobs`.
         logprobs: by output token; None unless the request asks for them.
     """
 
     score: float
     cumulative_logprob: float
-    logprobs: list[dict[int, Logprob]] | None
+    logprobs: SampleLogprobs | None
 
 
 @dataclass(slots=True)
@@ -48,6 +48,13 @@ class _Continuation:
 
 Sampled = tuple[Sequence, Candidates, TokenLogprobs | None]
 """A live beam, its candidates, and the likeliest tokens if the request asks for logprobs."""
+
+
+def stop_token(token_id: int, request: Request, tokenizer: Tokenizer | None) -> int | None:
+    """The `stop_reason` of a sequence that this token ended: the token, or None if it is the
+    tokenizer's end token, as in vLLM 0.5.4."""
+    is_eos = tokenizer is not None and token_id == tokenizer.eos_token_id
+    return None if is_eos and not request.sampling_params.ignore_eos else token_id
 
 
 def num_candidates(num_beams: int, num_end_ids: int) -> int:
@@ -68,7 +75,7 @@ class BeamSearch:
         self._params = request.sampling_params
         self._max_num_tokens = max_num_tokens
         self._tokenizer = tokenizer
-        logprobs: list[dict[int, Logprob]] | None = None if self._params.logprobs is None else []
+        logprobs: SampleLogprobs | None = None if self._params.logprobs is None else []
         self._live = {s.seq_id: _LiveBeam(0.0, 0.0, logprobs) for s in request.sequences}
         # (score, output) of complete beams, best first, at most as many as beams. The score is the
         # cumulative one, divided by the number of output tokens to the power of the length penalty.
@@ -141,10 +148,11 @@ class BeamSearch:
     def _keep(self, one: _Continuation, num_output: int) -> None:
         """Keeps a beam that ended, if it is among the best."""
         token_id = one.token_id
-        reason = "stop" if token_id in self._request.end_token_ids else "length"
+        is_end = token_id in self._request.end_token_ids
+        reason = "stop" if is_end else "length"
         output = _output([*one.parent.output_token_ids, token_id], self._extend(one), reason)
-        if token_id in self._params.stop_token_ids:
-            output.stop_reason = token_id
+        if is_end:
+            output.stop_reason = stop_token(token_id, self._request, self._tokenizer)
         self._complete.append((one.score / num_output**self._params.length_penalty, output))
         self._complete.sort(key=lambda beam: -beam[0])
         del self._complete[self._params.num_sequences :]
@@ -189,9 +197,11 @@ class BeamSearch:
         parent, logprobs = self._live[one.parent.seq_id], None
         if parent.logprobs is not None and one.found is not None:
             found = replace(one.found, logprob=one.logprob, rank=one.rank)
-            logprobs = [*parent.logprobs, as_logprobs(one.token_id, found, self._tokenizer)]
+            tokenizer = self._tokenizer if self._params.detokenize else None
+            logprobs = [*parent.logprobs, as_logprobs(one.token_id, found, tokenizer)]
         return _LiveBeam(one.score, parent.cumulative_logprob + one.logprob, logprobs)
 
 
 def _output(token_ids: list[int], beam: _LiveBeam, finish_reason: str) -> CompletionOutput:
-    return CompletionOutput(0, "", token_ids, beam.cumulative_logprob, beam.logprobs, finish_reason)
+    total = beam.cumulative_logprob
+    return CompletionOutput(0, "", tuple(token_ids), total, beam.logprobs, finish_reason)

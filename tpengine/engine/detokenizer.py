@@ -259,7 +259,11 @@ class Detokenizer:
 def as_logprobs(
     token_id: int, found: TokenLogprobs, tokenizer: Tokenizer | None
 ) -> dict[int, Logprob]:
-    """The likeliest tokens of a position and the token that stands there, by id."""
+    """The likeliest tokens of a position and the token that stands there, by id.
+
+    Args:
+        tokenizer: None: without `decoded_token`.
+    """
 
     def text(candidate: int) -> str | None:
         return None if tokenizer is None else tokenizer.token_text(candidate)

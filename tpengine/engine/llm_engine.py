@@ -324,6 +324,7 @@ class LLMEngine:
             EngineDeadError: an earlier step failed.
         """
         self._recovery.check_alive()
+        arrived_at = time.time() if arrival_time is None else arrival_time
         arrival_index, first_id = self._num_requests, self._num_sequences
         token_ids, count = checked.prompt_token_ids, checked.params.num_sequences
         request = Request(
@@ -337,7 +338,7 @@ class LLMEngine:
                 Sequence(first_id + index, index, token_ids.copy(), len(token_ids))
                 for index in range(count)
             ],
-            metrics=RequestMetrics(time.time() if arrival_time is None else arrival_time),
+            metrics=RequestMetrics.of_arrival(arrived_at),
             priority=checked.priority,
             end_token_ids=checked.end_token_ids,
             num_candidates=checked.num_candidates,

@@ -16,14 +16,15 @@ import time
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
-from tpengine.engine.beam_search import BeamSearch, Sampled
+from tpengine.engine.beam_search import BeamSearch, Sampled, stop_token
 from tpengine.engine.detokenizer import Detokenizer, as_logprobs
 from tpengine.engine.stats import EngineCounters
 from tpengine.engine.tokenizer import Tokenizer
 from tpengine.errors import RequestError
 from tpengine.logger import init_logger
 from tpengine.messages import PromptLogprobs, StepOutput
-from tpengine.outputs import CompletionOutput, Logprob, RequestOutput
+from tpengine.outputs import CompletionOutput, RequestOutput, SampleLogprobs
+from tpengine.outputs import PromptLogprobs as PromptCandidates
 from tpengine.sampling_params import RequestOutputKind
 from tpengine.scheduling.step import SchedulerOutput, StepDecisions
 from tpengine.sequence import Request, Sequence, SequenceStatus
@@ -47,7 +48,7 @@ class _TrackedSequence:
     sequence: Sequence
     detokenizer: Detokenizer | None
     max_num_tokens: int
-    logprobs: list[dict[int, Logprob]] | None = None
+    logprobs: SampleLogprobs | None = None
     cumulative_logprob: float = 0.0
     num_reported: int = 0
     stop_reason: int | str | None = None
@@ -69,7 +70,7 @@ class _TrackedRequest:
     is_ranked: bool
     sequences: list[_TrackedSequence] = field(default_factory=list)
     beams: BeamSearch | None = None
-    prompt_logprobs: list[dict[int, Logprob] | None] | None = None
+    prompt_logprobs: PromptCandidates | None = None
     error: str | None = None
 
 
@@ -191,11 +192,11 @@ class OutputProcessor:
                     request_id=request.request_id,
                     prompt=request.prompt,
                     prompt_token_ids=request.prompt_token_ids.copy(),
+                    prompt_logprobs=None if entries is None or None in entries[1:] else entries,
                     outputs=completions,
                     finished=finished,
                     metrics=request.metrics,
                     error=request.error or tracked.error,
-                    prompt_logprobs=None if entries is None or None in entries[1:] else entries,
                     num_cached_tokens=request.metrics.num_cached_tokens,
                 )
             )
@@ -215,8 +216,9 @@ class OutputProcessor:
         prompt = request.prompt_token_ids
         entries = self._requests[request.request_id].prompt_logprobs
         assert entries is not None
+        tokenizer = self._tokenizer_for(request)
         for position, found in enumerate(part.entries, start=part.first_position):
-            entries[position] = as_logprobs(prompt[position], found, self.tokenizer)
+            entries[position] = as_logprobs(prompt[position], found, tokenizer)
 
     def _take_token(
         self, tracked: _TrackedSequence, place: int, output: StepOutput
@@ -225,10 +227,13 @@ class OutputProcessor:
         goes on."""
         token_id = output.token_ids[place]
         found = output.logprobs.get(place)
-        if found is not None:
+        if found is None:
+            tracked.cumulative_logprob += output.chosen_logprobs[place]
+        else:
             tracked.cumulative_logprob += found.logprob
             if tracked.logprobs is not None:
-                tracked.logprobs.append(as_logprobs(token_id, found, self.tokenizer))
+                tokenizer = self._tokenizer_for(tracked.request)
+                tracked.logprobs.append(as_logprobs(token_id, found, tokenizer))
         status = self._decide_end(tracked, token_id)
         if status is not None and tracked.detokenizer is not None:
             tracked.detokenizer.finish()
@@ -244,8 +249,7 @@ class OutputProcessor:
         num_tokens = len(sequence.token_ids) + 1
         num_output = num_tokens - sequence.num_prompt_tokens
         if token_id in request.end_token_ids and num_output >= params.min_tokens:
-            if token_id in params.stop_token_ids:
-                tracked.stop_reason = token_id
+            tracked.stop_reason = stop_token(token_id, request, self.tokenizer)
             if params.include_stop_str_in_output and detokenizer is not None:
                 detokenizer.append(token_id)
             return SequenceStatus.FINISHED_STOPPED
@@ -281,11 +285,15 @@ class OutputProcessor:
         decisions.overridden.extend(found.overridden)
         decisions.to_report[request.request_id] = request
 
+    def _tokenizer_for(self, request: Request) -> Tokenizer | None:
+        """The tokenizer; None: the request wants no text."""
+        return self.tokenizer if request.sampling_params.detokenize else None
+
     def _make_detokenizer(self, request: Request) -> Detokenizer | None:
-        params = request.sampling_params
-        if self.tokenizer is None or not params.detokenize:
+        tokenizer = self._tokenizer_for(request)
+        if tokenizer is None:
             return None
-        return Detokenizer(self.tokenizer, request.prompt_token_ids, params)
+        return Detokenizer(tokenizer, request.prompt_token_ids, request.sampling_params)
 
     def _finish_texts(self, tracked: _TrackedRequest) -> None:
         """Releases the text that sequences still hold back."""
@@ -305,10 +313,9 @@ class OutputProcessor:
                 self._add_beam_text(output, tracked)
         elif tracked.is_ranked:
             best = sorted(tracked.sequences, key=lambda one: -one.cumulative_logprob)[: params.n]
-            outputs = [_completion(one, RequestOutputKind.FINAL_ONLY, True) for one in best]
+            outputs = [_completion(one, RequestOutputKind.FINAL_ONLY) for one in best]
         else:
-            has_total = params.logprobs is not None
-            return [_completion(one, params.output_kind, has_total) for one in tracked.sequences]
+            return [_completion(one, params.output_kind) for one in tracked.sequences]
         for rank, output in enumerate(outputs):
             output.index = rank
         return outputs
@@ -331,10 +338,7 @@ class OutputProcessor:
         output.text = detokenizer.text
 
 
-def _completion(
-    tracked: _TrackedSequence, kind: RequestOutputKind, has_total: bool
-) -> CompletionOutput:
-    """The sequence's output; `has_total`: with its cumulative log probability."""
+def _completion(tracked: _TrackedSequence, kind: RequestOutputKind) -> CompletionOutput:
     sequence, detokenizer = tracked.sequence, tracked.detokenizer
     is_delta = kind is RequestOutputKind.DELTA
     first, text = tracked.num_reported if is_delta else 0, ""
@@ -345,8 +349,8 @@ def _completion(
     return CompletionOutput(
         index=sequence.index,
         text=text,
-        token_ids=sequence.token_ids[sequence.num_prompt_tokens + first :],
-        cumulative_logprob=tracked.cumulative_logprob if has_total else None,
+        token_ids=tuple(sequence.token_ids[sequence.num_prompt_tokens + first :]),
+        cumulative_logprob=tracked.cumulative_logprob,
         logprobs=None if logprobs is None else logprobs[first:],
         finish_reason=sequence.status.finish_reason,
         stop_reason=tracked.stop_reason,

@@ -130,9 +130,9 @@ class Recovery:
         if not requests:
             self._progress_at = self._lost_at
         for request in requests:
-            last_token_at = request.metrics.last_token_time
-            if last_token_at is not None:
-                self._gaps.setdefault(request.request_id, (request, last_token_at))
+            metrics = request.metrics
+            if metrics.first_token_time is not None:
+                self._gaps.setdefault(request.request_id, (request, metrics.last_token_time))
         culprit, is_isolation_step = self._poison.note_loss(loss, lost, requests)
         blocks = self._scheduler.block_manager
         self._scheduler.restart(
@@ -166,7 +166,7 @@ class Recovery:
         record = self.records[-1]
         for request_id, (request, last_token_at) in tuple(self._gaps.items()):
             latest = request.metrics.last_token_time
-            if latest is not None and latest > last_token_at:
+            if latest > last_token_at:
                 record.longest_gap_s = max(record.longest_gap_s or 0.0, latest - last_token_at)
                 del self._gaps[request_id]
             elif request.finished:

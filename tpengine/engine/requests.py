@@ -447,7 +447,8 @@ def refusal(request_id: str, request: GenerateRequest, error: RequestError) -> R
         request_id=request_id,
         prompt=prompt if isinstance(prompt, str) else None,
         prompt_token_ids=list(token_ids) if isinstance(token_ids, Iterable) else [],
-        outputs=[CompletionOutput(index=0, text="", token_ids=[], finish_reason="error")],
+        prompt_logprobs=None,
+        outputs=[CompletionOutput(0, "", (), None, None, finish_reason="error")],
         finished=True,
         error=str(error),
     )

@@ -172,7 +172,7 @@ class EngineCounters:
         metrics = request.metrics
         metrics.num_sampled_tokens += 1
         before, metrics.last_token_time = metrics.last_token_time, now
-        if before is None:
+        if metrics.first_token_time is None:
             metrics.first_token_time = now
             num_prompt_tokens = len(request.prompt_token_ids)
             self.prompt_tokens += num_prompt_tokens

@@ -1,9 +1,10 @@
 """Chooses the next token of every sampled row, vectorised over the batch.
 
 Order: processors, bias, bans, penalties (`logit_edits`), temperature, top-k, top-p, min-p. Reported
-log probabilities are of the raw logits. The noise of a row is a pure function of (seed, index of
-the sequence in its request, position), so neighbours, preemption and recompute do not change it. A
-stage that no row asks for is skipped.
+log probabilities are of the raw logits, or, if `SamplingBatch.processed`, of what all these stages
+made of them. The noise of a row is a pure function of (seed, index of the sequence in its request,
+position), so neighbours, preemption and recompute do not change it. A stage that no row asks for is
+skipped.
 """
 
 from __future__ import annotations
@@ -19,7 +20,14 @@ from tpengine.layers.device_values import Answer, Array, Pending, known, togethe
 from tpengine.layers.logit_edits import LogitEdits, apply_edits, find_lost_rows
 from tpengine.messages import Candidates, TokenLogprobs
 from tpengine.ops import fused
+from tpengine.ops.reference import filtered_weights
 
+MAX_COMMON_TOP = 64
+"""Rows that report more tokens than this are sorted one by one, so that the others need not be."""
+_MAX_SORTED = 1 << 23
+"""Logits that are truncated at a time; bounds the temporary tensors to about 400 MiB."""
+Filters = list[Array]
+"""temperature, top_k, top_p and min_p of some rows, see `SamplingBatch`."""
 _GOLDEN = 0x9E3779B97F4A7C15
 _MASK = (1 << 64) - 1
 
@@ -33,10 +41,13 @@ class SamplingBatch:
         top_k: 0 keeps all tokens.
         noise_key: key of each row's noise, see `noise_keys`.
         positions: position of the sampled token in its sequence.
-        num_logprobs: most probable tokens to report; -1: no log probabilities at all.
+        num_logprobs: most probable tokens to report, 0 for the chosen token alone; -1: `sample`
+            reports the chosen token's log probability by the logits that it chooses from, at
+            temperature 1 and without truncation, which costs nothing.
         num_candidates: candidates to report for beam search; 0: no candidates.
         edits: edits of the rows' logits; None: no row has any.
         on_device: `sampling_columns` as tensors, if they were sent before the model ran.
+        processed: whether log probabilities are those of the processed logits.
     """
 
     temperature: npt.NDArray[np.float32]
@@ -49,6 +60,12 @@ class SamplingBatch:
     num_candidates: npt.NDArray[np.int32]
     edits: LogitEdits | None = None
     on_device: list[torch.Tensor] | None = None
+    processed: bool = False
+
+    @property
+    def filters(self) -> Filters:
+        """What makes processed log probabilities of the edited logits."""
+        return [self.temperature, self.top_k, self.top_p, self.min_p]
 
 
 @dataclass(slots=True)
@@ -56,11 +73,13 @@ class Findings:
     """What the sampler reports of rows in addition to their tokens, by row.
 
     Attributes:
-        logprobs: of the rows that asked for them.
+        chosen_logprobs: of the chosen tokens; valid for rows that are not in `logprobs`.
+        logprobs: of the rows with a `num_logprobs` of 0 or more.
         candidates: of the rows that asked for them.
         errors: why no token could be sampled; the token id of such a row has no meaning.
     """
 
+    chosen_logprobs: list[float] = field(default_factory=list)
     logprobs: dict[int, TokenLogprobs] = field(default_factory=dict)
     candidates: dict[int, Candidates] = field(default_factory=dict)
     errors: dict[int, str] = field(default_factory=dict)
@@ -110,8 +129,7 @@ def _mix(z: int) -> int:
 
 def sampling_columns(batch: SamplingBatch) -> list[npt.NDArray[np.generic]]:
     """Returns the arguments of `ops.fused.sample_tokens` after the logits, in its order."""
-    noise = uniform_noise(batch.noise_key, batch.positions)
-    return [batch.temperature, batch.top_k, batch.top_p, batch.min_p, noise]
+    return [*batch.filters, uniform_noise(batch.noise_key, batch.positions)]
 
 
 def sample(logits: torch.Tensor, batch: SamplingBatch) -> Sampled:
@@ -121,46 +139,83 @@ def sample(logits: torch.Tensor, batch: SamplingBatch) -> Sampled:
         logits: `[num_samples, vocab_size]`, float32 or bfloat16; may be overwritten.
     """
     reported = np.flatnonzero((batch.num_logprobs >= 0) | (batch.num_candidates > 0))
-    raw = None
-    if len(reported):
-        raw = torch.log_softmax(_pick_rows(logits, reported).float(), dim=-1)
     beams = np.flatnonzero(batch.num_candidates)
+    before_edits = beams if batch.processed else reported
+    shares = None
+    if len(before_edits):
+        shares = torch.log_softmax(_pick_rows(logits, before_edits).float(), dim=-1)
     token_ids = torch.empty(logits.shape[0], dtype=torch.int64, device=logits.device)
+    chosen = torch.empty(logits.shape[0], dtype=torch.float32, device=logits.device)
     if batch.edits is not None or len(beams):
         logits = logits.float()  # so that no bias or score is rounded to the model's dtype
-    if raw is not None and len(beams):
+    if shares is not None and len(beams):
         # Beams are ranked by edited log probabilities, as in transformers.
-        scores = _pick_rows(raw, np.searchsorted(reported, beams))
+        scores = _pick_rows(shares, np.searchsorted(before_edits, beams))
         logits[upload(beams, logits.device)] = scores
     failed = {} if batch.edits is None else apply_edits(logits, batch.edits)
     if not batch.temperature.any():
-        fused.argmax(token_ids, logits)
+        fused.argmax(token_ids, logits, chosen)
     else:
         tensors = batch.on_device
         if tensors is None:
             columns = sampling_columns(batch)
             tensors = [upload(column, logits.device) for column in columns]
-        fused.sample_tokens(token_ids, logits, *tensors)
+        fused.sample_tokens(token_ids, logits, *[*tensors, chosen])
     lost: Pending[dict[int, str]] = known({})
     if batch.edits is not None:
         is_beam = upload(batch.num_candidates > 0, logits.device)
         lost = find_lost_rows(logits, token_ids, batch.edits, is_beam)
-    reports = [] if raw is None else _report(token_ids, batch, logits, raw, reported)
-    pending = together([*reports, lost])
+    if batch.processed and len(reported):
+        filters = [column[reported] for column in batch.filters]
+        edited, sampled = _pick_rows(logits, reported), _pick_rows(token_ids, reported)
+        shares = processed_logprobs(edited, filters, sampled)
+    reports = [] if shares is None else _report(token_ids, batch, logits, shares, reported)
+    own_logprobs: Pending[list[float]] = Pending([chosen], lambda arrays: arrays[0].tolist())
+    pending = together([own_logprobs, lost, *reports])
 
     def read(arrays: Sequence[Array]) -> Findings:
-        *found, errors = pending.read(arrays)
+        chosen_logprobs, errors, *found = pending.read(arrays)
         logprobs, candidates = found or ({}, {})
-        return Findings(logprobs, candidates, errors | failed)
+        return Findings(chosen_logprobs, logprobs, candidates, errors | failed)
 
     return Sampled(token_ids, Pending(pending.tensors, read))
+
+
+def processed_logprobs(
+    logits: torch.Tensor, filters: Filters, chosen: torch.Tensor | None = None
+) -> torch.Tensor:
+    """Log probabilities after temperature, top-k, top-p and min-p, as vLLM 0.5.4 reported them. In
+    a greedy row the temperature is 1 and all tokens stay.
+
+    Args:
+        logits: `[num_rows, vocab_size]`.
+        filters: each `[num_rows]`.
+        chosen: int64 `[num_rows]`, tokens that stay in any case: the kernel that chose them may
+            have rounded the border of top-p otherwise.
+
+    Returns:
+        float32 `[num_rows, vocab_size]`; minus infinity for a token that was dropped.
+    """
+    temperature, top_k, top_p, min_p = filters
+    divisor = np.where(temperature == 0, np.float32(1), temperature)
+    scaled = logits.float() / upload(divisor, logits.device).unsqueeze(1)
+    cut = np.flatnonzero((temperature != 0) & ((top_k > 0) | (top_p < 1) | (min_p > 0)))
+    step = max(1, _MAX_SORTED // logits.shape[1])
+    for rows in (cut[first : first + step] for first in range(0, len(cut), step)):
+        at = upload(rows, logits.device)
+        columns = [upload(column[rows], logits.device) for column in filters]
+        dropped = filtered_weights(logits[at], *columns) == 0
+        if chosen is not None:
+            dropped.scatter_(1, chosen[at].unsqueeze(1), False)
+        scaled[at] = scaled[at].masked_fill_(dropped, -torch.inf)
+    return torch.log_softmax(scaled, dim=-1)
 
 
 def _report(
     token_ids: torch.Tensor,
     batch: SamplingBatch,
     logits: torch.Tensor,
-    raw: torch.Tensor,
+    shares: torch.Tensor,
     reported: npt.NDArray[np.int64],
 ) -> tuple[Pending[dict[int, TokenLogprobs]], Pending[dict[int, Candidates]]]:
     """Log probabilities and candidates, by row of the batch.
@@ -168,18 +223,18 @@ def _report(
     Args:
         token_ids: int64 `[num_samples]`, the chosen tokens.
         logits: float32 `[num_samples, vocab_size]`, edited.
-        raw: float32 `[len(reported), vocab_size]`, log probabilities of the rows `reported`.
+        shares: float32 `[len(reported), vocab_size]`, log probabilities of the rows `reported`.
     """
     logprobs: Pending[dict[int, TokenLogprobs]] = known({})
     best: Pending[dict[int, Candidates]] = known({})
     rows = np.flatnonzero(batch.num_logprobs >= 0)
     if len(rows):
-        own = _pick_rows(raw, np.searchsorted(reported, rows))
+        own = _pick_rows(shares, np.searchsorted(reported, rows))
         chosen = _pick_rows(token_ids, rows)
         logprobs = _by_row(rows, token_logprobs(own, chosen, batch.num_logprobs[rows].tolist()))
     rows = np.flatnonzero(batch.num_candidates)
     if len(rows):
-        own = _pick_rows(raw, np.searchsorted(reported, rows))
+        own = _pick_rows(shares, np.searchsorted(reported, rows))
         is_ranked = (batch.num_logprobs[rows] >= 0).tolist()
         counts = batch.num_candidates[rows].tolist()
         best = _by_row(rows, _best_tokens(_pick_rows(logits, rows), own, counts, is_ranked))
@@ -203,39 +258,46 @@ def _pick_rows(tensor: torch.Tensor, rows: npt.NDArray[np.int64]) -> torch.Tenso
 
 
 def token_logprobs(
-    raw: torch.Tensor, chosen: torch.Tensor, num_top: Sequence[int]
+    shares: torch.Tensor, chosen: torch.Tensor, num_top: Sequence[int]
 ) -> Pending[list[TokenLogprobs]]:
     """Log probability and rank of the chosen token, and the most probable tokens, by row.
 
     Args:
-        raw: log probabilities, float32 `[num_rows, vocab_size]`.
+        shares: log probabilities, float32 `[num_rows, vocab_size]`.
         chosen: int64 `[num_rows]`, the token at the row's position.
-        num_top: how many of the most probable tokens to report, by row.
+        num_top: how many of the most probable tokens to report, by row; all, if there are fewer.
     """
-    own = raw.gather(1, chosen.unsqueeze(1))
-    ranks = (raw > own).sum(dim=1).add_(1)
-    top_values, top_ids = raw.topk(min(max(num_top), raw.shape[1]), dim=1)
+    own = shares.gather(1, chosen.unsqueeze(1))
+    ranks = (shares > own).sum(dim=1).add_(1)
+    vocab_size = shares.shape[1]
+    common = max((count for count in num_top if count <= MAX_COMMON_TOP), default=0)
+    long = [i for i, count in enumerate(num_top) if count > MAX_COMMON_TOP]
+    tops = [shares.topk(min(common, vocab_size), dim=1)]
+    tops += [shares[i].topk(min(num_top[i], vocab_size)) for i in long]
 
     def read(arrays: Sequence[Array]) -> list[TokenLogprobs]:
-        logprobs, ranks, values, ids = (array.tolist() for array in arrays)
+        logprobs, ranks, values, ids, *rest = (array.tolist() for array in arrays)
+        for place, i in enumerate(long):
+            values[i], ids[i] = rest[2 * place : 2 * place + 2]
         return [
             TokenLogprobs(logprobs[i], ranks[i], ids[i][:count], values[i][:count])
             for i, count in enumerate(num_top)
         ]
 
-    return Pending([own[:, 0], ranks, top_values, top_ids], read)
+    found = [tensor for top in tops for tensor in (top.values, top.indices.int())]
+    return Pending([own[:, 0], ranks, *found], read)
 
 
 def _best_tokens(
     scores: torch.Tensor,
-    raw: torch.Tensor,
+    shares: torch.Tensor,
     num_candidates: Sequence[int],
     is_ranked: Sequence[bool],
 ) -> Pending[list[Candidates]]:
-    """The tokens of each row with the highest `scores`, with their `raw` log probabilities.
+    """The tokens of each row with the highest `scores`, with their log probabilities.
 
     Args:
-        scores, raw: float32 `[num_rows, vocab_size]`.
+        scores, shares: float32 `[num_rows, vocab_size]`.
         num_candidates: how many tokens, by row.
         is_ranked: whether to report the tokens' ranks, by row; this sorts the whole row.
     """
@@ -250,19 +312,19 @@ def _best_tokens(
             for i, count in enumerate(num_candidates)
         ]
 
-    rows = [_ranks(raw[i], best_ids[i, : num_candidates[i]]) for i in ranked]
-    return Pending([best, best_ids, raw.gather(1, best_ids), *rows], read)
+    rows = [_ranks(shares[i], best_ids[i, : num_candidates[i]]) for i in ranked]
+    return Pending([best, best_ids, shares.gather(1, best_ids), *rows], read)
 
 
-def _ranks(raw: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
+def _ranks(shares: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
     """Rank of each token by log probability; the most probable token has rank 1.
 
     Args:
-        raw: float32 `[vocab_size]`.
+        shares: float32 `[vocab_size]`.
         ids: int64 `[num_ids]`.
 
     Returns:
         int64 `[num_ids]`.
     """
-    not_above = torch.searchsorted(raw.sort().values, raw[ids], right=True)
-    return raw.shape[0] + 1 - not_above
+    not_above = torch.searchsorted(shares.sort().values, shares[ids], right=True)
+    return shares.shape[0] + 1 - not_above

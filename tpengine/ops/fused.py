@@ -195,17 +195,19 @@ def rotary_embedding(
     _rotary_embedding(positions, q, k, cos_sin_cache, is_neox)
 
 
-def argmax(out: Tensor, logits: Tensor) -> None:
+def argmax(out: Tensor, logits: Tensor, logprobs: Tensor | None = None) -> None:
     """Token of the largest logit of each row; of equal logits the lowest id.
 
     Args:
         out: int64 `[rows]`, written.
         logits: `[rows, vocab]`, float32 or bfloat16. A row that holds NaN gives its first NaN.
+        logprobs: float32 `[rows]`, written: log probability of the chosen token in the softmax of
+            the logits; NaN where the largest logit is not finite. None: not wanted.
 
     Raises:
         RuntimeError: an argument's dtype, shape or strides do not fit.
     """
-    _argmax(out, logits)
+    _argmax(out, logits, logprobs)
 
 
 def sample_tokens(
@@ -216,6 +218,7 @@ def sample_tokens(
     top_p: Tensor,
     min_p: Tensor,
     uniform: Tensor,
+    logprobs: Tensor | None = None,
 ) -> None:
     """Samples one token per row: temperature, top-k, top-p, min-p, then one uniform number.
 
@@ -235,10 +238,11 @@ def sample_tokens(
         min_p: float32 `[rows]`; 0 is off. Keeps tokens at least min_p times as probable as the most
             probable one.
         uniform: float64 `[rows]` in [0, 1).
+        logprobs: see `argmax`; temperature and filters do not change them.
 
     A row whose largest logit is not finite (NaN, infinity, all tokens banned) gives its argmax.
 
     Raises:
         RuntimeError: an argument's dtype, shape or strides do not fit.
     """
-    _sample_tokens(out, logits, temperature, top_k, top_p, min_p, uniform)
+    _sample_tokens(out, logits, temperature, top_k, top_p, min_p, uniform, logprobs)

@@ -114,10 +114,13 @@ _SCHEMAS: dict[str, tuple[str, Callable[..., None]]] = {
         " Tensor? bias) -> ()",
         reference.int8_linear,
     ),
-    "argmax": ("(Tensor(a!) out, Tensor logits) -> ()", reference.argmax),
+    "argmax": (
+        "(Tensor(a!) out, Tensor logits, Tensor(b!)? logprobs=None) -> ()",
+        reference.argmax,
+    ),
     "sample_tokens": (
         "(Tensor(a!) out, Tensor logits, Tensor temperature, Tensor top_k, Tensor top_p,"
-        " Tensor min_p, Tensor uniform) -> ()",
+        " Tensor min_p, Tensor uniform, Tensor(b!)? logprobs=None) -> ()",
         reference.sample_tokens,
     ),
 }

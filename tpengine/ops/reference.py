@@ -351,8 +351,15 @@ def embedding(out: Tensor, table: Tensor, token_ids: Tensor) -> None:
     torch.index_select(table, 0, token_ids, out=out)
 
 
-def argmax(out: Tensor, logits: Tensor) -> None:
+def argmax(out: Tensor, logits: Tensor, logprobs: Tensor | None = None) -> None:
     out.copy_(logits.float().argmax(-1))
+    _write_logprobs(logprobs, logits, out)
+
+
+def _write_logprobs(logprobs: Tensor | None, logits: Tensor, token_ids: Tensor) -> None:
+    if logprobs is not None:
+        shares = logits.float().log_softmax(-1)
+        logprobs.copy_(shares.gather(-1, token_ids[:, None])[:, 0])
 
 
 def filtered_weights(
@@ -385,20 +392,18 @@ def sample_tokens(
     top_p: Tensor,
     min_p: Tensor,
     uniform: Tensor,
+    logprobs: Tensor | None = None,
 ) -> None:
-    greedy = (temperature == 0) | ~logits.float().amax(-1).isfinite()
     argmax(out, logits)
-    rows = (~greedy).nonzero()[:, 0]
-    if rows.numel() == 0:
-        return
-    weights = filtered_weights(
-        logits[rows], temperature[rows], top_k[rows], top_p[rows], min_p[rows]
-    )
+    rows = torch.where((temperature > 0) & logits.float().amax(-1).isfinite())[0]
+    filters = (column[rows] for column in (temperature, top_k, top_p, min_p))
+    weights = filtered_weights(logits[rows], *filters)
     running = weights.cumsum(-1)
     target = uniform[rows, None] * running[:, -1:]
     token = torch.searchsorted(running, target, right=True)[:, 0]
     last = weights.shape[-1] - 1 - (weights > 0).flip(-1).int().argmax(-1)
     out[rows] = torch.minimum(token, last)
+    _write_logprobs(logprobs, logits, out)
 
 
 def pack_linear_weight(packed: Tensor, weight: Tensor) -> None:

@@ -379,9 +379,11 @@ class Scheduler:
         self._queues.start(request)
         first, *others = request.unfinished_sequences
         self._num_admitted_since_decode += 1 + len(others)
-        if request.metrics.first_scheduled_time is None:
-            request.metrics.first_scheduled_time = time.time()
-            request.metrics.num_cached_tokens = first.num_computed_tokens
+        metrics = request.metrics
+        if metrics.first_scheduled_time is None:
+            metrics.first_scheduled_time = now = time.time()
+            metrics.time_in_queue = now - metrics.arrival_time
+            metrics.num_cached_tokens = first.num_computed_tokens
         if others:
             self._compute_common(request, step, grow=False)
         else:

@@ -15,7 +15,7 @@ import numpy.typing as npt
 import torch
 
 from tpengine.layers.attention import AttentionMetadata
-from tpengine.layers.sampler import SamplingBatch, noise_keys
+from tpengine.layers.sampler import Filters, SamplingBatch, noise_keys
 from tpengine.messages import Fork, NewSequence, StepInput
 from tpengine.worker.sampling_state import SamplingSlots
 from tpengine.worker.transfers import Uploads
@@ -52,6 +52,7 @@ class PromptRow:
             one after the part's first token.
         targets: int64, the prompt's tokens from `first_position` on.
         num_top: likeliest tokens to report at each position.
+        filters: see `SamplingSlots.prompt_filters`.
     """
 
     row: int
@@ -59,6 +60,7 @@ class PromptRow:
     first_position: int
     targets: npt.NDArray[np.int64]
     num_top: int
+    filters: Filters | None = None
 
 
 class InputBatch:
@@ -66,6 +68,7 @@ class InputBatch:
 
     Args:
         num_kept_tokens: see `EngineConfig.num_kept_tokens`.
+        processed: see `SamplingSlots`.
 
     Attributes:
         token_ids: int32 `[max_num_seqs, max_model_len]`, prompt and output.
@@ -81,6 +84,7 @@ class InputBatch:
         block_size: int,
         uploads: Uploads,
         num_kept_tokens: int = sys.maxsize,
+        processed: bool = False,
     ) -> None:
         self.block_size = block_size
         self.uploads = uploads
@@ -92,7 +96,7 @@ class InputBatch:
         self._num_kept_tokens = num_kept_tokens
         self._num_blocks = np.zeros(max_num_seqs, np.int32)
         self._seeds = [0] * max_num_seqs
-        self.sampling = SamplingSlots(max_num_seqs, uploads.device)
+        self.sampling = SamplingSlots(max_num_seqs, uploads.device, processed)
 
     def apply(self, step: StepInput) -> None:
         """Applies the driver's changes to the slots, in the order that `StepInput` documents."""
@@ -207,7 +211,8 @@ class InputBatch:
             if first < last:
                 targets = self.token_ids[slot, first:last].astype(np.int64)
                 start = int(ends[row]) - size
-                found.append(PromptRow(row, start, first, targets, int(wanted[row])))
+                filters = self.sampling.prompt_filters(slot)
+                found.append(PromptRow(row, start, first, targets, int(wanted[row]), filters))
         return found
 
     def note_computed(self, step: StepInput) -> None:

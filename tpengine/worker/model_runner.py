@@ -24,6 +24,7 @@ from tpengine.layers.sampler import (
     Findings,
     Sampled,
     SamplingBatch,
+    processed_logprobs,
     sample,
     sampling_columns,
     token_logprobs,
@@ -121,9 +122,16 @@ class ModelRunner:
         self._scheduler = config.scheduler
         self._parallel = parallel
         self._gpu = gpu
+        self._processed = config.model.logprobs_mode == "processed_logprobs"
+        most, vocab_size = config.model.max_logprobs, config.model.vocab_size
+        self._max_logprobs = vocab_size if most == -1 else min(most, vocab_size)
         limits = config.scheduler.max_num_seqs, config.scheduler.max_model_len
         self._batch = InputBatch(
-            *limits, config.cache.block_size, self.uploads, config.num_kept_tokens
+            *limits,
+            config.cache.block_size,
+            self.uploads,
+            num_kept_tokens=config.num_kept_tokens,
+            processed=self._processed,
         )
 
     def drop_recording(self) -> None:
@@ -252,6 +260,7 @@ class ModelRunner:
             candidates=found.candidates,
             prompt_logprobs=prompt_logprobs,
             errors=found.errors,
+            chosen_logprobs=found.chosen_logprobs,
         )
 
     def run_worst_case(self) -> int:
@@ -298,16 +307,19 @@ class ModelRunner:
         (last,) = self.uploads.send([np.resize(np.cumsum(lengths) - 1, num_rows)])
         logits = self.model.compute_logits(hidden.index_select(0, last))
         if self._parallel.tp_rank == 0:
+            # Ids and log probabilities of prompts stay on the device until the step is computed.
+            reported = torch.empty(int(lengths.sum()), self._max_logprobs, 2, device=self.device)
             sample(logits, self._worst_sampling(num_rows))
+            del reported
         return model_peak
 
     def _worst_sampling(self, num_rows: int) -> SamplingBatch:
         """Returns parameters with every stage that takes memory, for every row."""
-        slots = SamplingSlots(num_rows, self.device)
+        slots = SamplingSlots(num_rows, self.device, self._processed)
         slots.temperature.fill(1.0)
         slots.top_k.fill(50)
         slots.top_p.fill(0.9)
-        slots.num_logprobs.fill(1)
+        slots.num_logprobs.fill(self._max_logprobs)
         positions, no_tokens = np.zeros(num_rows, np.int32), np.zeros((num_rows, 0), np.int32)
         return slots.gather(np.arange(num_rows), positions, no_tokens)
 
@@ -343,9 +355,13 @@ def compute_prompt_logprobs(
             logits = compute_logits(hidden[first : first + len(targets)])
             if not len(logits):  # on all ranks but the first
                 continue
-            raw = torch.log_softmax(logits.float(), dim=-1)
+            if part.filters is None:
+                shares = torch.log_softmax(logits.float(), dim=-1)
+            else:
+                filters = [column.repeat(len(targets)) for column in part.filters]
+                shares = processed_logprobs(logits, filters)
             num_top = [part.num_top] * len(targets)
-            slices.append(token_logprobs(raw, upload(targets, raw.device), num_top))
+            slices.append(token_logprobs(shares, upload(targets, shares.device), num_top))
         parts.append(together(slices))
     pending = together(parts)
 

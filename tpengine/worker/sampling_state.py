@@ -24,14 +24,9 @@ from tpengine.layers.logit_edits import (
     ProcessorCall,
     TokenCounts,
 )
-from tpengine.layers.sampler import SamplingBatch
+from tpengine.layers.sampler import Filters, SamplingBatch
 from tpengine.messages import NewSequence
-from tpengine.sampling_params import (
-    LoadedProcessor,
-    LogitsProcessor,
-    SamplingParams,
-    load_logits_processor,
-)
+from tpengine.sampling_params import LoadedProcessor, LogitsProcessor, load_logits_processor
 
 _NO_LOGPROBS = -1
 Int32 = npt.NDArray[np.int32]
@@ -41,11 +36,14 @@ Int64 = npt.NDArray[np.int64]
 class SamplingSlots:
     """Arrays of `[max_num_seqs]`; neutral values switch a stage of sampling off for a slot.
 
+    Args:
+        processed: whether log probabilities are those of the processed logits.
+
     Attributes:
         num_prompt_logprobs: likeliest tokens to report per prompt position; -1: not asked for.
     """
 
-    def __init__(self, max_num_seqs: int, device: torch.device) -> None:
+    def __init__(self, max_num_seqs: int, device: torch.device, processed: bool = False) -> None:
         self.temperature = np.zeros(max_num_seqs, np.float32)
         self.top_k = np.zeros(max_num_seqs, np.int32)
         self.top_p = np.ones(max_num_seqs, np.float32)
@@ -61,6 +59,7 @@ class SamplingSlots:
         self.has_penalties = np.zeros(max_num_seqs, np.bool_)
         self._arrays = [value for value in vars(self).values() if isinstance(value, np.ndarray)]
         self._device = device
+        self._processed = processed
         self._counts = TokenCounts(max_num_seqs, device)
         self._rules = TokenRules(device)
         self._processors: dict[int, list[LoadedProcessor]] = {}
@@ -73,11 +72,9 @@ class SamplingSlots:
         self.top_p[slot] = params.top_p
         self.min_p[slot] = params.min_p
         self.noise_key[slot] = noise_key
-        self.num_logprobs[slot] = _num_logprobs(params)
         self.num_candidates[slot] = sequence.num_candidates
         self.num_prompt_tokens[slot] = sequence.num_prompt_tokens
-        wanted = params.prompt_logprobs
-        self.num_prompt_logprobs[slot] = _NO_LOGPROBS if wanted is None else wanted
+        self.num_prompt_logprobs[slot] = _count_logprobs(params.prompt_logprobs)
         self.repetition_penalty[slot] = params.repetition_penalty
         self.frequency_penalty[slot] = params.frequency_penalty
         self.presence_penalty[slot] = params.presence_penalty
@@ -86,7 +83,30 @@ class SamplingSlots:
         self._processors.pop(slot, None)
         if params.logits_processors:
             self._processors[slot] = [_load(one) for one in params.logits_processors]
+        self.num_logprobs[slot] = _count_logprobs(params.logprobs)
+        if params.logprobs is None and not (sequence.num_candidates or self._is_plain(slot)):
+            self.num_logprobs[slot] = 0
         self.rewrite(slot, np.array(sequence.token_ids, np.int32))
+
+    def _is_plain(self, slot: int) -> bool:
+        """Whether the log probability that the sampling kernel gives for a sequence's tokens is the
+        one to report, see `SamplingBatch.num_logprobs`."""
+        if not self._processed:
+            edited = self.has_penalties[slot] or slot in self._processors
+            return not (edited or slot in self._rules)
+        temperature, top_k, top_p, min_p = (float(one[slot]) for one in self.filters)
+        return temperature == 0 or (temperature, top_k, top_p, min_p) == (1, 0, 1, 0)
+
+    @property
+    def filters(self) -> Filters:
+        """See `SamplingBatch.filters`, of all slots."""
+        return [self.temperature, self.top_k, self.top_p, self.min_p]
+
+    def prompt_filters(self, slot: int) -> Filters | None:
+        """The filters `[1]` of a prompt's log probabilities; None: these are of the raw logits."""
+        if not self._processed:
+            return None
+        return [column[slot : slot + 1] for column in self.filters]
 
     def rewrite(self, slot: int, token_ids: Int32) -> None:
         """Counts a sequence's tokens again, after the driver has replaced one.
@@ -161,6 +181,7 @@ class SamplingSlots:
             num_logprobs=self.num_logprobs[slots],
             num_candidates=self.num_candidates[slots],
             edits=self._edits(slots, positions, token_ids),
+            processed=self._processed,
         )
 
     def _edits(self, slots: Int64, positions: Int32, token_ids: Int32) -> LogitEdits | None:
@@ -198,11 +219,8 @@ class SamplingSlots:
         return calls
 
 
-def _num_logprobs(params: SamplingParams) -> int:
-    if params.logprobs is not None:
-        return params.logprobs
-    ranked = params.num_sequences > params.n
-    return 0 if ranked else _NO_LOGPROBS  # 0: the chosen token's only
+def _count_logprobs(wanted: int | None) -> int:
+    return _NO_LOGPROBS if wanted is None else wanted
 
 
 def _load(given: LogitsProcessor | str | bytes) -> LoadedProcessor:
@@ -267,6 +285,9 @@ class TokenRules:
     def is_empty(self) -> bool:
         """Whether no slot has rules."""
         return not self._rules
+
+    def __contains__(self, slot: int) -> bool:
+        return slot in self._rules
 
     def write(self, slot: int, sequence: NewSequence) -> None:
         """Writes the rules of a sequence that enters."""

@@ -13,6 +13,7 @@ struct LogitsArgs {
   const void* logits;  // [rows, vocab_size]
   int64_t stride;
   int vocab_size;
+  float* logprobs;  // of the chosen tokens; null: not wanted
 };
 
 #ifdef TPENGINE_CUDA_HOST
@@ -110,13 +111,36 @@ __device__ Wide best_of_row(const LogitsArgs& a, Wide* shared) {
   return combine_block(ranked(highest, token), shared, [](Wide x, Wide y) { return max(x, y); });
 }
 
+// Writes the row's token and, if it is wanted, the logarithm of its share of the softmax: NaN if
+// the largest logit is not finite. The sum is in whole units, so that the order of threads does not
+// change it.
+template <class T>
+__device__ void write_token(const LogitsArgs& a, int token, int best, Wide* shared) {
+  constexpr float kUnit = 4294967296.f;
+  const T* logits = row_of<T>(a);
+  if (threadIdx.x == 0) a.out[blockIdx.x] = token;
+  if (a.logprobs == nullptr) return;
+  const float highest = to_float(logits[best]);
+  const bool finite = fabsf(highest) < INFINITY;
+  float own = 0.f;
+  if (finite) {
+    for_each_logit(logits, 0, a.vocab_size, threadIdx.x, kSampleThreads,
+                   [&](int, float logit) { own += expf(logit - highest); });
+  }
+  const Wide all =
+      combine_block(static_cast<Wide>(own * kUnit), shared, [](Wide x, Wide y) { return x + y; });
+  if (threadIdx.x != 0) return;
+  a.logprobs[blockIdx.x] =
+      finite ? to_float(logits[token]) - highest - logf(static_cast<float>(all) / kUnit) : NAN;
+}
+
 // One block per row.
 template <class T>
 __global__ void __launch_bounds__(kSampleThreads)
     argmax_kernel(const __grid_constant__ LogitsArgs a) {
   __shared__ Wide shared[kSampleWarps];
-  const Wide best = best_of_row<T>(a, shared);
-  if (threadIdx.x == 0) a.out[blockIdx.x] = token_of(best);
+  const int best = token_of(best_of_row<T>(a, shared));
+  write_token<T>(a, best, best, shared);
 }
 
 template <class T>

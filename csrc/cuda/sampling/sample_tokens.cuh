@@ -96,7 +96,7 @@ __global__ void __launch_bounds__(kSampleThreads)
   const float highest = to_float(logits[best]), temperature = a.temperature[blockIdx.x];
   // NaN, an infinity, or nothing but bans: the largest logit decides.
   if (temperature == 0.f || !(fabsf(highest) < INFINITY)) {
-    if (threadIdx.x == 0) a.logits.out[blockIdx.x] = best;
+    write_token<T>(a.logits, best, best, s.warp_values);
     return;
   }
   const TemperedRow<T> row = {logits, vocab_size, highest, fminf(1.f / temperature, 1e30f)};
@@ -107,7 +107,7 @@ __global__ void __launch_bounds__(kSampleThreads)
   if (top_p < 1.f) threshold = find_top_p(s, row, threshold, top_p);
   const Filter filter(threshold, fminf(a.min_p[blockIdx.x], 1.f));
   const int token = pick(s, row, filter, a.uniform[blockIdx.x]);
-  if (threadIdx.x == 0) a.logits.out[blockIdx.x] = token;
+  write_token<T>(a.logits, token, best, s.warp_values);
 }
 
 template <class T>

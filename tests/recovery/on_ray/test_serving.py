@@ -35,7 +35,7 @@ RECOVERING = pb.SERVER_STATE_RECOVERING
 def expected(folder: Path) -> list[list[int]]:
     """What each prompt gets from one rank in this process."""
     with make_engine(folder) as engine:
-        return [complete(engine, prompt, greedy(NUM_TOKENS)).token_ids for prompt in PROMPTS]
+        return [list(complete(engine, prompt, greedy(NUM_TOKENS)).token_ids) for prompt in PROMPTS]
 
 
 @pytest.fixture

@@ -1,0 +1,94 @@
+"""Reported log probabilities: how many, by which logits, and the one that costs nothing."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from support.distributions import exact_probabilities
+
+from tpengine.layers.sampler import MAX_COMMON_TOP, noise_keys, sample, token_logprobs
+from tpengine.messages import NewSequence
+from tpengine.sampling_params import SamplingParams
+from tpengine.worker.sampling_state import SamplingSlots
+
+VOCAB_SIZE = 300
+EDITS: dict[str, Any] = {"logit_bias": {7: 3.0}, "bad_words_token_ids": [[9]]}
+WISHES: list[dict[str, Any]] = [
+    {"temperature": 0.0},
+    {"temperature": 0.0, **EDITS},
+    {"temperature": 0.0, "repetition_penalty": 1.5},
+    {"temperature": 1.0},
+    {"temperature": 0.6, "seed": 1},
+    {"temperature": 1.0, **EDITS},
+    {"temperature": 1.3, "top_k": 12},
+    {"temperature": 0.8, "top_p": 0.7},
+    {"temperature": 1.0, "min_p": 0.1},
+    {"temperature": 1.5, "top_k": 30, "top_p": 0.8, "min_p": 0.02, **EDITS},
+]
+PENALISED = [2, 3, 4]
+
+
+def _exact(logits: torch.Tensor, fields: dict[str, Any], processed: bool) -> torch.Tensor:
+    """Log probabilities of one row by the textbook."""
+    logits = logits.double()
+    if not processed:
+        return logits.log_softmax(0)
+    if "logit_bias" in fields:
+        logits[7] += 3.0
+        logits[9] = -torch.inf
+    if "repetition_penalty" in fields:
+        seen = logits[PENALISED]
+        logits[PENALISED] = torch.where(seen < 0, seen * 1.5, seen / 1.5)
+    if fields["temperature"] == 0.0:
+        return logits.log_softmax(0)
+    return exact_probabilities(logits, fields).log()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("processed", [False, True], ids=["raw", "processed"])
+def test_the_chosen_tokens_log_probability_is_there_unasked(
+    processed: bool, dtype: torch.dtype
+) -> None:
+    """It equals the one that is reported on request, and the textbook's."""
+    gen = torch.Generator().manual_seed(3)
+    logits = (torch.randn(2 * len(WISHES), VOCAB_SIZE, generator=gen) * 2).to(dtype)
+    slots = SamplingSlots(len(logits), torch.device("cpu"), processed)
+    token_ids = np.zeros((len(logits), 8), np.int32)
+    token_ids[:, :3] = PENALISED
+    for slot in range(len(logits)):
+        wish = WISHES[slot // 2] | {"logprobs": 2 if slot % 2 else None}
+        new = NewSequence(slot, PENALISED, 3, 0, [], SamplingParams(**wish), 0, 0, [])
+        slots.write(slot, new, noise_keys(5, slot // 2))
+    logits[1::2] = logits[::2]
+    rows = np.arange(len(logits))
+    sampled = sample(logits.clone(), slots.gather(rows, np.full(len(rows), 3, np.int32), token_ids))
+    found = sampled.findings.now()
+    for slot, token_id in enumerate(sampled.token_ids.tolist()):
+        exact = _exact(logits[slot].float(), WISHES[slot // 2], processed)
+        entry = found.logprobs.get(slot)
+        logprob = found.chosen_logprobs[slot] if entry is None else entry.logprob
+        assert logprob == pytest.approx(float(exact[token_id]), abs=1e-5), WISHES[slot // 2]
+        if slot % 2:
+            assert entry is not None
+            assert entry.rank == 1 + int((exact > exact[token_id] + 1e-6).sum())
+            best = exact.topk(2)
+            assert entry.top_logprobs == pytest.approx(best.values.tolist(), abs=1e-5)
+    costly = {slot // 2 for slot in found.logprobs if slot % 2 == 0}
+    assert costly == ({4, 6, 7, 8, 9} if processed else {1, 2, 5, 9})
+
+
+def test_any_number_of_tokens_is_reported() -> None:
+    gen = torch.Generator().manual_seed(4)
+    counts = [0, 3, MAX_COMMON_TOP, MAX_COMMON_TOP + 1, VOCAB_SIZE, (1 << 31) - 1, 1]
+    shares = torch.randn(len(counts), VOCAB_SIZE, generator=gen).log_softmax(-1)
+    chosen = torch.arange(len(counts))
+    for row, found in enumerate(token_logprobs(shares, chosen, counts).now()):
+        expected = shares[row].sort(descending=True)
+        count = min(counts[row], VOCAB_SIZE)
+        assert found.top_token_ids == expected.indices[:count].tolist()
+        assert found.top_logprobs == expected.values[:count].tolist()
+        assert found.logprob == float(shares[row, row])
+        assert expected.indices[found.rank - 1] == row
