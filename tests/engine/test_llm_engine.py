@@ -171,7 +171,7 @@ def test_without_detokenizing(
 @pytest.mark.parametrize("detokenize", [True, False])
 def test_logprobs_carry_text(engine: LLMEngine, prompt: list[int], detokenize: bool) -> None:
     asked = greedy(4, logprobs=2, prompt_logprobs=1, detokenize=detokenize)
-    beams = replace(asked, use_beam_search=True, n=2)
+    beams = replace(asked, use_beam_search=True, n=2, best_of=None)
     for number, params in enumerate((asked, beams)):
         engine.add_request(str(number), None, params, prompt_token_ids=prompt)
     for output in run(engine):
@@ -181,7 +181,7 @@ def test_logprobs_carry_text(engine: LLMEngine, prompt: list[int], detokenize: b
             for token_id, entries in zip(tokens[1:], found[1:], strict=True):
                 text = engine.tokenizer.token_text(token_id) if detokenize else None
                 assert entries[token_id].decoded_token == text
-            assert [len(entries) for entries in one.logprobs] >= [2] * 4
+            assert min(len(entries) for entries in one.logprobs) >= 2
 
 
 def test_statistics_line(

@@ -70,7 +70,7 @@ def test_processed_logprobs_of_outputs_and_prompts(models: ModelShop) -> None:
     params = SamplingParams(
         **fields, seed=5, max_tokens=8, ignore_eos=True, logprobs=2, prompt_logprobs=0
     )
-    alike = replace(params, n=3, prompt_logprobs=None)
+    alike = replace(params, n=3, best_of=None, prompt_logprobs=None)
     with open_llm(folder, logprobs_mode="processed_logprobs") as llm:
         outputs = generate(llm, prompts, params)
         all_three = generate(llm, prompts, alike)

@@ -153,7 +153,7 @@ def assert_likeliest(
         token_ids = output.outputs[0].token_ids
         assert len(token_ids) == min(NUM_OUTPUT_TOKENS, MAX_POSITIONS - len(prompt))
         with torch.inference_mode():
-            logits = subject.oracle.model(torch.tensor([prompt + token_ids])).logits[0].float()
+            logits = subject.oracle.model(torch.tensor([[*prompt, *token_ids]])).logits[0].float()
         before = logits[len(prompt) - 1 : -1]
         chosen = before.gather(1, torch.tensor(token_ids)[:, None])[:, 0]
         assert (before.amax(dim=1) - chosen).max() < MIN_MARGIN
