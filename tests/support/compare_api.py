@@ -281,7 +281,11 @@ def page(items: list[Item]) -> str:
         f"{counts[Status.SAME]} of {len(items)} are the same, {counts[Status.DIFFERENT]} differ, "
         f"{counts[Status.REFUSED]} are refused with an error that names them.",
     ]
-    for title, status in (("Different", Status.DIFFERENT), ("Refused", Status.REFUSED)):
+    parts += ["", "## Behaviour", "", (FOLDER / "behaviour.md").read_text().rstrip()]
+    for title, status in (
+        ("Different names and defaults", Status.DIFFERENT),
+        ("Refused", Status.REFUSED),
+    ):
         parts += ["", f"## {title}", ""]
         by_detail: dict[str, list[str]] = {}
         for item in items:
