@@ -34,7 +34,7 @@ def main() -> None:
         params = SamplingParams(temperature=0.0, max_tokens=args.max_tokens)
         for output in llm.generate(PROMPTS, params, use_tqdm=False):
             found = output.outputs[0]
-            shown = found.token_ids if args.token_ids else repr(found.text)
+            shown = list(found.token_ids) if args.token_ids else repr(found.text)
             print(f"{output.prompt!r} -> {shown}", flush=True)
 
 
