@@ -24,8 +24,8 @@ To add a parameter, always:
   `_check_sequences` below if beam search cannot do it.
 - It needs the vocabulary, the tokenizer or the end tokens: `engine/requests.py`.
 - It ends or shapes the output: `engine/output_processor.py`; the text: `engine/detokenizer.py`.
-- Its length or value bounds memory or time: `server/limits.py` (`check_counts` for a list, with
-  `_check_lengths` in `server/grpc/convert.py`; else `check_sampling`).
+- Its length or value bounds memory or time: `server/limits.py` (`max_entries` for a list, which
+  `_check_lengths` in `server/grpc/convert.py` reads; else `check_sampling`).
 - It is an option of the commands: `SamplingOptions` in `cli/parser.py`.
 """
 
@@ -42,6 +42,7 @@ from numbers import Real
 from operator import index
 from typing import Any
 
+from tpengine import aliases
 from tpengine.errors import InvalidSamplingParamsError, did_you_mean
 
 LogitsProcessor = Callable[[list[int], Any], Any] | Callable[[list[int], list[int], Any], Any]
@@ -187,6 +188,11 @@ class SamplingParams:
 
     def __post_init__(self) -> None:
         self.check()
+
+    @classmethod
+    def from_optional(cls, **fields: Any) -> SamplingParams:
+        """Makes parameters from fields of which None stands for the default."""
+        return cls(**{name: value for name, value in fields.items() if value is not None})
 
     @property
     def greedy(self) -> bool:
@@ -529,32 +535,4 @@ def _wants_prompt(name: str, function: Callable[..., Any]) -> bool:
     )
 
 
-@dataclass
-class BeamSearchParams:
-    """Parameters of `LLM.beam_search`, with the names of later versions of vLLM.
-
-    Attributes:
-        beam_width: number of beams, at least 2.
-        max_tokens: most output tokens of a beam.
-        ignore_eos: go on after the model's end tokens.
-        temperature: only 0.
-        length_penalty: beams are compared by their cumulative log probability, divided by their
-            number of output tokens to this power.
-        include_stop_str_in_output: keep the end token in tokens and text.
-    """
-
-    beam_width: int
-    max_tokens: int
-    ignore_eos: bool = False
-    temperature: float = 0.0
-    length_penalty: float = 1.0
-    include_stop_str_in_output: bool = False
-
-    def sampling_params(self) -> SamplingParams:
-        """Returns the same search as `SamplingParams`.
-
-        Raises:
-            InvalidSamplingParamsError: a value is out of its range.
-        """
-        same = {name: value for name, value in vars(self).items() if name != "beam_width"}
-        return SamplingParams(n=self.beam_width, use_beam_search=True, **same)
+aliases.add_names(__name__)
