@@ -3,7 +3,7 @@
 To add a parameter, always:
 
 1. Here: a keyword-only field, its text under `Args`, and its check: of a number in
-   `_read_numbers`, of a list or map in `_read_lists`; for a bool its name in `_FLAGS` is the check.
+   `_read_numbers`, of a list or map in `_read_lists`; for a bool its annotation is the check.
    A check also brings the value into its one form (numbers of Python, new lists and dicts).
 2. In `server/grpc/proto/tpengine.proto`: a field of the same name. Then
    `python tests/support/build_proto.py` writes the stubs anew.
@@ -56,14 +56,6 @@ _MOST_TOKENS = (1 << 31) - 1  # no vocabulary has more
 _EPSILON = 1e-5
 """A temperature below it is 0, and a length penalty that differs from 1 by less is neutral."""
 _TOP_K = "top_k (-1 keeps all tokens)"
-_FLAGS = (
-    "use_beam_search",
-    "include_stop_str_in_output",
-    "ignore_eos",
-    "detokenize",
-    "skip_special_tokens",
-    "spaces_between_special_tokens",
-)
 
 
 class SamplingType(enum.IntEnum):
@@ -401,6 +393,9 @@ class SamplingParams:
                 raise InvalidSamplingParamsError(
                     f"beam search needs {name} = {value!r}, got {getattr(self, name)!r}"
                 )
+
+
+_FLAGS = [name for name, kind in SamplingParams.__annotations__.items() if kind == "bool"]
 
 
 def _as_list(name: str, value: Any) -> list[Any]:

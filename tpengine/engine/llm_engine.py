@@ -34,7 +34,6 @@ from tpengine.engine.stats import (
     RecoveryRecord,
     StatLogger,
     StatLoggerBase,
-    StatLoggers,
     Stats,
     StepStats,
 )
@@ -102,7 +101,7 @@ class LLMEngine(RefusesNames):
             raise
         self.log_stats = log_stats
         self._stat_logger = StatLogger() if log_stats else None
-        self.stat_loggers = StatLoggers()
+        self.stat_loggers: dict[str, StatLoggerBase] = {}
         self._preemption_log = PreemptionLog(config)
         self._num_requests = 0
         self._num_sequences = 0
@@ -419,9 +418,8 @@ class LLMEngine(RefusesNames):
             self._preemption_log.record(self.counters.num_preemptions)
         if self._stat_logger is not None:
             self._stat_logger.record(self.last_step, self._scheduler)
-        if self.stat_loggers:
-            finished = [one for one in decisions.to_report.values() if one.finished]
-            self.stat_loggers.log(Stats(self.stats(), self.counters, self.last_step, finished))
+        finished = [one for one in decisions.to_report.values() if one.finished]
+        self._call_loggers(self.last_step, finished)
         self.counters.forget_latencies()
 
     def add_logger(self, logger_name: str, logger: StatLoggerBase) -> None:
@@ -446,8 +444,17 @@ class LLMEngine(RefusesNames):
         """Logs the line of statistics now, and calls the added loggers."""
         if self._stat_logger is not None:
             self._stat_logger.log(self._scheduler)
+        self._call_loggers(None, [])
+
+    def _call_loggers(self, step: StepStats | None, finished: list[Request]) -> None:
+        """An error of a logger is logged: the user's code must not end the engine."""
         if self.stat_loggers:
-            self.stat_loggers.log(Stats(self.stats(), self.counters))
+            stats = Stats(self.stats(), self.counters, step, finished)
+            for name, one in tuple(self.stat_loggers.items()):
+                try:
+                    one.log(stats)
+                except Exception:
+                    logger.exception("the logger %r failed", name)
 
     def _execute(self, scheduled: SchedulerOutput) -> StepOutput | None:
         """The answer of rank 0; None if nothing is to be computed, or if the ranks were lost: then
