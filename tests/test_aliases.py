@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import asyncio
 import importlib
+import json
 import multiprocessing
 import pickle
-import socket
 import subprocess
 import sys
-from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
 
@@ -17,98 +15,39 @@ import pytest
 from support.imports import imported
 
 import tpengine
-from tpengine import aliases
+from tpengine import aliases, inputs
 from tpengine.errors import InvalidPromptError
 from tpengine.inputs import LoRARequest
 
-SERVED = {
-    "tpengine": (
-        "LLM LLMEngine AsyncLLMEngine EngineArgs AsyncEngineArgs SamplingParams RequestOutput "
-        "CompletionOutput PromptInputs TextPrompt TokensPrompt __version__"
-    ),
-    "tpengine.config": "ModelConfig CacheConfig ParallelConfig SchedulerConfig EngineConfig",
-    "tpengine.distributed": "destroy_model_parallel destroy_distributed_environment",
-    "tpengine.distributed.parallel_state": "destroy_model_parallel destroy_distributed_environment",
-    "tpengine.engine.arg_utils": "EngineArgs AsyncEngineArgs nullable_str",
-    "tpengine.engine.async_llm_engine": "AsyncLLMEngine AsyncEngineDeadError AsyncStream",
-    "tpengine.engine.llm_engine": "LLMEngine",
-    "tpengine.engine.metrics": "StatLoggerBase Stats",
-    "tpengine.entrypoints.llm": "LLM",
-    "tpengine.executor.ray_utils": "ray_is_available",
-    "tpengine.inputs": "PromptInputs TextPrompt TokensPrompt",
-    "tpengine.inputs.data": "PromptInputs TextPrompt TokensPrompt",
-    "tpengine.logger": "init_logger",
-    "tpengine.lora.request": "LoRARequest",
-    "tpengine.model_executor.parallel_utils.parallel_state": "destroy_model_parallel",
-    "tpengine.outputs": "RequestOutput CompletionOutput",
-    "tpengine.sampling_params": "SamplingParams SamplingType LogitsProcessor RequestOutputKind",
-    "tpengine.sequence": "Logprob PromptLogprobs SampleLogprobs RequestMetrics SequenceStatus",
-    "tpengine.transformers_utils.tokenizer": "get_tokenizer get_cached_tokenizer",
-    "tpengine.usage.usage_lib": "UsageContext",
-    "tpengine.utils": (
-        "random_uuid FlexibleArgumentParser Counter get_ip get_open_port merge_async_iterators"
-    ),
-    "tpengine.version": "__version__",
-}
-REFUSED = {
-    "tpengine": (
-        "PoolingParams EmbeddingOutput EmbeddingRequestOutput ModelRegistry initialize_ray_cluster "
-        "__commit__"
-    ),
-    "tpengine.adapter_commons.request": "AdapterRequest",
-    "tpengine.config": "DecodingConfig",
-    "tpengine.engine.arg_utils": "StoreBoolean",
-    "tpengine.engine.metrics": "LoggingStatLogger PrometheusStatLogger",
-    "tpengine.executor.ray_utils": "initialize_ray_cluster",
-    "tpengine.inputs": "LLMInputs parse_and_batch_prompt INPUT_REGISTRY",
-    "tpengine.inputs.data": "LLMInputs parse_and_batch_prompt",
-    "tpengine.model_executor.guided_decoding.guided_fields": (
-        "GuidedDecodingRequest LLMGuidedOptions"
-    ),
-    "tpengine.model_executor.layers.quantization": "QUANTIZATION_METHODS",
-    "tpengine.model_executor.models": "ModelRegistry",
-    "tpengine.model_executor.utils": "set_random_seed",
-    "tpengine.multimodal": "MULTIMODAL_REGISTRY MultiModalDataDict",
-    "tpengine.outputs": "EmbeddingOutput EmbeddingRequestOutput",
-    "tpengine.pooling_params": "PoolingParams",
-    "tpengine.prompt_adapter.request": "PromptAdapterRequest",
+REFERENCE = json.loads((Path(__file__).parent / "reference" / "vllm_0_5_4.json").read_text())
+OLDER_OR_PROGRAMS = {
+    "tpengine.entrypoints.api_server",
+    "tpengine.entrypoints.openai.api_server",
+    "tpengine.model_executor.parallel_utils.parallel_state",
 }
 
 
-def rows(table: dict[str, str]) -> list[tuple[str, str]]:
-    return [(module, name) for module, names in table.items() for name in names.split()]
+def test_the_tables_have_only_names_that_test_vllm_compares() -> None:
+    modules = {path.replace("vllm", "tpengine", 1) for path in REFERENCE}
+    assert aliases.MODULES.keys() - modules == OLDER_OR_PROGRAMS
+    refused = {name for names in aliases.REFUSED for name in names.split()}
+    assert refused <= {name for names in REFERENCE.values() for name in names}
 
 
-@pytest.mark.parametrize(("module", "name"), rows(SERVED))
-def test_a_name_that_works(module: str, name: str) -> None:
-    found: dict[str, Any] = {}
-    exec(f"from {module} import {name} as found", found)
-    assert found["found"] is getattr(importlib.import_module(module), name)
-    assert found["found"] is not None
+def test_paths_before_and_after_0_5_4() -> None:
+    from tpengine.model_executor.parallel_utils.parallel_state import destroy_model_parallel
 
+    from tpengine.sampling_params import BeamSearchParams
 
-@pytest.mark.parametrize(("module", "name"), rows(REFUSED))
-def test_a_name_that_is_refused(module: str, name: str) -> None:
-    with pytest.raises(ImportError, match=rf"^tpengine has no {name}: .* "):
-        exec(f"from {module} import {name}", {})
-
-
-def test_the_tables_are_complete() -> None:
-    assert {name for _, name in rows(REFUSED)} == {
-        name for names in aliases.REFUSED for name in names.split()
-    }
-    assert aliases.MODULES.keys() - {*SERVED, *REFUSED} == {
-        "tpengine.entrypoints.api_server",
-        "tpengine.entrypoints.openai.api_server",
-    }
+    assert destroy_model_parallel is aliases.destroy_model_parallel
+    assert BeamSearchParams is inputs.BeamSearchParams
 
 
 def test_all_names_at_once() -> None:
     found: dict[str, Any] = {}
     exec("from tpengine import *", found)
     assert set(tpengine.__all__) <= found.keys()
-    served = SERVED["tpengine"].split()
-    assert set(served) <= set(tpengine.__all__)
+    assert {"LLM", "LLMEngine", "AsyncLLMEngine", "SamplingParams"} <= set(tpengine.__all__)
 
 
 @pytest.mark.parametrize(
@@ -193,19 +132,9 @@ def test_counters_and_ids() -> None:
     assert aliases.UsageContext.LLM_CLASS == "LLM_CLASS"
 
 
-def test_addresses() -> None:
-    socket.inet_aton(aliases.get_ip())
-    with socket.socket() as taken:
-        taken.bind(("", aliases.get_open_port()))
-        port = taken.getsockname()[1]
-        assert aliases.get_open_port(port) > port
-
-
 def test_what_has_no_effect() -> None:
     aliases.destroy_model_parallel()
     aliases.destroy_distributed_environment()
-    assert aliases.get_cached_tokenizer("a") == "a"
-    assert aliases.ray_is_available()
 
 
 def test_a_tokenizer_by_its_folder(tmp_path: Path) -> None:
@@ -225,36 +154,3 @@ def test_a_parser_takes_underscores() -> None:
     parser.add_argument("name")
     given = parser.parse_args(["--max_model_len=5", "a_b"])
     assert (given.max_model_len, given.name) == (5, "a_b")
-
-
-async def count(number: int, name: str) -> AsyncIterator[str]:
-    for index in range(number):
-        await asyncio.sleep(0)
-        yield f"{name}{index}"
-
-
-async def fail() -> AsyncIterator[str]:
-    raise OSError("on purpose")
-    yield
-
-
-def test_merged_iterators() -> None:
-    async def collect(*iterators: AsyncIterator[str]) -> list[tuple[int, str]]:
-        return [one async for one in aliases.merge_async_iterators(*iterators)]
-
-    async def leave() -> None:
-        merged = aliases.merge_async_iterators(count(9, "a"), count(9, "b"))
-        async for _ in merged:
-            break
-        await merged.aclose()
-        assert asyncio.all_tasks() == {asyncio.current_task()}
-
-    found = asyncio.run(collect(count(3, "a"), count(0, "b"), count(5, "c")))
-    for index, name, number in ((0, "a", 3), (2, "c", 5)):
-        assert [item for one, item in found if one == index] == [
-            f"{name}{i}" for i in range(number)
-        ]
-    assert len(found) == 8
-    asyncio.run(leave())
-    with pytest.raises(OSError, match="on purpose"):
-        asyncio.run(collect(count(3, "a"), fail()))

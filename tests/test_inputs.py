@@ -15,7 +15,6 @@ from support.zoo import PLAIN
 
 from tpengine import LLM, SamplingParams
 from tpengine.errors import (
-    ConfigError,
     InvalidPromptError,
     InvalidSamplingParamsError,
     RequestError,
@@ -166,8 +165,6 @@ def test_arguments_of_the_wrong_kind(llm: LLM) -> None:
         llm.generate([[5]], {"max_tokens": 3})
     with pytest.raises(InvalidSamplingParamsError, match="must be SamplingParams, got <object"):
         llm.llm_engine.add_request("bad", None, object(), prompt_token_ids=[5])
-    with pytest.raises(ConfigError, match="no embedding models are served"):
-        llm.encode("hello")
     with pytest.raises(InvalidSamplingParamsError, match="stop_token_ids must be a sequence"):
         SamplingParams(stop_token_ids=5)
     with pytest.raises(InvalidSamplingParamsError, match=r"must be an integer, got np\.float64"):

@@ -32,8 +32,8 @@ from tpengine.errors import (
     RequestAbortedError,
     RequestError,
 )
+from tpengine.inputs import BeamSearchParams
 from tpengine.outputs import RequestOutput
-from tpengine.sampling_params import BeamSearchParams
 from tpengine.scheduling.scheduler import Scheduler
 
 PROMPTS = ["Hello, my name is", "The capital of France is", "The future of AI is"]

@@ -251,6 +251,11 @@ def test_flags_are_booleans(name: str) -> None:
         SamplingParams(**{name: "no"})
 
 
+def test_none_stands_for_the_default() -> None:
+    params = SamplingParams.from_optional(n=2, best_of=None, top_p=None, stop=None, max_tokens=7)
+    assert params == SamplingParams(n=2, max_tokens=7)
+
+
 def test_output_kind_by_name() -> None:
     assert SamplingParams(output_kind="delta").output_kind is RequestOutputKind.DELTA
     with pytest.raises(InvalidSamplingParamsError, match="'final_only', got 'last'"):

@@ -40,19 +40,13 @@ __all__ = [
 ]
 
 _HOMES = {
-    "LLM": "tpengine.llm",
-    "AsyncEngineArgs": "tpengine.engine_args",
-    "AsyncLLMEngine": "tpengine.async_engine.async_llm_engine",
-    "LLMEngine": "tpengine.engine.llm_engine",
-    "EngineArgs": "tpengine.engine_args",
-    "PromptInputs": "tpengine.inputs",
-    "SamplingParams": "tpengine.sampling_params",
-    "RequestOutputKind": "tpengine.sampling_params",
-    "RequestOutput": "tpengine.outputs",
-    "CompletionOutput": "tpengine.outputs",
-    "Logprob": "tpengine.outputs",
-    "TextPrompt": "tpengine.inputs",
-    "TokensPrompt": "tpengine.inputs",
+    "tpengine.async_engine.async_llm_engine": "AsyncLLMEngine",
+    "tpengine.engine.llm_engine": "LLMEngine",
+    "tpengine.engine_args": "AsyncEngineArgs EngineArgs",
+    "tpengine.inputs": "PromptInputs TextPrompt TokensPrompt",
+    "tpengine.llm": "LLM",
+    "tpengine.outputs": "CompletionOutput Logprob RequestOutput",
+    "tpengine.sampling_params": "RequestOutputKind SamplingParams",
 }
 
 envs.tune_openmp_spinning()
@@ -60,9 +54,10 @@ aliases.install()
 
 
 def __getattr__(name: str) -> Any:
-    if name not in _HOMES:
-        return aliases.find_name("tpengine", name)
-    return getattr(importlib.import_module(_HOMES[name]), name)
+    for home, names in _HOMES.items():
+        if name in names.split():
+            return getattr(importlib.import_module(home), name)
+    return aliases.find_name("tpengine", name)
 
 
 def __dir__() -> list[str]:

@@ -12,12 +12,10 @@ that only such scripts need.
 
 from __future__ import annotations
 
-import contextlib
 import enum
 import importlib
 import os
 import sys
-from collections.abc import AsyncIterator
 from functools import partial
 from importlib.machinery import ModuleSpec
 from types import ModuleType
@@ -35,7 +33,7 @@ MODULES = {
     "tpengine.entrypoints.api_server": "",
     "tpengine.entrypoints.llm": "tpengine.llm",
     "tpengine.entrypoints.openai.api_server": "",
-    "tpengine.executor.ray_utils": "tpengine.aliases",
+    "tpengine.executor.ray_utils": "",
     "tpengine.inputs": "",
     "tpengine.inputs.data": "tpengine.inputs",
     "tpengine.lora.request": "tpengine.inputs",
@@ -48,8 +46,9 @@ MODULES = {
     "tpengine.outputs": "",
     "tpengine.pooling_params": "",
     "tpengine.prompt_adapter.request": "",
+    "tpengine.sampling_params": "tpengine.inputs",
     "tpengine.sequence": "tpengine.outputs",
-    "tpengine.transformers_utils.tokenizer": "tpengine.engine.tokenizer tpengine.aliases",
+    "tpengine.transformers_utils.tokenizer": "tpengine.engine.tokenizer",
     "tpengine.usage.usage_lib": "tpengine.aliases",
     "tpengine.utils": "tpengine.aliases tpengine.cli.parser",
     "tpengine.version": "tpengine",
@@ -73,7 +72,12 @@ REFUSED = {
     "QUANTIZATION_METHODS": "`tpengine serve --help` lists what --quantization takes",
     "StoreBoolean": "use argparse.BooleanOptionalAction",
     "__commit__": "use __version__",
+    "get_cached_tokenizer": "there is nothing to cache; use the tokenizer itself",
+    "get_ip": "use ray.util.get_node_ip_address() or the socket module",
+    "get_open_port": "bind a socket to port 0, and read getsockname()",
     "initialize_ray_cluster": "the engine connects to Ray; use EngineArgs.ray_address",
+    "merge_async_iterators": "read the iterators in tasks that share an asyncio.Queue",
+    "ray_is_available": "use importlib.util.find_spec('ray')",
     "set_random_seed": "requests use no global random numbers; set seed in EngineArgs",
 }
 """Names: why they cannot be imported, and what to use."""
@@ -182,67 +186,6 @@ def random_uuid() -> str:
 def nullable_str(val: str) -> str | None:
     """Returns the value of an option; None for `None` and for no text."""
     return None if val in ("", "None") else val
-
-
-def get_ip() -> str:
-    """Returns the address that this machine has towards others; 0.0.0.0 if it has none."""
-    import socket
-
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-        try:
-            probe.connect(("192.0.2.1", 80))  # an address for documentation; no packet is sent
-        except OSError:
-            return "0.0.0.0"
-        return str(probe.getsockname()[0])
-
-
-def get_open_port(port: int | None = None) -> int:
-    """Returns a free TCP port.
-
-    Args:
-        port: the first one to try, then the next ones; None: any.
-
-    Raises:
-        OSError: no port is free.
-    """
-    import socket
-
-    for one in (0,) if port is None else range(port, 1 << 16):
-        with contextlib.suppress(OSError), socket.socket() as probe:
-            probe.bind(("", one))
-            return int(probe.getsockname()[1])
-    raise OSError(f"no TCP port from {port or 1} on is free; end a program that listens on one")
-
-
-async def merge_async_iterators(*iterators: AsyncIterator[Any]) -> AsyncIterator[tuple[int, Any]]:
-    """Yields (index of an iterator, its item) as the items of all iterators come."""
-    import asyncio
-
-    awaited = {asyncio.ensure_future(anext(one)): index for index, one in enumerate(iterators)}
-    try:
-        while awaited:
-            done, _ = await asyncio.wait(awaited, return_when=asyncio.FIRST_COMPLETED)
-            for item in done:
-                index = awaited.pop(item)
-                with contextlib.suppress(StopAsyncIteration):
-                    yield index, item.result()
-                    awaited[asyncio.ensure_future(anext(iterators[index]))] = index
-    finally:
-        for item in awaited:
-            item.cancel()
-        await asyncio.gather(*awaited, return_exceptions=True)
-
-
-def get_cached_tokenizer(tokenizer: Any) -> Any:
-    """Returns its argument: there is nothing to cache."""
-    return tokenizer
-
-
-def ray_is_available() -> bool:
-    """Returns whether Ray is installed."""
-    import importlib.util
-
-    return importlib.util.find_spec("ray") is not None
 
 
 def destroy_model_parallel() -> None:

@@ -294,15 +294,12 @@ class EngineArgs(Options):
             ConfigError: see the message.
         """
         super().check()
-        if self.tensor_parallel_size != 1 and self.executor == "local":
+        if self.executor == "local" and (self.uses_ray or self.tensor_parallel_size != 1):
             raise ConfigError(
-                f"executor = 'local' runs one rank, got tensor_parallel_size = "
-                f"{self.tensor_parallel_size}; use executor = 'ray', or 1 rank"
-            )
-        if self.executor == "local" and self.uses_ray:
-            raise ConfigError(
-                "executor = 'local' contradicts worker_use_ray and distributed_executor_backend; "
-                "leave these out"
+                f"executor = 'local' runs one rank without Ray, got tensor_parallel_size = "
+                f"{self.tensor_parallel_size}, worker_use_ray = {self.worker_use_ray}, "
+                f"distributed_executor_backend = {self.distributed_executor_backend}; use executor "
+                "= 'ray', or leave these out"
             )
         for name in ("gpu_memory_utilization", "cpu_kv_cache_space"):
             values = getattr(self, name)

@@ -1,4 +1,5 @@
-"""Forms of what a user gives besides parameters: prompts, adapters, and what cannot be served."""
+"""Forms of what a user gives besides `SamplingParams`: prompts, adapters, beam search; and what is
+refused."""
 
 from __future__ import annotations
 
@@ -8,6 +9,7 @@ from typing import NotRequired, TypedDict
 
 from tpengine import aliases
 from tpengine.errors import InvalidPromptError
+from tpengine.sampling_params import SamplingParams
 
 
 class TextPrompt(TypedDict):
@@ -76,6 +78,37 @@ class LoRARequest:
     adapter_id = property(attrgetter("lora_int_id"))
     name = property(attrgetter("lora_name"))
     path = local_path = property(attrgetter("lora_path"))
+
+
+@dataclass
+class BeamSearchParams:
+    """Parameters of `LLM.beam_search`, with the names of later versions of vLLM.
+
+    Attributes:
+        beam_width: number of beams, at least 2.
+        max_tokens: most output tokens of a beam.
+        ignore_eos: go on after the model's end tokens.
+        temperature: only 0.
+        length_penalty: beams are compared by their cumulative log probability, divided by their
+            number of output tokens to this power.
+        include_stop_str_in_output: keep the end token in tokens and text.
+    """
+
+    beam_width: int
+    max_tokens: int
+    ignore_eos: bool = False
+    temperature: float = 0.0
+    length_penalty: float = 1.0
+    include_stop_str_in_output: bool = False
+
+    def sampling_params(self) -> SamplingParams:
+        """Returns the same search as `SamplingParams`.
+
+        Raises:
+            InvalidSamplingParamsError: a value is out of its range.
+        """
+        same = {name: value for name, value in vars(self).items() if name != "beam_width"}
+        return SamplingParams(n=self.beam_width, use_beam_search=True, **same)
 
 
 aliases.add_names(__name__)

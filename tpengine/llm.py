@@ -3,21 +3,19 @@
 from __future__ import annotations
 
 import copy
-import inspect
-import itertools
 import time
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import closing, nullcontext
 from dataclasses import fields
-from typing import Any, NoReturn
+from typing import Any, ClassVar
 
 from tqdm import tqdm
 
+from tpengine.aliases import Counter
 from tpengine.config import read_generation_config
 from tpengine.engine.llm_engine import LLMEngine
 from tpengine.engine.requests import (
     GenerateRequest,
-    Prompt,
     need_tokenizer,
     one_per_prompt,
     pair_prompts,
@@ -30,24 +28,25 @@ from tpengine.errors import (
     ConfigError,
     EngineError,
     InvalidSamplingParamsError,
+    RefusesNames,
     RequestAbortedError,
     RequestError,
     counted,
     did_you_mean,
 )
-from tpengine.inputs import check_not_served
+from tpengine.inputs import BeamSearchParams, PromptInputs, check_not_served
 from tpengine.logger import init_logger
 from tpengine.outputs import BeamSearchOutput, BeamSearchSequence, RequestOutput
-from tpengine.sampling_params import BeamSearchParams, RequestOutputKind, SamplingParams
+from tpengine.sampling_params import RequestOutputKind, SamplingParams
 
 logger = init_logger(__name__)
 
 _REFRESH_S = 0.25
-Prompts = Prompt | Sequence[int] | Sequence[Prompt | Sequence[int]]
+Prompts = PromptInputs | Sequence[int] | Sequence[PromptInputs | Sequence[int]]
 Message = Mapping[str, Any]
 
 
-class LLM:
+class LLM(RefusesNames):
     """A language model and its tokenizer, for prompts that are all known at once.
 
     Each run samples the same tokens, since the engine's `seed` is 0 unless another is given.
@@ -62,6 +61,9 @@ class LLM:
         EngineError: an argument is wrong, the model cannot be loaded, or memory is too small.
     """
 
+    REFUSED: ClassVar[Mapping[str, str]] = {
+        "encode": "no embedding models are served; use generate"
+    }
     # No argument is deprecated here.
     DEPRECATE_LEGACY = False
     deprecate_legacy_api = staticmethod(nullcontext)
@@ -88,12 +90,9 @@ class LLM:
         disable_custom_all_reduce: bool = False,
         **kwargs: Any,
     ) -> None:
-        given = dict(locals())
-        del given["self"]
-        given |= given.pop("kwargs")
-        # An argument at its default is left to `EngineArgs`.
-        own = inspect.signature(LLM).parameters
-        arguments = {n: v for n, v in given.items() if n not in own or v is not own[n].default}
+        arguments = {**locals(), **kwargs}
+        for name in ("self", "kwargs", *(["model"] if model is None else [])):
+            del arguments[name]
         # A line of statistics would break the progress bar up, which shows the same.
         arguments.setdefault("disable_log_stats", True)
         known = [spec.name for spec in fields(EngineArgs)]
@@ -102,7 +101,7 @@ class LLM:
                 hint = did_you_mean(name, known)
                 raise ConfigError(f"LLM has no argument {name!r}{hint}")
         self.llm_engine = LLMEngine.from_engine_args(EngineArgs(**arguments))
-        self.request_counter = itertools.count()
+        self.request_counter = Counter()
         self._inbox: dict[str, list[RequestOutput]] = {}
         self._finished: list[RequestOutput] = []
 
@@ -287,14 +286,6 @@ class LLM:
             found.append(BeamSearchOutput(beams, output.error))
         return found
 
-    def encode(self, *args: Any, **kwargs: Any) -> NoReturn:
-        """Refuses its arguments; vLLM computes embeddings with it.
-
-        Raises:
-            ConfigError: always.
-        """
-        raise ConfigError("LLM.encode: no embedding models are served; use generate")
-
     def chat_token_ids(
         self, messages: Sequence[Message], add_generation_prompt: bool = True
     ) -> list[int]:
@@ -309,7 +300,7 @@ class LLM:
 
     def stream(
         self,
-        prompt: Prompt | None,
+        prompt: PromptInputs | None,
         sampling_params: SamplingParams | None = None,
         prompt_token_ids: list[int] | None = None,
     ) -> Iterator[str]:
@@ -377,8 +368,8 @@ class LLM:
 
     def _new_request_id(self) -> str:
         """An id that no request of the engine has; the engine may have other callers."""
-        ids = map(str, self.request_counter)
-        return next(one for one in ids if not self.llm_engine.has_request(one))
+        request_id = str(next(self.request_counter))
+        return self._new_request_id() if self.llm_engine.has_request(request_id) else request_id
 
     def _run(self, request_ids: set[str], done: dict[str, RequestOutput], use_tqdm: bool) -> None:
         """Runs steps until `done` holds all of `request_ids`; other requests run too."""
@@ -418,7 +409,7 @@ def _final_only(sampling_params: Any, num_prompts: int) -> list[SamplingParams]:
 def _reported(params: SamplingParams, kind: RequestOutputKind) -> SamplingParams:
     """The same parameters with another `output_kind`. The user's own object stays as it is."""
     params = copy.copy(params)
-    object.__setattr__(params, "output_kind", kind)
+    params.output_kind = kind
     return params
 
 

@@ -3,7 +3,7 @@
 To add a parameter, always:
 
 1. Here: a keyword-only field, its text under `Args`, and its check: of a number in
-   `_read_numbers`, of a list or map in `_read_lists`; for a bool its name in `_FLAGS` is the check.
+   `_read_numbers`, of a list or map in `_read_lists`; for a bool its annotation is the check.
    A check also brings the value into its one form (numbers of Python, new lists and dicts).
 2. In `server/grpc/proto/tpengine.proto`: a field of the same name. Then
    `python tests/support/build_proto.py` writes the stubs anew.
@@ -24,8 +24,8 @@ To add a parameter, always:
   `_check_sequences` below if beam search cannot do it.
 - It needs the vocabulary, the tokenizer or the end tokens: `engine/requests.py`.
 - It ends or shapes the output: `engine/output_processor.py`; the text: `engine/detokenizer.py`.
-- Its length or value bounds memory or time: `server/limits.py` (`check_counts` for a list, with
-  `_check_lengths` in `server/grpc/convert.py`; else `check_sampling`).
+- Its length or value bounds memory or time: `server/limits.py` (`max_entries` for a list, which
+  `_check_lengths` in `server/grpc/convert.py` reads; else `check_sampling`).
 - It is an option of the commands: `SamplingOptions` in `cli/parser.py`.
 """
 
@@ -42,6 +42,7 @@ from numbers import Real
 from operator import index
 from typing import Any
 
+from tpengine import aliases
 from tpengine.errors import InvalidSamplingParamsError, did_you_mean
 
 LogitsProcessor = Callable[[list[int], Any], Any] | Callable[[list[int], list[int], Any], Any]
@@ -55,14 +56,6 @@ _MOST_TOKENS = (1 << 31) - 1  # no vocabulary has more
 _EPSILON = 1e-5
 """A temperature below it is 0, and a length penalty that differs from 1 by less is neutral."""
 _TOP_K = "top_k (-1 keeps all tokens)"
-_FLAGS = (
-    "use_beam_search",
-    "include_stop_str_in_output",
-    "ignore_eos",
-    "detokenize",
-    "skip_special_tokens",
-    "spaces_between_special_tokens",
-)
 
 
 class SamplingType(enum.IntEnum):
@@ -187,6 +180,11 @@ class SamplingParams:
 
     def __post_init__(self) -> None:
         self.check()
+
+    @classmethod
+    def from_optional(cls, **fields: Any) -> SamplingParams:
+        """Makes parameters from fields of which None stands for the default."""
+        return cls(**{name: value for name, value in fields.items() if value is not None})
 
     @property
     def greedy(self) -> bool:
@@ -397,6 +395,9 @@ class SamplingParams:
                 )
 
 
+_FLAGS = [name for name, kind in SamplingParams.__annotations__.items() if kind == "bool"]
+
+
 def _as_list(name: str, value: Any) -> list[Any]:
     if value is None:
         return []
@@ -529,32 +530,4 @@ def _wants_prompt(name: str, function: Callable[..., Any]) -> bool:
     )
 
 
-@dataclass
-class BeamSearchParams:
-    """Parameters of `LLM.beam_search`, with the names of later versions of vLLM.
-
-    Attributes:
-        beam_width: number of beams, at least 2.
-        max_tokens: most output tokens of a beam.
-        ignore_eos: go on after the model's end tokens.
-        temperature: only 0.
-        length_penalty: beams are compared by their cumulative log probability, divided by their
-            number of output tokens to this power.
-        include_stop_str_in_output: keep the end token in tokens and text.
-    """
-
-    beam_width: int
-    max_tokens: int
-    ignore_eos: bool = False
-    temperature: float = 0.0
-    length_penalty: float = 1.0
-    include_stop_str_in_output: bool = False
-
-    def sampling_params(self) -> SamplingParams:
-        """Returns the same search as `SamplingParams`.
-
-        Raises:
-            InvalidSamplingParamsError: a value is out of its range.
-        """
-        same = {name: value for name, value in vars(self).items() if name != "beam_width"}
-        return SamplingParams(n=self.beam_width, use_beam_search=True, **same)
+aliases.add_names(__name__)

@@ -281,8 +281,7 @@ def test_configs_have_the_names_of_vllm(engine: LLMEngine) -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "advice"),
-    [("add_lora", "merge"), ("model_executor", "shutdown"), ("decoding_config", "no guided")],
+    ("name", "advice"), [("add_lora", "merge"), ("pin_lora", "merge"), ("scheduler", "stats")]
 )
 def test_what_is_not_offered_is_refused_by_name(engine: LLMEngine, name: str, advice: str) -> None:
     with pytest.raises(RefusedNameError, match=f"^LLMEngine.{name} is not offered: .*{advice}"):

@@ -291,14 +291,14 @@ def test_what_cannot_start(capfd: pytest.CaptureFixture[str]) -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = str(taken.getsockname()[1])
         for options, words in (
-            (["--port", port], ("port is taken", port, "--port")),
+            (["--port", port], ("already in use", port, "--port")),
             (["--host", "192.0.2.1", "--insecure"], ("not one of this machine", "--host")),
             (["--host", "nowhere.invalid", "--insecure"], ("nowhere.invalid", "neither an")),
             (["--host", "0.0.0.0"], ("--insecure", "--tls-cert")),
             (["--token-file", "/nowhere"], ("/nowhere",)),
             (["--tls-cert", "/nowhere", "--tls-key", "/nowhere"], ("/nowhere",)),
             (["--max-queued-requests", "0"], ("max_requests", "at least 1")),
-            (["--port", "0", "--metrics-port", port], ("port is taken", "--metrics-port", port)),
+            (["--port", "0", "--metrics-port", port], ("already in use", "--metrics-port", port)),
         ):
             assert main(["serve", *options]) == 1
             said = capfd.readouterr().err

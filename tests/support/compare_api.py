@@ -29,8 +29,6 @@ from tpengine import LLM, AsyncEngineArgs, AsyncLLMEngine, EngineArgs, SamplingP
 
 FOLDER = Path(__file__).parents[1] / "reference"
 PAGE = Path(__file__).parents[2] / "docs" / "vllm.md"
-REFUSED = "refused"
-"""In differences.json: every call of this method is refused; the comparison calls it."""
 _INTERNAL = ("__init__", "add_cli_args", "from_seq_group")
 _PYTHONS_OWN = ("has no attribute", "cannot import name", "No module named", "unexpected keyword")
 _NO_TEXT_MODEL = "facebook/opt-125m"
@@ -157,8 +155,6 @@ class Comparison:
     ) -> tuple[str, Probe]:
         if "property" in told["kind"]:
             return label, _has(example, name)
-        if self._differences.get(f"{label}()") == REFUSED:
-            return f"{label}()", _is_called(example, name, told)
         return f"{label}()", lambda: _takes(getattr(example, name), told.get("parameters", {}))()
 
 
@@ -218,19 +214,6 @@ def _use_another_value(found: type[EngineArgs], name: str, default: str) -> None
             errors.append(error)
     if errors and not any("must be" in str(error) for error in errors):
         raise errors[-1]
-
-
-def _is_called(example: Any, name: str, told: dict[str, Any]) -> Probe:
-    """Calls a method with None for each parameter that needs a value."""
-
-    def probe() -> str:
-        needed = [one for one in told.get("parameters", {}).values() if one and one[1] is None]
-        result = getattr(example, name)(*[None] * len(needed))
-        if inspect.isawaitable(result):
-            asyncio.run(asyncio.wait_for(result, 10.0))
-        return "it is not refused"
-
-    return probe
 
 
 def _parses(found: Any, flag: str) -> Probe:

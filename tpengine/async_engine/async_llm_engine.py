@@ -15,7 +15,7 @@ from contextlib import asynccontextmanager
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any, ClassVar
 
 from tpengine.async_engine.admission import Admission, QueueLimits
 from tpengine.async_engine.engine_thread import EngineThread
@@ -33,7 +33,7 @@ from tpengine.errors import (
     EngineDeadError,
     EngineDrainingError,
     EngineError,
-    RefusedNameError,
+    RefusesNames,
     RequestIgnoredError,
 )
 from tpengine.inputs import PromptInputs, check_not_served
@@ -48,14 +48,6 @@ _CUT_OFF_S = 2.0
 """The least time that a drain gives the present step to end."""
 _POLL_S = 0.01
 _WATCH_S = 1.0
-_REFUSED = {
-    "background_loop": "the engine has a thread; see is_running",
-    "encode": "no embedding models are served; use generate",
-    "engine_step": "the engine's thread runs its steps; see health",
-    "get_decoding_config": "no grammars are served",
-    "run_engine_loop": "the engine's thread runs its steps; see is_running",
-}
-"""Name of vLLM's engine: what to use instead."""
 
 
 class _Intake(enum.Enum):
@@ -66,7 +58,7 @@ class _Intake(enum.Enum):
     CLOSED = "closed"
 
 
-class AsyncLLMEngine:
+class AsyncLLMEngine(RefusesNames):
     """An `LLMEngine` on its own thread, behind `async` methods.
 
     While it has requests it belongs to the event loop that uses it first. `stats`, `health` and
@@ -84,6 +76,13 @@ class AsyncLLMEngine:
         ConfigError: the arguments are those of vLLM's constructor; use `from_engine_args`.
         EngineError: the reason why the engine could not start.
     """
+
+    REFUSED: ClassVar[Mapping[str, str]] = {
+        "background_loop": "the engine has a thread; see is_running",
+        "encode": "no embedding models are served; use generate",
+        "engine_step run_engine_loop": "the engine's thread runs its steps; see health",
+        "get_decoding_config": "no grammars are served",
+    }
 
     def __init__(
         self,
@@ -135,13 +134,6 @@ class AsyncLLMEngine:
         build = partial(LLMEngine.from_engine_args, engine_args, usage_context, stat_loggers)
         log_requests = not getattr(engine_args, "disable_log_requests", False)
         return cls(build, limits, log_requests=log_requests)
-
-    if not TYPE_CHECKING:  # else type checkers would accept any name
-
-        def __getattr__(self, name: str) -> Any:
-            if name in _REFUSED:
-                raise RefusedNameError(f"AsyncLLMEngine.{name} is not offered: {_REFUSED[name]}")
-            raise AttributeError(f"'AsyncLLMEngine' object has no attribute {name!r}")
 
     def generate(
         self,
@@ -389,16 +381,21 @@ class AsyncLLMEngine:
         self.start_background_loop()
 
     async def do_log_stats(self, scheduler_outputs: None = None, model_output: None = None) -> None:
-        """Logs a line of statistics now."""
-        await asyncio.to_thread(self._thread.call, LLMEngine.do_log_stats)
+        """Logs the line of statistics and calls the added loggers, after the present step.
+
+        Raises:
+            EngineDeadError: the engine has ended.
+        """
+        self.start_background_loop()
+        self._thread.put(LLMEngine.do_log_stats)
 
     def add_logger(self, logger_name: str, logger: Any) -> None:
-        """Adds a logger; see `LLMEngine.add_logger`. Blocks until the present step has ended."""
-        self._thread.call(lambda engine: engine.add_logger(logger_name, logger))
+        """Adds a logger, which is called on the engine's thread; see `LLMEngine.add_logger`."""
+        self._engine.add_logger(logger_name, logger)
 
     def remove_logger(self, logger_name: str) -> None:
-        """Removes a logger that `add_logger` has added. Blocks until the present step has ended."""
-        self._thread.call(lambda engine: engine.remove_logger(logger_name))
+        """Removes a logger that `add_logger` has added. The present step may still call it."""
+        self._engine.remove_logger(logger_name)
 
     def stats(self) -> EngineStats:
         """Returns a snapshot of this moment; cheap, from any thread."""

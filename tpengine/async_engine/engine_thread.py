@@ -15,13 +15,12 @@ from collections.abc import Callable
 from concurrent.futures import Future, wait
 from functools import partial
 from pathlib import Path
-from typing import TypeVar
 
 from tpengine.async_engine.request_table import Event, LiveRequest
 from tpengine.engine.llm_engine import LLMEngine
 from tpengine.engine.requests import CheckedRequest
 from tpengine.engine_args import EngineArgs
-from tpengine.errors import EngineDeadError, EngineError, RequestError, RequestFailedError
+from tpengine.errors import EngineError, RequestError, RequestFailedError
 from tpengine.executor.executor import Executor
 from tpengine.executor.local_executor import create_executor
 from tpengine.logger import init_logger
@@ -35,9 +34,6 @@ _STALL_S = 0.005
 _EXIT_S = 10.0
 _START_END_S = 30.0
 
-_LOOK_S = 0.1
-
-Answer = TypeVar("Answer")
 Command = Callable[[LLMEngine], None]
 
 
@@ -111,27 +107,16 @@ class EngineThread:
 
     def enter(self, live: LiveRequest, checked: CheckedRequest) -> None:
         """Gives a request to the engine before its next step."""
-        self._commands.put(partial(self._do_enter, live, checked))
+        self.put(partial(self._do_enter, live, checked))
 
     def abort(self, live: LiveRequest) -> None:
         """Takes a request from the engine before its next step; the event None says that all of it
         is free."""
-        self._commands.put(partial(self._do_abort, live))
+        self.put(partial(self._do_abort, live))
 
-    def call(self, work: Callable[[LLMEngine], Answer]) -> Answer:
-        """Does some work on the engine between two steps, and returns its result. Blocks until
-        then.
-
-        Raises:
-            EngineDeadError: the thread has ended.
-            Exception: an error of the work.
-        """
-        answer: Future[Answer] = Future()
-        self._commands.put(partial(_answer, answer, work))
-        while not wait([answer], _LOOK_S).done:
-            if self.ended:
-                raise EngineDeadError("the engine has ended; make a new one")
-        return answer.result()
+    def put(self, command: Command) -> None:
+        """Executes a command on the engine between two steps. It must not raise."""
+        self._commands.put(command)
 
     def stop(self, timeout_s: float) -> bool:
         """Makes the thread end after its present step, and the engine with it.
@@ -255,14 +240,6 @@ class EngineThread:
                 self._commands.put(partial(self._do_abort, live))
             if self._loop is loop:  # no other loop was bound in the meantime
                 self._loop = None
-
-
-def _answer(answer: Future[Answer], work: Callable[[LLMEngine], Answer], engine: LLMEngine) -> None:
-    """An error of the work is the caller's, and does not end the engine."""
-    try:
-        answer.set_result(work(engine))
-    except Exception as error:
-        answer.set_exception(error)
 
 
 class EngineStart:

@@ -12,7 +12,7 @@ import time
 import weakref
 from collections.abc import Iterable, Mapping
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import Any, ClassVar
 
 from tpengine.config import CacheConfig, EngineConfig, ModelConfig, ParallelConfig, SchedulerConfig
 from tpengine.engine.output_processor import OutputProcessor
@@ -20,7 +20,6 @@ from tpengine.engine.recovery import Recovery
 from tpengine.engine.requests import (
     CheckedRequest,
     GenerateRequest,
-    Prompt,
     check_request,
     check_request_id,
 )
@@ -35,17 +34,16 @@ from tpengine.engine.stats import (
     RecoveryRecord,
     StatLogger,
     StatLoggerBase,
-    StatLoggers,
     Stats,
     StepStats,
 )
 from tpengine.engine.tokenizer import Tokenizer, load_tokenizer
 from tpengine.engine_args import EngineArgs
-from tpengine.errors import EngineError, GroupLostError, InvalidPromptError, RefusedNameError
+from tpengine.errors import EngineError, GroupLostError, InvalidPromptError, RefusesNames
 from tpengine.executor.executor import Executor
 from tpengine.executor.local_executor import create_executor
 from tpengine.host import DeferredInterrupt
-from tpengine.inputs import check_not_served
+from tpengine.inputs import PromptInputs, check_not_served
 from tpengine.logger import init_logger
 from tpengine.messages import StepOutput
 from tpengine.outputs import RequestMetrics, RequestOutput
@@ -56,20 +54,8 @@ from tpengine.sequence import Request, Sequence
 
 logger = init_logger(__name__)
 
-_REFUSED = {
-    "add_lora remove_lora pin_lora": "merge the adapter into the weights",
-    "add_prompt_adapter remove_prompt_adapter list_prompt_adapters": "extend the prompts",
-    "get_tokenizer_group get_tokenizer_for_seq": "use get_tokenizer",
-    "get_decoding_config decoding_config": "there is no guided decoding",
-    "is_tracing_enabled do_tracing create_trace_span": "there is no tracing",
-    "has_unfinished_requests_for_virtual_engine": "use has_unfinished_requests",
-    "model_executor stop_remote_worker_execution_loop": "shutdown ends the ranks",
-    "device_config load_config scheduler": "use the EngineArgs, and stats",
-}
-"""Names of vLLM's engine: what to do instead."""
 
-
-class LLMEngine:
+class LLMEngine(RefusesNames):
     """Serves many requests at once: call `add_request` for each, and `step` while there are any.
 
     One thread at a time may use an engine. If it cannot start, it shuts its executor down.
@@ -83,6 +69,16 @@ class LLMEngine:
         stat_loggers: see `add_logger`.
     """
 
+    REFUSED: ClassVar[Mapping[str, str]] = {
+        "add_lora remove_lora pin_lora": "merge the adapter into the weights",
+        "add_prompt_adapter remove_prompt_adapter list_prompt_adapters": "extend the prompts",
+        "get_tokenizer_group get_tokenizer_for_seq": "use get_tokenizer",
+        "get_decoding_config decoding_config": "there is no guided decoding",
+        "is_tracing_enabled do_tracing create_trace_span": "there is no tracing",
+        "has_unfinished_requests_for_virtual_engine": "use has_unfinished_requests",
+        "model_executor stop_remote_worker_execution_loop": "shutdown ends the ranks",
+        "device_config load_config scheduler": "use the EngineArgs, and stats",
+    }
     lora_config = multimodal_config = speculative_config = prompt_adapter_config = None
 
     def __init__(self, config: EngineConfig, executor: Executor, log_stats: bool = True) -> None:
@@ -105,7 +101,7 @@ class LLMEngine:
             raise
         self.log_stats = log_stats
         self._stat_logger = StatLogger() if log_stats else None
-        self.stat_loggers = StatLoggers()
+        self.stat_loggers: dict[str, StatLoggerBase] = {}
         self._preemption_log = PreemptionLog(config)
         self._num_requests = 0
         self._num_sequences = 0
@@ -133,14 +129,6 @@ class LLMEngine:
         engine = cls(config, executor, stat_loggers is None and not engine_args.disable_log_stats)
         engine.stat_loggers.update(stat_loggers or {})
         return engine
-
-    if not TYPE_CHECKING:  # else type checkers would accept any name
-
-        def __getattr__(self, name: str) -> Any:
-            for names, advice in _REFUSED.items():
-                if name in names.split():
-                    raise RefusedNameError(f"LLMEngine.{name} is not offered: {advice}")
-            raise AttributeError(f"'LLMEngine' object has no attribute {name!r}")
 
     @property
     def tokenizer(self) -> Tokenizer | None:
@@ -268,7 +256,7 @@ class LLMEngine:
     def add_request(
         self,
         request_id: str,
-        inputs: Prompt | None = None,
+        inputs: PromptInputs | None = None,
         params: SamplingParams | None = None,
         arrival_time: float | None = None,
         lora_request: None = None,
@@ -431,9 +419,8 @@ class LLMEngine:
             self._preemption_log.record(self.counters.num_preemptions)
         if self._stat_logger is not None:
             self._stat_logger.record(self.last_step, self._scheduler)
-        if self.stat_loggers:
-            finished = [one for one in decisions.to_report.values() if one.finished]
-            self.stat_loggers.log(Stats(self.stats(), self.counters, self.last_step, finished))
+        finished = [one for one in decisions.to_report.values() if one.finished]
+        self._call_loggers(self.last_step, finished)
         self.counters.forget_latencies()
 
     def add_logger(self, logger_name: str, logger: StatLoggerBase) -> None:
@@ -458,8 +445,17 @@ class LLMEngine:
         """Logs the line of statistics now, and calls the added loggers."""
         if self._stat_logger is not None:
             self._stat_logger.log(self._scheduler)
+        self._call_loggers(None, [])
+
+    def _call_loggers(self, step: StepStats | None, finished: list[Request]) -> None:
+        """An error of a logger is logged: the user's code must not end the engine."""
         if self.stat_loggers:
-            self.stat_loggers.log(Stats(self.stats(), self.counters))
+            stats = Stats(self.stats(), self.counters, step, finished)
+            for name, one in tuple(self.stat_loggers.items()):
+                try:
+                    one.log(stats)
+                except Exception:
+                    logger.exception("the logger %r failed", name)
 
     def _execute(self, scheduled: SchedulerOutput) -> StepOutput | None:
         """The answer of rank 0; None if nothing is to be computed, or if the ranks were lost: then

@@ -24,7 +24,7 @@ from tpengine.errors import (
     RequestError,
     counted,
 )
-from tpengine.inputs import TextPrompt, TokensPrompt
+from tpengine.inputs import PromptInputs
 from tpengine.outputs import CompletionOutput, RequestOutput
 from tpengine.sampling_params import (
     WHOLE_VOCABULARY,
@@ -32,8 +32,6 @@ from tpengine.sampling_params import (
     SamplingParams,
     load_logits_processor,
 )
-
-Prompt = str | TextPrompt | TokensPrompt
 
 _MAX_PICKLED_BYTES = 1 << 20
 """Of a request's logits processors. So a step can hold those of 256 new sequences."""
@@ -54,9 +52,12 @@ class GenerateRequest:
         deadline: moment of `time.monotonic` at which the request is ended, in any state.
         max_queue_s: seconds that it may wait for its first step.
         owner: the client that sent it, in the protocol's words; the engine only keeps it.
+
+    Raises:
+        InvalidSamplingParamsError: `params` has another type.
     """
 
-    prompt: Prompt | None = None
+    prompt: PromptInputs | None = None
     prompt_token_ids: Sequence[int] | None = None
     messages: Sequence[Mapping[str, Any]] | None = None
     chat_options: Mapping[str, Any] = field(default_factory=dict)
@@ -66,6 +67,13 @@ class GenerateRequest:
     deadline: float | None = None
     max_queue_s: float | None = None
     owner: str | None = None
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.params, SamplingParams):
+            raise InvalidSamplingParamsError(
+                f"params must be SamplingParams, got {self.params!r:.80}; no embedding models are "
+                "served"
+            )
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,11 +123,6 @@ def check_request(
         RequestError: this request cannot be served.
     """
     model = config.model
-    if not isinstance(request.params, SamplingParams):
-        raise InvalidSamplingParamsError(
-            f"params must be SamplingParams, got {request.params!r:.80}; no embedding models are "
-            "served"
-        )
     is_local = config.parallel.ray is None
     params = read_sampling_params(request.params, model, tokenizer, is_local=is_local)
     _check_priority(request.priority, config.scheduler)

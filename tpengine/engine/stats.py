@@ -408,8 +408,8 @@ class Stats:
         self,
         engine: EngineStats,
         counters: EngineCounters,
-        step: StepStats | None = None,
-        finished: Sequence[Request] = (),
+        step: StepStats | None,
+        finished: Sequence[Request],
     ) -> None:
         sequences = [one for request in finished for one in request.sequences]
         self.now = time.time()
@@ -441,18 +441,6 @@ class StatLoggerBase(ABC):
     @abstractmethod
     def log(self, stats: Stats) -> None:
         """Takes the stats of a step."""
-
-
-class StatLoggers(dict[str, StatLoggerBase]):
-    """The loggers of users, by name."""
-
-    def log(self, stats: Stats) -> None:
-        """Calls each logger. An error of one is logged: the user's code must not end the engine."""
-        for name, one in tuple(self.items()):
-            try:
-                one.log(stats)
-            except Exception:
-                logger.exception("the logger %r failed", name)
 
 
 @dataclass(frozen=True, slots=True)

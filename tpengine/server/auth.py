@@ -111,8 +111,6 @@ def _no_passphrase() -> str:
     raise ValueError("the key has a passphrase")
 
 
-logger = init_logger(__name__)
-
 MIN_TOKEN_LENGTH = 16
 """Minimum length in characters; a shorter token can be guessed."""
 ANONYMOUS = "anonymous"

@@ -11,10 +11,8 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
-from concurrent.futures import Future
-from functools import partial
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
-from typing import NoReturn, TypeVar
+from typing import NoReturn
 
 from tpengine.async_engine.async_llm_engine import AsyncLLMEngine
 from tpengine.async_engine.engine_thread import EngineStart
@@ -44,8 +42,6 @@ _AT_ONCE_S = 1.0
 """Time for everything after a second signal."""
 _EXIT_S = 10.0
 _METRICS_READ_S = 5.0
-
-T = TypeVar("T")
 
 
 def run_server(
@@ -167,15 +163,13 @@ class _Server:
             EngineError: the engine cannot be built, or that token does not come.
         """
         with self._timed("engine"):
-            engine = await _in_thread(
-                partial(
-                    AsyncLLMEngine,
-                    self._start.build,
-                    self._limits.queue,
-                    # Later than `_wait_for_start`, whose error names the option.
-                    start_timeout_s=self._args.startup_timeout + _EXIT_S,
-                    log_requests=self._log_requests,
-                )
+            engine = await asyncio.to_thread(
+                AsyncLLMEngine,
+                self._start.build,
+                self._limits.queue,
+                # Later than `_wait_for_start`, whose error names the option.
+                start_timeout_s=self._args.startup_timeout + _EXIT_S,
+                log_requests=self._log_requests,
             )
         with self._timed("first token"):
             params = SamplingParams(
@@ -291,7 +285,7 @@ class _Server:
         ended. Ends the ranks first: they would else stay until they miss the driver."""
         logger.warning("%s", why)
         try:
-            await asyncio.wait_for(_in_thread(self._start.cancel), _RANKS_S)
+            await asyncio.wait_for(asyncio.to_thread(self._start.cancel), _RANKS_S)
         except Exception as error:
             logger.warning("the ranks have not ended in order: %s: %s", type(error).__name__, error)
         _exit_now(code)
@@ -309,22 +303,6 @@ def _exit_within(seconds: float, code: int) -> None:
     timer = threading.Timer(seconds, _exit_now, (code,))
     timer.daemon = True
     timer.start()
-
-
-async def _in_thread(work: Callable[[], T]) -> T:
-    """Runs a slow function on a thread. Unlike asyncio's own threads, the interpreter does not join
-    it at its end."""
-    done: Future[T] = Future()
-    done.set_running_or_notify_cancel()  # its result may come after the caller has given up
-
-    def run() -> None:
-        try:
-            done.set_result(work())
-        except BaseException as error:
-            done.set_exception(error)
-
-    threading.Thread(target=run, name="tpengine-load", daemon=True).start()
-    return await asyncio.wrap_future(done)
 
 
 class MetricsPort:

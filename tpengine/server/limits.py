@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 from tpengine.async_engine.admission import QueueLimits
@@ -54,6 +54,17 @@ class Limits:
     max_health_calls: int = 512
     message_s: float = 20.0
     queue: QueueLimits = field(default_factory=QueueLimits)
+
+    def max_entries(self) -> dict[str, int]:
+        """Most entries of each list of the sampling parameters."""
+        return {
+            "stop": self.max_stops,
+            "stop_token_ids": self.max_stops,
+            "logit_bias": self.max_token_rules,
+            "allowed_token_ids": self.max_token_rules,
+            "bad_words": self.max_token_rules // 16,
+            "bad_words_token_ids": self.max_token_rules // 16,
+        }
 
 
 def check_request_id(request_id: str) -> None:
@@ -117,33 +128,12 @@ def check_num_ids(count: int, max_model_len: int) -> None:
         )
 
 
-def check_counts(counts: Mapping[str, int], limits: Limits) -> None:
-    """Checks how many entries each list of the sampling parameters has.
-
-    Args:
-        counts: number of entries by the list's name.
-
-    Raises:
-        InvalidSamplingParamsError: a list has more.
-    """
-    bounds = {
-        "stop": limits.max_stops,
-        "stop_token_ids": limits.max_stops,
-        "logit_bias": limits.max_token_rules,
-        "allowed_token_ids": limits.max_token_rules,
-        "bad_words": limits.max_token_rules // 16,
-        "bad_words_token_ids": limits.max_token_rules // 16,
-    }
-    for name, count in counts.items():
-        at_most(f"the number of entries of {name}", count, bounds[name])
-
-
 def check_sampling(
     params: SamplingParams, limits: Limits, max_model_len: int, max_prompt_len: int
 ) -> None:
     """Bounds what costs memory or time in the engine.
 
-    The door has bounded the lists' lengths (`check_counts`) before it built `params`.
+    The door has bounded the lists' lengths (`Limits.max_entries`) before it built `params`.
 
     Args:
         max_model_len: most tokens of a sequence.

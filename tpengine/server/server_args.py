@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import errno
 import ipaddress
-import os
 import socket
 from dataclasses import dataclass
 from typing import ClassVar
@@ -170,16 +169,22 @@ def check_port(host: str, port: int, option: str = "--port") -> None:
         raise ConfigError(
             f"host = {host!r} is neither an address nor a known name: {error}"
         ) from error
-    failures = [failure for family, *_, where in found if (failure := _bind(family, where))]
+    errors = [_bind_error(family, address) for family, *_, address in found]
     # A name may have addresses that this machine lacks (::1 without IPv6); no address may be taken.
     absent = (errno.EADDRNOTAVAIL, errno.EAFNOSUPPORT)
-    refused = [failure for failure in failures if failure.errno not in absent]
-    if refused or len(failures) == len(found):
-        why = _explain((refused or failures)[0], port, option)
-        raise ConfigError(f"cannot listen on {host}, port {port}: {why}")
+    refused = [one for one in errors if one is not None and one.errno not in absent]
+    if refused:
+        raise ConfigError(
+            f"cannot listen on {host}, port {port}: {refused[0].strerror}; another process has the "
+            f"port, or this user may not have it; choose another with {option}"
+        )
+    if None not in errors:
+        raise ConfigError(
+            f"cannot listen on {host}: it is not one of this machine; choose another with --host"
+        )
 
 
-def _bind(family: int, address: object) -> OSError | None:
+def _bind_error(family: int, address: object) -> OSError | None:
     try:
         with socket.socket(family, socket.SOCK_STREAM) as one:
             # As gRPC does: closed connections of an earlier server do not block the port.
@@ -188,15 +193,3 @@ def _bind(family: int, address: object) -> OSError | None:
     except OSError as error:
         return error
     return None
-
-
-def _explain(error: OSError, port: int, option: str) -> str:
-    if error.errno == errno.EADDRINUSE:
-        return f"the port is taken by another process; choose another with {option}"
-    if error.errno == errno.EACCES:
-        return (
-            f"permission denied: this user may not have port {port}; choose another with {option}"
-        )
-    if error.errno == errno.EADDRNOTAVAIL:
-        return "the address is not one of this machine; choose another with --host"
-    return os.strerror(error.errno or 0)

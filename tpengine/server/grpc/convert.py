@@ -15,7 +15,6 @@ from tpengine.server.limits import (
     Limits,
     at_most,
     check_conversation,
-    check_counts,
     check_sampling,
 )
 
@@ -48,6 +47,7 @@ def read_generate_request(
         prompt=message.prompt if given == "prompt" else None,
         prompt_token_ids=token_ids,
         messages=read_conversation(message.messages, limits) if given == "messages" else None,
+        chat_options={"add_generation_prompt": adds_prompt(message.messages)},
         params=params,
         priority=message.priority,
         max_queue_s=max_queue_s,
@@ -56,15 +56,10 @@ def read_generate_request(
 
 def _check_lengths(sampling: pb.SamplingParams, limits: Limits) -> None:
     """Bounds the lists before they are copied: a message has room for millions of entries."""
-    counts = {
-        "stop": len(sampling.stop),
-        "stop_token_ids": len(sampling.stop_token_ids),
-        "logit_bias": len(sampling.logit_bias),
-        "allowed_token_ids": len(sampling.allowed_token_ids.ids),
-        "bad_words": len(sampling.bad_words),
-        "bad_words_token_ids": len(sampling.bad_words_token_ids),
-    }
-    check_counts(counts, limits)
+    for name, bound in limits.max_entries().items():
+        value = getattr(sampling, name)
+        count = len(value.ids if name == "allowed_token_ids" else value)
+        at_most(f"the number of entries of {name}", count, bound)
     for word in sampling.bad_words_token_ids:
         at_most("the ids of one of bad_words_token_ids", len(word.ids), limits.max_stop_bytes)
 
@@ -87,6 +82,11 @@ def read_conversation(message: pb.Conversation, limits: Limits) -> list[dict[str
     roles = (one.role for one in message.messages)
     check_conversation(roles, len(message.messages), limits)
     return [{field.name: text for field, text in one.ListFields()} for one in message.messages]
+
+
+def adds_prompt(conversation: pb.Conversation) -> bool:
+    """Whether a prompt ends with the opening of the assistant's answer; the default is yes."""
+    return conversation.add_generation_prompt or not conversation.HasField("add_generation_prompt")
 
 
 def read_seconds(name: str, milliseconds: int) -> float:

@@ -55,6 +55,7 @@ from tpengine.outputs import RequestOutput
 from tpengine.sampling_params import RequestOutputKind
 from tpengine.server.grpc.convert import (
     ResponseWriter,
+    adds_prompt,
     read_conversation,
     read_generate_request,
     read_seconds,
@@ -73,14 +74,6 @@ _STATES = {
     "draining": pb.SERVER_STATE_DRAINING,
     "dead": pb.SERVER_STATE_DEAD,
 }
-_LIMITS = (
-    "max_message_bytes",
-    "max_metadata_bytes",
-    "max_n",
-    "max_stops",
-    "max_stop_bytes",
-    "max_token_rules",
-)
 _LEDGER_FIELDS = [field.name for field in pb.MemoryLedger.DESCRIPTOR.fields]
 
 
@@ -125,10 +118,6 @@ class GenerationServicer(tpengine_pb2_grpc.GenerationServiceServicer):
             owner=call.client.name,
             deadline=call.deadline,
         )
-        if request.messages is not None and not _adds_prompt(message.messages):
-            # `GenerateRequest.messages` always adds the opening of the assistant's answer.
-            token_ids = await engine.chat_token_ids(request.messages, False)
-            request = dataclasses.replace(request, messages=None, prompt_token_ids=token_ids)
         await context.send_initial_metadata(((REQUEST_ID_KEY, request_id),))
         async with self._state.open(request) as mailbox:
             yield mailbox
@@ -150,7 +139,7 @@ class GenerationServicer(tpengine_pb2_grpc.GenerationServiceServicer):
             token_ids = await engine.tokenize(request.text, special)
         elif given == "messages":
             messages = read_conversation(request.messages, self._limits)
-            token_ids = await engine.chat_token_ids(messages, _adds_prompt(request.messages))
+            token_ids = await engine.chat_token_ids(messages, adds_prompt(request.messages))
         else:
             raise InvalidPromptError("Tokenize needs text or messages; got neither")
         return pb.TokenizeResponse(token_ids=token_ids)
@@ -213,14 +202,10 @@ class GenerationServicer(tpengine_pb2_grpc.GenerationServiceServicer):
     async def GetLoads(self, request: Any, context: Any) -> Any:  # noqa: N802
         """Queues, cache and rates at this moment, and resources of this process."""
         stats = self._state.loaded_engine().stats()
-        queues, cache = stats.queues, stats.cache
+        cache = stats.cache
         pages = int(Path("/proc/self/statm").read_text().split()[1])
         return pb.GetLoadsResponse(
-            num_running=queues.num_running,
-            num_waiting=queues.num_waiting,
-            num_swapped=queues.num_swapped,
-            num_queued=queues.num_queued,
-            num_queued_tokens=queues.num_queued_tokens,
+            **dataclasses.asdict(stats.queues),
             num_total_blocks=cache.num_total_blocks,
             num_free_blocks=cache.num_free_blocks,
             cache_usage=cache.usage,
@@ -254,15 +239,12 @@ class GenerationServicer(tpengine_pb2_grpc.GenerationServiceServicer):
             self._state.check_text(given, [getattr(message, given)])
 
 
-def _adds_prompt(conversation: pb.Conversation) -> bool:
-    return conversation.add_generation_prompt or not conversation.HasField("add_generation_prompt")
-
-
 def _write_limits(limits: Limits) -> pb.ServerLimits:
+    own = dataclasses.asdict(limits)
     return pb.ServerLimits(
         max_queued_requests=limits.queue.max_requests,
         max_queued_tokens=limits.queue.max_tokens,
-        **{name: getattr(limits, name) for name in _LIMITS},
+        **{name: own[name] for name in pb.ServerLimits.DESCRIPTOR.fields_by_name if name in own},
     )
 
 
