@@ -201,10 +201,19 @@ class GenerationClient:
         Raises:
             RequestError: the server does not know this service.
         """
-        request = health_pb2.HealthCheckRequest()
-        put(request, RequestError, service=service)
-        status = (await self._call(self._health.Check, request)).status
-        return str(health_pb2.HealthCheckResponse.ServingStatus.Name(status))
+        answer = await self._call(self._health.Check, _health_request(service))
+        return _health_name(answer.status)
+
+    async def watch_health(self, service: str = "") -> AsyncIterator[str]:
+        """Yields the health now and at each change; it does not end by itself."""
+        request = _health_request(service)
+        call = self._health.Watch(request, metadata=self._metadata)
+        try:
+            async with typed_errors(call, self.target):
+                async for answer in call:
+                    yield _health_name(answer.status)
+        finally:
+            call.cancel()
 
     async def close(self) -> None:
         """Ends the connection and aborts its requests."""
@@ -234,6 +243,16 @@ class GenerationClient:
 
     async def __aexit__(self, *_: object) -> None:
         await self.close()
+
+
+def _health_request(service: str) -> health_pb2.HealthCheckRequest:
+    request = health_pb2.HealthCheckRequest()
+    put(request, RequestError, service=service)
+    return request
+
+
+def _health_name(status: int) -> str:
+    return str(health_pb2.HealthCheckResponse.ServingStatus.Name(status))
 
 
 @asynccontextmanager
