@@ -20,6 +20,7 @@ from typing import Any, Self
 
 import torch
 
+from tpengine.engine.llm_engine import LLMEngine
 from tpengine.engine_args import EngineArgs
 from tpengine.errors import ConfigError, counted
 from tpengine.ops.library import cpu_isa
@@ -160,6 +161,16 @@ def model_args(args: argparse.Namespace) -> Iterator[EngineArgs]:
         yield replace(engine_args, model=folder, tokenizer=None, load_format="dummy")
 
 
+@contextmanager
+def bench_engine(args: argparse.Namespace) -> Iterator[tuple[EngineArgs, LLMEngine]]:
+    """The engine's arguments, see `model_args`, and an engine with them that logs no statistics."""
+    with (
+        model_args(args) as engine_args,
+        LLMEngine.from_engine_args(replace(engine_args, disable_log_stats=True)) as engine,
+    ):
+        yield engine_args, engine
+
+
 def report_head(
     args: EngineArgs | None, results: Mapping[str, str] | None = None, width: int = 20
 ) -> str:
@@ -209,15 +220,8 @@ def describe_machine() -> str:
 
 def describe_commit() -> str:
     """The git commit of the code, marked if files differ from it, or 'unknown'."""
-    command = [
-        "git",
-        "-C",
-        str(Path(__file__).parent),
-        "describe",
-        "--always",
-        "--dirty",
-        "--abbrev=10",
-    ]
+    folder = str(Path(__file__).parent)
+    command = ["git", "-C", folder, "describe", "--always", "--dirty", "--abbrev=10"]
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=10, check=True)
     except (OSError, subprocess.SubprocessError):

@@ -13,13 +13,19 @@ import random
 import statistics
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 
 import torch
 from tqdm import tqdm
 
-from tpengine.bench.harness import BenchOptions, add_model_arguments, model_args, plot, report_head
+from tpengine.bench.harness import (
+    BenchOptions,
+    add_model_arguments,
+    bench_engine,
+    plot,
+    report_head,
+)
 from tpengine.bench.throughput import run_steps
 from tpengine.bench.timing import DecodeStep, ReadBandwidth, compare, measure_ceilings
 from tpengine.engine.llm_engine import LLMEngine
@@ -78,10 +84,7 @@ def run(args: argparse.Namespace) -> int:
     sizes = _batch_sizes(options.batch_sizes, args.max_num_seqs)
     device = detect_device(args.device)
     measure_bandwidth = _bandwidth_of(device)  # before the engine takes the memory
-    with (
-        model_args(args) as engine_args,
-        LLMEngine.from_engine_args(replace(engine_args, disable_log_stats=True)) as engine,
-    ):
+    with bench_engine(args) as (engine_args, engine):
         _measure(engine, 1, options.input_len, 4, measure_bandwidth)  # warm-up
         points = [
             _measure(engine, size, options.input_len, options.output_len, measure_bandwidth)
