@@ -385,11 +385,11 @@ def install() -> None:
 
 def shrink() -> None:
     """Benchmarks take sizes that a CPU computes in seconds."""
-    from tpengine.bench import cuda_kernels, harness, latency, timing
+    from tpengine.bench import harness, kernel_rows, latency, timing
 
     timing.COPY_BYTES, timing.MATMUL_SIZE, timing.BUS_BYTES = 1 << 20, 64, 1 << 16
     timing.REPEATS = 1
-    cuda_kernels.Setting = functools.partial(cuda_kernels.Setting, shrink=256)  # type: ignore
+    kernel_rows.Setting = functools.partial(kernel_rows.Setting, shrink=256)  # type: ignore
     harness.SHAPES["llama-3-8b"] |= {
         "hidden_size": 256,
         "num_hidden_layers": 1,
