@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import platform
 import random
 import shlex
@@ -12,7 +13,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -131,6 +132,27 @@ class BenchOptions(Options):
         if getattr(options, "plot", None) is not None:
             import_pyplot()
         return options
+
+
+def numbers(name: str, text: str, fits: Callable[[float], bool], limits: str) -> list[float]:
+    """Reads one or more numbers with commas between them.
+
+    Args:
+        name: the option.
+        limits: which numbers fit, in words.
+
+    Raises:
+        ConfigError: a word is not a number that fits.
+    """
+    found = []
+    for word in text.split(","):
+        try:
+            found.append(float(word))
+        except ValueError:
+            found.append(math.nan)
+        if not fits(found[-1]):
+            raise ConfigError(f"{name} must be {limits}; got {word!r}")
+    return found
 
 
 def add_model_arguments(parser: argparse.ArgumentParser) -> None:

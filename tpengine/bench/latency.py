@@ -23,6 +23,7 @@ from tpengine.bench.harness import (
     BenchOptions,
     add_model_arguments,
     bench_engine,
+    numbers,
     plot,
     report_head,
 )
@@ -81,7 +82,10 @@ class Point:
 def run(args: argparse.Namespace) -> int:
     """Measures and prints a line per batch size."""
     options = LatencyOptions.parse(args)
-    sizes = _batch_sizes(options.batch_sizes, args.max_num_seqs)
+    most = args.max_num_seqs
+    limits = f"integers from 1 to max_num_seqs = {most} (--max-num-seqs raises it)"
+    fits = range(1, most + 1).__contains__
+    sizes = list(map(int, numbers("--batch-sizes", options.batch_sizes, fits, limits)))
     device = detect_device(args.device)
     measure_bandwidth = _bandwidth_of(device)  # before the engine takes the memory
     with bench_engine(args) as (engine_args, engine):
@@ -112,23 +116,6 @@ def run(args: argparse.Namespace) -> int:
             panel.set_ylabel("output tokens/s")
             panel.set_ylim(bottom=0)
     return 0
-
-
-def _batch_sizes(text: str, max_num_seqs: int) -> list[int]:
-    """Returns the batch sizes.
-
-    Raises:
-        ConfigError: one of them is not a number of sequences that can run at once.
-    """
-    words = text.split(",")
-    sizes = [int(word) if word.strip().isdecimal() else 0 for word in words]
-    for word, size in zip(words, sizes, strict=True):
-        if not 1 <= size <= max_num_seqs:
-            raise ConfigError(
-                f"--batch-sizes must be integers from 1 to max_num_seqs = {max_num_seqs}, "
-                f"got {word!r}; leave it out, or raise --max-num-seqs"
-            )
-    return sizes
 
 
 def _bandwidth_of(device: str) -> Callable[[], float]:

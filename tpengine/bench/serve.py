@@ -36,6 +36,7 @@ from tpengine.bench.harness import (
     add_model_arguments,
     mixed_requests,
     model_args,
+    numbers,
     plot,
     report_head,
 )
@@ -89,7 +90,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     """Measures and prints a line per rate."""
     options = LoadOptions.parse(args)
-    rates = _rates(options.rates)
+    rates = numbers("--rates", options.rates, lambda rate: rate > 0, "numbers above 0, or inf")
     if args.shape and options.target:
         raise ConfigError("--shape is for a server that is started here; leave out --target")
     pid: int | None = None
@@ -109,23 +110,6 @@ def run(args: argparse.Namespace) -> int:
     if options.plot:
         _plot(options.plot, lines["model"], rates, summaries)
     return 0
-
-
-def _rates(text: str) -> list[float]:
-    """Returns the rates.
-
-    Raises:
-        ConfigError: a rate is invalid.
-    """
-    rates = []
-    for word in text.split(","):
-        try:
-            rates.append(float(word))
-        except ValueError:
-            rates.append(math.nan)
-        if not rates[-1] > 0:
-            raise ConfigError(f"--rates must be numbers above 0, or inf; got {word!r}")
-    return rates
 
 
 @contextlib.contextmanager
