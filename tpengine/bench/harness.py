@@ -15,23 +15,27 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Self
 
 import torch
 
+from tpengine import envs
 from tpengine.engine.llm_engine import LLMEngine
 from tpengine.engine_args import EngineArgs
 from tpengine.errors import ConfigError, counted
 from tpengine.ops.library import cpu_isa
-from tpengine.options import Options
+from tpengine.options import Options, option
+from tpengine.sampling_params import RequestOutputKind, SamplingParams
 from tpengine.worker.device import detect_device, resolve_dtype
 
 _MU, _SIGMA = 4.2, 0.9  # of the logarithm: a median of 67 tokens
 _MIN_TOKENS, _MAX_TOKENS = 4, 512
 _FIRST_ORDINARY_ID = 5
 
+GREEDY = SamplingParams(temperature=0.0, ignore_eos=True, output_kind=RequestOutputKind.FINAL_ONLY)
+"""Parameters of a request whose `max_tokens` the benchmark sets."""
 Workload = list[tuple[list[int], int]]
 """(prompt ids, number of output tokens) of each request."""
 
@@ -155,21 +159,12 @@ def numbers(name: str, text: str, fits: Callable[[float], bool], limits: str) ->
     return found
 
 
-def add_model_arguments(parser: argparse.ArgumentParser) -> None:
-    """Adds `--shape` and the engine's options."""
-    add_shape_argument(parser)
-    EngineArgs.add_cli_args(parser)
+@dataclass
+class ModelOptions(BenchOptions):
+    """Options of a benchmark of one engine."""
 
-
-def add_shape_argument(parser: argparse.ArgumentParser, default: str | None = None) -> None:
-    """Adds `--shape`."""
-    text = "default: %(default)s" if default else "default: run the model itself"
-    parser.add_argument(
-        "--shape",
-        choices=sorted(SHAPES),
-        default=default,
-        help=f"run a model of this shape with random weights ({text})",
-    )
+    shape: str | None = option(None, tuple(SHAPES))
+    """Run a model of this shape with random weights; default: run the model itself."""
 
 
 @contextmanager
@@ -191,6 +186,19 @@ def bench_engine(args: argparse.Namespace) -> Iterator[tuple[EngineArgs, LLMEngi
         LLMEngine.from_engine_args(replace(engine_args, disable_log_stats=True)) as engine,
     ):
         yield engine_args, engine
+
+
+@contextmanager
+def local_ray(num_cpus: int) -> Iterator[None]:
+    """Ray on this machine, with this many actors at most."""
+    import ray
+
+    envs.prepare_local_ray()
+    ray.init(address="local", num_cpus=num_cpus, include_dashboard=False, log_to_driver=False)
+    try:
+        yield
+    finally:
+        ray.shutdown()
 
 
 def report_head(

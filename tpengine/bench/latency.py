@@ -13,15 +13,15 @@ import random
 import statistics
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 
 import torch
 from tqdm import tqdm
 
 from tpengine.bench.harness import (
-    BenchOptions,
-    add_model_arguments,
+    GREEDY,
+    ModelOptions,
     bench_engine,
     numbers,
     plot,
@@ -30,9 +30,9 @@ from tpengine.bench.harness import (
 from tpengine.bench.throughput import run_steps
 from tpengine.bench.timing import DecodeStep, ReadBandwidth, compare, measure_ceilings
 from tpengine.engine.llm_engine import LLMEngine
+from tpengine.engine_args import EngineArgs
 from tpengine.errors import ConfigError
 from tpengine.options import option
-from tpengine.sampling_params import RequestOutputKind, SamplingParams
 from tpengine.worker.device import cache_dtype, detect_device, resolve_dtype
 
 _STEPS_PER_FLOOR = 8
@@ -42,7 +42,7 @@ _TRACED_TOKENS = 24
 
 
 @dataclass
-class LatencyOptions(BenchOptions):
+class LatencyOptions(ModelOptions):
     """Which requests are measured, and the files to write."""
 
     batch_sizes: str = option("1,2,4,8,16,32")
@@ -61,7 +61,7 @@ class LatencyOptions(BenchOptions):
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Adds this benchmark's options and the engine's."""
     LatencyOptions.add_cli_args(parser)
-    add_model_arguments(parser)
+    EngineArgs.add_cli_args(parser)
 
 
 @dataclass(frozen=True)
@@ -171,12 +171,7 @@ def _measure(
     """
     rng = random.Random(f"{batch_size}:{output_len}")
     vocab_size = engine.get_model_config().vocab_size
-    params = SamplingParams(
-        temperature=0.0,
-        ignore_eos=True,
-        max_tokens=output_len,
-        output_kind=RequestOutputKind.FINAL_ONLY,
-    )
+    params = replace(GREEDY, max_tokens=output_len)
     for i in range(batch_size):
         prompt = [rng.randrange(vocab_size) for _ in range(input_len)]
         engine.add_request(str(i), None, params, prompt_token_ids=prompt)

@@ -16,9 +16,9 @@ from dataclasses import dataclass, replace
 from tqdm import tqdm
 
 from tpengine.bench.harness import (
-    BenchOptions,
+    GREEDY,
+    ModelOptions,
     Workload,
-    add_model_arguments,
     bench_engine,
     median_of,
     mixed_requests,
@@ -26,15 +26,16 @@ from tpengine.bench.harness import (
 )
 from tpengine.engine.llm_engine import LLMEngine
 from tpengine.engine.stats import StepStats
+from tpengine.engine_args import EngineArgs
 from tpengine.options import option
-from tpengine.sampling_params import RequestOutputKind, SamplingParams
+from tpengine.sampling_params import SamplingParams
 
 _WARM_UP_REQUESTS = 4
 _WARM_UP_OUTPUT = 4
 
 
 @dataclass
-class ThroughputOptions(BenchOptions):
+class ThroughputOptions(ModelOptions):
     """The workload, and how its tokens are drawn."""
 
     num_requests: int = option(32, at_least=1)
@@ -50,18 +51,13 @@ class ThroughputOptions(BenchOptions):
 
     def params(self) -> SamplingParams:
         """Parameters of each request, without its number of output tokens."""
-        return SamplingParams(
-            temperature=self.temperature,
-            top_p=self.top_p,
-            ignore_eos=True,
-            output_kind=RequestOutputKind.FINAL_ONLY,
-        )
+        return replace(GREEDY, temperature=self.temperature, top_p=self.top_p)
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Adds this benchmark's options and the engine's."""
     ThroughputOptions.add_cli_args(parser)
-    add_model_arguments(parser)
+    EngineArgs.add_cli_args(parser)
 
 
 @dataclass(frozen=True)

@@ -97,12 +97,8 @@ def describe_card(device: torch.device) -> str:
     """The model and sizes of the card, its clocks at this moment, and the installed versions."""
     card: Any = torch.cuda.get_device_properties(device)  # the stub lacks some of its fields
     sizes = {"L2": card.L2_cache_size >> 20, "memory": card.total_memory >> 20}
-    command = [
-        "nvidia-smi",
-        f"--query-gpu={_CLOCKS}",
-        "--format=csv,noheader",
-        f"--id=GPU-{card.uuid}",
-    ]
+    query = [f"--query-gpu={_CLOCKS}", "--format=csv,noheader", f"--id=GPU-{card.uuid}"]
+    command = ["nvidia-smi", *query]
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=20, check=False)
         clocks = done.stdout.strip() or done.stderr.strip()
