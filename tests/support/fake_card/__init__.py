@@ -322,10 +322,9 @@ def _properties(*_: Any) -> SimpleNamespace:
 _ORIGINAL_PROFILE = torch.profiler.profile
 
 
-def _profile(activities: Any = (), **kwargs: Any) -> Any:
+def _profile() -> Any:
     """Of the host alone: the card's own profiler complains at every op where there is no driver."""
-    host = [one for one in activities if one is not torch.profiler.ProfilerActivity.CUDA]
-    return _ORIGINAL_PROFILE(activities=host, **kwargs)
+    return _ORIGINAL_PROFILE(activities=[torch.profiler.ProfilerActivity.CPU])
 
 
 class Kernels:
