@@ -17,8 +17,8 @@ import pytest
 import torch
 
 from tpengine.bench import kernels, visit
-from tpengine.bench.cuda_kernels import GROUPS, Setting
-from tpengine.bench.timing import Action, Ceilings, DecodeStep, Row, compare, decode_s
+from tpengine.bench.kernel_rows import GROUPS, Setting
+from tpengine.bench.timing import Action, Ceilings, DecodeStep, Row, compare, decode_s, in_turn_s
 from tpengine.bench.visit import Part, run_parts, table, visit_parts
 from tpengine.cli.main import main
 
@@ -49,7 +49,15 @@ def test_every_case_runs(group: str) -> None:
 def test_shares() -> None:
     row = Row("decode bfloat16", "64 x 4096", 250e-6, 64 * 4096 * 4096, 4 * 64 * 4096 * 4096)
     assert "107.4 % of copy" in row.text(CEILINGS)
-    assert " 17.2 TFLOP/s" in row.text(CEILINGS)
+    assert " 17.2 TFLOP/s    2.1 % of matmul" in row.text(CEILINGS)
+    on_cpu = Row("decode bfloat16", "1 x 1024", 1e-3, 1 << 20, 1 << 20).rates(4e9)
+    assert on_cpu.endswith(" 1.0 GB/s   26.2 % of reads        1.0 GFLOP/s")
+
+
+def test_actions_are_timed_in_turn() -> None:
+    calls: list[int] = []
+    assert 0 < in_turn_s([lambda n=n: calls.append(n) for n in range(2)], repeats=4) < 1
+    assert calls == [0, 1, 0, 1, 0]
 
 
 def test_plot(tmp_path: Path) -> None:

@@ -1,5 +1,6 @@
-"""Measurements of tpengine's own parts: `python tests/benchmarks NAME [options]`, from the
-repository's root, with the project installed. `tpengine bench` has those that users run."""
+"""Measurements of tpengine's own parts and of other engines: `python tests/benchmarks NAME
+[options]`, from the repository's root, with the project installed. `tpengine bench` has those that
+users run."""
 
 from __future__ import annotations
 
@@ -8,8 +9,11 @@ import importlib
 import sys
 from pathlib import Path
 
+from tpengine.errors import TPEngineError
+
 BENCHMARKS = {
     "collectives": "all-reduce of CPU ranks over shared memory, compared with gloo",
+    "peers": "output tokens/s beside those of transformers, on the same requests",
     "prefix": "what prefix caching gains and costs",
     "ranks": "two ranks of one thread against one process of two threads; a start by phase",
     "sampler": "time of each stage of sampling: penalties, biases, bans, log probabilities",
@@ -30,7 +34,10 @@ def main(words: list[str]) -> int:
             module.add_arguments(command)
             command.set_defaults(run=module.run)
     args = parser.parse_args(words)
-    return int(args.run(args))
+    try:
+        return int(args.run(args))
+    except TPEngineError as error:
+        raise SystemExit(f"{type(error).__name__}: {error}") from error
 
 
 if __name__ == "__main__":

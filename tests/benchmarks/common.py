@@ -12,14 +12,12 @@ from typing import Any
 
 from tqdm import tqdm
 
-from tpengine.bench.harness import Workload, add_shape_argument, shape_folder
+from tpengine.bench.harness import GREEDY, SHAPES, Workload, shape_folder
 from tpengine.bench.throughput import RunResult, run_once
 from tpengine.engine.llm_engine import LLMEngine
 from tpengine.engine_args import EngineArgs
-from tpengine.sampling_params import RequestOutputKind, SamplingParams
 
 SHAPE = "llama-124m"
-GREEDY = SamplingParams(temperature=0.0, ignore_eos=True, output_kind=RequestOutputKind.FINAL_ONLY)
 
 
 def add_numbers(parser: argparse.ArgumentParser, **numbers: tuple[float, str]) -> None:
@@ -32,8 +30,14 @@ def add_numbers(parser: argparse.ArgumentParser, **numbers: tuple[float, str]) -
 
 def add_engine_arguments(parser: argparse.ArgumentParser) -> None:
     """Adds `--shape`, which has a default, and the engine's options."""
-    add_shape_argument(parser, SHAPE)
+    add_shape_argument(parser)
     EngineArgs.add_cli_args(parser)
+
+
+def add_shape_argument(parser: argparse.ArgumentParser) -> None:
+    """Adds `--shape`."""
+    help_text = "run a model of this shape with random weights (default: %(default)s)"
+    parser.add_argument("--shape", choices=sorted(SHAPES), default=SHAPE, help=help_text)
 
 
 @contextmanager

@@ -13,10 +13,10 @@ import time
 from dataclasses import replace
 from pathlib import Path
 
-from benchmarks.common import GREEDY, SHAPE, add_numbers, run_pairs
-from tpengine import envs
+from benchmarks.common import add_numbers, add_shape_argument, run_pairs
 from tpengine.bench.harness import (
-    add_shape_argument,
+    GREEDY,
+    local_ray,
     median_of,
     mixed_requests,
     report_head,
@@ -38,7 +38,7 @@ _CACHE_GIB = 0.5
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Adds what this benchmark can be told."""
-    add_shape_argument(parser, SHAPE)
+    add_shape_argument(parser)
     add_numbers(
         parser,
         ranks=(2, "processes, a thread each"),
@@ -53,38 +53,31 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Measures and prints the report."""
-    import ray
-
     if min(args.ranks - 1, args.num_requests, args.pairs, args.starts) < 1:
         raise SystemExit("--ranks must be at least 2, the other numbers at least 1")
-    envs.prepare_local_ray()
-    ray.init(address="local", num_cpus=args.ranks, include_dashboard=False, log_to_driver=False)
-    try:
-        with shape_folder(args.shape) as folder:
-            one = EngineArgs(
-                folder,
-                device="cpu",
-                dtype=args.dtype,
-                cpu_kv_cache_space=_CACHE_GIB,
-                swap_space=0.0,
-                disable_log_stats=True,
-            )
-            write_weights(one, Path(folder))
-            several = replace(
-                one,
-                tensor_parallel_size=args.ranks,
-                executor="ray",
-                cpu_kv_cache_space=_CACHE_GIB / args.ranks,
-            )
-            print(report_head(one), flush=True)
-            _report_starts(several, args.starts)
-            with (
-                LLMEngine.from_engine_args(one) as first,
-                LLMEngine.from_engine_args(several) as second,
-            ):
-                _report_throughput(args, first, second)
-    finally:
-        ray.shutdown()
+    with local_ray(args.ranks), shape_folder(args.shape) as folder:
+        one = EngineArgs(
+            folder,
+            device="cpu",
+            dtype=args.dtype,
+            cpu_kv_cache_space=_CACHE_GIB,
+            swap_space=0.0,
+            disable_log_stats=True,
+        )
+        write_weights(one, Path(folder))
+        several = replace(
+            one,
+            tensor_parallel_size=args.ranks,
+            executor="ray",
+            cpu_kv_cache_space=_CACHE_GIB / args.ranks,
+        )
+        print(report_head(one), flush=True)
+        _report_starts(several, args.starts)
+        with (
+            LLMEngine.from_engine_args(one) as first,
+            LLMEngine.from_engine_args(several) as second,
+        ):
+            _report_throughput(args, first, second)
     return 0
 
 

@@ -1,4 +1,4 @@
-"""Every measurement of our own parts runs, small, and says on what it ran."""
+"""The measurements of our own parts and of other engines run, small, and say on what they ran."""
 
 from __future__ import annotations
 
@@ -62,3 +62,21 @@ def test_benchmarks_of_one_part(
 ) -> None:
     assert main([name, *options]) == 0
     assert re.search(result, capsys.readouterr().out)
+
+
+def test_transformers_serves_the_same_requests(
+    models: ModelShop, capsys: pytest.CaptureFixture[str]
+) -> None:
+    options = ["--model", str(models.folder(PLAIN)), "--num-requests", "2", "--runs", "1", *ENGINE]
+    assert main(["peers", *options]) == 0
+    shown = capsys.readouterr().out
+    assert re.search(r"(?m)^output tokens/s +[\d.]+ ", shown), shown
+    for name in ("hf", "hf-cb"):
+        rate = rf"(?m)^{name} +[\d.]+ output tokens/s .*; tpengine does [\d.]+ x that$"
+        assert re.search(rate, shown), shown
+
+
+def test_an_unknown_peer_is_refused(models: ModelShop) -> None:
+    options = ["--model", str(models.folder(PLAIN)), "--against", "hf,gpt", *ENGINE]
+    with pytest.raises(SystemExit, match="--against must name hf or hf-cb, got 'gpt'"):
+        main(["peers", *options])

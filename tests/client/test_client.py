@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import argparse
 import asyncio
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -20,13 +20,11 @@ from support.server_process import ServerProcess, wait_until
 
 from client.talks import PATIENCE_S, talk_with
 from tpengine import LLM, SamplingParams
-from tpengine.bench import serve
 from tpengine.cli.main import main
 from tpengine.client import generation_client as client_module
 from tpengine.client.convert import to_request
 from tpengine.client.generation_client import GenerationClient, typed_errors
 from tpengine.client.load import COMPLETE, Objective, Outcome, percentiles, poisson_plan, summarise
-from tpengine.engine_args import EngineArgs
 from tpengine.errors import (
     ConfigError,
     DeadlineExceededError,
@@ -40,7 +38,6 @@ from tpengine.errors import (
     ServerUnavailableError,
 )
 from tpengine.inputs import TokensPrompt
-from tpengine.options import each
 from tpengine.server.auth import Authenticator
 
 PROMPT = "Once upon a time"
@@ -327,24 +324,21 @@ def test_bench_serve_refuses_what_it_cannot_do() -> None:
         assert main(["bench", "serve", *options]) == 1
 
 
-@pytest.mark.parametrize(
-    "engine_args",
-    [
-        EngineArgs(dtype="float32", enable_prefix_caching=False),
-        EngineArgs(cpu_kv_cache_space=(0.5, 1.0), gpu_memory_utilization=[0.8, 0.9]),
-        EngineArgs(rope_scaling={"type": "linear", "factor": 2}, preemption_mode=None),
-        EngineArgs(served_model_name=["a", "b, c"], ignore_patterns=["*.bin", "x"]),
-    ],
-)
-def test_bench_serve_passes_its_engine_options_on(engine_args: EngineArgs) -> None:
-    """To the server that it starts; one number per rank with commas between them."""
-    parser = argparse.ArgumentParser()
-    EngineArgs.add_cli_args(parser)
-    words = serve.engine_options(engine_args)
-    parsed = EngineArgs.from_cli_args(parser.parse_args(words))
-    assert [each(value) for value in vars(parsed).values()] == [
-        each(value) for value in vars(engine_args).values()
-    ]
+def test_bench_serve_starts_a_server_with_its_engine_options(
+    capfd: pytest.CaptureFixture[str],
+) -> None:
+    options = ["--rates", "inf", "--num-requests", "2", "--served-model-name", "mine"]
+    engine = ["--dtype", "float32", "--cpu-kv-cache-space", "0.01,0.02"]
+    assert main(["bench", "serve", *options, *engine]) == 1
+    refused = capfd.readouterr().err
+    assert "got 2 numbers" in refused, "told by the server"
+    assert "the server ended with exit code 1 before it was ready" in refused
+    engine[-1] = "0.02"
+    assert main(["bench", "serve", *options, *engine]) == 0
+    shown = capfd.readouterr().out
+    assert re.search(r"(?m)^model +mine$", shown), shown
+    assert "2 complete" in shown
+    assert "server's CPU, µs per output token" in shown
 
 
 def test_figures_of_a_load() -> None:

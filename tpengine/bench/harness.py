@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import platform
 import random
 import shlex
@@ -12,24 +13,29 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Self
 
 import torch
 
+from tpengine import envs
+from tpengine.engine.llm_engine import LLMEngine
 from tpengine.engine_args import EngineArgs
 from tpengine.errors import ConfigError, counted
 from tpengine.ops.library import cpu_isa
-from tpengine.options import Options
+from tpengine.options import Options, option
+from tpengine.sampling_params import RequestOutputKind, SamplingParams
 from tpengine.worker.device import detect_device, resolve_dtype
 
 _MU, _SIGMA = 4.2, 0.9  # of the logarithm: a median of 67 tokens
 _MIN_TOKENS, _MAX_TOKENS = 4, 512
 _FIRST_ORDINARY_ID = 5
 
+GREEDY = SamplingParams(temperature=0.0, ignore_eos=True, output_kind=RequestOutputKind.FINAL_ONLY)
+"""Parameters of a request whose `max_tokens` the benchmark sets."""
 Workload = list[tuple[list[int], int]]
 """(prompt ids, number of output tokens) of each request."""
 
@@ -132,21 +138,33 @@ class BenchOptions(Options):
         return options
 
 
-def add_model_arguments(parser: argparse.ArgumentParser) -> None:
-    """Adds `--shape` and the engine's options."""
-    add_shape_argument(parser)
-    EngineArgs.add_cli_args(parser)
+def numbers(name: str, text: str, fits: Callable[[float], bool], limits: str) -> list[float]:
+    """Reads one or more numbers with commas between them.
+
+    Args:
+        name: the option.
+        limits: which numbers fit, in words.
+
+    Raises:
+        ConfigError: a word is not a number that fits.
+    """
+    found = []
+    for word in text.split(","):
+        try:
+            found.append(float(word))
+        except ValueError:
+            found.append(math.nan)
+        if not fits(found[-1]):
+            raise ConfigError(f"{name} must be {limits}; got {word!r}")
+    return found
 
 
-def add_shape_argument(parser: argparse.ArgumentParser, default: str | None = None) -> None:
-    """Adds `--shape`."""
-    text = "default: %(default)s" if default else "default: run the model itself"
-    parser.add_argument(
-        "--shape",
-        choices=sorted(SHAPES),
-        default=default,
-        help=f"run a model of this shape with random weights ({text})",
-    )
+@dataclass
+class ModelOptions(BenchOptions):
+    """Options of a benchmark of one engine."""
+
+    shape: str | None = option(None, tuple(SHAPES))
+    """Run a model of this shape with random weights; default: run the model itself."""
 
 
 @contextmanager
@@ -158,6 +176,29 @@ def model_args(args: argparse.Namespace) -> Iterator[EngineArgs]:
         return
     with shape_folder(args.shape) as folder:
         yield replace(engine_args, model=folder, tokenizer=None, load_format="dummy")
+
+
+@contextmanager
+def bench_engine(args: argparse.Namespace) -> Iterator[tuple[EngineArgs, LLMEngine]]:
+    """The engine's arguments, see `model_args`, and an engine with them that logs no statistics."""
+    with (
+        model_args(args) as engine_args,
+        LLMEngine.from_engine_args(replace(engine_args, disable_log_stats=True)) as engine,
+    ):
+        yield engine_args, engine
+
+
+@contextmanager
+def local_ray(num_cpus: int) -> Iterator[None]:
+    """Ray on this machine, with this many actors at most."""
+    import ray
+
+    envs.prepare_local_ray()
+    ray.init(address="local", num_cpus=num_cpus, include_dashboard=False, log_to_driver=False)
+    try:
+        yield
+    finally:
+        ray.shutdown()
 
 
 def report_head(
@@ -209,15 +250,8 @@ def describe_machine() -> str:
 
 def describe_commit() -> str:
     """The git commit of the code, marked if files differ from it, or 'unknown'."""
-    command = [
-        "git",
-        "-C",
-        str(Path(__file__).parent),
-        "describe",
-        "--always",
-        "--dirty",
-        "--abbrev=10",
-    ]
+    folder = str(Path(__file__).parent)
+    command = ["git", "-C", folder, "describe", "--always", "--dirty", "--abbrev=10"]
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=10, check=True)
     except (OSError, subprocess.SubprocessError):

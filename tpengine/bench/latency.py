@@ -19,13 +19,20 @@ from functools import partial
 import torch
 from tqdm import tqdm
 
-from tpengine.bench.harness import BenchOptions, add_model_arguments, model_args, plot, report_head
+from tpengine.bench.harness import (
+    GREEDY,
+    ModelOptions,
+    bench_engine,
+    numbers,
+    plot,
+    report_head,
+)
 from tpengine.bench.throughput import run_steps
 from tpengine.bench.timing import DecodeStep, ReadBandwidth, compare, measure_ceilings
 from tpengine.engine.llm_engine import LLMEngine
+from tpengine.engine_args import EngineArgs
 from tpengine.errors import ConfigError
 from tpengine.options import option
-from tpengine.sampling_params import RequestOutputKind, SamplingParams
 from tpengine.worker.device import cache_dtype, detect_device, resolve_dtype
 
 _STEPS_PER_FLOOR = 8
@@ -35,7 +42,7 @@ _TRACED_TOKENS = 24
 
 
 @dataclass
-class LatencyOptions(BenchOptions):
+class LatencyOptions(ModelOptions):
     """Which requests are measured, and the files to write."""
 
     batch_sizes: str = option("1,2,4,8,16,32")
@@ -54,7 +61,7 @@ class LatencyOptions(BenchOptions):
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Adds this benchmark's options and the engine's."""
     LatencyOptions.add_cli_args(parser)
-    add_model_arguments(parser)
+    EngineArgs.add_cli_args(parser)
 
 
 @dataclass(frozen=True)
@@ -75,13 +82,13 @@ class Point:
 def run(args: argparse.Namespace) -> int:
     """Measures and prints a line per batch size."""
     options = LatencyOptions.parse(args)
-    sizes = _batch_sizes(options.batch_sizes, args.max_num_seqs)
+    most = args.max_num_seqs
+    limits = f"integers from 1 to max_num_seqs = {most} (--max-num-seqs raises it)"
+    fits = range(1, most + 1).__contains__
+    sizes = list(map(int, numbers("--batch-sizes", options.batch_sizes, fits, limits)))
     device = detect_device(args.device)
     measure_bandwidth = _bandwidth_of(device)  # before the engine takes the memory
-    with (
-        model_args(args) as engine_args,
-        LLMEngine.from_engine_args(replace(engine_args, disable_log_stats=True)) as engine,
-    ):
+    with bench_engine(args) as (engine_args, engine):
         _measure(engine, 1, options.input_len, 4, measure_bandwidth)  # warm-up
         points = [
             _measure(engine, size, options.input_len, options.output_len, measure_bandwidth)
@@ -109,23 +116,6 @@ def run(args: argparse.Namespace) -> int:
             panel.set_ylabel("output tokens/s")
             panel.set_ylim(bottom=0)
     return 0
-
-
-def _batch_sizes(text: str, max_num_seqs: int) -> list[int]:
-    """Returns the batch sizes.
-
-    Raises:
-        ConfigError: one of them is not a number of sequences that can run at once.
-    """
-    words = text.split(",")
-    sizes = [int(word) if word.strip().isdecimal() else 0 for word in words]
-    for word, size in zip(words, sizes, strict=True):
-        if not 1 <= size <= max_num_seqs:
-            raise ConfigError(
-                f"--batch-sizes must be integers from 1 to max_num_seqs = {max_num_seqs}, "
-                f"got {word!r}; leave it out, or raise --max-num-seqs"
-            )
-    return sizes
 
 
 def _bandwidth_of(device: str) -> Callable[[], float]:
@@ -181,12 +171,7 @@ def _measure(
     """
     rng = random.Random(f"{batch_size}:{output_len}")
     vocab_size = engine.get_model_config().vocab_size
-    params = SamplingParams(
-        temperature=0.0,
-        ignore_eos=True,
-        max_tokens=output_len,
-        output_kind=RequestOutputKind.FINAL_ONLY,
-    )
+    params = replace(GREEDY, max_tokens=output_len)
     for i in range(batch_size):
         prompt = [rng.randrange(vocab_size) for _ in range(input_len)]
         engine.add_request(str(i), None, params, prompt_token_ids=prompt)
@@ -212,10 +197,7 @@ def _measure(
 
 def _trace(engine: LLMEngine, options: LatencyOptions, batch_size: int) -> str:
     """Writes a timeline; returns a table of the kernels with the longest times."""
-    activities = [torch.profiler.ProfilerActivity.CPU]
-    if torch.cuda.is_available():
-        activities.append(torch.profiler.ProfilerActivity.CUDA)
-    with torch.profiler.profile(activities=activities) as profile:
+    with torch.profiler.profile() as profile:  # of the CPU, and of a GPU if there is one
         tokens = min(options.output_len, _TRACED_TOKENS)
         _measure(engine, batch_size, options.input_len, tokens, lambda: 1.0)
     path = f"{options.trace}-{batch_size}.json.gz"

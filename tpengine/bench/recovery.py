@@ -23,10 +23,10 @@ import torch
 from safetensors.torch import save_file
 from tqdm import tqdm
 
-from tpengine import envs
 from tpengine.bench.harness import (
+    SHAPES,
     BenchOptions,
-    add_shape_argument,
+    local_ray,
     median_of,
     report_facts,
     report_head,
@@ -117,6 +117,8 @@ class RecoveryOptions(BenchOptions):
 
     ranks: int = option(2, at_least=1)
     """Ranks of the engine."""
+    shape: str = option("llama-124m", tuple(SHAPES))
+    """Shape of the model, which has random weights."""
     kills: int = option(7, at_least=1)
     """Kills with spares, and as many without."""
     num_streams: int = option(8, at_least=1)
@@ -132,46 +134,38 @@ class RecoveryOptions(BenchOptions):
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Adds this benchmark's options."""
     RecoveryOptions.add_cli_args(parser)
-    add_shape_argument(parser, "llama-124m")
 
 
 def run(args: argparse.Namespace) -> int:
     """Measures and prints the report."""
-    import ray
-
     options = RecoveryOptions.parse(args)
-    envs.prepare_local_ray()
-    ray.init(address="local", num_cpus=options.ranks, include_dashboard=False, log_to_driver=False)
-    try:
-        with shape_folder(args.shape) as folder:
-            engine_args = EngineArgs(
-                folder,
-                device="cpu",
-                dtype=options.dtype,
-                tensor_parallel_size=options.ranks,
-                executor="ray",
-                cpu_kv_cache_space=_CACHE_GIB / options.ranks,
-                swap_space=0.0,
-                max_recoveries=options.kills,
-                disable_log_stats=True,
-            )
-            write_weights(engine_args, Path(folder))
-            work = (
-                f"{args.shape} on {options.ranks} ranks, {options.num_streams} streams with "
-                f"prompts of {options.input_len} tokens, {options.kills} kills of each kind"
-            )
-            print(report_head(engine_args, {"work": work}))
-            data: dict[str, Any] = report_facts(engine_args) | {"work": work}
-            for spare_workers in (0, options.ranks):
-                kills = measure(replace(engine_args, spare_workers=spare_workers), options)
-                _report(f"{spare_workers} spares", kills)
-                data[f"{spare_workers} spares"] = [kill.as_data() for kill in kills]
-            load = f"{os.getloadavg()[0]:.1f} on {os.cpu_count()} cores"
-            data["machine's load"] = load
-            if options.json is not None:
-                Path(options.json).write_text(json.dumps(data, indent=1) + "\n")
-    finally:
-        ray.shutdown()
+    with local_ray(options.ranks), shape_folder(options.shape) as folder:
+        engine_args = EngineArgs(
+            folder,
+            device="cpu",
+            dtype=options.dtype,
+            tensor_parallel_size=options.ranks,
+            executor="ray",
+            cpu_kv_cache_space=_CACHE_GIB / options.ranks,
+            swap_space=0.0,
+            max_recoveries=options.kills,
+            disable_log_stats=True,
+        )
+        write_weights(engine_args, Path(folder))
+        work = (
+            f"{options.shape} on {options.ranks} ranks, {options.num_streams} streams with "
+            f"prompts of {options.input_len} tokens, {options.kills} kills of each kind"
+        )
+        print(report_head(engine_args, {"work": work}))
+        data: dict[str, Any] = report_facts(engine_args) | {"work": work}
+        for spare_workers in (0, options.ranks):
+            kills = measure(replace(engine_args, spare_workers=spare_workers), options)
+            _report(f"{spare_workers} spares", kills)
+            data[f"{spare_workers} spares"] = [kill.as_data() for kill in kills]
+        load = f"{os.getloadavg()[0]:.1f} on {os.cpu_count()} cores"
+        data["machine's load"] = load
+        if options.json is not None:
+            Path(options.json).write_text(json.dumps(data, indent=1) + "\n")
     print(f"machine's load      {load}")
     return 0
 

@@ -15,38 +15,40 @@ from __future__ import annotations
 import argparse
 import asyncio
 import contextlib
-import dataclasses
-import json
 import math
+import multiprocessing
 import os
 import signal
 import socket
-import subprocess
 import sys
 import time
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from multiprocessing.process import BaseProcess
 from pathlib import Path
+from typing import Any, NoReturn
 
 from tqdm import tqdm
 
 from tpengine.bench.harness import (
-    BenchOptions,
-    add_model_arguments,
+    ModelOptions,
     mixed_requests,
     model_args,
+    numbers,
     plot,
     report_head,
 )
+from tpengine.cli import serve
 from tpengine.cli.client import ConnectionOptions, open_client
 from tpengine.client.generation_client import GenerationClient
 from tpengine.client.load import LoadSummary, Objective, poisson_plan, run_load, summarise
-from tpengine.engine_args import EngineArgs
+from tpengine.engine_args import AsyncEngineArgs, EngineArgs
 from tpengine.errors import ConfigError, ServerError
-from tpengine.options import each, option
+from tpengine.options import option
 from tpengine.sampling_params import SamplingParams
 from tpengine.server.grpc.proto import READINESS
+from tpengine.server.server_args import ServerArgs
 
 EVENT_LOOP = "event loop"
 ENGINE = "engine"
@@ -60,7 +62,7 @@ _POLL_S = 0.1
 
 
 @dataclass
-class LoadOptions(BenchOptions):
+class LoadOptions(ModelOptions):
     """The load, and the objectives of a request."""
 
     rates: str = option("1,2,4,8,inf")
@@ -83,13 +85,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Adds this benchmark's options, the connection's and the engine's."""
     LoadOptions.add_cli_args(parser)
     ConnectionOptions.add_cli_args(parser)
-    add_model_arguments(parser)
+    EngineArgs.add_cli_args(parser)
 
 
 def run(args: argparse.Namespace) -> int:
     """Measures and prints a line per rate."""
     options = LoadOptions.parse(args)
-    rates = _rates(options.rates)
+    rates = numbers("--rates", options.rates, lambda rate: rate > 0, "numbers above 0, or inf")
     if args.shape and options.target:
         raise ConfigError("--shape is for a server that is started here; leave out --target")
     pid: int | None = None
@@ -111,67 +113,35 @@ def run(args: argparse.Namespace) -> int:
     return 0
 
 
-def _rates(text: str) -> list[float]:
-    """Returns the rates.
-
-    Raises:
-        ConfigError: a rate is invalid.
-    """
-    rates = []
-    for word in text.split(","):
-        try:
-            rates.append(float(word))
-        except ValueError:
-            rates.append(math.nan)
-        if not rates[-1] > 0:
-            raise ConfigError(f"--rates must be numbers above 0, or inf; got {word!r}")
-    return rates
-
-
 @contextlib.contextmanager
 def _own_server(args: argparse.Namespace) -> Iterator[tuple[str, int]]:
     """Runs a server with the engine's arguments; yields its HOST:PORT and process id."""
     with model_args(args) as engine_args:
         with socket.create_server(("127.0.0.1", 0)) as free:
             port = free.getsockname()[1]
-        queue = ["--max-queued-requests", str(2 * args.num_requests)]
-        command = [sys.executable, "-m", "tpengine.cli", "serve", "--port", str(port), *queue]
-        process = subprocess.Popen(
-            [*command, *engine_options(engine_args)],
-            start_new_session=True,  # Ctrl-C reaches this process only, which then ends the server
-        )
+        server_args = ServerArgs(port=port, max_queued_requests=2 * args.num_requests)
+        settings = vars(server_args) | vars(AsyncEngineArgs(**vars(engine_args)))
+        process = multiprocessing.get_context("spawn").Process(target=_serve, args=(settings,))
+        process.start()
+        assert process.pid is not None
         try:
             asyncio.run(_wait_until_ready(f"127.0.0.1:{port}", process))
             yield f"127.0.0.1:{port}", process.pid
         finally:
-            process.send_signal(signal.SIGTERM)
-            try:
-                process.wait(_END_TIMEOUT_S)
-            except subprocess.TimeoutExpired:
+            process.terminate()
+            process.join(_END_TIMEOUT_S)
+            if process.is_alive():
                 os.killpg(process.pid, signal.SIGKILL)
-                process.wait(_END_TIMEOUT_S)
+                process.join(_END_TIMEOUT_S)
 
 
-def engine_options(engine_args: EngineArgs) -> list[str]:
-    """The command-line options that give these arguments, without the defaults."""
-    words = []
-    for spec in dataclasses.fields(engine_args):
-        value = getattr(engine_args, spec.name)
-        if value == spec.default:
-            continue
-        name = spec.name.replace("_", "-")
-        if isinstance(value, bool):
-            words.append(f"--{name}" if value else f"--no-{name}")
-        elif isinstance(value, Mapping):
-            words += [f"--{name}", json.dumps(value)]
-        elif isinstance(value, (list, tuple)) and isinstance(value[0], str):
-            words += [word for one in value for word in (f"--{name}", one)]
-        else:  # one number per rank: commas between them
-            words += [f"--{name}", ",".join(map(str, each(value))) or "None"]
-    return words
+def _serve(settings: Mapping[str, Any]) -> NoReturn:
+    """In the server's process: `tpengine serve` with these options."""
+    os.setsid()  # Ctrl-C reaches the benchmark only, which then ends the server
+    sys.exit(serve.run(argparse.Namespace(**settings)))
 
 
-async def _wait_until_ready(target: str, process: subprocess.Popen[bytes]) -> None:
+async def _wait_until_ready(target: str, process: BaseProcess) -> None:
     """Waits until the server is ready.
 
     Raises:
@@ -179,14 +149,14 @@ async def _wait_until_ready(target: str, process: subprocess.Popen[bytes]) -> No
     """
     deadline = time.monotonic() + _START_TIMEOUT_S
     async with GenerationClient(target) as client:
-        while process.poll() is None and time.monotonic() < deadline:
+        while process.is_alive() and time.monotonic() < deadline:
             with contextlib.suppress(ServerError):
                 if await client.health(READINESS) == "SERVING":
                     return
             await asyncio.sleep(_POLL_S)
-    if process.poll() is not None:
+    if not process.is_alive():
         raise ConfigError(
-            f"the server ended with exit code {process.returncode} before it was ready; see above"
+            f"the server ended with exit code {process.exitcode} before it was ready; see above"
         )
     raise ConfigError(f"the server at {target} was not ready within {_START_TIMEOUT_S:g} s")
 

@@ -7,6 +7,7 @@ are estimates, made before the first run on a card: a time far from its predicti
 
 from __future__ import annotations
 
+import itertools
 import statistics
 import subprocess
 import time
@@ -96,12 +97,8 @@ def describe_card(device: torch.device) -> str:
     """The model and sizes of the card, its clocks at this moment, and the installed versions."""
     card: Any = torch.cuda.get_device_properties(device)  # the stub lacks some of its fields
     sizes = {"L2": card.L2_cache_size >> 20, "memory": card.total_memory >> 20}
-    command = [
-        "nvidia-smi",
-        f"--query-gpu={_CLOCKS}",
-        "--format=csv,noheader",
-        f"--id=GPU-{card.uuid}",
-    ]
+    query = [f"--query-gpu={_CLOCKS}", "--format=csv,noheader", f"--id=GPU-{card.uuid}"]
+    command = ["nvidia-smi", *query]
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=20, check=False)
         clocks = done.stdout.strip() or done.stderr.strip()
@@ -172,6 +169,12 @@ def fastest_s(action: Callable[[], object], repeats: int = REPEATS) -> float:
         action()
         times.append(time.perf_counter() - start)
     return min(times)
+
+
+def in_turn_s(actions: Sequence[Action], repeats: int) -> float:
+    """Seconds of the fastest of `repeats` calls; each call runs the next action."""
+    in_turn = itertools.cycle(actions)
+    return fastest_s(lambda: next(in_turn)(), repeats)
 
 
 class ReadBandwidth:
@@ -250,7 +253,7 @@ class Row:
         kernel: its name, with the backend or dtype if there are several.
         case: the sizes, such as batch and context.
         num_bytes, num_flop: the least that the work must read, write and compute.
-        predict: returns the predicted seconds for a copy bandwidth; None: there is no prediction.
+        predict: returns the seconds on a GPU for its copy bandwidth; None: there is no prediction.
     """
 
     kernel: str
@@ -261,14 +264,21 @@ class Row:
     predict: Callable[[float], float] | None = None
 
     def text(self, ceilings: Ceilings) -> str:
-        """The printed line, with shares of the card's limits."""
+        """The printed line, with shares of the card's limits and the prediction."""
+        parts = [self.rates(ceilings.copy, "copy")]
+        if self.num_flop:
+            parts[0] += f" {100 * self.num_flop / self.seconds / ceilings.matmul:6.1f} % of matmul"
+        if self.predict is not None:
+            parts.append(compare(self.seconds, self.predict(ceilings.copy)))
+        return "   ".join(parts)
+
+    def rates(self, bandwidth: float, name: str = "reads") -> str:
+        """The printed line, with the share of a bandwidth of this name."""
         rate, flops = self.num_bytes / self.seconds, self.num_flop / self.seconds
         parts = [f"{self.kernel:<24s} {self.case:<34s} {1e6 * self.seconds:10.1f} us"]
         if self.num_bytes:
-            parts.append(f"{rate / 1e9:8.1f} GB/s {100 * rate / ceilings.copy:6.1f} % of copy")
+            parts.append(f"{rate / 1e9:8.1f} GB/s {100 * rate / bandwidth:6.1f} % of {name}")
         if self.num_flop:
-            share = 100 * flops / ceilings.matmul
-            parts.append(f"{flops / 1e12:8.1f} TFLOP/s {share:6.1f} % of matmul")
-        if self.predict is not None:
-            parts.append(compare(self.seconds, self.predict(ceilings.copy)))
+            unit, factor = ("TFLOP/s", 1e12) if flops >= 1e12 else ("GFLOP/s", 1e9)
+            parts.append(f"{flops / factor:8.1f} {unit}")
         return "   ".join(parts)

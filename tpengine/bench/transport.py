@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from tpengine.bench.harness import BenchOptions, report_head
+from tpengine.bench.harness import BenchOptions, local_ray, report_head
 from tpengine.executor.channel import FrameKind, Listener, connect
 from tpengine.executor.codec import decode_output, decode_step, encode
 from tpengine.executor.watch import StepExchange
@@ -99,8 +99,7 @@ def run(args: argparse.Namespace) -> int:
     import ray
 
     options = TransportOptions.parse(args)
-    ray.init(address="local", num_cpus=options.ranks, include_dashboard=False, log_to_driver=False)
-    try:
+    with local_ray(options.ranks):
         work = f"{options.ranks} ranks, {options.running} running sequences, {options.steps} steps"
         print(report_head(None, {"work": work, "ray": ray.__version__}))
         step = decode_step_input(1, options.running)
@@ -109,16 +108,13 @@ def run(args: argparse.Namespace) -> int:
         _report_codec(options)
         actor_class = ray.remote(num_cpus=0)(EchoRank)
         actors = [actor_class.remote() for _ in range(options.ranks)]
-        message = decode_step_input(1, options.running)
         for name, exchange in _exchanges(options, actors):
 
             def call(number: int, exchange: Exchange = exchange) -> None:
-                message.step = number
-                decode_output(exchange(number, encode(message)))
+                step.step = number
+                decode_output(exchange(number, encode(step)))
 
             _report(name, _times(call, options.steps))
-    finally:
-        ray.shutdown()
     return 0
 
 

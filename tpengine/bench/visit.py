@@ -28,7 +28,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from tpengine.host import NotedSignal
-from tpengine.options import Declaration
+from tpengine.options import Options, option
 
 _TAIL_LINES = 12
 _MOST_SHOWN = 48
@@ -349,29 +349,34 @@ def visit_parts(out: Path, scratch: Path) -> list[Part]:
     return parts
 
 
+@dataclass
+class VisitOptions(Options):
+    """Where the files go, and how long it may take."""
+
+    group = "visit"
+
+    out: str = option("build/gpu-visit", metavar="FOLDER")
+    """Folder for its files."""
+    budget_s: float = option(_BUDGET_S, more_than=0, unit=" seconds")
+    """Seconds for all parts together, including the end of the last one; each part's limit is
+    scaled with it. The default leaves some of ten minutes for the start."""
+
+
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Adds this command's options."""
-    parser.add_argument(
-        "--out", default="build/gpu-visit", help="folder for its files (default: %(default)s)"
-    )
-    parser.add_argument(
-        "--budget-s",
-        type=float,
-        default=_BUDGET_S,
-        help="seconds for all parts together, including the end of the last one; each part's limit "
-        "is scaled with it (default: %(default)s, which leaves some of ten minutes for the start)",
-    )
+    VisitOptions.add_cli_args(parser)
 
 
 def run(args: argparse.Namespace) -> int:
     """Runs all parts; returns 0 if no part failed."""
-    Declaration(more_than=0, unit=" seconds").check("budget_s", args.budget_s)
-    out = Path(args.out)
+    options = VisitOptions.from_cli_args(args)
+    options.check()
+    out = Path(options.out)
     with tempfile.TemporaryDirectory() as scratch:
-        scale = args.budget_s / _BUDGET_S
+        scale = options.budget_s / _BUDGET_S
         parts = visit_parts(out, Path(scratch))
         parts = [replace(part, limit_s=scale * part.limit_s) for part in parts]
-        results = run_parts(parts, out, args.budget_s)
+        results = run_parts(parts, out, options.budget_s)
     timed = [one for one in results if one.part.shown == _FIGURES]
     predicted = [line for one in timed for line in one.lines if _PREDICTED in line]
     print("\n".join(["--- measured and predicted", *predicted, "--- parts", table(results)]))

@@ -63,6 +63,44 @@ class ConnectionOptions(Options):
     """PEM file of its key."""
 
 
+@dataclass
+class TargetOptions(ConnectionOptions):
+    """Which server, and how to connect to it."""
+
+    target: str = option("127.0.0.1:50051", metavar="HOST:PORT")
+    """The server."""
+
+
+@dataclass
+class OutputOptions(Options):
+    """What `client generate` prints for each prompt."""
+
+    group: ClassVar[str] = "output"
+
+    echo: bool = option(True)
+    """Print the prompt before its output."""
+    n: int = option(1)
+    """Sequences per prompt; more than one are printed when complete."""
+    logprobs: int | None = option(None, metavar="NUM")
+    """Print each token's log probability and the NUM most likely tokens; default: neither."""
+
+
+@dataclass
+class LoadOptions(Options):
+    """Which requests are sent, and when."""
+
+    group: ClassVar[str] = "load"
+
+    rate: float = option(math.inf)
+    """Mean requests/s of a Poisson process; inf sends all at once."""
+    num_requests: int = option(100)
+    """Requests to send."""
+    prompt: str = option("Once upon a time", metavar="TEXT")
+    """Prompt of every request."""
+    load_seed: int = option(0)
+    """Fixes when the requests arrive."""
+
+
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Adds the commands of `tpengine client`."""
     commands = parser.add_subparsers(metavar="COMMAND", required=True)
@@ -70,32 +108,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     def add(name: str, text: str, action: _Action) -> argparse.ArgumentParser:
         command = commands.add_parser(name, help=text, description=text.capitalize() + ".")
         command.set_defaults(action=action, command=command)
-        command.add_argument(
-            "--target",
-            metavar="HOST:PORT",
-            default="127.0.0.1:50051",
-            help="the server (default: %(default)s)",
-        )
-        ConnectionOptions.add_cli_args(command)
+        TargetOptions.add_cli_args(command)
         return command
 
     generate = add("generate", "complete prompts, the text appearing as it is generated", _generate)
     generate.add_argument(
         "prompts", nargs="*", metavar="PROMPT", help="text to complete; default: lines of stdin"
     )
-    generate.add_argument("--no-echo", action="store_true", help="print only what is generated")
-    generate.add_argument(
-        "--n",
-        type=int,
-        default=1,
-        help="sequences per prompt; more than one are printed when complete (default: %(default)s)",
-    )
-    generate.add_argument(
-        "--logprobs",
-        type=int,
-        metavar="NUM",
-        help="print each token's log probability and the NUM most likely tokens; default: neither",
-    )
+    OutputOptions.add_cli_args(generate)
     chat = add("chat", "hold a conversation by the model's chat template", _chat)
     chat.add_argument(
         "message",
@@ -108,21 +128,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--liveness", action="store_true", help="ask whether it lives; it may still load its model"
     )
     load = add("load", "send requests at a rate, and print latencies and failures", _load)
-    load.add_argument(
-        "--rate",
-        type=float,
-        default=math.inf,
-        help="mean requests/s of a Poisson process; inf: all at once (default: %(default)s)",
-    )
-    load.add_argument(
-        "--num-requests", type=int, default=100, help="how many to send (default: %(default)s)"
-    )
-    load.add_argument(
-        "--prompt", default="Once upon a time", help="of every request (default: %(default)r)"
-    )
-    load.add_argument(
-        "--load-seed", type=int, default=0, help="fixes when they arrive (default: %(default)s)"
-    )
+    LoadOptions.add_cli_args(load)
     for command in (generate, chat, load):
         SamplingOptions.add_cli_args(command)
 
@@ -178,7 +184,7 @@ async def _generate(args: argparse.Namespace, client: GenerationClient) -> int:
     params = SamplingOptions.from_cli_args(args).params()
     params = replace(params, n=args.n, best_of=None, logprobs=args.logprobs)
     async for prompt in _lines(args.prompts):
-        echo = "" if args.no_echo else prompt
+        echo = prompt if args.echo else ""
         try:
             if args.n == 1 and args.logprobs is None:
                 await _print_stream(client, prompt, params, echo)

@@ -322,10 +322,9 @@ def _properties(*_: Any) -> SimpleNamespace:
 _ORIGINAL_PROFILE = torch.profiler.profile
 
 
-def _profile(activities: Any = (), **kwargs: Any) -> Any:
+def _profile() -> Any:
     """Of the host alone: the card's own profiler complains at every op where there is no driver."""
-    host = [one for one in activities if one is not torch.profiler.ProfilerActivity.CUDA]
-    return _ORIGINAL_PROFILE(activities=host, **kwargs)
+    return _ORIGINAL_PROFILE(activities=[torch.profiler.ProfilerActivity.CPU])
 
 
 class Kernels:
@@ -385,11 +384,11 @@ def install() -> None:
 
 def shrink() -> None:
     """Benchmarks take sizes that a CPU computes in seconds."""
-    from tpengine.bench import cuda_kernels, harness, latency, timing
+    from tpengine.bench import harness, kernel_rows, latency, timing
 
     timing.COPY_BYTES, timing.MATMUL_SIZE, timing.BUS_BYTES = 1 << 20, 64, 1 << 16
     timing.REPEATS = 1
-    cuda_kernels.Setting = functools.partial(cuda_kernels.Setting, shrink=256)  # type: ignore
+    kernel_rows.Setting = functools.partial(kernel_rows.Setting, shrink=256)  # type: ignore
     harness.SHAPES["llama-3-8b"] |= {
         "hidden_size": 256,
         "num_hidden_layers": 1,

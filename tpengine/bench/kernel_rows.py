@@ -1,14 +1,15 @@
-"""The CUDA kernels alone, in the shapes of Llama-3-8B, as shares of this card's measured copy
-bandwidth and matmul rate.
+"""What `bench kernels` measures: a row for each case of a kernel.
 
-The data exceeds the card's cache several times and is used in turn; block tables are random.
+`GROUPS` has the cases for a GPU, in the shapes of Llama-3-8B; `decode_row` and `linear_row` also
+measure on the CPU. The data exceeds the processor's caches and is used in turn; block tables are
+random.
 """
 
 from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 
 import torch
@@ -23,8 +24,9 @@ from tpengine.layers.gpu_attention import (
     choose_backend,
     make_chunks,
 )
-from tpengine.ops import attention, cache, fused
+from tpengine.ops import attention, cache, fused, huge_pages, linear
 from tpengine.ops.attention import DecodePlan
+from tpengine.ops.huge_pages import HugePageArena
 
 BLOCK_SIZE, HEAD_DIM = 16, 128
 DECODE = ((1, 1024), (1, 32768), (1, 131072), (8, 4096), (16, 1024), (64, 512), (64, 4096),
@@ -33,8 +35,6 @@ HEADS = ((32, 8), (32, 32), (64, 8), (32, 2))
 LINEARS = ((4096, 6144), (4096, 4096), (4096, 28672), (14336, 4096), (4096, 128256))
 LINEAR_ROWS = (1, 8, 64)
 VOCAB = 128256
-_CYCLED_BYTES = 512 << 20
-"""Size of the data that is used in turn: several times the cache of any card."""
 _MIN_ACTIONS = 8
 
 
@@ -45,6 +45,8 @@ class Setting:
     Attributes:
         shrink: divides batches, contexts and sizes; tests raise it.
         match: name of the only case of decode; empty: all cases.
+        cycled_bytes: size of the data that is used in turn: several times the cache of any card.
+        arena: memory of packed weights, on the CPU.
     """
 
     device: torch.device
@@ -52,6 +54,9 @@ class Setting:
     dtype: torch.dtype = torch.bfloat16
     shrink: int = 1
     match: str = ""
+    head_dim: int = HEAD_DIM
+    cycled_bytes: int = 512 << 20
+    arena: HugePageArena = field(default_factory=HugePageArena)
 
     def small(self, size: int) -> int:
         """A size, divided by `shrink`."""
@@ -62,17 +67,19 @@ class Setting:
         return torch.randn(shape, dtype=self.dtype, device=self.device)
 
     def caches(self, num_blocks: int, num_kv_heads: int, dtype: torch.dtype) -> list[torch.Tensor]:
-        """Random K and V caches."""
+        """Random K and V caches, on the CPU in huge pages as those of an engine."""
         shapes = cache.kv_cache_shapes(
-            self.device.type, dtype, num_blocks, BLOCK_SIZE, num_kv_heads, HEAD_DIM
+            self.device.type, dtype, num_blocks, BLOCK_SIZE, num_kv_heads, self.head_dim
         )
+        if self.device.type == "cpu":
+            return [huge_pages.empty(shape, dtype).normal_() for shape in shapes]
         normal = partial(torch.randn, dtype=torch.bfloat16, device=self.device)
         return [normal(shape).to(dtype) for shape in shapes]
 
     def seconds(self, num_bytes: int, make: Callable[[], Action]) -> float:
         """Seconds of an action that uses `num_bytes`; enough are made to exceed the cache."""
-        count = 1 if self.shrink > 1 else max(1, _CYCLED_BYTES // max(1, num_bytes))
-        made = [make() for _ in range(min(count, 64))]
+        count = 1 if self.shrink > 1 else max(1, self.cycled_bytes // max(1, num_bytes))
+        made = [make() for _ in range(count)]
         return self.timer(list(itertools.islice(itertools.cycle(made), max(count, _MIN_ACTIONS))))
 
 
@@ -86,21 +93,27 @@ def decode_rows(setting: Setting) -> Iterator[Row]:
             if setting.match in ("", f"{batch} x {context}"):
                 batch, context = setting.small(batch), max(BLOCK_SIZE, setting.small(context))
                 case = f"{batch} x {context}"
-                yield _decode(setting, dtype, heads, [context] * batch, case)
+                yield decode_row(setting, dtype, heads, [context] * batch, case)
         if heads == HEADS[0] and not setting.match:
             skewed = [setting.small(65536)] + [setting.small(1024)] * setting.small(63)
-            yield _decode(setting, dtype, heads, skewed, "one of 64 k among 63 of 1 k")
+            yield decode_row(setting, dtype, heads, skewed, "one of 64 k among 63 of 1 k")
 
 
-def _decode(
+def decode_row(
     setting: Setting,
     cache_dtype: torch.dtype,
     heads: tuple[int, int],
     lengths: Sequence[int],
     case: str,
 ) -> Row:
+    """Decode attention of sequences with these lengths.
+
+    Args:
+        heads: number of heads, number of KV heads.
+        case: name of the lengths.
+    """
     num_heads, num_kv_heads = heads
-    device = setting.device
+    device, head_dim = setting.device, setting.head_dim
     blocks = [-(-length // BLOCK_SIZE) for length in lengths]
     num_blocks = sum(blocks)
     seq_lens = torch.tensor(lengths, dtype=torch.int32, device=device)
@@ -110,24 +123,24 @@ def _decode(
     is_split = False
     if device.type == "cuda":
         plan = attention.make_decode_plan(
-            device, len(lengths), num_heads, num_kv_heads, HEAD_DIM, cache_dtype
+            device, len(lengths), num_heads, num_kv_heads, head_dim, cache_dtype
         )
-        shortest = attention.min_item_tokens(HEAD_DIM, cache_dtype)
+        shortest = attention.min_item_tokens(head_dim, cache_dtype)
         attention.plan_decode(plan, seq_lens, shortest)
         is_split = int(plan.item_start[-1]) > len(lengths)
-    q = setting.randn(len(lengths), num_heads, HEAD_DIM)
+    q = setting.randn(len(lengths), num_heads, head_dim)
     out = torch.empty_like(q)
 
     def make() -> Action:
         k, v = setting.caches(num_blocks, num_kv_heads, cache_dtype)
         return lambda: attention.paged_attention(
-            out, q, k, v, table, seq_lens, HEAD_DIM**-0.5, plan=plan
+            out, q, k, v, table, seq_lens, head_dim**-0.5, plan=plan
         )
 
-    num_bytes = 2 * sum(lengths) * num_kv_heads * HEAD_DIM * cache_dtype.itemsize
+    num_bytes = 2 * sum(lengths) * num_kv_heads * head_dim * cache_dtype.itemsize
     seconds = setting.seconds(num_bytes, make)
     name = str(cache_dtype).removeprefix("torch.").removesuffix("_e4m3fn")
-    flop = 4 * sum(lengths) * num_heads * HEAD_DIM
+    flop = 4 * sum(lengths) * num_heads * head_dim
     predict = partial(decode_s, num_bytes, is_split=is_split)
     case = f"{num_heads}/{num_kv_heads} heads, {case}"
     return Row(f"decode {name}", case, seconds, num_bytes, flop, predict)
@@ -186,19 +199,28 @@ def _prefill(
 
 
 def linear_rows(setting: Setting) -> Iterator[Row]:
-    """torch's matrix products in the five shapes of a model's layers."""
+    """Matrix products in the five shapes of a model's layers."""
     for (inputs, outputs), rows in itertools.product(LINEARS, LINEAR_ROWS):
-        inputs, outputs = setting.small(inputs), setting.small(outputs)
-        x = setting.randn(rows, inputs)
-        num_bytes = inputs * outputs * setting.dtype.itemsize
-        seconds = setting.seconds(num_bytes, partial(_linear, setting, x, outputs))
-        case = f"{inputs} -> {outputs}, {rows} rows"
-        predict = partial(linear_s, num_bytes, rows=rows)
-        yield Row("linear", case, seconds, num_bytes, 2 * rows * inputs * outputs, predict)
+        yield linear_row(setting, setting.small(inputs), setting.small(outputs), rows)
 
 
-def _linear(setting: Setting, x: torch.Tensor, outputs: int) -> Action:
-    return partial(F.linear, x, setting.randn(outputs, x.shape[1]))
+def linear_row(setting: Setting, inputs: int, outputs: int, rows: int) -> Row:
+    """A matrix product: torch's on a GPU, that of packed weights on the CPU."""
+    x = setting.randn(rows, inputs)
+    out = setting.randn(rows, outputs)
+
+    def make() -> Action:
+        weight = setting.randn(outputs, inputs)
+        if setting.device.type == "cuda":
+            return partial(F.linear, x, weight)
+        packed = linear.pack_linear_weight(weight, setting.arena)
+        return partial(linear.packed_linear, out, x, packed, None)
+
+    num_bytes = inputs * outputs * setting.dtype.itemsize
+    seconds = setting.seconds(num_bytes, make)
+    case = f"{inputs} -> {outputs}, {rows} rows"
+    predict = partial(linear_s, num_bytes, rows=rows)
+    return Row("linear", case, seconds, num_bytes, 2 * rows * inputs * outputs, predict)
 
 
 def elementwise_rows(setting: Setting) -> Iterator[Row]:
