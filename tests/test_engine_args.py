@@ -329,7 +329,7 @@ def test_most_sequences_and_spaces_are_accepted(models: ModelShop) -> None:
 
 
 def test_tables_that_do_not_fit(models: ModelShop, monkeypatch: pytest.MonkeyPatch) -> None:
-    def fail(*_: object) -> None:
+    def fail(*_: object, **__: object) -> None:
         raise MemoryError("Unable to allocate 9.00 TiB")
 
     config = EngineArgs(

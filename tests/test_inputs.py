@@ -61,7 +61,7 @@ def test_bad_prompts(llm: LLM, models: ModelShop, name: str) -> None:
     assert outputs[1].outputs[0].finish_reason == "error"
     assert outputs[1].outputs[0].token_ids == ()
     expected = [answer.token_ids[:8] for answer in oracle.answers(good)]
-    assert [list(outputs[i].outputs[0].token_ids) for i in (0, 2)] == expected
+    assert [outputs[i].outputs[0].token_ids for i in (0, 2)] == expected
 
 
 @pytest.mark.parametrize(
@@ -161,7 +161,7 @@ def test_arguments_of_the_wrong_kind(llm: LLM) -> None:
         llm.generate([[5]], guided_options_request={})
     with pytest.raises(RequestError, match="on_error must be 'raise' or 'return', got 'skip'"):
         llm.generate([[5]], on_error="skip")
-    with pytest.raises(InvalidSamplingParamsError, match="sampling_params must be SamplingParams"):
+    with pytest.raises(InvalidSamplingParamsError, match="params must be SamplingParams"):
         llm.generate([[5]], {"max_tokens": 3})
     with pytest.raises(InvalidSamplingParamsError, match="must be SamplingParams, got <object"):
         llm.llm_engine.add_request("bad", None, object(), prompt_token_ids=[5])

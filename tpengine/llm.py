@@ -6,7 +6,7 @@ import copy
 import time
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import closing, nullcontext
-from dataclasses import fields
+from dataclasses import fields, replace
 from typing import Any, ClassVar
 
 from tqdm import tqdm
@@ -147,9 +147,9 @@ class LLM(RefusesNames):
         self._finished = []
         check_not_served(lora_request, None, prompt_adapter_request, guided_options_request)
         pairs = pair_prompts(prompts, prompt_token_ids)
-        params = _final_only(sampling_params, len(pairs))
+        params = _params_of_each(sampling_params, len(pairs))
         priority = 0 if priority is None else priority
-        priorities = one_per_prompt("priority", priority, int, len(pairs))
+        priorities = one_per_prompt("priority", priority, len(pairs))
         requests = [
             GenerateRequest(text, token_ids, params=one, priority=urgency)
             for (text, token_ids), one, urgency in zip(pairs, params, priorities, strict=True)
@@ -162,6 +162,8 @@ class LLM(RefusesNames):
         """Checks all requests, and then runs them; see `generate`."""
         if on_error not in ("raise", "return"):
             raise RequestError(f"on_error must be 'raise' or 'return', got {on_error!r}")
+        kind = RequestOutputKind.FINAL_ONLY
+        requests = [replace(one, params=_reported(one.params, kind)) for one in requests]
         request_ids = [self._new_request_id() for _ in requests]
         done: dict[str, RequestOutput] = {}
 
@@ -254,7 +256,7 @@ class LLM(RefusesNames):
             "tools": tools,
             **(chat_template_kwargs or {}),
         }
-        params = _final_only(sampling_params, len(conversations))
+        params = _params_of_each(sampling_params, len(conversations))
         requests = [
             GenerateRequest(messages=one, chat_options=options, params=own)
             for one, own in zip(conversations, params, strict=True)
@@ -399,11 +401,10 @@ class LLM(RefusesNames):
                 self._inbox[output.request_id].append(output)
 
 
-def _final_only(sampling_params: Any, num_prompts: int) -> list[SamplingParams]:
-    """The parameters of each prompt, with one report at the end."""
-    given = SamplingParams() if sampling_params is None else sampling_params
-    params = one_per_prompt("sampling_params", given, SamplingParams, num_prompts)
-    return [_reported(one, RequestOutputKind.FINAL_ONLY) for one in params]
+def _params_of_each(given: Any, num_prompts: int) -> list[Any]:
+    """The parameters of each prompt, unchecked."""
+    given = SamplingParams() if given is None else given
+    return one_per_prompt("sampling_params", given, num_prompts)
 
 
 def _reported(params: SamplingParams, kind: RequestOutputKind) -> SamplingParams:

@@ -202,7 +202,7 @@ def test_an_aborted_stream_ends_with_its_output(
         last = await anext(outputs)
         assert (last.finished, last.error) == (True, None)
         assert last.outputs[0].finish_reason == "abort"
-        assert list(last.outputs[0].token_ids) == await read_ids(engine, [5] * 10, greedy(4))
+        assert last.outputs[0].token_ids == await read_ids(engine, [5] * 10, greedy(4))
         with pytest.raises(StopAsyncIteration):
             await anext(outputs)
 

@@ -59,7 +59,6 @@ def test_configs_and_the_tokenizer(engine: AsyncLLMEngine) -> None:
         assert (await engine.get_scheduler_config()).max_model_len == 256
         assert await engine.get_lora_config() is None
         assert (await engine.get_tokenizer()).encode("hello") == await engine.tokenize("hello")
-        assert await engine.is_tracing_enabled() is False
         await engine.check_health()
         assert (engine.is_running, engine.is_stopped, engine.errored) == (True, False, False)
 

@@ -104,7 +104,7 @@ def ids_in(printed: str) -> str:
 def test_cells(ray_address: str, folder: Path, notebook: Notebook, wait_until: Any) -> None:
     """In a running event loop; all cells run again; stopped in a step; at work afterwards."""
     with make_engine(folder) as engine:
-        expected = f"ids {list(complete(engine, PROMPT, greedy(NUM_TOKENS)).token_ids)}"
+        expected = f"ids {complete(engine, PROMPT, greedy(NUM_TOKENS)).token_ids}"
     start = START.format(folder=str(folder), address=ray_address)
     generate = GENERATE.format(num_tokens=NUM_TOKENS, prompt=PROMPT)
     ranks = []

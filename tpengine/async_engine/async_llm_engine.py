@@ -79,6 +79,7 @@ class AsyncLLMEngine(RefusesNames):
 
     REFUSED: ClassVar[Mapping[str, str]] = {
         "background_loop": "the engine has a thread; see is_running",
+        "is_tracing_enabled": "there is no tracing",
         "encode": "no embedding models are served; use generate",
         "engine_step run_engine_loop": "the engine's thread runs its steps; see health",
         "get_decoding_config": "no grammars are served",
@@ -343,10 +344,6 @@ class AsyncLLMEngine(RefusesNames):
         """Returns the tokenizer of transformers; None for a model folder without one."""
         check_not_served(lora_request)
         return self._engine.get_tokenizer()
-
-    async def is_tracing_enabled(self) -> bool:
-        """Returns False: no traces are recorded."""
-        return False
 
     @property
     def is_running(self) -> bool:

@@ -417,27 +417,20 @@ def _as_many(name: str, given: Any) -> list[Any]:
     return [many] if many and _is_int(many[0]) else many
 
 
-def one_per_prompt(name: str, given: Any, kind: type, num_prompts: int) -> list[Any]:
+def one_per_prompt(name: str, given: Any, num_prompts: int) -> list[Any]:
     """Returns an argument's value for each prompt: one for all, or a list with one for each.
 
     Raises:
-        InvalidSamplingParamsError: a value is not of this kind.
         InvalidPromptError: the list has another length.
     """
-    if isinstance(given, kind):
+    if isinstance(given, str) or not isinstance(given, Sequence):
         return [given] * num_prompts
-    values = list(given) if isinstance(given, Iterable) else [given]
-    for one in values:
-        if not isinstance(one, kind):
-            raise InvalidSamplingParamsError(
-                f"{name} must be {kind.__name__} or a list of them, got {one!r:.80}"
-            )
-    if len(values) != num_prompts:
+    if len(given) != num_prompts:
         raise InvalidPromptError(
-            f"a list of {name} needs one per prompt: got {len(values)} for "
+            f"a list of {name} needs one per prompt: got {len(given)} for "
             f"{counted(num_prompts, 'prompt')}"
         )
-    return values
+    return list(given)
 
 
 def refusal(request_id: str, request: GenerateRequest, error: RequestError) -> RequestOutput:
@@ -446,10 +439,14 @@ def refusal(request_id: str, request: GenerateRequest, error: RequestError) -> R
     token_ids: Any = request.prompt_token_ids
     if isinstance(prompt, dict):
         token_ids, prompt = prompt.get("prompt_token_ids", token_ids), prompt.get("prompt")
+    try:
+        shown = [] if token_ids is None or isinstance(token_ids, str) else list(token_ids)
+    except TypeError:  # it is no list, which is the error
+        shown = []
     return RequestOutput(
         request_id=request_id,
         prompt=prompt if isinstance(prompt, str) else None,
-        prompt_token_ids=list(token_ids) if isinstance(token_ids, Iterable) else [],
+        prompt_token_ids=shown,
         prompt_logprobs=None,
         outputs=[CompletionOutput(0, "", (), None, None, finish_reason="error")],
         finished=True,

@@ -209,7 +209,7 @@ def load_tokenizer(config: ModelConfig) -> Tokenizer | None:
 
 
 def _read_messages(messages: object) -> list[dict[str, Any]]:
-    """Returns a checked conversation, whose contents are strings."""
+    """Returns a checked conversation; contents are strings, or None beside `tool_calls`."""
     if isinstance(messages, (str, bytes, Mapping)) or not isinstance(messages, Sequence):
         raise InvalidPromptError(
             'messages must be a list of {"role": ..., "content": ...}, got '
@@ -226,7 +226,9 @@ def _read_messages(messages: object) -> list[dict[str, Any]]:
         found = dict(message)
         if isinstance(found.get("content"), (list, tuple)):
             found["content"] = _join_parts(found["content"], f"messages[{i}]['content']")
-        for key in ("role", "content"):
+        # The template knows what a call of a tool without a text looks like.
+        is_call = bool(found.get("tool_calls")) and found.get("content") is None
+        for key in ("role",) if is_call else ("role", "content"):
             if key not in found:
                 raise InvalidPromptError(f"messages[{i}] has no {key!r}: {found!r}")
             if not isinstance(found[key], str):
