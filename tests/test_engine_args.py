@@ -7,7 +7,7 @@ import math
 import re
 import shutil
 from collections.abc import Callable
-from dataclasses import fields
+from dataclasses import fields, replace
 from functools import partial
 from operator import attrgetter
 from pathlib import Path
@@ -164,7 +164,7 @@ def test_fields_that_cannot_change_anything(
                 args.create_engine_config("cpu")
         else:
             messages = said_by(caplog, partial(args.create_engine_config, "cpu"))
-            assert messages == [f"no effect: {name} = {value!r}"]
+            assert messages == [f"tpengine has no such setting: no effect of {name} = {value!r}"]
 
 
 @pytest.mark.parametrize(
@@ -326,6 +326,15 @@ def test_most_sequences_and_spaces_are_accepted(models: ModelShop) -> None:
     config = args.create_engine_config("cpu")
     assert config.scheduler.max_num_seqs == 65536
     assert config.cache.swap_space_bytes == config.cache.cpu_kv_cache_bytes == 1 << 50
+
+
+def test_what_ranks_cannot_send_is_refused_at_the_start(models: ModelShop) -> None:
+    vocabulary = {"max_logprobs": -1, "max_num_batched_tokens": 1 << 16}
+    args = EngineArgs(str(models.folder(PLAIN)), tensor_parallel_size=2, **vocabulary)
+    with pytest.raises(ConfigError, match=r"max_logprobs = -1 .* at most 303, or lower"):
+        args.create_engine_config("cpu")
+    replace(args, max_logprobs=303).create_engine_config("cpu")
+    replace(args, tensor_parallel_size=1).create_engine_config("cpu")
 
 
 def test_tables_that_do_not_fit(models: ModelShop, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -19,6 +19,9 @@ logger = init_logger(__name__)
 GIB = 1 << 30
 _MAX_GIB = 1 << 20
 """More than any machine has; as bytes it still fits into 64 bits."""
+_MAX_ENTRIES = 20_000_000
+"""Most log probabilities in the answer of a rank in another process: an entry takes 13 bytes, and
+the executor's channel carries 256 MiB."""
 _DEFAULT_BATCHED_TOKENS = {"cpu": 512, "cuda": 8192}
 _GPUS, _RAY = "GPUs", "ranks on Ray"
 
@@ -281,7 +284,7 @@ class EngineArgs(Options):
                 rank_cpu_kv_cache_bytes=cache_bytes if len(cache_bytes) > 1 else None,
                 ray=self._ray_config() if self.uses_ray else None,
             ),
-            scheduler=self._scheduler_config(model.max_model_len, device),
+            scheduler=self._scheduler_config(model, device),
             recovery=cfg.RecoveryConfig(self.max_recoveries, self.recovery_window),
             device=device,
             kernels=cfg.KernelConfig(self.attention_backend, self.enforce_eager),
@@ -344,7 +347,7 @@ class EngineArgs(Options):
             logger.warning("no effect on CPU: %s", ", ".join(idle))
         idle = self.changed(only_for=NOTHING)
         if idle:
-            logger.warning("no effect: %s", ", ".join(idle))
+            logger.warning("tpengine has no such setting: no effect of %s", ", ".join(idle))
 
     def read_model(self) -> tuple[str, dict[str, Any]]:
         """Returns the model's folder and its configuration, in which the arguments have replaced
@@ -371,9 +374,10 @@ class EngineArgs(Options):
         tokenizer: str | None = folder
         if self.skip_tokenizer_init:
             tokenizer = None
-        elif self.tokenizer is not None:
+        elif self.tokenizer is not None or self.tokenizer_revision is not None:
             revision = self.tokenizer_revision or self.revision
-            files = replace(self._files(), name=self.tokenizer, revision=revision, what="tokenizer")
+            name = self.tokenizer or self.model
+            files = replace(self._files(), name=name, revision=revision, what="tokenizer")
             tokenizer = files.find()
         self._files().fetch_weights(folder, self.load_format, each(self.ignore_patterns))
         return cfg.ModelConfig(
@@ -392,8 +396,8 @@ class EngineArgs(Options):
             logprobs_mode=self.logprobs_mode,
         )
 
-    def _scheduler_config(self, max_model_len: int, device: str) -> cfg.SchedulerConfig:
-        budget = self.max_num_batched_tokens
+    def _scheduler_config(self, model: cfg.ModelConfig, device: str) -> cfg.SchedulerConfig:
+        budget, max_model_len = self.max_num_batched_tokens, model.max_model_len
         is_chunked = self.enable_chunked_prefill is not False
         if budget is None:
             budget = _DEFAULT_BATCHED_TOKENS[device]
@@ -404,6 +408,14 @@ class EngineArgs(Options):
                 f"max_num_batched_tokens = {budget} is less than max_model_len = {max_model_len}: "
                 "a prompt that is not chunked could never be scheduled; raise the first, lower "
                 "the second, or enable chunked prefill"
+            )
+        most = _MAX_ENTRIES // (budget + self.max_num_seqs)
+        wanted = model.vocab_size if self.max_logprobs == -1 else self.max_logprobs
+        if self.uses_ray and wanted > most:
+            raise ConfigError(
+                f"max_logprobs = {self.max_logprobs} for each of max_num_batched_tokens = {budget} "
+                f"and max_num_seqs = {self.max_num_seqs} is more than a rank can send for a step; "
+                f"set it to at most {most}, or lower the other two"
             )
         return cfg.SchedulerConfig(
             max_num_batched_tokens=budget,
