@@ -78,7 +78,7 @@ def test_nothing_is_imported_before_it_is_used() -> None:
 def test_modules_look_like_modules() -> None:
     """Tools walk over all modules of a process and ask them for attributes."""
     module = importlib.import_module("tpengine.utils")
-    for name in ("__file__", "__path__", "__wrapped__", "__all__", "_private"):
+    for name in ("__file__", "__path__", "__wrapped__", "__all__", "_FINDER"):
         assert not hasattr(module, name)
     before = module.Counter
     assert importlib.reload(module).Counter is before
@@ -130,11 +130,6 @@ def test_counters_and_ids() -> None:
     assert {len(one) for one in ids} == {32}
     assert [aliases.nullable_str(text) for text in ("a", "None", "")] == ["a", None, None]
     assert aliases.UsageContext.LLM_CLASS == "LLM_CLASS"
-
-
-def test_what_has_no_effect() -> None:
-    aliases.destroy_model_parallel()
-    aliases.destroy_distributed_environment()
 
 
 def test_a_tokenizer_by_its_folder(tmp_path: Path) -> None:

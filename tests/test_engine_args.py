@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fnmatch
 import logging
 import math
 import re
@@ -205,10 +206,18 @@ def test_served_names(model: str, given: str | list[str] | None, names: tuple[st
     assert EngineArgs(model, given).served_names == names
 
 
-def test_device_may_be_left_out() -> None:
+@pytest.mark.parametrize(
+    ("files", "device"), [(["nvidiactl"], "cpu"), (["nvidiactl", "nvidia0"], "cuda")]
+)
+def test_device_may_be_left_out(
+    files: list[str], device: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     config = EngineArgs(device="cpu").create_engine_config()
     assert (config.device, config.scheduler.max_num_batched_tokens) == ("cpu", 512)
-    assert EngineArgs().create_engine_config().device in ("cpu", "cuda")
+    monkeypatch.setattr(
+        Path, "glob", lambda path, text: fnmatch.filter(files, text) if path == Path("/dev") else []
+    )
+    assert EngineArgs().create_engine_config().device == device
 
 
 def test_float16_on_cpu_computes_in_another_type(caplog: pytest.LogCaptureFixture) -> None:

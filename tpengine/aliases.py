@@ -95,8 +95,8 @@ def find_name(module: str, name: str) -> Any:
     """
     if name in _REASONS:
         raise ImportError(f"tpengine has no {name}: {_REASONS[name]}", name=module)
-    # Python itself asks for __path__, __file__ and the like.
-    if name == "__version__" or not name.startswith("__"):
+    # Python itself asks for __path__, __file__ and the like; our own private names are no aliases.
+    if name == "__version__" or not name.startswith("_"):
         for place in MODULES.get(module, "").split():
             found = vars(importlib.import_module(place))
             if name in found:

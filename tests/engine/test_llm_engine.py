@@ -277,7 +277,6 @@ def test_configs_have_the_names_of_vllm(engine: LLMEngine) -> None:
     assert scheduler.chunked_prefill_enabled
     assert engine.get_lora_config() is None
     assert engine.list_loras() == set()
-    assert engine.check_health() is None
 
 
 @pytest.mark.parametrize(

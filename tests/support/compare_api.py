@@ -4,8 +4,9 @@
 
 Every name, parameter, method, attribute and flag in `tests/reference/vllm_0_5_4.json` is an item.
 It is the same, or tpengine refuses it with an error that names it, or
-`tests/reference/differences.json` says how it differs and why. Names are looked up in the module of
-the same path, with `vllm` replaced by `tpengine`; a parameter must have the same place and default.
+`tests/reference/differences.json` says how it differs and why; `other_values.json` does so for
+names that exist with another value. Names are looked up in the module of the same path, with `vllm`
+replaced by `tpengine`; a parameter must have the same place and default.
 """
 
 from __future__ import annotations
@@ -26,12 +27,28 @@ from pathlib import Path
 from typing import Any
 
 from tpengine import LLM, AsyncEngineArgs, AsyncLLMEngine, EngineArgs, SamplingParams
+from tpengine.engine.stats import StatLoggerBase, Stats
+from tpengine.inputs import LoRARequest
 
 FOLDER = Path(__file__).parents[1] / "reference"
 PAGE = Path(__file__).parents[2] / "docs" / "vllm.md"
 _INTERNAL = ("__init__", "add_cli_args", "from_seq_group")
 _PYTHONS_OWN = ("has no attribute", "cannot import name", "No module named", "unexpected keyword")
 _NO_TEXT_MODEL = "facebook/opt-125m"
+_OTHER_VALUES = {
+    "tokenizer_mode": "slow",
+    "load_format": "safetensors",
+    "dtype": "float32",
+    "kv_cache_dtype": "fp8",
+    "distributed_executor_backend": "ray",
+    "block_size": 32,
+    "gpu_memory_utilization": 0.5,
+    "rope_scaling": {"type": "linear", "factor": 2.0},
+    "quantization": "int8",
+    "lora_dtype": "float16",
+    "device": "cpu",
+}
+"""Another value than the default for fields that take only some values."""
 
 Probe = Callable[[], str | None]
 """Uses an item as a script would; returns how it differs, None if it does not."""
@@ -71,7 +88,8 @@ class Comparison:
         self._examples = examples
         self._reference = json.loads((FOLDER / "vllm_0_5_4.json").read_text())
         self._differences: dict[str, str] = json.loads((FOLDER / "differences.json").read_text())
-        self._unused = set(self._differences)
+        self._other_values: dict[str, str] = json.loads((FOLDER / "other_values.json").read_text())
+        self._unused = {*self._differences, *self._other_values}
 
     def items(self) -> list[Item]:
         """Every item of the reference, in its order."""
@@ -85,7 +103,7 @@ class Comparison:
         return [self._examine(label, probe) for label, probe in probes]
 
     def unused_differences(self) -> list[str]:
-        """Entries of differences.json that no item needed: they are out of date."""
+        """Entries of differences.json and other_values.json that no item needed: out of date."""
         return sorted(self._unused)
 
     def _examine(self, label: str, probe: Probe) -> Item:
@@ -94,9 +112,13 @@ class Comparison:
         except (ValueError, AttributeError, ImportError, TypeError) as error:
             deviation = str(error)
             word = label.rstrip("()").replace("(", ".").rpartition(".")[2]
-            if word in deviation and not any(text in deviation for text in _PYTHONS_OWN):
+            is_pythons_own = deviation == word or any(text in deviation for text in _PYTHONS_OWN)
+            if word in deviation and not is_pythons_own:
                 self._unused.discard(label)
                 return Item(label, Status.REFUSED, " ".join(deviation.split()))
+        if deviation is None and label in self._other_values:
+            self._unused.discard(label)
+            return Item(label, Status.DIFFERENT, self._other_values[label])
         if deviation is None:
             return Item(label, Status.SAME)
         for pattern in (label, *self._differences):
@@ -125,6 +147,8 @@ class Comparison:
         if facts["kind"] == "enum":
             for member in facts["fields"]:
                 yield f"{name}.{member}", _has(found, member)
+            for method, told in facts.get("methods", {}).items():
+                yield self._of_method(f"{name}.{method}", found, method, told)
         elif facts["kind"] in ("class", "dataclass"):
             yield from self._of_class(name, found, facts)
         elif "function" in facts["kind"]:
@@ -142,7 +166,8 @@ class Comparison:
             if told:  # not a mark such as *args
                 yield f"{name}({parameter})", _constructs(found, index, parameter, told[1])
         if example is not None:
-            for attribute in facts.get("attributes", ()):
+            fields = facts["fields"] if facts["kind"] == "dataclass" else ()
+            for attribute in (*facts.get("attributes", ()), *fields):
                 yield f"{name}.{attribute}", _has(example, attribute)
             for method, told in methods.items():
                 if method not in _INTERNAL:
@@ -189,31 +214,33 @@ def _constructs(found: Any, index: int, name: str, default: str | None) -> Probe
         given = list(inspect.signature(found).parameters.values())
         deviation = _deviation(given, index, name, default)
         if deviation is None and issubclass(found, EngineArgs) and default is not None:
-            _use_another_value(found, name, default)
+            return _use_another_value(found, name, default)
         return deviation
 
     return probe
 
 
-def _use_another_value(found: type[EngineArgs], name: str, default: str) -> None:
-    """Sets a field to a value that is not its default.
+def _use_another_value(found: type[EngineArgs], name: str, default: str) -> str | None:
+    """Sets a field to a value that is not its default; returns the error if it takes others.
 
     Raises:
         ValueError: the field is refused at each value but its default.
     """
     neutral = ast.literal_eval(default)
-    others = {None: (7, "7"), False: (True,), True: (False,), "auto": ()}
+    others = {None: (7, "7"), False: (True,), True: (False,)}
     is_number = isinstance(neutral, int | float) and not isinstance(neutral, bool)
     values = (neutral * 2 + 1,) if is_number else others.get(neutral, ("other",))
-    errors = []
+    if name in _OTHER_VALUES:
+        values = (_OTHER_VALUES[name],)
     for value in values:
         try:
             found(**{"model": _NO_TEXT_MODEL, name: value}).check()
-            return
+            return None
         except ValueError as error:
-            errors.append(error)
-    if errors and not any("must be" in str(error) for error in errors):
-        raise errors[-1]
+            last = error
+    if "is refused" in str(last):
+        raise last
+    return str(last)
 
 
 def _parses(found: Any, flag: str) -> Probe:
@@ -293,16 +320,29 @@ def _listed(names: list[str]) -> str:
     )
 
 
+class _Logger(StatLoggerBase):
+    """A logger that keeps the last stats."""
+
+    def log(self, stats: Stats) -> None:
+        self.stats = stats
+
+
 @contextmanager
 def comparison() -> Iterator[Comparison]:
     """A comparison over engines of the embedded model, which end with it."""
     with closing_engine() as engine, LLM(disable_log_stats=True) as llm:
-        output = llm.generate("A", SamplingParams(max_tokens=2), use_tqdm=False)[0]
-        core = llm.llm_engine
-        examples = [llm, core, engine, SamplingParams(), output, output.outputs[0], output.metrics]
+        core, logger = llm.llm_engine, _Logger(local_interval=1.0)
+        core.add_logger("last", logger)
+        params = SamplingParams(max_tokens=2, logprobs=1)
+        output = llm.generate("A", params, use_tqdm=False)[0]
+        answer = output.outputs[0]
+        stream = asyncio.run(engine.add_request("a", "A", params))
+        examples = [llm, core, engine, params, output, answer, output.metrics, stream, logger.stats]
         examples += [core.model_config, core.cache_config]
-        examples += [core.parallel_config, core.scheduler_config]
-        yield Comparison({type(one).__name__: one for one in examples})
+        examples += [core.parallel_config, core.scheduler_config, LoRARequest("a", 1, "/folder")]
+        examples += [answer.logprobs[0][answer.token_ids[0]]]
+        by_class = {type(one).__name__: one for one in examples}
+        yield Comparison({**by_class, "StatLoggerBase": logger})
 
 
 @contextmanager
