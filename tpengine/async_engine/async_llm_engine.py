@@ -78,10 +78,10 @@ class AsyncLLMEngine(RefusesNames):
     """
 
     REFUSED: ClassVar[Mapping[str, str]] = {
-        "background_loop": "the engine has a thread; see is_running",
+        "background_loop": "read is_running; the engine has a thread",
         "encode": "no embedding models are served; use generate",
-        "engine_step run_engine_loop": "the engine's thread runs its steps; see health",
-        "get_decoding_config": "no grammars are served",
+        "engine_step run_engine_loop": "call health(); the engine's thread runs its steps",
+        "get_decoding_config": "use allowed_token_ids or logits_processors",
     }
 
     def __init__(
