@@ -34,7 +34,7 @@ from tpengine.worker.device import resolve_dtype
 from tpengine.worker.worker import Worker
 
 BAD: dict[str, tuple[dict[str, Any], tuple[str, ...]]] = {
-    "sequences": ({"max_num_seqs": 65537}, ("max_num_seqs", "65536", "65537")),
+    "sequences": ({"max_num_seqs": 65537}, ("at most 65536, got 65537; more requests wait",)),
     "seed": ({"seed": 1 << 64}, ("seed", str((1 << 64) - 1), str(1 << 64))),
     "seed beyond floats": ({"seed": 1 << 2000}, ("seed", str((1 << 64) - 1))),
     "seed below": ({"seed": -(1 << 63) - 1}, ("seed", "at least -9223372036854775808")),
@@ -123,6 +123,7 @@ def test_refused(models: ModelShop, name: str) -> None:
         LLM(str(models.folder(PLAIN)), **args)
     for word in words:
         assert word in str(raised.value)
+    assert ("requests wait" in str(raised.value)) == (name == "sequences")
 
 
 HIDDEN = {

@@ -119,8 +119,7 @@ def test_arguments_in_the_order_of_vllm(models: ModelShop) -> None:
         config = llm.llm_engine.model_config
         assert (config.seed, config.dtype, config.tokenizer_mode) == (7, "float32", "slow")
         assert llm.llm_engine.cache_config.num_cpu_blocks == 0
-        with LLM.deprecate_legacy_api():
-            assert llm.generate([], prompt_token_ids=[]) == []
+        assert llm.generate([], prompt_token_ids=[]) == []
         late, soon = llm.generate([[5], [6]], greedy(2), None, False, None, None, None, [3, -3])
         assert soon.metrics.finished_time < late.metrics.finished_time
         with pytest.raises(InvalidPromptError, match="a list of priority needs one per prompt"):

@@ -122,7 +122,7 @@ def test_borders_are_inside(fields: dict[str, Any]) -> None:
         ({"stop": ("a", "b"), "stop_token_ids": (3, 4)}, {"stop": ["a", "b"]}),
         (
             {"stop_token_ids": (3, 4, 3)},
-            {"stop_token_ids": [3, 4, 3], "all_stop_token_ids": {3, 4}},
+            {"stop_token_ids": [3, 4, 3], "all_stop_token_ids": frozenset({3, 4})},
         ),
         ({"logprobs": True, "prompt_logprobs": True}, {"logprobs": 1, "prompt_logprobs": 1}),
         ({"logprobs": False}, {"logprobs": 0}),

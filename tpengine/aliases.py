@@ -56,7 +56,7 @@ MODULES = {
 """Module of vLLM, with its first word changed: modules of ours that have its names."""
 
 REFUSED = {
-    "AdapterRequest": "LoRARequest has no base class; import that",
+    "AdapterRequest": "import LoRARequest, which has no base class",
     "DecodingConfig GuidedDecodingRequest LLMGuidedOptions": (
         "no grammars are served; use allowed_token_ids or logits_processors"
     ),
@@ -65,20 +65,20 @@ REFUSED = {
     ),
     "INPUT_REGISTRY MULTIMODAL_REGISTRY MultiModalDataDict": "prompts are text or ids; give those",
     "LLMInputs parse_and_batch_prompt": "it is internal to vLLM; give prompts as PromptInputs",
-    "LoggingStatLogger": "the engine logs its statistics itself unless disable_log_stats is set",
-    "ModelRegistry": "docs/models.md lists the architectures, and says how to add one",
+    "LoggingStatLogger": "leave it out; without disable_log_stats the engine logs itself",
+    "ModelRegistry": "read docs/models.md, which lists the architectures and says how to add one",
     "PrometheusStatLogger": "use AsyncLLMEngine.metrics_text() or `tpengine serve --metrics-port`",
-    "PromptAdapterRequest": "no prompt adapters are served; put its instruction into the prompt",
-    "QUANTIZATION_METHODS": "`tpengine serve --help` lists what --quantization takes",
+    "PromptAdapterRequest": "no prompt adapters are served; put the instruction into the prompt",
+    "QUANTIZATION_METHODS": "run `tpengine serve --help`, which lists what --quantization takes",
     "StoreBoolean": "use argparse.BooleanOptionalAction",
     "__commit__": "use __version__",
-    "get_cached_tokenizer": "there is nothing to cache; use the tokenizer itself",
+    "get_cached_tokenizer": "use the tokenizer itself; there is nothing to cache",
     "get_ip": "use ray.util.get_node_ip_address() or the socket module",
     "get_open_port": "bind a socket to port 0, and read getsockname()",
-    "initialize_ray_cluster": "the engine connects to Ray; use EngineArgs.ray_address",
+    "initialize_ray_cluster": "use EngineArgs.ray_address; the engine connects to Ray itself",
     "merge_async_iterators": "read the iterators in tasks that share an asyncio.Queue",
     "ray_is_available": "use importlib.util.find_spec('ray')",
-    "set_random_seed": "requests use no global random numbers; set seed in EngineArgs",
+    "set_random_seed": "set seed in EngineArgs; requests use no global random numbers",
 }
 """Names: why they cannot be imported, and what to use."""
 

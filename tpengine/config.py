@@ -68,7 +68,8 @@ WEIGHT_FILES = {
     "pt": ("pytorch_model*.bin",),
     "dummy": (),
 }
-"""By `load_format`: patterns of the files with the weights. The first is read that a folder has."""
+"""By `load_format`: patterns of the files with the weights. The first pattern that matches a file
+is read."""
 _HUB_DOUBLES = ["original/*", "consolidated*"]
 """Copies of the weights in other layouts, which some models have."""
 
@@ -145,9 +146,6 @@ class ModelConfig:
         return int(head_dim or self.get_hidden_size() // self.total_num_heads)
 
     # The names of vLLM 0.5.4.
-    hf_text_config = property(attrgetter("hf_config"))
-    embedding_mode, multimodal_config = False, None
-
     def get_vocab_size(self) -> int:
         """`vocab_size`."""
         return self.vocab_size
@@ -218,7 +216,6 @@ class CacheConfig:
     # The names of vLLM 0.5.4.
     cache_dtype = property(attrgetter("kv_cache_dtype"))
     num_gpu_blocks_override = property(attrgetter("num_device_blocks_override"))
-    cpu_offload_gb = 0
 
 
 @dataclass(frozen=True)
@@ -347,11 +344,10 @@ class EngineConfig:
 
     @property
     def num_kept_tokens(self) -> int:
-        """How many of its computed tokens, the last ones, a sequence keeps K and V of for its next
-        tokens; `sys.maxsize`: of all.
+        """Number of last computed tokens whose K and V a sequence keeps; `sys.maxsize`: all.
 
-        The window of all layers without the next token; at least a block without that token, so
-        that the first block that a sequence keeps is full once the next token is computed.
+        It is the window without the next token, and at least a block without one token, so that
+        the first block that a sequence keeps is full once the next token is computed.
         """
         window = self.model.sliding_window
         return sys.maxsize if window is None else max(window, self.cache.block_size) - 1
@@ -460,6 +456,12 @@ def read_hf_config(folder: str, trust_remote_code: bool) -> ModelFields:
     for common, own in config.attribute_map.items():
         fields.setdefault(common, fields.get(own))
     return fields
+
+
+def lacks_arithmetic(dtype: str, device: str) -> bool:
+    """Whether a device has no arithmetic for a dtype, and would convert at every step. The model
+    then computes as with dtype auto."""
+    return device == "cpu" and dtype in ("float16", "half")
 
 
 def architecture_of(hf_config: Mapping[str, Any]) -> str:

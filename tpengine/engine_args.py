@@ -31,8 +31,9 @@ class EngineArgs(Options):
     """Arguments of an engine; each is also a command-line option (`max_num_seqs` is
     `--max-num-seqs`), with the same default and the text below the field in `--help`.
 
-    The positional ones are those of vLLM 0.5.4. Those without a text here are accepted, so that a
-    script for it runs: either no value but the default is taken, or they have no effect.
+    The positional ones are those of vLLM 0.5.4, so that scripts for it run. Fields without a text
+    are there for such scripts. Some refuse every value but the default; the others have no effect,
+    and a warning names them.
     """
 
     group: ClassVar[str] = "engine"
@@ -336,7 +337,7 @@ class EngineArgs(Options):
                 "kv_cache_dtype = 'fp8' has kernels for GPUs only, the device is cpu; leave it at "
                 "'auto'"
             )
-        if self.dtype in ("float16", "half") and device == "cpu":
+        if cfg.lacks_arithmetic(self.dtype, device):
             logger.warning(
                 "dtype = %r: a CPU has no arithmetic for it; the model computes as with dtype = "
                 "'auto', in bfloat16 where the CPU has instructions for that, else in float32",

@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import time
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from contextlib import closing, nullcontext
+from contextlib import closing
 from dataclasses import fields, replace
 from typing import Any, ClassVar
 
@@ -62,11 +62,9 @@ class LLM(RefusesNames):
     """
 
     REFUSED: ClassVar[Mapping[str, str]] = {
-        "encode": "no embedding models are served; use generate"
+        "DEPRECATE_LEGACY deprecate_legacy_api": "leave it out; no argument is deprecated",
+        "encode": "no embedding models are served; use generate",
     }
-    # No argument is deprecated here.
-    DEPRECATE_LEGACY = False
-    deprecate_legacy_api = staticmethod(nullcontext)
 
     def __init__(
         self,

@@ -153,8 +153,8 @@ class StepOutput:
     """Rank 0's answer: what was sampled, in the order of `StepInput.sample_slots`.
 
     Attributes:
-        logprobs: by index in `token_ids`, for requests that ask for them, and where
-            `chosen_logprobs` cannot be had without.
+        logprobs: by index in `token_ids`, for requests that ask for them, and for those
+            whose value the sampling kernel cannot give.
         model_s: seconds inside the model: forward, logits and sampling; measured from the answer
             before if the device began with this step earlier.
         candidates: by index in `token_ids`, for sequences with `num_candidates`.

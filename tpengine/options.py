@@ -36,7 +36,8 @@ class Declaration:
         more_than: a number must be greater than this.
         at_most: largest accepted number.
         unit: printed after each limit in an error message, such as " seconds".
-        advice: end of the error message about another choice, or a number outside the limits.
+        advice: end of the error message about another choice, or a number outside the limits; a
+            number that is too small gets it only if there is no `at_most`.
         only_for: the one thing that the option has an effect on; empty: no restriction.
         refused: why no value but the default is accepted, and what to use; empty: it is accepted.
         short: a second name on the command line, such as -tp.
@@ -82,6 +83,8 @@ class Declaration:
                 and abs(number) < math.inf
             ):
                 limits = " and ".join(self._limits(number))
+                if number < self.at_most < math.inf:
+                    advice = ""
                 raise ConfigError(f"{name} must be {limits}, got {number}{advice}")
 
     def _limits(self, number: float) -> Iterator[str]:

@@ -224,9 +224,10 @@ class SamplingParams:
         return max(map(len, self.stop)) - 1
 
     @property
-    def all_stop_token_ids(self) -> set[int]:
-        """`stop_token_ids` as a set. The engine adds the model's end tokens to its own copy."""
-        return set(self.stop_token_ids)
+    def all_stop_token_ids(self) -> frozenset[int]:
+        """`stop_token_ids` as a set that cannot be changed. The engine adds the model's end
+        tokens to its own copy."""
+        return frozenset(self.stop_token_ids)
 
     def clone(self) -> SamplingParams:
         """Returns a copy that shares the logits processors, which may hold much data."""
@@ -367,8 +368,9 @@ class SamplingParams:
         if not self.use_beam_search:
             if self.greedy and self.num_sequences > 1:
                 raise InvalidSamplingParamsError(
-                    f"n or best_of = {self.num_sequences} at temperature 0 would give the same "
-                    "sequence as often; set use_beam_search=True, or a temperature above 0"
+                    "n or best_of at temperature 0 would give the same sequence "
+                    f"{self.num_sequences} times; set use_beam_search=True, or a temperature "
+                    "above 0"
                 )
             for name, is_neutral in (
                 ("length_penalty", abs(self.length_penalty - 1.0) <= _EPSILON),

@@ -141,15 +141,14 @@ def test_short_requests_do_not_keep_decodes_waiting() -> None:
 
 
 @pytest.mark.parametrize(
-    ("chunked", "num_prompt_tokens", "words"),
+    ("num_prompt_tokens", "words"),
     [
-        (False, 65, ["65 tokens", "max_num_batched_tokens = 64", "enable_chunked_prefill"]),
-        (True, 121, ["121 tokens", "31 blocks of 4", "120 tokens", "gpu_memory_utilization"]),
-        (True, 5000, ["5000 tokens", "max_model_len = 4096"]),
+        (121, ["121 tokens", "31 blocks of 4", "120 tokens", "gpu_memory_utilization"]),
+        (5000, ["5000 tokens", "max_model_len = 4096"]),
     ],
 )
-def test_ignored_with_a_reason(chunked: bool, num_prompt_tokens: int, words: list[str]) -> None:
-    loop = Loop(Limits(num_blocks=30, chunked=chunked))
+def test_ignored_with_a_reason(num_prompt_tokens: int, words: list[str]) -> None:
+    loop = Loop(Limits(num_blocks=30))
     bad, good = loop.add_plain(num_prompt_tokens, 5)
     output = loop.step()
     assert output.ignored == [bad]

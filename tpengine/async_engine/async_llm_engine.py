@@ -78,11 +78,11 @@ class AsyncLLMEngine(RefusesNames):
     """
 
     REFUSED: ClassVar[Mapping[str, str]] = {
-        "background_loop": "the engine has a thread; see is_running",
-        "is_tracing_enabled": "there is no tracing",
+        "background_loop": "read is_running; the engine has a thread",
+        "is_tracing_enabled": "read the metrics of the outputs; there is no tracing",
         "encode": "no embedding models are served; use generate",
-        "engine_step run_engine_loop": "the engine's thread runs its steps; see health",
-        "get_decoding_config": "no grammars are served",
+        "engine_step run_engine_loop": "call health(); the engine's thread runs its steps",
+        "get_decoding_config": "use allowed_token_ids or logits_processors",
     }
 
     def __init__(

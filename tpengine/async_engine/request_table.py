@@ -45,8 +45,8 @@ class LiveRequest:
         num_prompt_tokens: 0 until they have been counted.
         outcome: how it finished, for the log; None while it lives.
         timers: its deadlines.
-        ends_as_output: its reader gets a last output too if `AsyncLLMEngine.abort` ends it, or if
-            it is too long; False: an error.
+        ends_as_output: True: an abort, or a prompt that is too long, gives the reader a last
+            output. False: it gives an error.
         freed: done when the engine has freed all of it; None: no caller waits for that.
     """
 
@@ -117,7 +117,7 @@ class AsyncStream:
 
     @property
     def finished(self) -> bool:
-        """Whether no more outputs will come than have come by now."""
+        """Whether the last output has come."""
         return self._live.mailbox.closed
 
     def __aiter__(self) -> AsyncStream:

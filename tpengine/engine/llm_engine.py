@@ -71,13 +71,13 @@ class LLMEngine(RefusesNames):
 
     REFUSED: ClassVar[Mapping[str, str]] = {
         "add_lora remove_lora pin_lora": "merge the adapter into the weights",
-        "add_prompt_adapter remove_prompt_adapter list_prompt_adapters": "extend the prompts",
+        "add_prompt_adapter remove_prompt_adapter list_prompt_adapters": "extend the prompt",
         "get_tokenizer_group get_tokenizer_for_seq": "use get_tokenizer",
-        "get_decoding_config decoding_config": "there is no guided decoding",
-        "is_tracing_enabled do_tracing create_trace_span": "there is no tracing",
+        "get_decoding_config decoding_config": "use allowed_token_ids or logits_processors",
+        "is_tracing_enabled do_tracing create_trace_span": "read the metrics of the outputs",
         "has_unfinished_requests_for_virtual_engine": "use has_unfinished_requests",
-        "model_executor stop_remote_worker_execution_loop": "shutdown ends the ranks",
-        "device_config load_config scheduler": "use the EngineArgs, and stats",
+        "model_executor stop_remote_worker_execution_loop": "call shutdown() to end the ranks",
+        "device_config load_config scheduler": "read the EngineArgs, or call stats()",
     }
     lora_config = multimodal_config = speculative_config = prompt_adapter_config = None
 

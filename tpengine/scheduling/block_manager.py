@@ -29,7 +29,7 @@ BlockPair = tuple[int, int]
 """(source, target)"""
 
 NO_BLOCK = -1
-"""The place in a table of a block that has left the sliding window."""
+"""Stands in a table for a block that has left the sliding window."""
 
 
 class AllocStatus(enum.Enum):

@@ -14,7 +14,7 @@ from pathlib import Path
 import torch
 
 from tpengine import envs
-from tpengine.config import CacheConfig
+from tpengine.config import CacheConfig, lacks_arithmetic
 from tpengine.errors import ConfigError
 from tpengine.ops.library import cpu_isa
 
@@ -51,9 +51,9 @@ def detect_device(wanted: str) -> str:
 def resolve_dtype(wanted: str, device: str) -> torch.dtype:
     """Returns the dtype of weights and activations; "auto" is bfloat16 if the device supports it.
 
-    A CPU has no arithmetic for float16 and would convert at every step: there it is as "auto".
+    A dtype that the device has no arithmetic for is as "auto".
     """
-    if wanted != "auto" and not (wanted in ("float16", "half") and device == "cpu"):
+    if wanted != "auto" and not lacks_arithmetic(wanted, device):
         return _DTYPES[wanted]
     # A CPU without bfloat16 instructions converts at every step, which costs more than it saves.
     has_bf16 = cpu_isa() == "avx512bf16" if device == "cpu" else torch.cuda.is_bf16_supported()

@@ -165,9 +165,9 @@ class InputBatch:
     def _kept_blocks(self, table: Int32, computed: Int32) -> Int32:
         """Replaces the blocks that have left the window in every layer; others may hold them now.
 
-        Some kernels read what lies before the window and multiply it by 0. So these places get the
-        first block of the row that it keeps: unlike the new content of the old ones it is never
-        NaN, unless the row's own result is.
+        Some kernels read what lies before the window and multiply it by 0. The old blocks may hold
+        NaN of another sequence by now, and 0 x NaN is NaN. These places therefore name the first
+        block that the row keeps.
 
         Args:
             table: int32 `[num_seqs, max_blocks]`.
