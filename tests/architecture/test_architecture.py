@@ -28,10 +28,10 @@ MAX_PACKAGE_LINES = 18_500
 MAX_PACKAGE_FILES = 140
 MAX_NATIVE_LINES = 5_922
 """Lines of C++ and CUDA in csrc/, without blank lines and comments."""
-MAX_TEST_LINES = 27_934
+MAX_TEST_LINES = 27_935
 """Lines of code of tests/."""
 MAY_ADD = {
-    "API": 920,
+    "API": 927,
     "models": 1_800,
     "HTTP and gRPC doors": 1_400,
     "four and eight bits": 900,

@@ -141,14 +141,15 @@ def test_short_requests_do_not_keep_decodes_waiting() -> None:
 
 
 @pytest.mark.parametrize(
-    ("num_prompt_tokens", "words"),
+    ("chunked", "num_prompt_tokens", "words"),
     [
-        (121, ["121 tokens", "31 blocks of 4", "120 tokens", "gpu_memory_utilization"]),
-        (5000, ["5000 tokens", "max_model_len = 4096"]),
+        (False, 65, ["65 tokens", "max_num_batched_tokens = 64", "enable_chunked_prefill"]),
+        (True, 121, ["121 tokens", "31 blocks of 4", "120 tokens", "gpu_memory_utilization"]),
+        (True, 5000, ["5000 tokens", "max_model_len = 4096"]),
     ],
 )
-def test_ignored_with_a_reason(num_prompt_tokens: int, words: list[str]) -> None:
-    loop = Loop(Limits(num_blocks=30))
+def test_ignored_with_a_reason(chunked: bool, num_prompt_tokens: int, words: list[str]) -> None:
+    loop = Loop(Limits(num_blocks=30, chunked=chunked))
     bad, good = loop.add_plain(num_prompt_tokens, 5)
     output = loop.step()
     assert output.ignored == [bad]

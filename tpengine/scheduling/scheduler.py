@@ -432,6 +432,13 @@ class Scheduler:
                 f"{config.max_model_len}; shorten it, or raise max_model_len if the model was made "
                 "for more"
             )
+        limit = config.max_num_batched_tokens
+        if not config.enable_chunked_prefill and num_prompt_tokens > limit:
+            return (
+                f"the prompt has {num_prompt_tokens} tokens, but a step holds at most "
+                f"max_num_batched_tokens = {limit} and prompts are not split; shorten the prompt, "
+                "raise max_num_batched_tokens, or set enable_chunked_prefill=True"
+            )
         num_needed = blocks.most_blocks_for(num_prompt_tokens)
         if num_needed > blocks.num_total_blocks:
             return self._too_long_for_cache(num_prompt_tokens, num_needed)
