@@ -124,10 +124,11 @@ def test_engines_have_metrics_of_their_own(make: MakeEngine) -> None:
     assert (_samples(first)[key], _samples(second)[key]) == (4, 0)
 
 
-def test_one_line_per_request_and_no_prompt_in_it(engine: AsyncLLMEngine, lines: list[str]) -> None:
+def test_one_line_per_request_and_no_prompt_in_it(make: MakeEngine, lines: list[str]) -> None:
+    engine = make()  # its prefix cache is empty
+
     async def ask() -> None:
-        output = await last_output(engine, SECRET, greedy(5), "first")
-        assert output.prompt == SECRET
+        assert (await last_output(engine, SECRET, greedy(5), "first")).prompt == SECRET
         outputs = engine.generate(SECRET, stream(300), "second\nforged")
         await anext(outputs)
         await outputs.aclose()
