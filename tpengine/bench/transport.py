@@ -75,10 +75,9 @@ class EchoRank:
         return os.getpid()
 
     def step(self, payload: bytes, rank: int = 0) -> bytes:
-        """Decodes a step and encodes its answer: sampled ids at rank 0, none at other ranks."""
+        """Decodes a step and encodes its answer: samples at rank 0, none at other ranks."""
         step = decode_step(payload)
-        sampled = [31_337] * len(step.sample_slots) if rank == 0 else []
-        return encode(StepOutput(step.step, sampled))
+        return encode(decode_step_output(step.step, len(step.sample_slots) if rank == 0 else 0))
 
 
 def decode_step_input(step: int, num_running: int) -> StepInput:
@@ -94,6 +93,11 @@ def decode_step_input(step: int, num_running: int) -> StepInput:
     )
 
 
+def decode_step_output(step: int, num_sampled: int) -> StepOutput:
+    """Its answer: an id and its log probability for each sequence."""
+    return StepOutput(step, [31_337] * num_sampled, chosen_logprobs=[-0.693] * num_sampled)
+
+
 def run(args: argparse.Namespace) -> int:
     """Runs the benchmark and prints medians and 99th percentiles in microseconds."""
     import ray
@@ -103,11 +107,10 @@ def run(args: argparse.Namespace) -> int:
         work = f"{options.ranks} ranks, {options.running} running sequences, {options.steps} steps"
         print(report_head(None, {"work": work, "ray": ray.__version__}))
         step = decode_step_input(1, options.running)
-        sizes = len(encode(step)), len(encode(StepOutput(1, [31_337] * options.running)))
-        print(f"step {sizes[0]} bytes, answer {sizes[1]} bytes")
+        answer = decode_step_output(1, options.running)
+        print(f"step {len(encode(step))} bytes, answer {len(encode(answer))} bytes")
         _report_codec(options)
-        actor_class = ray.remote(num_cpus=0)(EchoRank)
-        actors = [actor_class.remote() for _ in range(options.ranks)]
+        actors = [ray.remote(num_cpus=0)(EchoRank).remote() for _ in range(options.ranks)]
         for name, exchange in _exchanges(options, actors):
 
             def call(number: int, exchange: Exchange = exchange) -> None:
@@ -119,7 +122,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _report_codec(options: TransportOptions) -> None:
-    step, output = decode_step_input(1, options.running), StepOutput(1, [31_337] * options.running)
+    step, output = decode_step_input(1, options.running), decode_step_output(1, options.running)
     new = NewSequence(
         0, list(range(PROMPT_TOKENS)), PROMPT_TOKENS, 0, [1] * 13, SamplingParams(), 1, 0, [2]
     )
