@@ -19,9 +19,6 @@ logger = init_logger(__name__)
 GIB = 1 << 30
 _MAX_GIB = 1 << 20
 """More than any machine has; as bytes it still fits into 64 bits."""
-_MAX_ENTRIES = 20_000_000
-"""Most log probabilities in the answer of a rank in another process: an entry takes 13 bytes, and
-the executor's channel carries 256 MiB."""
 _DEFAULT_BATCHED_TOKENS = {"cpu": 512, "cuda": 8192}
 _GPUS, _RAY = "GPUs", "ranks on Ray"
 
@@ -410,7 +407,8 @@ class EngineArgs(Options):
                 "a prompt that is not chunked could never be scheduled; raise the first, lower "
                 "the second, or enable chunked prefill"
             )
-        most = _MAX_ENTRIES // (budget + self.max_num_seqs)
+        # A rank in another process sends 13 bytes for each, in an answer of at most 256 MiB.
+        most = 20_000_000 // (budget + self.max_num_seqs)
         wanted = model.vocab_size if self.max_logprobs == -1 else self.max_logprobs
         if self.uses_ray and wanted > most:
             raise ConfigError(

@@ -7,6 +7,7 @@ sequence loses its slot and comes back in full.
 
 from __future__ import annotations
 
+from array import array
 from dataclasses import dataclass, field
 
 from tpengine.sampling_params import SamplingParams
@@ -161,7 +162,8 @@ class StepOutput:
         prompt_logprobs: by row of the step, for requests that ask for them.
         errors: by index in `token_ids`: why that token could not be sampled; its id has no meaning,
             and the request cannot go on.
-        chosen_logprobs: log probability of each of `token_ids`; valid where `logprobs` has none.
+        chosen_logprobs: float32, log probability of each of `token_ids`; valid where `logprobs` has
+            none. An array, since making a list of it costs more than sending it.
     """
 
     step: int
@@ -171,7 +173,7 @@ class StepOutput:
     candidates: dict[int, Candidates] = field(default_factory=dict)
     prompt_logprobs: dict[int, PromptLogprobs] = field(default_factory=dict)
     errors: dict[int, str] = field(default_factory=dict)
-    chosen_logprobs: list[float] = field(default_factory=list)
+    chosen_logprobs: array[float] = field(default_factory=lambda: array("f"))
 
 
 @dataclass(frozen=True, slots=True)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from array import array
 
 import pytest
 
@@ -60,7 +61,7 @@ FULL_OUTPUT = StepOutput(
     candidates={0: Candidates([1, 2], [-1.0, -2.0], [-1.0, -2.5])},
     prompt_logprobs={2: PromptLogprobs(1, [TokenLogprobs(-0.1, 2, [1], [-0.1])])},
     errors={1: "every token is banned ✗"},
-    chosen_logprobs=[-0.1, float("-inf")],
+    chosen_logprobs=array("f", [-0.1, float("-inf")]),
 )
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from array import array
 
 from tpengine.messages import StepOutput
 
@@ -29,7 +30,8 @@ def test_less_than_four_percent_is_unused() -> None:
         unused += now
         held += (blocks.num_total_blocks - blocks.num_free_blocks) * BLOCK_SIZE
         count = len(output.sampled)
-        answer = StepOutput(output.step_input.step, [1] * count, chosen_logprobs=[0.0] * count)
+        zeros = array("f", bytes(4 * count))
+        answer = StepOutput(output.step_input.step, [1] * count, chosen_logprobs=zeros)
         scheduler.update(output, loop.processor.process(output, answer))
     assert held > 0
     assert unused / held < 0.04

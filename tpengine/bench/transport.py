@@ -13,6 +13,7 @@ import select
 import statistics
 import threading
 import time
+from array import array
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -93,9 +94,9 @@ def decode_step_input(step: int, num_running: int) -> StepInput:
     )
 
 
-def decode_step_output(step: int, num_sampled: int) -> StepOutput:
-    """Its answer: an id and its log probability for each sequence."""
-    return StepOutput(step, [31_337] * num_sampled, chosen_logprobs=[-0.693] * num_sampled)
+def decode_step_output(step: int, count: int) -> StepOutput:
+    """Its answer: an id and its log probability for each of `count` sequences."""
+    return StepOutput(step, [31_337] * count, chosen_logprobs=array("f", bytes(4 * count)))
 
 
 def run(args: argparse.Namespace) -> int:

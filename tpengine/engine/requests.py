@@ -71,8 +71,7 @@ class GenerateRequest:
     def __post_init__(self) -> None:
         if not isinstance(self.params, SamplingParams):
             raise InvalidSamplingParamsError(
-                f"params must be SamplingParams, got {self.params!r:.80}; no embedding models are "
-                "served"
+                f"params must be SamplingParams, got {self.params!r:.80}"
             )
 
 

@@ -110,7 +110,7 @@ def _all_rows(count: int) -> list[int]:
 
 def _plain_output(output: StepOutput) -> list[Any]:
     step, token_ids, *rest, chosen_logprobs = _OUTPUT_FIELDS(output)
-    return [step, _as_words(token_ids), *rest, array.array("d", chosen_logprobs).tobytes()]
+    return [step, _as_words(token_ids), *rest, chosen_logprobs.tobytes()]
 
 
 def _as_words(token_ids: list[int]) -> bytes | list[int]:
@@ -208,7 +208,7 @@ def _step_output(fields: list[Any]) -> StepOutput:
     output: Any = StepOutput(*fields)
     if type(output.token_ids) is bytes:
         output.token_ids = memoryview(output.token_ids).cast("I").tolist()
-    output.chosen_logprobs = memoryview(output.chosen_logprobs).cast("d").tolist()
+    output.chosen_logprobs = array.array("f", output.chosen_logprobs)
     if output.logprobs:
         output.logprobs = {at: TokenLogprobs(*entry) for at, entry in output.logprobs.items()}
     if output.candidates:

@@ -9,6 +9,7 @@ skipped.
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
@@ -73,13 +74,13 @@ class Findings:
     """What the sampler reports of rows in addition to their tokens, by row.
 
     Attributes:
-        chosen_logprobs: of the chosen tokens; valid for rows that are not in `logprobs`.
+        chosen_logprobs: float32, of the chosen tokens; valid for rows that are not in `logprobs`.
         logprobs: of the rows with a `num_logprobs` of 0 or more.
         candidates: of the rows that asked for them.
         errors: why no token could be sampled; the token id of such a row has no meaning.
     """
 
-    chosen_logprobs: list[float] = field(default_factory=list)
+    chosen_logprobs: array[float] = field(default_factory=lambda: array("f"))
     logprobs: dict[int, TokenLogprobs] = field(default_factory=dict)
     candidates: dict[int, Candidates] = field(default_factory=dict)
     errors: dict[int, str] = field(default_factory=dict)
@@ -170,7 +171,7 @@ def sample(logits: torch.Tensor, batch: SamplingBatch) -> Sampled:
         edited, sampled = _pick_rows(logits, reported), _pick_rows(token_ids, reported)
         shares = processed_logprobs(edited, filters, sampled)
     reports = [] if shares is None else _report(token_ids, batch, logits, shares, reported)
-    own_logprobs: Pending[list[float]] = Pending([chosen], lambda arrays: arrays[0].tolist())
+    own_logprobs = Pending([chosen], lambda arrays: array("f", arrays[0].tobytes()))
     pending = together([own_logprobs, lost, *reports])
 
     def read(arrays: Sequence[Array]) -> Findings:
