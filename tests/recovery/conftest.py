@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import logging
+import shutil
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 from support.models import ModelShop
-from support.tiny_llama import TinyLlama
+from support.tiny_llama import TinyLlama, edit_json
 from support.zoo import PLAIN
 
 from tpengine import EngineArgs
@@ -44,6 +45,16 @@ def fake_config(models: ModelShop) -> MakeConfig:
 def real_config(models: ModelShop) -> MakeConfig:
     """Makes configurations for a real worker, with a tokenizer."""
     folder = models.folder(PLAIN, tokenizer=True)
+    return config_maker(folder, dtype="float32", max_model_len=128, max_num_seqs=32)
+
+
+@pytest.fixture(scope="session")
+def window_config(models: ModelShop, tmp_path_factory: pytest.TempPathFactory) -> MakeConfig:
+    """The same for a Mistral with the same weights, whose tokens see 40 tokens."""
+    folder = tmp_path_factory.mktemp("window") / "model"
+    shutil.copytree(models.folder(PLAIN, tokenizer=True), folder)
+    mistral = {"architectures": ["MistralForCausalLM"], "model_type": "mistral"}
+    edit_json(folder / "config.json", lambda config: config.update(mistral, sliding_window=40))
     return config_maker(folder, dtype="float32", max_model_len=128, max_num_seqs=32)
 
 

@@ -12,7 +12,6 @@ from support.step_log import log_steps
 from tpengine import RequestOutputKind, SamplingParams
 
 from .client import Answer, Job, serve, summary
-from .conftest import MakeConfig
 from .mortal import Fate, RealGroup
 
 DELTA = RequestOutputKind.DELTA
@@ -43,6 +42,10 @@ ENGINES = {
         },
         [(40, 0), (34, 0)],
     ),
+    "window": (
+        {"preemption_mode": "swap", "max_num_batched_tokens": 48, "block_size": 8},
+        [(40, 200), (34, 200)],
+    ),
 }
 
 
@@ -70,17 +73,18 @@ def logprobs_of(answer: Answer) -> list[float]:
 
 
 @pytest.mark.parametrize("name", ENGINES)
-def test_everything_a_user_sees_is_the_same(real_config: MakeConfig, name: str) -> None:
+def test_everything_a_user_sees_is_the_same(name: str, request: pytest.FixtureRequest) -> None:
     args, blocks = ENGINES[name]
-    config = real_config(**args)
+    make = request.getfixturevalue("window_config" if name == "window" else "real_config")
+    config = make(**args)
     jobs = make_jobs(config.scheduler.policy == "priority")
-    plenty = real_config(scheduling_policy=config.scheduler.policy)
+    plenty = make(scheduling_policy=config.scheduler.policy)
     undisturbed = serve(plenty, jobs, Fate(blocks=[(400, 0)]), RealGroup).answers
     kills = frozenset({2, 4, 9, 14, 20, 27, 41})
     with log_steps() as log:
         served = serve(config, jobs, Fate(kills, blocks=blocks), RealGroup)
     assert len(served.executor.losses) >= 5
-    assert (log.num_swapped > 0) == (name == "swap")
+    assert (log.num_swapped > 0) == (name in ("swap", "window"))
     assert (log.num_recomputed > 0) == (name == "recompute")
     assert served.engine.num_total_blocks == blocks[-1][0]
     for number, job in enumerate(jobs):
