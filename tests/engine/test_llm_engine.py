@@ -18,7 +18,7 @@ from support.zoo import PLAIN
 from tpengine import EngineArgs, LLMEngine, RequestOutputKind, SamplingParams
 from tpengine.config import RayConfig
 from tpengine.engine.stats import PreemptionLog, StatLoggerBase, Stats
-from tpengine.errors import DuplicateRequestError, RefusedNameError
+from tpengine.errors import DuplicateRequestError, InvalidPromptError, RefusedNameError
 from tpengine.executor.local_executor import LocalExecutor
 
 
@@ -278,6 +278,12 @@ def test_configs_have_the_names_of_vllm(engine: LLMEngine) -> None:
     assert scheduler.chunked_prefill_enabled
     assert engine.get_lora_config() is None
     assert engine.list_loras() == set()
+
+
+def test_an_arrival_time_is_a_number(engine: LLMEngine) -> None:
+    with pytest.raises(InvalidPromptError, match=r"arrival_time is in seconds, got \[5, 6\]"):
+        engine.add_request("one", "text", greedy(1), [5, 6])  # prompt ids, as in vLLM 0.4
+    assert not engine.has_unfinished_requests()
 
 
 @pytest.mark.parametrize(

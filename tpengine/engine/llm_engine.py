@@ -284,8 +284,10 @@ class LLMEngine(RefusesNames):
         """
         check_not_served(lora_request, trace_headers, prompt_adapter_request)
         check_request_id(request_id, lambda one: self._scheduler.get_request(one) is not None)
-        params = params or SamplingParams()
-        request = GenerateRequest(inputs, prompt_token_ids, params=params, priority=priority)
+        params = SamplingParams() if params is None else params
+        request = GenerateRequest(
+            inputs, prompt_token_ids, params=params, arrival_time=arrival_time, priority=priority
+        )
         self.add_checked(request_id, self.check_request(request), arrival_time)
 
     def why_too_long(self, num_prompt_tokens: int) -> str | None:
