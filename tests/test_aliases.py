@@ -68,6 +68,13 @@ def test_an_unknown_name_is_an_ordinary_error(statement: str) -> None:
     assert not hasattr(tpengine, "nothing")
 
 
+@pytest.mark.parametrize("module", ["tpengine", "tpengine.outputs", "tpengine.pooling_params"])
+def test_a_refused_name_is_a_missing_attribute(module: str) -> None:
+    assert not hasattr(importlib.import_module(module), "PoolingParams")
+    with pytest.raises(ImportError, match=r"no PoolingParams: no embedding models.*use generate"):
+        exec(f"from {module} import PoolingParams", {})
+
+
 def test_nothing_is_imported_before_it_is_used() -> None:
     paths = [path for path in aliases.MODULES if path != "tpengine.distributed.parallel_state"]
     found = imported(*(f"import {path}" for path in paths))
@@ -78,7 +85,7 @@ def test_nothing_is_imported_before_it_is_used() -> None:
 def test_modules_look_like_modules() -> None:
     """Tools walk over all modules of a process and ask them for attributes."""
     module = importlib.import_module("tpengine.utils")
-    for name in ("__file__", "__path__", "__wrapped__", "__all__", "_FINDER"):
+    for name in ("__file__", "__wrapped__", "__all__", "_FINDER"):
         assert not hasattr(module, name)
     before = module.Counter
     assert importlib.reload(module).Counter is before

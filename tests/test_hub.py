@@ -112,6 +112,15 @@ def test_engine_of_a_hub_name(
     assert not hub.of("some/tokenizer")
 
 
+def test_a_revision_of_the_tokenizer_alone(hub: Hub, tmp_path: Path, opt: dict[str, bytes]) -> None:
+    hub.models["some/model"] = {**opt, "tokenizer.json": b"{}"}
+    args = EngineArgs("some/model", tokenizer_revision="v2", download_dir=str(tmp_path))
+    folder = args.create_engine_config().model.tokenizer
+    assert str(folder).endswith("b" * 40)
+    assert "pytorch_model.bin" in hub.of("some/model")
+    assert hub.of("some/model", "v2") == {*opt, "tokenizer.json"} - {"pytorch_model.bin"}
+
+
 FIRST_LINES = """
 from tpengine import LLM, SamplingParams
 llm = LLM(model="facebook/opt-125m")

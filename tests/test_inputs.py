@@ -33,6 +33,7 @@ BAD_PROMPTS: dict[str, tuple[Any, tuple[str, ...]]] = {
     "negative id": ([-1], ("prompt_token_ids[0]", "-1", "[0, 511]")),
     "no integer": ([5, 1.5], ("prompt_token_ids[1]", "1.5", "integers")),
     "a flag": ([True], ("prompt_token_ids[0]", "True")),
+    "bytes": (b"text", ("list of integers", "bytes")),
     "text among ids": ([5, "6"], ("prompt_token_ids[1]", "'6'")),
 }
 

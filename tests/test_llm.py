@@ -209,6 +209,8 @@ def test_beam_search_is_that_of_generate(llm: LLM) -> None:
         assert (best.tokens[-1] == ids_of("<|end|>")) == is_shown
     with pytest.raises(InvalidSamplingParamsError, match=r"temperature = 0\.0, got 0\.5"):
         llm.beam_search(PROMPTS[0], BeamSearchParams(3, 8, temperature=0.5))
+    with pytest.raises(InvalidSamplingParamsError, match=r"BeamSearchParams.*, got 3"):
+        llm.beam_search(PROMPTS[0], 3)
 
 
 def test_parameters_that_the_model_recommends(models: ModelShop, tmp_path: Path) -> None:
@@ -280,19 +282,14 @@ def test_stream_gives_the_text_in_pieces(llm: LLM) -> None:
     assert llm.llm_engine.num_free_blocks == llm.llm_engine.num_total_blocks
     with pytest.raises(RequestError, match="empty"):
         list(llm.stream("", greedy(24)))
+    with pytest.raises(InvalidSamplingParamsError, match="must be SamplingParams, got 3"):
+        list(llm.stream(PROMPTS[0], 3))
 
 
-def test_stream_that_another_caller_aborts(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
-    add, request_ids = llm.llm_engine.add_request, []
-
-    def noted(request_id: str, *args: Any, **kwargs: Any) -> None:
-        request_ids.append(request_id)
-        add(request_id, *args, **kwargs)
-
-    monkeypatch.setattr(llm.llm_engine, "add_request", noted)
+def test_stream_that_another_caller_aborts(llm: LLM) -> None:
     stream = llm.stream(PROMPTS[0], greedy(200))
     assert next(stream)
-    llm.llm_engine.abort_request(request_ids[0])
+    llm.llm_engine.abort_request(str(llm.request_counter.counter - 1))
     with pytest.raises(RequestAbortedError, match="aborted"):
         list(stream)
     assert next(llm.stream(PROMPTS[0])), "parameters have defaults here, too"
@@ -317,6 +314,8 @@ def test_tokenizer_can_be_replaced(models: ModelShop) -> None:
             llm.chat([{"role": "user", "content": "Hello"}])
         hf = AutoTokenizer.from_pretrained(models.folder(PLAIN, tokenizer=True))
         llm.set_tokenizer(hf)
+        with pytest.raises(ConfigError, match="one of transformers, got 3"):
+            llm.set_tokenizer(3)
         assert llm.get_tokenizer() is llm.llm_engine.tokenizer.tokenizer is hf
         told = llm.generate(None, greedy(10), [prompt], use_tqdm=False)[0]
         assert told.outputs[0].token_ids == bare.outputs[0].token_ids

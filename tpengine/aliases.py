@@ -2,12 +2,16 @@
 
 A script of that time changes only `vllm` into `tpengine` in its imports. `MODULES` lists the paths,
 and `REFUSED` the names that tpengine has nothing for: importing one raises an ImportError that says
-what to use.
+what to use, and `hasattr` is False for it.
 
 A path that is no file here is served by a finder at the end of `sys.meta_path`, which Python asks
 about modules that no other finder knows. A file of ours whose path is in `MODULES` calls
 `add_names`. Nothing is imported before it is used. The second half of this file holds small things
 that only such scripts need.
+
+A refused name is a missing attribute, and `from tpengine import PoolingParams` would drop the text
+of that AttributeError. But Python first asks the finder for a module of this name, as it does below
+every module with a `__path__`, and the finder raises the ImportError.
 """
 
 from __future__ import annotations
@@ -83,18 +87,18 @@ REFUSED = {
 """Names: why they cannot be imported, and what to use."""
 
 _REASONS = {name: reason for names, reason in REFUSED.items() for name in names.split()}
-_PACKAGES = {path.rsplit(".", depth)[0] for path in MODULES for depth in range(1, path.count("."))}
+_PATHS = {path.rsplit(".", depth)[0] for path in MODULES for depth in range(path.count(".") + 1)}
+"""The paths in `MODULES` and those above them; all have a `__path__`."""
 
 
 def find_name(module: str, name: str) -> Any:
     """Returns what a name means in a module of `MODULES`; this is the module's `__getattr__`.
 
     Raises:
-        AttributeError: the module has no such name.
-        ImportError: the name is refused; the message says what to use.
+        AttributeError: the module has no such name; of a refused one the message says what to use.
     """
     if name in _REASONS:
-        raise ImportError(f"tpengine has no {name}: {_REASONS[name]}", name=module)
+        raise AttributeError(f"tpengine has no {name}: {_REASONS[name]}")
     # Python itself asks for __path__, __file__ and the like; our own private names are no aliases.
     if name == "__version__" or not name.startswith("_"):
         for place in MODULES.get(module, "").split():
@@ -111,8 +115,7 @@ def add_names(module_name: str) -> None:
     """
     module = sys.modules[module_name]
     vars(module)["__getattr__"] = partial(find_name, module_name)
-    if module_name in _PACKAGES and "__path__" not in vars(module):
-        module.__path__ = []  # else Python does not look for modules below it
+    vars(module).setdefault("__path__", [])
 
 
 class _Finder:
@@ -121,11 +124,16 @@ class _Finder:
     def find_spec(
         self, fullname: str, path: object = None, target: object = None
     ) -> ModuleSpec | None:
-        """Returns the spec of a module, or of a package around one; None: an unknown name."""
-        if fullname not in MODULES and fullname not in _PACKAGES:
-            return None
+        """Returns the spec of a module, or of a package around one; None: an unknown name.
+
+        Raises:
+            ImportError: the name is refused; the message says what to use.
+        """
+        parent, _, name = fullname.rpartition(".")
+        if parent in _PATHS and name in _REASONS:
+            raise ImportError(f"tpengine has no {name}: {_REASONS[name]}", name=fullname)
         loader: Any = self
-        return ModuleSpec(fullname, loader, is_package=fullname in _PACKAGES)
+        return ModuleSpec(fullname, loader) if fullname in _PATHS else None
 
     def create_module(self, spec: ModuleSpec) -> None:
         """Leaves it to Python to make the module."""

@@ -146,8 +146,7 @@ class LLM(RefusesNames):
         check_not_served(lora_request, None, prompt_adapter_request, guided_options_request)
         pairs = pair_prompts(prompts, prompt_token_ids)
         params = _params_of_each(sampling_params, len(pairs))
-        priority = 0 if priority is None else priority
-        priorities = one_per_prompt("priority", priority, len(pairs))
+        priorities = one_per_prompt("priority", 0 if priority is None else priority, len(pairs))
         requests = [
             GenerateRequest(text, token_ids, params=one, priority=urgency)
             for (text, token_ids), one, urgency in zip(pairs, params, priorities, strict=True)
@@ -273,6 +272,8 @@ class LLM(RefusesNames):
         Raises:
             RequestError: see `generate`.
         """
+        if not isinstance(params, BeamSearchParams):
+            raise InvalidSamplingParamsError(f"params must be BeamSearchParams, got {params!r:.80}")
         sampling_params, tokenizer = params.sampling_params(), self.llm_engine.tokenizer
         found = []
         for output in self.generate(prompts, sampling_params, None, use_tqdm, lora_request):
@@ -311,15 +312,16 @@ class LLM(RefusesNames):
                 sequence.
             RequestAbortedError: another caller aborted it, after the text that was yielded.
         """
-        sampling_params = sampling_params or SamplingParams()
-        if sampling_params.num_sequences != 1:
+        params = SamplingParams() if sampling_params is None else sampling_params
+        request = GenerateRequest(prompt, prompt_token_ids, params=params)
+        if params.num_sequences != 1:
             raise InvalidSamplingParamsError(
                 f"stream yields the text of one sequence, and n or best_of is "
-                f"{sampling_params.num_sequences}; use generate, or ask for one"
+                f"{params.num_sequences}; use generate, or ask for one"
             )
         request_id = self._new_request_id()
-        params = _reported(sampling_params, RequestOutputKind.DELTA)
-        self.llm_engine.add_request(request_id, prompt, params, prompt_token_ids=prompt_token_ids)
+        request = replace(request, params=_reported(params, RequestOutputKind.DELTA))
+        self.llm_engine.add_checked(request_id, self.llm_engine.check_request(request))
         outputs = self._inbox[request_id] = []
         finished = False
         try:
@@ -352,7 +354,11 @@ class LLM(RefusesNames):
         return self.llm_engine.get_tokenizer()
 
     def set_tokenizer(self, tokenizer: Any) -> None:
-        """Replaces the tokenizer by one of transformers, or by a `Tokenizer`."""
+        """Replaces the tokenizer by one of transformers, or by a `Tokenizer`; None: without texts.
+
+        Raises:
+            ConfigError: it is none of these.
+        """
         known = tokenizer is None or isinstance(tokenizer, Tokenizer)
         self.llm_engine.tokenizer = tokenizer if known else Tokenizer(tokenizer)
 

@@ -414,7 +414,7 @@ def _texts(name: str, value: Any) -> list[Any]:
 
 
 def _ids(name: str, values: Any) -> list[int]:
-    return [_int(name, value, 0) for value in _as_list(name, values)]
+    return [_int(f"an id in {name}", value, 0) for value in _as_list(name, values)]
 
 
 def _bias(value: Any) -> dict[int, float]:

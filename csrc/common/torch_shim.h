@@ -127,39 +127,6 @@ class Tensor {
   std::unique_ptr<int64_t[]> own_sizes_;
 };
 
-// An optional argument (`Tensor?`, `int?`): in the boxed convention a heap cell that the callee
-// frees, or a null pointer.
-template <class T>
-class Optional {
- public:
-  explicit Optional(StableIValue value) {
-    StableIValue* cell = nullptr;
-    std::memcpy(&cell, &value, sizeof cell);
-    if (cell == nullptr) return;
-    value_ = new T(unpack(*cell));
-    delete cell;
-  }
-  Optional(Optional&& other) noexcept : value_(other.value_) { other.value_ = nullptr; }
-  Optional(const Optional&) = delete;
-  Optional& operator=(const Optional&) = delete;
-  ~Optional() { delete value_; }
-  explicit operator bool() const { return value_ != nullptr; }
-  const T* operator->() const { return value_; }
-  const T& operator*() const { return *value_; }
-
- private:
-  static T unpack(StableIValue value) {
-    if constexpr (std::is_constructible_v<T, StableIValue> && !std::is_arithmetic_v<T>) {
-      return T(value);
-    } else {
-      T result{};
-      std::memcpy(&result, &value, sizeof result);
-      return result;
-    }
-  }
-  T* value_ = nullptr;
-};
-
 template <class T>
 struct Argument {
   static T get(StableIValue value) {
@@ -171,6 +138,30 @@ struct Argument {
       return T(value);
     }
   }
+};
+
+// An optional argument (`Tensor?`, `int?`): in the boxed convention a heap cell that the callee
+// frees, or a null pointer.
+template <class T>
+class Optional {
+ public:
+  explicit Optional(StableIValue value) {
+    StableIValue* cell = nullptr;
+    std::memcpy(&cell, &value, sizeof cell);
+    if (cell == nullptr) return;
+    value_ = new T(Argument<T>::get(*cell));
+    delete cell;
+  }
+  Optional(Optional&& other) noexcept : value_(other.value_) { other.value_ = nullptr; }
+  Optional(const Optional&) = delete;
+  Optional& operator=(const Optional&) = delete;
+  ~Optional() { delete value_; }
+  explicit operator bool() const { return value_ != nullptr; }
+  const T* operator->() const { return value_; }
+  const T& operator*() const { return *value_; }
+
+ private:
+  T* value_ = nullptr;
 };
 
 // Runs an op at once.
@@ -187,9 +178,14 @@ template <auto F, class Policy>
 struct Boxed;
 template <class... A, void (*F)(A...), class Policy>
 struct Boxed<F, Policy> {
+  static inline const char* op = "";
   static void call(StableIValue* stack, uint64_t num_args, uint64_t num_outputs) {
     if (num_args != sizeof...(A) || num_outputs != 0) {
-      throw std::runtime_error("tpengine: the op's schema and its kernel disagree");
+      throw std::runtime_error(std::string("tpengine::") + op + ": called with " +
+                               std::to_string(num_args) + " arguments; the kernel takes " +
+                               std::to_string(sizeof...(A)) +
+                               ". The compiled library is older than the Python code: build it "
+                               "again with `make setup` or `pip install .`");
     }
     unpack(stack, std::index_sequence_for<A...>{});
   }
@@ -202,6 +198,7 @@ struct Boxed<F, Policy> {
 
 template <auto F, class Policy = RunNow>
 void implement(TorchLibraryHandle library, const char* name) {
+  Boxed<F, Policy>::op = name;
   TPENGINE_SHIM(torch_library_impl(library, name, &Boxed<F, Policy>::call, kTorchAbi));
 }
 

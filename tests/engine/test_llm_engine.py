@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import logging
 import pickle
 import signal
 from dataclasses import replace
@@ -17,7 +18,7 @@ from support.zoo import PLAIN
 from tpengine import EngineArgs, LLMEngine, RequestOutputKind, SamplingParams
 from tpengine.config import RayConfig
 from tpengine.engine.stats import PreemptionLog, StatLoggerBase, Stats
-from tpengine.errors import DuplicateRequestError, RefusedNameError
+from tpengine.errors import DuplicateRequestError, InvalidPromptError, RefusedNameError
 from tpengine.executor.local_executor import LocalExecutor
 
 
@@ -279,6 +280,12 @@ def test_configs_have_the_names_of_vllm(engine: LLMEngine) -> None:
     assert engine.list_loras() == set()
 
 
+def test_an_arrival_time_is_a_number(engine: LLMEngine) -> None:
+    with pytest.raises(InvalidPromptError, match=r"arrival_time is in seconds, got \[5, 6\]"):
+        engine.add_request("one", "text", greedy(1), [5, 6])  # prompt ids, as in vLLM 0.4
+    assert not engine.has_unfinished_requests()
+
+
 @pytest.mark.parametrize(
     ("name", "advice"), [("add_lora", "merge"), ("pin_lora", "merge"), ("scheduler", "stats")]
 )
@@ -301,7 +308,9 @@ class Told(StatLoggerBase):
         self.stats.append(stats)
 
 
-def test_loggers_of_users(models: ModelShop, prompt: list[int]) -> None:
+def test_loggers_of_users(
+    models: ModelShop, prompt: list[int], caplog: pytest.LogCaptureFixture
+) -> None:
     told = Told()
     args = EngineArgs(str(models.folder(PLAIN)), dtype="float32", num_device_blocks_override=64)
     with LLMEngine.from_engine_args(args, None, {"told": told}) as engine:
@@ -323,12 +332,16 @@ def test_loggers_of_users(models: ModelShop, prompt: list[int]) -> None:
         assert (last.num_generation_tokens_requests, last.n_requests) == ([5, 5], [2])
         assert (last.finished_reason_requests, last.best_of_requests) == (["length"] * 2, [2])
         assert len(last.time_e2e_requests) == 1
+        logging.getLogger("tpengine").addHandler(caplog.handler)
         engine.add_logger("broken", object())
         engine.do_log_stats()
-        assert len(told.stats) == 6, "an error of another logger does not matter"
+        engine.do_log_stats()
+        logging.getLogger("tpengine").removeHandler(caplog.handler)
+        assert len(told.stats) == 7, "an error of another logger does not matter"
+        assert sum(bool(one.exc_info) for one in caplog.records) == 1
         engine.remove_logger("told")
         engine.add_request("three", None, greedy(1), prompt_token_ids=prompt)
         run(engine)
-        assert len(told.stats) == 6
+        assert len(told.stats) == 7
         with pytest.raises(KeyError):
             engine.remove_logger("told")

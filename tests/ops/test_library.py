@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import re
+import subprocess
+import sys
 from collections.abc import Callable
 
 import pytest
@@ -171,6 +173,24 @@ def test_wrong_arguments_are_named(
     arguments = break_it(_arguments()[name])
     with pytest.raises(RuntimeError, match=f"tpengine::{name}: .*{message}"):
         getattr(torch.ops.tpengine, name).default(*arguments)
+
+
+OF_ANOTHER_VERSION = """
+import sys, torch
+torch.library.define("tpengine::relu", "(Tensor(a!) x, Tensor y) -> ()")
+torch.ops.load_library(sys.argv[1])
+torch.ops.tpengine.relu(torch.ones(1), torch.ones(1))
+"""
+
+
+@needs_kernels
+def test_an_old_library_is_named() -> None:
+    path = str(library._find_library("libtpengine_cpu.so"))
+    command = [sys.executable, "-c", OF_ANOTHER_VERSION, path]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    assert re.search(r"tpengine::relu: .* 2 arguments; .* 1\. .*older.*`make setup`", done.stderr)
+    with pytest.raises(NativeLibraryError, match=r"no function tpengine_new\. .*older"):
+        library.cpu_functions("tpengine_", {"new": (None, [])})
 
 
 @needs_kernels

@@ -238,6 +238,14 @@ def test_candidates_of_a_prompt_are_bounded_by_its_length() -> None:
         return pb.GenerateRequest(prompt_token_ids=token_ids, sampling=params)
 
     read_generate_request(given(1024), DELTA, Limits(), max_model_len=131072)
+    truncated = given(5000)
+    truncated.sampling.truncate_prompt_tokens = 1024
+    read_generate_request(truncated, DELTA, Limits(), max_model_len=131072)
+    truncated.sampling.truncate_prompt_tokens = 1025
+    with pytest.raises(
+        errors.InvalidSamplingParamsError, match="prompt_logprobs = 63 of up to 1025"
+    ):
+        read_generate_request(truncated, DELTA, Limits(), max_model_len=131072)
     for message in (given(1025), pb.GenerateRequest(messages=pb.Conversation(), prompt="a" * 1010)):
         message.sampling.prompt_logprobs = 63
         with pytest.raises(errors.InvalidSamplingParamsError, match="prompt_logprobs"):

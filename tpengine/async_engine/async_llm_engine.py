@@ -186,8 +186,10 @@ class AsyncLLMEngine(RefusesNames):
             RequestError, EngineError: see `open`.
         """
         check_not_served(lora_request, trace_headers, prompt_adapter_request)
-        request = GenerateRequest(inputs, params=params, request_id=request_id)
-        return AsyncStream(await self._begin(request, True, arrival_time))
+        request = GenerateRequest(
+            inputs, params=params, request_id=request_id, arrival_time=arrival_time
+        )
+        return AsyncStream(await self._begin(request, True))
 
     async def serve(self, request: GenerateRequest) -> AsyncGenerator[RequestOutput, None]:
         """Serves one request, and yields its outputs as the params' `output_kind` asks; the last is
@@ -227,9 +229,7 @@ class AsyncLLMEngine(RefusesNames):
         finally:
             self._requests.finish(live, "left by its reader")
 
-    async def _begin(
-        self, request: GenerateRequest, ends_as_output: bool, arrival_time: float | None = None
-    ) -> LiveRequest:
+    async def _begin(self, request: GenerateRequest, ends_as_output: bool) -> LiveRequest:
         """Checks a request, and gives it to the engine's thread.
 
         Args:
@@ -243,7 +243,6 @@ class AsyncLLMEngine(RefusesNames):
             self._bind()
             self._check_open()
             live = self._requests.open(request, ends_as_output)
-            live.arrival_time = live.arrival_time if arrival_time is None else arrival_time
             checked = self._texts.check(request)
             if isinstance(checked, asyncio.Future):
                 checked = await live.mailbox.unless_failed(checked)

@@ -194,6 +194,8 @@ class RequestTable:
         is_delta = request.params.output_kind is RequestOutputKind.DELTA
         mailbox = Mailbox(is_delta)
         live = LiveRequest(request_id, mailbox, request.owner, ends_as_output=ends_as_output)
+        if request.arrival_time is not None:
+            live.arrival_time = request.arrival_time
         self._admission.enter(live)
         self._live[request_id] = live
         loop = asyncio.get_running_loop()

@@ -49,7 +49,7 @@ from tpengine.messages import StepOutput
 from tpengine.outputs import RequestMetrics, RequestOutput
 from tpengine.sampling_params import SamplingParams
 from tpengine.scheduling.scheduler import Scheduler
-from tpengine.scheduling.step import SchedulerOutput
+from tpengine.scheduling.step import SchedulerOutput, StepDecisions
 from tpengine.sequence import Request, Sequence
 
 logger = init_logger(__name__)
@@ -102,6 +102,7 @@ class LLMEngine(RefusesNames):
         self.log_stats = log_stats
         self._stat_logger = StatLogger() if log_stats else None
         self.stat_loggers: dict[str, StatLoggerBase] = {}
+        self._failed_loggers: set[str] = set()
         self._preemption_log = PreemptionLog(config)
         self._num_requests = 0
         self._num_sequences = 0
@@ -283,8 +284,10 @@ class LLMEngine(RefusesNames):
         """
         check_not_served(lora_request, trace_headers, prompt_adapter_request)
         check_request_id(request_id, lambda one: self._scheduler.get_request(one) is not None)
-        params = params or SamplingParams()
-        request = GenerateRequest(inputs, prompt_token_ids, params=params, priority=priority)
+        params = SamplingParams() if params is None else params
+        request = GenerateRequest(
+            inputs, prompt_token_ids, params=params, arrival_time=arrival_time, priority=priority
+        )
         self.add_checked(request_id, self.check_request(request), arrival_time)
 
     def why_too_long(self, num_prompt_tokens: int) -> str | None:
@@ -419,12 +422,10 @@ class LLMEngine(RefusesNames):
             self._preemption_log.record(self.counters.num_preemptions)
         if self._stat_logger is not None:
             self._stat_logger.record(self.last_step, self._scheduler)
-        finished = [one for one in decisions.to_report.values() if one.finished]
-        self._call_loggers(self.last_step, finished)
-        self.counters.forget_latencies()
+        self._call_loggers(self.last_step, decisions)
 
     def add_logger(self, logger_name: str, logger: StatLoggerBase) -> None:
-        """Calls `logger.log` with `Stats` after every step. What it raises is logged.
+        """Calls `logger.log` with `Stats` after every step. Its first error is logged.
 
         Raises:
             KeyError: there is a logger of this name.
@@ -440,22 +441,26 @@ class LLMEngine(RefusesNames):
             KeyError: there is no logger of this name.
         """
         del self.stat_loggers[logger_name]
+        self._failed_loggers.discard(logger_name)
 
     def do_log_stats(self) -> None:
         """Logs the line of statistics now, and calls the added loggers."""
         if self._stat_logger is not None:
             self._stat_logger.log(self._scheduler)
-        self._call_loggers(None, [])
+        self._call_loggers(None, StepDecisions())
 
-    def _call_loggers(self, step: StepStats | None, finished: list[Request]) -> None:
-        """An error of a logger is logged: the user's code must not end the engine."""
+    def _call_loggers(self, step: StepStats | None, decisions: StepDecisions) -> None:
+        """An error of a logger is logged, once: the user's code must not end the engine, nor fill
+        its log."""
         if self.stat_loggers:
-            stats = Stats(self.stats(), self.counters, step, finished)
+            stats = Stats(self.stats(), step, decisions)
             for name, one in tuple(self.stat_loggers.items()):
                 try:
                     one.log(stats)
                 except Exception:
-                    logger.exception("the logger %r failed", name)
+                    if name not in self._failed_loggers:
+                        self._failed_loggers.add(name)
+                        logger.exception("the logger %r failed; this is logged once", name)
 
     def _execute(self, scheduled: SchedulerOutput) -> StepOutput | None:
         """The answer of rank 0; None if nothing is to be computed, or if the ranks were lost: then

@@ -149,7 +149,7 @@ class OutputProcessor:
             if place in output.errors:
                 _fail(request, output.errors[place], decisions)
                 continue
-            self._counters.record_token(request, now)
+            self._counters.record_token(request, now, decisions)
             if request.sampling_params.use_beam_search:
                 sampled = (sequence, output.candidates[place], output.logprobs.get(place))
                 beams.setdefault(request.request_id, []).append(sampled)

@@ -48,6 +48,7 @@ class GenerateRequest:
         messages: a conversation; the model's chat template makes the prompt of it.
         chat_options: further arguments of `Tokenizer.render_chat` for it.
         request_id: any string that no unfinished request has; None: the async engine makes one.
+        arrival_time: seconds of `time.time`; None: now.
         priority: in [-1000, 1000]; lower is served first; needs scheduling_policy "priority".
         deadline: moment of `time.monotonic` at which the request is ended, in any state.
         max_queue_s: seconds that it may wait for its first step.
@@ -55,6 +56,7 @@ class GenerateRequest:
 
     Raises:
         InvalidSamplingParamsError: `params` has another type.
+        InvalidPromptError: `arrival_time` is no number.
     """
 
     prompt: PromptInputs | None = None
@@ -63,6 +65,7 @@ class GenerateRequest:
     chat_options: Mapping[str, Any] = field(default_factory=dict)
     params: SamplingParams = field(default_factory=SamplingParams)
     request_id: str | None = None
+    arrival_time: float | None = None
     priority: int = 0
     deadline: float | None = None
     max_queue_s: float | None = None
@@ -73,6 +76,8 @@ class GenerateRequest:
             raise InvalidSamplingParamsError(
                 f"params must be SamplingParams, got {self.params!r:.80}"
             )
+        if not isinstance(self.arrival_time, float | int | None):
+            raise InvalidPromptError(f"arrival_time is in seconds, got {self.arrival_time!r:.80}")
 
 
 @dataclass(frozen=True, slots=True)
@@ -197,7 +202,7 @@ def _read_prompt(
         if prompt is None:
             raise InvalidPromptError("a request needs a prompt or prompt_token_ids; got neither")
         token_ids = need_tokenizer(tokenizer, model).encode(prompt)
-    if isinstance(token_ids, str) or not isinstance(token_ids, Iterable):
+    if isinstance(token_ids, (str, bytes)) or not isinstance(token_ids, Iterable):
         raise InvalidPromptError(
             f"prompt_token_ids must be a list of integers, got {type(token_ids).__name__}"
         )
@@ -396,7 +401,9 @@ def pair_prompts(prompts: Any, prompt_token_ids: Any) -> list[tuple[Any, Any]]:
     ids = None if prompt_token_ids is None else _as_many("prompt_token_ids", prompt_token_ids)
     texts = [None] * len(ids or ()) if prompts is None else _as_many("prompts", prompts)
     if ids is None:  # a prompt may itself be a list of ids
-        return [(one, None) if isinstance(one, (str, dict)) else (None, one) for one in texts]
+        return [
+            (one, None) if isinstance(one, (str, bytes, dict)) else (None, one) for one in texts
+        ]
     if len(texts) != len(ids):
         raise InvalidPromptError(
             f"prompts and prompt_token_ids must be equally many, got {len(texts)} and {len(ids)}"
@@ -406,7 +413,7 @@ def pair_prompts(prompts: Any, prompt_token_ids: Any) -> list[tuple[Any, Any]]:
 
 def _as_many(name: str, given: Any) -> list[Any]:
     """Returns the prompts of an argument that holds one or many."""
-    if isinstance(given, (str, dict)):
+    if isinstance(given, (str, bytes, dict)):
         return [given]
     if not isinstance(given, Iterable):
         raise InvalidPromptError(

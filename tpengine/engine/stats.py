@@ -19,7 +19,7 @@ from tpengine.errors import RankLoss, counted
 from tpengine.logger import init_logger
 from tpengine.messages import MemoryLedger
 from tpengine.scheduling.scheduler import Scheduler
-from tpengine.scheduling.step import SchedulerOutput
+from tpengine.scheduling.step import SchedulerOutput, StepDecisions
 from tpengine.sequence import Request
 
 logger = init_logger(__name__)
@@ -145,12 +145,6 @@ class EngineCounters:
         self.whole_s = Histogram(_SECONDS)
         self.request_prompt_tokens = Histogram(_TOKENS)
         self.request_output_tokens = Histogram(_TOKENS)
-        self.forget_latencies()
-
-    def forget_latencies(self) -> None:
-        """Empties the lists of this step's times to first tokens and between tokens, in seconds."""
-        self.latest_first_token_s: list[float] = []
-        self.latest_inter_token_s: list[float] = []
 
     def record_step(self, stats: StepStats) -> None:
         """Counts a step."""
@@ -163,11 +157,12 @@ class EngineCounters:
         for part, spent_s in stats.part_seconds.items():
             self.step_seconds[part] += spent_s
 
-    def record_token(self, request: Request, now: float) -> None:
+    def record_token(self, request: Request, now: float, decisions: StepDecisions) -> None:
         """Counts a request's newest token; tokens that its sequences got in one step have one time.
 
         Args:
             now: seconds of `time.time`.
+            decisions: of the step; they get the token's time.
         """
         metrics = request.metrics
         metrics.num_sampled_tokens += 1
@@ -179,12 +174,12 @@ class EngineCounters:
             self.prefix_hits += metrics.num_cached_tokens
             self.request_prompt_tokens.observe(num_prompt_tokens)
             self.first_token_s.observe(now - metrics.arrival_time)
-            self.latest_first_token_s.append(now - metrics.arrival_time)
+            decisions.first_token_s.append(now - metrics.arrival_time)
             if metrics.time_in_queue is not None:
                 self.queue_s.observe(metrics.time_in_queue)
         elif now > before:
             self.inter_token_s.observe(now - before)
-            self.latest_inter_token_s.append(now - before)
+            decisions.inter_token_s.append(now - before)
 
     def record_finish(self, request: Request, now: float) -> None:
         """Counts the end of a request, for any reason."""
@@ -399,18 +394,15 @@ class Stats:
 
     Args:
         step: None: of this moment, without a step.
-        finished: the requests that the step finished.
+        decisions: of the step.
     """
 
     spec_decode_metrics = None
 
     def __init__(
-        self,
-        engine: EngineStats,
-        counters: EngineCounters,
-        step: StepStats | None,
-        finished: Sequence[Request],
+        self, engine: EngineStats, step: StepStats | None, decisions: StepDecisions
     ) -> None:
+        finished = [one for one in decisions.to_report.values() if one.finished]
         sequences = [one for request in finished for one in request.sequences]
         self.now = time.time()
         self.num_running_sys = engine.queues.num_running
@@ -421,8 +413,8 @@ class Stats:
         self.num_prompt_tokens_iter = step.num_prefill_tokens if step else 0
         self.num_generation_tokens_iter = step.num_output_tokens if step else 0
         self.num_preemption_iter = step.num_preempted if step else 0
-        self.time_to_first_tokens_iter = counters.latest_first_token_s
-        self.time_per_output_tokens_iter = counters.latest_inter_token_s
+        self.time_to_first_tokens_iter = decisions.first_token_s
+        self.time_per_output_tokens_iter = decisions.inter_token_s
         self.time_e2e_requests = [self.now - one.metrics.arrival_time for one in finished]
         self.num_prompt_tokens_requests = [len(one.prompt_token_ids) for one in finished]
         self.num_generation_tokens_requests = [one.num_output_tokens for one in sequences]

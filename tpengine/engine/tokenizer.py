@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from tpengine.config import ModelConfig
-from tpengine.errors import InvalidPromptError, ModelLoadError
+from tpengine.errors import ConfigError, InvalidPromptError, ModelLoadError
 from tpengine.logger import init_logger
 
 logger = init_logger(__name__)
@@ -63,11 +63,19 @@ class Tokenizer:
         special_token_ids: ids that `skip_special_tokens` leaves out.
         eos_token_id: id of the end token; None if the tokenizer names none.
         byte_table: None if a token's text depends on its neighbours in other ways than UTF-8.
+
+    Raises:
+        ConfigError: `hf` is no tokenizer of transformers.
     """
 
     tokenizer = property(attrgetter("hf"))
 
     def __init__(self, hf: Any) -> None:
+        if not hasattr(hf, "is_fast"):
+            raise ConfigError(
+                f"a tokenizer must be one of transformers, got {hf!r:.80}; load it with "
+                "transformers.AutoTokenizer.from_pretrained"
+            )
         self.hf = hf
         self.fast_backend: Any = hf.backend_tokenizer if hf.is_fast else None
         self.special_token_ids: frozenset[int] = _special_token_ids(hf, self.fast_backend)

@@ -262,13 +262,20 @@ def cpu_functions(
     Args:
         prefix: common prefix of the names.
         signatures: result type and argument types, by the rest of the name.
+
+    Raises:
+        NativeLibraryError: the library has no such function, since it is older than this code.
     """
     if _cpu is None:
         return None
     # A new object for each caller, because use_errno and the signatures belong to the object.
     functions = ctypes.CDLL(_cpu._name, use_errno=True)
     for name, (result, arguments) in signatures.items():
-        function = getattr(functions, prefix + name)
+        if (function := getattr(functions, prefix + name, None)) is None:
+            raise NativeLibraryError(
+                f"{_cpu._name} has no function {prefix}{name}. The compiled library is older than "
+                "the Python code: build it again with `make setup` or `pip install .`"
+            )
         function.restype, function.argtypes = result, arguments
     return functions
 

@@ -31,6 +31,8 @@ class StepDecisions:
         overridden: sequences whose token of this step is not the one that rank 0 sampled.
         failed: by id, requests that cannot go on, with the reason for the user.
         to_report: by id, requests whose user may be told something new after the update.
+        first_token_s: seconds from a request's arrival to its first token, of those that got it.
+        inter_token_s: seconds from a request's last token to this one, of the other requests.
     """
 
     tokens: list[tuple[Sequence, int]] = field(default_factory=list)
@@ -39,6 +41,8 @@ class StepDecisions:
     overridden: list[Sequence] = field(default_factory=list)
     failed: dict[str, str] = field(default_factory=dict)
     to_report: dict[str, Request] = field(default_factory=dict)
+    first_token_s: list[float] = field(default_factory=list)
+    inter_token_s: list[float] = field(default_factory=list)
 
 
 @dataclass(frozen=True, slots=True)

@@ -38,7 +38,8 @@ def read_generate_request(
         )
     _check_lengths(message.sampling, limits)
     params = read_sampling_params(message.sampling, kind)
-    check_sampling(params, limits, max_model_len, _max_prompt_len(message, max_model_len))
+    most = min(params.truncate_prompt_tokens or max_model_len, max_model_len)
+    check_sampling(params, limits, max_model_len, _max_prompt_len(message, most))
     max_queue_s = None
     if message.HasField("max_queue_ms"):
         max_queue_s = read_seconds("max_queue_ms", message.max_queue_ms)
@@ -64,13 +65,13 @@ def _check_lengths(sampling: pb.SamplingParams, limits: Limits) -> None:
         at_most("the ids of one of bad_words_token_ids", len(word.ids), limits.max_stop_bytes)
 
 
-def _max_prompt_len(message: pb.GenerateRequest, max_model_len: int) -> int:
-    """Most tokens that the prompt can have."""
+def _max_prompt_len(message: pb.GenerateRequest, most: int) -> int:
+    """Most tokens that the prompt can have; `most` is the bound of every prompt."""
     if message.HasField("prompt_token_ids"):
-        return min(len(message.prompt_token_ids.ids), max_model_len)
+        return min(len(message.prompt_token_ids.ids), most)
     if message.HasField("prompt"):  # a token has at least one byte, except those around a text
-        return min(len(message.prompt.encode()) + _FRAME_TOKENS, max_model_len)
-    return max_model_len
+        return min(len(message.prompt.encode()) + _FRAME_TOKENS, most)
+    return most
 
 
 def read_conversation(message: pb.Conversation, limits: Limits) -> list[dict[str, str]]:
