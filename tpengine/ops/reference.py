@@ -195,6 +195,7 @@ def attend_sequence(
     scale: float,
     alibi_slopes: Tensor | None,
     sliding_window: int | None,
+    softcap: float | None = None,
 ) -> Tensor:
     """Causal attention of the last `len(q)` positions of a sequence, computed in float32.
 
@@ -213,6 +214,8 @@ def attend_sequence(
     query = key[length - num_queries :]
     distance = key[None, :] - query[:, None]
     logits = torch.einsum("qhd,khd->hqk", q.float(), k) * scale
+    if softcap is not None:
+        logits = softcap * torch.tanh(logits / softcap)
     if alibi_slopes is not None:
         logits = logits + alibi_slopes[:, None, None] * distance
     hidden = distance > 0
@@ -233,6 +236,7 @@ def prefill_attention(
     scale: float,
     alibi_slopes: Tensor | None,
     sliding_window: int | None,
+    softcap: float | None = None,
     k_scale: float = 1.0,
     v_scale: float = 1.0,
 ) -> None:
@@ -246,7 +250,7 @@ def prefill_attention(
             blocks = block_table[seq, : -(-length // block_size)]
             k, v = gather_pages(k_cache, v_cache, blocks)
             k, v = k[:length].float() * k_scale, v[:length].float() * v_scale
-            out[rows] = attend_sequence(q[rows], k, v, scale, alibi_slopes, sliding_window)
+            out[rows] = attend_sequence(q[rows], k, v, scale, alibi_slopes, sliding_window, softcap)
 
 
 def paged_attention(
@@ -259,6 +263,7 @@ def paged_attention(
     scale: float,
     alibi_slopes: Tensor | None,
     sliding_window: int | None,
+    softcap: float | None = None,
     k_scale: float = 1.0,
     v_scale: float = 1.0,
     item_start: Tensor | None = None,
@@ -278,6 +283,7 @@ def paged_attention(
         scale,
         alibi_slopes,
         sliding_window,
+        softcap,
         k_scale,
         v_scale,
     )
@@ -286,7 +292,7 @@ def paged_attention(
 def rms_norm(out: Tensor, x: Tensor, weight: Tensor, eps: float) -> None:
     y = x.float()
     y = y * torch.rsqrt(y.square().mean(-1, keepdim=True) + eps)
-    out.copy_(y.to(x.dtype) * weight)
+    out.copy_(y.to(weight.dtype) * weight)
 
 
 def add_rms_norm(out: Tensor, x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> None:
@@ -347,8 +353,10 @@ def gelu_tanh_and_mul(out: Tensor, x: Tensor) -> None:
     out.copy_(F.gelu(gate, approximate="tanh") * up)
 
 
-def embedding(out: Tensor, table: Tensor, token_ids: Tensor) -> None:
+def embedding(out: Tensor, table: Tensor, token_ids: Tensor, scale: float = 1.0) -> None:
     torch.index_select(table, 0, token_ids, out=out)
+    if scale != 1.0:
+        out.mul_(scale)
 
 
 def argmax(out: Tensor, logits: Tensor, logprobs: Tensor | None = None) -> None:
