@@ -6,6 +6,8 @@ A KV cache has one of the two layouts of `ops.cache.kv_cache_shapes`: five dimen
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -260,33 +262,12 @@ def paged_attention(
     v_cache: Tensor,
     block_table: Tensor,
     seq_lens: Tensor,
-    scale: float,
-    alibi_slopes: Tensor | None,
-    sliding_window: int | None,
-    softcap: float | None = None,
-    k_scale: float = 1.0,
-    v_scale: float = 1.0,
-    item_start: Tensor | None = None,
-    items: Tensor | None = None,
-    partials: Tensor | None = None,
+    *options: Any,
 ) -> None:
-    """The plan (the last three) only divides work on a GPU; the result does not depend on it."""
-    query_start_loc = torch.arange(q.shape[0] + 1, dtype=torch.int32)
-    prefill_attention(
-        out,
-        q,
-        k_cache,
-        v_cache,
-        block_table,
-        query_start_loc,
-        seq_lens,
-        scale,
-        alibi_slopes,
-        sliding_window,
-        softcap,
-        k_scale,
-        v_scale,
-    )
+    """`options`: those of `prefill_attention` from `scale` on, then the plan, which only divides
+    work on a GPU."""
+    starts = torch.arange(q.shape[0] + 1, dtype=torch.int32)
+    prefill_attention(out, q, k_cache, v_cache, block_table, starts, seq_lens, *options[:6])
 
 
 def rms_norm(out: Tensor, x: Tensor, weight: Tensor, eps: float) -> None:
