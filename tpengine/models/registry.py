@@ -81,8 +81,10 @@ def build_model(config: ModelConfig, weights: Weights) -> CausalLM:
     """
     module, name = ARCHITECTURES[config.architecture].split(":")
     family = getattr(importlib.import_module(module), name)
-    for field in _NEUTRAL.keys() - set(getattr(family, "supported_fields", ())):
-        require(config, field, None, *_NEUTRAL[field])
+    supported = getattr(family, "supported_fields", ())
+    for field, neutral in _NEUTRAL.items():
+        if field not in supported:
+            require(config, field, None, *neutral)
     compiled = weights.device.type == "cpu" and has_cpu_kernels()
     if compiled and (config.head_dim % 16 or config.head_dim > 256):
         raise unsupported(config, "head_dim", config.head_dim, "multiples of 16 up to 256 on CPU")
