@@ -248,6 +248,9 @@ def test_rotary_arguments_are_those_of_another_config(subjects: Subjects, tmp_pa
     args = EngineArgs(str(subjects.folder(BY_NAME["opt-before"])), rope_theta=9.0)
     with pytest.raises(ConfigError, match=r"rope_theta = 9.0: OPTForCausalLM has no rotary"):
         args.create_engine_config()
+    args = EngineArgs(str(subjects.folder(BY_NAME["gemma3_text-ropes"])), rope_theta=9.0)
+    with pytest.raises(ConfigError, match=r"the layers of Gemma3ForCausalLM rotate differently"):
+        args.create_engine_config()
 
 
 def test_without_sliding_window_a_sequence_fits_into_it(subjects: Subjects) -> None:

@@ -30,6 +30,9 @@ ATTENTION_BACKENDS = ("auto", "xformers", "varlen", "sdpa")
 PLACEMENT_STRATEGIES = ("PACK", "SPREAD", "STRICT_PACK", "STRICT_SPREAD")
 ARCHITECTURES = {
     "BloomForCausalLM": "tpengine.models.bloom:BloomForCausalLM",
+    "Gemma2ForCausalLM": "tpengine.models.gemma:Gemma2ForCausalLM",
+    "Gemma3ForCausalLM": "tpengine.models.gemma:Gemma3ForCausalLM",
+    "GemmaForCausalLM": "tpengine.models.gemma:GemmaForCausalLM",
     "LlamaForCausalLM": "tpengine.models.llama:LlamaForCausalLM",
     "MinistralForCausalLM": "tpengine.models.mistral:MinistralForCausalLM",
     "MistralForCausalLM": "tpengine.models.mistral:MistralForCausalLM",
@@ -485,7 +488,7 @@ def replace_rope(
     """Replaces the rotary scaling and the rotary base of a model's configuration.
 
     Raises:
-        ConfigError: the model has no rotary positions.
+        ConfigError: the model has no rotary positions, or not the same in all layers.
     """
     if scaling is None and theta is None:
         return
@@ -495,6 +498,12 @@ def replace_rope(
             "rotary positions; leave them unset"
         )
     found = hf_config.get("rope_parameters") or hf_config.get("rope_scaling") or {}
+    if any(isinstance(value, Mapping) for value in found.values()):
+        raise ConfigError(
+            f"rope_scaling = {scaling}, rope_theta = {theta}: the layers of "
+            f"{architecture_of(hf_config)} rotate differently; change rope_parameters in its "
+            "config.json"
+        )
     if scaling is not None:
         kept = {key: found[key] for key in ("rope_theta", "partial_rotary_factor") if key in found}
         found = kept | dict(scaling)

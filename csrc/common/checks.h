@@ -77,6 +77,15 @@ inline void check_vector(const char* op, const char* name, const Tensor& tensor,
   check_packed(op, name, tensor);
 }
 
+// A soft cap of logits as the kernels take it: 0 for none.
+inline float check_softcap(const char* op, const Optional<double>& softcap) {
+  if (!softcap) return 0.f;
+  if (!(*softcap > 0.0)) {
+    fail(op, "softcap is " + std::to_string(*softcap) + "; expected a number above 0, or None");
+  }
+  return static_cast<float>(*softcap);
+}
+
 inline void check_at_most(const char* op, const char* what, int64_t value, int64_t limit) {
   if (value > limit) {
     fail(op, std::string(what) + " is " + std::to_string(value) + "; the limit is " +

@@ -52,6 +52,7 @@ struct Options {
   double scale;
   const Optional<Tensor>& alibi_slopes;
   const Optional<int64_t>& sliding_window;
+  const Optional<double>& softcap;
 };
 
 AttentionArgs make_args(const char* op, const Tensor& out, const Tensor& q, const Tensor& k_cache,
@@ -74,6 +75,7 @@ AttentionArgs make_args(const char* op, const Tensor& out, const Tensor& q, cons
     }
     args.sliding_window = *options.sliding_window;
   }
+  args.softcap = check_softcap(op, options.softcap);
   args.out = out.raw();
   args.q = q.raw();
   args.k_cache = k_cache.raw();
@@ -156,12 +158,13 @@ void add_items(std::vector<AttentionItem>& items, AttentionItem item, int64_t nu
 void paged_attention(const Tensor& out, const Tensor& q, const Tensor& k_cache,
                      const Tensor& v_cache, const Tensor& block_table, const Tensor& seq_lens,
                      double scale, const Optional<Tensor>& alibi_slopes,
-                     const Optional<int64_t>& sliding_window, double k_scale, double v_scale,
-                     const Optional<Tensor>&, const Optional<Tensor>&, const Optional<Tensor>&) {
+                     const Optional<int64_t>& sliding_window, const Optional<double>& softcap,
+                     double k_scale, double v_scale, const Optional<Tensor>&,
+                     const Optional<Tensor>&, const Optional<Tensor>&) {
   const char* op = "paged_attention";
   check_no_scales(op, k_scale, v_scale);
   AttentionArgs args = make_args(op, out, q, k_cache, v_cache, block_table, seq_lens,
-                                 {scale, alibi_slopes, sliding_window});
+                                 {scale, alibi_slopes, sliding_window, softcap});
   const int64_t num_seqs = q.size(0), threads = num_threads();
   check_size(op, "block_table", block_table, 0, num_seqs);
   int64_t total_tokens = 0;
@@ -218,11 +221,12 @@ void prefill_attention(const Tensor& out, const Tensor& q, const Tensor& k_cache
                        const Tensor& v_cache, const Tensor& block_table,
                        const Tensor& query_start_loc, const Tensor& seq_lens, double scale,
                        const Optional<Tensor>& alibi_slopes,
-                       const Optional<int64_t>& sliding_window, double k_scale, double v_scale) {
+                       const Optional<int64_t>& sliding_window, const Optional<double>& softcap,
+                       double k_scale, double v_scale) {
   const char* op = "prefill_attention";
   check_no_scales(op, k_scale, v_scale);
   AttentionArgs args = make_args(op, out, q, k_cache, v_cache, block_table, seq_lens,
-                                 {scale, alibi_slopes, sliding_window});
+                                 {scale, alibi_slopes, sliding_window, softcap});
   const int64_t num_seqs = block_table.size(0), threads = num_threads();
   check_query_start_loc(op, query_start_loc, args.seq_lens, num_seqs, q.size(0));
   args.query_start_loc = query_start_loc.data<int32_t>();

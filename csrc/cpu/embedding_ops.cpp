@@ -1,12 +1,13 @@
-// Launcher: embedding, which is nothing but copies.
+// Launcher: embedding, which copies rows, or multiplies them by a factor.
 #include "launch.h"
 
 namespace tpengine::cpu {
 namespace {
 
-void embedding(const Tensor& out, const Tensor& table, const Tensor& token_ids) {
+void embedding(const Tensor& out, const Tensor& table, const Tensor& token_ids, double scale) {
   const char* op = "embedding";
-  const int64_t element = element_type(op, "table", table) == DType::kFloat32 ? 4 : 2;
+  const DType dtype = element_type(op, "table", table);
+  const int64_t element = dtype == DType::kFloat32 ? 4 : 2;
   check_dim(op, "table", table, 2);
   check_packed(op, "table", table, 1);
   const int64_t num_rows = table.size(0), size = table.size(1);
@@ -29,9 +30,14 @@ void embedding(const Tensor& out, const Tensor& table, const Tensor& token_ids) 
   const char* from = table.data<char>();
   const int64_t to_stride = out.stride(0) * element, from_stride = table.stride(0) * element;
   parallel_for(count, row_grain(size), [&](int64_t begin, int64_t end) {
-    for (int64_t i = begin; i < end; ++i)
-      std::memcpy(to + i * to_stride, from + ids[i] * from_stride,
-                  static_cast<size_t>(size * element));
+    for (int64_t i = begin; i < end; ++i) {
+      char* row = to + i * to_stride;
+      const char* source = from + ids[i] * from_stride;
+      if (scale == 1.0)
+        std::memcpy(row, source, static_cast<size_t>(size * element));
+      else
+        kernels().scale_row(dtype, row, source, size, static_cast<float>(scale));
+    }
   });
 }
 

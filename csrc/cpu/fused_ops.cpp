@@ -32,6 +32,13 @@ void check_like(const char* op, const char* name, const Tensor& tensor, const Te
   check_packed(op, name, tensor, static_cast<int>(x.dim()) - 1);
 }
 
+// True: the weight is float32, whatever x is.
+bool check_norm_weight(const char* op, const Tensor& weight, const Tensor& x, int64_t size) {
+  const bool is_float = weight.dtype() == aoti_torch_dtype_float32();
+  check_vector(op, "weight", weight, is_float ? weight.dtype() : x.dtype(), size);
+  return is_float;
+}
+
 void launch_norm(const NormArgs& args, int64_t num_tokens) {
   const auto kernel = kernels().norm;
   parallel_for(num_tokens * args.heads_per_token, row_grain(args.size),
@@ -49,12 +56,13 @@ void rms_norm(const Tensor& out, const Tensor& x, const Tensor& weight, double e
   check_like(op, "out", out, x);
   const bool heads = x.dim() == 3;
   const int64_t size = x.size(heads ? 2 : 1);
-  check_vector(op, "weight", weight, x.dtype(), size);
+  const bool float_weight = check_norm_weight(op, weight, x, size);
   const NormArgs args = {dtype,
                          out.raw(),
                          x.raw(),
                          nullptr,
                          weight.raw(),
+                         float_weight,
                          heads ? x.size(1) : 1,
                          size,
                          out.stride(0),
@@ -74,12 +82,13 @@ void add_rms_norm(const Tensor& out, const Tensor& x, const Tensor& residual, co
   check_packed(op, "x", x, 1);
   check_like(op, "out", out, x);
   check_like(op, "residual", residual, x);
-  check_vector(op, "weight", weight, x.dtype(), x.size(1));
+  const bool float_weight = check_norm_weight(op, weight, x, x.size(1));
   const NormArgs args = {dtype,
                          out.raw(),
                          x.raw(),
                          residual.raw(),
                          weight.raw(),
+                         float_weight,
                          1,
                          x.size(1),
                          out.stride(0),

@@ -33,6 +33,7 @@ struct AttentionArgs {
   int64_t num_heads, num_kv_heads, head_dim, block_size;
   int64_t block_table_stride, out_token_stride, out_head_stride, q_token_stride, q_head_stride;
   float scale;
+  float softcap;    // logits become softcap * tanh(logit / softcap); 0: they stay
   float* partials;  // [partition slots, num_heads, head_dim + 2]; null: nothing is split
 };
 
@@ -48,8 +49,9 @@ struct NormArgs {
   DType dtype;
   void* out;
   const void* x;
-  void* residual;  // null: plain norm. Otherwise residual += x, and the sum is normalised.
-  const void* weight;
+  void* residual;      // null: plain norm. Otherwise residual += x, and the sum is normalised.
+  const void* weight;  // of `dtype`, or float32
+  bool float_weight;
   int64_t heads_per_token, size;  // row r is head r % heads_per_token of a token
   int64_t out_token_stride, out_head_stride, x_token_stride, x_head_stride, residual_stride;
   float eps;
@@ -179,6 +181,7 @@ struct Kernels {
   void (*argmax)(const SamplingArgs&, int64_t begin, int64_t end);
   void (*sample)(const SamplingArgs&, const SamplingScratch&, int64_t begin, int64_t end);
   void (*sum_parts)(const SumArgs&, int64_t begin, int64_t end);
+  void (*scale_row)(DType, void* out, const void* x, int64_t size, float factor);
 };
 
 extern const Kernels kGenericKernels;

@@ -129,8 +129,8 @@ void launch_decode(const char* op, DecodeArgs& args, const Tensor& q, bool float
 
 void paged_attention(Tensor out, Tensor q, Tensor k_cache, Tensor v_cache, Tensor block_table,
                      Tensor seq_lens, double scale, Optional<Tensor> alibi_slopes,
-                     Optional<int64_t> sliding_window, double k_scale, double v_scale,
-                     Optional<Tensor> item_start, Optional<Tensor> items,
+                     Optional<int64_t> sliding_window, Optional<double> softcap, double k_scale,
+                     double v_scale, Optional<Tensor> item_start, Optional<Tensor> items,
                      Optional<Tensor> partials) {
   const char* op = "paged_attention";
   const CacheShape cache = check_caches(op, k_cache, v_cache, q.dtype());
@@ -168,6 +168,7 @@ void paged_attention(Tensor out, Tensor q, Tensor k_cache, Tensor v_cache, Tenso
   args.sliding_window = check_window(op, sliding_window);
   args.half_queries = q.dtype() == aoti_torch_dtype_float16();
   args.scale = static_cast<float>(cache.float8 ? scale * k_scale : scale);
+  args.softcap = check_softcap(op, softcap);
   args.v_scale = static_cast<float>(cache.float8 ? v_scale : 1.0);
   const Device device(q);
   launch_decode(op, args, q, cache.float8, static_cast<int>(max_items), device.stream());

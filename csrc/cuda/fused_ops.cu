@@ -28,7 +28,8 @@ void launch_norm(const char* op, const Tensor& out, const Tensor& x, void* resid
   const int last = heads ? 2 : 1;
   check_packed(op, "x", x, last);
   check_like(op, "out", out, x);
-  check_vector(op, "weight", weight, x.dtype(), x.size(last));
+  const bool float_weight = weight.dtype() == aoti_torch_dtype_float32();
+  check_vector(op, "weight", weight, float_weight ? weight.dtype() : x.dtype(), x.size(last));
   const int heads_per_token = heads ? static_cast<int>(x.size(1)) : 1;
   const NormArgs args = {out.raw(),
                          x.raw(),
@@ -47,11 +48,16 @@ void launch_norm(const char* op, const Tensor& out, const Tensor& x, void* resid
       are_multiples(n, {args.out_token_stride, args.out_head_stride, args.x_token_stride,
                         args.x_head_stride, args.residual_stride, args.size}) &&
       is_aligned(args.out, 16) && is_aligned(args.x, 16) && is_aligned(args.residual, 16) &&
-      is_aligned(args.weight, 16);
+      is_aligned(args.weight, 32);
   const Device device(x);
   const int num_rows = static_cast<int>(x.size(0)) * heads_per_token;
   with_element_type(op, "x", x, [&](auto type) {
-    launch_rms_norm<decltype(type)>(args, wide, num_rows, device.stream());
+    using T = decltype(type);
+    if (float_weight) {
+      launch_rms_norm<T, float>(args, wide, num_rows, device.stream());
+    } else {
+      launch_rms_norm<T>(args, wide, num_rows, device.stream());
+    }
   });
   check_launch(op);
 }

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from dataclasses import replace
 from types import ModuleType
 from typing import Any
 
@@ -39,7 +40,9 @@ def shape(
 
 
 @pytest.mark.parametrize("slice_elements", [1 << 23, 200])
-@pytest.mark.parametrize("slopes", [False, True])
+@pytest.mark.parametrize(
+    ("slopes", "softcap"), [(False, None), (True, None), (False, 0.5)], ids=str
+)
 @pytest.mark.parametrize("window", [None, 1, 5])
 @pytest.mark.parametrize(("heads", "kv_heads"), [(4, 4), (6, 2), (5, 1)])
 def test_sdpa_equals_the_reference(
@@ -48,6 +51,7 @@ def test_sdpa_equals_the_reference(
     kv_heads: int,
     window: int | None,
     slopes: bool,
+    softcap: float | None,
     slice_elements: int,
 ) -> None:
     """Rows with and without context, whole and in slices of few queries."""
@@ -62,19 +66,20 @@ def test_sdpa_equals_the_reference(
     expected = torch.empty_like(q)
     reference.prefill_attention(
         expected, q, *caches, table, chunks.query_start, torch.tensor(key_lens), 0.25, gradient,
-        window,
+        window, softcap,
     )  # fmt: skip
     k, v = (
         torch.cat([cache[table[i].long()].flatten(0, 1)[:n] for i, n in enumerate(key_lens)])
         for cache in caches
     )
-    found = SdpaBackend().forward(q, k, v, chunks, AttentionRule(0.25, window, gradient))
+    found = SdpaBackend().forward(q, k, v, chunks, AttentionRule(0.25, window, gradient, softcap))
     torch.testing.assert_close(found, expected, atol=1e-5, rtol=1e-5)
 
 
 def test_auto_chooses_the_first_that_works() -> None:
     """On this CPU: xformers is absent, and torch's varlen kernel has no CPU form."""
-    for one in (shape(), shape(window=40), shape(slopes=True), shape(dtype=torch.float32)):
+    capped = replace(shape(window=40), softcap=5.0)
+    for one in (shape(), capped, shape(slopes=True), shape(dtype=torch.float32)):
         assert choose_backend("auto", one, CPU).name == "sdpa"
 
 
@@ -84,6 +89,7 @@ def test_auto_chooses_the_first_that_works() -> None:
         ("xformers", shape(), "xformers: it is not installed"),
         ("varlen", shape(), "varlen: it fails here"),
         ("varlen", shape(slopes=True), "ALiBi"),
+        ("xformers", replace(shape(), softcap=50.0), "no soft cap"),
         ("xformers", shape(dtype=torch.float32), "float16 and bfloat16 only"),
     ],
 )

@@ -70,7 +70,8 @@ def hugging_face_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     """RMSNorm as Hugging Face's models write it, with float64 in place of float32."""
     y = x.double()
     y = y * torch.rsqrt(y.pow(2).mean(-1, keepdim=True) + eps)
-    return weight.double() * y.to(x.dtype).double()
+    # A float32 weight is Gemma's: rounded once, at the end.
+    return weight.double() * y.to(weight.dtype).double()
 
 
 def nan_like(tensor: Tensor) -> Tensor:
@@ -151,6 +152,7 @@ def dense_attention(
     counts: list[int],
     alibi_slopes: Tensor | None = None,
     sliding_window: int | None = None,
+    softcap: float | None = None,
 ) -> Tensor:
     """Attention per query and head, in float64, from the dense K and V."""
     out = torch.zeros(q.shape, dtype=torch.float64, device=q.device)
@@ -166,6 +168,8 @@ def dense_attention(
             k = case.k[seq][first : i + 1].double().repeat_interleave(group, 1)
             v = case.v[seq][first : i + 1].double().repeat_interleave(group, 1)
             logits = (k * q[row].double()).sum(-1) / math.sqrt(q.shape[2])
+            if softcap is not None:
+                logits = softcap * (logits / softcap).tanh()
             if alibi_slopes is not None:
                 keys = torch.arange(first, i + 1, dtype=torch.float64, device=q.device)[:, None]
                 logits = logits + alibi_slopes.double() * (keys - i)

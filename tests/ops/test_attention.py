@@ -37,7 +37,11 @@ SHAPES = [
     (50, 1, 48, 16),
     (7, 1, 192, 16),
 ]
-OPTIONS = [(False, None), (True, None), (False, 20), (True, 1)]
+# linear bias, window, soft cap; logits have a standard deviation of 1
+OPTIONS = [
+    (False, None, None), (True, None, None), (False, 20, None), (True, 1, None),
+    (False, None, 0.7), (True, 20, 3.0),
+]  # fmt: skip
 NAMES = list(itertools.product(BACKENDS, DTYPES))
 
 
@@ -55,8 +59,8 @@ def _problem(
     case = make_case(list(lengths), num_kv_heads, head_dim, dtype, gen, block_size)
     q = case.queries(num_heads, list(counts), gen)
     expected = [
-        dense_attention(case, q, list(counts), _slopes(num_heads, use_alibi), window)
-        for use_alibi, window in OPTIONS
+        dense_attention(case, q, list(counts), _slopes(num_heads, use_alibi), *rest)
+        for use_alibi, *rest in OPTIONS
     ]
     return case, q, expected
 
@@ -68,7 +72,7 @@ def _decode(
     *rest: object,
     rows: slice = slice(None),
 ) -> torch.Tensor:
-    """Attention of the sequences `rows`, one query each; rest: scale, slopes, window."""
+    """Attention of the sequences `rows`, one query each; rest: scale, slopes, window, cap."""
     out = nan_like(q)
     attend(out, q, case.k_cache, case.v_cache, case.block_table[rows], case.seq_lens[rows], *rest)
     return out
@@ -83,7 +87,7 @@ def _prefill(
     *rest: object,
     rows: slice = slice(None),
 ) -> torch.Tensor:
-    """Attention of several queries of a sequence; rest: scale, slopes, window."""
+    """Attention of several queries of a sequence; rest: scale, slopes, window, cap."""
     out, start = nan_like(q), torch.tensor(starts, dtype=torch.int32)
     attend(out, q, case.k_cache, case.v_cache, case.block_table[rows], start, seq_lens, *rest)
     return out
@@ -95,10 +99,10 @@ def test_decode_agrees_with_dense_float64(name: str, dtype: torch.dtype, shape: 
     block_size = shape[3]
     lengths = (1, block_size - 1, block_size, block_size + 1, 0, 2, 77, 255, 256, 257)
     case, q, expected = _problem(shape, dtype, lengths, (1,) * len(lengths))
-    for (use_alibi, window), answer in zip(OPTIONS, expected, strict=True):
+    for (use_alibi, *rest), answer in zip(OPTIONS, expected, strict=True):
         slopes = _slopes(shape[0], use_alibi)
         with backend(name) as op:
-            out = _decode(op("paged_attention"), case, q, shape[2] ** -0.5, slopes, window)
+            out = _decode(op("paged_attention"), case, q, shape[2] ** -0.5, slopes, *rest)
         assert relative_error(out, answer) < ATTENTION_BOUND[dtype]
         assert not out[4].any(), "a sequence of length 0 gives zeros"
 
@@ -112,8 +116,8 @@ def test_prefill_agrees_with_dense_float64(name: str, dtype: torch.dtype, shape:
     counts = (1, block_size, block_size + 1, 7, 1, 0, 30)
     case, q, expected = _problem(shape, dtype, lengths, counts)
     starts = [0, *itertools.accumulate(counts)]
-    for (use_alibi, window), answer in zip(OPTIONS, expected, strict=True):
-        rest = (shape[2] ** -0.5, _slopes(shape[0], use_alibi), window)
+    for (use_alibi, *limits), answer in zip(OPTIONS, expected, strict=True):
+        rest = (shape[2] ** -0.5, _slopes(shape[0], use_alibi), *limits)
         with backend(name) as op:
             out = _prefill(op("prefill_attention"), case, q, starts, case.seq_lens, *rest)
         assert relative_error(out, answer) < ATTENTION_BOUND[dtype]
@@ -126,10 +130,10 @@ def test_long_context_over_several_partitions(name: str, dtype: torch.dtype) -> 
     case = make_case(lengths, 1, 64, dtype, gen)
     counts = [1] * len(lengths)
     q = case.queries(6, counts, gen)
-    for window in (None, 1500):
+    for rest in ((None, None), (1500, 1.0)):
         with backend(name) as op:
-            out = _decode(op("paged_attention"), case, q, 0.125, None, window)
-        expected = dense_attention(case, q, counts, None, window)
+            out = _decode(op("paged_attention"), case, q, 0.125, None, *rest)
+        expected = dense_attention(case, q, counts, None, *rest)
         assert relative_error(out, expected) < ATTENTION_BOUND[dtype]
 
 

@@ -63,7 +63,7 @@ def test_every_op_of_the_gpu_path_has_a_kernel(name: str) -> None:
     assert torch._C._dispatch_has_kernel_for_dispatch_key(f"tpengine::{name}", "CUDA")
 
 
-OPTIONS = [(False, None), (True, None), (False, 100)]
+OPTIONS = [(False, None, None), (True, None, None), (False, 100, None), (True, 100, 0.7)]
 
 
 @pytest.mark.parametrize("kind", ["float32", "float16", "bfloat16", "fp8"])
@@ -85,9 +85,9 @@ def test_decode(kind: str, head_dim: int, group: int) -> None:
     k_cache, v_cache, table, seq_lens = _to(*caches, case.block_table, case.seq_lens)
     plan = attention.make_decode_plan(CUDA, 40, 2 * group, 2, head_dim, caches[0].dtype)
     plan = plan.for_rows(len(LENGTHS))
-    for use_alibi, window in OPTIONS:
+    for use_alibi, window, softcap in OPTIONS:
         slopes = torch.logspace(-3, 0, 2 * group, device=CUDA) if use_alibi else None
-        expected = dense_attention(case, q, [1] * len(LENGTHS), slopes, window)
+        expected = dense_attention(case, q, [1] * len(LENGTHS), slopes, window, softcap)
         for with_plan in (False, True):
             out = nan_like(q)
             if with_plan:
@@ -95,7 +95,7 @@ def test_decode(kind: str, head_dim: int, group: int) -> None:
                 attention.plan_decode(plan, seq_lens, 64, window)
             attention.paged_attention(
                 out, q, k_cache, v_cache, table, seq_lens, head_dim**-0.5, slopes, window,
-                *scales, plan if with_plan else None,
+                softcap, *scales, plan if with_plan else None,
             )  # fmt: skip
             bound = 4e-3 if kind == "fp8" else max(BOUND[dtype], 1e-5)
             assert relative_error(out, expected) < bound

@@ -41,6 +41,7 @@ DecodeArgs = struct(
     ("q_head_stride", I64), ("block_table_stride", I64), ("num_seqs", I32), ("num_heads", I32),
     ("num_kv_heads", I32), ("head_dim", I32), ("block_size", I32), ("sliding_window", I32),
     ("half_queries", I32), ("scale", F32), ("v_scale", F32),
+    ("softcap", F32),
 )  # fmt: skip
 PlanArgs = struct(
     ("item_start", P), ("items", P), ("seq_lens", P), ("num_seqs", I32), ("wave", I32),
@@ -65,7 +66,7 @@ class Problem:
     def __init__(
         self, lengths: list[int], num_heads: int, num_kv_heads: int, head_dim: int,
         block_size: int, dtype: torch.dtype, *, fp8: bool = False, window: int | None = None,
-        alibi: bool = False, seed: int = 0,
+        alibi: bool = False, softcap: float | None = None, seed: int = 0,
     ) -> None:  # fmt: skip
         gen = generator(seed)
         case = make_case(
@@ -82,7 +83,10 @@ class Problem:
             case.k = [k.to(FP8).double() * K_SCALE for k in case.k]
             case.v = [v.to(FP8).double() * V_SCALE for v in case.v]
         self.fp8, self.case, self.dtype = fp8, case, dtype
-        self.expected = dense_attention(case, self.q, [1] * len(lengths), self.slopes, window)
+        self.softcap = softcap or 0.0
+        self.expected = dense_attention(
+            case, self.q, [1] * len(lengths), self.slopes, window, softcap
+        )
 
     def plan(self, library: ctypes.CDLL, wave: int, min_chunks: int) -> tuple[Tensor, Tensor]:
         """The borders and items of a plan, which are those of the reference."""
@@ -126,7 +130,7 @@ class Problem:
             out.stride(0), out.stride(1),
             self.q.stride(0), self.q.stride(1), table.stride(0), num_seqs, num_heads,
             self.k_cache.shape[2], head_dim, case.block_size, self.window,
-            self.dtype == torch.float16, self.scale, self.v_scale,
+            self.dtype == torch.float16, self.scale, self.v_scale, self.softcap,
         )  # fmt: skip
         max_items = num_seqs if items is None else len(items)
         if plain:
@@ -158,6 +162,7 @@ CASES = {  # num_heads, num_kv_heads, head_dim, block_size, options, wave of the
     "alibi": (4, 2, 64, 16, {"alibi": True}, 6),
     "odd rows": (4, 2, 80, 8, {"window": 33, "alibi": True}, 11),
     "wide": (4, 1, 256, 16, {}, 5),
+    "soft cap": (4, 2, 80, 8, {"window": 70, "alibi": True, "softcap": 0.7}, 9),
 }
 
 
@@ -214,7 +219,7 @@ def test_plain_kernel(kernels: ctypes.CDLL, dtype: torch.dtype) -> None:
     for seed, (shape, options, wave) in enumerate((
         ((6, 1, 64, 16), {}, None),
         ((4, 4, 20, 8), {"alibi": True}, 7),
-        ((7, 1, 256, 32), {"window": 40}, 20),
+        ((7, 1, 256, 32), {"window": 40, "softcap": 0.7}, 20),
     )):  # fmt: skip
         set_schedule(kernels, seed)
         problem = Problem([1, 31, 33, 0, 170], *shape, dtype, **options)

@@ -114,8 +114,8 @@ def test_reference_attends_to_an_fp8_cache(with_plan: bool) -> None:
         attention.plan_decode(plan, case.seq_lens, 16)
         assert plan.item_start[-1] > 0
     reference.paged_attention(
-        out, q, k_cache, v_cache, case.block_table, case.seq_lens, 32**-0.5, None, None, 0.5, 3.0,
-        *(plan or ()),
+        out, q, k_cache, v_cache, case.block_table, case.seq_lens, 32**-0.5, None, None, None,
+        0.5, 3.0, *(plan or ()),
     )  # fmt: skip
     assert relative_error(out, dense_attention(case, q, [1, 1, 1])) < 4e-3
 

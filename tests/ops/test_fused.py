@@ -27,13 +27,14 @@ def test_rms_norm(name: str, dtype: torch.dtype, size: int) -> None:
     wide = torch.full((9, size + 3), float("nan"), dtype=dtype)
     wide[:, 2 : 2 + size] = torch.randn(9, size, generator=gen).to(dtype) * 3
     x = wide[:, 2 : 2 + size]
-    weight = torch.randn(size, generator=gen).to(dtype)
+    weight = torch.randn(size, generator=gen)
     out = torch.full((9, size), float("nan"), dtype=dtype)
     with backend(name) as op:
-        op("rms_norm")(out, x, weight, 1e-5)
-        expected = hugging_face_norm(x, weight, 1e-5)
-        assert relative_error(out, expected) < BOUND[dtype]
-        op("rms_norm")(x, x, weight, 1e-5)  # in place
+        for one in (weight, weight.to(dtype)):
+            op("rms_norm")(out, x, one, 1e-5)
+            expected = hugging_face_norm(x, one, 1e-5)
+            assert relative_error(out, expected) < BOUND[dtype] / (2 if one is weight else 1)
+        op("rms_norm")(x, x, weight.to(dtype), 1e-5)  # in place
     assert torch.equal(x, out)
     assert wide[:, :2].isnan().all()
     assert wide[:, 2 + size :].isnan().all()
@@ -215,10 +216,11 @@ def test_embedding(name: str, dtype: torch.dtype) -> None:
     """From a table with strided rows."""
     gen = generator(3)
     wide = torch.full((40, 24), float("nan"), dtype=dtype)
-    table = wide[:, 3:19]
-    table.copy_(torch.randn(40, 16, generator=gen))
+    table = wide[:, 3:]
+    table.copy_(torch.randn(40, 21, generator=gen))
     ids = torch.randint(0, 40, (3000,), generator=gen, dtype=torch.int32)
-    out = torch.full((3000, 16), float("nan"), dtype=dtype)
+    out = torch.full((3000, 21), float("nan"), dtype=dtype)
     with backend(name) as op:
-        op("embedding")(out, table, ids)
-    assert torch.equal(out, table[ids.long()])
+        for scale in (1.0, 5.3):
+            op("embedding")(out, table, ids, scale)
+            assert torch.equal(out, table[ids.long()] * scale)

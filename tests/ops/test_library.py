@@ -54,7 +54,7 @@ def _arguments() -> dict[str, tuple]:
             ints(20, 300), 32, None,
         ),
         "paged_attention": (
-            out[:2], q[:2], k_cache, v_cache, table, ints(20, 32), 0.125, randn(4), 7,
+            out[:2], q[:2], k_cache, v_cache, table, ints(20, 32), 0.125, randn(4), 7, 5.0,
         ),
         "prefill_attention": (
             out, q, k_cache, v_cache, table, ints(0, 2, 5), ints(20, 32), 0.125, None, None,
@@ -121,6 +121,7 @@ WRONG = [
     ("paged_attention", _replaced(5, lambda t: t + 1), r"seq_lens\[1\] is 33.*0 to 32 tokens"),
     ("paged_attention", _replaced(1, lambda t: t[:, :3]), "out has shape.*expected size 3"),
     ("paged_attention", _replaced(8, lambda n: 0), "sliding_window is 0; expected at least 1"),
+    ("paged_attention", _replaced(9, lambda cap: -cap), "softcap is -5.*expected a number above 0"),
     ("paged_attention", _replaced(7, lambda t: t[:3]), r"alibi_slopes has shape \[3\].*size 4"),
     ("paged_attention", _replaced(2, lambda t: t.transpose(0, 1)), "v_cache has shape"),
     ("prefill_attention", _replaced(5, lambda t: t.flip(0)), r"query_start_loc\[0:2\] is 5, 2"),

@@ -46,6 +46,12 @@ _OPT_SHAPE = {
     "tie_word_embeddings": False,
 }
 _BLOOM_SHAPE = {"n_layer": 2, "tie_word_embeddings": False}
+_GEMMA_SHAPE = {
+    **_LLAMA_SHAPE,
+    "num_hidden_layers": 3,
+    "sliding_window": WINDOW,
+    "query_pre_attn_scalar": 50,
+}
 _YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64}
 _ALTERNATING = ["sliding_attention", "full_attention", "sliding_attention"]
 _ALL_FULL = ["full_attention"] * 3
@@ -75,6 +81,7 @@ class Variant:
     ablation: dict[str, Any] = field(default_factory=dict)
     old_spelling: str | None = None
     bias_std: float = INITIALIZER_RANGE
+    embedding_scale: float = 1.0
 
     def write(self, folder: Path) -> None:
         """Builds the model and writes its folder; no tokenizer."""
@@ -88,6 +95,8 @@ class Variant:
                         parameter.normal_(0.0, self.bias_std)
                     elif "norm" in name or "ln_f" in name:
                         parameter.uniform_(0.5, 1.5)
+                    elif name == "model.embed_tokens.weight":
+                        parameter.mul_(self.embedding_scale)
                     elif name == "lm_head.weight" and not config.tie_word_embeddings:
                         parameter.mul_(3.0)  # larger differences of logits: fewer near-ties
         model.save_pretrained(folder)
@@ -106,14 +115,27 @@ def _variant(
     ablation: dict[str, Any] | None = None,
     old_spelling: str | None = None,
     bias_std: float = INITIALIZER_RANGE,
+    embedding_scale: float = 1.0,
     **fields: Any,
 ) -> Variant:
-    model_type = name.partition("-")[0]
-    return Variant(name, model_type, {**shape, **fields}, ablation or {}, old_spelling, bias_std)
+    model_type, config = name.partition("-")[0], {**shape, **fields}
+    stds = bias_std, embedding_scale
+    return Variant(name, model_type, config, ablation or {}, old_spelling, *stds)
 
 
 def _llama(name: str, ablation: dict[str, Any] | None = None, **fields: Any) -> Variant:
     return _variant(name, _LLAMA_SHAPE, ablation, **fields)
+
+
+def _gemma(name: str, ablation: dict[str, Any], **fields: Any) -> Variant:
+    # Larger embeddings, which the model multiplies, would outweigh all layers.
+    return _variant(name, _GEMMA_SHAPE, ablation, embedding_scale=0.2, **fields)
+
+
+def _local_rope(theta: float) -> dict[str, Any]:
+    local, scaled = {"rope_type": "default", "rope_theta": theta}, LINEAR_ROPE
+    full = {**scaled, "rope_theta": 1e6}
+    return {"rope_parameters": {"sliding_attention": local, "full_attention": full}}
 
 
 def _opt(name: str, ablation: dict[str, Any] | None = None, **fields: Any) -> Variant:
@@ -173,6 +195,37 @@ VARIANTS = [
         sliding_window=WINDOW,
         attention_bias=True,
         head_dim=32,
+    ),
+    _llama("gemma-biases", hidden_act="gelu", attention_bias=True, head_dim=48),
+    _gemma(
+        "gemma2-caps",
+        {"attn_logit_softcapping": None},
+        attn_logit_softcapping=1.5,
+        final_logit_softcapping=5.0,
+        tie_word_embeddings=True,
+        hidden_size=112,
+        head_dim=80,
+    ),
+    _gemma(
+        "gemma2-layers-biases",
+        {"layer_types": _ALL_FULL},
+        layer_types=["full_attention", "sliding_attention", "sliding_attention"],
+        attention_bias=True,
+        head_dim=32,
+        num_attention_heads=6,
+        hidden_size=96,
+        num_key_value_heads=1,
+        final_logit_softcapping=None,
+    ),
+    _gemma("gemma3_text-ropes", _local_rope(1e6), layer_types=_ALTERNATING, **_local_rope(50.0)),
+    _gemma(
+        "gemma3_text-256",
+        {"query_pre_attn_scalar": 256},
+        layer_types=_ALTERNATING,
+        tie_word_embeddings=True,
+        head_dim=256,
+        num_key_value_heads=1,
+        final_logit_softcapping=4.0,
     ),
     _opt("before", {"do_layer_norm_before": False}),
     # Larger biases would make the logits independent of the tokens.

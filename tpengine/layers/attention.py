@@ -78,6 +78,7 @@ class Attention:
         sliding_window: a token sees this many tokens, itself included; None: all before it.
         alibi_slopes: float32 `[num_heads]`; None: no linear bias.
         is_neox: rotate halves of a head against each other (else neighbouring elements).
+        softcap: logits become `softcap * tanh(logit / softcap)`; None: they stay.
 
     Attributes:
         kv_scales: factors on K and V of an fp8 cache when they are read. Both are 1: e4m3 reaches
@@ -94,6 +95,7 @@ class Attention:
         sliding_window: int | None = None,
         alibi_slopes: torch.Tensor | None = None,
         is_neox: bool = True,
+        softcap: float | None = None,
     ) -> None:
         self.num_heads = num_heads
         self.num_kv_heads = num_kv_heads
@@ -103,8 +105,9 @@ class Attention:
         self.sliding_window = sliding_window
         self.alibi_slopes = alibi_slopes
         self.is_neox = is_neox
+        self.softcap = softcap
         self.kv_scales = (1.0, 1.0)
-        self._rule = AttentionRule(scale, sliding_window, alibi_slopes)
+        self._rule = AttentionRule(scale, sliding_window, alibi_slopes, softcap)
 
     def forward(
         self, qkv: torch.Tensor, kv_cache: KVCache, metadata: AttentionMetadata
@@ -154,6 +157,7 @@ class Attention:
             self.scale,
             self.alibi_slopes,
             self.sliding_window,
+            self.softcap,
         )
         return out
 
@@ -179,6 +183,7 @@ class Attention:
             self.scale,
             self.alibi_slopes,
             self.sliding_window,
+            self.softcap,
             *self.kv_scales,
             plan,
         )

@@ -14,9 +14,20 @@ class VocabParallelEmbedding:
     """This rank's rows of the embedding table `[vocab_size, hidden_size]`.
 
     The table is padded with zeros, so that every rank has the same number of rows.
+
+    Args:
+        scale: factor on the rows; rounded to the model's dtype, as transformers does.
     """
 
-    def __init__(self, weights: Weights, name: str, vocab_size: int, hidden_size: int) -> None:
+    def __init__(
+        self,
+        weights: Weights,
+        name: str,
+        vocab_size: int,
+        hidden_size: int,
+        scale: float = 1.0,
+    ) -> None:
+        self.scale = torch.tensor(scale, dtype=weights.dtype).item()
         self._parallel = parallel = weights.parallel
         self.rows = -(-vocab_size // parallel.tp_size)
         self.start = parallel.tp_rank * self.rows
@@ -27,11 +38,12 @@ class VocabParallelEmbedding:
     def forward(self, token_ids: torch.Tensor) -> torch.Tensor:
         """token_ids int32 `[num_tokens]` to `[num_tokens, hidden_size]`."""
         if self._parallel.tp_size == 1:
-            return _rows(self.weight, token_ids)
+            return _rows(self.weight, token_ids, self.scale)
         local = token_ids - self.start
         foreign = (local < 0) | (local >= self.rows)
         embedded = F.embedding(local.masked_fill(foreign, 0), self.weight)
-        return self._parallel.all_reduce(embedded.masked_fill_(foreign.unsqueeze(1), 0))
+        embedded = embedded.masked_fill_(foreign.unsqueeze(1), 0).mul_(self.scale)
+        return self._parallel.all_reduce(embedded)
 
 
 class PositionEmbedding:
@@ -52,9 +64,9 @@ class PositionEmbedding:
         return _rows(self._rows, positions)
 
 
-def _rows(table: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
+def _rows(table: torch.Tensor, ids: torch.Tensor, scale: float = 1.0) -> torch.Tensor:
     out = table.new_empty(ids.shape[0], table.shape[1])
-    fused.embedding(out, table, ids)
+    fused.embedding(out, table, ids, scale)
     return out
 
 

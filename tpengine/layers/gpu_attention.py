@@ -124,11 +124,13 @@ class AttentionRule:
         scale: factor on the products.
         window: a query sees this many keys, itself included; None: all before it.
         slopes: ALiBi, float32 `[num_heads]`: `slope * (key - query)` is added; None: nothing.
+        softcap: logits become `softcap * tanh(logit / softcap)` before; None: they stay.
     """
 
     scale: float
     window: int | None = None
     slopes: Tensor | None = None
+    softcap: float | None = None
 
 
 class PrefillBackend(Protocol):
@@ -230,7 +232,7 @@ class XformersBackend:
 
 class SdpaBackend:
     """torch's `scaled_dot_product_attention`, one row at a time: the slowest backend, and the only
-    one for float32, ALiBi and every head dim."""
+    one for float32, ALiBi, soft caps and every head dim."""
 
     name = "sdpa"
 
@@ -243,7 +245,7 @@ class SdpaBackend:
         with sdpa_kernel(_SDPA_KERNELS):
             for queries, keys in zip(chunks.query_lens, chunks.key_lens, strict=True):
                 row_k, row_v = (x[first_key : first_key + keys] for x in (k, v))
-                heads = 1 if rule.slopes is None else q.shape[1]
+                heads = 1 if rule.slopes is None and rule.softcap is None else q.shape[1]
                 step = max(1, MASK_ELEMENTS // (heads * keys))
                 for start in range(0, queries, step):
                     count = min(step, queries - start)
@@ -270,7 +272,7 @@ def _attend_slice(q: Tensor, k: Tensor, v: Tensor, position: int, rule: Attentio
     grouped = q.view(num_queries, num_kv_heads, group, head_dim).permute(1, 2, 0, 3)
     k, v = (x.permute(1, 0, 2).unsqueeze(1).expand(-1, group, -1, -1) for x in (k, v))
     mask = None
-    is_plain = rule.window is None and rule.slopes is None
+    is_plain = rule.window is None and rule.slopes is None and rule.softcap is None
     is_causal = is_plain and position == 0 and num_queries == k.shape[2]
     if not is_causal:
         at = torch.arange(position, position + num_queries, device=q.device).unsqueeze(1)
@@ -281,9 +283,15 @@ def _attend_slice(q: Tensor, k: Tensor, v: Tensor, position: int, rule: Attentio
         if rule.slopes is not None:
             bias = -rule.slopes.view(num_kv_heads, group, 1, 1) * distance
             mask = bias.masked_fill(~mask, float("-inf")).to(q.dtype)
-    attended = F.scaled_dot_product_attention(
-        grouped, k, v, attn_mask=mask, is_causal=is_causal, scale=rule.scale
-    )
+    if rule.softcap is None:
+        attended = F.scaled_dot_product_attention(
+            grouped, k, v, attn_mask=mask, is_causal=is_causal, scale=rule.scale
+        )
+    else:  # no library's kernel caps logits
+        assert mask is not None
+        logits = (grouped @ k.transpose(-1, -2)).float() * (rule.scale / rule.softcap)
+        logits = logits.tanh_().mul_(rule.softcap).masked_fill_(~mask, float("-inf"))
+        attended = logits.softmax(-1).to(v.dtype) @ v
     return attended.permute(2, 0, 1, 3).reshape(num_queries, num_heads, head_dim)
 
 
@@ -294,6 +302,7 @@ class PrefillShape:
     Attributes:
         windows: the windows of all layers.
         has_slopes: whether the model uses ALiBi.
+        softcap: see `AttentionRule`.
     """
 
     num_heads: int
@@ -302,6 +311,7 @@ class PrefillShape:
     dtype: torch.dtype
     windows: frozenset[int | None]
     has_slopes: bool
+    softcap: float | None = None
 
 
 BACKENDS: dict[str, Callable[[], PrefillBackend]] = {
@@ -338,6 +348,8 @@ def _open_backend(name: str, shape: PrefillShape, device: torch.device) -> Prefi
     if name != "sdpa":
         if shape.has_slopes:
             return "it has no linear biases (ALiBi), which this model needs"
+        if shape.softcap is not None:
+            return "it has no soft cap of logits, which this model needs"
         if shape.dtype == torch.float32:
             return "it takes float16 and bfloat16 only, this model runs in float32"
     try:
@@ -377,13 +389,17 @@ def _relative_error(
     q = q[: sum(query_lens)]
     slopes = torch.linspace(0.5, 0.1, heads, device=device) if shape.has_slopes else None
     # A window of 7 cuts every row; the real one is longer than these rows.
-    rule = AttentionRule(shape.head_dim**-0.5, None if window is None else min(window, 7), slopes)
+    window = None if window is None else min(window, 7)
+    rule = AttentionRule(shape.head_dim**-0.5, window, slopes, shape.softcap)
     chunks = make_chunks(query_lens, key_lens, device)
     with torch.inference_mode():
         attended = backend.forward(q, k, v, chunks, rule).float()
         rows = zip(q.split(query_lens), k.split(key_lens), v.split(key_lens), strict=True)
         exact = torch.cat(
-            [attend_sequence(*row, rule.scale, rule.slopes, rule.window) for row in rows]
+            [
+                attend_sequence(*row, rule.scale, rule.slopes, rule.window, rule.softcap)
+                for row in rows
+            ]
         )
         return float((attended - exact).norm() / exact.norm())
 

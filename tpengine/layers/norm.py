@@ -9,11 +9,35 @@ from tpengine.layers.weights import Weights
 from tpengine.ops import fused
 
 
-class RMSNorm:
-    """Root-mean-square normalisation (https://arxiv.org/abs/1910.07467)."""
+def norm_weight(weights: Weights, name: str, size: int, centered: bool) -> torch.Tensor:
+    """Allocates and declares the weight `[size]` of an RMSNorm.
 
-    def __init__(self, weights: Weights, name: str, hidden_size: int, eps: float) -> None:
-        self.weight = weights.replicated(f"{name}.weight", hidden_size)
+    Args:
+        centered: the checkpoint's weight is the distance from 1 (Gemma). `1 + weight` needs more
+            digits than bfloat16 has, so it is kept in float32.
+    """
+    if not centered:
+        return weights.replicated(f"{name}.weight", size)
+    weight = weights.replicated(f"{name}.weight", size, dtype=torch.float32)
+
+    def finish() -> None:
+        weight.copy_(weight.to(weights.dtype)).add_(1.0)  # rounded first, as transformers does
+
+    weights.after_loading(finish)
+    return weight
+
+
+class RMSNorm:
+    """Root-mean-square normalisation (https://arxiv.org/abs/1910.07467).
+
+    Args:
+        centered: see `norm_weight`.
+    """
+
+    def __init__(
+        self, weights: Weights, name: str, hidden_size: int, eps: float, centered: bool = False
+    ) -> None:
+        self.weight = norm_weight(weights, name, hidden_size, centered)
         self.eps = eps
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -38,6 +62,7 @@ class QKNorm:
     Args:
         prefix: prefix of `q_norm` and `k_norm` in the checkpoint.
         num_heads, num_kv_heads: of this rank.
+        centered: see `norm_weight`.
     """
 
     def __init__(
@@ -48,9 +73,10 @@ class QKNorm:
         num_kv_heads: int,
         head_dim: int,
         eps: float,
+        centered: bool = False,
     ) -> None:
-        self.q_weight = weights.replicated(f"{prefix}.q_norm.weight", head_dim)
-        self.k_weight = weights.replicated(f"{prefix}.k_norm.weight", head_dim)
+        self.q_weight = norm_weight(weights, f"{prefix}.q_norm", head_dim, centered)
+        self.k_weight = norm_weight(weights, f"{prefix}.k_norm", head_dim, centered)
         self.eps = eps
         self._num_heads = num_heads
         self._end = num_heads + num_kv_heads

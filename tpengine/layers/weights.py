@@ -85,9 +85,9 @@ class Weights:
         compute."""
         self._after_loading: list[Callable[[], None]] = []
 
-    def empty(self, *shape: int) -> torch.Tensor:
-        """Allocates an uninitialised parameter."""
-        parameter = torch.empty(shape, dtype=self.dtype, device=self.device)
+    def empty(self, *shape: int, dtype: torch.dtype | None = None) -> torch.Tensor:
+        """Allocates an uninitialised parameter, in the model's dtype unless told."""
+        parameter = torch.empty(shape, dtype=dtype or self.dtype, device=self.device)
         self.num_bytes += parameter.nbytes
         return parameter
 
@@ -104,9 +104,9 @@ class Weights:
         """Declares that the checkpoint's tensor `name`, if it exists, must equal `original`."""
         self.repeats[name] = original
 
-    def replicated(self, name: str, *shape: int) -> torch.Tensor:
+    def replicated(self, name: str, *shape: int, dtype: torch.dtype | None = None) -> torch.Tensor:
         """Allocates and declares a parameter that every rank holds whole."""
-        parameter = self.empty(*shape)
+        parameter = self.empty(*shape, dtype=dtype)
         self.declare(name, WeightShard(parameter))
         return parameter
 

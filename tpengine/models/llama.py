@@ -6,7 +6,9 @@ them.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
@@ -40,6 +42,11 @@ class LlamaTraits:
         windows: for each layer the number of tokens that a token sees, itself included; None: all.
         qkv_bias, o_bias, mlp_bias: which linear layers have biases.
         qk_norm: whether query and key heads are normalised before they are rotated.
+        centered_norms: whether norm weights of the checkpoint are distances from 1.
+        activation: of the MLP's gate; None: the configuration's `hidden_act`.
+        embedding_scale: factor on the embeddings.
+        scale: factor on the products of queries and keys; None: `head_dim**-0.5`.
+        softcap: of attention logits; None: they have none.
     """
 
     windows: tuple[int | None, ...]
@@ -47,6 +54,30 @@ class LlamaTraits:
     o_bias: bool = False
     mlp_bias: bool = False
     qk_norm: bool = False
+    centered_norms: bool = False
+    activation: str | None = None
+    embedding_scale: float = 1.0
+    scale: float | None = None
+    softcap: float | None = None
+
+
+def rotary_table(
+    config: ModelConfig, weights: Weights, hf_config: Mapping[str, Any]
+) -> torch.Tensor:
+    """Computes the cosines and sines of rotary fields, which rotate whole heads.
+
+    Args:
+        hf_config: the model's configuration, or as it is for some of the layers.
+
+    Raises:
+        ConfigError: a part of a head is rotated, or a kind of scaling is not supported.
+    """
+    fraction = rope_parameters(hf_config)["partial_rotary_factor"]
+    if fraction != 1.0:
+        raise unsupported(config, "partial_rotary_factor", fraction, "1.0")
+    return weights.table(
+        build_cos_sin_cache(hf_config, config.head_dim, config.max_model_len, weights.device)
+    )
 
 
 def _attention(
@@ -75,9 +106,11 @@ def _attention(
     qk_norm: QKNorm | None = None
     if traits.qk_norm:
         eps = config.hf_config["rms_norm_eps"]
-        qk_norm = QKNorm(weights, prefix, heads, kv_heads, head_dim, eps)
+        centered = traits.centered_norms
+        qk_norm = QKNorm(weights, prefix, heads, kv_heads, head_dim, eps, centered)
+    scale = head_dim**-0.5 if traits.scale is None else traits.scale
     attention = Attention(
-        heads, kv_heads, head_dim, head_dim**-0.5, cos_sin_cache, sliding_window=window
+        heads, kv_heads, head_dim, scale, cos_sin_cache, window, softcap=traits.softcap
     )
     return SelfAttention(qkv, attention, out, qk_norm)
 
@@ -85,8 +118,10 @@ def _attention(
 class LlamaMLP:
     """`down(act(gate(x)) * up(x))`."""
 
-    def __init__(self, config: ModelConfig, weights: Weights, prefix: str, bias: bool) -> None:
-        hf = config.hf_config
+    def __init__(
+        self, config: ModelConfig, weights: Weights, prefix: str, traits: LlamaTraits
+    ) -> None:
+        hf, bias = config.hf_config, traits.mlp_bias
         hidden_size, intermediate_size = hf["hidden_size"], hf["intermediate_size"]
         self.gate_up_proj = MergedColumnParallelLinear(
             weights,
@@ -98,7 +133,7 @@ class LlamaMLP:
         self.down_proj = RowParallelLinear(
             weights, f"{prefix}.down_proj", intermediate_size, hidden_size, bias
         )
-        self.activation = GatedActivation(hf["hidden_act"])
+        self.activation = GatedActivation(traits.activation or hf["hidden_act"])
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """x `[num_tokens, hidden_size]` to the same shape."""
@@ -121,10 +156,10 @@ class LlamaDecoderLayer:
         self.self_attn = _attention(
             config, weights, f"{prefix}.self_attn", cos_sin_cache, traits, traits.windows[layer]
         )
-        self.mlp = LlamaMLP(config, weights, f"{prefix}.mlp", traits.mlp_bias)
-        self.input_layernorm = RMSNorm(weights, f"{prefix}.input_layernorm", hidden_size, eps)
-        self.post_attention_layernorm = RMSNorm(
-            weights, f"{prefix}.post_attention_layernorm", hidden_size, eps
+        self.mlp = LlamaMLP(config, weights, f"{prefix}.mlp", traits)
+        self.input_layernorm, self.post_attention_layernorm = (
+            RMSNorm(weights, f"{prefix}.{name}", hidden_size, eps, traits.centered_norms)
+            for name in ("input_layernorm", "post_attention_layernorm")
         )
 
     def forward(
@@ -160,25 +195,20 @@ class LlamaForCausalLM:
 
     ignored_weights: tuple[str, ...] = (".rotary_emb.inv_freq",)
     base_prefix = "model."
+    layer_class: type[LlamaDecoderLayer] = LlamaDecoderLayer
 
     def __init__(self, config: ModelConfig, weights: Weights) -> None:
         hf = config.hf_config
         traits = self.traits(config)
-        fraction = rope_parameters(hf)["partial_rotary_factor"]
-        if fraction != 1.0:  # every member of the family rotates whole heads
-            raise unsupported(config, "partial_rotary_factor", fraction, "1.0")
-        hidden_size = hf["hidden_size"]
-        cos_sin_cache = weights.table(
-            build_cos_sin_cache(hf, config.head_dim, config.max_model_len, weights.device)
-        )
+        hidden_size, centered = hf["hidden_size"], traits.centered_norms
         self.embed_tokens = VocabParallelEmbedding(
-            weights, "model.embed_tokens", config.vocab_size, hidden_size
+            weights, "model.embed_tokens", config.vocab_size, hidden_size, traits.embedding_scale
         )
+        tables = self.rotary_tables(config, weights, traits)
         self.layers = [
-            LlamaDecoderLayer(config, weights, i, cos_sin_cache, traits)
-            for i in range(config.num_layers)
+            self.layer_class(config, weights, i, table, traits) for i, table in enumerate(tables)
         ]
-        self.norm = RMSNorm(weights, "model.norm", hidden_size, hf["rms_norm_eps"])
+        self.norm = RMSNorm(weights, "model.norm", hidden_size, hf["rms_norm_eps"], centered)
         tied = bool(hf.get("tie_word_embeddings", False))
         self.lm_head = ParallelLMHead(
             weights,
@@ -203,6 +233,13 @@ class LlamaForCausalLM:
             o_bias=bias,
             mlp_bias=bool(config.hf_config.get("mlp_bias")),
         )
+
+    @classmethod
+    def rotary_tables(
+        cls, config: ModelConfig, weights: Weights, traits: LlamaTraits
+    ) -> list[torch.Tensor]:
+        """Returns each layer's table of cosines and sines; here one table for all layers."""
+        return [rotary_table(config, weights, config.hf_config)] * config.num_layers
 
     def forward(
         self, token_ids: torch.Tensor, kv_caches: list[KVCache], metadata: AttentionMetadata

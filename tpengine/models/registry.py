@@ -9,8 +9,7 @@ To add a model family:
    only `tpengine.ops`, because a CPU can record decode steps of nothing else.
 3. Check every field of config.json that changes the result with `require`, because a field that is
    ignored gives wrong answers without an error. `build_model` does so for the fields in `_NEUTRAL`,
-   which no family supports. If yours supports one, remove it there, and add
-   `require(config, field, None, *neutral)` to the class of every other family.
+   except those that a class names in `supported_fields`.
 4. Add one line to `ARCHITECTURES` in `config.py`, with the name that checkpoints give.
 5. Add variants to `tests/support/variants.py`; the tests against transformers then cover them.
 """
@@ -32,6 +31,7 @@ _NEUTRAL: dict[str, tuple[Any, ...]] = {
     "quantization_config": (None,),
     "is_encoder_decoder": (None, False),
     "add_cross_attention": (None, False),
+    "use_bidirectional_attention": (None, False),
     "clip_qkv": (None,),
     "attn_logit_softcapping": (None,),
     "final_logit_softcapping": (None,),
@@ -45,7 +45,7 @@ _NEUTRAL: dict[str, tuple[Any, ...]] = {
     "num_experts": (None, 0),
     "num_local_experts": (None, 0),
 }
-"""Fields that change a model's result and that no family here supports, with the values that change
+"""Fields that change a model's result and that few families support, with the values that change
 nothing."""
 
 
@@ -57,6 +57,8 @@ class CausalLM(Protocol):
             these tensors or does not use them.
         base_prefix: start of the parameter names that is absent in a checkpoint of the bare model
             (one without its output head).
+
+    A class may have `supported_fields`, a tuple: the fields of `_NEUTRAL` that it reads itself.
     """
 
     ignored_weights: tuple[str, ...]
@@ -77,13 +79,16 @@ def build_model(config: ModelConfig, weights: Weights) -> CausalLM:
     Raises:
         ConfigError: a value in its configuration is not supported.
     """
+    module, name = ARCHITECTURES[config.architecture].split(":")
+    family = getattr(importlib.import_module(module), name)
+    supported = getattr(family, "supported_fields", ())
     for field, neutral in _NEUTRAL.items():
-        require(config, field, None, *neutral)
+        if field not in supported:
+            require(config, field, None, *neutral)
     compiled = weights.device.type == "cpu" and has_cpu_kernels()
     if compiled and (config.head_dim % 16 or config.head_dim > 256):
         raise unsupported(config, "head_dim", config.head_dim, "multiples of 16 up to 256 on CPU")
-    module, name = ARCHITECTURES[config.architecture].split(":")
-    model: CausalLM = getattr(importlib.import_module(module), name)(config, weights)
+    model: CausalLM = family(config, weights)
     return model
 
 

@@ -177,6 +177,7 @@ def paged_attention(
     scale: float,
     alibi_slopes: Tensor | None = None,
     sliding_window: int | None = None,
+    softcap: float | None = None,
     k_scale: float = 1.0,
     v_scale: float = 1.0,
     plan: DecodePlan | None = None,
@@ -196,6 +197,8 @@ def paged_attention(
         scale: factor on the products of q and k.
         alibi_slopes: float32 `[num_heads]`; adds `slope * (key - query)` (positions) to the logits.
         sliding_window: a query sees this many keys, itself included; None: all of them.
+        softcap: logits become `softcap * tanh(logit / softcap)` (Gemma 2) before slopes are added;
+            None: they stay.
         k_scale, v_scale: factors on the values of an fp8 cache.
         plan: computed by `plan_decode` from the same seq_lens and window; None: one block of
             threads per sequence and kv head, which is slow for few long sequences. CPU kernels do
@@ -220,6 +223,7 @@ def paged_attention(
         scale,
         alibi_slopes,
         sliding_window,
+        softcap,
         k_scale,
         v_scale,
         item_start,
@@ -239,6 +243,7 @@ def prefill_attention(
     scale: float,
     alibi_slopes: Tensor | None = None,
     sliding_window: int | None = None,
+    softcap: float | None = None,
     k_scale: float = 1.0,
     v_scale: float = 1.0,
 ) -> None:
@@ -269,6 +274,7 @@ def prefill_attention(
         scale,
         alibi_slopes,
         sliding_window,
+        softcap,
         k_scale,
         v_scale,
     )

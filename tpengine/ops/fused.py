@@ -26,8 +26,8 @@ _argmax = torch.ops.tpengine.argmax.default
 _sample_tokens = torch.ops.tpengine.sample_tokens.default
 
 
-def embedding(out: Tensor, table: Tensor, token_ids: Tensor) -> None:
-    """`out[i] = table[token_ids[i]]`.
+def embedding(out: Tensor, table: Tensor, token_ids: Tensor, scale: float = 1.0) -> None:
+    """`out[i] = table[token_ids[i]] * scale`, rounded to out's dtype.
 
     Args:
         out: `[num_tokens, size]`, written.
@@ -37,20 +37,20 @@ def embedding(out: Tensor, table: Tensor, token_ids: Tensor) -> None:
     Raises:
         RuntimeError: an argument's dtype, shape or strides do not fit, or an id has no row.
     """
-    _embedding(out, table, token_ids)
+    _embedding(out, table, token_ids, scale)
 
 
 def rms_norm(out: Tensor, x: Tensor, weight: Tensor, eps: float) -> None:
     """RMSNorm (Zhang and Sennrich 2019) over the last dimension.
 
-    Normalised in float32, rounded to x's dtype, then multiplied by the weight, as Hugging Face's
-    models do.
+    Normalised in float32, rounded to the weight's dtype, then multiplied by the weight, as Hugging
+    Face's models do: Llama's weights have x's dtype, Gemma's `1 + weight` is float32.
 
     Args:
         out: shape and dtype of x, written; may be x itself.
         x: `[num_tokens, size]` or `[num_tokens, num_heads, size]` (norm per head); float32 or
             bfloat16; any strides, last dimension contiguous.
-        weight: `[size]`, dtype of x.
+        weight: `[size]`, dtype of x or float32.
         eps: added to the mean square.
 
     Raises:

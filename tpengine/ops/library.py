@@ -62,18 +62,18 @@ _SCHEMAS: dict[str, tuple[str, Callable[..., None]]] = {
     "paged_attention": (
         "(Tensor(a!) out, Tensor q, Tensor k_cache, Tensor v_cache, Tensor block_table,"
         " Tensor seq_lens, float scale, Tensor? alibi_slopes, int? sliding_window,"
-        " float k_scale=1.0, float v_scale=1.0, Tensor? item_start=None, Tensor? items=None,"
-        " Tensor(b!)? partials=None) -> ()",
+        " float? softcap=None, float k_scale=1.0, float v_scale=1.0, Tensor? item_start=None,"
+        " Tensor? items=None, Tensor(b!)? partials=None) -> ()",
         reference.paged_attention,
     ),
     "prefill_attention": (
         "(Tensor(a!) out, Tensor q, Tensor k_cache, Tensor v_cache, Tensor block_table,"
         " Tensor query_start_loc, Tensor seq_lens, float scale, Tensor? alibi_slopes,"
-        " int? sliding_window, float k_scale=1.0, float v_scale=1.0) -> ()",
+        " int? sliding_window, float? softcap=None, float k_scale=1.0, float v_scale=1.0) -> ()",
         reference.prefill_attention,
     ),
     "embedding": (
-        "(Tensor(a!) out, Tensor table, Tensor token_ids) -> ()",
+        "(Tensor(a!) out, Tensor table, Tensor token_ids, float scale=1.0) -> ()",
         reference.embedding,
     ),
     "rms_norm": (

@@ -6,6 +6,8 @@ A KV cache has one of the two layouts of `ops.cache.kv_cache_shapes`: five dimen
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -195,6 +197,7 @@ def attend_sequence(
     scale: float,
     alibi_slopes: Tensor | None,
     sliding_window: int | None,
+    softcap: float | None = None,
 ) -> Tensor:
     """Causal attention of the last `len(q)` positions of a sequence, computed in float32.
 
@@ -213,6 +216,8 @@ def attend_sequence(
     query = key[length - num_queries :]
     distance = key[None, :] - query[:, None]
     logits = torch.einsum("qhd,khd->hqk", q.float(), k) * scale
+    if softcap is not None:
+        logits = softcap * torch.tanh(logits / softcap)
     if alibi_slopes is not None:
         logits = logits + alibi_slopes[:, None, None] * distance
     hidden = distance > 0
@@ -233,6 +238,7 @@ def prefill_attention(
     scale: float,
     alibi_slopes: Tensor | None,
     sliding_window: int | None,
+    softcap: float | None = None,
     k_scale: float = 1.0,
     v_scale: float = 1.0,
 ) -> None:
@@ -246,7 +252,7 @@ def prefill_attention(
             blocks = block_table[seq, : -(-length // block_size)]
             k, v = gather_pages(k_cache, v_cache, blocks)
             k, v = k[:length].float() * k_scale, v[:length].float() * v_scale
-            out[rows] = attend_sequence(q[rows], k, v, scale, alibi_slopes, sliding_window)
+            out[rows] = attend_sequence(q[rows], k, v, scale, alibi_slopes, sliding_window, softcap)
 
 
 def paged_attention(
@@ -256,37 +262,18 @@ def paged_attention(
     v_cache: Tensor,
     block_table: Tensor,
     seq_lens: Tensor,
-    scale: float,
-    alibi_slopes: Tensor | None,
-    sliding_window: int | None,
-    k_scale: float = 1.0,
-    v_scale: float = 1.0,
-    item_start: Tensor | None = None,
-    items: Tensor | None = None,
-    partials: Tensor | None = None,
+    *options: Any,
 ) -> None:
-    """The plan (the last three) only divides work on a GPU; the result does not depend on it."""
-    query_start_loc = torch.arange(q.shape[0] + 1, dtype=torch.int32)
-    prefill_attention(
-        out,
-        q,
-        k_cache,
-        v_cache,
-        block_table,
-        query_start_loc,
-        seq_lens,
-        scale,
-        alibi_slopes,
-        sliding_window,
-        k_scale,
-        v_scale,
-    )
+    """`options`: those of `prefill_attention` from `scale` on, then the plan, which only divides
+    work on a GPU."""
+    starts = torch.arange(q.shape[0] + 1, dtype=torch.int32)
+    prefill_attention(out, q, k_cache, v_cache, block_table, starts, seq_lens, *options[:6])
 
 
 def rms_norm(out: Tensor, x: Tensor, weight: Tensor, eps: float) -> None:
     y = x.float()
     y = y * torch.rsqrt(y.square().mean(-1, keepdim=True) + eps)
-    out.copy_(y.to(x.dtype) * weight)
+    out.copy_(y.to(weight.dtype) * weight)
 
 
 def add_rms_norm(out: Tensor, x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> None:
@@ -347,8 +334,10 @@ def gelu_tanh_and_mul(out: Tensor, x: Tensor) -> None:
     out.copy_(F.gelu(gate, approximate="tanh") * up)
 
 
-def embedding(out: Tensor, table: Tensor, token_ids: Tensor) -> None:
+def embedding(out: Tensor, table: Tensor, token_ids: Tensor, scale: float = 1.0) -> None:
     torch.index_select(table, 0, token_ids, out=out)
+    if scale != 1.0:
+        out.mul_(scale)
 
 
 def argmax(out: Tensor, logits: Tensor, logprobs: Tensor | None = None) -> None:

@@ -157,6 +157,12 @@ __device__ __forceinline__ void soften(HeadState<C>& heads, float* logits, int n
   const float scale = a.scale * kLog2E;
 #pragma unroll
   for (int i = 0; i < 4; ++i) logits[i] *= scale;
+  if (a.softcap > 0.f) {  // tanh x = 1 - 2 / (e^2x + 1), exact enough beside 16-bit products
+    const float cap = a.softcap * kLog2E;
+#pragma unroll
+    for (int i = 0; i < 4; ++i)
+      logits[i] = cap - 2.f * cap / (ptx::exp2(logits[i] * (2.f * kLog2E / cap)) + 1.f);
+  }
   if (masked) {
 #pragma unroll
     for (int i = 0; i < 4; ++i) {

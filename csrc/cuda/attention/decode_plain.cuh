@@ -22,6 +22,7 @@ struct PlainHead {
     const int kv_head = head / (a.num_heads / a.num_kv_heads);
     const float slope = a.alibi_slopes != nullptr ? a.alibi_slopes[head] * kLog2E : 0.f;
     const T* q = static_cast<const T*>(a.q) + item.row * a.q_token_stride + head * a.q_head_stride;
+    const float softcap = a.softcap * kLog2E;
     float query[kLaneDims];
     for (int j = 0; j < kLaneDims; ++j) {
       const int d = lane + j * kWarpSize;
@@ -40,7 +41,9 @@ struct PlainHead {
         const int d = lane + j * kWarpSize;
         if (d < a.head_dim) logit += query[j] * to_float(k[d]);
       }
-      logit = warp_sum(logit) + slope * (token - (item.length - 1));
+      logit = warp_sum(logit);
+      if (softcap > 0.f) logit = softcap * tanhf(logit / softcap);
+      logit += slope * (token - (item.length - 1));
       const float next = fmaxf(highest, logit);
       const float old = exp2f(highest - next), weight = exp2f(logit - next);
       sum = sum * old + weight;

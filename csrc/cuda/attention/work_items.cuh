@@ -25,6 +25,7 @@ struct DecodeArgs {
   int num_seqs, num_heads, num_kv_heads, head_dim, block_size, sliding_window;
   int half_queries;  // with an fp8 cache: q and out are float16, not bfloat16
   float scale, v_scale;
+  float softcap;  // logits become softcap * tanh(logit / softcap); 0: they stay
 };
 
 // An item's row carries this bit if the row has several items.

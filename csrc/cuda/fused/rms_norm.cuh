@@ -9,8 +9,8 @@ namespace tpengine::cuda {
 struct NormArgs {
   void* out;
   const void* x;
-  void* residual;  // null: plain norm. Otherwise residual += x, and the sum is normalised.
-  const void* weight;
+  void* residual;      // null: plain norm. Otherwise residual += x, and the sum is normalised.
+  const void* weight;  // of x's type, or float32
   int64_t out_token_stride, out_head_stride, x_token_stride, x_head_stride, residual_stride;
   int heads_per_token, size;
   float eps;
@@ -22,7 +22,7 @@ constexpr int kMaxNormThreads = 256;
 constexpr int kKeptPacks = 4;
 
 // One block per row (token, head). Strides in elements.
-template <class T, int N>
+template <class T, class W, int N>
 __global__ void __launch_bounds__(kMaxNormThreads)
     rms_norm_kernel(const __grid_constant__ NormArgs a) {
   __shared__ float warp_sums[kMaxNormThreads / kWarpSize];
@@ -31,7 +31,7 @@ __global__ void __launch_bounds__(kMaxNormThreads)
   T* out = static_cast<T*>(a.out) + token * a.out_token_stride + head * a.out_head_stride;
   T* residual =
       a.residual == nullptr ? nullptr : static_cast<T*>(a.residual) + token * a.residual_stride;
-  const T* weight = static_cast<const T*>(a.weight);
+  const W* weight = static_cast<const W*>(a.weight);
   const int step = blockDim.x * N;
   float kept[kKeptPacks][N], squares = 0.f;
   const auto sum_squares = [&](float* values, int i) {
@@ -60,8 +60,8 @@ __global__ void __launch_bounds__(kMaxNormThreads)
   const auto finish = [&](float* y, int i) {
     float scale[N];
     load<N>(scale, weight + i);
-    // Rounded before the weight, as Hugging Face's models do.
-    for (int j = 0; j < N; ++j) y[j] = to_float(from_float<T>(y[j] * factor)) * scale[j];
+    // Rounded to the weight's type first, as Hugging Face's models do.
+    for (int j = 0; j < N; ++j) y[j] = to_float(from_float<W>(y[j] * factor)) * scale[j];
     store<N>(out + i, y);
   };
 #pragma unroll
@@ -76,22 +76,22 @@ __global__ void __launch_bounds__(kMaxNormThreads)
   }
 }
 
-template <class T, int N>
+template <class T, class W, int N>
 void launch_rms_norm(const NormArgs& args, int num_rows, cudaStream_t stream) {
   const int warps = ceil_div(ceil_div(args.size, N), kWarpSize);
   const int threads = min(max(warps, 1) * kWarpSize, kMaxNormThreads);
-  const auto kernel = rms_norm_kernel<T, N>;
+  const auto kernel = rms_norm_kernel<T, W, N>;
   TPENGINE_LAUNCH(kernel, dim3(num_rows), dim3(threads), 0, stream, args);
 }
 
 // `wide`: addresses, strides and size are multiples of 16 bytes.
-template <class T>
+template <class T, class W = T>
 void launch_rms_norm(const NormArgs& args, bool wide, int num_rows, cudaStream_t stream) {
   if (num_rows == 0) return;
   if (wide) {
-    launch_rms_norm<T, 16 / sizeof(T)>(args, num_rows, stream);
+    launch_rms_norm<T, W, 16 / sizeof(T)>(args, num_rows, stream);
   } else {
-    launch_rms_norm<T, 1>(args, num_rows, stream);
+    launch_rms_norm<T, W, 1>(args, num_rows, stream);
   }
 }
 

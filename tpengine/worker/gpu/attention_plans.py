@@ -74,7 +74,9 @@ class GpuAttention:
         windows = frozenset(layer.sliding_window for layer in layers)
         heads, kv_heads = layers[0].num_heads, layers[0].num_kv_heads
         head_dim, has_slopes = layers[0].head_dim, layers[0].alibi_slopes is not None
-        shape = PrefillShape(heads, kv_heads, head_dim, dtype, windows, has_slopes)
+        shape = PrefillShape(
+            heads, kv_heads, head_dim, dtype, windows, has_slopes, layers[0].softcap
+        )
         self.backend = choose_backend(config.kernels.attention_backend, shape, device)
         scheduler = config.scheduler
         self._plans: DecodePlans | None = None

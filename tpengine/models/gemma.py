@@ -1,0 +1,166 @@
+"""Gemma 1, 2 and 3, text only (https://arxiv.org/abs/2403.08295, https://arxiv.org/abs/2408.00118,
+https://arxiv.org/abs/2503.19786): a Llama with scaled embeddings, and with norm weights that the
+checkpoint stores as distances from 1.
+
+Gemma 2 adds norms of what attention and MLP give, windows in some of the layers, and soft caps.
+Gemma 3 has norms of query and key heads in place of the caps of attention logits, and its layers
+with a window rotate by a frequency of their own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+import torch
+
+from tpengine.config import ModelConfig
+from tpengine.layers.attention import AttentionMetadata, KVCache, keep_rows
+from tpengine.layers.norm import RMSNorm
+from tpengine.layers.weights import Weights
+from tpengine.models.llama import (
+    LlamaDecoderLayer,
+    LlamaForCausalLM,
+    LlamaTraits,
+    rotary_table,
+)
+from tpengine.models.registry import layer_windows, require, unsupported
+
+
+class GemmaForCausalLM(LlamaForCausalLM):
+    """Gemma 1: no windows, no caps."""
+
+    @classmethod
+    def traits(cls, config: ModelConfig) -> LlamaTraits:
+        """See `LlamaForCausalLM.traits`."""
+        require(config, "sliding_window", None, None)
+        act = config.hf_config["hidden_act"]
+        # Published configurations say "gelu", and the models were trained with its tanh form.
+        return _traits(config, activation="gelu_pytorch_tanh" if act == "gelu" else act)
+
+
+class Gemma2DecoderLayer(LlamaDecoderLayer):
+    """One layer. What attention and MLP give is normalised before it is added."""
+
+    def __init__(
+        self,
+        config: ModelConfig,
+        weights: Weights,
+        layer: int,
+        cos_sin_cache: torch.Tensor,
+        traits: LlamaTraits,
+    ) -> None:
+        super().__init__(config, weights, layer, cos_sin_cache, traits)
+        hidden_size, eps = config.hf_config["hidden_size"], config.hf_config["rms_norm_eps"]
+        self.pre_feedforward_layernorm, self.post_feedforward_layernorm = (
+            RMSNorm(weights, f"model.layers.{layer}.{name}", hidden_size, eps, centered=True)
+            for name in ("pre_feedforward_layernorm", "post_feedforward_layernorm")
+        )
+
+    def forward(
+        self,
+        x: torch.Tensor | None,
+        residual: torch.Tensor,
+        kv_cache: KVCache,
+        metadata: AttentionMetadata,
+        rows: torch.Tensor | None,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """See `LlamaDecoderLayer.forward`."""
+        if x is None:
+            normed = self.input_layernorm.forward(residual)
+        else:
+            normed = self.input_layernorm.add_forward(x, residual)
+        attended = self.self_attn.forward(normed, kv_cache, metadata, rows)
+        attended = self.post_attention_layernorm.forward(attended)
+        residual = keep_rows(residual, rows)
+        normed = self.pre_feedforward_layernorm.add_forward(attended, residual)
+        return self.post_feedforward_layernorm.forward(self.mlp.forward(normed)), residual
+
+
+class Gemma2ForCausalLM(LlamaForCausalLM):
+    """`layer_types` says which layers have the window."""
+
+    supported_fields: tuple[str, ...] = ("attn_logit_softcapping", "final_logit_softcapping")
+    layer_class = Gemma2DecoderLayer
+
+    def __init__(self, config: ModelConfig, weights: Weights) -> None:
+        super().__init__(config, weights)
+        self.final_softcap = _softcap(config, "final_logit_softcapping")
+
+    @classmethod
+    def traits(cls, config: ModelConfig) -> LlamaTraits:
+        """See `LlamaForCausalLM.traits`."""
+        return _traits(
+            config,
+            activation=config.hf_config["hidden_activation"],
+            windows=layer_windows(config),
+            scale=config.hf_config["query_pre_attn_scalar"] ** -0.5,
+            softcap=_softcap(config, "attn_logit_softcapping"),
+        )
+
+    def compute_logits(self, hidden: torch.Tensor) -> torch.Tensor:
+        """See `LlamaForCausalLM.compute_logits`."""
+        logits, cap = super().compute_logits(hidden), self.final_softcap
+        return logits if cap is None else logits.div_(cap).tanh_().mul_(cap)
+
+
+class Gemma3ForCausalLM(Gemma2ForCausalLM):
+    """`layer_types` gives the windows, as in Gemma 2, and the rotary embedding."""
+
+    supported_fields = ("final_logit_softcapping",)
+
+    @classmethod
+    def traits(cls, config: ModelConfig) -> LlamaTraits:
+        """See `LlamaForCausalLM.traits`."""
+        return replace(super().traits(config), qk_norm=True)
+
+    @classmethod
+    def rotary_tables(
+        cls, config: ModelConfig, weights: Weights, traits: LlamaTraits
+    ) -> list[torch.Tensor]:
+        """See `LlamaForCausalLM.rotary_tables`; one table with a window and one without."""
+        tables = {
+            kind: rotary_table(config, weights, _rotary_fields(config, kind))
+            for kind in ("full_attention", "sliding_attention")
+        }
+        return [
+            tables["full_attention" if window is None else "sliding_attention"]
+            for window in traits.windows
+        ]
+
+
+def _traits(config: ModelConfig, **traits: Any) -> LlamaTraits:
+    """Returns these traits, and those that all members of the family have."""
+    bias = bool(config.hf_config.get("attention_bias"))
+    return LlamaTraits(
+        **{"windows": (None,) * config.num_layers} | traits,
+        qkv_bias=bias,
+        o_bias=bias,
+        centered_norms=True,
+        embedding_scale=config.hf_config["hidden_size"] ** 0.5,
+    )
+
+
+def _softcap(config: ModelConfig, field: str) -> float | None:
+    cap: float | None = config.hf_config.get(field)
+    if cap is not None and not cap > 0:
+        raise unsupported(config, field, cap, "null and numbers above 0")
+    return cap
+
+
+def _rotary_fields(config: ModelConfig, layer_type: str) -> dict[str, Any]:
+    """Returns the configuration with the rotary fields of these layers only.
+
+    transformers 5 writes `rope_parameters` for each layer type. Earlier versions write those of
+    full attention as other families do, and `rope_local_base_freq` for layers with a window.
+    """
+    hf = dict(config.hf_config)
+    nested = hf.get("rope_parameters")
+    if nested:
+        if not isinstance(nested.get(layer_type), Mapping):
+            raise unsupported(config, "rope_parameters", nested, "one entry for each layer type")
+        return hf | {"rope_parameters": nested[layer_type]}
+    if layer_type == "sliding_attention":
+        return hf | {"rope_scaling": None, "rope_theta": hf["rope_local_base_freq"]}
+    return hf
