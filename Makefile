@@ -29,9 +29,9 @@ soak: setup
 	$(BIN)/python -m pytest -m soak --timeout 3600
 
 # README, "On a GPU" (a library that is there already is taken as it is: remove it to have it built
-# anew). VISIT holds options of `bench visit`: make gpu VISIT='--budget-s 480 --out results'
+# anew). VISIT holds options of the visit: make gpu VISIT='--budget-s 480 --out results'
 gpu: tpengine/lib/libtpengine_cuda.so
-	PYTHONPATH=. $(GPU_PYTHON) -m tpengine.cli bench visit $(VISIT)
+	PYTHONPATH=. $(GPU_PYTHON) tests/benchmarks visit $(VISIT)
 
 tpengine/lib/libtpengine_cuda.so:
 	cmake -S csrc -B build/cuda -DTPENGINE_CUDA=ON

@@ -10,10 +10,10 @@ from pathlib import Path
 
 import pytest
 import torch
+from benchmarks import visit
 from support import rehearse_visit
 from support.fake_card import IN_A_PROCESS
 
-from tpengine.bench import visit
 from tpengine.cli.main import build_parser
 
 PARTS = ("card", "compiler", "hardware counters", "memcheck")
@@ -54,11 +54,12 @@ def test_parts_of_a_visit_run(tmp_path: Path) -> None:
     rehearse_visit.make_stubs(stubs, sys.executable)
     code = f"""
 import sys
-from tpengine.bench import visit
-from tpengine.cli.main import main
+sys.path.insert(0, "tests")
+from benchmarks import visit
+from benchmarks.__main__ import main
 whole = visit.visit_parts
 visit.visit_parts = lambda *folders: [p for p in whole(*folders) if p.name in {PARTS}]
-sys.exit(main(["bench", "visit", "--out", {str(out)!r}, "--budget-s", "3000"]))
+sys.exit(main(["visit", "--out", {str(out)!r}, "--budget-s", "3000"]))
 """
     done = subprocess.run(
         [stubs / "python3", "-c", code],

@@ -1,6 +1,6 @@
 """Measurements of tpengine's own parts and of other engines: `python tests/benchmarks NAME
-[options]`, from the repository's root, with the project installed. `tpengine bench` has those that
-users run."""
+[options]`, from the repository's root, with the project installed or with `PYTHONPATH=.`.
+`tpengine bench` has those that users run."""
 
 from __future__ import annotations
 
@@ -19,6 +19,7 @@ BENCHMARKS = {
     "sampler": "time of each stage of sampling: penalties, biases, bans, log probabilities",
     "scheduler": "time of schedule and update with many running and waiting requests",
     "swap": "time to swap a preempted sequence, and to compute it again",
+    "visit": "all checks and measurements that need a GPU, in less than ten minutes",
 }
 
 

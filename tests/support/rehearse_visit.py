@@ -18,7 +18,7 @@ import tempfile
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
-COMMAND = 'PYTHONPATH=. python3 -m tpengine.cli bench visit --out "$OUT"'
+COMMAND = 'PYTHONPATH=. python3 tests/benchmarks visit --out "$OUT"'
 MOST_FILES, MOST_BYTES = 8, 16 << 20
 """What comes back from a lent machine."""
 _HOOK = ROOT / "tests" / "support" / "fake_card" / "hook"

@@ -25,7 +25,6 @@ BENCHMARKS = {
     "perplexity": "perplexity of bfloat16 and int8 against float32",
     "serve": "latency against load over gRPC: first token, inter-token, goodput, a plot",
     "recovery": "kills of ranks: time until found and ready, longest gap on a stream; with spares",
-    "visit": "all checks and measurements that need a GPU, in less than ten minutes",
     "transport": "a step without a model, driver to Ray actors and back, against Ray's own calls",
 }
 _SERVING_PACKAGES = ("grpc", "grpc_health", "grpc_reflection", "google")
