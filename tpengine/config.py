@@ -30,10 +30,12 @@ ATTENTION_BACKENDS = ("auto", "xformers", "varlen", "sdpa")
 PLACEMENT_STRATEGIES = ("PACK", "SPREAD", "STRICT_PACK", "STRICT_SPREAD")
 ARCHITECTURES = {
     "BloomForCausalLM": "tpengine.models.bloom:BloomForCausalLM",
+    "GPT2LMHeadModel": "tpengine.models.gpt2:GPT2LMHeadModel",
     "LlamaForCausalLM": "tpengine.models.llama:LlamaForCausalLM",
     "MinistralForCausalLM": "tpengine.models.mistral:MinistralForCausalLM",
     "MistralForCausalLM": "tpengine.models.mistral:MistralForCausalLM",
     "OPTForCausalLM": "tpengine.models.opt:OPTForCausalLM",
+    "Phi3ForCausalLM": "tpengine.models.phi:Phi3ForCausalLM",
     "Qwen2ForCausalLM": "tpengine.models.qwen:Qwen2ForCausalLM",
     "Qwen3ForCausalLM": "tpengine.models.qwen:Qwen3ForCausalLM",
 }

@@ -16,6 +16,12 @@ HEAD_DIM = 96
 LONGEST = 256
 LLAMA3 = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 64}
 YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64}
+LONGROPE = {
+    "rope_type": "longrope",
+    "short_factor": [1.0 + 0.01 * i for i in range(HEAD_DIM // 2)],
+    "long_factor": [1.0 + i for i in range(HEAD_DIM // 2)],
+    "original_max_position_embeddings": 64,
+}
 SCALINGS: list[dict[str, Any]] = [
     {"rope_type": "linear", "factor": 2.5},
     {"rope_type": "linear", "factor": 2.0, "partial_rotary_factor": 0.5},
@@ -31,6 +37,9 @@ SCALINGS: list[dict[str, Any]] = [
     {**YARN, "truncate": False},
     {**YARN, "beta_fast": 4, "beta_slow": 4, "truncate": False},
     {**YARN, "original_max_position_embeddings": 8},
+    LONGROPE,
+    {**LONGROPE, "factor": 16.0, "original_max_position_embeddings": LONGEST},
+    {**LONGROPE, "attention_factor": 0.7},
 ]
 
 
@@ -53,7 +62,8 @@ def test_angles_equal_those_of_transformers(scaling: dict[str, Any], theta: floa
         max_position_embeddings=LONGEST,
         rope_parameters={**scaling, "rope_theta": theta},
     )
-    inverse, magnitude = ROPE_INIT_FUNCTIONS[scaling["rope_type"]](oracle, torch.device("cpu"))
+    init = ROPE_INIT_FUNCTIONS[scaling["rope_type"]]
+    inverse, magnitude = init(oracle, torch.device("cpu"), seq_len=LONGEST)
     angles = torch.outer(torch.arange(LONGEST).float(), inverse)
     expected = torch.cat([angles.cos(), angles.sin()], dim=1) * magnitude
     found = build(new_style(scaling, theta))
@@ -90,7 +100,8 @@ def test_original_length_is_the_longest_unless_named() -> None:
 @pytest.mark.parametrize(
     ("config", "words"),
     [
-        (new_style({"rope_type": "longrope"}, 1e4), ["longrope", "yarn"]),
+        (new_style({"rope_type": "ntk"}, 1e4), ["ntk", "yarn"]),
+        (new_style({**LONGROPE, "long_factor": [1.0] * 5}, 1e4), ["long_factor", "48 numbers"]),
         (new_style({"rope_type": "linear"}, 1e4), ["linear", "factor", "None"]),
         (new_style({"rope_type": "linear", "factor": 0}, 1e4), ["factor", "0"]),
         (new_style({"rope_type": "default", "mrope_section": [1, 2]}, 1e4), ["mrope_section"]),

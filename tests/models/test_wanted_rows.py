@@ -109,6 +109,7 @@ def count_rows(model: Any, rows: list[int]) -> None:
             getattr(mlp, "gate_up_proj", None),
             getattr(layer, "fc1", None),
             getattr(layer, "dense_h_to_4h", None),
+            getattr(layer, "c_fc", None),
         )
         if x is not None
     )

@@ -40,6 +40,10 @@ class LlamaTraits:
         windows: for each layer the number of tokens that a token sees, itself included; None: all.
         qkv_bias, o_bias, mlp_bias: which linear layers have biases.
         qk_norm: whether query and key heads are normalised before they are rotated.
+        fused: whether the checkpoint has q, k and v in one tensor, `qkv_proj`, and gate and up in
+            another, `gate_up_proj`.
+        partial_rotary: whether `partial_rotary_factor` may be less than 1: then only the first
+            elements of a head are rotated.
     """
 
     windows: tuple[int | None, ...]
@@ -47,6 +51,8 @@ class LlamaTraits:
     o_bias: bool = False
     mlp_bias: bool = False
     qk_norm: bool = False
+    fused: bool = False
+    partial_rotary: bool = False
 
 
 def _attention(
@@ -61,7 +67,7 @@ def _attention(
     total_num_heads = config.total_num_heads
     qkv = QKVParallelLinear(
         weights,
-        [f"{prefix}.{name}_proj" for name in "qkv"],
+        [f"{prefix}.{'qkv' if traits.fused else name}_proj" for name in "qkv"],
         hidden_size,
         total_num_heads,
         config.total_num_kv_heads,
@@ -85,12 +91,15 @@ def _attention(
 class LlamaMLP:
     """`down(act(gate(x)) * up(x))`."""
 
-    def __init__(self, config: ModelConfig, weights: Weights, prefix: str, bias: bool) -> None:
-        hf = config.hf_config
+    def __init__(
+        self, config: ModelConfig, weights: Weights, prefix: str, traits: LlamaTraits
+    ) -> None:
+        hf, bias = config.hf_config, traits.mlp_bias
         hidden_size, intermediate_size = hf["hidden_size"], hf["intermediate_size"]
+        names = ["gate_up_proj"] * 2 if traits.fused else ["gate_proj", "up_proj"]
         self.gate_up_proj = MergedColumnParallelLinear(
             weights,
-            [f"{prefix}.gate_proj", f"{prefix}.up_proj"],
+            [f"{prefix}.{name}" for name in names],
             hidden_size,
             [intermediate_size] * 2,
             bias,
@@ -121,7 +130,7 @@ class LlamaDecoderLayer:
         self.self_attn = _attention(
             config, weights, f"{prefix}.self_attn", cos_sin_cache, traits, traits.windows[layer]
         )
-        self.mlp = LlamaMLP(config, weights, f"{prefix}.mlp", traits.mlp_bias)
+        self.mlp = LlamaMLP(config, weights, f"{prefix}.mlp", traits)
         self.input_layernorm = RMSNorm(weights, f"{prefix}.input_layernorm", hidden_size, eps)
         self.post_attention_layernorm = RMSNorm(
             weights, f"{prefix}.post_attention_layernorm", hidden_size, eps
@@ -165,7 +174,7 @@ class LlamaForCausalLM:
         hf = config.hf_config
         traits = self.traits(config)
         fraction = rope_parameters(hf)["partial_rotary_factor"]
-        if fraction != 1.0:  # every member of the family rotates whole heads
+        if fraction != 1.0 and not traits.partial_rotary:
             raise unsupported(config, "partial_rotary_factor", fraction, "1.0")
         hidden_size = hf["hidden_size"]
         cos_sin_cache = weights.table(
