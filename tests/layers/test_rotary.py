@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from typing import Any
 
 import pytest
@@ -68,6 +69,20 @@ def test_angles_equal_those_of_transformers(scaling: dict[str, Any], theta: floa
     expected = torch.cat([angles.cos(), angles.sin()], dim=1) * magnitude
     found = build(new_style(scaling, theta))
     torch.testing.assert_close(found, expected, atol=1e-4, rtol=0)
+
+
+@pytest.mark.parametrize(("original", "factors"), [(LONGEST - 1, "long"), (LONGEST, "short")])
+def test_longrope_says_which_factors_it_takes(
+    original: int,
+    factors: str,
+    caplog: pytest.LogCaptureFixture,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(logging.getLogger("tpengine"), "propagate", True)
+    with caplog.at_level("INFO", "tpengine.layers.rotary"):
+        build(new_style({**LONGROPE, "original_max_position_embeddings": original}, 1e4))
+    assert f"longrope: {factors}_factor " in caplog.text
+    assert f"max_model_len = {LONGEST} is " in caplog.text
 
 
 @pytest.mark.parametrize("key", ["type", "rope_type"])
