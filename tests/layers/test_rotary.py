@@ -79,8 +79,10 @@ def test_longrope_says_which_factors_it_takes(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(logging.getLogger("tpengine"), "propagate", True)
+    scaling = {**LONGROPE, "original_max_position_embeddings": original}
     with caplog.at_level("INFO", "tpengine.layers.rotary"):
-        build(new_style({**LONGROPE, "original_max_position_embeddings": original}, 1e4))
+        found = build(new_style(scaling, 1e4))
+    assert torch.equal(found, build(new_style({**scaling, "rope_type": "su"}, 1e4)))
     assert f"longrope: {factors}_factor " in caplog.text
     assert f"max_model_len = {LONGEST} is " in caplog.text
 

@@ -195,7 +195,8 @@ VARIANTS = [
     _phi("window", {"sliding_window": None}, sliding_window=WINDOW, intermediate_size=154),
     _phi("partial", {"rope_parameters": {}}, num_key_value_heads=4, **_rope(_HALF)),
     _phi(
-        "longrope-short",
+        "longrope-short-old",
+        old_spelling="type",
         original_max_position_embeddings=MAX_POSITIONS,
         **_rope({**_LONGROPE, "partial_rotary_factor": 0.75, "factor": 4.0}),
     ),
