@@ -130,3 +130,13 @@ def test_the_pictures_are_what_the_script_draws(tmp_path: Path) -> None:
     subprocess.run([sys.executable, str(tmp_path / "draw.py")], check=True, timeout=60)
     for name in ("engine.svg", "recovery.svg"):
         assert (tmp_path / name).read_text() == (ROOT / "docs" / name).read_text()
+
+
+def test_the_family_in_contributing_is_the_real_one() -> None:
+    """Each line that it shows stands in the file that it is about."""
+    text = (ROOT / "CONTRIBUTING.md").read_text().split("## A model family")[1]
+    blocks = re.findall(r"^```(?:python)?\n(.*?)^```", text, re.S | re.M)[:3]
+    files = "tpengine/models/phi.py", "tpengine/config.py", "tests/support/variants.py"
+    for block, file in zip(blocks, files, strict=True):
+        written = (ROOT / file).read_text().splitlines()
+        assert set(block.splitlines()) <= {line.split("  #")[0] for line in written}

@@ -33,10 +33,12 @@ ARCHITECTURES = {
     "Gemma2ForCausalLM": "tpengine.models.gemma:Gemma2ForCausalLM",
     "Gemma3ForCausalLM": "tpengine.models.gemma:Gemma3ForCausalLM",
     "GemmaForCausalLM": "tpengine.models.gemma:GemmaForCausalLM",
+    "GPT2LMHeadModel": "tpengine.models.gpt2:GPT2LMHeadModel",
     "LlamaForCausalLM": "tpengine.models.llama:LlamaForCausalLM",
     "MinistralForCausalLM": "tpengine.models.mistral:MinistralForCausalLM",
     "MistralForCausalLM": "tpengine.models.mistral:MistralForCausalLM",
     "OPTForCausalLM": "tpengine.models.opt:OPTForCausalLM",
+    "Phi3ForCausalLM": "tpengine.models.phi:Phi3ForCausalLM",
     "Qwen2ForCausalLM": "tpengine.models.qwen:Qwen2ForCausalLM",
     "Qwen3ForCausalLM": "tpengine.models.qwen:Qwen3ForCausalLM",
 }

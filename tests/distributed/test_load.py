@@ -16,17 +16,17 @@ from distributed.ranks import Ranks
 from tpengine import EngineArgs
 from tpengine.config import ModelConfig
 from tpengine.distributed.parallel_state import ParallelState
-from tpengine.layers.weights import Weights
+from tpengine.layers.weights import Weights, tensor_shape
 from tpengine.models.registry import build_model
 
 NAMES = (
     *("llama-biases", "mistral-window", "qwen2-tied", "qwen3-head-dim"),
-    *("opt-before", "opt-after-projected", "bloom-8-heads"),
+    *("opt-before", "opt-after-projected", "bloom-8-heads", "phi3-partial", "gpt2-8-heads"),
 )
 """One or more variants of every family, with heads that four ranks divide."""
 WHOLE = re.compile(
-    r"norm|ln_f|(o_proj|out_proj|down_proj|fc2|dense|dense_4h_to_h)\.bias$"
-    r"|embed_positions|project_(in|out)"
+    r"norm|ln_|(o_proj|out_proj|down_proj|fc2|dense|dense_4h_to_h|c_proj)\.bias$"
+    r"|embed_positions|project_(in|out)|wpe"
 )
 """Tensors that every rank needs whole: vectors of the hidden size, and OPT's small tables."""
 BIG = LlamaConfig(
@@ -90,7 +90,7 @@ def big_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     BIG.save_pretrained(folder)
     weights = Weights(torch.float32, torch.device("cpu"), ParallelState())
     build_model(model_config(folder), weights)
-    shapes = {name: shard.full_shape for name, shard in weights.shards.items()}
+    shapes = {name: tensor_shape(shards) for name, shards in weights.shards.items()}
     save_file(
         {name: torch.full(shape, 0.01) for name, shape in shapes.items()},
         folder / "model.safetensors",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from typing import Any
 
 import pytest
@@ -16,6 +17,12 @@ HEAD_DIM = 96
 LONGEST = 256
 LLAMA3 = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 64}
 YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64}
+LONGROPE = {
+    "rope_type": "longrope",
+    "short_factor": [1.0 + 0.01 * i for i in range(HEAD_DIM // 2)],
+    "long_factor": [1.0 + i for i in range(HEAD_DIM // 2)],
+    "original_max_position_embeddings": 64,
+}
 SCALINGS: list[dict[str, Any]] = [
     {"rope_type": "linear", "factor": 2.5},
     {"rope_type": "linear", "factor": 2.0, "partial_rotary_factor": 0.5},
@@ -31,6 +38,9 @@ SCALINGS: list[dict[str, Any]] = [
     {**YARN, "truncate": False},
     {**YARN, "beta_fast": 4, "beta_slow": 4, "truncate": False},
     {**YARN, "original_max_position_embeddings": 8},
+    LONGROPE,
+    {**LONGROPE, "factor": 16.0, "original_max_position_embeddings": LONGEST},
+    {**LONGROPE, "attention_factor": 0.7},
 ]
 
 
@@ -53,11 +63,28 @@ def test_angles_equal_those_of_transformers(scaling: dict[str, Any], theta: floa
         max_position_embeddings=LONGEST,
         rope_parameters={**scaling, "rope_theta": theta},
     )
-    inverse, magnitude = ROPE_INIT_FUNCTIONS[scaling["rope_type"]](oracle, torch.device("cpu"))
+    init = ROPE_INIT_FUNCTIONS[scaling["rope_type"]]
+    inverse, magnitude = init(oracle, torch.device("cpu"), seq_len=LONGEST)
     angles = torch.outer(torch.arange(LONGEST).float(), inverse)
     expected = torch.cat([angles.cos(), angles.sin()], dim=1) * magnitude
     found = build(new_style(scaling, theta))
     torch.testing.assert_close(found, expected, atol=1e-4, rtol=0)
+
+
+@pytest.mark.parametrize(("original", "factors"), [(LONGEST - 1, "long"), (LONGEST, "short")])
+def test_longrope_says_which_factors_it_takes(
+    original: int,
+    factors: str,
+    caplog: pytest.LogCaptureFixture,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(logging.getLogger("tpengine"), "propagate", True)
+    scaling = {**LONGROPE, "original_max_position_embeddings": original}
+    with caplog.at_level("INFO", "tpengine.layers.rotary"):
+        found = build(new_style(scaling, 1e4))
+    assert torch.equal(found, build(new_style({**scaling, "rope_type": "su"}, 1e4)))
+    assert f"longrope: {factors}_factor " in caplog.text
+    assert f"max_model_len = {LONGEST} is " in caplog.text
 
 
 @pytest.mark.parametrize("key", ["type", "rope_type"])
@@ -90,7 +117,8 @@ def test_original_length_is_the_longest_unless_named() -> None:
 @pytest.mark.parametrize(
     ("config", "words"),
     [
-        (new_style({"rope_type": "longrope"}, 1e4), ["longrope", "yarn"]),
+        (new_style({"rope_type": "ntk"}, 1e4), ["ntk", "yarn"]),
+        (new_style({**LONGROPE, "long_factor": [1.0] * 5}, 1e4), ["long_factor", "48 numbers"]),
         (new_style({"rope_type": "linear"}, 1e4), ["linear", "factor", "None"]),
         (new_style({"rope_type": "linear", "factor": 0}, 1e4), ["factor", "0"]),
         (new_style({"rope_type": "default", "mrope_section": [1, 2]}, 1e4), ["mrope_section"]),

@@ -111,7 +111,7 @@ def test_row_parallel_parts_add_up(tp_size: int, bias: bool) -> None:
     for rank in range(tp_size):
         weights = Weights(torch.float32, CPU, ParallelState(rank, tp_size, OwnPart()))
         layer = RowParallelLinear(weights, "down", 32, 24, bias)
-        for name, shard in weights.shards.items():
+        for name, (shard,) in weights.shards.items():
             full = weight if name == "down.weight" else bias_vector
             assert shard.full_shape == tuple(full.shape)
             part = full if shard.dim is None else full.narrow(shard.dim, shard.start, shard.length)

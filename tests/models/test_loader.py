@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -102,13 +103,16 @@ def test_pickle_with_more_than_tensors_is_refused(
 
 
 @pytest.mark.parametrize(
-    ("name", "prefix"), [("opt-before", "model."), ("bloom-8-heads", "transformer.")]
+    ("name", "prefix"),
+    [("opt-before", "model."), ("bloom-8-heads", "transformer."), ("gpt2-8-heads", "transformer.")],
 )
 def test_names_of_the_bare_model(
     name: str, prefix: str, subjects: Subjects, copied: Copied
 ) -> None:
     folder, state = copied(name)
     bare = {key.removeprefix(prefix): tensor for key, tensor in state.items()}
+    if name.startswith("gpt2"):  # the masks that its published checkpoints hold
+        bare["h.0.attn.bias"] = torch.ones(1, 1, 8, 8)
     assert bare.keys() != state.keys()
     save_file(bare, folder / WEIGHTS, metadata={"format": "pt"})
     generates_as_before(subjects, name, folder)
@@ -129,15 +133,41 @@ def test_tied_head_may_be_there_twice_but_not_differ(subjects: Subjects, copied:
     load(folder)
 
 
-def test_fused_projection_of_another_shape(copied: Copied) -> None:
-    folder, state = copied("bloom-8-heads")
-    name = "transformer.h.0.self_attention.query_key_value.weight"
-    state[name] = state[name][:-1].contiguous()
+@pytest.mark.parametrize(
+    ("name", "tensor", "shapes"),
+    [
+        (
+            "bloom-8-heads",
+            "transformer.h.0.self_attention.query_key_value.weight",
+            r"[383, 128], the model needs [384, 128]",
+        ),
+        (
+            "phi3-window",
+            "model.layers.0.self_attn.qkv_proj.weight",
+            r"[255, 128], the model needs [256, 128]",
+        ),
+        (
+            "gpt2-8-heads",
+            "transformer.h.0.attn.c_attn.weight",
+            r"[127, 384], the model needs [128, 384]",
+        ),
+    ],
+)
+def test_fused_projection_of_another_shape(
+    name: str, tensor: str, shapes: str, copied: Copied
+) -> None:
+    folder, state = copied(name)
+    state[tensor] = state[tensor][:-1].contiguous()
     save_file(state, folder / WEIGHTS, metadata={"format": "pt"})
-    with pytest.raises(ModelLoadError, match=r"\[383, 128\].*\[384, 128\]"):
+    with pytest.raises(ModelLoadError, match=re.escape(shapes)):
+        load(folder)
+    del state[tensor]
+    save_file(state, folder / WEIGHTS, metadata={"format": "pt"})
+    with pytest.raises(ModelLoadError, match=rf"missing: {tensor}"):
         load(folder)
 
 
 def test_dummy_weights_of_every_family(subjects: Subjects) -> None:
-    for name in ("llama-biases", "qwen3-head-dim", "opt-after-projected", "bloom-8-heads"):
+    names = ("llama-biases", "qwen3-head-dim", "opt-after-projected", "bloom-8-heads")
+    for name in (*names, "phi3-partial", "gpt2-8-heads"):
         load(subjects.folder(BY_NAME[name]), load_format="dummy")

@@ -14,7 +14,7 @@ from support.variants import VARIANTS, Variant
 from tpengine import EngineArgs, LLMEngine, SamplingParams
 from tpengine.config import ModelConfig
 from tpengine.layers.attention import AttentionMetadata
-from tpengine.layers.linear import PACKED_ISAS
+from tpengine.layers.linear import PACKED_ISAS, MergedColumnParallelLinear
 from tpengine.layers.weights import Weights
 from tpengine.models.loader import load_model
 from tpengine.ops.library import supported_cpu_isas
@@ -100,18 +100,11 @@ def test_rows_of_mixed_steps(
 
 
 def count_rows(model: Any, rows: list[int]) -> None:
-    """Records how many rows reach the last layer's MLP."""
-    layer = (model.h if hasattr(model, "h") else model.layers)[-1]
-    mlp = getattr(layer, "mlp", None)
-    linear = next(
-        x
-        for x in (
-            getattr(mlp, "gate_up_proj", None),
-            getattr(layer, "fc1", None),
-            getattr(layer, "dense_h_to_4h", None),
-        )
-        if x is not None
-    )
+    """Records how many rows reach the last layer's MLP, which begins with a column-parallel linear
+    layer."""
+    layer = next(value for value in vars(model).values() if isinstance(value, list))[-1]
+    parts = [*vars(layer).values(), *vars(getattr(layer, "mlp", layer)).values()]
+    linear: Any = next(part for part in parts if isinstance(part, MergedColumnParallelLinear))
     forward = linear.forward
 
     def counting(x: torch.Tensor) -> torch.Tensor:

@@ -97,6 +97,8 @@ def spell_old(config: dict[str, Any], key: str) -> None:
     rope = config.pop("rope_parameters")
     config["rope_theta"] = rope.pop("rope_theta")
     kind = rope.pop("rope_type")
+    if "partial_rotary_factor" in rope:
+        config["partial_rotary_factor"] = rope.pop("partial_rotary_factor")
     config["rope_scaling"] = None if kind == "default" else {key: kind, **rope}
     config["transformers_version"] = "4.44.0"
 

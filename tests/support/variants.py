@@ -52,7 +52,14 @@ _GEMMA_SHAPE = {
     "sliding_window": WINDOW,
     "query_pre_attn_scalar": 50,
 }
+_GPT2_SHAPE = {"n_layer": 2, "n_positions": MAX_POSITIONS, "tie_word_embeddings": True}
 _YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64}
+_LONGROPE = {
+    "rope_type": "longrope",
+    "short_factor": [1.0 + 0.1 * i for i in range(12)],
+    "long_factor": [1.0 + 0.4 * i for i in range(12)],
+}
+"""For heads of 32 elements of which three quarters are rotated, as in Phi-4-mini."""
 _ALTERNATING = ["sliding_attention", "full_attention", "sliding_attention"]
 _ALL_FULL = ["full_attention"] * 3
 
@@ -61,6 +68,7 @@ def _rope(scaling: dict[str, Any]) -> dict[str, Any]:
     return {"rope_parameters": {**scaling, "rope_theta": 10000.0}}
 
 
+_HALF = {"rope_type": "default", "partial_rotary_factor": 0.5}
 _UNSCALED = _rope({"rope_type": "default"})
 
 
@@ -93,7 +101,7 @@ class Variant:
                 for name, parameter in model.named_parameters():
                     if name.endswith(".bias"):
                         parameter.normal_(0.0, self.bias_std)
-                    elif "norm" in name or "ln_f" in name:
+                    elif "norm" in name or "ln_" in name:
                         parameter.uniform_(0.5, 1.5)
                     elif name == "model.embed_tokens.weight":
                         parameter.mul_(self.embedding_scale)
@@ -144,6 +152,16 @@ def _opt(name: str, ablation: dict[str, Any] | None = None, **fields: Any) -> Va
 
 def _bloom(name: str, hidden_size: int, heads: int, **fields: Any) -> Variant:
     return _variant(f"bloom-{name}", _BLOOM_SHAPE, hidden_size=hidden_size, n_head=heads, **fields)
+
+
+def _phi(name: str, ablation: dict[str, Any] | None = None, **fields: Any) -> Variant:
+    return _variant(f"phi3-{name}", _LLAMA_SHAPE, ablation, **fields)
+
+
+def _gpt2(
+    name: str, size: int, heads: int, ablation: dict[str, Any] | None = None, **fields: Any
+) -> Variant:
+    return _variant(f"gpt2-{name}", _GPT2_SHAPE, ablation, n_embd=size, n_head=heads, **fields)
 
 
 VARIANTS = [
@@ -226,6 +244,39 @@ VARIANTS = [
         head_dim=256,
         num_key_value_heads=1,
         final_logit_softcapping=4.0,
+    ),
+    _phi("window", {"sliding_window": None}, sliding_window=WINDOW, intermediate_size=154),
+    _phi("partial", {"rope_parameters": {}}, num_key_value_heads=4, **_rope(_HALF)),
+    _phi(
+        "longrope-short-old",
+        old_spelling="type",
+        original_max_position_embeddings=MAX_POSITIONS,
+        **_rope({**_LONGROPE, "partial_rotary_factor": 0.75, "factor": 4.0}),
+    ),
+    # transformers takes the short factors up to the original length, and at position 0 no factor
+    # changes anything.
+    _phi(
+        "longrope-long",
+        tie_word_embeddings=True,
+        original_max_position_embeddings=1,
+        **_rope({**_LONGROPE, "partial_rotary_factor": 0.75, "attention_factor": 1.3}),
+    ),
+    _gpt2("8-heads", 128, 8, n_inner=154, activation_function="relu"),
+    _gpt2(
+        "layer-scale",
+        192,
+        4,
+        {"scale_attn_by_inverse_layer_idx": False},
+        scale_attn_by_inverse_layer_idx=True,
+        reorder_and_upcast_attn=True,
+    ),
+    _gpt2(
+        "untied-unscaled",
+        96,
+        6,
+        {"scale_attn_weights": True},
+        scale_attn_weights=False,
+        tie_word_embeddings=False,
     ),
     _opt("before", {"do_layer_norm_before": False}),
     # Larger biases would make the logits independent of the tokens.

@@ -39,7 +39,7 @@ from tpengine.engine_args import EngineArgs
 from tpengine.errors import ConfigError, EngineError, WorkerDiedError
 from tpengine.executor.launch.ray_executor import RayExecutor
 from tpengine.executor.local_executor import create_executor
-from tpengine.layers.weights import Weights
+from tpengine.layers.weights import Weights, tensor_shape
 from tpengine.models.registry import build_model
 from tpengine.options import option
 from tpengine.sampling_params import RequestOutputKind, SamplingParams
@@ -275,8 +275,8 @@ def write_weights(args: EngineArgs, folder: Path) -> None:
     build_model(config, weights)
     generator = torch.Generator().manual_seed(0)
     tensors = {}
-    for name, shard in weights.shards.items():
-        tensor = torch.ones(shard.full_shape, dtype=torch.bfloat16)
+    for name, shards in weights.shards.items():
+        tensor = torch.ones(tensor_shape(shards), dtype=torch.bfloat16)
         if tensor.dim() > 1:
             tensor.normal_(0, _WEIGHTS_STD, generator=generator)
         tensors[name] = tensor

@@ -100,7 +100,8 @@ class MergedColumnParallelLinear(Linear):
     """Two or more column-parallel matrices with the same input, computed as one product.
 
     Args:
-        names: checkpoint prefixes, e.g. `...mlp.gate_proj`, `...mlp.up_proj`.
+        names: checkpoint prefixes, e.g. `...mlp.gate_proj`, `...mlp.up_proj`; the same one for each
+            matrix if the checkpoint has them in one tensor, one after another.
         total_out_features: outputs of each matrix over all ranks.
     """
 
@@ -140,6 +141,10 @@ class QKVParallelLinear(Linear):
     """Query, key and value projections as one product; heads are divided over ranks.
 
     If there are fewer KV heads than ranks, each KV head is on more than one rank.
+
+    Args:
+        names: checkpoint prefixes of q, k and v; three times the same if the checkpoint has them in
+            one tensor, one after another.
 
     Attributes:
         num_heads, num_kv_heads: of this rank.

@@ -9,6 +9,9 @@ from typing import Any
 import torch
 
 from tpengine.errors import ConfigError
+from tpengine.logger import init_logger
+
+logger = init_logger(__name__)
 
 Parameters = Mapping[str, Any]
 
@@ -60,20 +63,22 @@ def build_cos_sin_cache(
     Raises:
         ConfigError: the kind of scaling is not supported, or does not reach `max_positions`.
     """
-    parameters = rope_parameters(hf_config)
+    parameters = {**rope_parameters(hf_config), "num_positions": max_positions}
     kind = parameters["rope_type"]
     if kind not in _SCALINGS:
         raise ConfigError(
             f"rope scaling of type {kind!r} is not supported; supported: {', '.join(_SCALINGS)}"
         )
-    if kind == "dynamic":
-        _check_dynamic(parameters, max_positions)
     rotary_dim = int(head_dim * float(parameters["partial_rotary_factor"]))
-    exponents = torch.arange(0, rotary_dim, 2, dtype=torch.int64).float() / rotary_dim
-    inverse = 1.0 / (_number(parameters, "rope_theta") ** exponents)
+    inverse = 1.0 / _powers(rotary_dim, parameters)
     inverse, magnitude = _SCALINGS[kind](inverse, parameters)
     angles = torch.outer(torch.arange(max_positions, dtype=torch.float32), inverse)
     return torch.cat([angles.cos(), angles.sin()], dim=1).mul_(magnitude).to(device)
+
+
+def _powers(rotary_dim: int, parameters: Parameters) -> torch.Tensor:
+    exponents = torch.arange(0, rotary_dim, 2, dtype=torch.int64).float() / rotary_dim
+    return _number(parameters, "rope_theta") ** exponents
 
 
 def _number(parameters: Parameters, key: str, default: float | None = None) -> float:
@@ -88,8 +93,8 @@ def _number(parameters: Parameters, key: str, default: float | None = None) -> f
     return float(value)
 
 
-def _check_dynamic(parameters: Parameters, max_positions: int) -> None:
-    """Refuses dynamic NTK scaling beyond the model's original length.
+def _dynamic(inverse: torch.Tensor, parameters: Parameters) -> tuple[torch.Tensor, float]:
+    """Dynamic NTK scaling up to the model's original length; beyond it is refused.
 
     Beyond that length every further token changes the frequencies of all tokens. Keys in the cache
     were rotated with older frequencies, so the logits would depend on when the context was
@@ -97,12 +102,13 @@ def _check_dynamic(parameters: Parameters, max_positions: int) -> None:
     """
     _number(parameters, "factor")
     original = _number(parameters, "max_position_embeddings")
-    if max_positions > original:
+    if parameters["num_positions"] > original:
         raise ConfigError(
             f"rope scaling of type 'dynamic' is supported up to the model's original length of "
             f"{original:.0f} tokens (max_position_embeddings), and max_model_len is "
-            f"{max_positions}; set max_model_len to {original:.0f}"
+            f"{parameters['num_positions']}; set max_model_len to {original:.0f}"
         )
+    return inverse, 1.0
 
 
 def _unscaled(inverse: torch.Tensor, parameters: Parameters) -> tuple[torch.Tensor, float]:
@@ -165,11 +171,57 @@ def _yarn_magnitude(parameters: Parameters, factor: float) -> float:
     return magnitude(1.0)
 
 
+def _are_numbers(values: Any, length: int) -> bool:
+    """Whether it is a list of that many numbers."""
+    if not isinstance(values, list) or len(values) != length:
+        return False
+    return all(isinstance(one, (int, float)) for one in values)
+
+
+def _longrope(inverse: torch.Tensor, parameters: Parameters) -> tuple[torch.Tensor, float]:
+    """LongRoPE (https://arxiv.org/abs/2402.13753): each frequency has a factor of its own.
+
+    A model has short factors for sequences up to its original length, and long ones. Keys in the
+    cache cannot be rotated anew when their sequence passes that length, so `max_model_len` decides
+    for all sequences.
+    """
+    original = _number(parameters, "original_max_position_embeddings")
+    is_long = parameters["num_positions"] > original
+    name = "long_factor" if is_long else "short_factor"
+    factors = parameters.get(name)
+    if not _are_numbers(factors, len(inverse)):
+        raise ConfigError(
+            f"rope scaling of type {parameters['rope_type']!r} needs {name} as a list of "
+            f"{len(inverse)} numbers, the model's config.json has {factors!r}"
+        )
+    logger.info(
+        "longrope: %s for sequences of every length, because max_model_len = %d is %s the original "
+        "length of %.0f tokens",
+        name,
+        parameters["num_positions"],
+        "more than" if is_long else "at most",
+        original,
+    )
+    # not inverse / factors, which would be rounded twice
+    scaled = 1.0 / (torch.tensor(factors) * _powers(2 * len(inverse), parameters))
+    return scaled, _longrope_magnitude(parameters, original)
+
+
+def _longrope_magnitude(parameters: Parameters, original: float) -> float:
+    if parameters.get("attention_factor") is not None:
+        return _number(parameters, "attention_factor")
+    longest = parameters.get("max_position_embeddings") or original
+    factor = _number(parameters, "factor", longest / original)
+    return math.sqrt(1 + math.log(factor) / math.log(original)) if factor > 1 else 1.0
+
+
 _SCALINGS: dict[str, Callable[[torch.Tensor, Parameters], tuple[torch.Tensor, float]]] = {
     "default": _unscaled,
     "linear": _linear,
-    "dynamic": _unscaled,  # within the original length, see _check_dynamic
+    "dynamic": _dynamic,
     "llama3": _llama3,
+    "longrope": _longrope,
+    "su": _longrope,  # its name in early files of Phi-3
     "yarn": _yarn,
 }
 """By `rope_type`. Each returns the scaled inverse frequencies, float32 `[rotary_dim / 2]`, and a

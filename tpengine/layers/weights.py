@@ -2,14 +2,15 @@
 
 A layer allocates its tensors here and declares, under the checkpoint's names, which rows or columns
 of each tensor belong to this rank. A fused layer declares views of one tensor under two or more
-names. The loader reads these declarations and knows nothing else of the model.
+names; if the checkpoint's tensor is fused as well, it declares them under one name. The loader
+reads these declarations and knows nothing else of the model.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -19,14 +20,14 @@ from tpengine.ops.huge_pages import HugePageArena
 
 @dataclass(frozen=True, slots=True)
 class WeightShard:
-    """This rank's part of one tensor of the checkpoint.
+    """This rank's part of one tensor of the checkpoint, or of one section of a fused tensor.
 
     Attributes:
         target: the view of a parameter that is filled.
         dim: the dimension that ranks divide; None: every rank takes the whole tensor.
         start: first index along `dim` of this rank's part.
-        total: length of the whole tensor along `dim`. Padding, the part of the target beyond it, is
-            filled with zeros.
+        total: length of the whole tensor, or of the section, along `dim`. Padding, the part of the
+            target beyond it, is filled with zeros.
         split: sizes into which the part's first dimension is unflattened before the copy, for a
             target with more dimensions; this reorders the rows of a fused tensor.
     """
@@ -39,7 +40,7 @@ class WeightShard:
 
     @property
     def full_shape(self) -> tuple[int, ...]:
-        """The shape that the checkpoint's tensor must have."""
+        """The shape that the checkpoint's tensor, or the section, must have."""
         shape = list(self.target.shape)
         if self.split:
             shape = [self.total, *shape[len(self.split) :]]
@@ -54,6 +55,20 @@ class WeightShard:
         if self.split:
             return math.prod(self.split)
         return max(0, min(self.target.shape[self.dim], self.total - self.start))
+
+
+def tensor_shape(shards: Sequence[WeightShard]) -> tuple[int, ...]:
+    """The shape that the checkpoint's tensor must have whose sections, one after another along
+    their dimension, are these."""
+    shape, dim = list(shards[0].full_shape), shards[0].dim
+    if dim is not None:
+        shape[dim] = sum(shard.total for shard in shards)
+    return tuple(shape)
+
+
+def _transposed(shard: WeightShard) -> WeightShard:
+    dim = None if shard.dim is None else 1 - shard.dim
+    return replace(shard, target=shard.target.t(), dim=dim)
 
 
 class Weights:
@@ -77,7 +92,7 @@ class Weights:
         self.quantization = quantization
         self.arena = HugePageArena()
         """Memory for packed weights, which a CPU reads in every step."""
-        self.shards: dict[str, WeightShard] = {}
+        self.shards: dict[str, list[WeightShard]] = {}
         self.repeats: dict[str, str] = {}
         """Tied weights: names that a checkpoint may contain, and the names of equal tensors."""
         self.num_bytes = 0
@@ -97,8 +112,16 @@ class Weights:
         return values
 
     def declare(self, name: str, shard: WeightShard) -> None:
-        """Declares which part of the checkpoint's tensor `name` fills which parameter."""
-        self.shards[name] = shard
+        """Declares which part of the checkpoint's tensor `name` fills which parameter. If the name
+        was declared before, the part is of the section after those declared: the tensor is fused.
+        """
+        self.shards.setdefault(name, []).append(shard)
+
+    def transpose(self, endings: tuple[str, ...]) -> None:
+        """Declares that the checkpoint has the matrices whose names end so as `[in, out]`."""
+        for name, shards in self.shards.items():
+            if name.endswith(endings):
+                self.shards[name] = [_transposed(shard) for shard in shards]
 
     def declare_repeat(self, name: str, original: str) -> None:
         """Declares that the checkpoint's tensor `name`, if it exists, must equal `original`."""

@@ -47,6 +47,10 @@ class LlamaTraits:
         embedding_scale: factor on the embeddings.
         scale: factor on the products of queries and keys; None: `head_dim**-0.5`.
         softcap: of attention logits; None: they have none.
+        fused: whether the checkpoint has q, k and v in one tensor, `qkv_proj`, and gate and up in
+            another, `gate_up_proj`.
+        partial_rotary: whether `partial_rotary_factor` may be less than 1: then only the first
+            elements of a head are rotated.
     """
 
     windows: tuple[int | None, ...]
@@ -59,21 +63,24 @@ class LlamaTraits:
     embedding_scale: float = 1.0
     scale: float | None = None
     softcap: float | None = None
+    fused: bool = False
+    partial_rotary: bool = False
 
 
 def rotary_table(
-    config: ModelConfig, weights: Weights, hf_config: Mapping[str, Any]
+    config: ModelConfig, weights: Weights, hf_config: Mapping[str, Any], partial: bool = False
 ) -> torch.Tensor:
-    """Computes the cosines and sines of rotary fields, which rotate whole heads.
+    """Computes the cosines and sines of rotary fields.
 
     Args:
         hf_config: the model's configuration, or as it is for some of the layers.
+        partial: whether a part of each head may be rotated.
 
     Raises:
         ConfigError: a part of a head is rotated, or a kind of scaling is not supported.
     """
     fraction = rope_parameters(hf_config)["partial_rotary_factor"]
-    if fraction != 1.0:
+    if fraction != 1.0 and not partial:
         raise unsupported(config, "partial_rotary_factor", fraction, "1.0")
     return weights.table(
         build_cos_sin_cache(hf_config, config.head_dim, config.max_model_len, weights.device)
@@ -92,7 +99,7 @@ def _attention(
     total_num_heads = config.total_num_heads
     qkv = QKVParallelLinear(
         weights,
-        [f"{prefix}.{name}_proj" for name in "qkv"],
+        [f"{prefix}.{'qkv' if traits.fused else name}_proj" for name in "qkv"],
         hidden_size,
         total_num_heads,
         config.total_num_kv_heads,
@@ -123,9 +130,10 @@ class LlamaMLP:
     ) -> None:
         hf, bias = config.hf_config, traits.mlp_bias
         hidden_size, intermediate_size = hf["hidden_size"], hf["intermediate_size"]
+        names = ["gate_up_proj"] * 2 if traits.fused else ["gate_proj", "up_proj"]
         self.gate_up_proj = MergedColumnParallelLinear(
             weights,
-            [f"{prefix}.gate_proj", f"{prefix}.up_proj"],
+            [f"{prefix}.{name}" for name in names],
             hidden_size,
             [intermediate_size] * 2,
             bias,
@@ -239,7 +247,8 @@ class LlamaForCausalLM:
         cls, config: ModelConfig, weights: Weights, traits: LlamaTraits
     ) -> list[torch.Tensor]:
         """Returns each layer's table of cosines and sines; here one table for all layers."""
-        return [rotary_table(config, weights, config.hf_config)] * config.num_layers
+        table = rotary_table(config, weights, config.hf_config, traits.partial_rotary)
+        return [table] * config.num_layers
 
     def forward(
         self, token_ids: torch.Tensor, kv_caches: list[KVCache], metadata: AttentionMetadata

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
@@ -13,7 +14,7 @@ from safetensors import SafetensorError, safe_open
 
 from tpengine.config import WEIGHT_FILES, ModelConfig
 from tpengine.errors import ModelLoadError
-from tpengine.layers.weights import Weights, WeightShard
+from tpengine.layers.weights import Weights, WeightShard, tensor_shape
 from tpengine.models.registry import CausalLM, build_model
 
 _DUMMY_STD = 0.02
@@ -40,7 +41,7 @@ def load_model(config: ModelConfig, weights: Weights) -> CausalLM:
 
 def _fill_dummy(weights: Weights, seed: int) -> None:
     generator = torch.Generator(device=weights.device).manual_seed(seed)
-    for shard in weights.shards.values():
+    for shard in itertools.chain.from_iterable(weights.shards.values()):
         if len(shard.full_shape) == 1:  # weights of norms, and biases
             shard.target.fill_(1.0)
         else:
@@ -67,7 +68,7 @@ class _CheckpointReader:
         for file, name, source in self._found_repeats:  # after the tensors that they repeat
             self._compare(file, name, source)
         for name in sorted(self._missing):
-            self._problems.append(f"missing: {name} {list(self._shards[name].full_shape)}")
+            self._problems.append(f"missing: {name} {list(tensor_shape(self._shards[name]))}")
         if self._problems:
             raise ModelLoadError(
                 f"the weights in {self._folder} do not fit the model "
@@ -86,38 +87,45 @@ class _CheckpointReader:
 
     def _compare(self, file: str, name: str, source: TensorSource) -> None:
         original = self._repeats[name]
-        loaded = self._shards[original]
+        (loaded,) = self._shards[original]
         again = replace(loaded, target=torch.zeros_like(loaded.target))
-        fits = self._read(file, name, source, again)
+        fits = self._read(file, name, source, [again])
         if fits and not torch.equal(again.target, loaded.target):
             self._problems.append(
                 f"contradiction: {name} in {file} differs from {original}, and config.json "
                 "ties them (tie_word_embeddings); set it to false to use both"
             )
 
-    def _read(self, file: str, name: str, source: TensorSource, shard: WeightShard) -> bool:
-        """Copies this rank's slice into its parameter; False: the shape does not fit."""
-        shape = tuple(source.get_shape())
-        if shape != shard.full_shape:
+    def _read(self, file: str, name: str, source: TensorSource, shards: list[WeightShard]) -> bool:
+        """Copies this rank's slices into its parameters; False: the shape does not fit."""
+        shape, needed = tuple(source.get_shape()), tensor_shape(shards)
+        if shape != needed:
             self._problems.append(
-                f"misshapen: {name} in {file} is {list(shape)}, "
-                f"the model needs {list(shard.full_shape)}"
+                f"misshapen: {name} in {file} is {list(shape)}, the model needs {list(needed)}"
             )
             return False
-        target = shard.target
-        if shard.dim is None:
-            target.copy_(source[:] if shape else source[...])
-            return True
-        part = slice(shard.start, shard.start + shard.length)
-        if shard.split:
-            target.copy_(source[part].unflatten(0, shard.split))
-        else:
-            if shard.length < target.shape[shard.dim]:
-                target.zero_()
-                target = target.narrow(shard.dim, 0, shard.length)
-            if shard.length:
-                target.copy_(source[part] if shard.dim == 0 else source[:, part])
+        offset = 0
+        for shard in shards:
+            _copy(source, offset, shard)
+            offset += shard.total
         return True
+
+
+def _copy(source: TensorSource, offset: int, shard: WeightShard) -> None:
+    """Copies this rank's slice of the section that begins at `offset` into its parameter."""
+    target = shard.target
+    if shard.dim is None:
+        target.copy_(source[:] if source.get_shape() else source[...])
+        return
+    part = slice(offset + shard.start, offset + shard.start + shard.length)
+    if shard.split:
+        target.copy_(source[part].unflatten(0, shard.split))
+        return
+    if shard.length < target.shape[shard.dim]:
+        target.zero_()
+        target = target.narrow(shard.dim, 0, shard.length)
+    if shard.length:
+        target.copy_(source[part] if shard.dim == 0 else source[:, part])
 
 
 class TensorSource(Protocol):
