@@ -94,6 +94,7 @@ _SCHEMAS: dict[str, tuple[str, Callable[..., None]]] = {
         reference.add_layer_norm,
     ),
     "accumulate": ("(Tensor(a!) total, Tensor x) -> ()", reference.accumulate),
+    "add_gated": ("(Tensor(a!) total, Tensor x, Tensor gate) -> ()", reference.add_gated),
     "relu": ("(Tensor(a!) x) -> ()", reference.relu),
     "silu": ("(Tensor(a!) x) -> ()", reference.silu),
     "gelu": ("(Tensor(a!) x) -> ()", reference.gelu),
@@ -113,6 +114,15 @@ _SCHEMAS: dict[str, tuple[str, Callable[..., None]]] = {
         "(Tensor(a!) out, Tensor x, Tensor packed, Tensor weight_scales, Tensor weight_offsets,"
         " Tensor? bias) -> ()",
         reference.int8_linear,
+    ),
+    "top_experts": (
+        "(Tensor(a!) expert_ids, Tensor(b!) expert_weights, Tensor logits, bool normalize) -> ()",
+        reference.top_experts,
+    ),
+    "expert_mlp": (
+        "(Tensor(a!) out, Tensor x, Tensor expert_ids, Tensor expert_weights, Tensor gate_up,"
+        " Tensor down) -> ()",
+        reference.expert_mlp,
     ),
     "argmax": (
         "(Tensor(a!) out, Tensor logits, Tensor(b!)? logprobs=None) -> ()",

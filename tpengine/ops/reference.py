@@ -316,6 +316,10 @@ def accumulate(total: Tensor, x: Tensor) -> None:
     total.add_(x)
 
 
+def add_gated(total: Tensor, x: Tensor, gate: Tensor) -> None:
+    total.add_(gate.float().sigmoid() * x.float())
+
+
 def relu(x: Tensor) -> None:
     x.relu_()
 
@@ -448,3 +452,37 @@ def int8_linear(
     sums = q.double() @ weight.double().t()  # exact: far below 2^53
     result = sums.float() * (largest / 127.0 * weight_scales)
     out.copy_(result if bias is None else result + bias.float())
+
+
+def top_experts(
+    expert_ids: Tensor, expert_weights: Tensor, logits: Tensor, normalize: bool
+) -> None:
+    """See `ops.experts.top_experts`."""
+    weights, ids = logits.float().softmax(-1).topk(expert_ids.shape[1])
+    expert_ids.copy_(ids)
+    expert_weights.copy_(weights / weights.sum(-1, keepdim=True) if normalize else weights)
+
+
+def expert_mlp(
+    out: Tensor,
+    x: Tensor,
+    expert_ids: Tensor,
+    expert_weights: Tensor,
+    gate_up: Tensor,
+    down: Tensor,
+) -> None:
+    """See `ops.experts.expert_mlp`. Every expert computes every token, so that no shape depends on
+    the choices: CUDA graphs can hold it."""
+    hidden, pack = x.shape[1], 4 // x.dtype.itemsize
+    if down.dim() == 2:
+        inner = down.shape[1] // (-(-hidden // LINEAR_PANEL) * LINEAR_PANEL)
+        gate_up = torch.stack([_unpack(one, 2 * inner, hidden, pack) for one in gate_up])
+        down = torch.stack([_unpack(one, hidden, inner, pack) for one in down])
+    total = torch.zeros_like(x, dtype=torch.float32)
+    for expert in range(len(down)):
+        gate, up = F.linear(x, gate_up[expert]).chunk(2, dim=-1)
+        answer = F.linear(F.silu(gate) * up, down[expert]).float()
+        is_chosen = expert_ids == expert
+        weight = expert_weights.where(is_chosen, 0.0).sum(-1, keepdim=True)
+        total += (answer * weight).where(is_chosen.any(-1, keepdim=True), 0.0)
+    out.copy_(total)
