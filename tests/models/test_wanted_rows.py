@@ -107,6 +107,7 @@ def count_rows(model: Any, rows: list[int]) -> None:
         x
         for x in (
             getattr(mlp, "gate_up_proj", None),
+            getattr(getattr(mlp, "experts", None), "router", None),
             getattr(layer, "fc1", None),
             getattr(layer, "dense_h_to_4h", None),
         )

@@ -6,7 +6,9 @@ them.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Protocol
 
 import torch
 
@@ -85,9 +87,17 @@ def _attention(
 class LlamaMLP:
     """`down(act(gate(x)) * up(x))`."""
 
-    def __init__(self, config: ModelConfig, weights: Weights, prefix: str, bias: bool) -> None:
+    def __init__(
+        self,
+        config: ModelConfig,
+        weights: Weights,
+        prefix: str,
+        bias: bool,
+        intermediate_size: int | None = None,
+    ) -> None:
         hf = config.hf_config
-        hidden_size, intermediate_size = hf["hidden_size"], hf["intermediate_size"]
+        hidden_size = hf["hidden_size"]
+        intermediate_size = intermediate_size or hf["intermediate_size"]
         self.gate_up_proj = MergedColumnParallelLinear(
             weights,
             [f"{prefix}.gate_proj", f"{prefix}.up_proj"],
@@ -104,6 +114,20 @@ class LlamaMLP:
         """x `[num_tokens, hidden_size]` to the same shape."""
         return self.down_proj.forward(self.activation.forward(self.gate_up_proj.forward(x)))
 
+    def partial_forward(self, x: torch.Tensor) -> torch.Tensor:
+        """This rank's part of `forward`; the caller sums over ranks."""
+        return self.down_proj.partial_forward(self.activation.forward(self.gate_up_proj.forward(x)))
+
+
+class MLP(Protocol):
+    """What follows the attention of a layer."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """x `[num_tokens, hidden_size]` to the same shape, summed over ranks."""
+
+
+MakeMLP = Callable[[ModelConfig, Weights, int, LlamaTraits], MLP]
+
 
 class LlamaDecoderLayer:
     """One layer; the residual is a separate tensor, and the norms add to it."""
@@ -115,13 +139,14 @@ class LlamaDecoderLayer:
         layer: int,
         cos_sin_cache: torch.Tensor,
         traits: LlamaTraits,
+        make_mlp: MakeMLP,
     ) -> None:
         prefix = f"model.layers.{layer}"
         hidden_size, eps = config.hf_config["hidden_size"], config.hf_config["rms_norm_eps"]
         self.self_attn = _attention(
             config, weights, f"{prefix}.self_attn", cos_sin_cache, traits, traits.windows[layer]
         )
-        self.mlp = LlamaMLP(config, weights, f"{prefix}.mlp", traits.mlp_bias)
+        self.mlp = make_mlp(config, weights, layer, traits)
         self.input_layernorm = RMSNorm(weights, f"{prefix}.input_layernorm", hidden_size, eps)
         self.post_attention_layernorm = RMSNorm(
             weights, f"{prefix}.post_attention_layernorm", hidden_size, eps
@@ -156,7 +181,7 @@ class LlamaDecoderLayer:
 
 
 class LlamaForCausalLM:
-    """The whole model on one rank; subclasses change the traits."""
+    """The whole model on one rank; subclasses change the traits, and may replace the MLP."""
 
     ignored_weights: tuple[str, ...] = (".rotary_emb.inv_freq",)
     base_prefix = "model."
@@ -175,7 +200,7 @@ class LlamaForCausalLM:
             weights, "model.embed_tokens", config.vocab_size, hidden_size
         )
         self.layers = [
-            LlamaDecoderLayer(config, weights, i, cos_sin_cache, traits)
+            LlamaDecoderLayer(config, weights, i, cos_sin_cache, traits, self.make_mlp)
             for i in range(config.num_layers)
         ]
         self.norm = RMSNorm(weights, "model.norm", hidden_size, hf["rms_norm_eps"])
@@ -203,6 +228,13 @@ class LlamaForCausalLM:
             o_bias=bias,
             mlp_bias=bool(config.hf_config.get("mlp_bias")),
         )
+
+    @classmethod
+    def make_mlp(
+        cls, config: ModelConfig, weights: Weights, layer: int, traits: LlamaTraits
+    ) -> MLP:
+        """Builds what stands after the attention of a layer."""
+        return LlamaMLP(config, weights, f"model.layers.{layer}.mlp", traits.mlp_bias)
 
     def forward(
         self, token_ids: torch.Tensor, kv_caches: list[KVCache], metadata: AttentionMetadata

@@ -8,9 +8,8 @@ To add a model family:
    then need no further code. Go through the layers with `through_layers`. Between the layers call
    only `tpengine.ops`, because a CPU can record decode steps of nothing else.
 3. Check every field of config.json that changes the result with `require`, because a field that is
-   ignored gives wrong answers without an error. `build_model` does so for the fields in `_NEUTRAL`,
-   which no family supports. If yours supports one, remove it there, and add
-   `require(config, field, None, *neutral)` to the class of every other family.
+   ignored gives wrong answers without an error. `build_model` does so for the fields in `_NEUTRAL`.
+   If your family supports one, name it in the class attribute `own_fields`.
 4. Add one line to `ARCHITECTURES` in `config.py`, with the name that checkpoints give.
 5. Add variants to `tests/support/variants.py`; the tests against transformers then cover them.
 """
@@ -45,8 +44,8 @@ _NEUTRAL: dict[str, tuple[Any, ...]] = {
     "num_experts": (None, 0),
     "num_local_experts": (None, 0),
 }
-"""Fields that change a model's result and that no family here supports, with the values that change
-nothing."""
+"""Fields that change a model's result, with the values that change nothing. A family that supports
+one names it in its class attribute `own_fields`; all others refuse it."""
 
 
 class CausalLM(Protocol):
@@ -77,13 +76,15 @@ def build_model(config: ModelConfig, weights: Weights) -> CausalLM:
     Raises:
         ConfigError: a value in its configuration is not supported.
     """
+    module, name = ARCHITECTURES[config.architecture].split(":")
+    family = getattr(importlib.import_module(module), name)
     for field, neutral in _NEUTRAL.items():
-        require(config, field, None, *neutral)
+        if field not in getattr(family, "own_fields", ()):
+            require(config, field, None, *neutral)
     compiled = weights.device.type == "cpu" and has_cpu_kernels()
     if compiled and (config.head_dim % 16 or config.head_dim > 256):
         raise unsupported(config, "head_dim", config.head_dim, "multiples of 16 up to 256 on CPU")
-    module, name = ARCHITECTURES[config.architecture].split(":")
-    model: CausalLM = getattr(importlib.import_module(module), name)(config, weights)
+    model: CausalLM = family(config, weights)
     return model
 
 
