@@ -81,8 +81,7 @@ class Experts:
         return out
 
     def _pack(self, weights: Weights) -> None:
-        for name in ("gate_up", "down"):
-            weight = getattr(self, name)
-            packed = pack_experts(weight, weights.arena)
-            weights.num_bytes += packed.nbytes - weight.nbytes
-            setattr(self, name, packed)
+        plain_bytes = self.gate_up.nbytes + self.down.nbytes
+        self.gate_up = pack_experts(self.gate_up, weights.arena)
+        self.down = pack_experts(self.down, weights.arena)
+        weights.num_bytes += self.gate_up.nbytes + self.down.nbytes - plain_bytes

@@ -49,14 +49,14 @@ class _QwenMoeForCausalLM(LlamaForCausalLM):
         hf = config.hf_config
         is_dense = layer in (hf.get("mlp_only_layers") or ())
         num_experts = hf.get("num_experts") or hf.get("num_local_experts")
-        if is_dense or not num_experts or (layer + 1) % hf["decoder_sparse_step"]:
+        if is_dense or not num_experts or (layer + 1) % (hf.get("decoder_sparse_step") or 1):
             return super().make_mlp(config, weights, layer, traits)
         experts = ExpertTraits(
             num_experts=num_experts,
             top_k=hf["num_experts_per_tok"],
             hidden_size=hf["hidden_size"],
             intermediate_size=hf["moe_intermediate_size"],
-            normalize=hf["norm_topk_prob"],
+            normalize=bool(hf.get("norm_topk_prob")),
         )
         return cls.expert_mlp(config, weights, f"model.layers.{layer}.mlp", experts)
 
