@@ -262,6 +262,7 @@ def test_without_sliding_window_a_sequence_fits_into_it(subjects: Subjects) -> N
     assert max_model_len("mistral-window") == WINDOW
     assert max_model_len("mistral-window", max_model_len=WINDOW - 1) == WINDOW - 1
     assert max_model_len("mistral-no-window") > WINDOW
+    assert max_model_len("qwen2_moe-shared") > WINDOW  # its config says 0 for no window
     with pytest.raises(ConfigError, match=rf"{WINDOW + 1}.*window of {WINDOW} tokens"):
         max_model_len("mistral-window", max_model_len=WINDOW + 1)
 

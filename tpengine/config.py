@@ -37,10 +37,13 @@ ARCHITECTURES = {
     "LlamaForCausalLM": "tpengine.models.llama:LlamaForCausalLM",
     "MinistralForCausalLM": "tpengine.models.mistral:MinistralForCausalLM",
     "MistralForCausalLM": "tpengine.models.mistral:MistralForCausalLM",
+    "MixtralForCausalLM": "tpengine.models.mixtral:MixtralForCausalLM",
     "OPTForCausalLM": "tpengine.models.opt:OPTForCausalLM",
     "Phi3ForCausalLM": "tpengine.models.phi:Phi3ForCausalLM",
     "Qwen2ForCausalLM": "tpengine.models.qwen:Qwen2ForCausalLM",
+    "Qwen2MoeForCausalLM": "tpengine.models.qwen_moe:Qwen2MoeForCausalLM",
     "Qwen3ForCausalLM": "tpengine.models.qwen:Qwen3ForCausalLM",
+    "Qwen3MoeForCausalLM": "tpengine.models.qwen_moe:Qwen3MoeForCausalLM",
 }
 """Class of each architecture; its module is imported when a model of it is built."""
 MAX_PRIORITY = 1000
@@ -557,7 +560,7 @@ def resolve_max_model_len(
         ConfigError: the user wants more than the limit.
     """
     window = hf_config.get("sliding_window") if disable_sliding_window else None
-    if window is not None:
+    if window:  # Qwen2-MoE says 0 for none
         if wanted is not None and wanted > window:
             raise ConfigError(
                 f"max_model_len = {wanted} is more than the sliding window of {window} tokens; "

@@ -39,6 +39,7 @@ struct Registration {
     register_attention(library);
     register_cache(library);
     register_embedding(library);
+    register_experts(library);
     register_fused(library);
     register_int8(library);
     register_linear(library);

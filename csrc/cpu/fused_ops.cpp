@@ -1,4 +1,6 @@
 // Launchers: norms, sums, activations with and without a gate, rotary_embedding.
+#include <cmath>
+
 #include "launch.h"
 
 namespace tpengine::cpu {
@@ -150,6 +152,32 @@ void accumulate(const Tensor& total, const Tensor& x) {
                [&](int64_t begin, int64_t end) { kernel(args, begin, end); });
 }
 
+void add_gated(const Tensor& total, const Tensor& x, const Tensor& gate) {
+  const char* op = "add_gated";
+  const DType dtype = element_type(op, "x", x);
+  check_dim(op, "x", x, 2);
+  check_packed(op, "x", x, 1);
+  check_like(op, "total", total, x);
+  check_dtype(op, "gate", gate, x.dtype());
+  check_dim(op, "gate", gate, 2);
+  check_size(op, "gate", gate, 0, x.size(0));
+  check_size(op, "gate", gate, 1, 1);
+  const int64_t element = dtype == DType::kFloat32 ? 4 : 2, size = x.size(1);
+  const int64_t total_stride = total.stride(0) * element, x_stride = x.stride(0) * element;
+  char* sums = total.data<char>();
+  const char* inputs = x.data<char>();
+  const void* gates = gate.raw();
+  const auto kernel = kernels().sum_parts;
+  parallel_for(x.size(0), row_grain(2 * size), [&](int64_t begin, int64_t end) {
+    for (int64_t row = begin; row < end; ++row) {
+      const float logit = number_at(dtype, gates, row * gate.stride(0));
+      const void* parts[] = {sums + row * total_stride, inputs + row * x_stride};
+      const float weights[] = {1.f, 1.f / (1.f + std::exp(-logit))};
+      kernel({dtype, sums + row * total_stride, parts, 2, weights}, 0, size);
+    }
+  });
+}
+
 void launch_activation(const ActivationArgs& args, int64_t num_rows) {
   const auto kernel = kernels().activation;
   parallel_for(num_rows, row_grain(args.size * (args.gated ? 2 : 1)),
@@ -234,6 +262,7 @@ void register_fused(TorchLibraryHandle library) {
   implement<&layer_norm>(library, "layer_norm");
   implement<&add_layer_norm>(library, "add_layer_norm");
   implement<&accumulate>(library, "accumulate");
+  implement<&add_gated>(library, "add_gated");
   implement<&relu>(library, "relu");
   implement<&silu>(library, "silu");
   implement<&gelu>(library, "gelu");

@@ -1,29 +1,8 @@
 // Launcher: int8_linear.
-#include <memory>
-
 #include "panels.h"
 
 namespace tpengine::cpu {
 namespace {
-
-// Working memory that stays with its thread: that of a large step would otherwise be fresh pages
-// at every call, whose faults cost as much as rounding the inputs.
-template <class T>
-class Scratch {
- public:
-  // Uninitialised, or what an earlier call left.
-  T* take(int64_t count) {
-    if (count > size_) {
-      memory_.reset(new T[count]);
-      size_ = count;
-    }
-    return memory_.get();
-  }
-
- private:
-  std::unique_ptr<T[]> memory_;
-  int64_t size_ = 0;
-};
 
 void int8_linear(const Tensor& out, const Tensor& x, const Tensor& packed,
                  const Tensor& weight_scales, const Tensor& weight_offsets,

@@ -154,12 +154,13 @@ struct SamplingScratch {
 };
 constexpr int64_t kSamplingBlock = 128;
 
-// Element-wise sum, as of what the ranks contribute; `out` may be one of the parts.
+// Element-wise sum, as of what the ranks or experts contribute; `out` may be one of the parts.
 struct SumArgs {
   DType dtype;
   void* out;
   const void* const* parts;  // added in this order
   int64_t num_parts;
+  const float* weights = nullptr;  // a factor of each part; null: none
 };
 
 struct Kernels {

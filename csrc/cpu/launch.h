@@ -1,6 +1,8 @@
 // What the CPU launchers share: threads, element types, and the registration of each file's ops.
 #pragma once
 
+#include <memory>
+
 #include "../common/checks.h"
 #include "kernels.h"
 #include "recording.h"
@@ -33,11 +35,38 @@ inline int64_t row_grain(int64_t row_size) {
   return row_size >= 16384 ? 1 : 16384 / (row_size + 1);
 }
 
+// Working memory that stays with its thread: that of a large step would otherwise be fresh pages
+// at every call, whose faults cost as much as rounding the inputs.
+template <class T>
+class Scratch {
+ public:
+  // Uninitialised, or what an earlier call left.
+  T* take(int64_t count) {
+    if (count > size_) {
+      memory_.reset(new T[count]);
+      size_ = count;
+    }
+    return memory_.get();
+  }
+
+ private:
+  std::unique_ptr<T[]> memory_;
+  int64_t size_ = 0;
+};
+
 inline DType element_type(const char* op, const char* name, const Tensor& tensor) {
   if (tensor.dtype() == aoti_torch_dtype_float32()) return DType::kFloat32;
   if (tensor.dtype() == aoti_torch_dtype_bfloat16()) return DType::kBFloat16;
   fail(op, std::string(name) + " is " + dtype_name(tensor.dtype()) +
                "; on CPU the kernels take float32 and bfloat16");
+}
+
+inline float number_at(DType dtype, const void* numbers, int64_t index) {
+  if (dtype == DType::kFloat32) return static_cast<const float*>(numbers)[index];
+  const uint32_t bits = uint32_t{static_cast<const uint16_t*>(numbers)[index]} << 16;
+  float number;
+  std::memcpy(&number, &bits, sizeof number);
+  return number;
 }
 
 // The scales of an fp8 cache, which the CPU does not have.
@@ -62,6 +91,7 @@ void check_positions(const char* op, const Tensor& positions, const Tensor& cos_
 void register_attention(TorchLibraryHandle library);
 void register_cache(TorchLibraryHandle library);
 void register_embedding(TorchLibraryHandle library);
+void register_experts(TorchLibraryHandle library);
 void register_fused(TorchLibraryHandle library);
 void register_int8(TorchLibraryHandle library);
 void register_linear(TorchLibraryHandle library);

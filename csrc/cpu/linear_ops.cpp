@@ -4,15 +4,6 @@
 namespace tpengine::cpu {
 namespace {
 
-int64_t pack_of(DType dtype) { return dtype == DType::kBFloat16 ? 2 : 1; }
-
-void check_in_features(const char* op, int64_t in_features, DType dtype) {
-  if (in_features % pack_of(dtype) != 0) {
-    fail(op, "the weight has " + std::to_string(in_features) +
-                 " inputs; expected an even number in bfloat16");
-  }
-}
-
 template <class T>
 void pack(T* packed, const T* weight, int64_t outputs, int64_t inputs, int64_t p, int64_t begin,
           int64_t end) {

@@ -32,6 +32,16 @@ void take_rows(const char* op, Args& args, const Tensor& out, const Tensor& x,
   args.x_stride = x.stride(0);
 }
 
+// Neighbours of the summed dimension in a lane.
+inline int64_t pack_of(DType dtype) { return dtype == DType::kBFloat16 ? 2 : 1; }
+
+inline void check_in_features(const char* op, int64_t in_features, DType dtype) {
+  if (in_features % pack_of(dtype) != 0) {
+    fail(op, "the weight has " + std::to_string(in_features) +
+                 " inputs; expected an even number in bfloat16");
+  }
+}
+
 inline int64_t num_panels(int64_t out_features) {
   return (out_features + kLinearPanel - 1) / kLinearPanel;
 }

@@ -15,6 +15,7 @@ from tpengine import EngineArgs, LLMEngine, SamplingParams
 from tpengine.config import ModelConfig
 from tpengine.layers.attention import AttentionMetadata
 from tpengine.layers.linear import PACKED_ISAS, MergedColumnParallelLinear
+from tpengine.layers.moe import Router
 from tpengine.layers.weights import Weights
 from tpengine.models.loader import load_model
 from tpengine.ops.library import supported_cpu_isas
@@ -101,10 +102,12 @@ def test_rows_of_mixed_steps(
 
 def count_rows(model: Any, rows: list[int]) -> None:
     """Records how many rows reach the last layer's MLP, which begins with a column-parallel linear
-    layer."""
+    layer or with a router."""
     layer = next(value for value in vars(model).values() if isinstance(value, list))[-1]
-    parts = [*vars(layer).values(), *vars(getattr(layer, "mlp", layer)).values()]
-    linear: Any = next(part for part in parts if isinstance(part, MergedColumnParallelLinear))
+    mlp = getattr(layer, "mlp", layer)
+    parts = [part for one in (layer, getattr(mlp, "experts", mlp)) for part in vars(one).values()]
+    firsts = (MergedColumnParallelLinear, Router)
+    linear: Any = next(part for part in parts if isinstance(part, firsts))
     forward = linear.forward
 
     def counting(x: torch.Tensor) -> torch.Tensor:

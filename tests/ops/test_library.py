@@ -65,6 +65,7 @@ def _arguments() -> dict[str, tuple]:
         "layer_norm": (torch.zeros(5, 32), x, weight, randn(32), 1e-5),
         "add_layer_norm": (torch.zeros(5, 32), x, y, None, None, 1e-5),
         "accumulate": (torch.zeros(5, 32), x),
+        "add_gated": (torch.zeros(5, 32), x, randn(5, 1)),
         "relu": (randn(5, 32),),
         "silu": (randn(5, 32),),
         "gelu": (randn(5, 32),),
@@ -77,6 +78,11 @@ def _arguments() -> dict[str, tuple]:
         "int8_linear": (
             torch.zeros(5, 40), x, torch.ones(64 * 32, dtype=torch.int8), randn(40),
             torch.zeros(40, dtype=torch.int32), None,
+        ),
+        "top_experts": (torch.zeros(5, 2, dtype=torch.int32), torch.zeros(5, 2), randn(5, 3), True),
+        "expert_mlp": (
+            torch.zeros(5, 32), x, ints(0, 1, 2, 2, 1).view(5, 1), torch.ones(5, 1),
+            randn(3, 32 * 32), randn(3, 32 * 16),
         ),
         "argmax": (torch.zeros(5, dtype=torch.int64), x, torch.zeros(5)),
         "sample_tokens": (
@@ -158,6 +164,16 @@ WRONG = [
     ("int8_linear", _replaced(2, lambda t: t[32:]), r"packed has shape \[2016\].*size 2048"),
     ("int8_linear", _replaced(2, lambda t: t.int()), "packed is int32; expected int8"),
     ("int8_linear", _replaced(3, lambda t: t[1:]), r"weight_scales has shape \[39\].*size 40"),
+    ("add_gated", _replaced(2, lambda t: t.repeat(1, 2)), r"gate has shape \[5, 2\].*size 1"),
+    ("top_experts", _replaced(2, lambda t: t[:, :1]), "a token's experts is 2; the limit is 1"),
+    ("top_experts", _replaced(1, lambda t: t.double()), "expert_weights is float64; expected fl"),
+    ("expert_mlp", _replaced(2, lambda t: t + 1), "expert_ids holds 3; there are experts 0 to 2"),
+    (
+        "expert_mlp",
+        _replaced(4, lambda t: t[:, 32:].clone()),
+        r"gate_up has shape \[3, 992\].*size 1024",
+    ),
+    ("expert_mlp", _replaced(5, lambda t: t[1:]), r"down has shape \[2, 512\].*size 3"),
     ("argmax", _replaced(0, lambda t: t.int()), "out is int32; expected int64"),
     ("argmax", _replaced(2, lambda t: t[1:]), r"logprobs has shape \[4\].*size 5"),
     ("sample_tokens", _replaced(6, lambda t: t.float()), "uniform is float32; expected float64"),

@@ -251,7 +251,11 @@ class RowParallelLinear(Linear):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """x `[num_tokens, in_features]` (this rank's) to `[num_tokens, out_features]` (all)."""
-        return self._parallel.all_reduce(super().forward(x))
+        return self._parallel.all_reduce(self.partial_forward(x))
+
+    def partial_forward(self, x: torch.Tensor) -> torch.Tensor:
+        """This rank's part of `forward`, for sums that the caller completes over ranks."""
+        return super().forward(x)
 
     def _keep_bias_on_first_rank(self) -> None:
         if self._parallel.tp_rank != 0:  # the sum over ranks must contain it once

@@ -20,6 +20,7 @@ from tpengine.layers.attention import AttentionMetadata, KVCache, keep_rows
 from tpengine.layers.norm import RMSNorm
 from tpengine.layers.weights import Weights
 from tpengine.models.llama import (
+    MLP,
     LlamaDecoderLayer,
     LlamaForCausalLM,
     LlamaTraits,
@@ -50,8 +51,9 @@ class Gemma2DecoderLayer(LlamaDecoderLayer):
         layer: int,
         cos_sin_cache: torch.Tensor,
         traits: LlamaTraits,
+        mlp: MLP,
     ) -> None:
-        super().__init__(config, weights, layer, cos_sin_cache, traits)
+        super().__init__(config, weights, layer, cos_sin_cache, traits, mlp)
         hidden_size, eps = config.hf_config["hidden_size"], config.hf_config["rms_norm_eps"]
         self.pre_feedforward_layernorm, self.post_feedforward_layernorm = (
             RMSNorm(weights, f"model.layers.{layer}.{name}", hidden_size, eps, centered=True)

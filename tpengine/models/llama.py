@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 
@@ -126,10 +126,16 @@ class LlamaMLP:
     """`down(act(gate(x)) * up(x))`."""
 
     def __init__(
-        self, config: ModelConfig, weights: Weights, prefix: str, traits: LlamaTraits
+        self,
+        config: ModelConfig,
+        weights: Weights,
+        prefix: str,
+        traits: LlamaTraits,
+        intermediate_size: int | None = None,
     ) -> None:
         hf, bias = config.hf_config, traits.mlp_bias
-        hidden_size, intermediate_size = hf["hidden_size"], hf["intermediate_size"]
+        hidden_size = hf["hidden_size"]
+        intermediate_size = intermediate_size or hf["intermediate_size"]
         names = ["gate_up_proj"] * 2 if traits.fused else ["gate_proj", "up_proj"]
         self.gate_up_proj = MergedColumnParallelLinear(
             weights,
@@ -147,6 +153,17 @@ class LlamaMLP:
         """x `[num_tokens, hidden_size]` to the same shape."""
         return self.down_proj.forward(self.activation.forward(self.gate_up_proj.forward(x)))
 
+    def partial_forward(self, x: torch.Tensor) -> torch.Tensor:
+        """This rank's part of `forward`; the caller sums over ranks."""
+        return self.down_proj.partial_forward(self.activation.forward(self.gate_up_proj.forward(x)))
+
+
+class MLP(Protocol):
+    """What follows the attention of a layer."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """x `[num_tokens, hidden_size]` to the same shape, summed over ranks."""
+
 
 class LlamaDecoderLayer:
     """One layer; the residual is a separate tensor, and the norms add to it."""
@@ -158,13 +175,14 @@ class LlamaDecoderLayer:
         layer: int,
         cos_sin_cache: torch.Tensor,
         traits: LlamaTraits,
+        mlp: MLP,
     ) -> None:
         prefix = f"model.layers.{layer}"
         hidden_size, eps = config.hf_config["hidden_size"], config.hf_config["rms_norm_eps"]
         self.self_attn = _attention(
             config, weights, f"{prefix}.self_attn", cos_sin_cache, traits, traits.windows[layer]
         )
-        self.mlp = LlamaMLP(config, weights, f"{prefix}.mlp", traits)
+        self.mlp = mlp
         self.input_layernorm, self.post_attention_layernorm = (
             RMSNorm(weights, f"{prefix}.{name}", hidden_size, eps, traits.centered_norms)
             for name in ("input_layernorm", "post_attention_layernorm")
@@ -199,7 +217,7 @@ class LlamaDecoderLayer:
 
 
 class LlamaForCausalLM:
-    """The whole model on one rank; subclasses change the traits."""
+    """The whole model on one rank; subclasses change the traits, and may replace the MLP."""
 
     ignored_weights: tuple[str, ...] = (".rotary_emb.inv_freq",)
     base_prefix = "model."
@@ -214,7 +232,10 @@ class LlamaForCausalLM:
         )
         tables = self.rotary_tables(config, weights, traits)
         self.layers = [
-            self.layer_class(config, weights, i, table, traits) for i, table in enumerate(tables)
+            self.layer_class(
+                config, weights, i, table, traits, self.make_mlp(config, weights, i, traits)
+            )
+            for i, table in enumerate(tables)
         ]
         self.norm = RMSNorm(weights, "model.norm", hidden_size, hf["rms_norm_eps"], centered)
         tied = bool(hf.get("tie_word_embeddings", False))
@@ -241,6 +262,13 @@ class LlamaForCausalLM:
             o_bias=bias,
             mlp_bias=bool(config.hf_config.get("mlp_bias")),
         )
+
+    @classmethod
+    def make_mlp(
+        cls, config: ModelConfig, weights: Weights, layer: int, traits: LlamaTraits
+    ) -> MLP:
+        """Builds what stands after the attention of a layer."""
+        return LlamaMLP(config, weights, f"model.layers.{layer}.mlp", traits)
 
     @classmethod
     def rotary_tables(

@@ -14,6 +14,7 @@ _add_rms_norm = torch.ops.tpengine.add_rms_norm.default
 _layer_norm = torch.ops.tpengine.layer_norm.default
 _add_layer_norm = torch.ops.tpengine.add_layer_norm.default
 _accumulate = torch.ops.tpengine.accumulate.default
+_add_gated = torch.ops.tpengine.add_gated.default
 _relu = torch.ops.tpengine.relu.default
 _silu = torch.ops.tpengine.silu.default
 _gelu = torch.ops.tpengine.gelu.default
@@ -122,6 +123,19 @@ def accumulate(total: Tensor, x: Tensor) -> None:
         RuntimeError: an argument's dtype, shape or strides do not fit.
     """
     _accumulate(total, x)
+
+
+def add_gated(total: Tensor, x: Tensor, gate: Tensor) -> None:
+    """`total += sigmoid(gate) * x`, computed in float32 and rounded once.
+
+    Args:
+        total, x: `[num_tokens, size]`, float32 or bfloat16; rows may be strided; total is written.
+        gate: `[num_tokens, 1]`, same dtype.
+
+    Raises:
+        RuntimeError: an argument's dtype, shape or strides do not fit.
+    """
+    _add_gated(total, x, gate)
 
 
 def relu(x: Tensor) -> None:

@@ -13,7 +13,7 @@ import torch
 from tpengine import envs
 from tpengine.errors import NativeLibraryError
 from tpengine.logger import init_logger
-from tpengine.ops import reference
+from tpengine.ops import linear_reference, reference
 
 _logger = init_logger(__name__)
 
@@ -94,6 +94,7 @@ _SCHEMAS: dict[str, tuple[str, Callable[..., None]]] = {
         reference.add_layer_norm,
     ),
     "accumulate": ("(Tensor(a!) total, Tensor x) -> ()", reference.accumulate),
+    "add_gated": ("(Tensor(a!) total, Tensor x, Tensor gate) -> ()", reference.add_gated),
     "relu": ("(Tensor(a!) x) -> ()", reference.relu),
     "silu": ("(Tensor(a!) x) -> ()", reference.silu),
     "gelu": ("(Tensor(a!) x) -> ()", reference.gelu),
@@ -103,16 +104,25 @@ _SCHEMAS: dict[str, tuple[str, Callable[..., None]]] = {
     "gelu_tanh_and_mul": ("(Tensor(a!) out, Tensor x) -> ()", reference.gelu_tanh_and_mul),
     "pack_linear_weight": (
         "(Tensor(a!) packed, Tensor weight) -> ()",
-        reference.pack_linear_weight,
+        linear_reference.pack_linear_weight,
     ),
     "packed_linear": (
         "(Tensor(a!) out, Tensor x, Tensor packed, Tensor? bias) -> ()",
-        reference.packed_linear,
+        linear_reference.packed_linear,
     ),
     "int8_linear": (
         "(Tensor(a!) out, Tensor x, Tensor packed, Tensor weight_scales, Tensor weight_offsets,"
         " Tensor? bias) -> ()",
-        reference.int8_linear,
+        linear_reference.int8_linear,
+    ),
+    "top_experts": (
+        "(Tensor(a!) expert_ids, Tensor(b!) expert_weights, Tensor logits, bool normalize) -> ()",
+        linear_reference.top_experts,
+    ),
+    "expert_mlp": (
+        "(Tensor(a!) out, Tensor x, Tensor expert_ids, Tensor expert_weights, Tensor gate_up,"
+        " Tensor down) -> ()",
+        linear_reference.expert_mlp,
     ),
     "argmax": (
         "(Tensor(a!) out, Tensor logits, Tensor(b!)? logprobs=None) -> ()",

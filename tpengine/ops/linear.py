@@ -9,7 +9,7 @@ from torch import Tensor
 
 from tpengine.ops import library as _library  # noqa: F401 (defines the ops)
 from tpengine.ops.huge_pages import HugePageArena
-from tpengine.ops.reference import LINEAR_PANEL
+from tpengine.ops.linear_reference import LINEAR_PANEL
 
 _pack_linear_weight = torch.ops.tpengine.pack_linear_weight.default
 _packed_linear = torch.ops.tpengine.packed_linear.default

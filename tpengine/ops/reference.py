@@ -12,8 +12,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-LINEAR_PANEL = 32
-"""Outputs that are adjacent in a packed weight (`kLinearPanel` in csrc)."""
 LARGEST_E4M3 = 448.0
 CHUNK = 16
 """In tokens; all borders of a plan's items are multiples of it (`kChunk` in csrc)."""
@@ -303,6 +301,10 @@ def accumulate(total: Tensor, x: Tensor) -> None:
     total.add_(x)
 
 
+def add_gated(total: Tensor, x: Tensor, gate: Tensor) -> None:
+    total.add_(gate.float().sigmoid() * x.float())
+
+
 def relu(x: Tensor) -> None:
     x.relu_()
 
@@ -393,47 +395,3 @@ def sample_tokens(
     last = weights.shape[-1] - 1 - (weights > 0).flip(-1).int().argmax(-1)
     out[rows] = torch.minimum(token, last)
     _write_logprobs(logprobs, logits, out)
-
-
-def pack_linear_weight(packed: Tensor, weight: Tensor) -> None:
-    """See `ops.linear.pack_linear_weight`."""
-    outputs, inputs = weight.shape
-    pack = 4 // weight.dtype.itemsize
-    panels = -(-outputs // LINEAR_PANEL)
-    padded = weight.new_zeros(panels * LINEAR_PANEL, inputs)
-    padded[:outputs] = weight
-    tiles = padded.view(panels, LINEAR_PANEL, inputs // pack, pack).transpose(1, 2)
-    packed.copy_(tiles.reshape(-1))
-
-
-def _unpack(packed: Tensor, outputs: int, inputs: int, pack: int) -> Tensor:
-    """Returns the weight `[outputs, inputs]` whose panels `packed` holds."""
-    tiles = packed.view(-1, inputs // pack, LINEAR_PANEL, pack).transpose(1, 2)
-    return tiles.reshape(-1, inputs)[:outputs]
-
-
-def packed_linear(out: Tensor, x: Tensor, packed: Tensor, bias: Tensor | None) -> None:
-    """See `ops.linear.packed_linear`."""
-    pack, inputs, outputs = 4 // x.dtype.itemsize, x.shape[1], out.shape[1]
-    weight = _unpack(packed, outputs, inputs, pack)
-    result = x.float() @ weight.float().t()
-    out.copy_(result if bias is None else result + bias.float())
-
-
-def int8_linear(
-    out: Tensor,
-    x: Tensor,
-    packed: Tensor,
-    weight_scales: Tensor,
-    weight_offsets: Tensor,
-    bias: Tensor | None,
-) -> None:
-    """See `ops.linear.int8_linear`. Only kernels with unsigned inputs use `weight_offsets`."""
-    inputs, outputs = x.shape[1], out.shape[1]
-    weight = _unpack(packed, outputs, inputs, 4)
-    largest = x.float().abs().amax(dim=1, keepdim=True)
-    inverse = torch.where(largest > 0, 127.0 / largest, 0.0)
-    q = (x.float() * inverse).round()
-    sums = q.double() @ weight.double().t()  # exact: far below 2^53
-    result = sums.float() * (largest / 127.0 * weight_scales)
-    out.copy_(result if bias is None else result + bias.float())

@@ -1,0 +1,54 @@
+"""Mixtral (https://arxiv.org/abs/2401.04088): a Mistral with experts in place of each MLP."""
+
+from __future__ import annotations
+
+import torch
+
+from tpengine.config import ModelConfig
+from tpengine.layers.moe import Experts, ExpertTraits
+from tpengine.layers.weights import Weights
+from tpengine.models.llama import MLP, LlamaTraits
+from tpengine.models.mistral import MistralForCausalLM
+from tpengine.models.registry import require
+
+
+class ExpertMLP:
+    """Experts, and the sum over ranks.
+
+    Args:
+        traits: of the experts.
+    """
+
+    def __init__(
+        self, config: ModelConfig, weights: Weights, prefix: str, traits: ExpertTraits
+    ) -> None:
+        require(config, "hidden_act", "silu", "silu", "swish")
+        self._parallel = weights.parallel
+        self.experts = Experts(weights, prefix, traits)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """x `[num_tokens, hidden_size]` to the same shape."""
+        return self._parallel.all_reduce(self.experts.forward(x))
+
+
+class MixtralForCausalLM(MistralForCausalLM):
+    """Every layer has experts; the weights of a token's experts are normalised."""
+
+    supported_fields = ("num_experts", "num_local_experts")
+
+    @classmethod
+    def make_mlp(
+        cls, config: ModelConfig, weights: Weights, layer: int, traits: LlamaTraits
+    ) -> MLP:
+        """See `LlamaForCausalLM.make_mlp`."""
+        hf = config.hf_config
+        experts = ExpertTraits(
+            num_experts=hf["num_local_experts"],
+            top_k=hf["num_experts_per_tok"],
+            hidden_size=hf["hidden_size"],
+            intermediate_size=hf["intermediate_size"],
+            normalize=True,
+            names=("w1", "w3", "w2"),
+        )
+        prefix = f"model.layers.{layer}.block_sparse_moe"
+        return ExpertMLP(config, weights, prefix, experts)

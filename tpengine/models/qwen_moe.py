@@ -1,0 +1,91 @@
+"""Qwen1.5-MoE and Qwen2-MoE (https://arxiv.org/abs/2407.10671): a Qwen2 whose MLPs are experts, and
+one shared expert that every token goes to. Qwen3-MoE (https://arxiv.org/abs/2505.09388): a Qwen3
+with experts. Some layers may have a plain MLP.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from tpengine.config import ModelConfig
+from tpengine.layers.moe import ExpertTraits, Router
+from tpengine.layers.weights import Weights
+from tpengine.models.llama import MLP, LlamaForCausalLM, LlamaMLP, LlamaTraits
+from tpengine.models.mixtral import ExpertMLP
+from tpengine.models.registry import layer_windows, require, uniform_window
+from tpengine.ops.fused import add_gated
+
+
+class SharedExpertMLP(ExpertMLP):
+    """Experts, and one that every token goes to, weighed by a sigmoid."""
+
+    def __init__(
+        self, config: ModelConfig, weights: Weights, prefix: str, traits: ExpertTraits
+    ) -> None:
+        super().__init__(config, weights, prefix, traits)
+        size = config.hf_config["shared_expert_intermediate_size"]
+        plain = LlamaTraits(windows=())
+        self.shared_expert = LlamaMLP(config, weights, f"{prefix}.shared_expert", plain, size)
+        gate = f"{prefix}.shared_expert_gate"
+        self.shared_expert_gate = Router(weights, gate, traits.hidden_size, 1)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """See `ExpertMLP.forward`."""
+        out = self.experts.forward(x)
+        add_gated(out, self.shared_expert.partial_forward(x), self.shared_expert_gate.forward(x))
+        return self._parallel.all_reduce(out)
+
+
+class _QwenMoeForCausalLM(LlamaForCausalLM):
+    """What both generations share: which layers have experts."""
+
+    supported_fields = ("num_experts", "num_local_experts")
+    expert_mlp = ExpertMLP
+
+    @classmethod
+    def make_mlp(
+        cls, config: ModelConfig, weights: Weights, layer: int, traits: LlamaTraits
+    ) -> MLP:
+        """See `LlamaForCausalLM.make_mlp`."""
+        hf = config.hf_config
+        is_dense = layer in (hf.get("mlp_only_layers") or ())
+        num_experts = hf.get("num_experts") or hf.get("num_local_experts")
+        if is_dense or not num_experts or (layer + 1) % (hf.get("decoder_sparse_step") or 1):
+            return super().make_mlp(config, weights, layer, traits)
+        experts = ExpertTraits(
+            num_experts=num_experts,
+            top_k=hf["num_experts_per_tok"],
+            hidden_size=hf["hidden_size"],
+            intermediate_size=hf["moe_intermediate_size"],
+            normalize=bool(hf.get("norm_topk_prob")),
+        )
+        return cls.expert_mlp(config, weights, f"model.layers.{layer}.mlp", experts)
+
+
+class Qwen2MoeForCausalLM(_QwenMoeForCausalLM):
+    """`layer_types` says which layers have the window, if `use_sliding_window` is set."""
+
+    expert_mlp = SharedExpertMLP
+
+    @classmethod
+    def traits(cls, config: ModelConfig) -> LlamaTraits:
+        """See `LlamaForCausalLM.traits`."""
+        require(config, "mlp_bias", False, False)
+        require(config, "use_mrope", False, False)
+        require(config, "dual_chunk_attention_config", None, None)
+        uses_window = bool(config.hf_config.get("use_sliding_window"))
+        return LlamaTraits(
+            windows=layer_windows(config) if uses_window else (None,) * config.num_layers,
+            qkv_bias=require(config, "qkv_bias", True, True, False),
+        )
+
+
+class Qwen3MoeForCausalLM(_QwenMoeForCausalLM):
+    """The window of all layers is `sliding_window`; `attention_bias` gives the biases."""
+
+    @classmethod
+    def traits(cls, config: ModelConfig) -> LlamaTraits:
+        """See `LlamaForCausalLM.traits`."""
+        require(config, "mlp_bias", False, False)
+        bias = bool(config.hf_config.get("attention_bias"))
+        return LlamaTraits(windows=uniform_window(config), qkv_bias=bias, o_bias=bias, qk_norm=True)

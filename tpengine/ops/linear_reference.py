@@ -1,0 +1,88 @@
+"""The ops of `linear` and `experts` in plain torch, as `reference` has the others."""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+LINEAR_PANEL = 32
+"""Outputs that are adjacent in a packed weight (`kLinearPanel` in csrc)."""
+
+
+def pack_linear_weight(packed: Tensor, weight: Tensor) -> None:
+    """See `ops.linear.pack_linear_weight`."""
+    outputs, inputs = weight.shape
+    pack = 4 // weight.dtype.itemsize
+    panels = -(-outputs // LINEAR_PANEL)
+    padded = weight.new_zeros(panels * LINEAR_PANEL, inputs)
+    padded[:outputs] = weight
+    tiles = padded.view(panels, LINEAR_PANEL, inputs // pack, pack).transpose(1, 2)
+    packed.copy_(tiles.reshape(-1))
+
+
+def _unpack(packed: Tensor, outputs: int, inputs: int, pack: int) -> Tensor:
+    """Returns the weight `[outputs, inputs]` whose panels `packed` holds."""
+    tiles = packed.view(-1, inputs // pack, LINEAR_PANEL, pack).transpose(1, 2)
+    return tiles.reshape(-1, inputs)[:outputs]
+
+
+def packed_linear(out: Tensor, x: Tensor, packed: Tensor, bias: Tensor | None) -> None:
+    """See `ops.linear.packed_linear`."""
+    pack, inputs, outputs = 4 // x.dtype.itemsize, x.shape[1], out.shape[1]
+    weight = _unpack(packed, outputs, inputs, pack)
+    result = x.float() @ weight.float().t()
+    out.copy_(result if bias is None else result + bias.float())
+
+
+def int8_linear(
+    out: Tensor,
+    x: Tensor,
+    packed: Tensor,
+    weight_scales: Tensor,
+    weight_offsets: Tensor,
+    bias: Tensor | None,
+) -> None:
+    """See `ops.linear.int8_linear`. Only kernels with unsigned inputs use `weight_offsets`."""
+    inputs, outputs = x.shape[1], out.shape[1]
+    weight = _unpack(packed, outputs, inputs, 4)
+    largest = x.float().abs().amax(dim=1, keepdim=True)
+    inverse = torch.where(largest > 0, 127.0 / largest, 0.0)
+    q = (x.float() * inverse).round()
+    sums = q.double() @ weight.double().t()  # exact: far below 2^53
+    result = sums.float() * (largest / 127.0 * weight_scales)
+    out.copy_(result if bias is None else result + bias.float())
+
+
+def top_experts(
+    expert_ids: Tensor, expert_weights: Tensor, logits: Tensor, normalize: bool
+) -> None:
+    """See `ops.experts.top_experts`."""
+    weights, ids = logits.float().softmax(-1).topk(expert_ids.shape[1])
+    expert_ids.copy_(ids)
+    expert_weights.copy_(weights / weights.sum(-1, keepdim=True) if normalize else weights)
+
+
+def expert_mlp(
+    out: Tensor,
+    x: Tensor,
+    expert_ids: Tensor,
+    expert_weights: Tensor,
+    gate_up: Tensor,
+    down: Tensor,
+) -> None:
+    """See `ops.experts.expert_mlp`. Every expert computes every token, so that no shape depends on
+    the choices: CUDA graphs can hold it."""
+    hidden, pack = x.shape[1], 4 // x.dtype.itemsize
+    if down.dim() == 2:
+        inner = down.shape[1] // (-(-hidden // LINEAR_PANEL) * LINEAR_PANEL)
+        gate_up = torch.stack([_unpack(one, 2 * inner, hidden, pack) for one in gate_up])
+        down = torch.stack([_unpack(one, hidden, inner, pack) for one in down])
+    total = torch.zeros_like(x, dtype=torch.float32)
+    for expert in range(len(down)):
+        gate, up = F.linear(x, gate_up[expert]).chunk(2, dim=-1)
+        answer = F.linear(F.silu(gate) * up, down[expert]).float()
+        is_chosen = expert_ids == expert
+        weight = expert_weights.where(is_chosen, 0.0).sum(-1, keepdim=True)
+        total += (answer * weight).where(is_chosen.any(-1, keepdim=True), 0.0)
+    out.copy_(total)
