@@ -83,7 +83,7 @@ class Gemma2DecoderLayer(LlamaDecoderLayer):
 class Gemma2ForCausalLM(LlamaForCausalLM):
     """`layer_types` says which layers have the window."""
 
-    supported_fields: tuple[str, ...] = ("attn_logit_softcapping", "final_logit_softcapping")
+    own_fields: tuple[str, ...] = ("attn_logit_softcapping", "final_logit_softcapping")
     layer_class = Gemma2DecoderLayer
 
     def __init__(self, config: ModelConfig, weights: Weights) -> None:
@@ -110,7 +110,7 @@ class Gemma2ForCausalLM(LlamaForCausalLM):
 class Gemma3ForCausalLM(Gemma2ForCausalLM):
     """`layer_types` gives the windows, as in Gemma 2, and the rotary embedding."""
 
-    supported_fields = ("final_logit_softcapping",)
+    own_fields = ("final_logit_softcapping",)
 
     @classmethod
     def traits(cls, config: ModelConfig) -> LlamaTraits:

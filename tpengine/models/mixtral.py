@@ -34,7 +34,7 @@ class ExpertMLP:
 class MixtralForCausalLM(MistralForCausalLM):
     """Every layer has experts; the weights of a token's experts are normalised."""
 
-    supported_fields = ("num_experts", "num_local_experts")
+    own_fields = ("num_experts", "num_local_experts")
 
     @classmethod
     def make_mlp(

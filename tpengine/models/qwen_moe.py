@@ -39,7 +39,7 @@ class SharedExpertMLP(ExpertMLP):
 class _QwenMoeForCausalLM(LlamaForCausalLM):
     """What both generations share: which layers have experts."""
 
-    supported_fields = ("num_experts", "num_local_experts")
+    own_fields = ("num_experts", "num_local_experts")
     expert_mlp = ExpertMLP
 
     @classmethod

@@ -9,7 +9,7 @@ To add a model family:
    only `tpengine.ops`, because a CPU can record decode steps of nothing else.
 3. Check every field of config.json that changes the result with `require`, because a field that is
    ignored gives wrong answers without an error. `build_model` does so for the fields in `_NEUTRAL`.
-   If your family supports one, name it in the class attribute `supported_fields`.
+   If your family supports one, name it in the class attribute `own_fields`.
 4. Add one line to `ARCHITECTURES` in `config.py`, with the name that checkpoints give.
 5. Add variants to `tests/support/variants.py`; the tests against transformers then cover them.
 """
@@ -46,7 +46,7 @@ _NEUTRAL: dict[str, tuple[Any, ...]] = {
     "num_local_experts": (None, 0),
 }
 """Fields that change a model's result, with the values that change nothing. A family that supports
-one names it in its class attribute `supported_fields`; all others refuse it."""
+one names it in its class attribute `own_fields`; all others refuse it."""
 
 
 class CausalLM(Protocol):
@@ -57,8 +57,6 @@ class CausalLM(Protocol):
             these tensors or does not use them.
         base_prefix: start of the parameter names that is absent in a checkpoint of the bare model
             (one without its output head).
-
-    A class may have `supported_fields`, a tuple: the fields of `_NEUTRAL` that it reads itself.
     """
 
     ignored_weights: tuple[str, ...]
@@ -82,7 +80,7 @@ def build_model(config: ModelConfig, weights: Weights) -> CausalLM:
     module, name = ARCHITECTURES[config.architecture].split(":")
     family = getattr(importlib.import_module(module), name)
     for field, neutral in _NEUTRAL.items():
-        if field not in getattr(family, "supported_fields", ()):
+        if field not in getattr(family, "own_fields", ()):
             require(config, field, None, *neutral)
     compiled = weights.device.type == "cpu" and has_cpu_kernels()
     if compiled and (config.head_dim % 16 or config.head_dim > 256):
