@@ -18,6 +18,8 @@ from tpengine import EngineArgs
 from tpengine.config import EMBEDDED_MODEL, ModelConfig, ModelFields, read_hf_config
 from tpengine.errors import ModelLoadError
 from tpengine.layers.rotary import rope_parameters
+from tpengine.model_defaults import OWN_SAMPLING, sampling_defaults
+from tpengine.sampling_params import SamplingParams
 
 ROTARY = {"rope_parameters", "rope_scaling", "rope_theta"}
 COMPUTED = {"head_dim", "num_key_value_heads", "word_embed_proj_dim"}
@@ -95,3 +97,25 @@ def test_a_value_of_another_type_is_refused(wrong: dict[str, Any], tmp_path: Pat
     (tmp_path / "config.json").write_text(json.dumps(config | wrong))
     with pytest.raises(ModelLoadError, match=next(iter(wrong))):
         EngineArgs(str(tmp_path)).read_model()
+
+
+@pytest.mark.parametrize(
+    ("recommended", "fields"),
+    [
+        ({}, OWN_SAMPLING),
+        (
+            {"eos_token_id": 2, "repetition_penalty": 1.1},
+            {**OWN_SAMPLING, "repetition_penalty": 1.1},
+        ),
+        ({"temperature": 0.6}, {"temperature": 0.6}),
+        ({"do_sample": True}, {}),
+        ({"do_sample": True, "top_k": 20, "min_p": None}, {"top_k": 20}),
+        ({"do_sample": False, "temperature": 0.6}, {"temperature": 0.0}),
+        ({"max_new_tokens": 9, "top_k": 0}, {"max_tokens": 9, "top_k": -1}),
+    ],
+)
+def test_sampling_defaults(recommended: dict[str, Any], fields: dict[str, Any]) -> None:
+    found = sampling_defaults(recommended, max_tokens=50)
+    assert found.fields == {"max_tokens": 50, **fields}
+    SamplingParams(**found.fields)
+    assert ("tpengine" in found.source) == (fields.get("temperature") == 0.7)
