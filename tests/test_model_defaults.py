@@ -115,7 +115,7 @@ def test_a_value_of_another_type_is_refused(wrong: dict[str, Any], tmp_path: Pat
     ],
 )
 def test_sampling_defaults(recommended: dict[str, Any], fields: dict[str, Any]) -> None:
-    found = sampling_defaults(recommended, max_tokens=50)
-    assert found.fields == {"max_tokens": 50, **fields}
-    SamplingParams(**found.fields)
-    assert ("tpengine" in found.source) == (fields.get("temperature") == 0.7)
+    found, source = sampling_defaults(recommended, max_tokens=50)
+    assert found == {"max_tokens": 50, **fields}
+    SamplingParams(**found)
+    assert ("tpengine" in source) == (fields.get("temperature") == 0.7)

@@ -109,7 +109,7 @@ def test_the_oldest_turns_are_forgotten(
     assert main(["chat", "--system", "Be brief.", *short]) == 1
     err = capsys.readouterr().err
     assert re.search(r"InvalidPromptError: the message has \d+ tokens.*max_model_len = 120", err)
-    assert re.search(r"longer than the model's 120 tokens: forgot \d turns?", err)
+    assert re.search(r"longer than the model's 120 tokens: forgot the first \d turns?", err)
     assert len(prompts) == 6
     assert {prompt[0]["content"] for prompt in prompts} == {"Be brief."}
     assert [prompt[-1]["content"] for prompt in prompts] == lines
@@ -138,10 +138,13 @@ def test_sampling_comes_from_the_model(
     edit_json(folder / "generation_config.json", lambda config: config.update(found))
     model = ["--model", str(folder), *SMALL]
     assert main(["chat", "Hello", *model, "--top-p", "0.5"]) == 0
-    assert "max_tokens 7, temperature 0.3, top_k -1, top_p 0.5]" in capsys.readouterr().err
+    assert (
+        "max_tokens 7, temperature 0.3, top_k -1, top_p 0.5 (defaults: the model's)"
+        in capsys.readouterr().err
+    )
     assert main(["generate", "Hello", *model]) == 0
     assert main(["chat", "Hello", *SMALL]) == 0
-    assert "tpengine's own" in capsys.readouterr().err
+    assert "(defaults: tpengine's, the model" in capsys.readouterr().err
     facts = [(one.temperature, one.top_p, one.top_k, one.max_tokens) for one in seen]
     assert facts == [(0.3, 0.5, -1, 7), (0.3, 1.0, -1, 7), (0.7, 0.9, -1, 1024)]
 

@@ -9,21 +9,19 @@ import io
 import re
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from tpengine.cli.generate import load_llm
+from tpengine.cli.generate import load_llm, sampling_of
 from tpengine.cli.parser import SamplingOptions
-from tpengine.config import read_generation_config
 from tpengine.engine_args import EngineArgs
 from tpengine.errors import EngineDeadError, InvalidPromptError, TPEngineError, counted
 from tpengine.host import sigterm_as_interrupt, streamed_text
-from tpengine.model_defaults import sampling_defaults
-from tpengine.sampling_params import SamplingParams
 
 if TYPE_CHECKING:
     from tpengine.llm import LLM
+    from tpengine.sampling_params import SamplingParams
 
 _MAX_TOKENS = 1024
 """Of an answer, for a model that recommends none."""
@@ -35,16 +33,13 @@ _COMMANDS = """\
 \"\"\"            begin and end a message of several lines
 Ctrl-C         end the answer; twice where a message is awaited: end the chat"""
 _OTHER_NAMES = {"/clear": "/reset", "/?": "/help", "/bye": "/exit", "/quit": "/exit"}
-
 EPILOG = f"""\
 In the conversation:
 {_COMMANDS}
 
-Sampling: options of this command line, else what the model's generation_config.json recommends; if
-it recommends nothing, temperature 0.7 and top_p 0.9. The first line of a chat says which.
+The first line of a chat says which sampling parameters hold, and whose they are.
 
 Examples:
-  tpengine chat
   tpengine chat --model FOLDER --system 'Answer in one sentence.'
   tpengine chat 'What is the capital of France?'      one answer, then the end
   tpengine chat --temperature 0 < questions.txt       each line is a message
@@ -53,12 +48,8 @@ Examples:
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declares the options."""
-    parser.add_argument(
-        "message",
-        nargs="*",
-        metavar="WORD",
-        help="words of one message; default: each line of stdin is one",
-    )
+    text = "words of one message; default: each line of stdin is one"
+    parser.add_argument("message", nargs="*", metavar="WORD", help=text)
     parser.add_argument("--system", metavar="TEXT", help="system message")
     SamplingOptions.add_cli_args(parser)
     EngineArgs.add_cli_args(parser)
@@ -66,91 +57,68 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Answers message after message; returns the exit code, 1 if a message was refused."""
-    given = SamplingOptions.from_cli_args(args).given()
+    options = SamplingOptions.from_cli_args(args)
+    options.given()  # checks them before the model is loaded
     engine_args = replace(EngineArgs.from_cli_args(args), disable_log_stats=True)
-    with sigterm_as_interrupt() as must_end:
-        llm = load_llm(engine_args, "tpengine: interrupted")
-        with llm:
-            model = llm.llm_engine.get_model_config()
-            defaults = sampling_defaults(read_generation_config(model.model), _MAX_TOKENS)
-            fields = {**defaults.fields, **given}
-            conversation = Conversation(llm, SamplingParams(**fields), args.system)
-            conversation.check()
-            shown = ", ".join(
-                f"{name} {value}" for name, value in fields.items() if value is not False
-            )
-            _note(f"{engine_args.served_names[0]}, {model.max_model_len} tokens; {shown}")
-            _note(f"sampling parameters that you did not give are {defaults.source}; /help helps")
-            if args.message:
-                return _answer(conversation, " ".join(args.message), must_end)
-            return _converse(conversation, must_end)
-
-
-def _converse(conversation: Conversation, must_end: Callable[[], bool]) -> int:
     failed = 0
-    for text in _messages(must_end):
-        name, _, rest = text.strip().partition(" ")
-        if text.startswith(" ") or not re.fullmatch(r"/[a-z?]+", name):
-            failed |= _answer(conversation, text.strip(), must_end)
-            continue
-        match _OTHER_NAMES.get(name, name):
-            case "/exit":
-                break
-            case "/system":
-                conversation.system = rest.strip() or None
-            case "/reset":
-                conversation.turns.clear()
-            case "/help":
-                print(_COMMANDS)
-            case _:
-                _note(f"unknown command {name}: /help lists them; a space before it sends it")
-    return failed
+    with (
+        sigterm_as_interrupt() as must_end,
+        load_llm(engine_args, "tpengine: interrupted") as llm,
+    ):
+        params, words = sampling_of(llm, options, _MAX_TOKENS)
+        conversation = Conversation(llm, params, args.system)
+        _note(f"{engine_args.served_names[0]}, {conversation.max_len} tokens; {words}; try /help")
+        for text in [" ".join(args.message)] if args.message else _messages(must_end):
+            if not args.message and re.match(r"/[a-z?]+( |$)", text):
+                if _obey(conversation, text):
+                    break
+                continue
+            try:
+                conversation.answer(text.strip())
+            except KeyboardInterrupt:
+                if must_end() or not sys.stdin.isatty():
+                    raise
+            except EngineDeadError:
+                raise
+            except TPEngineError as error:
+                print(f"tpengine: {type(error).__name__}: {error}", file=sys.stderr)
+                failed += 1
+    return 1 if failed else 0
 
 
-def _answer(conversation: Conversation, text: str, must_end: Callable[[], bool]) -> int:
-    """Answers one message; returns 1 if it was refused, else 0."""
-    try:
-        conversation.answer(text)
-    except KeyboardInterrupt:
-        if must_end() or not sys.stdin.isatty():
-            raise
-    except EngineDeadError:
-        raise
-    except TPEngineError as error:
-        print(f"tpengine: {type(error).__name__}: {error}", file=sys.stderr)
-        return 1
-    return 0
+def _obey(conversation: Conversation, text: str) -> bool:
+    """Does what a command says; returns whether it ends the chat."""
+    name, _, rest = text.strip().partition(" ")
+    name = _OTHER_NAMES.get(name, name)
+    if name == "/system":
+        conversation.system = rest.strip() or None
+    elif name == "/reset":
+        conversation.turns.clear()
+    elif name == "/help":
+        print(_COMMANDS)
+    elif name != "/exit":
+        _note(f"unknown command {name}: /help lists them; a space before it sends it as a message")
+    return name == "/exit"
 
 
 class Conversation:
     """What was said, and the model that answers.
 
-    Args:
-        system: the system message.
-
     Attributes:
-        system: likewise; the next answer follows it.
+        max_len: most tokens of the model, prompt and answer together.
+        system: the system message; the next answer follows it.
         turns: message and answer, in their order.
+
+    Raises:
+        InvalidPromptError: the model has no chat template, or it refuses the system message.
     """
 
     def __init__(self, llm: LLM, params: SamplingParams, system: str | None) -> None:
         self._llm, self._params = llm, params
-        self._max_len = llm.llm_engine.get_model_config().max_model_len
+        self.max_len = llm.llm_engine.get_model_config().max_model_len
         self.system = system
         self.turns: list[tuple[str, str]] = []
-
-    def check(self) -> None:
-        """Checks that the model can chat.
-
-        Raises:
-            InvalidPromptError: it has no tokenizer or no chat template, or that refuses messages.
-        """
-        try:
-            self._token_ids([], "Hello")
-        except InvalidPromptError as error:
-            raise InvalidPromptError(
-                f"{error}. `tpengine generate` completes texts with any model"
-            ) from error
+        self._token_ids("Hello")
 
     def answer(self, text: str) -> None:
         """Prints the answer as it is generated, and remembers message and answer.
@@ -160,55 +128,48 @@ class Conversation:
             RequestError: the message is too long, or the chat template refuses it.
         """
         token_ids = self._fit(text)
-        pieces: list[str] = []
-        counters, begin = self._llm.llm_engine.counters, time.monotonic()
-        first, num_before = begin, counters.output_tokens
+        answer, counters = "", self._llm.llm_engine.counters
+        begin = first = time.monotonic()
+        num_before = counters.output_tokens
         try:
             with streamed_text() as write:
                 for piece in self._llm.stream(None, self._params, token_ids):
-                    first = first if pieces else time.monotonic()
-                    pieces.append(piece)
+                    first = first if answer else time.monotonic()
+                    answer += piece
                     write(piece)
                 write("\n")
         finally:
-            if pieces:
-                self.turns.append((text, "".join(pieces)))
-                num_tokens = counters.output_tokens - num_before
-                rate = (num_tokens - 1) / max(time.monotonic() - first, 1e-9)
-                cut = num_tokens == self._params.max_tokens
-                _note(
-                    f"{counted(num_tokens, 'token')}, {rate:.1f} tokens/s, the first after "
-                    f"{first - begin:.2f} s; {counted(len(token_ids), 'token')} before it"
-                    + (f"; cut at --max-tokens {num_tokens}" if cut else "")
-                )
+            if answer:
+                self.turns.append((text, answer))
+            num_tokens = counters.output_tokens - num_before
+            rate = (num_tokens - 1) / max(time.monotonic() - first, 1e-9)
+            cut = ", cut at --max-tokens" if num_tokens == self._params.max_tokens else ""
+            _note(
+                f"{counted(len(token_ids), 'prompt token')}, {num_tokens} of the answer{cut}; "
+                f"the first after {first - begin:.2f} s, then {max(rate, 0.0):.1f} tokens/s"
+            )
 
     def _fit(self, text: str) -> list[int]:
-        """Returns the ids of the conversation with a new message, without its oldest turns if it is
-        too long for the model."""
-        alone = self._token_ids([], text)
-        if len(alone) >= self._max_len:
+        """Returns the ids of the conversation with a new message; forgets the oldest turns while it
+        leaves too little room for the answer."""
+        alone = len(self._token_ids(text))
+        if alone >= self.max_len:
             raise InvalidPromptError(
-                f"the message has {len(alone)} tokens with its template, and message and answer "
-                f"must fit into max_model_len = {self._max_len}; send a shorter one"
+                f"the message has {alone} tokens with its template, and message and answer must "
+                f"fit into max_model_len = {self.max_len}; send a shorter one"
             )
-        room = min(self._params.max_tokens or self._max_len, self._max_len // 4)
-        num_dropped = 0
-        while self.turns:
-            token_ids = self._token_ids(self.turns, text)
-            if len(token_ids) + room <= self._max_len:
-                break
+        room = min(self._params.max_tokens or self.max_len, self.max_len // 4)
+        num_turns = len(self.turns)
+        token_ids = self._token_ids(text, self.turns)
+        while self.turns and len(token_ids) + room > self.max_len:
             del self.turns[0]
-            num_dropped += 1
-        else:
-            token_ids = alone
-        if num_dropped:
-            _note(
-                f"the conversation is longer than the model's {self._max_len} tokens: forgot "
-                f"{counted(num_dropped, 'turn')}, the oldest first"
-            )
+            token_ids = self._token_ids(text, self.turns)
+        if len(self.turns) < num_turns:
+            forgotten = counted(num_turns - len(self.turns), "turn")
+            _note(f"longer than the model's {self.max_len} tokens: forgot the first {forgotten}")
         return token_ids
 
-    def _token_ids(self, turns: list[tuple[str, str]], text: str) -> list[int]:
+    def _token_ids(self, text: str, turns: Iterable[tuple[str, str]] = ()) -> list[int]:
         messages = [{"role": "system", "content": self.system}] if self.system else []
         for question, answer in turns:
             messages.append({"role": "user", "content": question})
@@ -223,31 +184,26 @@ def _note(text: str) -> None:
 
 
 def _messages(must_end: Callable[[], bool]) -> Iterator[str]:
-    """Yields the messages of standard input that are not blank. At a terminal lines can be edited.
+    """Yields the messages of standard input that are not blank. One of several lines begins with a
+    space, so that it is no command.
 
     Raises:
         KeyboardInterrupt: on a second Ctrl-C without a message in between.
     """
-    if sys.stdin is None:  # it was closed when Python started
-        return
+    lines = _typed_lines(must_end) if sys.stdin and sys.stdin.isatty() else iter(sys.stdin or ())
     if isinstance(sys.stdin, io.TextIOWrapper):
         sys.stdin.reconfigure(errors="surrogateescape")  # refused with their message alone
-    lines = (
-        _typed_lines(must_end) if sys.stdin.isatty() else (line.rstrip("\n") for line in sys.stdin)
-    )
-    for line in lines:
-        text = line
-        if text.lstrip().startswith('"""'):
-            text = text.lstrip().removeprefix('"""')
-            while not text.rstrip().endswith('"""') and (more := next(lines, None)) is not None:
-                text += f"\n{more}"
-            text = " " + text.rstrip().removesuffix('"""')
+    for text in lines:
+        if text.startswith('"""'):
+            while text.count('"""') < 2 and (more := next(lines, "")):
+                text += more
+            text = " " + text.replace('"""', "")
         if text.strip():
             yield text
 
 
 def _typed_lines(must_end: Callable[[], bool]) -> Iterator[str]:
-    with contextlib.suppress(ImportError):  # `input` uses it; not every Python has it
+    with contextlib.suppress(ImportError):  # not every Python has it; `input` edits lines with it
         importlib.import_module("readline")
     was_interrupted = False
     while True:
@@ -262,6 +218,6 @@ def _typed_lines(must_end: Callable[[], bool]) -> Iterator[str]:
                 raise
             was_interrupted = True
             _note("Ctrl-C once more, or /exit, ends the chat")
-            continue
-        was_interrupted = False
-        yield line
+        else:
+            was_interrupted = False
+            yield f"{line}\n"

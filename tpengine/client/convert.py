@@ -87,7 +87,7 @@ class RemoteOutput(RequestOutput):
 
 def to_request(
     prompt: Prompt,
-    params: Sampling,
+    params: Sampling | None,
     request_id: str | None,
     priority: int,
     max_queue_s: float | None,
@@ -97,7 +97,9 @@ def to_request(
     Raises:
         RequestError: a value does not fit into the protocol.
     """
-    request = pb.GenerateRequest(sampling=_to_sampling(params))
+    request = pb.GenerateRequest(
+        sampling=_to_sampling(SamplingParams() if params is None else params)
+    )
     put(request, InvalidPromptError, request_id=request_id)
     put(request, InvalidPriorityError, priority=None if priority == 0 else priority)
     if max_queue_s is not None:

@@ -29,7 +29,6 @@ from tpengine.client.convert import (
     to_request,
 )
 from tpengine.errors import InvalidPromptError, RequestAbortedError, RequestError
-from tpengine.sampling_params import SamplingParams
 from tpengine.server.grpc.proto import TIMEOUT_KEY, tpengine_pb2_grpc
 from tpengine.server.grpc.proto import tpengine_pb2 as pb
 
@@ -109,13 +108,7 @@ class GenerationClient:
         Raises:
             RequestError, ServerError: see the class.
         """
-        request = to_request(
-            prompt,
-            SamplingParams() if params is None else params,
-            request_id,
-            priority,
-            max_queue_s,
-        )
+        request = to_request(prompt, params, request_id, priority, max_queue_s)
         call = self._stub.Generate(request, **self._until(timeout_s))
         async with typed_errors(call, self.target):
             return to_output(await call, prompt)
@@ -139,13 +132,7 @@ class GenerationClient:
         Raises:
             RequestError, ServerError: see the class.
         """
-        request = to_request(
-            prompt,
-            SamplingParams() if params is None else params,
-            request_id,
-            priority,
-            max_queue_s,
-        )
+        request = to_request(prompt, params, request_id, priority, max_queue_s)
         call = self._stub.GenerateStream(request, **self._until(timeout_s))
         try:
             async with typed_errors(call, self.target):

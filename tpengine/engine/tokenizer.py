@@ -173,7 +173,7 @@ class Tokenizer:
             raise InvalidPromptError(
                 "this model's tokenizer has no chat template (chat_template in its "
                 "tokenizer_config.json): it was not trained to chat. Write the conversation as one "
-                "text and call generate with it, or give a chat_template"
+                "text and call generate (`tpengine generate`) with it, or give a chat_template"
             )
         try:
             text = self.hf.apply_chat_template(
@@ -233,16 +233,11 @@ def _load_hf(config: ModelConfig, folder: Path) -> Any:
 def _certain_class(folder: Path) -> str | None:
     """Name of the class that `AutoTokenizer` would take for the files in `folder`; None: that
     depends on more than the files say, such as the version of transformers."""
-    model, tokenizer = (
-        _read_object(folder, "config.json"),
-        _read_object(folder, "tokenizer_config.json"),
-    )
+    model, own = (_read_object(folder / f"{kind}.json") for kind in ("config", "tokenizer_config"))
+    name, file = str(own.get("tokenizer_class")).removesuffix("Fast"), folder / "tokenizer.json"
+    is_plain_folder = file.is_file() and not (folder / "tekken.json").exists()
     known = _CERTAIN_CLASSES.get(str(model.get("model_type")), ())
-    name = str(tokenizer.get("tokenizer_class")).removesuffix("Fast")
-    file = folder / "tokenizer.json"
-    if name not in known or "auto_map" in tokenizer or not file.is_file():
-        return None
-    if (folder / "tekken.json").exists():
+    if name not in known or "auto_map" in own or not is_plain_folder:
         return None
     if name in _PLAIN:
         return "PreTrainedTokenizerFast"
@@ -251,9 +246,8 @@ def _certain_class(folder: Path) -> str | None:
     return f"{name}Fast"  # a second name of the class since version 5
 
 
-def _read_object(folder: Path, name: str) -> dict[str, Any]:
+def _read_object(path: Path) -> dict[str, Any]:
     """Content of a JSON file; empty if there is no such file."""
-    path = folder / name
     return dict(json.loads(path.read_text(encoding="utf-8"))) if path.is_file() else {}
 
 

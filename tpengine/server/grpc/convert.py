@@ -116,6 +116,7 @@ def read_sampling_params(
         InvalidSamplingParamsError: a value is out of its range.
     """
     given = {field.name: value for field, value in message.ListFields()}
+    defaults = {} if message.use_beam_search else defaults  # it does not sample
     for name, read in _READERS.items():
         if name in given:
             given[name] = read(given[name])

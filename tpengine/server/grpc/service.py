@@ -129,7 +129,7 @@ class GenerationServicer(tpengine_pb2_grpc.GenerationServiceServicer):
     def _sampling(self) -> Mapping[str, Any]:
         """The model's defaults of sampling parameters, once it is loaded."""
         folder = self._state.loaded_engine().model_config.model
-        return sampling_defaults(read_generation_config(folder)).fields
+        return sampling_defaults(read_generation_config(folder))[0]
 
     async def Abort(self, request: Any, context: Any) -> Any:  # noqa: N802
         """Ends a request of the same client, or with the admin token of any client."""
