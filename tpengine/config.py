@@ -16,6 +16,7 @@ from typing import Any
 
 from tpengine import aliases
 from tpengine.errors import ConfigError, ModelLoadError
+from tpengine.model_defaults import complete_config
 
 DTYPES = ("auto", "float32", "bfloat16", "float16", "float", "half")
 BLOCK_SIZES = (8, 16, 32)
@@ -401,7 +402,7 @@ class ModelFiles:
         if folder.exists() or self.name.startswith(("/", ".", "~")) or self.name.count("/") != 1:
             raise ModelLoadError(
                 f"{self.what} {self.name!r} is no folder; give a folder in Hugging Face layout or "
-                "a hub name like 'owner/name'"
+                f"a hub name like 'owner/name', or leave {self.what} out for the embedded model"
             )
         code = ["*.py"] if self.trust_remote_code else []
         return self._fetch(self.revision, [*_HUB_TEXTS, *code], _HUB_DOUBLES)
@@ -439,31 +440,37 @@ class ModelFiles:
         except Exception as error:
             raise ModelLoadError(
                 f"{self.what} {self.name!r} is no local folder and could not be fetched from the "
-                f"hub ({type(error).__name__}: {error}); check the name, the network, or give a "
-                "folder"
+                f"hub ({type(error).__name__}: {error}); check the name and the network. Without a "
+                f"network use a folder or a GGUF file, or leave {self.what} out for the embedded "
+                "model"
             ) from error
         return str(folder)
 
 
 def read_hf_config(folder: str, trust_remote_code: bool) -> ModelFields:
-    """Reads `config.json` through transformers, which adds the architecture's defaults.
+    """Reads `config.json` and adds the defaults of its architecture, through transformers only if
+    `model_defaults` has no table for it.
 
     Raises:
-        ModelLoadError: there is no `config.json`, or transformers cannot read it.
+        ModelLoadError: there is no `config.json`, or it cannot be read.
     """
-    if not (Path(folder) / "config.json").is_file():
+    path = Path(folder) / "config.json"
+    if not path.is_file():
         raise ModelLoadError(f"{folder} is no model folder: it has no config.json")
-    from transformers import AutoConfig
-
     try:
+        fields = complete_config(dict(json.loads(path.read_text(encoding="utf-8"))))
+        if fields is not None:
+            return ModelFields(fields)
+        from transformers import AutoConfig  # takes about two seconds
+
         config = AutoConfig.from_pretrained(folder, trust_remote_code=trust_remote_code)
     except Exception as error:
-        raise ModelLoadError(f"{folder}/config.json cannot be read: {error}") from error
-    fields = ModelFields(json.loads(config.to_json_string(use_diff=False)))
+        raise ModelLoadError(f"{path} cannot be read: {error}") from error
+    read = ModelFields(json.loads(config.to_json_string(use_diff=False)))
     # Some architectures use other names for common fields (BLOOM: n_layer).
     for common, own in config.attribute_map.items():
-        fields.setdefault(common, fields.get(own))
-    return fields
+        read.setdefault(common, read.get(own))
+    return read
 
 
 def lacks_arithmetic(dtype: str, device: str) -> bool:
@@ -484,6 +491,31 @@ def check_architecture(hf_config: Mapping[str, Any], folder: str) -> None:
         raise ConfigError(
             f"architecture {architecture!r} of {folder} is not supported; supported: "
             f"{', '.join(sorted(ARCHITECTURES))}"
+        )
+
+
+def check_division(hf_config: Mapping[str, Any], size: int) -> None:
+    """Checks that `size` ranks can share the model: heads and the inner rows of an MLP are divided;
+    of fewer KV heads than ranks, each is on several ranks.
+
+    Raises:
+        ConfigError: they cannot; the message names the sizes that can.
+    """
+    heads = hf_config.get("num_attention_heads")
+    if size == 1 or not isinstance(heads, int):
+        return
+    kv_heads = hf_config.get("num_key_value_heads") or heads
+    inner = hf_config.get("intermediate_size") or hf_config.get("ffn_dim") or heads
+
+    def divides(number: int) -> bool:
+        shares_kv = kv_heads % number == 0 or number % kv_heads == 0
+        return shares_kv and heads % number == 0 and inner % number == 0
+
+    if not divides(size):
+        raise ConfigError(
+            f"{heads} attention heads, {kv_heads} KV heads and an MLP of {inner} rows cannot be "
+            f"divided over tensor_parallel_size = {size}; sizes that can: "
+            f"{', '.join(str(number) for number in range(1, heads + 1) if divides(number))}"
         )
 
 

@@ -352,12 +352,13 @@ class EngineArgs(Options):
         what they name. No weights are fetched.
 
         Raises:
-            ConfigError: the architecture is not supported.
+            ConfigError: the architecture is not supported, or the ranks cannot share the model.
             ModelLoadError: the files cannot be fetched or read.
         """
         folder = self._files().find()
         hf_config = cfg.read_hf_config(folder, self.trust_remote_code)
         cfg.check_architecture(hf_config, folder)
+        cfg.check_division(hf_config, self.tensor_parallel_size)
         cfg.replace_rope(hf_config, self.rope_scaling, self.rope_theta)
         return folder, hf_config
 

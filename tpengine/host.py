@@ -105,9 +105,9 @@ class NotedSignal:
 
 
 @contextlib.contextmanager
-def sigterm_as_interrupt() -> Iterator[None]:
+def sigterm_as_interrupt() -> Iterator[Callable[[], bool]]:
     """Context in which SIGTERM does what Ctrl-C does, so that a step is completed and ranks are
-    ended in order.
+    ended in order. Yields a function that says whether a SIGTERM has come.
 
     Raises:
         SystemExit: with `SIGTERM_EXIT_CODE`, in place of the KeyboardInterrupt.
@@ -125,7 +125,7 @@ def sigterm_as_interrupt() -> Iterator[None]:
 
     before = signal.signal(signal.SIGTERM, interrupt)
     try:
-        yield
+        yield lambda: has_come
     except KeyboardInterrupt:
         if has_come:
             raise SystemExit(SIGTERM_EXIT_CODE) from None

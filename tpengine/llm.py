@@ -36,6 +36,7 @@ from tpengine.errors import (
 )
 from tpengine.inputs import BeamSearchParams, PromptInputs, check_not_served
 from tpengine.logger import init_logger
+from tpengine.model_defaults import recommended_sampling
 from tpengine.outputs import BeamSearchOutput, BeamSearchSequence, RequestOutput
 from tpengine.sampling_params import RequestOutputKind, SamplingParams
 
@@ -344,10 +345,7 @@ class LLM(RefusesNames):
         """The parameters that the model's `generation_config.json` recommends; `generate` without
         parameters does not take them."""
         found = read_generation_config(self.llm_engine.get_model_config().model)
-        found["max_tokens"] = found.get("max_new_tokens")
-        found["top_k"] = found.get("top_k") or -1  # 0, too, keeps all tokens
-        names = ("repetition_penalty", "temperature", "top_k", "top_p", "min_p", "max_tokens")
-        return SamplingParams(**{n: found[n] for n in names if found.get(n) is not None})
+        return SamplingParams(**recommended_sampling(found))
 
     def get_tokenizer(self) -> Any:
         """The tokenizer of transformers; None: the model's folder has no tokenizer."""

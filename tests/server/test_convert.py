@@ -105,7 +105,7 @@ def request(**fields: Any) -> pb.GenerateRequest:
 
 
 def read(message: pb.GenerateRequest) -> Any:
-    return read_generate_request(message, DELTA, Limits(), max_model_len=512)
+    return read_generate_request(message, DELTA, Limits(), max_model_len=512, defaults={})
 
 
 def refused(message: pb.GenerateRequest) -> Any:
@@ -115,7 +115,7 @@ def refused(message: pb.GenerateRequest) -> Any:
 
 
 def test_nothing_given_is_the_default() -> None:
-    assert read_sampling_params(pb.SamplingParams(), DELTA) == SamplingParams(output_kind=DELTA)
+    assert read_sampling_params(pb.SamplingParams(), DELTA, {}) == SamplingParams(output_kind=DELTA)
 
 
 def test_every_field_has_its_tests() -> None:
@@ -127,7 +127,7 @@ def test_every_field_has_its_tests() -> None:
 @pytest.mark.parametrize("name", list(ANOTHER))
 def test_every_field_arrives(name: str) -> None:
     value = ANOTHER[name]
-    assert read_sampling_params(sampling({name: value}), DELTA) == SamplingParams(
+    assert read_sampling_params(sampling({name: value}), DELTA, {}) == SamplingParams(
         **{name: value}, output_kind=DELTA
     )
 
@@ -136,14 +136,14 @@ def test_every_field_arrives(name: str) -> None:
 def test_the_client_sends_every_field(name: str) -> None:
     params = SamplingParams(**{name: ANOTHER[name]}, output_kind=DELTA)
     message = to_request("a", params, None, 0, None)
-    assert read_sampling_params(message.sampling, DELTA) == params
+    assert read_sampling_params(message.sampling, DELTA, {}) == params
 
 
 @pytest.mark.parametrize("seed", [None, -1, -2, 2**63, 2**64 - 1])
 def test_a_seed_keeps_its_bits(seed: int | None) -> None:
     """A number of 64 bits with a sign, of which -1 means no seed in Python alone."""
     message = to_request("a", SamplingParams(seed=seed), None, 0, None)
-    found = read_sampling_params(message.sampling, DELTA).seed
+    found = read_sampling_params(message.sampling, DELTA, {}).seed
     if seed in (None, -1):
         assert found is None
     else:
@@ -172,16 +172,27 @@ def test_the_client_checks_what_was_assigned() -> None:
 )
 def test_beam_search_arrives(sent: int, meant: bool | str) -> None:
     params = read_sampling_params(
-        sampling({**BEAMS, "length_penalty": 0.5, "early_stopping": sent}), DELTA
+        sampling({**BEAMS, "length_penalty": 0.5, "early_stopping": sent}), DELTA, {}
     )
     assert params == SamplingParams(
         **BEAMS, length_penalty=0.5, early_stopping=meant, output_kind=DELTA
     )
 
 
+def test_of_a_dict_only_its_fields_are_sent() -> None:
+    message = to_request("a", {"temperature": 0.0, "stop": "."}, None, 0, None).sampling
+    assert {field.name for field, _ in message.ListFields()} == {"temperature", "stop"}
+    defaults = {"temperature": 0.7, "top_k": 5, "max_tokens": 9}
+    found = read_sampling_params(message, DELTA, defaults)
+    assert (found.temperature, found.top_k, found.max_tokens) == (0.0, -1, 9)  # greedy: no top_k
+    warm = to_request("a", {"top_p": 0.5}, None, 0, None).sampling
+    found = read_sampling_params(warm, DELTA, defaults)
+    assert (found.temperature, found.top_p, found.top_k) == (0.7, 0.5, 5)
+
+
 def test_explicit_zeros_are_zeros() -> None:
     params = read_sampling_params(
-        sampling({"temperature": 0.0, "seed": 0, "logprobs": 0, "min_tokens": 0}), DELTA
+        sampling({"temperature": 0.0, "seed": 0, "logprobs": 0, "min_tokens": 0}), DELTA, {}
     )
     assert (params.temperature, params.seed, params.logprobs) == (0.0, 0, 0)
     assert params.greedy
@@ -237,19 +248,19 @@ def test_candidates_of_a_prompt_are_bounded_by_its_length() -> None:
         params = pb.SamplingParams(prompt_logprobs=63)
         return pb.GenerateRequest(prompt_token_ids=token_ids, sampling=params)
 
-    read_generate_request(given(1024), DELTA, Limits(), max_model_len=131072)
+    read_generate_request(given(1024), DELTA, Limits(), max_model_len=131072, defaults={})
     truncated = given(5000)
     truncated.sampling.truncate_prompt_tokens = 1024
-    read_generate_request(truncated, DELTA, Limits(), max_model_len=131072)
+    read_generate_request(truncated, DELTA, Limits(), max_model_len=131072, defaults={})
     truncated.sampling.truncate_prompt_tokens = 1025
     with pytest.raises(
         errors.InvalidSamplingParamsError, match="prompt_logprobs = 63 of up to 1025"
     ):
-        read_generate_request(truncated, DELTA, Limits(), max_model_len=131072)
+        read_generate_request(truncated, DELTA, Limits(), max_model_len=131072, defaults={})
     for message in (given(1025), pb.GenerateRequest(messages=pb.Conversation(), prompt="a" * 1010)):
         message.sampling.prompt_logprobs = 63
         with pytest.raises(errors.InvalidSamplingParamsError, match="prompt_logprobs"):
-            read_generate_request(message, DELTA, Limits(), max_model_len=131072)
+            read_generate_request(message, DELTA, Limits(), max_model_len=131072, defaults={})
 
 
 def test_inputs() -> None:

@@ -8,13 +8,13 @@ import math
 import os
 import sys
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, ClassVar
 
 from tpengine import envs
 from tpengine.cli.parser import SamplingOptions
 from tpengine.client.channel import ClientTLS
-from tpengine.client.convert import Message, Prompt
+from tpengine.client.convert import Message, Prompt, Sampling
 from tpengine.client.generation_client import GenerationClient
 from tpengine.client.load import COMPLETE, describe_load, poisson_plan, run_load, summarise
 from tpengine.errors import (
@@ -26,7 +26,6 @@ from tpengine.errors import (
 )
 from tpengine.host import streamed_text
 from tpengine.options import Options, option
-from tpengine.sampling_params import SamplingParams
 from tpengine.server.auth import read_tokens
 from tpengine.server.grpc.proto import LIVENESS, READINESS
 
@@ -181,8 +180,8 @@ def _read_token(path: str | None) -> str | None:
 
 async def _generate(args: argparse.Namespace, client: GenerationClient) -> int:
     failed = 0
-    params = SamplingOptions.from_cli_args(args).params()
-    params = replace(params, n=args.n, best_of=None, logprobs=args.logprobs)
+    params = SamplingOptions.from_cli_args(args).given()
+    params |= {"n": args.n, "logprobs": args.logprobs}
     async for prompt in _lines(args.prompts):
         echo = prompt if args.echo else ""
         try:
@@ -200,7 +199,7 @@ async def _generate(args: argparse.Namespace, client: GenerationClient) -> int:
 async def _chat(args: argparse.Namespace, client: GenerationClient) -> int:
     conversation: list[Message] = []
     failed = 0
-    params = SamplingOptions.from_cli_args(args).params()
+    params = SamplingOptions.from_cli_args(args).given()
     message = [" ".join(args.message)] if args.message else []
     async for line in _lines(message, "> "):
         conversation.append({"role": "user", "content": line})
@@ -232,7 +231,7 @@ async def _load(args: argparse.Namespace, client: GenerationClient) -> int:
             "--rate must be above 0 and --num-requests at least 1, got "
             f"{args.rate} and {args.num_requests}"
         )
-    params = SamplingOptions.from_cli_args(args).params()
+    params = SamplingOptions.from_cli_args(args).given()
     plan = poisson_plan(args.rate, [(args.prompt, params)] * args.num_requests, args.load_seed)
     await client.loads()  # fails before the clock runs if there is no server
     summary = summarise(*await run_load(client, plan, args.timeout))
@@ -241,7 +240,7 @@ async def _load(args: argparse.Namespace, client: GenerationClient) -> int:
 
 
 async def _print_stream(
-    client: GenerationClient, prompt: Prompt, params: SamplingParams, echo: str = ""
+    client: GenerationClient, prompt: Prompt, params: Sampling, echo: str = ""
 ) -> str:
     """Prints the text as it comes; returns it.
 
@@ -260,7 +259,7 @@ async def _print_stream(
 
 
 async def _print_whole(
-    client: GenerationClient, prompt: Prompt, params: SamplingParams, echo: str
+    client: GenerationClient, prompt: Prompt, params: Sampling, echo: str
 ) -> None:
     """Prints all sequences when they are complete, with their log probabilities."""
     output = await client.generate(prompt, params)

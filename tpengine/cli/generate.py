@@ -11,13 +11,15 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from tpengine.cli.parser import SamplingOptions
+from tpengine.config import read_generation_config
 from tpengine.engine_args import EngineArgs
 from tpengine.errors import EngineDeadError, TPEngineError, counted
 from tpengine.host import signals_end_at_once, sigterm_as_interrupt, streamed_text
+from tpengine.model_defaults import sampling_defaults
+from tpengine.sampling_params import SamplingParams
 
 if TYPE_CHECKING:
     from tpengine.llm import LLM
-    from tpengine.sampling_params import SamplingParams
 
 EPILOG = """\
 Examples:
@@ -46,15 +48,16 @@ def run(args: argparse.Namespace) -> int:
 
     Interrupted, also while the model loads, it prints how many prompts are finished.
     """
-    params = SamplingOptions.from_cli_args(args).params()
+    options = SamplingOptions.from_cli_args(args)
+    options.given()  # checks them before the model is loaded
     # Lines of statistics would break the text up.
     engine_args = replace(EngineArgs.from_cli_args(args), disable_log_stats=True)
     finished = failed = 0
     with sigterm_as_interrupt():
         prompts = _read_prompts(args)
         try:
-            llm = _load(engine_args, _progress(0, 0, len(prompts)))
-            with llm:
+            with load_llm(engine_args, _progress(0, 0, len(prompts))) as llm:
+                params, _ = sampling_of(llm, options)
                 for prompt in prompts:
                     try:
                         _stream_one(llm, prompt, params, args.chat)
@@ -75,12 +78,36 @@ def _progress(finished: int, failed: int, total: int) -> str:
     return f"tpengine: interrupted; {finished} of {counted(total, 'prompt')} finished{others}"
 
 
-def _load(engine_args: EngineArgs, last_words: str) -> LLM:
+def load_llm(engine_args: EngineArgs, last_words: str) -> LLM:
+    """Loads a model for a command.
+
+    Args:
+        last_words: printed if a signal ends the process meanwhile.
+
+    Raises:
+        EngineError: see `LLM`.
+    """
     with signals_end_at_once(last_words):
         from tpengine.llm import LLM
     # Ranks on Ray have to be ended in order, at any time.
     with nullcontext() if engine_args.uses_ray else signals_end_at_once(last_words):
         return LLM(**vars(engine_args))
+
+
+def sampling_of(
+    llm: LLM, options: SamplingOptions, max_tokens: int = 100
+) -> tuple[SamplingParams, str]:
+    """Returns the parameters that the user gave with the model's defaults for the others, and in
+    words what they are.
+
+    Args:
+        max_tokens: for a model that recommends none.
+    """
+    found = read_generation_config(llm.llm_engine.get_model_config().model)
+    defaults, source = sampling_defaults(found, max_tokens)
+    fields = defaults | options.given()
+    shown = ", ".join(f"{name} {fields[name]}" for name in sorted(fields))
+    return SamplingParams(**fields), f"{shown} (defaults: {source})"
 
 
 def _read_prompts(args: argparse.Namespace) -> list[str]:

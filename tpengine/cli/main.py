@@ -15,6 +15,7 @@ from tpengine.errors import TPEngineError
 
 COMMANDS = {
     "generate": "complete prompts, the text appearing as it is generated",
+    "chat": "hold a conversation in the terminal, with the model in this process",
     "serve": "serve a model over gRPC",
     "client": "talk to a server that `tpengine serve` runs",
 }

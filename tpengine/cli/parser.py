@@ -7,7 +7,7 @@ import re
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import ClassVar, NoReturn
+from typing import Any, ClassVar, NoReturn
 
 from tpengine.errors import closest
 from tpengine.options import Options, option
@@ -82,16 +82,24 @@ class SamplingOptions(Options):
 
     group: ClassVar[str] = "sampling"
 
-    max_tokens: int = option(100)
-    """Most tokens to generate."""
-    temperature: float = option(0.8)
-    """How freely tokens are drawn; 0 takes the most likely one."""
-    top_p: float = option(0.95)
-    """Draw from the most likely tokens whose probabilities reach this sum, in (0, 1]."""
-    top_k: int = option(-1)
-    """Draw from this many most likely tokens; -1 draws from all."""
-    min_p: float = option(0.0)
-    """Leave out tokens below this share of the most likely one's probability, in [0, 1]."""
+    max_tokens: int | None = option(None)
+    """Most tokens to generate; default: max_new_tokens of the model's generation_config.json, else
+    100, and 1024 in `tpengine chat`."""
+    temperature: float | None = option(None)
+    """How freely tokens are drawn; 0 takes the most likely one; default: what the model's
+    generation_config.json recommends, with do_sample: false 0, and 0.7 if it recommends nothing."""
+    top_p: float | None = option(None)
+    """Draw from the most likely tokens whose probabilities reach this sum, in (0, 1]; default: what
+    the model recommends, and 0.9 if it recommends nothing."""
+    top_k: int | None = option(None)
+    """Draw from this many most likely tokens; -1 draws from all; default: what the model
+    recommends, else -1."""
+    min_p: float | None = option(None)
+    """Leave out tokens below this share of the most likely one's probability, in [0, 1]; default:
+    what the model recommends, else 0."""
+    repetition_penalty: float | None = option(None)
+    """Make tokens of prompt and output less likely, in (0, 2]; 1 is neutral; default: what the
+    model recommends, else 1."""
     sampling_seed: int | None = option(None)
     """Seed of each prompt; default: made from the engine's seed and the number of the request, so
     that `tpengine generate` repeats its texts, and a server does not."""
@@ -100,11 +108,15 @@ class SamplingOptions(Options):
     ignore_eos: bool = option(False)
     """Go on after the model's end token."""
 
-    def params(self) -> SamplingParams:
-        """Returns the sampling parameters.
+    def given(self) -> dict[str, Any]:
+        """Returns the fields of `SamplingParams` that the user has set.
 
         Raises:
             InvalidSamplingParamsError: a value is out of its range.
         """
-        fields = vars(self).copy()
-        return SamplingParams(seed=fields.pop("sampling_seed"), **fields)
+        unset = (None, False)
+        fields = {k: v for k, v in vars(self).items() if not any(v is one for one in unset)}
+        if "sampling_seed" in fields:
+            fields["seed"] = fields.pop("sampling_seed")
+        SamplingParams(**fields)
+        return fields

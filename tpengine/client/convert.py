@@ -28,6 +28,8 @@ Message = Mapping[str, str]
 Prompt = str | Sequence[int] | Sequence[Message] | TextPrompt | TokensPrompt
 """A text, token ids, a conversation of messages with `role` and `content`, or a dict with text or
 ids as `LLM.generate` accepts it."""
+Sampling = SamplingParams | Mapping[str, Any]
+"""All parameters, or a dict of some: for the others the server takes the model's defaults."""
 
 _MOST = 2**31 - 1
 _MOST_MS = 10**12 - 1
@@ -85,7 +87,7 @@ class RemoteOutput(RequestOutput):
 
 def to_request(
     prompt: Prompt,
-    params: SamplingParams,
+    params: Sampling | None,
     request_id: str | None,
     priority: int,
     max_queue_s: float | None,
@@ -95,7 +97,9 @@ def to_request(
     Raises:
         RequestError: a value does not fit into the protocol.
     """
-    request = pb.GenerateRequest(sampling=_to_sampling(params))
+    request = pb.GenerateRequest(
+        sampling=_to_sampling(SamplingParams() if params is None else params)
+    )
     put(request, InvalidPromptError, request_id=request_id)
     put(request, InvalidPriorityError, priority=None if priority == 0 else priority)
     if max_queue_s is not None:
@@ -223,14 +227,15 @@ def _checked_text(text: object) -> str:
     return text
 
 
-def _to_sampling(params: SamplingParams) -> pb.SamplingParams:
-    """All fields that have a value, so that the server's defaults do not matter.
+def _to_sampling(given: Sampling) -> pb.SamplingParams:
+    """All fields that have a value, so that the server's defaults do not matter; of a dict only its
+    own.
 
     Raises:
         InvalidSamplingParamsError: a value was assigned that is out of its range, or does not fit
             into the protocol.
     """
-    params = copy.copy(params)
+    params = SamplingParams(**given) if isinstance(given, Mapping) else copy.copy(given)
     params.check()
     if params.logits_processors:
         raise InvalidSamplingParamsError(
@@ -249,6 +254,9 @@ def _to_sampling(params: SamplingParams) -> pb.SamplingParams:
     )
     if params.max_tokens is None:
         sampling.max_tokens = _MOST
+    if isinstance(given, Mapping):
+        for name in sampling.DESCRIPTOR.fields_by_name.keys() - given.keys():
+            sampling.ClearField(name)
     return sampling
 
 

@@ -21,6 +21,7 @@ from tpengine.client.convert import (
     Message,
     Prompt,
     RemoteOutput,
+    Sampling,
     put,
     to_conversation,
     to_milliseconds,
@@ -28,7 +29,6 @@ from tpengine.client.convert import (
     to_request,
 )
 from tpengine.errors import InvalidPromptError, RequestAbortedError, RequestError
-from tpengine.sampling_params import SamplingParams
 from tpengine.server.grpc.proto import TIMEOUT_KEY, tpengine_pb2_grpc
 from tpengine.server.grpc.proto import tpengine_pb2 as pb
 
@@ -86,7 +86,7 @@ class GenerationClient:
     async def generate(
         self,
         prompt: Prompt,
-        params: SamplingParams | None = None,
+        params: Sampling | None = None,
         *,
         request_id: str | None = None,
         priority: int = 0,
@@ -98,7 +98,8 @@ class GenerationClient:
         Args:
             prompt: text, token ids, messages with `role` and `content`, or a dict with `prompt` or
                 `prompt_token_ids`.
-            params: default: `SamplingParams()`.
+            params: default: `SamplingParams()`; of a dict only its fields are sent, and for others
+                the server takes the model's defaults.
             request_id: unique among the server's unfinished requests; default: made by the server.
             priority: lower is served first; needs a server with scheduling_policy "priority".
             timeout_s: deadline, in seconds from now; math.inf: none.
@@ -107,7 +108,7 @@ class GenerationClient:
         Raises:
             RequestError, ServerError: see the class.
         """
-        request = to_request(prompt, params or SamplingParams(), request_id, priority, max_queue_s)
+        request = to_request(prompt, params, request_id, priority, max_queue_s)
         call = self._stub.Generate(request, **self._until(timeout_s))
         async with typed_errors(call, self.target):
             return to_output(await call, prompt)
@@ -115,7 +116,7 @@ class GenerationClient:
     async def stream(
         self,
         prompt: Prompt,
-        params: SamplingParams | None = None,
+        params: Sampling | None = None,
         *,
         request_id: str | None = None,
         priority: int = 0,
@@ -131,7 +132,7 @@ class GenerationClient:
         Raises:
             RequestError, ServerError: see the class.
         """
-        request = to_request(prompt, params or SamplingParams(), request_id, priority, max_queue_s)
+        request = to_request(prompt, params, request_id, priority, max_queue_s)
         call = self._stub.GenerateStream(request, **self._until(timeout_s))
         try:
             async with typed_errors(call, self.target):

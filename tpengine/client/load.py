@@ -14,9 +14,9 @@ from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
+from tpengine.client.convert import Sampling
 from tpengine.client.generation_client import GenerationClient
 from tpengine.errors import TPEngineError
-from tpengine.sampling_params import SamplingParams
 
 PERCENTILES = (50, 90, 99)
 COMPLETE = "complete"
@@ -34,7 +34,7 @@ class PlannedRequest:
 
     start_s: float
     prompt: str | Sequence[int]
-    params: SamplingParams
+    params: Sampling
     priority: int = 0
 
 
@@ -107,7 +107,7 @@ class LoadSummary:
 
 
 def poisson_plan(
-    rate: float, prompts: Sequence[tuple[str | Sequence[int], SamplingParams]], seed: int
+    rate: float, prompts: Sequence[tuple[str | Sequence[int], Sampling]], seed: int
 ) -> list[PlannedRequest]:
     """A plan whose arrivals are a Poisson process.
 

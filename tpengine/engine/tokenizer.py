@@ -24,6 +24,19 @@ _TOKENIZER_FILES = (
     "*.tiktoken",
     "tekken.json",
 )
+_PLAIN = ("PreTrainedTokenizer", "TokenizersBackend")
+"""Names, without the ending Fast, of a tokenizer that does what its tokenizer.json says."""
+_CERTAIN_CLASSES: Mapping[str, Sequence[str]] = {
+    "bloom": _PLAIN,
+    "gpt2": (*_PLAIN, "GPT2Tokenizer"),
+    "llama": (*_PLAIN, "GPT2Tokenizer", "LlamaTokenizer"),
+    "mistral": _PLAIN,
+    "opt": (*_PLAIN, "GPT2Tokenizer"),
+    "qwen2": ("Qwen2Tokenizer",),
+    "qwen3": (*_PLAIN, "Qwen2Tokenizer"),
+}
+"""By `model_type`: classes that `AutoTokenizer` takes if tokenizer_config.json names them. To
+import `AutoTokenizer` takes about two seconds, and such a class a third of that."""
 _METASPACE_STAGES = [
     {"type": "Replace", "pattern": {"String": "\u2581"}, "content": " "},
     {"type": "ByteFallback"},
@@ -168,7 +181,7 @@ class Tokenizer:
             raise InvalidPromptError(
                 "this model's tokenizer has no chat template (chat_template in its "
                 "tokenizer_config.json): it was not trained to chat. Write the conversation as one "
-                "text and call generate with it, or give a chat_template"
+                "text and call generate (`tpengine generate`) with it, or give a chat_template"
             )
         try:
             text = self.hf.apply_chat_template(
@@ -199,21 +212,51 @@ def load_tokenizer(config: ModelConfig) -> Tokenizer | None:
     if not any(next(folder.glob(pattern), None) for pattern in _TOKENIZER_FILES):
         logger.info("%s has no tokenizer: prompts must be ids, outputs have no text", folder)
         return None
-    from transformers import AutoTokenizer
-
     try:
-        hf = AutoTokenizer.from_pretrained(
-            str(folder),
-            use_fast=config.tokenizer_mode != "slow",
-            trust_remote_code=config.trust_remote_code,
-            local_files_only=True,  # the folder is complete; loading must not wait for a network
-        )
+        hf = _load_hf(config, folder)
         return Tokenizer(hf)
     except Exception as error:  # parsers and remote tokenizers raise errors of any type
         raise ModelLoadError(
             f"the tokenizer in {folder} cannot be loaded ({type(error).__name__}: {error}); "
             "repair or fetch its files again, or name another folder with `tokenizer`"
         ) from error
+
+
+def _load_hf(config: ModelConfig, folder: Path) -> Any:
+    """Loads the tokenizer of transformers, by its class where that is certain."""
+    import transformers
+
+    name = None if config.tokenizer_mode == "slow" else _certain_class(folder)
+    # The folder is complete: loading must not wait for a network.
+    if name is not None:
+        return getattr(transformers, name).from_pretrained(str(folder), local_files_only=True)
+    return transformers.AutoTokenizer.from_pretrained(
+        str(folder),
+        use_fast=config.tokenizer_mode != "slow",
+        trust_remote_code=config.trust_remote_code,
+        local_files_only=True,
+    )
+
+
+def _certain_class(folder: Path) -> str | None:
+    """Name of the class that `AutoTokenizer` would take for the files in `folder`; None: that
+    depends on more than the files say, such as the version of transformers."""
+    model, own = (_read_object(folder / f"{kind}.json") for kind in ("config", "tokenizer_config"))
+    name, file = str(own.get("tokenizer_class")).removesuffix("Fast"), folder / "tokenizer.json"
+    is_plain_folder = file.is_file() and not (folder / "tekken.json").exists()
+    known = _CERTAIN_CLASSES.get(str(model.get("model_type")), ())
+    if name not in known or "auto_map" in own or not is_plain_folder:
+        return None
+    if name in _PLAIN:
+        return "PreTrainedTokenizerFast"
+    if name == "LlamaTokenizer" and '"ByteLevel"' in file.read_text(encoding="utf-8"):
+        return None  # a wrong name in many folders
+    return f"{name}Fast"  # a second name of the class since version 5
+
+
+def _read_object(path: Path) -> dict[str, Any]:
+    """Content of a JSON file; empty if there is no such file."""
+    return dict(json.loads(path.read_text(encoding="utf-8"))) if path.is_file() else {}
 
 
 def _read_messages(messages: object) -> list[dict[str, Any]]:

@@ -51,7 +51,7 @@ def create_executor(args: EngineArgs) -> tuple[EngineConfig, Executor]:
             f"tensor_parallel_size = {args.tensor_parallel_size} with executor = "
             f"{args.executor!r} needs Ray: pip install 'tpengine[ray]'"
         )
-    _check_division(args)
+    args.read_model()  # refuses a model that the ranks cannot share, before any process starts
     from tpengine.executor.launch.ray_connection import RayConnection
     from tpengine.executor.launch.ray_executor import RayExecutor
 
@@ -62,29 +62,3 @@ def create_executor(args: EngineArgs) -> tuple[EngineConfig, Executor]:
     except BaseException:
         connection.close()
         raise
-
-
-def _check_division(args: EngineArgs) -> None:
-    """Checks, before any process is started, that the ranks can share the model's heads.
-
-    Raises:
-        ConfigError: they cannot; the message names the sizes that can.
-        ModelLoadError: the model's folder cannot be read.
-    """
-    size = args.tensor_parallel_size
-    if size == 1:
-        return
-    _, hf_config = args.read_model()
-    for what, name in (
-        ("attention heads", "num_attention_heads"),
-        ("KV heads", "num_key_value_heads"),
-    ):
-        total = hf_config.get(name)
-        if not isinstance(total, int) or total < 1 or total % size == 0:
-            continue
-        if what == "KV heads" and size > total and size % total == 0:  # each is on several ranks
-            continue
-        raise ConfigError(
-            f"{total} {what} of the model cannot be divided over tensor_parallel_size = {size}; "
-            f"sizes that can: {', '.join(str(n) for n in range(1, total + 1) if total % n == 0)}"
-        )

@@ -95,6 +95,12 @@ class _Tape(TorchDispatchMode):
         self._recording = recording
         self._workspace = workspace
 
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        """torch asks its compiler to leave a mode's methods alone, unless the mode says no. That
+        imports the compiler, which takes a second, and nothing is compiled here."""
+        return False
+
     def __torch_dispatch__(
         self,
         func: Any,

@@ -24,9 +24,16 @@ _CANDIDATES_A_TURN = 1024
 
 
 def read_generate_request(
-    message: pb.GenerateRequest, kind: RequestOutputKind, limits: Limits, max_model_len: int
+    message: pb.GenerateRequest,
+    kind: RequestOutputKind,
+    limits: Limits,
+    max_model_len: int,
+    defaults: Mapping[str, Any],
 ) -> GenerateRequest:
     """The engine's form of a message; id, owner and deadline, which belong to the call, are unset.
+
+    Args:
+        defaults: sampling parameters that the message leaves out.
 
     Raises:
         RequestError: a field is out of its bounds.
@@ -37,7 +44,7 @@ def read_generate_request(
             "a request needs prompt, prompt_token_ids or messages; got none of them"
         )
     _check_lengths(message.sampling, limits)
-    params = read_sampling_params(message.sampling, kind)
+    params = read_sampling_params(message.sampling, kind, defaults)
     most = min(params.truncate_prompt_tokens or max_model_len, max_model_len)
     check_sampling(params, limits, max_model_len, _max_prompt_len(message, most))
     max_queue_s = None
@@ -101,17 +108,20 @@ def read_seconds(name: str, milliseconds: int) -> float:
     return milliseconds / 1e3
 
 
-def read_sampling_params(message: pb.SamplingParams, kind: RequestOutputKind) -> SamplingParams:
-    """`SamplingParams` of exactly the fields that are set, explicit zeros included.
+def read_sampling_params(
+    message: pb.SamplingParams, kind: RequestOutputKind, defaults: Mapping[str, Any]
+) -> SamplingParams:
+    """`SamplingParams` of the fields that are set, explicit zeros included, and of `defaults`.
 
     Raises:
         InvalidSamplingParamsError: a value is out of its range.
     """
     given = {field.name: value for field, value in message.ListFields()}
+    defaults = {} if message.use_beam_search else defaults  # it does not sample
     for name, read in _READERS.items():
         if name in given:
             given[name] = read(given[name])
-    return SamplingParams(**given, output_kind=kind)
+    return SamplingParams(**{**defaults, **given}, output_kind=kind)
 
 
 def _read_early_stopping(value: int) -> bool | str:

@@ -1,0 +1,204 @@
+"""`tpengine chat`: history, commands, long conversations, keys at a terminal, signals."""
+
+from __future__ import annotations
+
+import io
+import re
+import shutil
+import signal
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from support.terminal import END_S, START_S, Terminal
+from support.tiny_llama import edit_json
+
+from tpengine import LLM, SamplingParams
+from tpengine.cli.main import main
+from tpengine.config import EMBEDDED_MODEL
+
+SMALL = ["--cpu-kv-cache-space", "0.05", "--max-model-len", "512", "--dtype", "float32"]
+GREEDY = ["--temperature", "0", "--max-tokens", "12", *SMALL]
+ENDLESS = ["--max-tokens", "2000", "--ignore-eos", "--cpu-kv-cache-space", "0.05"]
+QUESTION = "What is the capital of France?"
+SHOWN = "\x1b[2m[", "tokens/s"
+
+Message = dict[str, str]
+Ask = Callable[..., str]
+
+
+def user(text: str) -> Message:
+    return {"role": "user", "content": text}
+
+
+@pytest.fixture(scope="module")
+def llm() -> Iterator[LLM]:
+    with LLM(dtype="float32", cpu_kv_cache_space=0.05, max_model_len=512) as llm:
+        yield llm
+
+
+def type_lines(monkeypatch: pytest.MonkeyPatch, *lines: str) -> None:
+    monkeypatch.setattr(sys, "stdin", io.StringIO("\n".join(lines)))
+
+
+@pytest.fixture
+def prompts(monkeypatch: pytest.MonkeyPatch) -> list[list[Message]]:
+    """The messages of each prompt that is streamed."""
+    texts: dict[tuple[int, ...], list[Message]] = {}
+    streamed: list[list[Message]] = []
+    template, stream = LLM.chat_token_ids, LLM.stream
+
+    def noted_template(llm: LLM, messages: Any) -> list[int]:
+        ids = template(llm, messages)
+        texts[tuple(ids)] = list(messages)
+        return ids
+
+    def noted_stream(llm: LLM, prompt: None, params: SamplingParams, ids: list[int]) -> Any:
+        streamed.append(texts[tuple(ids)])
+        return stream(llm, prompt, params, ids)
+
+    monkeypatch.setattr(LLM, "chat_token_ids", noted_template)
+    monkeypatch.setattr(LLM, "stream", noted_stream)
+    return streamed
+
+
+def test_answers_follow_the_conversation(
+    llm: LLM, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    params = SamplingParams(temperature=0.0, max_tokens=12)
+
+    def answer(*messages: Message) -> Message:
+        text = llm.chat(list(messages), params, use_tqdm=False)[0].outputs[0].text
+        return {"role": "assistant", "content": text}
+
+    system = {"role": "system", "content": "Speak of the sea."}
+    first, second = user("Hello, my name is Anna."), user("What is two plus three?")
+    answers = [one := answer(system, first), answer(system, first, one, second)]
+    answers += [answer(first), answer(system, user("/reset\nlike this"))]
+    type_lines(
+        monkeypatch,
+        *("", first["content"], "  ", second["content"], "/clear", "/system", first["content"]),
+        *("/unknown", "/reset", f"/system {system['content']}", '"""/reset', 'like this"""'),
+        *("/exit", "never read"),
+    )
+    assert main(["chat", *GREEDY, "--system", system["content"]]) == 0
+    shown = capsys.readouterr()
+    assert shown.out == "".join(one["content"] + "\n" for one in answers)
+    assert shown.err.count("tokens/s") == 4
+    assert "unknown command /unknown" in shown.err
+    assert "\x1b" not in shown.err
+
+
+def test_words_are_one_message(llm: LLM, capsys: pytest.CaptureFixture[str]) -> None:
+    params = SamplingParams(temperature=0.0, max_tokens=12)
+    expected = llm.chat([user(QUESTION)], params, use_tqdm=False)[0].outputs[0].text
+    assert main(["chat", *GREEDY, *QUESTION.split()]) == 0
+    assert capsys.readouterr().out == f"{expected}\n"
+
+
+def test_the_oldest_turns_are_forgotten(
+    prompts: list[list[Message]],
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    lines = [f"{QUESTION} {i}" for i in range(6)]
+    type_lines(monkeypatch, *lines[:5], "word " * 200, lines[5])
+    short = ["--max-model-len", "120", "--cpu-kv-cache-space", "0.05", "--max-tokens", "20"]
+    assert main(["chat", "--system", "Be brief.", *short]) == 1
+    err = capsys.readouterr().err
+    assert re.search(r"InvalidPromptError: the message has \d+ tokens.*max_model_len = 120", err)
+    assert re.search(r"longer than the model's 120 tokens: forgot the first \d turns?", err)
+    assert len(prompts) == 6
+    assert {prompt[0]["content"] for prompt in prompts} == {"Be brief."}
+    assert [prompt[-1]["content"] for prompt in prompts] == lines
+    for prompt in prompts:  # an unbroken end of the conversation, from a message of the user on
+        asked = [one["content"] for one in prompt if one["role"] == "user"]
+        last = lines.index(asked[-1])
+        assert asked == lines[last + 1 - len(asked) : last + 1]
+        assert len(prompt) == 2 * len(asked)
+    assert 1 < len(prompts[-1]) < 12
+
+
+def test_sampling_comes_from_the_model(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    seen: list[SamplingParams] = []
+    stream = LLM.stream
+
+    def noted(llm: LLM, prompt: Any, params: SamplingParams, ids: Any) -> Any:
+        seen.append(params)
+        return stream(llm, prompt, params, ids)
+
+    monkeypatch.setattr(LLM, "stream", noted)
+    folder = tmp_path / "model"
+    shutil.copytree(EMBEDDED_MODEL, folder)
+    found = {"do_sample": True, "temperature": 0.3, "top_k": 0, "max_new_tokens": 7}
+    edit_json(folder / "generation_config.json", lambda config: config.update(found))
+    model = ["--model", str(folder), *SMALL]
+    assert main(["chat", "Hello", *model, "--top-p", "0.5"]) == 0
+    assert (
+        "max_tokens 7, temperature 0.3, top_k -1, top_p 0.5 (defaults: the model's)"
+        in capsys.readouterr().err
+    )
+    assert main(["generate", "Hello", *model]) == 0
+    assert main(["chat", "Hello", *SMALL]) == 0
+    assert "(defaults: tpengine's, the model" in capsys.readouterr().err
+    facts = [(one.temperature, one.top_p, one.top_k, one.max_tokens) for one in seen]
+    assert facts == [(0.3, 0.5, -1, 7), (0.3, 1.0, -1, 7), (0.7, 0.9, -1, 1024)]
+
+
+def test_a_model_without_a_chat_template_is_refused(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = tmp_path / "model"
+    shutil.copytree(EMBEDDED_MODEL, folder)
+    edit_json(folder / "tokenizer_config.json", lambda config: config.pop("chat_template"))
+    assert main(["chat", "--model", str(folder), *SMALL]) == 1
+    err = capsys.readouterr().err
+    assert "has no chat template" in err
+    assert "tpengine generate" in err
+
+
+def test_keys_at_a_terminal() -> None:
+    with Terminal("chat", *ENDLESS, "--temperature", "0") as terminal:
+        assert "temperature 0.0" in terminal.read_until("> ")
+        terminal.type("Tell me a story.\n")
+        terminal.read_until("\r\n")  # the echo; what follows is the answer
+        terminal.read_until(" ")
+        terminal.type("\x03")  # ends the answer
+        shown = terminal.read_until("> ")
+        assert all(part in shown for part in SHOWN)
+        terminal.type("/resex\x7ft\n")  # a wrong letter, taken back
+        assert "unknown command" not in terminal.read_until("> ")
+        terminal.type("half a line\x03")  # clears the line
+        assert "once more" in terminal.read_until("> ")
+        terminal.type("\x1b[A\n")  # the line before: /reset, which prints nothing
+        assert "unknown command" not in terminal.read_until("\r\n> ")
+        terminal.type("Hello\n")
+        terminal.read_until(" ")
+        terminal.type("\x03")
+        assert "tokens/s" in terminal.read_until("\n> ")
+        terminal.type("\x03")
+        terminal.read_until("> ")
+        terminal.type("\x03")
+        assert terminal.process.wait(END_S) == 130
+
+
+def test_the_end_of_what_is_typed() -> None:
+    with Terminal("chat", *GREEDY) as terminal:
+        terminal.read_until("> ")
+        terminal.type("\x04")
+        assert terminal.process.wait(START_S) == 0
+
+
+def test_sigterm_ends_the_program_in_an_answer() -> None:
+    with Terminal("chat", *ENDLESS) as terminal:
+        terminal.read_until("> ")
+        terminal.type("Tell me a story.\n")
+        terminal.read_until("\r\n")
+        terminal.read_until(" ")
+        terminal.process.send_signal(signal.SIGTERM)
+        assert terminal.process.wait(START_S) == 128 + signal.SIGTERM
+        assert "Traceback" not in terminal.read_rest()

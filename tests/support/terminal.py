@@ -1,0 +1,68 @@
+"""A process of `tpengine` at a terminal: what a person types, and sees."""
+
+from __future__ import annotations
+
+import os
+import pty
+import select
+import subprocess
+import sys
+import time
+
+START_S = 60.0
+END_S = 10.0
+"""One second, on a loaded machine."""
+AT_A_TERMINAL = """
+import fcntl, signal, sys, termios
+fcntl.ioctl(0, termios.TIOCSCTTY, 0)
+signal.signal(signal.SIGINT, signal.default_int_handler)  # a test run in the background ignores it
+from tpengine.cli.main import main
+sys.exit(main(sys.argv[1:]))
+"""
+
+
+class Terminal:
+    """A process of `tpengine` at a terminal."""
+
+    def __init__(self, *words: str) -> None:
+        self._keys, theirs = pty.openpty()
+        self.process = subprocess.Popen(
+            [sys.executable, "-c", AT_A_TERMINAL, *words],
+            stdin=theirs,
+            stdout=theirs,
+            stderr=theirs,
+            start_new_session=True,
+        )
+        os.close(theirs)
+
+    def type(self, keys: str) -> None:
+        """Presses keys; \\x03 is Ctrl-C."""
+        os.write(self._keys, keys.encode())
+
+    def read_until(self, words: str) -> str:
+        """The output until these words appear."""
+        shown, deadline = "", time.monotonic() + START_S
+        while words not in shown:
+            assert time.monotonic() < deadline, shown
+            if select.select([self._keys], [], [], 0.1)[0]:
+                shown += os.read(self._keys, 4096).decode()
+        return shown
+
+    def read_rest(self) -> str:
+        """The rest of the output until the process ends."""
+        shown = b""
+        while select.select([self._keys], [], [], 0.1)[0]:
+            try:
+                shown += os.read(self._keys, 4096)
+            except OSError:  # Linux's way to say that the other end is closed
+                break
+        return shown.decode()
+
+    def __enter__(self) -> Terminal:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self.process.poll() is None:
+            self.process.kill()
+        self.process.wait(START_S)
+        os.close(self._keys)

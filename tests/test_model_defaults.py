@@ -1,0 +1,121 @@
+"""A `config.json` that is read without transformers gives what transformers reads from it."""
+
+from __future__ import annotations
+
+import ast
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from support.tiny_llama import TinyLlama
+from support.variants import VARIANTS, Variant
+from support.zoo import ZOO
+from transformers import AutoConfig
+
+import tpengine
+from tpengine import EngineArgs
+from tpengine.config import EMBEDDED_MODEL, ModelConfig, ModelFields, read_hf_config
+from tpengine.errors import ModelLoadError
+from tpengine.layers.rotary import rope_parameters
+from tpengine.model_defaults import OWN_SAMPLING, sampling_defaults
+from tpengine.sampling_params import SamplingParams
+
+ROTARY = {"rope_parameters", "rope_scaling", "rope_theta"}
+COMPUTED = {"head_dim", "num_key_value_heads", "word_embed_proj_dim"}
+"""Fields that `ModelConfig` or the model computes if they are absent."""
+NOT_READ = {"bos_token_id", "n_head", "n_layer", "pretraining_tp", "transformers_version"}
+"""Words that the package uses for something else than a field of these architectures."""
+
+
+def words_in_the_package() -> set[str]:
+    """Every string of the package: what is no such string cannot be read from a config."""
+    trees = [ast.parse(path.read_text()) for path in Path(tpengine.__file__).parent.rglob("*.py")]
+    nodes = [node for tree in trees for node in ast.walk(tree)]
+    return {n.value for n in nodes if isinstance(n, ast.Constant) and isinstance(n.value, str)}
+
+
+READ = words_in_the_package()
+
+
+def of_transformers(folder: Path) -> ModelFields:
+    config = AutoConfig.from_pretrained(folder)
+    fields = ModelFields(json.loads(config.to_json_string(use_diff=False)))
+    return ModelFields({name: fields[own] for name, own in config.attribute_map.items()} | fields)
+
+
+def facts(hf_config: ModelFields) -> dict[str, Any]:
+    """All that the package can find out, of fields in any spelling."""
+    model = ModelConfig("", None, "", False, hf_config, "", 0, 0, "", frozenset())
+    names = sorted(READ - ROTARY - COMPUTED - NOT_READ)
+    found = {name: hf_config.get(name) or None for name in names}  # False is as good as absent
+    found["heads"] = (model.total_num_kv_heads, model.head_dim)
+    found["rotary"] = rope_parameters(hf_config) if ROTARY & hf_config.keys() else None
+    return found
+
+
+def assert_read_alike(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    expected = facts(of_transformers(folder))
+    with monkeypatch.context() as patch:
+        patch.setattr(AutoConfig, "from_pretrained", None)  # a call of it would fail
+        found = facts(read_hf_config(str(folder), trust_remote_code=False))
+    assert found == expected
+
+
+MODELS: list[Variant | TinyLlama] = [*VARIANTS, *ZOO.values()]
+
+
+@pytest.mark.parametrize("model", MODELS, ids=lambda model: getattr(model, "name", str(model)))
+def test_written_models(
+    model: Variant | TinyLlama, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model.write(tmp_path)
+    assert_read_alike(tmp_path, monkeypatch)
+
+
+@pytest.mark.parametrize("kind", sorted({variant.model_type for variant in VARIANTS}))
+def test_defaults_of_an_almost_empty_config(
+    kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": kind}))
+    assert_read_alike(tmp_path, monkeypatch)
+
+
+def test_an_architecture_without_a_table_is_read_through_transformers(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(
+        json.dumps({"model_type": "gpt_neox", "hidden_size": 128})
+    )
+    found = read_hf_config(str(tmp_path), trust_remote_code=False)
+    assert (found["hidden_size"], found["vocab_size"]) == (128, 50432)
+
+
+@pytest.mark.parametrize(
+    "wrong", [{"hidden_size": "256"}, {"num_attention_heads": None}, {"rms_norm_eps": True}]
+)
+def test_a_value_of_another_type_is_refused(wrong: dict[str, Any], tmp_path: Path) -> None:
+    config = json.loads(Path(EMBEDDED_MODEL, "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps(config | wrong))
+    with pytest.raises(ModelLoadError, match=next(iter(wrong))):
+        EngineArgs(str(tmp_path)).read_model()
+
+
+@pytest.mark.parametrize(
+    ("recommended", "fields"),
+    [
+        ({}, OWN_SAMPLING),
+        (
+            {"eos_token_id": 2, "repetition_penalty": 1.1},
+            {**OWN_SAMPLING, "repetition_penalty": 1.1},
+        ),
+        ({"temperature": 0.6}, {"temperature": 0.6}),
+        ({"do_sample": True}, {}),
+        ({"do_sample": True, "top_k": 20, "min_p": None}, {"top_k": 20}),
+        ({"do_sample": False, "temperature": 0.6}, {"temperature": 0.0}),
+        ({"max_new_tokens": 9, "top_k": 0}, {"max_tokens": 9, "top_k": -1}),
+    ],
+)
+def test_sampling_defaults(recommended: dict[str, Any], fields: dict[str, Any]) -> None:
+    found, source = sampling_defaults(recommended, max_tokens=50)
+    assert found == {"max_tokens": 50, **fields}
+    SamplingParams(**found)
+    assert ("tpengine" in source) == (fields.get("temperature") == 0.7)
