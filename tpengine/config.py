@@ -14,8 +14,9 @@ from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
-from tpengine import aliases
+from tpengine import aliases, gguf_config
 from tpengine.errors import ConfigError, ModelLoadError
+from tpengine.gguf_file import find_gguf, first_part, is_gguf
 
 DTYPES = ("auto", "float32", "bfloat16", "float16", "float", "half")
 BLOCK_SIZES = (8, 16, 32)
@@ -72,6 +73,10 @@ WEIGHT_FILES = {
 is read."""
 _HUB_DOUBLES = ["original/*", "consolidated*"]
 """Copies of the weights in other layouts, which some models have."""
+
+
+_BEFORE_GGUF = ("*.safetensors", "pytorch_model*.bin", "tokenizer*")
+"""Patterns of files of a folder that are taken instead of its GGUF file."""
 
 
 class ModelFields(dict[str, Any]):
@@ -365,10 +370,10 @@ class EngineConfig:
 
 @dataclass(frozen=True)
 class ModelFiles:
-    """The files of a model or of a tokenizer: a folder, or a model of the hub.
+    """The files of a model or of a tokenizer: a folder, a GGUF file, or a model of the hub.
 
     Attributes:
-        name: folder in Hugging Face layout, or hub name.
+        name: folder in Hugging Face layout or with a GGUF file, such a file, or hub name.
         download_dir: folder for models of the hub; None: the hub's own cache.
         revision: branch, tag or commit of a model of the hub; None: its main branch.
         trust_remote_code: whether Python files are fetched.
@@ -382,18 +387,22 @@ class ModelFiles:
     what: str = "model"
 
     def find(self) -> str:
-        """Returns the local folder; of a model of the hub all but the weights is fetched.
+        """Returns the local folder or the GGUF file (of a split one the first part); of a model of
+        the hub all but the weights is fetched.
 
         Raises:
-            ModelLoadError: it is not a folder and cannot be fetched.
+            ModelLoadError: it is neither and cannot be fetched, or holds several GGUF files.
         """
         folder = Path(self.name).expanduser()
+        if is_gguf(folder) and first_part(folder).is_file():
+            return str(first_part(folder))
         if folder.is_dir():
-            return str(folder)
+            has_others = any(next(folder.glob(pattern), None) for pattern in _BEFORE_GGUF)
+            return str(folder if has_others else find_gguf(folder) or folder)
         if folder.exists() or self.name.startswith(("/", ".", "~")) or self.name.count("/") != 1:
             raise ModelLoadError(
-                f"{self.what} {self.name!r} is no folder; give a folder in Hugging Face layout or "
-                "a hub name like 'owner/name'"
+                f"{self.what} {self.name!r} is no folder and no GGUF file; give a folder in "
+                "Hugging Face layout, a file *.gguf, or a hub name like 'owner/name'"
             )
         code = ["*.py"] if self.trust_remote_code else []
         return self._fetch(self.revision, [*_HUB_TEXTS, *code], _HUB_DOUBLES)
@@ -408,7 +417,7 @@ class ModelFiles:
         Raises:
             ModelLoadError: they cannot be fetched.
         """
-        if Path(self.name).expanduser().is_dir():
+        if Path(folder) == Path(self.name).expanduser() or is_gguf(folder):
             return
         commit = Path(folder).name  # the hub's main branch may have changed since `find`
         for pattern in WEIGHT_FILES[load_format]:
@@ -438,17 +447,23 @@ class ModelFiles:
 
 
 def read_hf_config(folder: str, trust_remote_code: bool) -> ModelFields:
-    """Reads `config.json` through transformers, which adds the architecture's defaults.
+    """Reads `config.json`, or what a GGUF file has of it, through transformers, which adds the
+    architecture's defaults.
 
     Raises:
-        ModelLoadError: there is no `config.json`, or transformers cannot read it.
+        ConfigError: the architecture of a GGUF file is not supported.
+        ModelLoadError: there is no such file, or it cannot be read.
     """
-    if not (Path(folder) / "config.json").is_file():
+    found = gguf_config.read_config(folder) if is_gguf(folder) else None
+    if found is None and not (Path(folder) / "config.json").is_file():
         raise ModelLoadError(f"{folder} is no model folder: it has no config.json")
     from transformers import AutoConfig
 
     try:
-        config = AutoConfig.from_pretrained(folder, trust_remote_code=trust_remote_code)
+        if found is None:
+            config = AutoConfig.from_pretrained(folder, trust_remote_code=trust_remote_code)
+        else:
+            config = AutoConfig.for_model(found.pop("model_type"), **found)
     except Exception as error:
         raise ModelLoadError(f"{folder}/config.json cannot be read: {error}") from error
     fields = ModelFields(json.loads(config.to_json_string(use_diff=False)))
@@ -502,11 +517,14 @@ def replace_rope(
 
 
 def read_generation_config(folder: str) -> dict[str, Any]:
-    """Content of a model's `generation_config.json`; empty if there is no such file.
+    """Content of a model's `generation_config.json`, or what a GGUF file has of it; empty if there
+    is no such file.
 
     Raises:
         ModelLoadError: it is not valid JSON.
     """
+    if is_gguf(folder):
+        return gguf_config.read_generation_config(folder)
     path = Path(folder) / "generation_config.json"
     if not path.is_file():
         return {}
