@@ -7,7 +7,7 @@ transformers, so that the families of the engine need not know which kind of fil
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -118,8 +118,21 @@ ARCHITECTURES = {
 }
 """By `general.architecture`; a llama that has experts is a mixtral here."""
 
-_GEMMA_27B = {"gemma2": 46, "gemma3": 62}
+_GEMMA_27B = {"gemma2": 46, "gemma3_text": 62}
 """Number of layers of the size whose queries are scaled by hidden size / heads, not by head_dim."""
+_ROPE = {
+    "rope.scaling.factor": "factor",
+    "rope.scaling.original_context_length": "original_max_position_embeddings",
+    "rope.scaling.attn_factor": "attention_factor",
+    "rope.scaling.yarn_attn_factor": "attention_factor",
+    "rope.scaling.yarn_beta_fast": "beta_fast",
+    "rope.scaling.yarn_beta_slow": "beta_slow",
+}
+_FACTORS = {
+    "any": "rope_freqs.weight",
+    "short_factor": "rope_factors_short.weight",
+    "long_factor": "rope_factors_long.weight",
+}
 _SAMPLING = {
     "temp": "temperature",
     "top_k": "top_k",
@@ -139,7 +152,8 @@ _END_TOKENS = {
 """Control tokens that end an answer: many files name one of them as their end, and mean more."""
 CONTROL, USER_DEFINED = 3, 4
 """Values of `tokenizer.ggml.token_type`."""
-_MAX_POSITIONS = 1 << 24
+_INTEGERS = ("_count", "_kv", "_length", "_window", "_id", "_k")
+_MAX = 1 << 24
 
 
 def architecture_of(file: GGUFFile) -> Architecture:
@@ -168,35 +182,35 @@ def read_config(path: str) -> dict[str, Any]:
     """
     file = open_gguf(path)
     architecture = architecture_of(file)
-    values = _Values(file)
+    keys = (*_FIELDS, *_ROPE, "rope.dimension_count")
+    values = _numbers(file, file.metadata["general.architecture"], keys)
+    _check(file, values)
     fields: dict[str, Any] = {
         "architectures": [architecture.hf_class],
         "model_type": architecture.model_type,
+        "vocab_size": file.tensors["token_embd.weight"].shape[0],
+        "tie_word_embeddings": "output.weight" not in file.tensors,
         **architecture.constants,
     }
     for key, name in (_FIELDS | dict(architecture.renamed)).items():
-        if (value := values.get(key)) is not None:
-            fields[name] = value
+        if key in values:
+            fields[name] = values[key]
     for ending, name in architecture.flags.items():
         fields[name] = f"blk.0.{ending}" in file.tensors
-    _check(values)
-    fields["vocab_size"] = file.tensors["token_embd.weight"].shape[0]
-    fields["tie_word_embeddings"] = "output.weight" not in file.tensors
-    fields["sliding_window"] = fields.get("sliding_window") or None  # phi3: 0 is none
-    head_dim = values.head_dim()
+    fields["sliding_window"] = fields.get("sliding_window") or None  # Phi-3 writes 0 for none
+    hidden_size, heads = values["embedding_length"], values["attention.head_count"]
+    head_dim = values.get("attention.key_length") or hidden_size // heads
     if "gemma" in architecture.model_type:
-        hidden_size, heads = fields["hidden_size"], fields["num_attention_heads"]
-        is_27b = _GEMMA_27B.get(values.prefix) == fields["num_hidden_layers"]
+        is_27b = _GEMMA_27B.get(architecture.model_type) == values["block_count"]
         fields["query_pre_attn_scalar"] = hidden_size // heads if is_27b else head_dim
-    rotated = values.get("rope.dimension_count")
-    if rotated is not None and rotated != head_dim:
+    rotated = values.get("rope.dimension_count", head_dim)
+    if rotated != head_dim:
         fields["partial_rotary_factor"] = rotated / head_dim
-    if (scaling := _rope_scaling(values)) is not None:
-        fields["rope_scaling"] = scaling
-    for name in ("bos", "pad"):
-        key = "padding" if name == "pad" else name
-        fields[f"{name}_token_id"] = values.get(f"{key}_token_id", "tokenizer.ggml")
-    fields["eos_token_id"] = sorted(_end_token_ids(values)) or None
+    fields["rope_scaling"] = _rope_scaling(file, values)
+    tokens = _numbers(file, "tokenizer.ggml", (*_END_KEYS, "bos_token_id", "padding_token_id"))
+    fields["bos_token_id"] = tokens.get("bos_token_id")
+    fields["pad_token_id"] = tokens.get("padding_token_id")
+    fields["eos_token_id"] = _end_token_ids(file, tokens) or None
     return fields
 
 
@@ -208,137 +222,85 @@ def read_generation_config(path: str) -> dict[str, Any]:
     Raises:
         ModelLoadError: the file is damaged.
     """
-    values = _Values(open_gguf(path))
-    found = {
-        name: value
-        for key, name in _SAMPLING.items()
-        if (value := values.get(key, "general.sampling")) is not None
-    }
-    return {"do_sample": True, **(found or {"temperature": 0.7, "top_p": 0.9})}
+    found = _numbers(open_gguf(path), "general.sampling", _SAMPLING)
+    chosen = {_SAMPLING[key]: value for key, value in found.items()}
+    return {"do_sample": True, **(chosen or {"temperature": 0.7, "top_p": 0.9})}
 
 
-class _Values:
-    """The numbers of a file's metadata, by key without the architecture before it."""
-
-    def __init__(self, file: GGUFFile) -> None:
-        self.file = file
-        self.prefix = str(file.metadata.get("general.architecture"))
-
-    def get(self, key: str, prefix: str | None = None) -> Any:
-        """Returns a number; None: the file has none.
-
-        Raises:
-            ModelLoadError: the value is no number, or is less than 0.
-        """
-        name = f"{prefix or self.prefix}.{key}"
-        value = self.file.metadata.get(name)
-        if value is None or (type(value) in (int, float) and math.isfinite(value) and value >= 0):
-            return value
-        raise ModelLoadError(
-            f"{name} = {value!r} in {self.file.path} is not one number of at least 0; models whose "
-            "layers differ in size are not supported"
-        )
-
-    def need(self, key: str) -> int:
-        """Returns an integer above 0.
-
-        Raises:
-            ModelLoadError: there is none.
-        """
-        value = self.get(key)
-        if not isinstance(value, int) or value < 1:
+def _numbers(file: GGUFFile, prefix: str, keys: Iterable[str]) -> dict[str, Any]:
+    names = {key: f"{prefix}.{key}" for key in keys}
+    found = {key: file.metadata[name] for key, name in names.items() if name in file.metadata}
+    for key, value in found.items():
+        kinds = (int,) if key.endswith(_INTEGERS) else (int, float)
+        if type(value) not in kinds or not 0 <= value < (_MAX if type(value) is int else math.inf):
             raise ModelLoadError(
-                f"{self.prefix}.{key} = {value!r} in {self.file.path} must be an integer above 0; "
-                "the file was not converted completely"
+                f"{prefix}.{key} = {value!r} in {file.path} must be one number from 0 to {_MAX} "
+                "(layers of different sizes are not supported)"
             )
-        return value
-
-    def head_dim(self) -> int:
-        """Number of elements of one head."""
-        whole = self.need("embedding_length") // self.need("attention.head_count")
-        return int(self.get("attention.key_length") or whole)
-
-    def floats(self, name: str) -> list[float] | None:
-        """Values of a small tensor in float32; None: the file has none."""
-        tensor = self.file.tensors.get(name)
-        if tensor is None or tensor.type != "F32":
-            return None
-        return [float(value) for value in tensor.rows().view(np.float32).ravel()]
+    return found
 
 
-def _check(values: _Values) -> None:
+def _check(file: GGUFFile, values: Mapping[str, Any]) -> None:
     """Checks that the tensors have the sizes that the metadata names, before memory is allocated.
 
     Raises:
         ModelLoadError: they do not.
     """
-    tensors, path = values.file.tensors, values.file.path
-    layers, hidden_size = values.need("block_count"), values.need("embedding_length")
-    heads = values.need("attention.head_count")
-    kv_heads = values.get("attention.head_count_kv")
-    experts = values.get("expert_count")
+    needed = ("block_count", "context_length", "embedding_length", "attention.head_count")
+    layers, positions, hidden_size, heads = (values.get(key, 0) for key in needed)
+    size, experts = values.get("feed_forward_length", 0), values.get("expert_count", 0)
+    wide = values.get("attention.key_length") or (hidden_size // heads if heads else 0)
     wanted: dict[str, tuple[int | None, ...]] = {
         "token_embd.weight": (None, hidden_size),
-        "blk.0.attn_output.weight": (hidden_size, heads * values.head_dim()),
+        "blk.0.attn_output.weight": (hidden_size, heads * wide),
     }
     if experts:
-        size = values.get("expert_feed_forward_length") or values.need("feed_forward_length")
+        size = values.get("expert_feed_forward_length") or size
         wanted["blk.0.ffn_down_exps.weight"] = (experts, hidden_size, size)
     else:
-        wanted["blk.0.ffn_down.weight"] = (hidden_size, values.need("feed_forward_length"))
-    if "position_embd.weight" in tensors:
-        wanted["position_embd.weight"] = (values.need("context_length"), hidden_size)
+        wanted["blk.0.ffn_down.weight"] = (hidden_size, size)
+    if "position_embd.weight" in file.tensors:
+        wanted["position_embd.weight"] = (positions, hidden_size)
+    problems = []
     for name, shape in wanted.items():
-        found = tensors[name].shape if name in tensors else ()
-        sizes_fit = all(want in (None, size) for want, size in zip(shape, found, strict=False))
-        if len(found) != len(shape) or not sizes_fit:
-            raise ModelLoadError(
-                f"{name} in {path} is {list(found)}, and its metadata asks for {list(shape)}; the "
-                "file is damaged, or was made for another program"
-            )
-    num_found = len({name.split(".")[1] for name in tensors if name.startswith("blk.")})
-    if layers != num_found:
-        raise ModelLoadError(f"{path} has tensors of {num_found} layers, and names {layers}")
-    if kv_heads is not None and not 1 <= kv_heads <= heads:
-        raise ModelLoadError(f"{path} names {kv_heads} key and value heads for {heads} heads")
-    if values.need("context_length") > _MAX_POSITIONS:
-        raise ModelLoadError(f"{path} names {values.need('context_length')} positions")
-
-
-def _rope_scaling(values: _Values) -> dict[str, Any] | None:
-    # llama.cpp divides frequencies by these factors, whatever they come from (Llama 3.1, Phi-3).
-    short = values.floats("rope_freqs.weight") or values.floats("rope_factors_short.weight")
-    original = values.get("rope.scaling.original_context_length")
-    if short is not None:
-        long = values.floats("rope_factors_long.weight")
-        factor = values.get("rope.scaling.attn_factor")
-        return {
-            "rope_type": "longrope",
-            "short_factor": short,
-            "long_factor": long or short,
-            "attention_factor": factor if long else 1.0,
-            "original_max_position_embeddings": original or values.need("context_length"),
-        }
-    kind = values.file.metadata.get(f"{values.prefix}.rope.scaling.type", "none")
-    if kind == "none":
-        return None
-    found = {
-        "rope_type": kind,
-        "factor": values.get("rope.scaling.factor"),
-        "original_max_position_embeddings": original,
-        "attention_factor": values.get("rope.scaling.yarn_attn_factor"),
-        "beta_fast": values.get("rope.scaling.yarn_beta_fast"),
-        "beta_slow": values.get("rope.scaling.yarn_beta_slow"),
-    }
-    return {key: value for key, value in found.items() if value is not None}
-
-
-def _end_token_ids(values: _Values) -> set[int]:
-    ids = {values.get(key, "tokenizer.ggml") for key in _END_KEYS} - {None}
-    tokens = values.file.metadata.get("tokenizer.ggml.tokens", [])
-    kinds = values.file.metadata.get("tokenizer.ggml.token_type", ())
-    if isinstance(tokens, list) and len(tokens) == len(kinds):
-        ids.update(
-            int(i) for i in np.flatnonzero(np.asarray(kinds) == CONTROL) if tokens[i] in _END_TOKENS
+        found = file.tensors[name].shape if name in file.tensors else ()
+        if found[shape[0] is None :] != shape[shape[0] is None :]:
+            problems.append(f"{name} is {list(found)} instead of {list(shape)}")
+    blocks = {name.split(".")[1] for name in file.tensors if name.startswith("blk.")}
+    if not positions or layers != len(blocks):
+        problems.append(f"{positions} positions, {layers} layers, tensors of {len(blocks)}")
+    kv_heads = values.get("attention.head_count_kv", heads)
+    if not kv_heads or heads % kv_heads:
+        problems.append(f"{heads} heads cannot share {kv_heads} heads of keys and values")
+    if problems:
+        raise ModelLoadError(
+            f"metadata and tensors of {file.path} do not fit each other: {'; '.join(problems)}; "
+            "the file is damaged, or was not converted by llama.cpp"
         )
-    return ids
+
+
+def _rope_scaling(file: GGUFFile, values: Mapping[str, Any]) -> dict[str, Any] | None:
+    # llama.cpp divides frequencies by these factors, whatever they come from (Llama 3.1, Phi-3).
+    factors = {
+        kind: file.tensors[name].rows().view(np.float32).ravel().tolist()
+        for kind, name in _FACTORS.items()
+        if name in file.tensors and file.tensors[name].type == "F32"
+    }
+    scaling = {_ROPE[key]: values[key] for key in _ROPE if key in values}
+    if "any" in factors:
+        scaling |= {"short_factor": factors["any"], "long_factor": factors["any"]}
+        return scaling | {"rope_type": "longrope", "attention_factor": 1.0}
+    if len(factors) == 2:
+        return scaling | {"rope_type": "longrope"} | factors
+    kind = file.metadata.get(f"{file.metadata['general.architecture']}.rope.scaling.type", "none")
+    return None if kind == "none" else scaling | {"rope_type": kind}
+
+
+def _end_token_ids(file: GGUFFile, found: Mapping[str, Any]) -> list[int]:
+    tokens = file.metadata.get("tokenizer.ggml.tokens", [])
+    kinds = file.metadata.get("tokenizer.ggml.token_type", [])
+    ids = {found[key] for key in _END_KEYS if key in found}
+    for i, (token, kind) in enumerate(zip(tokens, kinds, strict=False)):
+        if kind == CONTROL and token in _END_TOKENS:
+            ids.add(i)
+    return sorted(ids)

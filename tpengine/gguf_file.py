@@ -31,11 +31,9 @@ TENSOR_TYPES = (
 """Types of tensors that can be read, by their names in the library `gguf`."""
 
 _SCALARS = "BbHhIif?__Qqd"
-"""By the number of a value's type: its letter in `struct` and numpy."""
+"""By the number of a type of values: its letter in `struct`; strings and arrays have none."""
 _STRING, _ARRAY = 8, 9
-_SMALLEST_ENTRY = {"metadata": 13, "tensors": 24}
-_MAX_NAME_BYTES = 65_535
-_MAX_DIMS = 4
+_LENGTH = struct.Struct("<Q")
 _PART = re.compile(r"(.+)-(\d{5})-of-(\d{5})\.gguf")
 
 
@@ -120,18 +118,17 @@ def open_gguf(path: str | Path) -> GGUFFile:
 
 @functools.lru_cache(maxsize=1)
 def _open(path: Path, size: int, mtime_ns: int) -> GGUFFile:
-    first = _Reader(path)
-    tensors: dict[str, TensorEntry] = {}
     match = _PART.fullmatch(path.name)
-    for number in range(1, 1 + (1 if match is None else int(match[3]))):
-        part = (
-            path if match is None else path.with_name(f"{match[1]}-{number:05}-of-{match[3]}.gguf")
-        )
-        found = (first if part == path else _Reader(part)).tensors
-        if twice := sorted(tensors.keys() & found.keys()):
-            raise ModelLoadError(f"{part} holds {twice[0]!r}, which an earlier part holds too")
-        tensors.update(found)
-    return GGUFFile(path, first.metadata, tensors)
+    readers = [_Reader(path)]
+    for number in range(2, 1 + (1 if match is None else int(match[3]))):
+        assert match is not None
+        readers.append(_Reader(path.with_name(f"{match[1]}-{number:05}-of-{match[3]}.gguf")))
+    tensors: dict[str, TensorEntry] = {}
+    for reader in readers:
+        if twice := sorted(tensors.keys() & reader.tensors.keys()):
+            raise ModelLoadError(f"{path}: two parts hold {twice[0]!r}; take all from one source")
+        tensors.update(reader.tensors)
+    return GGUFFile(path, readers[0].metadata, tensors)
 
 
 class _Reader:
@@ -144,8 +141,8 @@ class _Reader:
         self.tensors: dict[str, TensorEntry] = {}
         with path.open("rb") as file:
             self._size = file.seek(0, 2)
-            if self._size < 24:
-                self._refuse(f"it has {self._size} bytes, fewer than the 24 of a header")
+            if not self._size:
+                self._refuse("it is empty")
             with mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as self._data:
                 self._read()
 
@@ -156,31 +153,30 @@ class _Reader:
         )
 
     def _read(self) -> None:
-        if self._data[:4] != b"GGUF":
-            self._refuse(f"it begins with {self._data[:4]!r} instead of b'GGUF'")
-        self._at = 4
-        version, num_tensors, num_values = self._numbers("IQQ")
-        if version not in (2, 3):
-            self._refuse(f"its version is {version}; versions 2 and 3 are read, little-endian")
-        for what, count in (("tensors", num_tensors), ("metadata", num_values)):
-            if count * _SMALLEST_ENTRY[what] > self._size:
-                self._refuse(f"its header counts {count} entries of {what}")
+        magic, version, num_tensors, num_values = self._numbers("4sIQQ")
+        if magic != b"GGUF" or version not in (2, 3):
+            self._refuse(
+                f"it begins with {magic!r} and version {version}; b'GGUF' with version 2 or 3, "
+                "little-endian, is read"
+            )
         for _ in range(num_values):
             key = self._name(self.metadata)
-            (kind,) = self._numbers("I")
-            self.metadata[key] = self._array(key) if kind == _ARRAY else self._value(kind, key)
-        entries: dict[str, tuple[tuple[int, ...], int, int]] = {}
+            self.metadata[key] = self._value(key, *self._numbers("I"))
+        entries: dict[str, tuple[int, ...]] = {}
         for _ in range(num_tensors):
-            name, entry = self._entry(entries)
-            entries[name] = entry
+            name = self._name(entries)
+            (num_dims,) = self._numbers("I")
+            if not 1 <= num_dims <= 4:
+                self._refuse(f"{name} has {num_dims} dimensions; 1 to 4 are read")
+            entries[name] = self._numbers(f"{num_dims}QIQ")
         alignment = self.metadata.get("general.alignment", 32)
-        if not isinstance(alignment, int) or alignment < 1 or alignment & (alignment - 1):
+        if type(alignment) is not int or alignment < 1 or alignment & (alignment - 1):
             self._refuse(f"general.alignment is {alignment!r}, which is no power of 2")
         start = -(-self._at // alignment) * alignment
-        for name, (shape, kind, offset) in entries.items():
+        for name, (*dims, kind, offset) in entries.items():
             if offset % alignment:
                 self._refuse(f"{name} lies at {offset}, which is no multiple of {alignment}")
-            self.tensors[name] = self._place(shape, kind, start + offset, name)
+            self.tensors[name] = self._place(name, tuple(reversed(dims)), kind, start + offset)
 
     def _numbers(self, letters: str) -> tuple[Any, ...]:
         at, size = self._at, struct.calcsize(f"<{letters}")
@@ -189,74 +185,48 @@ class _Reader:
         self._at = at + size
         return struct.unpack_from(f"<{letters}", self._data, at)
 
-    def _string(self) -> str:
-        (length,) = self._numbers("Q")
-        if length > self._size - self._at:
-            self._refuse(f"a string of {length} bytes goes beyond the end")
-        self._at += length
-        try:
-            return self._data[self._at - length : self._at].decode()
-        except UnicodeDecodeError as error:
-            self._refuse(f"a string is not UTF-8 ({error.reason})")
-
     def _name(self, known: Mapping[str, Any]) -> str:
-        name = self._string()
-        if not name or len(name) > _MAX_NAME_BYTES or name in known:
-            self._refuse(f"the name {name[:80]!r} is empty, too long or there twice")
+        (name,) = self._strings(1, "a name")
+        if name in known:
+            self._refuse(f"{name!r} is there twice")
         return name
 
-    def _value(self, kind: int, key: str) -> Any:
+    def _value(self, key: str, kind: int) -> Any:
         if kind == _STRING:
-            return self._string()
-        return self._numbers(self._scalar(kind, key))[0]
-
-    def _scalar(self, kind: int, key: str) -> str:
-        if kind >= len(_SCALARS) or kind in (_STRING, _ARRAY):
-            self._refuse(f"{key} has values of type {kind}, which is unknown or an array")
-        return _SCALARS[kind]
-
-    def _array(self, key: str) -> Any:
+            return self._strings(1, key)[0]
+        if kind != _ARRAY:
+            return self._numbers(self._letter(key, kind))[0]
         kind, count = self._numbers("IQ")
         if kind == _STRING:
             return self._strings(count, key)
-        dtype = np.dtype(f"<{self._scalar(kind, key)}")
+        dtype = np.dtype(f"<{self._letter(key, kind)}")
         if count * dtype.itemsize > self._size - self._at:
             self._refuse(f"{key} has {count} values")
         self._at += count * dtype.itemsize
         return np.frombuffer(self._data[self._at - count * dtype.itemsize : self._at], dtype)
 
+    def _letter(self, key: str, kind: int) -> str:
+        if kind >= len(_SCALARS) or kind in (_STRING, _ARRAY):
+            self._refuse(f"{key} has values of type {kind}, which is unknown or an array in one")
+        return _SCALARS[kind]
+
     def _strings(self, count: int, key: str) -> list[str]:
         """Reads them in one loop without calls: vocabularies have hundreds of thousands."""
-        data, at, size, length_at = (
-            self._data,
-            self._at,
-            self._size,
-            struct.Struct("<Q").unpack_from,
-        )
-        if count * 8 > size - at:
-            self._refuse(f"{key} has {count} strings")
+        data, at, size, length_at = self._data, self._at, self._size, _LENGTH.unpack_from
         found = []
         try:
             for _ in range(count):
                 end = at + 8 + length_at(data, at)[0]
                 if end > size:
-                    raise struct.error("a string goes beyond the end")
+                    raise struct.error(f"it goes beyond the end, to byte {end}")
                 found.append(data[at + 8 : end].decode())
                 at = end
         except (struct.error, UnicodeDecodeError) as error:
-            self._refuse(f"string {len(found)} of {key} cannot be read: {error}")
+            self._refuse(f"string {len(found)} of {count} of {key} cannot be read: {error}")
         self._at = at
         return found
 
-    def _entry(self, known: Mapping[str, Any]) -> tuple[str, tuple[tuple[int, ...], int, int]]:
-        name = self._name(known)
-        (num_dims,) = self._numbers("I")
-        if not 1 <= num_dims <= _MAX_DIMS:
-            self._refuse(f"{name} has {num_dims} dimensions; 1 to {_MAX_DIMS} are read")
-        *dims, kind, offset = self._numbers(f"{num_dims}QIQ")
-        return name, (tuple(reversed(dims)), kind, offset)
-
-    def _place(self, shape: tuple[int, ...], kind: int, offset: int, name: str) -> TensorEntry:
+    def _place(self, name: str, shape: tuple[int, ...], kind: int, offset: int) -> TensorEntry:
         kind_name, values, num_bytes = _types().get(kind, (f"number {kind}", 0, 0))
         if kind_name not in TENSOR_TYPES:
             raise ModelLoadError(

@@ -7,17 +7,16 @@ does not know, and imports the code of many models. The patterns here are those 
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any
 
-import numpy as np
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers
 from tokenizers.processors import TemplateProcessing
 
 from tpengine.errors import ModelLoadError
 from tpengine.gguf_config import CONTROL, USER_DEFINED
-from tpengine.gguf_file import GGUFFile, open_gguf
+from tpengine.gguf_file import open_gguf
 
-_NORMAL = 1
 _SPACE = "\u2581"
 _SUFFIX = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)"
 _WORD = r"[^\r\n\p{L}\p{N}]?\p{L}+"
@@ -49,165 +48,106 @@ _ADDS_BOS = ("llama3", "llama-v3", "llama-bpe", "falcon3", "pixtral", "tekken")
 """Vocabularies whose texts begin with bos even if the file does not say so."""
 
 
-def gguf_tokenizer_parts(path: str) -> dict[str, Any] | None:
-    """Returns the arguments of transformers' `PreTrainedTokenizerFast`.
+_SPECIAL_TOKENS = {"bos": "bos", "eos": "eos", "unk": "unknown", "pad": "padding"}
 
-    Returns:
-        None if the file has no vocabulary.
+
+def gguf_tokenizer_parts(path: str) -> dict[str, Any] | None:
+    """Returns the arguments of transformers' `PreTrainedTokenizerFast`; None: no vocabulary.
 
     Raises:
-        ModelLoadError: the vocabulary is damaged, or of a kind that is not supported.
+        ModelLoadError: the kind of vocabulary is not supported.
+        Exception: of any type, if the vocabulary is damaged.
     """
-    file = open_gguf(path)
-    kind = file.metadata.get("tokenizer.ggml.model")
+    metadata = open_gguf(path).metadata
+    prefix = "tokenizer.ggml."
+    found = {key.removeprefix(prefix): metadata[key] for key in metadata if key.startswith(prefix)}
+    kind, pre = found.get("model"), found.get("pre", "default")
     if kind in (None, "none", "no_vocab"):
         return None
     if kind not in ("gpt2", "llama"):
-        raise ModelLoadError(
-            f"tokenizer.ggml.model = {kind!r} in {path} is not supported; supported: gpt2, llama. "
-            "Name the folder of the model's own tokenizer with `tokenizer`"
-        )
-    vocabulary = _Vocabulary(file)
-    backend = vocabulary.byte_level() if kind == "gpt2" else vocabulary.sentencepiece()
-    vocabulary.add_tokens(backend)
-    names = {name: vocabulary.special(key) for name, key in _SPECIAL_TOKENS.items()}
-    vocabulary.add_template(backend, names, adds_bos=kind == "llama")
+        raise _unsupported("model", kind, path, ("gpt2", "llama"))
+    tokens: list[str] = found["tokens"]
+    names: dict[str, str] = {}
+    for name, key in _SPECIAL_TOKENS.items():
+        if (token_id := found.get(f"{key}_token_id")) is not None:
+            names[name] = tokens[token_id]
+    if kind == "llama":
+        # Runs of spaces are there as spaces, which the normalizer replaces in a text.
+        tokens = [token.replace(" ", _SPACE) if set(token) == {" "} else token for token in tokens]
+        by_rank = "gemma" in metadata["general.architecture"]  # its scores have another order
+        scores = range(0, -len(tokens), -1) if by_rank else found["scores"].tolist()
+        prefixed = found.get("add_space_prefix", True)
+        backend = _sentencepiece(tokens, scores, names.get("unk"), prefixed)
+    else:
+        patterns = next((split for names, split in _PATTERNS.items() if pre in names), None)
+        if patterns is None:
+            raise _unsupported("pre", pre, path, [name for names in _PATTERNS for name in names])
+        backend = _byte_level(tokens, found.get("merges", []), patterns, pre in _KEEPS_WORDS)
+    kinds = found["token_type"].tolist() if "token_type" in found else [0] * len(tokens)
+    for kind_of_token, add in (
+        (CONTROL, backend.add_special_tokens),
+        (USER_DEFINED, backend.add_tokens),
+    ):
+        wholes = [t for t, k in zip(tokens, kinds, strict=True) if k == kind_of_token]
+        add([AddedToken(t, normalized=False) for t in wholes if set(t) != {_SPACE}])
+    first = found.get("add_bos_token", kind == "llama" or pre in _ADDS_BOS)
+    around = [[names["bos"]] if first and "bos" in names else []]
+    around.append([names["eos"]] if found.get("add_eos_token") and "eos" in names else [])
+    backend.post_processor = TemplateProcessing(
+        single=[*around[0], "$A", *around[1]],
+        special_tokens=[(t, backend.token_to_id(t)) for t in {*around[0], *around[1]}],
+    )
     return {
         "tokenizer_object": backend,
-        "chat_template": file.metadata.get("tokenizer.chat_template"),
+        "chat_template": metadata.get("tokenizer.chat_template"),
         "clean_up_tokenization_spaces": False,
-        **{name: token for name, token in names.items() if token is not None},
+        **{f"{name}_token": token for name, token in names.items()},
     }
 
 
-_SPECIAL_TOKENS = {
-    "bos_token": "bos_token_id",
-    "eos_token": "eos_token_id",
-    "unk_token": "unknown_token_id",
-    "pad_token": "padding_token_id",
-}
+def _unsupported(key: str, value: object, path: str, supported: Iterable[str]) -> ModelLoadError:
+    return ModelLoadError(
+        f"tokenizer.ggml.{key} = {value!r} in {path} is not supported; supported: "
+        f"{', '.join(supported)}. Name the folder of the model's own tokenizer with `tokenizer`"
+    )
 
 
-class _Vocabulary:
-    def __init__(self, file: GGUFFile) -> None:
-        self._file = file
-        self._tokens: list[str] = self._get("tokens", list, [])
-        kinds = self._get("token_type", np.ndarray, np.full(len(self._tokens), _NORMAL))
-        if not self._tokens or len(kinds) != len(self._tokens):
-            raise ModelLoadError(
-                f"{file.path} has {len(self._tokens)} tokens and {len(kinds)} types of tokens"
-            )
-        self._kinds = kinds.tolist()
-        self._pre = self._get("pre", str, "default")
+def _byte_level(
+    tokens: list[str], merges: list[str], patterns: Iterable[str], keeps_words: bool
+) -> Tokenizer:
+    """BPE over bytes, as GPT-2, Llama 3 and Qwen have it."""
+    vocab = {token: i for i, token in enumerate(tokens)}
+    pairs: list[Any] = [tuple(merge.split(" ")) for merge in merges]
+    backend = Tokenizer(models.BPE(vocab=vocab, merges=pairs, ignore_merges=keeps_words))
+    splits = [pre_tokenizers.Split(Regex(pattern), "isolated") for pattern in patterns]
+    to_bytes = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    backend.pre_tokenizer = pre_tokenizers.Sequence([*splits, to_bytes])
+    backend.decoder = decoders.ByteLevel()
+    return backend
 
-    def _get(self, key: str, kind: type, default: Any) -> Any:
-        value = self._file.metadata.get(f"tokenizer.ggml.{key}", default)
-        if not isinstance(value, kind):
-            raise ModelLoadError(
-                f"tokenizer.ggml.{key} in {self._file.path} is a {type(value).__name__}, and must "
-                f"be a {kind.__name__}; the file is damaged"
-            )
-        return value
 
-    def special(self, key: str) -> str | None:
-        """Text of a token that the metadata names by its id."""
-        token_id = self._get(key, int, -1)
-        if token_id >= len(self._tokens):
-            raise ModelLoadError(
-                f"tokenizer.ggml.{key} = {token_id} in {self._file.path}, which has "
-                f"{len(self._tokens)} tokens; the file is damaged"
-            )
-        return None if token_id < 0 else self._tokens[token_id]
+def _sentencepiece(
+    tokens: list[str], scores: Iterable[float], unknown: str | None, prefixed: bool
+) -> Tokenizer:
+    """BPE over characters, as Llama 2 and Gemma have it.
 
-    def byte_level(self) -> Tokenizer:
-        """BPE over bytes, as GPT-2, Llama 3 and Qwen have it."""
-        patterns = next((found for names, found in _PATTERNS.items() if self._pre in names), None)
-        if patterns is None:
-            known = ", ".join(name for names in _PATTERNS for name in names)
-            raise ModelLoadError(
-                f"tokenizer.ggml.pre = {self._pre!r} in {self._file.path} is not supported; "
-                f"supported: {known}. Name the folder of the model's tokenizer with `tokenizer`"
-            )
-        merges = [tuple(merge.split(" ")) for merge in self._get("merges", list, [])]
-        vocab = {token: i for i, token in enumerate(self._tokens)}
-        keeps_words = self._pre in _KEEPS_WORDS
-        backend = Tokenizer(models.BPE(vocab=vocab, merges=merges, ignore_merges=keeps_words))
-        splits = [pre_tokenizers.Split(Regex(pattern), "isolated") for pattern in patterns]
-        to_bytes = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
-        backend.pre_tokenizer = pre_tokenizers.Sequence([*splits, to_bytes])
-        backend.decoder = decoders.ByteLevel()
-        return backend
-
-    def sentencepiece(self) -> Tokenizer:
-        """BPE over characters, as Llama 2 and Gemma have it; the file holds scores, not merges."""
-        # Files have runs of spaces as spaces, and the normalizer replaces them.
-        self._tokens = [
-            token.replace(" ", _SPACE) if token.isspace() and "\n" not in token else token
-            for token in self._tokens
-        ]
-        vocab = {token: i for i, token in enumerate(self._tokens)}
-        backend = Tokenizer(
-            models.BPE(
-                vocab=vocab,
-                merges=self._merges(vocab),
-                unk_token=self.special("unknown_token_id"),
-                fuse_unk=True,
-                byte_fallback=True,
-            )
-        )
-        spaces: list[Any] = [normalizers.Replace(" ", _SPACE)]
-        stages: list[Any] = [
-            decoders.Replace(_SPACE, " "),
-            decoders.ByteFallback(),
-            decoders.Fuse(),
-        ]
-        if self._get("add_space_prefix", bool, True):
-            spaces.insert(0, normalizers.Prepend(_SPACE))
-            stages.append(decoders.Strip(" ", 1, 0))
-        backend.normalizer = normalizers.Sequence(spaces)
-        backend.decoder = decoders.Sequence(stages)
-        return backend
-
-    def _merges(self, vocab: dict[str, int]) -> list[tuple[str, str]]:
-        """All pairs of tokens that make a token, the best token first."""
-        scores = self._get("scores", np.ndarray, np.zeros(0)).tolist()
-        if "gemma" in str(self._file.metadata["general.architecture"]):
-            scores = list(range(0, -len(self._tokens), -1))  # its scores are not in merging order
-        if len(scores) != len(self._tokens):
-            raise ModelLoadError(
-                f"{self._file.path} has {len(self._tokens)} tokens and {len(scores)} scores"
-            )
-        merges = []
-        for token, kind, score in zip(self._tokens, self._kinds, scores, strict=True):
-            if kind not in (_NORMAL, USER_DEFINED):
-                continue
-            for cut in range(1, len(token)):
-                left, right = token[:cut], token[cut:]
-                if left in vocab and right in vocab:
-                    merges.append((-score, -cut, left, right))
-        merges.sort(key=lambda merge: merge[:2])
-        return [(left, right) for _, _, left, right in merges]
-
-    def add_tokens(self, backend: Tokenizer) -> None:
-        """Adds the tokens that are found in a text as a whole."""
-        for kind, is_special in ((CONTROL, True), (USER_DEFINED, False)):
-            tokens = [
-                AddedToken(token, normalized=False, special=is_special)
-                for token, its_kind in zip(self._tokens, self._kinds, strict=True)
-                if its_kind == kind and not token.startswith(_SPACE)
-            ]
-            add = backend.add_special_tokens if is_special else backend.add_tokens
-            add(tokens)
-
-    def add_template(
-        self, backend: Tokenizer, names: dict[str, str | None], adds_bos: bool
-    ) -> None:
-        """Begins every text with bos and ends it with eos, if the vocabulary does so."""
-        bos = self._get("add_bos_token", bool, adds_bos or self._pre in _ADDS_BOS)
-        eos = self._get("add_eos_token", bool, False)
-        first = [names["bos_token"]] if bos and names["bos_token"] is not None else []
-        last = [names["eos_token"]] if eos and names["eos_token"] is not None else []
-        backend.post_processor = TemplateProcessing(
-            single=[*first, "$A", *last],
-            special_tokens=[(token, backend.token_to_id(token)) for token in {*first, *last}],
-        )
+    The file has no merges: every pair of tokens that makes a token is one, by the token's score.
+    """
+    vocab = {token: i for i, token in enumerate(tokens)}
+    merges = []
+    for token, score in zip(tokens, scores, strict=True):
+        for cut in range(1, len(token)):
+            if token[:cut] in vocab and token[cut:] in vocab:
+                merges.append((-score, -cut, (token[:cut], token[cut:])))
+    merges.sort(key=lambda merge: merge[:2])
+    pairs = [pair for _, _, pair in merges]
+    backend = Tokenizer(
+        models.BPE(vocab, pairs, unk_token=unknown, fuse_unk=True, byte_fallback=True)
+    )
+    before: list[Any] = [normalizers.Prepend(_SPACE)] if prefixed else []
+    after: list[Any] = [decoders.Strip(" ", 1, 0)] if prefixed else []
+    backend.normalizer = normalizers.Sequence([*before, normalizers.Replace(" ", _SPACE)])
+    backend.decoder = decoders.Sequence(
+        [decoders.Replace(_SPACE, " "), decoders.ByteFallback(), decoders.Fuse(), *after]
+    )
+    return backend

@@ -151,4 +151,4 @@ class GGUFTensor:
             piece = dequantize(blocks[at : at + step].reshape(1, -1), self._type)
             values[at : at + step] = piece.reshape(-1, block)
         values = values.reshape(len(data), -1)[:, start - first * block : stop - first * block]
-        return values - self._offset if self._offset else values
+        return values if not self._offset else values - np.float32(self._offset)
