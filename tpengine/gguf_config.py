@@ -79,6 +79,7 @@ _GPT2 = {
 _CONV1D = ("attn_qkv.weight", "attn_output.weight", "ffn_up.weight", "ffn_down.weight")
 _BLOOM = {
     "context_length": "seq_length",
+    "feed_forward_length": "n_inner",
     "block_count": "n_layer",
     "attention.head_count": "n_head",
     "attention.layer_norm_epsilon": "layer_norm_epsilon",

@@ -111,8 +111,8 @@ def open_gguf(path: str | Path) -> GGUFFile:
         return _open(path, stat.st_size, stat.st_mtime_ns)
     except OSError as error:
         raise ModelLoadError(
-            f"{path} cannot be read ({error.strerror}); the first part of a split file ends in "
-            "-00001-of-N.gguf, and all parts lie in one folder"
+            f"{error.filename or path} cannot be read ({error.strerror}); all parts of a split "
+            "file, -00001-of-N.gguf and so on, must lie in one folder"
         ) from error
 
 

@@ -1,9 +1,10 @@
-"""Writes a folder in Hugging Face layout as a GGUF file, with the changes that llama.cpp's converter
-makes; `tests/models/test_gguf_types.py` compares with the converter itself."""
+"""Writes a folder in Hugging Face layout as a GGUF file, with the changes that llama.cpp's
+converter makes; `tests/models/test_gguf_types.py` uses the converter itself."""
 
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -13,13 +14,18 @@ from gguf import MODEL_ARCH_NAMES, GGMLQuantizationType, GGUFWriter, get_tensor_
 from gguf.quants import quantize
 from safetensors.torch import load_file
 
-ARCHITECTURES = {"gemma3_text": "gemma3", "qwen2_moe": "qwen2moe", "mixtral": "llama"}
+ARCHITECTURES = {
+    "gemma3_text": "gemma3",
+    "mixtral": "llama",
+    "qwen2_moe": "qwen2moe",
+    "qwen3_moe": "qwen3moe",
+}
 """By `model_type`, where the names differ."""
 _NUMBERS = {
     "context_length": ("max_position_embeddings", "n_positions", "seq_length"),
     "embedding_length": ("hidden_size", "n_embd"),
     "block_count": ("num_hidden_layers", "n_layer"),
-    "feed_forward_length": ("intermediate_size",),
+    "feed_forward_length": ("n_inner", "intermediate_size"),
     "attention.head_count": ("num_attention_heads", "n_head"),
     "attention.head_count_kv": ("num_key_value_heads",),
     "attention.key_length": ("head_dim",),
@@ -38,25 +44,32 @@ _FLOATS = {
 
 
 def write_gguf(
-    folder: Path, path: Path, kind: str = "F32", metadata: dict[str, Any] | None = None
+    folder: Path,
+    path: Path,
+    kind: str = "F32",
+    metadata: dict[str, Any] | None = None,
+    only: Callable[[str], bool] = lambda name: True,
 ) -> Path:
     """Writes the model in `folder` to `path`.
 
     Args:
         kind: type of the matrices whose rows have whole blocks; the others stay F32.
         metadata: further values by key; also replaces.
+        only: which tensors, by their names in the file.
     """
     config = json.loads((folder / "config.json").read_text())
     state = load_file(folder / "model.safetensors")
     model_type = config["model_type"]
     arch = ARCHITECTURES.get(model_type, model_type)
     values = _metadata(config, arch, state) | (metadata or {})
-    writer = GGUFWriter(path, arch)
+    writer = GGUFWriter(path, values.pop("general.architecture", arch))
     for key, value in values.items():
         add = {bool: "bool", int: "uint32", float: "float32", str: "string", list: "array"}
         if value is not None:
             getattr(writer, f"add_{add[type(value)]}")(key, value)
     for name, tensor in _tensors(config, arch, state).items():
+        if not only(name):
+            continue
         quantum = GGMLQuantizationType[kind]
         if tensor.ndim < 2 or tensor.shape[-1] % (1 if kind in ("F16", "BF16", "F32") else 32):
             quantum = GGMLQuantizationType.F32
@@ -76,9 +89,11 @@ def _metadata(config: dict[str, Any], arch: str, state: dict[str, torch.Tensor])
 
     found = {f"{arch}.{key}": first(names) for key, names in _NUMBERS.items()}
     found |= {f"{arch}.{key}": first(names) for key, names in _FLOATS.items()}
-    if f"{arch}.feed_forward_length" in found and found[f"{arch}.feed_forward_length"] is None:
+    if arch == "bloom":
+        found[f"{arch}.context_length"] = found[f"{arch}.embedding_length"]
+    if found[f"{arch}.feed_forward_length"] is None:
         found[f"{arch}.feed_forward_length"] = 4 * found[f"{arch}.embedding_length"]
-    rope = config.get("rope_parameters") or {}
+    rope = _rope(config)
     whole = rope.get("full_attention", rope)
     found[f"{arch}.rope.freq_base"] = whole.get("rope_theta")
     found[f"{arch}.rope.freq_base_swa"] = rope.get("sliding_attention", {}).get("rope_theta")
@@ -87,8 +102,9 @@ def _metadata(config: dict[str, Any], arch: str, state: dict[str, torch.Tensor])
         found[f"{arch}.rope.scaling.factor"] = whole["factor"]
         original = whole.get("original_max_position_embeddings")
         found[f"{arch}.rope.scaling.original_context_length"] = original
-    end = config.get("eos_token_id")
-    return found | {"tokenizer.ggml.eos_token_id": end[0] if isinstance(end, list) else end}
+    for key, name in (("bos", "bos"), ("eos", "eos"), ("padding", "pad")):
+        found[f"tokenizer.ggml.{key}_token_id"] = config.get(f"{name}_token_id")
+    return found
 
 
 def _tensors(
@@ -104,6 +120,7 @@ def _tensors(
         before, _, after = name.partition(".experts.")
         if after:
             name = f"{before}.experts.{after.partition('.')[2]}"
+        name = name.removeprefix("transformer." if arch == "bloom" else "")
         gguf_name = names.get_name(name, try_suffixes=(".weight", ".bias"))
         assert gguf_name is not None, name
         if arch == "llama" and "q_proj" in name:
@@ -120,10 +137,16 @@ def _tensors(
             experts.setdefault(gguf_name, []).append(tensor)
             tensor = torch.stack(experts[gguf_name])
         found[gguf_name] = tensor.contiguous().numpy()
-    rope = config.get("rope_parameters") or {}
+    rope = _rope(config)
     if rope.get("rope_type") == "llama3":
         found["rope_freqs.weight"] = _llama3_factors(config, rope)
     return found
+
+
+def _rope(config: dict[str, Any]) -> dict[str, Any]:
+    scaling = config.get("rope_scaling") or {}
+    old = {"rope_type": scaling.get("type"), **scaling, "rope_theta": config.get("rope_theta")}
+    return config.get("rope_parameters") or old
 
 
 def _permute(tensor: torch.Tensor, heads: int) -> torch.Tensor:

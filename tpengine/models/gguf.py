@@ -41,35 +41,33 @@ def read_tensors(path: str, wanted: Iterable[str]) -> Iterator[tuple[str, str, G
         ModelLoadError: the file is damaged.
     """
     file = open_gguf(path)
-    architecture = architecture_of(file)
-    unread = set(file.tensors) - set(_COMPUTED)
-    for name, gguf_name, expert in _find_names(file, wanted):
-        entry = file.tensors[gguf_name]
-        unread.discard(gguf_name)
-        yield entry.file.name, name, _source(file, architecture, gguf_name, expert)
-    for name in sorted(unread):
-        yield file.tensors[name].file.name, name, GGUFTensor(file.tensors[name])
-
-
-def _find_names(file: GGUFFile, wanted: Iterable[str]) -> Iterator[tuple[str, str, int | None]]:
-    """Yields name, name in the file, and number of the expert, in the order of the file."""
-    prefix = str(file.metadata["general.architecture"])
+    architecture, prefix = architecture_of(file), str(file.metadata["general.architecture"])
     arch = next(arch for arch, name in MODEL_ARCH_NAMES.items() if name == prefix)
     names = get_tensor_name_map(arch, file.metadata[f"{prefix}.block_count"])
-    found = []
+    unread = set(file.tensors) - set(_COMPUTED)
     for name in wanted:
         expert = _EXPERT.search(name)
         merged = name if expert is None else name.replace(expert[0], ".experts.")
-        gguf_name = names.get_name(merged, try_suffixes=(".weight", ".bias"))
-        if gguf_name is not None and gguf_name in file.tensors:
-            found.append((name, gguf_name, None if expert is None else int(expert[1])))
-    places = {name: place for place, name in enumerate(file.tensors)}
-    return iter(sorted(found, key=lambda one: (places[one[1]], one[2] or 0)))
+        # The library knows BLOOM's names without "transformer." alone.
+        for spelling in (merged, merged.partition(".")[2]):
+            found = names.get_name(spelling, try_suffixes=(".weight", ".bias"))
+            if found is not None and found in file.tensors:
+                unread.discard(found)
+                number = None if expert is None else int(expert[1])
+                yield (
+                    file.tensors[found].file.name,
+                    name,
+                    _source(file, architecture, found, number),
+                )
+                break
+    for name in sorted(unread):
+        yield file.tensors[name].file.name, name, GGUFTensor(file.tensors[name])
 
 
 def _source(
     file: GGUFFile, architecture: Architecture, name: str, expert: int | None
 ) -> GGUFTensor:
+    """Returns the tensor `name` of the file with the changes of its converter undone."""
     entry, prefix = file.tensors[name], file.metadata["general.architecture"]
     heads = file.metadata[f"{prefix}.attention.head_count"]
     if ".attn_k." in name:
