@@ -14,8 +14,9 @@ from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
-from tpengine import aliases
+from tpengine import aliases, gguf_config
 from tpengine.errors import ConfigError, ModelLoadError
+from tpengine.gguf_file import find_gguf, first_part, is_gguf
 from tpengine.model_defaults import complete_config
 
 DTYPES = ("auto", "float32", "bfloat16", "float16", "float", "half")
@@ -81,6 +82,10 @@ WEIGHT_FILES = {
 is read."""
 _HUB_DOUBLES = ["original/*", "consolidated*"]
 """Copies of the weights in other layouts, which some models have."""
+
+
+_BEFORE_GGUF = ("*.safetensors", "pytorch_model*.bin", "tokenizer*")
+"""Patterns of files of a folder that are taken instead of its GGUF file."""
 
 
 class ModelFields(dict[str, Any]):
@@ -374,10 +379,10 @@ class EngineConfig:
 
 @dataclass(frozen=True)
 class ModelFiles:
-    """The files of a model or of a tokenizer: a folder, or a model of the hub.
+    """The files of a model or of a tokenizer: a folder, a GGUF file, or a model of the hub.
 
     Attributes:
-        name: folder in Hugging Face layout, or hub name.
+        name: folder in Hugging Face layout or with a GGUF file, such a file, or hub name.
         download_dir: folder for models of the hub; None: the hub's own cache.
         revision: branch, tag or commit of a model of the hub; None: its main branch.
         trust_remote_code: whether Python files are fetched.
@@ -391,18 +396,23 @@ class ModelFiles:
     what: str = "model"
 
     def find(self) -> str:
-        """Returns the local folder; of a model of the hub all but the weights is fetched.
+        """Returns the local folder or the GGUF file (of a split one the first part); of a model of
+        the hub all but the weights is fetched.
 
         Raises:
-            ModelLoadError: it is not a folder and cannot be fetched.
+            ModelLoadError: it is neither and cannot be fetched, or holds several GGUF files.
         """
         folder = Path(self.name).expanduser()
+        if is_gguf(folder) and first_part(folder).is_file():
+            return str(first_part(folder))
         if folder.is_dir():
-            return str(folder)
+            has_others = any(next(folder.glob(pattern), None) for pattern in _BEFORE_GGUF)
+            return str(folder if has_others else find_gguf(folder) or folder)
         if folder.exists() or self.name.startswith(("/", ".", "~")) or self.name.count("/") != 1:
             raise ModelLoadError(
-                f"{self.what} {self.name!r} is no folder; give a folder in Hugging Face layout or "
-                f"a hub name like 'owner/name', or leave {self.what} out for the embedded model"
+                f"{self.what} {self.name!r} is no folder and no GGUF file; give a folder in "
+                "Hugging Face layout, a file *.gguf, or a hub name like 'owner/name', or leave "
+                f"{self.what} out for the embedded model"
             )
         code = ["*.py"] if self.trust_remote_code else []
         return self._fetch(self.revision, [*_HUB_TEXTS, *code], _HUB_DOUBLES)
@@ -417,7 +427,7 @@ class ModelFiles:
         Raises:
             ModelLoadError: they cannot be fetched.
         """
-        if Path(self.name).expanduser().is_dir():
+        if Path(folder) == Path(self.name).expanduser() or is_gguf(folder):
             return
         commit = Path(folder).name  # the hub's main branch may have changed since `find`
         for pattern in WEIGHT_FILES[load_format]:
@@ -448,22 +458,32 @@ class ModelFiles:
 
 
 def read_hf_config(folder: str, trust_remote_code: bool) -> ModelFields:
-    """Reads `config.json` and adds the defaults of its architecture, through transformers only if
-    `model_defaults` has no table for it.
+    """Reads `config.json`, or what a GGUF file has of it, and adds the defaults of its
+    architecture, through transformers only if `model_defaults` has no table for it.
 
     Raises:
-        ModelLoadError: there is no `config.json`, or it cannot be read.
+        ConfigError: the architecture of a GGUF file is not supported.
+        ModelLoadError: there is no such file, or it cannot be read.
     """
-    path = Path(folder) / "config.json"
-    if not path.is_file():
-        raise ModelLoadError(f"{folder} is no model folder: it has no config.json")
+    path = Path(folder)
+    if is_gguf(path):
+        found = gguf_config.read_config(folder)
+    else:
+        path = path / "config.json"
+        if not path.is_file():
+            raise ModelLoadError(f"{folder} is no model folder: it has no config.json")
     try:
-        fields = complete_config(dict(json.loads(path.read_text(encoding="utf-8"))))
+        if path.name == "config.json":
+            found = dict(json.loads(path.read_text(encoding="utf-8")))
+        fields = complete_config(found)
         if fields is not None:
             return ModelFields(fields)
         from transformers import AutoConfig  # takes about two seconds
 
-        config = AutoConfig.from_pretrained(folder, trust_remote_code=trust_remote_code)
+        if is_gguf(path):
+            config = AutoConfig.for_model(found.pop("model_type"), **found)
+        else:
+            config = AutoConfig.from_pretrained(folder, trust_remote_code=trust_remote_code)
     except Exception as error:
         raise ModelLoadError(f"{path} cannot be read: {error}") from error
     read = ModelFields(json.loads(config.to_json_string(use_diff=False)))
@@ -495,8 +515,8 @@ def check_architecture(hf_config: Mapping[str, Any], folder: str) -> None:
 
 
 def check_division(hf_config: Mapping[str, Any], size: int) -> None:
-    """Checks that `size` ranks can share the model: heads and the inner rows of an MLP are divided;
-    of fewer KV heads than ranks, each is on several ranks.
+    """Checks that `size` ranks can share the model: heads are divided; of fewer KV heads than
+    ranks, each is on several ranks. Other sizes are padded.
 
     Raises:
         ConfigError: they cannot; the message names the sizes that can.
@@ -505,16 +525,15 @@ def check_division(hf_config: Mapping[str, Any], size: int) -> None:
     if size == 1 or not isinstance(heads, int):
         return
     kv_heads = hf_config.get("num_key_value_heads") or heads
-    inner = hf_config.get("intermediate_size") or hf_config.get("ffn_dim") or heads
 
     def divides(number: int) -> bool:
         shares_kv = kv_heads % number == 0 or number % kv_heads == 0
-        return shares_kv and heads % number == 0 and inner % number == 0
+        return shares_kv and heads % number == 0
 
     if not divides(size):
         raise ConfigError(
-            f"{heads} attention heads, {kv_heads} KV heads and an MLP of {inner} rows cannot be "
-            f"divided over tensor_parallel_size = {size}; sizes that can: "
+            f"{heads} attention heads and {kv_heads} KV heads cannot be divided over "
+            f"tensor_parallel_size = {size}; sizes that can: "
             f"{', '.join(str(number) for number in range(1, heads + 1) if divides(number))}"
         )
 
@@ -548,11 +567,14 @@ def replace_rope(
 
 
 def read_generation_config(folder: str) -> dict[str, Any]:
-    """Content of a model's `generation_config.json`; empty if there is no such file.
+    """Content of a model's `generation_config.json`, or what a GGUF file has of it; empty if there
+    is no such file.
 
     Raises:
         ModelLoadError: it is not valid JSON.
     """
+    if is_gguf(folder):
+        return gguf_config.read_generation_config(folder)
     path = Path(folder) / "generation_config.json"
     if not path.is_file():
         return {}

@@ -12,6 +12,7 @@ from typing import Any
 
 from tpengine.config import ModelConfig
 from tpengine.errors import ConfigError, InvalidPromptError, ModelLoadError
+from tpengine.gguf_file import is_gguf
 from tpengine.logger import init_logger
 
 logger = init_logger(__name__)
@@ -209,12 +210,18 @@ def load_tokenizer(config: ModelConfig) -> Tokenizer | None:
     if config.tokenizer is None:
         return None
     folder = Path(config.tokenizer)
-    if not any(next(folder.glob(pattern), None) for pattern in _TOKENIZER_FILES):
+    if not is_gguf(folder) and not any(
+        next(folder.glob(pattern), None) for pattern in _TOKENIZER_FILES
+    ):
         logger.info("%s has no tokenizer: prompts must be ids, outputs have no text", folder)
         return None
     try:
+        if is_gguf(folder):
+            return _load_gguf_tokenizer(str(folder))
         hf = _load_hf(config, folder)
         return Tokenizer(hf)
+    except ModelLoadError:
+        raise
     except Exception as error:  # parsers and remote tokenizers raise errors of any type
         raise ModelLoadError(
             f"the tokenizer in {folder} cannot be loaded ({type(error).__name__}: {error}); "
@@ -257,6 +264,18 @@ def _certain_class(folder: Path) -> str | None:
 def _read_object(path: Path) -> dict[str, Any]:
     """Content of a JSON file; empty if there is no such file."""
     return dict(json.loads(path.read_text(encoding="utf-8"))) if path.is_file() else {}
+
+
+def _load_gguf_tokenizer(path: str) -> Tokenizer | None:
+    from transformers import PreTrainedTokenizerFast
+
+    from tpengine.engine.gguf_tokenizer import gguf_tokenizer_parts
+
+    parts = gguf_tokenizer_parts(path)
+    if parts is None:
+        logger.info("%s has no vocabulary: prompts must be ids, outputs have no text", path)
+        return None
+    return Tokenizer(PreTrainedTokenizerFast(**parts))
 
 
 def _read_messages(messages: object) -> list[dict[str, Any]]:

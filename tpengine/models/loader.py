@@ -14,10 +14,12 @@ from safetensors import SafetensorError, safe_open
 
 from tpengine.config import WEIGHT_FILES, ModelConfig
 from tpengine.errors import ModelLoadError
+from tpengine.gguf_file import is_gguf
 from tpengine.layers.weights import Weights, WeightShard, tensor_shape
 from tpengine.models.registry import CausalLM, build_model
 
 _DUMMY_STD = 0.02
+_VALUES_AT_ONCE = 1 << 22
 _WHOLE = {"*.safetensors": "model.safetensors", "pytorch_model*.bin": "pytorch_model.bin"}
 """By pattern of `WEIGHT_FILES`: the name of a checkpoint that is one file."""
 
@@ -62,9 +64,8 @@ class _CheckpointReader:
         self._problems: list[str] = []
 
     def run(self) -> None:
-        for path in checkpoint_files(self._folder, self._load_format):
-            for name, source in read_tensors(path):
-                self._take(path.name, name, source)
+        for file, name, source in self._tensors():
+            self._take(file, name, source)
         for file, name, source in self._found_repeats:  # after the tensors that they repeat
             self._compare(file, name, source)
         for name in sorted(self._missing):
@@ -74,6 +75,16 @@ class _CheckpointReader:
                 f"the weights in {self._folder} do not fit the model "
                 f"({len(self._problems)} tensors):\n  " + "\n  ".join(self._problems)
             )
+
+    def _tensors(self) -> Iterator[tuple[str, str, TensorSource]]:
+        if is_gguf(self._folder):
+            from tpengine.models import gguf  # its library is imported for such files only
+
+            yield from gguf.read_tensors(str(self._folder), [*self._shards, *self._repeats])
+            return
+        for path in checkpoint_files(self._folder, self._load_format):
+            for name, source in read_tensors(path):
+                yield path.name, name, source
 
     def _take(self, file: str, name: str, source: TensorSource) -> None:
         wanted = name if name in self._shards else self._model.base_prefix + name
@@ -113,9 +124,12 @@ class _CheckpointReader:
 
 def _copy(source: TensorSource, offset: int, shard: WeightShard) -> None:
     """Copies this rank's slice of the section that begins at `offset` into its parameter."""
-    target = shard.target
+    target, shape = shard.target, source.get_shape()
+    if not shape:
+        target.copy_(source[...])
+        return
     if shard.dim is None:
-        target.copy_(source[:] if source.get_shape() else source[...])
+        _copy_by_pieces(target, source, slice(0, shape[0]), 0)
         return
     part = slice(offset + shard.start, offset + shard.start + shard.length)
     if shard.split:
@@ -125,7 +139,18 @@ def _copy(source: TensorSource, offset: int, shard: WeightShard) -> None:
         target.zero_()
         target = target.narrow(shard.dim, 0, shard.length)
     if shard.length:
-        target.copy_(source[part] if shard.dim == 0 else source[:, part])
+        _copy_by_pieces(target, source, part, shard.dim)
+
+
+def _copy_by_pieces(target: torch.Tensor, source: TensorSource, part: slice, dim: int) -> None:
+    """Copies rows or columns by pieces, so that little is held in another dtype at a time."""
+    rows_at_once = max(1, _VALUES_AT_ONCE * len(target) // target.numel())
+    for row in range(0, len(target), rows_at_once):
+        piece = target[row : row + rows_at_once]
+        if dim == 0:
+            piece.copy_(source[part.start + row : part.start + row + len(piece)])
+        else:
+            piece.copy_(source[row : row + len(piece), part])
 
 
 class TensorSource(Protocol):

@@ -1,0 +1,136 @@
+"""Tokenizers from the vocabularies of GGUF files, against those of transformers."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from gguf import GGUFWriter
+from tokenizers import Tokenizer as Backend
+from tokenizers import models, pre_tokenizers, trainers
+from transformers import AutoTokenizer
+
+from tpengine.config import ModelConfig
+from tpengine.engine.tokenizer import Tokenizer, load_tokenizer
+from tpengine.errors import ModelLoadError
+
+TEXTS = [
+    "Hello  world, it's 1234567 o'clock!\n\n  Don't WAIT\tnow.",
+    "def f(x):\n    return x ** 2  # 平方 été Straße 🙂\r\n",
+    "<|im_start|>user\nHi<|im_end|>  <|im_start|>",
+    " leading and trailing ",
+    "",
+]
+CONTROLS = ["<|end|>", "<|im_start|>", "<|im_end|>"]
+
+
+def write(path: Path, kind: str, pre: str, tokens: list[str], **fields: Any) -> Path:
+    """A file with a vocabulary, whose first tokens are `CONTROLS`, and no tensors."""
+    writer = GGUFWriter(path, "llama")
+    writer.add_tokenizer_model(kind)
+    writer.add_tokenizer_pre(pre)
+    writer.add_token_list(tokens)
+    writer.add_token_types(fields.pop("types", [3] * len(CONTROLS) + [1] * (len(tokens) - 3)))
+    writer.add_bos_token_id(1)
+    writer.add_eos_token_id(2)
+    for name, value in fields.items():
+        getattr(writer, f"add_{name}")(value)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return path
+
+
+def trained(splits: pre_tokenizers.PreTokenizer) -> tuple[Backend, list[str], list[str]]:
+    """A byte-level tokenizer, its tokens and its merges."""
+    backend = Backend(models.BPE())
+    backend.pre_tokenizer = splits
+    alphabet = pre_tokenizers.ByteLevel.alphabet()
+    trainer = trainers.BpeTrainer(
+        vocab_size=420, initial_alphabet=alphabet, special_tokens=CONTROLS, show_progress=False
+    )
+    backend.train_from_iterator([*TEXTS * 3, Path(__file__).read_text()], trainer)
+    merges = [" ".join(pair) for pair in json.loads(backend.to_str())["model"]["merges"]]
+    return backend, [str(backend.id_to_token(i)) for i in range(backend.get_vocab_size())], merges
+
+
+def load(path: Path) -> Tokenizer | None:
+    return load_tokenizer(
+        ModelConfig(str(path), str(path), "auto", False, {}, "float32", 64, 0, "auto", frozenset())
+    )
+
+
+@pytest.mark.parametrize("pre", ["gpt-2", "smollm", "qwen2", "llama-bpe", "tekken", "gpt-4o"])
+def test_byte_level_ids(pre: str, tmp_path: Path) -> None:
+    to_bytes = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    digits = pre_tokenizers.Digits(individual_digits=True)
+    splits = {"smollm": pre_tokenizers.Sequence([digits, to_bytes])}.get(pre, to_bytes)
+    backend, tokens, merges = trained(splits)
+    template = "{% for m in messages %}<|im_start|>{{ m.content }}{% endfor %}"
+    path = write(
+        tmp_path / "v.gguf", "gpt2", pre, tokens, token_merges=merges, chat_template=template
+    )
+    tokenizer = load(path)
+    assert tokenizer is not None
+    expected = backend
+    if pre not in ("gpt-2", "smollm"):
+        expected = AutoTokenizer.from_pretrained(tmp_path, gguf_file="v.gguf").backend_tokenizer
+    for text in TEXTS:
+        ids = expected.encode(text, add_special_tokens=False).ids
+        assert tokenizer.encode(text, add_special_tokens=False) == ids, text
+        assert tokenizer.decode(ids, skip_special_tokens=False) == text
+    assert tokenizer.byte_table is not None
+    assert tokenizer.eos_token_id == 2
+    assert tokenizer.apply_chat_template([{"role": "user", "content": "Hello"}])[0] == 1
+    adds_bos = pre in ("llama-bpe", "tekken")
+    assert (tokenizer.encode("Hello")[:1] == [1]) == adds_bos
+
+
+@pytest.mark.parametrize("prefixed", [True, False])
+def test_sentencepiece_ids(prefixed: bool, tmp_path: Path) -> None:
+    _, tokens, _ = trained(pre_tokenizers.Metaspace(prepend_scheme="never"))
+    words = [token for token in tokens[3:] if len(token) > 1]
+    letters = sorted(set("".join(TEXTS).replace(" ", "\u2581")) - set("平方"))  # bytes instead
+    tokens = [*CONTROLS, *(f"<0x{i:02X}>" for i in range(256)), *letters, *words]
+    tokens = list(dict.fromkeys(tokens))
+    types = [3] * 3 + [6] * 256 + [1] * (len(tokens) - 259)
+    path = write(
+        tmp_path / "v.gguf",
+        "llama",
+        "default",
+        tokens,
+        types=types,
+        token_scores=[0.0] * 259 + [-float(i) for i in range(len(tokens) - 259)],
+        add_space_prefix=prefixed,
+    )
+    tokenizer = load(path)
+    assert tokenizer is not None
+    for text in ("Hello world", "été 平方", "it's  two", "\n"):
+        ids = tokenizer.encode(text)
+        assert ids[0] == 1  # a vocabulary of this kind begins with bos unless it says otherwise
+        pieces = "".join(tokens[i] for i in ids[1:] if i >= 259)
+        shown = text.replace(" ", "\u2581")
+        assert pieces.removeprefix("\u2581" if prefixed else "") == shown.replace("平方", "")
+        assert tokenizer.decode(ids) == text
+    assert tokenizer.byte_table is not None
+
+
+@pytest.mark.parametrize(
+    ("kind", "pre", "problem"),
+    [
+        ("rwkv", "default", "tokenizer.ggml.model = 'rwkv' .* supported: gpt2, llama"),
+        ("gpt2", "new", "tokenizer.ggml.pre = 'new' .* supported: default, gpt-2"),
+        ("llama", "default", r"cannot be loaded \(KeyError: 'scores'\)"),
+    ],
+)
+def test_other_vocabularies_are_refused(kind: str, pre: str, problem: str, tmp_path: Path) -> None:
+    path = write(tmp_path / "v.gguf", kind, pre, [*CONTROLS, "a"])
+    with pytest.raises(ModelLoadError, match=problem):
+        load(path)
+
+
+def test_without_a_vocabulary_there_is_no_tokenizer(tmp_path: Path) -> None:
+    assert load(write(tmp_path / "v.gguf", "none", "default", [*CONTROLS, "a"])) is None

@@ -1,0 +1,249 @@
+"""GGUF files as models: every architecture, types of tensors, parts, and damaged files."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from gguf import GGMLQuantizationType
+from gguf.quants import dequantize
+from safetensors.torch import load_file
+from support.gguf_files import write_gguf
+from support.subjects import BY_NAME, Subject, Subjects, assert_equal_to_oracle, generate, load
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from tpengine import EngineArgs
+from tpengine.config import ModelFiles, read_generation_config, read_hf_config
+from tpengine.errors import ConfigError, ModelLoadError
+from tpengine.gguf_file import open_gguf
+from tpengine.layers import rotary
+from tpengine.models.gguf import read_tensors
+
+SMALL = {
+    "vocab_size": 97,
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 128,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+    "pad_token_id": 0,
+}
+GPT2 = {
+    "intermediate_size": None,
+    "n_embd": 64,
+    "n_layer": 2,
+    "n_head": 4,
+    "n_positions": 128,
+    "n_inner": 256,
+}
+GEMMA = {"head_dim": 32, "query_pre_attn_scalar": 32, "sliding_window": 16}
+EXPERTS = {"num_experts_per_tok": 2, "moe_intermediate_size": 32}
+NOT_IN_BLOOM = ("intermediate_size", "max_position_embeddings")
+MODELS: dict[str, dict[str, Any]] = {
+    "bloom": {"n_layer": 2, "n_head": 4, **dict.fromkeys(NOT_IN_BLOOM)},
+    "gemma": {"head_dim": 32},
+    "gemma2": GEMMA,
+    "gemma3_text": GEMMA,
+    "gpt2": GPT2,
+    "llama": {"attention_bias": True, "mlp_bias": True, "tie_word_embeddings": True},
+    "mixtral": {"num_local_experts": 4, "num_experts_per_tok": 2},
+    "phi3": {"sliding_window": None},
+    "qwen2": {},
+    "qwen2_moe": {**EXPERTS, "num_experts": 4, "shared_expert_intermediate_size": 48},
+    "qwen3": {"head_dim": 32},
+    "qwen3_moe": {**EXPERTS, "num_experts": 4, "head_dim": 32, "norm_topk_prob": True},
+    "starcoder2": {"sliding_window": None},
+}
+IGNORED = {"_name_or_path", "dtype", "transformers_version", "initializer_range", "n_inner"}
+"""Fields that say nothing about the result of a forward pass."""
+
+NEEDS_LONGROPE = pytest.mark.skipif(
+    "longrope" not in rotary._SCALINGS, reason="factors of frequencies need longrope"
+)
+
+
+def make_model(model_type: str, folder: Path) -> Path:
+    config = AutoConfig.for_model(model_type, **{**SMALL, **MODELS[model_type]})
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.normal_()
+    model.save_pretrained(folder)
+    return folder
+
+
+@pytest.fixture(name="small", scope="module")
+def small_fixture(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("small")
+    vocabulary = {
+        "tokenizer.ggml.model": "gpt2",
+        "tokenizer.ggml.pre": "smollm",
+        "tokenizer.ggml.tokens": ["a", "b", "ab", *(f"<{i}>" for i in range(94))],
+        "tokenizer.ggml.token_type": [1] * 3 + [3] * 94,
+        "tokenizer.ggml.merges": ["a b"],
+    }
+    return write_gguf(make_model("llama", folder), folder / "small.gguf", metadata=vocabulary)
+
+
+@pytest.mark.parametrize("model_type", MODELS)
+def test_every_architecture_is_read_as_it_was_written(model_type: str, tmp_path: Path) -> None:
+    folder = make_model(model_type, tmp_path / "hf")
+    path = write_gguf(folder, tmp_path / "model.gguf")
+    state = load_file(folder / "model.safetensors")
+    found = {name: source for _, name, source in read_tensors(str(path), state)}
+    assert found.keys() == state.keys()
+    for name, tensor in state.items():
+        assert found[name].get_shape() == list(tensor.shape), name
+        torch.testing.assert_close(found[name][:], tensor, atol=1e-6, rtol=0, msg=name)
+    fields, expected = (read_hf_config(str(one), False) for one in (path, folder))
+    differences = {
+        name: (fields.get(name), value)
+        for name, value in expected.items()
+        if name not in IGNORED and fields.get(name) != value
+    }
+    assert {name: pair for name, pair in differences.items() if not _close(*pair)} == {}
+
+
+def _close(found: Any, expected: Any) -> bool:
+    """Whether two numbers differ by the rounding of float32."""
+    if isinstance(found, float) and isinstance(expected, float):
+        return abs(found - expected) <= 1e-6 * abs(expected)
+    return [found] == expected or found == [expected]
+
+
+@pytest.mark.parametrize(
+    ("name", "tp_size"),
+    [
+        pytest.param("llama-llama3-old", 1, marks=NEEDS_LONGROPE),
+        ("llama-yarn-old", 2),
+        ("qwen2-tied", 2),
+        ("qwen3-head-dim", 1),
+        ("bloom-8-heads", 2),
+    ],
+)
+def test_ids_are_those_of_the_folder(
+    name: str, tp_size: int, subjects: Subjects, tmp_path: Path
+) -> None:
+    subject = subjects(BY_NAME[name])
+    path = write_gguf(subject.folder, tmp_path / "model.gguf")
+    file = Subject(subject.variant, path, subject.oracle, subject.prompts)
+    assert_equal_to_oracle(file, generate(file, tp_size))
+
+
+@pytest.mark.parametrize("kind", ["F16", "BF16", "Q8_0", "Q4_0", "Q4_1", "Q5_0", "Q5_1"])
+def test_a_part_of_a_tensor_is_that_part_of_the_whole(
+    kind: str, small: Path, tmp_path: Path
+) -> None:
+    path = write_gguf(small.parent, tmp_path / "model.gguf", kind)
+    names = ["model.layers.0.mlp.down_proj.weight", "model.layers.0.self_attn.q_proj.weight"]
+    found = {name: source for _, name, source in read_tensors(str(path), names)}
+    entries = open_gguf(path).tensors
+    down = entries["blk.0.ffn_down.weight"]
+    assert down.type == kind
+    whole = torch.from_numpy(dequantize(np.array(down.rows()), GGMLQuantizationType[kind]))
+    torch.testing.assert_close(found[names[0]][:], whole, rtol=0, atol=0)
+    for columns in (slice(0, 48), slice(48, 96), slice(31, 33)):
+        part = found[names[0]][3:9, columns]
+        torch.testing.assert_close(part, whole[3:9, columns], rtol=0, atol=0)
+    heads = found[names[1]]  # its rows have another order in the file
+    torch.testing.assert_close(heads[32:48], heads[:][32:48], rtol=0, atol=0)
+
+
+def test_a_folder_with_one_file_and_a_split_file_are_models(small: Path, tmp_path: Path) -> None:
+    assert EngineArgs(str(small)).read_model()[0] == str(small)
+    shutil.copy(small, tmp_path / "a.gguf")
+    assert ModelFiles(str(tmp_path)).find() == str(tmp_path / "a.gguf")
+    shutil.copy(small, tmp_path / "b.gguf")
+    with pytest.raises(ModelLoadError, match=r"holds 2 GGUF files \(a\.gguf, b\.gguf\): name one"):
+        ModelFiles(str(tmp_path)).find()
+    parts = tmp_path / "parts"
+    parts.mkdir()
+    names = [parts / f"s-0000{i}-of-00002.gguf" for i in (1, 2)]
+    whole = write_gguf(small.parent, names[0], only=lambda name: not name.startswith("blk.1."))
+    with pytest.raises(ModelLoadError, match=r"s-00002-of-00002\.gguf"):
+        open_gguf(whole)
+    write_gguf(small.parent, names[1], only=lambda name: name.startswith("blk.1."))
+    assert ModelFiles(str(names[1])).find() == ModelFiles(str(parts)).find() == str(names[0])
+    load(parts, max_model_len=64)
+    assert open_gguf(names[1]).tensors.keys() == open_gguf(small).tensors.keys()
+
+
+def test_sampling_and_end_tokens_come_from_the_file(small: Path, tmp_path: Path) -> None:
+    assert read_generation_config(str(small)) == {
+        "do_sample": True,
+        "temperature": 0.7,
+        "top_p": 0.9,
+    }
+    tokens = [f"t{i}" for i in range(97)]
+    tokens[5], tokens[6] = "<|im_end|>", "<|im_start|>"
+    metadata = {
+        "general.sampling.temp": 0.25,
+        "general.sampling.top_k": 40,
+        "tokenizer.ggml.eot_token_id": 9,
+        "tokenizer.ggml.tokens": tokens,
+        "tokenizer.ggml.token_type": [3 if i < 7 else 1 for i in range(97)],
+    }
+    path = str(write_gguf(small.parent, tmp_path / "model.gguf", metadata=metadata))
+    assert read_generation_config(path) == {"do_sample": True, "temperature": 0.25, "top_k": 40}
+    assert read_hf_config(path, False)["eos_token_id"] == [2, 5, 9]
+
+
+@pytest.mark.parametrize(
+    ("metadata", "problem"),
+    [
+        ({"general.architecture": "mamba"}, "'mamba' of .* is not supported; supported: bloom"),
+        ({"llama.block_count": 1 << 20}, "1048576 layers, tensors of 2"),
+        ({"llama.embedding_length": 1 << 20}, r"token_embd.weight is \[97, 64\] instead of"),
+        ({"llama.attention.head_count_kv": 3}, "4 heads cannot share 3 heads"),
+        ({"llama.attention.head_count": "4"}, "must be one number"),
+        ({"llama.attention.head_count": [4, 2]}, "must be one number"),
+        ({"llama.context_length": 1 << 31}, "must be one number from 0 to 16777216"),
+        ({"general.alignment": 33}, "no power of 2"),
+    ],
+)
+def test_metadata_that_does_not_fit_is_refused(
+    metadata: dict[str, Any], problem: str, small: Path, tmp_path: Path
+) -> None:
+    path = write_gguf(small.parent, tmp_path / "model.gguf", metadata=metadata)
+    with pytest.raises((ModelLoadError, ConfigError), match=problem):
+        read_hf_config(str(path), False)
+
+
+def test_an_unknown_type_of_tensor_is_named(small: Path, tmp_path: Path) -> None:
+    data = bytearray(small.read_bytes())
+    at = data.index(b"blk.0.ffn_down.weight") + len(b"blk.0.ffn_down.weight") + 4 + 16
+    for number, name in ((16, "IQ2_XXS"), (777, "number 777")):
+        data[at : at + 4] = number.to_bytes(4, "little")
+        (tmp_path / "bad.gguf").write_bytes(data)
+        problem = rf"blk\.0\.ffn_down\.weight in .* has the type {name}.*supported: F32, F16"
+        with pytest.raises(ModelLoadError, match=problem):
+            load(tmp_path)
+
+
+@pytest.mark.parametrize(
+    "count", [300, pytest.param(10_000, marks=[pytest.mark.soak, pytest.mark.timeout(3600)])]
+)
+def test_damaged_files_are_refused_with_bounded_memory(
+    count: int, small: Path, tmp_path: Path
+) -> None:
+    """In a process of its own: it may hold 1 GiB more than at its start, and must not die."""
+    command = [sys.executable, "-m", "support.gguf_fuzz", str(small), str(tmp_path), str(count)]
+    tests = Path(__file__).parents[1]
+    environment = os.environ | {"PYTHONPATH": f"{tests}:{tests.parent}"}
+    done = subprocess.run(
+        command, env=environment, capture_output=True, text=True, timeout=3000, check=False
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    refused = int(done.stdout.split()[-1])
+    assert count // 4 < refused <= count

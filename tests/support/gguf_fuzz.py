@@ -1,0 +1,63 @@
+"""Opens mutations of a GGUF file as an engine does, in a process whose memory is limited.
+
+`python -m support.gguf_fuzz FILE FOLDER COUNT` prints how many were refused. Any error that is not
+one of the two typed ones ends it.
+"""
+
+from __future__ import annotations
+
+import random
+import resource
+import sys
+from pathlib import Path
+
+from support.subjects import load
+from tpengine import EngineArgs
+from tpengine.config import read_generation_config
+from tpengine.engine.tokenizer import load_tokenizer
+from tpengine.errors import ConfigError, ModelLoadError
+
+LIMIT_BYTES = 1 << 30
+_EXTREMES = (0, 1, 0x7F, 0x80, 0xFF)
+
+
+def mutate(data: bytes, rng: random.Random) -> bytes:
+    """Cuts the file off, or changes bytes, mostly of its header."""
+    if rng.random() < 0.15:
+        return data[: rng.randrange(len(data))]
+    changed = bytearray(data)
+    for _ in range(rng.choice((1, 1, 1, 2, 5, 20))):
+        at = rng.randrange(24 if rng.random() < 0.1 else min(len(data), 6000))
+        size = rng.choice((1, 1, 2, 4, 8))
+        value = rng.choice(_EXTREMES) if rng.random() < 0.5 else rng.randrange(256)
+        changed[at : at + size] = bytes([value]) * len(changed[at : at + size])
+    return bytes(changed)
+
+
+def open_as_engine(path: Path) -> None:
+    args = EngineArgs(str(path), max_model_len=64, dtype="float32", device="cpu")
+    load_tokenizer(args.create_engine_config("cpu").model)
+    read_generation_config(str(path))
+    load(path, max_model_len=64)
+
+
+def main(file: str, folder: str, count: str) -> None:
+    open_as_engine(Path(file))  # imports everything before the limit is set
+    used = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
+    resource.setrlimit(resource.RLIMIT_AS, (used + LIMIT_BYTES, used + LIMIT_BYTES))
+    data, rng, path, refused = Path(file).read_bytes(), random.Random(0), Path(folder) / "f.gguf", 0
+    for i in range(int(count)):
+        path.unlink(missing_ok=True)  # a new inode: the old one may still be mapped
+        path.write_bytes(mutate(data, rng))
+        try:
+            open_as_engine(path)
+        except (ModelLoadError, ConfigError):
+            refused += 1
+        except BaseException:
+            print(f"mutation {i}", file=sys.stderr)
+            raise
+    print(refused)
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

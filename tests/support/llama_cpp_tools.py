@@ -1,0 +1,78 @@
+"""GGUF files by llama.cpp itself: its converter and its quantizer, from the source of
+`llama-cpp-python` (`third_party.llama_cpp` builds them).
+
+`python llama_cpp_tools.py SOURCE FOLDER FILE` converts; `python llama_cpp_tools.py quantize FILE`
+quantizes, with the Python that has `llama_cpp`.
+"""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+FILE_TYPES = {
+    "Q8_0": 7,
+    "Q4_0": 2,
+    "Q4_1": 3,
+    "Q5_0": 8,
+    "Q5_1": 9,
+    "Q2_K": 10,
+    "Q3_K": 11,
+    "Q4_K": 14,
+    "Q5_K": 16,
+    "Q6_K": 18,
+    "IQ4_NL": 25,
+    "IQ4_XS": 30,
+    "F16": 1,
+    "BF16": 32,
+}
+"""By type of tensor: the number that the quantizer knows."""
+
+
+def convert(source: str, folder: str, file: str) -> None:
+    """Writes float32. The models have no tokenizer, so that every class of converter must skip its
+    vocabulary."""
+    sys.path[:0] = [f"{source}/gguf-py", source]
+    import convert_hf_to_gguf
+    from conversion.base import ModelBase
+
+    def skip(self: object) -> None:
+        pass
+
+    def classes(base: type) -> list[type]:
+        return [base, *(one for child in base.__subclasses__() for one in classes(child))]
+
+    convert_hf_to_gguf.conversion = ModelBase  # type: ignore[attr-defined]
+    original = ModelBase.__init__
+
+    def __init__(self: object, *args: object, **kwargs: object) -> None:  # noqa: N807
+        for one in classes(ModelBase):
+            if "set_vocab" in vars(one):
+                one.set_vocab = skip  # type: ignore[attr-defined]
+        original(self, *args, **kwargs)
+
+    ModelBase.__init__ = __init__  # type: ignore[method-assign]
+    sys.argv = ["convert", folder, "--outfile", file, "--outtype", "f32"]
+    convert_hf_to_gguf.main()
+
+
+def quantize(file: str) -> None:
+    """Writes `NAME.TYPE.gguf` beside `NAME.gguf` for every type; matrices whose rows have no whole
+    blocks take a similar type."""
+    import ctypes
+
+    import llama_cpp
+
+    for kind, number in FILE_TYPES.items():
+        params = llama_cpp.llama_model_quantize_default_params()
+        params.ftype, params.pure, params.nthread = number, True, 1
+        target = Path(file).with_suffix(f".{kind}.gguf")
+        status = llama_cpp.llama_model_quantize(
+            file.encode(), str(target).encode(), ctypes.byref(params)
+        )
+        if status:
+            sys.exit(f"quantizing {file} to {kind} failed: {status}")
+
+
+if __name__ == "__main__":
+    quantize(*sys.argv[2:]) if sys.argv[1] == "quantize" else convert(*sys.argv[1:])

@@ -1,0 +1,307 @@
+"""What a GGUF file says about its model, in the words of `config.json`.
+
+`ARCHITECTURES` has one entry for each architecture. The fields are those of its class in
+transformers, so that the families of the engine need not know which kind of file they run.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from tpengine.errors import ConfigError, ModelLoadError
+from tpengine.gguf_file import GGUFFile, open_gguf
+
+_FIELDS = {
+    "context_length": "max_position_embeddings",
+    "embedding_length": "hidden_size",
+    "block_count": "num_hidden_layers",
+    "feed_forward_length": "intermediate_size",
+    "attention.head_count": "num_attention_heads",
+    "attention.head_count_kv": "num_key_value_heads",
+    "attention.key_length": "head_dim",
+    "attention.layer_norm_rms_epsilon": "rms_norm_eps",
+    "attention.layer_norm_epsilon": "layer_norm_eps",
+    "attention.sliding_window": "sliding_window",
+    "rope.freq_base": "rope_theta",
+    "rope.freq_base_swa": "rope_local_base_freq",
+    "rope.scaling.original_context_length": "original_max_position_embeddings",
+    "attn_logit_softcapping": "attn_logit_softcapping",
+    "final_logit_softcapping": "final_logit_softcapping",
+    "expert_count": "num_local_experts",
+    "expert_used_count": "num_experts_per_tok",
+    "expert_feed_forward_length": "moe_intermediate_size",
+    "expert_shared_feed_forward_length": "shared_expert_intermediate_size",
+}
+"""By key, without the architecture before it: the usual field of `config.json`."""
+
+
+@dataclass(frozen=True)
+class Architecture:
+    """One architecture of GGUF, and how its converter changes tensors.
+
+    Attributes:
+        hf_class: class in transformers.
+        model_type: its name in `config.json`.
+        renamed: by key, fields that this class calls differently from `_FIELDS`.
+        constants: fields that no file holds, because llama.cpp has them in its code.
+        flags: by ending of a tensor of the first layer, the field that says whether it exists.
+        permuted: whether the rows of q and k are reordered for the rotation of llama.cpp.
+        norm_offset: number that is added to the weights of norms.
+        transposed: endings of the tensors that are transposed.
+        split_qkv: whether q, k and v of all heads follow each other where transformers has q, k and
+            v of a head follow each other.
+    """
+
+    hf_class: str
+    model_type: str
+    renamed: Mapping[str, str] = field(default_factory=dict)
+    constants: Mapping[str, Any] = field(default_factory=dict)
+    flags: Mapping[str, str] = field(default_factory=dict)
+    permuted: bool = False
+    norm_offset: float = 0.0
+    transposed: tuple[str, ...] = ()
+    split_qkv: bool = False
+
+
+_GPT2 = {
+    "context_length": "n_positions",
+    "embedding_length": "n_embd",
+    "block_count": "n_layer",
+    "feed_forward_length": "n_inner",
+    "attention.head_count": "n_head",
+    "attention.layer_norm_epsilon": "layer_norm_epsilon",
+}
+_CONV1D = ("attn_qkv.weight", "attn_output.weight", "ffn_up.weight", "ffn_down.weight")
+_BLOOM = {
+    "context_length": "seq_length",
+    "feed_forward_length": "n_inner",
+    "block_count": "n_layer",
+    "attention.head_count": "n_head",
+    "attention.layer_norm_epsilon": "layer_norm_epsilon",
+}
+_NUM_EXPERTS = {"expert_count": "num_experts"}
+_ATTENTION_BIAS = {"attn_output.bias": "attention_bias"}
+ARCHITECTURES = {
+    "bloom": Architecture("BloomForCausalLM", "bloom", _BLOOM, split_qkv=True),
+    "gemma": Architecture("GemmaForCausalLM", "gemma", norm_offset=1.0),
+    "gemma2": Architecture("Gemma2ForCausalLM", "gemma2", norm_offset=1.0),
+    "gemma3": Architecture("Gemma3ForCausalLM", "gemma3_text", norm_offset=1.0),
+    "gpt2": Architecture("GPT2LMHeadModel", "gpt2", _GPT2, transposed=_CONV1D),
+    "llama": Architecture(
+        "LlamaForCausalLM",
+        "llama",
+        flags=_ATTENTION_BIAS | {"ffn_up.bias": "mlp_bias"},
+        permuted=True,
+    ),
+    "mixtral": Architecture("MixtralForCausalLM", "mixtral", permuted=True),
+    "phi3": Architecture("Phi3ForCausalLM", "phi3"),
+    "qwen2": Architecture("Qwen2ForCausalLM", "qwen2"),
+    "qwen2moe": Architecture("Qwen2MoeForCausalLM", "qwen2_moe", _NUM_EXPERTS),
+    "qwen3": Architecture("Qwen3ForCausalLM", "qwen3", flags=_ATTENTION_BIAS),
+    "qwen3moe": Architecture(
+        "Qwen3MoeForCausalLM",
+        "qwen3_moe",
+        _NUM_EXPERTS,
+        constants={"norm_topk_prob": True},
+        flags=_ATTENTION_BIAS,
+    ),
+    "starcoder2": Architecture(
+        "Starcoder2ForCausalLM",
+        "starcoder2",
+        {"attention.layer_norm_epsilon": "norm_epsilon"},
+        flags={"attn_output.bias": "use_bias"},
+    ),
+}
+"""By `general.architecture`; a llama that has experts is a mixtral here."""
+
+_GEMMA_27B = {"gemma2": 46, "gemma3_text": 62}
+"""Number of layers of the size whose queries are scaled by hidden size / heads, not by head_dim."""
+_ROPE = {
+    "rope.scaling.factor": "factor",
+    "rope.scaling.original_context_length": "original_max_position_embeddings",
+    "rope.scaling.attn_factor": "attention_factor",
+    "rope.scaling.yarn_attn_factor": "attention_factor",
+    "rope.scaling.yarn_beta_fast": "beta_fast",
+    "rope.scaling.yarn_beta_slow": "beta_slow",
+}
+_FACTORS = {
+    "any": "rope_freqs.weight",
+    "short_factor": "rope_factors_short.weight",
+    "long_factor": "rope_factors_long.weight",
+}
+_SAMPLING = {
+    "temp": "temperature",
+    "top_k": "top_k",
+    "top_p": "top_p",
+    "min_p": "min_p",
+    "penalty_repeat": "repetition_penalty",
+}
+_END_KEYS = ("eos_token_id", "eot_token_id", "eom_token_id")
+_END_TOKENS = {
+    "<|im_end|>",
+    "<|eot_id|>",
+    "<|eom_id|>",
+    "<|end|>",
+    "<end_of_turn>",
+    "<|endoftext|>",
+}
+"""Control tokens that end an answer: many files name one of them as their end, and mean more."""
+CONTROL, USER_DEFINED = 3, 4
+"""Values of `tokenizer.ggml.token_type`."""
+_INTEGERS = ("_count", "_kv", "_length", "_window", "_id", "_k")
+_MAX = 1 << 24
+
+
+def architecture_of(file: GGUFFile) -> Architecture:
+    """Returns the entry of a file's architecture.
+
+    Raises:
+        ConfigError: there is none.
+    """
+    name = file.metadata.get("general.architecture")
+    if name == "llama" and file.metadata.get("llama.expert_count"):
+        name = "mixtral"
+    if not isinstance(name, str) or name not in ARCHITECTURES:
+        raise ConfigError(
+            f"general.architecture = {name!r} of {file.path} is not supported; supported: "
+            f"{', '.join(ARCHITECTURES)}"
+        )
+    return ARCHITECTURES[name]
+
+
+def read_config(path: str) -> dict[str, Any]:
+    """Returns what the model's `config.json` would hold, without the defaults of its class.
+
+    Raises:
+        ConfigError: its architecture is not supported.
+        ModelLoadError: the file is damaged, or its numbers do not fit its tensors.
+    """
+    file = open_gguf(path)
+    architecture = architecture_of(file)
+    keys = (*_FIELDS, *_ROPE, "rope.dimension_count")
+    values = _numbers(file, file.metadata["general.architecture"], keys)
+    _check(file, values)
+    fields: dict[str, Any] = {
+        "architectures": [architecture.hf_class],
+        "model_type": architecture.model_type,
+        "vocab_size": file.tensors["token_embd.weight"].shape[0],
+        "tie_word_embeddings": "output.weight" not in file.tensors,
+        **architecture.constants,
+    }
+    for key, name in (_FIELDS | dict(architecture.renamed)).items():
+        if key in values:
+            fields[name] = values[key]
+    for ending, name in architecture.flags.items():
+        fields[name] = f"blk.0.{ending}" in file.tensors
+    fields["sliding_window"] = fields.get("sliding_window") or None  # Phi-3 writes 0 for none
+    hidden_size, heads = values["embedding_length"], values["attention.head_count"]
+    head_dim = values.get("attention.key_length") or hidden_size // heads
+    if "gemma" in architecture.model_type:
+        is_27b = _GEMMA_27B.get(architecture.model_type) == values["block_count"]
+        fields["query_pre_attn_scalar"] = hidden_size // heads if is_27b else head_dim
+    rotated = values.get("rope.dimension_count", head_dim)
+    if rotated != head_dim:
+        fields["partial_rotary_factor"] = rotated / head_dim
+    fields["rope_scaling"] = _rope_scaling(file, values)
+    tokens = _numbers(file, "tokenizer.ggml", (*_END_KEYS, "bos_token_id", "padding_token_id"))
+    fields["bos_token_id"] = tokens.get("bos_token_id")
+    fields["pad_token_id"] = tokens.get("padding_token_id")
+    fields["eos_token_id"] = _end_token_ids(file, tokens) or None
+    return fields
+
+
+def read_generation_config(path: str) -> dict[str, Any]:
+    """Returns what the model's `generation_config.json` would hold.
+
+    Without `general.sampling.*` in the file, the temperature is 0.7 and top_p 0.9.
+
+    Raises:
+        ModelLoadError: the file is damaged.
+    """
+    found = _numbers(open_gguf(path), "general.sampling", _SAMPLING)
+    chosen = {_SAMPLING[key]: value for key, value in found.items()}
+    return {"do_sample": True, **(chosen or {"temperature": 0.7, "top_p": 0.9})}
+
+
+def _numbers(file: GGUFFile, prefix: str, keys: Iterable[str]) -> dict[str, Any]:
+    names = {key: f"{prefix}.{key}" for key in keys}
+    found = {key: file.metadata[name] for key, name in names.items() if name in file.metadata}
+    for key, value in found.items():
+        kinds = (int,) if key.endswith(_INTEGERS) else (int, float)
+        if type(value) not in kinds or not 0 <= value < (_MAX if type(value) is int else math.inf):
+            raise ModelLoadError(
+                f"{prefix}.{key} = {value!r} in {file.path} must be one number from 0 to {_MAX} "
+                "(layers of different sizes are not supported)"
+            )
+    return found
+
+
+def _check(file: GGUFFile, values: Mapping[str, Any]) -> None:
+    """Checks that the tensors have the sizes that the metadata names, before memory is allocated.
+
+    Raises:
+        ModelLoadError: they do not.
+    """
+    needed = ("block_count", "context_length", "embedding_length", "attention.head_count")
+    layers, positions, hidden_size, heads = (values.get(key, 0) for key in needed)
+    size, experts = values.get("feed_forward_length", 0), values.get("expert_count", 0)
+    wide = values.get("attention.key_length") or (hidden_size // heads if heads else 0)
+    wanted: dict[str, tuple[int | None, ...]] = {
+        "token_embd.weight": (None, hidden_size),
+        "blk.0.attn_output.weight": (hidden_size, heads * wide),
+    }
+    if experts:
+        size = values.get("expert_feed_forward_length") or size
+        wanted["blk.0.ffn_down_exps.weight"] = (experts, hidden_size, size)
+    else:
+        wanted["blk.0.ffn_down.weight"] = (hidden_size, size)
+    if "position_embd.weight" in file.tensors:
+        wanted["position_embd.weight"] = (positions, hidden_size)
+    problems = []
+    for name, shape in wanted.items():
+        found = file.tensors[name].shape if name in file.tensors else ()
+        if found[shape[0] is None :] != shape[shape[0] is None :]:
+            problems.append(f"{name} is {list(found)} instead of {list(shape)}")
+    blocks = {name.split(".")[1] for name in file.tensors if name.startswith("blk.")}
+    if not positions or layers != len(blocks):
+        problems.append(f"{positions} positions, {layers} layers, tensors of {len(blocks)}")
+    kv_heads = values.get("attention.head_count_kv", heads)
+    if not kv_heads or heads % kv_heads:
+        problems.append(f"{heads} heads cannot share {kv_heads} heads of keys and values")
+    if problems:
+        raise ModelLoadError(
+            f"metadata and tensors of {file.path} do not fit each other: {'; '.join(problems)}; "
+            "the file is damaged, or was not converted by llama.cpp"
+        )
+
+
+def _rope_scaling(file: GGUFFile, values: Mapping[str, Any]) -> dict[str, Any] | None:
+    # llama.cpp divides frequencies by these factors, whatever they come from (Llama 3.1, Phi-3).
+    factors = {
+        kind: file.tensors[name].rows().view(np.float32).ravel().tolist()
+        for kind, name in _FACTORS.items()
+        if name in file.tensors and file.tensors[name].type == "F32"
+    }
+    scaling = {_ROPE[key]: values[key] for key in _ROPE if key in values}
+    if "any" in factors:
+        scaling |= {"short_factor": factors["any"], "long_factor": factors["any"]}
+        return scaling | {"rope_type": "longrope", "attention_factor": 1.0}
+    if len(factors) == 2:
+        return scaling | {"rope_type": "longrope"} | factors
+    kind = file.metadata.get(f"{file.metadata['general.architecture']}.rope.scaling.type", "none")
+    return None if kind == "none" else scaling | {"rope_type": kind}
+
+
+def _end_token_ids(file: GGUFFile, found: Mapping[str, Any]) -> list[int]:
+    tokens = file.metadata.get("tokenizer.ggml.tokens", [])
+    kinds = file.metadata.get("tokenizer.ggml.token_type", [])
+    ids = {found[key] for key in _END_KEYS if key in found}
+    for i, (token, kind) in enumerate(zip(tokens, kinds, strict=False)):
+        if kind == CONTROL and token in _END_TOKENS:
+            ids.add(i)
+    return sorted(ids)

@@ -1,0 +1,152 @@
+"""Tensors of a GGUF file under the names that a model's parameters have, dequantised when read.
+
+A name of the model gives the name in the file (the library `gguf` has the table), so nothing here
+knows a family. What the converter of an architecture has changed is undone while rows are read.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+import numpy as np
+import torch
+from gguf import MODEL_ARCH_NAMES, get_tensor_name_map
+from gguf.constants import GGML_QUANT_SIZES, GGMLQuantizationType
+from gguf.quants import dequantize
+
+from tpengine.gguf_config import Architecture, architecture_of
+from tpengine.gguf_file import GGUFFile, TensorEntry, open_gguf
+
+Rows = np.ndarray[Any, np.dtype[np.int64]]
+_EXPERT = re.compile(r"\.experts\.(\d+)\.")
+_COMPUTED = ("rope_freqs.weight", "rope_factors_long.weight", "rope_factors_short.weight")
+"""Tensors that `gguf_config` has put into the model's configuration."""
+
+_VALUES_AT_ONCE = 1 << 17
+"""Pieces of this size stay in a core's cache; the library's own (16 rows) are 2 x slower."""
+
+
+def read_tensors(path: str, wanted: Iterable[str]) -> Iterator[tuple[str, str, GGUFTensor]]:
+    """Yields file, name and source of the tensors of a model.
+
+    Args:
+        wanted: names that the model may ask for. A tensor that no name stands for comes under its
+            name in the file.
+
+    Raises:
+        ConfigError: the architecture is not supported.
+        ModelLoadError: the file is damaged.
+    """
+    file = open_gguf(path)
+    architecture, prefix = architecture_of(file), str(file.metadata["general.architecture"])
+    arch = next(arch for arch, name in MODEL_ARCH_NAMES.items() if name == prefix)
+    names = get_tensor_name_map(arch, file.metadata[f"{prefix}.block_count"])
+    unread = set(file.tensors) - set(_COMPUTED)
+    for name in wanted:
+        expert = _EXPERT.search(name)
+        merged = name if expert is None else name.replace(expert[0], ".experts.")
+        # The library knows BLOOM's names without "transformer." alone.
+        for spelling in (merged, merged.partition(".")[2]):
+            found = names.get_name(spelling, try_suffixes=(".weight", ".bias"))
+            if found is not None and found in file.tensors:
+                unread.discard(found)
+                number = None if expert is None else int(expert[1])
+                yield (
+                    file.tensors[found].file.name,
+                    name,
+                    _source(file, architecture, found, number),
+                )
+                break
+    for name in sorted(unread):
+        yield file.tensors[name].file.name, name, GGUFTensor(file.tensors[name])
+
+
+def _source(
+    file: GGUFFile, architecture: Architecture, name: str, expert: int | None
+) -> GGUFTensor:
+    """Returns the tensor `name` of the file with the changes of its converter undone."""
+    entry, prefix = file.tensors[name], file.metadata["general.architecture"]
+    heads = file.metadata[f"{prefix}.attention.head_count"]
+    if ".attn_k." in name:
+        heads = file.metadata.get(f"{prefix}.attention.head_count_kv") or heads
+    rows = np.arange(entry.shape[0])
+    order = None
+    if architecture.permuted and (".attn_q." in name or ".attn_k." in name):
+        # llama.cpp rotates neighbours, transformers the halves of a head.
+        order = _exchange(rows, (heads, -1, 2), 1)
+    elif architecture.split_qkv and ".attn_qkv." in name:
+        order = _exchange(rows, (3, heads, -1), 0)
+    offset = architecture.norm_offset if name.endswith("norm.weight") else 0.0
+    return GGUFTensor(entry, order, offset, name.endswith(architecture.transposed), expert)
+
+
+def _exchange(rows: Rows, shape: tuple[int, int, int], axis: int) -> Rows | None:
+    """Row numbers with two neighbouring axes exchanged; None if they do not fit the shape: the
+    model, which knows its own shape, then refuses the tensor."""
+    if len(rows) % abs(math.prod(shape)):
+        return None
+    return rows.reshape(shape).swapaxes(axis, axis + 1).ravel()
+
+
+class GGUFTensor:
+    """A tensor of a file, or one expert's part; an index reads and dequantises only what it names.
+
+    Args:
+        order: row of the file for each row of the model; None: the same.
+        offset: subtracted from every value.
+        transposed: whether the model has rows and columns exchanged.
+        expert: number of the part along the first of three dimensions.
+    """
+
+    def __init__(
+        self,
+        entry: TensorEntry,
+        order: Rows | None = None,
+        offset: float = 0.0,
+        transposed: bool = False,
+        expert: int | None = None,
+    ) -> None:
+        self._data = entry.rows()
+        self._type = GGMLQuantizationType[entry.type]
+        self._order = order
+        self._offset = offset
+        self._transposed = transposed
+        self._expert = expert
+        self._shape = entry.shape if expert is None else entry.shape[1:]
+
+    def get_shape(self) -> list[int]:
+        """The shape that the model knows."""
+        return list(reversed(self._shape)) if self._transposed else list(self._shape)
+
+    def __getitem__(self, index: Any) -> torch.Tensor:
+        """Returns rows `[a:b]`, or a part of their columns `[a:b, c:d]`, in float32."""
+        rows, columns = index if isinstance(index, tuple) else (index, slice(None))
+        if len(self._shape) == 1:
+            values = self._read(slice(None), slice(None)).ravel()
+            return torch.from_numpy(values if self._order is None else values[self._order])[rows]
+        if self._transposed:
+            return torch.from_numpy(self._read(columns, rows)).T
+        return torch.from_numpy(self._read(rows, columns))
+
+    def _read(self, rows: slice, columns: slice) -> np.ndarray[Any, np.dtype[np.float32]]:
+        """Dequantises a part `[rows, columns]` of a matrix; a vector is one row."""
+        data = self._data
+        if self._expert is not None:
+            data = data[self._expert * self._shape[0] : (self._expert + 1) * self._shape[0]]
+        is_matrix = len(self._shape) > 1
+        data = data[self._order[rows] if is_matrix and self._order is not None else rows]
+        block, block_bytes = GGML_QUANT_SIZES[self._type]
+        start, stop, _ = columns.indices(self._shape[-1])
+        first, last = start // block, -(-stop // block)
+        blocks = np.ascontiguousarray(data[:, first * block_bytes : last * block_bytes])
+        blocks = blocks.reshape(-1, block_bytes)
+        values = np.empty((len(blocks), block), np.float32)
+        step = _VALUES_AT_ONCE // block
+        for at in range(0, len(blocks), step):
+            piece = dequantize(blocks[at : at + step].reshape(1, -1), self._type)
+            values[at : at + step] = piece.reshape(-1, block)
+        values = values.reshape(len(data), -1)[:, start - first * block : stop - first * block]
+        return values if not self._offset else values - np.float32(self._offset)
