@@ -74,7 +74,7 @@ def words(snippet: Snippet, folder: Path, target: str) -> list[str]:
         script.write_text(text)
         return [sys.executable, str(script)]
     program, *options = shlex.split(snippet.text)
-    module = ["-m", "tpengine.cli"] if program == ".venv/bin/tpengine" else []
+    module = ["-m", "tpengine"] if program == ".venv/bin/tpengine" else []
     assert module or program in (".venv/bin/python", "python"), snippet.text
     target_option = ["--target", target] if snippet.needs_server else []
     return [sys.executable, *module, *options, *target_option]

@@ -172,6 +172,7 @@ def test_fields_that_cannot_change_anything(
 @pytest.mark.parametrize(
     ("args", "place", "expected"),
     [
+        ({"model": Path(EMBEDDED_MODEL)}, "model.model", EMBEDDED_MODEL),
         ({"num_gpu_blocks_override": 64}, "cache.num_device_blocks_override", 64),
         ({"kv_cache_dtype": "fp8_e4m3"}, "cache.kv_cache_dtype", "fp8"),
         ({"preemption_mode": None}, "scheduler.preemption_mode", "auto"),

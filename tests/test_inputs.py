@@ -12,6 +12,7 @@ import pytest
 from support.engines import greedy, open_llm, run
 from support.models import ModelShop
 from support.zoo import PLAIN
+from transformers import BatchEncoding
 
 from tpengine import LLM, SamplingParams
 from tpengine.errors import (
@@ -34,6 +35,10 @@ BAD_PROMPTS: dict[str, tuple[Any, tuple[str, ...]]] = {
     "no integer": ([5, 1.5], ("prompt_token_ids[1]", "1.5", "integers")),
     "a flag": ([True], ("prompt_token_ids[0]", "True")),
     "bytes": (b"text", ("list of integers", "bytes")),
+    "answer of a tokenizer": (
+        BatchEncoding({"input_ids": [5]}),
+        ("BatchEncoding", "['input_ids']"),
+    ),
     "text among ids": ([5, "6"], ("prompt_token_ids[1]", "'6'")),
 }
 
@@ -120,7 +125,7 @@ def test_what_is_not_served_is_refused_by_name(llm: LLM, name: str) -> None:
 @pytest.mark.parametrize(
     ("prompt", "token_ids", "words"),
     [
-        (None, None, ("neither",)),
+        (None, None, ("none of them",)),
         ({"prompt_token_id": [1]}, None, ("prompt_token_ids", "prompt_token_id'")),
         (
             {"prompt_token_ids": [5], "multi_modal_data": {}},
@@ -166,7 +171,7 @@ def test_arguments_of_the_wrong_kind(llm: LLM) -> None:
         llm.generate([[5]], {"max_tokens": 3})
     with pytest.raises(InvalidSamplingParamsError, match="must be SamplingParams, got <object"):
         llm.llm_engine.add_request("bad", None, object(), prompt_token_ids=[5])
-    with pytest.raises(InvalidSamplingParamsError, match="stop_token_ids must be a sequence"):
+    with pytest.raises(InvalidSamplingParamsError, match="stop_token_ids must be a list"):
         SamplingParams(stop_token_ids=5)
     with pytest.raises(InvalidSamplingParamsError, match=r"must be an integer, got np\.float64"):
         SamplingParams(stop_token_ids=np.array([4.0, 5.0]))

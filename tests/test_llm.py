@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 import time
+from collections import UserDict
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -94,6 +95,7 @@ def test_every_form_of_a_prompt(llm: LLM) -> None:
         llm.generate(None, greedy(12), [np.array(token_ids)], use_tqdm=False),
         llm.generate(token_ids, greedy(12), use_tqdm=False),
         llm.generate([np.array(token_ids)], greedy(12), use_tqdm=False),
+        llm.generate(UserDict(prompt=PROMPTS[0]), greedy(12), use_tqdm=False),
     ]
     for form in forms:
         assert ids(form) == ids(one)
@@ -107,6 +109,10 @@ def test_every_form_of_a_prompt(llm: LLM) -> None:
     )
     assert ids(mixed)[0] == ids(mixed)[1] == ids(mixed)[3] == ids(one)[0]
     assert ids(mixed)[2] != ids(one)[0]
+    with pytest.raises(InvalidPromptError, match=r"'input_ids'\]; did you mean prompt_token_ids\?"):
+        llm.generate(llm.get_tokenizer()(PROMPTS[0]))
+    with pytest.raises(InvalidPromptError, match=r"^prompts\[1\]: .* text, ids .*, got int"):
+        llm.generate([PROMPTS[0], 5])
 
 
 def test_arguments_in_the_order_of_vllm(models: ModelShop) -> None:
@@ -167,6 +173,12 @@ def test_chat(llm: LLM) -> None:
     good, bad = llm.chat([messages, []], greedy(8), use_tqdm=False, on_error="return")
     assert ids([good]) == ids(outputs)
     assert "messages is empty" in bad.error
+    with pytest.raises(InvalidPromptError, match=r"messages\[0\] must be a dict .*, got 'hello'"):
+        llm.chat(["hello"])
+    with pytest.raises(InvalidPromptError, match="ids or messages; got none"):
+        llm.chat(None)
+    with pytest.raises(RequestError, match="chat_template_kwargs must be a dict, got 3"):
+        llm.chat(messages, chat_template_kwargs=3)
 
 
 def test_options_of_a_chat(llm: LLM) -> None:
@@ -209,8 +221,12 @@ def test_beam_search_is_that_of_generate(llm: LLM) -> None:
         assert (best.tokens[-1] == ids_of("<|end|>")) == is_shown
     with pytest.raises(InvalidSamplingParamsError, match=r"temperature = 0\.0, got 0\.5"):
         llm.beam_search(PROMPTS[0], BeamSearchParams(3, 8, temperature=0.5))
-    with pytest.raises(InvalidSamplingParamsError, match=r"BeamSearchParams.*, got 3"):
-        llm.beam_search(PROMPTS[0], 3)
+    with pytest.raises(
+        InvalidSamplingParamsError, match="BeamSearchParams, or use_beam_search=True"
+    ):
+        llm.beam_search(PROMPTS[0], SamplingParams())
+    with pytest.raises(InvalidSamplingParamsError, match="beam_width must be an integer, got '2'"):
+        BeamSearchParams("2", 4)
 
 
 def test_parameters_that_the_model_recommends(models: ModelShop, tmp_path: Path) -> None:
@@ -292,6 +308,8 @@ def test_stream_that_another_caller_aborts(llm: LLM) -> None:
     llm.llm_engine.abort_request(str(llm.request_counter.counter - 1))
     with pytest.raises(RequestAbortedError, match="aborted"):
         list(stream)
+    with pytest.raises(InvalidPromptError, match="must be a string, or a list of such, got 4"):
+        llm.llm_engine.abort_request(4)
     assert next(llm.stream(PROMPTS[0])), "parameters have defaults here, too"
 
 

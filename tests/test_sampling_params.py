@@ -141,6 +141,7 @@ def test_borders_are_inside(fields: dict[str, Any]) -> None:
             {"use_beam_search": True, "n": 2, "temperature": 0},
             {"sampling_type": SamplingType.BEAM},
         ),
+        ({"logits_processors": len}, {"logits_processors": [len]}),
         ({"logits_processors": "os.path:join"}, {"logits_processors": ["os.path:join"]}),
         ({"allowed_token_ids": (3,), "bad_words": "no"}, {"allowed_token_ids": [3]}),
         ({"bad_words": "no", "bad_words_token_ids": ((1, 2),)}, {"bad_words": ["no"]}),

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from tpengine.async_engine.async_llm_engine import AsyncLLMEngine
     from tpengine.engine.llm_engine import LLMEngine
     from tpengine.engine_args import AsyncEngineArgs, EngineArgs
-    from tpengine.inputs import PromptInputs, TextPrompt, TokensPrompt
+    from tpengine.inputs import BeamSearchParams, PromptInputs, TextPrompt, TokensPrompt
     from tpengine.llm import LLM
     from tpengine.outputs import CompletionOutput, Logprob, RequestOutput
     from tpengine.sampling_params import RequestOutputKind, SamplingParams
@@ -26,6 +26,7 @@ __all__ = [
     "LLM",
     "AsyncEngineArgs",
     "AsyncLLMEngine",
+    "BeamSearchParams",
     "CompletionOutput",
     "EngineArgs",
     "LLMEngine",
@@ -43,7 +44,7 @@ _HOMES = {
     "tpengine.async_engine.async_llm_engine": "AsyncLLMEngine",
     "tpengine.engine.llm_engine": "LLMEngine",
     "tpengine.engine_args": "AsyncEngineArgs EngineArgs",
-    "tpengine.inputs": "PromptInputs TextPrompt TokensPrompt",
+    "tpengine.inputs": "BeamSearchParams PromptInputs TextPrompt TokensPrompt",
     "tpengine.llm": "LLM",
     "tpengine.outputs": "CompletionOutput Logprob RequestOutput",
     "tpengine.sampling_params": "RequestOutputKind SamplingParams",

@@ -69,6 +69,8 @@ REFUSED = {
     ),
     "INPUT_REGISTRY MULTIMODAL_REGISTRY MultiModalDataDict": "prompts are text or ids; give those",
     "LLMInputs parse_and_batch_prompt": "it is internal to vLLM; give prompts as PromptInputs",
+    "SequenceGroup attention core is_cpu": "it is internal to vLLM; use LLMEngine and EngineArgs",
+    "protocol serving_chat": "there is no HTTP server yet; `tpengine serve` speaks gRPC",
     "LoggingStatLogger": "leave it out; without disable_log_stats the engine logs itself",
     "ModelRegistry": "read docs/models.md, which lists the architectures and says how to add one",
     "PrometheusStatLogger": "use AsyncLLMEngine.metrics_text() or `tpengine serve --metrics-port`",

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import math
+import os
 from collections.abc import Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass, fields, replace
 from pathlib import Path
@@ -68,9 +69,10 @@ class EngineArgs(Options):
     max_model_len: int | None = option(None, at_least=1)
     """Most tokens of a sequence, prompt and output together; default: the model's length."""
     worker_use_ray: bool = option(False)
-    """Same as --executor ray."""
+    """Same as --executor ray; with --executor local it is an error."""
     distributed_executor_backend: str | None = option(None, ("ray",), advice="use 'ray', or None")
-    """Same as --executor; default: auto."""
+    """ray is the same as --executor ray, and with --executor local an error; default: what
+    --executor says."""
     pipeline_parallel_size: int = option(1, short="-pp", refused=cfg.NO_STAGES)
     tensor_parallel_size: int = option(1, at_least=1, short="-tp")
     """Number of ranks that share the model, each with its own device."""
@@ -185,7 +187,8 @@ class EngineArgs(Options):
     for each message, and makes streams less even."""
     executor: str = option("auto", cfg.EXECUTORS)
     """Where ranks run: local runs one rank in this process; ray runs an actor per rank on a Ray
-    cluster; auto takes ray for more than one rank."""
+    cluster; auto takes ray for more than one rank, or if --worker-use-ray or
+    --distributed-executor-backend asks for it."""
     ray_address: str | None = option(None, only_for=_RAY)
     """Address HOST:PORT of a Ray cluster, or local to start one; default: the cluster of this
     process, or one that `ray start` started on this machine, or a new local one."""
@@ -218,6 +221,9 @@ class EngineArgs(Options):
     temperature and truncation made of them."""
 
     def __post_init__(self) -> None:
+        for name in ("model", "tokenizer", "download_dir"):
+            if isinstance(getattr(self, name), os.PathLike):
+                setattr(self, name, os.fspath(getattr(self, name)))
         if type(self.dtype).__module__ == "torch":
             self.dtype = str(self.dtype).removeprefix("torch.")
         for name in ("dtype", "load_format", "quantization", "tokenizer_mode"):

@@ -9,7 +9,7 @@ from typing import NotRequired, TypedDict
 
 from tpengine import aliases
 from tpengine.errors import InvalidPromptError
-from tpengine.sampling_params import SamplingParams
+from tpengine.sampling_params import SamplingParams, read_int
 
 
 class TextPrompt(TypedDict):
@@ -48,7 +48,8 @@ def check_not_served(*values: object) -> None:
     """
     for name, value in zip(_NOT_SERVED, values, strict=False):
         if value is not None:
-            raise InvalidPromptError(f"{name} = {value!r:.80} is not served; {_NOT_SERVED[name]}")
+            advice = "ids go into inputs" if isinstance(value, list) else _NOT_SERVED[name]
+            raise InvalidPromptError(f"{name} = {value!r:.80} is not served; {advice}")
 
 
 @dataclass(unsafe_hash=True)
@@ -84,7 +85,7 @@ class LoRARequest:
 class BeamSearchParams:
     """Parameters of `LLM.beam_search`, with the names of later versions of vLLM.
 
-    Attributes:
+    Args:
         beam_width: number of beams, at least 2.
         max_tokens: most output tokens of a beam.
         ignore_eos: go on after the model's end tokens.
@@ -92,6 +93,9 @@ class BeamSearchParams:
         length_penalty: beams are compared by their cumulative log probability, divided by their
             number of output tokens to this power.
         include_stop_str_in_output: keep the end token in tokens and text.
+
+    Raises:
+        InvalidSamplingParamsError: a value is out of its range.
     """
 
     beam_width: int
@@ -100,6 +104,10 @@ class BeamSearchParams:
     temperature: float = 0.0
     length_penalty: float = 1.0
     include_stop_str_in_output: bool = False
+
+    def __post_init__(self) -> None:
+        read_int("beam_width", self.beam_width, 2)
+        self.sampling_params()
 
     def sampling_params(self) -> SamplingParams:
         """Returns the same search as `SamplingParams`.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import os
 import time
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import closing
@@ -16,6 +17,7 @@ from tpengine.config import read_generation_config
 from tpengine.engine.llm_engine import LLMEngine
 from tpengine.engine.requests import (
     GenerateRequest,
+    is_list,
     need_tokenizer,
     one_per_prompt,
     pair_prompts,
@@ -69,8 +71,8 @@ class LLM(RefusesNames):
 
     def __init__(
         self,
-        model: str | None = None,
-        tokenizer: str | None = None,
+        model: str | os.PathLike[str] | None = None,
+        tokenizer: str | os.PathLike[str] | None = None,
         tokenizer_mode: str = "auto",
         skip_tokenizer_init: bool = False,
         trust_remote_code: bool = False,
@@ -130,8 +132,11 @@ class LLM(RefusesNames):
             lora_request, prompt_adapter_request, guided_options_request: only None.
             priority: one for all, or a list with one per prompt; lower is served first; needs
                 scheduling_policy "priority".
-            on_error: what a prompt that cannot be served does. raise: no prompt is computed;
-                return: its output has finish reason error, and the reason in `error`.
+            on_error: what a prompt that does not pass its checks does. raise: no prompt is
+                computed; return: its output has finish reason error, and the reason in `error`.
+                A request that fails while it is computed (by its logits processor, say) never
+                raises: in both cases its output has this finish reason, and the others go on; so
+                read `error`.
 
         Returns:
             One output per prompt, in the order of the prompts. A prompt that is too long has finish
@@ -245,8 +250,10 @@ class LLM(RefusesNames):
         """
         self._finished = []
         check_not_served(lora_request)
-        is_one = not isinstance(messages, Sequence) or any(isinstance(m, Mapping) for m in messages)
-        conversations: list[Any] = [messages] if is_one else list(messages)
+        if not isinstance(chat_template_kwargs, Mapping | None):
+            raise RequestError(f"chat_template_kwargs must be a dict, got {chat_template_kwargs!r}")
+        is_many = isinstance(messages, Sequence) and all(map(is_list, messages))
+        conversations: list[Any] = list(messages) if is_many else [messages]
         options = {
             "chat_template": chat_template,
             "add_generation_prompt": add_generation_prompt,
@@ -270,11 +277,23 @@ class LLM(RefusesNames):
     ) -> list[BeamSearchOutput]:
         """Finds the likeliest continuations of every prompt, by the engine's own beam search.
 
+        Args:
+            prompts: see `generate`.
+            params: number of beams, their length and how they are compared, for all prompts.
+            lora_request: only None.
+            use_tqdm: show a progress bar, with prompts and tokens.
+
+        Returns:
+            One output per prompt, in the order of the prompts; its `sequences` are the beams, the
+            best first, with the prompt in their tokens and text.
+
         Raises:
             RequestError: see `generate`.
         """
         if not isinstance(params, BeamSearchParams):
-            raise InvalidSamplingParamsError(f"params must be BeamSearchParams, got {params!r:.80}")
+            raise InvalidSamplingParamsError(
+                f"give BeamSearchParams, or use_beam_search=True to generate; got {params!r:.60}"
+            )
         sampling_params, tokenizer = params.sampling_params(), self.llm_engine.tokenizer
         found = []
         for output in self.generate(prompts, sampling_params, None, use_tqdm, lora_request):

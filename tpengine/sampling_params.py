@@ -124,12 +124,12 @@ class SamplingParams:
         skip_special_tokens: leave special tokens out of the text.
         spaces_between_special_tokens: False is refused for a tokenizer written in Python, and has
             no effect on the text of any other.
-        logits_processors: functions that edit the logits before all else. They are called with the
-            output ids and the logits `[vocab_size]` of one position, or, with three parameters,
-            with prompt ids, output ids and logits; they return the new logits. One that raises ends
-            its request with an error. Ranks in other processes get a pickled copy (cloudpickle,
-            at most 1 MiB), anew after a preemption or a recovery. A name "module:function" is
-            imported on every rank instead.
+        logits_processors: functions that edit the logits before all else, or one such function.
+            They are called with the output ids and the logits `[vocab_size]` of one position, or,
+            with three parameters, with prompt ids, output ids and logits; they return the new
+            logits. One that fails ends its request with finish reason error. Ranks in other
+            processes get a pickled copy (cloudpickle, at most 1 MiB), anew after a preemption or a
+            recovery. A name "module:function" is imported on every rank instead.
         truncate_prompt_tokens: only this many last tokens of the prompt are used.
         output_kind: what the engine reports while the request runs.
         logit_bias: added to the logits of these ids, each in [-1e6, 1e6].
@@ -287,7 +287,7 @@ class SamplingParams:
 
     def _read_numbers(self) -> None:
         """Numbers of NumPy become those of Python."""
-        self.n = _int("n", self.n, 1)
+        self.n = read_int("n", self.n, 1)
         self.presence_penalty = _float("presence_penalty", self.presence_penalty, -2.0, 2.0)
         self.frequency_penalty = _float("frequency_penalty", self.frequency_penalty, -2.0, 2.0)
         self.repetition_penalty = _float(
@@ -298,8 +298,8 @@ class SamplingParams:
         self.top_p = _float("top_p", self.top_p, 0.0, 1.0, open_low=True)
         self.min_p = _float("min_p", self.min_p, 0.0, 1.0)
         self.length_penalty = _float("length_penalty", self.length_penalty, -10.0, 10.0)
-        self.min_tokens = _int("min_tokens", self.min_tokens, 0)
-        top_k = -1 if self.top_k in (None, -1) else _int(_TOP_K, self.top_k, 1)
+        self.min_tokens = read_int("min_tokens", self.min_tokens, 0)
+        top_k = -1 if self.top_k in (None, -1) else read_int(_TOP_K, self.top_k, 1)
         self.top_k = -1 if top_k > _MOST_TOKENS else top_k
         if self.best_of is None:
             self.best_of = self.n
@@ -317,7 +317,7 @@ class SamplingParams:
             if isinstance(value, bool) and name.endswith("logprobs"):
                 value = int(value)
             if value is not None:
-                setattr(self, name, _int(name, value, low, high))
+                setattr(self, name, read_int(name, value, low, high))
         if self.max_tokens is not None and self.min_tokens > self.max_tokens:
             raise InvalidSamplingParamsError(
                 f"min_tokens must be at most max_tokens = {self.max_tokens}, got {self.min_tokens}"
@@ -326,7 +326,7 @@ class SamplingParams:
     def _read_lists(self) -> None:
         """Lists and maps become new ones, so that a later change of the caller's has no effect.
         The engine checks that ids are in its vocabulary."""
-        self.stop = _texts("stop", self.stop)
+        self.stop = _one_or_more("stop", self.stop)
         for text in self.stop:
             if not isinstance(text, str) or not text:
                 raise InvalidSamplingParamsError(f"stop must hold non-empty strings, got {text!r}")
@@ -336,7 +336,7 @@ class SamplingParams:
             )
         self.stop_token_ids = _ids("stop_token_ids", self.stop_token_ids)
         if self.logits_processors is not None:
-            self.logits_processors = _texts("logits_processors", self.logits_processors)
+            self.logits_processors = _one_or_more("logits_processors", self.logits_processors)
             for processor in self.logits_processors:
                 _check_processor(processor)
         if self.logit_bias is not None:
@@ -348,7 +348,7 @@ class SamplingParams:
                     "allowed_token_ids is empty, so that nothing could be sampled; give at least "
                     "one id, or None to allow all"
                 )
-        self.bad_words = _texts("bad_words", self.bad_words)
+        self.bad_words = _one_or_more("bad_words", self.bad_words)
         for word in self.bad_words:
             if not isinstance(word, str) or not word.strip():
                 raise InvalidSamplingParamsError(
@@ -404,31 +404,31 @@ def _as_list(name: str, value: Any) -> list[Any]:
     if value is None:
         return []
     if isinstance(value, (str, bytes)) or not isinstance(value, Iterable):
-        raise InvalidSamplingParamsError(f"{name} must be a sequence, got {value!r}")
+        raise InvalidSamplingParamsError(f"{name} must be a list, got {value!r}")
     return list(value)
 
 
-def _texts(name: str, value: Any) -> list[Any]:
-    """A list of strings, or of one string."""
-    return [value] if isinstance(value, str) else _as_list(name, value)
+def _one_or_more(name: str, value: Any) -> list[Any]:
+    """A list of what is given, or of the one string or function."""
+    return [value] if isinstance(value, str) or callable(value) else _as_list(name, value)
 
 
 def _ids(name: str, values: Any) -> list[int]:
-    return [_int(f"an id in {name}", value, 0) for value in _as_list(name, values)]
+    return [read_int(f"an id in {name}", value, 0) for value in _as_list(name, values)]
 
 
 def _bias(value: Any) -> dict[int, float]:
     if not isinstance(value, Mapping):
         raise InvalidSamplingParamsError(f"logit_bias must map ids to numbers, got {value!r}")
     return {
-        _int("an id in logit_bias", token_id, 0): _float(
+        read_int("an id in logit_bias", token_id, 0): _float(
             f"logit_bias[{token_id}]", bias, -MAX_LOGIT_BIAS, MAX_LOGIT_BIAS
         )
         for token_id, bias in value.items()
     }
 
 
-def _int(name: str, value: Any, low: int, high: int | None = None) -> int:
+def read_int(name: str, value: Any, low: int, high: int | None = None) -> int:
     """A checked integer of Python, NumPy or a tensor; bool is a subclass of int and refused."""
     try:
         number = index(value)

@@ -57,7 +57,7 @@ ALLOWED_ROOMS: dict[str, set[str]] = {
     "ops": set(),
     "distributed": {"ops"},  # it holds the native side of collectives over shared memory
 }
-ON_TOP = {"llm", "cli", "__init__"}
+ON_TOP = {"llm", "cli", "__init__", "__main__"}
 """They may import every room, and no room may import them."""
 EXEMPT = {"bench"}
 PROTO = "tpengine.server.grpc.proto"

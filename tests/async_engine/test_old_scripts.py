@@ -110,6 +110,8 @@ def test_what_is_not_served_is_refused(engine: AsyncLLMEngine, name: str, value:
         with pytest.raises(InvalidSamplingParamsError, match=r"must be SamplingParams, got \{"):
             engine.generate("a", {"n": 2})
         if name == "lora_request":
+            with pytest.raises(InvalidPromptError, match=r"\[5, 9\] .*; ids go into inputs"):
+                engine.generate(None, SamplingParams(), "it", [5, 9])
             with pytest.raises(InvalidPromptError, match="peft"):
                 await engine.get_tokenizer(value)
 

@@ -30,7 +30,7 @@ def words_after(program: str, folder: Path) -> list[list[str]]:
 
 
 def test_the_options_of_each_part_are_known(tmp_path: Path) -> None:
-    commands = words_after("tpengine.cli", tmp_path)
+    commands = words_after("tpengine", tmp_path)
     assert len(commands) == 8
     for words in commands:
         assert build_parser(words).parse_args(words).run

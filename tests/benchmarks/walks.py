@@ -209,7 +209,7 @@ def _serve_and_note(folder: Path) -> None:
     options = ["--port", "0", "--device", "cpu", "--cpu-kv-cache-space", "0.02"]
     sys.argv = ["tpengine", "serve", *options]
     with walk:
-        runpy.run_module("tpengine.cli", run_name="__main__")
+        runpy.run_module("tpengine", run_name="__main__")
 
 
 def _read_entries(path: Path) -> list[Entry]:

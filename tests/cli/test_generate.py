@@ -167,7 +167,7 @@ def test_an_interrupt_prints_how_many_prompts_are_finished(
 def test_the_command_itself(completion: str) -> None:
     """As a process, its output piped, its text in the order in which it was generated."""
     child = subprocess.run(
-        [sys.executable, "-m", "tpengine.cli", "generate", *GREEDY],
+        [sys.executable, "-m", "tpengine", "generate", *GREEDY],
         input=f"{PROMPT}\n",
         capture_output=True,
         text=True,
@@ -189,7 +189,7 @@ def test_signals_end_the_command_in_order(sent: signal.Signals, interrupt: Any) 
     """A shell's background jobs ignore Ctrl-C, but must end on SIGTERM."""
     endless = [PROMPT, *SMALL, "--max-tokens", "9999", "--ignore-eos"]
     child = subprocess.Popen(
-        [sys.executable, "-m", "tpengine.cli", "generate", *(200 * endless[:1]), *endless],
+        [sys.executable, "-m", "tpengine", "generate", *(200 * endless[:1]), *endless],
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,

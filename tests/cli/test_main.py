@@ -118,6 +118,12 @@ def test_mistyped_option(
     assert capsys.readouterr().err.endswith(f"; did you mean {meant}?\n")
 
 
+def test_a_model_without_its_option(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        main(["serve", "some/model"])
+    assert capsys.readouterr().err.endswith("some/model; the model is given by --model\n")
+
+
 def test_all_mistyped_options_are_named_below_a_short_usage(
     capsys: pytest.CaptureFixture[str],
 ) -> None:

@@ -184,7 +184,7 @@ def test_sigterm_to_the_command(ray_address: str) -> None:
     options = ["--tensor-parallel-size", "2", "--device", "cpu", "--cpu-kv-cache-space", "0.1"]
     endless = ["--ray-address", ray_address, "--max-tokens", "9999", "--ignore-eos"]
     child = subprocess.Popen(
-        [sys.executable, "-m", "tpengine.cli", "generate", *(200 * ["A"]), *options, *endless],
+        [sys.executable, "-m", "tpengine", "generate", *(200 * ["A"]), *options, *endless],
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,

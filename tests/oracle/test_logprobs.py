@@ -68,7 +68,7 @@ def test_processed_logprobs_of_outputs_and_prompts(models: ModelShop) -> None:
     folder, oracle, prompts = models.problem(PLAIN, (7, 64), seed=1)
     fields = {"temperature": 1.5, "top_k": 20}
     params = SamplingParams(
-        **fields, seed=5, max_tokens=8, ignore_eos=True, logprobs=2, prompt_logprobs=0
+        **fields, seed=5, max_tokens=8, ignore_eos=True, logprobs=2, prompt_logprobs=2
     )
     alike = replace(params, n=3, best_of=None, prompt_logprobs=None)
     with open_llm(folder, logprobs_mode="processed_logprobs") as llm:
@@ -79,6 +79,10 @@ def test_processed_logprobs_of_outputs_and_prompts(models: ModelShop) -> None:
         completion = output.outputs[0]
         tokens = [*prompt, *completion.token_ids]
         entries = [*output.prompt_logprobs, *completion.logprobs]
+        for place in range(1, len(tokens)):  # the token itself, then the likeliest by rank
+            others = [i for i in entries[place] if i != tokens[place]]
+            assert list(entries[place]) == [tokens[place], *others]
+            assert [entries[place][i].rank for i in others] in ([1, 2], [1], [2])
         for place in (1, 3, *range(len(prompt), len(tokens))):
             exact = exact_probabilities(oracle.next_logprobs(tokens[:place]), fields).log()
             found = entries[place][tokens[place]].logprob

@@ -76,6 +76,13 @@ class Item:
     status: Status
     detail: str = ""
 
+    @property
+    def reason(self) -> str:
+        """The detail without what the name says already; of a refusal, without the tried value."""
+        if self.status is not Status.REFUSED:
+            return self.detail
+        return self.detail.partition(": ")[2].partition("; leave it at")[0]
+
 
 class Comparison:
     """Looks at every item.
@@ -288,8 +295,9 @@ def page(items: list[Item]) -> str:
         "`vllm` to `tpengine`. `tests/support/compare_api.py` writes the page: it looks at each",
         "name, parameter, method, attribute and flag of 0.5.4 in tpengine itself.",
         "",
-        f"{counts[Status.SAME]} of {len(items)} are the same, {counts[Status.DIFFERENT]} differ, "
-        f"{counts[Status.REFUSED]} are refused with an error that names them.",
+        f"Of these {len(items)} items, {counts[Status.SAME]} are the same, "
+        f"{counts[Status.DIFFERENT]} differ, and {counts[Status.REFUSED]} are refused with an "
+        "error that names them.",
     ]
     parts += ["", "## Behaviour", "", (FOLDER / "behaviour.md").read_text().rstrip()]
     for title, status in (
@@ -300,7 +308,7 @@ def page(items: list[Item]) -> str:
         by_detail: dict[str, list[str]] = {}
         for item in items:
             if item.status is status:
-                by_detail.setdefault(item.detail, []).append(item.name)
+                by_detail.setdefault(item.reason, []).append(item.name)
         parts += [f"- {_listed(names)}: {detail}" for detail, names in by_detail.items()]
     later = json.loads((FOLDER / "later.json").read_text())
     parts += ["", "## From later versions", "", "These names came after 0.5.4 and work here:", ""]

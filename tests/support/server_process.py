@@ -37,7 +37,7 @@ class ServerProcess:
     def __init__(self, *options: str, log: Path, start_timeout_s: float = START_TIMEOUT_S) -> None:
         self.log = log
         ports = ["--port", "0", "--metrics-port", "0"]
-        command = [sys.executable, "-m", "tpengine.cli", "serve", *ports, *options]
+        command = [sys.executable, "-m", "tpengine", "serve", *ports, *options]
         with log.open("wb") as out:
             self.process = subprocess.Popen(
                 command, stdout=out, stderr=subprocess.STDOUT, start_new_session=True

@@ -150,10 +150,20 @@ class AsyncLLMEngine(RefusesNames):
         deadline: float | None = None,
         max_queue_s: float | None = None,
     ) -> AsyncGenerator[RequestOutput, None]:
-        """Serves one request, given by its parts; see `serve`.
+        """Serves one request, given by its parts, and yields its outputs, as `serve` does.
 
         Args:
+            inputs: text, or a dict with `prompt` or `prompt_token_ids`.
+            sampling_params: default: `SamplingParams()`.
+            request_id: a string that no unfinished request has; None: one is made.
             lora_request, trace_headers, prompt_adapter_request: only None is served.
+            prompt_token_ids: the prompt as ids; then text in `inputs` is only echoed.
+            priority: in [-1000, 1000], lower is served first; needs scheduling_policy "priority".
+            deadline: moment of `time.monotonic` at which the request is ended, in any state.
+            max_queue_s: seconds that it may wait for its first step.
+
+        Raises:
+            RequestError, EngineError: see `open`; most of them with the first output.
         """
         check_not_served(lora_request, trace_headers, prompt_adapter_request)
         request = GenerateRequest(

@@ -69,6 +69,8 @@ class CommandParser(argparse.ArgumentParser):
         meant = [(name, near) for name in wrong if (near := closest(name, known)) is not None]
         hint = ", ".join(near if len(wrong) == 1 else f"{near} for {name}" for name, near in meant)
         question = f"; did you mean {hint}?" if meant else ""
+        if "--model" in known and not unknown[0].startswith("-"):
+            question += "; the model is given by --model"
         self.error(f"unrecognized arguments: {' '.join(unknown)}{question}")
 
 

@@ -259,7 +259,7 @@ class Detokenizer:
 def as_logprobs(
     token_id: int, found: TokenLogprobs, tokenizer: Tokenizer | None
 ) -> dict[int, Logprob]:
-    """The likeliest tokens of a position and the token that stands there, by id.
+    """The token that stands at a position, and then the likeliest ones by rank, by id.
 
     Args:
         tokenizer: None: without `decoded_token`.
@@ -268,11 +268,8 @@ def as_logprobs(
     def text(candidate: int) -> str | None:
         return None if tokenizer is None else tokenizer.token_text(candidate)
 
-    entries = {
-        candidate: Logprob(logprob, rank, text(candidate))
-        for rank, (candidate, logprob) in enumerate(
-            zip(found.top_token_ids, found.top_logprobs, strict=True), start=1
-        )
-    }
-    entries.setdefault(token_id, Logprob(found.logprob, found.rank, text(token_id)))
+    entries = {token_id: Logprob(found.logprob, found.rank, text(token_id))}
+    likeliest = zip(found.top_token_ids, found.top_logprobs, strict=True)
+    for rank, (candidate, logprob) in enumerate(likeliest, start=1):
+        entries[candidate] = Logprob(logprob, rank, text(candidate))
     return entries

@@ -20,6 +20,7 @@ from tpengine.engine.recovery import Recovery
 from tpengine.engine.requests import (
     CheckedRequest,
     GenerateRequest,
+    as_request_ids,
     check_request,
     check_request_id,
 )
@@ -354,8 +355,11 @@ class LLMEngine(RefusesNames):
         """Ends requests in any state; their blocks are free when this returns.
 
         Unknown and finished ids are ignored. The next `step` reports the end.
+
+        Raises:
+            InvalidPromptError: an id is no string.
         """
-        for one in [request_id] if isinstance(request_id, str) else list(request_id):
+        for one in as_request_ids(request_id):
             request = self._scheduler.abort_request(one)
             if request is not None:
                 self._report([request])

@@ -117,6 +117,18 @@ def check_request_id(request_id: object, is_live: Callable[[str], bool]) -> None
         )
 
 
+def as_request_ids(given: str | Iterable[str]) -> list[str]:
+    """Returns one id, or many, as a list.
+
+    Raises:
+        InvalidPromptError: it is neither a string nor strings.
+    """
+    ids: list[Any] = list(given) if is_list(given) else [given]
+    if not all(isinstance(one, str) for one in ids):
+        raise InvalidPromptError(f"a request_id must be a string, or a list of such, got {given!r}")
+    return ids
+
+
 def check_request(
     request: GenerateRequest, config: EngineConfig, tokenizer: Tokenizer | None
 ) -> CheckedRequest:
@@ -182,29 +194,31 @@ def _read_prompt(
         tokenizer = need_tokenizer(tokenizer, model)
         prompt = tokenizer.render_chat(request.messages, **request.chat_options)
         token_ids = tokenizer.encode(prompt, add_special_tokens=False)  # the template writes them
-    if isinstance(prompt, dict):
+    if isinstance(prompt, Mapping):
         fields: dict[str, Any] = {**prompt}
         if fields.pop("multi_modal_data", None) is not None:
             raise InvalidPromptError("multi_modal_data is given, but this engine reads text alone")
         unknown = fields.keys() - {"prompt", "prompt_token_ids"}
         if unknown:
+            hint = "; did you mean prompt_token_ids?" if "input_ids" in unknown else ""
             raise InvalidPromptError(
-                f"a prompt's keys are prompt and prompt_token_ids; got {sorted(unknown)}"
+                f"a prompt's keys are prompt and prompt_token_ids; got {sorted(unknown)}{hint}"
             )
         token_ids = fields.get("prompt_token_ids", token_ids)
         prompt = fields.get("prompt")
     if prompt is not None and not isinstance(prompt, str):
         raise InvalidPromptError(
-            f"a prompt is a string or a dict, got {type(prompt).__name__}; give ids as "
-            "prompt_token_ids"
+            "a prompt must be text, ids (as prompt_token_ids) or a dict, got "
+            f"{type(prompt).__name__}"
         )
     if token_ids is None:
         if prompt is None:
-            raise InvalidPromptError("a request needs a prompt or prompt_token_ids; got neither")
+            raise InvalidPromptError("a request needs a prompt, ids or messages; got none of them")
         token_ids = need_tokenizer(tokenizer, model).encode(prompt)
-    if isinstance(token_ids, (str, bytes)) or not isinstance(token_ids, Iterable):
+    if not is_list(token_ids):
+        hint = "; give its ['input_ids']" if isinstance(token_ids, Mapping) else ""
         raise InvalidPromptError(
-            f"prompt_token_ids must be a list of integers, got {type(token_ids).__name__}"
+            f"prompt_token_ids must be a list of integers, got {type(token_ids).__name__}{hint}"
         )
     try:
         token_ids = list(token_ids)
@@ -269,8 +283,9 @@ def _num_logprobs(name: str, count: int | None, model: ModelConfig) -> int | Non
         return None
     wanted = model.vocab_size if count == WHOLE_VOCABULARY else min(count, model.vocab_size)
     if 0 <= model.max_logprobs < wanted:
+        asked = f"asks for all {wanted} tokens, more" if count == WHOLE_VOCABULARY else "is more"
         raise InvalidSamplingParamsError(
-            f"{name} = {count} is more than max_logprobs = {model.max_logprobs}; ask for fewer, or "
+            f"{name} = {count} {asked} than max_logprobs = {model.max_logprobs}; ask for fewer, or "
             "make the engine with a larger max_logprobs (-1: no limit)"
         )
     return wanted
@@ -401,9 +416,7 @@ def pair_prompts(prompts: Any, prompt_token_ids: Any) -> list[tuple[Any, Any]]:
     ids = None if prompt_token_ids is None else _as_many("prompt_token_ids", prompt_token_ids)
     texts = [None] * len(ids or ()) if prompts is None else _as_many("prompts", prompts)
     if ids is None:  # a prompt may itself be a list of ids
-        return [
-            (one, None) if isinstance(one, (str, bytes, dict)) else (None, one) for one in texts
-        ]
+        return [(None, one) if is_list(one) else (one, None) for one in texts]
     if len(texts) != len(ids):
         raise InvalidPromptError(
             f"prompts and prompt_token_ids must be equally many, got {len(texts)} and {len(ids)}"
@@ -413,7 +426,7 @@ def pair_prompts(prompts: Any, prompt_token_ids: Any) -> list[tuple[Any, Any]]:
 
 def _as_many(name: str, given: Any) -> list[Any]:
     """Returns the prompts of an argument that holds one or many."""
-    if isinstance(given, (str, bytes, dict)):
+    if isinstance(given, (str, bytes, Mapping)):
         return [given]
     if not isinstance(given, Iterable):
         raise InvalidPromptError(
@@ -443,10 +456,10 @@ def refusal(request_id: str, request: GenerateRequest, error: RequestError) -> R
     """Returns the output of a request that did not pass its checks."""
     prompt: Any = request.prompt
     token_ids: Any = request.prompt_token_ids
-    if isinstance(prompt, dict):
+    if isinstance(prompt, Mapping):
         token_ids, prompt = prompt.get("prompt_token_ids", token_ids), prompt.get("prompt")
     try:
-        shown = [] if token_ids is None or isinstance(token_ids, str) else list(token_ids)
+        shown = list(token_ids) if is_list(token_ids) else []
     except TypeError:  # it is no list, which is the error
         shown = []
     return RequestOutput(
@@ -458,6 +471,11 @@ def refusal(request_id: str, request: GenerateRequest, error: RequestError) -> R
         finished=True,
         error=str(error),
     )
+
+
+def is_list(value: object) -> bool:
+    """Whether a value holds many; text and mappings are one."""
+    return isinstance(value, Iterable) and not isinstance(value, (str, bytes, Mapping))
 
 
 def _is_int(value: Any) -> bool:

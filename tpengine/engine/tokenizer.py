@@ -291,7 +291,7 @@ def _read_messages(messages: object) -> list[dict[str, Any]]:
     for i, message in enumerate(messages):
         if not isinstance(message, Mapping):
             raise InvalidPromptError(
-                f'messages[{i}] must be {{"role": ..., "content": ...}}, got {message!r}'
+                f"messages[{i}] must be a dict with role and content, got {message!r:.80}"
             )
         found = dict(message)
         if isinstance(found.get("content"), (list, tuple)):

@@ -1,4 +1,4 @@
-"""`python -m tpengine.cli` runs the `tpengine` command."""
+"""`python -m tpengine` runs the `tpengine` command."""
 
 import sys
 
