@@ -160,6 +160,7 @@ class LlamaForCausalLM:
 
     ignored_weights: tuple[str, ...] = (".rotary_emb.inv_freq",)
     base_prefix = "model."
+    recordable = True
 
     def __init__(self, config: ModelConfig, weights: Weights) -> None:
         hf = config.hf_config

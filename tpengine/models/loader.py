@@ -6,14 +6,19 @@ import json
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, Protocol
 
 import torch
 from safetensors import SafetensorError, safe_open
 
 from tpengine.config import WEIGHT_FILES, ModelConfig
 from tpengine.errors import ModelLoadError
-from tpengine.layers.weights import Weights, WeightShard
+from tpengine.layers.weights import (
+    CheckpointTensor,
+    LoadedTensor,
+    TensorSource,
+    Weights,
+    WeightShard,
+)
 from tpengine.models.registry import CausalLM, build_model
 
 _DUMMY_STD = 0.02
@@ -57,13 +62,15 @@ class _CheckpointReader:
         self._repeats = weights.repeats
         self._model = model
         self._missing = set(weights.shards)
-        self._found_repeats: list[tuple[str, str, TensorSource]] = []
+        self._convert = weights.convert
+        self._found_repeats: list[CheckpointTensor] = []
         self._problems: list[str] = []
 
     def run(self) -> None:
-        for path in checkpoint_files(self._folder, self._load_format):
-            for name, source in read_tensors(path):
-                self._take(path.name, name, source)
+        files = checkpoint_files(self._folder, self._load_format)
+        tensors = ((path.name, *named) for path in files for named in read_tensors(path))
+        for tensor in self._convert(tensors):
+            self._take(*tensor)
         for file, name, source in self._found_repeats:  # after the tensors that they repeat
             self._compare(file, name, source)
         for name in sorted(self._missing):
@@ -120,14 +127,6 @@ class _CheckpointReader:
         return True
 
 
-class TensorSource(Protocol):
-    """One tensor of a file. An index reads only the indexed part."""
-
-    def get_shape(self) -> list[int]: ...
-
-    def __getitem__(self, index: Any) -> torch.Tensor: ...
-
-
 def checkpoint_files(folder: Path, load_format: str) -> list[Path]:
     """Returns the weight files of a folder, by its index if it has one.
 
@@ -179,7 +178,7 @@ def read_tensors(path: Path) -> Iterator[tuple[str, TensorSource]]:
     """
     if path.suffix == ".bin":
         for name, tensor in _unpickle(path).items():
-            yield name, _LoadedTensor(tensor)
+            yield name, LoadedTensor(tensor)
         return
     try:
         with safe_open(path, framework="pt") as file:
@@ -214,16 +213,3 @@ def _unpickle(path: Path) -> Mapping[str, torch.Tensor]:
     ):
         raise ModelLoadError(f"{path} is no checkpoint: it must hold a dict of named tensors")
     return state
-
-
-class _LoadedTensor:
-    """An unpickled tensor with the interface of a safetensors slice."""
-
-    def __init__(self, tensor: torch.Tensor) -> None:
-        self._tensor = tensor
-
-    def get_shape(self) -> list[int]:
-        return list(self._tensor.shape)
-
-    def __getitem__(self, index: Any) -> torch.Tensor:
-        return self._tensor[index]

@@ -57,10 +57,13 @@ class CausalLM(Protocol):
             these tensors or does not use them.
         base_prefix: start of the parameter names that is absent in a checkpoint of the bare model
             (one without its output head).
+        recordable: whether decode steps may be recorded: its forward pass calls only `tpengine.ops`
+            and reads no number out of a tensor.
     """
 
     ignored_weights: tuple[str, ...]
     base_prefix: str
+    recordable: bool
 
     def forward(
         self, token_ids: torch.Tensor, kv_caches: list[KVCache], metadata: AttentionMetadata
@@ -77,13 +80,17 @@ def build_model(config: ModelConfig, weights: Weights) -> CausalLM:
     Raises:
         ConfigError: a value in its configuration is not supported.
     """
+    if config.model_impl == "transformers":
+        module = importlib.import_module("tpengine.models.fallback.model")
+        fallback: CausalLM = module.TransformersForCausalLM(config, weights)
+        return fallback
     for field, neutral in _NEUTRAL.items():
         require(config, field, None, *neutral)
     compiled = weights.device.type == "cpu" and has_cpu_kernels()
     if compiled and (config.head_dim % 16 or config.head_dim > 256):
         raise unsupported(config, "head_dim", config.head_dim, "multiples of 16 up to 256 on CPU")
-    module, name = ARCHITECTURES[config.architecture].split(":")
-    model: CausalLM = getattr(importlib.import_module(module), name)(config, weights)
+    path, name = ARCHITECTURES[config.architecture].split(":")
+    model: CausalLM = getattr(importlib.import_module(path), name)(config, weights)
     return model
 
 
