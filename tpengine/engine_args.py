@@ -213,7 +213,7 @@ class EngineArgs(Options):
     """Kernel for the attention of prompts on a GPU; auto takes the first of xformers, varlen
     (torch's FlashAttention) and sdpa that is installed and supports this model."""
     model_impl: str = option("auto", cfg.MODEL_IMPLS)
-    """Whose code the model is: tpengine's own, or transformers' over tpengine's attention, cache and
+    """Whose code the model is: tpengine's own, or transformers' over tpengine's attention and
     linear layers; auto takes tpengine's where it has the architecture."""
     logprobs_mode: str = option("raw_logprobs", cfg.LOGPROBS_MODES)
     """Which log probabilities are reported, and rank the outputs of best_of: raw_logprobs are of

@@ -81,8 +81,7 @@ def build_model(config: ModelConfig, weights: Weights) -> CausalLM:
         ConfigError: a value in its configuration is not supported.
     """
     if config.model_impl == "transformers":
-        module = importlib.import_module("tpengine.models.fallback.model")
-        fallback: CausalLM = module.TransformersForCausalLM(config, weights)
+        fallback: CausalLM = import_fallback().TransformersForCausalLM(config, weights)
         return fallback
     for field, neutral in _NEUTRAL.items():
         require(config, field, None, *neutral)
@@ -92,6 +91,11 @@ def build_model(config: ModelConfig, weights: Weights) -> CausalLM:
     path, name = ARCHITECTURES[config.architecture].split(":")
     model: CausalLM = getattr(importlib.import_module(path), name)(config, weights)
     return model
+
+
+def import_fallback() -> Any:
+    """Imports transformers, and the module that runs its models; only ranks that need it do so."""
+    return importlib.import_module("tpengine.models.fallback.model")
 
 
 def require(config: ModelConfig, field: str, default: Any, *supported: Any) -> Any:

@@ -18,7 +18,7 @@ from tpengine.layers.attention import AttentionMetadata, KVCache
 from tpengine.layers.weights import Weights
 from tpengine.messages import MemoryLedger, Rendezvous, StepInput, StepOutput
 from tpengine.models.loader import load_model
-from tpengine.models.registry import CausalLM
+from tpengine.models.registry import CausalLM, import_fallback
 from tpengine.ops.recording import has_recordings
 from tpengine.worker import device
 from tpengine.worker.cache_engine import CacheEngine, block_bytes, staged_blocks
@@ -56,6 +56,12 @@ class Worker:
         self._all_record: bool | None = None
         self._runner: ModelRunner | None = None
         self._run_ahead: RunAhead | None = None
+
+    @staticmethod
+    def import_model_code(model_impl: str) -> None:
+        """Imports what a model needs beside this module, for a spare."""
+        if model_impl == "transformers":
+            import_fallback()
 
     def open_rendezvous(self, address: str) -> int:
         """Starts the store at which the ranks meet, on rank 0; returns its port.

@@ -104,7 +104,8 @@ class CheckpointConversion:
         from transformers.core_model_loading import dot_natural_key
 
         converter = next(c for c in self._converters if parts[0][1] in c.source_patterns)
-        for name, pattern, (_, _, source) in sorted(parts, key=lambda part: dot_natural_key(part[0])):
+        parts.sort(key=lambda part: dot_natural_key(part[0]))
+        for name, pattern, (_, _, source) in parts:
             converter.add_tensor(wanted, name, pattern, lambda source=source: source[:])
         merged = converter.convert(wanted, model=self._root, config=self._root.config)
         file = parts[0][2][0]

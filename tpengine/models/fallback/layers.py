@@ -36,7 +36,7 @@ _STYLES = {
 """Styles of a `base_model_tp_plan` that our linear layers have, by the names of transformers 4 and
 5. gather: each rank gets the outputs of all; split: each rank gets the whole input."""
 _REPLICATED_STYLES = {"replicated", "replicated_with_grad_allreduce", "replicate"}
-_HEAD_COUNTS = ("num_heads", "num_attention_heads", "n_heads", "num_key_value_heads", "num_kv_heads")
+_HEAD_COUNTS = ("num_heads", "num_attention_heads", "num_key_value_heads", "num_kv_heads")
 
 
 class LayerInPlace(Protocol):
@@ -53,10 +53,10 @@ class LinearInPlace(nn.Module):
         style: see `TensorParallelPlan.style`.
     """
 
-    def __init__(self, original: nn.Module, style: str, parallel: ParallelState) -> None:
+    def __init__(self, original: Any, style: str, parallel: ParallelState) -> None:
         super().__init__()
         self._is_transposed = isinstance(original, Conv1D)
-        shape = tuple(original.weight.shape)  # type: ignore[union-attr]
+        shape = tuple(original.weight.shape)
         self.out_features, self.in_features = shape[::-1] if self._is_transposed else shape
         self._has_bias = original.bias is not None
         self._parallel = parallel
