@@ -41,6 +41,7 @@ PROMPT_LENGTHS = (61, 23, 5)
 NUM_OUTPUT_TOKENS = 12
 VOCAB_SIZE = 128
 CANDIDATES = 6
+MAX_ELEMENTS = 10_000_000
 WINDOW = 24
 SIZES = {
     "bos_token_id": 1,
@@ -87,9 +88,20 @@ SIZES = {
     "initializer_range": 0.2,
 }
 """Fields of the tiny models, where a configuration has them."""
+_CONVOLUTIONS = ["conv", "conv", "full_attention", "conv"]
 SPECIAL: dict[str, dict[str, Any]] = {
-    "bert": {"is_decoder": True},
-    "gpt2": {"n_inner": 96},
+    "dots1": {"sliding_window": None},
+    "gpt_neo": {"attention_types": [[["global", "local"], 2]], "window_size": WINDOW},
+    "lfm2": {"layer_types": _CONVOLUTIONS},
+    "lfm2_moe": {"layer_types": _CONVOLUTIONS},
+    "mamba2": {"num_heads": 8, "head_dim": 16},
+    "dbrx": {
+        "d_model": 64,
+        "n_heads": 4,
+        "n_layers": 4,
+        "attn_config": {"kv_n_heads": 2, "rope_theta": 10000.0},
+        "ffn_config": {"ffn_hidden_size": 96, "moe_num_experts": 4, "moe_top_k": 2},
+    },
 }
 """By model type: fields that only some classes have, or that need other values."""
 DECODER_ONLY_IF_ASKED = "is_decoder"
@@ -134,6 +146,9 @@ def tiny_config(model_type: str) -> Any:
     }
     if getattr(default, DECODER_ONLY_IF_ASKED, None) is False:
         wanted[DECODER_ONLY_IF_ASKED] = True
+    if hasattr(default, "qk_rope_head_dim"):
+        wanted.pop("head_dim", None)  # it is the rotated part's size there
+        wanted["num_key_value_heads"] = SIZES["num_attention_heads"]
     return config_class(**{**wanted, **SPECIAL.get(model_type, {})})
 
 
@@ -142,10 +157,12 @@ def write_model(model_type: str, folder: Path) -> Any:
     torch.manual_seed(0)
     try:
         config = tiny_config(model_type)
-        model = AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
-        num_elements = sum(p.numel() for p in model.parameters())
-        if num_elements > 30_000_000:
+        with torch.device("meta"):  # the sizes of a class may escape the script
+            outline = AutoModelForCausalLM.from_config(config)
+        num_elements = sum(parameter.numel() for parameter in outline.parameters())
+        if num_elements > MAX_ELEMENTS:
             raise NotMadeError(f"the script's sizes leave it {num_elements} parameters")
+        model = AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
         with torch.no_grad():
             for name, parameter in model.named_parameters():
                 if parameter.dim() > 1:
@@ -245,15 +262,18 @@ def try_class(model_type: str, architecture: str) -> Verdict:
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         try:
-            expected = expected_answers(write_model(model_type, folder))
-        except Exception as error:
-            reason = f"not tried, transformers makes no tiny one: {first_line(error)}"
-            return Verdict(model_type, architecture, False, reason=reason)
-        try:
+            model = write_model(model_type, folder)
+            run(folder, [])  # a refusal comes before transformers' slow answers
+            expected = expected_answers(model)
             problem = run(folder, expected)
             problem = problem or run(
                 folder, expected, max_num_batched_tokens=16, num_device_blocks_override=6
             )
+        except NotMadeError as error:
+            if refusal := refusal_of_parts(model_type, architecture, folder):
+                return Verdict(model_type, architecture, False, reason=refusal)
+            reason = f"not tried, transformers makes no tiny one: {first_line(error)}"
+            return Verdict(model_type, architecture, False, reason=reason)
         except ConfigError as error:
             return Verdict(model_type, architecture, False, reason=short(error))
         except Exception as error:
@@ -270,32 +290,56 @@ def try_class(model_type: str, architecture: str) -> Verdict:
         return Verdict(model_type, architecture, True, ranks, is_typed=not problem)
 
 
+def refusal_of_parts(model_type: str, architecture: str, folder: Path) -> str:
+    """Why a configuration with parts beside the text decoder is refused, without a model of it."""
+    config = CONFIG_MAPPING[model_type]()
+    config.architectures = [architecture]
+    config.save_pretrained(folder)
+    try:
+        EngineArgs(str(folder), skip_tokenizer_init=True).create_engine_config("cpu")
+    except ConfigError as error:
+        return short(error).rpartition("is not supported: ")[2]
+    return ""
+
+
 def first_line(error: BaseException) -> str:
+    """What an error says, shortened."""
     return str(error).strip().partition("\n")[0][:200]
 
 
 def short(error: ConfigError) -> str:
     """A refusal without the names of class and folder."""
-    text = first_line(error)
+    text = str(error).partition("\n")[0]
     for border in ("transformers' code: ", "tensor_parallel_size = 2: "):
         text = text.rpartition(border)[2]
     return text.removesuffix("; use 1")
 
 
-def table(verdicts: Sequence[Verdict]) -> str:
-    """The table as Markdown."""
-    running = [v for v in verdicts if v.runs]
+def row(verdict: Verdict) -> str:
+    """The verdict as a row of the table."""
+    state = "runs" if verdict.runs else verdict.reason.replace("|", "/")
+    return f"| {verdict.model_type} | {verdict.architecture} | {state} | {verdict.ranks} |"
+
+
+def write_rows(verdicts: Sequence[Verdict]) -> None:
+    """Puts the verdicts into the table of `docs/models.md`; rows of other classes stay."""
+    before, _, rest = DOCUMENT.read_text().partition(BEGIN)
+    old, _, after = rest.partition(END)
+    known = {model_type for model_type, _ in decoder_classes()}
+    rows = {line.split(" | ")[0][2:]: line for line in old.splitlines() if line.startswith("| ")}
+    rows = {name: line for name, line in rows.items() if name in known}
+    rows |= {verdict.model_type: row(verdict) for verdict in verdicts}
+    running = [line for line in rows.values() if line.split(" | ")[2] == "runs"]
+    on_two = sum(line.endswith("| runs |") for line in running)
     lines = [
-        f"{len(running)} of {len(verdicts)} causal decoders of transformers run on its code, "
-        f"{sum(v.ranks == 'runs' for v in running)} of them on two ranks too.",
+        f"Of {len(rows)} causal decoders of transformers {transformers.__version__}, "
+        f"{len(running)} run on its code, {on_two} of them on two ranks too.",
         "",
         "| model type | class | one rank | two ranks |",
         "|---|---|---|---|",
+        *(rows[name] for name in sorted(rows, key=lambda name: (rows[name] not in running, name))),
     ]
-    for v in sorted(verdicts, key=lambda v: (not v.runs, v.model_type)):
-        state = "runs" if v.runs else v.reason.replace("|", "/")
-        lines.append(f"| {v.model_type} | {v.architecture} | {state} | {v.ranks} |")
-    return "\n".join(lines) + "\n"
+    DOCUMENT.write_text(before + BEGIN + "\n".join(lines) + "\n" + END + after)
 
 
 def run_all(only: Sequence[str]) -> Iterator[Verdict]:
@@ -321,9 +365,7 @@ def main() -> None:
     verdicts = list(run_all([name for name in options.only.split(",") if name]))
     print(Counter("runs" if v.runs else "refused" if v.is_typed else "WRONG" for v in verdicts))
     if options.write:
-        text = DOCUMENT.read_text()
-        before, _, rest = text.partition(BEGIN)
-        DOCUMENT.write_text(before + BEGIN + table(verdicts) + END + rest.partition(END)[2])
+        write_rows(verdicts)
 
 
 if __name__ == "__main__":

@@ -343,7 +343,9 @@ class Spares:
             for node_id in wanted.elements():
                 if len(self._spares) < self._count:
                     actor = _start_on(node_id, RayWorker, envs.for_ranks())
-                    self._spares.append(_Spare(node_id, actor, actor.prepare.remote(self._model_impl)))
+                    self._spares.append(
+                        _Spare(node_id, actor, actor.prepare.remote(self._model_impl))
+                    )
 
     def take(self, node_ids: Sequence[str]) -> list[Any | None]:
         """Takes an actor on each of these nodes, if possible one that has imported everything;

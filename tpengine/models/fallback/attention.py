@@ -11,6 +11,7 @@ import contextlib
 from collections.abc import Callable, Iterator
 from contextvars import ContextVar
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -153,7 +154,7 @@ def _attend(
 def _make_mask(*, mask_function: Callable[..., Any], **options: Any) -> torch.Tensor:
     mask = torch.zeros(1, 1, 1, 1, device=options.get("device"))
     if isinstance(_PASS.get(), Probe):
-        mask.visible_window = _window_of(mask_function)  # type: ignore[attr-defined]
+        mask.find_window = partial(_window_of, mask_function)  # type: ignore[attr-defined]
     return mask
 
 
@@ -176,6 +177,8 @@ def _window_of(visible: Callable[..., Any]) -> int | None:
         keys = torch.arange(query + 64)
         row = torch.as_tensor(visible(zero, zero, torch.tensor(query), keys)).expand(len(keys))
         count = int(row.sum())
+        if bool(row[query + 1 :].any()):
+            raise UnfitError("its tokens attend to later ones")
         if not bool(row[query + 1 - count : query + 1].all()):
             raise UnfitError("its attention mask is neither causal nor a sliding window")
         windows.add(None if count == query + 1 else count)
@@ -197,9 +200,9 @@ def _shape_of(
         raise UnfitError(f"q, k and v of its attention have the shapes {shapes}")
     if mask is None and not getattr(module, "is_causal", True):
         raise UnfitError("its tokens attend to later ones")
-    if mask is not None and not hasattr(mask, "visible_window"):
+    if mask is not None and not hasattr(mask, "find_window"):
         raise UnfitError("it makes a mask or a bias of attention itself")
-    window = None if mask is None else mask.visible_window
+    window = None if mask is None else mask.find_window()
     scale = options.get("scaling")
     scale = q.shape[3] ** -0.5 if scale is None else float(scale)
     return Shape(q.shape[1], k.shape[1], q.shape[3], v.shape[3], scale, window)

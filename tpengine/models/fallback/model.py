@@ -19,6 +19,7 @@ from typing import Any
 import torch
 import transformers
 from torch import nn
+from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from transformers.pytorch_utils import Conv1D
 
 from tpengine.config import ModelConfig
@@ -44,6 +45,13 @@ from tpengine.models.fallback.layers import (
 )
 
 _LAYER_TYPES = {"full_attention", "sliding_attention"}
+_EXTRA_OUTPUTS = (
+    "output_attentions",
+    "output_hidden_states",
+    "output_router_logits",
+    "use_cache",
+)
+_NO_INTERFACE = "its attention does not go through transformers' attention interface"
 _PROBE_IDS = (3, 1, 4, 1, 5)
 _PROBE_START = 3
 """Position of the probe's first token: a class that counts positions itself begins at 0."""
@@ -128,20 +136,19 @@ class TransformersForCausalLM:
             UnfitError: its code fails, or a token's result depends on other tokens.
         """
         ids = torch.tensor(_PROBE_IDS, device=device)
-        positions = torch.arange(_PROBE_START, _PROBE_START + len(ids), device=device)
+        from_zero = torch.arange(len(ids), device=device)
+        positions = from_zero + _PROBE_START
         together, alone = Probe(), Probe()
-        try:
+        with _explained(), running(alone):
+            unplaced = self._root(input_ids=ids.unsqueeze(0)).logits
+            placed = self._root(**_accepted(self._root, _inputs(ids, from_zero))).logits
             expected = self._find_base(together, ids, positions)
             hidden = self._hidden(alone, ids[-1:], positions[-1:])
-            with running(alone):
-                found = self.compute_logits(hidden)[-1:]
-        except (UnfitError, ConfigError):
-            raise
-        except Exception as error:
-            first_line = str(error).strip().partition("\n")[0]
-            raise UnfitError(f"its code fails ({type(error).__name__}: {first_line})") from error
+            found = self.compute_logits(hidden)[-1:]
         if not together.shapes:
-            raise UnfitError("its attention does not go through transformers' attention interface")
+            raise UnfitError(_NO_INTERFACE)
+        if not torch.allclose(unplaced, placed):
+            raise UnfitError("its own positions do not begin at 0")
         if not torch.allclose(found.float(), expected.float(), rtol=1e-2, atol=1e-3):
             raise UnfitError(
                 "a token's result depends on other tokens outside attention (a state, a "
@@ -198,28 +205,49 @@ def _empty_model(config: ModelConfig, weights: Weights) -> Any:
         UnfitError: what its configuration asks for does not fit into a paged cache.
     """
     fields = dict(config.hf_config)
-    hf_config = transformers.AutoConfig.for_model(fields.pop("model_type"), **fields)
-    model_class = transformers.AutoModelForCausalLM._model_mapping[type(hf_config)]
+    config_class = CONFIG_MAPPING[fields.pop("model_type")]
+    model_class = transformers.AutoModelForCausalLM._model_mapping[config_class]
     if model_class.__name__ != config.architecture:
-        raise UnfitError(f"{model_class.__name__} is the decoder of its configuration")
-    _check_config(hf_config, model_class, config.max_model_len)
-    for name in ("output_attentions", "output_hidden_states", "output_router_logits", "use_cache"):
-        if getattr(hf_config, name, None):
-            setattr(hf_config, name, False)
-    with _parameters_on_meta():
+        raise UnfitError(f"the decoder of its configuration is {model_class.__name__}")
+    if getattr(model_class, "_is_stateful", False):
+        raise UnfitError("it keeps a state beside K and V, which the paged cache does not hold")
+    with _explained(), _parameters_on_meta():
+        hf_config = config_class.from_dict(fields)
+        _check_config(hf_config, config.max_model_len)
+        for name in _EXTRA_OUTPUTS:
+            if getattr(hf_config, name, None):
+                setattr(hf_config, name, False)
         model = model_class._from_config(
             hf_config, attn_implementation=INTERFACE, dtype=weights.dtype
         )
     return model.eval()
 
 
-def _check_config(hf_config: Any, model_class: Any, max_model_len: int) -> None:
+@contextlib.contextmanager
+def _explained() -> Iterator[None]:
+    """Turns an error of transformers' code into a refusal.
+
+    Raises:
+        UnfitError: the code in the block raised an error.
+    """
+    try:
+        yield
+    except (UnfitError, ConfigError):
+        raise
+    except KeyError as error:
+        if error.args != (INTERFACE,):
+            raise UnfitError(f"its code fails (KeyError: {error})") from error
+        raise UnfitError(_NO_INTERFACE) from None  # it chooses from a table of its own
+    except Exception as error:
+        first_line = str(error).strip().partition("\n")[0]
+        raise UnfitError(f"its code fails ({type(error).__name__}: {first_line})") from error
+
+
+def _check_config(hf_config: Any, max_model_len: int) -> None:
     if getattr(hf_config, "is_encoder_decoder", False):
         raise UnfitError("it is the decoder of an encoder, whose states the cache does not hold")
     if getattr(hf_config, "quantization_config", None) is not None:
         raise UnfitError("its weights are quantised (quantization_config)")
-    if getattr(model_class, "_is_stateful", False):
-        raise UnfitError("it keeps a state beside K and V, which the paged cache does not hold")
     types = set(getattr(hf_config, "layer_types", None) or ()) - _LAYER_TYPES
     if types:
         raise UnfitError(
@@ -229,8 +257,10 @@ def _check_config(hf_config: Any, model_class: Any, max_model_len: int) -> None:
     rope = getattr(hf_config, "rope_parameters", None) or getattr(hf_config, "rope_scaling", None)
     rope = rope or {}
     kind = rope.get("rope_type") or rope.get("type")
+    if kind not in ("dynamic", "longrope"):
+        return
     limit = rope.get("original_max_position_embeddings") or hf_config.max_position_embeddings
-    if kind in ("dynamic", "longrope") and max_model_len > limit:
+    if max_model_len > limit:
         raise UnfitError(
             f"its rotary positions ({kind}) change with the longest sequence of a batch beyond "
             f"{limit} tokens; set max_model_len to at most {limit}"
