@@ -28,6 +28,7 @@ PREEMPTION_MODES = ("auto", "recompute", "swap")
 SCHEDULING_POLICIES = ("fcfs", "priority")
 EXECUTORS = ("auto", "local", "ray")
 KV_CACHE_DTYPES = ("auto", "fp8", "fp8_e4m3")
+MODEL_IMPLS = ("auto", "tpengine", "transformers")
 ATTENTION_BACKENDS = ("auto", "xformers", "varlen", "sdpa")
 PLACEMENT_STRATEGIES = ("PACK", "SPREAD", "STRICT_PACK", "STRICT_SPREAD")
 ARCHITECTURES = {
@@ -112,6 +113,7 @@ class ModelConfig:
         max_logprobs: most log probabilities that a request may ask for at a position; -1: no limit.
         logprobs_mode: one of `LOGPROBS_MODES`: of the logits as the model computed them, or after
             edits, temperature and truncation.
+        model_impl: whose code the model is: tpengine or transformers.
     """
 
     model: str
@@ -127,6 +129,16 @@ class ModelConfig:
     quantization: str | None = None
     max_logprobs: int = 20
     logprobs_mode: str = "raw_logprobs"
+    model_impl: str = "tpengine"
+
+    @property
+    def implementation(self) -> str:
+        """Whose code runs the model, and why, for the log."""
+        if self.model_impl == "tpengine":
+            return "tpengine's code"
+        asked = self.architecture in ARCHITECTURES
+        reason = "as model_impl asks" if asked else "tpengine has no code of its own for it"
+        return f"transformers' code, {reason}"
 
     @property
     def architecture(self) -> str:
@@ -190,7 +202,10 @@ class ModelConfig:
 
     @property
     def sliding_window(self) -> int | None:
-        """Tokens that a token sees in every layer, itself included; None: a layer sees all."""
+        """Tokens that a token sees in every layer, itself included; None: a layer sees all, or
+        transformers' code decides."""
+        if self.model_impl == "transformers":
+            return None
         types = self.hf_config.get("layer_types")
         if types is not None and set(types) != {"sliding_attention"}:
             return None
@@ -504,14 +519,36 @@ def architecture_of(hf_config: Mapping[str, Any]) -> str:
     return str((hf_config.get("architectures") or ["(none named)"])[0])
 
 
-def check_architecture(hf_config: Mapping[str, Any], folder: str) -> None:
-    """Raises ConfigError if no class runs the model's architecture."""
+def choose_model_impl(hf_config: Mapping[str, Any], folder: str, wanted: str) -> str:
+    """Returns whose code runs a model: tpengine or transformers.
+
+    Args:
+        wanted: one of `MODEL_IMPLS`; auto is tpengine where it has the architecture.
+
+    Raises:
+        ConfigError: the wanted code does not run the architecture.
+    """
     architecture = architecture_of(hf_config)
-    if architecture not in ARCHITECTURES:
+    if wanted != "transformers" and architecture in ARCHITECTURES:
+        return "tpengine"
+    if wanted == "tpengine":
         raise ConfigError(
-            f"architecture {architecture!r} of {folder} is not supported; supported: "
-            f"{', '.join(sorted(ARCHITECTURES))}"
+            f"architecture {architecture!r} of {folder} is not supported with model_impl = "
+            f"'tpengine', which has {', '.join(sorted(ARCHITECTURES))}; use 'auto'"
         )
+    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+
+    if architecture not in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values():
+        raise ConfigError(
+            f"architecture {architecture!r} of {folder} is not supported: neither tpengine nor "
+            "the installed transformers has it as a causal decoder; docs/models.md lists what runs"
+        )
+    if "vocab_size" not in hf_config:
+        raise ConfigError(
+            f"architecture {architecture!r} of {folder} is not supported: it has parts beside a "
+            "text decoder; convert its text part to a model of its own"
+        )
+    return "transformers"
 
 
 def check_division(hf_config: Mapping[str, Any], size: int) -> None:

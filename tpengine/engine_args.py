@@ -215,6 +215,9 @@ class EngineArgs(Options):
     attention_backend: str = option("auto", cfg.ATTENTION_BACKENDS, only_for=_GPUS)
     """Kernel for the attention of prompts on a GPU; auto takes the first of xformers, varlen
     (torch's FlashAttention) and sdpa that is installed and supports this model."""
+    model_impl: str = option("auto", cfg.MODEL_IMPLS)
+    """Whose code the model is: tpengine's own, or transformers' over tpengine's attention and
+    linear layers; auto takes tpengine's where it has the architecture."""
     logprobs_mode: str = option("raw_logprobs", cfg.LOGPROBS_MODES)
     """Which log probabilities are reported, and rank the outputs of best_of: raw_logprobs are of
     the model's logits; processed_logprobs, as in vLLM 0.5.4, of what bias, bans, penalties,
@@ -363,7 +366,7 @@ class EngineArgs(Options):
         """
         folder = self._files().find()
         hf_config = cfg.read_hf_config(folder, self.trust_remote_code)
-        cfg.check_architecture(hf_config, folder)
+        cfg.choose_model_impl(hf_config, folder, self.model_impl)
         cfg.check_division(hf_config, self.tensor_parallel_size)
         cfg.replace_rope(hf_config, self.rope_scaling, self.rope_theta)
         return folder, hf_config
@@ -399,6 +402,7 @@ class EngineArgs(Options):
             quantization=self.quantization,
             max_logprobs=self.max_logprobs,
             logprobs_mode=self.logprobs_mode,
+            model_impl=cfg.choose_model_impl(hf_config, folder, self.model_impl),
         )
 
     def _scheduler_config(self, model: cfg.ModelConfig, device: str) -> cfg.SchedulerConfig:

@@ -36,9 +36,10 @@ def start_workers(config: EngineConfig, executor: Executor) -> list[MemoryLedger
     ready = time.monotonic()
     block_bytes = min(ledgers, key=lambda ledger: ledger.num_device_blocks).block_bytes
     logger.info(
-        "%s on %s: KV cache of %d blocks of %d tokens (%.3f GiB), swap space %.3f GiB, weights "
-        "%.3f GiB; loaded in %.1f s, ready in %.1f s",
+        "%s (%s) on %s: KV cache of %d blocks of %d tokens (%.3f GiB), swap space %.3f GiB, "
+        "weights %.3f GiB; loaded in %.1f s, ready in %.1f s",
         config.model.architecture,
+        config.model.implementation,
         devices[0] if len(devices) == 1 else f"{len(devices)} ranks",
         num_blocks,
         config.cache.block_size,

@@ -9,13 +9,39 @@ reads these declarations and knows nothing else of the model.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from typing import Any, Protocol
 
 import torch
 
 from tpengine.distributed.parallel_state import ParallelState
 from tpengine.ops.huge_pages import HugePageArena
+
+
+class TensorSource(Protocol):
+    """One tensor of a file. An index reads only the indexed part."""
+
+    def get_shape(self) -> list[int]: ...
+
+    def __getitem__(self, index: Any) -> torch.Tensor: ...
+
+
+class LoadedTensor:
+    """A tensor in memory with the interface of `TensorSource`."""
+
+    def __init__(self, tensor: torch.Tensor) -> None:
+        self._tensor = tensor
+
+    def get_shape(self) -> list[int]:
+        return list(self._tensor.shape)
+
+    def __getitem__(self, index: Any) -> torch.Tensor:
+        return self._tensor[index]
+
+
+CheckpointTensor = tuple[str, str, TensorSource]
+"""File, name and source."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,6 +121,8 @@ class Weights:
         self.shards: dict[str, list[WeightShard]] = {}
         self.repeats: dict[str, str] = {}
         """Tied weights: names that a checkpoint may contain, and the names of equal tensors."""
+        self.convert: Callable[[Iterator[CheckpointTensor]], Iterator[CheckpointTensor]] = iter
+        """Renames or merges the tensors of a checkpoint before they are looked up."""
         self.num_bytes = 0
         """Bytes of all parameters in their form after loading, and of the tables that layers
         compute."""

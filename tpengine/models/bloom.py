@@ -129,6 +129,7 @@ class BloomForCausalLM:
 
     ignored_weights: tuple[str, ...] = ()
     base_prefix = "transformer."
+    recordable = True
 
     def __init__(self, config: ModelConfig, weights: Weights) -> None:
         check_heads_fill_hidden_size(config)

@@ -91,6 +91,7 @@ class GPT2LMHeadModel:
 
     ignored_weights: tuple[str, ...] = (".attn.bias", ".attn.masked_bias")  # causal masks
     base_prefix = "transformer."
+    recordable = True
 
     def __init__(self, config: ModelConfig, weights: Weights) -> None:
         check_heads_fill_hidden_size(config)

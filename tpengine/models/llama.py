@@ -221,6 +221,7 @@ class LlamaForCausalLM:
 
     ignored_weights: tuple[str, ...] = (".rotary_emb.inv_freq",)
     base_prefix = "model."
+    recordable = True
     layer_class: type[LlamaDecoderLayer] = LlamaDecoderLayer
 
     def __init__(self, config: ModelConfig, weights: Weights) -> None:

@@ -7,7 +7,6 @@ import json
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, Protocol
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -15,7 +14,14 @@ from safetensors import SafetensorError, safe_open
 from tpengine.config import WEIGHT_FILES, ModelConfig
 from tpengine.errors import ModelLoadError
 from tpengine.gguf_file import is_gguf
-from tpengine.layers.weights import Weights, WeightShard, tensor_shape
+from tpengine.layers.weights import (
+    CheckpointTensor,
+    LoadedTensor,
+    TensorSource,
+    Weights,
+    WeightShard,
+    tensor_shape,
+)
 from tpengine.models.registry import CausalLM, build_model
 
 _DUMMY_STD = 0.02
@@ -60,12 +66,13 @@ class _CheckpointReader:
         self._repeats = weights.repeats
         self._model = model
         self._missing = set(weights.shards)
-        self._found_repeats: list[tuple[str, str, TensorSource]] = []
+        self._convert = weights.convert
+        self._found_repeats: list[CheckpointTensor] = []
         self._problems: list[str] = []
 
     def run(self) -> None:
-        for file, name, source in self._tensors():
-            self._take(file, name, source)
+        for tensor in self._convert(self._tensors()):
+            self._take(*tensor)
         for file, name, source in self._found_repeats:  # after the tensors that they repeat
             self._compare(file, name, source)
         for name in sorted(self._missing):
@@ -153,14 +160,6 @@ def _copy_by_pieces(target: torch.Tensor, source: TensorSource, part: slice, dim
             piece.copy_(source[row : row + len(piece), part])
 
 
-class TensorSource(Protocol):
-    """One tensor of a file. An index reads only the indexed part."""
-
-    def get_shape(self) -> list[int]: ...
-
-    def __getitem__(self, index: Any) -> torch.Tensor: ...
-
-
 def checkpoint_files(folder: Path, load_format: str) -> list[Path]:
     """Returns the weight files of a folder, by its index if it has one.
 
@@ -212,7 +211,7 @@ def read_tensors(path: Path) -> Iterator[tuple[str, TensorSource]]:
     """
     if path.suffix == ".bin":
         for name, tensor in _unpickle(path).items():
-            yield name, _LoadedTensor(tensor)
+            yield name, LoadedTensor(tensor)
         return
     try:
         with safe_open(path, framework="pt") as file:
@@ -247,16 +246,3 @@ def _unpickle(path: Path) -> Mapping[str, torch.Tensor]:
     ):
         raise ModelLoadError(f"{path} is no checkpoint: it must hold a dict of named tensors")
     return state
-
-
-class _LoadedTensor:
-    """An unpickled tensor with the interface of a safetensors slice."""
-
-    def __init__(self, tensor: torch.Tensor) -> None:
-        self._tensor = tensor
-
-    def get_shape(self) -> list[int]:
-        return list(self._tensor.shape)
-
-    def __getitem__(self, index: Any) -> torch.Tensor:
-        return self._tensor[index]

@@ -110,6 +110,7 @@ class OPTForCausalLM:
 
     ignored_weights: tuple[str, ...] = ("decoder.version",)
     base_prefix = "model."
+    recordable = True
 
     def __init__(self, config: ModelConfig, weights: Weights) -> None:
         check_heads_fill_hidden_size(config)

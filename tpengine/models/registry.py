@@ -57,10 +57,13 @@ class CausalLM(Protocol):
             these tensors or does not use them.
         base_prefix: start of the parameter names that is absent in a checkpoint of the bare model
             (one without its output head).
+        recordable: whether decode steps may be recorded: its forward pass calls only `tpengine.ops`
+            and reads no number out of a tensor.
     """
 
     ignored_weights: tuple[str, ...]
     base_prefix: str
+    recordable: bool
 
     def forward(
         self, token_ids: torch.Tensor, kv_caches: list[KVCache], metadata: AttentionMetadata
@@ -77,6 +80,9 @@ def build_model(config: ModelConfig, weights: Weights) -> CausalLM:
     Raises:
         ConfigError: a value in its configuration is not supported.
     """
+    if config.model_impl == "transformers":
+        fallback: CausalLM = import_fallback().TransformersForCausalLM(config, weights)
+        return fallback
     module, name = ARCHITECTURES[config.architecture].split(":")
     family = getattr(importlib.import_module(module), name)
     for field, neutral in _NEUTRAL.items():
@@ -87,6 +93,11 @@ def build_model(config: ModelConfig, weights: Weights) -> CausalLM:
         raise unsupported(config, "head_dim", config.head_dim, "multiples of 16 up to 256 on CPU")
     model: CausalLM = family(config, weights)
     return model
+
+
+def import_fallback() -> Any:
+    """Imports transformers, and the module that runs its models; only ranks that need it do so."""
+    return importlib.import_module("tpengine.models.fallback.model")
 
 
 def require(config: ModelConfig, field: str, default: Any, *supported: Any) -> Any:

@@ -18,12 +18,12 @@ from tpengine.layers.attention import AttentionMetadata, KVCache
 from tpengine.layers.weights import Weights
 from tpengine.messages import MemoryLedger, Rendezvous, StepInput, StepOutput
 from tpengine.models.loader import load_model
-from tpengine.models.registry import CausalLM
+from tpengine.models.registry import CausalLM, import_fallback
 from tpengine.ops.recording import has_recordings
 from tpengine.worker import device
 from tpengine.worker.cache_engine import CacheEngine, block_bytes, staged_blocks
 from tpengine.worker.decode_recording import MAX_RECORDED_ROWS, DecodeRecording, try_to_record
-from tpengine.worker.gpu.attention_plans import GpuAttention, claim_gpu
+from tpengine.worker.gpu.attention_plans import GpuAttention, attention_layers, claim_gpu
 from tpengine.worker.gpu.graphs import CudaCapture, DecodeGraphs, agree_on_graphs
 from tpengine.worker.gpu.run_ahead import RunAhead
 from tpengine.worker.model_runner import ModelRunner
@@ -56,6 +56,12 @@ class Worker:
         self._all_record: bool | None = None
         self._runner: ModelRunner | None = None
         self._run_ahead: RunAhead | None = None
+
+    @staticmethod
+    def import_model_code(model_impl: str) -> None:
+        """Imports what a model needs beside this module, for a spare."""
+        if model_impl == "transformers":
+            import_fallback()
 
     def open_rendezvous(self, address: str) -> int:
         """Starts the store at which the ranks meet, on rank 0; returns its port.
@@ -297,9 +303,9 @@ class Worker:
     def _make_recording(self, kv_caches: list[KVCache]) -> DecodeGraphs | DecodeRecording | None:
         """Makes what runs decode steps without Python between their ops: CUDA graphs, still to be
         recorded, or a recording on CPU. None: decode steps run op by op."""
-        if self._config.kernels.enforce_eager:
-            return None
         scheduler, model = self._config.scheduler, self._require_model()
+        if self._config.kernels.enforce_eager or not model.recordable:
+            return None
         max_rows = min(scheduler.max_num_seqs, scheduler.max_num_batched_tokens, MAX_RECORDED_ROWS)
         max_blocks = -(-scheduler.max_model_len // self._config.cache.block_size)
 
@@ -346,6 +352,6 @@ class Worker:
 
     def _cache_shape(self) -> tuple[int, int, int, int]:
         """Returns block_size, num_layers, num_kv_heads of this rank, head_dim."""
-        model = self._config.model
-        kv_heads = max(1, model.total_num_kv_heads // self._parallel.tp_size)
-        return self._config.cache.block_size, model.num_layers, kv_heads, model.head_dim
+        layers = list(attention_layers(self._require_model()))
+        shape = layers[0].num_kv_heads, layers[0].head_dim
+        return self._config.cache.block_size, len(layers), *shape

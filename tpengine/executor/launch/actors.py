@@ -54,10 +54,10 @@ class RayWorker(Rank):
         super().__init__()
         logger.debug("variables taken over from the driver: %s", changed)
 
-    def prepare(self) -> RankPlace:
-        """Imports all that a rank needs, for a spare; returns where it is."""
+    def prepare(self, model_impl: str) -> RankPlace:
+        """Imports all that a rank of such a model needs, for a spare; returns where it is."""
         place = self.describe()
-        import_worker()
+        import_worker().import_model_code(model_impl)
         return place
 
     def describe(self, devices: tuple[str, ...] | None = None) -> RankPlace:
@@ -301,10 +301,12 @@ class Spares:
 
     Args:
         count: how many are kept ready.
+        model_impl: whose code the model is; a spare imports it.
     """
 
-    def __init__(self, count: int, agents: Agents) -> None:
+    def __init__(self, count: int, agents: Agents, model_impl: str) -> None:
         self._count = count
+        self._model_impl = model_impl
         self._agents = agents
         self._spares: list[_Spare] = []
         self._lock = threading.RLock()
@@ -341,7 +343,9 @@ class Spares:
             for node_id in wanted.elements():
                 if len(self._spares) < self._count:
                     actor = _start_on(node_id, RayWorker, envs.for_ranks())
-                    self._spares.append(_Spare(node_id, actor, actor.prepare.remote()))
+                    self._spares.append(
+                        _Spare(node_id, actor, actor.prepare.remote(self._model_impl))
+                    )
 
     def take(self, node_ids: Sequence[str]) -> list[Any | None]:
         """Takes an actor on each of these nodes, if possible one that has imported everything;

@@ -100,7 +100,7 @@ class RayExecutor(Executor):
         self._engine_id = f"{os.getpid()}_{uuid.uuid4().hex[:12]}"
         self._node_id: str = ray.get_runtime_context().get_node_id()
         self._agents = Agents(self._node_id)
-        self.spares = Spares(ray_config.spare_workers, self._agents)
+        self.spares = Spares(ray_config.spare_workers, self._agents, config.model.model_impl)
         self._deadline = StepDeadline(ray_config.step_timeout_s)
         self._placer = Placer(
             rank_bundle(config.device, ray_config.bundle),

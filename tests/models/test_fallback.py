@@ -1,0 +1,106 @@
+"""Models on transformers' own code over our cache, compared with transformers."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from safetensors.torch import load_file, save_file
+from support.all_decoders import decoder_classes, run_all, try_class, write_model
+from support.engines import open_llm
+
+from tpengine.errors import ConfigError, ModelLoadError
+
+ARCHITECTURES = dict(decoder_classes())
+RUNNING = {
+    "gpt_neox": "runs",  # fused q, k and v, parallel halves
+    "cohere2": "runs",  # alternating windows, scaled logits
+    "olmo2": "runs",  # norms over all heads, for which ranks gather
+    "bert": "no base_model_tp_plan",  # learned positions, a head of several layers
+    "deepseek_v3": "packed_colwise",  # heads of 24 elements, V of 16; merged experts
+}
+"""By model type: what becomes of two ranks."""
+REFUSED = {
+    "mamba": "keeps a state beside K and V",
+    "bart": "positions that it counts itself",
+    "roberta": "positions do not begin at 0",
+    "gpt_oss": "takes s_aux",
+    "bloom": "attention does not go through",
+}
+
+
+@pytest.mark.parametrize("model_type", RUNNING)
+def test_a_class_runs_as_in_transformers(model_type: str) -> None:
+    """Whole, chunked and preempted, and on two ranks."""
+    verdict = try_class(model_type, ARCHITECTURES[model_type])
+    assert verdict.runs, verdict.reason
+    assert RUNNING[model_type] in verdict.ranks
+
+
+@pytest.mark.parametrize("model_type", REFUSED)
+def test_what_does_not_fit_is_refused_by_name(model_type: str) -> None:
+    verdict = try_class(model_type, ARCHITECTURES[model_type])
+    assert verdict.is_typed
+    assert REFUSED[model_type] in verdict.reason
+
+
+@pytest.fixture(scope="module")
+def phi(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("phi")
+    write_model("phi", folder)
+    return folder
+
+
+def test_the_log_says_whose_code_runs(phi: Path, caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level("INFO", "tpengine"):
+        open_llm(phi, max_model_len=64, num_device_blocks_override=8)
+    assert "PhiForCausalLM (transformers' code, tpengine has no code of its own" in caplog.text
+
+
+def test_own_code_only(phi: Path) -> None:
+    with pytest.raises(ConfigError, match="model_impl = 'tpengine', which has BloomForCausalLM"):
+        open_llm(phi, model_impl="tpengine")
+
+
+def test_each_bad_tensor_is_named(phi: Path, tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text((phi / "config.json").read_text())
+    tensors = load_file(phi / "model.safetensors")
+    missing = "model.layers.1.input_layernorm.bias"
+    del tensors[missing]
+    tensors["model.layers.0.mlp.fc1.weight"] = tensors["model.layers.0.mlp.fc1.weight"][:3]
+    save_file(
+        {**tensors, "model.extra": tensors["lm_head.bias"].clone()}, tmp_path / "model.safetensors"
+    )
+    with pytest.raises(ModelLoadError) as raised:
+        open_llm(tmp_path)
+    problems = str(raised.value)
+    assert f"missing: {missing}" in problems
+    assert "misshapen: model.layers.0.mlp.fc1.weight" in problems
+    assert "unexpected: model.extra" in problems
+
+
+def test_long_ropes_are_refused_only_beyond_their_limit(tmp_path: Path) -> None:
+    write_model("llama", tmp_path)
+    path = tmp_path / "config.json"
+    fields = json.loads(path.read_text())
+    fields["rope_parameters"] |= {"rope_type": "dynamic", "factor": 2.0}
+    fields["rope_parameters"]["original_max_position_embeddings"] = 64
+    path.write_text(json.dumps(fields))
+    with pytest.raises(ConfigError, match="set max_model_len to at most 64"):
+        open_llm(tmp_path, model_impl="transformers", max_model_len=65)
+    open_llm(tmp_path, model_impl="transformers", max_model_len=64, num_device_blocks_override=8)
+
+
+def test_a_rank_of_our_own_code_imports_no_transformers() -> None:
+    code = "import sys, tpengine.worker.worker; sys.exit('transformers' in sys.modules)"
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
+
+
+@pytest.mark.soak
+def test_every_class_runs_or_is_refused() -> None:
+    verdicts = list(run_all([]))
+    assert [v for v in verdicts if not v.is_typed] == []
+    assert sum(v.runs for v in verdicts) >= 40

@@ -1,0 +1,372 @@
+"""Every causal decoder class of the installed transformers, run by its own code over our cache.
+
+    python tests/support/all_decoders.py [--only gemma,phi3] [--write]
+
+For each class it makes a tiny random model, runs it whole, chunked and preempted, and on two ranks,
+and compares greedy ids and log probabilities of the prompts with transformers in float32. `--write`
+puts the table into `docs/models.md`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import logging
+import sys
+import tempfile
+import warnings
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+
+sys.path[:0] = [str(Path(__file__).parents[1]), str(Path(__file__).parents[2])]
+
+from transformers import AutoModelForCausalLM  # noqa: E402
+from transformers.models.auto import modeling_auto  # noqa: E402
+from transformers.models.auto.configuration_auto import CONFIG_MAPPING  # noqa: E402
+
+from support.ranks import ThreadedExecutor  # noqa: E402
+from tpengine import EngineArgs, LLMEngine, SamplingParams  # noqa: E402
+from tpengine.errors import ConfigError  # noqa: E402
+from tpengine.executor.local_executor import LocalExecutor  # noqa: E402
+
+DOCUMENT = Path(__file__).parents[2] / "docs" / "models.md"
+BEGIN, END = "<!-- all_decoders: begin -->\n", "<!-- all_decoders: end -->\n"
+PROMPT_LENGTHS = (61, 23, 5)
+NUM_OUTPUT_TOKENS = 12
+VOCAB_SIZE = 128
+CANDIDATES = 6
+MAX_ELEMENTS = 10_000_000
+WINDOW = 24
+SIZES = {
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+    "pad_token_id": 0,
+    "vocab_size": VOCAB_SIZE,
+    "vocab_size_per_layer_input": VOCAB_SIZE,
+    "hidden_size": 64,
+    "embedding_size": 64,
+    "intermediate_size": 96,
+    "ffn_dim": 96,
+    "ffn_hidden_size": 96,
+    "decoder_ffn_dim": 96,
+    "encoder_ffn_dim": 96,
+    "num_hidden_layers": 4,
+    "num_layers": 4,
+    "decoder_layers": 4,
+    "encoder_layers": 2,
+    "num_attention_heads": 4,
+    "decoder_attention_heads": 4,
+    "encoder_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+    "max_position_embeddings": 256,
+    "sliding_window": WINDOW,
+    "moe_intermediate_size": 32,
+    "shared_expert_intermediate_size": 32,
+    "num_experts": 4,
+    "num_local_experts": 4,
+    "n_routed_experts": 4,
+    "moe_num_experts": 4,
+    "num_experts_per_tok": 2,
+    "moe_k": 2,
+    "n_group": 1,
+    "topk_group": 1,
+    "first_k_dense_replace": 1,
+    "q_lora_rank": 32,
+    "kv_lora_rank": 16,
+    "qk_nope_head_dim": 16,
+    "qk_rope_head_dim": 8,
+    "v_head_dim": 16,
+    "rotary_dim": 8,
+    "attention_dropout": 0.0,
+    "initializer_range": 0.2,
+}
+"""Fields of the tiny models, where a configuration has them."""
+_CONVOLUTIONS = ["conv", "conv", "full_attention", "conv"]
+SPECIAL: dict[str, dict[str, Any]] = {
+    "dots1": {"sliding_window": None},
+    "gpt_neo": {"attention_types": [[["global", "local"], 2]], "window_size": WINDOW},
+    "lfm2": {"layer_types": _CONVOLUTIONS},
+    "lfm2_moe": {"layer_types": _CONVOLUTIONS},
+    "mamba2": {"num_heads": 8, "head_dim": 16},
+    "dbrx": {
+        "d_model": 64,
+        "n_heads": 4,
+        "n_layers": 4,
+        "attn_config": {"kv_n_heads": 2, "rope_theta": 10000.0},
+        "ffn_config": {"ffn_hidden_size": 96, "moe_num_experts": 4, "moe_top_k": 2},
+    },
+}
+"""By model type: fields that only some classes have, or that need other values."""
+DECODER_ONLY_IF_ASKED = "is_decoder"
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """What became of one class.
+
+    Attributes:
+        runs: ids are those of transformers, whole, chunked and preempted.
+        ranks: runs, or why not, on two ranks.
+        reason: why it is refused; what is wrong otherwise.
+        is_typed: whether it runs, or was refused by a ConfigError.
+    """
+
+    model_type: str
+    architecture: str
+    runs: bool
+    ranks: str = ""
+    reason: str = ""
+    is_typed: bool = True
+
+
+class NotMadeError(Exception):
+    """transformers itself cannot make or run such a tiny model."""
+
+
+def decoder_classes() -> list[tuple[str, str]]:
+    """Model type and class of every causal decoder of the installed transformers."""
+    return list(modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.items())
+
+
+def tiny_config(model_type: str) -> Any:
+    """A small configuration; its lists of layers are those that the class makes itself."""
+    config_class = CONFIG_MAPPING[model_type]
+    default = config_class()
+    wanted = {
+        name: value
+        for name, value in SIZES.items()
+        if hasattr(default, name) and not isinstance(getattr(config_class, name, None), property)
+    }
+    if getattr(default, DECODER_ONLY_IF_ASKED, None) is False:
+        wanted[DECODER_ONLY_IF_ASKED] = True
+    if hasattr(default, "qk_rope_head_dim"):
+        wanted.pop("head_dim", None)  # it is the rotated part's size there
+        wanted["num_key_value_heads"] = SIZES["num_attention_heads"]
+    return config_class(**{**wanted, **SPECIAL.get(model_type, {})})
+
+
+def write_model(model_type: str, folder: Path) -> Any:
+    """Writes a random model in which every part matters; returns it."""
+    torch.manual_seed(0)
+    try:
+        config = tiny_config(model_type)
+        with torch.device("meta"):  # the sizes of a class may escape the script
+            outline = AutoModelForCausalLM.from_config(config)
+        num_elements = sum(parameter.numel() for parameter in outline.parameters())
+        if num_elements > MAX_ELEMENTS:
+            raise NotMadeError(f"the script's sizes leave it {num_elements} parameters")
+        model = AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
+        with torch.no_grad():
+            for name, parameter in model.named_parameters():
+                if parameter.dim() > 1:
+                    parameter.normal_(0.0, 0.15)
+                elif name.endswith("bias"):
+                    parameter.normal_(0.0, 0.2)
+                elif "norm" in name.lower() or "ln" in name:
+                    parameter.uniform_(0.5, 1.5)
+        model.save_pretrained(folder)
+        model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+    except NotMadeError:
+        raise
+    except Exception as error:
+        raise NotMadeError(f"{type(error).__name__}: {first_line(error)}") from error
+    return model
+
+
+@dataclass(frozen=True)
+class Expected:
+    """transformers' answer to one prompt: greedy ids, and the prompt's log probabilities."""
+
+    prompt: list[int]
+    token_ids: tuple[int, ...]
+    prompt_logprobs: list[float]
+
+
+@torch.inference_mode()
+def expected_answers(model: Any) -> list[Expected]:
+    """Answers to random prompts: of several of a length, the one that is farthest from a tie."""
+    generator = torch.Generator().manual_seed(1)
+    return [
+        _best_of(model, torch.randint(3, VOCAB_SIZE, (CANDIDATES, length), generator=generator))
+        for length in PROMPT_LENGTHS
+    ]
+
+
+def _best_of(model: Any, prompts: torch.Tensor) -> Expected:
+    ids, length = prompts, prompts.shape[1]
+    margins = torch.full((len(prompts),), float("inf"))
+    for _ in range(NUM_OUTPUT_TOKENS):
+        logits = model(ids, use_cache=False).logits.float()
+        best = logits[:, -1].topk(2)
+        margins = torch.minimum(margins, best.values[:, 0] - best.values[:, 1])
+        ids = torch.cat([ids, best.indices[:, :1]], dim=1)
+    row = int(margins.argmax())
+    prompt, logprobs = prompts[row], torch.log_softmax(logits[row], dim=-1)[: length - 1]
+    chosen = logprobs.gather(1, prompt[1:].unsqueeze(1))[:, 0].tolist()
+    return Expected(prompt.tolist(), tuple(ids[row, length:].tolist()), chosen)
+
+
+def run(folder: Path, expected: Sequence[Expected], tp_size: int = 1, **args: Any) -> str:
+    """Runs a model; returns what differs from transformers, or nothing."""
+    config = EngineArgs(
+        str(folder),
+        dtype="float32",
+        model_impl="transformers",
+        max_model_len=96,
+        disable_log_stats=True,
+        skip_tokenizer_init=True,
+        swap_space=0.01,
+        **{"num_device_blocks_override": 32, **args},
+    ).create_engine_config("cpu")
+    executor = LocalExecutor(config) if tp_size == 1 else ThreadedExecutor(config, tp_size)
+    params = SamplingParams(
+        temperature=0.0, max_tokens=NUM_OUTPUT_TOKENS, ignore_eos=True, prompt_logprobs=0
+    )
+    done: dict[str, Any] = {}
+    with contextlib.closing(Closing(LLMEngine(config, executor, log_stats=False))) as closing:
+        engine = closing.engine
+        for i, answer in enumerate(expected):
+            engine.add_request(str(i), None, params, prompt_token_ids=answer.prompt)
+        while engine.has_unfinished_requests():
+            done.update({o.request_id: o for o in engine.step() if o.finished})
+    for i, answer in enumerate(expected):
+        found = done[str(i)]
+        if tuple(found.outputs[0].token_ids) != answer.token_ids:
+            return f"other ids after a prompt of {len(answer.prompt)} tokens"
+        pairs = zip(answer.prompt[1:], found.prompt_logprobs[1:], strict=True)
+        chosen = [entry[token].logprob for token, entry in pairs]
+        if max(abs(a - b) for a, b in zip(chosen, answer.prompt_logprobs, strict=True)) > 1e-3:
+            return "other log probabilities of a prompt"
+    return ""
+
+
+@dataclass(frozen=True)
+class Closing:
+    """An engine with `close`."""
+
+    engine: LLMEngine
+
+    def close(self) -> None:
+        self.engine.shutdown()
+
+
+def try_class(model_type: str, architecture: str) -> Verdict:
+    """Runs one class in every way."""
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        try:
+            model = write_model(model_type, folder)
+            run(folder, [])  # a refusal comes before transformers' slow answers
+            expected = expected_answers(model)
+            problem = run(folder, expected)
+            problem = problem or run(
+                folder, expected, max_num_batched_tokens=16, num_device_blocks_override=6
+            )
+        except NotMadeError as error:
+            if refusal := refusal_of_parts(model_type, architecture, folder):
+                return Verdict(model_type, architecture, False, reason=refusal)
+            reason = f"not tried, transformers makes no tiny one: {first_line(error)}"
+            return Verdict(model_type, architecture, False, reason=reason)
+        except ConfigError as error:
+            return Verdict(model_type, architecture, False, reason=short(error))
+        except Exception as error:
+            problem = f"{type(error).__name__}: {first_line(error)}"
+        if problem:
+            return Verdict(model_type, architecture, False, reason=problem, is_typed=False)
+        try:
+            problem = run(folder, expected, 2)
+        except ConfigError as error:
+            return Verdict(model_type, architecture, True, short(error))
+        except Exception as error:
+            problem = f"{type(error).__name__}: {first_line(error)}"
+        ranks = "runs" if not problem else f"WRONG: {problem}"
+        return Verdict(model_type, architecture, True, ranks, is_typed=not problem)
+
+
+def refusal_of_parts(model_type: str, architecture: str, folder: Path) -> str:
+    """Why a configuration with parts beside the text decoder is refused, without a model of it."""
+    config = CONFIG_MAPPING[model_type]()
+    config.architectures = [architecture]
+    config.save_pretrained(folder)
+    try:
+        EngineArgs(str(folder), skip_tokenizer_init=True).create_engine_config("cpu")
+    except ConfigError as error:
+        return short(error).rpartition("is not supported: ")[2]
+    return ""
+
+
+def first_line(error: BaseException) -> str:
+    """What an error says, shortened."""
+    return str(error).strip().partition("\n")[0][:200]
+
+
+def short(error: ConfigError) -> str:
+    """A refusal without the names of class and folder."""
+    text = str(error).partition("\n")[0]
+    for border in ("transformers' code: ", "tensor_parallel_size = 2: "):
+        text = text.rpartition(border)[2]
+    return text.removesuffix("; use 1")
+
+
+def row(verdict: Verdict) -> str:
+    """The verdict as a row of the table."""
+    state = "runs" if verdict.runs else verdict.reason.replace("|", "/")
+    return f"| {verdict.model_type} | {verdict.architecture} | {state} | {verdict.ranks} |"
+
+
+def write_rows(verdicts: Sequence[Verdict]) -> None:
+    """Puts the verdicts into the table of `docs/models.md`; rows of other classes stay."""
+    before, _, rest = DOCUMENT.read_text().partition(BEGIN)
+    old, _, after = rest.partition(END)
+    known = {model_type for model_type, _ in decoder_classes()}
+    rows = {line.split(" | ")[0][2:]: line for line in old.splitlines() if line.startswith("| ")}
+    rows = {name: line for name, line in rows.items() if name in known}
+    rows |= {verdict.model_type: row(verdict) for verdict in verdicts}
+    running = [line for line in rows.values() if line.split(" | ")[2] == "runs"]
+    on_two = sum(line.endswith("| runs |") for line in running)
+    lines = [
+        f"Of {len(rows)} causal decoders of transformers {transformers.__version__}, "
+        f"{len(running)} run on its code, {on_two} of them on two ranks too.",
+        "",
+        "| model type | class | one rank | two ranks |",
+        "|---|---|---|---|",
+        *(rows[name] for name in sorted(rows, key=lambda name: (rows[name] not in running, name))),
+    ]
+    DOCUMENT.write_text(before + BEGIN + "\n".join(lines) + "\n" + END + after)
+
+
+def run_all(only: Sequence[str]) -> Iterator[Verdict]:
+    """Verdicts in the order of transformers' mapping."""
+    for model_type, architecture in decoder_classes():
+        if not only or model_type in only:
+            verdict = try_class(model_type, architecture)
+            state = "runs" if verdict.runs else verdict.reason
+            mark = "" if verdict.is_typed else "!! "
+            print(f"{mark}{model_type}: {state} | {verdict.ranks}", flush=True)
+            yield verdict
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--only", default="")
+    parser.add_argument("--write", action="store_true")
+    options = parser.parse_args()
+    warnings.simplefilter("ignore")
+    logging.disable(logging.WARNING)
+    transformers.utils.logging.set_verbosity_error()
+    transformers.utils.logging.disable_progress_bar()
+    verdicts = list(run_all([name for name in options.only.split(",") if name]))
+    print(Counter("runs" if v.runs else "refused" if v.is_typed else "WRONG" for v in verdicts))
+    if options.write:
+        write_rows(verdicts)
+
+
+if __name__ == "__main__":
+    main()
