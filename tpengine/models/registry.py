@@ -12,6 +12,7 @@ To add a model family:
    which no family supports. If yours supports one, remove it there, and add
    `require(config, field, None, *neutral)` to the class of every other family.
 4. Add one line to `ARCHITECTURES` in `config.py`, with the name that checkpoints give.
+   One in `_DEFAULTS` of `model_defaults.py` lets it start sooner.
 5. Add variants to `tests/support/variants.py`; the tests against transformers then cover them.
 """
 
