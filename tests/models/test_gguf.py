@@ -72,8 +72,8 @@ NEEDS_LONGROPE = pytest.mark.skipif(
 )
 
 
-def make_model(model_type: str, folder: Path) -> Path:
-    config = AutoConfig.for_model(model_type, **{**SMALL, **MODELS[model_type]})
+def make_model(model_type: str, folder: Path, **fields: Any) -> Path:
+    config = AutoConfig.for_model(model_type, **{**SMALL, **MODELS[model_type], **fields})
     torch.manual_seed(0)
     model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
     with torch.no_grad():
