@@ -36,7 +36,8 @@ class EngineArgs(Options):
     group: ClassVar[str] = "engine"
 
     model: str = option(cfg.EMBEDDED_MODEL)
-    """Folder in Hugging Face layout, or hub name; default: the small model inside tpengine."""
+    """Folder in Hugging Face layout, GGUF file, or hub name; default: the small model inside
+    tpengine."""
     served_model_name: str | Sequence[str] | None = option(None, takes_words=True)
     """Names of the model for clients of a server; answers carry the first; default: the folder's or
     the hub's."""
