@@ -6,18 +6,15 @@ and devices are strings, so that the driver needs no torch.
 
 from __future__ import annotations
 
-import json
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
-from tpengine import aliases, gguf_config
-from tpengine.errors import ConfigError, ModelLoadError
-from tpengine.gguf_file import find_gguf, first_part, is_gguf
-from tpengine.model_defaults import complete_config
+from tpengine import aliases
+from tpengine.errors import ConfigError
 
 DTYPES = ("auto", "float32", "bfloat16", "float16", "float", "half")
 BLOCK_SIZES = (8, 16, 32)
@@ -70,32 +67,6 @@ NO_SCALES = "the scales of K and V are 1; use kv_cache_dtype alone"
 NO_STAGES = "ranks split every layer, and layers are not spread over them; use tensor_parallel_size"
 NO_TRACES = "there are no traces; use metrics_port of the server or metrics_text()"
 OWN_THREAD = "the engine runs in a thread of this process; use executor='ray' for ranks on Ray"
-
-_HUB_TEXTS = ["*.json", "*.txt", "*.jinja", "*.model", "*.tiktoken", "vocab.bpe"]
-"""Files of a hub model that hold its configuration, its tokenizer and the index of its weights."""
-WEIGHT_FILES = {
-    "auto": ("*.safetensors", "pytorch_model*.bin"),
-    "safetensors": ("*.safetensors",),
-    "pt": ("pytorch_model*.bin",),
-    "dummy": (),
-}
-"""By `load_format`: patterns of the files with the weights. The first pattern that matches a file
-is read."""
-_HUB_DOUBLES = ["original/*", "consolidated*"]
-"""Copies of the weights in other layouts, which some models have."""
-
-
-_BEFORE_GGUF = ("*.safetensors", "pytorch_model*.bin", "tokenizer*")
-"""Patterns of files of a folder that are taken instead of its GGUF file."""
-
-
-class ModelFields(dict[str, Any]):
-    """Fields of a `config.json`, which can also be read as attributes."""
-
-    def __getattr__(self, name: str) -> Any:
-        if name not in self:
-            raise AttributeError(f"the model's config.json has no {name!r}")
-        return self[name]
 
 
 @dataclass(frozen=True)
@@ -392,122 +363,6 @@ class EngineConfig:
         return replace(self, cache=cache)
 
 
-@dataclass(frozen=True)
-class ModelFiles:
-    """The files of a model or of a tokenizer: a folder, a GGUF file, or a model of the hub.
-
-    Attributes:
-        name: folder in Hugging Face layout or with a GGUF file, such a file, or hub name.
-        download_dir: folder for models of the hub; None: the hub's own cache.
-        revision: branch, tag or commit of a model of the hub; None: its main branch.
-        trust_remote_code: whether Python files are fetched.
-        what: the word for it in error messages.
-    """
-
-    name: str
-    download_dir: str | None = None
-    revision: str | None = None
-    trust_remote_code: bool = False
-    what: str = "model"
-
-    def find(self) -> str:
-        """Returns the local folder or the GGUF file (of a split one the first part); of a model of
-        the hub all but the weights is fetched.
-
-        Raises:
-            ModelLoadError: it is neither and cannot be fetched, or holds several GGUF files.
-        """
-        folder = Path(self.name).expanduser()
-        if is_gguf(folder) and first_part(folder).is_file():
-            return str(first_part(folder))
-        if folder.is_dir():
-            has_others = any(next(folder.glob(pattern), None) for pattern in _BEFORE_GGUF)
-            return str(folder if has_others else find_gguf(folder) or folder)
-        if folder.exists() or self.name.startswith(("/", ".", "~")) or self.name.count("/") != 1:
-            raise ModelLoadError(
-                f"{self.what} {self.name!r} is no folder and no GGUF file; give a folder in "
-                "Hugging Face layout, a file *.gguf, or a hub name like 'owner/name', or leave "
-                f"{self.what} out for the embedded model"
-            )
-        code = ["*.py"] if self.trust_remote_code else []
-        return self._fetch(self.revision, [*_HUB_TEXTS, *code], _HUB_DOUBLES)
-
-    def fetch_weights(self, folder: str, load_format: str, unwanted: Sequence[str]) -> None:
-        """Fetches the weights of a model of the hub: the first form of `load_format` that it has.
-
-        Args:
-            folder: as `find` returned it.
-            unwanted: patterns of files that are not fetched.
-
-        Raises:
-            ModelLoadError: they cannot be fetched.
-        """
-        if Path(folder) == Path(self.name).expanduser() or is_gguf(folder):
-            return
-        commit = Path(folder).name  # the hub's main branch may have changed since `find`
-        for pattern in WEIGHT_FILES[load_format]:
-            # The hub's client warns if no file matches; config.json is there already.
-            self._fetch(commit, ["config.json", pattern], [*_HUB_DOUBLES, *unwanted])
-            if any(Path(folder).glob(pattern)):
-                return
-
-    def _fetch(self, revision: str | None, wanted: list[str], unwanted: list[str]) -> str:
-        from huggingface_hub import snapshot_download
-
-        try:
-            folder = snapshot_download(
-                self.name,
-                revision=revision,
-                cache_dir=self.download_dir,
-                allow_patterns=wanted,
-                ignore_patterns=unwanted,
-            )
-        except Exception as error:
-            raise ModelLoadError(
-                f"{self.what} {self.name!r} is no local folder and could not be fetched from the "
-                f"hub ({type(error).__name__}: {error}); check the name and the network. Without a "
-                f"network use a folder or a GGUF file, or leave {self.what} out for the embedded "
-                "model"
-            ) from error
-        return str(folder)
-
-
-def read_hf_config(folder: str, trust_remote_code: bool) -> ModelFields:
-    """Reads `config.json`, or what a GGUF file has of it, and adds the defaults of its
-    architecture, through transformers only if `model_defaults` has no table for it.
-
-    Raises:
-        ConfigError: the architecture of a GGUF file is not supported.
-        ModelLoadError: there is no such file, or it cannot be read.
-    """
-    path = Path(folder)
-    if is_gguf(path):
-        found = gguf_config.read_config(folder)
-    else:
-        path = path / "config.json"
-        if not path.is_file():
-            raise ModelLoadError(f"{folder} is no model folder: it has no config.json")
-    try:
-        if path.name == "config.json":
-            found = dict(json.loads(path.read_text(encoding="utf-8")))
-        fields = complete_config(found)
-        if fields is not None:
-            return ModelFields(fields)
-        from transformers import AutoConfig  # takes about two seconds
-
-        if is_gguf(path):
-            config = AutoConfig.for_model(found.pop("model_type"), **found)
-        else:
-            config = AutoConfig.from_pretrained(folder, trust_remote_code=trust_remote_code)
-    except Exception as error:
-        raise ModelLoadError(f"{path} cannot be read: {error}") from error
-    read = ModelFields(json.loads(config.to_json_string(use_diff=False)))
-    # Some architectures use other names for common fields (BLOOM: n_layer).
-    for common, own in config.attribute_map.items():
-        read.setdefault(common, read.get(own))
-    return read
-
-
 def lacks_arithmetic(dtype: str, device: str) -> bool:
     """Whether a device has no arithmetic for a dtype, and would convert at every step. The model
     then computes as with dtype auto."""
@@ -601,38 +456,6 @@ def replace_rope(
         kept = {key: found[key] for key in ("rope_theta", "partial_rotary_factor") if key in found}
         found = kept | dict(scaling)
     hf_config["rope_parameters"] = found if theta is None else found | {"rope_theta": theta}
-
-
-def read_generation_config(folder: str) -> dict[str, Any]:
-    """Content of a model's `generation_config.json`, or what a GGUF file has of it; empty if there
-    is no such file.
-
-    Raises:
-        ModelLoadError: it is not valid JSON.
-    """
-    if is_gguf(folder):
-        return gguf_config.read_generation_config(folder)
-    path = Path(folder) / "generation_config.json"
-    if not path.is_file():
-        return {}
-    try:
-        return dict(json.loads(path.read_text(encoding="utf-8")))
-    except (ValueError, TypeError) as error:
-        raise ModelLoadError(f"{path} is not valid JSON: {error}") from error
-
-
-def read_end_token_ids(folder: str, hf_config: Mapping[str, Any]) -> frozenset[int]:
-    """Ids that end a sequence, from `config.json` and `generation_config.json`.
-
-    Raises:
-        ModelLoadError: `generation_config.json` is not valid JSON.
-    """
-    ids: set[int] = set()
-    for source in (hf_config, read_generation_config(folder)):
-        found = source.get("eos_token_id")
-        if found is not None:
-            ids.update(found if isinstance(found, list) else [found])
-    return frozenset(ids)
 
 
 def resolve_max_model_len(

@@ -13,6 +13,7 @@ from typing import Any, ClassVar
 from tpengine import config as cfg
 from tpengine.errors import ConfigError, counted
 from tpengine.logger import init_logger
+from tpengine.model_files import WEIGHT_FILES, ModelFiles, read_end_token_ids, read_hf_config
 from tpengine.options import NOTHING, Options, each, option
 
 logger = init_logger(__name__)
@@ -37,7 +38,8 @@ class EngineArgs(Options):
     group: ClassVar[str] = "engine"
 
     model: str = option(cfg.EMBEDDED_MODEL)
-    """Folder in Hugging Face layout, or hub name; default: the small model inside tpengine."""
+    """Folder in Hugging Face layout, GGUF file, or hub name; default: the small model inside
+    tpengine."""
     served_model_name: str | Sequence[str] | None = option(None, takes_words=True)
     """Names of the model for clients of a server; answers carry the first; default: the folder's or
     the hub's."""
@@ -52,7 +54,7 @@ class EngineArgs(Options):
     download_dir: str | None = option(None)
     """Folder for models of the hub; default: the hub's own cache."""
     load_format: str = option(
-        "auto", tuple(cfg.WEIGHT_FILES), advice="convert other forms to safetensors"
+        "auto", tuple(WEIGHT_FILES), advice="convert other forms to safetensors"
     )
     """Form of the weights: safetensors reads *.safetensors; pt reads pytorch_model*.bin, of which
     only tensors are unpickled; auto reads the first of the two that is there; dummy makes random
@@ -340,8 +342,7 @@ class EngineArgs(Options):
             )
         if self.kv_cache_dtype == "fp8" and device == "cpu":
             raise ConfigError(
-                "kv_cache_dtype = 'fp8' has kernels for GPUs only, the device is cpu; leave it at "
-                "'auto'"
+                "kv_cache_dtype = 'fp8' has kernels for GPUs only, the device is cpu; leave it out"
             )
         if cfg.lacks_arithmetic(self.dtype, device):
             logger.warning(
@@ -349,11 +350,9 @@ class EngineArgs(Options):
                 "'auto', in bfloat16 where the CPU has instructions for that, else in float32",
                 self.dtype,
             )
-        idle = self.changed(only_for=_GPUS) if device == "cpu" else []
-        if idle:
+        if device == "cpu" and (idle := self.changed(only_for=_GPUS)):
             logger.warning("no effect on CPU: %s", ", ".join(idle))
-        idle = self.changed(only_for=NOTHING)
-        if idle:
+        if idle := self.changed(only_for=NOTHING):
             logger.warning("tpengine has no such setting: no effect of %s", ", ".join(idle))
 
     def read_model(self) -> tuple[str, dict[str, Any]]:
@@ -365,14 +364,14 @@ class EngineArgs(Options):
             ModelLoadError: the files cannot be fetched or read.
         """
         folder = self._files().find()
-        hf_config = cfg.read_hf_config(folder, self.trust_remote_code)
+        hf_config = read_hf_config(folder, self.trust_remote_code)
         cfg.choose_model_impl(hf_config, folder, self.model_impl)
         cfg.check_division(hf_config, self.tensor_parallel_size)
         cfg.replace_rope(hf_config, self.rope_scaling, self.rope_theta)
         return folder, hf_config
 
-    def _files(self) -> cfg.ModelFiles:
-        return cfg.ModelFiles(self.model, self.download_dir, self.revision, self.trust_remote_code)
+    def _files(self) -> ModelFiles:
+        return ModelFiles(self.model, self.download_dir, self.revision, self.trust_remote_code)
 
     def _model_config(self) -> cfg.ModelConfig:
         folder, hf_config = self.read_model()
@@ -398,7 +397,7 @@ class EngineArgs(Options):
             max_model_len=max_model_len,
             seed=self.seed,
             load_format=self.load_format,
-            end_token_ids=cfg.read_end_token_ids(folder, hf_config),
+            end_token_ids=read_end_token_ids(folder, hf_config),
             quantization=self.quantization,
             max_logprobs=self.max_logprobs,
             logprobs_mode=self.logprobs_mode,

@@ -216,16 +216,15 @@ def read_config(path: str) -> dict[str, Any]:
 
 
 def read_generation_config(path: str) -> dict[str, Any]:
-    """Returns what the model's `generation_config.json` would hold.
-
-    Without `general.sampling.*` in the file, the temperature is 0.7 and top_p 0.9.
+    """Returns what the model's `generation_config.json` would hold, from `general.sampling.*`;
+    empty if the file has none of it.
 
     Raises:
         ModelLoadError: the file is damaged.
     """
     found = _numbers(open_gguf(path), "general.sampling", _SAMPLING)
     chosen = {_SAMPLING[key]: value for key, value in found.items()}
-    return {"do_sample": True, **(chosen or {"temperature": 0.7, "top_p": 0.9})}
+    return {"do_sample": True, **chosen} if chosen else {}
 
 
 def _numbers(file: GGUFFile, prefix: str, keys: Iterable[str]) -> dict[str, Any]:

@@ -13,7 +13,6 @@ from typing import Any, ClassVar
 from tqdm import tqdm
 
 from tpengine.aliases import Counter
-from tpengine.config import read_generation_config
 from tpengine.engine.llm_engine import LLMEngine
 from tpengine.engine.requests import (
     GenerateRequest,
@@ -39,6 +38,7 @@ from tpengine.errors import (
 from tpengine.inputs import BeamSearchParams, PromptInputs, check_not_served
 from tpengine.logger import init_logger
 from tpengine.model_defaults import recommended_sampling
+from tpengine.model_files import read_generation_config
 from tpengine.outputs import BeamSearchOutput, BeamSearchSequence, RequestOutput
 from tpengine.sampling_params import RequestOutputKind, SamplingParams
 

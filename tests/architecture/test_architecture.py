@@ -72,7 +72,7 @@ HOMES = {
     "google": {"server/grpc", "client"},
     "fastapi": {"server/http"},
     "torch": {"worker", "models", "layers", "distributed", "ops"},
-    "transformers": {"config", "engine/tokenizer", "models/fallback"},
+    "transformers": {"model_files", "engine/tokenizer", "models/fallback"},
 }
 SHARED_NOUNS = [
     "tpengine.sequence:Sequence",

@@ -30,25 +30,25 @@ FILE_TYPES = {
 
 
 def convert(source: str, folder: str, file: str) -> None:
-    """Writes float32. The models have no tokenizer, so that every class of converter must skip its
-    vocabulary."""
+    """Writes float32. The models have no tokenizer, so every class of converter writes numbers as
+    tokens instead of its vocabulary."""
     sys.path[:0] = [f"{source}/gguf-py", source]
     import convert_hf_to_gguf
     from conversion.base import ModelBase
 
-    def skip(self: object) -> None:
-        pass
+    def number_tokens(self: ModelBase) -> None:
+        tokens = [str(i) for i in range(self.hparams["vocab_size"])]
+        self.gguf_writer.add_token_list(tokens)
 
     def classes(base: type) -> list[type]:
         return [base, *(one for child in base.__subclasses__() for one in classes(child))]
 
-    convert_hf_to_gguf.conversion = ModelBase  # type: ignore[attr-defined]
     original = ModelBase.__init__
 
     def __init__(self: object, *args: object, **kwargs: object) -> None:  # noqa: N807
         for one in classes(ModelBase):
             if "set_vocab" in vars(one):
-                one.set_vocab = skip  # type: ignore[attr-defined]
+                one.set_vocab = number_tokens  # type: ignore[attr-defined]
         original(self, *args, **kwargs)
 
     ModelBase.__init__ = __init__  # type: ignore[method-assign]

@@ -1,4 +1,4 @@
-"""gRPC clients of other projects, each in its own environment, from the package registries.
+"""Programs of other projects, most of them gRPC clients, each in its own environment.
 
 They are kept in the project's folder `.cache/clients`, so that a second run is fast.
 A test whose client cannot be installed is skipped; in CI a skip is a failure (`conftest.py`).
@@ -20,6 +20,11 @@ CACHE = Path(__file__).parent.parent.parent / ".cache" / "clients"
 _BUF = "@bufbuild/buf@1"
 _GRPC_REQUESTS = "grpc-requests>=0.1.21,<0.2"
 _RAY_DATA = "pandas pyarrow python-dateutil pytz tzdata six"
+_LLAMA_CPP = "llama-cpp-python==0.3.36"
+_WITHOUT_TOOLS = [
+    f"-Ccmake.define.{name}=OFF"
+    for name in ("LLAMA_BUILD_TESTS", "LLAMA_BUILD_TOOLS", "LLAMA_BUILD_EXAMPLES", "LLAVA_BUILD")
+]
 _PATIENCE_S = 240
 
 
@@ -55,7 +60,12 @@ def h2load() -> str:
     return require("h2load", "nghttp2-client")
 
 
-def _install(folder: Path, wanted: str, commands: Sequence[Sequence[str]]) -> None:
+def _install(
+    folder: Path,
+    wanted: str,
+    commands: Sequence[Sequence[str]],
+    patience_s: int = _PATIENCE_S,
+) -> None:
     """Runs the commands in a fresh folder, unless an earlier run got to its end there."""
     stamp = folder / ".installed"
     if stamp.is_file() and stamp.read_text() == wanted:
@@ -69,11 +79,30 @@ def _install(folder: Path, wanted: str, commands: Sequence[Sequence[str]]) -> No
                 cwd=folder,
                 capture_output=True,
                 text=True,
-                timeout=_PATIENCE_S,
+                timeout=patience_s,
                 check=False,
             )
         except subprocess.TimeoutExpired:
-            pytest.skip(f"{wanted} is not installed within {_PATIENCE_S} s")
+            pytest.skip(f"{wanted} is not installed within {patience_s} s")
         if done.returncode != 0:
             pytest.skip(f"{wanted} cannot be installed: {(done.stdout + done.stderr)[-1000:]}")
     stamp.write_text(wanted)
+
+
+def llama_cpp() -> tuple[str, str, str]:
+    """A Python that has `llama_cpp`, the source of llama.cpp, and a folder with the packages that
+    its converter and transformers' reader of GGUF need. Compiling takes ten minutes or more."""
+    folder = CACHE / "llama-cpp"
+    python = str(folder / "bin" / "python")
+    venv = [sys.executable, "-m", "venv", "--without-pip", "."]
+    pip = [sys.executable, "-m", "pip", "-q", "--disable-pip-version-check"]
+    sdist = ["--no-deps", "--no-binary", ":all:", _LLAMA_CPP]
+    commands = [
+        venv,
+        [*pip, "install", "--no-deps", "--target", "packages", "accelerate", "sentencepiece"],
+        [*pip, "download", *sdist, "-d", "sdist"],
+        ["sh", "-c", "mkdir source && tar xzf sdist/*.tar.gz -C source --strip-components 1"],
+        [*pip, "--python", python, "install", "./source", *_WITHOUT_TOOLS],
+    ]
+    _install(folder, _LLAMA_CPP, commands, patience_s=1800)
+    return python, str(folder / "source" / "vendor" / "llama.cpp"), str(folder / "packages")

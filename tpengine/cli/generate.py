@@ -11,11 +11,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from tpengine.cli.parser import SamplingOptions
-from tpengine.config import read_generation_config
 from tpengine.engine_args import EngineArgs
 from tpengine.errors import EngineDeadError, TPEngineError, counted
 from tpengine.host import signals_end_at_once, sigterm_as_interrupt, streamed_text
 from tpengine.model_defaults import sampling_defaults
+from tpengine.model_files import read_generation_config
 from tpengine.sampling_params import SamplingParams
 
 if TYPE_CHECKING:

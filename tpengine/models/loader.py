@@ -11,7 +11,7 @@ from pathlib import Path
 import torch
 from safetensors import SafetensorError, safe_open
 
-from tpengine.config import WEIGHT_FILES, ModelConfig
+from tpengine.config import ModelConfig
 from tpengine.errors import ModelLoadError
 from tpengine.gguf_file import is_gguf
 from tpengine.layers.weights import (
@@ -22,6 +22,7 @@ from tpengine.layers.weights import (
     WeightShard,
     tensor_shape,
 )
+from tpengine.model_files import WEIGHT_FILES
 from tpengine.models.registry import CausalLM, build_model
 
 _DUMMY_STD = 0.02

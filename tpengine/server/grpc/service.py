@@ -51,9 +51,9 @@ from typing import Any
 
 import tpengine
 from tpengine.async_engine.mailbox import Mailbox
-from tpengine.config import read_generation_config
 from tpengine.errors import InvalidPromptError
 from tpengine.model_defaults import sampling_defaults
+from tpengine.model_files import read_generation_config
 from tpengine.outputs import RequestOutput
 from tpengine.sampling_params import RequestOutputKind
 from tpengine.server.grpc.convert import (
