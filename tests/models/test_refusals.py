@@ -24,7 +24,12 @@ from tpengine.errors import ConfigError, ModelLoadError
         ("llama-biases", "partial_rotary_factor", 0.5, ["partial_rotary_factor", "0.5"]),
         ("llama-biases", "num_local_experts", 8, ["num_local_experts", "8"]),
         ("llama-biases", "head_dim", 40, ["head_dim", "40", "16"]),
-        ("llama-biases", "architectures", ["GPT2LMHeadModel"], ["GPT2LMHeadModel", "LlamaForCausalLM"]),
+        (
+            "llama-biases",
+            "architectures",
+            ["GPT2LMHeadModel"],
+            ["GPT2LMHeadModel", "LlamaForCausalLM"],
+        ),
         ("llama-biases", "rope_parameters", {"rope_type": "spiral"}, ["spiral"]),
         ("mistral-window", "attention_bias", True, ["attention_bias", "True"]),
         ("mistral-window", "sliding_window", 0, ["sliding_window", "0"]),
