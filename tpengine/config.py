@@ -107,9 +107,9 @@ class ModelConfig:
         """Whose code runs the model, and why, for the log."""
         if self.model_impl == "tpengine":
             return "tpengine's code"
-        asked = self.architecture in ARCHITECTURES
-        reason = "as model_impl asks" if asked else "tpengine has no code of its own for it"
-        return f"transformers' code, {reason}"
+        if self.architecture in ARCHITECTURES:
+            return "transformers' code, as model_impl asks"
+        return "transformers' code, tpengine has no code of its own for it"
 
     @property
     def architecture(self) -> str:
@@ -394,15 +394,11 @@ def choose_model_impl(hf_config: Mapping[str, Any], folder: str, wanted: str) ->
     from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
     if architecture not in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values():
-        raise ConfigError(
-            f"architecture {architecture!r} of {folder} is not supported: neither tpengine nor "
-            "the installed transformers has it as a causal decoder; docs/models.md lists what runs"
-        )
+        problem = "neither tpengine nor the installed transformers has it as a causal decoder"
+        raise ConfigError(f"architecture {architecture!r} of {folder} is not supported: {problem}")
     if "vocab_size" not in hf_config:
-        raise ConfigError(
-            f"architecture {architecture!r} of {folder} is not supported: it has parts beside a "
-            "text decoder; convert its text part to a model of its own"
-        )
+        problem = "it has parts beside a text decoder; convert its text part to a model of its own"
+        raise ConfigError(f"architecture {architecture!r} of {folder} is not supported: {problem}")
     return "transformers"
 
 

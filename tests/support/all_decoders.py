@@ -41,7 +41,7 @@ PROMPT_LENGTHS = (61, 23, 5)
 NUM_OUTPUT_TOKENS = 12
 VOCAB_SIZE = 128
 CANDIDATES = 6
-MAX_ELEMENTS = 10_000_000
+MAX_ELEMENTS = 15_000_000
 WINDOW = 24
 SIZES = {
     "bos_token_id": 1,
@@ -94,6 +94,8 @@ SPECIAL: dict[str, dict[str, Any]] = {
     "gpt_neo": {"attention_types": [[["global", "local"], 2]], "window_size": WINDOW},
     "lfm2": {"layer_types": _CONVOLUTIONS},
     "lfm2_moe": {"layer_types": _CONVOLUTIONS},
+    "git": {"vision_config": {"hidden_size": 48, "num_hidden_layers": 1}},
+    "roc_bert": {"pronunciation_vocab_size": 64, "shape_vocab_size": 64},
     "mamba2": {"num_heads": 8, "head_dim": 16},
     "dbrx": {
         "d_model": 64,
@@ -171,6 +173,9 @@ def write_model(model_type: str, folder: Path) -> Any:
                     parameter.normal_(0.0, 0.2)
                 elif "norm" in name.lower() or "ln" in name:
                     parameter.uniform_(0.5, 1.5)
+            for module in model.modules():  # some classes write zeros there when they load
+                if isinstance(module, torch.nn.Embedding) and module.padding_idx is not None:
+                    module.weight[module.padding_idx] = 0.0
         model.save_pretrained(folder)
         model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
     except NotMadeError:
