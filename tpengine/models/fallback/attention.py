@@ -33,10 +33,11 @@ _IGNORED = {
     "position_ids",
     "is_causal",
     "return_dict",
-    "scaling",
     "sliding_window",
 }
 """Arguments of the interface that change nothing: what a token sees is in the mask."""
+_SHAPING = {"scaling", "softcap"}
+"""Arguments that are in the `Shape`."""
 _FAR = 1 << 20
 """A position beyond every window."""
 
@@ -58,6 +59,7 @@ class Shape:
     value_dim: int
     scale: float
     window: int | None
+    softcap: float | None
 
 
 class Probe:
@@ -97,7 +99,9 @@ class PagedLayer:
         self._pads = {padded_dim} != {shape.head_dim, shape.value_dim}
         self._value_dim = shape.value_dim
         heads = shape.num_heads, shape.num_kv_heads
-        self.attention = Attention(*heads, padded_dim, shape.scale, sliding_window=shape.window)
+        self.attention = Attention(
+            *heads, padded_dim, shape.scale, sliding_window=shape.window, softcap=shape.softcap
+        )
 
     def forward(
         self, parts: tuple[Heads, Heads, Heads], kv_cache: KVCache, metadata: AttentionMetadata
@@ -191,7 +195,7 @@ def _shape_of(
     module: Any, q: Heads, k: Heads, v: Heads, mask: Any, options: dict[str, Any]
 ) -> Shape:
     set_ones = {name for name, value in options.items() if value is not None and value is not False}
-    if unknown := sorted(set_ones - _IGNORED):
+    if unknown := sorted(set_ones - _IGNORED - _SHAPING):
         raise UnfitError(f"its attention takes {', '.join(unknown)}, which ours does not have")
     if k.shape[2] != q.shape[2]:
         raise UnfitError("it attends to other tokens than those of the sequence (cross attention)")
@@ -205,4 +209,5 @@ def _shape_of(
     window = None if mask is None else mask.find_window()
     scale = options.get("scaling")
     scale = q.shape[3] ** -0.5 if scale is None else float(scale)
-    return Shape(q.shape[1], k.shape[1], q.shape[3], v.shape[3], scale, window)
+    sizes = q.shape[1], k.shape[1], q.shape[3], v.shape[3]
+    return Shape(*sizes, scale, window, options.get("softcap"))
