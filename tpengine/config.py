@@ -397,7 +397,7 @@ class ModelFiles:
         if is_gguf(folder) and first_part(folder).is_file():
             return str(first_part(folder))
         if folder.is_dir():
-            has_others = any(next(folder.glob(pattern), None) for pattern in _BEFORE_GGUF)
+            has_others = any(path for one in _BEFORE_GGUF for path in folder.glob(one))
             return str(folder if has_others else find_gguf(folder) or folder)
         if folder.exists() or self.name.startswith(("/", ".", "~")) or self.name.count("/") != 1:
             raise ModelLoadError(
