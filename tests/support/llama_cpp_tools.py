@@ -1,8 +1,8 @@
 """GGUF files by llama.cpp itself: its converter and its quantizer, from the source of
 `llama-cpp-python` (`third_party.llama_cpp` builds them).
 
-`python llama_cpp_tools.py SOURCE FOLDER FILE` converts; `python llama_cpp_tools.py quantize FILE`
-quantizes, with the Python that has `llama_cpp`.
+Commands: `convert SOURCE FOLDER FILE`; `quantize FILE`, with the Python that has `llama_cpp`; `read
+FILE TARGET`.
 """
 
 from __future__ import annotations
@@ -74,5 +74,18 @@ def quantize(file: str) -> None:
             sys.exit(f"quantizing {file} to {kind} failed: {status}")
 
 
+def read(file: str, target: str) -> None:
+    """Writes the weights that transformers reads to a file of safetensors."""
+    import torch
+    from safetensors.torch import save_file
+    from transformers import AutoModelForCausalLM
+
+    path = Path(file)
+    model = AutoModelForCausalLM.from_pretrained(
+        path.parent, gguf_file=path.name, dtype=torch.float32
+    )
+    save_file({name: one.clone() for name, one in model.state_dict().items()}, target)
+
+
 if __name__ == "__main__":
-    quantize(*sys.argv[2:]) if sys.argv[1] == "quantize" else convert(*sys.argv[1:])
+    {"convert": convert, "quantize": quantize, "read": read}[sys.argv[1]](*sys.argv[2:])
