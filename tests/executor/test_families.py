@@ -134,7 +134,7 @@ def test_greedy(
     prompts = oracle.prompts(LENGTHS, seed=7)
     answers: list[Answer] = oracle.answers(prompts)
     expected = [[list(answer.token_ids[:NUM_TOKENS])] for answer in answers]
-    assert len({token for [ids] in expected for token in ids}) >= 20
+    assert len({token for [ids] in expected for token in ids}) >= 15
     params = [SamplingParams(temperature=0.0, max_tokens=NUM_TOKENS, ignore_eos=True)] * len(
         prompts
     )
