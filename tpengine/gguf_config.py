@@ -143,13 +143,8 @@ _SAMPLING = {
 }
 _END_KEYS = ("eos_token_id", "eot_token_id", "eom_token_id")
 _END_TOKENS = {
-    "<|im_end|>",
-    "<|eot_id|>",
-    "<|eom_id|>",
-    "<|end|>",
-    "<end_of_turn>",
-    "<|endoftext|>",
-}
+    "<|im_end|>", "<|eot_id|>", "<|eom_id|>", "<|end|>", "<end_of_turn>", "<|endoftext|>"
+}  # fmt: skip
 """Control tokens that end an answer: many files name one of them as their end, and mean more."""
 CONTROL, USER_DEFINED = 3, 4
 """Values of `tokenizer.ggml.token_type`."""

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from benchmarks import __main__ as benchmarks
 from benchmarks import visit
 from support import rehearse_visit
 from support.fake_card import IN_A_PROCESS
@@ -30,10 +31,14 @@ def words_after(program: str, folder: Path) -> list[list[str]]:
 
 
 def test_the_options_of_each_part_are_known(tmp_path: Path) -> None:
-    commands = words_after("tpengine", tmp_path)
-    assert len(commands) == 8
-    for words in commands:
-        assert build_parser(words).parse_args(words).run
+    for program, parser_for, number in (
+        ("tpengine", build_parser, 4),
+        ("tests/benchmarks", benchmarks.build_parser, 4),
+    ):
+        commands = words_after(program, tmp_path)
+        assert len(commands) == number
+        for words in commands:
+            assert parser_for(words).parse_args(words).run
 
 
 @pytest.mark.check

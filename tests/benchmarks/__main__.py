@@ -13,6 +13,7 @@ from tpengine.errors import TPEngineError
 
 BENCHMARKS = {
     "collectives": "all-reduce of CPU ranks over shared memory, compared with gloo",
+    "kernels": "the kernels of CPU or GPU: bytes and operations per second",
     "peers": "output tokens/s beside those of transformers, on the same requests",
     "prefix": "what prefix caching gains and costs",
     "ranks": "two ranks of one thread against one process of two threads; a start by phase",
@@ -21,20 +22,28 @@ BENCHMARKS = {
     "swap": "time to swap a preempted sequence, and to compute it again",
     "visit": "all checks and measurements that need a GPU, in less than ten minutes",
 }
+MODULES = {"kernels": "kernel_times"}
+"""A module's name, if it is not the benchmark's: Python puts this folder into `sys.path`, where
+`kernels` would stand for a package that transformers looks for."""
 
 
-def main(words: list[str]) -> int:
-    """Runs one benchmark; returns its exit code."""
+def build_parser(words: list[str]) -> argparse.ArgumentParser:
+    """The parser for a command line. Only the benchmark that it names is imported."""
     parser = argparse.ArgumentParser(prog="python tests/benchmarks", description=__doc__)
     commands = parser.add_subparsers(metavar="NAME", required=True)
     for name, help_text in BENCHMARKS.items():
         command = commands.add_parser(name, help=help_text)
-        if words[:1] == [name]:  # to import them all would slow every command
-            module = importlib.import_module(f"benchmarks.{name}")
+        if words[:1] == [name]:
+            module = importlib.import_module(f"benchmarks.{MODULES.get(name, name)}")
             command.description = module.__doc__
             module.add_arguments(command)
             command.set_defaults(run=module.run)
-    args = parser.parse_args(words)
+    return parser
+
+
+def main(words: list[str]) -> int:
+    """Runs one benchmark; returns its exit code."""
+    args = build_parser(words).parse_args(words)
     try:
         return int(args.run(args))
     except TPEngineError as error:

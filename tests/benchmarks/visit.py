@@ -277,7 +277,7 @@ _SMOKE = (
 _ALONE = "ledger or growth or larger_than"
 """Tests that measure the card's free memory, so that no other part may run."""
 _BENCH = "{python} -u -m tpengine bench"
-_KERNELS = f"{_BENCH} kernels --device cuda --only"
+_KERNELS = "{python} -u tests/benchmarks kernels --device cuda --only"
 _MODEL = "--device cuda --dtype bfloat16 --shape llama-3-8b --swap-space 0.25"
 _LATENCY = (
     f"{_BENCH} latency {_MODEL} --input-len 1000 --output-len 64 --max-num-seqs 64 "

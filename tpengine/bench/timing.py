@@ -7,14 +7,11 @@ are estimates, made before the first run on a card: a time far from its predicti
 
 from __future__ import annotations
 
-import itertools
 import statistics
-import subprocess
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -26,7 +23,6 @@ COPY_BYTES = 2 << 30
 MATMUL_SIZE = 8192
 REPEATS = 7
 BUS_BYTES = 64 << 20
-_CLOCKS = "driver_version,clocks.sm,clocks.max.sm,clocks.mem,clocks.max.mem,power.limit"
 
 TOLERANCE = 0.10
 _STREAM_SHARE = 0.94
@@ -93,25 +89,6 @@ def _events_s(action: Action) -> float:
     return statistics.median(times)
 
 
-def describe_card(device: torch.device) -> str:
-    """The model and sizes of the card, its clocks at this moment, and the installed versions."""
-    card: Any = torch.cuda.get_device_properties(device)  # the stub lacks some of its fields
-    sizes = {"L2": card.L2_cache_size >> 20, "memory": card.total_memory >> 20}
-    query = [f"--query-gpu={_CLOCKS}", "--format=csv,noheader", f"--id=GPU-{card.uuid}"]
-    command = ["nvidia-smi", *query]
-    try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=20, check=False)
-        clocks = done.stdout.strip() or done.stderr.strip()
-    except (OSError, subprocess.SubprocessError) as error:
-        clocks = f"not known ({error})"
-    return (
-        f"{card.name}, compute capability {card.major}.{card.minor}, {card.multi_processor_count} "
-        f"multiprocessors, {', '.join(f'{name} {mib} MiB' for name, mib in sizes.items())}, shared "
-        f"memory of a block up to {card.shared_memory_per_block_optin >> 10} KiB, "
-        f"CUDA {torch.version.cuda}\nclocks    {_CLOCKS}: {clocks}"
-    )
-
-
 @dataclass(frozen=True)
 class Ceilings:
     """The measured limits of the card, in bytes and operations per second.
@@ -171,12 +148,6 @@ def fastest_s(action: Callable[[], object], repeats: int = REPEATS) -> float:
     return min(times)
 
 
-def in_turn_s(actions: Sequence[Action], repeats: int) -> float:
-    """Seconds of the fastest of `repeats` calls; each call runs the next action."""
-    in_turn = itertools.cycle(actions)
-    return fastest_s(lambda: next(in_turn)(), repeats)
-
-
 class ReadBandwidth:
     """Bytes per second that all threads together read from memory.
 
@@ -232,7 +203,9 @@ class DecodeStep:
     def seconds(self, copy: float) -> float:
         """Predicts the step with CUDA graphs and asynchronous scheduling."""
         many = self.batch_size > _MANY_ROWS
-        layer_s = decode_s(self.kv_bytes, copy, True) + _SMALL_KERNELS * _SMALL_S[many]
+        layer_s = decode_s(self.kv_bytes, copy, True) + _SMALL_KERNELS * small_s(
+            0, copy, self.batch_size
+        )
         linears_s = linear_s(self.weight_bytes, copy, self.batch_size)
         return linears_s + self.num_layers * layer_s + _HEAD_S[many] + _GAP_S[many]
 
@@ -243,42 +216,3 @@ def compare(measured_s: float, predicted_s: float) -> str:
     unit, factor = ("ms", 1e3) if predicted_s >= 1e-3 else ("us", 1e6)
     mark = "" if abs(off) <= TOLERANCE else "  !! slower" if off > 0 else "  !! faster"
     return f"predicted {factor * predicted_s:7.2f} {unit} {100 * off:+7.1f} %{mark}"
-
-
-@dataclass(frozen=True)
-class Row:
-    """One line of a table.
-
-    Attributes:
-        kernel: its name, with the backend or dtype if there are several.
-        case: the sizes, such as batch and context.
-        num_bytes, num_flop: the least that the work must read, write and compute.
-        predict: returns the seconds on a GPU for its copy bandwidth; None: there is no prediction.
-    """
-
-    kernel: str
-    case: str
-    seconds: float
-    num_bytes: float = 0.0
-    num_flop: float = 0.0
-    predict: Callable[[float], float] | None = None
-
-    def text(self, ceilings: Ceilings) -> str:
-        """The printed line, with shares of the card's limits and the prediction."""
-        parts = [self.rates(ceilings.copy, "copy")]
-        if self.num_flop:
-            parts[0] += f" {100 * self.num_flop / self.seconds / ceilings.matmul:6.1f} % of matmul"
-        if self.predict is not None:
-            parts.append(compare(self.seconds, self.predict(ceilings.copy)))
-        return "   ".join(parts)
-
-    def rates(self, bandwidth: float, name: str = "reads") -> str:
-        """The printed line, with the share of a bandwidth of this name."""
-        rate, flops = self.num_bytes / self.seconds, self.num_flop / self.seconds
-        parts = [f"{self.kernel:<24s} {self.case:<34s} {1e6 * self.seconds:10.1f} us"]
-        if self.num_bytes:
-            parts.append(f"{rate / 1e9:8.1f} GB/s {100 * rate / bandwidth:6.1f} % of {name}")
-        if self.num_flop:
-            unit, factor = ("TFLOP/s", 1e12) if flops >= 1e12 else ("GFLOP/s", 1e9)
-            parts.append(f"{flops / factor:8.1f} {unit}")
-        return "   ".join(parts)

@@ -22,7 +22,6 @@ COMMANDS = {
 BENCHMARKS = {
     "throughput": "output tokens/s of the whole engine on a mixed, seeded workload",
     "latency": "time per token by number of running sequences, against the memory bandwidth",
-    "kernels": "the kernels of CPU or GPU: bytes and operations per second",
     "perplexity": "perplexity of bfloat16 and int8 against float32",
     "serve": "latency against load over gRPC: first token, inter-token, goodput, a plot",
     "recovery": "kills of ranks: time until found and ready, longest gap on a stream; with spares",

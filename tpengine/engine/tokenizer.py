@@ -218,8 +218,7 @@ def load_tokenizer(config: ModelConfig) -> Tokenizer | None:
     try:
         if is_gguf(folder):
             return _load_gguf_tokenizer(str(folder))
-        hf = _load_hf(config, folder)
-        return Tokenizer(hf)
+        return Tokenizer(_load_hf(config, folder))
     except ModelLoadError:
         raise
     except Exception as error:  # parsers and remote tokenizers raise errors of any type

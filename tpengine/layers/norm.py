@@ -46,9 +46,11 @@ class RMSNorm:
         fused.rms_norm(out, x, self.weight, self.eps)
         return out
 
-    def add_forward(self, x: torch.Tensor, residual: torch.Tensor) -> torch.Tensor:
+    def add_forward(self, x: torch.Tensor | None, residual: torch.Tensor) -> torch.Tensor:
         """Adds x to `residual` in place and returns the normalised sum, each
-        `[num_tokens, hidden_size]`."""
+        `[num_tokens, hidden_size]`. None, as in the first layer: adds nothing."""
+        if x is None:
+            return self.forward(residual)
         out = torch.empty_like(x)
         fused.add_rms_norm(out, x, residual, self.weight, self.eps)
         return out
@@ -112,9 +114,11 @@ class LayerNorm:
         fused.layer_norm(out, x, self.weight, self.bias, self.eps)
         return out
 
-    def add_forward(self, x: torch.Tensor, residual: torch.Tensor) -> torch.Tensor:
+    def add_forward(self, x: torch.Tensor | None, residual: torch.Tensor) -> torch.Tensor:
         """Adds x to `residual` in place and returns the normalised sum, each
-        `[num_tokens, hidden_size]`."""
+        `[num_tokens, hidden_size]`. None, as in the first layer: adds nothing."""
+        if x is None:
+            return self.forward(residual)
         if not x.is_cpu:
             return self._by_torch(residual.add_(x))
         out = torch.empty_like(x)

@@ -108,10 +108,7 @@ class BloomBlock:
             The layer's output, and the residual to which the next layer adds it; both
             `[num_kept, hidden_size]`, see `through_layers`.
         """
-        if x is None:
-            normed = self.input_layernorm.forward(residual)
-        else:
-            normed = self.input_layernorm.add_forward(x, residual)
+        normed = self.input_layernorm.add_forward(x, residual)
         if self.adds_to_normed:
             residual = normed
         attended = self.self_attention.forward(normed, kv_cache, metadata, rows)

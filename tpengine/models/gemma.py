@@ -69,10 +69,7 @@ class Gemma2DecoderLayer(LlamaDecoderLayer):
         rows: torch.Tensor | None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """See `LlamaDecoderLayer.forward`."""
-        if x is None:
-            normed = self.input_layernorm.forward(residual)
-        else:
-            normed = self.input_layernorm.add_forward(x, residual)
+        normed = self.input_layernorm.add_forward(x, residual)
         attended = self.self_attn.forward(normed, kv_cache, metadata, rows)
         attended = self.post_attention_layernorm.forward(attended)
         residual = keep_rows(residual, rows)

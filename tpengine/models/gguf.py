@@ -54,11 +54,8 @@ def read_tensors(path: str, wanted: Iterable[str]) -> Iterator[tuple[str, str, G
             if found is not None and found in file.tensors:
                 unread.discard(found)
                 number = None if expert is None else int(expert[1])
-                yield (
-                    file.tensors[found].file.name,
-                    name,
-                    _source(file, architecture, found, number),
-                )
+                source = _source(file, architecture, found, number)
+                yield file.tensors[found].file.name, name, source
                 break
     for name in sorted(unread):
         yield file.tensors[name].file.name, name, GGUFTensor(file.tensors[name])

@@ -206,10 +206,7 @@ class LlamaDecoderLayer:
             The layer's output, and the residual to which the next layer adds it; both
             `[num_kept, hidden_size]`, see `through_layers`.
         """
-        if x is None:
-            normed = self.input_layernorm.forward(residual)
-        else:
-            normed = self.input_layernorm.add_forward(x, residual)
+        normed = self.input_layernorm.add_forward(x, residual)
         attended = self.self_attn.forward(normed, kv_cache, metadata, rows)
         residual = keep_rows(residual, rows)
         normed = self.post_attention_layernorm.add_forward(attended, residual)

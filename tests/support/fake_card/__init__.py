@@ -384,7 +384,9 @@ def install() -> None:
 
 def shrink() -> None:
     """Benchmarks take sizes that a CPU computes in seconds."""
-    from tpengine.bench import harness, kernel_rows, latency, timing
+    from benchmarks import kernel_rows
+
+    from tpengine.bench import harness, latency, timing
 
     timing.COPY_BYTES, timing.MATMUL_SIZE, timing.BUS_BYTES = 1 << 20, 64, 1 << 16
     timing.REPEATS = 1

@@ -82,18 +82,15 @@ class LinearInPlace(nn.Module):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """x `[..., in_features]` to `[..., out_features]`; one of them is this rank's share if the
         style is colwise or rowwise."""
+        gathers = self.style == "gather"
         if self.style == "split":
             x = x.narrow(-1, self._parallel.tp_rank * self._rank_in, self._rank_in)
         if self._linear is None:
             out = _outline(x, self._rank_in, self._rank_out)
-            return out.repeat_interleave(self._parallel.tp_size, -1) if self._gathers else out
+            return out.repeat_interleave(self._parallel.tp_size, -1) if gathers else out
         flat = x.reshape(-1, self._rank_in).contiguous()
         out = self._linear.forward(flat).view(*x.shape[:-1], self._rank_out)
-        return self._parallel.all_gather(out) if self._gathers else out
-
-    @property
-    def _gathers(self) -> bool:
-        return self.style == "gather"
+        return self._parallel.all_gather(out) if gathers else out
 
 
 class _TransposedLinear(Linear):

@@ -45,12 +45,7 @@ from tpengine.models.fallback.layers import (
 )
 
 _LAYER_TYPES = {"full_attention", "sliding_attention"}
-_EXTRA_OUTPUTS = (
-    "output_attentions",
-    "output_hidden_states",
-    "output_router_logits",
-    "use_cache",
-)
+_EXTRA_OUTPUTS = ("output_attentions", "output_hidden_states", "output_router_logits", "use_cache")
 _NO_INTERFACE = "its attention does not go through transformers' attention interface"
 _PROBE_IDS = (3, 1, 4, 1, 5)
 _PROBE_START = 3

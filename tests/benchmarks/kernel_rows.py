@@ -1,4 +1,4 @@
-"""What `bench kernels` measures: a row for each case of a kernel.
+"""What the benchmark `kernels` measures: a row for each case of a kernel.
 
 `GROUPS` has the cases for a GPU, in the shapes of Llama-3-8B; `decode_row` and `linear_row` also
 measure on the CPU. The data exceeds the processor's caches and is used in turn; block tables are
@@ -15,7 +15,7 @@ from functools import partial
 import torch
 import torch.nn.functional as F
 
-from tpengine.bench.timing import Action, Row, Timer, decode_s, linear_s, small_s
+from tpengine.bench.timing import Action, Ceilings, Timer, compare, decode_s, linear_s, small_s
 from tpengine.errors import ConfigError
 from tpengine.layers.gpu_attention import (
     AttentionRule,
@@ -36,6 +36,45 @@ LINEARS = ((4096, 6144), (4096, 4096), (4096, 28672), (14336, 4096), (4096, 1282
 LINEAR_ROWS = (1, 8, 64)
 VOCAB = 128256
 _MIN_ACTIONS = 8
+
+
+@dataclass(frozen=True)
+class Row:
+    """One line of a table.
+
+    Attributes:
+        kernel: its name, with the backend or dtype if there are several.
+        case: the sizes, such as batch and context.
+        num_bytes, num_flop: the least that the work must read, write and compute.
+        predict: returns the seconds on a GPU for its copy bandwidth; None: there is no prediction.
+    """
+
+    kernel: str
+    case: str
+    seconds: float
+    num_bytes: float = 0.0
+    num_flop: float = 0.0
+    predict: Callable[[float], float] | None = None
+
+    def text(self, ceilings: Ceilings) -> str:
+        """The printed line, with shares of the card's limits and the prediction."""
+        parts = [self.rates(ceilings.copy, "copy")]
+        if self.num_flop:
+            parts[0] += f" {100 * self.num_flop / self.seconds / ceilings.matmul:6.1f} % of matmul"
+        if self.predict is not None:
+            parts.append(compare(self.seconds, self.predict(ceilings.copy)))
+        return "   ".join(parts)
+
+    def rates(self, bandwidth: float, name: str = "reads") -> str:
+        """The printed line, with the share of a bandwidth of this name."""
+        rate, flops = self.num_bytes / self.seconds, self.num_flop / self.seconds
+        parts = [f"{self.kernel:<24s} {self.case:<34s} {1e6 * self.seconds:10.1f} us"]
+        if self.num_bytes:
+            parts.append(f"{rate / 1e9:8.1f} GB/s {100 * rate / bandwidth:6.1f} % of {name}")
+        if self.num_flop:
+            unit, factor = ("TFLOP/s", 1e12) if flops >= 1e12 else ("GFLOP/s", 1e9)
+            parts.append(f"{flops / factor:8.1f} {unit}")
+        return "   ".join(parts)
 
 
 @dataclass(frozen=True)

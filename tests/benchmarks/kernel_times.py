@@ -9,17 +9,20 @@ from __future__ import annotations
 
 import argparse
 import itertools
+import subprocess
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
+from typing import Any
 
 import torch
 from tqdm import tqdm
 
-from tpengine.bench import kernel_rows, timing
+from benchmarks import kernel_rows
+from benchmarks.kernel_rows import Row, Setting
+from tpengine.bench import timing
 from tpengine.bench.harness import BenchOptions, plot, report_head
-from tpengine.bench.kernel_rows import Setting
-from tpengine.bench.timing import Action, Ceilings, ReadBandwidth, Row
+from tpengine.bench.timing import Action, Ceilings, ReadBandwidth
 from tpengine.config import DEVICES
 from tpengine.errors import ConfigError, NativeLibraryError
 from tpengine.ops import attention
@@ -34,6 +37,7 @@ _PREFILL = ((1, 512), (8, 256), (4, 1024))
 _LINEAR_ROWS = (1, 8, 32, 128, 512)
 _LINEARS = ((768, 4096), (896, 9728), (2048, 768), (4864, 896))
 _CYCLED_BYTES = 256 << 20
+_CLOCKS = "driver_version,clocks.sm,clocks.max.sm,clocks.mem,clocks.max.mem,power.limit"
 
 
 @dataclass
@@ -68,7 +72,7 @@ def run(args: argparse.Namespace) -> int:
         )
     set_num_threads(1)
     bandwidth = ReadBandwidth().measure()
-    timer = partial(timing.in_turn_s, repeats=options.repeats)
+    timer = partial(in_turn_s, repeats=options.repeats)
     setting = Setting(torch.device("cpu"), timer, head_dim=_HEAD_DIM, cycled_bytes=_CYCLED_BYTES)
     cases = [
         *(partial(_decode, setting, *case) for case in itertools.product(_HEADS, _DECODE)),
@@ -122,7 +126,7 @@ def _run_on_gpu(options: KernelOptions, groups: Iterable[str]) -> int:
         )
     device = torch.device("cuda", torch.cuda.current_device())
     rows = []
-    print(report_head(None, {"card": timing.describe_card(device)}, width=10), flush=True)
+    print(report_head(None, {"card": describe_card(device)}, width=10), flush=True)
     with torch.inference_mode():
         ceilings = timing.measure_ceilings(device)
         print(f"ceilings  {ceilings}", flush=True)
@@ -136,6 +140,31 @@ def _run_on_gpu(options: KernelOptions, groups: Iterable[str]) -> int:
     if options.plot:
         plot_shares(options.plot, rows, ceilings)
     return 0
+
+
+def describe_card(device: torch.device) -> str:
+    """The model and sizes of the card, its clocks at this moment, and the installed versions."""
+    card: Any = torch.cuda.get_device_properties(device)  # the stub lacks some of its fields
+    sizes = {"L2": card.L2_cache_size >> 20, "memory": card.total_memory >> 20}
+    query = [f"--query-gpu={_CLOCKS}", "--format=csv,noheader", f"--id=GPU-{card.uuid}"]
+    command = ["nvidia-smi", *query]
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=20, check=False)
+        clocks = done.stdout.strip() or done.stderr.strip()
+    except (OSError, subprocess.SubprocessError) as error:
+        clocks = f"not known ({error})"
+    return (
+        f"{card.name}, compute capability {card.major}.{card.minor}, {card.multi_processor_count} "
+        f"multiprocessors, {', '.join(f'{name} {mib} MiB' for name, mib in sizes.items())}, shared "
+        f"memory of a block up to {card.shared_memory_per_block_optin >> 10} KiB, "
+        f"CUDA {torch.version.cuda}\nclocks    {_CLOCKS}: {clocks}"
+    )
+
+
+def in_turn_s(actions: Sequence[Action], repeats: int) -> float:
+    """Seconds of the fastest of `repeats` calls; each call runs the next action."""
+    in_turn = itertools.cycle(actions)
+    return timing.fastest_s(lambda: next(in_turn)(), repeats)
 
 
 def plot_shares(path: str, rows: Sequence[Row], ceilings: Ceilings) -> None:
