@@ -25,13 +25,13 @@ MAX_NOUN_FIELDS = 14
 # Budgets. A commit that raises one says what the lines buy.
 MAX_PACKAGE_LINES = 18_500
 """Lines of code of the package, without docstrings, comments, blank lines and generated stubs."""
-MAX_PACKAGE_FILES = 140
-MAX_NATIVE_LINES = 5_922
+MAX_PACKAGE_FILES = 160
+MAX_NATIVE_LINES = 6_220
 """Lines of C++ and CUDA in csrc/, without blank lines and comments."""
-MAX_TEST_LINES = 27_935
+MAX_TEST_LINES = 30_800
 """Lines of code of tests/."""
 MAY_ADD = {
-    "API": 927,
+    "API": 800,
     "models": 1_800,
     "HTTP and gRPC doors": 1_400,
     "four and eight bits": 900,
@@ -40,7 +40,7 @@ MAY_ADD = {
     "grammars, tools and page": 1_000,
 }
 """Lines of code that an issue may add to the package. One that needs more removes others first."""
-BEGUN: tuple[str, ...] = ("API",)
+BEGUN: tuple[str, ...] = ("API", "models")
 """The issues in `MAY_ADD` whose work has begun: their lines count as budget."""
 
 # room: rooms that it may import, besides itself and the files at the package's root
@@ -72,7 +72,7 @@ HOMES = {
     "google": {"server/grpc", "client"},
     "fastapi": {"server/http"},
     "torch": {"worker", "models", "layers", "distributed", "ops"},
-    "transformers": {"model_files", "engine/tokenizer", "models/fallback"},
+    "transformers": {"config", "model_files", "engine/tokenizer", "models/fallback"},
 }
 SHARED_NOUNS = [
     "tpengine.sequence:Sequence",
