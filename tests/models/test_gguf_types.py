@@ -58,7 +58,7 @@ def test_types(model_type: str, tmp_path: Path) -> None:
     run([sys.executable, SCRIPT, "convert", source, str(folder), str(whole)], packages)
     run([python, SCRIPT, "quantize", str(whole)])
     paths = [whole, *(tmp_path / f"{kind}.gguf" for kind in llama_cpp_tools.FILE_TYPES)]
-    run([sys.executable, SCRIPT, "read", *map(str, paths)], packages)
+    run([sys.executable, SCRIPT, "read", str(folder), *map(str, paths)], packages)
     cells: dict[str, list[str]] = {}
     for path in paths:
         cells.setdefault(compare(path, folder), []).append(path.stem)

@@ -2,7 +2,7 @@
 `llama-cpp-python` (`third_party.llama_cpp` builds them).
 
 Commands: `convert SOURCE FOLDER FILE`; `quantize FILE`, with the Python that has `llama_cpp`; `read
-FILE ...` and `answer FILE ASKED ANSWERED NUM_TOKENS` by transformers.
+FOLDER FILE ...` and `answer FILE ASKED ANSWERED NUM_TOKENS` by transformers.
 """
 
 from __future__ import annotations
@@ -75,17 +75,19 @@ def quantize(file: str) -> None:
             sys.exit(f"quantizing {file} to {kind} failed: {status}")
 
 
-def read(*files: str) -> None:
+def read(folder: str, *files: str) -> None:
     """Writes the weights that transformers reads from `NAME.gguf` to `NAME.theirs`; nothing where
-    transformers lacks the architecture or the type."""
+    transformers lacks the architecture or the type. The sizes come from the folder: of a file it
+    does not read them all."""
     import torch
     from safetensors.torch import save_file
-    from transformers import AutoModelForCausalLM
+    from transformers import AutoConfig, AutoModelForCausalLM
 
+    config = AutoConfig.from_pretrained(folder)
     for path in map(Path, files):
         try:
             model = AutoModelForCausalLM.from_pretrained(
-                path.parent, gguf_file=path.name, dtype=torch.float32
+                path.parent, gguf_file=path.name, dtype=torch.float32, config=config
             )
         except Exception as error:  # it has no class of its own
             print(f"{path.name}: {error}")
