@@ -38,7 +38,6 @@ SCRIPT = str(llama_cpp_tools.__file__)
 PROMPT_LENGTHS = (100, 30, 7)
 
 
-
 def marked(model_type: str) -> Any:
     """The two that most files have are checked always."""
     mark = pytest.mark.check if model_type in ("llama", "qwen3") else pytest.mark.soak

@@ -99,9 +99,7 @@ def expected_fixture(file: Path, tmp_path_factory: pytest.TempPathFactory) -> di
     ],
     ids=["whole", "swap", "recompute"],
 )
-def test_ids_of_thirty_prompts(
-    args: dict[str, Any], file: Path, expected: dict[str, Any]
-) -> None:
+def test_ids_of_thirty_prompts(args: dict[str, Any], file: Path, expected: dict[str, Any]) -> None:
     with log_steps() as log, open_llm(file, **args) as llm:
         tokenizer = llm.get_tokenizer()
         prompts = [llm.chat_token_ids(one) for one in CONVERSATIONS]
