@@ -92,7 +92,7 @@ def read(folder: str, *files: str) -> None:
         except Exception as error:  # it has no class of its own
             print(f"{path.name}: {error}")
             continue
-        state = {name: one.clone() for name, one in model.state_dict().items()}
+        state = {name: one.clone().contiguous() for name, one in model.state_dict().items()}
         save_file(state, path.with_suffix(".theirs"))
 
 
