@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 FILE_TYPES = {
@@ -123,5 +124,6 @@ def answer(file: str, asked: str, answered: str, num_tokens: str) -> None:
 
 
 if __name__ == "__main__":
+    commands: dict[str, Callable[..., None]]
     commands = {"convert": convert, "quantize": quantize, "read": read, "answer": answer}
     commands[sys.argv[1]](*sys.argv[2:])
