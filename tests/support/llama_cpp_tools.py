@@ -2,12 +2,14 @@
 `llama-cpp-python` (`third_party.llama_cpp` builds them).
 
 Commands: `convert SOURCE FOLDER FILE`; `quantize FILE`, with the Python that has `llama_cpp`; `read
-FILE TARGET`.
+FOLDER FILE ...` and `answer FILE ASKED ANSWERED NUM_TOKENS` by transformers.
 """
 
 from __future__ import annotations
 
+import json
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 FILE_TYPES = {
@@ -57,7 +59,7 @@ def convert(source: str, folder: str, file: str) -> None:
 
 
 def quantize(file: str) -> None:
-    """Writes `NAME.TYPE.gguf` beside `NAME.gguf` for every type; matrices whose rows have no whole
+    """Writes `TYPE.gguf` beside the file for every type; matrices whose rows have no whole
     blocks take a similar type."""
     import ctypes
 
@@ -66,7 +68,7 @@ def quantize(file: str) -> None:
     for kind, number in FILE_TYPES.items():
         params = llama_cpp.llama_model_quantize_default_params()
         params.ftype, params.pure, params.nthread = number, True, 1
-        target = Path(file).with_suffix(f".{kind}.gguf")
+        target = Path(file).with_name(f"{kind}.gguf")
         status = llama_cpp.llama_model_quantize(
             file.encode(), str(target).encode(), ctypes.byref(params)
         )
@@ -74,18 +76,54 @@ def quantize(file: str) -> None:
             sys.exit(f"quantizing {file} to {kind} failed: {status}")
 
 
-def read(file: str, target: str) -> None:
-    """Writes the weights that transformers reads to a file of safetensors."""
+def read(folder: str, *files: str) -> None:
+    """Writes the weights that transformers reads from `NAME.gguf` to `NAME.theirs`; nothing where
+    transformers lacks the architecture or the type. The sizes come from the folder: of a file it
+    does not read them all."""
     import torch
     from safetensors.torch import save_file
-    from transformers import AutoModelForCausalLM
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    config = AutoConfig.from_pretrained(folder)
+    for path in map(Path, files):
+        try:
+            model = AutoModelForCausalLM.from_pretrained(
+                path.parent, gguf_file=path.name, dtype=torch.float32, config=config
+            )
+        except Exception as error:  # it has no class of its own
+            print(f"{path.name}: {error}")
+            continue
+        state = {name: one.clone().contiguous() for name, one in model.state_dict().items()}
+        save_file(state, path.with_suffix(".theirs"))
+
+
+def answer(file: str, asked: str, answered: str, num_tokens: str) -> None:
+    """Writes ids of prompts and greedy answers of transformers in float32; a list of messages goes
+    through the file's chat template."""
+    import torch
+    from transformers import AutoModelForCausalLM, AutoTokenizer
 
     path = Path(file)
+    tokenizer = AutoTokenizer.from_pretrained(path.parent, gguf_file=path.name)
     model = AutoModelForCausalLM.from_pretrained(
         path.parent, gguf_file=path.name, dtype=torch.float32
     )
-    save_file({name: one.clone() for name, one in model.state_dict().items()}, target)
+    model.generation_config.eos_token_id = None
+    template = {"add_generation_prompt": True, "return_dict": False}
+    prompts = [
+        tokenizer.encode(one)
+        if isinstance(one, str)
+        else tokenizer.apply_chat_template(one, **template)
+        for one in json.loads(Path(asked).read_text())
+    ]
+    # All at once, since a step takes as long for one as for thirty.
+    batch = tokenizer.pad({"input_ids": prompts}, padding_side="left", return_tensors="pt")
+    whole = model.generate(**batch, max_new_tokens=int(num_tokens), do_sample=False)
+    outputs = whole[:, batch["input_ids"].shape[1] :].tolist()
+    Path(answered).write_text(json.dumps({"prompts": prompts, "outputs": outputs}))
 
 
 if __name__ == "__main__":
-    {"convert": convert, "quantize": quantize, "read": read}[sys.argv[1]](*sys.argv[2:])
+    commands: dict[str, Callable[..., None]]
+    commands = {"convert": convert, "quantize": quantize, "read": read, "answer": answer}
+    commands[sys.argv[1]](*sys.argv[2:])

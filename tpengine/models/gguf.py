@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Iterable, Iterator
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -24,6 +25,8 @@ Rows = np.ndarray[Any, np.dtype[np.int64]]
 _EXPERT = re.compile(r"\.experts\.(\d+)\.")
 _COMPUTED = ("rope_freqs.weight", "rope_factors_long.weight", "rope_factors_short.weight")
 """Tensors that `gguf_config` has put into the model's configuration."""
+_ONE_ROW = "ffn_gate_inp_shexp.weight"
+"""A matrix of one row, which llama.cpp's quantizer writes as a vector."""
 
 _VALUES_AT_ONCE = 1 << 17
 """Pieces of this size stay in a core's cache; the library's own (16 rows) are 2 x slower."""
@@ -66,6 +69,8 @@ def _source(
 ) -> GGUFTensor:
     """Returns the tensor `name` of the file with the changes of its converter undone."""
     entry, prefix = file.tensors[name], file.metadata["general.architecture"]
+    if name.endswith(_ONE_ROW) and len(entry.shape) == 1:
+        entry = replace(entry, shape=(1, *entry.shape))
     heads = file.metadata[f"{prefix}.attention.head_count"]
     if ".attn_k." in name:
         heads = file.metadata.get(f"{prefix}.attention.head_count_kv") or heads

@@ -1,0 +1,132 @@
+"""A real model, SmolLM2-135M-Instruct as a GGUF file: ids equal to those of transformers, which
+reads the same file; a conversation."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from support import llama_cpp_tools, third_party
+from support.engines import generate, greedy, ids, open_llm
+from support.step_log import log_steps
+
+from tpengine import LLM
+from tpengine.errors import ConfigError
+
+pytestmark = [pytest.mark.check, pytest.mark.timeout(600)]
+NUM_TOKENS = 24
+QUESTIONS = """\
+What is the capital of Portugal?
+How many days are in a week?
+Name three animals that live in the sea.
+Why is snow white?
+Write a sentence about a blue bicycle.
+What is 12 times 12?
+Translate "thank you" into Italian.
+How do I make a cup of tea?
+What does a compiler do?
+Give me a title for a story about a lost key.
+Who painted the Mona Lisa?
+Which is heavier, a kilogram of iron or a kilogram of wool?
+Write a Python function that returns the larger of two numbers.
+Was ist ein Apfelbaum?
+Où se trouve la gare ?
+Explain rain to a child of 5 years.
+List the seasons of the year.
+What should I pack for 3 days in the mountains?
+Is a tomato a fruit?
+Say "hello" in capital letters.""".splitlines()
+TEXTS = """\
+The train left the station at 7:45, and nobody noticed that
+Dear Sir or Madam, I am writing to ask
+def factorial(n):
+Once upon a time, in a village by a river,
+The three states of matter are
+1, 2, 3, 5, 8, 13,
+Water boils at 100 degrees because
+In the year 1969, two men
+A good night's sleep is important for
+{"name": "Anna", "age":""".splitlines()
+CONVERSATIONS = [[{"role": "user", "content": question}] for question in QUESTIONS]
+CONVERSATIONS[0].insert(0, {"role": "system", "content": "You answer in one word."})
+CONVERSATIONS[1] += [
+    {"role": "assistant", "content": "Seven."},
+    {"role": "user", "content": "And in a year?"},
+]
+SMALL_CACHE = {
+    "block_size": 16,
+    "num_device_blocks_override": 30,
+    "max_model_len": 256,
+    "max_num_batched_tokens": 32,
+    "max_num_seqs": 16,
+    "enable_prefix_caching": False,
+}
+
+
+@pytest.fixture(name="file", scope="module")
+def file_fixture() -> Path:
+    return third_party.smollm2()
+
+
+@pytest.fixture(name="expected", scope="module")
+def expected_fixture(file: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    """Prompt ids and output ids of transformers: conversations, then texts."""
+    folder = tmp_path_factory.mktemp("answers")
+    asked, answered = folder / "asked.json", folder / "answered.json"
+    asked.write_text(json.dumps([*CONVERSATIONS, *TEXTS]))
+    script = str(llama_cpp_tools.__file__)
+    subprocess.run(
+        [sys.executable, script, "answer", str(file), str(asked), str(answered), str(NUM_TOKENS)],
+        env={"PYTHONPATH": third_party.gguf_packages(), "OMP_NUM_THREADS": "2"},
+        check=True,
+        timeout=300,
+        capture_output=True,
+    )
+    found: dict[str, Any] = json.loads(answered.read_text())
+    return found
+
+
+@pytest.mark.parametrize(
+    "args",
+    [
+        {"max_model_len": 256},
+        {**SMALL_CACHE, "preemption_mode": "swap"},
+        {**SMALL_CACHE, "preemption_mode": "recompute"},
+    ],
+    ids=["whole", "swap", "recompute"],
+)
+def test_ids_of_thirty_prompts(args: dict[str, Any], file: Path, expected: dict[str, Any]) -> None:
+    with log_steps() as log, open_llm(file, **args) as llm:
+        tokenizer = llm.get_tokenizer()
+        prompts = [llm.chat_token_ids(one) for one in CONVERSATIONS]
+        prompts += [tokenizer.encode(text) for text in TEXTS]
+        assert prompts == expected["prompts"]
+        found = ids(generate(llm, prompts, greedy(NUM_TOKENS)))
+    assert found == list(map(tuple, expected["outputs"]))
+    if "preemption_mode" in args:
+        assert log.num_partial_chunks > 0
+        log.assert_only(args["preemption_mode"])
+
+
+def test_sizes_that_cannot_share_its_heads_are_refused(file: Path) -> None:
+    with pytest.raises(ConfigError, match=r"9 attention heads and 3 KV heads.* can: 1, 3, 9"):
+        LLM(str(file), tensor_parallel_size=2)
+
+
+def test_a_piped_message_is_answered(file: Path) -> None:
+    command = [sys.executable, "-m", "tpengine", "chat", "--model", str(file)]
+    done = subprocess.run(
+        [*command, "--temperature", "0", "--max-tokens", "16"],
+        input="What is the capital of France?\n",
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    assert "Paris" in done.stdout
+    assert done.stderr.count("tokens/s") == 1
