@@ -144,6 +144,8 @@ class Conversation:
             num_tokens = counters.output_tokens - num_before
             rate = (num_tokens - 1) / max(time.monotonic() - first, 1e-9)
             cut = ", cut at --max-tokens" if num_tokens == self._params.max_tokens else ""
+            if len(token_ids) + num_tokens == self.max_len:
+                cut = f", cut at the model's {self.max_len} tokens"
             _note(
                 f"{counted(len(token_ids), 'prompt token')}, {num_tokens} of the answer{cut}; "
                 f"the first after {first - begin:.2f} s, then {max(rate, 0.0):.1f} tokens/s"
