@@ -286,6 +286,15 @@ def test_a_server_that_loads_shows_its_health_and_ends_at_once(tmp_path: Path) -
     assert "the ranks have ended" in log.read_text()
 
 
+def test_wrong_sampling_of_a_model_ends_the_start(tmp_path: Path) -> None:
+    (tmp_path / "generation_config.json").write_text('{"temperature": "hot"}')
+    engine: Any = SimpleNamespace(model_config=SimpleNamespace(model=str(tmp_path)))
+    state = ServerState(["it"], drain_timeout_s=1.0)
+    with pytest.raises(ModelLoadError, match=r"generation_config\.json of .*temperature.*'hot'"):
+        state.serve(engine)
+    assert state.engine is None
+
+
 def test_what_cannot_start(capfd: pytest.CaptureFixture[str]) -> None:
     """Refused before anything slow is done, with one line: no traceback, no line of gRPC."""
     with socket.create_server(("127.0.0.1", 0)) as taken:
