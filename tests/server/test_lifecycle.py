@@ -8,6 +8,7 @@ import socket
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import grpc
@@ -19,8 +20,10 @@ from server.calls import TIMEOUT_S, Refusal, Watcher, long_request, refused, run
 from server.guarded import Authority
 from server.processes import END_S, dying_server, session, wait_for
 from tpengine.cli.main import main
+from tpengine.errors import ModelLoadError
 from tpengine.server.grpc.proto import tpengine_pb2 as pb
 from tpengine.server.grpc.proto import tpengine_pb2_grpc
+from tpengine.server.state import ServerState
 
 Code = grpc.StatusCode
 SERVING, NOT_SERVING, UNKNOWN = 1, 2, 3
