@@ -17,7 +17,8 @@ ROOT = Path(__file__).parent.parent
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 TIMEOUT_S = 240.0
 NOT_RUN = {
-    "make chat": "it fetches a model of 93 MB; tests/cli/test_chat.py runs its command",
+    "make chat": "it fetches a model of 93 MB; tests/cli/test_chat.py runs `tpengine chat` with "
+    "the embedded model",
     "make ": "`make test` is this run, and CI has the set-up of `make demo` already; "
     "`examples/offline_inference.py`, all that follows the set-up, runs below",
     "PYTHONPATH=. python3": "it needs a GPU; the rehearsal runs the same command",

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +20,7 @@ from tpengine.config import EMBEDDED_MODEL, ModelConfig, check_division
 from tpengine.errors import ConfigError, ModelLoadError
 from tpengine.layers.rotary import rope_parameters
 from tpengine.model_defaults import OWN_SAMPLING, complete_config, sampling_defaults
-from tpengine.model_files import ModelFields, read_hf_config
+from tpengine.model_files import ModelFields, read_end_token_ids, read_hf_config
 from tpengine.sampling_params import SamplingParams
 
 ROTARY = {"rope_parameters", "rope_scaling", "rope_theta"}
@@ -97,13 +98,51 @@ def test_an_architecture_without_a_table_is_read_through_transformers(tmp_path: 
 
 
 @pytest.mark.parametrize(
-    "wrong", [{"hidden_size": "256"}, {"num_attention_heads": None}, {"rms_norm_eps": True}]
+    "wrong",
+    [
+        {"hidden_size": "256"},
+        {"num_attention_heads": None},
+        {"rms_norm_eps": True},
+        {"architectures": 5},
+        {"architectures": "LlamaForCausalLM"},
+        {"head_dim": "a"},
+        {"head_dim": -16},
+        {"num_attention_heads": 0},
+        {"num_key_value_heads": 0},
+        {"num_hidden_layers": 0},
+        {"vocab_size": -1},
+    ],
+    ids=str,
 )
-def test_a_value_of_another_type_is_refused(wrong: dict[str, Any], tmp_path: Path) -> None:
+def test_a_value_of_another_type_or_range_is_refused(wrong: dict[str, Any], tmp_path: Path) -> None:
     config = json.loads(Path(EMBEDDED_MODEL, "config.json").read_text())
     (tmp_path / "config.json").write_text(json.dumps(config | wrong))
-    with pytest.raises(ModelLoadError, match=next(iter(wrong))):
+    name, value = next(iter(wrong.items()))
+    with pytest.raises(ModelLoadError, match=rf"config\.json.*{name} must.*{value!r}$"):
         EngineArgs(str(tmp_path)).read_model()
+
+
+@pytest.mark.parametrize("value", [[[2]], {}, "</s>", True])
+def test_end_tokens_are_ids(value: Any, tmp_path: Path) -> None:
+    message = f"eos_token_id = {re.escape(repr(value))} in "
+    (tmp_path / "generation_config.json").write_text(json.dumps({"eos_token_id": value}))
+    with pytest.raises(ModelLoadError, match=message + "generation_config.json"):
+        read_end_token_ids(str(tmp_path), {})
+    with pytest.raises(ModelLoadError, match=message + "config.json"):
+        read_end_token_ids(str(tmp_path), {"eos_token_id": value})
+
+
+def test_a_window_of_0_is_none() -> None:
+    fields = ModelFields(sliding_window=0)
+    assert (
+        ModelConfig("", None, "", False, fields, "", 0, 0, "", frozenset()).sliding_window is None
+    )
+
+
+def test_a_rope_theta_of_null_is_the_default() -> None:
+    fields = complete_config({"model_type": "llama", "rope_theta": None})
+    assert fields is not None
+    assert fields["rope_parameters"] == {"rope_theta": 10000.0}
 
 
 @pytest.mark.parametrize(
@@ -122,28 +161,40 @@ def test_a_value_of_another_type_is_refused(wrong: dict[str, Any], tmp_path: Pat
     ],
 )
 def test_sampling_defaults(recommended: dict[str, Any], fields: dict[str, Any]) -> None:
-    found, source = sampling_defaults(recommended, max_tokens=50)
+    found, source = sampling_defaults("", recommended, max_tokens=50)
     assert found == {"max_tokens": 50, **fields}
     SamplingParams(**found)
     assert ("tpengine" in source) == (fields.get("temperature") == 0.7)
+    with pytest.raises(ModelLoadError, match=r"generation_config\.json of /x .*temperature.*'hot'"):
+        sampling_defaults("/x", recommended | {"do_sample": True, "temperature": "hot"})
 
 
 @pytest.mark.parametrize(
-    ("heads", "kv_heads", "sizes"),
+    ("heads", "kv_heads", "implementation", "sizes"),
     [
-        (9, 3, [1, 3, 9]),
-        (8, 2, [1, 2, 4, 8]),
-        (12, None, [1, 2, 3, 4, 6, 12]),
-        (6, 4, [1, 2]),
+        (9, 3, "tpengine", [1, 3, 9]),
+        (8, 2, "tpengine", [1, 2, 4, 8]),
+        (8, 2, "transformers", [1, 2]),
+        (12, None, "tpengine", [1, 2, 3, 4, 6, 12]),
+        (6, 4, "transformers", [1, 2]),
     ],
-    ids=["SmolLM2", "replicated KV heads", "OPT", "uneven"],
+    ids=["SmolLM2", "replicated KV heads", "never replicated", "OPT", "uneven"],
 )
-def test_sizes_that_ranks_can_share(heads: int, kv_heads: int | None, sizes: list[int]) -> None:
+def test_sizes_that_ranks_can_share(
+    heads: int, kv_heads: int | None, implementation: str, sizes: list[int]
+) -> None:
     fields = {"num_attention_heads": heads, "num_key_value_heads": kv_heads}
     for size in range(1, heads + 2):
         if size in sizes:
-            check_division(fields, size)
+            check_division(fields, size, implementation)
             continue
         listed = ", ".join(map(str, sizes))
         with pytest.raises(ConfigError, match=f"= {size}; sizes that can: {listed}$"):
-            check_division(fields, size)
+            check_division(fields, size, implementation)
+
+
+def test_kv_heads_divide_the_heads() -> None:
+    fields = {"num_attention_heads": 2, "num_key_value_heads": 3}
+    check_division(fields, 1, "transformers")  # heads that share a latent have no KV heads
+    with pytest.raises(ConfigError, match=r"num_attention_heads = 2 .*num_key_value_heads = 3"):
+        check_division(fields, 1, "tpengine")

@@ -9,11 +9,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from support.gguf_files import write_gguf
 from tokenizers import Tokenizer as Backend
 from tokenizers import decoders, models, normalizers, pre_tokenizers, processors
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
-from tpengine.config import ModelConfig
+from tpengine.config import EMBEDDED_MODEL, ModelConfig
 from tpengine.engine.tokenizer import load_tokenizer
 from tpengine.model_files import ModelFields
 
@@ -48,9 +49,29 @@ sys.exit(code)
 SMALL = ["--cpu-kv-cache-space", "0.05", "--max-model-len", "512", "--max-tokens", "2"]
 
 
+@pytest.fixture(scope="module")
+def gguf_file(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """The embedded model in one file."""
+    fields = json.loads(Path(EMBEDDED_MODEL, "tokenizer.json").read_text())
+    vocabulary = fields["model"]["vocab"]
+    options = json.loads(Path(EMBEDDED_MODEL, "tokenizer_config.json").read_text())
+    metadata = {
+        "tokenizer.ggml.model": "gpt2",
+        "tokenizer.ggml.pre": "smollm",
+        "tokenizer.ggml.tokens": sorted(vocabulary, key=vocabulary.get),
+        "tokenizer.ggml.token_type": [3] * 4 + [1] * (len(vocabulary) - 4),
+        "tokenizer.ggml.merges": [" ".join(pair) for pair in fields["model"]["merges"]],
+        "tokenizer.chat_template": options["chat_template"],
+    }
+    path = tmp_path_factory.mktemp("gguf") / "embedded.gguf"
+    return str(write_gguf(Path(EMBEDDED_MODEL), path, metadata=metadata))
+
+
+@pytest.mark.parametrize("is_gguf", [False, True], ids=["embedded", "gguf"])
 @pytest.mark.parametrize("words", [["generate", "Once"], ["chat", "Hello"]], ids=" ".join)
-def test_modules_of_a_start(words: list[str]) -> None:
-    command = [sys.executable, "-c", COMMAND, *words, *SMALL]
+def test_modules_of_a_start(words: list[str], is_gguf: bool, gguf_file: str) -> None:
+    model = ["--model", gguf_file] if is_gguf else []
+    command = [sys.executable, "-c", COMMAND, *words, *SMALL, *model]
     child = subprocess.run(command, capture_output=True, text=True, timeout=TIMEOUT_S)
     assert child.returncode == 0, child.stderr
     imported = set(child.stderr.splitlines())

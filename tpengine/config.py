@@ -180,8 +180,7 @@ class ModelConfig:
         types = self.hf_config.get("layer_types")
         if types is not None and set(types) != {"sliding_attention"}:
             return None
-        window: int | None = self.hf_config.get("sliding_window")
-        return window
+        return self.hf_config.get("sliding_window") or None  # Qwen2-MoE says 0 for none
 
 
 @dataclass(frozen=True)
@@ -384,38 +383,49 @@ def choose_model_impl(hf_config: Mapping[str, Any], folder: str, wanted: str) ->
         ConfigError: the wanted code does not run the architecture.
     """
     architecture = architecture_of(hf_config)
+    refused = f"architecture {architecture!r} of {folder} is not supported"
     if wanted != "transformers" and architecture in ARCHITECTURES:
         return "tpengine"
     if wanted == "tpengine":
         raise ConfigError(
-            f"architecture {architecture!r} of {folder} is not supported with model_impl = "
-            f"'tpengine', which has {', '.join(sorted(ARCHITECTURES))}; use 'auto'"
+            f"{refused} with model_impl = 'tpengine', which has "
+            f"{', '.join(sorted(ARCHITECTURES))}; use 'auto'"
         )
     from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
     if architecture not in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values():
         problem = "neither tpengine nor the installed transformers has it as a causal decoder"
-        raise ConfigError(f"architecture {architecture!r} of {folder} is not supported: {problem}")
-    if "vocab_size" not in hf_config:
+    elif "vocab_size" not in hf_config:
         problem = "it has parts beside a text decoder; convert its text part to a model of its own"
-        raise ConfigError(f"architecture {architecture!r} of {folder} is not supported: {problem}")
-    return "transformers"
+    else:
+        return "transformers"
+    raise ConfigError(f"{refused}: {problem}; docs/models.md lists what runs")
 
 
-def check_division(hf_config: Mapping[str, Any], size: int) -> None:
+def check_division(hf_config: Mapping[str, Any], size: int, implementation: str) -> None:
     """Checks that `size` ranks can share the model: heads are divided; of fewer KV heads than
-    ranks, each is on several ranks. Other sizes are padded.
+    ranks, each is on several ranks, but not in transformers' code. Other sizes are padded.
+
+    Args:
+        implementation: tpengine or transformers.
 
     Raises:
-        ConfigError: they cannot; the message names the sizes that can.
+        ConfigError: they cannot; the message names the sizes that can. Or KV heads do not divide
+            the heads.
     """
     heads = hf_config.get("num_attention_heads")
-    if size == 1 or not isinstance(heads, int):
-        return
     kv_heads = hf_config.get("num_key_value_heads") or heads
+    if not (isinstance(heads, int) and isinstance(kv_heads, int)):
+        return
+    is_own = implementation == "tpengine"
+    if is_own and heads % kv_heads:
+        raise ConfigError(
+            f"num_attention_heads = {heads} is no multiple of num_key_value_heads = {kv_heads}; "
+            "correct the model's config.json"
+        )
 
     def divides(number: int) -> bool:
-        shares_kv = kv_heads % number == 0 or number % kv_heads == 0
+        shares_kv = kv_heads % number == 0 or (is_own and number % kv_heads == 0)
         return shares_kv and heads % number == 0
 
     if not divides(size):

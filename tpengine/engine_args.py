@@ -355,9 +355,9 @@ class EngineArgs(Options):
         if idle := self.changed(only_for=NOTHING):
             logger.warning("tpengine has no such setting: no effect of %s", ", ".join(idle))
 
-    def read_model(self) -> tuple[str, dict[str, Any]]:
-        """Returns the model's folder and its configuration, in which the arguments have replaced
-        what they name. No weights are fetched.
+    def read_model(self) -> tuple[str, dict[str, Any], str]:
+        """Returns the model's folder, its configuration, in which the arguments have replaced what
+        they name, and whose code runs it. No weights are fetched.
 
         Raises:
             ConfigError: the architecture is not supported, or the ranks cannot share the model.
@@ -365,16 +365,16 @@ class EngineArgs(Options):
         """
         folder = self._files().find()
         hf_config = read_hf_config(folder, self.trust_remote_code)
-        cfg.choose_model_impl(hf_config, folder, self.model_impl)
-        cfg.check_division(hf_config, self.tensor_parallel_size)
+        implementation = cfg.choose_model_impl(hf_config, folder, self.model_impl)
+        cfg.check_division(hf_config, self.tensor_parallel_size, implementation)
         cfg.replace_rope(hf_config, self.rope_scaling, self.rope_theta)
-        return folder, hf_config
+        return folder, hf_config, implementation
 
     def _files(self) -> ModelFiles:
         return ModelFiles(self.model, self.download_dir, self.revision, self.trust_remote_code)
 
     def _model_config(self) -> cfg.ModelConfig:
-        folder, hf_config = self.read_model()
+        folder, hf_config, implementation = self.read_model()
         max_model_len = cfg.resolve_max_model_len(
             hf_config, self.max_model_len, self.disable_sliding_window
         )
@@ -401,7 +401,7 @@ class EngineArgs(Options):
             quantization=self.quantization,
             max_logprobs=self.max_logprobs,
             logprobs_mode=self.logprobs_mode,
-            model_impl=cfg.choose_model_impl(hf_config, folder, self.model_impl),
+            model_impl=implementation,
         )
 
     def _scheduler_config(self, model: cfg.ModelConfig, device: str) -> cfg.SchedulerConfig:

@@ -11,6 +11,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from tpengine.errors import InvalidSamplingParamsError, ModelLoadError
+from tpengine.sampling_params import SamplingParams
+
 _DECODER = {
     "vocab_size": 32000, "hidden_size": 4096, "intermediate_size": 14336, "num_hidden_layers": 32,
     "num_attention_heads": 32, "hidden_act": "silu", "max_position_embeddings": 131072,
@@ -67,6 +70,8 @@ def complete_config(found: Mapping[str, Any]) -> dict[str, Any] | None:
     if not isinstance(model_type, str) or model_type not in _DEFAULTS or "auto_map" in found:
         return None
     fields = dict(found)
+    if fields.get("rope_theta", 0) is None:  # transformers takes its default then
+        del fields["rope_theta"]
     for own in _BLOOM_NAMES if model_type == "bloom" else ():
         if own in fields:
             fields.setdefault(_BLOOM_NAMES[own], fields[own])
@@ -101,7 +106,8 @@ def _compute_fields(fields: dict[str, Any]) -> None:
 
 _SAMPLING = ("temperature", "top_p", "top_k", "min_p")
 OWN_SAMPLING = {"temperature": 0.7, "top_p": 0.9}
-"""For a model that recommends none of `_SAMPLING`: small models lose the thread at 1.0."""
+"""For a model that recommends none of `_SAMPLING`; at temperature 1.0 the answers of small models
+are incoherent."""
 
 
 def recommended_sampling(generation_config: Mapping[str, Any]) -> dict[str, Any]:
@@ -118,18 +124,28 @@ def recommended_sampling(generation_config: Mapping[str, Any]) -> dict[str, Any]
 
 
 def sampling_defaults(
-    generation_config: Mapping[str, Any], max_tokens: int = 100
+    folder: str, generation_config: Mapping[str, Any], max_tokens: int = 100
 ) -> tuple[dict[str, Any], str]:
     """Returns what commands and servers take for sampling parameters that the user leaves out: the
     model's recommendation, or `OWN_SAMPLING` if it has none.
 
     Args:
+        folder: of the model, for the message.
         max_tokens: for a model that does not recommend it.
 
     Returns:
         Fields of `SamplingParams`, and whose they are.
+
+    Raises:
+        ModelLoadError: `SamplingParams` refuses what the model recommends.
     """
     found = recommended_sampling(generation_config)
+    try:
+        SamplingParams(**found)
+    except InvalidSamplingParamsError as error:
+        raise ModelLoadError(
+            f"the sampling parameters in generation_config.json of {folder} are wrong: {error}"
+        ) from error
     is_own = not generation_config.get("do_sample") and not any(name in found for name in _SAMPLING)
     source = "tpengine's, the model recommends none" if is_own else "the model's"
     return {"max_tokens": max_tokens, **(OWN_SAMPLING if is_own else {}), **found}, source

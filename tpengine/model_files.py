@@ -6,6 +6,7 @@ import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from types import NoneType
 from typing import Any
 
 from tpengine import gguf_config
@@ -26,7 +27,10 @@ is read."""
 _HUB_DOUBLES = ["original/*", "consolidated*"]
 """Copies of the weights in other layouts, which some models have."""
 
-
+_SIZES = (
+    "vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads",
+    "head_dim",
+)  # fmt: skip
 _BEFORE_GGUF = ("*.safetensors", "pytorch_model*.bin", "tokenizer*")
 """Patterns of files of a folder that are taken instead of its GGUF file."""
 
@@ -140,20 +144,36 @@ def read_hf_config(folder: str, trust_remote_code: bool) -> ModelFields:
             found = dict(json.loads(path.read_text(encoding="utf-8")))
         fields = complete_config(found)
         if fields is not None:
-            return ModelFields(fields)
+            return _checked(fields)
         from transformers import AutoConfig  # takes about two seconds
 
         if is_gguf(path):
             config = AutoConfig.for_model(found.pop("model_type"), **found)
         else:
             config = AutoConfig.from_pretrained(folder, trust_remote_code=trust_remote_code)
+        fields = json.loads(config.to_json_string(use_diff=False))
+        # Some architectures use other names for common fields (BLOOM: n_layer).
+        return _checked(
+            {name: fields.get(own) for name, own in config.attribute_map.items()} | fields
+        )
     except Exception as error:
         raise ModelLoadError(f"{path} cannot be read: {error}") from error
-    read = ModelFields(json.loads(config.to_json_string(use_diff=False)))
-    # Some architectures use other names for common fields (BLOOM: n_layer).
-    for common, own in config.attribute_map.items():
-        read.setdefault(common, read.get(own))
-    return read
+
+
+def _checked(fields: dict[str, Any]) -> ModelFields:
+    """Checks the names of the class, and the sizes that are one number for all layers.
+
+    Raises:
+        ValueError: one has another form.
+    """
+    names = fields.get("architectures") or []
+    if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
+        raise ValueError(f"architectures must be a list of names, got {names!r}")
+    for field in _SIZES:
+        size = fields.get(field)
+        if not isinstance(size, (list, NoneType)) and (type(size) is not int or size < 1):
+            raise ValueError(f"{field} must be an integer from 1, got {size!r}")
+    return ModelFields(fields)
 
 
 def read_generation_config(folder: str) -> dict[str, Any]:
@@ -178,11 +198,17 @@ def read_end_token_ids(folder: str, hf_config: Mapping[str, Any]) -> frozenset[i
     """Ids that end a sequence, from `config.json` and `generation_config.json`.
 
     Raises:
-        ModelLoadError: `generation_config.json` is not valid JSON.
+        ModelLoadError: `generation_config.json` is not valid JSON, or `eos_token_id` is no id.
     """
     ids: set[int] = set()
-    for source in (hf_config, read_generation_config(folder)):
+    sources = {"config.json": hf_config, "generation_config.json": read_generation_config(folder)}
+    for file, source in sources.items():
         found = source.get("eos_token_id")
-        if found is not None:
-            ids.update(found if isinstance(found, list) else [found])
+        given = found if isinstance(found, list) else [] if found is None else [found]
+        if not all(type(one) is int for one in given):
+            raise ModelLoadError(
+                f"eos_token_id = {found!r} in {file} of {folder} must be a token id, a list of "
+                "them, or null"
+            )
+        ids.update(given)
     return frozenset(ids)

@@ -109,7 +109,7 @@ def test_the_oldest_turns_are_forgotten(
     assert main(["chat", "--system", "Be brief.", *short]) == 1
     err = capsys.readouterr().err
     assert re.search(r"InvalidPromptError: the message has \d+ tokens.*max_model_len = 120", err)
-    assert re.search(r"longer than the model's 120 tokens: forgot the first \d turns?", err)
+    assert re.search(r"longer than 120 tokens \(max_model_len\): forgot the oldest \d turns?", err)
     assert len(prompts) == 6
     assert {prompt[0]["content"] for prompt in prompts} == {"Be brief."}
     assert [prompt[-1]["content"] for prompt in prompts] == lines
@@ -119,6 +119,14 @@ def test_the_oldest_turns_are_forgotten(
         assert asked == lines[last + 1 - len(asked) : last + 1]
         assert len(prompt) == 2 * len(asked)
     assert 1 < len(prompts[-1]) < 12
+
+
+def test_an_answer_that_ends_with_the_model_says_so(capsys: pytest.CaptureFixture[str]) -> None:
+    short = ["--max-model-len", "40", "--cpu-kv-cache-space", "0.05", "--ignore-eos"]
+    assert main(["chat", "Hello", *short, "--max-tokens", "1000"]) == 0
+    assert "of the answer, cut at the model's 40 tokens; " in capsys.readouterr().err
+    assert main(["chat", "Hello", *short, "--max-tokens", "3"]) == 0
+    assert "3 of the answer, cut at --max-tokens; " in capsys.readouterr().err
 
 
 def test_sampling_comes_from_the_model(
@@ -145,6 +153,9 @@ def test_sampling_comes_from_the_model(
     assert main(["generate", "Hello", *model]) == 0
     assert main(["chat", "Hello", *SMALL]) == 0
     assert "(defaults: tpengine's, the model" in capsys.readouterr().err
+    edit_json(folder / "generation_config.json", lambda config: config.update(temperature="hot"))
+    assert main(["chat", "Hello", *model]) == 1
+    assert f"generation_config.json of {folder} are wrong: temper" in capsys.readouterr().err
     facts = [(one.temperature, one.top_p, one.top_k, one.max_tokens) for one in seen]
     assert facts == [(0.3, 0.5, -1, 7), (0.3, 1.0, -1, 7), (0.7, 0.9, -1, 1024)]
 

@@ -76,6 +76,16 @@ def test_sdpa_equals_the_reference(
     torch.testing.assert_close(found, expected, atol=1e-5, rtol=1e-5)
 
 
+def test_capped_logits_are_not_rounded() -> None:
+    """In bfloat16 with logits of some hundreds: what was rounded before the cap would be seen."""
+    gen = torch.Generator().manual_seed(0)
+    q, k, v = (torch.randn(40, 2, 64, generator=gen).bfloat16() for _ in range(3))
+    rule = AttentionRule(scale=10.0, softcap=300.0)
+    found = SdpaBackend().forward(q, k, v, make_chunks([40], [40], CPU), rule).float()
+    exact = reference.attend_sequence(q.float(), k.float(), v.float(), 10.0, None, None, 300.0)
+    torch.testing.assert_close(found, exact, atol=0.03, rtol=0.03)
+
+
 def test_auto_chooses_the_first_that_works() -> None:
     """On this CPU: xformers is absent, and torch's varlen kernel has no CPU form."""
     capped = replace(shape(window=40), softcap=5.0)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 from typing import Any
 
 import pytest
@@ -119,6 +120,10 @@ def test_original_length_is_the_longest_unless_named() -> None:
     [
         (new_style({"rope_type": "ntk"}, 1e4), ["ntk", "yarn"]),
         (new_style({**LONGROPE, "long_factor": [1.0] * 5}, 1e4), ["long_factor", "48 numbers"]),
+        (new_style({**LONGROPE, "long_factor": [0.0] * 48}, 1e4), ["long_factor", "above 0"]),
+        (new_style({**LONGROPE, "long_factor": [math.nan] * 48}, 1e4), ["long_factor", "above 0"]),
+        (new_style({"partial_rotary_factor": 0.0}, 1e4), ["partial_rotary_factor", "above 0"]),
+        (new_style({"partial_rotary_factor": 2.0}, 1e4), ["partial_rotary_factor", "at most 1"]),
         (new_style({"rope_type": "linear"}, 1e4), ["linear", "factor", "None"]),
         (new_style({"rope_type": "linear", "factor": 0}, 1e4), ["factor", "0"]),
         (new_style({"rope_type": "default", "mrope_section": [1, 2]}, 1e4), ["mrope_section"]),

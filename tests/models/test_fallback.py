@@ -5,14 +5,21 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import torch
 from safetensors.torch import load_file, save_file
 from support.all_decoders import decoder_classes, run_all, try_class, write_model
 from support.engines import open_llm
 
+from tpengine import EngineArgs
+from tpengine.distributed.parallel_state import ParallelState
 from tpengine.errors import ConfigError, ModelLoadError
+from tpengine.layers.weights import Weights
+from tpengine.model_files import ModelFields
+from tpengine.models.registry import build_model
 
 ARCHITECTURES = dict(decoder_classes())
 RUNNING = {
@@ -63,6 +70,16 @@ def test_the_log_says_whose_code_runs(phi: Path, caplog: pytest.LogCaptureFixtur
 def test_own_code_only(phi: Path) -> None:
     with pytest.raises(ConfigError, match="model_impl = 'tpengine', which has BloomForCausalLM"):
         open_llm(phi, model_impl="tpengine")
+
+
+def test_a_model_type_of_no_class_of_transformers(phi: Path) -> None:
+    fields = {"architectures": ["PhiForCausalLM"], "model_type": "mine", "hidden_size": 64}
+    config = EngineArgs(str(phi)).create_engine_config().model
+    for model_type in ("mine", "t5"):
+        hf_config = ModelFields(fields, model_type=model_type)
+        weights = Weights(torch.float32, torch.device("cpu"), ParallelState(0, 1))
+        with pytest.raises(ConfigError, match=f"no causal decoder of model_type '{model_type}'"):
+            build_model(replace(config, hf_config=hf_config), weights)
 
 
 def test_each_bad_tensor_is_named(phi: Path, tmp_path: Path) -> None:

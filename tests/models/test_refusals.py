@@ -46,6 +46,10 @@ from tpengine.errors import ConfigError, ModelLoadError
         ("gemma2-caps", "attn_logit_softcapping", 0.0, ["attn_logit_softcapping", "0.0"]),
         ("gemma3_text-256", "attn_logit_softcapping", 9.0, ["attn_logit_softcapping", "9.0"]),
         ("gemma3_text-256", "layer_types", ["chunked_attention"] * 3, ["chunked_attention"]),
+        ("gemma2-caps", "query_pre_attn_scalar", 0, ["query_pre_attn_scalar", "0"]),
+        ("mixtral-odd", "num_experts_per_tok", 0, ["num_experts_per_tok = 0"]),
+        ("mixtral-odd", "num_local_experts", 0, ["0 experts"]),
+        ("qwen3_moe-window", "num_experts_per_tok", 99, ["num_experts_per_tok = 99"]),
         ("mixtral-odd", "hidden_act", "gelu", ["hidden_act", "gelu", "silu"]),
         ("qwen2_moe-shared", "use_mrope", True, ["use_mrope", "True"]),
         ("qwen3_moe-window", "sliding_window", 0, ["sliding_window", "0"]),
@@ -55,6 +59,7 @@ from tpengine.errors import ConfigError, ModelLoadError
         ("opt-before", "sliding_window", 24, ["sliding_window", "24"]),
         ("phi3-window", "attention_bias", True, ["attention_bias", "True"]),
         ("phi3-partial", "rope_parameters", {"rope_type": "linear", "factor": 2.0}, ["linear"]),
+        ("phi3-partial", "rope_parameters", {"partial_rotary_factor": 2.0}, ["= 2.0", "at most 1"]),
         ("gpt2-8-heads", "activation_function", "tanh", ["activation_function", "tanh"]),
         ("gpt2-8-heads", "add_cross_attention", True, ["add_cross_attention", "True"]),
         ("bloom-8-heads", "n_inner", 100, ["n_inner", "100", "512"]),
@@ -73,6 +78,14 @@ def test_field_is_refused(
         load(folder)
     for word in words:
         assert word in str(error.value)
+
+
+def test_the_log_says_what_8_bits_leave_out(
+    subjects: Subjects, caplog: pytest.LogCaptureFixture
+) -> None:
+    with caplog.at_level("INFO", "tpengine"):
+        load(subjects.folder(BY_NAME["mixtral-odd"]), quantization="int8")
+    assert "quantization = 'int8': experts and their routers stay in float32" in caplog.text
 
 
 def test_slow_but_exact_is_refused(subjects: Subjects, tmp_path: Path) -> None:

@@ -8,6 +8,7 @@ import socket
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import grpc
@@ -19,8 +20,10 @@ from server.calls import TIMEOUT_S, Refusal, Watcher, long_request, refused, run
 from server.guarded import Authority
 from server.processes import END_S, dying_server, session, wait_for
 from tpengine.cli.main import main
+from tpengine.errors import ModelLoadError
 from tpengine.server.grpc.proto import tpengine_pb2 as pb
 from tpengine.server.grpc.proto import tpengine_pb2_grpc
+from tpengine.server.state import ServerState
 
 Code = grpc.StatusCode
 SERVING, NOT_SERVING, UNKNOWN = 1, 2, 3
@@ -284,6 +287,15 @@ def test_a_server_that_loads_shows_its_health_and_ends_at_once(tmp_path: Path) -
         assert process.wait(END_S) == 0
     assert "SIGTERM during start-up" in log.read_text()
     assert "the ranks have ended" in log.read_text()
+
+
+def test_wrong_sampling_of_a_model_ends_the_start(tmp_path: Path) -> None:
+    (tmp_path / "generation_config.json").write_text('{"temperature": "hot"}')
+    engine: Any = SimpleNamespace(model_config=SimpleNamespace(model=str(tmp_path)))
+    state = ServerState(["it"], drain_timeout_s=1.0)
+    with pytest.raises(ModelLoadError, match=r"generation_config\.json of .*temperature.*'hot'"):
+        state.serve(engine)
+    assert state.engine is None
 
 
 def test_what_cannot_start(capfd: pytest.CaptureFixture[str]) -> None:

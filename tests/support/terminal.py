@@ -41,12 +41,12 @@ class Terminal:
 
     def read_until(self, words: str) -> str:
         """The output until these words appear."""
-        shown, deadline = "", time.monotonic() + START_S
-        while words not in shown:
+        shown, deadline = b"", time.monotonic() + START_S
+        while words.encode() not in shown:
             assert time.monotonic() < deadline, shown
             if select.select([self._keys], [], [], 0.1)[0]:
-                shown += os.read(self._keys, 4096).decode()
-        return shown
+                shown += os.read(self._keys, 4096)  # may end within a character
+        return shown.decode(errors="replace")
 
     def read_rest(self) -> str:
         """The rest of the output until the process ends."""
@@ -56,7 +56,7 @@ class Terminal:
                 shown += os.read(self._keys, 4096)
             except OSError:  # Linux's way to say that the other end is closed
                 break
-        return shown.decode()
+        return shown.decode(errors="replace")
 
     def __enter__(self) -> Terminal:
         return self

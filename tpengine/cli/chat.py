@@ -92,8 +92,10 @@ def _obey(conversation: Conversation, text: str) -> bool:
     name = _OTHER_NAMES.get(name, name)
     if name == "/system":
         conversation.system = rest.strip() or None
+        _note("system message set" if conversation.system else "system message removed")
     elif name == "/reset":
         conversation.turns.clear()
+        _note("conversation forgotten")
     elif name == "/help":
         print(_COMMANDS)
     elif name != "/exit":
@@ -144,6 +146,10 @@ class Conversation:
             num_tokens = counters.output_tokens - num_before
             rate = (num_tokens - 1) / max(time.monotonic() - first, 1e-9)
             cut = ", cut at --max-tokens" if num_tokens == self._params.max_tokens else ""
+            if len(token_ids) + num_tokens == self.max_len:
+                cut = f", cut at the model's {self.max_len} tokens"
+            if not answer:
+                cut += ", an empty one, which is not remembered"
             _note(
                 f"{counted(len(token_ids), 'prompt token')}, {num_tokens} of the answer{cut}; "
                 f"the first after {first - begin:.2f} s, then {max(rate, 0.0):.1f} tokens/s"
@@ -166,7 +172,7 @@ class Conversation:
             token_ids = self._token_ids(text, self.turns)
         if len(self.turns) < num_turns:
             forgotten = counted(num_turns - len(self.turns), "turn")
-            _note(f"longer than the model's {self.max_len} tokens: forgot the first {forgotten}")
+            _note(f"longer than {self.max_len} tokens (max_model_len): forgot the oldest {forgotten}")
         return token_ids
 
     def _token_ids(self, text: str, turns: Iterable[tuple[str, str]] = ()) -> list[int]:
@@ -203,12 +209,13 @@ def _messages(must_end: Callable[[], bool]) -> Iterator[str]:
 
 
 def _typed_lines(must_end: Callable[[], bool]) -> Iterator[str]:
+    """Yields typed lines, and a block of several lines at once; Ctrl-C drops an open block."""
     with contextlib.suppress(ImportError):  # not every Python has it; `input` edits lines with it
         importlib.import_module("readline")
-    was_interrupted = False
+    was_interrupted, block = False, ""
     while True:
         try:
-            line = input("> ")
+            block += input("... " if block else "> ") + "\n"
         except EOFError:
             print()
             return
@@ -216,8 +223,11 @@ def _typed_lines(must_end: Callable[[], bool]) -> Iterator[str]:
             print()
             if was_interrupted or must_end():
                 raise
-            was_interrupted = True
-            _note("Ctrl-C once more, or /exit, ends the chat")
+            was_interrupted, block = not block, ""
+            if was_interrupted:
+                _note("Ctrl-C once more, or /exit, ends the chat")
         else:
             was_interrupted = False
-            yield f"{line}\n"
+            if not block.startswith('"""') or block.count('"""') > 1:
+                yield block
+                block = ""

@@ -103,8 +103,8 @@ def sampling_of(
     Args:
         max_tokens: for a model that recommends none.
     """
-    found = read_generation_config(llm.llm_engine.get_model_config().model)
-    defaults, source = sampling_defaults(found, max_tokens)
+    folder = llm.llm_engine.get_model_config().model
+    defaults, source = sampling_defaults(folder, read_generation_config(folder), max_tokens)
     fields = defaults | options.given()
     shown = ", ".join(f"{name} {fields[name]}" for name in sorted(fields))
     return SamplingParams(**fields), f"{shown} (defaults: {source})"

@@ -289,7 +289,7 @@ def _attend_slice(q: Tensor, k: Tensor, v: Tensor, position: int, rule: Attentio
         )
     else:  # no library's kernel caps logits
         assert mask is not None
-        logits = (grouped @ k.transpose(-1, -2)).float() * (rule.scale / rule.softcap)
+        logits = grouped.float() @ k.float().transpose(-1, -2) * (rule.scale / rule.softcap)
         logits = logits.tanh_().mul_(rule.softcap).masked_fill_(~mask, float("-inf"))
         attended = logits.softmax(-1).to(v.dtype) @ v
     return attended.permute(2, 0, 1, 3).reshape(num_queries, num_heads, head_dim)

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 
 import torch
 
+from tpengine.errors import ConfigError, counted
 from tpengine.layers.linear import ReplicatedLinear
 from tpengine.layers.weights import Weights, WeightShard
 from tpengine.ops.experts import expert_mlp, pack_experts, top_experts
@@ -17,6 +18,9 @@ from tpengine.ops.library import has_cpu_kernels
 
 _PADDED_SHARE = 16
 """A rank's part of an expert is padded to a multiple of this, as the packed kernels need it."""
+
+_MAX_TOP_K = 64
+"""Most experts of a token; see `ops.experts.expert_mlp`."""
 
 
 class Router(ReplicatedLinear):
@@ -49,11 +53,19 @@ class Experts:
 
     Args:
         prefix: of the names in the checkpoint, e.g. `model.layers.0.mlp`.
+
+    Raises:
+        ConfigError: a token cannot go to that many experts.
     """
 
     def __init__(self, weights: Weights, prefix: str, traits: ExpertTraits) -> None:
         self._traits = traits
         count, hidden_size = traits.num_experts, traits.hidden_size
+        if not 1 <= traits.top_k <= min(count, _MAX_TOP_K):
+            raise ConfigError(
+                f"num_experts_per_tok = {traits.top_k} of {counted(count, 'expert')} is not "
+                f"supported: from 1 to all experts, at most {_MAX_TOP_K}; correct config.json"
+            )
         self.router = Router(weights, f"{prefix}.gate", hidden_size, count)
         parallel, total = weights.parallel, traits.intermediate_size
         part = -(-total // (_PADDED_SHARE * parallel.tp_size)) * _PADDED_SHARE

@@ -40,7 +40,8 @@ def rope_parameters(hf_config: Mapping[str, Any]) -> dict[str, Any]:
     found["rope_type"] = found.get("rope_type") or kind or "default"
     found.setdefault("rope_theta", hf_config.get("rope_theta") or 10000.0)
     if found.get("partial_rotary_factor") is None:
-        found["partial_rotary_factor"] = hf_config.get("partial_rotary_factor") or 1.0
+        fraction = hf_config.get("partial_rotary_factor")
+        found["partial_rotary_factor"] = 1.0 if fraction is None else fraction
     longest = hf_config.get("max_position_embeddings")
     found["max_position_embeddings"] = longest
     if found.get("original_max_position_embeddings") is None:
@@ -69,7 +70,10 @@ def build_cos_sin_cache(
         raise ConfigError(
             f"rope scaling of type {kind!r} is not supported; supported: {', '.join(_SCALINGS)}"
         )
-    rotary_dim = int(head_dim * float(parameters["partial_rotary_factor"]))
+    fraction = _number(parameters, "partial_rotary_factor")
+    if fraction > 1:
+        raise ConfigError(f"partial_rotary_factor = {fraction} is not supported: it is at most 1")
+    rotary_dim = int(head_dim * fraction)
     inverse = 1.0 / _powers(rotary_dim, parameters)
     inverse, magnitude = _SCALINGS[kind](inverse, parameters)
     angles = torch.outer(torch.arange(max_positions, dtype=torch.float32), inverse)
@@ -85,7 +89,7 @@ def _number(parameters: Parameters, key: str, default: float | None = None) -> f
     value = parameters.get(key)
     if value is None:
         value = default
-    if isinstance(value, bool) or not isinstance(value, (int, float)) or value <= 0:
+    if isinstance(value, bool) or not isinstance(value, (int, float)) or not value > 0:
         raise ConfigError(
             f"rope scaling of type {parameters['rope_type']!r} needs {key} as a number above 0, "
             f"the model's config.json has {value!r}"
@@ -172,10 +176,10 @@ def _yarn_magnitude(parameters: Parameters, factor: float) -> float:
 
 
 def _are_numbers(values: Any, length: int) -> bool:
-    """Whether it is a list of that many numbers."""
+    """Whether it is a list of that many numbers above 0."""
     if not isinstance(values, list) or len(values) != length:
         return False
-    return all(isinstance(one, (int, float)) for one in values)
+    return all(isinstance(one, (int, float)) and one > 0 for one in values)
 
 
 def _longrope(inverse: torch.Tensor, parameters: Parameters) -> tuple[torch.Tensor, float]:
@@ -192,7 +196,7 @@ def _longrope(inverse: torch.Tensor, parameters: Parameters) -> tuple[torch.Tens
     if not _are_numbers(factors, len(inverse)):
         raise ConfigError(
             f"rope scaling of type {parameters['rope_type']!r} needs {name} as a list of "
-            f"{len(inverse)} numbers, the model's config.json has {factors!r}"
+            f"{len(inverse)} numbers above 0, the model's config.json has {factors!r}"
         )
     logger.info(
         "longrope: %s for sequences of every length, because max_model_len = %d is %s the original "
@@ -221,7 +225,7 @@ _SCALINGS: dict[str, Callable[[torch.Tensor, Parameters], tuple[torch.Tensor, fl
     "dynamic": _dynamic,
     "llama3": _llama3,
     "longrope": _longrope,
-    "su": _longrope,  # its name in early files of Phi-3
+    "su": _longrope,  # its name in early files of Phi-3, which transformers 5 refuses
     "yarn": _yarn,
 }
 """By `rope_type`. Each returns the scaled inverse frequencies, float32 `[rotary_dim / 2]`, and a

@@ -90,11 +90,14 @@ class Gemma2ForCausalLM(LlamaForCausalLM):
     @classmethod
     def traits(cls, config: ModelConfig) -> LlamaTraits:
         """See `LlamaForCausalLM.traits`."""
+        scalar = config.hf_config["query_pre_attn_scalar"]
+        if not scalar > 0:
+            raise unsupported(config, "query_pre_attn_scalar", scalar, "numbers above 0")
         return _traits(
             config,
             activation=config.hf_config["hidden_activation"],
             windows=layer_windows(config),
-            scale=config.hf_config["query_pre_attn_scalar"] ** -0.5,
+            scale=scalar**-0.5,
             softcap=_softcap(config, "attn_logit_softcapping"),
         )
 

@@ -26,8 +26,13 @@ from tpengine.config import ARCHITECTURES, ModelConfig
 from tpengine.errors import ConfigError
 from tpengine.layers.attention import AttentionMetadata, KVCache
 from tpengine.layers.weights import Weights
+from tpengine.logger import init_logger
 from tpengine.ops.library import has_cpu_kernels
 
+logger = init_logger(__name__)
+
+_EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")
+"""Names of the number of experts."""
 _NEUTRAL: dict[str, tuple[Any, ...]] = {
     "quantization_config": (None,),
     "is_encoder_decoder": (None, False),
@@ -81,6 +86,9 @@ def build_model(config: ModelConfig, weights: Weights) -> CausalLM:
     Raises:
         ConfigError: a value in its configuration is not supported.
     """
+    if config.quantization is not None and any(map(config.hf_config.get, _EXPERTS)):
+        words = "quantization = %r: experts and their routers stay in %s"
+        logger.info(words, config.quantization, str(weights.dtype).removeprefix("torch."))
     if config.model_impl == "transformers":
         fallback: CausalLM = import_fallback().TransformersForCausalLM(config, weights)
         return fallback

@@ -5,8 +5,9 @@ from __future__ import annotations
 import asyncio
 import enum
 import time
-from collections.abc import AsyncIterator, Iterable, Sequence
+from collections.abc import AsyncIterator, Iterable, Mapping, Sequence
 from contextlib import asynccontextmanager
+from typing import Any
 
 from tpengine.async_engine.async_llm_engine import AsyncLLMEngine
 from tpengine.async_engine.mailbox import Mailbox
@@ -18,6 +19,8 @@ from tpengine.errors import (
     ModelNotFoundError,
     RequestAbortedError,
 )
+from tpengine.model_defaults import sampling_defaults
+from tpengine.model_files import read_generation_config
 from tpengine.server.limits import max_text_bytes
 
 
@@ -36,6 +39,7 @@ class ServerState:
     Attributes:
         names: under which the model is served.
         engine: None while it loads.
+        sampling: the model's defaults of sampling parameters, once it is loaded.
         closing: set when the server has to close.
         why: what asked the server to close.
         drain_timeout_s: seconds that running requests get to finish.
@@ -47,6 +51,7 @@ class ServerState:
         self.names = names
         self.drain_timeout_s = drain_timeout_s
         self.engine: AsyncLLMEngine | None = None
+        self.sampling: Mapping[str, Any] = {}
         self.state = State.LOADING
         self.closing = asyncio.Event()
         self.why = ""
@@ -68,7 +73,13 @@ class ServerState:
         return time.monotonic() - self._start
 
     def serve(self, engine: AsyncLLMEngine) -> None:
-        """Begins to serve with an engine that is ready."""
+        """Begins to serve with an engine that is ready.
+
+        Raises:
+            ModelLoadError: the model recommends sampling parameters that are wrong.
+        """
+        folder = engine.model_config.model
+        self.sampling = sampling_defaults(folder, read_generation_config(folder))[0]
         self._max_text_bytes = max_text_bytes(
             engine.llm_engine.tokenizer, engine.model_config.max_model_len
         )

@@ -53,8 +53,8 @@ _PROBE_START = 3
 
 
 class _Given(nn.Module):
-    """Stands where the class has its decoder, and answers with hidden states that are there: the
-    class's own code then makes logits of them.
+    """Stands in place of the class's decoder and returns given hidden states; the class's own code
+    then computes logits from them.
 
     Attributes:
         output: the decoder's answer.
@@ -200,8 +200,12 @@ def _empty_model(config: ModelConfig, weights: Weights) -> Any:
         UnfitError: what its configuration asks for does not fit into a paged cache.
     """
     fields = dict(config.hf_config)
-    config_class = CONFIG_MAPPING[fields.pop("model_type")]
-    model_class = transformers.AutoModelForCausalLM._model_mapping[config_class]
+    model_type = fields.pop("model_type")
+    classes = transformers.AutoModelForCausalLM._model_mapping
+    if model_type not in CONFIG_MAPPING or CONFIG_MAPPING[model_type] not in classes:
+        raise UnfitError(f"transformers has no causal decoder of model_type {model_type!r}")
+    config_class = CONFIG_MAPPING[model_type]
+    model_class = classes[config_class]
     if model_class.__name__ != config.architecture:
         raise UnfitError(f"the decoder of its configuration is {model_class.__name__}")
     if getattr(model_class, "_is_stateful", False):

@@ -42,9 +42,8 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
-import functools
 import os
-from collections.abc import AsyncIterator, Callable, Coroutine, Mapping
+from collections.abc import AsyncIterator, Callable, Coroutine
 from contextlib import asynccontextmanager, closing
 from pathlib import Path
 from typing import Any
@@ -52,8 +51,6 @@ from typing import Any
 import tpengine
 from tpengine.async_engine.mailbox import Mailbox
 from tpengine.errors import InvalidPromptError
-from tpengine.model_defaults import sampling_defaults
-from tpengine.model_files import read_generation_config
 from tpengine.outputs import RequestOutput
 from tpengine.sampling_params import RequestOutputKind
 from tpengine.server.grpc.convert import (
@@ -116,7 +113,7 @@ class GenerationServicer(tpengine_pb2_grpc.GenerationServiceServicer):
             request_id = message.request_id
         max_model_len = engine.model_config.max_model_len
         request = dataclasses.replace(
-            read_generate_request(message, kind, self._limits, max_model_len, self._sampling),
+            read_generate_request(message, kind, self._limits, max_model_len, self._state.sampling),
             request_id=request_id,
             owner=call.client.name,
             deadline=call.deadline,
@@ -124,12 +121,6 @@ class GenerationServicer(tpengine_pb2_grpc.GenerationServiceServicer):
         await context.send_initial_metadata(((REQUEST_ID_KEY, request_id),))
         async with self._state.open(request) as mailbox:
             yield mailbox
-
-    @functools.cached_property
-    def _sampling(self) -> Mapping[str, Any]:
-        """The model's defaults of sampling parameters, once it is loaded."""
-        folder = self._state.loaded_engine().model_config.model
-        return sampling_defaults(read_generation_config(folder))[0]
 
     async def Abort(self, request: Any, context: Any) -> Any:  # noqa: N802
         """Ends a request of the same client, or with the admin token of any client."""
