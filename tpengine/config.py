@@ -50,6 +50,8 @@ MAX_PRIORITY = 1000
 """A request's priority is in [-MAX_PRIORITY, MAX_PRIORITY]."""
 EMBEDDED_MODEL = str(Path(__file__).parent / "assets" / "embedded")
 """Folder of the small trained model inside the package, the default model."""
+_LONGEST = 1 << 21
+"""Most positions that are believed of a model's files: memory grows with them."""
 
 # Why an engine argument that other engines have is refused, and what replaces it.
 ANY_LENGTH = "decode steps are recorded for any length; use enforce_eager to record none"
@@ -479,6 +481,11 @@ def resolve_max_model_len(
         return min(wanted or window, resolve_max_model_len(hf_config, wanted))
     limit = hf_config.get("max_position_embeddings")
     if wanted is None:
+        if limit is not None and limit > _LONGEST:
+            raise ConfigError(
+                f"the model has {limit} positions (max_position_embeddings in its config.json), "
+                f"and only up to {_LONGEST} are taken from there; set max_model_len"
+            )
         return int(limit or 2048)
     if limit is None:
         return wanted

@@ -97,6 +97,11 @@ def small_fixture(tmp_path_factory: pytest.TempPathFactory) -> Path:
         "tokenizer.ggml.tokens": ["a", "b", "ab", *(f"<{i}>" for i in range(94))],
         "tokenizer.ggml.token_type": [1] * 3 + [3] * 94,
         "tokenizer.ggml.merges": ["a b"],
+        "general.sampling.temp": 0.5,
+        "general.sampling.top_k": 20,
+        "llama.expert_count": 0,
+        "llama.rope.scaling.type": "linear",
+        "llama.rope.scaling.factor": 2.0,
     }
     return write_gguf(make_model("llama", folder), folder / "small.gguf", metadata=vocabulary)
 
@@ -187,19 +192,19 @@ def test_a_folder_with_one_file_and_a_split_file_are_models(small: Path, tmp_pat
 
 
 def test_sampling_and_end_tokens_come_from_the_file(small: Path, tmp_path: Path) -> None:
-    assert read_generation_config(str(small)) == {}
+    assert read_generation_config(str(write_gguf(small.parent, tmp_path / "none.gguf"))) == {}
     tokens = [f"t{i}" for i in range(97)]
-    tokens[5], tokens[6] = "<|im_end|>", "<|im_start|>"
+    tokens[5:9] = ["<|im_end|>", "<|im_start|>", "<|end_of_text|>", "<end_of_turn>"]
     metadata = {
         "general.sampling.temp": 0.25,
         "general.sampling.top_k": 40,
         "tokenizer.ggml.eot_token_id": 9,
         "tokenizer.ggml.tokens": tokens,
-        "tokenizer.ggml.token_type": [3 if i < 7 else 1 for i in range(97)],
+        "tokenizer.ggml.token_type": [3] * 8 + [4] + [1] * 88,
     }
     path = str(write_gguf(small.parent, tmp_path / "model.gguf", metadata=metadata))
     assert read_generation_config(path) == {"do_sample": True, "temperature": 0.25, "top_k": 40}
-    assert read_hf_config(path, False)["eos_token_id"] == [2, 5, 9]
+    assert read_hf_config(path, False)["eos_token_id"] == [2, 5, 7, 8, 9]
 
 
 @pytest.mark.parametrize(
@@ -210,7 +215,14 @@ def test_sampling_and_end_tokens_come_from_the_file(small: Path, tmp_path: Path)
         ({"llama.embedding_length": 1 << 20}, r"token_embd.weight is \[97, 64\] instead of"),
         ({"llama.attention.head_count_kv": 3}, "4 heads cannot share 3 heads"),
         ({"llama.attention.head_count": "4"}, "must be one number"),
-        ({"llama.attention.head_count": [4, 2]}, "must be one number"),
+        ({"llama.attention.head_count": [4, 2]}, r"one number from 0 .* of different sizes"),
+        ({"llama.expert_count": [4, 2]}, r"one number from 0 .* of different sizes"),
+        ({"llama.rope.dimension_count": 17}, "17 dimensions of a head of 16 are rotated"),
+        ({"llama.rope.scaling.type": ["yarn"]}, "the type must be one string"),
+        ({"llama.rope.scaling.type": [1, 2]}, "the type must be one string"),
+        ({"llama.rope.scaling.attn_factor": 1.5}, "attn_factor = 1.5 .* is not supported"),
+        ({"tokenizer.ggml.tokens": 5}, "must be arrays of strings"),
+        ({"tokenizer.ggml.token_type": 5}, "must be arrays of strings"),
         ({"llama.context_length": 1 << 31}, "must be one number from 0 to 16777216"),
         ({"general.alignment": 33}, "no power of 2"),
     ],

@@ -205,11 +205,17 @@ def load_tokenizer(config: ModelConfig) -> Tokenizer | None:
     Without a tokenizer prompts must be ids, and outputs have no text.
 
     Raises:
+        ConfigError: the slow tokenizer of a GGUF file is asked for.
         ModelLoadError: there are tokenizer files, but they cannot be read.
     """
     if config.tokenizer is None:
         return None
     folder = Path(config.tokenizer)
+    if is_gguf(folder) and config.tokenizer_mode == "slow":
+        raise ConfigError(
+            f"tokenizer_mode = 'slow' is not supported for the vocabulary of {folder}; leave it "
+            "out, or name the folder of the model's own tokenizer with `tokenizer`"
+        )
     if not is_gguf(folder) and not any(
         next(folder.glob(pattern), None) for pattern in _TOKENIZER_FILES
     ):
