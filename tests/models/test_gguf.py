@@ -16,6 +16,7 @@ from gguf import GGMLQuantizationType
 from gguf.quants import dequantize
 from safetensors.torch import load_file
 from support.gguf_files import write_gguf
+from support.oracle import Oracle
 from support.subjects import BY_NAME, Subject, Subjects, assert_equal_to_oracle, generate, load
 from transformers import AutoConfig, AutoModelForCausalLM
 
@@ -52,7 +53,7 @@ MODELS: dict[str, dict[str, Any]] = {
     "bloom": {"n_layer": 2, "n_head": 4, **dict.fromkeys(NOT_IN_BLOOM)},
     "gemma": {"head_dim": 32},
     "gemma2": GEMMA,
-    "gemma3_text": GEMMA,
+    "gemma3_text": {**GEMMA, "num_hidden_layers": 6},  # the sixth sees all tokens
     "gpt2": GPT2,
     "llama": {"attention_bias": True, "mlp_bias": True, "tie_word_embeddings": True},
     "mixtral": {"num_local_experts": 4, "num_experts_per_tok": 2},
@@ -142,12 +143,23 @@ def _close(found: Any, expected: Any) -> bool:
         ("qwen2-tied", 2),
         ("qwen3-head-dim", 1),
         ("bloom-8-heads", 2),
+        ("gemma3_text", 1),
+        ("phi3-window", 1),
+        ("mixtral-odd", 2),
+        ("gpt2", 1),
+        ("starcoder2", 1),
     ],
 )
 def test_ids_are_those_of_the_folder(
     name: str, tp_size: int, subjects: Subjects, tmp_path: Path
 ) -> None:
-    subject = subjects(BY_NAME[name])
+    if name in MODELS:
+        wide = dict.fromkeys(("max_position_embeddings", "n_positions", "n_ctx"), 448)
+        oracle = Oracle(make_model(name, tmp_path / "hf", vocab_size=320, **wide))
+        prompts = oracle.prompts((100, 30, 7), seed=1)
+        subject = Subject(BY_NAME["llama-biases"], tmp_path / "hf", oracle, prompts)
+    else:
+        subject = subjects(BY_NAME[name])
     path = write_gguf(subject.folder, tmp_path / "model.gguf")
     file = Subject(subject.variant, path, subject.oracle, subject.prompts)
     assert_equal_to_oracle(file, generate(file, tp_size))
@@ -176,8 +188,13 @@ def test_a_folder_with_one_file_and_a_split_file_are_models(small: Path, tmp_pat
     assert EngineArgs(str(small)).read_model()[0] == str(small)
     shutil.copy(small, tmp_path / "a.gguf")
     assert ModelFiles(str(tmp_path)).find() == str(tmp_path / "a.gguf")
-    shutil.copy(small, tmp_path / "b.gguf")
-    with pytest.raises(ModelLoadError, match=r"holds 2 GGUF files \(a\.gguf, b\.gguf\): name one"):
+    (tmp_path / "tokenizer.json").write_text("{}")
+    assert ModelFiles(str(tmp_path)).find() == str(tmp_path / "a.gguf")
+    assert ModelFiles(str(tmp_path), what="tokenizer").find() == str(tmp_path)
+    with pytest.raises(ModelLoadError, match=r"no folder and no GGUF file.* for the model's own"):
+        ModelFiles("models/missing.gguf", what="tokenizer").find()
+    shutil.copy(small, tmp_path / "b.GGUF")
+    with pytest.raises(ModelLoadError, match=r"holds 2 GGUF files \(a\.gguf, b\.GGUF\): name one"):
         ModelFiles(str(tmp_path)).find()
     parts = tmp_path / "parts"
     parts.mkdir()
@@ -233,6 +250,39 @@ def test_metadata_that_does_not_fit_is_refused(
     path = write_gguf(small.parent, tmp_path / "model.gguf", metadata=metadata)
     with pytest.raises((ModelLoadError, ConfigError), match=problem):
         read_hf_config(str(path), False)
+
+
+@pytest.mark.parametrize(
+    ("tensors", "problem"),
+    [
+        ({"rope_freqs.weight": np.ones(1 << 16, np.float32)}, r"\[65536\] instead of \[8\]"),
+        ({"rope_freqs.weight": np.ones(8, np.float16)}, "rope_freqs.weight is not F32"),
+        ({"rope_factors_long.weight": np.ones(8, np.float32)}, "rope_factors_long.weight alone"),
+    ],
+)
+def test_factors_of_frequencies_are_checked(
+    tensors: dict[str, Any], problem: str, small: Path, tmp_path: Path
+) -> None:
+    path = write_gguf(small.parent, tmp_path / "model.gguf", further=tensors)
+    with pytest.raises(ModelLoadError, match=problem):
+        read_hf_config(str(path), False)
+
+
+def test_what_llama_cpp_reads_differently_from_transformers(small: Path, tmp_path: Path) -> None:
+    metadata = {"general.sampling.top_k": -1, "llama.rope.scaling.attn_factor": 1.25}
+    factors = {f"rope_factors_{kind}.weight": np.ones(8, np.float32) for kind in ("short", "long")}
+    path = write_gguf(small.parent, tmp_path / "a.gguf", metadata=metadata, further=factors)
+    assert read_generation_config(str(path)) == {"do_sample": True, "top_k": -1}
+    assert read_hf_config(str(path), False)["rope_parameters"]["attention_factor"] == 1.25
+    folder = make_model("gemma2", tmp_path / "gemma2")
+    for window, expected in ((None, 4096), (0, None), (16, 16)):
+        metadata = {"gemma2.attention.sliding_window": window}
+        path = write_gguf(folder, tmp_path / f"{window}.gguf", metadata=metadata)
+        assert read_hf_config(str(path), False)["sliding_window"] == expected
+    metadata = {"llama.context_length": 1 << 22}
+    path = write_gguf(small.parent, tmp_path / "b.gguf", metadata=metadata)
+    with pytest.raises(ConfigError, match=r"has 4194304 positions .* set max_model_len"):
+        EngineArgs(str(path)).create_engine_config("cpu")
 
 
 def test_an_unknown_type_of_tensor_is_named(small: Path, tmp_path: Path) -> None:
