@@ -481,10 +481,9 @@ def resolve_max_model_len(
         return min(wanted or window, resolve_max_model_len(hf_config, wanted))
     limit = hf_config.get("max_position_embeddings")
     if wanted is None:
-        if limit is not None and limit > _LONGEST:
+        if (limit or 0) > _LONGEST:
             raise ConfigError(
-                f"the model has {limit} positions (max_position_embeddings in its config.json), "
-                f"and only up to {_LONGEST} are taken from there; set max_model_len"
+                f"the model names {limit} positions, more than {_LONGEST}; set max_model_len"
             )
         return int(limit or 2048)
     if limit is None:

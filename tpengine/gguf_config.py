@@ -159,8 +159,7 @@ def architecture_of(file: GGUFFile) -> Architecture:
         ConfigError: there is none.
     """
     name = file.metadata.get("general.architecture")
-    experts = file.metadata.get("llama.expert_count", 0)
-    if name == "llama" and isinstance(experts, int) and experts:  # `_numbers` refuses an array
+    if name == "llama" and "blk.0.ffn_gate_inp.weight" in file.tensors:
         name = "mixtral"
     if not isinstance(name, str) or name not in ARCHITECTURES:
         raise ConfigError(
@@ -263,8 +262,8 @@ def _check(file: GGUFFile, values: Mapping[str, Any]) -> None:
         wanted["position_embd.weight"] = (positions, hidden_size)
     rotated = values.get("rope.dimension_count", wide)
     factors = [name for name in _FACTORS.values() if name in file.tensors]
-    wanted.update((name, (rotated // 2,)) for name in factors)
     problems = [f"{name} is not F32" for name in factors if file.tensors[name].type != "F32"]
+    wanted |= dict.fromkeys(factors, (rotated // 2,))
     if factors and factors not in ([_FACTORS["any"]], [*_FACTORS.values()][1:]):
         problems.append(f"of the factors of frequencies it has {', '.join(factors)} alone")
     if not 1 <= rotated <= wide:
@@ -299,8 +298,7 @@ def _rope_scaling(file: GGUFFile, values: Mapping[str, Any]) -> dict[str, Any] |
         return scaling | {"rope_type": "longrope", "attention_factor": 1.0}
     magnitude = values.get("rope.scaling.attn_factor")
     if factors:
-        scaling |= {} if magnitude is None else {"attention_factor": magnitude}
-        return scaling | {"rope_type": "longrope"} | factors
+        return scaling | {"rope_type": "longrope", "attention_factor": magnitude} | factors
     key = f"{file.metadata['general.architecture']}.rope.scaling.type"
     kind = file.metadata.get(key, "none")
     if not isinstance(kind, str) or magnitude not in (None, 1.0):
@@ -313,12 +311,7 @@ def _rope_scaling(file: GGUFFile, values: Mapping[str, Any]) -> dict[str, Any] |
 
 def _end_token_ids(file: GGUFFile, found: Mapping[str, Any]) -> list[int]:
     tokens = file.metadata.get("tokenizer.ggml.tokens", [])
-    kinds = file.metadata.get("tokenizer.ggml.token_type", np.array([]))
-    if not isinstance(tokens, list) or not isinstance(kinds, np.ndarray):
-        raise ModelLoadError(
-            f"tokenizer.ggml.tokens and token_type in {file.path} must be arrays of strings and of "
-            "numbers; the file is damaged: convert it again"
-        )
+    kinds = file.metadata.get("tokenizer.ggml.token_type", [])
     ids = {found[key] for key in _END_KEYS if key in found}
     # Older converters call `<|end|>` and `<end_of_turn>` user-defined.
     wholes = np.flatnonzero(np.isin(kinds[: len(tokens)], (CONTROL, USER_DEFINED))).tolist()

@@ -27,8 +27,6 @@ _HUB_DOUBLES = ["original/*", "consolidated*"]
 """Copies of the weights in other layouts, which some models have."""
 _BEFORE_GGUF = ("*.safetensors", "pytorch_model*.bin")
 """Patterns of files of a folder that are taken instead of its GGUF file."""
-_DEFAULTS = {"model": "for the embedded model", "tokenizer": "for the model's own"}
-"""By `what`: the words for what is taken without a name."""
 
 
 class ModelFields(dict[str, Any]):
@@ -76,8 +74,8 @@ class ModelFiles:
         if folder.exists() or is_gguf(folder) or not is_hub_name:
             raise ModelLoadError(
                 f"{self.what} {self.name!r} is no folder and no GGUF file; give a folder in "
-                "Hugging Face layout, a file *.gguf, or a hub name like 'owner/name', or leave "
-                f"{self.what} out {_DEFAULTS[self.what]}"
+                "Hugging Face layout, a file *.gguf, or a hub name like 'owner/name', or leave it "
+                f"out for the default {self.what}"
             )
         code = ["*.py"] if self.trust_remote_code else []
         return self._fetch(self.revision, [*_HUB_TEXTS, *code], _HUB_DOUBLES)
@@ -116,8 +114,7 @@ class ModelFiles:
             raise ModelLoadError(
                 f"{self.what} {self.name!r} is no local folder and could not be fetched from the "
                 f"hub ({type(error).__name__}: {error}); check the name and the network. Without a "
-                f"network use a folder or a GGUF file, or leave {self.what} out "
-                f"{_DEFAULTS[self.what]}"
+                f"network use a folder or a GGUF file, or leave it out for the default {self.what}"
             ) from error
         return str(folder)
 
@@ -135,8 +132,7 @@ def read_hf_config(folder: str, trust_remote_code: bool) -> ModelFields:
         path = path / "config.json"
         if not path.is_file():
             raise ModelLoadError(
-                f"{folder} is no model folder: it has no config.json; if it holds GGUF files, "
-                "download one and give its path"
+                f"{folder} has no config.json; if it has GGUF files, download one, give its path"
             )
     try:
         if is_gguf(path):

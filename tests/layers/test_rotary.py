@@ -118,6 +118,7 @@ def test_original_length_is_the_longest_unless_named() -> None:
     ("config", "words"),
     [
         (new_style({"rope_type": "ntk"}, 1e4), ["ntk", "yarn"]),
+        (new_style({"rope_type": ["yarn"]}, 1e4), ["['yarn']", "linear"]),
         (new_style({**LONGROPE, "long_factor": [1.0] * 5}, 1e4), ["long_factor", "48 numbers"]),
         (new_style({"rope_type": "linear"}, 1e4), ["linear", "factor", "None"]),
         (new_style({"rope_type": "linear", "factor": 0}, 1e4), ["factor", "0"]),

@@ -88,19 +88,18 @@ def gguf_tokenizer_parts(path: str) -> dict[str, Any] | None:
             raise _unsupported("pre", pre, path, [name for names in _PATTERNS for name in names])
         if "pre" not in found:
             logger.warning(
-                "%s does not say how its model splits texts (tokenizer.ggml.pre): they are split "
-                "as GPT-2 splits them; convert the file again if answers are bad",
+                "%s has no tokenizer.ggml.pre: texts are split as GPT-2 splits them; convert the "
+                "file again if answers are bad",
                 path,
             )
         backend = _byte_level(tokens, found.get("merges", []), patterns, pre in _KEEPS_WORDS)
     kinds = found["token_type"].tolist() if "token_type" in found else [0] * len(tokens)
     strips = kind == "llama" and metadata["general.architecture"] == "phi3"
     for token, token_kind in zip(tokens, kinds, strict=True):
-        if token_kind not in (CONTROL, USER_DEFINED) or set(token) == {_SPACE}:
-            continue
-        whole = AddedToken(token, normalized=False, rstrip=strips and token not in _NEVER_STRIP)
-        is_special = token_kind == CONTROL or token in END_TOKENS
-        (backend.add_special_tokens if is_special else backend.add_tokens)([whole])
+        if token_kind in (CONTROL, USER_DEFINED) and set(token) != {_SPACE}:
+            whole = AddedToken(token, normalized=False, rstrip=strips and token not in _NEVER_STRIP)
+            is_special = token_kind == CONTROL or token in END_TOKENS
+            (backend.add_special_tokens if is_special else backend.add_tokens)([whole])
     first = found.get("add_bos_token", kind == "llama" or pre in _ADDS_BOS)
     around = [[names["bos"]] if first and "bos" in names else []]
     around.append([names["eos"]] if found.get("add_eos_token") and "eos" in names else [])

@@ -212,10 +212,7 @@ def load_tokenizer(config: ModelConfig) -> Tokenizer | None:
         return None
     folder = Path(config.tokenizer)
     if is_gguf(folder) and config.tokenizer_mode == "slow":
-        raise ConfigError(
-            f"tokenizer_mode = 'slow' is not supported for the vocabulary of {folder}; leave it "
-            "out, or name the folder of the model's own tokenizer with `tokenizer`"
-        )
+        raise ConfigError(f"{folder} has no slow tokenizer; leave tokenizer_mode = 'slow' out")
     if not is_gguf(folder) and not any(
         next(folder.glob(pattern), None) for pattern in _TOKENIZER_FILES
     ):
