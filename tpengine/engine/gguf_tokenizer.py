@@ -95,11 +95,13 @@ def gguf_tokenizer_parts(path: str) -> dict[str, Any] | None:
         backend = _byte_level(tokens, found.get("merges", []), patterns, pre in _KEEPS_WORDS)
     kinds = found["token_type"].tolist() if "token_type" in found else [0] * len(tokens)
     strips = kind == "llama" and metadata["general.architecture"] == "phi3"
+    wholes: dict[bool, list[AddedToken]] = {True: [], False: []}  # by whether they are special
     for token, token_kind in zip(tokens, kinds, strict=True):
         if token_kind in (CONTROL, USER_DEFINED) and set(token) != {_SPACE}:
             whole = AddedToken(token, normalized=False, rstrip=strips and token not in _NEVER_STRIP)
-            is_special = token_kind == CONTROL or token in END_TOKENS
-            (backend.add_special_tokens if is_special else backend.add_tokens)([whole])
+            wholes[token_kind == CONTROL or token in END_TOKENS].append(whole)
+    backend.add_special_tokens(wholes[True])  # a call takes the time of all tokens added so far
+    backend.add_tokens(wholes[False])
     first = found.get("add_bos_token", kind == "llama" or pre in _ADDS_BOS)
     around = [[names["bos"]] if first and "bos" in names else []]
     around.append([names["eos"]] if found.get("add_eos_token") and "eos" in names else [])
