@@ -50,6 +50,8 @@ MAX_PRIORITY = 1000
 """A request's priority is in [-MAX_PRIORITY, MAX_PRIORITY]."""
 EMBEDDED_MODEL = str(Path(__file__).parent / "assets" / "embedded")
 """Folder of the small trained model inside the package, the default model."""
+_LONGEST = 1 << 21
+"""Most positions that are believed of a model's files: memory grows with them."""
 
 # Why an engine argument that other engines have is refused, and what replaces it.
 ANY_LENGTH = "decode steps are recorded for any length; use enforce_eager to record none"
@@ -489,6 +491,10 @@ def resolve_max_model_len(
         return min(wanted or window, resolve_max_model_len(hf_config, wanted))
     limit = hf_config.get("max_position_embeddings")
     if wanted is None:
+        if (limit or 0) > _LONGEST:
+            raise ConfigError(
+                f"the model names {limit} positions, more than {_LONGEST}; set max_model_len"
+            )
         return int(limit or 2048)
     if limit is None:
         return wanted

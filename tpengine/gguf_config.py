@@ -124,7 +124,6 @@ _GEMMA_27B = {"gemma2": 46, "gemma3_text": 62}
 _ROPE = {
     "rope.scaling.factor": "factor",
     "rope.scaling.original_context_length": "original_max_position_embeddings",
-    "rope.scaling.attn_factor": "attention_factor",
     "rope.scaling.yarn_attn_factor": "attention_factor",
     "rope.scaling.yarn_beta_fast": "beta_fast",
     "rope.scaling.yarn_beta_slow": "beta_slow",
@@ -142,10 +141,11 @@ _SAMPLING = {
     "penalty_repeat": "repetition_penalty",
 }
 _END_KEYS = ("eos_token_id", "eot_token_id", "eom_token_id")
-_END_TOKENS = {
-    "<|im_end|>", "<|eot_id|>", "<|eom_id|>", "<|end|>", "<end_of_turn>", "<|endoftext|>"
+END_TOKENS = {
+    "<|im_end|>", "<|eot_id|>", "<|eom_id|>", "<|end|>", "<end_of_turn>", "<|endoftext|>",
+    "<|end_of_text|>", "<EOT>", "<end_of_utterance>", "<\uff5cend\u2581of\u2581sentence\uff5c>",
 }  # fmt: skip
-"""Control tokens that end an answer: many files name one of them as their end, and mean more."""
+"""Control tokens that end an answer. Many files name only one of theirs as the end token."""
 CONTROL, USER_DEFINED = 3, 4
 """Values of `tokenizer.ggml.token_type`."""
 _INTEGERS = ("_count", "_kv", "_length", "_window", "_id", "_k")
@@ -159,7 +159,7 @@ def architecture_of(file: GGUFFile) -> Architecture:
         ConfigError: there is none.
     """
     name = file.metadata.get("general.architecture")
-    if name == "llama" and file.metadata.get("llama.expert_count"):
+    if name == "llama" and "blk.0.ffn_gate_inp.weight" in file.tensors:
         name = "mixtral"
     if not isinstance(name, str) or name not in ARCHITECTURES:
         raise ConfigError(
@@ -178,7 +178,7 @@ def read_config(path: str) -> dict[str, Any]:
     """
     file = open_gguf(path)
     architecture = architecture_of(file)
-    keys = (*_FIELDS, *_ROPE, "rope.dimension_count")
+    keys = (*_FIELDS, *_ROPE, "rope.dimension_count", "rope.scaling.attn_factor")
     values = _numbers(file, file.metadata["general.architecture"], keys)
     _check(file, values)
     fields: dict[str, Any] = {
@@ -193,7 +193,8 @@ def read_config(path: str) -> dict[str, Any]:
             fields[name] = values[key]
     for ending, name in architecture.flags.items():
         fields[name] = f"blk.0.{ending}" in file.tensors
-    fields["sliding_window"] = fields.get("sliding_window") or None  # Phi-3 writes 0 for none
+    if fields.get("sliding_window") == 0:  # Phi-3's word for none
+        fields["sliding_window"] = None
     hidden_size, heads = values["embedding_length"], values["attention.head_count"]
     head_dim = values.get("attention.key_length") or hidden_size // heads
     if "gemma" in architecture.model_type:
@@ -227,10 +228,13 @@ def _numbers(file: GGUFFile, prefix: str, keys: Iterable[str]) -> dict[str, Any]
     found = {key: file.metadata[name] for key, name in names.items() if name in file.metadata}
     for key, value in found.items():
         kinds = (int,) if key.endswith(_INTEGERS) else (int, float)
-        if type(value) not in kinds or not 0 <= value < (_MAX if type(value) is int else math.inf):
+        least = -1 if key == "top_k" else 0
+        limit = _MAX if type(value) is int else math.inf
+        if type(value) not in kinds or not least <= value < limit:
+            several = " (layers of different sizes are not supported)"
             raise ModelLoadError(
-                f"{prefix}.{key} = {value!r} in {file.path} must be one number from 0 to {_MAX} "
-                "(layers of different sizes are not supported)"
+                f"{prefix}.{key} = {value!r:.80} in {file.path} must be one number from {least} to "
+                f"{_MAX}{several if isinstance(value, (list, np.ndarray)) else ''}"
             )
     return found
 
@@ -256,7 +260,14 @@ def _check(file: GGUFFile, values: Mapping[str, Any]) -> None:
         wanted["blk.0.ffn_down.weight"] = (hidden_size, size)
     if "position_embd.weight" in file.tensors:
         wanted["position_embd.weight"] = (positions, hidden_size)
-    problems = []
+    rotated = values.get("rope.dimension_count", wide)
+    factors = [name for name in _FACTORS.values() if name in file.tensors]
+    problems = [f"{name} is not F32" for name in factors if file.tensors[name].type != "F32"]
+    wanted |= dict.fromkeys(factors, (rotated // 2,))
+    if factors and factors not in ([_FACTORS["any"]], [*_FACTORS.values()][1:]):
+        problems.append(f"of the factors of frequencies it has {', '.join(factors)} alone")
+    if not 1 <= rotated <= wide:
+        problems.append(f"{rotated} dimensions of a head of {wide} are rotated")
     for name, shape in wanted.items():
         found = file.tensors[name].shape if name in file.tensors else ()
         if found[shape[0] is None :] != shape[shape[0] is None :]:
@@ -270,7 +281,7 @@ def _check(file: GGUFFile, values: Mapping[str, Any]) -> None:
     if problems:
         raise ModelLoadError(
             f"metadata and tensors of {file.path} do not fit each other: {'; '.join(problems)}; "
-            "the file is damaged, or was not converted by llama.cpp"
+            "the file is damaged, or of an old converter: convert it again"
         )
 
 
@@ -279,15 +290,22 @@ def _rope_scaling(file: GGUFFile, values: Mapping[str, Any]) -> dict[str, Any] |
     factors = {
         kind: file.tensors[name].rows().view(np.float32).ravel().tolist()
         for kind, name in _FACTORS.items()
-        if name in file.tensors and file.tensors[name].type == "F32"
+        if name in file.tensors
     }
     scaling = {_ROPE[key]: values[key] for key in _ROPE if key in values}
     if "any" in factors:
         scaling |= {"short_factor": factors["any"], "long_factor": factors["any"]}
         return scaling | {"rope_type": "longrope", "attention_factor": 1.0}
-    if len(factors) == 2:
-        return scaling | {"rope_type": "longrope"} | factors
-    kind = file.metadata.get(f"{file.metadata['general.architecture']}.rope.scaling.type", "none")
+    magnitude = values.get("rope.scaling.attn_factor")
+    if factors:
+        return scaling | {"rope_type": "longrope", "attention_factor": magnitude} | factors
+    key = f"{file.metadata['general.architecture']}.rope.scaling.type"
+    kind = file.metadata.get(key, "none")
+    if not isinstance(kind, str) or magnitude not in (None, 1.0):
+        raise ModelLoadError(
+            f"{key} = {kind!r:.80} with attn_factor = {magnitude} in {file.path} is not supported: "
+            "the type must be one string, and the factor 1 unless the file has long and short ones"
+        )
     return None if kind == "none" else scaling | {"rope_type": kind}
 
 
@@ -295,7 +313,6 @@ def _end_token_ids(file: GGUFFile, found: Mapping[str, Any]) -> list[int]:
     tokens = file.metadata.get("tokenizer.ggml.tokens", [])
     kinds = file.metadata.get("tokenizer.ggml.token_type", [])
     ids = {found[key] for key in _END_KEYS if key in found}
-    for i, (token, kind) in enumerate(zip(tokens, kinds, strict=False)):
-        if kind == CONTROL and token in _END_TOKENS:
-            ids.add(i)
-    return sorted(ids)
+    # Older converters call `<|end|>` and `<end_of_turn>` user-defined.
+    wholes = np.flatnonzero(np.isin(kinds[: len(tokens)], (CONTROL, USER_DEFINED))).tolist()
+    return sorted(ids | {i for i in wholes if tokens[i] in END_TOKENS})

@@ -34,7 +34,7 @@ _SCALARS = "BbHhIif?__Qqd"
 """By the number of a type of values: its letter in `struct`; strings and arrays have none."""
 _STRING, _ARRAY = 8, 9
 _LENGTH = struct.Struct("<Q")
-_PART = re.compile(r"(.+)-(\d{5})-of-(\d{5})\.gguf")
+_PART = re.compile(r"(.+)-(\d{5})-of-(\d{5})(\.(?i:gguf))")
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,7 +77,7 @@ class GGUFFile:
 
 def is_gguf(path: str | Path) -> bool:
     """Whether `path` names a GGUF file by its ending."""
-    return Path(path).suffix == ".gguf"
+    return Path(path).suffix.lower() == ".gguf"
 
 
 def find_gguf(folder: Path) -> Path | None:
@@ -86,7 +86,7 @@ def find_gguf(folder: Path) -> Path | None:
     Raises:
         ModelLoadError: it has several.
     """
-    models = {first_part(path) for path in folder.glob("*.gguf")}
+    models = {first_part(path) for path in folder.iterdir() if is_gguf(path)}
     if len(models) > 1:
         names = ", ".join(sorted(path.name for path in models))
         raise ModelLoadError(f"{folder} holds {len(models)} GGUF files ({names}): name one of them")
@@ -96,7 +96,7 @@ def find_gguf(folder: Path) -> Path | None:
 def first_part(path: Path) -> Path:
     """Returns the first part of a split file; another file is itself."""
     match = _PART.fullmatch(path.name)
-    return path if match is None else path.with_name(f"{match[1]}-00001-of-{match[3]}.gguf")
+    return path if match is None else path.with_name(f"{match[1]}-00001-of-{match[3]}{match[4]}")
 
 
 def open_gguf(path: str | Path) -> GGUFFile:
@@ -122,7 +122,8 @@ def _open(path: Path, size: int, mtime_ns: int) -> GGUFFile:
     readers = [_Reader(path)]
     for number in range(2, 1 + (1 if match is None else int(match[3]))):
         assert match is not None
-        readers.append(_Reader(path.with_name(f"{match[1]}-{number:05}-of-{match[3]}.gguf")))
+        name = f"{match[1]}-{number:05}-of-{match[3]}{match[4]}"
+        readers.append(_Reader(path.with_name(name)))
     tensors: dict[str, TensorEntry] = {}
     for reader in readers:
         if twice := sorted(tensors.keys() & reader.tensors.keys()):
@@ -201,13 +202,15 @@ class _Reader:
             return self._strings(count, key)
         dtype = np.dtype(f"<{self._letter(key, kind)}")
         if count * dtype.itemsize > self._size - self._at:
-            self._refuse(f"{key} has {count} values")
+            self._refuse(f"{key} has {count} values, more than the file holds")
         self._at += count * dtype.itemsize
         return np.frombuffer(self._data[self._at - count * dtype.itemsize : self._at], dtype)
 
     def _letter(self, key: str, kind: int) -> str:
         if kind >= len(_SCALARS) or kind in (_STRING, _ARRAY):
-            self._refuse(f"{key} has values of type {kind}, which is unknown or an array in one")
+            self._refuse(
+                f"{key} has values of type {kind}, which is unknown, or an array inside an array"
+            )
         return _SCALARS[kind]
 
     def _strings(self, count: int, key: str) -> list[str]:

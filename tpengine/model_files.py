@@ -10,7 +10,7 @@ from types import NoneType
 from typing import Any
 
 from tpengine import gguf_config
-from tpengine.errors import ModelLoadError
+from tpengine.errors import ConfigError, ModelLoadError
 from tpengine.gguf_file import find_gguf, first_part, is_gguf
 from tpengine.model_defaults import complete_config
 
@@ -27,12 +27,12 @@ is read."""
 _HUB_DOUBLES = ["original/*", "consolidated*"]
 """Copies of the weights in other layouts, which some models have."""
 
+_BEFORE_GGUF = ("*.safetensors", "pytorch_model*.bin")
+"""Patterns of files of a folder that are taken instead of its GGUF file."""
 _SIZES = (
     "vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads",
     "head_dim",
 )  # fmt: skip
-_BEFORE_GGUF = ("*.safetensors", "pytorch_model*.bin", "tokenizer*")
-"""Patterns of files of a folder that are taken instead of its GGUF file."""
 
 
 class ModelFields(dict[str, Any]):
@@ -53,7 +53,7 @@ class ModelFiles:
         download_dir: folder for models of the hub; None: the hub's own cache.
         revision: branch, tag or commit of a model of the hub; None: its main branch.
         trust_remote_code: whether Python files are fetched.
-        what: the word for it in error messages.
+        what: "model" or "tokenizer".
     """
 
     name: str
@@ -63,8 +63,8 @@ class ModelFiles:
     what: str = "model"
 
     def find(self) -> str:
-        """Returns the local folder or the GGUF file (of a split one the first part); of a model of
-        the hub all but the weights is fetched.
+        """Returns the local folder, or the GGUF file (the first part of a split one). Of a hub
+        model it fetches all files but the weights.
 
         Raises:
             ModelLoadError: it is neither and cannot be fetched, or holds several GGUF files.
@@ -73,13 +73,15 @@ class ModelFiles:
         if is_gguf(folder) and first_part(folder).is_file():
             return str(first_part(folder))
         if folder.is_dir():
-            has_others = any(next(folder.glob(pattern), None) for pattern in _BEFORE_GGUF)
+            before = (*_BEFORE_GGUF, *(["tokenizer*"] if self.what == "tokenizer" else []))
+            has_others = any(next(folder.glob(pattern), None) for pattern in before)
             return str(folder if has_others else find_gguf(folder) or folder)
-        if folder.exists() or self.name.startswith(("/", ".", "~")) or self.name.count("/") != 1:
+        is_hub_name = self.name.count("/") == 1 and not self.name.startswith(("/", ".", "~"))
+        if folder.exists() or is_gguf(folder) or not is_hub_name:
             raise ModelLoadError(
                 f"{self.what} {self.name!r} is no folder and no GGUF file; give a folder in "
-                "Hugging Face layout, a file *.gguf, or a hub name like 'owner/name', or leave "
-                f"{self.what} out for the embedded model"
+                "Hugging Face layout, a file *.gguf, or a hub name like 'owner/name', or leave it "
+                f"out for the default {self.what}"
             )
         code = ["*.py"] if self.trust_remote_code else []
         return self._fetch(self.revision, [*_HUB_TEXTS, *code], _HUB_DOUBLES)
@@ -118,8 +120,7 @@ class ModelFiles:
             raise ModelLoadError(
                 f"{self.what} {self.name!r} is no local folder and could not be fetched from the "
                 f"hub ({type(error).__name__}: {error}); check the name and the network. Without a "
-                f"network use a folder or a GGUF file, or leave {self.what} out for the embedded "
-                "model"
+                f"network use a folder or a GGUF file, or leave it out for the default {self.what}"
             ) from error
         return str(folder)
 
@@ -133,14 +134,16 @@ def read_hf_config(folder: str, trust_remote_code: bool) -> ModelFields:
         ModelLoadError: there is no such file, or it cannot be read.
     """
     path = Path(folder)
-    if is_gguf(path):
-        found = gguf_config.read_config(folder)
-    else:
+    if not is_gguf(path):
         path = path / "config.json"
         if not path.is_file():
-            raise ModelLoadError(f"{folder} is no model folder: it has no config.json")
+            raise ModelLoadError(
+                f"{folder} has no config.json; if it has GGUF files, download one, give its path"
+            )
     try:
-        if path.name == "config.json":
+        if is_gguf(path):
+            found = gguf_config.read_config(folder)
+        else:
             found = dict(json.loads(path.read_text(encoding="utf-8")))
         fields = complete_config(found)
         if fields is not None:
@@ -156,6 +159,8 @@ def read_hf_config(folder: str, trust_remote_code: bool) -> ModelFields:
         return _checked(
             {name: fields.get(own) for name, own in config.attribute_map.items()} | fields
         )
+    except (ConfigError, ModelLoadError):
+        raise
     except Exception as error:
         raise ModelLoadError(f"{path} cannot be read: {error}") from error
 

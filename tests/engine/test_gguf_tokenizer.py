@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,7 @@ from transformers import AutoTokenizer
 
 from tpengine.config import ModelConfig
 from tpengine.engine.tokenizer import Tokenizer, load_tokenizer
-from tpengine.errors import ModelLoadError
+from tpengine.errors import ConfigError, ModelLoadError
 
 TEXTS = [
     "Hello  world, it's 1234567 o'clock!\n\n  Don't WAIT\tnow.",
@@ -28,9 +29,10 @@ CONTROLS = ["<|end|>", "<|im_start|>", "<|im_end|>"]
 
 def write(path: Path, kind: str, pre: str, tokens: list[str], **fields: Any) -> Path:
     """A file with a vocabulary, whose first tokens are `CONTROLS`, and no tensors."""
-    writer = GGUFWriter(path, "llama")
+    writer = GGUFWriter(path, fields.pop("architecture", "llama"))
     writer.add_tokenizer_model(kind)
-    writer.add_tokenizer_pre(pre)
+    if pre:
+        writer.add_tokenizer_pre(pre)
     writer.add_token_list(tokens)
     writer.add_token_types(fields.pop("types", [3] * len(CONTROLS) + [1] * (len(tokens) - 3)))
     writer.add_bos_token_id(1)
@@ -57,9 +59,9 @@ def trained(splits: pre_tokenizers.PreTokenizer) -> tuple[Backend, list[str], li
     return backend, [str(backend.id_to_token(i)) for i in range(backend.get_vocab_size())], merges
 
 
-def load(path: Path) -> Tokenizer | None:
+def load(path: Path, mode: str = "auto") -> Tokenizer | None:
     return load_tokenizer(
-        ModelConfig(str(path), str(path), "auto", False, {}, "float32", 64, 0, "auto", frozenset())
+        ModelConfig(str(path), str(path), mode, False, {}, "float32", 64, 0, "auto", frozenset())
     )
 
 
@@ -89,6 +91,18 @@ def test_byte_level_ids(pre: str, tmp_path: Path) -> None:
     assert (tokenizer.encode("Hello")[:1] == [1]) == adds_bos
 
 
+def sentencepiece(text: str, ids: dict[str, int], scores: list[float]) -> list[int]:
+    """Merges the neighbours whose token has the best score, the leftmost first."""
+    parts = list(text)
+    while pairs := [
+        (-scores[ids[a + b]], i) for i, (a, b) in enumerate(pairwise(parts)) if a + b in ids
+    ]:
+        i = min(pairs)[1]
+        parts[i : i + 2] = [parts[i] + parts[i + 1]]
+    pieces = [[part] if part in ids else [f"<0x{b:02X}>" for b in part.encode()] for part in parts]
+    return [ids[piece] for several in pieces for piece in several]
+
+
 @pytest.mark.parametrize("prefixed", [True, False])
 def test_sentencepiece_ids(prefixed: bool, tmp_path: Path) -> None:
     _, tokens, _ = trained(pre_tokenizers.Metaspace(prepend_scheme="never"))
@@ -97,25 +111,55 @@ def test_sentencepiece_ids(prefixed: bool, tmp_path: Path) -> None:
     tokens = [*CONTROLS, *(f"<0x{i:02X}>" for i in range(256)), *letters, *words]
     tokens = list(dict.fromkeys(tokens))
     types = [3] * 3 + [6] * 256 + [1] * (len(tokens) - 259)
+    scores = [0.0] * 259 + [-float(i) for i in range(len(tokens) - 259)]
     path = write(
         tmp_path / "v.gguf",
         "llama",
         "default",
         tokens,
         types=types,
-        token_scores=[0.0] * 259 + [-float(i) for i in range(len(tokens) - 259)],
+        token_scores=scores,
         add_space_prefix=prefixed,
     )
     tokenizer = load(path)
     assert tokenizer is not None
-    for text in ("Hello world", "été 平方", "it's  two", "\n"):
-        ids = tokenizer.encode(text)
-        assert ids[0] == 1  # a vocabulary of this kind begins with bos unless it says otherwise
-        pieces = "".join(tokens[i] for i in ids[1:] if i >= 259)
-        shown = text.replace(" ", "\u2581")
-        assert pieces.removeprefix("\u2581" if prefixed else "") == shown.replace("平方", "")
-        assert tokenizer.decode(ids) == text
+    numbers = {token: i for i, token in enumerate(tokens)}
+    for text in ("Hello world", "été 平方", "it's  two", "\n", *TEXTS[:2]):
+        shown = ("\u2581" if prefixed else "") + text.replace(" ", "\u2581")
+        # A vocabulary of this kind begins with bos unless it says otherwise.
+        assert tokenizer.encode(text) == [1, *sentencepiece(shown, numbers, scores)], text
+        assert tokenizer.decode(tokenizer.encode(text)) == text
     assert tokenizer.byte_table is not None
+    with pytest.raises(ConfigError, match="has no slow tokenizer"):
+        load(path, "slow")
+
+
+def test_tokens_of_phi3_strip_what_follows_them(tmp_path: Path) -> None:
+    tokens = ["<unk>", "<s>", "<|endoftext|>", "<|user|>", "<|end|>", "\u2581", "\n", "H", "i"]
+    for architecture, kept in (("phi3", []), ("llama", [6])):
+        path = write(
+            tmp_path / f"{architecture}.gguf",
+            "llama",
+            "default",
+            tokens,
+            architecture=architecture,
+            types=[2, 3, 3, 3, 4, 1, 1, 1, 1],
+            token_scores=[0.0] * len(tokens),
+            add_space_prefix=False,
+        )
+        tokenizer = load(path)
+        assert tokenizer is not None
+        ids = tokenizer.encode("<|user|>\nHi<|end|>\n<s>\n", add_special_tokens=False)
+        assert ids == [3, *kept, 7, 8, 4, *kept, 1, 6]
+        assert tokenizer.decode(ids) == "Hi\n" if not kept else "\nHi\n\n"
+        assert {1, 2, 3, 4} <= tokenizer.special_token_ids  # <|end|> is user-defined here
+
+
+def test_a_file_that_does_not_say_how_it_splits(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    load(write(tmp_path / "v.gguf", "gpt2", "", [*CONTROLS, "a"], token_merges=[]))
+    assert "split as GPT-2 splits them" in caplog.text
 
 
 @pytest.mark.parametrize(

@@ -119,6 +119,7 @@ def test_original_length_is_the_longest_unless_named() -> None:
     ("config", "words"),
     [
         (new_style({"rope_type": "ntk"}, 1e4), ["ntk", "yarn"]),
+        (new_style({"rope_type": ["yarn"]}, 1e4), ["['yarn']", "linear"]),
         (new_style({**LONGROPE, "long_factor": [1.0] * 5}, 1e4), ["long_factor", "48 numbers"]),
         (new_style({**LONGROPE, "long_factor": [0.0] * 48}, 1e4), ["long_factor", "above 0"]),
         (new_style({**LONGROPE, "long_factor": [math.nan] * 48}, 1e4), ["long_factor", "above 0"]),

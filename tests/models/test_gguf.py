@@ -16,6 +16,7 @@ from gguf import GGMLQuantizationType
 from gguf.quants import dequantize
 from safetensors.torch import load_file
 from support.gguf_files import write_gguf
+from support.oracle import Oracle
 from support.subjects import BY_NAME, Subject, Subjects, assert_equal_to_oracle, generate, load
 from transformers import AutoConfig, AutoModelForCausalLM
 
@@ -52,7 +53,7 @@ MODELS: dict[str, dict[str, Any]] = {
     "bloom": {"n_layer": 2, "n_head": 4, **dict.fromkeys(NOT_IN_BLOOM)},
     "gemma": {"head_dim": 32},
     "gemma2": GEMMA,
-    "gemma3_text": GEMMA,
+    "gemma3_text": {**GEMMA, "num_hidden_layers": 6},  # the sixth sees all tokens
     "gpt2": GPT2,
     "llama": {"attention_bias": True, "mlp_bias": True, "tie_word_embeddings": True},
     "mixtral": {"num_local_experts": 4, "num_experts_per_tok": 2},
@@ -97,6 +98,11 @@ def small_fixture(tmp_path_factory: pytest.TempPathFactory) -> Path:
         "tokenizer.ggml.tokens": ["a", "b", "ab", *(f"<{i}>" for i in range(94))],
         "tokenizer.ggml.token_type": [1] * 3 + [3] * 94,
         "tokenizer.ggml.merges": ["a b"],
+        "general.sampling.temp": 0.5,
+        "general.sampling.top_k": 20,
+        "llama.expert_count": 0,
+        "llama.rope.scaling.type": "linear",
+        "llama.rope.scaling.factor": 2.0,
     }
     return write_gguf(make_model("llama", folder), folder / "small.gguf", metadata=vocabulary)
 
@@ -137,12 +143,23 @@ def _close(found: Any, expected: Any) -> bool:
         ("qwen2-tied", 2),
         ("qwen3-head-dim", 1),
         ("bloom-8-heads", 2),
+        ("gemma3_text", 1),
+        ("phi3-window", 1),
+        ("mixtral-odd", 2),
+        ("gpt2", 1),
+        ("starcoder2", 1),
     ],
 )
 def test_ids_are_those_of_the_folder(
     name: str, tp_size: int, subjects: Subjects, tmp_path: Path
 ) -> None:
-    subject = subjects(BY_NAME[name])
+    if name in MODELS:
+        wide = dict.fromkeys(("max_position_embeddings", "n_positions", "n_ctx"), 448)
+        oracle = Oracle(make_model(name, tmp_path / "hf", vocab_size=320, **wide))
+        prompts = oracle.prompts((100, 30, 7), seed=1)
+        subject = Subject(BY_NAME["llama-biases"], tmp_path / "hf", oracle, prompts)
+    else:
+        subject = subjects(BY_NAME[name])
     path = write_gguf(subject.folder, tmp_path / "model.gguf")
     file = Subject(subject.variant, path, subject.oracle, subject.prompts)
     assert_equal_to_oracle(file, generate(file, tp_size))
@@ -171,8 +188,13 @@ def test_a_folder_with_one_file_and_a_split_file_are_models(small: Path, tmp_pat
     assert EngineArgs(str(small)).read_model()[0] == str(small)
     shutil.copy(small, tmp_path / "a.gguf")
     assert ModelFiles(str(tmp_path)).find() == str(tmp_path / "a.gguf")
-    shutil.copy(small, tmp_path / "b.gguf")
-    with pytest.raises(ModelLoadError, match=r"holds 2 GGUF files \(a\.gguf, b\.gguf\): name one"):
+    (tmp_path / "tokenizer.json").write_text("{}")
+    assert ModelFiles(str(tmp_path)).find() == str(tmp_path / "a.gguf")
+    assert ModelFiles(str(tmp_path), what="tokenizer").find() == str(tmp_path)
+    with pytest.raises(ModelLoadError, match=r"no folder and no GGUF file.* the default tokenizer"):
+        ModelFiles("models/missing.gguf", what="tokenizer").find()
+    shutil.copy(small, tmp_path / "b.GGUF")
+    with pytest.raises(ModelLoadError, match=r"holds 2 GGUF files \(a\.gguf, b\.GGUF\): name one"):
         ModelFiles(str(tmp_path)).find()
     parts = tmp_path / "parts"
     parts.mkdir()
@@ -187,19 +209,19 @@ def test_a_folder_with_one_file_and_a_split_file_are_models(small: Path, tmp_pat
 
 
 def test_sampling_and_end_tokens_come_from_the_file(small: Path, tmp_path: Path) -> None:
-    assert read_generation_config(str(small)) == {}
+    assert read_generation_config(str(write_gguf(small.parent, tmp_path / "none.gguf"))) == {}
     tokens = [f"t{i}" for i in range(97)]
-    tokens[5], tokens[6] = "<|im_end|>", "<|im_start|>"
+    tokens[5:9] = ["<|im_end|>", "<|im_start|>", "<|end_of_text|>", "<end_of_turn>"]
     metadata = {
         "general.sampling.temp": 0.25,
         "general.sampling.top_k": 40,
         "tokenizer.ggml.eot_token_id": 9,
         "tokenizer.ggml.tokens": tokens,
-        "tokenizer.ggml.token_type": [3 if i < 7 else 1 for i in range(97)],
+        "tokenizer.ggml.token_type": [3] * 8 + [4] + [1] * 88,
     }
     path = str(write_gguf(small.parent, tmp_path / "model.gguf", metadata=metadata))
     assert read_generation_config(path) == {"do_sample": True, "temperature": 0.25, "top_k": 40}
-    assert read_hf_config(path, False)["eos_token_id"] == [2, 5, 9]
+    assert read_hf_config(path, False)["eos_token_id"] == [2, 5, 7, 8, 9]
 
 
 @pytest.mark.parametrize(
@@ -210,7 +232,14 @@ def test_sampling_and_end_tokens_come_from_the_file(small: Path, tmp_path: Path)
         ({"llama.embedding_length": 1 << 20}, r"token_embd.weight is \[97, 64\] instead of"),
         ({"llama.attention.head_count_kv": 3}, "4 heads cannot share 3 heads"),
         ({"llama.attention.head_count": "4"}, "must be one number"),
-        ({"llama.attention.head_count": [4, 2]}, "must be one number"),
+        ({"llama.attention.head_count": [4, 2]}, r"one number from 0 .* of different sizes"),
+        ({"llama.expert_count": [4, 2]}, r"one number from 0 .* of different sizes"),
+        ({"llama.rope.dimension_count": 17}, "17 dimensions of a head of 16 are rotated"),
+        ({"llama.rope.scaling.type": ["yarn"]}, "the type must be one string"),
+        ({"llama.rope.scaling.type": [1, 2]}, "the type must be one string"),
+        ({"llama.rope.scaling.attn_factor": 1.5}, "attn_factor = 1.5 .* is not supported"),
+        ({"tokenizer.ggml.tokens": 5}, "cannot be read"),
+        ({"tokenizer.ggml.tokens": ["a"], "tokenizer.ggml.token_type": 5}, "cannot be read"),
         ({"llama.context_length": 1 << 31}, "must be one number from 0 to 16777216"),
         ({"general.alignment": 33}, "no power of 2"),
     ],
@@ -221,6 +250,39 @@ def test_metadata_that_does_not_fit_is_refused(
     path = write_gguf(small.parent, tmp_path / "model.gguf", metadata=metadata)
     with pytest.raises((ModelLoadError, ConfigError), match=problem):
         read_hf_config(str(path), False)
+
+
+@pytest.mark.parametrize(
+    ("tensors", "problem"),
+    [
+        ({"rope_freqs.weight": np.ones(1 << 16, np.float32)}, r"\[65536\] instead of \[8\]"),
+        ({"rope_freqs.weight": np.ones(8, np.float16)}, "rope_freqs.weight is not F32"),
+        ({"rope_factors_long.weight": np.ones(8, np.float32)}, "rope_factors_long.weight alone"),
+    ],
+)
+def test_factors_of_frequencies_are_checked(
+    tensors: dict[str, Any], problem: str, small: Path, tmp_path: Path
+) -> None:
+    path = write_gguf(small.parent, tmp_path / "model.gguf", further=tensors)
+    with pytest.raises(ModelLoadError, match=problem):
+        read_hf_config(str(path), False)
+
+
+def test_what_llama_cpp_reads_differently_from_transformers(small: Path, tmp_path: Path) -> None:
+    metadata = {"general.sampling.top_k": -1, "llama.rope.scaling.attn_factor": 1.25}
+    factors = {f"rope_factors_{kind}.weight": np.ones(8, np.float32) for kind in ("short", "long")}
+    path = write_gguf(small.parent, tmp_path / "a.gguf", metadata=metadata, further=factors)
+    assert read_generation_config(str(path)) == {"do_sample": True, "top_k": -1}
+    assert read_hf_config(str(path), False)["rope_parameters"]["attention_factor"] == 1.25
+    folder = make_model("gemma2", tmp_path / "gemma2")
+    for window, expected in ((None, 4096), (0, None), (16, 16)):
+        metadata = {"gemma2.attention.sliding_window": window}
+        path = write_gguf(folder, tmp_path / f"{window}.gguf", metadata=metadata)
+        assert read_hf_config(str(path), False)["sliding_window"] == expected
+    metadata = {"llama.context_length": 1 << 22}
+    path = write_gguf(small.parent, tmp_path / "b.gguf", metadata=metadata)
+    with pytest.raises(ConfigError, match=r"names 4194304 positions, .* set max_model_len"):
+        EngineArgs(str(path)).create_engine_config("cpu")
 
 
 def test_an_unknown_type_of_tensor_is_named(small: Path, tmp_path: Path) -> None:

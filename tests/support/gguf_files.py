@@ -49,6 +49,7 @@ def write_gguf(
     kind: str = "F32",
     metadata: dict[str, Any] | None = None,
     only: Callable[[str], bool] = lambda name: True,
+    further: dict[str, np.ndarray[Any, Any]] | None = None,
 ) -> Path:
     """Writes the model in `folder` to `path`.
 
@@ -56,6 +57,7 @@ def write_gguf(
         kind: type of the matrices whose rows have whole blocks; the others stay F32.
         metadata: further values by key; also replaces.
         only: which tensors, by their names in the file.
+        further: tensors that are added as they are.
     """
     config = json.loads((folder / "config.json").read_text())
     state = load_file(folder / "model.safetensors")
@@ -66,7 +68,8 @@ def write_gguf(
     for key, value in values.items():
         add = {bool: "bool", int: "uint32", float: "float32", str: "string", list: "array"}
         if value is not None:
-            getattr(writer, f"add_{add[type(value)]}")(key, value)
+            kind_of_value = "int32" if key.endswith("top_k") else add[type(value)]
+            getattr(writer, f"add_{kind_of_value}")(key, value)
     for name, tensor in _tensors(config, arch, state).items():
         if not only(name):
             continue
@@ -76,6 +79,8 @@ def write_gguf(
         data = quantize(tensor, quantum)
         is_raw = quantum.name not in ("F32", "F16")
         writer.add_tensor(name, data, raw_dtype=quantum if is_raw else None)
+    for name, data in (further or {}).items():
+        writer.add_tensor(name, data)
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()

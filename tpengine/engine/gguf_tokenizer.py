@@ -14,8 +14,11 @@ from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalize
 from tokenizers.processors import TemplateProcessing
 
 from tpengine.errors import ModelLoadError
-from tpengine.gguf_config import CONTROL, USER_DEFINED
+from tpengine.gguf_config import CONTROL, END_TOKENS, USER_DEFINED
 from tpengine.gguf_file import open_gguf
+from tpengine.logger import init_logger
+
+logger = init_logger(__name__)
 
 _SPACE = "\u2581"
 _SUFFIX = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)"
@@ -46,7 +49,8 @@ _KEEPS_WORDS = ("llama3", "llama-v3", "llama-bpe", "falcon3", "pixtral", "tekken
 """Vocabularies in which no merges are needed for a word that is a token."""
 _ADDS_BOS = ("llama3", "llama-v3", "llama-bpe", "falcon3", "pixtral", "tekken")
 """Vocabularies whose texts begin with bos even if the file does not say so."""
-
+_NEVER_STRIP = ("<unk>", "<s>", "<|endoftext|>")
+"""Tokens of Phi-3 that keep the spaces behind them; the others strip them, which no file says."""
 
 _SPECIAL_TOKENS = {"bos": "bos", "eos": "eos", "unk": "unknown", "pad": "padding"}
 
@@ -82,14 +86,22 @@ def gguf_tokenizer_parts(path: str) -> dict[str, Any] | None:
         patterns = next((split for names, split in _PATTERNS.items() if pre in names), None)
         if patterns is None:
             raise _unsupported("pre", pre, path, [name for names in _PATTERNS for name in names])
+        if "pre" not in found:
+            logger.warning(
+                "%s has no tokenizer.ggml.pre: texts are split as GPT-2 splits them; convert the "
+                "file again if answers are bad",
+                path,
+            )
         backend = _byte_level(tokens, found.get("merges", []), patterns, pre in _KEEPS_WORDS)
     kinds = found["token_type"].tolist() if "token_type" in found else [0] * len(tokens)
-    for kind_of_token, add in (
-        (CONTROL, backend.add_special_tokens),
-        (USER_DEFINED, backend.add_tokens),
-    ):
-        wholes = [t for t, k in zip(tokens, kinds, strict=True) if k == kind_of_token]
-        add([AddedToken(t, normalized=False) for t in wholes if set(t) != {_SPACE}])
+    strips = kind == "llama" and metadata["general.architecture"] == "phi3"
+    wholes: dict[bool, list[AddedToken]] = {True: [], False: []}  # by whether they are special
+    for token, token_kind in zip(tokens, kinds, strict=True):
+        if token_kind in (CONTROL, USER_DEFINED) and set(token) != {_SPACE}:
+            whole = AddedToken(token, normalized=False, rstrip=strips and token not in _NEVER_STRIP)
+            wholes[token_kind == CONTROL or token in END_TOKENS].append(whole)
+    backend.add_special_tokens(wholes[True])  # a call takes the time of all tokens added so far
+    backend.add_tokens(wholes[False])
     first = found.get("add_bos_token", kind == "llama" or pre in _ADDS_BOS)
     around = [[names["bos"]] if first and "bos" in names else []]
     around.append([names["eos"]] if found.get("add_eos_token") and "eos" in names else [])

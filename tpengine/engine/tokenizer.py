@@ -205,11 +205,14 @@ def load_tokenizer(config: ModelConfig) -> Tokenizer | None:
     Without a tokenizer prompts must be ids, and outputs have no text.
 
     Raises:
+        ConfigError: the slow tokenizer of a GGUF file is asked for.
         ModelLoadError: there are tokenizer files, but they cannot be read.
     """
     if config.tokenizer is None:
         return None
     folder = Path(config.tokenizer)
+    if is_gguf(folder) and config.tokenizer_mode == "slow":
+        raise ConfigError(f"{folder} has no slow tokenizer; leave tokenizer_mode = 'slow' out")
     if not is_gguf(folder) and not any(
         next(folder.glob(pattern), None) for pattern in _TOKENIZER_FILES
     ):

@@ -66,7 +66,7 @@ def build_cos_sin_cache(
     """
     parameters = {**rope_parameters(hf_config), "num_positions": max_positions}
     kind = parameters["rope_type"]
-    if kind not in _SCALINGS:
+    if not isinstance(kind, str) or kind not in _SCALINGS:
         raise ConfigError(
             f"rope scaling of type {kind!r} is not supported; supported: {', '.join(_SCALINGS)}"
         )

@@ -36,8 +36,8 @@ def read_tensors(path: str, wanted: Iterable[str]) -> Iterator[tuple[str, str, G
     """Yields file, name and source of the tensors of a model.
 
     Args:
-        wanted: names that the model may ask for. A tensor that no name stands for comes under its
-            name in the file.
+        wanted: names that the model may ask for. A tensor that belongs to no wanted name is
+            yielded under its name in the file.
 
     Raises:
         ConfigError: the architecture is not supported.
