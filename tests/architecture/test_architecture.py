@@ -28,11 +28,11 @@ MAX_PACKAGE_LINES = 18_500
 MAX_PACKAGE_FILES = 160
 MAX_NATIVE_LINES = 6_220
 """Lines of C++ and CUDA in csrc/, without blank lines and comments."""
-MAX_TEST_LINES = 30_800
+MAX_TEST_LINES = 31_030
 """Lines of code of tests/."""
 MAY_ADD = {
     "API": 800,
-    "models": 1_800,
+    "models": 1_860,
     "HTTP and gRPC doors": 1_400,
     "four and eight bits": 900,
     "faults and fair shares": 900,

@@ -41,9 +41,23 @@ class Terminal:
 
     def read_until(self, words: str) -> str:
         """The output until these words appear."""
-        shown, deadline = b"", time.monotonic() + START_S
-        while words.encode() not in shown:
+        shown = self._collect(words, START_S)
+        assert words in shown, shown
+        return shown
+
+    def interrupt(self, words: str) -> str:
+        """Presses Ctrl-C, and again while these words do not come: readline does not see a signal
+        that comes just before it waits for a key. Returns the output until they appear."""
+        shown, deadline = "", time.monotonic() + START_S
+        while words not in shown:
             assert time.monotonic() < deadline, shown
+            self.type("\x03")
+            shown += self._collect(words, END_S)
+        return shown
+
+    def _collect(self, words: str, limit_s: float) -> str:
+        shown, deadline = b"", time.monotonic() + limit_s
+        while words.encode() not in shown and time.monotonic() < deadline:
             if select.select([self._keys], [], [], 0.1)[0]:
                 shown += os.read(self._keys, 4096)  # may end within a character
         return shown.decode(errors="replace")

@@ -172,9 +172,7 @@ class Conversation:
             token_ids = self._token_ids(text, self.turns)
         if len(self.turns) < num_turns:
             forgotten = counted(num_turns - len(self.turns), "turn")
-            _note(
-                f"longer than {self.max_len} tokens (max_model_len): forgot the oldest {forgotten}"
-            )
+            _note(f"more than max_model_len = {self.max_len} tokens: forgot the oldest {forgotten}")
         return token_ids
 
     def _token_ids(self, text: str, turns: Iterable[tuple[str, str]] = ()) -> list[int]:

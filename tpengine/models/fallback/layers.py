@@ -187,9 +187,7 @@ class TensorParallelPlan:
             if name in own or name not in names or style in _REPLICATED_STYLES:
                 continue
             if name not in linears or style not in _STYLES:
-                raise self._refusal(
-                    config, f"its plan has {name!r}: {style!r}, which tpengine lacks"
-                )
+                raise self._refusal(config, f"its plan has {name!r}: {style!r}, unknown here")
             self._styles[name] = _STYLES[style]
         if not self._styles:
             raise self._refusal(config, "it has no base_model_tp_plan")
