@@ -90,7 +90,7 @@ async def _vanish_by_deadline(client: GenerationClient, rng: random.Random) -> N
     await asyncio.sleep(rng.uniform(0, VANISH_S))
     prompt = [rng.randrange(5, 500) for _ in range(rng.randint(1, 60))]
     with pytest.raises(DeadlineExceededError):
-        await client.generate(prompt, _greedy(400), timeout_s=rng.uniform(0.001, 0.3))
+        await client.generate(prompt, _greedy(1900), timeout_s=rng.uniform(0.001, 0.3))
 
 
 async def _vanish_by_kill(target: str, rng: random.Random) -> None:
