@@ -79,12 +79,19 @@ def test_a_name_that_cannot_be_fetched(hub: Hub, tmp_path: Path) -> None:
         ModelFiles("some/model", str(tmp_path)).find()
 
 
+@pytest.mark.parametrize(
+    ("kind", "architecture", "words"),
+    [
+        ("opt", "T5ForConditionalGeneration", "neither tpengine nor"),
+        ("mamba", "MambaForCausalLM", "keeps a state beside K and V"),
+    ],
+)
 def test_architecture_is_checked_before_weights_are_fetched(
-    hub: Hub, tmp_path: Path, opt: dict[str, bytes]
+    hub: Hub, tmp_path: Path, opt: dict[str, bytes], kind: str, architecture: str, words: str
 ) -> None:
-    other = {**json.loads(opt["config.json"]), "architectures": ["T5ForConditionalGeneration"]}
+    other = {"model_type": kind, "architectures": [architecture]}
     hub.models["some/model"] = {**opt, "config.json": json.dumps(other).encode()}
-    with pytest.raises(ConfigError, match=r"'T5ForConditionalGeneration'.*not supported"):
+    with pytest.raises(ConfigError, match=f"'{architecture}'.*not supported: .*{words}"):
         EngineArgs("some/model", download_dir=str(tmp_path)).create_engine_config()
     assert hub.of("some/model") == {name for name in opt if name.endswith(".json")}
 

@@ -399,6 +399,8 @@ def choose_model_impl(hf_config: Mapping[str, Any], folder: str, wanted: str) ->
         problem = "neither tpengine nor the installed transformers has it as a causal decoder"
     elif "vocab_size" not in hf_config:
         problem = "it has parts beside a text decoder; convert its text part to a model of its own"
+    elif "num_attention_heads" not in hf_config:
+        problem = "it keeps a state beside K and V, which the paged cache does not hold"
     else:
         return "transformers"
     raise ConfigError(f"{refused}: {problem}; docs/models.md lists what runs")
