@@ -42,7 +42,7 @@ check: setup
 soak: setup
 	$(BIN)/python -m pytest -m soak --timeout 3600
 
-# README, "On a GPU" (a library that is there already is taken as it is: remove it to have it built
+# docs/gpu.md (a library that is there already is taken as it is: remove it to have it built
 # anew). VISIT holds options of the visit: make gpu VISIT='--budget-s 480 --out results'
 gpu: tpengine/lib/libtpengine_cuda.so
 	PYTHONPATH=. $(GPU_PYTHON) tests/benchmarks visit $(VISIT)

@@ -28,7 +28,7 @@ NOT_RUN = {
 """Beginnings of commands, with the reason why this test does not run them; at most five."""
 SERVES = "tpengine serve"
 NEEDS_SERVER = ("tpengine client", "GenerationClient(")
-ADDRESS = "127.0.0.1:50051"
+ADDRESS, HTTP_ADDRESS = "127.0.0.1:50051", "http://127.0.0.1:8000"
 
 
 @dataclass(frozen=True)
@@ -67,17 +67,18 @@ ALL = list(snippets())
 RUN = [one for one in ALL if reason_not_to_run(one) is None and SERVES not in one.text]
 
 
-def words(snippet: Snippet, folder: Path, target: str) -> list[str]:
+def words(snippet: Snippet, folder: Path, server: ServerProcess) -> list[str]:
     """The command for this Python, and for the server of this test."""
     if snippet.is_python:
         script = folder / "snippet.py"
-        text = snippet.text.replace(ADDRESS, target)
+        text = snippet.text.replace(ADDRESS, server.target)
+        text = text.replace(HTTP_ADDRESS, server.http_address)
         script.write_text(text)
         return [sys.executable, str(script)]
     program, *options = shlex.split(snippet.text)
     module = ["-m", "tpengine"] if program == ".venv/bin/tpengine" else []
     assert module or program in (".venv/bin/python", "python"), snippet.text
-    target_option = ["--target", target] if snippet.needs_server else []
+    target_option = ["--target", server.target] if snippet.needs_server else []
     return [sys.executable, *module, *options, *target_option]
 
 
@@ -90,18 +91,18 @@ def test_few_commands_are_not_run() -> None:
 
 
 @pytest.fixture(scope="module")
-def target(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerProcess]:
     log = tmp_path_factory.mktemp("server") / "log"
-    server = ServerProcess("--device", "cpu", "--cpu-kv-cache-space", "0.05", log=log)
-    with server:
-        yield server.target
+    options = ["--device", "cpu", "--cpu-kv-cache-space", "0.05", "--http-port", "0"]
+    with ServerProcess(*options, log=log) as server:
+        yield server
 
 
 @pytest.mark.check
 @pytest.mark.parametrize("snippet", RUN, ids=str)
-def test_it_runs(snippet: Snippet, target: str, tmp_path: Path) -> None:
+def test_it_runs(snippet: Snippet, server: ServerProcess, tmp_path: Path) -> None:
     done = subprocess.run(
-        words(snippet, tmp_path, target),
+        words(snippet, tmp_path, server),
         cwd=ROOT,
         capture_output=True,
         text=True,

@@ -84,6 +84,8 @@ def test_a_name_that_cannot_be_fetched(hub: Hub, tmp_path: Path) -> None:
     [
         ("opt", "T5ForConditionalGeneration", "neither tpengine nor"),
         ("mamba", "MambaForCausalLM", "keeps a state beside K and V"),
+        ("falcon", "FalconForCausalLM", "attention does not go .*; docs/models.md lists what runs"),
+        ("minimax", "MiniMaxForCausalLM", "layers of type linear_attention"),
     ],
 )
 def test_architecture_is_checked_before_weights_are_fetched(

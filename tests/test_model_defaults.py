@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import json
+import math
 import re
 from pathlib import Path
 from typing import Any
@@ -111,6 +112,10 @@ def test_an_architecture_without_a_table_is_read_through_transformers(tmp_path: 
         {"num_key_value_heads": 0},
         {"num_hidden_layers": 0},
         {"vocab_size": -1},
+        {"intermediate_size": 0},
+        {"max_position_embeddings": -4},
+        {"rms_norm_eps": 0.0},
+        {"rms_norm_eps": math.nan},
     ],
     ids=str,
 )

@@ -9,12 +9,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from support.gguf_files import write_gguf
+from support.gguf_files import write_embedded_gguf
 from tokenizers import Tokenizer as Backend
 from tokenizers import decoders, models, normalizers, pre_tokenizers, processors
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
-from tpengine.config import EMBEDDED_MODEL, ModelConfig
+from tpengine.config import ModelConfig
 from tpengine.engine.tokenizer import load_tokenizer
 from tpengine.model_files import ModelFields
 
@@ -52,19 +52,7 @@ SMALL = ["--cpu-kv-cache-space", "0.05", "--max-model-len", "512", "--max-tokens
 @pytest.fixture(scope="module")
 def gguf_file(tmp_path_factory: pytest.TempPathFactory) -> str:
     """The embedded model in one file."""
-    fields = json.loads(Path(EMBEDDED_MODEL, "tokenizer.json").read_text())
-    vocabulary = fields["model"]["vocab"]
-    options = json.loads(Path(EMBEDDED_MODEL, "tokenizer_config.json").read_text())
-    metadata = {
-        "tokenizer.ggml.model": "gpt2",
-        "tokenizer.ggml.pre": "smollm",
-        "tokenizer.ggml.tokens": sorted(vocabulary, key=vocabulary.get),
-        "tokenizer.ggml.token_type": [3] * 4 + [1] * (len(vocabulary) - 4),
-        "tokenizer.ggml.merges": [" ".join(pair) for pair in fields["model"]["merges"]],
-        "tokenizer.chat_template": options["chat_template"],
-    }
-    path = tmp_path_factory.mktemp("gguf") / "embedded.gguf"
-    return str(write_gguf(Path(EMBEDDED_MODEL), path, metadata=metadata))
+    return str(write_embedded_gguf(tmp_path_factory.mktemp("gguf")))
 
 
 @pytest.mark.parametrize("is_gguf", [False, True], ids=["embedded", "gguf"])

@@ -18,7 +18,7 @@ from tpengine.errors import ConfigError
 
 DTYPES = ("auto", "float32", "bfloat16", "float16", "float", "half")
 BLOCK_SIZES = (8, 16, 32)
-QUANTIZATIONS = ("int8",)
+QUANTIZATIONS = ("int8", "int4")
 LOGPROBS_MODES = ("raw_logprobs", "processed_logprobs")
 DEVICES = ("auto", "cpu", "cuda")
 PREEMPTION_MODES = ("auto", "recompute", "swap")
@@ -34,18 +34,27 @@ ARCHITECTURES = {
     "Gemma3ForCausalLM": "tpengine.models.gemma:Gemma3ForCausalLM",
     "GemmaForCausalLM": "tpengine.models.gemma:GemmaForCausalLM",
     "GPT2LMHeadModel": "tpengine.models.gpt2:GPT2LMHeadModel",
+    "GPTNeoXForCausalLM": "tpengine.models.gpt_neox:GPTNeoXForCausalLM",
+    "GraniteForCausalLM": "tpengine.models.granite:GraniteForCausalLM",
     "LlamaForCausalLM": "tpengine.models.llama:LlamaForCausalLM",
     "MinistralForCausalLM": "tpengine.models.mistral:MinistralForCausalLM",
     "MistralForCausalLM": "tpengine.models.mistral:MistralForCausalLM",
     "MixtralForCausalLM": "tpengine.models.mixtral:MixtralForCausalLM",
+    "Olmo2ForCausalLM": "tpengine.models.olmo2:Olmo2ForCausalLM",
     "OPTForCausalLM": "tpengine.models.opt:OPTForCausalLM",
     "Phi3ForCausalLM": "tpengine.models.phi:Phi3ForCausalLM",
     "Qwen2ForCausalLM": "tpengine.models.qwen:Qwen2ForCausalLM",
     "Qwen2MoeForCausalLM": "tpengine.models.qwen_moe:Qwen2MoeForCausalLM",
     "Qwen3ForCausalLM": "tpengine.models.qwen:Qwen3ForCausalLM",
     "Qwen3MoeForCausalLM": "tpengine.models.qwen_moe:Qwen3MoeForCausalLM",
+    "SmolLM3ForCausalLM": "tpengine.models.smollm3:SmolLM3ForCausalLM",
 }
 """Class of each architecture; its module is imported when a model of it is built."""
+_CACHED_LAYERS = {"full_attention", "sliding_attention"}
+"""Types of layers of transformers whose K and V the paged cache holds."""
+FALLBACK_NEEDS = (5, 4)
+"""First version of transformers whose code can be used: 4 has other masks and configurations, 5.0
+does not load experts, and 5.1 to 5.3 ignore GPT-2's scale of attention."""
 MAX_PRIORITY = 1000
 """A request's priority is in [-MAX_PRIORITY, MAX_PRIORITY]."""
 EMBEDDED_MODEL = str(Path(__file__).parent / "assets" / "embedded")
@@ -393,17 +402,41 @@ def choose_model_impl(hf_config: Mapping[str, Any], folder: str, wanted: str) ->
             f"{refused} with model_impl = 'tpengine', which has "
             f"{', '.join(sorted(ARCHITECTURES))}; use 'auto'"
         )
+    if problem := _misfit(hf_config):
+        raise ConfigError(f"{refused}: {problem}; docs/models.md lists what runs")
+    return "transformers"
+
+
+def _misfit(hf_config: Mapping[str, Any]) -> str | None:
+    """Returns why transformers' code cannot run a model over the paged cache, as far as its
+    configuration and its class tell; None: they give no reason."""
+    import transformers
     from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
+    version = transformers.__version__
+    if tuple(map(int, version.split(".")[:2])) < FALLBACK_NEEDS:
+        needed = "transformers' code runs from transformers {}.{}".format(*FALLBACK_NEEDS)
+        return f"{needed} on, found {version}; upgrade it"
+    architecture, model_type = architecture_of(hf_config), hf_config.get("model_type")
     if architecture not in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values():
-        problem = "neither tpengine nor the installed transformers has it as a causal decoder"
-    elif "vocab_size" not in hf_config:
-        problem = "it has parts beside a text decoder; convert its text part to a model of its own"
-    elif "num_attention_heads" not in hf_config:
-        problem = "it keeps a state beside K and V, which the paged cache does not hold"
-    else:
-        return "transformers"
-    raise ConfigError(f"{refused}: {problem}; docs/models.md lists what runs")
+        return "neither tpengine nor the installed transformers has it as a causal decoder"
+    known = MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.get(model_type, "unknown")
+    if known != architecture:
+        return f"transformers' causal decoder of model_type {model_type!r} is {known}"
+    model_class = getattr(transformers, architecture)
+    if getattr(model_class, "_is_stateful", False):
+        return "it keeps a state beside K and V, which the paged cache does not hold"
+    if "vocab_size" not in hf_config or "num_attention_heads" not in hf_config:
+        return "it has parts beside a text decoder; convert its text part to a model of its own"
+    if not hasattr(sys.modules[model_class.__module__], "ALL_ATTENTION_FUNCTIONS"):
+        return "its attention does not go through transformers' attention interface"
+    if hf_config.get("is_encoder_decoder"):
+        return "it is the decoder of an encoder, whose states the cache does not hold"
+    if hf_config.get("quantization_config") is not None:
+        return "its weights are quantised (quantization_config); use some of 16 or 32 bits"
+    if types := set(hf_config.get("layer_types") or ()) - _CACHED_LAYERS:
+        return f"it has layers of type {', '.join(sorted(types))}, which the paged cache lacks"
+    return None
 
 
 def check_division(hf_config: Mapping[str, Any], size: int, implementation: str) -> None:

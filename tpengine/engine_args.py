@@ -44,7 +44,7 @@ class EngineArgs(Options):
     """Names of the model for clients of a server; answers carry the first; default: the folder's or
     the hub's."""
     tokenizer: str | None = option(None)
-    """Folder or hub name of the tokenizer; default: the model's."""
+    """Folder, GGUF file or hub name of the tokenizer; default: the model's."""
     skip_tokenizer_init: bool = option(False)
     """Load no tokenizer: prompts must be ids, and outputs have no text."""
     tokenizer_mode: str = option("auto", ("auto", "slow"))
@@ -57,8 +57,9 @@ class EngineArgs(Options):
         "auto", tuple(WEIGHT_FILES), advice="convert other forms to safetensors"
     )
     """Form of the weights: safetensors reads *.safetensors; pt reads pytorch_model*.bin, of which
-    only tensors are unpickled; auto reads the first of the two that is there; dummy makes random
-    weights, for benchmarks."""
+    only tensors are unpickled; auto reads the first of the two that is there, else the folder's
+    GGUF file; dummy makes random weights, for benchmarks. A GGUF file as the model is read with
+    each but dummy."""
     dtype: str = option("auto", cfg.DTYPES)
     """Type of weights and activations; float is float32, half is float16; auto takes bfloat16 where
     the device computes in it, else float32. On CPU float16 is the same as auto."""
@@ -115,8 +116,8 @@ class EngineArgs(Options):
     tokenizer_revision: str | None = option(None)
     """Branch, tag or commit of a tokenizer of the hub; default: --revision."""
     quantization: str | None = option(None, cfg.QUANTIZATIONS, short="-q")
-    """Form of linear layers: int8, on CPU, has 8 bits, with one scale per weight row and per input
-    token; default: none."""
+    """Form of weights, on CPU: int8 has a scale per output; int4 has one per 32 inputs, and table
+    and head of the vocabulary in 8 bits. Inputs have 8 bits, a scale per token. Default: none."""
     enforce_eager: bool = option(False)
     """Never record decode steps (CUDA graphs; on CPU: lists of operations)."""
     max_context_len_to_capture: int | None = option(None, refused=cfg.ANY_LENGTH)
@@ -370,6 +371,18 @@ class EngineArgs(Options):
         cfg.replace_rope(hf_config, self.rope_scaling, self.rope_theta)
         return folder, hf_config, implementation
 
+    def find_tokenizer(self, folder: str) -> str | None:
+        """Returns the folder of the tokenizer, for a model in `folder`; None: none is wanted.
+
+        Raises:
+            ModelLoadError: it cannot be fetched or read.
+        """
+        if self.skip_tokenizer_init or not (self.tokenizer or self.tokenizer_revision):
+            return None if self.skip_tokenizer_init else folder
+        revision = self.tokenizer_revision or self.revision
+        name = self.tokenizer or self.model
+        return replace(self._files(), name=name, revision=revision, what="tokenizer").find()
+
     def _files(self) -> ModelFiles:
         return ModelFiles(self.model, self.download_dir, self.revision, self.trust_remote_code)
 
@@ -378,14 +391,7 @@ class EngineArgs(Options):
         max_model_len = cfg.resolve_max_model_len(
             hf_config, self.max_model_len, self.disable_sliding_window
         )
-        tokenizer: str | None = folder
-        if self.skip_tokenizer_init:
-            tokenizer = None
-        elif self.tokenizer is not None or self.tokenizer_revision is not None:
-            revision = self.tokenizer_revision or self.revision
-            name = self.tokenizer or self.model
-            files = replace(self._files(), name=name, revision=revision, what="tokenizer")
-            tokenizer = files.find()
+        tokenizer = self.find_tokenizer(folder)
         self._files().fetch_weights(folder, self.load_format, each(self.ignore_patterns))
         return cfg.ModelConfig(
             model=folder,

@@ -98,6 +98,10 @@ class ModelNotFoundError(RequestError):
     """A request names a model that is not served here."""
 
 
+class NotOfferedError(RequestError):
+    """A method of a protocol does what this server does not do."""
+
+
 class UnauthenticatedError(RequestError):
     """A client sends no token, or one that the server does not know."""
 

@@ -10,6 +10,7 @@ Source: https://github.com/ggml-org/ggml/blob/master/docs/gguf.md
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import math
 import mmap
@@ -30,6 +31,7 @@ TENSOR_TYPES = (
 )
 """Types of tensors that can be read, by their names in the library `gguf`."""
 
+_MAGIC = b"GGUF"
 _SCALARS = "BbHhIif?__Qqd"
 """By the number of a type of values: its letter in `struct`; strings and arrays have none."""
 _STRING, _ARRAY = 8, 9
@@ -76,8 +78,14 @@ class GGUFFile:
 
 
 def is_gguf(path: str | Path) -> bool:
-    """Whether `path` names a GGUF file by its ending."""
-    return Path(path).suffix.lower() == ".gguf"
+    """Whether `path` names a GGUF file by its ending, or is a file that begins as one, such as a
+    blob of a model store."""
+    path = Path(path)
+    if path.suffix.lower() == ".gguf":
+        return not path.is_dir()
+    with contextlib.suppress(OSError), path.open("rb") as file:
+        return file.read(len(_MAGIC)) == _MAGIC
+    return False
 
 
 def find_gguf(folder: Path) -> Path | None:
@@ -154,12 +162,14 @@ class _Reader:
         )
 
     def _read(self) -> None:
-        magic, version, num_tensors, num_values = self._numbers("4sIQQ")
-        if magic != b"GGUF" or version not in (2, 3):
-            self._refuse(
-                f"it begins with {magic!r} and version {version}; b'GGUF' with version 2 or 3, "
-                "little-endian, is read"
+        if self._data[:4] != _MAGIC:
+            raise ModelLoadError(
+                f"{self._path} is not a GGUF file: it does not begin with GGUF, but with "
+                f"{self._data[:24]!r}; fetch it again, or name another one"
             )
+        _, version, num_tensors, num_values = self._numbers("4sIQQ")
+        if version not in (2, 3):
+            self._refuse(f"it has version {version}; versions 2 and 3, little-endian, are read")
         for _ in range(num_values):
             key = self._name(self.metadata)
             self.metadata[key] = self._value(key, *self._numbers("I"))

@@ -10,8 +10,10 @@ import contextlib
 import fcntl
 import os
 import re
+import resource
 import signal
 import struct
+import sys
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -186,11 +188,25 @@ def call_on_end_signals(loop: asyncio.AbstractEventLoop, callback: Callable[[int
         loop.add_signal_handler(number, callback, number)
 
 
+def allow_open_files(count: int) -> None:
+    """Lets this process open `count` files and connections, or as many as it may."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    most = count if hard == resource.RLIM_INFINITY else min(count, hard)
+    if soft != resource.RLIM_INFINITY and soft < most:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (most, hard))
+
+
 def _is_main_thread() -> bool:
     return threading.current_thread() is threading.main_thread()
 
 
 # The terminal.
+
+
+def print_note(text: str) -> None:
+    """Prints a remark that is no part of a command's output: dim at a terminal."""
+    dim, normal = ("\x1b[2m", "\x1b[0m") if sys.stderr.isatty() else ("", "")
+    print(f"{dim}[{text}]{normal}", file=sys.stderr, flush=True)
 
 
 @contextlib.contextmanager

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -31,8 +32,10 @@ _BEFORE_GGUF = ("*.safetensors", "pytorch_model*.bin")
 """Patterns of files of a folder that are taken instead of its GGUF file."""
 _SIZES = (
     "vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads",
-    "head_dim",
+    "head_dim", "intermediate_size", "ffn_dim", "n_inner", "moe_intermediate_size",
+    "shared_expert_intermediate_size", "word_embed_proj_dim", "max_position_embeddings",
 )  # fmt: skip
+_EPSILONS = "rms_norm_eps", "layer_norm_eps", "layer_norm_epsilon", "norm_epsilon", "norm_eps"
 
 
 class ModelFields(dict[str, Any]):
@@ -78,9 +81,10 @@ class ModelFiles:
             return str(folder if has_others else find_gguf(folder) or folder)
         is_hub_name = self.name.count("/") == 1 and not self.name.startswith(("/", ".", "~"))
         if folder.exists() or is_gguf(folder) or not is_hub_name:
+            found = "is no folder and no GGUF file" if folder.exists() else "does not exist"
             raise ModelLoadError(
-                f"{self.what} {self.name!r} is no folder and no GGUF file; give a folder in "
-                "Hugging Face layout, a file *.gguf, or a hub name like 'owner/name', or leave it "
+                f"{self.what} {self.name!r} {found}; give a folder in "
+                "Hugging Face layout, a GGUF file, or a hub name like 'owner/name', or leave it "
                 f"out for the default {self.what}"
             )
         code = ["*.py"] if self.trust_remote_code else []
@@ -166,7 +170,8 @@ def read_hf_config(folder: str, trust_remote_code: bool) -> ModelFields:
 
 
 def _checked(fields: dict[str, Any]) -> ModelFields:
-    """Checks the names of the class, and the sizes that are one number for all layers.
+    """Checks the names of the class, the sizes that are one number for all layers, and what norms
+    add to a variance.
 
     Raises:
         ValueError: one has another form.
@@ -178,6 +183,10 @@ def _checked(fields: dict[str, Any]) -> ModelFields:
         size = fields.get(field)
         if not isinstance(size, (list, NoneType)) and (type(size) is not int or size < 1):
             raise ValueError(f"{field} must be an integer from 1, got {size!r}")
+    for field in _EPSILONS:
+        number = fields.get(field)
+        if number is not None and not (type(number) in (int, float) and 0 < number < math.inf):
+            raise ValueError(f"{field} must be a number above 0, got {number!r}")
     return ModelFields(fields)
 
 

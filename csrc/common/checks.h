@@ -19,6 +19,7 @@ inline std::string dtype_name(int32_t dtype) {
   if (dtype == aoti_torch_dtype_float16()) return "float16";
   if (dtype == aoti_torch_dtype_float8_e4m3fn()) return "float8_e4m3fn";
   if (dtype == aoti_torch_dtype_int8()) return "int8";
+  if (dtype == aoti_torch_dtype_uint8()) return "uint8";
   if (dtype == aoti_torch_dtype_int32()) return "int32";
   if (dtype == aoti_torch_dtype_int64()) return "int64";
   return "dtype code " + std::to_string(dtype);

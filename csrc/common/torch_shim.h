@@ -42,6 +42,7 @@ int32_t aoti_torch_dtype_bfloat16();
 int32_t aoti_torch_dtype_float16();
 int32_t aoti_torch_dtype_float8_e4m3fn();
 int32_t aoti_torch_dtype_int8();
+int32_t aoti_torch_dtype_uint8();
 int32_t aoti_torch_dtype_int32();
 int32_t aoti_torch_dtype_int64();
 AOTITorchError torch_parallel_for(int64_t begin, int64_t end, int64_t grain,

@@ -15,7 +15,8 @@ int supported_kernels(const Kernels* list[4]) {
   if (avx512 && __builtin_cpu_supports("avx512bf16") && __builtin_cpu_supports("avx512vnni"))
     list[count++] = &kAvx512Bf16Kernels;
   if (avx512) list[count++] = &kAvx512Kernels;
-  if (__builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma"))
+  if (__builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") &&
+      __builtin_cpu_supports("f16c"))
     list[count++] = &kAvx2Kernels;
 #endif
   list[count++] = &kGenericKernels;
@@ -41,8 +42,8 @@ struct Registration {
     register_embedding(library);
     register_experts(library);
     register_fused(library);
-    register_int8(library);
     register_linear(library);
+    register_quantized(library);
     register_sampling(library);
   }
 } registration;

@@ -11,21 +11,14 @@ void embedding(const Tensor& out, const Tensor& table, const Tensor& token_ids, 
   check_dim(op, "table", table, 2);
   check_packed(op, "table", table, 1);
   const int64_t num_rows = table.size(0), size = table.size(1);
-  check_dim(op, "token_ids", token_ids, 1);
   const int64_t count = token_ids.size(0);
-  check_vector(op, "token_ids", token_ids, aoti_torch_dtype_int32(), count);
+  check_token_ids(op, token_ids, count, num_rows);
   check_dtype(op, "out", out, table.dtype());
   check_dim(op, "out", out, 2);
   check_size(op, "out", out, 0, count);
   check_size(op, "out", out, 1, size);
   check_packed(op, "out", out, 1);
   const int32_t* ids = token_ids.data<int32_t>();
-  for (int64_t i = 0; i < count; ++i) {
-    if (ids[i] < 0 || ids[i] >= num_rows) {
-      fail(op, "token_ids[" + std::to_string(i) + "] is " + std::to_string(ids[i]) +
-                   "; the table has rows 0 to " + std::to_string(num_rows - 1));
-    }
-  }
   char* to = out.data<char>();
   const char* from = table.data<char>();
   const int64_t to_stride = out.stride(0) * element, from_stride = table.stride(0) * element;

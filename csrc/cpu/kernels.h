@@ -9,6 +9,7 @@
 #pragma once
 
 #include <cstdint>
+#include <cstring>
 
 namespace tpengine::cpu {
 
@@ -131,18 +132,56 @@ struct LinearArgs {
   int64_t num_rows, in_features, out_features, out_stride, x_stride;
 };
 
-struct Int8LinearArgs {
+// How the weights w of a group come from its scale s and its stored numbers q, which are unsigned:
+// w = s (q - 8) (in 8 bits 128), w = s (q - zero) with the group's own zero, or w = s q + minimum.
+enum class Offsets { kNone, kZeroPoints, kMinima };
+
+// Rows of inputs, rounded: in blocks of R rows, [in_features / 4][R][4] bytes and [groups][R]
+// numbers that a group's sums start from (with offsets, the sums of the inputs as floats).
+struct QuantizedRows {
+  int8_t* bytes;
+  int32_t* starts;
+  float* scales;  // [num_rows]
+};
+
+struct QuantizedLinearArgs {
   DType dtype;  // of out, x and bias
   void* out;
   const void* x;
-  uint8_t* quantized;             // [num_rows, in_features], written by quantize_rows, 128 added
-  float* x_scales;                // [num_rows], likewise
-  const int8_t* packed;           // [panels, in_features / 4, kLinearPanel, 4]
-  const float* weight_scales;     // [out_features]
-  const int32_t* weight_offsets;  // [out_features], -128 times the sum over the inputs
-  const void* bias;               // [out_features]; null: none
+  QuantizedRows rows;
+  // [panels][groups]: [group_size / 4][kLinearPanel][4] numbers, those of outputs i and i + 16 in
+  // one byte if they have 4 bits; then [kLinearPanel] float16 scales, and as many offsets if there
+  // are.
+  const uint8_t* packed;
+  const void* bias;  // [out_features]; null: none
   int64_t num_rows, in_features, out_features, out_stride, x_stride;
+  int bits;
+  Offsets offsets;
+  int64_t group_size, num_groups;  // the last group is filled up with zeros
+  int64_t panel_bytes, num_panels;
+  int64_t num_blocks;  // of rows, as equal as can be
+
+  bool is_whole() const { return bits == 8 && num_groups == 1; }
+  int64_t first_row(int64_t block) const { return num_rows * block / num_blocks; }
 };
+
+// static: each instruction set has its own copy.
+static inline uint16_t float_to_half(float value) {  // of a magnitude that float16 has
+  uint32_t bits;
+  memcpy(&bits, &value, sizeof bits);
+  const uint32_t sign = bits >> 16 & 0x8000u;
+  bits &= 0x7fffffffu;
+  memcpy(&value, &bits, sizeof value);
+  if (value < 0x1p-14f) return (uint16_t)(sign | (uint32_t)__builtin_rintf(value * 0x1p24f));
+  return (uint16_t)(sign | ((bits - (112u << 23) + 0xfffu + (bits >> 13 & 1u)) >> 13));
+}
+static inline float half_to_float(uint16_t half) {
+  const uint32_t bits = (half & 0x7fffu) << 13;
+  float value;
+  memcpy(&value, &bits, sizeof value);
+  value *= 0x1p112f;  // the exponent's bias is 127 here and 15 there
+  return (half & 0x8000u) != 0 ? -value : value;
+}
 
 // Working memory of one thread that samples: candidates in token order, and block sums.
 struct SamplingScratch {
@@ -166,6 +205,7 @@ struct SumArgs {
 struct Kernels {
   const char* name;
   int64_t vector_lanes;
+  int64_t quantized_rows, whole_rows;  // at most, of a block: with groups, with one per output
   // next: the item that this thread will probably take after this one; null: none
   void (*attention)(const AttentionArgs&, const AttentionItem&, const AttentionItem* next);
   void (*merge_partitions)(const AttentionArgs&, const AttentionItem&);
@@ -177,8 +217,10 @@ struct Kernels {
   void (*rotary_write)(const RotaryArgs&, const CacheWriteArgs&, int64_t begin, int64_t end);
   // next: the panels that this thread will take after these, perhaps none
   void (*linear)(const LinearArgs&, PanelRange now, PanelRange next);
-  void (*quantize_rows)(const Int8LinearArgs&, int64_t begin, int64_t end);
-  void (*int8_linear)(const Int8LinearArgs&, PanelRange now, PanelRange next);
+  void (*quantize_rows)(const QuantizedLinearArgs&, int64_t begin, int64_t end);
+  // the weight x, of panels [begin, end), into out
+  void (*quantize_panels)(const QuantizedLinearArgs&, int64_t begin, int64_t end);
+  void (*quantized_linear)(const QuantizedLinearArgs&, PanelRange now, PanelRange next);
   void (*argmax)(const SamplingArgs&, int64_t begin, int64_t end);
   void (*sample)(const SamplingArgs&, const SamplingScratch&, int64_t begin, int64_t end);
   void (*sum_parts)(const SumArgs&, int64_t begin, int64_t end);

@@ -69,6 +69,31 @@ inline float number_at(DType dtype, const void* numbers, int64_t index) {
   return number;
 }
 
+// Rounds to the nearest, ties to even; NaN is not expected.
+inline void put_number(DType dtype, void* numbers, int64_t index, float number) {
+  if (dtype == DType::kFloat32) {
+    static_cast<float*>(numbers)[index] = number;
+    return;
+  }
+  uint32_t bits;
+  std::memcpy(&bits, &number, sizeof bits);
+  static_cast<uint16_t*>(numbers)[index] =
+      static_cast<uint16_t>((bits + 0x7fff + (bits >> 16 & 1)) >> 16);
+}
+
+inline void check_token_ids(const char* op, const Tensor& token_ids, int64_t count,
+                            int64_t num_rows) {
+  check_dim(op, "token_ids", token_ids, 1);
+  check_vector(op, "token_ids", token_ids, aoti_torch_dtype_int32(), count);
+  const int32_t* ids = token_ids.data<int32_t>();
+  for (int64_t i = 0; i < count; ++i) {
+    if (ids[i] < 0 || ids[i] >= num_rows) {
+      fail(op, "token_ids[" + std::to_string(i) + "] is " + std::to_string(ids[i]) +
+                   "; the table has rows 0 to " + std::to_string(num_rows - 1));
+    }
+  }
+}
+
 // The scales of an fp8 cache, which the CPU does not have.
 inline void check_no_scales(const char* op, double k_scale, double v_scale) {
   if (k_scale != 1.0 || v_scale != 1.0) {
@@ -93,8 +118,8 @@ void register_cache(TorchLibraryHandle library);
 void register_embedding(TorchLibraryHandle library);
 void register_experts(TorchLibraryHandle library);
 void register_fused(TorchLibraryHandle library);
-void register_int8(TorchLibraryHandle library);
 void register_linear(TorchLibraryHandle library);
+void register_quantized(TorchLibraryHandle library);
 void register_sampling(TorchLibraryHandle library);
 
 }  // namespace tpengine::cpu

@@ -4,13 +4,15 @@
 
 #include <algorithm>
 #include <atomic>
+#include <functional>
+#include <type_traits>
 
 #include "launch.h"
 
 namespace tpengine::cpu {
 
 // Checks out, x and bias of a linear layer, and fills in all that `Args` says of them: LinearArgs
-// and Int8LinearArgs name the same fields alike.
+// and QuantizedLinearArgs name the same fields alike.
 template <class Args>
 void take_rows(const char* op, Args& args, const Tensor& out, const Tensor& x,
                const Optional<Tensor>& bias) {
@@ -56,9 +58,10 @@ constexpr int64_t kManyRowsGroup = 2;
 // Below this waking a thread costs more than it saves.
 constexpr int64_t kSerialProducts = 1 << 16;
 
-// Calls body(now, next) for groups of panels that cover [0, num_panels). A thread takes a group
-// when it is free, so a slow core delays the others by two groups at most. If there are enough
-// groups, a thread knows the one that it takes next, and fetches its weights in time.
+// Calls body(now, next) for groups of panels that cover [0, num_panels); or each thread calls
+// body(), which gives it its own. A thread takes a group when it is free, so a slow core delays the
+// others by two groups at most. If there are enough groups, a thread knows the one that it takes
+// next, and fetches its weights in time.
 template <class F>
 void for_each_panel_group(int64_t num_rows, int64_t in_features, int64_t num_panels,
                           int64_t panel_bytes, const F& body) {
@@ -74,10 +77,16 @@ void for_each_panel_group(int64_t num_rows, int64_t in_features, int64_t num_pan
     return PanelRange{begin, std::min(begin + group, num_panels)};
   };
   parallel_for(threads, 1, [&](int64_t, int64_t) {
+    const auto multiply = [&] {
+      if constexpr (std::is_invocable_v<F, PanelRange, PanelRange>)
+        return std::cref(body);
+      else
+        return body();
+    }();
     PanelRange now = take();
     while (now.begin < now.end) {
       const PanelRange next = is_ahead ? take() : PanelRange{num_panels, num_panels};
-      body(now, next);
+      multiply(now, next);
       now = is_ahead ? next : take();
     }
   });

@@ -25,22 +25,22 @@ MAX_NOUN_FIELDS = 14
 # Budgets. A commit that raises one says what the lines buy.
 MAX_PACKAGE_LINES = 18_500
 """Lines of code of the package, without docstrings, comments, blank lines and generated stubs."""
-MAX_PACKAGE_FILES = 160
-MAX_NATIVE_LINES = 6_220
+MAX_PACKAGE_FILES = 184
+MAX_NATIVE_LINES = 6_660
 """Lines of C++ and CUDA in csrc/, without blank lines and comments."""
-MAX_TEST_LINES = 31_030
+MAX_TEST_LINES = 33_800
 """Lines of code of tests/."""
 MAY_ADD = {
     "API": 800,
-    "models": 1_860,
-    "HTTP and gRPC doors": 1_400,
+    "models": 2_060,
+    "HTTP and gRPC doors": 1_730,
     "four and eight bits": 900,
     "faults and fair shares": 900,
     "LoRA": 500,
     "grammars, tools and page": 1_000,
 }
 """Lines of code that an issue may add to the package. One that needs more removes others first."""
-BEGUN: tuple[str, ...] = ("API", "models")
+BEGUN: tuple[str, ...] = ("API", "models", "HTTP and gRPC doors", "four and eight bits")
 """The issues in `MAY_ADD` whose work has begun: their lines count as budget."""
 
 # room: rooms that it may import, besides itself and the files at the package's root
@@ -70,7 +70,11 @@ HOMES = {
     "grpc_reflection": {"server/grpc"},
     "grpc_status": {"server/grpc", "client"},
     "google": {"server/grpc", "client"},
+    "smg_grpc_proto": {"server/grpc"},
     "fastapi": {"server/http"},
+    "starlette": {"server/http"},
+    "uvicorn": {"server/http"},
+    "httptools": {"server/http"},
     "torch": {"worker", "models", "layers", "distributed", "ops"},
     "transformers": {"config", "model_files", "engine/tokenizer", "models/fallback"},
 }

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 from support.engines import greedy, make_engine
 from support.models import ModelShop
+from support.tiny_llama import TinyLlama
 from support.zoo import PLAIN
 
 from tpengine.bench import latency
@@ -113,6 +114,19 @@ def test_what_a_decode_step_reads(models: ModelShop) -> None:
         table = 4 * config.vocab_size * int(config.hf_config["hidden_size"])
         on_cpu = latency.step_bytes_of(engine, "cpu")
         assert latency.step_bytes_of(engine, "cuda") == on_cpu + table
+
+
+@pytest.mark.parametrize("quantization", ["int8", "int4"])
+def test_a_quantized_head_is_read_once_tied_or_not(models: ModelShop, quantization: str) -> None:
+    """A tied head is the table itself; a table of its own is not read."""
+    found, held = [], []
+    for tied in (True, False):
+        folder = models.folder(TinyLlama(64, 4, 2, tied=tied))
+        with make_engine(folder, quantization=quantization) as engine:
+            found.append(latency.step_bytes_of(engine, "cpu"))
+            held.append(sum(engine.get_weights_bytes()))
+    assert found[0] == found[1]
+    assert held[0] < held[1]
 
 
 def test_a_step_is_counted_once(models: ModelShop, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -13,6 +13,7 @@ from tpengine.errors import TPEngineError
 
 BENCHMARKS = {
     "collectives": "all-reduce of CPU ranks over shared memory, compared with gloo",
+    "doors": "what a token costs over HTTP and over gRPC: throughput, CPU time, first token",
     "kernels": "the kernels of CPU or GPU: bytes and operations per second",
     "peers": "output tokens/s beside those of transformers, on the same requests",
     "prefix": "what prefix caching gains and costs",

@@ -11,6 +11,7 @@ from support.zoo import PLAIN
 
 from benchmarks import common
 from benchmarks.__main__ import main
+from tpengine.config import EMBEDDED_MODEL
 
 ENGINE = ["--dtype", "float32", "--device", "cpu", "--cpu-kv-cache-space", "0.02"]
 
@@ -62,6 +63,17 @@ def test_benchmarks_of_one_part(
 ) -> None:
     assert main([name, *options]) == 0
     assert re.search(result, capsys.readouterr().out)
+
+
+def test_both_doors_serve_the_same_load(capsys: pytest.CaptureFixture[str]) -> None:
+    sizes = ["--streams", "4", "--half-streams", "3", "--output-tokens", "8", "--rounds", "1"]
+    server = "--dtype float32 --num-device-blocks-override 64 --max-model-len 256"
+    assert main(["doors", "--model", EMBEDDED_MODEL, "--server", server, *sizes]) == 0
+    shown = capsys.readouterr().out
+    for door in ("gRPC", "HTTP"):
+        cost = r"[\d.]+ tokens/s; server's CPU, µs per token: [\d.]+, without the engine [\d.]+"
+        assert re.search(rf"(?m)^{door}: {cost}; ", shown), shown
+        assert re.search(rf"(?m)^{door} at half load, .* ms: p50 [\d.]+ p99 [\d.]+$", shown), shown
 
 
 def test_transformers_serves_the_same_requests(

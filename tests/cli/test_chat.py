@@ -16,8 +16,10 @@ from support.terminal import END_S, START_S, Terminal
 from support.tiny_llama import edit_json
 
 from tpengine import LLM, SamplingParams
+from tpengine.cli.lines import messages
 from tpengine.cli.main import main
 from tpengine.config import EMBEDDED_MODEL
+from tpengine.errors import InvalidPromptError
 
 SMALL = ["--cpu-kv-cache-space", "0.05", "--max-model-len", "512", "--dtype", "float32"]
 GREEDY = ["--temperature", "0", "--max-tokens", "12", *SMALL]
@@ -91,6 +93,17 @@ def test_answers_follow_the_conversation(
     assert "\x1b" not in shown.err
 
 
+def test_a_message_that_is_not_utf_8_is_named_by_its_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    typed = b'Hello\n\n"""\nfirst\n\nthird \xff\n"""\n\xe2\x82\xac'
+    monkeypatch.setattr(
+        sys, "stdin", io.TextIOWrapper(io.BytesIO(typed), "utf-8", "surrogateescape")
+    )
+    first, block, last = messages(bool)
+    with pytest.raises(InvalidPromptError, match=r"^line 6 of the input is not UTF-8"):
+        block.checked()
+    assert (first.checked(), last.checked(), last.number) == ("Hello", "\u20ac", 8)
+
+
 def test_words_are_one_message(llm: LLM, capsys: pytest.CaptureFixture[str]) -> None:
     params = SamplingParams(temperature=0.0, max_tokens=12)
     expected = llm.chat([user(QUESTION)], params, use_tqdm=False)[0].outputs[0].text
@@ -147,17 +160,20 @@ def test_sampling_comes_from_the_model(
     model = ["--model", str(folder), *SMALL]
     assert main(["chat", "Hello", *model, "--top-p", "0.5"]) == 0
     assert (
-        "max_tokens 7, temperature 0.3, top_k -1, top_p 0.5 (defaults: the model's)"
+        "max_tokens 7, temperature 0.3, top_k -1, top_p 0.5 (given); defaults: the model's"
         in capsys.readouterr().err
     )
     assert main(["generate", "Hello", *model]) == 0
-    assert main(["chat", "Hello", *SMALL]) == 0
-    assert "(defaults: tpengine's, the model" in capsys.readouterr().err
+    assert "max_tokens 7, temperature 0.3, top_k -1; defaults" in capsys.readouterr().err
+    assert main(["chat", "Hello", *SMALL, "--top-p", "0.9", "--temperature", "0.7"]) == 0
+    assert "1024, temperature 0.7 (given), top_p 0.9 (given); defaults:" in capsys.readouterr().err
+    assert main(["chat", "Hello", *GREEDY, "--top-p", "1"]) == 0
+    assert "temperature 0.0 (given), top_p 1.0 (given); try" in capsys.readouterr().err
     edit_json(folder / "generation_config.json", lambda config: config.update(temperature="hot"))
     assert main(["chat", "Hello", *model]) == 1
     assert f"generation_config.json of {folder} are wrong: temper" in capsys.readouterr().err
     facts = [(one.temperature, one.top_p, one.top_k, one.max_tokens) for one in seen]
-    assert facts == [(0.3, 0.5, -1, 7), (0.3, 1.0, -1, 7), (0.7, 0.9, -1, 1024)]
+    assert facts[:3] == [(0.3, 0.5, -1, 7), (0.3, 1.0, -1, 7), (0.7, 0.9, -1, 1024)]
 
 
 def test_a_model_without_a_chat_template_is_refused(
@@ -188,8 +204,11 @@ def test_keys_at_a_terminal() -> None:
         terminal.type('"""\n')
         terminal.read_until("... ")
         assert "once more" not in terminal.interrupt("\r\n> ")  # drops the block
+        assert "once more" in terminal.interrupt("\r\n> ")
         terminal.type("half a line")
-        assert "once more" in terminal.interrupt("\r\n> ")  # and the line is gone
+        terminal.read_until("half a line")
+        assert "once more" not in terminal.interrupt("\r\n> ")  # only the line is gone
+        assert "once more" in terminal.interrupt("\r\n> ")
         terminal.interrupt("\r\n")
         assert terminal.process.wait(END_S) == 130
 

@@ -106,6 +106,8 @@ def test_sampling_options(capsys: pytest.CaptureFixture[str]) -> None:
         (["--max-num-seqs", "0"], ("ConfigError", "max_num_seqs", "at least 1")),
         (["--cpu-kv-cache-space", "1,2"], ("ConfigError", "one per rank", "got 2 numbers")),
         (["--file", "/nowhere/at.all"], ("/nowhere/at.all", "cannot be read")),
+        # Refused before the weights are looked for, which this model does not have.
+        (["--skip-tokenizer-init", "--load-format", "pt"], ("ModelLoadError", "no tokenizer")),
     ],
 )
 def test_errors_go_to_stderr(
@@ -122,11 +124,14 @@ def test_errors_go_to_stderr(
 
 
 def test_one_bad_prompt_does_not_stop_the_others(
-    completion: str, capsys: pytest.CaptureFixture[str]
+    completion: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert main(["generate", "a " * 600, PROMPT, *GREEDY]) == 1
+    (tmp_path / "prompts").write_bytes(b"no text: \xff\n" + b"a " * 600 + b"\n" + PROMPT.encode())
+    assert main(["generate", "--file", str(tmp_path / "prompts"), *GREEDY]) == 1
     shown = capsys.readouterr()
     assert shown.out.endswith(f"{PROMPT}{completion}\n\n")
+    assert "line 1 of" in shown.err
+    assert "is not UTF-8" in shown.err
     assert "max_model_len = 512" in shown.err
 
 

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 
 from tpengine.cli.main import BENCHMARKS, build_parser, main
+from tpengine.config import EMBEDDED_MODEL
 
 TIMEOUT_S = 120
 SMALL = ["--cpu-kv-cache-space", "0.05", "--max-model-len", "512"]
@@ -32,6 +33,8 @@ PROMPT = "The capital of France is"
             ),
         ),
         (["bench", "--help"], ("throughput", "transport")),
+        (["chat", "--help"], ("/reset", "/system", "Ctrl-C", "generation_config.json")),
+        (["client", "chat", "--help"], ("/reset", "/system", "Ctrl-C", "--target")),
         (["bench", "throughput", "--help"], ("--num-requests", "--shape", "--model")),
         (["--version"], ("tpengine 0",)),
     ],
@@ -49,6 +52,7 @@ def test_help(
 
 COMMANDS = [
     ["generate"],
+    ["chat"],
     ["serve"],
     *(["client", name] for name in ("generate", "chat", "health", "load")),
     *(["bench", name] for name in BENCHMARKS),
@@ -122,6 +126,9 @@ def test_a_model_without_its_option(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
         main(["serve", "some/model"])
     assert capsys.readouterr().err.endswith("some/model; the model is given by --model\n")
+    for command, model in (("chat", "some/model.gguf"), ("generate", EMBEDDED_MODEL)):
+        assert main([command, model]) == 1
+        assert f"{model!r} is a model, and stands" in capsys.readouterr().err
 
 
 def test_all_mistyped_options_are_named_below_a_short_usage(

@@ -223,7 +223,7 @@ def test_a_frozen_server_is_noticed(tight: ServerProcess) -> None:
 
 
 def test_what_cannot_be_a_server() -> None:
-    for target in ("localhost", "host:", ":5", "host:70000", "host:x"):
+    for target in ("localhost", "host:", ":5", "host:70000", "host:x", "http://host:5"):
         with pytest.raises(ConfigError, match="HOST:PORT"):
             GenerationClient(target)
 

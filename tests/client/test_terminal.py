@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import os
 import re
 import socket
@@ -14,6 +15,7 @@ from server.guarded import guarded_server
 from support.server_process import ServerProcess
 from support.terminal import END_S, START_S, Terminal
 
+from client.talks import talk_with
 from tpengine.cli.main import main
 from tpengine.server.auth import Authenticator
 
@@ -21,18 +23,52 @@ TOKEN = "a-token-of-enough-length"
 SHORT = ["--max-tokens", "4", "--temperature", "0"]
 
 
-@pytest.mark.parametrize("command", ["chat", "generate"])
-def test_ctrl_c_where_a_line_is_awaited(command: str, server: ServerProcess) -> None:
-    with Terminal("client", command, "--target", server.target, *SHORT) as terminal:
-        if command == "chat":
-            terminal.read_until("> ")
+def test_ctrl_c_where_a_line_is_awaited(server: ServerProcess) -> None:
+    with Terminal("client", "generate", "--target", server.target, *SHORT) as terminal:
         terminal.type("Hello\n")  # with a connection open, and something to tidy up
-        shown = terminal.read_until("\r\n> " if command == "chat" else "\r\n\r\n")
-        assert len(shown) > len("Hello\r\n\r\n> ")
+        assert len(terminal.read_until("\r\n\r\n")) > len("Hello\r\n\r\n> ")
         terminal.type("\x03")
         assert terminal.process.wait(END_S) == 130
-        if command == "chat":
-            assert terminal.read_rest().endswith("\r\n")
+
+
+def test_keys_in_a_chat(server: ServerProcess) -> None:
+    where = ["--target", server.target, "--max-tokens", "400", "--ignore-eos"]
+    with Terminal("client", "chat", *where) as terminal:
+        assert "max_tokens 400 (given); defaults: the server's" in terminal.read_until("> ")
+        terminal.type("Tell me a story.\n")
+        terminal.read_until("\r\n")  # the echo; what follows is the answer
+        terminal.read_until(" ")
+        terminal.type("\x03")  # ends the answer
+        shown = terminal.read_until("\r\n> ")
+        assert "tokens/s" in shown
+        assert "cut at" not in shown
+        terminal.type("/reset\n")
+        assert "conversation forgotten" in terminal.read_until("\r\n> ")
+        assert "once more" in terminal.interrupt("\r\n> ")
+        terminal.interrupt("\r\n")
+        assert terminal.process.wait(END_S) == 130
+
+
+def test_answers_follow_the_conversation(
+    server: ServerProcess, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    params = {"temperature": 0.0, "max_tokens": 4}
+
+    def said(role: str, text: str) -> dict[str, str]:
+        return {"role": role, "content": text}
+
+    def answer(*messages: dict[str, str]) -> dict[str, str]:
+        output = talk_with(server.target, lambda client: client.generate(messages, params))
+        return said("assistant", output.outputs[0].text)
+
+    one, two = said("user", "Hello, my name is Anna."), said("user", "What is two plus three?")
+    first = answer(one)
+    answers = [first, answer(one, first, two), answer(said("system", "Speak of the sea."), two)]
+    lines = [one["content"], two["content"], "/clear", "/system Speak of the sea."]
+    lines += [two["content"], "/exit", "never read"]
+    monkeypatch.setattr(sys, "stdin", io.StringIO("\n".join(lines)))
+    assert main(["client", "chat", "--target", server.target, *SHORT]) == 0
+    assert capsys.readouterr().out == "".join(f"{one['content']}\n" for one in answers)
 
 
 def test_ctrl_c_in_the_middle_of_a_text(server: ServerProcess) -> None:
@@ -78,7 +114,7 @@ def test_lines_of_standard_input(
     found = [re.match("Hello|Good|The last", part) for part in shown.out.strip().split("\n\n")]
     assert [one and one[0] for one in found] == ["Hello", "Good", "The last"]
     assert shown.err.count("InvalidPromptError") == 1
-    assert "not valid Unicode" in shown.err
+    assert "line 5 of the input is not UTF-8" in shown.err
 
 
 def test_what_cannot_be_read(

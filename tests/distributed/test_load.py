@@ -22,6 +22,7 @@ from tpengine.models.registry import build_model
 NAMES = (
     *("llama-biases", "mistral-window", "qwen2-tied", "qwen3-head-dim"),
     *("opt-before", "opt-after-projected", "bloom-8-heads", "phi3-partial", "gpt2-8-heads"),
+    *("granite-odd", "smollm3-odd", "gpt_neox-odd"),
 )
 """One or more variants of every family, with heads that four ranks divide."""
 WHOLE = re.compile(

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import os
 import signal
+import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
+
+import ray
 
 from tpengine import EngineArgs, SamplingParams
 from tpengine.errors import RankLoss
@@ -47,6 +50,17 @@ class BareRanks:
     def spare_processes(self) -> list[tuple[int, int]]:
         """Of the spares that are ready."""
         return [place.process for place in self.executor.spares.places()]
+
+    def heavy_modules(self) -> list[set[str]]:
+        """Of those that only transformers' code needs: what ranks and spares have imported."""
+        names = {"transformers", "tpengine.models.fallback.model"}
+        actors = [spare.actor for spare in self.executor.spares._spares]
+        assert self.executor._launcher is not None
+        calls = [
+            actor.__ray_call__.remote(lambda _: names & sys.modules.keys())
+            for actor in (*self.executor._launcher._actors, *actors)
+        ]
+        return ray.get(calls, timeout=PATIENCE_S)
 
     @property
     def next_step(self) -> int:

@@ -1,5 +1,5 @@
-"""Every family through Ray: ranks as actors give the tokens of transformers and of one process in
-float32, however they come to them.
+"""Every family, models on transformers' code and a GGUF file through Ray: ranks as actors give the
+tokens of transformers and of one process in float32, however they come to them.
 
 Starting actors takes seconds and loading a small model milliseconds, so that one group of ranks
 takes one model after the other.
@@ -16,10 +16,11 @@ from typing import Any
 import pytest
 import ray
 from support.engines import make_engine, run
+from support.gguf_files import write_gguf
 from support.models import ModelShop
 from support.oracle import Answer
 from support.step_log import StepLog, log_steps
-from support.variants import VARIANTS
+from support.variants import VARIANTS, Variant
 
 from executor.ray_engines import executor_of, is_alive, ray_engine
 from tpengine import EngineArgs, LLMEngine, SamplingParams
@@ -43,6 +44,16 @@ FAMILIES = {
     variant.model_type: variant
     for variant in reversed(VARIANTS)  # the first of each
 }
+FORCED, STARCODER = "llama on transformers' code", "starcoder2"
+OTHERS = {
+    name: Variant(name, name.partition(" ")[0], FAMILIES["llama"].config | fields)
+    for name, fields in {
+        "cohere": {"num_key_value_heads": 4, "logit_scale": 0.5},
+        FORCED: {"num_key_value_heads": 4},
+        STARCODER: {"num_key_value_heads": 4, "sliding_window": None, "norm_epsilon": 1e-4},
+    }.items()
+}
+"""All on transformers' code, the last one from a GGUF file."""
 MODES: dict[str, dict[str, Any]] = {
     "whole": {"enable_chunked_prefill": False, "max_num_batched_tokens": 256},
     "chunked, recompute": {"max_num_batched_tokens": 32, "preemption_mode": "recompute"},
@@ -88,11 +99,12 @@ def ranks(
 
 @pytest.fixture(scope="module")
 def family_folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    """A model of each family."""
+    """Folders of all models; one of a GGUF file is in the folder beside it."""
     root = tmp_path_factory.mktemp("families")
-    for family, variant in FAMILIES.items():
+    for family, variant in (FAMILIES | OTHERS).items():
         variant.write(root / family)
-    return {family: root / family for family in FAMILIES}
+    folders = {name: root / name for name in (FAMILIES | OTHERS)}
+    return folders | {STARCODER: write_gguf(root / STARCODER, root / f"{STARCODER}.gguf")}
 
 
 def taken_over(ranks: Executor, folder: Path, **args: Any) -> LLMEngine:
@@ -106,6 +118,7 @@ def taken_over(ranks: Executor, folder: Path, **args: Any) -> LLMEngine:
         max_model_len=LONGEST,
         block_size=BLOCK_SIZE,
         swap_space=0.01,
+        model_impl="transformers" if folder.stem in OTHERS else "tpengine",
         **args,
     )
     config = engine_args.create_engine_config("cpu")
@@ -125,12 +138,13 @@ def generate(
     return [[list(o.token_ids) for o in done[str(i)].outputs] for i in range(len(prompts))], log
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", FAMILIES | OTHERS)
 def test_greedy(
     family: str, ranks: RayExecutor, family_folders: dict[str, Path], models: ModelShop
 ) -> None:
+    """Prompts that come again find their beginnings in the cache."""
     folder = family_folders[family]
-    oracle = models.oracle(folder)
+    oracle = models.oracle(folder.with_suffix(""))
     prompts = oracle.prompts(LENGTHS, seed=7)
     answers: list[Answer] = oracle.answers(prompts)
     expected = [[list(answer.token_ids[:NUM_TOKENS])] for answer in answers]
@@ -145,19 +159,21 @@ def test_greedy(
         assert found == expected, mode
         if mode == "whole":
             assert log.num_partial_chunks == log.num_preemptions == 0
+            assert generate(engine, prompts, params)[0] == expected
+            assert engine.stats().cache.prefix_hits > 0
         else:
             assert log.num_partial_chunks > 0
             assert log.num_mixed_steps > 0
             log.assert_only(args["preemption_mode"])
 
 
-@pytest.mark.parametrize("family", ["llama", "opt"])
+@pytest.mark.parametrize("family", ["llama", "opt", *OTHERS])
 def test_several_sequences_and_a_beam(
     family: str, ranks: RayExecutor, family_folders: dict[str, Path], models: ModelShop
 ) -> None:
     """Equal to the same requests in one process; sampled ones, too, as their noise is the same."""
     folder = family_folders[family]
-    prompts = models.oracle(folder).prompts(LENGTHS[1:], seed=4)
+    prompts = models.oracle(folder.with_suffix("")).prompts(LENGTHS[1:], seed=4)
     params = [
         SamplingParams(n=3, temperature=0.8, seed=5, max_tokens=NUM_TOKENS, ignore_eos=True),
         SamplingParams(

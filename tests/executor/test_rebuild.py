@@ -9,18 +9,22 @@ import signal
 import time
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
+import numpy as np
 import pytest
 import ray
+from support.gguf_files import write_gguf
 
 from executor import ray_engines
 from executor.bare_ranks import PATIENCE_S, BareRanks, bare_ranks
-from executor.ray_engines import in_load, in_step, is_alive, sabotaged_rank
+from executor.ray_engines import Wait, in_load, in_step, is_alive, sabotaged_rank
 from tpengine.errors import EngineError, GroupLostError, ModelLoadError, RankLoss
 from tpengine.executor.group import Group
 from tpengine.executor.launch.actors import Agents
 from tpengine.executor.launch.node_agent import NodeAgent
+from tpengine.gguf_file import open_gguf
 from tpengine.messages import StepInput
 
 SOON_S = 30.0
@@ -226,6 +230,34 @@ def test_final_error_ends_the_rebuild(
     finally:
         for file in files:
             (tmp_path / file.name).rename(file)
+
+
+def test_a_gguf_file_that_is_replaced(folder: Path, tmp_path: Path, wait_until: Wait) -> None:
+    """A spare on transformers' code reads it again, and refuses another one of the same sizes:
+    streams would go on with other weights. A byte copy of the file is accepted."""
+    path, metadata = tmp_path / "model.gguf", {"tokenizer.ggml.eos_token_id": 2}
+    write_gguf(folder, path, metadata=metadata)
+    old = path.read_bytes()
+    with bare_ranks(path, 2, model_impl="transformers", spare_workers=2) as ranks:
+        expected = ranks.generate()
+        wait_until(lambda: len(ranks.spare_processes()) == 2, PATIENCE_S)
+        assert [len(found) for found in ranks.heavy_modules()] == [2] * 4
+        spares = ranks.spare_processes()
+        path.unlink()
+        path.write_bytes(old)
+        ranks.lose(1)
+        ranks.rebuild()
+        assert sorted(place.process for place in ranks.executor.places) == sorted(spares)
+        assert ranks.generate() == expected
+        norm = "blk.1.attn_norm.weight"
+        ones = np.ones(open_gguf(path).tensors[norm].shape, np.float32)
+        others = partial(str.__ne__, norm)
+        write_gguf(folder, path, metadata=metadata, only=others, further={norm: ones})
+        assert len(path.read_bytes()) == len(old)
+        ranks.lose(1)
+        with pytest.raises(ModelLoadError, match=r"model\.gguf are no longer those"):
+            ranks.rebuild()
+        assert not any(is_alive(ranks.executor.places))
 
 
 def test_healthy_ranks_are_not_rebuilt(folder: Path) -> None:

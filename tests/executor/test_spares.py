@@ -22,6 +22,7 @@ def test_spares_become_ranks(folder: Path, wait_until: Wait) -> None:
     with bare_ranks(folder, 2, spare_workers=2) as ranks:
         expected = ranks.generate()
         wait_until(lambda: len(ranks.spare_processes()) == 2, PATIENCE_S)
+        assert ranks.heavy_modules() == [set()] * 4
         # Spares ask for nothing. Ray tells what is held a bit later.
         wait_until(lambda: free_cpus() == ray.cluster_resources()["CPU"] - 2, PATIENCE_S)
         spares = ranks.spare_processes()

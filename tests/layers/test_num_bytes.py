@@ -21,14 +21,17 @@ def make_weights(tp_size: int = 1, quantization: str | None = None) -> Weights:
     return Weights(torch.float32, CPU, ParallelState(0, tp_size), quantization)
 
 
-def test_int8_layer() -> None:
-    weights = make_weights(quantization="int8")
+# two panels of 32 outputs: 36 inputs, filled up to 64, and a scale each, or one per group of 32
+@pytest.mark.parametrize(
+    ("kind", "num_bytes"), [("int8", 2 * 32 * (64 + 2)), ("int4", 2 * 32 * 2 * (16 + 2))]
+)
+def test_quantized_layer(kind: str, num_bytes: int) -> None:
+    weights = make_weights(quantization=kind)
     layer = ReplicatedLinear(weights, "layer", 36, 40, bias=True)
     assert layer.weight is not None
     layer.weight.normal_()
     weights.finish()
-    # two panels of 32 outputs; per output a scale and a sum; the biases
-    assert weights.num_bytes == 2 * 32 * 36 + 40 * (4 + 4) + 40 * 4
+    assert weights.num_bytes == num_bytes + 40 * 4
 
 
 @pytest.mark.parametrize("tp_size", [1, 2])

@@ -124,6 +124,8 @@ def test_original_length_is_the_longest_unless_named() -> None:
         (new_style({**LONGROPE, "long_factor": [0.0] * 48}, 1e4), ["long_factor", "above 0"]),
         (new_style({**LONGROPE, "long_factor": [math.nan] * 48}, 1e4), ["long_factor", "above 0"]),
         (new_style({"partial_rotary_factor": 0.0}, 1e4), ["partial_rotary_factor", "above 0"]),
+        (new_style({}, math.inf), ["rope_theta", "above 0", "inf"]),
+        (new_style({}, -1e4), ["rope_theta", "above 0"]),
         (new_style({"partial_rotary_factor": 2.0}, 1e4), ["partial_rotary_factor", "at most 1"]),
         (new_style({"rope_type": "linear"}, 1e4), ["linear", "factor", "None"]),
         (new_style({"rope_type": "linear", "factor": 0}, 1e4), ["factor", "0"]),

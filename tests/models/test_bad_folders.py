@@ -46,17 +46,17 @@ def load_error(folder: Path) -> str:
 def test_no_model_folder(tmp_path: Path) -> None:
     with pytest.raises(ModelLoadError, match=r"config\.json"):
         make_engine(tmp_path)
-    with pytest.raises(ModelLoadError, match=r"^tokenizer '/nowhere' is no folder"):
+    with pytest.raises(ModelLoadError, match=r"^tokenizer '/nowhere' does not exist"):
         LLM(tokenizer="/nowhere")
     with pytest.raises(TypeError, match="'max_token'"):
         SamplingParams(max_token=3)  # type: ignore[call-arg]
-    with pytest.raises(ModelLoadError, match=r"is no folder.*hub name"):
+    with pytest.raises(ModelLoadError, match=r"does not exist.*hub name"):
         make_engine(tmp_path / "nothing here")
     file = tmp_path / "file"
     file.write_text("{}")
     with pytest.raises(ModelLoadError, match="is no folder"):
         make_engine(file)
-    with pytest.raises(ModelLoadError, match="is no folder"):
+    with pytest.raises(ModelLoadError, match="does not exist"):
         make_engine("no-such-name")
     (tmp_path / "config.json").write_text("{ not json")
     with pytest.raises(ModelLoadError, match=r"config\.json cannot be read"):

@@ -10,16 +10,18 @@ from pathlib import Path
 
 import pytest
 import torch
+import transformers
 from safetensors.torch import load_file, save_file
 from support.all_decoders import decoder_classes, run_all, try_class, write_model
 from support.engines import open_llm
 
 from tpengine import EngineArgs
+from tpengine.config import choose_model_impl
 from tpengine.distributed.parallel_state import ParallelState
 from tpengine.errors import ConfigError, ModelLoadError
 from tpengine.layers.weights import Weights
-from tpengine.model_files import ModelFields
-from tpengine.models.registry import build_model
+from tpengine.models.loader import load_model
+from tpengine.worker.gpu.attention_plans import check_attention
 
 ARCHITECTURES = dict(decoder_classes())
 RUNNING = {
@@ -27,7 +29,9 @@ RUNNING = {
     "cohere2": "runs",  # alternating windows, scaled logits
     "olmo2": "runs",  # norms over all heads, for which ranks gather
     "bert": "no base_model_tp_plan",  # learned positions, a head of several layers
-    "deepseek_v3": "packed_colwise",  # heads of 24 elements, V of 16; merged experts
+    "deepseek_v3": "by 'packed_colwise', which no layer",  # heads of 24 elements, V of 16
+    "gemma4_text": "runs",  # layers that share K and V, heads of two sizes, sliced masks
+    "gemma3n_text": "activation_sparsity_pattern",  # the plan of transformers gives other tokens
 }
 """By model type: what becomes of two ranks."""
 REFUSED = {
@@ -36,6 +40,8 @@ REFUSED = {
     "roberta": "positions do not begin at 0",
     "gpt_oss": "takes s_aux",
     "bloom": "attention does not go through",
+    "git": "attention does not go through",  # its class does not tell
+    "lfm2": "layers of type conv",
 }
 
 
@@ -72,14 +78,28 @@ def test_own_code_only(phi: Path) -> None:
         open_llm(phi, model_impl="tpengine")
 
 
-def test_a_model_type_of_no_class_of_transformers(phi: Path) -> None:
-    fields = {"architectures": ["PhiForCausalLM"], "model_type": "mine", "hidden_size": 64}
-    config = EngineArgs(str(phi)).create_engine_config().model
-    for model_type in ("mine", "t5"):
-        hf_config = ModelFields(fields, model_type=model_type)
-        weights = Weights(torch.float32, torch.device("cpu"), ParallelState(0, 1))
-        with pytest.raises(ConfigError, match=f"no causal decoder of model_type '{model_type}'"):
-            build_model(replace(config, hf_config=hf_config), weights)
+@pytest.mark.parametrize(
+    ("change", "problem"),
+    [
+        ({"model_type": "mine"}, "model_type 'mine' is unknown; docs/models.md lists"),
+        ({"model_type": "t5"}, "model_type 't5' is unknown"),
+        ({"is_encoder_decoder": True}, "the decoder of an encoder"),
+        ({"quantization_config": {"bits": 4}}, "quantised .* use some of 16 or 32 bits"),
+        ({"vocab_size": None}, "convert its text part"),
+    ],
+)
+def test_a_configuration_that_does_not_fit(change: dict[str, object], problem: str) -> None:
+    fields = {"architectures": ["PhiForCausalLM"], "model_type": "phi", "num_attention_heads": 4}
+    changed = fields | {"vocab_size": 128} | change
+    found = {name: value for name, value in changed.items() if value is not None}
+    with pytest.raises(ConfigError, match=problem):
+        choose_model_impl(found, "folder", "auto")
+
+
+def test_an_old_transformers_is_named(phi: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(transformers, "__version__", "5.3.1.dev0")
+    with pytest.raises(ConfigError, match=r"from transformers 5\.4 on, found 5\.3\.1\.dev0"):
+        EngineArgs(str(phi)).create_engine_config()
 
 
 def test_each_bad_tensor_is_named(phi: Path, tmp_path: Path) -> None:
@@ -114,6 +134,20 @@ def test_long_ropes_are_refused_only_beyond_their_limit(tmp_path: Path) -> None:
 def test_a_rank_of_our_own_code_imports_no_transformers() -> None:
     code = "import sys, tpengine.worker.worker; sys.exit('transformers' in sys.modules)"
     subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
+
+
+def test_a_gpu_is_asked_for_the_heads_that_the_cache_gets(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Queries and keys have 24 elements, the configuration's `head_dim` is 8."""
+    write_model("deepseek_v3", tmp_path)
+    config = EngineArgs(str(tmp_path)).create_engine_config("cpu")
+    assert config.model.head_dim == 8
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (9, 0))
+    chosen = replace(config, device="cuda"), torch.bfloat16, torch.float8_e4m3fn
+    weights = Weights(torch.bfloat16, torch.device("cpu"), ParallelState(0, 1))
+    with pytest.raises(ConfigError, match="head_dim=32 with an fp8 KV cache"):
+        load_model(config.model, weights, lambda model: check_attention(model, *chosen))
 
 
 @pytest.mark.soak

@@ -191,7 +191,7 @@ def test_a_folder_with_one_file_and_a_split_file_are_models(small: Path, tmp_pat
     (tmp_path / "tokenizer.json").write_text("{}")
     assert ModelFiles(str(tmp_path)).find() == str(tmp_path / "a.gguf")
     assert ModelFiles(str(tmp_path), what="tokenizer").find() == str(tmp_path)
-    with pytest.raises(ModelLoadError, match=r"no folder and no GGUF file.* the default tokenizer"):
+    with pytest.raises(ModelLoadError, match=r"does not exist; .* the default tokenizer"):
         ModelFiles("models/missing.gguf", what="tokenizer").find()
     shutil.copy(small, tmp_path / "b.GGUF")
     with pytest.raises(ModelLoadError, match=r"holds 2 GGUF files \(a\.gguf, b\.GGUF\): name one"):
@@ -206,6 +206,19 @@ def test_a_folder_with_one_file_and_a_split_file_are_models(small: Path, tmp_pat
     assert ModelFiles(str(names[1])).find() == ModelFiles(str(parts)).find() == str(names[0])
     load(parts, max_model_len=64)
     assert open_gguf(names[1]).tensors.keys() == open_gguf(small).tensors.keys()
+
+
+def test_what_a_file_is_shows_in_its_first_bytes(small: Path, tmp_path: Path) -> None:
+    blob, text = tmp_path / "sha256-0f", tmp_path / "pointer.gguf"
+    shutil.copy(small, blob)
+    assert ModelFiles(str(blob)).find() == ModelFiles(str(tmp_path)).find() == str(blob)
+    assert read_hf_config(str(blob), False) == read_hf_config(str(small), False)
+    load(blob, max_model_len=64)
+    text.write_text("version https://git-lfs")
+    with pytest.raises(ModelLoadError, match=r"is not a GGUF file: it does .*b'version https://"):
+        open_gguf(text)
+    (tmp_path / "folder.gguf").mkdir()
+    assert ModelFiles(str(tmp_path / "folder.gguf")).find() == str(tmp_path / "folder.gguf")
 
 
 def test_sampling_and_end_tokens_come_from_the_file(small: Path, tmp_path: Path) -> None:

@@ -171,3 +171,12 @@ def test_dummy_weights_of_every_family(subjects: Subjects) -> None:
     names = ("llama-biases", "qwen3-head-dim", "opt-after-projected", "bloom-8-heads")
     for name in (*names, "phi3-partial", "gpt2-8-heads"):
         load(subjects.folder(BY_NAME[name]), load_format="dummy")
+
+
+@pytest.mark.parametrize("head", ["embed_out", "lm_head"])
+def test_the_head_of_gpt_neox_has_two_names(subjects: Subjects, copied: Copied, head: str) -> None:
+    folder, state = copied("gpt_neox-odd")
+    (found,) = [name for name in ("embed_out.weight", "lm_head.weight") if name in state]
+    state[f"{head}.weight"] = state.pop(found)
+    save_file(state, folder / WEIGHTS)
+    generates_as_before(subjects, "gpt_neox-odd", folder)

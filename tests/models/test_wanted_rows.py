@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -14,8 +15,9 @@ from support.variants import VARIANTS, Variant
 from tpengine import EngineArgs, LLMEngine, SamplingParams
 from tpengine.config import ModelConfig
 from tpengine.layers.attention import AttentionMetadata
-from tpengine.layers.linear import PACKED_ISAS, MergedColumnParallelLinear
+from tpengine.layers.linear import MergedColumnParallelLinear
 from tpengine.layers.moe import Router
+from tpengine.layers.quantized_linear import PACKED_ISAS
 from tpengine.layers.weights import Weights
 from tpengine.models.loader import load_model
 from tpengine.ops.library import supported_cpu_isas
@@ -71,8 +73,8 @@ def test_rows_of_mixed_steps(
     requests, expected = MIXED[name]
     rows: list[int] = []
 
-    def load_and_count(config: ModelConfig, weights: Weights) -> Any:
-        model = load_model(config, weights)
+    def load_and_count(config: ModelConfig, weights: Weights, check: Callable[[Any], None]) -> Any:
+        model = load_model(config, weights, check)
         count_rows(model, rows)
         return model
 

@@ -36,6 +36,7 @@ def _arguments() -> dict[str, tuple]:
     rotary = ints(0, 7, 3, 1, 2), randn(8, 64)
     slots = ints(0, 9, -1, 17, 95)
     x, y, weight = randn(5, 32), randn(5, 32), randn(32)
+    groups = torch.zeros(2 * (512 + 64), dtype=torch.uint8)  # two panels of one group of 32
     return {
         "write_kv_cache": (randn(5, 2, 64), randn(5, 2, 64), k_cache, v_cache, slots),
         "rotary_embedding": (rotary[0], q, randn(5, 2, 64), rotary[1], True),
@@ -75,9 +76,10 @@ def _arguments() -> dict[str, tuple]:
         "gelu_tanh_and_mul": (torch.zeros(5, 16), x),
         "pack_linear_weight": (torch.zeros(64 * 32), randn(40, 32)),
         "packed_linear": (torch.zeros(5, 40), x, randn(64 * 32), randn(40)),
-        "int8_linear": (
-            torch.zeros(5, 40), x, torch.ones(64 * 32, dtype=torch.int8), randn(40),
-            torch.zeros(40, dtype=torch.int32), None,
+        "quantize_weight": (groups, randn(40, 32), 4, 32),
+        "quantized_linear": (torch.zeros(5, 40), x, groups, None, 4, 32, 0),
+        "quantized_embedding": (
+            torch.zeros(5, 32), groups, ints(0, 39, 2, 2, 1), 40, 4, 32, 0, 2.0,
         ),
         "top_experts": (torch.zeros(5, 2, dtype=torch.int32), torch.zeros(5, 2), randn(5, 3), True),
         "expert_mlp": (
@@ -161,9 +163,12 @@ WRONG = [
     ("packed_linear", _replaced(2, lambda t: t[32:]), r"packed has shape \[2016\].*size 2048"),
     ("packed_linear", _replaced(3, lambda t: t[1:]), r"bias has shape \[39\].*size 40"),
     ("packed_linear", _replaced(0, lambda t: t.bfloat16()), "out is bfloat16; expected float32"),
-    ("int8_linear", _replaced(2, lambda t: t[32:]), r"packed has shape \[2016\].*size 2048"),
-    ("int8_linear", _replaced(2, lambda t: t.int()), "packed is int32; expected int8"),
-    ("int8_linear", _replaced(3, lambda t: t[1:]), r"weight_scales has shape \[39\].*size 40"),
+    ("quantized_linear", _replaced(2, lambda t: t[32:]), r"packed has shape \[1120\].*size 1152"),
+    ("quantized_linear", _replaced(2, lambda t: t.int()), "packed is int32; expected uint8"),
+    ("quantized_linear", _replaced(4, lambda _: 3), r"bits = 3 .*expected 4 with 0, 1 or 2, or 8"),
+    ("quantized_linear", _replaced(5, lambda _: 48), "group_size is 48; expected a multiple of 32"),
+    ("quantize_weight", _replaced(3, lambda _: 160), "group_size in 4 bits is 160; the limit"),
+    ("quantized_embedding", _replaced(3, lambda _: 39), "is 39; the table has rows 0 to 38"),
     ("add_gated", _replaced(2, lambda t: t.repeat(1, 2)), r"gate has shape \[5, 2\].*size 1"),
     ("top_experts", _replaced(2, lambda t: t[:, :1]), "a token's experts is 2; the limit is 1"),
     ("top_experts", _replaced(1, lambda t: t.double()), "expert_weights is float64; expected fl"),

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from tpengine.ops.linear import pack_linear_weight, quantize_weight
+from tpengine.ops.linear import pack_linear_weight
 
 from .cases import BACKENDS, DTYPES, ISAS, backend, generator, nan_like, relative_error, threads
 
@@ -82,50 +82,3 @@ def test_odd_inputs_in_bfloat16_are_refused(name: str) -> None:
     weight = torch.zeros(4, 3, dtype=torch.bfloat16)
     with backend(name), pytest.raises(RuntimeError, match="3 inputs; expected an even number"):
         pack_linear_weight(weight)
-
-
-INT8_SHAPES = [
-    (1, 64, 32), (3, 4, 31), (8, 20, 65), (9, 36, 97), (12, 36, 33), (13, 128, 64), (40, 256, 100),
-]  # fmt: skip
-
-
-@pytest.mark.parametrize("name", BACKENDS)
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("shape", INT8_SHAPES, ids=str)
-def test_int8_equals_exact_integer_sums(
-    name: str, dtype: torch.dtype, shape: tuple[int, int, int]
-) -> None:
-    x, weight, bias = _case(shape, dtype)
-    x[0] *= 100.0  # each row has its own scale
-    x[-1, 1:] = 0.0
-    quantized = quantize_weight(weight)
-    out = nan_like(torch.empty(x.shape[0], weight.shape[0] + 5, dtype=dtype))
-    arguments = (quantized.packed, quantized.scales, quantized.offsets, bias)
-    with backend(name) as op:
-        op("int8_linear")(out[:, : weight.shape[0]], x, *arguments)
-    scales = x.double().abs().amax(dim=1, keepdim=True) / 127
-    q = (x.double() / scales).round()
-    w = (weight.double() / quantized.scales.double().unsqueeze(1)).round()
-    assert w.abs().max() == 127
-    expected = (q @ w.t()) * scales * quantized.scales.double() + bias.double()
-    assert relative_error(out[:, : weight.shape[0]], expected) < BOUND[dtype]
-    assert out[:, weight.shape[0] :].isnan().all(), "wrote beyond the last output"
-    # the error of the rounding to 8 bits is as expected
-    exact = x.double() @ weight.double().t() + bias.double()
-    assert relative_error(expected, exact) < 0.05
-
-
-@pytest.mark.parametrize("name", ISAS)
-def test_int8_zero_rows_and_independence_of_the_batch(name: str) -> None:
-    x, weight, _ = _case((30, 320, 200), torch.bfloat16)
-    x[4] = 0.0
-    quantized = quantize_weight(weight)
-    arguments = (quantized.packed, quantized.scales, quantized.offsets, None)
-    with backend(name) as op:
-        whole = x.new_empty(30, 200)
-        with threads(2):
-            op("int8_linear")(whole, x, *arguments)
-        part = x.new_empty(3, 200)
-        op("int8_linear")(part, x[4:7], *arguments)
-    assert torch.equal(part, whole[4:7])
-    assert not part[0].any()

@@ -3,7 +3,7 @@
 python dying_server.py STEP OPTIONS...      STEP "start": its start never ends
                                             STEP "hang": its tenth step never ends
 
-It prints its port as soon as it listens.
+It prints its ports as soon as it listens.
 """
 
 from __future__ import annotations
@@ -17,16 +17,23 @@ from tpengine.engine import llm_engine
 from tpengine.executor.executor import Executor
 from tpengine.scheduling.scheduler import Scheduler
 from tpengine.server.grpc.server import GrpcServer
+from tpengine.server.http.http_server import HttpServer
 
 when, *options = sys.argv[1:]
 schedule = Scheduler.schedule
-listen = GrpcServer.start
+listen, listen_http = GrpcServer.start, HttpServer.start
 num_steps = 0
 
 
 async def told_start(*args: Any) -> int:
     port = await listen(*args)
     print(f"the port is {port}", flush=True)
+    return port
+
+
+async def told_http_start(*args: Any) -> int:
+    port = await listen_http(*args)
+    print(f"the HTTP port is {port}", flush=True)
     return port
 
 
@@ -55,6 +62,7 @@ def endless_start(config: object, executor: Executor) -> None:
 
 
 GrpcServer.start = told_start  # type: ignore[method-assign]
+HttpServer.start = told_http_start  # type: ignore[method-assign]
 if when == "start":
     llm_engine.start_workers = endless_start  # type: ignore[assignment]
 else:

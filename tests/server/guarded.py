@@ -14,7 +14,7 @@ from support.system_packages import require
 
 from tpengine.server.auth import Authenticator, TlsFiles
 from tpengine.server.grpc.server import GrpcServer
-from tpengine.server.limits import Limits
+from tpengine.server.limits import Limits, OpenCalls
 from tpengine.server.state import ServerState
 
 WAIT_S = 20.0
@@ -34,7 +34,8 @@ def guarded_server(
 
     async def start() -> tuple[GrpcServer, int]:
         state = ServerState(["none"], 1.0)
-        server = GrpcServer(state, authenticator or Authenticator(), limits or Limits())
+        bounds = limits or Limits()
+        server = GrpcServer(state, authenticator or Authenticator(), bounds, OpenCalls(bounds))
         return server, await server.start(address, tls)
 
     try:

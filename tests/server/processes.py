@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
+import re
+import shutil
 import subprocess
 import sys
+import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
 import grpc
+import pytest
 from support.waiting import wait_until
+
+from tpengine.server.grpc.proto import tpengine_pb2 as pb
 
 END_S = 60.0
 DYING = Path(__file__).with_name("dying_server.py")
@@ -30,6 +36,27 @@ def wait_for(log: Path, words: str) -> str:
     return log.read_text().partition(words)[2].partition("\n")[0]
 
 
+def rank_pid(rank: pb.RankInfo) -> int:
+    """The process of a rank."""
+    found = re.search(r"pid[ =](\d+)", rank.device)
+    assert found is not None
+    return int(found[1])
+
+
+@contextmanager
+def own_ray() -> Iterator[None]:
+    """Servers that start meanwhile have a Ray of their own."""
+    # Ray's sockets are in its folder, and paths of sockets must be short.
+    folder = tempfile.mkdtemp(prefix="tpe", dir="/tmp")
+    with pytest.MonkeyPatch.context() as environment:
+        environment.setenv("RAY_TMPDIR", folder)
+        environment.setenv("RAY_ADDRESS", "local")
+        environment.setenv("RAY_AUTH_MODE", "disabled")
+        environment.setenv("RAY_USAGE_STATS_ENABLED", "0")
+        yield
+    shutil.rmtree(folder, ignore_errors=True)
+
+
 @contextmanager
 def dying_server(
     log: Path, when: str, *options: str
@@ -37,7 +64,7 @@ def dying_server(
     """A process of `dying_server.py` and a channel to it; it is killed at the end."""
     with log.open("wb") as out:
         process = subprocess.Popen(
-            [sys.executable, str(DYING), when, "--port", "0", *options],
+            [sys.executable, "-P", str(DYING), when, "--port", "0", *options],
             stdout=out,
             stderr=subprocess.STDOUT,
             start_new_session=True,

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -16,12 +15,6 @@ from tpengine.server.grpc.proto import tpengine_pb2 as pb
 
 PROMPT = "The capital of France is"
 QUESTION = [{"role": "user", "content": "What is two plus three?"}]
-
-
-@pytest.fixture(scope="module")
-def llm() -> Iterator[LLM]:
-    with LLM(dtype="float32", cpu_kv_cache_space=0.05, max_model_len=MODEL_LENGTH) as llm:
-        yield llm
 
 
 def joined(stream: Any) -> pb.GenerateResponse:

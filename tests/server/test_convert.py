@@ -305,13 +305,14 @@ def test_engine_faults_have_generic_words(kind: type[Exception]) -> None:
 
 
 def test_the_table() -> None:
-    codes = {kind.__name__: STATUS_CODES[kind][0].name for kind in STATUS_CODES}
+    codes = {kind.__name__: code.name for kind, code in STATUS_CODES.items()}
     assert codes == {
         "QueueFullError": "RESOURCE_EXHAUSTED",
         "DeadlineExceededError": "DEADLINE_EXCEEDED",
         "RequestAbortedError": "CANCELLED",
         "DuplicateRequestError": "ALREADY_EXISTS",
         "ModelNotFoundError": "NOT_FOUND",
+        "NotOfferedError": "UNIMPLEMENTED",
         "UnauthenticatedError": "UNAUTHENTICATED",
         "PermissionDeniedError": "PERMISSION_DENIED",
         "RequestFailedError": "INTERNAL",

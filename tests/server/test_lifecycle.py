@@ -3,27 +3,28 @@
 from __future__ import annotations
 
 import re
+import shutil
 import signal
 import socket
+import subprocess
+import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import grpc
 import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
-from support.server_process import ServerProcess, wait_until
+from support.server_process import START_TIMEOUT_S, ServerProcess, wait_until
 
 from server.calls import TIMEOUT_S, Refusal, Watcher, long_request, refused, running, waiting
 from server.guarded import Authority
 from server.processes import END_S, dying_server, session, wait_for
 from tpengine.cli.main import main
-from tpengine.errors import ModelLoadError
+from tpengine.config import EMBEDDED_MODEL
 from tpengine.server.grpc.proto import tpengine_pb2 as pb
 from tpengine.server.grpc.proto import tpengine_pb2_grpc
-from tpengine.server.state import ServerState
 
 Code = grpc.StatusCode
 SERVING, NOT_SERVING, UNKNOWN = 1, 2, 3
@@ -290,12 +291,13 @@ def test_a_server_that_loads_shows_its_health_and_ends_at_once(tmp_path: Path) -
 
 
 def test_wrong_sampling_of_a_model_ends_the_start(tmp_path: Path) -> None:
+    """Before the weights are looked for, which the folder does not have."""
+    shutil.copy(Path(EMBEDDED_MODEL, "config.json"), tmp_path)
     (tmp_path / "generation_config.json").write_text('{"temperature": "hot"}')
-    engine: Any = SimpleNamespace(model_config=SimpleNamespace(model=str(tmp_path)))
-    state = ServerState(["it"], drain_timeout_s=1.0)
-    with pytest.raises(ModelLoadError, match=r"generation_config\.json of .*temperature.*'hot'"):
-        state.serve(engine)
-    assert state.engine is None
+    command = [sys.executable, "-m", "tpengine", "serve", "--port", "0", "--model", str(tmp_path)]
+    ended = subprocess.run(command, capture_output=True, text=True, timeout=START_TIMEOUT_S)
+    assert ended.returncode == 1
+    assert re.search(r"generation_config\.json of .*temperature.*'hot'", ended.stderr)
 
 
 def test_what_cannot_start(capfd: pytest.CaptureFixture[str]) -> None:

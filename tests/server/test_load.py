@@ -97,7 +97,7 @@ async def _vanish_by_kill(target: str, rng: random.Random) -> None:
     await asyncio.sleep(rng.uniform(0, VANISH_S))
     words = [target, str(STREAMS_OF_KILLED), str(rng.randrange(10**6))]
     process = await asyncio.create_subprocess_exec(
-        sys.executable, str(HERE / "vanish.py"), *words, stdout=subprocess.PIPE
+        sys.executable, "-P", str(HERE / "vanish.py"), *words, stdout=subprocess.PIPE
     )
     try:
         assert process.stdout is not None
@@ -158,7 +158,9 @@ def _crowd(folder: Path, target: str, count: int, rate: float, num_tokens: int) 
     environment = os.environ | {"PYTHONPATH": os.pathsep.join(map(str, (ROOT, ROOT / "tests")))}
     with (folder / "crowd.json").open("wb") as out:
         return subprocess.Popen(
-            [sys.executable, str(HERE / "crowd.py"), *map(str, words)], stdout=out, env=environment
+            [sys.executable, "-P", str(HERE / "crowd.py"), *map(str, words)],
+            stdout=out,
+            env=environment,
         )
 
 

@@ -3,10 +3,7 @@
 from __future__ import annotations
 
 import os
-import re
-import shutil
 import signal
-import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -16,7 +13,7 @@ from support.engines import complete, greedy, make_engine
 from support.server_process import ServerProcess, wait_until
 
 from server.calls import long_request
-from server.processes import END_S, dying_server, session
+from server.processes import END_S, dying_server, own_ray, rank_pid, session
 from tpengine.config import EMBEDDED_MODEL
 from tpengine.server.grpc.proto import tpengine_pb2 as pb
 
@@ -28,16 +25,10 @@ RAY_S = 120.0
 
 
 @pytest.fixture(autouse=True)
-def _own_ray(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+def _own_ray() -> Iterator[None]:
     pytest.importorskip("ray")
-    # Ray's sockets are in its folder, and paths of sockets must be short.
-    folder = tempfile.mkdtemp(prefix="tpe", dir="/tmp")
-    monkeypatch.setenv("RAY_TMPDIR", folder)
-    monkeypatch.setenv("RAY_ADDRESS", "local")
-    monkeypatch.setenv("RAY_AUTH_MODE", "disabled")
-    monkeypatch.setenv("RAY_USAGE_STATS_ENABLED", "0")
-    yield
-    shutil.rmtree(folder, ignore_errors=True)
+    with own_ray():
+        yield
 
 
 def test_streams_go_on_over_a_recovery_and_a_drain(tmp_path: Path) -> None:
@@ -56,9 +47,7 @@ def test_streams_go_on_over_a_recovery_and_a_drain(tmp_path: Path) -> None:
             (0, True, True),
             (1, True, True),
         ]
-        found = re.search(r"pid[ =](\d+)", ranks[1].device)
-        assert found is not None
-        os.kill(int(found[1]), signal.SIGKILL)
+        os.kill(rank_pid(ranks[1]), signal.SIGKILL)
         states = set()
 
         def is_back() -> bool:

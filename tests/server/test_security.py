@@ -50,6 +50,11 @@ def test_an_open_server_needs_insecure(host: str) -> None:
     ServerArgs(host=host, insecure=True).check_exposure(Authenticator())
     ServerArgs(host=host).check_exposure(Authenticator([ONE]))
     ServerArgs(host=host, tls_cert="a", tls_key="b").check_exposure(Authenticator())
+    over_http: dict[str, Any] = {"host": host, "http_port": 0, "tls_cert": "a", "tls_key": "b"}
+    with pytest.raises(ConfigError, match="--tls-client-ca, or --token-file or --api-key"):
+        ServerArgs(**over_http).check_exposure(Authenticator())
+    ServerArgs(**over_http, tls_client_ca="c").check_exposure(Authenticator())
+    ServerArgs(**over_http).check_exposure(Authenticator([ONE]))
     with pytest.raises(ConfigError):  # an admin token does not protect other calls
         ServerArgs(host=host).check_exposure(Authenticator((), [ADMIN]))
 
@@ -64,6 +69,8 @@ def test_this_machine_needs_no_guard(host: str) -> None:
     [
         ({"port": 65536}, "port"),
         ({"metrics_port": -1}, "metrics_port"),
+        ({"port": 8000, "http_port": 8000}, "http_port and port are both 8000"),
+        ({"http_port": 8000, "metrics_port": 8000}, "metrics_port and http_port are both 8000"),
         ({"drain_timeout": float("nan")}, "drain_timeout"),
         ({"startup_timeout": float("inf")}, "startup_timeout"),
         ({"max_message_mib": 0.0}, "max_message_mib"),

@@ -12,6 +12,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import logging
+import resource
 import sys
 import tempfile
 import warnings
@@ -49,6 +50,7 @@ SIZES = {
     "pad_token_id": 0,
     "vocab_size": VOCAB_SIZE,
     "vocab_size_per_layer_input": VOCAB_SIZE,
+    "hidden_size_per_layer_input": 16,
     "hidden_size": 64,
     "embedding_size": 64,
     "intermediate_size": 96,
@@ -89,24 +91,53 @@ SIZES = {
 }
 """Fields of the tiny models, where a configuration has them."""
 _CONVOLUTIONS = ["conv", "conv", "full_attention", "conv"]
+_ALTERNATING = ["sliding_attention", "full_attention"] * 2
+_SHARING = {"layer_types": _ALTERNATING, "num_kv_shared_layers": 2}
+_ROPE = {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [4, 2, 2]}
+_NO_EXTRA_INPUTS = {"vocab_size_per_layer_input": 0, "hidden_size_per_layer_input": 0}
 SPECIAL: dict[str, dict[str, Any]] = {
-    "dots1": {"sliding_window": None},
+    "cohere_compass_text": {
+        "layer_types": _ALTERNATING,
+        "rope_parameters": {"sliding_attention": _ROPE, "full_attention": None},
+    },
+    "dots1": {"sliding_window": None, "n_shared_experts": 1},
+    "dots3_note_text": {"layer_types": ["full_attention"] * 4},
+    "gemma3n_text": {**_SHARING, "activation_sparsity_pattern": [0.5, 0.0, 0.0, 0.0]},
+    "gemma4_assistant": {"text_config": {"model_type": "gemma4_text", **_NO_EXTRA_INPUTS}},
+    "gemma4_text": {**_SHARING, "global_head_dim": 32},
+    "gemma4_unified_text": {"layer_types": _ALTERNATING, "global_head_dim": 32},
     "gpt_neo": {"attention_types": [[["global", "local"], 2]], "window_size": WINDOW},
     "lfm2": {"layer_types": _CONVOLUTIONS},
     "lfm2_moe": {"layer_types": _CONVOLUTIONS},
     "git": {"vision_config": {"hidden_size": 48, "num_hidden_layers": 1}},
     "roc_bert": {"pronunciation_vocab_size": 64, "shape_vocab_size": 64},
+    "xlnet": {"d_model": 64, "n_head": 4, "d_head": 16},
     "mamba2": {"num_heads": 8, "head_dim": 16},
+    "longcat_flash": {"num_layers": 2, "head_dim": 8, "qk_head_dim": 24},
+    "phi4_multimodal": {
+        "vision_config": {"hidden_size": 48, "intermediate_size": 96, "num_hidden_layers": 1},
+        "audio_config": {
+            "hidden_size": 64,
+            "intermediate_size": 96,
+            "num_blocks": 1,
+            "num_attention_heads": 4,
+            "nemo_conv_channels": 64,
+            "ext_pw_out_channel": 64,
+            "depthwise_separable_out_channel": 64,
+        },
+    },
+    "xmod": {"default_language": "en_XX"},
+    "zamba2": {"layers_block_type": ["linear_attention", "hybrid"] * 2},
+    "zaya": {"num_experts_per_tok": 1},
     "dbrx": {
         "d_model": 64,
         "n_heads": 4,
         "n_layers": 4,
-        "attn_config": {"kv_n_heads": 2, "rope_theta": 10000.0},
+        "attn_config": {"kv_n_heads": 2, "rope_theta": 10000.0, "clip_qkv": 8.0},
         "ffn_config": {"ffn_hidden_size": 96, "moe_num_experts": 4, "moe_top_k": 2},
     },
 }
 """By model type: fields that only some classes have, or that need other values."""
-DECODER_ONLY_IF_ASKED = "is_decoder"
 
 
 @dataclass(frozen=True)
@@ -139,26 +170,36 @@ def decoder_classes() -> list[tuple[str, str]]:
 
 def tiny_config(model_type: str) -> Any:
     """A small configuration; its lists of layers are those that the class makes itself."""
-    config_class = CONFIG_MAPPING[model_type]
-    default = config_class()
+    config_class, special = CONFIG_MAPPING[model_type], SPECIAL.get(model_type, {})
+    default = config_class(**{name: special[name] for name in special.keys() & {"text_config"}})
+    default.allow_global_per_layer_attribute_access = True  # some differ by layer
     wanted = {
         name: value
         for name, value in SIZES.items()
         if hasattr(default, name) and not isinstance(getattr(config_class, name, None), property)
     }
-    if getattr(default, DECODER_ONLY_IF_ASKED, None) is False:
-        wanted[DECODER_ONLY_IF_ASKED] = True
+    wanted["is_encoder_decoder"] = False  # as its decoder is saved
+    if getattr(default, "is_decoder", None) is False:
+        wanted["is_decoder"] = True
     if hasattr(default, "qk_rope_head_dim"):
         wanted.pop("head_dim", None)  # it is the rotated part's size there
         wanted["num_key_value_heads"] = SIZES["num_attention_heads"]
-    return config_class(**{**wanted, **SPECIAL.get(model_type, {})})
+    return config_class(**{**wanted, **special})
 
 
 def write_model(model_type: str, folder: Path) -> Any:
-    """Writes a random model in which every part matters; returns it."""
+    """Writes a random model in which every part matters; returns it.
+
+    Raises:
+        ConfigError: its config.json is refused; no weights are made then.
+        NotMadeError: transformers makes no such model.
+    """
     torch.manual_seed(0)
     try:
         config = tiny_config(model_type)
+        config.architectures = [dict(decoder_classes())[model_type]]
+        config.save_pretrained(folder)
+        engine_args(folder).create_engine_config("cpu")
         with torch.device("meta"):  # the sizes of a class may escape the script
             outline = AutoModelForCausalLM.from_config(config)
         num_elements = sum(parameter.numel() for parameter in outline.parameters())
@@ -178,7 +219,7 @@ def write_model(model_type: str, folder: Path) -> Any:
                     module.weight[module.padding_idx] = 0.0
         model.save_pretrained(folder)
         model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
-    except NotMadeError:
+    except (ConfigError, NotMadeError):
         raise
     except Exception as error:
         raise NotMadeError(f"{type(error).__name__}: {first_line(error)}") from error
@@ -218,9 +259,9 @@ def _best_of(model: Any, prompts: torch.Tensor) -> Expected:
     return Expected(prompt.tolist(), tuple(ids[row, length:].tolist()), chosen)
 
 
-def run(folder: Path, expected: Sequence[Expected], tp_size: int = 1, **args: Any) -> str:
-    """Runs a model; returns what differs from transformers, or nothing."""
-    config = EngineArgs(
+def engine_args(folder: Path, **args: Any) -> EngineArgs:
+    """Arguments with which a tiny model runs on transformers' code."""
+    return EngineArgs(
         str(folder),
         dtype="float32",
         model_impl="transformers",
@@ -229,7 +270,12 @@ def run(folder: Path, expected: Sequence[Expected], tp_size: int = 1, **args: An
         skip_tokenizer_init=True,
         swap_space=0.01,
         **{"num_device_blocks_override": 32, **args},
-    ).create_engine_config("cpu")
+    )
+
+
+def run(folder: Path, expected: Sequence[Expected], tp_size: int = 1, **args: Any) -> str:
+    """Runs a model; returns what differs from transformers, or nothing."""
+    config = engine_args(folder, **args).create_engine_config("cpu")
     executor = LocalExecutor(config) if tp_size == 1 else ThreadedExecutor(config, tp_size)
     params = SamplingParams(
         temperature=0.0, max_tokens=NUM_OUTPUT_TOKENS, ignore_eos=True, prompt_logprobs=0
@@ -275,8 +321,6 @@ def try_class(model_type: str, architecture: str) -> Verdict:
                 folder, expected, max_num_batched_tokens=16, num_device_blocks_override=6
             )
         except NotMadeError as error:
-            if refusal := refusal_of_parts(model_type, architecture, folder):
-                return Verdict(model_type, architecture, False, reason=refusal)
             reason = f"not tried, transformers makes no tiny one: {first_line(error)}"
             return Verdict(model_type, architecture, False, reason=reason)
         except ConfigError as error:
@@ -295,18 +339,6 @@ def try_class(model_type: str, architecture: str) -> Verdict:
         return Verdict(model_type, architecture, True, ranks, is_typed=not problem)
 
 
-def refusal_of_parts(model_type: str, architecture: str, folder: Path) -> str:
-    """Why a configuration with parts beside the text decoder is refused, without a model of it."""
-    config = CONFIG_MAPPING[model_type]()
-    config.architectures = [architecture]
-    config.save_pretrained(folder)
-    try:
-        EngineArgs(str(folder), skip_tokenizer_init=True).create_engine_config("cpu")
-    except ConfigError as error:
-        return short(error).rpartition("is not supported: ")[2]
-    return ""
-
-
 def first_line(error: BaseException) -> str:
     """What an error says, shortened."""
     return str(error).strip().partition("\n")[0][:200]
@@ -315,9 +347,9 @@ def first_line(error: BaseException) -> str:
 def short(error: ConfigError) -> str:
     """A refusal without the names of class and folder."""
     text = str(error).partition("\n")[0]
-    for border in ("transformers' code: ", "tensor_parallel_size = 2: "):
+    for border in ("transformers' code: ", "tensor_parallel_size = 2: ", "is not supported: "):
         text = text.rpartition(border)[2]
-    return text.removesuffix("; use 1")
+    return text.removesuffix("; docs/models.md lists what runs").removesuffix("; set it to 1")
 
 
 def row(verdict: Verdict) -> str:
@@ -369,6 +401,7 @@ def main() -> None:
     transformers.utils.logging.disable_progress_bar()
     verdicts = list(run_all([name for name in options.only.split(",") if name]))
     print(Counter("runs" if v.runs else "refused" if v.is_typed else "WRONG" for v in verdicts))
+    print(f"{resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024:.0f} MiB of memory at most")
     if options.write:
         write_rows(verdicts)
 

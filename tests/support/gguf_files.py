@@ -14,6 +14,8 @@ from gguf import MODEL_ARCH_NAMES, GGMLQuantizationType, GGUFWriter, get_tensor_
 from gguf.quants import quantize
 from safetensors.torch import load_file
 
+from tpengine.config import EMBEDDED_MODEL
+
 ARCHITECTURES = {
     "gemma3_text": "gemma3",
     "mixtral": "llama",
@@ -86,6 +88,22 @@ def write_gguf(
     writer.write_tensors_to_file()
     writer.close()
     return path
+
+
+def write_embedded_gguf(folder: Path) -> Path:
+    """Writes the embedded model with its tokenizer into a file in `folder`."""
+    fields = json.loads(Path(EMBEDDED_MODEL, "tokenizer.json").read_text())
+    vocabulary = fields["model"]["vocab"]
+    options = json.loads(Path(EMBEDDED_MODEL, "tokenizer_config.json").read_text())
+    metadata = {
+        "tokenizer.ggml.model": "gpt2",
+        "tokenizer.ggml.pre": "smollm",
+        "tokenizer.ggml.tokens": sorted(vocabulary, key=vocabulary.get),
+        "tokenizer.ggml.token_type": [3] * 4 + [1] * (len(vocabulary) - 4),
+        "tokenizer.ggml.merges": [" ".join(pair) for pair in fields["model"]["merges"]],
+        "tokenizer.chat_template": options["chat_template"],
+    }
+    return write_gguf(Path(EMBEDDED_MODEL), folder / "embedded.gguf", metadata=metadata)
 
 
 def _metadata(config: dict[str, Any], arch: str, state: dict[str, torch.Tensor]) -> dict[str, Any]:

@@ -29,6 +29,18 @@ def opening(target: str, method: str, request: bytes, window: int = DEFAULT_WIND
         request: the request, serialised.
         window: bytes of the answer that the server may send unasked.
     """
+    return greeting(window) + call(target, method, request)
+
+
+def greeting(window: int = DEFAULT_WINDOW) -> bytes:
+    """What a client says before its first call: see `opening`."""
+    # Without a table of headers the server writes out every name, which `read_status` looks for.
+    settings = struct.pack(">HIHI", _HEADER_TABLE_SIZE, 0, _INITIAL_WINDOW_SIZE, window)
+    return _PREFACE + frame(SETTINGS, 0, 0, settings)
+
+
+def call(target: str, method: str, request: bytes, stream: int = STREAM) -> bytes:
+    """What a client says for one more call on a connection: see `opening`."""
     headers = {
         ":method": "POST",
         ":scheme": "http",
@@ -37,15 +49,9 @@ def opening(target: str, method: str, request: bytes, window: int = DEFAULT_WIND
         "content-type": "application/grpc",
         "te": "trailers",
     }
-    # Without a table of headers the server writes out every name, which `read_status` looks for.
-    settings = struct.pack(">HIHI", _HEADER_TABLE_SIZE, 0, _INITIAL_WINDOW_SIZE, window)
+    head = frame(HEADERS, _END_HEADERS, stream, _plain_headers(headers))
     body = struct.pack(">BI", 0, len(request)) + request
-    return (
-        _PREFACE
-        + frame(SETTINGS, 0, 0, settings)
-        + frame(HEADERS, _END_HEADERS, STREAM, _plain_headers(headers))
-        + frame(DATA, END_STREAM, STREAM, body)
-    )
+    return head + frame(DATA, END_STREAM, stream, body)
 
 
 def frame(kind: int, flags: int, stream: int, payload: bytes) -> bytes:

@@ -21,6 +21,7 @@ START_TIMEOUT_S = 120.0
 END_TIMEOUT_S = 30.0
 CALL_TIMEOUT_S = 30.0
 _READY = re.compile(r"tpengine is ready on (\S+):.*metrics on (\S+);")
+_HTTP = re.compile(r"OpenAI on (\S+)/v1;")
 
 
 class ServerProcess:
@@ -52,6 +53,13 @@ class ServerProcess:
         self.target, self._metrics_url = found.groups()
         self.channel = grpc.insecure_channel(self.target)
         self.stub = tpengine_pb2_grpc.GenerationServiceStub(self.channel)
+
+    @property
+    def http_address(self) -> str:
+        """http://HOST:PORT of the HTTP door."""
+        found = _HTTP.search(self.log.read_text())
+        assert found is not None, "the server was started without --http-port"
+        return found.group(1)
 
     @property
     def pid(self) -> int:

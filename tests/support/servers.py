@@ -7,6 +7,7 @@ from collections.abc import Iterator
 import pytest
 
 from support.server_process import ServerProcess
+from tpengine import LLM
 
 MODEL_LENGTH = 512
 TIGHT_BLOCKS = 40
@@ -32,3 +33,10 @@ def tight(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerProcess]:
     options += ["--no-enable-prefix-caching", "--scheduling-policy", "priority"]
     with ServerProcess(*options, log=log) as process:
         yield process
+
+
+@pytest.fixture(scope="session")
+def llm() -> Iterator[LLM]:
+    """The offline engine with the model and the length of `server`."""
+    with LLM(dtype="float32", cpu_kv_cache_space=0.05, max_model_len=MODEL_LENGTH) as llm:
+        yield llm

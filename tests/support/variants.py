@@ -52,6 +52,8 @@ _GEMMA_SHAPE = {
     "sliding_window": WINDOW,
     "query_pre_attn_scalar": 50,
 }
+_NEOX_SHAPE = {**_OPT_SHAPE, "intermediate_size": 154}
+_TIED_BIASES = {"tie_word_embeddings": True, "attention_bias": True, "mlp_bias": True}
 _GPT2_SHAPE = {"n_layer": 2, "n_positions": MAX_POSITIONS, "tie_word_embeddings": True}
 _YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64}
 _LONGROPE = {
@@ -329,6 +331,50 @@ VARIANTS = [
         sliding_window=WINDOW,
         attention_bias=True,
         head_dim=32,
+    ),
+    _llama(
+        "granite-odd",
+        {"residual_multiplier": 1.0},
+        embedding_multiplier=3.0,
+        residual_multiplier=0.4,
+        attention_multiplier=0.25,
+        logits_scaling=1.7,
+        intermediate_size=154,
+    ),
+    _llama(
+        "granite-tied-biases",
+        {"attention_multiplier": 0.6},
+        attention_multiplier=0.1,
+        num_key_value_heads=1,
+        **_TIED_BIASES,
+    ),
+    _llama("olmo2-odd", intermediate_size=154),
+    _llama(
+        "olmo2-biases-6-to-1",
+        bias_std=0.05,
+        hidden_size=96,
+        num_attention_heads=6,
+        num_key_value_heads=1,
+        attention_bias=True,
+    ),
+    _llama("smollm3-odd", {"no_rope_layers": [1, 1]}, no_rope_layers=[1, 0], intermediate_size=154),
+    _llama(
+        "smollm3-window-biases",
+        {"layer_types": _ALL_FULL},
+        num_hidden_layers=3,
+        no_rope_layers=[0, 1, 0, 1],
+        use_sliding_window=True,
+        sliding_window=WINDOW,
+        **_TIED_BIASES,
+    ),
+    _variant("gpt_neox-odd", _NEOX_SHAPE, {"use_parallel_residual": False}),
+    _variant(
+        "gpt_neox-sequential-half",
+        {**_NEOX_SHAPE, "intermediate_size": 192, "hidden_act": "gelu_new"},
+        {"rope_parameters": {}},
+        use_parallel_residual=False,
+        attention_bias=False,
+        **_rope(_HALF),
     ),
     _opt("before", {"do_layer_norm_before": False}),
     # Larger biases would make the logits independent of the tokens.

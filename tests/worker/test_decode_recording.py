@@ -99,6 +99,7 @@ def folder_of(models: ModelShop, tmp_path_factory: pytest.TempPathFactory) -> Ca
         *((name, {}) for name in (*ZOO, *FAMILIES)),
         ("d64-4to1-tied", {"dtype": "bfloat16"}),
         ("d64-4to1-tied", {"quantization": "int8"}),
+        ("d64-4to1-tied", {"quantization": "int4"}),
         ("d64-4to1-tied", SCARCE),
         ("d64-4to1-tied", {"max_num_seqs": 5}),
         *((name, {"dtype": "bfloat16"}) for name in FAMILIES),

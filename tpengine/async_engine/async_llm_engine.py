@@ -314,16 +314,20 @@ class AsyncLLMEngine(RefusesNames):
         return await self._texts.run(decode)
 
     async def chat_token_ids(
-        self, messages: Sequence[Mapping[str, Any]], add_generation_prompt: bool = True
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        add_generation_prompt: bool = True,
+        **options: Any,
     ) -> list[int]:
-        """Returns a conversation as the ids of a prompt, by the model's chat template.
+        """Returns a conversation as the ids of a prompt, by the model's chat template; for the
+        options see `Tokenizer.render_chat`.
 
         Raises:
             InvalidPromptError: there is no tokenizer or template, or it refuses the messages.
             QueueFullError: too many texts wait.
         """
         to_ids = self._tokenizer().apply_chat_template
-        return await self._texts.run(partial(to_ids, messages, add_generation_prompt))
+        return await self._texts.run(partial(to_ids, messages, add_generation_prompt, **options))
 
     def get_num_unfinished_requests(self) -> int:
         """Returns the number of requests whose end is not known yet, those being checked too."""

@@ -129,17 +129,21 @@ def _bandwidth_of(device: str) -> Callable[[], float]:
 
 def step_bytes_of(engine: LLMEngine, device: str) -> int:
     """Bytes of weights that a decode step reads. It reads only single rows of the embedding and of
-    the rotary angles. A tied output head reads the whole embedding on a GPU, and on CPU a packed
-    copy of it."""
+    the rotary angles. A tied output head reads the whole embedding if it is quantised or on a GPU,
+    and on CPU else a packed copy of it."""
     config = engine.get_model_config()
     dtype = resolve_dtype(config.dtype, device)
-    table = config.vocab_size * int(config.hf_config["hidden_size"]) * dtype.itemsize
-    if device != "cpu" and config.hf_config.get("tie_word_embeddings"):
-        table = 0
+    num_rows, row_bytes = config.vocab_size, int(config.hf_config["hidden_size"]) * dtype.itemsize
+    if config.quantization is not None:  # 8 bits and a scale, see `ops.quantized.QuantizedWeight`
+        num_rows = -(-num_rows // 32) * 32
+        row_bytes = -(-int(config.hf_config["hidden_size"]) // 32) * 32 + 2
+    is_shared = device != "cpu" or config.quantization is not None
+    if is_shared and config.hf_config.get("tie_word_embeddings"):
+        num_rows = 0
     angles = 4 * config.max_model_len * config.head_dim
     if not config.hf_config.get("rope_parameters"):
         angles = 0
-    return sum(engine.get_weights_bytes()) - table - angles
+    return sum(engine.get_weights_bytes()) - num_rows * row_bytes - angles
 
 
 def _prediction(engine: LLMEngine, args: argparse.Namespace, point: Point, step_bytes: int) -> str:

@@ -25,6 +25,7 @@ _VARIANTS: dict[str, dict[str, str | None]] = {
     "float32": {"dtype": "float32", "quantization": None},
     "bfloat16": {"dtype": "bfloat16", "quantization": None},
     "bfloat16 int8": {"dtype": "bfloat16", "quantization": "int8"},
+    "bfloat16 int4": {"dtype": "bfloat16", "quantization": "int4"},
 }
 _WINDOW = 256
 _OPENINGS = ["Hello, my name is", "The capital of", "Once upon a time", "The future of"]

@@ -5,16 +5,17 @@ from __future__ import annotations
 import argparse
 import asyncio
 import math
-import os
 import sys
-from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from collections.abc import Callable, Coroutine
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
 from tpengine import envs
-from tpengine.cli.parser import SamplingOptions
+from tpengine.cli import conversation
+from tpengine.cli.lines import Line, read_lines
+from tpengine.cli.parser import SamplingOptions, in_words
 from tpengine.client.channel import ClientTLS
-from tpengine.client.convert import Message, Prompt, Sampling
+from tpengine.client.convert import Prompt, Sampling
 from tpengine.client.generation_client import GenerationClient
 from tpengine.client.load import COMPLETE, describe_load, poisson_plan, run_load, summarise
 from tpengine.errors import (
@@ -32,14 +33,15 @@ from tpengine.server.grpc.proto import LIVENESS, READINESS
 EPILOG = """\
 Examples:
   tpengine client generate 'Once upon a time' --temperature 0
-  tpengine client chat                      # a conversation, one message a line
+  tpengine client chat                      # a conversation; its --help lists the commands
   tpengine client health --target gpu3:50051
   tpengine client load --rate 20 --num-requests 500
 """
 _TOKEN_HINT = "; give your token with --token-file FILE or in TPENGINE_CLIENT_TOKEN"
-_CHUNK_BYTES = 1 << 16
 
-_Action = Callable[[argparse.Namespace, GenerationClient], Awaitable[int]]
+_Run = Callable[[Coroutine[Any, Any, Any]], Any]
+"""Runs a coroutine on the client's event loop."""
+_Action = Callable[[argparse.Namespace, GenerationClient, _Run], int]
 
 
 @dataclass
@@ -116,12 +118,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     OutputOptions.add_cli_args(generate)
     chat = add("chat", "hold a conversation by the model's chat template", _chat)
-    chat.add_argument(
-        "message",
-        nargs="*",
-        metavar="WORD",
-        help="words of one message; default: each line of stdin is one",
-    )
+    conversation.add_arguments(chat)
+    chat.formatter_class, chat.epilog = argparse.RawDescriptionHelpFormatter, conversation.HELP
     health = add("health", "ask whether the server is ready: exit code 0, else 1", _health)
     health.add_argument(
         "--liveness", action="store_true", help="ask whether it lives; it may still load its model"
@@ -134,16 +132,18 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Runs the chosen command; returns the exit code."""
+    with asyncio.Runner() as runner:
 
-    async def connected() -> int:
-        async with open_client(args) as client:
-            action: _Action = args.action
-            return await action(args, client)
+        async def opened() -> GenerationClient:
+            return open_client(args)
 
-    try:
-        return asyncio.run(connected())
-    except UnauthenticatedError as error:
-        raise UnauthenticatedError(f"{error}{_TOKEN_HINT}") from error
+        client = runner.run(opened())
+        try:
+            return int(args.action(args, client, runner.run))
+        except UnauthenticatedError as error:
+            raise UnauthenticatedError(f"{error}{_TOKEN_HINT}") from error
+        finally:
+            runner.run(client.close())
 
 
 def open_client(args: argparse.Namespace) -> GenerationClient:
@@ -178,17 +178,21 @@ def _read_token(path: str | None) -> str | None:
     return token
 
 
-async def _generate(args: argparse.Namespace, client: GenerationClient) -> int:
+def _generate(args: argparse.Namespace, client: GenerationClient, run: _Run) -> int:
     failed = 0
     params = SamplingOptions.from_cli_args(args).given()
     params |= {"n": args.n, "logprobs": args.logprobs}
-    async for prompt in _lines(args.prompts):
-        echo = prompt if args.echo else ""
+    given = [Line(1, prompt, "a prompt") for prompt in args.prompts]
+    for line in given or read_lines():
+        if not line.text.strip():
+            continue
         try:
+            prompt = line.checked()
+            echo = prompt if args.echo else ""
             if args.n == 1 and args.logprobs is None:
-                await _print_stream(client, prompt, params, echo)
+                run(_print_stream(client, prompt, params, echo))
             else:
-                await _print_whole(client, prompt, params, echo)
+                run(_print_whole(client, prompt, params, echo))
             print("\n", flush=True)
         except RequestError as error:
             _print_failure(error)
@@ -196,28 +200,35 @@ async def _generate(args: argparse.Namespace, client: GenerationClient) -> int:
     return 1 if failed else 0
 
 
-async def _chat(args: argparse.Namespace, client: GenerationClient) -> int:
-    conversation: list[Message] = []
-    failed = 0
-    params = SamplingOptions.from_cli_args(args).given()
-    message = [" ".join(args.message)] if args.message else []
-    async for line in _lines(message, "> "):
-        conversation.append({"role": "user", "content": line})
-        try:
-            answer = await _print_stream(client, conversation, params)
-            conversation.append({"role": "assistant", "content": answer})
-        except RequestError as error:
-            _print_failure(error)
-            conversation.pop()
-            failed += 1
-        print(flush=True)
-    return 1 if failed else 0
+def _chat(args: argparse.Namespace, client: GenerationClient, run: _Run) -> int:
+    given = SamplingOptions.from_cli_args(args).given()
+    params = {"max_tokens": conversation.MAX_TOKENS} | given
+    info = run(client.model_info())
+    num_tokens = 0
+
+    async def stream(token_ids: list[int], write: Callable[[str], None]) -> None:
+        nonlocal num_tokens
+        async for output in client.stream(token_ids, params):
+            num_tokens += len(output.outputs[0].token_ids)
+            write(output.outputs[0].text)
+
+    talk = conversation.Conversation(
+        info.max_model_len,
+        params["max_tokens"],
+        lambda messages: run(client.chat_token_ids(messages)),
+        lambda token_ids, write: run(stream(token_ids, write)),
+        lambda: num_tokens,
+        args.system,
+    )
+    words = in_words(params, given, "the server's")
+    title = f"{info.model}, {info.max_model_len} tokens; {words}"
+    return conversation.converse(talk, title, args.message)
 
 
-async def _health(args: argparse.Namespace, client: GenerationClient) -> int:
+def _health(args: argparse.Namespace, client: GenerationClient, run: _Run) -> int:
     service = LIVENESS if args.liveness else READINESS
     try:
-        status = await client.health(service)
+        status = run(client.health(service))
     except ServerUnavailableError as error:
         _print_failure(error)
         return 1
@@ -225,7 +236,7 @@ async def _health(args: argparse.Namespace, client: GenerationClient) -> int:
     return 0 if status == "SERVING" else 1
 
 
-async def _load(args: argparse.Namespace, client: GenerationClient) -> int:
+def _load(args: argparse.Namespace, client: GenerationClient, run: _Run) -> int:
     if not args.rate > 0 or args.num_requests < 1:
         raise ConfigError(
             "--rate must be above 0 and --num-requests at least 1, got "
@@ -233,29 +244,26 @@ async def _load(args: argparse.Namespace, client: GenerationClient) -> int:
         )
     params = SamplingOptions.from_cli_args(args).given()
     plan = poisson_plan(args.rate, [(args.prompt, params)] * args.num_requests, args.load_seed)
-    await client.loads()  # fails before the clock runs if there is no server
-    summary = summarise(*await run_load(client, plan, args.timeout))
+    run(client.loads())  # fails before the clock runs if there is no server
+    summary = summarise(*run(run_load(client, plan, args.timeout)))
     print(describe_load(summary))
     return 0 if summary.ends[COMPLETE] == args.num_requests else 1
 
 
 async def _print_stream(
-    client: GenerationClient, prompt: Prompt, params: Sampling, echo: str = ""
-) -> str:
-    """Prints the text as it comes; returns it.
+    client: GenerationClient, prompt: Prompt, params: Sampling, echo: str
+) -> None:
+    """Prints the text as it comes.
 
     Args:
         echo: printed before it, once the server has taken the request.
     """
-    texts: list[str] = []
     with streamed_text() as write:
         async for output in client.stream(prompt, params):
             write(echo)
             echo = ""
             for sequence in output.outputs:
-                texts.append(sequence.text)
                 write(sequence.text)
-    return "".join(texts)
 
 
 async def _print_whole(
@@ -277,54 +285,3 @@ async def _print_whole(
 def _print_failure(error: TPEngineError) -> None:
     hint = _TOKEN_HINT if isinstance(error, UnauthenticatedError) else ""
     print(f"tpengine: {type(error).__name__}: {error}{hint}", file=sys.stderr)
-
-
-async def _lines(given: Sequence[str], invitation: str = "") -> AsyncIterator[str]:
-    """Yields the given lines, or without any those of standard input that are not blank.
-
-    `sys.stdin.readline` would block the event loop, and Ctrl-C, which asyncio turns into a
-    cancelled task, would have no effect before the next line.
-
-    Args:
-        invitation: printed before each line at a terminal.
-
-    Raises:
-        ConfigError: standard input cannot be read.
-    """
-    for line in given:
-        yield line
-    if given or sys.stdin is None:  # it was closed when Python started
-        return
-    left, at_end = b"", False
-    while not at_end:
-        with streamed_text() as write:
-            if sys.stdin.isatty():
-                write(invitation)
-            while b"\n" not in left and not at_end:
-                more = await _read_stdin()
-                left, at_end = left + more, not more
-            if at_end and invitation and sys.stdin.isatty():
-                write("\n")
-        first, _, left = left.partition(b"\n")
-        # Invalid bytes become characters that the server refuses, for this line alone.
-        text = first.removesuffix(b"\r").decode(sys.stdin.encoding, "surrogateescape")
-        if text.strip():
-            yield text
-
-
-async def _read_stdin() -> bytes:
-    """Reads the bytes that are there; empty at the end. It waits for a person, without a limit."""
-    loop, readable = asyncio.get_running_loop(), asyncio.Event()
-    try:
-        descriptor = sys.stdin.fileno()
-        try:
-            loop.add_reader(descriptor, readable.set)
-        except PermissionError:  # epoll refuses files, which never block
-            return os.read(descriptor, _CHUNK_BYTES)
-        try:
-            await readable.wait()
-        finally:
-            loop.remove_reader(descriptor)
-        return os.read(descriptor, _CHUNK_BYTES)
-    except OSError as error:
-        raise ConfigError(f"standard input cannot be read: {error}") from error

@@ -4,16 +4,19 @@ example if there are none."""
 from __future__ import annotations
 
 import argparse
+import os
 import sys
+from collections.abc import Sequence
 from contextlib import nullcontext
 from dataclasses import replace
-from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
-from tpengine.cli.parser import SamplingOptions
+from tpengine.cli.lines import Line, is_typed, read_lines
+from tpengine.cli.parser import SamplingOptions, in_words
+from tpengine.engine.tokenizer import has_tokenizer
 from tpengine.engine_args import EngineArgs
-from tpengine.errors import EngineDeadError, TPEngineError, counted
-from tpengine.host import signals_end_at_once, sigterm_as_interrupt, streamed_text
+from tpengine.errors import ConfigError, ModelLoadError, RequestError, counted
+from tpengine.host import print_note, signals_end_at_once, sigterm_as_interrupt, streamed_text
 from tpengine.model_defaults import sampling_defaults
 from tpengine.model_files import read_generation_config
 from tpengine.sampling_params import SamplingParams
@@ -48,23 +51,22 @@ def run(args: argparse.Namespace) -> int:
 
     Interrupted, also while the model loads, it prints how many prompts are finished.
     """
-    options = SamplingOptions.from_cli_args(args)
-    options.given()  # checks them before the model is loaded
+    check_words(args.prompts)
+    given = SamplingOptions.from_cli_args(args).given()
     # Lines of statistics would break the text up.
     engine_args = replace(EngineArgs.from_cli_args(args), disable_log_stats=True)
     finished = failed = 0
     with sigterm_as_interrupt():
         prompts = _read_prompts(args)
         try:
-            with load_llm(engine_args, _progress(0, 0, len(prompts))) as llm:
-                params, _ = sampling_of(llm, options)
+            llm, params, words = load_llm(engine_args, given, 100, _progress(0, 0, len(prompts)))
+            with llm:
+                print_note(f"{engine_args.served_names[0]}; {words}")
                 for prompt in prompts:
                     try:
-                        _stream_one(llm, prompt, params, args.chat)
+                        _stream_one(llm, prompt.checked(), params, args.chat)
                         finished += 1
-                    except EngineDeadError:  # all prompts that follow would fail too
-                        raise
-                    except TPEngineError as error:
+                    except RequestError as error:
                         print(f"tpengine: {type(error).__name__}: {error}", file=sys.stderr)
                         failed += 1
         except KeyboardInterrupt:
@@ -73,53 +75,73 @@ def run(args: argparse.Namespace) -> int:
     return 1 if failed else 0
 
 
+def check_words(words: Sequence[str]) -> None:
+    """Checks that the words of a command are text: some programs take a model there.
+
+    Raises:
+        ConfigError: the only word is a GGUF file or the folder of a model.
+    """
+    for word in words if len(words) == 1 else ():
+        if word.endswith(".gguf") or (word and os.path.isfile(os.path.join(word, "config.json"))):
+            raise ConfigError(f"{word!r} is a model, and stands where a text does: give --model")
+
+
 def _progress(finished: int, failed: int, total: int) -> str:
     others = f", {failed} failed" if failed else ""
     return f"tpengine: interrupted; {finished} of {counted(total, 'prompt')} finished{others}"
 
 
-def load_llm(engine_args: EngineArgs, last_words: str) -> LLM:
+def _sampling_of(
+    engine_args: EngineArgs, given: dict[str, Any], max_tokens: int
+) -> tuple[SamplingParams, str]:
+    """Returns the sampling parameters, and what they are in words; reads no weights.
+
+    Raises:
+        ConfigError: see `EngineArgs.read_model`.
+        ModelLoadError: the model has no tokenizer, or recommends something wrong.
+    """
+    folder, _, _ = engine_args.read_model()
+    if not has_tokenizer(engine_args.find_tokenizer(folder)):
+        raise ModelLoadError(
+            f"{folder} has no tokenizer, or skip_tokenizer_init is set; name one with --tokenizer"
+        )
+    defaults, source = sampling_defaults(folder, read_generation_config(folder), max_tokens)
+    fields = defaults | given
+    words = in_words(fields, given, source if fields.keys() - given.keys() else "")
+    return SamplingParams(**fields), words
+
+
+def load_llm(
+    engine_args: EngineArgs, given: dict[str, Any], max_tokens: int, last_words: str
+) -> tuple[LLM, SamplingParams, str]:
     """Loads a model for a command.
 
     Args:
+        given: the sampling parameters that the user gave.
+        max_tokens: for a model that recommends none.
         last_words: printed if a signal ends the process meanwhile.
 
+    Returns:
+        The model; the parameters given, with the model's defaults for the others; what they are, in
+        words.
+
     Raises:
-        EngineError: see `LLM`.
+        EngineError: see `LLM`; or the model has no tokenizer.
     """
     with signals_end_at_once(last_words):
+        params, words = _sampling_of(engine_args, given, max_tokens)
         from tpengine.llm import LLM
     # Ranks on Ray have to be ended in order, at any time.
     with nullcontext() if engine_args.uses_ray else signals_end_at_once(last_words):
-        return LLM(**vars(engine_args))
+        return LLM(**vars(engine_args)), params, words
 
 
-def sampling_of(
-    llm: LLM, options: SamplingOptions, max_tokens: int = 100
-) -> tuple[SamplingParams, str]:
-    """Returns the parameters that the user gave with the model's defaults for the others, and in
-    words what they are.
-
-    Args:
-        max_tokens: for a model that recommends none.
-    """
-    folder = llm.llm_engine.get_model_config().model
-    defaults, source = sampling_defaults(folder, read_generation_config(folder), max_tokens)
-    fields = defaults | options.given()
-    shown = ", ".join(f"{name} {fields[name]}" for name in sorted(fields))
-    return SamplingParams(**fields), f"{shown} (defaults: {source})"
-
-
-def _read_prompts(args: argparse.Namespace) -> list[str]:
-    lines: list[str] = []
-    if args.file == "-" or (args.file is None and not args.prompts and not sys.stdin.isatty()):
-        lines = sys.stdin.read().splitlines()
-    elif args.file is not None:
-        try:
-            lines = Path(args.file).read_text(encoding="utf-8").splitlines()
-        except (OSError, UnicodeDecodeError) as error:
-            raise TPEngineError(f"--file {args.file} cannot be read: {error}") from error
-    return [*args.prompts, *(line for line in lines if line)] or [_EXAMPLE_PROMPT]
+def _read_prompts(args: argparse.Namespace) -> list[Line]:
+    prompts = [Line(1, prompt, "a prompt") for prompt in args.prompts]
+    if args.file is not None or not (args.prompts or is_typed()):
+        lines = read_lines(None if args.file == "-" else args.file)
+        prompts += [line for line in lines if line.text]
+    return prompts or [Line(1, _EXAMPLE_PROMPT)]
 
 
 def _stream_one(llm: LLM, prompt: str, params: SamplingParams, chat: bool) -> None:

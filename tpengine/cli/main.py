@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import importlib
+import io
 import os
 import sys
 from collections.abc import Sequence
@@ -16,13 +17,13 @@ from tpengine.errors import TPEngineError
 COMMANDS = {
     "generate": "complete prompts, the text appearing as it is generated",
     "chat": "hold a conversation in the terminal, with the model in this process",
-    "serve": "serve a model over gRPC",
+    "serve": "serve a model over gRPC and OpenAI's HTTP",
     "client": "talk to a server that `tpengine serve` runs",
 }
 BENCHMARKS = {
     "throughput": "output tokens/s of the whole engine on a mixed, seeded workload",
     "latency": "time per token by number of running sequences, against the memory bandwidth",
-    "perplexity": "perplexity of bfloat16 and int8 against float32",
+    "perplexity": "perplexity of bfloat16, int8 and int4 against float32",
     "serve": "latency against load over gRPC: first token, inter-token, goodput, a plot",
     "recovery": "kills of ranks: time until found and ready, longest gap on a stream; with spares",
     "transport": "a step without a model, driver to Ray actors and back, against Ray's own calls",
@@ -33,6 +34,8 @@ _SERVING_PACKAGES = ("grpc", "grpc_health", "grpc_reflection", "google")
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs the command line; returns the exit code."""
     words = sys.argv[1:] if argv is None else list(argv)
+    if isinstance(sys.stdin, io.TextIOWrapper):
+        sys.stdin.reconfigure(errors="surrogateescape")  # `Line.checked` names the line
     parser = build_parser(words)
     args, unknown = parser.parse_known_args(words)
     if unknown:  # the usage of the command helps, not that of `tpengine`

@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import re
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar, NoReturn
 
@@ -86,10 +86,11 @@ class SamplingOptions(Options):
 
     max_tokens: int | None = option(None)
     """Most tokens to generate; default: max_new_tokens of the model's generation_config.json, else
-    100, and 1024 in `tpengine chat`."""
+    100, and 1024 in `tpengine chat`; `tpengine client chat` always asks for 1024."""
     temperature: float | None = option(None)
-    """How freely tokens are drawn; 0 takes the most likely one; default: what the model's
-    generation_config.json recommends, with do_sample: false 0, and 0.7 if it recommends nothing."""
+    """How freely tokens are drawn; 0 takes the most likely one; default: what the model recommends
+    in its generation_config.json, or a GGUF file under general.sampling, with do_sample: false 0,
+    and 0.7 if it recommends nothing. A client leaves this to its server."""
     top_p: float | None = option(None)
     """Draw from the most likely tokens whose probabilities reach this sum, in (0, 1]; default: what
     the model recommends, and 0.9 if it recommends nothing."""
@@ -122,3 +123,14 @@ class SamplingOptions(Options):
             fields["seed"] = fields.pop("sampling_seed")
         SamplingParams(**fields)
         return fields
+
+
+def in_words(fields: Mapping[str, Any], given: Mapping[str, Any], source: str) -> str:
+    """Says which sampling parameters hold.
+
+    Args:
+        given: those of `fields` that the user gave.
+        source: whose the others are; empty: there are no others.
+    """
+    shown = (f"{name} {fields[name]}{' (given)' * (name in given)}" for name in sorted(fields))
+    return ", ".join(shown) + (f"; defaults: {source}" if source else "")

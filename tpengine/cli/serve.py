@@ -1,4 +1,4 @@
-"""Serves one model over gRPC until it is told to end.
+"""Serves one model over gRPC, and with --http-port over OpenAI's HTTP, until it is told to end.
 
 While the model loads, the health service already answers: alive, not ready. The line "tpengine is
 ready on ..." on standard output says where clients may connect.
@@ -18,11 +18,15 @@ Examples:
   tpengine client generate 'Once upon a time'           a client for it
   tpengine serve --model FOLDER --host 0.0.0.0 --tls-cert cert.pem --tls-key key.pem
   tpengine serve --host 0.0.0.0 --token-file tokens.txt --admin-token-file admin.txt
+  tpengine serve --http-port 8000                       OpenAI's clients at http://127.0.0.1:8000/v1
 
 Health (grpc.health.v1, with Watch), without authentication:
   liveness     the process serves, and its engine can go on
   readiness    the model is loaded, and the engine is idle or its steps advance; also under the
-               service's name and under no name
+               services' names and under no name
+
+Over HTTP: /health, /ready and /version, without authentication. A gateway such as smg takes the
+server as grpc://HOST:PORT, over vLLM's gRPC service.
 
 Status codes:
   INVALID_ARGUMENT     a field is wrong; the text names it
@@ -33,8 +37,14 @@ Status codes:
   CANCELLED            another client aborted the request
   RESOURCE_EXHAUSTED   the queue is full (RetryInfo says when to try again), or a message too large
   DEADLINE_EXCEEDED    the text says whether it waited, was in prefill, or in decode
+  UNIMPLEMENTED        vLLM's service has this method, and this server does not offer it
   UNAVAILABLE          loading, draining, or the engine has died
   INTERNAL             a fault of the server; its log has more under the request id in the text
+
+Status of HTTP:
+  400 a field is wrong   401 no key   404 another model or path   408 too late   409 id is running
+  413 body too large   429 queue is full (Retry-After)   499 aborted   500 a fault of the server
+  503 loading, draining, or the engine has died
 
 Ending: at SIGTERM, SIGINT or Drain readiness ends, new requests are refused, and running ones have
 --drain-timeout seconds; then the exit code is 0. A second signal ends the server within a second,

@@ -37,10 +37,18 @@ _MAX_MESSAGE_BYTES = 64 << 20
 _MIN_RECONNECT_MS, _MAX_RECONNECT_MS = 100, 2000
 _PHASE = re.compile(r"it was in '(queued|prefill|decode)'")
 _NEVER_STARTED = "without being started"
-_NO_TLS = "WRONG_VERSION_NUMBER"
-"""OpenSSL's error for the first bytes of a server without TLS."""
-_NO_SERVER = "Connection refused"
-"""The kernel's error for a port on which no process listens."""
+_URL = re.compile(r"https?:")
+_ADVICE = {
+    # OpenSSL's error for the first bytes of a server without TLS
+    "WRONG_VERSION_NUMBER": "the server does not speak TLS: connect without it",
+    # gRPC's for a connection that is closed before the server speaks, as one with TLS does
+    "all addresses; last error: UNAVAILABLE": "if the server has TLS, give --tls or --tls-ca FILE",
+    # gRPC's for a server that speaks HTTP/1.1 alone
+    "http1.x server": "OpenAI's port is not this client's: give that of --port, 50051 by default",
+    # the kernel's for a port on which no process listens
+    "Connection refused": "no server is there: start one with `tpengine serve`, or give its place",
+}
+"""What to do, by a part of an error's text."""
 _PROMPT_FIELDS = (
     "prompt", "prompt_token_ids", "messages", "input", "request_id", "max_queue_ms", "token_ids"
 )  # fmt: skip
@@ -143,12 +151,13 @@ def _channel_options(keep_alive_s: float) -> list[tuple[str, Any]]:
 
 
 def _check_target(target: str) -> None:
-    if isinstance(target, str) and target.isprintable():  # False for a lone surrogate
+    # isprintable() is False for a lone surrogate.
+    if isinstance(target, str) and target.isprintable() and not _URL.match(target):
         host, _, port = target.rpartition(":")
         # int() accepts digits of all scripts; grpc fails on them, and late.
         if host and port.isascii() and port.isdecimal() and 0 < int(port) < 65536:
             return
-    raise ConfigError(f"target must be of the form HOST:PORT, got {target!r}")
+    raise ConfigError(f"target must be of the form HOST:PORT, without a scheme, got {target!r}")
 
 
 def _credentials(tls: ClientTLS) -> grpc.ChannelCredentials:
@@ -187,10 +196,7 @@ def to_error(error: grpc.aio.AioRpcError, target: str) -> TPEngineError:
     if kind is not None:
         return kind(words)
     if code is grpc.StatusCode.UNAVAILABLE:
-        if _NO_TLS in words:
-            words += "; the server does not speak TLS: connect without it"
-        if _NO_SERVER in words:
-            words += "; no server is there: start one with `tpengine serve`, or give its address"
+        words += "".join(f"; {advice}" for sign, advice in _ADVICE.items() if sign in words)
         return ServerUnavailableError(words, code.name)
     return ServerError(words, code.name)
 

@@ -55,8 +55,8 @@ _NEVER_STRIP = ("<unk>", "<s>", "<|endoftext|>")
 _SPECIAL_TOKENS = {"bos": "bos", "eos": "eos", "unk": "unknown", "pad": "padding"}
 
 
-def gguf_tokenizer_parts(path: str) -> dict[str, Any] | None:
-    """Returns the arguments of transformers' `PreTrainedTokenizerFast`; None: no vocabulary.
+def gguf_tokenizer_parts(path: str) -> dict[str, Any]:
+    """Returns the arguments of transformers' `PreTrainedTokenizerFast`.
 
     Raises:
         ModelLoadError: the kind of vocabulary is not supported.
@@ -66,8 +66,6 @@ def gguf_tokenizer_parts(path: str) -> dict[str, Any] | None:
     prefix = "tokenizer.ggml."
     found = {key.removeprefix(prefix): metadata[key] for key in metadata if key.startswith(prefix)}
     kind, pre = found.get("model"), found.get("pre", "default")
-    if kind in (None, "none", "no_vocab"):
-        return None
     if kind not in ("gpt2", "llama"):
         raise _unsupported("model", kind, path, ("gpt2", "llama"))
     tokens: list[str] = found["tokens"]

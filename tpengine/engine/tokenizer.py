@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import io
 import json
 import re
+import tempfile
+import zipfile
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from operator import attrgetter
@@ -12,7 +15,7 @@ from typing import Any
 
 from tpengine.config import ModelConfig
 from tpengine.errors import ConfigError, InvalidPromptError, ModelLoadError
-from tpengine.gguf_file import is_gguf
+from tpengine.gguf_file import is_gguf, open_gguf
 from tpengine.logger import init_logger
 
 logger = init_logger(__name__)
@@ -24,6 +27,10 @@ _TOKENIZER_FILES = (
     "*.model",
     "*.tiktoken",
     "tekken.json",
+)
+_SHARED_FILES = (
+    *_TOKENIZER_FILES,
+    *("special_tokens_map.json", "added_tokens.json", "chat_template.*", "*config.json"),
 )
 _PLAIN = ("PreTrainedTokenizer", "TokenizersBackend")
 """Names, without the ending Fast, of a tokenizer that does what its tokenizer.json says."""
@@ -146,14 +153,17 @@ class Tokenizer:
         return piece if isinstance(piece, str) else piece.decode("utf-8", "replace")
 
     def apply_chat_template(
-        self, messages: Sequence[Mapping[str, Any]], add_generation_prompt: bool = True
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        add_generation_prompt: bool = True,
+        **options: Any,
     ) -> list[int]:
         """Returns the ids of a conversation; see `render_chat`.
 
         Raises:
             InvalidPromptError: malformed messages, no chat template, or the template refuses.
         """
-        text = self.render_chat(messages, add_generation_prompt)
+        text = self.render_chat(messages, add_generation_prompt, **options)
         return self.encode(text, add_special_tokens=False)  # the template writes them
 
     def render_chat(
@@ -213,9 +223,7 @@ def load_tokenizer(config: ModelConfig) -> Tokenizer | None:
     folder = Path(config.tokenizer)
     if is_gguf(folder) and config.tokenizer_mode == "slow":
         raise ConfigError(f"{folder} has no slow tokenizer; leave tokenizer_mode = 'slow' out")
-    if not is_gguf(folder) and not any(
-        next(folder.glob(pattern), None) for pattern in _TOKENIZER_FILES
-    ):
+    if not has_tokenizer(config.tokenizer):
         logger.info("%s has no tokenizer: prompts must be ids, outputs have no text", folder)
         return None
     try:
@@ -229,6 +237,39 @@ def load_tokenizer(config: ModelConfig) -> Tokenizer | None:
             f"the tokenizer in {folder} cannot be loaded ({type(error).__name__}: {error}); "
             "repair or fetch its files again, or name another folder with `tokenizer`"
         ) from error
+
+
+def has_tokenizer(folder: str | None) -> bool:
+    """Whether a folder or a GGUF file has a tokenizer; None has none.
+
+    Raises:
+        ModelLoadError: a GGUF file is damaged.
+    """
+    if folder is None:
+        return False
+    if is_gguf(folder):
+        kind = open_gguf(folder).metadata.get("tokenizer.ggml.model")
+        return kind not in (None, "none", "no_vocab")
+    return any(next(Path(folder).glob(pattern), None) for pattern in _TOKENIZER_FILES)
+
+
+def tokenizer_archive(tokenizer: Tokenizer, folder: str) -> bytes:
+    """Returns a ZIP archive of the files from which another program makes this tokenizer: those of
+    its folder, with the model's configuration; of a GGUF file those that transformers writes. It is
+    always the same for the same files.
+
+    Args:
+        folder: `ModelConfig.tokenizer`.
+    """
+    archive = io.BytesIO()
+    with tempfile.TemporaryDirectory() as written, zipfile.ZipFile(archive, "w") as target:
+        if is_gguf(folder):
+            tokenizer.hf.save_pretrained(written)
+            folder = written
+        for path in sorted({one for kind in _SHARED_FILES for one in Path(folder).glob(kind)}):
+            # An entry made from a name alone has a constant date.
+            target.writestr(zipfile.ZipInfo(path.name), path.read_bytes(), zipfile.ZIP_DEFLATED)
+    return archive.getvalue()
 
 
 def _load_hf(config: ModelConfig, folder: Path) -> Any:
@@ -268,16 +309,12 @@ def _read_object(path: Path) -> dict[str, Any]:
     return dict(json.loads(path.read_text(encoding="utf-8"))) if path.is_file() else {}
 
 
-def _load_gguf_tokenizer(path: str) -> Tokenizer | None:
+def _load_gguf_tokenizer(path: str) -> Tokenizer:
     from transformers import PreTrainedTokenizerFast
 
     from tpengine.engine.gguf_tokenizer import gguf_tokenizer_parts
 
-    parts = gguf_tokenizer_parts(path)
-    if parts is None:
-        logger.info("%s has no vocabulary: prompts must be ids, outputs have no text", path)
-        return None
-    return Tokenizer(PreTrainedTokenizerFast(**parts))
+    return Tokenizer(PreTrainedTokenizerFast(**gguf_tokenizer_parts(path)))
 
 
 def _read_messages(messages: object) -> list[dict[str, Any]]:

@@ -16,7 +16,7 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, S
 from typing import Any, Protocol, TypeVar
 
 from tpengine.config import EngineConfig
-from tpengine.errors import EngineError, GroupLostError, RankLoss
+from tpengine.errors import EngineError, GroupLostError, ModelLoadError, RankLoss
 from tpengine.executor.channel import Channel, ChannelError, ChannelTimeoutError, Listener
 from tpengine.executor.diagnosis import (
     ANSWER_S,
@@ -255,6 +255,23 @@ class Group:
             collective_timeout_s=_COLLECTIVE_SHARE * self._step_timeout_s,
         )
         logger.info("%s", "; ".join(self.call("connect", rendezvous)))
+
+    def load_model(self, known: list[str] | None) -> list[str]:
+        """Has every rank load its weights; returns their digests in rank order.
+
+        Args:
+            known: digests of the engine's first group; None: this is the first.
+
+        Raises:
+            ModelLoadError: they are other weights, with which no request can go on.
+        """
+        digests = self.call("load_model")
+        if known is not None and digests != known:
+            raise ModelLoadError(
+                f"the weights in {self._config.model.model} are no longer those that the engine "
+                "was started with, so that its requests cannot go on; start it again"
+            )
+        return digests
 
     def call(self, method: str, *args: Any, **kwargs: Any) -> list[Any]:
         """Calls a method of every worker; returns the answers in rank order.

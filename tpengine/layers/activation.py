@@ -59,7 +59,7 @@ def plain_activation(name: str) -> Callable[[torch.Tensor], None]:
     """
     if name not in _PLAIN:
         raise ConfigError(
-            f"activation_function = {name!r} is not supported without a gate; supported: "
-            f"{', '.join(_PLAIN)}"
+            f"activation_function (or hidden_act) = {name!r} is not supported without a gate; "
+            f"supported: {', '.join(_PLAIN)}"
         )
     return _PLAIN[name]

@@ -3,9 +3,14 @@
 from __future__ import annotations
 
 import torch
-import torch.nn.functional as F
 
 from tpengine.layers.linear import Linear
+from tpengine.layers.quantized_linear import (
+    LinearForm,
+    QuantizedForm,
+    packed_form,
+    quantized_vocabulary,
+)
 from tpengine.layers.weights import Weights, WeightShard
 from tpengine.ops import fused
 
@@ -13,7 +18,8 @@ from tpengine.ops import fused
 class VocabParallelEmbedding:
     """This rank's rows of the embedding table `[vocab_size, hidden_size]`.
 
-    The table is padded with zeros, so that every rank has the same number of rows.
+    The table is padded with zeros, so that every rank has the same number of rows. With a
+    quantization it has 8 bits after loading.
 
     Args:
         scale: factor on the rows; rounded to the model's dtype, as transformers does.
@@ -31,19 +37,35 @@ class VocabParallelEmbedding:
         self._parallel = parallel = weights.parallel
         self.rows = -(-vocab_size // parallel.tp_size)
         self.start = parallel.tp_rank * self.rows
-        self.weight = weights.empty(self.rows, hidden_size)
+        self.weight: torch.Tensor | None = weights.empty(self.rows, hidden_size)
+        self.form: QuantizedForm | None = None
+        self._dtype = weights.dtype
         self.weight_name = f"{name}.weight"
         weights.declare(self.weight_name, WeightShard(self.weight, 0, self.start, vocab_size))
+        weights.after_loading(lambda: self._quantize(weights))
 
     def forward(self, token_ids: torch.Tensor) -> torch.Tensor:
         """token_ids int32 `[num_tokens]` to `[num_tokens, hidden_size]`."""
         if self._parallel.tp_size == 1:
-            return _rows(self.weight, token_ids, self.scale)
+            return self._look_up(token_ids, self.scale)
         local = token_ids - self.start
         foreign = (local < 0) | (local >= self.rows)
-        embedded = F.embedding(local.masked_fill(foreign, 0), self.weight)
+        embedded = self._look_up(local.masked_fill(foreign, 0))
         embedded = embedded.masked_fill_(foreign.unsqueeze(1), 0).mul_(self.scale)
         return self._parallel.all_reduce(embedded)
+
+    def _look_up(self, token_ids: torch.Tensor, scale: float = 1.0) -> torch.Tensor:
+        if self.form is not None:
+            return self.form.look_up(token_ids, self._dtype, scale)
+        assert self.weight is not None
+        return _rows(self.weight, token_ids, scale)
+
+    def _quantize(self, weights: Weights) -> None:
+        assert self.weight is not None
+        self.form = quantized_vocabulary(self.weight, weights)
+        if self.form is not None:
+            weights.num_bytes += self.form.nbytes - self.weight.nbytes
+            self.weight = None
 
 
 class PositionEmbedding:
@@ -73,13 +95,11 @@ def _rows(table: torch.Tensor, ids: torch.Tensor, scale: float = 1.0) -> torch.T
 class ParallelLMHead(Linear):
     """Logits over the whole vocabulary; each rank computes the logits of its rows.
 
-    The head is never quantised, because that would change the output more than in any other layer.
+    With a quantization it has 8 bits after loading.
 
     Args:
         tied: the embedding whose table is also the head's weight; None: the head has its own.
     """
-
-    _quantizable = False
 
     def __init__(
         self,
@@ -89,14 +109,14 @@ class ParallelLMHead(Linear):
         hidden_size: int,
         tied: VocabParallelEmbedding | None = None,
     ) -> None:
-        self._tied = tied is not None
+        self._tied = tied
         self._parallel = parallel = weights.parallel
         self._vocab_size = vocab_size
         if tied is not None:
             self.weight = tied.weight
             self.out_features = tied.rows
             self.bias = None
-            self._multiply = None
+            self._form = None
             weights.after_loading(lambda: self._pack(weights))
             weights.declare_repeat(f"{name}.weight", tied.weight_name)
             return
@@ -114,8 +134,18 @@ class ParallelLMHead(Linear):
             return x.new_empty(0, self._vocab_size)
         return logits[:, : self._vocab_size]
 
-    def _drop_weight(self, weights: Weights) -> None:
-        if self._tied:  # the embedding keeps the table
-            self.weight = None
+    def _choose(self, weight: torch.Tensor, weights: Weights) -> LinearForm | None:
+        return quantized_vocabulary(weight, weights) or packed_form(weight, weights)
+
+    def _take(self, form: LinearForm | None, weights: Weights) -> None:
+        if self._tied is None or form is None:
+            super()._take(form, weights)
+            return
+        weights.num_bytes += form.nbytes  # the embedding keeps the table
+        self._form, self.weight = form, None
+
+    def _pack(self, weights: Weights) -> None:
+        if self._tied is None or self._tied.form is None:
+            super()._pack(weights)
         else:
-            super()._drop_weight(weights)
+            self._form, self.weight = self._tied.form, None

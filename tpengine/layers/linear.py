@@ -2,37 +2,22 @@
 
 Column-parallel layers divide the outputs and need no communication; a row-parallel layer divides
 the inputs and sums over ranks. A size that ranks do not divide is padded, but the number of heads
-must be divisible. On CPUs with AVX-512 weights are packed once after loading (`ops.linear`). This
-is faster than torch's own product for every number of rows, and a row's result does not depend on
-the other rows.
+must be divisible. After loading a weight may take another form (`layers.quantized_linear`): on CPUs
+with AVX-512 it is packed, which is faster than torch's own product for every number of rows, and a
+row's result does not depend on the other rows.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import torch
 import torch.nn.functional as F
 
 from tpengine.distributed.parallel_state import ParallelState
 from tpengine.errors import ConfigError
+from tpengine.layers.quantized_linear import LinearForm, packed_form, quantized_form
 from tpengine.layers.weights import Weights, WeightShard
-from tpengine.ops.library import cpu_isa
-from tpengine.ops.linear import (
-    int8_linear,
-    pack_linear_weight,
-    packed_linear,
-    quantize_weight,
-)
-
-Multiply = Callable[[torch.Tensor, torch.Tensor, torch.Tensor | None], None]
-"""Writes `x W^T + bias` into its first argument; the others are x and bias."""
-
-PACKED_ISAS = {
-    torch.float32: ("avx512", "avx512bf16"),
-    torch.bfloat16: ("avx512bf16",),
-}
-"""Instruction sets on which the packed kernels are faster than torch's, by dtype."""
 
 _PADDED_SHARE = 16
 
@@ -44,56 +29,36 @@ class Linear:
         in_features, out_features: sizes of this rank's part.
     """
 
-    _quantizable = True
-
     def __init__(
         self, weights: Weights, in_features: int, out_features: int, bias: bool = False
     ) -> None:
         self.weight: torch.Tensor | None = weights.empty(out_features, in_features)
         self.bias = weights.empty(out_features) if bias else None
         self.out_features = out_features
-        self._multiply: Multiply | None = None
+        self._form: LinearForm | None = None
         weights.after_loading(lambda: self._pack(weights))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """x `[num_tokens, in_features]` to `[num_tokens, out_features]`."""
-        if self._multiply is None:
+        if self._form is None:
             return F.linear(x, self.weight, self.bias)  # type: ignore[arg-type]
         out = x.new_empty(x.shape[0], self.out_features)
-        self._multiply(out, x, self.bias)
+        self._form.multiply(out, x, self.bias)
         return out
 
     def _pack(self, weights: Weights) -> None:
         """Replaces the weight by the form that is fastest on this device."""
-        weight = self.weight
-        assert weight is not None
-        if weights.quantization == "int8" and self._quantizable:
-            if weight.shape[1] % 4:
-                raise ConfigError(
-                    "quantization = 'int8' needs layers whose inputs are a multiple of 4; this "
-                    f"model has one of {weight.shape[1]}; leave quantization unset"
-                )
-            quantized = quantize_weight(weight, weights.arena)
-            self._multiply = lambda out, x, bias: int8_linear(out, x, quantized, bias)
-            weights.num_bytes += quantized.nbytes
-        elif _packs(weight):
-            packed = pack_linear_weight(weight.contiguous(), weights.arena)
-            self._multiply = lambda out, x, bias: packed_linear(out, x, packed, bias)
-            weights.num_bytes += packed.nbytes
-        else:
-            return
-        self._drop_weight(weights)
-
-    def _drop_weight(self, weights: Weights) -> None:
         assert self.weight is not None
-        weights.num_bytes -= self.weight.nbytes
-        self.weight = None
+        self._take(self._choose(self.weight, weights), weights)
 
+    def _choose(self, weight: torch.Tensor, weights: Weights) -> LinearForm | None:
+        return quantized_form(weight, weights) or packed_form(weight, weights)
 
-def _packs(weight: torch.Tensor) -> bool:
-    if weight.device.type != "cpu":
-        return False
-    return cpu_isa() in PACKED_ISAS.get(weight.dtype, ()) and weight.shape[1] % 2 == 0
+    def _take(self, form: LinearForm | None, weights: Weights) -> None:
+        if form is not None:
+            assert self.weight is not None
+            weights.num_bytes += form.nbytes - self.weight.nbytes
+            self._form, self.weight = form, None
 
 
 class MergedColumnParallelLinear(Linear):
@@ -148,6 +113,8 @@ class QKVParallelLinear(Linear):
 
     Attributes:
         num_heads, num_kv_heads: of this rank.
+        parts: of q, k and v each this rank's number of outputs, the first of them, and the number
+            of all ranks.
     """
 
     def __init__(
@@ -175,12 +142,13 @@ class QKVParallelLinear(Linear):
             first_kv_head = parallel.tp_rank * total_num_kv_heads // parallel.tp_size
         q_size, kv_size = self.num_heads * head_dim, self.num_kv_heads * head_dim
         super().__init__(weights, hidden_size, q_size + 2 * kv_size, bias)
-        q_name, k_name, v_name = names
-        q_total, kv_total = total_num_heads * head_dim, total_num_kv_heads * head_dim
-        kv_start = first_kv_head * head_dim
-        _declare_rows(self, weights, q_name, 0, q_size, parallel.tp_rank * q_size, q_total)
-        _declare_rows(self, weights, k_name, q_size, kv_size, kv_start, kv_total)
-        _declare_rows(self, weights, v_name, q_size + kv_size, kv_size, kv_start, kv_total)
+        kv_part = kv_size, first_kv_head * head_dim, total_num_kv_heads * head_dim
+        q_part = q_size, parallel.tp_rank * q_size, total_num_heads * head_dim
+        self.parts = q_part, kv_part, kv_part
+        offset = 0
+        for name, (rows, start, total) in zip(names, self.parts, strict=True):
+            _declare_rows(self, weights, name, offset, rows, start, total)
+            offset += rows
 
 
 class InterleavedQKVParallelLinear(Linear):

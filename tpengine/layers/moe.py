@@ -12,6 +12,7 @@ import torch
 
 from tpengine.errors import ConfigError, counted
 from tpengine.layers.linear import ReplicatedLinear
+from tpengine.layers.quantized_linear import LinearForm, packed_form
 from tpengine.layers.weights import Weights, WeightShard
 from tpengine.ops.experts import expert_mlp, pack_experts, top_experts
 from tpengine.ops.library import has_cpu_kernels
@@ -24,9 +25,10 @@ _MAX_TOP_K = 64
 
 
 class Router(ReplicatedLinear):
-    """Decides between experts or weighs one; never rounded to 8 bits."""
+    """Decides between experts or weighs one; never quantised."""
 
-    _quantizable = False
+    def _choose(self, weight: torch.Tensor, weights: Weights) -> LinearForm | None:
+        return packed_form(weight, weights)
 
 
 @dataclass(frozen=True)

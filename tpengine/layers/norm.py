@@ -2,11 +2,39 @@
 
 from __future__ import annotations
 
+from typing import Protocol
+
 import torch
 import torch.nn.functional as F
 
-from tpengine.layers.weights import Weights
+from tpengine.layers.linear import QKVParallelLinear
+from tpengine.layers.weights import Weights, WeightShard
 from tpengine.ops import fused
+
+
+class Norm(Protocol):
+    """A normalisation of each token."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """x `[num_tokens, hidden_size]` to its normalised values, same shape and dtype."""
+
+    def add_forward(self, x: torch.Tensor | None, residual: torch.Tensor) -> torch.Tensor:
+        """Adds x to `residual` in place and returns the normalised sum, each
+        `[num_tokens, hidden_size]`. None, as in the first layer: adds nothing."""
+
+
+class NoNorm:
+    """Stands where a family has no norm; it returns its argument, not a copy."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """See `Norm.forward`."""
+        return x
+
+    def add_forward(self, x: torch.Tensor | None, residual: torch.Tensor) -> torch.Tensor:
+        """See `Norm.add_forward`."""
+        if x is not None:
+            fused.accumulate(residual, x)
+        return residual
 
 
 def norm_weight(weights: Weights, name: str, size: int, centered: bool) -> torch.Tensor:
@@ -41,14 +69,13 @@ class RMSNorm:
         self.eps = eps
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """x `[num_tokens, hidden_size]` to its normalised values, same shape and dtype."""
+        """See `Norm.forward`."""
         out = torch.empty_like(x)
         fused.rms_norm(out, x, self.weight, self.eps)
         return out
 
     def add_forward(self, x: torch.Tensor | None, residual: torch.Tensor) -> torch.Tensor:
-        """Adds x to `residual` in place and returns the normalised sum, each
-        `[num_tokens, hidden_size]`. None, as in the first layer: adds nothing."""
+        """See `Norm.add_forward`."""
         if x is None:
             return self.forward(residual)
         out = torch.empty_like(x)
@@ -63,7 +90,7 @@ class QKNorm:
 
     Args:
         prefix: prefix of `q_norm` and `k_norm` in the checkpoint.
-        num_heads, num_kv_heads: of this rank.
+        qkv: the layer that computes what is normalised.
         centered: see `norm_weight`.
     """
 
@@ -71,8 +98,7 @@ class QKNorm:
         self,
         weights: Weights,
         prefix: str,
-        num_heads: int,
-        num_kv_heads: int,
+        qkv: QKVParallelLinear,
         head_dim: int,
         eps: float,
         centered: bool = False,
@@ -80,8 +106,8 @@ class QKNorm:
         self.q_weight = norm_weight(weights, f"{prefix}.q_norm", head_dim, centered)
         self.k_weight = norm_weight(weights, f"{prefix}.k_norm", head_dim, centered)
         self.eps = eps
-        self._num_heads = num_heads
-        self._end = num_heads + num_kv_heads
+        self._num_heads = qkv.num_heads
+        self._end = qkv.num_heads + qkv.num_kv_heads
         self._head_dim = head_dim
 
     def forward(self, qkv: torch.Tensor) -> None:
@@ -90,6 +116,42 @@ class QKNorm:
         q, k = heads[:, : self._num_heads], heads[:, self._num_heads : self._end]
         fused.rms_norm(q, q, self.q_weight, self.eps)
         fused.rms_norm(k, k, self.k_weight, self.eps)
+
+
+class WholeQKNorm(QKNorm):
+    """RMSNorm over all query heads of a token together, and over all its key heads (OLMo 2). Each
+    head element has a weight of its own, and the mean square is that of all ranks."""
+
+    def __init__(
+        self,
+        weights: Weights,
+        prefix: str,
+        qkv: QKVParallelLinear,
+        head_dim: int,
+        eps: float,
+        centered: bool = False,
+    ) -> None:
+        assert not centered
+        self.eps = eps
+        self._parallel = weights.parallel
+        (q, q_start, q_total), (k, k_start, k_total), _ = qkv.parts
+        self.q_weight, self.k_weight = weights.empty(q), weights.empty(k)
+        weights.declare(f"{prefix}.q_norm.weight", WeightShard(self.q_weight, 0, q_start, q_total))
+        weights.declare(f"{prefix}.k_norm.weight", WeightShard(self.k_weight, 0, k_start, k_total))
+
+    def forward(self, qkv: torch.Tensor) -> None:
+        """See `QKNorm.forward`."""
+        q, k, _ = qkv.split([len(self.q_weight), len(self.k_weight), len(self.k_weight)], dim=1)
+        if self._parallel.tp_size == 1:
+            fused.rms_norm(q, q, self.q_weight, self.eps)
+            fused.rms_norm(k, k, self.k_weight, self.eps)
+            return
+        # Every rank has as many heads as the others, also where a KV head is on several ranks.
+        squares = torch.stack([part.float().square().mean(1) for part in (q, k)])
+        mean = self._parallel.all_reduce(squares).div_(self._parallel.tp_size)
+        scales = mean.add_(self.eps).rsqrt_().unsqueeze(2)
+        for part, weight, scale in zip((q, k), (self.q_weight, self.k_weight), scales, strict=True):
+            part.copy_((part * scale).to(weight.dtype).mul_(weight))
 
 
 class LayerNorm:
@@ -107,7 +169,7 @@ class LayerNorm:
         self.eps = eps
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """x `[num_tokens, hidden_size]` to its normalised values, same shape and dtype."""
+        """See `Norm.forward`."""
         if not x.is_cpu:
             return self._by_torch(x)
         out = torch.empty_like(x)
@@ -115,8 +177,7 @@ class LayerNorm:
         return out
 
     def add_forward(self, x: torch.Tensor | None, residual: torch.Tensor) -> torch.Tensor:
-        """Adds x to `residual` in place and returns the normalised sum, each
-        `[num_tokens, hidden_size]`. None, as in the first layer: adds nothing."""
+        """See `Norm.add_forward`."""
         if x is None:
             return self.forward(residual)
         if not x.is_cpu:

@@ -89,7 +89,7 @@ def _number(parameters: Parameters, key: str, default: float | None = None) -> f
     value = parameters.get(key)
     if value is None:
         value = default
-    if isinstance(value, bool) or not isinstance(value, (int, float)) or not value > 0:
+    if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 < value < math.inf:
         raise ConfigError(
             f"rope scaling of type {parameters['rope_type']!r} needs {key} as a number above 0, "
             f"the model's config.json has {value!r}"

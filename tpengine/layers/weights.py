@@ -8,6 +8,8 @@ reads these declarations and knows nothing else of the model.
 
 from __future__ import annotations
 
+import hashlib
+import itertools
 import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -101,7 +103,7 @@ class Weights:
     """Collects the parameters that layers allocate while a model is built.
 
     Args:
-        quantization: `int8` for linear layers in 8 bits (except the output head); None: no
+        quantization: one of `config.QUANTIZATIONS`, see `layers.quantized_linear`; None: no
             quantisation.
     """
 
@@ -126,6 +128,9 @@ class Weights:
         self.num_bytes = 0
         """Bytes of all parameters in their form after loading, and of the tables that layers
         compute."""
+        self.digest = ""
+        """SHA-256 of one element of each row of the loaded parameters, in hexadecimal; empty until
+        they are loaded. Weights that differ in no such element have the same one."""
         self._after_loading: list[Callable[[], None]] = []
 
     def empty(self, *shape: int, dtype: torch.dtype | None = None) -> torch.Tensor:
@@ -166,7 +171,13 @@ class Weights:
         self._after_loading.append(action)
 
     def finish(self) -> None:
-        """Runs the registered actions, each once, and forgets the declarations."""
+        """Computes the digest, runs the registered actions, each once, and forgets the
+        declarations."""
+        digest = hashlib.sha256()
+        for shard in itertools.chain.from_iterable(self.shards.values()):
+            part = shard.target[..., 0] if shard.target.ndim > 1 else shard.target
+            digest.update(part.float().cpu().numpy().tobytes())
+        self.digest = digest.hexdigest()
         self.shards.clear()
         actions, self._after_loading = self._after_loading, []
         for action in actions:

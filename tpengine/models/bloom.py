@@ -6,23 +6,18 @@ from __future__ import annotations
 import torch
 
 from tpengine.config import ModelConfig
-from tpengine.layers.activation import plain_activation
 from tpengine.layers.attention import (
     Attention,
     AttentionMetadata,
     KVCache,
     SelfAttention,
     keep_rows,
-    through_layers,
 )
 from tpengine.layers.embedding import ParallelLMHead, VocabParallelEmbedding
-from tpengine.layers.linear import (
-    ColumnParallelLinear,
-    InterleavedQKVParallelLinear,
-    RowParallelLinear,
-)
+from tpengine.layers.linear import InterleavedQKVParallelLinear, RowParallelLinear
 from tpengine.layers.norm import LayerNorm
 from tpengine.layers.weights import Weights
+from tpengine.models.decoder import Decoder, DecoderLayer, Norms, PlainMLP
 from tpengine.models.registry import check_heads_fill_hidden_size, require, unsupported
 
 
@@ -64,31 +59,9 @@ def _attention(
     return SelfAttention(qkv, attention, out)
 
 
-class BloomBlock:
-    """One layer.
-
-    Each half is added to its own input before the norm, or after the norm if
-    `apply_residual_connection_post_layernorm` is set.
-    """
-
-    def __init__(
-        self, config: ModelConfig, weights: Weights, prefix: str, alibi_slopes: torch.Tensor
-    ) -> None:
-        hf = config.hf_config
-        size, eps = hf["hidden_size"], hf["layer_norm_epsilon"]
-        self.adds_to_normed = bool(hf.get("apply_residual_connection_post_layernorm"))
-        self.input_layernorm = LayerNorm(weights, f"{prefix}.input_layernorm", size, eps)
-        self.self_attention = _attention(config, weights, f"{prefix}.self_attention", alibi_slopes)
-        self.post_attention_layernorm = LayerNorm(
-            weights, f"{prefix}.post_attention_layernorm", size, eps
-        )
-        self.dense_h_to_4h = ColumnParallelLinear(
-            weights, f"{prefix}.mlp.dense_h_to_4h", size, 4 * size, bias=True
-        )
-        self.activation = plain_activation("gelu_pytorch_tanh")
-        self.dense_4h_to_h = RowParallelLinear(
-            weights, f"{prefix}.mlp.dense_4h_to_h", 4 * size, size, bias=True
-        )
+class _AddsToNormed(DecoderLayer):
+    """One layer that adds each half to its input after the norm
+    (`apply_residual_connection_post_layernorm`)."""
 
     def forward(
         self,
@@ -97,36 +70,35 @@ class BloomBlock:
         kv_cache: KVCache,
         metadata: AttentionMetadata,
         rows: torch.Tensor | None,
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Adds x to `residual` in place, then computes the layer.
-
-        Args:
-            x: output of the layer before, `[num_tokens, hidden_size]`; None in the first layer.
-            residual: `[num_tokens, hidden_size]`, overwritten.
-
-        Returns:
-            The layer's output, and the residual to which the next layer adds it; both
-            `[num_kept, hidden_size]`, see `through_layers`.
-        """
-        normed = self.input_layernorm.add_forward(x, residual)
-        if self.adds_to_normed:
-            residual = normed
-        attended = self.self_attention.forward(normed, kv_cache, metadata, rows)
-        residual = keep_rows(residual, rows)
-        normed = self.post_attention_layernorm.add_forward(attended, residual)
-        if self.adds_to_normed:
-            residual = normed
-        up = self.dense_h_to_4h.forward(normed)
-        self.activation(up)
-        return self.dense_4h_to_h.forward(up), residual
+    ) -> tuple[torch.Tensor | None, torch.Tensor]:
+        """See `DecoderLayer.forward`."""
+        normed = self.norms.before_attention.add_forward(x, residual)
+        attended = self.attention.forward(normed, kv_cache, metadata, rows)
+        normed = self.norms.before_mlp.add_forward(attended, keep_rows(normed, rows))
+        return self.mlp.forward(normed), normed
 
 
-class BloomForCausalLM:
+def _layer(
+    config: ModelConfig, weights: Weights, prefix: str, alibi_slopes: torch.Tensor
+) -> DecoderLayer:
+    hf = config.hf_config
+    size, eps = hf["hidden_size"], hf["layer_norm_epsilon"]
+    norms = Norms(
+        before_attention=LayerNorm(weights, f"{prefix}.input_layernorm", size, eps),
+        before_mlp=LayerNorm(weights, f"{prefix}.post_attention_layernorm", size, eps),
+    )
+    names = f"{prefix}.mlp.dense_h_to_4h", f"{prefix}.mlp.dense_4h_to_h"
+    mlp = PlainMLP(weights, *names, size, 4 * size, "gelu_pytorch_tanh")
+    adds_to_normed = hf.get("apply_residual_connection_post_layernorm")
+    layer_class = _AddsToNormed if adds_to_normed else DecoderLayer
+    attention = _attention(config, weights, f"{prefix}.self_attention", alibi_slopes)
+    return layer_class(attention, mlp, norms)
+
+
+class BloomForCausalLM(Decoder):
     """The whole model on one rank."""
 
-    ignored_weights: tuple[str, ...] = ()
     base_prefix = "transformer."
-    recordable = True
 
     def __init__(self, config: ModelConfig, weights: Weights) -> None:
         check_heads_fill_hidden_size(config)
@@ -143,28 +115,17 @@ class BloomForCausalLM:
             weights, "transformer.word_embeddings_layernorm", size, eps
         )
         slopes = rank_alibi_slopes(weights, config.total_num_heads)
-        self.h = [
-            BloomBlock(config, weights, f"transformer.h.{i}", slopes)
-            for i in range(config.num_layers)
+        self.layers = [
+            _layer(config, weights, f"transformer.h.{i}", slopes) for i in range(config.num_layers)
         ]
-        self.ln_f = LayerNorm(weights, "transformer.ln_f", size, eps)
+        self.norm = LayerNorm(weights, "transformer.ln_f", size, eps)
         tied = bool(hf.get("tie_word_embeddings", True))
         self.lm_head = ParallelLMHead(
             weights, "lm_head", config.vocab_size, size, self.word_embeddings if tied else None
         )
 
-    def forward(
-        self, token_ids: torch.Tensor, kv_caches: list[KVCache], metadata: AttentionMetadata
-    ) -> torch.Tensor:
-        """token_ids int32 `[num_tokens]` to final hidden states `[num_wanted, hidden_size]`."""
-        embedded = self.word_embeddings.forward(token_ids)
-        residual = self.word_embeddings_layernorm.forward(embedded)
-        x = None
-        for block, kv_cache, rows in through_layers(self.h, kv_caches, metadata):
-            x, residual = block.forward(x, residual, kv_cache, metadata, rows)
-        assert x is not None
-        return self.ln_f.add_forward(x, residual)
-
-    def compute_logits(self, hidden: torch.Tensor) -> torch.Tensor:
-        """hidden `[num_rows, hidden_size]` to logits `[num_rows, vocab_size]`."""
-        return self.lm_head.forward(hidden)
+    def embed(
+        self, token_ids: torch.Tensor, positions: torch.Tensor
+    ) -> tuple[torch.Tensor | None, torch.Tensor]:
+        """See `Decoder.embed`."""
+        return None, self.word_embeddings_layernorm.forward(self.word_embeddings.forward(token_ids))

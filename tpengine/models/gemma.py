@@ -9,24 +9,24 @@ with a window rotate by a frequency of their own.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
 import torch
 
 from tpengine.config import ModelConfig
-from tpengine.layers.attention import AttentionMetadata, KVCache, keep_rows
-from tpengine.layers.norm import RMSNorm
+from tpengine.layers.norm import QKNorm
 from tpengine.layers.weights import Weights
-from tpengine.models.llama import (
-    MLP,
-    LlamaDecoderLayer,
-    LlamaForCausalLM,
-    LlamaTraits,
-    rotary_table,
-)
+from tpengine.models.llama import LlamaForCausalLM, LlamaTraits, rotary_table
 from tpengine.models.registry import layer_windows, require, unsupported
+
+_FOUR_NORMS = (
+    ("before_attention", "input_layernorm"),
+    ("after_attention", "post_attention_layernorm"),
+    ("before_mlp", "pre_feedforward_layernorm"),
+    ("after_mlp", "post_feedforward_layernorm"),
+)
 
 
 class GemmaForCausalLM(LlamaForCausalLM):
@@ -41,47 +41,10 @@ class GemmaForCausalLM(LlamaForCausalLM):
         return _traits(config, activation="gelu_pytorch_tanh" if act == "gelu" else act)
 
 
-class Gemma2DecoderLayer(LlamaDecoderLayer):
-    """One layer. What attention and MLP give is normalised before it is added."""
-
-    def __init__(
-        self,
-        config: ModelConfig,
-        weights: Weights,
-        layer: int,
-        cos_sin_cache: torch.Tensor,
-        traits: LlamaTraits,
-        mlp: MLP,
-    ) -> None:
-        super().__init__(config, weights, layer, cos_sin_cache, traits, mlp)
-        hidden_size, eps = config.hf_config["hidden_size"], config.hf_config["rms_norm_eps"]
-        self.pre_feedforward_layernorm, self.post_feedforward_layernorm = (
-            RMSNorm(weights, f"model.layers.{layer}.{name}", hidden_size, eps, centered=True)
-            for name in ("pre_feedforward_layernorm", "post_feedforward_layernorm")
-        )
-
-    def forward(
-        self,
-        x: torch.Tensor | None,
-        residual: torch.Tensor,
-        kv_cache: KVCache,
-        metadata: AttentionMetadata,
-        rows: torch.Tensor | None,
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """See `LlamaDecoderLayer.forward`."""
-        normed = self.input_layernorm.add_forward(x, residual)
-        attended = self.self_attn.forward(normed, kv_cache, metadata, rows)
-        attended = self.post_attention_layernorm.forward(attended)
-        residual = keep_rows(residual, rows)
-        normed = self.pre_feedforward_layernorm.add_forward(attended, residual)
-        return self.post_feedforward_layernorm.forward(self.mlp.forward(normed)), residual
-
-
 class Gemma2ForCausalLM(LlamaForCausalLM):
     """`layer_types` says which layers have the window."""
 
     own_fields: tuple[str, ...] = ("attn_logit_softcapping", "final_logit_softcapping")
-    layer_class = Gemma2DecoderLayer
 
     def __init__(self, config: ModelConfig, weights: Weights) -> None:
         super().__init__(config, weights)
@@ -99,6 +62,7 @@ class Gemma2ForCausalLM(LlamaForCausalLM):
             windows=layer_windows(config),
             scale=scalar**-0.5,
             softcap=_softcap(config, "attn_logit_softcapping"),
+            norms=_FOUR_NORMS,
         )
 
     def compute_logits(self, hidden: torch.Tensor) -> torch.Tensor:
@@ -115,12 +79,12 @@ class Gemma3ForCausalLM(Gemma2ForCausalLM):
     @classmethod
     def traits(cls, config: ModelConfig) -> LlamaTraits:
         """See `LlamaForCausalLM.traits`."""
-        return replace(super().traits(config), qk_norm=True)
+        return replace(super().traits(config), qk_norm=QKNorm)
 
     @classmethod
     def rotary_tables(
         cls, config: ModelConfig, weights: Weights, traits: LlamaTraits
-    ) -> list[torch.Tensor]:
+    ) -> Sequence[torch.Tensor | None]:
         """See `LlamaForCausalLM.rotary_tables`; one table with a window and one without."""
         tables = {
             kind: rotary_table(config, weights, _rotary_fields(config, kind))
@@ -146,7 +110,7 @@ def _traits(config: ModelConfig, **traits: Any) -> LlamaTraits:
 
 def _softcap(config: ModelConfig, field: str) -> float | None:
     cap: float | None = config.hf_config.get(field)
-    if cap is not None and not cap > 0:
+    if cap is not None and not (isinstance(cap, (int, float)) and cap > 0):
         raise unsupported(config, field, cap, "null and numbers above 0")
     return cap
 

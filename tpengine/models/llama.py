@@ -1,27 +1,19 @@
 """Llama 1 to 3 (https://arxiv.org/abs/2302.13971): pre-norm, rotary, grouped queries, gated MLP.
 
-Mistral, Qwen2 and Qwen3 differ from it only in a few traits (`LlamaTraits`); the file of each names
-them.
+Its relatives differ from it only in a few traits (`LlamaTraits`); the file of each names them.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
 from tpengine.config import ModelConfig
 from tpengine.layers.activation import GatedActivation
-from tpengine.layers.attention import (
-    Attention,
-    AttentionMetadata,
-    KVCache,
-    SelfAttention,
-    keep_rows,
-    through_layers,
-)
+from tpengine.layers.attention import Attention, SelfAttention
 from tpengine.layers.embedding import ParallelLMHead, VocabParallelEmbedding
 from tpengine.layers.linear import (
     MergedColumnParallelLinear,
@@ -31,7 +23,13 @@ from tpengine.layers.linear import (
 from tpengine.layers.norm import QKNorm, RMSNorm
 from tpengine.layers.rotary import build_cos_sin_cache, rope_parameters
 from tpengine.layers.weights import Weights
+from tpengine.models.decoder import MLP, Decoder, DecoderLayer, Norms
 from tpengine.models.registry import require, unsupported
+
+PRE_NORMS = (
+    ("before_attention", "input_layernorm"),
+    ("before_mlp", "post_attention_layernorm"),
+)
 
 
 @dataclass(frozen=True)
@@ -41,10 +39,12 @@ class LlamaTraits:
     Attributes:
         windows: for each layer the number of tokens that a token sees, itself included; None: all.
         qkv_bias, o_bias, mlp_bias: which linear layers have biases.
-        qk_norm: whether query and key heads are normalised before they are rotated.
+        norms: names of the norms of a layer, by field of `Norms`.
+        qk_norm: normalises queries and keys before they are rotated; None: they are not normalised.
         centered_norms: whether norm weights of the checkpoint are distances from 1.
         activation: of the MLP's gate; None: the configuration's `hidden_act`.
         embedding_scale: factor on the embeddings.
+        residual_scale: factor on what attention and MLP give, before it is added; see `_norm`.
         scale: factor on the products of queries and keys; None: `head_dim**-0.5`.
         softcap: of attention logits; None: they have none.
         fused: whether the checkpoint has q, k and v in one tensor, `qkv_proj`, and gate and up in
@@ -57,10 +57,12 @@ class LlamaTraits:
     qkv_bias: bool = False
     o_bias: bool = False
     mlp_bias: bool = False
-    qk_norm: bool = False
+    norms: tuple[tuple[str, str], ...] = PRE_NORMS
+    qk_norm: type[QKNorm] | None = None
     centered_norms: bool = False
     activation: str | None = None
     embedding_scale: float = 1.0
+    residual_scale: float = 1.0
     scale: float | None = None
     softcap: float | None = None
     fused: bool = False
@@ -91,7 +93,7 @@ def _attention(
     config: ModelConfig,
     weights: Weights,
     prefix: str,
-    cos_sin_cache: torch.Tensor,
+    cos_sin_cache: torch.Tensor | None,
     traits: LlamaTraits,
     window: int | None,
 ) -> SelfAttention:
@@ -106,19 +108,16 @@ def _attention(
         head_dim,
         traits.qkv_bias,
     )
-    heads, kv_heads = qkv.num_heads, qkv.num_kv_heads
     out = RowParallelLinear(
         weights, f"{prefix}.o_proj", total_num_heads * head_dim, hidden_size, traits.o_bias
     )
     qk_norm: QKNorm | None = None
-    if traits.qk_norm:
+    if traits.qk_norm is not None:
         eps = config.hf_config["rms_norm_eps"]
-        centered = traits.centered_norms
-        qk_norm = QKNorm(weights, prefix, heads, kv_heads, head_dim, eps, centered)
+        qk_norm = traits.qk_norm(weights, prefix, qkv, head_dim, eps, traits.centered_norms)
     scale = head_dim**-0.5 if traits.scale is None else traits.scale
-    attention = Attention(
-        heads, kv_heads, head_dim, scale, cos_sin_cache, window, softcap=traits.softcap
-    )
+    heads = qkv.num_heads, qkv.num_kv_heads
+    attention = Attention(*heads, head_dim, scale, cos_sin_cache, window, softcap=traits.softcap)
     return SelfAttention(qkv, attention, out, qk_norm)
 
 
@@ -158,92 +157,32 @@ class LlamaMLP:
         return self.down_proj.partial_forward(self.activation.forward(self.gate_up_proj.forward(x)))
 
 
-class MLP(Protocol):
-    """What follows the attention of a layer."""
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """x `[num_tokens, hidden_size]` to the same shape, summed over ranks."""
-
-
-class LlamaDecoderLayer:
-    """One layer; the residual is a separate tensor, and the norms add to it."""
-
-    def __init__(
-        self,
-        config: ModelConfig,
-        weights: Weights,
-        layer: int,
-        cos_sin_cache: torch.Tensor,
-        traits: LlamaTraits,
-        mlp: MLP,
-    ) -> None:
-        prefix = f"model.layers.{layer}"
-        hidden_size, eps = config.hf_config["hidden_size"], config.hf_config["rms_norm_eps"]
-        self.self_attn = _attention(
-            config, weights, f"{prefix}.self_attn", cos_sin_cache, traits, traits.windows[layer]
-        )
-        self.mlp = mlp
-        self.input_layernorm, self.post_attention_layernorm = (
-            RMSNorm(weights, f"{prefix}.{name}", hidden_size, eps, traits.centered_norms)
-            for name in ("input_layernorm", "post_attention_layernorm")
-        )
-
-    def forward(
-        self,
-        x: torch.Tensor | None,
-        residual: torch.Tensor,
-        kv_cache: KVCache,
-        metadata: AttentionMetadata,
-        rows: torch.Tensor | None,
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Adds x to `residual` in place, then computes the layer.
-
-        Args:
-            x: output of the layer before, `[num_tokens, hidden_size]`; None in the first layer.
-            residual: `[num_tokens, hidden_size]`, overwritten.
-
-        Returns:
-            The layer's output, and the residual to which the next layer adds it; both
-            `[num_kept, hidden_size]`, see `through_layers`.
-        """
-        normed = self.input_layernorm.add_forward(x, residual)
-        attended = self.self_attn.forward(normed, kv_cache, metadata, rows)
-        residual = keep_rows(residual, rows)
-        normed = self.post_attention_layernorm.add_forward(attended, residual)
-        return self.mlp.forward(normed), residual
+def _norm(config: ModelConfig, weights: Weights, name: str, traits: LlamaTraits) -> RMSNorm:
+    """A norm of the residual, which is kept divided by `residual_scale`: what is added to it needs
+    no factor, and its norm is the same if eps is divided by the square."""
+    hf = config.hf_config
+    eps = hf["rms_norm_eps"] / traits.residual_scale**2
+    return RMSNorm(weights, name, hf["hidden_size"], eps, traits.centered_norms)
 
 
-class LlamaForCausalLM:
+class LlamaForCausalLM(Decoder):
     """The whole model on one rank; subclasses change the traits, and may replace the MLP."""
 
-    ignored_weights: tuple[str, ...] = (".rotary_emb.inv_freq",)
+    ignored_weights = (".rotary_emb.inv_freq",)
     base_prefix = "model."
-    recordable = True
-    layer_class: type[LlamaDecoderLayer] = LlamaDecoderLayer
 
     def __init__(self, config: ModelConfig, weights: Weights) -> None:
         hf = config.hf_config
         traits = self.traits(config)
-        hidden_size, centered = hf["hidden_size"], traits.centered_norms
+        sizes = config.vocab_size, hf["hidden_size"]
         self.embed_tokens = VocabParallelEmbedding(
-            weights, "model.embed_tokens", config.vocab_size, hidden_size, traits.embedding_scale
+            weights, "model.embed_tokens", *sizes, traits.embedding_scale
         )
         tables = self.rotary_tables(config, weights, traits)
-        self.layers = [
-            self.layer_class(
-                config, weights, i, table, traits, self.make_mlp(config, weights, i, traits)
-            )
-            for i, table in enumerate(tables)
-        ]
-        self.norm = RMSNorm(weights, "model.norm", hidden_size, hf["rms_norm_eps"], centered)
-        tied = bool(hf.get("tie_word_embeddings", False))
-        self.lm_head = ParallelLMHead(
-            weights,
-            "lm_head",
-            config.vocab_size,
-            hidden_size,
-            self.embed_tokens if tied else None,
-        )
+        self.layers = [self._layer(config, weights, i, x, traits) for i, x in enumerate(tables)]
+        self.norm = _norm(config, weights, "model.norm", traits)
+        tied = self.embed_tokens if hf.get("tie_word_embeddings") else None
+        self.lm_head = ParallelLMHead(weights, "lm_head", *sizes, tied)
 
     @classmethod
     def traits(cls, config: ModelConfig) -> LlamaTraits:
@@ -253,6 +192,11 @@ class LlamaForCausalLM:
             ConfigError: the configuration asks for a feature that this member does not have.
         """
         require(config, "sliding_window", None, None)
+        return cls.biases(config)
+
+    @classmethod
+    def biases(cls, config: ModelConfig) -> LlamaTraits:
+        """Returns Llama's traits: no windows, and biases as the configuration says."""
         bias = bool(config.hf_config.get("attention_bias"))
         return LlamaTraits(
             windows=(None,) * config.num_layers,
@@ -260,6 +204,22 @@ class LlamaForCausalLM:
             o_bias=bias,
             mlp_bias=bool(config.hf_config.get("mlp_bias")),
         )
+
+    def _layer(
+        self,
+        config: ModelConfig,
+        weights: Weights,
+        layer: int,
+        cos_sin_cache: torch.Tensor | None,
+        traits: LlamaTraits,
+    ) -> DecoderLayer:
+        prefix, window = f"model.layers.{layer}", traits.windows[layer]
+        name = f"{prefix}.self_attn"
+        attention = _attention(config, weights, name, cos_sin_cache, traits, window)
+        mlp = self.make_mlp(config, weights, layer, traits)
+        norms = {place: f"{prefix}.{name}" for place, name in traits.norms}
+        made = {place: _norm(config, weights, name, traits) for place, name in norms.items()}
+        return DecoderLayer(attention, mlp, Norms(**made))
 
     @classmethod
     def make_mlp(
@@ -271,22 +231,14 @@ class LlamaForCausalLM:
     @classmethod
     def rotary_tables(
         cls, config: ModelConfig, weights: Weights, traits: LlamaTraits
-    ) -> list[torch.Tensor]:
-        """Returns each layer's table of cosines and sines; here one table for all layers."""
+    ) -> Sequence[torch.Tensor | None]:
+        """Returns each layer's table of cosines and sines, None for a layer that does not rotate;
+        here one table for all layers."""
         table = rotary_table(config, weights, config.hf_config, traits.partial_rotary)
         return [table] * config.num_layers
 
-    def forward(
-        self, token_ids: torch.Tensor, kv_caches: list[KVCache], metadata: AttentionMetadata
-    ) -> torch.Tensor:
-        """token_ids int32 `[num_tokens]` to final hidden states `[num_wanted, hidden_size]`."""
-        residual = self.embed_tokens.forward(token_ids)
-        x = None
-        for layer, kv_cache, rows in through_layers(self.layers, kv_caches, metadata):
-            x, residual = layer.forward(x, residual, kv_cache, metadata, rows)
-        assert x is not None
-        return self.norm.add_forward(x, residual)
-
-    def compute_logits(self, hidden: torch.Tensor) -> torch.Tensor:
-        """hidden `[num_rows, hidden_size]` to logits `[num_rows, vocab_size]`."""
-        return self.lm_head.forward(hidden)
+    def embed(
+        self, token_ids: torch.Tensor, positions: torch.Tensor
+    ) -> tuple[torch.Tensor | None, torch.Tensor]:
+        """See `Decoder.embed`."""
+        return None, self.embed_tokens.forward(token_ids)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
 
@@ -31,8 +31,13 @@ _WHOLE = {"*.safetensors": "model.safetensors", "pytorch_model*.bin": "pytorch_m
 """By pattern of `WEIGHT_FILES`: the name of a checkpoint that is one file."""
 
 
-def load_model(config: ModelConfig, weights: Weights) -> CausalLM:
+def load_model(
+    config: ModelConfig, weights: Weights, check: Callable[[CausalLM], None] = lambda model: None
+) -> CausalLM:
     """Builds the model and fills its parameters as `config.load_format` says.
+
+    Args:
+        check: called with the model before files are read; its errors are raised.
 
     Raises:
         ConfigError: the architecture is not supported.
@@ -40,6 +45,7 @@ def load_model(config: ModelConfig, weights: Weights) -> CausalLM:
             lists every missing, unexpected and misshapen tensor.
     """
     model = build_model(config, weights)
+    check(model)
     if config.load_format == "dummy":
         _fill_dummy(weights, config.seed)
     else:

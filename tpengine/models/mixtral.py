@@ -7,7 +7,8 @@ import torch
 from tpengine.config import ModelConfig
 from tpengine.layers.moe import Experts, ExpertTraits
 from tpengine.layers.weights import Weights
-from tpengine.models.llama import MLP, LlamaTraits
+from tpengine.models.decoder import MLP
+from tpengine.models.llama import LlamaTraits
 from tpengine.models.mistral import MistralForCausalLM
 from tpengine.models.registry import require
 

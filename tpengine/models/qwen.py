@@ -6,6 +6,7 @@ Llama with normalised query and key heads, and a head_dim that is independent of
 from __future__ import annotations
 
 from tpengine.config import ModelConfig
+from tpengine.layers.norm import QKNorm
 from tpengine.models.llama import LlamaForCausalLM, LlamaTraits
 from tpengine.models.registry import layer_windows, require
 
@@ -32,4 +33,6 @@ class Qwen3ForCausalLM(LlamaForCausalLM):
         """See `LlamaForCausalLM.traits`."""
         require(config, "mlp_bias", False, False)
         bias = bool(config.hf_config.get("attention_bias"))
-        return LlamaTraits(windows=layer_windows(config), qkv_bias=bias, o_bias=bias, qk_norm=True)
+        return LlamaTraits(
+            windows=layer_windows(config), qkv_bias=bias, o_bias=bias, qk_norm=QKNorm
+        )

@@ -9,8 +9,10 @@ import torch
 
 from tpengine.config import ModelConfig
 from tpengine.layers.moe import ExpertTraits, Router
+from tpengine.layers.norm import QKNorm
 from tpengine.layers.weights import Weights
-from tpengine.models.llama import MLP, LlamaForCausalLM, LlamaMLP, LlamaTraits
+from tpengine.models.decoder import MLP
+from tpengine.models.llama import LlamaForCausalLM, LlamaMLP, LlamaTraits
 from tpengine.models.mixtral import ExpertMLP
 from tpengine.models.registry import layer_windows, require, uniform_window
 from tpengine.ops.fused import add_gated
@@ -88,4 +90,6 @@ class Qwen3MoeForCausalLM(_QwenMoeForCausalLM):
         """See `LlamaForCausalLM.traits`."""
         require(config, "mlp_bias", False, False)
         bias = bool(config.hf_config.get("attention_bias"))
-        return LlamaTraits(windows=uniform_window(config), qkv_bias=bias, o_bias=bias, qk_norm=True)
+        return LlamaTraits(
+            windows=uniform_window(config), qkv_bias=bias, o_bias=bias, qk_norm=QKNorm
+        )

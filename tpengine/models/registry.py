@@ -3,7 +3,8 @@
 To add a model family:
 
 1. Write one file in this folder with a class that has the methods of `CausalLM`. A relative of
-   Llama subclasses `LlamaForCausalLM` and returns its `LlamaTraits`; else follow `opt.py`.
+   Llama subclasses `LlamaForCausalLM` and returns its `LlamaTraits`; any other decoder subclasses
+   `Decoder` and builds its `DecoderLayer`s, as `gpt2.py` does.
 2. Build it from `tpengine/layers`. Name parameters as the checkpoint does; sharding and loading
    then need no further code. Go through the layers with `through_layers`. Between the layers call
    only `tpengine.ops`, because a CPU can record decode steps of nothing else.

@@ -13,7 +13,7 @@ import torch
 from tpengine import envs
 from tpengine.errors import NativeLibraryError
 from tpengine.logger import init_logger
-from tpengine.ops import linear_reference, reference
+from tpengine.ops import linear_reference, quantized_reference, reference
 
 _logger = init_logger(__name__)
 
@@ -110,10 +110,19 @@ _SCHEMAS: dict[str, tuple[str, Callable[..., None]]] = {
         "(Tensor(a!) out, Tensor x, Tensor packed, Tensor? bias) -> ()",
         linear_reference.packed_linear,
     ),
-    "int8_linear": (
-        "(Tensor(a!) out, Tensor x, Tensor packed, Tensor weight_scales, Tensor weight_offsets,"
-        " Tensor? bias) -> ()",
-        linear_reference.int8_linear,
+    "quantize_weight": (
+        "(Tensor(a!) packed, Tensor weight, int bits, int group_size) -> ()",
+        quantized_reference.quantize_weight,
+    ),
+    "quantized_linear": (
+        "(Tensor(a!) out, Tensor x, Tensor packed, Tensor? bias, int bits, int group_size,"
+        " int offsets) -> ()",
+        quantized_reference.quantized_linear,
+    ),
+    "quantized_embedding": (
+        "(Tensor(a!) out, Tensor packed, Tensor token_ids, int num_embeddings, int bits,"
+        " int group_size, int offsets, float scale=1.0) -> ()",
+        quantized_reference.quantized_embedding,
     ),
     "top_experts": (
         "(Tensor(a!) expert_ids, Tensor(b!) expert_weights, Tensor logits, bool normalize) -> ()",

@@ -35,25 +35,6 @@ def packed_linear(out: Tensor, x: Tensor, packed: Tensor, bias: Tensor | None) -
     out.copy_(result if bias is None else result + bias.float())
 
 
-def int8_linear(
-    out: Tensor,
-    x: Tensor,
-    packed: Tensor,
-    weight_scales: Tensor,
-    weight_offsets: Tensor,
-    bias: Tensor | None,
-) -> None:
-    """See `ops.linear.int8_linear`. Only kernels with unsigned inputs use `weight_offsets`."""
-    inputs, outputs = x.shape[1], out.shape[1]
-    weight = _unpack(packed, outputs, inputs, 4)
-    largest = x.float().abs().amax(dim=1, keepdim=True)
-    inverse = torch.where(largest > 0, 127.0 / largest, 0.0)
-    q = (x.float() * inverse).round()
-    sums = q.double() @ weight.double().t()  # exact: far below 2^53
-    result = sums.float() * (largest / 127.0 * weight_scales)
-    out.copy_(result if bias is None else result + bias.float())
-
-
 def top_experts(
     expert_ids: Tensor, expert_weights: Tensor, logits: Tensor, normalize: bool
 ) -> None:

@@ -11,6 +11,7 @@ import ssl
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from tpengine.errors import ConfigError, PermissionDeniedError, UnauthenticatedError
 from tpengine.logger import init_logger
@@ -51,6 +52,8 @@ class CertificateReloader:
 
     Attributes:
         contents: what is in use now.
+        context: the same for the ssl module, anew for each contents. It resumes no sessions by
+            tickets, which would outlive an authority.
     """
 
     def __init__(self, files: TlsFiles) -> None:
@@ -94,7 +97,10 @@ class CertificateReloader:
             # The ssl module checks what gRPC would accept silently and fail on at each handshake.
             context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
             context.load_cert_chain(files.certificate, files.key, password=_no_passphrase)
+            context.options |= ssl.OP_NO_TICKET
+            context.num_tickets = 0
             if files.client_authority is not None:
+                context.verify_mode = ssl.CERT_REQUIRED
                 context.load_verify_locations(files.client_authority)
             certificate, key, *authority = [path.read_bytes() for path in files.paths()]
         except (OSError, ssl.SSLError, ValueError) as error:
@@ -103,12 +109,42 @@ class CertificateReloader:
                 f"{names} cannot be used for TLS: {error}; certificate and key must be PEM files "
                 "that belong together, the key without a passphrase"
             ) from error
+        self.context = context
         return certificate, key, authority[0] if authority else None
 
 
 def _no_passphrase() -> str:
     """Without this callback OpenSSL asks for a passphrase at the terminal."""
     raise ValueError("the key has a passphrase")
+
+
+def certificate_name(tls: ssl.SSLObject) -> str | None:
+    """`name_of` the client's certificate of a connection, which TLS has verified; None: the client
+    has none."""
+    der = tls.getpeercert(binary_form=True)
+    if der is None:
+        return None
+    told: Any = tls.getpeercert() or {}
+    common = [
+        value for part in told.get("subject", ()) for kind, value in part if kind == "commonName"
+    ]
+    others = [value for _, value in told.get("subjectAltName", ())]
+    return name_of(common, others, ssl.DER_cert_to_PEM_cert(der).encode())
+
+
+def name_of(common: Sequence[str], others: Sequence[str], pem: bytes) -> str | None:
+    """A name that differs between certificates: their own, or without one, a digest.
+
+    Args:
+        common: the common names.
+        others: the alternative names.
+        pem: the certificate; empty: there is none.
+    """
+    for names, label in ((common, ""), (others, "for ")):
+        given = sorted(name for name in names if name)
+        if given:
+            return label + ", ".join(given)
+    return f"sha256 {hashlib.sha256(pem).hexdigest()[:32]}" if pem else None
 
 
 MIN_TOKEN_LENGTH = 16
@@ -137,7 +173,7 @@ class Client:
         if "admin" not in self.may:
             raise PermissionDeniedError(
                 f"{what} needs the admin token, which the server takes from --admin-token-file or "
-                "TPENGINE_ADMIN_TOKEN; send it as metadata 'authorization: Bearer TOKEN'"
+                "TPENGINE_ADMIN_TOKEN; send 'authorization: Bearer TOKEN'"
             )
 
 
@@ -173,7 +209,7 @@ class Authenticator:
         if not headers or not (self._ordinary or self._admin):
             if self.wants_token:
                 raise UnauthenticatedError(
-                    "this server needs a token; send it as metadata 'authorization: Bearer TOKEN'"
+                    "this server needs a token; send 'authorization: Bearer TOKEN'"
                 )
             return Client(ANONYMOUS if certificate is None else f"certificate {certificate}")
         scheme, _, token = headers[0].partition(" ")
@@ -182,7 +218,7 @@ class Authenticator:
         is_admin = _holds(self._admin, given)
         if len(headers) > 1 or scheme.lower() != "bearer" or not (is_ordinary or is_admin):
             raise UnauthenticatedError(
-                "the token is not one that this server knows; metadata must hold one "
+                "the token is not one that this server knows; send one "
                 "'authorization: Bearer TOKEN'"
             )
         return Client(

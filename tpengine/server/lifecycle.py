@@ -12,20 +12,26 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
-from typing import NoReturn
+from typing import TYPE_CHECKING, NoReturn
 
 from tpengine.async_engine.async_llm_engine import AsyncLLMEngine
 from tpengine.async_engine.engine_thread import EngineStart
 from tpengine.engine.requests import GenerateRequest
 from tpengine.engine_args import AsyncEngineArgs
 from tpengine.errors import ConfigError, EngineError, TPEngineError, counted
-from tpengine.host import call_on_end_signals
+from tpengine.host import allow_open_files, call_on_end_signals
 from tpengine.logger import init_logger
+from tpengine.model_defaults import sampling_defaults
+from tpengine.model_files import read_generation_config
 from tpengine.sampling_params import RequestOutputKind, SamplingParams
 from tpengine.server.auth import Authenticator
 from tpengine.server.grpc.server import GrpcServer, batch_wake_ups
+from tpengine.server.limits import OpenCalls
 from tpengine.server.server_args import ServerArgs, join_address
-from tpengine.server.state import ServerState, State
+from tpengine.server.state import METRICS_TYPE, ServerState, State
+
+if TYPE_CHECKING:  # its packages are optional
+    from tpengine.server.http.http_server import HttpServer
 
 logger = init_logger(__name__)
 
@@ -42,6 +48,7 @@ _AT_ONCE_S = 1.0
 """Time for everything after a second signal."""
 _EXIT_S = 10.0
 _METRICS_READ_S = 5.0
+_MAX_OPEN_FILES = 1 << 16
 
 
 def run_server(
@@ -62,9 +69,21 @@ def run_server(
     async def serve() -> int:  # grpc must be created in the loop that serves it
         return await _Server(args, authenticator, engine_args, phases).run()
 
-    code = asyncio.run(serve())
+    allow_open_files(_MAX_OPEN_FILES)
+    with asyncio.Runner(loop_factory=_loop_factory()) as runner:
+        code = runner.run(serve())
     _exit_within(_EXIT_S, code)
     return code
+
+
+def _loop_factory() -> Callable[[], asyncio.AbstractEventLoop] | None:
+    """uvloop's, where it is installed; None: that of asyncio."""
+    try:
+        import uvloop
+    except ImportError:
+        return None
+    factory: Callable[[], asyncio.AbstractEventLoop] = uvloop.new_event_loop
+    return factory
 
 
 class _Server:
@@ -78,7 +97,7 @@ class _Server:
         phases: Mapping[str, float],
     ) -> None:
         self._args = args
-        self._start = EngineStart(engine_args)
+        self._engine_args, self._start = engine_args, EngineStart(engine_args)
         self._log_requests = not engine_args.disable_log_requests
         self._limits = args.limits()
         self._state = ServerState(engine_args.served_names, args.drain_timeout)
@@ -88,47 +107,67 @@ class _Server:
         self._closing_at_once: asyncio.Task[NoReturn] | None = None  # since the second signal
         self._authenticator = authenticator
         batch_wake_ups(asyncio.get_running_loop())
-        self._grpc = GrpcServer(self._state, authenticator, self._limits)
+        calls = OpenCalls(self._limits)
+        self._grpc = GrpcServer(self._state, authenticator, self._limits, calls)
+        self._http = self._make_http(calls)
 
     async def run(self) -> int:
         """Starts, serves and ends the server."""
         self._catch_signals()
         with contextlib.ExitStack() as stack:
-            metrics = ""
             with self._timed("listen"):
-                if self._args.metrics_port is not None:
-                    metrics_port = MetricsPort(self._args.metrics_port, self._metrics_text)
-                    stack.callback(metrics_port.close)
-                    metrics = f"; metrics on http://127.0.0.1:{metrics_port.port}/metrics"
-                port = await self._grpc.start(self._args.address(), self._args.tls_files())
-            code = await self._serve(port, metrics)
+                addresses = await self._listen(stack)
+            code = await self._serve(addresses)
             if self._closing_at_once is not None:  # it ends the process, with its own exit code
                 await self._closing_at_once
             return code
+
+    async def _listen(self, stack: contextlib.ExitStack) -> list[str]:
+        """Opens all ports; returns the texts of the ready line about them, that of gRPC first."""
+        args, tls = self._args, self._args.tls_files()
+        port = await self._grpc.start(args.address(), tls)
+        addresses = [join_address(args.host, port)]
+        if self._http is not None and args.http_port is not None:
+            http_port = await self._http.start(args.host, args.http_port, tls)
+            scheme = "http" if tls is None else "https"
+            addresses.append(f"; OpenAI on {scheme}://{join_address(args.host, http_port)}/v1")
+        if args.metrics_port is not None:
+            metrics_port = MetricsPort(args.metrics_port, self._state.metrics_text)
+            stack.callback(metrics_port.close)
+            addresses.append(f"; metrics on http://127.0.0.1:{metrics_port.port}/metrics")
+        return addresses
+
+    def _make_http(self, calls: OpenCalls) -> HttpServer | None:
+        if self._args.http_port is None:
+            return None
+        from tpengine.server.http.http_server import HttpServer
+
+        origins = self._args.cors_origins()
+        return HttpServer(self._state, self._authenticator, self._limits, calls, origins)
+
+    async def _close_doors(self, grace_s: float) -> None:
+        doors = (self._grpc, self._http)
+        await asyncio.gather(*(door.close(grace_s) for door in doors if door is not None))
 
     def _catch_signals(self) -> None:
         """Installs the signal handlers. Called repeatedly while the engine is built: when Ray is
         initialised, it replaces them by its own, which end the process without a drain."""
         call_on_end_signals(asyncio.get_running_loop(), self._on_signal)
 
-    def _metrics_text(self) -> bytes:
-        engine = self._state.engine
-        return b"" if engine is None else engine.metrics_text(self._state.model)
-
-    async def _serve(self, port: int, metrics: str) -> int:
+    async def _serve(self, addresses: list[str]) -> int:
         # From here on health answers: alive, and not ready.
         starting = asyncio.create_task(self._start_engine())
         await self._wait_for_start(starting)
         try:
             engine = starting.result()
         except Exception as error:
-            await self._grpc.close(0)
+            await self._close_doors(0)
             if isinstance(error, TPEngineError):
                 logger.error("the server cannot start: %s: %s", type(error).__name__, error)
             else:  # a defect of ours or of a library: the traceback is needed
                 logger.exception("the server cannot start")
             return EXIT_FAILED
-        self._announce(port, metrics)
+        self._announce(addresses)
         code = await self._watch(engine)
         return await self._close(engine, code)
 
@@ -163,6 +202,8 @@ class _Server:
             EngineError: the engine cannot be built, or that token does not come.
         """
         with self._timed("engine"):
+            folder, _, _ = await asyncio.to_thread(self._engine_args.read_model)
+            self._state.sampling = sampling_defaults(folder, read_generation_config(folder))[0]
             engine = await asyncio.to_thread(
                 AsyncLLMEngine,
                 self._start.build,
@@ -193,7 +234,7 @@ class _Server:
         self._phases[phase] = time.monotonic() - start
         logger.info("start-up: %s took %.2f s", phase, self._phases[phase])
 
-    def _announce(self, port: int, metrics: str) -> None:
+    def _announce(self, addresses: list[str]) -> None:
         args = self._args
         guards = []
         if args.tls_cert is not None:
@@ -204,8 +245,8 @@ class _Server:
                 logger.warning("tokens travel unencrypted; give --tls-cert and --tls-key")
         phases = ", ".join(f"{name} {took:.2f} s" for name, took in self._phases.items())
         print(
-            f"tpengine is ready on {join_address(args.host, port)}: model {self._state.model!r}, "
-            f"{' and '.join(guards) or 'no TLS, no tokens'}{metrics}; started in "
+            f"tpengine is ready on {addresses[0]}: model {self._state.model!r}, "
+            f"{' and '.join(guards) or 'no TLS, no tokens'}{''.join(addresses[1:])}; started in "
             f"{sum(self._phases.values()):.2f} s ({phases})",
             flush=True,
         )
@@ -233,7 +274,7 @@ class _Server:
         if engine is not None:  # readers get their error at once; the rest of drain awaits a step
             with contextlib.suppress(TimeoutError):
                 await asyncio.wait_for(engine.drain(0.0), _AT_ONCE_S / 4)
-        await self._grpc.close(_AT_ONCE_S / 2)
+        await self._close_doors(_AT_ONCE_S / 2)
         _exit_now(code)
 
     async def _watch(self, engine: AsyncLLMEngine) -> int:
@@ -271,7 +312,7 @@ class _Server:
         end = max(end, time.monotonic() + _WRITE_S)
         while state.num_open_calls and time.monotonic() < end:
             await asyncio.sleep(0.01)
-        await self._grpc.close(0.5)
+        await self._close_doors(0.5)
         try:
             await engine.shutdown(_STEP_S)
         except EngineError as error:
@@ -331,7 +372,7 @@ class MetricsPort:
                     return
                 body = text()
                 self.send_response(200)
-                self.send_header("Content-Type", "text/plain; version=0.0.4; charset=utf-8")
+                self.send_header("Content-Type", METRICS_TYPE)
                 self.send_header("Content-Length", str(len(body)))
                 self.end_headers()
                 self.wfile.write(body)

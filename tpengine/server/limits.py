@@ -2,13 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 
 from tpengine.async_engine.admission import QueueLimits
 from tpengine.engine.tokenizer import Tokenizer
-from tpengine.errors import InvalidPromptError, InvalidSamplingParamsError
+from tpengine.errors import (
+    InvalidPromptError,
+    InvalidSamplingParamsError,
+    MalformedRequestError,
+    QueueFullError,
+)
 from tpengine.sampling_params import WHOLE_VOCABULARY, SamplingParams
+from tpengine.server.grpc.proto import TIMEOUT_KEY
 
 MAX_REQUEST_ID = 128
 """Characters of a request id."""
@@ -17,6 +24,9 @@ MAX_ERROR_TEXT = 400
 """Bytes of an error's text. It travels in trailers, which clients bound at 8 KiB."""
 MAX_ROLE_BYTES = 64
 _SLACK = 4
+_RETRY_AFTER_S = 1.0
+_FRAME_TOKENS = 16
+_MAX_TIMEOUT_DIGITS = 12
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,6 +47,8 @@ class Limits:
         max_calls: open calls, without those of health and those that may wait in the queue.
         max_connection_calls: the same, of one connection.
         max_health_calls: open calls of health, which need no token.
+        max_connections: open connections over HTTP.
+        max_host_connections: the same, of one client address.
         message_s: longest time in seconds until the message of a call arrives.
         queue: bounds of the waiting requests.
     """
@@ -52,6 +64,8 @@ class Limits:
     max_calls: int = 4096
     max_connection_calls: int = 1024
     max_health_calls: int = 512
+    max_connections: int = 8192
+    max_host_connections: int = 4096
     message_s: float = 20.0
     queue: QueueLimits = field(default_factory=QueueLimits)
 
@@ -65,6 +79,50 @@ class Limits:
             "bad_words": self.max_token_rules // 16,
             "bad_words_token_ids": self.max_token_rules // 16,
         }
+
+
+class OpenCalls:
+    """Counts the open calls of all doors, those of health apart."""
+
+    def __init__(self, limits: Limits) -> None:
+        self._max = {
+            False: limits.max_calls + limits.queue.max_requests,
+            True: limits.max_health_calls,
+        }
+        self._num = {False: 0, True: 0}
+
+    @contextmanager
+    def counted(self, *, is_health: bool) -> Iterator[None]:
+        """Counts a call while it is open.
+
+        Raises:
+            QueueFullError: too many calls are open.
+        """
+        if self._num[is_health] >= self._max[is_health]:
+            raise QueueFullError(
+                f"{self._num[is_health]} calls are open at this server, and no more may be; "
+                "try again later",
+                retry_after_s=_RETRY_AFTER_S,
+            )
+        self._num[is_health] += 1
+        try:
+            yield
+        finally:
+            self._num[is_health] -= 1
+
+
+def read_timeout(given: str) -> float:
+    """Seconds from now to the deadline that a client names under `TIMEOUT_KEY`.
+
+    Raises:
+        MalformedRequestError: it is not a number of milliseconds.
+    """
+    if not given.isdecimal() or len(given) > _MAX_TIMEOUT_DIGITS:
+        raise MalformedRequestError(
+            f"{TIMEOUT_KEY} must be a number of milliseconds of at most {_MAX_TIMEOUT_DIGITS} "
+            f"digits, got {given[:20]!r}"
+        )
+    return int(given) / 1e3
 
 
 def check_request_id(request_id: str) -> None:
@@ -113,6 +171,11 @@ def max_text_bytes(tokenizer: Tokenizer | None, max_model_len: int) -> int | Non
         return None
     longest = max((len(piece) for piece in tokenizer.byte_table.pieces), default=1)
     return _SLACK * max_model_len * max(longest, 1)
+
+
+def most_tokens_of_text(text: str) -> int:
+    """Bound of the tokens of a prompt: each has at least one byte, except those around a text."""
+    return len(text.encode()) + _FRAME_TOKENS
 
 
 def check_num_ids(count: int, max_model_len: int) -> None:

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import errno
+import importlib.util
 import ipaddress
 import socket
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import Any, ClassVar
 
 from tpengine import envs
 from tpengine.async_engine.admission import QueueLimits
@@ -20,6 +21,7 @@ MAX_MESSAGE_MIB = 1024
 MAX_QUEUED = (1 << 63) - 1
 """The largest value of the protocol's int64 fields."""
 _QUEUE = QueueLimits()
+_HTTP_PACKAGES = ("fastapi", "uvicorn", "httptools")
 
 
 @dataclass
@@ -30,9 +32,17 @@ class ServerArgs(Options):
     group: ClassVar[str] = "server"
 
     host: str = option("127.0.0.1")
-    """Address to listen on, 0.0.0.0: all; any but loopback needs TLS, a token or --insecure."""
+    """Address to listen on, 0.0.0.0: all; any but loopback needs TLS, a token or --insecure, and
+    with --http-port a token, --tls-client-ca or --insecure."""
     port: int = option(50051, at_least=0, at_most=MAX_PORT)
     """Port to listen on; 0 takes a free one, which is printed."""
+    http_port: int | None = option(None, at_least=0, at_most=MAX_PORT)
+    """Port for OpenAI's HTTP interface; 0 takes a free one; default: none."""
+    cors_origin: str | None = option(None)
+    """Origins whose web pages may call over HTTP, separated by commas, *: all; default: none."""
+    api_key: str | None = option(None)
+    """Bearer tokens of clients, separated by commas, over HTTP and gRPC; other users of this
+    machine can see them in the list of processes: --token-file is safer."""
     token_file: str | None = option(None)
     """Bearer tokens of clients, one per line, at least 16 characters each, as from `openssl rand
     -hex 24`; without it and without TPENGINE_TOKENS (separated by commas), clients need no
@@ -64,31 +74,51 @@ class ServerArgs(Options):
     """Port for Prometheus on 127.0.0.1, at /metrics; 0 takes a free one; default: none."""
 
     def check(self) -> None:
-        """Checks each argument by itself, and that those of TLS are given together.
+        """Checks each argument by itself, and those that belong together or exclude each other.
 
         Raises:
-            ConfigError: a value is outside its limits, or one of a pair is missing.
+            ConfigError: a value is outside its limits, one of a pair is missing, or two servers
+                have one port.
         """
         super().check()
+        taken: dict[int, str] = {}
+        for name in ("port", "http_port", "metrics_port"):
+            number = getattr(self, name)
+            if number and taken.setdefault(number, name) != name:  # None: no port; 0: any free one
+                raise ConfigError(
+                    f"{name} and {taken[number]} are both {number}; give each its own number"
+                )
         if (self.tls_cert is None) != (self.tls_key is None):
             raise ConfigError("tls_cert and tls_key belong together; give both or neither")
         if self.tls_client_ca is not None and self.tls_cert is None:
             raise ConfigError("tls_client_ca needs tls_cert and tls_key")
+        if self.cors_origin is not None and self.http_port is None:
+            raise ConfigError("cors_origin needs http_port")
+        missing = [name for name in _HTTP_PACKAGES if importlib.util.find_spec(name) is None]
+        if self.http_port is not None and missing:
+            raise ConfigError(
+                f"http_port needs packages that are missing: {', '.join(missing)}; "
+                "pip install 'tpengine[http]'"
+            )
 
     def check_exposure(self, authenticator: Authenticator) -> None:
-        """Refuses an address that other machines reach, if clients need neither TLS nor a token.
+        """Refuses an address that other machines reach, if clients need neither TLS nor a token;
+        over HTTP TLS alone does not do, because every browser and HTTP client speaks it.
 
         Raises:
             ConfigError: any client in the network could use the server.
         """
-        is_guarded = self.tls_cert is not None or authenticator.wants_token
-        if is_loopback(self.host) or is_guarded or self.insecure:
+        if is_loopback(self.host) or authenticator.wants_token or self.insecure:
             return
-        raise ConfigError(
-            f"host = {self.host} can be reached from other machines, and any client there could "
-            "use the model; give --tls-cert and --tls-key, or --token-file, or say --insecure, or "
-            "listen on 127.0.0.1"
-        )
+        tls, needed = self.tls_cert, "--tls-cert and --tls-key"
+        if self.http_port is not None:
+            tls, needed = self.tls_client_ca, "--tls-client-ca"
+        if tls is None:
+            raise ConfigError(
+                f"host = {self.host} can be reached from other machines, and any client there "
+                f"could use the model; give {needed}, or --token-file or --api-key, or say "
+                "--insecure, or listen on 127.0.0.1"
+            )
 
     def check_ports(self) -> None:
         """Checks that the ports are free, before anything slow is done.
@@ -97,6 +127,8 @@ class ServerArgs(Options):
             ConfigError: see `check_port`.
         """
         check_port(self.host, self.port)
+        if self.http_port is not None:
+            check_port(self.host, self.http_port, "--http-port")
         if self.metrics_port is not None:
             check_port("127.0.0.1", self.metrics_port, "--metrics-port")
 
@@ -124,13 +156,18 @@ class ServerArgs(Options):
             ConfigError: a token file cannot be used.
         """
         return Authenticator(
-            read_tokens(self.token_file, envs.tokens(), "--token-file (or TPENGINE_TOKENS)"),
+            read_tokens(self.token_file, envs.tokens(), "--token-file (or TPENGINE_TOKENS)")
+            + read_tokens(None, self.api_key, "--api-key"),
             read_tokens(
                 self.admin_token_file,
                 envs.admin_token(),
                 "--admin-token-file (or TPENGINE_ADMIN_TOKEN)",
             ),
         )
+
+    def cors_origins(self) -> list[str]:
+        """The origins of `cors_origin`."""
+        return [one.strip() for one in (self.cors_origin or "").split(",") if one.strip()]
 
     def address(self) -> str:
         """HOST:PORT."""
@@ -152,8 +189,11 @@ def is_loopback(host: str) -> bool:
         return False
 
 
-def check_port(host: str, port: int, option: str = "--port") -> None:
+def check_port(
+    host: str, port: int, option: str = "--port"
+) -> list[tuple[socket.AddressFamily, Any]]:
     """Binds a port and releases it. gRPC's own error does not contain the system's reason.
+    Returns family and address of each that can be bound.
 
     Args:
         host: an address of this machine, or a name.
@@ -164,12 +204,13 @@ def check_port(host: str, port: int, option: str = "--port") -> None:
         ConfigError: the port is taken or not permitted, or the address is not one of this machine.
     """
     try:
-        found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
+        all_found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
     except (OSError, UnicodeError) as error:
         raise ConfigError(
             f"host = {host!r} is neither an address nor a known name: {error}"
         ) from error
-    errors = [_bind_error(family, address) for family, *_, address in found]
+    found = dict.fromkeys((family, address) for family, *_, address in all_found)
+    errors = [_bind_error(family, address) for family, address in found]
     # A name may have addresses that this machine lacks (::1 without IPv6); no address may be taken.
     absent = (errno.EADDRNOTAVAIL, errno.EAFNOSUPPORT)
     refused = [one for one in errors if one is not None and one.errno not in absent]
@@ -182,6 +223,7 @@ def check_port(host: str, port: int, option: str = "--port") -> None:
         raise ConfigError(
             f"cannot listen on {host}: it is not one of this machine; choose another with --host"
         )
+    return [one for one, error in zip(found, errors, strict=True) if error is None]
 
 
 def _bind_error(family: int, address: object) -> OSError | None:

@@ -15,13 +15,14 @@ from tpengine.engine.requests import GenerateRequest
 from tpengine.errors import (
     EngineDrainingError,
     EngineLoadingError,
-    InvalidPromptError,
     ModelNotFoundError,
     RequestAbortedError,
+    RequestIgnoredError,
 )
-from tpengine.model_defaults import sampling_defaults
-from tpengine.model_files import read_generation_config
 from tpengine.server.limits import max_text_bytes
+
+METRICS_TYPE = "text/plain; version=0.0.4; charset=utf-8"
+"""Content type of `ServerState.metrics_text`."""
 
 
 class State(enum.Enum):
@@ -39,11 +40,12 @@ class ServerState:
     Attributes:
         names: under which the model is served.
         engine: None while it loads.
-        sampling: the model's defaults of sampling parameters, once it is loaded.
+        sampling: the model's defaults of sampling parameters, read before it is loaded.
         closing: set when the server has to close.
         why: what asked the server to close.
         drain_timeout_s: seconds that running requests get to finish.
         last_words: error text for clients whose requests have not finished by then.
+        created: time in seconds since 1970 at which the server began to load.
         num_open_calls: calls that generate and have not ended.
     """
 
@@ -60,6 +62,7 @@ class ServerState:
         )
         self.num_open_calls = 0
         self._max_text_bytes: int | None = None
+        self.created = int(time.time())
         self._start = time.monotonic()
 
     @property
@@ -73,19 +76,17 @@ class ServerState:
         return time.monotonic() - self._start
 
     def serve(self, engine: AsyncLLMEngine) -> None:
-        """Begins to serve with an engine that is ready.
-
-        Raises:
-            ModelLoadError: the model recommends sampling parameters that are wrong.
-        """
-        folder = engine.model_config.model
-        self.sampling = sampling_defaults(folder, read_generation_config(folder))[0]
+        """Begins to serve with an engine that is ready."""
         self._max_text_bytes = max_text_bytes(
             engine.llm_engine.tokenizer, engine.model_config.max_model_len
         )
         self.engine = engine
         if self.state is State.LOADING:
             self.state = State.RUNNING
+
+    def metrics_text(self) -> bytes:
+        """The figures for Prometheus; empty while the model loads."""
+        return b"" if self.engine is None else self.engine.metrics_text(self.model)
 
     def ask_to_close(self, why: str, drain_timeout_s: float | None = None) -> None:
         """Refuses new requests from now on, and ends the server when the running ones have ended.
@@ -109,7 +110,7 @@ class ServerState:
         """
         if self.engine is None:
             raise EngineLoadingError(
-                "the server loads its model; watch grpc.health.v1 under the name 'readiness'"
+                "the server loads its model; watch /ready, or grpc.health.v1 under 'readiness'"
             )
         return self.engine
 
@@ -127,8 +128,8 @@ class ServerState:
             raise EngineDrainingError("the server ends and takes no new requests; ask another")
         if model is not None and model not in self.names:
             raise ModelNotFoundError(
-                f"model {model[:200]!r} is not served here, but {self.model!r} is; leave model out "
-                "to take that"
+                f"model {model[:200]!r} is not served here, but {self.model!r} is; give that name, "
+                "or none, or have the server take yours as well with --served-model-name"
             )
 
     def check_text(self, name: str, texts: Iterable[str]) -> None:
@@ -139,12 +140,12 @@ class ServerState:
             texts: all its parts.
 
         Raises:
-            InvalidPromptError: it is longer than any text of `max_model_len` tokens.
+            RequestIgnoredError: it is longer than any text of `max_model_len` tokens.
         """
         length = sum(len(text.encode()) for text in texts)
         if self._max_text_bytes is not None and length > self._max_text_bytes:
             max_model_len = self.loaded_engine().model_config.max_model_len
-            raise InvalidPromptError(
+            raise RequestIgnoredError(
                 f"{name} has {length} bytes, more than {self._max_text_bytes}, which is more than "
                 f"max_model_len = {max_model_len} tokens; shorten it"
             )

@@ -48,6 +48,17 @@ def detect_device(wanted: str) -> str:
     return wanted
 
 
+def claim_gpu(device: torch.device) -> str:
+    """Makes a GPU the current one of this process; returns its name.
+
+    Raises:
+        ConfigError: this rank's node has none, whatever the driver's has.
+    """
+    detect_device(device.type)
+    torch.cuda.set_device(device)
+    return torch.cuda.get_device_name(device)
+
+
 def resolve_dtype(wanted: str, device: str) -> torch.dtype:
     """Returns the dtype of weights and activations; "auto" is bfloat16 if the device supports it.
 

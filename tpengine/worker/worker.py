@@ -23,7 +23,7 @@ from tpengine.ops.recording import has_recordings
 from tpengine.worker import device
 from tpengine.worker.cache_engine import CacheEngine, block_bytes, staged_blocks
 from tpengine.worker.decode_recording import MAX_RECORDED_ROWS, DecodeRecording, try_to_record
-from tpengine.worker.gpu.attention_plans import GpuAttention, attention_layers, claim_gpu
+from tpengine.worker.gpu.attention_plans import GpuAttention, attention_layers, check_attention
 from tpengine.worker.gpu.graphs import CudaCapture, DecodeGraphs, agree_on_graphs
 from tpengine.worker.gpu.run_ahead import RunAhead
 from tpengine.worker.model_runner import ModelRunner
@@ -98,14 +98,14 @@ class Worker:
         self._cache_dtype = device.cache_dtype(self._config.cache.kv_cache_dtype, self._dtype)
         dtype_name = str(self._dtype).removeprefix("torch.")
         if self._device.type == "cuda":
-            name = claim_gpu(self._device, self._config, self._dtype, self._cache_dtype)
+            name = device.claim_gpu(self._device)
             is_fp8 = self._cache_dtype != self._dtype
             return f"{name}, {dtype_name}{', fp8 KV cache' if is_fp8 else ''}"
         threads = device.set_num_threads(self._num_local_ranks)
         return f"{platform.machine()} CPU, {counted(threads, 'thread')}, {dtype_name}"
 
-    def load_model(self) -> None:
-        """Builds this rank's shard and fills it.
+    def load_model(self) -> str:
+        """Builds this rank's shard and fills it; returns `Weights.digest`.
 
         Raises:
             ConfigError, ModelLoadError: see `models.loader.load_model`.
@@ -114,9 +114,13 @@ class Worker:
         with torch.inference_mode():
             quantization = self._config.model.quantization
             weights = Weights(self._dtype, self._device, self._parallel, quantization)
-            self._model = load_model(self._config.model, weights)
+            chosen = self._config, self._dtype, self._cache_dtype
+            self._model = load_model(
+                self._config.model, weights, lambda model: check_attention(model, *chosen)
+            )
         self._weights_bytes = weights.num_bytes
         self._gpu = self._make_gpu_attention(self._model)
+        return weights.digest
 
     def profile_num_available_blocks(self, known_peak_bytes: int | None = None) -> MemoryLedger:
         """Runs the worst step and counts the blocks that fit into what is left.

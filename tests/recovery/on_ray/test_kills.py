@@ -13,6 +13,7 @@ from pathlib import Path
 
 import pytest
 from executor.ray_engines import Wait, executor_of
+from support.gguf_files import write_gguf
 
 from recovery.on_ray.crowd import MIN_MARGIN, NUM_REQUESTS, Crowd, crowd_engine
 from recovery.on_ray.killer import PHASES, Killer, killer
@@ -20,6 +21,7 @@ from recovery.on_ray.processes import actors
 from tpengine.engine.stats import EngineState
 
 NUM_KILLS = int(os.environ.get("TPENGINE_TEST_KILLS", "100"))
+ONE_OF_EACH = ["decode", "loading", "prefill", "recovery", "swap", "idle"]
 END_S = 30.0
 KILL_S = 60.0
 """Each, and what is recovered from it, on a busy machine."""
@@ -58,9 +60,11 @@ def check(crowd: Crowd, found: Killer, targets: list[str]) -> None:
     assert crowd.engine.health().epoch == epochs[-1]
 
 
-def run(folder: Path, targets: list[str], spare_workers: int, seed: int, wait_until: Wait) -> None:
+def run(
+    model: Path, targets: list[str], spare_workers: int, seed: int, wait_until: Wait, **args: str
+) -> None:
     before = actors()
-    with crowd_engine(folder, spare_workers=spare_workers) as engine:
+    with crowd_engine(model, spare_workers=spare_workers, **args) as engine:
         crowd = Crowd(engine)
         assert crowd.serve_undisturbed() > MIN_MARGIN
         with killer(engine, targets, seed) as found:
@@ -73,7 +77,16 @@ def run(folder: Path, targets: list[str], spare_workers: int, seed: int, wait_un
 
 @pytest.mark.timeout(600)
 def test_one_in_each_phase(folder: Path, wait_until: Wait) -> None:
-    run(folder, ["decode", "loading", "prefill", "recovery", "swap", "idle"], 0, 1, wait_until)
+    run(folder, ONE_OF_EACH, 0, 1, wait_until)
+
+
+@pytest.mark.soak
+@pytest.mark.timeout(600)
+def test_a_file_on_transformers_code(folder: Path, tmp_path: Path, wait_until: Wait) -> None:
+    metadata = {"tokenizer.ggml.eos_token_id": 2}
+    path = write_gguf(folder, tmp_path / "model.gguf", metadata=metadata)
+    args = {"model_impl": "transformers", "tokenizer": str(folder)}
+    run(path, ONE_OF_EACH, 1, 1, wait_until, **args)
 
 
 @pytest.mark.soak

@@ -115,6 +115,7 @@ class RayExecutor(Executor):
         self._times = StartTimes(ray_config.start_timeout_s)
         self.start_times_s = self._times.seconds
         self._peaks: list[int] = []
+        self._digests: list[str] | None = None
         self.nodes = []
         self._turn = threading.Lock()
         self._is_cancelled = threading.Event()
@@ -317,7 +318,7 @@ class RayExecutor(Executor):
             f"{line} ({place})" for line, place in zip(lines, group.places, strict=True)
         ]
         with self._times.phase("weights"):
-            group.call("load_model")
+            self._digests = group.load_model(self._digests)
 
     @contextlib.contextmanager
     def _in_turn(self) -> Iterator[None]:

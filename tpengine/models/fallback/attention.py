@@ -11,7 +11,6 @@ import contextlib
 from collections.abc import Callable, Iterator
 from contextvars import ContextVar
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 import torch
@@ -67,10 +66,13 @@ class Probe:
 
     Attributes:
         shapes: of the attention calls so far, in their order.
+        masks: of the pass, by the address of their memory, with the function that says what they
+            show. A class may slice a mask, which leaves it in its memory.
     """
 
     def __init__(self) -> None:
         self.shapes: list[Shape] = []
+        self.masks: dict[int, tuple[torch.Tensor, Callable[..., Any]]] = {}
 
     def attend(self, shape: Shape, q: Heads, k: Heads, v: Heads) -> torch.Tensor:
         """Returns `[1, num_tokens, num_heads, value_dim]`, which depend on all three arguments; the
@@ -150,20 +152,37 @@ def _attend(
 ) -> tuple[torch.Tensor, None]:
     one = _PASS.get()
     if isinstance(one, Probe):
-        return one.attend(_shape_of(module, q, k, v, attention_mask, options), q, k, v), None
+        window = _find_window(one, module, attention_mask)
+        return one.attend(_shape_of(q, k, v, window, options), q, k, v), None
     layer, kv_cache = next(one.calls)
     return layer.forward((q, k, v), kv_cache, one.metadata), None
 
 
 def _make_mask(*, mask_function: Callable[..., Any], **options: Any) -> torch.Tensor:
     mask = torch.zeros(1, 1, 1, 1, device=options.get("device"))
-    if isinstance(_PASS.get(), Probe):
-        mask.find_window = partial(_window_of, mask_function)  # type: ignore[attr-defined]
+    if isinstance(one := _PASS.get(), Probe):
+        one.masks[mask.untyped_storage().data_ptr()] = mask, mask_function
     return mask
 
 
 ALL_ATTENTION_FUNCTIONS.register(INTERFACE, _attend)
 ALL_MASK_ATTENTION_FUNCTIONS.register(INTERFACE, _make_mask)
+
+
+def _find_window(one: Probe, module: Any, mask: Any) -> int | None:
+    """Returns the window of an attention call, as `_window_of` does.
+
+    Raises:
+        UnfitError: what `_window_of` raises; or the mask is not one of `_make_mask`.
+    """
+    if mask is None:
+        if not getattr(module, "is_causal", True):
+            raise UnfitError("its tokens attend to later ones")
+        return None
+    made = one.masks.get(mask.untyped_storage().data_ptr())
+    if made is None:
+        raise UnfitError("it makes a mask or a bias of attention itself")
+    return _window_of(made[1])
 
 
 def _window_of(visible: Callable[..., Any]) -> int | None:
@@ -191,22 +210,16 @@ def _window_of(visible: Callable[..., Any]) -> int | None:
     return windows.pop()
 
 
-def _shape_of(
-    module: Any, q: Heads, k: Heads, v: Heads, mask: Any, options: dict[str, Any]
-) -> Shape:
+def _shape_of(q: Heads, k: Heads, v: Heads, window: int | None, options: dict[str, Any]) -> Shape:
     set_ones = {name for name, value in options.items() if value is not None and value is not False}
     if unknown := sorted(set_ones - _IGNORED - _SHAPING):
-        raise UnfitError(f"its attention takes {', '.join(unknown)}, which ours does not have")
+        names = ", ".join(unknown).replace("s_aux", "s_aux (sinks)")
+        raise UnfitError(f"its attention takes {names}, which ours does not have")
     if k.shape[2] != q.shape[2]:
         raise UnfitError("it attends to other tokens than those of the sequence (cross attention)")
     if q.shape[1] % k.shape[1] or v.shape[1:3] != k.shape[1:3] or v.shape[3] > k.shape[3]:
         shapes = [list(part.shape) for part in (q, k, v)]
         raise UnfitError(f"q, k and v of its attention have the shapes {shapes}")
-    if mask is None and not getattr(module, "is_causal", True):
-        raise UnfitError("its tokens attend to later ones")
-    if mask is not None and not hasattr(mask, "find_window"):
-        raise UnfitError("it makes a mask or a bias of attention itself")
-    window = None if mask is None else mask.find_window()
     scale = options.get("scaling")
     scale = q.shape[3] ** -0.5 if scale is None else float(scale)
     sizes = q.shape[1], k.shape[1], q.shape[3], v.shape[3]

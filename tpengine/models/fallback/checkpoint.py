@@ -13,7 +13,8 @@ from torch import nn
 from tpengine.layers.weights import CheckpointTensor, LoadedTensor, Weights, WeightShard
 
 _PROBED_ELEMENTS = 1 << 20
-"""Larger parameters are zero in the probe (experts); smaller ones (norms, convolutions) matter."""
+"""Larger parameters are zero in the probe (experts); smaller ones (norms, convolutions) matter.
+Matrices have a mean of zero, since sums of many values saturate a router."""
 
 
 def allocate_parameters(root: Any, weights: Weights) -> None:
@@ -33,7 +34,7 @@ def allocate_parameters(root: Any, weights: Weights) -> None:
             target = weights.replicated(name, *parameter.shape).zero_()
             if target.numel() <= _PROBED_ELEMENTS:
                 values = torch.rand(target.shape, generator=generator)
-                target.copy_(values + 0.5)
+                target.copy_(values + 0.5 if target.dim() == 1 else values - 0.5)
             allocated = nn.Parameter(target, requires_grad=False)
             originals[id(parameter)] = name, allocated
             module._parameters[leaf] = allocated
@@ -115,12 +116,10 @@ class CheckpointConversion:
 
 
 def _conversions(root: Any) -> tuple[list[Any], list[Any]]:
-    """Returns the class's renamings and converters; transformers 4 has none."""
-    try:
-        from transformers.conversion_mapping import get_model_conversion_mapping
-        from transformers.core_model_loading import WeightConverter
-    except ImportError:
-        return [], []
+    """Returns the class's renamings and converters."""
+    from transformers.conversion_mapping import get_model_conversion_mapping
+    from transformers.core_model_loading import WeightConverter
+
     found = get_model_conversion_mapping(root)
     converters = [one for one in found if isinstance(one, WeightConverter)]
     return [one for one in found if not isinstance(one, WeightConverter)], converters

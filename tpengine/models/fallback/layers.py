@@ -59,6 +59,7 @@ class LinearInPlace(nn.Module):
         shape = tuple(original.weight.shape)
         self.out_features, self.in_features = shape[::-1] if self._is_transposed else shape
         self._has_bias = original.bias is not None
+        self.weight = torch.empty(0, dtype=original.weight.dtype)  # some classes read its dtype
         self._parallel = parallel
         self.style = style
         self._linear: Linear | None = None
@@ -177,6 +178,9 @@ class TensorParallelPlan:
         self._styles: dict[str, str] = {}
         if parallel.tp_size == 1:
             return
+        if any(config.hf_config.get("activation_sparsity_pattern") or ()):
+            reason = "activation_sparsity_pattern needs all values of an MLP on one rank"
+            raise self._refusal(config, reason)
         plan = getattr(root, "_tp_plan", None) or {}
         linears = {_wildcard(n) for n, m in root.named_modules() if type(m) in (nn.Linear, Conv1D)}
         embedded = {id(root.get_input_embeddings()), id(root.get_output_embeddings())}
@@ -187,7 +191,8 @@ class TensorParallelPlan:
             if name in own or name not in names or style in _REPLICATED_STYLES:
                 continue
             if name not in linears or style not in _STYLES:
-                raise self._refusal(config, f"its plan has {name!r}: {style!r}, unknown here")
+                reason = f"its plan divides {name!r} by {style!r}, which no layer of tpengine does"
+                raise self._refusal(config, reason)
             self._styles[name] = _STYLES[style]
         if not self._styles:
             raise self._refusal(config, "it has no base_model_tp_plan")
@@ -210,7 +215,7 @@ class TensorParallelPlan:
     def _refusal(self, config: ModelConfig, reason: str) -> ConfigError:
         return ConfigError(
             f"{config.architecture} of {config.model} on transformers' code cannot be divided over "
-            f"tensor_parallel_size = {self.parallel.tp_size}: {reason}; use 1"
+            f"tensor_parallel_size = {self.parallel.tp_size}: {reason}; set it to 1"
         )
 
 

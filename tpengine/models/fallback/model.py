@@ -44,7 +44,6 @@ from tpengine.models.fallback.layers import (
     TensorParallelPlan,
 )
 
-_LAYER_TYPES = {"full_attention", "sliding_attention"}
 _EXTRA_OUTPUTS = ("output_attentions", "output_hidden_states", "output_router_logits", "use_cache")
 _NO_INTERFACE = "its attention does not go through transformers' attention interface"
 _PROBE_IDS = (3, 1, 4, 1, 5)
@@ -85,7 +84,7 @@ class TransformersForCausalLM:
         except UnfitError as error:
             raise ConfigError(
                 f"{config.architecture} of {config.model} does not run on transformers' code: "
-                f"{error}"
+                f"{error}; docs/models.md lists what runs"
             ) from error.__cause__
 
     def _build(self, config: ModelConfig, weights: Weights) -> None:
@@ -197,22 +196,15 @@ def _empty_model(config: ModelConfig, weights: Weights) -> Any:
     """Builds transformers' model with its parameters on the meta device; buffers have values.
 
     Raises:
-        UnfitError: what its configuration asks for does not fit into a paged cache.
+        ConfigError: its rotary positions do not suit `max_model_len`.
+        UnfitError: its code fails.
     """
     fields = dict(config.hf_config)
-    model_type = fields.pop("model_type")
-    classes = transformers.AutoModelForCausalLM._model_mapping
-    if model_type not in CONFIG_MAPPING or CONFIG_MAPPING[model_type] not in classes:
-        raise UnfitError(f"transformers has no causal decoder of model_type {model_type!r}")
-    config_class = CONFIG_MAPPING[model_type]
-    model_class = classes[config_class]
-    if model_class.__name__ != config.architecture:
-        raise UnfitError(f"the decoder of its configuration is {model_class.__name__}")
-    if getattr(model_class, "_is_stateful", False):
-        raise UnfitError("it keeps a state beside K and V, which the paged cache does not hold")
+    config_class = CONFIG_MAPPING[fields.pop("model_type")]
+    model_class = getattr(transformers, config.architecture)
     with _explained(), _parameters_on_meta():
         hf_config = config_class.from_dict(fields)
-        _check_config(hf_config, config.max_model_len)
+        _check_rope(hf_config, config)
         for name in _EXTRA_OUTPUTS:
             if getattr(hf_config, name, None):
                 setattr(hf_config, name, False)
@@ -242,27 +234,18 @@ def _explained() -> Iterator[None]:
         raise UnfitError(f"its code fails ({type(error).__name__}: {first_line})") from error
 
 
-def _check_config(hf_config: Any, max_model_len: int) -> None:
-    if getattr(hf_config, "is_encoder_decoder", False):
-        raise UnfitError("it is the decoder of an encoder, whose states the cache does not hold")
-    if getattr(hf_config, "quantization_config", None) is not None:
-        raise UnfitError("its weights are quantised (quantization_config)")
-    types = set(getattr(hf_config, "layer_types", None) or ()) - _LAYER_TYPES
-    if types:
-        raise UnfitError(
-            f"it has layers of type {', '.join(sorted(types))}; the paged cache holds K and V of "
-            f"{' and '.join(sorted(_LAYER_TYPES))}"
-        )
+def _check_rope(hf_config: Any, config: ModelConfig) -> None:
     rope = getattr(hf_config, "rope_parameters", None) or getattr(hf_config, "rope_scaling", None)
     rope = rope or {}
     kind = rope.get("rope_type") or rope.get("type")
     if kind not in ("dynamic", "longrope"):
         return
     limit = rope.get("original_max_position_embeddings") or hf_config.max_position_embeddings
-    if max_model_len > limit:
-        raise UnfitError(
-            f"its rotary positions ({kind}) change with the longest sequence of a batch beyond "
-            f"{limit} tokens; set max_model_len to at most {limit}"
+    if config.max_model_len > limit:
+        raise ConfigError(
+            f"max_model_len = {config.max_model_len}: the rotary positions of {config.model} "
+            f"({kind}) change with the longest sequence of a batch beyond {limit} tokens on "
+            f"transformers' code; set max_model_len to at most {limit}"
         )
 
 

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import asyncio
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from tpengine import errors
@@ -16,11 +15,9 @@ from tpengine.server.limits import (
     at_most,
     check_conversation,
     check_sampling,
+    most_tokens_of_text,
 )
-
-_FRAME_TOKENS = 16
-_CANDIDATES_A_TURN = 1024
-"""Candidates that are converted, in some milliseconds, before other tasks of the event loop run."""
+from tpengine.server.stream_sender import CandidateTurns, Positions
 
 
 def read_generate_request(
@@ -76,8 +73,8 @@ def _max_prompt_len(message: pb.GenerateRequest, most: int) -> int:
     """Most tokens that the prompt can have; `most` is the bound of every prompt."""
     if message.HasField("prompt_token_ids"):
         return min(len(message.prompt_token_ids.ids), most)
-    if message.HasField("prompt"):  # a token has at least one byte, except those around a text
-        return min(len(message.prompt.encode()) + _FRAME_TOKENS, most)
+    if message.HasField("prompt"):
+        return min(most_tokens_of_text(message.prompt), most)
     return most
 
 
@@ -159,7 +156,7 @@ class ResponseWriter:
     def __init__(self) -> None:
         self._num_output_tokens = 0
         self._prompt_logprobs_sent = False
-        self._num_candidates = 0
+        self._turns = CandidateTurns()
         self._finished: set[int] = set()
         self._tokens: pb.GenerateResponse | None = None
 
@@ -200,29 +197,20 @@ class ResponseWriter:
                 self._finished.add(one.index)
             completion = _write_completion(message, one)
             if one.logprobs:
-                await self._add_logprobs(completion.logprobs, one.token_ids, one.logprobs)
+                positions = zip(one.token_ids, one.logprobs, strict=False)
+                await self._add_logprobs(completion.logprobs, positions)
         if output.finished:
             message.usage.CopyFrom(_write_usage(output, self._num_output_tokens))
         if output.prompt_logprobs and not self._prompt_logprobs_sent:
             # The engine reports them with every output from the first on.
             self._prompt_logprobs_sent = True
-            await self._add_logprobs(
-                message.prompt_logprobs, output.prompt_token_ids, output.prompt_logprobs
-            )
+            prompt = zip(output.prompt_token_ids, output.prompt_logprobs, strict=False)
+            await self._add_logprobs(message.prompt_logprobs, prompt)
         return message
 
-    async def _add_logprobs(
-        self,
-        written: Any,
-        token_ids: Sequence[int],
-        logprobs: Sequence[Mapping[int, Logprob] | None],
-    ) -> None:
-        for token_id, candidates in zip(token_ids, logprobs, strict=False):
-            written.append(_write_logprobs(token_id, candidates or {}))
-            self._num_candidates += len(candidates or ())
-            if self._num_candidates >= _CANDIDATES_A_TURN:
-                self._num_candidates = 0
-                await asyncio.sleep(0)
+    async def _add_logprobs(self, written: Any, positions: Positions) -> None:
+        async for token_id, candidates in self._turns.take(positions):
+            written.append(_write_logprobs(token_id, candidates))
 
 
 def _write_completion(

@@ -3,59 +3,48 @@
 from __future__ import annotations
 
 import asyncio
-import hashlib
 import inspect
-import math
 import re
 import time
-import traceback
 import uuid
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping, Sequence
-from contextlib import aclosing, asynccontextmanager, contextmanager
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
+from contextlib import aclosing, asynccontextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import Any, NoReturn
 
 import grpc
 from google.protobuf.duration_pb2 import Duration
-from google.protobuf.message import DecodeError
+from google.protobuf.message import DecodeError, Message
 from google.rpc.error_details_pb2 import BadRequest, RequestInfo, RetryInfo
 from google.rpc.status_pb2 import Status
 
 from tpengine import errors
-from tpengine.logger import init_logger
-from tpengine.server.auth import ANONYMOUS, Authenticator, Client
+from tpengine.server.auth import ANONYMOUS, Authenticator, Client, name_of
 from tpengine.server.grpc.proto import STATUS_DETAILS_KEY, TIMEOUT_KEY
 from tpengine.server.grpc.proto import tpengine_pb2 as pb
-from tpengine.server.limits import MAX_ERROR_TEXT, MAX_REQUEST_ID, Limits
+from tpengine.server.limits import MAX_REQUEST_ID, Limits, OpenCalls, read_timeout
+from tpengine.server.refusals import field_in, log_internal_error, row_of, text_for_client
 
-logger = init_logger(__name__)
-
-_RETRY_AFTER_S = 1.0
 _HEALTH = "/grpc.health.v1.Health/"
-_MAX_TIMEOUT_DIGITS = 12
 
-STATUS_CODES: Mapping[type[Exception], tuple[grpc.StatusCode, str | None]] = {
-    # error: code, and the text; None: the error's own text, which is written for the client
-    errors.QueueFullError: (grpc.StatusCode.RESOURCE_EXHAUSTED, None),
-    errors.DeadlineExceededError: (grpc.StatusCode.DEADLINE_EXCEEDED, None),
-    errors.RequestAbortedError: (grpc.StatusCode.CANCELLED, None),
-    errors.DuplicateRequestError: (grpc.StatusCode.ALREADY_EXISTS, None),
-    errors.ModelNotFoundError: (grpc.StatusCode.NOT_FOUND, None),
-    errors.UnauthenticatedError: (grpc.StatusCode.UNAUTHENTICATED, None),
-    errors.PermissionDeniedError: (grpc.StatusCode.PERMISSION_DENIED, None),
-    errors.RequestFailedError: (grpc.StatusCode.INTERNAL, "the request failed while it ran"),
-    errors.RequestError: (grpc.StatusCode.INVALID_ARGUMENT, None),
-    errors.EngineLoadingError: (grpc.StatusCode.UNAVAILABLE, None),
-    errors.EngineDrainingError: (grpc.StatusCode.UNAVAILABLE, None),
-    errors.EngineDeadError: (
-        grpc.StatusCode.UNAVAILABLE,
-        "the engine failed, and this server ends; ask another, or again when it is back",
-    ),
-    # The text of any other exception may hold anything, also another client's prompt.
-    Exception: (grpc.StatusCode.INTERNAL, "the server failed; its log says more"),
+STATUS_CODES: Mapping[type[Exception], grpc.StatusCode] = {
+    errors.QueueFullError: grpc.StatusCode.RESOURCE_EXHAUSTED,
+    errors.DeadlineExceededError: grpc.StatusCode.DEADLINE_EXCEEDED,
+    errors.RequestAbortedError: grpc.StatusCode.CANCELLED,
+    errors.DuplicateRequestError: grpc.StatusCode.ALREADY_EXISTS,
+    errors.ModelNotFoundError: grpc.StatusCode.NOT_FOUND,
+    errors.NotOfferedError: grpc.StatusCode.UNIMPLEMENTED,
+    errors.UnauthenticatedError: grpc.StatusCode.UNAUTHENTICATED,
+    errors.PermissionDeniedError: grpc.StatusCode.PERMISSION_DENIED,
+    errors.RequestFailedError: grpc.StatusCode.INTERNAL,
+    errors.RequestError: grpc.StatusCode.INVALID_ARGUMENT,
+    errors.EngineLoadingError: grpc.StatusCode.UNAVAILABLE,
+    errors.EngineDrainingError: grpc.StatusCode.UNAVAILABLE,
+    errors.EngineDeadError: grpc.StatusCode.UNAVAILABLE,
+    Exception: grpc.StatusCode.INTERNAL,
 }
-"""Status code and text of each kind of error; the row of the nearest base class counts."""
+"""Status code of each kind of error; the row of the nearest base class counts."""
 
 
 @dataclass(slots=True)
@@ -89,17 +78,14 @@ class Guard(grpc.aio.ServerInterceptor):  # type: ignore[misc]
 
     Args:
         authenticator: identifies the client.
-        limits: how many calls may be open, and how long each may wait for its message.
+        limits: how long a call may wait for its message.
+        calls: counts the open calls of all doors.
     """
 
-    def __init__(self, authenticator: Authenticator, limits: Limits) -> None:
+    def __init__(self, authenticator: Authenticator, limits: Limits, calls: OpenCalls) -> None:
         self._authenticator = authenticator
         self._message_s = limits.message_s
-        self._max_open = {
-            False: limits.max_calls + limits.queue.max_requests,
-            True: limits.max_health_calls,
-        }
-        self._num_open = {False: 0, True: 0}
+        self._calls = calls
         self._wrapped: dict[str, Any] = {}
 
     async def intercept_service(
@@ -148,31 +134,12 @@ class Guard(grpc.aio.ServerInterceptor):  # type: ignore[misc]
         try:
             if not is_health:
                 call.client = identify_call(self._authenticator, context)
-            with self._counted(is_health):
+            with self._calls.counted(is_health=is_health):
                 call.deadline = _deadline(context)
                 CALL.set(call)
                 yield call
         except Exception as error:
             await _refuse(context, error, call)
-
-    @contextmanager
-    def _counted(self, is_health: bool) -> Iterator[None]:
-        """Counts a call while it is open.
-
-        Raises:
-            QueueFullError: too many calls are open.
-        """
-        if self._num_open[is_health] >= self._max_open[is_health]:
-            raise errors.QueueFullError(
-                f"{self._num_open[is_health]} calls are open at this server, and no more may be; "
-                "try again later",
-                retry_after_s=_RETRY_AFTER_S,
-            )
-        self._num_open[is_health] += 1
-        try:
-            yield
-        finally:
-            self._num_open[is_health] -= 1
 
     async def _receive_all(
         self, requests: AsyncIterator[bytes], handler: Any
@@ -225,25 +192,26 @@ def identify_call(authenticator: Authenticator, context: Any) -> Client:
 
 
 def _certificate_name(peer: Mapping[str, Sequence[bytes]]) -> str | None:
-    """A name that differs between certificates: their own, or without one, a digest.
+    """The name in a certificate, from the properties that TLS has verified."""
 
-    Args:
-        peer: the properties of the client's certificate that TLS has verified.
-    """
-    for kind, label in (("x509_common_name", ""), ("x509_subject_alternative_name", "for ")):
-        names = sorted(name.decode("utf-8", "replace") for name in peer.get(kind, ()) if name)
-        if names:
-            return label + ", ".join(names)
-    pem = b"".join(peer.get("x509_pem_cert", ()))
-    return f"sha256 {hashlib.sha256(pem).hexdigest()[:32]}" if pem else None
+    def texts(kind: str) -> list[str]:
+        return [name.decode("utf-8", "replace") for name in peer.get(kind, ())]
+
+    common, others = texts("x509_common_name"), texts("x509_subject_alternative_name")
+    return name_of(common, others, b"".join(peer.get("x509_pem_cert", ())))
 
 
 def _deadline(context: Any) -> float | None:
-    """The deadline of a call: gRPC's, or that of the metadata if it is earlier."""
+    """The deadline of a call: gRPC's, or that of the metadata if it is earlier.
+
+    Raises:
+        MalformedRequestError: that of the metadata is not a number.
+    """
     remaining_s: float | None = context.time_remaining()
     named = dict(context.invocation_metadata() or ()).get(TIMEOUT_KEY)
-    if isinstance(named, str) and named.isdecimal() and len(named) <= _MAX_TIMEOUT_DIGITS:
-        remaining_s = min(int(named) / 1e3, math.inf if remaining_s is None else remaining_s)
+    if named is not None:
+        asked_s = read_timeout(str(named))
+        remaining_s = asked_s if remaining_s is None else min(asked_s, remaining_s)
     return None if remaining_s is None else time.monotonic() + remaining_s
 
 
@@ -267,7 +235,7 @@ async def _refuse(context: Any, error: Exception, call: Call) -> NoReturn:
     request_id = getattr(call.message, "request_id", "")[:MAX_REQUEST_ID] or call.request_id
     answer = refusal(error, call.message, request_id)
     if answer.code is grpc.StatusCode.INTERNAL:
-        _log(error, request_id)
+        log_internal_error(error, request_id)
     await context.abort(answer.code, answer.text, _trailers(answer, request_id))
     raise asyncio.CancelledError  # for the type checker: abort raises
 
@@ -293,37 +261,31 @@ def refusal(error: Exception, message: object, request_id: str) -> Refusal:
     Args:
         message: the call's message; None: it could not be read.
     """
-    row = next(kind for kind in type(error).__mro__ if kind in STATUS_CODES)
-    code, words = STATUS_CODES[row]
-    if words is not None:
-        return Refusal(code, f"{words} (request id {request_id})")
-    text, field = str(error), None
+    code = row_of(error, STATUS_CODES)
+    field = None
     if code is grpc.StatusCode.INVALID_ARGUMENT:
         field = _field_at_fault(error, message)
-        if field is not None and field.rpartition(".")[2] not in text:
-            text = f"{field}: {text}"
-    if len(text.encode()) > MAX_ERROR_TEXT:  # some errors quote their input
-        text = text.encode()[: MAX_ERROR_TEXT - 4].decode(errors="ignore") + " ..."
+    text = text_for_client(error, request_id, field)
     return Refusal(code, text, field, getattr(error, "retry_after_s", None))
 
 
 def _field_at_fault(error: Exception, message: object) -> str | None:
     """The path of the field that an error is about; the text of every error names its field."""
     text = str(error)
+    known = message.DESCRIPTOR.fields_by_name if isinstance(message, Message) else {}
     if isinstance(error, errors.InvalidSamplingParamsError):
-        names = sorted(pb.SamplingParams.DESCRIPTOR.fields_by_name, key=len, reverse=True)
-        found = re.search(rf"\b({'|'.join(names)})\b", text)
-        return f"sampling.{found[0]}" if found else "sampling"
+        place = "sampling_params" if "sampling_params" in known else "sampling"  # vLLM's or ours
+        kind = known[place].message_type if place in known else None
+        found = field_in(text, (kind or pb.SamplingParams.DESCRIPTOR).fields_by_name)
+        return place if found is None else f"{place}.{found}"
     if isinstance(error, errors.InvalidPriorityError):
         return "priority"
     if isinstance(error, errors.InvalidPromptError):
-        for name in ("request_id", "max_queue_ms", "timeout_ms"):
-            if text.startswith(name):
-                return name
-        if isinstance(message, (pb.GenerateRequest, pb.TokenizeRequest)):
+        first = re.match(r"\w*", text)
+        if first and first[0] in known:
+            return first[0]
+        if isinstance(message, Message) and "input" in message.DESCRIPTOR.oneofs_by_name:
             return message.WhichOneof("input") or "input"
-        if isinstance(message, pb.DetokenizeRequest):
-            return "token_ids"
     return None
 
 
@@ -339,13 +301,3 @@ def _trailers(answer: Refusal, request_id: str) -> tuple[tuple[str, bytes], ...]
         delay.FromNanoseconds(int(answer.retry_after_s * 1e9))
         status.details.add().Pack(RetryInfo(retry_delay=delay))
     return ((STATUS_DETAILS_KEY, status.SerializeToString()),)
-
-
-def _log(error: Exception, request_id: str) -> None:
-    """Logs an internal error. The text of a foreign exception may quote a prompt: only its place is
-    logged."""
-    own = isinstance(error, (errors.EngineError, errors.RequestError))
-    frames = "".join(traceback.format_tb(error.__traceback__))
-    text = str(error) if own else "(its text may hold a prompt; see it with level DEBUG)"
-    logger.error("request %r: %s: %s\n%s", request_id, type(error).__name__, text, frames.rstrip())
-    logger.debug("request %r: %s", request_id, error)

@@ -1,9 +1,9 @@
-"""The gRPC server: one port with the service, health and reflection, behind one guard.
+"""The gRPC server: one port with both services, health and reflection, behind one guard.
 
 `batch_wake_ups` changes how grpc wakes the event loop. Without it `bench serve --rates inf` takes
-1.08 times the CPU time outside the engine per token; without it and `_TokenSender` of service.py
-1.22 times (256 streams of the embedded model, two CPU cores that other work shared; medians of 5
-and 9 pairs, measured on 2026-11-22).
+1.08 times the CPU time outside the engine per token; without it and `_TokenSender` of
+server/stream_sender.py 1.22 times (256 streams of the embedded model, two CPU cores that other work
+shared; medians of 5 and 9 pairs, measured on 2026-11-22).
 """
 
 from __future__ import annotations
@@ -18,13 +18,15 @@ from typing import Any
 import grpc
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
+from smg_grpc_proto.generated.vllm_engine_pb2_grpc import add_VllmEngineServicer_to_server
 
 from tpengine.errors import ConfigError, ModelNotFoundError, QueueFullError
 from tpengine.server.auth import Authenticator, CertificateReloader, TlsContents, TlsFiles
 from tpengine.server.grpc.guard import Guard
 from tpengine.server.grpc.proto import LIVENESS, READINESS, SERVICE, tpengine_pb2_grpc
 from tpengine.server.grpc.service import GenerationServicer
-from tpengine.server.limits import Limits
+from tpengine.server.grpc.vllm import VLLM_SERVICE, VllmServicer
+from tpengine.server.limits import Limits, OpenCalls
 from tpengine.server.state import ServerState
 
 MAX_WATCHERS = 256
@@ -36,7 +38,7 @@ _MAX_OPTION = (1 << 31) - 1
 """Largest value of an option; gRPC fails on a larger one."""
 
 _Status = health_pb2.HealthCheckResponse
-_NAMES_OF_READINESS = ("", READINESS, SERVICE)
+_NAMES_OF_READINESS = ("", READINESS, SERVICE, VLLM_SERVICE)
 
 
 class GrpcServer:
@@ -45,17 +47,21 @@ class GrpcServer:
     Args:
         state: of the server; has the engine once it is loaded.
         authenticator: identifies clients.
-        limits: bounds of requests and open calls.
+        limits: bounds of requests.
+        calls: counts the open calls of all doors.
     """
 
-    def __init__(self, state: ServerState, authenticator: Authenticator, limits: Limits) -> None:
+    def __init__(
+        self, state: ServerState, authenticator: Authenticator, limits: Limits, calls: OpenCalls
+    ) -> None:
         self._health = HealthServicer()
-        guard = Guard(authenticator, limits)
+        guard = Guard(authenticator, limits, calls)
         self._server = grpc.aio.server(interceptors=[guard], options=_options(limits))
         servicer = GenerationServicer(state, limits)
         tpengine_pb2_grpc.add_GenerationServiceServicer_to_server(servicer, self._server)  # type: ignore[no-untyped-call]
+        add_VllmEngineServicer_to_server(VllmServicer(state, limits), self._server)
         health_pb2_grpc.add_HealthServicer_to_server(self._health, self._server)
-        names = (SERVICE, _HEALTH, reflection.SERVICE_NAME)
+        names = (SERVICE, VLLM_SERVICE, _HEALTH, reflection.SERVICE_NAME)
         reflection.enable_server_reflection(names, self._server)
 
     async def start(self, address: str, tls: TlsFiles | None) -> int:
@@ -166,7 +172,7 @@ def _credentials(files: TlsFiles) -> grpc.ServerCredentials:
 
 
 class HealthServicer(health_pb2_grpc.HealthServicer):  # type: ignore[misc]
-    """Liveness (`liveness`) and readiness (`readiness`, the service's name, or no name).
+    """Liveness (`liveness`) and readiness (`readiness`, a service's name, or no name).
 
     The servicer of grpc_health is not used: it holds a lock while it writes to a watcher, and keeps
     an entry for every name that a client asks for.

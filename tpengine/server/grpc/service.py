@@ -22,20 +22,17 @@ In the server's process, on the engine's thread:
 On the event loop:
     async_engine/request_table.py: `RequestTable.receive` finds the request's mailbox.
     async_engine/mailbox.py: `Mailbox.put` calls its listener; it merges what is not taken yet.
-    server/grpc/service.py: `_TokenSender._on_output` is the listener; its `_send` takes the output.
+    server/stream_sender.py: `_TokenSender._on_output` is the listener; its `_send` takes the
+        output.
     server/grpc/convert.py: `ResponseWriter.write_tokens` makes the message. An output with more
         than tokens (the last one, or log probabilities) is returned to `send_stream`, which uses
         `ResponseWriter.write`.
     grpc: `context.write` serializes and sends the message.
+    (A gateway's stream takes the same way from server/grpc/vllm.py, with `VllmWriter` of
+        server/grpc/vllm_convert.py.)
 In the client:
     client/generation_client.py: `GenerationClient.stream` yields it.
     client/convert.py: `to_output` makes the `RemoteOutput` for that.
-
-Streams are sent by `_TokenSender`, which drives the writes itself. With `await context.write()` in
-its place `bench serve` takes 1.14 times the CPU time outside the engine per token if wake-ups are
-not batched either, 1.03 times if they are (256 streams at once, medians of 5 pairs), and the output
-rate at 24 requests/s falls to 0.89 (median of 7 pairs; the embedded model, two CPU cores that other
-work shared, measured on 2026-11-22).
 """
 
 from __future__ import annotations
@@ -43,15 +40,16 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import os
-from collections.abc import AsyncIterator, Callable, Coroutine
-from contextlib import asynccontextmanager, closing
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
 import tpengine
+from tpengine.async_engine.async_llm_engine import AsyncLLMEngine
 from tpengine.async_engine.mailbox import Mailbox
+from tpengine.engine.requests import GenerateRequest
 from tpengine.errors import InvalidPromptError
-from tpengine.outputs import RequestOutput
 from tpengine.sampling_params import RequestOutputKind
 from tpengine.server.grpc.convert import (
     ResponseWriter,
@@ -65,8 +63,8 @@ from tpengine.server.grpc.proto import REQUEST_ID_KEY, tpengine_pb2_grpc
 from tpengine.server.grpc.proto import tpengine_pb2 as pb
 from tpengine.server.limits import Limits, check_num_ids, check_request_id
 from tpengine.server.state import ServerState, State
+from tpengine.server.stream_sender import send_stream
 
-Write = Callable[[pb.GenerateResponse], Coroutine[Any, Any, None]]
 _DELTA, _FINAL = RequestOutputKind.DELTA, RequestOutputKind.FINAL_ONLY
 _STATES = {
     "running": pb.SERVER_STATE_RUNNING,
@@ -97,38 +95,28 @@ class GenerationServicer(tpengine_pb2_grpc.GenerationServiceServicer):
     async def GenerateStream(self, request: Any, context: Any) -> None:  # noqa: N802
         """Completes one prompt; each message has what is new."""
         async with self._open(request, context, _DELTA) as mailbox:
-            await send_stream(mailbox, context.write)
+            await send_stream(mailbox, ResponseWriter(), context.write)
 
     @asynccontextmanager
     async def _open(
         self, message: pb.GenerateRequest, context: Any, kind: RequestOutputKind
     ) -> AsyncIterator[Mailbox]:
         """Submits a request; its outputs arrive in the mailbox."""
-        engine, call = self._state.loaded_engine(), CALL.get()
+        engine = self._state.loaded_engine()
         self._state.check_open(message.model if message.HasField("model") else None)
         self._check_text(message)
-        request_id = call.request_id
-        if message.HasField("request_id"):
-            check_request_id(message.request_id)
-            request_id = message.request_id
         max_model_len = engine.model_config.max_model_len
-        request = dataclasses.replace(
-            read_generate_request(message, kind, self._limits, max_model_len, self._state.sampling),
-            request_id=request_id,
-            owner=call.client.name,
-            deadline=call.deadline,
+        request_id = message.request_id if message.HasField("request_id") else None
+        request = read_generate_request(
+            message, kind, self._limits, max_model_len, self._state.sampling
         )
-        await context.send_initial_metadata(((REQUEST_ID_KEY, request_id),))
-        async with self._state.open(request) as mailbox:
+        async with open_request(self._state, context, request, request_id) as mailbox:
             yield mailbox
 
     async def Abort(self, request: Any, context: Any) -> Any:  # noqa: N802
         """Ends a request of the same client, or with the admin token of any client."""
-        engine, client = self._state.loaded_engine(), CALL.get().client
-        check_request_id(request.request_id)
-        if engine.owner(request.request_id) not in (None, client.name):
-            client.require_admin("to abort a request of another client")
-        return pb.AbortResponse(aborted=await engine.abort(request.request_id))
+        aborted = await abort_requests(self._state.loaded_engine(), [request.request_id])
+        return pb.AbortResponse(aborted=aborted)
 
     async def Tokenize(self, request: Any, context: Any) -> Any:  # noqa: N802
         """Converts a text or a conversation to token ids."""
@@ -239,6 +227,47 @@ class GenerationServicer(tpengine_pb2_grpc.GenerationServiceServicer):
             self._state.check_text(given, [getattr(message, given)])
 
 
+@asynccontextmanager
+async def open_request(
+    state: ServerState, context: Any, request: GenerateRequest, request_id: str | None
+) -> AsyncIterator[Mailbox]:
+    """Submits a request of the current call; its outputs arrive in the mailbox.
+
+    Args:
+        request_id: the client's choice; None: the call's.
+
+    Raises:
+        RequestError, EngineError: see `ServerState.open`.
+    """
+    call = CALL.get()
+    if request_id is not None:
+        check_request_id(request_id)
+    named = dataclasses.replace(
+        request,
+        request_id=request_id or call.request_id,
+        owner=call.client.name,
+        deadline=call.deadline,
+    )
+    await context.send_initial_metadata(((REQUEST_ID_KEY, named.request_id),))
+    async with state.open(named) as mailbox:
+        yield mailbox
+
+
+async def abort_requests(engine: AsyncLLMEngine, request_ids: Sequence[str]) -> bool:
+    """Aborts requests for the current call's client; returns whether one of them existed.
+
+    Raises:
+        InvalidPromptError: an id is none.
+        PermissionDeniedError: another client has sent one of them; then none is aborted.
+    """
+    client = CALL.get().client
+    for request_id in request_ids:
+        check_request_id(request_id)
+        if engine.owner(request_id) not in (None, client.name):
+            client.require_admin("to abort a request of another client")
+    return any(await asyncio.gather(*map(engine.abort, request_ids)))
+
+
 def _write_limits(limits: Limits) -> pb.ServerLimits:
     own = dataclasses.asdict(limits)
     return pb.ServerLimits(
@@ -246,107 +275,3 @@ def _write_limits(limits: Limits) -> pb.ServerLimits:
         max_queued_tokens=limits.queue.max_tokens,
         **{name: own[name] for name in pb.ServerLimits.DESCRIPTOR.fields_by_name if name in own},
     )
-
-
-async def send_stream(mailbox: Mailbox, write: Write) -> None:
-    """Sends the outputs of a request as they arrive, each in a message. Outputs that arrive while a
-    message is being sent, because the client reads slowly, share the next one.
-
-    Args:
-        write: sends a message, which it serializes at once, and returns when there is room for
-            another.
-
-    Raises:
-        Exception: the mailbox's error, or an error of `write`.
-    """
-    writer, finished = ResponseWriter(), False
-    while not finished:
-        with closing(_TokenSender(mailbox, writer, write)) as sender:
-            output = await sender.send_tokens()
-        await write(await writer.write(output))
-        finished = output.finished
-
-
-class _TokenSender:
-    """Sends outputs that have only tokens in the call that puts them into the mailbox.
-
-    The task of the stream sleeps meanwhile: this object drives the coroutine of each write itself.
-    After a step all streams are written in one turn of the event loop; a task per stream would take
-    two turns each, and in each the engine's thread may take the interpreter's lock. The gain is at
-    the head of this file.
-
-    A write has usually ended when the next output arrives. If it has not, the future that it awaits
-    tells when it has.
-    """
-
-    def __init__(self, mailbox: Mailbox, writer: ResponseWriter, write: Write) -> None:
-        self._mailbox = mailbox
-        self._writer = writer
-        self._write = write
-        self._writing: Coroutine[Any, Any, None] | None = None
-        self._written: asyncio.Future[Any] | None = None
-        self._end: asyncio.Future[RequestOutput | BaseException]
-        self._end = asyncio.get_running_loop().create_future()
-
-    async def send_tokens(self) -> RequestOutput:
-        """Sends outputs while they have only new tokens, as `ResponseWriter.write_tokens` decides;
-        then returns the first one that has more, which is not sent."""
-        self._listen()
-        end = await self._end
-        if isinstance(end, BaseException):
-            raise end
-        return end
-
-    def close(self) -> None:
-        """Stops listening to the mailbox, and gives up a write that has not ended."""
-        self._mailbox.listener = None
-        self._end.cancel()
-        if self._written is not None:  # gRPC fails it when the call is gone; mark that as seen
-            self._written.add_done_callback(lambda one: one.cancelled() or one.exception())
-        if self._writing is not None:
-            self._writing.close()
-
-    def _listen(self, _written: object = None) -> None:
-        """Listens to the mailbox, and sends what is in it. Also the callback of `_written`, which
-        passes that future; it is not needed here."""
-        if not self._end.done():
-            self._mailbox.listener = self._on_output
-            self._on_output()
-
-    def _on_output(self) -> None:
-        end: RequestOutput | BaseException | None
-        try:
-            end = self._send()
-        except (Exception, asyncio.CancelledError) as error:
-            end = error  # for the stream's task, not for the caller, which serves all streams
-        if end is not None:
-            self._mailbox.listener = None
-            if not self._end.done():  # it is if the stream's task was cancelled
-                self._end.set_result(end)
-
-    def _send(self) -> RequestOutput | None:
-        """Sends what is in the mailbox if the last write has ended; returns it if it has more than
-        tokens."""
-        while self._writing is not None:
-            if self._written is not None and not self._written.done():
-                self._mailbox.listener = None
-                self._written.add_done_callback(self._listen)
-                return None
-            self._advance()
-        output = self._mailbox.take_now()
-        if output is None:
-            return None
-        message = self._writer.write_tokens(output)
-        if message is None:
-            return output
-        self._writing = self._write(message)
-        self._advance()
-        return None
-
-    def _advance(self) -> None:
-        """Runs the write until it awaits something, or ends."""
-        assert self._writing is not None
-        try:
-            self._written = self._writing.send(None)
-        except StopIteration:
-            self._writing = self._written = None

@@ -21,7 +21,6 @@ from tpengine.layers.gpu_attention import (
 )
 from tpengine.ops.attention import check_decode_support, make_decode_plan, min_item_tokens
 from tpengine.ops.library import has_cuda_kernels
-from tpengine.worker.device import detect_device
 from tpengine.worker.input_batch import StepArrays
 from tpengine.worker.transfers import Uploads
 
@@ -31,21 +30,18 @@ _GATHERED_TOKENS = 1 << 16
 longer than that."""
 
 
-def claim_gpu(
-    device: torch.device, config: EngineConfig, dtype: torch.dtype, cache_dtype: torch.dtype
-) -> str:
-    """Makes a GPU the current one of this process; returns its name.
+def check_attention(
+    model: Any, config: EngineConfig, dtype: torch.dtype, cache_dtype: torch.dtype
+) -> None:
+    """Checks the head size that a model gives the KV cache: its configuration may name another one.
 
     Raises:
-        ConfigError: this rank's node has none, whatever the driver's has; or the kernels do not
-            take the model's attention.
+        ConfigError: the kernels of a GPU do not take the model's attention.
     """
-    detect_device(device.type)
-    torch.cuda.set_device(device)
-    capability = torch.cuda.get_device_capability(device)
-    head_dim, block_size = config.model.head_dim, config.cache.block_size
-    check_decode_support(head_dim, dtype, cache_dtype, block_size, capability)
-    return torch.cuda.get_device_name(device)
+    if config.device == "cuda":
+        head_dim, block_size = next(attention_layers(model)).head_dim, config.cache.block_size
+        capability = torch.cuda.get_device_capability()
+        check_decode_support(head_dim, dtype, cache_dtype, block_size, capability)
 
 
 class GpuAttention:

@@ -1,0 +1,181 @@
+// Launchers: quantize_weight; quantized_linear; and quantized_embedding, which copies rows of such
+// a weight as floats.
+#include <math.h>
+#include <sched.h>
+
+#include "panels.h"
+
+namespace tpengine::cpu {
+namespace {
+
+constexpr int64_t kMostGroupOf4Bits = 128;  // a tile of quantize_panels
+
+// Rows that pass over a panel before the next panel: their bytes stay in L2 beside it.
+constexpr int64_t kRowsAtOnce = 384;
+// Up to so many rows each thread rounds all for itself: it takes less time than to wait.
+constexpr int64_t kRowsRoundedAlone = 4;
+
+void take_format(const char* op, QuantizedLinearArgs& args, const Tensor& packed, int64_t bits,
+                 int64_t group_size, int64_t offsets) {
+  if ((bits != 4 && bits != 8) || offsets < 0 || offsets > 2 || (bits == 8 && offsets != 0)) {
+    fail(op, "bits = " + std::to_string(bits) + " with offsets = " + std::to_string(offsets) +
+                 "; expected 4 with 0, 1 or 2, or 8 with 0");
+  }
+  if (group_size <= 0 || group_size % 32 != 0) {
+    fail(op, "group_size is " + std::to_string(group_size) + "; expected a multiple of 32");
+  }
+  args.bits = static_cast<int>(bits);
+  args.offsets = static_cast<Offsets>(offsets);
+  args.group_size = group_size;
+  args.num_groups = (args.in_features + group_size - 1) / group_size;
+  args.num_panels = num_panels(args.out_features);
+  args.panel_bytes = args.num_groups * (group_size * bits * 4 + (offsets != 0 ? 128 : 64));
+  check_vector(op, "packed", packed, aoti_torch_dtype_uint8(), args.num_panels * args.panel_bytes);
+  args.packed = packed.data<uint8_t>();
+}
+
+void quantize_weight(const Tensor& packed, const Tensor& weight, int64_t bits, int64_t group_size) {
+  const char* op = "quantize_weight";
+  QuantizedLinearArgs args = {};
+  args.dtype = element_type(op, "weight", weight);
+  check_dim(op, "weight", weight, 2);
+  check_packed(op, "weight", weight, 1);
+  args.x = weight.raw();
+  args.x_stride = weight.stride(0);
+  args.out_features = weight.size(0);
+  args.in_features = weight.size(1);
+  if (bits == 4) check_at_most(op, "group_size in 4 bits", group_size, kMostGroupOf4Bits);
+  take_format(op, args, packed, bits, group_size, 0);
+  args.out = packed.raw();
+  parallel_for(args.num_panels, 1,
+               [&](int64_t begin, int64_t end) { kernels().quantize_panels(args, begin, end); });
+}
+
+// Memory for a set of rounded rows.
+class RowScratch {
+ public:
+  QuantizedRows take(const QuantizedLinearArgs& args) {
+    return {bytes_.take(args.num_rows * args.num_groups * args.group_size),
+            starts_.take(args.num_rows * args.num_groups), scales_.take(args.num_rows)};
+  }
+
+ private:
+  Scratch<int8_t> bytes_;
+  Scratch<int32_t> starts_;
+  Scratch<float> scales_;
+};
+
+// Rounds rows once for all threads, each a part. A thread that waits has left no part: it waits
+// only for threads that are at work on one.
+class SharedRounding {
+ public:
+  void run(const QuantizedLinearArgs& args) {
+    const int64_t parts = args.num_blocks;
+    for (int64_t i; (i = next_.fetch_add(1)) < parts;) {
+      kernels().quantize_rows(args, i, i + 1);
+      done_.fetch_add(1, std::memory_order_release);
+    }
+    for (int spins = 0; done_.load(std::memory_order_acquire) < parts; ++spins)
+      if (spins > kSpins) sched_yield();
+  }
+
+ private:
+  static constexpr int kSpins = 1000;
+  alignas(64) std::atomic<int64_t> next_{0};
+  alignas(64) std::atomic<int64_t> done_{0};
+};
+
+void multiply_set(QuantizedLinearArgs args) {
+  const int64_t most = args.is_whole() ? kernels().whole_rows : kernels().quantized_rows;
+  args.num_blocks = (args.num_rows + most - 1) / most;
+  static thread_local RowScratch shared_memory;
+  const bool is_alone = args.num_rows <= kRowsRoundedAlone;
+  if (!is_alone) args.rows = shared_memory.take(args);
+  SharedRounding rounding;
+  const auto start = [&] {
+    QuantizedLinearArgs mine = args;
+    if (is_alone) {
+      static thread_local RowScratch own_memory;
+      mine.rows = own_memory.take(mine);
+      kernels().quantize_rows(mine, 0, mine.num_blocks);
+    } else {
+      rounding.run(mine);
+    }
+    return [mine](PanelRange now, PanelRange next) { kernels().quantized_linear(mine, now, next); };
+  };
+  for_each_panel_group(args.num_rows, args.in_features, args.num_panels, args.panel_bytes, start);
+}
+
+void quantized_linear(const Tensor& out, const Tensor& x, const Tensor& packed,
+                      const Optional<Tensor>& bias, int64_t bits, int64_t group_size,
+                      int64_t offsets) {
+  const char* op = "quantized_linear";
+  QuantizedLinearArgs args = {};
+  take_rows(op, args, out, x, bias);
+  take_format(op, args, packed, bits, group_size, offsets);
+  const int64_t element = args.dtype == DType::kFloat32 ? 4 : 2, rows = args.num_rows;
+  const int64_t sets = (rows + kRowsAtOnce - 1) / kRowsAtOnce;
+  char* const all_out = static_cast<char*>(args.out);
+  const char* const all_x = static_cast<const char*>(args.x);
+  for (int64_t set = 0; set < sets; ++set) {
+    const int64_t first = rows * set / sets;
+    args.num_rows = rows * (set + 1) / sets - first;
+    args.out = all_out + first * args.out_stride * element;
+    args.x = all_x + first * args.x_stride * element;
+    multiply_set(args);
+  }
+}
+
+// Row `row` of the weight times `scale`.
+void dequantize_row(const QuantizedLinearArgs& a, int64_t row, float scale, void* out) {
+  const int64_t lane = row % kLinearPanel, step_bytes = a.bits * 16;
+  const bool has_offsets = a.offsets != Offsets::kNone;
+  const uint8_t* group = a.packed + row / kLinearPanel * a.panel_bytes;
+  for (int64_t k = 0; k < a.in_features; ++k) {
+    const int64_t i = k % a.group_size;
+    if (k > 0 && i == 0) group += a.panel_bytes / a.num_groups;
+    const uint8_t* tail = group + a.group_size / 4 * step_bytes;
+    const uint16_t* scales = reinterpret_cast<const uint16_t*>(tail) + lane;
+    const float offset = has_offsets ? half_to_float(scales[kLinearPanel]) : 0.f;
+    const uint8_t* step = group + i / 4 * step_bytes;
+    const int q = a.bits == 8 ? step[lane * 4 + i % 4]
+                              : step[lane % 16 * 4 + i % 4] >> (lane < 16 ? 0 : 4) & 15;
+    const float middle = static_cast<float>(1 << (a.bits - 1));
+    const float zero = a.offsets == Offsets::kNone ? middle : offset;
+    const float weight = a.offsets == Offsets::kMinima
+                             ? fmaf(static_cast<float>(q), half_to_float(scales[0]), offset)
+                             : (static_cast<float>(q) - zero) * half_to_float(scales[0]);
+    put_number(a.dtype, out, k, weight * scale);
+  }
+}
+
+void quantized_embedding(const Tensor& out, const Tensor& packed, const Tensor& token_ids,
+                         int64_t num_embeddings, int64_t bits, int64_t group_size, int64_t offsets,
+                         double scale) {
+  const char* op = "quantized_embedding";
+  QuantizedLinearArgs args = {};
+  args.dtype = element_type(op, "out", out);
+  check_dim(op, "out", out, 2);
+  check_packed(op, "out", out, 1);
+  const int64_t count = out.size(0), element = args.dtype == DType::kFloat32 ? 4 : 2;
+  args.in_features = out.size(1);
+  args.out_features = num_embeddings;
+  take_format(op, args, packed, bits, group_size, offsets);
+  check_token_ids(op, token_ids, count, num_embeddings);
+  const int32_t* ids = token_ids.data<int32_t>();
+  char* to = out.data<char>();
+  parallel_for(count, row_grain(args.in_features * 4), [&](int64_t begin, int64_t end) {
+    for (int64_t i = begin; i < end; ++i)
+      dequantize_row(args, ids[i], static_cast<float>(scale), to + i * out.stride(0) * element);
+  });
+}
+
+}  // namespace
+
+void register_quantized(TorchLibraryHandle library) {
+  implement<&quantize_weight>(library, "quantize_weight");
+  implement<&quantized_linear>(library, "quantized_linear");
+  implement<&quantized_embedding>(library, "quantized_embedding");
+}
+
+}  // namespace tpengine::cpu

@@ -1,0 +1,199 @@
+"""Clients that cost next to nothing: they count messages and read none. See `doors.py`."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import random
+import struct
+import time
+from dataclasses import dataclass
+
+from support import http2
+
+from tpengine.server.grpc.proto import tpengine_pb2 as pb
+
+TIMEOUT_S = 600.0
+METHOD = "/tpengine.v1.GenerationService/GenerateStream"
+_WINDOW = 1 << 30
+_EVENT = b"\n\n"
+
+
+@dataclass(frozen=True)
+class Load:
+    """What clients ask for.
+
+    Attributes:
+        door: "HTTP", with a connection for each stream, or "gRPC", with one for all.
+        address: HOST:PORT.
+        num_streams: requests, each for a stream of `num_output` tokens.
+        rate: requests per second, which arrive at random; infinite: all at once.
+    """
+
+    door: str
+    address: str
+    num_streams: int
+    num_prompt: int
+    num_output: int
+    vocab_size: int
+    rate: float = float("inf")
+    seed: int = 0
+
+
+@dataclass(frozen=True)
+class LoadResult:
+    """What came of it; times in seconds.
+
+    Attributes:
+        first_s: from the moment that each request was due to its first message.
+        own_s: CPU time of the clients.
+    """
+
+    elapsed_s: float
+    num_messages: int
+    first_s: list[float]
+    own_s: float
+
+
+class _Stream:
+    """One answer, whose messages are counted."""
+
+    def __init__(self, due: float) -> None:
+        self.due = due
+        self.num_messages = 0
+        self.first_s = 0.0
+        self.data = b""
+        self.ended: asyncio.Future[str] = asyncio.get_running_loop().create_future()
+
+    def count(self, num_new: int) -> None:
+        if num_new and not self.num_messages:
+            self.first_s = time.perf_counter() - self.due
+        self.num_messages += num_new
+
+    def end(self, problem: str = "") -> None:
+        if not self.ended.done():
+            self.ended.set_result(problem)
+
+
+class _Http(asyncio.Protocol):
+    """A connection for one stream of server-sent events."""
+
+    def __init__(self, stream: _Stream, request: bytes) -> None:
+        self._stream, self._request, self._last = stream, request, b""
+
+    def connection_made(self, transport: asyncio.WriteTransport) -> None:  # type: ignore[override]
+        transport.write(self._request)
+
+    def data_received(self, data: bytes) -> None:
+        if not self._last and not data.startswith(b"HTTP/1.1 200"):
+            self._stream.end(data[:500].decode(errors="replace"))
+        is_split = self._last == b"\n" and data.startswith(b"\n")
+        self._stream.count(data.count(_EVENT) + is_split)
+        self._last = data[-1:]
+
+    def connection_lost(self, error: Exception | None) -> None:
+        self._stream.num_messages -= 1  # the last event says that it is the last one
+        self._stream.end("" if error is None else f"{error!r}")
+
+
+class _Grpc(asyncio.Protocol):
+    """A connection for many calls."""
+
+    def __init__(self, address: str) -> None:
+        self._address, self._data = address, b""
+        self._streams: dict[int, _Stream] = {}
+
+    def connection_made(self, transport: asyncio.WriteTransport) -> None:  # type: ignore[override]
+        self._transport, wide = transport, struct.pack(">I", _WINDOW)
+        transport.write(http2.greeting(_WINDOW) + http2.frame(http2.WINDOW_UPDATE, 0, 0, wide))
+
+    def call(self, stream: _Stream, request: bytes) -> None:
+        number = 2 * len(self._streams) + 1
+        self._streams[number] = stream
+        self._transport.write(http2.call(self._address, METHOD, request, number))
+
+    def data_received(self, data: bytes) -> None:
+        data, at = self._data + data, 0
+        while len(data) >= (start := at + http2.HEAD_BYTES):
+            length, kind, flags = http2.read_head(data[at:start])
+            if start + length > len(data):
+                break
+            number = int.from_bytes(data[at + 5 : start], "big")
+            at = start + length
+            self._transport.write(http2.reply(kind, flags, data[start:at]))
+            if number in self._streams:
+                self._read(self._streams[number], kind, flags, data[start:at])
+        self._data = data[at:]
+
+    def _read(self, stream: _Stream, kind: int, flags: int, payload: bytes) -> None:
+        if kind == http2.DATA:
+            stream.data += payload
+            while len(stream.data) >= (size := 5 + int.from_bytes(stream.data[1:5], "big")):
+                stream.data = stream.data[size:]
+                stream.count(1)
+        elif kind == http2.HEADERS and http2.read_status(payload):
+            stream.end(payload.decode(errors="replace"))
+        if http2.ends_stream(kind, flags):
+            stream.end()
+
+    def connection_lost(self, error: Exception | None) -> None:
+        for stream in self._streams.values():
+            stream.end(f"the connection is lost: {error}")
+
+
+def run_load(load: Load) -> LoadResult:
+    """Runs the clients to the end of their streams.
+
+    Raises:
+        ConnectionError: a stream was refused, or ended with an error.
+    """
+    return asyncio.run(asyncio.wait_for(_run(load), TIMEOUT_S))
+
+
+async def _run(load: Load) -> LoadResult:
+    arrivals, loop = random.Random(load.seed), asyncio.get_running_loop()
+    rng = random.Random(f"{load}")  # no prompt is in the prefix cache
+    host, _, port = load.address.rpartition(":")
+    make, is_grpc = (_over_grpc, True) if load.door == "gRPC" else (_over_http, False)
+    requests = [
+        make([rng.randrange(5, load.vocab_size) for _ in range(load.num_prompt)], load.num_output)
+        for _ in range(load.num_streams)
+    ]
+    if is_grpc:
+        _, grpc = await loop.create_connection(lambda: _Grpc(load.address), host, int(port))
+    own, start = time.process_time(), time.perf_counter()
+    due, streams, connecting = start, [], []
+    for request in requests:
+        await asyncio.sleep(max(0.0, due - time.perf_counter()))
+        streams.append(_Stream(due))
+        if is_grpc:
+            grpc.call(streams[-1], request)
+        else:
+            one = _Http(streams[-1], request)
+            opening = loop.create_connection(lambda one=one: one, host, int(port))
+            connecting.append(asyncio.create_task(opening))
+        due += arrivals.expovariate(load.rate) if load.rate != float("inf") else 0.0
+    await asyncio.gather(*connecting)
+    for problem in await asyncio.gather(*(stream.ended for stream in streams)):
+        if problem:
+            raise ConnectionError(problem)
+    return LoadResult(
+        time.perf_counter() - start,
+        sum(stream.num_messages for stream in streams),
+        [stream.first_s for stream in streams],
+        time.process_time() - own,
+    )
+
+
+def _over_grpc(prompt: list[int], num_output: int) -> bytes:
+    sampling = pb.SamplingParams(temperature=0.0, max_tokens=num_output, ignore_eos=True)
+    ids = pb.TokenIds(ids=prompt)
+    return pb.GenerateRequest(prompt_token_ids=ids, sampling=sampling).SerializeToString()
+
+
+def _over_http(prompt: list[int], num_output: int) -> bytes:
+    body = {"prompt": prompt, "max_tokens": num_output, "temperature": 0, "ignore_eos": True}
+    data = json.dumps({**body, "stream": True}).encode()
+    head = "POST /v1/completions HTTP/1.1\r\nHost: x\r\nConnection: close\r\n"
+    head += f"Content-Type: application/json\r\nContent-Length: {len(data)}\r\n\r\n"
+    return head.encode() + data

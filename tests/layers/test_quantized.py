@@ -1,0 +1,166 @@
+"""Models with weights of 4 and 8 bits, against transformers with the same rounding of weights and
+inputs."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from support.bare_model import BareModel, logits_in_transformers
+from support.engines import generate, greedy, ids, open_llm
+from support.models import ModelShop
+from support.ranks import run_ranks
+from support.step_log import log_steps
+from support.tiny_llama import TinyLlama
+from torch import nn
+from transformers import AutoModelForCausalLM
+
+from tpengine.ops.quantized import (
+    QuantizedFormat,
+    per_output,
+    quantize_weight,
+    quantized_embedding,
+)
+
+SPECS = {
+    "tied": TinyLlama(64, 4, 2, tied=True),
+    "untied": TinyLlama(64, 4, 4, hidden_size=96),
+    "biases": TinyLlama(64, 8, 2, bias=True),
+    "odd": TinyLlama(64, 4, 2, intermediate_size=190),
+}
+KINDS = ["int8", "int4"]
+SPLIT_OVER_INPUTS = ("o_proj", "down_proj")
+BOUND = 0.02
+"""Largest `difference` from the rounded model. It is above 0, because sums in another order may
+round a value halfway between two steps to the other step."""
+
+
+def round_rows(values: torch.Tensor) -> torch.Tensor:
+    """Rounds each row to steps of its largest magnitude / 127."""
+    scales = values.abs().amax(dim=-1, keepdim=True).clamp(min=1e-30) / 127
+    return (values / scales).round() * scales
+
+
+def round_weight(weight: torch.Tensor, kind: str) -> torch.Tensor:
+    """A part of a weight as it is stored (`tests/ops` hold that against the original)."""
+    form = QuantizedFormat(4, 32) if kind == "int4" else per_output(weight.shape[1])
+    stored = quantize_weight(weight, form)
+    out = torch.empty_like(weight)
+    quantized_embedding(out, stored, torch.arange(len(weight), dtype=torch.int32))
+    return out
+
+
+def by_parts(
+    values: torch.Tensor, num_parts: int, one: Callable[[torch.Tensor], torch.Tensor]
+) -> torch.Tensor:
+    """Rounds each of `num_parts` equal parts of a row by `one`."""
+    return torch.cat([one(part) for part in values.chunk(num_parts, dim=-1)], dim=-1)
+
+
+def rounded_model(folder: Path, kind: str, tp_size: int = 1) -> Any:
+    """The model in transformers, with rounded weights and inputs.
+
+    Embedding and head have 8 bits. Ranks that divide a layer's inputs round each its own part.
+    """
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+    for name, layer in model.named_modules():
+        if isinstance(layer, nn.Linear):
+            parts = tp_size if name.endswith(SPLIT_OVER_INPUTS) else 1
+            bits = "int8" if name == "lm_head" else kind
+            rounded = by_parts(layer.weight.data, parts, partial(round_weight, kind=bits))
+            layer.weight = nn.Parameter(rounded, requires_grad=False)
+            layer.register_forward_pre_hook(rounding_hook(parts))
+        elif isinstance(layer, nn.Embedding):
+            rounded = round_weight(layer.weight.data, "int8")
+            layer.weight = nn.Parameter(rounded, requires_grad=False)
+    return model
+
+
+def rounding_hook(num_parts: int) -> Callable[[nn.Module, tuple[torch.Tensor]], Any]:
+    return lambda module, inputs: (by_parts(inputs[0], num_parts, round_rows),)
+
+
+def difference(logits: torch.Tensor, expected: torch.Tensor) -> float:
+    """Root of the mean square difference, divided by the spread of the expected logits."""
+    return float((logits - expected).square().mean().sqrt() / expected.std())
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("name", list(SPECS))
+def test_logits_are_those_of_the_rounded_model(models: ModelShop, name: str, kind: str) -> None:
+    folder = models.folder(SPECS[name])
+    with torch.inference_mode():
+        found = BareModel(folder, quantization=kind).logits()
+    to_rounded = difference(found, logits_in_transformers(rounded_model(folder, kind)))
+    to_exact = difference(found, logits_in_transformers(models.oracle(folder).model))
+    assert to_rounded < BOUND
+    assert to_exact > 2 * BOUND, "nothing was rounded"
+    assert to_exact < (0.2 if kind == "int8" else 0.8), "the bits cost more than they should"
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("name", list(SPECS))
+def test_two_ranks(models: ModelShop, name: str, kind: str) -> None:
+    """A rank's part of the inputs of "odd" and "biases" is no whole number of groups."""
+    folder = models.folder(SPECS[name])
+    answers, _ = run_ranks(2, lambda parallel: BareModel(folder, parallel, kind).logits())
+    if name == "odd":  # its parts are 96 and 94
+        expected = BareModel(folder, quantization=kind).logits()
+        assert difference(answers[0], expected) < 0.1
+        return
+    expected = logits_in_transformers(rounded_model(folder, kind, tp_size=2))
+    to_rounded = difference(answers[0], expected)
+    to_one_rank = difference(answers[0], logits_in_transformers(rounded_model(folder, kind)))
+    assert to_rounded < BOUND
+    assert to_one_rank > 2 * to_rounded, "each rank rounds its own part of the inputs"
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("name", ["tied", "untied"])
+def test_head_and_embedding_have_eight_bits(models: ModelShop, name: str, kind: str) -> None:
+    folder = models.folder(SPECS[name])
+    gen = torch.Generator().manual_seed(0)
+    hidden = torch.randn(7, SPECS[name].hidden_size, generator=gen)
+    oracle = models.oracle(folder).model
+    head = oracle.lm_head.weight.detach()
+    with torch.inference_mode():
+        model = BareModel(folder, quantization=kind).model
+        found = model.compute_logits(hidden)
+        rows = model.embed_tokens.forward(torch.arange(256, dtype=torch.int32))
+    expected = round_rows(hidden) @ round_weight(head, "int8").t()
+    torch.testing.assert_close(found, expected, atol=1e-4, rtol=1e-4)
+    table = oracle.model.embed_tokens.weight.detach()[:256]
+    assert torch.equal(rows, round_weight(table, "int8"))
+    assert model.embed_tokens.weight is None
+    assert (model.lm_head._form is model.embed_tokens.form) == (name == "tied")
+
+
+@pytest.mark.parametrize(("name", "kind"), [("tied", "int8"), ("biases", "int8"), ("tied", "int4")])
+def test_same_tokens_alone_and_in_a_crowd(models: ModelShop, name: str, kind: str) -> None:
+    folder = models.folder(SPECS[name])
+    rng = random.Random(4)
+    prompts = [
+        [rng.randrange(3, 512) for _ in range(length)]
+        for length in (1, 5, 16, 33, 64, 121, 200) * 4
+    ]
+    with (
+        log_steps() as log,
+        open_llm(
+            folder, quantization=kind, max_num_batched_tokens=96, enable_prefix_caching=False
+        ) as llm,
+    ):
+        together = ids(generate(llm, prompts, greedy(24)))
+        assert log.max_rows >= 16
+        assert log.num_partial_chunks > 0
+        alone = [ids(generate(llm, [prompt], greedy(24)))[0] for prompt in prompts[:14]]
+    assert alone == together[:14]
+    with open_llm(folder) as llm:
+        exact = ids(generate(llm, prompts, greedy(24)))
+    assert exact != together, "nothing was rounded"
+    num_same = sum(ours[0] == theirs[0] for ours, theirs in zip(together, exact, strict=True))
+    assert num_same > (0.7 if kind == "int8" else 0.15) * len(prompts)

@@ -1,0 +1,211 @@
+"""Weights in groups of 4 and 8 bits: every instruction set and the reference, bit for bit against
+integers that never saw the packed layout."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+import pytest
+import torch
+from torch import Tensor
+
+from tpengine.ops.quantized import (
+    MINIMA,
+    NO_OFFSETS,
+    ZERO_POINTS,
+    QuantizedFormat,
+    QuantizedWeight,
+    pack_quantized,
+    per_output,
+    quantize_weight,
+)
+
+from .cases import BACKENDS, DTYPES, ISAS, backend, generator, nan_like, relative_error, threads
+
+FORMATS = {
+    **{f"int4 g{size}": QuantizedFormat(4, size) for size in (32, 64, 128)},
+    "int4 g32 zeros": QuantizedFormat(4, 32, ZERO_POINTS),
+    "int4 g128 zeros": QuantizedFormat(4, 128, ZERO_POINTS),
+    "int4 g32 minima": QuantizedFormat(4, 32, MINIMA),
+    "int4 g64 minima": QuantizedFormat(4, 64, MINIMA),
+    "int8 g32": QuantizedFormat(8, 32),
+    "int8 per output": per_output(290),
+}
+# rows around the blocks of 2 and 6 and the sets of 384, outputs around panels
+SHAPES = [(1, 1), (2, 31), (3, 64), (5, 33), (6, 32), (7, 65), (13, 100), (70, 40), (390, 34)]
+INPUTS = 290  # no whole number of groups, and odd pairs
+
+
+@dataclass(frozen=True)
+class Case:
+    """Random rows and a random weight whose padding is poisoned.
+
+    Attributes:
+        x: a view of a wider tensor full of NaN.
+        q: what is stored, int64 `[outputs, INPUTS]`.
+        scales, offsets: `[outputs, groups]`, float16; no offsets: zeros.
+        weight: packed; outputs beyond the last have scales of NaN, and inputs beyond the last any
+            numbers.
+    """
+
+    x: Tensor
+    q: Tensor
+    scales: Tensor
+    offsets: Tensor
+    bias: Tensor
+    weight: QuantizedWeight
+
+
+def make_case(form: QuantizedFormat, rows: int, outputs: int, dtype: torch.dtype) -> Case:
+    gen = generator(rows * 1000 + outputs)
+    groups, whole = form.num_groups(INPUTS), -(-outputs // 32) * 32
+    x = torch.full((rows, INPUTS + 6), float("nan"), dtype=dtype)[:, :INPUTS]
+    x[:] = torch.randn(rows, INPUTS, generator=gen) * torch.logspace(0, 3, rows).unsqueeze(1)
+    x[-1, 1:] = 0.0
+    size = (whole, groups * form.group_size)
+    q = torch.randint(0, 1 << form.bits, size, generator=gen, dtype=torch.uint8)
+    scales = (torch.randn(whole, groups, generator=gen) * 0.01).half()
+    scales[0] = 0.0
+    scales[outputs:] = float("nan")
+    if form.offsets == ZERO_POINTS:
+        offsets = torch.randint(0, 16, scales.shape, generator=gen).half()
+    else:
+        offsets = torch.randn(scales.shape, generator=gen).half()
+    packed = pack_quantized(q, scales, None if form.offsets == NO_OFFSETS else offsets, form)
+    weight = replace(packed, out_features=outputs, in_features=INPUTS)
+    bias = torch.randn(outputs, generator=gen).to(dtype)
+    return Case(x, q[:outputs, :INPUTS].long(), scales[:outputs], offsets[:outputs], bias, weight)
+
+
+def once_rounded(a: Tensor, b: Tensor, c: Tensor) -> Tensor:
+    return (a.double() * b.double() + c.double()).float()
+
+
+def product(case: Case, with_bias: bool) -> Tensor:
+    """`x W^T` by the definition of the formats, in integers within a group, float32."""
+    form, x = case.weight.format, case.x.float()
+    largest = x.abs().amax(1, keepdim=True)
+    a = (x * torch.where(largest > 0, torch.tensor(127.0) / largest, 0.0)).round().long()
+    total = torch.zeros(len(x), len(case.q))
+    for g, first in enumerate(range(0, INPUTS, form.group_size)):
+        inputs = a[:, first : first + form.group_size]
+        q, scale = case.q[:, first : first + form.group_size], case.scales[:, g].float()
+        if form.offsets == NO_OFFSETS:
+            q = q - (8 if form.bits == 4 else 128)
+        total = once_rounded((inputs @ q.t()).float(), scale, total)
+        offset = case.offsets[:, g].float()
+        if form.offsets == ZERO_POINTS:
+            offset = -offset * scale
+        if form.offsets != NO_OFFSETS:
+            total = once_rounded(inputs.sum(1, keepdim=True).float(), offset, total)
+    bias = case.bias.float() if with_bias else torch.zeros(len(case.bias))
+    return once_rounded(total, largest / 127.0, bias)
+
+
+def arguments(weight: QuantizedWeight) -> tuple[int, int, int]:
+    return weight.format.bits, weight.format.group_size, weight.format.offsets
+
+
+def padded_out(rows: int, size: int, dtype: torch.dtype) -> Tensor:
+    return nan_like(torch.empty(rows, size + 5, dtype=dtype))
+
+
+@pytest.mark.parametrize("name", BACKENDS)
+@pytest.mark.parametrize("kind", FORMATS)
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("with_bias", [False, True])
+def test_equals_integers_bit_for_bit(
+    name: str, kind: str, dtype: torch.dtype, with_bias: bool
+) -> None:
+    for rows, outputs in SHAPES:
+        case = make_case(FORMATS[kind], rows, outputs, dtype)
+        out = padded_out(rows, outputs, dtype)
+        bias = case.bias if with_bias else None
+        with backend(name) as op, threads(1 if rows < 10 else 2):
+            op("quantized_linear")(
+                out[:, :outputs], case.x, case.weight.packed, bias, *arguments(case.weight)
+            )
+        assert torch.equal(out[:, :outputs], product(case, with_bias).to(dtype))
+        assert out[:, outputs:].isnan().all(), "wrote beyond the last output"
+
+
+@pytest.mark.parametrize("name", ISAS)
+def test_every_number_of_rows_gives_the_same_bits(name: str) -> None:
+    case = make_case(FORMATS["int4 g32"], 70, 200, torch.bfloat16)
+    with backend(name) as op, threads(2):
+        for rows in range(71):
+            out = torch.empty(rows, 200, dtype=torch.bfloat16)
+            x = case.x[70 - rows :]
+            op("quantized_linear")(out, x, case.weight.packed, None, *arguments(case.weight))
+            assert torch.equal(out, product(case, False).to(torch.bfloat16)[70 - rows :])
+
+
+@pytest.mark.parametrize("name", BACKENDS)
+@pytest.mark.parametrize("kind", FORMATS)
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_embedding(name: str, kind: str, dtype: torch.dtype) -> None:
+    form = FORMATS[kind]
+    case = make_case(form, 1, 70, dtype)
+    q = case.q.float()
+    scales, offsets = (
+        values.float().repeat_interleave(form.group_size, 1)[:, :INPUTS]
+        for values in (case.scales, case.offsets)
+    )
+    if form.offsets == MINIMA:
+        table = once_rounded(q, scales, offsets)
+    else:
+        middle = 8.0 if form.bits == 4 else 128.0
+        table = (q - (offsets if form.offsets == ZERO_POINTS else middle)) * scales
+    ids = torch.tensor([69, 0, 31, 32, 69, 15, 16, 5], dtype=torch.int32)
+    out = padded_out(len(ids), INPUTS, dtype)
+    with backend(name) as op:
+        op("quantized_embedding")(
+            out[:, :INPUTS], case.weight.packed, ids, 70, *arguments(case.weight), 1.5
+        )
+    assert torch.equal(out[:, :INPUTS], (table[ids.long()] * 1.5).to(dtype))
+    assert out[:, INPUTS:].isnan().all()
+
+
+def dequantized(weight: QuantizedWeight) -> Tensor:
+    out = torch.empty(weight.out_features, weight.in_features)
+    ids = torch.arange(weight.out_features, dtype=torch.int32)
+    with backend("reference") as op:
+        op("quantized_embedding")(
+            out, weight.packed, ids, weight.out_features, *arguments(weight), 1.0
+        )
+    return out
+
+
+def test_rounding_loses_less_than_the_largest_magnitude_alone() -> None:
+    weight = torch.randn(70, INPUTS, generator=generator(1))
+    found = dequantized(quantize_weight(weight, FORMATS["int4 g32"]))
+    groups = torch.nn.functional.pad(weight, (0, 30)).view(70, -1, 32)
+    extreme = groups.gather(2, groups.abs().argmax(2, keepdim=True))
+    plain = ((groups / (extreme / -8)).round().clamp(-8, 7) * (extreme / -8)).view(70, -1)
+    assert relative_error(found, weight) < 0.95 * relative_error(plain[:, :INPUTS], weight)
+    assert relative_error(found, weight) < 0.083
+    for kind in ("int8 g32", "int8 per output"):
+        assert relative_error(dequantized(quantize_weight(weight, FORMATS[kind])), weight) < 0.008
+
+
+@pytest.mark.parametrize("name", ISAS)
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_rounding_is_the_same_everywhere(name: str, dtype: torch.dtype) -> None:
+    weight = torch.randn(70, INPUTS, generator=generator(2)) * torch.logspace(-7, 1, 70)[:, None]
+    weight = weight.to(dtype)
+    weight[3] = 0.0
+    for form in (FORMATS[kind] for kind in FORMATS if FORMATS[kind].offsets == NO_OFFSETS):
+        with backend("reference") as op:
+            expected = quantize_weight(weight, form).packed.clone()
+            op("quantize_weight")(expected, weight, form.bits, form.group_size)
+        with backend(name):
+            assert torch.equal(quantize_weight(weight, form).packed, expected)
+
+
+def test_rounding_keeps_zeros_and_tiny_weights() -> None:
+    weight = torch.zeros(33, 64)
+    weight[1] = 3e-5 * torch.linspace(-1, 1, 64)
+    for kind in ("int4 g32", "int8 g32"):
+        found = dequantized(quantize_weight(weight, FORMATS[kind]))
+        assert not found[0].any()
+        assert relative_error(found[1], weight[1]) < 0.3

@@ -1,0 +1,144 @@
+"""An HTTP server without an engine, in this process, and raw connections to it."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import socket
+import ssl
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from tpengine.server.auth import Authenticator, TlsFiles
+from tpengine.server.http.http_server import HttpServer
+from tpengine.server.limits import Limits, OpenCalls
+from tpengine.server.state import ServerState
+
+WAIT_S = 20.0
+
+
+class OpenPort:
+    """A server that never leaves loading, on a loop of its own.
+
+    Attributes:
+        calls: the count of its open calls.
+    """
+
+    def __init__(
+        self,
+        authenticator: Authenticator | None = None,
+        limits: Limits | None = None,
+        tls: TlsFiles | None = None,
+        host: str = "127.0.0.1",
+        cors: tuple[str, ...] = (),
+        app: Callable[..., Any] | None = None,
+    ) -> None:
+        self._loop = asyncio.new_event_loop()
+        self._thread = threading.Thread(target=self._loop.run_forever, daemon=True)
+        self._thread.start()
+        self._host = host
+        bounds = limits or Limits()
+        self.calls = OpenCalls(bounds)
+
+        async def start() -> tuple[HttpServer, int]:
+            state = ServerState(["none"], 1.0)
+            server = HttpServer(state, authenticator or Authenticator(), bounds, self.calls, cors)
+            if app is not None:
+                server._config.loaded_app = app
+            return server, await server.start(host, 0, tls)
+
+        self.server, self.port = self.run(start())
+
+    def run(self, work: Any) -> Any:
+        """Runs a coroutine on the server's loop."""
+        return asyncio.run_coroutine_threadsafe(work, self._loop).result(WAIT_S)
+
+    async def _held(self) -> tuple[int, int, int]:
+        connections = self.server._connections
+        tasks = len(asyncio.all_tasks()) - 1
+        return len(connections.connections), sum(connections.hosts.values()), tasks
+
+    def held(self) -> tuple[int, int, int]:
+        """Open connections, by two counts, and tasks of the loop."""
+        return self.run(self._held())  # type: ignore[no-any-return]
+
+    def connect(self, tls: ssl.SSLContext | None = None, buffer: int = 0) -> socket.socket:
+        family = socket.AF_INET6 if ":" in self._host else socket.AF_INET
+        one = socket.socket(family)
+        one.settimeout(WAIT_S)
+        if buffer:
+            one.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, buffer)
+        one.connect((self._host, self.port))
+        return one if tls is None else tls.wrap_socket(one, server_hostname="127.0.0.1")
+
+    def send(self, data: bytes, tls: ssl.SSLContext | None = None) -> Answer:
+        """Sends bytes on a connection of their own, and reads the first answer."""
+        with self.connect(tls) as one:
+            one.sendall(data)
+            return read_answer(one.makefile("rb"))
+
+    def close(self) -> None:
+        """Ends the server; nothing may be left."""
+        self.run(self.server.close(0.2))
+        left = self.held()
+        self._loop.call_soon_threadsafe(self._loop.stop)
+        self._thread.join(WAIT_S)
+        self._loop.close()
+        assert left == (0, 0, 0)
+
+
+@contextmanager
+def open_port(**options: Any) -> Iterator[OpenPort]:
+    port = OpenPort(**options)
+    try:
+        yield port
+    finally:
+        port.close()
+
+
+class Answer:
+    """One answer: its status, its headers in lower case and its body."""
+
+    def __init__(self, status: int, headers: dict[str, str], body: bytes) -> None:
+        self.status = status
+        self.headers = headers
+        self.body = body
+
+    @property
+    def error(self) -> dict[str, Any]:
+        """The error in OpenAI's shape, with exactly its four fields."""
+        told = json.loads(self.body)
+        assert list(told) == ["error"]
+        assert set(told["error"]) == {"message", "type", "param", "code"}
+        assert self.headers["content-type"] == "application/json"
+        return told["error"]  # type: ignore[no-any-return]
+
+
+def read_answer(stream: Any, has_body: bool = True) -> Answer:
+    """The next answer of a connection; its length must be declared. Each has the id of its
+    request."""
+    line = stream.readline()
+    assert line.startswith(b"HTTP/1.1 "), line
+    headers = {}
+    while (head := stream.readline()) != b"\r\n":
+        name, _, value = head.decode().partition(":")
+        headers[name.lower()] = value.strip()
+    assert headers["x-request-id"]
+    body = stream.read(int(headers["content-length"])) if has_body else b""
+    return Answer(int(line.split()[1]), headers, body)
+
+
+def request(path: str, *headers: str, method: str = "GET", body: bytes = b"") -> bytes:
+    """The bytes of a request; its length is declared if it has a body."""
+    lines = [f"{method} {path} HTTP/1.1", "host: x", *headers]
+    if body:
+        lines.append(f"content-length: {len(body)}")
+    return "\r\n".join([*lines, "", ""]).encode() + body
+
+
+def posted(body: bytes, *headers: str) -> bytes:
+    """A JSON body for /tokenize."""
+    head = ("content-type: application/json", *headers)
+    return request("/tokenize", *head, method="POST", body=body)

@@ -1,0 +1,169 @@
+"""Answers of the OpenAI routes are those of the offline engine, whole and streamed."""
+
+from __future__ import annotations
+
+import json
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import pytest
+from support.server_process import ServerProcess
+from support.waiting import wait_until
+
+from server.http.openai_door import TIMEOUT_S, Door, assert_same, mixed, offline
+from tpengine import LLM
+from tpengine.server.grpc.proto import tpengine_pb2 as pb
+
+PROMPT = "The capital of France is"
+GREEDY = {"temperature": 0.0, "return_token_ids": True}
+
+
+def test_mixed_requests_equal_the_offline_engine(door: Door, llm: LLM) -> None:
+    requests = mixed(40, seed=3)
+    with ThreadPoolExecutor(16) as pool:
+        whole = list(pool.map(lambda one: door.whole(*one), requests))
+        streamed = list(pool.map(lambda one: door.any_way(*one), requests))
+    for (path, body), one, other in zip(requests, whole, streamed, strict=True):
+        wanted = offline(llm, path, body)
+        assert_same(llm, body, one, wanted)
+        assert_same(llm, body, other, wanted)
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        {"max_tokens": 60, "stop": "Seine"},
+        {"max_tokens": 60, "stop": ["Seine"], "include_stop_str_in_output": True},
+        {"max_tokens": 60, "stop_token_ids": [1152]},
+        {"max_tokens": 6, "echo": True, "logprobs": 2},
+        {"max_tokens": 6, "echo": True, "logprobs": 0, "prompt": [[5, 6, 7], [8, 9]]},
+        {"max_tokens": 6, "ignore_eos": True, "detokenize": False},
+        {"max_tokens": 6, "truncate_prompt_tokens": 3, "echo": True},
+        {"max_tokens": 6, "allowed_token_ids": [5, 6, 7], "bad_words": ["zz"]},
+        {},
+    ],
+)
+def test_single_fields(door: Door, llm: LLM, body: dict[str, Any]) -> None:
+    body = {"prompt": PROMPT, **GREEDY, **body}
+    wanted = offline(llm, "completions", body)
+    if "truncate_prompt_tokens" in body:
+        for output in wanted:  # the echo is of what was read
+            output.prompt = None
+    assert_same(llm, body, door.whole("completions", body), wanted)
+    assert_same(llm, body, door.streamed("completions", body), wanted)
+
+
+@pytest.mark.parametrize("prompt", [PROMPT, [PROMPT, "Once"], [5, 6, 7]])
+def test_an_echo_of_no_tokens_is_the_prompt_alone(door: Door, llm: LLM, prompt: Any) -> None:
+    body = {"prompt": prompt, "echo": True, "max_tokens": 0, "logprobs": 1, **GREEDY}
+    for answer in (door.whole("completions", body), door.streamed("completions", body)):
+        assert answer["usage"]["completion_tokens"] == 0
+        for choice in answer["choices"]:
+            ids = choice["prompt_token_ids"]
+            assert choice["text"] == llm.get_tokenizer().decode(ids)
+            assert (choice["token_ids"], choice["finish_reason"]) == ([], "length")
+            logprobs = choice["logprobs"]
+            assert "".join(logprobs["tokens"]) == choice["text"]
+            assert logprobs["token_logprobs"][0] is None
+            assert len(logprobs["top_logprobs"]) == len(ids)
+
+
+def test_prompt_logprobs_and_bytes(door: Door, llm: LLM) -> None:
+    messages = [{"role": "user", "content": "Ærø 🙂"}]
+    body = {"messages": messages, "max_tokens": 4, "prompt_logprobs": 1, **GREEDY}
+    body |= {"logprobs": True, "top_logprobs": 2}
+    answer = door.whole("chat/completions", body)
+    (wanted,) = offline(llm, "chat/completions", body)
+    assert [one and {int(i) for i in one} for one in answer["prompt_logprobs"]] == [
+        one and set(one) for one in wanted.prompt_logprobs or ()
+    ]
+    told = answer["choices"][0]["logprobs"]["content"]
+    assert b"".join(bytes(one["bytes"]) for one in told).decode() == wanted.outputs[0].text
+    text = llm.get_tokenizer().encode("🙂")  # each token is a part of the character
+    body = {"prompt": "🙂", "max_tokens": 1, "allowed_token_ids": text, **GREEDY}
+    chat = {**body, "messages": messages, "logprobs": True}
+    del chat["prompt"]
+    (one,) = door.whole("chat/completions", chat)["choices"][0]["logprobs"]["content"]
+    assert bytes(one["bytes"]) in "🙂".encode()
+
+
+def test_forms_of_a_conversation(door: Door, llm: LLM) -> None:
+    """Parts, roles that the template lacks, and the template's switches."""
+
+    def ids(messages: list[dict[str, Any]], **fields: Any) -> list[int]:
+        body = {"messages": messages, "max_tokens": 1, "return_token_ids": True, **fields}
+        found: list[int] = door.whole("chat/completions", body)["prompt_token_ids"]
+        return found
+
+    plain = [{"role": "system", "content": "a\nb"}, {"role": "assistant", "content": ""}]
+    wanted = llm.chat_token_ids(plain)
+    parts = [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]
+    nulls = {"refusal": None, "tool_calls": [], "audio": None}
+    assert ids(plain) == wanted
+    assert ids([{"role": "developer", "content": parts}, {"role": "assistant", **nulls}]) == wanted
+    assert ids(plain, add_generation_prompt=False) == llm.chat_token_ids(plain, False)
+    assert ids(plain, chat_template_kwargs={"enable_thinking": False}) == wanted
+    last = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b c"}]
+    continued = ids(last, continue_final_message=True)
+    assert llm.get_tokenizer().decode(continued).endswith("b c")
+
+
+def test_chunks_of_a_stream(door: Door) -> None:
+    """One chunk for each token, the role first; usage only where it is asked for."""
+    body = {"messages": [{"role": "user", "content": "Hi"}], "max_tokens": 5, "temperature": 0.0}
+    plain = list(door.chunks("chat/completions", {**body, "ignore_eos": True}))
+    assert all("usage" not in chunk for chunk in plain)
+    deltas = [chunk["choices"][0] for chunk in plain]
+    assert deltas[0]["delta"] == {"role": "assistant", "content": ""}
+    assert [one["finish_reason"] for one in deltas[1:]] == [None] * (len(deltas) - 2) + ["length"]
+    assert all(one["delta"].keys() == {"content"} for one in deltas[1:])
+    options = {"include_usage": True, "continuous_usage_stats": True}
+    body |= {"stream_options": options, "n": 2, "temperature": 1.0, "return_token_ids": True}
+    told = list(door.chunks("chat/completions", body))
+    counts = [chunk["usage"]["completion_tokens"] for chunk in told]
+    assert counts == sorted(counts)
+    assert told[-1]["usage"]["completion_tokens"] == sum(
+        len(one.get("token_ids", ())) for chunk in told for one in chunk["choices"]
+    )
+
+
+def test_an_id_of_the_client(door: Door) -> None:
+    with door.open("completions", {"prompt": "a", "max_tokens": 1, "request_id": "mine"}) as one:
+        assert one.headers["x-request-id"] == "mine"
+        assert b'"id":"cmpl-mine"' in one.read()
+
+
+@pytest.mark.parametrize(("num_prompts", "size"), [(1, 0), (3, 0), (1, 300_000)])
+@pytest.mark.parametrize("streams", [True, False])
+def test_a_client_that_leaves_frees_its_blocks(
+    openai_server: ServerProcess, door: Door, streams: bool, num_prompts: int, size: int
+) -> None:
+    wait_until(lambda: openai_server.loads().num_open_calls == 0, TIMEOUT_S)
+    body: dict[str, Any] = {"prompt": [[5, 6, 7]] * num_prompts, "user": "x" * size}
+    body |= {"max_tokens": 500, "ignore_eos": True}
+    connection = door.begin("completions", {**body, "stream": streams})
+    wait_until(lambda: openai_server.loads().num_running == num_prompts, TIMEOUT_S)
+    steps = openai_server.loads().num_steps
+    connection.close()
+    wait_until(lambda: openai_server.loads().num_running == 0, TIMEOUT_S)
+    assert openai_server.loads().num_steps - steps < 200
+    wait_until(lambda: openai_server.loads().num_open_calls == 0, TIMEOUT_S)
+    loads = openai_server.loads()
+    assert loads.num_free_blocks == loads.num_total_blocks
+
+
+def test_a_prompt_that_fails_ends_the_others(openai_server: ServerProcess, door: Door) -> None:
+    body = {"prompt": [[5], [5] * 600], "max_tokens": 500, "ignore_eos": True, "stream": True}
+    status, error = door.refused("completions", body)
+    assert (status, error["code"], error["param"]) == (400, "context_length_exceeded", "prompt")
+    wait_until(lambda: openai_server.loads().num_running == 0, TIMEOUT_S)
+    assert openai_server.loads().num_open_calls == 0
+
+
+def test_an_error_in_a_stream_is_its_last_event(openai_server: ServerProcess, door: Door) -> None:
+    body = {"prompt": [5], "max_tokens": 500, "ignore_eos": True, "stream": True}
+    with door.open("completions", {**body, "request_id": "doomed"}) as answer:
+        assert answer.readline().startswith(b'data: {"id":"cmpl-doomed"')
+        openai_server.stub.Abort(pb.AbortRequest(request_id="doomed"), timeout=TIMEOUT_S)
+        *_, last = [line for line in answer if line.strip()]
+    assert json.loads(last.removeprefix(b"data: "))["error"]["code"] == "request_aborted"

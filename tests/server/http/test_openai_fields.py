@@ -1,0 +1,275 @@
+"""Each field of a body is read, accepted, or refused by its name; no body breaks the reader."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from openai.types import completion_create_params as completion_params
+from openai.types.chat import completion_create_params as chat_params
+
+from server.http.openai_door import Door, joined
+from tpengine.async_engine.async_llm_engine import AsyncLLMEngine
+from tpengine.cli.main import main
+from tpengine.engine_args import AsyncEngineArgs
+from tpengine.errors import RequestError
+from tpengine.outputs import CompletionOutput, RequestOutput
+from tpengine.sampling_params import SamplingParams
+from tpengine.server.auth import Client
+from tpengine.server.http.calls import HttpCall
+from tpengine.server.http.fields import NO_EFFECT, REFUSED
+from tpengine.server.http.read import READ_BY_BOTH, READ_BY_CHAT, READ_BY_COMPLETION, BodyReader
+from tpengine.server.http.write import AnswerWriter, Style, usage
+from tpengine.server.limits import Limits
+from tpengine.server.state import ServerState
+
+CHAT, TEXT = "chat/completions", "completions"
+BASES: dict[str, dict[str, Any]] = {
+    CHAT: {"messages": [{"role": "user", "content": "a"}], "max_tokens": 1},
+    TEXT: {"prompt": "a", "max_tokens": 1},
+}
+UNKNOWN = "is not a field that this server knows"
+
+
+@pytest.fixture(scope="module")
+def state() -> Iterator[ServerState]:
+    args = AsyncEngineArgs(dtype="float32", num_device_blocks_override=64, max_model_len=128)
+    engine = AsyncLLMEngine.from_engine_args(args)
+    state = ServerState(["embedded"], 0.0)
+    state.sampling = {"temperature": 0.7, "top_p": 0.9}
+    state.serve(engine)
+    yield state
+    asyncio.run(engine.shutdown())
+
+
+def read(state: ServerState, path: str, body: dict[str, Any]) -> Any:
+    """What the reader makes of a body, after the engine's own checks."""
+    call = HttpCall("it", Client("me"), None, body)
+
+    async def one() -> Any:
+        asked = await BodyReader(call, path == CHAT, state, Limits()).read()
+        for request in asked[0]:
+            state.loaded_engine().llm_engine.check_request(request)
+        return asked
+
+    return asyncio.run(one())
+
+
+def refused(state: ServerState, path: str, **body: Any) -> tuple[str | None, str]:
+    with pytest.raises(RequestError) as caught:
+        read(state, path, {**BASES[path], **body})
+    return getattr(caught.value, "param", None), str(caught.value)
+
+
+def names(table: Any) -> list[str]:
+    return [name for key in table for name in key.split()]
+
+
+LISTED = names([*NO_EFFECT, *REFUSED, *READ_BY_BOTH, *READ_BY_CHAT, *READ_BY_COMPLETION])
+
+
+@pytest.mark.parametrize("path", [CHAT, TEXT])
+def test_each_field_of_openai_is_decided(state: ServerState, path: str) -> None:
+    types = chat_params if path == CHAT else completion_params
+    (base,) = (found for name, found in vars(types).items() if name == "CompletionCreateParamsBase")
+    fields = {*base.__annotations__, "stream"}
+    assert len(fields) > 15
+    for field in fields:
+        _, text = refused(state, path, **{field: {"no": ["such", 1.5]}, "not_a_field": 1})
+        assert field in text or text.startswith("not_a_field")
+        assert not text.startswith(f"{field} {UNKNOWN}")
+
+
+def test_the_page_lists_all_fields() -> None:
+    page = (Path(__file__).parents[3] / "docs" / "openai.md").read_text()
+    for name in LISTED:
+        assert f"`{name}`" in page, name
+
+
+@pytest.mark.parametrize("field", sorted(set(names(REFUSED))))
+def test_a_refused_field_is_named(door: Door, field: str) -> None:
+    for path, base in BASES.items():
+        if field in base or (path == CHAT and field in ("top_logprobs", "max_completion_tokens")):
+            continue
+        if (path, field) == (TEXT, "echo"):
+            continue
+        status, error = door.refused(path, {**base, field: "x"})
+        assert (status, error["param"], error["type"]) == (400, field, "invalid_request_error")
+        assert field in error["message"]
+
+
+@pytest.mark.parametrize("path", [CHAT, TEXT])
+def test_what_has_no_effect_is_accepted(state: ServerState, path: str) -> None:
+    body: dict[str, Any] = dict(BASES[path])
+    for key, values in NO_EFFECT.items():
+        body |= dict.fromkeys(key.split(), {"a": [1]} if values is None else values[0])
+    body |= {"stream": False, "stream_options": {"include_usage": True}, "n": 1}
+    every = [*SamplingParams.__dataclass_fields__, *names(REFUSED), "stream_options", "seed"]
+    plain = read(state, path, BASES[path])
+    assert read(state, path, body) == plain
+    nulls = dict.fromkeys(every) | BASES[path]
+    assert read(state, path, nulls) == plain
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "param"),
+    [
+        (TEXT, {"temprature": 1}, "temprature"),
+        (TEXT, {"prompt": None}, "prompt"),
+        (TEXT, {"prompt": []}, "prompt"),
+        (TEXT, {"prompt": ""}, None),
+        (TEXT, {"prompt": ["a", 5]}, "prompt[1]"),
+        (TEXT, {"prompt": [[5], [10**9]]}, None),
+        (TEXT, {"prompt": ["a"] * 300}, "prompt"),
+        (TEXT, {"best_of": 3, "stream": True}, "best_of"),
+        (TEXT, {"prompt_logprobs": 1, "stream": True}, "prompt_logprobs"),
+        (TEXT, {"max_tokens": 0}, None),
+        (TEXT, {"stop": {"a": 1}}, "stop"),
+        (TEXT, {"stop": ["a"] * 65}, None),
+        (TEXT, {"logit_bias": {"a": 1}}, "logit_bias"),
+        (TEXT, {"logit_bias": [1]}, "logit_bias"),
+        (TEXT, {"temperature": 10**400}, "temperature"),
+        (TEXT, {"stream_options": {"no": 1}}, "stream_options.no"),
+        (TEXT, {"request_id": "a b"}, None),
+        (TEXT, {"priority": 5}, None),
+        (TEXT, {"model": 5}, "model"),
+        (CHAT, {"messages": []}, None),
+        (CHAT, {"messages": [{"role": "user", "content": "a", "user": "b"}]}, "messages[0].user"),
+        (CHAT, {"messages": ["a"]}, "messages[0]"),
+        (CHAT, {"messages": [{"role": "user"}]}, None),
+        (CHAT, {"messages": [{"content": "a"}]}, "messages[0].role"),
+        (CHAT, {"messages": [{"role": "user", "content": "a", "tool_calls": [1]}]},
+         "messages[0].tool_calls"),
+        (CHAT, {"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, None),
+        (CHAT, {"top_logprobs": 2}, "top_logprobs"),
+        (CHAT, {"top_logprobs": -1, "logprobs": True, "max_tokens": None}, "top_logprobs"),
+        (CHAT, {"add_special_tokens": True}, "add_special_tokens"),
+        (CHAT, {"chat_template_kwargs": {"chat_template": "{{ 1 }}"}},
+         "chat_template_kwargs.chat_template"),
+        (CHAT, {"chat_template_kwargs": {"messages": []}}, "chat_template_kwargs.messages"),
+        (CHAT, {"chat_template_kwargs": {"self": 1}}, "chat_template_kwargs.self"),
+    ],
+)  # fmt: skip
+def test_a_wrong_value_is_refused(
+    state: ServerState, path: str, body: dict[str, Any], param: str | None
+) -> None:
+    found, text = refused(state, path, **body)
+    assert found == param
+    assert (param or next(iter(body))).rpartition(".")[2] in text or path == TEXT
+    if "temprature" in body:
+        assert "did you mean temperature?" in text
+
+
+def test_a_mistake_is_told_what_is_right(door: Door, capsys: pytest.CaptureFixture[str]) -> None:
+    for path, body, words in (
+        ("/chat/completions", {}, "did you mean /v1/chat/completions?"),
+        ("/v1/responses", {}, "base URL ends in /v1"),
+        ("/detokenize", {"tokens": [5, 10**9]}, "tokens[1] = 1000000000 "),
+        (TEXT, {"messages": []}, "a field of /v1/chat/completions"),
+        (CHAT, {"prompt": "a"}, "a field of /v1/completions"),
+        (CHAT, {"messages": [{"role": "tool", "tool_call_id": "a"}]}, "calls no tools"),
+    ):
+        assert words in door.refused(path, body)[1]["message"]
+    assert main(["client", "health", "--target", door.host]) == 1
+    assert "OpenAI's port is not this client's" in capsys.readouterr().err
+
+
+def test_defaults(state: ServerState) -> None:
+    (text,) = read(state, TEXT, {"prompt": "a"})[0]
+    (chat,) = read(state, CHAT, {"messages": BASES[CHAT]["messages"]})[0]
+    assert (text.params.max_tokens, chat.params.max_tokens) == (16, None)
+    assert text.params.temperature == state.sampling["temperature"]
+    beams = read(state, TEXT, {"prompt": "a", "use_beam_search": True, "n": 2})[0][0]
+    assert beams.params.temperature == 0.0
+    many = {**BASES[CHAT], "max_tokens": None, "logprobs": True, "top_logprobs": 20, "n": 4}
+    params = read(state, CHAT, many | {"temperature": 1.0})[0][0].params
+    assert params.max_tokens == (1 << 16) // 21 // 4
+
+
+JSON = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | st.text(max_size=4)
+    | st.sampled_from([-1, 0, 1, 2**63, 2**64, 10**400, "<think>", "user", "text"]),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=4), inner),
+    max_leaves=5,
+)  # fmt: skip
+FIELDS = sorted({*SamplingParams.__dataclass_fields__, *LISTED})
+MESSAGE = {"role": JSON, "content": JSON | st.text(max_size=3)}
+MESSAGES = st.lists(st.fixed_dictionaries(MESSAGE, optional={"a": JSON}), max_size=2)
+VALUES = {"messages": MESSAGES, "chat_template_kwargs": st.dictionaries(st.text(max_size=4), JSON)}
+
+
+@settings(max_examples=400, deadline=None, suppress_health_check=list(HealthCheck))
+@given(st.data(), st.sampled_from([CHAT, TEXT]))
+def test_no_body_breaks_the_reader(state: ServerState, data: Any, path: str) -> None:
+    body = dict(BASES[path])
+    for field in data.draw(st.lists(st.sampled_from(FIELDS), max_size=4)):
+        body[field] = data.draw(VALUES.get(field, JSON))
+    try:
+        asked = read(state, path, body)
+    except RequestError:
+        return
+    assert asked[0]
+
+
+@pytest.mark.parametrize("field", ["messages", "prompt", "stop", "logit_bias", "metadata", "user"])
+def test_long_lists_are_refused_cheaply(state: ServerState, field: str) -> None:
+    path = CHAT if field == "messages" else TEXT
+    many = json.loads(f"[{','.join(['1'] * 2_000_000)}]")
+    value = {str(i): 1 for i in range(100_000)} if field == "logit_bias" else many
+    start = time.process_time()
+    if field in ("metadata", "user"):
+        read(state, path, {**BASES[path], field: value})
+    else:
+        refused(state, path, **{field: value})
+    assert time.process_time() - start < 0.2
+
+
+def _thoughts(*pieces: str) -> list[RequestOutput]:
+    outputs = []
+    for place, piece in enumerate(pieces):
+        end = "stop" if place == len(pieces) - 1 else None
+        one = CompletionOutput(0, piece, (place,), None, None, end)
+        outputs.append(RequestOutput("it", "", [1, 2], None, [one], end is not None))
+    return outputs
+
+
+@pytest.mark.parametrize("size", [1, 2, 3, 7, 100])
+def test_reasoning_has_a_field_of_its_own(size: int) -> None:
+    text = "<think>\nwhy < not</think>\n\nbecause < so"
+
+    async def answers() -> tuple[dict[str, Any], list[dict[str, Any]]]:
+        whole, stream = Style(True), Style(True, streams=True, usage=True)
+        writer = AnswerWriter(whole, whole.head("it", 1, "m"))
+        choices, _ = await writer.write_whole(_thoughts(text)[0])
+        writer = AnswerWriter(stream, stream.head("it", 1, "m"))
+        said, num_fast = b"", 0
+        for output in _thoughts(*(text[i : i + size] for i in range(0, len(text), size))):
+            chunk = writer.write_tokens(output)
+            num_fast += chunk is not None
+            said += await writer.write(output) if chunk is None else chunk
+        assert num_fast == max(0, -(-len(text) // size) - 2), "only the first and last are slow"
+        said += f'data: {stream.head("it", 1, "m")}],"usage":{usage([writer])}}}'.encode()
+        return json.loads(choices), [json.loads(one[6:]) for one in said.split(b"\n\n")]
+
+    whole, chunks = asyncio.run(answers())
+    message = {"role": "assistant", "reasoning_content": "\nwhy < not"}
+    assert whole["message"] == message | {"content": "\n\nbecause < so"}
+    assert joined(chunks)["choices"][0]["message"] == whole["message"]
+    assert all("<think>" not in str(chunk) for chunk in chunks)
+
+
+def test_an_answer_within_the_tags_of_its_prompt(door: Door) -> None:
+    messages = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "<think>"}]
+    body = {"messages": messages, "max_tokens": 6, "continue_final_message": True}
+    body |= {"temperature": 0.0, "ignore_eos": True}
+    for answer in (door.whole(CHAT, body), door.streamed(CHAT, body)):
+        message = answer["choices"][0]["message"]
+        assert message["reasoning_content"]
+        assert not message["content"]

@@ -1,0 +1,382 @@
+"""The HTTP port by itself: rules of HTTP, bounds, keys and certificates; nothing is left over."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import shutil
+import socket
+import ssl
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from support.waiting import wait_until
+
+from server.guarded import Authority
+from server.http.open_port import (
+    WAIT_S,
+    OpenPort,
+    open_port,
+    posted,
+    read_answer,
+    request,
+)
+from tpengine.async_engine.admission import QueueLimits
+from tpengine.errors import ConfigError
+from tpengine.server.auth import Authenticator, TlsFiles
+from tpengine.server.http import http_server, protocol
+from tpengine.server.limits import Limits, OpenCalls
+from tpengine.server.server_args import ServerArgs
+from tpengine.server.state import ServerState
+
+ONE, ADMIN = "one-0123456789abcdef", "admin-0123456789abcdef"
+JSON = "content-type: application/json"
+NO_JSON, TOO_LARGE = "unsupported_media_type", "request_too_large"
+SMALL = 1000
+HEALTH = request("/health")
+CHUNKED = request("/tokenize", JSON, "transfer-encoding: chunked", method="POST")
+
+
+def announced(size: int, *headers: str) -> bytes:
+    """The head of a request whose body follows."""
+    return request("/tokenize", JSON, f"content-length: {size}", *headers, method="POST")
+
+
+@pytest.fixture(scope="module")
+def port() -> Iterator[OpenPort]:
+    with open_port(limits=Limits(max_message_bytes=SMALL)) as port:
+        yield port
+
+
+@pytest.mark.parametrize(
+    ("sent", "status", "code"),
+    [
+        (b"\x16\x03\x01 garbage\r\n\r\n", 400, None),
+        (b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n", 400, None),
+        (b"CONNECT x:1 HTTP/1.1\r\nhost: x\r\n\r\n", 400, None),
+        (posted(b"{}", "transfer-encoding: chunked"), 400, None),
+        (CHUNKED + b"zz\r\n", 400, None),
+        (request("/" + "a" * 20_000), 431, "head_too_large"),
+        (request("/health", "x: " + "a" * 20_000), 431, "head_too_large"),
+        (b"GET / HTTP/1.1\r\nx: " + b"a" * 20_000, 431, "head_too_large"),
+        (request("/health", "x-request-id: a b"), 400, None),
+        (request("/none"), 404, "unknown_url"),
+        (request("/health/"), 404, "unknown_url"),
+        (request("/%ff%00%0a"), 404, "unknown_url"),
+        (b"OPTIONS * HTTP/1.1\r\nhost: x\r\n\r\n", 404, "unknown_url"),
+        (request("/v1/models", method="POST"), 405, "method_not_allowed"),
+        (request("/v1/completions", method="OPTIONS"), 405, "method_not_allowed"),
+        (request("/tokenize", method="POST", body=b"{}"), 415, NO_JSON),
+        (request("/tokenize", "content-type: text/plain", method="POST"), 415, NO_JSON),
+        (posted(b"{}", "content-encoding: gzip"), 415, NO_JSON),
+        (posted(b"{}", "x-timeout-ms: soon"), 400, None),
+        (posted(b"x" * (SMALL + 1)), 413, TOO_LARGE),
+        (posted(b"x" * 300_000), 413, TOO_LARGE),
+        (announced(10**19), 413, TOO_LARGE),
+        (request("/tokenize", JSON, f"content-length: {'0' * 5000}", method="POST"), 400, None),
+        (CHUNKED + b"1f4\r\n" + b" " * 500 + b"\r\n1f5\r\n" + b" " * 501 + b"\r\n", 413, TOO_LARGE),
+        (posted(b"["), 400, None),
+        (posted(b"[]"), 400, None),
+        (posted(b"[" * 900), 400, None),
+        (posted(b'{"a": NaN}'), 400, None),
+        (posted(b'{"a": -1e999}'), 400, None),
+        (posted(b'{"a": "\\ud800"}'), 400, None),
+        (posted(b'{"a": "\xff"}'), 400, None),
+        (posted(b"{}"), 503, "loading"),
+        (request("/v1/models"), 503, "loading"),
+    ],
+)  # fmt: skip
+def test_what_is_refused(port: OpenPort, sent: bytes, status: int, code: str | None) -> None:
+    answer = port.send(sent)
+    assert (answer.status, answer.error["code"]) == (status, code), answer.body
+    assert ("retry-after" in answer.headers) == (status == 503)
+    if status == 405:
+        assert answer.headers["allow"]
+    wait_until(lambda: port.held() == (0, 0, 0), WAIT_S)
+
+
+def test_health_while_the_model_loads(port: OpenPort) -> None:
+    """One connection serves many requests; a HEAD has no body; ids come back."""
+    with port.connect() as one:
+        stream = one.makefile("rb")
+        found = {"/health": 200, "/ready": 503, "/version": 200, "/metrics": 200}
+        for path, status in found.items():
+            for method in ("GET", "HEAD"):
+                one.sendall(request(path, f"x-request-id: of-{path}", method=method))
+                answer = read_answer(stream, has_body=method == "GET")
+                assert (answer.status, answer.headers["x-request-id"]) == (status, f"of-{path}")
+                assert answer.headers["date"].endswith("GMT")
+    answer = port.send(request("/health", "connection: upgrade", "upgrade: h2c"))
+    assert (answer.status, answer.headers["connection"]) == (200, "close")
+
+
+def test_a_client_that_asks_first_need_not_send_its_body(port: OpenPort) -> None:
+    with port.connect() as one:
+        one.sendall(announced(5000, "expect: 100-continue"))
+        stream = one.makefile("rb")
+        assert read_answer(stream).status == 413
+        assert stream.read() == b""
+    with port.connect() as one:
+        one.sendall(announced(2, "expect: 100-continue"))
+        stream = one.makefile("rb")
+        assert stream.readline() + stream.readline() == b"HTTP/1.1 100 Continue\r\n\r\n"
+        one.sendall(b"{}")
+        assert read_answer(stream).status == 503
+
+
+def test_a_body_that_is_not_wanted_keeps_the_connection(port: OpenPort) -> None:
+    with port.connect() as one:
+        stream = one.makefile("rb")
+        one.sendall(posted(b"x" * 200_000) + HEALTH)
+        assert [read_answer(stream).status for _ in range(2)] == [413, 200]
+
+
+def test_pipelined_requests_are_bounded(port: OpenPort) -> None:
+    with port.connect() as one:
+        one.sendall(HEALTH * 10)
+        stream = one.makefile("rb")
+        assert [read_answer(stream).status for _ in range(10)] == [200] * 10
+        one.sendall(HEALTH * 500)
+        found = [read_answer(stream).status for _ in range(protocol.MAX_PIPELINED + 2)]
+        assert found == [200] * (protocol.MAX_PIPELINED + 1) + [429]
+        assert stream.read() == b""
+
+
+@pytest.mark.parametrize(
+    ("bound", "begun", "status"),
+    [
+        ("HEAD_S", b"", None),
+        ("HEAD_S", b"\r\n\r\n", 408),
+        ("HEAD_S", b"GET / HTTP/1.1\r\nho", 408),
+        ("KEEP_ALIVE_S", HEALTH, 200),
+        ("DISCARD_S", announced(5000) + b"x", 413),
+        ("message_s", announced(50) + b"{", 408),
+    ],
+)  # fmt: skip
+def test_slow_clients(
+    bound: str, begun: bytes, status: int | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """They are told what they may be told, and lose their connection."""
+    limits = Limits(max_message_bytes=SMALL, message_s=0.1 if bound == "message_s" else 20.0)
+    for name in ("HEAD_S", "KEEP_ALIVE_S", "DISCARD_S"):
+        monkeypatch.setattr(protocol, name, 0.1 if bound in (name, "message_s") else 60.0)
+    monkeypatch.setattr(http_server, "KEEP_ALIVE_S", 0.1 if bound == "KEEP_ALIVE_S" else 60.0)
+    with open_port(limits=limits) as port, port.connect() as one:
+        one.sendall(begun)
+        stream = one.makefile("rb")
+        if status is not None:
+            assert read_answer(stream).status == status
+        assert stream.read() == b""
+        stream.close()
+        one.close()
+        wait_until(lambda: port.held() == (0, 0, 0), WAIT_S)
+
+
+def test_connections_and_calls_are_bounded() -> None:
+    limits = Limits(max_connections=5, max_host_connections=3, max_health_calls=0)
+    with open_port(limits=limits) as port:
+        held = [port.connect() for _ in range(3)]
+        wait_until(lambda: port.held()[0] == 3, WAIT_S)
+        answer = port.send(b"")
+        assert (answer.status, answer.headers["retry-after"]) == (429, "5")
+        held.pop().close()
+        wait_until(lambda: port.held()[0] == 2, WAIT_S)
+        answer = port.send(HEALTH)
+        assert (answer.status, answer.error["code"]) == (429, "rate_limit_exceeded")
+        assert port.send(request("/v1/models")).status == 503
+        for one in held:
+            one.close()
+
+
+def test_calls_of_all_doors_are_counted_together() -> None:
+    limits = Limits(max_calls=1, queue=QueueLimits(max_requests=1))
+    with (
+        open_port(limits=limits) as port,
+        port.calls.counted(is_health=False),
+        port.calls.counted(is_health=False),
+    ):
+        assert port.send(request("/v1/models")).status == 429
+        assert port.send(HEALTH).status == 200
+
+
+def test_keys_and_cors() -> None:
+    known = Authenticator([ONE], [ADMIN])
+    with open_port(authenticator=known, cors=("https://a.example",)) as port:
+        for path in ("/v1/models", "/metrics", "/none", "/v1/completions"):
+            for header in ("x: y", "authorization: Bearer wrong", f"authorization: Basic {ONE}"):
+                answer = port.send(request(path, header, "origin: https://a.example"))
+                assert (answer.status, answer.error["code"]) == (401, "invalid_api_key")
+                assert answer.headers["www-authenticate"] == "Bearer"
+                assert answer.headers["access-control-allow-origin"] == "https://a.example"
+        for token in (ONE, ADMIN):
+            answer = port.send(request("/v1/models", f"authorization: Bearer {token}"))
+            assert answer.status == 503
+        assert port.send(request("/version")).status == 200
+        asks = ("access-control-request-method: POST", "origin: https://")
+        for origin, allowed in (("a.example", True), ("b.example", False)):
+            answer = _preflight(port, *asks[:1], asks[1] + origin)
+            assert ("access-control-allow-origin" in answer) == allowed
+    with open_port() as port:
+        answer = port.send(request("/health", "origin: https://a.example"))
+        assert "access-control-allow-origin" not in answer.headers
+
+
+def _preflight(port: OpenPort, *headers: str) -> str:
+    """The head of the answer, which has no request id, as no route is asked."""
+    with port.connect() as one:
+        one.sendall(request("/v1/completions", "connection: close", *headers, method="OPTIONS"))
+        return one.makefile("rb").read().decode()
+
+
+async def endless(scope: Any, receive: Any, send: Any) -> None:
+    """Sends an answer without end; says in the scope's `state` which client asks."""
+    owner = str(scope["state"]["certificate"]).encode()
+    await send({"type": "http.response.start", "status": 200, "headers": [(b"owner", owner)]})
+    while True:
+        await send({"type": "http.response.body", "body": b"x" * 5000, "more_body": True})
+        await asyncio.sleep(0)
+
+
+@pytest.fixture(scope="module")
+def authority(tmp_path_factory: pytest.TempPathFactory) -> Authority:
+    return Authority.make(tmp_path_factory.mktemp("authority"))
+
+
+@pytest.mark.parametrize("is_encrypted", [False, True])
+@pytest.mark.parametrize("leaves", [False, True])
+def test_the_task_of_a_client_that_leaves_or_does_not_read_ends(
+    is_encrypted: bool, leaves: bool, authority: Authority, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    level, name = socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT
+    options = [*http_server._SOCKET_OPTIONS[:-1], (level, name, 60_000 if leaves else 300)]
+    assert http_server._SOCKET_OPTIONS[-1][:2] == (level, name)
+    monkeypatch.setattr(http_server, "_SOCKET_OPTIONS", options)
+    files = authority.sign("server", authority.folder / "server") if is_encrypted else None
+    context = ssl.create_default_context(cafile=authority.certificate) if is_encrypted else None
+    with open_port(app=endless, tls=files) as port:
+        one = port.connect(context, buffer=4096)
+        one.sendall(HEALTH)
+        stream = one.makefile("rb")
+        assert len(stream.read(100_000)) == 100_000
+        assert port.held()[:2] == (1, 1)
+        if leaves:
+            stream.close()
+            one.close()
+        wait_until(lambda: port.held() == (0, 0, 0), WAIT_S)
+        one.close()
+
+
+async def silent(scope: Any, receive: Any, send: Any) -> None:
+    """Reads the body, and answers in an hour."""
+    while (await receive()).get("more_body"):
+        pass
+    await asyncio.sleep(3600)
+
+
+@pytest.mark.parametrize("size", [10, 300_000])
+def test_a_client_leaves_that_has_sent_two_requests(size: int) -> None:
+    with open_port(app=silent) as port:
+        with port.connect() as one:
+            one.sendall(posted(b"x" * size) + HEALTH)
+            wait_until(lambda: port.held() == (1, 1, 1), WAIT_S)
+        wait_until(lambda: port.held() == (0, 0, 0), WAIT_S)
+
+
+def test_certificates(authority: Authority, tmp_path: Path) -> None:
+    """A client's certificate names it; new files count for new connections."""
+    live = TlsFiles(str(tmp_path / "c"), str(tmp_path / "k"), str(tmp_path / "ca"))
+    other = Authority.make(tmp_path / "other", "other")
+
+    def install(by: Authority, name: str) -> None:
+        files = by.sign(name, tmp_path / name)
+        shutil.copy(files.certificate, live.certificate)
+        shutil.copy(files.key, live.key)
+        shutil.copy(by.certificate, str(live.client_authority))
+
+    def context(server: Authority, client: TlsFiles | None) -> ssl.SSLContext:
+        made = ssl.create_default_context(cafile=server.certificate)
+        if client is not None:
+            made.load_cert_chain(client.certificate, client.key)
+        return made
+
+    def owner(tls: ssl.SSLContext) -> str:
+        """The name that the server knows; empty: it ends the connection."""
+        try:
+            with port.connect(tls) as one:
+                one.sendall(HEALTH)
+                head = one.makefile("rb").read(1000).decode()
+        except OSError:
+            return ""
+        return head.partition("owner: ")[2].partition("\r\n")[0]
+
+    alice, bob = authority.sign("alice", tmp_path / "a"), other.sign("bob", tmp_path / "b")
+    install(authority, "first")
+    with open_port(app=endless, tls=live) as port:
+        assert owner(context(authority, alice)) == "alice"
+        assert owner(context(authority, None)) == owner(context(authority, bob)) == ""
+        install(other, "second")
+        assert owner(context(other, bob)) == "bob"
+        assert owner(context(other, alice)) == ""
+        Path(live.key).write_text("not a key")
+        assert owner(context(other, bob)) == "bob"
+
+
+def test_broken_connections_leave_nothing(port: OpenPort) -> None:
+    """Parts of requests, on connections that end in each way."""
+    whole = posted(b'{"prompt": "a"}')
+    before = len(os.listdir("/proc/self/fd"))
+    for number in range(300):
+        one = port.connect()
+        one.sendall(whole[: number % len(whole)])
+        if number % 3 == 0:
+            one.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, b"\1\0\0\0\0\0\0\0")  # a reset
+        elif number % 3 == 1:
+            one.shutdown(socket.SHUT_WR)
+        one.close()
+    wait_until(lambda: port.held() == (0, 0, 0), WAIT_S)
+    assert port.send(HEALTH).status == 200
+    wait_until(lambda: len(os.listdir("/proc/self/fd")) <= before, WAIT_S)
+
+
+def test_addresses() -> None:
+    with open_port(host="::1") as port:
+        assert port.send(HEALTH).status == 200
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        args = ServerArgs(port=0, http_port=taken.getsockname()[1])
+        with pytest.raises(ConfigError, match="--http-port"):
+            args.check_ports()
+        with pytest.raises(ConfigError, match="--http-port"):
+            asyncio.run(_start_at(taken.getsockname()[1]))
+    with pytest.raises(ConfigError, match="http_port"):
+        ServerArgs(cors_origin="*").check()
+
+
+def test_a_name_may_have_addresses_that_this_machine_lacks(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """As localhost has where IPv6 is off, or twice the same."""
+    names = ("192.0.2.7", "127.0.0.1", "127.0.0.1")
+    found = [(socket.AF_INET, socket.SOCK_STREAM, 6, "", (name, 0)) for name in names]
+    monkeypatch.setattr(socket, "getaddrinfo", lambda *_, **__: found)
+    with open_port() as port:
+        assert port.send(HEALTH).status == 200
+
+
+async def _start_at(number: int) -> None:
+    limits = Limits()
+    state = ServerState(["none"], 1.0)
+    server = http_server.HttpServer(state, Authenticator(), limits, OpenCalls(limits))
+    await server.start("127.0.0.1", number, None)
+
+
+def test_options(monkeypatch: pytest.MonkeyPatch) -> None:
+    args = ServerArgs(api_key=f"{ONE}, {ADMIN}", http_port=0, cors_origin="https://a, https://b")
+    args.check()
+    assert args.cors_origins() == ["https://a", "https://b"]
+    for token in (ONE, ADMIN):
+        assert args.authenticator().identify([f"Bearer {token}"], None).name != "anonymous"
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    with pytest.raises(ConfigError, match=r"fastapi, uvicorn, httptools; pip install .*\[http\]"):
+        args.check()

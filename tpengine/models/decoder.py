@@ -1,0 +1,148 @@
+"""What every family is made of: layers of attention and MLP on a residual, a norm, an output head.
+
+The residual is a tensor of its own. A layer returns its output without adding it, because the norm
+that comes next adds and normalises in one op.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import ClassVar, Protocol
+
+import torch
+
+from tpengine.layers.activation import plain_activation
+from tpengine.layers.attention import (
+    AttentionMetadata,
+    KVCache,
+    SelfAttention,
+    keep_rows,
+    through_layers,
+)
+from tpengine.layers.embedding import ParallelLMHead
+from tpengine.layers.linear import ColumnParallelLinear, RowParallelLinear
+from tpengine.layers.norm import NoNorm, Norm
+from tpengine.layers.weights import Weights
+
+
+class MLP(Protocol):
+    """What follows the attention of a layer."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """x `[num_tokens, hidden_size]` to the same shape, summed over ranks."""
+
+
+class PlainMLP:
+    """`down(act(up(x)))`, without a gate.
+
+    Args:
+        up, down: prefixes of the two matrices in the checkpoint.
+        activation: name of the activation in the configuration.
+    """
+
+    def __init__(
+        self,
+        weights: Weights,
+        up: str,
+        down: str,
+        hidden_size: int,
+        intermediate_size: int,
+        activation: str,
+        bias: bool = True,
+    ) -> None:
+        self.up = ColumnParallelLinear(weights, up, hidden_size, intermediate_size, bias)
+        self.activation = plain_activation(activation)
+        self.down = RowParallelLinear(weights, down, intermediate_size, hidden_size, bias)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """x `[num_tokens, hidden_size]` to the same shape."""
+        up = self.up.forward(x)
+        self.activation(up)
+        return self.down.forward(up)
+
+
+_NONE = NoNorm()
+
+
+@dataclass(frozen=True)
+class Norms:
+    """Norms of what attention and MLP get, and of what they give before it is added."""
+
+    before_attention: Norm = _NONE
+    after_attention: Norm = _NONE
+    before_mlp: Norm = _NONE
+    after_mlp: Norm = _NONE
+
+
+class DecoderLayer:
+    """One layer."""
+
+    def __init__(self, attention: SelfAttention, mlp: MLP, norms: Norms) -> None:
+        self.attention = attention
+        self.mlp = mlp
+        self.norms = norms
+
+    def forward(
+        self,
+        x: torch.Tensor | None,
+        residual: torch.Tensor,
+        kv_cache: KVCache,
+        metadata: AttentionMetadata,
+        rows: torch.Tensor | None,
+    ) -> tuple[torch.Tensor | None, torch.Tensor]:
+        """Adds x to `residual` in place, then computes the layer.
+
+        Args:
+            x: output of the layer before, `[num_tokens, hidden_size]`; None: nothing is added.
+            residual: `[num_tokens, hidden_size]`, overwritten.
+
+        Returns:
+            The layer's output, and the residual to which the next layer adds it; both
+            `[num_kept, hidden_size]`, see `through_layers`.
+        """
+        norms = self.norms
+        normed = norms.before_attention.add_forward(x, residual)
+        attended = self.attention.forward(normed, kv_cache, metadata, rows)
+        residual = keep_rows(residual, rows)
+        normed = norms.before_mlp.add_forward(norms.after_attention.forward(attended), residual)
+        return norms.after_mlp.forward(self.mlp.forward(normed)), residual
+
+
+class Decoder(ABC):
+    """The whole model on one rank, see `registry.CausalLM`. A subclass builds its parts.
+
+    Attributes:
+        norm: of the last layer's output.
+    """
+
+    ignored_weights: ClassVar[tuple[str, ...]] = ()
+    base_prefix: ClassVar[str]
+    recordable: ClassVar[bool] = True
+    layers: Sequence[DecoderLayer]
+    norm: Norm
+    lm_head: ParallelLMHead
+
+    @abstractmethod
+    def embed(
+        self, token_ids: torch.Tensor, positions: torch.Tensor
+    ) -> tuple[torch.Tensor | None, torch.Tensor]:
+        """Returns what the first layer takes: x and the residual, see `DecoderLayer.forward`.
+
+        Args:
+            token_ids, positions: int32 `[num_tokens]`.
+        """
+
+    def forward(
+        self, token_ids: torch.Tensor, kv_caches: list[KVCache], metadata: AttentionMetadata
+    ) -> torch.Tensor:
+        """token_ids int32 `[num_tokens]` to final hidden states `[num_wanted, hidden_size]`."""
+        x, residual = self.embed(token_ids, metadata.positions)
+        for layer, kv_cache, rows in through_layers(self.layers, kv_caches, metadata):
+            x, residual = layer.forward(x, residual, kv_cache, metadata, rows)
+        return self.norm.add_forward(x, residual)
+
+    def compute_logits(self, hidden: torch.Tensor) -> torch.Tensor:
+        """hidden `[num_rows, hidden_size]` to logits `[num_rows, vocab_size]`."""
+        return self.lm_head.forward(hidden)

@@ -1,0 +1,100 @@
+"""GPT-NeoX (https://arxiv.org/abs/2204.06745) and Pythia: attention and MLP of a layer have the
+same input, a part of each head is rotated, and q, k and v are fused head by head."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+
+from tpengine.config import ModelConfig
+from tpengine.layers.attention import (
+    Attention,
+    AttentionMetadata,
+    KVCache,
+    SelfAttention,
+    keep_rows,
+)
+from tpengine.layers.embedding import ParallelLMHead, VocabParallelEmbedding
+from tpengine.layers.linear import InterleavedQKVParallelLinear, RowParallelLinear
+from tpengine.layers.norm import LayerNorm
+from tpengine.layers.weights import CheckpointTensor, Weights
+from tpengine.models.decoder import Decoder, DecoderLayer, Norms, PlainMLP
+from tpengine.models.llama import rotary_table
+from tpengine.models.registry import check_heads_fill_hidden_size, require
+from tpengine.ops import fused
+
+
+class _ParallelLayer(DecoderLayer):
+    """One layer whose attention and MLP have the same input (`use_parallel_residual`)."""
+
+    def forward(
+        self,
+        x: torch.Tensor | None,
+        residual: torch.Tensor,
+        kv_cache: KVCache,
+        metadata: AttentionMetadata,
+        rows: torch.Tensor | None,
+    ) -> tuple[torch.Tensor | None, torch.Tensor]:
+        """See `DecoderLayer.forward`."""
+        normed = self.norms.before_attention.add_forward(x, residual)
+        attended = self.attention.forward(normed, kv_cache, metadata, rows)
+        residual = keep_rows(residual, rows)
+        normed = self.norms.before_mlp.forward(residual)
+        fused.accumulate(residual, attended)
+        return self.mlp.forward(normed), residual
+
+
+def _layer(config: ModelConfig, weights: Weights, prefix: str, table: torch.Tensor) -> DecoderLayer:
+    hf, heads, head_dim = config.hf_config, config.total_num_heads, config.head_dim
+    size, bias = hf["hidden_size"], bool(hf.get("attention_bias", True))
+    name = f"{prefix}.attention"
+    qkv = InterleavedQKVParallelLinear(
+        weights, f"{name}.query_key_value", size, heads, head_dim, bias
+    )
+    out = RowParallelLinear(weights, f"{name}.dense", size, size, bias)
+    attention = Attention(qkv.num_heads, qkv.num_heads, head_dim, head_dim**-0.5, table)
+    names = f"{prefix}.mlp.dense_h_to_4h", f"{prefix}.mlp.dense_4h_to_h"
+    mlp = PlainMLP(weights, *names, size, hf["intermediate_size"], hf["hidden_act"])
+    first, second = (
+        LayerNorm(weights, f"{prefix}.{name}", size, hf["layer_norm_eps"])
+        for name in ("input_layernorm", "post_attention_layernorm")
+    )
+    layer_class = _ParallelLayer if hf.get("use_parallel_residual", True) else DecoderLayer
+    norms = Norms(before_attention=first, before_mlp=second)
+    return layer_class(SelfAttention(qkv, attention, out), mlp, norms)
+
+
+class GPTNeoXForCausalLM(Decoder):
+    """The whole model on one rank."""
+
+    ignored_weights = (".attention.bias", ".attention.masked_bias", ".rotary_emb.inv_freq")
+    base_prefix = "gpt_neox."
+
+    def __init__(self, config: ModelConfig, weights: Weights) -> None:
+        check_heads_fill_hidden_size(config)
+        require(config, "sliding_window", None, None)
+        hf = config.hf_config
+        sizes = config.vocab_size, hf["hidden_size"]
+        self.embed_in = VocabParallelEmbedding(weights, "gpt_neox.embed_in", *sizes)
+        table = rotary_table(config, weights, hf, partial=True)
+        self.layers = [
+            _layer(config, weights, f"gpt_neox.layers.{i}", table) for i in range(config.num_layers)
+        ]
+        name = "gpt_neox.final_layer_norm"
+        self.norm = LayerNorm(weights, name, hf["hidden_size"], hf["layer_norm_eps"])
+        tied = self.embed_in if hf.get("tie_word_embeddings") else None
+        self.lm_head = ParallelLMHead(weights, "embed_out", *sizes, tied)
+        weights.convert = _renamed
+
+    def embed(
+        self, token_ids: torch.Tensor, positions: torch.Tensor
+    ) -> tuple[torch.Tensor | None, torch.Tensor]:
+        """See `Decoder.embed`."""
+        return None, self.embed_in.forward(token_ids)
+
+
+def _renamed(tensors: Iterator[CheckpointTensor]) -> Iterator[CheckpointTensor]:
+    """Gives the output head its name of published checkpoints; transformers 5 has another."""
+    for file, name, source in tensors:
+        yield file, "embed_out.weight" if name == "lm_head.weight" else name, source

@@ -1,0 +1,151 @@
+"""Weights in groups of 4 or 8 bits, multiplied with inputs that are rounded to 8 bits per row."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from tpengine.ops import library as _library  # noqa: F401 (defines the ops)
+from tpengine.ops.huge_pages import HugePageArena
+from tpengine.ops.linear_reference import LINEAR_PANEL
+from tpengine.ops.quantized_reference import pack_groups
+
+_quantize_weight = torch.ops.tpengine.quantize_weight.default
+_quantized_linear = torch.ops.tpengine.quantized_linear.default
+_quantized_embedding = torch.ops.tpengine.quantized_embedding.default
+
+NO_OFFSETS, ZERO_POINTS, MINIMA = range(3)
+"""How a weight comes from its stored number q and its group's scale s: `s (q - 8)`, in 8 bits
+`s (q - 128)`; `s (q - zero)` with a whole zero per group; or `s q + minimum`."""
+
+
+@dataclass(frozen=True, slots=True)
+class QuantizedFormat:
+    """How weights are stored.
+
+    Attributes:
+        bits: 4 or 8.
+        group_size: neighbouring inputs with one scale; a multiple of 32.
+        offsets: `NO_OFFSETS`; in 4 bits also `ZERO_POINTS` or `MINIMA`.
+    """
+
+    bits: int
+    group_size: int
+    offsets: int = NO_OFFSETS
+
+    def num_groups(self, in_features: int) -> int:
+        """Groups of an output; the last one is filled up with zeros."""
+        return -(-in_features // self.group_size)
+
+
+def per_output(in_features: int) -> QuantizedFormat:
+    """Returns the format in 8 bits with one scale per output."""
+    return QuantizedFormat(8, -(-in_features // 32) * 32)
+
+
+@dataclass(frozen=True, slots=True)
+class QuantizedWeight:
+    """A packed weight `[out_features, in_features]`.
+
+    Attributes:
+        packed: uint8; per panel of 32 outputs and group `[group_size / 4, 32, 4]` numbers, those of
+            outputs i and i + 16 in one byte if they have 4 bits, then 32 float16 scales and, if
+            there are, 32 float16 offsets.
+    """
+
+    packed: Tensor
+    format: QuantizedFormat
+    out_features: int
+    in_features: int
+
+
+def pack_quantized(
+    q: Tensor,
+    scales: Tensor,
+    offsets: Tensor | None,
+    form: QuantizedFormat,
+    arena: HugePageArena | None = None,
+) -> QuantizedWeight:
+    """Packs a weight that is quantised already.
+
+    Args:
+        q: uint8 `[out_features, in_features]`, 0 to 15 or 255.
+        scales: float16 `[out_features, num_groups]`.
+        offsets: float16, of the same shape, or None; see `QuantizedFormat.offsets`.
+        arena: memory for the result; None: torch allocates it.
+    """
+    weight = _allocate(q.shape[0], q.shape[1], form, arena)
+    pack_groups(weight.packed, q, scales, offsets, form.bits, form.group_size)
+    return weight
+
+
+def quantize_weight(
+    weight: Tensor, form: QuantizedFormat, arena: HugePageArena | None = None
+) -> QuantizedWeight:
+    """Rounds a weight to groups without offsets, and packs it.
+
+    In 8 bits a group's scale comes from its largest magnitude; in 4 bits it is the one of a few
+    that loses least, and may be negative.
+
+    Args:
+        weight: `[out_features, in_features]`, float32 or bfloat16; in 4 bits groups have at most
+            128 inputs.
+        arena: memory for the result; None: torch allocates it.
+
+    Raises:
+        RuntimeError: dtype, strides or format do not fit.
+    """
+    result = _allocate(weight.shape[0], weight.shape[1], form, arena)
+    _quantize_weight(result.packed, weight, form.bits, form.group_size)
+    return result
+
+
+def _allocate(
+    outputs: int, inputs: int, form: QuantizedFormat, arena: HugePageArena | None
+) -> QuantizedWeight:
+    tail = LINEAR_PANEL * 2 * (1 if form.offsets == NO_OFFSETS else 2)
+    group_bytes = LINEAR_PANEL * form.group_size * form.bits // 8 + tail
+    count = -(-outputs // LINEAR_PANEL) * form.num_groups(inputs) * group_bytes
+    empty = (
+        torch.empty(count, dtype=torch.uint8) if arena is None else arena.empty(count, torch.uint8)
+    )
+    return QuantizedWeight(empty, form, outputs, inputs)
+
+
+def quantized_linear(out: Tensor, x: Tensor, weight: QuantizedWeight, bias: Tensor | None) -> None:
+    """`out = x W^T + bias` in 8 bits, or 4 by 8.
+
+    Each row of x is rounded by its largest magnitude. Sums over a group are exact integers; groups
+    are added in float32, in their order. A row's result does not depend on other rows.
+
+    Args:
+        out: `[num_rows, out_features]`, float32 or bfloat16; written.
+        x: `[num_rows, in_features]`, same dtype.
+        bias: `[out_features]`, same dtype, or None.
+
+    Raises:
+        RuntimeError: dtypes, shapes or strides do not fit.
+    """
+    form = weight.format
+    _quantized_linear(out, x, weight.packed, bias, form.bits, form.group_size, form.offsets)
+
+
+def quantized_embedding(
+    out: Tensor, weight: QuantizedWeight, token_ids: Tensor, scale: float = 1.0
+) -> None:
+    """Copies rows of the weight, times a factor, as floats.
+
+    Args:
+        out: `[num_tokens, in_features]`, float32 or bfloat16; written.
+        token_ids: int32 `[num_tokens]`.
+
+    Raises:
+        RuntimeError: dtypes or shapes do not fit, or an id is no row of the weight.
+    """
+    form = weight.format
+    _quantized_embedding(
+        out, weight.packed, token_ids, weight.out_features, form.bits, form.group_size,
+        form.offsets, scale,
+    )  # fmt: skip

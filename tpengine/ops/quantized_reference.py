@@ -1,0 +1,152 @@
+"""The ops of `quantized` in plain torch, as `reference` has the others."""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from tpengine.ops.linear_reference import LINEAR_PANEL
+
+_STEP = 4
+"""Inputs that one instruction multiplies."""
+
+_TRIED_STEPS = (1.1, 1.05, 1.0, 0.95, 0.9, 0.85, 0.8, 0.75)
+"""As `kTriedSteps` in csrc."""
+
+
+def pack_groups(
+    packed: Tensor,
+    q: Tensor,
+    scales: Tensor,
+    offsets: Tensor | None,
+    bits: int,
+    group_size: int,
+) -> None:
+    """Writes a quantised weight in the layout of `ops.quantized.QuantizedWeight`."""
+    (outputs, inputs), groups = q.shape, scales.shape[1]
+    panels = -(-outputs // LINEAR_PANEL)
+    padded = q.new_zeros(panels * LINEAR_PANEL, groups * group_size)
+    padded[:outputs, :inputs] = q
+    lanes = padded.view(panels, LINEAR_PANEL, groups, group_size // _STEP, _STEP)
+    steps = lanes.permute(0, 2, 3, 1, 4)
+    if bits == 4:
+        steps = steps[..., :16, :] | (steps[..., 16:, :] << 4)
+    parts = [steps.reshape(panels, groups, -1)]
+    for factors in (scales, offsets):
+        if factors is not None:
+            line = factors.new_zeros(panels * LINEAR_PANEL, groups, dtype=torch.float16)
+            line[:outputs] = factors
+            by_group = line.view(panels, LINEAR_PANEL, groups).transpose(1, 2).contiguous()
+            parts.append(by_group.view(torch.uint8))
+    torch.cat(parts, dim=2, out=packed.view(panels, groups, -1))
+
+
+def quantize_weight(packed: Tensor, weight: Tensor, bits: int, group_size: int) -> None:
+    """See `ops.quantized.quantize_weight`."""
+    outputs, inputs = weight.shape
+    padding = (0, -inputs % group_size, 0, -outputs % LINEAR_PANEL)
+    values = F.pad(weight.float(), padding).unflatten(1, (-1, group_size))
+    middle = 1 << (bits - 1)
+    if bits == 8:
+        steps = values.abs().amax(2) / 127.0
+    else:
+        steps = _best_steps(values)
+    scales = steps.half()
+    q = (_round_to(values, scales.float(), middle) + middle).flatten(1).to(torch.uint8)
+    pack_groups(packed, q, scales, None, bits, group_size)
+
+
+def _best_steps(values: Tensor) -> Tensor:
+    """Returns per output and group the step whose numbers, -8 to 7, have the least square error."""
+    extreme = values.gather(2, values.abs().argmax(2, keepdim=True)).squeeze(2)
+    best, gain = torch.zeros_like(extreme), torch.zeros_like(extreme)
+    for share in _TRIED_STEPS:
+        q = _round_to(values, extreme * -0.125 * share, 8)
+        product, square = torch.zeros_like(extreme), torch.zeros_like(extreme)
+        for k in range(values.shape[2]):
+            product = _fused(values[..., k], q[..., k], product)
+            square = _fused(q[..., k], q[..., k], square)
+        square = square.clamp(min=1.0)
+        found = product * product / square
+        best = torch.where(found > gain, product / square, best)
+        gain = torch.maximum(found, gain)
+    return best
+
+
+def _round_to(values: Tensor, steps: Tensor, middle: int) -> Tensor:
+    inverse = torch.where(steps != 0, torch.tensor(1.0) / steps, 0.0)
+    return (values * inverse.unsqueeze(2)).round().clamp(-middle, middle - 1)
+
+
+def _unpack_groups(
+    packed: Tensor, outputs: int, inputs: int, bits: int, group_size: int, offsets: int
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Returns q, `[outputs, groups, group_size]`, as stored less its zero point, and per output and
+    group the scale, the zero point if it is the group's own, and the minimum, all float32."""
+    groups, numbers = -(-inputs // group_size), group_size * bits * 4
+    lines = packed.view(-(-outputs // LINEAR_PANEL), groups, -1)
+    steps = lines[..., :numbers].reshape(*lines.shape[:2], group_size // 4, -1, 4)
+    if bits == 4:
+        steps = torch.cat([steps & 15, steps >> 4], dim=3)
+    q = steps.permute(0, 3, 1, 2, 4).reshape(-1, groups, group_size)[:outputs].float()
+    tail = lines[..., numbers:].contiguous().view(torch.float16).float()
+    factors = tail.view(*lines.shape[:2], -1, LINEAR_PANEL).permute(2, 0, 3, 1)
+    scales, *others = factors.reshape(len(factors), -1, groups)[:, :outputs]
+    none = torch.zeros_like(scales)
+    if offsets == 0:
+        return q - (1 << (bits - 1)), scales, none, none
+    return q, scales, others[0] if offsets == 1 else none, others[0] if offsets == 2 else none
+
+
+def _fused(a: Tensor, b: Tensor, c: Tensor) -> Tensor:
+    """`a * b + c` in float32, rounded once: the product is exact in float64."""
+    return (a.double() * b.double() + c.double()).float()
+
+
+def quantized_linear(
+    out: Tensor,
+    x: Tensor,
+    packed: Tensor,
+    bias: Tensor | None,
+    bits: int,
+    group_size: int,
+    offsets: int,
+) -> None:
+    """See `ops.quantized.quantized_linear`."""
+    inputs, outputs = x.shape[1], out.shape[1]
+    parts = _unpack_groups(packed, outputs, inputs, bits, group_size, offsets)
+    q, scales, zeros, minima = parts
+    groups = scales.shape[1]
+    largest = x.float().abs().amax(dim=1, keepdim=True)
+    inverse = torch.where(largest > 0, torch.tensor(127.0) / largest, 0.0)
+    rounded = F.pad((x.float() * inverse).round(), (0, groups * group_size - inputs))
+    rounded = rounded.view(-1, groups, group_size)
+    sums = torch.einsum("mgk,ngk->gmn", rounded.double(), q.double()).float()  # exact before
+    rows = rounded.sum(2)
+    minima = minima if offsets == 2 else -zeros * scales
+    total = torch.zeros(x.shape[0], outputs)
+    for g in range(groups):
+        total = _fused(sums[g], scales[:, g], total)
+        if offsets:
+            total = _fused(rows[:, g : g + 1], minima[:, g], total)
+    start = torch.zeros(outputs) if bias is None else bias.float()
+    out.copy_(_fused(total, largest / 127.0, start))
+
+
+def quantized_embedding(
+    out: Tensor,
+    packed: Tensor,
+    token_ids: Tensor,
+    num_embeddings: int,
+    bits: int,
+    group_size: int,
+    offsets: int,
+    scale: float = 1.0,
+) -> None:
+    """See `ops.quantized.quantized_embedding`."""
+    inputs = out.shape[1]
+    parts = _unpack_groups(packed, num_embeddings, inputs, bits, group_size, offsets)
+    q, scales, zeros, minima = (part[token_ids.long()] for part in parts)
+    weight = _fused(q - zeros.unsqueeze(2), scales.unsqueeze(2), minima.unsqueeze(2))
+    out.copy_(weight.flatten(1)[:, :inputs] * scale)

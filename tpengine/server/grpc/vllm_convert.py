@@ -1,0 +1,184 @@
+"""Conversion between vLLM's protocol for gateways and the engine's requests and outputs.
+
+`vllm_engine.proto` comes with the package `smg-grpc-proto`. Most of its scalars cannot be unset: a
+zero of them means vLLM's default, as in the servicer of vLLM itself. Answers hold ids, and never
+text: the gateway converts between them.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from smg_grpc_proto import vllm_engine_pb2 as pb
+
+from tpengine.engine.requests import GenerateRequest
+from tpengine.errors import InvalidPromptError, InvalidSamplingParamsError
+from tpengine.outputs import RequestOutput
+from tpengine.sampling_params import RequestOutputKind, SamplingParams
+from tpengine.server.limits import Limits, at_most, check_sampling, most_tokens_of_text
+from tpengine.server.stream_sender import CandidateTurns, Positions
+
+REFUSED = (
+    "mm_inputs", "extra_mm_inputs", "media_refs", "kv_transfer_params", "kv_transfer_params_json",
+    "data_parallel_rank",
+)  # fmt: skip
+"""Fields of a request that would change its answer, and that are not offered."""
+MAY_BE_ZERO = (
+    "min_p", "frequency_penalty", "presence_penalty", "min_tokens", "ignore_eos",
+    "skip_special_tokens", "include_stop_str_in_output",
+)  # fmt: skip
+MAY_BE_UNSET = (
+    "temperature", "max_tokens", "logprobs", "prompt_logprobs", "seed", "truncate_prompt_tokens",
+)  # fmt: skip
+ZERO_MEANS = {"n": 1, "top_p": 1.0, "top_k": -1, "repetition_penalty": 1.0}
+LISTS = {"stop": list, "stop_token_ids": list, "logit_bias": dict}
+
+
+def read_request(
+    message: pb.GenerateRequest, limits: Limits, max_model_len: int
+) -> GenerateRequest:
+    """The engine's form of a message; id, owner and deadline, which belong to the call, are unset.
+
+    Raises:
+        RequestError: a field is out of its bounds, or is not offered.
+    """
+    for field, value in message.ListFields():
+        if field.name in REFUSED and value:  # rank 0 is the only one
+            raise InvalidPromptError(f"{field.name} is not offered; leave it out")
+    given = message.WhichOneof("input")
+    if given is None:
+        raise InvalidPromptError("a request needs tokenized or text; got neither")
+    kind = RequestOutputKind.DELTA if message.stream else RequestOutputKind.FINAL_ONLY
+    params = read_sampling_params(message.sampling_params, kind, limits, max_model_len)
+    token_ids = list(message.tokenized.input_ids) if given == "tokenized" else None
+    most = most_tokens_of_text(message.text) if token_ids is None else len(token_ids)
+    most = min(most, params.truncate_prompt_tokens or max_model_len, max_model_len)
+    check_sampling(params, limits, max_model_len, most)
+    text = message.text if token_ids is None else None
+    return GenerateRequest(prompt=text, prompt_token_ids=token_ids, params=params)
+
+
+def read_sampling_params(
+    message: pb.SamplingParams, kind: RequestOutputKind, limits: Limits, max_model_len: int
+) -> SamplingParams:
+    """`SamplingParams` as vLLM reads them. The output has text only if a stop string needs it;
+    `spaces_between_special_tokens`, which shapes text alone, is not read.
+
+    Raises:
+        InvalidSamplingParamsError: a value is out of its range, or is not offered.
+    """
+    constraint = message.WhichOneof("constraint")
+    if constraint is not None:
+        raise InvalidSamplingParamsError(f"{constraint} is not offered; leave it out")
+    fields: dict[str, Any] = {"max_tokens": None}
+    for name, read in LISTS.items():
+        if value := getattr(message, name):  # it has room for millions of entries
+            at_most(f"the number of entries of {name}", len(value), limits.max_entries()[name])
+            fields[name] = read(value)
+    fields |= {name: getattr(message, name) for name in MAY_BE_ZERO}
+    fields |= {name: getattr(message, name) or zero for name, zero in ZERO_MEANS.items()}
+    fields |= {name: getattr(message, name) for name in MAY_BE_UNSET if message.HasField(name)}
+    if fields.get("truncate_prompt_tokens") == -1:
+        fields["truncate_prompt_tokens"] = max_model_len
+    return SamplingParams(**fields, detokenize=bool(message.stop), output_kind=kind)
+
+
+class VllmWriter:
+    """Makes the messages of one request, in lists: in a stream a chunk for the new tokens of each
+    sequence; at the end of each sequence, in any case, one that completes it.
+
+    A completing message has all ids and counts of its sequence. Log probabilities are in the
+    chunks; without a stream they are in the completing message.
+    """
+
+    def __init__(self, request: pb.GenerateRequest) -> None:
+        self._streams = request.stream
+        self._sampling = request.sampling_params
+        self._prompt = (0, 0)  # tokens, and those of them that were cached
+        self._token_ids: dict[int, list[int]] = {}
+        self._finished: set[int] = set()
+        self._turns = CandidateTurns()
+        self._tokens = pb.GenerateResponse()
+
+    def write_tokens(self, output: RequestOutput) -> list[pb.GenerateResponse] | None:
+        """The chunk of an output that has only new tokens of one sequence, not its first ones;
+        None: the output has more, use `write`. The next call changes this chunk."""
+        if output.finished or len(output.outputs) != 1:
+            return None
+        one = output.outputs[0]
+        known = self._token_ids.get(one.index)
+        if known is None or not one.token_ids or one.finish_reason or one.logprobs:
+            return None
+        known += one.token_ids
+        self._tokens.chunk.token_ids[:] = one.token_ids
+        self._count(self._tokens.chunk, one.index, len(one.token_ids))
+        return [self._tokens]
+
+    async def write(self, output: RequestOutput) -> list[pb.GenerateResponse]:
+        """The messages of an output. Yields to the event loop while it converts many candidates."""
+        self._prompt = (len(output.prompt_token_ids), output.num_cached_tokens)
+        messages = []
+        for one in output.outputs:
+            # The engine reports all sequences of a request, also those that finished earlier.
+            if one.index in self._finished or not (one.token_ids or one.finish_reason):
+                continue
+            message = pb.GenerateResponse()
+            part = message.chunk if self._streams else message.complete
+            if one.index not in self._token_ids:
+                self._token_ids[one.index] = []
+                prompt = zip(output.prompt_token_ids, output.prompt_logprobs or (), strict=False)
+                await self._add(part.input_logprobs, prompt, self._sampling.prompt_logprobs)
+            new = zip(one.token_ids, one.logprobs or (), strict=False)
+            await self._add(part.output_logprobs, new, self._sampling.logprobs)
+            self._token_ids[one.index] += one.token_ids
+            if self._streams and one.token_ids:
+                message.chunk.token_ids.extend(one.token_ids)
+                self._count(message.chunk, one.index, len(one.token_ids))
+                messages.append(message)
+            if one.finish_reason is not None:
+                last = pb.GenerateResponse() if self._streams else message
+                messages.append(self._end(last, one.index, one.finish_reason))
+                if isinstance(one.stop_reason, str):
+                    last.complete.matched_stop_str = one.stop_reason
+                elif one.stop_reason is not None:
+                    last.complete.matched_token_id = one.stop_reason
+        return messages
+
+    async def write_abort(self, unread: RequestOutput | None) -> list[pb.GenerateResponse]:
+        """The last messages of a request that was aborted.
+
+        Args:
+            unread: what has not been written of its output; None: all has been.
+        """
+        messages = [] if unread is None else await self.write(unread)
+        left = set(range(self._sampling.n or 1)) - self._finished
+        return messages + [self._end(pb.GenerateResponse(), one, "abort") for one in left]
+
+    def _end(self, message: pb.GenerateResponse, index: int, reason: str) -> pb.GenerateResponse:
+        self._finished.add(index)
+        token_ids = self._token_ids.pop(index, [])
+        message.complete.output_ids.extend(token_ids)
+        message.complete.finish_reason = reason
+        self._count(message.complete, index, len(token_ids))
+        return message
+
+    def _count(self, part: Any, index: int, num_tokens: int) -> None:
+        part.index = index
+        part.completion_tokens = num_tokens
+        part.prompt_tokens, part.cached_tokens = self._prompt
+
+    async def _add(self, written: Any, positions: Positions, count: int) -> None:
+        """Writes the log probability of each token, and its `count` most likely candidates."""
+        async for token_id, candidates in self._turns.take(positions):
+            written.token_ids.append(token_id)
+            if isinstance(written, pb.OutputLogProbs):
+                written.token_logprobs.append(candidates[token_id].logprob)
+            elif candidates:
+                written.token_logprobs.add(value=candidates[token_id].logprob)
+            else:  # no token precedes the first one
+                written.token_logprobs.add()
+            if count:
+                ranked = sorted(candidates.items(), key=lambda one: one[1].rank or 0)[:count]
+                written.top_logprobs.add(
+                    token_ids=[one for one, _ in ranked], values=[one.logprob for _, one in ranked]
+                )

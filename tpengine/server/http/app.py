@@ -1,0 +1,178 @@
+"""The application behind the HTTP port: who may call what, errors, and the routes of the server.
+
+The routes of OpenAI's interface are in `openai_routes.py`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import uuid
+from collections.abc import Sequence
+from typing import Any, NoReturn
+
+from fastapi import FastAPI, Request, Response
+from starlette.datastructures import Headers
+from starlette.exceptions import HTTPException
+from starlette.middleware.cors import CORSMiddleware
+from starlette.responses import JSONResponse
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+import tpengine
+from tpengine.engine.requests import check_token_ids
+from tpengine.errors import did_you_mean
+from tpengine.server.auth import Authenticator
+from tpengine.server.grpc.proto import REQUEST_ID_KEY
+from tpengine.server.http.calls import read_call
+from tpengine.server.http.fields import FieldError, Fields
+from tpengine.server.http.openai_routes import PATHS, router
+from tpengine.server.http.read import BodyReader, naming_field
+from tpengine.server.http.refusals import HttpError, refusal
+from tpengine.server.limits import Limits, OpenCalls, check_num_ids, check_request_id
+from tpengine.server.state import METRICS_TYPE, ServerState, State
+
+OPEN_PATHS = frozenset({"/health", "/ready", "/version"})
+"""They need no token, and answer while the model loads."""
+_READ = ["GET", "HEAD"]
+
+
+def make_app(
+    state: ServerState,
+    authenticator: Authenticator,
+    limits: Limits,
+    calls: OpenCalls,
+    cors_origins: Sequence[str] = (),
+) -> FastAPI:
+    """The application; the arguments are those of `HttpServer`."""
+    handlers: dict[Any, Any] = {HTTPException: _refuse}
+    app = FastAPI(openapi_url=None, exception_handlers=handlers, redirect_slashes=False)
+    app.state.limits = limits
+    _add_routes(app, state)
+    _add_text_routes(app, state, limits)
+    app.include_router(router(state, limits))
+    app.add_middleware(_Entrance, authenticator=authenticator, calls=calls)
+    if cors_origins:  # outermost: a browser's question has no token, and a page reads refusals too
+        app.add_middleware(
+            CORSMiddleware,
+            allow_origins=list(cors_origins),
+            allow_methods=["*"],
+            allow_headers=["*"],
+            expose_headers=[REQUEST_ID_KEY, "retry-after"],
+        )
+    return app
+
+
+class _Entrance:
+    """Gives each call its id and its client, and turns errors before the first byte into answers.
+
+    FastAPI's own handling of unknown errors logs their text, which may hold a prompt.
+    """
+
+    def __init__(self, app: ASGIApp, authenticator: Authenticator, calls: OpenCalls) -> None:
+        self._app = app
+        self._authenticator = authenticator
+        self._calls = calls
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        state, headers = scope["state"], Headers(scope=scope)
+        state["send"] = send
+        state["request_id"] = f"req-{uuid.uuid4().hex}"
+        has_begun = False
+
+        async def answer(message: Message) -> None:
+            nonlocal has_begun
+            if message["type"] == "http.response.start":
+                has_begun = True
+                own_id = (REQUEST_ID_KEY.encode(), state["request_id"].encode())
+                message["headers"] = [*message["headers"], own_id]
+            await send(message)
+
+        try:
+            given = headers.get(REQUEST_ID_KEY)
+            if given is not None:
+                check_request_id(given)
+                state["request_id"] = given
+            is_open = scope["path"] in OPEN_PATHS
+            if not is_open:
+                tokens = headers.getlist("authorization")
+                state["client"] = self._authenticator.identify(tokens, state["certificate"])
+            with self._calls.counted(is_health=is_open):
+                await self._app(scope, receive, answer)
+        except asyncio.CancelledError:  # the client has left, or the server closes the connection
+            return
+        except Exception as error:
+            told = refusal(error, state["request_id"])
+            if not has_begun:  # else the connection is closed, and the client sees a cut answer
+                response = JSONResponse(told.body, told.status, told.headers)
+                await response(scope, receive, answer)
+
+
+async def _refuse(request: Request, error: HTTPException) -> NoReturn:
+    """Refuses a path or a method that does not exist, for `_Entrance`."""
+    what = f"{request.method} {request.url.path[:200]}"
+    if error.status_code == 405:
+        allowed = (error.headers or {})["Allow"]
+        text = f"{what} is not offered; this path takes {allowed}"
+        raise HttpError(text, 405, "method_not_allowed", {"allow": allowed})
+    known = [*PATHS, *(getattr(route, "path", "") for route in request.app.routes)]
+    hint = did_you_mean(request.url.path[:200], known) or "; a client's base URL ends in /v1"
+    raise HttpError(f"{what} is no URL of this server{hint}", error.status_code, "unknown_url")
+
+
+def _add_routes(app: FastAPI, state: ServerState) -> None:
+    def card(name: str) -> dict[str, Any]:
+        length = state.loaded_engine().model_config.max_model_len
+        about = {"owned_by": "tpengine", "root": state.model, "max_model_len": length}
+        return {"id": name, "object": "model", "created": state.created, **about}
+
+    @app.api_route("/health", methods=_READ)
+    async def health() -> Response:
+        alive = state.engine is None or state.engine.health().alive
+        return Response(status_code=200 if alive else 503)
+
+    @app.api_route("/ready", methods=_READ)
+    async def ready() -> Response:
+        engine = state.engine if state.state is State.RUNNING else None
+        return Response(status_code=200 if engine is not None and engine.health().ready else 503)
+
+    @app.api_route("/version", methods=_READ)
+    async def version() -> Response:
+        return JSONResponse({"version": tpengine.__version__})
+
+    @app.api_route("/metrics", methods=_READ)
+    async def metrics() -> Response:
+        return Response(state.metrics_text(), media_type=METRICS_TYPE)
+
+    @app.api_route("/v1/models", methods=_READ)
+    async def models() -> Response:
+        return JSONResponse({"object": "list", "data": [card(name) for name in state.names]})
+
+    @app.api_route("/v1/models/{name:path}", methods=_READ)
+    async def model(name: str) -> Response:
+        state.check_open(name)
+        return JSONResponse(card(name))
+
+
+def _add_text_routes(app: FastAPI, state: ServerState, limits: Limits) -> None:
+    """The routes between text and token ids, in vLLM's form."""
+
+    @app.post("/tokenize")
+    async def tokenize(request: Request) -> Response:
+        call = await read_call(request)
+        is_chat = "messages" in call.body
+        with naming_field(is_chat):
+            token_ids = await BodyReader(call, is_chat, state, limits).tokenize()
+        length = state.loaded_engine().model_config.max_model_len
+        about = {"count": len(token_ids), "max_model_len": length}
+        return JSONResponse({**about, "tokens": token_ids, "token_strs": None})
+
+    @app.post("/detokenize")
+    async def detokenize(request: Request) -> Response:
+        fields, engine = Fields((await read_call(request)).body), state.loaded_engine()
+        state.check_open(fields.take("model", str, state.model))
+        if "tokens" not in fields.left:
+            raise FieldError("tokens", "is missing")
+        token_ids: list[int] = fields.take("tokens", list, [])
+        fields.end()
+        check_num_ids(len(token_ids), engine.model_config.max_model_len)
+        check_token_ids("tokens", token_ids, engine.model_config.vocab_size)
+        return JSONResponse({"prompt": await engine.detokenize(token_ids, False)})

@@ -1,0 +1,146 @@
+"""A call over HTTP: who makes it, until when, and its body."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import math
+import re
+import time
+from dataclasses import dataclass
+from typing import Any, NoReturn
+
+from starlette.requests import Request
+
+from tpengine.errors import MalformedRequestError
+from tpengine.server.auth import Client
+from tpengine.server.grpc.proto import TIMEOUT_KEY
+from tpengine.server.http.refusals import HttpError
+from tpengine.server.limits import Limits, read_timeout
+
+_JSON = re.compile(r"application/([\w.-]+\+)?json\s*(;|$)", re.IGNORECASE)
+_SURROGATE = re.compile(rb"\\u[dD][89a-fA-F]")
+
+
+@dataclass(slots=True)
+class HttpCall:
+    """One call.
+
+    The task that serves it is cancelled when its client has left, so a route needs no watch for
+    that: leaving `ServerState.open` frees the request's blocks.
+
+    Attributes:
+        request_id: the client's x-request-id, or one that the server has made.
+        client: who calls.
+        deadline: moment of `time.monotonic`; None: none.
+        body: its JSON object.
+    """
+
+    request_id: str
+    client: Client
+    deadline: float | None
+    body: dict[str, Any]
+
+
+async def read_call(request: Request) -> HttpCall:
+    """Reads the body of a call, whose client has been identified.
+
+    Raises:
+        HttpError: the body is too large (413), does not arrive in time (408), or is not declared as
+            plain JSON (415).
+        MalformedRequestError: it is not a JSON object, or the deadline is not a number.
+    """
+    named = request.headers.get(TIMEOUT_KEY)
+    deadline = None if named is None else time.monotonic() + read_timeout(named)
+    _check_form(request)
+    body = _parse(await _read_body(request, request.app.state.limits))
+    return HttpCall(request.state.request_id, request.state.client, deadline, body)
+
+
+def _check_form(request: Request) -> None:
+    """Refuses what is not declared as plain JSON. Before a web page of another origin sends JSON,
+    its browser asks the server, which by default does not allow it; for forms it does not ask.
+
+    Raises:
+        HttpError: with status 415.
+    """
+    kind = request.headers.get("content-type", "")
+    if _JSON.match(kind) is None:
+        raise HttpError(
+            f"the content type must be application/json, got {kind[:80]!r}; send the header "
+            "'content-type: application/json'",
+            415,
+            "unsupported_media_type",
+        )
+    encoding = request.headers.get("content-encoding", "identity")
+    if encoding.lower() != "identity":
+        raise HttpError(
+            f"content-encoding {encoding[:20]!r} is not read here; send the body uncompressed",
+            415,
+            "unsupported_media_type",
+        )
+
+
+async def _read_body(request: Request, limits: Limits) -> bytes:
+    """Reads the body within its bounds.
+
+    Raises:
+        HttpError: it is too large (413), or has not arrived in time (408).
+    """
+    # llhttp bounds the value, but not the zeros in front of it, and int() reads 4,300 digits.
+    declared = request.headers.get("content-length", "").lstrip("0")
+    if declared.isdecimal() and int(declared) > limits.max_message_bytes:
+        _refuse_size(declared, limits)
+    body = bytearray()
+    try:
+        async with asyncio.timeout(limits.message_s):
+            async for chunk in request.stream():
+                body += chunk
+                if len(body) > limits.max_message_bytes:
+                    _refuse_size(f"more than {limits.max_message_bytes}", limits)
+    except TimeoutError:
+        raise HttpError(
+            f"{len(body)} bytes of the body came within {limits.message_s:g} s, and not the rest; "
+            "send it faster",
+            408,
+            "body_timeout",
+        ) from None
+    return bytes(body)
+
+
+def _refuse_size(size: str, limits: Limits) -> NoReturn:
+    raise HttpError(
+        f"the body has {size} bytes, and may have at most {limits.max_message_bytes} "
+        "(--max-message-mib); send less",
+        413,
+        "request_too_large",
+    )
+
+
+def _parse(body: bytes) -> dict[str, Any]:
+    """The JSON object of a body; its strings are valid Unicode.
+
+    Raises:
+        MalformedRequestError: it is none.
+    """
+    try:
+        parsed = json.loads(body.decode(), parse_constant=_read_float, parse_float=_read_float)
+        if _SURROGATE.search(body):
+            json.dumps(parsed, ensure_ascii=False).encode()
+    except MalformedRequestError:
+        raise
+    except UnicodeError:
+        raise MalformedRequestError("the body holds text that is no valid Unicode") from None
+    except (ValueError, RecursionError) as error:  # neither `msg` has text of the body
+        why = getattr(error, "msg", "nested too deeply, or a number of too many digits")
+        raise MalformedRequestError(f"the body is not valid JSON: {why}") from None
+    if not isinstance(parsed, dict):
+        raise MalformedRequestError(f"the body must be a JSON object, not {type(parsed).__name__}")
+    return parsed
+
+
+def _read_float(digits: str) -> float:
+    number = float(digits)
+    if not math.isfinite(number):
+        raise MalformedRequestError(f"the body holds the number {digits[:20]}; write a finite one")
+    return number

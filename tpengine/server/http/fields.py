@@ -1,0 +1,155 @@
+"""The fields of a body: each is read, has no effect and is accepted, or is refused by its name.
+
+docs/openai.md lists them. A null is the same as no field.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, TypeVar
+
+from tpengine.errors import RequestError, did_you_mean
+from tpengine.server.limits import at_most
+
+Value = TypeVar("Value")
+
+NO_EFFECT: Mapping[str, Sequence[Any] | None] = {
+    # fields: the values that change nothing here; None: all
+    "user metadata safety_identifier service_tier parallel_tool_calls": None,
+    "prompt_cache_key prompt_cache_options prompt_cache_retention": None,
+    "store return_tokens_as_token_ids return_token_strs": (False,),
+    "include_reasoning": (True,),
+    "suffix": ("",),
+    "tools functions documents logits_processors": ([],),
+    "tool_choice function_call": ("none", "auto"),
+    "modalities": (["text"],),
+    "response_format": ({"type": "text"},),
+}
+REFUSED: Mapping[str, str] = {
+    # fields: what to do instead
+    "suffix": "put the text before the gap into prompt",
+    "store": "answers are not stored",
+    "tools tool_choice functions function_call": "leave it out; this server calls no tools yet",
+    "tool_calls tool_call_id": "give its text as content; this server calls no tools yet",
+    "response_format structured_outputs guided_json guided_regex guided_choice guided_grammar": (
+        "leave it out; this server does not constrain the output yet"
+    ),
+    "reasoning_effort thinking_token_budget": "use the template's own chat_template_kwargs",
+    "include_reasoning": "leave it out; reasoning has a field of its own",
+    "verbosity": "ask for it in a message",
+    "modalities audio": "ask for text, which every answer is",
+    "prediction": "leave it out, the answer is the same",
+    "moderation web_search_options": "leave it out; the answer comes from the model alone",
+    "documents": "put them into messages",
+    "chat_template": "the model's own is used; chat_template_kwargs are its arguments",
+    "logits_processors": "use logit_bias, allowed_token_ids or bad_words",
+    "prompt_embeds mm_processor_kwargs": "leave it out; this engine reads text and token ids",
+    "return_tokens_as_token_ids return_token_strs": "ask for ids; /detokenize gives their text",
+    "cache_salt kv_transfer_params vllm_xargs": "leave it out",
+    "top_logprobs": "give logprobs a number",
+    "max_completion_tokens": "use max_tokens",
+    "echo": "it is for /v1/completions",
+}
+KINDS = {
+    bool: "true or false", int: "an integer", str: "a text", list: "a list", dict: "an object",
+}  # fmt: skip
+
+
+class FieldError(RequestError):
+    """A field of a body cannot be used.
+
+    Attributes:
+        param: its path.
+    """
+
+    def __init__(self, param: str, problem: str) -> None:
+        super().__init__(f"{param} {problem}")
+        self.param = param
+
+
+class Fields:
+    """The fields of a JSON object that have not been read yet.
+
+    Args:
+        place: of the object, with a dot at the end; empty: the body.
+
+    Attributes:
+        left: by name.
+    """
+
+    def __init__(self, given: Mapping[str, Any], place: str = "") -> None:
+        self.left = {name: value for name, value in given.items() if value is not None}
+        self._place = place
+
+    def take(self, name: str, kind: type[Value], default: Value) -> Value:
+        """Reads a field of one type.
+
+        Raises:
+            FieldError: it has another type.
+        """
+        value = self.left.pop(name, default)
+        if not isinstance(value, kind) or (kind is int and isinstance(value, bool)):
+            raise self.error(name, f"must be {KINDS[kind]}, got {type(value).__name__}")
+        return value
+
+    def error(self, name: str, problem: str) -> FieldError:
+        """The error about a field."""
+        return FieldError(f"{self._place}{name[:80]}", problem)
+
+    def end(self, known: Sequence[str] = ()) -> None:
+        """Refuses what is left.
+
+        Args:
+            known: fields of a body that are read; none: it is not a body, and each is refused.
+
+        Raises:
+            FieldError: a field is left, and could have an effect.
+        """
+        for name, value in self.left.items():
+            harmless = _find(name, NO_EFFECT, ()) if known else ()
+            if harmless is None or value in harmless:
+                continue
+            advice = _find(name, REFUSED, None)
+            if advice is not None:
+                raise self.error(name, f"is not supported with this value: {advice}")
+            hint = did_you_mean(name[:80], known)
+            raise self.error(name, f"is not a field that this server knows{hint}")
+
+
+def _find(name: str, table: Mapping[str, Value], default: Value) -> Value:
+    return next((found for key, found in table.items() if name in key.split()), default)
+
+
+def check_shape(name: str, value: object, bound: int) -> None:
+    """Checks what `SamplingParams` does not: a body has any types, and numbers of any length.
+
+    Args:
+        bound: of the entries of a list; 0: it must not be a list.
+
+    Raises:
+        FieldError: it cannot be a value of this parameter.
+        InvalidSamplingParamsError: it has too many entries.
+    """
+    entries = [value]
+    if isinstance(value, (list, dict)):
+        if not bound or isinstance(value, dict) != (name == "logit_bias"):
+            raise FieldError(name, f"must not be {KINDS[type(value)]}")
+        at_most(f"the number of entries of {name}", len(value), bound)
+        entries = list(value.values() if isinstance(value, dict) else value)
+    for one in entries:
+        if isinstance(one, (list, dict)):
+            raise FieldError(name, f"must not hold {KINDS[type(one)]}")
+        if isinstance(one, int) and not -(2**63) <= one < 2**64:
+            raise FieldError(name, "holds a number of more than 64 bits")
+
+
+def read_bias(given: object) -> object:
+    """A bias by id; in JSON the ids are texts.
+
+    Raises:
+        FieldError: a key is no integer.
+    """
+    try:
+        return {int(one): bias for one, bias in given.items()} if isinstance(given, dict) else given
+    except ValueError:
+        raise FieldError("logit_bias", "must have ids as keys, in decimal digits") from None

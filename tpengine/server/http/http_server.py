@@ -1,0 +1,138 @@
+"""The HTTP server: uvicorn's protocol on the event loop and the sockets of this process."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import socket
+import ssl
+from collections.abc import Sequence
+from functools import partial
+
+import uvicorn
+
+from tpengine.errors import ConfigError
+from tpengine.server.auth import Authenticator, CertificateReloader, TlsFiles
+from tpengine.server.http.app import make_app
+from tpengine.server.http.protocol import HEAD_S, KEEP_ALIVE_S, Connections, HttpProtocol
+from tpengine.server.limits import Limits, OpenCalls
+from tpengine.server.server_args import check_port
+from tpengine.server.state import ServerState
+
+UNREAD_S = 60
+"""Longest time in which a client that has an answer to read takes nothing of it."""
+_BACKLOG = 2048
+_POLL_S = 0.01
+_SOCKET_OPTIONS = (  # accepted connections inherit them
+    (socket.SOL_SOCKET, socket.SO_REUSEADDR, 1),
+    # A client whose machine has died sends no end of its connection.
+    (socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1),
+    (socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, 15),
+    (socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, 5),
+    (socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, UNREAD_S * 1000),
+)
+
+
+class HttpServer:
+    """One HTTP server. Created in the event loop that serves it; listens nowhere at first.
+
+    uvicorn's own `Server` is not used: it installs signal handlers and wakes the loop ten times a
+    second.
+
+    Args:
+        state: of the server; has the engine once it is loaded.
+        authenticator: identifies clients.
+        limits: bounds of requests and connections.
+        calls: counts the open calls of all doors.
+        cors_origins: origins whose pages may call; "*": all.
+    """
+
+    def __init__(
+        self,
+        state: ServerState,
+        authenticator: Authenticator,
+        limits: Limits,
+        calls: OpenCalls,
+        cors_origins: Sequence[str] = (),
+    ) -> None:
+        self._config = uvicorn.Config(
+            make_app(state, authenticator, limits, calls, cors_origins),
+            http=HttpProtocol,
+            ws="none",
+            lifespan="off",
+            interface="asgi3",
+            log_config=None,
+            access_log=False,
+            proxy_headers=False,
+            timeout_keep_alive=KEEP_ALIVE_S,
+        )
+        # What it reports are faults of clients, and errors that the application has logged.
+        logging.getLogger("uvicorn").setLevel(logging.CRITICAL)
+        self._config.load()
+        self._connections = Connections(limits)
+        self._listeners: list[asyncio.Server] = []
+
+    async def start(self, host: str, port: int, tls: TlsFiles | None) -> int:
+        """Binds the port, answers from now on, and returns the port.
+
+        Raises:
+            ConfigError: the port is taken, the address is not one of this machine, or the
+                certificates cannot be used.
+        """
+        seconds = {} if tls is None else {"ssl_handshake_timeout": HEAD_S}
+        context = None if tls is None else _tls_context(tls)
+        make_protocol = partial(HttpProtocol, self._config, self._connections, {})
+        create = partial(asyncio.get_running_loop().create_server, make_protocol, ssl=context)
+        try:
+            sockets = _bind(host, port)
+        except OSError as error:
+            raise ConfigError(
+                f"cannot listen on {host}, port {port}: {error}; choose another with --http-port"
+            ) from error
+        for one in sockets:
+            self._listeners.append(await create(sock=one, backlog=_BACKLOG, **seconds))
+        return int(sockets[0].getsockname()[1])
+
+    async def close(self, grace_s: float) -> None:
+        """Takes no more connections, and ends the open ones: within this time if they are
+        answered, else then."""
+        for listener in self._listeners:
+            listener.close()
+        for connection in list(self._connections.connections):
+            connection.shutdown()
+        loop = asyncio.get_running_loop()
+        end = loop.time() + grace_s
+        while self._connections.connections and loop.time() < end:
+            await asyncio.sleep(_POLL_S)
+        for connection in list(self._connections.connections):
+            connection.transport.abort()
+
+
+def _bind(host: str, port: int) -> list[socket.socket]:
+    """Sockets for those addresses of a name that this machine has, on the same port."""
+    sockets: list[socket.socket] = []
+    for family, address in check_port(host, port, "--http-port"):
+        one = socket.socket(family, socket.SOCK_STREAM)
+        for option in _SOCKET_OPTIONS:
+            one.setsockopt(*option)
+        own_port = sockets[0].getsockname()[1] if sockets else port
+        one.bind((address[0], own_port, *address[2:]))
+        sockets.append(one)
+    return sockets
+
+
+def _tls_context(files: TlsFiles) -> ssl.SSLContext:
+    """A context that follows its files.
+
+    Raises:
+        ConfigError: the files cannot be used.
+    """
+    reloader = CertificateReloader(files)
+
+    def renew(connection: ssl.SSLObject, name: str | None, first: ssl.SSLContext) -> None:
+        reloader.reload()
+        connection.context = reloader.context
+
+    # OpenSSL calls it at every handshake, with and without a name.
+    reloader.context.sni_callback = renew
+    return reloader.context

@@ -1,0 +1,161 @@
+"""The routes that generate: /v1/completions and /v1/chat/completions."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import time
+from collections.abc import Coroutine, Sequence
+from contextlib import AsyncExitStack
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+from fastapi import APIRouter, Request, Response
+from starlette.types import Receive, Scope, Send
+
+from tpengine.async_engine.mailbox import Mailbox
+from tpengine.engine.requests import GenerateRequest
+from tpengine.server.http.calls import read_call
+from tpengine.server.http.read import BodyReader, naming_field
+from tpengine.server.http.refusals import refusal
+from tpengine.server.http.write import AnswerWriter, Style, usage
+from tpengine.server.limits import Limits
+from tpengine.server.state import ServerState
+from tpengine.server.stream_sender import send_stream
+
+PATHS = ("/v1/completions", "/v1/chat/completions")
+_STREAM_HEADERS = [
+    (b"content-type", b"text/event-stream; charset=utf-8"),
+    (b"cache-control", b"no-cache"),
+    (b"x-accel-buffering", b"no"),
+]
+
+
+def router(state: ServerState, limits: Limits) -> APIRouter:
+    """The routes. Their errors before the first byte of an answer are the application's to tell.
+
+    Args:
+        state: of the server; has the engine once it is loaded.
+        limits: bounds of a request.
+    """
+
+    async def answer(request: Request, is_chat: bool) -> Any:
+        call = await read_call(request)
+        with naming_field(is_chat):
+            requests, style = await BodyReader(call, is_chat, state, limits).read()
+        request.state.request_id = call.request_id
+        head = style.head(call.request_id, int(time.time()), state.model)
+        # The parts of a stream go without the layers that FastAPI puts around `send`.
+        return Answer(state, requests, style, head, call.request_id, request.state.send)
+
+    routes = APIRouter()
+    for path, is_chat in zip(PATHS, (False, True), strict=True):
+        routes.add_route(path, partial(answer, is_chat=is_chat), ["POST"])
+    return routes
+
+
+@dataclass(slots=True)
+class Answer:
+    """The answer to one call, as an ASGI application. It submits the requests of the call, and
+    aborts them all when it is left: cancelled because the client has gone, or by an error.
+
+    Attributes:
+        state: of the server.
+        requests: one for each prompt.
+        style: what the answer has in it.
+        head: see `Style.head`.
+        request_id: of the call, for the texts of errors.
+        send_body: sends a part of a stream's body, after its head.
+        has_begun: whether the head of a stream was sent.
+    """
+
+    state: ServerState
+    requests: Sequence[GenerateRequest]
+    style: Style
+    head: str
+    request_id: str
+    send_body: Send
+    has_begun: bool = False
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Serves the requests.
+
+        Raises:
+            RequestError, EngineError: nothing has been sent yet.
+        """
+        try:
+            await self._serve(scope, receive, send)
+        except Exception as error:
+            if not self.has_begun:
+                raise
+            told = json.dumps(refusal(error, self.request_id).body)
+            await self.send_body(_part(f"data: {told}\n\n".encode(), more_body=False))
+
+    async def _serve(self, scope: Scope, receive: Receive, send: Send) -> None:
+        tokenizer = self.state.loaded_engine().llm_engine.tokenizer
+        writers, boxes = [], []
+        async with AsyncExitStack() as stack:
+            for place, request in enumerate(self.requests):
+                first = place * request.params.n
+                writers.append(AnswerWriter(self.style, self.head, tokenizer, first))
+                with naming_field(self.style.is_chat):
+                    boxes.append(await stack.enter_async_context(self.state.open(request)))
+            if self.style.streams:
+                await self._send_stream(boxes, writers, send)
+            else:
+                answer = await self._whole(boxes, writers)
+                await answer(scope, receive, send)
+
+    async def _send_stream(
+        self, boxes: Sequence[Mailbox], writers: Sequence[AnswerWriter], send: Send
+    ) -> None:
+        """Sends the chunks of all requests as they come. The head of the answer waits for the first
+        one, so that an error before it gets its status."""
+        beginning = asyncio.Lock()
+
+        async def write(chunks: bytes) -> None:
+            if not self.has_begun:
+                async with beginning:
+                    if not self.has_begun:
+                        start = {"type": "http.response.start", "status": 200}
+                        await send({**start, "headers": _STREAM_HEADERS})
+                        self.has_begun = True
+            await self.send_body(_part(chunks))
+
+        pairs = zip(boxes, writers, strict=True)
+        await _run_all([send_stream(box, writer, write) for box, writer in pairs])
+        end = "data: [DONE]\n\n"
+        if self.style.usage:
+            end = f'data: {self.head}],"usage":{usage(writers)}}}\n\n{end}'
+        await self.send_body(_part(end.encode(), more_body=False))
+
+    async def _whole(self, boxes: Sequence[Mailbox], writers: Sequence[AnswerWriter]) -> Response:
+        choices, about = [], ""
+        for box, writer in zip(boxes, writers, strict=True):
+            some, about = await writer.write_whole(await box.take())
+            choices.append(some)
+        text = f'{self.head}{",".join(choices)}]{about},"usage":{usage(writers)}}}'
+        return Response(text, media_type="application/json")
+
+
+def _part(body: bytes, more_body: bool = True) -> dict[str, Any]:
+    return {"type": "http.response.body", "body": body, "more_body": more_body}
+
+
+async def _run_all(works: Sequence[Coroutine[Any, Any, None]]) -> None:
+    """Runs coroutines at once; the first error ends all.
+
+    Raises:
+        Exception: that error.
+    """
+    if len(works) == 1:
+        await works[0]
+        return
+    tasks = [asyncio.create_task(work) for work in works]
+    try:
+        await asyncio.gather(*tasks)
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.wait(tasks)

@@ -1,0 +1,225 @@
+"""One connection of the HTTP server: uvicorn's protocol with bounds on what a client may hold.
+
+uvicorn alone waits for a head without limit, reads on what follows an answered request, parses any
+number of requests ahead, and does not end the task of a client that has left.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+import time
+import uuid
+from collections import Counter
+from email.utils import formatdate
+from typing import Any
+
+from uvicorn.protocols.http.flow_control import HIGH_WATER_LIMIT
+from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol
+from uvicorn.server import ServerState
+
+from tpengine.errors import MalformedRequestError, QueueFullError, RequestError
+from tpengine.server.auth import certificate_name
+from tpengine.server.grpc.proto import REQUEST_ID_KEY
+from tpengine.server.http.refusals import HttpError, refusal
+from tpengine.server.limits import Limits
+
+HEAD_S = 10.0
+"""Longest time until the head of a request has arrived."""
+KEEP_ALIVE_S = 60
+"""Longest time between two requests of a connection."""
+DISCARD_S = 3.0
+"""Time for a client to stop sending what is not read. A connection that is closed while data arrive
+is reset, and the client may lose the answer."""
+MAX_PIPELINED = 16
+"""Requests that may wait in a connection for the answer of the one before."""
+_RETRY_AFTER_S = 5.0
+
+
+class Connections(ServerState):
+    """The open connections of a server.
+
+    Attributes:
+        limits: bounds of a connection and of their number.
+        hosts: number of connections of each client address.
+    """
+
+    def __init__(self, limits: Limits) -> None:
+        super().__init__()
+        self.limits = limits
+        self.hosts: Counter[str] = Counter()
+
+
+class HttpProtocol(HttpToolsProtocol):
+    """One connection. Its application finds the name in the client's certificate under
+    `certificate` in the scope's `state`, and is cancelled when the client has left."""
+
+    server_state: Connections
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self._host = ""
+        self._is_in_head = True
+        self._head_bytes = 0
+        self._num_unanswered = 0
+        self._timer: asyncio.TimerHandle | None = None
+        self._task: asyncio.Task[None] | None = None
+        self._violation: RequestError | None = None  # if set, no more is read
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        """Counts the connection; one too many is refused."""
+        super().connection_made(transport)
+        # A writer waits as soon as the system takes no more: outputs then wait in the mailbox. With
+        # high=0 it would always wait with TLS, where asyncio compares by "at least".
+        transport.set_write_buffer_limits(high=1, low=0)
+        limits, hosts = self.server_state.limits, self.server_state.hosts
+        self._host = self.client[0] if self.client is not None else ""
+        hosts[self._host] += 1
+        tls = transport.get_extra_info("ssl_object")
+        self.app_state = {"certificate": None if tls is None else certificate_name(tls)}
+        self._set_timer(HEAD_S)
+        total, of_host = len(self.connections), hosts[self._host]
+        if total > limits.max_connections or of_host > limits.max_host_connections:
+            text = f"{total} connections are open, {of_host} of them from your address; close some"
+            self._refuse(QueueFullError(text, _RETRY_AFTER_S))
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        """Ends what the connection holds."""
+        super().connection_lost(exc)
+        self._unset_keepalive_if_required()
+        self._set_timer(None)
+        self.pipeline.clear()
+        self.server_state.hosts[self._host] -= 1
+        self.server_state.hosts += Counter()  # drops addresses without connections
+        if self._task is not None:
+            # uvicorn tells only the newest request, which may still wait for this one's answer.
+            self._answering.disconnected = True
+            self._task.cancel()
+
+    def data_received(self, data: bytes) -> None:
+        """Parses what the client sends, until it breaks a rule; later bytes are dropped."""
+        if self._violation is not None:
+            return
+        if self._is_in_head:
+            self._head_bytes += len(data)
+        if self._num_unanswered == 0 and self._timer is None:
+            self._set_timer(HEAD_S)
+        super().data_received(data)
+        if self._is_in_head:
+            self._check_head(self._head_bytes)
+
+    def on_headers_complete(self) -> None:
+        """Begins to serve a request whose head is complete."""
+        self._check_head(sum(len(name) + len(value) for name, value in self.headers))
+        self._check_head(len(self.url))
+        if self._num_unanswered > MAX_PIPELINED:
+            text = f"more than {MAX_PIPELINED} requests wait in this connection; open another"
+            self._refuse(HttpError(text, 429, "too_many_pipelined"))
+        if self._violation is not None:
+            raise self._violation  # ends the parser's work
+        self.server_state.default_headers = [(b"date", _date(int(time.time())))]
+        super().on_headers_complete()
+        self._num_unanswered += 1
+        self._is_in_head = False
+        self._set_timer(None)
+
+    def on_message_complete(self) -> None:
+        """Waits for the next head."""
+        super().on_message_complete()
+        # uvicorn pauses at a large body and at a second request. That a client leaves is noticed
+        # only by reading.
+        if sum(len(cycle.body) for cycle, _ in self.pipeline) <= HIGH_WATER_LIMIT:
+            self.flow.resume_reading()
+        self._is_in_head = True
+        self._head_bytes = 0
+        if self._num_unanswered == 0:  # it was answered before, and its body has been dropped
+            self._set_timer(KEEP_ALIVE_S)
+
+    def on_response_complete(self) -> None:
+        """Starts the next request, or waits for it."""
+        self._num_unanswered -= 1
+        super().on_response_complete()
+        if self._num_unanswered or self.transport.is_closing():
+            return
+        if self._violation is not None:
+            self._tell(self._violation)
+        elif not self._is_in_head:  # the application did not want the whole body
+            self._set_timer(DISCARD_S)
+            if self.expect_100_continue:  # and the client may not send it
+                self.transport.close()
+
+    def send_400_response(self, msg: str) -> None:
+        """Refuses bytes that are not HTTP; uvicorn calls it for any error of its parser."""
+        text = "the request is not HTTP/1.1: cut short, or with wrong characters or lengths"
+        self._refuse(MalformedRequestError(text))
+
+    def _unsupported_upgrade_warning(self) -> None:
+        """Answers a request for another protocol as one of HTTP/1.1, and then closes the
+        connection: the parser reads no request after it."""
+        self.cycle.keep_alive = False
+
+    def _start_asgi_task(self, cycle: Any, app: Any) -> None:
+        self._answering = cycle  # the request that the task answers
+        self._task = self.loop.create_task(cycle.run_asgi(app))
+        self._task.add_done_callback(self.tasks.discard)
+        self.tasks.add(self._task)
+
+    def _check_head(self, size: int) -> None:
+        bound = self.server_state.limits.max_metadata_bytes
+        if size > bound:
+            text = f"the request's head has more than {bound} bytes; send fewer headers"
+            self._refuse(HttpError(text, 431, "head_too_large"))
+
+    def _refuse(self, error: RequestError) -> None:
+        """Takes no more from the client, and tells it why after the answers that it waits for."""
+        if self._violation is not None:
+            return
+        self._violation = error
+        is_in_body = self._num_unanswered == 1 and not self._is_in_head
+        if is_in_body and self._task is not None and not self.cycle.response_started:
+            self.cycle.disconnected = True  # it cannot get the rest of its body
+            self._task.cancel()
+            self._num_unanswered = 0
+        if self._num_unanswered == 0:
+            self._tell(error)
+
+    def _tell(self, error: RequestError) -> None:
+        """Writes a refusal that has no request, and closes soon."""
+        request_id = f"req-{uuid.uuid4().hex}"
+        told = refusal(error, request_id)
+        content = told.content()
+        headers = {
+            **told.headers,
+            REQUEST_ID_KEY: request_id,
+            "content-type": "application/json",
+            "content-length": str(len(content)),
+            "connection": "close",
+        }
+        head = "".join(f"{name}: {value}\r\n" for name, value in headers.items())
+        self.transport.write(STATUS_LINE[told.status] + head.encode() + b"\r\n" + content)
+        self.flow.resume_reading()  # and drop it
+        self._unset_keepalive_if_required()
+        if self.transport.can_write_eof():
+            self.transport.write_eof()
+            self._set_timer(DISCARD_S)
+        else:  # TLS has no half-closed connections
+            self.transport.close()
+
+    def _set_timer(self, seconds: float | None) -> None:
+        """Sets the time until `_on_timer`, in place of the one before; None: never."""
+        if self._timer is not None:
+            self._timer.cancel()
+        self._timer = None if seconds is None else self.loop.call_later(seconds, self._on_timer)
+
+    def _on_timer(self) -> None:
+        self._timer = None
+        if self._violation is None and self._is_in_head and self._head_bytes:
+            text = f"the request's head did not arrive within {HEAD_S:g} s; send it faster"
+            self._refuse(HttpError(text, 408, "head_timeout"))
+        else:
+            self.transport.close()
+
+
+@functools.lru_cache(1)
+def _date(second: int) -> bytes:
+    return formatdate(second, usegmt=True).encode()

@@ -1,0 +1,303 @@
+"""Bodies of OpenAI's calls as requests of the engine.
+
+`fields.py` has the fields that are not read.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import inspect
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+from tpengine.engine.requests import GenerateRequest
+from tpengine.errors import InvalidPriorityError, InvalidPromptError, RequestIgnoredError
+from tpengine.sampling_params import RequestOutputKind, SamplingParams
+from tpengine.server.http.calls import HttpCall
+from tpengine.server.http.fields import FieldError, Fields, check_shape, read_bias
+from tpengine.server.http.write import Style
+from tpengine.server.limits import (
+    Limits,
+    check_conversation,
+    check_request_id,
+    check_sampling,
+    most_tokens_of_text,
+)
+from tpengine.server.state import ServerState
+
+COMPLETION_TOKENS = 16
+"""OpenAI's default of max_tokens for completions; a chat completion may fill the model's length."""
+_SAMPLING = [
+    field.name
+    for field in dataclasses.fields(SamplingParams)
+    if field.name not in ("bad_words_token_ids", "logits_processors", "output_kind")
+]
+READ_BY_COMPLETION = ("prompt", "echo")
+READ_BY_CHAT = (
+    "messages", "top_logprobs", "max_completion_tokens", "add_generation_prompt",
+    "continue_final_message", "chat_template_kwargs",
+)  # fmt: skip
+READ_BY_BOTH = (
+    "model", "stream", "stream_options", "request_id", "priority", "add_special_tokens",
+    "return_token_ids", *_SAMPLING,
+)  # fmt: skip
+
+
+@contextmanager
+def naming_field(is_chat: bool) -> Iterator[None]:
+    """Adds the field to errors of the engine, which does not know a body's fields."""
+    try:
+        yield
+    except (InvalidPriorityError, InvalidPromptError) as error:
+        word = str(error).partition(" ")[0]
+        field = "messages" if is_chat else "prompt"
+        vars(error)["param"] = word if word in ("priority", "request_id") else field
+        raise
+
+
+class BodyReader:
+    """Reads the body of one call.
+
+    Args:
+        is_chat: whether it is a call of /v1/chat/completions.
+    """
+
+    def __init__(self, call: HttpCall, is_chat: bool, state: ServerState, limits: Limits) -> None:
+        self._call = call
+        self._is_chat = is_chat
+        self._state = state
+        self._limits = limits
+        self._engine = state.loaded_engine()
+        self._max_model_len = self._engine.model_config.max_model_len
+        self._fields = Fields(call.body)
+
+    async def read(self) -> tuple[list[GenerateRequest], Style]:
+        """The engine's requests, one for each prompt, and what the answer has in it. A request_id
+        in the body becomes the call's.
+
+        Raises:
+            RequestError, EngineError: a field cannot be used, or the server takes no requests.
+        """
+        fields = self._fields
+        self._state.check_open(fields.take("model", str, self._state.model))
+        others, path = ("prompt", "") if self._is_chat else ("messages", "chat/")
+        if others in fields.left:
+            raise fields.error(others, f"is a field of /v1/{path}completions, which this is not")
+        if "request_id" in fields.left:
+            self._call.request_id = fields.take("request_id", str, "")
+            check_request_id(self._call.request_id)
+        priority = fields.take("priority", int, 0)
+        special = fields.take("add_special_tokens", bool, not self._is_chat)
+        style = self._read_style()
+        params = self._read_params(style)
+        if style.echo and params.logprobs is not None:
+            params.prompt_logprobs = max(params.prompt_logprobs or 0, params.logprobs)
+        style = dataclasses.replace(style, logprobs=params.logprobs)
+        given: list[Any] = [self._read_chat(special)] if self._is_chat else self._read_prompts()
+        fields.end((*READ_BY_BOTH, *(READ_BY_CHAT if self._is_chat else READ_BY_COMPLETION)))
+        self._check_sampling(params, given)
+        if not self._is_chat:
+            given = [await self._prompt(one, params, special, style.echo) for one in given]
+        own_id = self._call.request_id
+        requests = [
+            GenerateRequest(
+                **prompt,
+                params=params,
+                request_id=own_id if len(given) == 1 else f"{own_id}-{place}",
+                priority=priority,
+                owner=self._call.client.name,
+                deadline=self._call.deadline,
+            )
+            for place, prompt in enumerate(given)
+        ]
+        return requests, style
+
+    async def tokenize(self) -> list[int]:
+        """The ids of the prompt or the conversation in a body of /tokenize.
+
+        Raises:
+            RequestError, EngineError: as `read`.
+        """
+        fields = self._fields
+        self._state.check_open(fields.take("model", str, self._state.model))
+        special = fields.take("add_special_tokens", bool, not self._is_chat)
+        if self._is_chat:
+            chat = self._read_chat(special)
+            fields.end(READ_BY_CHAT)
+            return await self._engine.chat_token_ids(chat["messages"], **chat["chat_options"])
+        if "prompt" not in fields.left:
+            raise FieldError("prompt", "is missing, and so is messages")
+        text = fields.take("prompt", str, "")
+        fields.end(READ_BY_COMPLETION)
+        self._state.check_text("prompt", [text])
+        return await self._engine.tokenize(text, special)
+
+    def _check_sampling(self, params: SamplingParams, prompts: Sequence[Any]) -> None:
+        most = self._max_model_len
+        sizes: dict[type, Callable[[Any], int]] = {list: len, str: most_tokens_of_text}
+        longest = max(sizes.get(type(one), lambda _: most)(one) for one in prompts)
+        longest = min(longest, params.truncate_prompt_tokens or longest, most)
+        check_sampling(params, self._limits, most, longest)
+
+    def _read_style(self) -> Style:
+        fields = self._fields
+        streams = fields.take("stream", bool, False)
+        options = Fields(fields.take("stream_options", dict, {}), "stream_options.")
+        usage = options.take("include_usage", bool, False)
+        in_all = options.take("continuous_usage_stats", bool, False)
+        options.take("include_obfuscation", bool, False)  # there is none in any case
+        options.end()
+        n = fields.left.get("n", 1)
+        if streams and fields.left.get("best_of", n) != n:
+            raise fields.error("best_of", "chooses at the end, which a stream cannot; leave it out")
+        if streams and "prompt_logprobs" in fields.left:
+            raise fields.error("prompt_logprobs", "is not for a stream; set stream to false")
+        echo = not self._is_chat and fields.take("echo", bool, False)
+        return Style(
+            self._is_chat,
+            streams,
+            echo,
+            echo_only=echo and fields.left.get("max_tokens") == 0,
+            prompt_logprobs="prompt_logprobs" in fields.left,
+            token_ids=fields.take("return_token_ids", bool, False),
+            usage=streams and usage,
+            usage_in_all=streams and usage and in_all,
+        )
+
+    def _read_params(self, style: Style) -> SamplingParams:
+        fields, bounds = self._fields, self._limits.max_entries()
+        max_tokens = None if self._is_chat else COMPLETION_TOKENS
+        if style.echo_only:
+            fields.left["max_tokens"] = 1  # the engine's least; it is not sent
+        if self._is_chat:
+            self._read_chat_fields()
+        given = {name: fields.left.pop(name) for name in _SAMPLING if name in fields.left}
+        for name, value in given.items():
+            check_shape(name, value, bounds.get(name, 0))
+        if "logit_bias" in given:
+            given["logit_bias"] = read_bias(given["logit_bias"])
+        if given.get("logprobs") is False:
+            del given["logprobs"]
+        if given.get("top_k") == 0:
+            given["top_k"] = -1  # vLLM's two ways to keep all tokens
+        defaults = dict(self._state.sampling)
+        if given.get("use_beam_search") is True:  # it does not sample
+            defaults = {"temperature": 0.0}
+        kind = RequestOutputKind.DELTA if style.streams else RequestOutputKind.FINAL_ONLY
+        params = SamplingParams(**{**defaults, "max_tokens": max_tokens, **given}, output_kind=kind)
+        if params.max_tokens is None and params.logprobs is not None:
+            # As many as the limit allows, so that a client need not know it.
+            most = self._limits.max_logprob_entries // (params.logprobs + 1)
+            params.max_tokens = max(1, most // params.num_sequences)
+        return params
+
+    def _read_chat_fields(self) -> None:
+        """Brings fields that only chat completions have into the form of completions."""
+        fields = self._fields
+        if "max_completion_tokens" in fields.left:
+            fields.left["max_tokens"] = fields.take("max_completion_tokens", int, 0)
+        asks = fields.take("logprobs", bool, False)
+        likeliest = fields.take("top_logprobs", int, 0)
+        if likeliest < 0:
+            raise fields.error("top_logprobs", f"must be at least 0, got {likeliest}")
+        if likeliest and not asks:
+            raise fields.error("top_logprobs", "needs logprobs = true")
+        if asks:
+            fields.left["logprobs"] = likeliest
+
+    def _read_prompts(self) -> list[str | list[int]]:
+        """Texts and lists of ids, whose entries are not checked."""
+        given = self._fields.left.pop("prompt", None)
+        if isinstance(given, str):
+            return [given]
+        if not isinstance(given, list) or not given:
+            raise FieldError("prompt", "must be a text, ids, or a list of these; and not empty")
+        if not isinstance(given[0], (str, list)):
+            return [given]
+        most = self._limits.queue.max_requests
+        if len(given) > most:
+            raise FieldError("prompt", f"holds {len(given)} prompts, more than {most}; send fewer")
+        for place, one in enumerate(given):
+            if not isinstance(one, (str, list)):
+                kind = type(one).__name__
+                raise FieldError(f"prompt[{place}]", f"must be a text or ids, got {kind}")
+        return given
+
+    async def _prompt(
+        self, given: str | list[int], params: SamplingParams, special: bool, echo: bool
+    ) -> dict[str, Any]:
+        """The fields of `GenerateRequest` for a prompt, with its text if that is to be repeated."""
+        most = params.truncate_prompt_tokens
+        text: str | None = None
+        if isinstance(given, str):
+            self._state.check_text("prompt", [given])
+            if special and not (echo and most is not None):
+                return {"prompt": given}
+            text, given = given, await self._engine.tokenize(given, special)
+        if most is not None:
+            text, given = None, given[-most:]
+        elif (why := self._engine.llm_engine.why_too_long(len(given))) is not None:
+            raise RequestIgnoredError(why)
+        if echo and text is None:
+            text = await self._engine.detokenize(given, params.skip_special_tokens)
+        return {"prompt": text, "prompt_token_ids": given}
+
+    def _read_chat(self, special: bool) -> dict[str, Any]:
+        """The fields of `GenerateRequest` for a conversation."""
+        if special:
+            raise FieldError("add_special_tokens", "must be false: the template adds them")
+        fields, tokenizer = self._fields, self._engine.llm_engine.get_tokenizer()
+        continues = fields.take("continue_final_message", bool, False)
+        adds = fields.take("add_generation_prompt", bool, not continues)
+        options = fields.take("chat_template_kwargs", dict, {})
+        if options and tokenizer is not None:
+            # Names of the server's own arguments to Python's functions.
+            own = {"self", "messages", *inspect.signature(tokenizer.apply_chat_template).parameters}
+            for name in own & options.keys():
+                raise FieldError(f"chat_template_kwargs.{name}", "is the server's; leave it out")
+        messages = self._read_messages(str(getattr(tokenizer, "chat_template", "")))
+        options = {**options, "add_generation_prompt": adds}
+        if continues:
+            options["continue_final_message"] = True
+        return {"messages": messages, "chat_options": options}
+
+    def _read_messages(self, template: str) -> list[dict[str, Any]]:
+        """Messages, whose contents the engine checks."""
+        given = self._fields.take("messages", list, [])
+        check_conversation((), len(given), self._limits)
+        messages = [_read_message(f"messages[{place}]", one) for place, one in enumerate(given)]
+        check_conversation((one["role"] for one in messages), len(given), self._limits)
+        self._state.check_text("messages", (text for one in messages for text in _texts(one)))
+        for one in messages:
+            if one["role"] == "developer" and "developer" not in template:
+                one["role"] = "system"  # the older name
+        return messages
+
+
+def _read_message(place: str, given: object) -> dict[str, Any]:
+    """A message; null and empty fields are left out."""
+    if not isinstance(given, dict):
+        raise FieldError(place, f"must be an object, got {type(given).__name__}")
+    fields = Fields({name: one for name, one in given.items() if one != []}, f"{place}.")
+    message: dict[str, Any] = {"role": fields.take("role", str, "")}
+    if not message["role"]:
+        raise fields.error("role", "is missing")
+    if message["role"] == "assistant":
+        message["content"] = ""
+    for name in ("name", "reasoning_content"):
+        if name in fields.left:
+            message[name] = fields.take(name, str, "")
+    if "content" in fields.left:
+        message["content"] = fields.left.pop("content")
+    fields.end()
+    return message
+
+
+def _texts(message: Mapping[str, Any]) -> Iterator[str]:
+    """All texts of a message, those of its parts too."""
+    parts = message.get("content")
+    found = [*message.values()]
+    if isinstance(parts, list):
+        found += [part.get("text") for part in parts if isinstance(part, dict)]
+    return (text for text in found if isinstance(text, str))
