@@ -81,6 +81,18 @@ __device__ __forceinline__ uint32_t pack(float low, float high) {
   return result;
 }
 
+// a * b + c of two pairs of 16-bit numbers, each rounded once.
+template <bool kBFloat16>
+__device__ __forceinline__ uint32_t fused_pair(uint32_t a, uint32_t b, uint32_t c) {
+  uint32_t result;
+  if constexpr (kBFloat16) {
+    asm("fma.rn.bf16x2 %0, %1, %2, %3;" : "=r"(result) : "r"(a), "r"(b), "r"(c));
+  } else {
+    asm("fma.rn.f16x2 %0, %1, %2, %3;" : "=r"(result) : "r"(a), "r"(b), "r"(c));
+  }
+  return result;
+}
+
 // Compute capability 8.9 and later convert e4m3; before, an fp8 cache is refused by Python.
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ < 890
 #define TPENGINE_E4M3(...) __trap()

@@ -9,6 +9,7 @@ from support.zoo import PLAIN
 
 from tpengine.distributed.parallel_state import ParallelState
 from tpengine.engine_args import EngineArgs
+from tpengine.layers.gpu_quantized import WORKSPACE_BYTES
 from tpengine.layers.linear import ReplicatedLinear
 from tpengine.layers.weights import Weights
 from tpengine.models.bloom import rank_alibi_slopes
@@ -25,13 +26,18 @@ def make_weights(tp_size: int = 1, quantization: str | None = None) -> Weights:
 @pytest.mark.parametrize(
     ("kind", "num_bytes"), [("int8", 2 * 32 * (64 + 2)), ("int4", 2 * 32 * 2 * (16 + 2))]
 )
-def test_quantized_layer(kind: str, num_bytes: int) -> None:
+@pytest.mark.parametrize(("on_gpu", "shared_bytes"), [(False, 0), (True, WORKSPACE_BYTES)])
+def test_quantized_layers(
+    kind: str, num_bytes: int, on_gpu: bool, shared_bytes: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("tpengine.layers.quantized_linear.is_on_gpu", lambda weight: on_gpu)
     weights = make_weights(quantization=kind)
-    layer = ReplicatedLinear(weights, "layer", 36, 40, bias=True)
-    assert layer.weight is not None
-    layer.weight.normal_()
+    for name in ("first", "second"):
+        layer = ReplicatedLinear(weights, name, 36, 40, bias=True)
+        assert layer.weight is not None
+        layer.weight.normal_()
     weights.finish()
-    assert weights.num_bytes == num_bytes + 40 * 4
+    assert weights.num_bytes == 2 * (num_bytes + 40 * 4) + shared_bytes
 
 
 @pytest.mark.parametrize("tp_size", [1, 2])

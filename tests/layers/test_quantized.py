@@ -20,6 +20,8 @@ from support.tiny_llama import TinyLlama
 from torch import nn
 from transformers import AutoModelForCausalLM
 
+from tpengine.layers.gpu_quantized import KERNEL_ROWS, GpuQuantizedForm
+from tpengine.ops import weight_only
 from tpengine.ops.quantized import (
     QuantizedFormat,
     per_output,
@@ -164,3 +166,48 @@ def test_same_tokens_alone_and_in_a_crowd(models: ModelShop, name: str, kind: st
     assert exact != together, "nothing was rounded"
     num_same = sum(ours[0] == theirs[0] for ours, theirs in zip(together, exact, strict=True))
     assert num_same > (0.7 if kind == "int8" else 0.15) * len(prompts)
+
+
+def rounded_for_gpu(folder: Path, kind: str) -> Any:
+    """The model in transformers, with rounded weights; embedding, head and inputs are exact."""
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+    for name, layer in model.named_modules():
+        if isinstance(layer, nn.Linear) and name != "lm_head":
+            layer.weight = nn.Parameter(round_weight(layer.weight.data, kind), requires_grad=False)
+    return model
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("name", ["tied", "odd"])
+def test_the_form_of_a_gpu_rounds_weights_alone(
+    models: ModelShop, name: str, kind: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("tpengine.layers.quantized_linear.is_on_gpu", lambda weight: True)
+    folder = models.folder(SPECS[name])
+    with torch.inference_mode():
+        model = BareModel(folder, quantization=kind)
+        found = model.logits()
+    torch.testing.assert_close(
+        found, logits_in_transformers(rounded_for_gpu(folder, kind)), atol=1e-4, rtol=1e-4
+    )
+    assert model.model.embed_tokens.form is None
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_every_number_of_rows_in_the_form_of_a_gpu(dtype: torch.dtype) -> None:
+    """More rows than the kernel takes are multiplied by pieces of the dequantised weight."""
+    gen = torch.Generator().manual_seed(3)
+    for inputs, outputs in ((190, 40), (192, 200)):
+        weight = torch.randn(outputs, inputs, generator=gen).to(dtype)
+        expected = round_weight(weight.float(), "int4").double()
+        packed = weight_only.quantize_for_gpu(weight, QuantizedFormat(4, 32))
+        workspace = torch.empty(64 * 192 * dtype.itemsize, dtype=torch.uint8)  # of 64 outputs
+        form = GpuQuantizedForm(packed, workspace)
+        for rows in (1, KERNEL_ROWS, KERNEL_ROWS + 1, 70):
+            x = torch.randn(rows, inputs + 8, generator=gen).to(dtype)[:, 8:]
+            for bias in (None, torch.randn(outputs, generator=gen).to(dtype)):
+                out = torch.full((rows, outputs), float("nan"), dtype=dtype)
+                form.multiply(out, x, bias)
+                exact = x.double() @ expected.t() + (0.0 if bias is None else bias.double())
+                error = float((out.double() - exact).norm() / exact.norm())
+                assert error < (1e-5 if dtype == torch.float32 else 5e-3)

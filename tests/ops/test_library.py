@@ -81,6 +81,10 @@ def _arguments() -> dict[str, tuple]:
         "quantized_embedding": (
             torch.zeros(5, 32), groups, ints(0, 39, 2, 2, 1), 40, 4, 32, 0, 2.0,
         ),
+        "weight_only_linear": (
+            torch.zeros(5, 40), x, groups, randn(40), 4, 32, 0,
+        ),
+        "dequantize_weight": (torch.zeros(32, 32), groups, 32, 40, 4, 32, 0),
         "top_experts": (torch.zeros(5, 2, dtype=torch.int32), torch.zeros(5, 2), randn(5, 3), True),
         "expert_mlp": (
             torch.zeros(5, 32), x, ints(0, 1, 2, 2, 1).view(5, 1), torch.ones(5, 1),
@@ -100,7 +104,10 @@ def test_opcheck(name: str) -> None:
     torch.library.opcheck(getattr(torch.ops.tpengine, name).default, _arguments()[name])
 
 
-GPU_OPS = {"copy_cache_blocks", "gather_kv", "pack_blocks", "plan_decode", "unpack_blocks"}
+GPU_OPS = {
+    "copy_cache_blocks", "dequantize_weight", "gather_kv", "pack_blocks", "plan_decode",
+    "unpack_blocks", "weight_only_linear",
+}  # fmt: skip
 """Ops that only an engine on a GPU calls; on CPU they have no kernel, only the reference."""
 
 

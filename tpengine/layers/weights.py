@@ -132,6 +132,7 @@ class Weights:
         """SHA-256 of one element of each row of the loaded parameters, in hexadecimal; empty until
         they are loaded. Weights that differ in no such element have the same one."""
         self._after_loading: list[Callable[[], None]] = []
+        self._workspace: torch.Tensor | None = None
 
     def empty(self, *shape: int, dtype: torch.dtype | None = None) -> torch.Tensor:
         """Allocates an uninitialised parameter, in the model's dtype unless told."""
@@ -143,6 +144,15 @@ class Weights:
         """Counts the bytes of a table that a layer computes, e.g. rotary angles; returns it."""
         self.num_bytes += values.nbytes
         return values
+
+    def workspace(self, num_bytes: int) -> torch.Tensor:
+        """Returns memory, uint8, that all layers share; it is counted once, and has the size of the
+        first call."""
+        if self._workspace is None:
+            self._workspace = self.table(
+                torch.empty(num_bytes, dtype=torch.uint8, device=self.device)
+            )
+        return self._workspace
 
     def declare(self, name: str, shard: WeightShard) -> None:
         """Declares which part of the checkpoint's tensor `name` fills which parameter. If the name

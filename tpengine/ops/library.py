@@ -13,7 +13,7 @@ import torch
 from tpengine import envs
 from tpengine.errors import NativeLibraryError
 from tpengine.logger import init_logger
-from tpengine.ops import linear_reference, quantized_reference, reference
+from tpengine.ops import linear_reference, quantized_reference, reference, weight_only_reference
 
 _logger = init_logger(__name__)
 
@@ -123,6 +123,16 @@ _SCHEMAS: dict[str, tuple[str, Callable[..., None]]] = {
         "(Tensor(a!) out, Tensor packed, Tensor token_ids, int num_embeddings, int bits,"
         " int group_size, int offsets, float scale=1.0) -> ()",
         quantized_reference.quantized_embedding,
+    ),
+    "weight_only_linear": (
+        "(Tensor(a!) out, Tensor x, Tensor packed, Tensor? bias, int bits, int group_size,"
+        " int offsets) -> ()",
+        weight_only_reference.weight_only_linear,
+    ),
+    "dequantize_weight": (
+        "(Tensor(a!) out, Tensor packed, int first_output, int out_features, int bits,"
+        " int group_size, int offsets) -> ()",
+        weight_only_reference.dequantize_weight,
     ),
     "top_experts": (
         "(Tensor(a!) expert_ids, Tensor(b!) expert_weights, Tensor logits, bool normalize) -> ()",

@@ -44,9 +44,18 @@ def pack_groups(
 
 def quantize_weight(packed: Tensor, weight: Tensor, bits: int, group_size: int) -> None:
     """See `ops.quantized.quantize_weight`."""
-    outputs, inputs = weight.shape
-    padding = (0, -inputs % group_size, 0, -outputs % LINEAR_PANEL)
-    values = F.pad(weight.float(), padding).unflatten(1, (-1, group_size))
+    padded = F.pad(weight.float(), (0, 0, 0, -weight.shape[0] % LINEAR_PANEL))
+    q, scales = round_to_groups(padded, bits, group_size)
+    pack_groups(packed, q, scales, None, bits, group_size)
+
+
+def round_to_groups(weight: Tensor, bits: int, group_size: int) -> tuple[Tensor, Tensor]:
+    """Rounds a float32 weight to groups without offsets.
+
+    Returns:
+        uint8 `[out_features, num_groups * group_size]` and float16 `[out_features, num_groups]`.
+    """
+    values = F.pad(weight, (0, -weight.shape[1] % group_size)).unflatten(1, (-1, group_size))
     middle = 1 << (bits - 1)
     if bits == 8:
         steps = values.abs().amax(2) / 127.0
@@ -54,7 +63,7 @@ def quantize_weight(packed: Tensor, weight: Tensor, bits: int, group_size: int) 
         steps = _best_steps(values)
     scales = steps.half()
     q = (_round_to(values, scales.float(), middle) + middle).flatten(1).to(torch.uint8)
-    pack_groups(packed, q, scales, None, bits, group_size)
+    return q, scales
 
 
 def _best_steps(values: Tensor) -> Tensor:

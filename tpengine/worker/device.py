@@ -94,15 +94,6 @@ def cache_dtype(wanted: str, dtype: torch.dtype) -> torch.dtype:
     return torch.float8_e4m3fn if wanted == "fp8" else dtype
 
 
-def check_quantization(wanted: str | None, device: str) -> None:
-    """Raises ConfigError if the device has no kernels for a quantization."""
-    if wanted is not None and device != "cpu":
-        raise ConfigError(
-            f"quantization = {wanted!r} has kernels for CPUs only, the device is {device}; leave "
-            "it unset"
-        )
-
-
 def set_num_threads(local_ranks: int) -> int:
     """Sets the number of CPU threads of this process, and returns it.
 

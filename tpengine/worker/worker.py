@@ -94,7 +94,6 @@ class Worker:
             ConfigError: the device cannot do what was asked.
         """
         self._dtype = device.resolve_dtype(self._config.model.dtype, self._device.type)
-        device.check_quantization(self._config.model.quantization, self._device.type)
         self._cache_dtype = device.cache_dtype(self._config.cache.kv_cache_dtype, self._dtype)
         dtype_name = str(self._dtype).removeprefix("torch.")
         if self._device.type == "cuda":

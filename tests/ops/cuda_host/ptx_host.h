@@ -159,6 +159,16 @@ uint32_t pack(float low, float high) {
   return pair_of(float_to_half(low), float_to_half(high));
 }
 
+template <bool kBFloat16>
+uint32_t fused_pair(uint32_t a, uint32_t b, uint32_t c) {
+  float sum[2];
+  for (int i = 0; i < 2; ++i) {  // the product is exact in float32
+    sum[i] = widen<kBFloat16>(half_of(a, i)) * widen<kBFloat16>(half_of(b, i)) +
+             widen<kBFloat16>(half_of(c, i));
+  }
+  return pack<kBFloat16>(sum[0], sum[1]);
+}
+
 inline float e4m3_value(uint32_t byte) {
   const int exponent = byte >> 3 & 15, mantissa = byte & 7;
   float magnitude = exponent != 0 ? ldexpf(static_cast<float>(8 + mantissa), exponent - 10)

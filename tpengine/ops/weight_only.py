@@ -1,0 +1,130 @@
+"""Weights in groups of 4 or 8 bits beside activations in 16 bits (W4A16, W8A16), as a GPU has them.
+
+On a CPU see `ops.quantized`, which rounds activations too.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from tpengine.ops import library as _library  # noqa: F401 (defines the ops)
+from tpengine.ops.quantized import QuantizedFormat
+from tpengine.ops.quantized_reference import round_to_groups
+from tpengine.ops.weight_only_reference import GPU_PANEL, GPU_STEP, pack_panels, packed_bytes
+
+_weight_only_linear = torch.ops.tpengine.weight_only_linear.default
+_dequantize_weight = torch.ops.tpengine.dequantize_weight.default
+
+_PIECE = 1 << 25
+"""Weights that are rounded and packed at once: what this takes besides the result is bounded."""
+
+
+@dataclass(frozen=True, slots=True)
+class GpuQuantizedWeight:
+    """A packed weight `[out_features, in_features]`.
+
+    Attributes:
+        packed: uint8; csrc/cuda/quantized/packed_weight.cuh describes the layout.
+    """
+
+    packed: Tensor
+    format: QuantizedFormat
+    out_features: int
+    in_features: int
+
+    @property
+    def padded_inputs(self) -> int:
+        """Columns of a dequantised weight."""
+        return -(-self.in_features // GPU_STEP) * GPU_STEP
+
+
+def pack_groups(
+    q: Tensor, scales: Tensor, offsets: Tensor | None, form: QuantizedFormat
+) -> GpuQuantizedWeight:
+    """Packs a weight that is quantised already, on its device.
+
+    Args:
+        q: uint8 `[out_features, in_features]`, 0 to 15 or 255.
+        scales: float16 `[out_features, num_groups]`.
+        offsets: float16, of the same shape, or None; see `QuantizedFormat.offsets`.
+    """
+    weight = _allocate(q.shape[0], q.shape[1], form, q.device)
+    rows = _piece_rows(weight)
+    for first in range(0, weight.out_features, rows):
+        part = slice(first, first + rows)
+        added = None if offsets is None else offsets[part]
+        pack_panels(
+            weight.packed, first, weight.out_features, q[part], scales[part], added, form.bits
+        )
+    return weight
+
+
+def quantize_for_gpu(weight: Tensor, form: QuantizedFormat) -> GpuQuantizedWeight:
+    """Rounds a weight to groups without offsets as `ops.quantized.quantize_weight` does, and packs
+    it, on its device.
+
+    Args:
+        weight: `[out_features, in_features]`, of any float type.
+    """
+    result = _allocate(weight.shape[0], weight.shape[1], form, weight.device)
+    rows = _piece_rows(result)
+    for first in range(0, result.out_features, rows):
+        q, scales = round_to_groups(
+            weight[first : first + rows].float(), form.bits, form.group_size
+        )
+        q = q[:, : result.in_features]
+        pack_panels(result.packed, first, result.out_features, q, scales, None, form.bits)
+    return result
+
+
+def _allocate(
+    outputs: int, inputs: int, form: QuantizedFormat, device: torch.device
+) -> GpuQuantizedWeight:
+    count = packed_bytes(outputs, inputs, form.bits, form.group_size, form.offsets)
+    packed = torch.empty(count, dtype=torch.uint8, device=device)
+    return GpuQuantizedWeight(packed, form, outputs, inputs)
+
+
+def _piece_rows(weight: GpuQuantizedWeight) -> int:
+    return max(1, _PIECE // weight.padded_inputs // GPU_PANEL) * GPU_PANEL
+
+
+def weight_only_linear(
+    out: Tensor, x: Tensor, weight: GpuQuantizedWeight, bias: Tensor | None
+) -> None:
+    """`out = x W^T + bias` with W as it is stored, without rounding to 16 bits; sums in float32.
+
+    Reads the weight once for each 16 rows. A row's result does not depend on other rows.
+
+    Args:
+        out: `[num_rows, out_features]`, float16 or bfloat16; written.
+        x: `[num_rows, in_features]`, same dtype; rows of a multiple of 8 inputs, aligned to 16
+            bytes.
+        bias: `[out_features]`, same dtype, or None.
+
+    Raises:
+        RuntimeError: dtypes, shapes or strides do not fit.
+    """
+    form = weight.format
+    _weight_only_linear(out, x, weight.packed, bias, form.bits, form.group_size, form.offsets)
+
+
+def dequantize_weight(out: Tensor, weight: GpuQuantizedWeight, first_output: int) -> None:
+    """Writes outputs of the weight as floats, each rounded once.
+
+    Args:
+        out: `[num_outputs, padded_inputs]`, a multiple of 32 outputs; written. What lies beyond the
+            weight's outputs and inputs has no meaning.
+        first_output: a multiple of 32.
+
+    Raises:
+        RuntimeError: dtypes or shapes do not fit, or the weight has no such outputs.
+    """
+    form = weight.format
+    _dequantize_weight(
+        out, weight.packed, first_output, weight.out_features, form.bits, form.group_size,
+        form.offsets,
+    )  # fmt: skip
