@@ -24,9 +24,13 @@ from tpengine.layers.gpu_attention import (
     choose_backend,
     make_chunks,
 )
+from tpengine.layers.gpu_quantized import KERNEL_ROWS, WORKSPACE_BYTES, GpuQuantizedForm
 from tpengine.ops import attention, cache, fused, huge_pages, linear
 from tpengine.ops.attention import DecodePlan
 from tpengine.ops.huge_pages import HugePageArena
+from tpengine.ops.quantized import QuantizedFormat
+from tpengine.ops.weight_only import GpuQuantizedWeight
+from tpengine.ops.weight_only_reference import packed_bytes
 
 BLOCK_SIZE, HEAD_DIM = 16, 128
 DECODE = ((1, 1024), (1, 32768), (1, 131072), (8, 4096), (16, 1024), (64, 512), (64, 4096),
@@ -241,6 +245,10 @@ def linear_rows(setting: Setting) -> Iterator[Row]:
     """Matrix products in the five shapes of a model's layers."""
     for (inputs, outputs), rows in itertools.product(LINEARS, LINEAR_ROWS):
         yield linear_row(setting, setting.small(inputs), setting.small(outputs), rows)
+    if setting.device.type == "cuda":
+        formats = (QuantizedFormat(4, 32), QuantizedFormat(8, 128))
+        for form, shape, rows in itertools.product(formats, LINEARS[2:4], LINEAR_ROWS):
+            yield quantized_row(setting, form, *map(setting.small, shape), rows)
 
 
 def linear_row(setting: Setting, inputs: int, outputs: int, rows: int) -> Row:
@@ -260,6 +268,25 @@ def linear_row(setting: Setting, inputs: int, outputs: int, rows: int) -> Row:
     case = f"{inputs} -> {outputs}, {rows} rows"
     predict = partial(linear_s, num_bytes, rows=rows)
     return Row("linear", case, seconds, num_bytes, 2 * rows * inputs * outputs, predict)
+
+
+def quantized_row(
+    setting: Setting, form: QuantizedFormat, inputs: int, outputs: int, rows: int
+) -> Row:
+    """A matrix product with random numbers for a packed weight, in the form of a GPU."""
+    x, out = setting.randn(rows, inputs), setting.randn(rows, outputs)
+    workspace = torch.empty(WORKSPACE_BYTES, dtype=torch.uint8, device=setting.device)
+    num_bytes = packed_bytes(outputs, inputs, form.bits, form.group_size, form.offsets)
+
+    def make() -> Action:
+        packed = torch.randint(0, 60, (num_bytes,), dtype=torch.uint8, device=setting.device)
+        weight = GpuQuantizedWeight(packed, form, outputs, inputs)
+        return partial(GpuQuantizedForm(weight, workspace).multiply, out, x, None)
+
+    seconds = setting.seconds(num_bytes, make)
+    predict = partial(linear_s, num_bytes, rows=rows) if rows <= KERNEL_ROWS else None
+    case, num_flop = f"{inputs} -> {outputs}, {rows} rows", 2 * rows * inputs * outputs
+    return Row(f"linear, {form.bits} bits", case, seconds, num_bytes, num_flop, predict)
 
 
 def elementwise_rows(setting: Setting) -> Iterator[Row]:

@@ -12,9 +12,12 @@ import torch
 from torch import Tensor
 
 from tpengine.ops import attention, cache, library, reference
+from tpengine.ops.quantized import QuantizedFormat
 
 from .cases import dense_attention, generator, make_case, nan_like, relative_error
 from .cuda_host_library import BOUND
+from .packed_cases import FORMATS, INPUTS
+from .packed_cases import make_case as make_packed_case
 from .sampling_cases import assert_logprobs, random_case
 
 pytestmark = [
@@ -271,6 +274,50 @@ def test_sampling_chooses_what_the_sorted_reference_chooses(
     _op("argmax")(device_out, logits.to(CUDA), logprobs)
     assert torch.equal(device_out.cpu(), logits.float().argmax(-1))
     assert_logprobs(logprobs.cpu(), logits, device_out.cpu())
+
+
+@pytest.mark.parametrize("form", FORMATS, ids=str)
+def test_packed_weights(form: QuantizedFormat) -> None:
+    """In shapes that fill a block, and in one whose blocks take four panels each."""
+    for outputs, inputs in ((1000, INPUTS), (513 * 32 - 1, 96)):
+        case = make_packed_case(form, outputs, inputs)
+        weight = case.weight
+        device_packed, values = weight.packed.to(CUDA), case.values.to(CUDA)
+        for dtype in DTYPES:
+            out = torch.empty(96, weight.padded_inputs, dtype=dtype, device=CUDA)
+            _op("dequantize_weight")(out, device_packed, 64, outputs, *case.format)
+            rounded = values[64:160].float().to(dtype)
+            assert relative_error(out[:, :inputs], rounded) < 1e-6
+        for dtype in (torch.float16, torch.bfloat16):
+            x = torch.randn(33, inputs, generator=generator(1)).to(CUDA, dtype)
+            bias = torch.randn(outputs, generator=generator(2)).to(CUDA, dtype)
+            everything = nan_like(x.new_empty(33, outputs))
+            _op("weight_only_linear")(everything, x, device_packed, bias, *case.format)
+            expected = x.double() @ values.t() + bias.double()
+            assert relative_error(everything, expected) < BOUND[dtype]
+            for rows in (1, 7, 8, 9, 16, 32):
+                out = nan_like(everything[:rows])
+                _op("weight_only_linear")(out, x[:rows], device_packed, bias, *case.format)
+                assert torch.equal(out, everything[:rows])
+
+
+def test_packed_weights_refuse_wrong_use() -> None:
+    case = make_packed_case(QuantizedFormat(4, 32), 40)
+    x = torch.zeros(2, INPUTS, device=CUDA, dtype=torch.bfloat16)
+    tensors = [x.new_empty(2, 40), x, case.weight.packed.to(CUDA), x.new_zeros(40)]
+    wrong = [
+        (0, lambda t: t.half(), "out is float16; expected bfloat16"),
+        (1, lambda t: t[:, 1:], "expected rows of a multiple of 8 inputs, aligned to 16 bytes"),
+        (2, lambda t: t[16:], r"packed has shape \[\d+\]; expected size"),
+        (3, lambda t: t[1:], r"bias has shape \[39\]; expected size 40"),
+    ]
+    for index, change, message in wrong:
+        arguments = [*tensors[:index], change(tensors[index]), *tensors[index + 1 :]]
+        with pytest.raises(RuntimeError, match=message):
+            _op("weight_only_linear")(*arguments, *case.format)
+    out = x.new_empty(32, case.weight.padded_inputs)
+    with pytest.raises(RuntimeError, match="first_output is 16 for 32 rows; expected a multiple"):
+        _op("dequantize_weight")(out, tensors[2], 16, 40, *case.format)
 
 
 def test_wrong_use_says_what_to_do() -> None:

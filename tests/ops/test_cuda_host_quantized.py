@@ -4,20 +4,20 @@ numbers that never saw the packed layout."""
 from __future__ import annotations
 
 import ctypes
-from dataclasses import dataclass
 
 import pytest
 import torch
 from torch import Tensor
 
 from tpengine.ops import weight_only_reference as reference
-from tpengine.ops.quantized import MINIMA, NO_OFFSETS, ZERO_POINTS, QuantizedFormat, per_output
+from tpengine.ops.quantized import MINIMA, NO_OFFSETS, QuantizedFormat, per_output
 from tpengine.ops.quantized_reference import round_to_groups
-from tpengine.ops.weight_only import GpuQuantizedWeight, pack_groups, quantize_for_gpu
+from tpengine.ops.weight_only import pack_groups, quantize_for_gpu
 
 from .cases import generator, nan_like, relative_error
 from .cuda_host_library import BOUND, I32, I64, P, load_host, needs_compiler, pointer, set_schedule
 from .cuda_host_library import struct as fields
+from .packed_cases import FORMATS, INPUTS, Case, make_case
 
 PackedWeight = fields(
     ("packed", P), ("num_panels", I32), ("num_steps", I32), ("num_groups", I32),
@@ -30,50 +30,15 @@ WeightOnlyArgs = fields(
 )  # fmt: skip
 DequantizeArgs = fields(("out", P), ("weight", PackedWeight), ("first_panel", I32))
 CODES = {torch.float32: 0, torch.float16: 1, torch.bfloat16: 2}
-INPUTS = 328  # no whole number of steps, groups or batches of loads
-FORMATS = [
-    *(QuantizedFormat(4, size, kind) for size in (32, 64, 128) for kind in range(3)),
-    QuantizedFormat(4, 96, ZERO_POINTS),
-    *(QuantizedFormat(8, 32, kind) for kind in range(3)),
-    per_output(INPUTS),
-]
 
 
-@dataclass(frozen=True)
-class Case:
-    """A random weight: as it is stored, as it is meant (float64), and packed."""
-
-    values: Tensor
-    weight: GpuQuantizedWeight
-
-    @property
-    def format(self) -> tuple[int, int, int]:
-        form = self.weight.format
-        return form.bits, form.group_size, form.offsets
-
-    def struct(self) -> ctypes.Structure:
-        weight, form = self.weight, self.weight.format
-        return PackedWeight(
-            weight.packed.data_ptr(), -(-weight.out_features // 32), weight.padded_inputs // 32,
-            form.num_groups(weight.in_features), form.group_size // 32, form.offsets,
-        )  # fmt: skip
-
-
-def make_case(form: QuantizedFormat, outputs: int, inputs: int = INPUTS) -> Case:
-    gen = generator(outputs)
-    middle, groups = 1 << (form.bits - 1), form.num_groups(inputs)
-    q = torch.randint(0, 2 * middle, (outputs, inputs), generator=gen, dtype=torch.uint8)
-    scales = (torch.randn(outputs, groups, generator=gen) * 0.01).half()
-    offsets = torch.randn(outputs, groups, generator=gen).half()
-    if form.offsets == ZERO_POINTS:
-        offsets = torch.randint(0, 2 * middle + 1, scales.shape, generator=gen).half()
-    packed = pack_groups(q, scales, offsets if form.offsets else None, form)
-    each = [part.double().repeat_interleave(form.group_size, 1)[:, :inputs]
-            for part in (scales, offsets)]  # fmt: skip
-    if form.offsets == MINIMA:
-        return Case(q.double() * each[0] + each[1], packed)
-    zeros = each[1] if form.offsets == ZERO_POINTS else middle
-    return Case((q.double() - zeros) * each[0], packed)
+def packed_struct(case: Case) -> ctypes.Structure:
+    """The weight as the kernels take it."""
+    weight, form = case.weight, case.weight.format
+    return PackedWeight(
+        weight.packed.data_ptr(), -(-weight.out_features // 32), weight.padded_inputs // 32,
+        form.num_groups(weight.in_features), form.group_size // 32, form.offsets,
+    )  # fmt: skip
 
 
 def make_rows(rows: int, dtype: torch.dtype) -> Tensor:
@@ -100,8 +65,8 @@ def multiply(kernels: ctypes.CDLL | None, case: Case, x: Tensor, bias: Tensor | 
         reference.weight_only_linear(out, x, case.weight.packed, bias, *case.format)
     else:
         args = WeightOnlyArgs(
-            pointer(out), pointer(x), pointer(bias), case.struct(), out.stride(0), x.stride(0),
-            len(x), outputs, x.shape[1], 1,
+            pointer(out), pointer(x), pointer(bias), packed_struct(case), out.stride(0),
+            x.stride(0), len(x), outputs, x.shape[1], 1,
         )  # fmt: skip
         kernels.weight_only_linear(CODES[x.dtype], case.format[0], ctypes.byref(args))
     assert wide[:, outputs:].isnan().all(), "wrote beyond the last output"
@@ -151,7 +116,7 @@ def test_dequantize(kernels: ctypes.CDLL, form: QuantizedFormat) -> None:
     for dtype in CODES:
         out = nan_like(torch.empty(64, weight.padded_inputs, dtype=dtype))
         again = out.clone()
-        args = DequantizeArgs(out.data_ptr(), case.struct(), 1)
+        args = DequantizeArgs(out.data_ptr(), packed_struct(case), 1)
         kernels.dequantize_weight(CODES[dtype], form.bits, ctypes.byref(args), 2)
         reference.dequantize_weight(again, weight.packed, 32, 70, *case.format)
         expected = case.values[32:].float().to(dtype)

@@ -13,6 +13,8 @@
 #include "cache/store_kv.cuh"
 #include "fused/gated.cuh"
 #include "fused/rms_norm.cuh"
+#include "quantized/dequantize.cuh"
+#include "quantized/linear.cuh"
 #include "sampling/sample_tokens.cuh"
 
 using namespace tpengine::cuda;
@@ -179,6 +181,21 @@ void fused() {
   }
 }
 
+// A weight of 40 outputs, whose last panel is not full, and inputs that are no whole step.
+void quantized(int bits, Offsets offsets, int num_rows) {
+  const int inputs = 168, outputs = 40, panels = 2, steps = 6, groups = 3;
+  const int kinds = offsets == Offsets::kNone ? 1 : 2;
+  const int numbers = panels * steps * kStep * kPanel * bits / 8;
+  Buffer packed(numbers + panels * groups * kPanel * kinds * 2, 1), bias(outputs, 2);
+  Buffer x(num_rows * inputs, 2), out(num_rows * outputs, 2);
+  const PackedWeight weight = {packed.data(), panels, steps, groups, 2, offsets};
+  launch_weight_only<__half>(
+      {out.data(), x.data(), bias.data(), weight, outputs, inputs, num_rows, outputs, inputs, 1},
+      bits, nullptr);
+  Buffer matrix(kPanel * steps * kStep, 2);
+  launch_dequantize<__half>({matrix.data(), weight, 1}, bits, 1, nullptr);
+}
+
 // Two rows that begin `offset` elements after an address of 16 bytes and end with the buffer.
 template <class T>
 void sample(int vocab_size, int offset) {
@@ -215,6 +232,9 @@ int main(int count, char**) {
   blocks();
   fused();
   sampling();
+  quantized(4, Offsets::kMinima, 3);
+  quantized(8, Offsets::kNone, 9);
+  quantized(8, Offsets::kZeroPoints, 1);
   if (count > 1) {  // what a fault looks like
     std::vector<float> row(31);
     launch_argmax<float>({new int64_t, row.data(), 32, 32}, 1, nullptr);

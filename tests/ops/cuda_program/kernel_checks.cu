@@ -21,6 +21,8 @@
 #include "../../../csrc/cuda/cache/store_kv.cuh"
 #include "../../../csrc/cuda/fused/gated.cuh"
 #include "../../../csrc/cuda/fused/rms_norm.cuh"
+#include "../../../csrc/cuda/quantized/dequantize.cuh"
+#include "../../../csrc/cuda/quantized/linear.cuh"
 #include "../../../csrc/cuda/sampling/sample_tokens.cuh"
 
 using namespace tpengine::cuda;
@@ -340,6 +342,43 @@ void check_fused() {
   compare("silu_and_mul", d_gated.read(), gated, 4e-3);
 }
 
+// Dequantises a random weight, which checks no layout, and multiplies rows with it.
+void check_quantized(int bits, Offsets offsets, int num_rows) {
+  using T = __nv_bfloat16;
+  const int inputs = 200, outputs = 70, panels = 3, steps = 7, groups = 4;
+  const int kinds = offsets == Offsets::kNone ? 1 : 2, width = steps * kStep;
+  std::vector<uint8_t> packed(panels * kPanel * (width * bits / 8 + groups * kinds * 2));
+  for (uint8_t& byte : packed) byte = random_bits() % 60;  // of factors: 0 to 1.8
+  const auto x = random_values<T>(num_rows * inputs), bias = random_values<T>(outputs);
+  const OnDevice<uint8_t> d_packed(packed);
+  const OnDevice<T> d_x(x), d_bias(bias), d_out(std::vector<T>(num_rows * outputs));
+  const OnDevice<float> d_matrix(std::vector<float>(panels * kPanel * width, NAN));
+  const PackedWeight weight = {d_packed.get(), panels, steps, groups, 2, offsets};
+  launch_dequantize<float>({d_matrix.get(), weight, 0}, bits, panels, nullptr);
+  launch_weight_only<T>(
+      {d_out.get(), d_x.get(), d_bias.get(), weight, outputs, inputs, num_rows, outputs, inputs, 1},
+      bits, nullptr);
+  const std::vector<float> matrix = d_matrix.read();
+  std::vector<double> expected;
+  for (int row = 0; row < num_rows; ++row) {
+    for (int output = 0; output < outputs; ++output) {
+      double sum = value_of(bias[output]);
+      for (int i = 0; i < inputs; ++i)
+        sum += value_of(x[row * inputs + i]) * matrix[output * width + i];
+      expected.push_back(sum);
+    }
+  }
+  compare(std::to_string(bits) + " bits, " + std::to_string(num_rows) + " rows", d_out.read(),
+          expected, 4e-3);
+}
+
+void check_weights() {
+  check_quantized(4, Offsets::kNone, 1);
+  check_quantized(4, Offsets::kMinima, 17);
+  check_quantized(8, Offsets::kNone, 9);
+  check_quantized(8, Offsets::kZeroPoints, 8);
+}
+
 // The first row is greedy, the second has one token left by top-k, the others draw by top-k and
 // top-p: they give a token among the three largest.
 void check_sampling() {
@@ -380,11 +419,9 @@ int main(int count, char** names) {
   const struct {
     const char* name;
     void (*check)();
-  } families[] = {{"decode", check_decodes},
-                  {"cache", check_cache},
-                  {"blocks", check_blocks},
-                  {"fused", check_fused},
-                  {"sampling", check_sampling}};
+  } families[] = {{"decode", check_decodes},    {"cache", check_cache},
+                  {"blocks", check_blocks},     {"fused", check_fused},
+                  {"sampling", check_sampling}, {"weights", check_weights}};
   int num_run = 0;
   for (const auto& family : families) {
     bool is_wanted = count == 1;
