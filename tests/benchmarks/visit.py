@@ -272,7 +272,7 @@ _FIGURES = rf"{_PREDICTED}|^(floor|batch +\d+  )"
 _COUNTERS = "Duration|Throughput|Registers Per|Achieved Occupancy|No Eligible"
 _SMOKE = (
     "(test_decode and 4-128) or plan_agrees or (gather and bfloat16 and 128-64-True) or "
-    "blocks or (fused and bfloat16-4096) or (sampling and bfloat16-32000)"
+    "blocks or (fused and bfloat16-4096) or (sampling and bfloat16-32000) or packed_weights"
 )
 _ALONE = "ledger or growth or larger_than"
 """Tests that measure the card's free memory, so that no other part may run."""

@@ -107,6 +107,22 @@ def test_bfloat16_with_either_backend(models: ModelShop, backend: str, cache: st
     assert sum(a[0] == b for a, b in zip(ids(outputs), first, strict=True)) >= 2
 
 
+@pytest.mark.parametrize("kind", ["int8", "int4"])
+def test_weights_of_few_bits(models: ModelShop, kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In float32 as on a CPU in the same form; in bfloat16 most first tokens equal those."""
+    folder = models.folder(PLAIN)
+    prompts = models.oracle(folder).prompts((3, 40, 200), seed=2)
+    found = {}
+    for dtype in ("float32", "bfloat16"):
+        with open_on_card(folder, dtype=dtype, quantization=kind) as llm:
+            found[dtype] = ids(generate(llm, prompts, greedy(32)))
+    monkeypatch.setattr("tpengine.layers.quantized_linear.is_on_gpu", lambda weight: True)
+    with open_llm(folder, device="cpu", dtype="float32", quantization=kind) as llm:
+        expected = ids(generate(llm, prompts, greedy(32)))
+    assert found["float32"] == expected
+    assert sum(a[0] == b[0] for a, b in zip(found["bfloat16"], expected, strict=True)) >= 2
+
+
 def test_ledger_adds_up(models: ModelShop) -> None:
     """With few tokens in a step, so that logits and sampling take more than the model does."""
     args = EngineArgs(

@@ -32,6 +32,7 @@ from tpengine.bench.timing import DecodeStep, ReadBandwidth, compare, measure_ce
 from tpengine.engine.llm_engine import LLMEngine
 from tpengine.engine_args import EngineArgs
 from tpengine.errors import ConfigError
+from tpengine.layers.gpu_quantized import WORKSPACE_BYTES
 from tpengine.options import option
 from tpengine.worker.device import cache_dtype, detect_device, resolve_dtype
 
@@ -130,11 +131,15 @@ def _bandwidth_of(device: str) -> Callable[[], float]:
 def step_bytes_of(engine: LLMEngine, device: str) -> int:
     """Bytes of weights that a decode step reads. It reads only single rows of the embedding and of
     the rotary angles. A tied output head reads the whole embedding if it is quantised or on a GPU,
-    and on CPU else a packed copy of it."""
+    and on CPU else a packed copy of it. A GPU keeps embedding and head in the dtype, and does not
+    read the workspace of quantised layers."""
     config = engine.get_model_config()
     dtype = resolve_dtype(config.dtype, device)
     num_rows, row_bytes = config.vocab_size, int(config.hf_config["hidden_size"]) * dtype.itemsize
-    if config.quantization is not None:  # 8 bits and a scale, see `ops.quantized.QuantizedWeight`
+    weights = engine.get_weights_bytes()
+    if config.quantization is not None and device != "cpu":
+        weights = [count - WORKSPACE_BYTES for count in weights]
+    elif config.quantization is not None:  # 8 bits and a scale, see `ops.quantized.QuantizedWeight`
         num_rows = -(-num_rows // 32) * 32
         row_bytes = -(-int(config.hf_config["hidden_size"]) // 32) * 32 + 2
     is_shared = device != "cpu" or config.quantization is not None
@@ -143,7 +148,7 @@ def step_bytes_of(engine: LLMEngine, device: str) -> int:
     angles = 4 * config.max_model_len * config.head_dim
     if not config.hf_config.get("rope_parameters"):
         angles = 0
-    return sum(engine.get_weights_bytes()) - num_rows * row_bytes - angles
+    return sum(weights) - num_rows * row_bytes - angles
 
 
 def _prediction(engine: LLMEngine, args: argparse.Namespace, point: Point, step_bytes: int) -> str:
