@@ -30,7 +30,7 @@ def make_weights(tp_size: int = 1, quantization: str | None = None) -> Weights:
 def test_quantized_layers(
     kind: str, num_bytes: int, on_gpu: bool, shared_bytes: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("tpengine.layers.quantized_linear.is_on_gpu", lambda weight: on_gpu)
+    monkeypatch.setattr("tpengine.layers.gpu_quantized.is_on_gpu", lambda weights: on_gpu)
     weights = make_weights(quantization=kind)
     for name in ("first", "second"):
         layer = ReplicatedLinear(weights, name, 36, 40, bias=True)

@@ -182,7 +182,7 @@ def rounded_for_gpu(folder: Path, kind: str) -> Any:
 def test_the_form_of_a_gpu_rounds_weights_alone(
     models: ModelShop, name: str, kind: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("tpengine.layers.quantized_linear.is_on_gpu", lambda weight: True)
+    monkeypatch.setattr("tpengine.layers.gpu_quantized.is_on_gpu", lambda weights: True)
     folder = models.folder(SPECS[name])
     with torch.inference_mode():
         model = BareModel(folder, quantization=kind)

@@ -116,7 +116,7 @@ def test_weights_of_few_bits(models: ModelShop, kind: str, monkeypatch: pytest.M
     for dtype in ("float32", "bfloat16"):
         with open_on_card(folder, dtype=dtype, quantization=kind) as llm:
             found[dtype] = ids(generate(llm, prompts, greedy(32)))
-    monkeypatch.setattr("tpengine.layers.quantized_linear.is_on_gpu", lambda weight: True)
+    monkeypatch.setattr("tpengine.layers.gpu_quantized.is_on_gpu", lambda weights: True)
     with open_llm(folder, device="cpu", dtype="float32", quantization=kind) as llm:
         expected = ids(generate(llm, prompts, greedy(32)))
     assert found["float32"] == expected

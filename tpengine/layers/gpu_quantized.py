@@ -74,9 +74,9 @@ def _kernel_takes(x: torch.Tensor) -> bool:
     return x.dtype != torch.float32 and whole
 
 
-def is_on_gpu(weight: torch.Tensor) -> bool:
-    """Whether a weight takes the form of this file, not that of a CPU."""
-    return weight.device.type != "cpu"
+def is_on_gpu(weights: Weights) -> bool:
+    """Whether weights take the form of this file, not that of a CPU."""
+    return weights.device.type != "cpu"
 
 
 def gpu_quantized_form(

@@ -8,7 +8,7 @@ from typing import Protocol
 
 import torch
 
-from tpengine.layers.gpu_quantized import gpu_quantized_form, is_on_gpu
+from tpengine.layers import gpu_quantized
 from tpengine.layers.weights import Weights
 from tpengine.ops.library import cpu_isa
 from tpengine.ops.linear import pack_linear_weight, packed_linear
@@ -81,8 +81,8 @@ def quantized_form(weight: torch.Tensor, weights: Weights) -> LinearForm | None:
     if weights.quantization is None:
         return None
     form = _INT4 if weights.quantization == "int4" else per_output(weight.shape[1])
-    if is_on_gpu(weight):
-        return gpu_quantized_form(weight, form, weights)
+    if gpu_quantized.is_on_gpu(weights):
+        return gpu_quantized.gpu_quantized_form(weight, form, weights)
     return QuantizedForm(quantize_weight(weight, form, weights.arena))
 
 
@@ -90,7 +90,7 @@ def quantized_vocabulary(weight: torch.Tensor, weights: Weights) -> QuantizedFor
     """Returns an embedding table or output head in 8 bits, whatever the quantization is: in 4 they
     would lose more than any other layer. None without a quantization, and on a GPU, where both stay
     in 16 bits."""
-    if weights.quantization is None or is_on_gpu(weight):
+    if weights.quantization is None or gpu_quantized.is_on_gpu(weights):
         return None
     return QuantizedForm(quantize_weight(weight, per_output(weight.shape[1]), weights.arena))
 
