@@ -13,12 +13,13 @@ import itertools
 import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 import torch
 
 from tpengine.distributed.parallel_state import ParallelState
 from tpengine.ops.huge_pages import HugePageArena
+from tpengine.ops.quantized import QuantizedFormat
 
 
 class TensorSource(Protocol):
@@ -27,6 +28,36 @@ class TensorSource(Protocol):
     def get_shape(self) -> list[int]: ...
 
     def __getitem__(self, index: Any) -> torch.Tensor: ...
+
+
+@dataclass(frozen=True, slots=True)
+class StoredGroups:
+    """A part of a weight in the numbers of its file.
+
+    Attributes:
+        q: uint8 `[rows, columns]`, 0 to 15 or 255.
+        scales: float16 `[rows, num_groups]`.
+        offsets: float16 `[rows, num_groups]`, or None; see `QuantizedFormat.offsets`.
+        order: int64 `[columns]`: column j of `q` belongs to input `order[j]`; None: to input j.
+    """
+
+    q: torch.Tensor
+    scales: torch.Tensor
+    offsets: torch.Tensor | None
+    format: QuantizedFormat
+    order: torch.Tensor | None = None
+
+
+@runtime_checkable
+class QuantizedSource(TensorSource, Protocol):
+    """A tensor of a file that stores groups. An index gives dequantised values, as of any other."""
+
+    def stored(self, rows: slice, columns: slice) -> StoredGroups | None:
+        """Returns a part as it is stored.
+
+        None: the part does not begin and end at a group's border, or the numbers of the file have
+        no such form. The caller then rounds dequantised values to 8 bits in groups of 32.
+        """
 
 
 class LoadedTensor:
