@@ -27,6 +27,8 @@ _MAX_TOP_K = 64
 class Router(ReplicatedLinear):
     """Decides between experts or weighs one; never quantised."""
 
+    may_be_stored = False
+
     def _choose(self, weight: torch.Tensor, weights: Weights) -> LinearForm | None:
         return packed_form(weight, weights)
 

@@ -1,16 +1,19 @@
-"""The forms that a linear layer's weight can have after loading: packed in 16 or 32 bits, or in
-groups of 4 or 8 bits."""
+"""The forms that a linear layer's weight can have after loading: packed in 16 or 32 bits, in groups
+of 4 or 8 bits, or parts of different forms."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Protocol
 
 import torch
+import torch.nn.functional as F
 
 from tpengine.layers.weights import Weights
+from tpengine.ops.huge_pages import HugePageArena
 from tpengine.ops.library import cpu_isa
 from tpengine.ops.linear import pack_linear_weight, packed_linear
+from tpengine.ops.linear_reference import LINEAR_PANEL
 from tpengine.ops.quantized import (
     QuantizedFormat,
     QuantizedWeight,
@@ -73,6 +76,63 @@ class QuantizedForm:
         out = token_ids.new_empty(len(token_ids), self.weight.in_features, dtype=dtype)
         quantized_embedding(out, self.weight, token_ids, scale)
         return out
+
+
+@dataclass(frozen=True, slots=True)
+class PlainForm:
+    """A part in the model's dtype where torch's own product is faster than a packed one."""
+
+    weight: torch.Tensor
+
+    @property
+    def nbytes(self) -> int:
+        return self.weight.nbytes
+
+    def multiply(self, out: torch.Tensor, x: torch.Tensor, bias: torch.Tensor | None) -> None:
+        """Writes `x W^T + bias` into `out`."""
+        out.copy_(F.linear(x, self.weight, bias))
+
+
+@dataclass(frozen=True, slots=True)
+class PartsForm:
+    """Outputs in several forms: layers that are one product, whose tensors have different types.
+
+    Attributes:
+        parts: of each its outputs and its form; together all outputs, in their order.
+    """
+
+    parts: tuple[tuple[slice, LinearForm], ...]
+
+    @property
+    def nbytes(self) -> int:
+        return sum(form.nbytes for _, form in self.parts)
+
+    def multiply(self, out: torch.Tensor, x: torch.Tensor, bias: torch.Tensor | None) -> None:
+        """Writes `x W^T + bias` into `out`."""
+        for outputs, form in self.parts:
+            form.multiply(out[:, outputs], x, None if bias is None else bias[outputs])
+
+
+def join(first: LinearForm, second: LinearForm) -> QuantizedForm | None:
+    """Returns two neighbouring parts as one; None: their formats differ, or the second does not
+    begin with a panel."""
+    if not isinstance(first, QuantizedForm) or not isinstance(second, QuantizedForm):
+        return None
+    one, other = first.weight, second.weight
+    if one.format != other.format or one.out_features % LINEAR_PANEL:
+        return None
+    packed = torch.cat([one.packed, other.packed])
+    return QuantizedForm(
+        replace(one, packed=packed, out_features=one.out_features + other.out_features)
+    )
+
+
+def into_arena(form: LinearForm, arena: HugePageArena) -> LinearForm:
+    """Moves a quantised weight into the memory that a CPU reads fastest."""
+    if not isinstance(form, QuantizedForm):
+        return form
+    packed = arena.empty(form.nbytes, torch.uint8).copy_(form.weight.packed)
+    return QuantizedForm(replace(form.weight, packed=packed))
 
 
 def quantized_form(weight: torch.Tensor, weights: Weights) -> QuantizedForm | None:

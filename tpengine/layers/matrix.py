@@ -1,0 +1,224 @@
+"""The weight of a linear layer while it is read, in the model's dtype or in its file's numbers.
+
+A layer declares views of an outline that has no memory. Memory is taken when the first part is
+read, and the layer gives the weight its form as soon as the last part is there. So loading a model
+takes the memory of its forms, and that of one layer before it has its form.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+
+from tpengine.layers.quantized_linear import (
+    LinearForm,
+    PartsForm,
+    PlainForm,
+    QuantizedForm,
+    into_arena,
+    join,
+    packed_form,
+)
+from tpengine.layers.weights import (
+    QuantizedSource,
+    TensorSource,
+    Weights,
+    WeightShard,
+    copy_part,
+)
+from tpengine.ops import huge_pages
+from tpengine.ops.linear_reference import LINEAR_PANEL
+from tpengine.ops.quantized import (
+    QuantizedFormat,
+    empty_quantized,
+    pack_quantized_into,
+    quantize_weight_into,
+)
+
+_ROUNDED = QuantizedFormat(8, 32)
+"""Of parts of a quantised file that cannot keep its numbers."""
+_VALUES_AT_ONCE = 1 << 20
+
+
+class Matrix:
+    """The weight `[out_features, in_features]` of a layer, or a table, until all parts are read.
+
+    Args:
+        take: called once with the whole weight: a tensor in the model's dtype, or a form if parts
+            of it have the numbers of their file.
+        may_store: False: it never has the numbers of its file.
+
+    Attributes:
+        outline: a tensor without memory. The targets of the declared parts are views of it.
+    """
+
+    def __init__(
+        self,
+        weights: Weights,
+        out_features: int,
+        in_features: int,
+        take: Callable[[torch.Tensor | LinearForm], None],
+        may_store: bool = True,
+    ) -> None:
+        shape = (out_features, in_features)
+        self.outline = torch.empty(shape, dtype=weights.dtype, device="meta")
+        self._weights = weights
+        self._take = take
+        self._may_store = may_store and weights.as_stored
+        self._values: torch.Tensor | None = None
+        self._parts: dict[range, QuantizedForm | None] = {}
+        """By outputs: a part in the numbers of its file; None: it is in `_values`."""
+        self._num_missing = self.outline.numel()
+
+    def read(self, shard: WeightShard, source: TensorSource, offset: int) -> torch.Tensor:
+        """Reads one part; returns one number of each row. See `weights.PartReader`."""
+        place = _Place.of(shard, source, offset)
+        form = None
+        if isinstance(source, QuantizedSource) and self._may_store and not place.is_empty:
+            form, numbers = self._read_stored(place, source)
+        else:
+            numbers = self._read_values(shard, source, offset)
+            self._weights.is_dequantized |= isinstance(source, QuantizedSource)
+        self._parts[place.target] = form
+        self._num_missing -= shard.target.numel()
+        if self._num_missing == 0:
+            whole, self._values, self._parts = self._whole(), None, {}
+            self._take(whole)
+        return numbers
+
+    def _read_values(self, shard: WeightShard, source: TensorSource, offset: int) -> torch.Tensor:
+        outline = self.outline
+        if self._values is None and self._weights.device.type == "cpu":
+            # In a mapping of its own: malloc keeps much of what is freed here for later.
+            self._values = huge_pages.empty(tuple(outline.shape), outline.dtype)
+        elif self._values is None:
+            self._values = torch.empty_like(outline, device=self._weights.device)
+        outline = shard.target
+        view = outline.shape, outline.stride(), int(outline.storage_offset())
+        numbers = copy_part(self._values.as_strided(*view), shard, source, offset)
+        return numbers.clone()  # a view would keep all values in memory
+
+    def _read_stored(
+        self, place: _Place, source: QuantizedSource
+    ) -> tuple[QuantizedForm, torch.Tensor]:
+        """Packs a part by pieces, so that little is held unpacked at a time."""
+        num_outputs, in_features = len(place.target), self.outline.shape[1]
+        is_whole = num_outputs == self.outline.shape[0]
+        weight, numbers = None, []
+        for rows in place.pieces():
+            groups = source.stored(rows, place.inputs)
+            if groups is not None and groups.order is not None:
+                groups = None  # no product reads its inputs in another order
+            if weight is None:
+                form = _ROUNDED if groups is None else groups.format
+                arena = self._weights.arena if is_whole else None  # other parts are moved there
+                weight = empty_quantized(num_outputs, in_features, form, arena)
+                if len(place.outputs) < num_outputs:
+                    weight.packed.zero_()
+            start = place.outputs.start
+            piece = weight.rows(rows.start - start, rows.stop - start)
+            if groups is None:
+                values = place.sort(place.values(source, rows).float())
+                values = F.pad(values, (0, in_features - values.shape[1])).contiguous()
+                quantize_weight_into(piece, values)
+                numbers.append(values[:, 0])
+            else:
+                q, scales = place.sort(groups.q), place.sort(groups.scales)
+                offsets = None if groups.offsets is None else place.sort(groups.offsets)
+                pack_quantized_into(piece, q, scales, offsets)
+                numbers.append(q[:, 0] * scales[:, 0].float())
+        assert weight is not None
+        return QuantizedForm(weight), torch.cat(numbers)
+
+    def _whole(self) -> torch.Tensor | LinearForm:
+        """Returns the weight; neighbouring parts of one format are joined."""
+        weights, values = self._weights, self._values
+        if not any(self._parts.values()):
+            assert values is not None
+            return values
+        found: list[tuple[slice, LinearForm]] = []
+        for outputs in sorted(self._parts, key=lambda outputs: outputs.start):
+            place, form = slice(outputs.start, outputs.stop), self._parts[outputs]
+            if form is None:
+                assert values is not None
+                own = values[place]
+                found.append((place, packed_form(own, weights) or PlainForm(own.clone())))
+                continue
+            weights.stored_bits.add(form.weight.format.bits)
+            joined = join(found[-1][1], form) if found else None
+            if joined is not None:
+                place, form = slice(found.pop()[0].start, outputs.stop), joined
+            found.append((place, form))
+        if len(self._parts) > 1:
+            found = [(place, into_arena(form, weights.arena)) for place, form in found]
+        return found[0][1] if len(found) == 1 else PartsForm(tuple(found))
+
+
+@dataclass(frozen=True, slots=True)
+class _Place:
+    """Where a part lies.
+
+    Attributes:
+        outputs, inputs: this rank's, in the source.
+        target: the part's outputs in the matrix, those included that are padding.
+        order: for each output of the part in the matrix its number in the source; None: the same.
+        is_transposed: whether an index of the source takes inputs first.
+    """
+
+    outputs: range
+    inputs: slice
+    target: range
+    order: torch.Tensor | None
+    is_transposed: bool
+
+    @classmethod
+    def of(cls, shard: WeightShard, source: TensorSource, offset: int) -> _Place:
+        """Returns the place of a part in the section of the source that begins at `offset`."""
+        ranges = [range(size) for size in source.get_shape()]
+        if shard.dim is not None:
+            start = offset + shard.start
+            ranges[shard.dim] = range(start, start + shard.length)
+        target = shard.target
+        if shard.is_transposed:
+            target, ranges = target.t(), ranges[::-1]
+        *sizes, in_features = target.shape
+        first, num_outputs = int(target.storage_offset()) // in_features, math.prod(sizes)
+        order = None
+        if shard.split:
+            strides = [stride // in_features for stride in target.stride()[:-1]]
+            order = torch.arange(num_outputs).as_strided(sizes, strides).flatten().argsort()
+        return cls(
+            outputs=ranges[0],
+            inputs=slice(ranges[1].start, ranges[1].stop),
+            target=range(first, first + num_outputs),
+            order=order,
+            is_transposed=shard.is_transposed,
+        )
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether all of the part is padding."""
+        return not self.outputs or self.inputs.start == self.inputs.stop
+
+    def pieces(self) -> Iterator[slice]:
+        """Yields outputs in the source: whole panels of a packed weight, up to the last one."""
+        at_once = len(self.outputs)
+        if self.order is None:
+            panel_values = LINEAR_PANEL * (self.inputs.stop - self.inputs.start)
+            at_once = max(1, _VALUES_AT_ONCE // panel_values) * LINEAR_PANEL
+        for start in range(self.outputs.start, self.outputs.stop, at_once):
+            yield slice(start, min(start + at_once, self.outputs.stop))
+
+    def values(self, source: TensorSource, outputs: slice) -> torch.Tensor:
+        """Returns dequantised values of some outputs."""
+        if self.is_transposed:
+            return source[self.inputs, outputs].t()
+        return source[outputs, self.inputs]
+
+    def sort(self, rows: torch.Tensor) -> torch.Tensor:
+        """Puts all rows of the part into their order in the matrix."""
+        return rows if self.order is None else rows[self.order]
