@@ -11,7 +11,7 @@ from tpengine.distributed.parallel_state import ParallelState
 from tpengine.engine_args import EngineArgs
 from tpengine.layers.gpu_quantized import WORKSPACE_BYTES
 from tpengine.layers.linear import ReplicatedLinear
-from tpengine.layers.weights import Weights
+from tpengine.layers.weights import LoadedTensor, Weights
 from tpengine.models.bloom import rank_alibi_slopes
 from tpengine.models.loader import load_model
 
@@ -33,9 +33,8 @@ def test_quantized_layers(
     monkeypatch.setattr("tpengine.layers.gpu_quantized.is_on_gpu", lambda weights: on_gpu)
     weights = make_weights(quantization=kind)
     for name in ("first", "second"):
-        layer = ReplicatedLinear(weights, name, 36, 40, bias=True)
-        assert layer.weight is not None
-        layer.weight.normal_()
+        ReplicatedLinear(weights, name, 36, 40, bias=True)
+        weights.read(f"{name}.weight", LoadedTensor(torch.randn(40, 36)))
     weights.finish()
     assert weights.num_bytes == 2 * (num_bytes + 40 * 4) + shared_bytes
 
