@@ -24,7 +24,7 @@ DEVICES = ("auto", "cpu", "cuda")
 PREEMPTION_MODES = ("auto", "recompute", "swap")
 SCHEDULING_POLICIES = ("fcfs", "priority")
 EXECUTORS = ("auto", "local", "ray")
-KV_CACHE_DTYPES = ("auto", "fp8", "fp8_e4m3")
+KV_CACHE_DTYPES = ("auto", "fp8", "fp8_e4m3", "int8")
 MODEL_IMPLS = ("auto", "tpengine", "transformers")
 ATTENTION_BACKENDS = ("auto", "xformers", "varlen", "sdpa")
 PLACEMENT_STRATEGIES = ("PACK", "SPREAD", "STRICT_PACK", "STRICT_SPREAD")
@@ -207,7 +207,8 @@ class CacheConfig:
         swap_space_bytes: host memory for the blocks of preempted sequences, per rank; None: the
             smaller of 4 GiB and 10 % of the free memory, divided by the ranks on that machine.
         enable_prefix_caching: whether prompts reuse full blocks with the same content.
-        kv_cache_dtype: one of `KV_CACHE_DTYPES`; auto is the model's dtype, fp8 is e4m3.
+        kv_cache_dtype: one of `KV_CACHE_DTYPES`; auto is the model's dtype, fp8 is e4m3, on GPUs
+            only, as int8 is on CPUs.
         num_gpu_blocks: device blocks of an engine's cache, in `LLMEngine.cache_config`; None
             elsewhere.
         num_cpu_blocks: the same for its host blocks.
@@ -371,6 +372,17 @@ class EngineConfig:
         if parallel.rank_cpu_kv_cache_bytes is not None:
             cache = replace(cache, cpu_kv_cache_bytes=parallel.rank_cpu_kv_cache_bytes[rank])
         return replace(self, cache=cache)
+
+
+def check_kv_cache_dtype(wanted: str, device: str) -> None:
+    """Raises ConfigError if the device, cpu or cuda, has no kernels for such a cache."""
+    kinds = {"fp8": ("cuda", "GPUs", "int8"), "int8": ("cpu", "CPUs", "fp8")}
+    for_device, devices, other = kinds.get(wanted, (device, "", ""))
+    if device != for_device:
+        raise ConfigError(
+            f"kv_cache_dtype = {wanted!r} has kernels for {devices} only, the device is {device}; "
+            f"use {other}, or leave it out"
+        )
 
 
 def lacks_arithmetic(dtype: str, device: str) -> bool:

@@ -61,6 +61,7 @@ AttentionArgs make_args(const char* op, const Tensor& out, const Tensor& q, cons
   AttentionArgs args = {};
   args.dtype = element_type(op, "q", q);
   const CacheShape shape = check_caches(op, k_cache, v_cache, q.dtype());
+  args.cache_dtype = shape.dtype;
   check_queries(op, out, q, shape);
   check_lengths(op, block_table, seq_lens, shape.block_size);
   if (options.alibi_slopes) {

@@ -3,21 +3,50 @@
 
 namespace tpengine::cpu {
 
-CacheShape check_caches(const char* op, const Tensor& k_cache, const Tensor& v_cache,
-                        int32_t dtype) {
+namespace {
+
+// [num_blocks, num_kv_heads, block_size, head_dim + 4] bytes each, the last 4 for a token's scale.
+CacheShape int8_shape(const char* op, const Tensor& k_cache, const Tensor& v_cache) {
+  check_dtype(op, "v_cache", v_cache, aoti_torch_dtype_int8());
+  check_dim(op, "k_cache", k_cache, 4);
+  check_dim(op, "v_cache", v_cache, 4);
+  for (int i = 0; i < 4; ++i) check_size(op, "v_cache", v_cache, i, k_cache.size(i));
+  const int64_t head_dim = k_cache.size(3) - kScaleBytes;
+  if (head_dim < 16 || head_dim % 16 != 0 || head_dim > kMaxHeadDim) {
+    fail(op, "head_dim of an int8 cache is " + std::to_string(head_dim) +
+                 "; expected a multiple of 16 from 16 to " + std::to_string(kMaxHeadDim));
+  }
+  return {CacheDType::kInt8, k_cache.size(0), k_cache.size(1),
+          head_dim,          k_cache.size(2), k_cache.size(1) * k_cache.size(2) * k_cache.size(3)};
+}
+
+CacheShape shape_as_model(const char* op, const Tensor& k_cache, const Tensor& v_cache,
+                          int32_t dtype) {
   check_dtype(op, "k_cache", k_cache, dtype);
   check_dtype(op, "v_cache", v_cache, dtype);
   check_dim(op, "k_cache", k_cache, 5);
   check_dim(op, "v_cache", v_cache, 5);
   const int64_t pack = dtype == aoti_torch_dtype_bfloat16() ? 2 : 1;
-  const CacheShape shape = {k_cache.size(0), k_cache.size(1), k_cache.size(2) * pack,
-                            k_cache.size(3)};
+  const int64_t num_kv_heads = k_cache.size(1), block_size = k_cache.size(3);
+  const int64_t head_dim = k_cache.size(2) * pack;
   check_size(op, "k_cache", k_cache, 4, pack);
-  check_size(op, "v_cache", v_cache, 0, shape.num_blocks);
-  check_size(op, "v_cache", v_cache, 1, shape.num_kv_heads);
-  check_size(op, "v_cache", v_cache, 2, shape.block_size / pack);
-  check_size(op, "v_cache", v_cache, 3, shape.head_dim);
+  check_size(op, "v_cache", v_cache, 0, k_cache.size(0));
+  check_size(op, "v_cache", v_cache, 1, num_kv_heads);
+  check_size(op, "v_cache", v_cache, 2, block_size / pack);
+  check_size(op, "v_cache", v_cache, 3, head_dim);
   check_size(op, "v_cache", v_cache, 4, pack);
+  return {CacheDType::kAsModel, k_cache.size(0),
+          num_kv_heads,         head_dim,
+          block_size,           num_kv_heads * block_size * head_dim * 4 / pack};
+}
+
+}  // namespace
+
+CacheShape check_caches(const char* op, const Tensor& k_cache, const Tensor& v_cache,
+                        int32_t dtype) {
+  const bool is_int8 = k_cache.dtype() == aoti_torch_dtype_int8();
+  const CacheShape shape =
+      is_int8 ? int8_shape(op, k_cache, v_cache) : shape_as_model(op, k_cache, v_cache, dtype);
   check_packed(op, "k_cache", k_cache);
   check_packed(op, "v_cache", v_cache);
   if (shape.block_size != 8 && shape.block_size != 16 && shape.block_size != 32) {
@@ -61,6 +90,7 @@ void write_kv_cache(const Tensor& k, const Tensor& v, const Tensor& k_cache, con
   check_packed(op, "v", v, 2);
   check_slots(op, slot_mapping, k.size(0), shape);
   const CacheWriteArgs args = {dtype,
+                               shape.dtype,
                                k.raw(),
                                v.raw(),
                                k_cache.raw(),
@@ -112,6 +142,7 @@ void rotary_write_kv_cache(const Tensor& positions, const Tensor& qkv, const Ten
                                   d,
                                   is_neox};
   const CacheWriteArgs write_args = {dtype,
+                                     shape.dtype,
                                      k,
                                      k + num_kv_heads * d * bytes,
                                      k_cache.raw(),
@@ -131,7 +162,7 @@ void rotary_write_kv_cache(const Tensor& positions, const Tensor& qkv, const Ten
 
 void copy_blocks(const Tensor& k_cache, const Tensor& v_cache, const Tensor& block_pairs) {
   const char* op = "copy_blocks";
-  element_type(op, "k_cache", k_cache);
+  if (k_cache.dtype() != aoti_torch_dtype_int8()) element_type(op, "k_cache", k_cache);
   const CacheShape shape = check_caches(op, k_cache, v_cache, k_cache.dtype());
   check_dtype(op, "block_pairs", block_pairs, aoti_torch_dtype_int64());
   check_dim(op, "block_pairs", block_pairs, 2);
@@ -145,10 +176,9 @@ void copy_blocks(const Tensor& k_cache, const Tensor& v_cache, const Tensor& blo
                    std::to_string(shape.num_blocks));
     }
   }
-  const int64_t element = k_cache.dtype() == aoti_torch_dtype_float32() ? 4 : 2;
-  const int64_t bytes = shape.num_kv_heads * shape.head_dim * shape.block_size * element;
+  const int64_t bytes = shape.block_bytes;
   char* caches[2] = {k_cache.data<char>(), v_cache.data<char>()};
-  parallel_for(2 * count, row_grain(bytes / element), [&](int64_t begin, int64_t end) {
+  parallel_for(2 * count, row_grain(bytes / 2), [&](int64_t begin, int64_t end) {
     for (int64_t i = begin; i < end; ++i) {
       char* cache = caches[i % 2];
       std::memmove(cache + pairs[i / 2 * 2 + 1] * bytes, cache + pairs[i / 2 * 2] * bytes,

@@ -6,6 +6,8 @@
 //   V [num_blocks, num_kv_heads, block_size / p, head_dim, p]
 // so that one vector holds p neighbours of the summed dimension for as many columns as it has
 // 32-bit lanes, which is what a bfloat16 dot-product instruction reads.
+// In int8 (p = 2) each [num_blocks, num_kv_heads] has its numbers in the same order, then
+// [block_size] float32 scales, one per token.
 #pragma once
 
 #include <cstdint>
@@ -14,14 +16,17 @@
 namespace tpengine::cpu {
 
 enum class DType { kFloat32, kBFloat16 };
+enum class CacheDType { kAsModel, kInt8 };
 
 constexpr int64_t kMaxHeadDim = 256;
+constexpr int64_t kScaleBytes = 4;  // of a token's K or V in int8
 // Keys of one partition. Softmax statistics are kept per partition and merged in the order of the
 // keys, so that a sequence's result depends neither on the batch nor on the threads.
 constexpr int64_t kPartitionSize = 1024;
 
 struct AttentionArgs {
   DType dtype;
+  CacheDType cache_dtype;
   void* out;  // [num_tokens, num_heads, head_dim]
   const void* q;
   const void* k_cache;
@@ -93,6 +98,7 @@ struct RotaryArgs {
 
 struct CacheWriteArgs {
   DType dtype;
+  CacheDType cache_dtype;
   const void* k;
   const void* v;
   void* k_cache;

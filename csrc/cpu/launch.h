@@ -94,18 +94,21 @@ inline void check_token_ids(const char* op, const Tensor& token_ids, int64_t cou
   }
 }
 
-// The scales of an fp8 cache, which the CPU does not have.
+// The scales of an fp8 cache, which the CPU does not have. An int8 cache holds its own.
 inline void check_no_scales(const char* op, double k_scale, double v_scale) {
   if (k_scale != 1.0 || v_scale != 1.0) {
     fail(op, "k_scale and v_scale are " + std::to_string(k_scale) + " and " +
-                 std::to_string(v_scale) + "; on CPU the cache has no scales: expected 1");
+                 std::to_string(v_scale) + "; on CPU these are for no cache: expected 1");
   }
 }
 
 // The K and V caches of one layer in the CPU layout.
 struct CacheShape {
+  CacheDType dtype;
   int64_t num_blocks, num_kv_heads, head_dim, block_size;
+  int64_t block_bytes;  // of K, and as many of V
 };
+// dtype: of the model; the caches have it too, or int8.
 CacheShape check_caches(const char* op, const Tensor& k_cache, const Tensor& v_cache,
                         int32_t dtype);
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 
@@ -30,6 +32,10 @@ def start(ranks: Ranks, config: EngineConfig) -> list[tuple[str, int]]:
 
 @pytest.fixture(scope="module")
 def alone(config: EngineConfig) -> tuple[int, list[StepOutput]]:
+    return run_alone(config)
+
+
+def run_alone(config: EngineConfig) -> tuple[int, list[StepOutput]]:
     """Bytes of weights, and answers, of a group of one rank."""
     state = Rank(0, 1)
     worker = state.kept["worker"] = Worker(config)
@@ -80,6 +86,16 @@ def test_same_tokens(
     ranks.start(0, imported_as_an_actor, "transformers")
     assert ranks.outcome(0) is False, "costs seconds, and no rank needs it"
     ranks.run(shut_down)
+
+
+def test_same_tokens_from_an_int8_cache(config: EngineConfig, two: Ranks) -> None:
+    """A head's scales do not depend on the rank that holds it."""
+    config = replace(config, cache=replace(config.cache, kv_cache_dtype="int8"))
+    _, expected = run_alone(config)
+    start(two, config)
+    for answer in two.run(run_steps):
+        assert [step.token_ids for step in answer] == [step.token_ids for step in expected]
+    two.run(shut_down)
 
 
 def test_failing_rank_tells_the_others(config: EngineConfig, two: Ranks) -> None:

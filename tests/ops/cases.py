@@ -16,6 +16,13 @@ NAN = float("nan")
 ISAS = library.supported_cpu_isas()
 BACKENDS = ("reference", *ISAS)
 DTYPES = (torch.float32, torch.bfloat16)
+CACHES = (
+    (torch.float32, torch.float32),
+    (torch.bfloat16, torch.bfloat16),
+    (torch.float32, torch.int8),
+    (torch.bfloat16, torch.int8),
+)
+"""Dtypes of a model and of its cache on a CPU."""
 # Relative Frobenius distance to float64 on the same inputs.
 ATTENTION_BOUND = {torch.float32: 3e-6, torch.bfloat16: 4e-3}
 
@@ -74,6 +81,11 @@ def hugging_face_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     return weight.double() * y.to(weight.dtype).double()
 
 
+def poisoned(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+    """A cache in which nothing is written: NaN, in int8 -1 with scales that are NaN."""
+    return torch.full(shape, -1 if dtype == torch.int8 else NAN, dtype=dtype)
+
+
 def nan_like(tensor: Tensor) -> Tensor:
     return torch.full_like(tensor, NAN)
 
@@ -82,6 +94,7 @@ def nan_like(tensor: Tensor) -> Tensor:
 class PagedCase:
     k: list[Tensor]  # dense, per sequence [seq_len, num_kv_heads, head_dim]
     v: list[Tensor]
+    given: list[tuple[Tensor, Tensor]]  # K and V before they were rounded to int8
     k_cache: Tensor
     v_cache: Tensor
     block_table: Tensor
@@ -93,7 +106,7 @@ class PagedCase:
         kv_heads, head_dim = self.k[0].shape[1:]
         qkv = torch.full((sum(counts), num_heads + 2 * kv_heads, head_dim), NAN)
         qkv[:, :num_heads] = torch.randn(sum(counts), num_heads, head_dim, generator=gen)
-        return qkv.to(self.k_cache.dtype)[:, :num_heads]
+        return qkv.to(self.given[0][0].dtype)[:, :num_heads]
 
 
 def place(case: PagedCase, seq: int, position: int) -> None:
@@ -110,6 +123,28 @@ def place(case: PagedCase, seq: int, position: int) -> None:
     case.v_cache[block, :, offset // pack, :, offset % pack] = v
 
 
+def place_bytes(case: PagedCase, seq: int) -> None:
+    """Rounds a sequence's K and V to int8 and writes them into the caches, by the definition of the
+    layout; the case then holds what the bytes stand for."""
+    position = torch.arange(int(case.seq_lens[seq]))
+    block = case.block_table[seq, position // case.block_size].long()[:, None]
+    offset = (position % case.block_size)[:, None]
+    for cache_, dense in ((case.k_cache, case.k), (case.v_cache, case.v)):
+        x, flat = dense[seq].float(), cache_.flatten(2)
+        d, head = torch.arange(x.shape[2]), torch.arange(x.shape[1])
+        if cache_ is case.k_cache:
+            at = d // 2 * 2 * case.block_size + 2 * offset + d % 2
+        else:
+            at = offset // 2 * 2 * x.shape[2] + 2 * d + offset % 2
+        largest = x.abs().amax(-1, keepdim=True)
+        numbers = (x * (torch.full_like(largest, 127.0) / largest)).round()
+        scales = largest / 127.0
+        flat[block[..., None], head[:, None], at[:, None]] = numbers.to(torch.int8)
+        all_scales = flat[:, :, case.block_size * x.shape[2] :].view(torch.float32)
+        all_scales[block, head, offset] = scales[..., 0]
+        dense[seq] = numbers * scales
+
+
 def make_case(
     lengths: list[int],
     num_kv_heads: int,
@@ -118,11 +153,14 @@ def make_case(
     gen: torch.Generator,
     block_size: int = 16,
     device_layout: str = "cpu",
+    cache_dtype: torch.dtype | None = None,
 ) -> PagedCase:
+    """A case with K and V of `dtype`; with an int8 cache they become what its bytes stand for."""
+    cache_dtype = cache_dtype or dtype
     counts = [-(-length // block_size) for length in lengths]
     num_blocks = sum(counts) + 3
     shapes = cache.kv_cache_shapes(
-        device_layout, dtype, num_blocks, block_size, num_kv_heads, head_dim
+        device_layout, cache_dtype, num_blocks, block_size, num_kv_heads, head_dim
     )
     free = torch.randperm(num_blocks, generator=gen).tolist()
     # Entries after a sequence's blocks must never be read.
@@ -131,16 +169,21 @@ def make_case(
         for i in range(count):
             table[seq, i] = free.pop()
     size = (num_kv_heads, head_dim)
+    k, v = ([torch.randn(n, *size, generator=gen).to(dtype) for n in lengths] for _ in range(2))
     case = PagedCase(
-        k=[torch.randn(n, *size, generator=gen).to(dtype) for n in lengths],
-        v=[torch.randn(n, *size, generator=gen).to(dtype) for n in lengths],
-        k_cache=torch.full(shapes[0], NAN, dtype=dtype),
-        v_cache=torch.full(shapes[1], NAN, dtype=dtype),
+        k=k,
+        v=v,
+        given=list(zip(k, v, strict=True)),
+        k_cache=poisoned(shapes[0], cache_dtype),
+        v_cache=poisoned(shapes[1], cache_dtype),
         block_table=table,
         seq_lens=torch.tensor(lengths, dtype=torch.int32),
         block_size=block_size,
     )
     for seq, length in enumerate(lengths):
+        if cache_dtype == torch.int8:
+            place_bytes(case, seq)
+            continue
         for position in range(length):
             place(case, seq, position)
     return case

@@ -13,7 +13,7 @@ from tpengine.ops import attention
 from .cases import (
     ATTENTION_BOUND,
     BACKENDS,
-    DTYPES,
+    CACHES,
     ISAS,
     PagedCase,
     backend,
@@ -42,7 +42,12 @@ OPTIONS = [
     (False, None, None), (True, None, None), (False, 20, None), (True, 1, None),
     (False, None, 0.7), (True, 20, 3.0),
 ]  # fmt: skip
-NAMES = list(itertools.product(BACKENDS, DTYPES))
+NAMES = [(name, *dtypes) for name, dtypes in itertools.product(BACKENDS, CACHES)]
+# in int8, which has its own operands only, a shape of each block size
+PROBLEMS = [
+    (*one, shape) for one in NAMES for shape in (SHAPES[1:4] if one[-1] == torch.int8 else SHAPES)
+]
+KERNELS = [one for one in NAMES if one[0] != "reference"]
 
 
 def _slopes(num_heads: int, use_alibi: bool) -> torch.Tensor | None:
@@ -51,12 +56,18 @@ def _slopes(num_heads: int, use_alibi: bool) -> torch.Tensor | None:
 
 @functools.cache
 def _problem(
-    shape: tuple[int, int, int, int], dtype: torch.dtype, lengths: tuple[int, ...], counts: tuple
+    shape: tuple[int, int, int, int],
+    dtypes: tuple[torch.dtype, torch.dtype],
+    lengths: tuple[int, ...],
+    counts: tuple,
 ) -> tuple[PagedCase, torch.Tensor, list[torch.Tensor]]:
     """A case, its queries, and the answer for each of OPTIONS."""
     num_heads, num_kv_heads, head_dim, block_size = shape
     gen = generator(num_heads * head_dim)
-    case = make_case(list(lengths), num_kv_heads, head_dim, dtype, gen, block_size)
+    dtype, cache_dtype = dtypes
+    case = make_case(
+        list(lengths), num_kv_heads, head_dim, dtype, gen, block_size, cache_dtype=cache_dtype
+    )
     q = case.queries(num_heads, list(counts), gen)
     expected = [
         dense_attention(case, q, list(counts), _slopes(num_heads, use_alibi), *rest)
@@ -93,12 +104,13 @@ def _prefill(
     return out
 
 
-@pytest.mark.parametrize("shape", SHAPES, ids=str)
-@pytest.mark.parametrize(("name", "dtype"), NAMES, ids=str)
-def test_decode_agrees_with_dense_float64(name: str, dtype: torch.dtype, shape: tuple) -> None:
+@pytest.mark.parametrize(("name", "dtype", "cache_dtype", "shape"), PROBLEMS, ids=str)
+def test_decode_agrees_with_dense_float64(
+    name: str, dtype: torch.dtype, cache_dtype: torch.dtype, shape: tuple
+) -> None:
     block_size = shape[3]
     lengths = (1, block_size - 1, block_size, block_size + 1, 0, 2, 77, 255, 256, 257)
-    case, q, expected = _problem(shape, dtype, lengths, (1,) * len(lengths))
+    case, q, expected = _problem(shape, (dtype, cache_dtype), lengths, (1,) * len(lengths))
     for (use_alibi, *rest), answer in zip(OPTIONS, expected, strict=True):
         slopes = _slopes(shape[0], use_alibi)
         with backend(name) as op:
@@ -107,14 +119,15 @@ def test_decode_agrees_with_dense_float64(name: str, dtype: torch.dtype, shape: 
         assert not out[4].any(), "a sequence of length 0 gives zeros"
 
 
-@pytest.mark.parametrize("shape", SHAPES, ids=str)
-@pytest.mark.parametrize(("name", "dtype"), NAMES, ids=str)
-def test_prefill_agrees_with_dense_float64(name: str, dtype: torch.dtype, shape: tuple) -> None:
+@pytest.mark.parametrize(("name", "dtype", "cache_dtype", "shape"), PROBLEMS, ids=str)
+def test_prefill_agrees_with_dense_float64(
+    name: str, dtype: torch.dtype, cache_dtype: torch.dtype, shape: tuple
+) -> None:
     block_size = shape[3]
     # whole prompts, chunks over cached context, single queries, and a sequence without queries
     lengths = (1, block_size, block_size + 1, 65, 33, 20, 280)
     counts = (1, block_size, block_size + 1, 7, 1, 0, 30)
-    case, q, expected = _problem(shape, dtype, lengths, counts)
+    case, q, expected = _problem(shape, (dtype, cache_dtype), lengths, counts)
     starts = [0, *itertools.accumulate(counts)]
     for (use_alibi, *limits), answer in zip(OPTIONS, expected, strict=True):
         rest = (shape[2] ** -0.5, _slopes(shape[0], use_alibi), *limits)
@@ -123,11 +136,13 @@ def test_prefill_agrees_with_dense_float64(name: str, dtype: torch.dtype, shape:
         assert relative_error(out, answer) < ATTENTION_BOUND[dtype]
 
 
-@pytest.mark.parametrize(("name", "dtype"), NAMES, ids=str)
-def test_long_context_over_several_partitions(name: str, dtype: torch.dtype) -> None:
+@pytest.mark.parametrize(("name", "dtype", "cache_dtype"), NAMES, ids=str)
+def test_long_context_over_several_partitions(
+    name: str, dtype: torch.dtype, cache_dtype: torch.dtype
+) -> None:
     gen = generator(1)
     lengths = [1023, 1024, 1025, 2100]
-    case = make_case(lengths, 1, 64, dtype, gen)
+    case = make_case(lengths, 1, 64, dtype, gen, cache_dtype=cache_dtype)
     counts = [1] * len(lengths)
     q = case.queries(6, counts, gen)
     for rest in ((None, None), (1500, 1.0)):
@@ -137,12 +152,14 @@ def test_long_context_over_several_partitions(name: str, dtype: torch.dtype) -> 
         assert relative_error(out, expected) < ATTENTION_BOUND[dtype]
 
 
-@pytest.mark.parametrize(("name", "dtype"), list(itertools.product(ISAS, DTYPES)), ids=str)
-def test_a_sequence_is_the_same_alone_and_in_a_crowd(name: str, dtype: torch.dtype) -> None:
+@pytest.mark.parametrize(("name", "dtype", "cache_dtype"), KERNELS, ids=str)
+def test_a_sequence_is_the_same_alone_and_in_a_crowd(
+    name: str, dtype: torch.dtype, cache_dtype: torch.dtype
+) -> None:
     """The same bits with other neighbours, other threads, and other chunks of the prompt."""
     gen = generator(3)
     lengths = [2300, 40, 1030, 300, 17, 1, 512]
-    case = make_case(lengths, 2, 64, dtype, gen)
+    case = make_case(lengths, 2, 64, dtype, gen, cache_dtype=cache_dtype)
     q = case.queries(14, [1] * len(lengths), gen)
     with backend(name):
         for window in (None, 1100):
@@ -163,14 +180,14 @@ def test_a_sequence_is_the_same_alone_and_in_a_crowd(name: str, dtype: torch.dty
                     assert torch.equal(out, expected[rows])
 
 
-@pytest.mark.parametrize(("name", "dtype"), list(itertools.product(ISAS, DTYPES)), ids=str)
+@pytest.mark.parametrize(("name", "dtype", "cache_dtype"), KERNELS, ids=str)
 @pytest.mark.parametrize("window", [None, 300])
 def test_chunks_of_a_prompt_give_what_the_whole_gives(
-    name: str, dtype: torch.dtype, window: int | None
+    name: str, dtype: torch.dtype, cache_dtype: torch.dtype, window: int | None
 ) -> None:
     gen = generator(4)
     length = 1100
-    case = make_case([length], 1, 64, dtype, gen)
+    case = make_case([length], 1, 64, dtype, gen, cache_dtype=cache_dtype)
     q = case.queries(3, [length], gen)
 
     def chunk(first: int, last: int) -> torch.Tensor:

@@ -7,9 +7,20 @@ import torch
 
 from tpengine.ops import cache
 
-from .cases import BACKENDS, DTYPES, ISAS, backend, generator, make_case, nan_like, same, threads
+from .cases import (
+    BACKENDS,
+    CACHES,
+    DTYPES,
+    ISAS,
+    backend,
+    generator,
+    make_case,
+    poisoned,
+    same,
+    threads,
+)
 
-NAMES = list(itertools.product(BACKENDS, DTYPES))
+NAMES = [(name, *dtypes) for name, dtypes in itertools.product(BACKENDS, CACHES)]
 
 
 def test_shapes_hold_the_same_number_of_elements_on_every_device() -> None:
@@ -18,17 +29,18 @@ def test_shapes_hold_the_same_number_of_elements_on_every_device() -> None:
         cuda = cache.kv_cache_shapes("cuda", dtype, 10, 16, 2, 64)
         assert {torch.Size(s).numel() for s in (*cpu, *cuda)} == {10 * 16 * 2 * 64}
     assert cpu == ((10, 2, 32, 16, 2), (10, 2, 8, 64, 2))
+    assert cache.kv_cache_shapes("cpu", torch.int8, 10, 16, 2, 64) == ((10, 2, 16, 68),) * 2
     assert cuda == ((10, 16, 2, 64),) * 2
 
 
 @pytest.mark.parametrize("block_size", [8, 16, 32])
-@pytest.mark.parametrize(("name", "dtype"), NAMES, ids=str)
+@pytest.mark.parametrize(("name", "dtype", "cache_dtype"), NAMES, ids=str)
 def test_write_fills_the_named_slots_and_nothing_else(
-    name: str, dtype: torch.dtype, block_size: int
+    name: str, dtype: torch.dtype, cache_dtype: torch.dtype, block_size: int
 ) -> None:
     gen = generator(0)
-    case = make_case([45, 7], 3, 48, dtype, gen, block_size)
-    k_cache, v_cache = nan_like(case.k_cache), nan_like(case.v_cache)
+    case = make_case([45, 7], 3, 48, dtype, gen, block_size, cache_dtype=cache_dtype)
+    k_cache, v_cache = (poisoned(x.shape, cache_dtype) for x in (case.k_cache, case.v_cache))
     slots = [
         int(case.block_table[seq, i // block_size]) * block_size + i % block_size
         for seq, length in enumerate((45, 7))
@@ -36,8 +48,8 @@ def test_write_fills_the_named_slots_and_nothing_else(
     ]
     # strided views of a packed qkv with 5 query heads; two rows that are not cached
     qkv = torch.full((54, 11, 48), float("nan"), dtype=dtype)
-    qkv[:52, 5:8] = torch.cat(case.k)
-    qkv[:52, 8:] = torch.cat(case.v)
+    qkv[:52, 5:8] = torch.cat([k for k, _ in case.given])
+    qkv[:52, 8:] = torch.cat([v for _, v in case.given])
     order = torch.randperm(54, generator=gen)
     slot_mapping = torch.tensor([*slots, -1, -1], dtype=torch.int32)[order]
     shuffled = qkv[order]
@@ -48,9 +60,9 @@ def test_write_fills_the_named_slots_and_nothing_else(
 
 
 @pytest.mark.parametrize("is_neox", [True, False])
-@pytest.mark.parametrize(("name", "dtype"), NAMES, ids=str)
+@pytest.mark.parametrize(("name", "dtype", "cache_dtype"), NAMES, ids=str)
 def test_fused_rotary_and_write_equal_the_two_ops(
-    name: str, dtype: torch.dtype, is_neox: bool
+    name: str, dtype: torch.dtype, cache_dtype: torch.dtype, is_neox: bool
 ) -> None:
     gen = generator(2)
     num_heads, num_kv_heads, head_dim, num_tokens = 6, 2, 64, 50
@@ -60,9 +72,8 @@ def test_fused_rotary_and_write_equal_the_two_ops(
     positions = torch.randint(0, 100, (num_tokens,), generator=gen, dtype=torch.int32)
     slots = torch.randperm(128, generator=gen)[:num_tokens].int()
     slots[7] = -1
-    shapes = cache.kv_cache_shapes("cpu", dtype, 8, 16, num_kv_heads, head_dim)
-    fused = [torch.full(shape, float("nan"), dtype=dtype) for shape in shapes]
-    apart = [torch.full(shape, float("nan"), dtype=dtype) for shape in shapes]
+    shapes = cache.kv_cache_shapes("cpu", cache_dtype, 8, 16, num_kv_heads, head_dim)
+    fused, apart = ([poisoned(shape, cache_dtype) for shape in shapes] for _ in range(2))
     with backend(name) as op:
         op("rotary_write_kv_cache")(
             positions, qkv, table, slots, *fused, num_heads, num_kv_heads, is_neox
@@ -74,8 +85,11 @@ def test_fused_rotary_and_write_equal_the_two_ops(
     assert same(fused[1], apart[1])
 
 
-@pytest.mark.parametrize(("name", "dtype"), list(itertools.product(ISAS, DTYPES)), ids=str)
-def test_a_prompt_is_written_the_same_by_several_threads(name: str, dtype: torch.dtype) -> None:
+@pytest.mark.parametrize("name", ISAS)
+@pytest.mark.parametrize(("dtype", "cache_dtype"), CACHES, ids=str)
+def test_a_prompt_is_written_the_same_by_several_threads(
+    name: str, dtype: torch.dtype, cache_dtype: torch.dtype
+) -> None:
     """Two tokens may share a line of the cache and belong to two threads."""
     gen = generator(5)
     num_tokens, num_blocks = 431, 28
@@ -83,28 +97,35 @@ def test_a_prompt_is_written_the_same_by_several_threads(name: str, dtype: torch
     table = torch.randn(num_tokens, 64, generator=gen)
     positions = torch.arange(num_tokens, dtype=torch.int32)
     slots = positions + 5
-    shapes = cache.kv_cache_shapes("cpu", dtype, num_blocks, 16, 1, 64)
+    shapes = cache.kv_cache_shapes("cpu", cache_dtype, num_blocks, 16, 1, 64)
     results = []
     with backend(name) as op:
         for count in (1, *[4] * 10):
-            caches = [torch.full(shape, float("nan"), dtype=dtype) for shape in shapes]
+            caches = [poisoned(shape, cache_dtype) for shape in shapes]
             rotated = qkv.clone()
             with threads(count):
                 op("rotary_write_kv_cache")(positions, rotated, table, slots, *caches, 1, 1, True)
             results.append((rotated, *caches))
-    written = results[0][2].view(num_blocks, 16 // shapes[1][4], 64, shapes[1][4])
-    assert int((~written.isnan()).sum()) == num_tokens * 64
+    if cache_dtype == torch.int8:
+        num_written = int(
+            (~results[0][2].flatten(2)[:, :, 16 * 64 :].view(torch.float32).isnan()).sum()
+        )
+        assert num_written == num_tokens
+    else:
+        assert int((~results[0][2].isnan()).sum()) == num_tokens * 64
     for rotated, k_cache, v_cache in results[1:]:
         assert torch.equal(rotated, results[0][0])
         assert same(k_cache, results[0][1])
         assert same(v_cache, results[0][2])
 
 
-@pytest.mark.parametrize(("name", "dtype"), NAMES, ids=str)
-def test_copy_blocks(name: str, dtype: torch.dtype) -> None:
+@pytest.mark.parametrize(("name", "dtype", "cache_dtype"), NAMES, ids=str)
+def test_copy_blocks(name: str, dtype: torch.dtype, cache_dtype: torch.dtype) -> None:
     gen = generator(3)
-    shapes = cache.kv_cache_shapes("cpu", dtype, 20, 16, 2, 64)
-    k_cache, v_cache = (torch.randn(shape, generator=gen).to(dtype) for shape in shapes)
+    shapes = cache.kv_cache_shapes("cpu", cache_dtype, 20, 16, 2, 64)
+    k_cache, v_cache = (
+        (30 * torch.randn(shape, generator=gen)).to(cache_dtype) for shape in shapes
+    )
     expected_k, expected_v = k_cache.clone(), v_cache.clone()
     pairs = [(0, 5), (0, 6), (19, 1), (3, 18)]
     for source, target in pairs:
@@ -114,3 +135,28 @@ def test_copy_blocks(name: str, dtype: torch.dtype) -> None:
         op("copy_blocks")(k_cache, v_cache, torch.empty(0, 2, dtype=torch.int64))
     assert torch.equal(k_cache, expected_k)
     assert torch.equal(v_cache, expected_v)
+
+
+@pytest.mark.parametrize("name", BACKENDS)
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_int8_of_unusual_numbers(name: str, dtype: torch.dtype) -> None:
+    """Zeros and numbers next to zero, ties, and numbers that are not finite, in K and V alike."""
+    k = torch.zeros(5, 1, 16)
+    k[1, 0, 3], k[2, 0, :4] = -1e-35, torch.tensor([127.0, -2.5, 1.5, 0.5])
+    k[3, 0, 7], k[4, 0, 15] = float("nan"), float("-inf")
+    shape = cache.kv_cache_shapes("cpu", torch.int8, 1, 8, 1, 16)[0]
+    k_cache, v_cache = poisoned(shape, torch.int8), poisoned(shape, torch.int8)
+    with backend(name) as op:
+        op("write_kv_cache")(k.to(dtype), k.to(dtype), k_cache, v_cache, torch.arange(5).int())
+    numbers = (
+        k_cache.flatten()[: 8 * 16].view(8, 8, 2).transpose(0, 1).reshape(8, 16)[:5],
+        v_cache.flatten()[: 8 * 16].view(4, 16, 2).transpose(1, 2).reshape(8, 16)[:5],
+    )
+    for found in numbers:
+        assert found[2].tolist() == [127, -2, 2, 0, *[0] * 12]
+        assert not found[[0, 1, 3, 4]].any()
+    for x in (k_cache, v_cache):
+        scales = x.flatten()[8 * 16 :].view(torch.float32)
+        assert scales[[0, 2]].tolist() == [0.0, 1.0]
+        assert 0 <= float(scales[1]) < 1e-36
+        assert scales[3:].isnan().all()

@@ -128,6 +128,20 @@ WRONG = [
     ("write_kv_cache", _replaced(4, lambda t: t + 1), r"slot_mapping\[4\] is 96.*below 96"),
     ("write_kv_cache", _replaced(4, lambda t: t.long()), "slot_mapping is int64; expected int32"),
     ("write_kv_cache", lambda a: (*a, 0.5, 1.0), "k_scale.* 0.5.*on CPU.*expected 1"),
+    (
+        "write_kv_cache",
+        lambda a: (
+            *a[:2],
+            *[torch.zeros(6, 2, 16, 68, dtype=torch.int8)[:, :, :, i:] for i in (0, 4)],
+            a[4],
+        ),
+        r"v_cache has shape \[6, 2, 16, 64\]; expected size 68",
+    ),
+    (
+        "paged_attention",
+        lambda a: (*a[:2], *[torch.zeros(6, 2, 16, 64, dtype=torch.int8)] * 2, *a[4:]),
+        "head_dim of an int8 cache is 60; expected a multiple of 16",
+    ),
     ("rotary_embedding", _replaced(0, lambda t: t + 1), r"positions\[1\] is 8.*rows 0 to 7"),
     ("rotary_embedding", _replaced(3, lambda t: t[:, :7].contiguous()), "is 7; expected an even"),
     ("rotary_embedding", _replaced(3, lambda t: t.repeat(1, 2)), "is 128; the limit is 64"),

@@ -9,13 +9,13 @@ from tpengine.messages import BlockMoves
 from tpengine.worker.cache_engine import CacheEngine
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.int8])
 def test_contents_survive_the_way_there_and_back(dtype: torch.dtype) -> None:
     engine = CacheEngine(torch.device("cpu"), dtype, 8, 8, 2, 2, 16, num_host_blocks=5)
     generator = torch.Generator().manual_seed(3)
     for k_cache, v_cache in engine.kv_caches:
         for cache in (k_cache, v_cache):
-            cache.copy_(torch.randn(cache.shape, generator=generator))
+            cache.copy_(30 * torch.randn(cache.shape, generator=generator))
     before = [(k.clone(), v.clone()) for k, v in engine.kv_caches]
     engine.move(BlockMoves(swap_outs=[(1, 3), (2, 4), (6, 0)]))
     for k_cache, v_cache in engine.kv_caches:

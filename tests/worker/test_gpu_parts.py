@@ -280,6 +280,8 @@ def test_fp8_is_for_gpus(models: ModelShop) -> None:
     assert device.cache_dtype(made.cache.kv_cache_dtype, torch.bfloat16) == torch.float8_e4m3fn
     assert (made.kernels.attention_backend, made.kernels.enforce_eager) == ("sdpa", True)
     assert device.cache_dtype("auto", torch.bfloat16) == torch.bfloat16
+    with pytest.raises(ConfigError, match=r"kv_cache_dtype = 'int8'.*CPUs only.*use fp8"):
+        config(models, kv_cache_dtype="int8", attention_backend="sdpa", enforce_eager=True)
 
 
 def test_a_worker_reserves_what_it_will_take(

@@ -1,8 +1,8 @@
 """The quality of a dtype or quantization: perplexity of one text under several variants.
 
 The text is --text, or documents that the model writes itself, in float32 at temperature 1 and from
-fixed seeds: no model predicts such a text better than the float32 model. --dtype and --quantization
-have no effect.
+fixed seeds: no model predicts such a text better than the float32 model. --dtype, --quantization
+and --kv-cache-dtype have no effect.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ import argparse
 import math
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 from tqdm import tqdm
 
@@ -21,11 +22,13 @@ from tpengine.llm import LLM
 from tpengine.options import option
 from tpengine.sampling_params import SamplingParams
 
-_VARIANTS: dict[str, dict[str, str | None]] = {
-    "float32": {"dtype": "float32", "quantization": None},
-    "bfloat16": {"dtype": "bfloat16", "quantization": None},
-    "bfloat16 int8": {"dtype": "bfloat16", "quantization": "int8"},
-    "bfloat16 int4": {"dtype": "bfloat16", "quantization": "int4"},
+_PLAIN = {"quantization": None, "kv_cache_dtype": "auto"}
+_VARIANTS: dict[str, dict[str, Any]] = {
+    "float32": _PLAIN | {"dtype": "float32"},
+    "bfloat16": _PLAIN | {"dtype": "bfloat16"},
+    "bfloat16, int8 KV cache": _PLAIN | {"dtype": "bfloat16", "kv_cache_dtype": "int8"},
+    "bfloat16 int8": _PLAIN | {"dtype": "bfloat16", "quantization": "int8"},
+    "bfloat16 int4": _PLAIN | {"dtype": "bfloat16", "quantization": "int4"},
 }
 _WINDOW = 256
 _OPENINGS = ["Hello, my name is", "The capital of", "Once upon a time", "The future of"]
@@ -65,7 +68,7 @@ def run(args: argparse.Namespace) -> int:
     for name, fields in tqdm(_VARIANTS.items(), desc="variants", unit="variant"):
         perplexity = _perplexity(replace(engine_args, **fields), windows)
         base = base or perplexity
-        print(f"{name:<14} perplexity {perplexity:.4f}   ({100 * (perplexity / base - 1):+.2f} %)")
+        print(f"{name:<23} perplexity {perplexity:.4f}   ({100 * (perplexity / base - 1):+.2f} %)")
     return 0
 
 
@@ -90,7 +93,7 @@ def _write(num_documents: int, engine_args: EngineArgs) -> list[list[int]]:
     params = [
         SamplingParams(temperature=1.0, seed=i, max_tokens=_WINDOW) for i in range(len(prompts))
     ]
-    with _llm(replace(engine_args, dtype="float32", quantization=None)) as llm:
+    with _llm(replace(engine_args, **_VARIANTS["float32"])) as llm:
         outputs = llm.generate(prompts, params, use_tqdm=False)
     return [[*output.prompt_token_ids, *output.outputs[0].token_ids] for output in outputs]
 

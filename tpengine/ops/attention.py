@@ -190,8 +190,9 @@ def paged_attention(
     Args:
         out: `[num_seqs, num_heads, head_dim]`, written; zeros for a sequence of length 0.
         q: `[num_seqs, num_heads, head_dim]`; any strides, last dimension contiguous.
-        k_cache, v_cache: of one layer, shaped by `ops.cache.kv_cache_shapes`; dtype of q, or
-            float8_e4m3fn on a GPU. Slots beyond a sequence's length may hold any value, even NaN.
+        k_cache, v_cache: of one layer, shaped by `ops.cache.kv_cache_shapes`; dtype of q, or int8
+            on a CPU, or float8_e4m3fn on a GPU. Slots beyond a sequence's length may hold any
+            value, even NaN.
         block_table: int32 `[num_seqs, max_blocks]`; entries beyond a sequence's blocks are ignored.
         seq_lens: int32 `[num_seqs]`, tokens including the one whose query this is.
         scale: factor on the products of q and k.
@@ -207,7 +208,9 @@ def paged_attention(
     Block sizes 8, 16 and 32. On CPU: float32 and bfloat16, head_dim a multiple of 16 up to 256; a
     sequence's result does not depend on the other sequences nor on the number of threads. On CUDA:
     float32, float16, bfloat16, head_dim up to 256 (`check_decode_support`); products of 16-bit
-    numbers are summed in float32, and fp8 numbers are 16-bit ones before they are multiplied.
+    numbers are summed in float32, and fp8 numbers are 16-bit ones before they are multiplied. So
+    are the numbers of an int8 cache, which are exact in bfloat16; the scale of a key multiplies its
+    score, that of a value its probability.
 
     Raises:
         RuntimeError: an argument's dtype, shape or strides do not fit. Block ids are not checked.

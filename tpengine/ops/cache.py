@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from tpengine.ops import library as _library  # noqa: F401 (defines the ops)
+from tpengine.ops.reference import SCALE_BYTES
 
 _write_kv_cache = torch.ops.tpengine.write_kv_cache.default
 _rotary_write_kv_cache = torch.ops.tpengine.rotary_write_kv_cache.default
@@ -38,11 +39,17 @@ def kv_cache_shapes(
         V  [num_blocks, num_kv_heads, block_size / p, head_dim, p]
 
     p neighbours of the summed dimension are adjacent in memory, because the bfloat16 dot-product
-    instructions read pairs. On other devices both are
-    `[num_blocks, block_size, num_kv_heads, head_dim]`.
+    instructions read pairs. In int8 both are `[num_blocks, num_kv_heads, block_size, head_dim + 4]`
+    bytes: a head of a block is its numbers in the order above, with p = 2, then `[block_size]`
+    float32 scales, one per token.
+
+    On other devices both are `[num_blocks, block_size, num_kv_heads, head_dim]`.
     """
     if device_type != "cpu":
         shape = (num_blocks, block_size, num_kv_heads, head_dim)
+        return shape, shape
+    if dtype == torch.int8:
+        shape = (num_blocks, num_kv_heads, block_size, head_dim + SCALE_BYTES)
         return shape, shape
     pack = 4 // dtype.itemsize
     return (
@@ -65,8 +72,9 @@ def write_kv_cache(
     Args:
         k, v: `[num_tokens, num_kv_heads, head_dim]`; views with any strides whose last dimension
             is contiguous (parts of a packed qkv).
-        k_cache, v_cache: shaped by `kv_cache_shapes`, same dtype as k, or on a GPU float8_e4m3fn
-            for 16-bit k; written.
+        k_cache, v_cache: shaped by `kv_cache_shapes`, same dtype as k, or on a CPU int8, or on a
+            GPU float8_e4m3fn for 16-bit k; written. In int8 each token and head has its own scale,
+            its largest magnitude / 127; the scale is NaN if a number is not finite.
         slot_mapping: int32 `[num_tokens]`, block * block_size + offset; -1: not written.
         k_scale, v_scale: an fp8 cache holds k / k_scale and v / v_scale, saturated at 448.
 

@@ -1,7 +1,7 @@
 """Every op in plain torch: the standard for tests of the kernels, and the fallback without them.
 
-A KV cache has one of the two layouts of `ops.cache.kv_cache_shapes`: five dimensions (CPU) or four
-(CUDA). Only the second may be fp8 (e4m3).
+A KV cache has a layout of `ops.cache.kv_cache_shapes`: five dimensions (CPU), four in int8
+(CPU), or four of another type (CUDA). Only the last may be fp8 (e4m3).
 """
 
 from __future__ import annotations
@@ -13,6 +13,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 LARGEST_E4M3 = 448.0
+SCALE_BYTES = 4
+"""Of a token's K or V of one head in int8."""
 CHUNK = 16
 """In tokens; all borders of a plan's items are multiples of it (`kChunk` in csrc)."""
 
@@ -24,6 +26,11 @@ def _bits(tensor: Tensor) -> Tensor:
 
 def gather_pages(k_cache: Tensor, v_cache: Tensor, block_ids: Tensor) -> tuple[Tensor, Tensor]:
     """Returns K and V of these blocks, each `[num_blocks * block_size, num_kv_heads, head_dim]`."""
+    if k_cache.dtype == torch.int8:
+        k, _, k_scales = int8_views(k_cache[block_ids.long()])
+        _, v, v_scales = int8_views(v_cache[block_ids.long()])
+        k, v = k.flatten(3).float(), v.flatten(1, 2).float()
+        return (k * k_scales[..., None]).flatten(0, 1), (v * v_scales[..., None]).flatten(0, 1)
     k, v = (_bits(cache)[block_ids.long()].view(cache.dtype) for cache in (k_cache, v_cache))
     if k_cache.dim() == 5:
         k = k.permute(0, 3, 1, 2, 4).flatten(3)
@@ -31,8 +38,33 @@ def gather_pages(k_cache: Tensor, v_cache: Tensor, block_ids: Tensor) -> tuple[T
     return k.flatten(0, 1), v.flatten(0, 1)
 
 
+def int8_views(cache: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Returns views of an int8 cache: its numbers if it holds K, `[num_blocks, block_size,
+    num_kv_heads, head_dim / 2, 2]`, if it holds V, `[num_blocks, block_size / 2, 2, num_kv_heads,
+    head_dim]`, and its scales, `[num_blocks, block_size, num_kv_heads]`."""
+    block_size, head_dim = cache.shape[2], cache.shape[3] - SCALE_BYTES
+    sizes = [block_size * head_dim, block_size * SCALE_BYTES]
+    numbers, scales = cache.flatten(2).split(sizes, dim=2)
+    k = numbers.unflatten(2, (head_dim // 2, block_size, 2)).permute(0, 3, 1, 2, 4)
+    v = numbers.unflatten(2, (block_size // 2, head_dim, 2)).permute(0, 2, 4, 1, 3)
+    return k, v, scales.view(torch.float32).transpose(1, 2)
+
+
 def block_size_of(k_cache: Tensor) -> int:
+    if k_cache.dtype == torch.int8:
+        return k_cache.shape[2]
     return k_cache.shape[3] if k_cache.dim() == 5 else k_cache.shape[1]
+
+
+def to_int8(x: Tensor) -> tuple[Tensor, Tensor]:
+    """Rounds `[..., head_dim]` to int8 with a scale for each `[...]`."""
+    x = x.float()
+    largest = x.abs().amax(-1)
+    is_sound = x.isfinite().all(-1)
+    # Python's `127.0 / largest` would be the reciprocal times 127, which is rounded twice.
+    inverse = torch.where(largest > 1e-30, largest.new_tensor(127.0) / largest, 0.0)
+    numbers = torch.where(is_sound[..., None], x * inverse[..., None], 0.0).round()
+    return numbers.to(torch.int8), torch.where(is_sound, largest / 127.0, float("nan"))
 
 
 def _as_cached(x: Tensor, dtype: torch.dtype, scale: float) -> Tensor:
@@ -54,10 +86,17 @@ def write_kv_cache(
 ) -> None:
     cached = slot_mapping >= 0
     slots = slot_mapping[cached].long()
-    k = _as_cached(k[cached], k_cache.dtype, k_scale)
-    v = _as_cached(v[cached], v_cache.dtype, v_scale)
     block_size = block_size_of(k_cache)
     block, offset = slots // block_size, slots % block_size
+    if k_cache.dtype == torch.int8:
+        k_view, _, k_scales = int8_views(k_cache)
+        numbers, k_scales[block, offset] = to_int8(k[cached])
+        k_view[block, offset] = numbers.unflatten(-1, (-1, 2))
+        _, v_view, v_scales = int8_views(v_cache)
+        v_view[block, offset // 2, offset % 2], v_scales[block, offset] = to_int8(v[cached])
+        return
+    k = _as_cached(k[cached], k_cache.dtype, k_scale)
+    v = _as_cached(v[cached], v_cache.dtype, v_scale)
     if k_cache.dim() == 5:
         pack = k_cache.shape[4]
         k_cache.permute(0, 3, 1, 2, 4)[block, offset] = k.unflatten(-1, (-1, pack))

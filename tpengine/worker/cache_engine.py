@@ -49,7 +49,7 @@ class CacheEngine:
     swap moves it over the bus in one piece, on a stream of its own.
 
     Args:
-        dtype: of the cache: the model's, or float8_e4m3fn on a GPU.
+        dtype: of the cache: the model's, or int8 on a CPU, or float8_e4m3fn on a GPU.
         num_host_blocks: blocks of the host's pool, which holds swapped blocks in the device's
             layout. For CUDA it is pinned memory.
 

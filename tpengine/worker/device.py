@@ -91,7 +91,7 @@ def _why_no_cuda() -> str:
 
 def cache_dtype(wanted: str, dtype: torch.dtype) -> torch.dtype:
     """Returns the dtype of the KV cache for `CacheConfig.kv_cache_dtype` and the model's dtype."""
-    return torch.float8_e4m3fn if wanted == "fp8" else dtype
+    return {"fp8": torch.float8_e4m3fn, "int8": torch.int8}.get(wanted, dtype)
 
 
 def keeps_stored(dtype: str, quantization: str | None, device: str) -> bool:

@@ -97,10 +97,10 @@ class Worker:
         self._dtype = device.resolve_dtype(self._config.model.dtype, self._device.type)
         self._cache_dtype = device.cache_dtype(self._config.cache.kv_cache_dtype, self._dtype)
         dtype_name = str(self._dtype).removeprefix("torch.")
+        if self._cache_dtype != self._dtype:
+            dtype_name += f", {self._config.cache.kv_cache_dtype} KV cache"
         if self._device.type == "cuda":
-            name = device.claim_gpu(self._device)
-            is_fp8 = self._cache_dtype != self._dtype
-            return f"{name}, {dtype_name}{', fp8 KV cache' if is_fp8 else ''}"
+            return f"{device.claim_gpu(self._device)}, {dtype_name}"
         threads = device.set_num_threads(self._num_local_ranks)
         return f"{platform.machine()} CPU, {counted(threads, 'thread')}, {dtype_name}"
 

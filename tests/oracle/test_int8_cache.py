@@ -1,0 +1,138 @@
+"""An int8 KV cache: the same ids however a sequence is computed, and nearly the logits of a cache
+in the model's dtype."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+from support.engines import generate, greedy, ids, open_llm
+from support.models import ModelShop
+from support.step_log import log_steps
+from support.subjects import Subjects
+from support.variants import VARIANTS
+from support.zoo import PLAIN
+
+from tpengine import RequestOutput, SamplingParams
+from tpengine.config import EMBEDDED_MODEL
+
+INT8 = {"kv_cache_dtype": "int8"}
+LENGTHS = (3, 70, 17, 100, 40, 33, 120, 9, 64, 25, 90, 50, 16, 31, 80, 110)
+TIGHT = {"max_model_len": 192, "num_device_blocks_override": 36, "max_num_batched_tokens": 64}
+WAYS: dict[str, dict[str, Any]] = {
+    "blocks of 8, whole prompts": {"block_size": 8, "enable_chunked_prefill": False},
+    "blocks of 32, chunks of 16": {"block_size": 32, "max_num_batched_tokens": 16},
+    "chunks of 64, recompute": TIGHT | {"preemption_mode": "recompute"},
+    "chunks of 64, swap": TIGHT | {"preemption_mode": "swap"},
+}
+
+
+@pytest.fixture(scope="module")
+def calm(models: ModelShop) -> tuple[Path, list[list[int]], list[RequestOutput]]:
+    """A model, prompts, and their answers when nothing is cut or preempted."""
+    folder, _, prompts = models.problem(PLAIN, LENGTHS, seed=3)
+    with open_llm(folder, **INT8) as llm:
+        return folder, prompts, generate(llm, prompts, greedy(logprobs=1))
+
+
+@pytest.mark.parametrize("way", list(WAYS))
+def test_same_ids_however_computed(
+    calm: tuple[Path, list[list[int]], list[RequestOutput]], way: str
+) -> None:
+    folder, prompts, expected = calm
+    with log_steps() as log, open_llm(folder, **INT8, **WAYS[way]) as llm:
+        assert ids(generate(llm, prompts, greedy())) == ids(expected)
+    if mode := WAYS[way].get("preemption_mode"):
+        log.assert_only(mode, at_least=5)
+
+
+def test_the_cache_rounds(
+    calm: tuple[Path, list[list[int]], list[RequestOutput]],
+) -> None:
+    """Against the cache in float32: a little different, so that the option acts."""
+    folder, prompts, rounded = calm
+    with open_llm(folder) as llm:
+        exact = generate(llm, prompts, greedy(1, logprobs=1))
+    pairs = [
+        (one.outputs[0].logprobs[0], other.outputs[0].logprobs[0])
+        for one, other in zip(rounded, exact, strict=True)
+    ]
+    gaps = [
+        abs(one[token].logprob - other[token].logprob)
+        for one, other in pairs
+        for token in one.keys() & other.keys()
+    ]
+    assert len(gaps) >= 12
+    assert 1e-6 < sum(gaps) / len(gaps) < 0.1
+
+
+def answers_of(
+    model: Path | str, prompts: Sequence[Sequence[int]], share: bool, **args: Any
+) -> list[Any]:
+    with open_llm(model, **INT8, enable_prefix_caching=share, **args) as llm:
+        first = ids(generate(llm, prompts, greedy(16)))
+        again = ids(generate(llm, prompts, greedy(16)))
+        hits = llm.llm_engine.stats().cache.prefix_hits
+        beams = llm.generate(
+            None,
+            SamplingParams(use_beam_search=True, n=3, temperature=0.0, max_tokens=12),
+            [list(prompt) for prompt in prompts],
+            use_tqdm=False,
+        )
+    assert (hits > 0) == share
+    return [first, again, [[o.token_ids for o in output.outputs] for output in beams]]
+
+
+def test_prefix_cache_and_beams(models: ModelShop) -> None:
+    """Blocks that sequences share and copy before they write are copied with their scales."""
+    folder, _, prompts = models.problem(PLAIN, (70, 33, 100), seed=4)
+    plain = answers_of(folder, prompts, share=False)
+    assert plain[0] == plain[1]
+    assert answers_of(folder, prompts, share=True, max_num_batched_tokens=16) == plain
+
+
+@pytest.mark.parametrize("name", ["bloom-8-heads", "gemma2-caps"])
+def test_families(subjects: Subjects, name: str) -> None:
+    """Linear biases; windows and soft caps."""
+    subject = subjects(next(variant for variant in VARIANTS if variant.name == name))
+    with open_llm(subject.folder, **INT8) as llm:
+        whole = ids(generate(llm, subject.prompts, greedy(32)))
+    with open_llm(subject.folder, **INT8, max_num_batched_tokens=16) as llm:
+        assert ids(generate(llm, subject.prompts, greedy(32))) == whole
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_perplexity_is_within_half_a_percent(dtype: str) -> None:
+    text = Path(__file__).read_text(encoding="utf-8")[:3000]
+
+    def perplexity(**args: Any) -> float:
+        params = SamplingParams(temperature=0.0, max_tokens=1, prompt_logprobs=0)
+        with open_llm(EMBEDDED_MODEL, dtype=dtype, **args) as llm:
+            tokenizer = llm.get_tokenizer()
+            assert tokenizer is not None
+            token_ids = tokenizer.encode(text)[:256]
+            (output,) = generate(llm, [token_ids], params)
+        assert output.prompt_logprobs is not None
+        found = zip(token_ids[1:], output.prompt_logprobs[1:], strict=True)
+        return math.exp(-sum(one[token].logprob for token, one in found if one) / 255)
+
+    exact, rounded = perplexity(), perplexity(**INT8)
+    assert rounded != exact
+    assert abs(rounded / exact - 1) < 0.005
+
+
+def test_more_blocks_for_the_same_memory(
+    models: ModelShop, caplog: pytest.LogCaptureFixture
+) -> None:
+    folder = models.folder(PLAIN)
+    blocks = []
+    for args in ({}, INT8):
+        with open_llm(
+            folder, num_device_blocks_override=None, cpu_kv_cache_space=0.01, **args
+        ) as llm:
+            blocks.append(llm.llm_engine.num_total_blocks)
+    head_dim = PLAIN.head_dim  # float32 numbers against bytes and a scale
+    assert blocks[1] == pytest.approx(blocks[0] * 4 * head_dim / (head_dim + 4), abs=2)
