@@ -36,15 +36,16 @@ def run(args: argparse.Namespace) -> int:
     num_tokens = sum(len(window) - 1 for window in windows)
     text = f"{num_tokens} predicted tokens of {args.text}"
     print(report_head(None, {"model": args.model, "text": text}, width=15))
-    losses: dict[str, float] = {}
+    base: float | None = None
     for name, fields in tqdm(VARIANTS.items(), desc="variants", unit="variant"):
-        losses[name] = mean_loss(replace(engine_args, **fields), windows)
+        loss = mean_loss(replace(engine_args, **fields), windows)
+        base = loss if base is None else base
+        print(format_loss(name, loss, base), flush=True)
+    assert base is not None
     with started([f"llama.cpp:{kind}" for kind in args.types.split(",")], files) as engines:
         for engine in engines:
-            losses[engine.name] = _loss_of(engine, windows) / num_tokens
-    base = losses[next(iter(VARIANTS))]
-    for name, loss in losses.items():
-        print(format_loss(name, loss, base))
+            loss = _loss_of(engine, windows) / num_tokens
+            print(format_loss(engine.name, loss, base), flush=True)
     return 0
 
 

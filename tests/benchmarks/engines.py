@@ -45,21 +45,32 @@ _FORMS: dict[str, dict[str, str]] = {
     "int8": {"dtype": "bfloat16", "quantization": "int8"},
     "int4": {"dtype": "bfloat16", "quantization": "int4"},
 }
-_DEFAULT_ENGINES = (
-    "tpengine:bf16,tpengine:int8,tpengine:int4,llama.cpp:BF16,llama.cpp:Q8_0,llama.cpp:Q4_0,"
-    "vllm:bf16"
-)
+_OURS = "tpengine:bf16,tpengine:int8,tpengine:int4"
+_DEFAULTS = {
+    "llama-1.1b": (
+        f"{_OURS},llama.cpp:BF16,llama.cpp:Q8_0,llama.cpp:Q4_0,vllm:bf16",
+        "decode:1,decode:16",
+    ),
+    "smollm2": (
+        f"{_OURS},tpengine:stored,llama.cpp:stored,openvino:stored",
+        "decode:1,decode:8,decode:32,prefill:1x512,prefill:1x2048,prefill:1x8000",
+    ),
+    "llama-124m": (
+        f"{_OURS},vllm:bf16",
+        "decode:1,decode:8,decode:32,prefill:4x512,prefill:4x2048",
+    ),
+}
+"""Engines and cases by model: together the table of docs/figures.md."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Adds the model, the engines, the cases and the number of runs."""
     add = parser.add_argument
-    model = "a shape of `tpengine bench`, embedded or smollm2 (default: %(default)s)"
-    add("--model", default="llama-1.1b", help=model)
-    engines = "engines, separated by commas (default: %(default)s)"
-    add("--engines", default=_DEFAULT_ENGINES, help=engines)
-    cases = "cases, separated by commas (default: %(default)s)"
-    add("--cases", default="decode:1,decode:16", help=cases)
+    models = "shapes of `tpengine bench`, embedded or smollm2, separated by commas"
+    add("--models", default=",".join(_DEFAULTS), help=f"{models} (default: %(default)s)")
+    other = "; default: those of the models above, and those of llama-124m for others"
+    add("--engines", help=f"engines, separated by commas{other}")
+    add("--cases", help=f"cases, separated by commas{other}")
     add("--output-tokens", type=int, default=65, help="of a stream (default: %(default)s)")
     add("--runs", type=int, default=5, help="runs of each case (default: %(default)s)")
 
@@ -134,8 +145,9 @@ class EngineProcess:
         Raises:
             EngineError: the engine has ended, or does not answer.
         """
-        _pipe(self._process.stdin).write(json.dumps(question).encode() + b"\n")
-        _pipe(self._process.stdin).flush()
+        with contextlib.suppress(BrokenPipeError):  # it has ended: see `_read`
+            _pipe(self._process.stdin).write(json.dumps(question).encode() + b"\n")
+            _pipe(self._process.stdin).flush()
         return self._read(_ANSWER_S)
 
     def close(self) -> None:
@@ -225,30 +237,40 @@ def started(names: Sequence[str], files: ModelFiles) -> Iterator[list[EngineProc
 
 def run(args: argparse.Namespace) -> int:
     """Measures and prints a table per case."""
-    files = ModelFiles(args.model)
-    cases = [Case.parse(word, args.output_tokens) for word in args.cases.split(",")]
-    with started(args.engines.split(","), files) as engines:
-        versions = {one.name.split(":")[0]: str(one.about["version"]) for one in engines}
-        listed = ", ".join(f"{name} {version}" for name, version in versions.items())
-        print(report_head(None, {"model": args.model, "engines": listed}))
-        for case in cases:
-            rates = measure(case, engines, args.runs)
-            print(f"\n{case.name}, tokens/s")
-            for name, found in rates.items():
-                print(f"{name:<20} {median_of(found, _ratios(name, rates), 1)}")
+    print(report_head(None), flush=True)
+    for model in args.models.split(","):
+        engines, cases = _DEFAULTS.get(model, _DEFAULTS["llama-124m"])
+        parsed = [Case.parse(word, args.output_tokens) for word in (args.cases or cases).split(",")]
+        _run_model(model, (args.engines or engines).split(","), parsed, args.runs)
     return 0
 
 
+def _run_model(model: str, names: list[str], cases: list[Case], runs: int) -> None:
+    with started(names, ModelFiles(model)) as engines:
+        versions = {one.name.split(":")[0]: str(one.about["version"]) for one in engines}
+        print(f"\n{model}: {', '.join(f'{name} {it}' for name, it in versions.items())}")
+        for case in cases if engines else []:
+            rates = measure(case, engines, runs)
+            print(f"\n{model} {case.name}, tokens/s")
+            for name, found in rates.items():
+                print(f"{name:<18} {median_of(found, _ratios(name, rates), 1)}", flush=True)
+
+
 def measure(case: Case, engines: list[EngineProcess], runs: int) -> dict[str, list[float]]:
-    """The rates of every run by engine. One that fails is printed and left out from then on."""
-    for engine in engines:
-        engine.ask({"workload": case.workload(case.name, is_warm_up=True)})
+    """The rates of every run by engine. Prints which engine failed, and leaves it out."""
     rates: dict[str, list[float]] = {engine.name: [] for engine in engines}
-    for number in tqdm(range(runs), desc=case.name, unit="run"):
-        workload = case.workload(f"{case.name}:{number}")
+    for number in tqdm(range(-1, runs), desc=case.name, unit="run"):  # -1: the warm-up
+        workload = case.workload(f"{case.name}:{number}", is_warm_up=number < 0)
         turn = number % len(engines)
         for engine in engines[turn:] + engines[:turn]:
-            rates[engine.name].append(case.rate(engine.ask({"workload": workload})))
+            if engine.name in rates:
+                try:
+                    rate = case.rate(engine.ask({"workload": workload}))
+                except EngineError as error:
+                    print(f"NOT MEASURED in {case.name}: {error}")
+                    del rates[engine.name]
+                else:
+                    rates[engine.name] += [rate] if number >= 0 else []
     return rates
 
 

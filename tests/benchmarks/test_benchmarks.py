@@ -101,8 +101,8 @@ def test_an_engine_that_cannot_be_installed_is_named_and_the_others_are_measured
     monkeypatch.setattr(third_party, "vllm_python", lambda: pytest.skip("no wheel"))
     engines = ["--engines", "vllm:bf16,tpengine:int8"]
     cases = ["--cases", "decode:2,prefill:1x40", "--output-tokens", "4", "--runs", "2"]
-    assert main(["engines", "--model", "embedded", *engines, *cases]) == 0
+    assert main(["engines", "--models", "embedded", *engines, *cases]) == 0
     shown = capsys.readouterr().out
     assert "NOT MEASURED: vllm:bf16 is not here: no wheel" in shown
     for case in ("decode:2", "prefill:1x40"):
-        assert re.search(rf"(?m)^{case}, tokens/s\ntpengine:int8 +[\d.]+ ", shown), shown
+        assert re.search(rf"(?m)^embedded {case}, tokens/s\ntpengine:int8 +[\d.]+ ", shown), shown

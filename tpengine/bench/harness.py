@@ -261,10 +261,13 @@ def describe_commit() -> str:
 
 
 def _cpu_name() -> str:
-    for line in Path("/proc/cpuinfo").read_text().splitlines():
-        if line.startswith("model name"):
-            return line.split(":", 1)[1].strip()
-    return platform.processor() or platform.machine()
+    """The processor's name, with its family: a virtual machine's name says no generation."""
+    lines = [line.split(":", 1) for line in Path("/proc/cpuinfo").read_text().splitlines()]
+    facts = {name.strip(): value[0].strip() for name, *value in lines if value}
+    if "model name" not in facts:
+        return platform.processor() or platform.machine()
+    family = f" (family {facts['cpu family']})" if "cpu family" in facts else ""
+    return facts["model name"] + family
 
 
 def import_pyplot() -> Any:
