@@ -28,7 +28,7 @@ MAX_PACKAGE_LINES = 18_500
 MAX_PACKAGE_FILES = 187
 MAX_NATIVE_LINES = 7_400
 """Lines of C++ and CUDA in csrc/, without blank lines and comments."""
-MAX_TEST_LINES = 35_050
+MAX_TEST_LINES = 35_650
 """Lines of code of tests/."""
 MAY_ADD = {
     "API": 800,

@@ -12,8 +12,10 @@ from pathlib import Path
 from tpengine.errors import TPEngineError
 
 BENCHMARKS = {
+    "accuracy": "loss on a text beside that of llama.cpp's quantised types",
     "collectives": "all-reduce of CPU ranks over shared memory, compared with gloo",
     "doors": "what a token costs over HTTP and over gRPC: throughput, CPU time, first token",
+    "engines": "decode and prefill beside llama.cpp, OpenVINO GenAI and vLLM on CPU",
     "kernels": "the kernels of CPU or GPU: bytes and operations per second",
     "peers": "output tokens/s beside those of transformers, on the same requests",
     "prefix": "what prefix caching gains and costs",

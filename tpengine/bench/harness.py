@@ -64,6 +64,7 @@ def _llama(
 
 SHAPES = {
     "llama-124m": _llama(768, 12, 12, 4, 2048, 32000, False),
+    "llama-1.1b": _llama(2048, 16, 32, 8, 8192, 32000, False),
     "qwen2.5-0.5b": _llama(896, 24, 14, 2, 4864, 151936, True),
     "llama-3.2-1b": _llama(2048, 16, 32, 8, 8192, 128256, True),
     "llama-3-8b": _llama(4096, 32, 32, 8, 14336, 128256, False) | {"max_position_embeddings": 8192},
@@ -260,10 +261,13 @@ def describe_commit() -> str:
 
 
 def _cpu_name() -> str:
-    for line in Path("/proc/cpuinfo").read_text().splitlines():
-        if line.startswith("model name"):
-            return line.split(":", 1)[1].strip()
-    return platform.processor() or platform.machine()
+    """The processor's name, with its family: a virtual machine's name says no generation."""
+    lines = [line.split(":", 1) for line in Path("/proc/cpuinfo").read_text().splitlines()]
+    facts = {name.strip(): value[0].strip() for name, *value in lines if value}
+    if "model name" not in facts:
+        return platform.processor() or platform.machine()
+    family = f" (family {facts['cpu family']})" if "cpu family" in facts else ""
+    return facts["model name"] + family
 
 
 def import_pyplot() -> Any:

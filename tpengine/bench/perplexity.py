@@ -1,8 +1,9 @@
-"""The quality of a dtype or quantization: perplexity of one text under several variants.
+"""The quality of a dtype or quantization: loss and perplexity of one text under several variants.
 
-The text is --text, or documents that the model writes itself, in float32 at temperature 1 and from
-fixed seeds: no model predicts such a text better than the float32 model. --dtype, --quantization
-and --kv-cache-dtype have no effect.
+With --text it is a text that the model did not write, cut into windows of --max-model-len tokens.
+Without, the text is documents that the model writes itself, in float32 at temperature 1 and from
+fixed seeds: no model predicts such a text better than the float32 model. Every token after the
+first of a window counts. --dtype, --quantization and --kv-cache-dtype have no effect.
 """
 
 from __future__ import annotations
@@ -23,14 +24,15 @@ from tpengine.options import option
 from tpengine.sampling_params import SamplingParams
 
 _PLAIN = {"quantization": None, "kv_cache_dtype": "auto"}
-_VARIANTS: dict[str, dict[str, Any]] = {
+VARIANTS: dict[str, dict[str, Any]] = {
     "float32": _PLAIN | {"dtype": "float32"},
     "bfloat16": _PLAIN | {"dtype": "bfloat16"},
     "bfloat16, int8 KV cache": _PLAIN | {"dtype": "bfloat16", "kv_cache_dtype": "int8"},
     "bfloat16 int8": _PLAIN | {"dtype": "bfloat16", "quantization": "int8"},
     "bfloat16 int4": _PLAIN | {"dtype": "bfloat16", "quantization": "int4"},
 }
-_WINDOW = 256
+"""The engine's arguments by variant; the first is the one to compare with."""
+_WRITTEN_TOKENS = 256
 _OPENINGS = ["Hello, my name is", "The capital of", "Once upon a time", "The future of"]
 
 
@@ -39,7 +41,7 @@ class TextOptions(BenchOptions):
     """The text to measure."""
 
     text: str | None = option(None, metavar="FILE")
-    """Text to measure; default: documents that the model writes."""
+    """Text to measure, that the model did not write; default: documents that it writes."""
     num_documents: int = option(64, at_least=1)
     """Documents that the model writes."""
 
@@ -55,28 +57,35 @@ def run(args: argparse.Namespace) -> int:
     options = TextOptions.parse(args)
     engine_args = EngineArgs.from_cli_args(args)
     if options.text:
-        windows = _read(options.text, engine_args)
+        windows = read_windows(options.text, engine_args)
     else:
         windows = _write(options.num_documents, engine_args)
     windows = [window for window in windows if len(window) > 1]
     if not windows:
         raise ConfigError("the text has less than two tokens: give a longer --text")
     num_tokens = sum(len(window) - 1 for window in windows)
-    lines = {"model": engine_args.model, "text": f"{num_tokens} predicted tokens"}
-    print(report_head(None, lines, width=15))
+    text = f"{num_tokens} predicted tokens in windows of {max(map(len, windows))}"
+    print(report_head(None, {"model": engine_args.model, "text": text}, width=15))
     base: float | None = None
-    for name, fields in tqdm(_VARIANTS.items(), desc="variants", unit="variant"):
-        perplexity = _perplexity(replace(engine_args, **fields), windows)
-        base = base or perplexity
-        print(f"{name:<23} perplexity {perplexity:.4f}   ({100 * (perplexity / base - 1):+.2f} %)")
+    for name, fields in tqdm(VARIANTS.items(), desc="variants", unit="variant"):
+        loss = mean_loss(replace(engine_args, **fields), windows)
+        base = loss if base is None else base
+        print(format_loss(name, loss, base))
     return 0
+
+
+def format_loss(name: str, loss: float, base: float) -> str:
+    """A line of the report; losses are in nats per token."""
+    change = f"({loss - base:+.5f}, {100 * math.expm1(loss - base):+.2f} %)"
+    return f"{name:<23} loss {loss:.5f}   perplexity {math.exp(loss):.4f}   {change}"
 
 
 def _llm(engine_args: EngineArgs) -> LLM:
     return LLM(**vars(replace(engine_args, disable_log_stats=True)))
 
 
-def _read(path: str, engine_args: EngineArgs) -> list[list[int]]:
+def read_windows(path: str, engine_args: EngineArgs) -> list[list[int]]:
+    """Token ids of a text in windows as long as the model's context allows."""
     with _llm(engine_args) as llm:
         tokenizer = llm.get_tokenizer()
         if tokenizer is None:
@@ -85,20 +94,23 @@ def _read(path: str, engine_args: EngineArgs) -> list[list[int]]:
             ids = tokenizer.encode(Path(path).read_text(encoding="utf-8"))
         except (OSError, UnicodeDecodeError) as error:
             raise ConfigError(f"--text {path} cannot be read: {error}") from None
-    return [ids[i : i + _WINDOW] for i in range(0, len(ids) - 1, _WINDOW)]
+        size = llm.llm_engine.get_model_config().max_model_len - 1  # each asks for an output token
+    return [ids[i : i + size] for i in range(0, len(ids) - 1, size)]
 
 
 def _write(num_documents: int, engine_args: EngineArgs) -> list[list[int]]:
     prompts = [_OPENINGS[i % len(_OPENINGS)] for i in range(num_documents)]
     params = [
-        SamplingParams(temperature=1.0, seed=i, max_tokens=_WINDOW) for i in range(len(prompts))
+        SamplingParams(temperature=1.0, seed=i, max_tokens=_WRITTEN_TOKENS)
+        for i in range(len(prompts))
     ]
-    with _llm(replace(engine_args, **_VARIANTS["float32"])) as llm:
+    with _llm(replace(engine_args, **VARIANTS["float32"])) as llm:
         outputs = llm.generate(prompts, params, use_tqdm=False)
     return [[*output.prompt_token_ids, *output.outputs[0].token_ids] for output in outputs]
 
 
-def _perplexity(engine_args: EngineArgs, windows: list[list[int]]) -> float:
+def mean_loss(engine_args: EngineArgs, windows: list[list[int]]) -> float:
+    """Mean of minus the log probability of every token after the first of its window."""
     params = SamplingParams(temperature=0.0, max_tokens=1, prompt_logprobs=0)
     total, count = 0.0, 0
     with _llm(engine_args) as llm:
@@ -111,4 +123,4 @@ def _perplexity(engine_args: EngineArgs, windows: list[list[int]]) -> float:
                 if found is not None:
                     total += found[token_id].logprob
                     count += 1
-    return math.exp(-total / count)
+    return -total / count
