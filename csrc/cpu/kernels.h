@@ -139,7 +139,7 @@ enum class Offsets { kNone, kZeroPoints, kMinima };
 // Rows of inputs, rounded: in blocks of R rows, [in_features / 4][R][4] bytes and [groups][R]
 // numbers that a group's sums start from (with offsets, the sums of the inputs as floats).
 struct QuantizedRows {
-  int8_t* bytes;
+  int8_t* bytes;  // a vector may be read beyond the last
   int32_t* starts;
   float* scales;  // [num_rows]
 };

@@ -51,11 +51,13 @@ void quantize_weight(const Tensor& packed, const Tensor& weight, int64_t bits, i
                [&](int64_t begin, int64_t end) { kernels().quantize_panels(args, begin, end); });
 }
 
+constexpr int64_t kMostVectorBytes = 64;
+
 // Memory for a set of rounded rows.
 class RowScratch {
  public:
   QuantizedRows take(const QuantizedLinearArgs& args) {
-    return {bytes_.take(args.num_rows * args.num_groups * args.group_size),
+    return {bytes_.take(args.num_rows * args.num_groups * args.group_size + kMostVectorBytes),
             starts_.take(args.num_rows * args.num_groups), scales_.take(args.num_rows)};
   }
 
