@@ -202,6 +202,8 @@ class MemoryLedger:
     """Part of the activations' peak that logits, log probabilities and sampling add, on GPUs."""
     graphs_bytes: int = 0
     """Memory of recorded decode steps: CUDA graphs, or the tensors of a `DecodeRecording`."""
+    weights_form: str = ""
+    """See `Weights.form`."""
 
 
 @dataclass(frozen=True, slots=True)

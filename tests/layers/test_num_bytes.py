@@ -10,7 +10,7 @@ from support.zoo import PLAIN
 from tpengine.distributed.parallel_state import ParallelState
 from tpengine.engine_args import EngineArgs
 from tpengine.layers.linear import ReplicatedLinear
-from tpengine.layers.weights import Weights
+from tpengine.layers.weights import LoadedTensor, Weights
 from tpengine.models.bloom import rank_alibi_slopes
 from tpengine.models.loader import load_model
 
@@ -27,9 +27,8 @@ def make_weights(tp_size: int = 1, quantization: str | None = None) -> Weights:
 )
 def test_quantized_layer(kind: str, num_bytes: int) -> None:
     weights = make_weights(quantization=kind)
-    layer = ReplicatedLinear(weights, "layer", 36, 40, bias=True)
-    assert layer.weight is not None
-    layer.weight.normal_()
+    ReplicatedLinear(weights, "layer", 36, 40, bias=True)
+    weights.read("layer.weight", LoadedTensor(torch.randn(40, 36)))
     weights.finish()
     assert weights.num_bytes == num_bytes + 40 * 4
 

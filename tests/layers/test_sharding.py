@@ -14,7 +14,7 @@ from tpengine.distributed.parallel_state import ParallelState
 from tpengine.engine_args import EngineArgs
 from tpengine.errors import ConfigError
 from tpengine.layers.linear import RowParallelLinear
-from tpengine.layers.weights import Weights
+from tpengine.layers.weights import LoadedTensor, Weights
 from tpengine.messages import NewSequence, StepInput
 from tpengine.models.loader import load_model
 from tpengine.sampling_params import SamplingParams
@@ -114,8 +114,7 @@ def test_row_parallel_parts_add_up(tp_size: int, bias: bool) -> None:
         for name, (shard,) in weights.shards.items():
             full = weight if name == "down.weight" else bias_vector
             assert shard.full_shape == tuple(full.shape)
-            part = full if shard.dim is None else full.narrow(shard.dim, shard.start, shard.length)
-            shard.target.copy_(part)
+            weights.read(name, LoadedTensor(full))
         weights.finish()
         width = 32 // tp_size
         parts.append(layer.forward(x[:, rank * width : (rank + 1) * width]))

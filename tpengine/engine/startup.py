@@ -38,7 +38,7 @@ def start_workers(config: EngineConfig, executor: Executor) -> list[MemoryLedger
     block_bytes = min(ledgers, key=lambda ledger: ledger.num_device_blocks).block_bytes
     logger.info(
         "%s (%s) on %s: KV cache of %d blocks of %d tokens (%.3f GiB), swap space %.3f GiB, "
-        "weights %.3f GiB; loaded in %.1f s, ready in %.1f s",
+        "weights %.3f GiB%s; loaded in %.1f s, ready in %.1f s",
         config.model.architecture,
         config.model.implementation,
         devices[0] if len(devices) == 1 else f"{len(devices)} ranks",
@@ -47,6 +47,7 @@ def start_workers(config: EngineConfig, executor: Executor) -> list[MemoryLedger
         num_blocks * block_bytes / _GIB,
         num_host_blocks * block_bytes / _GIB,
         sum(ledger.weights_bytes for ledger in ledgers) / _GIB,
+        f" ({ledgers[0].weights_form})" if ledgers[0].weights_form else "",
         loaded - start,
         ready - loaded,
     )

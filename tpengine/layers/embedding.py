@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import torch
 
 from tpengine.layers.linear import Linear
+from tpengine.layers.matrix import Matrix
 from tpengine.layers.quantized_linear import (
     LinearForm,
     QuantizedForm,
     packed_form,
-    quantized_vocabulary,
+    vocabulary_format,
 )
 from tpengine.layers.weights import Weights, WeightShard
 from tpengine.ops import fused
+from tpengine.ops.quantized import QuantizedFormat
 
 
 class VocabParallelEmbedding:
@@ -37,12 +41,14 @@ class VocabParallelEmbedding:
         self._parallel = parallel = weights.parallel
         self.rows = -(-vocab_size // parallel.tp_size)
         self.start = parallel.tp_rank * self.rows
-        self.weight: torch.Tensor | None = weights.empty(self.rows, hidden_size)
+        self.weight: torch.Tensor | None = None
         self.form: QuantizedForm | None = None
         self._dtype = weights.dtype
         self.weight_name = f"{name}.weight"
-        weights.declare(self.weight_name, WeightShard(self.weight, 0, self.start, vocab_size))
-        weights.after_loading(lambda: self._quantize(weights))
+        take, rounded = partial(self._take, weights), vocabulary_format(weights, hidden_size)
+        matrix = Matrix(weights, self.rows, hidden_size, take, rounded)
+        shard = WeightShard(matrix.outline, 0, self.start, vocab_size, matrix=matrix)
+        weights.declare(self.weight_name, shard)
 
     def forward(self, token_ids: torch.Tensor) -> torch.Tensor:
         """token_ids int32 `[num_tokens]` to `[num_tokens, hidden_size]`."""
@@ -60,12 +66,13 @@ class VocabParallelEmbedding:
         assert self.weight is not None
         return _rows(self.weight, token_ids, scale)
 
-    def _quantize(self, weights: Weights) -> None:
-        assert self.weight is not None
-        self.form = quantized_vocabulary(self.weight, weights)
-        if self.form is not None:
-            weights.num_bytes += self.form.nbytes - self.weight.nbytes
-            self.weight = None
+    def _take(self, weights: Weights, loaded: torch.Tensor | LinearForm) -> None:
+        if isinstance(loaded, torch.Tensor):
+            self.weight = loaded
+        else:
+            assert isinstance(loaded, QuantizedForm)  # a table is one part
+            self.form = loaded
+        weights.num_bytes += loaded.nbytes
 
 
 class PositionEmbedding:
@@ -109,21 +116,19 @@ class ParallelLMHead(Linear):
         hidden_size: int,
         tied: VocabParallelEmbedding | None = None,
     ) -> None:
-        self._tied = tied
         self._parallel = parallel = weights.parallel
         self._vocab_size = vocab_size
         if tied is not None:
-            self.weight = tied.weight
             self.out_features = tied.rows
             self.bias = None
             self._form = None
-            weights.after_loading(lambda: self._pack(weights))
+            weights.after_loading(lambda: self._share(tied, weights))
             weights.declare_repeat(f"{name}.weight", tied.weight_name)
             return
         rows = -(-vocab_size // parallel.tp_size)
         super().__init__(weights, hidden_size, rows)
-        assert self.weight is not None
-        shard = WeightShard(self.weight, 0, parallel.tp_rank * rows, vocab_size)
+        start, matrix = parallel.tp_rank * rows, self.matrix
+        shard = WeightShard(matrix.outline, 0, start, vocab_size, matrix=matrix)
         weights.declare(f"{name}.weight", shard)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -134,18 +139,18 @@ class ParallelLMHead(Linear):
             return x.new_empty(0, self._vocab_size)
         return logits[:, : self._vocab_size]
 
-    def _choose(self, weight: torch.Tensor, weights: Weights) -> LinearForm | None:
-        return quantized_vocabulary(weight, weights) or packed_form(weight, weights)
+    def _rounded_format(self, weights: Weights, in_features: int) -> QuantizedFormat | None:
+        return vocabulary_format(weights, in_features)
 
-    def _take(self, form: LinearForm | None, weights: Weights) -> None:
-        if self._tied is None or form is None:
-            super()._take(form, weights)
+    def _share(self, tied: VocabParallelEmbedding, weights: Weights) -> None:
+        """Takes the table of the embedding, or a packed copy: rows are not looked up in a packed
+        one of 16 or 32 bits."""
+        self.weight = tied.weight
+        if tied.form is not None:
+            self._form = tied.form
             return
-        weights.num_bytes += form.nbytes  # the embedding keeps the table
-        self._form, self.weight = form, None
-
-    def _pack(self, weights: Weights) -> None:
-        if self._tied is None or self._tied.form is None:
-            super()._pack(weights)
-        else:
-            self._form, self.weight = self._tied.form, None
+        assert tied.weight is not None
+        self._form = packed_form(tied.weight, weights)
+        if self._form is not None:
+            weights.num_bytes += self._form.nbytes
+            self.weight = None

@@ -10,14 +10,17 @@ row's result does not depend on the other rows.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 
 import torch
 import torch.nn.functional as F
 
 from tpengine.distributed.parallel_state import ParallelState
 from tpengine.errors import ConfigError
-from tpengine.layers.quantized_linear import LinearForm, packed_form, quantized_form
+from tpengine.layers.matrix import Matrix
+from tpengine.layers.quantized_linear import LinearForm, packed_form, rounded_format
 from tpengine.layers.weights import Weights, WeightShard
+from tpengine.ops.quantized import QuantizedFormat
 
 _PADDED_SHARE = 16
 
@@ -29,14 +32,19 @@ class Linear:
         in_features, out_features: sizes of this rank's part.
     """
 
+    may_be_stored = True
+    """Whether the weight may keep the numbers of a quantised file."""
+
     def __init__(
         self, weights: Weights, in_features: int, out_features: int, bias: bool = False
     ) -> None:
-        self.weight: torch.Tensor | None = weights.empty(out_features, in_features)
+        self.weight: torch.Tensor | None = None
         self.bias = weights.empty(out_features) if bias else None
         self.out_features = out_features
         self._form: LinearForm | None = None
-        weights.after_loading(lambda: self._pack(weights))
+        take = partial(self._take, weights)
+        rounded = self._rounded_format(weights, in_features)
+        self.matrix = Matrix(weights, out_features, in_features, take, rounded, self.may_be_stored)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """x `[num_tokens, in_features]` to `[num_tokens, out_features]`."""
@@ -46,19 +54,18 @@ class Linear:
         self._form.multiply(out, x, self.bias)
         return out
 
-    def _pack(self, weights: Weights) -> None:
-        """Replaces the weight by the form that is fastest on this device."""
-        assert self.weight is not None
-        self._take(self._choose(self.weight, weights), weights)
+    def _take(self, weights: Weights, loaded: torch.Tensor | LinearForm) -> None:
+        """Takes the weight when it is read, in the form that is fastest on this device."""
+        del self.matrix  # it refers to this layer
+        if isinstance(loaded, torch.Tensor):
+            self._form = packed_form(loaded, weights)
+            self.weight = loaded if self._form is None else None
+        else:
+            self._form = loaded
+        weights.num_bytes += loaded.nbytes if self._form is None else self._form.nbytes
 
-    def _choose(self, weight: torch.Tensor, weights: Weights) -> LinearForm | None:
-        return quantized_form(weight, weights) or packed_form(weight, weights)
-
-    def _take(self, form: LinearForm | None, weights: Weights) -> None:
-        if form is not None:
-            assert self.weight is not None
-            weights.num_bytes += form.nbytes - self.weight.nbytes
-            self._form, self.weight = form, None
+    def _rounded_format(self, weights: Weights, in_features: int) -> QuantizedFormat | None:
+        return rounded_format(weights, in_features)
 
 
 class MergedColumnParallelLinear(Linear):
@@ -177,11 +184,13 @@ class InterleavedQKVParallelLinear(Linear):
         super().__init__(weights, hidden_size, rows, bias)
         start = parallel.tp_rank * rows
         split = (num_heads, 3, head_dim)
-        for suffix, parameter in (("weight", self.weight), ("bias", self.bias)):
-            if parameter is not None:
+        matrix = self.matrix
+        targets = [("weight", matrix.outline, matrix), ("bias", self.bias, None)]
+        for suffix, target, reader in targets:
+            if target is not None:
                 # a view of [3, num_heads, head_dim, ...] in the checkpoint's order
-                by_head = parameter.unflatten(0, (3, num_heads, head_dim)).transpose(0, 1)
-                shard = WeightShard(by_head, 0, start, total_rows, split)
+                by_head = target.unflatten(0, (3, num_heads, head_dim)).transpose(0, 1)
+                shard = WeightShard(by_head, 0, start, total_rows, split, reader)
                 weights.declare(f"{name}.{suffix}", shard)
 
 
@@ -209,9 +218,8 @@ class RowParallelLinear(Linear):
         self._parallel = parallel = weights.parallel
         part = _padded_share(parallel, total_in_features)
         super().__init__(weights, part, out_features, bias)
-        assert self.weight is not None
-        start = parallel.tp_rank * part
-        shard = WeightShard(self.weight, 1, start, total_in_features)
+        start, matrix = parallel.tp_rank * part, self.matrix
+        shard = WeightShard(matrix.outline, 1, start, total_in_features, matrix=matrix)
         weights.declare(f"{name}.weight", shard)
         if self.bias is not None:
             weights.declare(f"{name}.bias", WeightShard(self.bias))
@@ -246,7 +254,8 @@ def _padded_share(parallel: ParallelState, total: int) -> int:
 def _declare_rows(
     linear: Linear, weights: Weights, name: str, offset: int, rows: int, start: int, total: int
 ) -> None:
-    for suffix, parameter in (("weight", linear.weight), ("bias", linear.bias)):
-        if parameter is not None:
-            shard = WeightShard(parameter[offset : offset + rows], 0, start, total)
-            weights.declare(f"{name}.{suffix}", shard)
+    own, matrix = slice(offset, offset + rows), linear.matrix
+    shard = WeightShard(matrix.outline[own], 0, start, total, matrix=matrix)
+    weights.declare(f"{name}.weight", shard)
+    if linear.bias is not None:
+        weights.declare(f"{name}.bias", WeightShard(linear.bias[own], 0, start, total))

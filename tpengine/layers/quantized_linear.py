@@ -1,21 +1,24 @@
-"""The forms that a linear layer's weight can have after loading: packed in 16 or 32 bits, or in
-groups of 4 or 8 bits."""
+"""The forms that a linear layer's weight can have after loading: packed in 16 or 32 bits, in groups
+of 4 or 8 bits, or parts of different forms."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from typing import Protocol
 
 import torch
+import torch.nn.functional as F
 
 from tpengine.layers.weights import Weights
+from tpengine.ops.huge_pages import HugePageArena
 from tpengine.ops.library import cpu_isa
 from tpengine.ops.linear import pack_linear_weight, packed_linear
+from tpengine.ops.linear_reference import LINEAR_PANEL
 from tpengine.ops.quantized import (
     QuantizedFormat,
     QuantizedWeight,
     per_output,
-    quantize_weight,
     quantized_embedding,
     quantized_linear,
 )
@@ -75,20 +78,68 @@ class QuantizedForm:
         return out
 
 
-def quantized_form(weight: torch.Tensor, weights: Weights) -> QuantizedForm | None:
-    """Returns a linear layer's weight in `weights.quantization`; None if that is None."""
-    if weights.quantization is None:
-        return None
-    form = _INT4 if weights.quantization == "int4" else per_output(weight.shape[1])
-    return QuantizedForm(quantize_weight(weight, form, weights.arena))
+@dataclass(frozen=True, slots=True)
+class PlainForm:
+    """A part in the model's dtype where torch's own product is faster than a packed one."""
+
+    weight: torch.Tensor
+
+    @property
+    def nbytes(self) -> int:
+        return self.weight.nbytes
+
+    def multiply(self, out: torch.Tensor, x: torch.Tensor, bias: torch.Tensor | None) -> None:
+        """Writes `x W^T + bias` into `out`."""
+        out.copy_(F.linear(x, self.weight, bias))
 
 
-def quantized_vocabulary(weight: torch.Tensor, weights: Weights) -> QuantizedForm | None:
-    """Returns an embedding table or output head in 8 bits, whatever the quantization is: in 4 they
-    would lose more than any other layer. None without a quantization."""
+@dataclass(frozen=True, slots=True)
+class PartsForm:
+    """Outputs in several forms: layers that are one product, whose tensors have different types.
+
+    Attributes:
+        parts: of each its outputs and its form; together all outputs, in their order.
+    """
+
+    parts: tuple[tuple[slice, LinearForm], ...]
+
+    @property
+    def nbytes(self) -> int:
+        return sum(form.nbytes for _, form in self.parts)
+
+    def multiply(self, out: torch.Tensor, x: torch.Tensor, bias: torch.Tensor | None) -> None:
+        """Writes `x W^T + bias` into `out`."""
+        for outputs, form in self.parts:
+            form.multiply(out[:, outputs], x, None if bias is None else bias[outputs])
+
+
+def can_join(first: QuantizedForm | None, second: QuantizedForm | None) -> bool:
+    """Whether two neighbouring parts have one format, and the second one begins with a panel."""
+    if first is None or second is None or first.weight.format != second.weight.format:
+        return False
+    return first.weight.out_features % LINEAR_PANEL == 0
+
+
+def join(forms: Sequence[QuantizedForm], arena: HugePageArena) -> QuantizedForm:
+    """Returns neighbouring parts as one weight, in memory from `arena`."""
+    weights = [form.weight for form in forms]
+    packed = arena.empty(sum(form.nbytes for form in forms), torch.uint8)
+    torch.cat([weight.packed for weight in weights], out=packed)
+    outputs = sum(weight.out_features for weight in weights)
+    return QuantizedForm(replace(weights[0], packed=packed, out_features=outputs))
+
+
+def rounded_format(weights: Weights, in_features: int) -> QuantizedFormat | None:
+    """Returns the format of linear layers for `weights.quantization`; None if that is None."""
     if weights.quantization is None:
         return None
-    return QuantizedForm(quantize_weight(weight, per_output(weight.shape[1]), weights.arena))
+    return _INT4 if weights.quantization == "int4" else per_output(in_features)
+
+
+def vocabulary_format(weights: Weights, in_features: int) -> QuantizedFormat | None:
+    """Returns that of embedding tables and output heads: 8 bits, whatever the quantization is. In 4
+    they would lose more than any other layer."""
+    return None if weights.quantization is None else per_output(in_features)
 
 
 def packed_form(weight: torch.Tensor, weights: Weights) -> PackedForm | None:

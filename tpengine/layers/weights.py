@@ -9,16 +9,18 @@ reads these declarations and knows nothing else of the model.
 from __future__ import annotations
 
 import hashlib
-import itertools
 import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 import torch
 
 from tpengine.distributed.parallel_state import ParallelState
 from tpengine.ops.huge_pages import HugePageArena
+from tpengine.ops.quantized import QuantizedFormat
+
+_VALUES_AT_ONCE = 1 << 20
 
 
 class TensorSource(Protocol):
@@ -27,6 +29,39 @@ class TensorSource(Protocol):
     def get_shape(self) -> list[int]: ...
 
     def __getitem__(self, index: Any) -> torch.Tensor: ...
+
+
+@dataclass(frozen=True, slots=True)
+class StoredGroups:
+    """A part of a weight in the numbers of its file.
+
+    Attributes:
+        q: uint8 `[rows, columns]`, 0 to 15 or 255.
+        scales: float16 `[rows, num_groups]`.
+        offsets: float16 `[rows, num_groups]`, or None; see `QuantizedFormat.offsets`.
+        order: int64 `[columns]`: column j of `q` belongs to input `order[j]`; None: to input j.
+    """
+
+    q: torch.Tensor
+    scales: torch.Tensor
+    offsets: torch.Tensor | None
+    format: QuantizedFormat
+    order: torch.Tensor | None = None
+
+
+@runtime_checkable
+class QuantizedSource(TensorSource, Protocol):
+    """A tensor of a file that stores groups. An index gives dequantised values, as of any other."""
+
+    def stored(self, rows: slice, columns: slice) -> StoredGroups | None:
+        """Returns a part as it is stored.
+
+        None: its columns do not begin and end at a group's border, or the numbers of the file have
+        no such form. The caller then rounds dequantised values to 8 bits in groups of 32.
+
+        Args:
+            rows, columns: of outputs and of inputs, also if an index has them exchanged.
+        """
 
 
 class LoadedTensor:
@@ -46,6 +81,14 @@ CheckpointTensor = tuple[str, str, TensorSource]
 """File, name and source."""
 
 
+class PartReader(Protocol):
+    """What reads a part in place of a copy; see `layers.matrix`."""
+
+    def read(self, shard: WeightShard, source: TensorSource, offset: int) -> torch.Tensor:
+        """Reads the part that lies in the section which begins at `offset`; returns one number of
+        each row."""
+
+
 @dataclass(frozen=True, slots=True)
 class WeightShard:
     """This rank's part of one tensor of the checkpoint, or of one section of a fused tensor.
@@ -58,6 +101,8 @@ class WeightShard:
             target beyond it, is filled with zeros.
         split: sizes into which the part's first dimension is unflattened before the copy, for a
             target with more dimensions; this reorders the rows of a fused tensor.
+        matrix: takes the part; the target is then a view of its outline. None: the part is copied.
+        is_transposed: whether the checkpoint has inputs and outputs of the matrix exchanged.
     """
 
     target: torch.Tensor
@@ -65,6 +110,8 @@ class WeightShard:
     start: int = 0
     total: int = 0
     split: tuple[int, ...] = ()
+    matrix: PartReader | None = None
+    is_transposed: bool = False
 
     @property
     def full_shape(self) -> tuple[int, ...]:
@@ -96,7 +143,45 @@ def tensor_shape(shards: Sequence[WeightShard]) -> tuple[int, ...]:
 
 def _transposed(shard: WeightShard) -> WeightShard:
     dim = None if shard.dim is None else 1 - shard.dim
-    return replace(shard, target=shard.target.t(), dim=dim)
+    transposed = not shard.is_transposed
+    return replace(shard, target=shard.target.t(), dim=dim, is_transposed=transposed)
+
+
+def copy_part(
+    target: torch.Tensor, shard: WeightShard, source: TensorSource, offset: int
+) -> torch.Tensor:
+    """Copies this rank's slice of the section that begins at `offset`; returns one number of each
+    row of the target."""
+    shape, dim = source.get_shape(), shard.dim
+    if not shape:
+        return target.copy_(source[...])
+    if dim is None:
+        _copy_by_pieces(target, source, slice(0, shape[0]), 0)
+        return _first_column(target)
+    part = slice(offset + shard.start, offset + shard.start + shard.length)
+    if shard.split:
+        return _first_column(target.copy_(source[part].unflatten(0, shard.split)))
+    filled = target
+    if shard.length < target.shape[dim]:
+        filled = target.zero_().narrow(dim, 0, shard.length)
+    if shard.length:
+        _copy_by_pieces(filled, source, part, dim)
+    return _first_column(target)
+
+
+def _copy_by_pieces(target: torch.Tensor, source: TensorSource, part: slice, dim: int) -> None:
+    """Copies rows or columns by pieces, so that little is held in another dtype at a time."""
+    rows_at_once = max(1, _VALUES_AT_ONCE * len(target) // target.numel())
+    for row in range(0, len(target), rows_at_once):
+        piece = target[row : row + rows_at_once]
+        if dim == 0:
+            piece.copy_(source[part.start + row : part.start + row + len(piece)])
+        else:
+            piece.copy_(source[row : row + len(piece), part])
+
+
+def _first_column(values: torch.Tensor) -> torch.Tensor:
+    return values[..., 0] if values.ndim > 1 else values
 
 
 class Weights:
@@ -105,6 +190,7 @@ class Weights:
     Args:
         quantization: one of `config.QUANTIZATIONS`, see `layers.quantized_linear`; None: no
             quantisation.
+        as_stored: whether matrices of a quantised file keep the file's numbers.
     """
 
     def __init__(
@@ -113,11 +199,13 @@ class Weights:
         device: torch.device,
         parallel: ParallelState,
         quantization: str | None = None,
+        as_stored: bool = False,
     ) -> None:
         self.dtype = dtype
         self.device = device
         self.parallel = parallel
         self.quantization = quantization
+        self.as_stored = as_stored
         self.arena = HugePageArena()
         """Memory for packed weights, which a CPU reads in every step."""
         self.shards: dict[str, list[WeightShard]] = {}
@@ -128,10 +216,27 @@ class Weights:
         self.num_bytes = 0
         """Bytes of all parameters in their form after loading, and of the tables that layers
         compute."""
+        self.stored_bits: set[int] = set()
+        """Bits of a number of matrices that are packed as a quantised file has them."""
+        self.is_dequantized = False
+        """Whether a part of a quantised file was dequantised."""
         self.digest = ""
         """SHA-256 of one element of each row of the loaded parameters, in hexadecimal; empty until
         they are loaded. Weights that differ in no such element have the same one."""
+        self._digests: dict[str, bytes] = {}
         self._after_loading: list[Callable[[], None]] = []
+
+    @property
+    def form(self) -> str:
+        """What became of a quantised file, for the line at the start; empty for other files."""
+        forms = []
+        if self.stored_bits:
+            forms.append(f"{' and '.join(map(str, sorted(self.stored_bits)))} bits as stored")
+        if self.is_dequantized:
+            dtype = str(self.dtype).removeprefix("torch.")
+            kind = dtype if self.quantization is None else self.quantization
+            forms.append(f"{'others ' if forms else ''}dequantised to {kind}")
+        return ", ".join(forms)
 
     def empty(self, *shape: int, dtype: torch.dtype | None = None) -> torch.Tensor:
         """Allocates an uninitialised parameter, in the model's dtype unless told."""
@@ -166,6 +271,19 @@ class Weights:
         self.declare(name, WeightShard(parameter))
         return parameter
 
+    def read(self, name: str, source: TensorSource) -> None:
+        """Reads this rank's parts of the checkpoint's tensor `name`."""
+        digest, offset = hashlib.sha256(), 0
+        for shard in self.shards[name]:
+            if shard.matrix is not None:
+                numbers = shard.matrix.read(shard, source, offset)
+            else:
+                numbers = copy_part(shard.target, shard, source, offset)
+                self.is_dequantized |= isinstance(source, QuantizedSource)
+            digest.update(numbers.float().cpu().numpy().tobytes())
+            offset += shard.total
+        self._digests[name] = digest.digest()
+
     def after_loading(self, action: Callable[[], None]) -> None:
         """Registers an action that runs after the parameters are filled, e.g. packing."""
         self._after_loading.append(action)
@@ -173,11 +291,8 @@ class Weights:
     def finish(self) -> None:
         """Computes the digest, runs the registered actions, each once, and forgets the
         declarations."""
-        digest = hashlib.sha256()
-        for shard in itertools.chain.from_iterable(self.shards.values()):
-            part = shard.target[..., 0] if shard.target.ndim > 1 else shard.target
-            digest.update(part.float().cpu().numpy().tobytes())
-        self.digest = digest.hexdigest()
+        whole = b"".join(self._digests[name] for name in sorted(self._digests))
+        self.digest = hashlib.sha256(whole).hexdigest()
         self.shards.clear()
         actions, self._after_loading = self._after_loading, []
         for action in actions:

@@ -1,4 +1,5 @@
-"""Tensors of a GGUF file under the names that a model's parameters have, dequantised when read.
+"""Tensors of a GGUF file under the names that a model's parameters have, read as they are stored or
+dequantised.
 
 A name of the model gives the name in the file (the library `gguf` has the table), so nothing here
 knows a family. What the converter of an architecture has changed is undone while rows are read.
@@ -20,14 +21,18 @@ from gguf.quants import dequantize
 
 from tpengine.gguf_config import Architecture, architecture_of
 from tpengine.gguf_file import GGUFFile, TensorEntry, open_gguf
+from tpengine.layers.weights import StoredGroups
+from tpengine.models.gguf_groups import EXACT_TYPES, GROUP_SIZE, unpack
 
 Rows = np.ndarray[Any, np.dtype[np.int64]]
+Bytes = np.ndarray[Any, np.dtype[np.uint8]]
 _EXPERT = re.compile(r"\.experts\.(\d+)\.")
 _COMPUTED = ("rope_freqs.weight", "rope_factors_long.weight", "rope_factors_short.weight")
 """Tensors that `gguf_config` has put into the model's configuration."""
 _ONE_ROW = "ffn_gate_inp_shexp.weight"
 """A matrix of one row, which llama.cpp's quantizer writes as a vector."""
 
+_NOT_QUANTIZED = ("F32", "F16", "BF16")
 _VALUES_AT_ONCE = 1 << 17
 """Pieces of this size stay in a core's cache; the library's own (16 rows) are 2 x slower."""
 
@@ -82,7 +87,8 @@ def _source(
     elif architecture.split_qkv and ".attn_qkv." in name:
         order = _exchange(rows, (3, heads, -1), 0)
     offset = architecture.norm_offset if name.endswith("norm.weight") else 0.0
-    return GGUFTensor(entry, order, offset, name.endswith(architecture.transposed), expert)
+    kind = GGUFTensor if entry.type in _NOT_QUANTIZED else QuantizedTensor
+    return kind(entry, order, offset, name.endswith(architecture.transposed), expert)
 
 
 def _exchange(rows: Rows, shape: tuple[int, int, int], axis: int) -> Rows | None:
@@ -135,6 +141,19 @@ class GGUFTensor:
 
     def _read(self, rows: slice, columns: slice) -> np.ndarray[Any, np.dtype[np.float32]]:
         """Dequantises a part `[rows, columns]` of a matrix; a vector is one row."""
+        num_rows, blocks, part = self._blocks(rows, columns)
+        block = GGML_QUANT_SIZES[self._type][0]
+        values = np.empty((len(blocks), block), np.float32)
+        step = _VALUES_AT_ONCE // block
+        for at in range(0, len(blocks), step):
+            piece = dequantize(blocks[at : at + step].reshape(1, -1), self._type)
+            values[at : at + step] = piece.reshape(-1, block)
+        values = values.reshape(num_rows, -1)[:, part]
+        return values if not self._offset else values - np.float32(self._offset)
+
+    def _blocks(self, rows: slice, columns: slice) -> tuple[int, Bytes, slice]:
+        """Returns the number of rows, the blocks that hold a part of a matrix, uint8
+        `[num_blocks, block_bytes]`, and the place of the part in the columns of these blocks."""
         data = self._data
         if self._expert is not None:
             data = data[self._expert * self._shape[0] : (self._expert + 1) * self._shape[0]]
@@ -143,12 +162,19 @@ class GGUFTensor:
         block, block_bytes = GGML_QUANT_SIZES[self._type]
         start, stop, _ = columns.indices(self._shape[-1])
         first, last = start // block, -(-stop // block)
-        blocks = np.ascontiguousarray(data[:, first * block_bytes : last * block_bytes])
-        blocks = blocks.reshape(-1, block_bytes)
-        values = np.empty((len(blocks), block), np.float32)
-        step = _VALUES_AT_ONCE // block
-        for at in range(0, len(blocks), step):
-            piece = dequantize(blocks[at : at + step].reshape(1, -1), self._type)
-            values[at : at + step] = piece.reshape(-1, block)
-        values = values.reshape(len(data), -1)[:, start - first * block : stop - first * block]
-        return values if not self._offset else values - np.float32(self._offset)
+        blocks = np.array(data[:, first * block_bytes : last * block_bytes])
+        part = slice(start - first * block, stop - first * block)
+        return len(data), blocks.reshape(-1, block_bytes), part
+
+
+class QuantizedTensor(GGUFTensor):
+    """A tensor of a quantised type, which may also be read as it is stored."""
+
+    def stored(self, rows: slice, columns: slice) -> StoredGroups | None:
+        """See `layers.weights.QuantizedSource`."""
+        if columns.start % GROUP_SIZE or columns.stop % GROUP_SIZE:
+            return None
+        if self._type.name not in EXACT_TYPES:
+            return None
+        num_rows, blocks, part = self._blocks(rows, columns)
+        return unpack(self._type.name, torch.from_numpy(blocks), num_rows, part)

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import itertools
 import json
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -19,14 +18,13 @@ from tpengine.layers.weights import (
     LoadedTensor,
     TensorSource,
     Weights,
-    WeightShard,
     tensor_shape,
 )
 from tpengine.model_files import WEIGHT_FILES
 from tpengine.models.registry import CausalLM, build_model
 
 _DUMMY_STD = 0.02
-_VALUES_AT_ONCE = 1 << 22
+_ROWS_AT_ONCE = 4096
 _WHOLE = {"*.safetensors": "model.safetensors", "pytorch_model*.bin": "pytorch_model.bin"}
 """By pattern of `WEIGHT_FILES`: the name of a checkpoint that is one file."""
 
@@ -47,20 +45,32 @@ def load_model(
     model = build_model(config, weights)
     check(model)
     if config.load_format == "dummy":
-        _fill_dummy(weights, config.seed)
+        generator = torch.Generator(device=weights.device).manual_seed(config.seed)
+        for name, shards in weights.shards.items():
+            weights.read(name, _DummyTensor(tensor_shape(shards), generator))
     else:
         _CheckpointReader(Path(config.model), config.load_format, weights, model).run()
     weights.finish()
     return model
 
 
-def _fill_dummy(weights: Weights, seed: int) -> None:
-    generator = torch.Generator(device=weights.device).manual_seed(seed)
-    for shard in itertools.chain.from_iterable(weights.shards.values()):
-        if len(shard.full_shape) == 1:  # weights of norms, and biases
-            shard.target.fill_(1.0)
-        else:
-            shard.target.normal_(0.0, _DUMMY_STD, generator=generator)
+class _DummyTensor:
+    """Random numbers in the place of a tensor of a file; ones in the place of a vector, such as the
+    weights of norms and the biases."""
+
+    def __init__(self, shape: tuple[int, ...], generator: torch.Generator) -> None:
+        self._shape = shape
+        self._generator = generator
+
+    def get_shape(self) -> list[int]:
+        return list(self._shape)
+
+    def __getitem__(self, index: Any) -> torch.Tensor:
+        shape = torch.empty(self._shape, device="meta")[index].shape
+        if len(self._shape) < 2:
+            return torch.ones(shape)
+        values = torch.empty(shape, device=self._generator.device)
+        return values.normal_(0.0, _DUMMY_STD, generator=self._generator)
 
 
 class _CheckpointReader:
@@ -69,8 +79,10 @@ class _CheckpointReader:
     def __init__(self, folder: Path, load_format: str, weights: Weights, model: CausalLM) -> None:
         self._folder = folder
         self._load_format = load_format
+        self._weights = weights
         self._shards = weights.shards
         self._repeats = weights.repeats
+        self._repeated: dict[str, TensorSource] = {}
         self._model = model
         self._missing = set(weights.shards)
         self._convert = weights.convert
@@ -104,7 +116,10 @@ class _CheckpointReader:
         wanted = name if name in self._shards else self._model.base_prefix + name
         if wanted in self._missing:
             self._missing.remove(wanted)
-            self._read(file, name, source, self._shards[wanted])
+            if self._fits(file, name, source, wanted):
+                self._weights.read(wanted, source)
+                if wanted in self._repeats.values():
+                    self._repeated[wanted] = source
         elif name in self._repeats:
             self._found_repeats.append((file, name, source))
         elif not name.endswith(self._model.ignored_weights):
@@ -112,59 +127,30 @@ class _CheckpointReader:
 
     def _compare(self, file: str, name: str, source: TensorSource) -> None:
         original = self._repeats[name]
-        (loaded,) = self._shards[original]
-        again = replace(loaded, target=torch.zeros_like(loaded.target))
-        fits = self._read(file, name, source, [again])
-        if fits and not torch.equal(again.target, loaded.target):
-            self._problems.append(
-                f"contradiction: {name} in {file} differs from {original}, and config.json "
-                "ties them (tie_word_embeddings); set it to false to use both"
-            )
+        first = self._repeated.get(original)
+        if first is None or not self._fits(file, name, source, original):
+            return
+        (shard,) = self._shards[original]
+        start, stop = 0, shard.target.shape[0]
+        if shard.dim is not None:
+            start, stop = shard.start, shard.start + shard.length
+        for at in range(start, stop, _ROWS_AT_ONCE):
+            rows, dtype = slice(at, min(at + _ROWS_AT_ONCE, stop)), shard.target.dtype
+            if not torch.equal(source[rows].to(dtype), first[rows].to(dtype)):
+                self._problems.append(
+                    f"contradiction: {name} in {file} differs from {original}, and config.json "
+                    "ties them (tie_word_embeddings); set it to false to use both"
+                )
+                return
 
-    def _read(self, file: str, name: str, source: TensorSource, shards: list[WeightShard]) -> bool:
-        """Copies this rank's slices into its parameters; False: the shape does not fit."""
-        shape, needed = tuple(source.get_shape()), tensor_shape(shards)
+    def _fits(self, file: str, name: str, source: TensorSource, wanted: str) -> bool:
+        """Whether the tensor has the shape of `wanted`; if not, this is a problem."""
+        shape, needed = tuple(source.get_shape()), tensor_shape(self._shards[wanted])
         if shape != needed:
             self._problems.append(
                 f"misshapen: {name} in {file} is {list(shape)}, the model needs {list(needed)}"
             )
-            return False
-        offset = 0
-        for shard in shards:
-            _copy(source, offset, shard)
-            offset += shard.total
-        return True
-
-
-def _copy(source: TensorSource, offset: int, shard: WeightShard) -> None:
-    """Copies this rank's slice of the section that begins at `offset` into its parameter."""
-    target, shape = shard.target, source.get_shape()
-    if not shape:
-        target.copy_(source[...])
-        return
-    if shard.dim is None:
-        _copy_by_pieces(target, source, slice(0, shape[0]), 0)
-        return
-    part = slice(offset + shard.start, offset + shard.start + shard.length)
-    if shard.split:
-        target.copy_(source[part].unflatten(0, shard.split))
-        return
-    if shard.length < target.shape[shard.dim]:
-        target.zero_()
-        target = target.narrow(shard.dim, 0, shard.length)
-    if shard.length:
-        _copy_by_pieces(target, source, part, shard.dim)
-
-
-def _copy_by_pieces(target: torch.Tensor, source: TensorSource, part: slice, dim: int) -> None:
-    """Copies rows or columns by pieces, so that little is held in another dtype at a time."""
-    rows_at_once = max(1, _VALUES_AT_ONCE * len(target) // target.numel())
-    for row in range(0, len(target), rows_at_once):
-        piece = target[row : row + rows_at_once]
-        if dim == 0:
-            piece.copy_(source[part.start + row : part.start + row + len(piece)])
-        else:
-            piece.copy_(source[row : row + len(piece), part])
+        return shape == needed
 
 
 def checkpoint_files(folder: Path, load_format: str) -> list[Path]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from tpengine.ops import library as _library  # noqa: F401 (defines the ops)
@@ -60,6 +61,13 @@ class QuantizedWeight:
     out_features: int
     in_features: int
 
+    def rows(self, start: int, stop: int) -> QuantizedWeight:
+        """Returns outputs `start` to `stop` as a view. Both are multiples of 32, or the end."""
+        assert start % LINEAR_PANEL == 0
+        panels = -(-self.out_features // LINEAR_PANEL)
+        packed = self.packed.view(panels, -1)[start // LINEAR_PANEL : -(-stop // LINEAR_PANEL)]
+        return QuantizedWeight(packed.flatten(), self.format, stop - start, self.in_features)
+
 
 def pack_quantized(
     q: Tensor,
@@ -76,9 +84,20 @@ def pack_quantized(
         offsets: float16, of the same shape, or None; see `QuantizedFormat.offsets`.
         arena: memory for the result; None: torch allocates it.
     """
-    weight = _allocate(q.shape[0], q.shape[1], form, arena)
-    pack_groups(weight.packed, q, scales, offsets, form.bits, form.group_size)
+    weight = empty_quantized(q.shape[0], q.shape[1], form, arena)
+    pack_quantized_into(weight, q, scales, offsets)
     return weight
+
+
+def pack_quantized_into(
+    weight: QuantizedWeight, q: Tensor, scales: Tensor, offsets: Tensor | None
+) -> None:
+    """See `pack_quantized`. Columns and groups that are missing at the end of each row are zero."""
+    form = weight.format
+    missing = (0, form.num_groups(weight.in_features) - scales.shape[1])
+    scales = F.pad(scales, missing)
+    offsets = None if offsets is None else F.pad(offsets, missing)
+    pack_groups(weight.packed, q, scales, offsets, form.bits, form.group_size)
 
 
 def quantize_weight(
@@ -97,14 +116,20 @@ def quantize_weight(
     Raises:
         RuntimeError: dtype, strides or format do not fit.
     """
-    result = _allocate(weight.shape[0], weight.shape[1], form, arena)
-    _quantize_weight(result.packed, weight, form.bits, form.group_size)
+    result = empty_quantized(weight.shape[0], weight.shape[1], form, arena)
+    quantize_weight_into(result, weight)
     return result
 
 
-def _allocate(
-    outputs: int, inputs: int, form: QuantizedFormat, arena: HugePageArena | None
+def quantize_weight_into(result: QuantizedWeight, weight: Tensor) -> None:
+    """See `quantize_weight`."""
+    _quantize_weight(result.packed, weight, result.format.bits, result.format.group_size)
+
+
+def empty_quantized(
+    outputs: int, inputs: int, form: QuantizedFormat, arena: HugePageArena | None = None
 ) -> QuantizedWeight:
+    """Allocates an uninitialised weight `[outputs, inputs]`; `arena` as in `pack_quantized`."""
     tail = LINEAR_PANEL * 2 * (1 if form.offsets == NO_OFFSETS else 2)
     group_bytes = LINEAR_PANEL * form.group_size * form.bits // 8 + tail
     count = -(-outputs // LINEAR_PANEL) * form.num_groups(inputs) * group_bytes

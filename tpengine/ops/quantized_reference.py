@@ -26,13 +26,16 @@ def pack_groups(
     """Writes a quantised weight in the layout of `ops.quantized.QuantizedWeight`."""
     (outputs, inputs), groups = q.shape, scales.shape[1]
     panels = -(-outputs // LINEAR_PANEL)
-    padded = q.new_zeros(panels * LINEAR_PANEL, groups * group_size)
-    padded[:outputs, :inputs] = q
-    lanes = padded.view(panels, LINEAR_PANEL, groups, group_size // _STEP, _STEP)
-    steps = lanes.permute(0, 2, 3, 1, 4)
+    padded = q
+    if outputs % LINEAR_PANEL or inputs < groups * group_size or not q.is_contiguous():
+        padded = q.new_zeros(panels * LINEAR_PANEL, groups * group_size)
+        padded[:outputs, :inputs] = q
+    # A step's four numbers move as one: transposing bytes is 5 x slower.
+    steps = padded.view(torch.int32).view(panels, LINEAR_PANEL, -1).transpose(1, 2)
     if bits == 4:
-        steps = steps[..., :16, :] | (steps[..., 16:, :] << 4)
-    parts = [steps.reshape(panels, groups, -1)]
+        steps = steps[..., :16] | (steps[..., 16:] << 4)
+    numbers = steps.contiguous().view(torch.uint8)
+    parts = [numbers.view(panels, groups, -1)]
     for factors in (scales, offsets):
         if factors is not None:
             line = factors.new_zeros(panels * LINEAR_PANEL, groups, dtype=torch.float16)

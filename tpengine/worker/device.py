@@ -16,7 +16,7 @@ import torch
 from tpengine import envs
 from tpengine.config import CacheConfig, lacks_arithmetic
 from tpengine.errors import ConfigError
-from tpengine.ops.library import cpu_isa
+from tpengine.ops.library import cpu_isa, has_cpu_kernels
 
 GIB = 1 << 30
 _DEFAULT_BYTES = 4 * GIB
@@ -101,6 +101,13 @@ def check_quantization(wanted: str | None, device: str) -> None:
             f"quantization = {wanted!r} has kernels for CPUs only, the device is {device}; leave "
             "it unset"
         )
+
+
+def keeps_stored(dtype: str, quantization: str | None, device: str) -> bool:
+    """Whether matrices of a quantised file keep its numbers: on CPUs with compiled kernels, unless
+    the user chose float32 or another quantization."""
+    is_open = quantization is None and _DTYPES.get(dtype) is not torch.float32
+    return device == "cpu" and has_cpu_kernels() and is_open
 
 
 def set_num_threads(local_ranks: int) -> int:

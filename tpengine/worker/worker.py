@@ -52,6 +52,7 @@ class Worker:
         self._dtype = self._cache_dtype = torch.float32
         self._model: CausalLM | None = None
         self._weights_bytes = 0
+        self._weights_form = ""
         self._gpu: GpuAttention | None = None
         self._all_record: bool | None = None
         self._runner: ModelRunner | None = None
@@ -112,13 +113,14 @@ class Worker:
             ConfigError, NativeLibraryError: see `GpuAttention`.
         """
         with torch.inference_mode():
-            quantization = self._config.model.quantization
-            weights = Weights(self._dtype, self._device, self._parallel, quantization)
-            chosen = self._config, self._dtype, self._cache_dtype
-            self._model = load_model(
-                self._config.model, weights, lambda model: check_attention(model, *chosen)
+            model = self._config.model
+            as_stored = device.keeps_stored(model.dtype, model.quantization, self._device.type)
+            weights = Weights(
+                self._dtype, self._device, self._parallel, model.quantization, as_stored
             )
-        self._weights_bytes = weights.num_bytes
+            chosen = self._config, self._dtype, self._cache_dtype
+            self._model = load_model(model, weights, lambda model: check_attention(model, *chosen))
+        self._weights_bytes, self._weights_form = weights.num_bytes, weights.form
         self._gpu = self._make_gpu_attention(self._model)
         return weights.digest
 
@@ -154,6 +156,7 @@ class Worker:
             device=str(self._device),
             total_bytes=total,
             weights_bytes=self._weights_bytes,
+            weights_form=self._weights_form,
             activation_peak_bytes=peak + scratch,
             kv_budget_bytes=budget,
             block_bytes=one_block,

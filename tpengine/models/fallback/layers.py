@@ -101,8 +101,9 @@ class _TransposedLinear(Linear):
         self, weights: Weights, name: str, in_features: int, out_features: int, bias: bool
     ) -> None:
         super().__init__(weights, in_features, out_features, bias)
-        assert self.weight is not None
-        weights.declare(f"{name}.weight", WeightShard(self.weight.t()))
+        outline = self.matrix.outline.t()
+        shard = WeightShard(outline, matrix=self.matrix, is_transposed=True)
+        weights.declare(f"{name}.weight", shard)
         if self.bias is not None:
             weights.declare(f"{name}.bias", WeightShard(self.bias))
 

@@ -1,0 +1,251 @@
+"""The weight of a linear layer while it is read, in the model's dtype or in its file's numbers.
+
+A layer declares views of an outline that has no memory. Memory is taken when the first part is
+read, and the layer gives the weight its form as soon as the last part is there. So loading a model
+takes the memory of its forms, and that of one layer before it has its form.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+
+from tpengine.layers.quantized_linear import (
+    LinearForm,
+    PartsForm,
+    PlainForm,
+    QuantizedForm,
+    can_join,
+    join,
+    packed_form,
+)
+from tpengine.layers.weights import (
+    QuantizedSource,
+    StoredGroups,
+    TensorSource,
+    Weights,
+    WeightShard,
+    copy_part,
+)
+from tpengine.ops import huge_pages
+from tpengine.ops.huge_pages import HugePageArena
+from tpengine.ops.linear_reference import LINEAR_PANEL
+from tpengine.ops.quantized import (
+    QuantizedFormat,
+    QuantizedWeight,
+    empty_quantized,
+    pack_quantized_into,
+    quantize_weight_into,
+)
+
+_FROM_VALUES = QuantizedFormat(8, 32)
+"""Of parts of a quantised file that cannot keep its numbers."""
+_VALUES_AT_ONCE = 1 << 18
+"""The allocator of C keeps what is freed here, so it must not be much."""
+
+
+class Matrix:
+    """The weight `[out_features, in_features]` of a layer, or a table, until all parts are read.
+
+    Args:
+        take: called once with the whole weight: a tensor in the model's dtype, or a form if it is
+            rounded, or if parts of it keep the numbers of their file.
+        rounded: the format to which it is rounded; None: it is not.
+        may_be_stored: whether parts of it may keep the numbers of a quantised file.
+
+    Attributes:
+        outline: a tensor without memory. The targets of the declared parts are views of it.
+    """
+
+    def __init__(
+        self,
+        weights: Weights,
+        out_features: int,
+        in_features: int,
+        take: Callable[[torch.Tensor | LinearForm], None],
+        rounded: QuantizedFormat | None = None,
+        may_be_stored: bool = True,
+    ) -> None:
+        shape = (out_features, in_features)
+        self.outline = torch.empty(shape, dtype=weights.dtype, device="meta")
+        self._weights = weights
+        self._take = take
+        self._rounded = rounded
+        self._may_be_stored = may_be_stored and weights.as_stored
+        self._values: torch.Tensor | None = None
+        self._parts: dict[range, QuantizedForm | None] = {}
+        """By outputs: a part that is quantised; None: it is in `_values`."""
+        self._num_missing = self.outline.numel()
+
+    def read(self, shard: WeightShard, source: TensorSource, offset: int) -> torch.Tensor:
+        """Reads one part; returns one number of each row. See `weights.PartReader`."""
+        place, form = _Place.of(shard, source, offset), None
+        is_quantized = isinstance(source, QuantizedSource)
+        is_stored = is_quantized and self._may_be_stored
+        self._weights.is_dequantized |= is_quantized and not is_stored
+        if is_stored or self._rounded is not None:
+            form, numbers = self._read_quantized(place, source)
+            if is_stored:
+                self._weights.stored_bits.add(form.weight.format.bits)
+        else:
+            numbers = self._read_values(shard, source, offset)
+        self._parts[place.target] = form
+        self._num_missing -= shard.target.numel()
+        if self._num_missing == 0:
+            whole, self._values, self._parts = self._whole(), None, {}
+            self._take(whole)
+        return numbers
+
+    def _read_values(self, shard: WeightShard, source: TensorSource, offset: int) -> torch.Tensor:
+        outline = self.outline
+        if self._values is None and self._weights.device.type == "cpu":
+            # In a mapping of its own: malloc keeps much of what is freed here for later.
+            self._values = huge_pages.empty(tuple(outline.shape), outline.dtype)
+        elif self._values is None:
+            self._values = torch.empty_like(outline, device=self._weights.device)
+        outline = shard.target
+        view = outline.shape, outline.stride(), int(outline.storage_offset())
+        numbers = copy_part(self._values.as_strided(*view), shard, source, offset)
+        return numbers.clone()  # a view would keep all values in memory
+
+    def _read_quantized(
+        self, place: _Place, source: TensorSource
+    ) -> tuple[QuantizedForm, torch.Tensor]:
+        """Packs a part by pieces, so that little is held in another form at a time."""
+        weight: QuantizedWeight | None = None
+        numbers = torch.zeros(len(place.outputs))  # one tensor, as small ones split freed memory
+        for rows in place.pieces():
+            start = place.outputs.start
+            own = slice(rows.start - start, rows.stop - start)
+            groups = self._groups(place, source, rows)
+            if weight is None:
+                weight = self._empty(place, groups)
+            piece = weight.rows(own.start, own.stop)
+            if groups is None:
+                values = place.sort(place.values(source, rows))
+                values = values.to(self.outline.dtype if self._rounded else torch.float32)
+                values = F.pad(values, (0, weight.in_features - values.shape[1]))
+                quantize_weight_into(piece, values.contiguous())
+                numbers[own] = values[:, 0]
+            else:
+                q, scales = place.sort(groups.q), place.sort(groups.scales)
+                offsets = None if groups.offsets is None else place.sort(groups.offsets)
+                pack_quantized_into(piece, q, scales, offsets)
+                numbers[own] = q[:, 0] * scales[:, 0].float()
+        if weight is None:  # all of the part is padding
+            weight = self._empty(place, None)
+        return QuantizedForm(weight), numbers
+
+    def _groups(self, place: _Place, source: TensorSource, rows: slice) -> StoredGroups | None:
+        """Returns outputs as the file stores them; None: their values are rounded."""
+        if self._rounded is not None or not isinstance(source, QuantizedSource):
+            return None
+        groups = source.stored(rows, place.inputs)
+        # No product reads its inputs in another order.
+        return None if groups is None or groups.order is not None else groups
+
+    def _empty(self, place: _Place, groups: StoredGroups | None) -> QuantizedWeight:
+        """Allocates a part; what is padding is zero."""
+        num_outputs, in_features = len(place.target), self.outline.shape[1]
+        form = self._rounded or _FROM_VALUES if groups is None else groups.format
+        is_whole = num_outputs == self.outline.shape[0]
+        arena = self._weights.arena if is_whole else HugePageArena()  # parts are moved later
+        weight = empty_quantized(num_outputs, in_features, form, arena)
+        if place.is_empty or len(place.outputs) < num_outputs:
+            weight.packed.zero_()
+        return weight
+
+    def _whole(self) -> torch.Tensor | LinearForm:
+        """Returns the weight; neighbouring parts of one format are joined."""
+        parts = self._parts
+        if not any(parts.values()):
+            assert self._values is not None
+            return self._values
+        runs: list[list[range]] = []
+        for outputs in sorted(parts, key=lambda outputs: outputs.start):
+            if runs and can_join(parts[runs[-1][-1]], parts[outputs]):
+                runs[-1].append(outputs)
+            else:
+                runs.append([outputs])
+        forms = [(slice(run[0].start, run[-1].stop), self._form(run)) for run in runs]
+        return forms[0][1] if len(forms) == 1 else PartsForm(tuple(forms))
+
+    def _form(self, run: list[range]) -> LinearForm:
+        quantized = [form for outputs in run if (form := self._parts[outputs]) is not None]
+        if not quantized:
+            assert self._values is not None
+            values = self._values[run[0].start : run[0].stop]
+            return packed_form(values, self._weights) or PlainForm(values.clone())
+        return quantized[0] if len(self._parts) == 1 else join(quantized, self._weights.arena)
+
+
+@dataclass(frozen=True, slots=True)
+class _Place:
+    """Where a part lies.
+
+    Attributes:
+        outputs, inputs: this rank's, in the source.
+        target: the part's outputs in the matrix, those included that are padding.
+        order: for each output of the part in the matrix its number in the source; None: the same.
+        is_transposed: whether an index of the source takes inputs first.
+    """
+
+    outputs: range
+    inputs: slice
+    target: range
+    order: torch.Tensor | None
+    is_transposed: bool
+
+    @classmethod
+    def of(cls, shard: WeightShard, source: TensorSource, offset: int) -> _Place:
+        """Returns the place of a part in the section of the source that begins at `offset`."""
+        ranges = [range(size) for size in source.get_shape()]
+        if shard.dim is not None:
+            start = offset + shard.start
+            ranges[shard.dim] = range(start, start + shard.length)
+        target = shard.target
+        if shard.is_transposed:
+            target, ranges = target.t(), ranges[::-1]
+        *sizes, in_features = target.shape
+        first, num_outputs = int(target.storage_offset()) // in_features, math.prod(sizes)
+        order = None
+        if shard.split:
+            strides = [stride // in_features for stride in target.stride()[:-1]]
+            order = torch.arange(num_outputs).as_strided(sizes, strides).flatten().argsort()
+        return cls(
+            outputs=ranges[0],
+            inputs=slice(ranges[1].start, ranges[1].stop),
+            target=range(first, first + num_outputs),
+            order=order,
+            is_transposed=shard.is_transposed,
+        )
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether all of the part is padding."""
+        return not self.outputs or self.inputs.start == self.inputs.stop
+
+    def pieces(self) -> Iterator[slice]:
+        """Yields outputs in the source: whole panels of a packed weight, up to the last one."""
+        if self.is_empty:
+            return
+        at_once = len(self.outputs)
+        if self.order is None:
+            panel_values = LINEAR_PANEL * (self.inputs.stop - self.inputs.start)
+            at_once = max(1, _VALUES_AT_ONCE // panel_values) * LINEAR_PANEL
+        for start in range(self.outputs.start, self.outputs.stop, at_once):
+            yield slice(start, min(start + at_once, self.outputs.stop))
+
+    def values(self, source: TensorSource, outputs: slice) -> torch.Tensor:
+        """Returns dequantised values of some outputs."""
+        if self.is_transposed:
+            return source[self.inputs, outputs].t()
+        return source[outputs, self.inputs]
+
+    def sort(self, rows: torch.Tensor) -> torch.Tensor:
+        """Puts all rows of the part into their order in the matrix."""
+        return rows if self.order is None else rows[self.order]
