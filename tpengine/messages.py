@@ -202,8 +202,16 @@ class MemoryLedger:
     """Part of the activations' peak that logits, log probabilities and sampling add, on GPUs."""
     graphs_bytes: int = 0
     """Memory of recorded decode steps: CUDA graphs, or the tensors of a `DecodeRecording`."""
+    looked_up_bytes: int = 0
+    """Part of the weights that a step does not read, but for single rows: the embedding, unless it
+    is the output head too, and rotary angles."""
     weights_form: str = ""
     """See `Weights.form`."""
+
+    @property
+    def read_bytes(self) -> int:
+        """Bytes of the weights that a decode step reads; of all experts, if there are experts."""
+        return self.weights_bytes - self.looked_up_bytes
 
 
 @dataclass(frozen=True, slots=True)

@@ -145,7 +145,7 @@ enum class Offsets { kNone, kZeroPoints, kMinima };
 // Rows of inputs, rounded: in blocks of R rows, [in_features / 4][R][4] bytes and [groups][R]
 // numbers that a group's sums start from (with offsets, the sums of the inputs as floats).
 struct QuantizedRows {
-  int8_t* bytes;
+  int8_t* bytes;  // a vector may be read beyond the last
   int32_t* starts;
   float* scales;  // [num_rows]
 };
@@ -167,7 +167,7 @@ struct QuantizedLinearArgs {
   int64_t panel_bytes, num_panels;
   int64_t num_blocks;  // of rows, as equal as can be
 
-  bool is_whole() const { return bits == 8 && num_groups == 1; }
+  bool is_whole() const { return bits == 8 && num_groups == 1 && offsets == Offsets::kNone; }
   int64_t first_row(int64_t block) const { return num_rows * block / num_blocks; }
 };
 

@@ -7,7 +7,6 @@ from __future__ import annotations
 import asyncio
 import atexit
 import contextlib
-import gc
 import queue
 import threading
 import time
@@ -142,9 +141,6 @@ class EngineThread:
         except BaseException as error:
             self._built.set_exception(error)
             return
-        # Objects that libraries made while they were loaded stay for good. A garbage collection
-        # that looks through them stops every thread for as long as several steps.
-        gc.freeze()
         self._built.set_result(engine)
         try:
             while not self._stop.is_set():
@@ -157,7 +153,6 @@ class EngineThread:
             if self._loop is not None:
                 self._call_in_loop(self._on_end)
             engine.shutdown()
-            gc.unfreeze()
 
     def _turn(self, engine: LLMEngine) -> None:
         """Executes the commands, then a step."""

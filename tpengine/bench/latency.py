@@ -1,9 +1,10 @@
 """Time to first token and per token for equal requests, by how many run at once.
 
-A decode step of one sequence cannot be faster than one read of the weights. "floor" is the time of
-that read: the bytes over the bandwidth, and its share of the step's time follows. On CPU the
-bandwidth is the median of reads between the steps, because other processes use the same memory; on
-a GPU it is that of a copy from device to device.
+A decode step of one sequence cannot be faster than one read of the weights in the form that they
+have, without the tables of which it reads single rows. "floor" is the time of that read: the bytes
+over the bandwidth, and its share of the step's time follows. On CPU the bandwidth is the median of
+reads between the steps, because other processes use the same memory; on a GPU it is that of a copy
+from device to device.
 """
 
 from __future__ import annotations
@@ -32,7 +33,6 @@ from tpengine.bench.timing import DecodeStep, ReadBandwidth, compare, measure_ce
 from tpengine.engine.llm_engine import LLMEngine
 from tpengine.engine_args import EngineArgs
 from tpengine.errors import ConfigError
-from tpengine.layers.gpu_quantized import WORKSPACE_BYTES
 from tpengine.options import option
 from tpengine.worker.device import cache_dtype, detect_device, resolve_dtype
 
@@ -95,7 +95,7 @@ def run(args: argparse.Namespace) -> int:
             _measure(engine, size, options.input_len, options.output_len, measure_bandwidth)
             for size in tqdm(sizes, desc="batch sizes", unit="size")
         ]
-        step_bytes = step_bytes_of(engine, device)
+        step_bytes = sum(ledger.read_bytes for ledger in engine.stats().ledgers)
         model = args.shape or engine.get_model_config().model
         head = {"model": model, "floor": f"the time to read {step_bytes / 1e9:.3f} GB"}
         print(report_head(engine_args, head, width=11))
@@ -126,29 +126,6 @@ def _bandwidth_of(device: str) -> Callable[[], float]:
     copy = measure_ceilings(torch.device("cuda", torch.cuda.current_device())).copy
     torch.cuda.empty_cache()
     return lambda: copy
-
-
-def step_bytes_of(engine: LLMEngine, device: str) -> int:
-    """Bytes of weights that a decode step reads. It reads only single rows of the embedding and of
-    the rotary angles. A tied output head reads the whole embedding if it is quantised or on a GPU,
-    and on CPU else a packed copy of it. A GPU keeps embedding and head in the dtype, and does not
-    read the workspace of quantised layers."""
-    config = engine.get_model_config()
-    dtype = resolve_dtype(config.dtype, device)
-    num_rows, row_bytes = config.vocab_size, int(config.hf_config["hidden_size"]) * dtype.itemsize
-    weights = engine.get_weights_bytes()
-    if config.quantization is not None and device != "cpu":
-        weights = [count - WORKSPACE_BYTES for count in weights]
-    elif config.quantization is not None:  # 8 bits and a scale, see `ops.quantized.QuantizedWeight`
-        num_rows = -(-num_rows // 32) * 32
-        row_bytes = -(-int(config.hf_config["hidden_size"]) // 32) * 32 + 2
-    is_shared = device != "cpu" or config.quantization is not None
-    if is_shared and config.hf_config.get("tie_word_embeddings"):
-        num_rows = 0
-    angles = 4 * config.max_model_len * config.head_dim
-    if not config.hf_config.get("rope_parameters"):
-        angles = 0
-    return sum(weights) - num_rows * row_bytes - angles
 
 
 def _prediction(engine: LLMEngine, args: argparse.Namespace, point: Point, step_bytes: int) -> str:

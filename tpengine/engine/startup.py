@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import math
 import time
 from collections.abc import Sequence
@@ -52,7 +53,16 @@ def start_workers(config: EngineConfig, executor: Executor) -> list[MemoryLedger
     )
     if len(ledgers) > 1 or config.device != "cpu":
         logger.info("memory of the ranks in GiB:\n%s", "\n".join(memory_table(ledgers, devices)))
+    # Objects that libraries made while they were loaded stay for good. A garbage collection that
+    # looks through them stops every thread for as long as several steps.
+    gc.freeze()
     return ledgers
+
+
+def end_workers(executor: Executor) -> None:
+    """Ends what `start_workers` began; a second call has no effect."""
+    executor.shutdown()
+    gc.unfreeze()
 
 
 def _open_cache(config: EngineConfig, executor: Executor) -> list[MemoryLedger]:

@@ -73,6 +73,7 @@ class VocabParallelEmbedding:
             assert isinstance(loaded, QuantizedForm)  # a table is one part
             self.form = loaded
         weights.num_bytes += loaded.nbytes
+        weights.looked_up_bytes += loaded.nbytes
 
 
 class PositionEmbedding:
@@ -86,6 +87,7 @@ class PositionEmbedding:
         self, weights: Weights, name: str, num_positions: int, hidden_size: int, offset: int = 0
     ) -> None:
         table = weights.replicated(f"{name}.weight", num_positions + offset, hidden_size)
+        weights.looked_up_bytes += table.nbytes
         self._rows = table[offset:]
 
     def forward(self, positions: torch.Tensor) -> torch.Tensor:
@@ -148,9 +150,12 @@ class ParallelLMHead(Linear):
         self.weight = tied.weight
         if tied.form is not None:
             self._form = tied.form
+            weights.looked_up_bytes -= tied.form.nbytes
             return
         assert tied.weight is not None
         self._form = packed_form(tied.weight, weights)
-        if self._form is not None:
+        if self._form is None:
+            weights.looked_up_bytes -= tied.weight.nbytes
+        else:
             weights.num_bytes += self._form.nbytes
             self.weight = None

@@ -216,6 +216,8 @@ class Weights:
         self.num_bytes = 0
         """Bytes of all parameters in their form after loading, and of the tables that layers
         compute."""
+        self.looked_up_bytes = 0
+        """Those of them that a step does not read, but for single rows."""
         self.stored_bits: set[int] = set()
         """Bits of a number of matrices that are packed as a quantised file has them."""
         self.is_dequantized = False
@@ -248,6 +250,7 @@ class Weights:
     def table(self, values: torch.Tensor) -> torch.Tensor:
         """Counts the bytes of a table that a layer computes, e.g. rotary angles; returns it."""
         self.num_bytes += values.nbytes
+        self.looked_up_bytes += values.nbytes
         return values
 
     def workspace(self, num_bytes: int) -> torch.Tensor:

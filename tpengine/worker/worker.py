@@ -51,7 +51,7 @@ class Worker:
         self._device = torch.device("cuda:0" if config.device == "cuda" else config.device)
         self._dtype = self._cache_dtype = torch.float32
         self._model: CausalLM | None = None
-        self._weights_bytes = 0
+        self._weights_bytes = self._looked_up_bytes = 0
         self._weights_form = ""
         self._gpu: GpuAttention | None = None
         self._all_record: bool | None = None
@@ -120,6 +120,7 @@ class Worker:
             chosen = self._config, self._dtype, self._cache_dtype
             self._model = load_model(model, weights, lambda model: check_attention(model, *chosen))
         self._weights_bytes, self._weights_form = weights.num_bytes, weights.form
+        self._looked_up_bytes = weights.looked_up_bytes
         self._gpu = self._make_gpu_attention(self._model)
         return weights.digest
 
@@ -155,6 +156,7 @@ class Worker:
             device=str(self._device),
             total_bytes=total,
             weights_bytes=self._weights_bytes,
+            looked_up_bytes=self._looked_up_bytes,
             weights_form=self._weights_form,
             activation_peak_bytes=peak + scratch,
             kv_budget_bytes=budget,
