@@ -11,7 +11,7 @@ namespace tpengine::cpu {
 namespace {
 
 // Prefill items hold about this many rows (query x head of the group).
-constexpr int64_t kItemRows = 24;
+constexpr int64_t kItemRows = 48;
 
 void check_queries(const char* op, const Tensor& out, const Tensor& q, const CacheShape& shape) {
   check_dim(op, "q", q, 3);

@@ -61,7 +61,8 @@ constexpr int64_t kSerialProducts = 1 << 16;
 // Calls body(now, next) for groups of panels that cover [0, num_panels); or each thread calls
 // body(), which gives it its own. A thread takes a group when it is free, so a slow core delays the
 // others by two groups at most. If there are enough groups, a thread knows the one that it takes
-// next, and fetches its weights in time.
+// next, and fetches its weights in time. With many rows, panels beyond an equal number of groups
+// for each thread are taken one by one: 18 panels go to two threads as 9 + 9, not 10 + 8.
 template <class F>
 void for_each_panel_group(int64_t num_rows, int64_t in_features, int64_t num_panels,
                           int64_t panel_bytes, const F& body) {
@@ -69,12 +70,16 @@ void for_each_panel_group(int64_t num_rows, int64_t in_features, int64_t num_pan
   const int64_t threads = products < kSerialProducts ? 1 : num_threads();
   const int64_t in_l2 = kGroupBytes / panel_bytes, even = num_panels / (threads * kGroupsPerThread);
   const int64_t few = std::max<int64_t>(1, std::min(in_l2, even));
-  const int64_t group = num_rows > most_few_rows() && even >= kManyRowsGroup ? kManyRowsGroup : few;
+  const bool has_many_rows = num_rows > most_few_rows() && even >= kManyRowsGroup;
+  const int64_t group = has_many_rows ? kManyRowsGroup : few;
+  const int64_t equal = has_many_rows ? num_panels / (threads * group) * threads : num_panels;
   const bool is_ahead = num_panels >= 2 * threads * group;
-  std::atomic<int64_t> first{0};
+  std::atomic<int64_t> next_group{0};
   const auto take = [&] {
-    const int64_t begin = std::min(first.fetch_add(group), num_panels);
-    return PanelRange{begin, std::min(begin + group, num_panels)};
+    const int64_t index = next_group.fetch_add(1);
+    const int64_t beyond = index - equal, size = beyond < 0 ? group : 1;
+    const int64_t begin = beyond < 0 ? index * group : equal * group + beyond;
+    return PanelRange{std::min(begin, num_panels), std::min(begin + size, num_panels)};
   };
   parallel_for(threads, 1, [&](int64_t, int64_t) {
     const auto multiply = [&] {

@@ -26,9 +26,9 @@ MAX_NOUN_FIELDS = 14
 MAX_PACKAGE_LINES = 18_500
 """Lines of code of the package, without docstrings, comments, blank lines and generated stubs."""
 MAX_PACKAGE_FILES = 187
-MAX_NATIVE_LINES = 7_420
+MAX_NATIVE_LINES = 7_520
 """Lines of C++ and CUDA in csrc/, without blank lines and comments."""
-MAX_TEST_LINES = 35_650
+MAX_TEST_LINES = 35_750
 """Lines of code of tests/."""
 MAY_ADD = {
     "API": 800,

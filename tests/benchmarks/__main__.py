@@ -19,6 +19,7 @@ BENCHMARKS = {
     "kernels": "the kernels of CPU or GPU: bytes and operations per second",
     "peers": "output tokens/s beside those of transformers, on the same requests",
     "prefix": "what prefix caching gains and costs",
+    "prompts": "tokens/s of long prompts, and the share of a plain product's operations",
     "ranks": "two ranks of one thread against one process of two threads; a start by phase",
     "sampler": "time of each stage of sampling: penalties, biases, bans, log probabilities",
     "scheduler": "time of schedule and update with many running and waiting requests",

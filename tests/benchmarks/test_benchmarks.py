@@ -22,6 +22,7 @@ ENGINE = ["--dtype", "float32", "--device", "cpu", "--cpu-kv-cache-space", "0.02
     [
         ("prefix", ["--pairs", "1", "--prefix-tokens", "40", "--arrivals", "2"]),
         ("swap", ["--runs", "1", "--lengths", "40"]),
+        ("prompts", ["--runs", "1", "--lengths", "40"]),
     ],
 )
 def test_benchmarks_of_an_engine(

@@ -65,6 +65,7 @@ def _llama(
 SHAPES = {
     "llama-124m": _llama(768, 12, 12, 4, 2048, 32000, False),
     "llama-1.1b": _llama(2048, 16, 32, 8, 8192, 32000, False),
+    "smollm2-135m": _llama(576, 30, 9, 3, 1536, 49152, True) | {"max_position_embeddings": 8192},
     "qwen2.5-0.5b": _llama(896, 24, 14, 2, 4864, 151936, True),
     "llama-3.2-1b": _llama(2048, 16, 32, 8, 8192, 128256, True),
     "llama-3-8b": _llama(4096, 32, 32, 8, 14336, 128256, False) | {"max_position_embeddings": 8192},
