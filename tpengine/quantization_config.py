@@ -64,7 +64,6 @@ class QuantizationScheme:
         group_sizes: neighbouring inputs with one scale; 0: all inputs of an output.
         block: outputs and inputs with one scale, for weights in fp8; None: not in blocks.
         is_less_one: whether zero points are stored less one.
-        has_static_activations: whether the file has scales for activations.
     """
 
     method: str
@@ -72,7 +71,6 @@ class QuantizationScheme:
     group_sizes: tuple[int, ...] = (0,)
     block: tuple[int, int] | None = None
     is_less_one: bool = False
-    has_static_activations: bool = False
 
 
 def read_scheme(hf_config: Mapping[str, Any], folder: str) -> QuantizationScheme | None:
@@ -135,15 +133,14 @@ class _Reader:
         )
 
     def _fp8(self) -> QuantizationScheme:
-        static = self._fields.get("activation_scheme") == "static"
         block = self._block("weight_block_size", self._fields.get("weight_block_size"))
-        return QuantizationScheme("fp8", (8,), block=block, has_static_activations=static)
+        return QuantizationScheme("fp8", (8,), block=block)
 
     def _compressed_tensors(self) -> QuantizationScheme:
         groups = self._fields.get("config_groups")
         if not isinstance(groups, Mapping) or not groups:
             raise _refusal(self._folder, "config_groups", groups, "objects with groups of layers")
-        bits, sizes, blocks, static = set(), set(), set(), False
+        bits, sizes, blocks = set(), set(), set()
         for name, group in groups.items():
             weights = group.get("weights") or {}
             self._check_group(f"config_groups.{name}", group, weights)
@@ -153,8 +150,6 @@ class _Reader:
             elif weights["strategy"] == "block":
                 field = f"config_groups.{name}.weights.block_structure"
                 blocks.add(self._block(field, weights.get("block_structure")))
-            activations = group.get("input_activations") or {}
-            static = static or activations.get("dynamic") is False
         if len(blocks) > 1:
             raise _refusal(self._folder, "block_structure", sorted(map(str, blocks)), "one size")
         return QuantizationScheme(
@@ -162,12 +157,12 @@ class _Reader:
             tuple(sorted(bits)),
             (0, *sorted(sizes)),
             next(iter(blocks), None),
-            has_static_activations=static,
         )
 
     def _check_group(self, name: str, group: Mapping[str, Any], weights: Mapping[str, Any]) -> None:
         layout = group.get("format") or self._fields.get("format")
         self._check(f"{name}.format", layout, tuple(_FORMATS))
+        assert isinstance(layout, str)
         kind, bits, strategies = _FORMATS[layout]
         if layout == "naive-quantized" and weights.get("type") == "int":
             kind, bits, strategies = _FORMATS["int-quantized"]

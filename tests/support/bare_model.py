@@ -64,12 +64,16 @@ class BareModel:
     """
 
     def __init__(
-        self, folder: Path, parallel: ParallelState | None = None, quantization: str | None = None
+        self,
+        folder: Path,
+        parallel: ParallelState | None = None,
+        quantization: str | None = None,
+        as_stored: bool = False,
     ) -> None:
         args = EngineArgs(str(folder), dtype="float32", quantization=quantization)
         config = args.create_engine_config("cpu").model
         parallel = parallel or ParallelState()
-        weights = Weights(torch.float32, CPU, parallel, quantization)
+        weights = Weights(torch.float32, CPU, parallel, quantization, as_stored)
         self.model = load_model(config, weights)
         self.num_bytes = weights.num_bytes
         kv_heads = max(1, config.total_num_kv_heads // parallel.tp_size)

@@ -108,13 +108,12 @@ class Matrix:
         """Packs a part by pieces, so that little is held unpacked at a time."""
         num_outputs, in_features = len(place.target), self.outline.shape[1]
         is_whole = num_outputs == self.outline.shape[0]
-        weight, numbers = None, []
+        weight, order, numbers = None, None, []
         for rows in place.pieces():
             groups = source.stored(rows, place.inputs)
-            if groups is not None and groups.order is not None:
-                groups = None  # no product reads its inputs in another order
             if weight is None:
                 form = _ROUNDED if groups is None else groups.format
+                order = None if groups is None else groups.order
                 arena = self._weights.arena if is_whole else None  # other parts are moved there
                 weight = empty_quantized(num_outputs, in_features, form, arena)
                 if len(place.outputs) < num_outputs:
@@ -132,7 +131,7 @@ class Matrix:
                 pack_quantized_into(piece, q, scales, offsets)
                 numbers.append(q[:, 0] * scales[:, 0].float())
         assert weight is not None
-        return QuantizedForm(weight), torch.cat(numbers)
+        return QuantizedForm(weight, order), torch.cat(numbers)
 
     def _whole(self) -> torch.Tensor | LinearForm:
         """Returns the weight; neighbouring parts of one format are joined."""

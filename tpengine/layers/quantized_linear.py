@@ -59,23 +59,30 @@ class PackedForm:
 
 @dataclass(frozen=True, slots=True)
 class QuantizedForm:
-    """Groups of 4 or 8 bits, see `ops.quantized`."""
+    """Groups of 4 or 8 bits, see `ops.quantized`.
+
+    Attributes:
+        order: int64 `[in_features]`, the input of each column (GPTQ's `desc_act`); None: columns
+            are in the order of the inputs.
+    """
 
     weight: QuantizedWeight
+    order: torch.Tensor | None = None
 
     @property
     def nbytes(self) -> int:
-        return self.weight.packed.nbytes
+        return self.weight.packed.nbytes + (0 if self.order is None else self.order.nbytes)
 
     def multiply(self, out: torch.Tensor, x: torch.Tensor, bias: torch.Tensor | None) -> None:
         """Writes `x W^T + bias` into `out`."""
+        x = x if self.order is None else x.index_select(1, self.order)
         quantized_linear(out, x, self.weight, bias)
 
     def look_up(self, token_ids: torch.Tensor, dtype: torch.dtype, scale: float) -> torch.Tensor:
         """Returns the rows `token_ids`, int32 `[num_tokens]`, times `scale`."""
         out = token_ids.new_empty(len(token_ids), self.weight.in_features, dtype=dtype)
         quantized_embedding(out, self.weight, token_ids, scale)
-        return out
+        return out if self.order is None else torch.empty_like(out).index_copy_(1, self.order, out)
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,25 +121,33 @@ class PartsForm:
 
 
 def join(first: LinearForm, second: LinearForm) -> QuantizedForm | None:
-    """Returns two neighbouring parts as one; None: their formats differ, or the second does not
-    begin with a panel."""
+    """Returns two neighbouring parts as one; None: their formats or their orders differ, or the
+    second does not begin with a panel."""
     if not isinstance(first, QuantizedForm) or not isinstance(second, QuantizedForm):
         return None
     one, other = first.weight, second.weight
     if one.format != other.format or one.out_features % LINEAR_PANEL:
         return None
+    if not _are_equal(first.order, second.order):
+        return None
+    outputs = one.out_features + other.out_features
     packed = torch.cat([one.packed, other.packed])
-    return QuantizedForm(
-        replace(one, packed=packed, out_features=one.out_features + other.out_features)
-    )
+    return replace(first, weight=replace(one, packed=packed, out_features=outputs))
+
+
+def _are_equal(first: torch.Tensor | None, second: torch.Tensor | None) -> bool:
+    if first is None or second is None:
+        return first is second
+    return torch.equal(first, second)
 
 
 def into_arena(form: LinearForm, arena: HugePageArena) -> LinearForm:
     """Moves a quantised weight into the memory that a CPU reads fastest."""
     if not isinstance(form, QuantizedForm):
         return form
-    packed = arena.empty(form.nbytes, torch.uint8).copy_(form.weight.packed)
-    return QuantizedForm(replace(form.weight, packed=packed))
+    packed = form.weight.packed
+    packed = arena.empty(packed.nbytes, torch.uint8).copy_(packed)
+    return replace(form, weight=replace(form.weight, packed=packed))
 
 
 def quantized_form(weight: torch.Tensor, weights: Weights) -> QuantizedForm | None:

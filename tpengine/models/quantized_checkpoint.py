@@ -20,8 +20,11 @@ import torch
 
 from tpengine.errors import ModelLoadError
 from tpengine.layers.weights import CheckpointTensor, StoredGroups, TensorSource
+from tpengine.logger import init_logger
 from tpengine.ops.quantized import NO_OFFSETS, ZERO_POINTS, QuantizedFormat
 from tpengine.quantization_config import QuantizationScheme
+
+logger = init_logger(__name__)
 
 Sources = Mapping[str, TensorSource]
 
@@ -178,6 +181,7 @@ class GroupedTensor:
             self._is_ordered = torch.equal(found, self._groups)
             self._groups = found
         self._has_zeros: bool | None = None
+        self._keeps_scales: bool | None = None
 
     def get_shape(self) -> list[int]:
         """The shape that the model knows."""
@@ -199,18 +203,15 @@ class GroupedTensor:
         rows, columns = _part((rows, columns), self._shape)
         order, first = self._order(columns), columns.start
         size = _common_size(self._group_size, columns)
-        if size is None or (order is None and not self._is_ordered):
+        if size is None or (order is None and not self._is_ordered) or not self._fits_halves():
             return None
         groups = torch.arange(first, columns.stop, size) // self._group_size
-        scales = self._scales.read(rows)[:, groups]
-        halves = scales.half()
-        if not torch.allclose(halves.float(), scales, rtol=_SCALE_ERROR, atol=0):
-            return None
+        scales = self._scales.read(rows)[:, groups].half()
         q = self._numbers.read(rows, columns)
         offsets = self._read_zeros(rows)[:, groups].half() if self._is_asymmetric() else None
         kind = NO_OFFSETS if offsets is None else ZERO_POINTS
         form = QuantizedFormat(self._bits, size, kind)
-        return StoredGroups(q if order is None else q[:, order], halves, offsets, form, order)
+        return StoredGroups(q if order is None else q[:, order], scales, offsets, form, order)
 
     @property
     def _middle(self) -> int:
@@ -227,6 +228,14 @@ class GroupedTensor:
                 (self._read_zeros(slice(0, self._shape[0])) != self._middle).any()
             )
         return self._has_zeros
+
+    def _fits_halves(self) -> bool:
+        """Whether float16 keeps all scales; all parts of a weight have one form."""
+        if self._keeps_scales is None:
+            scales = self._scales.read(slice(0, self._shape[0]))
+            halves = scales.half().float()
+            self._keeps_scales = torch.allclose(halves, scales, rtol=_SCALE_ERROR, atol=0)
+        return self._keeps_scales
 
     def _order(self, columns: slice) -> torch.Tensor | None:
         """Returns the inputs in the order of their groups; None: it is theirs already, or the part
@@ -305,14 +314,18 @@ def merge_tensors(
     Raises:
         ModelLoadError: the tensors of a weight do not fit each other or the scheme.
     """
-    endings = _ENDINGS[scheme.method]
+    endings, has_ignored = _ENDINGS[scheme.method], False
     pending: dict[str, dict[str, CheckpointTensor]] = {}
     for file, name, source in tensors:
         prefix, _, ending = name.rpartition(".")
         if ending in endings:
             pending.setdefault(prefix, {})[ending] = file, name, source
-        elif ending not in _ACTIVATIONS:
+        elif ending in _ACTIVATIONS:
+            has_ignored = True
+        else:
             yield file, name, source
+    if has_ignored:
+        logger.info("the checkpoint's scales of activations are not used: each token has its own")
     for prefix in list(pending):
         found = pending.pop(prefix)
         if not any(ending in found for ending in _NUMBERS[scheme.method]):
