@@ -161,7 +161,7 @@ struct QuantizedLinearArgs {
   int64_t panel_bytes, num_panels;
   int64_t num_blocks;  // of rows, as equal as can be
 
-  bool is_whole() const { return bits == 8 && num_groups == 1; }
+  bool is_whole() const { return bits == 8 && num_groups == 1 && offsets == Offsets::kNone; }
   int64_t first_row(int64_t block) const { return num_rows * block / num_blocks; }
 };
 

@@ -17,9 +17,9 @@ constexpr int64_t kRowsRoundedAlone = 4;
 
 void take_format(const char* op, QuantizedLinearArgs& args, const Tensor& packed, int64_t bits,
                  int64_t group_size, int64_t offsets) {
-  if ((bits != 4 && bits != 8) || offsets < 0 || offsets > 2 || (bits == 8 && offsets != 0)) {
+  if ((bits != 4 && bits != 8) || offsets < 0 || offsets > 2) {
     fail(op, "bits = " + std::to_string(bits) + " with offsets = " + std::to_string(offsets) +
-                 "; expected 4 with 0, 1 or 2, or 8 with 0");
+                 "; expected 4 or 8 with 0, 1 or 2");
   }
   if (group_size <= 0 || group_size % 32 != 0) {
     fail(op, "group_size is " + std::to_string(group_size) + "; expected a multiple of 32");

@@ -165,7 +165,7 @@ WRONG = [
     ("packed_linear", _replaced(0, lambda t: t.bfloat16()), "out is bfloat16; expected float32"),
     ("quantized_linear", _replaced(2, lambda t: t[32:]), r"packed has shape \[1120\].*size 1152"),
     ("quantized_linear", _replaced(2, lambda t: t.int()), "packed is int32; expected uint8"),
-    ("quantized_linear", _replaced(4, lambda _: 3), r"bits = 3 .*expected 4 with 0, 1 or 2, or 8"),
+    ("quantized_linear", _replaced(4, lambda _: 3), r"bits = 3 .*expected 4 or 8 with 0, 1 or 2"),
     ("quantized_linear", _replaced(5, lambda _: 48), "group_size is 48; expected a multiple of 32"),
     ("quantize_weight", _replaced(3, lambda _: 160), "group_size in 4 bits is 160; the limit"),
     ("quantized_embedding", _replaced(3, lambda _: 39), "is 39; the table has rows 0 to 38"),

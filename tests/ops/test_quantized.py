@@ -29,7 +29,10 @@ FORMATS = {
     "int4 g32 minima": QuantizedFormat(4, 32, MINIMA),
     "int4 g64 minima": QuantizedFormat(4, 64, MINIMA),
     "int8 g32": QuantizedFormat(8, 32),
+    "int8 g32 zeros": QuantizedFormat(8, 32, ZERO_POINTS),
+    "int8 g64 minima": QuantizedFormat(8, 64, MINIMA),
     "int8 per output": per_output(290),
+    "int8 per output zeros": replace(per_output(290), offsets=ZERO_POINTS),
 }
 # rows around the blocks of 2 and 6 and the sets of 384, outputs around panels
 SHAPES = [(1, 1), (2, 31), (3, 64), (5, 33), (6, 32), (7, 65), (13, 100), (70, 40), (390, 34)]
@@ -68,7 +71,7 @@ def make_case(form: QuantizedFormat, rows: int, outputs: int, dtype: torch.dtype
     scales[0] = 0.0
     scales[outputs:] = float("nan")
     if form.offsets == ZERO_POINTS:
-        offsets = torch.randint(0, 16, scales.shape, generator=gen).half()
+        offsets = torch.randint(0, 1 << form.bits, scales.shape, generator=gen).half()
     else:
         offsets = torch.randn(scales.shape, generator=gen).half()
     packed = pack_quantized(q, scales, None if form.offsets == NO_OFFSETS else offsets, form)

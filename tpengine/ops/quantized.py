@@ -29,7 +29,7 @@ class QuantizedFormat:
     Attributes:
         bits: 4 or 8.
         group_size: neighbouring inputs with one scale; a multiple of 32.
-        offsets: `NO_OFFSETS`; in 4 bits also `ZERO_POINTS` or `MINIMA`.
+        offsets: `NO_OFFSETS`, `ZERO_POINTS` or `MINIMA`.
     """
 
     bits: int
