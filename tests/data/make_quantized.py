@@ -156,6 +156,7 @@ def _dequantize(layer: Any) -> torch.Tensor:
 
 def write_expected(model: Any, target: Path, tool: str) -> None:
     """Writes what the tool's numbers give."""
+    torch.set_num_threads(1)  # the model is tiny
     weights = weights_of(model)
     config = AutoConfig.from_pretrained(target).to_dict()
     config.pop("quantization_config")
@@ -186,29 +187,25 @@ _PER_TOKEN: dict[str, Any] = {"strategy": "token", "dynamic": True, "symmetric":
 _FP8: dict[str, Any] = {"num_bits": 8, "type": "float"}
 _AWQ = {"format": "auto_awq", "bits": 4}
 _GPTQ = {"format": "auto_gptq"}
+_PLAIN = {"sym": False, "desc_act": False}
 MODELS: dict[str, dict[str, tuple[Callable[..., Any], bool, dict[str, Any]]]] = {
     "auto-round": {
         "awq": (by_autoround, True, _AWQ | {"group_size": 32, "sym": False}),
-        "awq-head": (
-            by_autoround,
-            False,
-            _AWQ | {"group_size": 64, "sym": False, "quant_lm_head": True},
-        ),
         "gptq": (by_autoround, True, _GPTQ | {"bits": 4, "group_size": 64, "sym": True}),
-        "gptq-zeros": (by_autoround, True, _GPTQ | {"bits": 4, "group_size": 32, "sym": False}),
         "gptq-8": (by_autoround, True, _GPTQ | {"bits": 8, "group_size": -1, "sym": True}),
-        "gptq-8-zeros": (by_autoround, True, _GPTQ | {"bits": 8, "group_size": 32, "sym": False}),
     },
     "gptqmodel": {
+        "gptq-zeros": (by_gptqmodel, True, _PLAIN | {"bits": 4, "group_size": 32}),
+        "gptq-8-zeros": (by_gptqmodel, True, _PLAIN | {"bits": 8, "group_size": 32}),
         "gptq-order": (
             by_gptqmodel,
             True,
             {"bits": 4, "group_size": 32, "sym": True, "desc_act": True},
         ),
-        "gptq-v2": (
+        "gptq-v2-head": (
             by_gptqmodel,
-            True,
-            {"bits": 4, "group_size": 64, "sym": False, "desc_act": False, "format": "gptq_v2"},
+            False,
+            _PLAIN | {"bits": 4, "group_size": 64, "format": "gptq_v2", "lm_head": True},
         ),
     },
     "llmcompressor": {
