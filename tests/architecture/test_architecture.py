@@ -28,7 +28,7 @@ MAX_PACKAGE_LINES = 18_500
 MAX_PACKAGE_FILES = 184
 MAX_NATIVE_LINES = 6_660
 """Lines of C++ and CUDA in csrc/, without blank lines and comments."""
-MAX_TEST_LINES = 33_800
+MAX_TEST_LINES = 34_300
 """Lines of code of tests/."""
 MAY_ADD = {
     "API": 800,

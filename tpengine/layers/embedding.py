@@ -12,10 +12,11 @@ from tpengine.layers.quantized_linear import (
     LinearForm,
     QuantizedForm,
     packed_form,
-    quantized_vocabulary,
+    vocabulary_format,
 )
 from tpengine.layers.weights import Weights, WeightShard
 from tpengine.ops import fused
+from tpengine.ops.quantized import QuantizedFormat
 
 
 class VocabParallelEmbedding:
@@ -44,7 +45,8 @@ class VocabParallelEmbedding:
         self.form: QuantizedForm | None = None
         self._dtype = weights.dtype
         self.weight_name = f"{name}.weight"
-        matrix = Matrix(weights, self.rows, hidden_size, partial(self._take, weights))
+        take, rounded = partial(self._take, weights), vocabulary_format(weights, hidden_size)
+        matrix = Matrix(weights, self.rows, hidden_size, take, rounded)
         shard = WeightShard(matrix.outline, 0, self.start, vocab_size, matrix=matrix)
         weights.declare(self.weight_name, shard)
 
@@ -66,12 +68,11 @@ class VocabParallelEmbedding:
 
     def _take(self, weights: Weights, loaded: torch.Tensor | LinearForm) -> None:
         if isinstance(loaded, torch.Tensor):
-            self.form = quantized_vocabulary(loaded, weights)
-            self.weight = loaded if self.form is None else None
+            self.weight = loaded
         else:
             assert isinstance(loaded, QuantizedForm)  # a table is one part
             self.form = loaded
-        weights.num_bytes += loaded.nbytes if self.form is None else self.form.nbytes
+        weights.num_bytes += loaded.nbytes
 
 
 class PositionEmbedding:
@@ -138,8 +139,8 @@ class ParallelLMHead(Linear):
             return x.new_empty(0, self._vocab_size)
         return logits[:, : self._vocab_size]
 
-    def _choose(self, weight: torch.Tensor, weights: Weights) -> LinearForm | None:
-        return quantized_vocabulary(weight, weights) or packed_form(weight, weights)
+    def _rounded_format(self, weights: Weights, in_features: int) -> QuantizedFormat | None:
+        return vocabulary_format(weights, in_features)
 
     def _share(self, tied: VocabParallelEmbedding, weights: Weights) -> None:
         """Takes the table of the embedding, or a packed copy: rows are not looked up in a packed

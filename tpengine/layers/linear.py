@@ -18,8 +18,9 @@ import torch.nn.functional as F
 from tpengine.distributed.parallel_state import ParallelState
 from tpengine.errors import ConfigError
 from tpengine.layers.matrix import Matrix
-from tpengine.layers.quantized_linear import LinearForm, packed_form, quantized_form
+from tpengine.layers.quantized_linear import LinearForm, packed_form, rounded_format
 from tpengine.layers.weights import Weights, WeightShard
+from tpengine.ops.quantized import QuantizedFormat
 
 _PADDED_SHARE = 16
 
@@ -42,7 +43,8 @@ class Linear:
         self.out_features = out_features
         self._form: LinearForm | None = None
         take = partial(self._take, weights)
-        self.matrix = Matrix(weights, out_features, in_features, take, self.may_be_stored)
+        rounded = self._rounded_format(weights, in_features)
+        self.matrix = Matrix(weights, out_features, in_features, take, rounded, self.may_be_stored)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """x `[num_tokens, in_features]` to `[num_tokens, out_features]`."""
@@ -56,14 +58,14 @@ class Linear:
         """Takes the weight when it is read, in the form that is fastest on this device."""
         del self.matrix  # it refers to this layer
         if isinstance(loaded, torch.Tensor):
-            self._form = self._choose(loaded, weights)
+            self._form = packed_form(loaded, weights)
             self.weight = loaded if self._form is None else None
         else:
             self._form = loaded
         weights.num_bytes += loaded.nbytes if self._form is None else self._form.nbytes
 
-    def _choose(self, weight: torch.Tensor, weights: Weights) -> LinearForm | None:
-        return quantized_form(weight, weights) or packed_form(weight, weights)
+    def _rounded_format(self, weights: Weights, in_features: int) -> QuantizedFormat | None:
+        return rounded_format(weights, in_features)
 
 
 class MergedColumnParallelLinear(Linear):

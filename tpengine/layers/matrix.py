@@ -19,38 +19,43 @@ from tpengine.layers.quantized_linear import (
     PartsForm,
     PlainForm,
     QuantizedForm,
-    into_arena,
+    can_join,
     join,
     packed_form,
 )
 from tpengine.layers.weights import (
     QuantizedSource,
+    StoredGroups,
     TensorSource,
     Weights,
     WeightShard,
     copy_part,
 )
 from tpengine.ops import huge_pages
+from tpengine.ops.huge_pages import HugePageArena
 from tpengine.ops.linear_reference import LINEAR_PANEL
 from tpengine.ops.quantized import (
     QuantizedFormat,
+    QuantizedWeight,
     empty_quantized,
     pack_quantized_into,
     quantize_weight_into,
 )
 
-_ROUNDED = QuantizedFormat(8, 32)
+_FROM_VALUES = QuantizedFormat(8, 32)
 """Of parts of a quantised file that cannot keep its numbers."""
-_VALUES_AT_ONCE = 1 << 20
+_VALUES_AT_ONCE = 1 << 18
+"""The allocator of C keeps what is freed here, so it must not be much."""
 
 
 class Matrix:
     """The weight `[out_features, in_features]` of a layer, or a table, until all parts are read.
 
     Args:
-        take: called once with the whole weight: a tensor in the model's dtype, or a form if parts
-            of it have the numbers of their file.
-        may_store: False: it never has the numbers of its file.
+        take: called once with the whole weight: a tensor in the model's dtype, or a form if it is
+            rounded, or if parts of it keep the numbers of their file.
+        rounded: the format to which it is rounded; None: it is not.
+        may_be_stored: whether parts of it may keep the numbers of a quantised file.
 
     Attributes:
         outline: a tensor without memory. The targets of the declared parts are views of it.
@@ -62,27 +67,32 @@ class Matrix:
         out_features: int,
         in_features: int,
         take: Callable[[torch.Tensor | LinearForm], None],
-        may_store: bool = True,
+        rounded: QuantizedFormat | None = None,
+        may_be_stored: bool = True,
     ) -> None:
         shape = (out_features, in_features)
         self.outline = torch.empty(shape, dtype=weights.dtype, device="meta")
         self._weights = weights
         self._take = take
-        self._may_store = may_store and weights.as_stored
+        self._rounded = rounded
+        self._may_be_stored = may_be_stored and weights.as_stored
         self._values: torch.Tensor | None = None
         self._parts: dict[range, QuantizedForm | None] = {}
-        """By outputs: a part in the numbers of its file; None: it is in `_values`."""
+        """By outputs: a part that is quantised; None: it is in `_values`."""
         self._num_missing = self.outline.numel()
 
     def read(self, shard: WeightShard, source: TensorSource, offset: int) -> torch.Tensor:
         """Reads one part; returns one number of each row. See `weights.PartReader`."""
-        place = _Place.of(shard, source, offset)
-        form = None
-        if isinstance(source, QuantizedSource) and self._may_store and not place.is_empty:
-            form, numbers = self._read_stored(place, source)
+        place, form = _Place.of(shard, source, offset), None
+        is_quantized = isinstance(source, QuantizedSource)
+        is_stored = is_quantized and self._may_be_stored
+        self._weights.is_dequantized |= is_quantized and not is_stored
+        if is_stored or self._rounded is not None:
+            form, numbers = self._read_quantized(place, source)
+            if is_stored:
+                self._weights.stored_bits.add(form.weight.format.bits)
         else:
             numbers = self._read_values(shard, source, offset)
-            self._weights.is_dequantized |= isinstance(source, QuantizedSource)
         self._parts[place.target] = form
         self._num_missing -= shard.target.numel()
         if self._num_missing == 0:
@@ -102,59 +112,75 @@ class Matrix:
         numbers = copy_part(self._values.as_strided(*view), shard, source, offset)
         return numbers.clone()  # a view would keep all values in memory
 
-    def _read_stored(
-        self, place: _Place, source: QuantizedSource
+    def _read_quantized(
+        self, place: _Place, source: TensorSource
     ) -> tuple[QuantizedForm, torch.Tensor]:
-        """Packs a part by pieces, so that little is held unpacked at a time."""
-        num_outputs, in_features = len(place.target), self.outline.shape[1]
-        is_whole = num_outputs == self.outline.shape[0]
-        weight, order, numbers = None, None, []
+        """Packs a part by pieces, so that little is held in another form at a time."""
+        weight: QuantizedWeight | None = None
+        order: torch.Tensor | None = None
+        numbers = torch.zeros(len(place.outputs))  # one tensor, as small ones split freed memory
         for rows in place.pieces():
-            groups = source.stored(rows, place.inputs)
-            if weight is None:
-                form = _ROUNDED if groups is None else groups.format
-                order = None if groups is None else groups.order
-                arena = self._weights.arena if is_whole else None  # other parts are moved there
-                weight = empty_quantized(num_outputs, in_features, form, arena)
-                if len(place.outputs) < num_outputs:
-                    weight.packed.zero_()
             start = place.outputs.start
-            piece = weight.rows(rows.start - start, rows.stop - start)
+            own = slice(rows.start - start, rows.stop - start)
+            groups = self._groups(place, source, rows)
+            if weight is None:
+                weight = self._empty(place, groups)
+                order = None if groups is None else groups.order
+            piece = weight.rows(own.start, own.stop)
             if groups is None:
-                values = place.sort(place.values(source, rows).float())
-                values = F.pad(values, (0, in_features - values.shape[1])).contiguous()
-                quantize_weight_into(piece, values)
-                numbers.append(values[:, 0])
+                values = place.sort(place.values(source, rows))
+                values = values.to(self.outline.dtype if self._rounded else torch.float32)
+                values = F.pad(values, (0, weight.in_features - values.shape[1]))
+                quantize_weight_into(piece, values.contiguous())
+                numbers[own] = values[:, 0]
             else:
                 q, scales = place.sort(groups.q), place.sort(groups.scales)
                 offsets = None if groups.offsets is None else place.sort(groups.offsets)
                 pack_quantized_into(piece, q, scales, offsets)
-                numbers.append(q[:, 0] * scales[:, 0].float())
-        assert weight is not None
-        return QuantizedForm(weight, order), torch.cat(numbers)
+                numbers[own] = q[:, 0] * scales[:, 0].float()
+        if weight is None:  # all of the part is padding
+            weight = self._empty(place, None)
+        return QuantizedForm(weight, order), numbers
+
+    def _groups(self, place: _Place, source: TensorSource, rows: slice) -> StoredGroups | None:
+        """Returns outputs as the file stores them; None: their values are rounded."""
+        if self._rounded is not None or not isinstance(source, QuantizedSource):
+            return None
+        return source.stored(rows, place.inputs)
+
+    def _empty(self, place: _Place, groups: StoredGroups | None) -> QuantizedWeight:
+        """Allocates a part; what is padding is zero."""
+        num_outputs, in_features = len(place.target), self.outline.shape[1]
+        form = self._rounded or _FROM_VALUES if groups is None else groups.format
+        is_whole = num_outputs == self.outline.shape[0]
+        arena = self._weights.arena if is_whole else HugePageArena()  # parts are moved later
+        weight = empty_quantized(num_outputs, in_features, form, arena)
+        if place.is_empty or len(place.outputs) < num_outputs:
+            weight.packed.zero_()
+        return weight
 
     def _whole(self) -> torch.Tensor | LinearForm:
         """Returns the weight; neighbouring parts of one format are joined."""
-        weights, values = self._weights, self._values
-        if not any(self._parts.values()):
-            assert values is not None
-            return values
-        found: list[tuple[slice, LinearForm]] = []
-        for outputs in sorted(self._parts, key=lambda outputs: outputs.start):
-            place, form = slice(outputs.start, outputs.stop), self._parts[outputs]
-            if form is None:
-                assert values is not None
-                own = values[place]
-                found.append((place, packed_form(own, weights) or PlainForm(own.clone())))
-                continue
-            weights.stored_bits.add(form.weight.format.bits)
-            joined = join(found[-1][1], form) if found else None
-            if joined is not None:
-                place, form = slice(found.pop()[0].start, outputs.stop), joined
-            found.append((place, form))
-        if len(self._parts) > 1:
-            found = [(place, into_arena(form, weights.arena)) for place, form in found]
-        return found[0][1] if len(found) == 1 else PartsForm(tuple(found))
+        parts = self._parts
+        if not any(parts.values()):
+            assert self._values is not None
+            return self._values
+        runs: list[list[range]] = []
+        for outputs in sorted(parts, key=lambda outputs: outputs.start):
+            if runs and can_join(parts[runs[-1][-1]], parts[outputs]):
+                runs[-1].append(outputs)
+            else:
+                runs.append([outputs])
+        forms = [(slice(run[0].start, run[-1].stop), self._form(run)) for run in runs]
+        return forms[0][1] if len(forms) == 1 else PartsForm(tuple(forms))
+
+    def _form(self, run: list[range]) -> LinearForm:
+        quantized = [form for outputs in run if (form := self._parts[outputs]) is not None]
+        if not quantized:
+            assert self._values is not None
+            values = self._values[run[0].start : run[0].stop]
+            return packed_form(values, self._weights) or PlainForm(values.clone())
+        return quantized[0] if len(self._parts) == 1 else join(quantized, self._weights.arena)
 
 
 @dataclass(frozen=True, slots=True)
@@ -205,6 +231,8 @@ class _Place:
 
     def pieces(self) -> Iterator[slice]:
         """Yields outputs in the source: whole panels of a packed weight, up to the last one."""
+        if self.is_empty:
+            return
         at_once = len(self.outputs)
         if self.order is None:
             panel_values = LINEAR_PANEL * (self.inputs.stop - self.inputs.start)

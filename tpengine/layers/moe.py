@@ -12,10 +12,10 @@ import torch
 
 from tpengine.errors import ConfigError, counted
 from tpengine.layers.linear import ReplicatedLinear
-from tpengine.layers.quantized_linear import LinearForm, packed_form
 from tpengine.layers.weights import Weights, WeightShard
 from tpengine.ops.experts import expert_mlp, pack_experts, top_experts
 from tpengine.ops.library import has_cpu_kernels
+from tpengine.ops.quantized import QuantizedFormat
 
 _PADDED_SHARE = 16
 """A rank's part of an expert is padded to a multiple of this, as the packed kernels need it."""
@@ -29,8 +29,8 @@ class Router(ReplicatedLinear):
 
     may_be_stored = False
 
-    def _choose(self, weight: torch.Tensor, weights: Weights) -> LinearForm | None:
-        return packed_form(weight, weights)
+    def _rounded_format(self, weights: Weights, in_features: int) -> QuantizedFormat | None:
+        return None
 
 
 @dataclass(frozen=True)

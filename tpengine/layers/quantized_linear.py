@@ -3,6 +3,7 @@ of 4 or 8 bits, or parts of different forms."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Protocol
 
@@ -18,7 +19,6 @@ from tpengine.ops.quantized import (
     QuantizedFormat,
     QuantizedWeight,
     per_output,
-    quantize_weight,
     quantized_embedding,
     quantized_linear,
 )
@@ -120,50 +120,38 @@ class PartsForm:
             form.multiply(out[:, outputs], x, None if bias is None else bias[outputs])
 
 
-def join(first: LinearForm, second: LinearForm) -> QuantizedForm | None:
-    """Returns two neighbouring parts as one; None: their formats or their orders differ, or the
-    second does not begin with a panel."""
-    if not isinstance(first, QuantizedForm) or not isinstance(second, QuantizedForm):
-        return None
-    one, other = first.weight, second.weight
-    if one.format != other.format or one.out_features % LINEAR_PANEL:
-        return None
-    if not _are_equal(first.order, second.order):
-        return None
-    outputs = one.out_features + other.out_features
-    packed = torch.cat([one.packed, other.packed])
-    return replace(first, weight=replace(one, packed=packed, out_features=outputs))
+def can_join(first: QuantizedForm | None, second: QuantizedForm | None) -> bool:
+    """Whether two neighbouring parts have one format and one order of inputs, and the second one
+    begins with a panel."""
+    if first is None or second is None or first.weight.format != second.weight.format:
+        return False
+    if first.order is None or second.order is None:
+        has_one_order = first.order is second.order
+    else:
+        has_one_order = torch.equal(first.order, second.order)
+    return has_one_order and first.weight.out_features % LINEAR_PANEL == 0
 
 
-def _are_equal(first: torch.Tensor | None, second: torch.Tensor | None) -> bool:
-    if first is None or second is None:
-        return first is second
-    return torch.equal(first, second)
+def join(forms: Sequence[QuantizedForm], arena: HugePageArena) -> QuantizedForm:
+    """Returns neighbouring parts as one weight, in memory from `arena`."""
+    weights = [form.weight for form in forms]
+    packed = arena.empty(sum(weight.packed.nbytes for weight in weights), torch.uint8)
+    torch.cat([weight.packed for weight in weights], out=packed)
+    outputs = sum(weight.out_features for weight in weights)
+    return replace(forms[0], weight=replace(weights[0], packed=packed, out_features=outputs))
 
 
-def into_arena(form: LinearForm, arena: HugePageArena) -> LinearForm:
-    """Moves a quantised weight into the memory that a CPU reads fastest."""
-    if not isinstance(form, QuantizedForm):
-        return form
-    packed = form.weight.packed
-    packed = arena.empty(packed.nbytes, torch.uint8).copy_(packed)
-    return replace(form, weight=replace(form.weight, packed=packed))
-
-
-def quantized_form(weight: torch.Tensor, weights: Weights) -> QuantizedForm | None:
-    """Returns a linear layer's weight in `weights.quantization`; None if that is None."""
+def rounded_format(weights: Weights, in_features: int) -> QuantizedFormat | None:
+    """Returns the format of linear layers for `weights.quantization`; None if that is None."""
     if weights.quantization is None:
         return None
-    form = _INT4 if weights.quantization == "int4" else per_output(weight.shape[1])
-    return QuantizedForm(quantize_weight(weight, form, weights.arena))
+    return _INT4 if weights.quantization == "int4" else per_output(in_features)
 
 
-def quantized_vocabulary(weight: torch.Tensor, weights: Weights) -> QuantizedForm | None:
-    """Returns an embedding table or output head in 8 bits, whatever the quantization is: in 4 they
-    would lose more than any other layer. None without a quantization."""
-    if weights.quantization is None:
-        return None
-    return QuantizedForm(quantize_weight(weight, per_output(weight.shape[1]), weights.arena))
+def vocabulary_format(weights: Weights, in_features: int) -> QuantizedFormat | None:
+    """Returns that of embedding tables and output heads: 8 bits, whatever the quantization is. In 4
+    they would lose more than any other layer."""
+    return None if weights.quantization is None else per_output(in_features)
 
 
 def packed_form(weight: torch.Tensor, weights: Weights) -> PackedForm | None:

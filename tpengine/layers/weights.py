@@ -20,7 +20,7 @@ from tpengine.distributed.parallel_state import ParallelState
 from tpengine.ops.huge_pages import HugePageArena
 from tpengine.ops.quantized import QuantizedFormat
 
-_VALUES_AT_ONCE = 1 << 22
+_VALUES_AT_ONCE = 1 << 20
 
 
 class TensorSource(Protocol):
@@ -217,7 +217,7 @@ class Weights:
         """Bytes of all parameters in their form after loading, and of the tables that layers
         compute."""
         self.stored_bits: set[int] = set()
-        """Bits of a number of the matrices that keep the file's numbers."""
+        """Bits of a number of matrices that are packed as a quantised file has them."""
         self.is_dequantized = False
         """Whether a part of a quantised file was dequantised."""
         self.digest = ""
