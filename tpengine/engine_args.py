@@ -15,7 +15,6 @@ from tpengine.errors import ConfigError, counted
 from tpengine.logger import init_logger
 from tpengine.model_files import WEIGHT_FILES, ModelFiles, read_end_token_ids, read_hf_config
 from tpengine.options import NOTHING, Options, each, option
-from tpengine.quantization_config import read_scheme
 
 logger = init_logger(__name__)
 
@@ -368,7 +367,6 @@ class EngineArgs(Options):
         folder = self._files().find()
         hf_config = read_hf_config(folder, self.trust_remote_code)
         implementation = cfg.choose_model_impl(hf_config, folder, self.model_impl)
-        read_scheme(hf_config, folder)  # refuses what is not supported
         cfg.check_division(hf_config, self.tensor_parallel_size, implementation)
         cfg.replace_rope(hf_config, self.rope_scaling, self.rope_theta)
         return folder, hf_config, implementation

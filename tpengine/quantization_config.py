@@ -120,15 +120,20 @@ class _Reader:
 
     def _words(self, method: str) -> QuantizationScheme:
         """AWQ and GPTQ."""
-        overrides = self._fields.get("dynamic") or {}
-        self._check("dynamic", [one for one in overrides if not one.startswith("-:")], ([],))
         size = self._fields.get("group_size", self._fields.get("q_group_size"))
+        bits = {self._fields.get("bits", self._fields.get("w_bit"))}
+        sizes = {self._group_size(size)}
+        # GPTQModel's own fields for some modules; "-:" begins a pattern of modules that stay plain.
+        for pattern, fields in (self._fields.get("dynamic") or {}).items():
+            if not pattern.startswith("-:"):
+                self._check(f"dynamic.{pattern}.bits", fields.get("bits"), (4, 8, None))
+                bits.add(fields.get("bits") or max(bits))
+                sizes.add(self._group_size(fields.get("group_size", size)))
         formats = self._fields.get("checkpoint_format"), self._fields.get("format")
-        bits = self._fields.get("bits", self._fields.get("w_bit"))
         return QuantizationScheme(
             method,
-            (int(bits),),
-            (self._group_size(size),),
+            tuple(sorted(bits)),
+            tuple(sorted(sizes)),
             is_less_one=method == "gptq" and "gptq_v2" not in formats,
         )
 

@@ -89,8 +89,6 @@ class Matrix:
         self._weights.is_dequantized |= is_quantized and not is_stored
         if is_stored or self._rounded is not None:
             form, numbers = self._read_quantized(place, source)
-            if is_stored:
-                self._weights.stored_bits.add(form.weight.format.bits)
         else:
             numbers = self._read_values(shard, source, offset)
         self._parts[place.target] = form
@@ -146,7 +144,12 @@ class Matrix:
         """Returns outputs as the file stores them; None: their values are rounded."""
         if self._rounded is not None or not isinstance(source, QuantizedSource):
             return None
-        return source.stored(rows, place.inputs)
+        groups = source.stored(rows, place.inputs)
+        if groups is None:
+            self._weights.is_rounded = True
+        else:
+            self._weights.stored_bits.add(groups.format.bits)
+        return groups
 
     def _empty(self, place: _Place, groups: StoredGroups | None) -> QuantizedWeight:
         """Allocates a part; what is padding is zero."""

@@ -368,11 +368,11 @@ class _MisfitError(Exception):
 
 def _words_of_columns(found: Sources, scheme: QuantizationScheme) -> GroupedTensor:
     """AWQ and GPTQ: all tensors have inputs before outputs."""
-    (bits,) = scheme.bits
-    per_word = 32 // bits
     scales = Scales(found["scales"], is_transposed=True)
     inputs, outputs = found["qweight"].get_shape()
-    groups = None
+    width, num_scales = found["qzeros"].get_shape()[1], found["scales"].get_shape()[1]
+    bits = next((bits for bits in scheme.bits if width * 32 == num_scales * bits), scheme.bits[0])
+    per_word, groups = 32 // bits, None
     if scheme.method == "awq":
         outputs *= per_word
         numbers = Words(found["qweight"], bits, 1, True, _AWQ_PLACES)
