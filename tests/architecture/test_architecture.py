@@ -34,7 +34,7 @@ MAY_ADD = {
     "API": 800,
     "models": 2_060,
     "HTTP and gRPC doors": 1_730,
-    "four and eight bits": 1_100,
+    "four and eight bits": 1_150,
     "faults and fair shares": 900,
     "LoRA": 500,
     "grammars, tools and page": 1_000,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterator, Mapping
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -221,14 +222,36 @@ def read_tensors(path: Path) -> Iterator[tuple[str, TensorSource]]:
         with safe_open(path, framework="pt") as file:
             names = list(file.keys())
         for name in names:
-            # The file is mapped again for every tensor: pages that were read count as memory of
-            # this process while they are mapped, and a rank must hold no more than its own part
-            # and one tensor.
-            yield name, safe_open(path, framework="pt").get_slice(name)
+            yield name, _MappedTensor(path, name)
     except (SafetensorError, OSError) as error:
         raise ModelLoadError(
             f"{path} cannot be read: {error}; the file is damaged or was not copied whole"
         ) from error
+
+
+class _MappedTensor:
+    """A tensor of a safetensors file, see `TensorSource`.
+
+    The file is mapped again for every tensor when that is first used: pages that were read count as
+    memory of this process while they are mapped, and a rank must hold no more than its own part and
+    one weight. The tensors of a quantised weight wait for each other, and a process may have only
+    some 65,000 mappings.
+    """
+
+    def __init__(self, path: Path, name: str) -> None:
+        self._path = path
+        self._name = name
+
+    @cached_property
+    def _slice(self) -> TensorSource:
+        found: TensorSource = safe_open(self._path, framework="pt").get_slice(self._name)
+        return found
+
+    def get_shape(self) -> list[int]:
+        return self._slice.get_shape()
+
+    def __getitem__(self, index: Any) -> torch.Tensor:
+        return self._slice[index]
 
 
 def _unpickle(path: Path) -> Mapping[str, torch.Tensor]:

@@ -28,8 +28,6 @@ logger = init_logger(__name__)
 
 Sources = Mapping[str, TensorSource]
 
-_AWQ_PLACES = (0, 4, 1, 5, 2, 6, 3, 7)
-"""Place in a word, from the lowest bits on, of each of its eight numbers."""
 _STEP = 32
 """Groups in memory have multiples of so many inputs."""
 _SCALE_ERROR = 1e-3
@@ -69,7 +67,8 @@ class Words:
         source: int32.
         dim: dimension of `source` along which the numbers of a word are neighbours.
         is_transposed: whether `source` has inputs or groups before outputs.
-        places: see `_AWQ_PLACES`; None: in the order of their bits.
+        is_halved: whether a word has its even numbers in its lower half, and its odd ones in the
+            upper half (AWQ); else all are in the order of their bits.
         is_less_one: whether each number is stored less one.
     """
 
@@ -77,7 +76,7 @@ class Words:
     bits: int
     dim: int
     is_transposed: bool = False
-    places: tuple[int, ...] | None = None
+    is_halved: bool = False
     is_less_one: bool = False
 
     def read(self, rows: slice, columns: slice) -> torch.Tensor:
@@ -93,8 +92,8 @@ class Words:
         numbers: torch.Tensor = words.contiguous().view(torch.uint8).unflatten(1, (-1, 4))
         if self.bits == 4:
             numbers = torch.stack((numbers & 15, numbers >> 4), -1).flatten(2)
-        if self.places is not None:
-            numbers = numbers[..., list(self.places)]
+        if self.is_halved:
+            numbers = numbers.unflatten(2, (2, -1)).transpose(2, 3).flatten(2)
         if self.dim == 0:
             numbers = numbers.transpose(1, 2)
         numbers = numbers.flatten(self.dim, self.dim + 1)
@@ -191,7 +190,7 @@ class GroupedTensor:
         """Returns rows `[a:b]`, or a part of their columns `[a:b, c:d]`, in float32."""
         rows, columns = _part(index, self._shape)
         groups = self._groups[columns]
-        values = self._numbers.read(rows, columns).float()
+        values = self._numbers.read(rows, columns).contiguous().float()
         values -= self._read_zeros(rows)[:, groups] if self._is_asymmetric() else self._middle
         return values.mul_(self._scales.read(rows)[:, groups])
 
@@ -375,8 +374,8 @@ def _words_of_columns(found: Sources, scheme: QuantizationScheme) -> GroupedTens
     per_word, groups = 32 // bits, None
     if scheme.method == "awq":
         outputs *= per_word
-        numbers = Words(found["qweight"], bits, 1, True, _AWQ_PLACES)
-        zeros = Words(found["qzeros"], bits, 1, True, _AWQ_PLACES)
+        numbers = Words(found["qweight"], bits, 1, True, is_halved=True)
+        zeros = Words(found["qzeros"], bits, 1, True, is_halved=True)
     else:
         inputs *= per_word
         numbers = Words(found["qweight"], bits, 0, True)
