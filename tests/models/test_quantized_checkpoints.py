@@ -18,6 +18,7 @@ from layers.test_quantized import difference, round_rows
 from safetensors.torch import load_file, save_file
 from support.engines import generate, greedy, ids
 from support.ranks import ThreadedExecutor
+from support.subjects import BY_NAME, Subjects
 from support.tiny_llama import edit_json
 
 from tpengine import LLM, EngineArgs, LLMEngine, SamplingParams
@@ -229,6 +230,34 @@ def test_groups_of_inputs_in_compressed_tensors(copied: Any) -> None:
     assert torch.equal(after.q, before.q[:, after.order])
     assert torch.equal(moved[after.order], groups)
     assert source.stored(slice(0, HIDDEN), slice(0, 96)) is None
+
+
+def test_experts_are_dequantised(subjects: Subjects, tmp_path: Path) -> None:
+    """Weights in int8 with one scale an output, as compressed-tensors stores them."""
+    subject = subjects.folder(BY_NAME["mixtral-odd"])
+    plain, quantized = {}, {}
+    for name, weight in load_file(subject / "model.safetensors").items():
+        if ".experts." not in name or weight.ndim != 2:
+            plain[name] = quantized[name] = weight
+            continue
+        scale = (weight.abs().amax(1, keepdim=True) / 127).bfloat16()
+        q = (weight / scale.float()).round().clamp(-128, 127)
+        quantized |= {name: q.to(torch.int8), f"{name}_scale": scale}
+        plain[name] = q * scale.float()
+    assert len(quantized) > len(plain)
+    config = json.loads((ROOT / "w8a8" / "config.json").read_text())
+    change = {"quantization_config": config["quantization_config"]}
+    found = []
+    for label, state in (("plain", plain), ("quantized", quantized)):
+        shutil.copytree(subject, tmp_path / label)
+        save_file(state, tmp_path / label / "model.safetensors", {"format": "pt"})
+        if label == "quantized":
+            edit_json(tmp_path / label / "config.json", lambda fields: fields.update(change))
+        for tp_size in (1, 2):
+            args = {"dtype": "float32", "num_tokens": 16}
+            found.append(engine_ids(tmp_path / label, [[5, 9, 33, 70]], tp_size, **args))
+    assert found[0] == found[2]
+    assert found[1] == found[3]
 
 
 @pytest.mark.parametrize(
