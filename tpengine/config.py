@@ -444,8 +444,6 @@ def _misfit(hf_config: Mapping[str, Any]) -> str | None:
         return "its attention does not go through transformers' attention interface"
     if hf_config.get("is_encoder_decoder"):
         return "it is the decoder of an encoder, whose states the cache does not hold"
-    if hf_config.get("quantization_config") is not None:
-        return "its weights are quantised (quantization_config); use some of 16 or 32 bits"
     if types := set(hf_config.get("layer_types") or ()) - _CACHED_LAYERS:
         return f"it has layers of type {', '.join(sorted(types))}, which the paged cache lacks"
     return None

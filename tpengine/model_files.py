@@ -14,6 +14,7 @@ from tpengine import gguf_config
 from tpengine.errors import ConfigError, ModelLoadError
 from tpengine.gguf_file import find_gguf, first_part, is_gguf
 from tpengine.model_defaults import complete_config
+from tpengine.quantization_config import read_scheme
 
 _HUB_TEXTS = ["*.json", "*.txt", "*.jinja", "*.model", "*.tiktoken", "vocab.bpe"]
 """Files of a hub model that hold its configuration, its tokenizer and the index of its weights."""
@@ -134,7 +135,7 @@ def read_hf_config(folder: str, trust_remote_code: bool) -> ModelFields:
     architecture, through transformers only if `model_defaults` has no table for it.
 
     Raises:
-        ConfigError: the architecture of a GGUF file is not supported.
+        ConfigError: the architecture of a GGUF file, or a `quantization_config`, is not supported.
         ModelLoadError: there is no such file, or it cannot be read.
     """
     path = Path(folder)
@@ -149,6 +150,7 @@ def read_hf_config(folder: str, trust_remote_code: bool) -> ModelFields:
             found = gguf_config.read_config(folder)
         else:
             found = dict(json.loads(path.read_text(encoding="utf-8")))
+        read_scheme(found, folder)  # refuses what is not supported
         fields = complete_config(found)
         if fields is not None:
             return _checked(fields)

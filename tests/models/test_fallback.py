@@ -84,7 +84,6 @@ def test_own_code_only(phi: Path) -> None:
         ({"model_type": "mine"}, "model_type 'mine' is unknown; docs/models.md lists"),
         ({"model_type": "t5"}, "model_type 't5' is unknown"),
         ({"is_encoder_decoder": True}, "the decoder of an encoder"),
-        ({"quantization_config": {"bits": 4}}, "quantised .* use some of 16 or 32 bits"),
         ({"vocab_size": None}, "convert its text part"),
     ],
 )

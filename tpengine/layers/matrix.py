@@ -92,8 +92,6 @@ class Matrix:
         self._weights.is_dequantized |= is_quantized and not is_stored
         if is_stored or self._rounds_parts:
             form, numbers = self._read_quantized(place, source)
-            if is_stored:
-                self._weights.stored_bits.add(form.weight.format.bits)
         else:
             numbers = self._read_values(shard, source, offset)
         self._parts[place.target] = form
@@ -121,6 +119,7 @@ class Matrix:
     ) -> tuple[QuantizedForm, torch.Tensor]:
         """Packs a part by pieces, so that little is held in another form at a time."""
         weight: QuantizedWeight | None = None
+        order: torch.Tensor | None = None
         numbers = torch.zeros(len(place.outputs))  # one tensor, as small ones split freed memory
         for rows in place.pieces():
             start = place.outputs.start
@@ -128,6 +127,7 @@ class Matrix:
             groups = self._groups(place, source, rows)
             if weight is None:
                 weight = self._empty(place, groups)
+                order = None if groups is None else groups.order
             piece = weight.rows(own.start, own.stop)
             if groups is None:
                 values = place.sort(place.values(source, rows))
@@ -142,15 +142,18 @@ class Matrix:
                 numbers[own] = q[:, 0] * scales[:, 0].float()
         if weight is None:  # all of the part is padding
             weight = self._empty(place, None)
-        return QuantizedForm(weight), numbers
+        return QuantizedForm(weight, order), numbers
 
     def _groups(self, place: _Place, source: TensorSource, rows: slice) -> StoredGroups | None:
         """Returns outputs as the file stores them; None: their values are rounded."""
         if self._rounded is not None or not isinstance(source, QuantizedSource):
             return None
         groups = source.stored(rows, place.inputs)
-        # No product reads its inputs in another order.
-        return None if groups is None or groups.order is not None else groups
+        if groups is None:
+            self._weights.is_rounded = True
+        else:
+            self._weights.stored_bits.add(groups.format.bits)
+        return groups
 
     def _empty(self, place: _Place, groups: StoredGroups | None) -> QuantizedWeight:
         """Allocates a part; what is padding is zero."""

@@ -60,23 +60,30 @@ class PackedForm:
 
 @dataclass(frozen=True, slots=True)
 class QuantizedForm:
-    """Groups of 4 or 8 bits, see `ops.quantized`."""
+    """Groups of 4 or 8 bits, see `ops.quantized`.
+
+    Attributes:
+        order: int64 `[in_features]`, the input of each column (GPTQ's `desc_act`); None: columns
+            are in the order of the inputs.
+    """
 
     weight: QuantizedWeight
+    order: torch.Tensor | None = None
 
     @property
     def nbytes(self) -> int:
-        return self.weight.packed.nbytes
+        return self.weight.packed.nbytes + (0 if self.order is None else self.order.nbytes)
 
     def multiply(self, out: torch.Tensor, x: torch.Tensor, bias: torch.Tensor | None) -> None:
         """Writes `x W^T + bias` into `out`."""
+        x = x if self.order is None else x.index_select(1, self.order)
         quantized_linear(out, x, self.weight, bias)
 
     def look_up(self, token_ids: torch.Tensor, dtype: torch.dtype, scale: float) -> torch.Tensor:
         """Returns the rows `token_ids`, int32 `[num_tokens]`, times `scale`."""
         out = token_ids.new_empty(len(token_ids), self.weight.in_features, dtype=dtype)
         quantized_embedding(out, self.weight, token_ids, scale)
-        return out
+        return out if self.order is None else torch.empty_like(out).index_copy_(1, self.order, out)
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,19 +122,24 @@ class PartsForm:
 
 
 def can_join(first: QuantizedForm | None, second: QuantizedForm | None) -> bool:
-    """Whether two neighbouring parts have one format, and the second one begins with a panel."""
+    """Whether two neighbouring parts have one format and one order of inputs, and the second one
+    begins with a panel."""
     if first is None or second is None or first.weight.format != second.weight.format:
         return False
-    return first.weight.out_features % LINEAR_PANEL == 0
+    if first.order is None or second.order is None:
+        has_one_order = first.order is second.order
+    else:
+        has_one_order = torch.equal(first.order, second.order)
+    return has_one_order and first.weight.out_features % LINEAR_PANEL == 0
 
 
 def join(forms: Sequence[QuantizedForm], arena: HugePageArena) -> QuantizedForm:
     """Returns neighbouring parts as one weight, in memory from `arena`."""
     weights = [form.weight for form in forms]
-    packed = arena.empty(sum(form.nbytes for form in forms), torch.uint8)
+    packed = arena.empty(sum(weight.packed.nbytes for weight in weights), torch.uint8)
     torch.cat([weight.packed for weight in weights], out=packed)
     outputs = sum(weight.out_features for weight in weights)
-    return QuantizedForm(replace(weights[0], packed=packed, out_features=outputs))
+    return replace(forms[0], weight=replace(weights[0], packed=packed, out_features=outputs))
 
 
 def rounded_format(weights: Weights, in_features: int) -> QuantizedFormat | None:

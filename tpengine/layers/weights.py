@@ -220,6 +220,8 @@ class Weights:
         """Those of them that a step does not read, but for single rows."""
         self.stored_bits: set[int] = set()
         """Bits of a number of matrices that are packed as a quantised file has them."""
+        self.is_rounded = False
+        """Whether a part whose numbers no kernel multiplies was rounded to 8 bits."""
         self.is_dequantized = False
         """Whether a part of a quantised file was dequantised."""
         self.digest = ""
@@ -235,6 +237,8 @@ class Weights:
         forms = []
         if self.stored_bits:
             forms.append(f"{' and '.join(map(str, sorted(self.stored_bits)))} bits as stored")
+        if self.is_rounded:
+            forms.append(f"{'others ' if forms else ''}rounded to 8 bits in groups of 32")
         if self.is_dequantized:
             dtype = str(self.dtype).removeprefix("torch.")
             kind = dtype if self.quantization is None else self.quantization

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterator, Mapping
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +22,9 @@ from tpengine.layers.weights import (
     tensor_shape,
 )
 from tpengine.model_files import WEIGHT_FILES
+from tpengine.models.quantized_checkpoint import merge_tensors
 from tpengine.models.registry import CausalLM, build_model
+from tpengine.quantization_config import read_scheme
 
 _DUMMY_STD = 0.02
 _ROWS_AT_ONCE = 4096
@@ -49,7 +52,7 @@ def load_model(
         for name, shards in weights.shards.items():
             weights.read(name, _DummyTensor(tensor_shape(shards), generator))
     else:
-        _CheckpointReader(Path(config.model), config.load_format, weights, model).run()
+        _CheckpointReader(config, weights, model).run()
     weights.finish()
     return model
 
@@ -76,9 +79,10 @@ class _DummyTensor:
 class _CheckpointReader:
     """Reads all files of a checkpoint once, and collects every problem before it raises."""
 
-    def __init__(self, folder: Path, load_format: str, weights: Weights, model: CausalLM) -> None:
-        self._folder = folder
-        self._load_format = load_format
+    def __init__(self, config: ModelConfig, weights: Weights, model: CausalLM) -> None:
+        self._folder = Path(config.model)
+        self._load_format = config.load_format
+        self._scheme = read_scheme(config.hf_config, config.model)
         self._weights = weights
         self._shards = weights.shards
         self._repeats = weights.repeats
@@ -108,9 +112,17 @@ class _CheckpointReader:
 
             yield from gguf.read_tensors(str(self._folder), [*self._shards, *self._repeats])
             return
-        for path in checkpoint_files(self._folder, self._load_format):
-            for name, source in read_tensors(path):
-                yield path.name, name, source
+        tensors: Iterator[CheckpointTensor] = (
+            (path.name, name, source)
+            for path in checkpoint_files(self._folder, self._load_format)
+            for name, source in read_tensors(path)
+        )
+        if self._scheme is not None:
+            tensors = merge_tensors(tensors, self._scheme, self._is_wanted)
+        yield from tensors
+
+    def _is_wanted(self, name: str) -> bool:
+        return name in self._shards or self._model.base_prefix + name in self._shards
 
     def _take(self, file: str, name: str, source: TensorSource) -> None:
         wanted = name if name in self._shards else self._model.base_prefix + name
@@ -210,14 +222,36 @@ def read_tensors(path: Path) -> Iterator[tuple[str, TensorSource]]:
         with safe_open(path, framework="pt") as file:
             names = list(file.keys())
         for name in names:
-            # The file is mapped again for every tensor: pages that were read count as memory of
-            # this process while they are mapped, and a rank must hold no more than its own part
-            # and one tensor.
-            yield name, safe_open(path, framework="pt").get_slice(name)
+            yield name, _MappedTensor(path, name)
     except (SafetensorError, OSError) as error:
         raise ModelLoadError(
             f"{path} cannot be read: {error}; the file is damaged or was not copied whole"
         ) from error
+
+
+class _MappedTensor:
+    """A tensor of a safetensors file, see `TensorSource`.
+
+    The file is mapped again for every tensor when that is first used: pages that were read count as
+    memory of this process while they are mapped, and a rank must hold no more than its own part and
+    one weight. The tensors of a quantised weight wait for each other, and a process may have only
+    some 65,000 mappings.
+    """
+
+    def __init__(self, path: Path, name: str) -> None:
+        self._path = path
+        self._name = name
+
+    @cached_property
+    def _slice(self) -> TensorSource:
+        found: TensorSource = safe_open(self._path, framework="pt").get_slice(self._name)
+        return found
+
+    def get_shape(self) -> list[int]:
+        return self._slice.get_shape()
+
+    def __getitem__(self, index: Any) -> torch.Tensor:
+        return self._slice[index]
 
 
 def _unpickle(path: Path) -> Mapping[str, torch.Tensor]:

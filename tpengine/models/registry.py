@@ -35,7 +35,6 @@ logger = init_logger(__name__)
 _EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")
 """Names of the number of experts."""
 _NEUTRAL: dict[str, tuple[Any, ...]] = {
-    "quantization_config": (None,),
     "is_encoder_decoder": (None, False),
     "add_cross_attention": (None, False),
     "use_bidirectional_attention": (None, False),

@@ -1,0 +1,208 @@
+"""What the `quantization_config` of a config.json says about weights of 4 and 8 bits.
+
+A field that changes the result and has a value that is not supported is refused by name. Fields
+that only tell how the tool worked (`damp_percent`, `observer`) are not read, nor are lists of
+modules that stay plain (`ignore`, `modules_to_not_convert`): the names of the tensors tell that.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from tpengine.errors import ConfigError
+
+_METHODS = ("awq", "gptq", "compressed-tensors", "fp8")
+_NEUTRAL: dict[str, dict[str, tuple[Any, ...]]] = {
+    "awq": {
+        "bits": (4,),
+        "version": ("gemm", "GEMM", None),
+        "zero_point": (True, None),
+        "packing_format": (None,),
+    },
+    "gptq": {
+        "bits": (4, 8),
+        "checkpoint_format": ("gptq", "gptq_v2", None),
+        "format": ("gptq", "gptq_v2", None),
+        "pack_dtype": ("int32", None),
+        "is_marlin_format": (False, None),
+        "rotation": (None,),
+        "adapter": (None,),
+        "packing_format": (None,),
+    },
+    "compressed-tensors": {
+        "quantization_status": ("compressed", "frozen", None),
+        "kv_cache_scheme": (None,),
+        "sparsity_config": (None, {}),
+        "transform_config": (None, {}),
+    },
+    "fp8": {
+        "activation_scheme": ("dynamic", "static", None),
+        "fmt": ("e4m3", None),
+        "kv_cache_scheme": (None,),
+    },
+}
+"""By method: fields, and their values that are supported."""
+
+_FORMATS: dict[str, tuple[str, tuple[int, ...], tuple[str, ...]]] = {
+    "pack-quantized": ("int", (4, 8), ("group", "channel")),
+    "int-quantized": ("int", (8,), ("group", "channel", "tensor")),
+    "naive-quantized": ("float", (8,), ("channel", "tensor", "block")),
+    "float-quantized": ("float", (8,), ("channel", "tensor", "block")),
+}
+"""By format of compressed-tensors: type, bits and strategies of its weights."""
+
+
+@dataclass(frozen=True, slots=True)
+class QuantizationScheme:
+    """How the weights of a checkpoint are stored.
+
+    Attributes:
+        method: one of `_METHODS`.
+        bits: of a stored number, in the order in which they are tried.
+        group_sizes: neighbouring inputs with one scale; 0: all inputs of an output.
+        block: outputs and inputs with one scale, for weights in fp8; None: not in blocks.
+        is_less_one: whether zero points are stored less one.
+    """
+
+    method: str
+    bits: tuple[int, ...]
+    group_sizes: tuple[int, ...] = (0,)
+    block: tuple[int, int] | None = None
+    is_less_one: bool = False
+
+
+def read_scheme(hf_config: Mapping[str, Any], folder: str) -> QuantizationScheme | None:
+    """Returns what a model's configuration says; None: its weights are not quantised.
+
+    Raises:
+        ConfigError: a value is not supported.
+    """
+    found = hf_config.get("quantization_config")
+    if found is None:
+        return None
+    if not isinstance(found, Mapping):
+        raise _refusal(folder, "quantization_config", found, "objects")
+    return _Reader(found, folder).read()
+
+
+def _refusal(folder: str, field: str, value: object, supported: str) -> ConfigError:
+    return ConfigError(
+        f"{field} = {value!r} in the quantization_config of {folder} is not supported; supported: "
+        f"{supported}. Take the model in another form, or in 16 bits with quantization='int4' or "
+        "'int8'"
+    )
+
+
+class _Reader:
+    """Checks the fields of one `quantization_config`."""
+
+    def __init__(self, fields: Mapping[str, Any], folder: str) -> None:
+        self._fields = fields
+        self._folder = folder
+
+    def read(self) -> QuantizationScheme:
+        """See `read_scheme`."""
+        method = self._fields.get("quant_method")
+        self._check("quant_method", method, _METHODS)
+        assert isinstance(method, str)
+        for field, supported in _NEUTRAL[method].items():
+            value = self._fields.get(field)
+            if field == "bits" and value is None:
+                value = self._fields.get("w_bit")  # AutoAWQ before 0.1.7
+            if field == "sparsity_config" and isinstance(value, Mapping):
+                value = {} if value.get("format") in (None, "dense") else value
+            self._check(field, value, supported)
+        if method == "compressed-tensors":
+            return self._compressed_tensors()
+        return self._fp8() if method == "fp8" else self._words(method)
+
+    def _words(self, method: str) -> QuantizationScheme:
+        """AWQ and GPTQ."""
+        size = self._fields.get("group_size", self._fields.get("q_group_size"))
+        bits = {self._fields.get("bits", self._fields.get("w_bit"))}
+        sizes = {self._group_size(size)}
+        # GPTQModel's own fields for some modules; "-:" begins a pattern of modules that stay plain.
+        for pattern, fields in (self._fields.get("dynamic") or {}).items():
+            if not pattern.startswith("-:"):
+                self._check(f"dynamic.{pattern}.bits", fields.get("bits"), (4, 8, None))
+                bits.add(fields.get("bits") or max(bits))
+                sizes.add(self._group_size(fields.get("group_size", size)))
+        formats = self._fields.get("checkpoint_format"), self._fields.get("format")
+        return QuantizationScheme(
+            method,
+            tuple(sorted(bits)),
+            tuple(sorted(sizes)),
+            is_less_one=method == "gptq" and "gptq_v2" not in formats,
+        )
+
+    def _fp8(self) -> QuantizationScheme:
+        block = self._block("weight_block_size", self._fields.get("weight_block_size"))
+        return QuantizationScheme("fp8", (8,), block=block)
+
+    def _compressed_tensors(self) -> QuantizationScheme:
+        groups = self._fields.get("config_groups")
+        if not isinstance(groups, Mapping) or not groups:
+            raise _refusal(self._folder, "config_groups", groups, "objects with groups of layers")
+        bits, sizes, blocks = set(), set(), set()
+        for name, group in groups.items():
+            weights = group.get("weights") or {}
+            self._check_group(f"config_groups.{name}", group, weights)
+            bits.add(int(weights["num_bits"]))
+            if weights["strategy"] == "group":
+                sizes.add(self._group_size(weights.get("group_size")))
+            elif weights["strategy"] == "block":
+                field = f"config_groups.{name}.weights.block_structure"
+                blocks.add(self._block(field, weights.get("block_structure")))
+        if len(blocks) > 1:
+            raise _refusal(self._folder, "block_structure", sorted(map(str, blocks)), "one size")
+        return QuantizationScheme(
+            "compressed-tensors",
+            tuple(sorted(bits)),
+            (0, *sorted(sizes)),
+            next(iter(blocks), None),
+        )
+
+    def _check_group(self, name: str, group: Mapping[str, Any], weights: Mapping[str, Any]) -> None:
+        layout = group.get("format") or self._fields.get("format")
+        self._check(f"{name}.format", layout, tuple(_FORMATS))
+        assert isinstance(layout, str)
+        kind, bits, strategies = _FORMATS[layout]
+        if layout == "naive-quantized" and weights.get("type") == "int":
+            kind, bits, strategies = _FORMATS["int-quantized"]
+        for field, supported in self._weight_fields(kind, bits, strategies):
+            self._check(f"{name}.weights.{field}", weights.get(field), supported)
+        self._check(f"{name}.output_activations", group.get("output_activations"), (None,))
+
+    def _weight_fields(
+        self, kind: str, bits: tuple[int, ...], strategies: tuple[str, ...]
+    ) -> Iterator[tuple[str, tuple[Any, ...]]]:
+        yield "type", (kind,)
+        yield "num_bits", bits
+        yield "strategy", strategies
+        yield "dynamic", (False, None)
+        yield "symmetric", (True, None) if kind == "float" else (True, False, None)
+        yield "actorder", (None, False, "group", "weight", "static", "dynamic")
+
+    def _group_size(self, size: object) -> int:
+        if type(size) is not int or not (size == -1 or size > 0):
+            raise _refusal(self._folder, "group_size", size, "-1 and numbers of inputs")
+        return max(size, 0)
+
+    def _block(self, field: str, block: object) -> tuple[int, int] | None:
+        if block is None:
+            return None
+        if isinstance(block, str):  # "128x128"
+            block = [int(one) if one.isdecimal() else 0 for one in block.split("x")]
+        if isinstance(block, (list, tuple)) and len(block) == 2:
+            rows, columns = block
+            if type(rows) is int and type(columns) is int and min(rows, columns) > 0:
+                return rows, columns
+        raise _refusal(self._folder, field, block, "numbers of outputs and inputs, e.g. [128, 128]")
+
+    def _check(self, field: str, value: object, supported: tuple[Any, ...]) -> None:
+        # False and 0, and True and 1, are equal in Python.
+        if not any(type(value) is type(one) and value == one for one in supported):
+            words = ", ".join(repr(one) for one in supported)
+            raise _refusal(self._folder, field, value, words)
