@@ -38,8 +38,8 @@ RAISED = "raised ZeroDivisionError: no remainder"
 
 @pytest.fixture(scope="module")
 def ranks(folder: Path) -> Iterator[BareRanks]:
-    """Two ranks; a test may leave them lost."""
-    with bare_ranks(folder, 2, step_timeout_s=STEP_TIMEOUT_S) as ranks:
+    """Two ranks with weights of 4 bits; a test may leave them lost."""
+    with bare_ranks(folder, 2, step_timeout_s=STEP_TIMEOUT_S, quantization="int4") as ranks:
         yield ranks
 
 
@@ -127,7 +127,7 @@ def test_in_a_step(ranks: BareRanks, expected: list[int], name: str) -> None:
 def test_a_step_that_hangs(folder: Path, expected: list[int]) -> None:
     """Its deadline alone ends it."""
     case = Case(1, ray_engines.sleep_long, "rank 0 waited for it", "sleep_long")
-    with bare_ranks(folder, 2, step_timeout_s=6.0) as ranks:
+    with bare_ranks(folder, 2, step_timeout_s=6.0, quantization="int4") as ranks:
         check_in_a_step(ranks, expected, case)
 
 
@@ -233,12 +233,13 @@ def test_final_error_ends_the_rebuild(
 
 
 def test_a_gguf_file_that_is_replaced(folder: Path, tmp_path: Path, wait_until: Wait) -> None:
-    """A spare on transformers' code reads it again, and refuses another one of the same sizes:
-    streams would go on with other weights. A byte copy of the file is accepted."""
+    """A spare on transformers' code reads it again, as it is stored, and refuses another one of the
+    same sizes: streams would go on with other weights. A byte copy of the file is accepted."""
     path, metadata = tmp_path / "model.gguf", {"tokenizer.ggml.eos_token_id": 2}
-    write_gguf(folder, path, metadata=metadata)
-    old = path.read_bytes()
-    with bare_ranks(path, 2, model_impl="transformers", spare_workers=2) as ranks:
+    write = partial(write_gguf, folder, path, "Q4_0", metadata)
+    write()
+    old, args = path.read_bytes(), {"model_impl": "transformers", "dtype": "auto"}
+    with bare_ranks(path, 2, **args, spare_workers=2) as ranks:
         expected = ranks.generate()
         wait_until(lambda: len(ranks.spare_processes()) == 2, PATIENCE_S)
         assert [len(found) for found in ranks.heavy_modules()] == [2] * 4
@@ -252,7 +253,7 @@ def test_a_gguf_file_that_is_replaced(folder: Path, tmp_path: Path, wait_until: 
         norm = "blk.1.attn_norm.weight"
         ones = np.ones(open_gguf(path).tensors[norm].shape, np.float32)
         others = partial(str.__ne__, norm)
-        write_gguf(folder, path, metadata=metadata, only=others, further={norm: ones})
+        write(only=others, further={norm: ones})
         assert len(path.read_bytes()) == len(old)
         ranks.lose(1)
         with pytest.raises(ModelLoadError, match=r"model\.gguf are no longer those"):
