@@ -144,10 +144,20 @@ enum class Offsets { kNone, kZeroPoints, kMinima };
 
 // Rows of inputs, rounded: in blocks of R rows, [in_features / 4][R][4] bytes and [groups][R]
 // numbers that a group's sums start from (with offsets, the sums of the inputs as floats).
+// Four neighbouring inputs of a row of which some exceed 8 bits: each number is 128 * high + low,
+// and the low part stands among the bytes of the row.
+struct OutlierFour {
+  int32_t high;          // four signed bytes
+  int32_t start;         // what their sum starts from
+  int32_t line, scales;  // where weights and scales stand in a panel, in bytes
+};
+
 struct QuantizedRows {
   int8_t* bytes;  // a vector may be read beyond the last
   int32_t* starts;
-  float* scales;  // [num_rows]
+  float* scales;          // [num_rows]
+  OutlierFour* outliers;  // [num_rows][num_outliers]; those without high parts add nothing
+  float* maxima;          // working memory of one thread: a number per four inputs, and a vector
 };
 
 struct QuantizedLinearArgs {
@@ -165,7 +175,8 @@ struct QuantizedLinearArgs {
   Offsets offsets;
   int64_t group_size, num_groups;  // the last group is filled up with zeros
   int64_t panel_bytes, num_panels;
-  int64_t num_blocks;  // of rows, as equal as can be
+  int64_t num_outliers;  // fours of a row
+  int64_t num_blocks;    // of rows, as equal as can be
 
   bool is_whole() const { return bits == 8 && num_groups == 1 && offsets == Offsets::kNone; }
   int64_t first_row(int64_t block) const { return num_rows * block / num_blocks; }

@@ -14,6 +14,8 @@ constexpr int64_t kMostGroupOf4Bits = 128;  // a tile of quantize_panels
 constexpr int64_t kRowsAtOnce = 384;
 // Up to so many rows each thread rounds all for itself: it takes less time than to wait.
 constexpr int64_t kRowsRoundedAlone = 4;
+// One four in 32 may be an outlier, up to a number that costs little with any row.
+constexpr int64_t kInputsPerOutlier = 128, kMostOutliers = 16;
 
 void take_format(const char* op, QuantizedLinearArgs& args, const Tensor& packed, int64_t bits,
                  int64_t group_size, int64_t offsets) {
@@ -29,6 +31,7 @@ void take_format(const char* op, QuantizedLinearArgs& args, const Tensor& packed
   args.group_size = group_size;
   args.num_groups = (args.in_features + group_size - 1) / group_size;
   args.num_panels = num_panels(args.out_features);
+  args.num_outliers = std::min(args.in_features / kInputsPerOutlier, kMostOutliers);
   args.panel_bytes = args.num_groups * (group_size * bits * 4 + (offsets != 0 ? 128 : 64));
   check_vector(op, "packed", packed, aoti_torch_dtype_uint8(), args.num_panels * args.panel_bytes);
   args.packed = packed.data<uint8_t>();
@@ -58,13 +61,15 @@ class RowScratch {
  public:
   QuantizedRows take(const QuantizedLinearArgs& args) {
     return {bytes_.take(args.num_rows * args.num_groups * args.group_size + kMostVectorBytes),
-            starts_.take(args.num_rows * args.num_groups), scales_.take(args.num_rows)};
+            starts_.take(args.num_rows * args.num_groups), scales_.take(args.num_rows),
+            outliers_.take(args.num_rows * args.num_outliers), nullptr};
   }
 
  private:
   Scratch<int8_t> bytes_;
   Scratch<int32_t> starts_;
   Scratch<float> scales_;
+  Scratch<OutlierFour> outliers_;
 };
 
 // Rounds rows once for all threads, each a part. A thread that waits has left no part: it waits
@@ -96,9 +101,11 @@ void multiply_set(QuantizedLinearArgs args) {
   SharedRounding rounding;
   const auto start = [&] {
     QuantizedLinearArgs mine = args;
+    static thread_local RowScratch own_memory;
+    static thread_local Scratch<float> maxima;
+    if (is_alone) mine.rows = own_memory.take(mine);
+    mine.rows.maxima = maxima.take(mine.num_groups * mine.group_size / 4 + kMostVectorBytes);
     if (is_alone) {
-      static thread_local RowScratch own_memory;
-      mine.rows = own_memory.take(mine);
       kernels().quantize_rows(mine, 0, mine.num_blocks);
     } else {
       rounding.run(mine);

@@ -64,6 +64,8 @@ def make_case(form: QuantizedFormat, rows: int, outputs: int, dtype: torch.dtype
     groups, whole = form.num_groups(INPUTS), -(-outputs // 32) * 32
     x = torch.full((rows, INPUTS + 6), float("nan"), dtype=dtype)[:, :INPUTS]
     x[:] = torch.randn(rows, INPUTS, generator=gen) * torch.logspace(0, 3, rows).unsqueeze(1)
+    x[:, 8:10] *= 30.0
+    x[::2, -1] *= 90.0
     x[-1, 1:] = 0.0
     size = (whole, groups * form.group_size)
     q = torch.randint(0, 1 << form.bits, size, generator=gen, dtype=torch.uint8)
@@ -84,14 +86,31 @@ def once_rounded(a: Tensor, b: Tensor, c: Tensor) -> Tensor:
     return (a.double() * b.double() + c.double()).float()
 
 
+def limits_of(x: Tensor) -> Tensor:
+    """Of the largest magnitude of each row and its neighbours below, by eighths of octaves, the
+    least that at most two fours of the row exceed: `[num_rows, 1]`."""
+    fours = torch.stack([four.abs().amax(1) for four in x.split(4, dim=1)], dim=1)
+    bits = fours.amax(1, keepdim=True).view(torch.int32)
+    limit = fours.amax(1, keepdim=True)
+    for eighths in range(56):
+        lower = (bits - (eighths << 20)).view(torch.float32)
+        fits = (fours > lower).sum(1, keepdim=True) <= INPUTS // 128
+        limit = torch.where(fits & x.any(1, keepdim=True), lower, limit)
+    return limit
+
+
 def product(case: Case, with_bias: bool) -> Tensor:
     """`x W^T` by the definition of the formats, in integers within a group, float32."""
     form, x = case.weight.format, case.x.float()
-    largest = x.abs().amax(1, keepdim=True)
-    a = (x * torch.where(largest > 0, torch.tensor(127.0) / largest, 0.0)).round().long()
+    limit = limits_of(x)
+    a = (x * torch.where(limit > 0, torch.tensor(127.0) / limit, 0.0)).round().long()
+    high = torch.zeros_like(a)
+    for four in range(0, INPUTS, 4):
+        beyond = x[:, four : four + 4].abs().amax(1, keepdim=True) > limit
+        high[:, four : four + 4] = (a[:, four : four + 4] + 64) // 128 * beyond
     total = torch.zeros(len(x), len(case.q))
     for g, first in enumerate(range(0, INPUTS, form.group_size)):
-        inputs = a[:, first : first + form.group_size]
+        inputs = (a - 128 * high)[:, first : first + form.group_size]
         q, scale = case.q[:, first : first + form.group_size], case.scales[:, g].float()
         if form.offsets == NO_OFFSETS:
             q = q - (8 if form.bits == 4 else 128)
@@ -100,9 +119,16 @@ def product(case: Case, with_bias: bool) -> Tensor:
         if form.offsets == ZERO_POINTS:
             offset = -offset * scale
         if form.offsets != NO_OFFSETS:
+            inputs = a[:, first : first + form.group_size]
             total = once_rounded(inputs.sum(1, keepdim=True).float(), offset, total)
+    for four in range(0, INPUTS, 4):
+        inputs, q = high[:, four : four + 4], case.q[:, four : four + 4]
+        if form.offsets == NO_OFFSETS:
+            q = q - (8 if form.bits == 4 else 128)
+        scale = case.scales[:, four // form.group_size].float() * 128.0
+        total = once_rounded((inputs @ q.t()).float(), scale, total)
     bias = case.bias.float() if with_bias else torch.zeros(len(case.bias))
-    return once_rounded(total, largest / 127.0, bias)
+    return once_rounded(total, limit / 127.0, bias)
 
 
 def arguments(weight: QuantizedWeight) -> tuple[int, int, int]:

@@ -116,6 +116,32 @@ def _fused(a: Tensor, b: Tensor, c: Tensor) -> Tensor:
     return (a.double() * b.double() + c.double()).float()
 
 
+def _fours(x: Tensor) -> Tensor:
+    """Returns the largest magnitude of each four inputs, `[num_rows, num_fours]`."""
+    return F.pad(x.abs(), (0, -x.shape[1] % _STEP)).unflatten(1, (-1, _STEP)).amax(2)
+
+
+def _limits(x: Tensor) -> Tensor:
+    """Returns the magnitude of each row, `[num_rows, 1]`, that becomes 127; see `find_limit` in
+    csrc: at most one four of 32, and at most 16, exceed it."""
+    largest = x.abs().amax(dim=1, keepdim=True)
+    fours, num_outliers = _fours(x), min(x.shape[1] // 128, 16)
+    bits, most = largest.view(torch.int32), torch.zeros_like(largest, dtype=torch.int32)
+    for step in (32, 16, 8, 4, 2, 1):
+        lower = (bits - ((most + step) << 20)).view(torch.float32)
+        fits = (most + step <= 55) & ((fours > lower).sum(1, keepdim=True) <= num_outliers)
+        most = most + step * fits.int()
+    is_usual = (largest > 1e-30) & (largest <= 3e38)
+    return torch.where(is_usual, (bits - (most << 20)).view(torch.float32), largest)
+
+
+def _high_parts(rounded: Tensor, x: Tensor, limits: Tensor) -> Tensor:
+    """Returns the high parts, of the shape of `rounded`: 0 but for fours beyond the limit."""
+    beyond = (_fours(x) > limits).repeat_interleave(_STEP, dim=1)
+    beyond = F.pad(beyond, (0, rounded.shape[1] - beyond.shape[1]))
+    return torch.where(beyond, ((rounded + 64.0) / 128.0).floor(), 0.0)
+
+
 def quantized_linear(
     out: Tensor,
     x: Tensor,
@@ -130,11 +156,13 @@ def quantized_linear(
     parts = _unpack_groups(packed, outputs, inputs, bits, group_size, offsets)
     q, scales, zeros, minima = parts
     groups = scales.shape[1]
-    largest = x.float().abs().amax(dim=1, keepdim=True)
-    inverse = torch.where(largest > 0, torch.tensor(127.0) / largest, 0.0)
+    limit = _limits(x.float())
+    inverse = torch.where(limit > 0, torch.tensor(127.0) / limit, 0.0)
     rounded = F.pad((x.float() * inverse).round(), (0, groups * group_size - inputs))
+    high = _high_parts(rounded, x.float(), limit)
+    low = (rounded - 128.0 * high).view(-1, groups, group_size)
+    sums = torch.einsum("mgk,ngk->gmn", low.double(), q.double()).float()  # exact before
     rounded = rounded.view(-1, groups, group_size)
-    sums = torch.einsum("mgk,ngk->gmn", rounded.double(), q.double()).float()  # exact before
     rows = rounded.sum(2)
     minima = minima if offsets == 2 else -zeros * scales
     total = torch.zeros(x.shape[0], outputs)
@@ -142,8 +170,13 @@ def quantized_linear(
         total = _fused(sums[g], scales[:, g], total)
         if offsets:
             total = _fused(rows[:, g : g + 1], minima[:, g], total)
+    for four in high.view(x.shape[0], -1, _STEP).abs().amax((0, 2)).nonzero().flatten().tolist():
+        inputs_of_four = slice(four * _STEP, (four + 1) * _STEP)
+        part = high[:, inputs_of_four].double() @ q.flatten(1)[:, inputs_of_four].double().T
+        factor = scales[:, four * _STEP // group_size] * 128.0
+        total = _fused(part.float(), factor, total)
     start = torch.zeros(outputs) if bias is None else bias.float()
-    out.copy_(_fused(total, largest / 127.0, start))
+    out.copy_(_fused(total, limit / 127.0, start))
 
 
 def quantized_embedding(
