@@ -182,6 +182,21 @@ def kept_sigterm_handler() -> Iterator[None]:
             signal.signal(signal.SIGTERM, handler)
 
 
+@contextlib.contextmanager
+def kept_end_handlers() -> Iterator[None]:
+    """Context that puts the handlers of SIGTERM and SIGINT back at its end.
+
+    For event loops: uvloop leaves the handlers of a closed loop, which drop every signal.
+    """
+    before = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            if handler is not None:  # None: it was not installed from Python
+                signal.signal(number, handler)
+
+
 def call_on_end_signals(loop: asyncio.AbstractEventLoop, callback: Callable[[int], None]) -> None:
     """Lets an event loop call `callback` with the number of each SIGTERM and SIGINT that comes."""
     for number in (signal.SIGTERM, signal.SIGINT):

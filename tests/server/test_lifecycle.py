@@ -301,7 +301,9 @@ def test_wrong_sampling_of_a_model_ends_the_start(tmp_path: Path) -> None:
 
 
 def test_what_cannot_start(capfd: pytest.CaptureFixture[str]) -> None:
-    """Refused before anything slow is done, with one line: no traceback, no line of gRPC."""
+    """Refused before anything slow is done, with one line: no traceback, no line of gRPC. The
+    caller's handlers of signals are as before."""
+    handlers = [signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)]
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = str(taken.getsockname()[1])
         for options, words in (
@@ -320,3 +322,4 @@ def test_what_cannot_start(capfd: pytest.CaptureFixture[str]) -> None:
             assert said.count("\n") == 1
             for word in words:
                 assert word in said
+    assert handlers == [signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)]

@@ -19,7 +19,7 @@ from tpengine.async_engine.engine_thread import EngineStart
 from tpengine.engine.requests import GenerateRequest
 from tpengine.engine_args import AsyncEngineArgs
 from tpengine.errors import ConfigError, EngineError, TPEngineError, counted
-from tpengine.host import allow_open_files, call_on_end_signals
+from tpengine.host import allow_open_files, call_on_end_signals, kept_end_handlers
 from tpengine.logger import init_logger
 from tpengine.model_defaults import sampling_defaults
 from tpengine.model_files import read_generation_config
@@ -70,7 +70,7 @@ def run_server(
         return await _Server(args, authenticator, engine_args, phases).run()
 
     allow_open_files(_MAX_OPEN_FILES)
-    with asyncio.Runner(loop_factory=_loop_factory()) as runner:
+    with kept_end_handlers(), asyncio.Runner(loop_factory=_loop_factory()) as runner:
         code = runner.run(serve())
     _exit_within(_EXIT_S, code)
     return code
