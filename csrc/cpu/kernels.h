@@ -183,20 +183,23 @@ struct QuantizedLinearArgs {
 };
 
 // static: each instruction set has its own copy.
-static inline uint16_t float_to_half(float value) {  // of a magnitude that float16 has
+static inline uint16_t float_to_half(float value) {
   uint32_t bits;
   memcpy(&bits, &value, sizeof bits);
   const uint32_t sign = bits >> 16 & 0x8000u;
   bits &= 0x7fffffffu;
+  if (value != value) return 0x7e00u;
+  if (bits >= 0x477ff000u) return (uint16_t)(sign | 0x7c00u);  // 65520 and more are infinite
   memcpy(&value, &bits, sizeof value);
   if (value < 0x1p-14f) return (uint16_t)(sign | (uint32_t)__builtin_rintf(value * 0x1p24f));
   return (uint16_t)(sign | ((bits - (112u << 23) + 0xfffu + (bits >> 13 & 1u)) >> 13));
 }
 static inline float half_to_float(uint16_t half) {
-  const uint32_t bits = (half & 0x7fffu) << 13;
+  const bool is_finite = (half & 0x7c00u) != 0x7c00u;
+  const uint32_t bits = (half & 0x7fffu) << 13 | (is_finite ? 0u : 0x7f800000u);
   float value;
   memcpy(&value, &bits, sizeof value);
-  value *= 0x1p112f;  // the exponent's bias is 127 here and 15 there
+  if (is_finite) value *= 0x1p112f;  // the exponent's bias is 127 here and 15 there
   return (half & 0x8000u) != 0 ? -value : value;
 }
 

@@ -220,7 +220,7 @@ def test_rounding_loses_less_than_the_largest_magnitude_alone() -> None:
 @pytest.mark.parametrize("name", ISAS)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_rounding_is_the_same_everywhere(name: str, dtype: torch.dtype) -> None:
-    weight = torch.randn(70, INPUTS, generator=generator(2)) * torch.logspace(-7, 1, 70)[:, None]
+    weight = torch.randn(70, INPUTS, generator=generator(2)) * torch.logspace(-7, 9, 70)[:, None]
     weight = weight.to(dtype)
     weight[3] = 0.0
     for form in (FORMATS[kind] for kind in FORMATS if FORMATS[kind].offsets == NO_OFFSETS):
@@ -229,6 +229,41 @@ def test_rounding_is_the_same_everywhere(name: str, dtype: torch.dtype) -> None:
             op("quantize_weight")(expected, weight, form.bits, form.group_size)
         with backend(name):
             assert torch.equal(quantize_weight(weight, form).packed, expected)
+
+
+@pytest.mark.parametrize("name", BACKENDS)
+@pytest.mark.parametrize("kind", ["int4 g32", "int4 g32 minima", "int8 g32", "int8 per output"])
+@pytest.mark.parametrize("fault", [float("nan"), float("inf"), -float("inf")])
+def test_what_is_not_finite_stays_so(name: str, kind: str, fault: float) -> None:
+    """Of an input it takes its row, of a weight its output, and no other."""
+    form, gen = FORMATS[kind], generator(6)
+    for place in (0, 17, INPUTS - 1):
+        case = make_case(form, 7, 40, torch.float32)
+        expected = product(case, with_bias=False)
+        case.x[2, place] = fault
+        out = torch.empty(7, 40)
+        with backend(name) as op:
+            op("quantized_linear")(out, case.x, case.weight.packed, None, *arguments(case.weight))
+        assert out[2].isnan().all()
+        assert torch.equal(out[3:], expected[3:])
+        if form.offsets == NO_OFFSETS:
+            weight = torch.randn(40, INPUTS, generator=gen)
+            weight[5, place] = fault
+            with backend(name) as op:
+                packed = quantize_weight(weight, form).packed
+                op("quantize_weight")(packed, weight, form.bits, form.group_size)
+                op("quantized_linear")(out[3:], case.x[3:], packed, None, *arguments(case.weight))
+            assert not out[3:, 5].isfinite().any()
+            assert out[3:, :5].isfinite().all()
+
+
+def test_scales_beyond_float16_are_infinite() -> None:
+    weight = torch.randn(64, 64, generator=generator(7)) * torch.logspace(0, 12, 64)[:, None]
+    for form in (FORMATS["int4 g32"], FORMATS["int8 g32"]):
+        found = dequantized(quantize_weight(weight, form))
+        is_held = weight.abs().amax(1) / (8 if form.bits == 4 else 127) < 60000.0
+        assert found[is_held].isfinite().all()
+        assert not found[weight.abs().amax(1) > 1e8].isfinite().all(1).any()
 
 
 def test_rounding_keeps_zeros_and_tiny_weights() -> None:

@@ -83,12 +83,13 @@ def _best_steps(values: Tensor) -> Tensor:
         found = product * product / square
         best = torch.where(found > gain, product / square, best)
         gain = torch.maximum(found, gain)
-    return best
+    return torch.where(extreme.isfinite(), best, extreme)
 
 
 def _round_to(values: Tensor, steps: Tensor, middle: int) -> Tensor:
     inverse = torch.where(steps != 0, torch.tensor(1.0) / steps, 0.0)
-    return (values * inverse.unsqueeze(2)).round().clamp(-middle, middle - 1)
+    numbers = (values * inverse.unsqueeze(2)).round().clamp(-middle, middle - 1)
+    return numbers.nan_to_num(-middle)
 
 
 def _unpack_groups(
