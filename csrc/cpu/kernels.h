@@ -147,8 +147,7 @@ enum class Offsets { kNone, kZeroPoints, kMinima };
 // Four neighbouring inputs of a row of which some exceed 8 bits: each number is 128 * high + low,
 // and the low part stands among the bytes of the row.
 struct OutlierFour {
-  int32_t high;          // four signed bytes
-  int32_t start;         // what their sum starts from
+  int32_t high, start;   // four signed bytes, and what their sum starts from
   int32_t line, scales;  // where weights and scales stand in a panel, in bytes
 };
 
@@ -174,7 +173,7 @@ struct QuantizedLinearArgs {
   int bits;
   Offsets offsets;
   int64_t group_size, num_groups;  // the last group is filled up with zeros
-  int64_t panel_bytes, num_panels;
+  int64_t panel_bytes, group_bytes, num_panels;
   int64_t num_outliers;  // fours of a row
   int64_t num_blocks;    // of rows, as equal as can be
 

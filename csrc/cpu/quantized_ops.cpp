@@ -14,8 +14,8 @@ constexpr int64_t kMostGroupOf4Bits = 128;  // a tile of quantize_panels
 constexpr int64_t kRowsAtOnce = 384;
 // Up to so many rows each thread rounds all for itself: it takes less time than to wait.
 constexpr int64_t kRowsRoundedAlone = 4;
-// One four in 32 may be an outlier, up to a number that costs little with any row.
-constexpr int64_t kInputsPerOutlier = 128, kMostOutliers = 16;
+// One four in 32 may be an outlier, and at most four: they cost little, and more gain little.
+constexpr int64_t kInputsPerOutlier = 128, kMostOutliers = 4;
 
 void take_format(const char* op, QuantizedLinearArgs& args, const Tensor& packed, int64_t bits,
                  int64_t group_size, int64_t offsets) {
@@ -32,7 +32,8 @@ void take_format(const char* op, QuantizedLinearArgs& args, const Tensor& packed
   args.num_groups = (args.in_features + group_size - 1) / group_size;
   args.num_panels = num_panels(args.out_features);
   args.num_outliers = std::min(args.in_features / kInputsPerOutlier, kMostOutliers);
-  args.panel_bytes = args.num_groups * (group_size * bits * 4 + (offsets != 0 ? 128 : 64));
+  args.group_bytes = group_size * bits * 4 + (offsets != 0 ? 128 : 64);
+  args.panel_bytes = args.num_groups * args.group_bytes;
   check_vector(op, "packed", packed, aoti_torch_dtype_uint8(), args.num_panels * args.panel_bytes);
   args.packed = packed.data<uint8_t>();
 }
@@ -142,7 +143,7 @@ void dequantize_row(const QuantizedLinearArgs& a, int64_t row, float scale, void
   const uint8_t* group = a.packed + row / kLinearPanel * a.panel_bytes;
   for (int64_t k = 0; k < a.in_features; ++k) {
     const int64_t i = k % a.group_size;
-    if (k > 0 && i == 0) group += a.panel_bytes / a.num_groups;
+    if (k > 0 && i == 0) group += a.group_bytes;
     const uint8_t* tail = group + a.group_size / 4 * step_bytes;
     const uint16_t* scales = reinterpret_cast<const uint16_t*>(tail) + lane;
     const float offset = has_offsets ? half_to_float(scales[kLinearPanel]) : 0.f;

@@ -15,6 +15,7 @@ from support.bare_model import BareModel, logits_in_transformers
 from support.engines import generate, greedy, ids, open_llm
 from support.models import ModelShop
 from support.ranks import run_ranks
+from support.rounded_rows import round_rows
 from support.step_log import log_steps
 from support.tiny_llama import TinyLlama
 from torch import nn
@@ -40,12 +41,6 @@ SPLIT_OVER_INPUTS = ("o_proj", "down_proj")
 BOUND = 0.02
 """Largest `difference` from the rounded model. It is above 0, because sums in another order may
 round a value halfway between two steps to the other step."""
-
-
-def round_rows(values: torch.Tensor) -> torch.Tensor:
-    """Rounds each row to steps of its largest magnitude / 127."""
-    scales = values.abs().amax(dim=-1, keepdim=True).clamp(min=1e-30) / 127
-    return (values / scales).round() * scales
 
 
 def round_weight(weight: torch.Tensor, kind: str) -> torch.Tensor:

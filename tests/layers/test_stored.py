@@ -20,11 +20,12 @@ from support.bare_model import BareModel, logits_in_transformers
 from support.gguf_files import write_gguf
 from support.models import ModelShop
 from support.ranks import run_ranks
+from support.rounded_rows import round_rows
 from support.tiny_llama import TinyLlama
 from torch import nn
 from transformers import AutoModelForCausalLM
 
-from layers.test_quantized import BOUND, difference, round_rows, rounding_hook
+from layers.test_quantized import BOUND, difference, rounding_hook
 from tpengine.distributed.parallel_state import ParallelState
 from tpengine.gguf_file import TensorEntry
 from tpengine.layers.embedding import VocabParallelEmbedding

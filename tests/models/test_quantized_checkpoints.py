@@ -14,10 +14,11 @@ from typing import Any
 
 import pytest
 import torch
-from layers.test_quantized import difference, round_rows
+from layers.test_quantized import difference
 from safetensors.torch import load_file, save_file
 from support.engines import generate, greedy, ids
 from support.ranks import ThreadedExecutor
+from support.rounded_rows import round_rows
 from support.subjects import BY_NAME, Subjects
 from support.tiny_llama import edit_json
 

@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 
 import pytest
 import torch
+from support.rounded_rows import limits_of
 from torch import Tensor
 
 from tpengine.ops.quantized import (
@@ -86,19 +87,6 @@ def once_rounded(a: Tensor, b: Tensor, c: Tensor) -> Tensor:
     return (a.double() * b.double() + c.double()).float()
 
 
-def limits_of(x: Tensor) -> Tensor:
-    """Of the largest magnitude of each row and its neighbours below, by eighths of octaves, the
-    least that at most two fours of the row exceed: `[num_rows, 1]`."""
-    fours = torch.stack([four.abs().amax(1) for four in x.split(4, dim=1)], dim=1)
-    bits = fours.amax(1, keepdim=True).view(torch.int32)
-    limit = fours.amax(1, keepdim=True)
-    for eighths in range(56):
-        lower = (bits - (eighths << 20)).view(torch.float32)
-        fits = (fours > lower).sum(1, keepdim=True) <= INPUTS // 128
-        limit = torch.where(fits & x.any(1, keepdim=True), lower, limit)
-    return limit
-
-
 def product(case: Case, with_bias: bool) -> Tensor:
     """`x W^T` by the definition of the formats, in integers within a group, float32."""
     form, x = case.weight.format, case.x.float()
@@ -107,7 +95,7 @@ def product(case: Case, with_bias: bool) -> Tensor:
     high = torch.zeros_like(a)
     for four in range(0, INPUTS, 4):
         beyond = x[:, four : four + 4].abs().amax(1, keepdim=True) > limit
-        high[:, four : four + 4] = (a[:, four : four + 4] + 64) // 128 * beyond
+        high[:, four : four + 4] = (a[:, four : four + 4] / 128).round().long() * beyond
     total = torch.zeros(len(x), len(case.q))
     for g, first in enumerate(range(0, INPUTS, form.group_size)):
         inputs = (a - 128 * high)[:, first : first + form.group_size]
@@ -121,12 +109,16 @@ def product(case: Case, with_bias: bool) -> Tensor:
         if form.offsets != NO_OFFSETS:
             inputs = a[:, first : first + form.group_size]
             total = once_rounded(inputs.sum(1, keepdim=True).float(), offset, total)
-    for four in range(0, INPUTS, 4):
-        inputs, q = high[:, four : four + 4], case.q[:, four : four + 4]
+    is_whole = form.group_size > INPUTS and form.offsets == NO_OFFSETS
+    apart = torch.zeros_like(total)
+    for first in range(0, INPUTS, INPUTS if is_whole else 4):
+        place = slice(first, INPUTS if is_whole else first + 4)
+        q = case.q[:, place]
         if form.offsets == NO_OFFSETS:
             q = q - (8 if form.bits == 4 else 128)
-        scale = case.scales[:, four // form.group_size].float() * 128.0
-        total = once_rounded((inputs @ q.t()).float(), scale, total)
+        scale = case.scales[:, first // form.group_size].float()
+        apart = once_rounded((high[:, place] @ q.t()).float(), scale, apart)
+    total = once_rounded(apart, torch.tensor(128.0), total)
     bias = case.bias.float() if with_bias else torch.zeros(len(case.bias))
     return once_rounded(total, limit / 127.0, bias)
 

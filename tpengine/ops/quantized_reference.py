@@ -119,14 +119,15 @@ def _fused(a: Tensor, b: Tensor, c: Tensor) -> Tensor:
 
 def _fours(x: Tensor) -> Tensor:
     """Returns the largest magnitude of each four inputs, `[num_rows, num_fours]`."""
-    return F.pad(x.abs(), (0, -x.shape[1] % _STEP)).unflatten(1, (-1, _STEP)).amax(2)
+    padded = F.pad(x.abs(), (0, -x.shape[1] % _STEP))
+    return padded.view(len(x), -1, _STEP).amax(2)
 
 
 def _limits(x: Tensor) -> Tensor:
     """Returns the magnitude of each row, `[num_rows, 1]`, that becomes 127; see `find_limit` in
-    csrc: at most one four of 32, and at most 16, exceed it."""
+    csrc: one four of 32, and at most four, may exceed it."""
     largest = x.abs().amax(dim=1, keepdim=True)
-    fours, num_outliers = _fours(x), min(x.shape[1] // 128, 16)
+    fours, num_outliers = _fours(x), min(x.shape[1] // 128, 4)
     bits, most = largest.view(torch.int32), torch.zeros_like(largest, dtype=torch.int32)
     for step in (32, 16, 8, 4, 2, 1):
         lower = (bits - ((most + step) << 20)).view(torch.float32)
@@ -140,7 +141,7 @@ def _high_parts(rounded: Tensor, x: Tensor, limits: Tensor) -> Tensor:
     """Returns the high parts, of the shape of `rounded`: 0 but for fours beyond the limit."""
     beyond = (_fours(x) > limits).repeat_interleave(_STEP, dim=1)
     beyond = F.pad(beyond, (0, rounded.shape[1] - beyond.shape[1]))
-    return torch.where(beyond, ((rounded + 64.0) / 128.0).floor(), 0.0)
+    return torch.where(beyond, (rounded / 128.0).round(), 0.0)
 
 
 def quantized_linear(
@@ -171,11 +172,13 @@ def quantized_linear(
         total = _fused(sums[g], scales[:, g], total)
         if offsets:
             total = _fused(rows[:, g : g + 1], minima[:, g], total)
-    for four in high.view(x.shape[0], -1, _STEP).abs().amax((0, 2)).nonzero().flatten().tolist():
-        inputs_of_four = slice(four * _STEP, (four + 1) * _STEP)
-        part = high[:, inputs_of_four].double() @ q.flatten(1)[:, inputs_of_four].double().T
-        factor = scales[:, four * _STEP // group_size] * 128.0
-        total = _fused(part.float(), factor, total)
+    is_whole = bits == 8 and groups == 1 and not offsets
+    apart = torch.zeros_like(total)
+    for first in range(0, inputs, inputs if is_whole else _STEP):
+        place = slice(first, inputs if is_whole else first + _STEP)
+        part = high[:, place].double() @ q.flatten(1)[:, place].double().T
+        apart = _fused(part.float(), scales[:, first // group_size], apart)
+    total = _fused(apart, torch.tensor(128.0), total)
     start = torch.zeros(outputs) if bias is None else bias.float()
     out.copy_(_fused(total, limit / 127.0, start))
 
