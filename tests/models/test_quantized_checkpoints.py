@@ -14,48 +14,43 @@ from typing import Any
 
 import pytest
 import torch
-from layers.test_quantized import difference, round_rows
+from layers.test_quantized import BOUND, SPLIT_OVER_INPUTS, difference, round_weight, rounding_hook
 from safetensors.torch import load_file, save_file
+from support.bare_model import BareModel, logits_in_transformers
 from support.engines import generate, greedy, ids
-from support.ranks import ThreadedExecutor
+from support.ranks import ThreadedExecutor, run_ranks
 from support.subjects import BY_NAME, Subjects
 from support.tiny_llama import edit_json
+from transformers import LlamaConfig, LlamaForCausalLM
 
 from tpengine import LLM, EngineArgs, LLMEngine, SamplingParams
 from tpengine.distributed.parallel_state import ParallelState
 from tpengine.errors import ConfigError, ModelLoadError
-from tpengine.layers.linear import QKVParallelLinear, RowParallelLinear
-from tpengine.layers.weights import QuantizedSource, TensorSource, Weights
+from tpengine.layers.weights import QuantizedSource, TensorSource
 from tpengine.model_files import read_hf_config
 from tpengine.models.loader import read_tensors
 from tpengine.models.quantized_checkpoint import merge_tensors
 from tpengine.quantization_config import read_scheme
 
 ROOT = Path(__file__).parent.parent / "data" / "quantized"
-EXACT = {
-    "awq": 4,
-    "gptq": 4,
-    "gptq-8": 8,
-    "gptq-8-zeros": 8,
-    "gptq-order": 4,
-    "gptq-v2-head": 4,
-    "gptq-zeros": 4,
-    "w4a16": 4,
-    "w4a16-zeros": 4,
-    "w8a8": 8,
+EIGHT_BITS = "rounded to 8 bits in groups of 32"
+FORMS = {
+    "awq": "4 bits as stored",
+    "fp8": EIGHT_BITS,
+    "fp8-block": EIGHT_BITS,
+    "gptq": "4 bits as stored",
+    "gptq-8": "8 bits as stored",
+    "gptq-8-zeros": "8 bits as stored",
+    "gptq-order": "4 bits as stored",
+    "gptq-v2-head": "4 and 8 bits as stored",
+    "gptq-zeros": "4 bits as stored",
+    "w4a16": "4 bits as stored",
+    "w4a16-zeros": "4 bits as stored",
+    "w8a8": "8 bits as stored",
+    "w8a8-fp8": EIGHT_BITS,
 }
-"""Folders whose numbers the kernels multiply as they are stored, and their bits."""
-ROUNDED = ("fp8", "fp8-block", "w8a8-fp8")
-ALL = (*EXACT, *ROUNDED)
+"""By folder: what the line at the start says of it."""
 HIDDEN, MLP = 128, 192
-TO_EIGHT_BITS = 0.01
-
-
-class OwnPart:
-    """In the place of the other ranks: only this rank's contribution is read."""
-
-    def all_reduce(self, x: torch.Tensor) -> torch.Tensor:
-        return x
 
 
 def sources(folder: Path) -> dict[str, TensorSource]:
@@ -63,7 +58,7 @@ def sources(folder: Path) -> dict[str, TensorSource]:
     assert scheme is not None
     path = folder / "model.safetensors"
     tensors = ((path.name, name, source) for name, source in read_tensors(path))
-    merged = merge_tensors(tensors, scheme, lambda name: not name.endswith(".bias"))
+    merged = merge_tensors(tensors, scheme, lambda name: [])
     return {name: source for _, name, source in merged}
 
 
@@ -74,7 +69,7 @@ def answers(folder: Path) -> Iterator[tuple[list[int], tuple[int, ...]]]:
         yield expected[f"prompt {i}"].tolist(), tuple(expected[f"answer {i}"].tolist())
 
 
-@pytest.mark.parametrize("name", ALL)
+@pytest.mark.parametrize("name", list(FORMS))
 def test_values_are_those_of_the_tool(name: str) -> None:
     found, num_weights = sources(ROOT / name), 0
     for key, product in load_file(ROOT / name / "expected.safetensors").items():
@@ -91,7 +86,7 @@ def test_values_are_those_of_the_tool(name: str) -> None:
 
 
 @pytest.mark.parametrize("tp_size", [1, 2])
-@pytest.mark.parametrize("name", ALL)
+@pytest.mark.parametrize("name", list(FORMS))
 def test_ids_of_the_dequantised_form(name: str, tp_size: int) -> None:
     prompts, expected = zip(*answers(ROOT / name), strict=True)
     assert engine_ids(ROOT / name, prompts, tp_size, dtype="float32") == list(expected)
@@ -118,48 +113,39 @@ def engine_ids(
     return [done[str(i)].outputs[0].token_ids for i in range(len(prompts))]
 
 
-@pytest.mark.parametrize("tp_size", [1, 2])
-@pytest.mark.parametrize("name", ALL)
-def test_layers_as_stored(name: str, tp_size: int) -> None:
-    """Each layer of the last rank against the dequantised weight. Two ranks cut the MLP at 96, in
-    the middle of a group of 64; they cannot cut inputs that are ordered by group."""
-    found, rank = sources(ROOT / name), tp_size - 1
-    prefix = "model.layers.1"
-    names = [f"{prefix}.self_attn.{one}_proj" for one in "qkv"]
-    weights = Weights(torch.float32, torch.device("cpu"), ParallelState(rank, tp_size, OwnPart()))
-    weights.as_stored = True
-    qkv = QKVParallelLinear(weights, names, HIDDEN, 4, 2, 32)
-    down = RowParallelLinear(weights, f"{prefix}.mlp.down_proj", MLP, HIDDEN)
-    values = []
-    for key in [*names, f"{prefix}.mlp.down_proj"]:
-        weights.read(f"{key}.weight", found[f"{key}.weight"])
-        values.append(found[f"{key}.weight"][:])
-    weights.finish()
-    generator = torch.Generator().manual_seed(1)
-    x, y = (torch.randn(7, n, generator=generator) for n in (HIDDEN, MLP // tp_size))
-    own = torch.cat([part.chunk(tp_size)[rank] for part in values[:3]])
-    own_down = values[3].chunk(tp_size, dim=1)[rank]
-    exact = 1e-3 if name in EXACT else TO_EIGHT_BITS
-    assert difference(qkv.forward(x), round_rows(x) @ own.t()) < exact
-    is_cut = name == "gptq-order" and tp_size == 2
-    bound = TO_EIGHT_BITS if is_cut else exact
-    assert difference(down.forward(y), round_rows(y) @ own_down.t()) < bound
-    assert weights.form == ", others ".join(forms(name, is_cut))
+@pytest.mark.parametrize(
+    ("name", "tp_size", "model_impl"),
+    [
+        *((name, tp_size, "tpengine") for name in FORMS for tp_size in (1, 2)),
+        *((name, 2, "transformers") for name in ("gptq-order", "w4a16-zeros", "fp8")),
+    ],
+)
+def test_a_model_as_stored(name: str, tp_size: int, model_impl: str) -> None:
+    """Against transformers with the values of the form and inputs rounded to 8 bits. Two ranks cut
+    the MLP at 96, in the middle of a group of 64; they cannot cut inputs ordered by group."""
+    folder, is_cut = ROOT / name, (name, tp_size) == ("gptq-order", 2)
+    fields = read_hf_config(str(folder), False)
+    model = LlamaForCausalLM(LlamaConfig.from_dict(dict(fields))).float().eval()
+    state = {}
+    for key, source in sources(folder).items():
+        state[key] = source[:]
+        if isinstance(source, QuantizedSource):
+            layer = key.removesuffix(".weight")
+            is_split = layer.endswith(SPLIT_OVER_INPUTS)
+            hook = rounding_hook(tp_size if is_split else 1)
+            model.get_submodule(layer).register_forward_pre_hook(hook)
+            if FORMS[name] == EIGHT_BITS or (is_cut and is_split):
+                state[key] = round_weight(state[key], "groups")
+    assert set(model.load_state_dict(state, strict=False)[0]) <= {"lm_head.weight"}
 
+    def one(parallel: ParallelState) -> tuple[torch.Tensor, str]:
+        bare = BareModel(folder, parallel, as_stored=True, model_impl=model_impl)
+        return bare.logits(), bare.form
 
-def forms(name: str, is_cut: bool = False) -> list[str]:
-    """What the line at the start says of a folder."""
-    stored = [f"{EXACT[name]} bits as stored"] if name in EXACT else []
-    return stored + ["rounded to 8 bits in groups of 32"] * (is_cut or name in ROUNDED)
-
-
-@pytest.mark.parametrize("name", ["gptq-order", "w4a16-zeros", "fp8"])
-def test_an_engine_runs_a_folder_as_stored(name: str, caplog: pytest.LogCaptureFixture) -> None:
-    prompts, expected = zip(*answers(ROOT / name), strict=True)
-    with caplog.at_level("INFO", "tpengine"):
-        found = engine_ids(ROOT / name, prompts, num_tokens=4, dtype="bfloat16")
-    assert [one[0] for one in found] == [one[0] for one in expected]
-    assert f"({forms(name)[0]})" in caplog.text
+    answers, _ = run_ranks(tp_size, one)
+    assert difference(answers[0][0], logits_in_transformers(model)) < BOUND
+    others = f", others {EIGHT_BITS}" if is_cut else ""
+    assert [form for _, form in answers] == [FORMS[name] + others] * tp_size
 
 
 @pytest.fixture
@@ -319,12 +305,17 @@ DOWN = "model.layers.0.mlp.down_proj"
 @pytest.mark.parametrize(
     ("name", "fields", "tensors", "words"),
     [
-        ("gptq", {}, {"scales": None}, ["down_proj in model.safetensors has", "no scales"]),
+        ("gptq", {}, {"scales": None}, ["down_proj in model.safetensors: it has", "no scales"]),
         ("gptq", {"group_size": 32}, {}, ["3 groups", "group_size is 32"]),
         ("gptq", {}, {"qzeros": torch.zeros(3, 8).int()}, ["qzeros is [3, 8], expected [3, 16]"]),
         ("gptq-order", {}, {"g_idx": torch.full((MLP,), 6).int()}, ["g_idx", "6"]),
         ("w4a16", {}, {"weight_packed": torch.zeros(128, 6).int()}, ["6 words", "192 inputs"]),
-        ("w8a8", {}, {"weight": torch.zeros(128, 192)}, ["float32", "neither int8 nor float8"]),
+        (
+            "w8a8",
+            {},
+            {"weight": torch.zeros(128, 192)},
+            ["float32", "expected int8 or float8"],
+        ),
         ("fp8", {"weight_block_size": None}, {}, ["[2, 3]", "no size of blocks"]),
         ("fp8", {"weight_block_size": [128, 128]}, {}, ["[2, 3], expected [1, 2]"]),
     ],
