@@ -127,8 +127,9 @@ def _object(folder: str, field: str, value: object) -> Mapping[str, Any]:
 
 
 def _refusal(folder: str, field: str, value: object, supported: str) -> ConfigError:
+    place = "config.json" if field == "quantization_config" else "the quantization_config"
     return ConfigError(
-        f"{field} = {value!r} in the quantization_config of {folder} is not supported; supported: "
+        f"{field} = {value!r} in {place} of {folder} is not supported; supported: "
         f"{supported}. Take the model in another form, or in 16 bits with quantization='int4' or "
         "'int8'"
     )

@@ -37,8 +37,9 @@ from tpengine.layers.linear import (
     RowParallelLinear,
 )
 from tpengine.layers.moe import Router
-from tpengine.layers.weights import LoadedTensor, TensorSource, Weights
+from tpengine.layers.weights import LoadedTensor, RangeError, TensorSource, Weights
 from tpengine.models.gguf import QuantizedTensor, Rows, read_tensors
+from tpengine.models.gguf_groups import unpack
 
 CPU = torch.device("cpu")
 FACTORS = {
@@ -222,6 +223,19 @@ def test_what_is_dequantised(files: Files) -> None:
     assert loaded(weights, one=source).form == "dequantised to int8"
 
 
+def test_scales_beyond_float16() -> None:
+    """Of a file whose factors are too large together, and of values that are rounded."""
+    blocks = torch.full((1, 144), 255, dtype=torch.uint8)
+    blocks[0, :4] = torch.tensor([2000.0, 0.5]).half().view(torch.uint8)
+    with pytest.raises(RangeError, match="126000"):
+        unpack("Q4_K", blocks, 1, slice(0, 256))
+    for kind in ("int8", "int4"):
+        weights = Weights(torch.float32, CPU, ParallelState(), kind)
+        ReplicatedLinear(weights, "one", 64, 32)
+        with pytest.raises(RangeError, match=r"scale of its numbers .* 65504"):
+            weights.read("one.weight", LoadedTensor(torch.full((32, 64), -1e9)))
+
+
 @pytest.mark.parametrize("tp_size", [1, 2])
 @pytest.mark.parametrize(
     ("kind", "spec"),
@@ -268,4 +282,4 @@ def test_loading_takes_the_memory_of_the_forms(tmp_path: Path) -> None:
         peak_bytes, weights_bytes, file_bytes = map(int, line.split()[1:])
         assert peak_bytes < 1.3 * weights_bytes, line
         assert weights_bytes < 1.15 * file_bytes, line
-    assert len(done.stdout.splitlines()) == 3
+    assert len(done.stdout.splitlines()) == 4
