@@ -50,8 +50,8 @@ def round_rows(values: torch.Tensor) -> torch.Tensor:
 
 def round_weight(weight: torch.Tensor, kind: str) -> torch.Tensor:
     """A part of a weight as it is stored (`tests/ops` hold that against the original)."""
-    forms = {"int4": QuantizedFormat(4, 32), "int8": per_output(weight.shape[1])}
-    stored = quantize_weight(weight, forms.get(kind, QuantizedFormat(8, 32)))
+    form = QuantizedFormat(4, 32) if kind == "int4" else per_output(weight.shape[1])
+    stored = quantize_weight(weight, form)
     out = torch.empty_like(weight)
     quantized_embedding(out, stored, torch.arange(len(weight), dtype=torch.int32))
     return out

@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 import torch
-from layers.test_quantized import BOUND, SPLIT_OVER_INPUTS, difference, round_weight, rounding_hook
+from layers.test_quantized import BOUND, SPLIT_OVER_INPUTS, difference, rounding_hook
 from safetensors.torch import load_file, save_file
 from support.bare_model import BareModel, logits_in_transformers
 from support.engines import generate, greedy, ids
@@ -31,6 +31,7 @@ from tpengine.layers.weights import QuantizedSource, TensorSource
 from tpengine.model_files import read_hf_config
 from tpengine.models.loader import read_tensors
 from tpengine.models.quantized_checkpoint import merge_tensors
+from tpengine.ops.quantized import QuantizedFormat, quantize_weight, quantized_embedding
 from tpengine.quantization_config import read_scheme
 
 ROOT = Path(__file__).parent.parent / "data" / "quantized"
@@ -118,11 +119,19 @@ def engine_ids(
     return [done[str(i)].outputs[0].token_ids for i in range(len(prompts))]
 
 
+def in_eight_bits(values: torch.Tensor) -> torch.Tensor:
+    """A weight as it is rounded in groups of 32 (`tests/ops` hold that against the original)."""
+    out = torch.empty_like(values)
+    rows = torch.arange(len(values), dtype=torch.int32)
+    quantized_embedding(out, quantize_weight(values, QuantizedFormat(8, 32)), rows)
+    return out
+
+
 @pytest.mark.parametrize(
     ("name", "tp_size", "model_impl"),
     [
         *((name, tp_size, "tpengine") for name in FORMS for tp_size in (1, 2)),
-        *((name, 2, "transformers") for name in ("gptq-order", "w4a16-zeros", "fp8")),
+        *((name, 2, "transformers") for name in ("gptq-order", "w4a16-zeros")),
     ],
 )
 def test_a_model_as_stored(name: str, tp_size: int, model_impl: str) -> None:
@@ -140,7 +149,7 @@ def test_a_model_as_stored(name: str, tp_size: int, model_impl: str) -> None:
             hook = rounding_hook(tp_size if is_split else 1)
             model.get_submodule(layer).register_forward_pre_hook(hook)
             if FORMS[name] == EIGHT_BITS or (is_cut and is_split):
-                state[key] = round_weight(state[key], "groups")
+                state[key] = in_eight_bits(state[key])
     assert set(model.load_state_dict(state, strict=False)[0]) <= {"lm_head.weight"}
 
     def one(parallel: ParallelState) -> tuple[torch.Tensor, str]:
