@@ -114,8 +114,8 @@ def chosen_quantization(
     if FILE_FORMS[chosen] != found:
         raise ConfigError(
             f"quantization = {chosen!r}, but the weights of {folder} are "
-            f"{'not quantised' if found is None else found}; leave it unset: the form of a file is "
-            "known by its config.json"
+            f"{'not quantised' if found is None else found}; leave it unset, or use int8 or int4, "
+            "which round weights when they are read"
         )
     return None
 

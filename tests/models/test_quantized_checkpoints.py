@@ -486,6 +486,7 @@ def test_a_configuration_is_refused(name: str, change: Any, words: list[str], co
         ("w4a16", {}, {"weight_shape": torch.tensor(3)}, ["weight_shape is [], expected [2]"]),
         ("w4a16", {}, {"weight_shape": torch.ones(2)}, ["weight_shape is float32", "int64"]),
         ("w8a8", {}, {"weight": torch.zeros(128).char()}, ["weight is [128]"]),
+        ("w8a8", {}, {"weight": torch.zeros(128, 0).char()}, ["0 inputs", "group_size is 0"]),
         ("w8a8", {}, {"weight_scale": torch.ones(3)}, ["weight_scale is [3]", "[128, any]"]),
         ("w8a8", {}, {"weight_shape": torch.ones(2).int()}, ["weight_shape cannot be used"]),
         ("w8a8-fp8", {}, {"weight_g_idx": MOVED}, ["weight_g_idx cannot be used"]),

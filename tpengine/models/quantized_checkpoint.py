@@ -294,7 +294,7 @@ def _fp8_weight(
 def _group_size(inputs: int, num_groups: int, scheme: QuantizationScheme) -> int:
     """Returns the size that the scheme names and the number of groups fits."""
     sizes = {size or inputs for size in scheme.group_sizes}
-    fitting = [size for size in sizes if -(-inputs // size) == num_groups]
+    fitting = [size for size in sizes if size and -(-inputs // size) == num_groups]
     if len(fitting) != 1:
         raise _MisfitError(
             f"{inputs} inputs have scales for {num_groups} groups, and group_size is "
