@@ -251,8 +251,8 @@ class _MappedTensor:
 
     The file is mapped again for every tensor, when values of it are read: pages that were read
     count as memory of this process while they are mapped, and a rank must hold no more than its own
-    part and one weight. A vector, which is read at once, is not kept mapped. The tensors of many
-    quantised weights may wait for others, and a process may have only some 65,000 mappings.
+    part and one weight. Shape and dtype need no mapping: tensors of many quantised weights may wait
+    for each other, and a process may have only some 65,000 mappings.
     """
 
     def __init__(self, path: Path, name: str, shape: list[int], dtype: torch.dtype) -> None:
@@ -262,10 +262,7 @@ class _MappedTensor:
         self.dtype = dtype
 
     @cached_property
-    def _matrix(self) -> TensorSource:
-        return self._open()
-
-    def _open(self) -> TensorSource:
+    def _slice(self) -> TensorSource:
         with _damage_named(self._path):
             found: TensorSource = safe_open(self._path, framework="pt").get_slice(self._name)
         return found
@@ -274,7 +271,7 @@ class _MappedTensor:
         return list(self._shape)
 
     def __getitem__(self, index: Any) -> torch.Tensor:
-        return (self._open() if len(self._shape) < 2 else self._matrix)[index]
+        return self._slice[index]
 
 
 def _unpickle(path: Path) -> Mapping[str, torch.Tensor]:
