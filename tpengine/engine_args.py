@@ -15,6 +15,7 @@ from tpengine.errors import ConfigError, counted
 from tpengine.logger import init_logger
 from tpengine.model_files import WEIGHT_FILES, ModelFiles, read_end_token_ids, read_hf_config
 from tpengine.options import NOTHING, Options, each, option
+from tpengine.quantization_config import FILE_FORMS, chosen_quantization
 
 logger = init_logger(__name__)
 
@@ -115,9 +116,10 @@ class EngineArgs(Options):
     """Rotary base instead of the model's own."""
     tokenizer_revision: str | None = option(None)
     """Branch, tag or commit of a tokenizer of the hub; default: --revision."""
-    quantization: str | None = option(None, cfg.QUANTIZATIONS, short="-q")
+    quantization: str | None = option(None, (*cfg.QUANTIZATIONS, *FILE_FORMS), short="-q")
     """Form of weights, on CPU: int8 has a scale per output; int4 has one per 32 inputs, and table
-    and head of the vocabulary in 8 bits. Inputs have 8 bits, a scale per token. Default: none."""
+    and head of the vocabulary in 8 bits. Inputs have 8 bits, a scale per token. Default: none.
+    Of a file that is quantised its form may be named, which is the default."""
     enforce_eager: bool = option(False)
     """Never record decode steps (CUDA graphs; on CPU: lists of operations)."""
     max_context_len_to_capture: int | None = option(None, refused=cfg.ANY_LENGTH)
@@ -401,7 +403,7 @@ class EngineArgs(Options):
             seed=self.seed,
             load_format=self.load_format,
             end_token_ids=read_end_token_ids(folder, hf_config),
-            quantization=self.quantization,
+            quantization=chosen_quantization(self.quantization, hf_config, folder),
             max_logprobs=self.max_logprobs,
             logprobs_mode=self.logprobs_mode,
             model_impl=implementation,

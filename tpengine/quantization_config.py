@@ -9,12 +9,14 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from tpengine.errors import ConfigError
+from tpengine.gguf_file import is_gguf
 
 _METHODS = ("awq", "gptq", "compressed-tensors", "fp8")
-_NEUTRAL: dict[str, dict[str, tuple[Any, ...]]] = {
+_SUPPORTED: dict[str, dict[str, tuple[Any, ...]]] = {
     "awq": {
         "bits": (4,),
         "version": ("gemm", "GEMM", None),
@@ -53,6 +55,17 @@ _FORMATS: dict[str, tuple[str, tuple[int, ...], tuple[str, ...]]] = {
 }
 """By format of compressed-tensors: type, bits and strategies of its weights."""
 
+FILE_FORMS = {
+    "awq": "awq",
+    "awq_marlin": "awq",
+    "gptq": "gptq",
+    "gptq_marlin": "gptq",
+    "compressed-tensors": "compressed-tensors",
+    "fp8": "fp8",
+    "gguf": "gguf",
+}
+"""Forms of files by the names that `quantization` has for them in scripts for vLLM."""
+
 
 @dataclass(frozen=True, slots=True)
 class QuantizationScheme:
@@ -82,14 +95,41 @@ def read_scheme(hf_config: Mapping[str, Any], folder: str) -> QuantizationScheme
     found = hf_config.get("quantization_config")
     if found is None:
         return None
-    if not isinstance(found, Mapping):
-        raise _refusal(folder, "quantization_config", found, "objects")
-    return _Reader(found, folder).read()
+    return _Reader(_object(folder, "quantization_config", found), folder).read()
+
+
+def chosen_quantization(
+    chosen: str | None, hf_config: Mapping[str, Any], folder: str
+) -> str | None:
+    """Returns the quantization that the engine does. Of a file that is quantised its name may be
+    given, which changes nothing.
+
+    Raises:
+        ConfigError: the name is that of another form.
+    """
+    if chosen not in FILE_FORMS:
+        return chosen
+    found = (hf_config.get("quantization_config") or {}).get("quant_method")
+    found = "gguf" if is_gguf(Path(folder)) else found
+    if FILE_FORMS[chosen] != found:
+        raise ConfigError(
+            f"quantization = {chosen!r}, but the weights of {folder} are "
+            f"{'not quantised' if found is None else found}; leave it unset, or use int8 or int4, "
+            "which round weights when they are read"
+        )
+    return None
+
+
+def _object(folder: str, field: str, value: object) -> Mapping[str, Any]:
+    if not isinstance(value, Mapping):
+        raise _refusal(folder, field, value, "a JSON object")
+    return value
 
 
 def _refusal(folder: str, field: str, value: object, supported: str) -> ConfigError:
+    place = "config.json" if field == "quantization_config" else "the quantization_config"
     return ConfigError(
-        f"{field} = {value!r} in the quantization_config of {folder} is not supported; supported: "
+        f"{field} = {value!r} in {place} of {folder} is not supported; supported: "
         f"{supported}. Take the model in another form, or in 16 bits with quantization='int4' or "
         "'int8'"
     )
@@ -107,7 +147,7 @@ class _Reader:
         method = self._fields.get("quant_method")
         self._check("quant_method", method, _METHODS)
         assert isinstance(method, str)
-        for field, supported in _NEUTRAL[method].items():
+        for field, supported in _SUPPORTED[method].items():
             value = self._fields.get(field)
             if field == "bits" and value is None:
                 value = self._fields.get("w_bit")  # AutoAWQ before 0.1.7
@@ -124,8 +164,10 @@ class _Reader:
         bits = {self._fields.get("bits", self._fields.get("w_bit"))}
         sizes = {self._group_size(size)}
         # GPTQModel's own fields for some modules; "-:" begins a pattern of modules that stay plain.
-        for pattern, fields in (self._fields.get("dynamic") or {}).items():
+        dynamic = self._object("dynamic", self._fields.get("dynamic") or {})
+        for pattern, value in dynamic.items():
             if not pattern.startswith("-:"):
+                fields = self._object(f"dynamic.{pattern}", value)
                 self._check(f"dynamic.{pattern}.bits", fields.get("bits"), (4, 8, None))
                 bits.add(fields.get("bits") or max(bits))
                 sizes.add(self._group_size(fields.get("group_size", size)))
@@ -142,12 +184,13 @@ class _Reader:
         return QuantizationScheme("fp8", (8,), block=block)
 
     def _compressed_tensors(self) -> QuantizationScheme:
-        groups = self._fields.get("config_groups")
-        if not isinstance(groups, Mapping) or not groups:
-            raise _refusal(self._folder, "config_groups", groups, "objects with groups of layers")
+        groups = self._object("config_groups", self._fields.get("config_groups"))
+        if not groups:
+            raise _refusal(self._folder, "config_groups", groups, "groups of layers")
         bits, sizes, blocks = set(), set(), set()
-        for name, group in groups.items():
-            weights = group.get("weights") or {}
+        for name, value in groups.items():
+            group = self._object(f"config_groups.{name}", value)
+            weights = self._object(f"config_groups.{name}.weights", group.get("weights"))
             self._check_group(f"config_groups.{name}", group, weights)
             bits.add(int(weights["num_bits"]))
             if weights["strategy"] == "group":
@@ -184,6 +227,9 @@ class _Reader:
         yield "dynamic", (False, None)
         yield "symmetric", (True, None) if kind == "float" else (True, False, None)
         yield "actorder", (None, False, "group", "weight", "static", "dynamic")
+
+    def _object(self, field: str, value: object) -> Mapping[str, Any]:
+        return _object(self._folder, field, value)
 
     def _group_size(self, size: object) -> int:
         if type(size) is not int or not (size == -1 or size > 0):

@@ -25,7 +25,7 @@ MAX_NOUN_FIELDS = 14
 # Budgets. A commit that raises one says what the lines buy.
 MAX_PACKAGE_LINES = 18_500
 """Lines of code of the package, without docstrings, comments, blank lines and generated stubs."""
-MAX_PACKAGE_FILES = 189
+MAX_PACKAGE_FILES = 190
 MAX_NATIVE_LINES = 7_640
 """Lines of C++ and CUDA in csrc/, without blank lines and comments."""
 MAX_TEST_LINES = 36_600
@@ -34,7 +34,7 @@ MAY_ADD = {
     "API": 800,
     "models": 2_060,
     "HTTP and gRPC doors": 1_730,
-    "four and eight bits": 1_440,
+    "four and eight bits": 1_620,
     "faults and fair shares": 900,
     "LoRA": 500,
     "grammars, tools and page": 1_000,

@@ -31,6 +31,7 @@ SOON_S = 30.0
 """Ten times what it takes to see that a rank is dead or stopped, on an idle machine."""
 STEP_TIMEOUT_S = 2 * SOON_S
 """So a loss that is found soon was not found by the deadline of its step."""
+IN_FEW_BITS = {"quantization": "int4", "kv_cache_dtype": "int8"}
 KILLED = "killed by signal 9 (SIGKILL)"
 FROZEN = "frozen: its process is stopped"
 RAISED = "raised ZeroDivisionError: no remainder"
@@ -38,8 +39,8 @@ RAISED = "raised ZeroDivisionError: no remainder"
 
 @pytest.fixture(scope="module")
 def ranks(folder: Path) -> Iterator[BareRanks]:
-    """Two ranks with weights of 4 bits; a test may leave them lost."""
-    with bare_ranks(folder, 2, step_timeout_s=STEP_TIMEOUT_S, quantization="int4") as ranks:
+    """Two ranks with weights of 4 bits and a cache of 8; a test may leave them lost."""
+    with bare_ranks(folder, 2, step_timeout_s=STEP_TIMEOUT_S, **IN_FEW_BITS) as ranks:
         yield ranks
 
 
@@ -127,7 +128,7 @@ def test_in_a_step(ranks: BareRanks, expected: list[int], name: str) -> None:
 def test_a_step_that_hangs(folder: Path, expected: list[int]) -> None:
     """Its deadline alone ends it."""
     case = Case(1, ray_engines.sleep_long, "rank 0 waited for it", "sleep_long")
-    with bare_ranks(folder, 2, step_timeout_s=6.0, quantization="int4") as ranks:
+    with bare_ranks(folder, 2, step_timeout_s=6.0, **IN_FEW_BITS) as ranks:
         check_in_a_step(ranks, expected, case)
 
 

@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 from support.bare_model import CPU, PROMPTS, BareModel, logits_in_transformers
 from support.models import ModelShop
-from support.ranks import run_ranks
+from support.ranks import OwnPart, run_ranks
 from support.tiny_llama import TinyLlama
 
 from tpengine.distributed.parallel_state import ParallelState
@@ -90,13 +90,6 @@ def test_workers_of_two_ranks_step_like_the_oracle(models: ModelShop) -> None:
 
     answers, _ = run_ranks(2, live)
     assert answers == [expected, expected]
-
-
-class OwnPart:
-    """Replaces the other ranks in a test that reads only this rank's contribution."""
-
-    def all_reduce(self, x: torch.Tensor) -> torch.Tensor:
-        return x
 
 
 @pytest.mark.parametrize("tp_size", [1, 2, 4])

@@ -19,7 +19,7 @@ from safetensors.torch import load_file
 from support.bare_model import BareModel, logits_in_transformers
 from support.gguf_files import write_gguf
 from support.models import ModelShop
-from support.ranks import run_ranks
+from support.ranks import OwnPart, run_ranks
 from support.rounded_rows import round_rows
 from support.tiny_llama import TinyLlama
 from torch import nn
@@ -38,8 +38,9 @@ from tpengine.layers.linear import (
     RowParallelLinear,
 )
 from tpengine.layers.moe import Router
-from tpengine.layers.weights import LoadedTensor, TensorSource, Weights
+from tpengine.layers.weights import LoadedTensor, RangeError, TensorSource, Weights
 from tpengine.models.gguf import QuantizedTensor, Rows, read_tensors
+from tpengine.models.gguf_groups import unpack
 
 CPU = torch.device("cpu")
 FACTORS = {
@@ -62,13 +63,6 @@ BITS = {"Q4_0": 4.5, "Q4_1": 5.0, "Q4_K": 5.0}
 EXACT = {"Q4_0": 1e-5, "Q4_1": 1e-5, "Q5_0": 1e-5, "Q8_0": 1e-5, "IQ4_NL": 1e-5, "Q4_K": 1e-3}
 """Largest `difference` of a product. All other types are rounded to 8 bits."""
 TO_EIGHT_BITS = 0.01
-
-
-class OwnPart:
-    """In the place of the other ranks: only this rank's contribution is read."""
-
-    def all_reduce(self, x: torch.Tensor) -> torch.Tensor:
-        return x
 
 
 class Files:
@@ -224,10 +218,23 @@ def test_what_is_dequantised(files: Files) -> None:
     router = Router(weights, "gate", 64, 32)
     x = torch.randn(3, 64)
     assert loaded(weights, gate=source).form == "dequantised to float32"
-    torch.testing.assert_close(router.forward(x), x @ values.t())
+    torch.testing.assert_close(router.forward(x), x @ values.t(), rtol=1e-5, atol=1e-4)
     weights = Weights(torch.float32, CPU, ParallelState(), "int8")
     ReplicatedLinear(weights, "one", 64, 32)
     assert loaded(weights, one=source).form == "dequantised to int8"
+
+
+def test_scales_beyond_float16() -> None:
+    """Of a file whose factors are too large together, and of values that are rounded."""
+    blocks = torch.full((1, 144), 255, dtype=torch.uint8)
+    blocks[0, :4] = torch.tensor([2000.0, 0.5]).half().view(torch.uint8)
+    with pytest.raises(RangeError, match="126000"):
+        unpack("Q4_K", blocks, 1, slice(0, 256))
+    for kind in ("int8", "int4"):
+        weights = Weights(torch.float32, CPU, ParallelState(), kind)
+        ReplicatedLinear(weights, "one", 64, 32)
+        with pytest.raises(RangeError, match=r"scale of its numbers .* 65504"):
+            weights.read("one.weight", LoadedTensor(torch.full((32, 64), -1e9)))
 
 
 @pytest.mark.parametrize("tp_size", [1, 2])
@@ -276,4 +283,4 @@ def test_loading_takes_the_memory_of_the_forms(tmp_path: Path) -> None:
         peak_bytes, weights_bytes, file_bytes = map(int, line.split()[1:])
         assert peak_bytes < 1.3 * weights_bytes, line
         assert weights_bytes < 1.15 * file_bytes, line
-    assert len(done.stdout.splitlines()) == 3
+    assert len(done.stdout.splitlines()) == 4

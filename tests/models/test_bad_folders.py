@@ -18,6 +18,7 @@ from support.zoo import PLAIN
 
 from tpengine import LLM, SamplingParams
 from tpengine.errors import ModelLoadError
+from tpengine.models.loader import read_tensors
 
 SHARDED = TinyLlama(max_shard_size="200KB", seed=3)
 
@@ -80,6 +81,16 @@ def test_truncated_shard(copy: Path, keep: int) -> None:
     message = load_error(copy)
     assert damaged.name in message
     assert "damaged" in message
+
+
+def test_a_file_that_goes_away_while_it_is_read(copy: Path) -> None:
+    """Each tensor maps its file when values are read."""
+    for path in shards(copy):
+        sources = dict(read_tensors(path))
+        path.unlink()
+        for source in sources.values():
+            with pytest.raises(ModelLoadError, match=f"{path.name} cannot be read: No such file"):
+                source[:]
 
 
 def test_missing_shard(copy: Path) -> None:

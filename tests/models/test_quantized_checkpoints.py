@@ -8,55 +8,55 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from layers.test_quantized import difference
+from layers.test_quantized import BOUND, SPLIT_OVER_INPUTS, difference, rounding_hook
 from safetensors.torch import load_file, save_file
+from support.bare_model import BareModel, logits_in_transformers
 from support.engines import generate, greedy, ids
-from support.ranks import ThreadedExecutor
-from support.rounded_rows import round_rows
+from support.ranks import ThreadedExecutor, run_ranks
 from support.subjects import BY_NAME, Subjects
 from support.tiny_llama import edit_json
+from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
 from tpengine import LLM, EngineArgs, LLMEngine, SamplingParams
+from tpengine.config import EMBEDDED_MODEL
 from tpengine.distributed.parallel_state import ParallelState
 from tpengine.errors import ConfigError, ModelLoadError
-from tpengine.layers.linear import QKVParallelLinear, RowParallelLinear
-from tpengine.layers.weights import QuantizedSource, TensorSource, Weights
+from tpengine.layers.weights import QuantizedSource, TensorSource
 from tpengine.model_files import read_hf_config
 from tpengine.models.loader import read_tensors
 from tpengine.models.quantized_checkpoint import merge_tensors
+from tpengine.ops.quantized import QuantizedFormat, quantize_weight, quantized_embedding
 from tpengine.quantization_config import read_scheme
 
 ROOT = Path(__file__).parent.parent / "data" / "quantized"
-EXACT = {
-    "awq": 4,
-    "gptq": 4,
-    "gptq-8": 8,
-    "gptq-8-zeros": 8,
-    "gptq-order": 4,
-    "gptq-v2-head": 4,
-    "gptq-zeros": 4,
-    "w4a16": 4,
-    "w4a16-zeros": 4,
-    "w8a8": 8,
+EIGHT_BITS = "rounded to 8 bits in groups of 32"
+FORMS = {
+    "awq": "4 bits as stored",
+    "fp8": EIGHT_BITS,
+    "fp8-block": EIGHT_BITS,
+    "gptq": "4 bits as stored",
+    "gptq-8": "8 bits as stored",
+    "gptq-8-zeros": "8 bits as stored",
+    "gptq-order": "4 bits as stored",
+    "gptq-v2-head": "4 and 8 bits as stored",
+    "gptq-zeros": "4 bits as stored",
+    "w4a16": "4 bits as stored",
+    "w4a16-zeros": "4 bits as stored",
+    "w8a8": "8 bits as stored",
+    "w8a8-fp8": EIGHT_BITS,
 }
-"""Folders whose numbers the kernels multiply as they are stored, and their bits."""
-ROUNDED = ("fp8", "fp8-block", "w8a8-fp8")
-ALL = (*EXACT, *ROUNDED)
+"""By folder: what the line at the start says of it."""
 HIDDEN, MLP = 128, 192
-TO_EIGHT_BITS = 0.01
-
-
-class OwnPart:
-    """In the place of the other ranks: only this rank's contribution is read."""
-
-    def all_reduce(self, x: torch.Tensor) -> torch.Tensor:
-        return x
+DOWN = "model.layers.0.mlp.down_proj"
+GROUPS = torch.arange(MLP) // 32
+MOVED = GROUPS[torch.randperm(MLP, generator=torch.Generator().manual_seed(0))]
+"""The group of each input, plain and as an order by activations may leave it."""
 
 
 def sources(folder: Path) -> dict[str, TensorSource]:
@@ -64,7 +64,7 @@ def sources(folder: Path) -> dict[str, TensorSource]:
     assert scheme is not None
     path = folder / "model.safetensors"
     tensors = ((path.name, name, source) for name, source in read_tensors(path))
-    merged = merge_tensors(tensors, scheme, lambda name: not name.endswith(".bias"))
+    merged = merge_tensors(tensors, scheme, lambda name: [])
     return {name: source for _, name, source in merged}
 
 
@@ -75,7 +75,7 @@ def answers(folder: Path) -> Iterator[tuple[list[int], tuple[int, ...]]]:
         yield expected[f"prompt {i}"].tolist(), tuple(expected[f"answer {i}"].tolist())
 
 
-@pytest.mark.parametrize("name", ALL)
+@pytest.mark.parametrize("name", list(FORMS))
 def test_values_are_those_of_the_tool(name: str) -> None:
     found, num_weights = sources(ROOT / name), 0
     for key, product in load_file(ROOT / name / "expected.safetensors").items():
@@ -92,7 +92,7 @@ def test_values_are_those_of_the_tool(name: str) -> None:
 
 
 @pytest.mark.parametrize("tp_size", [1, 2])
-@pytest.mark.parametrize("name", ALL)
+@pytest.mark.parametrize("name", list(FORMS))
 def test_ids_of_the_dequantised_form(name: str, tp_size: int) -> None:
     prompts, expected = zip(*answers(ROOT / name), strict=True)
     assert engine_ids(ROOT / name, prompts, tp_size, dtype="float32") == list(expected)
@@ -119,48 +119,47 @@ def engine_ids(
     return [done[str(i)].outputs[0].token_ids for i in range(len(prompts))]
 
 
-@pytest.mark.parametrize("tp_size", [1, 2])
-@pytest.mark.parametrize("name", ALL)
-def test_layers_as_stored(name: str, tp_size: int) -> None:
-    """Each layer of the last rank against the dequantised weight. Two ranks cut the MLP at 96, in
-    the middle of a group of 64; they cannot cut inputs that are ordered by group."""
-    found, rank = sources(ROOT / name), tp_size - 1
-    prefix = "model.layers.1"
-    names = [f"{prefix}.self_attn.{one}_proj" for one in "qkv"]
-    weights = Weights(torch.float32, torch.device("cpu"), ParallelState(rank, tp_size, OwnPart()))
-    weights.as_stored = True
-    qkv = QKVParallelLinear(weights, names, HIDDEN, 4, 2, 32)
-    down = RowParallelLinear(weights, f"{prefix}.mlp.down_proj", MLP, HIDDEN)
-    values = []
-    for key in [*names, f"{prefix}.mlp.down_proj"]:
-        weights.read(f"{key}.weight", found[f"{key}.weight"])
-        values.append(found[f"{key}.weight"][:])
-    weights.finish()
-    generator = torch.Generator().manual_seed(1)
-    x, y = (torch.randn(7, n, generator=generator) for n in (HIDDEN, MLP // tp_size))
-    own = torch.cat([part.chunk(tp_size)[rank] for part in values[:3]])
-    own_down = values[3].chunk(tp_size, dim=1)[rank]
-    exact = 1e-3 if name in EXACT else TO_EIGHT_BITS
-    assert difference(qkv.forward(x), round_rows(x) @ own.t()) < exact
-    is_cut = name == "gptq-order" and tp_size == 2
-    bound = TO_EIGHT_BITS if is_cut else exact
-    assert difference(down.forward(y), round_rows(y) @ own_down.t()) < bound
-    assert weights.form == ", others ".join(forms(name, is_cut))
+def in_eight_bits(values: torch.Tensor) -> torch.Tensor:
+    """A weight as it is rounded in groups of 32 (`tests/ops` hold that against the original)."""
+    out = torch.empty_like(values)
+    rows = torch.arange(len(values), dtype=torch.int32)
+    quantized_embedding(out, quantize_weight(values, QuantizedFormat(8, 32)), rows)
+    return out
 
 
-def forms(name: str, is_cut: bool = False) -> list[str]:
-    """What the line at the start says of a folder."""
-    stored = [f"{EXACT[name]} bits as stored"] if name in EXACT else []
-    return stored + ["rounded to 8 bits in groups of 32"] * (is_cut or name in ROUNDED)
+@pytest.mark.parametrize(
+    ("name", "tp_size", "model_impl"),
+    [
+        *((name, tp_size, "tpengine") for name in FORMS for tp_size in (1, 2)),
+        *((name, 2, "transformers") for name in ("gptq-order", "w4a16-zeros")),
+    ],
+)
+def test_a_model_as_stored(name: str, tp_size: int, model_impl: str) -> None:
+    """Against transformers with the values of the form and inputs rounded to 8 bits. Two ranks cut
+    the MLP at 96, in the middle of a group of 64; they cannot cut inputs ordered by group."""
+    folder, is_cut = ROOT / name, (name, tp_size) == ("gptq-order", 2)
+    fields = read_hf_config(str(folder), False)
+    model = LlamaForCausalLM(LlamaConfig.from_dict(dict(fields))).float().eval()
+    state = {}
+    for key, source in sources(folder).items():
+        state[key] = source[:]
+        if isinstance(source, QuantizedSource):
+            layer = key.removesuffix(".weight")
+            is_split = layer.endswith(SPLIT_OVER_INPUTS)
+            hook = rounding_hook(tp_size if is_split else 1)
+            model.get_submodule(layer).register_forward_pre_hook(hook)
+            if FORMS[name] == EIGHT_BITS or (is_cut and is_split):
+                state[key] = in_eight_bits(state[key])
+    assert set(model.load_state_dict(state, strict=False)[0]) <= {"lm_head.weight"}
 
+    def one(parallel: ParallelState) -> tuple[torch.Tensor, str]:
+        bare = BareModel(folder, parallel, as_stored=True, model_impl=model_impl)
+        return bare.logits(), bare.form
 
-@pytest.mark.parametrize("name", ["gptq-order", "w4a16-zeros", "fp8"])
-def test_an_engine_runs_a_folder_as_stored(name: str, caplog: pytest.LogCaptureFixture) -> None:
-    prompts, expected = zip(*answers(ROOT / name), strict=True)
-    with caplog.at_level("INFO", "tpengine"):
-        found = engine_ids(ROOT / name, prompts, num_tokens=4, dtype="bfloat16")
-    assert [one[0] for one in found] == [one[0] for one in expected]
-    assert f"({forms(name)[0]})" in caplog.text
+    answers, _ = run_ranks(tp_size, one)
+    assert difference(answers[0][0], logits_in_transformers(model)) < BOUND
+    others = f", others {EIGHT_BITS}" if is_cut else ""
+    assert [form for _, form in answers] == [FORMS[name] + others] * tp_size
 
 
 @pytest.fixture
@@ -214,9 +213,7 @@ def test_groups_of_inputs_in_compressed_tensors(copied: Any) -> None:
     folder, state = copied("w4a16-zeros")
     name = "model.layers.0.mlp.down_proj.weight"
     plain = sources(folder)[name]
-    groups = torch.arange(MLP) // 32
-    moved = groups[torch.randperm(MLP, generator=torch.Generator().manual_seed(0))]
-    save_file(state | {f"{name}_g_idx": moved.int()}, folder / "model.safetensors")
+    save_file(state | {f"{name}_g_idx": MOVED.int()}, folder / "model.safetensors")
     source = sources(folder)[name]
     assert isinstance(plain, QuantizedSource)
     assert isinstance(source, QuantizedSource)
@@ -226,39 +223,186 @@ def test_groups_of_inputs_in_compressed_tensors(copied: Any) -> None:
     assert before.offsets is not None
     assert after is not None
     assert after.order is not None
-    q = before.q.float() - before.offsets.float()[:, moved]
-    torch.testing.assert_close(source[:], q * before.scales.float()[:, moved], rtol=1e-3, atol=0)
+    q = before.q.float() - before.offsets.float()[:, MOVED]
+    torch.testing.assert_close(source[:], q * before.scales.float()[:, MOVED], rtol=1e-3, atol=0)
     assert torch.equal(after.q, before.q[:, after.order])
-    assert torch.equal(moved[after.order], groups)
+    assert torch.equal(MOVED[after.order], GROUPS)
     assert source.stored(slice(0, HIDDEN), slice(0, 96)) is None
 
 
-def test_experts_are_dequantised(subjects: Subjects, tmp_path: Path) -> None:
-    """Weights in int8 with one scale an output, as compressed-tensors stores them."""
-    subject = subjects.folder(BY_NAME["mixtral-odd"])
+BY_GROUP = {"strategy": "group", "group_size": 32}
+
+
+@pytest.mark.parametrize(
+    ("fields", "scales", "zeros", "groups"),
+    [
+        ({"strategy": "channel"}, (128,), (128,), None),
+        ({"strategy": "tensor"}, (1,), (1,), None),
+        ({"strategy": "tensor"}, (), (), None),
+        (BY_GROUP, (128, 6), (128, 6), None),
+        (BY_GROUP | {"actorder": "group"}, (128, 6), (128, 6), MOVED),
+        (BY_GROUP | {"actorder": "weight"}, (128, 6), None, torch.full((MLP,), -1)),
+    ],
+)
+def test_scales_of_int8_weights(
+    fields: Any, scales: Any, zeros: Any, groups: torch.Tensor | None, copied: Any
+) -> None:
+    folder, state = copied("w8a8")
+    name, generator = f"{DOWN}.weight", torch.Generator().manual_seed(0)
+    factors = torch.rand(scales, generator=generator).half() + 0.5
+    middles = torch.zeros(zeros or (), dtype=torch.int8)
+    state[f"{name}_scale"] = factors
+    if zeros is not None:
+        middles = torch.randint(-9, 9, zeros, generator=generator).to(torch.int8)
+        state[f"{name}_zero_point"] = middles
+    if groups is not None:
+        state[f"{name}_g_idx"] = groups.int()
+    save_file(state, folder / "model.safetensors")
+    edit = in_groups(**fields, symmetric=zeros is None)
+    edit_json(folder / "config.json", lambda config: edit(config["quantization_config"]))
+    source, by_input = sources(folder)[name], MOVED if groups is MOVED else GROUPS
+    assert isinstance(source, QuantizedSource)
+    spread = [
+        one.float().reshape(-1, 1) if one.ndim < 2 else one[:, by_input].float()
+        for one in (factors, middles)
+    ]
+    expected = (state[name].float() - spread[1]) * spread[0]
+    assert torch.equal(source[:], expected)
+    assert torch.equal(source[9:60, 5:70], expected[9:60, 5:70])
+    stored = source.stored(slice(0, HIDDEN), slice(0, MLP))
+    assert stored is not None
+    assert (stored.order is not None) == (groups is MOVED)
+
+
+def with_own_numbers(
+    folder: Path, target: Path, change: Any, quantize: Callable[[str, torch.Tensor], Any]
+) -> tuple[Path, Path]:
+    """Copies a model twice: with the values of quantised weights, and with their tensors.
+
+    Args:
+        quantize: of a weight's name and values: the new values, and tensors by their endings;
+            None: it stays as it is.
+    """
     plain, quantized = {}, {}
-    for name, weight in load_file(subject / "model.safetensors").items():
-        if ".experts." not in name or weight.ndim != 2:
+    for name, weight in load_file(folder / "model.safetensors").items():
+        if (found := quantize(name, weight)) is None:
             plain[name] = quantized[name] = weight
             continue
+        plain[name], parts = found
+        quantized |= {f"{name.removesuffix('weight')}{end}": one for end, one in parts.items()}
+    assert len(quantized) > len(plain)
+    paths = target / "plain", target / "quantized"
+    for path, state in zip(paths, (plain, quantized), strict=True):
+        shutil.copytree(folder, path)
+        state = {name: one.contiguous() for name, one in state.items()}
+        save_file(state, path / "model.safetensors", {"format": "pt"})
+    edit_json(paths[1] / "config.json", lambda fields: fields.update(quantization_config=change))
+    return paths
+
+
+def test_experts_are_dequantised(
+    subjects: Subjects, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Weights in int8 with one scale an output, as compressed-tensors stores them."""
+
+    def quantize(name: str, weight: torch.Tensor) -> Any:
+        if ".experts." not in name or weight.ndim != 2:
+            return None
         scale = (weight.abs().amax(1, keepdim=True) / 127).bfloat16()
         q = (weight / scale.float()).round().clamp(-128, 127)
-        quantized |= {name: q.to(torch.int8), f"{name}_scale": scale}
-        plain[name] = q * scale.float()
-    assert len(quantized) > len(plain)
-    config = json.loads((ROOT / "w8a8" / "config.json").read_text())
-    change = {"quantization_config": config["quantization_config"]}
-    found = []
-    for label, state in (("plain", plain), ("quantized", quantized)):
-        shutil.copytree(subject, tmp_path / label)
-        save_file(state, tmp_path / label / "model.safetensors", {"format": "pt"})
-        if label == "quantized":
-            edit_json(tmp_path / label / "config.json", lambda fields: fields.update(change))
-        for tp_size in (1, 2):
-            args = {"dtype": "float32", "num_tokens": 16}
-            found.append(engine_ids(tmp_path / label, [[5, 9, 33, 70]], tp_size, **args))
-    assert found[0] == found[2]
-    assert found[1] == found[3]
+        return q * scale.float(), {"weight": q.to(torch.int8), "weight_scale": scale}
+
+    change = json.loads((ROOT / "w8a8" / "config.json").read_text())["quantization_config"]
+    folder = subjects.folder(BY_NAME["mixtral-odd"])
+    plain, quantized = with_own_numbers(folder, tmp_path, change, quantize)
+    ways: Any = (1, {}), (2, {}), (1, {"model_impl": "transformers"})
+    for tp_size, args in ways:
+        args = {"dtype": "float32", "num_tokens": 16, **args}
+        expected = engine_ids(plain, [[5, 9, 33, 70]], tp_size, **args)
+        with caplog.at_level("INFO", "tpengine"):
+            assert engine_ids(quantized, [[5, 9, 33, 70]], tp_size, **args) == expected
+        assert "(dequantised to float32)" in caplog.text
+        caplog.clear()
+
+
+def to_gptq(weight: torch.Tensor) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+    """Rounds a weight `[out, in]` to 4 bits in groups of 32; returns values and tensors."""
+    parts = weight.unflatten(1, (-1, 32))
+    scales = (parts.abs().amax(2) / 7).half()
+    q = (parts / scales.float().unsqueeze(2)).round().clamp(-8, 7)
+    words = (q.flatten(1).t().int() + 8).unflatten(0, (-1, 8)) << 4 * torch.arange(8).view(8, 1)
+    return (q * scales.float().unsqueeze(2)).flatten(1), {
+        "qweight": words.sum(1).to(torch.int32),
+        "qzeros": torch.full((scales.shape[1], len(weight) // 8), 0x77777777).int(),
+        "scales": scales.t(),
+    }
+
+
+def test_conv1d_weights(subjects: Subjects, tmp_path: Path) -> None:
+    """GPTQ stores the weights of GPT-2 as those of other models; its own are `[in, out]`."""
+
+    def quantize(name: str, weight: torch.Tensor) -> Any:
+        if ".c_" not in name or weight.ndim != 2:
+            return None
+        values, tensors = to_gptq(weight.t())
+        return values.t(), tensors
+
+    change = {"quant_method": "gptq", "bits": 4, "group_size": 32}
+    folder = subjects.folder(BY_NAME["gpt2-untied-unscaled"])
+    plain, quantized = with_own_numbers(folder, tmp_path, change, quantize)
+    ways: Any = (1, {}), (2, {}), (1, {"model_impl": "transformers"})
+    for tp_size, args in ways:
+        args = {"dtype": "float32", "num_tokens": 16, **args}
+        expected = engine_ids(plain, [[5, 9, 33, 70]], tp_size, **args)
+        assert engine_ids(quantized, [[5, 9, 33, 70]], tp_size, **args) == expected
+    model = AutoModelForCausalLM.from_pretrained(plain, dtype=torch.float32).eval()
+    for key, layer in model.named_modules():
+        if ".c_" in key:
+            layer.register_forward_pre_hook(rounding_hook(1))
+    for model_impl in ("tpengine", "transformers"):
+        bare = BareModel(quantized, as_stored=True, model_impl=model_impl)
+        assert difference(bare.logits(), logits_in_transformers(model)) < BOUND
+        assert bare.form == "4 bits as stored"
+
+
+def test_tensors_that_wait_take_no_mappings() -> None:
+    """A process may have some 65,000, and the tensors of all experts may wait for each other."""
+
+    def count() -> int:
+        return Path("/proc/self/maps").read_text().count(str(ROOT / "gptq" / "model.safetensors"))
+
+    found = sources(ROOT / "gptq")
+    assert count() == 0
+    assert found[f"{DOWN}.weight"][:8, :8].shape == (8, 8)
+    assert 0 < count() <= 3
+
+
+@pytest.mark.parametrize(
+    ("model", "given", "words"),
+    [
+        ("gptq", "GPTQ", None),
+        ("awq", "awq_marlin", None),
+        ("fp8", "fp8", None),
+        ("w4a16", "compressed-tensors", None),
+        ("gptq", "int8", None),
+        ("gptq", "awq", ["quantization = 'awq'", "are gptq", "leave it unset"]),
+        (None, "fp8", ["quantization = 'fp8'", "not quantised"]),
+        (None, "gguf", ["quantization = 'gguf'", "not quantised"]),
+    ],
+)
+def test_the_form_of_a_file_may_be_named(
+    model: str | None, given: str, words: list[str] | None
+) -> None:
+    """Scripts for vLLM name it."""
+    args = EngineArgs(str(ROOT / model) if model else EMBEDDED_MODEL, quantization=given)
+    if words is None:
+        found = args.create_engine_config("cpu").model.quantization
+        assert found == ("int8" if given == "int8" else None)
+        return
+    with pytest.raises(ConfigError) as error:
+        args.create_engine_config("cpu")
+    for word in words:
+        assert word in str(error.value)
 
 
 @pytest.mark.parametrize(
@@ -296,6 +440,10 @@ def in_groups(**fields: Any) -> Any:
         ("w4a16", {"sparsity_config": {"format": "sparse-24-bitmask"}}, ["sparsity_config"]),
         ("w4a16", {"kv_cache_scheme": {"num_bits": 8}}, ["kv_cache_scheme"]),
         ("w4a16", {"config_groups": {}}, ["config_groups = {}"]),
+        ("w4a16", {"config_groups": {"group_0": None}}, ["config_groups.group_0 = None"]),
+        ("w4a16", {"config_groups": {"group_0": {"weights": [1]}}}, ["group_0.weights = [1]"]),
+        ("gptq", {"dynamic": ["x"]}, ["dynamic = ['x']", "a JSON object"]),
+        ("gptq", {"dynamic": {"+:x": None}}, ["dynamic.+:x = None", "a JSON object"]),
         ("w4a16", in_groups(num_bits=2), ["config_groups.group_0.weights.num_bits = 2"]),
         ("w4a16", in_groups(type="float"), ["weights.type = 'float'", "'int'"]),
         ("w4a16", in_groups(strategy="tensor_group"), ["strategy = 'tensor_group'"]),
@@ -314,18 +462,35 @@ def test_a_configuration_is_refused(name: str, change: Any, words: list[str], co
         assert word in str(error.value)
 
 
-DOWN = "model.layers.0.mlp.down_proj"
-
-
 @pytest.mark.parametrize(
     ("name", "fields", "tensors", "words"),
     [
-        ("gptq", {}, {"scales": None}, ["down_proj in model.safetensors has", "no scales"]),
+        ("gptq", {}, {"scales": None}, ["down_proj in model.safetensors: it has", "no scales"]),
         ("gptq", {"group_size": 32}, {}, ["3 groups", "group_size is 32"]),
         ("gptq", {}, {"qzeros": torch.zeros(3, 8).int()}, ["qzeros is [3, 8], expected [3, 16]"]),
         ("gptq-order", {}, {"g_idx": torch.full((MLP,), 6).int()}, ["g_idx", "6"]),
         ("w4a16", {}, {"weight_packed": torch.zeros(128, 6).int()}, ["6 words", "192 inputs"]),
-        ("w8a8", {}, {"weight": torch.zeros(128, 192)}, ["float32", "neither int8 nor float8"]),
+        (
+            "w8a8",
+            {},
+            {"weight": torch.zeros(128, 192)},
+            ["float32", "expected int8 or float8"],
+        ),
+        ("gptq", {}, {"scales": torch.ones(128)}, ["scales is [128], expected [any, any]"]),
+        ("awq", {}, {"qzeros": torch.zeros(16).int()}, ["qzeros is [16], expected [6, any]"]),
+        ("awq", {}, {"qweight": torch.zeros(16).int()}, ["qweight is [16]"]),
+        ("awq", {}, {"qweight": torch.zeros(192, 16).long()}, ["qweight is int64", "int32"]),
+        ("gptq", {}, {"qweight": torch.zeros(24, 128).half()}, ["qweight is float16", "int32"]),
+        ("gptq", {}, {"scales": torch.ones(3, 128).int()}, ["scales is int32", "float16"]),
+        ("w4a16", {}, {"weight_shape": torch.ones(3).int()}, ["weight_shape is [3], expected [2]"]),
+        ("w4a16", {}, {"weight_shape": torch.tensor(3)}, ["weight_shape is [], expected [2]"]),
+        ("w4a16", {}, {"weight_shape": torch.ones(2)}, ["weight_shape is float32", "int64"]),
+        ("w8a8", {}, {"weight": torch.zeros(128).char()}, ["weight is [128]"]),
+        ("w8a8", {}, {"weight": torch.zeros(128, 0).char()}, ["0 inputs", "group_size is 0"]),
+        ("w8a8", {}, {"weight_scale": torch.ones(3)}, ["weight_scale is [3]", "[128, any]"]),
+        ("w8a8", {}, {"weight_shape": torch.ones(2).int()}, ["weight_shape cannot be used"]),
+        ("w8a8-fp8", {}, {"weight_g_idx": MOVED}, ["weight_g_idx cannot be used"]),
+        ("w8a8", {}, {"weight_scale": torch.full((128, 1), 1e5)}, ["a scale", "65504", "float32"]),
         ("fp8", {"weight_block_size": None}, {}, ["[2, 3]", "no size of blocks"]),
         ("fp8", {"weight_block_size": [128, 128]}, {}, ["[2, 3], expected [1, 2]"]),
     ],
@@ -336,7 +501,7 @@ def test_tensors_that_do_not_fit_are_refused(
     folder, state = copied(name)
     edit_json(folder / "config.json", lambda c: c["quantization_config"].update(fields))
     for ending, value in tensors.items():
-        del state[f"{DOWN}.{ending}"]
+        state.pop(f"{DOWN}.{ending}", None)
         if value is not None:
             state[f"{DOWN}.{ending}"] = value
     save_file(state, folder / "model.safetensors")

@@ -19,6 +19,7 @@ from tpengine.errors import ConfigError, ModelLoadError
         ("llama-biases", "hidden_act", "relu6", ["hidden_act", "relu6", "silu"]),
         ("llama-biases", "sliding_window", 24, ["sliding_window", "24"]),
         ("llama-biases", "quantization_config", {"quant_method": "exl2"}, ["exl2", "gptq"]),
+        ("llama-biases", "quantization_config", 4, ["quantization_config = 4 in config.json"]),
         ("llama-biases", "clip_qkv", 8.0, ["clip_qkv", "8.0"]),
         ("llama-biases", "final_logit_softcapping", 30.0, ["final_logit_softcapping", "30.0"]),
         ("llama-biases", "partial_rotary_factor", 0.5, ["partial_rotary_factor", "0.5"]),

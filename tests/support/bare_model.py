@@ -21,7 +21,8 @@ BLOCK_SIZE = 16
 BLOCKS_EACH = 4
 """Of a sequence; sequence i has the blocks from 4 i on."""
 PROMPTS = ([5, 127, 128, 254, 255, 256, 383, 384], list(range(30, 75)))
-"""Some ids lie on the borders of the ranks' parts of the vocabulary."""
+"""Some ids lie on the borders of the ranks' parts of the vocabulary. For a model with a smaller
+vocabulary their remainders are taken."""
 NEXT = (3, 4)
 """The tokens after the prompts."""
 
@@ -61,6 +62,7 @@ class BareModel:
 
     Attributes:
         num_bytes: of its weights.
+        form: see `Weights.form`.
     """
 
     def __init__(
@@ -69,13 +71,15 @@ class BareModel:
         parallel: ParallelState | None = None,
         quantization: str | None = None,
         as_stored: bool = False,
+        **args: Any,
     ) -> None:
-        args = EngineArgs(str(folder), dtype="float32", quantization=quantization)
-        config = args.create_engine_config("cpu").model
+        args = {"dtype": "float32", "quantization": quantization, **args}
+        config = EngineArgs(str(folder), **args).create_engine_config("cpu").model
         parallel = parallel or ParallelState()
         weights = Weights(torch.float32, CPU, parallel, quantization, as_stored)
         self.model = load_model(config, weights)
-        self.num_bytes = weights.num_bytes
+        self.num_bytes, self.form = weights.num_bytes, weights.form
+        self._vocab_size = config.vocab_size
         kv_heads = max(1, config.total_num_kv_heads // parallel.tp_size)
         shape = (BLOCK_SIZE, config.num_layers, kv_heads, config.head_dim)
         cache = CacheEngine(CPU, torch.float32, len(PROMPTS) * BLOCKS_EACH, *shape)
@@ -90,16 +94,17 @@ class BareModel:
             (token_ids, prefill_metadata(lengths)),
             (tensor(NEXT), decode_metadata(lengths)),
         ):
-            hidden = self.model.forward(ids, self.kv_caches, metadata)
+            hidden = self.model.forward(ids % self._vocab_size, self.kv_caches, metadata)
             found.append(self.model.compute_logits(hidden))
         return torch.cat(found)
 
 
 def logits_in_transformers(model: Any) -> torch.Tensor:
     """Those of `BareModel.logits` by transformers."""
+    size = model.config.vocab_size
     with torch.inference_mode():
         whole = [
-            model(torch.tensor([[*prompt, extra]])).logits[0]
+            model(torch.tensor([[*prompt, extra]]) % size).logits[0]
             for prompt, extra in zip(PROMPTS, NEXT, strict=True)
         ]
     return torch.cat([*(logits[:-1] for logits in whole), *(logits[-1:] for logits in whole)])

@@ -1,8 +1,8 @@
 """The memory of a load: `python -m support.load_memory FOLDER`.
 
-Writes a Llama of 150 million parameters as a GGUF file of random blocks, and prints for each load
-its name, the peak of RssAnon + RssShmem above that before the load, the bytes of the weights, and
-those of the file, or of whole bytes or half bytes for all weights.
+Writes a Llama of 150 million parameters as a GPTQ folder and as GGUF files, and prints for each
+load its name, the peak of RssAnon + RssShmem above that before the load, the bytes of the weights,
+and those of the file, or of whole bytes or half bytes for all weights.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ import numpy as np
 import torch
 from gguf import GGMLQuantizationType, GGUFWriter
 from gguf.constants import GGML_QUANT_SIZES
+from safetensors.torch import save_file
 
 from tpengine.distributed.parallel_state import ParallelState
 from tpengine.engine_args import EngineArgs
@@ -73,6 +74,32 @@ def write(path: Path, kind: str) -> None:
     writer.close()
 
 
+def write_gptq(folder: Path) -> int:
+    """Writes the model in groups of 128, with vocabulary and norms in 16 bits; returns the bytes of
+    its tensors."""
+    state = {"model.norm.weight": torch.ones(HIDDEN).bfloat16()}
+    for name in ("model.embed_tokens", "lm_head"):
+        state[f"{name}.weight"] = torch.zeros(VOCABULARY, HIDDEN, dtype=torch.bfloat16)
+    for i in range(LAYERS):
+        prefix = f"model.layers.{i}"
+        for norm in ("input_layernorm", "post_attention_layernorm"):
+            state[f"{prefix}.{norm}.weight"] = torch.ones(HIDDEN).bfloat16()
+        sizes = {f"self_attn.{one}_proj": (HIDDEN, HIDDEN) for one in "qkvo"}
+        sizes |= {f"mlp.{one}_proj": (HIDDEN, INNER) for one in ("gate", "up")}
+        for name, (inputs, outputs) in (sizes | {"mlp.down_proj": (INNER, HIDDEN)}).items():
+            groups = inputs // 128
+            state |= {
+                f"{prefix}.{name}.qweight": torch.full((inputs // 8, outputs), 0x12345678).int(),
+                f"{prefix}.{name}.qzeros": torch.full((groups, outputs // 8), 0x77777777).int(),
+                f"{prefix}.{name}.scales": torch.full((groups, outputs), 0.01).half(),
+                f"{prefix}.{name}.g_idx": (torch.arange(inputs) // 128).int(),
+            }
+    save_file(state, folder / "model.safetensors")
+    scheme = {"quant_method": "gptq", "bits": 4, "group_size": 128}
+    (folder / "config.json").write_text(json.dumps(CONFIG | {"quantization_config": scheme}))
+    return sum(one.nbytes for one in state.values())
+
+
 def private_bytes() -> int:
     lines = Path("/proc/self/status").read_text().splitlines()
     fields = dict(line.split(":", 1) for line in lines)
@@ -109,6 +136,10 @@ def main() -> None:
     small = {"num_hidden_layers": 1, "vocab_size": 64, "intermediate_size": 64}
     (folder / "config.json").write_text(json.dumps(CONFIG | small))
     measure(folder, "int4", "dummy")  # imports, and memory that the first call of a kernel takes
+    (folder / "gptq").mkdir()
+    file_bytes = write_gptq(folder / "gptq")
+    print("gptq", *measure(folder / "gptq"), file_bytes)
+    gc.collect()
     (folder / "config.json").write_text(json.dumps(CONFIG))
     print("int4", *measure(folder, "int4", "dummy"), num_values // 2 + VOCABULARY * HIDDEN)
     for kind in ("Q4_0", "Q6_K"):

@@ -30,6 +30,7 @@ from tpengine.layers.weights import (
     TensorSource,
     Weights,
     WeightShard,
+    check_scales,
     copy_part,
 )
 from tpengine.ops import huge_pages
@@ -132,6 +133,7 @@ class Matrix:
             if groups is None:
                 values = place.sort(place.values(source, rows))
                 values = values.to(self.outline.dtype if self._rounded else torch.float32)
+                _check_range(values, weight.format)
                 values = F.pad(values, (0, weight.in_features - values.shape[1]))
                 quantize_weight_into(piece, values.contiguous())
                 numbers[own] = values[:, 0]
@@ -173,6 +175,7 @@ class Matrix:
             assert self._values is not None
             if self._rounded is None:
                 return self._values
+            _check_range(self._values, self._rounded)
             return gpu_quantized.gpu_quantized_form(self._values, self._rounded, self._weights)
         runs: list[list[range]] = []
         for outputs in sorted(parts, key=lambda outputs: outputs.start):
@@ -190,6 +193,11 @@ class Matrix:
             values = self._values[run[0].start : run[0].stop]
             return packed_form(values, self._weights) or PlainForm(values.clone())
         return quantized[0] if len(self._parts) == 1 else join(quantized, self._weights.arena)
+
+
+def _check_range(values: torch.Tensor, form: QuantizedFormat) -> None:
+    """Raises `RangeError` if float16 does not hold the scales of rounded values."""
+    check_scales(torch.stack(values.aminmax()) / ((1 << form.bits - 1) - 1))
 
 
 @dataclass(frozen=True, slots=True)

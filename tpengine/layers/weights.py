@@ -64,17 +64,42 @@ class QuantizedSource(TensorSource, Protocol):
         """
 
 
+class TypedSource(TensorSource, Protocol):
+    """A tensor of a file whose dtype is known before it is read."""
+
+    @property
+    def dtype(self) -> torch.dtype: ...
+
+
 class LoadedTensor:
-    """A tensor in memory with the interface of `TensorSource`."""
+    """A tensor in memory with the interface of `TypedSource`."""
 
     def __init__(self, tensor: torch.Tensor) -> None:
         self._tensor = tensor
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self._tensor.dtype
 
     def get_shape(self) -> list[int]:
         return list(self._tensor.shape)
 
     def __getitem__(self, index: Any) -> torch.Tensor:
         return self._tensor[index]
+
+
+class RangeError(Exception):
+    """A weight in 4 or 8 bits needs a scale beyond float16's largest number."""
+
+
+def check_scales(scales: torch.Tensor) -> None:
+    """Raises `RangeError` if float16 does not hold a finite scale."""
+    largest = float(scales.abs().max()) if scales.numel() else 0.0
+    if torch.finfo(torch.float16).max < largest < math.inf:
+        raise RangeError(
+            f"a scale of its numbers is {largest:g}, and scales in memory are float16, at most "
+            "65504; use dtype='float32' without a quantization"
+        )
 
 
 CheckpointTensor = tuple[str, str, TensorSource]

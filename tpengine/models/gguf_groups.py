@@ -13,7 +13,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from tpengine.layers.weights import StoredGroups
+from tpengine.layers.weights import StoredGroups, check_scales
 from tpengine.ops.quantized import MINIMA, QuantizedFormat
 
 Unpacked = tuple[Tensor, Tensor, Tensor | None]
@@ -69,6 +69,7 @@ def _q4_k(blocks: Tensor) -> Unpacked:
     minima = torch.cat([second & 63, (rest >> 4) | (second >> 6 << 4)], dim=1)
     pairs = blocks[:, 16:].view(-1, 4, 32)
     numbers = torch.stack([pairs & 15, pairs >> 4], dim=2).flatten(1)
+    check_scales(torch.stack((scale * scales, minimum * minima)))
     return numbers, (scale * scales).half(), (minimum * minima).neg().half()
 
 

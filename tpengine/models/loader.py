@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -17,8 +18,11 @@ from tpengine.gguf_file import is_gguf
 from tpengine.layers.weights import (
     CheckpointTensor,
     LoadedTensor,
+    RangeError,
     TensorSource,
+    TypedSource,
     Weights,
+    WeightShard,
     tensor_shape,
 )
 from tpengine.model_files import WEIGHT_FILES
@@ -112,24 +116,28 @@ class _CheckpointReader:
 
             yield from gguf.read_tensors(str(self._folder), [*self._shards, *self._repeats])
             return
-        tensors: Iterator[CheckpointTensor] = (
+        tensors = (
             (path.name, name, source)
             for path in checkpoint_files(self._folder, self._load_format)
             for name, source in read_tensors(path)
         )
-        if self._scheme is not None:
-            tensors = merge_tensors(tensors, self._scheme, self._is_wanted)
-        yield from tensors
+        if self._scheme is None:
+            yield from tensors
+        else:
+            yield from merge_tensors(tensors, self._scheme, self._declared)
 
-    def _is_wanted(self, name: str) -> bool:
-        return name in self._shards or self._model.base_prefix + name in self._shards
+    def _declared(self, name: str) -> Sequence[WeightShard]:
+        return self._shards.get(name, self._shards.get(self._model.base_prefix + name, []))
 
     def _take(self, file: str, name: str, source: TensorSource) -> None:
         wanted = name if name in self._shards else self._model.base_prefix + name
         if wanted in self._missing:
             self._missing.remove(wanted)
             if self._fits(file, name, source, wanted):
-                self._weights.read(wanted, source)
+                try:
+                    self._weights.read(wanted, source)
+                except RangeError as error:
+                    raise ModelLoadError(f"{name} in {file} cannot be packed: {error}") from None
                 if wanted in self._repeats.values():
                     self._repeated[wanted] = source
         elif name in self._repeats:
@@ -208,7 +216,7 @@ def _indexed_files(folder: Path, index: Path) -> list[Path]:
     return [folder / name for name in names]
 
 
-def read_tensors(path: Path) -> Iterator[tuple[str, TensorSource]]:
+def read_tensors(path: Path) -> Iterator[tuple[str, TypedSource]]:
     """Yields name and source of every tensor of a file.
 
     Raises:
@@ -218,11 +226,20 @@ def read_tensors(path: Path) -> Iterator[tuple[str, TensorSource]]:
         for name, tensor in _unpickle(path).items():
             yield name, LoadedTensor(tensor)
         return
+    found: dict[str, _MappedTensor] = {}
+    with _damage_named(path), safe_open(path, framework="pt") as file:
+        for name in file.keys():  # noqa: SIM118 (the file is no dict)
+            part = file.get_slice(name)
+            shape = part.get_shape()
+            sample = part[:0] if shape else part[...]
+            found[name] = _MappedTensor(path, name, shape, sample.dtype)
+    yield from found.items()
+
+
+@contextmanager
+def _damage_named(path: Path) -> Iterator[None]:
     try:
-        with safe_open(path, framework="pt") as file:
-            names = list(file.keys())
-        for name in names:
-            yield name, _MappedTensor(path, name)
+        yield
     except (SafetensorError, OSError) as error:
         raise ModelLoadError(
             f"{path} cannot be read: {error}; the file is damaged or was not copied whole"
@@ -230,25 +247,28 @@ def read_tensors(path: Path) -> Iterator[tuple[str, TensorSource]]:
 
 
 class _MappedTensor:
-    """A tensor of a safetensors file, see `TensorSource`.
+    """A tensor of a safetensors file, see `TypedSource`.
 
-    The file is mapped again for every tensor when that is first used: pages that were read count as
-    memory of this process while they are mapped, and a rank must hold no more than its own part and
-    one weight. The tensors of a quantised weight wait for each other, and a process may have only
-    some 65,000 mappings.
+    The file is mapped again for every tensor, when values of it are read: pages that were read
+    count as memory of this process while they are mapped, and a rank must hold no more than its own
+    part and one weight. Shape and dtype need no mapping: tensors of many quantised weights may wait
+    for each other, and a process may have only some 65,000 mappings.
     """
 
-    def __init__(self, path: Path, name: str) -> None:
+    def __init__(self, path: Path, name: str, shape: list[int], dtype: torch.dtype) -> None:
         self._path = path
         self._name = name
+        self._shape = shape
+        self.dtype = dtype
 
     @cached_property
     def _slice(self) -> TensorSource:
-        found: TensorSource = safe_open(self._path, framework="pt").get_slice(self._name)
+        with _damage_named(self._path):
+            found: TensorSource = safe_open(self._path, framework="pt").get_slice(self._name)
         return found
 
     def get_shape(self) -> list[int]:
-        return self._slice.get_shape()
+        return list(self._shape)
 
     def __getitem__(self, index: Any) -> torch.Tensor:
         return self._slice[index]

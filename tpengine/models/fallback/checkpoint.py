@@ -10,7 +10,13 @@ from typing import Any
 import torch
 from torch import nn
 
-from tpengine.layers.weights import CheckpointTensor, LoadedTensor, Weights, WeightShard
+from tpengine.layers.weights import (
+    CheckpointTensor,
+    LoadedTensor,
+    QuantizedSource,
+    Weights,
+    WeightShard,
+)
 
 _PROBED_ELEMENTS = 1 << 20
 """Larger parameters are zero in the probe (experts); smaller ones (norms, convolutions) matter.
@@ -59,6 +65,7 @@ class CheckpointConversion:
 
     def __init__(self, root: Any, weights: Weights) -> None:
         self._root = root
+        self._weights = weights
         self._names = dict.fromkeys(weights.shards, True)
         self._repeats = weights.repeats
         ignored = getattr(root, "_keys_to_ignore_on_load_unexpected", None) or ()
@@ -81,8 +88,8 @@ class CheckpointConversion:
             else:
                 found.add(wanted)
                 yield file, wanted, source
-        for wanted, parts in pending.items():
-            yield from self._merge(wanted, parts)
+        for wanted in list(pending):  # a source that was read stays mapped as long as it lives
+            yield from self._merge(wanted, pending.pop(wanted))
         for name, (file, _, source) in repeats.items():  # a checkpoint may have either name
             original = self._repeats[name]
             yield file, name if original in found else original, source
@@ -108,6 +115,7 @@ class CheckpointConversion:
         parts.sort(key=lambda part: dot_natural_key(part[0]))
         for name, pattern, (_, _, source) in parts:
             converter.add_tensor(wanted, name, pattern, lambda source=source: source[:])
+            self._weights.is_dequantized |= isinstance(source, QuantizedSource)
         merged = converter.convert(wanted, model=self._root, config=self._root.config)
         file = parts[0][2][0]
         for name, tensor in merged.items():
