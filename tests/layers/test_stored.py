@@ -226,7 +226,7 @@ def test_what_is_dequantised(files: Files) -> None:
     torch.testing.assert_close(router.forward(x), x @ values.t())
     weights = Weights(torch.float32, CPU, ParallelState(), "int8")
     ReplicatedLinear(weights, "one", 64, 32)
-    assert loaded(weights, one=source).form == "dequantised to int8"
+    assert loaded(weights, one=source).form == "dequantised to float32, then rounded to int8"
 
 
 @pytest.mark.parametrize("tp_size", [1, 2])
