@@ -90,8 +90,8 @@ def read_scheme(hf_config: Mapping[str, Any], folder: str) -> QuantizationScheme
 def _refusal(folder: str, field: str, value: object, supported: str) -> ConfigError:
     return ConfigError(
         f"{field} = {value!r} in the quantization_config of {folder} is not supported; supported: "
-        f"{supported}. Take the model in another form, or take it in 16 bits and set "
-        "quantization='int4' or 'int8'"
+        f"{supported}. Take the model in another form, or in 16 bits with quantization='int4' or "
+        "'int8'"
     )
 
 

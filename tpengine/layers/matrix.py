@@ -179,15 +179,6 @@ class Matrix:
         return quantized[0] if len(self._parts) == 1 else join(quantized, self._weights.arena)
 
 
-def _pack(piece: QuantizedWeight, place: _Place, groups: StoredGroups | None) -> torch.Tensor:
-    """Packs numbers of the file into a piece; returns the first value of each row."""
-    assert groups is not None, "a part of a weight has one form"
-    q, scales = place.sort(groups.q), place.sort(groups.scales)
-    offsets = None if groups.offsets is None else place.sort(groups.offsets)
-    pack_quantized_into(piece, q, scales, offsets)
-    return q[:, 0] * scales[:, 0].float()
-
-
 @dataclass(frozen=True, slots=True)
 class _Place:
     """Where a part lies.
@@ -261,3 +252,12 @@ class _Place:
     def sort(self, rows: torch.Tensor) -> torch.Tensor:
         """Puts all rows of the part into their order in the matrix."""
         return rows if self.order is None else rows[self.order]
+
+
+def _pack(piece: QuantizedWeight, place: _Place, groups: StoredGroups | None) -> torch.Tensor:
+    """Packs numbers of the file into a piece; returns the first value of each row."""
+    assert groups is not None, "a part of a weight has one form"
+    q, scales = place.sort(groups.q), place.sort(groups.scales)
+    offsets = None if groups.offsets is None else place.sort(groups.offsets)
+    pack_quantized_into(piece, q, scales, offsets)
+    return q[:, 0] * scales[:, 0].float()

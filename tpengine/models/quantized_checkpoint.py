@@ -2,8 +2,7 @@
 
 Such a checkpoint holds several tensors for a weight: its numbers, of which several may share a word
 of 32 bits, their scales, zero points, the group of each input. They become one source under the
-name that the model knows, `X.weight` `[out, in]`. A rank reads only the words that hold its part,
-and all scales and zero points of the weight.
+name that the model knows, `X.weight` `[out, in]`. A rank reads only the words that hold its part.
 
 Sources: https://github.com/casper-hansen/AutoAWQ, https://github.com/ModelCloud/GPTQModel,
 https://github.com/vllm-project/compressed-tensors, https://huggingface.co/docs/transformers
@@ -250,8 +249,7 @@ class GroupedTensor:
 class BlockTensor:
     """A weight in fp8 with a scale for each block of outputs and inputs.
 
-    It has no form in groups: fp8 numbers are not evenly spaced, so no integers with one scale equal
-    them.
+    It has no form in groups: the scale of fp8's numbers is not one of whole numbers.
 
     Args:
         source: float8 `[outputs, inputs]`.
