@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import gc
 import re
 import shutil
 import signal
 import subprocess
 import sys
 import time
+import weakref
 from collections import UserDict
 from collections.abc import Iterator
 from pathlib import Path
@@ -358,6 +360,23 @@ def test_shutdown_twice_and_never_again(models: ModelShop) -> None:
         llm.generate(None, greedy(2), [[5, 6]], use_tqdm=False)
     assert isinstance(llm.llm_engine, LLMEngine)
     llm.llm_engine.shutdown()
+
+
+def test_an_engine_in_a_cycle_is_collected(models: ModelShop) -> None:
+    """As in a notebook whose object holds both an engine and its own method."""
+
+    class Service:
+        def __init__(self) -> None:
+            self.on_end = self.close
+            self.llm = open_llm(models.folder(PLAIN))
+
+        def close(self) -> None: ...
+
+    service = Service()
+    executor = weakref.ref(service.llm.llm_engine._executor)
+    del service
+    gc.collect()
+    assert executor() is None
 
 
 def test_engines_one_after_the_other_and_side_by_side(

@@ -18,7 +18,7 @@ from tpengine.errors import ConfigError
 
 DTYPES = ("auto", "float32", "bfloat16", "float16", "float", "half")
 BLOCK_SIZES = (8, 16, 32)
-QUANTIZATIONS = ("int8", "int4")
+QUANTIZATIONS = ("int8", "int4", "int4-g64", "int4-g128")
 LOGPROBS_MODES = ("raw_logprobs", "processed_logprobs")
 DEVICES = ("auto", "cpu", "cuda")
 PREEMPTION_MODES = ("auto", "recompute", "swap")
@@ -207,8 +207,8 @@ class CacheConfig:
         swap_space_bytes: host memory for the blocks of preempted sequences, per rank; None: the
             smaller of 4 GiB and 10 % of the free memory, divided by the ranks on that machine.
         enable_prefix_caching: whether prompts reuse full blocks with the same content.
-        kv_cache_dtype: one of `KV_CACHE_DTYPES`; auto is the model's dtype, fp8 is e4m3, on GPUs
-            only, as int8 is on CPUs.
+        kv_cache_dtype: one of `KV_CACHE_DTYPES`; auto is the model's dtype. fp8 is e4m3 and needs a
+            GPU; int8 needs a CPU.
         num_gpu_blocks: device blocks of an engine's cache, in `LLMEngine.cache_config`; None
             elsewhere.
         num_cpu_blocks: the same for its host blocks.

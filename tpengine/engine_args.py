@@ -117,9 +117,9 @@ class EngineArgs(Options):
     tokenizer_revision: str | None = option(None)
     """Branch, tag or commit of a tokenizer of the hub; default: --revision."""
     quantization: str | None = option(None, (*cfg.QUANTIZATIONS, *FILE_FORMS), short="-q")
-    """Form of weights, on CPU: int8 has a scale per output; int4 has one per 32 inputs, and table
-    and head of the vocabulary in 8 bits. Inputs have 8 bits, a scale per token. Default: none.
-    Of a file that is quantised its form may be named, which is the default."""
+    """Rounds weights when they are read: int8 has a scale per output, int4 one per 32 inputs (-g64,
+    -g128: per 64, 128). On CPU inputs have 8 bits too, and table and head of the vocabulary have 8;
+    on a GPU these have 16. Default: as the file stores them, whose form may be named too."""
     enforce_eager: bool = option(False)
     """Never record decode steps (CUDA graphs; on CPU: lists of operations)."""
     max_context_len_to_capture: int | None = option(None, refused=cfg.ANY_LENGTH)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import gc
 import threading
 import time
 from functools import partial
@@ -233,14 +232,6 @@ def test_steps_without_progress_are_seen(make: MakeEngine, monkeypatch: pytest.M
         assert len(await reader) == 10
 
     run_async(ask())
-
-
-def test_garbage_collection_skips_the_libraries(make: MakeEngine) -> None:
-    """To look through all their objects takes as long as several steps."""
-    engine = make()
-    assert gc.get_freeze_count() > 10_000
-    run_async(engine.shutdown())
-    assert gc.get_freeze_count() == 0
 
 
 def test_drain_lets_running_requests_finish(make: MakeEngine, gate: MakeGate) -> None:

@@ -13,13 +13,14 @@ from support.models import ModelShop
 from support.tiny_llama import TinyLlama
 from support.zoo import PLAIN
 
-from tpengine.bench import latency
+from tpengine.bench import latency, perplexity
 from tpengine.bench.harness import describe_run
 from tpengine.bench.throughput import run_once
 from tpengine.cli.main import main
 from tpengine.engine_args import EngineArgs
 from tpengine.worker.device import resolve_dtype
 
+W4A16 = Path(__file__).parent.parent / "data" / "quantized" / "w4a16"
 ENGINE = ["--dtype", "float32", "--device", "cpu", "--cpu-kv-cache-space", "0.02"]
 
 
@@ -129,6 +130,30 @@ def test_a_quantized_head_is_read_once_tied_or_not(models: ModelShop, quantizati
             held.append(sum(engine.get_weights_bytes()))
     assert found[0] == found[1]
     assert held[0] < held[1]
+
+
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+def test_variants_of_a_quantized_folder(
+    device: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A variant that is refused does not end the run: here the CPU refuses a GPU's KV cache."""
+    monkeypatch.setattr(perplexity, "detect_device", lambda wanted: device)
+    args = EngineArgs(str(W4A16), device="cpu", cpu_kv_cache_space=0.02, max_model_len=64)
+    base = perplexity.print_variants(args, [list(range(3, 40))])
+    lines = {line[:23].rstrip(): line[23:] for line in capsys.readouterr().out.splitlines()}
+    assert lines["float32"].startswith(f" loss {base:.5f}")
+    ends = {
+        "float32": "dequantised to float32",
+        "bfloat16": "4 bits as stored",
+        "bfloat16 int4-g128": "dequantised to bfloat16, then rounded to int4-g128",
+    }
+    for name, end in ends.items():
+        assert lines[name].endswith(f" %)   {end}")
+    assert len(lines) == 7
+    if device == "cpu":
+        assert lines["bfloat16, int8 KV cache"].endswith("4 bits as stored")
+    else:
+        assert "refused: kv_cache_dtype = 'fp8' has" in lines["bfloat16, fp8 KV cache"]
 
 
 def test_a_step_is_counted_once(models: ModelShop, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -7,14 +7,13 @@ with our float32. llama.cpp's types are the mixtures that its quantizer writes.
 from __future__ import annotations
 
 import argparse
-from dataclasses import replace
 
 from tqdm import tqdm
 
 from benchmarks.engines import EngineProcess, started
 from benchmarks.peer_files import ModelFiles
 from tpengine.bench.harness import report_head
-from tpengine.bench.perplexity import VARIANTS, format_loss, mean_loss, read_windows
+from tpengine.bench.perplexity import format_loss, print_variants, read_windows
 from tpengine.engine_args import EngineArgs
 
 
@@ -36,12 +35,7 @@ def run(args: argparse.Namespace) -> int:
     num_tokens = sum(len(window) - 1 for window in windows)
     text = f"{num_tokens} predicted tokens of {args.text}"
     print(report_head(None, {"model": args.model, "text": text}, width=15))
-    base: float | None = None
-    for name, fields in tqdm(VARIANTS.items(), desc="variants", unit="variant"):
-        loss = mean_loss(replace(engine_args, **fields), windows)
-        base = loss if base is None else base
-        print(format_loss(name, loss, base), flush=True)
-    assert base is not None
+    base = print_variants(engine_args, windows)
     with started([f"llama.cpp:{kind}" for kind in args.types.split(",")], files) as engines:
         for engine in engines:
             loss = _loss_of(engine, windows) / num_tokens

@@ -30,7 +30,7 @@ class Engine(Protocol):
     version: str
 
     def prepare(self, workload: Workload) -> None:
-        """Does what has to be done before a workload, and takes no part in its time."""
+        """Does what has to be done before a workload; is not timed."""
 
     def serve(self, workload: Workload) -> Iterator[dict[int, int]]:
         """Serves all requests at once, greedily; yields after each step how many tokens each

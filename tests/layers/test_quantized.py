@@ -37,6 +37,10 @@ SPECS = {
     "odd": TinyLlama(64, 4, 2, intermediate_size=190),
 }
 KINDS = ["int8", "int4"]
+SIZES = {"int4": 32, "int4-g64": 64, "int4-g128": 128}
+"""Inputs with one scale."""
+CASES = [(name, kind) for name in SPECS for kind in KINDS]
+CASES += [("untied", "int4-g64"), ("biases", "int4-g128")]
 SPLIT_OVER_INPUTS = ("o_proj", "down_proj")
 BOUND = 0.02
 """Largest `difference` from the rounded model. It is above 0, because sums in another order may
@@ -45,7 +49,7 @@ round a value halfway between two steps to the other step."""
 
 def round_weight(weight: torch.Tensor, kind: str) -> torch.Tensor:
     """A part of a weight as it is stored (`tests/ops` hold that against the original)."""
-    form = QuantizedFormat(4, 32) if kind == "int4" else per_output(weight.shape[1])
+    form = per_output(weight.shape[1]) if kind == "int8" else QuantizedFormat(4, SIZES[kind])
     stored = quantize_weight(weight, form)
     out = torch.empty_like(weight)
     quantized_embedding(out, stored, torch.arange(len(weight), dtype=torch.int32))
@@ -87,8 +91,7 @@ def difference(logits: torch.Tensor, expected: torch.Tensor) -> float:
     return float((logits - expected).square().mean().sqrt() / expected.std())
 
 
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("name", list(SPECS))
+@pytest.mark.parametrize(("name", "kind"), CASES)
 def test_logits_are_those_of_the_rounded_model(models: ModelShop, name: str, kind: str) -> None:
     folder = models.folder(SPECS[name])
     with torch.inference_mode():
@@ -100,8 +103,7 @@ def test_logits_are_those_of_the_rounded_model(models: ModelShop, name: str, kin
     assert to_exact < (0.2 if kind == "int8" else 0.8), "the bits cost more than they should"
 
 
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("name", list(SPECS))
+@pytest.mark.parametrize(("name", "kind"), CASES)
 def test_two_ranks(models: ModelShop, name: str, kind: str) -> None:
     """A rank's part of the inputs of "odd" and "biases" is no whole number of groups."""
     folder = models.folder(SPECS[name])
@@ -172,7 +174,7 @@ def rounded_for_gpu(folder: Path, kind: str) -> Any:
     return model
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", [*KINDS, "int4-g128"])
 @pytest.mark.parametrize("name", ["tied", "odd"])
 def test_the_form_of_a_gpu_rounds_weights_alone(
     models: ModelShop, name: str, kind: str, monkeypatch: pytest.MonkeyPatch

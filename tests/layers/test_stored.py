@@ -221,7 +221,7 @@ def test_what_is_dequantised(files: Files) -> None:
     torch.testing.assert_close(router.forward(x), x @ values.t(), rtol=1e-5, atol=1e-4)
     weights = Weights(torch.float32, CPU, ParallelState(), "int8")
     ReplicatedLinear(weights, "one", 64, 32)
-    assert loaded(weights, one=source).form == "dequantised to int8"
+    assert loaded(weights, one=source).form == "dequantised to float32, then rounded to int8"
 
 
 def test_scales_beyond_float16() -> None:

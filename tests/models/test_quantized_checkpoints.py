@@ -98,6 +98,14 @@ def test_ids_of_the_dequantised_form(name: str, tp_size: int) -> None:
     assert engine_ids(ROOT / name, prompts, tp_size, dtype="float32") == list(expected)
 
 
+def test_the_line_at_the_start_tells_of_every_rank(caplog: pytest.LogCaptureFixture) -> None:
+    """Ranks 1 and 3 begin inside a group of `down_proj`, and 16 inputs are no group of a kernel."""
+    caplog.set_level("INFO", "tpengine")
+    engine_ids(ROOT / "w4a16-zeros", [[5, 6]], 4, 1)
+    said = "(4 bits as stored; 4 bits as stored, others rounded to 8 bits in groups of 32)"
+    assert any(said in message for message in caplog.messages)
+
+
 def engine_ids(
     folder: Path, prompts: Any, tp_size: int = 1, num_tokens: int = 64, **args: Any
 ) -> list[tuple[int, ...]]:

@@ -7,6 +7,7 @@ import json
 import math
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,11 +16,14 @@ from support import llama_cpp_tools, third_party
 from support.engines import generate, greedy, ids, open_llm
 from support.step_log import log_steps
 
-from tpengine import LLM, SamplingParams
+from tpengine import LLM, EngineArgs
+from tpengine.bench.perplexity import mean_loss, read_windows
 from tpengine.errors import ConfigError
 
 pytestmark = [pytest.mark.check, pytest.mark.timeout(600)]
 NUM_TOKENS = 24
+MOST_LOST = 0.045
+"""Of perplexity, as stored against float32. The goal is 0.01; docs/models.md says what it lacks."""
 QUESTIONS = """\
 What is the capital of Portugal?
 How many days are in a week?
@@ -113,35 +117,19 @@ def test_ids_of_thirty_prompts(args: dict[str, Any], file: Path, expected: dict[
         log.assert_only(args["preemption_mode"])
 
 
-def test_perplexity_as_stored(file: Path, caplog: pytest.LogCaptureFixture) -> None:
-    """On the project's own prose, which the model did not write. Inputs are rounded to 8 bits per
-    token, which costs most of the difference from float32; `int8` has it too."""
-
-    caplog.set_level("INFO", "tpengine")
-
-    def perplexity(form: str, **args: Any) -> float:
-        params = SamplingParams(temperature=0.0, max_tokens=1, prompt_logprobs=0)
-        total, count = 0.0, 0
-        with open_llm(file, max_model_len=512, **args) as llm:
-            assert f"({form})" in caplog.messages[-1]
-            text = Path(__file__).parents[2].joinpath("docs", "internals.md").read_text()
-            tokens = llm.get_tokenizer().encode(text)
-            windows = [tokens[at : at + 256] for at in range(0, len(tokens), 256)]
-            for output in generate(llm, windows, params):
-                assert output.prompt_logprobs is not None
-                pairs = zip(output.prompt_token_ids, output.prompt_logprobs, strict=True)
-                for token, found in pairs:
-                    if found is not None:
-                        total, count = total + found[token].logprob, count + 1
-        assert count > 1000
-        return math.exp(-total / count)
-
-    exact = perplexity("dequantised to float32")
-    rounded = perplexity("dequantised to int8", dtype="auto", quantization="int8")
-    stored = perplexity("4 and 8 bits as stored", dtype="auto")
-    print(f"perplexity {exact:.2f} in float32, {rounded:.2f} in int8, {stored:.2f} as stored")
-    assert stored < 1.01 * rounded
-    assert stored < 1.06 * exact
+def test_perplexity_as_stored(file: Path) -> None:
+    """On the project's own prose, which the model did not write."""
+    text = Path(__file__).parents[2] / "docs" / "internals.md"
+    args = EngineArgs(str(file), max_model_len=257, device="cpu", cpu_kv_cache_space=0.2)
+    windows = read_windows(str(text), args)
+    assert sum(map(len, windows)) > 1000
+    exact, form = mean_loss(replace(args, dtype="float32"), windows)
+    assert form == "dequantised to float32"
+    stored, form = mean_loss(args, windows)
+    assert form == "4 and 8 bits as stored"
+    cost = math.expm1(stored - exact)
+    print(f"perplexity {math.exp(exact):.2f} in float32, as stored {100 * cost:+.2f} %")
+    assert cost < MOST_LOST
 
 
 def test_sizes_that_cannot_share_its_heads_are_refused(file: Path) -> None:

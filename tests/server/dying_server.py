@@ -8,6 +8,7 @@ It prints its ports as soon as it listens.
 
 from __future__ import annotations
 
+import gc
 import sys
 import time
 from typing import Any
@@ -42,7 +43,7 @@ def failing_schedule(scheduler: Scheduler) -> object:
     num_steps += 1
     if when == "hang":
         if num_steps >= 10:
-            print("the step hangs", flush=True)
+            print(f"the step hangs; objects frozen: {gc.get_freeze_count()}", flush=True)
             time.sleep(600)
     elif num_steps >= int(when):
         raise ZeroDivisionError("SECRET of the engine")

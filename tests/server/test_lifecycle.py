@@ -250,7 +250,7 @@ def test_a_step_that_hangs_does_not_hold_up_the_end(
         wait_for(log, "tpengine is ready")
         stub = tpengine_pb2_grpc.GenerationServiceStub(channel)
         with waiting(stub, long_request(500)) as call:
-            wait_for(log, "the step hangs")
+            assert int(wait_for(log, "the step hangs; objects frozen: ")) > 10_000
             for _ in range(num_signals):
                 begin = time.monotonic()
                 process.send_signal(signal.SIGTERM)

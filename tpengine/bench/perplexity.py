@@ -1,9 +1,11 @@
 """The quality of a dtype or quantization: loss and perplexity of one text under several variants.
 
-With --text it is a text that the model did not write, cut into windows of --max-model-len tokens.
+With --text it is a text that the model did not write, cut into windows that leave room for one
+more token in --max-model-len.
 Without, the text is documents that the model writes itself, in float32 at temperature 1 and from
 fixed seeds: no model predicts such a text better than the float32 model. Every token after the
-first of a window counts. --dtype, --quantization and --kv-cache-dtype have no effect.
+first of a window counts. --dtype, --quantization and --kv-cache-dtype have no effect. A line ends
+with what became of a quantised file.
 """
 
 from __future__ import annotations
@@ -17,21 +19,17 @@ from typing import Any
 from tqdm import tqdm
 
 from tpengine.bench.harness import BenchOptions, report_head
+from tpengine.config import QUANTIZATIONS
+from tpengine.engine.startup import weights_form
 from tpengine.engine_args import EngineArgs
 from tpengine.errors import ConfigError, EngineError
 from tpengine.llm import LLM
 from tpengine.options import option
 from tpengine.sampling_params import SamplingParams
+from tpengine.worker.device import detect_device
 
-_PLAIN = {"quantization": None, "kv_cache_dtype": "auto"}
-VARIANTS: dict[str, dict[str, Any]] = {
-    "float32": _PLAIN | {"dtype": "float32"},
-    "bfloat16": _PLAIN | {"dtype": "bfloat16"},
-    "bfloat16, int8 KV cache": _PLAIN | {"dtype": "bfloat16", "kv_cache_dtype": "int8"},
-    "bfloat16 int8": _PLAIN | {"dtype": "bfloat16", "quantization": "int8"},
-    "bfloat16 int4": _PLAIN | {"dtype": "bfloat16", "quantization": "int4"},
-}
-"""The engine's arguments by variant; the first is the one to compare with."""
+_HALF: dict[str, Any] = {"dtype": "bfloat16", "quantization": None, "kv_cache_dtype": "auto"}
+_EXACT = _HALF | {"dtype": "float32"}
 _WRITTEN_TOKENS = 256
 _OPENINGS = ["Hello, my name is", "The capital of", "Once upon a time", "The future of"]
 
@@ -66,18 +64,41 @@ def run(args: argparse.Namespace) -> int:
     num_tokens = sum(len(window) - 1 for window in windows)
     text = f"{num_tokens} predicted tokens in windows of {max(map(len, windows))}"
     print(report_head(None, {"model": engine_args.model, "text": text}, width=15))
-    base: float | None = None
-    for name, fields in tqdm(VARIANTS.items(), desc="variants", unit="variant"):
-        loss = mean_loss(replace(engine_args, **fields), windows)
-        base = loss if base is None else base
-        print(format_loss(name, loss, base))
+    print_variants(engine_args, windows)
     return 0
 
 
-def format_loss(name: str, loss: float, base: float) -> str:
-    """A line of the report; losses are in nats per token."""
+def print_variants(engine_args: EngineArgs, windows: list[list[int]]) -> float:
+    """Measures and prints a line per variant; returns the loss in float32.
+
+    Device or model may refuse a variant: then its line says why, and the others are measured.
+    """
+    base, form = mean_loss(replace(engine_args, **_EXACT), windows)
+    print(format_loss("float32", base, base, form), flush=True)
+    variants = _variants(detect_device(engine_args.device))
+    for name, fields in tqdm(variants.items(), desc="variants", unit="variant"):
+        try:
+            loss, form = mean_loss(replace(engine_args, **fields), windows)
+        except ConfigError as error:
+            print(f"{name:<23} refused: {error}", flush=True)
+        else:
+            print(format_loss(name, loss, base, form), flush=True)
+    return base
+
+
+def _variants(device: str) -> dict[str, dict[str, Any]]:
+    """The engine's arguments by variant, on cpu or cuda."""
+    cache = "int8" if device == "cpu" else "fp8"
+    rounded = {f"bfloat16 {kind}": _HALF | {"quantization": kind} for kind in QUANTIZATIONS}
+    kept = _HALF | {"kv_cache_dtype": cache}
+    return {"bfloat16": _HALF, f"bfloat16, {cache} KV cache": kept} | rounded
+
+
+def format_loss(name: str, loss: float, base: float, form: str = "") -> str:
+    """A line of the report; losses are in nats per token, `form` as of `mean_loss`."""
     change = f"({loss - base:+.5f}, {100 * math.expm1(loss - base):+.2f} %)"
-    return f"{name:<23} loss {loss:.5f}   perplexity {math.exp(loss):.4f}   {change}"
+    line = f"{name:<23} loss {loss:.5f}   perplexity {math.exp(loss):.4f}   {change}"
+    return f"{line}   {form}" if form else line
 
 
 def _llm(engine_args: EngineArgs) -> LLM:
@@ -104,13 +125,14 @@ def _write(num_documents: int, engine_args: EngineArgs) -> list[list[int]]:
         SamplingParams(temperature=1.0, seed=i, max_tokens=_WRITTEN_TOKENS)
         for i in range(len(prompts))
     ]
-    with _llm(replace(engine_args, **VARIANTS["float32"])) as llm:
+    with _llm(replace(engine_args, **_EXACT)) as llm:
         outputs = llm.generate(prompts, params, use_tqdm=False)
     return [[*output.prompt_token_ids, *output.outputs[0].token_ids] for output in outputs]
 
 
-def mean_loss(engine_args: EngineArgs, windows: list[list[int]]) -> float:
-    """Mean of minus the log probability of every token after the first of its window."""
+def mean_loss(engine_args: EngineArgs, windows: list[list[int]]) -> tuple[float, str]:
+    """Returns the mean of minus the log probability of every token after the first of its window,
+    and what became of a quantised file; empty for other files."""
     params = SamplingParams(temperature=0.0, max_tokens=1, prompt_logprobs=0)
     total, count = 0.0, 0
     with _llm(engine_args) as llm:
@@ -123,4 +145,5 @@ def mean_loss(engine_args: EngineArgs, windows: list[list[int]]) -> float:
                 if found is not None:
                     total += found[token_id].logprob
                     count += 1
-    return -total / count
+        form = weights_form(llm.llm_engine.stats().ledgers)
+    return -total / count, form

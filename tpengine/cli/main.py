@@ -23,7 +23,7 @@ COMMANDS = {
 BENCHMARKS = {
     "throughput": "output tokens/s of the whole engine on a mixed, seeded workload",
     "latency": "time per token by number of running sequences, against the memory bandwidth",
-    "perplexity": "perplexity of bfloat16, int8 and int4 against float32",
+    "perplexity": "perplexity of bfloat16, int8, int4 and a small KV cache against float32",
     "serve": "latency against load over gRPC: first token, inter-token, goodput, a plot",
     "recovery": "kills of ranks: time until found and ready, longest gap on a stream; with spares",
     "transport": "a step without a model, driver to Ray actors and back, against Ray's own calls",

@@ -24,7 +24,7 @@ from tpengine.engine.requests import (
     check_request,
     check_request_id,
 )
-from tpengine.engine.startup import count_blocks, end_workers, make_block_manager, start_workers
+from tpengine.engine.startup import count_blocks, make_block_manager, start_workers
 from tpengine.engine.stats import (
     CacheStats,
     EngineCounters,
@@ -86,7 +86,7 @@ class LLMEngine(RefusesNames):
         self._config = config
         self._executor = executor
         # A notebook cell that runs again drops the engine of the first run; its ranks must end.
-        finalizer = weakref.finalize(self, end_workers, executor)
+        finalizer = weakref.finalize(self, executor.shutdown)
         finalizer.atexit = False
         self.counters = EngineCounters()
         try:
@@ -483,7 +483,7 @@ class LLMEngine(RefusesNames):
 
     def shutdown(self) -> None:
         """Ends the workers; a second call has no effect."""
-        end_workers(self._executor)
+        self._executor.shutdown()
         self._recovery.close()
 
     def __enter__(self) -> LLMEngine:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import math
 import time
 from collections.abc import Sequence
@@ -35,6 +34,7 @@ def start_workers(config: EngineConfig, executor: Executor) -> list[MemoryLedger
     ledgers = _open_cache(config, executor)
     num_blocks, num_host_blocks = count_blocks(ledgers)
     ready = time.monotonic()
+    form = weights_form(ledgers)
     block_bytes = min(ledgers, key=lambda ledger: ledger.num_device_blocks).block_bytes
     logger.info(
         "%s (%s) on %s: KV cache of %d blocks of %d tokens (%.3f GiB), swap space %.3f GiB, "
@@ -47,22 +47,13 @@ def start_workers(config: EngineConfig, executor: Executor) -> list[MemoryLedger
         num_blocks * block_bytes / _GIB,
         num_host_blocks * block_bytes / _GIB,
         sum(ledger.weights_bytes for ledger in ledgers) / _GIB,
-        f" ({ledgers[0].weights_form})" if ledgers[0].weights_form else "",
+        f" ({form})" if form else "",
         loaded - start,
         ready - loaded,
     )
     if len(ledgers) > 1 or config.device != "cpu":
         logger.info("memory of the ranks in GiB:\n%s", "\n".join(memory_table(ledgers, devices)))
-    # Objects that libraries made while they were loaded stay for good. A garbage collection that
-    # looks through them stops every thread for as long as several steps.
-    gc.freeze()
     return ledgers
-
-
-def end_workers(executor: Executor) -> None:
-    """Ends what `start_workers` began; a second call has no effect."""
-    executor.shutdown()
-    gc.unfreeze()
 
 
 def _open_cache(config: EngineConfig, executor: Executor) -> list[MemoryLedger]:
@@ -92,6 +83,11 @@ def count_blocks(ledgers: Sequence[MemoryLedger]) -> tuple[int, int]:
         min(ledger.num_device_blocks for ledger in ledgers),
         min(ledger.num_host_blocks for ledger in ledgers),
     )
+
+
+def weights_form(ledgers: Sequence[MemoryLedger]) -> str:
+    """What became of a quantised file: the different texts of the ranks; empty for other files."""
+    return "; ".join(dict.fromkeys(one.weights_form for one in ledgers if one.weights_form))
 
 
 def make_block_manager(config: EngineConfig, num_blocks: int, num_host_blocks: int) -> BlockManager:

@@ -22,8 +22,8 @@ from tpengine.ops.quantized import QuantizedFormat
 class VocabParallelEmbedding:
     """This rank's rows of the embedding table `[vocab_size, hidden_size]`.
 
-    The table is padded with zeros, so that every rank has the same number of rows. With a
-    quantization it has 8 bits after loading.
+    The table is padded with zeros, so that every rank has the same number of rows. On a CPU it has
+    8 bits with a quantization, and 4 or 8 if a quantised file has it so and runs as stored.
 
     Args:
         scale: factor on the rows; rounded to the model's dtype, as transformers does.
@@ -104,7 +104,7 @@ def _rows(table: torch.Tensor, ids: torch.Tensor, scale: float = 1.0) -> torch.T
 class ParallelLMHead(Linear):
     """Logits over the whole vocabulary; each rank computes the logits of its rows.
 
-    With a quantization it has 8 bits after loading.
+    It has the forms of `VocabParallelEmbedding`.
 
     Args:
         tied: the embedding whose table is also the head's weight; None: the head has its own.

@@ -46,8 +46,8 @@ from tpengine.ops.quantized import (
 
 _FROM_VALUES = QuantizedFormat(8, 32)
 """Of parts of a quantised file that cannot keep its numbers."""
-_VALUES_AT_ONCE = 1 << 18
-"""The allocator of C keeps what is freed here, so it must not be much."""
+_PIECE_VALUES = 1 << 18
+"""Values of one piece: malloc keeps what is freed, so pieces are small."""
 
 
 class Matrix:
@@ -119,48 +119,35 @@ class Matrix:
         self, place: _Place, source: TensorSource
     ) -> tuple[QuantizedForm, torch.Tensor]:
         """Packs a part by pieces, so that little is held in another form at a time."""
-        weight: QuantizedWeight | None = None
-        order: torch.Tensor | None = None
+        stored = source if isinstance(source, QuantizedSource) and self._rounded is None else None
+        first = place.first_output(stored)
+        form = self._rounded or _FROM_VALUES if first is None else first.format
+        weight = self._empty(place, form)
         numbers = torch.zeros(len(place.outputs))  # one tensor, as small ones split freed memory
         for rows in place.pieces():
-            start = place.outputs.start
-            own = slice(rows.start - start, rows.stop - start)
-            groups = self._groups(place, source, rows)
-            if weight is None:
-                weight = self._empty(place, groups)
-                order = None if groups is None else groups.order
+            own = slice(rows.start - place.outputs.start, rows.stop - place.outputs.start)
             piece = weight.rows(own.start, own.stop)
-            if groups is None:
-                values = place.sort(place.values(source, rows))
-                values = values.to(self.outline.dtype if self._rounded else torch.float32)
-                _check_range(values, weight.format)
-                values = F.pad(values, (0, weight.in_features - values.shape[1]))
-                quantize_weight_into(piece, values.contiguous())
-                numbers[own] = values[:, 0]
+            if stored is None or first is None:
+                numbers[own] = self._round(piece, place.sort(place.values(source, rows)))
             else:
-                q, scales = place.sort(groups.q), place.sort(groups.scales)
-                offsets = None if groups.offsets is None else place.sort(groups.offsets)
-                pack_quantized_into(piece, q, scales, offsets)
-                numbers[own] = q[:, 0] * scales[:, 0].float()
-        if weight is None:  # all of the part is padding
-            weight = self._empty(place, None)
-        return QuantizedForm(weight, order), numbers
-
-    def _groups(self, place: _Place, source: TensorSource, rows: slice) -> StoredGroups | None:
-        """Returns outputs as the file stores them; None: their values are rounded."""
-        if self._rounded is not None or not isinstance(source, QuantizedSource):
-            return None
-        groups = source.stored(rows, place.inputs)
-        if groups is None:
+                numbers[own] = _pack(piece, place, stored.stored(rows, place.inputs))
+        if first is not None:
+            self._weights.stored_bits.add(form.bits)
+        elif stored is not None and not place.is_empty:
             self._weights.is_rounded = True
-        else:
-            self._weights.stored_bits.add(groups.format.bits)
-        return groups
+        return QuantizedForm(weight, None if first is None else first.order), numbers
 
-    def _empty(self, place: _Place, groups: StoredGroups | None) -> QuantizedWeight:
+    def _round(self, piece: QuantizedWeight, values: torch.Tensor) -> torch.Tensor:
+        """Rounds values into a piece; returns the first of each row."""
+        values = values.to(self.outline.dtype if self._rounded else torch.float32)
+        _check_range(values, piece.format)
+        values = F.pad(values, (0, piece.in_features - values.shape[1]))
+        quantize_weight_into(piece, values.contiguous())
+        return values[:, 0]
+
+    def _empty(self, place: _Place, form: QuantizedFormat) -> QuantizedWeight:
         """Allocates a part; what is padding is zero."""
         num_outputs, in_features = len(place.target), self.outline.shape[1]
-        form = self._rounded or _FROM_VALUES if groups is None else groups.format
         is_whole = num_outputs == self.outline.shape[0]
         arena = self._weights.arena if is_whole else HugePageArena()  # parts are moved later
         weight = empty_quantized(num_outputs, in_features, form, arena)
@@ -246,6 +233,13 @@ class _Place:
         """Whether all of the part is padding."""
         return not self.outputs or self.inputs.start == self.inputs.stop
 
+    def first_output(self, source: QuantizedSource | None) -> StoredGroups | None:
+        """Returns one output as the file stores it, which tells the form of the whole part; None:
+        the part has no such form."""
+        if source is None or self.is_empty:
+            return None
+        return source.stored(slice(self.outputs.start, self.outputs.start + 1), self.inputs)
+
     def pieces(self) -> Iterator[slice]:
         """Yields outputs in the source: whole panels of a packed weight, up to the last one."""
         if self.is_empty:
@@ -253,7 +247,7 @@ class _Place:
         at_once = len(self.outputs)
         if self.order is None:
             panel_values = LINEAR_PANEL * (self.inputs.stop - self.inputs.start)
-            at_once = max(1, _VALUES_AT_ONCE // panel_values) * LINEAR_PANEL
+            at_once = max(1, _PIECE_VALUES // panel_values) * LINEAR_PANEL
         for start in range(self.outputs.start, self.outputs.stop, at_once):
             yield slice(start, min(start + at_once, self.outputs.stop))
 
@@ -266,3 +260,12 @@ class _Place:
     def sort(self, rows: torch.Tensor) -> torch.Tensor:
         """Puts all rows of the part into their order in the matrix."""
         return rows if self.order is None else rows[self.order]
+
+
+def _pack(piece: QuantizedWeight, place: _Place, groups: StoredGroups | None) -> torch.Tensor:
+    """Packs numbers of the file into a piece; returns the first value of each row."""
+    assert groups is not None, "a part of a weight has one form"
+    q, scales = place.sort(groups.q), place.sort(groups.scales)
+    offsets = None if groups.offsets is None else place.sort(groups.offsets)
+    pack_quantized_into(piece, q, scales, offsets)
+    return q[:, 0] * scales[:, 0].float()

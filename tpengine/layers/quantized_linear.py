@@ -30,7 +30,8 @@ PACKED_ISAS = {
 }
 """Instruction sets on which the packed kernels are faster than torch's, by dtype."""
 
-_INT4 = QuantizedFormat(4, 32)
+_GROUP_SIZES = {"int4": 32, "int4-g64": 64, "int4-g128": 128}
+"""Inputs with one scale, by quantization."""
 
 
 class LinearForm(Protocol):
@@ -146,7 +147,8 @@ def rounded_format(weights: Weights, in_features: int) -> QuantizedFormat | None
     """Returns the format of linear layers for `weights.quantization`; None if that is None."""
     if weights.quantization is None:
         return None
-    return _INT4 if weights.quantization == "int4" else per_output(in_features)
+    size = _GROUP_SIZES.get(weights.quantization)
+    return per_output(in_features) if size is None else QuantizedFormat(4, size)
 
 
 def vocabulary_format(weights: Weights, in_features: int) -> QuantizedFormat | None:

@@ -265,8 +265,9 @@ class Weights:
         if self.is_rounded:
             forms.append(f"{'others ' if forms else ''}rounded to 8 bits in groups of 32")
         if self.is_dequantized:
-            dtype = str(self.dtype).removeprefix("torch.")
-            kind = dtype if self.quantization is None else self.quantization
+            kind = str(self.dtype).removeprefix("torch.")
+            if self.quantization is not None:
+                kind += f", then rounded to {self.quantization}"
             forms.append(f"{'others ' if forms else ''}dequantised to {kind}")
         return ", ".join(forms)
 

@@ -208,9 +208,9 @@ def paged_attention(
     Block sizes 8, 16 and 32. On CPU: float32 and bfloat16, head_dim a multiple of 16 up to 256; a
     sequence's result does not depend on the other sequences nor on the number of threads. On CUDA:
     float32, float16, bfloat16, head_dim up to 256 (`check_decode_support`); products of 16-bit
-    numbers are summed in float32, and fp8 numbers are 16-bit ones before they are multiplied. So
-    are the numbers of an int8 cache, which are exact in bfloat16; the scale of a key multiplies its
-    score, that of a value its probability.
+    numbers are summed in float32, and fp8 numbers are 16-bit ones before they are multiplied. On
+    CPU the numbers of an int8 cache are converted to the dtype of the queries, which is exact. A
+    key's scale multiplies its score, a value's scale its probability.
 
     Raises:
         RuntimeError: an argument's dtype, shape or strides do not fit. Block ids are not checked.
