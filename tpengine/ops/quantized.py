@@ -142,8 +142,9 @@ def empty_quantized(
 def quantized_linear(out: Tensor, x: Tensor, weight: QuantizedWeight, bias: Tensor | None) -> None:
     """`out = x W^T + bias` in 8 bits, or 4 by 8.
 
-    Each row of x is rounded by its largest magnitude. Sums over a group are exact integers; groups
-    are added in float32, in their order. A row's result does not depend on other rows.
+    Each row of x is rounded with one scale to 8 bits; up to four fours of neighbouring inputs that
+    exceed them, one four in 32, have 14 bits. Sums over a group are exact integers; groups are
+    added in float32, in their order. A row's result does not depend on other rows.
 
     Args:
         out: `[num_rows, out_features]`, float32 or bfloat16; written.
