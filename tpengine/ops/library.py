@@ -13,7 +13,13 @@ import torch
 from tpengine import envs
 from tpengine.errors import NativeLibraryError
 from tpengine.logger import init_logger
-from tpengine.ops import linear_reference, quantized_reference, reference, weight_only_reference
+from tpengine.ops import (
+    linear_reference,
+    lora_reference,
+    quantized_reference,
+    reference,
+    weight_only_reference,
+)
 
 _logger = init_logger(__name__)
 
@@ -142,6 +148,15 @@ _SCHEMAS: dict[str, tuple[str, Callable[..., None]]] = {
         "(Tensor(a!) out, Tensor x, Tensor expert_ids, Tensor expert_weights, Tensor gate_up,"
         " Tensor down) -> ()",
         linear_reference.expert_mlp,
+    ),
+    "lora_shrink": (
+        "(Tensor(a!) shrunk, Tensor x, Tensor a, Tensor rows, Tensor groups) -> ()",
+        lora_reference.lora_shrink,
+    ),
+    "lora_expand": (
+        "(Tensor(a!) out, Tensor shrunk, Tensor b, Tensor rows, Tensor groups, int first_output,"
+        " int first_column) -> ()",
+        lora_reference.lora_expand,
     ),
     "argmax": (
         "(Tensor(a!) out, Tensor logits, Tensor(b!)? logprobs=None) -> ()",
