@@ -11,8 +11,10 @@ namespace {
 constexpr int64_t kLineBytes = 64;
 // Rows of an item: they pass over an adapter's numbers while these stay in L1 or L2.
 constexpr int64_t kItemRows = 64;
-// An item reads about so many bytes of an adapter: few enough to share the work evenly.
-constexpr int64_t kItemBytes = 16 * 1024;
+// An item reads so many bytes of an adapter: few enough to share the work evenly, and otherwise
+// many, since processors fetch beyond an item's end what another one needs.
+constexpr int64_t kMostItemBytes = 64 * 1024, kFewestItemBytes = 4 * 1024;
+constexpr int64_t kItemsPerThread = 4;
 
 // The adapters of a layer, and which rows have them.
 struct Adapters {
@@ -27,11 +29,6 @@ struct Adapters {
 
 int64_t panels_between(int64_t first_output, int64_t end) {
   return (end - first_output + kLoRAPanel - 1) / kLoRAPanel;
-}
-
-// How many columns or outputs an item has, a multiple of `step`.
-int32_t item_size(int64_t bytes_of_one, int64_t step) {
-  return static_cast<int32_t>(std::max<int64_t>(step, kItemBytes / bytes_of_one / step * step));
 }
 
 int64_t check_first_outputs(const char* op, const Tensor& first_outputs, int64_t num_parts,
@@ -51,11 +48,7 @@ int64_t check_first_outputs(const char* op, const Tensor& first_outputs, int64_t
 }
 
 void check_ranks(const char* op, const Tensor& ranks, const Adapters& of) {
-  check_dtype(op, "ranks", ranks, aoti_torch_dtype_int32());
-  check_dim(op, "ranks", ranks, 2);
-  check_size(op, "ranks", ranks, 0, of.num_slots);
-  check_size(op, "ranks", ranks, 1, of.num_parts);
-  check_packed(op, "ranks", ranks);
+  check_matrix(op, "ranks", ranks, aoti_torch_dtype_int32(), of.num_slots, of.num_parts);
   const int32_t* rank = ranks.data<int32_t>();
   for (int64_t i = 0; i < of.num_slots * of.num_parts; ++i) {
     if (rank[i] < 0 || rank[i] > of.max_rank) {
@@ -65,12 +58,7 @@ void check_ranks(const char* op, const Tensor& ranks, const Adapters& of) {
   }
 }
 
-void check_groups(const char* op, const Tensor& groups, const Adapters& of, int64_t num_lora_rows,
-                  int64_t num_rows) {
-  check_dtype(op, "groups", groups, aoti_torch_dtype_int32());
-  check_dim(op, "groups", groups, 2);
-  check_size(op, "groups", groups, 1, 3);
-  check_packed(op, "groups", groups);
+void check_groups(const char* op, const Adapters& of, int64_t num_lora_rows, int64_t num_rows) {
   for (int64_t i = 0; i < of.num_groups; ++i) {
     const int32_t slot = of.groups[3 * i], begin = of.groups[3 * i + 1], end = of.groups[3 * i + 2];
     if (slot < 0 || slot >= of.num_slots || begin < 0 || begin > end || end > num_lora_rows) {
@@ -88,51 +76,97 @@ void check_groups(const char* op, const Tensor& groups, const Adapters& of, int6
   }
 }
 
-// The items of both products, those of the first before those of the second.
-struct Items {
-  std::vector<LoRAItem> list, expanding;
-  int64_t num_shrinking;
-  int64_t products;
+// One part of one adapter, for a group of rows.
+struct Part {
+  const char* a;
+  const char* b;
+  int32_t begin, end;  // rows
+  int32_t first_column, num_columns, first_output, num_outputs;
 };
 
-void divide(const Adapters& of, Items& items) {
-  const LoRAArgs& args = of.args;
-  const int64_t size = args.weight_dtype == DType::kFloat32 ? 4 : 2;
-  items.list.clear();
-  items.expanding.clear();
-  items.products = 0;
+// The items of both products, those of the first before those of the second.
+struct Items {
+  std::vector<Part> parts;
+  std::vector<LoRAItem> list;
+  int64_t num_shrinking;
+};
+
+void find_parts(const Adapters& of, std::vector<Part>& parts) {
+  const int64_t size = of.args.weight_dtype == DType::kFloat32 ? 4 : 2;
+  parts.clear();
   for (int64_t g = 0; g < of.num_groups; ++g) {
     const int32_t *group = of.groups + 3 * g, slot = group[0];
+    if (group[1] == group[2]) continue;
     int64_t panel = slot * of.num_panels;
     for (int64_t part = 0; part < of.num_parts; ++part) {
       const int32_t first = of.first_outputs[part], outputs = of.first_outputs[part + 1] - first;
       const int32_t rank = of.ranks[slot * of.num_parts + part];
-      const int32_t columns = (rank + kLoRATile - 1) / kLoRATile * kLoRATile;
-      const char* a = of.a + (slot * of.num_parts + part) * of.max_rank * args.column_bytes;
-      const char* b = of.b + panel * of.max_rank * kLoRAPanel * size;
-      panel += panels_between(0, outputs);
-      if (rank == 0) continue;
-      items.products += (group[2] - group[1]) * columns * (args.in_features + outputs);
-      const int32_t column = static_cast<int32_t>(part * of.max_rank);
-      const int32_t column_step = item_size(args.column_bytes, kLoRATile);
-      const int32_t output_step = item_size(columns * size, 2 * kLoRAPanel);
-      for (int32_t begin = group[1]; begin < group[2]; begin += kItemRows) {
-        const int32_t end = std::min<int32_t>(begin + kItemRows, group[2]);
-        for (int32_t c = 0; c < columns; c += column_step) {
-          const int32_t count = std::min(column_step, columns - c);
-          items.list.push_back({a + c * args.column_bytes, count * args.column_bytes, begin, end,
-                                column + c, count, 0, 0});
-        }
-        for (int32_t n = 0; n < outputs; n += output_step) {
-          const int32_t count = std::min(output_step, outputs - n);
-          items.expanding.push_back({b + n * columns * size, count * columns * size, begin, end,
-                                     column, columns, first + n, count});
-        }
+      if (rank > 0) {
+        parts.push_back({of.a + (slot * of.num_parts + part) * of.max_rank * of.args.column_bytes,
+                         of.b + panel * of.max_rank * kLoRAPanel * size, group[1], group[2],
+                         static_cast<int32_t>(part * of.max_rank),
+                         static_cast<int32_t>((rank + kLoRATile - 1) / kLoRATile * kLoRATile),
+                         first, outputs});
       }
+      panel += panels_between(0, outputs);
     }
   }
+}
+
+// Calls body(first, count) for pieces of `size` neighbours, whole multiples of `step`, of about
+// `item_bytes`.
+template <class F>
+void for_pieces(int32_t size, int32_t step, int64_t bytes_of_one, int64_t item_bytes,
+                const F& body) {
+  const int64_t steps = std::max<int64_t>(1, item_bytes / (bytes_of_one * step));
+  const int32_t piece = static_cast<int32_t>(std::min<int64_t>(size, steps * step));
+  for (int32_t first = 0; first < size; first += piece) body(first, std::min(piece, size - first));
+}
+
+void divide(const Adapters& of, int64_t threads, Items& items) {
+  const LoRAArgs& args = of.args;
+  const int64_t size = args.weight_dtype == DType::kFloat32 ? 4 : 2;
+  int64_t a_bytes = 0, b_bytes = 0;
+  for (const Part& part : items.parts) {
+    const int64_t blocks = (part.end - part.begin + kItemRows - 1) / kItemRows;
+    a_bytes += blocks * part.num_columns * args.column_bytes;
+    b_bytes += blocks * part.num_columns * part.num_outputs * size;
+  }
+  const auto item_bytes = [&](int64_t bytes) {
+    return std::clamp(bytes / (threads * kItemsPerThread), kFewestItemBytes, kMostItemBytes);
+  };
+  const auto for_rows = [&](const auto& body) {
+    for (const Part& part : items.parts)
+      for (int32_t begin = part.begin; begin < part.end; begin += kItemRows)
+        body(part, begin, std::min<int32_t>(begin + kItemRows, part.end));
+  };
+  items.list.clear();
+  for_rows([&](const Part& part, int32_t begin, int32_t end) {
+    for_pieces(
+        part.num_columns, kLoRATile, args.column_bytes, item_bytes(a_bytes),
+        [&](int32_t first, int32_t count) {
+          items.list.push_back({part.a + first * args.column_bytes, count * args.column_bytes,
+                                begin, end, part.first_column + first, count, 0, 0});
+        });
+  });
   items.num_shrinking = static_cast<int64_t>(items.list.size());
-  items.list.insert(items.list.end(), items.expanding.begin(), items.expanding.end());
+  for_rows([&](const Part& part, int32_t begin, int32_t end) {
+    const int64_t output_bytes = part.num_columns * size;
+    for_pieces(part.num_outputs, 2 * kLoRAPanel, output_bytes, item_bytes(b_bytes),
+               [&](int32_t first, int32_t count) {
+                 items.list.push_back({part.b + first * output_bytes, count * output_bytes, begin,
+                                       end, part.first_column, part.num_columns,
+                                       part.first_output + first, count});
+               });
+  });
+}
+
+int64_t count_products(const Adapters& of, const std::vector<Part>& parts) {
+  int64_t products = 0;
+  for (const Part& part : parts)
+    products +=
+        (part.end - part.begin) * part.num_columns * (of.args.in_features + part.num_outputs);
+  return products;
 }
 
 // All items by all threads that call `run`, each item once.
@@ -207,27 +241,23 @@ void add_lora(const Tensor& out, const Tensor& x, const Tensor& a, const Tensor&
              layer.x_stride,
              of.num_parts * of.max_rank,
              a.size(3) * kLineBytes};
-  check_dtype(op, "shrunk", shrunk, aoti_torch_dtype_float32());
-  check_dim(op, "shrunk", shrunk, 1);
-  check_packed(op, "shrunk", shrunk);
-  const int64_t shrunk_size = rows.size(0) * of.args.num_columns;
-  if (shrunk.size(0) < shrunk_size) {
-    fail(op, "shrunk has shape " + shape_name(shrunk) + "; expected at least " +
-                 std::to_string(shrunk_size) + " numbers");
-  }
+  check_matrix(op, "shrunk", shrunk, aoti_torch_dtype_float32(), rows.size(0), of.args.num_columns);
+  check_dim(op, "groups", groups, 2);
+  check_matrix(op, "groups", groups, aoti_torch_dtype_int32(), groups.size(0), 3);
   of.groups = groups.data<int32_t>();
   of.num_groups = groups.size(0);
-  check_groups(op, groups, of, rows.size(0), layer.num_rows);
+  check_groups(op, of, rows.size(0), layer.num_rows);
   of.a = a.data<char>();
   of.b = b.data<char>();
   of.ranks = ranks.data<int32_t>();
   of.first_outputs = first_outputs.data<int32_t>();
 
   static thread_local Items items;
-  divide(of, items);
+  find_parts(of, items.parts);
+  const int64_t threads = count_products(of, items.parts) < kSerialProducts ? 1 : num_threads();
+  divide(of, threads, items);
   SharedItems shared(of.args, items);
-  parallel_for(items.products < kSerialProducts ? 1 : num_threads(), 1,
-               [&](int64_t, int64_t) { shared.run(); });
+  parallel_for(threads, 1, [&](int64_t, int64_t) { shared.run(); });
 }
 
 }  // namespace

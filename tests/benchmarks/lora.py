@@ -5,6 +5,7 @@ with all of them. Rows are divided equally among the adapters."""
 from __future__ import annotations
 
 import argparse
+import math
 import statistics
 import time
 from collections.abc import Iterable, Iterator
@@ -15,6 +16,7 @@ from tqdm import tqdm
 
 from benchmarks.common import add_numbers
 from tpengine.bench.harness import SHAPES, report_head
+from tpengine.bench.timing import ReadBandwidth
 from tpengine.ops.huge_pages import HugePageArena
 from tpengine.ops.linear import pack_linear_weight, packed_linear
 from tpengine.ops.lora import LoRARows, LoRASlots, add_lora, make_slots, write_slot
@@ -52,10 +54,11 @@ class Linear:
 def run(args: argparse.Namespace) -> int:
     """Measures and prints a table for each shape."""
     set_num_threads(1)
-    print(report_head(None))
+    bandwidth = ReadBandwidth().measure()
+    print(report_head(None, {"memory": f"reads {bandwidth / 1e9:.1f} GB/s"}))
     for shape in args.shapes:
         with torch.inference_mode():
-            show(shape, args, measure(shape, args))
+            show(shape, args, measure(shape, args), bandwidth)
     return 0
 
 
@@ -74,11 +77,15 @@ def kinds_of(shape: str) -> dict[str, tuple[int, tuple[int, ...]]]:
 
 def make_linears(shape: str, args: argparse.Namespace) -> Iterator[Linear]:
     """The linear layers of a model with random weights, in the order of a step."""
-    arena, cpu = HugePageArena(), torch.device("cpu")
+    arena = HugePageArena()
+
+    def allocate(shape: tuple[int, ...]) -> torch.Tensor:
+        return arena.empty(math.prod(shape), _DTYPE).view(shape)
+
     for _ in range(args.layers):
         for kind, (inputs, parts) in kinds_of(shape).items():
             weight = torch.randn(sum(parts), inputs).to(_DTYPE)
-            slots = make_slots(args.adapters, args.rank, inputs, parts, _DTYPE, cpu, arena)
+            slots = make_slots(args.adapters, args.rank, inputs, parts, _DTYPE, allocate)
             for slot in range(args.adapters):
                 matrices = [
                     (torch.randn(args.rank, inputs), torch.randn(size, args.rank)) for size in parts
@@ -88,28 +95,34 @@ def make_linears(shape: str, args: argparse.Namespace) -> Iterator[Linear]:
             yield Linear(kind, pack_linear_weight(weight, arena), slots, x, out)
 
 
-def measure(shape: str, args: argparse.Namespace) -> dict[str, list[float]]:
-    """Seconds of a step in each round, by whose adapters take part: "" for none."""
+@dataclass
+class Result:
+    """Seconds of a step in each round, by the layers whose adapters take part ("" for none), and
+    the bytes of these adapters."""
+
+    seconds: dict[str, list[float]]
+    num_bytes: dict[str, int]
+
+
+def measure(shape: str, args: argparse.Namespace) -> Result:
+    """Runs a step of each kind in each round."""
     linears = list(tqdm(make_linears(shape, args), desc=shape, total=4 * args.layers, leave=False))
-    per_adapter = args.rows / args.adapters
-    ends = [round(per_adapter * (slot + 1)) for slot in range(args.adapters)]
+    ends = [args.rows * (slot + 1) // args.adapters for slot in range(args.adapters)]
     groups = list(zip(range(args.adapters), [0, *ends], ends, strict=False))
-    columns = max(linear.slots.num_columns for linear in linears)
-    rows = LoRARows(
-        torch.randperm(args.rows, dtype=torch.int32),
-        torch.tensor(groups, dtype=torch.int32),
-        torch.empty(args.rows * columns),
-    )
+    order = torch.randperm(args.rows, dtype=torch.int32)
+    rows = LoRARows(order, torch.tensor(groups, dtype=torch.int32))
     kinds = list(kinds_of(shape))
-    recordings = {
-        name: record(linears, rows, chosen)
-        for name, chosen in {"": [], **{kind: [kind] for kind in kinds}, "all": kinds}.items()
-    }
-    seconds: dict[str, list[float]] = {name: [] for name in recordings}
+    chosen = {"": [], **{kind: [kind] for kind in kinds}, "all": kinds}
+    recordings = {name: record(linears, rows, own) for name, own in chosen.items()}
+    seconds: dict[str, list[float]] = {name: [] for name in chosen}
     for _ in tqdm(range(args.rounds), desc=shape, leave=False):
         for name, recording in recordings.items():
             seconds[name].append(min(step_s(recording) for _ in range(args.steps)))
-    return seconds
+    num_bytes = {
+        name: sum(linear.slots.nbytes for linear in linears if linear.kind in own)
+        for name, own in chosen.items()
+    }
+    return Result(seconds, num_bytes)
 
 
 def record(linears: Iterable[Linear], rows: LoRARows, kinds: list[str]) -> Recording:
@@ -129,17 +142,20 @@ def step_s(recording: Recording) -> float:
     return time.perf_counter() - start
 
 
-def show(shape: str, args: argparse.Namespace, seconds: dict[str, list[float]]) -> None:
-    """Prints medians of the rounds, as differences within a round."""
-    base = seconds.pop("")
+def show(shape: str, args: argparse.Namespace, result: Result, bandwidth: float) -> None:
+    """Prints medians of the differences within a round, and the differences of the fastest."""
+    base = result.seconds.pop("")
+    us = 1e6 / args.layers
     print(
-        f"{shape}: {args.rows} rows, {args.adapters} adapters of rank {args.rank}, {args.layers} "
-        f"layers; without adapters {1e6 * statistics.median(base) / args.layers:.1f} us a layer"
+        f"{shape}: {args.rows} rows, {args.adapters} adapters of rank {args.rank}; a layer without "
+        f"adapters takes {us * statistics.median(base):.0f} us (fastest {us * min(base):.0f})"
     )
-    for name, times in seconds.items():
-        added = [(time - before) / before for time, before in zip(times, base, strict=True)]
-        us = [1e6 * (time - before) for time, before in zip(times, base, strict=True)]
+    for name, times in result.seconds.items():
+        added = [time - before for time, before in zip(times, base, strict=True)]
+        share = statistics.median(time / before for time, before in zip(times, base, strict=True))
         print(
-            f"{name:<10s} adds {statistics.median(us) / args.layers:7.1f} us a layer, "
-            f"{100 * statistics.median(added):5.1f} % of all products"
+            f"{name:<8s} adds {us * statistics.median(added):6.1f} us, {100 * (share - 1):5.1f} % "
+            f"(fastest {us * (min(times) - min(base)):6.1f} us, "
+            f"{100 * (min(times) / min(base) - 1):5.1f} %); to read the adapters takes "
+            f"{us * result.num_bytes[name] / bandwidth:6.1f} us"
         )

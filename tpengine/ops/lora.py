@@ -3,8 +3,7 @@ step that have an adapter, each with its own."""
 
 from __future__ import annotations
 
-import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import accumulate, pairwise
 
@@ -12,7 +11,6 @@ import torch
 from torch import Tensor
 
 from tpengine.ops import library as _library  # noqa: F401 (defines the ops)
-from tpengine.ops.huge_pages import HugePageArena
 from tpengine.ops.lora_reference import (
     LORA_PANEL,
     LORA_TILE,
@@ -27,21 +25,17 @@ _add_lora = torch.ops.tpengine.add_lora.default
 
 @dataclass(frozen=True, slots=True)
 class LoRARows:
-    """The rows of a step that have adapters. Nothing here has a size that depends on the step, so
-    that a recorded step reads new rows from the same memory.
+    """The rows of a step that have an adapter, on the device of the step.
 
     Attributes:
         rows: int32 `[num_lora_rows]`, rows of x and out, each at most once; those of one adapter
             are neighbours.
-        groups: int32 `[num_groups, 3]`: a slot, and the begin and end of its rows in `rows`. Groups
-            with begin = end, and rows in no group, are skipped.
-        shrunk: float32 `[n]`, working memory: at least `num_lora_rows * num_columns` numbers of
-            the layer with most columns.
+        groups: int32 `[num_groups, 3]`: slot, begin and end in `rows`. A group may be empty, and
+            entries of `rows` that are in no group are not read: a recorded step has all places.
     """
 
     rows: Tensor
     groups: Tensor
-    shrunk: Tensor
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,7 +57,7 @@ class LoRASlots:
 
     @property
     def num_columns(self) -> int:
-        """Numbers of `LoRARows.shrunk` that a row needs."""
+        """Columns of A's result, for all parts."""
         return self.a.shape[1] * self.max_rank
 
     @property
@@ -83,8 +77,7 @@ def make_slots(
     in_features: int,
     part_sizes: Sequence[int],
     dtype: torch.dtype,
-    device: torch.device,
-    arena: HugePageArena | None = None,
+    allocate: Callable[[tuple[int, ...]], Tensor],
 ) -> LoRASlots:
     """Returns empty slots for a layer.
 
@@ -92,23 +85,15 @@ def make_slots(
         max_rank: rounded up to a multiple of 4.
         part_sizes: outputs of each part, in the order of the layer's outputs.
         dtype: of A and B: float32 or bfloat16, on a GPU float16 too.
-        arena: memory for A and B, on a CPU; None: torch allocates it.
+        allocate: returns memory of this shape and dtype for A, then for B, on the layer's device.
     """
-
-    def allocate(*shape: int) -> Tensor:
-        if arena is None:
-            return torch.empty(shape, dtype=dtype, device=device)
-        return arena.empty(math.prod(shape), dtype).view(shape)
-
     tiles = tile_shape(max_rank, in_features, dtype)
     panels = sum(num_blocks(size, LORA_PANEL) for size in part_sizes)
-    first_outputs = [0, *accumulate(part_sizes)]
-    return LoRASlots(
-        allocate(num_slots, len(part_sizes), *tiles),
-        allocate(num_slots, panels, tiles[0] * LORA_TILE, LORA_PANEL),
-        torch.zeros(num_slots, len(part_sizes), dtype=torch.int32, device=device),
-        torch.tensor(first_outputs, dtype=torch.int32, device=device),
-    )
+    a = allocate((num_slots, len(part_sizes), *tiles))
+    b = allocate((num_slots, panels, tiles[0] * LORA_TILE, LORA_PANEL))
+    ranks = torch.zeros(num_slots, len(part_sizes), dtype=torch.int32, device=a.device)
+    first_outputs = torch.tensor([0, *accumulate(part_sizes)], dtype=torch.int32, device=a.device)
+    return LoRASlots(a, b, ranks, first_outputs)
 
 
 def write_slot(slots: LoRASlots, slot: int, parts: Sequence[tuple[Tensor, Tensor] | None]) -> None:
@@ -127,7 +112,8 @@ def write_slot(slots: LoRASlots, slot: int, parts: Sequence[tuple[Tensor, Tensor
             ranks.append(0)
             continue
         a, b = matrices
-        assert b.shape == (size, len(a)) and len(a) <= slots.max_rank, (a.shape, b.shape, size)
+        assert b.shape == (size, len(a)), (b.shape, a.shape, size)
+        assert len(a) <= slots.max_rank, a.shape
         pack_a(slots.a[slot, part], a.to(slots.a))
         pack_b(slots.b[slot, panels], b.to(slots.b))
         ranks.append(len(a))
@@ -147,7 +133,7 @@ def add_lora(out: Tensor, x: Tensor, slots: LoRASlots, rows: LoRARows) -> None:
         RuntimeError: dtypes, shapes or strides do not fit, or on a CPU a row, slot or rank does
             not exist.
     """
+    shrunk = x.new_empty(len(rows.rows), slots.num_columns, dtype=torch.float32)
     _add_lora(
-        out, x, slots.a, slots.b, slots.ranks, slots.first_outputs, rows.rows, rows.groups,
-        rows.shrunk,
+        out, x, slots.a, slots.b, slots.ranks, slots.first_outputs, rows.rows, rows.groups, shrunk
     )  # fmt: skip

@@ -66,8 +66,7 @@ def add_lora(
     shrunk: Tensor,
 ) -> None:
     """See `ops.lora.add_lora`."""
-    first, num_columns = first_outputs.tolist(), a.shape[1] * a.shape[2] * LORA_TILE
-    columns = shrunk[: len(rows) * num_columns].view(len(rows), a.shape[1], -1)
+    first, columns = first_outputs.tolist(), shrunk.unflatten(1, (a.shape[1], -1))
     for slot, begin, end in groups.tolist():
         own, panel = rows[begin:end].long(), 0
         for part, rank in enumerate(ranks[slot].tolist()):
