@@ -76,7 +76,7 @@ void check_groups(const char* op, const Adapters& of, int64_t num_lora_rows, int
   }
 }
 
-// One part of one adapter, for a group of rows.
+// One part of one adapter, for at most kItemRows rows.
 struct Part {
   const char* a;
   const char* b;
@@ -84,31 +84,39 @@ struct Part {
   int32_t first_column, num_columns, first_output, num_outputs;
 };
 
-// The items of both products, those of the first before those of the second.
+struct PartItem {
+  LoRAItem item;
+  int32_t part;
+  bool is_expanding;
+};
+
+// The items of all parts, those that shrink before those that expand.
 struct Items {
   std::vector<Part> parts;
-  std::vector<LoRAItem> list;
-  int64_t num_shrinking;
+  std::vector<PartItem> list;
+  Scratch<std::atomic<int32_t>> left;  // by part: items of its shrinking that are not done
 };
 
 void find_parts(const Adapters& of, std::vector<Part>& parts) {
   const int64_t size = of.args.weight_dtype == DType::kFloat32 ? 4 : 2;
   parts.clear();
   for (int64_t g = 0; g < of.num_groups; ++g) {
-    const int32_t *group = of.groups + 3 * g, slot = group[0];
-    if (group[1] == group[2]) continue;
-    int64_t panel = slot * of.num_panels;
-    for (int64_t part = 0; part < of.num_parts; ++part) {
-      const int32_t first = of.first_outputs[part], outputs = of.first_outputs[part + 1] - first;
-      const int32_t rank = of.ranks[slot * of.num_parts + part];
-      if (rank > 0) {
-        parts.push_back({of.a + (slot * of.num_parts + part) * of.max_rank * of.args.column_bytes,
-                         of.b + panel * of.max_rank * kLoRAPanel * size, group[1], group[2],
-                         static_cast<int32_t>(part * of.max_rank),
-                         static_cast<int32_t>((rank + kLoRATile - 1) / kLoRATile * kLoRATile),
-                         first, outputs});
+    const int32_t slot = of.groups[3 * g], group_end = of.groups[3 * g + 2];
+    for (int32_t begin = of.groups[3 * g + 1]; begin < group_end; begin += kItemRows) {
+      const int32_t end = std::min<int32_t>(begin + kItemRows, group_end);
+      int64_t panel = slot * of.num_panels;
+      for (int64_t part = 0; part < of.num_parts; ++part) {
+        const int64_t place = slot * of.num_parts + part;
+        const int32_t first = of.first_outputs[part], outputs = of.first_outputs[part + 1] - first;
+        if (const int32_t rank = of.ranks[place]; rank > 0) {
+          const int64_t columns = (rank + kLoRATile - 1) / kLoRATile * kLoRATile;
+          parts.push_back({of.a + place * of.max_rank * of.args.column_bytes,
+                           of.b + panel * of.max_rank * kLoRAPanel * size, begin, end,
+                           static_cast<int32_t>(part * of.max_rank), static_cast<int32_t>(columns),
+                           first, outputs});
+        }
+        panel += panels_between(0, outputs);
       }
-      panel += panels_between(0, outputs);
     }
   }
 }
@@ -128,37 +136,40 @@ void divide(const Adapters& of, int64_t threads, Items& items) {
   const int64_t size = args.weight_dtype == DType::kFloat32 ? 4 : 2;
   int64_t a_bytes = 0, b_bytes = 0;
   for (const Part& part : items.parts) {
-    const int64_t blocks = (part.end - part.begin + kItemRows - 1) / kItemRows;
-    a_bytes += blocks * part.num_columns * args.column_bytes;
-    b_bytes += blocks * part.num_columns * part.num_outputs * size;
+    a_bytes += part.num_columns * args.column_bytes;
+    b_bytes += part.num_columns * part.num_outputs * size;
   }
   const auto item_bytes = [&](int64_t bytes) {
     return std::clamp(bytes / (threads * kItemsPerThread), kFewestItemBytes, kMostItemBytes);
   };
-  const auto for_rows = [&](const auto& body) {
-    for (const Part& part : items.parts)
-      for (int32_t begin = part.begin; begin < part.end; begin += kItemRows)
-        body(part, begin, std::min<int32_t>(begin + kItemRows, part.end));
-  };
+  const int32_t count = static_cast<int32_t>(items.parts.size());
+  std::atomic<int32_t>* left = items.left.take(count);
   items.list.clear();
-  for_rows([&](const Part& part, int32_t begin, int32_t end) {
+  for (int32_t i = 0; i < count; ++i) {
+    const Part& part = items.parts[i];
+    const size_t before = items.list.size();
     for_pieces(
         part.num_columns, kLoRATile, args.column_bytes, item_bytes(a_bytes),
-        [&](int32_t first, int32_t count) {
-          items.list.push_back({part.a + first * args.column_bytes, count * args.column_bytes,
-                                begin, end, part.first_column + first, count, 0, 0});
+        [&](int32_t first, int32_t columns) {
+          items.list.push_back({{part.a + first * args.column_bytes, columns * args.column_bytes,
+                                 part.begin, part.end, part.first_column + first, columns, 0, 0},
+                                i,
+                                false});
         });
-  });
-  items.num_shrinking = static_cast<int64_t>(items.list.size());
-  for_rows([&](const Part& part, int32_t begin, int32_t end) {
+    left[i].store(static_cast<int32_t>(items.list.size() - before), std::memory_order_relaxed);
+  }
+  for (int32_t i = 0; i < count; ++i) {
+    const Part& part = items.parts[i];
     const int64_t output_bytes = part.num_columns * size;
     for_pieces(part.num_outputs, 2 * kLoRAPanel, output_bytes, item_bytes(b_bytes),
-               [&](int32_t first, int32_t count) {
-                 items.list.push_back({part.b + first * output_bytes, count * output_bytes, begin,
-                                       end, part.first_column, part.num_columns,
-                                       part.first_output + first, count});
+               [&](int32_t first, int32_t outputs) {
+                 items.list.push_back(
+                     {{part.b + first * output_bytes, outputs * output_bytes, part.begin, part.end,
+                       part.first_column, part.num_columns, part.first_output + first, outputs},
+                      i,
+                      true});
                });
-  });
+  }
 }
 
 int64_t count_products(const Adapters& of, const std::vector<Part>& parts) {
@@ -172,34 +183,37 @@ int64_t count_products(const Adapters& of, const std::vector<Part>& parts) {
 // All items by all threads that call `run`, each item once.
 class SharedItems {
  public:
-  SharedItems(const LoRAArgs& args, const Items& items) : args_(args), items_(items) {}
+  SharedItems(const LoRAArgs& args, Items& items)
+      : args_(args), list_(items.list), left_(items.left.take(0)) {}
 
   void run() {
-    const int64_t count = static_cast<int64_t>(items_.list.size());
+    const int64_t count = static_cast<int64_t>(list_.size());
     const auto kernel = kernels().lora;
     int64_t now = next_.fetch_add(1);
     while (now < count) {
-      if (now >= items_.num_shrinking) wait();
+      const PartItem& own = list_[now];
+      if (own.is_expanding) wait(left_[own.part]);
       const int64_t next = next_.fetch_add(1);
-      kernel(args_, items_.list[now], next < count ? &items_.list[next] : nullptr);
-      if (now < items_.num_shrinking) done_.fetch_add(1, std::memory_order_release);
+      kernel(args_, own.item, next < count ? &list_[next].item : nullptr);
+      if (!own.is_expanding) left_[own.part].fetch_sub(1, std::memory_order_release);
       now = next;
     }
   }
 
  private:
-  // Until `shrunk` is complete. A thread that waits has left no part of it: it waits only for
-  // threads that are at work on one.
-  void wait() const {
-    for (int spins = 0; done_.load(std::memory_order_acquire) < items_.num_shrinking; ++spins)
+  // A thread that waits has left no item that shrinks: it waits only for threads that are at work
+  // on one. Mostly none is, as the parts are expanded in the order in which they were shrunk. A
+  // thread that yields too soon loses its core to other processes, and the others wait for it.
+  static void wait(const std::atomic<int32_t>& left) {
+    for (int spins = 0; left.load(std::memory_order_acquire) > 0; ++spins)
       if (spins > kSpins) sched_yield();
   }
 
   static constexpr int kSpins = 20000;  // some 20 us
   const LoRAArgs& args_;
-  const Items& items_;
+  const std::vector<PartItem>& list_;
+  std::atomic<int32_t>* left_;
   alignas(64) std::atomic<int64_t> next_{0};
-  alignas(64) std::atomic<int64_t> done_{0};
 };
 
 void add_lora(const Tensor& out, const Tensor& x, const Tensor& a, const Tensor& b,
