@@ -26,9 +26,9 @@ MAX_NOUN_FIELDS = 14
 MAX_PACKAGE_LINES = 18_500
 """Lines of code of the package, without docstrings, comments, blank lines and generated stubs."""
 MAX_PACKAGE_FILES = 195
-MAX_NATIVE_LINES = 7_520
+MAX_NATIVE_LINES = 8_090
 """Lines of C++ and CUDA in csrc/, without blank lines and comments."""
-MAX_TEST_LINES = 36_600
+MAX_TEST_LINES = 37_500
 """Lines of code of tests/."""
 MAY_ADD = {
     "API": 800,
@@ -36,17 +36,11 @@ MAY_ADD = {
     "HTTP and gRPC doors": 1_730,
     "four and eight bits": 1_400,
     "faults and fair shares": 900,
-    "LoRA": 760,
+    "LoRA": 830,
     "grammars, tools and page": 1_000,
 }
 """Lines of code that an issue may add to the package. One that needs more removes others first."""
-BEGUN: tuple[str, ...] = (
-    "API",
-    "models",
-    "HTTP and gRPC doors",
-    "four and eight bits",
-    "LoRA",
-)
+BEGUN: tuple[str, ...] = ("API", "models", "HTTP and gRPC doors", "four and eight bits", "LoRA")
 """The issues in `MAY_ADD` whose work has begun: their lines count as budget."""
 
 # room: rooms that it may import, besides itself and the files at the package's root

@@ -140,6 +140,11 @@ _SCHEMAS: dict[str, tuple[str, Callable[..., None]]] = {
         " int group_size, int offsets) -> ()",
         weight_only_reference.dequantize_weight,
     ),
+    "add_lora": (
+        "(Tensor(a!) out, Tensor x, Tensor a, Tensor b, Tensor ranks, Tensor first_outputs,"
+        " Tensor rows, Tensor groups, Tensor(b!) shrunk) -> ()",
+        lora_reference.add_lora,
+    ),
     "top_experts": (
         "(Tensor(a!) expert_ids, Tensor(b!) expert_weights, Tensor logits, bool normalize) -> ()",
         linear_reference.top_experts,
@@ -148,15 +153,6 @@ _SCHEMAS: dict[str, tuple[str, Callable[..., None]]] = {
         "(Tensor(a!) out, Tensor x, Tensor expert_ids, Tensor expert_weights, Tensor gate_up,"
         " Tensor down) -> ()",
         linear_reference.expert_mlp,
-    ),
-    "lora_shrink": (
-        "(Tensor(a!) shrunk, Tensor x, Tensor a, Tensor rows, Tensor groups) -> ()",
-        lora_reference.lora_shrink,
-    ),
-    "lora_expand": (
-        "(Tensor(a!) out, Tensor shrunk, Tensor b, Tensor rows, Tensor groups, int first_output,"
-        " int first_column) -> ()",
-        lora_reference.lora_expand,
     ),
     "argmax": (
         "(Tensor(a!) out, Tensor logits, Tensor(b!)? logprobs=None) -> ()",
