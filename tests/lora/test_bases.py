@@ -12,6 +12,7 @@ import pytest
 import torch
 from support.adapters import Adapters, assert_as_peft, open_engine, serve
 from support.engines import greedy, make_engine, run
+from support.gguf_files import write_gguf
 from support.subjects import BY_NAME
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -54,16 +55,25 @@ def test_the_addition_is_that_of_a_plain_base(form: str) -> None:
         torch.testing.assert_close(one, expected, rtol=1e-4, atol=1e-3)
 
 
-@pytest.mark.parametrize(("form", "factor"), [("int8", 5.0), ("int4", 1.3)])
+@pytest.mark.parametrize(("form", "factor"), [("int8", 5.0), ("int4", 1.3), ("Q8_0", 5.0)])
 def test_a_quantised_base_answers_as_nearly_as_without_adapters(
-    eight: Adapters, form: str, factor: float
+    eight: Adapters, form: str, factor: float, tmp_path: Path
 ) -> None:
-    """Log probabilities of PEFT's ids: the adapter's answers lose no more by the base's form than
+    """Quantised when it is read, or a GGUF file as stored.
+
+    Log probabilities of PEFT's ids: the adapter's answers lose no more by the base's form than
     those of the base, and less than without the adapter by this factor."""
     jobs = eight.jobs([None, "rank8", "rank64"], [30, 30, 30])
     losses: dict[str, list[float]] = {"none": [], "adapter": [], "left out": []}
     params = greedy(1, prompt_logprobs=0)
-    with open_engine(eight.base, tp_size=2, max_loras=2, quantization=form) as engine:
+    base, quantization = eight.base, None if form == "Q8_0" else form
+    if quantization is None:
+        end = {"tokenizer.ggml.eos_token_id": 2}
+        base = write_gguf(base, tmp_path / "model.gguf", form, metadata=end)
+    dtype = "float32" if quantization else "auto"
+    args = {"tp_size": 2, "max_loras": 2, "quantization": quantization, "dtype": dtype}
+    with open_engine(base, **args) as engine:
+        assert quantization or "as stored" in engine.stats().ledgers[0].weights_form
         for (name, prompt), answer in zip(jobs, eight.answers(jobs), strict=True):
             ids = answer.token_ids[:20]
             chosen = [float(answer.logprobs[place, one]) for place, one in enumerate(ids)]

@@ -27,11 +27,9 @@ MODES: dict[str, dict[str, Any]] = {
     "two ranks": {"tp_size": 2},
     "two ranks, scarce": {"tp_size": 2, "max_loras": 3, **SCARCE},
 }
-FAMILIES = {
-    variant.model_type: variant
-    for variant in reversed(VARIANTS)
-    if variant.model_type not in ("mixtral", "qwen3_moe")
-}
+FAMILIES = {variant.model_type: variant for variant in reversed(VARIANTS)}
+ATTENTION = {"target_modules": ["q_proj", "v_proj", "o_proj"]}
+"""Of models whose experts PEFT would adapt too."""
 
 
 @pytest.fixture(scope="module")
@@ -68,7 +66,9 @@ def test_every_family(variant: Variant, tmp_path: Path) -> None:
     """All linear layers of a model, on one rank and on two, where sizes are padded."""
     base = tmp_path / "base"
     variant.write(base)
-    adapters = Adapters(base, tmp_path, {"low": {"r": 4}, "high": {"r": 16, "lora_alpha": 8}})
+    part = ATTENTION if variant.model_type in ("mixtral", "qwen3_moe") else {}
+    configs = {"low": {"r": 4, **part}, "high": {"r": 16, "lora_alpha": 8, **part}}
+    adapters = Adapters(base, tmp_path, configs)
     jobs = adapters.jobs([None, "low", "high"], LENGTHS)
     for args in ({}, {"tp_size": 2, "max_num_batched_tokens": 16}):
         with open_engine(base, max_loras=2, **args) as engine:

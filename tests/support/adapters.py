@@ -123,8 +123,9 @@ def assert_as_peft(
 
 @contextmanager
 def open_engine(base: Path, tp_size: int = 1, **args: Any) -> Iterator[LLMEngine]:
-    """An engine for adapters in float32; several ranks are threads of this process."""
+    """An engine for adapters, in float32 unless told otherwise; ranks are threads of this process."""
     settings = {
+        "dtype": "float32",
         "max_lora_rank": 64,
         "num_device_blocks_override": 400,
         "max_model_len": 256,
@@ -132,7 +133,6 @@ def open_engine(base: Path, tp_size: int = 1, **args: Any) -> Iterator[LLMEngine
     }
     engine_args = EngineArgs(
         str(base),
-        dtype="float32",
         device="cpu",
         enable_lora=True,
         skip_tokenizer_init=True,
