@@ -112,7 +112,7 @@ def test_requests_of_another_caller_stay(llm: LLM) -> None:
     assert (other.request_id, len(other.outputs[0].token_ids)) == (taken, 3)
 
 
-@pytest.mark.parametrize("name", ["lora_request", "prompt_adapter_request", "trace_headers"])
+@pytest.mark.parametrize("name", ["prompt_adapter_request", "trace_headers"])
 def test_what_is_not_served_is_refused_by_name(llm: LLM, name: str) -> None:
     with pytest.raises(InvalidPromptError, match=f"^{name} = 'x' is not served; "):
         llm.llm_engine.add_request("bad", None, prompt_token_ids=[5], **{name: "x"})

@@ -30,6 +30,7 @@ from tpengine.errors import (
     ConfigError,
     EngineDeadError,
     EngineError,
+    InvalidAdapterError,
     InvalidPromptError,
     InvalidSamplingParamsError,
     RequestAbortedError,
@@ -200,7 +201,7 @@ def test_options_of_a_chat(llm: LLM) -> None:
         prompt([parts[0], image])
     with pytest.raises(InvalidPromptError, match="continue_final_message"):
         prompt("It is", continue_final_message=True)
-    with pytest.raises(InvalidPromptError, match="lora_request = 'x' is not served"):
+    with pytest.raises(InvalidAdapterError, match="must be a LoRARequest, got 'x'"):
         prompt("It is", lora_request="x")
 
 

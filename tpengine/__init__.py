@@ -15,7 +15,13 @@ if TYPE_CHECKING:
     from tpengine.async_engine.async_llm_engine import AsyncLLMEngine
     from tpengine.engine.llm_engine import LLMEngine
     from tpengine.engine_args import AsyncEngineArgs, EngineArgs
-    from tpengine.inputs import BeamSearchParams, PromptInputs, TextPrompt, TokensPrompt
+    from tpengine.inputs import (
+        BeamSearchParams,
+        LoRARequest,
+        PromptInputs,
+        TextPrompt,
+        TokensPrompt,
+    )
     from tpengine.llm import LLM
     from tpengine.outputs import CompletionOutput, Logprob, RequestOutput
     from tpengine.sampling_params import RequestOutputKind, SamplingParams
@@ -30,6 +36,7 @@ __all__ = [
     "CompletionOutput",
     "EngineArgs",
     "LLMEngine",
+    "LoRARequest",
     "Logprob",
     "PromptInputs",
     "RequestOutput",
@@ -44,7 +51,7 @@ _HOMES = {
     "tpengine.async_engine.async_llm_engine": "AsyncLLMEngine",
     "tpengine.engine.llm_engine": "LLMEngine",
     "tpengine.engine_args": "AsyncEngineArgs EngineArgs",
-    "tpengine.inputs": "BeamSearchParams PromptInputs TextPrompt TokensPrompt",
+    "tpengine.inputs": "BeamSearchParams LoRARequest PromptInputs TextPrompt TokensPrompt",
     "tpengine.llm": "LLM",
     "tpengine.outputs": "CompletionOutput Logprob RequestOutput",
     "tpengine.sampling_params": "RequestOutputKind SamplingParams",

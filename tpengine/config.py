@@ -69,7 +69,9 @@ NO_DELAY = "prompts are not delayed; use max_num_batched_tokens for shorter step
 NO_DRAFTS = "there is no speculative decoding; use quantization or tensor_parallel_size for speed"
 NO_GRAMMARS = "there is no guided decoding; use allowed_token_ids or logits_processors"
 NO_LOADER_CONFIG = "loading has no further settings; use load_format"
-NO_LORA = "there are no LoRA adapters; merge the adapter into the weights (peft: merge_and_unload)"
+NO_LONG_LORA = "an adapter makes no context longer; use rope_scaling for all requests"
+NO_QLORA = "a base of any form takes adapters; use quantization, and a LoRARequest"
+NO_SHARDED_LORA = "ranks divide A or B as they divide the layer; one of the two is whole"
 NO_NSIGHT = "ranks are not profiled; start a script with one rank under nsys"
 NO_OFFLOAD = "weights stay on the device; use tensor_parallel_size or quantization"
 NO_POOL = "there is no pool of tokenizers; AsyncLLMEngine has a thread of its own for text"
@@ -307,6 +309,7 @@ class SchedulerConfig:
         stream_interval: new tokens of a sequence that are reported together; the first and the last
             are reported immediately.
         looks_ahead: whether workers are told which sequences the next step will probably hold.
+        max_loras: most adapters in a step; 0: no request has one.
     """
 
     max_num_batched_tokens: int
@@ -317,10 +320,27 @@ class SchedulerConfig:
     preemption_mode: str
     stream_interval: int = 1
     looks_ahead: bool = False
+    max_loras: int = 0
 
     # The names of vLLM 0.5.4.
     chunked_prefill_enabled = property(attrgetter("enable_chunked_prefill"))
     delay_factor, num_lookahead_slots, embedding_mode = 0.0, 0, False
+
+
+@dataclass(frozen=True)
+class LoRAConfig:
+    """Adapters.
+
+    Attributes:
+        max_loras: slots on the device: most adapters in a step.
+        max_cpu_loras: most adapters that each rank keeps in host memory.
+        lora_dtype: auto (the model's), float32 or bfloat16.
+    """
+
+    max_loras: int
+    max_cpu_loras: int
+    max_lora_rank: int
+    lora_dtype: str = "auto"
 
 
 @dataclass(frozen=True)
@@ -346,12 +366,14 @@ class EngineConfig:
     recovery: RecoveryConfig
     device: str
     kernels: KernelConfig = KernelConfig()
+    lora: LoRAConfig | None = None
 
     # The names of vLLM 0.5.4.
     model_config = property(attrgetter("model"))
     cache_config = property(attrgetter("cache"))
     parallel_config = property(attrgetter("parallel"))
     scheduler_config = property(attrgetter("scheduler"))
+    lora_config = property(attrgetter("lora"))
 
     @property
     def num_kept_tokens(self) -> int:

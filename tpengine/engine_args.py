@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import math
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass, fields, replace
@@ -14,7 +13,7 @@ from tpengine import config as cfg
 from tpengine.errors import ConfigError, counted
 from tpengine.logger import init_logger
 from tpengine.model_files import WEIGHT_FILES, ModelFiles, read_end_token_ids, read_hf_config
-from tpengine.options import NOTHING, Options, each, option
+from tpengine.options import NOTHING, Options, each, option, read_bundle
 from tpengine.quantization_config import FILE_FORMS, chosen_quantization
 
 logger = init_logger(__name__)
@@ -128,17 +127,23 @@ class EngineArgs(Options):
     tokenizer_pool_size: int = option(0, only_for=NOTHING)
     tokenizer_pool_type: str = option("ray", only_for=NOTHING)
     tokenizer_pool_extra_config: str | None = option(None, refused=cfg.NO_POOL)
-    enable_lora: bool = option(False, refused=cfg.NO_LORA)
-    max_loras: int = option(1, refused=cfg.NO_LORA)
-    max_lora_rank: int = option(16, refused=cfg.NO_LORA)
+    enable_lora: bool = option(False)
+    """Serve LoRA adapters in PEFT's format: see docs/lora.md."""
+    max_loras: int = option(1, at_least=1, at_most=1 << 10)
+    """Slots for adapters on the device: the most that a step may have."""
+    max_lora_rank: int = option(16, at_least=1, at_most=512)
+    """Highest rank of an adapter; slots have its size."""
     enable_prompt_adapter: bool = option(False, refused=cfg.NO_PROMPT_ADAPTERS)
     max_prompt_adapters: int = option(1, refused=cfg.NO_PROMPT_ADAPTERS)
     max_prompt_adapter_token: int = option(0, refused=cfg.NO_PROMPT_ADAPTERS)
-    fully_sharded_loras: bool = option(False, refused=cfg.NO_LORA)
-    lora_extra_vocab_size: int = option(256, refused=cfg.NO_LORA)
-    long_lora_scaling_factors: str | None = option(None, refused=cfg.NO_LORA)
-    lora_dtype: str = option("auto", refused=cfg.NO_LORA)
-    max_cpu_loras: int | None = option(None, refused=cfg.NO_LORA)
+    fully_sharded_loras: bool = option(False, refused=cfg.NO_SHARDED_LORA)
+    lora_extra_vocab_size: int = option(0, (0,), advice="adapters with tokens are not served")
+    """Only 0: adapters have no tokens of their own."""
+    long_lora_scaling_factors: str | None = option(None, refused=cfg.NO_LONG_LORA)
+    lora_dtype: str = option("auto", ("auto", "float32", "bfloat16"))
+    """Type of adapters on the device; auto is the model's."""
+    max_cpu_loras: int | None = option(None, at_least=1)
+    """Most adapters that each rank keeps in host memory; default: max_loras."""
     device: str = option("auto", cfg.DEVICES)
     """Where the model runs; auto takes a GPU if the machine has one."""
     ray_workers_use_nsight: bool = option(False, refused=cfg.NO_NSIGHT)
@@ -171,7 +176,7 @@ class EngineArgs(Options):
         None, refused=cfg.NO_DRAFTS
     )
     typical_acceptance_sampler_posterior_alpha: float | None = option(None, refused=cfg.NO_DRAFTS)
-    qlora_adapter_name_or_path: str | None = option(None, refused=cfg.NO_LORA)
+    qlora_adapter_name_or_path: str | None = option(None, refused=cfg.NO_QLORA)
     disable_logprobs_during_spec_decoding: bool | None = option(None, refused=cfg.NO_DRAFTS)
     otlp_traces_endpoint: str | None = option(None, refused=cfg.NO_TRACES)
 
@@ -300,6 +305,7 @@ class EngineArgs(Options):
             recovery=cfg.RecoveryConfig(self.max_recoveries, self.recovery_window),
             device=device,
             kernels=cfg.KernelConfig(self.attention_backend, self.enforce_eager),
+            lora=self._lora_config(),
         )
 
     def check(self) -> None:
@@ -440,13 +446,25 @@ class EngineArgs(Options):
             preemption_mode=self.preemption_mode or "auto",
             stream_interval=self.stream_interval,
             looks_ahead=self.async_scheduling and device == "cuda",
+            max_loras=self.max_loras if self.enable_lora else 0,
         )
+
+    def _lora_config(self) -> cfg.LoRAConfig | None:
+        if not self.enable_lora:
+            return None
+        slots, in_host = self.max_loras, self.max_cpu_loras or self.max_loras
+        if in_host < slots:
+            raise ConfigError(
+                f"max_cpu_loras = {in_host} is less than max_loras = {slots}, which all come from "
+                "host memory; raise it, or leave it out"
+            )
+        return cfg.LoRAConfig(slots, in_host, self.max_lora_rank, self.lora_dtype)
 
     def _ray_config(self) -> cfg.RayConfig:
         return cfg.RayConfig(
             address=self.ray_address,
             placement_strategy=self.ray_placement_strategy,
-            bundle=None if self.ray_bundle is None else _read_bundle(self.ray_bundle),
+            bundle=None if self.ray_bundle is None else read_bundle(self.ray_bundle),
             placement_timeout_s=self.placement_timeout_s,
             start_timeout_s=self.start_timeout_s,
             step_timeout_s=self.step_timeout_s,
@@ -474,24 +492,3 @@ class AsyncEngineArgs(EngineArgs):
         base = {spec.name for spec in fields(EngineArgs)} if async_args_only else set()
         cls._add_options(parser, [spec for spec in fields(cls) if spec.name not in base])
         return parser
-
-
-def _read_bundle(text: str) -> dict[str, float]:
-    """Reads `GPU=1,my_accelerator=1` as a dict.
-
-    Raises:
-        ConfigError: the text has another form.
-    """
-    bundle = {}
-    for part in text.split(","):
-        name, _, amount = part.strip().partition("=")
-        try:
-            bundle[name] = float(amount)
-        except ValueError:
-            bundle[name] = math.nan
-        if not name or not 0.0 < bundle[name] < math.inf:
-            raise ConfigError(
-                f"ray_bundle must be of the form 'GPU=1,my_accelerator=1', with amounts above 0; "
-                f"got {text!r}"
-            )
-    return bundle

@@ -35,6 +35,11 @@ class InvalidPromptError(RequestError):
     """The prompt is empty, too long, or holds ids outside the vocabulary."""
 
 
+class InvalidAdapterError(RequestError):
+    """An adapter cannot be served: its folder, a field of its configuration, or tensors that do not
+    fit; the message names all of it."""
+
+
 class InvalidPriorityError(RequestError):
     """A priority is out of range, or the engine's policy has no priorities."""
 

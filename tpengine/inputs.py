@@ -29,7 +29,6 @@ class TokensPrompt(TypedDict):
 PromptInputs = str | TextPrompt | TokensPrompt
 
 _NOT_SERVED = {
-    "lora_request": "merge the adapter into the weights (peft: merge_and_unload)",
     "trace_headers": "leave it out; AsyncLLMEngine logs the times of each request",
     "prompt_adapter_request": "put the instruction into the prompt",
     "guided_options_request": "use allowed_token_ids or logits_processors of SamplingParams",
@@ -48,21 +47,21 @@ def check_not_served(*values: object) -> None:
     """
     for name, value in zip(_NOT_SERVED, values, strict=False):
         if value is not None:
-            advice = "ids go into inputs" if isinstance(value, list) else _NOT_SERVED[name]
-            raise InvalidPromptError(f"{name} = {value!r:.80} is not served; {advice}")
+            raise InvalidPromptError(f"{name} = {value!r:.80} is not served; {_NOT_SERVED[name]}")
 
 
 @dataclass(unsafe_hash=True)
 class LoRARequest:
-    """An adapter for one request. No engine serves any yet: to give one to a request is refused.
+    """An adapter for one request; the engine needs `enable_lora`.
 
     Attributes:
-        lora_int_id: the adapter's id in the whole process; objects of the same id are equal.
-        lora_path: its folder.
+        lora_int_id: the adapter's id for the caller, from 1; objects of the same id are equal. The
+            engine itself tells adapters apart by the content of their files.
+        lora_path: its folder, as PEFT writes it; every rank reads it.
         lora_local_path: the former name of `lora_path`.
 
     Raises:
-        InvalidPromptError: there is no path.
+        InvalidPromptError: there is no path, the id is below 1, or it has a `long_lora_max_len`.
     """
 
     lora_name: str = field(compare=False)
@@ -75,6 +74,11 @@ class LoRARequest:
         self.lora_path = self.lora_path or self.lora_local_path or ""
         if not self.lora_path:
             raise InvalidPromptError(f"lora_path of {self.lora_name!r} is empty; name its folder")
+        read_int("lora_int_id", self.lora_int_id, 1)
+        if self.long_lora_max_len is not None:
+            raise InvalidPromptError(
+                "long_lora_max_len is not served: no longer context by adapters"
+            )
 
     adapter_id = property(attrgetter("lora_int_id"))
     name = property(attrgetter("lora_name"))

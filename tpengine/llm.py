@@ -35,7 +35,7 @@ from tpengine.errors import (
     counted,
     did_you_mean,
 )
-from tpengine.inputs import BeamSearchParams, PromptInputs, check_not_served
+from tpengine.inputs import BeamSearchParams, LoRARequest, PromptInputs, check_not_served
 from tpengine.logger import init_logger
 from tpengine.model_defaults import recommended_sampling
 from tpengine.model_files import read_generation_config
@@ -112,7 +112,7 @@ class LLM(RefusesNames):
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
         prompt_token_ids: Sequence[int] | Sequence[Sequence[int]] | None = None,
         use_tqdm: bool = True,
-        lora_request: None = None,
+        lora_request: LoRARequest | Sequence[LoRARequest | None] | None = None,
         prompt_adapter_request: None = None,
         guided_options_request: None = None,
         priority: int | Sequence[int] | None = None,
@@ -129,7 +129,9 @@ class LLM(RefusesNames):
             prompt_token_ids: the prompts as ids, instead of `prompts` or together with them; then
                 the texts are only repeated in the outputs.
             use_tqdm: show a progress bar, with prompts and tokens.
-            lora_request, prompt_adapter_request, guided_options_request: only None.
+            lora_request: the adapter, one for all, or a list with one or None per prompt; needs
+                `enable_lora`.
+            prompt_adapter_request, guided_options_request: only None.
             priority: one for all, or a list with one per prompt; lower is served first; needs
                 scheduling_policy "priority".
             on_error: what a prompt that does not pass its checks does. raise: no prompt is
@@ -149,13 +151,16 @@ class LLM(RefusesNames):
             KeyboardInterrupt: on Ctrl-C; the engine has aborted the prompts and can be used again.
         """
         self._finished = []
-        check_not_served(lora_request, None, prompt_adapter_request, guided_options_request)
+        check_not_served(None, prompt_adapter_request, guided_options_request)
         pairs = pair_prompts(prompts, prompt_token_ids)
         params = _params_of_each(sampling_params, len(pairs))
         priorities = one_per_prompt("priority", 0 if priority is None else priority, len(pairs))
+        adapters = one_per_prompt("lora_request", lora_request, len(pairs))
         requests = [
-            GenerateRequest(text, token_ids, params=one, priority=urgency)
-            for (text, token_ids), one, urgency in zip(pairs, params, priorities, strict=True)
+            GenerateRequest(text, token_ids, params=one, priority=urgency, lora_request=adapter)
+            for (text, token_ids), one, urgency, adapter in zip(
+                pairs, params, priorities, adapters, strict=True
+            )
         ]
         return self._serve(requests, on_error, use_tqdm)
 
@@ -218,7 +223,7 @@ class LLM(RefusesNames):
         messages: Sequence[Message] | Sequence[Sequence[Message]],
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
         use_tqdm: bool = True,
-        lora_request: None = None,
+        lora_request: LoRARequest | Sequence[LoRARequest | None] | None = None,
         chat_template: str | None = None,
         *,
         add_generation_prompt: bool = True,
@@ -232,7 +237,7 @@ class LLM(RefusesNames):
         Args:
             messages: dicts with `role` and `content`, which is a string or a list of parts
                 `{"type": "text", "text": ...}`.
-            lora_request: only None.
+            lora_request: see `generate`.
             chat_template: a template in Jinja, instead of the model's own.
             add_generation_prompt: end with the opening of the assistant's answer.
             continue_final_message: leave the last message open, so that the answer continues it;
@@ -249,7 +254,6 @@ class LLM(RefusesNames):
                 does not accept the messages.
         """
         self._finished = []
-        check_not_served(lora_request)
         if not isinstance(chat_template_kwargs, Mapping | None):
             raise RequestError(f"chat_template_kwargs must be a dict, got {chat_template_kwargs!r}")
         is_many = isinstance(messages, Sequence) and all(map(is_list, messages))
@@ -262,9 +266,10 @@ class LLM(RefusesNames):
             **(chat_template_kwargs or {}),
         }
         params = _params_of_each(sampling_params, len(conversations))
+        adapters = one_per_prompt("lora_request", lora_request, len(conversations))
         requests = [
-            GenerateRequest(messages=one, chat_options=options, params=own)
-            for one, own in zip(conversations, params, strict=True)
+            GenerateRequest(messages=one, chat_options=options, params=own, lora_request=adapter)
+            for one, own, adapter in zip(conversations, params, adapters, strict=True)
         ]
         return self._serve(requests, on_error, use_tqdm)
 
@@ -272,7 +277,7 @@ class LLM(RefusesNames):
         self,
         prompts: Prompts,
         params: BeamSearchParams,
-        lora_request: None = None,
+        lora_request: LoRARequest | None = None,
         use_tqdm: bool = False,
     ) -> list[BeamSearchOutput]:
         """Finds the likeliest continuations of every prompt, by the engine's own beam search.
@@ -280,7 +285,7 @@ class LLM(RefusesNames):
         Args:
             prompts: see `generate`.
             params: number of beams, their length and how they are compared, for all prompts.
-            lora_request: only None.
+            lora_request: the adapter for all prompts.
             use_tqdm: show a progress bar, with prompts and tokens.
 
         Returns:

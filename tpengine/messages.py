@@ -31,6 +31,22 @@ class NewSequence:
     """Ids that are not sampled before `min_tokens`; empty when `min_tokens` is 0."""
     num_candidates: int = 0
     """Number of candidates to report at each of its samples, for beam search; 0: no candidates."""
+    adapter_slot: int | None = None
+    """Slot of its adapter; None: it has none."""
+
+
+@dataclass(frozen=True, slots=True)
+class AdapterLoad:
+    """An adapter that each rank loads into a slot, in place of the one before.
+
+    Attributes:
+        key: `AdapterFolder.key`, which the rank's files must have too.
+        path: of its folder.
+    """
+
+    slot: int
+    key: bytes
+    path: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,9 +84,9 @@ class StepInput:
     """One step, from the scheduler to every rank.
 
     Rows are the scheduled sequences: first those with one token to compute, then longer chunks.
-    The worker applies, in this order, `freed_slots`, `new_sequences`, `forks`, `new_block_ids`,
-    `replaced_block_ids`, `token_overrides` and `block_moves`; then it computes all rows and
-    samples.
+    The worker applies, in this order, `adapter_loads`, `freed_slots`, `new_sequences`, `forks`,
+    `new_block_ids`, `replaced_block_ids`, `token_overrides` and `block_moves`; then it computes all
+    rows and samples.
 
     Attributes:
         step: number of the step, counting from 1.
@@ -89,6 +105,7 @@ class StepInput:
         next_slots: those of `sample_slots` that will probably be the whole next step, with one
             token each, for which their blocks have room. A worker on a GPU may start to compute
             them before that step arrives; it drops a slot that the step changes or leaves out.
+        adapter_loads: adapters that come into slots which no running sequence uses.
     """
 
     step: int
@@ -104,6 +121,7 @@ class StepInput:
     replaced_block_ids: list[tuple[int, int, int]] = field(default_factory=list)
     block_moves: BlockMoves = field(default_factory=BlockMoves)
     next_slots: list[int] = field(default_factory=list)
+    adapter_loads: list[AdapterLoad] = field(default_factory=list)
 
 
 @dataclass(slots=True)
@@ -164,6 +182,7 @@ class StepOutput:
             and the request cannot go on.
         chosen_logprobs: float32, log probability of each of `token_ids`; valid where `logprobs` has
             none. An array, since making a list of it costs more than sending it.
+        adapter_errors: by key, why an adapter could not be loaded by all ranks.
     """
 
     step: int
@@ -173,6 +192,7 @@ class StepOutput:
     candidates: dict[int, Candidates] = field(default_factory=dict)
     prompt_logprobs: dict[int, PromptLogprobs] = field(default_factory=dict)
     errors: dict[int, str] = field(default_factory=dict)
+    adapter_errors: dict[bytes, str] = field(default_factory=dict)
     chosen_logprobs: array[float] = field(default_factory=lambda: array("f"))
 
 
@@ -207,6 +227,8 @@ class MemoryLedger:
     is the output head too, and rotary angles."""
     weights_form: str = ""
     """See `Weights.form`."""
+    adapters_bytes: int = 0
+    """Part of the weights: the slots of LoRA adapters."""
 
     @property
     def read_bytes(self) -> int:

@@ -267,3 +267,24 @@ def _one_or_more_numbers(text: str) -> float | list[float]:
             f"must be a number, or one per rank with commas between them; got {text!r}"
         ) from None
     return numbers if len(numbers) > 1 else numbers[0]
+
+
+def read_bundle(text: str) -> dict[str, float]:
+    """Reads `GPU=1,my_accelerator=1` as a dict.
+
+    Raises:
+        ConfigError: the text has another form.
+    """
+    bundle = {}
+    for part in text.split(","):
+        name, _, amount = part.strip().partition("=")
+        try:
+            bundle[name] = float(amount)
+        except ValueError:
+            bundle[name] = math.nan
+        if not name or not 0.0 < bundle[name] < math.inf:
+            raise ConfigError(
+                f"ray_bundle must be of the form 'GPU=1,my_accelerator=1', with amounts above 0; "
+                f"got {text!r}"
+            )
+    return bundle

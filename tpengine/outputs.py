@@ -4,7 +4,7 @@ vLLM 0.5.4; tpengine's own fields follow, by keyword only."""
 from __future__ import annotations
 
 from dataclasses import KW_ONLY, dataclass
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 from tpengine import aliases
 
@@ -68,7 +68,7 @@ class CompletionOutput:
         finish_reason: stop, length, abort or error; None while unfinished.
         stop_reason: the stop string or token that ended it; None: the tokenizer's end token did, or
             something else.
-        lora_request: always None: adapters are not served.
+        lora_request: always None, as in vLLM; that of the whole request is set.
     """
 
     index: int
@@ -94,7 +94,7 @@ class RequestOutput:
         prompt_logprobs: for each position in the prompt, candidates by id; position 0, which has
             no token before it, has None. None unless the request asks for them, and before the
             whole prompt is computed.
-        lora_request: always None: adapters are not served.
+        lora_request: the `LoRARequest` of its adapter; None: it has none.
         error: why the request was refused or failed; None: no error.
         num_cached_tokens: prompt tokens whose K and V were in the cache.
     """
@@ -106,7 +106,7 @@ class RequestOutput:
     outputs: list[CompletionOutput]
     finished: bool
     metrics: RequestMetrics | None = None
-    lora_request: None = None
+    lora_request: Any = None
     _: KW_ONLY
     error: str | None = None
     num_cached_tokens: int = 0

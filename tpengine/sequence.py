@@ -6,6 +6,7 @@ import enum
 from dataclasses import dataclass, field
 
 from tpengine import aliases
+from tpengine.adapters import Adapter
 from tpengine.errors import IllegalMoveError
 from tpengine.outputs import RequestMetrics
 from tpengine.sampling_params import SamplingParams
@@ -142,6 +143,7 @@ class Request:
     """Ids that end it: the model's, unless `ignore_eos`, and its `stop_token_ids`."""
     num_candidates: int = 0
     """Beam search: number of continuations of each beam that are compared after every token."""
+    adapter: Adapter | None = None
 
     @property
     def finished(self) -> bool:

@@ -78,6 +78,16 @@ inline void check_vector(const char* op, const char* name, const Tensor& tensor,
   check_packed(op, name, tensor);
 }
 
+// A packed matrix of one type.
+inline void check_matrix(const char* op, const char* name, const Tensor& tensor, int32_t dtype,
+                         int64_t rows, int64_t columns) {
+  check_dtype(op, name, tensor, dtype);
+  check_dim(op, name, tensor, 2);
+  check_size(op, name, tensor, 0, rows);
+  check_size(op, name, tensor, 1, columns);
+  check_packed(op, name, tensor);
+}
+
 // A soft cap of logits as the kernels take it: 0 for none.
 inline float check_softcap(const char* op, const Optional<double>& softcap) {
   if (!softcap) return 0.f;

@@ -43,6 +43,7 @@ struct Registration {
     register_experts(library);
     register_fused(library);
     register_linear(library);
+    register_lora(library);
     register_quantized(library);
     register_sampling(library);
   }

@@ -181,6 +181,29 @@ struct QuantizedLinearArgs {
   int64_t first_row(int64_t block) const { return num_rows * block / num_blocks; }
 };
 
+// Columns of a tile of A, whose numbers lie in turn, 64 bytes of each; and outputs of a panel of B.
+constexpr int64_t kLoRATile = 4, kLoRAPanel = 16;
+
+struct LoRAArgs {
+  DType dtype, weight_dtype;  // of out and x, of A and B
+  void* out;
+  const void* x;
+  const int32_t* rows;  // of out and x
+  float* shrunk;        // [rows, num_columns]
+  int64_t in_features, out_stride, x_stride, num_columns;
+  int64_t column_bytes;  // of A
+};
+
+// A piece of what adapters add: some rows of one adapter, and columns of `shrunk` to compute
+// (num_outputs = 0), or outputs to add.
+struct LoRAItem {
+  const char* weight;  // the first tile of A, or panel of B
+  int64_t weight_bytes;
+  int32_t begin, end;  // in `rows`
+  int32_t first_column, num_columns;
+  int32_t first_output, num_outputs;
+};
+
 // static: each instruction set has its own copy.
 static inline uint16_t float_to_half(float value) {
   uint32_t bits;
@@ -240,6 +263,8 @@ struct Kernels {
   // the weight x, of panels [begin, end), into out
   void (*quantize_panels)(const QuantizedLinearArgs&, int64_t begin, int64_t end);
   void (*quantized_linear)(const QuantizedLinearArgs&, PanelRange now, PanelRange next);
+  // next: the item that this thread will take after this one; null: none
+  void (*lora)(const LoRAArgs&, const LoRAItem&, const LoRAItem* next);
   void (*argmax)(const SamplingArgs&, int64_t begin, int64_t end);
   void (*sample)(const SamplingArgs&, const SamplingScratch&, int64_t begin, int64_t end);
   void (*sum_parts)(const SumArgs&, int64_t begin, int64_t end);

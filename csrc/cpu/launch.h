@@ -122,6 +122,7 @@ void register_embedding(TorchLibraryHandle library);
 void register_experts(TorchLibraryHandle library);
 void register_fused(TorchLibraryHandle library);
 void register_linear(TorchLibraryHandle library);
+void register_lora(TorchLibraryHandle library);
 void register_quantized(TorchLibraryHandle library);
 void register_sampling(TorchLibraryHandle library);
 

@@ -13,6 +13,7 @@ struct Registration {
     register_attention(library);
     register_cache(library);
     register_fused(library);
+    register_lora(library);
     register_quantized(library);
     register_sampling(library);
   }

@@ -84,6 +84,7 @@ int32_t check_window(const char* op, const Optional<int64_t>& sliding_window);
 void register_attention(TorchLibraryHandle library);
 void register_cache(TorchLibraryHandle library);
 void register_fused(TorchLibraryHandle library);
+void register_lora(TorchLibraryHandle library);
 void register_quantized(TorchLibraryHandle library);
 void register_sampling(TorchLibraryHandle library);
 

@@ -25,10 +25,10 @@ MAX_NOUN_FIELDS = 14
 # Budgets. A commit that raises one says what the lines buy.
 MAX_PACKAGE_LINES = 18_500
 """Lines of code of the package, without docstrings, comments, blank lines and generated stubs."""
-MAX_PACKAGE_FILES = 190
-MAX_NATIVE_LINES = 7_640
+MAX_PACKAGE_FILES = 196
+MAX_NATIVE_LINES = 8_210
 """Lines of C++ and CUDA in csrc/, without blank lines and comments."""
-MAX_TEST_LINES = 36_600
+MAX_TEST_LINES = 37_500
 """Lines of code of tests/."""
 MAY_ADD = {
     "API": 800,
@@ -36,11 +36,11 @@ MAY_ADD = {
     "HTTP and gRPC doors": 1_730,
     "four and eight bits": 1_620,
     "faults and fair shares": 900,
-    "LoRA": 500,
+    "LoRA": 830,
     "grammars, tools and page": 1_000,
 }
 """Lines of code that an issue may add to the package. One that needs more removes others first."""
-BEGUN: tuple[str, ...] = ("API", "models", "HTTP and gRPC doors", "four and eight bits")
+BEGUN: tuple[str, ...] = ("API", "models", "HTTP and gRPC doors", "four and eight bits", "LoRA")
 """The issues in `MAY_ADD` whose work has begun: their lines count as budget."""
 
 # room: rooms that it may import, besides itself and the files at the package's root

@@ -20,6 +20,7 @@ from tpengine import AsyncEngineArgs, AsyncLLMEngine, SamplingParams
 from tpengine.errors import (
     ConfigError,
     DuplicateRequestError,
+    InvalidAdapterError,
     InvalidPromptError,
     InvalidSamplingParamsError,
 )
@@ -99,7 +100,7 @@ ADAPTER = LoRARequest("adapter", 1, "/folder")
 
 @pytest.mark.parametrize(
     ("name", "value"),
-    [("lora_request", ADAPTER), ("trace_headers", {}), ("prompt_adapter_request", object())],
+    [("trace_headers", {}), ("prompt_adapter_request", object())],
 )
 def test_what_is_not_served_is_refused(engine: AsyncLLMEngine, name: str, value: Any) -> None:
     async def ask() -> None:
@@ -109,11 +110,10 @@ def test_what_is_not_served_is_refused(engine: AsyncLLMEngine, name: str, value:
             await engine.add_request("it", "a", SamplingParams(), **{name: value})
         with pytest.raises(InvalidSamplingParamsError, match=r"must be SamplingParams, got \{"):
             engine.generate("a", {"n": 2})
-        if name == "lora_request":
-            with pytest.raises(InvalidPromptError, match=r"\[5, 9\] .*; ids go into inputs"):
-                engine.generate(None, SamplingParams(), "it", [5, 9])
-            with pytest.raises(InvalidPromptError, match="peft"):
-                await engine.get_tokenizer(value)
+        with pytest.raises(InvalidAdapterError, match=r"LoRARequest\(.* no adapters; make it with"):
+            await engine.add_request("it", "a", SamplingParams(), lora_request=ADAPTER)
+        with pytest.raises(InvalidAdapterError, match=r"\[5, 9\]; ids go into inputs"):
+            await collect(engine.generate(None, SamplingParams(), "it", [5, 9]))
 
     run_async(ask())
 

@@ -17,6 +17,7 @@ BENCHMARKS = {
     "doors": "what a token costs over HTTP and over gRPC: throughput, CPU time, first token",
     "engines": "decode and prefill beside llama.cpp, OpenVINO GenAI and vLLM on CPU",
     "kernels": "the kernels of CPU or GPU: bytes and operations per second",
+    "lora": "what adapters add to the linear layers of a decode step on CPU",
     "peers": "output tokens/s beside those of transformers, on the same requests",
     "prefix": "what prefix caching gains and costs",
     "prompts": "tokens/s of long prompts, and the share of a plain product's operations",

@@ -54,6 +54,11 @@ def test_benchmarks_of_an_engine(
             r"(?m)^logits processor +[\d.]+ ms a step",
         ),
         (
+            "lora",
+            ["--shapes", "llama-124m", "--layers", "1", "--rounds", "1", "--steps", "1"],
+            r"(?m)^all +adds +-?[\d.]+ us, ",
+        ),
+        (
             "collectives",
             ["--runs", "5", "--steps", "1", "--exchanges", "2", "--rounds", "1"],
             r"(?m)^shared memory +[\d.]+ us an all-reduce",

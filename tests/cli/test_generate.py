@@ -102,7 +102,10 @@ def test_sampling_options(capsys: pytest.CaptureFixture[str]) -> None:
     [
         (["--model", "/nowhere"], ("ModelLoadError", "/nowhere")),
         (["--temperature", "nan"], ("InvalidSamplingParamsError", "temperature", "nan")),
-        (["--max_loras=2"], ("ConfigError", "max_loras = 2", "merge the adapter")),
+        (
+            ["--fully_sharded_loras"],
+            ("ConfigError", "fully_sharded_loras", "divide the layer"),
+        ),
         (["--max-num-seqs", "0"], ("ConfigError", "max_num_seqs", "at least 1")),
         (["--cpu-kv-cache-space", "1,2"], ("ConfigError", "one per rank", "got 2 numbers")),
         (["--file", "/nowhere/at.all"], ("/nowhere/at.all", "cannot be read")),

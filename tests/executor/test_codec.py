@@ -10,6 +10,7 @@ import pytest
 from tpengine.errors import EngineError
 from tpengine.executor.codec import decode_output, decode_plain, decode_step, encode
 from tpengine.messages import (
+    AdapterLoad,
     BlockMoves,
     Candidates,
     Fork,
@@ -42,6 +43,7 @@ FULL_STEP = StepInput(
     new_sequences=[
         NewSequence(5, list(range(70_000)), 70_000, 16, [1, 2**31 - 1], PARAMS, 2**64 - 1, 1, [2]),
         NewSequence(6, [1], 1, 0, [], SamplingParams(seed=-(2**63)), 0, 0, [], num_candidates=4),
+        NewSequence(7, [1], 1, 0, [], SamplingParams(), 0, 0, [], adapter_slot=3),
     ],
     new_block_ids=[(3, [9, 10]), (4, [])],
     freed_slots=[0, 1],
@@ -52,6 +54,7 @@ FULL_STEP = StepInput(
     replaced_block_ids=[(4, 0, 12)],
     block_moves=BlockMoves([(1, 2)], [], [(3, 4), (5, 6)]),
     next_slots=[4],
+    adapter_loads=[AdapterLoad(3, bytes(range(224, 256)), "/adapters/ä")],
 )
 FULL_OUTPUT = StepOutput(
     step=3,
@@ -61,6 +64,7 @@ FULL_OUTPUT = StepOutput(
     candidates={0: Candidates([1, 2], [-1.0, -2.0], [-1.0, -2.5])},
     prompt_logprobs={2: PromptLogprobs(1, [TokenLogprobs(-0.1, 2, [1], [-0.1])])},
     errors={1: "every token is banned ✗"},
+    adapter_errors={bytes(range(224, 256)): "its rank is 65"},
     chosen_logprobs=array("f", [-0.1, float("-inf")]),
 )
 

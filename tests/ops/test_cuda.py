@@ -6,16 +6,21 @@ Skips itself where there is no GPU or no CUDA library.
 from __future__ import annotations
 
 import itertools
+from dataclasses import astuple, fields
 
 import pytest
 import torch
 from torch import Tensor
 
-from tpengine.ops import attention, cache, library, reference
+from tpengine.ops import attention, cache, library, lora, reference
+from tpengine.ops.lora import LoRARows, LoRASlots
 from tpengine.ops.quantized import QuantizedFormat
 
 from .cases import dense_attention, generator, make_case, nan_like, relative_error
 from .cuda_host_library import BOUND
+from .lora_cases import GROUPS, PARTS, assert_untouched, rows_of
+from .lora_cases import expected as expected_lora
+from .lora_cases import make_case as make_lora_case
 from .packed_cases import FORMATS, INPUTS
 from .packed_cases import make_case as make_packed_case
 from .sampling_cases import assert_logprobs, random_case
@@ -326,6 +331,21 @@ def test_packed_weights_refuse_wrong_use() -> None:
     out = x.new_empty(32, case.weight.padded_inputs)
     with pytest.raises(RuntimeError, match="first_output is 16 for 32 rows; expected a multiple"):
         _op("dequantize_weight")(out, tensors[2], 16, 40, *case.format)
+
+
+@pytest.mark.parametrize("inputs", [90, 4096])
+def test_adapters(inputs: int) -> None:
+    groups = GROUPS[2]
+    num_rows = max(row for _, own in groups for row in own) + 2
+    for dtype, weight_dtype in itertools.product(DTYPES, DTYPES):
+        case = make_lora_case((dtype, weight_dtype), num_rows, inputs)
+        slots = LoRASlots(*(getattr(case.slots, f.name).to(CUDA) for f in fields(LoRASlots)))
+        rows = LoRARows(*(tensor.to(CUDA) for tensor in astuple(rows_of(groups))))
+        before = torch.randn(num_rows, sum(PARTS) + 5, generator=generator(1)).to(dtype)
+        after = before.to(CUDA)
+        lora.add_lora(after[:, : sum(PARTS)], _on_gpu(case.x), slots, rows)
+        assert relative_error(after.cpu(), expected_lora(before, case, groups)) < BOUND[dtype]
+        assert_untouched(after.cpu(), before, groups)
 
 
 def test_wrong_use_says_what_to_do() -> None:

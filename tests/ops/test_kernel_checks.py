@@ -10,7 +10,7 @@ from .cuda_host_library import compile_host, needs_compiler, run_host
 
 pytestmark = needs_compiler
 PROGRAM = Path(__file__).parent / "cuda_program" / "kernel_checks.cu"
-FAMILIES = ("decode", "cache", "blocks", "fused", "sampling", "weights")
+FAMILIES = ("decode", "cache", "blocks", "fused", "sampling", "weights", "lora")
 
 
 @pytest.fixture(scope="module")

@@ -85,6 +85,11 @@ def _arguments() -> dict[str, tuple]:
             torch.zeros(5, 40), x, groups, randn(40), 4, 32, 0,
         ),
         "dequantize_weight": (torch.zeros(32, 32), groups, 32, 40, 4, 32, 0),
+        "add_lora": (
+            torch.zeros(5, 40), x, randn(2, 2, 1, 2, 4, 16), randn(2, 3, 4, 16),
+            ints(4, 0, 3, 2).view(2, 2), ints(0, 30, 40), ints(4, 1, 2),
+            ints(1, 0, 2, 0, 2, 3).view(2, 3), randn(3, 8),
+        ),
         "top_experts": (torch.zeros(5, 2, dtype=torch.int32), torch.zeros(5, 2), randn(5, 3), True),
         "expert_mlp": (
             torch.zeros(5, 32), x, ints(0, 1, 2, 2, 1).view(5, 1), torch.ones(5, 1),

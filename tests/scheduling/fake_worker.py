@@ -9,6 +9,7 @@ from __future__ import annotations
 import sys
 from dataclasses import dataclass, field
 
+from tpengine.adapters import Adapter
 from tpengine.messages import Candidates, NewSequence, StepInput, StepOutput
 from tpengine.worker.gpu.run_ahead import valid_rows
 
@@ -30,12 +31,22 @@ def sample(keys: list[int], seed: int, index: int) -> int:
     return mix(seed, index, len(keys), *keys) % VOCAB_SIZE
 
 
-def keys_of(token_ids: list[int]) -> list[int]:
+def keys_of(token_ids: list[int], adapter: Adapter | None = None) -> list[int]:
     """What the cache holds for these tokens."""
-    keys: list[int] = []
+    return keys_after(root_of(None if adapter is None else adapter.key), token_ids)
+
+
+def keys_after(root: int, token_ids: list[int]) -> list[int]:
+    """What the cache holds for tokens after `root`."""
+    keys = [root]
     for token_id in token_ids:
-        keys.append(key_of(keys[-1] if keys else 0, token_id))
-    return keys
+        keys.append(key_of(keys[-1], token_id))
+    return keys[1:]
+
+
+def root_of(key: bytes | None) -> int:
+    """The key before the first token: with another adapter all keys are others."""
+    return 0 if key is None else mix(*key)
 
 
 def candidates_after(keys: list[int], count: int) -> Candidates:
@@ -54,10 +65,10 @@ def candidates_after(keys: list[int], count: int) -> Candidates:
 
 
 def generate_undisturbed(
-    prompt: list[int], seed: int, num_tokens: int, index: int = 0
+    prompt: list[int], seed: int, num_tokens: int, index: int = 0, adapter: Adapter | None = None
 ) -> list[int]:
     """What a sequence generates when it runs alone."""
-    keys = keys_of(prompt)
+    keys = keys_of(prompt, adapter)
     output: list[int] = []
     while len(output) < num_tokens:
         output.append(sample(keys, seed, index))
@@ -94,12 +105,16 @@ class FakeWorker:
     """What was written ahead of the driver, by slot."""
     num_ahead: int = 0
     num_kept: int = 0
+    max_loras: int = 0
+    adapters: dict[int, bytes] = field(default_factory=dict)
+    """Keys, by slot."""
 
     def apply(self, step: StepInput) -> None:
         """Applies what a step says about slots and blocks."""
         assert step.step == self.last_step + 1
         self.last_step = step.step
         self._move_blocks(step)
+        self._load_adapters(step)
         for slot in step.freed_slots:
             del self.slots[slot]  # KeyError: freed twice, or never taken
         for new in step.new_sequences:
@@ -123,7 +138,7 @@ class FakeWorker:
             block_ids = slot.block_ids[kept.start // self.block_size :]
             assert len(set(block_ids)) == len(block_ids), "a block twice in a table"
             assert all(0 <= block < self.num_blocks for block in block_ids)
-            expected = keys_of(slot.token_ids[: slot.num_computed_tokens])
+            expected = self._all_keys(slot, slot.num_computed_tokens)
             found = [self.cache.get(self._place(slot, p)) for p in kept]
             assert found == expected[kept.start :], "what was computed is no longer there"
         self._keep_ahead(step)
@@ -210,6 +225,21 @@ class FakeWorker:
         for pairs, which in ((moves.swap_outs, 1), (moves.swap_ins, 0)):
             assert all(0 <= pair[which] < self.num_host_blocks for pair in pairs)
 
+    def _load_adapters(self, step: StepInput) -> None:
+        kept = self.slots.keys() - set(step.freed_slots)
+        used = {self.slots[slot].new.adapter_slot for slot in kept}
+        for load in step.adapter_loads:
+            assert 0 <= load.slot < self.max_loras
+            assert load.slot not in used, "the slot of a running sequence gets another adapter"
+            self.adapters[load.slot] = load.key
+
+    def _root(self, slot: _Slot) -> int:
+        place = slot.new.adapter_slot
+        return root_of(None if place is None else self.adapters[place])  # KeyError: not loaded
+
+    def _all_keys(self, slot: _Slot, num_tokens: int) -> list[int]:
+        return keys_after(self._root(slot), slot.token_ids[:num_tokens])
+
     def _fork(self, step: StepInput) -> None:
         children = {fork.child_slot for fork in step.forks}
         assert len(children) == len(step.forks)
@@ -232,7 +262,7 @@ class FakeWorker:
         first = slot.num_computed_tokens
         places = set()
         for position in range(first, first + size):
-            previous = self.cache[self._place(slot, position - 1)] if position else 0
+            previous = self.cache[self._place(slot, position - 1)] if position else self._root(slot)
             key = key_of(previous, slot.token_ids[position])
             place = self._place(slot, position)
             self.cache[place] = key
@@ -255,7 +285,7 @@ class FakeWorker:
         slot = self.slots[slot_id]
         first = max(0, self._kept(slot).start - 1)
         read = [self.cache[self._place(slot, p)] for p in range(first, slot.num_computed_tokens)]
-        return keys_of(slot.token_ids[:first]) + read
+        return self._all_keys(slot, first) + read
 
     def _sample(self, slot_id: int) -> int:
         slot = self.slots[slot_id]

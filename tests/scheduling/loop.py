@@ -5,13 +5,15 @@ from __future__ import annotations
 import sys
 from collections import Counter
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from scheduling.fake_worker import VOCAB_SIZE, FakeWorker
+from tpengine.adapters import Adapter
 from tpengine.config import SchedulerConfig
 from tpengine.engine.beam_search import num_candidates
 from tpengine.engine.output_processor import OutputProcessor
+from tpengine.inputs import LoRARequest
 from tpengine.outputs import RequestMetrics, RequestOutput
 from tpengine.sampling_params import SamplingParams
 from tpengine.scheduling import (
@@ -45,6 +47,7 @@ class Limits:
     ahead: bool = False
     model_len: int = 4096
     window: int | None = None
+    max_loras: int = 0
 
     @property
     def num_kept_tokens(self) -> int:
@@ -65,12 +68,17 @@ def make_request(
     prompt: list[int] | int,
     params: SamplingParams | None = None,
     priority: int = 0,
+    adapter: Adapter | int = 0,
 ) -> Request:
     """A request named after its number.
 
     Args:
         prompt: its ids, or how many it has of its own.
+        adapter: or its number; 0: none.
     """
+    if isinstance(adapter, int) and adapter:
+        name = f"adapter{adapter}"
+        adapter = Adapter(LoRARequest(name, adapter, f"/{name}"), name.encode())
     params = params or plain()
     if isinstance(prompt, int):
         prompt = [(31 * index + 7 * place) % VOCAB_SIZE for place in range(prompt)]
@@ -91,6 +99,7 @@ def make_request(
         priority=priority,
         end_token_ids=ends,
         num_candidates=num_candidates(width, len(ends)) if params.use_beam_search else 0,
+        adapter=adapter or None,
     )
 
 
@@ -137,9 +146,13 @@ class Loop:
             policy=limits.policy,
             preemption_mode=limits.mode,
             looks_ahead=limits.ahead,
+            max_loras=limits.max_loras,
         )
+        never_passes = not limits.max_loras
         never_swaps = limits.mode == "recompute" or not limits.num_host_blocks
-        self.is_in_order = limits.policy == "fcfs" and policy is None and never_swaps
+        self.is_in_order = (
+            limits.policy == "fcfs" and policy is None and never_swaps and never_passes
+        )
         self.policy = POLICIES[limits.policy]() if policy is None else policy
         self.events: Counter[str] = Counter()
         self.blocks, self.worker = self._open_cache(limits.num_blocks, last_step=0)
@@ -162,6 +175,7 @@ class Loop:
             limits.num_host_blocks,
             limits.num_kept_tokens,
             last_step=last_step,
+            max_loras=limits.max_loras,
         )
 
     def add(self, request: Request) -> Request:
@@ -300,6 +314,7 @@ class Loop:
         self.events["forks"] += len(output.forks)
         self.events["beam forks"] += len(step.forks) - len(output.forks)
         self.events["copies"] += len(step.block_moves.copies)
+        self.events["adapter loads"] += len(step.adapter_loads)
         self.events["swap outs"] += len(step.block_moves.swap_outs)
         self.events["swap ins"] += len(step.block_moves.swap_ins)
         for request in output.preempted:
@@ -332,6 +347,9 @@ class Loop:
             assert request.metrics.first_scheduled_time is not None
             if request not in self.admitted:
                 self.admitted.append(request)
+        if self.limits.policy == "fcfs" and admitted and not output.preempted:
+            first = min((r.arrival_index for r in self.policy), default=sys.maxsize)
+            self.events["passed"] += any(first < r.arrival_index for r in admitted)
         if self.is_in_order:
             arrivals = [request.arrival_index for request in self.admitted]
             assert arrivals == sorted(arrivals), "not in order of arrival"
@@ -385,9 +403,10 @@ def _has_slots(request: Request) -> bool:
 
 def run_alone(request_like: Request) -> RequestOutput:
     """The output of the same request in an engine with ample limits."""
-    loop = Loop(ROOMY)
-    index = request_like.arrival_index
-    loop.add(make_request(index, request_like.prompt_token_ids, request_like.sampling_params))
+    loop = Loop(replace(ROOMY, max_loras=1))
+    index, prompt = request_like.arrival_index, request_like.prompt_token_ids
+    adapter = request_like.adapter or 0
+    loop.add(make_request(index, prompt, request_like.sampling_params, adapter=adapter))
     loop.run()
     return loop.outputs[request_like.request_id]
 

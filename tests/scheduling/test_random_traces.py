@@ -5,7 +5,8 @@ from __future__ import annotations
 
 import functools
 from collections import Counter
-from dataclasses import dataclass, field
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import pytest
@@ -129,8 +130,12 @@ def prompt_of(arrival: Arrival, index: int) -> list[int]:
     return shared + [3 + (31 * index + 7 * place) % 900 for place in range(own)]
 
 
-def play(trace: Trace) -> tuple[Loop, list[Request]]:
-    """Runs a trace to its end; the loop checks every step."""
+def play(trace: Trace, adapters: Sequence[int] = ()) -> tuple[Loop, list[Request]]:
+    """Runs a trace to its end; the loop checks every step.
+
+    Args:
+        adapters: of each request, 0: none; empty: no request has one.
+    """
     loop = Loop(trace.limits)
     arrivals = sorted(trace.arrivals, key=lambda arrival: arrival.step)
     requests: list[Request] = []
@@ -149,7 +154,8 @@ def play(trace: Trace) -> tuple[Loop, list[Request]]:
         while len(requests) < len(arrivals) and arrivals[len(requests)].step == number:
             arrival, index = arrivals[len(requests)], len(requests)
             params = SamplingParams(max_tokens=arrival.max_tokens, **KINDS[arrival.kind])
-            request = make_request(index, prompt_of(arrival, index), params, arrival.priority)
+            prompt, adapter = prompt_of(arrival, index), adapters[index] if adapters else 0
+            request = make_request(index, prompt, params, arrival.priority, adapter)
             requests.append(loop.add(request))
         if number in trace.restrictions:
             allowed = trace.restrictions[number]
@@ -184,7 +190,8 @@ def undisturbed(request: Request) -> Summary:
     if params.num_sequences > 1:
         return summary(run_alone(request))
     assert params.max_tokens is not None
-    ids = tuple(generate_undisturbed(request.prompt_token_ids, request.seed, params.max_tokens))
+    given = request.prompt_token_ids, request.seed, params.max_tokens
+    ids = tuple(generate_undisturbed(*given, adapter=request.adapter))
     end = next((place for place, token in enumerate(ids) if token in END_TOKEN_IDS), None)
     return [(0, ids, 0.0, "length")] if end is None else [(0, ids[: end + 1], 0.0, "stop")]
 
@@ -270,3 +277,28 @@ def test_random_traces(groups: bool, disturbed: bool, max_examples: int, wanted:
 
     run()
     assert {what: events[what] for what in [*COMMON, *wanted] if events[what] < 10} == {}
+
+
+def test_random_adapters() -> None:
+    """Traces with all disturbances, in which half of the requests have one of three adapters."""
+    events: Counter[str] = Counter()
+    adapters = st.lists(st.sampled_from([0, 0, 0, 1, 2, 3]), min_size=7, max_size=7)
+
+    @settings(
+        max_examples=250,
+        derandomize=True,
+        database=None,
+        deadline=None,
+        suppress_health_check=list(HealthCheck),
+    )
+    @given(trace=traces(True, True), adapters=adapters, max_loras=st.sampled_from([1, 2]))
+    def run(trace: Trace, adapters: list[int], max_loras: int) -> None:
+        limits = replace(trace.limits, max_loras=max_loras)
+        loop, requests = play(replace(trace, limits=limits), adapters)
+        for request in requests:
+            events[f"{check_ending(loop, request)} {request.adapter is not None}"] += 1
+        events.update(loop.events)
+
+    run()
+    wanted = ["completed True", "completed False", "adapter loads", "passed", "hits", "swap ins"]
+    assert {what: events[what] for what in wanted if events[what] < 5} == {}

@@ -45,7 +45,7 @@ _OTHER_VALUES = {
     "gpu_memory_utilization": 0.5,
     "rope_scaling": {"type": "linear", "factor": 2.0},
     "quantization": "int8",
-    "lora_dtype": "float16",
+    "lora_dtype": "bfloat16",
     "device": "cpu",
 }
 """Another value than the default for fields that take only some values."""

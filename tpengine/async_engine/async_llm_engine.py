@@ -36,7 +36,7 @@ from tpengine.errors import (
     RefusesNames,
     RequestIgnoredError,
 )
-from tpengine.inputs import PromptInputs, check_not_served
+from tpengine.inputs import LoRARequest, PromptInputs, check_not_served
 from tpengine.outputs import RequestOutput
 from tpengine.sampling_params import SamplingParams
 
@@ -141,7 +141,7 @@ class AsyncLLMEngine(RefusesNames):
         inputs: PromptInputs | None = None,
         sampling_params: SamplingParams | None = None,
         request_id: str | None = None,
-        lora_request: object = None,
+        lora_request: LoRARequest | None = None,
         trace_headers: object = None,
         prompt_adapter_request: object = None,
         *,
@@ -156,7 +156,8 @@ class AsyncLLMEngine(RefusesNames):
             inputs: text, or a dict with `prompt` or `prompt_token_ids`.
             sampling_params: default: `SamplingParams()`.
             request_id: a string that no unfinished request has; None: one is made.
-            lora_request, trace_headers, prompt_adapter_request: only None is served.
+            lora_request: its adapter; needs `enable_lora`.
+            trace_headers, prompt_adapter_request: only None is served.
             prompt_token_ids: the prompt as ids; then text in `inputs` is only echoed.
             priority: in [-1000, 1000], lower is served first; needs scheduling_policy "priority".
             deadline: moment of `time.monotonic` at which the request is ended, in any state.
@@ -165,7 +166,7 @@ class AsyncLLMEngine(RefusesNames):
         Raises:
             RequestError, EngineError: see `open`; most of them with the first output.
         """
-        check_not_served(lora_request, trace_headers, prompt_adapter_request)
+        check_not_served(trace_headers, prompt_adapter_request)
         request = GenerateRequest(
             prompt=inputs,
             prompt_token_ids=prompt_token_ids,
@@ -174,6 +175,7 @@ class AsyncLLMEngine(RefusesNames):
             priority=priority,
             deadline=deadline,
             max_queue_s=max_queue_s,
+            lora_request=lora_request,
         )
         return self.serve(request)
 
@@ -183,7 +185,7 @@ class AsyncLLMEngine(RefusesNames):
         inputs: PromptInputs,
         params: SamplingParams,
         arrival_time: float | None = None,
-        lora_request: object = None,
+        lora_request: LoRARequest | None = None,
         trace_headers: object = None,
         prompt_adapter_request: object = None,
     ) -> AsyncStream:
@@ -195,9 +197,13 @@ class AsyncLLMEngine(RefusesNames):
         Raises:
             RequestError, EngineError: see `open`.
         """
-        check_not_served(lora_request, trace_headers, prompt_adapter_request)
+        check_not_served(trace_headers, prompt_adapter_request)
         request = GenerateRequest(
-            inputs, params=params, request_id=request_id, arrival_time=arrival_time
+            inputs,
+            params=params,
+            request_id=request_id,
+            arrival_time=arrival_time,
+            lora_request=lora_request,
         )
         return AsyncStream(await self._begin(request, True))
 
@@ -278,8 +284,7 @@ class AsyncLLMEngine(RefusesNames):
         Returns:
             Whether there was an unfinished request of this id.
         """
-        live = self._requests.find(request_id)
-        if live is None:
+        if (live := self._requests.find(request_id)) is None:
             return False
         await self._requests.abort(live, _FREE_S)
         return True
@@ -350,12 +355,12 @@ class AsyncLLMEngine(RefusesNames):
         """Returns the limits of a step."""
         return self._engine.get_scheduler_config()
 
-    async def get_lora_config(self) -> None:
-        """Returns None: no adapters are served."""
+    async def get_lora_config(self) -> Any:
+        """Returns the `LoRAConfig`; None: adapters are not served."""
+        return self._engine.get_lora_config()
 
-    async def get_tokenizer(self, lora_request: object = None) -> Any:
+    async def get_tokenizer(self, lora_request: LoRARequest | None = None) -> Any:
         """Returns the tokenizer of transformers; None for a model folder without one."""
-        check_not_served(lora_request)
         return self._engine.get_tokenizer()
 
     @property

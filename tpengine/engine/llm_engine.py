@@ -44,7 +44,7 @@ from tpengine.errors import EngineError, GroupLostError, InvalidPromptError, Ref
 from tpengine.executor.executor import Executor
 from tpengine.executor.local_executor import create_executor
 from tpengine.host import DeferredInterrupt
-from tpengine.inputs import PromptInputs, check_not_served
+from tpengine.inputs import LoRARequest, PromptInputs, check_not_served
 from tpengine.logger import init_logger
 from tpengine.messages import StepOutput
 from tpengine.outputs import RequestMetrics, RequestOutput
@@ -71,7 +71,7 @@ class LLMEngine(RefusesNames):
     """
 
     REFUSED: ClassVar[Mapping[str, str]] = {
-        "add_lora remove_lora pin_lora": "merge the adapter into the weights",
+        "remove_lora pin_lora": "leave it out; slots go to the adapters that requests name",
         "add_prompt_adapter remove_prompt_adapter list_prompt_adapters": "extend the prompt",
         "get_tokenizer_group get_tokenizer_for_seq": "use get_tokenizer",
         "get_decoding_config decoding_config": "use allowed_token_ids or logits_processors",
@@ -80,7 +80,7 @@ class LLMEngine(RefusesNames):
         "model_executor stop_remote_worker_execution_loop": "call shutdown() to end the ranks",
         "device_config load_config scheduler": "read the EngineArgs, or call stats()",
     }
-    lora_config = multimodal_config = speculative_config = prompt_adapter_config = None
+    multimodal_config = speculative_config = prompt_adapter_config = None
 
     def __init__(self, config: EngineConfig, executor: Executor, log_stats: bool = True) -> None:
         self._config = config
@@ -93,6 +93,7 @@ class LLMEngine(RefusesNames):
             tokenizer = load_tokenizer(config.model)
             ledgers = start_workers(config, executor)
             blocks = make_block_manager(config, *count_blocks(ledgers))
+            self._adapters = executor.adapter_checks(config.lora)
             self._scheduler = Scheduler(config.scheduler, blocks)
             self._recovery = Recovery(config, executor, self._scheduler, ledgers)
             length, interval = config.model.max_model_len, config.scheduler.stream_interval
@@ -164,12 +165,14 @@ class LLMEngine(RefusesNames):
     parallel_config = property(get_parallel_config)
     scheduler_config = property(get_scheduler_config)
 
-    def get_lora_config(self) -> None:
-        """None: adapters are not served."""
+    def get_lora_config(self) -> Any:
+        """The `LoRAConfig`; None: adapters are not served."""
+        return self._config.lora
 
-    def get_tokenizer(self, lora_request: None = None) -> Any:
-        """The tokenizer of transformers; None for a model folder without one."""
-        check_not_served(lora_request)
+    lora_config = property(get_lora_config)
+
+    def get_tokenizer(self, lora_request: LoRARequest | None = None) -> Any:
+        """The tokenizer of transformers, for all adapters; None for a model folder without one."""
         return None if self.tokenizer is None else self.tokenizer.hf
 
     def get_num_unfinished_requests(self) -> int:
@@ -206,8 +209,16 @@ class LLMEngine(RefusesNames):
         self._recovery.check_alive()
 
     def list_loras(self) -> set[int]:
-        """The empty set: adapters are not served."""
-        return set()
+        """The ids of the adapters that requests have named so far."""
+        return set(self._adapters.ids)
+
+    def add_lora(self, lora_request: LoRARequest) -> bool:
+        """Checks an adapter; no request needs this. It is loaded for its first request.
+
+        Raises:
+            InvalidAdapterError: it cannot be served.
+        """
+        return self._adapters.check(lora_request) is not None
 
     def health(self) -> EngineHealth:
         """The engine's state and progress; any thread may ask, also during a step."""
@@ -216,9 +227,6 @@ class LLMEngine(RefusesNames):
     def stats(self) -> EngineStats:
         """Counters and sizes at this moment; any thread may ask."""
         health, scheduler, counters = self.health(), self._scheduler, self.counters
-        blocks = scheduler.block_manager
-        num_free, num_total = blocks.num_free_blocks, blocks.num_total_blocks
-        num_host = blocks.host.num_blocks
         return EngineStats(
             state=health.state.value,
             epoch=health.epoch,
@@ -230,14 +238,7 @@ class LLMEngine(RefusesNames):
                 num_queued=scheduler.num_waiting,
                 num_queued_tokens=0,
             ),
-            cache=CacheStats(
-                block_size=blocks.block_size,
-                num_total_blocks=num_total,
-                num_free_blocks=num_free,
-                usage=1 - num_free / num_total,
-                host_usage=1 - blocks.host.num_free / num_host if num_host else 0.0,
-                prefix_hits=counters.prefix_hits,
-            ),
+            cache=CacheStats.of(scheduler.block_manager, counters.prefix_hits),
             num_steps=counters.num_steps,
             prompt_tokens=counters.prompt_tokens,
             output_tokens=counters.output_tokens,
@@ -261,7 +262,7 @@ class LLMEngine(RefusesNames):
         inputs: PromptInputs | None = None,
         params: SamplingParams | None = None,
         arrival_time: float | None = None,
-        lora_request: None = None,
+        lora_request: LoRARequest | None = None,
         trace_headers: None = None,
         prompt_adapter_request: None = None,
         *,
@@ -275,7 +276,8 @@ class LLMEngine(RefusesNames):
             request_id: a string that no unfinished request has.
             inputs: text, or a dict with `prompt` or `prompt_token_ids`.
             arrival_time: seconds of `time.time`; None: now.
-            lora_request, trace_headers, prompt_adapter_request: only None.
+            lora_request: its adapter; needs `enable_lora`.
+            trace_headers, prompt_adapter_request: only None.
             prompt_token_ids: the prompt as ids; then text in `inputs` is only echoed.
             priority: in [-1000, 1000], lower is served first; needs scheduling_policy "priority".
 
@@ -283,11 +285,16 @@ class LLMEngine(RefusesNames):
             RequestError: this request cannot be served; other requests are not affected.
             EngineDeadError: an earlier step failed.
         """
-        check_not_served(lora_request, trace_headers, prompt_adapter_request)
+        check_not_served(trace_headers, prompt_adapter_request)
         check_request_id(request_id, lambda one: self._scheduler.get_request(one) is not None)
         params = SamplingParams() if params is None else params
         request = GenerateRequest(
-            inputs, prompt_token_ids, params=params, arrival_time=arrival_time, priority=priority
+            inputs,
+            prompt_token_ids,
+            params=params,
+            arrival_time=arrival_time,
+            priority=priority,
+            lora_request=lora_request,
         )
         self.add_checked(request_id, self.check_request(request), arrival_time)
 
@@ -301,7 +308,7 @@ class LLMEngine(RefusesNames):
         Raises:
             RequestError: this request cannot be served.
         """
-        return check_request(request, self._config, self.tokenizer)
+        return check_request(request, self._config, self.tokenizer, self._adapters)
 
     def add_checked(
         self, request_id: str, checked: CheckedRequest, arrival_time: float | None = None
@@ -334,6 +341,7 @@ class LLMEngine(RefusesNames):
             priority=checked.priority,
             end_token_ids=checked.end_token_ids,
             num_candidates=checked.num_candidates,
+            adapter=checked.adapter,
         )
         with DeferredInterrupt():  # scheduler and output processor both get it, or neither
             self._recovery.note_arrival()

@@ -128,7 +128,7 @@ class OutputProcessor:
 
         An error in the processing of one request ends that request alone.
         """
-        decisions = StepDecisions()
+        decisions = StepDecisions(failed_adapters=list(output.adapter_errors))
         beams: dict[str, list[Sampled]] = {}
         now = time.time()
         for row, part in output.prompt_logprobs.items():
@@ -139,6 +139,11 @@ class OutputProcessor:
                 self._record_prompt_logprobs(tracked.request, part)
             except Exception as error:
                 _fail(tracked.request, error, decisions)
+        for sequence in scheduled.rows if output.adapter_errors else ():
+            tracked = self._sequences.get(sequence.seq_id)
+            adapter = None if tracked is None else tracked.request.adapter
+            if tracked is not None and adapter is not None and adapter.key in output.adapter_errors:
+                _fail(tracked.request, output.adapter_errors[adapter.key], decisions)
         for place, sequence in enumerate(scheduled.sampled):
             tracked = self._sequences.get(sequence.seq_id)
             if tracked is None:  # it was aborted while the step was computed
@@ -196,6 +201,7 @@ class OutputProcessor:
                     outputs=completions,
                     finished=finished,
                     metrics=request.metrics,
+                    lora_request=None if request.adapter is None else request.adapter.request,
                     error=request.error or tracked.error,
                     num_cached_tokens=request.metrics.num_cached_tokens,
                 )

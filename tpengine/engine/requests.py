@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from operator import index
 from typing import Any
 
+from tpengine.adapters import Adapter, AdapterChecks
 from tpengine.config import MAX_PRIORITY, EngineConfig, ModelConfig, SchedulerConfig
 from tpengine.engine.beam_search import num_candidates
 from tpengine.engine.tokenizer import Tokenizer
@@ -24,7 +25,7 @@ from tpengine.errors import (
     RequestError,
     counted,
 )
-from tpengine.inputs import PromptInputs
+from tpengine.inputs import LoRARequest, PromptInputs
 from tpengine.outputs import CompletionOutput, RequestOutput
 from tpengine.sampling_params import (
     WHOLE_VOCABULARY,
@@ -53,6 +54,7 @@ class GenerateRequest:
         deadline: moment of `time.monotonic` at which the request is ended, in any state.
         max_queue_s: seconds that it may wait for its first step.
         owner: the client that sent it, in the protocol's words; the engine only keeps it.
+        lora_request: its adapter; None: it has none.
 
     Raises:
         InvalidSamplingParamsError: `params` has another type.
@@ -70,6 +72,7 @@ class GenerateRequest:
     deadline: float | None = None
     max_queue_s: float | None = None
     owner: str | None = None
+    lora_request: LoRARequest | None = None
 
     def __post_init__(self) -> None:
         if not isinstance(self.params, SamplingParams):
@@ -89,6 +92,7 @@ class CheckedRequest:
         params: as `read_sampling_params` returns them.
         end_token_ids: ids that end it: the model's (unless `ignore_eos`) and its `stop_token_ids`.
         num_candidates: beam search: continuations of each beam to look at after every token.
+        adapter: its adapter, as its folder holds it now.
     """
 
     prompt: str | None
@@ -97,6 +101,7 @@ class CheckedRequest:
     priority: int
     end_token_ids: frozenset[int]
     num_candidates: int
+    adapter: Adapter | None = None
 
 
 def check_request_id(request_id: object, is_live: Callable[[str], bool]) -> None:
@@ -130,7 +135,10 @@ def as_request_ids(given: str | Iterable[str]) -> list[str]:
 
 
 def check_request(
-    request: GenerateRequest, config: EngineConfig, tokenizer: Tokenizer | None
+    request: GenerateRequest,
+    config: EngineConfig,
+    tokenizer: Tokenizer | None,
+    adapters: AdapterChecks,
 ) -> CheckedRequest:
     """Checks all of a request but its id against the limits of model and engine, and tokenizes its
     prompt. This takes time and may run on any thread.
@@ -144,8 +152,10 @@ def check_request(
     _check_priority(request.priority, config.scheduler)
     end_token_ids = _end_token_ids(params, model, tokenizer)
     candidates = _check_sequences(params, len(end_token_ids), config.scheduler, model.vocab_size)
+    adapter = adapters.check(request.lora_request)
     text, token_ids = _read_prompt(request, params.truncate_prompt_tokens, tokenizer, model)
-    return CheckedRequest(text, token_ids, params, request.priority, end_token_ids, candidates)
+    urgency = request.priority
+    return CheckedRequest(text, token_ids, params, urgency, end_token_ids, candidates, adapter)
 
 
 def check_token_ids(name: str, token_ids: Iterable[Any], vocab_size: int) -> list[int]:

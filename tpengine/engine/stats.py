@@ -18,6 +18,7 @@ from tpengine.config import EngineConfig
 from tpengine.errors import RankLoss, counted
 from tpengine.logger import init_logger
 from tpengine.messages import MemoryLedger
+from tpengine.scheduling.block_manager import BlockManager
 from tpengine.scheduling.scheduler import Scheduler
 from tpengine.scheduling.step import SchedulerOutput, StepDecisions
 from tpengine.sequence import Request
@@ -348,6 +349,13 @@ class CacheStats:
     usage: float
     host_usage: float
     prefix_hits: int
+
+    @classmethod
+    def of(cls, blocks: BlockManager, prefix_hits: int) -> CacheStats:
+        """Of the cache at this moment."""
+        total, free, on_host = blocks.num_total_blocks, blocks.num_free_blocks, blocks.host
+        host_usage = 1 - on_host.num_free / on_host.num_blocks if on_host.num_blocks else 0.0
+        return cls(blocks.block_size, total, free, 1 - free / total, host_usage, prefix_hits)
 
 
 @dataclass(frozen=True, slots=True)

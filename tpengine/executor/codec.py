@@ -20,6 +20,7 @@ import msgpack
 
 from tpengine.errors import EngineError
 from tpengine.messages import (
+    AdapterLoad,
     BlockMoves,
     Candidates,
     Fork,
@@ -40,7 +41,15 @@ _MAX_ITEMS = 1 << 27
 _FIRST_ROWS = list(range(1024))
 _GETTERS: dict[type[Any], Callable[[Any], tuple[Any, ...]]] = {
     kind: attrgetter(*(field.name for field in dataclasses.fields(kind)))
-    for kind in (BlockMoves, Candidates, Fork, NewSequence, PromptLogprobs, TokenLogprobs)
+    for kind in (
+        AdapterLoad,
+        BlockMoves,
+        Candidates,
+        Fork,
+        NewSequence,
+        PromptLogprobs,
+        TokenLogprobs,
+    )
 }
 _OUTPUT_FIELDS = attrgetter(*(field.name for field in dataclasses.fields(StepOutput)))
 _PARAM_DEFAULTS: dict[str, Any] = dict(vars(SamplingParams()))
@@ -94,6 +103,7 @@ def _plain_step(step: StepInput) -> list[Any]:
         step.replaced_block_ids,
         step.block_moves or None,
         None if step.next_slots == slots else _as_bytes(step.next_slots),
+        step.adapter_loads,
     ]
 
 
@@ -178,6 +188,7 @@ def _step_input(fields: list[Any]) -> StepInput:
     step.token_overrides = _pairs(step.token_overrides)
     step.forks = [Fork(*fields) for fields in step.forks]
     step.replaced_block_ids = [(slot, at, block) for slot, at, block in step.replaced_block_ids]
+    step.adapter_loads = [AdapterLoad(*fields) for fields in step.adapter_loads]
     step.block_moves = BlockMoves(*map(_pairs, step.block_moves or ()))
     return cast(StepInput, step)
 

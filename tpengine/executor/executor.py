@@ -11,6 +11,8 @@ from collections.abc import Mapping, Sequence
 from types import MappingProxyType
 from typing import Any
 
+from tpengine.adapters import AdapterChecks
+from tpengine.config import LoRAConfig
 from tpengine.errors import EngineError, RankLoss
 from tpengine.messages import MemoryLedger, StepInput, StepOutput
 
@@ -44,6 +46,12 @@ class Executor(ABC):
         self._run_workers("load_model")
         self.devices = devices
         return devices
+
+    def adapter_checks(self, config: LoRAConfig | None) -> AdapterChecks:
+        """Returns checks of adapters against the layers of the loaded model."""
+        if config is None:
+            return AdapterChecks({}, 0)
+        return AdapterChecks(self._run_workers("adapter_targets")[0], config.max_lora_rank)
 
     def profile_num_available_blocks(self) -> list[MemoryLedger]:
         """Returns each rank's memory; the engine takes the smallest block count."""

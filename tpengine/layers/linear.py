@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import partial
+from typing import Protocol
 
 import torch
 import torch.nn.functional as F
@@ -25,6 +26,13 @@ from tpengine.ops.quantized import QuantizedFormat
 _PADDED_SHARE = 16
 
 
+class Additions(Protocol):
+    """What `layers.lora` adds to the output of a layer."""
+
+    def add(self, out: torch.Tensor, x: torch.Tensor) -> None:
+        """Adds to the layer's output for x, in place."""
+
+
 class Linear:
     """`y = x W^T + b` with this rank's part of W, `[out_features, in_features]`.
 
@@ -34,6 +42,8 @@ class Linear:
 
     may_be_stored = True
     """Whether the weight may keep the numbers of a quantised file."""
+    adapters: Additions | None = None
+    """What adds to the output for rows with an adapter; None: the engine serves no adapters."""
 
     def __init__(
         self, weights: Weights, in_features: int, out_features: int, bias: bool = False
@@ -42,6 +52,7 @@ class Linear:
         self.bias = weights.empty(out_features) if bias else None
         self.out_features = out_features
         self._form: LinearForm | None = None
+        weights.linears.append(self)
         take = partial(self._take, weights)
         rounded = self._rounded_format(weights, in_features)
         self.matrix = Matrix(weights, out_features, in_features, take, rounded, self.may_be_stored)
@@ -49,9 +60,12 @@ class Linear:
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """x `[num_tokens, in_features]` to `[num_tokens, out_features]`."""
         if self._form is None:
-            return F.linear(x, self.weight, self.bias)  # type: ignore[arg-type]
-        out = x.new_empty(x.shape[0], self.out_features)
-        self._form.multiply(out, x, self.bias)
+            out = F.linear(x, self.weight, self.bias)  # type: ignore[arg-type]
+        else:
+            out = x.new_empty(x.shape[0], self.out_features)
+            self._form.multiply(out, x, self.bias)
+        if self.adapters is not None:
+            self.adapters.add(out, x)
         return out
 
     def _take(self, weights: Weights, loaded: torch.Tensor | LinearForm) -> None:

@@ -166,10 +166,10 @@ def tensor_shape(shards: Sequence[WeightShard]) -> tuple[int, ...]:
     return tuple(shape)
 
 
-def _transposed(shard: WeightShard) -> WeightShard:
+def transposed(shard: WeightShard) -> WeightShard:
+    """Returns the shard of the same part whose tensor has inputs and outputs exchanged."""
     dim = None if shard.dim is None else 1 - shard.dim
-    transposed = not shard.is_transposed
-    return replace(shard, target=shard.target.t(), dim=dim, is_transposed=transposed)
+    return replace(shard, target=shard.target.t(), dim=dim, is_transposed=not shard.is_transposed)
 
 
 def copy_part(
@@ -234,6 +234,8 @@ class Weights:
         self.arena = HugePageArena()
         """Memory for packed weights, which a CPU reads in every step."""
         self.shards: dict[str, list[WeightShard]] = {}
+        self.linears: list[Any] = []
+        """The linear layers that were made, until the parameters are loaded."""
         self.repeats: dict[str, str] = {}
         """Tied weights: names that a checkpoint may contain, and the names of equal tensors."""
         self.convert: Callable[[Iterator[CheckpointTensor]], Iterator[CheckpointTensor]] = iter
@@ -302,7 +304,7 @@ class Weights:
         """Declares that the checkpoint has the matrices whose names end so as `[in, out]`."""
         for name, shards in self.shards.items():
             if name.endswith(endings):
-                self.shards[name] = [_transposed(shard) for shard in shards]
+                self.shards[name] = [transposed(shard) for shard in shards]
 
     def declare_repeat(self, name: str, original: str) -> None:
         """Declares that the checkpoint's tensor `name`, if it exists, must equal `original`."""
@@ -337,6 +339,7 @@ class Weights:
         whole = b"".join(self._digests[name] for name in sorted(self._digests))
         self.digest = hashlib.sha256(whole).hexdigest()
         self.shards.clear()
+        self.linears.clear()
         actions, self._after_loading = self._after_loading, []
         for action in actions:
             action()

@@ -13,7 +13,13 @@ import torch
 from tpengine import envs
 from tpengine.errors import NativeLibraryError
 from tpengine.logger import init_logger
-from tpengine.ops import linear_reference, quantized_reference, reference, weight_only_reference
+from tpengine.ops import (
+    linear_reference,
+    lora_reference,
+    quantized_reference,
+    reference,
+    weight_only_reference,
+)
 
 _logger = init_logger(__name__)
 
@@ -133,6 +139,11 @@ _SCHEMAS: dict[str, tuple[str, Callable[..., None]]] = {
         "(Tensor(a!) out, Tensor packed, int first_output, int out_features, int bits,"
         " int group_size, int offsets) -> ()",
         weight_only_reference.dequantize_weight,
+    ),
+    "add_lora": (
+        "(Tensor(a!) out, Tensor x, Tensor a, Tensor b, Tensor ranks, Tensor first_outputs,"
+        " Tensor rows, Tensor groups, Tensor(b!) shrunk) -> ()",
+        lora_reference.add_lora,
     ),
     "top_experts": (
         "(Tensor(a!) expert_ids, Tensor(b!) expert_weights, Tensor logits, bool normalize) -> ()",

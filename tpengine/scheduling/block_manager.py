@@ -165,8 +165,7 @@ class BlockManager:
         table = cached + self.device.take(self._num_next_blocks(sequence) - len(cached))
         self._tables[sequence.seq_id] = table
         if self._chains is not None:
-            chain = self._chains.setdefault(sequence.seq_id, BlockChain())
-            chain.num_published = len(cached)
+            self._chain(request, sequence).num_published = len(cached)
         return table.copy()
 
     def num_lacking_blocks(self, request: Request) -> int:
@@ -403,7 +402,7 @@ class BlockManager:
             return []
         sequences = request.unfinished_sequences
         num_blocks = (request.num_common_tokens - 1) // self.block_size
-        chain = self._chains.setdefault(sequences[0].seq_id, BlockChain())
+        chain = self._chain(request, sequences[0])
         chain.extend(sequences[0].token_ids, num_blocks, self.block_size)
         if self._first_kept(num_blocks * self.block_size) > 0:
             return self._cached_window(chain.digests[:num_blocks])
@@ -414,6 +413,16 @@ class BlockManager:
                 break
             found.append(block)
         return found
+
+    def _chain(self, request: Request, sequence: Sequence) -> BlockChain:
+        """The digests of a sequence; K and V of one adapter are never found for another."""
+        assert self._chains is not None
+        if sequence.seq_id not in self._chains:
+            adapter = request.adapter
+            self._chains[sequence.seq_id] = (
+                BlockChain() if adapter is None else BlockChain(root=adapter.key)
+            )
+        return self._chains[sequence.seq_id]
 
     def _cached_window(self, digests: list[bytes]) -> list[int]:
         """The longest beginning of which the cache knows the blocks that the next token sees. The

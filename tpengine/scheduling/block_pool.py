@@ -150,20 +150,23 @@ class BlockChain:
     """Digests of a sequence's full blocks, from the first on, each computed once.
 
     Attributes:
+        root: stands for what comes before the first block: the key of the request's adapter.
         num_published: how many of these blocks were offered to the pool, since their K and V are
             computed.
     """
 
     digests: list[bytes] = field(default_factory=list)
     num_published: int = 0
+    root: bytes = _ROOT
 
     def extend(self, token_ids: list[int], num_blocks: int, block_size: int) -> None:
         """Computes the missing digests of the first `num_blocks` blocks."""
         for index in range(len(self.digests), num_blocks):
-            parent = self.digests[-1] if self.digests else _ROOT
+            parent = self.digests[-1] if self.digests else self.root
             ids = token_ids[index * block_size : (index + 1) * block_size]
             self.digests.append(digest_of(parent, ids))
 
     def fork(self, num_blocks: int) -> BlockChain:
         """The chain of a sequence that shares the first `num_blocks` blocks."""
-        return BlockChain(self.digests[:num_blocks], min(self.num_published, num_blocks))
+        published = min(self.num_published, num_blocks)
+        return BlockChain(self.digests[:num_blocks], published, self.root)

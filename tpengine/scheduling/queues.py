@@ -9,7 +9,8 @@ from __future__ import annotations
 
 from bisect import insort
 
-from tpengine.messages import Fork
+from tpengine.messages import AdapterLoad, Fork
+from tpengine.scheduling.adapter_slots import AdapterSlots
 from tpengine.scheduling.block_manager import BlockManager, BlockPair
 from tpengine.scheduling.block_pool import expect
 from tpengine.scheduling.policy import SchedulingPolicy
@@ -99,7 +100,13 @@ class RequestQueues:
             request. They are RUNNING and have a slot; `Scheduler.update` gives them blocks.
     """
 
-    def __init__(self, blocks: BlockManager, policy: SchedulingPolicy, max_num_seqs: int) -> None:
+    def __init__(
+        self,
+        blocks: BlockManager,
+        policy: SchedulingPolicy,
+        max_num_seqs: int,
+        max_loras: int = 0,
+    ) -> None:
         self.waiting = policy
         self._rank = policy.rank
         self.barred: dict[str, Request] = {}
@@ -110,6 +117,7 @@ class RequestQueues:
         self.unforked: dict[str, int] = {}
         self.forking: list[Sequence] = []
         self.slots = BatchSlots(max_num_seqs)
+        self.adapters = AdapterSlots(max_loras)
         self._blocks = blocks
         self._max_num_seqs = max_num_seqs
         self._allowed: frozenset[str] | None = None
@@ -127,6 +135,21 @@ class RequestQueues:
         """Adds a request that has just arrived."""
         self.requests[request.request_id] = request
         self._wait(request)
+
+    def has_slots(self, request: Request) -> bool:
+        """Whether there are slots for the sequences of a request, and for its adapter."""
+        is_free = len(request.unfinished_sequences) <= self.slots.num_free
+        return is_free and self.adapters.has_room(request, self.running)
+
+    def next_waiting(self) -> Request | None:
+        """The waiting request to admit next; None: those that may be next wait for adapters."""
+        return self.adapters.choose(self.waiting, self.running)
+
+    def take_changes(
+        self,
+    ) -> tuple[list[int], list[Fork], list[tuple[int, int]], list[AdapterLoad]]:
+        """See `BatchSlots.take_changes` and `AdapterSlots.take_loads`."""
+        return *self.slots.take_changes(), self.adapters.take_loads()
 
     def start(self, request: Request) -> None:
         """Waiting to running: a slot for each unfinished sequence, blocks for the first."""
@@ -172,6 +195,7 @@ class RequestQueues:
         """
         self._blocks = blocks
         self.slots = BatchSlots(self._max_num_seqs)
+        self.adapters.restart()
         self.owners.clear()
         self.unforked.clear()
         self.forking.clear()
@@ -278,6 +302,9 @@ class RequestQueues:
             "waiting sequences hold nothing": all(s.slot is None for s in waiting + swapped)
             and not any(s.num_computed_tokens for s in blank),
             "owners are of sequences with slots": self.owners.keys() == {s.seq_id for s in members},
+            "adapters of running requests are loaded": all(
+                self.adapters.has_room(request, self.running) for request in self.running
+            ),
             "forking children have slots": all(
                 s.slot is not None or s.status.finished for s in self.forking
             ),
@@ -322,6 +349,7 @@ class RequestQueues:
             self._wait(request)
 
     def _run(self, request: Request, sequences: list[Sequence]) -> None:
+        self.adapters.take(request, self.running)
         for sequence in sequences:
             self.slots.give(sequence)
             self.owners[sequence.seq_id] = request

@@ -58,7 +58,7 @@ class Scheduler:
         self._blocks = block_manager
         if policy is None:
             policy = POLICIES[config.policy]()
-        self._queues = RequestQueues(block_manager, policy, config.max_num_seqs)
+        self._queues = RequestQueues(block_manager, policy, config.max_num_seqs, config.max_loras)
         self._num_steps = 0
         self._num_admitted_since_decode = 0
 
@@ -140,10 +140,10 @@ class Scheduler:
         if step.is_empty:
             if step.block_moves:
                 raise EngineError("a step without rows moves blocks, but it is never sent")
-            return step.build(self._num_steps + 1, [], [], [])
+            return step.build(self._num_steps + 1, [], [], [], [])
         self._num_steps += 1
         next_sequences = self._look_ahead(step) if self._config.looks_ahead else []
-        return step.build(self._num_steps, *self._queues.slots.take_changes(), next_sequences)
+        return step.build(self._num_steps, *self._queues.take_changes(), next_sequences)
 
     def update(self, output: SchedulerOutput, decisions: StepDecisions) -> None:
         """Applies an answered step and what was decided about its tokens.
@@ -158,6 +158,7 @@ class Scheduler:
         # Before the rows, so that blocks of a failed request are not offered to the prefix cache.
         for request_id, reason in decisions.failed.items():
             self.fail_request(request_id, reason)
+        queues.adapters.forget(decisions.failed_adapters)
         block_size = blocks.block_size
         sizes = output.step_input.num_scheduled_tokens
         for sequence, size in zip(output.rows, sizes, strict=True):
@@ -290,7 +291,8 @@ class Scheduler:
         if not is_known:
             self._queues.slots.enter(sequence)
             request = self._queues.owners[sequence.seq_id]
-            step.enter(request, sequence, self._blocks.block_ids(sequence))
+            adapter_slot = self._queues.adapters.slot_of(request)
+            step.enter(request, sequence, self._blocks.block_ids(sequence), adapter_slot)
         step.add(sequence, size)
 
     def _make_room(self, request: Request, num_blocks: int, step: StepBuilder) -> None:
@@ -337,8 +339,7 @@ class Scheduler:
                 num_needed = self._blocks.num_needed_blocks(request)
                 self._ignore(request, self._outgrown(request, num_needed), step)
                 continue
-            num_slots = len(request.unfinished_sequences)
-            if status is AllocStatus.LATER or num_slots > queues.slots.num_free:
+            if status is AllocStatus.LATER or not queues.has_slots(request):
                 return
             step.block_moves.swap_ins += queues.swap_in(request)
             self._continue([request], step)
@@ -359,14 +360,14 @@ class Scheduler:
                 and queues.running
             ):
                 return
-            request = queues.waiting.head()
+            if (request := queues.next_waiting()) is None:
+                return
             reason = self._why_never(request)
             if reason is not None:
                 self._ignore(request, reason, step)
                 continue
-            sequences = request.unfinished_sequences
-            has_slots = len(sequences) <= queues.slots.num_free
-            if not has_slots or self._blocks.can_allocate(request) is not AllocStatus.OK:
+            can_allocate = self._blocks.can_allocate(request)
+            if can_allocate is not AllocStatus.OK or not queues.has_slots(request):
                 return
             # Cached tokens count too: whether they are in the cache depends on other requests.
             num_tokens = request.num_common_tokens

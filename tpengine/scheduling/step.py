@@ -12,7 +12,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 from tpengine.errors import EngineError
-from tpengine.messages import BlockMoves, Fork, NewSequence, StepInput
+from tpengine.messages import AdapterLoad, BlockMoves, Fork, NewSequence, StepInput
 from tpengine.sequence import Request, Sequence, SequenceStatus
 
 SequencePair = tuple[Sequence, Sequence]
@@ -30,6 +30,7 @@ class StepDecisions:
             no child is a parent.
         overridden: sequences whose token of this step is not the one that rank 0 sampled.
         failed: by id, requests that cannot go on, with the reason for the user.
+        failed_adapters: keys of adapters that could not be loaded.
         to_report: by id, requests whose user may be told something new after the update.
         first_token_s: seconds from a request's arrival to its first token, of those that got it.
         inter_token_s: seconds from a request's last token to this one, of the other requests.
@@ -40,6 +41,7 @@ class StepDecisions:
     forks: list[SequencePair] = field(default_factory=list)
     overridden: list[Sequence] = field(default_factory=list)
     failed: dict[str, str] = field(default_factory=dict)
+    failed_adapters: list[bytes] = field(default_factory=list)
     to_report: dict[str, Request] = field(default_factory=dict)
     first_token_s: list[float] = field(default_factory=list)
     inter_token_s: list[float] = field(default_factory=list)
@@ -113,7 +115,13 @@ class StepBuilder:
         """Tells the workers about blocks at the end of the table of a sequence that they hold."""
         self.new_block_ids.append((slot_of(sequence), block_ids))
 
-    def enter(self, request: Request, sequence: Sequence, block_ids: list[int]) -> None:
+    def enter(
+        self,
+        request: Request,
+        sequence: Sequence,
+        block_ids: list[int],
+        adapter_slot: int | None,
+    ) -> None:
         """Sends a sequence in full to the workers."""
         params = request.sampling_params
         self.new_sequences.append(
@@ -128,6 +136,7 @@ class StepBuilder:
                 index=sequence.index,
                 end_token_ids=sorted(request.end_token_ids) if params.min_tokens > 0 else [],
                 num_candidates=request.num_candidates,
+                adapter_slot=adapter_slot,
             )
         )
 
@@ -137,6 +146,7 @@ class StepBuilder:
         freed_slots: list[int],
         forks: list[Fork],
         token_overrides: list[tuple[int, int]],
+        adapter_loads: list[AdapterLoad],
         next_sequences: Iterable[Sequence] = (),
     ) -> SchedulerOutput:
         """Orders the rows, and finds those whose last token is computed: they are sampled, once
@@ -176,6 +186,7 @@ class StepBuilder:
             replaced_block_ids=self.replaced_block_ids,
             block_moves=self.block_moves,
             next_slots=[slot_of(sequence) for sequence in next_sequences],
+            adapter_loads=adapter_loads,
         )
         return SchedulerOutput(
             step_input, rows, sampled, self.ignored, self.preempted, num_prefill_tokens, self.forks

@@ -101,7 +101,8 @@ class _Server:
         self._engine_args, self._start = engine_args, EngineStart(engine_args)
         self._log_requests = not engine_args.disable_log_requests
         self._limits = args.limits()
-        self._state = ServerState(engine_args.served_names, args.drain_timeout)
+        adapters = args.adapters(), args.lora_folder
+        self._state = ServerState(engine_args.served_names, args.drain_timeout, *adapters)
         self._phases = dict(phases)
         self._phase = ""
         self._first_signal: signal.Signals | None = None
@@ -216,6 +217,8 @@ class _Server:
                 start_timeout_s=self._args.startup_timeout + _EXIT_S,
                 log_requests=self._log_requests,
             )
+            for adapter in self._state.adapters.values():
+                await asyncio.to_thread(engine.llm_engine.add_lora, adapter)
         with self._timed("first token"):
             params = SamplingParams(
                 max_tokens=1,

@@ -6,13 +6,15 @@ import errno
 import importlib.util
 import ipaddress
 import socket
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
 from tpengine import envs
 from tpengine.async_engine.admission import QueueLimits
 from tpengine.errors import ConfigError
-from tpengine.options import Options, option
+from tpengine.inputs import LoRARequest
+from tpengine.options import Options, each, option
 from tpengine.server.auth import Authenticator, TlsFiles, read_tokens
 from tpengine.server.limits import DEFAULT_MESSAGE_BYTES, Limits
 
@@ -72,6 +74,12 @@ class ServerArgs(Options):
     """Seconds until the server must be ready; later it ends with exit code 1."""
     metrics_port: int | None = option(None, at_least=0, at_most=MAX_PORT)
     """Port for Prometheus on 127.0.0.1, at /metrics; 0 takes a free one; default: none."""
+    lora_modules: str | Sequence[str] | None = option(None, takes_words=True, metavar="NAME=PATH")
+    """LoRA adapters that are served under a name of their own, as `model` in a request; needs
+    --enable-lora; default: none."""
+    lora_folder: str | None = option(None)
+    """Folder of adapters that clients with the admin token may load and unload over HTTP; default:
+    none."""
 
     def check(self) -> None:
         """Checks each argument by itself, and those that belong together or exclude each other.
@@ -92,6 +100,7 @@ class ServerArgs(Options):
             raise ConfigError("tls_cert and tls_key belong together; give both or neither")
         if self.tls_client_ca is not None and self.tls_cert is None:
             raise ConfigError("tls_client_ca needs tls_cert and tls_key")
+        self.adapters()
         if self.cors_origin is not None and self.http_port is None:
             raise ConfigError("cors_origin needs http_port")
         missing = [name for name in _HTTP_PACKAGES if importlib.util.find_spec(name) is None]
@@ -137,6 +146,19 @@ class ServerArgs(Options):
         if self.tls_cert is None or self.tls_key is None:
             return None
         return TlsFiles(self.tls_cert, self.tls_key, self.tls_client_ca)
+
+    def adapters(self) -> list[LoRARequest]:
+        """The adapters of `lora_modules`.
+
+        Raises:
+            ConfigError: one is not of the form NAME=PATH, or two have one name.
+        """
+        found = [one.partition("=") for one in each(self.lora_modules)]
+        if len({name for name, _, _ in found}) < len(found) or not all(map(all, found)):
+            raise ConfigError(
+                f"lora_modules must be NAME=PATH, each name once; got {self.lora_modules!r}"
+            )
+        return [LoRARequest(name, at, path) for at, (name, _, path) in enumerate(found, start=1)]
 
     def limits(self) -> Limits:
         """Bounds of a request and of the queue.

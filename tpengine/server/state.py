@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import enum
+import itertools
 import time
 from collections.abc import AsyncIterator, Iterable, Mapping, Sequence
 from contextlib import asynccontextmanager
+from pathlib import Path
 from typing import Any
 
 from tpengine.async_engine.async_llm_engine import AsyncLLMEngine
@@ -15,10 +17,12 @@ from tpengine.engine.requests import GenerateRequest
 from tpengine.errors import (
     EngineDrainingError,
     EngineLoadingError,
+    InvalidAdapterError,
     ModelNotFoundError,
     RequestAbortedError,
     RequestIgnoredError,
 )
+from tpengine.inputs import LoRARequest
 from tpengine.server.limits import max_text_bytes
 
 METRICS_TYPE = "text/plain; version=0.0.4; charset=utf-8"
@@ -39,6 +43,8 @@ class ServerState:
 
     Attributes:
         names: under which the model is served.
+        adapters: by the name under which each is served.
+        adapter_folder: whose subfolders `load_adapter` may load; None: nothing is loaded later.
         engine: None while it loads.
         sampling: the model's defaults of sampling parameters, read before it is loaded.
         closing: set when the server has to close.
@@ -49,8 +55,17 @@ class ServerState:
         num_open_calls: calls that generate and have not ended.
     """
 
-    def __init__(self, names: Sequence[str], drain_timeout_s: float) -> None:
+    def __init__(
+        self,
+        names: Sequence[str],
+        drain_timeout_s: float,
+        adapters: Iterable[LoRARequest] = (),
+        adapter_folder: str | None = None,
+    ) -> None:
         self.names = names
+        self.adapters = {one.lora_name: one for one in adapters}
+        self.adapter_folder = adapter_folder
+        self._adapter_ids = itertools.count(len(self.adapters) + 1)
         self.drain_timeout_s = drain_timeout_s
         self.engine: AsyncLLMEngine | None = None
         self.sampling: Mapping[str, Any] = {}
@@ -114,11 +129,12 @@ class ServerState:
             )
         return self.engine
 
-    def check_open(self, model: str | None) -> None:
-        """Checks that requests for a model are taken.
+    def check_open(self, model: str | None) -> LoRARequest | None:
+        """Checks that requests for a model are taken; returns the adapter of that name, if it is
+        one.
 
         Args:
-            model: its name in the request; None: any.
+            model: its name in the request, or that of an adapter; None: any.
 
         Raises:
             EngineDrainingError: the server ends.
@@ -126,11 +142,50 @@ class ServerState:
         """
         if self.state is State.DRAINING:
             raise EngineDrainingError("the server ends and takes no new requests; ask another")
-        if model is not None and model not in self.names:
+        if model is None or model in self.names:
+            return None
+        if model not in self.adapters:
             raise ModelNotFoundError(
                 f"model {model[:200]!r} is not served here, but {self.model!r} is; give that name, "
                 "or none, or have the server take yours as well with --served-model-name"
             )
+        return self.adapters[model]
+
+    async def load_adapter(self, name: str, path: str) -> None:
+        """Serves an adapter from now on.
+
+        Args:
+            path: of its folder, in `adapter_folder`.
+
+        Raises:
+            InvalidAdapterError: the name is taken, the path leads out of the folder, or the
+                adapter cannot be served.
+        """
+        assert self.adapter_folder is not None
+        root = Path(self.adapter_folder).resolve()
+        folder = (root / path).resolve()
+        if root not in folder.parents:
+            raise InvalidAdapterError(
+                f"lora_path = {path!r:.200} is not in the folder of adapters (--lora-folder); name "
+                "a folder in it"
+            )
+        if not name or name in (*self.names, *self.adapters):
+            raise InvalidAdapterError(
+                f"lora_name = {name!r:.200} is empty or taken; choose another, or unload the "
+                "adapter of this name"
+            )
+        adapter = LoRARequest(name, next(self._adapter_ids), str(folder))
+        await asyncio.to_thread(self.loaded_engine().llm_engine.add_lora, adapter)
+        self.adapters[name] = adapter
+
+    def unload_adapter(self, name: str) -> None:
+        """Serves an adapter no more; its running requests go on.
+
+        Raises:
+            ModelNotFoundError: there is no adapter of this name.
+        """
+        if self.adapters.pop(name, None) is None:
+            raise ModelNotFoundError(f"{name!r:.200} is no adapter here; see /v1/models")
 
     def check_text(self, name: str, texts: Iterable[str]) -> None:
         """Refuses a text that cannot fit before it is tokenized: one thread tokenizes for all.

@@ -10,6 +10,7 @@ Only tpengine's own ops can be recorded. A model that needs another op runs op b
 
 from __future__ import annotations
 
+import contextlib
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -18,9 +19,11 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from tpengine.layers.attention import AttentionMetadata
+from tpengine.layers.lora import AdapterLayers
 from tpengine.logger import init_logger
+from tpengine.ops.lora import LoRARows
 from tpengine.ops.recording import Recording
-from tpengine.worker.input_batch import StepArrays
+from tpengine.worker.input_batch import Int32, StepArrays
 from tpengine.worker.transfers import Uploads
 
 logger = init_logger(__name__)
@@ -147,6 +150,7 @@ class DecodeRecording:
     Args:
         forward: the model over its cache: token ids and metadata to hidden states.
         max_blocks: of a sequence.
+        adapters: what adds to rows with an adapter; None: no row has one.
 
     Attributes:
         num_bytes: memory of inputs and intermediate tensors.
@@ -156,23 +160,37 @@ class DecodeRecording:
         NotRecordableError: the model needs an op of torch.
     """
 
-    def __init__(self, forward: Forward, max_rows: int, max_blocks: int) -> None:
+    def __init__(
+        self,
+        forward: Forward,
+        max_rows: int,
+        max_blocks: int,
+        adapters: AdapterLayers | None = None,
+    ) -> None:
         self.max_rows = max_rows
         self._recording = recording = Recording(max_rows)
         workspace = Workspace(recording)
         columns = torch.zeros(4, max_rows, dtype=torch.int32)
         table = torch.zeros(max_rows, max_blocks, dtype=torch.int32)
-        for inputs in (columns, table):
+        lora_rows = torch.zeros(max_rows, dtype=torch.int32)
+        num_groups = 0 if adapters is None else min(max_rows, adapters.num_slots)
+        groups = torch.zeros(num_groups, 3, dtype=torch.int32)  # empty ones
+        for inputs in (columns, table, lora_rows):
             recording.declare_rows(inputs)
         token_ids, positions, slots, seq_lens = columns
         no_chunks = torch.zeros(1, dtype=torch.int32)
         metadata = AttentionMetadata(positions, slots, table, seq_lens, no_chunks, max_rows)
         try:
-            with recording.noting(), _Tape(recording, workspace):
+            with contextlib.ExitStack() as stack:
+                stack.enter_context(recording.noting())
+                stack.enter_context(_Tape(recording, workspace))
+                if adapters is not None:
+                    stack.enter_context(adapters.applied(LoRARows(lora_rows, groups)))
                 self._hidden = forward(token_ids, metadata)
         except RuntimeError as error:  # the native side refuses a call
             raise NotRecordableError(str(error)) from error
         self._columns, self._table = columns.numpy(), table.numpy()
+        self._lora_rows, self._groups = lora_rows.numpy(), groups.numpy()
         self.num_bytes = workspace.num_bytes + columns.nbytes + table.nbytes
         self.num_calls = recording.num_calls
 
@@ -187,6 +205,12 @@ class DecodeRecording:
             row[:num_rows] = column
         self._table[:num_rows, : arrays.block_table.shape[1]] = arrays.block_table
 
+    def write_adapters(self, lora_rows: Int32, groups: Int32) -> None:
+        """Writes the rows that have an adapter; see `group_rows`."""
+        self._lora_rows[: len(lora_rows)] = lora_rows
+        self._groups[:] = 0
+        self._groups[: len(groups)] = groups
+
     def run(self, num_rows: int) -> torch.Tensor:
         """Runs the model over what was written; hidden states `[num_rows, hidden_size]`, valid
         until the next run."""
@@ -194,10 +218,12 @@ class DecodeRecording:
         return self._hidden[:num_rows]
 
 
-def try_to_record(forward: Forward, max_rows: int, max_blocks: int) -> DecodeRecording | None:
+def try_to_record(
+    forward: Forward, max_rows: int, max_blocks: int, adapters: AdapterLayers | None = None
+) -> DecodeRecording | None:
     """See `DecodeRecording`; None: the model needs an op that cannot be recorded."""
     try:
-        return DecodeRecording(forward, max_rows, max_blocks)
+        return DecodeRecording(forward, max_rows, max_blocks, adapters)
     except NotRecordableError as error:
         logger.debug("decode steps run op by op: %s", error)
         return None

@@ -75,6 +75,7 @@ class InputBatch:
         num_tokens, num_computed_tokens: int32 `[max_num_seqs]`.
         block_table: int32 `[max_num_seqs, max_blocks]`.
         sampling: sampling parameters of each slot.
+        adapter_slots: int32 `[max_num_seqs]`, slot of the sequence's adapter; -1: none.
     """
 
     def __init__(
@@ -96,6 +97,7 @@ class InputBatch:
         self._num_kept_tokens = num_kept_tokens
         self._num_blocks = np.zeros(max_num_seqs, np.int32)
         self._seeds = [0] * max_num_seqs
+        self.adapter_slots = np.full(max_num_seqs, -1, np.int32)
         self.sampling = SamplingSlots(max_num_seqs, uploads.device, processed)
 
     def apply(self, step: StepInput) -> None:
@@ -242,6 +244,7 @@ class InputBatch:
         self._num_blocks[slot] = 0
         self._append_blocks(slot, sequence.block_ids)
         self._seeds[slot] = sequence.seed
+        self.adapter_slots[slot] = -1 if sequence.adapter_slot is None else sequence.adapter_slot
         self.sampling.write(slot, sequence, noise_keys(sequence.seed, sequence.index))
 
     def _fork(self, fork: Fork) -> None:
@@ -250,6 +253,7 @@ class InputBatch:
         self.token_ids[child, :num_tokens] = self.token_ids[parent, :num_tokens]
         self.num_tokens[child] = num_tokens
         self.num_computed_tokens[child] = self.num_computed_tokens[parent]
+        self.adapter_slots[child] = self.adapter_slots[parent]
         self.block_table[child, :num_blocks] = self.block_table[parent, :num_blocks]
         self._num_blocks[child] = num_blocks
         seed = self._seeds[child] = self._seeds[parent]

@@ -31,6 +31,8 @@ from tpengine.layers.sampler import (
 )
 from tpengine.messages import PromptLogprobs, StepInput, StepOutput
 from tpengine.models.registry import CausalLM
+from tpengine.ops.lora import LoRARows
+from tpengine.worker.adapter_store import AdapterStore, group_rows
 from tpengine.worker.cache_engine import CacheEngine
 from tpengine.worker.decode_recording import DecodeRecording
 from tpengine.worker.device import cuda_peak_bytes
@@ -52,12 +54,15 @@ class ModelRows:
     Attributes:
         num_rows: rows, of one token or more.
         wanted: int64 `[num_wanted]`, the tokens whose hidden states are returned; None: all.
-        inputs: arguments of the model; None: the inputs lie where the recording reads them.
+        inputs: arguments of the model; None: the inputs lie where `recorded` reads them.
+        lora_rows: rows of `inputs` with an adapter; None: none has one.
     """
 
     num_rows: int
     wanted: torch.Tensor | None
     inputs: tuple[torch.Tensor, AttentionMetadata] | None = None
+    lora_rows: LoRARows | None = None
+    recorded: DecodeGraphs | DecodeRecording | None = None
 
 
 @dataclass(slots=True)
@@ -98,9 +103,11 @@ class ModelRunner:
 
     Args:
         gpu: what attention needs on a GPU; None: on CPU.
+        adapters: None: the engine serves no adapters.
 
     Attributes:
         recorded: runs decode steps without Python between their ops; None: steps run op by op.
+        recorded_adapters: the same for steps in which a row has an adapter.
         uploads: sends arrays to the device.
     """
 
@@ -112,11 +119,15 @@ class ModelRunner:
         device: torch.device,
         parallel: ParallelState,
         gpu: GpuAttention | None = None,
+        adapters: AdapterStore | None = None,
     ) -> None:
         self.model = model
         self.cache_engine = cache_engine
         self.device = device
         self.recorded: DecodeGraphs | DecodeRecording | None = None
+        self.recorded_adapters: DecodeRecording | None = None
+        self._adapters = adapters
+        self._adapter_errors: dict[bytes, str] = {}
         self.uploads = Uploads(device, parallel.wait_for)
         self._downloads = Downloads(device, parallel.wait_for)
         self._scheduler = config.scheduler
@@ -136,7 +147,7 @@ class ModelRunner:
 
     def drop_recording(self) -> None:
         """Destroys what was recorded; later steps run op by op."""
-        recorded, self.recorded = self.recorded, None
+        recorded, self.recorded, self.recorded_adapters = self.recorded, None, None
         if isinstance(recorded, DecodeGraphs):
             recorded.close()
 
@@ -155,7 +166,9 @@ class ModelRunner:
         return self.append(step, answer, start)
 
     def apply(self, step: StepInput) -> None:
-        """Brings batch and cache up to date with the driver."""
+        """Brings adapters, batch and cache up to date with the driver."""
+        if self._adapters is not None:
+            self._adapter_errors = self._adapters.load(step.adapter_loads)
         self._batch.apply(step)
         self.cache_engine.move(step.block_moves)
 
@@ -190,23 +203,38 @@ class ModelRunner:
         """
         arrays = self._batch.arrays(slots, num_scheduled_tokens)
         num_rows = len(slots)
-        recorded = self.recorded
+        grouped = group_rows(self._batch.adapter_slots[slots], arrays.num_scheduled_tokens)
+        recorded = self.recorded if grouped is None else self.recorded_adapters
         if recorded is not None and arrays.num_decodes == num_rows <= recorded.max_rows:
             self.cache_engine.kv_caches.wait()  # a recording does not iterate over the layers
             recorded.write(arrays, self.uploads, token_ids)
-            return ModelRows(num_rows, wanted)
+            if isinstance(recorded, DecodeRecording) and grouped is not None:
+                recorded.write_adapters(*grouped)
+            return ModelRows(num_rows, wanted, recorded=recorded)
         sent_ids, metadata = self._upload(arrays)
-        metadata.wanted_rows = wanted
         inputs = (sent_ids if token_ids is None else token_ids.int(), metadata)
-        return ModelRows(num_rows, wanted, inputs)
+        if grouped is None:
+            metadata.wanted_rows = wanted
+            return ModelRows(num_rows, wanted, inputs)
+        # The last layer keeps all rows, so that all layers have the same ones.
+        return ModelRows(num_rows, wanted, inputs, LoRARows(*self.uploads.send(grouped)))
 
     def forward(self, rows: ModelRows) -> torch.Tensor:
         """Runs the model; hidden states `[num_wanted, hidden_size]`, valid until the next call."""
-        if rows.inputs is not None:
-            token_ids, metadata = rows.inputs
+        if rows.inputs is None:
+            assert rows.recorded is not None
+            return keep_rows(rows.recorded.run(rows.num_rows), rows.wanted)
+        if rows.lora_rows is None:
+            return self.model.forward(rows.inputs[0], self.cache_engine.kv_caches, rows.inputs[1])
+        return keep_rows(self._forward_adapters(*rows.inputs, rows.lora_rows), rows.wanted)
+
+    def _forward_adapters(
+        self, token_ids: torch.Tensor, metadata: AttentionMetadata, lora_rows: LoRARows
+    ) -> torch.Tensor:
+        """Runs the model over rows of which some have an adapter; `[num_tokens, hidden_size]`."""
+        assert self._adapters is not None
+        with self._adapters.layers.applied(lora_rows):
             return self.model.forward(token_ids, self.cache_engine.kv_caches, metadata)
-        assert self.recorded is not None
-        return keep_rows(self.recorded.run(rows.num_rows), rows.wanted)
 
     def sample(self, step: StepInput, inputs: SampleInputs, hidden: torch.Tensor) -> PendingAnswer:
         """Samples, starts the copies of all results to the host, and marks the step's tokens as
@@ -260,6 +288,7 @@ class ModelRunner:
             candidates=found.candidates,
             prompt_logprobs=prompt_logprobs,
             errors=found.errors,
+            adapter_errors=self._adapter_errors,
             chosen_logprobs=found.chosen_logprobs,
         )
 
@@ -301,7 +330,12 @@ class ModelRunner:
         arrays = self._batch.arrays(range(len(lengths)), lengths.tolist())
         arrays.slot_mapping.fill(-1)  # K and V go nowhere
         token_ids, metadata = self._upload(arrays)
-        hidden = self.model.forward(token_ids, self.cache_engine.kv_caches, metadata)
+        grouped = group_rows(np.zeros_like(lengths), lengths)
+        if self._adapters is None or grouped is None:
+            hidden = self.model.forward(token_ids, self.cache_engine.kv_caches, metadata)
+        else:
+            lora_rows = LoRARows(*self.uploads.send(grouped))
+            hidden = self._forward_adapters(token_ids, metadata, lora_rows)
         model_peak = cuda_peak_bytes(self.device)
         num_rows = max(len(lengths), num_logits_rows)
         (last,) = self.uploads.send([np.resize(np.cumsum(lengths) - 1, num_rows)])

@@ -9,18 +9,21 @@ from collections.abc import Iterator
 
 import torch
 
+from tpengine.adapters import Targets
 from tpengine.config import EngineConfig
 from tpengine.distributed.collectives import connect_ranks
 from tpengine.distributed.parallel_state import ParallelState
 from tpengine.distributed.rendezvous import RendezvousStore
 from tpengine.errors import CacheSizeError, counted, is_device_fault
 from tpengine.layers.attention import AttentionMetadata, KVCache
+from tpengine.layers.lora import AdapterLayers
 from tpengine.layers.weights import Weights
 from tpengine.messages import MemoryLedger, Rendezvous, StepInput, StepOutput
 from tpengine.models.loader import load_model
 from tpengine.models.registry import CausalLM, import_fallback
 from tpengine.ops.recording import has_recordings
 from tpengine.worker import device
+from tpengine.worker.adapter_store import AdapterStore
 from tpengine.worker.cache_engine import CacheEngine, block_bytes, staged_blocks
 from tpengine.worker.decode_recording import MAX_RECORDED_ROWS, DecodeRecording, try_to_record
 from tpengine.worker.gpu.attention_plans import GpuAttention, attention_layers, check_attention
@@ -55,6 +58,7 @@ class Worker:
         self._weights_form = ""
         self._gpu: GpuAttention | None = None
         self._all_record: bool | None = None
+        self._adapters: AdapterStore | None = None
         self._runner: ModelRunner | None = None
         self._run_ahead: RunAhead | None = None
 
@@ -117,12 +121,24 @@ class Worker:
             weights = Weights(
                 self._dtype, self._device, self._parallel, model.quantization, as_stored
             )
-            chosen = self._config, self._dtype, self._cache_dtype
-            self._model = load_model(model, weights, lambda model: check_attention(model, *chosen))
+            self._model = load_model(model, weights, lambda made: self._check(made, weights))
         self._weights_bytes, self._weights_form = weights.num_bytes, weights.form
         self._looked_up_bytes = weights.looked_up_bytes
         self._gpu = self._make_gpu_attention(self._model)
         return weights.digest
+
+    def _check(self, model: CausalLM, weights: Weights) -> None:
+        """Checks a model that has no weights yet, and gives its layers slots for adapters."""
+        config = self._config
+        check_attention(model, config, self._dtype, self._cache_dtype)
+        if config.lora is not None:
+            layers = AdapterLayers(weights, model.base_prefix, config.lora)
+            in_host = config.lora.max_cpu_loras
+            self._adapters = AdapterStore(layers, in_host, self._parallel, self._device)
+
+    def adapter_targets(self) -> Targets:
+        """Returns the layers that can have adapters; empty: adapters are not served."""
+        return {} if self._adapters is None else self._adapters.layers.targets
 
     def profile_num_available_blocks(self, known_peak_bytes: int | None = None) -> MemoryLedger:
         """Runs the worst step and counts the blocks that fit into what is left.
@@ -167,6 +183,7 @@ class Worker:
             held_by_others_bytes=device.held_by_others_bytes(self._device),
             logits_bytes=logits,
             graphs_bytes=graphs,
+            adapters_bytes=0 if self._adapters is None else self._adapters.layers.num_bytes,
         )
         if ledger.num_device_blocks < 1:
             raise CacheSizeError(
@@ -211,6 +228,7 @@ class Worker:
         finally:
             self._parallel.close()
         self._store = self._model = self._gpu = self._runner = self._run_ahead = None
+        self._adapters = None
         self._release()
 
     def _open_cache(self, num_blocks: int, num_host_blocks: int) -> None:
@@ -232,6 +250,8 @@ class Worker:
             runner.recorded = recording = self._make_recording(cache.kv_caches)
             if isinstance(recording, DecodeGraphs):
                 recording.record()
+            elif recording is not None:
+                runner.recorded_adapters = self._record_adapters(cache.kv_caches)
             if self._gpu is not None:
                 self._claim_activations(runner)
             runner.warm_up()
@@ -306,11 +326,25 @@ class Worker:
             if isinstance(recording, DecodeGraphs):
                 with contextlib.closing(recording):
                     return recording.estimate_bytes()
-        return 0 if recording is None else recording.num_bytes
+            found = [] if recording is None else [recording, self._record_adapters(cache.kv_caches)]
+        return sum(one.num_bytes for one in found if one is not None)
 
-    def _make_recording(self, kv_caches: list[KVCache]) -> DecodeGraphs | DecodeRecording | None:
+    def _record_adapters(self, kv_caches: list[KVCache]) -> DecodeRecording | None:
+        """Records decode steps in which rows have adapters, on CPU; None: they run op by op."""
+        layers = None if self._adapters is None else self._adapters.layers
+        recording = None if layers is None else self._make_recording(kv_caches, layers)
+        assert not isinstance(recording, DecodeGraphs)
+        return recording
+
+    def _make_recording(
+        self, kv_caches: list[KVCache], adapters: AdapterLayers | None = None
+    ) -> DecodeGraphs | DecodeRecording | None:
         """Makes what runs decode steps without Python between their ops: CUDA graphs, still to be
-        recorded, or a recording on CPU. None: decode steps run op by op."""
+        recorded, or a recording on CPU. None: decode steps run op by op.
+
+        Args:
+            adapters: see `DecodeRecording`.
+        """
         scheduler, model = self._config.scheduler, self._require_model()
         if self._config.kernels.enforce_eager or not model.recordable:
             return None
@@ -322,7 +356,7 @@ class Worker:
 
         if self._gpu is None:
             if has_recordings() and self._parallel.can_be_recorded:
-                return try_to_record(forward, max_rows, max_blocks)
+                return try_to_record(forward, max_rows, max_blocks, adapters)
         elif self._uses_graphs():
             capture = CudaCapture(self._device)
             make_batch = self._gpu.decode_batch
@@ -337,7 +371,15 @@ class Worker:
     def _make_runner(self, cache: CacheEngine) -> ModelRunner:
         model, scheduler = self._require_model(), self._config.scheduler
         try:
-            return ModelRunner(self._config, model, cache, self._device, self._parallel, self._gpu)
+            return ModelRunner(
+                self._config,
+                model,
+                cache,
+                self._device,
+                self._parallel,
+                self._gpu,
+                self._adapters,
+            )
         except (MemoryError, RuntimeError) as error:
             if is_device_fault(error):
                 raise

@@ -13,6 +13,7 @@
 #include "cache/store_kv.cuh"
 #include "fused/gated.cuh"
 #include "fused/rms_norm.cuh"
+#include "lora/add_lora.cuh"
 #include "quantized/dequantize.cuh"
 #include "quantized/linear.cuh"
 #include "sampling/sample_tokens.cuh"
@@ -196,6 +197,24 @@ void quantized(int bits, Offsets offsets, int num_rows) {
   launch_dequantize<__half>({matrix.data(), weight, 1}, bits, 1, nullptr);
 }
 
+// Two adapters of two parts, the first without the second part, and a group of no rows.
+template <class X, class W>
+void lora(int inputs, bool wide) {
+  const int line = kLineBytes / sizeof(W), lines = ceil_div(inputs, line), outputs = 17 + 5;
+  const int max_rank = 8, panels = 3, lora_rows = 13;
+  Buffer a(2 * 2 * max_rank * lines * line, sizeof(W));
+  Buffer b(2 * panels * max_rank * kLoRAPanel, sizeof(W)), shrunk(lora_rows * 2 * max_rank, 4);
+  Buffer x(16 * inputs, sizeof(X)), out(16 * outputs, sizeof(X));
+  const std::vector<int32_t> ranks = {7, 0, 3, 8}, first_outputs = {0, 17, outputs};
+  const std::vector<int32_t> rows = {15, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 0, 14};
+  const std::vector<int32_t> groups = {0, 0, 11, 1, 11, 11, 1, 11, 13};
+  launch_add_lora<X, W>(
+      {out.data(), x.data(), a.data(), b.data(), ranks.data(), first_outputs.data(), rows.data(),
+       groups.data(), static_cast<float*>(shrunk.data()), outputs, inputs, 3, lora_rows, 2,
+       max_rank / kLoRATile, lines, panels, inputs, wide},
+      nullptr);
+}
+
 // Two rows that begin `offset` elements after an address of 16 bytes and end with the buffer.
 template <class T>
 void sample(int vocab_size, int offset) {
@@ -235,6 +254,9 @@ int main(int count, char**) {
   quantized(4, Offsets::kMinima, 3);
   quantized(8, Offsets::kNone, 9);
   quantized(8, Offsets::kZeroPoints, 1);
+  lora<__half, __half>(64, true);
+  lora<__half, float>(19, false);
+  lora<float, __half>(40, true);
   if (count > 1) {  // what a fault looks like
     std::vector<float> row(31);
     launch_argmax<float>({new int64_t, row.data(), 32, 32}, 1, nullptr);

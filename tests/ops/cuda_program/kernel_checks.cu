@@ -21,6 +21,7 @@
 #include "../../../csrc/cuda/cache/store_kv.cuh"
 #include "../../../csrc/cuda/fused/gated.cuh"
 #include "../../../csrc/cuda/fused/rms_norm.cuh"
+#include "../../../csrc/cuda/lora/add_lora.cuh"
 #include "../../../csrc/cuda/quantized/dequantize.cuh"
 #include "../../../csrc/cuda/quantized/linear.cuh"
 #include "../../../csrc/cuda/sampling/sample_tokens.cuh"
@@ -379,6 +380,46 @@ void check_weights() {
   check_quantized(8, Offsets::kZeroPoints, 8);
 }
 
+// Two adapters of one part, of different ranks; rows in reverse order, the first without one.
+void check_lora() {
+  using T = __nv_bfloat16;
+  const int inputs = 300, outputs = 150, lines = 10, line = 32, max_rank = 16, panels = 10;
+  const int num_rows = 22;
+  const std::vector<int32_t> ranks = {16, 5}, first_outputs = {0, outputs};
+  const std::vector<int32_t> groups = {0, 0, 11, 1, 11, 21};
+  std::vector<int32_t> rows(num_rows - 1);
+  for (int i = 0; i < num_rows - 1; ++i) rows[i] = num_rows - 1 - i;
+  const auto a = random_values<T>(2 * max_rank * lines * line);
+  const auto b = random_values<T>(2 * panels * max_rank * kLoRAPanel);
+  const auto x = random_values<T>(num_rows * inputs), before = random_values<T>(num_rows * outputs);
+  const OnDevice<T> d_a(a), d_b(b), d_x(x), d_out(before);
+  const OnDevice<int32_t> d_ranks(ranks), d_first(first_outputs), d_rows(rows), d_groups(groups);
+  const OnDevice<float> d_shrunk(std::vector<float>((num_rows - 1) * max_rank, NAN));
+  launch_add_lora<T, T>({d_out.get(), d_x.get(), d_a.get(), d_b.get(), d_ranks.get(), d_first.get(),
+                         d_rows.get(), d_groups.get(), d_shrunk.get(), outputs, inputs, 2,
+                         num_rows - 1, 1, max_rank / kLoRATile, lines, panels, inputs, false},
+                        nullptr);
+  std::vector<double> expected;
+  for (int row = 0; row < num_rows; ++row) {
+    const int slot = num_rows - 1 - row < 11 ? 0 : 1, columns = slot == 0 ? 16 : 8;
+    std::vector<double> shrunk(columns);
+    for (int c = 0; c < columns; ++c)
+      for (int i = 0; i < inputs; ++i)
+        shrunk[c] +=
+            value_of(x[row * inputs + i]) *
+            value_of(a[(((slot * 4 + c / 4) * lines + i / line) * 4 + c % 4) * line + i % line]);
+    for (int n = 0; n < outputs; ++n) {
+      double sum = value_of(before[row * outputs + n]);
+      for (int c = 0; row > 0 && c < columns; ++c) {
+        const int number = (n / 16 * columns + c) * kLoRAPanel + n % 16;
+        sum += shrunk[c] * value_of(b[slot * panels * max_rank * kLoRAPanel + number]);
+      }
+      expected.push_back(sum);
+    }
+  }
+  compare("add_lora", d_out.read(), expected, 4e-3);
+}
+
 // The first row is greedy, the second has one token left by top-k, the others draw by top-k and
 // top-p: they give a token among the three largest.
 void check_sampling() {
@@ -421,7 +462,8 @@ int main(int count, char** names) {
     void (*check)();
   } families[] = {{"decode", check_decodes},    {"cache", check_cache},
                   {"blocks", check_blocks},     {"fused", check_fused},
-                  {"sampling", check_sampling}, {"weights", check_weights}};
+                  {"sampling", check_sampling}, {"weights", check_weights},
+                  {"lora", check_lora}};
   int num_run = 0;
   for (const auto& family : families) {
     bool is_wanted = count == 1;

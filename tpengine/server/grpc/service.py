@@ -103,13 +103,14 @@ class GenerationServicer(tpengine_pb2_grpc.GenerationServiceServicer):
     ) -> AsyncIterator[Mailbox]:
         """Submits a request; its outputs arrive in the mailbox."""
         engine = self._state.loaded_engine()
-        self._state.check_open(message.model if message.HasField("model") else None)
+        adapter = self._state.check_open(message.model if message.HasField("model") else None)
         self._check_text(message)
         max_model_len = engine.model_config.max_model_len
         request_id = message.request_id if message.HasField("request_id") else None
         request = read_generate_request(
             message, kind, self._limits, max_model_len, self._state.sampling
         )
+        request = dataclasses.replace(request, lora_request=adapter)
         async with open_request(self._state, context, request, request_id) as mailbox:
             yield mailbox
 

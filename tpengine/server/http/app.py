@@ -48,6 +48,8 @@ def make_app(
     app.state.limits = limits
     _add_routes(app, state)
     _add_text_routes(app, state, limits)
+    if state.adapter_folder is not None:
+        _add_adapter_routes(app, state)
     app.include_router(router(state, limits))
     app.add_middleware(_Entrance, authenticator=authenticator, calls=calls)
     if cors_origins:  # outermost: a browser's question has no token, and a page reads refusals too
@@ -119,9 +121,14 @@ async def _refuse(request: Request, error: HTTPException) -> NoReturn:
 
 
 def _add_routes(app: FastAPI, state: ServerState) -> None:
+    def names() -> list[str]:
+        return [*state.names, *state.adapters]
+
     def card(name: str) -> dict[str, Any]:
         length = state.loaded_engine().model_config.max_model_len
         about = {"owned_by": "tpengine", "root": state.model, "max_model_len": length}
+        if name in state.adapters:
+            about["parent"] = state.model
         return {"id": name, "object": "model", "created": state.created, **about}
 
     @app.api_route("/health", methods=_READ)
@@ -144,12 +151,39 @@ def _add_routes(app: FastAPI, state: ServerState) -> None:
 
     @app.api_route("/v1/models", methods=_READ)
     async def models() -> Response:
-        return JSONResponse({"object": "list", "data": [card(name) for name in state.names]})
+        return JSONResponse({"object": "list", "data": [card(name) for name in names()]})
 
     @app.api_route("/v1/models/{name:path}", methods=_READ)
     async def model(name: str) -> Response:
         state.check_open(name)
         return JSONResponse(card(name))
+
+
+def _add_adapter_routes(app: FastAPI, state: ServerState) -> None:
+    """The routes that load and unload adapters, in vLLM's form; they need the admin token."""
+
+    @app.post("/v1/load_lora_adapter")
+    async def load(request: Request) -> Response:
+        fields = await _read_admin(request)
+        name, path = fields.take("lora_name", str, ""), fields.take("lora_path", str, "")
+        fields.end()
+        await state.load_adapter(name, path)
+        return Response(f"LoRA adapter {name!r} is loaded", media_type="text/plain")
+
+    @app.post("/v1/unload_lora_adapter")
+    async def unload(request: Request) -> Response:
+        fields = await _read_admin(request)
+        name = fields.take("lora_name", str, "")
+        fields.take("lora_int_id", int, 0)
+        fields.end()
+        state.unload_adapter(name)
+        return Response(f"LoRA adapter {name!r} is unloaded", media_type="text/plain")
+
+
+async def _read_admin(request: Request) -> Fields:
+    call = await read_call(request)
+    call.client.require_admin(request.url.path)
+    return Fields(call.body)
 
 
 def _add_text_routes(app: FastAPI, state: ServerState, limits: Limits) -> None:

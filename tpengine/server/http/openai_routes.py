@@ -45,7 +45,9 @@ def router(state: ServerState, limits: Limits) -> APIRouter:
         with naming_field(is_chat):
             requests, style = await BodyReader(call, is_chat, state, limits).read()
         request.state.request_id = call.request_id
-        head = style.head(call.request_id, int(time.time()), state.model)
+        adapter = requests[0].lora_request
+        model = state.model if adapter is None else adapter.lora_name
+        head = style.head(call.request_id, int(time.time()), model)
         # The parts of a stream go without the layers that FastAPI puts around `send`.
         return Answer(state, requests, style, head, call.request_id, request.state.send)
 

@@ -80,7 +80,7 @@ class BodyReader:
             RequestError, EngineError: a field cannot be used, or the server takes no requests.
         """
         fields = self._fields
-        self._state.check_open(fields.take("model", str, self._state.model))
+        adapter = self._state.check_open(fields.take("model", str, self._state.model))
         others, path = ("prompt", "") if self._is_chat else ("messages", "chat/")
         if others in fields.left:
             raise fields.error(others, f"is a field of /v1/{path}completions, which this is not")
@@ -108,6 +108,7 @@ class BodyReader:
                 priority=priority,
                 owner=self._call.client.name,
                 deadline=self._call.deadline,
+                lora_request=adapter,
             )
             for place, prompt in enumerate(given)
         ]

@@ -1,0 +1,145 @@
+"""Adapters over HTTP and gRPC, chosen as `model`, with PEFT's ids; loaded and unloaded there."""
+
+from __future__ import annotations
+
+import http.client
+import json
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+from urllib.parse import urlsplit
+
+import grpc
+import pytest
+from support.adapters import Adapters
+from support.server_process import ServerProcess
+
+from tpengine import EngineArgs
+from tpengine.config import EMBEDDED_MODEL
+from tpengine.errors import ConfigError
+from tpengine.server.grpc.proto import tpengine_pb2 as pb
+from tpengine.server.server_args import ServerArgs
+
+ADMIN = "an-admin-token-of-24-ch."
+NUM_TOKENS = 24
+
+
+@pytest.fixture(scope="module")
+def adapters(tmp_path_factory: pytest.TempPathFactory) -> Adapters:
+    configs = {"first": {"r": 4}, "second": {"r": 16}, "wide": {"r": 17}}
+    return Adapters(Path(EMBEDDED_MODEL), tmp_path_factory.mktemp("adapters"), configs)
+
+
+@pytest.fixture(scope="module")
+def server(adapters: Adapters, tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerProcess]:
+    """A server whose one slot serves `first` from the start; its folder has the other adapters."""
+    root = tmp_path_factory.mktemp("server")
+    token_file = root / "token"
+    token_file.write_text(ADMIN)
+    token_file.chmod(0o600)
+    first = adapters.requests["first"].lora_path
+    options = ["--dtype", "float32", "--cpu-kv-cache-space", "0.05", "--http-port", "0"]
+    options += ["--enable-lora", "--lora-modules", f"first={first}", "--max-model-len", "256"]
+    options += ["--lora-folder", str(Path(first).parent), "--admin-token-file", str(token_file)]
+    with ServerProcess(*options, log=root / "log") as process:
+        yield process
+    assert "Traceback" not in (root / "log").read_text()
+
+
+def call(
+    server: ServerProcess, path: str, body: Any = None, token: str | None = None
+) -> tuple[int, Any]:
+    """Status and answer of a call over HTTP; without a body it is a GET."""
+    connection = http.client.HTTPConnection(urlsplit(server.http_address).netloc, timeout=60.0)
+    headers = {"content-type": "application/json"}
+    if token is not None:
+        headers["authorization"] = f"Bearer {token}"
+    connection.request("GET" if body is None else "POST", path, json.dumps(body), headers)
+    with connection.getresponse() as answer:
+        text = answer.read().decode()
+        return answer.status, json.loads(text) if text.startswith("{") else text
+
+
+def over_http(server: ServerProcess, model: str, prompt: list[int]) -> tuple[str, tuple[int, ...]]:
+    """The name in the answer, and its ids."""
+    body = {"model": model, "prompt": prompt, "max_tokens": NUM_TOKENS, "temperature": 0}
+    status, answer = call(
+        server, "/v1/completions", {**body, "ignore_eos": True, "return_token_ids": True}
+    )
+    assert status == 200, answer
+    return answer["model"], tuple(answer["choices"][0]["token_ids"])
+
+
+def over_grpc(server: ServerProcess, model: str, prompt: list[int]) -> tuple[int, ...]:
+    sampling = pb.SamplingParams(temperature=0, max_tokens=NUM_TOKENS, ignore_eos=True)
+    ids = pb.TokenIds(ids=prompt)
+    message = pb.GenerateRequest(model=model, prompt_token_ids=ids, sampling=sampling)
+    return tuple(server.stub.Generate(message, timeout=60.0).outputs[0].token_ids)
+
+
+def names(server: ServerProcess) -> dict[str, str | None]:
+    """The served names, and of which model each is an adapter."""
+    status, found = call(server, "/v1/models")
+    assert status == 200
+    return {one["id"]: one.get("parent") for one in found["data"]}
+
+
+def test_a_name_is_an_adapter(server: ServerProcess, adapters: Adapters) -> None:
+    """Adapters with the base's own name in turn, over both doors, with one slot."""
+    assert names(server) == {"embedded": None, "first": "embedded"}
+    jobs = adapters.jobs([None, "first"], [40, 7])
+    for (name, prompt), answer in zip(jobs, adapters.answers(jobs), strict=True):
+        model = name or "embedded"
+        expected = answer.token_ids[:NUM_TOKENS]
+        assert over_http(server, model, prompt) == (model, expected)
+        assert over_grpc(server, model, prompt) == expected
+    status, answer = call(server, "/v1/completions", {"model": "second", "prompt": "a"})
+    assert (status, answer["error"]["code"]) == (404, "model_not_found")
+    with pytest.raises(grpc.RpcError, match="second"):
+        over_grpc(server, "second", [5])
+    assert call(server, "/tokenize", {"model": "first", "prompt": "a"})[0] == 200
+
+
+def test_an_adapter_is_loaded_and_unloaded(server: ServerProcess, adapters: Adapters) -> None:
+    load, unload = "/v1/load_lora_adapter", "/v1/unload_lora_adapter"
+    body = {"lora_name": "second", "lora_path": "second"}
+    assert call(server, load, body)[0] == 403
+    assert call(server, unload, {"lora_name": "first"})[0] == 403
+    for change, words in (
+        ({"lora_path": "../second"}, "not in the folder"),
+        ({"lora_path": EMBEDDED_MODEL}, "not in the folder"),
+        ({"lora_path": "."}, "not in the folder"),
+        ({"lora_path": "third"}, "adapter_config.json"),
+        ({"lora_path": "wide"}, "is 17, and must be from 1 to max_lora_rank = 16"),
+        ({"lora_name": "first"}, "empty or taken"),
+        ({"lora_name": "embedded"}, "empty or taken"),
+        ({"lora_name": ""}, "empty or taken"),
+        ({"lora_name": 5}, "must be a text"),
+        ({"other": 1}, "not a field"),
+    ):
+        status, answer = call(server, load, {**body, **change}, ADMIN)
+        assert (status, words in str(answer)) == (400, True), answer
+    assert call(server, load, body, ADMIN)[0] == 200
+    assert names(server) == {"embedded": None, "first": "embedded", "second": "embedded"}
+    jobs = adapters.jobs(["second", "first"], [30])
+    for (name, prompt), answer in zip(jobs, adapters.answers(jobs), strict=True):
+        assert name is not None
+        assert over_http(server, name, prompt) == (name, answer.token_ids[:NUM_TOKENS])
+    assert call(server, unload, {"lora_name": "second"}, ADMIN)[0] == 200
+    assert call(server, unload, {"lora_name": "second"}, ADMIN)[0] == 404
+    assert names(server) == {"embedded": None, "first": "embedded"}
+
+
+def test_what_a_server_refuses_at_its_start(adapters: Adapters, tmp_path: Path) -> None:
+    for given in (["a"], ["a="], ["=b"], ["a=b", "a=c"]):
+        with pytest.raises(ConfigError, match="lora_modules must be NAME=PATH, each name once"):
+            ServerArgs(lora_modules=given).check()
+    assert [one.lora_name for one in ServerArgs(lora_modules="a=b=c").adapters()] == ["a"]
+    with pytest.raises(ConfigError, match="max_cpu_loras = 2 is less than max_loras = 3"):
+        EngineArgs(enable_lora=True, max_loras=3, max_cpu_loras=2).create_engine_config("cpu")
+    folder = tmp_path / "broken"
+    shutil.copytree(adapters.requests["first"].lora_path, folder)
+    (folder / "adapter_model.safetensors").write_bytes(b"x")
+    with pytest.raises(AssertionError, match=r"cannot start: InvalidAdapterError: .*damaged"):
+        ServerProcess("--enable-lora", "--lora-modules", f"a={folder}", log=tmp_path / "log")

@@ -1,0 +1,97 @@
+"""Greedy ids equal to PEFT's own forward pass, in float32: eight adapters and none in one batch."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from support.adapters import Adapters, Job, assert_as_peft, open_engine, serve
+from support.engines import greedy, preemptions, run
+from support.variants import VARIANTS, Variant
+
+from lora.conftest import EIGHT
+from tpengine import LoRARequest
+
+LENGTHS = (70, 9)
+SCARCE = {"num_device_blocks_override": 24, "max_num_batched_tokens": 32}
+MODES: dict[str, dict[str, Any]] = {
+    "whole": {},
+    "op by op": {"enforce_eager": True},
+    "chunks": {"max_num_batched_tokens": 16},
+    "prompts first": {"enable_chunked_prefill": False, "max_num_batched_tokens": 512},
+    "swapped": SCARCE,
+    "computed again": {**SCARCE, "preemption_mode": "recompute"},
+    "two slots": {"max_loras": 2, "max_cpu_loras": 3},
+    "two slots, scarce": {"max_loras": 2, **SCARCE},
+    "two ranks": {"tp_size": 2},
+    "two ranks, scarce": {"tp_size": 2, "max_loras": 3, **SCARCE},
+}
+FAMILIES = {variant.model_type: variant for variant in reversed(VARIANTS)}
+ATTENTION = {"target_modules": ["q_proj", "v_proj", "o_proj"]}
+"""Of models whose experts PEFT would adapt too."""
+
+
+@pytest.fixture(scope="module")
+def jobs(eight: Adapters) -> list[Job]:
+    """Two prompts for each adapter and for none."""
+    return eight.jobs([None, *EIGHT], LENGTHS)
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_eight_adapters_and_none_in_one_batch(eight: Adapters, jobs: list[Job], mode: str) -> None:
+    args = {"max_loras": 8, **MODES[mode]}
+    with open_engine(eight.base, **args) as engine:
+        outputs = serve(engine, eight, jobs)
+        assert engine.list_loras() == set(range(1, 9))
+    assert_as_peft(eight, jobs, outputs)
+    assert (preemptions(outputs) > 0) == ("num_device_blocks_override" in args)
+
+
+def test_the_prefix_cache_is_that_of_an_adapter(eight: Adapters) -> None:
+    """One prompt for all adapters: each finds its own blocks, and no other's."""
+    ((_, prompt),) = eight.jobs(["rank4"], [70])
+    jobs: list[Job] = [(name, prompt) for name in (None, *EIGHT)]
+    expected = eight.answers(jobs)
+    with open_engine(eight.base, max_loras=2) as engine:
+        for num_cached in (0, 64):
+            for job, answer in zip(jobs, expected, strict=True):
+                (output,) = serve(engine, eight, [job])
+                assert output.num_cached_tokens == num_cached
+                assert output.outputs[0].token_ids == answer.token_ids, job[0]
+
+
+@pytest.mark.parametrize("variant", FAMILIES.values(), ids=list(FAMILIES))
+def test_every_family(variant: Variant, tmp_path: Path) -> None:
+    """All linear layers of a model, on one rank and on two, where sizes are padded."""
+    base = tmp_path / "base"
+    variant.write(base)
+    part = ATTENTION if variant.model_type in ("mixtral", "qwen3_moe") else {}
+    configs = {"low": {"r": 4, **part}, "high": {"r": 16, "lora_alpha": 8, **part}}
+    adapters = Adapters(base, tmp_path, configs)
+    jobs = adapters.jobs([None, "low", "high"], LENGTHS)
+    for args in ({}, {"tp_size": 2, "max_num_batched_tokens": 16}):
+        with open_engine(base, max_loras=2, **args) as engine:
+            assert_as_peft(adapters, jobs, serve(engine, adapters, jobs))
+
+
+def test_a_folder_that_changes_is_another_adapter(
+    models: Any, tmp_path: Path, eight: Adapters
+) -> None:
+    """The files are exchanged under a running engine, whose prefix cache knows the prompt."""
+    names = "rank4", "rank16"
+    ((_, prompt),) = eight.jobs(["rank4"], [70])
+    folder = tmp_path / "adapter"
+    folder.mkdir()
+    with open_engine(eight.base, max_loras=2) as engine:
+        for name in names:
+            for file in Path(eight.requests[name].lora_path).iterdir():
+                (folder / file.name).write_bytes(file.read_bytes())
+            moved = LoRARequest("moved", 7, str(folder))
+            ids = []
+            for request in (moved, eight.requests[name]):
+                engine.add_request(
+                    "one", None, greedy(64), lora_request=request, prompt_token_ids=prompt
+                )
+                ids.append(run(engine)[-1].outputs[0].token_ids)
+            assert ids == [eight.answers([(name, prompt)])[0].token_ids] * 2

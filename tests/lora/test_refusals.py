@@ -1,0 +1,217 @@
+"""What an adapter may not be: its request fails alone, and the message says what does not fit."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from support.adapters import Adapters, open_engine, write_adapter
+from support.engines import greedy, run
+from support.models import ModelShop
+from support.tiny_llama import TinyLlama, edit_json
+
+from tpengine import LLMEngine, LoRARequest
+from tpengine.errors import InvalidAdapterError, InvalidPromptError, InvalidSamplingParamsError
+
+Q = "base_model.model.model.layers.0.self_attn.q_proj"
+
+
+@pytest.fixture(scope="module")
+def engine(eight: Adapters) -> Iterator[LLMEngine]:
+    with open_engine(eight.base, tp_size=2, max_lora_rank=16, max_loras=1) as engine:
+        yield engine
+
+
+@pytest.fixture
+def folder(eight: Adapters, tmp_path: Path) -> Path:
+    """A copy of an adapter of rank 8."""
+    copy = tmp_path / "adapter"
+    shutil.copytree(eight.requests["rank8"].lora_path, copy)
+    return copy
+
+
+def refusal(engine: LLMEngine, folder: Path) -> str:
+    with pytest.raises(InvalidAdapterError) as raised:
+        engine.add_request(
+            "bad", None, lora_request=LoRARequest("bad", 9, str(folder)), prompt_token_ids=[5]
+        )
+    assert not engine.has_unfinished_requests()
+    assert str(folder) in str(raised.value)
+    return str(raised.value)
+
+
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [
+        ("bias", "all"),
+        ("modules_to_save", ["lm_head"]),
+        ("use_dora", True),
+        ("lora_bias", True),
+        ("target_parameters", ["mlp.experts.gate_up_proj"]),
+        ("trainable_token_indices", [1, 2]),
+        ("layer_replication", [[0, 2]]),
+        ("alora_invocation_tokens", [5]),
+        ("use_qalora", True),
+        ("arrow_config", {"top_k": 1}),
+        ("megatron_config", {"tp": 2}),
+        ("init_lora_weights", "pissa_niter_4"),
+        ("init_lora_weights", "loftq"),
+        ("peft_type", "LOHA"),
+        ("a_key_of_tomorrow", 1),
+    ],
+)
+def test_a_field_that_changes_the_forward_pass(
+    engine: LLMEngine, folder: Path, key: str, value: Any
+) -> None:
+    edit_json(folder / "adapter_config.json", lambda config: config.update({key: value}))
+    found = refusal(engine, folder)
+    assert found.endswith(
+        f"cannot be served: {key} = {value!r} in adapter_config.json is not served"
+    )
+
+
+def test_fields_that_change_nothing(engine: LLMEngine, folder: Path) -> None:
+    harmless = {
+        "lora_dropout": 0.5,
+        "fan_in_fan_out": True,
+        "init_lora_weights": "gaussian",
+        "loftq_config": {"loftq_bits": 4},
+        "a_key_of_tomorrow": None,
+        "another": [],
+    }
+    edit_json(folder / "adapter_config.json", lambda config: config.update(harmless))
+    assert engine.add_lora(LoRARequest("good", 1, str(folder)))
+
+
+def renamed(old: str, new: str) -> Callable[[dict[str, torch.Tensor]], None]:
+    def change(tensors: dict[str, torch.Tensor]) -> None:
+        tensors[new] = tensors.pop(old)
+
+    return change
+
+
+TENSORS: dict[str, tuple[Callable[[dict[str, torch.Tensor]], Any], str]] = {
+    "missing": (
+        lambda t: t.pop(f"{Q}.lora_B.weight"),
+        r"lora_B of .*q_proj is missing, and must be",
+    ),
+    "rank": (
+        lambda t: t.update({f"{Q}.lora_A.weight": torch.zeros(7, 128)}),
+        r"lora_A of .*q_proj is \[7, 128\], and must be \[8, 128\]",
+    ),
+    "outputs": (
+        lambda t: t.update({f"{Q}.lora_B.weight": torch.zeros(255, 8)}),
+        r"lora_B of .*q_proj is \[255, 8\], and must be \[256, 8\]",
+    ),
+    "magnitude": (
+        lambda t: t.update({f"{Q}.lora_magnitude_vector": torch.ones(256)}),
+        r"lora_magnitude_vector is of no linear layer",
+    ),
+    "head": (
+        lambda t: t.update({"base_model.model.lm_head.lora_A.weight": torch.zeros(8, 128)}),
+        r"lm_head.lora_A.weight is of no linear layer",
+    ),
+    "embedding": (
+        lambda t: t.update({"base_model.model.model.embed_tokens.lora_embedding_A": torch.ones(8)}),
+        r"embed_tokens.lora_embedding_A is of no linear layer",
+    ),
+    "another layer": (
+        renamed(f"{Q}.lora_A.weight", f"{Q.replace('.0.', '.7.')}.lora_A.weight"),
+        r"layers.7.self_attn.q_proj.lora_A.weight is of no .*; lora_A of .*layers.0.* is missing",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", TENSORS)
+def test_tensors_that_do_not_fit(engine: LLMEngine, folder: Path, name: str) -> None:
+    change, words = TENSORS[name]
+    tensors = load_file(folder / "adapter_model.safetensors")
+    change(tensors)
+    save_file(tensors, folder / "adapter_model.safetensors")
+    with pytest.raises(InvalidAdapterError, match=words):
+        engine.add_lora(LoRARequest("bad", 9, str(folder)))
+
+
+def test_another_base_model(
+    engine: LLMEngine, models: ModelShop, tmp_path: Path, eight: Adapters
+) -> None:
+    write_adapter(models.folder(TinyLlama(hidden_size=96)), tmp_path / "other", 1)
+    found = refusal(engine, tmp_path / "other")
+    assert "lora_A of model.layers.0.self_attn.q_proj is [8, 96], and must be [8, 128]" in found
+    assert found.endswith("more")  # there are more than a message names
+    write_adapter(models.folder(TinyLlama(num_layers=3)), tmp_path / "deeper", 1)
+    assert "layers.2.mlp.down_proj.lora_A.weight is of no" in refusal(engine, tmp_path / "deeper")
+    assert "is 64, and must be from 1 to max_lora_rank = 16" in refusal(
+        engine, Path(eight.requests["rank64"].lora_path)
+    )
+
+
+def test_fields_and_tensors_that_contradict_each_other(engine: LLMEngine, folder: Path) -> None:
+    path = folder / "adapter_config.json"
+    edit_json(path, lambda config: config.update(target_modules=["k_proj", "v_proj"]))
+    assert "q_proj has tensors, but the fields of adapter_config.json" in refusal(engine, folder)
+    edit_json(path, lambda config: config.update(target_modules=["nothing"]))
+    save_file({}, folder / "adapter_model.safetensors")
+    assert "it has no layer of this model" in refusal(engine, folder)
+
+
+@pytest.mark.parametrize(
+    ("file", "content", "words"),
+    [
+        ("adapter_config.json", None, "No such file"),
+        ("adapter_model.safetensors", None, "No such file"),
+        ("adapter_config.json", b"{", "JSONDecodeError"),
+        ("adapter_config.json", b"[]", "damaged, or a field has a wrong type"),
+        ("adapter_config.json", b'{"r": "x", "target_modules": "all-linear"}', "damaged"),
+        ("adapter_config.json", b'{"r": 8, "lora_alpha": 8, "target_modules": "("}', "damaged"),
+        ("adapter_model.safetensors", b"", "JSONDecodeError"),
+        ("adapter_model.safetensors", b"\xff" * 64, "damaged"),
+    ],
+)
+def test_damaged_files(
+    engine: LLMEngine, folder: Path, file: str, content: bytes | None, words: str
+) -> None:
+    (folder / file).unlink()
+    if content is not None:
+        (folder / file).write_bytes(content)
+    assert words in refusal(engine, folder)
+
+
+def test_what_is_no_request_for_an_adapter(engine: LLMEngine) -> None:
+    for bad in ("name", ["name"], 5):
+        with pytest.raises(InvalidAdapterError, match="must be a LoRARequest"):
+            engine.add_request("bad", None, lora_request=bad, prompt_token_ids=[5])  # type: ignore[arg-type]
+    with pytest.raises(InvalidSamplingParamsError, match="lora_int_id must be at least 1"):
+        LoRARequest("a", 0, "/a")
+    with pytest.raises(InvalidPromptError, match="long_lora_max_len"):
+        LoRARequest("a", 1, "/a", long_lora_max_len=4096)
+
+
+def test_a_rank_that_cannot_load_an_adapter(
+    engine: LLMEngine, folder: Path, eight: Adapters, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It was checked, and then its files change: its requests end alone, and those that run go on;
+    with the old files back it is served."""
+    path, request = folder / "adapter_config.json", LoRARequest("late", 5, str(folder))
+    jobs = eight.jobs(["rank8", None], [20])
+    expected = [answer.token_ids for answer in eight.answers(jobs)]
+    (_, prompt), (_, other) = jobs
+    for changes in (True, False):
+        engine.add_request("late", None, greedy(64), lora_request=request, prompt_token_ids=prompt)
+        engine.add_request("bare", None, greedy(64), prompt_token_ids=other)
+        text = path.read_text()
+        if changes:
+            path.write_text(json.dumps(json.loads(text) | {"lora_alpha": 1}))
+        done = {output.request_id: output for output in run(engine) if output.finished}
+        path.write_text(text)
+        assert done["bare"].outputs[0].token_ids == expected[1]
+        assert (done["late"].outputs[0].finish_reason == "error") == changes
+        assert ("have changed" in (done["late"].error or "")) == changes
+    assert done["late"].outputs[0].token_ids == expected[0]
+    assert done["late"].num_cached_tokens == 0

@@ -1,0 +1,104 @@
+"""Adapters beside a linear layer: every instruction set against float64, and independence of the
+batch."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor
+
+from tpengine.ops.lora import write_slot
+
+from .cases import BACKENDS, ISAS, backend, generator, nan_like, relative_error, threads
+from .lora_cases import GROUPS, PARTS, arguments, assert_untouched, expected, make_case, rows_of
+
+F32, BF16 = torch.float32, torch.bfloat16
+BOUND = {F32: 2e-6, BF16: 4e-3}
+DTYPES = [(F32, F32), (BF16, BF16), (BF16, F32), (F32, BF16)]
+"""Of x and out, and of the adapters."""
+
+
+@pytest.mark.parametrize("name", BACKENDS)
+@pytest.mark.parametrize("dtypes", DTYPES, ids=str)
+@pytest.mark.parametrize("groups", GROUPS, ids=["one row", "few rows", "many rows"])
+@pytest.mark.parametrize("inputs", [64, 90])
+def test_equals_products_in_float64(
+    name: str,
+    dtypes: tuple[torch.dtype, torch.dtype],
+    groups: list[tuple[int, list[int]]],
+    inputs: int,
+) -> None:
+    num_rows = max(row for _, own in groups for row in own) + 2
+    case = make_case(dtypes, num_rows, inputs)
+    wide = torch.randn(num_rows, sum(PARTS) + 5, generator=generator(1)).to(dtypes[0])
+    before = wide.clone()
+    with backend(name) as op:
+        op("add_lora")(*arguments(wide[:, : sum(PARTS)], case.x, case.slots, rows_of(groups)))
+    assert relative_error(wide, expected(before, case, groups)) < BOUND[dtypes[0]]
+    assert_untouched(wide, before, groups)
+
+
+@pytest.mark.parametrize("name", ISAS)
+@pytest.mark.parametrize("dtype", [F32, BF16], ids=str)
+def test_a_row_is_the_same_bits_alone_and_in_a_crowd(name: str, dtype: torch.dtype) -> None:
+    case = make_case((dtype, dtype), 100, 320)
+    base = torch.randn(100, sum(PARTS), generator=generator(2)).to(dtype)
+    groups = [(slot, list(range(slot, 100, 5))) for slot in range(5)]
+    with backend(name) as op:
+        whole = base.clone()
+        with threads(2):
+            op("add_lora")(*arguments(whole, case.x, case.slots, rows_of(groups)))
+        for row in (0, 4, 41, 98):
+            alone = base[row : row + 1].clone()
+            rows = rows_of([(row % 5, [0])])
+            op("add_lora")(*arguments(alone, case.x[row : row + 1], case.slots, rows))
+            assert torch.equal(alone[0], whole[row])
+
+
+@pytest.mark.parametrize("name", BACKENDS)
+def test_no_rows(name: str) -> None:
+    case = make_case((F32, F32), 3, 64)
+    out = nan_like(torch.empty(3, sum(PARTS)))
+    with backend(name) as op:
+        op("add_lora")(*arguments(out, case.x, case.slots, rows_of([(0, [])])))
+        op("add_lora")(*arguments(out[:0], case.x[:0], case.slots, rows_of([])))
+    assert out.isnan().all()
+
+
+def _replaced(index: int, change: Callable[[Tensor], Tensor]) -> Callable[..., tuple]:
+    return lambda *a: (*a[:index], change(a[index]), *a[index + 1 :])
+
+
+WRONG = [
+    (0, lambda t: t[1:], r"out has shape \[4, 119\].*size 5"),
+    (1, lambda t: t.bfloat16(), "out is float32; expected bfloat16"),
+    (1, lambda t: t[:, 17:], r"a has shape \[5, 3, 16, 4, 4, 16\].*size 3 in dimension 3"),
+    (2, lambda t: t.half(), "a is float16; on CPU the kernels take float32 and bfloat16"),
+    (2, lambda t: t[:, :2].clone(), r"first_outputs has shape \[4\].*size 3"),
+    (3, lambda t: t.bfloat16(), "b is bfloat16; expected float32"),
+    (3, lambda t: t[:, 1:].clone(), r"b has shape \[5, 8, 64, 16\].*size 9"),
+    (4, lambda t: t + 1, "ranks holds 65; expected 0 to 64"),
+    (5, lambda t: t + 1, r"first_outputs\[2:4\] is 87, 120; expected.* 0 to 119"),
+    (6, lambda t: t + 1, r"rows\[1\] is 5; x has rows 0 to 4"),
+    (6, lambda t: t.long(), "rows is int64; expected int32"),
+    (7, lambda t: t * 3, r"groups\[1\] is 12, 0, 6; .*slots 0 to 4 and 5 rows with adapters"),
+    (7, lambda t: t + 1, r"groups\[1\] is 5, 1, 3"),
+    (7, lambda t: t[:, :2].clone(), r"groups has shape \[2, 2\].*size 3"),
+    (8, lambda t: t[2:], r"shrunk has shape \[3, 192\].*size 5"),
+    (8, lambda t: t[:, 1:], r"shrunk has shape \[5, 191\].*size 192"),
+    (8, lambda t: t.double(), "shrunk is float64; expected float32"),
+]
+
+
+@pytest.mark.skipif(not ISAS, reason="the native library is not built")
+def test_wrong_arguments_are_named() -> None:
+    case = make_case((F32, F32), 5, 64)
+    right = arguments(torch.zeros(5, sum(PARTS)), case.x, case.slots, rows_of([(4, [3, 4])]))
+    for index, change, message in WRONG:
+        with pytest.raises(RuntimeError, match=f"tpengine::add_lora: {message}"):
+            torch.ops.tpengine.add_lora.default(*_replaced(index, change)(*right))
+    with pytest.raises(AssertionError, match=re.escape("torch.Size([65, 64])")):
+        write_slot(case.slots, 0, [(torch.zeros(65, 64), torch.zeros(70, 65)), None, None])

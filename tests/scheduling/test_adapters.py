@@ -1,0 +1,102 @@
+"""Requests with adapters: how many run at once, who waits for a slot, and who passes."""
+
+from __future__ import annotations
+
+from .loop import Limits, Loop, make_request, plain
+
+LIMITS = Limits(tokens=64, seqs=8, num_blocks=200, caching=True, max_loras=2)
+
+
+def arrivals(loop: Loop, *adapters: int, first: int = 0, max_tokens: int = 4) -> None:
+    """Adds a request with each of these adapters, 0: none."""
+    for index, adapter in enumerate(adapters, start=first):
+        loop.add(make_request(index, 5, plain(max_tokens), adapter=adapter))
+
+
+def running(loop: Loop) -> list[str]:
+    """Ids of the requests that run, in order of arrival."""
+    return sorted({f"r{s.seq_id // 100}" for s in loop.scheduler.running_sequences()})
+
+
+def test_a_request_waits_for_a_slot_and_others_pass() -> None:
+    """Two slots: the third adapter waits until one of the first two is idle."""
+    loop = Loop(LIMITS)
+    arrivals(loop, 1, 2, 3, 1, 0, 2, 3)
+    step = loop.step().step_input
+    assert running(loop) == ["r0", "r1", "r3", "r4", "r5"]
+    assert [(load.slot, load.path) for load in step.adapter_loads] == [
+        (0, "/adapter1"),
+        (1, "/adapter2"),
+    ]
+    assert [new.adapter_slot for new in step.new_sequences] == [0, 1, 0, None, 1]
+    while not loop.endings:
+        assert not loop.step().step_input.adapter_loads[2:]
+    step = loop.step().step_input
+    assert running(loop) == ["r2", "r6"]
+    assert [(load.slot, load.key) for load in step.adapter_loads] == [(0, b"adapter3")]
+    loop.run()
+    assert set(loop.endings.values()) == {"length"}
+
+
+def test_the_least_recently_used_adapter_gives_way() -> None:
+    loop = Loop(LIMITS)
+    loads = []
+    for index, adapter in enumerate((1, 2, 1, 3, 1, 2)):
+        arrivals(loop, adapter, first=index)
+        loads.append([load.key for load in loop.step().step_input.adapter_loads])
+        loop.run()
+    assert loads == [[b"adapter1"], [b"adapter2"], [], [b"adapter3"], [], [b"adapter2"]]
+
+
+def test_a_waiting_request_is_passed_a_bounded_number_of_times() -> None:
+    """Requests of the loaded adapter never stop coming, and still the other one gets its slot."""
+    loop = Loop(Limits(tokens=64, seqs=4, num_blocks=200, max_loras=1))
+    arrivals(loop, 1, 2, max_tokens=3)
+    index = 2
+    while "r1" not in running(loop):
+        arrivals(loop, 1, first=index, max_tokens=3)
+        loop.step()
+        index += 1
+        assert index < 1000
+    passed = [request for request in loop.admitted if request.arrival_index > 1]
+    assert len(passed) == 64
+    assert max(request.arrival_index for request in passed) == 65
+
+
+def test_a_new_worker_gets_all_adapters_again() -> None:
+    loop = Loop(LIMITS)
+    arrivals(loop, 1, 2, 0)
+    loop.step()
+    loop.lose(150)
+    assert sorted(load.key for load in loop.step().step_input.adapter_loads) == [
+        b"adapter1",
+        b"adapter2",
+    ]
+    loop.run()
+    arrivals(loop, 2, first=3)
+    assert not loop.step().step_input.adapter_loads
+
+
+def test_an_adapter_that_cannot_be_loaded_ends_its_requests() -> None:
+    """They leave nothing in the prefix cache, and the next request tries again."""
+    loop = Loop(LIMITS)
+    compute = loop.worker.compute
+
+    def failing(step):
+        answer = compute(step)
+        answer.adapter_errors = {
+            load.key: "it is gone" for load in step.adapter_loads if load.key == b"adapter1"
+        }
+        return answer
+
+    loop.worker.compute = failing
+    arrivals(loop, 1, 2, 1, 0)
+    loop.step()
+    assert loop.endings == {"r0": "error", "r2": "error"}
+    assert loop.outputs["r0"].error == "it is gone"
+    loop.worker.compute = compute
+    arrivals(loop, 1, first=4)
+    assert [load.key for load in loop.step().step_input.adapter_loads] == [b"adapter1"]
+    loop.run()
+    assert loop.endings["r4"] == loop.endings["r1"] == "length"
+    assert loop.outputs["r4"].num_cached_tokens == 0

@@ -1,0 +1,144 @@
+"""LoRA adapters of small models, made by PEFT, and PEFT's own answers with them."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from peft import LoraConfig, PeftModel, get_peft_model
+from transformers import AutoModelForCausalLM
+
+from support.engines import greedy, run
+from support.oracle import NUM_OUTPUT_TOKENS, Answer, Oracle
+from support.ranks import ThreadedExecutor
+from tpengine import EngineArgs, LLMEngine, LoRARequest, RequestOutput
+from tpengine.executor.local_executor import LocalExecutor
+
+Job = tuple[str | None, list[int]]
+"""The name of an adapter, None: none, and a prompt."""
+ADDED_RANGE = 0.1
+"""Standard deviation of A and of B: large enough that an adapter changes nearly every answer."""
+
+
+def write_adapter(base: Path, folder: Path, seed: int, **config: Any) -> None:
+    """Writes a random adapter of a base model as PEFT does."""
+    model = AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32)
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        config = {"r": 8, "lora_alpha": 16, "target_modules": "all-linear", **config}
+        adapted = get_peft_model(model, LoraConfig(task_type="CAUSAL_LM", **config))
+        with torch.no_grad():
+            for name, parameter in adapted.named_parameters():
+                if ".lora_" in name:
+                    size = math.sqrt(parameter.shape[0 if "lora_A" in name else 1] / 8)
+                    parameter.normal_(0.0, ADDED_RANGE / size)
+    adapted.save_pretrained(folder)
+
+
+class AdapterOracle(Oracle):
+    """Greedy answers of a base model with one adapter, by PEFT's own forward pass."""
+
+    def __init__(self, base: Path, folder: Path) -> None:
+        super().__init__(base)
+        self._adapter = folder
+
+    @property
+    def model(self) -> Any:
+        """The base with its adapter, float32."""
+        if self._model is None:
+            base = AutoModelForCausalLM.from_pretrained(self._folder, dtype=torch.float32)
+            self._model = PeftModel.from_pretrained(base, self._adapter).eval()
+        return self._model
+
+
+class Adapters:
+    """Adapters of one base, with their oracles.
+
+    Args:
+        configs: of each adapter its fields of `LoraConfig`, by name.
+
+    Attributes:
+        requests: a `LoRARequest` for each name.
+    """
+
+    def __init__(self, base: Path, root: Path, configs: Mapping[str, Mapping[str, Any]]) -> None:
+        self.base = base
+        self.requests: dict[str, LoRARequest] = {}
+        self._oracles: dict[str | None, Oracle] = {None: Oracle(base)}
+        for number, (name, config) in enumerate(configs.items(), start=1):
+            folder = root / name
+            write_adapter(base, folder, seed=number, **config)
+            self.requests[name] = LoRARequest(name, number, str(folder))
+            self._oracles[name] = AdapterOracle(base, folder)
+
+    def request(self, name: str | None) -> LoRARequest | None:
+        """The request for an adapter; None: for none."""
+        return None if name is None else self.requests[name]
+
+    def answers(self, jobs: Sequence[Job]) -> list[Answer]:
+        """PEFT's answers to prompts, each with its adapter."""
+        return [self._oracles[name].answers([prompt])[0] for name, prompt in jobs]
+
+    def jobs(self, names: Sequence[str | None], lengths: Sequence[int], seed: int = 1) -> list[Job]:
+        """A prompt of each length for each name, whose answers are no matter of rounding, and are
+        others without the adapter."""
+        found: list[Job] = []
+        for number, name in enumerate(names):
+            own: list[Job] = [
+                (name, prompt) for prompt in self._oracles[name].prompts(lengths, seed + number)
+            ]
+            bare = self.answers([(None, prompt) for _, prompt in own])
+            for answer, other in zip(self.answers(own), bare, strict=True):
+                assert name is None or answer.token_ids != other.token_ids
+            found += own
+        return found
+
+
+def serve(engine: LLMEngine, adapters: Adapters, jobs: Sequence[Job]) -> list[RequestOutput]:
+    """The last outputs of all jobs, which run side by side."""
+    params = greedy(NUM_OUTPUT_TOKENS)
+    for number, (name, prompt) in enumerate(jobs):
+        lora_request = adapters.request(name)
+        engine.add_request(
+            str(number), None, params, lora_request=lora_request, prompt_token_ids=prompt
+        )
+    done = {output.request_id: output for output in run(engine) if output.finished}
+    return [done[str(number)] for number in range(len(jobs))]
+
+
+def assert_as_peft(
+    adapters: Adapters, jobs: Sequence[Job], outputs: Sequence[RequestOutput]
+) -> None:
+    """Makes sure that the ids are those of PEFT."""
+    for (name, prompt), answer, output in zip(jobs, adapters.answers(jobs), outputs, strict=True):
+        assert output.error is None
+        assert output.lora_request == adapters.request(name)
+        found = output.outputs[0].token_ids
+        assert found == answer.token_ids, f"{name}, a prompt of {len(prompt)} tokens"
+
+
+@contextmanager
+def open_engine(base: Path, tp_size: int = 1, **args: Any) -> Iterator[LLMEngine]:
+    """An engine for adapters, in float32 unless told otherwise; ranks are threads of this process."""
+    settings = {
+        "dtype": "float32",
+        "max_lora_rank": 64,
+        "num_device_blocks_override": 400,
+        "max_model_len": 256,
+        **args,
+    }
+    engine_args = EngineArgs(
+        str(base),
+        device="cpu",
+        enable_lora=True,
+        skip_tokenizer_init=True,
+        **settings,
+    )
+    config = engine_args.create_engine_config("cpu")
+    executor = LocalExecutor(config) if tp_size == 1 else ThreadedExecutor(config, tp_size)
+    with LLMEngine(config, executor, log_stats=False) as engine:
+        yield engine

@@ -1,0 +1,255 @@
+"""LoRA adapters in PEFT's folders: what a folder holds, and whether this engine can serve it.
+
+`read_adapter` is the one reader: the driver calls it when a request names a folder, so that only
+that request fails, and each rank calls it again when it loads the tensors.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import re
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from tpengine.errors import InvalidAdapterError
+from tpengine.inputs import LoRARequest
+
+CONFIG_FILE, TENSOR_FILE = "adapter_config.json", "adapter_model.safetensors"
+Targets = Mapping[str, tuple[int, int]]
+"""Linear layers that can have adapters: outputs and inputs of all ranks, by the name of PEFT."""
+
+_TENSOR = re.compile(r"base_model\.model\.(.+)\.lora_([AB])\.weight")
+_MOST_PROBLEMS = 8
+_READ = (
+    "r lora_alpha use_rslora rank_pattern alpha_pattern target_modules exclude_modules "
+    "layers_to_transform layers_pattern"
+)
+_NO_EFFECT = (
+    "task_type auto_mapping peft_version base_model_name_or_path revision inference_mode "
+    "lora_dropout fan_in_fan_out loftq_config eva_config corda_config lora_ga_config "
+    "megatron_core qalora_group_size runtime_config ensure_weight_tying"
+)
+"""Keys of a configuration that shape the training, or the base's weights, which have their shape
+here. `fan_in_fan_out` is one of these: A and B of a transposed layer are as those of any other."""
+_NEUTRAL: Mapping[str, tuple[Any, ...]] = {
+    "peft_type": ("LORA",),
+    "bias": ("none",),
+    # Other ways to begin a training change the base's weights.
+    "init_lora_weights": (True, "gaussian", "eva", "orthogonal"),
+}
+"""Values that change nothing. Of a key that is in no table, only an empty value changes nothing."""
+
+
+@dataclass(frozen=True, slots=True)
+class AdapterPart:
+    """What an adapter adds to one linear layer: `scaling * x A^T B^T`."""
+
+    rank: int
+    scaling: float
+
+
+@dataclass(frozen=True, slots=True)
+class AdapterFolder:
+    """A folder that was read and can be served.
+
+    Attributes:
+        key: SHA-256 over its two files.
+        parts: by the name of the layer.
+        data: the file of tensors, in the format of safetensors.
+    """
+
+    key: bytes
+    parts: Mapping[str, AdapterPart]
+    data: bytes
+
+
+@dataclass(frozen=True, slots=True)
+class Adapter:
+    """The adapter of a request: the one that its folder held when the request was checked."""
+
+    request: LoRARequest
+    key: bytes
+
+
+class AdapterChecks:
+    """Checks the adapters of requests; any thread may call it. A folder is read again only when its
+    files have changed.
+
+    Args:
+        max_rank: highest rank; 0: the engine serves no adapters.
+
+    Attributes:
+        ids: of the adapters that can be served, as requests gave them.
+    """
+
+    def __init__(self, targets: Targets, max_rank: int) -> None:
+        self._targets = targets
+        self._max_rank = max_rank
+        self._known: dict[str, tuple[list[tuple[int, int, int]], bytes]] = {}
+        self.ids: set[int] = set()
+
+    def check(self, request: LoRARequest | None) -> Adapter | None:
+        """Returns what a request for this adapter needs; None: for none.
+
+        Raises:
+            InvalidAdapterError: it cannot be served; the message says what does not fit.
+        """
+        if request is None:
+            return None
+        if not isinstance(request, LoRARequest):
+            raise InvalidAdapterError(
+                f"lora_request must be a LoRARequest, got {request!r:.80}; ids go into inputs"
+            )
+        if not self._max_rank:
+            raise InvalidAdapterError(
+                f"lora_request = {request!r:.200}, and this engine serves no adapters; make it "
+                "with enable_lora=True (--enable-lora)"
+            )
+        path = request.lora_path
+        try:
+            found = [(Path(path) / name).stat() for name in (CONFIG_FILE, TENSOR_FILE)]
+        except OSError as error:
+            raise _unreadable(path, error) from error
+        state = [(one.st_ino, one.st_size, one.st_mtime_ns) for one in found]
+        known_state, key = self._known.get(path, (None, b""))
+        if known_state != state:
+            key = read_adapter(path, self._targets, self._max_rank).key
+            self._known[path] = state, key
+        self.ids.add(request.lora_int_id)
+        return Adapter(request, key)
+
+
+def read_adapter(path: str, targets: Targets, max_rank: int) -> AdapterFolder:
+    """Reads an adapter and checks it against the model's layers.
+
+    Raises:
+        InvalidAdapterError: files are missing or damaged, a field changes the forward pass in a way
+            that is not served, or tensors do not fit; the message names all of it.
+    """
+    try:
+        written, data = (Path(path, name).read_bytes() for name in (CONFIG_FILE, TENSOR_FILE))
+        config = json.loads(written)
+        size = int.from_bytes(data[:8], "little")
+        header = json.loads(data[8 : 8 + size])
+        shapes = {name: tuple(header[name]["shape"]) for name in header if name != "__metadata__"}
+        reader = _Reader(config, shapes, targets, max_rank)
+        problems = [*reader.fields(), *reader.tensors()]
+    except OSError as error:
+        raise _unreadable(path, error) from error
+    except (ValueError, TypeError, KeyError, AttributeError, re.error) as error:
+        raise InvalidAdapterError(
+            f"the adapter in {path} cannot be read: {type(error).__name__}: {error}; a file is "
+            "damaged, or a field has a wrong type"
+        ) from error
+    if problems:
+        shown, more = problems[:_MOST_PROBLEMS], len(problems) - _MOST_PROBLEMS
+        rest = f"; and {more} more" if more > 0 else ""
+        raise InvalidAdapterError(
+            f"the adapter in {path} cannot be served: {'; '.join(shown)}{rest}"
+        )
+    key = hashlib.sha256(hashlib.sha256(written).digest() + data).digest()
+    return AdapterFolder(key, reader.parts, data)
+
+
+def _unreadable(path: str, error: OSError) -> InvalidAdapterError:
+    return InvalidAdapterError(
+        f"the adapter in {path} cannot be read: {error.strerror}; its folder needs {CONFIG_FILE} "
+        f"and {TENSOR_FILE}, as PEFT's save_pretrained writes them"
+    )
+
+
+class _Reader:
+    """Compares a configuration with the tensors and with the model.
+
+    Args:
+        shapes: of the file's tensors, by name.
+    """
+
+    def __init__(
+        self,
+        config: Mapping[str, Any],
+        shapes: Mapping[str, tuple[int, ...]],
+        targets: Targets,
+        max_rank: int,
+    ) -> None:
+        self._config = config
+        self._shapes = shapes
+        self._targets = targets
+        self._max_rank = max_rank
+        self.parts: dict[str, AdapterPart] = {}
+
+    def fields(self) -> Iterator[str]:
+        """Yields the fields that change the forward pass in a way that is not served."""
+        for key, value in self._config.items():
+            is_harmless = not value or key in f"{_READ} {_NO_EFFECT}".split()
+            if not is_harmless and value not in _NEUTRAL.get(key, ()):
+                yield f"{key} = {value!r:.60} in {CONFIG_FILE} is not served"
+
+    def tensors(self) -> Iterator[str]:
+        """Yields tensors that are unknown, missing or misshapen; fills `parts`."""
+        found: dict[tuple[str, str], tuple[int, ...]] = {}
+        for name, shape in self._shapes.items():
+            match = _TENSOR.fullmatch(name)
+            if match is None or match[1] not in self._targets:
+                yield f"{name} is of no linear layer that takes an adapter here"
+            else:
+                found[match[1], match[2]] = shape
+        present = {name for name, _ in found}
+        for name, (outputs, inputs) in self._targets.items():
+            if not self._is_targeted(name):
+                if name in present:
+                    yield f"{name} has tensors, but the fields of {CONFIG_FILE} leave it out"
+                continue
+            part = self.parts[name] = self._part(name)
+            if not 1 <= part.rank <= self._max_rank:
+                limit = f"max_lora_rank = {self._max_rank}"
+                yield f"the rank of {name} is {part.rank}, and must be from 1 to {limit}"
+            for which, needed in (("A", (part.rank, inputs)), ("B", (outputs, part.rank))):
+                own = found.get((name, which))
+                if own != needed:
+                    has = f"lora_{which} of {name} is {'missing' if own is None else list(own)}"
+                    yield f"{has}, and must be {list(needed)}"
+        if not self.parts:
+            yield "it has no layer of this model"
+
+    def _part(self, name: str) -> AdapterPart:
+        config = self._config
+        rank = int(_by_pattern(config.get("rank_pattern"), name, config["r"]))
+        alpha = float(_by_pattern(config.get("alpha_pattern"), name, config["lora_alpha"]))
+        divisor = float(max(1, rank))
+        return AdapterPart(rank, alpha / (divisor**0.5 if config.get("use_rslora") else divisor))
+
+    def _is_targeted(self, name: str) -> bool:
+        """Whether PEFT gives this layer an adapter."""
+        config = self._config
+        wanted = config["target_modules"]
+        if _matches(config.get("exclude_modules") or (), name):
+            return False
+        layers = config.get("layers_to_transform")
+        if wanted == "all-linear" or isinstance(wanted, str) or layers is None or layers == []:
+            return wanted == "all-linear" or _matches(wanted, name)
+        if not _matches(wanted, name):
+            return False
+        patterns = config.get("layers_pattern") or r"[^.]*"
+        for pattern in [patterns] if isinstance(patterns, str) else patterns:
+            if match := re.match(rf"(?:^|.*?\.){pattern}\.(\d+)\.", name):
+                return int(match[1]) in ([layers] if isinstance(layers, int) else layers)
+        return False
+
+
+def _matches(wanted: str | list[str] | tuple[str, ...], name: str) -> bool:
+    """Whether a name is, or ends with, one of those wanted; a text is a pattern of the whole."""
+    if isinstance(wanted, str):
+        return re.fullmatch(wanted, name) is not None
+    return any(name == one or name.endswith(f".{one}") for one in wanted)
+
+
+def _by_pattern(values: Mapping[str, Any] | None, name: str, default: Any) -> Any:
+    """Returns the value of the first pattern that the end of a name matches."""
+    for pattern, value in (values or {}).items():
+        if re.match(rf"(.*\.)?({pattern})$", name):
+            return value
+    return default

@@ -1,0 +1,180 @@
+"""LoRA (https://arxiv.org/abs/2106.09685): low-rank additions to linear layers, `x A^T B^T` for
+each row by its adapter.
+
+A layer has slots of one size for A and B. They are divided over ranks as the layer is: a
+column-parallel layer has its rows of B and all of A, a row-parallel one its columns of A and all of
+B, so that the layer's own sum over ranks completes the addition too. Layers that are one product
+(q, k and v) have an A and a B for each part.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+
+import torch
+
+from tpengine.adapters import AdapterPart, Targets
+from tpengine.config import LoRAConfig
+from tpengine.layers.linear import Linear
+from tpengine.layers.weights import LoadedTensor, Weights, WeightShard, copy_part, transposed
+from tpengine.ops.lora import LoRARows, add_lora, make_slots, write_slot
+
+HostAdapter = Mapping[str, tuple[torch.Tensor, torch.Tensor]]
+"""This rank's A `[rank, in_features]` and B `[n, rank]` of each layer; B contains the scaling."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Target:
+    """One linear layer of a checkpoint: the whole or a part of one of ours.
+
+    Attributes:
+        shards: its parts, as views of the outline of our layer's weight.
+        outputs: of this rank, in our layer.
+        shape: of our layer.
+    """
+
+    shards: tuple[WeightShard, ...]
+    outputs: slice
+    shape: tuple[int, int]
+
+    @classmethod
+    def of(cls, shards: Sequence[WeightShard], shape: tuple[int, int]) -> _Target:
+        """Returns the target of the shards that were declared under one name."""
+        kept = [replace(transposed(x) if x.is_transposed else x, matrix=None) for x in shards]
+        first = min(int(one.target.storage_offset()) for one in kept) // shape[1]
+        size = sum(math.prod(one.target.shape[:-1]) for one in kept)
+        return cls(tuple(kept), slice(first, first + size), shape)
+
+    @property
+    def total_shape(self) -> tuple[int, int]:
+        """Outputs and inputs over all ranks."""
+        (shard, *_), (outputs, inputs) = self.shards, self.shape
+        if shard.dim == 0:
+            return sum(one.total for one in self.shards), inputs
+        return outputs, shard.total if shard.dim == 1 else inputs
+
+    def own_a(self, a: torch.Tensor) -> torch.Tensor:
+        """This rank's columns of A `[rank, total_in_features]`."""
+        shard = self.shards[0]
+        if shard.dim != 1:
+            return a
+        own = a.new_zeros(len(a), self.shape[1])
+        own[:, : shard.length] = a[:, shard.start : shard.start + shard.length]
+        return own
+
+    def own_b(self, b: torch.Tensor) -> torch.Tensor:
+        """This rank's rows of B `[total_out_features, rank]`, in the order of our layer."""
+        rank, (outputs, inputs), offset = b.shape[1], self.shape, 0
+        own = b.new_zeros(outputs, rank)
+        for shard in self.shards:
+            outline = shard.target
+            strides = [stride // inputs * rank for stride in outline.stride()[:-1]]
+            start = int(outline.storage_offset()) // inputs * rank
+            view = own.as_strided((*outline.shape[:-1], rank), (*strides, 1), start)
+            dim = 0 if shard.dim == 0 else None
+            copy_part(view, replace(shard, target=view, dim=dim), LoadedTensor(b), offset)
+            offset += shard.total
+        return own[self.outputs]
+
+
+class LinearAdapters:
+    """The slots of one of our linear layers; `Linear.adapters` after `AdapterLayers` was made.
+
+    Args:
+        parts: of each part its name in the checkpoint and its shards.
+    """
+
+    def __init__(
+        self, layers: AdapterLayers, linear: Linear, parts: Mapping[str, list[WeightShard]]
+    ) -> None:
+        self._layers = layers
+        outputs, inputs = linear.matrix.outline.shape
+        found = {name: _Target.of(shards, (outputs, inputs)) for name, shards in parts.items()}
+        self.targets = dict(sorted(found.items(), key=lambda item: item[1].outputs.start))
+        sizes = [one.outputs.stop - one.outputs.start for one in self.targets.values()]
+        assert sum(sizes) == outputs, list(parts)
+        self._slots = make_slots(
+            layers.num_slots, layers.max_rank, inputs, sizes, layers.dtype, layers.allocate
+        )
+
+    def add(self, out: torch.Tensor, x: torch.Tensor) -> None:
+        """Adds to `out [num_rows, out_features]` for the rows of x that have an adapter."""
+        if self._layers.rows is not None:
+            add_lora(out, x, self._slots, self._layers.rows)
+
+    def fill(self, slot: int, adapter: HostAdapter) -> None:
+        """See `AdapterLayers.fill`."""
+        write_slot(self._slots, slot, [adapter.get(name) for name in self.targets])
+
+
+class AdapterLayers:
+    """All linear layers of a model that can have adapters. To be made after the model, and before
+    its weights are read.
+
+    Args:
+        prefix: start of the names of the decoder's layers; the output head takes no adapter.
+
+    Attributes:
+        targets: sizes over all ranks.
+        rows: of the present forward pass; None: no row has an adapter. See `applied`.
+        num_bytes: of all slots.
+    """
+
+    def __init__(self, weights: Weights, prefix: str, config: LoRAConfig) -> None:
+        self.max_rank = config.max_lora_rank
+        self.rows: LoRARows | None = None
+        self.num_bytes = 0
+        self.num_slots = config.max_loras
+        self._weights = weights
+        is_auto = config.lora_dtype == "auto"
+        self.dtype = weights.dtype if is_auto else getattr(torch, config.lora_dtype)
+        linears = {id(linear.matrix): linear for linear in weights.linears}
+        parts: dict[Linear, dict[str, list[WeightShard]]] = {}
+        for name, shards in weights.shards.items():
+            linear = linears.get(id(shards[0].matrix))
+            if linear is not None and name.startswith(prefix):
+                parts.setdefault(linear, {})[name.removesuffix(".weight")] = shards
+        self._layers: list[LinearAdapters] = []
+        sizes: dict[str, tuple[int, int]] = {}
+        for linear, own in parts.items():
+            linear.adapters = LinearAdapters(self, linear, own)
+            self._layers.append(linear.adapters)
+            for name, target in linear.adapters.targets.items():
+                sizes[name] = target.total_shape
+        self.targets: Targets = sizes
+
+    def allocate(self, shape: tuple[int, ...]) -> torch.Tensor:
+        """Returns memory for slots."""
+        memory = torch.empty(shape, dtype=self.dtype, device=self._weights.device).zero_()
+        self.num_bytes += memory.nbytes
+        return self._weights.table(memory)
+
+    @contextmanager
+    def applied(self, rows: LoRARows | None) -> Iterator[None]:
+        """Within the block the layers add to these rows."""
+        self.rows = rows
+        try:
+            yield
+        finally:
+            self.rows = None
+
+    def own_part(
+        self, tensors: Mapping[str, torch.Tensor], parts: Mapping[str, AdapterPart]
+    ) -> HostAdapter:
+        """Returns this rank's part of an adapter's tensors, which were checked."""
+        found = {}
+        for layer in self._layers:
+            for name in layer.targets.keys() & parts.keys():
+                target, prefix = layer.targets[name], f"base_model.model.{name}.lora_"
+                a, b = (tensors[f"{prefix}{which}.weight"].float() for which in "AB")
+                b = target.own_b(b * parts[name].scaling)
+                found[name] = target.own_a(a).to(self.dtype), b.to(self.dtype)
+        return found
+
+    def fill(self, slot: int, adapter: HostAdapter) -> None:
+        """Puts an adapter into a slot, in place of the one before; an empty one adds nothing."""
+        for layer in self._layers:
+            layer.fill(slot, adapter)

@@ -1,0 +1,139 @@
+"""Low-rank adapters (LoRA, Hu et al. 2021) beside a linear layer: `out += B A x`, for the rows of a
+step that have an adapter, each with its own."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from itertools import accumulate, pairwise
+
+import torch
+from torch import Tensor
+
+from tpengine.ops import library as _library  # noqa: F401 (defines the ops)
+from tpengine.ops.lora_reference import (
+    LORA_PANEL,
+    LORA_TILE,
+    num_blocks,
+    pack_a,
+    pack_b,
+    tile_shape,
+)
+
+_add_lora = torch.ops.tpengine.add_lora.default
+
+
+@dataclass(frozen=True, slots=True)
+class LoRARows:
+    """The rows of a step that have an adapter, on the device of the step.
+
+    Attributes:
+        rows: int32 `[num_lora_rows]`, rows of x and out, each at most once; those of one adapter
+            are neighbours.
+        groups: int32 `[num_groups, 3]`: slot, begin and end in `rows`. A group may be empty, and
+            entries of `rows` that are in no group are not read: a recorded step has all places.
+    """
+
+    rows: Tensor
+    groups: Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class LoRASlots:
+    """The adapters of one linear layer, one in each slot. A fused layer has several parts (q, k and
+    v), each with its own A and B.
+
+    Attributes:
+        a: `[num_slots, num_parts, max_rank / 4, lines, 4, line]`, a line is 64 bytes.
+        b: `[num_slots, num_panels, max_rank, 16]`, the panels of all parts.
+        ranks: int32 `[num_slots, num_parts]`; 0: the slot has no adapter for this part.
+        first_outputs: int32 `[num_parts + 1]`: the first output of each part, then the end.
+    """
+
+    a: Tensor
+    b: Tensor
+    ranks: Tensor
+    first_outputs: Tensor
+
+    @property
+    def num_columns(self) -> int:
+        """Columns of A's result, for all parts."""
+        return self.a.shape[1] * self.max_rank
+
+    @property
+    def max_rank(self) -> int:
+        """The highest rank of a slot."""
+        return self.a.shape[2] * LORA_TILE
+
+    @property
+    def nbytes(self) -> int:
+        """What the slots take."""
+        return self.a.nbytes + self.b.nbytes + self.ranks.nbytes + self.first_outputs.nbytes
+
+
+def make_slots(
+    num_slots: int,
+    max_rank: int,
+    in_features: int,
+    part_sizes: Sequence[int],
+    dtype: torch.dtype,
+    allocate: Callable[[tuple[int, ...]], Tensor],
+) -> LoRASlots:
+    """Returns empty slots for a layer.
+
+    Args:
+        max_rank: rounded up to a multiple of 4.
+        part_sizes: outputs of each part, in the order of the layer's outputs.
+        dtype: of A and B: float32 or bfloat16, on a GPU float16 too.
+        allocate: returns memory of this shape and dtype for A, then for B, on the layer's device.
+    """
+    tiles = tile_shape(max_rank, in_features, dtype)
+    panels = sum(num_blocks(size, LORA_PANEL) for size in part_sizes)
+    a = allocate((num_slots, len(part_sizes), *tiles))
+    b = allocate((num_slots, panels, tiles[0] * LORA_TILE, LORA_PANEL))
+    ranks = torch.zeros(num_slots, len(part_sizes), dtype=torch.int32, device=a.device)
+    first_outputs = torch.tensor([0, *accumulate(part_sizes)], dtype=torch.int32, device=a.device)
+    return LoRASlots(a, b, ranks, first_outputs)
+
+
+def write_slot(slots: LoRASlots, slot: int, parts: Sequence[tuple[Tensor, Tensor] | None]) -> None:
+    """Writes an adapter into a slot.
+
+    Args:
+        parts: A `[rank, in_features]` and B `[outputs of the part, rank]` of each part, of any
+            float dtype, on any device; B holds the adapter's scaling. None: the adapter does not
+            change this part.
+    """
+    sizes = [end - first for first, end in pairwise(slots.first_outputs.tolist())]
+    ranks, panel = [], 0
+    for part, (size, matrices) in enumerate(zip(sizes, parts, strict=True)):
+        panels = slice(panel, panel := panel + num_blocks(size, LORA_PANEL))
+        if matrices is None:
+            ranks.append(0)
+            continue
+        a, b = matrices
+        assert b.shape == (size, len(a)), (b.shape, a.shape, size)
+        assert len(a) <= slots.max_rank, a.shape
+        pack_a(slots.a[slot, part], a.to(slots.a))
+        pack_b(slots.b[slot, panels], b.to(slots.b))
+        ranks.append(len(a))
+    slots.ranks[slot] = torch.tensor(ranks, dtype=torch.int32)
+
+
+def add_lora(out: Tensor, x: Tensor, slots: LoRASlots, rows: LoRARows) -> None:
+    """`out[row] += B A x[row]` for each row with an adapter; sums in float32, rounded once. A row's
+    result does not depend on other rows; other rows of out are not touched.
+
+    Args:
+        out: `[num_rows, out_features]`, what the layer itself gave; float32 or bfloat16, on a GPU
+            float16 too.
+        x: `[num_rows, in_features]`, same dtype; the slots may have another.
+
+    Raises:
+        RuntimeError: dtypes, shapes or strides do not fit, or on a CPU a row, slot or rank does
+            not exist.
+    """
+    shrunk = x.new_empty(len(rows.rows), slots.num_columns, dtype=torch.float32)
+    _add_lora(
+        out, x, slots.a, slots.b, slots.ranks, slots.first_outputs, rows.rows, rows.groups, shrunk
+    )  # fmt: skip

@@ -1,0 +1,81 @@
+"""The op of `lora` in plain torch, and the layout of adapters that csrc reads on CPU and GPU."""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+LORA_TILE = 4
+"""Columns of A's result that lie together: 64 bytes of each in turn (`kLoRATile` in csrc)."""
+LORA_PANEL = 16
+"""Outputs of B that lie together, those of each rank in turn (`kLoRAPanel` in csrc)."""
+_LINE_BYTES = 64
+
+
+def tile_shape(rank: int, in_features: int, dtype: torch.dtype) -> tuple[int, int, int, int]:
+    """Returns the shape of A for one part: `[rank / 4, lines, 4, inputs of a line]`."""
+    line = _LINE_BYTES // dtype.itemsize
+    return num_blocks(rank, LORA_TILE), num_blocks(in_features, line), LORA_TILE, line
+
+
+def num_blocks(size: int, block: int) -> int:
+    """Returns how many blocks hold `size`."""
+    return -(-size // block)
+
+
+def pack_a(target: Tensor, a: Tensor) -> None:
+    """Writes A `[rank, in_features]` into the tiles of a part, with zeros beyond both sizes."""
+    _, lines, _, line = target.shape
+    tiles = num_blocks(len(a), LORA_TILE)
+    padded = F.pad(a, (0, lines * line - a.shape[1], 0, tiles * LORA_TILE - len(a)))
+    target[:tiles] = padded.view(tiles, LORA_TILE, lines, line).transpose(1, 2)
+
+
+def pack_b(target: Tensor, b: Tensor) -> None:
+    """Writes B `[out_features, rank]` into the panels of a part, `[panels, max_rank, 16]`.
+
+    The panels are as long as this rank, up to a multiple of 4, needs them to be, and lie without
+    gaps; zeros stand beyond both sizes.
+    """
+    panels, rank = len(target), num_blocks(b.shape[1], LORA_TILE) * LORA_TILE
+    padded = F.pad(b, (0, rank - b.shape[1], 0, panels * LORA_PANEL - len(b)))
+    packed = padded.view(panels, LORA_PANEL, rank).transpose(1, 2)
+    target.view(-1)[: packed.numel()] = packed.reshape(-1)
+
+
+def _unpack_a(tiles: Tensor, rank: int, in_features: int) -> Tensor:
+    return tiles.transpose(1, 2).reshape(-1, tiles.shape[1] * tiles.shape[3])[:rank, :in_features]
+
+
+def _unpack_b(panels: Tensor, rank: int, out_features: int) -> Tensor:
+    padded = num_blocks(rank, LORA_TILE) * LORA_TILE
+    packed = panels.reshape(-1)[: len(panels) * padded * LORA_PANEL].view(-1, padded, LORA_PANEL)
+    return packed.transpose(1, 2).reshape(-1, padded)[:out_features, :rank]
+
+
+def add_lora(
+    out: Tensor,
+    x: Tensor,
+    a: Tensor,
+    b: Tensor,
+    ranks: Tensor,
+    first_outputs: Tensor,
+    rows: Tensor,
+    groups: Tensor,
+    shrunk: Tensor,
+) -> None:
+    """See `ops.lora.add_lora`."""
+    first, columns = first_outputs.tolist(), shrunk.unflatten(1, (a.shape[1], -1))
+    for slot, begin, end in groups.tolist():
+        own, panel = rows[begin:end].long(), 0
+        for part, rank in enumerate(ranks[slot].tolist()):
+            size = first[part + 1] - first[part]
+            panels = slice(panel, panel := panel + num_blocks(size, LORA_PANEL))
+            if rank == 0 or begin == end:
+                continue
+            result = columns[begin:end, part, :rank]
+            result.copy_(x[own].float() @ _unpack_a(a[slot, part], rank, x.shape[1]).float().t())
+            added = result @ _unpack_b(b[slot, panels], rank, size).float().t()
+            outputs = slice(first[part], first[part + 1])
+            out[own, outputs] = (out[own, outputs].float() + added).to(out.dtype)

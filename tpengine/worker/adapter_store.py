@@ -1,0 +1,99 @@
+"""The adapters of one rank: in slots on the device, and the last used ones in host memory."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Sequence
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import load
+
+from tpengine.adapters import read_adapter
+from tpengine.distributed.parallel_state import ParallelState
+from tpengine.errors import InvalidAdapterError
+from tpengine.layers.lora import AdapterLayers, HostAdapter
+from tpengine.logger import init_logger
+from tpengine.messages import AdapterLoad
+
+Int32 = npt.NDArray[np.int32]
+
+logger = init_logger(__name__)
+
+
+class AdapterStore:
+    """Loads adapters into the slots of a model's layers.
+
+    Args:
+        max_in_host: most adapters in host memory; the least recently loaded one is dropped.
+        parallel: ranks load together: an adapter that one of them cannot load is loaded by none.
+    """
+
+    def __init__(
+        self,
+        layers: AdapterLayers,
+        max_in_host: int,
+        parallel: ParallelState,
+        device: torch.device,
+    ) -> None:
+        self.layers = layers
+        self._max_in_host = max_in_host
+        self._parallel = parallel
+        self._device = device
+        self._in_host: OrderedDict[bytes, HostAdapter] = OrderedDict()
+
+    def load(self, loads: Sequence[AdapterLoad]) -> dict[bytes, str]:
+        """Puts adapters into their slots; returns by key why one could not be loaded. Its slot then
+        adds nothing, and the driver ends its requests."""
+        if not loads:
+            return {}
+        problems: dict[bytes, str] = {}
+        for one in loads:
+            try:
+                self.layers.fill(one.slot, self._find(one))
+            except (InvalidAdapterError, SafetensorError, OSError) as error:
+                problems[one.key] = f"rank {self._parallel.tp_rank}: {error}"
+                logger.warning("an adapter is not loaded: %s", error)
+        here = [float(one.key in problems) for one in loads]
+        failed = self._parallel.all_reduce(torch.tensor(here, device=self._device))
+        self._parallel.wait_for_queued(self._device)
+        for one, count in zip(loads, failed.tolist(), strict=True):
+            if count:
+                problems.setdefault(one.key, "another rank cannot load it, see its log")
+                self.layers.fill(one.slot, {})
+        return problems
+
+    def _find(self, one: AdapterLoad) -> HostAdapter:
+        if one.key in self._in_host:
+            self._in_host.move_to_end(one.key)
+            return self._in_host[one.key]
+        layers = self.layers
+        folder = read_adapter(one.path, layers.targets, layers.max_rank)
+        if folder.key != one.key:
+            raise InvalidAdapterError(
+                f"the adapter in {one.path} is not the one that the driver has checked: its files "
+                "have changed, or are not the same on all machines"
+            )
+        self._in_host[one.key] = found = layers.own_part(load(folder.data), folder.parts)
+        if len(self._in_host) > self._max_in_host:
+            self._in_host.popitem(last=False)
+        return found
+
+
+def group_rows(slots: Int32, num_tokens: Int32) -> tuple[Int32, Int32] | None:
+    """Returns the arrays of `LoRARows` for a step; None: no row has an adapter.
+
+    Args:
+        slots: the adapter's slot of each row; -1: none.
+        num_tokens: of each row.
+    """
+    if (slots < 0).all():
+        return None
+    slot_of_token = np.repeat(slots, num_tokens)
+    order = np.argsort(slot_of_token, kind="stable").astype(np.int32)
+    used, counts = np.unique(slot_of_token[slot_of_token >= 0], return_counts=True)
+    ends = np.cumsum(counts)
+    groups = np.stack([used, ends - counts, ends], axis=1).astype(np.int32)
+    return order[len(order) - ends[-1] :], groups
