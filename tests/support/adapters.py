@@ -123,7 +123,7 @@ def assert_as_peft(
 
 @contextmanager
 def open_engine(base: Path, tp_size: int = 1, **args: Any) -> Iterator[LLMEngine]:
-    """An engine for adapters, in float32 unless told otherwise; ranks are threads of this process."""
+    """An engine for adapters, in float32 unless told otherwise; ranks are threads here."""
     settings = {
         "dtype": "float32",
         "max_lora_rank": 64,
