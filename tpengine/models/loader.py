@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import cached_property
@@ -226,14 +227,15 @@ def read_tensors(path: Path) -> Iterator[tuple[str, TypedSource]]:
         for name, tensor in _unpickle(path).items():
             yield name, LoadedTensor(tensor)
         return
-    found: dict[str, _MappedTensor] = {}
+    found: deque[tuple[str, _MappedTensor]] = deque()
     with _damage_named(path), safe_open(path, framework="pt") as file:
         for name in file.keys():  # noqa: SIM118 (the file is no dict)
             part = file.get_slice(name)
             shape = part.get_shape()
             sample = part[:0] if shape else part[...]
-            found[name] = _MappedTensor(path, name, shape, sample.dtype)
-    yield from found.items()
+            found.append((name, _MappedTensor(path, name, shape, sample.dtype)))
+    while found:  # a tensor that is held here would keep its mapping
+        yield found.popleft()
 
 
 @contextmanager
