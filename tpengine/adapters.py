@@ -10,7 +10,7 @@ import hashlib
 import json
 import re
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +23,11 @@ Targets = Mapping[str, tuple[int, int]]
 
 _TENSOR = re.compile(r"base_model\.model\.(.+)\.lora_([AB])\.weight")
 _MOST_PROBLEMS = 8
+_DAMAGED = (
+    *(ArithmeticError, AttributeError, LookupError, RecursionError, TypeError, ValueError),
+    re.error,
+)
+"""What the fields and the header of an arbitrary file may raise."""
 _READ = (
     "r lora_alpha use_rslora rank_pattern alpha_pattern target_modules exclude_modules "
     "layers_to_transform layers_pattern"
@@ -139,7 +144,7 @@ def read_adapter(path: str, targets: Targets, max_rank: int) -> AdapterFolder:
         problems = [*reader.fields(), *reader.tensors()]
     except OSError as error:
         raise _unreadable(path, error) from error
-    except (ValueError, TypeError, KeyError, AttributeError, re.error) as error:
+    except _DAMAGED as error:
         raise InvalidAdapterError(
             f"the adapter in {path} cannot be read: {type(error).__name__}: {error}; a file is "
             "damaged, or a field has a wrong type"
@@ -150,8 +155,9 @@ def read_adapter(path: str, targets: Targets, max_rank: int) -> AdapterFolder:
         raise InvalidAdapterError(
             f"the adapter in {path} cannot be served: {'; '.join(shown)}{rest}"
         )
-    key = hashlib.sha256(hashlib.sha256(written).digest() + data).digest()
-    return AdapterFolder(key, reader.parts, data)
+    digest = hashlib.sha256(hashlib.sha256(written).digest())
+    digest.update(data)
+    return AdapterFolder(digest.digest(), reader.parts, data)
 
 
 def _unreadable(path: str, error: OSError) -> InvalidAdapterError:
@@ -161,29 +167,24 @@ def _unreadable(path: str, error: OSError) -> InvalidAdapterError:
     )
 
 
+@dataclass(frozen=True)
 class _Reader:
     """Compares a configuration with the tensors and with the model.
 
-    Args:
+    Attributes:
         shapes: of the file's tensors, by name.
+        parts: filled by `tensors`.
     """
 
-    def __init__(
-        self,
-        config: Mapping[str, Any],
-        shapes: Mapping[str, tuple[int, ...]],
-        targets: Targets,
-        max_rank: int,
-    ) -> None:
-        self._config = config
-        self._shapes = shapes
-        self._targets = targets
-        self._max_rank = max_rank
-        self.parts: dict[str, AdapterPart] = {}
+    config: Mapping[str, Any]
+    shapes: Mapping[str, tuple[int, ...]]
+    targets: Targets
+    max_rank: int
+    parts: dict[str, AdapterPart] = field(default_factory=dict)
 
     def fields(self) -> Iterator[str]:
         """Yields the fields that change the forward pass in a way that is not served."""
-        for key, value in self._config.items():
+        for key, value in self.config.items():
             is_harmless = not value or key in f"{_READ} {_NO_EFFECT}".split()
             if not is_harmless and value not in _NEUTRAL.get(key, ()):
                 yield f"{key} = {value!r:.60} in {CONFIG_FILE} is not served"
@@ -191,21 +192,21 @@ class _Reader:
     def tensors(self) -> Iterator[str]:
         """Yields tensors that are unknown, missing or misshapen; fills `parts`."""
         found: dict[tuple[str, str], tuple[int, ...]] = {}
-        for name, shape in self._shapes.items():
+        for name, shape in self.shapes.items():
             match = _TENSOR.fullmatch(name)
-            if match is None or match[1] not in self._targets:
+            if match is None or match[1] not in self.targets:
                 yield f"{name} is of no linear layer that takes an adapter here"
             else:
                 found[match[1], match[2]] = shape
         present = {name for name, _ in found}
-        for name, (outputs, inputs) in self._targets.items():
+        for name, (outputs, inputs) in self.targets.items():
             if not self._is_targeted(name):
                 if name in present:
                     yield f"{name} has tensors, but the fields of {CONFIG_FILE} leave it out"
                 continue
             part = self.parts[name] = self._part(name)
-            if not 1 <= part.rank <= self._max_rank:
-                limit = f"max_lora_rank = {self._max_rank}"
+            if not 1 <= part.rank <= self.max_rank:
+                limit = f"max_lora_rank = {self.max_rank}"
                 yield f"the rank of {name} is {part.rank}, and must be from 1 to {limit}"
             for which, needed in (("A", (part.rank, inputs)), ("B", (outputs, part.rank))):
                 own = found.get((name, which))
@@ -216,7 +217,7 @@ class _Reader:
             yield "it has no layer of this model"
 
     def _part(self, name: str) -> AdapterPart:
-        config = self._config
+        config = self.config
         rank = int(_by_pattern(config.get("rank_pattern"), name, config["r"]))
         alpha = float(_by_pattern(config.get("alpha_pattern"), name, config["lora_alpha"]))
         divisor = float(max(1, rank))
@@ -224,7 +225,7 @@ class _Reader:
 
     def _is_targeted(self, name: str) -> bool:
         """Whether PEFT gives this layer an adapter."""
-        config = self._config
+        config = self.config
         wanted = config["target_modules"]
         if _matches(config.get("exclude_modules") or (), name):
             return False

@@ -6,12 +6,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from support.adapters import Adapters, Job, assert_as_peft, open_engine, serve
 from support.engines import greedy, preemptions, run
 from support.variants import VARIANTS, Variant
 
 from lora.conftest import EIGHT
-from tpengine import LoRARequest
+from tpengine import LoRARequest, SamplingParams
 
 LENGTHS = (70, 9)
 SCARCE = {"num_device_blocks_override": 24, "max_num_batched_tokens": 32}
@@ -59,6 +60,26 @@ def test_the_prefix_cache_is_that_of_an_adapter(eight: Adapters) -> None:
                 (output,) = serve(engine, eight, [job])
                 assert output.num_cached_tokens == num_cached
                 assert output.outputs[0].token_ids == answer.token_ids, job[0]
+
+
+def test_all_sequences_of_a_request_have_its_adapter(eight: Adapters) -> None:
+    """They are forked from one row, and beams are copied from each other."""
+    ((_, prompt),) = jobs = eight.jobs(["rank16"], [40])
+    (answer,) = eight.answers(jobs)
+    found = []
+    with open_engine(eight.base, max_loras=1) as engine:
+        likeliest = SamplingParams(n=3, top_k=1, max_tokens=32, ignore_eos=True)
+        for params in (likeliest, greedy(32, n=2, best_of=3, use_beam_search=True)):
+            request = eight.requests["rank16"]
+            engine.add_request("one", None, params, lora_request=request, prompt_token_ids=prompt)
+            found.append(run(engine)[-1].outputs)
+    same, beams = found
+    assert [one.token_ids for one in same] == [answer.token_ids[:32]] * 3
+    logits = eight.logprobs("rank16", [*prompt, *beams[0].token_ids])[len(prompt) - 1 : -1]
+    ids = torch.tensor(beams[0].token_ids)
+    expected = float(logits.gather(1, ids.unsqueeze(1)).sum())
+    assert beams[0].cumulative_logprob == pytest.approx(expected, abs=1e-2)
+    assert beams[0].cumulative_logprob >= same[0].cumulative_logprob - 1e-3
 
 
 @pytest.mark.parametrize("variant", FAMILIES.values(), ids=list(FAMILIES))

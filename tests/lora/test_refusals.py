@@ -170,6 +170,12 @@ def test_fields_and_tensors_that_contradict_each_other(engine: LLMEngine, folder
         ("adapter_config.json", b"[]", "damaged, or a field has a wrong type"),
         ("adapter_config.json", b'{"r": "x", "target_modules": "all-linear"}', "damaged"),
         ("adapter_config.json", b'{"r": 8, "lora_alpha": 8, "target_modules": "("}', "damaged"),
+        (
+            "adapter_config.json",
+            b'{"r": 1e999, "lora_alpha": 8, "target_modules": "all-linear"}',
+            "Over",
+        ),
+        ("adapter_config.json", b"[" * 100_000, "RecursionError"),
         ("adapter_model.safetensors", b"", "JSONDecodeError"),
         ("adapter_model.safetensors", b"\xff" * 64, "damaged"),
     ],

@@ -83,6 +83,12 @@ class Adapters:
         """PEFT's answers to prompts, each with its adapter."""
         return [self._oracles[name].answers([prompt])[0] for name, prompt in jobs]
 
+    def logprobs(self, name: str, token_ids: Sequence[int]) -> torch.Tensor:
+        """PEFT's log probabilities after each of these tokens, `[num_tokens, vocab_size]`."""
+        with torch.inference_mode():
+            logits = self._oracles[name].model(torch.tensor([list(token_ids)])).logits[0]
+        return torch.log_softmax(logits.float(), dim=-1)
+
     def jobs(self, names: Sequence[str | None], lengths: Sequence[int], seed: int = 1) -> list[Job]:
         """A prompt of each length for each name, whose answers are no matter of rounding, and are
         others without the adapter."""
@@ -123,7 +129,7 @@ def assert_as_peft(
 
 @contextmanager
 def open_engine(base: Path, tp_size: int = 1, **args: Any) -> Iterator[LLMEngine]:
-    """An engine for adapters, in float32 unless told otherwise; ranks are threads here."""
+    """An engine for adapters, in float32 unless told otherwise; ranks are threads."""
     settings = {
         "dtype": "float32",
         "max_lora_rank": 64,

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Iterable, Sequence
+from pathlib import Path
 
 from tpengine.messages import AdapterLoad
 from tpengine.sequence import Request
@@ -51,7 +52,8 @@ class AdapterSlots:
                 used = _used_by(running)
                 self.forget([next(one for one in self._loaded if one not in used)])
             slot = self._free.pop()
-            load = AdapterLoad(slot, key, adapter.request.lora_path)
+            path = str(Path(adapter.request.lora_path).absolute())  # ranks have other folders
+            load = AdapterLoad(slot, key, path)
             self._loaded[key] = self._loads[slot] = load
         self._loaded.move_to_end(key)
 

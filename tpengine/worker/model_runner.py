@@ -203,7 +203,9 @@ class ModelRunner:
         """
         arrays = self._batch.arrays(slots, num_scheduled_tokens)
         num_rows = len(slots)
-        grouped = group_rows(self._batch.adapter_slots[slots], arrays.num_scheduled_tokens)
+        grouped = None
+        if self._adapters is not None:
+            grouped = group_rows(self._batch.adapter_slots[slots], arrays.num_scheduled_tokens)
         recorded = self.recorded if grouped is None else self.recorded_adapters
         if recorded is not None and arrays.num_decodes == num_rows <= recorded.max_rows:
             self.cache_engine.kv_caches.wait()  # a recording does not iterate over the layers
