@@ -98,7 +98,8 @@ inline void check_token_ids(const char* op, const Tensor& token_ids, int64_t cou
 inline void check_no_scales(const char* op, double k_scale, double v_scale) {
   if (k_scale != 1.0 || v_scale != 1.0) {
     fail(op, "k_scale and v_scale are " + std::to_string(k_scale) + " and " +
-                 std::to_string(v_scale) + "; a CPU cache takes no scales from the caller: expected 1");
+                 std::to_string(v_scale) +
+                 "; a CPU cache takes no scales from the caller: expected 1");
   }
 }
 
