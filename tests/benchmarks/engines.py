@@ -118,7 +118,8 @@ class Case:
 
 
 class EngineProcess:
-    """An engine that answers questions; see `engine_process.py`."""
+    """An engine that answers questions; see `engine_process.py`. It is stopped while it is not
+    asked: an idle engine may keep its threads spinning, and take the processors from the others."""
 
     def __init__(self, name: str, python: str, settings: dict[str, Any]) -> None:
         self.name = name
@@ -135,6 +136,7 @@ class EngineProcess:
             )
         try:
             self.about: dict[str, Any] = self._read(_START_S)
+            self._signal(signal.SIGSTOP)
         except BaseException:
             self.close()
             raise
@@ -145,16 +147,23 @@ class EngineProcess:
         Raises:
             EngineError: the engine has ended, or does not answer.
         """
+        self._signal(signal.SIGCONT)
         with contextlib.suppress(BrokenPipeError):  # it has ended: see `_read`
             _pipe(self._process.stdin).write(json.dumps(question).encode() + b"\n")
             _pipe(self._process.stdin).flush()
-        return self._read(_ANSWER_S)
+        answer = self._read(_ANSWER_S)
+        self._signal(signal.SIGSTOP)
+        return answer
 
     def close(self) -> None:
         """Ends the process and all that it has started."""
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(self._process.pid, signal.SIGKILL)
+        self._signal(signal.SIGKILL)
         self._process.wait(_END_S)
+
+    def _signal(self, number: signal.Signals) -> None:
+        """To the process and all that it has started."""
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(self._process.pid, number)
 
     def _read(self, patience_s: float) -> dict[str, Any]:
         pipe = _pipe(self._process.stdout)

@@ -141,7 +141,7 @@ def test_a_piped_message_is_answered(file: Path) -> None:
     command = [sys.executable, "-m", "tpengine", "chat", "--model", str(file)]
     done = subprocess.run(
         [*command, "--temperature", "0", "--max-tokens", "16"],
-        input="What is the capital of France?\n",
+        input="What is the capital of France? Answer with one word.\n",
         capture_output=True,
         text=True,
         timeout=120,
