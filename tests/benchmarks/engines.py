@@ -89,7 +89,7 @@ class Case:
         """Reads a word of `--cases`.
 
         Raises:
-            ConfigError: it is none.
+            ConfigError: the text names no case.
         """
         kind, _, size = name.partition(":")
         counts = [int(word) for word in size.split("x") if word.isdecimal() and int(word) > 0]
