@@ -17,6 +17,7 @@ from grpc import StatusCode
 from server.guarded import guarded_server
 from support.engines import greedy
 from support.server_process import ServerProcess, wait_until
+from support.servers import LASTING, MODEL_LENGTH
 
 from client.talks import PATIENCE_S, talk_with
 from tpengine import LLM, SamplingParams
@@ -41,7 +42,7 @@ from tpengine.inputs import TokensPrompt
 from tpengine.server.auth import Authenticator
 
 PROMPT = "Once upon a time"
-LONG = greedy(400)
+LONG = greedy(LASTING)
 NOTICED_S = 20.0
 """Two seconds, on a loaded machine."""
 EXAMPLES = Path(__file__).parent.parent.parent / "examples"
@@ -112,8 +113,8 @@ def test_errors_are_those_of_the_engine(
     async def refused(client: GenerationClient) -> None:
         with pytest.raises(InvalidPromptError, match="prompt"):
             await client.generate([])
-        with pytest.raises(InvalidPromptError, match="512"):
-            await client.generate([5] * 600, greedy(4))
+        with pytest.raises(InvalidPromptError, match=str(MODEL_LENGTH)):
+            await client.generate([5] * (MODEL_LENGTH + 1), greedy(4))
         with pytest.raises(InvalidSamplingParamsError, match="stop_token_ids"):
             await client.generate(PROMPT, SamplingParams(stop_token_ids=[10**6]))
         with pytest.raises(InvalidPriorityError, match="priority"):
@@ -272,7 +273,7 @@ def test_commands(server: ServerProcess, llm: LLM, capsys: pytest.CaptureFixture
     no_server = capsys.readouterr().err
     assert "ServerUnavailableError" in no_server
     assert "start one with `tpengine serve`" in no_server
-    assert main(["client", "generate", "word " * 600, *words, *where]) == 1
+    assert main(["client", "generate", "word " * (2 * MODEL_LENGTH), *words, *where]) == 1
     refused = capsys.readouterr()
     assert "InvalidPromptError" in refused.err
     assert refused.out == ""  # not even the prompt: the server refused it

@@ -15,6 +15,7 @@ import pytest
 from grpc_health.v1 import health_pb2
 from support.processors import Stopwatch
 from support.server_process import ServerProcess, wait_until
+from support.servers import MODEL_LENGTH
 
 from server.calls import SERVICE, TIMEOUT_S, Refusal, Watcher, ids, refused, sampling
 from server.guarded import guarded_server
@@ -242,7 +243,7 @@ def test_a_text_that_cannot_fit_costs_nothing(server: ServerProcess) -> None:
         refusal = refused(call, request)
         assert watch.own_s < 5.0
         assert (refusal.code, refusal.field) == (Code.INVALID_ARGUMENT, field)
-        assert "max_model_len = 512" in refusal.text
+        assert f"max_model_len = {MODEL_LENGTH}" in refusal.text
 
 
 def test_a_fault_of_ours_tells_nothing(

@@ -9,7 +9,7 @@ import grpc
 import pytest
 from support.processors import Stopwatch
 from support.server_process import ServerProcess, wait_until
-from support.servers import MODEL_LENGTH, TIGHT_BLOCKS
+from support.servers import LASTING, MODEL_LENGTH, TIGHT_BLOCKS
 
 from server.calls import (
     TIMEOUT_S,
@@ -123,7 +123,7 @@ def test_a_prompt_as_long_as_the_model(server: ServerProcess) -> None:
 
 def test_what_never_fits_into_the_cache(tight: ServerProcess) -> None:
     """One sequence would fit; the two of one request do not, even if all others are preempted."""
-    length = 450
+    length = 1100
     assert length < MODEL_LENGTH
     assert 2 * length > TIGHT_BLOCKS * 16
     request = long_request(length)
@@ -147,7 +147,7 @@ def test_another_model_is_not_found(server: ServerProcess) -> None:
 
 
 def test_a_live_id_already_exists(server: ServerProcess) -> None:
-    with running(server.stub, long_request(400, request_id="twice")):
+    with running(server.stub, long_request(LASTING, request_id="twice")):
         refusal = refused(server.stub.Generate, generate(request_id="twice"))
         assert refusal.code is Code.ALREADY_EXISTS
         assert "'twice'" in refusal.text
@@ -158,7 +158,7 @@ def test_a_live_id_already_exists(server: ServerProcess) -> None:
 
 def test_abort(server: ServerProcess) -> None:
     free = server.loads().num_free_blocks
-    with waiting(server.stub, long_request(500, request_id="mine")) as call:
+    with waiting(server.stub, long_request(LASTING, request_id="mine")) as call:
         wait_until(lambda: server.loads().num_running == 1, TIMEOUT_S)
         aborted = server.stub.Abort(pb.AbortRequest(request_id="mine"), timeout=TIMEOUT_S)
         loads = server.loads()
@@ -200,7 +200,7 @@ def test_a_full_queue(tight: ServerProcess) -> None:
 def refused_beside_two(stub: Any, request: pb.GenerateRequest) -> Refusal:
     """Makes a call while both places are taken; again, if one was free before the call came."""
     for _ in range(20):
-        with running(stub, long_request(450)), running(stub, long_request(450)):
+        with running(stub, long_request(LASTING // 2)), running(stub, long_request(LASTING // 2)):
             try:
                 stub.Generate(request, timeout=TIMEOUT_S)
             except grpc.RpcError as error:
@@ -221,11 +221,11 @@ def test_a_deadline_frees_the_blocks(tight: ServerProcess) -> None:
     wait_until(lambda: tight.loads().num_running == 0, TIMEOUT_S)
     free = tight.loads().num_free_blocks
     num_steps = tight.loads().num_steps
-    refusal = refused(tight.stub.Generate, long_request(500), timeout=0.1)
+    refusal = refused(tight.stub.Generate, long_request(LASTING), timeout=0.1)
     assert refusal.code is Code.DEADLINE_EXCEEDED
     wait_until(lambda: held(tight) == (0, 0, free), TIMEOUT_S)
-    assert tight.loads().num_steps < num_steps + 450, "it did not just run to its end"
-    assert refused(tight.stub.Generate, long_request(500), timeout=0.0).code is (
+    assert tight.loads().num_steps < num_steps + LASTING - 50, "it did not just run to its end"
+    assert refused(tight.stub.Generate, long_request(LASTING), timeout=0.0).code is (
         Code.DEADLINE_EXCEEDED
     )
 
@@ -233,8 +233,8 @@ def test_a_deadline_frees_the_blocks(tight: ServerProcess) -> None:
 def test_priorities(tight: ServerProcess) -> None:
     stub = tight.stub
     with (
-        running(stub, long_request(300)) as first,
-        running(stub, long_request(300)),
+        running(stub, long_request(LASTING // 2)) as first,
+        running(stub, long_request(LASTING // 2)),
         waiting(stub, long_request(40, priority=1)) as late,
         waiting(stub, long_request(40, priority=-1)) as early,
     ):

@@ -15,7 +15,7 @@ from google.protobuf.message_factory import GetMessageClass
 from smg_grpc_proto import vllm_engine_pb2 as pb
 from smg_grpc_proto.generated.vllm_engine_pb2_grpc import VllmEngineStub
 from support.server_process import ServerProcess, wait_until
-from support.servers import MODEL_LENGTH
+from support.servers import LASTING, MODEL_LENGTH
 from transformers import AutoTokenizer
 
 from server.calls import TIMEOUT_S, refused
@@ -30,7 +30,7 @@ SERVICE = pb.DESCRIPTOR.services_by_name["VllmEngine"]
 METHODS = {one.name: GetMessageClass(one.input_type)() for one in SERVICE.methods}
 HEALTH = METHODS.pop("HealthCheck")
 NOT_OFFERED = ("Embed", "FlushCache", "StartProfile", "StopProfile", "SubscribeKvEvents")
-LONG = {"max_tokens": 450, "ignore_eos": True}
+LONG = {"max_tokens": LASTING, "ignore_eos": True}
 MIXED: list[dict[str, Any]] = [
     {"max_tokens": 24, "ignore_eos": True, "repetition_penalty": 1.25},
     {"logprobs": 2, "prompt_logprobs": 1}, {"logprobs": 0, "temperature": 1.0, "seed": 5},
@@ -51,7 +51,7 @@ OTHERS = (
     ("mm_inputs", pb.MultimodalInputs()), ("extra_mm_inputs", [pb.MultimodalInputs()]),
     ("media_refs", pb.MediaRefs()), ("kv_transfer_params", pb.KvTransferParams()),
     ("kv_transfer_params_json", "{}"), ("data_parallel_rank", 1), ("request_id", "a b"),
-    ("text", "a" * 100_000), ("tokenized", pb.TokenizedInput(input_ids=[5] * 600)),
+    ("text", "a" * 100_000), ("tokenized", pb.TokenizedInput(input_ids=[5] * (MODEL_LENGTH + 1))),
     ("tokenized", pb.TokenizedInput(input_ids=[1 << 31])), ("tokenized", pb.TokenizedInput()),
 )  # fmt: skip
 
@@ -144,7 +144,12 @@ def test_what_unset_and_zero_mean(stub: Any) -> None:
     assert end.prompt_tokens + end.completion_tokens == MODEL_LENGTH
 
 
-@pytest.mark.parametrize(("name", "value"), [*WRONG, *OTHERS, ("input", None)], ids=str)
+def shown(value: Any) -> str:
+    """Names a case."""
+    return str(value)[:40]
+
+
+@pytest.mark.parametrize(("name", "value"), [*WRONG, *OTHERS, ("input", None)], ids=shown)
 def test_a_refused_field_is_named(stub: Any, name: str, value: Any) -> None:
     if (name, value) in WRONG:
         request, path = asked({"temperature": 1.0, name: value}), f"sampling_params.{name}"

@@ -9,8 +9,10 @@ import pytest
 from support.server_process import ServerProcess
 from tpengine import LLM
 
-MODEL_LENGTH = 512
-TIGHT_BLOCKS = 40
+MODEL_LENGTH = 2048
+LASTING = 1900
+"""Tokens of a request that still runs when a client comes back that waited for a processor."""
+TIGHT_BLOCKS = 136
 """Blocks of 16 tokens: room for the longest sequence, and little more."""
 
 

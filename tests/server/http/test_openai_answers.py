@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 from support.server_process import ServerProcess
+from support.servers import LASTING, MODEL_LENGTH
 from support.waiting import wait_until
 
 from server.http.openai_door import TIMEOUT_S, Door, assert_same, mixed, offline
@@ -140,20 +141,25 @@ def test_a_client_that_leaves_frees_its_blocks(
 ) -> None:
     wait_until(lambda: openai_server.loads().num_open_calls == 0, TIMEOUT_S)
     body: dict[str, Any] = {"prompt": [[5, 6, 7]] * num_prompts, "user": "x" * size}
-    body |= {"max_tokens": 500, "ignore_eos": True}
+    body |= {"max_tokens": LASTING, "ignore_eos": True}
     connection = door.begin("completions", {**body, "stream": streams})
     wait_until(lambda: openai_server.loads().num_running == num_prompts, TIMEOUT_S)
     steps = openai_server.loads().num_steps
     connection.close()
     wait_until(lambda: openai_server.loads().num_running == 0, TIMEOUT_S)
-    assert openai_server.loads().num_steps - steps < 200
+    assert openai_server.loads().num_steps - steps < LASTING - 50
     wait_until(lambda: openai_server.loads().num_open_calls == 0, TIMEOUT_S)
     loads = openai_server.loads()
     assert loads.num_free_blocks == loads.num_total_blocks
 
 
 def test_a_prompt_that_fails_ends_the_others(openai_server: ServerProcess, door: Door) -> None:
-    body = {"prompt": [[5], [5] * 600], "max_tokens": 500, "ignore_eos": True, "stream": True}
+    body = {
+        "prompt": [[5], [5] * (MODEL_LENGTH + 1)],
+        "max_tokens": LASTING,
+        "ignore_eos": True,
+        "stream": True,
+    }
     status, error = door.refused("completions", body)
     assert (status, error["code"], error["param"]) == (400, "context_length_exceeded", "prompt")
     wait_until(lambda: openai_server.loads().num_running == 0, TIMEOUT_S)
@@ -161,7 +167,7 @@ def test_a_prompt_that_fails_ends_the_others(openai_server: ServerProcess, door:
 
 
 def test_an_error_in_a_stream_is_its_last_event(openai_server: ServerProcess, door: Door) -> None:
-    body = {"prompt": [5], "max_tokens": 500, "ignore_eos": True, "stream": True}
+    body = {"prompt": [5], "max_tokens": LASTING, "ignore_eos": True, "stream": True}
     with door.open("completions", {**body, "request_id": "doomed"}) as answer:
         assert answer.readline().startswith(b'data: {"id":"cmpl-doomed"')
         openai_server.stub.Abort(pb.AbortRequest(request_id="doomed"), timeout=TIMEOUT_S)
