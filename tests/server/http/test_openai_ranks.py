@@ -17,7 +17,7 @@ from server.test_ranks import RANKS, RAY_S, _own_ray  # noqa: F401
 from tpengine import LLM
 from tpengine.server.grpc.proto import tpengine_pb2 as pb
 
-MAX_TOKENS = 150
+MAX_TOKENS = 200
 OPTIONS = [*RANKS[:-1], "1024", "--http-port", "0", "--max-model-len", "512"]
 
 
@@ -45,11 +45,11 @@ def test_streams_go_on_over_a_recovery(count: int, llm: LLM, tmp_path: Path) -> 
             done.add(place)
             return joined(chunks)
 
+        found = re.search(r"pid[ =](\d+)", about().ranks[1].device)
+        assert found is not None
         with ThreadPoolExecutor(count) as pool:
             answers = [pool.submit(call, place) for place in range(count)]
             wait_until(lambda: len(begun) >= count // 2, RAY_S)
-            found = re.search(r"pid[ =](\d+)", about().ranks[1].device)
-            assert found is not None
             os.kill(int(found[1]), signal.SIGKILL)
             assert len(done) < count // 2, "most streams were over before the rank was killed"
             got = [answer.result() for answer in answers]
