@@ -23,7 +23,7 @@ MODES: dict[str, dict[str, Any]] = {
     "prompts first": {"enable_chunked_prefill": False, "max_num_batched_tokens": 512},
     "swapped": SCARCE,
     "computed again": {**SCARCE, "preemption_mode": "recompute"},
-    "two slots": {"max_loras": 2, "max_cpu_loras": 3},
+    "one slot": {"max_loras": 1, "max_cpu_loras": 3},
     "two slots, scarce": {"max_loras": 2, **SCARCE},
     "two ranks": {"tp_size": 2},
     "two ranks, scarce": {"tp_size": 2, "max_loras": 3, **SCARCE},
@@ -108,7 +108,7 @@ def test_a_folder_that_changes_is_another_adapter(
         for name in names:
             for file in Path(eight.requests[name].lora_path).iterdir():
                 (folder / file.name).write_bytes(file.read_bytes())
-            moved = LoRARequest("moved", 7, str(folder))
+            moved = LoRARequest("moved", eight.requests["rank64"].lora_int_id, str(folder))
             ids = []
             for request in (moved, eight.requests[name]):
                 engine.add_request(
