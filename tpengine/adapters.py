@@ -52,15 +52,15 @@ _NO_EFFECT = (
     "lora_dropout fan_in_fan_out loftq_config eva_config corda_config lora_ga_config "
     "megatron_core qalora_group_size runtime_config ensure_weight_tying"
 )
-"""Keys of a configuration that shape the training, or the base's weights, which have their shape
-here. `fan_in_fan_out` is one of these: A and B of a transposed layer are as those of any other."""
+"""Keys that say how the adapter was trained, not what it computes. `fan_in_fan_out` is one of them:
+A and B of a transposed layer have the shapes of any other layer's."""
 _NEUTRAL: Mapping[str, tuple[Any, ...]] = {
     "peft_type": ("LORA",),
     "bias": ("none",),
     # Other ways to begin a training change the base's weights.
     "init_lora_weights": (True, "gaussian", "eva", "orthogonal"),
 }
-"""Values that change nothing. Of a key that is in no table, only an empty value changes nothing."""
+"""Values that do not change the forward pass. A key of no table must have an empty value."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -86,7 +86,8 @@ class LoRARequest:
         read_int("lora_int_id", self.lora_int_id, 1)
         if self.long_lora_max_len is not None:
             raise InvalidPromptError(
-                "long_lora_max_len is not served: no longer context by adapters"
+                f"long_lora_max_len = {self.long_lora_max_len!r:.80} is not served; leave it out: "
+                "an adapter makes no context longer"
             )
 
     adapter_id = property(attrgetter("lora_int_id"))

@@ -61,9 +61,11 @@ def call(
         return answer.status, json.loads(text) if text.startswith("{") else text
 
 
-def over_http(server: ServerProcess, model: str, prompt: list[int]) -> tuple[str, tuple[int, ...]]:
+def over_http(
+    server: ServerProcess, model: str, prompt: list[int], num_tokens: int = NUM_TOKENS
+) -> tuple[str, tuple[int, ...]]:
     """The name in the answer, and its ids."""
-    body = {"model": model, "prompt": prompt, "max_tokens": NUM_TOKENS, "temperature": 0}
+    body = {"model": model, "prompt": prompt, "max_tokens": num_tokens, "temperature": 0}
     status, answer = call(
         server, "/v1/completions", {**body, "ignore_eos": True, "return_token_ids": True}
     )
@@ -71,8 +73,10 @@ def over_http(server: ServerProcess, model: str, prompt: list[int]) -> tuple[str
     return answer["model"], tuple(answer["choices"][0]["token_ids"])
 
 
-def over_grpc(server: ServerProcess, model: str, prompt: list[int]) -> tuple[int, ...]:
-    sampling = pb.SamplingParams(temperature=0, max_tokens=NUM_TOKENS, ignore_eos=True)
+def over_grpc(
+    server: ServerProcess, model: str, prompt: list[int], num_tokens: int = NUM_TOKENS
+) -> tuple[int, ...]:
+    sampling = pb.SamplingParams(temperature=0, max_tokens=num_tokens, ignore_eos=True)
     ids = pb.TokenIds(ids=prompt)
     message = pb.GenerateRequest(model=model, prompt_token_ids=ids, sampling=sampling)
     return tuple(server.stub.Generate(message, timeout=60.0).outputs[0].token_ids)

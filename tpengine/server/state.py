@@ -193,7 +193,7 @@ class ServerState:
         return str(folder)
 
     def unload_adapter(self, name: str) -> None:
-        """Serves an adapter no more; its running requests go on.
+        """Stops serving an adapter to new requests; its running requests go on.
 
         Raises:
             ModelNotFoundError: there is no adapter of this name.
