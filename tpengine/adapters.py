@@ -9,25 +9,40 @@ from __future__ import annotations
 import hashlib
 import json
 import re
+import stat
+from collections import OrderedDict
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
+from operator import index
 from pathlib import Path
 from typing import Any
+
+import numpy as np
+from safetensors import SafetensorError, deserialize
 
 from tpengine.errors import InvalidAdapterError
 from tpengine.inputs import LoRARequest
 
 CONFIG_FILE, TENSOR_FILE = "adapter_config.json", "adapter_model.safetensors"
+_PICKLE = "adapter_model.bin"
 Targets = Mapping[str, tuple[int, int]]
 """Linear layers that can have adapters: outputs and inputs of all ranks, by the name of PEFT."""
 
 _TENSOR = re.compile(r"base_model\.model\.(.+)\.lora_([AB])\.weight")
 _MOST_PROBLEMS = 8
+_MOST_KNOWN = 4096
+_LARGEST_SCALING = float(np.finfo(np.float32).max)
 _DAMAGED = (
     *(ArithmeticError, AttributeError, LookupError, RecursionError, TypeError, ValueError),
-    re.error,
+    *(SafetensorError, re.error),
 )
-"""What the fields and the header of an arbitrary file may raise."""
+"""What the fields and the tensors of an arbitrary file may raise."""
+_EXPONENTS: Mapping[str, tuple[type[np.unsignedinteger[Any]], int]] = {
+    "F32": (np.uint32, 0x7F800000),
+    "F16": (np.uint16, 0x7C00),
+    "BF16": (np.uint16, 0x7F80),
+}
+"""By type of a tensor: its numbers as words, and the bits that NaN and infinity have set."""
 _READ = (
     "r lora_alpha use_rslora rank_pattern alpha_pattern target_modules exclude_modules "
     "layers_to_transform layers_pattern"
@@ -37,15 +52,15 @@ _NO_EFFECT = (
     "lora_dropout fan_in_fan_out loftq_config eva_config corda_config lora_ga_config "
     "megatron_core qalora_group_size runtime_config ensure_weight_tying"
 )
-"""Keys of a configuration that shape the training, or the base's weights, which have their shape
-here. `fan_in_fan_out` is one of these: A and B of a transposed layer are as those of any other."""
+"""Keys that say how the adapter was trained, not what it computes. `fan_in_fan_out` is one of them:
+A and B of a transposed layer have the shapes of any other layer's."""
 _NEUTRAL: Mapping[str, tuple[Any, ...]] = {
     "peft_type": ("LORA",),
     "bias": ("none",),
     # Other ways to begin a training change the base's weights.
     "init_lora_weights": (True, "gaussian", "eva", "orthogonal"),
 }
-"""Values that change nothing. Of a key that is in no table, only an empty value changes nothing."""
+"""Values that do not change the forward pass. A key of no table must have an empty value."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,15 +101,17 @@ class AdapterChecks:
     Args:
         max_rank: highest rank; 0: the engine serves no adapters.
 
-    Attributes:
-        ids: of the adapters that can be served, as requests gave them.
     """
 
     def __init__(self, targets: Targets, max_rank: int) -> None:
         self._targets = targets
         self._max_rank = max_rank
-        self._known: dict[str, tuple[list[tuple[int, int, int]], bytes]] = {}
-        self.ids: set[int] = set()
+        self._known: OrderedDict[str, _KnownFolder] = OrderedDict()  # the oldest first
+
+    @property
+    def ids(self) -> set[int]:
+        """Ids of adapters that can be served: of each folder the one that a request gave last."""
+        return {one.lora_int_id for one in list(self._known.values())}
 
     def check(self, request: LoRARequest | None) -> Adapter | None:
         """Returns what a request for this adapter needs; None: for none.
@@ -116,15 +133,29 @@ class AdapterChecks:
         path = request.lora_path
         try:
             found = [(Path(path) / name).stat() for name in (CONFIG_FILE, TENSOR_FILE)]
-        except OSError as error:
+        except (OSError, TypeError, ValueError) as error:
             raise _unreadable(path, error) from error
-        state = [(one.st_ino, one.st_size, one.st_mtime_ns) for one in found]
-        known_state, key = self._known.get(path, (None, b""))
-        if known_state != state:
+        if not all(stat.S_ISREG(one.st_mode) for one in found):  # reading a pipe may never end
+            raise _unreadable(path, "one of its files is no regular file")
+        state = tuple((one.st_ino, one.st_size, one.st_mtime_ns) for one in found)
+        known = self._known.get(path)
+        if known is not None and known.state == state:
+            key = known.key
+        else:
             key = read_adapter(path, self._targets, self._max_rank).key
-            self._known[path] = state, key
-        self.ids.add(request.lora_int_id)
+        self._known[path] = _KnownFolder(state, key, request.lora_int_id)
+        if len(self._known) > _MOST_KNOWN:
+            self._known.popitem(last=False)
         return Adapter(request, key)
+
+
+@dataclass(frozen=True, slots=True)
+class _KnownFolder:
+    """A folder that was read: the state of its files at that time, and its last request's id."""
+
+    state: tuple[tuple[int, int, int], ...]
+    key: bytes
+    lora_int_id: int
 
 
 def read_adapter(path: str, targets: Targets, max_rank: int) -> AdapterFolder:
@@ -136,35 +167,51 @@ def read_adapter(path: str, targets: Targets, max_rank: int) -> AdapterFolder:
     """
     try:
         written, data = (Path(path, name).read_bytes() for name in (CONFIG_FILE, TENSOR_FILE))
-        config = json.loads(written)
-        size = int.from_bytes(data[:8], "little")
-        header = json.loads(data[8 : 8 + size])
-        shapes = {name: tuple(header[name]["shape"]) for name in header if name != "__metadata__"}
-        reader = _Reader(config, shapes, targets, max_rank)
-        problems = [*reader.fields(), *reader.tensors()]
+        found = dict(sorted(deserialize(data)))
+        shapes = {name: tuple(one["shape"]) for name, one in found.items()}
+        reader = _Reader(json.loads(written), shapes, targets, max_rank)
+        problems = [*reader.fields(), *reader.tensors(), *_unusable_numbers(found)]
     except OSError as error:
         raise _unreadable(path, error) from error
     except _DAMAGED as error:
         raise InvalidAdapterError(
-            f"the adapter in {path} cannot be read: {type(error).__name__}: {error}; a file is "
+            f"the adapter in {path!r} cannot be read: {type(error).__name__}: {error}; a file is "
             "damaged, or a field has a wrong type"
         ) from error
     if problems:
         shown, more = problems[:_MOST_PROBLEMS], len(problems) - _MOST_PROBLEMS
         rest = f"; and {more} more" if more > 0 else ""
         raise InvalidAdapterError(
-            f"the adapter in {path} cannot be served: {'; '.join(shown)}{rest}"
+            f"the adapter in {path!r} cannot be served: {'; '.join(shown)}{rest}"
         )
     digest = hashlib.sha256(hashlib.sha256(written).digest())
     digest.update(data)
     return AdapterFolder(digest.digest(), reader.parts, data)
 
 
-def _unreadable(path: str, error: OSError) -> InvalidAdapterError:
-    return InvalidAdapterError(
-        f"the adapter in {path} cannot be read: {error.strerror}; its folder needs {CONFIG_FILE} "
-        f"and {TENSOR_FILE}, as PEFT's save_pretrained writes them"
+def _unreadable(path: str, error: Exception | str) -> InvalidAdapterError:
+    advice = (
+        f"its folder needs {CONFIG_FILE} and {TENSOR_FILE}, which PEFT's save_pretrained writes"
     )
+    if isinstance(error, FileNotFoundError) and Path(path, _PICKLE).exists():
+        advice = (
+            f"it has {_PICKLE}, a pickle, which can run code when it is read; save it again with "
+            "safe_serialization=True"
+        )
+    reason = getattr(error, "strerror", None) or error
+    return InvalidAdapterError(f"the adapter in {path!r:.300} cannot be read: {reason}; {advice}")
+
+
+def _unusable_numbers(tensors: Mapping[str, Mapping[str, Any]]) -> Iterator[str]:
+    """Yields tensors of a type that PEFT does not write, or with NaN or an infinity in them."""
+    for name, tensor in tensors.items():
+        dtype = tensor["dtype"]
+        if dtype not in _EXPONENTS:
+            yield f"{name} is {dtype}, and must be {', '.join(_EXPONENTS)}"
+            continue
+        word, exponent = _EXPONENTS[dtype]
+        if ((np.frombuffer(tensor["data"], word) & exponent) == exponent).any():
+            yield f"{name} has NaN or infinite numbers"
 
 
 @dataclass(frozen=True)
@@ -208,6 +255,8 @@ class _Reader:
             if not 1 <= part.rank <= self.max_rank:
                 limit = f"max_lora_rank = {self.max_rank}"
                 yield f"the rank of {name} is {part.rank}, and must be from 1 to {limit}"
+            if not abs(part.scaling) <= _LARGEST_SCALING:
+                yield f"the scaling of {name} is {part.scaling}; lora_alpha must be finite"
             for which, needed in (("A", (part.rank, inputs)), ("B", (outputs, part.rank))):
                 own = found.get((name, which))
                 if own != needed:
@@ -218,7 +267,7 @@ class _Reader:
 
     def _part(self, name: str) -> AdapterPart:
         config = self.config
-        rank = int(_by_pattern(config.get("rank_pattern"), name, config["r"]))
+        rank = index(_by_pattern(config.get("rank_pattern"), name, config["r"]))
         alpha = float(_by_pattern(config.get("alpha_pattern"), name, config["lora_alpha"]))
         divisor = float(max(1, rank))
         return AdapterPart(rank, alpha / (divisor**0.5 if config.get("use_rslora") else divisor))

@@ -5,7 +5,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from operator import attrgetter
-from typing import NotRequired, TypedDict
+from os import PathLike, fspath
+from typing import Any, NotRequired, TypedDict
 
 from tpengine import aliases
 from tpengine.errors import InvalidPromptError
@@ -61,7 +62,8 @@ class LoRARequest:
         lora_local_path: the former name of `lora_path`.
 
     Raises:
-        InvalidPromptError: there is no path, the id is below 1, or it has a `long_lora_max_len`.
+        InvalidPromptError: there is no name or no path, or it has a `long_lora_max_len`.
+        InvalidSamplingParamsError: the id is no integer from 1.
     """
 
     lora_name: str = field(compare=False)
@@ -71,13 +73,21 @@ class LoRARequest:
     long_lora_max_len: int | None = field(default=None, compare=False)
 
     def __post_init__(self) -> None:
-        self.lora_path = self.lora_path or self.lora_local_path or ""
-        if not self.lora_path:
-            raise InvalidPromptError(f"lora_path of {self.lora_name!r} is empty; name its folder")
+        if not isinstance(self.lora_name, str) or not self.lora_name:
+            raise InvalidPromptError(f"lora_name must be a text, got {self.lora_name!r:.80}")
+        path: Any = self.lora_path or self.lora_local_path
+        if isinstance(path, PathLike):
+            path = fspath(path)
+        if not isinstance(path, str) or not path:
+            raise InvalidPromptError(
+                f"lora_path of {self.lora_name!r:.80} must name its folder, got {path!r:.80}"
+            )
+        self.lora_path = path
         read_int("lora_int_id", self.lora_int_id, 1)
         if self.long_lora_max_len is not None:
             raise InvalidPromptError(
-                "long_lora_max_len is not served: no longer context by adapters"
+                f"long_lora_max_len = {self.long_lora_max_len!r:.80} is not served; leave it out: "
+                "an adapter makes no context longer"
             )
 
     adapter_id = property(attrgetter("lora_int_id"))

@@ -36,7 +36,7 @@ MAY_ADD = {
     "HTTP and gRPC doors": 1_730,
     "four and eight bits": 1_620,
     "faults and fair shares": 900,
-    "LoRA": 860,
+    "LoRA": 900,
     "grammars, tools and page": 1_000,
 }
 """Lines of code that an issue may add to the package. One that needs more removes others first."""

@@ -61,9 +61,11 @@ def call(
         return answer.status, json.loads(text) if text.startswith("{") else text
 
 
-def over_http(server: ServerProcess, model: str, prompt: list[int]) -> tuple[str, tuple[int, ...]]:
+def over_http(
+    server: ServerProcess, model: str, prompt: list[int], num_tokens: int = NUM_TOKENS
+) -> tuple[str, tuple[int, ...]]:
     """The name in the answer, and its ids."""
-    body = {"model": model, "prompt": prompt, "max_tokens": NUM_TOKENS, "temperature": 0}
+    body = {"model": model, "prompt": prompt, "max_tokens": num_tokens, "temperature": 0}
     status, answer = call(
         server, "/v1/completions", {**body, "ignore_eos": True, "return_token_ids": True}
     )
@@ -71,8 +73,10 @@ def over_http(server: ServerProcess, model: str, prompt: list[int]) -> tuple[str
     return answer["model"], tuple(answer["choices"][0]["token_ids"])
 
 
-def over_grpc(server: ServerProcess, model: str, prompt: list[int]) -> tuple[int, ...]:
-    sampling = pb.SamplingParams(temperature=0, max_tokens=NUM_TOKENS, ignore_eos=True)
+def over_grpc(
+    server: ServerProcess, model: str, prompt: list[int], num_tokens: int = NUM_TOKENS
+) -> tuple[int, ...]:
+    sampling = pb.SamplingParams(temperature=0, max_tokens=num_tokens, ignore_eos=True)
     ids = pb.TokenIds(ids=prompt)
     message = pb.GenerateRequest(model=model, prompt_token_ids=ids, sampling=sampling)
     return tuple(server.stub.Generate(message, timeout=60.0).outputs[0].token_ids)
@@ -103,6 +107,9 @@ def test_a_name_is_an_adapter(server: ServerProcess, adapters: Adapters) -> None
 
 def test_an_adapter_is_loaded_and_unloaded(server: ServerProcess, adapters: Adapters) -> None:
     load, unload = "/v1/load_lora_adapter", "/v1/unload_lora_adapter"
+    folder = Path(adapters.requests["second"].lora_path).parent
+    (folder / "link").symlink_to(EMBEDDED_MODEL)
+    (folder / "loop").symlink_to("loop")
     body = {"lora_name": "second", "lora_path": "second"}
     assert call(server, load, body)[0] == 403
     assert call(server, unload, {"lora_name": "first"})[0] == 403
@@ -110,6 +117,9 @@ def test_an_adapter_is_loaded_and_unloaded(server: ServerProcess, adapters: Adap
         ({"lora_path": "../second"}, "not in the folder"),
         ({"lora_path": EMBEDDED_MODEL}, "not in the folder"),
         ({"lora_path": "."}, "not in the folder"),
+        ({"lora_path": "link"}, "not in the folder"),
+        ({"lora_path": "loop"}, "not in the folder"),
+        ({"lora_path": "\0"}, "not in the folder"),
         ({"lora_path": "third"}, "adapter_config.json"),
         ({"lora_path": "wide"}, "is 17, and must be from 1 to max_lora_rank = 16"),
         ({"lora_name": "first"}, "empty or taken"),
@@ -126,7 +136,15 @@ def test_an_adapter_is_loaded_and_unloaded(server: ServerProcess, adapters: Adap
     for (name, prompt), answer in zip(jobs, adapters.answers(jobs), strict=True):
         assert name is not None
         assert over_http(server, name, prompt) == (name, answer.token_ids[:NUM_TOKENS])
+    (_, prompt), _ = jobs
+    message = pb.GenerateRequest(model="second", prompt_token_ids=pb.TokenIds(ids=prompt))
+    message.sampling.CopyFrom(pb.SamplingParams(temperature=0, max_tokens=64, ignore_eos=True))
+    stream = server.stub.GenerateStream(message, timeout=60.0)
+    found = list(next(stream).outputs[0].token_ids)
     assert call(server, unload, {"lora_name": "second"}, ADMIN)[0] == 200
+    for output in stream:  # it keeps its adapter
+        found += output.outputs[0].token_ids
+    assert tuple(found) == adapters.answers(jobs)[0].token_ids
     assert call(server, unload, {"lora_name": "second"}, ADMIN)[0] == 404
     assert names(server) == {"embedded": None, "first": "embedded"}
 
@@ -136,6 +154,16 @@ def test_what_a_server_refuses_at_its_start(adapters: Adapters, tmp_path: Path) 
         with pytest.raises(ConfigError, match="lora_modules must be NAME=PATH, each name once"):
             ServerArgs(lora_modules=given).check()
     assert [one.lora_name for one in ServerArgs(lora_modules="a=b=c").adapters()] == ["a"]
+    for args, words in (
+        ({"lora_folder": str(tmp_path)}, "lora_folder needs http_port"),
+        ({"lora_folder": f"{tmp_path}/a", "http_port": 0}, "is no folder; make it first"),
+    ):
+        with pytest.raises(ConfigError, match=words):
+            ServerArgs(**args).check()  # type: ignore[arg-type]
+    named = ServerArgs(lora_modules="embedded=a")
+    for enable_lora, words in ((False, "lora_modules needs enable_lora"), (True, "own name")):
+        with pytest.raises(ConfigError, match=words):
+            named.check_adapters(EngineArgs(enable_lora=enable_lora))
     with pytest.raises(ConfigError, match="max_cpu_loras = 2 is less than max_loras = 3"):
         EngineArgs(enable_lora=True, max_loras=3, max_cpu_loras=2).create_engine_config("cpu")
     folder = tmp_path / "broken"

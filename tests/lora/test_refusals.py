@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import math
+import os
 import shutil
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -109,6 +111,18 @@ TENSORS: dict[str, tuple[Callable[[dict[str, torch.Tensor]], Any], str]] = {
         lambda t: t.update({f"{Q}.lora_B.weight": torch.zeros(255, 8)}),
         r"lora_B of .*q_proj is \[255, 8\], and must be \[256, 8\]",
     ),
+    "NaN": (
+        lambda t: t[f"{Q}.lora_A.weight"].view(-1)[5].fill_(math.nan),
+        r"q_proj.lora_A.weight has NaN or infinite numbers$",
+    ),
+    "infinity in 16 bits": (
+        lambda t: t.update({f"{Q}.lora_B.weight": torch.full((256, 8), math.inf).half()}),
+        r"q_proj.lora_B.weight has NaN or infinite numbers$",
+    ),
+    "integers": (
+        lambda t: t.update({f"{Q}.lora_B.weight": torch.ones(256, 8).to(torch.int8)}),
+        r"q_proj.lora_B.weight is I8, and must be F32, F16, BF16$",
+    ),
     "magnitude": (
         lambda t: t.update({f"{Q}.lora_magnitude_vector": torch.ones(256)}),
         r"lora_magnitude_vector is of no linear layer",
@@ -172,11 +186,16 @@ def test_fields_and_tensors_that_contradict_each_other(engine: LLMEngine, folder
         ("adapter_config.json", b'{"r": 8, "lora_alpha": 8, "target_modules": "("}', "damaged"),
         (
             "adapter_config.json",
-            b'{"r": 1e999, "lora_alpha": 8, "target_modules": "all-linear"}',
-            "Over",
+            b'{"r": 8.5, "lora_alpha": 8, "target_modules": "all-linear"}',
+            "cannot be interpreted as an integer",
+        ),
+        (
+            "adapter_config.json",
+            b'{"r": 8, "lora_alpha": 1e999, "target_modules": "all-linear"}',
+            "the scaling of model.layers.0.self_attn.q_proj is inf; lora_alpha must be finite",
         ),
         ("adapter_config.json", b"[" * 100_000, "RecursionError"),
-        ("adapter_model.safetensors", b"", "JSONDecodeError"),
+        ("adapter_model.safetensors", b"", "SafetensorError"),
         ("adapter_model.safetensors", b"\xff" * 64, "damaged"),
     ],
 )
@@ -189,14 +208,38 @@ def test_damaged_files(
     assert words in refusal(engine, folder)
 
 
-def test_what_is_no_request_for_an_adapter(engine: LLMEngine) -> None:
+def test_files_of_other_kinds(engine: LLMEngine, folder: Path) -> None:
+    """Half a file, a pickle, a pipe."""
+    tensors = folder / "adapter_model.safetensors"
+    tensors.write_bytes(tensors.read_bytes()[:-4])
+    assert "file not fully covered" in refusal(engine, folder)
+    tensors.rename(folder / "adapter_model.bin")
+    assert "adapter_model.bin, a pickle, which can run code" in refusal(engine, folder)
+    os.mkfifo(tensors)
+    assert "no regular file" in refusal(engine, folder)
+
+
+def test_what_is_no_request_for_an_adapter(engine: LLMEngine, folder: Path) -> None:
     for bad in ("name", ["name"], 5):
         with pytest.raises(InvalidAdapterError, match="must be a LoRARequest"):
             engine.add_request("bad", None, lora_request=bad, prompt_token_ids=[5])  # type: ignore[arg-type]
-    with pytest.raises(InvalidSamplingParamsError, match="lora_int_id must be at least 1"):
-        LoRARequest("a", 0, "/a")
+    for number in (0, "1", 1.0, True, None):
+        with pytest.raises(InvalidSamplingParamsError, match="lora_int_id must be a"):
+            LoRARequest("a", number, "/a")  # type: ignore[arg-type]
+    for path in ("", None, 5, b"/a", ["/a"]):
+        with pytest.raises(InvalidPromptError, match="lora_path of 'a' must name its folder"):
+            LoRARequest("a", 1, path)  # type: ignore[arg-type]
+    for name in ("", None, 5):
+        with pytest.raises(InvalidPromptError, match="lora_name must be a text"):
+            LoRARequest(name, 1, "/a")  # type: ignore[arg-type]
     with pytest.raises(InvalidPromptError, match="long_lora_max_len"):
         LoRARequest("a", 1, "/a", long_lora_max_len=4096)
+    request = LoRARequest("a", 1, folder)  # type: ignore[arg-type]
+    assert (request.lora_path, engine.add_lora(request)) == (str(folder), True)
+    for path in ("/\0", "/\ud800", None):  # as a script may change it later
+        request.lora_path = path  # type: ignore[assignment]
+        with pytest.raises(InvalidAdapterError, match="cannot be read"):
+            engine.add_lora(request)
 
 
 def test_a_rank_that_cannot_load_an_adapter(

@@ -68,6 +68,17 @@ def sources(folder: Path) -> dict[str, TensorSource]:
     return {name: source for _, name, source in merged}
 
 
+def dequantised_model(folder: Path) -> tuple[LlamaForCausalLM, dict[str, TensorSource]]:
+    """The model with the values of its form in float32, and what they were read from."""
+    fields = dict(read_hf_config(str(folder), False))
+    fields.pop("quantization_config")
+    model = LlamaForCausalLM(LlamaConfig.from_dict(fields)).float().eval()
+    found = sources(folder)
+    state = {key: source[:] for key, source in found.items()}
+    assert set(model.load_state_dict(state, strict=False)[0]) <= {"lm_head.weight"}
+    return model, found
+
+
 def answers(folder: Path) -> Iterator[tuple[list[int], tuple[int, ...]]]:
     """Prompts and greedy ids of transformers with the tool's numbers."""
     expected = load_file(folder / "expected.safetensors")
@@ -146,19 +157,14 @@ def test_a_model_as_stored(name: str, tp_size: int, model_impl: str) -> None:
     """Against transformers with the values of the form and inputs rounded to 8 bits. Two ranks cut
     the MLP at 96, in the middle of a group of 64; they cannot cut inputs ordered by group."""
     folder, is_cut = ROOT / name, (name, tp_size) == ("gptq-order", 2)
-    fields = read_hf_config(str(folder), False)
-    model = LlamaForCausalLM(LlamaConfig.from_dict(dict(fields))).float().eval()
-    state = {}
-    for key, source in sources(folder).items():
-        state[key] = source[:]
+    model, found = dequantised_model(folder)
+    for key, source in found.items():
         if isinstance(source, QuantizedSource):
-            layer = key.removesuffix(".weight")
-            is_split = layer.endswith(SPLIT_OVER_INPUTS)
-            hook = rounding_hook(tp_size if is_split else 1)
-            model.get_submodule(layer).register_forward_pre_hook(hook)
+            layer = model.get_submodule(key.removesuffix(".weight"))
+            is_split = key.removesuffix(".weight").endswith(SPLIT_OVER_INPUTS)
+            layer.register_forward_pre_hook(rounding_hook(tp_size if is_split else 1))
             if FORMS[name] == EIGHT_BITS or (is_cut and is_split):
-                state[key] = in_eight_bits(state[key])
-    assert set(model.load_state_dict(state, strict=False)[0]) <= {"lm_head.weight"}
+                layer.weight.data = in_eight_bits(layer.weight.data)
 
     def one(parallel: ParallelState) -> tuple[torch.Tensor, str]:
         bare = BareModel(folder, parallel, as_stored=True, model_impl=model_impl)

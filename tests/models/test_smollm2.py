@@ -1,5 +1,5 @@
 """A real model, SmolLM2-135M-Instruct as a GGUF file: ids equal to those of transformers, which
-reads the same file; a conversation."""
+reads the same file; a conversation; a LoRA adapter that PEFT trained."""
 
 from __future__ import annotations
 
@@ -12,8 +12,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from support import llama_cpp_tools, third_party
+from lora.test_doors import over_grpc, over_http
+from support import llama_cpp_tools, third_party, train_adapter
 from support.engines import generate, greedy, ids, open_llm
+from support.server_process import ServerProcess
 from support.step_log import log_steps
 
 from tpengine import LLM, EngineArgs
@@ -77,20 +79,28 @@ def file_fixture() -> Path:
     return third_party.smollm2()
 
 
+def run_beside_gguf(script: Any, *args: object) -> None:
+    """Runs a program of `tests/support` where transformers reads GGUF files."""
+    subprocess.run(
+        [sys.executable, script.__file__, *map(str, args)],
+        env={
+            "PYTHONPATH": third_party.gguf_packages(),
+            "OMP_NUM_THREADS": "2",
+            "OMP_WAIT_POLICY": "passive",  # threads that spin take other programs' cores
+        },
+        check=True,
+        timeout=300,
+        capture_output=True,
+    )
+
+
 @pytest.fixture(name="expected", scope="module")
 def expected_fixture(file: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     """Prompt ids and output ids of transformers: conversations, then texts."""
     folder = tmp_path_factory.mktemp("answers")
     asked, answered = folder / "asked.json", folder / "answered.json"
     asked.write_text(json.dumps([*CONVERSATIONS, *TEXTS]))
-    script = str(llama_cpp_tools.__file__)
-    subprocess.run(
-        [sys.executable, script, "answer", str(file), str(asked), str(answered), str(NUM_TOKENS)],
-        env={"PYTHONPATH": third_party.gguf_packages(), "OMP_NUM_THREADS": "2"},
-        check=True,
-        timeout=300,
-        capture_output=True,
-    )
+    run_beside_gguf(llama_cpp_tools, "answer", file, asked, answered, NUM_TOKENS)
     found: dict[str, Any] = json.loads(answered.read_text())
     return found
 
@@ -150,3 +160,20 @@ def test_a_piped_message_is_answered(file: Path) -> None:
     assert done.returncode == 0, done.stderr
     assert "Paris" in done.stdout
     assert done.stderr.count("tokens/s") == 1
+
+
+def test_an_adapter_that_was_trained(file: Path, tmp_path: Path) -> None:
+    """Six steps teach it another tone: over both doors its ids are those of PEFT, and the base's
+    own those of transformers."""
+    folder = tmp_path / "pirate"
+    run_beside_gguf(train_adapter, file, folder, 6, 12)
+    told = json.loads((folder / "answered.json").read_text())
+    options = ["--model", str(file), "--served-model-name", "base", "--dtype", "float32"]
+    options += ["--cpu-kv-cache-space", "0.2", "--max-model-len", "256", "--http-port", "0"]
+    options += ["--enable-lora", "--lora-modules", f"pirate={folder}"]
+    with ServerProcess(*options, log=tmp_path / "log") as server:
+        for *answers, prompt in zip(told["base"], told["pirate"], told["prompts"], strict=True):
+            assert answers[0] != answers[1]
+            for model, answer in zip(("base", "pirate"), map(tuple, answers), strict=True):
+                assert over_http(server, model, prompt, len(answer)) == (model, answer)
+                assert over_grpc(server, model, prompt, len(answer)) == answer

@@ -90,8 +90,8 @@ class Adapters:
         return torch.log_softmax(logits.float(), dim=-1)
 
     def jobs(self, names: Sequence[str | None], lengths: Sequence[int], seed: int = 1) -> list[Job]:
-        """A prompt of each length for each name, whose answers are no matter of rounding, and are
-        others without the adapter."""
+        """A prompt of each length for each name. Rounding does not change their answers, but the
+        adapter does."""
         found: list[Job] = []
         for number, name in enumerate(names):
             own: list[Job] = [

@@ -68,6 +68,8 @@ def run(args: argparse.Namespace) -> int:
     """
     server_args = ServerArgs.from_cli_args(args)
     server_args.check()
+    engine_args = AsyncEngineArgs.from_cli_args(args)
+    server_args.check_adapters(engine_args)
     authenticator = server_args.authenticator()
     server_args.check_exposure(authenticator)
     server_args.check_ports()
@@ -75,4 +77,4 @@ def run(args: argparse.Namespace) -> int:
     from tpengine.server.lifecycle import run_server  # imports torch, which takes seconds
 
     phases = {"import": time.monotonic() - start}
-    return run_server(server_args, authenticator, AsyncEngineArgs.from_cli_args(args), phases)
+    return run_server(server_args, authenticator, engine_args, phases)

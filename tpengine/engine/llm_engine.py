@@ -209,7 +209,7 @@ class LLMEngine(RefusesNames):
         self._recovery.check_alive()
 
     def list_loras(self) -> set[int]:
-        """The ids of the adapters that requests have named so far."""
+        """Ids of the adapters that requests named: of each folder the last one."""
         return set(self._adapters.ids)
 
     def add_lora(self, lora_request: LoRARequest) -> bool:

@@ -58,8 +58,8 @@ class AdapterSlots:
         self._loaded.move_to_end(key)
 
     def choose(self, waiting: Iterable[Request], running: Sequence[Request]) -> Request | None:
-        """The first waiting request whose adapter is loaded or can be, of those that may pass the
-        ones before it; None: all of these wait for a slot."""
+        """Returns the first waiting request that needs no slot, or has one, or can get one; None:
+        the requests that may pass the first one all wait for a slot too."""
         last_arrival: int | None = None
         for request in waiting:
             if last_arrival is None:

@@ -8,10 +8,12 @@ import ipaddress
 import socket
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, ClassVar
 
 from tpengine import envs
 from tpengine.async_engine.admission import QueueLimits
+from tpengine.engine_args import EngineArgs
 from tpengine.errors import ConfigError
 from tpengine.inputs import LoRARequest
 from tpengine.options import Options, each, option
@@ -101,8 +103,11 @@ class ServerArgs(Options):
         if self.tls_client_ca is not None and self.tls_cert is None:
             raise ConfigError("tls_client_ca needs tls_cert and tls_key")
         self.adapters()
-        if self.cors_origin is not None and self.http_port is None:
-            raise ConfigError("cors_origin needs http_port")
+        for name in ("cors_origin", "lora_folder"):
+            if getattr(self, name) is not None and self.http_port is None:
+                raise ConfigError(f"{name} needs http_port")
+        if self.lora_folder is not None and not Path(self.lora_folder).is_dir():
+            raise ConfigError(f"lora_folder = {self.lora_folder!r} is no folder; make it first")
         missing = [name for name in _HTTP_PACKAGES if importlib.util.find_spec(name) is None]
         if self.http_port is not None and missing:
             raise ConfigError(
@@ -128,6 +133,22 @@ class ServerArgs(Options):
                 f"could use the model; give {needed}, or --token-file or --api-key, or say "
                 "--insecure, or listen on 127.0.0.1"
             )
+
+    def check_adapters(self, engine_args: EngineArgs) -> None:
+        """Checks the options of adapters together with those of the engine.
+
+        Raises:
+            ConfigError: the engine serves no adapters, or one has the model's name.
+        """
+        for name in ("lora_modules", "lora_folder"):
+            if getattr(self, name) is not None and not engine_args.enable_lora:
+                raise ConfigError(f"{name} needs enable_lora")
+        for adapter in self.adapters():
+            if adapter.lora_name in engine_args.served_names:
+                raise ConfigError(
+                    f"lora_modules has {adapter.lora_name!r}, which is the model's own name; give "
+                    "the adapter another one, or the model with --served-model-name"
+                )
 
     def check_ports(self) -> None:
         """Checks that the ports are free, before anything slow is done.

@@ -147,7 +147,8 @@ class ServerState:
         if model not in self.adapters:
             raise ModelNotFoundError(
                 f"model {model[:200]!r} is not served here, but {self.model!r} is; give that name, "
-                "or none, or have the server take yours as well with --served-model-name"
+                "or none, or have the server take yours as well with --served-model-name, or as a "
+                "LoRA adapter with --lora-modules"
             )
         return self.adapters[model]
 
@@ -161,25 +162,38 @@ class ServerState:
             InvalidAdapterError: the name is taken, the path leads out of the folder, or the
                 adapter cannot be served.
         """
-        assert self.adapter_folder is not None
-        root = Path(self.adapter_folder).resolve()
-        folder = (root / path).resolve()
-        if root not in folder.parents:
-            raise InvalidAdapterError(
-                f"lora_path = {path!r:.200} is not in the folder of adapters (--lora-folder); name "
-                "a folder in it"
-            )
+        self._check_free(name)
+        folder = await asyncio.to_thread(self._adapter_path, path)
+        adapter = LoRARequest(name, next(self._adapter_ids), folder)
+        await asyncio.to_thread(self.loaded_engine().llm_engine.add_lora, adapter)
+        self._check_free(name)  # another call may have taken it in the meantime
+        self.adapters[name] = adapter
+
+    def _check_free(self, name: str) -> None:
         if not name or name in (*self.names, *self.adapters):
             raise InvalidAdapterError(
                 f"lora_name = {name!r:.200} is empty or taken; choose another, or unload the "
                 "adapter of this name"
             )
-        adapter = LoRARequest(name, next(self._adapter_ids), str(folder))
-        await asyncio.to_thread(self.loaded_engine().llm_engine.add_lora, adapter)
-        self.adapters[name] = adapter
+
+    def _adapter_path(self, path: str) -> str:
+        """The path of an adapter, without links; see `load_adapter`."""
+        assert self.adapter_folder is not None
+        try:
+            root = Path(self.adapter_folder).resolve()
+            folder = (root / path).resolve()
+            is_inside = root in folder.parents
+        except (OSError, RuntimeError, ValueError):  # a loop of links; no path at all
+            is_inside = False
+        if not is_inside:
+            raise InvalidAdapterError(
+                f"lora_path = {path!r:.200} is not in the folder of adapters (--lora-folder); name "
+                "a folder in it"
+            )
+        return str(folder)
 
     def unload_adapter(self, name: str) -> None:
-        """Serves an adapter no more; its running requests go on.
+        """Stops serving an adapter to new requests; its running requests go on.
 
         Raises:
             ModelNotFoundError: there is no adapter of this name.
