@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from tpengine.ops.lora import write_slot
+from tpengine.ops.lora import pack_part, write_slot
 
 from .cases import BACKENDS, ISAS, backend, generator, nan_like, relative_error, threads
 from .lora_cases import GROUPS, PARTS, arguments, assert_untouched, expected, make_case, rows_of
@@ -100,5 +100,7 @@ def test_wrong_arguments_are_named() -> None:
     for index, change, message in WRONG:
         with pytest.raises(RuntimeError, match=f"tpengine::add_lora: {message}"):
             torch.ops.tpengine.add_lora.default(*_replaced(index, change)(*right))
-    with pytest.raises(AssertionError, match=re.escape("torch.Size([65, 64])")):
-        write_slot(case.slots, 0, [(torch.zeros(65, 64), torch.zeros(70, 65)), None, None])
+    for rank, outputs, message in ((65, 70, "(65, 64)"), (4, 87, "torch.Size([6, 4, 16])")):
+        part = pack_part(torch.zeros(rank, 64), torch.zeros(outputs, rank), F32)
+        with pytest.raises(AssertionError, match=re.escape(message)):
+            write_slot(case.slots, 0, [part, None, None])

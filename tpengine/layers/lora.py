@@ -20,10 +20,10 @@ from tpengine.adapters import AdapterPart, Targets
 from tpengine.config import LoRAConfig
 from tpengine.layers.linear import Linear
 from tpengine.layers.weights import LoadedTensor, Weights, WeightShard, copy_part, transposed
-from tpengine.ops.lora import LoRARows, add_lora, make_slots, write_slot
+from tpengine.ops.lora import LoRARows, PackedPart, add_lora, make_slots, pack_part, write_slot
 
-HostAdapter = Mapping[str, tuple[torch.Tensor, torch.Tensor]]
-"""This rank's A `[rank, in_features]` and B `[n, rank]` of each layer; B contains the scaling."""
+HostAdapter = Mapping[str, PackedPart]
+"""This rank's part of an adapter by the name of the layer, in the form of the slots."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -169,9 +169,9 @@ class AdapterLayers:
         for layer in self._layers:
             for name in layer.targets.keys() & parts.keys():
                 target, prefix = layer.targets[name], f"base_model.model.{name}.lora_"
-                a, b = (tensors[f"{prefix}{which}.weight"].float() for which in "AB")
-                b = target.own_b(b * parts[name].scaling)
-                found[name] = target.own_a(a).to(self.dtype), b.to(self.dtype)
+                a, b = (tensors[f"{prefix}{which}.weight"] for which in "AB")
+                b = target.own_b(b.float() * parts[name].scaling)
+                found[name] = pack_part(target.own_a(a), b, self.dtype)
         return found
 
     def fill(self, slot: int, adapter: HostAdapter) -> None:
