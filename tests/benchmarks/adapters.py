@@ -58,13 +58,13 @@ def run(args: argparse.Namespace) -> int:
     """Measures and prints the report."""
     with dummy_model(args, enable_prefix_caching=False) as settings:
         print(report_head(settings, {"work": args.shape}))
+        count = max(args.adapters, args.in_host)
         slots = {"enable_lora": True, "max_loras": args.adapters, "max_lora_rank": args.rank}
         with (
             open_engine(settings) as (without, _),
-            open_engine(settings, **slots, max_cpu_loras=args.in_host) as (engine, targets),
+            open_engine(settings, **slots, max_cpu_loras=count) as (engine, targets),
             tempfile.TemporaryDirectory() as folder,
         ):
-            count = max(args.adapters, args.in_host)
             requests = write_adapters(Path(folder), targets, count, args.rank)
             show_rates(args, without, engine, requests[: args.adapters])
             if args.in_host:

@@ -1,10 +1,12 @@
-"""The op of `lora` in plain torch, and the layout of adapters that csrc reads on CPU and GPU."""
+"""The ops of `lora` in plain torch, and the layout of adapters that csrc reads on CPU and GPU."""
 
 from __future__ import annotations
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+
+from tpengine.ops import linear_reference, quantized_reference
 
 LORA_TILE = 4
 """Columns of A's result that lie together: 64 bytes of each in turn (`kLoRATile` in csrc)."""
@@ -26,14 +28,16 @@ def num_blocks(size: int, block: int) -> int:
 
 def pack_a(a: Tensor) -> Tensor:
     """Returns A `[rank, in_features]` as tiles, with zeros beyond both sizes; see `tile_shape`."""
-    tiles, lines, _, line = tile_shape(*a.shape, a.dtype)
+    tiles, lines, _, line = tile_shape(len(a), a.shape[1], a.dtype)
     padded = _padded(a, tiles * LORA_TILE, lines * line)
     return padded.view(tiles, LORA_TILE, lines, line).transpose(1, 2).contiguous()
 
 
 def pack_b(b: Tensor) -> Tensor:
-    """Returns B `[out_features, rank]` as panels `[panels, rank, 16]`, with zeros beyond both sizes.
-    The rank is rounded up to a multiple of 4; a slot holds the panels of its rank without gaps."""
+    """Returns B `[out_features, rank]` as panels `[panels, rank, 16]`, with zeros beyond both.
+
+    The rank is rounded up to a multiple of 4; a slot holds the panels of its rank without gaps.
+    """
     outputs, rank = (num_blocks(*one) for one in zip(b.shape, (LORA_PANEL, LORA_TILE), strict=True))
     padded = _padded(b, outputs * LORA_PANEL, rank * LORA_TILE)
     return padded.view(outputs, LORA_PANEL, -1).transpose(1, 2).contiguous()
@@ -80,3 +84,26 @@ def add_lora(
             added = result @ _unpack_b(b[slot, panels], rank, size).float().t()
             outputs = slice(first[part], first[part + 1])
             out[own, outputs] = (out[own, outputs].float() + added).to(out.dtype)
+
+
+def packed_linear_lora(
+    out: Tensor, x: Tensor, packed: Tensor, bias: Tensor | None, *adapters: Tensor
+) -> None:
+    """See `ops.linear.packed_linear`."""
+    linear_reference.packed_linear(out, x, packed, bias)
+    add_lora(out, x, *adapters)
+
+
+def quantized_linear_lora(
+    out: Tensor,
+    x: Tensor,
+    packed: Tensor,
+    bias: Tensor | None,
+    bits: int,
+    group_size: int,
+    offsets: int,
+    *adapters: Tensor,
+) -> None:
+    """See `ops.quantized.quantized_linear`."""
+    quantized_reference.quantized_linear(out, x, packed, bias, bits, group_size, offsets)
+    add_lora(out, x, *adapters)

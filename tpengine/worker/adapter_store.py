@@ -86,8 +86,8 @@ class AdapterStore:
 
 @contextmanager
 def _one_thread() -> Iterator[None]:
-    """Within the block torch's ops use one thread. An adapter has hundreds of matrices, which are so
-    small that torch would wait longer for its other threads than it computes."""
+    """Within the block torch's ops use one thread. An adapter has hundreds of matrices, which are
+    so small that torch would wait longer for its other threads than it computes."""
     num_threads = torch.get_num_threads()
     torch.set_num_threads(1)
     try:
