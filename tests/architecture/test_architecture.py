@@ -28,7 +28,7 @@ MAX_PACKAGE_LINES = 18_500
 MAX_PACKAGE_FILES = 196
 MAX_NATIVE_LINES = 8_310
 """Lines of C++ and CUDA in csrc/, without blank lines and comments."""
-MAX_TEST_LINES = 37_500
+MAX_TEST_LINES = 37_520
 """Lines of code of tests/."""
 MAY_ADD = {
     "API": 800,
