@@ -19,7 +19,7 @@ from tpengine.bench.harness import SHAPES, report_head
 from tpengine.bench.timing import ReadBandwidth
 from tpengine.ops.huge_pages import HugePageArena
 from tpengine.ops.linear import pack_linear_weight, packed_linear
-from tpengine.ops.lora import LoRARows, LoRASlots, add_lora, make_slots, write_slot
+from tpengine.ops.lora import LoRA, LoRARows, LoRASlots, make_slots, pack_part, write_slot
 from tpengine.ops.recording import Recording
 from tpengine.worker.device import set_num_threads
 
@@ -87,10 +87,11 @@ def make_linears(shape: str, args: argparse.Namespace) -> Iterator[Linear]:
             weight = torch.randn(sum(parts), inputs).to(_DTYPE)
             slots = make_slots(args.adapters, args.rank, inputs, parts, _DTYPE, allocate)
             for slot in range(args.adapters):
-                matrices = [
-                    (torch.randn(args.rank, inputs), torch.randn(size, args.rank)) for size in parts
+                own = [
+                    pack_part(torch.randn(args.rank, inputs), torch.randn(size, args.rank), _DTYPE)
+                    for size in parts
                 ]
-                write_slot(slots, slot, matrices)
+                write_slot(slots, slot, own)
             x, out = (torch.randn(args.rows, size).to(_DTYPE) for size in (inputs, sum(parts)))
             yield Linear(kind, pack_linear_weight(weight, arena), slots, x, out)
 
@@ -130,9 +131,8 @@ def record(linears: Iterable[Linear], rows: LoRARows, kinds: list[str]) -> Recor
     recording = Recording(len(rows.rows))
     with recording.noting():
         for linear in linears:
-            packed_linear(linear.out, linear.x, linear.packed, None)
-            if linear.kind in kinds:
-                add_lora(linear.out, linear.x, linear.slots, rows)
+            lora = LoRA(linear.slots, rows) if linear.kind in kinds else None
+            packed_linear(linear.out, linear.x, linear.packed, None, lora)
     return recording
 
 

@@ -20,6 +20,13 @@ ENGINE = ["--dtype", "float32", "--device", "cpu", "--cpu-kv-cache-space", "0.02
 @pytest.mark.parametrize(
     ("name", "options"),
     [
+        (
+            "adapters",
+            [
+                *("--streams", "2", "--prompt-tokens", "5", "--output-tokens", "2"),
+                *("--adapters", "2", "--rounds", "1", "--in-host", "3", "--requests", "3"),
+            ],
+        ),
         ("prefix", ["--pairs", "1", "--prefix-tokens", "40", "--arrivals", "2"]),
         ("swap", ["--runs", "1", "--lengths", "40"]),
         ("prompts", ["--runs", "1", "--lengths", "40"]),

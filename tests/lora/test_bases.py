@@ -23,7 +23,7 @@ from tpengine.distributed.parallel_state import ParallelState
 from tpengine.layers.linear import ColumnParallelLinear
 from tpengine.layers.lora import AdapterLayers
 from tpengine.layers.weights import LoadedTensor, Weights
-from tpengine.ops.lora import LoRARows
+from tpengine.ops.lora import LoRARows, pack_part
 from tpengine.worker.worker import Worker
 
 
@@ -44,7 +44,8 @@ def test_the_addition_is_that_of_a_plain_base(form: str) -> None:
         weights.finish()
         with torch.inference_mode():
             for slot in (0, 1):
-                layers.fill(slot, {"model.up": (a[slot], b[slot])})
+                part = pack_part(a[slot], b[slot], torch.float32)
+                layers.fill(slot, {"model.up": part})
             bare = linear.forward(x)
             with layers.applied(rows):
                 added.append(linear.forward(x) - bare)
@@ -192,8 +193,8 @@ def test_a_step_without_adapters_is_that_of_an_engine_without(
                 with noted(monkeypatch) as steps:
                     answer(engine, "rank4")
                 with_adapter = [name for step in steps for name, _ in step.calls]
-                assert "tpengine.add_lora.default" in with_adapter
+                assert any("lora" in name for name in with_adapter)
                 of_adapters = worker_of(engine)._runner.recorded_adapters  # type: ignore[union-attr]
-                num_more = 0 if of_adapters is None else of_adapters.num_calls - num_recorded
-                assert num_more == (0 if recorded is None else 4 * 2)  # linears of two layers
+                num_calls = 0 if of_adapters is None else of_adapters.num_calls
+                assert num_calls == num_recorded  # a linear layer is one op with adapters too
     assert lists[0] == lists[1]

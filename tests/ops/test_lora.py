@@ -10,7 +10,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from tpengine.ops.lora import write_slot
+from tpengine.ops.linear import pack_linear_weight
+from tpengine.ops.lora import pack_part, write_slot
+from tpengine.ops.quantized import QuantizedFormat, quantize_weight
 
 from .cases import BACKENDS, ISAS, backend, generator, nan_like, relative_error, threads
 from .lora_cases import GROUPS, PARTS, arguments, assert_untouched, expected, make_case, rows_of
@@ -58,6 +60,35 @@ def test_a_row_is_the_same_bits_alone_and_in_a_crowd(name: str, dtype: torch.dty
             assert torch.equal(alone[0], whole[row])
 
 
+@pytest.mark.parametrize("name", ISAS)
+@pytest.mark.parametrize("dtype", [F32, BF16], ids=str)
+@pytest.mark.parametrize("sizes", [(96, 16, 133), PARTS], ids=["whole panels", "across panels"])
+def test_a_product_adds_the_same_bits(
+    name: str, dtype: torch.dtype, sizes: tuple[int, ...]
+) -> None:
+    """One row, few, many, and more than a set of rounded ones; some have no adapter."""
+    outputs, inputs, gen = sum(sizes), 320, generator(3)
+    weight = torch.randn(outputs, inputs, generator=gen).to(dtype)
+    bias = torch.randn(outputs, generator=gen).to(dtype)
+    whole = make_case((dtype, dtype), 400, inputs, sizes)
+    with backend(name) as op, threads(2):
+        quantized = quantize_weight(weight, QuantizedFormat(8, inputs)).packed
+        products = {
+            "packed_linear": (pack_linear_weight(weight), bias),
+            "quantized_linear": (quantized, bias, 8, inputs, 0),
+        }
+        for num_rows in (1, 7, 40, 400):
+            rows = rows_of([(slot, list(range(slot, num_rows, 6))) for slot in range(5)])
+            x = whole.x[:num_rows]
+            for product, of_weight in products.items():
+                first, second = nan_like(torch.empty(2, num_rows, outputs, dtype=dtype))
+                adapters = arguments(first, x, whole.slots, rows)[2:]
+                op(product)(first, x, *of_weight)
+                op("add_lora")(first, x, *adapters)
+                op(f"{product}_lora")(second, x, *of_weight, *adapters)
+                assert torch.equal(first, second), (product, num_rows)
+
+
 @pytest.mark.parametrize("name", BACKENDS)
 def test_no_rows(name: str) -> None:
     case = make_case((F32, F32), 3, 64)
@@ -100,5 +131,7 @@ def test_wrong_arguments_are_named() -> None:
     for index, change, message in WRONG:
         with pytest.raises(RuntimeError, match=f"tpengine::add_lora: {message}"):
             torch.ops.tpengine.add_lora.default(*_replaced(index, change)(*right))
-    with pytest.raises(AssertionError, match=re.escape("torch.Size([65, 64])")):
-        write_slot(case.slots, 0, [(torch.zeros(65, 64), torch.zeros(70, 65)), None, None])
+    for rank, outputs, message in ((65, 70, "(65, 64)"), (4, 87, "torch.Size([6, 4, 16])")):
+        part = pack_part(torch.zeros(rank, 64), torch.zeros(outputs, rank), F32)
+        with pytest.raises(AssertionError, match=re.escape(message)):
+            write_slot(case.slots, 0, [part, None, None])

@@ -20,10 +20,10 @@ from tpengine.adapters import AdapterPart, Targets
 from tpengine.config import LoRAConfig
 from tpengine.layers.linear import Linear
 from tpengine.layers.weights import LoadedTensor, Weights, WeightShard, copy_part, transposed
-from tpengine.ops.lora import LoRARows, add_lora, make_slots, write_slot
+from tpengine.ops.lora import LoRA, LoRARows, PackedPart, make_slots, pack_part, write_slot
 
-HostAdapter = Mapping[str, tuple[torch.Tensor, torch.Tensor]]
-"""This rank's A `[rank, in_features]` and B `[n, rank]` of each layer; B contains the scaling."""
+HostAdapter = Mapping[str, PackedPart]
+"""This rank's part of an adapter by the name of the layer, in the form of the slots."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,10 +100,11 @@ class LinearAdapters:
             layers.num_slots, layers.max_rank, inputs, sizes, layers.dtype, layers.allocate
         )
 
-    def add(self, out: torch.Tensor, x: torch.Tensor) -> None:
-        """Adds to `out [num_rows, out_features]` for the rows of x that have an adapter."""
-        if self._layers.rows is not None:
-            add_lora(out, x, self._slots, self._layers.rows)
+    @property
+    def present(self) -> LoRA | None:
+        """See `linear.Additions`."""
+        rows = self._layers.rows
+        return None if rows is None else LoRA(self._slots, rows)
 
     def fill(self, slot: int, adapter: HostAdapter) -> None:
         """See `AdapterLayers.fill`."""
@@ -169,9 +170,9 @@ class AdapterLayers:
         for layer in self._layers:
             for name in layer.targets.keys() & parts.keys():
                 target, prefix = layer.targets[name], f"base_model.model.{name}.lora_"
-                a, b = (tensors[f"{prefix}{which}.weight"].float() for which in "AB")
-                b = target.own_b(b * parts[name].scaling)
-                found[name] = target.own_a(a).to(self.dtype), b.to(self.dtype)
+                a, b = (tensors[f"{prefix}{which}.weight"] for which in "AB")
+                b = target.own_b(b.float() * parts[name].scaling)
+                found[name] = pack_part(target.own_a(a), b, self.dtype)
         return found
 
     def fill(self, slot: int, adapter: HostAdapter) -> None:

@@ -96,31 +96,68 @@ def make_slots(
     return LoRASlots(a, b, ranks, first_outputs)
 
 
-def write_slot(slots: LoRASlots, slot: int, parts: Sequence[tuple[Tensor, Tensor] | None]) -> None:
-    """Writes an adapter into a slot.
+@dataclass(frozen=True, slots=True)
+class PackedPart:
+    """What an adapter adds to one part of a layer, as a slot holds it.
+
+    Attributes:
+        a: see `pack_a`.
+        b: see `pack_b`; it contains the adapter's scaling.
+    """
+
+    rank: int
+    a: Tensor
+    b: Tensor
+
+
+def pack_part(a: Tensor, b: Tensor, dtype: torch.dtype) -> PackedPart:
+    """Packs A `[rank, in_features]` and B `[outputs of the part, rank]`.
 
     Args:
-        parts: A `[rank, in_features]` and B `[outputs of the part, rank]` of each part, of any
-            float dtype, on any device; B holds the adapter's scaling. None: the adapter does not
-            change this part.
+        b: contains the adapter's scaling.
+        dtype: of the slots.
     """
-    sizes = [end - first for first, end in pairwise(slots.first_outputs.tolist())]
-    ranks, panel = [], 0
-    for part, (size, matrices) in enumerate(zip(sizes, parts, strict=True)):
-        panels = slice(panel, panel := panel + num_blocks(size, LORA_PANEL))
-        if matrices is None:
-            ranks.append(0)
+    assert len(a) == b.shape[1], (a.shape, b.shape)
+    return PackedPart(len(a), pack_a(a.to(dtype)), pack_b(b.to(dtype)))
+
+
+def write_slot(slots: LoRASlots, slot: int, parts: Sequence[PackedPart | None]) -> None:
+    """Copies an adapter into a slot.
+
+    Args:
+        parts: of each part, on any device. None: the adapter does not change this part.
+    """
+    first, panel = slots.first_outputs.tolist(), 0
+    for part, (begin, end) in enumerate(pairwise(first)):
+        start, panel = panel, panel + num_blocks(end - begin, LORA_PANEL)
+        packed = parts[part]
+        if packed is None:
             continue
-        a, b = matrices
-        assert b.shape == (size, len(a)), (b.shape, a.shape, size)
-        assert len(a) <= slots.max_rank, a.shape
-        pack_a(slots.a[slot, part], a.to(slots.a))
-        pack_b(slots.b[slot, panels], b.to(slots.b))
-        ranks.append(len(a))
+        assert packed.rank <= slots.max_rank, (packed.rank, slots.max_rank)
+        assert len(packed.b) == panel - start, (packed.b.shape, begin, end)
+        slots.a[slot, part, : len(packed.a)].copy_(packed.a)
+        slots.b[slot, start:panel].view(-1)[: packed.b.numel()].copy_(packed.b.view(-1))
+    ranks = [0 if packed is None else packed.rank for packed in parts]
     slots.ranks[slot] = torch.tensor(ranks, dtype=torch.int32)
 
 
-def add_lora(out: Tensor, x: Tensor, slots: LoRASlots, rows: LoRARows) -> None:
+@dataclass(frozen=True, slots=True)
+class LoRA:
+    """What adapters add to a layer in a step."""
+
+    slots: LoRASlots
+    rows: LoRARows
+
+    def arguments(self, x: Tensor) -> tuple[Tensor, ...]:
+        """The last arguments of each op that adds them, with memory for A's results."""
+        slots, rows = self.slots, self.rows
+        shrunk = x.new_empty(len(rows.rows), slots.num_columns, dtype=torch.float32)
+        return (
+            slots.a, slots.b, slots.ranks, slots.first_outputs, rows.rows, rows.groups, shrunk,
+        )  # fmt: skip
+
+
+def add_lora(out: Tensor, x: Tensor, lora: LoRA) -> None:
     """`out[row] += B A x[row]` for each row with an adapter; sums in float32, rounded once. A row's
     result does not depend on other rows; other rows of out are not touched.
 
@@ -133,7 +170,4 @@ def add_lora(out: Tensor, x: Tensor, slots: LoRASlots, rows: LoRARows) -> None:
         RuntimeError: dtypes, shapes or strides do not fit, or on a CPU a row, slot or rank does
             not exist.
     """
-    shrunk = x.new_empty(len(rows.rows), slots.num_columns, dtype=torch.float32)
-    _add_lora(
-        out, x, slots.a, slots.b, slots.ranks, slots.first_outputs, rows.rows, rows.groups, shrunk
-    )  # fmt: skip
+    _add_lora(out, x, *lora.arguments(x))

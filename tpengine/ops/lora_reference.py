@@ -1,10 +1,12 @@
-"""The op of `lora` in plain torch, and the layout of adapters that csrc reads on CPU and GPU."""
+"""The ops of `lora` in plain torch, and the layout of adapters that csrc reads on CPU and GPU."""
 
 from __future__ import annotations
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+
+from tpengine.ops import linear_reference, quantized_reference
 
 LORA_TILE = 4
 """Columns of A's result that lie together: 64 bytes of each in turn (`kLoRATile` in csrc)."""
@@ -24,24 +26,27 @@ def num_blocks(size: int, block: int) -> int:
     return -(-size // block)
 
 
-def pack_a(target: Tensor, a: Tensor) -> None:
-    """Writes A `[rank, in_features]` into the tiles of a part, with zeros beyond both sizes."""
-    _, lines, _, line = target.shape
-    tiles = num_blocks(len(a), LORA_TILE)
-    padded = F.pad(a, (0, lines * line - a.shape[1], 0, tiles * LORA_TILE - len(a)))
-    target[:tiles] = padded.view(tiles, LORA_TILE, lines, line).transpose(1, 2)
+def pack_a(a: Tensor) -> Tensor:
+    """Returns A `[rank, in_features]` as tiles, with zeros beyond both sizes; see `tile_shape`."""
+    tiles, lines, _, line = tile_shape(len(a), a.shape[1], a.dtype)
+    padded = _padded(a, tiles * LORA_TILE, lines * line)
+    return padded.view(tiles, LORA_TILE, lines, line).transpose(1, 2).contiguous()
 
 
-def pack_b(target: Tensor, b: Tensor) -> None:
-    """Writes B `[out_features, rank]` into the panels of a part, `[panels, max_rank, 16]`.
+def pack_b(b: Tensor) -> Tensor:
+    """Returns B `[out_features, rank]` as panels `[panels, rank, 16]`, with zeros beyond both.
 
-    The panels are as long as this rank, up to a multiple of 4, needs them to be, and lie without
-    gaps; zeros stand beyond both sizes.
+    The rank is rounded up to a multiple of 4; a slot holds the panels of its rank without gaps.
     """
-    panels, rank = len(target), num_blocks(b.shape[1], LORA_TILE) * LORA_TILE
-    padded = F.pad(b, (0, rank - b.shape[1], 0, panels * LORA_PANEL - len(b)))
-    packed = padded.view(panels, LORA_PANEL, rank).transpose(1, 2)
-    target.view(-1)[: packed.numel()] = packed.reshape(-1)
+    outputs, rank = (num_blocks(*one) for one in zip(b.shape, (LORA_PANEL, LORA_TILE), strict=True))
+    padded = _padded(b, outputs * LORA_PANEL, rank * LORA_TILE)
+    return padded.view(outputs, LORA_PANEL, -1).transpose(1, 2).contiguous()
+
+
+def _padded(matrix: Tensor, num_rows: int, num_columns: int) -> Tensor:
+    if matrix.shape == (num_rows, num_columns):
+        return matrix.contiguous()
+    return F.pad(matrix, (0, num_columns - matrix.shape[1], 0, num_rows - len(matrix)))
 
 
 def _unpack_a(tiles: Tensor, rank: int, in_features: int) -> Tensor:
@@ -79,3 +84,26 @@ def add_lora(
             added = result @ _unpack_b(b[slot, panels], rank, size).float().t()
             outputs = slice(first[part], first[part + 1])
             out[own, outputs] = (out[own, outputs].float() + added).to(out.dtype)
+
+
+def packed_linear_lora(
+    out: Tensor, x: Tensor, packed: Tensor, bias: Tensor | None, *adapters: Tensor
+) -> None:
+    """See `ops.linear.packed_linear`."""
+    linear_reference.packed_linear(out, x, packed, bias)
+    add_lora(out, x, *adapters)
+
+
+def quantized_linear_lora(
+    out: Tensor,
+    x: Tensor,
+    packed: Tensor,
+    bias: Tensor | None,
+    bits: int,
+    group_size: int,
+    offsets: int,
+    *adapters: Tensor,
+) -> None:
+    """See `ops.quantized.quantized_linear`."""
+    quantized_reference.quantized_linear(out, x, packed, bias, bits, group_size, offsets)
+    add_lora(out, x, *adapters)

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 
 import numpy as np
 import numpy.typing as npt
@@ -50,12 +51,13 @@ class AdapterStore:
         if not loads:
             return {}
         problems: dict[bytes, str] = {}
-        for one in loads:
-            try:
-                self.layers.fill(one.slot, self._find(one))
-            except (InvalidAdapterError, SafetensorError, OSError) as error:
-                problems[one.key] = f"rank {self._parallel.tp_rank}: {error}"
-                logger.warning("an adapter is not loaded: %s", error)
+        with _one_thread():
+            for one in loads:
+                try:
+                    self.layers.fill(one.slot, self._find(one))
+                except (InvalidAdapterError, SafetensorError, OSError) as error:
+                    problems[one.key] = f"rank {self._parallel.tp_rank}: {error}"
+                    logger.warning("an adapter is not loaded: %s", error)
         here = [float(one.key in problems) for one in loads]
         failed = self._parallel.all_reduce(torch.tensor(here, device=self._device))
         self._parallel.wait_for_queued(self._device)
@@ -80,6 +82,18 @@ class AdapterStore:
         if len(self._in_host) > self._max_in_host:
             self._in_host.popitem(last=False)
         return found
+
+
+@contextmanager
+def _one_thread() -> Iterator[None]:
+    """Within the block torch's ops use one thread. An adapter has hundreds of matrices, which are
+    so small that torch would wait longer for its other threads than it computes."""
+    num_threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(num_threads)
 
 
 def group_rows(slots: Int32, num_tokens: Int32) -> tuple[Int32, Int32] | None:
