@@ -133,7 +133,7 @@ def test_adapters() -> None:
     assert request.local_path == request.lora_path == "/folder"
     assert {request, LoRARequest("b", 7, "/other")} == {request}
     assert request != LoRARequest("a", 8, "/folder")
-    with pytest.raises(InvalidPromptError, match=r"lora_path of 'a' is empty"):
+    with pytest.raises(InvalidPromptError, match=r"lora_path of 'a' must name its folder"):
         LoRARequest("a", 7)
 
 

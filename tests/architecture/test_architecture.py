@@ -28,7 +28,7 @@ MAX_PACKAGE_LINES = 18_500
 MAX_PACKAGE_FILES = 196
 MAX_NATIVE_LINES = 8_310
 """Lines of C++ and CUDA in csrc/, without blank lines and comments."""
-MAX_TEST_LINES = 37_520
+MAX_TEST_LINES = 37_720
 """Lines of code of tests/."""
 MAY_ADD = {
     "API": 800,
@@ -36,7 +36,7 @@ MAY_ADD = {
     "HTTP and gRPC doors": 1_730,
     "four and eight bits": 1_620,
     "faults and fair shares": 900,
-    "LoRA": 950,
+    "LoRA": 990,
     "grammars, tools and page": 1_000,
 }
 """Lines of code that an issue may add to the package. One that needs more removes others first."""
