@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import time
+from dataclasses import replace
 
 from tpengine.engine_args import AsyncEngineArgs
 from tpengine.server.server_args import ServerArgs
@@ -75,4 +76,7 @@ def run(args: argparse.Namespace) -> int:
     from tpengine.server.lifecycle import run_server  # imports torch, which takes seconds
 
     phases = {"import": time.monotonic() - start}
-    return run_server(server_args, authenticator, AsyncEngineArgs.from_cli_args(args), phases)
+    engine_args = AsyncEngineArgs.from_cli_args(args)
+    if server_args.isolate and engine_args.executor_choice.is_open_and_local:
+        engine_args = replace(engine_args, executor="processes")
+    return run_server(server_args, authenticator, engine_args, phases)

@@ -147,7 +147,7 @@ def check_request(
         RequestError: this request cannot be served.
     """
     model = config.model
-    is_local = config.parallel.ray is None
+    is_local = config.parallel.ranks is None
     params = read_sampling_params(request.params, model, tokenizer, is_local=is_local)
     _check_priority(request.priority, config.scheduler)
     end_token_ids = _end_token_ids(params, model, tokenizer)

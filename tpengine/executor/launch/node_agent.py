@@ -76,11 +76,22 @@ class NodeAgent:
         poll.register(file, select.POLLIN)
         poll.poll(patience_s * 1e3)
         try:
-            while (code := _exit_code(file)) is None and time.monotonic() < deadline:
+            while (code := self._status(process, file)) is None and time.monotonic() < deadline:
                 time.sleep(0.005)  # until its parent, or the kernel, has reaped it
         except OSError:  # the kernel is too old to tell
             return ""
         return "" if code is None else describe_exit(code)
+
+    def _status(self, process: Process, file: int) -> int | None:
+        """The wait status of a process that was reaped; None: it was not.
+
+        Args:
+            file: its pidfd.
+
+        Raises:
+            OSError: the kernel cannot tell.
+        """
+        return _exit_code(file)
 
     @staticmethod
     def state(process: Process) -> str:
@@ -94,8 +105,7 @@ class NodeAgent:
         """Its Python stacks, or why there are none."""
         return python_stack(process[0]) if self.state(process) else ""
 
-    @staticmethod
-    def tail(path: str) -> str:
+    def tail(self, path: str) -> str:
         """The end of a log file, without Ray's own marks; empty if it cannot be read."""
         try:
             with Path(path or "/").open("rb") as file:
@@ -159,11 +169,7 @@ def python_stack(pid: int) -> str:
 
 
 def _exit_code(pidfd: int) -> int | None:
-    """The wait status of a process that was reaped; None: it was not.
-
-    Raises:
-        OSError: the kernel cannot tell.
-    """
+    """See `NodeAgent._status`."""
     request = bytearray(_PIDFD_INFO.pack(_PIDFD_INFO_EXIT, *[0] * 13))
     try:
         fcntl.ioctl(pidfd, _PIDFD_GET_INFO, request)

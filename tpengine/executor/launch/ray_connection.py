@@ -206,7 +206,7 @@ def _check_reachable(address: str, origin: str) -> None:
 def _last_words_of_ray(since: float) -> str:
     """The last line of a control server's log that was written since then."""
     for path in sorted(envs.ray_folders()[0].glob(_CONTROL_LOGS)):
-        lines = NodeAgent.tail(str(path)).splitlines()
+        lines = NodeAgent().tail(str(path)).splitlines()
         if lines and path.stat().st_mtime >= since:
             return f"its log {path} ends with: {lines[-1]}"
     return "it left no log"
