@@ -14,7 +14,7 @@ import pytest
 import ray
 
 from executor import sabotage
-from executor.ray_engines import Wait, free_cpus, is_alive, ray_engine, sabotaged_rank
+from executor.ray_engines import Wait, free_cpus, is_alive, rank_engine, ray_engine, sabotaged_rank
 from tpengine import EngineArgs, LLMEngine
 from tpengine.config import RayConfig
 from tpengine.errors import (
@@ -126,7 +126,7 @@ def test_failure_of_one_rank(
 ) -> None:
     start = time.monotonic()
     with sabotaged_rank(rank, harm) as places, pytest.raises(kind) as caught:
-        ray_engine(folder, 2)
+        rank_engine(folder, 2)
     assert time.monotonic() - start < SOON_S
     assert len(places) == 2
     for part in (f"rank {rank} on {places[rank]}", *said):
@@ -157,7 +157,7 @@ def test_driver_that_ranks_cannot_reach(folder: Path, monkeypatch: pytest.Monkey
 def test_a_ranks_typed_error_keeps_its_type(folder: Path) -> None:
     """One rank has less memory than a block takes; the others have enough."""
     with pytest.raises(CacheSizeError, match=r"no block .* on rank 1.*\[rank 1 on node"):
-        ray_engine(folder, 2, cpu_kv_cache_space=[0.1, 1e-9], num_device_blocks_override=None)
+        rank_engine(folder, 2, cpu_kv_cache_space=[0.1, 1e-9], num_device_blocks_override=None)
 
 
 @pytest.mark.parametrize(

@@ -22,7 +22,7 @@ from support.oracle import Answer
 from support.step_log import StepLog, log_steps
 from support.variants import VARIANTS, Variant
 
-from executor.ray_engines import executor_of, is_alive, ray_engine
+from executor.ray_engines import executor_of, is_alive, rank_engine
 from tpengine import EngineArgs, LLMEngine, SamplingParams
 from tpengine.config import EngineConfig
 from tpengine.executor.executor import Executor
@@ -82,16 +82,17 @@ class TakenOver(Executor):
         """Others take the ranks over."""
 
 
-@pytest.fixture(scope="module", params=[1, 2, 4])
+@pytest.fixture(scope="module", params=[(1, "ray"), (2, "processes"), (4, "processes")], ids=str)
 def ranks(
     request: pytest.FixtureRequest, ray_address: str, family_folders: dict[str, Path]
 ) -> Iterator[GroupExecutor]:
     """They are gone afterwards, and the cluster is not."""
-    with ray_engine(family_folders["llama"], request.param) as engine:
+    size, name = request.param
+    with rank_engine(family_folders["llama"], size, executor=name) as engine:
         executor = executor_of(engine)
         yield executor
         places = executor.places
-        assert len(places) == request.param
+        assert len(places) == size
         assert all(is_alive(places))
     assert not any(is_alive(places))
     assert ray.is_initialized(), "a Ray that the engine did not start was shut down"

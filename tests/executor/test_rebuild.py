@@ -26,7 +26,7 @@ from tpengine.executor.group import Group
 from tpengine.executor.launch.actors import Agents
 from tpengine.executor.launch.node_agent import NodeAgent
 from tpengine.gguf_file import open_gguf
-from tpengine.messages import StepInput
+from tpengine.messages import StepInput, StepOutput
 
 SOON_S = 30.0
 """Ten times what it takes to see that a rank is dead or stopped, on an idle machine."""
@@ -72,10 +72,12 @@ def check_loss(loss: RankLoss, rank: int, phase: str, cause: str, places: list) 
     [
         (0, signal.SIGKILL, KILLED),
         (1, signal.SIGSTOP, FROZEN),
+        (1, signal.SIGSEGV, "killed by signal 11 (SIGSEGV)"),
+        (0, signal.SIGTERM, "killed by signal 15 (SIGTERM)"),
         pytest.param(1, signal.SIGKILL, KILLED, marks=pytest.mark.soak),
         pytest.param(0, signal.SIGSTOP, FROZEN, marks=pytest.mark.soak),
     ],
-    ids=["0 killed", "1 stopped", "1 killed", "0 stopped"],
+    ids=["0 killed", "1 stopped", "1 faults", "0 ends", "1 killed", "0 stopped"],
 )
 def test_idle(ranks: BareRanks, expected: list[int], rank: int, number: int, cause: str) -> None:
     if ranks.executor.loss is not None:
@@ -98,6 +100,28 @@ def test_idle(ranks: BareRanks, expected: list[int], rank: int, number: int, cau
     assert ranks.executor.epoch == epoch + 1
     assert ranks.executor.loss is None
     assert {place.pid for place in ranks.executor.places}.isdisjoint(p.pid for p in places)
+    assert ranks.generate() == expected
+
+
+@pytest.mark.parametrize(("number", "cause"), [(signal.SIGKILL, KILLED), (signal.SIGSTOP, FROZEN)])
+def test_both_at_once(ranks: BareRanks, expected: list[int], number: int, cause: str) -> None:
+    """While they compute: one of the two is named, and the same ids come out of the next group."""
+    if ranks.executor.loss is not None:
+        ranks.rebuild()
+    lost = ranks.executor.places
+    step = ranks.executor.execute_model
+
+    def losing(message: StepInput) -> StepOutput:
+        for rank in range(2):
+            ranks.signal(rank, number)
+        return step(message)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(ranks.executor, "execute_model", losing)
+        with pytest.raises(GroupLostError) as caught:
+            ranks.generate()
+    check_loss(caught.value.loss, caught.value.loss.rank, "execute_model", cause, lost)
+    ranks.rebuild()
     assert ranks.generate() == expected
 
 
