@@ -42,6 +42,7 @@ class NodeAgent:
 
     def __init__(self) -> None:
         self._files: dict[Process, int] = {}
+        self._oom_kills = 0
 
     def ping(self) -> int:
         """Answers with the number of the agent's own process."""
@@ -51,6 +52,7 @@ class NodeAgent:
         """Remembers these processes in place of earlier ones, so that their end can be told. They
         must be alive."""
         self.close()
+        self._oom_kills = _count_oom_kills()
         for process in processes:
             with contextlib.suppress(OSError):
                 self._files[process] = os.pidfd_open(process[0])
@@ -80,7 +82,13 @@ class NodeAgent:
                 time.sleep(0.005)  # until its parent, or the kernel, has reaped it
         except OSError:  # the kernel is too old to tell
             return ""
-        return "" if code is None else describe_exit(code)
+        if code is None:
+            return ""
+        ended = describe_exit(code)
+        is_killed = os.WIFSIGNALED(code) and os.WTERMSIG(code) == signal.SIGKILL
+        if is_killed and _count_oom_kills() > self._oom_kills:
+            ended += "; meanwhile the kernel has ended a process here for lack of memory"
+        return ended
 
     def _status(self, process: Process, file: int) -> int | None:
         """The wait status of a process that was reaped; None: it was not.
@@ -136,6 +144,15 @@ class NodeAgent:
         """Forgets the processes of `watch`."""
         while self._files:
             os.close(self._files.popitem()[1])
+
+
+def _count_oom_kills() -> int:
+    """Processes that the kernel has killed since boot for lack of memory, of all containers."""
+    with contextlib.suppress(OSError):
+        for line in Path("/proc/vmstat").read_text().splitlines():
+            if line.startswith("oom_kill "):
+                return int(line.split()[1])
+    return 0
 
 
 def own_error_log() -> str:

@@ -89,9 +89,15 @@ class Starter(threading.Thread):
         """
         answer: queue.SimpleQueue[Any] = queue.SimpleQueue()
         self._wanted.put((files, answer))
-        process = answer.get(timeout=_START_S)
+        try:
+            process = answer.get(timeout=_START_S)
+        except queue.Empty:
+            process = TimeoutError(f"the system takes longer than {_START_S:g} s")
         if isinstance(process, OSError):
-            raise PlacementError(f"no process for a rank can be started: {process}") from process
+            raise PlacementError(
+                f"no process for a rank can be started: {process}; free memory, or raise the "
+                "limits of processes and open files (ulimit -u, ulimit -n)"
+            ) from process
         assert isinstance(process, subprocess.Popen)
         return process
 
