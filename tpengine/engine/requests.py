@@ -303,7 +303,7 @@ def _num_logprobs(name: str, count: int | None, model: ModelConfig) -> int | Non
 
 def _pickled(processors: Sequence[LogitsProcessor | str]) -> list[bytes | str]:
     """Functions as bytes, from which ranks in other processes make copies of them."""
-    from tpengine.executor.launch.ray_connection import pickle_function
+    from tpengine.executor.launch.functions import pickle_function
 
     found: list[bytes | str] = []
     for processor in processors:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import os
+import pickle
 import signal
+import sys
 from pathlib import Path
 
 import pytest
@@ -16,6 +18,7 @@ from executor.ray_engines import Wait
 from tpengine import EngineArgs, envs
 from tpengine.errors import ConfigError, PlacementError
 from tpengine.executor.launch import processes
+from tpengine.executor.launch.functions import pickle_function
 from tpengine.executor.launch.node_agent import NodeAgent
 from tpengine.executor.launch.processes import OwnMachine, RankProcess, Starter, rank_devices
 from tpengine.worker import device
@@ -128,3 +131,11 @@ def test_choice_without_ray(monkeypatch: pytest.MonkeyPatch) -> None:
     assert EngineArgs("model").executor_choice.name == "local"
     with pytest.raises(ConfigError, match="needs msgpack: pip install"):
         choice.check_installed()
+
+
+def test_functions_without_ray(monkeypatch: pytest.MonkeyPatch) -> None:
+    """They travel by their names; a function without one is refused."""
+    monkeypatch.setitem(sys.modules, "ray", None)
+    assert pickle.loads(pickle_function(os.getpid)) is os.getpid
+    with pytest.raises(Exception, match="lambda"):
+        pickle_function(lambda *_: None)

@@ -32,6 +32,9 @@ from tpengine.executor.group_executor import GroupExecutor
 from tpengine.executor.launch import rank_process
 from tpengine.executor.launch.node_agent import NodeAgent, Process
 from tpengine.executor.spares import Spares
+from tpengine.logger import init_logger
+
+logger = init_logger(__name__)
 
 _START_S = 30.0
 """Longest wait for the thread that starts processes."""
@@ -94,16 +97,20 @@ class Starter(threading.Thread):
         except queue.Empty:
             process = TimeoutError(f"the system takes longer than {_START_S:g} s")
         if isinstance(process, OSError):
-            raise PlacementError(
-                f"no process for a rank can be started: {process}; free memory, or raise the "
-                "limits of processes and open files (ulimit -u, ulimit -n)"
-            ) from process
+            raise _not_started(process) from process
         assert isinstance(process, subprocess.Popen)
         return process
 
     def stop(self) -> None:
         """Ends the thread, and all processes that it has started and that are still there."""
         self._wanted.put(None)
+
+
+def _not_started(error: OSError) -> PlacementError:
+    return PlacementError(
+        f"no process for a rank can be started: {error}; free memory, or raise the limits of "
+        "processes and open files (ulimit -u, ulimit -n)"
+    )
 
 
 class RankProcess:
@@ -118,8 +125,11 @@ class RankProcess:
 
     def __init__(self, starter: Starter) -> None:
         self.name = "spare"
-        self._calls, calls = Pipe()
-        pairs = [socket.socketpair() for _ in range(2)]
+        try:
+            self._calls, calls = Pipe()
+            pairs = [socket.socketpair() for _ in range(2)]
+        except OSError as error:
+            raise _not_started(error) from error
         self.sockets = [pair[0] for pair in pairs]
         theirs = [pair[1] for pair in pairs]
         try:
@@ -156,12 +166,17 @@ class RankProcess:
 
     def _hear(self) -> None:
         """Runs in a thread until the process has ended, and reaps it."""
-        with contextlib.suppress(EOFError, OSError):
+        try:
             while True:
                 number, answer = self._calls.recv()
                 with self._lock:
                     on_answer = self._answers.pop(number)
                 on_answer(answer)
+        except (EOFError, OSError):  # it has ended
+            pass
+        except Exception:  # an answer that cannot be read; without its answers it is of no use
+            logger.exception("what %s has answered cannot be read; it is ended", self.name)
+            self._process.kill()
         with contextlib.suppress(subprocess.TimeoutExpired):
             self._process.wait(_REAP_S)
         with self._lock:
@@ -176,14 +191,14 @@ class RankProcess:
         return ChannelClosedError(f"process {self.pid} has closed its end")
 
     def _copy(self) -> None:
-        """Runs in a thread: copies the output to standard error until its end."""
+        """Runs in a thread: copies the output to standard error until its end. Not by `sys.stderr`:
+        the interpreter must not end while this thread holds its lock."""
         assert self._process.stdout is not None
         with self._process.stdout as output:
             for line in output:
                 self._lines.append(line)
-                with contextlib.suppress(OSError, ValueError, AttributeError):  # it may be closed
-                    sys.stderr.write(f"({self.name}) {line}")
-                    sys.stderr.flush()
+                with contextlib.suppress(OSError):  # it may be closed
+                    os.write(2, f"({self.name}) {line}".encode())
 
     def last_lines(self) -> str:
         """The end of its output."""

@@ -13,9 +13,7 @@ import socket
 import threading
 import time
 from collections import defaultdict
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import ray
 
@@ -47,12 +45,6 @@ _connecting = threading.Lock()
 CONNECTING_S = 300.0
 """More than two starts of Ray take that both fail."""
 _RAY_FOLDER = str(Path(ray.__file__).parent)
-
-
-def pickle_function(function: Callable[..., Any]) -> bytes:
-    """Returns a function as bytes for `pickle.loads` in a process that has Ray: as its name if a
-    module has it, else with its code and data."""
-    return bytes(ray.cloudpickle.dumps(function))
 
 
 class RayConnection:
