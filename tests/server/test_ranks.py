@@ -15,6 +15,7 @@ from support.server_process import ServerProcess, wait_until
 from server.calls import long_request
 from server.processes import END_S, dying_server, own_ray, rank_pid, session
 from tpengine.config import EMBEDDED_MODEL
+from tpengine.host import start_ticks
 from tpengine.server.grpc.proto import tpengine_pb2 as pb
 
 RANKS = ["--tensor-parallel-size", "2", "--device", "cpu", "--dtype", "float32"]
@@ -61,6 +62,7 @@ def test_streams_go_on_over_a_recovery_and_a_drain(tmp_path: Path, size: int) ->
         wait_until(is_back, RAY_S)
         assert pb.SERVER_STATE_RECOVERING in states
         assert about().epoch == 2
+        pids = [rank_pid(rank) for rank in about().ranks]
         late = server.stub.Generate.future(long_request(NUM_TOKENS), timeout=RAY_S)
         wait_until(lambda: server.loads().num_open_calls == 2, END_S)
         server.process.send_signal(signal.SIGTERM)
@@ -69,7 +71,7 @@ def test_streams_go_on_over_a_recovery_and_a_drain(tmp_path: Path, size: int) ->
         assert token_ids == expected
         assert list(late.result().outputs[0].token_ids) == expected
         assert server.process.wait(END_S) == 0
-        wait_until(lambda: not session(server.pid), END_S)
+        wait_until(lambda: not any(map(start_ticks, pids)), END_S)
 
 
 def test_a_signal_during_start_up_leaves_no_process(tmp_path: Path) -> None:
