@@ -1,7 +1,7 @@
 """Draws the pictures of README and docs/. `python docs/draw.py` writes them anew.
 
 engine.svg shows driver, ranks and one step. recovery.svg shows what recovery.json holds, which
-`tpengine bench recovery --json docs/recovery.json` measured.
+`tpengine bench recovery --executor ray --json docs/recovery.json` measured.
 """
 
 from __future__ import annotations

@@ -52,7 +52,14 @@ BAD: dict[str, tuple[dict[str, Any], tuple[str, ...]]] = {
         {"executor": "local", "worker_use_ray": True},
         ("executor = 'local'", "worker_use_ray", "leave"),
     ),
-    "processes": ({"distributed_executor_backend": "mp"}, ("'mp'", "use 'ray'")),
+    "ray and processes": (
+        {"executor": "ray", "distributed_executor_backend": "mp"},
+        ("executor = 'ray'", "= mp", "use executor = 'processes'"),
+    ),
+    "two of vllm's": (
+        {"worker_use_ray": True, "distributed_executor_backend": "mp"},
+        ("worker_use_ray = True", "'mp'", "leave one of them out"),
+    ),
     "scale file": ({"quantization_param_path": "x"}, ("quantization_param_path", "kv_cache_dtype")),
     "another fp8": ({"kv_cache_dtype": "fp8_e5m2"}, ("fp8_e5m2", "fp8 is e4m3")),
     "names": ({"served_model_name": ["a", 3]}, ("served_model_name", "Sequence[str]", "3")),
@@ -186,12 +193,13 @@ def test_fields_that_cannot_change_anything(
         ({}, "model.max_logprobs", 20),
         ({"worker_use_ray": True}, "parallel.ray.placement_strategy", "PACK"),
         ({"distributed_executor_backend": "ray"}, "parallel.ray.placement_strategy", "PACK"),
+        ({"distributed_executor_backend": "mp"}, "parallel.ranks.spare_workers", 0),
     ],
 )
 def test_other_spellings(args: dict[str, Any], place: str, expected: object) -> None:
     engine_args = EngineArgs(**args)
     assert attrgetter(place)(engine_args.create_engine_config("cuda")) == expected
-    assert engine_args.uses_ray == place.startswith("parallel.ray")
+    assert (engine_args.executor_choice.name == "ray") == place.startswith("parallel.ray")
 
 
 @pytest.mark.parametrize(

@@ -23,7 +23,6 @@ LOGPROBS_MODES = ("raw_logprobs", "processed_logprobs")
 DEVICES = ("auto", "cpu", "cuda")
 PREEMPTION_MODES = ("auto", "recompute", "swap")
 SCHEDULING_POLICIES = ("fcfs", "priority")
-EXECUTORS = ("auto", "local", "ray")
 KV_CACHE_DTYPES = ("auto", "fp8", "fp8_e4m3", "int8")
 MODEL_IMPLS = ("auto", "tpengine", "transformers")
 ATTENTION_BACKENDS = ("auto", "xformers", "varlen", "sdpa")
@@ -246,23 +245,32 @@ class KernelConfig:
 
 @dataclass(frozen=True)
 class RayConfig:
-    """Where on a Ray cluster the ranks run, and time limits in seconds.
+    """Where on a Ray cluster the ranks run.
 
     Attributes:
         address: "host:port" of a cluster's head, "local" to start one, "auto" to find one; None:
             the cluster of this process, or one that runs on this machine, or a new local one.
         placement_strategy: one of `PLACEMENT_STRATEGIES`.
         bundle: resources of one rank by Ray's names; None: one GPU, or one CPU for device cpu.
-        placement_timeout_s: wait for resources of the cluster that are in use.
-        start_timeout_s: limit of each call before the first step.
-        step_timeout_s: smallest limit of a step; it is 10 x the predicted time if that is more.
-        spare_workers: number of processes that are kept ready to replace dead ranks.
+        placement_timeout_s: wait in seconds for resources of the cluster that are in use.
     """
 
     address: str | None = None
     placement_strategy: str = "PACK"
     bundle: Mapping[str, float] | None = None
     placement_timeout_s: float = 60.0
+
+
+@dataclass(frozen=True)
+class RanksConfig:
+    """Ranks in processes of their own, whoever starts them; time limits in seconds.
+
+    Attributes:
+        start_timeout_s: limit of each call before the first step.
+        step_timeout_s: smallest limit of a step; it is 10 x the predicted time if that is more.
+        spare_workers: number of processes that are kept ready to replace dead ranks.
+    """
+
     start_timeout_s: float = 600.0
     step_timeout_s: float = 30.0
     spare_workers: int = 0
@@ -275,12 +283,14 @@ class ParallelConfig:
     Attributes:
         rank_gpu_memory_utilization: one value per rank; None: the cache's value for all.
         rank_cpu_kv_cache_bytes: one value per rank; None: the cache's value for all.
-        ray: None: the only worker runs in the driver's process.
+        ranks: None: the only worker runs in the driver's process.
+        ray: None: the ranks, if they have processes of their own, are the driver's children.
     """
 
     tensor_parallel_size: int
     rank_gpu_memory_utilization: tuple[float, ...] | None = None
     rank_cpu_kv_cache_bytes: tuple[int, ...] | None = None
+    ranks: RanksConfig | None = None
     ray: RayConfig | None = None
 
     # The names of vLLM 0.5.4.
@@ -289,8 +299,8 @@ class ParallelConfig:
 
     @property
     def distributed_executor_backend(self) -> str | None:
-        """ "ray" or None."""
-        return None if self.ray is None else "ray"
+        """ "ray", "mp" or None."""
+        return "ray" if self.ray is not None else None if self.ranks is None else "mp"
 
 
 @dataclass(frozen=True)
@@ -571,9 +581,8 @@ def resolve_max_model_len(
         limit = max(limit, int(original * scaling.get("factor", 1.0)))
     if wanted > limit:
         raise ConfigError(
-            f"max_model_len = {wanted} is more than the {limit} positions of the model "
-            "(max_position_embeddings in its config.json, times the factor of its rope scaling "
-            "if that is linear or yarn); choose a smaller one"
+            f"max_model_len = {wanted} is more than the {limit} positions of the model (its "
+            "max_position_embeddings, times the factor of linear or yarn); choose a smaller one"
         )
     return wanted
 

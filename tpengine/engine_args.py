@@ -11,6 +11,7 @@ from typing import Any, ClassVar
 
 from tpengine import config as cfg
 from tpengine.errors import ConfigError, counted
+from tpengine.executor_choice import EXECUTORS, ExecutorChoice
 from tpengine.logger import init_logger
 from tpengine.model_files import WEIGHT_FILES, ModelFiles, read_end_token_ids, read_hf_config
 from tpengine.options import NOTHING, Options, each, option, read_bundle
@@ -22,7 +23,7 @@ GIB = 1 << 30
 _MAX_GIB = 1 << 20
 """More than any machine has; as bytes it still fits into 64 bits."""
 _DEFAULT_BATCHED_TOKENS = {"cpu": 512, "cuda": 8192}
-_GPUS, _RAY = "GPUs", "ranks on Ray"
+_GPUS, _RANKS, _RAY = "GPUs", "ranks in processes of their own", "ranks on Ray"
 
 
 @dataclass
@@ -73,9 +74,9 @@ class EngineArgs(Options):
     """Most tokens of a sequence, prompt and output together; default: the model's length."""
     worker_use_ray: bool = option(False)
     """Same as --executor ray; with --executor local it is an error."""
-    distributed_executor_backend: str | None = option(None, ("ray",), advice="use 'ray', or None")
-    """ray is the same as --executor ray, and with --executor local an error; default: what
-    --executor says."""
+    distributed_executor_backend: str | None = option(None, ("ray", "mp"))
+    """ray is the same as --executor ray, mp as --executor processes, and with another --executor
+    each is an error; default: what --executor says."""
     pipeline_parallel_size: int = option(1, short="-pp", refused=cfg.NO_STAGES)
     tensor_parallel_size: int = option(1, at_least=1, short="-tp")
     """Number of ranks that share the model, each with its own device."""
@@ -195,10 +196,11 @@ class EngineArgs(Options):
     stream_interval: int = option(1, at_least=1)
     """New tokens that a stream reports together, after the first; more than 1 saves the driver time
     for each message, and makes streams less even."""
-    executor: str = option("auto", cfg.EXECUTORS)
-    """Where ranks run: local runs one rank in this process; ray runs an actor per rank on a Ray
-    cluster; auto takes ray for more than one rank, or if --worker-use-ray or
-    --distributed-executor-backend asks for it."""
+    executor: str = option("auto", EXECUTORS)
+    """Where ranks run: local runs one rank in this process; processes starts a process per rank on
+    this machine, without Ray; ray runs an actor per rank on a Ray cluster; auto takes ray for more
+    than one rank, or processes if Ray is not installed, or what --worker-use-ray or
+    --distributed-executor-backend asks for."""
     ray_address: str | None = option(None, only_for=_RAY)
     """Address HOST:PORT of a Ray cluster, or local to start one; default: the cluster of this
     process, or one that `ray start` started on this machine, or a new local one."""
@@ -209,17 +211,17 @@ class EngineArgs(Options):
     CPU=1 for ranks on CPU."""
     placement_timeout_s: float = option(60.0, more_than=0, unit=" seconds", only_for=_RAY)
     """Seconds to wait for resources of the cluster that are in use."""
-    start_timeout_s: float = option(600.0, more_than=0, unit=" seconds", only_for=_RAY)
+    start_timeout_s: float = option(600.0, more_than=0, unit=" seconds", only_for=_RANKS)
     """Seconds that each phase of a rank's start may take."""
-    step_timeout_s: float = option(30.0, more_than=0, unit=" seconds", only_for=_RAY)
+    step_timeout_s: float = option(30.0, more_than=0, unit=" seconds", only_for=_RANKS)
     """Smallest deadline of a step in seconds; it is 10 x the predicted time if that is more."""
     max_recoveries: int = option(10, at_least=0)
     """How often within --recovery-window a group that lost a rank is rebuilt and its requests go
     on; the next loss ends the engine."""
     recovery_window: float = option(600.0, more_than=0, unit=" seconds")
     """Seconds over which recoveries are counted."""
-    spare_workers: int = option(0, at_least=0, only_for=_RAY)
-    """Processes on Ray kept ready with torch imported, so that a lost group is rebuilt sooner."""
+    spare_workers: int = option(0, at_least=0, only_for=_RANKS)
+    """Processes kept ready with torch imported, so that a lost group is rebuilt sooner."""
     async_scheduling: bool = option(True, only_for=_GPUS)
     """Let a GPU begin a decode step while the driver processes the tokens of the step before."""
     attention_backend: str = option("auto", cfg.ATTENTION_BACKENDS, only_for=_GPUS)
@@ -247,11 +249,9 @@ class EngineArgs(Options):
             self.kv_cache_dtype = "fp8"
 
     @property
-    def uses_ray(self) -> bool:
-        """Whether the ranks are Ray's actors."""
-        is_asked = self.worker_use_ray or self.distributed_executor_backend == "ray"
-        is_needed = self.executor == "auto" and self.tensor_parallel_size > 1
-        return self.executor == "ray" or is_asked or is_needed
+    def executor_choice(self) -> ExecutorChoice:
+        """Where the ranks run."""
+        return ExecutorChoice(*(getattr(self, spec.name) for spec in fields(ExecutorChoice)))
 
     @property
     def served_names(self) -> tuple[str, ...]:
@@ -299,7 +299,8 @@ class EngineArgs(Options):
                 tensor_parallel_size=self.tensor_parallel_size,
                 rank_gpu_memory_utilization=shares if len(shares) > 1 else None,
                 rank_cpu_kv_cache_bytes=cache_bytes if len(cache_bytes) > 1 else None,
-                ray=self._ray_config() if self.uses_ray else None,
+                ranks=self._ranks_config(),
+                ray=self._ray_config() if self.executor_choice.name == "ray" else None,
             ),
             scheduler=self._scheduler_config(model, device),
             recovery=cfg.RecoveryConfig(self.max_recoveries, self.recovery_window),
@@ -315,13 +316,8 @@ class EngineArgs(Options):
             ConfigError: see the message.
         """
         super().check()
-        if self.executor == "local" and (self.uses_ray or self.tensor_parallel_size != 1):
-            raise ConfigError(
-                f"executor = 'local' runs one rank without Ray, got tensor_parallel_size = "
-                f"{self.tensor_parallel_size}, worker_use_ray = {self.worker_use_ray}, "
-                f"distributed_executor_backend = {self.distributed_executor_backend}; use executor "
-                "= 'ray', or leave these out"
-            )
+        self.executor_choice.check()
+        executor = self.executor_choice.name
         for name in ("gpu_memory_utilization", "cpu_kv_cache_space"):
             values = getattr(self, name)
             if isinstance(values, (list, tuple)) and len(values) != self.tensor_parallel_size:
@@ -329,11 +325,11 @@ class EngineArgs(Options):
                     f"{name} must be one number or one per rank: tensor_parallel_size = "
                     f"{self.tensor_parallel_size}, got {counted(len(values), 'number')}"
                 )
-        idle = [] if self.uses_ray else self.changed(only_for=_RAY)
-        if idle:
+        idle = [] if executor == "ray" else self.changed(only_for=_RAY)
+        if idle or (executor == "local" and (idle := self.changed(only_for=_RANKS))):
             raise ConfigError(
-                f"{idle[0]} is for {_RAY}, and one rank runs in this process: set executor='ray', "
-                "or leave it out"
+                f"{idle[0]} has no effect with executor = {executor!r}; set executor='ray' (or "
+                "'processes' for what does not concern a cluster), or leave it out"
             )
         names = ("cpu_kv_cache_space", "num_device_blocks_override", "num_gpu_blocks_override")
         given = [f"{name} = {size}" for name in names if (size := getattr(self, name)) is not None]
@@ -431,7 +427,7 @@ class EngineArgs(Options):
         # A rank in another process sends 13 bytes for each, in an answer of at most 256 MiB.
         most = 20_000_000 // (budget + self.max_num_seqs)
         wanted = model.vocab_size if self.max_logprobs == -1 else self.max_logprobs
-        if self.uses_ray and wanted > most:
+        if self.executor_choice.name != "local" and wanted > most:
             raise ConfigError(
                 f"max_logprobs = {self.max_logprobs} for each of max_num_batched_tokens = {budget} "
                 f"and max_num_seqs = {self.max_num_seqs} is more than a rank can send for a step; "
@@ -466,10 +462,12 @@ class EngineArgs(Options):
             placement_strategy=self.ray_placement_strategy,
             bundle=None if self.ray_bundle is None else read_bundle(self.ray_bundle),
             placement_timeout_s=self.placement_timeout_s,
-            start_timeout_s=self.start_timeout_s,
-            step_timeout_s=self.step_timeout_s,
-            spare_workers=self.spare_workers,
         )
+
+    def _ranks_config(self) -> cfg.RanksConfig | None:
+        if self.executor_choice.name == "local":
+            return None
+        return cfg.RanksConfig(self.start_timeout_s, self.step_timeout_s, self.spare_workers)
 
 
 @dataclass

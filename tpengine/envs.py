@@ -6,6 +6,7 @@ No other file uses `os.environ`.
 from __future__ import annotations
 
 import os
+import sys
 from pathlib import Path
 
 from tpengine.errors import ConfigError
@@ -88,6 +89,19 @@ def for_ranks() -> dict[str, str]:
         or name in _RANK_NAMES
         or name in names
     }
+
+
+def for_children() -> dict[str, str]:
+    """The variables of a rank that this process starts: all of its own but the tokens, with
+    `PYTHONPATH` set so that the rank imports what this process would."""
+    variables = {name: value for name, value in os.environ.items() if name not in _SECRETS}
+    return variables | {"PYTHONPATH": os.pathsep.join(path or os.getcwd() for path in sys.path)}
+
+
+def visible_gpus() -> list[str] | None:
+    """`CUDA_VISIBLE_DEVICES` of CUDA: ids of the GPUs that this process may use; default: all."""
+    value = os.environ.get("CUDA_VISIBLE_DEVICES")
+    return None if value is None else [name.strip() for name in value.split(",")]
 
 
 def adopt(variables: dict[str, str]) -> list[str]:

@@ -7,6 +7,7 @@ No other file of the package installs a signal handler.
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import fcntl
 import os
 import re
@@ -32,6 +33,7 @@ SIGTERM_EXIT_CODE = 128 + signal.SIGTERM
 START_TICKS = 19
 """Index of a process's start time in `living_fields`."""
 _NUM_THREADS = 17
+_PR_SET_PDEATHSIG, _PR_SET_NAME = 1, 15  # linux/prctl.h
 SHM_FOLDER = Path("/dev/shm")
 _SEGMENT_NAME = re.compile(r"tpengine-.*-(?P<pid>\d+)-(?P<start>\d+)")
 
@@ -272,6 +274,20 @@ def start_ticks(pid: int) -> int | None:
     """Start time of a process in clock ticks since boot; None: no such process."""
     fields = living_fields(pid)
     return None if fields is None else int(fields[START_TICKS])
+
+
+def end_with_parent(parent: int, name: str) -> None:
+    """Has the kernel kill this process, also while it is stopped, when the thread of the parent
+    ends that started it.
+
+    Args:
+        parent: the parent's number, to notice that it has ended already.
+        name: of this process in lists of processes; 15 letters of it are shown.
+    """
+    libc = ctypes.CDLL(None, use_errno=True)
+    libc.prctl(_PR_SET_NAME, name.encode(), 0, 0, 0)
+    if libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0) != 0 or os.getppid() != parent:
+        os._exit(1)
 
 
 # Shared memory. Rank 0 makes a file for the segment of its group and removes its name once all

@@ -25,10 +25,10 @@ MAX_NOUN_FIELDS = 14
 # Budgets. A commit that raises one says what the lines buy.
 MAX_PACKAGE_LINES = 18_500
 """Lines of code of the package, without docstrings, comments, blank lines and generated stubs."""
-MAX_PACKAGE_FILES = 196
+MAX_PACKAGE_FILES = 207
 MAX_NATIVE_LINES = 8_310
 """Lines of C++ and CUDA in csrc/, without blank lines and comments."""
-MAX_TEST_LINES = 37_720
+MAX_TEST_LINES = 38_500
 """Lines of code of tests/."""
 MAY_ADD = {
     "API": 800,
@@ -40,7 +40,14 @@ MAY_ADD = {
     "grammars, tools and page": 1_000,
 }
 """Lines of code that an issue may add to the package. One that needs more removes others first."""
-BEGUN: tuple[str, ...] = ("API", "models", "HTTP and gRPC doors", "four and eight bits", "LoRA")
+BEGUN: tuple[str, ...] = (
+    "API",
+    "models",
+    "HTTP and gRPC doors",
+    "four and eight bits",
+    "LoRA",
+    "faults and fair shares",
+)
 """The issues in `MAY_ADD` whose work has begun: their lines count as budget."""
 
 # room: rooms that it may import, besides itself and the files at the package's root

@@ -27,7 +27,7 @@ from tpengine.bench.throughput import run_once
 from tpengine.bench.transport import cpu_s
 from tpengine.engine.llm_engine import LLMEngine
 from tpengine.engine_args import EngineArgs
-from tpengine.executor.launch.ray_executor import RayExecutor
+from tpengine.executor.group_executor import GroupExecutor
 from tpengine.executor.local_executor import create_executor
 
 _WARM_UP_REQUESTS = 4
@@ -87,7 +87,7 @@ def _report_starts(args: EngineArgs, count: int) -> None:
     for _ in range(count):
         begin = time.perf_counter()
         config, executor = create_executor(args)
-        assert isinstance(executor, RayExecutor)
+        assert isinstance(executor, GroupExecutor)
         with LLMEngine(config, executor, log_stats=False):
             taken = time.perf_counter() - begin
             phases = dict(executor.start_times_s)

@@ -16,7 +16,7 @@ from support.tiny_llama import TinyLlama
 from support.zoo import PLAIN
 
 from tpengine import EngineArgs, LLMEngine, RequestOutputKind, SamplingParams
-from tpengine.config import RayConfig
+from tpengine.config import RanksConfig, RayConfig
 from tpengine.engine.stats import PreemptionLog, StatLoggerBase, Stats
 from tpengine.errors import DuplicateRequestError, InvalidPromptError, RefusedNameError
 from tpengine.executor.local_executor import LocalExecutor
@@ -269,7 +269,9 @@ def test_configs_have_the_names_of_vllm(engine: LLMEngine) -> None:
     assert parallel is engine.get_parallel_config()
     assert (parallel.world_size, parallel.pipeline_parallel_size) == (1, 1)
     assert parallel.distributed_executor_backend is None
-    assert replace(parallel, ray=RayConfig()).distributed_executor_backend == "ray"
+    processes = replace(parallel, ranks=RanksConfig())
+    assert processes.distributed_executor_backend == "mp"
+    assert replace(processes, ray=RayConfig()).distributed_executor_backend == "ray"
     cache = engine.cache_config
     assert (cache.num_gpu_blocks, cache.num_gpu_blocks_override) == (256, 256)
     assert cache.cache_dtype == "auto"

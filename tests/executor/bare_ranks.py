@@ -15,7 +15,9 @@ import ray
 
 from tpengine import EngineArgs, SamplingParams
 from tpengine.errors import RankLoss
+from tpengine.executor.group_executor import GroupExecutor
 from tpengine.executor.launch.ray_executor import RayExecutor
+from tpengine.executor.local_executor import create_executor
 from tpengine.messages import MemoryLedger, NewSequence, StepInput
 
 PROMPT = [5, 6, 7, 8, 9]
@@ -29,8 +31,10 @@ class BareRanks:
 
     def __init__(self, folder: Path | str, tp_size: int = 2, **args: Any) -> None:
         args = {"dtype": "float32", "device": "cpu", "num_device_blocks_override": 64, **args}
-        engine_args = EngineArgs(str(folder), tensor_parallel_size=tp_size, executor="ray", **args)
-        self.executor = RayExecutor(engine_args.create_engine_config("cpu"))
+        args = {"executor": "processes", **args}
+        _, executor = create_executor(EngineArgs(str(folder), tensor_parallel_size=tp_size, **args))
+        assert isinstance(executor, GroupExecutor)
+        self.executor = executor
         self._step = 0
         self._freed: list[int] = []
 
@@ -52,9 +56,11 @@ class BareRanks:
         return [place.process for place in self.executor.spares.places()]
 
     def heavy_modules(self) -> list[set[str]]:
-        """Of those that only transformers' code needs: what ranks and spares have imported."""
+        """Of those that only transformers' code needs: what Ray's ranks and spares have
+        imported."""
         names = {"transformers", "tpengine.models.fallback.model"}
         actors = [spare.actor for spare in self.executor.spares._spares]
+        assert isinstance(self.executor, RayExecutor)
         assert self.executor._launcher is not None
         calls = [
             actor.__ray_call__.remote(lambda _: names & sys.modules.keys())

@@ -51,11 +51,11 @@ class DriverProcess:
 
 
 @contextmanager
-def driver_process(program: str, *args: object) -> Iterator[DriverProcess]:
+def driver_process(program: str, *args: object, **options: Any) -> Iterator[DriverProcess]:
     """A program of this folder that is running."""
     paths = [str(Path(tpengine.__file__).parent.parent), str(HERE.parent)]
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(paths)}
-    driver = DriverProcess([sys.executable, HERE / program, *args], env=environment)
+    driver = DriverProcess([sys.executable, HERE / program, *args], env=environment, **options)
     try:
         yield driver
     finally:

@@ -40,7 +40,7 @@ def tell_of_new_groups(ranks: BareRanks) -> None:
 def main() -> None:
     folder, address = sys.argv[1:]
     ray.init(address=address, logging_level="error", log_to_driver=False)
-    ranks = BareRanks(folder, 2, spare_workers=1)
+    ranks = BareRanks(folder, 2, spare_workers=1, executor="ray")
     ranks.open()
     say(processes(ranks))
     while ranks.executor.loss is None:

@@ -1,12 +1,8 @@
-"""Engines whose ranks are actors of the session's cluster, and actors that misbehave on purpose."""
+"""Engines whose ranks have processes of their own, and ranks that misbehave on purpose."""
 
 from __future__ import annotations
 
-import logging
-import os
-import signal
 import sys
-import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -16,10 +12,12 @@ import pytest
 import ray
 from ray import cloudpickle
 
+from executor.sabotage import VARIABLE, Sabotage, after_call, write
 from tpengine import EngineArgs, LLMEngine
 from tpengine.executor.group import Group
+from tpengine.executor.group_executor import GroupExecutor
 from tpengine.executor.launch.actors import RayWorker
-from tpengine.executor.launch.ray_executor import RayExecutor
+from tpengine.executor.launch.processes import Starter
 from tpengine.host import start_ticks
 
 cloudpickle.register_pickle_by_value(sys.modules["executor"])  # actors cannot import the tests
@@ -28,24 +26,22 @@ Wait = Callable[[Callable[[], bool], float], None]
 """Of the fixture `wait_until`."""
 
 
-def ray_engine(folder: Path | str, tp_size: int, **args: Any) -> LLMEngine:
-    """An engine in float32 on `tp_size` CPU ranks."""
+def rank_engine(folder: Path | str, tp_size: int, **args: Any) -> LLMEngine:
+    """An engine in float32 on `tp_size` CPU ranks, which are this process's children."""
     args = {"dtype": "float32", "device": "cpu", "num_device_blocks_override": 256, **args}
-    return LLMEngine.from_engine_args(
-        EngineArgs(
-            str(folder),
-            tensor_parallel_size=tp_size,
-            executor="ray",
-            disable_log_stats=True,
-            **args,
-        )
-    )
+    args = {"executor": "processes", "disable_log_stats": True, **args}
+    return LLMEngine.from_engine_args(EngineArgs(str(folder), tensor_parallel_size=tp_size, **args))
 
 
-def executor_of(engine: LLMEngine) -> RayExecutor:
+def ray_engine(folder: Path | str, tp_size: int, **args: Any) -> LLMEngine:
+    """The same on actors of the session's cluster."""
+    return rank_engine(folder, tp_size, executor="ray", **args)
+
+
+def executor_of(engine: LLMEngine) -> GroupExecutor:
     """The engine's executor."""
     executor = engine._executor
-    assert isinstance(executor, RayExecutor)
+    assert isinstance(executor, GroupExecutor)
     return executor
 
 
@@ -74,24 +70,15 @@ def replace_ranks(patch: pytest.MonkeyPatch, actor_class: type[RayWorker]) -> No
     patch.setattr(ray, "remote", replacing)
 
 
-Sabotage = Callable[[Any], None]
-"""Changes the module `tpengine.worker.worker` in the process of one rank."""
-
-
 @contextmanager
 def sabotaged_rank(rank: int | None, sabotage: Sabotage) -> Iterator[list[Any]]:
-    """Actors started in this context run `sabotage` in one rank (None: in all), once the worker's
-    module is imported; yields a list that gets every group's places."""
+    """Processes started in this context run `sabotage` in one rank (None: in all), once the
+    worker's module is imported; yields a list that gets every group's places."""
 
     class SabotagedWorker(RayWorker):
         def call(self, method: str, *args: Any, **kwargs: Any) -> Any:
             answer = super().call(method, *args, **kwargs)
-            if method == "join":
-                self.own_rank = args[0]
-            if method == "create" and rank in (None, self.own_rank):
-                import tpengine.worker.worker as module
-
-                sabotage(module)
+            after_call(self, method, args, rank, sabotage)
             return answer
 
     places: list[Any] = []
@@ -101,113 +88,18 @@ def sabotaged_rank(rank: int | None, sabotage: Sabotage) -> Iterator[list[Any]]:
         start(self, *args)
         places.extend(self.places)
 
+    start_process = Starter._start
+
+    def start_sabotaged(self: Starter, files: list[int]) -> Any:
+        program, self._program = self._program, "executor.sabotage"
+        try:
+            return start_process(self, files)
+        finally:
+            self._program = program
+
     with pytest.MonkeyPatch.context() as patch:
         replace_ranks(patch, SabotagedWorker)
+        patch.setattr(Starter, "_start", start_sabotaged)
+        patch.setenv(VARIABLE, write(rank, sabotage))
         patch.setattr(Group, "start", noting)
         yield places
-
-
-def missing_rank(module: Any) -> None:
-    """A rank's report that another one is missing, without its number."""
-
-    def connect(*_: Any) -> None:
-        from tpengine.errors import RendezvousError
-        from tpengine.logger import init_logger
-
-        init_logger("tpengine.worker.worker").warning("only this rank is here")
-        raise RendezvousError("a rank did not come")
-
-    module.Worker.connect = connect
-
-
-def killed_with_its_file(module: Any) -> None:
-    """Rank 0's end between making the file in shared memory and removing its name."""
-
-    def connect(_: Any, rendezvous: Any) -> None:
-        from tpengine.distributed.shared_memory import SegmentFile
-
-        SegmentFile(rendezvous.engine_id, rendezvous.epoch)
-        kill_self()
-
-    module.Worker.connect = connect
-
-
-def in_steps(is_due: Callable[[Any], bool], action: Callable[[], None]) -> Sabotage:
-    """Does something when a step of this kind begins."""
-
-    def sabotage(module: Any) -> None:
-        execute_model = module.Worker.execute_model
-
-        def sabotaged(self: Any, step: Any) -> Any:
-            if is_due(step):
-                action()
-            return execute_model(self, step)
-
-        module.Worker.execute_model = sabotaged
-
-    return sabotage
-
-
-def in_step(number: int, action: Callable[[], None]) -> Sabotage:
-    """Does something when a step begins."""
-    return in_steps(lambda step: step.step == number, action)
-
-
-def die_of(token_id: int) -> Sabotage:
-    """No rank survives a sequence with this token in its prompt."""
-
-    def holds_it(step: Any) -> bool:
-        prompts = [new.token_ids[: new.num_prompt_tokens] for new in step.new_sequences]
-        return any(token_id in prompt for prompt in prompts)
-
-    return in_steps(holds_it, exit_with_7)
-
-
-def fail_with_a_line() -> None:
-    """An exception of no type of ours, after a line in the log."""
-    logging.getLogger("tpengine.worker").warning("the disk makes a noise")
-    raise ZeroDivisionError("cannot read block 17")
-
-
-def die_with_a_word() -> None:
-    """The process is gone, with a last word on its standard error."""
-    os.write(2, b"these are my last words\n")
-    kill_self()
-
-
-def kill_self() -> None:
-    os.kill(os.getpid(), signal.SIGKILL)
-
-
-def stop_self() -> None:
-    os.kill(os.getpid(), signal.SIGSTOP)
-    time.sleep(10.0)  # another thread may stop first, and this one go on for a moment
-
-
-def raise_something() -> None:
-    raise ZeroDivisionError("no remainder")
-
-
-def exit_with_7() -> None:
-    os.write(2, b"this is the end\n")
-    os._exit(7)
-
-
-def sleep_long() -> None:
-    """Heartbeats go on, the step does not."""
-    time.sleep(60.0)
-
-
-def in_load(action: Callable[[], None]) -> Sabotage:
-    """Does something when the weights are about to be loaded."""
-
-    def sabotage(module: Any) -> None:
-        load_model = module.load_model
-
-        def sabotaged(*args: Any) -> Any:
-            action()
-            return load_model(*args)
-
-        module.load_model = sabotaged
-
-    return sabotage

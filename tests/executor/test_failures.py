@@ -13,8 +13,8 @@ from typing import Any
 import pytest
 import ray
 
-from executor import ray_engines
-from executor.ray_engines import Wait, free_cpus, is_alive, ray_engine, sabotaged_rank
+from executor import sabotage
+from executor.ray_engines import Wait, free_cpus, is_alive, rank_engine, ray_engine, sabotaged_rank
 from tpengine import EngineArgs, LLMEngine
 from tpengine.config import RayConfig
 from tpengine.errors import (
@@ -25,9 +25,8 @@ from tpengine.errors import (
     WorkerDiedError,
     WorkerError,
 )
-from tpengine.executor import group
 from tpengine.executor.channel import Listener
-from tpengine.executor.launch import placement
+from tpengine.executor.launch import actors, placement
 from tpengine.executor.launch.placement import Placer
 
 TRACEBACK = "Traceback (most recent call last)"
@@ -88,31 +87,31 @@ def test_nodes_that_are_excluded(ray_address: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("rank", "sabotage", "kind", "said", "of_cause"),
+    ("rank", "harm", "kind", "said", "of_cause"),
     [
         (
             1,
-            ray_engines.in_load(ray_engines.fail_with_a_line),
+            sabotage.in_load(sabotage.fail_with_a_line),
             WorkerError,
             ["ZeroDivisionError: cannot read block 17", "in load_model", TRACEBACK, "a noise"],
             [],
         ),
         (
             1,
-            ray_engines.in_load(ray_engines.die_with_a_word),
+            sabotage.in_load(sabotage.die_with_a_word),
             WorkerDiedError,
             ["load_model", "my last words"],
             [],
         ),
         (
             1,
-            ray_engines.missing_rank,
+            sabotage.missing_rank,
             RendezvousError,
             ["a rank did not come [rank 1 on node"],
             ["traceback of rank 1", TRACEBACK, "only this rank is here"],
         ),
         # `nothing_is_left` sees that its file is removed
-        (0, ray_engines.killed_with_its_file, WorkerDiedError, ["SIGKILL"], []),
+        (0, sabotage.killed_with_its_file, WorkerDiedError, ["SIGKILL"], []),
     ],
     ids=["raises", "dies", "misses another", "dies with its file"],
 )
@@ -120,14 +119,14 @@ def test_failure_of_one_rank(
     folder: Path,
     wait_until: Wait,
     rank: int,
-    sabotage: ray_engines.Sabotage,
+    harm: sabotage.Sabotage,
     kind: type[Exception],
     said: list[str],
     of_cause: list[str],
 ) -> None:
     start = time.monotonic()
-    with sabotaged_rank(rank, sabotage) as places, pytest.raises(kind) as caught:
-        ray_engine(folder, 2)
+    with sabotaged_rank(rank, harm) as places, pytest.raises(kind) as caught:
+        rank_engine(folder, 2)
     assert time.monotonic() - start < SOON_S
     assert len(places) == 2
     for part in (f"rank {rank} on {places[rank]}", *said):
@@ -146,9 +145,9 @@ def test_driver_that_ranks_cannot_reach(folder: Path, monkeypatch: pytest.Monkey
     class Elsewhere(Listener):
         def __init__(self, *args: Any) -> None:
             super().__init__(*args)
-            self.address = address
+            self.invitation = address, b""
 
-    monkeypatch.setattr(group, "Listener", Elsewhere)
+    monkeypatch.setattr(actors, "Listener", Elsewhere)
     start = time.monotonic()
     with pytest.raises(WorkerError, match=rf"cannot reach the driver at 127.0.0.1:{address[1]}"):
         ray_engine(folder, 2)
@@ -158,7 +157,7 @@ def test_driver_that_ranks_cannot_reach(folder: Path, monkeypatch: pytest.Monkey
 def test_a_ranks_typed_error_keeps_its_type(folder: Path) -> None:
     """One rank has less memory than a block takes; the others have enough."""
     with pytest.raises(CacheSizeError, match=r"no block .* on rank 1.*\[rank 1 on node"):
-        ray_engine(folder, 2, cpu_kv_cache_space=[0.1, 1e-9], num_device_blocks_override=None)
+        rank_engine(folder, 2, cpu_kv_cache_space=[0.1, 1e-9], num_device_blocks_override=None)
 
 
 @pytest.mark.parametrize(

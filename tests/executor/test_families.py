@@ -22,11 +22,11 @@ from support.oracle import Answer
 from support.step_log import StepLog, log_steps
 from support.variants import VARIANTS, Variant
 
-from executor.ray_engines import executor_of, is_alive, ray_engine
+from executor.ray_engines import executor_of, is_alive, rank_engine
 from tpengine import EngineArgs, LLMEngine, SamplingParams
 from tpengine.config import EngineConfig
 from tpengine.executor.executor import Executor
-from tpengine.executor.launch.ray_executor import RayExecutor
+from tpengine.executor.group_executor import GroupExecutor
 from tpengine.messages import StepInput, StepOutput
 
 ONLY_HERE = "def keep(output_ids, logits):\n    return logits\n"
@@ -82,16 +82,17 @@ class TakenOver(Executor):
         """Others take the ranks over."""
 
 
-@pytest.fixture(scope="module", params=[1, 2, 4])
+@pytest.fixture(scope="module", params=[(1, "ray"), (2, "processes"), (4, "processes")], ids=str)
 def ranks(
     request: pytest.FixtureRequest, ray_address: str, family_folders: dict[str, Path]
-) -> Iterator[RayExecutor]:
+) -> Iterator[GroupExecutor]:
     """They are gone afterwards, and the cluster is not."""
-    with ray_engine(family_folders["llama"], request.param) as engine:
+    size, name = request.param
+    with rank_engine(family_folders["llama"], size, executor=name) as engine:
         executor = executor_of(engine)
         yield executor
         places = executor.places
-        assert len(places) == request.param
+        assert len(places) == size
         assert all(is_alive(places))
     assert not any(is_alive(places))
     assert ray.is_initialized(), "a Ray that the engine did not start was shut down"
@@ -140,7 +141,7 @@ def generate(
 
 @pytest.mark.parametrize("family", FAMILIES | OTHERS)
 def test_greedy(
-    family: str, ranks: RayExecutor, family_folders: dict[str, Path], models: ModelShop
+    family: str, ranks: GroupExecutor, family_folders: dict[str, Path], models: ModelShop
 ) -> None:
     """Prompts that come again find their beginnings in the cache."""
     folder = family_folders[family]
@@ -169,7 +170,7 @@ def test_greedy(
 
 @pytest.mark.parametrize("family", ["llama", "opt", *OTHERS])
 def test_several_sequences_and_a_beam(
-    family: str, ranks: RayExecutor, family_folders: dict[str, Path], models: ModelShop
+    family: str, ranks: GroupExecutor, family_folders: dict[str, Path], models: ModelShop
 ) -> None:
     """Equal to the same requests in one process; sampled ones, too, as their noise is the same."""
     folder = family_folders[family]
@@ -192,7 +193,7 @@ def test_several_sequences_and_a_beam(
 
 
 def test_functions_of_the_user(
-    ranks: RayExecutor,
+    ranks: GroupExecutor,
     family_folders: dict[str, Path],
     models: ModelShop,
     tmp_path: Path,

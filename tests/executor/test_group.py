@@ -13,9 +13,9 @@ import pytest
 from executor.channels import SOON_S, TIMEOUT_S, receive
 from executor.test_diagnosis import ScriptedAgents
 from tpengine import EngineArgs
-from tpengine.config import EMBEDDED_MODEL
+from tpengine.config import EMBEDDED_MODEL, RanksConfig
 from tpengine.errors import EngineError, GroupLostError
-from tpengine.executor.channel import Channel, ChannelClosedError, connect
+from tpengine.executor.channel import Channel, ChannelClosedError, Listener, connect
 from tpengine.executor.diagnosis import RankFailure, RankPlace
 from tpengine.executor.group import Group
 
@@ -63,6 +63,9 @@ class FakeLauncher:
     def order(self, places: Sequence[RankPlace]) -> list[RankPlace]:
         return list(reversed(places))
 
+    def listen(self, epoch: int) -> Listener:
+        return Listener("127.0.0.1", b"s" * 32, epoch)
+
     def call(
         self, method: str, args: Mapping[int, tuple[Any, ...]], kwargs: Mapping[str, Any]
     ) -> Answers:
@@ -71,9 +74,9 @@ class FakeLauncher:
         return Answers(self._answers.get(method, dict.fromkeys(args)))
 
     def _join(self, args: Mapping[int, tuple[Any, ...]]) -> None:
-        for rank, epoch, address, secret, wait_s in args.values():
+        for rank, epoch, invitation, wait_s in args.values():
             for index in range(2):
-                channel = connect(address, secret, rank, epoch, wait_s, index)
+                channel = connect(*invitation, rank, epoch, wait_s, index)
                 self.channels.append(channel)
 
     def kill(self) -> None:
@@ -85,7 +88,7 @@ class FakeLauncher:
 def make_group(launcher: FakeLauncher) -> Group:
     args = EngineArgs(EMBEDDED_MODEL, tensor_parallel_size=2, executor="ray", device="cpu")
     config = args.create_engine_config("cpu")
-    return Group(3, config, launcher, TIMEOUT_S, TIMEOUT_S, lambda: None)
+    return Group(3, config, launcher, RanksConfig(TIMEOUT_S, TIMEOUT_S), lambda: None)
 
 
 @pytest.fixture
@@ -98,7 +101,7 @@ def launcher() -> Iterator[FakeLauncher]:
 def open_group(launcher: FakeLauncher) -> Group:
     group = make_group(launcher)
     group.start(TIMEOUT_S)
-    group.open_channels("127.0.0.1")
+    group.open_channels()
     return group
 
 
@@ -155,7 +158,7 @@ def test_rank_that_cannot_connect() -> None:
     group = make_group(launcher)
     group.start(TIMEOUT_S)
     with pytest.raises(GroupLostError, match="no route") as caught:
-        group.open_channels("127.0.0.1")
+        group.open_channels()
     assert caught.value.loss.phase == "join"
     group.end(orderly=False)
 

@@ -17,15 +17,16 @@ import pytest
 import ray
 from support.gguf_files import write_gguf
 
-from executor import ray_engines
+from executor import sabotage
 from executor.bare_ranks import PATIENCE_S, BareRanks, bare_ranks
-from executor.ray_engines import Wait, in_load, in_step, is_alive, sabotaged_rank
+from executor.ray_engines import Wait, is_alive, sabotaged_rank
+from executor.sabotage import in_load, in_step
 from tpengine.errors import EngineError, GroupLostError, ModelLoadError, RankLoss
 from tpengine.executor.group import Group
 from tpengine.executor.launch.actors import Agents
 from tpengine.executor.launch.node_agent import NodeAgent
 from tpengine.gguf_file import open_gguf
-from tpengine.messages import StepInput
+from tpengine.messages import StepInput, StepOutput
 
 SOON_S = 30.0
 """Ten times what it takes to see that a rank is dead or stopped, on an idle machine."""
@@ -62,7 +63,6 @@ def check_loss(loss: RankLoss, rank: int, phase: str, cause: str, places: list) 
     assert loss.phase == phase
     assert cause in loss.cause
     assert f"pid {places[rank].pid}" in loss.place
-    assert ray.util.get_node_ip_address() in loss.place
     processes = [place.process for place in places]
     assert not NodeAgent().wait_for_end(processes, PATIENCE_S), "ranks are still there"
 
@@ -72,10 +72,12 @@ def check_loss(loss: RankLoss, rank: int, phase: str, cause: str, places: list) 
     [
         (0, signal.SIGKILL, KILLED),
         (1, signal.SIGSTOP, FROZEN),
+        (1, signal.SIGSEGV, "killed by signal 11 (SIGSEGV)"),
+        (0, signal.SIGTERM, "killed by signal 15 (SIGTERM)"),
         pytest.param(1, signal.SIGKILL, KILLED, marks=pytest.mark.soak),
         pytest.param(0, signal.SIGSTOP, FROZEN, marks=pytest.mark.soak),
     ],
-    ids=["0 killed", "1 stopped", "1 killed", "0 stopped"],
+    ids=["0 killed", "1 stopped", "1 faults", "0 ends", "1 killed", "0 stopped"],
 )
 def test_idle(ranks: BareRanks, expected: list[int], rank: int, number: int, cause: str) -> None:
     if ranks.executor.loss is not None:
@@ -101,6 +103,28 @@ def test_idle(ranks: BareRanks, expected: list[int], rank: int, number: int, cau
     assert ranks.generate() == expected
 
 
+@pytest.mark.parametrize(("number", "cause"), [(signal.SIGKILL, KILLED), (signal.SIGSTOP, FROZEN)])
+def test_both_at_once(ranks: BareRanks, expected: list[int], number: int, cause: str) -> None:
+    """While they compute: one of the two is named, and the same ids come out of the next group."""
+    if ranks.executor.loss is not None:
+        ranks.rebuild()
+    lost = ranks.executor.places
+    step = ranks.executor.execute_model
+
+    def losing(message: StepInput) -> StepOutput:
+        for rank in range(2):
+            ranks.signal(rank, number)
+        return step(message)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(ranks.executor, "execute_model", losing)
+        with pytest.raises(GroupLostError) as caught:
+            ranks.generate()
+    check_loss(caught.value.loss, caught.value.loss.rank, "execute_model", cause, lost)
+    ranks.rebuild()
+    assert ranks.generate() == expected
+
+
 @dataclass(frozen=True)
 class Case:
     """What a rank does to itself, and what is found."""
@@ -113,10 +137,10 @@ class Case:
 
 
 IN_STEP = {
-    "kill": Case(1, ray_engines.kill_self, KILLED),
-    "stop": Case(0, ray_engines.stop_self, FROZEN, "stop_self"),
-    "exit": Case(0, ray_engines.exit_with_7, "exit code 7", "this is the end"),
-    "raise": Case(1, ray_engines.raise_something, RAISED, "in raise_something"),
+    "kill": Case(1, sabotage.kill_self, KILLED),
+    "stop": Case(0, sabotage.stop_self, FROZEN, "stop_self"),
+    "exit": Case(0, sabotage.exit_with_7, "exit code 7", "this is the end"),
+    "raise": Case(1, sabotage.raise_something, RAISED, "in raise_something"),
 }
 
 
@@ -127,7 +151,7 @@ def test_in_a_step(ranks: BareRanks, expected: list[int], name: str) -> None:
 
 def test_a_step_that_hangs(folder: Path, expected: list[int]) -> None:
     """Its deadline alone ends it."""
-    case = Case(1, ray_engines.sleep_long, "rank 0 waited for it", "sleep_long")
+    case = Case(1, sabotage.sleep_long, "rank 0 waited for it", "sleep_long")
     with bare_ranks(folder, 2, step_timeout_s=6.0, **IN_FEW_BITS) as ranks:
         check_in_a_step(ranks, expected, case)
 
@@ -151,8 +175,8 @@ def check_in_a_step(ranks: BareRanks, expected: list[int], case: Case) -> None:
 
 
 IN_LOAD = [
-    Case(0, ray_engines.kill_self, KILLED),
-    Case(1, ray_engines.stop_self, FROZEN, "stop_self"),
+    Case(0, sabotage.kill_self, KILLED),
+    Case(1, sabotage.stop_self, FROZEN, "stop_self"),
 ]
 
 
@@ -183,9 +207,9 @@ def test_before_it_connects(
     open_channels = Group.open_channels
     for number, cause in ((signal.SIGKILL, KILLED), (signal.SIGSTOP, FROZEN)):
 
-        def losing(group: Group, address: str, number: int = number) -> None:
+        def losing(group: Group, number: int = number) -> None:
             os.kill(group.places[1].pid, number)
-            open_channels(group, address)
+            open_channels(group)
 
         monkeypatch.setattr(Group, "open_channels", losing)
         with pytest.raises(GroupLostError) as caught:
@@ -197,21 +221,22 @@ def test_before_it_connects(
     assert ranks.generate() == expected
 
 
-def test_node_that_pauses_is_used_again(
-    ranks: BareRanks, expected: list[int], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_node_that_pauses_is_used_again(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Without it there is no room, and then its agent answers after all."""
-    lose(ranks)
     answers: list[set[str]] = []
 
     def silent(_: Agents, node_ids: Iterable[str], check: Callable[[], None]) -> set[str]:
         answers.append(set(node_ids) if len(answers) < 2 else set())
         return set(answers[-1])
 
-    monkeypatch.setattr(Agents, "silent", silent)
-    ranks.rebuild()
-    assert [len(answer) for answer in answers] == [1, 1, 0]
-    assert ranks.generate() == expected
+    with bare_ranks(folder, 2, executor="ray") as ranks:
+        expected = ranks.generate()
+        loss = ranks.lose(1)
+        assert ray.util.get_node_ip_address() in loss.place
+        monkeypatch.setattr(Agents, "silent", silent)
+        ranks.rebuild()
+        assert [len(answer) for answer in answers] == [1, 1, 0]
+        assert ranks.generate() == expected
 
 
 def test_final_error_ends_the_rebuild(
@@ -240,7 +265,7 @@ def test_a_gguf_file_that_is_replaced(folder: Path, tmp_path: Path, wait_until: 
     write = partial(write_gguf, folder, path, "Q4_0", metadata)
     write()
     old, args = path.read_bytes(), {"model_impl": "transformers", "dtype": "auto"}
-    with bare_ranks(path, 2, **args, spare_workers=2) as ranks:
+    with bare_ranks(path, 2, **args, spare_workers=2, executor="ray") as ranks:
         expected = ranks.generate()
         wait_until(lambda: len(ranks.spare_processes()) == 2, PATIENCE_S)
         assert [len(found) for found in ranks.heavy_modules()] == [2] * 4

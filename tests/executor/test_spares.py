@@ -19,7 +19,7 @@ from tpengine.executor.watch import FENCE_S, HEARTBEAT_S
 
 def test_spares_become_ranks(folder: Path, wait_until: Wait) -> None:
     """The first time both, the second time one: the other is frozen, and is ended."""
-    with bare_ranks(folder, 2, spare_workers=2) as ranks:
+    with bare_ranks(folder, 2, spare_workers=2, executor="ray") as ranks:
         expected = ranks.generate()
         wait_until(lambda: len(ranks.spare_processes()) == 2, PATIENCE_S)
         assert ranks.heavy_modules() == [set()] * 4

@@ -14,10 +14,11 @@ import ray
 from executor.bare_ranks import bare_ranks
 from executor.ray_engines import Wait, replace_ranks
 from tpengine.errors import GroupLostError, PlacementError
+from tpengine.executor.group_executor import PROCESSES, StartTimes
 from tpengine.executor.launch import placement
-from tpengine.executor.launch.actors import RayWorker, Spares
+from tpengine.executor.launch.actors import RayWorker
 from tpengine.executor.launch.placement import address_of
-from tpengine.executor.launch.ray_executor import PROCESSES, StartTimes
+from tpengine.executor.spares import Spares
 from tpengine.host import start_ticks
 
 APPEAR_S = 8.0
@@ -49,7 +50,7 @@ def test_rank_that_freezes_before_it_says_where_it_is(
     found: list[StartTimes] = []
     monkeypatch.setattr(StartTimes, "note_first", lambda times: found.append(times))
     note = tmp_path / "pid"
-    with bare_ranks(folder, 2) as ranks:
+    with bare_ranks(folder, 2, executor="ray") as ranks:
         expected = ranks.generate()
         [times] = found
         times.appear_s = APPEAR_S
@@ -105,7 +106,7 @@ def test_no_spares_in_the_drivers_own_placement_group(
     try:
         with monkeypatch.context() as patch:
             patch.setattr(placement, "get_current_placement_group", lambda: others)
-            with bare_ranks(folder, 2, spare_workers=1) as ranks:
+            with bare_ranks(folder, 2, spare_workers=1, executor="ray") as ranks:
                 expected = ranks.generate()
                 ranks.lose(1)
                 ranks.rebuild()

@@ -13,7 +13,7 @@ import pytest
 
 from executor.channels import EPOCH, SOON_S, TIMEOUT_S, answer, open_channels, receive
 from tpengine import EngineArgs
-from tpengine.config import RayConfig
+from tpengine.config import RanksConfig
 from tpengine.executor import watch
 from tpengine.executor.channel import (
     Channel,
@@ -145,7 +145,7 @@ def test_wake_up_ends_a_step_whose_channels_are_open() -> None:
 
 
 def test_deadline_follows_what_steps_took() -> None:
-    assert EngineArgs("model").step_timeout_s == RayConfig().step_timeout_s == 30.0
+    assert EngineArgs("model").step_timeout_s == RanksConfig().step_timeout_s == 30.0
     deadline = StepDeadline(30.0)
     assert deadline.of(100_000) == 30.0, "nothing is known yet"
     deadline.observe(500, 5.0)

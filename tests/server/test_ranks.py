@@ -1,4 +1,4 @@
-"""A server whose ranks run in its own Ray: recovery, drain and end, seen from outside."""
+"""A server whose ranks have processes of their own: recovery, drain and end, from outside."""
 
 from __future__ import annotations
 
@@ -15,10 +15,12 @@ from support.server_process import ServerProcess, wait_until
 from server.calls import long_request
 from server.processes import END_S, dying_server, own_ray, rank_pid, session
 from tpengine.config import EMBEDDED_MODEL
+from tpengine.host import start_ticks
 from tpengine.server.grpc.proto import tpengine_pb2 as pb
 
 RANKS = ["--tensor-parallel-size", "2", "--device", "cpu", "--dtype", "float32"]
 RANKS += ["--num-device-blocks-override", "256"]
+CHILDREN = [*RANKS[:2], "--executor", "processes"]
 NUM_TOKENS = 600
 RAY_S = 120.0
 """Time for Ray and two ranks to start on a loaded machine."""
@@ -31,11 +33,14 @@ def _own_ray() -> Iterator[None]:
         yield
 
 
-def test_streams_go_on_over_a_recovery_and_a_drain(tmp_path: Path) -> None:
+@pytest.mark.parametrize("size", [1, 2])
+def test_streams_go_on_over_a_recovery_and_a_drain(tmp_path: Path, size: int) -> None:
+    """Of ranks that are children of the server; also of the only one, with --isolate."""
     with make_engine(EMBEDDED_MODEL) as engine:
         expected = list(complete(engine, [5, 6, 7], greedy(NUM_TOKENS)).token_ids)
     log = tmp_path / "log"
-    with ServerProcess(*RANKS, "--drain-timeout", "90", log=log, start_timeout_s=RAY_S) as server:
+    options = [*RANKS[2:], *(["--isolate"] if size == 1 else CHILDREN), "--drain-timeout", "90"]
+    with ServerProcess(*options, log=log, start_timeout_s=RAY_S) as server:
 
         def about() -> Any:
             return server.stub.GetServerInfo(pb.GetServerInfoRequest(), timeout=END_S)
@@ -43,22 +48,21 @@ def test_streams_go_on_over_a_recovery_and_a_drain(tmp_path: Path) -> None:
         stream = server.stub.GenerateStream(long_request(NUM_TOKENS), timeout=RAY_S)
         token_ids = list(next(stream).outputs[0].token_ids)
         ranks = about().ranks
-        assert [(rank.rank, bool(rank.node), bool(rank.device)) for rank in ranks] == [
-            (0, True, True),
-            (1, True, True),
-        ]
-        os.kill(rank_pid(ranks[1]), signal.SIGKILL)
+        found = [(rank.rank, bool(rank.node), bool(rank.device)) for rank in ranks]
+        assert found == [(0, True, True), (1, True, True)][:size]
+        os.kill(rank_pid(ranks[-1]), signal.SIGKILL)
         states = set()
 
         def is_back() -> bool:
             info = about()  # always answers, also during the recovery
             states.add(info.state)
-            assert len(info.ranks) == 2
+            assert len(info.ranks) == size
             return bool(info.recoveries == 1 and info.state == pb.SERVER_STATE_RUNNING)
 
         wait_until(is_back, RAY_S)
         assert pb.SERVER_STATE_RECOVERING in states
         assert about().epoch == 2
+        pids = [rank_pid(rank) for rank in about().ranks]
         late = server.stub.Generate.future(long_request(NUM_TOKENS), timeout=RAY_S)
         wait_until(lambda: server.loads().num_open_calls == 2, END_S)
         server.process.send_signal(signal.SIGTERM)
@@ -67,7 +71,7 @@ def test_streams_go_on_over_a_recovery_and_a_drain(tmp_path: Path) -> None:
         assert token_ids == expected
         assert list(late.result().outputs[0].token_ids) == expected
         assert server.process.wait(END_S) == 0
-        wait_until(lambda: not session(server.pid), END_S)
+        wait_until(lambda: not any(map(start_ticks, pids)), END_S)
 
 
 def test_a_signal_during_start_up_leaves_no_process(tmp_path: Path) -> None:

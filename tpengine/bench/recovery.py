@@ -15,7 +15,9 @@ import signal
 import statistics
 import time
 from collections.abc import Callable
+from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -37,7 +39,7 @@ from tpengine.engine.llm_engine import LLMEngine
 from tpengine.engine.stats import EngineState, RecoveryRecord
 from tpengine.engine_args import EngineArgs
 from tpengine.errors import ConfigError, EngineError, WorkerDiedError
-from tpengine.executor.launch.ray_executor import RayExecutor
+from tpengine.executor.group_executor import GroupExecutor
 from tpengine.executor.local_executor import create_executor
 from tpengine.layers.weights import Weights, tensor_shape
 from tpengine.models.registry import build_model
@@ -119,6 +121,8 @@ class RecoveryOptions(BenchOptions):
     """Ranks of the engine."""
     shape: str = option("llama-124m", tuple(SHAPES))
     """Shape of the model, which has random weights."""
+    executor: str = option("both", ("both", "processes", "ray"))
+    """Who starts the ranks."""
     kills: int = option(7, at_least=1)
     """Kills with spares, and as many without."""
     num_streams: int = option(8, at_least=1)
@@ -139,13 +143,16 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     """Measures and prints the report."""
     options = RecoveryOptions.parse(args)
-    with local_ray(options.ranks), shape_folder(options.shape) as folder:
+    executors = ["processes", "ray"] if options.executor == "both" else [options.executor]
+    with ExitStack() as stack:
+        folder = stack.enter_context(shape_folder(options.shape))
+        if "ray" in executors:
+            stack.enter_context(local_ray(options.ranks))
         engine_args = EngineArgs(
             folder,
             device="cpu",
             dtype=options.dtype,
             tensor_parallel_size=options.ranks,
-            executor="ray",
             cpu_kv_cache_space=_CACHE_GIB / options.ranks,
             swap_space=0.0,
             max_recoveries=options.kills,
@@ -158,10 +165,14 @@ def run(args: argparse.Namespace) -> int:
         )
         print(report_head(engine_args, {"work": work}))
         data: dict[str, Any] = report_facts(engine_args) | {"work": work}
-        for spare_workers in (0, options.ranks):
-            kills = measure(replace(engine_args, spare_workers=spare_workers), options)
-            _report(f"{spare_workers} spares", kills)
-            data[f"{spare_workers} spares"] = [kill.as_data() for kill in kills]
+        for spare_workers, executor in product((0, options.ranks), executors):
+            wanted = replace(engine_args, executor=executor, spare_workers=spare_workers)
+            name = f"{spare_workers} spares"
+            if len(executors) > 1:
+                name += f", {executor}"
+            kills = measure(wanted, options)
+            _report(name, kills)
+            data[name] = [kill.as_data() for kill in kills]
         load = f"{os.getloadavg()[0]:.1f} on {os.cpu_count()} cores"
         data["machine's load"] = load
         if options.json is not None:
@@ -174,7 +185,7 @@ def measure(engine_args: EngineArgs, options: RecoveryOptions) -> list[Kill]:
     """Kills ranks of an engine, one after another."""
     rng = random.Random(0)
     config, executor = create_executor(engine_args)
-    assert isinstance(executor, RayExecutor)
+    assert isinstance(executor, GroupExecutor)
     with LLMEngine(config, executor, log_stats=not engine_args.disable_log_stats) as engine:
         longest = config.model.max_model_len - _MAX_TOKENS
         if options.input_len > longest:
@@ -190,7 +201,7 @@ def measure(engine_args: EngineArgs, options: RecoveryOptions) -> list[Kill]:
 
 
 def _kill(
-    engine: LLMEngine, executor: RayExecutor, rng: random.Random, lens: list[int], num_spares: int
+    engine: LLMEngine, executor: GroupExecutor, rng: random.Random, lens: list[int], num_spares: int
 ) -> Kill:
     """Kills a rank while streams decode, whose prompts have these lengths."""
     _wait_for_spares(executor, num_spares)
@@ -217,7 +228,7 @@ def _kill(
     return Kill(found_s, recompute_s, record, [moment - killed_at for moment in streams.moments])
 
 
-def _wait_for_spares(executor: RayExecutor, count: int) -> None:
+def _wait_for_spares(executor: GroupExecutor, count: int) -> None:
     deadline = time.monotonic() + _SPARES_S
     while len(executor.spares.places()) < count:
         if time.monotonic() > deadline:

@@ -1,32 +1,33 @@
-"""A step without a model: from the driver to Ray actors and back, with encoding and decoding.
+"""A step without a model: from the driver to ranks and back, with encoding and decoding.
 
-In the same run and with the same bytes: the engine's own channel, `ray.get` of actor calls, and
-Ray's compiled graph. Scheduling is not included.
+In the same run and with the same bytes: the engine's own channel to child processes and to Ray's
+actors, `ray.get` of actor calls, and Ray's compiled graph. Scheduling is not included.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import os
 import secrets
-import select
 import statistics
-import threading
 import time
-from array import array
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
+from tpengine.bench.echo_rank import TIMEOUT_S, EchoRank, echo
 from tpengine.bench.harness import BenchOptions, local_ray, report_head
-from tpengine.executor.channel import FrameKind, Listener, connect
+from tpengine.executor.channel import Channel, Listener
 from tpengine.executor.codec import decode_output, decode_step, encode
+from tpengine.executor.group import gather
+from tpengine.executor.launch.processes import Calls, RankProcess, Starter
 from tpengine.executor.watch import StepExchange
-from tpengine.messages import NewSequence, StepInput, StepOutput
+from tpengine.messages import NewSequence, StepInput
 from tpengine.options import option
 from tpengine.sampling_params import SamplingParams
 
-TIMEOUT_S = 30.0
+_IDLE_S = 2.0
 BLOCK_SIZE = 16
 PROMPT_TOKENS = 200
 WINDOW = 200
@@ -38,11 +39,13 @@ class TransportOptions(BenchOptions):
     """The size of the measurement."""
 
     ranks: int = option(2, at_least=1)
-    """Ray actors."""
+    """Ranks without a model."""
     running: int = option(256, at_least=1)
     """Running sequences."""
     steps: int = option(3000, at_least=1)
     """Decode steps to measure."""
+    executor: str = option("both", ("both", "processes", "ray"))
+    """Who starts the ranks."""
     compiled_graph: bool = option(True)
     """Measure Ray's compiled graph, which keeps a core busy for each actor."""
 
@@ -53,32 +56,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 Exchange = Callable[[int, bytes], bytes]
-"""Sends a step's bytes to every actor; takes its number too, and returns the answer of rank 0."""
-
-
-class EchoRank:
-    """Answers steps like a rank, without a model."""
-
-    def join(self, rank: int, address: tuple[str, int], secret: bytes) -> int:
-        """Serves steps from the channel in a thread until it closes; returns the process id."""
-        channel = connect(address, secret, rank, 1, TIMEOUT_S)
-
-        def serve() -> None:
-            poll = select.poll()
-            poll.register(channel.fileno(), select.POLLIN)
-            while True:
-                poll.poll(TIMEOUT_S * 1e3)
-                while (frame := channel.take()) is not None:
-                    answer = self.step(frame.payload, rank)
-                    channel.send(FrameKind.OUTPUT, frame.step, answer, TIMEOUT_S)
-
-        threading.Thread(target=serve, daemon=True).start()
-        return os.getpid()
-
-    def step(self, payload: bytes, rank: int = 0) -> bytes:
-        """Decodes a step and encodes its answer: samples at rank 0, none at other ranks."""
-        step = decode_step(payload)
-        return encode(decode_step_output(step.step, len(step.sample_slots) if rank == 0 else 0))
+"""Sends a step's bytes to every rank; takes its number too, and returns the answer of rank 0."""
+Way = tuple[str, Exchange, list[int]]
+"""A way to send a step: its name, what does it, and the ranks' processes."""
 
 
 def decode_step_input(step: int, num_running: int) -> StepInput:
@@ -94,36 +74,29 @@ def decode_step_input(step: int, num_running: int) -> StepInput:
     )
 
 
-def decode_step_output(step: int, count: int) -> StepOutput:
-    """Its answer: an id and its log probability for each of `count` sequences."""
-    return StepOutput(step, [31_337] * count, chosen_logprobs=array("f", bytes(4 * count)))
-
-
 def run(args: argparse.Namespace) -> int:
     """Runs the benchmark and prints medians and 99th percentiles in microseconds."""
-    import ray
-
     options = TransportOptions.parse(args)
-    with local_ray(options.ranks):
-        work = f"{options.ranks} ranks, {options.running} running sequences, {options.steps} steps"
-        print(report_head(None, {"work": work, "ray": ray.__version__}))
-        step = decode_step_input(1, options.running)
-        answer = decode_step_output(1, options.running)
-        print(f"step {len(encode(step))} bytes, answer {len(encode(answer))} bytes")
-        _report_codec(options)
-        actors = [ray.remote(num_cpus=0)(EchoRank).remote() for _ in range(options.ranks)]
-        for name, exchange in _exchanges(options, actors):
+    work = f"{options.ranks} ranks, {options.running} running sequences, {options.steps} steps"
+    print(report_head(None, {"work": work}))
+    step = decode_step_input(1, options.running)
+    answer = echo(1, options.running)
+    print(f"step {len(encode(step))} bytes, answer {len(encode(answer))} bytes")
+    _report_codec(options)
+    with contextlib.ExitStack() as stack:
+        for name, exchange, pids in _ways(options, stack):
 
             def call(number: int, exchange: Exchange = exchange) -> None:
                 step.step = number
                 decode_output(exchange(number, encode(step)))
 
             _report(name, _times(call, options.steps))
+            _report_idle(pids)
     return 0
 
 
 def _report_codec(options: TransportOptions) -> None:
-    step, output = decode_step_input(1, options.running), decode_step_output(1, options.running)
+    step, output = decode_step_input(1, options.running), echo(1, options.running)
     new = NewSequence(
         0, list(range(PROMPT_TOKENS)), PROMPT_TOKENS, 0, [1] * 13, SamplingParams(), 1, 0, [2]
     )
@@ -136,33 +109,64 @@ def _report_codec(options: TransportOptions) -> None:
         _report(name, _times(work, min(options.steps, 1000)))
 
 
-def _exchanges(options: TransportOptions, actors: list[Any]) -> Iterator[tuple[str, Exchange]]:
-    """The ways to send a step, by name. Prints the idle time of the first after its measurement."""
+def _ways(options: TransportOptions, stack: contextlib.ExitStack) -> Iterator[Way]:
+    """Each begins only when the one before was measured: a compiled graph keeps cores busy."""
+    if options.executor != "ray":
+        yield from _processes(options, stack)
+    if options.executor != "processes":
+        stack.enter_context(local_ray(options.ranks))
+        yield from _actors(options)
+
+
+def _processes(options: TransportOptions, stack: contextlib.ExitStack) -> Iterator[Way]:
+    """The engine's own channel to children of this process."""
+    starter = Starter("tpengine.bench.echo_rank")
+    stack.callback(starter.stop)
+    processes = {rank: RankProcess(starter) for rank in range(options.ranks)}
+    calls = Calls.of(processes, "join", {rank: (rank,) for rank in processes}, {})
+    pids = gather(calls, processes, TIMEOUT_S, lambda: None)
+    channels = StepExchange([Channel(one.sockets[0], 1) for one in processes.values()], 1)
+    yield "own channel, child processes", _exchange(channels), pids
+
+
+def _exchange(channels: StepExchange) -> Exchange:
+    return lambda number, payload: channels.run(number, payload, TIMEOUT_S)[0]
+
+
+def _actors(options: TransportOptions) -> Iterator[Way]:
+    """The engine's own channel to Ray's actors, and Ray's own ways to them."""
     import ray
     from ray.dag import InputNode, MultiOutputNode
 
-    secret = secrets.token_bytes(32)
-    listener = Listener(ray.util.get_node_ip_address(), secret, 1)
-    refs = [actor.join.remote(rank, listener.address, secret) for rank, actor in enumerate(actors)]
+    actors = [ray.remote(num_cpus=0)(EchoRank).remote() for _ in range(options.ranks)]
+    listener = Listener(ray.util.get_node_ip_address(), secrets.token_bytes(32), 1)
+    refs = [actor.join.remote(rank, listener.invitation) for rank, actor in enumerate(actors)]
     channels = StepExchange(listener.accept(options.ranks, TIMEOUT_S), 1)
     listener.close()
     pids = ray.get(refs, timeout=TIMEOUT_S)
-    yield "own channel", lambda number, payload: channels.run(number, payload, TIMEOUT_S)[0]
-    before = [cpu_s(pid) for pid in pids]
-    time.sleep(2.0)
-    idle = sum(cpu_s(pid) for pid in pids) - sum(before)
-    print(f"  idle: {idle / 2.0 * 100:.2f} % of a core in {len(pids)} actors over 2 s")
+    yield "own channel, Ray's actors", _exchange(channels), pids
 
     def call(_: int, payload: bytes) -> Any:
         refs = [actor.step.remote(payload, rank) for rank, actor in enumerate(actors)]
         return ray.get(refs, timeout=TIMEOUT_S)[0]
 
-    yield "ray.get of actor calls", call
+    yield "ray.get of actor calls", call, pids
     if options.compiled_graph:
         with InputNode() as node:
             steps = [actor.step.bind(node, rank) for rank, actor in enumerate(actors)]
         graph = MultiOutputNode(steps).experimental_compile()
-        yield "compiled graph", lambda _, data: ray.get(graph.execute(data), timeout=TIMEOUT_S)[0]
+
+        def execute(_: int, payload: bytes) -> Any:
+            return ray.get(graph.execute(payload), timeout=TIMEOUT_S)[0]
+
+        yield "compiled graph", execute, pids
+
+
+def _report_idle(pids: list[int]) -> None:
+    before = [cpu_s(pid) for pid in pids]
+    time.sleep(_IDLE_S)
+    idle = sum(cpu_s(pid) for pid in pids) - sum(before)
+    print(f"  idle: {idle / _IDLE_S * 100:.2f} % of a core in {len(pids)} ranks over {_IDLE_S:g} s")
 
 
 def _times(work: Callable[[int], object], count: int) -> list[float]:

@@ -131,8 +131,9 @@ def load_llm(
     with signals_end_at_once(last_words):
         params, words = _sampling_of(engine_args, given, max_tokens)
         from tpengine.llm import LLM
-    # Ranks on Ray have to be ended in order, at any time.
-    with nullcontext() if engine_args.uses_ray else signals_end_at_once(last_words):
+    # Ranks in processes of their own have to be ended in order, at any time.
+    is_local = engine_args.executor_choice.name == "local"
+    with signals_end_at_once(last_words) if is_local else nullcontext():
         return LLM(**vars(engine_args)), params, words
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import time
+from dataclasses import replace
 
 from tpengine.engine_args import AsyncEngineArgs
 from tpengine.server.server_args import ServerArgs
@@ -69,6 +70,8 @@ def run(args: argparse.Namespace) -> int:
     server_args = ServerArgs.from_cli_args(args)
     server_args.check()
     engine_args = AsyncEngineArgs.from_cli_args(args)
+    if server_args.isolate and engine_args.executor_choice.is_open_and_local:
+        engine_args = replace(engine_args, executor="processes")
     server_args.check_adapters(engine_args)
     authenticator = server_args.authenticator()
     server_args.check_exposure(authenticator)

@@ -124,6 +124,7 @@ def _connect_segment(meeting: Meeting, rendezvous: Rendezvous) -> Segment | None
         segment = _attach(meeting, own_fd)
         try:
             meeting.exchange("attached", b"")
+            meeting.part()
         except RendezvousError:
             segment.close()
             raise

@@ -149,6 +149,18 @@ class Meeting:
         self.publish(phase, value)
         return [self.read(phase, rank) for rank in range(self.size)]
 
+    def part(self) -> None:
+        """Ends the meeting: at rank 0 returns when no other rank needs its store any more.
+
+        Raises:
+            RendezvousError: see `read`.
+        """
+        if self.rank:
+            self.publish("parted", b"")
+        else:
+            for rank in range(1, self.size):
+                self.read("parted", rank)
+
     def _set(self, phase: str, value: bytes) -> None:
         try:
             # torch's stub declares str only; a store takes bytes as well

@@ -147,7 +147,7 @@ def check_request(
         RequestError: this request cannot be served.
     """
     model = config.model
-    is_local = config.parallel.ray is None
+    is_local = config.parallel.ranks is None
     params = read_sampling_params(request.params, model, tokenizer, is_local=is_local)
     _check_priority(request.priority, config.scheduler)
     end_token_ids = _end_token_ids(params, model, tokenizer)
@@ -303,7 +303,7 @@ def _num_logprobs(name: str, count: int | None, model: ModelConfig) -> int | Non
 
 def _pickled(processors: Sequence[LogitsProcessor | str]) -> list[bytes | str]:
     """Functions as bytes, from which ranks in other processes make copies of them."""
-    from tpengine.executor.launch.ray_connection import pickle_function
+    from tpengine.executor.launch.functions import pickle_function
 
     found: list[bytes | str] = []
     for processor in processors:

@@ -1,4 +1,8 @@
-"""The TCP channel between the driver and a rank: its frames, and the handshake that opens it.
+"""The channel between the driver and a rank: its frames, and how it is opened.
+
+Ranks that a launcher of this machine has started inherit their ends of Unix sockets
+(`InheritedChannels`): nothing listens, and no other process can connect. Ranks in a cluster connect
+over TCP (`Listener`), with a handshake.
 
 Why it is our own and not Ray's: a step is one small message to every rank and one back, many times
 a second. Measured with Ray 2.60 on two cores, two actors, 2.2 KB there and 0.9 KB back; median,
@@ -28,8 +32,9 @@ import socket
 import struct
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Protocol
 
 from tpengine.errors import EngineError
 
@@ -179,12 +184,82 @@ def _first_frame(data: bytes | bytearray) -> Frame | None:
     return Frame(_KINDS[kind], epoch, step, bytes(memoryview(data)[_HEAD.size : end]))
 
 
+Invitation = tuple[tuple[str, int], bytes]
+"""What a rank needs to connect: (host, port), and the group's secret."""
+
+
+class Entrance(Protocol):
+    """Where the channels of one group's ranks come from.
+
+    Attributes:
+        invitation: goes to the ranks; None: they have their ends already.
+    """
+
+    invitation: Invitation | None
+
+    def accept(
+        self, size: int, timeout_s: float, check: Callable[[], None], per_rank: int
+    ) -> list[Channel]:
+        """Waits for `per_rank` channels of each of `size` ranks; see `Listener.accept`."""
+
+    def close(self) -> None:
+        """Ends what is open besides the channels."""
+
+
+class InheritedChannels:
+    """Channels over sockets whose other ends the ranks' processes have inherited.
+
+    Args:
+        sockets: this side's ends, by rank, then by index.
+    """
+
+    invitation: Invitation | None = None
+
+    def __init__(self, sockets: Sequence[Sequence[socket.socket]], epoch: int) -> None:
+        self._channels = [[Channel(sock, epoch) for sock in of_rank] for of_rank in sockets]
+
+    def accept(
+        self, size: int, timeout_s: float, check: Callable[[], None], per_rank: int
+    ) -> list[Channel]:
+        """Waits for the first bytes of each rank on its last channel, or for its end."""
+        deadline = time.monotonic() + timeout_s
+        poll = select.poll()
+        silent = {of_rank[-1].fileno(): rank for rank, of_rank in enumerate(self._channels)}
+        for fileno in silent:
+            poll.register(fileno, select.POLLIN)
+        channels = [channel for of_rank in self._channels for channel in of_rank]
+        try:
+            while silent:
+                check()
+                if time.monotonic() > deadline:
+                    raise ChannelTimeoutError(
+                        f"ranks {sorted(silent.values())} said nothing within {timeout_s:.0f} s"
+                    )
+                for fileno, _ in poll.poll(_POLL_S * 1e3):
+                    poll.unregister(fileno)
+                    del silent[fileno]
+        except BaseException:
+            for channel in channels:
+                channel.close()
+            raise
+        return channels
+
+    def close(self) -> None:
+        """Does nothing: the channels are all there is."""
+
+    def __str__(self) -> str:
+        return "inherited sockets"
+
+
 class Listener:
     """Accepts the channels of one group's ranks, on the address of the driver's node only.
 
     Attributes:
         address: (host, port).
+        invitation: see `Entrance`.
     """
+
+    invitation: Invitation | None
 
     def __init__(self, address: str, secret: bytes, epoch: int) -> None:
         self._secret = secret
@@ -199,6 +274,7 @@ class Listener:
             raise ChannelError(f"cannot listen on {address}: {error}") from error
         self._sock.setblocking(False)
         self.address: tuple[str, int] = self._sock.getsockname()[:2]
+        self.invitation = self.address, secret
         self._arrived: queue.SimpleQueue[tuple[tuple[int, int], Channel]] = queue.SimpleQueue()
         self._handshakes = threading.BoundedSemaphore(_MAX_HANDSHAKES)
 
@@ -275,6 +351,9 @@ class Listener:
     def close(self) -> None:
         """Stops listening; accepted channels stay open."""
         self._sock.close()
+
+    def __str__(self) -> str:
+        return f"{self.address[0]}:{self.address[1]}"
 
 
 def connect(

@@ -8,16 +8,15 @@ another `Group`.
 from __future__ import annotations
 
 import contextlib
-import secrets
 import signal
 import threading
 import time
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Any, Protocol, TypeVar
 
-from tpengine.config import EngineConfig
+from tpengine.config import EngineConfig, RanksConfig
 from tpengine.errors import EngineError, GroupLostError, ModelLoadError, RankLoss
-from tpengine.executor.channel import Channel, ChannelError, ChannelTimeoutError, Listener
+from tpengine.executor.channel import Channel, ChannelError, ChannelTimeoutError, Entrance
 from tpengine.executor.diagnosis import (
     ANSWER_S,
     IDLE,
@@ -84,6 +83,9 @@ class Launcher(Protocol):
             The places in rank order.
         """
 
+    def listen(self, epoch: int) -> Entrance:
+        """Lets the ranks connect by the channels of an epoch; called after `order`."""
+
     def call(
         self, method: str, args: Mapping[int, tuple[Any, ...]], kwargs: Mapping[str, Any]
     ) -> Calls:
@@ -129,8 +131,7 @@ class Group:
 
     Args:
         launcher: of this group alone.
-        start_timeout_s: for each call, except the start of the processes.
-        step_timeout_s: the least deadline of a step.
+        limits: of calls, except the start of the processes, and of steps.
         check_cancelled: called during everything that may take long; an exception of it ends the
             wait.
 
@@ -144,8 +145,7 @@ class Group:
         epoch: int,
         config: EngineConfig,
         launcher: Launcher,
-        start_timeout_s: float,
-        step_timeout_s: float,
+        limits: RanksConfig,
         check_cancelled: Callable[[], None],
     ) -> None:
         self.epoch = epoch
@@ -154,8 +154,8 @@ class Group:
         self._config = config
         self._launcher = launcher
         self._agents = launcher.agents
-        self._start_timeout_s = start_timeout_s
-        self._step_timeout_s = step_timeout_s
+        self._start_timeout_s = limits.start_timeout_s
+        self._step_timeout_s = limits.step_timeout_s
         self._check_cancelled = check_cancelled
         self._size = config.parallel.tensor_parallel_size
         self._diagnosis = Diagnosis(self._agents, epoch, [])
@@ -185,22 +185,18 @@ class Group:
         places = (f"rank {rank} on {place}" for rank, place in enumerate(self.places))
         logger.info("%s", "; ".join(places))
 
-    def open_channels(self, address: str) -> None:
-        """Connects every rank by two channels, for steps and for heartbeats, and starts the watch.
-
-        Args:
-            address: of the driver's node.
-        """
-        channels = self._settled(Doing("join"), lambda: self._accept(address))
+    def open_channels(self) -> None:
+        """Connects every rank by two channels, for steps and for heartbeats, and starts the
+        watch."""
+        channels = self._settled(Doing("join"), self._accept)
         self._exchange = StepExchange(channels[0::2], self.epoch, self._wake_up)
         self._watch = RankWatch(channels[1::2], self._is_frozen, self._on_loss)
         self._watch.start()
 
-    def _accept(self, address: str) -> list[Channel]:
+    def _accept(self) -> list[Channel]:
         """Has all ranks connect. A rank that fails, dies or is stopped meanwhile is noticed."""
         wait_s = min(_CONNECT_S, self._start_timeout_s)
-        secret = secrets.token_bytes(32)
-        listener = Listener(address, secret, self.epoch)
+        entrance = self._launcher.listen(self.epoch)
         start = time.monotonic()
         look_at = start + FROZEN_S
         missing = set(range(self._size))
@@ -221,17 +217,15 @@ class Group:
                     raise RanksFailedError({rank: silent})
             look_at = time.monotonic() + _LOOK_S
 
-        with contextlib.closing(listener):
-            args = [
-                (rank, self.epoch, listener.address, secret, wait_s) for rank in range(self._size)
-            ]
+        with contextlib.closing(entrance):
+            args = [(rank, self.epoch, entrance.invitation, wait_s) for rank in range(self._size)]
             calls = self._launcher.call("join", dict(enumerate(args)), {})
             try:
-                channels = listener.accept(self._size, wait_s, check, per_rank=2)
+                channels = entrance.accept(self._size, wait_s, check, per_rank=2)
             except ChannelTimeoutError as error:  # a rank that has connected has answered
                 raise RanksFailedError(dict.fromkeys(missing, error)) from error
         gather(calls, missing, self._start_timeout_s, self._check_alive)
-        logger.debug("channels to the ranks from %s:%d", *listener.address)
+        logger.debug("channels to the ranks by %s", entrance)
         return channels
 
     def create_workers(self) -> None:

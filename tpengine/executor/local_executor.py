@@ -1,26 +1,32 @@
-"""One worker in the driver's own process, and the choice between it and ranks in a Ray cluster.
+"""One worker in the driver's own process, and the choice between it and ranks elsewhere.
 
-The choice stands here and not with `Executor`, since it imports the executors (Ray's only when it
-is chosen).
+The choice stands here and not with `Executor`, since it imports the executors, each only when it is
+chosen: a driver whose ranks have processes of their own needs no torch.
 """
 
 from __future__ import annotations
 
-import importlib.util
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from tpengine.config import EngineConfig
 from tpengine.engine_args import EngineArgs
-from tpengine.errors import ConfigError, EngineError
+from tpengine.errors import EngineError
 from tpengine.executor.executor import Executor
-from tpengine.worker.device import detect_device
-from tpengine.worker.worker import Worker
+from tpengine.logger import init_logger
+
+logger = init_logger(__name__)
+
+
+if TYPE_CHECKING:
+    from tpengine.worker.worker import Worker
 
 
 class LocalExecutor(Executor):
     """Runs the model in this process, on one device; without Ray."""
 
     def __init__(self, config: EngineConfig) -> None:
+        from tpengine.worker.worker import Worker
+
         self._worker: Worker | None = Worker(config)
 
     def _run_workers(self, method: str, *args: Any, **kwargs: Any) -> list[Any]:
@@ -43,15 +49,16 @@ def create_executor(args: EngineArgs) -> tuple[EngineConfig, Executor]:
         EngineError: the model or Ray is not available.
     """
     args.check()  # before Ray is started
-    if not args.uses_ray:
+    chosen = args.executor_choice.name
+    if chosen == "local":
+        from tpengine.worker.device import detect_device
+
         config = args.create_engine_config(detect_device(args.device))
         return config, LocalExecutor(config)
-    if importlib.util.find_spec("ray") is None or importlib.util.find_spec("msgpack") is None:
-        raise ConfigError(
-            f"tensor_parallel_size = {args.tensor_parallel_size} with executor = "
-            f"{args.executor!r} needs Ray: pip install 'tpengine[ray]'"
-        )
+    args.executor_choice.check_installed()
     args.read_model()  # refuses a model that the ranks cannot share, before any process starts
+    if chosen == "processes":
+        return _create_process_executor(args)
     from tpengine.executor.launch.ray_connection import RayConnection
     from tpengine.executor.launch.ray_executor import RayExecutor
 
@@ -62,3 +69,15 @@ def create_executor(args: EngineArgs) -> tuple[EngineConfig, Executor]:
     except BaseException:
         connection.close()
         raise
+
+
+def _create_process_executor(args: EngineArgs) -> tuple[EngineConfig, Executor]:
+    from tpengine.executor.launch.processes import ProcessExecutor
+
+    if args.executor_choice.is_open:
+        logger.info(
+            "Ray is not installed: %d ranks run as processes of this machine",
+            args.tensor_parallel_size,
+        )
+    config = args.create_engine_config(ProcessExecutor.detect_device(args.device))
+    return config, ProcessExecutor(config)

@@ -10,19 +10,31 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import faulthandler
 import logging
 import os
 import queue
 import select
+import socket
+import sys
 import threading
 import traceback
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from tpengine import envs
-from tpengine.executor.channel import Channel, ChannelError, Frame, FrameKind, connect
+from tpengine.executor.channel import (
+    Channel,
+    ChannelError,
+    Frame,
+    FrameKind,
+    Invitation,
+    connect,
+)
 from tpengine.executor.codec import decode_step, encode
 from tpengine.executor.diagnosis import DRIVER_GONE, Doing, LastLines, RankFailure, RankPlace
 from tpengine.executor.watch import Heartbeat, end_process
+from tpengine.host import start_ticks
 from tpengine.logger import init_logger
 from tpengine.messages import StepOutput
 
@@ -42,7 +54,10 @@ class Rank:
 
     Attributes:
         place: where the process runs; set before `join`.
+        inherited: its ends of the sockets for steps and for heartbeats; empty: it connects.
     """
+
+    inherited: Sequence[socket.socket] = ()
 
     def __init__(self) -> None:
         self.place: RankPlace | None = None
@@ -55,6 +70,18 @@ class Rank:
         self._calls: queue.SimpleQueue[tuple[str, Any, Any, queue.SimpleQueue[Any]]]
         self._calls = queue.SimpleQueue()
         self._called = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+
+    def locate(
+        self, node_id: str, address: str, devices: tuple[str, ...], log_path: str
+    ) -> RankPlace:
+        """Notes and returns where this process runs; see `RankPlace`."""
+        with contextlib.suppress(OSError, ValueError):
+            faulthandler.enable(sys.stderr)  # a crash in native code leaves its stack in the log
+        pid = os.getpid()
+        self.place = RankPlace(
+            node_id, address, socket.gethostname(), devices, pid, start_ticks(pid) or 0, log_path
+        )
+        return self.place
 
     def call(self, method: str, *args: Any, **kwargs: Any) -> Any:
         """Runs `join`, `create` (makes the worker) or a method of the worker.
@@ -71,18 +98,22 @@ class Rank:
         return answer.get(timeout=_CALL_LIMIT_S)
 
     def _join(
-        self, rank: int, epoch: int, address: tuple[str, int], secret: bytes, wait_s: float
+        self, rank: int, epoch: int, invitation: Invitation | None, wait_s: float
     ) -> RankFailure | None:
         """Connects to the driver, by one channel for steps and one for heartbeats; from here on the
         process ends when the driver closes one of them or is silent.
 
         Args:
+            invitation: None: the process has inherited both channels.
             wait_s: for the driver to accept each connection.
         """
         self._rank = rank
         try:
-            steps = connect(address, secret, rank, epoch, wait_s, 0)
-            control = connect(address, secret, rank, epoch, wait_s, 1)
+            if invitation is None:
+                steps, control = (Channel(sock, epoch) for sock in self.inherited)
+            else:
+                steps = connect(*invitation, rank, epoch, wait_s, 0)
+                control = connect(*invitation, rank, epoch, wait_s, 1)
         except ChannelError as error:
             return self._failure(error, "join")
         self._heartbeat = Heartbeat(rank, control, steps, wait_s)
@@ -118,7 +149,7 @@ class Rank:
     def _run(self, method: str, args: Any, kwargs: Any) -> Any:
         try:
             if method == "create":
-                self._worker = import_worker()(args[0], rank=self._rank)
+                self._worker = _import_worker()(args[0], rank=self._rank)
                 return None
             return getattr(self._worker, method)(*args, **kwargs)
         except BaseException as error:
@@ -147,8 +178,13 @@ class Rank:
             waited_for=getattr(error, "failed_rank", None),
         )
 
+    @staticmethod
+    def import_all(model_impl: str) -> None:
+        """Imports all that a rank of such a model needs, for a spare."""
+        _import_worker().import_model_code(model_impl)
 
-def import_worker() -> type[Worker]:
+
+def _import_worker() -> type[Worker]:
     """Imports the worker, and torch with it."""
     envs.tune_openmp_spinning()
     from tpengine.worker.worker import Worker

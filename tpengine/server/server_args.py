@@ -70,6 +70,9 @@ class ServerArgs(Options):
         DEFAULT_MESSAGE_BYTES / (1 << 20), more_than=0, at_most=MAX_MESSAGE_MIB
     )
     """Largest request in MiB, after decompression."""
+    isolate: bool = option(False)
+    """Run the only rank in a process of its own, so that a crash in it loses no request; each step
+    takes longer. No effect with several ranks, or if --executor says where ranks run."""
     drain_timeout: float = option(30.0, at_least=0, unit=" seconds")
     """Seconds that running requests get to finish after SIGTERM, SIGINT or Drain."""
     startup_timeout: float = option(1800.0, at_least=0, unit=" seconds")

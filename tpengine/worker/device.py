@@ -48,6 +48,11 @@ def detect_device(wanted: str) -> str:
     return wanted
 
 
+def count_gpus() -> int:
+    """Returns the number of GPUs that torch sees."""
+    return torch.cuda.device_count()
+
+
 def claim_gpu(device: torch.device) -> str:
     """Makes a GPU the current one of this process; returns its name.
 

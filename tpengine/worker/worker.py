@@ -14,6 +14,7 @@ from tpengine.config import EngineConfig
 from tpengine.distributed.collectives import connect_ranks
 from tpengine.distributed.parallel_state import ParallelState
 from tpengine.distributed.rendezvous import RendezvousStore
+from tpengine.distributed.shared_memory import SharedMemoryCollectives
 from tpengine.errors import CacheSizeError, counted, is_device_fault
 from tpengine.layers.attention import AttentionMetadata, KVCache
 from tpengine.layers.lora import AdapterLayers
@@ -89,6 +90,8 @@ class Worker:
         """
         rank = self._parallel.tp_rank
         self._parallel, how = connect_ranks(rank, rendezvous, self._device, self._store)
+        if isinstance(self._parallel.collectives, SharedMemoryCollectives):
+            self._store = None  # no longer needed, so that nothing listens
         self._num_local_ranks = rendezvous.addresses.count(rendezvous.addresses[rank])
         return how
 

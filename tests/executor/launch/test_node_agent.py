@@ -49,6 +49,19 @@ def test_end_of_a_process_that_is_reaped(how: str, expected: str) -> None:
         assert ended in ("", expected)
 
 
+def test_lack_of_memory_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    """If the kernel's count has grown since the process was watched, and it was killed."""
+    counts = iter([3, 3, 3, 4])
+    monkeypatch.setattr(node_agent, "_count_oom_kills", lambda: next(counts))
+    monkeypatch.setattr(NodeAgent, "_status", lambda *_: signal.SIGKILL.value)
+    name = (os.getpid(), start_ticks(os.getpid()) or 0)
+    for words in ("", "; meanwhile the kernel has ended a process here for lack of memory"):
+        agent = NodeAgent()
+        agent.watch([name])
+        assert agent.look(name, 0.0)[0] == f"killed by signal 9 (SIGKILL){words}"
+        agent.close()
+
+
 def test_old_kernel_is_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
     """It cannot tell how a process ended."""
 

@@ -11,7 +11,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from executor.ray_engines import ray_engine
+from executor.ray_engines import rank_engine
 
 from recovery.client import Answer, Job, summary
 from tpengine import LLMEngine, RequestOutputKind, SamplingParams
@@ -51,7 +51,7 @@ def make_jobs() -> list[Job]:
 
 def crowd_engine(folder: Path, **args: Any) -> LLMEngine:
     """Two ranks, room for a sixth of the crowd, and swap."""
-    return ray_engine(
+    return rank_engine(
         folder,
         2,
         **{

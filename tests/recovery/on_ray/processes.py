@@ -7,7 +7,7 @@ from pathlib import Path
 
 from support.namespaces import namespace
 
-OURS = ("ray::RayWorker", "ray::SabotagedW", "ray::NodeAgent")
+OURS = ("ray::RayWorker", "ray::SabotagedW", "ray::NodeAgent", "tpengine-rank")
 """As Linux shows them, which is the first 15 letters."""
 
 

@@ -93,8 +93,9 @@ def test_a_file_on_transformers_code(folder: Path, tmp_path: Path, wait_until: W
 @pytest.mark.timeout(KILL_S * NUM_KILLS + 300)
 @pytest.mark.parametrize("spare_workers", [0, 1])
 def test_many(folder: Path, spare_workers: int, wait_until: Wait) -> None:
-    """At random, half of them with a spare for one of the two ranks."""
+    """At random, half of them with a spare for one of the two ranks and without Ray."""
     rng = random.Random(f"targets of {spare_workers}")
     targets = [*PHASES, *rng.choices(PHASES, k=(NUM_KILLS + 1) // 2 - len(PHASES))]
     rng.shuffle(targets)
-    run(folder, targets, spare_workers, 100 + spare_workers, wait_until)
+    executor = ("ray", "processes")[spare_workers]
+    run(folder, targets, spare_workers, 100 + spare_workers, wait_until, executor=executor)

@@ -9,7 +9,8 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from executor.ray_engines import die_of, executor_of, sabotaged_rank
+from executor.ray_engines import executor_of, sabotaged_rank
+from executor.sabotage import die_of
 
 from recovery.on_ray.crowd import MAX_OUTPUT, NUM_REQUESTS, Crowd, crowd_engine
 from recovery.on_ray.processes import actors

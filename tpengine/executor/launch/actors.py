@@ -8,16 +8,10 @@ notice that a machine's link is cut.
 from __future__ import annotations
 
 import contextlib
-import faulthandler
-import os
+import secrets
 import signal
-import socket
-import sys
-import threading
 import time
-from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import ray
@@ -25,12 +19,11 @@ from ray.exceptions import RayActorError, RayError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from tpengine import envs
-from tpengine.executor.channel import ChannelClosedError, ChannelError
+from tpengine.executor.channel import ChannelClosedError, ChannelError, Listener
 from tpengine.executor.diagnosis import ANSWER_S, NodeSilentError, RankPlace
 from tpengine.executor.launch.node_agent import NodeAgent, own_error_log
 from tpengine.executor.launch.placement import Placement, actor_options, order_places
-from tpengine.executor.rank import Rank, import_worker
-from tpengine.host import start_ticks
+from tpengine.executor.rank import Rank
 from tpengine.logger import init_logger
 
 logger = init_logger(__name__)
@@ -57,7 +50,7 @@ class RayWorker(Rank):
     def prepare(self, model_impl: str) -> RankPlace:
         """Imports all that a rank of such a model needs, for a spare; returns where it is."""
         place = self.describe()
-        import_worker().import_model_code(model_impl)
+        self.import_all(model_impl)
         return place
 
     def describe(self, devices: tuple[str, ...] | None = None) -> RankPlace:
@@ -73,18 +66,8 @@ class RayWorker(Rank):
             devices = tuple(str(device) for ids in accelerators for device in ids)
         elif devices:
             envs.set_visible_gpus(devices)
-        with contextlib.suppress(OSError, ValueError):
-            faulthandler.enable(sys.stderr)  # a crash in native code leaves its stack in the log
-        self.place = RankPlace(
-            node_id=context.get_node_id(),
-            address=ray.util.get_node_ip_address(),
-            host_name=socket.gethostname(),
-            devices=devices,
-            pid=os.getpid(),
-            start_ticks=start_ticks(os.getpid()) or 0,
-            log_path=own_error_log(),
-        )
-        return self.place
+        address = ray.util.get_node_ip_address()
+        return self.locate(context.get_node_id(), address, devices, own_error_log())
 
 
 class _ActorCalls:
@@ -120,6 +103,7 @@ class RayLauncher:
         spares: by index of the bundle: an actor; None: a new one is started.
         spare_devices: by index of the bundle: the devices that a spare gets there.
         agents: of the ranks' nodes; the ranks on the driver's own node come first.
+        address: of the driver's node, to which ranks connect.
 
     Attributes:
         bundle_devices: of each bundle's rank; empty until the ranks have told where they are.
@@ -132,8 +116,10 @@ class RayLauncher:
         spares: Sequence[Any | None],
         spare_devices: Sequence[tuple[str, ...]],
         agents: Agents,
+        address: str,
     ) -> None:
         self.agents = agents
+        self._address = address
         self.bundle_devices: list[tuple[str, ...]] = []
         self._placement = placement
         self._bundle = bundle
@@ -159,6 +145,9 @@ class RayLauncher:
         order = order_places(places, self.agents.own_node_id)
         self._actors = [self._actors[index] for index in order]
         return [places[index] for index in order]
+
+    def listen(self, epoch: int) -> Listener:
+        return Listener(self._address, secrets.token_bytes(32), epoch)
 
     def call(
         self, method: str, args: Mapping[int, tuple[Any, ...]], kwargs: Mapping[str, Any]
@@ -282,128 +271,33 @@ class Agents:
             self._forget(node_id)
 
 
-@dataclass(slots=True, eq=False)
-class _Spare:
-    """An actor that may become a rank.
-
-    Attributes:
-        prepared: Ray's reference to its place, ready once it has imported everything.
-    """
-
-    node_id: str
-    actor: Any
-    prepared: Any
-
-
-class Spares:
-    """Actors without resources or devices on the nodes of the ranks, with torch imported. They end
-    with the driver, as all its actors do.
+class ActorSpare:
+    """An actor that may become a rank; see `spares.Spare`. It ends with the driver, as all of the
+    driver's actors do.
 
     Args:
-        count: how many are kept ready.
-        model_impl: whose code the model is; a spare imports it.
+        model_impl: whose code the model is; it imports it.
     """
 
-    def __init__(self, count: int, agents: Agents, model_impl: str) -> None:
-        self._count = count
-        self._model_impl = model_impl
+    def __init__(self, node_id: str, agents: Agents, model_impl: str) -> None:
+        self.node_id = node_id
+        self.actor = _start_on(node_id, RayWorker, envs.for_ranks())
         self._agents = agents
-        self._spares: list[_Spare] = []
-        self._lock = threading.RLock()
-        self._timer: threading.Timer | None = None
+        self._prepared = self.actor.prepare.remote(model_impl)
 
-    def fill(self, node_ids: Sequence[str], delay_s: float = 0.0) -> None:
-        """Starts what is missing, without waiting.
+    def is_prepared(self) -> bool:
+        return bool(ray.wait([self._prepared], timeout=0)[0])
 
-        Args:
-            node_ids: of the ranks; the spares are spread over nodes in the same proportion.
-            delay_s: until they are started, unless `take` or `close` is called before.
-        """
-        if not self._count:
-            return
-        with self._lock:
-            self._cancel()
-            self._timer = threading.Timer(delay_s, self._fill, (list(node_ids),))
-            self._timer.daemon = True
-            self._timer.start()
+    def answer(self) -> RankPlace | None:
+        calls = _ActorCalls({0: self.actor.describe.remote()})
+        place = calls.wait(_SPARE_ANSWER_S).get(0)
+        return place if isinstance(place, RankPlace) else None
 
-    def _cancel(self) -> None:
-        if self._timer is not None:
-            self._timer.cancel()
-            self._timer = None
-
-    def _fill(self, node_ids: list[str]) -> None:
-        """Runs in the timer's thread."""
-        with self._lock:
-            if self._timer is not threading.current_thread() or not ray.is_initialized():
-                return  # it was cancelled meanwhile
-            self._timer = None
-            wanted = Counter(node_ids[i % len(node_ids)] for i in range(self._count))
-            wanted.subtract(spare.node_id for spare in self._spares)
-            for node_id in wanted.elements():
-                if len(self._spares) < self._count:
-                    actor = _start_on(node_id, RayWorker, envs.for_ranks())
-                    self._spares.append(
-                        _Spare(node_id, actor, actor.prepare.remote(self._model_impl))
-                    )
-
-    def take(self, node_ids: Sequence[str]) -> list[Any | None]:
-        """Takes an actor on each of these nodes, if possible one that has imported everything;
-        None: there is none on that node."""
-        with self._lock:
-            self._cancel()
-            usable = self._usable() if self._spares else []
-            taken: list[Any | None] = []
-            for node_id in node_ids:
-                spare = next((spare for spare in usable if spare.node_id == node_id), None)
-                taken.append(None if spare is None else spare.actor)
-                if spare is not None:
-                    usable.remove(spare)
-                    self._spares.remove(spare)
-            return taken
-
-    @property
-    def num_started(self) -> int:
-        """Number of spares that were started, ready or not."""
-        return len(self._spares)
-
-    def places(self) -> list[RankPlace]:
-        """Where the spares are that have imported everything."""
-        with self._lock:
-            return [ray.get(spare.prepared, timeout=_SPARE_ANSWER_S) for spare in self._prepared()]
-
-    def _prepared(self) -> list[_Spare]:
-        refs = [spare.prepared for spare in self._spares]
-        ready = ray.wait(refs, num_returns=len(refs), timeout=0)[0] if refs else []
-        return [spare for spare in self._spares if spare.prepared in ready]
-
-    def _usable(self) -> list[_Spare]:
-        """The spares that are alive, the prepared ones first; dead and frozen ones are ended."""
-        prepared = self._prepared()
-        others = [spare for spare in self._spares if spare not in prepared]
-        answers = _ActorCalls({i: s.actor.describe.remote() for i, s in enumerate(prepared)})
-        deadline = time.monotonic() + _SPARE_ANSWER_S
-        alive = set()
-        while found := answers.wait(max(0.0, deadline - time.monotonic())):
-            alive |= {i for i, place in found.items() if isinstance(place, RankPlace)}
-        for index, spare in enumerate(prepared):
-            if index not in alive:
-                self._spares.remove(spare)
-                self._end(spare)
-        return [prepared[index] for index in sorted(alive)] + others
-
-    def _end(self, spare: _Spare) -> None:
+    def end(self) -> None:
         with contextlib.suppress(RayError):
-            ray.kill(spare.actor, no_restart=True)
+            ray.kill(self.actor, no_restart=True)
         with contextlib.suppress(RayError):
             # Ray asks the process to end itself, which a stopped one cannot do.
-            if ray.wait([spare.prepared], timeout=0)[0]:
-                process = ray.get(spare.prepared, timeout=_SPARE_ANSWER_S).process
-                self._agents.tell(spare.node_id, "signal", process, signal.SIGKILL)
-
-    def close(self) -> None:
-        """Ends the spares."""
-        with self._lock:
-            self._cancel()
-            while self._spares:
-                self._end(self._spares.pop())
+            if self.is_prepared():
+                process = ray.get(self._prepared, timeout=_SPARE_ANSWER_S).process
+                self._agents.tell(self.node_id, "signal", process, signal.SIGKILL)

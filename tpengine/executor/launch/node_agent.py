@@ -42,6 +42,7 @@ class NodeAgent:
 
     def __init__(self) -> None:
         self._files: dict[Process, int] = {}
+        self._oom_kills = 0
 
     def ping(self) -> int:
         """Answers with the number of the agent's own process."""
@@ -51,6 +52,7 @@ class NodeAgent:
         """Remembers these processes in place of earlier ones, so that their end can be told. They
         must be alive."""
         self.close()
+        self._oom_kills = _count_oom_kills()
         for process in processes:
             with contextlib.suppress(OSError):
                 self._files[process] = os.pidfd_open(process[0])
@@ -76,11 +78,28 @@ class NodeAgent:
         poll.register(file, select.POLLIN)
         poll.poll(patience_s * 1e3)
         try:
-            while (code := _exit_code(file)) is None and time.monotonic() < deadline:
+            while (code := self._status(process, file)) is None and time.monotonic() < deadline:
                 time.sleep(0.005)  # until its parent, or the kernel, has reaped it
         except OSError:  # the kernel is too old to tell
             return ""
-        return "" if code is None else describe_exit(code)
+        if code is None:
+            return ""
+        ended = describe_exit(code)
+        is_killed = os.WIFSIGNALED(code) and os.WTERMSIG(code) == signal.SIGKILL
+        if is_killed and _count_oom_kills() > self._oom_kills:
+            ended += "; meanwhile the kernel has ended a process here for lack of memory"
+        return ended
+
+    def _status(self, process: Process, file: int) -> int | None:
+        """The wait status of a process that was reaped; None: it was not.
+
+        Args:
+            file: its pidfd.
+
+        Raises:
+            OSError: the kernel cannot tell.
+        """
+        return _exit_code(file)
 
     @staticmethod
     def state(process: Process) -> str:
@@ -94,8 +113,7 @@ class NodeAgent:
         """Its Python stacks, or why there are none."""
         return python_stack(process[0]) if self.state(process) else ""
 
-    @staticmethod
-    def tail(path: str) -> str:
+    def tail(self, path: str) -> str:
         """The end of a log file, without Ray's own marks; empty if it cannot be read."""
         try:
             with Path(path or "/").open("rb") as file:
@@ -126,6 +144,15 @@ class NodeAgent:
         """Forgets the processes of `watch`."""
         while self._files:
             os.close(self._files.popitem()[1])
+
+
+def _count_oom_kills() -> int:
+    """Processes that the kernel has killed since boot for lack of memory, of all containers."""
+    with contextlib.suppress(OSError):
+        for line in Path("/proc/vmstat").read_text().splitlines():
+            if line.startswith("oom_kill "):
+                return int(line.split()[1])
+    return 0
 
 
 def own_error_log() -> str:
@@ -159,11 +186,7 @@ def python_stack(pid: int) -> str:
 
 
 def _exit_code(pidfd: int) -> int | None:
-    """The wait status of a process that was reaped; None: it was not.
-
-    Raises:
-        OSError: the kernel cannot tell.
-    """
+    """See `NodeAgent._status`."""
     request = bytearray(_PIDFD_INFO.pack(_PIDFD_INFO_EXIT, *[0] * 13))
     try:
         fcntl.ioctl(pidfd, _PIDFD_GET_INFO, request)

@@ -13,9 +13,7 @@ import socket
 import threading
 import time
 from collections import defaultdict
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import ray
 
@@ -47,12 +45,6 @@ _connecting = threading.Lock()
 CONNECTING_S = 300.0
 """More than two starts of Ray take that both fail."""
 _RAY_FOLDER = str(Path(ray.__file__).parent)
-
-
-def pickle_function(function: Callable[..., Any]) -> bytes:
-    """Returns a function as bytes for `pickle.loads` in a process that has Ray: as its name if a
-    module has it, else with its code and data."""
-    return bytes(ray.cloudpickle.dumps(function))
 
 
 class RayConnection:
@@ -206,7 +198,7 @@ def _check_reachable(address: str, origin: str) -> None:
 def _last_words_of_ray(since: float) -> str:
     """The last line of a control server's log that was written since then."""
     for path in sorted(envs.ray_folders()[0].glob(_CONTROL_LOGS)):
-        lines = NodeAgent.tail(str(path)).splitlines()
+        lines = NodeAgent().tail(str(path)).splitlines()
         if lines and path.stat().st_mtime >= since:
             return f"its log {path} ends with: {lines[-1]}"
     return "it left no log"

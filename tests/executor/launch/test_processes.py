@@ -1,0 +1,141 @@
+"""Ranks as children of the driver: what they inherit, which devices they take, how they end."""
+
+from __future__ import annotations
+
+import os
+import pickle
+import signal
+import sys
+from pathlib import Path
+
+import pytest
+from support.engines import complete, greedy, make_engine
+
+from executor import driver_process
+from executor.bare_ranks import PATIENCE_S, bare_ranks
+from executor.driver_process import driver_process as running
+from executor.ray_engines import Wait
+from tpengine import EngineArgs, envs
+from tpengine.errors import ConfigError, PlacementError
+from tpengine.executor.launch import processes
+from tpengine.executor.launch.functions import pickle_function
+from tpengine.executor.launch.node_agent import NodeAgent
+from tpengine.executor.launch.processes import OwnMachine, RankProcess, Starter, rank_devices
+from tpengine.worker import device
+
+SECRETS = ("TPENGINE_TOKENS", "TPENGINE_ADMIN_TOKEN", "TPENGINE_CLIENT_TOKEN")
+
+
+def listening(pid: int) -> set[str]:
+    """The sockets of a process at which others could connect."""
+    found = set()
+    for name, at in (("tcp", 9), ("tcp6", 9), ("unix", 6)):
+        for line in Path(f"/proc/{pid}/net/{name}").read_text().splitlines()[1:]:
+            fields = line.split()
+            is_open = fields[3] in ("0A", "00010000")  # TCP_LISTEN, __SO_ACCEPTCON
+            found |= {f"socket:[{fields[at]}]"} if is_open else set()
+    own = {os.readlink(file) for file in Path(f"/proc/{pid}/fd").iterdir()}
+    return found & own
+
+
+def test_a_driver_without_ray(
+    folder: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    wait_until: Wait,
+) -> None:
+    """Two ranks become its children, and the log says so. Nothing listens, no rank has the
+    tokens, and when the driver is killed both end, also the one that is stopped."""
+    for name in SECRETS:
+        monkeypatch.setenv(name, "do-not-tell-anyone")
+    log = tmp_path / "log"
+    with make_engine(folder) as engine:
+        expected = list(complete(engine, [5, 6, 7], greedy(16)).token_ids)
+    with log.open("wb") as out, running("child_ranks.py", folder, stderr=out) as driver:
+        ranks = [tuple(rank) for rank in driver.hear()]
+        assert driver.hear() == expected
+        assert "Ray is not installed: 2 ranks run as processes of this machine" in log.read_text()
+        for pid in (driver.process.pid, *(pid for pid, _ in ranks)):
+            assert not listening(pid)
+        for pid, _ in ranks:
+            environment = Path(f"/proc/{pid}/environ").read_bytes()
+            assert b"PYTHONPATH=" in environment
+            assert b"do-not-tell-anyone" not in environment
+        os.kill(ranks[1][0], signal.SIGSTOP)
+        wait_until(lambda: NodeAgent.state(ranks[1]) == "T", PATIENCE_S)
+        driver.process.kill()
+        wait_until(lambda: not any(map(NodeAgent.state, ranks)), PATIENCE_S)
+
+
+def test_spares(folder: Path, wait_until: Wait) -> None:
+    """One becomes a rank; a frozen one is ended."""
+    with bare_ranks(folder, 2, spare_workers=2) as ranks:
+        expected = ranks.generate()
+        wait_until(lambda: len(ranks.spare_processes()) == 2, PATIENCE_S)
+        good, frozen = ranks.spare_processes()
+        os.kill(frozen[0], signal.SIGSTOP)
+        ranks.lose(1)
+        ranks.rebuild()
+        now = [place.process for place in ranks.executor.places]
+        assert good in now
+        assert frozen not in now
+        wait_until(lambda: NodeAgent.state(frozen) == "", PATIENCE_S)
+        assert ranks.generate() == expected
+        ranks.executor.spares.fill([""])
+        wait_until(lambda: ranks.executor.spares.num_started == 2, PATIENCE_S)
+    wait_until(lambda: not any(map(NodeAgent.state, now)), PATIENCE_S)
+
+
+@pytest.mark.parametrize(
+    ("visible", "devices"), [(None, [("0",), ("1",)]), (["3", "GPU-7", "5"], [("3",), ("GPU-7",)])]
+)
+def test_devices(
+    monkeypatch: pytest.MonkeyPatch, visible: list[str] | None, devices: list[tuple[str, ...]]
+) -> None:
+    """Rank i takes the i-th that the driver may use; fewer than ranks are refused."""
+    monkeypatch.setattr(envs, "visible_gpus", lambda: visible)
+    monkeypatch.setattr(device, "count_gpus", lambda: len(visible or "01"))
+    assert rank_devices("cuda", 2) == devices
+    assert rank_devices("cpu", 3) == [()] * 3
+    with pytest.raises(ConfigError, match=r"tensor_parallel_size = 4 needs .* shows [23] GPUs"):
+        rank_devices("cuda", 4)
+
+
+def test_a_process_that_cannot_be_started(monkeypatch: pytest.MonkeyPatch) -> None:
+    starter = Starter("executor.nowhere")
+    monkeypatch.setattr(processes.sys, "executable", "/no/such/python")
+    with pytest.raises(PlacementError, match=r"no process for a rank can be started.*No such file"):
+        RankProcess(starter)
+    starter.stop()
+
+
+def test_a_program_that_ends_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Calls of it fail soon, and its end and its last words are known."""
+    monkeypatch.syspath_prepend(Path(driver_process.__file__).parent.parent)
+    starter = Starter("executor.nowhere")
+    process = RankProcess(starter)
+    assert process.answer() is None
+    machine = OwnMachine()
+    machine.children = {process.pid: process}
+    assert machine.ask("", "wait_for_end", [(process.pid, 0)], PATIENCE_S) == []
+    assert process.exit_status() == 1 << 8
+    assert "No module named executor.nowhere" in machine.ask("", "tail", str(process.pid))
+    starter.stop()
+
+
+def test_choice_without_ray(monkeypatch: pytest.MonkeyPatch) -> None:
+    choice = EngineArgs("model", tensor_parallel_size=2).executor_choice
+    assert choice.name == "ray"
+    monkeypatch.setattr("tpengine.executor_choice._is_installed", lambda name: False)
+    assert choice.name == "processes"
+    assert EngineArgs("model").executor_choice.name == "local"
+    with pytest.raises(ConfigError, match="needs msgpack: pip install"):
+        choice.check_installed()
+
+
+def test_functions_without_ray(monkeypatch: pytest.MonkeyPatch) -> None:
+    """They travel by their names; a function without one is refused."""
+    monkeypatch.setitem(sys.modules, "ray", None)
+    assert pickle.loads(pickle_function(os.getpid)) is os.getpid
+    with pytest.raises(Exception, match="lambda"):
+        pickle_function(lambda *_: None)

@@ -1,0 +1,65 @@
+"""A rank without a model, for `bench transport`: it answers steps as a real one does."""
+
+from __future__ import annotations
+
+import os
+import select
+import socket
+import threading
+from array import array
+from typing import Any
+
+from tpengine.executor.channel import Channel, FrameKind, Invitation, connect
+from tpengine.executor.codec import decode_step, encode
+from tpengine.executor.launch import rank_process
+from tpengine.messages import StepOutput
+
+TIMEOUT_S = 30.0
+
+
+class EchoRank:
+    """Answers steps like a rank, as an actor of Ray's."""
+
+    def join(self, rank: int, invitation: Invitation) -> int:
+        """Serves steps from the channel in a thread until it closes; returns the process id."""
+        return self.serve(connect(*invitation, rank, 1, TIMEOUT_S), rank)
+
+    def serve(self, channel: Channel, rank: int) -> int:
+        """See `join`."""
+
+        def serve() -> None:
+            poll = select.poll()
+            poll.register(channel.fileno(), select.POLLIN)
+            while True:
+                poll.poll(TIMEOUT_S * 1e3)
+                while (frame := channel.take()) is not None:
+                    answer = self.step(frame.payload, rank)
+                    channel.send(FrameKind.OUTPUT, frame.step, answer, TIMEOUT_S)
+
+        threading.Thread(target=serve, daemon=True).start()
+        return os.getpid()
+
+    def step(self, payload: bytes, rank: int = 0) -> bytes:
+        """Decodes a step and encodes its answer: samples at rank 0, none at other ranks."""
+        step = decode_step(payload)
+        return encode(echo(step.step, len(step.sample_slots) if rank == 0 else 0))
+
+
+class EchoProcess(rank_process.ProcessRank):
+    """The same as a child of the driver."""
+
+    def __init__(self, *sockets: socket.socket) -> None:
+        self._steps = sockets[0]
+
+    def answer(self, method: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> int:
+        """Serves steps as the rank of this number; returns the process id."""
+        return EchoRank().serve(Channel(self._steps, 1), args[0])
+
+
+def echo(step: int, count: int) -> StepOutput:
+    """The answer to a step: an id and its log probability for each of `count` sequences."""
+    return StepOutput(step, [31_337] * count, chosen_logprobs=array("f", bytes(4 * count)))
+
+
+if __name__ == "__main__":
+    rank_process.main(EchoProcess)

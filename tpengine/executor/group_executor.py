@@ -1,0 +1,306 @@
+"""The executor of ranks in processes of their own: how a group is started, replaced and ended.
+
+It knows no launcher: a subclass says where the ranks run and starts their processes, as actors of
+Ray or as subprocesses of the driver. Steps go over the channels of the `Group`. A group that lost a
+rank is ended as a whole, and `rebuild` starts the next one.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import threading
+import time
+import uuid
+from abc import abstractmethod
+from collections.abc import Iterator
+from typing import Any
+
+from tpengine import host
+from tpengine.config import EngineConfig
+from tpengine.errors import EngineError, GroupLostError, RankLoss, WorkerDiedError
+from tpengine.executor.codec import decode_output, encode
+from tpengine.executor.diagnosis import RankPlace
+from tpengine.executor.executor import Executor
+from tpengine.executor.group import Group, Launcher
+from tpengine.executor.spares import Spares
+from tpengine.executor.watch import StepDeadline
+from tpengine.logger import init_logger
+from tpengine.messages import MemoryLedger, StepInput, StepOutput
+
+logger = init_logger(__name__)
+
+_REFILL_S = 3.0
+"""Until spares are started after a rebuild: their imports would delay the waiting requests."""
+_TURN_S = 30.0
+"""How long `shutdown` waits for a cancelled start to stop."""
+_LEAST_APPEAR_S, _APPEAR_PATIENCE = 25.0, 5.0
+"""What the processes of a later group get to appear: at the least, and in multiples of the first's
+time. Ray may have to end a stopped process first, which takes it five seconds."""
+PROCESSES = "processes"
+
+
+class StartTimes:
+    """The seconds of each phase of the latest start.
+
+    Args:
+        limit_s: of any call in a start.
+
+    Attributes:
+        seconds: by phase, in order.
+        appear_s: how long new processes may take to tell where they are. Until then they cannot be
+            looked at. The first ones may take as long as the user allows; of a later group, one
+            that takes far longer than the first did is frozen and must not delay the rebuild.
+    """
+
+    def __init__(self, limit_s: float) -> None:
+        self.seconds: dict[str, float] = {}
+        self.appear_s = limit_s
+
+    @contextlib.contextmanager
+    def phase(self, name: str) -> Iterator[None]:
+        """Measures the time in the context, however it ends."""
+        start = time.monotonic()
+        try:
+            yield
+        finally:
+            self.seconds[name] = time.monotonic() - start
+
+    def note_first(self) -> None:
+        """Takes the first start, which succeeded, as the measure of later ones."""
+        patience_s = max(_LEAST_APPEAR_S, _APPEAR_PATIENCE * self.seconds[PROCESSES])
+        self.appear_s = min(self.appear_s, patience_s)
+
+
+class GroupExecutor(Executor):
+    """Ranks in processes of their own.
+
+    `load` starts the first group, and leaves nothing behind if that fails.
+
+    Attributes:
+        nodes: addresses; those of the last group while a new one starts.
+        spares: processes that may become ranks of later groups.
+    """
+
+    spares: Spares
+
+    def __init__(self, config: EngineConfig) -> None:
+        limits = config.parallel.ranks
+        assert limits is not None, "ranks in processes of their own need config.parallel.ranks"
+        self._config = config
+        self._limits = limits
+        # Part of the names of files in shared memory, so that a file's owner can be told.
+        self._engine_id = f"{os.getpid()}_{uuid.uuid4().hex[:12]}"
+        self._deadline = StepDeadline(limits.step_timeout_s)
+        self._group: Group | None = None
+        self._times = StartTimes(limits.start_timeout_s)
+        self.start_times_s = self._times.seconds
+        self._peaks: list[int] = []
+        self._digests: list[str] | None = None
+        self.nodes = []
+        self._turn = threading.Lock()
+        self._is_cancelled = threading.Event()
+        self._is_shut_down = False
+
+    @abstractmethod
+    def _place(self) -> None:
+        """Finds places for the first group."""
+
+    @abstractmethod
+    def _replace(self, lost: Group) -> None:
+        """Ends what is left of a lost group, and makes sure of places for the next one."""
+
+    @abstractmethod
+    def _make_launcher(self) -> Launcher:
+        """The launcher of the next group, with spares where there are some."""
+
+    @abstractmethod
+    def _give_places_back(self) -> None:
+        """Called when a group has ended and no other one follows."""
+
+    @abstractmethod
+    def _close(self, stack: contextlib.ExitStack) -> None:
+        """Adds to the stack what ends the spares and all else that outlives a group."""
+
+    def _check(self) -> None:
+        """Called during everything that may take long.
+
+        Raises:
+            EngineError: the executor is being shut down.
+        """
+        if self._is_cancelled.is_set():
+            raise EngineError("the engine is being shut down")
+
+    @property
+    def _can_call(self) -> bool:
+        """Whether the ranks can still be called without the channels."""
+        return True
+
+    @property
+    def _may_use_spares(self) -> bool:
+        return True
+
+    @property
+    def places(self) -> list[RankPlace]:
+        """Where each rank of the latest group is or was, in rank order; empty before `load`."""
+        return [] if self._group is None else list(self._group.places)
+
+    @property
+    def loss(self) -> RankLoss | None:
+        """See `Executor`."""
+        return None if self._group is None else self._group.loss
+
+    @property
+    def epoch(self) -> int:
+        """See `Executor`."""
+        return 1 if self._group is None else self._group.epoch
+
+    def load(self) -> list[str]:
+        """Places the ranks, starts and connects them, and loads the model.
+
+        Raises:
+            PlacementError: there is no room for the ranks.
+            EngineError: a rank's own error; nothing is left behind.
+        """
+        with self._in_turn():
+            try:
+                self._place()
+                self._start_group(1)
+                self._times.note_first()
+                return list(self.devices)
+            except GroupLostError as error:
+                self._end_group(orderly=False)
+                failure = error.__cause__ or WorkerDiedError(error.loss.report())
+            except BaseException:
+                self._end_group(orderly=False)
+                raise
+        raise failure  # outside the `except` block, so that the rank's traceback stays its cause
+
+    def rebuild(self) -> list[MemoryLedger]:
+        """See `Executor`.
+
+        Raises:
+            PlacementError: there is no room for the ranks without the nodes that were lost.
+        """
+        with self._in_turn():
+            lost = self._group
+            if lost is None or lost.loss is None:
+                raise EngineError("no rank was lost: there is nothing to rebuild")
+            self._times.seconds.clear()
+            self._replace(lost)
+            try:
+                self._start_group(lost.epoch + 1)
+                with self._times.phase("profile"):
+                    peaks = {rank: (peak,) for rank, peak in enumerate(self._peaks)}
+                    return self._require_group().call_each("profile_num_available_blocks", peaks)
+            except BaseException as error:
+                if not isinstance(error, GroupLostError):
+                    self._end_group(orderly=False)
+                raise
+
+    def profile_num_available_blocks(self) -> list[MemoryLedger]:
+        """See `Executor`."""
+        with self._times.phase("profile"):
+            ledgers = super().profile_num_available_blocks()
+        self._peaks = [ledger.activation_peak_bytes for ledger in ledgers]
+        worst = self._config.scheduler.max_num_batched_tokens
+        self._deadline.observe(worst, self.start_times_s["profile"])
+        return ledgers
+
+    def init_cache_engine(self, num_blocks: int, num_host_blocks: int = 0) -> None:
+        """See `Executor`; the last phase of a start."""
+        with self._in_turn():
+            with self._times.phase("cache"):
+                self._run_workers("init_cache_engine", num_blocks, num_host_blocks)
+            if self._may_use_spares:
+                delay_s = 0.0 if self.epoch == 1 else _REFILL_S
+                self.spares.fill([place.node_id for place in self.places], delay_s)
+
+    def execute_model(self, step: StepInput) -> StepOutput:
+        """Runs one step on every rank, over the channels; the answer is rank 0's.
+
+        Raises:
+            GroupLostError: a rank was lost.
+        """
+        group = self._require_group()
+        num_tokens = sum(step.num_scheduled_tokens)
+        start = time.monotonic()
+        answer = group.step(step.step, encode(step), self._deadline.of(num_tokens))
+        self._deadline.observe(num_tokens, time.monotonic() - start)
+        return decode_output(answer)
+
+    def _run_workers(self, method: str, *args: Any, **kwargs: Any) -> list[Any]:
+        return self._require_group().call(method, *args, **kwargs)
+
+    def _require_group(self) -> Group:
+        if self._group is None or self._is_shut_down:
+            raise EngineError("the engine was shut down; make a new one")
+        return self._group
+
+    def _start_group(self, epoch: int) -> None:
+        """Starts the ranks up to their loaded weights."""
+        with self._times.phase(PROCESSES):
+            self._group = group = Group(
+                epoch, self._config, self._make_launcher(), self._limits, self._check
+            )
+            group.start(self._times.appear_s)
+        with self._times.phase("channels"):
+            group.open_channels()
+        with self._times.phase("imports"):
+            group.create_workers()
+        if len(group.places) > 1:
+            with self._times.phase("rendezvous"):
+                group.rendezvous(self._engine_id)
+        with self._times.phase("devices"):
+            lines: list[str] = group.call("init_device")
+        self.nodes = [place.address for place in group.places]
+        self.devices = [
+            f"{line} ({place})" for line, place in zip(lines, group.places, strict=True)
+        ]
+        with self._times.phase("weights"):
+            self._digests = group.load_model(self._digests)
+
+    @contextlib.contextmanager
+    def _in_turn(self) -> Iterator[None]:
+        """Lets one thread at a time start or end groups."""
+        self._check()
+        if not self._turn.acquire(timeout=_TURN_S):
+            raise EngineError(
+                f"another thread has been starting the ranks for {_TURN_S:g} s; wait for it"
+            )
+        try:
+            self._check()
+            yield
+        finally:
+            self._turn.release()
+
+    def shutdown(self) -> None:
+        """Ends the ranks and gives their places back; a second call does nothing, or finishes what
+        an interrupted first one could not."""
+        if self._is_shut_down:
+            return
+        self._is_cancelled.set()
+        has_turn = self._turn.acquire(timeout=_TURN_S)
+        try:
+            if not has_turn:
+                logger.warning("a start of ranks does not stop; its ranks are ended while it runs")
+            with contextlib.ExitStack() as stack:  # each of these runs, even if another one raises
+                self._close(stack)
+                self._end_group(orderly=True)
+            self._is_shut_down = True
+        finally:
+            if has_turn:
+                self._turn.release()
+
+    def _end_group(self, orderly: bool) -> None:
+        """Ends all processes of the group and gives their places back.
+
+        Args:
+            orderly: the workers may clean up before they end.
+        """
+        try:
+            if self._group is not None:
+                self._group.end(orderly and self._can_call)
+                host.sweep_segments()
+        finally:
+            self._give_places_back()

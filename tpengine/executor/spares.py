@@ -1,0 +1,121 @@
+"""Processes that may become ranks of later groups, with torch imported; whoever starts them."""
+
+from __future__ import annotations
+
+import threading
+from collections import Counter
+from collections.abc import Callable, Sequence
+from typing import Protocol
+
+from tpengine.executor.diagnosis import RankPlace
+
+
+class Spare(Protocol):
+    """One process without resources or devices, which ends with the driver."""
+
+    @property
+    def node_id(self) -> str:
+        """Of the machine that it runs on."""
+
+    def is_prepared(self) -> bool:
+        """Whether it has imported everything; does not wait."""
+
+    def answer(self) -> RankPlace | None:
+        """Where it is; None: it is dead, or does not answer within a moment."""
+
+    def end(self) -> None:
+        """Ends the process without waiting, also one that is stopped."""
+
+
+class Spares:
+    """Keeps spares ready on the nodes of the ranks.
+
+    Args:
+        count: how many are kept ready.
+        start: starts one on a node, without waiting for it; None: none can be started now.
+    """
+
+    def __init__(self, count: int, start: Callable[[str], Spare | None]) -> None:
+        self._count = count
+        self._start = start
+        self._spares: list[Spare] = []
+        self._lock = threading.RLock()
+        self._timer: threading.Timer | None = None
+
+    def fill(self, node_ids: Sequence[str], delay_s: float = 0.0) -> None:
+        """Starts what is missing, without waiting.
+
+        Args:
+            node_ids: of the ranks; the spares are spread over nodes in the same proportion.
+            delay_s: until they are started, unless `take` or `close` is called before.
+        """
+        if not self._count:
+            return
+        with self._lock:
+            self._cancel()
+            self._timer = threading.Timer(delay_s, self._fill, (list(node_ids),))
+            self._timer.daemon = True
+            self._timer.start()
+
+    def _cancel(self) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+
+    def _fill(self, node_ids: list[str]) -> None:
+        """Runs in the timer's thread."""
+        with self._lock:
+            if self._timer is not threading.current_thread():
+                return  # it was cancelled meanwhile
+            self._timer = None
+            wanted = Counter(node_ids[i % len(node_ids)] for i in range(self._count))
+            wanted.subtract(spare.node_id for spare in self._spares)
+            for node_id in wanted.elements():
+                if len(self._spares) < self._count and (spare := self._start(node_id)) is not None:
+                    self._spares.append(spare)
+
+    def take(self, node_ids: Sequence[str]) -> list[Spare | None]:
+        """Takes a spare on each of these nodes, if possible one that has imported everything; None:
+        there is none on that node."""
+        with self._lock:
+            self._cancel()
+            usable = self._usable()
+            taken: list[Spare | None] = []
+            for node_id in node_ids:
+                spare = next((spare for spare in usable if spare.node_id == node_id), None)
+                taken.append(spare)
+                if spare is not None:
+                    usable.remove(spare)
+                    self._spares.remove(spare)
+            return taken
+
+    @property
+    def num_started(self) -> int:
+        """Number of spares that were started, ready or not."""
+        return len(self._spares)
+
+    def places(self) -> list[RankPlace]:
+        """Where the spares are that have imported everything."""
+        with self._lock:
+            found = [spare.answer() for spare in self._spares if spare.is_prepared()]
+            return [place for place in found if place is not None]
+
+    def _usable(self) -> list[Spare]:
+        """The spares that are alive, the prepared ones first; dead and frozen ones are ended."""
+        prepared = [spare for spare in self._spares if spare.is_prepared()]
+        others = [spare for spare in self._spares if spare not in prepared]
+        alive = []
+        for spare in prepared:
+            if spare.answer() is not None:
+                alive.append(spare)
+            else:
+                self._spares.remove(spare)
+                spare.end()
+        return alive + others
+
+    def close(self) -> None:
+        """Ends the spares."""
+        with self._lock:
+            self._cancel()
+            while self._spares:
+                self._spares.pop().end()
