@@ -92,8 +92,7 @@ def make_request(
         seed=1000 + index,
         arrival_index=index,
         sequences=[
-            Sequence(100 * index + place, place, list(prompt), len(prompt))
-            for place in range(width)
+            Sequence(100 * index + place, place, prompt, len(prompt)) for place in range(width)
         ],
         metrics=RequestMetrics.of_arrival(float(index)),
         priority=priority,

@@ -334,7 +334,7 @@ class LLMEngine(RefusesNames):
             seed=self._seed(checked.params, arrival_index),
             arrival_index=arrival_index,
             sequences=[
-                Sequence(first_id + index, index, token_ids.copy(), len(token_ids))
+                Sequence(first_id + index, index, token_ids, len(token_ids))
                 for index in range(count)
             ],
             metrics=RequestMetrics.of_arrival(arrived_at),
@@ -342,6 +342,7 @@ class LLMEngine(RefusesNames):
             end_token_ids=checked.end_token_ids,
             num_candidates=checked.num_candidates,
             adapter=checked.adapter,
+            cache_salt=checked.cache_salt,
         )
         with DeferredInterrupt():  # scheduler and output processor both get it, or neither
             self._recovery.note_arrival()

@@ -22,7 +22,7 @@ from collections.abc import Iterable
 from typing import NamedTuple
 
 from tpengine.errors import CacheSizeError, EngineError
-from tpengine.scheduling.block_pool import BlockChain, BlockPool, expect
+from tpengine.scheduling.block_pool import BlockChain, BlockPool, expect, root_of
 from tpengine.sequence import Request, Sequence, SequenceStatus
 
 BlockPair = tuple[int, int]
@@ -415,13 +415,12 @@ class BlockManager:
         return found
 
     def _chain(self, request: Request, sequence: Sequence) -> BlockChain:
-        """The digests of a sequence; K and V of one adapter are never found for another."""
+        """The digests of a sequence; K and V of one adapter or salt are never found for another."""
         assert self._chains is not None
         if sequence.seq_id not in self._chains:
             adapter = request.adapter
-            self._chains[sequence.seq_id] = (
-                BlockChain() if adapter is None else BlockChain(root=adapter.key)
-            )
+            root = root_of(None if adapter is None else adapter.key, request.cache_salt)
+            self._chains[sequence.seq_id] = BlockChain(root=root)
         return self._chains[sequence.seq_id]
 
     def _cached_window(self, digests: list[bytes]) -> list[int]:

@@ -155,6 +155,9 @@ class RequestQueues:
         """Waiting to running: a slot for each unfinished sequence, blocks for the first."""
         self.waiting.remove(request)
         sequences = request.unfinished_sequences
+        for sequence in sequences:  # while they wait, all have the prompt's one list
+            if sequence.token_ids is request.prompt_token_ids:
+                sequence.token_ids = sequence.token_ids.copy()
         self._blocks.allocate(request)
         sequences[0].move_to(SequenceStatus.RUNNING)
         if len(sequences) > 1:

@@ -103,6 +103,7 @@ class _Server:
         self._limits = args.limits()
         adapters = args.adapters(), args.lora_folder
         self._state = ServerState(engine_args.served_names, args.drain_timeout, *adapters)
+        self._state.salts_prefixes = args.salts_prefixes(authenticator)
         self._phases = dict(phases)
         self._phase = ""
         self._first_signal: signal.Signals | None = None

@@ -58,6 +58,10 @@ class ServerArgs(Options):
     """PEM file of the certificate's key."""
     tls_client_ca: str | None = option(None)
     """PEM file of the authority that signs clients' certificates: mutual TLS."""
+    share_prefixes: bool = option(False)
+    """Let clients of different tokens or certificates find each other's prompts in the prefix
+    cache. This is faster where they send the same beginnings, and the number of cached tokens and
+    the time to the first token then tell each of them what others have sent."""
     insecure: bool = option(False)
     """Listen beyond this machine without TLS and without tokens."""
     max_queued_requests: int = option(_QUEUE.max_requests, at_most=MAX_QUEUED)
@@ -128,6 +132,11 @@ class ServerArgs(Options):
                 f"could use the model; give {needed}, or --token-file or --api-key, or say "
                 "--insecure, or listen on 127.0.0.1"
             )
+
+    def salts_prefixes(self, authenticator: Authenticator) -> bool:
+        """Whether clients, which have names, find only their own prompts in the prefix cache."""
+        has_names = authenticator.wants_token or self.tls_client_ca is not None
+        return has_names and not self.share_prefixes
 
     def check_ports(self) -> None:
         """Checks that the ports are free, before anything slow is done.

@@ -8,6 +8,7 @@ import itertools
 import time
 from collections.abc import AsyncIterator, Iterable, Mapping, Sequence
 from contextlib import asynccontextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -53,6 +54,7 @@ class ServerState:
         last_words: error text for clients whose requests have not finished by then.
         created: time in seconds since 1970 at which the server began to load.
         num_open_calls: calls that generate and have not ended.
+        salts_prefixes: whether a request finds only prompts of its own client in the prefix cache.
     """
 
     def __init__(
@@ -76,6 +78,7 @@ class ServerState:
             "the server ends, and the time that running requests had is up; ask another"
         )
         self.num_open_calls = 0
+        self.salts_prefixes = False
         self._max_text_bytes: int | None = None
         self.created = int(time.time())
         self._start = time.monotonic()
@@ -213,6 +216,8 @@ class ServerState:
             RequestError, EngineError: as there; EngineDrainingError if the end of the server has
                 aborted the request.
         """
+        if self.salts_prefixes:
+            request = replace(request, cache_salt=request.owner or "")
         self.num_open_calls += 1
         try:
             async with self.loaded_engine().open(request) as mailbox:
