@@ -1,0 +1,113 @@
+"""Which requests pass the first waiting one while it has no room, and for how long.
+
+When the first request finds no room (slots, blocks or a slot for its adapter), the step is fixed by
+which it starts: the one by which running requests must have ended so that it has room, and as many
+steps more as the request itself may run. A later request passes it only if it will have ended by
+then. So small requests use room that is too small for the first, and this one waits and runs at
+most twice as long as it would otherwise have to.
+
+Steps are counted as if each advanced every running request. Where requests are preempted, or a
+step does not hold a token for each of them, the first may start later, and no request passes it
+after its step.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from itertools import islice
+
+from tpengine.config import SchedulerConfig
+from tpengine.scheduling.adapter_slots import AdapterSlots
+from tpengine.scheduling.block_manager import BlockManager
+from tpengine.sequence import Request
+
+_MAX_LOOKED = 256
+"""Waiting requests that are looked at in a step; bounds its time."""
+
+
+class Passing:
+    """Remembers until when waiting requests may be passed.
+
+    Args:
+        config: the limits of a step and of a sequence.
+        adapters: who has slots for adapters.
+    """
+
+    def __init__(self, config: SchedulerConfig, adapters: AdapterSlots) -> None:
+        self._config = config
+        self._adapters = adapters
+        self._latest_starts: dict[str, int] = {}  # by request id
+
+    def choose(
+        self,
+        waiting: Iterable[Request],
+        running: Sequence[Request],
+        blocks: BlockManager,
+        num_free_slots: int,
+        step: int,
+    ) -> Request | None:
+        """The first request that passes the first of `waiting`, which has no room; None: none does.
+
+        Args:
+            running: the requests that hold slots.
+            step: number of the step that is being scheduled.
+        """
+        queue = iter(waiting)
+        first = next(queue)
+        latest = self._latest_starts.get(first.request_id)
+        if latest is None:
+            room_at = step + self._steps_until_room(first, running, blocks, num_free_slots)
+            latest = room_at + self.num_steps(first)
+            self._latest_starts[first.request_id] = latest
+        if not num_free_slots or step >= latest:
+            return None
+        for request in islice(queue, _MAX_LOOKED):
+            if (
+                len(request.unfinished_sequences) <= num_free_slots
+                and step + self.num_steps(request) <= latest
+                and self._adapters.has_room(request, running)
+                and blocks.num_missing_blocks(request) <= 0
+            ):
+                return request
+        return None
+
+    def forget(self, request: Request) -> None:
+        """Forgets a request that has started or ended."""
+        self._latest_starts.pop(request.request_id, None)
+
+    def restart(self) -> None:
+        """Forgets all, since no request runs any more."""
+        self._latest_starts.clear()
+
+    def num_steps(self, request: Request) -> int:
+        """Most steps until a request ends, if each computes all that it may of the request."""
+        config = self._config
+        max_tokens = request.sampling_params.max_tokens
+        most = 0
+        for sequence in request.unfinished_sequences:
+            num_left = config.max_model_len - sequence.num_tokens
+            if max_tokens is not None:
+                num_left = min(num_left, max_tokens - sequence.num_output_tokens)
+            num_behind = sequence.num_tokens - sequence.num_computed_tokens
+            most = max(most, num_left + num_behind // config.max_num_batched_tokens)
+        return most
+
+    def _steps_until_room(
+        self,
+        first: Request,
+        running: Sequence[Request],
+        blocks: BlockManager,
+        num_free_slots: int,
+    ) -> int:
+        """Most steps until so many of the running requests have ended that `first` has room."""
+        num_slots = len(first.unfinished_sequences) - num_free_slots
+        num_blocks = blocks.num_missing_blocks(first)
+        order = sorted(((self.num_steps(one), one) for one in running), key=lambda pair: pair[0])
+        left = [one for _, one in order]
+        for num_steps, one in order:
+            left.remove(one)
+            num_slots -= len(one.unfinished_sequences)
+            num_blocks -= blocks.num_held_blocks(one)
+            if num_slots <= 0 and num_blocks <= 0 and self._adapters.has_room(first, left):
+                return num_steps
+        return order[-1][0] if order else 0
