@@ -68,10 +68,9 @@ class ServerArgs(Options):
     """Most requests that may wait to start; more are refused."""
     max_queued_tokens: int = option(_QUEUE.max_tokens, at_most=MAX_QUEUED)
     """Most prompt tokens that may wait to start; more are refused."""
-    max_message_mib: float = option(
-        DEFAULT_MESSAGE_BYTES / (1 << 20), more_than=0, at_most=MAX_MESSAGE_MIB
-    )
-    """Largest request in MiB, after decompression."""
+    max_message_mib: float | None = option(None, more_than=0, at_most=MAX_MESSAGE_MIB)
+    """Largest request in MiB, after decompression; default: 0.5 and 64 bytes for each token of
+    max_model_len, at most 4."""
     drain_timeout: float = option(30.0, at_least=0, unit=" seconds")
     """Seconds that running requests get to finish after SIGTERM, SIGINT or Drain."""
     startup_timeout: float = option(1800.0, at_least=0, unit=" seconds")
@@ -176,7 +175,9 @@ class ServerArgs(Options):
             ConfigError: a limit of the queue is below 1.
         """
         return Limits(
-            max_message_bytes=int(self.max_message_mib * (1 << 20)),
+            max_message_bytes=DEFAULT_MESSAGE_BYTES
+            if self.max_message_mib is None
+            else int(self.max_message_mib * (1 << 20)),
             queue=QueueLimits(self.max_queued_requests, self.max_queued_tokens),
         )
 
