@@ -333,10 +333,7 @@ class LLMEngine(RefusesNames):
             sampling_params=checked.params,
             seed=self._seed(checked.params, arrival_index),
             arrival_index=arrival_index,
-            sequences=[
-                Sequence(first_id + index, index, token_ids, len(token_ids))
-                for index in range(count)
-            ],
+            sequences=[Sequence(first_id + i, i, token_ids, len(token_ids)) for i in range(count)],
             metrics=RequestMetrics.of_arrival(arrived_at),
             priority=checked.priority,
             end_token_ids=checked.end_token_ids,

@@ -150,23 +150,16 @@ def check_request(
     Raises:
         RequestError: this request cannot be served.
     """
-    model = config.model
-    is_local = config.parallel.ray is None
+    model, is_local = config.model, config.parallel.ray is None
     params = read_sampling_params(request.params, model, tokenizer, is_local=is_local)
     _check_priority(request.priority, config.scheduler)
     end_token_ids = _end_token_ids(params, model, tokenizer)
     candidates = _check_sequences(params, len(end_token_ids), config.scheduler, model.vocab_size)
     adapter = adapters.check(request.lora_request)
     text, token_ids = _read_prompt(request, params.truncate_prompt_tokens, tokenizer, model)
+    urgency, salt = request.priority, request.cache_salt
     return CheckedRequest(
-        text,
-        token_ids,
-        params,
-        request.priority,
-        end_token_ids,
-        candidates,
-        adapter,
-        request.cache_salt,
+        text, token_ids, params, urgency, end_token_ids, candidates, adapter, salt
     )
 
 
