@@ -19,6 +19,7 @@ BENCHMARKS = {
     "engines": "decode and prefill beside llama.cpp, OpenVINO GenAI and vLLM on CPU",
     "kernels": "the kernels of CPU or GPU: bytes and operations per second",
     "lora": "what adapters add to the linear layers of a decode step on CPU",
+    "passing": "what a request that waits for slots loses to those that pass it, and these gain",
     "peers": "output tokens/s beside those of transformers, on the same requests",
     "prefix": "what prefix caching gains and costs",
     "prompts": "tokens/s of long prompts, and the share of a plain product's operations",

@@ -58,8 +58,8 @@ class Attack:
     is_refused: bool = False
 
 
-def attacks(num_sequences: int) -> list[Attack]:
-    """The requests, each for so many sequences."""
+def attacks(num_sequences: int, max_bytes: int) -> list[Attack]:
+    """The requests, each for so many sequences, in messages of so many bytes."""
     many = {"n": num_sequences, "max_tokens": 900, "ignore_eos": True, "temperature": 1.0}
     beams = {
         "n": num_sequences, "max_tokens": 900, "use_beam_search": True, "temperature": 0.0,
@@ -67,7 +67,7 @@ def attacks(num_sequences: int) -> list[Attack]:
     }  # fmt: skip
     rng = random.Random(0)
     long = [rng.randrange(5, _VOCAB) for _ in range(1100)]
-    words = ["".join(rng.choices("etaoin shrdlu", k=size)).strip() + "x" for size in range(2, 1024)]
+    words = ["".join(rng.choices("etaoin shrdlu", k=size)).strip() + "x" for size in range(2, 360)]
     # The text is one letter again and again, and each stop differs only at its end.
     stops = [400 * "a" + 10 * index * "a" + "b" for index in range(60)]
     repeat = {**many, "allowed_token_ids": [_letter_a()]}
@@ -77,8 +77,8 @@ def attacks(num_sequences: int) -> list[Attack]:
         Attack("stop strings", repeat, {**repeat, "stop": stops}),
         Attack("beams with stop ids", beams, {**beams, "stop_token_ids": list(range(100, 111))}),
         Attack("bias", many, {**many, "logit_bias": bias}),
-        Attack("ids", {}, {}, 3000 * [5], 2_000_000 * [5], True),
-        Attack("messages", {}, {}, 5000, 1_300_000, True),
+        Attack("ids", {}, {}, 3000 * [5], (max_bytes // 2 - 99) * [5], True),
+        Attack("messages", {}, {}, 5000, max_bytes // 3 - 99, True),
     ]
 
 
@@ -106,9 +106,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Measures and prints the report."""
-    chosen = [
-        one for one in attacks(args.sequences) if not args.only or one.name in args.only.split(",")
-    ]
     options = ("--http-port", "0", "--disable-log-requests", *shlex.split(args.server))
     with (
         tempfile.TemporaryDirectory() as logs,
@@ -116,6 +113,10 @@ def run(args: argparse.Namespace) -> int:
         ServerProcess(*options, log=Path(logs) / "log") as server,
     ):
         addresses = {"gRPC": server.target, "HTTP": server.http_address.removeprefix("http://")}
+        limits = server.stub.GetServerInfo(pb.GetServerInfoRequest()).limits
+        chosen = attacks(args.sequences, limits.max_message_bytes)
+        if args.only:
+            chosen = [one for one in chosen if one.name in args.only.split(",")]
         print(report_head(None, {"work": f"{_OTHERS} clients, embedded", "server": args.server}))
         for attack in chosen:
             for door in args.doors.split(","):

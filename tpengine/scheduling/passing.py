@@ -37,6 +37,9 @@ class Passing:
         self._config = config
         self._adapters = adapters
         self._latest_starts: dict[str, int] = {}  # by request id
+        # Free slots and blocks of a search that found no request. Without more of them, another
+        # search finds none until a request comes or goes.
+        self._searched_with: tuple[int, int] | None = None
 
     def choose(
         self,
@@ -59,7 +62,7 @@ class Passing:
             room_at = step + self._steps_until_room(first, running, blocks, num_free_slots)
             latest = room_at + self.num_steps(first)
             self._latest_starts[first.request_id] = latest
-        if not num_free_slots or step >= latest:
+        if not num_free_slots or step >= latest or self._is_searched(num_free_slots, blocks):
             return None
         for request in islice(queue, _MAX_LOOKED):
             if (
@@ -69,15 +72,22 @@ class Passing:
                 and blocks.num_missing_blocks(request) <= 0
             ):
                 return request
+        self._searched_with = num_free_slots, blocks.num_free_blocks
         return None
+
+    def note_arrival(self) -> None:
+        """Notes that there is one more waiting request."""
+        self._searched_with = None
 
     def forget(self, request: Request) -> None:
         """Forgets a request that has started or ended."""
         self._latest_starts.pop(request.request_id, None)
+        self._searched_with = None
 
     def restart(self) -> None:
         """Forgets all, since no request runs any more."""
         self._latest_starts.clear()
+        self._searched_with = None
 
     def num_steps(self, request: Request) -> int:
         """Most steps until a request ends, if each computes all that it may of the request."""
@@ -91,6 +101,12 @@ class Passing:
             num_behind = sequence.num_tokens - sequence.num_computed_tokens
             most = max(most, num_left + num_behind // config.max_num_batched_tokens)
         return most
+
+    def _is_searched(self, num_free_slots: int, blocks: BlockManager) -> bool:
+        if self._searched_with is None:
+            return False
+        most_slots, most_blocks = self._searched_with
+        return num_free_slots <= most_slots and blocks.num_free_blocks <= most_blocks
 
     def _steps_until_room(
         self,

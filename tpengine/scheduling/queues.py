@@ -199,6 +199,7 @@ class RequestQueues:
         self.running.remove(request)
         self._reset(request)
         self.waiting.put_back(request)
+        self.passing.note_arrival()
 
     def restart(self, blocks: BlockManager) -> None:
         """Moves all requests to waiting, since the workers and all that they held are lost.
@@ -339,6 +340,7 @@ class RequestQueues:
     def _wait(self, request: Request) -> None:
         if self._may_run(request):
             self.waiting.add(request)
+            self.passing.note_arrival()
         else:
             self.barred[request.request_id] = request
 
