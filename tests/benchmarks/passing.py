@@ -1,6 +1,6 @@
 """What a waiting request loses to those that pass it, and what these gain.
 
-A request of 140 sequences runs, and one of 128 waits for slots, of which 116 of 256 are free. Small
+A request of 140 sequences runs, and one of 250 waits for slots, of which 116 of 256 are free. Small
 requests come every few steps. Each round is run as it is, with strict order of arrival, and without
 small requests. In half of the rounds the running request stops at a quarter of its `max_tokens`:
 then the one that waits has to wait for those that passed it.
@@ -11,14 +11,15 @@ from __future__ import annotations
 import argparse
 import random
 import statistics
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
-from benchmarks.common import add_engine_arguments, add_numbers, dummy_model, random_prompt
+from benchmarks.common import add_numbers, random_prompt
 from tpengine.bench.harness import report_head
 from tpengine.engine.llm_engine import LLMEngine
+from tpengine.engine_args import EngineArgs
 from tpengine.sampling_params import SamplingParams
 
-_SLOTS, _RUNNING, _WAITING = 256, 140, 128
+_SLOTS, _RUNNING, _WAITING = 256, 140, 250
 _ORDERS = ("passing", "strict", "alone")
 
 
@@ -33,23 +34,21 @@ class Round:
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Adds this benchmark's options."""
-    add_engine_arguments(parser)
+    EngineArgs.add_cli_args(parser)
     add_numbers(
         parser,
-        rounds=(1, "of each kind"),
-        holder_tokens=(120, "max_tokens of the request that runs"),
-        first_tokens=(40, "max_tokens of the request that waits"),
+        rounds=(2, "of each kind"),
+        holder_tokens=(400, "max_tokens of the request that runs"),
+        first_tokens=(100, "max_tokens of the request that waits"),
         every=(4, "steps between two small requests"),
     )
 
 
 def run(args: argparse.Namespace) -> int:
     """Measures and prints the report."""
-    with (
-        dummy_model(args, max_num_seqs=_SLOTS) as settings,
-        LLMEngine.from_engine_args(settings) as engine,
-    ):
-        print(report_head(None, {"work": f"{_RUNNING} + {_WAITING} sequences of {args.shape}"}))
+    settings = replace(EngineArgs.from_cli_args(args), max_num_seqs=_SLOTS, disable_log_stats=True)
+    with LLMEngine.from_engine_args(settings) as engine:
+        print(report_head(None, {"work": f"{_RUNNING} + {_WAITING} sequences of {args.model}"}))
         passing = engine._scheduler._queues.passing
         choose = passing.choose
         for stops_early in (False, True):

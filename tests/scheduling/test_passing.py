@@ -48,6 +48,25 @@ def test_what_is_as_large_waits_its_turn() -> None:
     assert [request.arrival_index for request in loop.admitted] == [0, 3, 1, 2]
 
 
+def test_the_first_is_passed_for_less_time_when_what_it_waits_for_ends_early() -> None:
+    loop = Loop(Limits(tokens=64, seqs=8))
+    long = add(loop, 0, n=5, max_tokens=100)
+    loop.step()
+    first = add(loop, 1, n=8, max_tokens=6)
+    add(loop, 2, max_tokens=3)
+    loop.step()
+    loop.end(long)
+    ended_at = loop.worker.last_step
+    for index in range(3, 30):
+        add(loop, index, max_tokens=3)
+        loop.step()
+        if first in loop.admitted:
+            break
+    assert loop.worker.last_step <= ended_at + 1 + 6
+    assert len(loop.admitted) > 4
+    loop.run()
+
+
 @pytest.mark.parametrize("kind", ["slots", "adapters"])
 def test_the_first_starts_although_others_never_stop_coming(kind: str) -> None:
     loop = Loop(Limits(tokens=64, seqs=4, num_blocks=200, max_loras=1 if kind == "adapters" else 0))

@@ -146,9 +146,10 @@ class BeamSearch:
         so_far = np.array([self._live[sequence.seq_id].score for sequence, _, _ in sampled])
         scores = np.concatenate([found.scores for _, found, _ in sampled]) + so_far[parent]
         is_end = np.isin(token_ids, np.array([*ends], np.int64))
-        living = scores[~is_end]
+        may_be_sampled = scores > -np.inf  # neither banned nor NaN
+        living = scores[may_be_sampled & ~is_end]
         least = np.partition(living, -width)[-width] if len(living) > width else -np.inf
-        best = np.flatnonzero((scores >= least) & (scores > -np.inf))
+        best = np.flatnonzero(may_be_sampled & (scores >= least))
         best = best[np.argsort(-scores[best], kind="stable")]
         best = best[(np.arange(len(best)) < width) | ~is_end[best]]
         continuations = []

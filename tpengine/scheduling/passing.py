@@ -1,10 +1,10 @@
 """Which requests pass the first waiting one while it has no room, and for how long.
 
 When the first request finds no room (slots, blocks or a slot for its adapter), the step is fixed by
-which it starts: the one by which running requests must have ended so that it has room, and as many
-steps more as the request itself may run. A later request passes it only if it will have ended by
-then. So small requests use room that is too small for the first, and this one waits and runs at
-most twice as long as it would otherwise have to.
+which it starts: the one by which requests that came before it must have ended so that it has room,
+and as many steps more as the request itself may run. The step moves forward when they end earlier.
+A later request passes only if it will have ended by then. So small requests use room that is too
+small for the first, which waits and runs at most twice as long as it otherwise might have to.
 
 Steps are counted as if each advanced every running request. Where requests are preempted, or a
 step does not hold a token for each of them, the first may start later, and no request passes it
@@ -57,13 +57,12 @@ class Passing:
         """
         queue = iter(waiting)
         first = next(queue)
-        latest = self._latest_starts.get(first.request_id)
-        if latest is None:
-            room_at = step + self._steps_until_room(first, running, blocks, num_free_slots)
-            latest = room_at + self.num_steps(first)
-            self._latest_starts[first.request_id] = latest
-        if not num_free_slots or step >= latest or self._is_searched(num_free_slots, blocks):
+        if not num_free_slots or self._is_searched(num_free_slots, blocks):
             return None
+        room_at = step + self._steps_until_room(first, running, blocks, num_free_slots)
+        latest = room_at + self.num_steps(first)
+        latest = min(latest, self._latest_starts.get(first.request_id, latest))
+        self._latest_starts[first.request_id] = latest
         for request in islice(queue, _MAX_LOOKED):
             if (
                 len(request.unfinished_sequences) <= num_free_slots
@@ -115,15 +114,19 @@ class Passing:
         blocks: BlockManager,
         num_free_slots: int,
     ) -> int:
-        """Most steps until so many of the running requests have ended that `first` has room."""
+        """Most steps until `first` has room, if no request had passed it."""
+        older = [one for one in running if one.arrival_index < first.arrival_index]
+        passed = [one for one in running if one.arrival_index > first.arrival_index]
         num_slots = len(first.unfinished_sequences) - num_free_slots
-        num_blocks = blocks.num_missing_blocks(first)
-        order = sorted(((self.num_steps(one), one) for one in running), key=lambda pair: pair[0])
-        left = [one for _, one in order]
-        for num_steps, one in order:
-            left.remove(one)
+        num_slots -= sum(len(one.unfinished_sequences) for one in passed)
+        num_blocks = blocks.num_missing_blocks(first) - sum(map(blocks.num_held_blocks, passed))
+        num_steps = 0
+        order = sorted(((self.num_steps(one), one) for one in older), key=lambda pair: pair[0])
+        for num_steps_of_one, one in order:
+            if num_slots <= 0 and num_blocks <= 0 and self._adapters.has_room(first, older):
+                break
+            num_steps = num_steps_of_one
+            older.remove(one)
             num_slots -= len(one.unfinished_sequences)
             num_blocks -= blocks.num_held_blocks(one)
-            if num_slots <= 0 and num_blocks <= 0 and self._adapters.has_room(first, left):
-                return num_steps
-        return order[-1][0] if order else 0
+        return num_steps
