@@ -38,9 +38,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_numbers(
         parser,
         rounds=(2, "of each kind"),
-        holder_tokens=(400, "max_tokens of the request that runs"),
-        first_tokens=(100, "max_tokens of the request that waits"),
-        every=(4, "steps between two small requests"),
+        holder_tokens=(120, "max_tokens of the request that runs"),
+        first_tokens=(40, "max_tokens of the request that waits"),
+        every=(1, "steps between two small requests"),
     )
 
 
