@@ -99,6 +99,10 @@ class MalformedRequestError(RequestError):
     """A message breaks its protocol: it is cut short, has wrong types, or its text is not UTF-8."""
 
 
+class MessageTooLargeError(MalformedRequestError):
+    """A message has more bytes than the server takes."""
+
+
 class ModelNotFoundError(RequestError):
     """A request names a model that is not served here."""
 

@@ -144,6 +144,8 @@ class Request:
     num_candidates: int = 0
     """Beam search: number of continuations of each beam that are compared after every token."""
     adapter: Adapter | None = None
+    cache_salt: str = ""
+    """Only requests with the same salt find each other's blocks in the prefix cache."""
 
     @property
     def finished(self) -> bool:

@@ -14,11 +14,13 @@ from tpengine.errors import TPEngineError
 BENCHMARKS = {
     "accuracy": "loss on a text beside that of llama.cpp's quantised types",
     "adapters": "throughput and first token with LoRA adapters beside the same without",
+    "attacks": "what valid but dear requests cost the other clients of a server",
     "collectives": "all-reduce of CPU ranks over shared memory, compared with gloo",
     "doors": "what a token costs over HTTP and over gRPC: throughput, CPU time, first token",
     "engines": "decode and prefill beside llama.cpp, OpenVINO GenAI and vLLM on CPU",
     "kernels": "the kernels of CPU or GPU: bytes and operations per second",
     "lora": "what adapters add to the linear layers of a decode step on CPU",
+    "passing": "what a request that waits for slots loses to those that pass it, and these gain",
     "peers": "output tokens/s beside those of transformers, on the same requests",
     "prefix": "what prefix caching gains and costs",
     "prompts": "tokens/s of long prompts, and the share of a plain product's operations",

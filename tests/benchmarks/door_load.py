@@ -8,6 +8,7 @@ import random
 import struct
 import time
 from dataclasses import dataclass
+from typing import Any
 
 from support import http2
 
@@ -147,10 +148,11 @@ def run_load(load: Load) -> LoadResult:
     Raises:
         ConnectionError: a stream was refused, or ended with an error.
     """
-    return asyncio.run(asyncio.wait_for(_run(load), TIMEOUT_S))
+    return asyncio.run(asyncio.wait_for(run_streams(load), TIMEOUT_S))
 
 
-async def _run(load: Load) -> LoadResult:
+async def run_streams(load: Load) -> LoadResult:
+    """As `run_load`, on this event loop."""
     arrivals, loop = random.Random(load.seed), asyncio.get_running_loop()
     rng = random.Random(f"{load}")  # no prompt is in the prefix cache
     host, _, port = load.address.rpartition(":")
@@ -193,7 +195,12 @@ def _over_grpc(prompt: list[int], num_output: int) -> bytes:
 
 def _over_http(prompt: list[int], num_output: int) -> bytes:
     body = {"prompt": prompt, "max_tokens": num_output, "temperature": 0, "ignore_eos": True}
-    data = json.dumps({**body, "stream": True}).encode()
-    head = "POST /v1/completions HTTP/1.1\r\nHost: x\r\nConnection: close\r\n"
+    return over_http("/v1/completions", {**body, "stream": True})
+
+
+def over_http(path: str, body: dict[str, Any]) -> bytes:
+    """A call whose connection ends with its answer."""
+    data = json.dumps(body, separators=(",", ":")).encode()
+    head = f"POST {path} HTTP/1.1\r\nHost: x\r\nConnection: close\r\n"
     head += f"Content-Type: application/json\r\nContent-Length: {len(data)}\r\n\r\n"
     return head.encode() + data

@@ -119,3 +119,19 @@ def test_an_engine_that_cannot_be_installed_is_named_and_the_others_are_measured
     assert "NOT MEASURED: vllm:bf16 is not here: no wheel" in shown
     for case in ("decode:2", "prefill:1x40"):
         assert re.search(rf"(?m)^embedded {case}, tokens/s\ntpengine:int8 +[\d.]+ ", shown), shown
+
+
+def test_what_passing_and_dear_requests_cost(capsys: pytest.CaptureFixture[str]) -> None:
+    sizes = ["--rounds", "1", "--holder-tokens", "12", "--first-tokens", "3"]
+    cache = ["--dtype", "float32", "--cpu-kv-cache-space", "0.2"]
+    assert main(["passing", *sizes, *cache]) == 0
+    shown = capsys.readouterr().out
+    (passing, strict, alone), _ = [
+        [int(n) for n in re.findall(r"starts after (\d+)", part)] for part in shown.split("early")
+    ]
+    assert alone == strict <= passing <= alone + 3
+    few = ["--sequences", "4", "--output-tokens", "4", "--rounds", "1", "--only", "bad words"]
+    assert main(["attacks", *few, "--server", "--dtype float32 --cpu-kv-cache-space 0.2"]) == 0
+    shown = capsys.readouterr().out
+    for door in ("gRPC", "HTTP"):
+        assert re.search(rf"(?m)^bad words over {door}: others [\d.]+ tokens/s .*; ratio", shown)

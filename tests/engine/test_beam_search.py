@@ -4,16 +4,21 @@ from __future__ import annotations
 
 import itertools
 import random
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
 import pytest
 import torch
+from support.costs import cost_ratio
 from support.small_llamas import SHAPES, VOCAB_SIZE, Job, MakeEngine, run
 from support.step_log import log_steps
 
-from tpengine.outputs import RequestOutput
+from tpengine.engine.beam_search import BeamSearch, num_candidates
+from tpengine.messages import Candidates
+from tpengine.outputs import RequestMetrics, RequestOutput
 from tpengine.sampling_params import SamplingParams
+from tpengine.sequence import Request, Sequence
 
 MAX_TOKENS = 14
 TOLERANCE = 1e-4
@@ -213,3 +218,27 @@ def test_nothing_is_reported_before_the_end(make_engine: MakeEngine) -> None:
     while engine.has_unfinished_requests():
         reports += engine.step()
     assert [report.finished for report in reports] == [True]
+
+
+def test_end_ids_cost_little() -> None:
+    """A search that looks at 12 times as many candidates, one by one, takes 10 times as long."""
+    width, ends = 128, list(range(11))
+    rng = random.Random(0)
+
+    def search(*end_ids: int) -> Callable[[], object]:
+        params = SamplingParams(
+            n=width, use_beam_search=True, temperature=0.0, stop_token_ids=end_ids, max_tokens=50
+        )
+        sequences = [Sequence(i, i, [1, 2, 3 + i], 2) for i in range(width)]
+        count = num_candidates(width, len(end_ids))
+        times = RequestMetrics.of_arrival(0.0)
+        request = Request("r", None, [1, 2], params, 0, 0, sequences, times)
+        request.end_token_ids, request.num_candidates = frozenset(end_ids), count
+        sampled = []
+        for sequence in sequences:
+            scores = sorted((-10 * rng.random() for _ in range(count)), reverse=True)
+            ids = rng.sample(range(5000), count)
+            sampled.append((sequence, Candidates(ids, scores, scores), None))
+        return lambda: BeamSearch(request, 100, None).advance(sampled)
+
+    assert cost_ratio(search(*ends), search()) < 3

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import signal
 import threading
+import tracemalloc
 from collections.abc import Iterator
 from typing import Any
 
@@ -78,6 +79,23 @@ def test_an_aborted_beam_search_shows_how_far_it_came(engine: LLMEngine) -> None
         assert completion.finish_reason == "abort"
         assert len(completion.token_ids) >= 4
         assert completion.text == engine.tokenizer.decode(completion.token_ids)
+
+
+def test_sequences_that_wait_share_their_prompt(engine: LLMEngine) -> None:
+    prompt, params = [5] * 2000, SamplingParams(n=64, max_tokens=2)
+    engine.add_request("first", None, params, prompt_token_ids=prompt)  # makes what stays
+    tracemalloc.start()
+    try:
+        for number in range(4):
+            engine.add_request(str(number), None, params, prompt_token_ids=prompt)
+        held, _ = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert held < 4 * 64 * len(prompt) * 8 / 4  # their pointers would be four times as much
+    outputs = {output.request_id: output for output in run(engine)}
+    for output in outputs.values():
+        assert output.prompt_token_ids == prompt
+        assert {len(one.token_ids) for one in output.outputs} == {2}
 
 
 @pytest.mark.parametrize("request_id", [None, 5, "", ["a"]])

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from support.costs import cost_ratio
 from tokenizers import Tokenizer as Backend
 from tokenizers import decoders, models
 from transformers import PreTrainedTokenizerFast
@@ -122,3 +123,19 @@ def test_stop_waits_for_min_tokens() -> None:
         detokenizer = Detokenizer(LETTERS, [], SamplingParams(stop=["END"], min_tokens=min_tokens))
         assert deltas_of(detokenizer, ids) == deltas
         assert detokenizer.stopped_by == stop
+
+
+def test_many_long_stop_strings_cost_little() -> None:
+    """The text is nearly each of them, again and again. To compare it with all of them takes 1,000
+    times as long as with a short one."""
+    stops = [(400 + 10 * index) * "a" + "b" for index in range(60)]
+    text = letters(*600 * ["a"], "c", *700 * ["a"])
+
+    def read(*stop: str) -> str:
+        detokenizer = Detokenizer(LETTERS, [], SamplingParams(stop=stop))
+        assert not any(map(detokenizer.append, text))
+        detokenizer.finish()
+        return detokenizer.text
+
+    assert read(*stops) == 600 * "a" + "c" + 700 * "a"
+    assert cost_ratio(lambda: read(*stops), lambda: read("ba")) < 10

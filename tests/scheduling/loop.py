@@ -92,8 +92,7 @@ def make_request(
         seed=1000 + index,
         arrival_index=index,
         sequences=[
-            Sequence(100 * index + place, place, list(prompt), len(prompt))
-            for place in range(width)
+            Sequence(100 * index + place, place, prompt, len(prompt)) for place in range(width)
         ],
         metrics=RequestMetrics.of_arrival(float(index)),
         priority=priority,
@@ -133,7 +132,8 @@ class Loop:
         preemptions: by request id.
         events: how often each event happened.
         policy: holds the waiting requests in their order.
-        is_in_order: requests come to run in the order of their arrival.
+        is_in_order: requests have come to run in the order of their arrival, as they do under this
+            policy, without swap, until one passes another that has no room.
     """
 
     def __init__(self, limits: Limits = Limits(), policy: SchedulingPolicy | None = None) -> None:
@@ -148,11 +148,8 @@ class Loop:
             looks_ahead=limits.ahead,
             max_loras=limits.max_loras,
         )
-        never_passes = not limits.max_loras
         never_swaps = limits.mode == "recompute" or not limits.num_host_blocks
-        self.is_in_order = (
-            limits.policy == "fcfs" and policy is None and never_swaps and never_passes
-        )
+        self.is_in_order = limits.policy == "fcfs" and policy is None and never_swaps
         self.policy = POLICIES[limits.policy]() if policy is None else policy
         self.events: Counter[str] = Counter()
         self.blocks, self.worker = self._open_cache(limits.num_blocks, last_step=0)
@@ -349,7 +346,9 @@ class Loop:
                 self.admitted.append(request)
         if self.limits.policy == "fcfs" and admitted and not output.preempted:
             first = min((r.arrival_index for r in self.policy), default=sys.maxsize)
-            self.events["passed"] += any(first < r.arrival_index for r in admitted)
+            num_passing = sum(first < r.arrival_index for r in admitted)
+            self.events["passed"] += num_passing
+            self.is_in_order = self.is_in_order and not num_passing
         if self.is_in_order:
             arrivals = [request.arrival_index for request in self.admitted]
             assert arrivals == sorted(arrivals), "not in order of arrival"

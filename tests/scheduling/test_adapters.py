@@ -48,21 +48,6 @@ def test_the_least_recently_used_adapter_gives_way() -> None:
     assert loads == [[b"adapter1"], [b"adapter2"], [], [b"adapter3"], [], [b"adapter2"]]
 
 
-def test_a_waiting_request_is_passed_a_bounded_number_of_times() -> None:
-    """Requests of the loaded adapter never stop coming, and still the other one gets its slot."""
-    loop = Loop(Limits(tokens=64, seqs=4, num_blocks=200, max_loras=1))
-    arrivals(loop, 1, 2, max_tokens=3)
-    index = 2
-    while "r1" not in running(loop):
-        arrivals(loop, 1, first=index, max_tokens=3)
-        loop.step()
-        index += 1
-        assert index < 1000
-    passed = [request for request in loop.admitted if request.arrival_index > 1]
-    assert len(passed) == 64
-    assert max(request.arrival_index for request in passed) == 65
-
-
 def test_a_new_worker_gets_all_adapters_again() -> None:
     loop = Loop(LIMITS)
     arrivals(loop, 1, 2, 0)

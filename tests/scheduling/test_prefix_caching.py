@@ -56,6 +56,19 @@ def test_what_precedes_a_block_counts() -> None:
     assert other.sequences[0].num_computed_tokens == 0
 
 
+def test_only_requests_of_the_same_salt_find_each_other() -> None:
+    blocks = pool()
+    found = []
+    for index, salt in enumerate(("one", "two", "", "one")):
+        request = make_request(index, [1, 2, 3, 4, 5])
+        request.cache_salt = salt
+        blocks.allocate(request)
+        found.append(request.sequences[0].num_computed_tokens)
+        request.sequences[0].num_computed_tokens = 5
+        blocks.mark_computed(request.sequences[0])
+    assert found == [0, 0, 0, 4]
+
+
 @pytest.mark.parametrize(("length", "cached"), [(4, 0), (5, 4), (8, 4), (9, 8)])
 def test_the_last_token_is_always_computed(length: int, cached: int) -> None:
     blocks = pool()

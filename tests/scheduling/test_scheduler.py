@@ -180,16 +180,6 @@ def test_limits_are_inclusive() -> None:
     assert statuses(request) == ["FINISHED_LENGTH"]
 
 
-def test_later_stops_admission_for_all_behind() -> None:
-    loop = Loop(Limits(num_blocks=10))
-    first, second, _ = loop.add_plain(20, 24, 4, max_tokens=2)
-    assert loop.step().rows == first.sequences
-    assert loop.step().rows == first.sequences  # the third would fit, but it is not its turn
-    assert len(loop.step().rows) == 2
-    assert second.sequences[0].num_computed_tokens == 24
-    loop.run()
-
-
 def test_token_that_was_not_appended_is_noticed() -> None:
     loop = Loop()
     loop.add_plain(4)

@@ -16,9 +16,11 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from server.calls import SERVICE, TIMEOUT_S
 from server.guarded import guarded_server
 from tpengine.async_engine.admission import QueueLimits
-from tpengine.errors import QueueFullError
+from tpengine.errors import MalformedRequestError, QueueFullError
 from tpengine.server.auth import Authenticator
+from tpengine.server.grpc.proto import tpengine_pb2 as pb
 from tpengine.server.grpc.server import HealthServicer
+from tpengine.server.grpc.wire import check_fields
 from tpengine.server.limits import Limits
 
 Code = grpc.StatusCode
@@ -26,6 +28,10 @@ TOKEN = "one-0123456789abcdef"
 HEALTH = "/grpc.health.v1.Health/"
 PREFACE = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + struct.pack(">HBBBL", 0, 0, 4, 0, 0)
 MAX_CONCURRENT_STREAMS = 3
+
+
+def _sampling(**fields: Any) -> pb.GenerateRequest:
+    return pb.GenerateRequest(prompt="a", sampling=pb.SamplingParams(**fields))
 
 
 async def code(call: Any) -> grpc.StatusCode:
@@ -112,6 +118,37 @@ def test_a_connection_gets_its_limit_of_calls() -> None:
                 settings = dict(struct.iter_unpack(">HL", stream.read(length)))
     assert kind == 4
     assert settings[MAX_CONCURRENT_STREAMS] == 9
+
+
+@pytest.mark.parametrize(
+    ("request_", "name"),
+    [
+        (pb.GenerateRequest(messages=pb.Conversation(messages=[pb.Message()] * 4097)), "messages"),
+        (_sampling(bad_words_token_ids=[pb.TokenIds()] * 1025), "bad_words_token_ids"),
+        (_sampling(stop=[""] * 2000), "stop"),
+        (_sampling(logit_bias=dict.fromkeys(range(16385), 1.0)), "logit_bias"),
+    ],
+)
+def test_entries_are_counted_before_they_are_parsed(
+    request_: pb.GenerateRequest, name: str
+) -> None:
+    """The server still loads: a message that was parsed is answered with UNAVAILABLE."""
+    data = request_.SerializeToString()
+
+    async def send(channel: grpc.aio.Channel) -> None:
+        call = channel.unary_unary(SERVICE + "Generate")(data)
+        assert await code(call) is Code.INVALID_ARGUMENT
+        assert f"entries of {name}" in await call.details()
+
+    with guarded_server() as target:
+        on_channel(target, send)
+
+
+def test_messages_that_are_none_are_left_to_the_parser() -> None:
+    for data in (b"\x22\xff" * 2000, bytes(5000), b"\xff" * 5000, b"\x0b" * 5000):
+        check_fields(data, pb.GenerateRequest.DESCRIPTOR, Limits())
+    with pytest.raises(MalformedRequestError, match="entries of unknown fields"):
+        check_fields(b"\xf8\x07\x01" * 70_000, pb.GenerateRequest.DESCRIPTOR, Limits())
 
 
 def test_watchers_are_bounded_in_total_and_per_host() -> None:

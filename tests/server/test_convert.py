@@ -222,6 +222,10 @@ def test_a_wrong_field_is_named(name: str) -> None:
         ({"bad_words": ["a" * 1025]}, "bad_words"),
         ({"bad_words_token_ids": [[1]] * 1025}, "bad_words_token_ids"),
         ({"bad_words_token_ids": [[1] * 1025]}, "bad_words_token_ids"),
+        ({"bad_words": ["a" * 1024] * 65}, "bad_words"),
+        ({"bad_words_token_ids": [[1] * 1000] * 66}, "bad_words_token_ids"),
+        ({"logit_bias": dict.fromkeys(range(4097), 1.0), "n": 128}, "logit_bias"),
+        ({"allowed_token_ids": [1] * 8193, "best_of": 64}, "allowed_token_ids"),
         ({"logprobs": 64, "n": 128, "max_tokens": 512}, "logprobs"),
         ({"logprobs": 64, "max_tokens": 500, "n": 3}, "logprobs"),
         ({"temperature": float("nan")}, "temperature"),
@@ -308,6 +312,7 @@ def test_the_table() -> None:
     codes = {kind.__name__: code.name for kind, code in STATUS_CODES.items()}
     assert codes == {
         "QueueFullError": "RESOURCE_EXHAUSTED",
+        "MessageTooLargeError": "RESOURCE_EXHAUSTED",
         "DeadlineExceededError": "DEADLINE_EXCEEDED",
         "RequestAbortedError": "CANCELLED",
         "DuplicateRequestError": "ALREADY_EXISTS",

@@ -111,6 +111,16 @@ def test_who_may_abort_whose_request(guarded: Guarded) -> None:
     stream.cancel()
 
 
+def test_no_client_learns_what_others_have_sent(guarded: Guarded) -> None:
+    prompt = pb.TokenIds(ids=range(100, 164))
+    request = pb.GenerateRequest(
+        prompt_token_ids=prompt, sampling=pb.SamplingParams(max_tokens=1, temperature=0.0)
+    )
+    answers = [guarded.stub.Generate(request, **as_(token)) for token in (TOKEN, ADMIN, TOKEN)]
+    first, other, again = (answer.usage.num_cached_tokens for answer in answers)
+    assert first == other == 0 < again
+
+
 def test_sigterm_drains(guarded: Guarded) -> None:
     """Health changes first, new requests are refused, running ones finish, the exit code is 0."""
     process, stub = guarded.process.process, guarded.stub

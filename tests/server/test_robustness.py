@@ -219,16 +219,25 @@ def test_compressed_bombs(server: ServerProcess, kind: grpc.Compression) -> None
 
 def test_too_much(server: ServerProcess) -> None:
     generate = server.channel.unary_unary(SERVICE + "Generate")
-    large = pb.GenerateRequest(prompt="a" * (5 << 20)).SerializeToString()
-    assert refused(generate, large).code is Code.RESOURCE_EXHAUSTED
+    bound = server.stub.GetServerInfo(pb.GetServerInfoRequest()).limits.max_message_bytes
+    assert bound == (512 << 10) + 64 * 512  # follows max_model_len
+    for size in (bound, 5 << 20):
+        large = pb.GenerateRequest(prompt="a" * size).SerializeToString()
+        assert refused(generate, large).code is Code.RESOURCE_EXHAUSTED
     metadata = (("x-large", "a" * 20_000),)
     refusal = refused(generate, valid().SerializeToString(), metadata=metadata)
     assert refusal.code is Code.RESOURCE_EXHAUSTED
 
 
+def test_ids_that_cannot_fit_are_not_looked_at(server: ServerProcess) -> None:
+    ids = pb.TokenIds(ids=[-1] * 40_000)
+    refusal = refused(server.stub.Generate, pb.GenerateRequest(prompt_token_ids=ids))
+    assert "the prompt has 40000 tokens" in refusal.text
+
+
 def test_a_text_that_cannot_fit_costs_nothing(server: ServerProcess) -> None:
     """Refused by its length alone: tokenizing would take seconds and delay other clients."""
-    text = "ab " * (1 << 20)
+    text = "ab " * (1 << 17)
     message = pb.Message(role="user", content=text)
     chat = pb.Conversation(messages=[message])
     calls = (
@@ -236,7 +245,7 @@ def test_a_text_that_cannot_fit_costs_nothing(server: ServerProcess) -> None:
         (server.stub.Generate, pb.GenerateRequest(messages=chat), "messages"),
         (server.stub.Tokenize, pb.TokenizeRequest(text=text), "text"),
         (server.stub.Tokenize, pb.TokenizeRequest(messages=chat), "messages"),
-        (server.stub.Detokenize, pb.DetokenizeRequest(token_ids=[5] * (1 << 20)), "token_ids"),
+        (server.stub.Detokenize, pb.DetokenizeRequest(token_ids=[5] * (1 << 18)), "token_ids"),
     )
     for call, request, field in calls:
         watch = Stopwatch()

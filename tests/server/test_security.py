@@ -59,6 +59,14 @@ def test_an_open_server_needs_insecure(host: str) -> None:
         ServerArgs(host=host).check_exposure(Authenticator((), [ADMIN]))
 
 
+def test_clients_with_names_share_no_prefixes() -> None:
+    known = Authenticator([ONE])
+    assert ServerArgs().salts_prefixes(known)
+    assert ServerArgs(tls_client_ca="c").salts_prefixes(Authenticator())
+    assert not ServerArgs(share_prefixes=True).salts_prefixes(known)
+    assert not ServerArgs().salts_prefixes(Authenticator())
+
+
 @pytest.mark.parametrize("host", ["127.0.0.1", "127.8.8.8", "::1", "localhost"])
 def test_this_machine_needs_no_guard(host: str) -> None:
     ServerArgs(host=host).check_exposure(Authenticator())

@@ -1,4 +1,5 @@
-"""Sampling never reads from the device: it runs on torch's meta device, which has no numbers.
+"""Rules about tokens by slot; and sampling never reads from the device: it runs on torch's meta
+device, which has no numbers.
 
 On a GPU a read waits for all work that was launched before. So does a copy from ordinary host
 memory, of an index for example.
@@ -12,7 +13,10 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from support import logits_processors
+from support.costs import cost_ratio
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
@@ -21,7 +25,7 @@ from tpengine.messages import NewSequence
 from tpengine.sampling_params import SamplingParams
 from tpengine.worker.input_batch import PromptRow
 from tpengine.worker.model_runner import compute_prompt_logprobs
-from tpengine.worker.sampling_state import SamplingSlots
+from tpengine.worker.sampling_state import BadWords, SamplingSlots
 
 META = torch.device("meta")
 VOCAB_SIZE = 31
@@ -86,3 +90,35 @@ def test_log_probabilities_of_prompts() -> None:
             5,
         )
     assert [list(x.shape) for x in pending.tensors[3::4]] == [[5, 3], [2, 3], [2, 0]]
+
+
+IDS = st.integers(254, 257)  # on both sides of a byte's end
+
+
+@settings(max_examples=500, deadline=None)
+@given(st.lists(st.lists(IDS, min_size=2, max_size=5), min_size=1), st.lists(IDS, max_size=12))
+def test_bad_words_are_found_by_what_stands_before_their_ends(
+    words: list[list[int]], text: list[int]
+) -> None:
+    bad = BadWords(words)
+    for end in range(len(text) + 1):
+        found = bad.banned_after(np.array(text[:end], np.int32))
+        expected = {
+            w[-1] for w in words if len(w) <= end + 1 and text[:end][1 - len(w) :] == w[:-1]
+        }
+        assert (set() if found is None else set(found.tolist())) == expected
+
+
+def test_bad_words_of_many_lengths_cost_little() -> None:
+    """To compare those of each length takes 100 times as long as those of one length."""
+    text = np.full(1000, 7, np.int32)
+    text[500] = 8
+    several = BadWords([[*length * [7], 9] for length in range(1, 1024)])
+    one = BadWords([[7, 9]])
+
+    def search(words: BadWords) -> None:
+        for end in range(1, len(text) + 1):
+            banned = words.banned_after(text[:end])
+            assert (banned is None) == (end == 501)
+
+    assert cost_ratio(lambda: search(several), lambda: search(one)) < 10

@@ -2,13 +2,16 @@
 search ends.
 
 The rules are those of `generate(num_beams=k)` in transformers, so that results agree: of all
-continuations the best `max(2, 1 + number of end ids) * k` are looked at. Those among the first k
-that end are complete, and the best k that do not end live on.
+continuations, those among the first k that end are complete, and the best k that do not end live
+on. A beam has at most k continuations that live on, so its best k and as many as may end are enough
+to look at, while transformers takes the best `max(2, 1 + number of end ids) * k` of each.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+
+import numpy as np
 
 from tpengine.engine.detokenizer import as_logprobs
 from tpengine.engine.tokenizer import Tokenizer
@@ -58,9 +61,8 @@ def stop_token(token_id: int, request: Request, tokenizer: Tokenizer | None) -> 
 
 
 def num_candidates(num_beams: int, num_end_ids: int) -> int:
-    """Continuations that are looked at after every token: enough that `num_beams` of them do not
-    end."""
-    return max(2, 1 + num_end_ids) * num_beams
+    """Continuations of each beam that are looked at: enough that `num_beams` of them do not end."""
+    return num_beams + num_end_ids
 
 
 class BeamSearch:
@@ -94,7 +96,7 @@ class BeamSearch:
         if sampled[0][0].num_output_tokens == 0:
             sampled = sampled[:1]  # beams start out equal: only one of them counts
         width = self._params.num_sequences
-        continuations = self._rank(sampled)[: self._request.num_candidates]
+        continuations = self._best_continuations(sampled)
         if not continuations and not self._complete:
             raise InvalidSamplingParamsError(
                 "no token can be sampled: allowed_token_ids, bad_words, min_tokens and logits "
@@ -130,30 +132,46 @@ class BeamSearch:
             for beam, sequence in live[:n]
         ]
 
-    def _rank(self, sampled: list[Sampled]) -> list[_Continuation]:
-        """All candidates of all beams that may be sampled, best first."""
-        found = []
-        for sequence, candidates, told in sampled:
-            so_far = self._live[sequence.seq_id].score
-            ranks = candidates.ranks if told else [0] * len(candidates.token_ids)
-            for token_id, score, logprob, rank in zip(
-                candidates.token_ids, candidates.scores, candidates.logprobs, ranks, strict=True
-            ):
-                if score > float("-inf"):
-                    one = _Continuation(sequence, so_far + score, token_id, logprob, rank, told)
-                    found.append(one)
-        found.sort(key=lambda one: -one.score)
-        return found
+    def _best_continuations(self, sampled: list[Sampled]) -> list[_Continuation]:
+        """The continuations that may be sampled, best first, up to the last one that can live on.
+
+        There are some for each beam and each end id, so none of them is touched by itself before
+        the best are known.
+        """
+        width, ends = self._params.num_sequences, self._request.end_token_ids
+        counts = [len(found.token_ids) for _, found, _ in sampled]
+        parent = np.repeat(np.arange(len(sampled)), counts)
+        place = np.concatenate([np.arange(count) for count in counts])
+        token_ids = np.concatenate([found.token_ids for _, found, _ in sampled])
+        so_far = np.array([self._live[sequence.seq_id].score for sequence, _, _ in sampled])
+        scores = np.concatenate([found.scores for _, found, _ in sampled]) + so_far[parent]
+        is_end = np.isin(token_ids, np.array([*ends], np.int64))
+        may_be_sampled = scores > -np.inf  # neither banned nor NaN
+        living = scores[may_be_sampled & ~is_end]
+        least = np.partition(living, -width)[-width] if len(living) > width else -np.inf
+        best = np.flatnonzero(may_be_sampled & (scores >= least))
+        best = best[np.argsort(-scores[best], kind="stable")]
+        best = best[(np.arange(len(best)) < width) | ~is_end[best]]
+        continuations = []
+        for at in best.tolist():
+            sequence, found, told = sampled[parent[at]]
+            i, score = place[at], float(scores[at])
+            token_id, logprob = found.token_ids[i], found.logprobs[i]
+            rank = found.ranks[i] if told else 0
+            continuations.append(_Continuation(sequence, score, token_id, logprob, rank, told))
+        return continuations
 
     def _keep(self, one: _Continuation, num_output: int) -> None:
         """Keeps a beam that ended, if it is among the best."""
-        token_id = one.token_id
+        token_id, score = one.token_id, one.score / num_output**self._params.length_penalty
+        if len(self._complete) == self._params.num_sequences and score <= self._complete[-1][0]:
+            return
         is_end = token_id in self._request.end_token_ids
         reason = "stop" if is_end else "length"
         output = _output([*one.parent.output_token_ids, token_id], self._extend(one), reason)
         if is_end:
             output.stop_reason = stop_token(token_id, self._request, self._tokenizer)
-        self._complete.append((one.score / num_output**self._params.length_penalty, output))
+        self._complete.append((score, output))
         self._complete.sort(key=lambda beam: -beam[0])
         del self._complete[self._params.num_sequences :]
 

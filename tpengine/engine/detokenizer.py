@@ -8,6 +8,7 @@ holds back.
 from __future__ import annotations
 
 import codecs
+from bisect import bisect_right
 from collections.abc import Sequence
 
 from tpengine.engine.tokenizer import ByteTable, Tokenizer
@@ -168,7 +169,7 @@ class Detokenizer:
         "_num_held",
         "_num_taken",
         "_num_tokens",
-        "_stop",
+        "_stops",
         "_stream",
         "_text",
         "stopped_by",
@@ -178,7 +179,7 @@ class Detokenizer:
         self, tokenizer: Tokenizer, prompt_token_ids: Sequence[int], params: SamplingParams
     ) -> None:
         self._stream = open_stream(tokenizer, prompt_token_ids, params.skip_special_tokens)
-        self._stop = tuple(params.stop)
+        self._stops = tuple(sorted(params.stop))
         self._cut_stop = not params.include_stop_str_in_output
         self._min_tokens = params.min_tokens
         self._num_tokens = 0
@@ -209,12 +210,12 @@ class Detokenizer:
         old_length = len(text)
         text += new
         self._text = text
-        if not self._stop:
+        if not self._stops:
             return None
         if self._num_tokens >= self._min_tokens and self._ends_with_stop(old_length):
             self._num_held = 0
         elif self._cut_stop:
-            self._num_held = self._longest_stop_beginning()
+            self._num_held = self._longest_stop_beginning(self._num_held + len(new))
         return self.stopped_by
 
     def take_delta(self) -> str:
@@ -232,28 +233,31 @@ class Detokenizer:
     def _ends_with_stop(self, old_length: int) -> bool:
         """Looks for stop strings that the text after `old_length` completes, and ends the text
         there."""
-        ends: list[tuple[int, int, str]] = []
-        for stop in self._stop:
-            start = self._text.find(stop, max(0, old_length - len(stop) + 1))
-            if start >= 0:
-                ends.append((start + len(stop), start, stop))
-        if not ends:
-            return False
-        end, start, self.stopped_by = min(ends)
-        self._text = self._text[: start if self._cut_stop else end]
-        return True
+        text, stops = self._text, self._stops
+        for end in range(old_length + 1, len(text) + 1):
+            if text.endswith(stops, 0, end):  # compares last characters first, without a copy
+                stop = max((one for one in stops if text.endswith(one, 0, end)), key=len)
+                self.stopped_by = stop
+                self._text = text[: end - len(stop) if self._cut_stop else end]
+                return True
+        return False
 
-    def _longest_stop_beginning(self) -> int:
-        """Length of the longest end of the text that is the beginning of a stop string."""
-        longest = 0
-        for stop in self._stop:
-            tail = self._text[-len(stop) + 1 :] if len(stop) > 1 else ""
-            start = tail.find(stop[0])
-            while start >= 0 and not stop.startswith(tail[start:]):
-                start = tail.find(stop[0], start + 1)
-            if start >= 0:
-                longest = max(longest, len(tail) - start)
-        return longest
+    def _longest_stop_beginning(self, longest: int) -> int:
+        """Length of the longest end of the text that is the beginning of a stop string, and not all
+        of it.
+
+        Args:
+            longest: at most so long: one that begins in the old text began a stop string there too.
+                So this looks at two ends per character on average, however long stop strings are.
+        """
+        text, stops = self._text, self._stops
+        for start in range(max(0, len(text) - longest), len(text)):
+            end = text[start:]
+            # In a sorted list the strings that go on after `end` follow it at once.
+            place = bisect_right(stops, end)
+            if place < len(stops) and stops[place].startswith(end):
+                return len(text) - start
+        return 0
 
 
 def as_logprobs(

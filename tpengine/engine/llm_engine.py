@@ -333,15 +333,13 @@ class LLMEngine(RefusesNames):
             sampling_params=checked.params,
             seed=self._seed(checked.params, arrival_index),
             arrival_index=arrival_index,
-            sequences=[
-                Sequence(first_id + index, index, token_ids.copy(), len(token_ids))
-                for index in range(count)
-            ],
+            sequences=[Sequence(first_id + i, i, token_ids, len(token_ids)) for i in range(count)],
             metrics=RequestMetrics.of_arrival(arrived_at),
             priority=checked.priority,
             end_token_ids=checked.end_token_ids,
             num_candidates=checked.num_candidates,
             adapter=checked.adapter,
+            cache_salt=checked.cache_salt,
         )
         with DeferredInterrupt():  # scheduler and output processor both get it, or neither
             self._recovery.note_arrival()

@@ -55,6 +55,7 @@ class GenerateRequest:
         max_queue_s: seconds that it may wait for its first step.
         owner: the client that sent it, in the protocol's words; the engine only keeps it.
         lora_request: its adapter; None: it has none.
+        cache_salt: only requests with the same salt find each other's prompts in the prefix cache.
 
     Raises:
         InvalidSamplingParamsError: `params` has another type.
@@ -73,6 +74,7 @@ class GenerateRequest:
     max_queue_s: float | None = None
     owner: str | None = None
     lora_request: LoRARequest | None = None
+    cache_salt: str = ""
 
     def __post_init__(self) -> None:
         if not isinstance(self.params, SamplingParams):
@@ -93,6 +95,7 @@ class CheckedRequest:
         end_token_ids: ids that end it: the model's (unless `ignore_eos`) and its `stop_token_ids`.
         num_candidates: beam search: continuations of each beam to look at after every token.
         adapter: its adapter, as its folder holds it now.
+        cache_salt: see `GenerateRequest`.
     """
 
     prompt: str | None
@@ -102,6 +105,7 @@ class CheckedRequest:
     end_token_ids: frozenset[int]
     num_candidates: int
     adapter: Adapter | None = None
+    cache_salt: str = ""
 
 
 def check_request_id(request_id: object, is_live: Callable[[str], bool]) -> None:
@@ -146,16 +150,17 @@ def check_request(
     Raises:
         RequestError: this request cannot be served.
     """
-    model = config.model
-    is_local = config.parallel.ranks is None
+    model, is_local = config.model, config.parallel.ranks is None
     params = read_sampling_params(request.params, model, tokenizer, is_local=is_local)
     _check_priority(request.priority, config.scheduler)
     end_token_ids = _end_token_ids(params, model, tokenizer)
     candidates = _check_sequences(params, len(end_token_ids), config.scheduler, model.vocab_size)
     adapter = adapters.check(request.lora_request)
     text, token_ids = _read_prompt(request, params.truncate_prompt_tokens, tokenizer, model)
-    urgency = request.priority
-    return CheckedRequest(text, token_ids, params, urgency, end_token_ids, candidates, adapter)
+    urgency, salt = request.priority, request.cache_salt
+    return CheckedRequest(
+        text, token_ids, params, urgency, end_token_ids, candidates, adapter, salt
+    )
 
 
 def check_token_ids(name: str, token_ids: Iterable[Any], vocab_size: int) -> list[int]:

@@ -7,14 +7,11 @@ are slots, and a request keeps its slot until it is preempted or ends.
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from pathlib import Path
 
 from tpengine.messages import AdapterLoad
 from tpengine.sequence import Request
-
-MAX_PASSING = 64
-"""A request that waits for a slot is passed only by requests of this many later arrivals."""
 
 
 class AdapterSlots:
@@ -56,19 +53,6 @@ class AdapterSlots:
             load = AdapterLoad(slot, key, path)
             self._loaded[key] = self._loads[slot] = load
         self._loaded.move_to_end(key)
-
-    def choose(self, waiting: Iterable[Request], running: Sequence[Request]) -> Request | None:
-        """Returns the first waiting request that needs no slot, or has one, or can get one; None:
-        the requests that may pass the first one all wait for a slot too."""
-        last_arrival: int | None = None
-        for request in waiting:
-            if last_arrival is None:
-                last_arrival = request.arrival_index + MAX_PASSING
-            if request.arrival_index > last_arrival:
-                return None
-            if self.has_room(request, running):
-                return request
-        return None
 
     def forget(self, keys: Iterable[bytes]) -> None:
         """Frees the slots of adapters that give way, or could not be loaded."""

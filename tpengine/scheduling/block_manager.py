@@ -22,7 +22,7 @@ from collections.abc import Iterable
 from typing import NamedTuple
 
 from tpengine.errors import CacheSizeError, EngineError
-from tpengine.scheduling.block_pool import BlockChain, BlockPool, expect
+from tpengine.scheduling.block_pool import BlockChain, BlockPool, expect, root_of
 from tpengine.sequence import Request, Sequence, SequenceStatus
 
 BlockPair = tuple[int, int]
@@ -133,14 +133,24 @@ class BlockManager:
         needed = self.num_needed_blocks(request)
         if needed > self.num_total_blocks:
             return AllocStatus.NEVER
+        missing = self._num_missing(request, needed)
+        if missing > 0:
+            cached = _held(self._cached_blocks(request))
+            missing -= sum(self.device.ref_count(block) > 0 for block in cached)
+        return AllocStatus.OK if missing <= 0 else AllocStatus.LATER
+
+    def num_missing_blocks(self, request: Request) -> int:
+        """Blocks that a waiting request needs besides the free ones, if it finds none of its own in
+        the prefix cache; 0 or less: it has room."""
+        return self._num_missing(request, self.num_needed_blocks(request))
+
+    def _num_missing(self, request: Request, needed: int) -> int:
         # The watermark is for running requests. Without this condition, a request that needs nearly
         # the whole pool would wait for ever.
         if self._tables:
             # Sequences that are still equal need a block of their own for their next token.
             needed += self._num_watermark_blocks + len(request.unfinished_sequences) - 1
-        cached = _held(self._cached_blocks(request))
-        held = sum(self.device.ref_count(block) > 0 for block in cached)
-        return AllocStatus.OK if self.num_free_blocks >= needed - held else AllocStatus.LATER
+        return needed - self.num_free_blocks
 
     def allocate(self, request: Request) -> list[int]:
         """Gives the first unfinished sequence of a request blocks for its tokens. Tokens in blocks
@@ -415,13 +425,12 @@ class BlockManager:
         return found
 
     def _chain(self, request: Request, sequence: Sequence) -> BlockChain:
-        """The digests of a sequence; K and V of one adapter are never found for another."""
+        """The digests of a sequence; K and V of one adapter or salt are never found for another."""
         assert self._chains is not None
         if sequence.seq_id not in self._chains:
             adapter = request.adapter
-            self._chains[sequence.seq_id] = (
-                BlockChain() if adapter is None else BlockChain(root=adapter.key)
-            )
+            root = root_of(None if adapter is None else adapter.key, request.cache_salt)
+            self._chains[sequence.seq_id] = BlockChain(root=root)
         return self._chains[sequence.seq_id]
 
     def _cached_window(self, digests: list[bytes]) -> list[int]:

@@ -140,6 +140,12 @@ def expect(holds: bool, invariant: str) -> None:
         raise EngineError(f"an invariant of the scheduler does not hold: {invariant}")
 
 
+def root_of(adapter_key: bytes | None, salt: str) -> bytes:
+    """What stands for the parent of a first block: blocks of other roots are never found."""
+    root = _ROOT if adapter_key is None else adapter_key
+    return hashlib.sha256(root + salt.encode()).digest() if salt else root
+
+
 def digest_of(parent: bytes, token_ids: list[int]) -> bytes:
     """Digest of a full block that follows the block whose digest is `parent`."""
     return hashlib.sha256(parent + array("i", token_ids).tobytes()).digest()
@@ -150,14 +156,14 @@ class BlockChain:
     """Digests of a sequence's full blocks, from the first on, each computed once.
 
     Attributes:
-        root: stands for what comes before the first block: the key of the request's adapter.
+        root: see `root_of`.
         num_published: how many of these blocks were offered to the pool, since their K and V are
             computed.
     """
 
+    root: bytes
     digests: list[bytes] = field(default_factory=list)
     num_published: int = 0
-    root: bytes = _ROOT
 
     def extend(self, token_ids: list[int], num_blocks: int, block_size: int) -> None:
         """Computes the missing digests of the first `num_blocks` blocks."""
@@ -169,4 +175,4 @@ class BlockChain:
     def fork(self, num_blocks: int) -> BlockChain:
         """The chain of a sequence that shares the first `num_blocks` blocks."""
         published = min(self.num_published, num_blocks)
-        return BlockChain(self.digests[:num_blocks], published, self.root)
+        return BlockChain(self.root, self.digests[:num_blocks], published)

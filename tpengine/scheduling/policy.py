@@ -13,6 +13,7 @@ from __future__ import annotations
 from bisect import bisect_left, insort
 from collections import OrderedDict
 from collections.abc import Callable, Iterator
+from itertools import takewhile
 from typing import Protocol
 
 from tpengine.sequence import Request
@@ -49,8 +50,8 @@ class SchedulingPolicy(Protocol):
 class FirstComeFirstServed:
     """Order of arrival; the running request that arrived last is preempted first.
 
-    A preempted request goes to the front of the queue. It arrived after all that still run and
-    before all that wait, so both lists stay in order of arrival. The oldest request is never
+    A preempted request goes to the front of the queue: it arrived before all that wait, unless it
+    passed some of these. So both lists stay in order of arrival. The oldest request is never
     preempted while another one runs, so it always makes progress.
     """
 
@@ -74,9 +75,11 @@ class FirstComeFirstServed:
         self._waiting[request.request_id] = request
 
     def put_back(self, request: Request) -> None:
-        """Inserts the request at the front."""
+        """Inserts the request at the front, behind those that it has passed."""
+        passed = list(takewhile(lambda one: one.arrival_index < request.arrival_index, self))
         self._waiting[request.request_id] = request
-        self._waiting.move_to_end(request.request_id, last=False)
+        for one in (request, *reversed(passed)):
+            self._waiting.move_to_end(one.request_id, last=False)
 
     def head(self) -> Request:
         """The first request of the queue."""

@@ -9,10 +9,12 @@ from __future__ import annotations
 
 from bisect import insort
 
+from tpengine.config import SchedulerConfig
 from tpengine.messages import AdapterLoad, Fork
 from tpengine.scheduling.adapter_slots import AdapterSlots
 from tpengine.scheduling.block_manager import BlockManager, BlockPair
 from tpengine.scheduling.block_pool import expect
+from tpengine.scheduling.passing import Passing
 from tpengine.scheduling.policy import SchedulingPolicy
 from tpengine.scheduling.step import slot_of
 from tpengine.sequence import Request, Sequence, SequenceStatus
@@ -96,6 +98,7 @@ class RequestQueues:
         unforked: running requests whose other sequences are not forked from the first yet: by
             request id, the number of tokens that the first computes for all. Until then the others
             are WAITING, and have a slot and no blocks.
+        passing: decides which requests pass the first waiting one.
         forking: sequences that the present step samples from the row of the first sequence of their
             request. They are RUNNING and have a slot; `Scheduler.update` gives them blocks.
     """
@@ -104,9 +107,9 @@ class RequestQueues:
         self,
         blocks: BlockManager,
         policy: SchedulingPolicy,
-        max_num_seqs: int,
-        max_loras: int = 0,
+        config: SchedulerConfig,
     ) -> None:
+        max_num_seqs = config.max_num_seqs
         self.waiting = policy
         self._rank = policy.rank
         self.barred: dict[str, Request] = {}
@@ -117,7 +120,8 @@ class RequestQueues:
         self.unforked: dict[str, int] = {}
         self.forking: list[Sequence] = []
         self.slots = BatchSlots(max_num_seqs)
-        self.adapters = AdapterSlots(max_loras)
+        self.adapters = AdapterSlots(config.max_loras)
+        self.passing = Passing(config, self.adapters)
         self._blocks = blocks
         self._max_num_seqs = max_num_seqs
         self._allowed: frozenset[str] | None = None
@@ -141,9 +145,14 @@ class RequestQueues:
         is_free = len(request.unfinished_sequences) <= self.slots.num_free
         return is_free and self.adapters.has_room(request, self.running)
 
-    def next_waiting(self) -> Request | None:
-        """The waiting request to admit next; None: those that may be next wait for adapters."""
-        return self.adapters.choose(self.waiting, self.running)
+    def choose_passing(self, step: int) -> Request | None:
+        """The waiting request to admit before the first one, which has no room; None: none is.
+
+        Args:
+            step: number of the step that is being scheduled.
+        """
+        num_free = self.slots.num_free
+        return self.passing.choose(self.waiting, self.running, self._blocks, num_free, step)
 
     def take_changes(
         self,
@@ -154,7 +163,11 @@ class RequestQueues:
     def start(self, request: Request) -> None:
         """Waiting to running: a slot for each unfinished sequence, blocks for the first."""
         self.waiting.remove(request)
+        self.passing.forget(request)
         sequences = request.unfinished_sequences
+        for sequence in sequences:  # while they wait, all have the prompt's one list
+            if sequence.token_ids is request.prompt_token_ids:
+                sequence.token_ids = sequence.token_ids.copy()
         self._blocks.allocate(request)
         sequences[0].move_to(SequenceStatus.RUNNING)
         if len(sequences) > 1:
@@ -186,6 +199,7 @@ class RequestQueues:
         self.running.remove(request)
         self._reset(request)
         self.waiting.put_back(request)
+        self.passing.note_arrival()
 
     def restart(self, blocks: BlockManager) -> None:
         """Moves all requests to waiting, since the workers and all that they held are lost.
@@ -196,6 +210,7 @@ class RequestQueues:
         self._blocks = blocks
         self.slots = BatchSlots(self._max_num_seqs)
         self.adapters.restart()
+        self.passing.restart()
         self.owners.clear()
         self.unforked.clear()
         self.forking.clear()
@@ -325,6 +340,7 @@ class RequestQueues:
     def _wait(self, request: Request) -> None:
         if self._may_run(request):
             self.waiting.add(request)
+            self.passing.note_arrival()
         else:
             self.barred[request.request_id] = request
 
@@ -360,6 +376,7 @@ class RequestQueues:
         del self.owners[sequence.seq_id]
 
     def _leave(self, request: Request) -> None:
+        self.passing.forget(request)
         self.unforked.pop(request.request_id, None)
         del self.requests[request.request_id]
 

@@ -5,7 +5,7 @@ step lets the second catch up with the first. This covers a new prompt, a part o
 after a sampled one, and a sequence that starts again after preemption.
 
 Where each decision stands:
-    admission: `_admit` and `_admit_swapped`.
+    admission: `_admit` and `_admit_swapped`; who passes the first request: `passing.py`.
     preemption: `_make_room` (which request, and whether by swap or recompute).
     refusal of requests that can never run: `why_too_long`, `_why_never` and `_why_no_more`.
     the effects of an answered step: `update`.
@@ -58,7 +58,7 @@ class Scheduler:
         self._blocks = block_manager
         if policy is None:
             policy = POLICIES[config.policy]()
-        self._queues = RequestQueues(block_manager, policy, config.max_num_seqs, config.max_loras)
+        self._queues = RequestQueues(block_manager, policy, config)
         self._num_steps = 0
         self._num_admitted_since_decode = 0
 
@@ -346,7 +346,7 @@ class Scheduler:
 
     def _admit(self, step: StepBuilder) -> None:
         """Starts waiting requests while there are tokens, slots and blocks for the first of them,
-        and no request is swapped out.
+        or for one that passes it, and no request is swapped out.
 
         Not in a step that preempted: running requests need the blocks.
         """
@@ -360,14 +360,16 @@ class Scheduler:
                 and queues.running
             ):
                 return
-            if (request := queues.next_waiting()) is None:
-                return
-            reason = self._why_never(request)
+            first = queues.waiting.head()
+            reason = self._why_never(first)
             if reason is not None:
-                self._ignore(request, reason, step)
+                self._ignore(first, reason, step)
                 continue
-            can_allocate = self._blocks.can_allocate(request)
-            if can_allocate is not AllocStatus.OK or not queues.has_slots(request):
+            has_room = (
+                queues.has_slots(first) and self._blocks.can_allocate(first) is AllocStatus.OK
+            )
+            request = first if has_room else queues.choose_passing(self._num_steps + 1)
+            if request is None:
                 return
             # Cached tokens count too: whether they are in the cache depends on other requests.
             num_tokens = request.num_common_tokens

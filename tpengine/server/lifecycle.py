@@ -27,7 +27,7 @@ from tpengine.model_files import read_generation_config
 from tpengine.sampling_params import RequestOutputKind, SamplingParams
 from tpengine.server.auth import Authenticator
 from tpengine.server.grpc.server import GrpcServer, batch_wake_ups
-from tpengine.server.limits import OpenCalls
+from tpengine.server.limits import OpenCalls, default_message_bytes
 from tpengine.server.server_args import ServerArgs, join_address
 from tpengine.server.state import METRICS_TYPE, ServerState, State
 
@@ -103,6 +103,7 @@ class _Server:
         self._limits = args.limits()
         adapters = args.adapters(), args.lora_folder
         self._state = ServerState(engine_args.served_names, args.drain_timeout, *adapters)
+        self._state.salts_prefixes = args.salts_prefixes(authenticator)
         self._phases = dict(phases)
         self._phase = ""
         self._first_signal: signal.Signals | None = None
@@ -230,6 +231,9 @@ class _Server:
             request = GenerateRequest(prompt_token_ids=[0], params=params, request_id="start-up")
             async for _ in engine.serve(request):
                 pass
+        if self._args.max_message_mib is None:
+            length = engine.model_config.max_model_len
+            self._state.max_message_bytes = default_message_bytes(length)
         self._state.serve(engine)
         return engine
 

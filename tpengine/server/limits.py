@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
@@ -20,6 +20,9 @@ from tpengine.server.grpc.proto import TIMEOUT_KEY
 MAX_REQUEST_ID = 128
 """Characters of a request id."""
 DEFAULT_MESSAGE_BYTES = 4 << 20
+"""At most; see `default_message_bytes`."""
+_PARAMETER_BYTES = 512 << 10
+_TOKEN_BYTES = 64
 MAX_ERROR_TEXT = 400
 """Bytes of an error's text. It travels in trailers, which clients bound at 8 KiB."""
 MAX_ROLE_BYTES = 64
@@ -41,6 +44,9 @@ class Limits:
         max_stop_bytes: of one stop string or bad word, in UTF-8.
         max_token_rules: entries of logit_bias, and of allowed_token_ids; of bad words a sixteenth,
             because each is tokenized.
+        max_rule_entries: entries of logit_bias, and of allowed_token_ids, for all sequences
+            together: each step edits the logits of each.
+        max_word_ids: ids of all bad words together, and UTF-8 bytes of those that are texts.
         max_logprob_entries: candidates of all tokens of a request, which stay in memory until the
             client has read them.
         max_chat_messages: of a conversation.
@@ -59,6 +65,8 @@ class Limits:
     max_stops: int = 64
     max_stop_bytes: int = 1024
     max_token_rules: int = 16384
+    max_rule_entries: int = 1 << 19
+    max_word_ids: int = 1 << 16
     max_logprob_entries: int = 1 << 16
     max_chat_messages: int = 4096
     max_calls: int = 4096
@@ -109,6 +117,16 @@ class OpenCalls:
             yield
         finally:
             self._num[is_health] -= 1
+
+
+def default_message_bytes(max_model_len: int) -> int:
+    """The default bound of a message: room for all parameters, and for a prompt in any form."""
+    return min(_PARAMETER_BYTES + _TOKEN_BYTES * max_model_len, DEFAULT_MESSAGE_BYTES)
+
+
+def last_ids(given: Sequence[int], num_kept: int | None) -> list[int]:
+    """The ids of a prompt that count; there may be millions of others."""
+    return list(given if num_kept is None else given[-num_kept:])
 
 
 def read_timeout(given: str) -> float:
@@ -211,6 +229,20 @@ def check_sampling(
         for text in texts:
             size = len(text.encode())
             at_most(f"the UTF-8 bytes of a string in {name}", size, limits.max_stop_bytes)
+    sizes = [sum(len(word.encode()) for word in params.bad_words)]
+    sizes += [sum(map(len, params.bad_words_token_ids))]
+    for what, size in zip(
+        ("UTF-8 bytes of bad_words", "ids of bad_words_token_ids"), sizes, strict=True
+    ):
+        at_most(f"the {what}, all together,", size, limits.max_word_ids)
+    for name in ("logit_bias", "allowed_token_ids"):
+        count = len(getattr(params, name) or ())
+        if count * num_sequences > limits.max_rule_entries:
+            raise InvalidSamplingParamsError(
+                f"{name} has {count} entries for each of {num_sequences} sequences, together "
+                f"{count * num_sequences}, and {limits.max_rule_entries} is the limit; give fewer, "
+                "or ask for fewer sequences"
+            )
     max_tokens = max_model_len if params.max_tokens is None else params.max_tokens
     num_tokens = min(max_tokens, max_model_len) * num_sequences
     for name, length in (("logprobs", num_tokens), ("prompt_logprobs", max_prompt_len)):

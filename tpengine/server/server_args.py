@@ -60,16 +60,19 @@ class ServerArgs(Options):
     """PEM file of the certificate's key."""
     tls_client_ca: str | None = option(None)
     """PEM file of the authority that signs clients' certificates: mutual TLS."""
+    share_prefixes: bool = option(False)
+    """Let clients of different tokens or certificates find each other's prompts in the prefix
+    cache. This is faster where they send the same beginnings, and the number of cached tokens and
+    the time to the first token then tell each of them what others have sent."""
     insecure: bool = option(False)
     """Listen beyond this machine without TLS and without tokens."""
     max_queued_requests: int = option(_QUEUE.max_requests, at_most=MAX_QUEUED)
     """Most requests that may wait to start; more are refused."""
     max_queued_tokens: int = option(_QUEUE.max_tokens, at_most=MAX_QUEUED)
     """Most prompt tokens that may wait to start; more are refused."""
-    max_message_mib: float = option(
-        DEFAULT_MESSAGE_BYTES / (1 << 20), more_than=0, at_most=MAX_MESSAGE_MIB
-    )
-    """Largest request in MiB, after decompression."""
+    max_message_mib: float | None = option(None, more_than=0, at_most=MAX_MESSAGE_MIB)
+    """Largest request in MiB, after decompression; default: 0.5 and 64 bytes for each token of
+    max_model_len, at most 4."""
     isolate: bool = option(False)
     """Run the only rank in a process of its own, so that a crash in it loses no request; each step
     takes longer. No effect with several ranks, or if --executor says where ranks run."""
@@ -153,6 +156,11 @@ class ServerArgs(Options):
                     "the adapter another one, or the model with --served-model-name"
                 )
 
+    def salts_prefixes(self, authenticator: Authenticator) -> bool:
+        """Whether clients, which have names, find only their own prompts in the prefix cache."""
+        has_names = authenticator.wants_token or self.tls_client_ca is not None
+        return has_names and not self.share_prefixes
+
     def check_ports(self) -> None:
         """Checks that the ports are free, before anything slow is done.
 
@@ -191,7 +199,9 @@ class ServerArgs(Options):
             ConfigError: a limit of the queue is below 1.
         """
         return Limits(
-            max_message_bytes=int(self.max_message_mib * (1 << 20)),
+            max_message_bytes=DEFAULT_MESSAGE_BYTES
+            if self.max_message_mib is None
+            else int(self.max_message_mib * (1 << 20)),
             queue=QueueLimits(self.max_queued_requests, self.max_queued_tokens),
         )
 

@@ -5,9 +5,11 @@ from __future__ import annotations
 import asyncio
 import enum
 import itertools
+import sys
 import time
 from collections.abc import AsyncIterator, Iterable, Mapping, Sequence
 from contextlib import asynccontextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -53,6 +55,8 @@ class ServerState:
         last_words: error text for clients whose requests have not finished by then.
         created: time in seconds since 1970 at which the server began to load.
         num_open_calls: calls that generate and have not ended.
+        max_message_bytes: of a request, as far as the model's length decides this.
+        salts_prefixes: whether a request finds only prompts of its own client in the prefix cache.
     """
 
     def __init__(
@@ -76,6 +80,8 @@ class ServerState:
             "the server ends, and the time that running requests had is up; ask another"
         )
         self.num_open_calls = 0
+        self.max_message_bytes = sys.maxsize
+        self.salts_prefixes = False
         self._max_text_bytes: int | None = None
         self.created = int(time.time())
         self._start = time.monotonic()
@@ -219,6 +225,16 @@ class ServerState:
                 f"max_model_len = {max_model_len} tokens; shorten it"
             )
 
+    def check_num_tokens(self, num_prompt_tokens: int) -> None:
+        """Refuses a prompt of ids that is too long, before any of them is looked at.
+
+        Raises:
+            RequestIgnoredError: neither the model nor the cache has room for it.
+        """
+        why = self.loaded_engine().llm_engine.why_too_long(num_prompt_tokens)
+        if why is not None:
+            raise RequestIgnoredError(why)
+
     @asynccontextmanager
     async def open(self, request: GenerateRequest) -> AsyncIterator[Mailbox]:
         """Serves a request; see `AsyncLLMEngine.open`. Counts the call while it is open.
@@ -227,6 +243,8 @@ class ServerState:
             RequestError, EngineError: as there; EngineDrainingError if the end of the server has
                 aborted the request.
         """
+        if self.salts_prefixes:
+            request = replace(request, cache_salt=request.owner or "")
         self.num_open_calls += 1
         try:
             async with self.loaded_engine().open(request) as mailbox:

@@ -8,6 +8,7 @@ ask for biases, bans or allowed tokens.
 from __future__ import annotations
 
 import pickle
+from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 
@@ -29,6 +30,7 @@ from tpengine.messages import NewSequence
 from tpengine.sampling_params import LoadedProcessor, LogitsProcessor, load_logits_processor
 
 _NO_LOGPROBS = -1
+_ID_BYTES = 4
 Int32 = npt.NDArray[np.int32]
 Int64 = npt.NDArray[np.int64]
 
@@ -238,6 +240,67 @@ def _load(given: LogitsProcessor | str | bytes) -> LoadedProcessor:
     return LoadedProcessor(given if isinstance(given, str) else "of the driver", fail, False)
 
 
+class BadWords:
+    """Bad words of several tokens, found by what stands before their last tokens: the beginnings.
+
+    Beginnings are kept backwards, as bytes, in a sorted list. If one of them ends a text, it begins
+    the text that is read backwards. All that do so begin the last one that does not come after this
+    text in the list. So the number of words and their lengths cost a step next to nothing.
+
+    Args:
+        words: ids of each, at least 2.
+    """
+
+    def __init__(self, words: Iterable[Sequence[int]]) -> None:
+        last_ids: dict[bytes, list[int]] = {}
+        for word in words:
+            last_ids.setdefault(_backwards(np.array(word[:-1], np.int32)), []).append(word[-1])
+        self._beginnings = sorted(last_ids)
+        self._last_ids = [last_ids[one] for one in self._beginnings]
+        self._num_tail = max(map(len, self._beginnings)) // _ID_BYTES
+        self._within: list[int | None] = []  # place of the longest that this one begins with
+        around: list[int] = []
+        for place, one in enumerate(self._beginnings):
+            while around and not one.startswith(self._beginnings[around[-1]]):
+                around.pop()
+            self._within.append(around[-1] if around else None)
+            around.append(place)
+        self._chains: dict[int, list[int]] = {}
+        self._banned: dict[int, Int64] = {}
+
+    def banned_after(self, token_ids: Int32) -> Int64 | None:
+        """Returns the ids that would complete a word after these tokens; None: no id would."""
+        tail = _backwards(token_ids[-self._num_tail :])
+        last = bisect_right(self._beginnings, tail) - 1
+        if last < 0:
+            return None
+        chain = self._chain(last)
+        # The shortest come first: if one of them does not begin the tail, no longer one does.
+        count = bisect_left(chain, True, key=lambda at: not tail.startswith(self._beginnings[at]))
+        return self._banned_by(chain[:count]) if count else None
+
+    def _chain(self, last: int) -> list[int]:
+        """Places of all beginnings that this one begins with, the shortest first, and its own."""
+        if last not in self._chains:
+            chain, place = [last], self._within[last]
+            while place is not None:
+                chain.append(place)
+                place = self._within[place]
+            self._chains[last] = chain[::-1]
+        return self._chains[last]
+
+    def _banned_by(self, chain: list[int]) -> Int64:
+        if chain[-1] not in self._banned:
+            ids = [token_id for place in chain for token_id in self._last_ids[place]]
+            self._banned[chain[-1]] = np.unique(np.array(ids, np.int64))
+        return self._banned[chain[-1]]
+
+
+def _backwards(token_ids: Int32) -> bytes:
+    """Ids from the last to the first, each as bytes that are ordered as the ids are."""
+    return token_ids[::-1].astype(">u4").tobytes()
+
+
 @dataclass(frozen=True, slots=True)
 class _Rules:
     """What one sequence asks for."""
@@ -250,22 +313,16 @@ class _Rules:
     early_banned_ids: Int64
     """Before `first_end_position`."""
     first_end_position: int
-    words: list[tuple[Int32, Int64]]
-    """Bad words of several tokens, for each length: the tokens before the last
-    `[num_words, length - 1]`, and the last `[num_words]`."""
+    words: BadWords | None
+    """Those of several tokens; None: there are none."""
 
     def banned_after(self, token_ids: Int32) -> list[Int64]:
         """Returns the ids that must not follow these tokens, besides `banned_ids`."""
         found = []
         if len(self.early_banned_ids) and len(token_ids) < self.first_end_position:
             found.append(self.early_banned_ids)
-        for beginnings, last_ids in self.words:
-            length = beginnings.shape[1]
-            if length > len(token_ids):
-                continue
-            hits = (beginnings == token_ids[-length:]).all(axis=1)
-            if hits.any():
-                found.append(last_ids[hits])
+        if self.words is not None and (ids := self.words.banned_after(token_ids)) is not None:
+            found.append(ids)
         return found
 
 
@@ -296,7 +353,7 @@ class TokenRules:
         words, allowed = params.bad_words_token_ids, params.allowed_token_ids
         if not (params.logit_bias or words or sequence.end_token_ids or allowed):
             return
-        bias = params.logit_bias or {}
+        bias, long = params.logit_bias or {}, [word for word in words if len(word) > 1]
         self._rules[slot] = _Rules(
             bias_ids=np.fromiter(bias.keys(), np.int64, len(bias)),
             bias=np.fromiter(bias.values(), np.float32, len(bias)),
@@ -304,7 +361,7 @@ class TokenRules:
             banned_ids=np.array([word[0] for word in words if len(word) == 1], np.int64),
             early_banned_ids=np.array(sequence.end_token_ids, np.int64),
             first_end_position=sequence.num_prompt_tokens + params.min_tokens,
-            words=_group(words),
+            words=BadWords(long) if long else None,
         )
         self._cached = None
 
@@ -366,13 +423,3 @@ class TokenRules:
         rows = np.repeat(np.array([row for row, _ in pairs], np.int64), sizes)
         ids = np.concatenate([ids for _, ids in pairs])
         return Entries(upload(rows, self._device), upload(ids, self._device))
-
-
-def _group(words: Iterable[Sequence[int]]) -> list[tuple[Int32, Int64]]:
-    """Groups words of several tokens by length, so that a group is compared at once."""
-    by_length: dict[int, list[Sequence[int]]] = {}
-    for word in words:
-        if len(word) > 1:
-            by_length.setdefault(len(word), []).append(word)
-    arrays = [np.array(same_length, np.int32) for same_length in by_length.values()]
-    return [(ids[:, :-1], ids[:, -1].astype(np.int64)) for ids in arrays]

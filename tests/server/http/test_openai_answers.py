@@ -173,3 +173,9 @@ def test_an_error_in_a_stream_is_its_last_event(openai_server: ServerProcess, do
         openai_server.stub.Abort(pb.AbortRequest(request_id="doomed"), timeout=TIMEOUT_S)
         *_, last = [line for line in answer if line.strip()]
     assert json.loads(last.removeprefix(b"data: "))["error"]["code"] == "request_aborted"
+
+
+def test_a_body_has_the_size_that_the_length_of_the_model_leaves(door: Door) -> None:
+    status, error = door.refused("completions", {"prompt": "a" * (600 << 10)})
+    assert (status, error["code"]) == (413, "request_too_large")
+    assert str((512 << 10) + 64 * MODEL_LENGTH) in error["message"]

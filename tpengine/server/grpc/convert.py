@@ -15,6 +15,7 @@ from tpengine.server.limits import (
     at_most,
     check_conversation,
     check_sampling,
+    last_ids,
     most_tokens_of_text,
 )
 from tpengine.server.stream_sender import CandidateTurns, Positions
@@ -47,7 +48,9 @@ def read_generate_request(
     max_queue_s = None
     if message.HasField("max_queue_ms"):
         max_queue_s = read_seconds("max_queue_ms", message.max_queue_ms)
-    token_ids = list(message.prompt_token_ids.ids) if given == "prompt_token_ids" else None
+    token_ids = None
+    if given == "prompt_token_ids":
+        token_ids = last_ids(message.prompt_token_ids.ids, params.truncate_prompt_tokens)
     return GenerateRequest(
         prompt=message.prompt if given == "prompt" else None,
         prompt_token_ids=token_ids,

@@ -23,13 +23,16 @@ from tpengine import errors
 from tpengine.server.auth import ANONYMOUS, Authenticator, Client, name_of
 from tpengine.server.grpc.proto import STATUS_DETAILS_KEY, TIMEOUT_KEY
 from tpengine.server.grpc.proto import tpengine_pb2 as pb
+from tpengine.server.grpc.wire import check_fields
 from tpengine.server.limits import MAX_REQUEST_ID, Limits, OpenCalls, read_timeout
 from tpengine.server.refusals import field_in, log_internal_error, row_of, text_for_client
+from tpengine.server.state import ServerState
 
 _HEALTH = "/grpc.health.v1.Health/"
 
 STATUS_CODES: Mapping[type[Exception], grpc.StatusCode] = {
     errors.QueueFullError: grpc.StatusCode.RESOURCE_EXHAUSTED,
+    errors.MessageTooLargeError: grpc.StatusCode.RESOURCE_EXHAUSTED,
     errors.DeadlineExceededError: grpc.StatusCode.DEADLINE_EXCEEDED,
     errors.RequestAbortedError: grpc.StatusCode.CANCELLED,
     errors.DuplicateRequestError: grpc.StatusCode.ALREADY_EXISTS,
@@ -78,12 +81,17 @@ class Guard(grpc.aio.ServerInterceptor):  # type: ignore[misc]
 
     Args:
         authenticator: identifies the client.
-        limits: how long a call may wait for its message.
+        state: has the largest message that the model's length leaves room for.
+        limits: how long a call may wait for its message, and what this may hold.
         calls: counts the open calls of all doors.
     """
 
-    def __init__(self, authenticator: Authenticator, limits: Limits, calls: OpenCalls) -> None:
+    def __init__(
+        self, authenticator: Authenticator, state: ServerState, limits: Limits, calls: OpenCalls
+    ) -> None:
         self._authenticator = authenticator
+        self._state = state
+        self._limits = limits
         self._message_s = limits.message_s
         self._calls = calls
         self._wrapped: dict[str, Any] = {}
@@ -105,13 +113,13 @@ class Guard(grpc.aio.ServerInterceptor):  # type: ignore[misc]
 
         async def unary(_: Any, context: Any) -> Any:
             async with self._enter(context, is_health) as call:
-                call.message = _read(handler, await self._receive(context))
+                call.message = self._read(handler, await self._receive(context))
                 return await handler.unary_unary(call.message, context)
 
         async def stream(incoming: Any, context: Any) -> None:
             async with self._enter(context, is_health) as call:
                 if handler.unary_stream is not None:
-                    call.message = _read(handler, await self._receive(context))
+                    call.message = self._read(handler, await self._receive(context))
                     answers = handler.unary_stream(call.message, context)
                 else:
                     answers = handler.stream_stream(self._receive_all(incoming, handler), context)
@@ -159,7 +167,7 @@ class Guard(grpc.aio.ServerInterceptor):  # type: ignore[misc]
                 raise errors.MalformedRequestError(
                     f"no message came for {self._message_s:g} s; open a new call for the next one"
                 ) from None
-            yield _read(handler, data)
+            yield self._read(handler, data)
 
     async def _receive(self, context: Any) -> bytes:
         """The only message of a call.
@@ -178,6 +186,32 @@ class Guard(grpc.aio.ServerInterceptor):  # type: ignore[misc]
                 "the call ended without its request message; send one"
             )
         return bytes(data)
+
+    def _read(self, handler: Any, data: bytes) -> Any:
+        """Parses a message whose size and numbers of fields are within their bounds.
+
+        Raises:
+            MessageTooLargeError: it is too large.
+            MalformedRequestError: it has too many fields, or is not the method's message.
+        """
+        most = min(self._limits.max_message_bytes, self._state.max_message_bytes)
+        if len(data) > most:
+            raise errors.MessageTooLargeError(
+                f"the message has {len(data)} bytes, and may have at most {most} "
+                "(--max-message-mib); send less"
+            )
+        read = handler.request_deserializer
+        kind = getattr(getattr(read, "__self__", None), "DESCRIPTOR", None)
+        if kind is not None:
+            check_fields(data, kind, self._limits)
+        try:
+            return read(data)
+        except DecodeError:
+            # protobuf's text names Python classes, and no place in the bytes.
+            raise errors.MalformedRequestError(
+                f"these {len(data)} bytes are not the method's request message: cut short, with "
+                "fields of other types, or with text that is no valid UTF-8"
+            ) from None
 
 
 def identify_call(authenticator: Authenticator, context: Any) -> Client:
@@ -213,17 +247,6 @@ def _deadline(context: Any) -> float | None:
         asked_s = read_timeout(str(named))
         remaining_s = asked_s if remaining_s is None else min(asked_s, remaining_s)
     return None if remaining_s is None else time.monotonic() + remaining_s
-
-
-def _read(handler: Any, data: bytes) -> Any:
-    try:
-        return handler.request_deserializer(data)
-    except DecodeError:
-        # protobuf's text names Python classes, and no place in the bytes.
-        raise errors.MalformedRequestError(
-            f"these {len(data)} bytes are not the method's request message: cut short, with fields "
-            "of other types, or with text that is no valid UTF-8"
-        ) from None
 
 
 async def _refuse(context: Any, error: Exception, call: Call) -> NoReturn:

@@ -55,7 +55,7 @@ class GrpcServer:
         self, state: ServerState, authenticator: Authenticator, limits: Limits, calls: OpenCalls
     ) -> None:
         self._health = HealthServicer()
-        guard = Guard(authenticator, limits, calls)
+        guard = Guard(authenticator, state, limits, calls)
         self._server = grpc.aio.server(interceptors=[guard], options=_options(limits))
         servicer = GenerationServicer(state, limits)
         tpengine_pb2_grpc.add_GenerationServiceServicer_to_server(servicer, self._server)  # type: ignore[no-untyped-call]

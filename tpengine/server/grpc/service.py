@@ -105,6 +105,8 @@ class GenerationServicer(tpengine_pb2_grpc.GenerationServiceServicer):
         engine = self._state.loaded_engine()
         adapter = self._state.check_open(message.model if message.HasField("model") else None)
         self._check_text(message)
+        if not message.sampling.HasField("truncate_prompt_tokens"):
+            self._state.check_num_tokens(len(message.prompt_token_ids.ids))
         max_model_len = engine.model_config.max_model_len
         request_id = message.request_id if message.HasField("request_id") else None
         request = read_generate_request(
@@ -164,7 +166,7 @@ class GenerationServicer(tpengine_pb2_grpc.GenerationServiceServicer):
             version=tpengine.__version__,
             state=pb.SERVER_STATE_LOADING,
             uptime_s=state.uptime_s,
-            limits=_write_limits(self._limits),
+            limits=_write_limits(self._limits, state),
         )
         if state.state is State.DRAINING:
             message.state = pb.SERVER_STATE_DRAINING
@@ -269,8 +271,9 @@ async def abort_requests(engine: AsyncLLMEngine, request_ids: Sequence[str]) -> 
     return any(await asyncio.gather(*map(engine.abort, request_ids)))
 
 
-def _write_limits(limits: Limits) -> pb.ServerLimits:
+def _write_limits(limits: Limits, state: ServerState) -> pb.ServerLimits:
     own = dataclasses.asdict(limits)
+    own["max_message_bytes"] = min(limits.max_message_bytes, state.max_message_bytes)
     return pb.ServerLimits(
         max_queued_requests=limits.queue.max_requests,
         max_queued_tokens=limits.queue.max_tokens,

@@ -65,6 +65,8 @@ class VllmServicer(vllm_engine_pb2_grpc.VllmEngineServicer):  # type: ignore[mis
         state.check_open(None)
         if request.WhichOneof("input") == "text":
             state.check_text("text", [request.text])
+        elif not request.sampling_params.truncate_prompt_tokens:
+            state.check_num_tokens(len(request.tokenized.input_ids))
         asked = read_request(request, self._limits, max_model_len)
         try:
             async with open_request(state, context, asked, request.request_id or None) as mailbox:

@@ -15,7 +15,7 @@ from tpengine.engine.requests import GenerateRequest
 from tpengine.errors import InvalidPromptError, InvalidSamplingParamsError
 from tpengine.outputs import RequestOutput
 from tpengine.sampling_params import RequestOutputKind, SamplingParams
-from tpengine.server.limits import Limits, at_most, check_sampling, most_tokens_of_text
+from tpengine.server.limits import Limits, at_most, check_sampling, last_ids, most_tokens_of_text
 from tpengine.server.stream_sender import CandidateTurns, Positions
 
 REFUSED = (
@@ -50,7 +50,9 @@ def read_request(
         raise InvalidPromptError("a request needs tokenized or text; got neither")
     kind = RequestOutputKind.DELTA if message.stream else RequestOutputKind.FINAL_ONLY
     params = read_sampling_params(message.sampling_params, kind, limits, max_model_len)
-    token_ids = list(message.tokenized.input_ids) if given == "tokenized" else None
+    token_ids = None
+    if given == "tokenized":
+        token_ids = last_ids(message.tokenized.input_ids, params.truncate_prompt_tokens)
     most = most_tokens_of_text(message.text) if token_ids is None else len(token_ids)
     most = min(most, params.truncate_prompt_tokens or max_model_len, max_model_len)
     check_sampling(params, limits, max_model_len, most)

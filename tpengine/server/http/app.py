@@ -45,7 +45,7 @@ def make_app(
     """The application; the arguments are those of `HttpServer`."""
     handlers: dict[Any, Any] = {HTTPException: _refuse}
     app = FastAPI(openapi_url=None, exception_handlers=handlers, redirect_slashes=False)
-    app.state.limits = limits
+    app.state.limits, app.state.server = limits, state
     _add_routes(app, state)
     _add_text_routes(app, state, limits)
     if state.adapter_folder is not None:

@@ -16,7 +16,7 @@ from tpengine.errors import MalformedRequestError
 from tpengine.server.auth import Client
 from tpengine.server.grpc.proto import TIMEOUT_KEY
 from tpengine.server.http.refusals import HttpError
-from tpengine.server.limits import Limits, read_timeout
+from tpengine.server.limits import read_timeout
 
 _JSON = re.compile(r"application/([\w.-]+\+)?json\s*(;|$)", re.IGNORECASE)
 _SURROGATE = re.compile(rb"\\u[dD][89a-fA-F]")
@@ -53,7 +53,9 @@ async def read_call(request: Request) -> HttpCall:
     named = request.headers.get(TIMEOUT_KEY)
     deadline = None if named is None else time.monotonic() + read_timeout(named)
     _check_form(request)
-    body = _parse(await _read_body(request, request.app.state.limits))
+    given = request.app.state
+    most = min(given.limits.max_message_bytes, given.server.max_message_bytes)
+    body = _parse(await _read_body(request, most, given.limits.message_s))
     return HttpCall(request.state.request_id, request.state.client, deadline, body)
 
 
@@ -81,7 +83,7 @@ def _check_form(request: Request) -> None:
         )
 
 
-async def _read_body(request: Request, limits: Limits) -> bytes:
+async def _read_body(request: Request, most: int, timeout_s: float) -> bytes:
     """Reads the body within its bounds.
 
     Raises:
@@ -89,18 +91,18 @@ async def _read_body(request: Request, limits: Limits) -> bytes:
     """
     # llhttp bounds the value, but not the zeros in front of it, and int() reads 4,300 digits.
     declared = request.headers.get("content-length", "").lstrip("0")
-    if declared.isdecimal() and int(declared) > limits.max_message_bytes:
-        _refuse_size(declared, limits)
+    if declared.isdecimal() and int(declared) > most:
+        _refuse_size(declared, most)
     body = bytearray()
     try:
-        async with asyncio.timeout(limits.message_s):
+        async with asyncio.timeout(timeout_s):
             async for chunk in request.stream():
                 body += chunk
-                if len(body) > limits.max_message_bytes:
-                    _refuse_size(f"more than {limits.max_message_bytes}", limits)
+                if len(body) > most:
+                    _refuse_size(f"more than {most}", most)
     except TimeoutError:
         raise HttpError(
-            f"{len(body)} bytes of the body came within {limits.message_s:g} s, and not the rest; "
+            f"{len(body)} bytes of the body came within {timeout_s:g} s, and not the rest; "
             "send it faster",
             408,
             "body_timeout",
@@ -108,10 +110,9 @@ async def _read_body(request: Request, limits: Limits) -> bytes:
     return bytes(body)
 
 
-def _refuse_size(size: str, limits: Limits) -> NoReturn:
+def _refuse_size(size: str, most: int) -> NoReturn:
     raise HttpError(
-        f"the body has {size} bytes, and may have at most {limits.max_message_bytes} "
-        "(--max-message-mib); send less",
+        f"the body has {size} bytes, and may have at most {most} (--max-message-mib); send less",
         413,
         "request_too_large",
     )

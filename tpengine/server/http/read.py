@@ -12,7 +12,7 @@ from contextlib import contextmanager
 from typing import Any
 
 from tpengine.engine.requests import GenerateRequest
-from tpengine.errors import InvalidPriorityError, InvalidPromptError, RequestIgnoredError
+from tpengine.errors import InvalidPriorityError, InvalidPromptError
 from tpengine.sampling_params import RequestOutputKind, SamplingParams
 from tpengine.server.http.calls import HttpCall
 from tpengine.server.http.fields import FieldError, Fields, check_shape, read_bias
@@ -238,8 +238,8 @@ class BodyReader:
             text, given = given, await self._engine.tokenize(given, special)
         if most is not None:
             text, given = None, given[-most:]
-        elif (why := self._engine.llm_engine.why_too_long(len(given))) is not None:
-            raise RequestIgnoredError(why)
+        else:
+            self._state.check_num_tokens(len(given))
         if echo and text is None:
             text = await self._engine.detokenize(given, params.skip_special_tokens)
         return {"prompt": text, "prompt_token_ids": given}

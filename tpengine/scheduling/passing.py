@@ -1,0 +1,132 @@
+"""Which requests pass the first waiting one while it has no room, and for how long.
+
+When the first request finds no room (slots, blocks or a slot for its adapter), the step is fixed by
+which it starts: the one by which requests that came before it must have ended so that it has room,
+and as many steps more as the request itself may run. The step moves forward when they end earlier.
+A later request passes only if it will have ended by then. So small requests use room that is too
+small for the first, which waits and runs at most twice as long as it otherwise might have to.
+
+Steps are counted as if each advanced every running request. Where requests are preempted, or a
+step does not hold a token for each of them, the first may start later, and no request passes it
+after its step.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from itertools import islice
+
+from tpengine.config import SchedulerConfig
+from tpengine.scheduling.adapter_slots import AdapterSlots
+from tpengine.scheduling.block_manager import BlockManager
+from tpengine.sequence import Request
+
+_MAX_LOOKED = 256
+"""Waiting requests that are looked at in a step; bounds its time."""
+
+
+class Passing:
+    """Remembers until when waiting requests may be passed.
+
+    Args:
+        config: the limits of a step and of a sequence.
+        adapters: who has slots for adapters.
+    """
+
+    def __init__(self, config: SchedulerConfig, adapters: AdapterSlots) -> None:
+        self._config = config
+        self._adapters = adapters
+        self._latest_starts: dict[str, int] = {}  # by request id
+        # Free slots and blocks of a search that found no request. Without more of them, another
+        # search finds none until a request comes or goes.
+        self._searched_with: tuple[int, int] | None = None
+
+    def choose(
+        self,
+        waiting: Iterable[Request],
+        running: Sequence[Request],
+        blocks: BlockManager,
+        num_free_slots: int,
+        step: int,
+    ) -> Request | None:
+        """The first request that passes the first of `waiting`, which has no room; None: none does.
+
+        Args:
+            running: the requests that hold slots.
+            step: number of the step that is being scheduled.
+        """
+        queue = iter(waiting)
+        first = next(queue)
+        if not num_free_slots or self._is_searched(num_free_slots, blocks):
+            return None
+        room_at = step + self._steps_until_room(first, running, blocks, num_free_slots)
+        latest = room_at + self.num_steps(first)
+        latest = min(latest, self._latest_starts.get(first.request_id, latest))
+        self._latest_starts[first.request_id] = latest
+        for request in islice(queue, _MAX_LOOKED):
+            if (
+                len(request.unfinished_sequences) <= num_free_slots
+                and step + self.num_steps(request) <= latest
+                and self._adapters.has_room(request, running)
+                and blocks.num_missing_blocks(request) <= 0
+            ):
+                return request
+        self._searched_with = num_free_slots, blocks.num_free_blocks
+        return None
+
+    def note_arrival(self) -> None:
+        """Notes that there is one more waiting request."""
+        self._searched_with = None
+
+    def forget(self, request: Request) -> None:
+        """Forgets a request that has started or ended."""
+        self._latest_starts.pop(request.request_id, None)
+        self._searched_with = None
+
+    def restart(self) -> None:
+        """Forgets all, since no request runs any more."""
+        self._latest_starts.clear()
+        self._searched_with = None
+
+    def num_steps(self, request: Request) -> int:
+        """Most steps until a request ends, if each computes all that it may of the request."""
+        config = self._config
+        max_tokens = request.sampling_params.max_tokens
+        most = 0
+        for sequence in request.unfinished_sequences:
+            num_left = config.max_model_len - sequence.num_tokens
+            if max_tokens is not None:
+                num_left = min(num_left, max_tokens - sequence.num_output_tokens)
+            num_behind = sequence.num_tokens - sequence.num_computed_tokens
+            most = max(most, num_left + num_behind // config.max_num_batched_tokens)
+        return most
+
+    def _is_searched(self, num_free_slots: int, blocks: BlockManager) -> bool:
+        if self._searched_with is None:
+            return False
+        most_slots, most_blocks = self._searched_with
+        return num_free_slots <= most_slots and blocks.num_free_blocks <= most_blocks
+
+    def _steps_until_room(
+        self,
+        first: Request,
+        running: Sequence[Request],
+        blocks: BlockManager,
+        num_free_slots: int,
+    ) -> int:
+        """Most steps until `first` has room, if no request had passed it."""
+        older = [one for one in running if one.arrival_index < first.arrival_index]
+        passed = [one for one in running if one.arrival_index > first.arrival_index]
+        num_slots = len(first.unfinished_sequences) - num_free_slots
+        num_slots -= sum(len(one.unfinished_sequences) for one in passed)
+        num_blocks = blocks.num_missing_blocks(first) - sum(map(blocks.num_held_blocks, passed))
+        num_steps = 0
+        order = sorted(((self.num_steps(one), one) for one in older), key=lambda pair: pair[0])
+        for num_steps_of_one, one in order:
+            if num_slots <= 0 and num_blocks <= 0 and self._adapters.has_room(first, older):
+                break
+            num_steps = num_steps_of_one
+            older.remove(one)
+            num_slots -= len(one.unfinished_sequences)
+            num_blocks -= blocks.num_held_blocks(one)
+        return num_steps
