@@ -20,6 +20,7 @@ from pathlib import Path
 from types import FrameType, TracebackType
 from typing import TYPE_CHECKING, Any
 
+from tpengine import envs
 from tpengine.logger import init_logger
 
 if TYPE_CHECKING:
@@ -33,6 +34,7 @@ START_TICKS = 19
 """Index of a process's start time in `living_fields`."""
 _NUM_THREADS = 17
 SHM_FOLDER = Path("/dev/shm")
+_MIB = 1 << 20
 _SEGMENT_NAME = re.compile(r"tpengine-.*-(?P<pid>\d+)-(?P<start>\d+)")
 
 
@@ -272,6 +274,32 @@ def start_ticks(pid: int) -> int | None:
     """Start time of a process in clock ticks since boot; None: no such process."""
     fields = living_fields(pid)
     return None if fields is None else int(fields[START_TICKS])
+
+
+def describe_resources(error: BaseException) -> str:
+    """What a start of processes may lack on this machine, for the report of one that failed.
+
+    Args:
+        error: the failure; it or a cause of it may hold the system's error number.
+    """
+    parts = []
+    cause: BaseException | None = error
+    while cause is not None:
+        if isinstance(cause, OSError) and cause.errno is not None:
+            parts.append(f"errno {cause.errno} ({os.strerror(cause.errno)})")
+            break
+        cause = cause.__cause__ or cause.__context__
+    for folder in (envs.temporary_folder(), SHM_FOLDER):
+        with contextlib.suppress(OSError):
+            stat = os.statvfs(folder)
+            free, total = (n * stat.f_frsize / _MIB for n in (stat.f_bavail, stat.f_blocks))
+            parts.append(f"{free:.0f} of {total:.0f} MiB free in {folder}")
+    limit = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
+    try:
+        parts.append(f"{len(os.listdir('/proc/self/fd'))} of {limit} file descriptors open")
+    except OSError as failure:  # the list itself needs one
+        parts.append(f"its limit is {limit} file descriptors ({failure.strerror})")
+    return ", ".join(parts)
 
 
 # Shared memory. Rank 0 makes a file for the segment of its group and removes its name once all

@@ -28,7 +28,7 @@ MAX_PACKAGE_LINES = 18_500
 MAX_PACKAGE_FILES = 196
 MAX_NATIVE_LINES = 8_220
 """Lines of C++ and CUDA in csrc/, without blank lines and comments."""
-MAX_TEST_LINES = 37_500
+MAX_TEST_LINES = 37_900
 """Lines of code of tests/."""
 MAY_ADD = {
     "API": 800,
@@ -40,7 +40,14 @@ MAY_ADD = {
     "grammars, tools and page": 1_000,
 }
 """Lines of code that an issue may add to the package. One that needs more removes others first."""
-BEGUN: tuple[str, ...] = ("API", "models", "HTTP and gRPC doors", "four and eight bits", "LoRA")
+BEGUN: tuple[str, ...] = (
+    "API",
+    "models",
+    "HTTP and gRPC doors",
+    "four and eight bits",
+    "LoRA",
+    "faults and fair shares",
+)
 """The issues in `MAY_ADD` whose work has begun: their lines count as budget."""
 
 # room: rooms that it may import, besides itself and the files at the package's root

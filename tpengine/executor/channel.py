@@ -31,7 +31,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from tpengine.errors import EngineError
+from tpengine.errors import TemporaryError
 
 MAX_FRAME_BYTES = 256 << 20
 """More than any step holds. A head that claims more is not a head of a frame."""
@@ -75,7 +75,7 @@ class Frame:
     payload: bytes
 
 
-class ChannelError(EngineError):
+class ChannelError(TemporaryError):
     """The channel is closed, the peer does not answer, or what it sends is not a frame."""
 
 

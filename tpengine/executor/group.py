@@ -16,7 +16,13 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, S
 from typing import Any, Protocol, TypeVar
 
 from tpengine.config import EngineConfig
-from tpengine.errors import EngineError, GroupLostError, ModelLoadError, RankLoss
+from tpengine.errors import (
+    EngineError,
+    GroupLostError,
+    ModelLoadError,
+    RankLoss,
+    is_temporary,
+)
 from tpengine.executor.channel import Channel, ChannelError, ChannelTimeoutError, Listener
 from tpengine.executor.diagnosis import (
     ANSWER_S,
@@ -166,6 +172,11 @@ class Group:
         self._is_over = threading.Event()
         self._wake_up = WakeUp()
 
+    @property
+    def is_over(self) -> bool:
+        """Whether the group was lost or ended."""
+        return self.loss is not None or self._is_over.is_set()
+
     def start(self, timeout_s: float) -> None:
         """Starts the processes of the ranks.
 
@@ -305,11 +316,15 @@ class Group:
             except RanksFailedError as error:
                 rank = error.cause
                 failure = error.failures[rank]
+            except Exception as error:
+                if not is_temporary(error):
+                    raise
+                reason = f"the driver could not call it: {type(error).__name__}: {error}"
+                raise self._end_as_lost(0, ChannelError(reason), doing) from error
         if (
             isinstance(failure, RankFailure)
             and not failure.is_consequence
-            # Any other exception may come from the machine, and another start may succeed.
-            and (failure.error_type is not None or self.epoch == 1)
+            and (failure.is_permanent or self.epoch == 1)
         ):
             raise failure.to_error()
         raise self._end_as_lost(rank, failure, doing)

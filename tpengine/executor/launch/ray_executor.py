@@ -186,7 +186,7 @@ class RayExecutor(Executor):
             if not self._is_connected:
                 raise EngineError(RAY_IS_GONE)
             lost = self._group
-            if lost is None or lost.loss is None:
+            if lost is None or not lost.is_over:
                 raise EngineError("no rank was lost: there is nothing to rebuild")
             self._times.seconds.clear()
             with self._times.phase("nodes"):
