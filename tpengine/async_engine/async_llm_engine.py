@@ -376,7 +376,7 @@ class AsyncLLMEngine(RefusesNames):
     @property
     def errored(self) -> bool:
         """Whether the engine has failed."""
-        return self._failure is not None
+        return self._thread.failure is not None
 
     def start_background_loop(self) -> None:
         """Has no effect: the engine's thread runs from the start.
@@ -556,23 +556,18 @@ class AsyncLLMEngine(RefusesNames):
             self._watch = loop.call_later(_WATCH_S, self._look)
 
     def _death(self) -> EngineDeadError:
-        if self._failure is None:
+        if self._thread.failure is None:
             return EngineDeadError("the engine was shut down; make a new one")
         error = EngineDeadError(
             f"the engine has failed ({self._cause()}), and cannot go on; make a new one"
         )
-        error.__cause__ = self._failure
+        error.__cause__ = self._thread.failure
         return error
 
     def _cause(self) -> str:
         """Returns the error that ended the engine, in words; empty: no error did."""
-        failure = self._failure
+        failure = self._thread.failure
         return "" if failure is None else f"{type(failure).__name__}: {failure}"
-
-    @property
-    def _failure(self) -> BaseException | None:
-        # The engine fails before its thread ends: in between it ends its ranks.
-        return self._thread.failure or self._engine.health().failure
 
     def _state(self, group_state: str) -> str:
         """Returns the state as users see it."""
