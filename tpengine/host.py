@@ -12,6 +12,7 @@ import os
 import re
 import resource
 import signal
+import stat
 import struct
 import sys
 import threading
@@ -291,8 +292,8 @@ def describe_resources(error: BaseException) -> str:
         cause = cause.__cause__ or cause.__context__
     for folder in (envs.temporary_folder(), SHM_FOLDER):
         with contextlib.suppress(OSError):
-            stat = os.statvfs(folder)
-            free, total = (n * stat.f_frsize / _MIB for n in (stat.f_bavail, stat.f_blocks))
+            facts = os.statvfs(folder)
+            free, total = (n * facts.f_frsize / _MIB for n in (facts.f_bavail, facts.f_blocks))
             parts.append(f"{free:.0f} of {total:.0f} MiB free in {folder}")
     limit = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
     try:
@@ -300,6 +301,40 @@ def describe_resources(error: BaseException) -> str:
     except OSError as failure:  # the list itself needs one
         parts.append(f"its limit is {limit} file descriptors ({failure.strerror})")
     return ", ".join(parts)
+
+
+def open_unlinked(path: str, flags: int) -> int:
+    """For `open`: fails at a symbolic link, which another user may have put into a shared folder,
+    and does not wait at a pipe."""
+    return os.open(path, flags | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
+
+
+def read_trusted(path: Path) -> str:
+    """Reads a file in a folder where other users may write.
+
+    Raises:
+        OSError: there is no such file, it is a link, or it belongs to another user than this one
+            and root, or others may write it.
+    """
+    with open(path, opener=open_unlinked) as file:
+        facts = os.fstat(file.fileno())
+        if not stat.S_ISREG(facts.st_mode) or facts.st_uid not in (os.geteuid(), 0):
+            raise PermissionError(f"{path} belongs to user {facts.st_uid}, or is no file")
+        if facts.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
+            raise PermissionError(f"{path} may be written by others (mode {facts.st_mode:o})")
+        return file.read()
+
+
+def close_to_others(path: Path) -> None:
+    """Lets no other user read or enter a file or folder of this user's. Any other is left alone."""
+    with contextlib.suppress(OSError):
+        fd = open_unlinked(str(path), os.O_RDONLY)
+        try:
+            facts = os.fstat(fd)
+            if facts.st_uid == os.geteuid():
+                os.fchmod(fd, stat.S_IMODE(facts.st_mode) & stat.S_IRWXU)
+        finally:
+            os.close(fd)
 
 
 # Shared memory. Rank 0 makes a file for the segment of its group and removes its name once all
@@ -338,7 +373,7 @@ def sweep_segments(folder: Path = SHM_FOLDER) -> list[Path]:
             continue
         # A creator in another process namespace is invisible here, but it holds a lock.
         with contextlib.suppress(OSError):
-            fd = os.open(path, os.O_RDWR | os.O_CLOEXEC)
+            fd = os.open(path, os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC)
             try:
                 lock_bytes(fd, 0, 0)
                 path.unlink()

@@ -9,6 +9,7 @@ from __future__ import annotations
 import importlib.util
 from typing import Any
 
+from tpengine import envs
 from tpengine.config import EngineConfig
 from tpengine.engine_args import EngineArgs
 from tpengine.errors import ConfigError, EngineError
@@ -43,6 +44,7 @@ def create_executor(args: EngineArgs) -> tuple[EngineConfig, Executor]:
         EngineError: the model or Ray is not available.
     """
     args.check()  # before Ray is started
+    envs.hide_secrets()
     if not args.uses_ray:
         config = args.create_engine_config(detect_device(args.device))
         return config, LocalExecutor(config)

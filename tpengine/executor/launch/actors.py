@@ -29,6 +29,7 @@ from tpengine.executor.channel import ChannelClosedError, ChannelError
 from tpengine.executor.diagnosis import ANSWER_S, NodeSilentError, RankPlace
 from tpengine.executor.launch.node_agent import NodeAgent, own_error_log
 from tpengine.executor.launch.placement import Placement, actor_options, order_places
+from tpengine.executor.launch.ray_calls import RaySilentError, bounded
 from tpengine.executor.rank import Rank, import_worker
 from tpengine.host import start_ticks
 from tpengine.logger import init_logger
@@ -172,16 +173,19 @@ class RayLauncher:
         if ray.is_initialized():
             for actor in self._actors:
                 with contextlib.suppress(Exception):  # another cluster does not know the actor
-                    ray.kill(actor, no_restart=True)
+                    _kill(actor)
 
 
 def _start(actor_class: type[Any], strategy: Any, *args: Any, **options: Any) -> Any:
     """Starts an actor that Ray does not start again."""
-    return (
-        ray.remote(actor_class)
-        .options(scheduling_strategy=strategy, max_restarts=0, max_task_retries=0, **options)
-        .remote(*args)
+    remote = ray.remote(actor_class).options(
+        scheduling_strategy=strategy, max_restarts=0, max_task_retries=0, **options
     )
+    return bounded(lambda: remote.remote(*args), f"an actor ({actor_class.__name__})", _kill)
+
+
+def _kill(actor: Any) -> None:
+    bounded(lambda: ray.kill(actor, no_restart=True), "the end of an actor")
 
 
 def _start_on(node_id: str, actor_class: type[Any], *args: Any, **options: Any) -> Any:
@@ -272,8 +276,8 @@ class Agents:
         return silent, dead
 
     def _forget(self, node_id: str) -> None:
-        with contextlib.suppress(RayError):
-            ray.kill(self._actors.pop(node_id), no_restart=True)
+        with contextlib.suppress(RayError, RaySilentError):
+            _kill(self._actors.pop(node_id))
 
     def close(self) -> None:
         """Ends the agents."""
@@ -393,8 +397,8 @@ class Spares:
         return [prepared[index] for index in sorted(alive)] + others
 
     def _end(self, spare: _Spare) -> None:
-        with contextlib.suppress(RayError):
-            ray.kill(spare.actor, no_restart=True)
+        with contextlib.suppress(RayError, RaySilentError):
+            _kill(spare.actor)
         with contextlib.suppress(RayError):
             # Ray asks the process to end itself, which a stopped one cannot do.
             if ray.wait([spare.prepared], timeout=0)[0]:

@@ -12,6 +12,7 @@ import math
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import ray
@@ -27,6 +28,7 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 from tpengine.config import RayConfig
 from tpengine.errors import PlacementError, counted
 from tpengine.executor.diagnosis import RankPlace
+from tpengine.executor.launch.ray_calls import bounded
 from tpengine.logger import init_logger
 
 logger = init_logger(__name__)
@@ -138,7 +140,7 @@ def cluster_nodes() -> list[Node]:
     """The machines that Ray holds for alive."""
     return [
         Node(node["NodeID"], node["NodeManagerAddress"], node["Resources"])
-        for node in ray.nodes()
+        for node in bounded(ray.nodes, "its nodes")
         if node["Alive"]
     ]
 
@@ -177,7 +179,7 @@ class Placement:
     @classmethod
     def of(cls, group: PlacementGroup, indices: list[int], is_borrowed: bool) -> Placement:
         """The placement of ranks in the bundles of these indices."""
-        nodes = placement_group_table(group)["bundles_to_node_id"]
+        nodes = _table_of(group)["bundles_to_node_id"]
         return cls([str(nodes[index]) for index in indices], is_borrowed, group, indices)
 
     def strategy(self, index: int) -> PlacementGroupSchedulingStrategy:
@@ -195,11 +197,16 @@ class Placement:
 
 def _remove(group: PlacementGroup) -> None:
     with contextlib.suppress(Exception):  # the cluster may have gone
-        remove_placement_group(group)
+        bounded(lambda: remove_placement_group(group), "the end of a placement group")
+
+
+def _table_of(group: PlacementGroup) -> dict[str, Any]:
+    table: dict[str, Any] = bounded(lambda: placement_group_table(group), "a placement group")
+    return table
 
 
 def _indices_in(group: PlacementGroup, bundle: Resources, size: int) -> list[int]:
-    bundles: Mapping[int, Resources] = placement_group_table(group)["bundles"]
+    bundles: Mapping[int, Resources] = _table_of(group)["bundles"]
     indices = usable_bundles({int(i): b for i, b in bundles.items()}, bundle)
     if len(indices) < size:
         listed = ", ".join(describe(b) for b in bundles.values())
@@ -272,11 +279,13 @@ class Placer:
                 f"the ranks cannot be placed on the Ray at {_address()}{without}: {reason}"
             )
         selector = {_NODE_LABEL: f"!in({', '.join(sorted(excluded))})"}
-        group = placement_group(
+        make = partial(
+            placement_group,
             [dict(self.bundle)] * self.size,
             strategy=strategy,
             bundle_label_selector=[selector] * self.size if excluded else None,
         )
+        group = bounded(make, "a placement group", remove_placement_group)
         try:
             self._wait(group)
             return Placement.of(group, list(range(self.size)), False)
@@ -303,16 +312,17 @@ class Placer:
         while True:
             self.check()
             # Ray counts whole seconds: it takes 0.5 as 0.
-            if group.wait(1):
+            if bounded(lambda: group.wait(1), "room"):
                 return True
             if time.monotonic() >= deadline:
                 return False
 
     def _describe_room(self) -> str:
+        what = "its resources"
         return (
             f"wanted {self.size} x {describe(self.bundle)} ({self.config.placement_strategy}), "
-            f"available now {_amounts(ray.available_resources(), self.bundle)} of "
-            f"{_amounts(ray.cluster_resources(), self.bundle)}"
+            f"available now {_amounts(bounded(ray.available_resources, what), self.bundle)} of "
+            f"{_amounts(bounded(ray.cluster_resources, what), self.bundle)}"
         )
 
     def replace(self, old: Placement | None, silent: set[str]) -> Placement:
