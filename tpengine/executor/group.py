@@ -43,6 +43,8 @@ from tpengine.messages import Rendezvous
 logger = init_logger(__name__)
 Answer = TypeVar("Answer")
 
+LOOPBACK = "127.0.0.1"
+"""Where what is ours listens if all ranks run on one machine, so that no other one can connect."""
 _OVER = "the engine was shut down; make a new one"
 _CALL_GRACE_S = 1.0
 """How long the others are heard after the first failure of a call: that failure may be the
@@ -256,11 +258,14 @@ class Group:
         Args:
             engine_id: unique to the engine.
         """
-        [port] = self.call_each("open_rendezvous", {0: (self.places[0].address,)})
+        addresses = [place.address for place in self.places]
+        if len({place.node_id for place in self.places}) == 1:
+            addresses = [LOOPBACK] * self._size
+        [port] = self.call_each("open_rendezvous", {0: (addresses[0],)})
         rendezvous = Rendezvous(
             engine_id=engine_id,
             epoch=self.epoch,
-            addresses=[place.address for place in self.places],
+            addresses=addresses,
             port=port,
             connect_timeout_s=min(60.0, self._start_timeout_s),
             collective_timeout_s=_COLLECTIVE_SHARE * self._step_timeout_s,

@@ -30,6 +30,7 @@ from tpengine.executor.diagnosis import ANSWER_S, NodeSilentError, RankPlace
 from tpengine.executor.launch.node_agent import NodeAgent, own_error_log
 from tpengine.executor.launch.placement import Placement, actor_options, order_places
 from tpengine.executor.launch.ray_calls import RaySilentError, bounded
+from tpengine.executor.launch.ray_messages import hide_deaths
 from tpengine.executor.rank import Rank, import_worker
 from tpengine.host import start_ticks
 from tpengine.logger import init_logger
@@ -156,6 +157,7 @@ class RayLauncher:
         return _ActorCalls(refs)
 
     def order(self, places: Sequence[RankPlace]) -> list[RankPlace]:
+        hide_deaths((place.node_id, place.pid) for place in places)
         self.bundle_devices = [place.devices for place in places]
         order = order_places(places, self.agents.own_node_id)
         self._actors = [self._actors[index] for index in order]

@@ -27,7 +27,7 @@ from tpengine.executor.launch.actors import Agents, RayLauncher, Spares
 from tpengine.executor.launch.placement import (
     Placement,
     Placer,
-    address_of,
+    channel_address,
     cluster_nodes,
     rank_bundle,
 )
@@ -305,7 +305,7 @@ class RayExecutor(Executor):
             )
             group.start(self._times.appear_s)
         with self._times.phase("channels"):
-            group.open_channels(address_of(self._node_id))
+            group.open_channels(channel_address(group.places, self._node_id))
         with self._times.phase("imports"):
             group.create_workers()
         if len(group.places) > 1:
