@@ -122,11 +122,6 @@ def ray_address() -> str | None:
     return os.environ.get("RAY_ADDRESS") or None
 
 
-def temporary_folder() -> Path:
-    """`TMPDIR`: where programs of this machine keep files for a while; default: `/tmp`."""
-    return Path(os.environ.get("TMPDIR") or "/tmp")
-
-
 def ray_folders() -> list[Path]:
     """The folders in which Ray may keep its state of this machine: in `RAY_TMPDIR`, `TMPDIR` and
     `/tmp`. The process that started Ray may have had other values than this one."""

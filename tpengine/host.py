@@ -290,7 +290,7 @@ def describe_resources(error: BaseException) -> str:
             parts.append(f"errno {cause.errno} ({os.strerror(cause.errno)})")
             break
         cause = cause.__cause__ or cause.__context__
-    for folder in (envs.temporary_folder(), SHM_FOLDER):
+    for folder in (envs.ray_folders()[0].parent, SHM_FOLDER):
         with contextlib.suppress(OSError):
             facts = os.statvfs(folder)
             free, total = (n * facts.f_frsize / _MIB for n in (facts.f_bavail, facts.f_blocks))

@@ -132,7 +132,7 @@ def main(folder: str, ray_folder: str, *names: str) -> None:
         "shared memory full": lambda: full(shm, 0.0),
         "disk full": lambda: full(Path(ray_folder), 0.0),
         "no descriptors": lambda: limited(resource.RLIMIT_NOFILE, 16),  # all of these are open
-        "no memory": lambda: limited(resource.RLIMIT_AS, address_space()),
+        "no memory": lambda: limited(resource.RLIMIT_AS, address_space() + 6 * MIB),
         "store frozen": frozen_store,
     }
     with ray_engine(folder, 2, ray_address="local") as engine:
@@ -141,16 +141,15 @@ def main(folder: str, ray_folder: str, *names: str) -> None:
         for name in names:
             attempts.reports.clear()
             lack = lacks[name]()
-            is_over = False
+            is_over, epoch = False, engine.health().epoch
 
             def begin(lack: object = lack) -> None:
                 lack.__enter__()  # type: ignore[attr-defined]
                 os.kill(executor_of(engine).places[1].pid, signal.SIGKILL)
 
-            def look(lack: object = lack) -> None:
+            def look(lack: object = lack, epoch: int = epoch) -> None:
                 nonlocal is_over
-                is_back = engine.health().state.value == "running"
-                if not is_over and (attempts.reports or is_back):
+                if not is_over and (attempts.reports or engine.health().epoch > epoch):
                     is_over = True
                     lack.__exit__(None, None, None)  # type: ignore[attr-defined]
 
