@@ -15,10 +15,10 @@ import signal
 import sys
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
 from pathlib import Path
 
-from executor.ray_engines import executor_of, ray_engine
+from executor.ray_engines import executor_of, is_alive, ray_engine
 from tpengine import LLMEngine, SamplingParams
 from tpengine.executor.launch import ray_calls
 
@@ -122,6 +122,39 @@ def generate(
     raise AssertionError(f"not finished within {LIMIT_S:g} s")
 
 
+class Lack:
+    """Kills a rank, and lets the machine lack something until an attempt at a new group has failed
+    or succeeded.
+
+    Args:
+        waits: until the old ranks have ended, as they give free what the new ones are to lack.
+    """
+
+    def __init__(
+        self,
+        engine: LLMEngine,
+        lack: AbstractContextManager[None],
+        attempts: Attempts,
+        waits: bool,
+    ) -> None:
+        self._engine, self._attempts = engine, attempts
+        self._stack, self._lack, self._waits = ExitStack(), lack, waits
+        self._places = executor_of(engine).places
+        self._before = engine.health().num_recoveries
+
+    def begin(self) -> None:
+        if not self._waits:
+            self._stack.enter_context(self._lack)
+        os.kill(self._places[1].pid, signal.SIGKILL)
+
+    def look(self) -> None:
+        if self._waits and not any(is_alive(self._places)):
+            self._waits = False
+            self._stack.enter_context(self._lack)
+        if self._attempts.reports or self._engine.health().num_recoveries > self._before:
+            self._stack.close()
+
+
 def main(folder: str, ray_folder: str, *names: str) -> None:
     attempts = Attempts()
     logging.getLogger("tpengine.engine.recovery").addHandler(attempts)
@@ -140,21 +173,9 @@ def main(folder: str, ray_folder: str, *names: str) -> None:
         expected = generate(engine, look=lambda: None)
         for name in names:
             attempts.reports.clear()
-            lack = lacks[name]()
-            is_over, epoch = False, engine.health().epoch
-
-            def begin(lack: object = lack) -> None:
-                lack.__enter__()  # type: ignore[attr-defined]
-                os.kill(executor_of(engine).places[1].pid, signal.SIGKILL)
-
-            def look(lack: object = lack, epoch: int = epoch) -> None:
-                nonlocal is_over
-                if not is_over and (attempts.reports or engine.health().epoch > epoch):
-                    is_over = True
-                    lack.__exit__(None, None, None)  # type: ignore[attr-defined]
-
+            lack = Lack(engine, lacks[name](), attempts, waits="shared memory" in name)
             start = time.monotonic()
-            token_ids = generate(engine, begin, look)
+            token_ids = generate(engine, lack.begin, lack.look)
             took_s = round(time.monotonic() - start, 1)
             tell([name, token_ids == expected, attempts.reports, took_s])
         [store] = [pid for pid, name in below(os.getpid()).items() if name == "gcs_server"]

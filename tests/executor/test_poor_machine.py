@@ -96,4 +96,5 @@ def test_requests_outlive_it(poor: PoorDriver, scenarios: tuple[str, ...]) -> No
     assert "at 127.0.0.1 (interface lo) by shared memory" in log
     if scenarios[0].startswith("shared memory"):
         assert "at 127.0.0.1 (interface lo) by gloo" in log
-    assert "died" not in "".join(poor.driver.others), "Ray tells it again, on standard output"
+    if "disk full" not in scenarios:  # then it ends processes that are no ranks yet
+        assert "died" not in "".join(poor.driver.others), "Ray tells it on standard output, too"
