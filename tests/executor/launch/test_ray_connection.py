@@ -23,7 +23,7 @@ from tpengine import envs
 from tpengine.errors import EngineError
 
 pytest.importorskip("ray")
-from tpengine.executor.launch import ray_connection
+from tpengine.executor.launch import ray_calls, ray_connection
 from tpengine.executor.launch.ray_connection import RayConnection
 
 END_S = 30.0
@@ -310,6 +310,22 @@ def test_a_thread_does_not_wait_for_ever(
             RayConnection("local")
         done.set()
         first.result(60.0).close()
+
+
+def test_a_ray_that_does_not_end(fake_ray: FakeRay, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ray waits for its control store, which is frozen: its processes are killed."""
+    monkeypatch.setattr(ray_calls, "RAY_CALL_S", 0.2)
+    killed: list[set[int]] = []
+    has_ended = threading.Event()
+
+    def kill(but: set[int]) -> None:
+        killed.append(but)
+        has_ended.set()
+
+    monkeypatch.setattr(fake_ray, "shutdown", lambda: has_ended.wait(60.0))
+    monkeypatch.setattr(ray_connection, "_end_ray_children", kill)
+    RayConnection("local").close()
+    assert killed == [set()]
 
 
 def test_last_words(fake_ray: FakeRay, tmp_path: Path) -> None:

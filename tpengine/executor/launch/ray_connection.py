@@ -22,6 +22,7 @@ import ray
 from tpengine import envs
 from tpengine.errors import ConfigError, EngineError
 from tpengine.executor.launch.node_agent import NodeAgent
+from tpengine.executor.launch.ray_calls import RaySilentError, bounded
 from tpengine.host import close_to_others, kept_sigterm_handler, read_trusted
 from tpengine.logger import init_logger
 
@@ -188,7 +189,15 @@ class RayConnection:
         if id(self) in _users_of_started_ray:
             _users_of_started_ray.discard(id(self))
             if not _users_of_started_ray and ray.is_initialized():
-                ray.shutdown()
+                self._end_started_ray()
+
+    @staticmethod
+    def _end_started_ray() -> None:
+        try:
+            bounded(ray.shutdown, "its end")
+        except RaySilentError as error:  # the rest of the abandoned call ends with its processes
+            logger.warning("Ray's processes are killed: %s", error)
+            _end_ray_children(but=set())
 
 
 def _host_and_port(address: str) -> tuple[str, int] | None:
