@@ -359,10 +359,12 @@ class RecoveryConfig:
 
     Attributes:
         max_recoveries: number of losses within any `window_s` seconds after which requests go on.
+        timeout_s: how long the attempts at one new group may take together.
     """
 
     max_recoveries: int
     window_s: float
+    timeout_s: float
 
 
 @dataclass(frozen=True)

@@ -220,6 +220,9 @@ class EngineArgs(Options):
     on; the next loss ends the engine."""
     recovery_window: float = option(600.0, more_than=0, unit=" seconds")
     """Seconds over which recoveries are counted."""
+    recovery_timeout: float = option(600.0, more_than=0, unit=" seconds")
+    """Seconds for which a lost group may be without a successor; attempts that fail are repeated
+    until then, after 1, 2, 4 and at most 30 seconds."""
     spare_workers: int = option(0, at_least=0, only_for=_RANKS)
     """Processes kept ready with torch imported, so that a lost group is rebuilt sooner."""
     async_scheduling: bool = option(True, only_for=_GPUS)
@@ -303,7 +306,9 @@ class EngineArgs(Options):
                 ray=self._ray_config() if self.executor_choice.name == "ray" else None,
             ),
             scheduler=self._scheduler_config(model, device),
-            recovery=cfg.RecoveryConfig(self.max_recoveries, self.recovery_window),
+            recovery=cfg.RecoveryConfig(
+                self.max_recoveries, self.recovery_window, self.recovery_timeout
+            ),
             device=device,
             kernels=cfg.KernelConfig(self.attention_backend, self.enforce_eager),
             lora=self._lora_config(),

@@ -46,7 +46,7 @@ def omp_num_threads() -> int | None:
 
 def client_token() -> str | None:
     """`TPENGINE_CLIENT_TOKEN`: bearer token of `tpengine client`; default: no token."""
-    return os.environ.get("TPENGINE_CLIENT_TOKEN") or None
+    return _secret("TPENGINE_CLIENT_TOKEN")
 
 
 def tune_openmp_spinning() -> None:
@@ -61,14 +61,28 @@ def tune_openmp_spinning() -> None:
 
 def tokens() -> str | None:
     """`TPENGINE_TOKENS`: bearer tokens of clients, separated by commas; default: no token."""
-    return os.environ.get("TPENGINE_TOKENS") or None
+    return _secret("TPENGINE_TOKENS")
 
 
 def admin_token() -> str | None:
     """`TPENGINE_ADMIN_TOKEN`: bearer token of a server's administrator; default: no token."""
-    return os.environ.get("TPENGINE_ADMIN_TOKEN") or None
+    return _secret("TPENGINE_ADMIN_TOKEN")
 
 
+def hide_secrets() -> None:
+    """Takes the tokens out of the environment, which every process inherits that is started from
+    here on: ranks and Ray's own. The functions above still return them."""
+    for name in _SECRETS:
+        value = os.environ.pop(name, None)
+        if value is not None:
+            _hidden[name] = value
+
+
+def _secret(name: str) -> str | None:
+    return os.environ.get(name) or _hidden.get(name) or None
+
+
+_hidden: dict[str, str] = {}
 _RANK_PREFIXES = ("TPENGINE_", "NCCL_", "OMP_", "GOMP_", "KMP_", "MKL_")
 _SECRETS = {"TPENGINE_CLIENT_TOKEN", "TPENGINE_TOKENS", "TPENGINE_ADMIN_TOKEN"}
 _RANK_NAMES = ("CUDA_LAUNCH_BLOCKING", "TORCH_SHOW_CPP_STACKTRACES")
@@ -127,6 +141,24 @@ def ray_folders() -> list[Path]:
     `/tmp`. The process that started Ray may have had other values than this one."""
     parents = (os.environ.get("RAY_TMPDIR"), os.environ.get("TMPDIR"), "/tmp")
     return [Path(parent, "ray") for parent in dict.fromkeys(filter(None, parents))]
+
+
+def outlive_control_store() -> None:
+    """Sets `RAY_gcs_rpc_server_reconnect_timeout_s` to a week, unless the user set it; before Ray
+    is initialised. By Ray's default its code ends this process when its control store has been
+    gone for a minute, while ranks and requests could go on."""
+    os.environ.setdefault("RAY_gcs_rpc_server_reconnect_timeout_s", "604800")
+
+
+def ray_wants_token() -> bool:
+    """Whether `RAY_AUTH_MODE` of Ray is `token`. Ray sets it so in a process that starts a cluster,
+    unless the user set it."""
+    return os.environ.get("RAY_AUTH_MODE", "").lower() == "token"
+
+
+def ray_token_file() -> Path:
+    """Where Ray keeps a token that it has made."""
+    return Path.home() / ".ray" / "auth_token"
 
 
 def prepare_local_ray() -> None:

@@ -123,6 +123,11 @@ class EngineError(TPEngineError, RuntimeError):
     """The engine cannot be built or cannot go on."""
 
 
+class TemporaryError(EngineError):
+    """Memory, files, ports or places are missing at this moment; the same call may succeed later.
+    All other engine errors are permanent."""
+
+
 class ConfigError(EngineError, ValueError):
     """Engine arguments or a model's `config.json` ask for something that cannot be done."""
 
@@ -155,11 +160,11 @@ class ModelLoadError(EngineError):
     """A model folder, its weights or its tokenizer cannot be read."""
 
 
-class CacheSizeError(EngineError):
+class CacheSizeError(TemporaryError):
     """The KV cache that fits into memory is too small for what was asked."""
 
 
-class GraphCaptureError(EngineError):
+class GraphCaptureError(TemporaryError):
     """The CUDA graphs of decode steps do not fit into memory, or cannot be recorded."""
 
 
@@ -223,7 +228,7 @@ class GroupLostError(EngineError):
         self.loss = loss
 
 
-class PlacementError(EngineError):
+class PlacementError(TemporaryError):
     """The cluster cannot give every rank its resources, or did not in time."""
 
 
@@ -243,7 +248,7 @@ class RendezvousError(_PeerError):
     """The ranks of a group did not find each other."""
 
 
-class SharedMemoryError(EngineError):
+class SharedMemoryError(TemporaryError):
     """The shared memory through which the ranks of a host exchange data cannot be allocated."""
 
 
@@ -264,6 +269,12 @@ def is_device_fault(error: BaseException) -> bool:
     next call, whatever that is, and at each one after. So it is no failure of that call's own."""
     code = getattr(error, "error_code", None)  # of torch.AcceleratorError
     return code in _DEVICE_FAULTS or "in this operation or one before it" in str(error)
+
+
+def is_temporary(error: BaseException) -> bool:
+    """Whether the same call may succeed later. What is no error of ours comes from the machine or
+    from a library: no file descriptor, no memory, no thread."""
+    return isinstance(error, TemporaryError) or not isinstance(error, TPEngineError)
 
 
 class EngineDeadError(EngineError):

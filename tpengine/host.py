@@ -13,6 +13,7 @@ import os
 import re
 import resource
 import signal
+import stat
 import struct
 import sys
 import threading
@@ -21,6 +22,7 @@ from pathlib import Path
 from types import FrameType, TracebackType
 from typing import TYPE_CHECKING, Any
 
+from tpengine import envs
 from tpengine.logger import init_logger
 
 if TYPE_CHECKING:
@@ -35,6 +37,7 @@ START_TICKS = 19
 _NUM_THREADS = 17
 _PR_SET_PDEATHSIG, _PR_SET_NAME = 1, 15  # linux/prctl.h
 SHM_FOLDER = Path("/dev/shm")
+_MIB = 1 << 20
 _SEGMENT_NAME = re.compile(r"tpengine-.*-(?P<pid>\d+)-(?P<start>\d+)")
 
 
@@ -290,6 +293,66 @@ def end_with_parent(parent: int, name: str) -> None:
         os._exit(1)
 
 
+def describe_resources(error: BaseException) -> str:
+    """What a start of processes may lack on this machine, for the report of one that failed.
+
+    Args:
+        error: the failure; it or a cause of it may hold the system's error number.
+    """
+    parts = []
+    cause: BaseException | None = error
+    while cause is not None:
+        if isinstance(cause, OSError) and cause.errno is not None:
+            parts.append(f"errno {cause.errno} ({os.strerror(cause.errno)})")
+            break
+        cause = cause.__cause__ or cause.__context__
+    for folder in (envs.ray_folders()[0].parent, SHM_FOLDER):
+        with contextlib.suppress(OSError):
+            facts = os.statvfs(folder)
+            free, total = (n * facts.f_frsize / _MIB for n in (facts.f_bavail, facts.f_blocks))
+            parts.append(f"{free:.0f} of {total:.0f} MiB free in {folder}")
+    limit = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
+    try:
+        parts.append(f"{len(os.listdir('/proc/self/fd'))} of {limit} file descriptors open")
+    except OSError as failure:  # the list itself needs one
+        parts.append(f"its limit is {limit} file descriptors ({failure.strerror})")
+    return ", ".join(parts)
+
+
+def open_unlinked(path: str, flags: int) -> int:
+    """For `open`: fails at a symbolic link, which another user may have put into a shared folder,
+    and does not wait at a pipe."""
+    return os.open(path, flags | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
+
+
+def read_trusted(path: Path) -> str:
+    """Reads a file in a folder where other users may write.
+
+    Raises:
+        OSError: there is no such file, it is a link, or it belongs to another user than this one
+            and root, or others may write it.
+    """
+    with open(path, opener=open_unlinked) as file:
+        facts = os.fstat(file.fileno())
+        if not stat.S_ISREG(facts.st_mode) or facts.st_uid not in (os.geteuid(), 0):
+            raise PermissionError(f"{path} belongs to user {facts.st_uid}, or is no file")
+        if facts.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
+            raise PermissionError(f"{path} may be written by others (mode {facts.st_mode:o})")
+        return file.read()
+
+
+def close_to_others(path: Path) -> None:
+    """Lets no other user read or enter a file or folder of this user's. Any other is left alone."""
+    with contextlib.suppress(OSError):
+        fd = open_unlinked(str(path), os.O_RDONLY)
+        try:
+            facts = os.fstat(fd)
+            if facts.st_uid == os.geteuid():
+                os.fchmod(fd, stat.S_IMODE(facts.st_mode) & stat.S_IRWXU)
+        finally:
+            os.close(fd)
+
+
 # Shared memory. Rank 0 makes a file for the segment of its group and removes its name once all
 # ranks have mapped it. Until then the name tells which process made it:
 # `tpengine-<engine>-<epoch>-<pid>-<start of the process>`.
@@ -326,7 +389,7 @@ def sweep_segments(folder: Path = SHM_FOLDER) -> list[Path]:
             continue
         # A creator in another process namespace is invisible here, but it holds a lock.
         with contextlib.suppress(OSError):
-            fd = os.open(path, os.O_RDWR | os.O_CLOEXEC)
+            fd = os.open(path, os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC)
             try:
                 lock_bytes(fd, 0, 0)
                 path.unlink()

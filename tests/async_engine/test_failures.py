@@ -28,7 +28,9 @@ from tpengine.errors import (
     EngineDeadError,
     EngineDrainingError,
     EngineError,
+    GroupLostError,
     ModelLoadError,
+    RankLoss,
     RequestAbortedError,
     RequestFailedError,
     RequestIgnoredError,
@@ -83,6 +85,38 @@ def test_a_failing_step_reaches_every_reader_once(
         if thread.name == "tpengine-engine":
             thread.join(10)
             assert not thread.is_alive()
+
+
+def test_the_reason_is_known_while_the_ranks_end(
+    make: MakeEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Recovery has given up, and ends the ranks, which may take half a minute."""
+    loss = RankLoss(1, "10.0.0.7, pid 4711", 1, 5, "execute_model", "killed by signal 9")
+    engine, ends, may_end = make(max_recoveries=0), threading.Event(), threading.Event()
+    shutdown = LocalExecutor.shutdown
+
+    def lose(self: LocalExecutor, step: Any) -> Any:
+        raise GroupLostError(loss)
+
+    def end_slowly(self: LocalExecutor) -> None:
+        ends.set()
+        assert may_end.wait(TIMEOUT_S)
+        shutdown(self)
+
+    monkeypatch.setattr(LocalExecutor, "execute_model", lose)
+    monkeypatch.setattr(LocalExecutor, "shutdown", end_slowly)
+
+    async def ask() -> None:
+        request = asyncio.create_task(read_ids(engine, [5], stream(3)))
+        await asyncio.to_thread(ends.wait, TIMEOUT_S)
+        reason = engine.health().reason
+        may_end.set()
+        for word in ("the engine is dead: EngineDeadError", "max_recoveries = 0", "pid 4711"):
+            assert word in reason
+        with pytest.raises(EngineDeadError, match="max_recoveries = 0"):
+            await request
+
+    run_async(ask())
 
 
 def test_a_request_fails_alone(make: MakeEngine) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import multiprocessing
 import os
 import signal
@@ -169,3 +170,13 @@ def hide_shared_memory(state: Rank, blind_rank: int) -> None:
 
 def ask_for_too_much(state: Rank, capacity_bytes: int) -> None:
     collectives_module.CAPACITY_BYTES = capacity_bytes
+
+
+def refuse_to_map(state: Rank, poor_rank: int) -> None:
+    """Simulates a rank at its limit of memory."""
+
+    def refuse(*_: Any) -> None:
+        raise OSError(errno.ENOMEM, "Cannot allocate memory")
+
+    if state.rank == poor_rank:
+        collectives_module.Segment = refuse

@@ -19,12 +19,17 @@ HERE = Path(__file__).parent
 
 
 class DriverProcess:
-    """A process that says things on its standard output, one JSON value per line."""
+    """A process that says things on its standard output, one JSON value per line.
+
+    Attributes:
+        others: lines there that others have written, as Ray may.
+    """
 
     def __init__(self, command: Sequence[object], **options: Any) -> None:
         self.process = subprocess.Popen(
             list(map(str, command)), stdout=subprocess.PIPE, text=True, **options
         )
+        self.others: list[str] = []
         self._said: queue.SimpleQueue[str | None] = queue.SimpleQueue()
         threading.Thread(target=self._listen, daemon=True).start()
 
@@ -35,14 +40,14 @@ class DriverProcess:
         self._said.put(None)
 
     def hear(self, timeout_s: float = 90.0) -> Any:
-        """The next that it says; Ray writes to its output, too."""
+        """The next that it says."""
         while True:
             line = self._said.get(timeout=timeout_s)
             assert line is not None, f"{self.process.args} said nothing more"
             try:
                 return json.loads(line)
             except ValueError:
-                continue
+                self.others.append(line)
 
     def end(self) -> None:
         """Kills it, unless it has ended."""

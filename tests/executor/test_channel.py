@@ -81,6 +81,33 @@ def test_strangers_are_turned_away(listener: Listener, monkeypatch: pytest.Monke
     close_all([right, with_wrong_rank, *driver])
 
 
+@pytest.mark.parametrize("claimed", [0, 1])
+def test_a_relay_cannot_exchange_the_channels_of_a_rank(listener: Listener, claimed: int) -> None:
+    """The proof covers the channel's role: one for steps is not taken for one of heartbeats."""
+
+    def relay(server: socket.socket) -> None:
+        with server.accept()[0] as rank, socket.create_connection(listener.address) as driver:
+            rank.sendall(driver.recv(32, socket.MSG_WAITALL))
+            hello = bytearray(rank.recv(80, socket.MSG_WAITALL))
+            assert struct.unpack_from("<I", hello, 12) == (0,)
+            struct.pack_into("<I", hello, 12, claimed)
+            driver.sendall(hello)
+            rank.sendall(driver.recv(32, socket.MSG_WAITALL))
+
+    with socket.create_server(("127.0.0.1", 0)) as server, ThreadPoolExecutor(2) as pool:
+        relayed = pool.submit(relay, server)
+        joined = pool.submit(connect, server.getsockname(), SECRET, 0, EPOCH, 0.05)
+        if claimed == 0:
+            close_all(listener.accept(1, TIMEOUT_S))
+            close_all([joined.result(TIMEOUT_S)])
+        else:
+            with pytest.raises(ChannelTimeoutError):
+                listener.accept(1, 0.5, per_rank=2)
+            with pytest.raises(ChannelError, match="no handshake"):
+                joined.result(TIMEOUT_S)
+        relayed.result(TIMEOUT_S)
+
+
 def test_silent_stranger_is_disconnected(
     listener: Listener, monkeypatch: pytest.MonkeyPatch
 ) -> None:

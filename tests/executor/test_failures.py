@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 import ray
+from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from executor import sabotage
 from executor.ray_engines import Wait, free_cpus, is_alive, rank_engine, ray_engine, sabotaged_rank
@@ -43,11 +44,46 @@ def _all_is_given_back(ray_address: str, wait_until: Wait) -> Iterator[None]:
 
 
 def test_impossible_placement(folder: Path) -> None:
-    words = r"Ray at \S+:\d+: wanted 8 x \{CPU: 2\} \(PACK\).*room for 4 even"
+    words = r"Ray at \S+:\d+: wanted 8 x \{CPU: 2\} \(PACK\).*room for 4 even.*--ray-bundle CPU=1\)"
     with pytest.raises(PlacementError, match=words):
         ray_engine(folder, 8, ray_bundle="CPU=2")
     with pytest.raises(PlacementError, match=r"wanted 2 x \{npu: 1\}.*have .*\{CPU: 8\}"):
         ray_engine(folder, 2, ray_bundle="npu=1")
+
+
+class DriverInAGroup:
+    """Holds a CPU of a placement group, in whose bundles it places ranks."""
+
+    def place(self, size: int, timeout_s: float) -> tuple[list[int], str, float]:
+        """(indices of the ranks' bundles, the error, seconds that it took)."""
+        start = time.monotonic()
+        config = RayConfig(placement_timeout_s=timeout_s)
+        placer = Placer({"CPU": 1.0}, size, config, lambda _: set(), lambda: None)
+        try:
+            return placer.place(set())._indices, "", time.monotonic() - start
+        except PlacementError as error:
+            return [], str(error), time.monotonic() - start
+
+
+@pytest.mark.parametrize("bundle", [0, 1])
+def test_a_driver_that_holds_a_bundle(bundle: int) -> None:
+    """Its ranks take the others; where there are too few, it is said soon what holds them."""
+    group = ray.util.placement_group([{"CPU": 1}] * 3)
+    assert group.wait(10.0)
+    strategy = PlacementGroupSchedulingStrategy(
+        group, bundle, placement_group_capture_child_tasks=True
+    )
+    driver = ray.remote(DriverInAGroup).options(num_cpus=1, scheduling_strategy=strategy).remote()
+    try:
+        indices, error, _ = ray.get(driver.place.remote(2, 60.0), timeout=PATIENCE_S + 60.0)
+        assert (indices, error) == (sorted({0, 1, 2} - {bundle}), "")
+        indices, error, took_s = ray.get(driver.place.remote(3, 1.0), timeout=PATIENCE_S + 60.0)
+        assert f"bundle {bundle} has {{CPU: 0}} left" in error
+        assert "the driver's own actor holds {CPU: 1}" in error
+        assert took_s < PATIENCE_S
+    finally:
+        ray.kill(driver)
+        ray.util.remove_placement_group(group)
 
 
 def test_possible_but_busy(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -13,6 +13,7 @@ from scheduling.fake_worker import FakeWorker
 
 from tpengine import LLMEngine
 from tpengine.config import EngineConfig
+from tpengine.engine import recovery
 from tpengine.errors import EngineError, GroupLostError, RankLoss
 from tpengine.executor.executor import Executor
 from tpengine.messages import MemoryLedger, StepInput, StepOutput
@@ -72,7 +73,8 @@ class Fate:
 
     Attributes:
         kills: numbers of steps that are not answered.
-        rebuilds: where each attempt at a new group fails: `rebuild`, `cache` or nowhere.
+        rebuilds: where each attempt at a new group fails: `rebuild`, `cache` or nowhere; or the
+            error of the driver that ends it.
         blocks: (on the device, on the host) of each group; the last entry counts for all later
             groups too.
         poison: by first token of a prompt: a step is not answered if the request has that many
@@ -81,7 +83,7 @@ class Fate:
     """
 
     kills: frozenset[int] = frozenset()
-    rebuilds: deque[str] = field(default_factory=deque)
+    rebuilds: deque[str | Exception] = field(default_factory=deque)
     blocks: list[tuple[int, int]] = field(default_factory=lambda: [(100, 0)])
     poison: dict[int, int] = field(default_factory=dict)
     is_lethal: Callable[[StepInput], bool] = lambda step: False
@@ -96,6 +98,7 @@ class MortalExecutor(Executor):
         steps: (epoch, step) of all steps that were sent.
         losses: of all groups, oldest first.
         threads: names of the threads that called `rebuild`.
+        attempted_at: when it was called, by the clock of recoveries.
         is_shut_down: set by `shutdown`.
     """
 
@@ -116,6 +119,7 @@ class MortalExecutor(Executor):
         self.steps: list[tuple[int, int]] = []
         self.losses: list[RankLoss] = []
         self.threads: set[str] = set()
+        self.attempted_at: list[float] = []
 
     def _run_workers(self, method: str, *args: Any, **kwargs: Any) -> list[Any]:
         raise AssertionError(f"this executor does not run {method}")
@@ -152,12 +156,13 @@ class MortalExecutor(Executor):
 
     def rebuild(self) -> list[MemoryLedger]:
         self.threads.add(threading.current_thread().name)
+        self.attempted_at.append(recovery.time.monotonic())
         assert self.gate.wait(TIMEOUT_S)
         if self.is_shut_down.is_set():
             raise EngineError("the engine was shut down")
         assert self._loss is not None, "nothing was lost"
-        if self.fate.rebuilds and self.fate.rebuilds[0] == "impossible":
-            raise EngineError("no node is left")
+        if self.fate.rebuilds and isinstance(self.fate.rebuilds[0], Exception):
+            raise self.fate.rebuilds.popleft()
         self._start()
         self._fail_if_due("rebuild")
         return self.profile_num_available_blocks()

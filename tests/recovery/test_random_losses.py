@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 
 from tpengine import RequestOutputKind, SamplingParams
 from tpengine.config import EngineConfig
+from tpengine.engine import recovery
 from tpengine.scheduling import SchedulerOutput
 from tpengine.scheduling.scheduler import Scheduler
 from tpengine.sequence import SequenceStatus
@@ -183,6 +184,7 @@ def test_random_losses(fake_config: MakeConfig, monkeypatch: pytest.MonkeyPatch)
         events["preempted"] += len(output.preempted)
         return output
 
+    monkeypatch.setattr(recovery, "_LONGEST_PAUSE_S", 0.0)
     monkeypatch.setattr(Scheduler, "restart", counting_restart)
     monkeypatch.setattr(Scheduler, "schedule", counting_schedule)
 

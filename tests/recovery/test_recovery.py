@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import errno
+import itertools
 import logging
+import re
 import threading
 import time
 from collections import deque
@@ -17,7 +20,15 @@ from tpengine.cli.main import main
 from tpengine.config import EngineConfig
 from tpengine.engine import llm_engine, recovery
 from tpengine.engine.stats import EngineState
-from tpengine.errors import EngineDeadError, EngineError, GroupLostError
+from tpengine.errors import (
+    EngineDeadError,
+    EngineError,
+    GroupLostError,
+    ModelLoadError,
+    PlacementError,
+    SharedMemoryError,
+)
+from tpengine.executor.channel import ChannelError
 
 from .client import Client, Job, open_client, serve, summary
 from .conftest import MakeConfig
@@ -182,25 +193,106 @@ def test_old_losses_do_not_count(fake_config: MakeConfig, monkeypatch: pytest.Mo
         client.recover()
 
 
+class Clock:
+    """In place of the module `time` of recoveries: each sleep takes a second."""
+
+    def __init__(self) -> None:
+        self.now = time.monotonic()
+
+    def monotonic(self) -> float:
+        return self.now
+
+    def sleep(self, _: float) -> None:
+        self.now += 1.0
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
+    clock = Clock()
+    monkeypatch.setattr(recovery, "time", clock)
+    return clock
+
+
+@pytest.mark.usefixtures("clock")
 def test_groups_that_die_during_their_start(fake_config: MakeConfig) -> None:
+    """They do not count as losses: only the group that was ready does."""
     fate = Fate(frozenset({4}), deque(["rebuild", "cache", "rebuild"]))
     jobs = [job(number) for number in range(3)]
-    served = serve(fake_config(max_recoveries=4), jobs, fate)
+    served = serve(fake_config(max_recoveries=1), jobs, fate)
     for number in range(3):
         assert summary(served.answers[str(number)]) == alone(fake_config(), number)
     (record,) = served.engine.recoveries
     assert (record.num_attempts, record.epoch) == (4, 5)
     phases = [loss.phase for loss in served.executor.losses]
     assert phases == ["execute_model", "rebuild", "cache", "rebuild"]
-    fate = Fate(frozenset({4}), deque(["rebuild", "cache", "rebuild"]))
-    with pytest.raises(EngineDeadError, match=r"lost in rebuild .*\n?"):
-        serve(fake_config(max_recoveries=3), jobs, fate)
+
+
+LACKS = {
+    "disk": OSError(errno.ENOSPC, "No space left on device"),
+    "files": OSError(errno.EMFILE, "Too many open files"),
+    "memory": MemoryError("no memory for a thread"),
+    "ports": ChannelError("cannot listen on 10.0.0.1: Address already in use"),
+    "places": PlacementError("no room on the Ray cluster"),
+    "shared memory": SharedMemoryError("2 ranks need 6.0 MiB"),
+    "threads": RuntimeError("can't start new thread"),
+}
+
+
+@pytest.mark.parametrize("name", LACKS)
+def test_what_may_pass_is_tried_again(client: Client, clock: Clock, name: str) -> None:
+    """At a pace that leaves the machine time: after 1, 2, 4 and at most 30 seconds. It counts as no
+    loss: the client's engine may have three."""
+    client.executor.fate.rebuilds += [LACKS[name]] * 8
+    client.executor.lose()
+    client.recover()
+    at = client.executor.attempted_at
+    assert [later - earlier for earlier, later in itertools.pairwise(at)] == PAUSES
+    assert client.engine.recoveries[0].num_attempts == 9
+    assert summary(client.run()["0"]) == alone(client.executor.config, 0)
+
+
+PAUSES = [1.0, 2.0, 4.0, 8.0, 16.0, 30.0, 30.0, 30.0]
+
+
+def test_a_start_that_fails_is_reported(
+    client: Client, clock: Clock, caplog: pytest.LogCaptureFixture
+) -> None:
+    """With what the machine may lack, after each attempt and at the end: 600 s after the loss."""
+    failure = ChannelError("cannot make a log")
+    failure.__cause__ = LACKS["disk"]
+    client.executor.fate.rebuilds += [failure] * 100
+    client.executor.lose()
+    start = clock.now
+    with caplog.at_level(logging.ERROR), pytest.raises(EngineDeadError) as raised:
+        client.recover()
+    assert 560.0 < clock.now - start <= 600.0
+    [line] = [x for x in caplog.messages if x.startswith("attempt 3 at a new group")]
+    for text in (line, str(raised.value)):
+        for word in ("ChannelError: cannot make a log", "errno 28 (No space left on device)"):
+            assert word in text
+        for pattern in (r"\d+ of \d+ MiB free in /dev/shm", r"\d+ of \d+ file descriptors open"):
+            assert re.search(pattern, text)
+    for word in ("recovery_timeout = 600 s", "attempts. The last one: ", "rank 1", "SIGKILL"):
+        assert word in str(raised.value)
+    assert client.engine.health().failure is raised.value
+    assert client.executor.is_shut_down.is_set()
+
+
+def test_an_attempt_that_hangs(client: Client, clock: Clock) -> None:
+    """A thread in a library's call cannot be ended; the engine does not wait for it."""
+    lose(client)
+    clock.now += 599.0
+    assert client.step() == []
+    assert client.engine.health().stalled_s > 599.0
+    clock.now += 2.0
+    with pytest.raises(EngineDeadError, match=r"recovery_timeout = 600 s.* attempt 1 hangs"):
+        client.step()
 
 
 def test_a_group_that_cannot_be_rebuilt(client: Client) -> None:
-    client.executor.fate.rebuilds.append("impossible")
+    client.executor.fate.rebuilds.append(ModelLoadError("it is gone"))
     client.executor.lose()
-    with pytest.raises(EngineDeadError, match="not be replaced: EngineError: no node is left"):
+    with pytest.raises(EngineDeadError, match="not be replaced: ModelLoadError: it is gone"):
         client.recover()
     assert client.executor.is_shut_down.is_set()
 

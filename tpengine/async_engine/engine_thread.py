@@ -49,7 +49,6 @@ class EngineThread:
     Attributes:
         progress_at: moment of `time.monotonic` at which a step was last finished, or there was no
             work.
-        failure: the error that ended the thread; None while it runs, and after `stop`.
     """
 
     def __init__(self, build: Callable[[], LLMEngine]) -> None:
@@ -64,7 +63,7 @@ class EngineThread:
         self._ended = threading.Event()
         self._pause_s = IDLE_S
         self.progress_at = time.monotonic()
-        self.failure: BaseException | None = None
+        self._failure: BaseException | None = None
         self._thread = threading.Thread(target=self._run, name="tpengine-engine", daemon=True)
 
     def start(self, timeout_s: float) -> LLMEngine:
@@ -87,6 +86,14 @@ class EngineThread:
             self._stop.set()
             raise
         return self._built.result()
+
+    @property
+    def failure(self) -> BaseException | None:
+        """The error that ended the engine; None: no error did. An engine that has failed ends its
+        ranks before this thread ends."""
+        if self._failure is None and self._built.done() and self._built.exception() is None:
+            return self._built.result().health().failure
+        return self._failure
 
     @property
     def ended(self) -> bool:
@@ -147,7 +154,7 @@ class EngineThread:
                 self._turn(engine)
         except BaseException as error:
             logger.exception("the engine has failed; every request that it had fails with it")
-            self.failure = error
+            self._failure = error
         finally:
             self._ended.set()
             if self._loop is not None:

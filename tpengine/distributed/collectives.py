@@ -56,7 +56,6 @@ def connect_ranks(
 
     Raises:
         RendezvousError: a rank did not arrive, failed, or cannot be reached.
-        SharedMemoryError: all ranks are on one host, whose shared memory is too small.
     """
     meeting = Meeting(rank, rendezvous, master)
     timeout_s = rendezvous.collective_timeout_s
@@ -100,7 +99,8 @@ def share_a_card(meeting: Meeting, card: str) -> bool:
 
 
 def _connect_segment(meeting: Meeting, rendezvous: Rendezvous) -> Segment | None:
-    """Opens the segment that all ranks share; None: they do not see the same memory.
+    """Opens the segment that all ranks share; None: they do not see the same memory, or there is
+    not enough of it.
 
     Equal host names or addresses are no proof of that (containers), so each rank looks for the
     file that rank 0 has just created.
@@ -118,16 +118,22 @@ def _connect_segment(meeting: Meeting, rendezvous: Rendezvous) -> Segment | None
         if fd is None or not all(seen):
             return None
         if file is not None:
-            _allocate(meeting, file)
-        meeting.read("allocated", 0)
+            meeting.publish("allocated", _allocate(meeting.size, file))
+        if not meeting.read("allocated", 0):
+            return None
         own_fd, fd = fd, None  # the segment closes it
         segment = _attach(meeting, own_fd)
         try:
-            meeting.exchange("attached", b"")
-            meeting.part()
+            attached = meeting.exchange("attached", b"" if segment is None else b"1")
+            if all(attached):
+                meeting.part()
         except RendezvousError:
-            segment.close()
+            if segment is not None:
+                segment.close()
             raise
+        if segment is not None and not all(attached):
+            segment.close()
+            return None
         return segment
     finally:
         if fd is not None:
@@ -147,25 +153,27 @@ def _offer_file(rendezvous: Rendezvous) -> SegmentFile | None:
         return None
 
 
-def _allocate(meeting: Meeting, file: SegmentFile) -> None:
+def _allocate(num_ranks: int, file: SegmentFile) -> bytes:
+    """Returns whether the segment has its memory, as bytes that are empty if not."""
     try:
-        file.allocate(meeting.size, CAPACITY_BYTES)
+        file.allocate(num_ranks, CAPACITY_BYTES)
     except SharedMemoryError as error:
-        meeting.fail("allocated", error)
-        raise
-    meeting.publish("allocated", b"")
+        logger.warning("the ranks exchange by gloo, more slowly, until they start again: %s", error)
+        return b""
+    return b"1"
 
 
-def _attach(meeting: Meeting, fd: int) -> Segment:
+def _attach(meeting: Meeting, fd: int) -> Segment | None:
     try:
         return Segment(fd, meeting.rank, meeting.size, CAPACITY_BYTES)
-    except OSError as cause:
-        error = SharedMemoryError(
-            f"rank {meeting.rank} cannot map the shared memory of its group: {cause}; raise its "
-            "limit of memory (ulimit -v, cgroup)"
+    except OSError as error:
+        logger.warning(
+            "rank %d cannot map the shared memory of its group: %s; raise its limit of memory "
+            "(ulimit -v, cgroup). Until they start again, the ranks exchange by gloo, more slowly",
+            meeting.rank,
+            error,
         )
-        meeting.fail("attached", error)
-        raise error from cause
+        return None
 
 
 class _TorchCollectives:

@@ -92,7 +92,7 @@ class SegmentFile:
 def find_segment_file(path: Path, token: bytes) -> int | None:
     """Opens the segment's file and returns its descriptor; None: this process does not see it."""
     try:
-        fd = os.open(path, os.O_RDWR | os.O_CLOEXEC)
+        fd = os.open(path, os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC)
     except OSError:
         return None
     if os.pread(fd, TOKEN_BYTES, 0) == token:

@@ -7,12 +7,13 @@ request was doing, prefill or decode, a loss has one consequence for it, in four
    and its output tokens so far, and with nothing of that computed. Only a request that is found to
    be the cause of the losses fails (`poison_requests`).
 2. A thread makes a new group of ranks. Meanwhile `LLMEngine.step` returns at once and reports
-   nothing but aborts, so that requests can be added and aborted.
+   nothing but aborts, so that requests can be added and aborted. An attempt that fails for what may
+   pass (memory, files, ports, places) is repeated after a pause that grows.
 3. `Recovery.go_on` sees that the group is ready: the scheduler gets an empty cache of its size.
 4. The next steps compute prompt and output tokens of every request anew, and its stream continues
    with the next token.
 
-If groups are lost too often or cannot be replaced, the engine is dead.
+If groups are lost too often in steps, or a lost one is not replaced in time, the engine is dead.
 """
 
 from __future__ import annotations
@@ -23,14 +24,22 @@ from collections import deque
 from concurrent.futures import Future, wait
 from typing import NoReturn
 
+from tpengine import host
 from tpengine.config import EngineConfig
 from tpengine.engine.poison_requests import PoisonSearch
 from tpengine.engine.startup import count_blocks, make_block_manager
 from tpengine.engine.stats import EngineHealth, EngineState, RecoveryRecord
-from tpengine.errors import EngineDeadError, GroupLostError, RankLoss, counted
+from tpengine.errors import (
+    EngineDeadError,
+    GroupLostError,
+    RankLoss,
+    counted,
+    is_temporary,
+)
 from tpengine.executor.executor import Executor
 from tpengine.logger import init_logger
 from tpengine.messages import MemoryLedger
+from tpengine.scheduling.block_manager import BlockManager
 from tpengine.scheduling.scheduler import Scheduler
 from tpengine.scheduling.step import SchedulerOutput
 from tpengine.sequence import Request
@@ -40,6 +49,8 @@ logger = init_logger(__name__)
 _WAIT_S = 0.02
 """How long a step waits for a rebuild: its caller has other work to do."""
 _PROGRESS_LINE_S = 5.0
+_LONGEST_PAUSE_S = 30.0
+"""Between two attempts at a group. The pauses are 1, 2, 4, 8, 16 and then 30 s."""
 _CLOSE_S = 10.0
 _NUM_RECORDS = 1000
 
@@ -71,9 +82,10 @@ class Recovery:
         self._poison = PoisonSearch()
         self._loss: RankLoss | None = None
         self._loss_times: deque[float] = deque()  # of losses that count against the limit
-        self._rebuild: Future[list[MemoryLedger]] | None = None
+        self._rebuild: Future[list[MemoryLedger]] | None = None  # None: between two attempts
         self._num_attempts = 0
         self._lost_at = self._last_line_at = self._progress_at = time.monotonic()
+        self._attempt_at = self._lost_at  # the next attempt begins then
         self._last_step_at: float | None = None
         # Requests without a token since the loss, with the time of their last one.
         self._gaps: dict[str, tuple[Request, float]] = {}
@@ -149,7 +161,8 @@ class Recovery:
             failed = self._scheduler.fail_request(culprit.request_id, reason)
         self._scheduler.restrict(self._poison.allowed)
         self.state = EngineState.RECOVERING
-        self._start_rebuild(loss, counts=not is_isolation_step)
+        self._count_loss(loss, counts=not is_isolation_step)
+        self._start_rebuild()
         return [] if failed is None else [failed]
 
     def note_arrival(self) -> None:
@@ -185,20 +198,25 @@ class Recovery:
             last_step_age_s=None if last_step_at is None else now - last_step_at,
             stalled_s=0.0 if is_idle else now - self._progress_at,
             last_loss=self._loss,
+            failure=self._failure,
         )
 
     def die(self, error: BaseException) -> None:
         """Notes that the engine cannot go on."""
+        self._failure = error  # first: another thread may see the state at once
         self.state = EngineState.DEAD
-        self._failure = error
 
     def close(self) -> None:
         """Waits until no rebuild runs, ten seconds at most; the executor was shut down before."""
         if self._rebuild is not None and not wait([self._rebuild], _CLOSE_S).done:
             logger.warning("a rebuild did not end within %.0f s of the shutdown", _CLOSE_S)
 
-    def _start_rebuild(self, loss: RankLoss, counts: bool = True) -> None:
-        """Starts a thread that makes a new group, unless too many groups were lost lately."""
+    def _count_loss(self, loss: RankLoss, counts: bool) -> None:
+        """Notes the loss of a group that was ready.
+
+        Raises:
+            EngineDeadError: too many were lost lately.
+        """
         self._loss = loss
         now, limits = time.monotonic(), self._config.recovery
         if counts:
@@ -212,7 +230,6 @@ class Recovery:
                 f"time: {loss.report()}",
                 GroupLostError(loss),
             )
-        self._num_attempts += 1
         logger.error(
             "%s\n%s will wait for a new group of ranks (%d of %d recoveries within %g s)",
             loss.report(),
@@ -221,6 +238,10 @@ class Recovery:
             limits.max_recoveries,
             limits.window_s,
         )
+
+    def _start_rebuild(self) -> None:
+        """Starts a thread that makes a new group."""
+        self._num_attempts += 1
         executor, rebuild = self._executor, Future[list[MemoryLedger]]()
 
         def run() -> None:
@@ -231,33 +252,86 @@ class Recovery:
             except BaseException as error:
                 rebuild.set_exception(error)
 
-        self._rebuild = rebuild
         # A daemon: a process that ends during a rebuild does not wait for the ranks.
-        threading.Thread(target=run, name="tpengine-rebuild", daemon=True).start()
+        thread = threading.Thread(target=run, name="tpengine-rebuild", daemon=True)
+        try:
+            thread.start()
+        except RuntimeError as error:  # the system has no thread left
+            rebuild.set_exception(error)
+        self._rebuild = rebuild
 
     def _poll_rebuild(self) -> None:
         """Waits a moment for the new group; once it is ready, requests can run again."""
+        now = time.monotonic()
+        if self._rebuild is None:
+            if now < self._attempt_at:
+                time.sleep(_WAIT_S)
+                return
+            self._start_rebuild()
         assert self._rebuild is not None
-        assert self._loss is not None
         if not wait([self._rebuild], _WAIT_S).done:
-            now = time.monotonic()
-            if now - self._last_line_at > _PROGRESS_LINE_S:
-                self._last_line_at = now
-                logger.warning("still rebuilding the group, since %.1f s", now - self._lost_at)
+            self._check_patience(now)
             return
         rebuild, self._rebuild = self._rebuild, None
         try:
             ledgers = rebuild.result()
             blocks = make_block_manager(self._config, *count_blocks(ledgers))
-        except GroupLostError as error:
-            self._start_rebuild(error.loss)
-            return
         except Exception as error:
+            self._note_failed_attempt(error)
+            return
+        self._note_rebuilt(ledgers, blocks)
+
+    def _check_patience(self, now: float) -> None:
+        """Ends an engine whose attempt at a group hangs; else logs that it goes on."""
+        limit_s = self._config.recovery.timeout_s
+        if now - self._lost_at > limit_s:
+            self._give_up(TimeoutError(f"attempt {self._num_attempts} hangs"))
+        if now - self._last_line_at > _PROGRESS_LINE_S:
+            self._last_line_at = now
+            logger.warning("still rebuilding the group, since %.1f s", now - self._lost_at)
+
+    def _note_failed_attempt(self, error: Exception) -> None:
+        """Plans the next attempt at a group, unless it would fail as this one has.
+
+        Raises:
+            EngineDeadError: it would, or the time for all attempts is up.
+        """
+        assert self._loss is not None
+        now, limit_s = time.monotonic(), self._config.recovery.timeout_s
+        if not (isinstance(error, GroupLostError) or is_temporary(error)):
             self._fail_engine(
                 f"its ranks were lost and could not be replaced: {type(error).__name__}: {error}. "
                 f"What was lost: {self._loss.report()}",
                 error,
             )
+        pause_s = min(_LONGEST_PAUSE_S, 2.0 ** min(self._num_attempts - 1, 10))
+        if now + pause_s - self._lost_at > limit_s:
+            self._give_up(error)
+        self._attempt_at = now + pause_s
+        logger.error(
+            "attempt %d at a new group of ranks failed: %s\nThe driver's machine: %s. The next "
+            "attempt follows in %g s, the last one within %g s of the loss (recovery_timeout)",
+            self._num_attempts,
+            _describe(error),
+            host.describe_resources(error),
+            pause_s,
+            limit_s,
+        )
+
+    def _give_up(self, error: Exception) -> NoReturn:
+        """Ends the engine, as the time for all attempts at a new group is up."""
+        assert self._loss is not None
+        self._fail_engine(
+            f"its ranks were lost and not replaced within recovery_timeout = "
+            f"{self._config.recovery.timeout_s:g} s, in "
+            f"{counted(self._num_attempts, 'attempt')}. The last one: {_describe(error)} (the "
+            f"driver's machine: {host.describe_resources(error)}). What was lost: "
+            f"{self._loss.report()}",
+            error,
+        )
+
+    def _note_rebuilt(self, ledgers: list[MemoryLedger], blocks: BlockManager) -> None:
+        assert self._loss is not None
         num_blocks_before = self._scheduler.block_manager.num_total_blocks
         self._scheduler.restart(blocks)
         self.ledgers = ledgers
@@ -300,3 +374,9 @@ class Recovery:
         except Exception:  # the user is to see the error that ended the engine, not this one
             logger.exception("the ranks could not be ended in order")
         raise error
+
+
+def _describe(error: Exception) -> str:
+    if isinstance(error, GroupLostError):
+        return error.loss.report()
+    return f"{type(error).__name__}: {error}"

@@ -280,6 +280,7 @@ class EngineHealth:
         last_step_age_s: seconds since a step was completed; None before the first.
         stalled_s: seconds for which there was work, or no group, and no step was completed.
         last_loss: the latest rank that was lost; None: no rank was lost.
+        failure: the error that ended the engine; None: no error did.
     """
 
     state: EngineState
@@ -288,6 +289,7 @@ class EngineHealth:
     last_step_age_s: float | None
     stalled_s: float
     last_loss: RankLoss | None
+    failure: BaseException | None = None
 
 
 @dataclass(slots=True)

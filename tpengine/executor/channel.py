@@ -36,7 +36,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
-from tpengine.errors import EngineError
+from tpengine.errors import TemporaryError
 
 MAX_FRAME_BYTES = 256 << 20
 """More than any step holds. A head that claims more is not a head of a frame."""
@@ -80,7 +80,7 @@ class Frame:
     payload: bytes
 
 
-class ChannelError(EngineError):
+class ChannelError(TemporaryError):
     """The channel is closed, the peer does not answer, or what it sends is not a frame."""
 
 

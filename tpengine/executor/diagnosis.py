@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 from tpengine import errors
-from tpengine.errors import EngineError, RankLoss, WorkerError
+from tpengine.errors import EngineError, RankLoss, TemporaryError, WorkerError
 from tpengine.executor.channel import ChannelClosedError, ChannelError
 
 ANSWER_S = 2.0
@@ -105,6 +105,13 @@ class RankFailure:
         kind = getattr(errors, self.type_name, None)
         return kind if isinstance(kind, type) and issubclass(kind, EngineError) else None
 
+    @property
+    def is_permanent(self) -> bool:
+        """Whether another start would fail in the same way. Any exception that is no engine error
+        may come from the machine."""
+        kind = self.error_type
+        return kind is not None and not issubclass(kind, TemporaryError)
+
     def to_error(self) -> EngineError:
         """The exception to raise: of the rank's own type if that is an engine error. It names the
         rank; the rank's traceback and log lines stand in its cause."""
@@ -174,7 +181,7 @@ class LastLines(logging.Handler):
         self.lines.append(self.format(record)[:1000])
 
 
-class NodeSilentError(EngineError):
+class NodeSilentError(TemporaryError):
     """A node does not answer."""
 
 

@@ -15,7 +15,13 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, S
 from typing import Any, Protocol, TypeVar
 
 from tpengine.config import EngineConfig, RanksConfig
-from tpengine.errors import EngineError, GroupLostError, ModelLoadError, RankLoss
+from tpengine.errors import (
+    EngineError,
+    GroupLostError,
+    ModelLoadError,
+    RankLoss,
+    is_temporary,
+)
 from tpengine.executor.channel import Channel, ChannelError, ChannelTimeoutError, Entrance
 from tpengine.executor.diagnosis import (
     ANSWER_S,
@@ -36,6 +42,8 @@ from tpengine.messages import Rendezvous
 logger = init_logger(__name__)
 Answer = TypeVar("Answer")
 
+LOOPBACK = "127.0.0.1"
+"""Where what is ours listens if all ranks run on one machine, so that no other one can connect."""
 _OVER = "the engine was shut down; make a new one"
 _CALL_GRACE_S = 1.0
 """How long the others are heard after the first failure of a call: that failure may be the
@@ -166,6 +174,11 @@ class Group:
         self._is_over = threading.Event()
         self._wake_up = WakeUp()
 
+    @property
+    def is_over(self) -> bool:
+        """Whether the group was lost or ended."""
+        return self.loss is not None or self._is_over.is_set()
+
     def start(self, timeout_s: float) -> None:
         """Starts the processes of the ranks.
 
@@ -239,11 +252,14 @@ class Group:
         Args:
             engine_id: unique to the engine.
         """
-        [port] = self.call_each("open_rendezvous", {0: (self.places[0].address,)})
+        addresses = [place.address for place in self.places]
+        if len({place.node_id for place in self.places}) == 1:
+            addresses = [LOOPBACK] * self._size
+        [port] = self.call_each("open_rendezvous", {0: (addresses[0],)})
         rendezvous = Rendezvous(
             engine_id=engine_id,
             epoch=self.epoch,
-            addresses=[place.address for place in self.places],
+            addresses=addresses,
             port=port,
             connect_timeout_s=min(60.0, self._start_timeout_s),
             collective_timeout_s=_COLLECTIVE_SHARE * self._step_timeout_s,
@@ -299,11 +315,15 @@ class Group:
             except RanksFailedError as error:
                 rank = error.cause
                 failure = error.failures[rank]
+            except Exception as error:
+                if not is_temporary(error):
+                    raise
+                reason = f"the driver could not call it: {type(error).__name__}: {error}"
+                raise self._end_as_lost(0, ChannelError(reason), doing) from error
         if (
             isinstance(failure, RankFailure)
             and not failure.is_consequence
-            # Any other exception may come from the machine, and another start may succeed.
-            and (failure.error_type is not None or self.epoch == 1)
+            and (failure.is_permanent or self.epoch == 1)
         ):
             raise failure.to_error()
         raise self._end_as_lost(rank, failure, doing)

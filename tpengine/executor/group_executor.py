@@ -184,7 +184,7 @@ class GroupExecutor(Executor):
         """
         with self._in_turn():
             lost = self._group
-            if lost is None or lost.loss is None:
+            if lost is None or not lost.is_over:
                 raise EngineError("no rank was lost: there is nothing to rebuild")
             self._times.seconds.clear()
             self._replace(lost)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+from tpengine import envs
 from tpengine.config import EngineConfig
 from tpengine.engine_args import EngineArgs
 from tpengine.errors import EngineError
@@ -49,6 +50,7 @@ def create_executor(args: EngineArgs) -> tuple[EngineConfig, Executor]:
         EngineError: the model or Ray is not available.
     """
     args.check()  # before Ray is started
+    envs.hide_secrets()
     chosen = args.executor_choice.name
     if chosen == "local":
         from tpengine.worker.device import detect_device

@@ -295,7 +295,7 @@ class _Server:
             is_running = self._state.state is State.RUNNING
             self._grpc.set_health(alive=health.alive, ready=health.ready and is_running)
             if not health.alive:
-                logger.error("the engine is dead: %s; the server ends", health.reason)
+                logger.error("%s; the server ends", health.reason)
                 return EXIT_FAILED
             if not is_running:
                 return EXIT_OK

@@ -86,7 +86,6 @@ class Worker:
 
         Raises:
             RendezvousError: ranks did not arrive, failed, or cannot reach each other.
-            SharedMemoryError: all ranks are on one host, whose shared memory is too small.
         """
         rank = self._parallel.tp_rank
         self._parallel, how = connect_ranks(rank, rendezvous, self._device, self._store)

@@ -14,6 +14,7 @@ from tpengine.executor.launch.placement import (
     explain_infeasible,
     order_places,
     rank_bundle,
+    smaller_bundle,
     usable_bundles,
 )
 
@@ -65,6 +66,16 @@ def test_feasibility_of_odd_amounts() -> None:
     assert explain_infeasible(thirds, {"GPU": 0.3334}, 3, "PACK") is not None
     assert explain_infeasible(thirds, {"GPU": 1.0, "npu": 1.0}, 1, "PACK") is not None
     assert "there is none" in str(explain_infeasible([], {"CPU": 1.0}, 1, "PACK"))
+
+
+def test_less_for_each_rank() -> None:
+    """What the error advises, if it helps."""
+    two, five = Node("a", "10.0.0.1", {"CPU": 2.0}), Node("b", "10.0.0.2", {"CPU": 5.0})
+    assert smaller_bundle([two], {"CPU": 1.0}, 4) == "CPU=0.5"
+    assert smaller_bundle([two], {"CPU": 1.0}, 3) == "CPU=0.66"
+    assert smaller_bundle([two, five], {"CPU": 2.0}, 4) == "CPU=1.66"
+    assert smaller_bundle([two], {"CPU": 1.0, "npu": 1.0}, 4) is None
+    assert smaller_bundle([], {"CPU": 1.0}, 4) is None
 
 
 def test_bundles_of_a_group_that_is_there() -> None:

@@ -23,7 +23,7 @@ from tpengine import envs
 from tpengine.errors import EngineError
 
 pytest.importorskip("ray")
-from tpengine.executor.launch import ray_connection
+from tpengine.executor.launch import ray_calls, ray_connection
 from tpengine.executor.launch.ray_connection import RayConnection
 
 END_S = 30.0
@@ -130,20 +130,23 @@ class FakeRay:
 
     Attributes:
         on_init: called in each start.
+        folder: of its session.
     """
 
-    def __init__(self, on_init: Callable[[], None] = lambda: None) -> None:
+    def __init__(self, folder: Path) -> None:
         self.asked: list[str] = []
-        self.on_init = on_init
+        self.on_init: Callable[[], None] = lambda: None
+        self.folder = folder
         self.is_running = False
 
     def is_initialized(self) -> bool:
         return self.is_running
 
-    def init(self, address: str, **_: Any) -> None:
+    def init(self, address: str, **_: Any) -> Any:
         self.asked.append(address)
         self.on_init()
         self.is_running = True
+        return SimpleNamespace(address_info={"session_dir": str(self.folder)})
 
     def shutdown(self) -> None:
         self.is_running = False
@@ -155,7 +158,8 @@ class FakeRay:
 @pytest.fixture
 def fake_ray(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> FakeRay:
     """A Ray that is not there, on a machine where none has left a note."""
-    fake = FakeRay()
+    fake = FakeRay(tmp_path / "session")
+    fake.folder.mkdir()
     monkeypatch.delenv("RAY_ADDRESS", raising=False)
     monkeypatch.setattr(envs, "ray_folders", lambda: [tmp_path])
     monkeypatch.setattr(ray_connection, "ray", fake)
@@ -216,9 +220,64 @@ def test_the_log_says_why_one_is_started(
     monkeypatch.setattr(envs, "ray_address", lambda: variable)
     with caplog.at_level("INFO"):
         RayConnection(option).close()
-    assert [record.getMessage() for record in caplog.records] == [
-        f"starting a Ray for this engine: {why}"
-    ]
+    assert caplog.messages[0] == f"starting a Ray for this engine: {why}"
+
+
+def test_a_note_of_another_user_is_not_followed(
+    fake_ray: FakeRay, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """Its Ray could run anything as the user of this one."""
+    note, elsewhere = tmp_path / "ray_current_cluster", tmp_path / "elsewhere"
+
+    def asked() -> str:
+        RayConnection(None).close()
+        fake_ray.shutdown()
+        return fake_ray.asked[-1]
+
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        address = f"127.0.0.1:{server.getsockname()[1]}"
+        elsewhere.write_text(address)
+        note.symlink_to(elsewhere)
+        assert asked() == "local", "a link"
+        note.unlink()
+        os.mkfifo(note)
+        assert asked() == "local", "a pipe"
+        note.unlink()
+        note.write_text(address)
+        note.chmod(0o664)
+        assert asked() == "local", "others may write it"
+        note.chmod(0o644)
+        assert asked() == address
+        if os.geteuid() == 0:
+            os.chown(note, 4711, -1)
+        else:
+            monkeypatch.setattr(os, "geteuid", lambda: 4711)
+        assert asked() == "local", "another user's"
+
+
+def test_what_ray_leaves_is_for_this_user_alone(
+    fake_ray: FakeRay,
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    token = tmp_path / ".ray" / "auth_token"
+    token.parent.mkdir()
+    monkeypatch.setattr(envs, "ray_token_file", lambda: token)
+
+    def on_init() -> None:  # with the permissions that Ray gives
+        token.write_text("0123")
+        token.chmod(0o644)
+        fake_ray.folder.chmod(0o777)
+
+    fake_ray.on_init = on_init
+    for mode, warns in (("token", False), ("disabled", True)):
+        monkeypatch.setenv("RAY_AUTH_MODE", mode)
+        caplog.clear()
+        RayConnection("local").close()
+        assert token.stat().st_mode & 0o777 == 0o600
+        assert fake_ray.folder.stat().st_mode & 0o777 == 0o700
+        assert ("Ray's authentication is off" in caplog.text) == warns
 
 
 def test_engines_of_two_threads_share_one(fake_ray: FakeRay) -> None:
@@ -251,6 +310,22 @@ def test_a_thread_does_not_wait_for_ever(
             RayConnection("local")
         done.set()
         first.result(60.0).close()
+
+
+def test_a_ray_that_does_not_end(fake_ray: FakeRay, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ray waits for its control store, which is frozen: its processes are killed."""
+    monkeypatch.setattr(ray_calls, "RAY_CALL_S", 0.2)
+    killed: list[set[int]] = []
+    has_ended = threading.Event()
+
+    def kill(but: set[int]) -> None:
+        killed.append(but)
+        has_ended.set()
+
+    monkeypatch.setattr(fake_ray, "shutdown", lambda: has_ended.wait(60.0))
+    monkeypatch.setattr(ray_connection, "_end_ray_children", kill)
+    RayConnection("local").close()
+    assert killed == [set()]
 
 
 def test_last_words(fake_ray: FakeRay, tmp_path: Path) -> None:

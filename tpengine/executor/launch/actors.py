@@ -22,7 +22,14 @@ from tpengine import envs
 from tpengine.executor.channel import ChannelClosedError, ChannelError, Listener
 from tpengine.executor.diagnosis import ANSWER_S, NodeSilentError, RankPlace
 from tpengine.executor.launch.node_agent import NodeAgent, own_error_log
-from tpengine.executor.launch.placement import Placement, actor_options, order_places
+from tpengine.executor.launch.placement import (
+    Placement,
+    actor_options,
+    channel_address,
+    order_places,
+)
+from tpengine.executor.launch.ray_calls import RaySilentError, bounded
+from tpengine.executor.launch.ray_messages import hide_deaths
 from tpengine.executor.rank import Rank
 from tpengine.logger import init_logger
 
@@ -103,7 +110,6 @@ class RayLauncher:
         spares: by index of the bundle: an actor; None: a new one is started.
         spare_devices: by index of the bundle: the devices that a spare gets there.
         agents: of the ranks' nodes; the ranks on the driver's own node come first.
-        address: of the driver's node, to which ranks connect.
 
     Attributes:
         bundle_devices: of each bundle's rank; empty until the ranks have told where they are.
@@ -116,10 +122,9 @@ class RayLauncher:
         spares: Sequence[Any | None],
         spare_devices: Sequence[tuple[str, ...]],
         agents: Agents,
-        address: str,
     ) -> None:
         self.agents = agents
-        self._address = address
+        self._places: list[RankPlace] = []
         self.bundle_devices: list[tuple[str, ...]] = []
         self._placement = placement
         self._bundle = bundle
@@ -141,13 +146,16 @@ class RayLauncher:
         return _ActorCalls(refs)
 
     def order(self, places: Sequence[RankPlace]) -> list[RankPlace]:
+        hide_deaths((place.node_id, place.pid) for place in places)
         self.bundle_devices = [place.devices for place in places]
         order = order_places(places, self.agents.own_node_id)
         self._actors = [self._actors[index] for index in order]
-        return [places[index] for index in order]
+        self._places = [places[index] for index in order]
+        return list(self._places)
 
     def listen(self, epoch: int) -> Listener:
-        return Listener(self._address, secrets.token_bytes(32), epoch)
+        address = channel_address(self._places, self.agents.own_node_id)
+        return Listener(address, secrets.token_bytes(32), epoch)
 
     def call(
         self, method: str, args: Mapping[int, tuple[Any, ...]], kwargs: Mapping[str, Any]
@@ -161,16 +169,19 @@ class RayLauncher:
         if ray.is_initialized():
             for actor in self._actors:
                 with contextlib.suppress(Exception):  # another cluster does not know the actor
-                    ray.kill(actor, no_restart=True)
+                    _kill(actor)
 
 
 def _start(actor_class: type[Any], strategy: Any, *args: Any, **options: Any) -> Any:
     """Starts an actor that Ray does not start again."""
-    return (
-        ray.remote(actor_class)
-        .options(scheduling_strategy=strategy, max_restarts=0, max_task_retries=0, **options)
-        .remote(*args)
+    remote = ray.remote(actor_class).options(
+        scheduling_strategy=strategy, max_restarts=0, max_task_retries=0, **options
     )
+    return bounded(lambda: remote.remote(*args), f"an actor ({actor_class.__name__})", _kill)
+
+
+def _kill(actor: Any) -> None:
+    bounded(lambda: ray.kill(actor, no_restart=True), "the end of an actor")
 
 
 def _start_on(node_id: str, actor_class: type[Any], *args: Any, **options: Any) -> Any:
@@ -261,8 +272,8 @@ class Agents:
         return silent, dead
 
     def _forget(self, node_id: str) -> None:
-        with contextlib.suppress(RayError):
-            ray.kill(self._actors.pop(node_id), no_restart=True)
+        with contextlib.suppress(RayError, RaySilentError):
+            _kill(self._actors.pop(node_id))
 
     def close(self) -> None:
         """Ends the agents."""
@@ -294,8 +305,8 @@ class ActorSpare:
         return place if isinstance(place, RankPlace) else None
 
     def end(self) -> None:
-        with contextlib.suppress(RayError):
-            ray.kill(self.actor, no_restart=True)
+        with contextlib.suppress(RayError, RaySilentError):
+            _kill(self.actor)
         with contextlib.suppress(RayError):
             # Ray asks the process to end itself, which a stopped one cannot do.
             if self.is_prepared():

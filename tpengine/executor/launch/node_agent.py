@@ -116,7 +116,7 @@ class NodeAgent:
     def tail(self, path: str) -> str:
         """The end of a log file, without Ray's own marks; empty if it cannot be read."""
         try:
-            with Path(path or "/").open("rb") as file:
+            with open(path or "/", "rb", opener=host.open_unlinked) as file:
                 file.seek(max(0, file.seek(0, os.SEEK_END) - _LOG_TAIL_BYTES))
                 lines = file.read().decode(errors="replace").splitlines()
         except OSError:

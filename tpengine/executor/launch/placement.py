@@ -9,9 +9,11 @@ from __future__ import annotations
 import contextlib
 import ipaddress
 import math
+import re
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import ray
@@ -27,6 +29,8 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 from tpengine.config import RayConfig
 from tpengine.errors import PlacementError, counted
 from tpengine.executor.diagnosis import RankPlace
+from tpengine.executor.group import LOOPBACK
+from tpengine.executor.launch.ray_calls import bounded
 from tpengine.logger import init_logger
 
 logger = init_logger(__name__)
@@ -94,6 +98,19 @@ def explain_infeasible(
     )
 
 
+def smaller_bundle(nodes: Sequence[Node], bundle: Resources, size: int) -> str | None:
+    """The most CPUs for each rank with which all fit on the nodes; None: ranks want other things,
+    too, or there is nearly nothing."""
+    if bundle.keys() != {"CPU"}:
+        return None
+    rooms = [node.resources.get("CPU", 0.0) for node in nodes]
+    for amount in sorted({room / count for room in rooms for count in range(1, size + 1)})[::-1]:
+        rounded = math.floor(amount * 100.0) / 100.0
+        if rounded > 0.0 and sum(_times({"CPU": room}, {"CPU": rounded}) for room in rooms) >= size:
+            return f"CPU={rounded:g}"
+    return None
+
+
 def _times(resources: Resources, bundle: Resources) -> int:
     """How many bundles fit; amounts are compared as Ray does, to 1/10000."""
     rooms = (
@@ -138,7 +155,7 @@ def cluster_nodes() -> list[Node]:
     """The machines that Ray holds for alive."""
     return [
         Node(node["NodeID"], node["NodeManagerAddress"], node["Resources"])
-        for node in ray.nodes()
+        for node in bounded(ray.nodes, "its nodes")
         if node["Alive"]
     ]
 
@@ -160,6 +177,13 @@ def address_of(node_id: str) -> str:
     )
 
 
+def channel_address(places: Iterable[RankPlace], driver_node_id: str) -> str:
+    """Where the driver listens for ranks: only within its machine if all of them run there."""
+    if {place.node_id for place in places} == {driver_node_id}:
+        return LOOPBACK
+    return address_of(driver_node_id)
+
+
 @dataclass(slots=True)
 class Placement:
     """A bundle per rank, in a new placement group or in the one that the driver runs in.
@@ -177,7 +201,7 @@ class Placement:
     @classmethod
     def of(cls, group: PlacementGroup, indices: list[int], is_borrowed: bool) -> Placement:
         """The placement of ranks in the bundles of these indices."""
-        nodes = placement_group_table(group)["bundles_to_node_id"]
+        nodes = _table_of(group)["bundles_to_node_id"]
         return cls([str(nodes[index]) for index in indices], is_borrowed, group, indices)
 
     def strategy(self, index: int) -> PlacementGroupSchedulingStrategy:
@@ -195,11 +219,16 @@ class Placement:
 
 def _remove(group: PlacementGroup) -> None:
     with contextlib.suppress(Exception):  # the cluster may have gone
-        remove_placement_group(group)
+        bounded(lambda: remove_placement_group(group), "the end of a placement group")
+
+
+def _table_of(group: PlacementGroup) -> dict[str, Any]:
+    table: dict[str, Any] = bounded(lambda: placement_group_table(group), "a placement group")
+    return table
 
 
 def _indices_in(group: PlacementGroup, bundle: Resources, size: int) -> list[int]:
-    bundles: Mapping[int, Resources] = placement_group_table(group)["bundles"]
+    bundles: Mapping[int, Resources] = _table_of(group)["bundles"]
     indices = usable_bundles({int(i): b for i, b in bundles.items()}, bundle)
     if len(indices) < size:
         listed = ", ".join(describe(b) for b in bundles.values())
@@ -207,7 +236,17 @@ def _indices_in(group: PlacementGroup, bundle: Resources, size: int) -> list[int
             f"the ranks cannot be placed: wanted {size} x {describe(bundle)}, but the placement "
             f"group that the driver runs in has {len(indices)} such bundles ({listed})"
         )
-    return indices[:size]
+    return indices
+
+
+def _left_in(group: PlacementGroup) -> dict[int, dict[str, float]]:
+    """What nothing uses now of each bundle of a group, by the bundle's index."""
+    found: dict[int, dict[str, float]] = {}
+    marked = re.compile(rf"(.+)_group_(\d+)_{group.id.hex()}")
+    for name, amount in bounded(ray.available_resources, "its free resources").items():
+        if match := marked.fullmatch(name):
+            found.setdefault(int(match[2]), {})[match[1]] = amount
+    return found
 
 
 def _address() -> str:
@@ -262,27 +301,74 @@ class Placer:
         """Makes a placement with no bundle on the nodes of these ids."""
         current = get_current_placement_group()
         if current is not None:
-            return Placement.of(current, _indices_in(current, self.bundle, self.size), True)
+            return Placement.of(current, self._free_bundles(current), True)
         strategy = self.config.placement_strategy
         nodes = [node for node in cluster_nodes() if node.node_id not in excluded]
         reason = explain_infeasible(nodes, self.bundle, self.size, strategy)
         if reason is not None:
             without = f" without {len(excluded)} that do not answer" if excluded else ""
+            is_strict = strategy.startswith("STRICT")
+            smaller = None if is_strict else smaller_bundle(nodes, self.bundle, self.size)
+            advice = f"give each rank less (--ray-bundle {smaller}), " if smaller else ""
             raise PlacementError(
-                f"the ranks cannot be placed on the Ray at {_address()}{without}: {reason}"
+                f"the ranks cannot be placed on the Ray at {_address()}{without}: {reason}; "
+                f"{advice}lower tensor_parallel_size, or add machines"
             )
         selector = {_NODE_LABEL: f"!in({', '.join(sorted(excluded))})"}
-        group = placement_group(
+        make = partial(
+            placement_group,
             [dict(self.bundle)] * self.size,
             strategy=strategy,
             bundle_label_selector=[selector] * self.size if excluded else None,
         )
+        group = bounded(make, "a placement group", remove_placement_group)
         try:
             self._wait(group)
             return Placement.of(group, list(range(self.size)), False)
         except BaseException:
             _remove(group)
             raise
+
+    def _free_bundles(self, group: PlacementGroup) -> list[int]:
+        """Waits for enough bundles of the driver's own group that nothing uses; returns their
+        indices, the lowest first."""
+        indices = _indices_in(group, self.bundle, self.size)
+        start, has_warned = time.monotonic(), False
+        while True:
+            self.check()
+            left = _left_in(group)
+            free = [index for index in indices if _times(left.get(index, {}), self.bundle) >= 1]
+            if len(free) >= self.size:
+                return free[: self.size]
+            waited_s = time.monotonic() - start
+            if waited_s >= self.config.placement_timeout_s:
+                raise PlacementError(
+                    f"the ranks cannot be placed within {waited_s:.0f} s: "
+                    f"{self._describe_taken(indices, left)}; make the group with a bundle for each "
+                    "rank and one for the driver, or wait for the others"
+                )
+            if waited_s >= _PATIENCE_S and not has_warned:
+                has_warned = True
+                logger.warning("waiting: %s", self._describe_taken(indices, left))
+            time.sleep(_PAUSE_S)
+
+    def _describe_taken(self, indices: list[int], left: Mapping[int, Resources]) -> str:
+        """Says what holds bundles of the driver's own group.
+
+        Args:
+            left: of each bundle.
+        """
+        context = ray.get_runtime_context()
+        own = context.get_assigned_resources() if context.get_actor_id() is not None else {}
+        amounts = ", ".join(
+            f"bundle {index} has {_amounts(left.get(index, {}), self.bundle)} left"
+            for index in indices
+        )
+        return (
+            f"wanted {self.size} x {describe(self.bundle)} in the placement group that the driver "
+            f"runs in, where {amounts}; the driver's own actor holds {describe(own)}, other actors "
+            "and tasks hold the rest"
+        )
 
     def _wait(self, group: PlacementGroup) -> None:
         """Waits until the group has its room."""
@@ -303,16 +389,17 @@ class Placer:
         while True:
             self.check()
             # Ray counts whole seconds: it takes 0.5 as 0.
-            if group.wait(1):
+            if bounded(lambda: group.wait(1), "room"):
                 return True
             if time.monotonic() >= deadline:
                 return False
 
     def _describe_room(self) -> str:
+        what = "its resources"
         return (
             f"wanted {self.size} x {describe(self.bundle)} ({self.config.placement_strategy}), "
-            f"available now {_amounts(ray.available_resources(), self.bundle)} of "
-            f"{_amounts(ray.cluster_resources(), self.bundle)}"
+            f"available now {_amounts(bounded(ray.available_resources, what), self.bundle)} of "
+            f"{_amounts(bounded(ray.cluster_resources, what), self.bundle)}"
         )
 
     def replace(self, old: Placement | None, silent: set[str]) -> Placement:

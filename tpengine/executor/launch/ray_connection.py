@@ -20,7 +20,8 @@ import ray
 from tpengine import envs
 from tpengine.errors import ConfigError, EngineError
 from tpengine.executor.launch.node_agent import NodeAgent
-from tpengine.host import kept_sigterm_handler
+from tpengine.executor.launch.ray_calls import RaySilentError, bounded
+from tpengine.host import close_to_others, kept_sigterm_handler, read_trusted
 from tpengine.logger import init_logger
 
 logger = init_logger(__name__)
@@ -85,8 +86,14 @@ class RayConnection:
             if _users_of_started_ray:
                 _users_of_started_ray.add(id(self))
         else:
+            envs.outlive_control_store()
             with kept_sigterm_handler():
                 self._open(address, origin)
+            if not envs.ray_wants_token():
+                logger.warning(
+                    "Ray's authentication is off: any process that reaches its ports can run "
+                    "programs as this user; set RAY_AUTH_MODE=token, here and where Ray starts"
+                )
         self._identity = self._identify()
 
     def _open(self, address: str | None, origin: str) -> None:
@@ -115,11 +122,14 @@ class RayConnection:
         """Connects to the Ray that `ray start` started on this machine; whether there is one."""
         for folder in envs.ray_folders():
             try:
-                address = (folder / _STARTED).read_text().strip()
+                address = read_trusted(folder / _STARTED).strip()
                 if _host_and_port(address) is None:  # some other file of that name
                     continue
                 _check_reachable(address, str(folder / _STARTED))
                 cls._connect(address, "found running here; ray_address='local' starts another")
+            except PermissionError as error:  # its Ray would run code as its owner
+                logger.warning("the Ray of a file that cannot be trusted is not used: %s", error)
+                continue
             except (OSError, UnicodeDecodeError, EngineError):  # no file, or its Ray has ended
                 continue
             return True
@@ -142,7 +152,12 @@ class RayConnection:
         for left in reversed(range(_STARTS)):
             begun, others = time.time(), _ray_children()
             try:
-                ray.init(address="local", include_dashboard=False, logging_level="warning")
+                context = ray.init(
+                    address="local", include_dashboard=False, logging_level="warning"
+                )
+                # Ray lets all users of the machine read both, and change what is in the folder.
+                for path in (context.address_info["session_dir"], envs.ray_token_file()):
+                    close_to_others(Path(path))
                 _users_of_started_ray.add(id(self))
                 return
             except Exception as error:
@@ -166,7 +181,15 @@ class RayConnection:
         if id(self) in _users_of_started_ray:
             _users_of_started_ray.discard(id(self))
             if not _users_of_started_ray and ray.is_initialized():
-                ray.shutdown()
+                self._end_started_ray()
+
+    @staticmethod
+    def _end_started_ray() -> None:
+        try:
+            bounded(ray.shutdown, "its end")
+        except RaySilentError as error:  # the rest of the abandoned call ends with its processes
+            logger.warning("Ray's processes are killed: %s", error)
+            _end_ray_children(but=set())
 
 
 def _host_and_port(address: str) -> tuple[str, int] | None:

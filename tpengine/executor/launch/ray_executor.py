@@ -15,7 +15,6 @@ from tpengine.executor.launch.actors import ActorSpare, Agents, RayLauncher
 from tpengine.executor.launch.placement import (
     Placement,
     Placer,
-    address_of,
     cluster_nodes,
     rank_bundle,
 )
@@ -127,7 +126,6 @@ class RayExecutor(GroupExecutor):
             [spare.actor if isinstance(spare, ActorSpare) else None for spare in spares],
             self._spare_devices or [],
             self._agents,
-            address_of(self._node_id),
         )
         return self._launcher
 

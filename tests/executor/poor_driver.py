@@ -1,0 +1,192 @@
+"""A driver of two ranks in its own Ray, whose machine lacks one thing after another.
+
+Its arguments: a model's folder, a folder that Ray keeps its files in, and the names of scenarios.
+It prints the process numbers below it, then for each scenario whether the tokens were those of an
+undisturbed run, and the failed attempts that it took. Its /dev/shm and Ray's folder are small.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import resource
+import signal
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
+from pathlib import Path
+
+from executor.ray_engines import executor_of, is_alive, ray_engine
+from tpengine import LLMEngine, SamplingParams
+from tpengine.executor.launch import ray_calls
+
+NUM_TOKENS = 100
+BEFORE = 5
+"""Steps before the loss."""
+RAY_CALL_S = 4.0
+MIB = 1 << 20
+LIMIT_S = 120.0
+
+
+class Attempts(logging.Handler):
+    """Notes the reports of attempts at a group that failed."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.reports: list[str] = []
+
+    def emit(self, record: logging.LogRecord) -> None:
+        text = record.getMessage()
+        if text.startswith("attempt "):
+            self.reports.append(text)
+
+
+@contextmanager
+def full(folder: Path, left_mib: float) -> Iterator[None]:
+    """A disk with so much room."""
+    path = folder / "ballast"
+    facts = os.statvfs(folder)
+    with path.open("wb") as file:
+        size = facts.f_bavail * facts.f_frsize - int(left_mib * MIB)
+        os.posix_fallocate(file.fileno(), 0, max(1, size))
+    try:
+        yield
+    finally:
+        path.unlink()
+
+
+@contextmanager
+def limited(kind: int, at_most: int) -> Iterator[None]:
+    before = resource.getrlimit(kind)
+    resource.setrlimit(kind, (at_most, before[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(kind, before)
+
+
+def address_space() -> int:
+    return int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
+
+
+@contextmanager
+def frozen_store() -> Iterator[None]:
+    [pid] = [pid for pid, name in below(os.getpid()).items() if name == "gcs_server"]
+    os.kill(pid, signal.SIGSTOP)
+    try:
+        yield
+    finally:
+        os.kill(pid, signal.SIGCONT)
+
+
+def below(root: int) -> dict[int, str]:
+    """Names of the processes below one, by number."""
+    children: dict[int, list[int]] = {}
+    names = {}
+    for folder in Path("/proc").glob("[0-9]*"):
+        with suppress(OSError):
+            head, _, tail = (folder / "stat").read_text().rpartition(")")
+            children.setdefault(int(tail.split()[1]), []).append(int(folder.name))
+            names[int(folder.name)] = head.partition("(")[2]
+    found, left = {}, [root]
+    while left:
+        for pid in children.get(left.pop(), ()):
+            found[pid] = names[pid]
+            left.append(pid)
+    return found
+
+
+def generate(
+    engine: LLMEngine, begin: Callable[[], None] = lambda: None, look: Callable[[], None] = print
+) -> list[int]:
+    """A greedy request's tokens.
+
+    Args:
+        begin: called after some steps.
+        look: called after each step from then on.
+    """
+    params = SamplingParams(temperature=0.0, max_tokens=NUM_TOKENS, ignore_eos=True)
+    engine.add_request("it", None, params, prompt_token_ids=[5, 6, 7])
+    number, deadline = 0, time.monotonic() + LIMIT_S
+    while time.monotonic() < deadline:
+        outputs = engine.step()
+        number += 1
+        if number == BEFORE:
+            begin()
+        elif number > BEFORE:
+            look()
+        if outputs and outputs[0].finished:
+            return list(outputs[0].outputs[0].token_ids)
+    raise AssertionError(f"not finished within {LIMIT_S:g} s")
+
+
+class Lack:
+    """Kills a rank, and lets the machine lack something until an attempt at a new group has failed
+    or succeeded.
+
+    Args:
+        waits: until the old ranks have ended, as they give free what the new ones are to lack.
+    """
+
+    def __init__(
+        self,
+        engine: LLMEngine,
+        lack: AbstractContextManager[None],
+        attempts: Attempts,
+        waits: bool,
+    ) -> None:
+        self._engine, self._attempts = engine, attempts
+        self._stack, self._lack, self._waits = ExitStack(), lack, waits
+        self._places = executor_of(engine).places
+        self._before = engine.health().num_recoveries
+
+    def begin(self) -> None:
+        if not self._waits:
+            self._stack.enter_context(self._lack)
+        os.kill(self._places[1].pid, signal.SIGKILL)
+
+    def look(self) -> None:
+        if self._waits and not any(is_alive(self._places)):
+            self._waits = False
+            self._stack.enter_context(self._lack)
+        if self._attempts.reports or self._engine.health().num_recoveries > self._before:
+            self._stack.close()
+
+
+def main(folder: str, ray_folder: str, *names: str) -> None:
+    attempts = Attempts()
+    logging.getLogger("tpengine.engine.recovery").addHandler(attempts)
+    ray_calls.RAY_CALL_S = RAY_CALL_S
+    shm = Path("/dev/shm")
+    lacks = {
+        "shared memory nearly full": lambda: full(shm, 1.0),
+        "shared memory full": lambda: full(shm, 0.0),
+        "disk full": lambda: full(Path(ray_folder), 0.0),
+        "no descriptors": lambda: limited(resource.RLIMIT_NOFILE, 16),  # all of these are open
+        "no memory": lambda: limited(resource.RLIMIT_AS, address_space() + 6 * MIB),
+        "store frozen": frozen_store,
+    }
+    with ray_engine(folder, 2, ray_address="local") as engine:
+        tell([below(os.getpid()), [str(line) for line in executor_of(engine).nodes]])
+        expected = generate(engine, look=lambda: None)
+        for name in names:
+            attempts.reports.clear()
+            lack = Lack(engine, lacks[name](), attempts, waits="shared memory" in name)
+            start = time.monotonic()
+            token_ids = generate(engine, lack.begin, lack.look)
+            took_s = round(time.monotonic() - start, 1)
+            tell([name, token_ids == expected, attempts.reports, took_s])
+        [store] = [pid for pid, name in below(os.getpid()).items() if name == "gcs_server"]
+        os.kill(store, signal.SIGKILL)
+        tell(generate(engine, look=lambda: None) == expected)
+    tell("end")
+
+
+def tell(what: object) -> None:
+    print(json.dumps(what), flush=True)
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

@@ -1,0 +1,100 @@
+"""Faults below the ranks: no shared memory, no disk, no descriptors, no memory, or a control store
+of Ray's that is frozen or dead, while a lost group is rebuilt. No request is lost."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import sys
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from support.models import ModelShop
+from support.zoo import PLAIN
+
+import tpengine
+from executor.driver_process import HERE, DriverProcess
+
+SECRETS = {"TPENGINE_TOKENS": "s3cret-of-a-client", "TPENGINE_ADMIN_TOKEN": "s3cret-of-admin"}
+PATIENCE_S = 180.0
+SMALL = """
+mount -t tmpfs -o size=300m,mode=1777 tmpfs /dev/shm
+mount -t tmpfs -o size=100m tmpfs "$1"
+shift
+exec "$@"
+"""
+NAMES = ("shared memory nearly full", "store frozen", "no descriptors")
+LONG = ("shared memory full", "disk full", "no memory")
+
+
+class PoorDriver:
+    """The program `poor_driver` in a mount namespace, where its disks are small."""
+
+    def __init__(self, folder: Path, names: tuple[str, ...], log: Path) -> None:
+        self.ray_folder = Path(tempfile.mkdtemp(prefix="tpe", dir="/tmp"))
+        paths = [str(Path(tpengine.__file__).parent.parent), str(HERE.parent)]
+        environment = {**os.environ, **SECRETS, "PYTHONPATH": os.pathsep.join(paths)}
+        environment |= {"RAY_TMPDIR": str(self.ray_folder), "RAY_AUTH_MODE": "token"}
+        as_root = [] if os.geteuid() == 0 else ["--map-root-user"]
+        program = [sys.executable, HERE / "poor_driver.py", folder, self.ray_folder, *names]
+        command = ["unshare", "--mount", "--propagation=private", *as_root, "sh", "-ec", SMALL]
+        self.log = log
+        with log.open("wb") as file:
+            self.driver = DriverProcess(
+                [*command, "sh", self.ray_folder, *program], env=environment, stderr=file
+            )
+
+    def hear(self) -> Any:
+        try:
+            return self.driver.hear(PATIENCE_S)
+        except AssertionError as error:
+            raise AssertionError(f"{error}: {self.log.read_text()[-4000:]}") from error
+
+    def close(self) -> None:
+        self.driver.end()
+        shutil.rmtree(self.ray_folder, ignore_errors=True)
+
+
+@pytest.fixture(params=[NAMES, pytest.param(LONG, marks=pytest.mark.soak)], ids=["short", "long"])
+def scenarios(request: pytest.FixtureRequest) -> tuple[str, ...]:
+    found: tuple[str, ...] = request.param
+    return found
+
+
+@pytest.fixture
+def poor(scenarios: tuple[str, ...], models: ModelShop, tmp_path: Path) -> Iterator[PoorDriver]:
+    driver = PoorDriver(models.folder(PLAIN), scenarios, tmp_path / "log")
+    yield driver
+    driver.close()
+
+
+def test_requests_outlive_it(poor: PoorDriver, scenarios: tuple[str, ...]) -> None:
+    processes, _ = poor.hear()
+    assert {"gcs_server", "raylet"} <= set(processes.values())
+    for pid in processes:
+        try:
+            environment = Path(f"/proc/{pid}/environ").read_bytes()
+        except OSError:  # it has ended
+            continue
+        assert b"s3cret" not in environment, processes[pid]
+    for name in scenarios:
+        found, is_same, reports, took_s = poor.hear()
+        assert (found, is_same) == (name, True), (reports, took_s)
+        if name in ("no descriptors", "store frozen", "disk full"):
+            assert reports, f"{name}: no attempt failed"
+        if name == "no descriptors":
+            assert "errno 24 (Too many open files)" in reports[0]
+        if name == "store frozen":
+            assert "control store" in reports[0] or "Ray was not asked" in reports[0]
+    assert poor.hear() is True, "the control store is dead, and the ranks live"
+    assert poor.hear() == "end"
+    assert poor.driver.process.wait(PATIENCE_S) == 0
+    log = poor.log.read_text()
+    assert "at 127.0.0.1 (interface lo) by shared memory" in log
+    if scenarios[0].startswith("shared memory"):
+        assert "at 127.0.0.1 (interface lo) by gloo" in log
+    if "disk full" not in scenarios:  # then it ends processes that are no ranks yet
+        assert "died" not in "".join(poor.driver.others), "Ray tells it on standard output, too"

@@ -1,0 +1,41 @@
+"""What Ray prints of its own in the driver's process.
+
+When a worker's process ends by a signal, the driver's Ray prints a long message on standard output.
+Of a rank the engine says so itself, once, with the cause, in its log.
+"""
+
+from __future__ import annotations
+
+import functools
+import re
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
+
+import ray
+
+_DEATH = re.compile(r"A worker died or was killed .*Node ID: (\w+) .*Worker PID: (\d+)", re.DOTALL)
+_hidden: set[tuple[str, int]] = set()
+
+
+def hide_deaths(processes: Iterable[tuple[str, int]]) -> None:
+    """Keeps Ray from printing the deaths of these (node, process number). Ray has no option for
+    it; where a version of Ray has no such function either, its messages are printed."""
+    _hidden.update(processes)
+    module = ray._private.worker
+    write = getattr(module, _NAME, None)
+    if write is not None and not hasattr(write, "__wrapped__"):
+        setattr(module, _NAME, _quieter(write))
+
+
+_NAME = "print_to_stdstream"
+"""Called with each message of a cluster, before it is printed."""
+
+
+def _quieter(write: Callable[..., None]) -> Callable[..., None]:
+    @functools.wraps(write)
+    def write_others(data: Mapping[str, Any], *args: Any, **kwargs: Any) -> None:
+        match = _DEATH.match(next(iter(data.get("lines", ())), ""))
+        if match is None or (match[1], int(match[2])) not in _hidden:
+            write(data, *args, **kwargs)
+
+    return write_others
