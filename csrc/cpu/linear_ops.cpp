@@ -1,4 +1,4 @@
-// Launchers: pack_linear_weight, packed_linear and packed_linear_lora.
+// Launchers: pack_linear_weight and packed_linear.
 #include "panels.h"
 
 namespace tpengine::cpu {
@@ -32,40 +32,22 @@ void pack_linear_weight(const Tensor& packed, const Tensor& weight) {
   });
 }
 
-LinearArgs take_layer(const char* op, const Tensor& out, const Tensor& x, const Tensor& packed,
-                      const Optional<Tensor>& bias) {
+void packed_linear(const Tensor& out, const Tensor& x, const Tensor& packed,
+                   const Optional<Tensor>& bias) {
+  const char* op = "packed_linear";
   LinearArgs args = {};
   take_rows(op, args, out, x, bias);
   check_in_features(op, args.in_features, args.dtype);
   const int64_t panels = num_panels(args.out_features);
   check_vector(op, "packed", packed, x.dtype(), panels * kLinearPanel * args.in_features);
   args.packed = packed.raw();
-  return args;
-}
-
-void multiply(const LinearArgs& args, LoRAWork* lora) {
   if (args.num_rows == 0) return;
+
   const auto kernel = kernels().linear;
   const int64_t panel_bytes =
       kLinearPanel * args.in_features * (args.dtype == DType::kBFloat16 ? 2 : 4);
-  for_each_panel_group(
-      args.num_rows, args.in_features, num_panels(args.out_features), panel_bytes,
-      [&](PanelRange now, PanelRange next) { kernel(args, now, next); }, lora);
-}
-
-void packed_linear(const Tensor& out, const Tensor& x, const Tensor& packed,
-                   const Optional<Tensor>& bias) {
-  multiply(take_layer("packed_linear", out, x, packed, bias), nullptr);
-}
-
-void packed_linear_lora(const Tensor& out, const Tensor& x, const Tensor& packed,
-                        const Optional<Tensor>& bias, const Tensor& a, const Tensor& b,
-                        const Tensor& ranks, const Tensor& first_outputs, const Tensor& rows,
-                        const Tensor& groups, const Tensor& shrunk) {
-  const char* op = "packed_linear_lora";
-  const LinearArgs args = take_layer(op, out, x, packed, bias);
-  LoRAWork(op, args, {a, b, ranks, first_outputs, rows, groups, shrunk})
-      .run_with([&](LoRAWork* lora) { multiply(args, lora); });
+  for_each_panel_group(args.num_rows, args.in_features, panels, panel_bytes,
+                       [&](PanelRange now, PanelRange next) { kernel(args, now, next); });
 }
 
 }  // namespace
@@ -73,7 +55,6 @@ void packed_linear_lora(const Tensor& out, const Tensor& x, const Tensor& packed
 void register_linear(TorchLibraryHandle library) {
   implement<&pack_linear_weight>(library, "pack_linear_weight");
   implement<&packed_linear>(library, "packed_linear");
-  implement<&packed_linear_lora>(library, "packed_linear_lora");
 }
 
 }  // namespace tpengine::cpu

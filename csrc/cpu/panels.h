@@ -8,7 +8,6 @@
 #include <type_traits>
 
 #include "launch.h"
-#include "lora_work.h"
 
 namespace tpengine::cpu {
 
@@ -64,11 +63,9 @@ constexpr int64_t kSerialProducts = 1 << 16;
 // others by two groups at most. If there are enough groups, a thread knows the one that it takes
 // next, and fetches its weights in time. With many rows, panels beyond an equal number of groups
 // for each thread are taken one by one: 18 panels go to two threads as 9 + 9, not 10 + 8.
-//
-// lora: what the threads add to the outputs; null: nothing.
 template <class F>
 void for_each_panel_group(int64_t num_rows, int64_t in_features, int64_t num_panels,
-                          int64_t panel_bytes, const F& body, LoRAWork* lora = nullptr) {
+                          int64_t panel_bytes, const F& body) {
   const int64_t products = num_rows * in_features * num_panels * kLinearPanel;
   const int64_t threads = products < kSerialProducts ? 1 : num_threads();
   const int64_t in_l2 = kGroupBytes / panel_bytes, even = num_panels / (threads * kGroupsPerThread);
@@ -91,13 +88,10 @@ void for_each_panel_group(int64_t num_rows, int64_t in_features, int64_t num_pan
       else
         return body();
     }();
-    if (lora != nullptr) lora->shrink();
     PanelRange now = take();
     while (now.begin < now.end) {
       const PanelRange next = is_ahead ? take() : PanelRange{num_panels, num_panels};
-      if (lora != nullptr) lora->fetch(now);
       multiply(now, next);
-      if (lora != nullptr) lora->expand(now);
       now = is_ahead ? next : take();
     }
   });

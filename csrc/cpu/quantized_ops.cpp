@@ -93,7 +93,7 @@ class SharedRounding {
   alignas(64) std::atomic<int64_t> done_{0};
 };
 
-void multiply_set(QuantizedLinearArgs args, LoRAWork* lora) {
+void multiply_set(QuantizedLinearArgs args) {
   const int64_t most = args.is_whole() ? kernels().whole_rows : kernels().quantized_rows;
   args.num_blocks = (args.num_rows + most - 1) / most;
   static thread_local RowScratch shared_memory;
@@ -113,23 +113,7 @@ void multiply_set(QuantizedLinearArgs args, LoRAWork* lora) {
     }
     return [mine](PanelRange now, PanelRange next) { kernels().quantized_linear(mine, now, next); };
   };
-  for_each_panel_group(args.num_rows, args.in_features, args.num_panels, args.panel_bytes, start,
-                       lora);
-}
-
-void multiply(QuantizedLinearArgs args, LoRAWork* lora) {
-  const int64_t element = args.dtype == DType::kFloat32 ? 4 : 2, rows = args.num_rows;
-  const int64_t sets = (rows + kRowsAtOnce - 1) / kRowsAtOnce;
-  char* const all_out = static_cast<char*>(args.out);
-  const char* const all_x = static_cast<const char*>(args.x);
-  for (int64_t set = 0; set < sets; ++set) {
-    const int64_t first = rows * set / sets;
-    args.num_rows = rows * (set + 1) / sets - first;
-    args.out = all_out + first * args.out_stride * element;
-    args.x = all_x + first * args.x_stride * element;
-    multiply_set(args, sets == 1 ? lora : nullptr);
-  }
-  if (lora != nullptr && sets > 1) lora->run();
+  for_each_panel_group(args.num_rows, args.in_features, args.num_panels, args.panel_bytes, start);
 }
 
 void quantized_linear(const Tensor& out, const Tensor& x, const Tensor& packed,
@@ -139,20 +123,17 @@ void quantized_linear(const Tensor& out, const Tensor& x, const Tensor& packed,
   QuantizedLinearArgs args = {};
   take_rows(op, args, out, x, bias);
   take_format(op, args, packed, bits, group_size, offsets);
-  multiply(args, nullptr);
-}
-
-void quantized_linear_lora(const Tensor& out, const Tensor& x, const Tensor& packed,
-                           const Optional<Tensor>& bias, int64_t bits, int64_t group_size,
-                           int64_t offsets, const Tensor& a, const Tensor& b, const Tensor& ranks,
-                           const Tensor& first_outputs, const Tensor& rows, const Tensor& groups,
-                           const Tensor& shrunk) {
-  const char* op = "quantized_linear_lora";
-  QuantizedLinearArgs args = {};
-  take_rows(op, args, out, x, bias);
-  take_format(op, args, packed, bits, group_size, offsets);
-  LoRAWork(op, args, {a, b, ranks, first_outputs, rows, groups, shrunk})
-      .run_with([&](LoRAWork* lora) { multiply(args, lora); });
+  const int64_t element = args.dtype == DType::kFloat32 ? 4 : 2, rows = args.num_rows;
+  const int64_t sets = (rows + kRowsAtOnce - 1) / kRowsAtOnce;
+  char* const all_out = static_cast<char*>(args.out);
+  const char* const all_x = static_cast<const char*>(args.x);
+  for (int64_t set = 0; set < sets; ++set) {
+    const int64_t first = rows * set / sets;
+    args.num_rows = rows * (set + 1) / sets - first;
+    args.out = all_out + first * args.out_stride * element;
+    args.x = all_x + first * args.x_stride * element;
+    multiply_set(args);
+  }
 }
 
 // Row `row` of the weight times `scale`.
@@ -204,7 +185,6 @@ void quantized_embedding(const Tensor& out, const Tensor& packed, const Tensor& 
 void register_quantized(TorchLibraryHandle library) {
   implement<&quantize_weight>(library, "quantize_weight");
   implement<&quantized_linear>(library, "quantized_linear");
-  implement<&quantized_linear_lora>(library, "quantized_linear_lora");
   implement<&quantized_embedding>(library, "quantized_embedding");
 }
 

@@ -26,7 +26,7 @@ MAX_NOUN_FIELDS = 14
 MAX_PACKAGE_LINES = 18_500
 """Lines of code of the package, without docstrings, comments, blank lines and generated stubs."""
 MAX_PACKAGE_FILES = 207
-MAX_NATIVE_LINES = 8_310
+MAX_NATIVE_LINES = 8_220
 """Lines of C++ and CUDA in csrc/, without blank lines and comments."""
 MAX_TEST_LINES = 38_500
 """Lines of code of tests/."""
@@ -36,7 +36,7 @@ MAY_ADD = {
     "HTTP and gRPC doors": 1_730,
     "four and eight bits": 1_620,
     "faults and fair shares": 900,
-    "LoRA": 990,
+    "LoRA": 920,
     "grammars, tools and page": 1_000,
 }
 """Lines of code that an issue may add to the package. One that needs more removes others first."""

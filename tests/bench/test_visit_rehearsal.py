@@ -81,7 +81,7 @@ sys.exit(main(["visit", "--out", {str(out)!r}, "--budget-s", "3000"]))
     assert all(row.endswith("  passed") for row in rows)
     assert "predicted " in done.stdout
     found = (out / "all.txt").read_text()
-    assert "6 families of kernels, 0 wrong" in found
+    assert "7 families of kernels, 0 wrong" in found
     calls = (stubs / "calls").read_text().splitlines()
     assert {call.split()[0] for call in calls} == {
         "nvidia-smi", "nvcc", "ncu", "compute-sanitizer",

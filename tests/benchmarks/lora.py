@@ -19,7 +19,7 @@ from tpengine.bench.harness import SHAPES, report_head
 from tpengine.bench.timing import ReadBandwidth
 from tpengine.ops.huge_pages import HugePageArena
 from tpengine.ops.linear import pack_linear_weight, packed_linear
-from tpengine.ops.lora import LoRA, LoRARows, LoRASlots, make_slots, pack_part, write_slot
+from tpengine.ops.lora import LoRARows, LoRASlots, add_lora, make_slots, pack_part, write_slot
 from tpengine.ops.recording import Recording
 from tpengine.worker.device import set_num_threads
 
@@ -131,8 +131,9 @@ def record(linears: Iterable[Linear], rows: LoRARows, kinds: list[str]) -> Recor
     recording = Recording(len(rows.rows))
     with recording.noting():
         for linear in linears:
-            lora = LoRA(linear.slots, rows) if linear.kind in kinds else None
-            packed_linear(linear.out, linear.x, linear.packed, None, lora)
+            packed_linear(linear.out, linear.x, linear.packed, None)
+            if linear.kind in kinds:
+                add_lora(linear.out, linear.x, linear.slots, rows)
     return recording
 
 

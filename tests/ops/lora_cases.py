@@ -35,26 +35,21 @@ class Case:
     added: Tensor
 
 
-def make_case(
-    dtypes: tuple[torch.dtype, torch.dtype],
-    num_rows: int,
-    inputs: int,
-    sizes: tuple[int, ...] = PARTS,
-) -> Case:
+def make_case(dtypes: tuple[torch.dtype, torch.dtype], num_rows: int, inputs: int) -> Case:
     """Adapters of `RANKS` in slots that held others before, and rows as a view of a wider tensor
     full of NaN."""
     gen = generator(inputs)
     x = torch.full((num_rows, inputs + 6), float("nan"), dtype=dtypes[0])[:, :inputs]
     x[:] = torch.randn(num_rows, inputs, generator=gen)
-    slots = make_slots(len(RANKS), 64, inputs, sizes, dtypes[1], partial(poisoned, dtype=dtypes[1]))
-    added = torch.zeros(len(RANKS), num_rows, sum(sizes), dtype=torch.float64)
+    slots = make_slots(len(RANKS), 64, inputs, PARTS, dtypes[1], partial(poisoned, dtype=dtypes[1]))
+    added = torch.zeros(len(RANKS), num_rows, sum(PARTS), dtype=torch.float64)
     for slot, ranks in enumerate(RANKS):
         parts: list[PackedPart | None] = []
-        for part, (rank, size) in enumerate(zip(ranks, sizes, strict=True)):
+        for part, (rank, size) in enumerate(zip(ranks, PARTS, strict=True)):
             a = (torch.randn(rank, inputs, generator=gen) / inputs**0.5).to(dtypes[1])
             b = torch.randn(size, rank, generator=gen).to(dtypes[1])
             parts.append(pack_part(a, b, dtypes[1]) if rank else None)
-            first = sum(sizes[:part])
+            first = sum(PARTS[:part])
             added[slot, :, first : first + size] = x.double() @ a.double().t() @ b.double().t()
         write_slot(slots, slot, parts)
     return Case(slots, x, added)

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from tpengine.ops import attention, cache, library, lora, reference
-from tpengine.ops.lora import LoRA, LoRARows, LoRASlots
+from tpengine.ops.lora import LoRARows, LoRASlots
 from tpengine.ops.quantized import QuantizedFormat
 
 from .cases import dense_attention, generator, make_case, nan_like, relative_error
@@ -343,7 +343,7 @@ def test_adapters(inputs: int) -> None:
         rows = LoRARows(*(tensor.to(CUDA) for tensor in astuple(rows_of(groups))))
         before = torch.randn(num_rows, sum(PARTS) + 5, generator=generator(1)).to(dtype)
         after = before.to(CUDA)
-        lora.add_lora(after[:, : sum(PARTS)], _on_gpu(case.x), LoRA(slots, rows))
+        lora.add_lora(after[:, : sum(PARTS)], _on_gpu(case.x), slots, rows)
         assert relative_error(after.cpu(), expected_lora(before, case, groups)) < BOUND[dtype]
         assert_untouched(after.cpu(), before, groups)
 

@@ -37,10 +37,6 @@ def _arguments() -> dict[str, tuple]:
     slots = ints(0, 9, -1, 17, 95)
     x, y, weight = randn(5, 32), randn(5, 32), randn(32)
     groups = torch.zeros(2 * (512 + 64), dtype=torch.uint8)  # two panels of one group of 32
-    adapters = (
-        randn(2, 2, 1, 2, 4, 16), randn(2, 3, 4, 16), ints(4, 0, 3, 2).view(2, 2),
-        ints(0, 30, 40), ints(4, 1, 2), ints(1, 0, 2, 0, 2, 3).view(2, 3), randn(3, 8),
-    )  # fmt: skip
     return {
         "write_kv_cache": (randn(5, 2, 64), randn(5, 2, 64), k_cache, v_cache, slots),
         "rotary_embedding": (rotary[0], q, randn(5, 2, 64), rotary[1], True),
@@ -89,9 +85,11 @@ def _arguments() -> dict[str, tuple]:
             torch.zeros(5, 40), x, groups, randn(40), 4, 32, 0,
         ),
         "dequantize_weight": (torch.zeros(32, 32), groups, 32, 40, 4, 32, 0),
-        "add_lora": (torch.zeros(5, 40), x, *adapters),
-        "packed_linear_lora": (torch.zeros(5, 40), x, randn(64 * 32), randn(40), *adapters),
-        "quantized_linear_lora": (torch.zeros(5, 40), x, groups, None, 4, 32, 0, *adapters),
+        "add_lora": (
+            torch.zeros(5, 40), x, randn(2, 2, 1, 2, 4, 16), randn(2, 3, 4, 16),
+            ints(4, 0, 3, 2).view(2, 2), ints(0, 30, 40), ints(4, 1, 2),
+            ints(1, 0, 2, 0, 2, 3).view(2, 3), randn(3, 8),
+        ),
         "top_experts": (torch.zeros(5, 2, dtype=torch.int32), torch.zeros(5, 2), randn(5, 3), True),
         "expert_mlp": (
             torch.zeros(5, 32), x, ints(0, 1, 2, 2, 1).view(5, 1), torch.ones(5, 1),

@@ -10,9 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from tpengine.ops.linear import pack_linear_weight
 from tpengine.ops.lora import pack_part, write_slot
-from tpengine.ops.quantized import QuantizedFormat, quantize_weight
 
 from .cases import BACKENDS, ISAS, backend, generator, nan_like, relative_error, threads
 from .lora_cases import GROUPS, PARTS, arguments, assert_untouched, expected, make_case, rows_of
@@ -58,35 +56,6 @@ def test_a_row_is_the_same_bits_alone_and_in_a_crowd(name: str, dtype: torch.dty
             rows = rows_of([(row % 5, [0])])
             op("add_lora")(*arguments(alone, case.x[row : row + 1], case.slots, rows))
             assert torch.equal(alone[0], whole[row])
-
-
-@pytest.mark.parametrize("name", ISAS)
-@pytest.mark.parametrize("dtype", [F32, BF16], ids=str)
-@pytest.mark.parametrize("sizes", [(96, 16, 133), PARTS], ids=["whole panels", "across panels"])
-def test_a_product_adds_the_same_bits(
-    name: str, dtype: torch.dtype, sizes: tuple[int, ...]
-) -> None:
-    """One row, few, many, and more than a set of rounded ones; some have no adapter."""
-    outputs, inputs, gen = sum(sizes), 320, generator(3)
-    weight = torch.randn(outputs, inputs, generator=gen).to(dtype)
-    bias = torch.randn(outputs, generator=gen).to(dtype)
-    whole = make_case((dtype, dtype), 400, inputs, sizes)
-    with backend(name) as op, threads(2):
-        quantized = quantize_weight(weight, QuantizedFormat(8, inputs)).packed
-        products = {
-            "packed_linear": (pack_linear_weight(weight), bias),
-            "quantized_linear": (quantized, bias, 8, inputs, 0),
-        }
-        for num_rows in (1, 7, 40, 400):
-            rows = rows_of([(slot, list(range(slot, num_rows, 6))) for slot in range(5)])
-            x = whole.x[:num_rows]
-            for product, of_weight in products.items():
-                first, second = nan_like(torch.empty(2, num_rows, outputs, dtype=dtype))
-                adapters = arguments(first, x, whole.slots, rows)[2:]
-                op(product)(first, x, *of_weight)
-                op("add_lora")(first, x, *adapters)
-                op(f"{product}_lora")(second, x, *of_weight, *adapters)
-                assert torch.equal(first, second), (product, num_rows)
 
 
 @pytest.mark.parametrize("name", BACKENDS)

@@ -19,9 +19,8 @@ import torch.nn.functional as F
 from tpengine.distributed.parallel_state import ParallelState
 from tpengine.errors import ConfigError
 from tpengine.layers.matrix import Matrix
-from tpengine.layers.quantized_linear import LinearForm, multiply, packed_form, rounded_format
+from tpengine.layers.quantized_linear import LinearForm, packed_form, rounded_format
 from tpengine.layers.weights import Weights, WeightShard
-from tpengine.ops.lora import LoRA, add_lora
 from tpengine.ops.quantized import QuantizedFormat
 
 _PADDED_SHARE = 16
@@ -30,9 +29,8 @@ _PADDED_SHARE = 16
 class Additions(Protocol):
     """What `layers.lora` adds to the output of a layer."""
 
-    @property
-    def present(self) -> LoRA | None:
-        """What is added in this forward pass; None: nothing, no row has an adapter."""
+    def add(self, out: torch.Tensor, x: torch.Tensor) -> None:
+        """Adds to the layer's output for x, in place."""
 
 
 class Linear:
@@ -61,14 +59,13 @@ class Linear:
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """x `[num_tokens, in_features]` to `[num_tokens, out_features]`."""
-        lora = None if self.adapters is None else self.adapters.present
-        if self._form is not None:
+        if self._form is None:
+            out = F.linear(x, self.weight, self.bias)  # type: ignore[arg-type]
+        else:
             out = x.new_empty(x.shape[0], self.out_features)
-            multiply(self._form, out, x, self.bias, lora)
-            return out
-        out = F.linear(x, self.weight, self.bias)  # type: ignore[arg-type]
-        if lora is not None:
-            add_lora(out, x, lora)
+            self._form.multiply(out, x, self.bias)
+        if self.adapters is not None:
+            self.adapters.add(out, x)
         return out
 
     def _take(self, weights: Weights, loaded: torch.Tensor | LinearForm) -> None:

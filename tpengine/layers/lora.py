@@ -20,7 +20,7 @@ from tpengine.adapters import AdapterPart, Targets
 from tpengine.config import LoRAConfig
 from tpengine.layers.linear import Linear
 from tpengine.layers.weights import LoadedTensor, Weights, WeightShard, copy_part, transposed
-from tpengine.ops.lora import LoRA, LoRARows, PackedPart, make_slots, pack_part, write_slot
+from tpengine.ops.lora import LoRARows, PackedPart, add_lora, make_slots, pack_part, write_slot
 
 HostAdapter = Mapping[str, PackedPart]
 """This rank's part of an adapter by the name of the layer, in the form of the slots."""
@@ -100,11 +100,10 @@ class LinearAdapters:
             layers.num_slots, layers.max_rank, inputs, sizes, layers.dtype, layers.allocate
         )
 
-    @property
-    def present(self) -> LoRA | None:
-        """See `linear.Additions`."""
-        rows = self._layers.rows
-        return None if rows is None else LoRA(self._slots, rows)
+    def add(self, out: torch.Tensor, x: torch.Tensor) -> None:
+        """Adds to `out [num_rows, out_features]` for the rows of x that have an adapter."""
+        if self._layers.rows is not None:
+            add_lora(out, x, self._slots, self._layers.rows)
 
     def fill(self, slot: int, adapter: HostAdapter) -> None:
         """See `AdapterLayers.fill`."""

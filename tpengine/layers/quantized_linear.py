@@ -16,7 +16,6 @@ from tpengine.ops.huge_pages import HugePageArena
 from tpengine.ops.library import cpu_isa
 from tpengine.ops.linear import pack_linear_weight, packed_linear
 from tpengine.ops.linear_reference import LINEAR_PANEL
-from tpengine.ops.lora import LoRA, add_lora
 from tpengine.ops.quantized import (
     QuantizedFormat,
     QuantizedWeight,
@@ -121,25 +120,6 @@ class PartsForm:
         """Writes `x W^T + bias` into `out`."""
         for outputs, form in self.parts:
             form.multiply(out[:, outputs], x, None if bias is None else bias[outputs])
-
-
-def multiply(
-    form: LinearForm,
-    out: torch.Tensor,
-    x: torch.Tensor,
-    bias: torch.Tensor | None,
-    lora: LoRA | None,
-) -> None:
-    """Writes `x W^T + bias`, and what adapters add to it, into `out`; in one op where there is one
-    for both."""
-    if isinstance(form, PackedForm):
-        packed_linear(out, x, form.packed, bias, lora)
-    elif isinstance(form, QuantizedForm) and form.order is None:
-        quantized_linear(out, x, form.weight, bias, lora)
-    else:
-        form.multiply(out, x, bias)
-        if lora is not None:
-            add_lora(out, x, lora)
 
 
 def can_join(first: QuantizedForm | None, second: QuantizedForm | None) -> bool:

@@ -23,10 +23,6 @@ from tpengine.ops import (
 
 _logger = init_logger(__name__)
 
-_LORA = (
-    "Tensor a, Tensor b, Tensor ranks, Tensor first_outputs, Tensor rows, Tensor groups,"
-    " Tensor(b!) shrunk"
-)
 _SCHEMAS: dict[str, tuple[str, Callable[..., None]]] = {
     "write_kv_cache": (
         "(Tensor k, Tensor v, Tensor(a!) k_cache, Tensor(b!) v_cache, Tensor slot_mapping,"
@@ -120,10 +116,6 @@ _SCHEMAS: dict[str, tuple[str, Callable[..., None]]] = {
         "(Tensor(a!) out, Tensor x, Tensor packed, Tensor? bias) -> ()",
         linear_reference.packed_linear,
     ),
-    "packed_linear_lora": (
-        f"(Tensor(a!) out, Tensor x, Tensor packed, Tensor? bias, {_LORA}) -> ()",
-        lora_reference.packed_linear_lora,
-    ),
     "quantize_weight": (
         "(Tensor(a!) packed, Tensor weight, int bits, int group_size) -> ()",
         quantized_reference.quantize_weight,
@@ -132,11 +124,6 @@ _SCHEMAS: dict[str, tuple[str, Callable[..., None]]] = {
         "(Tensor(a!) out, Tensor x, Tensor packed, Tensor? bias, int bits, int group_size,"
         " int offsets) -> ()",
         quantized_reference.quantized_linear,
-    ),
-    "quantized_linear_lora": (
-        "(Tensor(a!) out, Tensor x, Tensor packed, Tensor? bias, int bits, int group_size,"
-        f" int offsets, {_LORA}) -> ()",
-        lora_reference.quantized_linear_lora,
     ),
     "quantized_embedding": (
         "(Tensor(a!) out, Tensor packed, Tensor token_ids, int num_embeddings, int bits,"
@@ -154,7 +141,8 @@ _SCHEMAS: dict[str, tuple[str, Callable[..., None]]] = {
         weight_only_reference.dequantize_weight,
     ),
     "add_lora": (
-        f"(Tensor(a!) out, Tensor x, {_LORA}) -> ()",
+        "(Tensor(a!) out, Tensor x, Tensor a, Tensor b, Tensor ranks, Tensor first_outputs,"
+        " Tensor rows, Tensor groups, Tensor(b!) shrunk) -> ()",
         lora_reference.add_lora,
     ),
     "top_experts": (

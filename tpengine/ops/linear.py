@@ -8,11 +8,9 @@ from torch import Tensor
 from tpengine.ops import library as _library  # noqa: F401 (defines the ops)
 from tpengine.ops.huge_pages import HugePageArena
 from tpengine.ops.linear_reference import LINEAR_PANEL
-from tpengine.ops.lora import LoRA
 
 _pack_linear_weight = torch.ops.tpengine.pack_linear_weight.default
 _packed_linear = torch.ops.tpengine.packed_linear.default
-_packed_linear_lora = torch.ops.tpengine.packed_linear_lora.default
 
 
 def pack_linear_weight(weight: Tensor, arena: HugePageArena | None = None) -> Tensor:
@@ -36,9 +34,7 @@ def pack_linear_weight(weight: Tensor, arena: HugePageArena | None = None) -> Te
     return packed
 
 
-def packed_linear(
-    out: Tensor, x: Tensor, packed: Tensor, bias: Tensor | None, lora: LoRA | None = None
-) -> None:
+def packed_linear(out: Tensor, x: Tensor, packed: Tensor, bias: Tensor | None) -> None:
     """`out = x W^T + bias`, accumulated in float32. A row's result does not depend on other rows.
 
     Args:
@@ -46,12 +42,8 @@ def packed_linear(
         x: `[num_rows, in_features]`, same dtype.
         packed: from `pack_linear_weight`.
         bias: `[out_features]`, same dtype, or None.
-        lora: the threads of the product add it, as `add_lora` does; None: nothing is added.
 
     Raises:
         RuntimeError: dtypes, shapes or strides do not fit.
     """
-    if lora is None:
-        _packed_linear(out, x, packed, bias)
-    else:
-        _packed_linear_lora(out, x, packed, bias, *lora.arguments(x))
+    _packed_linear(out, x, packed, bias)

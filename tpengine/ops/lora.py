@@ -141,23 +141,7 @@ def write_slot(slots: LoRASlots, slot: int, parts: Sequence[PackedPart | None]) 
     slots.ranks[slot] = torch.tensor(ranks, dtype=torch.int32)
 
 
-@dataclass(frozen=True, slots=True)
-class LoRA:
-    """What adapters add to a layer in a step."""
-
-    slots: LoRASlots
-    rows: LoRARows
-
-    def arguments(self, x: Tensor) -> tuple[Tensor, ...]:
-        """The last arguments of each op that adds them, with memory for A's results."""
-        slots, rows = self.slots, self.rows
-        shrunk = x.new_empty(len(rows.rows), slots.num_columns, dtype=torch.float32)
-        return (
-            slots.a, slots.b, slots.ranks, slots.first_outputs, rows.rows, rows.groups, shrunk,
-        )  # fmt: skip
-
-
-def add_lora(out: Tensor, x: Tensor, lora: LoRA) -> None:
+def add_lora(out: Tensor, x: Tensor, slots: LoRASlots, rows: LoRARows) -> None:
     """`out[row] += B A x[row]` for each row with an adapter; sums in float32, rounded once. A row's
     result does not depend on other rows; other rows of out are not touched.
 
@@ -170,4 +154,7 @@ def add_lora(out: Tensor, x: Tensor, lora: LoRA) -> None:
         RuntimeError: dtypes, shapes or strides do not fit, or on a CPU a row, slot or rank does
             not exist.
     """
-    _add_lora(out, x, *lora.arguments(x))
+    shrunk = x.new_empty(len(rows.rows), slots.num_columns, dtype=torch.float32)
+    _add_lora(
+        out, x, slots.a, slots.b, slots.ranks, slots.first_outputs, rows.rows, rows.groups, shrunk
+    )  # fmt: skip

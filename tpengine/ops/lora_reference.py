@@ -1,12 +1,10 @@
-"""The ops of `lora` in plain torch, and the layout of adapters that csrc reads on CPU and GPU."""
+"""The op of `lora` in plain torch, and the layout of adapters that csrc reads on CPU and GPU."""
 
 from __future__ import annotations
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-
-from tpengine.ops import linear_reference, quantized_reference
 
 LORA_TILE = 4
 """Columns of A's result that lie together: 64 bytes of each in turn (`kLoRATile` in csrc)."""
@@ -84,26 +82,3 @@ def add_lora(
             added = result @ _unpack_b(b[slot, panels], rank, size).float().t()
             outputs = slice(first[part], first[part + 1])
             out[own, outputs] = (out[own, outputs].float() + added).to(out.dtype)
-
-
-def packed_linear_lora(
-    out: Tensor, x: Tensor, packed: Tensor, bias: Tensor | None, *adapters: Tensor
-) -> None:
-    """See `ops.linear.packed_linear`."""
-    linear_reference.packed_linear(out, x, packed, bias)
-    add_lora(out, x, *adapters)
-
-
-def quantized_linear_lora(
-    out: Tensor,
-    x: Tensor,
-    packed: Tensor,
-    bias: Tensor | None,
-    bits: int,
-    group_size: int,
-    offsets: int,
-    *adapters: Tensor,
-) -> None:
-    """See `ops.quantized.quantized_linear`."""
-    quantized_reference.quantized_linear(out, x, packed, bias, bits, group_size, offsets)
-    add_lora(out, x, *adapters)

@@ -11,12 +11,10 @@ from torch import Tensor
 from tpengine.ops import library as _library  # noqa: F401 (defines the ops)
 from tpengine.ops.huge_pages import HugePageArena
 from tpengine.ops.linear_reference import LINEAR_PANEL
-from tpengine.ops.lora import LoRA
 from tpengine.ops.quantized_reference import pack_groups
 
 _quantize_weight = torch.ops.tpengine.quantize_weight.default
 _quantized_linear = torch.ops.tpengine.quantized_linear.default
-_quantized_linear_lora = torch.ops.tpengine.quantized_linear_lora.default
 _quantized_embedding = torch.ops.tpengine.quantized_embedding.default
 
 NO_OFFSETS, ZERO_POINTS, MINIMA = range(3)
@@ -141,9 +139,7 @@ def empty_quantized(
     return QuantizedWeight(empty, form, outputs, inputs)
 
 
-def quantized_linear(
-    out: Tensor, x: Tensor, weight: QuantizedWeight, bias: Tensor | None, lora: LoRA | None = None
-) -> None:
+def quantized_linear(out: Tensor, x: Tensor, weight: QuantizedWeight, bias: Tensor | None) -> None:
     """`out = x W^T + bias` in 8 bits, or 4 by 8.
 
     Each row of x is rounded with one scale to 8 bits; up to four fours of neighbouring inputs that
@@ -154,17 +150,12 @@ def quantized_linear(
         out: `[num_rows, out_features]`, float32 or bfloat16; written.
         x: `[num_rows, in_features]`, same dtype.
         bias: `[out_features]`, same dtype, or None.
-        lora: the threads of the product add it, as `add_lora` does; None: nothing is added.
 
     Raises:
         RuntimeError: dtypes, shapes or strides do not fit.
     """
     form = weight.format
-    args = out, x, weight.packed, bias, form.bits, form.group_size, form.offsets
-    if lora is None:
-        _quantized_linear(*args)
-    else:
-        _quantized_linear_lora(*args, *lora.arguments(x))
+    _quantized_linear(out, x, weight.packed, bias, form.bits, form.group_size, form.offsets)
 
 
 def quantized_embedding(
