@@ -13,7 +13,7 @@ from tpengine.errors import TPEngineError
 
 BENCHMARKS = {
     "accuracy": "loss on a text beside that of llama.cpp's quantised types",
-    "adapters": "throughput and first token with LoRA adapters beside the same without",
+    "adapters": "what LoRA adapters cost: throughput and time to first token",
     "attacks": "what valid but dear requests cost the other clients of a server",
     "collectives": "all-reduce of CPU ranks over shared memory, compared with gloo",
     "doors": "what a token costs over HTTP and over gRPC: throughput, CPU time, first token",

@@ -74,11 +74,18 @@ def test_a_quantised_base_answers_as_nearly_as_without_adapters(
     args = {"tp_size": 2, "quantization": quantization, "dtype": dtype}
     with open_engine(base, max_loras=2, **args) as engine:
         assert quantization or "as stored" in engine.stats().ledgers[0].weights_form
-        assert_losses(engine, eight, jobs, factor)
+        assert_losses(engine, eight, jobs, 1.5, factor)
 
 
-def assert_losses(engine: LLMEngine, adapters: Adapters, jobs: list[Job], factor: float) -> None:
-    """Compares mean differences of log probabilities, of the base's answers and of adapters'."""
+def assert_losses(
+    engine: LLMEngine, adapters: Adapters, jobs: list[Job], most: float, factor: float
+) -> None:
+    """Compares mean differences of log probabilities.
+
+    Args:
+        most: what adapters' answers may lose, in multiples of what the base's lose.
+        factor: what they lose at least without the adapter, in multiples of that with it.
+    """
     losses: dict[str, list[float]] = {"none": [], "adapter": [], "left out": []}
     params = greedy(1, prompt_logprobs=0)
     for (name, prompt), answer in zip(jobs, adapters.answers(jobs), strict=True):
@@ -96,7 +103,7 @@ def assert_losses(engine: LLMEngine, adapters: Adapters, jobs: list[Job], factor
             loss = sum(abs(x - y) for x, y in zip(found, chosen, strict=True)) / len(ids)
             losses["none" if name is None else "adapter" if used else "left out"].append(loss)
     mean = {kind: sum(some) / len(some) for kind, some in losses.items()}
-    assert mean["adapter"] < 2 * mean["none"], mean
+    assert mean["adapter"] < most * mean["none"], mean
     assert mean["left out"] > factor * mean["adapter"], mean
 
 
@@ -114,7 +121,7 @@ def test_checkpoints_of_other_tools(name: str, tmp_path: Path) -> None:
             assert_as_peft(adapters, jobs, serve(engine, adapters, jobs))
     with open_engine(ROOT / name, max_loras=2, dtype="auto") as engine:
         assert engine.stats().ledgers[0].weights_form == FORMS[name]
-        assert_losses(engine, adapters, jobs, 10.0)
+        assert_losses(engine, adapters, jobs, 2.0, 10.0)  # w8a8 has 1.51
 
 
 @pytest.mark.parametrize(("name", "max_ranks"), [("qwen2-tied", 2), ("gpt2-8-heads", 1)])

@@ -224,7 +224,7 @@ def test_a_deadline_frees_the_blocks(tight: ServerProcess) -> None:
     refusal = refused(tight.stub.Generate, long_request(LASTING), timeout=0.1)
     assert refusal.code is Code.DEADLINE_EXCEEDED
     wait_until(lambda: held(tight) == (0, 0, free), TIMEOUT_S)
-    assert tight.loads().num_steps < num_steps + LASTING - 50, "it did not just run to its end"
+    assert tight.loads().num_steps < num_steps + 450, "it did not just run to its end"
     assert refused(tight.stub.Generate, long_request(LASTING), timeout=0.0).code is (
         Code.DEADLINE_EXCEEDED
     )

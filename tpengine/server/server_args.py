@@ -111,7 +111,7 @@ class ServerArgs(Options):
         self.adapters()
         for name in ("cors_origin", "lora_folder"):
             if getattr(self, name) is not None and self.http_port is None:
-                raise ConfigError(f"{name} needs http_port")
+                raise ConfigError(f"{name} needs http_port; give a port with --http-port")
         if self.lora_folder is not None and not Path(self.lora_folder).is_dir():
             raise ConfigError(f"lora_folder = {self.lora_folder!r} is no folder; make it first")
         missing = [name for name in _HTTP_PACKAGES if importlib.util.find_spec(name) is None]
@@ -148,7 +148,7 @@ class ServerArgs(Options):
         """
         for name in ("lora_modules", "lora_folder"):
             if getattr(self, name) is not None and not engine_args.enable_lora:
-                raise ConfigError(f"{name} needs enable_lora")
+                raise ConfigError(f"{name} needs enable_lora; start with --enable-lora as well")
         for adapter in self.adapters():
             if adapter.lora_name in engine_args.served_names:
                 raise ConfigError(

@@ -147,7 +147,7 @@ def test_a_client_that_leaves_frees_its_blocks(
     steps = openai_server.loads().num_steps
     connection.close()
     wait_until(lambda: openai_server.loads().num_running == 0, TIMEOUT_S)
-    assert openai_server.loads().num_steps - steps < LASTING - 50
+    assert openai_server.loads().num_steps - steps < 200
     wait_until(lambda: openai_server.loads().num_open_calls == 0, TIMEOUT_S)
     loads = openai_server.loads()
     assert loads.num_free_blocks == loads.num_total_blocks
