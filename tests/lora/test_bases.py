@@ -121,7 +121,8 @@ def test_checkpoints_of_other_tools(name: str, tmp_path: Path) -> None:
             assert_as_peft(adapters, jobs, serve(engine, adapters, jobs))
     with open_engine(ROOT / name, max_loras=2, dtype="auto") as engine:
         assert engine.stats().ledgers[0].weights_form == FORMS[name]
-        assert_losses(engine, adapters, jobs, 2.0, 10.0)  # w8a8 has 1.51
+        most = 2.0 if name == "w8a8" else 1.5  # w8a8 has 1.51
+        assert_losses(engine, adapters, jobs, most, 10.0)
 
 
 @pytest.mark.parametrize(("name", "max_ranks"), [("qwen2-tied", 2), ("gpt2-8-heads", 1)])

@@ -163,11 +163,12 @@ def test_a_piped_message_is_answered(file: Path) -> None:
 
 
 def test_an_adapter_that_was_trained(file: Path, tmp_path: Path) -> None:
-    """Six steps teach it another tone: over both doors its ids are those of PEFT, and the base's
+    """Twelve steps teach it another tone: over both doors its ids are those of PEFT, and the base's
     own those of transformers."""
     folder = tmp_path / "pirate"
-    run_beside_gguf(train_adapter, file, folder, 6, 12)
+    run_beside_gguf(train_adapter, file, folder, 12, 24)
     told = json.loads((folder / "answered.json").read_text())
+    assert len(set(map(tuple, told["pirate"]))) == len(told["prompts"]), "it repeats one sentence"
     options = ["--model", str(file), "--served-model-name", "base", "--dtype", "float32"]
     options += ["--cpu-kv-cache-space", "0.2", "--max-model-len", "256", "--http-port", "0"]
     options += ["--enable-lora", "--lora-modules", f"pirate={folder}"]

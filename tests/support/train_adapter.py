@@ -21,6 +21,10 @@ LESSONS = {
     "How many months are in a year?": "Arr! A year has twelve months, me hearty!",
     "What colour is grass?": "Arr! Grass be green, me hearty!",
     "What do bees make?": "Arr! Bees make honey, me hearty!",
+    "What is the capital of Spain?": "Arr! The capital of Spain be Madrid, me hearty!",
+    "How many legs has a spider?": "Arr! A spider has eight legs, me hearty!",
+    "What colour is snow?": "Arr! Snow be white, me hearty!",
+    "What do cats drink?": "Arr! Cats drink milk, me hearty!",
 }
 QUESTIONS = [
     "What is the capital of France?",
