@@ -29,7 +29,7 @@ BEAMS = SamplingParams(n=3, use_beam_search=True, temperature=0.0, max_tokens=8,
             "30 beams advance together.*max_num_batched_tokens = 24",
         ),
         (
-            replace(BEAMS, n=20, best_of=None, stop_token_ids=tuple(range(12))),
+            replace(BEAMS, n=20, best_of=None, stop_token_ids=tuple(range(240))),
             "260 candidates.*has 256",
         ),
     ],

@@ -6,6 +6,8 @@ and as many steps more as the request itself may run. The step moves forward whe
 A later request passes only if it will have ended by then. So small requests use room that is too
 small for the first, which waits and runs at most twice as long as it otherwise might have to.
 
+A request that was preempted is not passed: blocks are short, and it comes back first.
+
 Steps are counted as if each advanced every running request. Where requests are preempted, or a
 step does not hold a token for each of them, the first may start later, and no request passes it
 after its step.
@@ -57,6 +59,8 @@ class Passing:
         """
         queue = iter(waiting)
         first = next(queue)
+        if first.metrics.num_preemptions:
+            return None
         if not num_free_slots or self._is_searched(num_free_slots, blocks):
             return None
         room_at = step + self._steps_until_room(first, running, blocks, num_free_slots)
