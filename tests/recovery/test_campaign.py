@@ -41,7 +41,7 @@ mount -t tmpfs -o size=300m,mode=1777 tmpfs /dev/shm
 mount -t tmpfs -o size=100m tmpfs "$TMPDIR"
 exec "$@"
 """
-START_S, ROW_S, SETTLE_S = 120.0, 180.0, 10.0
+START_S, ROW_S, SETTLE_S = 120.0, 180.0, 30.0
 FROZEN_STORE_S = 12.0
 FULL_S = 9.0
 OUTLIVE_S = 70.0
@@ -160,7 +160,9 @@ class Campaign:
         self.pid = self.driver.process.pid
         self.root = Path(f"/proc/{self.pid}/root")
         self.driver.hear(START_S)
-        self._before = self._holdings()
+        # By launcher, as a rank that Ray has not started takes other descriptors of the driver.
+        self._before: dict[str, Counter[str]] = {}
+        self.left_over(Row("the start"))
 
     def say(self, *what: object) -> None:
         assert self.driver.process.stdin is not None
@@ -243,7 +245,8 @@ class Campaign:
 
     def _holdings(self) -> Counter[str]:
         """What of ours a row may leave over."""
-        found = Counter(name_of(pid) for pid in actors(self.pid))
+        names = [name_of(pid) for pid in actors(self.pid)]
+        found = Counter("rank" if name.startswith(RANKS) else name for name in names)
         for file in Path(f"/proc/{self.pid}/fd").iterdir():
             with suppress(OSError):
                 found[os.readlink(file).partition(":")[0].partition(".")[0]] += 1
@@ -254,13 +257,15 @@ class Campaign:
         return found
 
     def left_over(self, row: Row) -> str:
-        """What there is more of than before the first row, once it has settled. A driver whose Ray
-        is dead serves no other row."""
+        """What there is more of than after the start, once it has settled. A driver whose Ray is
+        dead serves no other row."""
         if row.below.endswith("killed"):
             self.is_hurt = True
             return self.end()
+        launcher = ", ".join(sorted({name_of(pid) for pid in self._ranks()}))
+        before = self._before.setdefault(launcher, self._holdings())
         deadline = time.monotonic() + SETTLE_S
-        while (left := self._holdings() - self._before) and time.monotonic() < deadline:
+        while (left := self._holdings() - before) and time.monotonic() < deadline:
             time.sleep(0.1)
         return ", ".join(f"{count} {name}" for name, count in sorted(left.items())) or "nothing"
 
