@@ -1,0 +1,118 @@
+"""A driver of two ranks that serves eight streams whenever it is told to, and tells how they went.
+
+Its arguments: a model's folder and an executor. Its input and output are lines of JSON. It says the
+numbers of its ranks' processes when it is ready. For each line `[moment, pace_s]` it serves the
+streams, a step every `pace_s` seconds. At the moment, `decode` or `prefill`, it says the numbers of
+its ranks, and at last: how many streams were right, the longest gap in seconds, the attempts at new
+groups, and the error that ended the engine. At the line `["end", 0]` it closes the engine, says
+"closed", and ends at the next line.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import random
+import sys
+import time
+from typing import Any
+
+from executor.ray_engines import executor_of, rank_engine
+
+from tpengine import LLMEngine, RequestOutputKind, SamplingParams
+
+NUM_STREAMS = 8
+NUM_TOKENS = 200
+BEFORE = 10
+"""Tokens of each stream before the moment of decoding."""
+PREFILL_STEPS = 4
+"""Steps before the moment of prefill, which takes 60."""
+PROMPT_TOKENS = {"decode": 12, "prefill": 240}
+SAMPLING: list[dict[str, Any]] = [
+    {"temperature": 0.0},
+    {"temperature": 0.0, "logprobs": 2},
+    {"temperature": 1.0},
+    {"temperature": 0.9, "top_p": 0.9, "logprobs": 1},
+]
+Streams = list[tuple[list[int], list[float]]]
+"""Of each: its token ids and, where asked for, their log probabilities."""
+
+
+def serve(engine: LLMEngine, moment: str, pace_s: float, tell_ranks: bool) -> tuple[Streams, float]:
+    """Returns the streams, and the longest time that one of them had no token."""
+    rng = random.Random(moment)
+    streams: Streams = []
+    for number in range(NUM_STREAMS):
+        prompt = [rng.randrange(4, 500) for _ in range(PROMPT_TOKENS[moment])]
+        params = SamplingParams(
+            seed=number,
+            max_tokens=NUM_TOKENS,
+            ignore_eos=True,
+            output_kind=RequestOutputKind.DELTA,
+            **SAMPLING[number % len(SAMPLING)],
+        )
+        engine.add_request(str(number), None, params, prompt_token_ids=prompt)
+        streams.append(([], []))
+    heard_at = [time.monotonic()] * NUM_STREAMS
+    gap_s, num_steps = 0.0, 0
+    while engine.has_unfinished_requests():
+        next_at = time.monotonic() + pace_s
+        for output in engine.step():
+            number, one = int(output.request_id), output.outputs[0]
+            now = time.monotonic()
+            gap_s = max(gap_s, now - heard_at[number])
+            heard_at[number] = now
+            streams[number][0].extend(one.token_ids)
+            entries = zip(one.token_ids, one.logprobs or (), strict=False)
+            streams[number][1].extend(entry[token].logprob for token, entry in entries)
+        num_steps += 1
+        begun = min(len(ids) for ids, _ in streams) >= BEFORE
+        if tell_ranks and (begun if moment == "decode" else num_steps >= PREFILL_STEPS):
+            tell_ranks = False
+            tell([place.pid for place in executor_of(engine).places])
+        time.sleep(max(0.0, next_at - time.monotonic()))
+    return streams, gap_s
+
+
+def is_same(found: tuple[list[int], list[float]], wanted: tuple[list[int], list[float]]) -> bool:
+    pairs = zip(found[1], wanted[1], strict=False)
+    close = all(math.isclose(one, other, abs_tol=1e-3) for one, other in pairs)
+    return found[0] == wanted[0] and len(found[1]) == len(wanted[1]) and close
+
+
+def main(folder: str, executor: str) -> None:
+    args = {"ray_address": "local"} if executor == "ray" else {}
+    with rank_engine(
+        folder,
+        2,
+        executor=executor,
+        max_num_seqs=NUM_STREAMS,
+        max_num_batched_tokens=32,
+        max_recoveries=10_000,
+        **args,
+    ) as engine:
+        expected = {moment: serve(engine, moment, 0.0, False)[0] for moment in PROMPT_TOKENS}
+        tell([place.pid for place in executor_of(engine).places])
+        for line in sys.stdin:
+            moment, pace_s = json.loads(line)
+            if moment == "end":
+                break
+            before = len(engine.recoveries)
+            try:
+                streams, gap_s = serve(engine, moment, pace_s, True)
+            except Exception as error:
+                tell([0, 0.0, 0, f"{type(error).__name__}: {error}"])
+                raise
+            same = sum(map(is_same, streams, expected[moment]))
+            attempts = [record.num_attempts for record in list(engine.recoveries)[before:]]
+            tell([same, gap_s, sum(attempts), ""])
+    tell("closed")
+    sys.stdin.readline()
+
+
+def tell(what: object) -> None:
+    print(json.dumps(what), flush=True)
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

@@ -1,0 +1,365 @@
+"""Faults of ranks, and below them, one after another while eight streams run on two ranks: every
+stream goes on with the right tokens, and nothing is left over.
+
+`pytest -s -m soak tests/recovery/test_campaign.py` prints the table. All faults come from outside
+the driver, which runs in a mount namespace of its own with small disks.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import queue
+import random
+import resource
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+import uuid
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, suppress
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+from executor.driver_process import DriverProcess
+from support.models import ModelShop
+from support.namespaces import children_of
+from support.zoo import PLAIN
+
+import tpengine
+from recovery.campaign_driver import NUM_STREAMS, NUM_TOKENS
+from recovery.on_ray.processes import actors
+
+HERE = Path(__file__).parent
+SMALL = """
+mount -t tmpfs -o size=300m,mode=1777 tmpfs /dev/shm
+mount -t tmpfs -o size=100m tmpfs "$TMPDIR"
+exec "$@"
+"""
+START_S, ROW_S, SETTLE_S = 120.0, 180.0, 30.0
+FROZEN_STORE_S = 12.0
+FULL_S = 9.0
+OUTLIVE_S = 70.0
+"""Longer than Ray waits for its control store before it ends a process."""
+SILENT_DRIVER_S = 7.0
+"""Longer than a rank waits for a heartbeat of its driver."""
+OUTLAST = 1.15
+"""Streams take so much longer than the fault lasts."""
+MIB = 1 << 20
+RANKS = ("ray::RayWorker", "tpengine-rank")
+
+
+@dataclass(frozen=True)
+class Row:
+    """One fault, or two at once.
+
+    Attributes:
+        lose: ranks that get the signal.
+        below: the fault below the ranks, see `Campaign.fault`.
+        hold_s: how long that fault lasts.
+        moment: what the streams do then; `rebuild`: a rank of the next group is lost as well.
+        traces: of which the driver's log has one, so that the fault was not too weak.
+    """
+
+    name: str
+    lose: tuple[int, ...] = ()
+    signal: signal.Signals = signal.SIGKILL
+    below: str = ""
+    hold_s: float = 0.0
+    moment: str = "decode"
+    traces: tuple[str, ...] = ()
+
+
+def of_ranks() -> Iterator[Row]:
+    signals = {"killed": "SIGKILL", "frozen": "SIGSTOP", "SEGV": "SIGSEGV", "TERM": "SIGTERM"}
+    for what, number in signals.items():
+        for lose, name in (((0,), "rank 0"), ((1,), "rank 1"), ((0, 1), "both ranks")):
+            yield Row(f"{name} {what}", lose, signal.Signals[number])
+    yield Row("rank 1 killed in prefill", (1,), moment="prefill")
+    yield Row("rank 0 killed in prefill", (0,), moment="prefill")
+    yield Row("a rank killed again in recovery", (1,), moment="rebuild")
+
+
+def below_ranks(executor: str) -> Iterator[Row]:
+    faults = {"driver frozen": SILENT_DRIVER_S}
+    if executor == "ray":
+        faults |= {"GCS frozen": FROZEN_STORE_S, "raylet frozen": FROZEN_STORE_S}
+    for name, hold_s in faults.items():
+        yield Row(name, (), below=name, hold_s=hold_s)
+        yield Row(f"{name}, rank 1 killed", (1,), below=name, hold_s=hold_s)
+    lacks = {
+        "shm nearly full": ("by gloo",),
+        "shm full": ("by gloo",),
+        "disk full": ("No space left",) if executor == "ray" else (),
+        "no descriptors": ("errno 24", "Too many open files"),
+        "no memory": ("attempt 1 at",),
+    }
+    for name, traces in lacks.items():
+        hold_s = FULL_S * (2 if "shm" in name else 1)  # until the next ranks have connected
+        yield Row(f"{name}, rank 1 killed", (1,), below=name, hold_s=hold_s, traces=traces)
+    if executor == "ray":  # after these it needs another Ray
+        for name in ("GCS killed", "raylet killed"):
+            yield Row(name, (), below=name, hold_s=OUTLIVE_S)
+            yield Row(f"{name}, rank 1 killed", (1,), below=name, hold_s=OUTLIVE_S)
+
+
+ROWS = [
+    pytest.param(executor, row, id=f"{executor}-{row.name}")
+    for executor in ("processes", "ray")
+    for row in (*of_ranks(), *below_ranks(executor))
+]
+
+
+def keep_full(folder: Path, left_mib: float, seconds: float) -> None:
+    """Leaves so much room on a disk for a time, whatever others give free meanwhile."""
+    path = folder / "ballast"
+    deadline = time.monotonic() + seconds
+    try:
+        with path.open("wb") as file:
+            size = 0
+            while time.monotonic() < deadline:
+                facts = os.statvfs(folder)
+                more = facts.f_bavail * facts.f_frsize - int(left_mib * MIB)
+                if more > 0:
+                    with suppress(OSError):  # others were faster
+                        os.posix_fallocate(file.fileno(), size, more)
+                        size += more
+                time.sleep(0.005)
+    finally:
+        path.unlink()
+
+
+class Campaign:
+    """One driver, and the machine as it sees it.
+
+    Attributes:
+        is_hurt: it cannot serve another row.
+    """
+
+    def __init__(self, model: Path, executor: str, log: Path) -> None:
+        self.log = log
+        self.is_hurt = False
+        # Ray's sockets lie in this folder, and their paths must be short.
+        self.folder = tempfile.mkdtemp(prefix="tpe", dir="/tmp")
+        self._mark = uuid.uuid4().hex
+        paths = [str(Path(tpengine.__file__).parent.parent), str(HERE.parent)]
+        environment = {**os.environ, "PYTHONPATH": os.pathsep.join(paths), "MARK": self._mark}
+        environment |= {"TMPDIR": self.folder, "RAY_TMPDIR": self.folder}
+        as_root = [] if os.geteuid() == 0 else ["--map-root-user"]
+        program = [sys.executable, HERE / "campaign_driver.py", model, executor]
+        command = ["unshare", "--mount", "--propagation=private", *as_root, "sh", "-ec", SMALL]
+        with log.open("ab") as file:
+            self.driver = DriverProcess(
+                [*command, "sh", *program], env=environment, stderr=file, stdin=subprocess.PIPE
+            )
+        self.pid = self.driver.process.pid
+        self.root = Path(f"/proc/{self.pid}/root")
+        self.driver.hear(START_S)
+        # By launcher, as a rank that Ray has not started takes other descriptors of the driver.
+        self._before: dict[str, Counter[str]] = {}
+        self.left_over(Row("the start"))
+
+    def say(self, *what: object) -> None:
+        assert self.driver.process.stdin is not None
+        self.driver.process.stdin.write(json.dumps(what) + "\n")
+        self.driver.process.stdin.flush()
+
+    def play(self, row: Row) -> tuple[int, float, int, str]:
+        """Returns how many streams were right, the longest gap, the number of attempts at new
+        groups, and the error that ended the engine."""
+        pace_s = (row.hold_s * OUTLAST + 1.0) / NUM_TOKENS
+        self.say("prefill" if row.moment == "prefill" else "decode", pace_s)
+        ranks = self.driver.hear(ROW_S)
+        known = self._ranks()
+        with ExitStack() as stack:
+            fault = self.fault(row.below, stack)
+            for rank in row.lose:
+                os.kill(ranks[rank], row.signal)
+            if row.moment == "rebuild":
+                self._kill_again(known)
+            fault(row.hold_s)
+        try:
+            same, gap_s, attempts, error = self.driver.hear(ROW_S)
+        except AssertionError:
+            same, gap_s, attempts, error = 0, 0.0, 0, "the driver ended"
+        except queue.Empty:
+            same, gap_s, attempts, error = 0, 0.0, 0, f"not finished within {ROW_S:g} s"
+        self.is_hurt = bool(error)
+        return same, gap_s, attempts, error
+
+    def fault(self, name: str, stack: ExitStack) -> Callable[[float], None]:
+        """Begins a fault, which the stack ends; returns what waits meanwhile."""
+        who, _, what = name.partition(" ")
+        if what in ("frozen", "killed"):
+            pid = {"driver": self.pid}.get(who) or self._of_ray(who)
+            os.kill(pid, signal.SIGSTOP if what == "frozen" else signal.SIGKILL)
+            if what == "frozen":
+                stack.callback(os.kill, pid, signal.SIGCONT)
+        elif who == "no":
+            pages = int(Path(f"/proc/{self.pid}/statm").read_text().split()[0])
+            kind, at_most = {
+                "descriptors": (resource.RLIMIT_NOFILE, 16),  # all of these are open
+                "memory": (resource.RLIMIT_AS, pages * resource.getpagesize() + 6 * MIB),
+            }[what]
+            before = resource.prlimit(self.pid, kind)
+            resource.prlimit(self.pid, kind, (at_most, before[1]))
+            stack.callback(resource.prlimit, self.pid, kind, before)
+        elif name:
+            folder = self.root / ("dev/shm" if who == "shm" else self.folder[1:])
+            left_mib = 1.0 if "nearly" in name else 0.0
+            return lambda seconds: keep_full(folder, left_mib, seconds)
+        return time.sleep
+
+    def _of_ray(self, who: str) -> int:
+        name = {"GCS": "gcs_server"}.get(who, who)
+        [pid] = [pid for pid in self._marked() if name_of(pid) == name]
+        return pid
+
+    def _kill_again(self, known: set[int]) -> None:
+        """Kills one rank of the next group, at some moment of its start."""
+        deadline = time.monotonic() + ROW_S
+        while not (new := sorted(self._ranks() - known)):
+            assert time.monotonic() < deadline, "there is no new rank"
+            time.sleep(0.005)
+        rng = random.Random(len(known))
+        time.sleep(rng.uniform(0.0, 1.0))
+        with suppress(ProcessLookupError):
+            os.kill(rng.choice(new), signal.SIGKILL)
+
+    def _ranks(self) -> set[int]:
+        return {pid for pid in actors(self.pid) if name_of(pid).startswith(RANKS)}
+
+    def _marked(self) -> list[int]:
+        """Processes that the driver has started, and those that they have."""
+        found = []
+        for folder in Path("/proc").glob("[0-9]*"):
+            with suppress(OSError):
+                if f"MARK={self._mark}".encode() in (folder / "environ").read_bytes():
+                    found.append(int(folder.name))
+        return found
+
+    def _holdings(self) -> Counter[str]:
+        """What of ours a row may leave over."""
+        names = [name_of(pid) for pid in actors(self.pid)]
+        found = Counter("rank" if name.startswith(RANKS) else name for name in names)
+        for file in Path(f"/proc/{self.pid}/fd").iterdir():
+            with suppress(OSError):
+                found[os.readlink(file).partition(":")[0].partition(".")[0]] += 1
+        found["segments"] = len(list((self.root / "dev/shm").glob("tpengine-*")))
+        found["zombies"] = sum(state_of(pid) == "Z" for pid in children_of(self.pid))
+        own = [path for path in (self.root / self.folder[1:]).iterdir() if path.name != "ray"]
+        found["files"] = len(own)
+        return found
+
+    def left_over(self, row: Row) -> str:
+        """What there is more of than after the start, once it has settled. A driver whose Ray is
+        dead serves no other row."""
+        if row.below.endswith("killed"):
+            self.is_hurt = True
+            return self.end()
+        launcher = ", ".join(sorted({name_of(pid) for pid in self._ranks()}))
+        before = self._before.setdefault(launcher, self._holdings())
+        deadline = time.monotonic() + SETTLE_S
+        while (left := self._holdings() - before) and time.monotonic() < deadline:
+            time.sleep(0.1)
+        return ", ".join(f"{count} {name}" for name, count in sorted(left.items())) or "nothing"
+
+    def end(self) -> str:
+        """Ends the driver; returns what it leaves over."""
+        self.say("end", 0.0)
+        assert self.driver.hear(START_S) == "closed"
+        left = [f"process {name_of(pid)}" for pid in actors(self.pid)]
+        left += [f"segment {path.name}" for path in (self.root / "dev/shm").glob("tpengine-*")]
+        self.say()
+        assert self.driver.process.wait(START_S) == 0
+        deadline = time.monotonic() + SETTLE_S
+        while self._marked() and time.monotonic() < deadline:
+            time.sleep(0.1)
+        left += [f"process {name_of(pid)}" for pid in self._marked()]
+        left += [f"folder {path.name}" for path in Path(self.folder).iterdir()]
+        return ", ".join(left) or "nothing"
+
+    def close(self) -> None:
+        self.driver.end()
+        for pid in self._marked():
+            with suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+        shutil.rmtree(self.folder, ignore_errors=True)
+
+
+def name_of(pid: int) -> str:
+    try:
+        return Path(f"/proc/{pid}/comm").read_text().strip()
+    except OSError:
+        return ""
+
+
+def state_of(pid: int) -> str:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+    except OSError:
+        return ""
+
+
+class Campaigns:
+    """The driver of the present executor; another one when that one is hurt."""
+
+    def __init__(self, model: Path, folder: Path) -> None:
+        self._model, self._folder = model, folder
+        self._executor, self._found = "", None
+
+    _found: Campaign | None
+
+    def of(self, executor: str) -> Campaign:
+        if self._found is not None and (self._found.is_hurt or executor != self._executor):
+            self.close()
+        if self._found is None:
+            log = self._folder / f"{executor}.log"
+            self._executor, self._found = executor, Campaign(self._model, executor, log)
+        return self._found
+
+    def close(self) -> None:
+        found, self._found = self._found, None
+        if found is None:
+            return
+        try:
+            if not found.is_hurt:
+                left = found.end()
+                print(f"| {self._executor} | after the end of the driver | | | | {left} |")
+                assert left == "nothing"
+        finally:
+            found.close()
+
+
+@pytest.fixture(scope="module")
+def campaigns(models: ModelShop, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Campaigns]:
+    found = Campaigns(models.folder(PLAIN), tmp_path_factory.mktemp("campaign"))
+    print("\n| executor | fault | streams equal | longest gap, s | attempts | left over |")
+    print("|---|---|---|---|---|---|")
+    yield found
+    found.close()
+
+
+@pytest.mark.soak
+@pytest.mark.timeout(START_S + 2 * ROW_S + OUTLIVE_S)
+@pytest.mark.parametrize(("executor", "row"), ROWS)
+def test_every_stream_goes_on(executor: str, row: Row, campaigns: Campaigns) -> None:
+    campaign = campaigns.of(executor)
+    begin = campaign.log.stat().st_size
+    same, gap_s, attempts, error = campaign.play(row)
+    left = "" if campaign.is_hurt else campaign.left_over(row)
+    print(
+        f"| {executor} | {row.name} | {same} of {NUM_STREAMS} | {gap_s:.1f} | {attempts} "
+        f"| {error[:300] or left} |",
+        flush=True,
+    )
+    log = campaign.log.read_bytes()[begin:].decode()
+    assert (same, error) == (NUM_STREAMS, ""), log[-4000:]
+    assert attempts >= bool(row.lose)
+    assert not row.traces or any(trace in log for trace in row.traces), log[-4000:]
+    assert left in ("", "nothing")
