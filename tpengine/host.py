@@ -34,7 +34,7 @@ SIGTERM_EXIT_CODE = 128 + signal.SIGTERM
 """Exit code that shells know of a process that SIGTERM has ended."""
 START_TICKS = 19
 """Index of a process's start time in `living_fields`."""
-_NUM_THREADS = 17
+_PARENT, _NUM_THREADS = 1, 17
 _PR_SET_PDEATHSIG, _PR_SET_NAME = 1, 15  # linux/prctl.h
 SHM_FOLDER = Path("/dev/shm")
 _MIB = 1 << 20
@@ -277,6 +277,21 @@ def start_ticks(pid: int) -> int | None:
     """Start time of a process in clock ticks since boot; None: no such process."""
     fields = living_fields(pid)
     return None if fields is None else int(fields[START_TICKS])
+
+
+def is_stopped(pid: int) -> bool:
+    """Whether a signal or a debugger has stopped this process."""
+    fields = living_fields(pid)
+    return fields is not None and fields[0] in "Tt"
+
+
+def parent_of(pid: int) -> tuple[int, int] | None:
+    """The process that started this one: its number, and its start in clock ticks since boot;
+    None: one of them has ended."""
+    fields = living_fields(pid)
+    parent = None if fields is None else int(fields[_PARENT])
+    ticks = None if parent is None else start_ticks(parent)
+    return None if parent is None or ticks is None else (parent, ticks)
 
 
 def end_with_parent(parent: int, name: str) -> None:

@@ -13,7 +13,7 @@ import threading
 import time
 import uuid
 from abc import abstractmethod
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 from tpengine import host
@@ -304,3 +304,13 @@ class GroupExecutor(Executor):
                 host.sweep_segments()
         finally:
             self._give_places_back()
+
+    def _end_lost(self, lost: Group, silent: Iterable[str] = ()) -> None:
+        """Ends what is left of a lost group.
+
+        Args:
+            silent: nodes that are not asked, as they do not answer.
+        """
+        with self._times.phase("end"):
+            lost.end(orderly=False, silent=silent)
+            host.sweep_segments()

@@ -22,7 +22,7 @@ from multiprocessing import Pipe
 from pathlib import Path
 from typing import Any
 
-from tpengine import envs, host
+from tpengine import envs
 from tpengine.config import EngineConfig
 from tpengine.errors import ConfigError, PlacementError, counted
 from tpengine.executor.channel import ChannelClosedError, InheritedChannels
@@ -343,14 +343,19 @@ class ProcessLauncher:
 class ProcessExecutor(GroupExecutor):
     """One subprocess per rank.
 
+    Args:
+        devices: of each rank; None: the i-th visible GPU for rank i.
+
     Raises:
         ConfigError: there are fewer GPUs than ranks.
     """
 
-    def __init__(self, config: EngineConfig) -> None:
+    def __init__(
+        self, config: EngineConfig, devices: Sequence[tuple[str, ...]] | None = None
+    ) -> None:
         super().__init__(config)
         self._size = config.parallel.tensor_parallel_size
-        self._devices = rank_devices(config.device, self._size)
+        self._devices = devices or rank_devices(config.device, self._size)
         self._agents = OwnMachine()
         self._starter = Starter(_PROGRAM)
         self.spares = Spares(self._limits.spare_workers, self._start_spare)
@@ -377,9 +382,7 @@ class ProcessExecutor(GroupExecutor):
         """Does nothing: every rank runs here."""
 
     def _replace(self, lost: Group) -> None:
-        with self._times.phase("end"):
-            lost.end(orderly=False)
-            host.sweep_segments()
+        self._end_lost(lost)
 
     def _make_launcher(self) -> ProcessLauncher:
         spares = self.spares.take([RankProcess.node_id] * self._size)
