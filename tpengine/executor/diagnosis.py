@@ -31,7 +31,9 @@ _END_S = 0.5
 _LOG_LINES = 20
 STOPPED = ("", "T", "t")
 """Letters for the state of a process that is gone or stopped."""
+UNKNOWN = "?"
 _STATES = {
+    UNKNOWN: "its state is unknown, as there is no file descriptor left to look",
     "": "its process is gone",
     "T": "frozen: its process is stopped",
     "t": "frozen: a debugger holds its process",

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import collections
 import contextlib
+import errno
 import itertools
 import os
 import queue
@@ -146,9 +147,14 @@ class RankProcess:
         self._is_gone = False
         self._prepared: Calls | None = None
         self._lines: collections.deque[str] = collections.deque(maxlen=_LOG_LINES)
-        threading.Thread(target=self._hear, name="tpengine-calls", daemon=True).start()
         self._copier = threading.Thread(target=self._copy, name="tpengine-log", daemon=True)
-        self._copier.start()
+        hearer = threading.Thread(target=self._hear, name="tpengine-calls", daemon=True)
+        try:
+            self._copier.start()
+            hearer.start()
+        except RuntimeError as error:
+            self._process.kill()
+            raise _not_started(OSError(errno.EAGAIN, str(error))) from error
 
     def call(
         self, on_answer: Callable[[Any], None], method: str, *args: Any, **kwargs: Any
