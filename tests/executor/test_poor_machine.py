@@ -102,5 +102,6 @@ def test_requests_outlive_it(poor: PoorDriver, scenarios: tuple[str, ...]) -> No
     assert "Traceback" not in log.partition("from now on the ranks run")[2]
     if scenarios[0].startswith("shared memory"):
         assert "at 127.0.0.1 (interface lo) by gloo" in log
-    if not {"disk full", "raylet dead"} & set(scenarios):  # it ends processes that are no ranks yet
+        assert "2 ranks need 6.0 MiB of shared memory, and /dev/shm has" in log
+    if "disk full" not in scenarios:  # then it ends processes that are no ranks yet
         assert "died" not in "".join(poor.driver.others), "Ray tells it on standard output, too"
