@@ -59,6 +59,13 @@ def tune_openmp_spinning() -> None:
     os.environ.setdefault("GOMP_SPINCOUNT", "1000")
 
 
+def rank_tls() -> Path | None:
+    """`TPENGINE_RANK_TLS`: a folder of certificates for TLS between the driver and ranks of a Ray
+    cluster, the same path on every machine; default: no TLS."""
+    folder = os.environ.get("TPENGINE_RANK_TLS")
+    return Path(folder) if folder else None
+
+
 def tokens() -> str | None:
     """`TPENGINE_TOKENS`: bearer tokens of clients, separated by commas; default: no token."""
     return _secret("TPENGINE_TOKENS")

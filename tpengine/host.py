@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import errno
 import fcntl
 import os
 import re
@@ -34,10 +35,12 @@ SIGTERM_EXIT_CODE = 128 + signal.SIGTERM
 """Exit code that shells know of a process that SIGTERM has ended."""
 START_TICKS = 19
 """Index of a process's start time in `living_fields`."""
-_NUM_THREADS = 17
+_PARENT, _NUM_THREADS = 1, 17
 _PR_SET_PDEATHSIG, _PR_SET_NAME = 1, 15  # linux/prctl.h
 SHM_FOLDER = Path("/dev/shm")
 _MIB = 1 << 20
+_NO_DESCRIPTORS = (errno.EMFILE, errno.ENFILE)
+_SHORTAGES = (*_NO_DESCRIPTORS, errno.EAGAIN, errno.ENOMEM, errno.ENOSPC, errno.EADDRINUSE)
 _SEGMENT_NAME = re.compile(r"tpengine-.*-(?P<pid>\d+)-(?P<start>\d+)")
 
 
@@ -262,10 +265,15 @@ def living_fields(pid: int) -> list[str] | None:
     A process that has ended counts as gone although its parent has not waited for it: its memory
     and its files are free. It counts as living while other threads of it still end, since they
     may hold both.
+
+    Raises:
+        OSError: this process has no file descriptor left to look.
     """
     try:
         stat = Path(f"/proc/{pid}/stat").read_text()
-    except OSError:
+    except OSError as error:
+        if error.errno in _NO_DESCRIPTORS:
+            raise
         return None
     fields = stat.rpartition(")")[2].split()  # the name in parentheses may hold any character
     if fields[0] in "ZX" and int(fields[_NUM_THREADS]) <= 1:
@@ -277,6 +285,21 @@ def start_ticks(pid: int) -> int | None:
     """Start time of a process in clock ticks since boot; None: no such process."""
     fields = living_fields(pid)
     return None if fields is None else int(fields[START_TICKS])
+
+
+def is_stopped(pid: int) -> bool:
+    """Whether a signal or a debugger has stopped this process."""
+    fields = living_fields(pid)
+    return fields is not None and fields[0] in "Tt"
+
+
+def parent_of(pid: int) -> tuple[int, int] | None:
+    """The process that started this one: its number, and its start in clock ticks since boot;
+    None: one of them has ended."""
+    fields = living_fields(pid)
+    parent = None if fields is None else int(fields[_PARENT])
+    ticks = None if parent is None else start_ticks(parent)
+    return None if parent is None or ticks is None else (parent, ticks)
 
 
 def end_with_parent(parent: int, name: str) -> None:
@@ -300,12 +323,8 @@ def describe_resources(error: BaseException) -> str:
         error: the failure; it or a cause of it may hold the system's error number.
     """
     parts = []
-    cause: BaseException | None = error
-    while cause is not None:
-        if isinstance(cause, OSError) and cause.errno is not None:
-            parts.append(f"errno {cause.errno} ({os.strerror(cause.errno)})")
-            break
-        cause = cause.__cause__ or cause.__context__
+    if number := _error_number(error):
+        parts.append(f"errno {number} ({os.strerror(number)})")
     for folder in (envs.ray_folders()[0].parent, SHM_FOLDER):
         with contextlib.suppress(OSError):
             facts = os.statvfs(folder)
@@ -317,6 +336,44 @@ def describe_resources(error: BaseException) -> str:
     except OSError as failure:  # the list itself needs one
         parts.append(f"its limit is {limit} file descriptors ({failure.strerror})")
     return ", ".join(parts)
+
+
+def _error_number(error: BaseException) -> int | None:
+    """The system's error number of an exception or of a cause of it."""
+    cause: BaseException | None = error
+    while cause is not None:
+        if isinstance(cause, OSError) and cause.errno is not None:
+            return cause.errno
+        cause = cause.__cause__ or cause.__context__
+    return None
+
+
+def is_shortage(error: BaseException) -> bool:
+    """Whether this machine lacked memory, files, ports, processes or room on a disk."""
+    return _error_number(error) in _SHORTAGES
+
+
+class FileReserve:
+    """Descriptors that are held, so that there are some when they are needed.
+
+    Args:
+        count: how many.
+    """
+
+    def __init__(self, count: int) -> None:
+        self._count = count
+        self._held: list[int] = []
+
+    def hold(self) -> None:
+        """Takes as many as are missing, or as there are."""
+        with contextlib.suppress(OSError):
+            while len(self._held) < self._count:
+                self._held.append(os.open(os.devnull, os.O_RDONLY | os.O_CLOEXEC))
+
+    def give_back(self) -> None:
+        """Closes them; any thread of this process may take them."""
+        while self._held:
+            os.close(self._held.pop())
 
 
 def open_unlinked(path: str, flags: int) -> int:
@@ -385,10 +442,10 @@ def sweep_segments(folder: Path = SHM_FOLDER) -> list[Path]:
     removed = []
     for path in folder.glob("tpengine-*"):
         match = _SEGMENT_NAME.fullmatch(path.name)
-        if match is None or start_ticks(int(match["pid"])) == int(match["start"]):
-            continue
-        # A creator in another process namespace is invisible here, but it holds a lock.
         with contextlib.suppress(OSError):
+            if match is None or start_ticks(int(match["pid"])) == int(match["start"]):
+                continue
+            # A creator in another process namespace is invisible here, but it holds a lock.
             fd = os.open(path, os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC)
             try:
                 lock_bytes(fd, 0, 0)

@@ -1,6 +1,7 @@
 """A driver of two ranks in its own Ray, whose machine lacks one thing after another.
 
-Its arguments: a model's folder, a folder that Ray keeps its files in, and the names of scenarios.
+Its arguments: a model's folder, a folder that Ray keeps its files in, the seconds that it waits
+after the scenarios, and their names.
 It prints the process numbers below it, then for each scenario whether the tokens were those of an
 undisturbed run, and the failed attempts that it took. Its /dev/shm and Ray's folder are small.
 """
@@ -15,17 +16,17 @@ import signal
 import sys
 import time
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext, suppress
 from pathlib import Path
 
 from executor.ray_engines import executor_of, is_alive, ray_engine
 from tpengine import LLMEngine, SamplingParams
 from tpengine.executor.launch import ray_calls
 
-NUM_TOKENS = 100
+NUM_TOKENS, NUM_STREAMS = 100, 8
 BEFORE = 5
 """Steps before the loss."""
-RAY_CALL_S = 4.0
+RAY_CALL_S, ANSWER_S = 12.0, 4.0
 MIB = 1 << 20
 LIMIT_S = 120.0
 
@@ -72,13 +73,11 @@ def address_space() -> int:
 
 
 @contextmanager
-def frozen_store() -> Iterator[None]:
-    [pid] = [pid for pid, name in below(os.getpid()).items() if name == "gcs_server"]
-    os.kill(pid, signal.SIGSTOP)
-    try:
-        yield
-    finally:
-        os.kill(pid, signal.SIGCONT)
+def hit(name: str, number: signal.Signals) -> Iterator[None]:
+    """Kills or stops a process of Ray's, for good."""
+    [pid] = [pid for pid, found in below(os.getpid()).items() if found == name]
+    os.kill(pid, number)
+    yield
 
 
 def below(root: int) -> dict[int, str]:
@@ -100,15 +99,17 @@ def below(root: int) -> dict[int, str]:
 
 def generate(
     engine: LLMEngine, begin: Callable[[], None] = lambda: None, look: Callable[[], None] = print
-) -> list[int]:
-    """A greedy request's tokens.
+) -> list[list[int]]:
+    """The tokens of greedy requests.
 
     Args:
         begin: called after some steps.
         look: called after each step from then on.
     """
     params = SamplingParams(temperature=0.0, max_tokens=NUM_TOKENS, ignore_eos=True)
-    engine.add_request("it", None, params, prompt_token_ids=[5, 6, 7])
+    for first in range(NUM_STREAMS):
+        engine.add_request(str(first), None, params, prompt_token_ids=[5 + first, 6, 7])
+    found: dict[str, list[int]] = {}
     number, deadline = 0, time.monotonic() + LIMIT_S
     while time.monotonic() < deadline:
         outputs = engine.step()
@@ -117,8 +118,10 @@ def generate(
             begin()
         elif number > BEFORE:
             look()
-        if outputs and outputs[0].finished:
-            return list(outputs[0].outputs[0].token_ids)
+        ended = [output for output in outputs if output.finished]
+        found |= {output.request_id: list(output.outputs[0].token_ids) for output in ended}
+        if len(found) == NUM_STREAMS:
+            return [found[str(first)] for first in range(NUM_STREAMS)]
     raise AssertionError(f"not finished within {LIMIT_S:g} s")
 
 
@@ -155,10 +158,10 @@ class Lack:
             self._stack.close()
 
 
-def main(folder: str, ray_folder: str, *names: str) -> None:
+def main(folder: str, ray_folder: str, idle_s: float, *names: str) -> None:
     attempts = Attempts()
     logging.getLogger("tpengine.engine.recovery").addHandler(attempts)
-    ray_calls.RAY_CALL_S = RAY_CALL_S
+    ray_calls.RAY_CALL_S, ray_calls._ANSWER_S = RAY_CALL_S, ANSWER_S
     shm = Path("/dev/shm")
     lacks = {
         "shared memory nearly full": lambda: full(shm, 1.0),
@@ -166,7 +169,11 @@ def main(folder: str, ray_folder: str, *names: str) -> None:
         "disk full": lambda: full(Path(ray_folder), 0.0),
         "no descriptors": lambda: limited(resource.RLIMIT_NOFILE, 16),  # all of these are open
         "no memory": lambda: limited(resource.RLIMIT_AS, address_space() + 6 * MIB),
-        "store frozen": frozen_store,
+        "store frozen": lambda: hit("gcs_server", signal.SIGSTOP),
+        "store dead": lambda: hit("gcs_server", signal.SIGKILL),
+        "raylet frozen": lambda: hit("raylet", signal.SIGSTOP),
+        "raylet dead": lambda: hit("raylet", signal.SIGKILL),
+        "nothing": nullcontext,
     }
     with ray_engine(folder, 2, ray_address="local") as engine:
         tell([below(os.getpid()), [str(line) for line in executor_of(engine).nodes]])
@@ -178,10 +185,9 @@ def main(folder: str, ray_folder: str, *names: str) -> None:
             token_ids = generate(engine, lack.begin, lack.look)
             took_s = round(time.monotonic() - start, 1)
             tell([name, token_ids == expected, attempts.reports, took_s])
-        [store] = [pid for pid, name in below(os.getpid()).items() if name == "gcs_server"]
-        os.kill(store, signal.SIGKILL)
+        time.sleep(idle_s)
         tell(generate(engine, look=lambda: None) == expected)
-    tell("end")
+    tell(list(below(os.getpid()).values()))
 
 
 def tell(what: object) -> None:
@@ -189,4 +195,4 @@ def tell(what: object) -> None:
 
 
 if __name__ == "__main__":
-    main(*sys.argv[1:])
+    main(sys.argv[1], sys.argv[2], float(sys.argv[3]), *sys.argv[4:])

@@ -28,14 +28,17 @@ from tpengine.distributed.shared_memory import (
     CAPACITY_BYTES,
     SegmentFile,
     SharedMemoryCollectives,
+    describe_lack,
     find_segment_file,
 )
 from tpengine.errors import CollectiveError, RendezvousError, SharedMemoryError, is_device_fault
+from tpengine.host import SHM_FOLDER
 from tpengine.logger import init_logger
 from tpengine.messages import Rendezvous
 from tpengine.ops.shared_memory import Segment, has_shared_memory, segment_bytes
 
 logger = init_logger(__name__)
+_BY_GLOO = "the ranks exchange by gloo, more slowly, until they start again: %s"
 
 _DIVIDED_SUM_BYTES = 65536
 """From this size on each rank sums one part and the ranks exchange the sums: less traffic, but one
@@ -105,7 +108,7 @@ def _connect_segment(meeting: Meeting, rendezvous: Rendezvous) -> Segment | None
     Equal host names or addresses are no proof of that (containers), so each rank looks for the
     file that rank 0 has just created.
     """
-    file = _offer_file(rendezvous) if meeting.rank == 0 else None
+    file = _offer_file(rendezvous, meeting.size) if meeting.rank == 0 else None
     fd = None
     try:
         if meeting.rank == 0:
@@ -143,13 +146,14 @@ def _connect_segment(meeting: Meeting, rendezvous: Rendezvous) -> Segment | None
             os.close(file.fd)
 
 
-def _offer_file(rendezvous: Rendezvous) -> SegmentFile | None:
+def _offer_file(rendezvous: Rendezvous, num_ranks: int) -> SegmentFile | None:
     if not has_shared_memory():
         return None
     try:
         return SegmentFile(rendezvous.engine_id, rendezvous.epoch)
     except OSError as error:
-        logger.warning("no shared memory for the ranks of this host: %s", error)
+        size = segment_bytes(num_ranks, CAPACITY_BYTES)
+        logger.warning(_BY_GLOO, describe_lack(num_ranks, size, SHM_FOLDER, error))
         return None
 
 
@@ -158,7 +162,7 @@ def _allocate(num_ranks: int, file: SegmentFile) -> bytes:
     try:
         file.allocate(num_ranks, CAPACITY_BYTES)
     except SharedMemoryError as error:
-        logger.warning("the ranks exchange by gloo, more slowly, until they start again: %s", error)
+        logger.warning(_BY_GLOO, error)
         return b""
     return b"1"
 

@@ -71,22 +71,26 @@ class SegmentFile:
         try:
             os.posix_fallocate(self.fd, 0, size)
         except OSError as error:
-            folder = self.path.parent
-            stat = os.statvfs(folder)
-            free, total = (
-                blocks * stat.f_frsize / _MIB for blocks in (stat.f_bavail, stat.f_blocks)
-            )
             raise SharedMemoryError(
-                f"{num_ranks} ranks need {size / _MIB:.1f} MiB of shared memory, and {folder} has "
-                f"{free:.1f} MiB free of {total:.1f} ({error.strerror}); enlarge it (docker run "
-                f"--shm-size=256m; in Kubernetes an emptyDir of medium Memory at {folder}), or "
-                "remove what other programs left there"
+                describe_lack(num_ranks, size, self.path.parent, error)
             ) from error
 
     def remove(self) -> None:
         """Removes the name; the memory stays until the last process unmaps it."""
         with contextlib.suppress(FileNotFoundError):
             self.path.unlink()
+
+
+def describe_lack(num_ranks: int, size: int, folder: Path, error: OSError) -> str:
+    """Why there is no segment of `size` bytes, and what to change."""
+    stat = os.statvfs(folder)
+    free, total = (blocks * stat.f_frsize / _MIB for blocks in (stat.f_bavail, stat.f_blocks))
+    return (
+        f"{num_ranks} ranks need {size / _MIB:.1f} MiB of shared memory, and {folder} has "
+        f"{free:.1f} MiB free of {total:.1f} ({error.strerror}); enlarge it (docker run "
+        f"--shm-size=256m; in Kubernetes an emptyDir of medium Memory at {folder}), or "
+        "remove what other programs left there"
+    )
 
 
 def find_segment_file(path: Path, token: bytes) -> int | None:

@@ -18,9 +18,10 @@ On one machine messages could pass by shared memory. That was built and measured
 47 against 56 us to two ranks, no difference in an engine, and slower if a side spins.
 
 A frame is a head (payload bytes, kind, epoch of the group, number of the step) and a payload.
-Frames are neither encrypted nor signed: the network must be trusted. The handshake only proves who
-speaks: each end answers the other's random challenge with an HMAC, keyed by the group's secret,
-over the challenge, the rank, the epoch and the index of the channel.
+Frames are neither encrypted nor signed, unless TLS is wanted (`rank_tls`): the network must be
+trusted. The handshake only proves who speaks: each end answers the other's random challenge with an
+HMAC, keyed by the group's secret, over the challenge, the rank, the epoch and the index of the
+channel.
 """
 
 from __future__ import annotations
@@ -40,6 +41,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from tpengine.errors import TemporaryError
+from tpengine.executor.rank_tls import TlsEnd, check, end_of, secured
 
 MAX_FRAME_BYTES = 256 << 20
 """More than any step holds. A head that claims more is not a head of a frame."""
@@ -101,7 +103,7 @@ class Channel:
     One thread may send while another one receives.
     """
 
-    def __init__(self, sock: socket.socket, epoch: int) -> None:
+    def __init__(self, sock: socket.socket | TlsEnd, epoch: int) -> None:
         self._sock = sock
         self._epoch = epoch
         self._buffer = bytearray()
@@ -265,6 +267,7 @@ class Listener:
     invitation: Invitation | None
 
     def __init__(self, address: str, secret: bytes, epoch: int) -> None:
+        check()
         self._secret = secret
         self._epoch = epoch
         family = socket.AF_INET6 if ":" in address else socket.AF_INET
@@ -398,6 +401,8 @@ def _connect_once(
     try:
         _tune(sock)
         deadline = time.monotonic() + HANDSHAKE_TIMEOUT_S
+        sock.settimeout(HANDSHAKE_TIMEOUT_S)
+        sock = secured(sock, is_driver=False)
         challenge = _receive_exactly(sock, _CHALLENGE_BYTES, deadline)
         own = secrets.token_bytes(_CHALLENGE_BYTES)
         proof = _proof(secret, b"rank", challenge + own, name)
@@ -411,7 +416,7 @@ def _connect_once(
     except ChannelError:
         sock.close()
         raise
-    return Channel(sock, name[1])
+    return Channel(end_of(sock), name[1])
 
 
 def _greet_rank(sock: socket.socket, secret: bytes, epoch: int) -> tuple[tuple[int, int], Channel]:
@@ -420,6 +425,7 @@ def _greet_rank(sock: socket.socket, secret: bytes, epoch: int) -> tuple[tuple[i
     deadline = time.monotonic() + HANDSHAKE_TIMEOUT_S
     challenge = secrets.token_bytes(_CHALLENGE_BYTES)
     sock.settimeout(HANDSHAKE_TIMEOUT_S)
+    sock = secured(sock, is_driver=True)
     sock.sendall(challenge)
     hello = _receive_exactly(sock, _HELLO.size, deadline)
     magic, rank, rank_epoch, index, theirs, proof = _HELLO.unpack(hello)
@@ -428,7 +434,7 @@ def _greet_rank(sock: socket.socket, secret: bytes, epoch: int) -> tuple[tuple[i
     if magic != _MAGIC or rank_epoch != epoch or not hmac.compare_digest(proof, expected):
         raise ChannelError("the peer does not know the group's secret")
     sock.sendall(_proof(secret, b"driver", theirs + challenge, name))
-    return (rank, index), Channel(sock, epoch)
+    return (rank, index), Channel(end_of(sock), epoch)
 
 
 def _proof(secret: bytes, side: bytes, challenges: bytes, name: tuple[int, int, int]) -> bytes:

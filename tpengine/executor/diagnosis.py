@@ -29,8 +29,11 @@ _STACK_S = 3.0
 _END_S = 0.5
 """How long it may take from the end of a rank's connection to that of its process."""
 _LOG_LINES = 20
-_STOPPED = ("", "T", "t")
+STOPPED = ("", "T", "t")
+"""Letters for the state of a process that is gone or stopped."""
+UNKNOWN = "?"
 _STATES = {
+    UNKNOWN: "its state is unknown, as there is no file descriptor left to look",
     "": "its process is gone",
     "T": "frozen: its process is stopped",
     "t": "frozen: a debugger holds its process",
@@ -242,7 +245,7 @@ class Diagnosis:
             state = self._agents.ask(place.node_id, "state", place.process)
         except NodeSilentError:
             return not self._agents.is_starting(place.node_id)
-        return state in _STOPPED or (silent_s >= HOLD_S and not may_hold)
+        return state in STOPPED or (silent_s >= HOLD_S and not may_hold)
 
     def explain(self, rank: int, failure: Failure, doing: Doing, last_phase: str) -> RankLoss:
         """Says why a rank was lost; or the rank that it waited for, if it names one.

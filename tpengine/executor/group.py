@@ -438,14 +438,14 @@ class Group:
             gather(calls, ranks, _SHUTDOWN_CALL_S, lambda: None)
         # Before the channels close: a rank that ends itself for that would be reported as crashed.
         self._launcher.kill()
-        self._wait_for_end(silent)
+        self._wait_for_end(silent, is_last=False)
 
-    def _wait_for_end(self, silent: Iterable[str]) -> None:
+    def _wait_for_end(self, silent: Iterable[str], is_last: bool = True) -> None:
         for node_id in {place.node_id for place in self.places} - set(silent):
             with contextlib.suppress(NodeSilentError):
                 ranks = self._processes_on(node_id)
                 left = self._agents.ask(
                     node_id, "wait_for_end", ranks, _EXIT_S, timeout_s=_EXIT_S + ANSWER_S
                 )
-                if left:
+                if left and is_last:
                     logger.warning("on node %s these ranks do not end: %s", node_id, left)

@@ -13,7 +13,7 @@ import threading
 import time
 import uuid
 from abc import abstractmethod
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 from tpengine import host
@@ -37,6 +37,11 @@ _TURN_S = 30.0
 _LEAST_APPEAR_S, _APPEAR_PATIENCE = 25.0, 5.0
 """What the processes of a later group get to appear: at the least, and in multiples of the first's
 time. Ray may have to end a stopped process first, which takes it five seconds."""
+_LONGEST_PAUSE_S = 30.0
+"""Between two attempts at a first group. The pauses are 1, 2, 4, 8, 16 and then 30 s."""
+_RESERVE, _RESERVE_PER_RANK = 32, 12
+"""File descriptors for a rebuild in a driver that has none left, as in a server whose clients hold
+them. A rank that starts takes 12: six ends of sockets, two of a pipe, its number and its files."""
 PROCESSES = "processes"
 
 
@@ -101,6 +106,8 @@ class GroupExecutor(Executor):
         self._turn = threading.Lock()
         self._is_cancelled = threading.Event()
         self._is_shut_down = False
+        size = config.parallel.tensor_parallel_size
+        self._reserve = host.FileReserve(_RESERVE + _RESERVE_PER_RANK * size)
 
     @abstractmethod
     def _place(self) -> None:
@@ -162,18 +169,42 @@ class GroupExecutor(Executor):
             PlacementError: there is no room for the ranks.
             EngineError: a rank's own error; nothing is left behind.
         """
+        limit_s, pause_s = self._limits.start_timeout_s, 1.0
+        deadline = time.monotonic() + limit_s
         with self._in_turn():
-            try:
-                self._place()
-                self._start_group(1)
-                self._times.note_first()
-                return list(self.devices)
-            except GroupLostError as error:
-                self._end_group(orderly=False)
-                failure = error.__cause__ or WorkerDiedError(error.loss.report())
-            except BaseException:
-                self._end_group(orderly=False)
-                raise
+            while True:
+                try:
+                    self._load_first()
+                    self._reserve.hold()
+                    return list(self.devices)
+                except Exception as error:
+                    if not host.is_shortage(error) or time.monotonic() + pause_s > deadline:
+                        raise
+                    logger.warning(
+                        "the ranks were not started: %s (the driver's machine: %s). The next "
+                        "attempt follows in %g s, the last one within %g s (start_timeout_s)",
+                        error,
+                        host.describe_resources(error),
+                        pause_s,
+                        limit_s,
+                    )
+                self._is_cancelled.wait(pause_s)
+                self._check()
+                pause_s = min(_LONGEST_PAUSE_S, 2.0 * pause_s)
+
+    def _load_first(self) -> None:
+        """Places and starts the first group, up to its loaded weights."""
+        try:
+            self._place()
+            self._start_group(1)
+            self._times.note_first()
+            return
+        except GroupLostError as error:
+            self._end_group(orderly=False)
+            failure = error.__cause__ or WorkerDiedError(error.loss.report())
+        except BaseException:
+            self._end_group(orderly=False)
+            raise
         raise failure  # outside the `except` block, so that the rank's traceback stays its cause
 
     def rebuild(self) -> list[MemoryLedger]:
@@ -187,16 +218,19 @@ class GroupExecutor(Executor):
             if lost is None or not lost.is_over:
                 raise EngineError("no rank was lost: there is nothing to rebuild")
             self._times.seconds.clear()
-            self._replace(lost)
+            self._reserve.give_back()
             try:
+                self._replace(lost)
                 self._start_group(lost.epoch + 1)
                 with self._times.phase("profile"):
                     peaks = {rank: (peak,) for rank, peak in enumerate(self._peaks)}
                     return self._require_group().call_each("profile_num_available_blocks", peaks)
             except BaseException as error:
-                if not isinstance(error, GroupLostError):
+                if not isinstance(error, GroupLostError) and self._group is not lost:
                     self._end_group(orderly=False)
                 raise
+            finally:
+                self._reserve.hold()
 
     def profile_num_available_blocks(self) -> list[MemoryLedger]:
         """See `Executor`."""
@@ -287,6 +321,7 @@ class GroupExecutor(Executor):
             with contextlib.ExitStack() as stack:  # each of these runs, even if another one raises
                 self._close(stack)
                 self._end_group(orderly=True)
+            self._reserve.give_back()
             self._is_shut_down = True
         finally:
             if has_turn:
@@ -304,3 +339,13 @@ class GroupExecutor(Executor):
                 host.sweep_segments()
         finally:
             self._give_places_back()
+
+    def _end_lost(self, lost: Group, silent: Iterable[str] = ()) -> None:
+        """Ends what is left of a lost group.
+
+        Args:
+            silent: nodes that are not asked, as they do not answer.
+        """
+        with self._times.phase("end"):
+            lost.end(orderly=False, silent=silent)
+            host.sweep_segments()

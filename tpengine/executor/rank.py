@@ -23,6 +23,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from tpengine import envs
+from tpengine.errors import ConfigError
 from tpengine.executor.channel import (
     Channel,
     ChannelError,
@@ -114,7 +115,7 @@ class Rank:
             else:
                 steps = connect(*invitation, rank, epoch, wait_s, 0)
                 control = connect(*invitation, rank, epoch, wait_s, 1)
-        except ChannelError as error:
+        except (ChannelError, ConfigError) as error:
             return self._failure(error, "join")
         self._heartbeat = Heartbeat(rank, control, steps, wait_s)
         self._heartbeat.start()

@@ -7,7 +7,11 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from typing import Protocol
 
+from tpengine.errors import TemporaryError
 from tpengine.executor.diagnosis import RankPlace
+from tpengine.logger import init_logger
+
+logger = init_logger(__name__)
 
 
 class Spare(Protocol):
@@ -71,7 +75,12 @@ class Spares:
             wanted = Counter(node_ids[i % len(node_ids)] for i in range(self._count))
             wanted.subtract(spare.node_id for spare in self._spares)
             for node_id in wanted.elements():
-                if len(self._spares) < self._count and (spare := self._start(node_id)) is not None:
+                try:
+                    spare = None if len(self._spares) >= self._count else self._start(node_id)
+                except (TemporaryError, OSError) as error:
+                    logger.warning("no spare was started; the next rebuild does without: %s", error)
+                    return
+                if spare is not None:
                     self._spares.append(spare)
 
     def take(self, node_ids: Sequence[str]) -> list[Spare | None]:

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import pickle
+import resource
 import signal
 import sys
+import threading
+from contextlib import ExitStack, suppress
 from pathlib import Path
 
 import pytest
@@ -14,7 +18,8 @@ from support.engines import complete, greedy, make_engine
 from executor import driver_process
 from executor.bare_ranks import PATIENCE_S, bare_ranks
 from executor.driver_process import driver_process as running
-from executor.ray_engines import Wait
+from executor.poor_driver import generate, limited
+from executor.ray_engines import Wait, executor_of, rank_engine
 from tpengine import EngineArgs, envs
 from tpengine.errors import ConfigError, PlacementError
 from tpengine.executor.launch import processes
@@ -84,6 +89,45 @@ def test_spares(folder: Path, wait_until: Wait) -> None:
         ranks.executor.spares.fill([""])
         wait_until(lambda: ranks.executor.spares.num_started == 2, PATIENCE_S)
     wait_until(lambda: not any(map(NodeAgent.state, now)), PATIENCE_S)
+
+
+def test_no_descriptor_is_left(folder: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """A first start is repeated until there are some; a rebuild has a reserve."""
+    held: list[int] = []
+
+    def hold() -> None:
+        with suppress(OSError):
+            while True:
+                held.append(os.dup(0))
+
+    def give_back(left: int) -> None:
+        while len(held) > left:
+            os.close(held.pop())
+
+    def lose() -> None:
+        hold()
+        os.kill(executor_of(engine).places[1].pid, signal.SIGKILL)
+
+    most = max(map(int, os.listdir("/proc/self/fd"))) + 150
+    log = logging.getLogger("tpengine")
+    log.addHandler(caplog.handler)
+    with ExitStack() as stack:
+        stack.callback(log.removeHandler, caplog.handler)
+        stack.enter_context(limited(resource.RLIMIT_NOFILE, most))
+        stack.callback(give_back, 0)
+        hold()
+        give_back(len(held) - 5)  # enough to read the model's configuration
+        later = threading.Timer(1.0, give_back, (0,))
+        later.start()
+        engine = stack.enter_context(rank_engine(folder, 2))
+        later.join(PATIENCE_S)
+        assert "errno 24 (Too many open files)" in caplog.text
+        assert "within 600 s (start_timeout_s)" in caplog.text
+        expected = generate(engine, look=lambda: None)
+        assert generate(engine, lose, look=lambda: None) == expected
+        [record] = engine.recoveries
+        assert record.num_attempts == 1, caplog.text
+        assert len(held) > 50
 
 
 @pytest.mark.parametrize(

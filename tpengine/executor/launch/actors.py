@@ -18,10 +18,10 @@ import ray
 from ray.exceptions import RayActorError, RayError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-from tpengine import envs
+from tpengine import envs, host
 from tpengine.executor.channel import ChannelClosedError, ChannelError, Listener
-from tpengine.executor.diagnosis import ANSWER_S, NodeSilentError, RankPlace
-from tpengine.executor.launch.node_agent import NodeAgent, own_error_log
+from tpengine.executor.diagnosis import ANSWER_S, STOPPED, NodeSilentError, RankPlace
+from tpengine.executor.launch.node_agent import NodeAgent, Process, own_error_log
 from tpengine.executor.launch.placement import (
     Placement,
     actor_options,
@@ -41,6 +41,8 @@ _AGENT_THREADS = 4
 """So that an agent answers while one of its calls waits."""
 _CHECK_S = 0.2
 """Between two looks at whether a wait for nodes still makes sense."""
+_KILL_S = 5.0
+"""How long Ray may take to hear that an actor is to end."""
 _SPARE_ANSWER_S = 0.5
 """How long a spare that has imported everything may take to answer."""
 
@@ -151,6 +153,7 @@ class RayLauncher:
         order = order_places(places, self.agents.own_node_id)
         self._actors = [self._actors[index] for index in order]
         self._places = [places[index] for index in order]
+        self.agents.note_places(self._places)
         return list(self._places)
 
     def listen(self, epoch: int) -> Listener:
@@ -167,9 +170,8 @@ class RayLauncher:
 
     def kill(self) -> None:
         if ray.is_initialized():
-            for actor in self._actors:
-                with contextlib.suppress(Exception):  # another cluster does not know the actor
-                    _kill(actor)
+            with contextlib.suppress(RaySilentError):
+                _kill(*self._actors)
 
 
 def _start(actor_class: type[Any], strategy: Any, *args: Any, **options: Any) -> Any:
@@ -180,8 +182,13 @@ def _start(actor_class: type[Any], strategy: Any, *args: Any, **options: Any) ->
     return bounded(lambda: remote.remote(*args), f"an actor ({actor_class.__name__})", _kill)
 
 
-def _kill(actor: Any) -> None:
-    bounded(lambda: ray.kill(actor, no_restart=True), "the end of an actor")
+def _kill(*actors: Any) -> None:
+    def kill() -> None:
+        for actor in actors:
+            with contextlib.suppress(Exception):  # another cluster does not know the actor
+                ray.kill(actor, no_restart=True)
+
+    bounded(kill, "the end of actors", limit_s=_KILL_S)
 
 
 def _start_on(node_id: str, actor_class: type[Any], *args: Any, **options: Any) -> Any:
@@ -203,6 +210,24 @@ class Agents:
         self._own = NodeAgent()
         self._actors: dict[str, Any] = {}
         self._started_at: dict[str, float] = {}  # of agents that have not answered yet
+        self._raylet: Process | None = None
+
+    def note_places(self, places: Iterable[RankPlace]) -> None:
+        """Notes which process starts actors on the driver's node: the parent of a rank there."""
+        pids = (place.pid for place in places if place.node_id == self.own_node_id)
+        self._raylet = next(filter(None, map(host.parent_of, pids)), self._raylet)
+
+    def check_raylet(self) -> None:
+        """Makes sure that the process lives and runs that starts actors on the driver's node.
+
+        Raises:
+            RaySilentError: it is gone or stopped.
+        """
+        if self._raylet is not None and (state := self._own.state(self._raylet)) in STOPPED:
+            raise RaySilentError(
+                f"Ray's process on the driver's machine (raylet, pid {self._raylet[0]}) is "
+                f"{'stopped' if state else 'gone'}"
+            )
 
     def open(self, node_ids: Iterable[str]) -> None:
         for node_id in set(node_ids) - {self.own_node_id} - self._actors.keys():

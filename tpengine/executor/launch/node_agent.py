@@ -21,6 +21,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from tpengine import host
+from tpengine.executor.diagnosis import UNKNOWN
 from tpengine.host import START_TICKS, living_fields
 
 _LOG_TAIL_BYTES = 4000
@@ -103,8 +104,15 @@ class NodeAgent:
 
     @staticmethod
     def state(process: Process) -> str:
-        """Linux's letter for what it does: R runs, S sleeps, T is stopped; empty: it is gone."""
-        fields = living_fields(process[0])
+        """Linux's letter for what it does: R runs, S sleeps, T is stopped; empty: it is gone;
+        `UNKNOWN`: there is no file descriptor left to look."""
+        try:
+            fields = living_fields(process[0])
+        except OSError:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(process[0], 0)  # sends nothing
+                return UNKNOWN
+            return ""
         if fields is None or int(fields[START_TICKS]) != process[1]:
             return ""
         return fields[0]
@@ -125,8 +133,11 @@ class NodeAgent:
 
     def signal(self, process: Process, number: int) -> None:
         """Sends a signal to a process, if it is still that one."""
-        if self.state(process):
-            with contextlib.suppress(OSError):
+        file = self._files.get(process)
+        with contextlib.suppress(OSError):
+            if file is not None:
+                signal.pidfd_send_signal(file, number)
+            elif self.state(process):
                 os.kill(process[0], number)
 
     def wait_for_end(self, processes: Sequence[Process], patience_s: float) -> list[Process]:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import collections
 import contextlib
+import errno
 import itertools
 import os
 import queue
@@ -22,7 +23,7 @@ from multiprocessing import Pipe
 from pathlib import Path
 from typing import Any
 
-from tpengine import envs, host
+from tpengine import envs
 from tpengine.config import EngineConfig
 from tpengine.errors import ConfigError, PlacementError, counted
 from tpengine.executor.channel import ChannelClosedError, InheritedChannels
@@ -146,9 +147,14 @@ class RankProcess:
         self._is_gone = False
         self._prepared: Calls | None = None
         self._lines: collections.deque[str] = collections.deque(maxlen=_LOG_LINES)
-        threading.Thread(target=self._hear, name="tpengine-calls", daemon=True).start()
         self._copier = threading.Thread(target=self._copy, name="tpengine-log", daemon=True)
-        self._copier.start()
+        hearer = threading.Thread(target=self._hear, name="tpengine-calls", daemon=True)
+        try:
+            self._copier.start()
+            hearer.start()
+        except RuntimeError as error:
+            self._process.kill()
+            raise _not_started(OSError(errno.EAGAIN, str(error))) from error
 
     def call(
         self, on_answer: Callable[[Any], None], method: str, *args: Any, **kwargs: Any
@@ -343,14 +349,19 @@ class ProcessLauncher:
 class ProcessExecutor(GroupExecutor):
     """One subprocess per rank.
 
+    Args:
+        devices: of each rank; None: the i-th visible GPU for rank i.
+
     Raises:
         ConfigError: there are fewer GPUs than ranks.
     """
 
-    def __init__(self, config: EngineConfig) -> None:
+    def __init__(
+        self, config: EngineConfig, devices: Sequence[tuple[str, ...]] | None = None
+    ) -> None:
         super().__init__(config)
         self._size = config.parallel.tensor_parallel_size
-        self._devices = rank_devices(config.device, self._size)
+        self._devices = devices or rank_devices(config.device, self._size)
         self._agents = OwnMachine()
         self._starter = Starter(_PROGRAM)
         self.spares = Spares(self._limits.spare_workers, self._start_spare)
@@ -377,9 +388,7 @@ class ProcessExecutor(GroupExecutor):
         """Does nothing: every rank runs here."""
 
     def _replace(self, lost: Group) -> None:
-        with self._times.phase("end"):
-            lost.end(orderly=False)
-            host.sweep_segments()
+        self._end_lost(lost)
 
     def _make_launcher(self) -> ProcessLauncher:
         spares = self.spares.take([RankProcess.node_id] * self._size)

@@ -6,6 +6,7 @@ start that failed, this file ends all processes itself, since Ray would leave so
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import os
 import signal
@@ -13,6 +14,7 @@ import socket
 import threading
 import time
 from collections import defaultdict
+from collections.abc import Callable
 from pathlib import Path
 
 import ray
@@ -20,8 +22,8 @@ import ray
 from tpengine import envs
 from tpengine.errors import ConfigError, EngineError
 from tpengine.executor.launch.node_agent import NodeAgent
-from tpengine.executor.launch.ray_calls import RaySilentError, bounded
-from tpengine.host import close_to_others, kept_sigterm_handler, read_trusted
+from tpengine.executor.launch.ray_calls import RaySilentError, bounded, check_answers
+from tpengine.host import close_to_others, is_stopped, kept_sigterm_handler, read_trusted
 from tpengine.logger import init_logger
 
 logger = init_logger(__name__)
@@ -68,6 +70,8 @@ class RayConnection:
             )
         try:
             self._join(address)
+            atexit.unregister(ray.shutdown)
+            atexit.register(_disconnect)
         finally:
             _connecting.release()
 
@@ -181,15 +185,28 @@ class RayConnection:
         if id(self) in _users_of_started_ray:
             _users_of_started_ray.discard(id(self))
             if not _users_of_started_ray and ray.is_initialized():
-                self._end_started_ray()
+                _disconnect()
 
-    @staticmethod
-    def _end_started_ray() -> None:
-        try:
-            bounded(ray.shutdown, "its end")
-        except RaySilentError as error:  # the rest of the abandoned call ends with its processes
-            logger.warning("Ray's processes are killed: %s", error)
-            _end_ray_children(but=set())
+
+def _disconnect() -> None:
+    """Ends the connection, and the processes of a Ray that this process has started; also at the
+    end of the process, in place of `ray.shutdown`, which waits for a Ray that is frozen."""
+    if not ray.is_initialized():
+        return
+    end: Callable[[], object] = ray.shutdown
+    try:
+        if stopped := [pid for pid in _ray_children() if is_stopped(pid)]:
+            raise RaySilentError(f"processes of it are stopped: {stopped}")
+        check_answers()
+    except RaySilentError as error:
+        logger.warning("Ray is ended without its answer: %s", error)
+        if not _end_ray_children(but=set()):  # another program has started it
+            end = ray._private.worker.global_worker.core_worker.shutdown_driver
+    try:  # without it the process would crash at its end
+        bounded(end, "its end", is_last=True)
+    except RaySilentError as error:
+        logger.warning("Ray's processes are killed: %s", error)
+        _end_ray_children(but=set())
 
 
 def _host_and_port(address: str) -> tuple[str, int] | None:
@@ -237,8 +254,8 @@ def _ray_children() -> set[int]:
     return found
 
 
-def _end_ray_children(but: set[int]) -> None:
-    """Kills children that run programs of Ray, and their descendants.
+def _end_ray_children(but: set[int]) -> list[int]:
+    """Kills children that run programs of Ray, and their descendants; returns them.
 
     Args:
         but: children that are left alone.
@@ -249,6 +266,7 @@ def _end_ray_children(but: set[int]) -> None:
         found += _children_of()[pid]
     for pid in found:
         _send(pid, signal.SIGKILL)
+    return found
 
 
 def _send(pid: int, number: signal.Signals) -> None:

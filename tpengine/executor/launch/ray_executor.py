@@ -1,4 +1,9 @@
-"""The executor of ranks that run as Ray actors: Ray places, starts and ends the processes."""
+"""The executor of ranks that run as Ray actors: Ray places, starts and ends the processes.
+
+If Ray no longer answers when a lost group is to be replaced whose ranks all ran on the driver's
+machine, the next groups are the driver's own children (`ProcessExecutor`). On several machines the
+rebuild is repeated until Ray answers.
+"""
 
 from __future__ import annotations
 
@@ -6,10 +11,10 @@ import contextlib
 
 import ray
 
-from tpengine import host
 from tpengine.config import EngineConfig, RayConfig
-from tpengine.errors import ConfigError, EngineError
-from tpengine.executor.group import Group
+from tpengine.errors import ConfigError, EngineError, GroupLostError
+from tpengine.executor.diagnosis import RankPlace
+from tpengine.executor.group import Group, Launcher
 from tpengine.executor.group_executor import GroupExecutor
 from tpengine.executor.launch.actors import ActorSpare, Agents, RayLauncher
 from tpengine.executor.launch.placement import (
@@ -18,9 +23,12 @@ from tpengine.executor.launch.placement import (
     cluster_nodes,
     rank_bundle,
 )
+from tpengine.executor.launch.processes import ProcessExecutor
+from tpengine.executor.launch.ray_calls import RaySilentError, check_answers
 from tpengine.executor.launch.ray_connection import RAY_IS_GONE, RayConnection
 from tpengine.executor.spares import Spare, Spares
 from tpengine.logger import init_logger
+from tpengine.messages import MemoryLedger
 
 logger = init_logger(__name__)
 
@@ -47,6 +55,8 @@ class RayExecutor(GroupExecutor):
         self._placement: Placement | None = None
         self._launcher: RayLauncher | None = None
         self._spare_devices: list[tuple[str, ...]] | None = None
+        self._places_before: list[RankPlace] = []
+        self._substitute: ProcessExecutor | None = None
 
     @staticmethod
     def detect_device(wanted: str) -> str:
@@ -67,6 +77,8 @@ class RayExecutor(GroupExecutor):
 
     def _check(self) -> None:
         super()._check()
+        if self._substitute is not None:
+            return
         # Without a connection any call of Ray's would join a cluster or start one.
         if not ray.is_initialized():
             raise EngineError(RAY_IS_GONE)
@@ -75,11 +87,57 @@ class RayExecutor(GroupExecutor):
     def _may_use_spares(self) -> bool:
         """Whether spares may become ranks. Ray does not know that they use the bundle: in the
         driver's own placement group it could give the bundle to another actor."""
+        if self._substitute is not None:
+            return True
         return self._placement is not None and not self._placement.is_borrowed
 
     @property
     def _can_call(self) -> bool:
-        return self._connection.is_alive
+        return self._substitute is not None or self._connection.is_alive
+
+    def rebuild(self) -> list[MemoryLedger]:
+        """See `Executor`. Ranks that all ran on the driver's machine need no Ray."""
+        try:
+            return super().rebuild()
+        except (RaySilentError, GroupLostError) as error:
+            reason = self._why_silent(error)
+            if reason is None:
+                raise
+        self._leave_ray(reason)
+        return super().rebuild()
+
+    def _why_silent(self, error: EngineError) -> RaySilentError | None:
+        """Why Ray could not replace a group that needs no Ray; None: it did not fail for that."""
+        is_elsewhere = {place.node_id for place in self._places_before} != {self._node_id}
+        if self._substitute is not None or is_elsewhere:
+            return None
+        if isinstance(error, RaySilentError):
+            return error
+        try:
+            self._check_ray()
+        except RaySilentError as silent:
+            return silent
+        return None
+
+    def _check_ray(self) -> None:
+        """Makes sure that Ray can start ranks on the driver's machine.
+
+        Raises:
+            RaySilentError: it cannot.
+        """
+        self._agents.check_raylet()
+        check_answers()
+
+    def _leave_ray(self, reason: RaySilentError) -> None:
+        """Has this and all later groups started as the driver's children, on the same devices. The
+        placement is kept, so that Ray, if it comes back, gives it to no other program."""
+        logger.warning(
+            "%s; from now on the ranks run as processes of this machine, without Ray", reason
+        )
+        devices = [place.devices for place in self._places_before]
+        self._substitute = ProcessExecutor(self._config, devices)
+        spares, self.spares = self.spares, self._substitute.spares
+        spares.close()
 
     def _place(self) -> None:
         with self._times.phase("placement"):
@@ -89,16 +147,20 @@ class RayExecutor(GroupExecutor):
 
     def _replace(self, lost: Group) -> None:
         """Makes sure of bundles on nodes that answer."""
+        self._places_before = lost.places or self._places_before
+        if self._substitute is not None:
+            self._end_lost(lost)
+            return
         if not self._can_call:
             raise EngineError(RAY_IS_GONE)
+        if {place.node_id for place in self._places_before} == {self._node_id}:
+            self._check_ray()
         with self._times.phase("nodes"):
             node_ids = {place.node_id for place in lost.places}
             if self._placement is not None:
                 node_ids |= set(self._placement.node_ids)
             silent = self._agents.silent(node_ids, self._check)
-        with self._times.phase("end"):
-            lost.end(orderly=False, silent=silent)
-            host.sweep_segments()
+        self._end_lost(lost, silent)
         with self._times.phase("placement"):
             self._spare_devices = self._replace_placement(silent, lost)
 
@@ -114,7 +176,9 @@ class RayExecutor(GroupExecutor):
             return list(self._launcher.bundle_devices)
         return None if self._config.device == "cuda" else [()] * len(placement.node_ids)
 
-    def _make_launcher(self) -> RayLauncher:
+    def _make_launcher(self) -> Launcher:
+        if self._substitute is not None:
+            return self._substitute._make_launcher()
         placement = self._placement
         assert placement is not None, "ranks before their places"
         spares: list[Spare | None] = [None] * len(placement.node_ids)
@@ -136,11 +200,19 @@ class RayExecutor(GroupExecutor):
 
     def _give_places_back(self) -> None:
         placement, self._placement = self._placement, None
-        if placement is not None and ray.is_initialized():
+        if placement is None or not ray.is_initialized():
+            return
+        try:
+            check_answers()
+        except RaySilentError as error:
+            logger.warning("the places of the ranks are not given back: %s", error)
+        else:
             placement.remove()
 
     def _close(self, stack: contextlib.ExitStack) -> None:
         stack.callback(self._connection.close)
+        if self._substitute is not None:
+            self._substitute._close(stack)
         if self._connection.is_alive:
             stack.callback(self._agents.close)
             stack.callback(self.spares.close)

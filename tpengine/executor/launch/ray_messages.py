@@ -1,7 +1,8 @@
 """What Ray prints of its own in the driver's process.
 
 When a worker's process ends by a signal, the driver's Ray prints a long message on standard output.
-Of a rank the engine says so itself, once, with the cause, in its log.
+Of a rank the engine says so itself, once, with the cause, in its log. What Ray prints of its own
+processes goes to the log, too, one line of each message.
 """
 
 from __future__ import annotations
@@ -13,7 +14,12 @@ from typing import Any
 
 import ray
 
+from tpengine.logger import init_logger
+
+logger = init_logger(__name__)
 _DEATH = re.compile(r"A worker died or was killed .*Node ID: (\w+) .*Worker PID: (\d+)", re.DOTALL)
+_OWN_PROCESSES = ("raylet", "gcs_server")
+_LINE = 300
 _hidden: set[tuple[str, int]] = set()
 
 
@@ -34,8 +40,13 @@ _NAME = "print_to_stdstream"
 def _quieter(write: Callable[..., None]) -> Callable[..., None]:
     @functools.wraps(write)
     def write_others(data: Mapping[str, Any], *args: Any, **kwargs: Any) -> None:
-        match = _DEATH.match(next(iter(data.get("lines", ())), ""))
-        if match is None or (match[1], int(match[2])) not in _hidden:
+        text = next(iter(data.get("lines", ())), "")
+        match = _DEATH.match(text)
+        if match is not None and (match[1], int(match[2])) in _hidden:
+            return
+        if data.get("pid") in _OWN_PROCESSES:
+            logger.warning("Ray says: %s", text.partition("\n")[0][:_LINE])
+        else:
             write(data, *args, **kwargs)
 
     return write_others

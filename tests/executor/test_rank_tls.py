@@ -1,0 +1,115 @@
+"""Channels over TLS, and ends that have no certificate, or another authority's."""
+
+from __future__ import annotations
+
+import shutil
+import threading
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+from server.guarded import Authority
+from support.engines import complete, greedy, make_engine
+
+from executor.channels import EPOCH, SECRET, TIMEOUT_S, open_channels, receive
+from executor.ray_engines import ray_engine
+from tpengine.errors import ConfigError
+from tpengine.executor.channel import (
+    Channel,
+    ChannelClosedError,
+    ChannelError,
+    FrameKind,
+    Listener,
+    connect,
+)
+
+SHORT_S = 1.0
+Use = Callable[[str], Path]
+
+
+@pytest.fixture
+def use(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Use:
+    """Has this process take a certificate of an authority, which is made when it is first named."""
+
+    def use(name: str) -> Path:
+        folder = tmp_path / name
+        if not folder.exists():
+            authority = Authority.make(tmp_path / f"authority-{name}")
+            files = authority.sign("rank", folder)
+            shutil.copy(files.certificate, folder / "tls.crt")
+            shutil.copy(files.key, folder / "tls.key")
+            shutil.copy(authority.certificate, folder / "ca.crt")
+        monkeypatch.setenv("TPENGINE_RANK_TLS", str(folder))
+        return folder
+
+    return use
+
+
+def test_frames_go_both_ways_at_once(use: Use) -> None:
+    use("ours")
+    payloads = [bytes([i]) * size for i, size in enumerate((0, 1, 5 << 20, 100, 3 << 20, 17))]
+
+    def send(channel: Channel) -> None:
+        for step, payload in enumerate(payloads):
+            channel.send(FrameKind.STEP, step, payload, TIMEOUT_S)
+
+    with open_channels(1) as ([driver], [rank]):
+        senders = [threading.Thread(target=send, args=(end,)) for end in (driver, rank)]
+        for sender in senders:
+            sender.start()
+        with ThreadPoolExecutor(2) as pool:
+            found = [
+                pool.submit(lambda e=end: [receive(e, TIMEOUT_S).payload for _ in payloads])
+                for end in (driver, rank)
+            ]
+            assert [of_one.result(TIMEOUT_S) for of_one in found] == [payloads, payloads]
+        for sender in senders:
+            sender.join(TIMEOUT_S)
+        assert driver.take() is None
+        rank.close()
+        with pytest.raises(ChannelClosedError):
+            receive(driver, TIMEOUT_S)
+
+
+@pytest.mark.parametrize("name", ["", "strangers"])
+def test_ends_without_our_certificate(
+    use: Use, name: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """They know the secret and are refused; the next one is not."""
+    use("ours")
+    listener = Listener("127.0.0.1", SECRET, EPOCH)
+    theirs = str(use("strangers")) if name else None
+    with ThreadPoolExecutor(1) as pool:
+        is_driver = threading.local()
+        is_driver.yes = True
+
+        def folder() -> Path | None:
+            own = getattr(is_driver, "yes", False) or "handshake" in threading.current_thread().name
+            return tmp_path / "ours" if own else theirs and Path(theirs)
+
+        monkeypatch.setattr("tpengine.envs.rank_tls", folder)
+        accepted = pool.submit(listener.accept, 1, TIMEOUT_S)
+        with ThreadPoolExecutor(1) as other, pytest.raises(ChannelError, match="no handshake with"):
+            other.submit(connect, listener.address, SECRET, 0, EPOCH, SHORT_S).result(TIMEOUT_S)
+        assert not accepted.done()
+        connect(listener.address, SECRET, 0, EPOCH, TIMEOUT_S).close()
+        for channel in accepted.result(TIMEOUT_S):
+            channel.close()
+    listener.close()
+
+
+def test_certificates_that_cannot_be_used(use: Use) -> None:
+    folder = use("ours")
+    (folder / "ca.crt").write_text("nothing")
+    with pytest.raises(ConfigError, match=r"TPENGINE_RANK_TLS = '.*' cannot be used.*tls\.crt"):
+        Listener("127.0.0.1", SECRET, EPOCH)
+
+
+@pytest.mark.soak
+def test_an_engine(use: Use, folder: Path) -> None:
+    with make_engine(folder) as engine:
+        expected = list(complete(engine, [5, 6, 7], greedy(16)).token_ids)
+    use("ours")
+    with ray_engine(folder, 2) as engine:
+        assert list(complete(engine, [5, 6, 7], greedy(16)).token_ids) == expected

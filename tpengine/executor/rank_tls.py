@@ -1,0 +1,102 @@
+"""TLS between the driver and ranks of a Ray cluster: an option, off by default.
+
+`TPENGINE_RANK_TLS` names a folder that every machine has, with `tls.crt`, `tls.key` and `ca.crt`.
+Each end shows its certificate, and takes the other's if that authority has signed it. So the
+authority should sign nothing else. Names in certificates do not count: the group's secret proves
+which end speaks (`channel`). What ranks exchange among themselves, by gloo or NCCL, stays plain.
+"""
+
+from __future__ import annotations
+
+import socket
+import ssl
+import threading
+from pathlib import Path
+
+from tpengine import envs
+from tpengine.errors import ConfigError
+
+CERTIFICATE, KEY, AUTHORITY = "tls.crt", "tls.key", "ca.crt"
+
+
+def secured(sock: socket.socket, is_driver: bool) -> socket.socket:
+    """The connection with TLS, if that is wanted, else as it is. Waits for the TLS handshake, as
+    long as the socket's timeout says.
+
+    Raises:
+        ConfigError: the certificates cannot be used.
+        OSError: the peer has no such certificate, or does not answer.
+    """
+    folder = envs.rank_tls()
+    if folder is None:
+        return sock
+    return _context(folder, is_driver).wrap_socket(sock, server_side=is_driver)
+
+
+def check() -> None:
+    """Raises ConfigError if TLS is wanted and the certificates cannot be used."""
+    if (folder := envs.rank_tls()) is not None:
+        _context(folder, is_driver=True)
+
+
+def _context(folder: Path, is_driver: bool) -> ssl.SSLContext:
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER if is_driver else ssl.PROTOCOL_TLS_CLIENT)
+    context.minimum_version = ssl.TLSVersion.TLSv1_3
+    context.check_hostname = False
+    context.verify_mode = ssl.CERT_REQUIRED
+    try:
+        context.load_cert_chain(folder / CERTIFICATE, folder / KEY)
+        context.load_verify_locations(folder / AUTHORITY)
+    except OSError as error:  # ssl.SSLError is one
+        raise ConfigError(
+            f"TPENGINE_RANK_TLS = {str(folder)!r} cannot be used on {socket.gethostname()}: "
+            f"{error}; put {CERTIFICATE}, {KEY} and {AUTHORITY} into it, in PEM form"
+        ) from error
+    return context
+
+
+class TlsEnd:
+    """What a `Channel` uses of its socket. Sending and receiving never wait.
+
+    OpenSSL's object is not made for a thread that sends while another one receives; hence the lock.
+    """
+
+    def __init__(self, sock: ssl.SSLSocket) -> None:
+        sock.setblocking(False)
+        self._sock = sock
+        self._lock = threading.Lock()
+
+    def settimeout(self, value: float | None) -> None:
+        """Does nothing: a channel says in each call that it does not wait."""
+
+    def fileno(self) -> int:
+        return self._sock.fileno()
+
+    def send(self, data: memoryview, flags: int) -> int:
+        """Sends some of the data; raises BlockingIOError if nothing can be sent now."""
+        with self._lock:
+            try:
+                return self._sock.send(data)
+            except (ssl.SSLWantReadError, ssl.SSLWantWriteError) as error:
+                raise BlockingIOError from error
+
+    def recv(self, size: int, flags: int) -> bytes:
+        """Returns what has arrived, empty at the end; raises BlockingIOError if nothing has."""
+        with self._lock:
+            try:
+                return self._sock.recv(size)
+            except (ssl.SSLWantReadError, ssl.SSLWantWriteError) as error:
+                raise BlockingIOError from error
+
+    def shutdown(self, how: int) -> None:
+        """Ends the connection, which ends the `poll` of a thread that receives."""
+        with self._lock:
+            self._sock.shutdown(how)
+
+    def close(self) -> None:
+        self._sock.close()
+
+
+def end_of(sock: socket.socket) -> socket.socket | TlsEnd:
+    """What a channel takes, after the handshakes."""
+    return TlsEnd(sock) if isinstance(sock, ssl.SSLSocket) else sock
