@@ -314,6 +314,7 @@ class SchedulerConfig:
         enable_chunked_prefill: whether a prompt may be computed over more than one step, together
             with decodes.
         policy: one of `SCHEDULING_POLICIES`.
+        fairness: owner shares the engine among the owners of requests; none does not.
         preemption_mode: swap and recompute do so with every preempted request; auto swaps requests
             with more than one sequence. Without free host blocks, all are recomputed.
         stream_interval: new tokens of a sequence that are reported together; the first and the last
@@ -331,6 +332,7 @@ class SchedulerConfig:
     stream_interval: int = 1
     looks_ahead: bool = False
     max_loras: int = 0
+    fairness: str = "none"
 
     # The names of vLLM 0.5.4.
     chunked_prefill_enabled = property(attrgetter("enable_chunked_prefill"))
@@ -400,9 +402,8 @@ class EngineConfig:
     def for_rank(self, rank: int) -> EngineConfig:
         """The same configuration with the memory budgets of one rank."""
         cache, parallel = self.cache, self.parallel
-        if parallel.rank_gpu_memory_utilization is not None:
-            share = parallel.rank_gpu_memory_utilization[rank]
-            cache = replace(cache, gpu_memory_utilization=share)
+        if (shares := parallel.rank_gpu_memory_utilization) is not None:
+            cache = replace(cache, gpu_memory_utilization=shares[rank])
         if parallel.rank_cpu_kv_cache_bytes is not None:
             cache = replace(cache, cpu_kv_cache_bytes=parallel.rank_cpu_kv_cache_bytes[rank])
         return replace(self, cache=cache)

@@ -186,6 +186,10 @@ class EngineArgs(Options):
     scheduling_policy: str = option("fcfs", cfg.SCHEDULING_POLICIES)
     """Order of requests: fcfs is first come, first served; priority serves the lowest number first,
     with a limit on how often a request is overtaken."""
+    fairness: str = option("none", ("none", "owner"))
+    """What the engine's time and memory are shared by: none serves requests as the scheduling
+    policy says; owner gives each client (by its token, certificate or address) a share by its
+    weight, so that no other client's requests keep it waiting."""
     cpu_kv_cache_space: float | Sequence[float] | None = option(
         None, more_than=0, at_most=_MAX_GIB, unit=" GiB"
     )
@@ -423,6 +427,11 @@ class EngineArgs(Options):
             budget = _DEFAULT_BATCHED_TOKENS[device]
             if not is_chunked:
                 budget = max(budget, max_model_len)
+        if not is_chunked and self.fairness == "owner":
+            raise ConfigError(
+                "fairness = 'owner' shares the tokens of each step, and prompts that are not "
+                "chunked take whole steps; enable chunked prefill, or set fairness='none'"
+            )
         if not is_chunked and budget < max_model_len:
             raise ConfigError(
                 f"max_num_batched_tokens = {budget} is less than max_model_len = {max_model_len}: "
@@ -444,6 +453,7 @@ class EngineArgs(Options):
             max_model_len=max_model_len,
             enable_chunked_prefill=is_chunked,
             policy=self.scheduling_policy,
+            fairness=self.fairness,
             preemption_mode=self.preemption_mode or "auto",
             stream_interval=self.stream_interval,
             looks_ahead=self.async_scheduling and device == "cuda",

@@ -51,6 +51,27 @@ def check_not_served(*values: object) -> None:
             raise InvalidPromptError(f"{name} = {value!r:.80} is not served; {_NOT_SERVED[name]}")
 
 
+@dataclass(frozen=True, slots=True)
+class Owner:
+    """The client that a request is served for.
+
+    Attributes:
+        name: of the client; only it, or the operator, may abort the request.
+        account: what the engine's work for it is charged to with `--fairness owner`, and its label
+            in the metrics, so not a secret; empty: the one of all requests without an owner.
+        weight: its share beside that of other accounts: with 2 it gets twice as much as with 1.
+        cache_salt: only requests with the same salt find each other's blocks in the prefix cache.
+    """
+
+    name: str = ""
+    account: str = ""
+    weight: float = 1.0
+    cache_salt: str = ""
+
+
+NO_OWNER = Owner()
+
+
 @dataclass(unsafe_hash=True)
 class LoRARequest:
     """An adapter for one request; the engine needs `enable_lora`.

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from tpengine import aliases
 from tpengine.adapters import Adapter
 from tpengine.errors import IllegalMoveError
+from tpengine.inputs import NO_OWNER, Owner
 from tpengine.outputs import RequestMetrics
 from tpengine.sampling_params import SamplingParams
 
@@ -144,8 +145,7 @@ class Request:
     num_candidates: int = 0
     """Beam search: number of continuations of each beam that are compared after every token."""
     adapter: Adapter | None = None
-    cache_salt: str = ""
-    """Only requests with the same salt find each other's blocks in the prefix cache."""
+    owner: Owner = NO_OWNER
 
     @property
     def finished(self) -> bool:

@@ -10,6 +10,7 @@ import pytest
 from tpengine.async_engine import admission
 from tpengine.async_engine.admission import Admission, QueueLimits
 from tpengine.errors import QueueFullError
+from tpengine.inputs import NO_OWNER, Owner
 
 SIZE = 100
 LIMITS = [QueueLimits(max_requests=SIZE), QueueLimits(max_tokens=10 * SIZE)]
@@ -18,7 +19,8 @@ LIMITS = [QueueLimits(max_requests=SIZE), QueueLimits(max_tokens=10 * SIZE)]
 class Waiting:
     """A request that counts how often it is asked whether it has started."""
 
-    def __init__(self) -> None:
+    def __init__(self, owner: Owner = NO_OWNER) -> None:
+        self.owner = owner
         self.start: float | None = None
         self.num_looks = 0
 
@@ -28,9 +30,9 @@ class Waiting:
         return self.start
 
 
-def _add(queue: Admission) -> Waiting:
+def _add(queue: Admission, owner: Owner = NO_OWNER) -> Waiting:
     """Adds a request of ten tokens."""
-    request = Waiting()
+    request = Waiting(owner)
     queue.enter(request)
     queue.charge(request, 10)
     return request
@@ -67,3 +69,30 @@ def test_a_request_that_has_finished_leaves() -> None:
     with pytest.raises(QueueFullError) as caught:
         _add(queue)
     assert caught.value.retry_after_s == 30.0, "the most: two starts in two seconds, 100 wait"
+
+
+@pytest.mark.parametrize("limits", LIMITS, ids=["requests", "tokens"])
+def test_a_full_queue_has_places_for_owners_below_their_share(limits: QueueLimits) -> None:
+    queue = Admission(limits, "owner")
+    flood, other, heavy = Owner("a", "a"), Owner("b", "b"), Owner("c", "c", weight=2.0)
+    flooding = [_add(queue, flood) for _ in range(SIZE)]
+    for owner, share in ((flood, 0), (other, 50), (heavy, 50), (other, 0)):
+        for _ in range(share):
+            _add(queue, owner)
+        with pytest.raises(QueueFullError, match=r"\d+ of them this client's"):
+            _add(queue, owner)
+    for request in flooding:
+        queue.leave(request)
+    assert queue.num_tokens == 10 * SIZE, "each held half of the limit"
+    with pytest.raises(QueueFullError):
+        _add(queue, other)
+    assert _add(queue, flood)
+    with pytest.raises(QueueFullError, match=r"100 requests wait|1000 prompt tokens wait"):
+        _crowd(limits, flood, other)
+
+
+def _crowd(limits: QueueLimits, *owners: Owner) -> None:
+    """Fills a queue that does not know owners."""
+    queue = Admission(limits)
+    for number in range(SIZE + 1):
+        _add(queue, owners[number % len(owners)])

@@ -30,6 +30,14 @@ ENGINE = ["--dtype", "float32", "--device", "cpu", "--cpu-kv-cache-space", "0.02
         ("prefix", ["--pairs", "1", "--prefix-tokens", "40", "--arrivals", "2"]),
         ("swap", ["--runs", "1", "--lengths", "40"]),
         ("prompts", ["--runs", "1", "--lengths", "40"]),
+        (
+            "fairness",
+            [
+                *("--flood", "300", "--long-tokens", "60", "--tokens", "8", "--outputs", "2"),
+                *("--seconds", "0.3", "--patience", "0.2", "--calibration", "3"),
+                *("--max-num-seqs", "8", "--max-num-batched-tokens", "32"),
+            ],
+        ),
     ],
 )
 def test_benchmarks_of_an_engine(

@@ -13,7 +13,7 @@ from tpengine.adapters import Adapter
 from tpengine.config import SchedulerConfig
 from tpengine.engine.beam_search import num_candidates
 from tpengine.engine.output_processor import OutputProcessor
-from tpengine.inputs import LoRARequest
+from tpengine.inputs import NO_OWNER, LoRARequest, Owner
 from tpengine.outputs import RequestMetrics, RequestOutput
 from tpengine.sampling_params import SamplingParams
 from tpengine.scheduling import (
@@ -25,6 +25,7 @@ from tpengine.scheduling import (
     SchedulingPolicy,
 )
 from tpengine.scheduling.block_manager import NO_BLOCK
+from tpengine.scheduling.fairness import FairShares
 from tpengine.sequence import Request, Sequence, SequenceStatus
 
 END_TOKEN_IDS = frozenset(range(0, VOCAB_SIZE, 199))
@@ -48,6 +49,7 @@ class Limits:
     model_len: int = 4096
     window: int | None = None
     max_loras: int = 0
+    fairness: str = "none"
 
     @property
     def num_kept_tokens(self) -> int:
@@ -69,6 +71,7 @@ def make_request(
     params: SamplingParams | None = None,
     priority: int = 0,
     adapter: Adapter | int = 0,
+    owner: Owner = NO_OWNER,
 ) -> Request:
     """A request named after its number.
 
@@ -99,6 +102,7 @@ def make_request(
         end_token_ids=ends,
         num_candidates=num_candidates(width, len(ends)) if params.use_beam_search else 0,
         adapter=adapter or None,
+        owner=owner,
     )
 
 
@@ -147,9 +151,12 @@ class Loop:
             preemption_mode=limits.mode,
             looks_ahead=limits.ahead,
             max_loras=limits.max_loras,
+            fairness=limits.fairness,
         )
         never_swaps = limits.mode == "recompute" or not limits.num_host_blocks
         self.is_in_order = limits.policy == "fcfs" and policy is None and never_swaps
+        if limits.fairness == "owner":
+            self.is_in_order, policy = False, FairShares(POLICIES[limits.policy])
         self.policy = POLICIES[limits.policy]() if policy is None else policy
         self.events: Counter[str] = Counter()
         self.blocks, self.worker = self._open_cache(limits.num_blocks, last_step=0)
@@ -325,9 +332,11 @@ class Loop:
         self.events["joined later"] += len(late)
 
     def _check_progress(self, oldest: Sequence | None, output: SchedulerOutput) -> None:
-        """The first running request is in every step, or nearly so when prompts go first."""
+        """The first running request is in every step, or nearly so when prompts go first. Owners
+        may change places."""
         if (
             oldest is None
+            or self.limits.fairness == "owner"
             or oldest.slot is None
             or any(self._owner(row) is self._owner(oldest) for row in output.rows)
         ):
@@ -339,12 +348,15 @@ class Loop:
         assert self._num_stalled_steps <= self.limits.seqs * steps_each
 
     def _check_admissions(self, admitted: list[Request], output: SchedulerOutput) -> None:
-        assert not (output.preempted and admitted), "admitted in a step that preempted"
+        if output.preempted and admitted:
+            assert self.limits.fairness == "owner", "admitted in a step that preempted"
+            self.events["took room"] += 1
         for request in admitted:
             assert request.metrics.first_scheduled_time is not None
             if request not in self.admitted:
                 self.admitted.append(request)
-        if self.limits.policy == "fcfs" and admitted and not output.preempted:
+        by_arrival = self.limits.policy == "fcfs" and self.limits.fairness == "none"
+        if by_arrival and admitted and not output.preempted:
             first = min((r.arrival_index for r in self.policy), default=sys.maxsize)
             num_passing = sum(first < r.arrival_index for r in admitted)
             self.events["passed"] += num_passing

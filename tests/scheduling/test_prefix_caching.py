@@ -8,6 +8,7 @@ from dataclasses import replace
 import pytest
 from support.small_llamas import MakeEngine, run
 
+from tpengine.inputs import Owner
 from tpengine.sampling_params import SamplingParams
 from tpengine.scheduling import AllocStatus, BlockManager, block_pool
 from tpengine.sequence import Request, Sequence, SequenceStatus
@@ -61,7 +62,7 @@ def test_only_requests_of_the_same_salt_find_each_other() -> None:
     found = []
     for index, salt in enumerate(("one", "two", "", "one")):
         request = make_request(index, [1, 2, 3, 4, 5])
-        request.cache_salt = salt
+        request.owner = Owner(cache_salt=salt)
         blocks.allocate(request)
         found.append(request.sequences[0].num_computed_tokens)
         request.sequences[0].num_computed_tokens = 5

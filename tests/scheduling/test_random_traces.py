@@ -13,6 +13,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from tpengine.inputs import NO_OWNER, Owner
 from tpengine.outputs import RequestOutput
 from tpengine.sampling_params import SamplingParams
 from tpengine.scheduling import AllocStatus
@@ -130,11 +131,14 @@ def prompt_of(arrival: Arrival, index: int) -> list[int]:
     return shared + [3 + (31 * index + 7 * place) % 900 for place in range(own)]
 
 
-def play(trace: Trace, adapters: Sequence[int] = ()) -> tuple[Loop, list[Request]]:
+def play(
+    trace: Trace, adapters: Sequence[int] = (), owners: Sequence[Owner] = ()
+) -> tuple[Loop, list[Request]]:
     """Runs a trace to its end; the loop checks every step.
 
     Args:
         adapters: of each request, 0: none; empty: no request has one.
+        owners: of each request; empty: no request has one.
     """
     loop = Loop(trace.limits)
     arrivals = sorted(trace.arrivals, key=lambda arrival: arrival.step)
@@ -155,7 +159,8 @@ def play(trace: Trace, adapters: Sequence[int] = ()) -> tuple[Loop, list[Request
             arrival, index = arrivals[len(requests)], len(requests)
             params = SamplingParams(max_tokens=arrival.max_tokens, **KINDS[arrival.kind])
             prompt, adapter = prompt_of(arrival, index), adapters[index] if adapters else 0
-            request = make_request(index, prompt, params, arrival.priority, adapter)
+            owner = owners[index] if owners else NO_OWNER
+            request = make_request(index, prompt, params, arrival.priority, adapter, owner)
             requests.append(loop.add(request))
         if number in trace.restrictions:
             allowed = trace.restrictions[number]
@@ -301,4 +306,28 @@ def test_random_adapters() -> None:
 
     run()
     wanted = ["completed True", "completed False", "adapter loads", "passed", "hits", "swap ins"]
+    assert {what: events[what] for what in wanted if events[what] < 5} == {}
+
+
+def test_random_owners() -> None:
+    """Traces with all disturbances, and shares of three owners: all outputs stay the same."""
+    events: Counter[str] = Counter()
+    names = st.builds(Owner, account=st.sampled_from("abc"), weight=st.sampled_from([0.5, 1, 3]))
+
+    @settings(
+        max_examples=150,
+        derandomize=True,
+        database=None,
+        deadline=None,
+        suppress_health_check=list(HealthCheck),
+    )
+    @given(trace=traces(True, True), owners=st.lists(names, min_size=7, max_size=7))
+    def run(trace: Trace, owners: list[Owner]) -> None:
+        limits = replace(trace.limits, chunked=True, fairness="owner")
+        loop, requests = play(replace(trace, limits=limits), owners=owners)
+        events.update(check_ending(loop, request) for request in requests)
+        events.update(loop.events)
+
+    run()
+    wanted = ["completed", "took room", "swap ins", "hits", "group recomputed", "lost steps"]
     assert {what: events[what] for what in wanted if events[what] < 5} == {}

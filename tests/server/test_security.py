@@ -93,15 +93,20 @@ def test_wrong_arguments(fields: dict[str, Any], word: str) -> None:
 
 def test_tokens_are_read(tmp_path: Path) -> None:
     file = tmp_path / "tokens"
-    file.write_text(f"# ours\n{ONE}\n\n  {TWO}  \n")
-    assert read_tokens(str(file), None, "x") == [ONE, TWO]
-    assert read_tokens(None, f"{ONE}, {TWO}", "x") == [ONE, TWO]
-    assert read_tokens(None, None, "x") == []
+    file.write_text(f"# ours\n{ONE}\n\n  {TWO} \t 2.5 \n")
+    assert read_tokens(str(file), None, "x") == {ONE: 1.0, TWO: 2.5}
+    assert read_tokens(None, f"{ONE} 4, {TWO}", "x") == {ONE: 4.0, TWO: 1.0}
+    assert read_tokens(None, None, "x") == {}
     for content in ("", "# none\n", "short\n", f"{ONE} {TWO}\n", f"{ONE}é\n"):
         file.write_text(content)
         with pytest.raises(ConfigError) as raised:
             read_tokens(str(file), None, "x")
         assert ONE not in str(raised.value)
+        assert TWO not in str(raised.value)
+    for weight in ("0", "-1", "1001", "nan", "many", "1 2"):
+        file.write_text(f"{ONE} 2\n{TWO} {weight}\n")
+        with pytest.raises(ConfigError, match=f"line 2, must be a number .*{weight}"):
+            read_tokens(str(file), None, "x")
     with pytest.raises(ConfigError, match="cannot be read"):
         read_tokens(str(tmp_path / "none"), None, "x")
 
@@ -111,6 +116,14 @@ def test_clients_are_told_apart() -> None:
     one, two, admin = (known.identify([f"Bearer {t}"], None) for t in (ONE, TWO, ADMIN))
     assert one == known.identify([f"bearer {ONE}"], "a name")
     assert len({one.name, two.name, admin.name}) == 3
+    near, far = (Authenticator().identify([], None, f"ipv4:10.0.0.{i}") for i in (1, 2))
+    named = Authenticator().identify([], "a name", "ipv4:10.0.0.1")
+    accounts = {client.owner.account for client in (one, two, near, far, named)}
+    assert len(accounts) == 5
+    assert near.name == far.name
+    assert not any("10.0" in account or "a name" in account for account in accounts)
+    weighted = Authenticator({ONE: 2.5})
+    assert weighted.identify([f"Bearer {ONE}"], None).owner.weight == 2.5
     admin.require_admin("x")
     for client in (one, two, Client("anonymous")):
         with pytest.raises(PermissionDeniedError):
@@ -217,7 +230,9 @@ def test_mutual_tls(authority: Authority, files: TlsFiles, tmp_path: Path) -> No
 
 def test_certificates_without_a_common_name_are_told_apart() -> None:
     def name(**peer: list[bytes]) -> str:
-        call = SimpleNamespace(invocation_metadata=lambda: (), auth_context=lambda: peer)
+        call = SimpleNamespace(
+            invocation_metadata=lambda: (), auth_context=lambda: peer, peer=lambda: "ipv4:1.2.3.4:5"
+        )
         return identify_call(Authenticator(), call).name
 
     san, common, pem = "x509_subject_alternative_name", "x509_common_name", "x509_pem_cert"

@@ -105,10 +105,10 @@ class AsyncLLMEngine(RefusesNames):
         self._intake = _Intake.OPEN
         self._loop: asyncio.AbstractEventLoop | None = None
         self._watch: asyncio.TimerHandle | None = None
-        self._admission = Admission(limits)
         self._thread = EngineThread(build)
-        self._requests = RequestTable(self._admission, self._thread.abort, log_requests)
         self._engine = self._thread.start(start_timeout_s)
+        self._admission = Admission(limits, self._engine.get_scheduler_config().fairness)
+        self._requests = RequestTable(self._admission, self._thread.abort, log_requests)
         self._texts = TextWorker(self._engine, limits.max_requests)
 
     @classmethod
@@ -290,9 +290,9 @@ class AsyncLLMEngine(RefusesNames):
         return True
 
     def owner(self, request_id: str) -> str | None:
-        """Returns the owner of an unfinished request, as its `GenerateRequest` named it."""
+        """Returns the name of an unfinished request's owner; empty: it has none."""
         live = self._requests.find(request_id)
-        return None if live is None else live.owner
+        return None if live is None else live.owner.name
 
     async def tokenize(self, text: str, add_special_tokens: bool = True) -> list[int]:
         """Returns the ids of a text.

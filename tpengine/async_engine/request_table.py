@@ -25,6 +25,7 @@ from tpengine.errors import (
     RequestIgnoredError,
     TPEngineError,
 )
+from tpengine.inputs import NO_OWNER, Owner
 from tpengine.logger import init_logger
 from tpengine.outputs import RequestMetrics, RequestOutput
 from tpengine.sampling_params import RequestOutputKind
@@ -39,7 +40,7 @@ class LiveRequest:
     """One request, from its first check until its outcome is known.
 
     Attributes:
-        owner: the client that sent it, in the protocol's words.
+        owner: the client that sent it.
         arrival_time: seconds of `time.time`.
         metrics: the engine's thread sets and fills them; None until it has the request.
         num_prompt_tokens: 0 until they have been counted.
@@ -52,7 +53,7 @@ class LiveRequest:
 
     request_id: str
     mailbox: Mailbox
-    owner: str | None = None
+    owner: Owner = NO_OWNER
     arrival_time: float = field(default_factory=time.time)
     metrics: RequestMetrics | None = None
     num_prompt_tokens: int = 0

@@ -250,6 +250,7 @@ class LLMEngine(RefusesNames):
             devices=tuple(self._executor.devices),
             nodes=tuple(self._executor.nodes),
             ledgers=tuple(self._recovery.ledgers),
+            owners=scheduler.owner_stats(),
         )
 
     def get_weights_bytes(self) -> list[int]:
@@ -339,7 +340,7 @@ class LLMEngine(RefusesNames):
             end_token_ids=checked.end_token_ids,
             num_candidates=checked.num_candidates,
             adapter=checked.adapter,
-            cache_salt=checked.cache_salt,
+            owner=checked.owner,
         )
         with DeferredInterrupt():  # scheduler and output processor both get it, or neither
             self._recovery.note_arrival()

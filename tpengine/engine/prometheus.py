@@ -45,6 +45,12 @@ _LABELLED_COUNTERS = (
     ("requests_refused", "refused", "reason", "Requests that were not taken."),
     ("step_seconds", "step_seconds", "part", "Time in steps; model is a part of execute."),
 )
+# With an attribute of OwnerStats; their label is `owner`.
+_OF_OWNERS = (
+    (GaugeMetricFamily, "owner_requests_waiting", "num_waiting", "Requests that wait, by owner."),
+    (GaugeMetricFamily, "owner_requests_running", "num_running", "Requests begun, by owner."),
+    (CounterMetricFamily, "owner_tokens", "num_tokens", "Tokens computed or given, by owner."),
+)
 # With an attribute of EngineCounters.
 _HISTOGRAMS = (
     ("time_to_first_token_seconds", "first_token_s", "From arrival to the first token."),
@@ -87,6 +93,9 @@ class EngineMetrics(Collector):
             yield self._add(CounterMetricFamily, name, text, {"": attrgetter(attribute)(stats)})
         for name, attribute, label, text in _LABELLED_COUNTERS:
             yield self._add(CounterMetricFamily, name, text, getattr(stats, attribute), label)
+        for kind, name, attribute, text in _OF_OWNERS if stats.owners else ():
+            values = {label: getattr(one, attribute) for label, one in stats.owners.items()}
+            yield self._add(kind, name, text, values, "owner")
         for name, attribute, text in _HISTOGRAMS:
             yield self._histogram(name, text, getattr(self._counters, attribute))
 

@@ -25,7 +25,7 @@ from tpengine.errors import (
     RequestError,
     counted,
 )
-from tpengine.inputs import LoRARequest, PromptInputs
+from tpengine.inputs import NO_OWNER, LoRARequest, Owner, PromptInputs
 from tpengine.outputs import CompletionOutput, RequestOutput
 from tpengine.sampling_params import (
     WHOLE_VOCABULARY,
@@ -53,9 +53,8 @@ class GenerateRequest:
         priority: in [-1000, 1000]; lower is served first; needs scheduling_policy "priority".
         deadline: moment of `time.monotonic` at which the request is ended, in any state.
         max_queue_s: seconds that it may wait for its first step.
-        owner: the client that sent it, in the protocol's words; the engine only keeps it.
+        owner: the client that sent it.
         lora_request: its adapter; None: it has none.
-        cache_salt: only requests with the same salt find each other's prompts in the prefix cache.
 
     Raises:
         InvalidSamplingParamsError: `params` has another type.
@@ -72,9 +71,8 @@ class GenerateRequest:
     priority: int = 0
     deadline: float | None = None
     max_queue_s: float | None = None
-    owner: str | None = None
+    owner: Owner = NO_OWNER
     lora_request: LoRARequest | None = None
-    cache_salt: str = ""
 
     def __post_init__(self) -> None:
         if not isinstance(self.params, SamplingParams):
@@ -95,7 +93,7 @@ class CheckedRequest:
         end_token_ids: ids that end it: the model's (unless `ignore_eos`) and its `stop_token_ids`.
         num_candidates: beam search: continuations of each beam to look at after every token.
         adapter: its adapter, as its folder holds it now.
-        cache_salt: see `GenerateRequest`.
+        owner: the client that sent it.
     """
 
     prompt: str | None
@@ -105,7 +103,7 @@ class CheckedRequest:
     end_token_ids: frozenset[int]
     num_candidates: int
     adapter: Adapter | None = None
-    cache_salt: str = ""
+    owner: Owner = NO_OWNER
 
 
 def check_request_id(request_id: object, is_live: Callable[[str], bool]) -> None:
@@ -157,9 +155,9 @@ def check_request(
     candidates = _check_sequences(params, len(end_token_ids), config.scheduler, model.vocab_size)
     adapter = adapters.check(request.lora_request)
     text, token_ids = _read_prompt(request, params.truncate_prompt_tokens, tokenizer, model)
-    urgency, salt = request.priority, request.cache_salt
+    urgency, owner = request.priority, request.owner
     return CheckedRequest(
-        text, token_ids, params, urgency, end_token_ids, candidates, adapter, salt
+        text, token_ids, params, urgency, end_token_ids, candidates, adapter, owner
     )
 
 

@@ -19,6 +19,7 @@ from tpengine.errors import RankLoss, counted
 from tpengine.logger import init_logger
 from tpengine.messages import MemoryLedger
 from tpengine.scheduling.block_manager import BlockManager
+from tpengine.scheduling.fairness import OwnerStats
 from tpengine.scheduling.scheduler import Scheduler
 from tpengine.scheduling.step import SchedulerOutput, StepDecisions
 from tpengine.sequence import Request
@@ -377,6 +378,7 @@ class EngineStats:
         devices: a line about the device of each rank, in rank order.
         nodes: the machine of each rank, by address or name.
         ledgers: each rank's memory, in rank order.
+        owners: with `fairness="owner"`, by label; the 64 that came first, and others together.
     """
 
     state: str
@@ -395,6 +397,7 @@ class EngineStats:
     devices: Sequence[str]
     nodes: Sequence[str]
     ledgers: Sequence[MemoryLedger]
+    owners: Mapping[str, OwnerStats]
 
 
 class Stats:

@@ -197,7 +197,15 @@ class BlockManager:
 
     def num_held_blocks(self, request: Request) -> int:
         """Device blocks that the request's sequences hold; a shared block counts once."""
+        if len(request.sequences) == 1:  # it holds no block twice
+            table = self._tables.get(request.sequences[0].seq_id, [])
+            return len(table) - table.count(NO_BLOCK)
         return len({b for s in request.sequences for b in _held(self._tables.get(s.seq_id, []))})
+
+    def num_host_blocks(self, request: Request) -> int:
+        """Host blocks that the request's sequences hold; a shared block counts once."""
+        tables = [self._host_tables.get(s.seq_id, []) for s in request.sequences]
+        return len({block for table in tables for block in _held(table)})
 
     def append(self, sequence: Sequence, num_more: int = 0) -> Growth:
         """Extends the sequence's table until its tokens and `num_more` others have a place.
@@ -429,7 +437,7 @@ class BlockManager:
         assert self._chains is not None
         if sequence.seq_id not in self._chains:
             adapter = request.adapter
-            root = root_of(None if adapter is None else adapter.key, request.cache_salt)
+            root = root_of(None if adapter is None else adapter.key, request.owner.cache_salt)
             self._chains[sequence.seq_id] = BlockChain(root=root)
         return self._chains[sequence.seq_id]
 

@@ -5,7 +5,8 @@ swapped requests in order of rank, serves the lowest rank first, and preempts th
 (`Scheduler._make_room`). To add a policy, implement `SchedulingPolicy` and name it in `POLICIES`;
 `EngineArgs.scheduling_policy` then offers it.
 
-The rank of an unfinished request must not change, and no two requests may have the same rank.
+No two requests may have the same rank. That of an unfinished request must not change, except
+where the queues are sorted by it again (`RequestQueues.begin_step`).
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from typing import Protocol
 
 from tpengine.sequence import Request
 
-Rank = tuple[int, int]
+Rank = tuple[float, ...]
 
 
 class SchedulingPolicy(Protocol):

@@ -12,8 +12,9 @@ from bisect import insort
 from tpengine.config import SchedulerConfig
 from tpengine.messages import AdapterLoad, Fork
 from tpengine.scheduling.adapter_slots import AdapterSlots
-from tpengine.scheduling.block_manager import BlockManager, BlockPair
+from tpengine.scheduling.block_manager import AllocStatus, BlockManager, BlockPair
 from tpengine.scheduling.block_pool import expect
+from tpengine.scheduling.fairness import FairShares
 from tpengine.scheduling.passing import Passing
 from tpengine.scheduling.policy import SchedulingPolicy
 from tpengine.scheduling.step import slot_of
@@ -99,6 +100,7 @@ class RequestQueues:
             request id, the number of tokens that the first computes for all. Until then the others
             are WAITING, and have a slot and no blocks.
         passing: decides which requests pass the first waiting one.
+        shares: the policy, if it shares the engine among owners; None: it does not.
         forking: sequences that the present step samples from the row of the first sequence of their
             request. They are RUNNING and have a slot; `Scheduler.update` gives them blocks.
     """
@@ -111,6 +113,7 @@ class RequestQueues:
     ) -> None:
         max_num_seqs = config.max_num_seqs
         self.waiting = policy
+        self.shares = policy if isinstance(policy, FairShares) else None
         self._rank = policy.rank
         self.barred: dict[str, Request] = {}
         self.running: list[Request] = []
@@ -138,12 +141,25 @@ class RequestQueues:
     def add(self, request: Request) -> None:
         """Adds a request that has just arrived."""
         self.requests[request.request_id] = request
+        if self.shares is not None:
+            self.shares.enter(request)
         self._wait(request)
+
+    def begin_step(self, shares: FairShares) -> None:
+        """Sorts running and swapped requests by what their owners were given until now."""
+        shares.begin_step()
+        self.running.sort(key=self._rank)
+        self.swapped.sort(key=self._rank)
 
     def has_slots(self, request: Request) -> bool:
         """Whether there are slots for the sequences of a request, and for its adapter."""
         is_free = len(request.unfinished_sequences) <= self.slots.num_free
         return is_free and self.adapters.has_room(request, self.running)
+
+    def has_room(self, request: Request) -> bool:
+        """Whether a waiting request can start: there are slots and blocks for it."""
+        is_free = self.has_slots(request)
+        return is_free and self._blocks.can_allocate(request) is AllocStatus.OK
 
     def choose_passing(self, step: int) -> Request | None:
         """The waiting request to admit before the first one, which has no room; None: none is.
@@ -327,6 +343,8 @@ class RequestQueues:
             <= {request.request_id for request in self.running},
             "requests in waiting may run": all(self._may_run(r) for r in self.waiting)
             and not any(self._may_run(r) for r in self.barred.values()),
+            "accounts count their requests": self.shares is None
+            or self.shares.are_right(self.requests.values()),
             "queues are in order of rank": all(
                 queue == sorted(queue, key=self._rank) for queue in (self.running, self.swapped)
             ),
@@ -378,6 +396,8 @@ class RequestQueues:
     def _leave(self, request: Request) -> None:
         self.passing.forget(request)
         self.unforked.pop(request.request_id, None)
+        if self.shares is not None:
+            self.shares.leave(request)
         del self.requests[request.request_id]
 
 

@@ -6,8 +6,9 @@ after a sampled one, and a sequence that starts again after preemption.
 
 Where each decision stands:
     admission: `_admit` and `_admit_swapped`; who passes the first request: `passing.py`.
+    shares of owners: `fairness.py`; `_admit_owed` and `_chunk_size` apply them.
     preemption: `_make_room` (which request, and whether by swap or recompute).
-    refusal of requests that can never run: `why_too_long`, `_why_never` and `_why_no_more`.
+    refusal of requests that can never run: `refusals.py`.
     the effects of an answered step: `update`.
     the end of a request from outside: `abort_request` and `fail_request`.
 """
@@ -20,8 +21,10 @@ from collections.abc import Iterable
 from tpengine.config import SchedulerConfig
 from tpengine.errors import EngineError
 from tpengine.scheduling.block_manager import AllocStatus, BlockManager
+from tpengine.scheduling.fairness import FairShares, OwnerStats
 from tpengine.scheduling.policy import POLICIES, SchedulingPolicy
 from tpengine.scheduling.queues import RequestQueues
+from tpengine.scheduling.refusals import outgrown, why_never, why_no_more, why_too_long
 from tpengine.scheduling.step import (
     SchedulerOutput,
     StepBuilder,
@@ -45,7 +48,8 @@ class Scheduler:
 
     Args:
         block_manager: no other scheduler uses it.
-        policy: order of the requests; None: the policy that the configuration names.
+        policy: order of the requests; None: the policy that the configuration names, within each
+            owner if it has fairness.
     """
 
     def __init__(
@@ -57,7 +61,8 @@ class Scheduler:
         self._config = config
         self._blocks = block_manager
         if policy is None:
-            policy = POLICIES[config.policy]()
+            make_policy = POLICIES[config.policy]
+            policy = make_policy() if config.fairness == "none" else FairShares(make_policy)
         self._queues = RequestQueues(block_manager, policy, config)
         self._num_steps = 0
         self._num_admitted_since_decode = 0
@@ -99,6 +104,10 @@ class Scheduler:
         """The unfinished request of that id; None if there is none."""
         return self._queues.requests.get(request_id)
 
+    def owner_stats(self) -> dict[str, OwnerStats]:
+        """Requests and tokens of each owner; empty without fair shares. Any thread may ask."""
+        return {} if self._queues.shares is None else self._queues.shares.stats()
+
     def add_request(self, request: Request) -> None:
         """Adds a request to the waiting ones."""
         # `engine/requests.py` refuses both before.
@@ -125,8 +134,10 @@ class Scheduler:
     def schedule(self) -> SchedulerOutput:
         """Chooses the rows of the next step, and moves requests between the queues for it."""
         step = StepBuilder(self._config.max_num_batched_tokens)
-        running = self._queues.running
+        running, shares = self._queues.running, self._queues.shares
         if self._config.enable_chunked_prefill:
+            if shares is not None:
+                running = self._admit_owed(shares, step)
             self._continue(running, step)
             self._admit_swapped(step)
             self._admit(step)
@@ -182,6 +193,8 @@ class Scheduler:
             queues.slots.fork(parent, child)
         for sequence, token_id in decisions.tokens:
             sequence.token_ids.append(token_id)
+        if queues.shares is not None:
+            queues.shares.charge_outputs(decisions.tokens, queues.owners)
         for sequence in decisions.overridden:
             queues.slots.override(sequence)
         for sequence, _ in decisions.finished:
@@ -231,8 +244,10 @@ class Scheduler:
             if lacking:
                 self._make_room(request, lacking, step)
             if sequence.status is running:
-                num_left = len(sequence.token_ids) - sequence.num_computed_tokens
-                self._add_row(sequence, min(num_left, step.tokens_left), step, lacking > 0)
+                size = min(len(sequence.token_ids) - sequence.num_computed_tokens, step.tokens_left)
+                if size > 1:
+                    size = self._chunk_size(size, step)
+                self._add_row(sequence, size, step, lacking > 0)
 
     def _continue_group(self, request: Request, step: StepBuilder) -> None:
         """Schedules the part of a running request with several sequences that fits."""
@@ -258,7 +273,7 @@ class Scheduler:
         its own tokens, the other sequences are sampled from its row."""
         first, *others = request.unfinished_sequences
         num_common = self._queues.unforked[request.request_id]
-        size = min(num_common - first.num_computed_tokens, step.tokens_left)
+        size = self._chunk_size(num_common - first.num_computed_tokens, step)
         num_changes = len(step.new_block_ids)
         self._add_row(first, size, step, grow)
         growths = step.new_block_ids[num_changes:]
@@ -274,10 +289,14 @@ class Scheduler:
 
     def _add_row(self, sequence: Sequence, size: int, step: StepBuilder, grow: bool) -> None:
         """Makes a running sequence a row, with a place in its blocks for each of its tokens."""
-        if size < 1:
-            raise EngineError(
-                f"sequence {sequence.seq_id} was sampled, but its token was not appended"
-            )
+        if size != 1:
+            if size < 1:
+                raise EngineError(
+                    f"sequence {sequence.seq_id} was sampled, but its token was not appended"
+                )
+            if (shares := self._queues.shares) is not None:
+                request = self._queues.owners[sequence.seq_id]
+                shares.charge_prompt(request, sequence, size)
         is_known = self._queues.slots.is_known(sequence)
         if grow:
             growth = self._blocks.append(sequence)
@@ -295,6 +314,18 @@ class Scheduler:
             step.enter(request, sequence, self._blocks.block_ids(sequence), adapter_slot)
         step.add(sequence, size)
 
+    def _chunk_size(self, num_left: int, step: StepBuilder) -> int:
+        """Tokens of a row that has `num_left` to compute. With fair shares, it leaves one for each
+        sequence that has no row yet, up to half of the step's."""
+        size, left = min(num_left, step.tokens_left), step.tokens_left
+        if self._queues.shares is None:
+            return size
+        num_others = self._num_without_row(step) - 1
+        return min(size, max(left - num_others, left - left // 2))
+
+    def _num_without_row(self, step: StepBuilder) -> int:
+        return len(self._queues.owners) - len(step.singles) - len(step.chunks)
+
     def _make_room(self, request: Request, num_blocks: int, step: StepBuilder) -> None:
         """Preempts requests until `num_blocks` are free for `request`, or until it is preempted
         itself. The running request that is last in the policy's order is preempted first."""
@@ -304,17 +335,19 @@ class Scheduler:
             # all others were swapped out for such a request and it was preempted last, the step
             # would have no rows. Such a step is not sent, so the swapped blocks would be lost.
             for other in tuple(queues.running):
-                reason = None if queues.is_forking(other) else self._why_no_more(other)
+                reason = None if queues.is_forking(other) else why_no_more(other, blocks)
                 if reason is not None:
                     self._ignore(other, reason, step)
         while blocks.num_free_blocks < num_blocks and queues.is_running(request):
-            victim = queues.running[-1]
-            victim.metrics.num_preemptions += 1
-            step.preempted.append(victim)
-            if self._should_swap(victim):
-                step.block_moves.swap_outs += queues.swap_out(victim)
-            else:
-                queues.recompute(victim)
+            self._preempt(next(r for r in reversed(queues.running) if r not in step.owed), step)
+
+    def _preempt(self, victim: Request, step: StepBuilder) -> None:
+        victim.metrics.num_preemptions += 1
+        step.preempted.append(victim)
+        if self._should_swap(victim):
+            step.block_moves.swap_outs += self._queues.swap_out(victim)
+        else:
+            self._queues.recompute(victim)
 
     def _should_swap(self, victim: Request) -> bool:
         """Decides whether a request is preempted by swap; otherwise it is recomputed."""
@@ -323,7 +356,10 @@ class Scheduler:
         wanted = mode == "swap" or (mode == "auto" and is_group)
         # Before the fork only the first sequence has blocks: few to keep, and none are shared.
         is_forked = victim.request_id not in self._queues.unforked
-        return wanted and is_forked and self._blocks.can_swap_out(victim)
+        if not (wanted and is_forked and self._blocks.can_swap_out(victim)):
+            return False
+        shares, swapped = self._queues.shares, self._queues.swapped
+        return shares is None or shares.may_swap(victim, swapped, self._blocks)
 
     def _admit_swapped(self, step: StepBuilder) -> None:
         """Brings swapped requests back while there are tokens, slots and blocks for the first.
@@ -337,7 +373,7 @@ class Scheduler:
             status = self._blocks.can_swap_in(request)
             if status is AllocStatus.NEVER:
                 num_needed = self._blocks.num_needed_blocks(request)
-                self._ignore(request, self._outgrown(request, num_needed), step)
+                self._ignore(request, outgrown(request, num_needed, self._blocks), step)
                 continue
             if status is AllocStatus.LATER or not queues.has_slots(request):
                 return
@@ -361,13 +397,10 @@ class Scheduler:
             ):
                 return
             first = queues.waiting.head()
-            reason = self._why_never(first)
-            if reason is not None:
+            if (reason := why_never(first, self._config, self._blocks)) is not None:
                 self._ignore(first, reason, step)
                 continue
-            has_room = (
-                queues.has_slots(first) and self._blocks.can_allocate(first) is AllocStatus.OK
-            )
+            has_room = queues.has_room(first)
             request = first if has_room else queues.choose_passing(self._num_steps + 1)
             if request is None:
                 return
@@ -376,6 +409,31 @@ class Scheduler:
             if not chunked and num_tokens > step.tokens_left and not step.is_empty:
                 return
             self._start(request, step)
+
+    def _admit_owed(self, shares: FairShares, step: StepBuilder) -> list[Request]:
+        """Starts waiting requests of owners that were given less than those of all prompts that run
+        and of all swapped requests, and takes room for them from owners that hold too much.
+
+        Returns:
+            The other running requests, in the order in which they continue.
+        """
+        queues, blocks = self._queues, self._blocks
+        queues.begin_step(shares)
+        others = queues.running.copy()
+        rivals = [*find_catching_up(others), *queues.swapped[:1]]
+        while queues.waiting and step.tokens_left > self._num_without_row(step):
+            first = queues.waiting.head()
+            if why_never(first, self._config, blocks) or not shares.is_owed(first, rivals):
+                break
+            if not queues.has_room(first) and queues.adapters.has_room(first, queues.running):
+                running, num_free = list(filter(queues.is_running, others)), queues.slots.num_free
+                for victim in shares.choose_victims(first, running, num_free, blocks, self._config):
+                    self._preempt(victim, step)
+            if not queues.has_room(first):
+                break
+            self._start(first, step)
+            step.owed.append(first)
+        return others
 
     def _start(self, request: Request, step: StepBuilder) -> None:
         """Lets a waiting request run, and schedules the part of its tokens that fits."""
@@ -390,8 +448,8 @@ class Scheduler:
         if others:
             self._compute_common(request, step, grow=False)
         else:
-            num_left = first.num_tokens - first.num_computed_tokens
-            self._add_row(first, min(num_left, step.tokens_left), step, grow=False)
+            size = self._chunk_size(first.num_tokens - first.num_computed_tokens, step)
+            self._add_row(first, size, step, grow=False)
 
     def _look_ahead(self, step: StepBuilder) -> list[Sequence]:
         """Sequences that the step after this one will probably continue, for workers that can begin
@@ -426,58 +484,8 @@ class Scheduler:
         return found
 
     def why_too_long(self, num_prompt_tokens: int) -> str | None:
-        """Why a prompt of this length can never be computed, for its user; None if it can. Any
-        thread may ask."""
-        config, blocks = self._config, self._blocks
-        if num_prompt_tokens > config.max_model_len:
-            return (
-                f"the prompt has {num_prompt_tokens} tokens, more than max_model_len = "
-                f"{config.max_model_len}; shorten it, or raise max_model_len if the model was made "
-                "for more"
-            )
-        limit = config.max_num_batched_tokens
-        if not config.enable_chunked_prefill and num_prompt_tokens > limit:
-            return (
-                f"the prompt has {num_prompt_tokens} tokens, but a step holds at most "
-                f"max_num_batched_tokens = {limit} and prompts are not split; shorten the prompt, "
-                "raise max_num_batched_tokens, or set enable_chunked_prefill=True"
-            )
-        num_needed = blocks.most_blocks_for(num_prompt_tokens)
-        if num_needed > blocks.num_total_blocks:
-            return self._too_long_for_cache(num_prompt_tokens, num_needed)
-        return None
-
-    def _why_never(self, request: Request) -> str | None:
-        """Why a waiting request can never be started, for its user; None if it can."""
-        fits = self._blocks.can_allocate(request) is not AllocStatus.NEVER
-        reason = self.why_too_long(len(request.prompt_token_ids))
-        if fits or reason is not None:
-            return reason
-        # It was preempted, and has output tokens too.
-        return self._outgrown(request, self._blocks.num_needed_blocks(request))
-
-    def _why_no_more(self, request: Request) -> str | None:
-        """Why a running request cannot continue even alone, for its user; None if it can."""
-        blocks = self._blocks
-        num_needed = blocks.num_held_blocks(request) + blocks.num_lacking_blocks(request)
-        if num_needed > blocks.num_total_blocks:
-            return self._outgrown(request, num_needed)
-        return None
-
-    def _outgrown(self, request: Request, num_needed: int) -> str:
-        num_tokens = sum(sequence.num_tokens for sequence in request.unfinished_sequences)
-        return self._too_long_for_cache(num_tokens, num_needed)
-
-    def _too_long_for_cache(self, num_tokens: int, num_needed: int) -> str:
-        blocks = self._blocks
-        return (
-            f"the request's {num_tokens} tokens (prompt and output) need "
-            f"{num_needed} blocks of {blocks.block_size}, but the KV cache has "
-            f"{blocks.num_total_blocks}, which hold "
-            f"{blocks.num_total_blocks * blocks.block_size} tokens; shorten the prompt, lower "
-            "max_tokens, or give the cache more memory (gpu_memory_utilization on a GPU, "
-            "cpu_kv_cache_space on a CPU)"
-        )
+        """See `refusals.why_too_long`. Any thread may ask."""
+        return why_too_long(num_prompt_tokens, self._config, self._blocks)
 
     def _ignore(self, request: Request, reason: str, step: StepBuilder) -> None:
         request.error = reason

@@ -90,6 +90,8 @@ class StepBuilder:
     block_moves: BlockMoves = field(default_factory=BlockMoves)
     forks: list[SequencePair] = field(default_factory=list)
     ignored: list[Request] = field(default_factory=list)
+    owed: list[Request] = field(default_factory=list)
+    """Requests that start before the running ones continue; the step has their rows."""
     preempted: list[Request] = field(default_factory=list)
 
     @property

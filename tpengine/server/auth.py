@@ -7,13 +7,15 @@ from __future__ import annotations
 
 import hashlib
 import hmac
+import math
 import ssl
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from tpengine.errors import ConfigError, PermissionDeniedError, UnauthenticatedError
+from tpengine.inputs import Owner
 from tpengine.logger import init_logger
 
 logger = init_logger(__name__)
@@ -149,6 +151,7 @@ def name_of(common: Sequence[str], others: Sequence[str], pem: bytes) -> str | N
 
 MIN_TOKEN_LENGTH = 16
 """Minimum length in characters; a shorter token can be guessed."""
+MAX_WEIGHT = 1000.0
 ANONYMOUS = "anonymous"
 
 
@@ -159,10 +162,20 @@ class Client:
     Attributes:
         name: the same for all calls with the same token or certificate; not a secret.
         may: its rights: "serve", or "serve" and "admin".
+        account: a token, a certificate or an address, by its kind and a digest; its work in the
+            engine is charged to this.
+        weight: of the token; see `Owner`.
     """
 
     name: str
     may: frozenset[str] = frozenset({"serve"})
+    account: str = ""
+    weight: float = 1.0
+
+    @property
+    def owner(self) -> Owner:
+        """The owner of the client's requests."""
+        return Owner(self.name, self.account, self.weight)
 
     def require_admin(self, what: str) -> None:
         """Refuses an operation that only the operator may run.
@@ -181,20 +194,25 @@ class Authenticator:
     """Identifies clients by their tokens; keeps only digests of the tokens.
 
     Args:
-        tokens: of ordinary clients; empty: no client needs a token.
+        tokens: of ordinary clients, with their weights if they have any; empty: no client needs a
+            token.
         admin_tokens: of the operator; they allow everything.
     """
 
     def __init__(self, tokens: Iterable[str] = (), admin_tokens: Iterable[str] = ()) -> None:
         self._ordinary = [_digest(token) for token in tokens]
         self._admin = [_digest(token) for token in admin_tokens]
+        given = [one for one in (tokens, admin_tokens) if isinstance(one, Mapping)]
+        self._weights = {_digest(token): weight for one in given for token, weight in one.items()}
 
     @property
     def wants_token(self) -> bool:
         """Whether a call without a token is refused."""
         return bool(self._ordinary)
 
-    def identify(self, headers: Sequence[str], certificate: str | None) -> Client:
+    def identify(
+        self, headers: Sequence[str], certificate: str | None, address: str = ""
+    ) -> Client:
         """The client that sent these credentials.
 
         Compares with every token in constant time: the time that a refusal takes tells nothing.
@@ -202,6 +220,7 @@ class Authenticator:
         Args:
             headers: all values of `authorization`.
             certificate: the name in the client's certificate, which TLS has verified.
+            address: of the client's machine, by which clients without a name share the engine.
 
         Raises:
             UnauthenticatedError: a token is needed and missing, or it is unknown.
@@ -211,7 +230,10 @@ class Authenticator:
                 raise UnauthenticatedError(
                     "this server needs a token; send 'authorization: Bearer TOKEN'"
                 )
-            return Client(ANONYMOUS if certificate is None else f"certificate {certificate}")
+            if certificate is None:
+                return Client(ANONYMOUS, account=f"address {_digest(address).hex()[:12]}")
+            account = f"certificate {_digest(certificate).hex()[:12]}"
+            return Client(f"certificate {certificate}", account=account)
         scheme, _, token = headers[0].partition(" ")
         given = _digest(token.strip())
         is_ordinary = _holds(self._ordinary, given)
@@ -222,13 +244,16 @@ class Authenticator:
                 "'authorization: Bearer TOKEN'"
             )
         return Client(
-            f"token {given.hex()[:12]}",
+            name := f"token {given.hex()[:12]}",
             frozenset({"serve", "admin"} if is_admin else {"serve"}),
+            account=name,
+            weight=self._weights.get(given, 1.0),
         )
 
 
-def read_tokens(file: str | None, variable: str | None, what: str) -> list[str]:
-    """Reads tokens from a file, one per line, and from a value separated by commas.
+def read_tokens(file: str | None, variable: str | None, what: str) -> dict[str, float]:
+    """Reads tokens from a file, one per line, and from a value separated by commas. After a token
+    its weight may follow, which is 1 without.
 
     Args:
         file: path; None: no file.
@@ -237,9 +262,11 @@ def read_tokens(file: str | None, variable: str | None, what: str) -> list[str]:
 
     Raises:
         ConfigError: the file cannot be read or holds no token, or a token is too short or has
-            other characters than printable ASCII.
+            other characters than printable ASCII, or a weight is out of its range.
     """
-    tokens = [] if variable is None else [part.strip() for part in variable.split(",")]
+    found: list[tuple[str, str]] = []
+    if variable is not None:
+        found = [(what, part) for part in variable.split(",")]
     if file is not None:
         try:
             lines = Path(file).read_text(encoding="utf-8").splitlines()
@@ -248,17 +275,40 @@ def read_tokens(file: str | None, variable: str | None, what: str) -> list[str]:
             raise ConfigError(f"{what} {file} cannot be read: {error}") from error
         if mode & 0o077:
             logger.warning("%s %s can be read by others: chmod 600", what, file)
-        tokens += [line.strip() for line in lines if line.strip() and not line.startswith("#")]
-        if not tokens:
+        found += [
+            (f"{what}, file {file}, line {number},", line)
+            for number, line in enumerate(lines, start=1)
+            if line.strip() and not line.startswith("#")
+        ]
+        if not found:
             raise ConfigError(f"{what} {file} holds no token; write one per line")
-    for token in tokens:
-        if len(token) < MIN_TOKEN_LENGTH or not all("!" <= char <= "~" for char in token):
-            raise ConfigError(
-                f"a token of {what} has {len(token)} characters; it must be at least "
-                f"{MIN_TOKEN_LENGTH} printable ASCII characters without spaces, as from "
-                "`openssl rand -hex 24`"
-            )
-    return tokens
+    return dict(_read_token(place, text) for place, text in found)
+
+
+def _read_token(place: str, text: str) -> tuple[str, float]:
+    """A token and its weight.
+
+    Args:
+        place: where the text stands, for messages, which never hold the token.
+    """
+    token, _, weight = " ".join(text.split()).partition(" ")
+    if len(token) < MIN_TOKEN_LENGTH or not all("!" <= char <= "~" for char in token):
+        raise ConfigError(
+            f"a token of {place} has {len(token)} characters; it must be at least "
+            f"{MIN_TOKEN_LENGTH} printable ASCII characters without spaces, as from "
+            "`openssl rand -hex 24`"
+        )
+    try:
+        number = float(weight or 1)
+    except ValueError:
+        number = math.nan
+    if not 1 / MAX_WEIGHT <= number <= MAX_WEIGHT:
+        shown = repr(weight[:20]) if len(weight) < MIN_TOKEN_LENGTH else f"{len(weight)} characters"
+        raise ConfigError(
+            f"the weight of a token of {place} must be a number in [{1 / MAX_WEIGHT:g}, "
+            f"{MAX_WEIGHT:g}], got {shown}; write 'TOKEN WEIGHT' on a line, or 'TOKEN' alone"
+        )
+    return token, number
 
 
 def _digest(token: str) -> bytes:

@@ -49,8 +49,8 @@ class ServerArgs(Options):
     machine can see them in the list of processes: --token-file is safer."""
     token_file: str | None = option(None)
     """Bearer tokens of clients, one per line, at least 16 characters each, as from `openssl rand
-    -hex 24`; without it and without TPENGINE_TOKENS (separated by commas), clients need no
-    token."""
+    -hex 24`; a space and the token's weight for --fairness may follow; without it and without
+    TPENGINE_TOKENS (separated by commas), clients need no token."""
     admin_token_file: str | None = option(None)
     """The token for Drain and for Abort of other clients' requests; default: TPENGINE_ADMIN_TOKEN;
     without any, these two are refused."""
@@ -213,7 +213,7 @@ class ServerArgs(Options):
         """
         return Authenticator(
             read_tokens(self.token_file, envs.tokens(), "--token-file (or TPENGINE_TOKENS)")
-            + read_tokens(None, self.api_key, "--api-key"),
+            | read_tokens(None, self.api_key, "--api-key"),
             read_tokens(
                 self.admin_token_file,
                 envs.admin_token(),

@@ -244,7 +244,8 @@ class ServerState:
                 aborted the request.
         """
         if self.salts_prefixes:
-            request = replace(request, cache_salt=request.owner or "")
+            owner = request.owner
+            request = replace(request, owner=replace(owner, cache_salt=owner.name))
         self.num_open_calls += 1
         try:
             async with self.loaded_engine().open(request) as mailbox:

@@ -222,7 +222,8 @@ def identify_call(authenticator: Authenticator, context: Any) -> Client:
     """
     metadata = context.invocation_metadata() or ()
     headers = [str(value) for name, value in metadata if name == "authorization"]
-    return authenticator.identify(headers, _certificate_name(context.auth_context()))
+    address = context.peer().rpartition(":")[0]
+    return authenticator.identify(headers, _certificate_name(context.auth_context()), address)
 
 
 def _certificate_name(peer: Mapping[str, Sequence[bytes]]) -> str | None:

@@ -248,7 +248,7 @@ async def open_request(
     named = dataclasses.replace(
         request,
         request_id=request_id or call.request_id,
-        owner=call.client.name,
+        owner=call.client.owner,
         deadline=call.deadline,
     )
     await context.send_initial_metadata(((REQUEST_ID_KEY, named.request_id),))
@@ -266,7 +266,7 @@ async def abort_requests(engine: AsyncLLMEngine, request_ids: Sequence[str]) -> 
     client = CALL.get().client
     for request_id in request_ids:
         check_request_id(request_id)
-        if engine.owner(request_id) not in (None, client.name):
+        if engine.owner(request_id) not in (None, "", client.name):
             client.require_admin("to abort a request of another client")
     return any(await asyncio.gather(*map(engine.abort, request_ids)))
 

@@ -96,7 +96,10 @@ class _Entrance:
             is_open = scope["path"] in OPEN_PATHS
             if not is_open:
                 tokens = headers.getlist("authorization")
-                state["client"] = self._authenticator.identify(tokens, state["certificate"])
+                address = (scope["client"] or ("",))[0]
+                state["client"] = self._authenticator.identify(
+                    tokens, state["certificate"], address
+                )
             with self._calls.counted(is_health=is_open):
                 await self._app(scope, receive, answer)
         except asyncio.CancelledError:  # the client has left, or the server closes the connection

@@ -106,7 +106,7 @@ class BodyReader:
                 params=params,
                 request_id=own_id if len(given) == 1 else f"{own_id}-{place}",
                 priority=priority,
-                owner=self._call.client.name,
+                owner=self._call.client.owner,
                 deadline=self._call.deadline,
                 lora_request=adapter,
             )

@@ -1,0 +1,247 @@
+"""What one client loses when another floods the engine, with and without `--fairness owner`.
+
+B asks for half of what the engine can do, at random moments. A sends long prompts: first the other
+half, then all at once, so that they wait. B's time to first token and its throughput beside the
+flood are compared with those beside the half. The goals: p50 and p99 at most twice as long, and at
+least 0.9 of the throughput. What B gets without fairness is measured beside it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import contextlib
+import math
+import random
+import statistics
+import time
+from collections.abc import AsyncIterator, Iterator
+from dataclasses import dataclass, field
+from functools import partial
+
+from benchmarks.common import add_engine_arguments, add_numbers, dummy_model
+from tpengine.async_engine.admission import QueueLimits
+from tpengine.async_engine.async_llm_engine import AsyncLLMEngine
+from tpengine.bench.harness import report_head
+from tpengine.engine.llm_engine import LLMEngine
+from tpengine.engine.requests import GenerateRequest
+from tpengine.errors import DeadlineExceededError
+from tpengine.inputs import Owner
+from tpengine.sampling_params import RequestOutputKind, SamplingParams
+
+MOST_LATER, LEAST_TOKENS = 2.0, 0.9
+_LIMITS = QueueLimits(max_requests=1 << 20, max_tokens=1 << 40)
+
+
+@dataclass(frozen=True)
+class Client:
+    """Requests of one kind."""
+
+    owner: Owner
+    num_prompt: int
+    num_output: int
+
+
+@dataclass
+class Service:
+    """What one client got; times in seconds."""
+
+    first_token_s: list[float] = field(default_factory=list)
+    num_late: int = 0
+    num_tokens: int = 0
+    elapsed_s: float = 0.0
+
+    @property
+    def tokens_per_s(self) -> float:
+        """Output tokens a second, from the first arrival to the last end."""
+        return self.num_tokens / self.elapsed_s
+
+    def first(self, quantile: float) -> float:
+        """A quantile of the times to the first token; requests without one count as latest."""
+        times = sorted(self.first_token_s) + self.num_late * [math.inf]
+        return times[min(len(times) - 1, int(quantile * len(times)))]
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Adds this benchmark's options."""
+    add_engine_arguments(parser)
+    add_numbers(
+        parser,
+        flood=(1000, "prompts that A sends at once"),
+        long_tokens=(2000, "of each prompt of A"),
+        long_outputs=(16, "output tokens of each request of A"),
+        tokens=(256, "of each prompt of B"),
+        outputs=(32, "output tokens of each request of B"),
+        seconds=(60.0, "in which B sends requests"),
+        patience=(30.0, "seconds after which B gives a request up, without fairness"),
+        calibration=(24, "requests of each client that measure what the engine can do"),
+    )
+
+
+def run(args: argparse.Namespace) -> int:
+    """Measures and prints the report."""
+    a = Client(Owner("A", "A"), args.long_tokens, args.long_outputs)
+    b = Client(Owner("B", "B"), args.tokens, args.outputs)
+    longest = args.long_tokens + args.long_outputs
+    for fairness in ("owner", "none"):
+        with dummy_model(args, max(2048, longest), fairness=fairness) as settings:
+            build = partial(LLMEngine.from_engine_args, settings)
+            engine = AsyncLLMEngine(build, _LIMITS, log_requests=False)
+            try:
+                if fairness == "owner":
+                    print(report_head(settings), flush=True)
+                    work = asyncio.run(_measure(engine, args, a, b, math.inf))
+                    print(_verdict(*work))
+                else:
+                    asyncio.run(_measure(engine, args, a, b, args.patience))
+            finally:
+                asyncio.run(engine.shutdown())
+    return 0
+
+
+async def _measure(
+    engine: AsyncLLMEngine, args: argparse.Namespace, a: Client, b: Client, patience_s: float
+) -> tuple[Service, Service]:
+    """B's service beside the half, and beside the flood."""
+    name = engine.llm_engine._config.scheduler.fairness
+    costs = [await _cost_s(engine, client, args.calibration) for client in (a, b)]
+    found = []
+    for is_flood in (False, True):
+        prompts = _prompts(engine, a, 3 if is_flood else 2)
+        async with contextlib.AsyncExitStack() as stack:
+            if is_flood:
+                await stack.enter_async_context(_flooding(engine, a, prompts, args.flood))
+            else:
+                await stack.enter_async_context(_offering(engine, a, prompts, 2 * costs[0]))
+            service = await _serve(engine, b, 2 * costs[1], args.seconds, patience_s)
+        kind = f"{args.flood} waiting prompts" if is_flood else "half of the load"
+        print(f"fairness {name}, A {kind}: {_line(service)}", flush=True)
+        found.append(service)
+    return found[0], found[1]
+
+
+async def _cost_s(engine: AsyncLLMEngine, client: Client, count: int) -> float:
+    """Seconds of the whole engine that a request takes when many are served."""
+    prompts = _prompts(engine, client, 1)
+    start = time.perf_counter()
+    await asyncio.gather(*(_ask(engine, client, next(prompts), Service()) for _ in range(count)))
+    return (time.perf_counter() - start) / count
+
+
+def _prompts(engine: AsyncLLMEngine, client: Client, seed: int) -> Iterator[list[int]]:
+    """Uniform ids; none is found in the prefix cache."""
+    rng, vocab_size = random.Random(f"{client.owner.name}{seed}"), engine.model_config.vocab_size
+    while True:
+        yield rng.choices(range(5, vocab_size), k=client.num_prompt)
+
+
+async def _ask(
+    engine: AsyncLLMEngine,
+    client: Client,
+    prompt: list[int],
+    service: Service,
+    patience_s: float = math.inf,
+) -> None:
+    start = time.perf_counter()
+    params = SamplingParams(
+        temperature=0.0,
+        max_tokens=client.num_output,
+        ignore_eos=True,
+        detokenize=False,
+        output_kind=RequestOutputKind.DELTA,
+    )
+    deadline = None if math.isinf(patience_s) else time.monotonic() + patience_s
+    request = GenerateRequest(
+        prompt_token_ids=prompt, params=params, owner=client.owner, deadline=deadline
+    )
+    has_begun = False
+    try:
+        async with engine.open(request) as mailbox:
+            while not mailbox.closed:
+                output = await mailbox.take()
+                if not has_begun:
+                    service.first_token_s.append(time.perf_counter() - start)
+                has_begun = True
+                service.num_tokens += len(output.outputs[0].token_ids)
+                if output.finished:
+                    break
+    except DeadlineExceededError:
+        service.num_late += not has_begun
+
+
+async def _serve(
+    engine: AsyncLLMEngine, client: Client, pause_s: float, seconds: float, patience_s: float
+) -> Service:
+    """Sends requests at random moments, with this mean pause, and reads all answers."""
+    rng, prompts, service = random.Random(0), _prompts(engine, client, 4), Service()
+    start = time.perf_counter()
+    due = 0.0
+    async with asyncio.TaskGroup() as group:
+        while (due := due + rng.expovariate(1 / pause_s)) < seconds:
+            await asyncio.sleep(start + due - time.perf_counter())
+            group.create_task(_ask(engine, client, next(prompts), service, patience_s))
+    service.elapsed_s = time.perf_counter() - start
+    return service
+
+
+@contextlib.asynccontextmanager
+async def _offering(
+    engine: AsyncLLMEngine, client: Client, prompts: Iterator[list[int]], pause_s: float
+) -> AsyncIterator[None]:
+    """Requests at random moments, for as long as the context is open."""
+    rng, tasks = random.Random(1), []
+
+    async def send() -> None:
+        while True:
+            await asyncio.sleep(rng.expovariate(1 / pause_s))
+            tasks.append(asyncio.create_task(_ask(engine, client, next(prompts), Service())))
+
+    tasks.append(asyncio.create_task(send()))
+    try:
+        yield
+    finally:
+        await _cancel(tasks)
+
+
+@contextlib.asynccontextmanager
+async def _flooding(
+    engine: AsyncLLMEngine, client: Client, prompts: Iterator[list[int]], count: int
+) -> AsyncIterator[None]:
+    """So many requests wait, or run, for as long as the context is open."""
+    service = Service()
+    tasks = [
+        asyncio.create_task(_ask(engine, client, next(prompts), service)) for _ in range(count)
+    ]
+    try:
+        while engine.stats().queues.num_waiting < count // 2 and not service.num_tokens:
+            await asyncio.sleep(0.1)
+        yield
+        assert sum(not task.done() for task in tasks) > 8, "the flood ended: make it larger"
+    finally:
+        await _cancel(tasks)
+
+
+async def _cancel(tasks: list[asyncio.Task[None]]) -> None:
+    for task in tasks:
+        task.cancel()
+    await asyncio.gather(*tasks, return_exceptions=True)
+
+
+def _line(service: Service) -> str:
+    late = f", {service.num_late} never" if service.num_late else ""
+    num_requests = len(service.first_token_s) + service.num_late
+    return (
+        f"B's {num_requests} requests got their first token after p50 {service.first(0.5):.2f} s, "
+        f"p99 {service.first(0.99):.2f} s{late}; {service.tokens_per_s:.1f} output tokens/s"
+    )
+
+
+def _verdict(half: Service, flood: Service) -> str:
+    later = [flood.first(quantile) / half.first(quantile) for quantile in (0.5, 0.99)]
+    tokens = flood.tokens_per_s / half.tokens_per_s
+    holds = max(later) <= MOST_LATER and tokens >= LEAST_TOKENS
+    return (
+        f"beside the flood: first token {later[0]:.2f} (p50) and {later[1]:.2f} (p99) x as late, "
+        f"throughput {tokens:.2f} ({'holds' if holds else 'MISSES THE GOAL'}); mean first token "
+        f"{statistics.mean(flood.first_token_s) / statistics.mean(half.first_token_s):.2f} x"
+    )
