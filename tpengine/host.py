@@ -208,12 +208,48 @@ def call_on_end_signals(loop: asyncio.AbstractEventLoop, callback: Callable[[int
         loop.add_signal_handler(number, callback, number)
 
 
-def allow_open_files(count: int) -> None:
-    """Lets this process open `count` files and connections, or as many as it may."""
+def allow_open_files(count: int) -> int:
+    """Lets this process open `count` files and connections, or as many as it may; returns how many
+    of these it may open now."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     most = count if hard == resource.RLIM_INFINITY else min(count, hard)
     if soft != resource.RLIM_INFINITY and soft < most:
         resource.setrlimit(resource.RLIMIT_NOFILE, (most, hard))
+    return most
+
+
+class FileReserve:
+    """File descriptors that this process holds for work that must not fail for want of them: to
+    start new ranks while clients' connections hold all others."""
+
+    def __init__(self) -> None:
+        self._held: list[int] = []
+        self._count = 0
+
+    def hold(self, count: int) -> None:
+        """Holds so many, or as many as there are."""
+        self._count = count
+        self._close(count)
+        with contextlib.suppress(OSError):
+            while len(self._held) < count:
+                self._held.append(os.open(os.devnull, os.O_RDONLY | os.O_CLOEXEC))
+
+    @contextlib.contextmanager
+    def released(self) -> Iterator[None]:
+        """Context in which the descriptors are free."""
+        self._close(0)
+        try:
+            yield
+        finally:
+            self.hold(self._count)
+
+    def _close(self, num_kept: int) -> None:
+        while len(self._held) > num_kept:
+            os.close(self._held.pop())
+
+
+FILE_RESERVE = FileReserve()
+"""Empty, unless a server fills it."""
 
 
 def _is_main_thread() -> bool:

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import resource
 import signal
 import time
 from collections.abc import Callable, Iterable, Iterator
@@ -26,6 +27,7 @@ from tpengine.executor.group import Group
 from tpengine.executor.launch.actors import Agents
 from tpengine.executor.launch.node_agent import NodeAgent
 from tpengine.gguf_file import open_gguf
+from tpengine.host import FILE_RESERVE
 from tpengine.messages import StepInput, StepOutput
 
 SOON_S = 30.0
@@ -56,6 +58,46 @@ def lose(ranks: BareRanks) -> None:
         with contextlib.suppress(ProcessLookupError):  # it is lost, and that is not known yet
             ranks.signal(0, signal.SIGKILL)
         ranks.wait_for_loss()
+
+
+def num_free_descriptors() -> int:
+    """What this process can still open."""
+    held = []
+    with contextlib.suppress(OSError):
+        while True:
+            held.append(os.open(os.devnull, os.O_RDONLY))
+    for one in held:
+        os.close(one)
+    return len(held)
+
+
+def test_a_rebuild_gets_the_descriptors_in_reserve(
+    ranks: BareRanks, expected: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    lose(ranks)
+    replace, free = ranks.executor._replace, []
+
+    def counting_replace(lost: Group) -> None:
+        free.append(num_free_descriptors())
+        replace(lost)
+
+    monkeypatch.setattr(ranks.executor, "_replace", counting_replace)
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (num_open_descriptors() + 200, hard))
+    try:
+        FILE_RESERVE.hold(64)
+        free.append(num_free_descriptors())
+        ranks.rebuild()
+        FILE_RESERVE.hold(0)
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+    before, during = free
+    assert during == before + 64
+    assert ranks.generate() == expected
+
+
+def num_open_descriptors() -> int:
+    return len(os.listdir("/proc/self/fd"))
 
 
 def check_loss(loss: RankLoss, rank: int, phase: str, cause: str, places: list) -> None:

@@ -220,7 +220,7 @@ def test_compressed_bombs(server: ServerProcess, kind: grpc.Compression) -> None
 def test_too_much(server: ServerProcess) -> None:
     generate = server.channel.unary_unary(SERVICE + "Generate")
     bound = server.stub.GetServerInfo(pb.GetServerInfoRequest()).limits.max_message_bytes
-    assert bound == (512 << 10) + 64 * 512  # follows max_model_len
+    assert bound == (512 << 10) + 64 * MODEL_LENGTH
     for size in (bound, 5 << 20):
         large = pb.GenerateRequest(prompt="a" * size).SerializeToString()
         assert refused(generate, large).code is Code.RESOURCE_EXHAUSTED

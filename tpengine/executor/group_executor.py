@@ -182,7 +182,7 @@ class GroupExecutor(Executor):
         Raises:
             PlacementError: there is no room for the ranks without the nodes that were lost.
         """
-        with self._in_turn():
+        with self._in_turn(), host.FILE_RESERVE.released():
             lost = self._group
             if lost is None or not lost.is_over:
                 raise EngineError("no rank was lost: there is nothing to rebuild")

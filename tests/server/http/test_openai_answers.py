@@ -176,6 +176,6 @@ def test_an_error_in_a_stream_is_its_last_event(openai_server: ServerProcess, do
 
 
 def test_a_body_has_the_size_that_the_length_of_the_model_leaves(door: Door) -> None:
-    status, error = door.refused("completions", {"prompt": "a" * (600 << 10)})
+    status, error = door.refused("completions", {"prompt": "a" * (700 << 10)})
     assert (status, error["code"]) == (413, "request_too_large")
     assert str((512 << 10) + 64 * MODEL_LENGTH) in error["message"]
