@@ -74,7 +74,7 @@ class Limits:
         write_s: longest time in seconds in which a client takes no message of its stream.
         head_s: longest time in seconds until the handshake of a connection is complete, or the head
             of a request over HTTP.
-        idle_s: longest time in seconds without a call on a connection.
+        idle_s: longest time in seconds without a call on a connection over HTTP.
         queue: bounds of the waiting requests.
     """
 

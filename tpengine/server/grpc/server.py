@@ -30,6 +30,9 @@ from tpengine.server.limits import Limits
 from tpengine.server.state import ServerState
 
 _POLL_S = 10.0
+_IDLE_S = 300.0
+"""Longest time without a call on a connection. A client with gRPC's C-core that is idle for longer
+prints a line about it; ours closes its connection before."""
 _HEALTH = "grpc.health.v1.Health"
 _MAX_WAKE_UPS = 4096
 _MAX_OPTION = (1 << 31) - 1
@@ -139,7 +142,7 @@ def _options(limits: Limits) -> list[tuple[str, int]]:
         # total alone, not per address. Streams last as long as their clients like: no age limit.
         ("grpc.max_allowed_incoming_connections", min(limits.max_connections, _MAX_OPTION)),
         ("grpc.server_handshake_timeout_ms", in_ms(limits.head_s)),
-        ("grpc.max_connection_idle_ms", in_ms(limits.idle_s)),
+        ("grpc.max_connection_idle_ms", in_ms(_IDLE_S)),
         # A client whose machine has died sends no end of its connection.
         ("grpc.keepalive_time_ms", 15_000),
         ("grpc.keepalive_timeout_ms", 5_000),
