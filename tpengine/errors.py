@@ -78,6 +78,10 @@ class DeadlineExceededError(RequestError):
         self.where = where
 
 
+class UnreadError(DeadlineExceededError):
+    """A client took no message of its stream for too long; its request has been ended."""
+
+
 class RequestAbortedError(RequestError):
     """Another caller ended the request.
 

@@ -211,12 +211,14 @@ def call_on_end_signals(loop: asyncio.AbstractEventLoop, callback: Callable[[int
         loop.add_signal_handler(number, callback, number)
 
 
-def allow_open_files(count: int) -> None:
-    """Lets this process open `count` files and connections, or as many as it may."""
+def allow_open_files(count: int) -> int:
+    """Lets this process open `count` files and connections, or as many as it may; returns how many
+    of these it may open now."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     most = count if hard == resource.RLIM_INFINITY else min(count, hard)
     if soft != resource.RLIM_INFINITY and soft < most:
         resource.setrlimit(resource.RLIMIT_NOFILE, (most, hard))
+    return most
 
 
 def _is_main_thread() -> bool:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import contextlib
+import dataclasses
 import multiprocessing
 import random
 import shlex
@@ -37,6 +38,8 @@ _VOCAB = 500
 _HEAD_START_S = 3.0
 """Longest wait for the first part of the dear answer."""
 _END_S = 0.5
+_LEAD_S, _LONGER = 0.1, 2
+"""Where the other clients begin first: by how much, and how many times longer their streams are."""
 _HUGE = (("grpc.max_receive_message_length", -1),)
 
 
@@ -48,6 +51,8 @@ class Attack:
         plain, dear: fields of the sampling parameters, as both doors name them.
         plain_prompt, dear_prompt: ids of the prompt, or a number of empty messages.
         is_refused: whether the server refuses the request, with and without its dear part.
+        num_dear: dear requests that are open at once. If several, the other clients begin first:
+            what counts is what those that wait cost those that run.
     """
 
     name: str
@@ -56,6 +61,7 @@ class Attack:
     plain_prompt: list[int] | int = field(default_factory=lambda: _PROMPT_TOKENS * [5])
     dear_prompt: list[int] | int = field(default_factory=lambda: _PROMPT_TOKENS * [5])
     is_refused: bool = False
+    num_dear: int = 1
 
 
 def attacks(num_sequences: int, max_bytes: int) -> list[Attack]:
@@ -79,6 +85,7 @@ def attacks(num_sequences: int, max_bytes: int) -> list[Attack]:
         Attack("bias", many, {**many, "logit_bias": bias}),
         Attack("ids", {}, {}, 3000 * [5], (max_bytes // 2 - 99) * [5], True),
         Attack("messages", {}, {}, 5000, max_bytes // 3 - 99, True),
+        Attack("waiting", many, many, long, long, num_dear=240),
     ]
 
 
@@ -162,7 +169,16 @@ async def _run_beside(load: Load, attack: Attack, is_dear: bool) -> float:
     prompt = attack.dear_prompt if is_dear else attack.plain_prompt
     fields = attack.dear if is_dear else attack.plain
     repeat = _repeat_grpc if load.door == "gRPC" else _repeat_http
-    async with repeat(load.address, prompt, fields, attack.is_refused) as begun:
+    count = attack.num_dear if is_dear else 1
+    if attack.num_dear > 1:
+        load = dataclasses.replace(load, num_output=_LONGER * load.num_output)
+        streams = asyncio.create_task(run_streams(load))
+        await asyncio.sleep(_LEAD_S)
+        async with repeat(load.address, prompt, fields, attack.is_refused, count):
+            result = await streams
+        await asyncio.sleep(_END_S)
+        return load.num_streams * load.num_output / result.elapsed_s
+    async with repeat(load.address, prompt, fields, attack.is_refused, count) as begun:
         with contextlib.suppress(TimeoutError):
             await asyncio.wait_for(begun.wait(), _HEAD_START_S)
         result = await run_streams(load)
@@ -171,8 +187,11 @@ async def _run_beside(load: Load, attack: Attack, is_dear: bool) -> float:
 
 
 @contextlib.asynccontextmanager
-async def _repeating(once: Callable[[asyncio.Event], Any]) -> AsyncIterator[asyncio.Event]:
-    """Repeats a call while the context is open; the event is set when an answer begins."""
+async def _repeating(
+    once: Callable[[asyncio.Event], Any], count: int
+) -> AsyncIterator[asyncio.Event]:
+    """Repeats so many calls at once while the context is open; the event is set when an answer
+    begins."""
     begun = asyncio.Event()
 
     async def repeat() -> None:
@@ -181,17 +200,17 @@ async def _repeating(once: Callable[[asyncio.Event], Any]) -> AsyncIterator[asyn
             begun.set()
             await asyncio.sleep(0.001)
 
-    task = asyncio.create_task(repeat())
+    tasks = [asyncio.create_task(repeat()) for _ in range(count)]
     yield begun
-    assert not task.done(), f"the attack has ended: {task.exception()}"
-    task.cancel()
-    with contextlib.suppress(asyncio.CancelledError):
-        await task
+    for task in tasks:
+        assert not task.done(), f"the attack has ended: {task.exception()}"
+        task.cancel()
+    await asyncio.wait(tasks)
 
 
 @contextlib.asynccontextmanager
 async def _repeat_grpc(
-    address: str, prompt: list[int] | int, fields: dict[str, Any], is_refused: bool
+    address: str, prompt: list[int] | int, fields: dict[str, Any], is_refused: bool, count: int
 ) -> AsyncIterator[asyncio.Event]:
     if isinstance(prompt, int):
         data = _empty_messages(prompt)
@@ -212,7 +231,7 @@ async def _repeat_grpc(
                 if not is_refused:
                     raise
 
-        async with _repeating(once) as begun:
+        async with _repeating(once, count) as begun:
             yield begun
 
 
@@ -226,7 +245,7 @@ def _empty_messages(count: int) -> bytes:
 
 @contextlib.asynccontextmanager
 async def _repeat_http(
-    address: str, prompt: list[int] | int, fields: dict[str, Any], is_refused: bool
+    address: str, prompt: list[int] | int, fields: dict[str, Any], is_refused: bool, count: int
 ) -> AsyncIterator[asyncio.Event]:
     if isinstance(prompt, int):
         data = over_http("/v1/chat/completions", {"messages": [{}] * prompt})
@@ -251,5 +270,5 @@ async def _repeat_http(
         finally:
             writer.close()
 
-    async with _repeating(once) as begun:
+    async with _repeating(once, count) as begun:
         yield begun

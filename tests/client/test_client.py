@@ -254,6 +254,15 @@ def test_commands(server: ServerProcess, llm: LLM, capsys: pytest.CaptureFixture
     (output,) = llm.generate(PROMPT, greedy(8), use_tqdm=False)
     assert main(["client", "health", *where]) == 0
     assert capsys.readouterr().out == "readiness SERVING\n"
+    assert main(["client", "limits", *where]) == 0
+    limits = dict(line.split() for line in capsys.readouterr().out.splitlines())
+    assert limits["max_model_len"] == f"{MODEL_LENGTH:,}"
+    assert (limits["max_n"], limits["max_queued_requests"], limits["write_s"]) == (
+        "128",
+        "256",
+        "60",
+    )
+    assert (limits["max_open_calls"], limits["max_client_requests"]) == ("4,352", "3,328")
     words = ["--temperature", "0", "--max-tokens", "8"]
     assert main(["client", "generate", PROMPT, *words, *where]) == 0
     assert capsys.readouterr().out == f"{PROMPT}{output.outputs[0].text}\n\n"

@@ -14,7 +14,7 @@ from support.system_packages import require
 
 from tpengine.server.auth import Authenticator, TlsFiles
 from tpengine.server.grpc.server import GrpcServer
-from tpengine.server.limits import Limits, OpenCalls
+from tpengine.server.limits import Limits
 from tpengine.server.state import ServerState
 
 WAIT_S = 20.0
@@ -33,9 +33,9 @@ def guarded_server(
     thread.start()
 
     async def start() -> tuple[GrpcServer, int]:
-        state = ServerState(["none"], 1.0)
         bounds = limits or Limits()
-        server = GrpcServer(state, authenticator or Authenticator(), bounds, OpenCalls(bounds))
+        state = ServerState(["none"], 1.0, limits=bounds)
+        server = GrpcServer(state, authenticator or Authenticator(), bounds)
         return server, await server.start(address, tls)
 
     try:

@@ -3,31 +3,73 @@
 from __future__ import annotations
 
 import asyncio
+import json
+import os
+import signal
 import socket
 import struct
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Iterator
+from contextlib import ExitStack
 from types import SimpleNamespace
 from typing import Any
 
 import grpc
 import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
+from support import http2
+from support.server_process import ServerProcess
+from support.silent_reader import SilentReader
+from support.waiting import wait_until
 
-from server.calls import SERVICE, TIMEOUT_S
+from server.calls import SERVICE, TIMEOUT_S, long_request, running, sampling
 from server.guarded import guarded_server
+from server.http.open_port import open_port, posted, read_answer, request
+from server.processes import rank_pid
 from tpengine.async_engine.admission import QueueLimits
 from tpengine.errors import MalformedRequestError, QueueFullError
 from tpengine.server.auth import Authenticator
+from tpengine.server.grpc.guard import address_of
 from tpengine.server.grpc.proto import tpengine_pb2 as pb
+from tpengine.server.grpc.proto import tpengine_pb2_grpc
 from tpengine.server.grpc.server import HealthServicer
 from tpengine.server.grpc.wire import check_fields
 from tpengine.server.limits import Limits
+from tpengine.server.state import State
 
 Code = grpc.StatusCode
 TOKEN = "one-0123456789abcdef"
 HEALTH = "/grpc.health.v1.Health/"
 PREFACE = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + struct.pack(">HBBBL", 0, 0, 4, 0, 0)
 MAX_CONCURRENT_STREAMS = 3
+
+
+OTHER = "127.0.0.2"
+"""The address of a client that holds what it can get."""
+WRITE_S, MAX_FILES = 1.0, 420
+STREAM_ALL = {"n": 4, "logprobs": 5, "max_tokens": 500, "ignore_eos": True, "stream": True}
+
+
+@pytest.fixture(scope="module")
+def strict(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerProcess]:
+    """A server with two doors, few descriptors, and little patience."""
+    log = tmp_path_factory.mktemp("strict") / "log"
+    options = ["--dtype", "float32", "--cpu-kv-cache-space", "0.05", "--swap-space", "0"]
+    options += ["--http-port", "0", "--isolate", "--max-client-requests", "3"]
+    options += ["--write-timeout", str(WRITE_S)]
+    with ServerProcess(*options, log=log, max_files=MAX_FILES) as process:
+        yield process
+
+
+def _connect(server: ServerProcess, source: str, buffer: int = 0) -> socket.socket:
+    """A connection to the HTTP door."""
+    host, _, port = server.http_address.removeprefix("http://").rpartition(":")
+    one = socket.socket()
+    if buffer:
+        one.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, buffer)
+    one.settimeout(TIMEOUT_S)
+    one.bind((source, 0))
+    one.connect((host, int(port)))
+    return one
 
 
 def _sampling(**fields: Any) -> pb.GenerateRequest:
@@ -57,33 +99,74 @@ def test_a_client_without_a_token_is_refused_before_its_message(name: str) -> No
 
 
 @pytest.mark.parametrize(
-    ("path", "metadata"),
-    [(SERVICE + "Generate", (("authorization", f"Bearer {TOKEN}"),)), (HEALTH + "Check", ())],
+    ("limits", "words"),
+    [
+        (Limits(max_calls=3, queue=QueueLimits(max_requests=1)), "4 calls are open at this server"),
+        (Limits(max_client_requests=4), "one client may have 4 (--max-client-requests)"),
+    ],
 )
-def test_open_calls_are_bounded(path: str, metadata: tuple[tuple[str, str], ...]) -> None:
-    limits = Limits(max_calls=3, max_health_calls=4, queue=QueueLimits(max_requests=1))
+def test_open_calls_are_bounded(limits: Limits, words: str) -> None:
+    path = SERVICE + "Generate"
 
     async def park(channel: grpc.aio.Channel) -> None:
         open_call = channel.stream_unary(path)
         # They arrive in any order: any one of them is one too many.
-        calls = [open_call(metadata=metadata) for _ in range(5)]
+        calls = [open_call() for _ in range(5)]
         waits = {asyncio.create_task(code(call)): call for call in calls}
         done, held = await asyncio.wait(waits, timeout=TIMEOUT_S, return_when="FIRST_COMPLETED")
         assert [task.result() for task in done] == [Code.RESOURCE_EXHAUSTED]
+        refused = waits[done.pop()]
+        assert words in await refused.details()
+        assert "grpc-status-details-bin" in dict(await refused.trailing_metadata())
         assert len(held) == 4
+        stub = health_pb2_grpc.HealthStub(channel)
+        assert await code(stub.Check(health_pb2.HealthCheckRequest())) is Code.OK
         waits[next(iter(held))].cancel()
         later = Code.RESOURCE_EXHAUSTED
         end = asyncio.get_running_loop().time() + TIMEOUT_S
         while later is Code.RESOURCE_EXHAUSTED:
             assert asyncio.get_running_loop().time() < end
-            later = await code(channel.unary_unary(path)(b"", metadata=metadata))
-        assert later in (Code.OK, Code.UNAVAILABLE), "the place of one that left is free"
+            later = await code(channel.unary_unary(path)(b""))
+        assert later is Code.UNAVAILABLE, "the place of one that left is free"
         for call in calls:
             call.cancel()
         await asyncio.wait(waits, timeout=TIMEOUT_S)
 
-    with guarded_server(Authenticator([TOKEN]), limits=limits) as target:
+    with guarded_server(limits=limits) as target:
         on_channel(target, park)
+
+
+def test_an_address_is_that_of_a_machine() -> None:
+    peers = ["ipv4:10.0.0.1:5", "ipv6:%5B::ffff:10.0.0.1%5D:6", "ipv6:%5B2001:db8::1%5D:7"]
+    peers += ["ipv6:[2001:db8::2%25eth0]:8", "unix:"]
+    found = [address_of(SimpleNamespace(peer=lambda peer=peer: peer)) for peer in peers]
+    assert found == ["10.0.0.1", "10.0.0.1", "2001:db8::/64", "2001:db8::/64", ""]
+
+
+def test_probes_are_answered_beside_calls_without_a_message() -> None:
+    """Six hundred calls, of the probe's own address: the oldest that wait give way."""
+    path = HEALTH + "Check"
+    with guarded_server(Authenticator([TOKEN])) as target:
+        host, _, port = target.partition(":")
+        with (
+            socket.create_connection((host, int(port)), timeout=TIMEOUT_S) as flood,
+            flood.makefile("rb") as stream,
+            grpc.insecure_channel(target) as channel,
+        ):
+            heads = [http2.head(target, path, number) for number in range(1, 1200, 2)]
+            flood.sendall(http2.greeting() + b"".join(heads))
+            num_ended, num_probes = 0, 0
+            while num_ended < len(heads):
+                stub = health_pb2_grpc.HealthStub(channel)
+                stub.Check(health_pb2.HealthCheckRequest(service="liveness"), timeout=TIMEOUT_S)
+                num_probes += 1
+                for _ in range(40):
+                    length, kind, flags = http2.read_head(stream.read(http2.HEAD_BYTES))
+                    flood.sendall(http2.reply(kind, flags, stream.read(length)))
+                    num_ended += kind == http2.HEADERS and http2.ends_stream(kind, flags)
+                    if num_ended == len(heads):
+                        break
+    assert num_probes > 10
 
 
 @pytest.mark.parametrize(
@@ -151,9 +234,9 @@ def test_messages_that_are_none_are_left_to_the_parser() -> None:
         check_fields(b"\xf8\x07\x01" * 70_000, pb.GenerateRequest.DESCRIPTOR, Limits())
 
 
-def test_watchers_are_bounded_in_total_and_per_host() -> None:
+def test_watchers_are_bounded_by_host_alone() -> None:
     async def watch() -> None:
-        servicer = HealthServicer()
+        servicer = HealthServicer(64)
         request = health_pb2.HealthCheckRequest()
 
         def begin(host: str, port: int) -> Any:
@@ -164,11 +247,9 @@ def test_watchers_are_bounded_in_total_and_per_host() -> None:
             for port in range(64):
                 open_ones.append(begin(f"10.0.0.{host}", port))
                 await anext(open_ones[-1])
-            with pytest.raises(QueueFullError, match="64 from your machine") as caught:
+            with pytest.raises(QueueFullError, match="64 calls from your address") as caught:
                 await anext(begin(f"10.0.0.{host}", 99))
             assert caught.value.retry_after_s > 0
-        with pytest.raises(QueueFullError, match="256 calls watch"):
-            await anext(begin("10.0.0.9", 1))
         await open_ones[0].aclose()
         await anext(begin("10.0.0.9", 1))
         for one in open_ones:
@@ -191,3 +272,73 @@ def test_watchers_over_the_wire() -> None:
 
     with guarded_server() as target:
         on_channel(target, watch)
+
+
+def test_clients_that_do_not_read_lose_their_places(strict: ServerProcess) -> None:
+    params = sampling(max_tokens=400, ignore_eos=True, logprobs=20)
+    asked = pb.GenerateRequest(prompt="Once upon a time", sampling=params).SerializeToString()
+    silent = (strict.target, SERVICE + "GenerateStream", asked, OTHER)
+    models = request("/v1/models")
+    with ExitStack() as stack:
+        readers = [stack.enter_context(SilentReader(*silent)) for _ in range(3)]
+        wait_until(lambda: strict.loads().num_open_calls == 3, TIMEOUT_S)
+        other = stack.enter_context(_connect(strict, OTHER))
+        answers = stack.enter_context(other.makefile("rb"))
+        other.sendall(models)
+        refusal = read_answer(answers)
+        assert (refusal.status, refusal.headers["retry-after"]) == (429, "1")
+        assert "one client may have 3 (--max-client-requests)" in refusal.error["message"]
+        wait_until(lambda: strict.loads().num_open_calls == 0, TIMEOUT_S)
+        assert [one.num_data_bytes for one in readers] == [0] * 3
+        other.sendall(models)
+        assert read_answer(answers).status == 429, "what it has not read counts as its own"
+        assert len(readers[0].read_all(TIMEOUT_S)) < 400
+        other.sendall(models)
+        wait_until(lambda: read_answer(answers).status == 200 or other.sendall(models), TIMEOUT_S)
+    with _connect(strict, OTHER, buffer=4096) as one:
+        body = json.dumps({"prompt": "Once", "temperature": 1.0, **STREAM_ALL}).encode()
+        one.sendall(posted(body).replace(b"/tokenize", b"/v1/completions"))
+        wait_until(lambda: strict.loads().num_open_calls == 1, TIMEOUT_S)
+        wait_until(lambda: strict.loads().num_open_calls == 0, TIMEOUT_S)
+        with pytest.raises(ConnectionResetError):
+            list(iter(lambda: one.recv(1 << 16), b""))
+
+
+def test_readiness_counts_places() -> None:
+    limits = Limits(max_calls=1, queue=QueueLimits(max_requests=1))
+    health = SimpleNamespace(ready=True, alive=True, reason=None)
+    with open_port(limits=limits) as port:
+        port.state.engine = SimpleNamespace(health=lambda: health)  # type: ignore[assignment]
+        port.state.state = State.RUNNING
+        with port.state.calls.counted("one"):
+            assert port.send(request("/ready")).status == 200
+            with port.state.calls.counted("one"):
+                answer = port.send(request("/ready"))
+                assert answer.status == 503
+                assert b"all 2 places for calls are taken, by 1 clients" in answer.body
+                assert port.send(request("/health")).status == 200
+        assert port.send(request("/ready")).status == 200
+
+
+def test_silent_connections_leave_descriptors_for_new_ranks(strict: ServerProcess) -> None:
+    host, _, port = strict.target.partition(":")
+    with ExitStack() as stack:
+        stream = stack.enter_context(running(strict.stub, long_request(1500)))
+        rank = strict.stub.GetServerInfo(pb.GetServerInfoRequest()).ranks[0]
+        for _ in range(150):
+            stack.enter_context(_connect(strict, OTHER))
+            one = socket.create_connection((host, int(port)), TIMEOUT_S, (OTHER, 0))
+            stack.enter_context(one)
+        wait_until(lambda: strict.num_file_descriptors() > MAX_FILES // 2, TIMEOUT_S)
+        with _connect(strict, "127.0.0.1") as new, new.makefile("rb") as answers:
+            new.sendall(request("/ready"))
+            assert read_answer(answers).status == 200, "the others have the places of one address"
+        os.kill(rank_pid(rank), signal.SIGKILL)
+        tokens = [len(output.token_ids) for message in stream for output in message.outputs]
+        assert sum(tokens) > 1400
+        assert strict.num_file_descriptors() < MAX_FILES - 64
+        with grpc.insecure_channel(strict.target) as channel:
+            stub = tpengine_pb2_grpc.GenerationServiceStub(channel)
+            assert stub.Generate(long_request(1), wait_for_ready=True, timeout=TIMEOUT_S).finished
+    recoveries = strict.stub.GetServerInfo(pb.GetServerInfoRequest()).recoveries
+    assert recoveries == 1

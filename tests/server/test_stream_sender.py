@@ -93,7 +93,7 @@ async def _turns(count: int = 8) -> None:
 @bounded
 async def test_an_output_is_sent_by_the_call_that_delivers_it() -> None:
     box, connection = Mailbox(merges=True), Connection()
-    sending = asyncio.create_task(send_stream(box, ResponseWriter(), connection.write))
+    sending = asyncio.create_task(send_stream(box, ResponseWriter(), connection.write, WAIT_S))
     await _turns()
     for token in range(5):
         box.put(_output(token))
@@ -115,7 +115,7 @@ async def test_an_output_is_sent_by_the_call_that_delivers_it() -> None:
 @bounded
 async def test_outputs_during_a_write_are_merged() -> None:
     box, connection = Mailbox(merges=True), Connection(is_fast=False)
-    sending = asyncio.create_task(send_stream(box, ResponseWriter(), connection.write))
+    sending = asyncio.create_task(send_stream(box, ResponseWriter(), connection.write, WAIT_S))
     await _turns()
     for token in range(50):
         box.put(_output(token))
@@ -138,7 +138,7 @@ async def test_all_arrives_in_order_whenever_writes_end(seed: int) -> None:
     rng = random.Random(seed)
 
     box, connection = Mailbox(merges=True), Connection(is_fast=False)
-    sending = asyncio.create_task(send_stream(box, ResponseWriter(), connection.write))
+    sending = asyncio.create_task(send_stream(box, ResponseWriter(), connection.write, WAIT_S))
     for token in range(60):
         box.put(_output(token, finished=token == 59, logprobs=rng.random() < 0.1))
         for _ in range(rng.randrange(3)):
@@ -159,7 +159,7 @@ async def test_all_arrives_in_order_whenever_writes_end(seed: int) -> None:
 @bounded
 async def test_an_error_ends_the_stream_once(is_fast: bool) -> None:
     box, connection = Mailbox(merges=True), Connection(is_fast)
-    sending = asyncio.create_task(send_stream(box, ResponseWriter(), connection.write))
+    sending = asyncio.create_task(send_stream(box, ResponseWriter(), connection.write, WAIT_S))
     await _turns()
     box.put(_output(1))
     box.put(_output(2))
@@ -180,7 +180,7 @@ async def test_a_write_that_fails_fails_its_own_stream_alone() -> None:
     boxes, connection = [Mailbox(merges=True) for _ in range(2)], Connection()
     writes = [broken, connection.write]
     tasks = [
-        asyncio.create_task(send_stream(box, ResponseWriter(), write))
+        asyncio.create_task(send_stream(box, ResponseWriter(), write, WAIT_S))
         for box, write in zip(boxes, writes, strict=True)
     ]
     await _turns()
@@ -198,7 +198,7 @@ async def test_a_write_that_fails_fails_its_own_stream_alone() -> None:
 @bounded
 async def test_a_stream_that_is_left_leaves_nothing(num_tokens: int) -> None:
     box, connection = Mailbox(merges=True), Connection(is_fast=False)
-    sending = asyncio.create_task(send_stream(box, ResponseWriter(), connection.write))
+    sending = asyncio.create_task(send_stream(box, ResponseWriter(), connection.write, WAIT_S))
     await _turns()
     for token in range(num_tokens):
         box.put(_output(token))

@@ -41,6 +41,12 @@ def greeting(window: int = DEFAULT_WINDOW) -> bytes:
 
 def call(target: str, method: str, request: bytes, stream: int = STREAM) -> bytes:
     """What a client says for one more call on a connection: see `opening`."""
+    body = struct.pack(">BI", 0, len(request)) + request
+    return head(target, method, stream) + frame(DATA, END_STREAM, stream, body)
+
+
+def head(target: str, method: str, stream: int = STREAM) -> bytes:
+    """The part of a call before its message."""
     headers = {
         ":method": "POST",
         ":scheme": "http",
@@ -49,9 +55,7 @@ def call(target: str, method: str, request: bytes, stream: int = STREAM) -> byte
         "content-type": "application/grpc",
         "te": "trailers",
     }
-    head = frame(HEADERS, _END_HEADERS, stream, _plain_headers(headers))
-    body = struct.pack(">BI", 0, len(request)) + request
-    return head + frame(DATA, END_STREAM, stream, body)
+    return frame(HEADERS, _END_HEADERS, stream, _plain_headers(headers))
 
 
 def frame(kind: int, flags: int, stream: int, payload: bytes) -> bytes:

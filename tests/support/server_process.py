@@ -30,15 +30,24 @@ class ServerProcess:
     Args:
         options: of the command line.
         log: file for what it prints.
+        max_files: files that the server may open; None: as many as this process.
 
     Attributes:
         target: HOST:PORT of the service.
     """
 
-    def __init__(self, *options: str, log: Path, start_timeout_s: float = START_TIMEOUT_S) -> None:
+    def __init__(
+        self,
+        *options: str,
+        log: Path,
+        start_timeout_s: float = START_TIMEOUT_S,
+        max_files: int | None = None,
+    ) -> None:
         self.log = log
         ports = ["--port", "0", "--metrics-port", "0"]
         command = [sys.executable, "-m", "tpengine", "serve", *ports, *options]
+        if max_files is not None:
+            command = ["sh", "-c", f'ulimit -n {max_files} && exec "$@"', "sh", *command]
         with log.open("wb") as out:
             self.process = subprocess.Popen(
                 command, stdout=out, stderr=subprocess.STDOUT, start_new_session=True

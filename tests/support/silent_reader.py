@@ -23,11 +23,12 @@ class SilentReader:
         target: HOST:PORT of a server without TLS.
         method: /package.Service/Method.
         request: the request, serialised.
+        source: the address of this side; default: any.
     """
 
-    def __init__(self, target: str, method: str, request: bytes) -> None:
+    def __init__(self, target: str, method: str, request: bytes, source: str = "") -> None:
         host, _, port = target.rpartition(":")
-        self._socket = socket.create_connection((host, int(port)), timeout=10)
+        self._socket = socket.create_connection((host, int(port)), 10, (source, 0))
         self._data = bytearray()
         self.num_data_bytes = 0
         self.ended = threading.Event()

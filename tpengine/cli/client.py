@@ -35,6 +35,7 @@ Examples:
   tpengine client generate 'Once upon a time' --temperature 0
   tpengine client chat                      # a conversation; its --help lists the commands
   tpengine client health --target gpu3:50051
+  tpengine client limits                    # of requests, calls and connections
   tpengine client load --rate 20 --num-requests 500
 """
 _TOKEN_HINT = "; give your token with --token-file FILE or in TPENGINE_CLIENT_TOKEN"
@@ -124,6 +125,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     health.add_argument(
         "--liveness", action="store_true", help="ask whether it lives; it may still load its model"
     )
+    add("limits", "print what the server allows a request and a client", _limits)
     load = add("load", "send requests at a rate, and print latencies and failures", _load)
     LoadOptions.add_cli_args(load)
     for command in (generate, chat, load):
@@ -234,6 +236,14 @@ def _health(args: argparse.Namespace, client: GenerationClient, run: _Run) -> in
         return 1
     print(f"{service} {status}")
     return 0 if status == "SERVING" else 1
+
+
+def _limits(args: argparse.Namespace, client: GenerationClient, run: _Run) -> int:
+    fields = run(client.server_info()).limits.ListFields()
+    width = max(len(field.name) for field, _ in fields)
+    for field, value in fields:
+        print(f"{field.name:{width}}  {value:>12,.10g}")
+    return 0
 
 
 def _load(args: argparse.Namespace, client: GenerationClient, run: _Run) -> int:

@@ -35,6 +35,8 @@ from tpengine.server.grpc.proto import STATUS_DETAILS_KEY
 
 _MAX_MESSAGE_BYTES = 64 << 20
 _MIN_RECONNECT_MS, _MAX_RECONNECT_MS = 100, 2000
+_IDLE_MS = 240_000
+"""A connection without calls is closed before the server closes it, which C-core would print."""
 _PHASE = re.compile(r"it was in '(queued|prefill|decode)'")
 _NEVER_STARTED = "without being started"
 _URL = re.compile(r"https?:")
@@ -141,6 +143,7 @@ def _channel_options(keep_alive_s: float) -> list[tuple[str, Any]]:
         ("grpc.keepalive_timeout_ms", half_ms),
         ("grpc.http2.ping_timeout_ms", half_ms),
         ("grpc.http2.max_pings_without_data", 0),
+        ("grpc.client_idle_timeout_ms", _IDLE_MS),
         ("grpc.initial_reconnect_backoff_ms", _MIN_RECONNECT_MS),
         ("grpc.min_reconnect_backoff_ms", 2 * half_ms),
         ("grpc.max_reconnect_backoff_ms", _MAX_RECONNECT_MS),

@@ -27,7 +27,7 @@ from tpengine.model_files import read_generation_config
 from tpengine.sampling_params import RequestOutputKind, SamplingParams
 from tpengine.server.auth import Authenticator
 from tpengine.server.grpc.server import GrpcServer, batch_wake_ups
-from tpengine.server.limits import OpenCalls, default_message_bytes
+from tpengine.server.limits import default_message_bytes
 from tpengine.server.server_args import ServerArgs, join_address
 from tpengine.server.state import METRICS_TYPE, ServerState, State
 
@@ -49,7 +49,7 @@ _AT_ONCE_S = 1.0
 """Time for everything after a second signal."""
 _EXIT_S = 10.0
 _METRICS_READ_S = 5.0
-_MAX_OPEN_FILES = 1 << 16
+_MAX_OPEN_FILES = 1 << 20
 
 
 def run_server(
@@ -70,7 +70,6 @@ def run_server(
     async def serve() -> int:  # grpc must be created in the loop that serves it
         return await _Server(args, authenticator, engine_args, phases).run()
 
-    allow_open_files(_MAX_OPEN_FILES)
     with kept_end_handlers(), asyncio.Runner(loop_factory=_loop_factory()) as runner:
         code = runner.run(serve())
     _exit_within(_EXIT_S, code)
@@ -100,8 +99,8 @@ class _Server:
         self._args = args
         self._engine_args, self._start = engine_args, EngineStart(engine_args)
         self._log_requests = not engine_args.disable_log_requests
-        self._limits = args.limits()
-        adapters = args.adapters(), args.lora_folder
+        self._limits = args.limits().within_files(allow_open_files(_MAX_OPEN_FILES))
+        adapters = args.adapters(), args.lora_folder, self._limits
         self._state = ServerState(engine_args.served_names, args.drain_timeout, *adapters)
         self._state.salts_prefixes = args.salts_prefixes(authenticator)
         self._phases = dict(phases)
@@ -110,9 +109,8 @@ class _Server:
         self._closing_at_once: asyncio.Task[NoReturn] | None = None  # since the second signal
         self._authenticator = authenticator
         batch_wake_ups(asyncio.get_running_loop())
-        calls = OpenCalls(self._limits)
-        self._grpc = GrpcServer(self._state, authenticator, self._limits, calls)
-        self._http = self._make_http(calls)
+        self._grpc = GrpcServer(self._state, authenticator, self._limits)
+        self._http = self._make_http()
 
     async def run(self) -> int:
         """Starts, serves and ends the server."""
@@ -140,13 +138,13 @@ class _Server:
             addresses.append(f"; metrics on http://127.0.0.1:{metrics_port.port}/metrics")
         return addresses
 
-    def _make_http(self, calls: OpenCalls) -> HttpServer | None:
+    def _make_http(self) -> HttpServer | None:
         if self._args.http_port is None:
             return None
         from tpengine.server.http.http_server import HttpServer
 
         origins = self._args.cors_origins()
-        return HttpServer(self._state, self._authenticator, self._limits, calls, origins)
+        return HttpServer(self._state, self._authenticator, self._limits, origins)
 
     async def _close_doors(self, grace_s: float) -> None:
         doors = (self._grpc, self._http)
@@ -290,10 +288,14 @@ class _Server:
 
     async def _watch(self, engine: AsyncLLMEngine) -> int:
         """Follows the engine's health until the server has to end; returns the exit code so far."""
+        is_full = False
         while True:
-            health = engine.health()
+            health, full = engine.health(), self._state.calls.why_full
             is_running = self._state.state is State.RUNNING
-            self._grpc.set_health(alive=health.alive, ready=health.ready and is_running)
+            self._grpc.set_health(alive=health.alive, ready=self._state.why_not_ready() is None)
+            if full is not None and not is_full:
+                logger.warning("not ready: %s", full)
+            is_full = full is not None
             if not health.alive:
                 logger.error("%s; the server ends", health.reason)
                 return EXIT_FAILED

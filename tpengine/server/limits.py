@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass, field
+import asyncio
+import functools
+import ipaddress
+from collections import Counter
+from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Sequence
+from contextlib import asynccontextmanager, contextmanager
+from dataclasses import dataclass, field, replace
 
 from tpengine.async_engine.admission import QueueLimits
 from tpengine.engine.tokenizer import Tokenizer
@@ -28,13 +32,19 @@ MAX_ERROR_TEXT = 400
 MAX_ROLE_BYTES = 64
 _SLACK = 4
 _RETRY_AFTER_S = 1.0
+_MAX_CALLS = 4096
+_NUM_DOORS = 2
+_OWN_FILES = 256
+"""Files and connections that the server needs besides those of its clients."""
+_LEAST_CONNECTIONS = 16
 _FRAME_TOKENS = 16
 _MAX_TIMEOUT_DIGITS = 12
 
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """Bounds of a request; GetServerInfo reports them under the same names.
+    """Bounds of a request and of what a client may hold; GetServerInfo reports them under the same
+    names.
 
     Attributes:
         max_message_bytes: of a request, after decompression.
@@ -52,10 +62,18 @@ class Limits:
         max_chat_messages: of a conversation.
         max_calls: open calls, without those of health and those that may wait in the queue.
         max_connection_calls: the same, of one connection.
-        max_health_calls: open calls of health, which need no token.
-        max_connections: open connections over HTTP.
-        max_host_connections: the same, of one client address.
+        max_client_requests: open calls of one client, see `Client.account`. Over gRPC a call counts
+            until its client has taken the whole answer.
+        max_host_health_calls: calls of health, which need no token, that one address may have
+            waiting for their message, and such that watch.
+        max_connections: open connections of each door.
+        max_host_connections: the same, of one client address; over HTTP alone.
         message_s: longest time in seconds until the message of a call arrives.
+        health_message_s: the same, of a call of health.
+        write_s: longest time in seconds in which a client takes no message of its stream.
+        head_s: longest time in seconds until the handshake of a connection is complete, or the head
+            of a request over HTTP.
+        idle_s: longest time in seconds without a call on a connection over HTTP.
         queue: bounds of the waiting requests.
     """
 
@@ -69,13 +87,36 @@ class Limits:
     max_word_ids: int = 1 << 16
     max_logprob_entries: int = 1 << 16
     max_chat_messages: int = 4096
-    max_calls: int = 4096
+    max_calls: int = _MAX_CALLS
     max_connection_calls: int = 1024
-    max_health_calls: int = 512
+    max_client_requests: int = _MAX_CALLS
+    max_host_health_calls: int = 64
     max_connections: int = 8192
     max_host_connections: int = 4096
     message_s: float = 20.0
+    health_message_s: float = 1.0
+    write_s: float = 60.0
+    head_s: float = 10.0
+    idle_s: float = 60.0
     queue: QueueLimits = field(default_factory=QueueLimits)
+
+    @property
+    def places(self) -> int:
+        """Calls that may be open at all doors together."""
+        return self.max_calls + self.queue.max_requests
+
+    def within_files(self, max_files: int) -> Limits:
+        """The same with no more connections than leave files for the server itself.
+
+        Args:
+            max_files: files and connections that this process may open.
+        """
+        most = max(_LEAST_CONNECTIONS, (max_files - _OWN_FILES) // _NUM_DOORS)
+        return replace(
+            self,
+            max_connections=min(self.max_connections, most),
+            max_host_connections=min(self.max_host_connections, 3 * most // 4),
+        )
 
     def max_entries(self) -> dict[str, int]:
         """Most entries of each list of the sampling parameters."""
@@ -90,33 +131,114 @@ class Limits:
 
 
 class OpenCalls:
-    """Counts the open calls of all doors, those of health apart."""
+    """Counts the open calls of all doors, in total and by client. Those of health do not count."""
 
     def __init__(self, limits: Limits) -> None:
-        self._max = {
-            False: limits.max_calls + limits.queue.max_requests,
-            True: limits.max_health_calls,
-        }
-        self._num = {False: 0, True: 0}
+        self._limits = limits
+        self._num = 0
+        self._of_client: Counter[str] = Counter()
+
+    @property
+    def why_full(self) -> str | None:
+        """Why no more calls are taken, for the operator; None: there is a place."""
+        if self._num < self._limits.places:
+            return None
+        most = max(self._of_client.values(), default=0)
+        return (
+            f"all {self._limits.places} places for calls are taken, by "
+            f"{len(self._of_client)} clients; one of them has {most}"
+        )
 
     @contextmanager
-    def counted(self, *, is_health: bool) -> Iterator[None]:
+    def counted(
+        self, client: str, when_over: Callable[[Callable[[object], None]], object] | None = None
+    ) -> Iterator[None]:
         """Counts a call while it is open.
+
+        Args:
+            client: see `Client.account`.
+            when_over: takes a function that is to be called when the client has taken the whole
+                answer. Until then the call counts for the client. None: it counts while it is open.
 
         Raises:
             QueueFullError: too many calls are open.
         """
-        if self._num[is_health] >= self._max[is_health]:
+        of_client, most = self._of_client[client], self._limits.max_client_requests
+        if of_client >= most:
             raise QueueFullError(
-                f"{self._num[is_health]} calls are open at this server, and no more may be; "
-                "try again later",
+                f"{of_client} calls of yours are open or unread, and one client may have {most} "
+                "(--max-client-requests); read or end some, and try again",
                 retry_after_s=_RETRY_AFTER_S,
             )
-        self._num[is_health] += 1
+        if self._num >= self._limits.places:
+            raise QueueFullError(
+                f"{self._num} calls are open at this server, and no more may be; try again later",
+                retry_after_s=_RETRY_AFTER_S,
+            )
+        self._num += 1
+        self._of_client[client] += 1
+        if when_over is not None:
+            when_over(lambda _: self._forget(client))
         try:
             yield
         finally:
-            self._num[is_health] -= 1
+            self._num -= 1
+            if when_over is None:
+                self._forget(client)
+
+    def _forget(self, client: str) -> None:
+        self._of_client[client] -= 1
+        if not self._of_client[client]:
+            del self._of_client[client]
+
+
+class UntrustedCalls:
+    """Bounds calls that need no token while they wait for their message.
+
+    One too many ends the oldest of its address. A client that asks for health sends its message
+    with the call and gets its answer, even beside thousands of calls without a message.
+    """
+
+    def __init__(self, limits: Limits) -> None:
+        self._limits = limits
+        self._of_host: dict[str, dict[asyncio.Timeout, None]] = {}
+
+    @asynccontextmanager
+    async def message_of(self, host: str) -> AsyncIterator[None]:
+        """The context in which a message is awaited.
+
+        Raises:
+            TimeoutError: it did not come in time.
+        """
+        waiting = self._of_host.setdefault(host, {})
+        if len(waiting) >= self._limits.max_host_health_calls:
+            oldest = next(iter(waiting))
+            del waiting[oldest]
+            if not oldest.expired():
+                oldest.reschedule(asyncio.get_running_loop().time())
+        async with asyncio.timeout(self._limits.health_message_s) as scope:
+            waiting[scope] = None
+            try:
+                yield
+            finally:
+                waiting.pop(scope, None)
+                if not waiting:
+                    del self._of_host[host]
+
+
+@functools.lru_cache(4096)
+def address_key(host: str) -> str:
+    """An address as bounds per address count it: of IPv6 the first half, since every client has all
+    addresses of one."""
+    try:
+        address = ipaddress.ip_address(host.partition("%")[0])
+    except ValueError:  # a socket in the file system
+        return host
+    if isinstance(address, ipaddress.IPv6Address):
+        if address.ipv4_mapped is not None:
+            return str(address.ipv4_mapped)
+        return str(ipaddress.ip_network((address, 64), strict=False))
+    return host
 
 
 def default_message_bytes(max_model_len: int) -> int:

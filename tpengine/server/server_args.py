@@ -25,6 +25,8 @@ MAX_MESSAGE_MIB = 1024
 MAX_QUEUED = (1 << 63) - 1
 """The largest value of the protocol's int64 fields."""
 _QUEUE = QueueLimits()
+_PLACES_OF_OTHERS = 1024
+"""Places for calls that by default no single client can take."""
 _HTTP_PACKAGES = ("fastapi", "uvicorn", "httptools")
 
 
@@ -76,6 +78,11 @@ class ServerArgs(Options):
     isolate: bool = option(False)
     """Run the only rank in a process of its own, so that a crash in it loses no request; each step
     takes longer. No effect with several ranks, or if --executor says where ranks run."""
+    max_client_requests: int | None = option(None, at_least=1, at_most=MAX_QUEUED)
+    """Most open calls of one client (its token or certificate, else its address); default: all
+    places but 1024, so that one gateway can fill the engine and the queue, and others get in."""
+    write_timeout: float = option(60.0, more_than=0, unit=" seconds")
+    """Seconds after which a stream ends whose client takes nothing of it."""
     drain_timeout: float = option(30.0, at_least=0, unit=" seconds")
     """Seconds that running requests get to finish after SIGTERM, SIGINT or Drain."""
     startup_timeout: float = option(1800.0, at_least=0, unit=" seconds")
@@ -198,11 +205,15 @@ class ServerArgs(Options):
         Raises:
             ConfigError: a limit of the queue is below 1.
         """
+        queue = QueueLimits(self.max_queued_requests, self.max_queued_tokens)
+        places = Limits(queue=queue).places
         return Limits(
+            max_client_requests=self.max_client_requests or places - _PLACES_OF_OTHERS,
+            write_s=self.write_timeout,
             max_message_bytes=DEFAULT_MESSAGE_BYTES
             if self.max_message_mib is None
             else int(self.max_message_mib * (1 << 20)),
-            queue=QueueLimits(self.max_queued_requests, self.max_queued_tokens),
+            queue=queue,
         )
 
     def authenticator(self) -> Authenticator:

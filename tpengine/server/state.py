@@ -25,7 +25,7 @@ from tpengine.errors import (
     RequestIgnoredError,
 )
 from tpengine.inputs import LoRARequest
-from tpengine.server.limits import max_text_bytes
+from tpengine.server.limits import Limits, OpenCalls, max_text_bytes
 
 METRICS_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 """Content type of `ServerState.metrics_text`."""
@@ -44,6 +44,7 @@ class ServerState:
     """The phase of one server, and access to its engine.
 
     Attributes:
+        calls: the open calls of all doors.
         names: under which the model is served.
         adapters: by the name under which each is served.
         adapter_folder: whose subfolders `load_adapter` may load; None: nothing is loaded later.
@@ -65,7 +66,9 @@ class ServerState:
         drain_timeout_s: float,
         adapters: Iterable[LoRARequest] = (),
         adapter_folder: str | None = None,
+        limits: Limits | None = None,
     ) -> None:
+        self.calls = OpenCalls(limits or Limits())
         self.names = names
         self.adapters = {one.lora_name: one for one in adapters}
         self.adapter_folder = adapter_folder
@@ -104,6 +107,13 @@ class ServerState:
         self.engine = engine
         if self.state is State.LOADING:
             self.state = State.RUNNING
+
+    def why_not_ready(self) -> str | None:
+        """Why a request that comes now is refused, or waits without progress; None: neither."""
+        if self.engine is None or self.state is not State.RUNNING:
+            return self.state.value
+        health = self.engine.health()
+        return self.calls.why_full if health.ready else health.reason or health.state
 
     def metrics_text(self) -> bytes:
         """The figures for Prometheus; empty while the model loads."""

@@ -10,11 +10,12 @@ shared, measured on 2026-11-22).
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Callable, Coroutine, Iterable, Mapping
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterable, Mapping
 from contextlib import closing
 from typing import Any, Generic, Protocol, TypeVar
 
 from tpengine.async_engine.mailbox import Mailbox
+from tpengine.errors import UnreadError
 from tpengine.outputs import Logprob, RequestOutput
 
 Message = TypeVar("Message")
@@ -55,8 +56,29 @@ class CandidateTurns:
                 await asyncio.sleep(0)
 
 
+async def write_within(write_s: float, writing: Awaitable[None]) -> None:
+    """Awaits a write for so many seconds.
+
+    Raises:
+        UnreadError: it has not ended by then.
+    """
+    try:
+        async with asyncio.timeout(write_s):
+            await writing
+    except TimeoutError:
+        raise _unread(write_s) from None
+
+
+def _unread(write_s: float) -> UnreadError:
+    return UnreadError(
+        f"the client took nothing of its stream for {write_s:g} s (--write-timeout), and the "
+        "request was ended; read faster, or ask for less",
+        "decode",
+    )
+
+
 async def send_stream(
-    mailbox: Mailbox, writer: StreamWriter[Message], write: Write[Message]
+    mailbox: Mailbox, writer: StreamWriter[Message], write: Write[Message], write_s: float
 ) -> None:
     """Sends the outputs of a request as they arrive, each in a message. Outputs that arrive while a
     message is being sent, because the client reads slowly, share the next one.
@@ -65,15 +87,17 @@ async def send_stream(
         writer: makes the messages.
         write: sends a message, which it serializes at once, and returns when there is room for
             another.
+        write_s: longest time that a write may take.
 
     Raises:
+        UnreadError: a write has taken longer; the client does not read.
         Exception: the mailbox's error, or an error of `write`.
     """
     finished = False
     while not finished:
-        with closing(_TokenSender(mailbox, writer, write)) as sender:
+        with closing(_TokenSender(mailbox, writer, write, write_s)) as sender:
             output = await sender.send_tokens()
-        await write(await writer.write(output))
+        await write_within(write_s, write(await writer.write(output)))
         finished = output.finished
 
 
@@ -86,15 +110,21 @@ class _TokenSender(Generic[Message]):
     the head of this file.
 
     A write has usually ended when the next output arrives. If it has not, the future that it awaits
-    tells when it has.
+    tells when it has, and only now its time is bounded: a timer per token would cost all streams.
     """
 
     def __init__(
-        self, mailbox: Mailbox, writer: StreamWriter[Message], write: Write[Message]
+        self,
+        mailbox: Mailbox,
+        writer: StreamWriter[Message],
+        write: Write[Message],
+        write_s: float,
     ) -> None:
         self._mailbox = mailbox
         self._writer = writer
         self._write = write
+        self._write_s = write_s
+        self._timer: asyncio.TimerHandle | None = None
         self._writing: Coroutine[Any, Any, None] | None = None
         self._written: asyncio.Future[Any] | None = None
         self._end: asyncio.Future[RequestOutput | BaseException]
@@ -112,6 +142,7 @@ class _TokenSender(Generic[Message]):
     def close(self) -> None:
         """Stops listening to the mailbox, and gives up a write that has not ended."""
         self._mailbox.listener = None
+        self._stop_timer()
         self._end.cancel()
         if self._written is not None:  # gRPC fails it when the call is gone; mark that as seen
             self._written.add_done_callback(lambda one: one.cancelled() or one.exception())
@@ -121,9 +152,19 @@ class _TokenSender(Generic[Message]):
     def _listen(self, _written: object = None) -> None:
         """Listens to the mailbox, and sends what is in it. Also the callback of `_written`, which
         passes that future; it is not needed here."""
+        self._stop_timer()
         if not self._end.done():
             self._mailbox.listener = self._on_output
             self._on_output()
+
+    def _stop_timer(self) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+
+    def _give_up(self) -> None:
+        if not self._end.done():
+            self._end.set_result(_unread(self._write_s))
 
     def _on_output(self) -> None:
         end: RequestOutput | BaseException | None
@@ -143,6 +184,8 @@ class _TokenSender(Generic[Message]):
             if self._written is not None and not self._written.done():
                 self._mailbox.listener = None
                 self._written.add_done_callback(self._listen)
+                loop = asyncio.get_running_loop()
+                self._timer = loop.call_later(self._write_s, self._give_up)
                 return None
             self._advance()
         output = self._mailbox.take_now()

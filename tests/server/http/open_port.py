@@ -13,7 +13,7 @@ from typing import Any
 
 from tpengine.server.auth import Authenticator, TlsFiles
 from tpengine.server.http.http_server import HttpServer
-from tpengine.server.limits import Limits, OpenCalls
+from tpengine.server.limits import Limits
 from tpengine.server.state import ServerState
 
 WAIT_S = 20.0
@@ -23,7 +23,7 @@ class OpenPort:
     """A server that never leaves loading, on a loop of its own.
 
     Attributes:
-        calls: the count of its open calls.
+        state: of the server; has the count of its open calls.
     """
 
     def __init__(
@@ -40,11 +40,10 @@ class OpenPort:
         self._thread.start()
         self._host = host
         bounds = limits or Limits()
-        self.calls = OpenCalls(bounds)
+        self.state = ServerState(["none"], 1.0, limits=bounds)
 
         async def start() -> tuple[HttpServer, int]:
-            state = ServerState(["none"], 1.0)
-            server = HttpServer(state, authenticator or Authenticator(), bounds, self.calls, cors)
+            server = HttpServer(self.state, authenticator or Authenticator(), bounds, cors)
             if app is not None:
                 server._config.loaded_app = app
             return server, await server.start(host, 0, tls)

@@ -27,7 +27,7 @@ from tpengine.async_engine.admission import QueueLimits
 from tpengine.errors import ConfigError
 from tpengine.server.auth import Authenticator, TlsFiles
 from tpengine.server.http import http_server, protocol
-from tpengine.server.limits import Limits, OpenCalls
+from tpengine.server.limits import Limits
 from tpengine.server.server_args import ServerArgs
 from tpengine.server.state import ServerState
 
@@ -147,10 +147,10 @@ def test_pipelined_requests_are_bounded(port: OpenPort) -> None:
 @pytest.mark.parametrize(
     ("bound", "begun", "status"),
     [
-        ("HEAD_S", b"", None),
-        ("HEAD_S", b"\r\n\r\n", 408),
-        ("HEAD_S", b"GET / HTTP/1.1\r\nho", 408),
-        ("KEEP_ALIVE_S", HEALTH, 200),
+        ("head_s", b"", None),
+        ("head_s", b"\r\n\r\n", 408),
+        ("head_s", b"GET / HTTP/1.1\r\nho", 408),
+        ("idle_s", HEALTH, 200),
         ("DISCARD_S", announced(5000) + b"x", 413),
         ("message_s", announced(50) + b"{", 408),
     ],
@@ -159,10 +159,13 @@ def test_slow_clients(
     bound: str, begun: bytes, status: int | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """They are told what they may be told, and lose their connection."""
-    limits = Limits(max_message_bytes=SMALL, message_s=0.1 if bound == "message_s" else 20.0)
-    for name in ("HEAD_S", "KEEP_ALIVE_S", "DISCARD_S"):
-        monkeypatch.setattr(protocol, name, 0.1 if bound in (name, "message_s") else 60.0)
-    monkeypatch.setattr(http_server, "KEEP_ALIVE_S", 0.1 if bound == "KEEP_ALIVE_S" else 60.0)
+    bounds = {
+        name: 0.1 if bound in (name, "message_s") else 60.0
+        for name in ("head_s", "idle_s", "message_s")
+    }
+    limits = Limits(max_message_bytes=SMALL, **bounds)
+    discard_s = 0.1 if bound in ("DISCARD_S", "message_s") else 60.0
+    monkeypatch.setattr(protocol, "DISCARD_S", discard_s)
     with open_port(limits=limits) as port, port.connect() as one:
         one.sendall(begun)
         stream = one.makefile("rb")
@@ -175,7 +178,7 @@ def test_slow_clients(
 
 
 def test_connections_and_calls_are_bounded() -> None:
-    limits = Limits(max_connections=5, max_host_connections=3, max_health_calls=0)
+    limits = Limits(max_connections=5, max_host_connections=3)
     with open_port(limits=limits) as port:
         held = [port.connect() for _ in range(3)]
         wait_until(lambda: port.held()[0] == 3, WAIT_S)
@@ -183,8 +186,6 @@ def test_connections_and_calls_are_bounded() -> None:
         assert (answer.status, answer.headers["retry-after"]) == (429, "5")
         held.pop().close()
         wait_until(lambda: port.held()[0] == 2, WAIT_S)
-        answer = port.send(HEALTH)
-        assert (answer.status, answer.error["code"]) == (429, "rate_limit_exceeded")
         assert port.send(request("/v1/models")).status == 503
         for one in held:
             one.close()
@@ -194,8 +195,8 @@ def test_calls_of_all_doors_are_counted_together() -> None:
     limits = Limits(max_calls=1, queue=QueueLimits(max_requests=1))
     with (
         open_port(limits=limits) as port,
-        port.calls.counted(is_health=False),
-        port.calls.counted(is_health=False),
+        port.state.calls.counted("one"),
+        port.state.calls.counted("two"),
     ):
         assert port.send(request("/v1/models")).status == 429
         assert port.send(HEALTH).status == 200
@@ -247,15 +248,12 @@ def authority(tmp_path_factory: pytest.TempPathFactory) -> Authority:
 @pytest.mark.parametrize("is_encrypted", [False, True])
 @pytest.mark.parametrize("leaves", [False, True])
 def test_the_task_of_a_client_that_leaves_or_does_not_read_ends(
-    is_encrypted: bool, leaves: bool, authority: Authority, monkeypatch: pytest.MonkeyPatch
+    is_encrypted: bool, leaves: bool, authority: Authority
 ) -> None:
-    level, name = socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT
-    options = [*http_server._SOCKET_OPTIONS[:-1], (level, name, 60_000 if leaves else 300)]
-    assert http_server._SOCKET_OPTIONS[-1][:2] == (level, name)
-    monkeypatch.setattr(http_server, "_SOCKET_OPTIONS", options)
+    limits = Limits(write_s=60.0 if leaves else 0.3)
     files = authority.sign("server", authority.folder / "server") if is_encrypted else None
     context = ssl.create_default_context(cafile=authority.certificate) if is_encrypted else None
-    with open_port(app=endless, tls=files) as port:
+    with open_port(app=endless, tls=files, limits=limits) as port:
         one = port.connect(context, buffer=4096)
         one.sendall(HEALTH)
         stream = one.makefile("rb")
@@ -366,8 +364,7 @@ def test_a_name_may_have_addresses_that_this_machine_lacks(
 
 async def _start_at(number: int) -> None:
     limits = Limits()
-    state = ServerState(["none"], 1.0)
-    server = http_server.HttpServer(state, Authenticator(), limits, OpenCalls(limits))
+    server = http_server.HttpServer(ServerState(["none"], 1.0), Authenticator(), limits)
     await server.start("127.0.0.1", number, None)
 
 

@@ -3,15 +3,23 @@
 from __future__ import annotations
 
 import asyncio
+import functools
 import inspect
 import re
 import time
 import uuid
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
-from contextlib import aclosing, asynccontextmanager
+from contextlib import (
+    AbstractAsyncContextManager,
+    AbstractContextManager,
+    aclosing,
+    asynccontextmanager,
+    nullcontext,
+)
 from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import Any, NoReturn
+from urllib.parse import unquote
 
 import grpc
 from google.protobuf.duration_pb2 import Duration
@@ -24,9 +32,16 @@ from tpengine.server.auth import ANONYMOUS, Authenticator, Client, name_of
 from tpengine.server.grpc.proto import STATUS_DETAILS_KEY, TIMEOUT_KEY
 from tpengine.server.grpc.proto import tpengine_pb2 as pb
 from tpengine.server.grpc.wire import check_fields
-from tpengine.server.limits import MAX_REQUEST_ID, Limits, OpenCalls, read_timeout
+from tpengine.server.limits import (
+    MAX_REQUEST_ID,
+    Limits,
+    UntrustedCalls,
+    address_key,
+    read_timeout,
+)
 from tpengine.server.refusals import field_in, log_internal_error, row_of, text_for_client
 from tpengine.server.state import ServerState
+from tpengine.server.stream_sender import write_within
 
 _HEALTH = "/grpc.health.v1.Health/"
 
@@ -81,19 +96,16 @@ class Guard(grpc.aio.ServerInterceptor):  # type: ignore[misc]
 
     Args:
         authenticator: identifies the client.
-        state: has the largest message that the model's length leaves room for.
+        state: has the largest message that the model's length leaves room for, and the open calls.
         limits: how long a call may wait for its message, and what this may hold.
-        calls: counts the open calls of all doors.
     """
 
-    def __init__(
-        self, authenticator: Authenticator, state: ServerState, limits: Limits, calls: OpenCalls
-    ) -> None:
+    def __init__(self, authenticator: Authenticator, state: ServerState, limits: Limits) -> None:
         self._authenticator = authenticator
         self._state = state
         self._limits = limits
         self._message_s = limits.message_s
-        self._calls = calls
+        self._untrusted = UntrustedCalls(limits)
         self._wrapped: dict[str, Any] = {}
 
     async def intercept_service(
@@ -113,13 +125,13 @@ class Guard(grpc.aio.ServerInterceptor):  # type: ignore[misc]
 
         async def unary(_: Any, context: Any) -> Any:
             async with self._enter(context, is_health) as call:
-                call.message = self._read(handler, await self._receive(context))
+                call.message = self._read(handler, await self._receive(context, is_health))
                 return await handler.unary_unary(call.message, context)
 
         async def stream(incoming: Any, context: Any) -> None:
             async with self._enter(context, is_health) as call:
                 if handler.unary_stream is not None:
-                    call.message = self._read(handler, await self._receive(context))
+                    call.message = self._read(handler, await self._receive(context, is_health))
                     answers = handler.unary_stream(call.message, context)
                 else:
                     answers = handler.stream_stream(self._receive_all(incoming, handler), context)
@@ -128,7 +140,7 @@ class Guard(grpc.aio.ServerInterceptor):  # type: ignore[misc]
                     return
                 async with aclosing(answers):
                     async for answer in answers:
-                        await context.write(answer)
+                        await write_within(self._limits.write_s, context.write(answer))
 
         write = handler.response_serializer
         if handler.unary_unary is not None:
@@ -137,12 +149,15 @@ class Guard(grpc.aio.ServerInterceptor):  # type: ignore[misc]
 
     @asynccontextmanager
     async def _enter(self, context: Any, is_health: bool) -> AsyncIterator[Call]:
-        """Authenticates and counts a call while it is served; an error ends it with its status."""
+        """Authenticates and counts a call while it is served; an error ends it with its status. A
+        call of health needs no token and no place: no other client can take it."""
         call = Call(f"req-{uuid.uuid4().hex}")
+        place: AbstractContextManager[None] = nullcontext()
         try:
             if not is_health:
                 call.client = identify_call(self._authenticator, context)
-            with self._calls.counted(is_health=is_health):
+                place = self._state.calls.counted(call.client.account, context.add_done_callback)
+            with place:
                 call.deadline = _deadline(context)
                 CALL.set(call)
                 yield call
@@ -169,18 +184,26 @@ class Guard(grpc.aio.ServerInterceptor):  # type: ignore[misc]
                 ) from None
             yield self._read(handler, data)
 
-    async def _receive(self, context: Any) -> bytes:
+    async def _receive(self, context: Any, is_health: bool) -> bytes:
         """The only message of a call.
 
         Raises:
             MalformedRequestError: none arrived.
         """
+        limits = self._limits
+        in_time: AbstractAsyncContextManager[object] = asyncio.timeout(limits.message_s)
+        why = f"no request message came within {limits.message_s:g} s"
+        if is_health:
+            in_time = self._untrusted.message_of(address_of(context))
+            why = (
+                f"no request message came within {limits.health_message_s:g} s, or before "
+                f"{limits.max_host_health_calls} later calls from your address"
+            )
         try:
-            data = await asyncio.wait_for(context.read(), self._message_s)
+            async with in_time:
+                data = await context.read()
         except TimeoutError:
-            raise errors.MalformedRequestError(
-                f"no request message came within {self._message_s:g} s; send it with the call"
-            ) from None
+            raise errors.MalformedRequestError(f"{why}; send it with the call") from None
         if data is grpc.aio.EOF:
             raise errors.MalformedRequestError(
                 "the call ended without its request message; send one"
@@ -214,6 +237,17 @@ class Guard(grpc.aio.ServerInterceptor):  # type: ignore[misc]
             ) from None
 
 
+def address_of(context: Any) -> str:
+    """The `address_key` of the client that makes a call."""
+    return _address_in(context.peer().rpartition(":")[0])
+
+
+@functools.lru_cache(4096)
+def _address_in(peer: str) -> str:
+    """The address in gRPC's form of it, `ipv4:10.0.0.1` or `ipv6:%5B::1%5D`."""
+    return address_key(unquote(peer).partition(":")[2].strip("[]"))
+
+
 def identify_call(authenticator: Authenticator, context: Any) -> Client:
     """The client that makes a call.
 
@@ -222,8 +256,8 @@ def identify_call(authenticator: Authenticator, context: Any) -> Client:
     """
     metadata = context.invocation_metadata() or ()
     headers = [str(value) for name, value in metadata if name == "authorization"]
-    address = context.peer().rpartition(":")[0]
-    return authenticator.identify(headers, _certificate_name(context.auth_context()), address)
+    certificate = _certificate_name(context.auth_context())
+    return authenticator.identify(headers, certificate, address_of(context))
 
 
 def _certificate_name(peer: Mapping[str, Sequence[bytes]]) -> str | None:

@@ -22,16 +22,17 @@ from smg_grpc_proto.generated.vllm_engine_pb2_grpc import add_VllmEngineServicer
 
 from tpengine.errors import ConfigError, ModelNotFoundError, QueueFullError
 from tpengine.server.auth import Authenticator, CertificateReloader, TlsContents, TlsFiles
-from tpengine.server.grpc.guard import Guard
+from tpengine.server.grpc.guard import Guard, address_of
 from tpengine.server.grpc.proto import LIVENESS, READINESS, SERVICE, tpengine_pb2_grpc
 from tpengine.server.grpc.service import GenerationServicer
 from tpengine.server.grpc.vllm import VLLM_SERVICE, VllmServicer
-from tpengine.server.limits import Limits, OpenCalls
+from tpengine.server.limits import Limits
 from tpengine.server.state import ServerState
 
-MAX_WATCHERS = 256
-MAX_WATCHERS_OF_HOST = 64
 _POLL_S = 10.0
+_IDLE_S = 300.0
+"""Longest time without a call on a connection. A client with gRPC's C-core that is idle for longer
+prints a line about it; ours closes its connection before."""
 _HEALTH = "grpc.health.v1.Health"
 _MAX_WAKE_UPS = 4096
 _MAX_OPTION = (1 << 31) - 1
@@ -48,14 +49,11 @@ class GrpcServer:
         state: of the server; has the engine once it is loaded.
         authenticator: identifies clients.
         limits: bounds of requests.
-        calls: counts the open calls of all doors.
     """
 
-    def __init__(
-        self, state: ServerState, authenticator: Authenticator, limits: Limits, calls: OpenCalls
-    ) -> None:
-        self._health = HealthServicer()
-        guard = Guard(authenticator, state, limits, calls)
+    def __init__(self, state: ServerState, authenticator: Authenticator, limits: Limits) -> None:
+        self._health = HealthServicer(limits.max_host_health_calls)
+        guard = Guard(authenticator, state, limits)
         self._server = grpc.aio.server(interceptors=[guard], options=_options(limits))
         servicer = GenerationServicer(state, limits)
         tpengine_pb2_grpc.add_GenerationServiceServicer_to_server(servicer, self._server)  # type: ignore[no-untyped-call]
@@ -127,6 +125,9 @@ def read_batch(wake_ups: socket.socket, callback: Callable[..., Any], *args: Any
 
 
 def _options(limits: Limits) -> list[tuple[str, int]]:
+    def in_ms(seconds: float) -> int:
+        return min(int(1000 * seconds), _MAX_OPTION)
+
     max_streams = limits.max_connection_calls + limits.queue.max_requests
     return [
         # Two servers on one port would share it silently, each with half of the clients.
@@ -137,6 +138,11 @@ def _options(limits: Limits) -> list[tuple[str, int]]:
         # Above the second size every call is refused; between the two only some would be.
         ("grpc.max_metadata_size", limits.max_metadata_bytes),
         ("grpc.absolute_max_metadata_size", limits.max_metadata_bytes),
+        # Silent clients would else hold descriptors, which are few. C-core counts connections in
+        # total alone, not per address. Streams last as long as their clients like: no age limit.
+        ("grpc.max_allowed_incoming_connections", min(limits.max_connections, _MAX_OPTION)),
+        ("grpc.server_handshake_timeout_ms", in_ms(limits.head_s)),
+        ("grpc.max_connection_idle_ms", in_ms(_IDLE_S)),
         # A client whose machine has died sends no end of its connection.
         ("grpc.keepalive_time_ms", 15_000),
         ("grpc.keepalive_timeout_ms", 5_000),
@@ -176,9 +182,13 @@ class HealthServicer(health_pb2_grpc.HealthServicer):  # type: ignore[misc]
 
     The servicer of grpc_health is not used: it holds a lock while it writes to a watcher, and keeps
     an entry for every name that a client asks for.
+
+    Args:
+        max_host_watchers: calls of Watch that one address may have open.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, max_host_watchers: int) -> None:
+        self._max_host_watchers = max_host_watchers
         self._status = dict.fromkeys(_NAMES_OF_READINESS, _Status.NOT_SERVING)
         self._status[LIVENESS] = _Status.SERVING
         self._changed = asyncio.Event()
@@ -220,12 +230,11 @@ class HealthServicer(health_pb2_grpc.HealthServicer):  # type: ignore[misc]
 
     async def Watch(self, request: Any, context: Any) -> AsyncIterator[Any]:  # noqa: N802
         """Answers at once and at every change; SERVICE_UNKNOWN for an unknown name."""
-        # Without the port, which differs between connections of one host.
-        host = context.peer().rpartition(":")[0] or context.peer()
-        if self._watchers.total() >= MAX_WATCHERS or self._watchers[host] >= MAX_WATCHERS_OF_HOST:
+        host = address_of(context)
+        if self._watchers[host] >= self._max_host_watchers:
             raise QueueFullError(
-                f"{self._watchers.total()} calls watch this server's health already, of them "
-                f"{self._watchers[host]} from your machine; use Check",
+                f"{self._watchers[host]} calls from your address watch this server's health "
+                f"already, and {self._max_host_watchers} may; use Check",
                 retry_after_s=_POLL_S,
             )
         self._watchers[host] += 1

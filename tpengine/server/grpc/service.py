@@ -95,7 +95,7 @@ class GenerationServicer(tpengine_pb2_grpc.GenerationServiceServicer):
     async def GenerateStream(self, request: Any, context: Any) -> None:  # noqa: N802
         """Completes one prompt; each message has what is new."""
         async with self._open(request, context, _DELTA) as mailbox:
-            await send_stream(mailbox, ResponseWriter(), context.write)
+            await send_stream(mailbox, ResponseWriter(), context.write, self._limits.write_s)
 
     @asynccontextmanager
     async def _open(
@@ -172,7 +172,9 @@ class GenerationServicer(tpengine_pb2_grpc.GenerationServiceServicer):
             message.state = pb.SERVER_STATE_DRAINING
         if state.engine is None:
             return message
-        message.limits.max_logprobs = state.engine.llm_engine.get_model_config().max_logprobs
+        model = state.engine.llm_engine.get_model_config()
+        message.limits.max_logprobs = model.max_logprobs
+        message.limits.max_model_len = model.max_model_len
         stats = state.engine.stats()
         if state.state is State.RUNNING:
             message.state = _STATES[stats.state]
@@ -275,6 +277,7 @@ def _write_limits(limits: Limits, state: ServerState) -> pb.ServerLimits:
     own = dataclasses.asdict(limits)
     own["max_message_bytes"] = min(limits.max_message_bytes, state.max_message_bytes)
     return pb.ServerLimits(
+        max_open_calls=limits.places,
         max_queued_requests=limits.queue.max_requests,
         max_queued_tokens=limits.queue.max_tokens,
         **{name: own[name] for name in pb.ServerLimits.DESCRIPTOR.fields_by_name if name in own},

@@ -23,7 +23,7 @@ from tpengine.errors import InvalidPromptError, NotOfferedError, RequestAbortedE
 from tpengine.server.grpc.service import abort_requests, open_request
 from tpengine.server.grpc.vllm_convert import VllmWriter, read_request
 from tpengine.server.limits import Limits
-from tpengine.server.state import ServerState, State
+from tpengine.server.state import ServerState
 from tpengine.server.stream_sender import send_stream
 
 VLLM_SERVICE = pb.DESCRIPTOR.services_by_name["VllmEngine"].full_name
@@ -70,7 +70,7 @@ class VllmServicer(vllm_engine_pb2_grpc.VllmEngineServicer):  # type: ignore[mis
         asked = read_request(request, self._limits, max_model_len)
         try:
             async with open_request(state, context, asked, request.request_id or None) as mailbox:
-                await send_stream(mailbox, writer, send)
+                await send_stream(mailbox, writer, send, self._limits.write_s)
         except RequestAbortedError as error:
             await send(await writer.write_abort(error.output))
 
@@ -84,11 +84,9 @@ class VllmServicer(vllm_engine_pb2_grpc.VllmEngineServicer):  # type: ignore[mis
 
     async def HealthCheck(self, request: Any, context: Any) -> Any:  # noqa: N802
         """Whether new requests are taken and make progress: readiness."""
-        state = self._state
-        if state.engine is None or state.state is not State.RUNNING:
-            return pb.HealthCheckResponse(healthy=False, message=state.state.value)
-        health = state.engine.health()
-        return pb.HealthCheckResponse(healthy=health.ready, message=health.reason or health.state)
+        why = self._state.why_not_ready()
+        message = self._state.state.value if why is None else why
+        return pb.HealthCheckResponse(healthy=why is None, message=message)
 
     async def GetModelInfo(self, request: Any, context: Any) -> Any:  # noqa: N802
         """The model, its tokenizer, and the defaults of sampling parameters."""

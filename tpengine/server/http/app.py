@@ -19,7 +19,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 import tpengine
 from tpengine.engine.requests import check_token_ids
-from tpengine.errors import did_you_mean
+from tpengine.errors import UnreadError, did_you_mean
 from tpengine.server.auth import Authenticator
 from tpengine.server.grpc.proto import REQUEST_ID_KEY
 from tpengine.server.http.calls import read_call
@@ -28,7 +28,7 @@ from tpengine.server.http.openai_routes import PATHS, router
 from tpengine.server.http.read import BodyReader, naming_field
 from tpengine.server.http.refusals import HttpError, refusal
 from tpengine.server.limits import Limits, OpenCalls, check_num_ids, check_request_id
-from tpengine.server.state import METRICS_TYPE, ServerState, State
+from tpengine.server.state import METRICS_TYPE, ServerState
 
 OPEN_PATHS = frozenset({"/health", "/ready", "/version"})
 """They need no token, and answer while the model loads."""
@@ -39,7 +39,6 @@ def make_app(
     state: ServerState,
     authenticator: Authenticator,
     limits: Limits,
-    calls: OpenCalls,
     cors_origins: Sequence[str] = (),
 ) -> FastAPI:
     """The application; the arguments are those of `HttpServer`."""
@@ -51,7 +50,7 @@ def make_app(
     if state.adapter_folder is not None:
         _add_adapter_routes(app, state)
     app.include_router(router(state, limits))
-    app.add_middleware(_Entrance, authenticator=authenticator, calls=calls)
+    app.add_middleware(_Entrance, authenticator=authenticator, calls=state.calls)
     if cors_origins:  # outermost: a browser's question has no token, and a page reads refusals too
         app.add_middleware(
             CORSMiddleware,
@@ -93,17 +92,19 @@ class _Entrance:
             if given is not None:
                 check_request_id(given)
                 state["request_id"] = given
-            is_open = scope["path"] in OPEN_PATHS
-            if not is_open:
-                tokens = headers.getlist("authorization")
-                address = (scope["client"] or ("",))[0]
-                state["client"] = self._authenticator.identify(
-                    tokens, state["certificate"], address
-                )
-            with self._calls.counted(is_health=is_open):
+            if scope["path"] in OPEN_PATHS:
+                await self._app(scope, receive, answer)
+                return
+            client = self._authenticator.identify(
+                headers.getlist("authorization"), state["certificate"], state["host"]
+            )
+            state["client"] = client
+            with self._calls.counted(client.account):
                 await self._app(scope, receive, answer)
         except asyncio.CancelledError:  # the client has left, or the server closes the connection
             return
+        except UnreadError:
+            state["drop"]()
         except Exception as error:
             told = refusal(error, state["request_id"])
             if not has_begun:  # else the connection is closed, and the client sees a cut answer
@@ -141,8 +142,8 @@ def _add_routes(app: FastAPI, state: ServerState) -> None:
 
     @app.api_route("/ready", methods=_READ)
     async def ready() -> Response:
-        engine = state.engine if state.state is State.RUNNING else None
-        return Response(status_code=200 if engine is not None and engine.health().ready else 503)
+        why = state.why_not_ready()
+        return Response(why, 200 if why is None else 503, media_type="text/plain")
 
     @app.api_route("/version", methods=_READ)
     async def version() -> Response:

@@ -14,13 +14,11 @@ import uvicorn
 from tpengine.errors import ConfigError
 from tpengine.server.auth import Authenticator, CertificateReloader, TlsFiles
 from tpengine.server.http.app import make_app
-from tpengine.server.http.protocol import HEAD_S, KEEP_ALIVE_S, Connections, HttpProtocol
-from tpengine.server.limits import Limits, OpenCalls
+from tpengine.server.http.protocol import Connections, HttpProtocol
+from tpengine.server.limits import Limits
 from tpengine.server.server_args import check_port
 from tpengine.server.state import ServerState
 
-UNREAD_S = 60
-"""Longest time in which a client that has an answer to read takes nothing of it."""
 _BACKLOG = 2048
 _POLL_S = 0.01
 _SOCKET_OPTIONS = (  # accepted connections inherit them
@@ -29,7 +27,6 @@ _SOCKET_OPTIONS = (  # accepted connections inherit them
     (socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1),
     (socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, 15),
     (socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, 5),
-    (socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, UNREAD_S * 1000),
 )
 
 
@@ -43,7 +40,6 @@ class HttpServer:
         state: of the server; has the engine once it is loaded.
         authenticator: identifies clients.
         limits: bounds of requests and connections.
-        calls: counts the open calls of all doors.
         cors_origins: origins whose pages may call; "*": all.
     """
 
@@ -52,11 +48,10 @@ class HttpServer:
         state: ServerState,
         authenticator: Authenticator,
         limits: Limits,
-        calls: OpenCalls,
         cors_origins: Sequence[str] = (),
     ) -> None:
         self._config = uvicorn.Config(
-            make_app(state, authenticator, limits, calls, cors_origins),
+            make_app(state, authenticator, limits, cors_origins),
             http=HttpProtocol,
             ws="none",
             lifespan="off",
@@ -64,11 +59,12 @@ class HttpServer:
             log_config=None,
             access_log=False,
             proxy_headers=False,
-            timeout_keep_alive=KEEP_ALIVE_S,
+            timeout_keep_alive=limits.idle_s,  # type: ignore[arg-type]  # it may be a fraction
         )
         # What it reports are faults of clients, and errors that the application has logged.
         logging.getLogger("uvicorn").setLevel(logging.CRITICAL)
         self._config.load()
+        self._limits = limits
         self._connections = Connections(limits)
         self._listeners: list[asyncio.Server] = []
 
@@ -79,12 +75,12 @@ class HttpServer:
             ConfigError: the port is taken, the address is not one of this machine, or the
                 certificates cannot be used.
         """
-        seconds = {} if tls is None else {"ssl_handshake_timeout": HEAD_S}
+        seconds = {} if tls is None else {"ssl_handshake_timeout": self._limits.head_s}
         context = None if tls is None else _tls_context(tls)
         make_protocol = partial(HttpProtocol, self._config, self._connections, {})
         create = partial(asyncio.get_running_loop().create_server, make_protocol, ssl=context)
         try:
-            sockets = _bind(host, port)
+            sockets = _bind(host, port, self._limits.write_s)
         except OSError as error:
             raise ConfigError(
                 f"cannot listen on {host}, port {port}: {error}; choose another with --http-port"
@@ -108,12 +104,17 @@ class HttpServer:
             connection.transport.abort()
 
 
-def _bind(host: str, port: int) -> list[socket.socket]:
-    """Sockets for those addresses of a name that this machine has, on the same port."""
+def _bind(host: str, port: int, write_s: float) -> list[socket.socket]:
+    """Sockets for those addresses of a name that this machine has, on the same port.
+
+    Args:
+        write_s: longest time in which a client that has an answer to read takes nothing of it.
+    """
+    unread = (socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, int(write_s * 1000))
     sockets: list[socket.socket] = []
     for family, address in check_port(host, port, "--http-port"):
         one = socket.socket(family, socket.SOCK_STREAM)
-        for option in _SOCKET_OPTIONS:
+        for option in (*_SOCKET_OPTIONS, unread):
             one.setsockopt(*option)
         own_port = sockets[0].getsockname()[1] if sockets else port
         one.bind((address[0], own_port, *address[2:]))

@@ -16,13 +16,14 @@ from starlette.types import Receive, Scope, Send
 
 from tpengine.async_engine.mailbox import Mailbox
 from tpengine.engine.requests import GenerateRequest
+from tpengine.errors import UnreadError
 from tpengine.server.http.calls import read_call
 from tpengine.server.http.read import BodyReader, naming_field
 from tpengine.server.http.refusals import refusal
 from tpengine.server.http.write import AnswerWriter, Style, usage
 from tpengine.server.limits import Limits
 from tpengine.server.state import ServerState
-from tpengine.server.stream_sender import send_stream
+from tpengine.server.stream_sender import send_stream, write_within
 
 PATHS = ("/v1/completions", "/v1/chat/completions")
 _STREAM_HEADERS = [
@@ -49,7 +50,8 @@ def router(state: ServerState, limits: Limits) -> APIRouter:
         model = state.model if adapter is None else adapter.lora_name
         head = style.head(call.request_id, int(time.time()), model)
         # The parts of a stream go without the layers that FastAPI puts around `send`.
-        return Answer(state, requests, style, head, call.request_id, request.state.send)
+        send, write_s = request.state.send, limits.write_s
+        return Answer(state, requests, style, head, call.request_id, send, write_s)
 
     routes = APIRouter()
     for path, is_chat in zip(PATHS, (False, True), strict=True):
@@ -69,6 +71,7 @@ class Answer:
         head: see `Style.head`.
         request_id: of the call, for the texts of errors.
         send_body: sends a part of a stream's body, after its head.
+        write_s: longest time that a part of a stream may take to be sent.
         has_begun: whether the head of a stream was sent.
     """
 
@@ -78,21 +81,22 @@ class Answer:
     head: str
     request_id: str
     send_body: Send
+    write_s: float
     has_begun: bool = False
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Serves the requests.
 
         Raises:
-            RequestError, EngineError: nothing has been sent yet.
+            RequestError, EngineError: nothing has been sent yet, or the client does not read.
         """
         try:
             await self._serve(scope, receive, send)
         except Exception as error:
-            if not self.has_begun:
+            if not self.has_begun or isinstance(error, UnreadError):
                 raise
             told = json.dumps(refusal(error, self.request_id).body)
-            await self.send_body(_part(f"data: {told}\n\n".encode(), more_body=False))
+            await self._send_last(f"data: {told}\n\n")
 
     async def _serve(self, scope: Scope, receive: Receive, send: Send) -> None:
         tokenizer = self.state.loaded_engine().llm_engine.tokenizer
@@ -126,11 +130,15 @@ class Answer:
             await self.send_body(_part(chunks))
 
         pairs = zip(boxes, writers, strict=True)
-        await _run_all([send_stream(box, writer, write) for box, writer in pairs])
+        await _run_all([send_stream(box, writer, write, self.write_s) for box, writer in pairs])
         end = "data: [DONE]\n\n"
         if self.style.usage:
             end = f'data: {self.head}],"usage":{usage(writers)}}}\n\n{end}'
-        await self.send_body(_part(end.encode(), more_body=False))
+        await self._send_last(end)
+
+    async def _send_last(self, text: str) -> None:
+        last = _part(text.encode(), more_body=False)
+        await write_within(self.write_s, self.send_body(last))
 
     async def _whole(self, boxes: Sequence[Mailbox], writers: Sequence[AnswerWriter]) -> Response:
         choices, about = [], ""

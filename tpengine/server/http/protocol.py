@@ -22,18 +22,17 @@ from tpengine.errors import MalformedRequestError, QueueFullError, RequestError
 from tpengine.server.auth import certificate_name
 from tpengine.server.grpc.proto import REQUEST_ID_KEY
 from tpengine.server.http.refusals import HttpError, refusal
-from tpengine.server.limits import Limits
+from tpengine.server.limits import Limits, address_key
 
-HEAD_S = 10.0
-"""Longest time until the head of a request has arrived."""
-KEEP_ALIVE_S = 60
-"""Longest time between two requests of a connection."""
 DISCARD_S = 3.0
 """Time for a client to stop sending what is not read. A connection that is closed while data arrive
 is reset, and the client may lose the answer."""
 MAX_PIPELINED = 16
 """Requests that may wait in a connection for the answer of the one before."""
 _RETRY_AFTER_S = 5.0
+_SHARE_TOLD = 8
+"""Of the connections beyond their bound a number wait until the client has read why; it is one part
+in so many of the bound. Further ones are closed at once, for they also hold descriptors."""
 
 
 class Connections(ServerState):
@@ -51,8 +50,9 @@ class Connections(ServerState):
 
 
 class HttpProtocol(HttpToolsProtocol):
-    """One connection. Its application finds the name in the client's certificate under
-    `certificate` in the scope's `state`, and is cancelled when the client has left."""
+    """One connection. Its application is cancelled when the client has left. It finds in the
+    scope's `state` the name in the client's certificate (`certificate`), the `address_key` of the
+    client (`host`), and what ends the connection at once (`drop`)."""
 
     server_state: Connections
 
@@ -73,15 +73,20 @@ class HttpProtocol(HttpToolsProtocol):
         # high=0 it would always wait with TLS, where asyncio compares by "at least".
         transport.set_write_buffer_limits(high=1, low=0)
         limits, hosts = self.server_state.limits, self.server_state.hosts
-        self._host = self.client[0] if self.client is not None else ""
+        self._host = address_key(self.client[0]) if self.client is not None else ""
         hosts[self._host] += 1
         tls = transport.get_extra_info("ssl_object")
-        self.app_state = {"certificate": None if tls is None else certificate_name(tls)}
-        self._set_timer(HEAD_S)
+        name = None if tls is None else certificate_name(tls)
+        self.app_state = {"certificate": name, "host": self._host, "drop": transport.abort}
+        self._set_timer(limits.head_s)
         total, of_host = len(self.connections), hosts[self._host]
-        if total > limits.max_connections or of_host > limits.max_host_connections:
+        most, most_of_host = limits.max_connections, limits.max_host_connections
+        too_many = max(total - most, of_host - most_of_host)
+        if too_many > 0:
             text = f"{total} connections are open, {of_host} of them from your address; close some"
             self._refuse(QueueFullError(text, _RETRY_AFTER_S))
+        if too_many > most_of_host // _SHARE_TOLD:
+            transport.close()
 
     def connection_lost(self, exc: Exception | None) -> None:
         """Ends what the connection holds."""
@@ -103,7 +108,7 @@ class HttpProtocol(HttpToolsProtocol):
         if self._is_in_head:
             self._head_bytes += len(data)
         if self._num_unanswered == 0 and self._timer is None:
-            self._set_timer(HEAD_S)
+            self._set_timer(self.server_state.limits.head_s)
         super().data_received(data)
         if self._is_in_head:
             self._check_head(self._head_bytes)
@@ -133,7 +138,7 @@ class HttpProtocol(HttpToolsProtocol):
         self._is_in_head = True
         self._head_bytes = 0
         if self._num_unanswered == 0:  # it was answered before, and its body has been dropped
-            self._set_timer(KEEP_ALIVE_S)
+            self._set_timer(self.server_state.limits.idle_s)
 
     def on_response_complete(self) -> None:
         """Starts the next request, or waits for it."""
@@ -214,7 +219,8 @@ class HttpProtocol(HttpToolsProtocol):
     def _on_timer(self) -> None:
         self._timer = None
         if self._violation is None and self._is_in_head and self._head_bytes:
-            text = f"the request's head did not arrive within {HEAD_S:g} s; send it faster"
+            head_s = self.server_state.limits.head_s
+            text = f"the request's head did not arrive within {head_s:g} s; send it faster"
             self._refuse(HttpError(text, 408, "head_timeout"))
         else:
             self.transport.close()

@@ -358,7 +358,7 @@ class MemoryLedger(_message.Message):
     def __init__(self, total_bytes: _Optional[int] = ..., weights_bytes: _Optional[int] = ..., activation_peak_bytes: _Optional[int] = ..., kv_budget_bytes: _Optional[int] = ..., block_bytes: _Optional[int] = ..., num_device_blocks: _Optional[int] = ..., num_host_blocks: _Optional[int] = ...) -> None: ...
 
 class ServerLimits(_message.Message):
-    __slots__ = ("max_message_bytes", "max_metadata_bytes", "max_n", "max_logprobs", "max_stops", "max_stop_bytes", "max_token_rules", "max_queued_requests", "max_queued_tokens")
+    __slots__ = ("max_message_bytes", "max_metadata_bytes", "max_n", "max_logprobs", "max_stops", "max_stop_bytes", "max_token_rules", "max_queued_requests", "max_queued_tokens", "max_model_len", "max_word_ids", "max_rule_entries", "max_logprob_entries", "max_chat_messages", "max_open_calls", "max_client_requests", "max_connection_calls", "max_connections", "max_host_connections", "message_s", "write_s", "idle_s")
     MAX_MESSAGE_BYTES_FIELD_NUMBER: _ClassVar[int]
     MAX_METADATA_BYTES_FIELD_NUMBER: _ClassVar[int]
     MAX_N_FIELD_NUMBER: _ClassVar[int]
@@ -368,6 +368,19 @@ class ServerLimits(_message.Message):
     MAX_TOKEN_RULES_FIELD_NUMBER: _ClassVar[int]
     MAX_QUEUED_REQUESTS_FIELD_NUMBER: _ClassVar[int]
     MAX_QUEUED_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    MAX_MODEL_LEN_FIELD_NUMBER: _ClassVar[int]
+    MAX_WORD_IDS_FIELD_NUMBER: _ClassVar[int]
+    MAX_RULE_ENTRIES_FIELD_NUMBER: _ClassVar[int]
+    MAX_LOGPROB_ENTRIES_FIELD_NUMBER: _ClassVar[int]
+    MAX_CHAT_MESSAGES_FIELD_NUMBER: _ClassVar[int]
+    MAX_OPEN_CALLS_FIELD_NUMBER: _ClassVar[int]
+    MAX_CLIENT_REQUESTS_FIELD_NUMBER: _ClassVar[int]
+    MAX_CONNECTION_CALLS_FIELD_NUMBER: _ClassVar[int]
+    MAX_CONNECTIONS_FIELD_NUMBER: _ClassVar[int]
+    MAX_HOST_CONNECTIONS_FIELD_NUMBER: _ClassVar[int]
+    MESSAGE_S_FIELD_NUMBER: _ClassVar[int]
+    WRITE_S_FIELD_NUMBER: _ClassVar[int]
+    IDLE_S_FIELD_NUMBER: _ClassVar[int]
     max_message_bytes: int
     max_metadata_bytes: int
     max_n: int
@@ -377,7 +390,20 @@ class ServerLimits(_message.Message):
     max_token_rules: int
     max_queued_requests: int
     max_queued_tokens: int
-    def __init__(self, max_message_bytes: _Optional[int] = ..., max_metadata_bytes: _Optional[int] = ..., max_n: _Optional[int] = ..., max_logprobs: _Optional[int] = ..., max_stops: _Optional[int] = ..., max_stop_bytes: _Optional[int] = ..., max_token_rules: _Optional[int] = ..., max_queued_requests: _Optional[int] = ..., max_queued_tokens: _Optional[int] = ...) -> None: ...
+    max_model_len: int
+    max_word_ids: int
+    max_rule_entries: int
+    max_logprob_entries: int
+    max_chat_messages: int
+    max_open_calls: int
+    max_client_requests: int
+    max_connection_calls: int
+    max_connections: int
+    max_host_connections: int
+    message_s: float
+    write_s: float
+    idle_s: float
+    def __init__(self, max_message_bytes: _Optional[int] = ..., max_metadata_bytes: _Optional[int] = ..., max_n: _Optional[int] = ..., max_logprobs: _Optional[int] = ..., max_stops: _Optional[int] = ..., max_stop_bytes: _Optional[int] = ..., max_token_rules: _Optional[int] = ..., max_queued_requests: _Optional[int] = ..., max_queued_tokens: _Optional[int] = ..., max_model_len: _Optional[int] = ..., max_word_ids: _Optional[int] = ..., max_rule_entries: _Optional[int] = ..., max_logprob_entries: _Optional[int] = ..., max_chat_messages: _Optional[int] = ..., max_open_calls: _Optional[int] = ..., max_client_requests: _Optional[int] = ..., max_connection_calls: _Optional[int] = ..., max_connections: _Optional[int] = ..., max_host_connections: _Optional[int] = ..., message_s: _Optional[float] = ..., write_s: _Optional[float] = ..., idle_s: _Optional[float] = ...) -> None: ...
 
 class GetLoadsRequest(_message.Message):
     __slots__ = ()
