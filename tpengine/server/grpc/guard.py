@@ -12,6 +12,7 @@ from contextlib import aclosing, asynccontextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import Any, NoReturn
+from urllib.parse import unquote
 
 import grpc
 from google.protobuf.duration_pb2 import Duration
@@ -222,7 +223,8 @@ def identify_call(authenticator: Authenticator, context: Any) -> Client:
     """
     metadata = context.invocation_metadata() or ()
     headers = [str(value) for name, value in metadata if name == "authorization"]
-    address = context.peer().rpartition(":")[0]
+    peer = unquote(context.peer())  # ipv4:ADDRESS:PORT or ipv6:[ADDRESS]:PORT
+    address = peer.partition(":")[2].rpartition(":")[0].strip("[]")
     return authenticator.identify(headers, _certificate_name(context.auth_context()), address)
 
 
