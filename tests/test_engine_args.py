@@ -102,6 +102,10 @@ BAD: dict[str, tuple[dict[str, Any], tuple[str, ...]]] = {
     ),
     "negative length": ({"max_model_len": 0}, ("max_model_len", "at least 1", "0")),
     "length beyond the model": ({"max_model_len": 641}, ("641", "640", "smaller")),
+    "whole prompts cannot be shared": (
+        {"enable_chunked_prefill": False, "fairness": "owner"},
+        ("fairness = 'owner'", "not chunked", "fairness='none'"),
+    ),
     "whole prompts do not fit a step": (
         {"enable_chunked_prefill": False, "max_num_batched_tokens": 512},
         ("max_num_batched_tokens = 512", "max_model_len = 640", "enable chunked prefill"),

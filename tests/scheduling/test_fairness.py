@@ -136,7 +136,7 @@ def test_owners_are_forgotten_and_labels_are_few() -> None:
     assert len(loop.policy._idle) <= 1024
 
 
-@settings(max_examples=15, deadline=None, derandomize=True, database=None)
+@settings(max_examples=10, deadline=None, derandomize=True, database=None)
 @given(
     sizes=st.lists(st.tuples(st.integers(1, 60), st.integers(1, 20)), min_size=2, max_size=8),
     weights=st.tuples(st.sampled_from([0.5, 1.0, 4.0]), st.sampled_from([1.0, 2.0])),

@@ -315,7 +315,7 @@ def test_random_owners() -> None:
     names = st.builds(Owner, account=st.sampled_from("abc"), weight=st.sampled_from([0.5, 1, 3]))
 
     @settings(
-        max_examples=150,
+        max_examples=100,
         derandomize=True,
         database=None,
         deadline=None,

@@ -420,7 +420,7 @@ class Scheduler:
         queues, blocks = self._queues, self._blocks
         queues.begin_step(shares)
         others = queues.running.copy()
-        rivals = [*find_catching_up(others), *queues.swapped[:1]]
+        rivals = [*find_catching_up(others), *queues.swapped[:1]] if queues.waiting else []
         while queues.waiting and step.tokens_left > self._num_without_row(step):
             first = queues.waiting.head()
             if why_never(first, self._config, blocks) or not shares.is_owed(first, rivals):
