@@ -188,6 +188,14 @@ class RayConnection:
                 _disconnect()
 
 
+def _end_driver() -> None:
+    """Does of `ray.shutdown` what asks nothing of the control store."""
+    worker = ray._private.worker.global_worker
+    worker.core_worker.shutdown_driver()
+    del worker.core_worker
+    worker.set_is_connected(False)  # else handles of actors would end the process, with status 1
+
+
 def _disconnect() -> None:
     """Ends the connection, and the processes of a Ray that this process has started; also at the
     end of the process, in place of `ray.shutdown`, which waits for a Ray that is frozen."""
@@ -201,11 +209,11 @@ def _disconnect() -> None:
     except RaySilentError as error:
         logger.warning("Ray is ended without its answer: %s", error)
         if not _end_ray_children(but=set()):  # another program has started it
-            end = ray._private.worker.global_worker.core_worker.shutdown_driver
+            end = _end_driver
     try:  # without it the process would crash at its end
         bounded(end, "its end", is_last=True)
     except RaySilentError as error:
-        logger.warning("Ray's processes are killed: %s", error)
+        logger.warning("the end of Ray is not waited for: %s", error)
         _end_ray_children(but=set())
 
 
