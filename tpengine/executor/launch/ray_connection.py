@@ -22,7 +22,7 @@ import ray
 from tpengine import envs
 from tpengine.errors import ConfigError, EngineError
 from tpengine.executor.launch.node_agent import NodeAgent
-from tpengine.executor.launch.ray_calls import RaySilentError, bounded, check_answers
+from tpengine.executor.launch.ray_calls import RaySilentError, bounded, check_answers, check_new
 from tpengine.host import close_to_others, is_stopped, kept_sigterm_handler, read_trusted
 from tpengine.logger import init_logger
 
@@ -142,6 +142,8 @@ class RayConnection:
     @staticmethod
     def _connect(address: str, origin: str) -> None:
         """Connects to a Ray that runs already."""
+        if _host_and_port(address) is not None:
+            check_new(address)
         try:
             ray.init(address=address, log_to_driver=True, logging_level="warning")
         except ConnectionError as error:
