@@ -163,6 +163,8 @@ def fake_ray(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> FakeRay:
     monkeypatch.delenv("RAY_ADDRESS", raising=False)
     monkeypatch.setattr(envs, "ray_folders", lambda: [tmp_path])
     monkeypatch.setattr(ray_connection, "ray", fake)
+    monkeypatch.setattr(ray_connection, "check_new", lambda address: None)
+    monkeypatch.setattr(ray_connection, "check_answers", lambda: None)
     return fake
 
 
@@ -310,6 +312,23 @@ def test_a_thread_does_not_wait_for_ever(
             RayConnection("local")
         done.set()
         first.result(60.0).close()
+
+
+def test_a_store_that_is_frozen() -> None:
+    """It accepts a connection, and Ray would wait for its answer. In a process of its own, as the
+    thread that waits is never done."""
+    code = (
+        "import sys; from tpengine.executor.launch import ray_calls, ray_connection\n"
+        "ray_calls.RAY_CALL_S = 1.0\n"
+        "ray_connection.RayConnection(sys.argv[1])"
+    )
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        address = f"127.0.0.1:{server.getsockname()[1]}"
+        done = subprocess.run(
+            [sys.executable, "-c", code, address], capture_output=True, text=True, timeout=END_S
+        )
+    assert done.returncode == 1
+    assert "Ray did not answer within 1 s, when asked for its address" in done.stderr
 
 
 def test_a_ray_that_does_not_end(fake_ray: FakeRay, monkeypatch: pytest.MonkeyPatch) -> None:

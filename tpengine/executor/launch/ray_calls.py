@@ -82,6 +82,16 @@ def bounded(
     return answer.result()
 
 
+def check_new(address: str) -> None:
+    """Makes sure that a control store answers, before this process connects to it: one that is
+    frozen accepts the connection, and `ray.init` waits.
+
+    Raises:
+        RaySilentError: it does not answer.
+    """
+    bounded(lambda: ray._raylet.GcsClient(address=address), "its address")
+
+
 def check_answers() -> None:
     """Makes sure, within seconds, that Ray's control store answers.
 

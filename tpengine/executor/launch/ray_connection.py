@@ -22,7 +22,7 @@ import ray
 from tpengine import envs
 from tpengine.errors import ConfigError, EngineError
 from tpengine.executor.launch.node_agent import NodeAgent
-from tpengine.executor.launch.ray_calls import RaySilentError, bounded, check_answers
+from tpengine.executor.launch.ray_calls import RaySilentError, bounded, check_answers, check_new
 from tpengine.host import close_to_others, is_stopped, kept_sigterm_handler, read_trusted
 from tpengine.logger import init_logger
 
@@ -142,6 +142,8 @@ class RayConnection:
     @staticmethod
     def _connect(address: str, origin: str) -> None:
         """Connects to a Ray that runs already."""
+        if _host_and_port(address) is not None:
+            check_new(address)
         try:
             ray.init(address=address, log_to_driver=True, logging_level="warning")
         except ConnectionError as error:
@@ -188,6 +190,14 @@ class RayConnection:
                 _disconnect()
 
 
+def _end_driver() -> None:
+    """Does of `ray.shutdown` what asks nothing of the control store."""
+    worker = ray._private.worker.global_worker
+    worker.core_worker.shutdown_driver()
+    del worker.core_worker
+    worker.set_is_connected(False)  # else handles of actors would end the process, with status 1
+
+
 def _disconnect() -> None:
     """Ends the connection, and the processes of a Ray that this process has started; also at the
     end of the process, in place of `ray.shutdown`, which waits for a Ray that is frozen."""
@@ -201,11 +211,11 @@ def _disconnect() -> None:
     except RaySilentError as error:
         logger.warning("Ray is ended without its answer: %s", error)
         if not _end_ray_children(but=set()):  # another program has started it
-            end = ray._private.worker.global_worker.core_worker.shutdown_driver
+            end = _end_driver
     try:  # without it the process would crash at its end
         bounded(end, "its end", is_last=True)
     except RaySilentError as error:
-        logger.warning("Ray's processes are killed: %s", error)
+        logger.warning("the end of Ray is not waited for: %s", error)
         _end_ray_children(but=set())
 
 
