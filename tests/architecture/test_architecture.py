@@ -82,6 +82,7 @@ HOMES = {
     "starlette": {"server/http"},
     "uvicorn": {"server/http"},
     "httptools": {"server/http"},
+    "orjson": {"server/http"},
     "torch": {"worker", "models", "layers", "distributed", "ops"},
     "transformers": {"config", "model_files", "engine/tokenizer", "models/fallback"},
 }
