@@ -25,17 +25,17 @@ MAX_NOUN_FIELDS = 14
 # Budgets. A commit that raises one says what the lines buy.
 MAX_PACKAGE_LINES = 18_500
 """Lines of code of the package, without docstrings, comments, blank lines and generated stubs."""
-MAX_PACKAGE_FILES = 217
+MAX_PACKAGE_FILES = 210
 MAX_NATIVE_LINES = 8_220
 """Lines of C++ and CUDA in csrc/, without blank lines and comments."""
-MAX_TEST_LINES = 41_000
+MAX_TEST_LINES = 40_200
 """Lines of code of tests/."""
 MAY_ADD = {
     "API": 800,
     "models": 2_060,
     "HTTP and gRPC doors": 1_730,
     "four and eight bits": 1_620,
-    "faults and fair shares": 2_400,
+    "faults and fair shares": 2_000,
     "LoRA": 920,
     "grammars, tools and page": 1_000,
 }
