@@ -263,7 +263,7 @@ class RayConfig:
 
 @dataclass(frozen=True)
 class RanksConfig:
-    """Ranks in processes of their own, whoever starts them; time limits in seconds.
+    """Ranks in processes of their own, by Ray or by the driver; time limits in seconds.
 
     Attributes:
         start_timeout_s: limit of each call before the first step.

@@ -1,4 +1,4 @@
-"""Processes that may become ranks of later groups, with torch imported; whoever starts them."""
+"""Processes that may become ranks of later groups, with torch imported, for every launcher."""
 
 from __future__ import annotations
 

@@ -141,7 +141,7 @@ def expect(holds: bool, invariant: str) -> None:
 
 
 def root_of(adapter_key: bytes | None, salt: str) -> bytes:
-    """What stands for the parent of a first block: blocks of other roots are never found."""
+    """The digest that a first block has as its parent. A block is found only under its own root."""
     root = _ROOT if adapter_key is None else adapter_key
     return hashlib.sha256(root + salt.encode()).digest() if salt else root
 

@@ -5,7 +5,7 @@ step lets the second catch up with the first. This covers a new prompt, a part o
 after a sampled one, and a sequence that starts again after preemption.
 
 Where each decision stands:
-    admission: `_admit` and `_admit_swapped`; who passes the first request: `passing.py`.
+    admission: `_admit` and `_admit_swapped`; which requests pass the first one: `passing.py`.
     shares of owners: `fairness.py`; `_admit_owed` and `_chunk_size` apply them.
     preemption: `_make_room` (which request, and whether by swap or recompute).
     refusal of requests that can never run: `refusals.py`.
