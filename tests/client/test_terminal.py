@@ -156,7 +156,7 @@ def test_token_files(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
             (f"{TOKEN}\nanother-{TOKEN}\n", "holds 2 tokens"),
             ("# nothing\n", "holds no token"),
             (f"{TOKEN}\u00e4", "printable ASCII"),
-            (f"{TOKEN} b", "printable ASCII"),
+            (f"{TOKEN} b", "the weight of a token"),
         ):
             file.write_text(text)
             assert main(ask) == 1
