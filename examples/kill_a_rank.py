@@ -34,14 +34,14 @@ def is_mine(pid: int) -> bool:
 
 
 def rank_processes() -> list[int]:
-    """Process ids of this program's ranks: Ray's actors that have loaded the kernels."""
+    """Process ids of this program's ranks: children that have loaded the kernels."""
     found = []
     for folder in Path("/proc").glob("[0-9]*"):
         with contextlib.suppress(OSError):  # the process has ended since
-            is_actor = (folder / "cmdline").read_bytes().startswith(b"ray::")
             has_kernels = "libtpengine_cpu.so" in (folder / "maps").read_text()
-            if is_actor and has_kernels and is_mine(int(folder.name)):
-                found.append(int(folder.name))
+            pid = int(folder.name)
+            if has_kernels and pid != os.getpid() and is_mine(pid):
+                found.append(pid)
     return sorted(found)
 
 

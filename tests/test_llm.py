@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import os
 import re
 import shutil
 import signal
@@ -203,6 +204,26 @@ def test_options_of_a_chat(llm: LLM) -> None:
         prompt("It is", continue_final_message=True)
     with pytest.raises(InvalidAdapterError, match="must be a LoRARequest, got 'x'"):
         prompt("It is", lora_request="x")
+
+
+def test_a_forked_process_cannot_use_the_engine(llm: LLM) -> None:
+    before = llm.generate("Hello", greedy(5), use_tqdm=False)[0].outputs[0].token_ids
+    child = os.fork()
+    if not child:
+        try:
+            llm.generate("Hello", greedy(5), use_tqdm=False)
+        except EngineError as error:
+            os._exit(7 if f"this is process {os.getpid()}" in str(error) else 8)
+        finally:
+            os._exit(9)
+    end = time.monotonic() + TIMEOUT_S
+    while (ended := os.waitpid(child, os.WNOHANG))[0] == 0 and time.monotonic() < end:
+        time.sleep(0.01)
+    if not ended[0]:
+        os.kill(child, signal.SIGKILL)
+        ended = os.waitpid(child, 0)
+    assert os.waitstatus_to_exitcode(ended[1]) == 7
+    assert llm.generate("Hello", greedy(5), use_tqdm=False)[0].outputs[0].token_ids == before
 
 
 def test_beam_search_is_that_of_generate(llm: LLM) -> None:

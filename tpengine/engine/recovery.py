@@ -18,6 +18,7 @@ If groups are lost too often in steps, or a lost one is not replaced in time, th
 
 from __future__ import annotations
 
+import os
 import threading
 import time
 from collections import deque
@@ -31,6 +32,7 @@ from tpengine.engine.startup import count_blocks, make_block_manager
 from tpengine.engine.stats import EngineHealth, EngineState, RecoveryRecord
 from tpengine.errors import (
     EngineDeadError,
+    EngineError,
     GroupLostError,
     RankLoss,
     counted,
@@ -71,6 +73,7 @@ class Recovery:
         scheduler: Scheduler,
         ledgers: list[MemoryLedger],
     ) -> None:
+        self._pid = os.getpid()
         self._config = config
         self._executor = executor
         self._scheduler = scheduler
@@ -95,7 +98,13 @@ class Recovery:
 
         Raises:
             EngineDeadError: it cannot; the message says why.
+            EngineError: this process is a copy of the one that made the engine.
         """
+        if os.getpid() != self._pid:
+            raise EngineError(
+                f"process {self._pid} made this engine, and this is process {os.getpid()}: a "
+                "forked process has no threads and ranks of its own; make an engine in it"
+            )
         if self.state is not EngineState.DEAD:
             return
         if isinstance(self._failure, EngineDeadError):

@@ -262,7 +262,8 @@ def read_tokens(file: str | None, variable: str | None, what: str) -> dict[str, 
 
     Raises:
         ConfigError: the file cannot be read or holds no token, or a token is too short or has
-            other characters than printable ASCII, or a weight is out of its range.
+            other characters than printable ASCII, or stands there twice, or a weight is out of its
+            range.
     """
     found: list[tuple[str, str]] = []
     if variable is not None:
@@ -282,7 +283,13 @@ def read_tokens(file: str | None, variable: str | None, what: str) -> dict[str, 
         ]
         if not found:
             raise ConfigError(f"{what} {file} holds no token; write one per line")
-    return dict(_read_token(place, text) for place, text in found)
+    tokens: dict[str, float] = {}
+    for place, text in found:
+        token, weight = _read_token(place, text)
+        if token in tokens:
+            raise ConfigError(f"a token of {place} was given before; leave one of the two out")
+        tokens[token] = weight
+    return tokens
 
 
 def _read_token(place: str, text: str) -> tuple[str, float]:

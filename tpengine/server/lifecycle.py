@@ -49,7 +49,7 @@ _AT_ONCE_S = 1.0
 """Time for everything after a second signal."""
 _EXIT_S = 10.0
 _METRICS_READ_S = 5.0
-_MAX_OPEN_FILES = 1 << 20
+_MAX_OPEN_FILES, _FEW_FILES = 1 << 20, 256
 
 
 def run_server(
@@ -99,7 +99,14 @@ class _Server:
         self._args = args
         self._engine_args, self._start = engine_args, EngineStart(engine_args)
         self._log_requests = not engine_args.disable_log_requests
-        self._limits = args.limits().within_files(allow_open_files(_MAX_OPEN_FILES))
+        max_files = allow_open_files(_MAX_OPEN_FILES)
+        if max_files < _FEW_FILES:
+            logger.warning(
+                "this process may open %d files; a server and its ranks take about 100 before the "
+                "first client comes: raise the limit (ulimit -n)",
+                max_files,
+            )
+        self._limits = args.limits().within_files(max_files)
         adapters = args.adapters(), args.lora_folder, self._limits
         self._state = ServerState(engine_args.served_names, args.drain_timeout, *adapters)
         self._state.salts_prefixes = args.salts_prefixes(authenticator)

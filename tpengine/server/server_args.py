@@ -51,8 +51,9 @@ class ServerArgs(Options):
     machine can see them in the list of processes: --token-file is safer."""
     token_file: str | None = option(None)
     """Bearer tokens of clients, one per line, at least 16 characters each, as from `openssl rand
-    -hex 24`; a space and the token's weight for --fairness may follow; without it and without
-    TPENGINE_TOKENS (separated by commas), clients need no token."""
+    -hex 24`; a space and the token's weight for --fairness may follow; a line that begins with # is
+    a comment; without it and without TPENGINE_TOKENS (separated by commas), clients need no
+    token."""
     admin_token_file: str | None = option(None)
     """The token for Drain and for Abort of other clients' requests; default: TPENGINE_ADMIN_TOKEN;
     without any, these two are refused."""
