@@ -337,8 +337,8 @@ class EngineArgs(Options):
         idle = [] if executor == "ray" else self.changed(only_for=_RAY)
         if idle or (executor == "local" and (idle := self.changed(only_for=_RANKS))):
             raise ConfigError(
-                f"{idle[0]} has no effect with executor = {executor!r}; leave it out, or choose "
-                "another executor (docs/ray.md)"
+                f"{idle[0]} has no effect with executor = {executor!r}; leave it out, or set "
+                "executor='ray', or 'processes' for what is not for Ray alone (docs/ray.md)"
             )
         names = ("cpu_kv_cache_space", "num_device_blocks_override", "num_gpu_blocks_override")
         given = [f"{name} = {size}" for name in names if (size := getattr(self, name)) is not None]
