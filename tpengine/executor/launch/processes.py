@@ -18,10 +18,11 @@ import subprocess
 import sys
 import threading
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from concurrent.futures import Future
 from functools import partial
 from multiprocessing import Pipe
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 from tpengine import envs
 from tpengine.config import EngineConfig
@@ -30,8 +31,7 @@ from tpengine.executor.channel import ChannelClosedError, InheritedChannels
 from tpengine.executor.diagnosis import ANSWER_S, RankPlace
 from tpengine.executor.group import Group
 from tpengine.executor.group_executor import GroupExecutor
-from tpengine.executor.launch import rank_process
-from tpengine.executor.launch.node_agent import NodeAgent, Process
+from tpengine.executor.launch import node_agent, rank_process
 from tpengine.executor.spares import Spares
 from tpengine.logger import init_logger
 
@@ -45,6 +45,15 @@ _REAP_S = 5.0
 """Longest wait for a process to end after it has closed its socket, and for its last output."""
 _LOG_LINES = 60
 _PROGRAM = rank_process.__name__
+Process = subprocess.Popen[str]
+
+
+class End(Protocol):
+    """Of a socket."""
+
+    def fileno(self) -> int: ...
+
+    def close(self) -> None: ...
 
 
 class Starter(threading.Thread):
@@ -58,19 +67,23 @@ class Starter(threading.Thread):
     def __init__(self, program: str) -> None:
         super().__init__(name="tpengine-starter", daemon=True)
         self._program = program
-        self._wanted: queue.SimpleQueue[tuple[list[int], queue.SimpleQueue[Any]] | None]
-        self._wanted = queue.SimpleQueue()
+        self._orders: queue.SimpleQueue[tuple[Sequence[End], Future[Process]] | None]
+        self._orders = queue.SimpleQueue()
         self.start()
 
     def run(self) -> None:
-        while (wanted := self._wanted.get()) is not None:
-            files, answer = wanted
+        while (order := self._orders.get()) is not None:
+            ends, process = order
             try:
-                answer.put(self._start(files))
-            except OSError as error:
-                answer.put(error)
+                if process.set_running_or_notify_cancel():
+                    process.set_result(self._start([end.fileno() for end in ends]))
+            except BaseException as error:  # all processes would end with this thread
+                process.set_exception(error)
+            finally:
+                for end in ends:
+                    end.close()
 
-    def _start(self, files: list[int]) -> subprocess.Popen[str]:
+    def _start(self, files: list[int]) -> Process:
         # -P: the folder that the driver runs in is searched only if it is in the driver's own path
         command = [sys.executable, "-u", "-P", "-m", self._program, str(os.getpid())]
         return subprocess.Popen(
@@ -85,26 +98,37 @@ class Starter(threading.Thread):
             start_new_session=True,  # a Ctrl-C at the terminal is the driver's alone
         )
 
-    def start_process(self, files: list[int]) -> subprocess.Popen[str]:
-        """Starts a process that inherits these descriptors.
+    def start_process(self, ends: Sequence[End]) -> Process:
+        """Starts a process that inherits these ends, which are the thread's from now on: it closes
+        them once the process has them, however long the system takes.
 
         Raises:
             PlacementError: the system does not start it.
         """
-        answer: queue.SimpleQueue[Any] = queue.SimpleQueue()
-        self._wanted.put((files, answer))
+        process: Future[Process] = Future()
+        self._orders.put((ends, process))
         try:
-            process = answer.get(timeout=_START_S)
-        except queue.Empty:
-            process = TimeoutError(f"the system takes longer than {_START_S:g} s")
-        if isinstance(process, OSError):
-            raise _not_started(process) from process
-        assert isinstance(process, subprocess.Popen)
-        return process
+            return process.result(_START_S)
+        except BaseException as error:
+            if not process.cancel():
+                process.add_done_callback(_end_late)
+            if isinstance(error, TimeoutError):
+                error = TimeoutError(f"the system takes longer than {_START_S:g} s")
+            if isinstance(error, OSError):
+                raise _not_started(error) from error
+            raise
 
     def stop(self) -> None:
         """Ends the thread, and all processes that it has started and that are still there."""
-        self._wanted.put(None)
+        self._orders.put(None)
+
+
+def _end_late(started: Future[Process]) -> None:
+    """Ends a process, if there is one, that nobody waits for any more."""
+    if started.exception() is None:
+        process = started.result()
+        process.kill()
+        process.communicate(timeout=_REAP_S)
 
 
 def _not_started(error: OSError) -> PlacementError:
@@ -132,14 +156,7 @@ class RankProcess:
         except OSError as error:
             raise _not_started(error) from error
         self.sockets = [pair[0] for pair in pairs]
-        theirs = [pair[1] for pair in pairs]
-        try:
-            files = [calls.fileno(), *(end.fileno() for end in theirs)]
-            self._process = starter.start_process(files)
-        finally:
-            calls.close()
-            for end in theirs:
-                end.close()
+        self._process = starter.start_process([calls, *(pair[1] for pair in pairs)])
         self.pid = self._process.pid
         self._lock = threading.Lock()
         self._numbers = itertools.count()
@@ -275,7 +292,7 @@ class Calls:
         return found
 
 
-class OwnMachine(NodeAgent):
+class OwnMachine(node_agent.NodeAgent):
     """The agents of the only machine; see `diagnosis.NodeAgents`. It knows how its children ended,
     and what they printed.
 
@@ -299,7 +316,7 @@ class OwnMachine(NodeAgent):
     def is_starting(self, node_id: str) -> bool:
         return False
 
-    def _status(self, process: Process, file: int) -> int | None:
+    def _status(self, process: node_agent.Process, file: int) -> int | None:
         child = self.children.get(process[0])
         return super()._status(process, file) if child is None else child.exit_status()
 
