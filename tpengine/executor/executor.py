@@ -88,7 +88,7 @@ class Executor(ABC):
         return 1
 
     def rebuild(self) -> list[MemoryLedger]:
-        """Ends the rest of a lost group and starts the next one, up to its loaded weights. Then
+        """Ends the group, or its rest, and starts the next one, up to its loaded weights. Then
         `init_cache_engine` makes it ready for steps. May be called in any thread.
 
         Returns:

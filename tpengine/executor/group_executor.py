@@ -175,7 +175,7 @@ class GroupExecutor(Executor):
             while True:
                 try:
                     self._load_first()
-                    self._reserve.hold()
+                    self._hold_reserve()
                     return list(self.devices)
                 except Exception as error:
                     if not host.is_shortage(error) or time.monotonic() + pause_s > deadline:
@@ -215,8 +215,8 @@ class GroupExecutor(Executor):
         """
         with self._in_turn():
             lost = self._group
-            if lost is None or not lost.is_over:
-                raise EngineError("no rank was lost: there is nothing to rebuild")
+            if lost is None:
+                raise EngineError("no ranks were started: there is nothing to rebuild")
             self._times.seconds.clear()
             self._reserve.give_back()
             try:
@@ -230,7 +230,11 @@ class GroupExecutor(Executor):
                     self._end_group(orderly=False)
                 raise
             finally:
-                self._reserve.hold()
+                self._hold_reserve()
+
+    def _hold_reserve(self) -> None:
+        if not self._is_cancelled.is_set():  # `shutdown` may not have waited for its turn
+            self._reserve.hold()
 
     def profile_num_available_blocks(self) -> list[MemoryLedger]:
         """See `Executor`."""
@@ -274,9 +278,13 @@ class GroupExecutor(Executor):
     def _start_group(self, epoch: int) -> None:
         """Starts the ranks up to their loaded weights."""
         with self._times.phase(PROCESSES):
-            self._group = group = Group(
-                epoch, self._config, self._make_launcher(), self._limits, self._check
-            )
+            launcher = self._make_launcher()
+            try:
+                group = Group(epoch, self._config, launcher, self._limits, self._check)
+            except BaseException:  # such as no descriptor; no group would end the processes
+                launcher.kill()
+                raise
+            self._group = group
             group.start(self._times.appear_s)
         with self._times.phase("channels"):
             group.open_channels()

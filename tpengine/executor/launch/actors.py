@@ -171,7 +171,7 @@ class RayLauncher:
     def kill(self) -> None:
         if ray.is_initialized():
             with contextlib.suppress(RaySilentError):
-                _kill(*self._actors)
+                _kill(*{*self._actors, *filter(None, self._spares)})
 
 
 def _start(actor_class: type[Any], strategy: Any, *args: Any, **options: Any) -> Any:

@@ -103,7 +103,8 @@ class RayExecutor(GroupExecutor):
             reason = self._why_silent(error)
             if reason is None:
                 raise
-        self._leave_ray(reason)
+        with self._in_turn():  # else a shutdown might not end what is made here
+            self._leave_ray(reason)
         return super().rebuild()
 
     def _why_silent(self, error: EngineError) -> RaySilentError | None:
