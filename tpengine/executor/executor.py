@@ -17,6 +17,11 @@ from tpengine.errors import EngineError, RankLoss
 from tpengine.messages import MemoryLedger, StepInput, StepOutput
 
 
+def pause_s(num_failed: int) -> float:
+    """Before the next attempt at a group of ranks: 1, 2, 4, 8, 16 and then 30 s."""
+    return min(30.0, 2.0 ** min(num_failed - 1, 10))
+
+
 class Executor(ABC):
     """Calls every worker. The engine knows only this class, no worker.
 

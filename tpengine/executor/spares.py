@@ -12,6 +12,8 @@ from tpengine.logger import init_logger
 
 logger = init_logger(__name__)
 
+SPARE_ANSWER_S = 0.5
+"""How long a spare that has imported everything may take to answer."""
 _NO_SPARE = "no spare was started; the next rebuild does without: %r"
 
 

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import collections
 import contextlib
-import errno
 import itertools
 import os
 import queue
@@ -32,15 +31,13 @@ from tpengine.executor.diagnosis import ANSWER_S, RankPlace
 from tpengine.executor.group import Group
 from tpengine.executor.group_executor import GroupExecutor
 from tpengine.executor.launch import node_agent, rank_process
-from tpengine.executor.spares import Spares
+from tpengine.executor.spares import SPARE_ANSWER_S, Spares
 from tpengine.logger import init_logger
 
 logger = init_logger(__name__)
 
 _START_S = 30.0
 """Longest wait for the thread that starts processes."""
-_SPARE_ANSWER_S = 0.5
-"""How long a spare that has imported everything may take to answer."""
 _REAP_S = 5.0
 """Longest wait for a process to end after it has closed its socket, and for its last output."""
 _LOG_LINES = 60
@@ -131,7 +128,7 @@ def _end_late(started: Future[Process]) -> None:
         process.communicate(timeout=_REAP_S)
 
 
-def _not_started(error: OSError) -> PlacementError:
+def _not_started(error: Exception) -> PlacementError:
     return PlacementError(
         f"no process for a rank can be started: {error}; free memory, or raise the limits of "
         "processes and open files (ulimit -u, ulimit -n)"
@@ -169,9 +166,11 @@ class RankProcess:
         try:
             self._copier.start()
             hearer.start()
-        except RuntimeError as error:
+        except BaseException as error:
             self._process.kill()
-            raise _not_started(OSError(errno.EAGAIN, str(error))) from error
+            if isinstance(error, RuntimeError):  # no thread is left
+                raise _not_started(error) from error
+            raise
 
     def call(
         self, on_answer: Callable[[Any], None], method: str, *args: Any, **kwargs: Any
@@ -244,7 +243,7 @@ class RankProcess:
         return self._prepared is not None and self._prepared.are_complete()
 
     def answer(self) -> RankPlace | None:
-        place = Calls.of({0: self}, "describe", {0: ()}, {}).wait(_SPARE_ANSWER_S).get(0)
+        place = Calls.of({0: self}, "describe", {0: ()}, {}).wait(SPARE_ANSWER_S).get(0)
         return place if isinstance(place, RankPlace) else None
 
     def end(self) -> None:

@@ -26,6 +26,7 @@ from tpengine.executor.launch.placement import (
 from tpengine.executor.launch.processes import ProcessExecutor
 from tpengine.executor.launch.ray_calls import RaySilentError, check_answers
 from tpengine.executor.launch.ray_connection import RAY_IS_GONE, RayConnection
+from tpengine.executor.rank_tls import check_at_start
 from tpengine.executor.spares import Spare, Spares
 from tpengine.logger import init_logger
 from tpengine.messages import MemoryLedger
@@ -141,6 +142,7 @@ class RayExecutor(GroupExecutor):
         spares.close()
 
     def _place(self) -> None:
+        check_at_start()
         with self._times.phase("placement"):
             self._placement = self._placer.place(set())
         if self._limits.spare_workers and not self._may_use_spares:
