@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import errno
 from pathlib import Path
 from typing import Any
@@ -9,6 +10,7 @@ from typing import Any
 import pytest
 
 from tpengine import EngineArgs, LLMEngine, envs
+from tpengine.cli import serve
 from tpengine.config import EMBEDDED_MODEL
 from tpengine.engine import llm_engine
 from tpengine.errors import ConfigError, ModelLoadError, is_shortage, is_temporary
@@ -83,6 +85,13 @@ def test_a_shortage_may_pass() -> None:
         assert is_shortage(error)
         assert is_temporary(error)
     assert not is_shortage(RuntimeError("another one"))
+
+
+def test_isolated_and_not() -> None:
+    parser = argparse.ArgumentParser()
+    serve.add_arguments(parser)
+    with pytest.raises(ConfigError, match=r"--isolate runs .* and --executor local"):
+        serve.run(parser.parse_args(["--isolate", "--executor", "local"]))
 
 
 def test_heads_that_cannot_be_divided_are_refused_before_ray(
