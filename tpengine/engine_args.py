@@ -207,7 +207,8 @@ class EngineArgs(Options):
     --distributed-executor-backend asks for."""
     ray_address: str | None = option(None, only_for=_RAY)
     """Address HOST:PORT of a Ray cluster, or local to start one; default: the cluster of this
-    process, or one that `ray start` started on this machine, or a new local one."""
+    process, or one that `ray start` started on this machine, or a new local one. For TLS between
+    the driver and the ranks, TPENGINE_RANK_TLS names a folder of certificates on every machine."""
     ray_placement_strategy: str = option("PACK", cfg.PLACEMENT_STRATEGIES, only_for=_RAY)
     """How ranks are spread over nodes, by Ray's names."""
     ray_bundle: str | None = option(None, only_for=_RAY)

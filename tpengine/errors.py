@@ -10,6 +10,7 @@ from __future__ import annotations
 import difflib
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from errno import EADDRINUSE, EAGAIN, EMFILE, ENFILE, ENOMEM, ENOSPC
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from tpengine.outputs import RequestOutput
@@ -264,6 +265,7 @@ class NativeLibraryError(EngineError):
     """The compiled kernels are missing or cannot be used as asked."""
 
 
+_SHORTAGES = (EMFILE, ENFILE, EAGAIN, ENOMEM, ENOSPC, EADDRINUSE)
 _DEVICE_FAULTS = frozenset((214, 700, 702, 710, *range(714, 720)))
 """CUDA's codes: memory errors, illegal addresses and instructions, time-outs, failed assertions."""
 
@@ -276,9 +278,30 @@ def is_device_fault(error: BaseException) -> bool:
 
 
 def is_temporary(error: BaseException) -> bool:
-    """Whether the same call may succeed later. What is no error of ours comes from the machine or
-    from a library: no file descriptor, no memory, no thread."""
-    return isinstance(error, TemporaryError) or not isinstance(error, TPEngineError)
+    """Whether the same call may succeed later, with ranks that could start before. What is no error
+    of ours comes from the machine or from a library."""
+    is_ours = isinstance(error, TPEngineError) and not isinstance(error, TemporaryError)
+    return not is_ours or is_shortage(error)
+
+
+def is_shortage(error: BaseException) -> bool:
+    """Whether this machine lacked memory, files, ports, processes, threads or room on a disk. That
+    may pass, also if it was noticed by another error."""
+    return error_number(error) in _SHORTAGES
+
+
+def error_number(error: BaseException) -> int | None:
+    """The system's error number of an exception or of a cause of it; None: there is none."""
+    cause: BaseException | None = error
+    while cause is not None:
+        if isinstance(cause, OSError) and cause.errno is not None:
+            return cause.errno
+        if isinstance(cause, MemoryError):
+            return ENOMEM
+        if isinstance(cause, RuntimeError) and "can't start new thread" in str(cause):
+            return EAGAIN
+        cause = cause.__cause__ or cause.__context__
+    return None
 
 
 class EngineDeadError(EngineError):

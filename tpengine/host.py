@@ -24,6 +24,7 @@ from types import FrameType, TracebackType
 from typing import TYPE_CHECKING, Any
 
 from tpengine import envs
+from tpengine.errors import error_number
 from tpengine.logger import init_logger
 
 if TYPE_CHECKING:
@@ -38,9 +39,10 @@ START_TICKS = 19
 _PARENT, _NUM_THREADS = 1, 17
 _PR_SET_PDEATHSIG, _PR_SET_NAME = 1, 15  # linux/prctl.h
 SHM_FOLDER = Path("/dev/shm")
+LOOPBACK = "127.0.0.1"
+"""Where what is ours listens if all ranks run on one machine, so that no other one can connect."""
 _MIB = 1 << 20
 _NO_DESCRIPTORS = (errno.EMFILE, errno.ENFILE)
-_SHORTAGES = (*_NO_DESCRIPTORS, errno.EAGAIN, errno.ENOMEM, errno.ENOSPC, errno.EADDRINUSE)
 _SEGMENT_NAME = re.compile(r"tpengine-.*-(?P<pid>\d+)-(?P<start>\d+)")
 
 
@@ -325,7 +327,7 @@ def describe_resources(error: BaseException) -> str:
         error: the failure; it or a cause of it may hold the system's error number.
     """
     parts = []
-    if number := _error_number(error):
+    if number := error_number(error):
         parts.append(f"errno {number} ({os.strerror(number)})")
     for folder in (envs.ray_folders()[0].parent, SHM_FOLDER):
         with contextlib.suppress(OSError):
@@ -338,21 +340,6 @@ def describe_resources(error: BaseException) -> str:
     except OSError as failure:  # the list itself needs one
         parts.append(f"its limit is {limit} file descriptors ({failure.strerror})")
     return ", ".join(parts)
-
-
-def _error_number(error: BaseException) -> int | None:
-    """The system's error number of an exception or of a cause of it."""
-    cause: BaseException | None = error
-    while cause is not None:
-        if isinstance(cause, OSError) and cause.errno is not None:
-            return cause.errno
-        cause = cause.__cause__ or cause.__context__
-    return None
-
-
-def is_shortage(error: BaseException) -> bool:
-    """Whether this machine lacked memory, files, ports, processes or room on a disk."""
-    return _error_number(error) in _SHORTAGES
 
 
 class FileReserve:

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import argparse
+import errno
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from tpengine import EngineArgs, LLMEngine, envs
+from tpengine.cli import serve
 from tpengine.config import EMBEDDED_MODEL
 from tpengine.engine import llm_engine
-from tpengine.errors import ConfigError
+from tpengine.errors import ConfigError, ModelLoadError, is_shortage, is_temporary
 from tpengine.executor.local_executor import LocalExecutor
 
 
@@ -69,6 +72,26 @@ def test_ranks_are_ended_when_no_engine_can_be_made(
     with pytest.raises(ZeroDivisionError) as caught:
         LLMEngine.from_engine_args(args)
     assert len(ended) == 1, caught.tb
+
+
+def test_a_shortage_may_pass() -> None:
+    """At a first start and in a rebuild, also under another error's name."""
+    shortages: list[Exception] = [MemoryError(), RuntimeError("can't start new thread")]
+    for shortage in (*shortages, OSError(errno.EMFILE, "no file")):
+        error = ModelLoadError("cannot be read")
+        assert not is_shortage(error)
+        assert not is_temporary(error)
+        error.__cause__ = shortage
+        assert is_shortage(error)
+        assert is_temporary(error)
+    assert not is_shortage(RuntimeError("another one"))
+
+
+def test_isolated_and_not() -> None:
+    parser = argparse.ArgumentParser()
+    serve.add_arguments(parser)
+    with pytest.raises(ConfigError, match=r"--isolate runs .* and --executor local"):
+        serve.run(parser.parse_args(["--isolate", "--executor", "local"]))
 
 
 def test_heads_that_cannot_be_divided_are_refused_before_ray(

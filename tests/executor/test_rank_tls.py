@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import resource
 import shutil
 import threading
 from collections.abc import Callable
@@ -13,8 +14,9 @@ from server.guarded import Authority
 from support.engines import complete, greedy, make_engine
 
 from executor.channels import EPOCH, SECRET, TIMEOUT_S, open_channels, receive
+from executor.poor_driver import limited
 from executor.ray_engines import ray_engine
-from tpengine.errors import ConfigError
+from tpengine.errors import ConfigError, is_shortage, is_temporary
 from tpengine.executor.channel import (
     Channel,
     ChannelClosedError,
@@ -23,6 +25,7 @@ from tpengine.executor.channel import (
     Listener,
     connect,
 )
+from tpengine.executor.rank_tls import check_at_start
 
 SHORT_S = 1.0
 Use = Callable[[str], Path]
@@ -100,10 +103,30 @@ def test_ends_without_our_certificate(
 
 
 def test_certificates_that_cannot_be_used(use: Use) -> None:
+    """At the driver's start that is final, unless the machine has no descriptor left. Later it may
+    pass: they are being exchanged."""
     folder = use("ours")
+    good = (folder / "ca.crt").read_text()
+    listener = Listener("127.0.0.1", SECRET, EPOCH)
     (folder / "ca.crt").write_text("nothing")
-    with pytest.raises(ConfigError, match=r"TPENGINE_RANK_TLS = '.*' cannot be used.*tls\.crt"):
+    text = r"TPENGINE_RANK_TLS = '.*' cannot be used.*tls\.crt"
+    with pytest.raises(ConfigError, match=text) as refused:
+        check_at_start()
+    assert not is_temporary(refused.value)
+    with limited(resource.RLIMIT_NOFILE, 0), pytest.raises(ConfigError, match=text) as full:
+        check_at_start()
+    assert is_shortage(full.value)
+    with pytest.raises(ChannelError, match=text):
         Listener("127.0.0.1", SECRET, EPOCH)
+    with ThreadPoolExecutor(2) as pool:
+        accepted = pool.submit(listener.accept, 1, TIMEOUT_S)
+        with pytest.raises(ChannelError, match=text):
+            connect(listener.address, SECRET, 0, EPOCH, 0.1)
+        connected = pool.submit(connect, listener.address, SECRET, 0, EPOCH, TIMEOUT_S)
+        (folder / "ca.crt").write_text(good)
+        for channel in (connected.result(TIMEOUT_S), *accepted.result(TIMEOUT_S)):
+            channel.close()
+    listener.close()
 
 
 @pytest.mark.soak

@@ -4,6 +4,7 @@ its cause, the group is rebuilt, and the same tokens come out of the next one.""
 from __future__ import annotations
 
 import contextlib
+import errno
 import os
 import signal
 import time
@@ -25,6 +26,7 @@ from tpengine.errors import EngineError, GroupLostError, ModelLoadError, RankLos
 from tpengine.executor.group import Group
 from tpengine.executor.launch.actors import Agents
 from tpengine.executor.launch.node_agent import NodeAgent
+from tpengine.executor.launch.processes import ProcessExecutor
 from tpengine.gguf_file import open_gguf
 from tpengine.messages import StepInput, StepOutput
 
@@ -287,12 +289,45 @@ def test_a_gguf_file_that_is_replaced(folder: Path, tmp_path: Path, wait_until: 
         assert not any(is_alive(ranks.executor.places))
 
 
-def test_healthy_ranks_are_not_rebuilt(folder: Path) -> None:
-    """Nor ranks of an engine that was shut down."""
-    with bare_ranks(folder, 1) as one:
-        with pytest.raises(EngineError, match="nothing to rebuild"):
-            one.executor.rebuild()
-        one.lose(0)
-        one.executor.shutdown()
+def test_what_fails_at_the_driver(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, wait_until: Wait
+) -> None:
+    """Another attempt replaces ranks that are ready or half started, and needs no spare. A shutdown
+    that does not wait for it takes its descriptors, too."""
+
+    def fail(error: Exception, *_: object) -> None:
+        raise error
+
+    with bare_ranks(folder, 1, spare_workers=1) as one:
+        executor = one.executor
+        expected = one.generate()
+        first = executor.places
+        executor.spares.close()
+        with monkeypatch.context() as patch:
+            full = OSError(errno.EMFILE, "full")
+            patch.setattr("tpengine.executor.group.WakeUp", partial(fail, full))
+            with pytest.raises(OSError, match="full"):
+                executor.rebuild()
+            assert isinstance(executor, ProcessExecutor)
+            [half_started] = executor._agents.children.values()
+            wait_until(lambda: half_started.exit_status() == signal.SIGKILL, PATIENCE_S)
+        with monkeypatch.context() as patch:
+            patch.setattr(
+                "threading.Timer.start", partial(fail, RuntimeError("can't start new thread"))
+            )
+            one.rebuild()
+        assert executor.epoch == 2
+        assert not any(is_alive(first))
+        assert one.generate() == expected
+
+        def shut_down(lost: object) -> None:
+            executor.shutdown()
+            executor._check()
+
+        monkeypatch.setattr("tpengine.executor.group_executor._TURN_S", 0.1)
+        monkeypatch.setattr(executor, "_replace", shut_down)
         with pytest.raises(EngineError, match="being shut down"):
-            one.executor.rebuild()
+            executor.rebuild()
+        assert not executor._reserve._held
+        with pytest.raises(EngineError, match="being shut down"):
+            executor.rebuild()

@@ -197,7 +197,7 @@ def test_random_losses(fake_config: MakeConfig, monkeypatch: pytest.MonkeyPatch)
         events["preempted"] += len(output.preempted)
         return output
 
-    monkeypatch.setattr(recovery, "_LONGEST_PAUSE_S", 0.0)
+    monkeypatch.setattr(recovery, "pause_s", lambda _: 0.0)
     monkeypatch.setattr(Scheduler, "restart", counting_restart)
     monkeypatch.setattr(Scheduler, "schedule", counting_schedule)
 
@@ -226,7 +226,7 @@ def test_random_losses(fake_config: MakeConfig, monkeypatch: pytest.MonkeyPatch)
 def test_thirty_kills(models: ModelShop, monkeypatch: pytest.MonkeyPatch) -> None:
     """Real ranks are killed at moments of a fixed seed: a quarter while they serve, the others soon
     after the kill before, when a new group starts, or the old one is not yet known to be lost."""
-    monkeypatch.setattr(recovery, "_LONGEST_PAUSE_S", 0.0)
+    monkeypatch.setattr(recovery, "pause_s", lambda _: 0.0)
     rng = random.Random(22)
     found = Counter[str]()
     with crowd_engine(models.folder(PLAIN, tokenizer=True)) as engine:

@@ -11,6 +11,7 @@ import time
 from dataclasses import replace
 
 from tpengine.engine_args import AsyncEngineArgs
+from tpengine.errors import ConfigError
 from tpengine.server.server_args import ServerArgs
 
 EPILOG = """\
@@ -64,12 +65,17 @@ def run(args: argparse.Namespace) -> int:
     """Serves; returns the exit code.
 
     Raises:
-        ConfigError: an argument is out of range, the server would be open to strangers, or a port
-            is in use.
+        ConfigError: an argument is out of range or contradicts another one, the server would be
+            open to strangers, or a port is in use.
     """
     server_args = ServerArgs.from_cli_args(args)
     server_args.check()
     engine_args = AsyncEngineArgs.from_cli_args(args)
+    if server_args.isolate and engine_args.executor == "local":
+        raise ConfigError(
+            "--isolate runs the rank in a process of its own, and --executor local in the "
+            "server's; leave one of them out"
+        )
     if server_args.isolate and engine_args.executor_choice.is_open_and_local:
         engine_args = replace(engine_args, executor="processes")
     server_args.check_adapters(engine_args)

@@ -38,7 +38,7 @@ from tpengine.errors import (
     counted,
     is_temporary,
 )
-from tpengine.executor.executor import Executor
+from tpengine.executor.executor import Executor, pause_s
 from tpengine.logger import init_logger
 from tpengine.messages import MemoryLedger
 from tpengine.scheduling.block_manager import BlockManager
@@ -51,8 +51,6 @@ logger = init_logger(__name__)
 _WAIT_S = 0.02
 """How long a step waits for a rebuild: its caller has other work to do."""
 _PROGRESS_LINE_S = 5.0
-_LONGEST_PAUSE_S = 30.0
-"""Between two attempts at a group. The pauses are 1, 2, 4, 8, 16 and then 30 s."""
 _CLOSE_S = 10.0
 _NUM_RECORDS = 1000
 
@@ -313,17 +311,17 @@ class Recovery:
                 f"What was lost: {self._loss.report()}",
                 error,
             )
-        pause_s = min(_LONGEST_PAUSE_S, 2.0 ** min(self._num_attempts - 1, 10))
-        if now + pause_s - self._lost_at > limit_s:
+        wait_s = pause_s(self._num_attempts)
+        if now + wait_s - self._lost_at > limit_s:
             self._give_up(error)
-        self._attempt_at = now + pause_s
+        self._attempt_at = now + wait_s
         logger.error(
             "attempt %d at a new group of ranks failed: %s\nThe driver's machine: %s. The next "
             "attempt follows in %g s, the last one within %g s of the loss (recovery_timeout)",
             self._num_attempts,
             _describe(error),
             host.describe_resources(error),
-            pause_s,
+            wait_s,
             limit_s,
         )
 

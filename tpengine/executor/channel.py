@@ -267,12 +267,12 @@ class Listener:
     invitation: Invitation | None
 
     def __init__(self, address: str, secret: bytes, epoch: int) -> None:
-        check()
         self._secret = secret
         self._epoch = epoch
         family = socket.AF_INET6 if ":" in address else socket.AF_INET
         self._sock = socket.socket(family, socket.SOCK_STREAM)
         try:
+            check()
             self._sock.bind((address, 0))  # the kernel chooses the port
             self._sock.listen(_MAX_HANDSHAKES)
         except OSError as error:

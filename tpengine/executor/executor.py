@@ -17,6 +17,11 @@ from tpengine.errors import EngineError, RankLoss
 from tpengine.messages import MemoryLedger, StepInput, StepOutput
 
 
+def pause_s(num_failed: int) -> float:
+    """Before the next attempt at a group of ranks: 1, 2, 4, 8, 16 and then 30 s."""
+    return min(30.0, 2.0 ** min(num_failed - 1, 10))
+
+
 class Executor(ABC):
     """Calls every worker. The engine knows only this class, no worker.
 
@@ -88,7 +93,7 @@ class Executor(ABC):
         return 1
 
     def rebuild(self) -> list[MemoryLedger]:
-        """Ends the rest of a lost group and starts the next one, up to its loaded weights. Then
+        """Ends the group, or its rest, and starts the next one, up to its loaded weights. Then
         `init_cache_engine` makes it ready for steps. May be called in any thread.
 
         Returns:

@@ -14,6 +14,7 @@ import time
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Any, Protocol, TypeVar
 
+from tpengine import host
 from tpengine.config import EngineConfig, RanksConfig
 from tpengine.errors import (
     EngineError,
@@ -42,8 +43,6 @@ from tpengine.messages import Rendezvous
 logger = init_logger(__name__)
 Answer = TypeVar("Answer")
 
-LOOPBACK = "127.0.0.1"
-"""Where what is ours listens if all ranks run on one machine, so that no other one can connect."""
 _OVER = "the engine was shut down; make a new one"
 _CALL_GRACE_S = 1.0
 """How long the others are heard after the first failure of a call: that failure may be the
@@ -254,7 +253,7 @@ class Group:
         """
         addresses = [place.address for place in self.places]
         if len({place.node_id for place in self.places}) == 1:
-            addresses = [LOOPBACK] * self._size
+            addresses = [host.LOOPBACK] * self._size
         [port] = self.call_each("open_rendezvous", {0: (addresses[0],)})
         rendezvous = Rendezvous(
             engine_id=engine_id,

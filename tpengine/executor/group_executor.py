@@ -18,10 +18,10 @@ from typing import Any
 
 from tpengine import host
 from tpengine.config import EngineConfig
-from tpengine.errors import EngineError, GroupLostError, RankLoss, WorkerDiedError
+from tpengine.errors import EngineError, GroupLostError, RankLoss, WorkerDiedError, is_shortage
 from tpengine.executor.codec import decode_output, encode
 from tpengine.executor.diagnosis import RankPlace
-from tpengine.executor.executor import Executor
+from tpengine.executor.executor import Executor, pause_s
 from tpengine.executor.group import Group, Launcher
 from tpengine.executor.spares import Spares
 from tpengine.executor.watch import StepDeadline
@@ -37,8 +37,6 @@ _TURN_S = 30.0
 _LEAST_APPEAR_S, _APPEAR_PATIENCE = 25.0, 5.0
 """What the processes of a later group get to appear: at the least, and in multiples of the first's
 time. Ray may have to end a stopped process first, which takes it five seconds."""
-_LONGEST_PAUSE_S = 30.0
-"""Between two attempts at a first group. The pauses are 1, 2, 4, 8, 16 and then 30 s."""
 _RESERVE, _RESERVE_PER_RANK = 32, 12
 """File descriptors for a rebuild in a driver that has none left, as in a server whose clients hold
 them. A rank that starts takes 12: six ends of sockets, two of a pipe, its number and its files."""
@@ -169,28 +167,29 @@ class GroupExecutor(Executor):
             PlacementError: there is no room for the ranks.
             EngineError: a rank's own error; nothing is left behind.
         """
-        limit_s, pause_s = self._limits.start_timeout_s, 1.0
+        limit_s, num_failed = self._limits.start_timeout_s, 0
         deadline = time.monotonic() + limit_s
         with self._in_turn():
             while True:
                 try:
                     self._load_first()
-                    self._reserve.hold()
+                    self._hold_reserve()
                     return list(self.devices)
                 except Exception as error:
-                    if not host.is_shortage(error) or time.monotonic() + pause_s > deadline:
+                    num_failed += 1
+                    wait_s = pause_s(num_failed)
+                    if not is_shortage(error) or time.monotonic() + wait_s > deadline:
                         raise
                     logger.warning(
                         "the ranks were not started: %s (the driver's machine: %s). The next "
                         "attempt follows in %g s, the last one within %g s (start_timeout_s)",
                         error,
                         host.describe_resources(error),
-                        pause_s,
+                        wait_s,
                         limit_s,
                     )
-                self._is_cancelled.wait(pause_s)
+                self._is_cancelled.wait(wait_s)
                 self._check()
-                pause_s = min(_LONGEST_PAUSE_S, 2.0 * pause_s)
 
     def _load_first(self) -> None:
         """Places and starts the first group, up to its loaded weights."""
@@ -215,8 +214,8 @@ class GroupExecutor(Executor):
         """
         with self._in_turn():
             lost = self._group
-            if lost is None or not lost.is_over:
-                raise EngineError("no rank was lost: there is nothing to rebuild")
+            if lost is None:
+                raise EngineError("no ranks were started: there is nothing to rebuild")
             self._times.seconds.clear()
             self._reserve.give_back()
             try:
@@ -230,7 +229,11 @@ class GroupExecutor(Executor):
                     self._end_group(orderly=False)
                 raise
             finally:
-                self._reserve.hold()
+                self._hold_reserve()
+
+    def _hold_reserve(self) -> None:
+        if not self._is_cancelled.is_set():  # `shutdown` may not have waited for its turn
+            self._reserve.hold()
 
     def profile_num_available_blocks(self) -> list[MemoryLedger]:
         """See `Executor`."""
@@ -274,9 +277,13 @@ class GroupExecutor(Executor):
     def _start_group(self, epoch: int) -> None:
         """Starts the ranks up to their loaded weights."""
         with self._times.phase(PROCESSES):
-            self._group = group = Group(
-                epoch, self._config, self._make_launcher(), self._limits, self._check
-            )
+            launcher = self._make_launcher()
+            try:
+                group = Group(epoch, self._config, launcher, self._limits, self._check)
+            except BaseException:  # such as no descriptor; no group would end the processes
+                launcher.kill()
+                raise
+            self._group = group
             group.start(self._times.appear_s)
         with self._times.phase("channels"):
             group.open_channels()

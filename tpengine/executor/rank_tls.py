@@ -24,8 +24,7 @@ def secured(sock: socket.socket, is_driver: bool) -> socket.socket:
     long as the socket's timeout says.
 
     Raises:
-        ConfigError: the certificates cannot be used.
-        OSError: the peer has no such certificate, or does not answer.
+        OSError: the certificates cannot be used now, the peer has none, or it does not answer.
     """
     folder = envs.rank_tls()
     if folder is None:
@@ -34,9 +33,17 @@ def secured(sock: socket.socket, is_driver: bool) -> socket.socket:
 
 
 def check() -> None:
-    """Raises ConfigError if TLS is wanted and the certificates cannot be used."""
+    """Raises OSError if TLS is wanted and the certificates cannot be used now."""
     if (folder := envs.rank_tls()) is not None:
         _context(folder, is_driver=True)
+
+
+def check_at_start() -> None:
+    """Raises ConfigError instead, as nothing shows yet that they ever could be used."""
+    try:
+        check()
+    except OSError as error:
+        raise ConfigError(str(error)) from error
 
 
 def _context(folder: Path, is_driver: bool) -> ssl.SSLContext:
@@ -48,7 +55,7 @@ def _context(folder: Path, is_driver: bool) -> ssl.SSLContext:
         context.load_cert_chain(folder / CERTIFICATE, folder / KEY)
         context.load_verify_locations(folder / AUTHORITY)
     except OSError as error:  # ssl.SSLError is one
-        raise ConfigError(
+        raise OSError(
             f"TPENGINE_RANK_TLS = {str(folder)!r} cannot be used on {socket.gethostname()}: "
             f"{error}; put {CERTIFICATE}, {KEY} and {AUTHORITY} into it, in PEM form"
         ) from error

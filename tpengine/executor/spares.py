@@ -7,11 +7,14 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from typing import Protocol
 
-from tpengine.errors import TemporaryError
 from tpengine.executor.diagnosis import RankPlace
 from tpengine.logger import init_logger
 
 logger = init_logger(__name__)
+
+SPARE_ANSWER_S = 0.5
+"""How long a spare that has imported everything may take to answer."""
+_NO_SPARE = "no spare was started; the next rebuild does without: %r"
 
 
 class Spare(Protocol):
@@ -47,7 +50,7 @@ class Spares:
         self._timer: threading.Timer | None = None
 
     def fill(self, node_ids: Sequence[str], delay_s: float = 0.0) -> None:
-        """Starts what is missing, without waiting.
+        """Starts what is missing, without waiting. If that cannot be, the log says so.
 
         Args:
             node_ids: of the ranks; the spares are spread over nodes in the same proportion.
@@ -57,9 +60,14 @@ class Spares:
             return
         with self._lock:
             self._cancel()
-            self._timer = threading.Timer(delay_s, self._fill, (list(node_ids),))
-            self._timer.daemon = True
-            self._timer.start()
+            timer = threading.Timer(delay_s, self._fill, (list(node_ids),))
+            timer.daemon = True
+            self._timer = timer
+            try:
+                timer.start()
+            except (RuntimeError, MemoryError) as error:  # no thread is left
+                self._timer = None
+                logger.warning(_NO_SPARE, error)
 
     def _cancel(self) -> None:
         if self._timer is not None:
@@ -77,8 +85,8 @@ class Spares:
             for node_id in wanted.elements():
                 try:
                     spare = None if len(self._spares) >= self._count else self._start(node_id)
-                except (TemporaryError, OSError) as error:
-                    logger.warning("no spare was started; the next rebuild does without: %s", error)
+                except Exception as error:
+                    logger.warning(_NO_SPARE, error)
                     return
                 if spare is not None:
                     self._spares.append(spare)

@@ -78,7 +78,8 @@ class ServerArgs(Options):
     max_model_len, at most 4."""
     isolate: bool = option(False)
     """Run the only rank in a process of its own, so that a crash in it loses no request; each step
-    takes longer. No effect with several ranks, or if --executor says where ranks run."""
+    takes longer. No effect with several ranks, or with --executor processes or ray; refused with
+    --executor local."""
     max_client_requests: int | None = option(None, at_least=1, at_most=MAX_QUEUED)
     """Most open calls of one client (its token or certificate, else its address); default: all
     places but 1024, so that one gateway can fill the engine and the queue, and others get in."""

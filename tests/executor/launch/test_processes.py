@@ -11,6 +11,7 @@ import sys
 import threading
 from contextlib import ExitStack, suppress
 from pathlib import Path
+from typing import Any
 
 import pytest
 from support.engines import complete, greedy, make_engine
@@ -145,11 +146,44 @@ def test_devices(
         rank_devices("cuda", 4)
 
 
-def test_a_process_that_cannot_be_started(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_process_that_cannot_be_started(
+    monkeypatch: pytest.MonkeyPatch, wait_until: Wait
+) -> None:
+    """The error is the caller's, not the thread's, with which all processes would end."""
     starter = Starter("executor.nowhere")
-    monkeypatch.setattr(processes.sys, "executable", "/no/such/python")
-    with pytest.raises(PlacementError, match=r"no process for a rank can be started.*No such file"):
-        RankProcess(starter)
+    popen = processes.subprocess.Popen
+    waiting, late = threading.Event(), list[Any]()
+
+    def slow(command: Any, *, pass_fds: list[int], **options: Any) -> Any:
+        assert waiting.wait(PATIENCE_S)
+        late.append([os.fstat(file).st_ino for file in pass_fds])
+        late.append(popen(["sleep", "60"], pass_fds=pass_fds, **options))
+        return late[-1]
+
+    def poor(*_: Any, **__: Any) -> None:
+        raise MemoryError
+
+    with monkeypatch.context() as patch:
+        patch.setattr(processes.sys, "executable", "/no/such/python")
+        with pytest.raises(PlacementError, match=r"no process for a rank can.*No such file"):
+            RankProcess(starter)
+        patch.setattr(starter, "_start", poor)
+        with pytest.raises(MemoryError):
+            RankProcess(starter)
+    with monkeypatch.context() as patch:
+        patch.setattr(processes, "_START_S", 0.1)
+        patch.setattr(processes.subprocess, "Popen", slow)
+        for _ in range(2):  # the first is being started, the second waits for its turn
+            with pytest.raises(PlacementError, match=r"takes longer than 0\.1 s"):
+                RankProcess(starter)
+        pairs = [os.pipe() for _ in range(4)]  # they would get closed descriptors' numbers
+        waiting.set()
+        wait_until(lambda: len(late) == 2 and late[1].returncode is not None, PATIENCE_S)
+    assert not {os.fstat(file).st_ino for pair in pairs for file in pair} & set(late[0])
+    for file in (file for pair in pairs for file in pair):
+        os.close(file)
+    assert RankProcess(starter).pid
+    assert len(late) == 2
     starter.stop()
 
 

@@ -31,6 +31,7 @@ from tpengine.executor.launch.placement import (
 from tpengine.executor.launch.ray_calls import RaySilentError, bounded
 from tpengine.executor.launch.ray_messages import hide_deaths
 from tpengine.executor.rank import Rank
+from tpengine.executor.spares import SPARE_ANSWER_S
 from tpengine.logger import init_logger
 
 logger = init_logger(__name__)
@@ -43,8 +44,6 @@ _CHECK_S = 0.2
 """Between two looks at whether a wait for nodes still makes sense."""
 _KILL_S = 5.0
 """How long Ray may take to hear that an actor is to end."""
-_SPARE_ANSWER_S = 0.5
-"""How long a spare that has imported everything may take to answer."""
 
 
 class RayWorker(Rank):
@@ -171,7 +170,7 @@ class RayLauncher:
     def kill(self) -> None:
         if ray.is_initialized():
             with contextlib.suppress(RaySilentError):
-                _kill(*self._actors)
+                _kill(*{*self._actors, *filter(None, self._spares)})
 
 
 def _start(actor_class: type[Any], strategy: Any, *args: Any, **options: Any) -> Any:
@@ -326,7 +325,7 @@ class ActorSpare:
 
     def answer(self) -> RankPlace | None:
         calls = _ActorCalls({0: self.actor.describe.remote()})
-        place = calls.wait(_SPARE_ANSWER_S).get(0)
+        place = calls.wait(SPARE_ANSWER_S).get(0)
         return place if isinstance(place, RankPlace) else None
 
     def end(self) -> None:
@@ -335,5 +334,5 @@ class ActorSpare:
         with contextlib.suppress(RayError):
             # Ray asks the process to end itself, which a stopped one cannot do.
             if self.is_prepared():
-                process = ray.get(self._prepared, timeout=_SPARE_ANSWER_S).process
+                process = ray.get(self._prepared, timeout=SPARE_ANSWER_S).process
                 self._agents.tell(self.node_id, "signal", process, signal.SIGKILL)

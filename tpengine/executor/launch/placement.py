@@ -26,10 +26,10 @@ from ray.util.placement_group import (
 )
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
+from tpengine import host
 from tpengine.config import RayConfig
 from tpengine.errors import PlacementError, counted
 from tpengine.executor.diagnosis import RankPlace
-from tpengine.executor.group import LOOPBACK
 from tpengine.executor.launch.ray_calls import bounded
 from tpengine.logger import init_logger
 
@@ -180,7 +180,7 @@ def address_of(node_id: str) -> str:
 def channel_address(places: Iterable[RankPlace], driver_node_id: str) -> str:
     """Where the driver listens for ranks: only within its machine if all of them run there."""
     if {place.node_id for place in places} == {driver_node_id}:
-        return LOOPBACK
+        return host.LOOPBACK
     return address_of(driver_node_id)
 
 

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import collections
 import contextlib
-import errno
 import itertools
 import os
 import queue
@@ -18,10 +17,11 @@ import subprocess
 import sys
 import threading
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from concurrent.futures import Future
 from functools import partial
 from multiprocessing import Pipe
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 from tpengine import envs
 from tpengine.config import EngineConfig
@@ -30,21 +30,27 @@ from tpengine.executor.channel import ChannelClosedError, InheritedChannels
 from tpengine.executor.diagnosis import ANSWER_S, RankPlace
 from tpengine.executor.group import Group
 from tpengine.executor.group_executor import GroupExecutor
-from tpengine.executor.launch import rank_process
-from tpengine.executor.launch.node_agent import NodeAgent, Process
-from tpengine.executor.spares import Spares
+from tpengine.executor.launch import node_agent, rank_process
+from tpengine.executor.spares import SPARE_ANSWER_S, Spares
 from tpengine.logger import init_logger
 
 logger = init_logger(__name__)
 
 _START_S = 30.0
 """Longest wait for the thread that starts processes."""
-_SPARE_ANSWER_S = 0.5
-"""How long a spare that has imported everything may take to answer."""
 _REAP_S = 5.0
 """Longest wait for a process to end after it has closed its socket, and for its last output."""
 _LOG_LINES = 60
 _PROGRAM = rank_process.__name__
+Process = subprocess.Popen[str]
+
+
+class End(Protocol):
+    """Of a socket."""
+
+    def fileno(self) -> int: ...
+
+    def close(self) -> None: ...
 
 
 class Starter(threading.Thread):
@@ -58,19 +64,23 @@ class Starter(threading.Thread):
     def __init__(self, program: str) -> None:
         super().__init__(name="tpengine-starter", daemon=True)
         self._program = program
-        self._wanted: queue.SimpleQueue[tuple[list[int], queue.SimpleQueue[Any]] | None]
-        self._wanted = queue.SimpleQueue()
+        self._orders: queue.SimpleQueue[tuple[Sequence[End], Future[Process]] | None]
+        self._orders = queue.SimpleQueue()
         self.start()
 
     def run(self) -> None:
-        while (wanted := self._wanted.get()) is not None:
-            files, answer = wanted
+        while (order := self._orders.get()) is not None:
+            ends, process = order
             try:
-                answer.put(self._start(files))
-            except OSError as error:
-                answer.put(error)
+                if process.set_running_or_notify_cancel():
+                    process.set_result(self._start([end.fileno() for end in ends]))
+            except BaseException as error:  # all processes would end with this thread
+                process.set_exception(error)
+            finally:
+                for end in ends:
+                    end.close()
 
-    def _start(self, files: list[int]) -> subprocess.Popen[str]:
+    def _start(self, files: list[int]) -> Process:
         # -P: the folder that the driver runs in is searched only if it is in the driver's own path
         command = [sys.executable, "-u", "-P", "-m", self._program, str(os.getpid())]
         return subprocess.Popen(
@@ -85,29 +95,40 @@ class Starter(threading.Thread):
             start_new_session=True,  # a Ctrl-C at the terminal is the driver's alone
         )
 
-    def start_process(self, files: list[int]) -> subprocess.Popen[str]:
-        """Starts a process that inherits these descriptors.
+    def start_process(self, ends: Sequence[End]) -> Process:
+        """Starts a process that inherits these ends, which are the thread's from now on: it closes
+        them once the process has them, however long the system takes.
 
         Raises:
             PlacementError: the system does not start it.
         """
-        answer: queue.SimpleQueue[Any] = queue.SimpleQueue()
-        self._wanted.put((files, answer))
+        process: Future[Process] = Future()
+        self._orders.put((ends, process))
         try:
-            process = answer.get(timeout=_START_S)
-        except queue.Empty:
-            process = TimeoutError(f"the system takes longer than {_START_S:g} s")
-        if isinstance(process, OSError):
-            raise _not_started(process) from process
-        assert isinstance(process, subprocess.Popen)
-        return process
+            return process.result(_START_S)
+        except BaseException as error:
+            if not process.cancel():
+                process.add_done_callback(_end_late)
+            if isinstance(error, TimeoutError):
+                error = TimeoutError(f"the system takes longer than {_START_S:g} s")
+            if isinstance(error, OSError):
+                raise _not_started(error) from error
+            raise
 
     def stop(self) -> None:
         """Ends the thread, and all processes that it has started and that are still there."""
-        self._wanted.put(None)
+        self._orders.put(None)
 
 
-def _not_started(error: OSError) -> PlacementError:
+def _end_late(started: Future[Process]) -> None:
+    """Ends a process, if there is one, that nobody waits for any more."""
+    if started.exception() is None:
+        process = started.result()
+        process.kill()
+        process.communicate(timeout=_REAP_S)
+
+
+def _not_started(error: Exception) -> PlacementError:
     return PlacementError(
         f"no process for a rank can be started: {error}; free memory, or raise the limits of "
         "processes and open files (ulimit -u, ulimit -n)"
@@ -132,14 +153,7 @@ class RankProcess:
         except OSError as error:
             raise _not_started(error) from error
         self.sockets = [pair[0] for pair in pairs]
-        theirs = [pair[1] for pair in pairs]
-        try:
-            files = [calls.fileno(), *(end.fileno() for end in theirs)]
-            self._process = starter.start_process(files)
-        finally:
-            calls.close()
-            for end in theirs:
-                end.close()
+        self._process = starter.start_process([calls, *(pair[1] for pair in pairs)])
         self.pid = self._process.pid
         self._lock = threading.Lock()
         self._numbers = itertools.count()
@@ -152,9 +166,11 @@ class RankProcess:
         try:
             self._copier.start()
             hearer.start()
-        except RuntimeError as error:
+        except BaseException as error:
             self._process.kill()
-            raise _not_started(OSError(errno.EAGAIN, str(error))) from error
+            if isinstance(error, RuntimeError):  # no thread is left
+                raise _not_started(error) from error
+            raise
 
     def call(
         self, on_answer: Callable[[Any], None], method: str, *args: Any, **kwargs: Any
@@ -227,7 +243,7 @@ class RankProcess:
         return self._prepared is not None and self._prepared.are_complete()
 
     def answer(self) -> RankPlace | None:
-        place = Calls.of({0: self}, "describe", {0: ()}, {}).wait(_SPARE_ANSWER_S).get(0)
+        place = Calls.of({0: self}, "describe", {0: ()}, {}).wait(SPARE_ANSWER_S).get(0)
         return place if isinstance(place, RankPlace) else None
 
     def end(self) -> None:
@@ -275,7 +291,7 @@ class Calls:
         return found
 
 
-class OwnMachine(NodeAgent):
+class OwnMachine(node_agent.NodeAgent):
     """The agents of the only machine; see `diagnosis.NodeAgents`. It knows how its children ended,
     and what they printed.
 
@@ -299,7 +315,7 @@ class OwnMachine(NodeAgent):
     def is_starting(self, node_id: str) -> bool:
         return False
 
-    def _status(self, process: Process, file: int) -> int | None:
+    def _status(self, process: node_agent.Process, file: int) -> int | None:
         child = self.children.get(process[0])
         return super()._status(process, file) if child is None else child.exit_status()
 

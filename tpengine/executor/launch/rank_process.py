@@ -17,9 +17,6 @@ from tpengine import envs, host
 from tpengine.executor.diagnosis import DRIVER_GONE, RankPlace
 from tpengine.executor.rank import Rank
 
-ADDRESS = "127.0.0.1"
-"""Of all ranks of this kind. What they open among themselves listens on loopback alone."""
-
 
 class ProcessRank(Rank):
     """A rank that is called over a socket.
@@ -41,7 +38,7 @@ class ProcessRank(Rank):
         if devices:
             envs.set_visible_gpus(devices)
         # The driver reads the log from a pipe, and finds it by the process.
-        return self.locate("", ADDRESS, devices, str(os.getpid()))
+        return self.locate("", host.LOOPBACK, devices, str(os.getpid()))
 
     def answer(self, method: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Runs a call of the driver's."""

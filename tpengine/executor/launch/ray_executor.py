@@ -26,6 +26,7 @@ from tpengine.executor.launch.placement import (
 from tpengine.executor.launch.processes import ProcessExecutor
 from tpengine.executor.launch.ray_calls import RaySilentError, check_answers
 from tpengine.executor.launch.ray_connection import RAY_IS_GONE, RayConnection
+from tpengine.executor.rank_tls import check_at_start
 from tpengine.executor.spares import Spare, Spares
 from tpengine.logger import init_logger
 from tpengine.messages import MemoryLedger
@@ -103,7 +104,8 @@ class RayExecutor(GroupExecutor):
             reason = self._why_silent(error)
             if reason is None:
                 raise
-        self._leave_ray(reason)
+        with self._in_turn():  # else a shutdown might not end what is made here
+            self._leave_ray(reason)
         return super().rebuild()
 
     def _why_silent(self, error: EngineError) -> RaySilentError | None:
@@ -140,6 +142,7 @@ class RayExecutor(GroupExecutor):
         spares.close()
 
     def _place(self) -> None:
+        check_at_start()
         with self._times.phase("placement"):
             self._placement = self._placer.place(set())
         if self._limits.spare_workers and not self._may_use_spares:
