@@ -28,14 +28,14 @@ MAX_PACKAGE_LINES = 18_500
 MAX_PACKAGE_FILES = 210
 MAX_NATIVE_LINES = 8_220
 """Lines of C++ and CUDA in csrc/, without blank lines and comments."""
-MAX_TEST_LINES = 40_200
+MAX_TEST_LINES = 40_260
 """Lines of code of tests/."""
 MAY_ADD = {
     "API": 800,
     "models": 2_060,
     "HTTP and gRPC doors": 1_730,
     "four and eight bits": 1_620,
-    "faults and fair shares": 2_000,
+    "faults and fair shares": 2_040,
     "LoRA": 920,
     "grammars, tools and page": 1_000,
 }
