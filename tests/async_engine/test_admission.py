@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from types import SimpleNamespace
 
@@ -89,6 +90,18 @@ def test_a_full_queue_has_places_for_owners_below_their_share(limits: QueueLimit
     assert _add(queue, flood)
     with pytest.raises(QueueFullError, match=r"100 requests wait|1000 prompt tokens wait"):
         _crowd(limits, flood, other)
+
+
+@pytest.mark.parametrize("limits", LIMITS, ids=["requests", "tokens"])
+def test_very_many_owners_stay_within_the_bound(limits: QueueLimits) -> None:
+    queue, num_owners = Admission(limits, "owner"), 1000
+    for number in range(num_owners):
+        owner = Owner(account=f"address {number}")
+        with pytest.raises(QueueFullError):
+            for _ in range(SIZE + 1):
+                _add(queue, owner)
+    num_waiting = queue.num_tokens // 10
+    assert 3 * SIZE < num_waiting <= (math.log(num_owners) + 1) * SIZE
 
 
 def _crowd(limits: QueueLimits, *owners: Owner) -> None:

@@ -6,6 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tpengine.inputs import Owner
 from tpengine.sequence import Request
 
 from .loop import Limits, Loop, make_request, plain
@@ -90,6 +91,26 @@ def test_a_request_that_passed_and_is_preempted_waits_behind_what_it_passed() ->
     while not loop.preemptions["r2"]:
         loop.step()
     assert [request.arrival_index for request in loop.policy] == [1, 2]
+    loop.run()
+
+
+def test_with_another_first_others_may_pass() -> None:
+    """With fair shares the first changes without an arrival, when its owner was given more."""
+    loop = Loop(Limits(tokens=64, seqs=4, num_blocks=400, fairness="owner"))
+    a, b = Owner(account="a"), Owner(account="b")
+    long = loop.add(make_request(0, 4, plain(100), owner=a))
+    loop.add(make_request(1, 40, plain(1), owner=b))
+    loop.step()
+    loop.add(make_request(2, 4, plain(2, n=4), owner=a))  # the first: 100 steps, and 2 of its own
+    late = loop.add(make_request(3, 4, plain(250), owner=a))
+    loop.add(make_request(4, 4, plain(200, n=4), owner=b))  # then this one: 80 steps, and 200
+    for _ in range(15):
+        loop.step()
+    assert late not in loop.admitted
+    for _ in range(6):
+        loop.step()
+    assert late in loop.admitted
+    assert not long.finished
     loop.run()
 
 

@@ -8,6 +8,8 @@ import os
 import signal
 import socket
 import struct
+import threading
+from collections import Counter
 from collections.abc import Awaitable, Callable, Iterator
 from contextlib import ExitStack
 from types import SimpleNamespace
@@ -31,9 +33,9 @@ from tpengine.server.auth import Authenticator
 from tpengine.server.grpc.guard import address_of
 from tpengine.server.grpc.proto import tpengine_pb2 as pb
 from tpengine.server.grpc.proto import tpengine_pb2_grpc
-from tpengine.server.grpc.server import HealthServicer
+from tpengine.server.grpc.server import MAX_WATCHERS, HealthServicer
 from tpengine.server.grpc.wire import check_fields
-from tpengine.server.limits import Limits
+from tpengine.server.limits import Limits, UntrustedCalls
 from tpengine.server.state import State
 
 Code = grpc.StatusCode
@@ -189,6 +191,66 @@ def test_a_message_must_arrive_in_time(path: str, is_silent: bool) -> None:
         on_channel(target, park)
 
 
+def test_calls_wait_while_the_loop_is_busy() -> None:
+    """By default gRPC ends some of those beyond 1000 with CANCELLED before Python sees them."""
+    is_free = threading.Event()
+
+    class Busy(Authenticator):
+        def identify(self, *given: Any) -> Any:
+            assert is_free.wait(TIMEOUT_S)
+            return super().identify(*given)
+
+    async def flood(target: str) -> None:
+        apart = [("grpc.use_local_subchannel_pool", 1)]
+        async with (
+            grpc.aio.insecure_channel(target, apart) as one,
+            grpc.aio.insecure_channel(target, apart) as another,
+        ):
+            begins = [channel.unary_unary(SERVICE + "Generate") for channel in (one, another)]
+            calls = [begins[number % 2](b"", timeout=TIMEOUT_S) for number in range(1800)]
+            ends = asyncio.gather(*map(code, calls))
+            await asyncio.sleep(0.7)
+            is_free.set()
+            assert Counter(await ends) == {Code.UNAUTHENTICATED: len(calls)}
+
+    with guarded_server(Busy([TOKEN])) as target:
+        asyncio.run(flood(target))
+
+
+def test_a_call_that_gives_way_takes_no_other_calls_place() -> None:
+    """When it wakes, a later call has ended, and another one waits."""
+
+    async def give_way() -> None:
+        calls = UntrustedCalls(Limits(max_host_health_calls=1, health_message_s=TIMEOUT_S))
+        gave_way, came = asyncio.Event(), asyncio.Event()
+
+        async def begin_first() -> None:
+            async with calls.message_of("a"):
+                try:
+                    await asyncio.sleep(TIMEOUT_S)
+                finally:
+                    gave_way.set()
+                    await came.wait()
+
+        async def begin_third() -> None:
+            async with calls.message_of("a"):
+                came.set()
+                await asyncio.sleep(TIMEOUT_S)
+
+        first = asyncio.create_task(begin_first())
+        await asyncio.sleep(0)
+        async with calls.message_of("a"):
+            await gave_way.wait()
+        third = asyncio.create_task(begin_third())
+        with pytest.raises(TimeoutError):
+            await first
+        async with calls.message_of("a"):  # the third is still known, and gives way
+            done, _ = await asyncio.wait([third], timeout=1)
+            assert done
+
+    asyncio.run(give_way())
+
+
 def test_a_connection_gets_its_limit_of_calls() -> None:
     limits = Limits(max_connection_calls=7, queue=QueueLimits(max_requests=2))
     with guarded_server(limits=limits) as target:
@@ -234,7 +296,7 @@ def test_messages_that_are_none_are_left_to_the_parser() -> None:
         check_fields(b"\xf8\x07\x01" * 70_000, pb.GenerateRequest.DESCRIPTOR, Limits())
 
 
-def test_watchers_are_bounded_by_host_alone() -> None:
+def test_watchers_are_bounded_by_host_and_in_total() -> None:
     async def watch() -> None:
         servicer = HealthServicer(64)
         request = health_pb2.HealthCheckRequest()
@@ -243,15 +305,17 @@ def test_watchers_are_bounded_by_host_alone() -> None:
             return servicer.Watch(request, SimpleNamespace(peer=lambda: f"ipv4:{host}:{port}"))
 
         open_ones = []
-        for host in range(4):
+        for host in range(MAX_WATCHERS // 64):
             for port in range(64):
                 open_ones.append(begin(f"10.0.0.{host}", port))
                 await anext(open_ones[-1])
-            with pytest.raises(QueueFullError, match="64 calls from your address") as caught:
+            with pytest.raises(QueueFullError, match="64 of them from your address") as caught:
                 await anext(begin(f"10.0.0.{host}", 99))
             assert caught.value.retry_after_s > 0
+        with pytest.raises(QueueFullError, match=r"1024 calls watch.*; 0 of them"):
+            await anext(begin("10.0.0.99", 1))
         await open_ones[0].aclose()
-        await anext(begin("10.0.0.9", 1))
+        await anext(begin("10.0.0.99", 1))
         for one in open_ones:
             await one.aclose()
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import shutil
 import ssl
 from pathlib import Path
@@ -14,6 +15,7 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from server.calls import TIMEOUT_S, refused
 from server.guarded import Authority, guarded_server
+from tpengine.cli import serve
 from tpengine.errors import ConfigError, PermissionDeniedError, UnauthenticatedError
 from tpengine.server.auth import Authenticator, Client, TlsFiles, read_tokens
 from tpengine.server.grpc.guard import identify_call
@@ -82,6 +84,8 @@ def test_this_machine_needs_no_guard(host: str) -> None:
         ({"drain_timeout": float("nan")}, "drain_timeout"),
         ({"startup_timeout": float("inf")}, "startup_timeout"),
         ({"max_message_mib": 0.0}, "max_message_mib"),
+        ({"write_timeout": 3e6}, "write_timeout must be .* at most 86400"),
+        ({"max_client_requests": 4353}, "max_client_requests = 4353 is more than the 4352 calls"),
         ({"tls_cert": "a"}, "tls_key"),
         ({"tls_client_ca": "a"}, "tls_cert"),
     ],
@@ -109,6 +113,21 @@ def test_tokens_are_read(tmp_path: Path) -> None:
             read_tokens(str(file), None, "x")
     with pytest.raises(ConfigError, match="cannot be read"):
         read_tokens(str(tmp_path / "none"), None, "x")
+
+
+def test_weights_without_fairness_are_noted(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tokens = tmp_path / "tokens"
+    tokens.write_text(f"{ONE} 2\n")
+    parser, notes = argparse.ArgumentParser(), []
+    serve.add_arguments(parser)
+    monkeypatch.setattr(serve.logger, "warning", notes.append)
+    for fairness, count in (("owner", 0), ("none", 1)):
+        words = ["--token-file", str(tokens), "--host", "192.0.2.7", "--fairness", fairness]
+        with pytest.raises(ConfigError, match=r"192.0.2.7: it is not one of this machine"):
+            serve.run(parser.parse_args(words))
+        assert len(notes) == count
 
 
 def test_clients_are_told_apart() -> None:

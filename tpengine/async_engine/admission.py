@@ -1,8 +1,8 @@
 """The bounded queue before the scheduler: how many requests and prompt tokens may wait.
 
-When it is full, an owner that holds less than its share of it, by the weights of the owners that
-wait, still gets a place. So one owner cannot keep the others out, and n owners together hold at
-most about ln(n) + 1 times the limits. Without `--fairness owner`, all requests have one owner.
+When it is full, an owner still gets a place within its share of it, by the weights of the owners
+that wait. So one owner cannot keep the others out, and n owners of equal weight together hold at
+most ln(n) + 1 times the limits. Without `--fairness owner`, all requests have one owner.
 """
 
 from __future__ import annotations
@@ -107,7 +107,7 @@ class Admission:
             self._drop_started()
         owner, most = self._owner(request), self._limits.max_requests
         held = self._held.get(owner.account, _Held(owner.weight))
-        if len(self._tokens) >= most and held.num_requests >= self._share(owner, most):
+        if len(self._tokens) >= most and held.num_requests + 1 > self._share(owner, most):
             raise QueueFullError(
                 f"{len(self._tokens)} requests wait already{self._part(held.num_requests)}, and no "
                 f"more than {most} may; try again later",

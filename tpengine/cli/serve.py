@@ -12,7 +12,10 @@ from dataclasses import replace
 
 from tpengine.engine_args import AsyncEngineArgs
 from tpengine.errors import ConfigError
+from tpengine.logger import init_logger
 from tpengine.server.server_args import ServerArgs
+
+logger = init_logger(__name__)
 
 EPILOG = """\
 Examples:
@@ -37,15 +40,18 @@ Status codes:
   UNAUTHENTICATED      no token, or an unknown one
   PERMISSION_DENIED    Drain, and Abort of another client's request, need the admin token
   CANCELLED            another client aborted the request
-  RESOURCE_EXHAUSTED   the queue is full (RetryInfo says when to try again), or a message too large
-  DEADLINE_EXCEEDED    the text says whether it waited, was in prefill, or in decode
+  RESOURCE_EXHAUSTED   the queue is full (RetryInfo says when to try again), one client has too many
+                       calls, or a message is too large
+  DEADLINE_EXCEEDED    the text says whether it waited, was in prefill, or in decode, or that its
+                       client took nothing of the stream for --write-timeout
   UNIMPLEMENTED        vLLM's service has this method, and this server does not offer it
   UNAVAILABLE          loading, draining, or the engine has died
   INTERNAL             a fault of the server; its log has more under the request id in the text
 
 Status of HTTP:
   400 a field is wrong   401 no key   404 another model or path   408 too late   409 id is running
-  413 body too large   429 queue is full (Retry-After)   499 aborted   500 a fault of the server
+  413 body too large   429 queue is full, or one client has too many calls (Retry-After)
+  499 aborted   500 a fault of the server
   503 loading, draining, or the engine has died
 
 Ending: at SIGTERM, SIGINT or Drain readiness ends, new requests are refused, and running ones have
@@ -81,6 +87,8 @@ def run(args: argparse.Namespace) -> int:
     server_args.check_adapters(engine_args)
     authenticator = server_args.authenticator()
     server_args.check_exposure(authenticator)
+    if authenticator.has_weights and engine_args.fairness == "none":
+        logger.warning("the tokens' weights have no effect without --fairness owner")
     server_args.check_ports()
     start = time.monotonic()
     from tpengine.server.lifecycle import run_server  # imports torch, which takes seconds

@@ -202,6 +202,15 @@ class BlockManager:
             return len(table) - table.count(NO_BLOCK)
         return len({b for s in request.sequences for b in _held(self._tables.get(s.seq_id, []))})
 
+    def num_own_blocks(self, request: Request) -> int:
+        """Device blocks that are free when the request gives its own back: no other holds them."""
+        if self._chains is None:  # requests share blocks through the prefix cache alone
+            return self.num_held_blocks(request)
+        tables = [_held(self._tables.get(s.seq_id, [])) for s in request.sequences]
+        count = self.device.ref_count
+        held = Counter(block for table in tables for block in table)
+        return sum(count(block) == number for block, number in held.items())
+
     def num_host_blocks(self, request: Request) -> int:
         """Host blocks that the request's sequences hold; a shared block counts once."""
         tables = [self._host_tables.get(s.seq_id, []) for s in request.sequences]

@@ -11,6 +11,7 @@ preemption or a loss cost nothing. The account with the lowest counter comes fir
     slots, blocks and swap space: if its first request has no room, and would leave the account
         within its share of slots and blocks (or nothing of the account runs), it takes the room
         from accounts that hold more than their share; each of these keeps at least one request.
+        Blocks that requests share through the prefix cache count for none of them.
         Beside other accounts, one may swap out to its share of the host blocks.
 
 A share is the account's weight divided by the weights of all accounts with unfinished requests. An
@@ -85,6 +86,7 @@ class FairShares:
         self._order = make_policy()  # it gives ranks, and holds no request
         self._accounts: dict[str, Account] = {}  # by name, those with unfinished requests
         self._idle: dict[str, Account] = {}
+        self._total_weight: float | None = None  # of the accounts; None: they have changed
         self._num_waiting = 0
         self._floor = 0.0
         self._num_charged: dict[str, int] = {}  # prompt tokens, by request id
@@ -134,6 +136,7 @@ class FairShares:
             self._accounts[owner.account] = account
         account = self._accounts[owner.account]
         account.weight = owner.weight
+        self._total_weight = None
         account.num_requests += 1
 
     def leave(self, request: Request) -> None:
@@ -144,6 +147,7 @@ class FairShares:
         if account.num_requests:
             return
         del self._accounts[name]
+        self._total_weight = None
         self._floor = self._lowest() if self._accounts else account.counter
         self._idle[name] = account
         if len(self._idle) > _MAX_IDLE:  # what is not ahead of others loses nothing by this
@@ -268,7 +272,9 @@ class FairShares:
         return min((one.counter for one in self._accounts.values()), default=self._floor)
 
     def _share(self, account: Account) -> float:
-        return account.weight / sum(one.weight for one in self._accounts.values())
+        if self._total_weight is None:
+            self._total_weight = sum(one.weight for one in self._accounts.values())
+        return account.weight / self._total_weight
 
     def _exceeds(self, account: Account, held: Sequence[int], limits: Sequence[int]) -> bool:
         share = self._share(account)
@@ -277,7 +283,7 @@ class FairShares:
     def _holdings(
         self, running: Sequence[Request], blocks: BlockManager
     ) -> dict[Account, list[int]]:
-        """Slots and blocks that each account holds."""
+        """Slots that each account holds, and blocks that one request of it holds alone."""
         found = {one: [0, 0] for one in self._accounts.values()}
         for request in running:
             for at, number in enumerate(_held(request, blocks)):
@@ -290,5 +296,5 @@ def _waits(account: Account) -> bool:
 
 
 def _held(request: Request, blocks: BlockManager) -> tuple[int, int]:
-    """Slots and blocks of a running request."""
-    return len(request.unfinished_sequences), blocks.num_held_blocks(request)
+    """Slots of a running request, and blocks that no other holds: what its preemption frees."""
+    return len(request.unfinished_sequences), blocks.num_own_blocks(request)

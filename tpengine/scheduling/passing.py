@@ -39,9 +39,9 @@ class Passing:
         self._config = config
         self._adapters = adapters
         self._latest_starts: dict[str, int] = {}  # by request id
-        # Free slots and blocks of a search that found no request. Without more of them, another
-        # search finds none until a request comes or goes.
-        self._searched_with: tuple[int, int] | None = None
+        # The first request, free slots and blocks of a search that found no request. With the same
+        # first and no more of them, another search finds none until a request comes or goes.
+        self._searched_with: tuple[Request, int, int] | None = None
 
     def choose(
         self,
@@ -61,7 +61,7 @@ class Passing:
         first = next(queue)
         if first.metrics.num_preemptions:
             return None
-        if not num_free_slots or self._is_searched(num_free_slots, blocks):
+        if not num_free_slots or self._is_searched(first, num_free_slots, blocks):
             return None
         room_at = step + self._steps_until_room(first, running, blocks, num_free_slots)
         latest = room_at + self.num_steps(first)
@@ -75,7 +75,7 @@ class Passing:
                 and blocks.num_missing_blocks(request) <= 0
             ):
                 return request
-        self._searched_with = num_free_slots, blocks.num_free_blocks
+        self._searched_with = first, num_free_slots, blocks.num_free_blocks
         return None
 
     def note_arrival(self) -> None:
@@ -105,11 +105,12 @@ class Passing:
             most = max(most, num_left + num_behind // config.max_num_batched_tokens)
         return most
 
-    def _is_searched(self, num_free_slots: int, blocks: BlockManager) -> bool:
+    def _is_searched(self, first: Request, num_free_slots: int, blocks: BlockManager) -> bool:
         if self._searched_with is None:
             return False
-        most_slots, most_blocks = self._searched_with
-        return num_free_slots <= most_slots and blocks.num_free_blocks <= most_blocks
+        searched_for, most_slots, most_blocks = self._searched_with
+        is_no_more = num_free_slots <= most_slots and blocks.num_free_blocks <= most_blocks
+        return is_no_more and first is searched_for
 
     def _steps_until_room(
         self,

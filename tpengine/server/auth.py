@@ -210,6 +210,11 @@ class Authenticator:
         """Whether a call without a token is refused."""
         return bool(self._ordinary)
 
+    @property
+    def has_weights(self) -> bool:
+        """Whether a token has another weight than 1."""
+        return any(weight != 1 for weight in self._weights.values())
+
     def identify(
         self, headers: Sequence[str], certificate: str | None, address: str = ""
     ) -> Client:

@@ -222,7 +222,8 @@ class UntrustedCalls:
                 yield
             finally:
                 waiting.pop(scope, None)
-                if not waiting:
+                # One that had to give way may find that a later call has dropped its dictionary.
+                if not waiting and self._of_host.get(host) is waiting:
                     del self._of_host[host]
 
 

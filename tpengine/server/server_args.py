@@ -22,6 +22,8 @@ from tpengine.server.limits import DEFAULT_MESSAGE_BYTES, Limits
 
 MAX_PORT = 65535
 MAX_MESSAGE_MIB = 1024
+MAX_WRITE_S = 86_400
+"""The system counts a connection's timeout in milliseconds, in 32 bits."""
 MAX_QUEUED = (1 << 63) - 1
 """The largest value of the protocol's int64 fields."""
 _QUEUE = QueueLimits()
@@ -83,7 +85,7 @@ class ServerArgs(Options):
     max_client_requests: int | None = option(None, at_least=1, at_most=MAX_QUEUED)
     """Most open calls of one client (its token or certificate, else its address); default: all
     places but 1024, so that one gateway can fill the engine and the queue, and others get in."""
-    write_timeout: float = option(60.0, more_than=0, unit=" seconds")
+    write_timeout: float = option(60.0, more_than=0, at_most=MAX_WRITE_S, unit=" seconds")
     """Seconds after which a stream ends whose client takes nothing of it."""
     drain_timeout: float = option(30.0, at_least=0, unit=" seconds")
     """Seconds that running requests get to finish after SIGTERM, SIGINT or Drain."""
@@ -117,6 +119,13 @@ class ServerArgs(Options):
             raise ConfigError("tls_cert and tls_key belong together; give both or neither")
         if self.tls_client_ca is not None and self.tls_cert is None:
             raise ConfigError("tls_client_ca needs tls_cert and tls_key")
+        places = self._places()
+        if (self.max_client_requests or 0) > places:
+            raise ConfigError(
+                f"max_client_requests = {self.max_client_requests} is more than the {places} calls "
+                "that may be open, so it bounds no client; give fewer, or raise "
+                "--max-queued-requests"
+            )
         self.adapters()
         for name in ("cors_origin", "lora_folder"):
             if getattr(self, name) is not None and self.http_port is None:
@@ -207,16 +216,20 @@ class ServerArgs(Options):
         Raises:
             ConfigError: a limit of the queue is below 1.
         """
-        queue = QueueLimits(self.max_queued_requests, self.max_queued_tokens)
-        places = Limits(queue=queue).places
         return Limits(
-            max_client_requests=self.max_client_requests or places - _PLACES_OF_OTHERS,
+            max_client_requests=self.max_client_requests or self._places() - _PLACES_OF_OTHERS,
             write_s=self.write_timeout,
             max_message_bytes=DEFAULT_MESSAGE_BYTES
             if self.max_message_mib is None
             else int(self.max_message_mib * (1 << 20)),
-            queue=queue,
+            queue=self._queue(),
         )
+
+    def _queue(self) -> QueueLimits:
+        return QueueLimits(self.max_queued_requests, self.max_queued_tokens)
+
+    def _places(self) -> int:
+        return Limits(queue=self._queue()).places
 
     def authenticator(self) -> Authenticator:
         """Reads the tokens.

@@ -33,6 +33,9 @@ _POLL_S = 10.0
 _IDLE_S = 300.0
 """Longest time without a call on a connection. A client with gRPC's C-core that is idle for longer
 prints a line about it; ours closes its connection before."""
+_UNTAKEN_S = 600
+MAX_WATCHERS = 1024
+"""Calls of Watch that may be open; health needs no token."""
 _HEALTH = "grpc.health.v1.Health"
 _MAX_WAKE_UPS = 4096
 _MAX_OPTION = (1 << 31) - 1
@@ -129,12 +132,19 @@ def _options(limits: Limits) -> list[tuple[str, int]]:
         return min(int(1000 * seconds), _MAX_OPTION)
 
     max_streams = limits.max_connection_calls + limits.queue.max_requests
+    max_pending = min(2 * limits.places, _MAX_OPTION)
     return [
         # Two servers on one port would share it silently, each with half of the clients.
         ("grpc.so_reuseport", 0),
         # Per connection. A client library queues calls over it; others are cut off.
         ("grpc.max_concurrent_streams", min(max_streams, _MAX_OPTION)),
         ("grpc.max_receive_message_length", limits.max_message_bytes),
+        # Calls that this process has not taken yet, while its loop is busy. gRPC ends those beyond
+        # with CANCELLED, which says neither why nor when to try again; by default it begins at 1000
+        # calls and after 30 s. Here is room for all places, and for as many calls without one.
+        ("grpc.server.max_pending_requests", max_pending),
+        ("grpc.server.max_pending_requests_hard_limit", max_pending),
+        ("grpc.server_max_unrequested_time_in_server", _UNTAKEN_S),
         # Above the second size every call is refused; between the two only some would be.
         ("grpc.max_metadata_size", limits.max_metadata_bytes),
         ("grpc.absolute_max_metadata_size", limits.max_metadata_bytes),
@@ -231,10 +241,11 @@ class HealthServicer(health_pb2_grpc.HealthServicer):  # type: ignore[misc]
     async def Watch(self, request: Any, context: Any) -> AsyncIterator[Any]:  # noqa: N802
         """Answers at once and at every change; SERVICE_UNKNOWN for an unknown name."""
         host = address_of(context)
-        if self._watchers[host] >= self._max_host_watchers:
+        total, of_host = self._watchers.total(), self._watchers[host]
+        if total >= MAX_WATCHERS or of_host >= self._max_host_watchers:
             raise QueueFullError(
-                f"{self._watchers[host]} calls from your address watch this server's health "
-                f"already, and {self._max_host_watchers} may; use Check",
+                f"{total} calls watch this server's health already, of {MAX_WATCHERS} that may; "
+                f"{of_host} of them from your address, of {self._max_host_watchers}; use Check",
                 retry_after_s=_POLL_S,
             )
         self._watchers[host] += 1
@@ -255,4 +266,5 @@ class HealthServicer(health_pb2_grpc.HealthServicer):  # type: ignore[misc]
                     continue
         finally:
             self._watchers[host] -= 1
-            self._watchers += Counter()  # drops hosts without watchers
+            if not self._watchers[host]:
+                del self._watchers[host]

@@ -94,8 +94,10 @@ class HttpProtocol(HttpToolsProtocol):
         self._unset_keepalive_if_required()
         self._set_timer(None)
         self.pipeline.clear()
-        self.server_state.hosts[self._host] -= 1
-        self.server_state.hosts += Counter()  # drops addresses without connections
+        hosts = self.server_state.hosts
+        hosts[self._host] -= 1
+        if not hosts[self._host]:
+            del hosts[self._host]
         if self._task is not None:
             # uvicorn tells only the newest request, which may still wait for this one's answer.
             self._answering.disconnected = True
