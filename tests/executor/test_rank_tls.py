@@ -108,6 +108,11 @@ def test_certificates_that_cannot_be_used(use: Use) -> None:
     folder = use("ours")
     good = (folder / "ca.crt").read_text()
     listener = Listener("127.0.0.1", SECRET, EPOCH)
+    check_at_start()
+    (folder / "ca.crt").write_text((use("others") / "ca.crt").read_text())
+    use("ours")
+    with pytest.raises(ConfigError, match=r"tls\.crt is not valid by ca\.crt: .*certificate"):
+        check_at_start()
     (folder / "ca.crt").write_text("nothing")
     text = r"TPENGINE_RANK_TLS = '.*' cannot be used.*tls\.crt"
     with pytest.raises(ConfigError, match=text) as refused:

@@ -8,6 +8,7 @@ which end speaks (`channel`). What ranks exchange among themselves, by gloo or N
 
 from __future__ import annotations
 
+import contextlib
 import socket
 import ssl
 import threading
@@ -39,9 +40,22 @@ def check() -> None:
 
 
 def check_at_start() -> None:
-    """Raises ConfigError instead, as nothing shows yet that they ever could be used."""
+    """Raises ConfigError instead, as nothing shows yet that they ever could be used. A handshake in
+    memory tells whether the certificate is valid at both ends."""
+    if (folder := envs.rank_tls()) is None:
+        return
     try:
-        check()
+        to_driver, to_rank = ssl.MemoryBIO(), ssl.MemoryBIO()
+        driver = _context(folder, is_driver=True).wrap_bio(to_driver, to_rank, server_side=True)
+        rank = _context(folder, is_driver=False).wrap_bio(to_rank, to_driver)
+        for end in (rank, driver, rank, driver):
+            with contextlib.suppress(ssl.SSLWantReadError):
+                end.do_handshake()
+    except ssl.SSLCertVerificationError as error:
+        raise ConfigError(
+            f"TPENGINE_RANK_TLS = {str(folder)!r}: {CERTIFICATE} is not valid by {AUTHORITY}: "
+            f"{error.verify_message}; have it signed again"
+        ) from error
     except OSError as error:
         raise ConfigError(str(error)) from error
 
