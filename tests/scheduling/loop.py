@@ -137,7 +137,7 @@ class Loop:
         events: how often each event happened.
         policy: holds the waiting requests in their order.
         is_in_order: requests have come to run in the order of their arrival, as they do under this
-            policy, without swap, until one passes another that has no room.
+            policy, without swap, but for those that passed another which had no room.
     """
 
     def __init__(self, limits: Limits = Limits(), policy: SchedulingPolicy | None = None) -> None:
@@ -164,6 +164,7 @@ class Loop:
         self.processor = OutputProcessor(None, limits.model_len)
         self.outputs: dict[str, RequestOutput] = {}
         self.admitted: list[Request] = []
+        self._passed: list[Request] = []
         self.preemptions: Counter[str] = Counter()
         self._entered: dict[int, Sequence] = {}
         self._is_restricted = False
@@ -270,9 +271,7 @@ class Loop:
         unused = self.blocks.num_unused_places(running)
         assert unused <= (self.limits.block_size - 1) * len(running)
         if self.is_in_order:
-            queues = [self._owner(s).arrival_index for s in running]
-            queues += [request.arrival_index for request in self.policy]
-            assert queues == sorted(queues)
+            self._check_order([*map(self._owner, running), *self.policy])
         return output
 
     def run(self, max_steps: int = 3000) -> None:
@@ -358,12 +357,16 @@ class Loop:
         by_arrival = self.limits.policy == "fcfs" and self.limits.fairness == "none"
         if by_arrival and admitted and not output.preempted:
             first = min((r.arrival_index for r in self.policy), default=sys.maxsize)
-            num_passing = sum(first < r.arrival_index for r in admitted)
-            self.events["passed"] += num_passing
-            self.is_in_order = self.is_in_order and not num_passing
+            passed = [r for r in admitted if first < r.arrival_index]
+            self.events["passed"] += len(passed)
+            self._passed += passed
         if self.is_in_order:
-            arrivals = [request.arrival_index for request in self.admitted]
-            assert arrivals == sorted(arrivals), "not in order of arrival"
+            self._check_order(self.admitted)
+
+    def _check_order(self, requests: Iterable[Request]) -> None:
+        """Those that passed no other are in order of arrival."""
+        arrivals = [one.arrival_index for one in requests if one not in self._passed]
+        assert arrivals == sorted(arrivals), "not in order of arrival"
 
     def _check_rows(self, admitted: list[Request], output: SchedulerOutput) -> None:
         """Sizes of the rows, before they are computed."""
