@@ -82,7 +82,7 @@ class TakenOver(Executor):
         """Others take the ranks over."""
 
 
-@pytest.fixture(scope="module", params=[(1, "ray"), (2, "processes"), (4, "processes")], ids=str)
+@pytest.fixture(scope="module", params=[(1, "processes"), (2, "ray"), (4, "processes")], ids=str)
 def ranks(
     request: pytest.FixtureRequest, ray_address: str, family_folders: dict[str, Path]
 ) -> Iterator[GroupExecutor]:
