@@ -15,6 +15,7 @@ import time
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import ExitStack, aclosing
+from itertools import islice
 from pathlib import Path
 
 import pytest
@@ -173,8 +174,9 @@ def _bearable_rate(folder: Path, target: str) -> float:
     return min(CROWD_RATE, max(LEAST_RATE, NUM_TO_GAUGE / found["elapsed_s"] / 3))
 
 
-def _is_refused_at_once(server: ServerProcess, folder: Path, size: int) -> bool:
-    """Sends a crowd; whether its refusals took a small share of the wait that they refuse."""
+def _is_refused_at_once(server: ServerProcess, folder: Path, size: int) -> bool | None:
+    """Sends a crowd; whether its refusals took a small share of the wait that they refuse. None: it
+    came so slowly, beside other processes, that the server could serve it."""
     rate = _bearable_rate(folder, server.target)
     memory, crowd = server.resident_bytes(), _crowd(folder, server.target, size, rate, 8)
     most_memory = most_queued = 0
@@ -198,8 +200,9 @@ def _is_refused_at_once(server: ServerProcess, folder: Path, size: int) -> bool:
         for priority in (-5, 5)
     }
     print(f"{rate:.0f} clients/s: {dict(statuses)}; refusals, s: {refusals}; waits, s: {waits}")
-    assert set(statuses) == {"OK", "RESOURCE_EXHAUSTED"}
-    assert statuses["RESOURCE_EXHAUSTED"] > size // 10
+    assert set(statuses) <= {"OK", "RESOURCE_EXHAUSTED"}
+    if statuses["RESOURCE_EXHAUSTED"] <= size // 10:
+        return None
     assert statuses["OK"] > 2 * QUEUE
     assert QUEUE // 2 < most_queued <= QUEUE
     assert most_memory - memory < MEMORY_SLACK
@@ -214,7 +217,8 @@ def test_a_crowd_is_refused_at_once_and_in_order(
     """The best of three crowds counts, because other processes slow some down."""
     _touch_cache(crowded)
     answer, before = _complete(crowded), Footprint.at_rest(crowded)
-    assert any(_is_refused_at_once(crowded, tmp_path, size) for _ in range(3))
+    sent = (_is_refused_at_once(crowded, tmp_path, size) for _ in range(9))
+    assert any(islice((found for found in sent if found is not None), 3))
     assert_settles(crowded, before)
     assert _complete(crowded) == answer
 

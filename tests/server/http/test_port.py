@@ -375,5 +375,7 @@ def test_options(monkeypatch: pytest.MonkeyPatch) -> None:
     for token in (ONE, ADMIN):
         assert args.authenticator().identify([f"Bearer {token}"], None).name != "anonymous"
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
-    with pytest.raises(ConfigError, match=r"fastapi, uvicorn, httptools; pip install .*\[http\]"):
+    with pytest.raises(
+        ConfigError, match=r"fastapi, uvicorn, httptools, orjson; pip install .*\[http\]"
+    ):
         args.check()
