@@ -14,7 +14,7 @@ from tpengine.errors import TPEngineError
 BENCHMARKS = {
     "accuracy": "loss on a text beside that of llama.cpp's quantised types",
     "adapters": "what LoRA adapters cost: throughput and time to first token",
-    "attacks": "what valid but dear requests cost the other clients of a server",
+    "attacks": "what valid but costly requests cost the other clients of a server",
     "collectives": "all-reduce of CPU ranks over shared memory, compared with gloo",
     "doors": "what a token costs over HTTP and over gRPC: throughput, CPU time, first token",
     "engines": "decode and prefill beside llama.cpp, OpenVINO GenAI and vLLM on CPU",

@@ -1,8 +1,8 @@
-"""What valid but dear requests cost the other clients of one server, over gRPC and HTTP.
+"""What valid but costly requests cost the other clients of one server, over gRPC and HTTP.
 
-Four clients read streams while another client repeats one request: first without its dear part,
-then with it. The ratio of their tokens per second shows what the dear part alone costs them. Rounds
-alternate which comes first. The goal is a ratio of at least 0.5.
+Four clients read streams while another client repeats one request: first without its costly part,
+then with it. The ratio of their tokens per second shows what the costly part alone costs them.
+Rounds alternate which comes first. The goal is a ratio of at least 0.5.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ _OTHERS = 4
 _PROMPT_TOKENS = 16
 _VOCAB = 500
 _HEAD_START_S = 3.0
-"""Longest wait for the first part of the dear answer."""
+"""Longest wait for the first part of the costly answer."""
 _END_S = 0.5
 _LEAD_S, _LONGER = 0.1, 2
 """Where the other clients begin first: by how much, and how many times longer their streams are."""
@@ -45,23 +45,23 @@ _HUGE = (("grpc.max_receive_message_length", -1),)
 
 @dataclass(frozen=True)
 class Attack:
-    """A request with and without its dear part.
+    """A request with and without its costly part.
 
     Attributes:
-        plain, dear: fields of the sampling parameters, as both doors name them.
-        plain_prompt, dear_prompt: ids of the prompt, or a number of empty messages.
-        is_refused: whether the server refuses the request, with and without its dear part.
-        num_dear: dear requests that are open at once. If several, the other clients begin first:
-            what counts is what those that wait cost those that run.
+        plain, costly: fields of the sampling parameters, as both doors name them.
+        plain_prompt, costly_prompt: ids of the prompt, or a number of empty messages.
+        is_refused: whether the server refuses the request, with and without its costly part.
+        num_costly: costly requests that are open at once. If several, the other clients begin
+            first: what counts is what those that wait cost those that run.
     """
 
     name: str
     plain: dict[str, Any]
-    dear: dict[str, Any]
+    costly: dict[str, Any]
     plain_prompt: list[int] | int = field(default_factory=lambda: _PROMPT_TOKENS * [5])
-    dear_prompt: list[int] | int = field(default_factory=lambda: _PROMPT_TOKENS * [5])
+    costly_prompt: list[int] | int = field(default_factory=lambda: _PROMPT_TOKENS * [5])
     is_refused: bool = False
-    num_dear: int = 1
+    num_costly: int = 1
 
 
 def attacks(num_sequences: int, max_bytes: int) -> list[Attack]:
@@ -85,7 +85,7 @@ def attacks(num_sequences: int, max_bytes: int) -> list[Attack]:
         Attack("bias", many, {**many, "logit_bias": bias}),
         Attack("ids", {}, {}, 3000 * [5], (max_bytes // 2 - 99) * [5], True),
         Attack("messages", {}, {}, 5000, max_bytes // 3 - 99, True),
-        Attack("waiting", many, many, long, long, num_dear=240),
+        Attack("waiting", many, many, long, long, num_costly=240),
     ]
 
 
@@ -105,7 +105,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     add_numbers(
         parser,
-        sequences=(128, "sequences of the dear request"),
+        sequences=(128, "sequences of the costly request"),
         output_tokens=(128, "tokens that each other client reads"),
         rounds=(3, "median of these"),
     )
@@ -131,8 +131,8 @@ def run(args: argparse.Namespace) -> int:
                     door, addresses[door], _OTHERS, _PROMPT_TOKENS, args.output_tokens, _VOCAB
                 )
 
-                def measure(is_dear: bool, load: Load = load, attack: Attack = attack) -> float:
-                    return float(clients.apply(run_beside, (load, attack, is_dear)))
+                def measure(is_costly: bool, load: Load = load, attack: Attack = attack) -> float:
+                    return float(clients.apply(run_beside, (load, attack, is_costly)))
 
                 print(_line(door, attack.name, _rounds(args.rounds, measure)), flush=True)
                 held = server.resident_bytes() >> 20
@@ -141,36 +141,36 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _rounds(rounds: int, measure: Callable[[bool], float]) -> list[tuple[float, float]]:
-    """(tokens/s beside the plain request, beside the dear one), by round."""
+    """The other clients' tokens per second beside the plain and the costly request, by round."""
     found = []
     for number in range(rounds):
         order = (False, True) if number % 2 == 0 else (True, False)
-        rates = {is_dear: measure(is_dear) for is_dear in order}
+        rates = {is_costly: measure(is_costly) for is_costly in order}
         found.append((rates[False], rates[True]))
     return found
 
 
 def _line(door: str, name: str, found: list[tuple[float, float]]) -> str:
-    plain, dear = map(statistics.median, zip(*found, strict=True))
+    plain, costly = map(statistics.median, zip(*found, strict=True))
     ratio = statistics.median(one / other for other, one in found)
     verdict = "holds" if ratio >= GOAL else "MISSES THE GOAL"
     return (
-        f"{name} over {door}: others {plain:.1f} tokens/s beside the plain request, {dear:.1f} "
-        f"beside the dear one; ratio {ratio:.2f} ({verdict})"
+        f"{name} over {door}: others {plain:.1f} tokens/s during the plain request, "
+        f"{costly:.1f} during the costly one; ratio {ratio:.2f} ({verdict})"
     )
 
 
-def run_beside(load: Load, attack: Attack, is_dear: bool) -> float:
+def run_beside(load: Load, attack: Attack, is_costly: bool) -> float:
     """Tokens/s of a load beside an attack."""
-    return asyncio.run(asyncio.wait_for(_run_beside(load, attack, is_dear), TIMEOUT_S))
+    return asyncio.run(asyncio.wait_for(_run_beside(load, attack, is_costly), TIMEOUT_S))
 
 
-async def _run_beside(load: Load, attack: Attack, is_dear: bool) -> float:
-    prompt = attack.dear_prompt if is_dear else attack.plain_prompt
-    fields = attack.dear if is_dear else attack.plain
+async def _run_beside(load: Load, attack: Attack, is_costly: bool) -> float:
+    prompt = attack.costly_prompt if is_costly else attack.plain_prompt
+    fields = attack.costly if is_costly else attack.plain
     repeat = _repeat_grpc if load.door == "gRPC" else _repeat_http
-    count = attack.num_dear if is_dear else 1
-    if attack.num_dear > 1:
+    count = attack.num_costly if is_costly else 1
+    if attack.num_costly > 1:
         load = dataclasses.replace(load, num_output=_LONGER * load.num_output)
         streams = asyncio.create_task(run_streams(load))
         await asyncio.sleep(_LEAD_S)

@@ -1,9 +1,9 @@
 """What one client loses when another floods the engine, with and without `--fairness owner`.
 
-B asks for half of what the engine can do, at random moments. A sends long prompts: first the other
-half, then all at once, so that they wait. B's time to first token and its throughput beside the
-flood are compared with those beside the half. The goals: p50 and p99 at most twice as long, and at
-least 0.9 of the throughput. What B gets without fairness is measured beside it.
+B asks for half of what the engine can do, at random moments. A sends long prompts: in the first
+run the other half, in the second all at once, so that they wait. The goals for B in the second run:
+time to first token, p50 and p99, at most twice that of the first run, throughput at least 0.9 of
+it. Both runs are repeated without fairness.
 """
 
 from __future__ import annotations
@@ -111,7 +111,7 @@ async def _measure(
     costs: list[float],
     patience_s: float,
 ) -> tuple[Service, Service]:
-    """B's service beside the half, and beside the flood.
+    """What B gets while A asks for half, and while A floods the engine.
 
     Args:
         costs: of a request of A and of B; see `_costs_s`.
@@ -266,6 +266,6 @@ def _verdict(half: Service, flood: Service) -> str:
     tokens = flood.tokens_per_s / half.tokens_per_s
     holds = max(later) <= MOST_LATER and tokens >= LEAST_TOKENS
     return (
-        f"beside the flood: first token {later[0]:.2f} (p50) and {later[1]:.2f} (p99) x as late, "
+        f"first token of B during the flood: {later[0]:.2f} x (p50) and {later[1]:.2f} x (p99), "
         f"throughput {tokens:.2f} ({'holds' if holds else 'MISSES THE GOAL'})"
     )

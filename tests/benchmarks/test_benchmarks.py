@@ -129,7 +129,7 @@ def test_an_engine_that_cannot_be_installed_is_named_and_the_others_are_measured
         assert re.search(rf"(?m)^embedded {case}, tokens/s\ntpengine:int8 +[\d.]+ ", shown), shown
 
 
-def test_what_passing_and_dear_requests_cost(capsys: pytest.CaptureFixture[str]) -> None:
+def test_what_passing_and_costly_requests_cost(capsys: pytest.CaptureFixture[str]) -> None:
     sizes = ["--rounds", "1", "--holder-tokens", "12", "--first-tokens", "3"]
     cache = ["--dtype", "float32", "--cpu-kv-cache-space", "0.2"]
     assert main(["passing", *sizes, *cache]) == 0

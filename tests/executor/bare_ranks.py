@@ -6,7 +6,7 @@ import os
 import signal
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -16,6 +16,7 @@ import ray
 from tpengine import EngineArgs, SamplingParams
 from tpengine.errors import RankLoss
 from tpengine.executor.group_executor import GroupExecutor
+from tpengine.executor.launch.node_agent import NodeAgent
 from tpengine.executor.launch.ray_executor import RayExecutor
 from tpengine.executor.local_executor import create_executor
 from tpengine.messages import MemoryLedger, NewSequence, StepInput
@@ -54,6 +55,20 @@ class BareRanks:
     def spare_processes(self) -> list[tuple[int, int]]:
         """Of the spares that are ready."""
         return [place.process for place in self.executor.spares.places()]
+
+    def replace_beside_frozen_spare(self, wait: Callable[..., None]) -> list[tuple[int, int]]:
+        """Loses a rank while one of two spares is frozen: the other one becomes a rank, and the
+        frozen one is ended. Returns the ranks' processes."""
+        wait(lambda: len(self.spare_processes()) == 2, PATIENCE_S)
+        good, frozen = self.spare_processes()
+        os.kill(frozen[0], signal.SIGSTOP)
+        self.lose(1)
+        self.rebuild()
+        now = [place.process for place in self.executor.places]
+        assert good in now
+        assert frozen not in now
+        wait(lambda: NodeAgent.state(frozen) == "", PATIENCE_S)
+        return now
 
     def heavy_modules(self) -> list[set[str]]:
         """Of those that only transformers' code needs: what Ray's ranks and spares have

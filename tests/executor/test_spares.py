@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import signal
 import time
 from pathlib import Path
@@ -36,15 +35,8 @@ def test_spares_become_ranks(folder: Path, wait_until: Wait) -> None:
         assert ranks.generate() == expected
 
         wait_until(lambda: len(ranks.spare_processes()) == 2, PATIENCE_S)
-        frozen, good = ranks.spare_processes()
-        assert not {frozen, good} & set(spares)
-        os.kill(frozen[0], signal.SIGSTOP)
-        ranks.lose(1)
-        ranks.rebuild()
-        now = [place.process for place in ranks.executor.places]
-        assert good in now
-        assert frozen not in now
-        wait_until(lambda: NodeAgent.state(frozen) == "", PATIENCE_S)
+        assert not set(ranks.spare_processes()) & set(spares)
+        now = ranks.replace_beside_frozen_spare(wait_until)
         assert ranks.generate() == expected
         wait_until(lambda: len(ranks.spare_processes()) == 2, PATIENCE_S)
         left = [*ranks.spare_processes(), *now]

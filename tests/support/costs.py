@@ -6,12 +6,12 @@ import time
 from collections.abc import Callable
 
 
-def cost_ratio(dear: Callable[[], object], plain: Callable[[], object], rounds: int = 5) -> float:
-    """CPU time of `dear` divided by that of `plain`: the least of alternating runs of each."""
-    times: dict[Callable[[], object], list[float]] = {dear: [], plain: []}
+def cost_ratio(costly: Callable[[], object], plain: Callable[[], object], rounds: int = 5) -> float:
+    """CPU time of `costly` divided by that of `plain`: the least of alternating runs of each."""
+    times: dict[Callable[[], object], list[float]] = {costly: [], plain: []}
     for _ in range(rounds):
         for work, taken in times.items():
             start = time.thread_time()
             work()
             taken.append(time.thread_time() - start)
-    return min(times[dear]) / min(times[plain])
+    return min(times[costly]) / min(times[plain])

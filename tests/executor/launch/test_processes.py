@@ -77,15 +77,7 @@ def test_spares(folder: Path, wait_until: Wait) -> None:
     """One becomes a rank; a frozen one is ended."""
     with bare_ranks(folder, 2, spare_workers=2) as ranks:
         expected = ranks.generate()
-        wait_until(lambda: len(ranks.spare_processes()) == 2, PATIENCE_S)
-        good, frozen = ranks.spare_processes()
-        os.kill(frozen[0], signal.SIGSTOP)
-        ranks.lose(1)
-        ranks.rebuild()
-        now = [place.process for place in ranks.executor.places]
-        assert good in now
-        assert frozen not in now
-        wait_until(lambda: NodeAgent.state(frozen) == "", PATIENCE_S)
+        now = ranks.replace_beside_frozen_spare(wait_until)
         assert ranks.generate() == expected
         ranks.executor.spares.fill([""])
         wait_until(lambda: ranks.executor.spares.num_started == 2, PATIENCE_S)
