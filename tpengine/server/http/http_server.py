@@ -27,6 +27,9 @@ _SOCKET_OPTIONS = (  # accepted connections inherit them
     (socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1),
     (socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, 15),
     (socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, 5),
+    # Else the system takes up to 4 MiB for a client that reads nothing: a whole stream, for which
+    # --write-timeout would never begin.
+    (socket.IPPROTO_TCP, socket.TCP_NOTSENT_LOWAT, 64 << 10),
 )
 
 

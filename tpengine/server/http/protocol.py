@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import asyncio
 import functools
+import socket
+import struct
 import time
 import uuid
 from collections import Counter
@@ -52,7 +54,7 @@ class Connections(ServerState):
 class HttpProtocol(HttpToolsProtocol):
     """One connection. Its application is cancelled when the client has left. It finds in the
     scope's `state` the name in the client's certificate (`certificate`), the `address_key` of the
-    client (`host`), and what ends the connection at once (`drop`)."""
+    client (`host`), and what resets the connection (`drop`)."""
 
     server_state: Connections
 
@@ -77,7 +79,7 @@ class HttpProtocol(HttpToolsProtocol):
         hosts[self._host] += 1
         tls = transport.get_extra_info("ssl_object")
         name = None if tls is None else certificate_name(tls)
-        self.app_state = {"certificate": name, "host": self._host, "drop": transport.abort}
+        self.app_state = {"certificate": name, "host": self._host, "drop": self._drop}
         self._set_timer(limits.head_s)
         total, of_host = len(self.connections), hosts[self._host]
         most, most_of_host = limits.max_connections, limits.max_host_connections
@@ -87,6 +89,15 @@ class HttpProtocol(HttpToolsProtocol):
             self._refuse(QueueFullError(text, _RETRY_AFTER_S))
         if too_many > most_of_host // _SHARE_TOLD:
             transport.close()
+
+    def _drop(self) -> None:
+        """Resets the connection. If it were closed the system would keep what the client does not
+        read, and send it for as long as it takes."""
+        if not self.transport.is_closing():
+            with_reset = struct.pack("ii", 1, 0)
+            connection = self.transport.get_extra_info("socket")
+            connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, with_reset)
+            self.transport.abort()
 
     def connection_lost(self, exc: Exception | None) -> None:
         """Ends what the connection holds."""
