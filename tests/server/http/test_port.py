@@ -7,8 +7,12 @@ import os
 import shutil
 import socket
 import ssl
+import time
 from collections.abc import Iterator
+from contextlib import ExitStack
+from itertools import pairwise
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -26,7 +30,7 @@ from server.http.open_port import (
 from tpengine.async_engine.admission import QueueLimits
 from tpengine.errors import ConfigError
 from tpengine.server.auth import Authenticator, TlsFiles
-from tpengine.server.http import http_server, protocol
+from tpengine.server.http import calls, http_server, protocol
 from tpengine.server.limits import Limits
 from tpengine.server.server_args import ServerArgs
 from tpengine.server.state import ServerState
@@ -200,6 +204,33 @@ def test_calls_of_all_doors_are_counted_together() -> None:
     ):
         assert port.send(request("/v1/models")).status == 429
         assert port.send(HEALTH).status == 200
+
+
+def test_large_bodies_leave_time_for_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    parsed: list[tuple[bool, float, float]] = []
+
+    def parse(body: bytes) -> dict[str, Any]:
+        begin = time.monotonic()
+        time.sleep(0.02)
+        parsed.append((len(body) > SMALL, begin, time.monotonic()))
+        return {}
+
+    json = SimpleNamespace(loads=parse, JSONDecodeError=ValueError)
+    monkeypatch.setattr(calls, "orjson", json)
+    large, small = posted(b"{%66000s}" % b""), posted(b"{}")
+    with open_port() as port, ExitStack() as stack:
+        ends = [stack.enter_context(port.connect()) for _ in range(5)]
+        for end in ends:
+            end.sendall(large)
+        while len(parsed) < 5:
+            assert port.send(small).status == 503
+        answers = [read_answer(stack.enter_context(end.makefile("rb"))) for end in ends]
+    assert {answer.status for answer in answers} == {503}
+    spans = [(begin, end) for is_large, begin, end in parsed if is_large]
+    for (begin, end), (next_begin, _) in pairwise(spans):
+        assert next_begin - end >= 3 * (end - begin)
+    assert len(spans) == 5
+    assert any(not is_large and begin < spans[-1][0] for is_large, begin, _ in parsed)
 
 
 def test_keys_and_cors() -> None:

@@ -22,7 +22,7 @@ from tpengine.engine.requests import check_token_ids
 from tpengine.errors import UnreadError, did_you_mean
 from tpengine.server.auth import Authenticator
 from tpengine.server.grpc.proto import REQUEST_ID_KEY
-from tpengine.server.http.calls import read_call
+from tpengine.server.http.calls import ParseTurns, read_call
 from tpengine.server.http.fields import FieldError, Fields
 from tpengine.server.http.openai_routes import PATHS, router
 from tpengine.server.http.read import BodyReader, naming_field
@@ -44,7 +44,7 @@ def make_app(
     """The application; the arguments are those of `HttpServer`."""
     handlers: dict[Any, Any] = {HTTPException: _refuse}
     app = FastAPI(openapi_url=None, exception_handlers=handlers, redirect_slashes=False)
-    app.state.limits, app.state.server = limits, state
+    app.state.limits, app.state.server, app.state.turns = limits, state, ParseTurns()
     _add_routes(app, state)
     _add_text_routes(app, state, limits)
     if state.adapter_folder is not None:
