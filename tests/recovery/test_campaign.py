@@ -49,9 +49,10 @@ OUTLIVE_S = 70.0
 SILENT_DRIVER_S = 7.0
 """Longer than a rank waits for a heartbeat of its driver."""
 OUTLAST = 1.15
-"""Streams take so much longer than the fault lasts."""
+"""How long the streams last, in multiples of the fault; and a second more."""
 MIB = 1 << 20
-RANKS = ("ray::RayWorker", "tpengine-rank")
+RANKS = {"ray": "ray::RayWorker", "processes": "tpengine-rank"}
+"""Beginning of the name of a rank's process, by what has started it."""
 
 
 @dataclass(frozen=True)
@@ -144,6 +145,7 @@ class Campaign:
     def __init__(self, model: Path, executor: str, log: Path) -> None:
         self.log = log
         self.is_hurt = False
+        self._executor = executor
         # Ray's sockets lie in this folder, and their paths must be short.
         self.folder = tempfile.mkdtemp(prefix="tpe", dir="/tmp")
         self._mark = uuid.uuid4().hex
@@ -160,9 +162,7 @@ class Campaign:
         self.pid = self.driver.process.pid
         self.root = Path(f"/proc/{self.pid}/root")
         self.driver.hear(START_S)
-        # By launcher, as a rank that Ray has not started takes other descriptors of the driver.
-        self._before: dict[str, Counter[str]] = {}
-        self.left_over(Row("the start"))
+        self._before = self._holdings()
 
     def say(self, *what: object) -> None:
         assert self.driver.process.stdin is not None
@@ -176,6 +176,7 @@ class Campaign:
         self.say("prefill" if row.moment == "prefill" else "decode", pace_s)
         ranks = self.driver.hear(ROW_S)
         known = self._ranks()
+        assert known, f"no rank was started by {self._executor}"
         with ExitStack() as stack:
             fault = self.fault(row.below, stack)
             for rank in row.lose:
@@ -232,7 +233,9 @@ class Campaign:
             os.kill(rng.choice(new), signal.SIGKILL)
 
     def _ranks(self) -> set[int]:
-        return {pid for pid in actors(self.pid) if name_of(pid).startswith(RANKS)}
+        """Ranks that the campaign's executor has started; others take their place without Ray."""
+        name = RANKS[self._executor]
+        return {pid for pid in actors(self.pid) if name_of(pid).startswith(name)}
 
     def _marked(self) -> list[int]:
         """Processes that the driver has started, and those that they have."""
@@ -246,7 +249,8 @@ class Campaign:
     def _holdings(self) -> Counter[str]:
         """What of ours a row may leave over."""
         names = [name_of(pid) for pid in actors(self.pid)]
-        found = Counter("rank" if name.startswith(RANKS) else name for name in names)
+        ranks = RANKS[self._executor]
+        found = Counter("rank" if name.startswith(ranks) else name for name in names)
         for file in Path(f"/proc/{self.pid}/fd").iterdir():
             with suppress(OSError):
                 found[os.readlink(file).partition(":")[0].partition(".")[0]] += 1
@@ -257,15 +261,13 @@ class Campaign:
         return found
 
     def left_over(self, row: Row) -> str:
-        """What there is more of than after the start, once it has settled. A driver whose Ray is
-        dead serves no other row."""
-        if row.below.endswith("killed"):
+        """What there is more of than after the start, once it has settled. A driver that has lost
+        its Ray, or no longer has it start ranks, serves no other row."""
+        if row.below.endswith("killed") or not self._ranks():
             self.is_hurt = True
             return self.end()
-        launcher = ", ".join(sorted({name_of(pid) for pid in self._ranks()}))
-        before = self._before.setdefault(launcher, self._holdings())
         deadline = time.monotonic() + SETTLE_S
-        while (left := self._holdings() - before) and time.monotonic() < deadline:
+        while (left := self._holdings() - self._before) and time.monotonic() < deadline:
             time.sleep(0.1)
         return ", ".join(f"{count} {name}" for name, count in sorted(left.items())) or "nothing"
 
@@ -360,6 +362,7 @@ def test_every_stream_goes_on(executor: str, row: Row, campaigns: Campaigns) -> 
     )
     log = campaign.log.read_bytes()[begin:].decode()
     assert (same, error) == (NUM_STREAMS, ""), log[-4000:]
-    assert attempts >= bool(row.lose)
+    assert attempts >= bool(row.lose) + (row.moment == "rebuild")
+    assert gap_s >= 0.9 * row.hold_s * row.below.startswith("driver"), "the driver was not frozen"
     assert not row.traces or any(trace in log for trace in row.traces), log[-4000:]
     assert left in ("", "nothing")
