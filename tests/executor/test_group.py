@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from support.waiting import wait_until
 
 from executor.channels import SOON_S, TIMEOUT_S, receive
 from executor.test_diagnosis import ScriptedAgents
@@ -112,6 +113,26 @@ def test_group_needs_no_launcher() -> None:
     assert len(files) > 5
     for file in files:
         assert file.stem == "local_executor" or "executor.launch" not in file.read_text(), file
+
+
+def test_loss_that_leaves_no_thread_to_kill_ranks(
+    launcher: FakeLauncher, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """It is known all the same, and the end of the group kills them."""
+    group = open_group(launcher)
+
+    def kill() -> None:
+        raise RuntimeError("can't start new thread")
+
+    with monkeypatch.context() as patch, caplog.at_level("WARNING"):
+        patch.setattr(launcher, "kill", kill)
+        launcher.channels[3].close()
+        wait_until(lambda: group.loss is not None, TIMEOUT_S)
+    assert group.loss is not None
+    assert (group.loss.rank, group.loss.cause) == (1, "exit code 7")
+    assert "were not killed at once: RuntimeError" in caplog.text
+    group.end(orderly=False)
+    assert launcher.num_kills == 1
 
 
 def test_group_that_is_ended_in_a_step(launcher: FakeLauncher) -> None:

@@ -380,8 +380,12 @@ class Group:
             if self.loss is None:
                 if self._is_over.is_set():
                     return EngineError(_OVER)
-                loss = self._explain(rank, failure, doing)
-                self._kill()
+                loss = self._unexplained(rank, failure, doing)
+                try:
+                    loss = self._explain(rank, failure, doing)
+                    self._kill()
+                except Exception as error:  # no thread or memory is left; `end` kills them again
+                    logger.warning("lost ranks were not killed at once: %r", error)
                 self.loss = loss
                 self._wake_up.set()
         finally:
@@ -395,7 +399,12 @@ class Group:
         if self.places:
             last_phase = "" if self._watch is None else self._watch.phases[rank]
             return self._diagnosis.explain(rank, failure, doing, last_phase)
+        return self._unexplained(rank, failure, doing)
+
+    def _unexplained(self, rank: int, failure: Failure, doing: Doing) -> RankLoss:
         place = f"process {rank} that has not told where it is"
+        if self.places:
+            place = str(self.places[rank])
         return RankLoss(rank, place, self.epoch, doing.step, doing.phase, str(failure))
 
     def _processes_on(self, node_id: str) -> list[tuple[int, int]]:
