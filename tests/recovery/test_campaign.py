@@ -205,7 +205,7 @@ class Campaign:
             pages = int(Path(f"/proc/{self.pid}/statm").read_text().split()[0])
             kind, at_most = {
                 "descriptors": (resource.RLIMIT_NOFILE, 16),  # all of these are open
-                "memory": (resource.RLIMIT_AS, pages * resource.getpagesize() + 6 * MIB),
+                "memory": (resource.RLIMIT_AS, pages * resource.getpagesize() + MIB),
             }[what]
             before = resource.prlimit(self.pid, kind)
             resource.prlimit(self.pid, kind, (at_most, before[1]))
