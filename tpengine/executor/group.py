@@ -384,8 +384,8 @@ class Group:
                 try:
                     loss = self._explain(rank, failure, doing)
                     self._kill()
-                except Exception as error:  # no thread or memory is left; `end` kills them again
-                    logger.warning("lost ranks were not killed at once: %r", error)
+                except Exception as why:  # no thread or memory is left; `end` kills them again
+                    logger.warning("lost ranks were not killed at once: %r", why)
                 self.loss = loss
                 self._wake_up.set()
         finally:
