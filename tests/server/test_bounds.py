@@ -390,7 +390,7 @@ def test_readiness_counts_places() -> None:
             with port.state.calls.counted("one"):
                 answer = port.send(request("/ready"))
                 assert answer.status == 503
-                assert b"all 2 places for calls are taken, by 1 clients" in answer.body
+                assert b"all 2 places for calls are taken, by 1 client;" in answer.body
                 assert port.send(request("/health")).status == 200
         assert port.send(request("/ready")).status == 200
 
