@@ -141,7 +141,8 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _rounds(rounds: int, measure: Callable[[bool], float]) -> list[tuple[float, float]]:
-    """The other clients' tokens per second beside the plain and the costly request, by round."""
+    """Tokens per second of the other clients in each round: beside the plain request, and beside
+    the costly one."""
     found = []
     for number in range(rounds):
         order = (False, True) if number % 2 == 0 else (True, False)

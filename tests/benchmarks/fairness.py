@@ -11,15 +11,16 @@ from __future__ import annotations
 import argparse
 import asyncio
 import contextlib
+import itertools
 import math
 import random
 import statistics
 import time
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator
 from dataclasses import dataclass, field
 from functools import partial
 
-from benchmarks.common import add_engine_arguments, add_numbers, dummy_model
+from benchmarks.common import add_engine_arguments, add_numbers, dummy_model, random_prompt
 from tpengine.async_engine.admission import QueueLimits
 from tpengine.async_engine.async_llm_engine import AsyncLLMEngine
 from tpengine.bench.harness import report_head
@@ -30,6 +31,10 @@ from tpengine.inputs import Owner
 from tpengine.sampling_params import RequestOutputKind, SamplingParams
 
 MOST_LATER, LEAST_TOKENS = 2.0, 0.9
+_LEAST_REQUESTS = 8
+"""B sends so many, however long this takes."""
+_SEEDS = itertools.count()
+"""Of prompts: none is found in the prefix cache."""
 _LIMITS = QueueLimits(max_requests=1 << 20, max_tokens=1 << 40)
 
 
@@ -60,7 +65,9 @@ class Service:
     tokens_per_s: float = 0.0
 
     def first(self, quantile: float) -> float:
-        """A quantile of the times to the first token; requests without one count as latest."""
+        """The time to the first token at place `quantile * count`, rounded down, from 0, in
+        ascending order; requests without a token count as infinite. `load.percentiles` instead
+        interpolates, which it cannot do between infinite times."""
         times = sorted(self.first_token_s) + self.num_late * [math.inf]
         return times[min(len(times) - 1, int(quantile * len(times)))]
 
@@ -119,12 +126,11 @@ async def _measure(
     name = engine.llm_engine._config.scheduler.fairness
     found = []
     for is_flood in (False, True):
-        prompts = _prompts(engine, a, 3 if is_flood else 2)
         async with contextlib.AsyncExitStack() as stack:
             if is_flood:
-                await stack.enter_async_context(_flooding(engine, a, prompts, args.flood))
+                await stack.enter_async_context(_flooding(engine, a, args.flood))
             else:
-                await stack.enter_async_context(_offering(engine, a, prompts, 2 * costs[0]))
+                await stack.enter_async_context(_offering(engine, a, 2 * costs[0]))
             service = await _serve(engine, b, 2 * costs[1], args.seconds, patience_s)
         kind = f"{args.flood} waiting prompts" if is_flood else "half of the load"
         print(f"fairness {name}, A {kind}: {_line(service)}", flush=True)
@@ -137,10 +143,10 @@ async def _costs_s(engine: AsyncLLMEngine, clients: tuple[Client, ...], count: i
     better of two measurements."""
     found = []
     for client in clients:
-        prompts, times = _prompts(engine, client, 1), []
+        times = []
         for _ in range(2):
             start = time.perf_counter()
-            asking = (_ask(engine, client, next(prompts), Service()) for _ in range(count))
+            asking = (_ask(engine, client, Service()) for _ in range(count))
             await asyncio.gather(*asking)
             times.append((time.perf_counter() - start) / count)
         found.append(min(times))
@@ -149,20 +155,13 @@ async def _costs_s(engine: AsyncLLMEngine, clients: tuple[Client, ...], count: i
     return found
 
 
-def _prompts(engine: AsyncLLMEngine, client: Client, seed: int) -> Iterator[list[int]]:
-    """Uniform ids; none is found in the prefix cache."""
-    rng, vocab_size = random.Random(f"{client.owner.name}{seed}"), engine.model_config.vocab_size
-    while True:
-        yield rng.choices(range(5, vocab_size), k=client.num_prompt)
-
-
 async def _ask(
     engine: AsyncLLMEngine,
     client: Client,
-    prompt: list[int],
     service: Service,
     patience_s: float = math.inf,
 ) -> None:
+    prompt = random_prompt(engine.llm_engine, client.num_prompt, next(_SEEDS))
     start = time.perf_counter()
     params = SamplingParams(
         temperature=0.0,
@@ -194,14 +193,20 @@ async def _ask(
 async def _serve(
     engine: AsyncLLMEngine, client: Client, pause_s: float, seconds: float, patience_s: float
 ) -> Service:
-    """Sends requests at random moments, with this mean pause, and reads all answers."""
-    rng, prompts, service = random.Random(0), _prompts(engine, client, 4), Service()
+    """Sends requests at random moments, with this mean pause, and reads all answers. It takes more
+    seconds if fewer than `_LEAST_REQUESTS` are due in these."""
+    rng, service = random.Random(0), Service()
+    arrivals = list(
+        itertools.accumulate(rng.expovariate(1 / pause_s) for _ in range(_LEAST_REQUESTS))
+    )
+    seconds = max(seconds, arrivals[-1])
+    while (due := arrivals[-1] + rng.expovariate(1 / pause_s)) < seconds:
+        arrivals.append(due)
     start = time.perf_counter()
-    due = 0.0
     async with asyncio.TaskGroup() as group:
-        while (due := due + rng.expovariate(1 / pause_s)) < seconds:
+        for due in arrivals:
             await asyncio.sleep(start + due - time.perf_counter())
-            group.create_task(_ask(engine, client, next(prompts), service, patience_s))
+            group.create_task(_ask(engine, client, service, patience_s))
     begin, end = start + seconds / 4, start + seconds
     num_tokens = sum(count for moment, count in service.tokens if begin <= moment < end)
     service.tokens_per_s = num_tokens / (end - begin)
@@ -209,16 +214,14 @@ async def _serve(
 
 
 @contextlib.asynccontextmanager
-async def _offering(
-    engine: AsyncLLMEngine, client: Client, prompts: Iterator[list[int]], pause_s: float
-) -> AsyncIterator[None]:
+async def _offering(engine: AsyncLLMEngine, client: Client, pause_s: float) -> AsyncIterator[None]:
     """Requests at random moments, for as long as the context is open."""
     rng, tasks = random.Random(1), []
 
     async def send() -> None:
         while True:
             await asyncio.sleep(rng.expovariate(1 / pause_s))
-            tasks.append(asyncio.create_task(_ask(engine, client, next(prompts), Service())))
+            tasks.append(asyncio.create_task(_ask(engine, client, Service())))
 
     tasks.append(asyncio.create_task(send()))
     try:
@@ -228,14 +231,10 @@ async def _offering(
 
 
 @contextlib.asynccontextmanager
-async def _flooding(
-    engine: AsyncLLMEngine, client: Client, prompts: Iterator[list[int]], count: int
-) -> AsyncIterator[None]:
+async def _flooding(engine: AsyncLLMEngine, client: Client, count: int) -> AsyncIterator[None]:
     """So many requests wait, or run, for as long as the context is open."""
     service = Service()
-    tasks = [
-        asyncio.create_task(_ask(engine, client, next(prompts), service)) for _ in range(count)
-    ]
+    tasks = [asyncio.create_task(_ask(engine, client, service)) for _ in range(count)]
     try:
         while engine.stats().queues.num_waiting < count // 2 and not service.tokens:
             await asyncio.sleep(0.1)
@@ -262,6 +261,8 @@ def _line(service: Service) -> str:
 
 
 def _verdict(half: Service, flood: Service) -> str:
+    if not half.tokens_per_s:
+        return "not measured: B got no token in the measured time of the first run; raise --seconds"
     later = [flood.first(quantile) / half.first(quantile) for quantile in (0.5, 0.99)]
     tokens = flood.tokens_per_s / half.tokens_per_s
     holds = max(later) <= MOST_LATER and tokens >= LEAST_TOKENS

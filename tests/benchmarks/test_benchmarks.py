@@ -33,7 +33,7 @@ ENGINE = ["--dtype", "float32", "--device", "cpu", "--cpu-kv-cache-space", "0.02
         (
             "fairness",
             [
-                *("--flood", "300", "--long-tokens", "60", "--tokens", "8", "--outputs", "2"),
+                *("--flood", "1000", "--long-tokens", "60", "--tokens", "8", "--outputs", "2"),
                 *("--seconds", "0.3", "--patience", "0.2", "--calibration", "3"),
                 *("--max-num-seqs", "8", "--max-num-batched-tokens", "32"),
             ],

@@ -101,6 +101,8 @@ def test_tokens_are_read(tmp_path: Path) -> None:
     assert read_tokens(str(file), None, "x") == {ONE: 1.0, TWO: 2.5}
     assert read_tokens(None, f"{ONE} 4, {TWO}", "x") == {ONE: 4.0, TWO: 1.0}
     assert read_tokens(None, None, "x") == {}
+    known = ServerArgs(token_file=str(file), api_key=TWO).authenticator()
+    assert known.identify([f"Bearer {TWO}"], None).weight == 2.5
     for content in ("", "# none\n", "short\n", f"{ONE} {TWO}\n", f"{ONE}é\n", f"{ONE} 2\n{ONE}\n"):
         file.write_text(content)
         with pytest.raises(ConfigError) as raised:

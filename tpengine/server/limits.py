@@ -17,6 +17,7 @@ from tpengine.errors import (
     InvalidSamplingParamsError,
     MalformedRequestError,
     QueueFullError,
+    counted,
 )
 from tpengine.sampling_params import WHOLE_VOCABULARY, SamplingParams
 from tpengine.server.grpc.proto import TIMEOUT_KEY
@@ -64,8 +65,8 @@ class Limits:
         max_connection_calls: the same, of one connection.
         max_client_requests: open calls of one client, see `Client.account`. Over gRPC a call counts
             until its client has taken the whole answer.
-        max_host_health_calls: calls of health, which need no token, that one address may have
-            waiting for their message, and such that watch.
+        max_host_health_calls: calls of health of one address that wait for their message; these
+            calls need no token. So many more calls of the address may watch.
         max_connections: open connections of each door.
         max_host_connections: the same, of one client address; over HTTP alone.
         message_s: longest time in seconds until the message of a call arrives.
@@ -146,7 +147,7 @@ class OpenCalls:
         most = max(self._of_client.values(), default=0)
         return (
             f"all {self._limits.places} places for calls are taken, by "
-            f"{len(self._of_client)} clients; one of them has {most}"
+            f"{counted(len(self._of_client), 'client')}; one of them has {most}"
         )
 
     @contextmanager

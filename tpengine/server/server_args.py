@@ -238,8 +238,9 @@ class ServerArgs(Options):
             ConfigError: a token file cannot be used.
         """
         return Authenticator(
-            read_tokens(self.token_file, envs.tokens(), "--token-file (or TPENGINE_TOKENS)")
-            | read_tokens(None, self.api_key, "--api-key"),
+            # Of a token that both have, the file's weight holds.
+            read_tokens(None, self.api_key, "--api-key")
+            | read_tokens(self.token_file, envs.tokens(), "--token-file (or TPENGINE_TOKENS)"),
             read_tokens(
                 self.admin_token_file,
                 envs.admin_token(),

@@ -33,8 +33,8 @@ MAX_PIPELINED = 16
 """Requests that may wait in a connection for the answer of the one before."""
 _RETRY_AFTER_S = 5.0
 _SHARE_TOLD = 8
-"""Of the connections beyond their bound a number wait until the client has read why; it is one part
-in so many of the bound. Further ones are closed at once, for they also hold descriptors."""
+"""A refused connection stays open until its client has read why. At most an eighth of the address's
+bound stays open so. Further ones are closed at once, because they hold descriptors too."""
 
 
 class Connections(ServerState):
@@ -91,8 +91,8 @@ class HttpProtocol(HttpToolsProtocol):
             transport.close()
 
     def _drop(self) -> None:
-        """Resets the connection. If it were closed the system would keep what the client does not
-        read, and send it for as long as it takes."""
+        """Resets the connection. After a plain close the system would still hold what the client
+        has not read, and go on sending it."""
         if not self.transport.is_closing():
             with_reset = struct.pack("ii", 1, 0)
             connection = self.transport.get_extra_info("socket")
