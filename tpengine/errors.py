@@ -278,8 +278,8 @@ def is_device_fault(error: BaseException) -> bool:
 
 
 def is_temporary(error: BaseException) -> bool:
-    """Whether the same call may succeed later, with ranks that could start before. What is no error
-    of ours comes from the machine or from a library."""
+    """Whether the same call may succeed later, with ranks that could start before. An exception of
+    another class than ours comes from the machine or from a library, and may pass."""
     is_ours = isinstance(error, TPEngineError) and not isinstance(error, TemporaryError)
     return not is_ours or is_shortage(error)
 
@@ -291,7 +291,8 @@ def is_shortage(error: BaseException) -> bool:
 
 
 def error_number(error: BaseException) -> int | None:
-    """The system's error number of an exception or of a cause of it; None: there is none."""
+    """Returns the system's error number of an exception, or else of its nearest cause that has one.
+    None: none of them has one."""
     cause: BaseException | None = error
     while cause is not None:
         if isinstance(cause, OSError) and cause.errno is not None:

@@ -28,7 +28,7 @@ BEFORE = 5
 """Steps before the loss."""
 RAY_CALL_S, ANSWER_S = 12.0, 4.0
 MIB = 1 << 20
-LIMIT_S = 120.0
+LIMIT_S, END_S = 120.0, 10.0
 
 
 class Attempts(logging.Handler):
@@ -81,14 +81,16 @@ def hit(name: str, number: signal.Signals) -> Iterator[None]:
 
 
 def below(root: int) -> dict[int, str]:
-    """Names of the processes below one, by number."""
+    """Names of the processes below one that have not ended, by number."""
     children: dict[int, list[int]] = {}
     names = {}
     for folder in Path("/proc").glob("[0-9]*"):
         with suppress(OSError):
             head, _, tail = (folder / "stat").read_text().rpartition(")")
-            children.setdefault(int(tail.split()[1]), []).append(int(folder.name))
-            names[int(folder.name)] = head.partition("(")[2]
+            state, parent = tail.split()[:2]
+            if state not in "ZX":
+                children.setdefault(int(parent), []).append(int(folder.name))
+                names[int(folder.name)] = head.partition("(")[2]
     found, left = {}, [root]
     while left:
         for pid in children.get(left.pop(), ()):
@@ -187,7 +189,10 @@ def main(folder: str, ray_folder: str, idle_s: float, *names: str) -> None:
             tell([name, token_ids == expected, attempts.reports, took_s])
         time.sleep(idle_s)
         tell(generate(engine, look=lambda: None) == expected)
-    tell(list(below(os.getpid()).values()))
+    deadline = time.monotonic() + END_S  # Ray kills its processes and does not wait for their end
+    while (left := list(below(os.getpid()).values())) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    tell(left)
 
 
 def tell(what: object) -> None:

@@ -90,7 +90,8 @@ def test_requests_outlive_it(poor: PoorDriver, scenarios: tuple[str, ...]) -> No
     for name in scenarios:
         found, is_same, reports, took_s = poor.hear()
         assert (found, is_same) == (name, True), (reports, took_s)
-        assert bool(reports) == (name in ("no descriptors", "disk full")), (name, reports)
+        if name != "no memory":  # glibc may have kept enough, such as stacks of ended threads
+            assert bool(reports) == (name in ("no descriptors", "disk full")), (name, reports)
         if name == "no descriptors":
             assert "errno 24 (Too many open files)" in reports[0]
     assert poor.hear() is True

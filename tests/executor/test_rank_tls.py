@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import resource
 import shutil
+import socket
+import ssl
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -75,31 +78,61 @@ def test_frames_go_both_ways_at_once(use: Use) -> None:
             receive(driver, TIMEOUT_S)
 
 
-@pytest.mark.parametrize("name", ["", "strangers"])
-def test_ends_without_our_certificate(
-    use: Use, name: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    """They know the secret and are refused; the next one is not."""
-    use("ours")
+@contextmanager
+def refusing_driver() -> Iterator[Listener]:
+    """It must accept no rank while the caller uses it; then it must accept one of ours."""
     listener = Listener("127.0.0.1", SECRET, EPOCH)
-    theirs = str(use("strangers")) if name else None
     with ThreadPoolExecutor(1) as pool:
-        is_driver = threading.local()
-        is_driver.yes = True
-
-        def folder() -> Path | None:
-            own = getattr(is_driver, "yes", False) or "handshake" in threading.current_thread().name
-            return tmp_path / "ours" if own else theirs and Path(theirs)
-
-        monkeypatch.setattr("tpengine.envs.rank_tls", folder)
         accepted = pool.submit(listener.accept, 1, TIMEOUT_S)
-        with ThreadPoolExecutor(1) as other, pytest.raises(ChannelError, match="no handshake with"):
-            other.submit(connect, listener.address, SECRET, 0, EPOCH, SHORT_S).result(TIMEOUT_S)
-        assert not accepted.done()
-        connect(listener.address, SECRET, 0, EPOCH, TIMEOUT_S).close()
+        try:
+            yield listener
+            assert not accepted.done()
+        finally:
+            connect(listener.address, SECRET, 0, EPOCH, TIMEOUT_S).close()
         for channel in accepted.result(TIMEOUT_S):
             channel.close()
     listener.close()
+
+
+@pytest.mark.parametrize(("name", "why"), [("", ""), ("strangers", "certificate verify failed")])
+def test_ends_without_our_certificate(
+    use: Use, name: str, why: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """They know the secret and are refused; the next one is not. A stranger refuses the driver,
+    before the driver can refuse it."""
+    use("ours")
+    theirs = use(name) if name else None
+
+    def folder() -> Path | None:
+        is_theirs = threading.current_thread().name.startswith("theirs")
+        return theirs if is_theirs else tmp_path / "ours"
+
+    monkeypatch.setattr("tpengine.envs.rank_tls", folder)
+    with refusing_driver() as driver, ThreadPoolExecutor(1, "theirs") as pool:
+        refused = pool.submit(connect, driver.address, SECRET, 0, EPOCH, SHORT_S)
+        with pytest.raises(ChannelError, match=f"no handshake with.*{why}"):
+            refused.result(TIMEOUT_S)
+
+
+@pytest.mark.parametrize(
+    ("name", "why"), [("", "certificate required"), ("strangers", "unknown ca")]
+)
+def test_the_driver_refuses_a_rank_that_accepts_any_driver(use: Use, name: str, why: str) -> None:
+    """By TLS 1.3 the rank's handshake ends before the driver has checked the rank's certificate. So
+    the rank reads the refusal in place of the challenge."""
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
+    context.check_hostname, context.verify_mode = False, ssl.CERT_NONE
+    if name:
+        theirs = use(name)
+        context.load_cert_chain(theirs / "tls.crt", theirs / "tls.key")
+    use("ours")
+    with (
+        refusing_driver() as driver,
+        socket.create_connection(driver.address, TIMEOUT_S) as sock,
+        context.wrap_socket(sock) as rank,
+        pytest.raises(ssl.SSLError, match=why),
+    ):
+        rank.recv(1)
 
 
 def test_certificates_that_cannot_be_used(use: Use) -> None:

@@ -21,11 +21,12 @@ CERTIFICATE, KEY, AUTHORITY = "tls.crt", "tls.key", "ca.crt"
 
 
 def secured(sock: socket.socket, is_driver: bool) -> socket.socket:
-    """The connection with TLS, if that is wanted, else as it is. Waits for the TLS handshake, as
-    long as the socket's timeout says.
+    """Returns the connection with TLS, or unchanged if no TLS is wanted. Waits for the TLS
+    handshake, at most for the socket's timeout.
 
     Raises:
-        OSError: the certificates cannot be used now, the peer has none, or it does not answer.
+        OSError: the certificates cannot be used now, or the handshake fails, as with a peer that
+            shows no valid certificate or does not answer.
     """
     folder = envs.rank_tls()
     if folder is None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import shutil
+import signal
 import socket
 import subprocess
 import sys
@@ -12,18 +13,22 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from support.waiting import wait_until
 
 from tpengine import envs
 from tpengine.errors import EngineError
+from tpengine.host import is_stopped
 
 pytest.importorskip("ray")
 from tpengine.executor.launch import ray_calls, ray_connection
+from tpengine.executor.launch.ray_calls import RaySilentError
 from tpengine.executor.launch.ray_connection import RayConnection
 
 END_S = 30.0
@@ -163,6 +168,7 @@ def fake_ray(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> FakeRay:
     monkeypatch.delenv("RAY_ADDRESS", raising=False)
     monkeypatch.setattr(envs, "ray_folders", lambda: [tmp_path])
     monkeypatch.setattr(ray_connection, "ray", fake)
+    monkeypatch.setattr(ray_connection, "_RAY_FOLDER", str(tmp_path))
     monkeypatch.setattr(ray_connection, "check_new", lambda address: None)
     monkeypatch.setattr(ray_connection, "check_answers", lambda: None)
     return fake
@@ -345,6 +351,42 @@ def test_a_ray_that_does_not_end(fake_ray: FakeRay, monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr(ray_connection, "_end_ray_children", kill)
     RayConnection("local").close()
     assert killed == [set()]
+
+
+@pytest.mark.parametrize("is_own", [False, True])
+def test_the_end_of_a_ray_that_does_not_answer(
+    is_own: bool, fake_ray: FakeRay, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """If it is another program's, only the driver's part ends. If a process of the engine's own Ray
+    is stopped, Ray is not asked, and its processes are killed before it ends."""
+    calls: list[str] = []
+    at_exit: list[Callable[[], None]] = []
+
+    def silent() -> None:
+        calls.append("question")
+        raise RaySilentError("frozen")
+
+    monkeypatch.setattr(ray_connection, "check_answers", silent)
+    monkeypatch.setattr(ray_connection, "_end_driver", lambda: calls.append("end of the driver"))
+    monkeypatch.setattr(fake_ray, "shutdown", lambda: calls.append("end of Ray"))
+    monkeypatch.setattr(ray_connection.atexit, "register", at_exit.append)
+    program = [sys.executable, "-c", "import time; time.sleep(60)"]
+    with (
+        socket.create_server(("127.0.0.1", 0)) as server,
+        subprocess.Popen([*program, str(tmp_path) if is_own else "no Ray"]) as child,
+        ExitStack() as stack,
+    ):
+        stack.callback(child.kill)
+        os.kill(child.pid, signal.SIGSTOP)
+        wait_until(lambda: is_stopped(child.pid), END_S)
+        if is_own:
+            RayConnection("local").close()
+            assert child.wait(END_S) == -signal.SIGKILL
+            assert calls == ["end of Ray"]
+        else:
+            RayConnection(f"127.0.0.1:{server.getsockname()[1]}")
+            at_exit.pop()()
+            assert calls == ["question", "end of the driver"]
 
 
 def test_last_words(fake_ray: FakeRay, tmp_path: Path) -> None:

@@ -121,7 +121,8 @@ class Starter(threading.Thread):
 
 
 def _end_late(started: Future[Process]) -> None:
-    """Ends a process, if there is one, that nobody waits for any more."""
+    """Ends a process that was started after its caller had stopped waiting. Does nothing if the
+    start failed."""
     if started.exception() is None:
         process = started.result()
         process.kill()

@@ -109,7 +109,8 @@ class RayExecutor(GroupExecutor):
         return super().rebuild()
 
     def _why_silent(self, error: EngineError) -> RaySilentError | None:
-        """Why Ray could not replace a group that needs no Ray; None: it did not fail for that."""
+        """Returns the error of a Ray that does not answer. None: Ray answers, the engine left Ray
+        before, or the lost ranks did not all run on the driver's machine."""
         is_elsewhere = {place.node_id for place in self._places_before} != {self._node_id}
         if self._substitute is not None or is_elsewhere:
             return None
@@ -131,8 +132,9 @@ class RayExecutor(GroupExecutor):
         check_answers()
 
     def _leave_ray(self, reason: RaySilentError) -> None:
-        """Has this and all later groups started as the driver's children, on the same devices. The
-        placement is kept, so that Ray, if it comes back, gives it to no other program."""
+        """Makes the driver start this group and all later ones as its own children, on the same
+        devices. The placement stays, so that a Ray that answers again gives it to no other program.
+        """
         logger.warning(
             "%s; from now on the ranks run as processes of this machine, without Ray", reason
         )
