@@ -1,9 +1,8 @@
 """A driver of two ranks in its own Ray, whose machine lacks one thing after another.
 
-Its arguments: a model's folder, a folder that Ray keeps its files in, the seconds that it waits
-after the scenarios, and their names.
-It prints the process numbers below it, then for each scenario whether the tokens were those of an
-undisturbed run, and the failed attempts that it took. Its /dev/shm and Ray's folder are small.
+Its arguments: a model's folder and the names of the scenarios. It prints the process numbers below
+it, then for each scenario whether the tokens were those of an undisturbed run, and the failed
+attempts that it took. Its /dev/shm is small.
 """
 
 from __future__ import annotations
@@ -16,8 +15,10 @@ import signal
 import sys
 import time
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext, suppress
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from pathlib import Path
+
+from support.namespaces import process_table
 
 from executor.ray_engines import executor_of, is_alive, ray_engine
 from tpengine import LLMEngine, SamplingParams
@@ -45,13 +46,12 @@ class Attempts(logging.Handler):
 
 
 @contextmanager
-def full(folder: Path, left_mib: float) -> Iterator[None]:
-    """A disk with so much room."""
+def full(folder: Path) -> Iterator[None]:
+    """A disk with 1 MiB left."""
     path = folder / "ballast"
     facts = os.statvfs(folder)
     with path.open("wb") as file:
-        size = facts.f_bavail * facts.f_frsize - int(left_mib * MIB)
-        os.posix_fallocate(file.fileno(), 0, max(1, size))
+        os.posix_fallocate(file.fileno(), 0, facts.f_bavail * facts.f_frsize - MIB)
     try:
         yield
     finally:
@@ -68,34 +68,21 @@ def limited(kind: int, at_most: int) -> Iterator[None]:
         resource.setrlimit(kind, before)
 
 
-def address_space() -> int:
-    return int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
-
-
 @contextmanager
-def hit(name: str, number: signal.Signals) -> Iterator[None]:
-    """Kills or stops a process of Ray's, for good."""
+def frozen(name: str) -> Iterator[None]:
+    """Stops a process of Ray's, for good."""
     [pid] = [pid for pid, found in below(os.getpid()).items() if found == name]
-    os.kill(pid, number)
+    os.kill(pid, signal.SIGSTOP)
     yield
 
 
 def below(root: int) -> dict[int, str]:
     """Names of the processes below one that have not ended, by number."""
-    children: dict[int, list[int]] = {}
-    names = {}
-    for folder in Path("/proc").glob("[0-9]*"):
-        with suppress(OSError):
-            head, _, tail = (folder / "stat").read_text().rpartition(")")
-            state, parent = tail.split()[:2]
-            if state not in "ZX":
-                children.setdefault(int(parent), []).append(int(folder.name))
-                names[int(folder.name)] = head.partition("(")[2]
-    found, left = {}, [root]
-    while left:
-        for pid in children.get(left.pop(), ()):
-            found[pid] = names[pid]
-            left.append(pid)
+    found, parents = {}, {root}
+    table = process_table()
+    while parents:
+        parents = {pid for pid, (_, _, parent) in table.items() if parent in parents}
+        found |= {pid: table[pid][0] for pid in parents if table[pid][1] not in "ZX"}
     return found
 
 
@@ -160,21 +147,14 @@ class Lack:
             self._stack.close()
 
 
-def main(folder: str, ray_folder: str, idle_s: float, *names: str) -> None:
+def main(folder: str, *names: str) -> None:
     attempts = Attempts()
     logging.getLogger("tpengine.engine.recovery").addHandler(attempts)
     ray_calls.RAY_CALL_S, ray_calls._ANSWER_S = RAY_CALL_S, ANSWER_S
-    shm = Path("/dev/shm")
     lacks = {
-        "shared memory nearly full": lambda: full(shm, 1.0),
-        "shared memory full": lambda: full(shm, 0.0),
-        "disk full": lambda: full(Path(ray_folder), 0.0),
+        "shared memory nearly full": lambda: full(Path("/dev/shm")),
         "no descriptors": lambda: limited(resource.RLIMIT_NOFILE, 16),  # all of these are open
-        "no memory": lambda: limited(resource.RLIMIT_AS, address_space() + 6 * MIB),
-        "store frozen": lambda: hit("gcs_server", signal.SIGSTOP),
-        "store dead": lambda: hit("gcs_server", signal.SIGKILL),
-        "raylet frozen": lambda: hit("raylet", signal.SIGSTOP),
-        "raylet dead": lambda: hit("raylet", signal.SIGKILL),
+        "store frozen": lambda: frozen("gcs_server"),
         "nothing": nullcontext,
     }
     with ray_engine(folder, 2, ray_address="local") as engine:
@@ -187,7 +167,6 @@ def main(folder: str, ray_folder: str, idle_s: float, *names: str) -> None:
             token_ids = generate(engine, lack.begin, lack.look)
             took_s = round(time.monotonic() - start, 1)
             tell([name, token_ids == expected, attempts.reports, took_s])
-        time.sleep(idle_s)
         tell(generate(engine, look=lambda: None) == expected)
     deadline = time.monotonic() + END_S  # Ray kills its processes and does not wait for their end
     while (left := list(below(os.getpid()).values())) and time.monotonic() < deadline:
@@ -200,4 +179,4 @@ def tell(what: object) -> None:
 
 
 if __name__ == "__main__":
-    main(sys.argv[1], sys.argv[2], float(sys.argv[3]), *sys.argv[4:])
+    main(*sys.argv[1:])

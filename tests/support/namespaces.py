@@ -36,12 +36,17 @@ def processes_in(namespaces: Iterable[str]) -> list[int]:
 
 def children_of(parent: int) -> list[int]:
     """Processes that a process started and that live."""
-    found = []
-    for stat in Path("/proc").glob("[0-9]*/stat"):
+    return [pid for pid, (_, _, starter) in process_table().items() if starter == parent]
+
+
+def process_table() -> dict[int, tuple[str, str, int]]:
+    """Name, letter of the state, and parent of every process."""
+    table = {}
+    for folder in Path("/proc").glob("[0-9]*"):
         try:
-            fields = stat.read_text().rpartition(")")[2].split()
+            head, _, tail = (folder / "stat").read_text().rpartition(")")
         except OSError:  # it ended while we looked
             continue
-        if int(fields[1]) == parent:
-            found.append(int(stat.parent.name))
-    return found
+        state, parent = tail.split()[:2]
+        table[int(folder.name)] = (head.partition("(")[2], state, int(parent))
+    return table

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import os
-from pathlib import Path
 
-from support.namespaces import namespace
+from support.namespaces import namespace, process_table
 
 OURS = ("ray::RayWorker", "ray::SabotagedW", "ray::NodeAgent", "tpengine-rank")
 """As Linux shows them, which is the first 15 letters."""
@@ -17,7 +16,7 @@ def actors(root: int | None = None) -> dict[int, str]:
     found = {}
     below = {root or os.getpid()}
     own = namespace(os.getpid(), "pid")
-    table = _table()
+    table = process_table()
     while below:
         below = {pid for pid, (_, _, parent) in table.items() if parent in below}
         for pid in below:
@@ -25,16 +24,3 @@ def actors(root: int | None = None) -> dict[int, str]:
             if name.startswith(OURS) and state != "Z" and namespace(pid, "pid") == own:
                 found[pid] = state
     return found
-
-
-def _table() -> dict[int, tuple[str, str, int]]:
-    """(name, state, parent) of every process."""
-    table = {}
-    for folder in Path("/proc").glob("[0-9]*"):
-        try:
-            head, _, tail = (folder / "stat").read_text().rpartition(")")
-        except OSError:  # it ended while we looked
-            continue
-        state, parent = tail.split()[:2]
-        table[int(folder.name)] = (head.partition("(")[2], state, int(parent))
-    return table
