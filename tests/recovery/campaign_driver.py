@@ -14,6 +14,7 @@ import json
 import math
 import random
 import sys
+import threading
 import time
 from typing import Any
 
@@ -81,6 +82,8 @@ def is_same(found: tuple[list[int], list[float]], wanted: tuple[list[int], list[
 
 
 def main(folder: str, executor: str) -> None:
+    # Without memory no thread can then start. Of small stacks glibc keeps some for later threads.
+    threading.stack_size(64 << 20)
     args = {"ray_address": "local"} if executor == "ray" else {}
     with rank_engine(
         folder,
