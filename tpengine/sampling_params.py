@@ -44,6 +44,7 @@ from typing import Any
 
 from tpengine import aliases
 from tpengine.errors import InvalidSamplingParamsError, did_you_mean
+from tpengine.structured_outputs import StructuredOutputsParams
 
 LogitsProcessor = Callable[[list[int], Any], Any] | Callable[[list[int], list[int], Any], Any]
 """A function of (output ids, logits) or (prompt ids, output ids, logits) that returns logits."""
@@ -137,6 +138,10 @@ class SamplingParams:
         bad_words: texts that are not generated, with and without a space before them: the token
             that would complete one is never sampled, also if the text begins in the prompt.
         bad_words_token_ids: the same, each text as a sequence of ids.
+        structured_outputs: what each output must look like: a JSON schema, a regular expression, a
+            choice or a grammar; or a dict of its fields. The model's end tokens end the output
+            where the constraint is complete, also with `ignore_eos`. An output that ends so
+            fulfils it; one that ends with finish reason length is the beginning of one that would.
 
     Raises:
         InvalidSamplingParamsError: a value is out of its range; the message has both.
@@ -175,6 +180,7 @@ class SamplingParams:
     allowed_token_ids: list[int] | Any = None
     bad_words: list[str] | Any = ()
     bad_words_token_ids: list[list[int]] | Any = ()
+    structured_outputs: StructuredOutputsParams | Any = None
 
     __hash__ = object.__hash__  # by identity, as in vLLM, because attributes change
 
@@ -358,6 +364,8 @@ class SamplingParams:
         self.bad_words_token_ids = [_ids("bad_words_token_ids", word) for word in words]
         if [] in self.bad_words_token_ids:
             raise InvalidSamplingParamsError("bad_words_token_ids holds an empty sequence")
+        if self.structured_outputs is not None:
+            self.structured_outputs = StructuredOutputsParams.read(self.structured_outputs)
 
     def _check_sequences(self) -> None:
         """More than one sequence, and beam search."""

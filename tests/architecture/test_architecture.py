@@ -47,6 +47,7 @@ BEGUN: tuple[str, ...] = (
     "four and eight bits",
     "LoRA",
     "faults and fair shares",
+    "grammars, tools and page",
 )
 """The issues in `MAY_ADD` whose work has begun: their lines count as budget."""
 
@@ -84,6 +85,7 @@ HOMES = {
     "httptools": {"server/http"},
     "orjson": {"server/http"},
     "torch": {"worker", "models", "layers", "distributed", "ops"},
+    "llguidance": {"structured_outputs", "grammars", "worker/grammar_slots"},
     "transformers": {"config", "model_files", "engine/tokenizer", "models/fallback"},
 }
 SHARED_NOUNS = [

@@ -1,0 +1,111 @@
+"""Grammars of outputs, compiled by the library llguidance.
+
+The driver compiles a request's grammar to check it; rank 0 follows it while it samples.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections import OrderedDict
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+from tpengine.errors import InvalidSamplingParamsError
+
+if TYPE_CHECKING:
+    from llguidance import LLMatcher, LLTokenizer
+
+MAX_LEXER_STATES = 25_000
+"""Of one sequence. A state takes 1 to 2 kB, and the library's own limit of 250,000 is memory for
+one user alone."""
+_MAX_COMPILED = 64
+_MAX_REASON = 300
+_LIMITS = {
+    # part of an error's text: the limit in LLParserLimits
+    "initial lexer configuration": "initial_lexer_fuel",
+    "too many expressions": "step_lexer_fuel",
+    "too many states": "max_lexer_states",
+    "Too many items": "step_max_items",
+    "Current row has": "max_items_in_row",
+    "grammar size": "max_grammar_size",
+}
+
+
+class Vocabulary:
+    """The tokens of a model, and the grammars that were compiled for them.
+
+    Any thread may use it. A copy for another process compiles anew.
+
+    Args:
+        tokenizer: what `tokenizers.Tokenizer.to_str` returns.
+        size: of the model's vocabulary.
+        end_token_ids: tokens that end an output, when its grammar is complete.
+    """
+
+    def __init__(self, tokenizer: str, size: int, end_token_ids: Sequence[int]) -> None:
+        self._tokenizer = tokenizer
+        self.size = size
+        self.end_token_ids = list(end_token_ids)
+        self._lock = threading.Lock()
+        self._loading = threading.Lock()
+        self._tokens: LLTokenizer | None = None
+        self._compiled: OrderedDict[str, LLMatcher] = OrderedDict()
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return Vocabulary, (self._tokenizer, self.size, self.end_token_ids)
+
+    def matcher(self, grammar: str) -> LLMatcher:
+        """Returns a matcher at the beginning of a grammar, for one sequence. The latest 64 grammars
+        stay compiled.
+
+        Args:
+            grammar: see `StructuredOutputsParams.to_grammar`.
+
+        Raises:
+            InvalidSamplingParamsError: the library refuses the grammar or the tokenizer; with its
+                own reason.
+        """
+        with self._lock:
+            compiled = self._compiled.pop(grammar, None)
+        if compiled is None:  # compiled without the lock: a step may wait for another grammar
+            compiled = self._compile(grammar)
+        with self._lock:
+            self._compiled[grammar] = compiled
+            if len(self._compiled) > _MAX_COMPILED:
+                self._compiled.popitem(last=False)
+            return compiled.deep_copy()
+
+    def _compile(self, grammar: str) -> LLMatcher:
+        from llguidance import LLMatcher, LLParserLimits
+
+        limits = LLParserLimits(max_lexer_states=MAX_LEXER_STATES, verbose_errors=False)
+        matcher = LLMatcher(self._load_tokens(), grammar, log_level=0, limits=limits)
+        if matcher.is_error():
+            raise InvalidSamplingParamsError(f"structured_outputs is refused: {reason(matcher)}")
+        return matcher
+
+    def _load_tokens(self) -> LLTokenizer:
+        from llguidance import LLTokenizer
+
+        with self._loading:
+            if self._tokens is None:
+                try:
+                    self._tokens = LLTokenizer(
+                        self._tokenizer, n_vocab=self.size, eos_token=self.end_token_ids
+                    )
+                except Exception as error:  # the library raises errors of several types
+                    raise InvalidSamplingParamsError(
+                        "structured_outputs cannot be used with this model's tokenizer: "
+                        f"{error!s:.{_MAX_REASON}}"
+                    ) from error
+            return self._tokens
+
+
+def reason(matcher: LLMatcher) -> str:
+    """Why a matcher is in its state of error: the library's text, and the limit that it names."""
+    text = matcher.get_error().partition("\n<")[0].strip()
+    limit = next((limit for part, limit in _LIMITS.items() if part in text), None)
+    text = text[:_MAX_REASON]
+    if limit is None:
+        return text
+    return f"{text} (limit {limit} of llguidance); give a smaller or simpler one"
