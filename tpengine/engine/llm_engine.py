@@ -43,10 +43,11 @@ from tpengine.engine_args import EngineArgs
 from tpengine.errors import EngineError, GroupLostError, InvalidPromptError, RefusesNames
 from tpengine.executor.executor import Executor
 from tpengine.executor.local_executor import create_executor
+from tpengine.grammars import Vocabulary
 from tpengine.host import DeferredInterrupt
 from tpengine.inputs import LoRARequest, PromptInputs, check_not_served
 from tpengine.logger import init_logger
-from tpengine.messages import StepOutput
+from tpengine.messages import StepInput, StepOutput
 from tpengine.outputs import RequestMetrics, RequestOutput
 from tpengine.sampling_params import SamplingParams
 from tpengine.scheduling.scheduler import Scheduler
@@ -110,6 +111,7 @@ class LLMEngine(RefusesNames):
         self._num_sequences = 0
         self._unreported: list[RequestOutput] = []
         self._stepping = threading.Lock()
+        self._sent_vocabulary: tuple[int, Vocabulary] | None = None
         self.last_step: StepStats | None = None
 
     @classmethod
@@ -479,10 +481,20 @@ class LLMEngine(RefusesNames):
         if scheduled.is_empty:
             return None
         try:
+            self._send_vocabulary(scheduled.step_input)
             return self._executor.execute_model(scheduled.step_input)
         except GroupLostError as error:
             self._report(self._recovery.begin(error.loss, scheduled))
             return None
+
+    def _send_vocabulary(self, step: StepInput) -> None:
+        """Sends a group of ranks the vocabulary before its first sequence with a grammar."""
+        params = [one.sampling_params.structured_outputs for one in step.new_sequences]
+        if any(params) and self.tokenizer is not None:
+            vocabulary, epoch = self.tokenizer.vocabulary(self._config.model), self._executor.epoch
+            if self._sent_vocabulary != (epoch, vocabulary):
+                self._executor.load_vocabulary(vocabulary)
+                self._sent_vocabulary = epoch, vocabulary
 
     def _report(self, requests: Iterable[Request]) -> None:
         """Builds the outputs of these requests; `step` returns them."""
