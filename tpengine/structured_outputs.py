@@ -103,6 +103,11 @@ class StructuredOutputsParams:
             )
         return cls(**given)
 
+    @property
+    def num_bytes(self) -> int:
+        """Size of the constraint as JSON."""
+        return len(json.dumps(vars(self)))
+
     def to_grammar(self, thinking: Thinking, special_tokens: Sequence[str]) -> str:
         """Returns the constraint in the JSON that llguidance compiles.
 

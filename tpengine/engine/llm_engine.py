@@ -75,7 +75,7 @@ class LLMEngine(RefusesNames):
         "remove_lora pin_lora": "leave it out; slots go to the adapters that requests name",
         "add_prompt_adapter remove_prompt_adapter list_prompt_adapters": "extend the prompt",
         "get_tokenizer_group get_tokenizer_for_seq": "use get_tokenizer",
-        "get_decoding_config decoding_config": "use allowed_token_ids or logits_processors",
+        "get_decoding_config decoding_config": "leave it out; llguidance holds every grammar",
         "is_tracing_enabled do_tracing create_trace_span": "read the metrics of the outputs",
         "has_unfinished_requests_for_virtual_engine": "use has_unfinished_requests",
         "model_executor stop_remote_worker_execution_loop": "call shutdown() to end the ranks",
