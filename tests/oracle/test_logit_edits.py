@@ -200,7 +200,7 @@ FAILURES = {
     "forget_to_return": "it must return the logits, got NoneType",
     "cut_off": r"it must return \[288\] logits, got \[287\]",
     "make_nan": "its logits are NaN",
-    "forbid_all": "no token can be sampled: allowed_token_ids, bad_words",
+    "forbid_all": "no token can be sampled: structured_outputs, allowed_token_ids, bad_words",
 }
 
 

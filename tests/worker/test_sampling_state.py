@@ -73,8 +73,7 @@ def test_samples_with_all_that_can_be_asked(processed: bool) -> None:
         logits_processors.kept.clear()
     shapes = [list(tensor.shape) for tensor in sampled.findings.tensors]
     chosen_and_lost = [[5], [5], [5]]
-    num_reported = 2 if processed else 4
-    logprobs = [[num_reported], [num_reported], [num_reported, 3], [num_reported, 3]]
+    logprobs = [[2], [2], [2, 3], [2, 3]]
     beams = [[2, 6], [2, 6], [2, 6], [6]]
     assert shapes == [*chosen_and_lost, *logprobs, *beams]
     assert all(tensor.device == META for tensor in sampled.findings.tensors)

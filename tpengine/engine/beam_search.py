@@ -99,8 +99,9 @@ class BeamSearch:
         continuations = self._best_continuations(sampled)
         if not continuations and not self._complete:
             raise InvalidSamplingParamsError(
-                "no token can be sampled: allowed_token_ids, bad_words, min_tokens and logits "
-                f"processors together rule all of them out after each of {len(sampled)} beams"
+                "no token can be sampled: structured_outputs, allowed_token_ids, bad_words, "
+                "min_tokens and logits processors together rule all of them out after each of "
+                f"{len(sampled)} beams"
             )
         num_tokens = sampled[0][0].num_tokens + 1
         num_output = num_tokens - len(self._request.prompt_token_ids)

@@ -10,7 +10,7 @@ skipped.
 from __future__ import annotations
 
 from array import array
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -23,6 +23,7 @@ from tpengine.messages import Candidates, TokenLogprobs
 from tpengine.ops import fused
 from tpengine.ops.reference import filtered_weights
 
+RAW_ALONE = -2
 MAX_COMMON_TOP = 64
 """Rows that report more tokens than this are sorted one by one, so that the others need not be."""
 _MAX_SORTED = 1 << 23
@@ -44,7 +45,8 @@ class SamplingBatch:
         positions: position of the sampled token in its sequence.
         num_logprobs: most probable tokens to report, 0 for the chosen token alone; -1: `sample`
             reports the chosen token's log probability by the logits that it chooses from, at
-            temperature 1 and without truncation, which costs nothing.
+            temperature 1 and without truncation, which costs nothing; `RAW_ALONE`: by the raw
+            logits, without its rank.
         num_candidates: candidates to report for beam search; 0: no candidates.
         edits: edits of the rows' logits; None: no row has any.
         on_device: `sampling_columns` as tensors, if they were sent before the model ran.
@@ -147,6 +149,7 @@ def sample(logits: torch.Tensor, batch: SamplingBatch) -> Sampled:
         shares = torch.log_softmax(_pick_rows(logits, before_edits).float(), dim=-1)
     token_ids = torch.empty(logits.shape[0], dtype=torch.int64, device=logits.device)
     chosen = torch.empty(logits.shape[0], dtype=torch.float32, device=logits.device)
+    write_raw = _raw_logprobs(logits, batch)
     if batch.edits is not None or len(beams):
         logits = logits.float()  # so that no bias or score is rounded to the model's dtype
     if shares is not None and len(beams):
@@ -162,6 +165,7 @@ def sample(logits: torch.Tensor, batch: SamplingBatch) -> Sampled:
             columns = sampling_columns(batch)
             tensors = [upload(column, logits.device) for column in columns]
         fused.sample_tokens(token_ids, logits, *[*tensors, chosen])
+    write_raw(token_ids, chosen)
     lost: Pending[dict[int, str]] = known({})
     if batch.edits is not None:
         is_beam = upload(batch.num_candidates > 0, logits.device)
@@ -180,6 +184,31 @@ def sample(logits: torch.Tensor, batch: SamplingBatch) -> Sampled:
         return Findings(chosen_logprobs, logprobs, candidates, errors | failed)
 
     return Sampled(token_ids, Pending(pending.tensors, read))
+
+
+def _raw_logprobs(
+    logits: torch.Tensor, batch: SamplingBatch
+) -> Callable[[torch.Tensor, torch.Tensor], None]:
+    """Looks at the raw logits of the rows `RAW_ALONE`, before they are edited. Returns a function
+    of the sampled ids, int64 `[num_samples]`, and the log probabilities, float32 `[num_samples]`,
+    in which it replaces those of these rows."""
+    rows = np.flatnonzero(batch.num_logprobs == RAW_ALONE)
+    if batch.edits is None or not len(rows):  # the kernel's own are those of the raw logits
+        return lambda token_ids, chosen: None
+    raw = _pick_rows(logits, rows)
+    # The kernel adds up a row in half the time of `logsumexp`: it gives that of the best token.
+    best = torch.empty(len(rows), dtype=torch.int64, device=logits.device)
+    best_logprob = torch.empty(len(rows), dtype=torch.float32, device=logits.device)
+    fused.argmax(best, raw, best_logprob)
+    total = raw.gather(1, best.unsqueeze(1)).squeeze(1).float() - best_logprob
+    if raw is logits and logits.dtype == torch.float32:
+        raw = logits.clone()  # the edits change it
+
+    def write(token_ids: torch.Tensor, chosen: torch.Tensor) -> None:
+        own = raw.gather(1, _pick_rows(token_ids, rows).unsqueeze(1)).squeeze(1)
+        chosen[upload(rows, chosen.device)] = own.float() - total
+
+    return write
 
 
 def processed_logprobs(

@@ -25,7 +25,7 @@ from tpengine.layers.logit_edits import (
     ProcessorCall,
     TokenCounts,
 )
-from tpengine.layers.sampler import Filters, SamplingBatch
+from tpengine.layers.sampler import RAW_ALONE, Filters, SamplingBatch
 from tpengine.messages import NewSequence
 from tpengine.sampling_params import LoadedProcessor, LogitsProcessor, load_logits_processor
 from tpengine.worker.grammar_slots import GrammarSlots
@@ -91,7 +91,7 @@ class SamplingSlots:
             self._processors[slot] = [_load(one) for one in params.logits_processors]
         self.num_logprobs[slot] = _count_logprobs(params.logprobs)
         if params.logprobs is None and not (sequence.num_candidates or self._is_plain(slot)):
-            self.num_logprobs[slot] = 0
+            self.num_logprobs[slot] = 0 if self._processed else RAW_ALONE
         self.rewrite(slot, np.array(sequence.token_ids, np.int32))
 
     def _is_plain(self, slot: int) -> bool:
