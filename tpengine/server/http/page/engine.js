@@ -11,7 +11,7 @@ const CALL_MS = 5000;
 const WINDOW_S = 120; // of the curve
 const USES = {
   weights: "weights", kv_cache: "KV cache", activations: "activations", graphs: "graphs",
-  communicator: "communicator", others: "other processes", free: "free",
+  communicator: "communicator", others: "others", free: "free",
 };
 
 let samples = []; // {at, tokens, rate, recovers}; `at` is the server's time
@@ -121,7 +121,8 @@ function drawRecovery({ recovery, queues }) {
   if (recovery === null) return;
   const { loss } = recovery;
   write(get("recovery-time"), `${recovery.elapsed_s.toFixed(1)} s`);
-  write(get("recovery-loss"), `Rank ${loss.rank} was lost in ${loss.phase}: ${loss.cause}`);
+  const step = loss.step === null ? "" : `, step ${loss.step}`;
+  write(get("recovery-loss"), `Rank ${loss.rank} was lost (${loss.phase}${step}): ${loss.cause}`);
   const done = Object.entries(recovery.phases_s).map(([name, s]) => item(`${name} ${s.toFixed(2)} s`));
   const now = recovery.phase && item(`${recovery.phase} …`, "now");
   get("phases").replaceChildren(...done, ...(now ? [now] : []));

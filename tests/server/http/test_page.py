@@ -1,0 +1,361 @@
+"""The page at `/`: its files and its feed, and in a real browser all that a user does with it."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import re
+import signal
+from collections.abc import AsyncIterator, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from fastapi import FastAPI, Request
+from starlette.responses import JSONResponse, StreamingResponse
+from support.browser import WAIT_S, Browser, open_browser
+from support.server_process import ServerProcess
+from support.waiting import wait_until
+
+from server.http.open_port import open_port, request
+from server.http.openai_door import Door
+from server.processes import rank_pid
+from tpengine.server.auth import Authenticator
+from tpengine.server.grpc.proto import tpengine_pb2 as pb
+from tpengine.server.http import page
+from tpengine.server.http.page import FEED, FILES, add_page
+from tpengine.server.state import ServerState
+
+KEY = "key-0123456789abcdef"
+SHOTS = os.environ.get("TPENGINE_TEST_SCREENSHOTS")
+"""Folder for pictures of the page, as those in docs/; None: none are made."""
+QUESTION = "Tell me everything about the town of Saltby."
+SETTINGS = {"temperature": "0.7", "top_p": "0.9", "seed": "0"}
+"""With these the embedded model answers the question with more than 400 tokens."""
+TAGS = '<img src=x onerror="alert(1)"><script>alert(2)</script> & <b>é東🙂</b>\n</li> &lt;'
+THOUGHTS = "<i>Hm</i>, 東京 …"
+RANKS = ["--executor", "processes", "-tp", "2", "--device", "cpu", "--dtype", "float32"]
+RANKS += ["--num-device-blocks-override", "256", "--http-port", "0", "--api-key", KEY]
+ANSWER = "#log li:last-child .text"
+NOTE = "#log li:last-child .note"
+ENTER, ESCAPE, TAB, SHIFT_ENTER = "\ue007", "\ue00c", "\ue004", "\ue008\ue007\ue000"
+"""Keys, as the protocol of WebDriver writes them."""
+
+
+def test_files_need_no_key_and_the_feed_does() -> None:
+    with open_port(authenticator=Authenticator([KEY])) as port:
+        for path in FILES:
+            answer = port.send(request(path))
+            assert answer.status == 200
+            policy = answer.headers["content-security-policy"].split("; ")
+            assert policy[:3] == ["default-src 'none'", "script-src 'self'", "style-src 'self'"]
+            assert {"frame-ancestors 'none'", "require-trusted-types-for 'script'"} < {*policy}
+            assert answer.headers["x-content-type-options"] == "nosniff"
+            assert answer.headers["referrer-policy"] == "no-referrer"
+            assert answer.headers["cache-control"] == "no-cache"
+            again = port.send(request(path, f"if-none-match: W/{answer.headers['etag']}"))
+            assert (again.status, again.body) == (304, b"")
+            assert again.headers["etag"] == answer.headers["etag"]
+        with port.connect() as one:
+            one.sendall(request("/", method="HEAD") + request("/health"))
+            stream = one.makefile("rb")
+            assert b" 200 " in stream.readline()
+            while stream.readline() != b"\r\n":
+                pass
+            assert b" 200 " in stream.readline()  # the head had no body
+        assert port.send(request("/", method="POST")).error["code"] == "invalid_api_key"
+        assert port.send(request(FEED)).error["code"] == "invalid_api_key"
+        answer = port.send(request(FEED, f"authorization: Bearer {KEY}"))
+        assert answer.headers["cache-control"] == "no-store"
+        told = json.loads(answer.body)
+        assert (told["state"], told["model"], "engine" in told) == ("loading", "none", False)
+
+
+@pytest.mark.parametrize(
+    "path", ["/page", "/page/", "/page/../app.py", "/page/..%2fapp.py", "/page//etc/passwd",
+             "/page/%2e%2e/app.py", "/page/index.html", "/index.html", "/favicon.ico"],
+)  # fmt: skip
+def test_no_other_file_is_served(path: str) -> None:
+    with open_port() as port:
+        assert port.send(request(path)).error["code"] == "unknown_url"
+
+
+def test_the_files_keep_to_their_policy() -> None:
+    """What older browsers, without the policy's last words, rely on."""
+    for path in sorted(Path(page.__file__).with_name("page").iterdir()):
+        text = path.read_text()
+        assert not re.search(r"innerHTML|outerHTML|insertAdjacent|document\.write|eval\(", text)
+        assert not re.search(r"https?://(?!www\.w3\.org/2000/svg)|<style|\sstyle=|\son\w+=", text)
+    (script,) = re.findall(r"<script.*", bytes(FILES["/"].body).decode())
+    assert script == '<script type="module" src="page/app.js"></script>'
+
+
+def test_the_feed_of_a_server(openai_server: ServerProcess, door: Door) -> None:
+    """The figures are those of the other reports."""
+    assert door.whole("completions", {"prompt": [5, 6, 7], "max_tokens": 3})
+    connection = door.begin(FEED, {})
+    assert connection.getresponse().status == 405
+    connection.close()
+    connection.request("GET", FEED)
+    told = json.loads(connection.getresponse().read())
+    connection.close()
+    engine, loads = told["engine"], openai_server.loads()
+    assert told["state"] == "running"
+    assert (engine["epoch"], engine["recovery"], engine["recoveries"]) == (1, None, [])
+    assert engine["cache"]["num_total_blocks"] == loads.num_total_blocks
+    assert engine["output_tokens"] == openai_server.metric("tpengine:generation_tokens_total")
+    (rank,) = engine["ranks"]
+    for use, num_bytes in rank["memory_bytes"].items():
+        named = openai_server.metric("tpengine:rank_memory_bytes", rank="0", use=use)
+        assert named == num_bytes
+    assert rank["memory_bytes"]["weights"] > 0
+    assert rank["memory_bytes"]["kv_cache"] % loads.num_total_blocks == 0
+
+
+@pytest.fixture(scope="module")
+def shared_browser(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Browser]:
+    with open_browser(tmp_path_factory.mktemp("profile")) as browser:
+        yield browser
+
+
+@pytest.fixture
+def browser(shared_browser: Browser) -> Iterator[Browser]:
+    """The browser of all tests, whose console must stay empty."""
+    shared_browser.show(1280, 800)
+    yield shared_browser
+    shared_browser.driver.get("about:blank")
+    assert shared_browser.errors() == []
+
+
+def visit(browser: Browser, address: str) -> None:
+    """Opens the page in a new state, and waits for its first picture."""
+    browser.driver.get(address)
+    browser.errors()
+    browser.wait_for("#status", "running")
+    browser.wait_for("#model", "embedded")
+
+
+def fill(browser: Browser, **settings: str) -> None:
+    """Writes into the settings, which stay open."""
+    browser.find("#settings summary").click()
+    for name, value in settings.items():
+        browser.find(f"[name={name}]").send_keys(value)
+
+
+def ask(browser: Browser, text: str) -> None:
+    browser.find("#input").send_keys(text, ENTER)
+
+
+def is_wide(browser: Browser) -> bool:
+    """Whether something is wider than the page, here or in a part that scrolls."""
+    script = """return [document.documentElement, ...document.querySelectorAll("body *")].filter(
+      (one) => one.scrollWidth > one.clientWidth + 1 && one.clientWidth > 1
+        && getComputedStyle(one).display !== "inline"
+        && !["INPUT", "TEXTAREA"].includes(one.tagName)).map((one) => one.id || one.className)"""
+    return bool(browser.driver.execute_script(script))
+
+
+def picture(browser: Browser, name: str) -> None:
+    if SHOTS is not None:
+        Path(SHOTS).mkdir(parents=True, exist_ok=True)
+        browser.driver.save_screenshot(str(Path(SHOTS) / f"page-{name}.png"))
+
+
+def same_answer(door: Door, headers: dict[str, str] | None = None) -> str:
+    """The text that the settings give without a page."""
+    body = {name: float(value) for name, value in SETTINGS.items()} | {"seed": 0}
+    body["messages"] = [{"role": "user", "content": QUESTION}]
+    text: str = door.whole("chat/completions", body)["choices"][0]["message"]["content"]
+    return text
+
+
+@pytest.mark.check
+def test_an_answer_streams_and_escape_stops(
+    browser: Browser, openai_server: ServerProcess, door: Door
+) -> None:
+    """With the keyboard alone, at a width of 360 pixels too."""
+    whole = same_answer(door)
+    visit(browser, openai_server.http_address)
+    assert browser.driver.switch_to.active_element.get_attribute("id") == "input"
+    fill(browser, **SETTINGS)
+    browser.find("#input").click()
+    browser.type("A line", SHIFT_ENTER, "and another")
+    assert browser.driver.switch_to.active_element.get_property("value") == "A line\nand another"
+    browser.find("#input").clear()  # it takes the focus away
+    ask(browser, QUESTION)
+    lengths = {len(browser.wait_for(ANSWER))}
+    wait_until(lambda: len(lengths.union({len(browser.text(ANSWER))})) > 1, WAIT_S)
+    browser.type(ESCAPE)
+    assert "stopped" in browser.wait_for(NOTE, "stopped")
+    cut = browser.text(ANSWER)
+    assert whole.startswith(cut)
+    assert len(cut) < len(whole)
+    wait_until(lambda: openai_server.loads().num_running == 0, WAIT_S)
+    assert openai_server.loads().num_free_blocks > 0
+    browser.find("#new").click()
+    assert browser.text("#log") == ""
+    ask(browser, QUESTION)
+    assert re.search(r"\d+ tokens · [\d.]+ tokens/s", browser.wait_for(NOTE, "stop"))
+    assert browser.text(ANSWER) == whole
+    browser.show(360, 740)
+    picture(browser, "phone")
+    assert not is_wide(browser)
+    browser.find("#toggle").click()
+    assert browser.find("#engine").is_displayed()
+    assert not browser.find("#chat").is_displayed()
+    assert not is_wide(browser)
+
+
+@pytest.mark.check
+def test_every_control_is_reached_by_tab_and_seen(
+    browser: Browser, openai_server: ServerProcess
+) -> None:
+    visit(browser, openai_server.http_address)
+    browser.find("#settings summary").click()
+    browser.find("h1").click()
+    reached = []
+    for _ in range(11):
+        browser.type(TAB)
+        focused = browser.driver.switch_to.active_element
+        reached.append(focused.get_attribute("id") or focused.get_attribute("name") or "summary")
+        assert focused.value_of_css_property("outline-style") == "solid", reached
+    settings = ["temperature", "top_p", "max_tokens", "seed", "system"]
+    assert reached == ["new", "log-box", "summary", *settings, "input", "send", "engine"]
+
+
+@pytest.mark.check
+def test_a_rank_is_killed_while_an_answer_streams(browser: Browser, tmp_path: Path) -> None:
+    """The server wants a key. The answer is that of an undisturbed run, and the picture shows the
+    recovery."""
+    with ServerProcess(*RANKS, log=tmp_path / "log") as server:
+        browser.driver.get(server.http_address)
+        wait_until(lambda: browser.find("#key-dialog").is_displayed(), WAIT_S)
+        browser.type("not-the-key-of-this-server", ENTER)
+        browser.wait_for("#key-problem", "not one that this server knows")
+        browser.type(KEY, ENTER)
+        browser.wait_for("#status", "running")
+        browser.wait_for("#model", "embedded")
+        assert all("401" in error for error in browser.errors())
+        fill(browser, **SETTINGS)
+        ask(browser, QUESTION)
+        browser.wait_for(NOTE, "stop")
+        undisturbed = browser.text(ANSWER)
+        picture(browser, "light")
+        browser.find("#new").click()
+        ask(browser, QUESTION)
+        wait_until(lambda: len(browser.text(ANSWER)) > 20, WAIT_S)
+        metadata = [("authorization", f"Bearer {KEY}")]
+        info = server.stub.GetServerInfo(
+            pb.GetServerInfoRequest(), timeout=WAIT_S, metadata=metadata
+        )
+        os.kill(rank_pid(info.ranks[1]), signal.SIGKILL)
+        browser.wait_for("#status", "recovering")
+        assert browser.find("#recovery").is_displayed()
+        browser.wait_for("#recovery-loss", "Rank 1 was lost", "SIGKILL")
+        browser.wait_for("#phases", "imports …")
+        browser.wait_for(NOTE, "A lost rank is being replaced")
+        assert browser.wait_for("#ranks .pill") in ("starting", "lost")
+        assert len(browser.text(ANSWER)) < len(undisturbed)
+        picture(browser, "recovery")
+        browser.wait_for(NOTE, "tokens/s", "stop")
+        assert browser.text(ANSWER) == undisturbed
+        browser.wait_for("#status", "running")
+        assert not browser.find("#recovery").is_displayed()
+        assert browser.text("#num-recoveries") == "1"
+        browser.wait_for("#recoveries", "Epoch 2", "1 request kept", "longest pause", "SIGKILL")
+        browser.show(1280, 800, "dark")
+        picture(browser, "dark")
+        browser.find("#key").click()
+        browser.find("#key-forget").click()
+        browser.wait_for("#status", "no key")
+        ask(browser, "Hello")
+        wait_until(lambda: browser.find("#key-dialog").is_displayed(), WAIT_S)
+        browser.type(ESCAPE)
+        browser.wait_for("#log li:last-child .error", "needs a token")
+        assert all("401" in error for error in browser.errors())
+
+
+def stub() -> FastAPI:
+    """A server with the page and answers of the test's own."""
+    app = FastAPI(openapi_url=None)
+    asked: list[Any] = []
+    app.state.asked = asked
+
+    async def cut(*events: str, end: str = "data: [DONE]\r\n\r\n") -> AsyncIterator[bytes]:
+        """The bytes of a stream one by one: all characters and ends of lines are cut in two."""
+        whole = ": a comment\r\n\r\n" + "".join(f"id: 1\r\ndata: {one}\r\n\r\n" for one in events)
+        for byte in (whole + end).encode():
+            yield bytes([byte])
+            await asyncio.sleep(0)
+
+    def chunk(**delta: str) -> str:
+        whole = {"choices": [{"index": 0, "delta": delta, "finish_reason": None}]}
+        return json.dumps(whole, ensure_ascii=False)
+
+    @app.get(FEED)
+    async def feed() -> Any:
+        return {"state": "running", "uptime_s": 1.0}
+
+    @app.get("/v1/models")
+    async def models() -> Any:
+        return {"data": [{"id": "one"}, {"id": "<b>two</b>"}]}
+
+    @app.post("/v1/chat/completions")
+    async def chat(call: Request) -> Any:
+        asked.append(await call.json())
+        match asked[-1]["messages"][-1]["content"]:
+            case "untemplated":
+                why = "this model's tokenizer has no chat template (chat_template in its ...)"
+                return JSONResponse({"error": {"message": why}}, 400)
+            case "cut":
+                return StreamingResponse(cut(chunk(content="some"), end=""))
+            case "error":
+                return StreamingResponse(cut('{"error": {"message": "<b>no memory</b>"}}'))
+        return StreamingResponse(cut(chunk(reasoning_content=THOUGHTS), chunk(content=TAGS)))
+
+    @app.post("/v1/completions")
+    async def completions(call: Request) -> Any:
+        asked.append(await call.json())
+        return StreamingResponse(cut('{"choices": [{"index": 0, "text": "continued"}]}'))
+
+    add_page(app, ServerState(["stub"], 1.0))
+    return app
+
+
+@pytest.mark.check
+def test_text_with_tags_stays_text(browser: Browser) -> None:
+    """Of the model, of the user, of errors and of names; whatever the server sends in which
+    pieces."""
+    app = stub()
+    with open_port(app=app) as port:
+        browser.driver.get(f"http://127.0.0.1:{port.port}")
+        browser.wait_for("#models", "one", "<b>two</b>")
+        browser.driver.execute_script("document.querySelector('#input').value = arguments[0]", TAGS)
+        browser.find("#input").send_keys(ENTER)
+        browser.wait_for(NOTE, "token")
+        wait_until(lambda: browser.text("#send") == "Send", WAIT_S)
+        assert browser.text(ANSWER) == TAGS
+        assert browser.text("#log li:first-child .text") == TAGS
+        assert browser.text("#log li:last-child .reasoning p") == THOUGHTS
+        ask(browser, "error")
+        assert browser.wait_for("#log li:last-child .error", "memory") == "<b>no memory</b>"
+        assert browser.find("#input").get_property("value") == "error"
+        browser.find("#input").clear()
+        ask(browser, "cut")
+        browser.wait_for("#log li:last-child .error", "cut before its end")
+        assert browser.text(ANSWER) == "some"
+        said = [one["content"] for one in app.state.asked[-1]["messages"]]
+        assert said == [TAGS, TAGS, "cut"]  # what failed is no part of the conversation
+        browser.find("#input").clear()
+        assert browser.errors() == []
+        ask(browser, "untemplated")
+        assert browser.wait_for(ANSWER, "continued")
+        assert app.state.asked[-1]["prompt"] == f"{TAGS}\n{TAGS}\nuntemplated"
+        browser.wait_for("#notice", "no chat template")
+        assert all("400" in error for error in browser.errors())
+        script = "return document.querySelectorAll('#log :is(img, script, b, i)').length"
+        assert browser.driver.execute_script(script) == 0
+        browser.show(360, 740)
+        ask(browser, "w" * 400)
+        assert not is_wide(browser)
