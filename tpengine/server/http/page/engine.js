@@ -8,7 +8,7 @@ const POLL_MS = 1000;
 const RECOVERY_POLL_MS = 400; // its phases are short
 const MOST_MS = 16000; // between two tries while the server does not answer
 const CALL_MS = 5000;
-const WINDOW_S = 120; // of the curve
+const WINDOW_S = 60; // of the curve
 const USES = {
   weights: "weights", kv_cache: "KV cache", activations: "activations", graphs: "graphs",
   communicator: "communicator", others: "others", free: "free",
