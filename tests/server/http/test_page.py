@@ -197,6 +197,7 @@ def test_an_answer_streams_and_escape_stops(
     assert browser.text(ANSWER) == whole
     browser.show(360, 740)
     assert not is_wide(browser)
+    browser.wait_for("#running", "0")
     picture(browser, "phone")
     browser.find("#settings summary").click()
     assert not is_wide(browser)
@@ -241,6 +242,7 @@ def test_a_rank_is_killed_while_an_answer_streams(browser: Browser, tmp_path: Pa
         ask(browser, QUESTION)
         browser.wait_for(NOTE, "stop")
         undisturbed = browser.text(ANSWER)
+        browser.wait_for("#running", "0")
         picture(browser, "light")
         browser.find("#new").click()
         ask(browser, QUESTION)
@@ -264,7 +266,7 @@ def test_a_rank_is_killed_while_an_answer_streams(browser: Browser, tmp_path: Pa
         assert not browser.find("#recovery").is_displayed()
         assert browser.text("#num-recoveries") == "1"
         browser.wait_for("#recoveries", "Epoch 2", "1 request kept", "longest pause", "SIGKILL")
-        wait_until(lambda: browser.text("#running") == "0", WAIT_S)
+        browser.wait_for("#running", "0")
         browser.show(1200, 800, "dark")
         picture(browser, "dark")
         browser.find("#key").click()

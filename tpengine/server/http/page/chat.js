@@ -213,6 +213,7 @@ get("new").addEventListener("click", () => {
 box.addEventListener("scroll", () => {
   follows = box.scrollHeight - box.scrollTop - box.clientHeight < 40;
 });
+window.addEventListener("resize", keepEndInView); // also when a keyboard appears on the screen
 
 function keepEndInView() {
   if (follows) requestAnimationFrame(() => { box.scrollTop = box.scrollHeight; });
