@@ -37,6 +37,10 @@ TAGS = '<img src=x onerror="alert(1)"><script>alert(2)</script> & <b>é東🙂</
 THOUGHTS = "<i>Hm</i>, 東京 …"
 RANKS = ["--executor", "processes", "-tp", "2", "--device", "cpu", "--dtype", "float32"]
 RANKS += ["--num-device-blocks-override", "256", "--http-port", "0", "--api-key", KEY]
+RECORD = """window.shown = new Set();
+new MutationObserver(() => shown.add(document.body.innerText)).observe(
+  document.body, {subtree: true, childList: true, characterData: true});"""
+"""Keeps all texts that the page shows from now on."""
 ANSWER = "#log li:last-child .text"
 NOTE = "#log li:last-child .note"
 ENTER, ESCAPE, TAB, SHIFT_ENTER = "\ue007", "\ue00c", "\ue004", "\ue008\ue007\ue000"
@@ -242,8 +246,6 @@ def test_a_rank_is_killed_while_an_answer_streams(browser: Browser, tmp_path: Pa
         ask(browser, QUESTION)
         browser.wait_for(NOTE, "stop")
         undisturbed = browser.text(ANSWER)
-        browser.wait_for("#running", "0")
-        picture(browser, "light")
         browser.find("#new").click()
         ask(browser, QUESTION)
         wait_until(lambda: len(browser.text(ANSWER)) > len(undisturbed) // 5, WAIT_S)
@@ -251,16 +253,16 @@ def test_a_rank_is_killed_while_an_answer_streams(browser: Browser, tmp_path: Pa
         info = server.stub.GetServerInfo(
             pb.GetServerInfoRequest(), timeout=WAIT_S, metadata=metadata
         )
+        browser.driver.execute_script(RECORD)
         os.kill(rank_pid(info.ranks[1]), signal.SIGKILL)
         browser.wait_for("#status", "recovering")
-        assert browser.find("#recovery").is_displayed()
-        browser.wait_for("#recovery-loss", "Rank 1 was lost", "SIGKILL")
-        browser.wait_for("#phases", "imports …")
-        browser.wait_for(NOTE, "A lost rank is being replaced")
-        assert browser.wait_for("#ranks .pill") in ("starting", "lost")
-        assert len(browser.text(ANSWER)) < len(undisturbed)
+        browser.wait_for("#phases", "…")
         picture(browser, "recovery")
         browser.wait_for(NOTE, "tokens/s", "stop")
+        wanted = ["recovering", "Rank 1 was lost (execute_model, step ", "killed by signal 9"]
+        wanted += ["imports …", "starting", "1 request kept", "A lost rank is being replaced"]
+        shown = browser.driver.execute_script("return [...shown]")
+        assert any(all(words in one for words in wanted) for one in shown), shown
         assert browser.text(ANSWER) == undisturbed
         browser.wait_for("#status", "running")
         assert not browser.find("#recovery").is_displayed()
