@@ -23,12 +23,7 @@ from tpengine.server.state import ServerState, State
 
 FEED = "/engine/state"
 """Path of the feed, which needs a key where the server has one."""
-_TYPES = {
-    ".html": "text/html",
-    ".css": "text/css",
-    ".js": "text/javascript",
-    ".svg": "image/svg+xml",
-}
+_TYPES = {"html": "text/html", "css": "text/css", "js": "text/javascript", "svg": "image/svg+xml"}
 _HEADERS = {
     # Only files of this server: no inline script or style, no other host, no frame around the
     # page, and no text that becomes HTML (the last two words; browsers that know them obey).
@@ -41,16 +36,18 @@ _HEADERS = {
     "referrer-policy": "no-referrer",
     "cache-control": "no-cache",  # the browser asks each time: an upgrade shows at once
 }
+_FIGURES = ("epoch", "prompt_tokens", "output_tokens", "output_tokens_per_s", "num_preemptions")
+_OF_LOSS = ("rank", "place", "epoch", "step", "phase", "cause")
 _NUM_RECOVERIES = 8
 
 
 def _read_files() -> Iterator[tuple[str, Response]]:
     """The path and the answer of each file."""
-    for path in sorted(Path(__file__).with_name("page").iterdir()):
+    for path in sorted(Path(__file__).with_name("page").glob("[!.]*")):
         data = path.read_bytes()
         url = "/" if path.name == "index.html" else f"/page/{path.name}"
         headers = {**_HEADERS, "etag": f'"{hashlib.sha256(data).hexdigest()[:32]}"'}
-        yield url, Response(data, headers=headers, media_type=_TYPES[path.suffix])
+        yield url, Response(data, headers=headers, media_type=_TYPES[path.suffix[1:]])
 
 
 FILES = dict(_read_files())
@@ -97,14 +94,10 @@ def describe(state: ServerState) -> dict[str, Any]:
         recovery = {**asdict(health.recovery), "loss": _loss(health.recovery.loss)}
     records = engine.recoveries[-_NUM_RECOVERIES:]
     about["engine"] = {
-        "epoch": stats.epoch,
+        **{name: getattr(stats, name) for name in _FIGURES},
         "num_recoveries": stats.recoveries,
         "queues": asdict(stats.queues),
         "cache": asdict(stats.cache),
-        "prompt_tokens": stats.prompt_tokens,
-        "output_tokens": stats.output_tokens,
-        "output_tokens_per_s": stats.output_tokens_per_s,
-        "num_preemptions": stats.num_preemptions,
         "ranks": list(_ranks(stats, health)),
         "recovery": recovery,
         "recoveries": [{**asdict(one), "loss": _loss(one.loss)} for one in records],
@@ -137,5 +130,4 @@ def _rank_state(rank: int, health: EngineHealth) -> str:
 
 def _loss(loss: RankLoss) -> dict[str, Any]:
     """A loss without its stack and its log, which are for the operator."""
-    names = ("rank", "place", "epoch", "step", "phase", "cause")
-    return {name: getattr(loss, name) for name in names}
+    return {name: getattr(loss, name) for name in _OF_LOSS}
