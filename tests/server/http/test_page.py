@@ -288,12 +288,13 @@ def stub() -> FastAPI:
     app.state.asked = asked
 
     async def cut(*events: str, end: str = "data: [DONE]\r\n\r\n") -> AsyncIterator[bytes]:
-        """The bytes of a stream one by one: all characters and ends of lines are cut in two. A
-        stream without an end goes on until its client has left."""
-        whole = ": a comment\r\n\r\n" + "".join(f"id: 1\r\ndata: {one}\r\n\r\n" for one in events)
-        for byte in (whole + end).encode():
-            yield bytes([byte])
-            await asyncio.sleep(0)
+        """The bytes of a stream; all characters and ends of lines are cut in two, by a pause after
+        which the browser has read. A stream without an end goes on until its client has left."""
+        lines = [one.replace(", ", ",\r\ndata: ", 1) for one in events]  # one event, two lines
+        whole = ": a comment\r\n\r\n" + "".join(f"id: 1\r\ndata: {one}\r\n\r\n" for one in lines)
+        for part in re.split(rb"(?<=\r)|(?=[\x80-\xbf])", (whole + end).encode()):
+            yield part
+            await asyncio.sleep(0.03)
         while not end:
             yield f"data: {events[0]}\r\n\r\n".encode()
             await asyncio.sleep(0.02)
