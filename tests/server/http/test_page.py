@@ -262,7 +262,7 @@ def test_a_rank_is_killed_while_an_answer_streams(browser: Browser, tmp_path: Pa
         wait_until(lambda: len(browser.text(ANSWER)) > len(undisturbed) // 6, WAIT_S)
         os.kill(int(found[1]), signal.SIGKILL)
         browser.wait_for("#status", "recovering")
-        browser.wait_for("#phases", "…")
+        browser.wait_for("#phases", "imports")
         picture(browser, "recovery")
         browser.wait_for(NOTE, "tokens/s", "stop")
         wanted = ["recovering", "Rank 1 was lost (execute_model, step ", "killed by signal 9"]
