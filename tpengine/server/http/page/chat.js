@@ -12,6 +12,7 @@ let history = [];
 let running = null; // the AbortController of the answer that streams
 let hasTemplate = true;
 let engineState = "";
+let showNote = () => {}; // of the answer that streams
 let follows = true; // the end of the conversation stays in view
 
 /** Shows the names that the server has; several can be chosen from. */
@@ -28,6 +29,7 @@ get("models").addEventListener("change", (event) => {
 /** Notes what the engine does: an answer that streams waits while ranks are replaced. */
 export function noteEngine(state) {
   engineState = state;
+  showNote();
 }
 
 /** One message of the conversation on the page. */
@@ -148,11 +150,11 @@ async function answer(text) {
   const mine = (running = new AbortController());
   message.item.setAttribute("aria-busy", "true"); // it is read aloud when it is complete
   send.textContent = "Stop";
-  const look = () => {
+  showNote = () => {
     message.note.textContent =
       engineState === "recovering" ? "A lost rank is being replaced; then the answer goes on." : meter.words();
   };
-  const timer = setInterval(look, 250);
+  const timer = setInterval(showNote, 250);
   let end;
   try {
     end = await receive(await open(mine.signal), message, meter);
@@ -165,6 +167,7 @@ async function answer(text) {
   message.item.removeAttribute("aria-busy");
   if (running !== mine) return; // the user has begun another conversation
   running = null;
+  showNote = () => {};
   send.textContent = "Send";
   const content = message.text.data;
   if (end !== "failed") {
@@ -204,6 +207,7 @@ document.addEventListener("keydown", (event) => {
 get("new").addEventListener("click", () => {
   stop();
   running = null;
+  showNote = () => {};
   history = [];
   log.replaceChildren();
   get("hint").hidden = false;
