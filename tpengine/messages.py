@@ -235,6 +235,21 @@ class MemoryLedger:
         """Bytes of the weights that a decode step reads; of all experts, if there are experts."""
         return self.weights_bytes - self.looked_up_bytes
 
+    def uses(self, num_blocks: int) -> dict[str, int]:
+        """Bytes by use.
+
+        Args:
+            num_blocks: of the cache, which on most ranks are fewer than the budget allows.
+        """
+        return {
+            "weights": self.weights_bytes,
+            "kv_cache": num_blocks * self.block_bytes,
+            "activations": self.activation_peak_bytes,
+            "graphs": self.graphs_bytes,
+            "communicator": self.communicator_bytes,
+            "others": self.held_by_others_bytes,
+        }
+
 
 @dataclass(frozen=True, slots=True)
 class Rendezvous:

@@ -138,7 +138,8 @@ class MortalExecutor(Executor):
 
     def load(self) -> list[str]:
         self._start()
-        return ["somewhere", "elsewhere"]
+        self.devices = self.nodes = ["somewhere", "elsewhere"]
+        return self.devices
 
     def profile_num_available_blocks(self) -> list[MemoryLedger]:
         entry = min(self._epoch, len(self.fate.blocks)) - 1

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import itertools
+import json
 import logging
 import re
 import threading
@@ -29,6 +30,8 @@ from tpengine.errors import (
     SharedMemoryError,
 )
 from tpengine.executor.channel import ChannelError
+from tpengine.server.http.page import describe
+from tpengine.server.state import ServerState, State
 
 from .client import Client, Job, open_client, serve, summary
 from .conftest import MakeConfig
@@ -106,7 +109,7 @@ def test_health(client: Client) -> None:
     engine, executor = client.engine, client.executor
     health = engine.health()
     assert (health.state, health.epoch, health.num_recoveries) == (EngineState.RUNNING, 1, 0)
-    assert health.last_loss is None
+    assert (health.last_loss, health.recovery) == (None, None)
     assert health.last_step_age_s is not None
     lose(client)
     time.sleep(0.1)
@@ -130,6 +133,35 @@ def test_health(client: Client) -> None:
     assert stalled_s <= time.monotonic() - start  # and neither is a request that has just come
     time.sleep(0.1)
     assert engine.health().stalled_s >= 0.1
+
+
+def test_what_the_page_shows_of_a_recovery(client: Client) -> None:
+    """Who was lost and why, without stack and log; and the state of each rank."""
+    state = ServerState(["some"], 1.0)
+    engine: Any = SimpleNamespace(stats=client.engine.stats, llm_engine=client.engine)
+    state.engine, state.state = engine, State.RUNNING
+
+    def told() -> Any:
+        about = describe(state)
+        return json.loads(json.dumps(about)), [one["state"] for one in about["engine"]["ranks"]]
+
+    about, ranks = told()
+    assert (about["state"], ranks) == ("running", ["running", "running"])
+    lose(client)
+    about, ranks = told()
+    assert (about["state"], ranks) == ("recovering", ["ended", "lost"])
+    recovery = about["engine"]["recovery"]
+    assert recovery["loss"]["rank"] == 1
+    assert recovery["loss"]["cause"] == "killed by signal 9 (SIGKILL)"
+    assert (recovery["num_attempts"], recovery["phases_s"]) == (1, {"weights": 0.25})
+    assert about["engine"]["queues"]["num_waiting"] == 3
+    client.executor.gate.set()
+    client.run()
+    about, ranks = told()
+    assert (about["engine"]["recovery"], ranks) == (None, ["running", "running"])
+    (record,) = about["engine"]["recoveries"]
+    assert (record["epoch"], record["num_requests"], record["loss"]["rank"]) == (2, 3, 1)
+    assert not {"stack", "last_lines"} & {*record["loss"], *recovery["loss"]}
 
 
 def test_a_loss_while_idle_is_repaired_before_the_next_request(client: Client) -> None:

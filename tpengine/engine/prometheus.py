@@ -96,6 +96,7 @@ class EngineMetrics(Collector):
         for kind, name, attribute, text in _OF_OWNERS if stats.owners else ():
             values = {label: getattr(one, attribute) for label, one in stats.owners.items()}
             yield self._add(kind, name, text, values, "owner")
+        yield self._memory()
         for name, attribute, text in _HISTOGRAMS:
             yield self._histogram(name, text, getattr(self._counters, attribute))
 
@@ -112,6 +113,15 @@ class EngineMetrics(Collector):
         family = kind(f"tpengine:{name}", text, labels=labels)
         for key, value in values.items():
             family.add_metric([self._model_name, key][: len(labels)], value)
+        return family
+
+    def _memory(self) -> Metric:
+        text = "Memory of a rank by use; others: of processes that share its device."
+        labels = ["model_name", "rank", "use"]
+        family = GaugeMetricFamily("tpengine:rank_memory_bytes", text, labels=labels)
+        for ledger in self._stats.ledgers:
+            for use, num_bytes in ledger.uses(self._stats.cache.num_total_blocks).items():
+                family.add_metric([self._model_name, str(ledger.rank), use], num_bytes)
         return family
 
     def _histogram(self, name: str, text: str, histogram: Histogram) -> Metric:

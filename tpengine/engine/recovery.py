@@ -29,7 +29,7 @@ from tpengine import host
 from tpengine.config import EngineConfig
 from tpengine.engine.poison_requests import PoisonSearch
 from tpengine.engine.startup import count_blocks, make_block_manager
-from tpengine.engine.stats import EngineHealth, EngineState, RecoveryRecord
+from tpengine.engine.stats import EngineHealth, EngineState, RecoveryProgress, RecoveryRecord
 from tpengine.errors import (
     EngineDeadError,
     EngineError,
@@ -206,6 +206,19 @@ class Recovery:
             stalled_s=0.0 if is_idle else now - self._progress_at,
             last_loss=self._loss,
             failure=self._failure,
+            recovery=self._progress(now),
+        )
+
+    def _progress(self, now: float) -> RecoveryProgress | None:
+        loss, executor = self._loss, self._executor
+        if self.state is not EngineState.RECOVERING or loss is None:
+            return None
+        return RecoveryProgress(
+            loss=loss,
+            elapsed_s=now - self._lost_at,
+            num_attempts=self._num_attempts,
+            phases_s=dict(executor.start_times_s),
+            phase=executor.start_phase,
         )
 
     def die(self, error: BaseException) -> None:

@@ -272,6 +272,26 @@ class EngineState(enum.Enum):
 
 
 @dataclass(frozen=True, slots=True)
+class RecoveryProgress:
+    """A recovery that goes on; times in seconds.
+
+    Attributes:
+        loss: what it recovers from.
+        elapsed_s: since the loss's detection.
+        num_attempts: at a new group, with the present one.
+        phases_s: those phases of the latest attempt that have ended.
+        phase: what the present attempt does; None: it begins, or has failed, or the executor does
+            not measure it.
+    """
+
+    loss: RankLoss
+    elapsed_s: float
+    num_attempts: int
+    phases_s: Mapping[str, float]
+    phase: str | None
+
+
+@dataclass(frozen=True, slots=True)
 class EngineHealth:
     """The state of an `LLMEngine` at a moment.
 
@@ -282,6 +302,7 @@ class EngineHealth:
         stalled_s: seconds for which there was work, or no group, and no step was completed.
         last_loss: the latest rank that was lost; None: no rank was lost.
         failure: the error that ended the engine; None: no error did.
+        recovery: the one that goes on; None: none does.
     """
 
     state: EngineState
@@ -291,6 +312,7 @@ class EngineHealth:
     stalled_s: float
     last_loss: RankLoss | None
     failure: BaseException | None = None
+    recovery: RecoveryProgress | None = None
 
 
 @dataclass(slots=True)

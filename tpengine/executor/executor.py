@@ -93,6 +93,11 @@ class Executor(ABC):
         return None
 
     @property
+    def start_phase(self) -> str | None:
+        """The phase of the start that goes on; None: none does, or it is not measured."""
+        return None
+
+    @property
     def epoch(self) -> int:
         """The number of the current group of ranks, counting from 1."""
         return 1

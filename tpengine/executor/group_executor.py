@@ -44,13 +44,14 @@ PROCESSES = "processes"
 
 
 class StartTimes:
-    """The seconds of each phase of the latest start.
+    """The seconds of each phase of the latest start, and the phase that goes on.
 
     Args:
         limit_s: of any call in a start.
 
     Attributes:
         seconds: by phase, in order.
+        phase_now: the phase that goes on; None: none does.
         appear_s: how long new processes may take to tell where they are. Until then they cannot be
             looked at. The first ones may take as long as the user allows; of a later group, one
             that takes far longer than the first did is frozen and must not delay the rebuild.
@@ -58,16 +59,17 @@ class StartTimes:
 
     def __init__(self, limit_s: float) -> None:
         self.seconds: dict[str, float] = {}
+        self.phase_now: str | None = None
         self.appear_s = limit_s
 
     @contextlib.contextmanager
     def phase(self, name: str) -> Iterator[None]:
         """Measures the time in the context, however it ends."""
-        start = time.monotonic()
+        start, self.phase_now = time.monotonic(), name
         try:
             yield
         finally:
-            self.seconds[name] = time.monotonic() - start
+            self.seconds[name], self.phase_now = time.monotonic() - start, None
 
     def note_first(self) -> None:
         """Takes the first start, which succeeded, as the measure of later ones."""
@@ -154,6 +156,11 @@ class GroupExecutor(Executor):
     def loss(self) -> RankLoss | None:
         """See `Executor`."""
         return None if self._group is None else self._group.loss
+
+    @property
+    def start_phase(self) -> str | None:
+        """See `Executor`."""
+        return self._times.phase_now
 
     @property
     def epoch(self) -> int:

@@ -25,12 +25,13 @@ from tpengine.server.grpc.proto import REQUEST_ID_KEY
 from tpengine.server.http.calls import ParseTurns, read_call
 from tpengine.server.http.fields import FieldError, Fields
 from tpengine.server.http.openai_routes import PATHS, router
+from tpengine.server.http.page import FILES, add_page
 from tpengine.server.http.read import BodyReader, naming_field
 from tpengine.server.http.refusals import HttpError, refusal
 from tpengine.server.limits import Limits, OpenCalls, check_num_ids, check_request_id
 from tpengine.server.state import METRICS_TYPE, ServerState
 
-OPEN_PATHS = frozenset({"/health", "/ready", "/version"})
+OPEN_PATHS = frozenset({"/health", "/ready", "/version", *FILES})
 """They need no token, and answer while the model loads."""
 _READ = ["GET", "HEAD"]
 
@@ -50,6 +51,7 @@ def make_app(
     if state.adapter_folder is not None:
         _add_adapter_routes(app, state)
     app.include_router(router(state, limits))
+    add_page(app, state)
     app.add_middleware(_Entrance, authenticator=authenticator, calls=state.calls)
     if cors_origins:  # outermost: a browser's question has no token, and a page reads refusals too
         app.add_middleware(

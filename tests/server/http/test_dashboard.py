@@ -1,0 +1,100 @@
+"""`cluster/grafana.json`: its queries are about metrics that a server has, and Prometheus answers
+them."""
+
+from __future__ import annotations
+
+import json
+import re
+import socket
+import subprocess
+import urllib.request
+from pathlib import Path
+from typing import Any
+from urllib.parse import quote
+
+import pytest
+from support.server_process import ServerProcess
+from support.system_packages import require
+from support.waiting import wait_until
+
+from server.http.openai_door import Door
+
+DASHBOARD = json.loads(
+    (Path(__file__).parents[3] / "cluster" / "grafana.json").read_text(encoding="utf-8")
+)
+WAIT_S = 60.0
+VARIABLES = {"$__rate_interval": "10s", "$model": ".*", "$instance": ".*"}
+MAY_BE_EMPTY = ("requests_refused", "changes(")
+"""Parts of queries that have samples only after a refusal, or a recovery."""
+
+
+def queries() -> dict[str, str]:
+    """The expressions of all panels and annotations, with the legends of their samples."""
+    targets = [one for panel in DASHBOARD["panels"] for one in panel["targets"]]
+    marks = {one["expr"]: "" for one in DASHBOARD["annotations"]["list"]}
+    return {one["expr"]: one["legendFormat"] for one in targets} | marks
+
+
+def test_it_can_be_imported() -> None:
+    """Every source of data is the variable that a user chooses, and no other variable is used."""
+    names = [one["name"] for one in DASHBOARD["templating"]["list"]]
+    assert names == ["datasource", "model", "instance"]
+    sources = set(re.findall(r'"uid": "(.*?)"', json.dumps(DASHBOARD)))
+    assert sources == {"${datasource}", DASHBOARD["uid"]}
+    used = re.findall(r"\$\{?(\w+)", " ".join(queries()))
+    assert {*used} <= {*names, "__rate_interval"}
+
+
+def test_its_metrics_exist(openai_server: ServerProcess) -> None:
+    with urllib.request.urlopen(openai_server.metrics_url, timeout=WAIT_S) as answer:
+        exported = set(re.findall(r"tpengine:\w+", answer.read().decode()))
+    for query in [*queries(), *(str(one) for one in DASHBOARD["templating"]["list"])]:
+        names = set(re.findall(r"tpengine:\w+", query))
+        assert names or "'datasource'" in query
+        assert names <= exported, query
+
+
+@pytest.mark.check
+def test_prometheus_answers_its_queries(
+    openai_server: ServerProcess, door: Door, tmp_path: Path
+) -> None:
+    program = require("prometheus", "prometheus")
+    with socket.socket() as one:
+        one.bind(("127.0.0.1", 0))
+        address = f"127.0.0.1:{one.getsockname()[1]}"
+    target = openai_server.metrics_url.split("/")[2]
+    jobs = [{"job_name": "tpengine", "static_configs": [{"targets": [target]}]}]
+    told = {"global": {"scrape_interval": "1s"}, "scrape_configs": jobs}
+    (tmp_path / "config.yml").write_text(json.dumps(told))  # JSON is YAML
+    assert door.whole("completions", {"prompt": [5, 6, 7], "max_tokens": 5})
+    options = [f"--web.listen-address={address}", f"--storage.tsdb.path={tmp_path / 'data'}"]
+    with (tmp_path / "log").open("wb") as log:
+        prometheus = subprocess.Popen(
+            [program, f"--config.file={tmp_path / 'config.yml'}", *options], stdout=log, stderr=log
+        )
+
+    def ask(query: str) -> list[Any]:
+        """The samples of a query at this moment."""
+        url = f"http://{address}/api/v1/query?query={quote(query)}"
+        with urllib.request.urlopen(url, timeout=WAIT_S) as answer:
+            found: list[Any] = json.load(answer)["data"]["result"]
+        return found
+
+    def has_samples() -> bool:
+        try:
+            return bool(ask("count_over_time(tpengine:engine_epoch[10s]) >= 3"))
+        except OSError:  # it starts
+            return False
+
+    try:
+        wait_until(has_samples, WAIT_S, more=(tmp_path / "log").read_text)
+        for query, legend in queries().items():
+            for name, value in VARIABLES.items():
+                query = query.replace(name, value)
+            found = ask(query)
+            assert found or any(part in query for part in MAY_BE_EMPTY), query
+            labels = set(re.findall(r"{{(\w+)}}", legend))
+            assert all(labels <= one["metric"].keys() for one in found), query
+    finally:
+        prometheus.terminate()
+        prometheus.wait(WAIT_S)

@@ -1,0 +1,388 @@
+"""The page at `/`: its files and its feed, and in a real browser all that a user does with it."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import re
+import signal
+from collections.abc import AsyncIterator, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from fastapi import FastAPI, Request
+from starlette.responses import JSONResponse, StreamingResponse
+from support.browser import WAIT_S, Browser, open_browser
+from support.server_process import ServerProcess
+from support.waiting import wait_until
+
+from server.http.open_port import open_port, read_answer, request
+from server.http.openai_door import Door
+from tpengine.server.auth import Authenticator
+from tpengine.server.http import page
+from tpengine.server.http.page import FEED, FILES, add_page
+from tpengine.server.state import ServerState
+
+KEY = "key-0123456789abcdef"
+SHOTS = os.environ.get("TPENGINE_TEST_SCREENSHOTS")
+"""Folder for pictures of the page, as those in docs/; None: none are made."""
+QUESTION = "Tell me everything about the town of Saltby."
+SETTINGS = {"temperature": "0.7", "top_p": "0.9", "seed": "0"}
+"""With these the embedded model answers the question with more than 400 tokens."""
+TAGS = '<img src=x onerror="alert(1)"><script>alert(2)</script> & <b>é東🙂</b>\n</li> &lt;'
+THOUGHTS = "<i>Hm</i>, 東京 …"
+RANKS = ["--executor", "processes", "-tp", "2", "--device", "cpu", "--dtype", "float32"]
+RANKS += ["--num-device-blocks-override", "256", "--http-port", "0", "--api-key", KEY]
+RECORD = """window.shown = new Set();
+new MutationObserver(() => {
+  shown.add(document.body.innerText);
+  if (document.querySelector("#log li:last-child .text")?.textContent.length > arguments[0])
+    document.querySelector("#send").click();
+}).observe(document.body, {subtree: true, childList: true, characterData: true});"""
+"""Keeps all texts that the page shows from now on, and presses Stop when an answer has more
+characters than the argument."""
+ANSWER = "#log li:last-child .text"
+NOTE = "#log li:last-child .note"
+ENTER, ESCAPE, TAB, SHIFT_ENTER = "\ue007", "\ue00c", "\ue004", "\ue008\ue007\ue000"
+"""Keys, as the protocol of WebDriver writes them."""
+
+
+def test_files_need_no_key_and_the_feed_does() -> None:
+    with open_port(authenticator=Authenticator([KEY])) as port:
+        for path in FILES:
+            answer = port.send(request(path))
+            assert answer.status == 200
+            policy = answer.headers["content-security-policy"].split("; ")
+            assert policy[:3] == ["default-src 'none'", "script-src 'self'", "style-src 'self'"]
+            assert {"frame-ancestors 'none'", "require-trusted-types-for 'script'"} < {*policy}
+            assert answer.headers["x-content-type-options"] == "nosniff"
+            assert answer.headers["referrer-policy"] == "no-referrer"
+            assert answer.headers["cache-control"] == "no-cache"
+            with port.connect() as one:
+                same = f"if-none-match: W/{answer.headers['etag']}"
+                one.sendall(request(path, same) + request(path, method="HEAD") + request(path))
+                stream = one.makefile("rb")
+                found = [read_answer(stream, has_body) for has_body in (False, False, True)]
+                assert [one.status for one in found] == [304, 200, 200]
+                assert {one.headers["etag"] for one in found} == {answer.headers["etag"]}
+        assert port.send(request("/", method="POST")).error["code"] == "method_not_allowed"
+        assert port.send(request(FEED)).error["code"] == "invalid_api_key"
+        answer = port.send(request(FEED, f"authorization: Bearer {KEY}"))
+        assert answer.headers["cache-control"] == "no-store"
+        told = json.loads(answer.body)
+        assert (told["state"], told["model"], "engine" in told) == ("loading", "none", False)
+
+
+@pytest.mark.parametrize(
+    "path", ["/page", "/page/", "/page/../app.py", "/page/..%2fapp.py", "/page//etc/passwd",
+             "/page/%2e%2e/app.py", "/page/index.html", "/index.html", "/favicon.ico"],
+)  # fmt: skip
+def test_no_other_file_is_served(path: str) -> None:
+    with open_port() as port:
+        assert port.send(request(path)).error["code"] == "unknown_url"
+
+
+def test_the_files_keep_to_their_policy() -> None:
+    """What older browsers, without the policy's last words, rely on."""
+    for path in sorted(Path(page.__file__).with_name("page").iterdir()):
+        text = path.read_text()
+        assert not re.search(r"innerHTML|outerHTML|insertAdjacent|document\.write|eval\(", text)
+        assert not re.search(r"https?://(?!www\.w3\.org/2000/svg)|<style|\sstyle=|\son\w+=", text)
+    (script,) = re.findall(r"<script.*", bytes(FILES["/"].body).decode())
+    assert script == '<script type="module" src="page/app.js"></script>'
+
+
+def test_the_feed_of_a_server(openai_server: ServerProcess, door: Door) -> None:
+    """The figures are those of the other reports."""
+    assert door.whole("completions", {"prompt": [5, 6, 7], "max_tokens": 3})
+    connection = door.begin(FEED, {})
+    assert connection.getresponse().status == 405
+    connection.close()
+    connection.request("GET", FEED)
+    told = json.loads(connection.getresponse().read())
+    connection.close()
+    engine, loads = told["engine"], openai_server.loads()
+    assert told["state"] == "running"
+    assert (engine["epoch"], engine["recovery"], engine["recoveries"]) == (1, None, [])
+    assert engine["cache"]["num_total_blocks"] == loads.num_total_blocks
+    assert engine["output_tokens"] == openai_server.metric("tpengine:generation_tokens_total")
+    (rank,) = engine["ranks"]
+    for use, num_bytes in rank["memory_bytes"].items():
+        named = openai_server.metric("tpengine:rank_memory_bytes", rank="0", use=use)
+        assert named == num_bytes
+    assert rank["memory_bytes"]["weights"] > 0
+    assert rank["memory_bytes"]["kv_cache"] % loads.num_total_blocks == 0
+
+
+@pytest.fixture(scope="module")
+def shared_browser(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Browser]:
+    with open_browser(tmp_path_factory.mktemp("profile")) as browser:
+        yield browser
+
+
+@pytest.fixture
+def browser(shared_browser: Browser) -> Iterator[Browser]:
+    """The browser of all tests."""
+    shared_browser.show(1200, 800)
+    yield shared_browser
+    shared_browser.driver.get("about:blank")
+
+
+def leave(browser: Browser, expected: str = "none") -> None:
+    """Leaves the page before its server ends. Its console holds no other errors than expected."""
+    browser.driver.get("about:blank")
+    assert [one for one in browser.errors() if expected not in one] == []
+
+
+def visit(browser: Browser, address: str) -> None:
+    """Opens the page in a new state, and waits for its first picture."""
+    browser.driver.get(address)
+    browser.wait_for("#status", "running")
+    browser.wait_for("#model", "embedded")
+
+
+def fill(browser: Browser, **settings: str) -> None:
+    """Writes into the settings."""
+    browser.find("#settings summary").click()
+    for name, value in settings.items():
+        browser.find(f"[name={name}]").send_keys(value)
+    browser.find("#settings summary").click()
+
+
+def ask(browser: Browser, text: str) -> None:
+    browser.find("#input").send_keys(text, ENTER)
+
+
+def too_wide(browser: Browser) -> list[str]:
+    """What is wider than its place, on the page and in its parts that scroll."""
+    script = """return [...document.querySelectorAll("*")].filter((one) =>
+      one.scrollWidth > one.clientWidth + 1 && one.clientWidth > 1
+      && getComputedStyle(one).display !== "inline" && !["INPUT", "TEXTAREA"].includes(one.tagName)
+    ).map((one) => one.tagName + one.id + one.className)"""
+    found: list[str] = browser.driver.execute_script(script)
+    return found
+
+
+def picture(browser: Browser, name: str) -> None:
+    if SHOTS is not None:
+        Path(SHOTS).mkdir(parents=True, exist_ok=True)
+        browser.driver.save_screenshot(str(Path(SHOTS) / f"page-{name}.png"))
+
+
+def whole_answer(door: Door) -> str:
+    """The text that the question and the settings give without the page."""
+    body: dict[str, Any] = {name: json.loads(value) for name, value in SETTINGS.items()}
+    body["messages"] = [{"role": "user", "content": QUESTION}]
+    return str(door.whole("chat/completions", body)["choices"][0]["message"]["content"])
+
+
+@pytest.mark.check
+def test_an_answer_streams_and_stops(
+    browser: Browser, openai_server: ServerProcess, door: Door
+) -> None:
+    """And nothing is too wide for 360 pixels."""
+    whole = whole_answer(door)
+    visit(browser, openai_server.http_address)
+    assert browser.driver.switch_to.active_element.get_attribute("id") == "input"
+    fill(browser, **SETTINGS)
+    browser.find("#input").click()
+    browser.type("A line", SHIFT_ENTER, "and another")
+    assert browser.driver.switch_to.active_element.get_property("value") == "A line\nand another"
+    browser.find("#input").clear()
+    browser.driver.execute_script(RECORD, 50)
+    ask(browser, QUESTION)
+    browser.wait_for(NOTE, "stopped")
+    cut = browser.text(ANSWER)
+    assert whole.startswith(cut)
+    assert 50 < len(cut) < len(whole)
+    assert browser.driver.execute_script("return shown.size") > 5
+    wait_until(lambda: openai_server.loads().num_running == 0, WAIT_S)
+    assert openai_server.loads().num_free_blocks == openai_server.loads().num_total_blocks
+    visit(browser, openai_server.http_address)
+    fill(browser, **SETTINGS)
+    ask(browser, QUESTION)
+    assert re.search(r"\d+ tokens · [\d.]+ tokens/s", browser.wait_for(NOTE, "stop"))
+    assert browser.text(ANSWER) == whole
+    browser.show(360, 740)
+    assert too_wide(browser) == []
+    browser.wait_for("#running", "0")
+    picture(browser, "phone")
+    browser.find("#settings summary").click()
+    assert too_wide(browser) == []
+    browser.find("#toggle").click()
+    assert browser.find("#engine").is_displayed()
+    assert not browser.find("#chat").is_displayed()
+    assert too_wide(browser) == []
+    picture(browser, "phone-engine")
+    leave(browser)
+
+
+@pytest.mark.check
+def test_every_control_is_reached_by_tab_and_seen(
+    browser: Browser, openai_server: ServerProcess
+) -> None:
+    visit(browser, openai_server.http_address)
+    browser.find("#settings summary").click()
+    browser.find("h1").click()
+    reached = []
+    for _ in range(11):
+        browser.type(TAB)
+        focused = browser.driver.switch_to.active_element
+        reached.append(focused.get_attribute("id") or focused.get_attribute("name") or "summary")
+        assert focused.value_of_css_property("outline-style") == "solid", reached
+    settings = ["temperature", "top_p", "max_tokens", "seed", "system"]
+    assert reached == ["new", "log-box", "summary", *settings, "input", "send", "engine"]
+    leave(browser)
+
+
+@pytest.mark.check
+def test_a_rank_is_killed_while_an_answer_streams(browser: Browser, tmp_path: Path) -> None:
+    """The server wants a key. The answer is that of an undisturbed run, and the picture shows the
+    recovery."""
+    with ServerProcess(*RANKS, log=tmp_path / "log") as server:
+        browser.driver.get(server.http_address)
+        wait_until(lambda: browser.find("#key-dialog").is_displayed(), WAIT_S)
+        browser.type("not-the-key-of-this-server", ENTER)
+        browser.wait_for("#key-problem", "not one that this server knows")
+        browser.type(KEY, ENTER)
+        browser.wait_for("#status", "running")
+        browser.wait_for("#model", "embedded")
+        fill(browser, **SETTINGS)
+        ask(browser, QUESTION)
+        browser.wait_for(NOTE, "stop")
+        undisturbed = browser.text(ANSWER)
+        browser.find("#new").click()
+        assert browser.text("#log") == ""
+        found = re.search(r"pid (\d+)", browser.text("#ranks li:last-child .device"))
+        assert found is not None
+        browser.driver.execute_script(RECORD, len(undisturbed))
+        ask(browser, QUESTION)
+        wait_until(lambda: len(browser.text(ANSWER)) > len(undisturbed) // 6, WAIT_S)
+        os.kill(int(found[1]), signal.SIGKILL)
+        browser.wait_for("#status", "recovering")
+        browser.wait_for("#phases", "imports")
+        picture(browser, "recovery")
+        browser.wait_for(NOTE, "tokens/s", "stop")
+        wanted = ["recovering", "Rank 1 was lost (execute_model, step ", "killed by signal 9"]
+        wanted += ["imports …", "starting", "1 request kept", "A lost rank is being replaced"]
+        shown = browser.driver.execute_script("return [...shown]")
+        assert any(all(words in one for words in wanted) for one in shown), shown
+        assert browser.text(ANSWER) == undisturbed
+        browser.wait_for("#status", "running")
+        assert not browser.find("#recovery").is_displayed()
+        assert browser.text("#num-recoveries") == "1"
+        browser.wait_for("#recoveries", "Epoch 2", "1 request kept", "longest pause", "SIGKILL")
+        browser.wait_for("#running", "0")
+        browser.show(1200, 800, "dark")
+        picture(browser, "dark")
+        browser.find("#key").click()
+        browser.find("#key-forget").click()
+        browser.wait_for("#status", "no key")
+        ask(browser, "Hello")
+        wait_until(lambda: browser.find("#key-dialog").is_displayed(), WAIT_S)
+        browser.type(ESCAPE)
+        browser.wait_for("#log li:last-child .error", "needs a token")
+        leave(browser, "401")
+
+
+def stub() -> FastAPI:
+    """A server with the page and answers of the test's own."""
+    app = FastAPI(openapi_url=None)
+    asked: list[Any] = []
+    app.state.asked = asked
+
+    async def cut(*events: str, end: str = "data: [DONE]\r\n\r\n") -> AsyncIterator[bytes]:
+        """The bytes of a stream; all characters and ends of lines are cut in two, by a pause after
+        which the browser has read. A stream without an end goes on until its client has left."""
+        lines = [one.replace(", ", ",\r\ndata: ", 1) for one in events]  # one event, two lines
+        whole = ": a comment\r\n\r\n" + "".join(f"id: 1\r\ndata: {one}\r\n\r\n" for one in lines)
+        for part in re.split(rb"(?<=\r)|(?=[\x80-\xbf])", (whole + end).encode()):
+            yield part
+            await asyncio.sleep(0.03)
+        while not end:
+            yield f"data: {events[0]}\r\n\r\n".encode()
+            await asyncio.sleep(0.02)
+
+    def chunk(**delta: str) -> str:
+        whole = {"choices": [{"index": 0, "delta": delta, "finish_reason": None}]}
+        return json.dumps(whole, ensure_ascii=False)
+
+    @app.get(FEED)
+    async def feed() -> Any:
+        return {"state": "running", "uptime_s": 1.0}
+
+    @app.get("/v1/models")
+    async def models() -> Any:
+        return {"data": [{"id": "one"}, {"id": "<b>two</b>"}]}
+
+    @app.post("/v1/chat/completions")
+    async def chat(call: Request) -> Any:
+        asked.append(await call.json())
+        match asked[-1]["messages"][-1]["content"]:
+            case "untemplated":
+                why = "this model's tokenizer has no chat template (chat_template in its ...)"
+                return JSONResponse({"error": {"message": why}}, 400)
+            case "cut":
+                return StreamingResponse(cut(chunk(content="some"), end=": none\r"))
+            case "endless":
+                return StreamingResponse(cut(chunk(content="more "), end=""))
+            case "error":
+                return StreamingResponse(cut('{"error": {"message": "<b>no memory</b>"}}'))
+        return StreamingResponse(cut(chunk(reasoning_content=THOUGHTS), chunk(content=TAGS)))
+
+    @app.post("/v1/completions")
+    async def completions(call: Request) -> Any:
+        asked.append(await call.json())
+        return StreamingResponse(cut('{"choices": [{"index": 0, "text": "continued"}]}'))
+
+    add_page(app, ServerState(["stub"], 1.0))
+    return app
+
+
+@pytest.mark.check
+def test_text_with_tags_stays_text(browser: Browser) -> None:
+    """Of the model, of the user, of errors and of names; whatever the server sends in which
+    pieces."""
+    app = stub()
+    with open_port(app=app) as port:  # at its end no connection may be left
+        browser.driver.get(f"http://127.0.0.1:{port.port}")
+        browser.wait_for("#models", "one", "<b>two</b>")
+        browser.driver.execute_script("document.querySelector('#input').value = arguments[0]", TAGS)
+        browser.find("#input").send_keys(ENTER)
+        browser.wait_for(NOTE, "token")
+        wait_until(lambda: browser.text("#send") == "Send", WAIT_S)
+        assert app.state.asked[0]["model"] == "one"
+        assert browser.text(ANSWER) == TAGS
+        assert browser.text("#log li:first-child .text") == TAGS
+        assert browser.text("#log li:last-child .reasoning p") == THOUGHTS
+        ask(browser, "error")
+        assert browser.wait_for("#log li:last-child .error", "memory") == "<b>no memory</b>"
+        assert browser.find("#input").get_property("value") == "error"
+        browser.find("#input").clear()
+        ask(browser, "cut")
+        browser.wait_for("#log li:last-child .error", "cut before its end")
+        assert browser.text(ANSWER) == "some"
+        browser.find("#input").clear()
+        ask(browser, "endless")
+        browser.wait_for(ANSWER, "more more")
+        browser.type(ESCAPE)
+        browser.wait_for(NOTE, "stopped")
+        wait_until(lambda: port.held()[2] == 0, WAIT_S)  # the task of the stream has ended
+        said = [one["content"] for one in app.state.asked[-1]["messages"]]
+        assert said == [TAGS, TAGS, "endless"]  # what failed is no part of the conversation
+        browser.find("#new").click()
+        ask(browser, "untemplated")
+        assert browser.wait_for(ANSWER, "continued")
+        assert app.state.asked[-1]["prompt"] == "untemplated"
+        browser.wait_for("#notice", "no chat template")
+        script = "return document.querySelectorAll('#log :is(img, script, b, i)').length"
+        assert browser.driver.execute_script(script) == 0
+        browser.show(360, 740)
+        wait_until(lambda: browser.text("#send") == "Send", WAIT_S)
+        for keys in ("w" * 400, ENTER):
+            browser.find("#input").send_keys(keys)
+            assert too_wide(browser) == []
+        assert "w" * 400 in browser.text("#log")
+        leave(browser, "400 (Bad Request)")

@@ -1,0 +1,133 @@
+"""The page at `/`, a chat and a live picture of the engine: its files, and the feed of the picture.
+
+The files are those of the folder `page`, as they are. They need no key and hold nothing secret; the
+page asks its user for a key and sends it with every call.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterator
+from dataclasses import asdict
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from fastapi import FastAPI, Request, Response
+from starlette.responses import JSONResponse
+
+import tpengine
+from tpengine.engine.stats import EngineHealth, EngineStats
+from tpengine.errors import RankLoss
+from tpengine.server.state import ServerState, State
+
+FEED = "/engine/state"
+"""Path of the feed, which needs a key where the server has one."""
+_TYPES = {"html": "text/html", "css": "text/css", "js": "text/javascript", "svg": "image/svg+xml"}
+_HEADERS = {
+    # Only files of this server: no inline script or style, no other host, no frame around the
+    # page, and no text that becomes HTML (the last two words; browsers that know them obey).
+    "content-security-policy": (
+        "default-src 'none'; script-src 'self'; style-src 'self'; connect-src 'self'; "
+        "img-src 'self'; base-uri 'none'; form-action 'none'; frame-ancestors 'none'; "
+        "require-trusted-types-for 'script'; trusted-types 'none'"
+    ),
+    "x-content-type-options": "nosniff",
+    "referrer-policy": "no-referrer",
+    "cache-control": "no-cache",  # the browser asks each time: an upgrade shows at once
+}
+_FIGURES = ("epoch", "prompt_tokens", "output_tokens", "output_tokens_per_s", "num_preemptions")
+_OF_LOSS = ("rank", "place", "epoch", "step", "phase", "cause")
+_NUM_RECOVERIES = 8
+
+
+def _read_files() -> Iterator[tuple[str, Response]]:
+    """The path and the answer of each file."""
+    for path in sorted(Path(__file__).with_name("page").glob("[!.]*")):
+        data = path.read_bytes()
+        url = "/" if path.name == "index.html" else f"/page/{path.name}"
+        headers = {**_HEADERS, "etag": f'"{hashlib.sha256(data).hexdigest()[:32]}"'}
+        yield url, Response(data, headers=headers, media_type=_TYPES[path.suffix[1:]])
+
+
+FILES = dict(_read_files())
+"""The answer of each path of the page. No path is looked up on the disk."""
+
+
+def add_page(app: FastAPI, state: ServerState) -> None:
+    """Adds the routes of the page.
+
+    Args:
+        state: of the server; has the engine once it is loaded.
+    """
+
+    async def file(request: Request, whole: Response) -> Response:
+        if whole.headers["etag"] not in request.headers.get("if-none-match", ""):
+            return whole
+        return Response(status_code=304, headers={**_HEADERS, "etag": whole.headers["etag"]})
+
+    async def feed(request: Request) -> Response:
+        return JSONResponse(describe(state), headers={"cache-control": "no-store"})
+
+    for path, whole in FILES.items():
+        app.add_route(path, partial(file, whole=whole), ["GET"])
+    app.add_route(FEED, feed, ["GET"])
+
+
+def describe(state: ServerState) -> dict[str, Any]:
+    """The server and its engine at this moment, as the page draws them; without `engine` while the
+    model loads. Bytes and seconds are numbers, a share is in [0, 1]."""
+    about: dict[str, Any] = {
+        "version": tpengine.__version__,
+        "model": state.model,
+        "state": state.state.value,
+        "uptime_s": state.uptime_s,
+    }
+    if state.engine is None:
+        return about
+    stats, engine = state.engine.stats(), state.engine.llm_engine
+    health = engine.health()
+    if state.state is State.RUNNING:
+        about["state"] = stats.state
+    recovery = None
+    if health.recovery is not None:
+        recovery = {**asdict(health.recovery), "loss": _loss(health.recovery.loss)}
+    records = engine.recoveries[-_NUM_RECOVERIES:]
+    about["engine"] = {
+        **{name: getattr(stats, name) for name in _FIGURES},
+        "num_recoveries": stats.recoveries,
+        "queues": asdict(stats.queues),
+        "cache": asdict(stats.cache),
+        "ranks": list(_ranks(stats, health)),
+        "recovery": recovery,
+        "recoveries": [{**asdict(one), "loss": _loss(one.loss)} for one in records],
+    }
+    return about
+
+
+def _ranks(stats: EngineStats, health: EngineHealth) -> Iterator[dict[str, Any]]:
+    """Each rank, with its memory by use; while ranks are replaced, with that of the last ones."""
+    # Not strict: another thread may replace the group of ranks at this moment.
+    for ledger, device, node in zip(stats.ledgers, stats.devices, stats.nodes, strict=False):
+        yield {
+            "rank": ledger.rank,
+            "state": _rank_state(ledger.rank, health),
+            "device": device,
+            "node": node,
+            "total_bytes": ledger.total_bytes,
+            "memory_bytes": ledger.uses(stats.cache.num_total_blocks),
+        }
+
+
+def _rank_state(rank: int, health: EngineHealth) -> str:
+    if health.recovery is None:
+        return health.state.value
+    loss = health.recovery.loss
+    if health.epoch > loss.epoch:
+        return "starting"
+    return "lost" if rank == loss.rank else "ended"
+
+
+def _loss(loss: RankLoss) -> dict[str, Any]:
+    """A loss without its stack and its log, which are for the operator."""
+    return {name: getattr(loss, name) for name in _OF_LOSS}
