@@ -17,13 +17,15 @@ from starlette.types import Receive, Scope, Send
 from tpengine.async_engine.mailbox import Mailbox
 from tpengine.engine.requests import GenerateRequest
 from tpengine.errors import UnreadError
-from tpengine.server.http.calls import read_call
+from tpengine.server.grpc.proto import RESUME_WINDOW_KEY
+from tpengine.server.http.calls import read_call, read_resumption
 from tpengine.server.http.read import BodyReader, naming_field
 from tpengine.server.http.refusals import refusal
 from tpengine.server.http.write import AnswerWriter, Style, usage
+from tpengine.server.kept_streams import KeptStream
 from tpengine.server.limits import Limits
 from tpengine.server.state import ServerState
-from tpengine.server.stream_sender import send_stream, write_within
+from tpengine.server.stream_sender import Write, send_stream, write_within
 
 PATHS = ("/v1/completions", "/v1/chat/completions")
 _STREAM_HEADERS = [
@@ -43,6 +45,11 @@ def router(state: ServerState, limits: Limits) -> APIRouter:
 
     async def answer(request: Request, is_chat: bool) -> Any:
         call = await read_call(request)
+        send, write_s = request.state.send, limits.write_s
+        asked = read_resumption(request, call, state.kept)
+        if asked is not None and (stream := state.kept.find(asked)) is not None:
+            request.state.request_id = stream.request_id
+            return KeptAnswer(stream, asked.after, send, write_s)
         with naming_field(is_chat):
             requests, style = await BodyReader(call, is_chat, state, limits).read()
         request.state.request_id = call.request_id
@@ -50,8 +57,12 @@ def router(state: ServerState, limits: Limits) -> APIRouter:
         model = state.model if adapter is None else adapter.lora_name
         head = style.head(call.request_id, int(time.time()), model)
         # The parts of a stream go without the layers that FastAPI puts around `send`.
-        send, write_s = request.state.send, limits.write_s
-        return Answer(state, requests, style, head, call.request_id, send, write_s)
+        answer = Answer(state, requests, style, head, call.request_id, send, write_s)
+        if asked is None:
+            return answer
+        ids = [one.request_id or "" for one in requests]
+        stream = state.kept.open(asked, call.request_id, ids, answer.produce)
+        return KeptAnswer(stream, 0, send, write_s)
 
     routes = APIRouter()
     for path, is_chat in zip(PATHS, (False, True), strict=True):
@@ -95,18 +106,34 @@ class Answer:
         except Exception as error:
             if not self.has_begun or isinstance(error, UnreadError):
                 raise
-            told = json.dumps(refusal(error, self.request_id).body)
-            await self._send_last(f"data: {told}\n\n")
+            await self._send_last(_error_event(error, self.request_id))
 
-    async def _serve(self, scope: Scope, receive: Receive, send: Send) -> None:
+    async def produce(self, stream: KeptStream) -> None:
+        """Serves the requests of a kept stream. Its position is the number of its last event."""
+
+        async def keep(chunks: bytes) -> None:
+            for event in chunks.split(b"\n\n")[:-1]:
+                number = stream.position + 1
+                stream.add(b"id: %d\n%b\n\n" % (number, event), number)
+
+        async with AsyncExitStack() as stack:
+            boxes, writers = await self._open(stack)
+            await keep(await self._write_stream(boxes, writers, keep))
+
+    async def _open(self, stack: AsyncExitStack) -> tuple[list[Mailbox], list[AnswerWriter]]:
+        """Submits all requests; leaving the stack ends them."""
         tokenizer = self.state.loaded_engine().llm_engine.tokenizer
         writers, boxes = [], []
+        for place, request in enumerate(self.requests):
+            first = place * request.params.n
+            writers.append(AnswerWriter(self.style, self.head, tokenizer, first))
+            with naming_field(self.style.is_chat):
+                boxes.append(await stack.enter_async_context(self.state.open(request)))
+        return boxes, writers
+
+    async def _serve(self, scope: Scope, receive: Receive, send: Send) -> None:
         async with AsyncExitStack() as stack:
-            for place, request in enumerate(self.requests):
-                first = place * request.params.n
-                writers.append(AnswerWriter(self.style, self.head, tokenizer, first))
-                with naming_field(self.style.is_chat):
-                    boxes.append(await stack.enter_async_context(self.state.open(request)))
+            boxes, writers = await self._open(stack)
             if self.style.streams:
                 await self._send_stream(boxes, writers, send)
             else:
@@ -124,20 +151,25 @@ class Answer:
             if not self.has_begun:
                 async with beginning:
                     if not self.has_begun:
-                        start = {"type": "http.response.start", "status": 200}
-                        await send({**start, "headers": _STREAM_HEADERS})
+                        await send(_start())
                         self.has_begun = True
             await self.send_body(_part(chunks))
 
+        await self._send_last(await self._write_stream(boxes, writers, write))
+
+    async def _write_stream(
+        self, boxes: Sequence[Mailbox], writers: Sequence[AnswerWriter], write: Write[bytes]
+    ) -> bytes:
+        """Writes the chunks of all requests as they come; returns what follows them."""
         pairs = zip(boxes, writers, strict=True)
         await _run_all([send_stream(box, writer, write, self.write_s) for box, writer in pairs])
         end = "data: [DONE]\n\n"
         if self.style.usage:
             end = f'data: {self.head}],"usage":{usage(writers)}}}\n\n{end}'
-        await self._send_last(end)
+        return end.encode()
 
-    async def _send_last(self, text: str) -> None:
-        last = _part(text.encode(), more_body=False)
+    async def _send_last(self, end: bytes) -> None:
+        last = _part(end, more_body=False)
         await write_within(self.write_s, self.send_body(last))
 
     async def _whole(self, boxes: Sequence[Mailbox], writers: Sequence[AnswerWriter]) -> Response:
@@ -147,6 +179,53 @@ class Answer:
             choices.append(some)
         text = f'{self.head}{",".join(choices)}]{about},"usage":{usage(writers)}}}'
         return Response(text, media_type="application/json")
+
+
+@dataclass(slots=True)
+class KeptAnswer:
+    """One call's part of a kept stream, as an ASGI application.
+
+    Attributes:
+        after: number of the last event that the client has.
+        send_body, write_s, has_begun: see `Answer`.
+    """
+
+    stream: KeptStream
+    after: int
+    send_body: Send
+    write_s: float
+    has_begun: bool = False
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Sends the events that the client does not have.
+
+        Raises:
+            RequestError, EngineError: nothing has been sent yet, or the client does not read.
+        """
+        granted = (RESUME_WINDOW_KEY.encode(), f"{self.stream.asked.window_s:g}".encode())
+
+        async def write(event: bytes) -> None:
+            if not self.has_begun:
+                self.has_begun = True
+                await send(_start(granted))
+            await write_within(self.write_s, self.send_body(_part(event, bool(event))))
+
+        try:
+            await self.stream.send(self.after, write)
+        except Exception as error:
+            if not self.has_begun or isinstance(error, UnreadError):
+                raise
+            await write(_error_event(error, self.stream.request_id))
+        await write(b"")
+
+
+def _start(*headers: tuple[bytes, bytes]) -> dict[str, Any]:
+    own = [*_STREAM_HEADERS, *headers]
+    return {"type": "http.response.start", "status": 200, "headers": own}
+
+
+def _error_event(error: Exception, request_id: str) -> bytes:
+    return f"data: {json.dumps(refusal(error, request_id).body)}\n\n".encode()
 
 
 def _part(body: bytes, more_body: bool = True) -> dict[str, Any]:
