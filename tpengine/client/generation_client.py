@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import sys
+import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from typing import Any, TypeVar
+from uuid import uuid4
 
 import grpc
 from grpc_health.v1 import health_pb2, health_pb2_grpc
@@ -28,13 +31,24 @@ from tpengine.client.convert import (
     to_output,
     to_request,
 )
-from tpengine.errors import InvalidPromptError, RequestAbortedError, RequestError
+from tpengine.client.resuming import Outage
+from tpengine.errors import (
+    InvalidPromptError,
+    ModelNotFoundError,
+    NotKeptError,
+    RequestAbortedError,
+    RequestError,
+    ServerUnavailableError,
+)
 from tpengine.server.grpc.proto import TIMEOUT_KEY, tpengine_pb2_grpc
 from tpengine.server.grpc.proto import tpengine_pb2 as pb
 
 Answer = TypeVar("Answer")
 GRACE_S = 0.5
 """Time in seconds after a request's deadline for the server to report it."""
+RESUME_WINDOW_S = 30.0
+"""Seconds for which a client asks a server to keep a stream whose connection has broken."""
+_LEAVE_S = 1.0
 _LOCALLY_CANCELLED = "Locally cancelled by application!"
 
 
@@ -122,24 +136,61 @@ class GenerationClient:
         priority: int = 0,
         timeout_s: float | None = None,
         max_queue_s: float | None = None,
+        resume_window_s: float = RESUME_WINDOW_S,
     ) -> AsyncIterator[RemoteOutput]:
         """Completes one prompt and yields each new part; the last output is `finished` and has
         `usage`. Leaving the iterator aborts the request.
 
+        If the connection breaks, and the server keeps streams (--resume-window), the stream goes on
+        over a new call, and no part of it is lost or comes twice.
+
         Args:
-            see `generate`.
+            resume_window_s: longest time in seconds for which the server keeps the stream while the
+                connection is broken, and this side tries again; 0: a broken connection ends it.
+            others: see `generate`.
 
         Raises:
+            NotKeptError: the server does not have the rest of the stream any more.
             RequestError, ServerError: see the class.
         """
         request = to_request(prompt, params, request_id, priority, max_queue_s)
-        call = self._stub.GenerateStream(request, **self._until(timeout_s))
-        try:
-            async with typed_errors(call, self.target):
-                async for response in call:
-                    yield to_output(response, prompt)
-        finally:
-            call.cancel()  # no effect on a call that has ended
+        if resume_window_s:
+            own_id = request_id or f"stream-{uuid4().hex}"
+            put(request, RequestError, resume_window_s=resume_window_s, request_id=own_id)
+        left_s = timeout_s = self._timeout_s if timeout_s is None else timeout_s
+        begun, outage = time.monotonic(), Outage(resume_window_s)
+        while True:
+            call = self._stub.GenerateStream(request, **self._until(left_s))
+            try:
+                async with typed_errors(call, self.target):
+                    async for response in call:
+                        await outage.note_message(call)
+                        request.resume_from += sum(len(one.token_ids) for one in response.outputs)
+                        yield to_output(response, prompt)
+                return
+            except ServerUnavailableError as error:
+                pause_s = await outage.pause_s(call, error.__cause__)
+                if pause_s is None:
+                    raise
+                await asyncio.sleep(pause_s)
+            except ModelNotFoundError as error:
+                if request.resume_from:  # the stream has begun, so the model is there
+                    raise NotKeptError(str(error)) from error
+                raise
+            finally:
+                call.cancel()  # no effect on a call that has ended
+                if isinstance(sys.exception(), (asyncio.CancelledError, GeneratorExit)):
+                    await self._leave(request.request_id, call, outage)
+            left_s = timeout_s - (time.monotonic() - begun)
+
+    async def _leave(self, request_id: str, call: Any, outage: Outage) -> None:
+        """Aborts a request whose stream the server may keep. Without an answer in time, the server
+        ends it after the window."""
+        await outage.read_window(call)
+        if outage.may_be_kept:
+            request = pb.AbortRequest(request_id=request_id)
+            with suppress(grpc.aio.AioRpcError):
+                await self._stub.Abort(request, timeout=_LEAVE_S, metadata=self._metadata)
 
     async def abort(self, request_id: str) -> bool:
         """Ends a request; returns whether it existed. Another client's needs the admin token."""
