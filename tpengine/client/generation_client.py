@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import sys
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import asynccontextmanager, suppress
@@ -39,6 +38,7 @@ from tpengine.errors import (
     RequestAbortedError,
     RequestError,
     ServerUnavailableError,
+    TPEngineError,
 )
 from tpengine.server.grpc.proto import TIMEOUT_KEY, tpengine_pb2_grpc
 from tpengine.server.grpc.proto import tpengine_pb2 as pb
@@ -159,38 +159,46 @@ class GenerationClient:
             put(request, RequestError, resume_window_s=resume_window_s, request_id=own_id)
         left_s = timeout_s = self._timeout_s if timeout_s is None else timeout_s
         begun, outage = time.monotonic(), Outage(resume_window_s)
-        while True:
-            call = self._stub.GenerateStream(request, **self._until(left_s))
-            try:
-                async with typed_errors(call, self.target):
-                    async for response in call:
-                        await outage.note_message(call)
-                        request.resume_from += sum(len(one.token_ids) for one in response.outputs)
-                        yield to_output(response, prompt)
-                return
-            except ServerUnavailableError as error:
-                pause_s = await outage.pause_s(call, error.__cause__)
-                if pause_s is None:
+        async with self._aborting_if_left(request, outage):
+            while True:
+                call = outage.call = self._stub.GenerateStream(request, **self._until(left_s))
+                try:
+                    async with typed_errors(call, self.target):
+                        async for response in call:
+                            await outage.note_message()
+                            request.resume_from += _num_tokens(response)
+                            yield to_output(response, prompt)
+                    return
+                except ServerUnavailableError as error:
+                    pause_s = await outage.pause_s(error.__cause__)
+                    if pause_s is None:
+                        raise
+                except ModelNotFoundError as error:
+                    if request.resume_from:  # the stream has begun, so the model is there
+                        raise NotKeptError(str(error)) from error
                     raise
+                finally:
+                    call.cancel()  # no effect on a call that has ended
                 await asyncio.sleep(pause_s)
-            except ModelNotFoundError as error:
-                if request.resume_from:  # the stream has begun, so the model is there
-                    raise NotKeptError(str(error)) from error
-                raise
-            finally:
-                call.cancel()  # no effect on a call that has ended
-                if isinstance(sys.exception(), (asyncio.CancelledError, GeneratorExit)):
-                    await self._leave(request.request_id, call, outage)
-            left_s = timeout_s - (time.monotonic() - begun)
+                left_s = timeout_s - (time.monotonic() - begun)
 
-    async def _leave(self, request_id: str, call: Any, outage: Outage) -> None:
-        """Aborts a request whose stream the server may keep. Without an answer in time, the server
-        ends it after the window."""
-        await outage.read_window(call)
-        if outage.may_be_kept:
-            request = pb.AbortRequest(request_id=request_id)
-            with suppress(grpc.aio.AioRpcError):
-                await self._stub.Abort(request, timeout=_LEAVE_S, metadata=self._metadata)
+    @asynccontextmanager
+    async def _aborting_if_left(
+        self, request: pb.GenerateRequest, outage: Outage
+    ) -> AsyncIterator[None]:
+        """Aborts a stream that its reader leaves and that the server may keep. Without an answer in
+        time, the server ends it after the window."""
+        try:
+            yield
+        except TPEngineError:
+            raise
+        except BaseException:
+            await outage.read_window()
+            if outage.may_be_kept:
+                gone = pb.AbortRequest(request_id=request.request_id)
+                with suppress(grpc.aio.AioRpcError):
+                    await self._stub.Abort(gone, timeout=_LEAVE_S, metadata=self._metadata)
+            raise
 
     async def abort(self, request_id: str) -> bool:
         """Ends a request; returns whether it existed. Another client's needs the admin token."""
@@ -295,6 +303,10 @@ class GenerationClient:
 
     async def __aexit__(self, *_: object) -> None:
         await self.close()
+
+
+def _num_tokens(response: pb.GenerateResponse) -> int:
+    return sum(len(one.token_ids) for one in response.outputs)
 
 
 def _health_request(service: str) -> health_pb2.HealthCheckRequest:

@@ -23,6 +23,7 @@ class Outage:
         window_s: seconds that the client asks for.
 
     Attributes:
+        call: the newest.
         granted_s: seconds that the server keeps the stream without a reader, 0: it does not; None:
             no answer has come.
     """
@@ -30,6 +31,7 @@ class Outage:
     def __init__(self, window_s: float) -> None:
         self.granted_s: float | None = None
         self._asked_s = window_s
+        self.call: Any = None
         self._answered: Any = None
         self._broken_at: float | None = None
         self._num_failures = 0
@@ -39,20 +41,21 @@ class Outage:
         """Whether the server may go on with the stream when its reader is gone."""
         return bool(self._asked_s) and self.granted_s != 0
 
-    async def note_message(self, call: Any) -> None:
-        """The connection works: a message of a call has come."""
-        if self._answered is not call:
-            self._answered, self._broken_at, self._num_failures = call, None, 0
-            await self.read_window(call)
+    async def note_message(self) -> None:
+        """The connection works: a message of the call has come."""
+        if self._answered is not self.call:
+            self._answered, self._broken_at, self._num_failures = self.call, None, 0
+            await self.read_window()
 
-    async def read_window(self, call: Any) -> None:
-        """Notes what the server has granted, if its answer has begun."""
-        metadata = dict(await call.initial_metadata() or ())
+    async def read_window(self) -> None:
+        """Notes what the server has granted, if its answer to the call has begun; the call has
+        ended, or a message has come."""
+        metadata = dict(await self.call.initial_metadata() or ())
         if metadata:
             self.granted_s = float(metadata.get(RESUME_WINDOW_KEY, 0))
 
-    async def pause_s(self, call: Any, error: BaseException | None) -> float | None:
-        """Seconds after which to repeat a call that has failed; None: do not.
+    async def pause_s(self, error: BaseException | None) -> float | None:
+        """Seconds after which to repeat the call, which has failed; None: do not.
 
         A request that may have arrived can be repeated, because its id finds its stream.
 
@@ -61,7 +64,7 @@ class Outage:
         """
         if not isinstance(error, grpc.aio.AioRpcError) or is_answer(error):
             return None
-        await self.read_window(call)
+        await self.read_window()
         window_s = self._asked_s if self.granted_s is None else self.granted_s
         now = time.monotonic()
         if self._broken_at is None:

@@ -50,6 +50,10 @@ class Resumption:
     window_s: float
     after: int
 
+    def engine_id(self, request_id: str) -> str:
+        """The engine's id of a request: those of other clients may have the same `request_id`."""
+        return f"{request_id}@{self.account.rpartition(' ')[2]}"
+
 
 class KeptStream:
     """The messages of one stream. Each ends at a position, which the protocol counts.

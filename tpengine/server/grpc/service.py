@@ -113,8 +113,7 @@ class GenerationServicer(tpengine_pb2_grpc.GenerationServiceServicer):
         stream = self._state.kept.find(asked)
         if stream is None:
             call, own_id = CALL.get(), message.request_id
-            # An id of its own in the engine: other clients may take the same request_id.
-            engine_id = f"{own_id}@{asked.account.rpartition(' ')[2]}"
+            engine_id = asked.engine_id(own_id)
             request = _of_call(self._read(message, _DELTA), call, engine_id)
             produce = partial(self._produce, request)
             stream = self._state.kept.open(asked, own_id, [engine_id], produce)

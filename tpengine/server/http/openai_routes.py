@@ -7,7 +7,7 @@ import json
 import time
 from collections.abc import Coroutine, Sequence
 from contextlib import AsyncExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -60,7 +60,9 @@ def router(state: ServerState, limits: Limits) -> APIRouter:
         answer = Answer(state, requests, style, head, call.request_id, send, write_s)
         if asked is None:
             return answer
-        ids = [one.request_id or "" for one in requests]
+        ids = [asked.engine_id(str(one.request_id)) for one in requests]
+        pairs = zip(requests, ids, strict=True)
+        answer.requests = [replace(one, request_id=own_id) for one, own_id in pairs]
         stream = state.kept.open(asked, call.request_id, ids, answer.produce)
         return KeptAnswer(stream, 0, send, write_s)
 

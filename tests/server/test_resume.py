@@ -1,0 +1,448 @@
+"""Streams that resume: what is kept, for whom, how long, and that no token is lost or doubled."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import signal
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+from http.client import HTTPConnection, HTTPException, HTTPResponse
+from pathlib import Path
+from typing import Any
+from urllib.parse import urlsplit
+
+import grpc
+import pytest
+from support.server_process import ServerProcess, wait_until
+
+from server.calls import TIMEOUT_S, ids, long_request, refused, sampling
+from server.processes import rank_pid
+from tpengine.errors import (
+    NotKeptError,
+    QueueFullError,
+    RequestAbortedError,
+)
+from tpengine.server.auth import Client
+from tpengine.server.grpc.proto import tpengine_pb2 as pb
+from tpengine.server.kept_streams import KeptStream, KeptStreams, Resumption
+from tpengine.server.limits import Limits, OpenCalls
+
+Code = grpc.StatusCode
+ONE, TWO, ADMIN = (f"{name}-0123456789abcdef" for name in ("one", "two", "admin"))
+WINDOW_S, LONG = 20.0, 1900
+OPTIONS = ["--dtype", "float32", "--cpu-kv-cache-space", "0.05", "--max-model-len", "2048"]
+AT_ONCE = 8
+QUESTIONS = ["What is two plus three?", "Tell me a story.", "Wie heißt die Hauptstadt von Ærø?"]
+
+
+def bearer(token: str) -> tuple[tuple[str, str], ...]:
+    return (("authorization", f"Bearer {token}"),)
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerProcess]:
+    """A server that keeps streams, for two clients and the operator."""
+    folder = tmp_path_factory.mktemp("resume")
+    for name, tokens in (("tokens", f"{ONE}\n{TWO}\n"), ("admin", ADMIN)):
+        (folder / name).write_text(tokens)
+        (folder / name).chmod(0o600)
+    options = ["--http-port", "0", "--resume-window", str(WINDOW_S)]
+    options += ["--token-file", str(folder / "tokens")]
+    options += ["--admin-token-file", str(folder / "admin")]
+    with ServerProcess(*OPTIONS, *options, log=folder / "log") as process:
+        yield process
+    assert "Traceback" not in (folder / "log").read_text()
+
+
+def loads(server: ServerProcess) -> pb.GetLoadsResponse:
+    return server.stub.GetLoads(pb.GetLoadsRequest(), timeout=TIMEOUT_S, metadata=bearer(ADMIN))
+
+
+def holds(server: ServerProcess, num_running: int, num_kept: int | None = None) -> None:
+    """Waits until so many requests run and streams are kept; without any, all is free."""
+
+    def is_so() -> bool:
+        now = loads(server)
+        kept = now.num_kept_streams == num_kept or num_kept is None
+        free = num_running or now.num_free_blocks == now.num_total_blocks
+        return now.num_running == num_running and kept and bool(free)
+
+    wait_until(is_so, TIMEOUT_S, more=lambda: str(loads(server)))
+
+
+class Door:
+    """Begins and resumes streams of one client, and ends them all at the end."""
+
+    def __init__(self, server: ServerProcess) -> None:
+        self.server = server
+        self.keys: set[str] = set()
+
+    def abort(self, key: str, token: str = ADMIN) -> bool:
+        request = pb.AbortRequest(request_id=key)
+        metadata = bearer(token)
+        return self.server.stub.Abort(request, timeout=TIMEOUT_S, metadata=metadata).aborted
+
+    def close(self) -> None:
+        for key in self.keys:
+            self.abort(key)
+        holds(self.server, 0, 0)
+
+
+class Grpc(Door):
+    """Over gRPC; a position is a number of tokens."""
+
+    def open(
+        self, key: str, after: int = 0, length: int = LONG, window_s: float = WINDOW_S,
+        token: str = ONE,
+    ) -> Any:  # fmt: skip
+        self.keys.add(key)
+        request = long_request(length, request_id=key, resume_window_s=window_s, resume_from=after)
+        return self.server.stub.GenerateStream(request, timeout=TIMEOUT_S, metadata=bearer(token))
+
+    def read(self, stream: Any, count: int | None = None) -> list[int]:
+        """Tokens of so many messages, which have one each, or of all."""
+        assert float(dict(stream.initial_metadata())["x-resume-window"]) > 0
+        found: list[int] = []
+        while count is None or len(found) < count:
+            message = next(stream, None)
+            if message is None:
+                break
+            found += [token for one in message.outputs for token in one.token_ids]
+        return found
+
+    def leave(self, stream: Any) -> None:
+        stream.cancel()
+
+    def fault(self, stream: Any) -> str:
+        """How a stream is refused or ends, in HTTP's codes."""
+        codes = {Code.NOT_FOUND: "stream_not_kept", Code.ALREADY_EXISTS: "duplicate_request_id"}
+        codes |= {Code.CANCELLED: "request_aborted", Code.UNAVAILABLE: "draining"}
+        return codes[refused(lambda timeout: stream).code]
+
+
+class Http(Door):
+    """Over HTTP; a position is the id of an event."""
+
+    def open(
+        self, key: str, after: int = 0, length: int = LONG, window_s: float = WINDOW_S,
+        token: str = ONE,
+    ) -> Any:  # fmt: skip
+        self.keys.add(key)
+        body = {"prompt": [5, 6, 7], "max_tokens": length, "ignore_eos": True, "stream": True}
+        body |= {"temperature": 0.0, "return_token_ids": True, "detokenize": False}
+        headers = {"idempotency-key": key, "x-request-id": key, "x-resume-window": str(window_s)}
+        if after:
+            headers["last-event-id"] = str(after)
+        return post(self.server, "/v1/completions", body, headers, token)
+
+    def read(self, stream: HTTPResponse, count: int | None = None) -> list[int]:
+        assert stream.status == 200, stream.read()
+        assert float(stream.headers["x-resume-window"]) > 0
+        found: list[int] = []
+        for _, data in events(stream):
+            if data != "[DONE]":
+                found += json.loads(data)["choices"][0]["token_ids"]
+                if len(found) == count:
+                    break
+        return found
+
+    def leave(self, stream: HTTPResponse) -> None:
+        stream.close()
+
+    def fault(self, stream: HTTPResponse) -> str:
+        data = [*events(stream)][-1][1] if stream.status == 200 else stream.read()
+        told = json.loads(data)["error"]
+        assert set(told) == {"message", "type", "param", "code"}
+        return str(told["code"])
+
+
+def post(
+    server: ServerProcess, path: str, body: dict[str, Any], headers: dict[str, str],
+    token: str = ONE, host: str | None = None,
+) -> HTTPResponse:  # fmt: skip
+    connection = HTTPConnection(host or urlsplit(server.http_address).netloc, timeout=TIMEOUT_S)
+    given = {"content-type": "application/json", "authorization": f"Bearer {token}", **headers}
+    connection.request("POST", path, json.dumps(body), {**given, "connection": "close"})
+    return connection.getresponse()
+
+
+def events(answer: HTTPResponse) -> Iterator[tuple[int, str]]:
+    """The complete events of a stream with their ids, until it ends or breaks; an error has the
+    id 0."""
+    number, data = 0, ""
+    with suppress(OSError, HTTPException):
+        while line := answer.readline():
+            name, _, value = line.decode().partition(": ")
+            if name == "id":
+                number = int(value)
+            elif name == "data":
+                data = value.removesuffix("\n")
+            elif line == b"\n":
+                yield number, data
+                number, data = 0, ""
+
+
+@pytest.fixture(params=[Grpc, Http])
+def door(request: Any, server: ServerProcess) -> Iterator[Any]:
+    door = request.param(server)
+    yield door
+    door.close()
+
+
+def test_a_stream_goes_on_without_a_reader(door: Any) -> None:
+    first = door.open("goes-on", length=300)
+    begun = door.read(first, 5)
+    door.leave(first)
+    holds(door.server, 0, 1)  # it runs to its end
+    rest = door.read(door.open("goes-on", after=5, length=300))
+    assert len(begun + rest) == 300
+    # The last piece may be lost, and so may all of it.
+    assert door.read(door.open("goes-on", after=299, length=300)) == rest[-1:]
+    assert door.read(door.open("goes-on", length=300)) == begun + rest
+    plain = door.open("plain", length=300)
+    assert door.read(plain) == begun + rest
+
+
+def test_a_new_reader_takes_over(door: Any) -> None:
+    old = door.open("taken")
+    begun = door.read(old, 3)
+    new = door.open("taken", after=3)
+    begun += door.read(new, 2)
+    assert door.fault(old) == "request_aborted"
+    assert len(begun + door.read(new)) == LONG
+
+
+def test_only_its_owner_may_resume(door: Any) -> None:
+    own = door.open("shared")
+    begun = door.read(own, 4)
+    assert door.fault(door.open("shared", after=4, token=TWO)) == "stream_not_kept"
+    others = door.open("shared", token=TWO)
+    assert door.read(others, 4) == begun, "a request of its own"
+    assert not door.abort("unknown", token=TWO)
+    assert door.abort("shared", token=TWO)
+    assert door.fault(others) == "request_aborted"
+    door.leave(own)
+    assert len(door.read(door.open("shared", after=4))) == LONG - 4
+    assert door.fault(door.open("shared", length=LONG - 1)) == "duplicate_request_id"
+
+
+@pytest.mark.parametrize("has_reader", [True, False])
+def test_an_abort_ends_it(door: Any, has_reader: bool) -> None:
+    stream = door.open("aborted")
+    door.read(stream, 2)
+    if not has_reader:
+        door.leave(stream)
+    assert door.abort("aborted", token=ONE)
+    if has_reader:
+        assert door.fault(stream) == "request_aborted"
+    holds(door.server, 0, 0)
+    assert door.fault(door.open("aborted", after=2)) == "stream_not_kept"
+    assert not door.abort("aborted")
+    assert door.read(door.open("aborted", length=2)), "the key is free"
+
+
+def test_without_a_reader_in_time_all_is_freed(door: Any) -> None:
+    stream = door.open("late", window_s=0.2)
+    door.read(stream, 1)
+    door.leave(stream)
+    holds(door.server, 0, 0)
+    assert loads(door.server).num_kept_bytes == 0
+    assert door.fault(door.open("late", after=1)) == "stream_not_kept"
+
+
+@pytest.mark.parametrize("window_s", [0.0, None])
+def test_other_streams_end_with_their_reader(server: ServerProcess, window_s: float | None) -> None:
+    """Their blocks are free at once: no window begins."""
+    request = long_request(LONG, request_id="other", resume_window_s=window_s)
+    stream = server.stub.GenerateStream(request, timeout=TIMEOUT_S, metadata=bearer(ONE))
+    next(stream)
+    assert "x-resume-window" not in dict(stream.initial_metadata())
+    body = {"prompt": [5, 6, 7], "max_tokens": LONG, "ignore_eos": True, "stream": True}
+    headers = {} if window_s is None else {"x-resume-window": "0"}
+    answer = post(server, "/v1/completions", body, {"idempotency-key": "other", **headers})
+    assert answer.readline().startswith(b"data: "), "without ids"
+    assert answer.headers["x-resume-window"] is None
+    steps = loads(server).num_steps
+    stream.cancel()
+    answer.close()
+    holds(server, 0, 0)
+    assert loads(server).num_steps < steps + LONG / 2
+
+
+def test_a_position_is_the_end_of_a_message(server: ServerProcess) -> None:
+    request = pb.GenerateRequest(
+        prompt_token_ids=ids(5, 6, 7), request_id="inside", resume_window_s=WINDOW_S
+    )
+    request.sampling.CopyFrom(sampling(n=3, temperature=1.0, seed=3, max_tokens=4, ignore_eos=True))
+    whole = [*server.stub.GenerateStream(request, timeout=TIMEOUT_S, metadata=bearer(ONE))]
+    assert sum(len(one.token_ids) for one in whole[0].outputs) == 3
+    for position in (1, 13, 999):
+        request.resume_from = position
+        told = refused(server.stub.GenerateStream, request, metadata=bearer(ONE))
+        assert (told.code, told.field) == (Code.INVALID_ARGUMENT, "resume_from")
+    request.resume_from = 3
+    rest = [*server.stub.GenerateStream(request, timeout=TIMEOUT_S, metadata=bearer(ONE))]
+    assert rest == whole[1:]
+
+
+GOOD = {"idempotency-key": "k", "x-resume-window": "5"}
+
+
+@pytest.mark.parametrize(
+    ("headers", "fields", "word"),
+    [
+        ({"x-resume-window": "5"}, {}, "idempotency-key"),
+        ({"last-event-id": "5"}, {}, "idempotency-key"),
+        (GOOD, {"stream": False}, '"stream": true'),
+        ({**GOOD, "x-resume-window": "soon"}, {}, "'soon'"),
+        ({**GOOD, "x-resume-window": "-1"}, {}, "at least 0"),
+        ({**GOOD, "last-event-id": "x"}, {}, "last-event-id"),
+        ({**GOOD, "idempotency-key": "two words"}, {}, "idempotency-key"),
+    ],
+)
+def test_headers_that_cannot_be_used(
+    server: ServerProcess, headers: dict[str, str], fields: dict[str, Any], word: str
+) -> None:
+    body = {"prompt": "a", "stream": True, "max_tokens": 1, **fields}
+    answer = post(server, "/v1/completions", body, headers)
+    assert answer.status == 400
+    assert word in json.load(answer)["error"]["message"]
+
+
+@pytest.mark.parametrize(
+    ("method", "fields"),
+    [
+        ("Generate", {"resume_window_s": 5.0, "request_id": "k"}),
+        ("GenerateStream", {"resume_window_s": 5.0}),
+        ("GenerateStream", {"resume_window_s": float("nan"), "request_id": "k"}),
+        ("GenerateStream", {"resume_from": -1, "request_id": "k"}),
+    ],
+)
+def test_fields_that_cannot_be_used(
+    server: ServerProcess, method: str, fields: dict[str, Any]
+) -> None:
+    told = refused(
+        getattr(server.stub, method), pb.GenerateRequest(prompt="a", **fields), metadata=bearer(ONE)
+    )
+    assert told.code is Code.INVALID_ARGUMENT
+    assert any(name in told.text for name in fields)
+
+
+async def kept_stream(
+    check: Callable[[KeptStreams, Callable[..., KeptStream], list[bytes]], Any], **limits: int
+) -> None:
+    """Runs a check on kept streams without a server."""
+    bounds = Limits(resume_window_s=5.0, **limits)
+    calls = OpenCalls(bounds)
+    table, read = KeptStreams(bounds, calls), []
+
+    async def wait_for_end(_: KeptStream) -> None:
+        await asyncio.Event().wait()
+
+    def begin(key: str, account: str = "one") -> KeptStream:
+        return table.open(Resumption(account, key, b"", 5.0, 0), key, [], wait_for_end)
+
+    await check(table, begin, read)
+    for key in ("a", "b", "c"):
+        for stream in table.of_request(Client("operator", frozenset({"admin"})), key):
+            table.drop(stream)
+    assert (len(table), table.num_bytes, table.num_readers) == (0, 0, 0)
+    assert not table.detached
+
+
+def test_bytes_of_a_stream_are_bounded() -> None:
+    """What was sent is dropped first; what no reader takes ends the stream."""
+
+    async def check(table: KeptStreams, begin: Any, read: list[bytes]) -> None:
+        async def write(message: bytes) -> None:
+            read.append(message)
+
+        stream = begin("a")
+        reading = asyncio.create_task(stream.send(0, write))
+        for number in range(1, 40):
+            stream.add(b"x" * 1000, number)
+            await asyncio.sleep(0)
+            await asyncio.sleep(0)
+        assert len(read) == 39
+        assert stream.num_bytes <= 20_000
+        with pytest.raises(NotKeptError, match="from position 27 on, not from 26"):
+            await stream.send(26, write)
+        reading.cancel()
+        await asyncio.wait([reading])
+        stream.add(b"x" * 15_000, 40)
+        with pytest.raises(NotKeptError, match="wait for a reader"):
+            stream.add(b"x" * 5000, 41)
+
+    asyncio.run(kept_stream(check, max_resume_bytes=20_000))
+
+
+def test_bytes_of_all_streams_are_bounded() -> None:
+    """A stream that has ended gives way to one that runs."""
+
+    async def check(table: KeptStreams, begin: Any, read: list[bytes]) -> None:
+        ended, running = begin("a"), begin("b")
+        ended.add(b"x" * 9000, 1)
+        ended.end()
+        running.add(b"x" * 9000, 1)
+        assert len(table) == 1
+        assert table.num_bytes == running.num_bytes
+        with pytest.raises(NotKeptError, match="all together 20000"):
+            running.add(b"x" * 9000, 2)
+
+    asyncio.run(kept_stream(check, max_all_resume_bytes=20_000))
+
+
+def test_requests_without_a_reader_are_counted() -> None:
+    async def check(table: KeptStreams, begin: Any, read: list[bytes]) -> None:
+        streams = [begin("a"), begin("b")]
+        assert table.detached["one"] == 2
+        with pytest.raises(QueueFullError, match="one client may have 1"):
+            begin("c")
+        begin("c", "other")
+        streams[0].end()
+        reading = asyncio.create_task(streams[1].send(0, lambda _: asyncio.sleep(0)))
+        await asyncio.sleep(0)
+        assert table.detached["one"] == 0
+        begin("c")
+        streams[1].end(RequestAbortedError("aborted"))
+        with pytest.raises(RequestAbortedError):
+            await reading
+
+    asyncio.run(kept_stream(check, max_client_requests=1))
+
+
+@pytest.fixture
+def alone(tmp_path: Path) -> Iterator[ServerProcess]:
+    """A server of one test."""
+    options = ["--http-port", "0", "--resume-window", str(WINDOW_S), "--drain-timeout", "1"]
+    with ServerProcess(*OPTIONS, *options, "--isolate", log=tmp_path / "log") as process:
+        yield process
+
+
+def test_a_rank_is_lost_while_no_client_reads(alone: ServerProcess) -> None:
+    for door in (Grpc(alone), Http(alone)):
+        stream = door.open("lost")
+        begun = door.read(stream, 5)
+        door.leave(stream)
+        (rank,) = alone.stub.GetServerInfo(pb.GetServerInfoRequest(), timeout=TIMEOUT_S).ranks
+        os.kill(rank_pid(rank), signal.SIGKILL)
+        begun += door.read(door.open("lost", after=5))
+        assert begun == door.read(door.open("undisturbed"))
+    assert alone.stub.GetServerInfo(pb.GetServerInfoRequest(), timeout=TIMEOUT_S).recoveries == 2
+
+
+@pytest.mark.parametrize("kind", [Grpc, Http])
+def test_a_server_that_drains_ends_kept_streams(alone: ServerProcess, kind: Any) -> None:
+    door = kind(alone)
+    streams = [door.open(key) for key in ("read", "left")]
+    for stream in streams:
+        door.read(stream, 2)
+    door.leave(streams[1])
+    alone.process.send_signal(signal.SIGTERM)
+    if kind is Http:  # also while it drains
+        streams[1] = door.open("left", after=2)
+        assert door.fault(streams[1]) == "draining"
+    assert door.fault(streams[0]) == "draining"
+    assert alone.process.wait(TIMEOUT_S) == 0
