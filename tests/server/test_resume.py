@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import os
+import random
 import signal
 from collections.abc import Callable, Iterator
 from contextlib import suppress
@@ -18,7 +19,9 @@ import pytest
 from support.server_process import ServerProcess, wait_until
 
 from server.calls import TIMEOUT_S, ids, long_request, refused, sampling
+from server.cutting_proxy import CuttingProxy
 from server.processes import rank_pid
+from tpengine.client.generation_client import GenerationClient
 from tpengine.errors import (
     NotKeptError,
     QueueFullError,
@@ -446,3 +449,121 @@ def test_a_server_that_drains_ends_kept_streams(alone: ServerProcess, kind: Any)
         assert door.fault(streams[1]) == "draining"
     assert door.fault(streams[0]) == "draining"
     assert alone.process.wait(TIMEOUT_S) == 0
+
+
+def told_by(parts: list[Any]) -> dict[int, list[Any]]:
+    """What the parts of a stream say of each sequence, joined, and the counts of its usage."""
+    whole: dict[int, list[Any]] = {}
+    for part in parts:
+        for one in part.outputs:
+            known = whole.setdefault(one.index, ["", [], [], None, None])
+            known[0] += one.text
+            known[1] += one.token_ids
+            known[2] += [repr(candidates) for candidates in one.logprobs or ()]
+            assert known[3] is None, "a sequence goes on after its end"
+            known[3:] = one.finish_reason, one.stop_reason
+    usage = parts[-1].usage
+    whole[-1] = [usage.num_prompt_tokens, usage.num_output_tokens]
+    assert [part.finished for part in parts] == [False] * (len(parts) - 1) + [True]
+    return whole
+
+
+def joined(found: list[str]) -> dict[str, Any]:
+    """What the events of a stream say of each choice, joined, and its usage."""
+    *chunks, end = found
+    assert end == "[DONE]"
+    whole: dict[str, Any] = {}
+
+    def add(place: str, value: Any) -> None:
+        if isinstance(value, dict):
+            for name, one in value.items():
+                add(f"{place}.{name}", one)
+        elif value is not None and not place.endswith(("index", "role", "cached_tokens")):
+            whole[place] = whole[place] + value if place in whole else value
+
+    for chunk in map(json.loads, chunks):
+        for choice in chunk["choices"]:
+            add(str(choice["index"]), choice)
+        add("usage", chunk["usage"])
+    return whole
+
+
+def drawn_params(rng: random.Random) -> dict[str, Any]:
+    params: dict[str, Any] = {"temperature": 1.0, "seed": rng.randrange(1 << 30)}
+    params |= {"n": rng.randint(1, 3), "max_tokens": rng.randint(16, 48), "min_tokens": 12}
+    return params | rng.choice([{}, {"ignore_eos": True}, {"stop": [" the", "a"]}])
+
+
+def drawn_budgets(rng: random.Random, num_bytes: int) -> list[int]:
+    """Where up to three connections of a stream are cut, the first before its end."""
+    return [rng.randrange(150, num_bytes) for _ in range(rng.randint(1, 3))]
+
+
+async def cut_grpc(server: ServerProcess, rng: random.Random) -> int:
+    """Reads a stream over a broken connection by our own client; returns the number of cuts."""
+    params = drawn_params(rng) | rng.choice([{}, {}, {"logprobs": 2, "prompt_logprobs": 1}])
+    if rng.random() < 0.1:  # its only message comes at the end
+        params = {"use_beam_search": True, "n": 2, "best_of": 3, "max_tokens": 16}
+    question = rng.choice(QUESTIONS)
+    prompt: Any = rng.choice([question, [{"role": "user", "content": question}], [5, 6, 7]])
+    async with GenerationClient(server.target, token=ONE) as client:
+        wanted = [part async for part in client.stream(prompt, params, resume_window_s=0)]
+    least = 200 if "best_of" in params else 250 + 50 * len(wanted)
+    proxy = CuttingProxy(server.target, drawn_budgets(rng, least))
+    async with proxy.listening() as target, GenerationClient(target, token=ONE) as client:
+        found = [part async for part in client.stream(prompt, params, resume_window_s=WINDOW_S)]
+    assert told_by(found) == told_by(wanted)
+    return proxy.num_cuts
+
+
+async def cut_http(server: ServerProcess, rng: random.Random) -> int:
+    """The same over HTTP, where the client repeats its request with the last id."""
+    body = drawn_params(rng) | {"stream": True, "stream_options": {"include_usage": True}}
+    body["return_token_ids"] = True
+    path, question = "/v1/completions", rng.choice(QUESTIONS)
+    if rng.random() < 0.5:
+        path, body["messages"] = "/v1/chat/completions", [{"role": "user", "content": question}]
+        body |= rng.choice([{}, {"logprobs": True, "top_logprobs": 2}])
+    else:
+        body["prompt"] = rng.choice([question, [5, 6, 7], QUESTIONS])
+        body |= rng.choice([{}, {"logprobs": 2}])
+    whole = await asyncio.to_thread(lambda: [*events(post(server, path, body, {}))])
+    wanted = [data for _, data in whole]
+    proxy = CuttingProxy(
+        urlsplit(server.http_address).netloc, drawn_budgets(rng, sum(map(len, wanted)))
+    )
+    key, found = f"cut-{rng.random()}", []
+    headers = {"idempotency-key": key, "x-resume-window": str(WINDOW_S)}
+    async with proxy.listening() as host:
+
+        def read() -> None:
+            with suppress(OSError, HTTPException):
+                for number, data in events(post(server, path, body, headers, host=host)):
+                    assert number == len(found) + 1
+                    found.append(data)
+                    headers["last-event-id"] = str(number)
+
+        for _ in range(10):
+            if found[-1:] != ["[DONE]"]:
+                await asyncio.to_thread(read)
+    assert joined(found) == joined(wanted)
+    return proxy.num_cuts
+
+
+@pytest.mark.parametrize("count", [24, pytest.param(500, marks=pytest.mark.soak)])
+def test_cut_streams_end_with_the_output_of_uncut_ones(server: ServerProcess, count: int) -> None:
+    rng = random.Random(23)
+    at_once = asyncio.Semaphore(AT_ONCE)
+
+    async def one(place: int) -> int:
+        async with at_once:
+            cut = cut_grpc if place % 2 else cut_http
+            return await asyncio.wait_for(cut(server, seeds[place]), TIMEOUT_S)
+
+    async def all_cuts() -> list[int]:
+        return await asyncio.gather(*map(one, range(count)))
+
+    seeds = [random.Random(rng.random()) for _ in range(count)]
+    cuts = asyncio.run(all_cuts())
+    print(f"{count} streams, {sum(cuts)} cuts")
+    assert min(cuts) >= 1
