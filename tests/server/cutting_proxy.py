@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Iterable
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable
 from contextlib import asynccontextmanager, suppress
 
 _BLOCK = 4096
@@ -16,12 +16,19 @@ class CuttingProxy:
         target: HOST:PORT of the server.
         budgets: bytes from the server after which each connection in turn is cut; those after them
             pass all.
+        before_cut: called before each cut.
 
     Attributes:
         num_cuts: connections that were cut so.
     """
 
-    def __init__(self, target: str, budgets: Iterable[int]) -> None:
+    def __init__(
+        self,
+        target: str,
+        budgets: Iterable[int],
+        before_cut: Callable[[], Awaitable[object]] | None = None,
+    ) -> None:
+        self._before_cut = before_cut
         self.num_cuts = 0
         self._server_host, _, port = target.rpartition(":")
         self._server_port = int(port)
@@ -68,4 +75,6 @@ class CuttingProxy:
                     budget -= len(data)
                     if not budget:
                         self.num_cuts += 1
+                        if self._before_cut is not None:
+                            await self._before_cut()
                         return

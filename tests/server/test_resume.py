@@ -23,9 +23,11 @@ from server.cutting_proxy import CuttingProxy
 from server.processes import rank_pid
 from tpengine.client.generation_client import GenerationClient
 from tpengine.errors import (
+    InvalidPriorityError,
     NotKeptError,
     QueueFullError,
     RequestAbortedError,
+    ServerUnavailableError,
 )
 from tpengine.server.auth import Client
 from tpengine.server.grpc.proto import tpengine_pb2 as pb
@@ -416,6 +418,73 @@ def test_requests_without_a_reader_are_counted() -> None:
     asyncio.run(kept_stream(check, max_client_requests=1))
 
 
+async def cut_once(
+    server: ServerProcess, before_cut: Callable[[CuttingProxy], Any], **options: Any
+) -> None:
+    """Reads a long stream by our client over a connection that is cut."""
+    proxy = CuttingProxy(server.target, [3000], lambda: asyncio.to_thread(before_cut, proxy))
+    async with proxy.listening() as target, GenerationClient(target, token=ONE) as client:
+        params = {"max_tokens": LONG, "ignore_eos": True}
+        async for _ in client.stream([5, 6, 7], params, request_id="once", **options):
+            pass
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{"resume_window_s": 0.5}, {"timeout_s": 1.0}, {"resume_window_s": 0.0}],
+    ids=lambda options: next(iter(options)),
+)
+def test_our_client_gives_up_in_time(server: ServerProcess, options: dict[str, float]) -> None:
+    """When the window or the deadline is over, or at once if it asks for no window."""
+
+    def close(proxy: CuttingProxy) -> None:
+        asyncio.run_coroutine_threadsafe(closed(proxy), loop).result(TIMEOUT_S)
+
+    async def closed(proxy: CuttingProxy) -> None:
+        proxy.close()
+
+    async def talk() -> None:
+        nonlocal loop
+        loop = asyncio.get_running_loop()
+        await asyncio.wait_for(cut_once(server, close, **options), WINDOW_S / 2)
+
+    loop: Any = None
+    with pytest.raises(ServerUnavailableError):
+        asyncio.run(talk())
+    Grpc(server).abort("once")
+    holds(server, 0, 0)
+
+
+def test_our_client_tells_that_a_stream_is_lost(server: ServerProcess) -> None:
+    with pytest.raises(NotKeptError, match="no stream of yours with this key is kept"):
+        asyncio.run(cut_once(server, lambda _: Grpc(server).abort("once")))
+
+
+def test_our_client_ends_what_it_leaves(server: ServerProcess) -> None:
+    async def talk() -> None:
+        async with GenerationClient(server.target, token=ONE) as client:
+            for leaves in (True, False):
+                stream = client.stream([5, 6, 7], {"max_tokens": LONG, "ignore_eos": True})
+                await anext(stream)
+                assert (await asyncio.to_thread(loads, server)).num_kept_streams == 1
+                if leaves:
+                    await stream.aclose()
+                else:
+                    reading = asyncio.create_task(read_all(stream))
+                    await asyncio.sleep(0)
+                    reading.cancel()
+                    await asyncio.wait([reading])
+                assert (await asyncio.to_thread(loads, server)).num_kept_streams == 0
+
+    async def read_all(stream: Any) -> None:
+        async for _ in stream:
+            pass
+
+    asyncio.run(talk())
+    with pytest.raises(InvalidPriorityError):  # an answer is no reason to try again
+        asyncio.run(cut_once(server, print, priority=1, resume_window_s=WINDOW_S))
+
+
 @pytest.fixture
 def alone(tmp_path: Path) -> Iterator[ServerProcess]:
     """A server of one test."""
@@ -503,12 +572,12 @@ async def cut_grpc(server: ServerProcess, rng: random.Random) -> int:
     """Reads a stream over a broken connection by our own client; returns the number of cuts."""
     params = drawn_params(rng) | rng.choice([{}, {}, {"logprobs": 2, "prompt_logprobs": 1}])
     if rng.random() < 0.1:  # its only message comes at the end
-        params = {"use_beam_search": True, "n": 2, "best_of": 3, "max_tokens": 16}
+        params = {"use_beam_search": True, "temperature": 0.0, "n": 2, "max_tokens": 16}
     question = rng.choice(QUESTIONS)
     prompt: Any = rng.choice([question, [{"role": "user", "content": question}], [5, 6, 7]])
     async with GenerationClient(server.target, token=ONE) as client:
         wanted = [part async for part in client.stream(prompt, params, resume_window_s=0)]
-    least = 200 if "best_of" in params else 250 + 50 * len(wanted)
+    least = 200 if "use_beam_search" in params else 250 + 50 * len(wanted)
     proxy = CuttingProxy(server.target, drawn_budgets(rng, least))
     async with proxy.listening() as target, GenerationClient(target, token=ONE) as client:
         found = [part async for part in client.stream(prompt, params, resume_window_s=WINDOW_S)]

@@ -171,7 +171,8 @@ class GenerationClient:
                     return
                 except ServerUnavailableError as error:
                     pause_s = await outage.pause_s(error.__cause__)
-                    if pause_s is None:
+                    left_s = timeout_s - (time.monotonic() - begun)
+                    if pause_s is None or pause_s >= left_s:
                         raise
                 except ModelNotFoundError as error:
                     if request.resume_from:  # the stream has begun, so the model is there
@@ -180,7 +181,7 @@ class GenerationClient:
                 finally:
                     call.cancel()  # no effect on a call that has ended
                 await asyncio.sleep(pause_s)
-                left_s = timeout_s - (time.monotonic() - begun)
+                left_s -= pause_s
 
     @asynccontextmanager
     async def _aborting_if_left(
