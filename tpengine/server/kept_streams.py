@@ -1,9 +1,8 @@
 """`KeptStreams`: streams that go on when their client's connection ends, until it resumes them.
 
-The request of a kept stream runs in a task of its own. That task writes messages here, and each
-call of the client reads them from here: the first one, and those that resume. All other streams
-are written directly, and do not pass this file. All of it runs on the event loop, so nothing is
-locked.
+The request of a kept stream runs in a task of its own. That task adds messages here, and each call
+of the client reads them from here: the first one, and those that resume. All other streams are
+written directly, and do not pass this file. All of it runs on the event loop, so nothing is locked.
 """
 
 from __future__ import annotations
@@ -11,17 +10,11 @@ from __future__ import annotations
 import asyncio
 import math
 from bisect import bisect_left
-from collections import Counter
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
+from operator import itemgetter
 
-from tpengine.errors import (
-    DuplicateRequestError,
-    InvalidPromptError,
-    MalformedRequestError,
-    NotKeptError,
-    RequestAbortedError,
-)
+from tpengine import errors
 from tpengine.server.auth import Client
 from tpengine.server.limits import Limits, OpenCalls
 
@@ -66,38 +59,26 @@ class KeptStream:
 
     Attributes:
         position: of the newest message.
+        num_bytes: memory that it takes.
+        reader: ends the call that reads it; None: no call does.
+        is_over: whether no more messages come.
     """
 
     def __init__(
         self, table: KeptStreams, asked: Resumption, request_id: str, engine_ids: Sequence[str]
     ) -> None:
-        self.asked = asked
-        self.request_id = request_id
-        self.engine_ids = engine_ids
-        self.position = 0
+        self.asked, self.request_id, self.engine_ids = asked, request_id, engine_ids
+        self.position, self.num_bytes = 0, _STREAM_BYTES
+        self.reader: asyncio.Timeout | None = None
+        self.is_over = False
         self._table = table
-        self._messages: dict[int, tuple[int, bytes]] = {}  # by number: position, message
-        self._first = self._next = 0  # numbers of the oldest message, and of the next one
-        self._dropped_position = 0  # of the newest message that is not here any more
-        self._num_sent = 0  # number of the message that the newest reader needs next
-        self._num_bytes = _STREAM_BYTES
+        self._messages: list[tuple[int, bytes]] = []  # each with the position before it
+        self._num_dropped = 0  # messages that were before those
+        self._num_sent = 0  # number of the message that the reader needs next
         self._news = asyncio.Event()
-        self._is_over = False
         self._error: Exception | None = None
-        self._reader: asyncio.Timeout | None = None
-        self._is_counted = False  # as a request without a reader
         self._window: asyncio.TimerHandle | None = None
         self._task: asyncio.Task[None] | None = None
-
-    @property
-    def num_bytes(self) -> int:
-        """Memory that it takes."""
-        return self._num_bytes
-
-    @property
-    def is_idle(self) -> bool:
-        """Whether its request has ended and no client reads it."""
-        return self._is_over and self._reader is None
 
     def begin(self, produce: Produce) -> None:
         """Runs its request. The window runs until the first reader comes."""
@@ -105,42 +86,42 @@ class KeptStream:
         self._await_reader()
 
     async def _run(self, produce: Produce) -> None:
+        error = None
         try:
             await produce(self)
-        except Exception as error:
-            self.end(error)
-        else:
-            self.end()
+        except Exception as one:
+            error = one
+        self.end(error)
 
     def add(self, message: bytes, position: int) -> None:
         """Adds a message that ends at this position.
 
-        If there is no room for it, the oldest messages that a reader was sent are dropped.
+        If there is no room for it, the older half of what a reader was sent is dropped.
 
         Raises:
-            NotKeptError: the messages that no reader was sent leave no room.
+            NotKeptError: those that no reader was sent leave no room.
         """
-        if self._is_over:  # it was dropped while this message was made
+        if self.is_over:  # it was dropped while this message was made
             return
         size = len(message) + _MESSAGE_BYTES
-        while not self._table.has_room(self._num_bytes, size):
-            if self._first >= self._num_sent:
-                raise NotKeptError(
-                    f"the stream was ended: {self._num_bytes} bytes of it wait for a reader, and a "
-                    f"stream may keep {self._table.limits.max_resume_bytes}, all together "
-                    f"{self._table.limits.max_all_resume_bytes}; resume sooner, or ask for less"
+        while not self._table.make_room(self, size):
+            count = (self._num_sent - self._num_dropped + 1) // 2
+            if not count:
+                raise errors.NotKeptError(
+                    f"the stream was ended: {self.num_bytes} bytes of it wait for a reader, and "
+                    "there is no room for more (max_resume_bytes, max_all_resume_bytes); resume "
+                    "sooner"
                 )
-            self._dropped_position, oldest = self._messages.pop(self._first)
-            self._first += 1
-            self._grow(-len(oldest) - _MESSAGE_BYTES)
+            self._grow(-sum(len(one) + _MESSAGE_BYTES for _, one in self._messages[:count]))
+            del self._messages[:count]
+            self._num_dropped += count
         self._grow(size)
-        self._messages[self._next] = position, message
-        self._next += 1
+        self._messages.append((self.position, message))
         self.position = position
         self._news.set()
 
     def _grow(self, num_bytes: int) -> None:
-        self._num_bytes += num_bytes
+        self.num_bytes += num_bytes
         self._table.num_bytes += num_bytes
 
     def end(self, error: Exception | None = None) -> None:
@@ -149,18 +130,17 @@ class KeptStream:
         Args:
             error: what a reader gets there; None: the stream is complete.
         """
-        if self._is_over:
+        if self.is_over:
             return
-        self._is_over, self._error = True, error
+        self.is_over, self._error = True, error
         self._news.set()
-        self._count()
         # A repeated request begins anew if its client was sent nothing; an abort is for good.
-        if error is not None and (not self._next or isinstance(error, RequestAbortedError)):
+        if error and (not self.position or isinstance(error, errors.RequestAbortedError)):
             self._table.drop(self)
 
     def stop(self) -> None:
         """Ends the stream, and its request if that runs; the table has dropped it."""
-        self.end(NotKeptError("the stream was not read in time, and was dropped; begin a new one"))
+        self.end(errors.NotKeptError("the stream was not read in time; begin a new one"))
         for work in (self._window, self._task):
             if work is not None:
                 work.cancel()
@@ -170,84 +150,66 @@ class KeptStream:
         place of an earlier one, whose call may seem open after its connection is dead.
 
         Raises:
-            NotKeptError, InvalidPromptError: see `_number_after`.
+            NotKeptError: no message that is kept begins there.
             RequestAbortedError: a later reader has come.
             Exception: that of the request, after its last message, or of `write`.
         """
         number = self._number_after(after)
-        if self._reader is not None:
-            self._reader.reschedule(asyncio.get_running_loop().time())
-        scope = asyncio.timeout(None)
-        self._table.num_readers += 1
+        if self.reader is not None:
+            self.reader.reschedule(asyncio.get_running_loop().time())
+        if self._window is not None:
+            self._window.cancel()
+        self.reader = scope = asyncio.timeout(None)
+        self._num_sent = number
         try:
             async with scope:
-                self._take_reader(scope, number)
-                while self._reader is scope and (number < self._next or not self._is_over):
-                    if number == self._next:
-                        self._news.clear()
-                        await self._news.wait()
-                        continue
-                    await write(self._messages[number][1])
-                    number += 1
-                    if self._reader is scope:
-                        self._num_sent = number
-            if self._reader is not scope:
-                raise TimeoutError  # as if the scope had ended the last write
+                await self._send_from(number, scope, write)
         except TimeoutError:
-            raise RequestAbortedError(
-                "another call has resumed this stream, and reads it now"
-            ) from None
+            why = "another call has resumed this stream, and reads it now"
+            raise errors.RequestAbortedError(why) from None
         finally:
-            self._table.num_readers -= 1
-            if self._reader is scope:
-                self._reader = None
+            if self.reader is scope:
+                self.reader = None
                 self._await_reader()
         if self._error is not None:
             raise self._error
 
-    def _take_reader(self, reader: asyncio.Timeout, number: int) -> None:
-        self._reader, self._num_sent = reader, number
-        if self._window is not None:
-            self._window.cancel()
-        self._count()
+    async def _send_from(self, number: int, reader: asyncio.Timeout, write: Write) -> None:
+        """Sends messages while there is no later reader.
+
+        Raises:
+            TimeoutError: there is one.
+        """
+        while True:
+            place = number - self._num_dropped
+            if place < len(self._messages):
+                await write(self._messages[place][1])
+                number += 1
+            elif self.is_over:
+                return
+            else:
+                self._news.clear()
+                await self._news.wait()
+            if self.reader is not reader:
+                raise TimeoutError
+            self._num_sent = number
 
     def _await_reader(self) -> None:
         """Begins the time without a reader."""
         if self._table.holds(self):
             loop = asyncio.get_running_loop()
             self._window = loop.call_later(self.asked.window_s, self._table.drop, self)
-        self._count()
-
-    def _count(self) -> None:
-        """Counts the request for its client while it runs without a reader."""
-        counts = self._reader is None and not self._is_over
-        self._table.detached.update({self.asked.account: counts - self._is_counted})
-        self._table.detached += Counter()  # forgets accounts without any
-        self._is_counted = counts
 
     def _number_after(self, after: int) -> int:
-        """The number of the message after a position.
-
-        Raises:
-            NotKeptError: that message is not kept any more.
-            InvalidPromptError: no message ends there.
-        """
-        if after < self._dropped_position:
-            raise NotKeptError(
-                f"the stream is kept from position {self._dropped_position} on, not from {after}; "
-                f"what was sent is dropped above {self._table.limits.max_resume_bytes} bytes"
+        place = bisect_left(self._messages, after, key=itemgetter(0))
+        begins = [start for start, _ in self._messages[place : place + 1]]
+        if after not in (begins or [self.position]):
+            raise errors.NotKeptError(
+                f"no message that is kept of this stream begins after position {after} "
+                "(resume_from, or last-event-id): it is inside one, not reached yet, or dropped "
+                f"for want of room; the stream has come to {self.position}"
             )
-        if after == self._dropped_position:
-            return self._first
-        numbers = range(self._first, self._next)
-        place = bisect_left(numbers, after, key=lambda number: self._messages[number][0])
-        if place == len(numbers) or self._messages[numbers[place]][0] != after:
-            raise InvalidPromptError(
-                f"resume_from, over HTTP last-event-id, is {after}, where no message of this "
-                f"stream ends, which has come to {self.position}; give the end of the last message "
-                "that you have"
-            )
-        return numbers[place] + 1
+        return self._num_dropped + place
 
 
 class KeptStreams:
@@ -255,19 +217,20 @@ class KeptStreams:
 
     Attributes:
         num_bytes: memory that they take.
-        num_readers: calls that read one.
-        detached: by account, the requests that run without a reader.
     """
 
     def __init__(self, limits: Limits, calls: OpenCalls) -> None:
-        self.limits = limits
-        self.num_bytes = self.num_readers = 0
-        self.detached: Counter[str] = Counter()
-        self._calls = calls
+        self.num_bytes = 0
+        self._limits, self._calls = limits, calls
         self._streams: dict[tuple[str, str], KeptStream] = {}
 
     def __len__(self) -> int:
         return len(self._streams)
+
+    @property
+    def are_read(self) -> bool:
+        """Whether a client reads one."""
+        return any(one.reader is not None for one in self._streams.values())
 
     def granted_s(self, name: str, asked: str | float) -> float:
         """The window of a stream for which a client asks for one.
@@ -284,10 +247,10 @@ class KeptStreams:
         except ValueError:
             asked_s = math.nan
         if not asked_s >= 0:
-            raise MalformedRequestError(
+            raise errors.MalformedRequestError(
                 f"{name} must be a number of seconds of at least 0, got {str(asked)[:20]!r}"
             )
-        return min(asked_s, self.limits.resume_window_s)
+        return min(asked_s, self._limits.resume_window_s)
 
     def find(self, asked: Resumption) -> KeptStream | None:
         """The stream that a call resumes; None: the call begins a new one.
@@ -297,16 +260,13 @@ class KeptStreams:
             NotKeptError: the client has a part of a stream that is not kept.
         """
         stream = self._streams.get((asked.account, asked.key))
-        if stream is None:
-            if asked.after:
-                raise NotKeptError(
-                    f"no stream of yours with this key is kept, and you have it to {asked.after}: "
-                    "its window has passed, it was aborted, or the server began anew; begin a new "
-                    "one with another key"
-                )
-            return None
-        if stream.asked.digest != asked.digest:
-            raise DuplicateRequestError(
+        if stream is None and asked.after:
+            raise errors.NotKeptError(
+                f"no stream of yours with this key is kept, and you have it to {asked.after}: its "
+                "window has passed, it was aborted, or the server began anew; take another key"
+            )
+        if stream is not None and stream.asked.digest != asked.digest:
+            raise errors.DuplicateRequestError(
                 "your stream of this key has another request; repeat that one, or take another key"
             )
         return stream
@@ -326,7 +286,9 @@ class KeptStreams:
         found = self.find(asked)
         if found is not None:
             return found
-        self._calls.check_detached(asked.account, self.detached[asked.account])
+        own = [one for one in self._streams.values() if one.asked.account == asked.account]
+        num_detached = sum(one.reader is None and not one.is_over for one in own)
+        self._calls.check_detached(asked.account, num_detached)
         stream = KeptStream(self, asked, request_id, engine_ids)
         self._streams[asked.account, asked.key] = stream
         self.num_bytes += stream.num_bytes
@@ -339,12 +301,9 @@ class KeptStreams:
 
     def of_request(self, client: Client, request_id: str) -> list[KeptStream]:
         """The streams of a request that a client may abort."""
-        return [
-            one
-            for one in self._streams.values()
-            if one.request_id == request_id
-            and (one.asked.account == client.account or "admin" in client.may)
-        ]
+        named = [one for one in self._streams.values() if one.request_id == request_id]
+        is_admin = "admin" in client.may
+        return [one for one in named if is_admin or one.asked.account == client.account]
 
     def drop(self, stream: KeptStream) -> None:
         """Forgets a stream, and ends its request."""
@@ -353,14 +312,15 @@ class KeptStreams:
             self.num_bytes -= stream.num_bytes
             stream.stop()
 
-    def has_room(self, num_bytes: int, more: int) -> bool:
-        """Whether a stream of some bytes may grow. Streams that have ended and that no client reads
+    def make_room(self, stream: KeptStream, size: int) -> bool:
+        """Whether a stream may grow by some bytes. Streams that have ended and that no client reads
         are dropped for it, the oldest first."""
-        if num_bytes + more > self.limits.max_resume_bytes:
+        if stream.num_bytes + size > self._limits.max_resume_bytes:
             return False
-        while self.num_bytes + more > self.limits.max_all_resume_bytes:
-            idle = next((one for one in self._streams.values() if one.is_idle), None)
-            if idle is None:
-                return False
-            self.drop(idle)
-        return True
+        for one in list(self._streams.values()) if self._lacks(size) else ():
+            if self._lacks(size) and one.is_over and one.reader is None:
+                self.drop(one)
+        return not self._lacks(size)
+
+    def _lacks(self, size: int) -> bool:
+        return self.num_bytes + size > self._limits.max_all_resume_bytes

@@ -205,9 +205,9 @@ class OpenCalls:
         most = self._limits.max_client_requests
         if self._of_client[client] + num_detached > most:
             raise QueueFullError(
-                f"{counted(num_detached, 'request')} of yours run without a reader, and together "
-                f"with your open calls one client may have {most} (--max-client-requests); resume "
-                "or abort some, and try again",
+                f"{num_detached} requests of yours run without a reader, and together with your "
+                f"open calls one client may have {most} (--max-client-requests); resume or abort "
+                "some, and try again",
                 retry_after_s=_RETRY_AFTER_S,
             )
 

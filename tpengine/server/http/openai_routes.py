@@ -45,11 +45,9 @@ def router(state: ServerState, limits: Limits) -> APIRouter:
 
     async def answer(request: Request, is_chat: bool) -> Any:
         call = await read_call(request)
-        send, write_s = request.state.send, limits.write_s
         asked = read_resumption(request, call, state.kept)
         if asked is not None and (stream := state.kept.find(asked)) is not None:
-            request.state.request_id = stream.request_id
-            return KeptAnswer(stream, asked.after, send, write_s)
+            return resumed(request, stream, asked.after)
         with naming_field(is_chat):
             requests, style = await BodyReader(call, is_chat, state, limits).read()
         request.state.request_id = call.request_id
@@ -57,14 +55,22 @@ def router(state: ServerState, limits: Limits) -> APIRouter:
         model = state.model if adapter is None else adapter.lora_name
         head = style.head(call.request_id, int(time.time()), model)
         # The parts of a stream go without the layers that FastAPI puts around `send`.
-        answer = Answer(state, requests, style, head, call.request_id, send, write_s)
+        about = {"request_id": call.request_id, "send_body": request.state.send}
+        answer = Answer(
+            **about, write_s=limits.write_s, state=state, requests=requests, style=style, head=head
+        )
         if asked is None:
             return answer
         ids = [asked.engine_id(str(one.request_id)) for one in requests]
         pairs = zip(requests, ids, strict=True)
         answer.requests = [replace(one, request_id=own_id) for one, own_id in pairs]
         stream = state.kept.open(asked, call.request_id, ids, answer.produce)
-        return KeptAnswer(stream, 0, send, write_s)
+        return resumed(request, stream, 0)
+
+    def resumed(request: Request, stream: KeptStream, after: int) -> KeptAnswer:
+        request.state.request_id = stream.request_id
+        about = {"request_id": stream.request_id, "send_body": request.state.send}
+        return KeptAnswer(**about, write_s=limits.write_s, stream=stream, after=after)
 
     routes = APIRouter()
     for path, is_chat in zip(PATHS, (False, True), strict=True):
@@ -72,26 +78,17 @@ def router(state: ServerState, limits: Limits) -> APIRouter:
     return routes
 
 
-@dataclass(slots=True)
-class Answer:
-    """The answer to one call, as an ASGI application. It submits the requests of the call, and
-    aborts them all when it is left: cancelled because the client has gone, or by an error.
+@dataclass(slots=True, kw_only=True)
+class _EventStream:
+    """An ASGI application whose answer may be a stream of events.
 
     Attributes:
-        state: of the server.
-        requests: one for each prompt.
-        style: what the answer has in it.
-        head: see `Style.head`.
         request_id: of the call, for the texts of errors.
         send_body: sends a part of a stream's body, after its head.
         write_s: longest time that a part of a stream may take to be sent.
         has_begun: whether the head of a stream was sent.
     """
 
-    state: ServerState
-    requests: Sequence[GenerateRequest]
-    style: Style
-    head: str
     request_id: str
     send_body: Send
     write_s: float
@@ -108,7 +105,63 @@ class Answer:
         except Exception as error:
             if not self.has_begun or isinstance(error, UnreadError):
                 raise
-            await self._send_last(_error_event(error, self.request_id))
+            told = json.dumps(refusal(error, self.request_id).body)
+            await self._send_last(f"data: {told}\n\n")
+
+    async def _serve(self, scope: Scope, receive: Receive, send: Send) -> None:
+        raise NotImplementedError
+
+    async def _begin(self, send: Send, *headers: tuple[bytes, bytes]) -> None:
+        start = {"type": "http.response.start", "status": 200}
+        await send({**start, "headers": [*_STREAM_HEADERS, *headers]})
+        self.has_begun = True
+
+    async def _send_last(self, text: str) -> None:
+        last = _part(text.encode(), more_body=False)
+        await write_within(self.write_s, self.send_body(last))
+
+
+@dataclass(slots=True, kw_only=True)
+class KeptAnswer(_EventStream):
+    """One call's part of a kept stream.
+
+    Attributes:
+        after: number of the last event that the client has.
+    """
+
+    stream: KeptStream
+    after: int
+
+    async def _serve(self, scope: Scope, receive: Receive, send: Send) -> None:
+        granted = f"{self.stream.asked.window_s:g}".encode()
+
+        async def write(event: bytes) -> None:
+            if not self.has_begun:
+                await self._begin(send, (RESUME_WINDOW_KEY.encode(), granted))
+            if event:
+                await write_within(self.write_s, self.send_body(_part(event)))
+
+        await self.stream.send(self.after, write)
+        await write(b"")  # the client may have had all
+        await self._send_last("")
+
+
+@dataclass(slots=True, kw_only=True)
+class Answer(_EventStream):
+    """The answer to one call. It submits the requests of the call, and aborts them all when it is
+    left: cancelled because the client has gone, or by an error.
+
+    Attributes:
+        state: of the server.
+        requests: one for each prompt.
+        style: what the answer has in it.
+        head: see `Style.head`.
+    """
+
+    state: ServerState
+    requests: Sequence[GenerateRequest]
+    style: Style
+    head: str
 
     async def produce(self, stream: KeptStream) -> None:
         """Serves the requests of a kept stream. Its position is the number of its last event."""
@@ -120,7 +173,7 @@ class Answer:
 
         async with AsyncExitStack() as stack:
             boxes, writers = await self._open(stack)
-            await keep(await self._write_stream(boxes, writers, keep))
+            await keep((await self._write_stream(boxes, writers, keep)).encode())
 
     async def _open(self, stack: AsyncExitStack) -> tuple[list[Mailbox], list[AnswerWriter]]:
         """Submits all requests; leaving the stack ends them."""
@@ -153,26 +206,21 @@ class Answer:
             if not self.has_begun:
                 async with beginning:
                     if not self.has_begun:
-                        await send(_start())
-                        self.has_begun = True
+                        await self._begin(send)
             await self.send_body(_part(chunks))
 
         await self._send_last(await self._write_stream(boxes, writers, write))
 
     async def _write_stream(
         self, boxes: Sequence[Mailbox], writers: Sequence[AnswerWriter], write: Write[bytes]
-    ) -> bytes:
+    ) -> str:
         """Writes the chunks of all requests as they come; returns what follows them."""
         pairs = zip(boxes, writers, strict=True)
         await _run_all([send_stream(box, writer, write, self.write_s) for box, writer in pairs])
         end = "data: [DONE]\n\n"
         if self.style.usage:
             end = f'data: {self.head}],"usage":{usage(writers)}}}\n\n{end}'
-        return end.encode()
-
-    async def _send_last(self, end: bytes) -> None:
-        last = _part(end, more_body=False)
-        await write_within(self.write_s, self.send_body(last))
+        return end
 
     async def _whole(self, boxes: Sequence[Mailbox], writers: Sequence[AnswerWriter]) -> Response:
         choices, about = [], ""
@@ -181,53 +229,6 @@ class Answer:
             choices.append(some)
         text = f'{self.head}{",".join(choices)}]{about},"usage":{usage(writers)}}}'
         return Response(text, media_type="application/json")
-
-
-@dataclass(slots=True)
-class KeptAnswer:
-    """One call's part of a kept stream, as an ASGI application.
-
-    Attributes:
-        after: number of the last event that the client has.
-        send_body, write_s, has_begun: see `Answer`.
-    """
-
-    stream: KeptStream
-    after: int
-    send_body: Send
-    write_s: float
-    has_begun: bool = False
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Sends the events that the client does not have.
-
-        Raises:
-            RequestError, EngineError: nothing has been sent yet, or the client does not read.
-        """
-        granted = (RESUME_WINDOW_KEY.encode(), f"{self.stream.asked.window_s:g}".encode())
-
-        async def write(event: bytes) -> None:
-            if not self.has_begun:
-                self.has_begun = True
-                await send(_start(granted))
-            await write_within(self.write_s, self.send_body(_part(event, bool(event))))
-
-        try:
-            await self.stream.send(self.after, write)
-        except Exception as error:
-            if not self.has_begun or isinstance(error, UnreadError):
-                raise
-            await write(_error_event(error, self.stream.request_id))
-        await write(b"")
-
-
-def _start(*headers: tuple[bytes, bytes]) -> dict[str, Any]:
-    own = [*_STREAM_HEADERS, *headers]
-    return {"type": "http.response.start", "status": 200, "headers": own}
-
-
-def _error_event(error: Exception, request_id: str) -> bytes:
-    return f"data: {json.dumps(refusal(error, request_id).body)}\n\n".encode()
 
 
 def _part(body: bytes, more_body: bool = True) -> dict[str, Any]:
