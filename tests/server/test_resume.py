@@ -305,6 +305,7 @@ GOOD = {"idempotency-key": "k", "x-resume-window": "5"}
         ({**GOOD, "x-resume-window": "-1"}, {}, "at least 0"),
         ({**GOOD, "last-event-id": "x"}, {}, "last-event-id"),
         ({**GOOD, "idempotency-key": "two words"}, {}, "idempotency-key"),
+        (GOOD, {"prompt": [5] * 3000}, "maximum context length"),
     ],
 )
 def test_headers_that_cannot_be_used(
@@ -469,6 +470,9 @@ def test_our_client_ends_what_it_leaves(server: ServerProcess) -> None:
                     reading.cancel()
                     await asyncio.wait([reading])
                 assert (await asyncio.to_thread(loads, server)).num_kept_streams == 0
+            left = client.stream([5, 6, 7], {"max_tokens": LONG, "ignore_eos": True})
+            await anext(left)
+        assert (await asyncio.to_thread(loads, server)).num_kept_streams == 0
 
     async def read_all(stream: Any) -> None:
         async for _ in stream:

@@ -95,6 +95,7 @@ class GenerationClient:
         self._channel = open_channel(target, tls, keep_alive_s)
         untyped_stub: Any = tpengine_pb2_grpc.GenerationServiceStub
         self._stub = untyped_stub(self._channel)
+        self._outages: dict[str, Outage] = {}  # of the open streams, by request id
         self._health: Any = health_pb2_grpc.HealthStub(self._channel)
 
     async def generate(
@@ -187,8 +188,8 @@ class GenerationClient:
     async def _aborting_if_left(
         self, request: pb.GenerateRequest, outage: Outage
     ) -> AsyncIterator[None]:
-        """Aborts a stream that its reader leaves and that the server may keep. Without an answer in
-        time, the server ends it after the window."""
+        """Aborts a stream that its reader leaves and that the server may keep."""
+        self._outages[request.request_id] = outage
         try:
             yield
         except TPEngineError:
@@ -196,10 +197,16 @@ class GenerationClient:
         except BaseException:
             await outage.read_window()
             if outage.may_be_kept:
-                gone = pb.AbortRequest(request_id=request.request_id)
-                with suppress(grpc.aio.AioRpcError):
-                    await self._stub.Abort(gone, timeout=_LEAVE_S, metadata=self._metadata)
+                await self._leave(request.request_id)
             raise
+        finally:
+            self._outages.pop(request.request_id, None)
+
+    async def _leave(self, request_id: str) -> None:
+        """Aborts a request. Without an answer in time, the server ends it after the window."""
+        gone = pb.AbortRequest(request_id=request_id)
+        with suppress(grpc.aio.AioRpcError, grpc.aio.UsageError):  # or the channel is closed
+            await self._stub.Abort(gone, timeout=_LEAVE_S, metadata=self._metadata)
 
     async def abort(self, request_id: str) -> bool:
         """Ends a request; returns whether it existed. Another client's needs the admin token."""
@@ -278,6 +285,8 @@ class GenerationClient:
 
     async def close(self) -> None:
         """Ends the connection and aborts its requests."""
+        kept = [name for name, outage in self._outages.items() if outage.granted_s]
+        await asyncio.gather(*map(self._leave, kept))
         await self._channel.close()
 
     def _until(self, timeout_s: float | None) -> dict[str, Any]:
