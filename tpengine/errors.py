@@ -116,6 +116,11 @@ class NotOfferedError(RequestError):
     """A method of a protocol does what this server does not do."""
 
 
+class NotKeptError(RequestError):
+    """A stream cannot go on where its client asks for it: it is not kept, or no longer from there,
+    or it grew beyond the bytes that may be kept."""
+
+
 class UnauthenticatedError(RequestError):
     """A client sends no token, or one that the server does not know."""
 

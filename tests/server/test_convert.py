@@ -319,6 +319,7 @@ def test_the_table() -> None:
         "RequestAbortedError": "CANCELLED",
         "DuplicateRequestError": "ALREADY_EXISTS",
         "ModelNotFoundError": "NOT_FOUND",
+        "NotKeptError": "NOT_FOUND",
         "NotOfferedError": "UNIMPLEMENTED",
         "UnauthenticatedError": "UNAUTHENTICATED",
         "PermissionDeniedError": "PERMISSION_DENIED",

@@ -35,11 +35,11 @@ server as grpc://HOST:PORT, over vLLM's gRPC service.
 
 Status codes:
   INVALID_ARGUMENT     a field is wrong; the text names it
-  NOT_FOUND            another model is served here
-  ALREADY_EXISTS       a request with this id is running
+  NOT_FOUND            another model is served here, or the stream to resume is not kept
+  ALREADY_EXISTS       a request with this id is running, or a stream of it is kept and differs
   UNAUTHENTICATED      no token, or an unknown one
   PERMISSION_DENIED    Drain, and Abort of another client's request, need the admin token
-  CANCELLED            another client aborted the request
+  CANCELLED            another call aborted the request, or has resumed its stream
   RESOURCE_EXHAUSTED   the queue is full (RetryInfo says when to try again), one client has too many
                        calls, or a message is too large
   DEADLINE_EXCEEDED    the text says whether it waited, was in prefill, or in decode, or that its
@@ -50,9 +50,9 @@ Status codes:
 
 Status of HTTP:
   400 a field is wrong   401 no key   404 another model or path   408 too late   409 id is running
-  413 body too large   429 queue is full, or one client has too many calls (Retry-After)
-  499 aborted   500 a fault of the server
-  503 loading, draining, or the engine has died
+  410 stream to resume is not kept   413 body too large
+  429 queue is full, or one client has too many calls (Retry-After)
+  499 aborted   500 a fault of the server   503 loading, draining, or the engine has died
 
 Ending: at SIGTERM, SIGINT or Drain readiness ends, new requests are refused, and running ones have
 --drain-timeout seconds; then the exit code is 0. A second signal ends the server within a second,

@@ -204,6 +204,11 @@ def to_error(error: grpc.aio.AioRpcError, target: str) -> TPEngineError:
     return ServerError(words, code.name)
 
 
+def is_answer(error: grpc.aio.AioRpcError) -> bool:
+    """Whether the server itself has refused or ended a call, so that the connection works."""
+    return error.code() is not grpc.StatusCode.UNAVAILABLE or bool(_details(error))
+
+
 def _details(error: grpc.aio.AioRpcError) -> list[Any]:
     """The packed messages of a status; empty if there are none or they cannot be read."""
     for key, value in error.trailing_metadata() or ():

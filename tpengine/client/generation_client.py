@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from typing import Any, TypeVar
+from uuid import uuid4
 
 import grpc
 from grpc_health.v1 import health_pb2, health_pb2_grpc
@@ -28,13 +30,25 @@ from tpengine.client.convert import (
     to_output,
     to_request,
 )
-from tpengine.errors import InvalidPromptError, RequestAbortedError, RequestError
+from tpengine.client.resuming import Outage
+from tpengine.errors import (
+    InvalidPromptError,
+    ModelNotFoundError,
+    NotKeptError,
+    RequestAbortedError,
+    RequestError,
+    ServerUnavailableError,
+    TPEngineError,
+)
 from tpengine.server.grpc.proto import TIMEOUT_KEY, tpengine_pb2_grpc
 from tpengine.server.grpc.proto import tpengine_pb2 as pb
 
 Answer = TypeVar("Answer")
 GRACE_S = 0.5
 """Time in seconds after a request's deadline for the server to report it."""
+RESUME_WINDOW_S = 30.0
+"""Seconds for which a client asks a server to keep a stream whose connection has broken."""
+_LEAVE_S = 1.0
 _LOCALLY_CANCELLED = "Locally cancelled by application!"
 
 
@@ -81,6 +95,7 @@ class GenerationClient:
         self._channel = open_channel(target, tls, keep_alive_s)
         untyped_stub: Any = tpengine_pb2_grpc.GenerationServiceStub
         self._stub = untyped_stub(self._channel)
+        self._outages: dict[str, Outage] = {}  # of the open streams, by request id
         self._health: Any = health_pb2_grpc.HealthStub(self._channel)
 
     async def generate(
@@ -122,24 +137,76 @@ class GenerationClient:
         priority: int = 0,
         timeout_s: float | None = None,
         max_queue_s: float | None = None,
+        resume_window_s: float = RESUME_WINDOW_S,
     ) -> AsyncIterator[RemoteOutput]:
         """Completes one prompt and yields each new part; the last output is `finished` and has
         `usage`. Leaving the iterator aborts the request.
 
+        If the connection breaks, and the server keeps streams (--resume-window), the stream goes on
+        over a new call, and no part of it is lost or comes twice.
+
         Args:
-            see `generate`.
+            resume_window_s: longest time in seconds for which the server keeps the stream while the
+                connection is broken, and this side tries again; 0: a broken connection ends it.
+            others: see `generate`.
 
         Raises:
+            NotKeptError: the server does not have the rest of the stream any more.
             RequestError, ServerError: see the class.
         """
         request = to_request(prompt, params, request_id, priority, max_queue_s)
-        call = self._stub.GenerateStream(request, **self._until(timeout_s))
+        if resume_window_s:
+            own_id = request_id or f"stream-{uuid4().hex}"
+            put(request, RequestError, resume_window_s=resume_window_s, request_id=own_id)
+        left_s = timeout_s = self._timeout_s if timeout_s is None else timeout_s
+        begun, outage = time.monotonic(), Outage(resume_window_s)
+        async with self._aborting_if_left(request, outage):
+            while True:
+                call = outage.call = self._stub.GenerateStream(request, **self._until(left_s))
+                try:
+                    async with typed_errors(call, self.target):
+                        async for response in call:
+                            await outage.note_message()
+                            request.resume_from += _num_tokens(response)
+                            yield to_output(response, prompt)
+                    return
+                except ServerUnavailableError as error:
+                    pause_s = await outage.pause_s(error.__cause__)
+                    left_s = timeout_s - (time.monotonic() - begun)
+                    if pause_s is None or pause_s >= left_s:
+                        raise
+                except ModelNotFoundError as error:
+                    if request.resume_from:  # the stream has begun, so the model is there
+                        raise NotKeptError(str(error)) from error
+                    raise
+                finally:
+                    call.cancel()  # no effect on a call that has ended
+                await asyncio.sleep(pause_s)
+                left_s -= pause_s
+
+    @asynccontextmanager
+    async def _aborting_if_left(
+        self, request: pb.GenerateRequest, outage: Outage
+    ) -> AsyncIterator[None]:
+        """Aborts a stream that its reader leaves and that the server may keep."""
+        self._outages[request.request_id] = outage
         try:
-            async with typed_errors(call, self.target):
-                async for response in call:
-                    yield to_output(response, prompt)
+            yield
+        except TPEngineError:
+            raise
+        except BaseException:
+            await outage.read_window()
+            if outage.may_be_kept:
+                await self._leave(request.request_id)
+            raise
         finally:
-            call.cancel()  # no effect on a call that has ended
+            self._outages.pop(request.request_id, None)
+
+    async def _leave(self, request_id: str) -> None:
+        """Aborts a request. Without an answer in time, the server ends it after the window."""
+        gone = pb.AbortRequest(request_id=request_id)
+        with suppress(grpc.aio.AioRpcError, grpc.aio.UsageError):  # or the channel is closed
+            await self._stub.Abort(gone, timeout=_LEAVE_S, metadata=self._metadata)
 
     async def abort(self, request_id: str) -> bool:
         """Ends a request; returns whether it existed. Another client's needs the admin token."""
@@ -218,6 +285,8 @@ class GenerationClient:
 
     async def close(self) -> None:
         """Ends the connection and aborts its requests."""
+        kept = [name for name, outage in self._outages.items() if outage.granted_s]
+        await asyncio.gather(*map(self._leave, kept))
         await self._channel.close()
 
     def _until(self, timeout_s: float | None) -> dict[str, Any]:
@@ -244,6 +313,10 @@ class GenerationClient:
 
     async def __aexit__(self, *_: object) -> None:
         await self.close()
+
+
+def _num_tokens(response: pb.GenerateResponse) -> int:
+    return sum(len(one.token_ids) for one in response.outputs)
 
 
 def _health_request(service: str) -> health_pb2.HealthCheckRequest:

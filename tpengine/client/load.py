@@ -159,7 +159,11 @@ async def _send(
     last = due
     try:
         async for output in client.stream(
-            request.prompt, request.params, priority=request.priority, timeout_s=timeout_s
+            request.prompt,
+            request.params,
+            priority=request.priority,
+            timeout_s=timeout_s,
+            resume_window_s=0.0,
         ):
             num_new = sum(len(sequence.token_ids) for sequence in output.outputs)
             if not num_new:

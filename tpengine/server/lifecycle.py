@@ -330,7 +330,7 @@ class _Server:
                 code = EXIT_FAILED
         # Clients have still to read what is generated; a slow one has the rest of the time.
         end = max(end, time.monotonic() + _WRITE_S)
-        while state.num_open_calls and time.monotonic() < end:
+        while (state.num_open_calls or state.kept.are_read) and time.monotonic() < end:
             await asyncio.sleep(0.01)
         await self._close_doors(0.5)
         try:

@@ -77,6 +77,9 @@ class Limits:
         head_s: longest time in seconds until the handshake of a connection is complete, or the head
             of a request over HTTP.
         idle_s: longest time in seconds without a call on a connection over HTTP.
+        resume_window_s: longest time in seconds for which a stream without a reader is kept.
+        max_resume_bytes: of memory for the messages of a kept stream.
+        max_all_resume_bytes: the same, of all kept streams.
         queue: bounds of the waiting requests.
     """
 
@@ -102,6 +105,9 @@ class Limits:
     write_s: float = 60.0
     head_s: float = 10.0
     idle_s: float = 60.0
+    resume_window_s: float = 0.0
+    max_resume_bytes: int = 16 << 20
+    max_all_resume_bytes: int = 256 << 20
     queue: QueueLimits = field(default_factory=QueueLimits)
 
     @property
@@ -190,6 +196,24 @@ class OpenCalls:
             if when_over is None:
                 self._forget(client)
 
+    def check_detached(self, client: str, num_detached: int) -> None:
+        """Refuses a stream that may outlive its call, if the client holds too much already.
+
+        Args:
+            num_detached: its requests that go on without a call.
+
+        Raises:
+            QueueFullError: together with its open calls they are more than one client may have.
+        """
+        most = self._limits.max_client_requests
+        if self._of_client[client] + num_detached > most:
+            raise QueueFullError(
+                f"{num_detached} requests of yours run without a reader, and together with your "
+                f"open calls one client may have {most} (--max-client-requests); resume or abort "
+                "some, and try again",
+                retry_after_s=_RETRY_AFTER_S,
+            )
+
     def _forget(self, client: str) -> None:
         self._of_client[client] -= 1
         if not self._of_client[client]:
@@ -270,8 +294,11 @@ def read_timeout(given: str) -> float:
     return int(given) / 1e3
 
 
-def check_request_id(request_id: str) -> None:
+def check_request_id(request_id: str, name: str = "request_id") -> None:
     """Bounds an id, which appears in logs and metadata: printable ASCII without spaces.
+
+    Args:
+        name: of the field, for the message.
 
     Raises:
         InvalidPromptError: it is empty, too long, or has other characters.
@@ -279,7 +306,7 @@ def check_request_id(request_id: str) -> None:
     fits = 0 < len(request_id) <= MAX_REQUEST_ID
     if not fits or not all("!" <= char <= "~" for char in request_id):
         raise InvalidPromptError(
-            f"request_id must be 1 to {MAX_REQUEST_ID} printable ASCII characters without spaces, "
+            f"{name} must be 1 to {MAX_REQUEST_ID} printable ASCII characters without spaces, "
             f"got {len(request_id)} characters; leave it out, and the server makes one"
         )
 

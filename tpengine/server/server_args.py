@@ -24,6 +24,7 @@ MAX_PORT = 65535
 MAX_MESSAGE_MIB = 1024
 MAX_WRITE_S = 86_400
 """The system counts a connection's timeout in milliseconds, in 32 bits."""
+MAX_RESUME_S = 86_400
 MAX_QUEUED = (1 << 63) - 1
 """The largest value of the protocol's int64 fields."""
 _QUEUE = QueueLimits()
@@ -87,6 +88,9 @@ class ServerArgs(Options):
     places but 1024, so that one gateway can fill the engine and the queue, and others get in."""
     write_timeout: float = option(60.0, more_than=0, at_most=MAX_WRITE_S, unit=" seconds")
     """Seconds after which a stream ends whose client takes nothing of it."""
+    resume_window: float = option(0.0, at_least=0, at_most=MAX_RESUME_S, unit=" seconds")
+    """Longest time in seconds for which a stream whose client is gone goes on and is kept, if the
+    client has asked for it, so that it can resume; 0: no stream is."""
     drain_timeout: float = option(30.0, at_least=0, unit=" seconds")
     """Seconds that running requests get to finish after SIGTERM, SIGINT or Drain."""
     startup_timeout: float = option(1800.0, at_least=0, unit=" seconds")
@@ -219,6 +223,7 @@ class ServerArgs(Options):
         return Limits(
             max_client_requests=self.max_client_requests or self._places() - _PLACES_OF_OTHERS,
             write_s=self.write_timeout,
+            resume_window_s=self.resume_window,
             max_message_bytes=DEFAULT_MESSAGE_BYTES
             if self.max_message_mib is None
             else int(self.max_message_mib * (1 << 20)),

@@ -25,6 +25,7 @@ from tpengine.errors import (
     RequestIgnoredError,
 )
 from tpengine.inputs import LoRARequest
+from tpengine.server.kept_streams import KeptStreams
 from tpengine.server.limits import Limits, OpenCalls, max_text_bytes
 
 METRICS_TYPE = "text/plain; version=0.0.4; charset=utf-8"
@@ -45,6 +46,7 @@ class ServerState:
 
     Attributes:
         calls: the open calls of all doors.
+        kept: the streams of all doors that can be resumed.
         names: under which the model is served.
         adapters: by the name under which each is served.
         adapter_folder: whose subfolders `load_adapter` may load; None: nothing is loaded later.
@@ -68,7 +70,9 @@ class ServerState:
         adapter_folder: str | None = None,
         limits: Limits | None = None,
     ) -> None:
-        self.calls = OpenCalls(limits or Limits())
+        limits = limits or Limits()
+        self.calls = OpenCalls(limits)
+        self.kept = KeptStreams(limits, self.calls)
         self.names = names
         self.adapters = {one.lora_name: one for one in adapters}
         self.adapter_folder = adapter_folder

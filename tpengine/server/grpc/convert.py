@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -10,10 +11,12 @@ from tpengine.engine.requests import GenerateRequest
 from tpengine.outputs import CompletionOutput, Logprob, RequestOutput
 from tpengine.sampling_params import RequestOutputKind, SamplingParams
 from tpengine.server.grpc.proto import tpengine_pb2 as pb
+from tpengine.server.kept_streams import KeptStreams, Resumption
 from tpengine.server.limits import (
     Limits,
     at_most,
     check_conversation,
+    check_request_id,
     check_sampling,
     last_ids,
     most_tokens_of_text,
@@ -60,6 +63,38 @@ def read_generate_request(
         priority=message.priority,
         max_queue_s=max_queue_s,
     )
+
+
+def read_resumption(
+    message: pb.GenerateRequest, account: str, kept: KeptStreams
+) -> Resumption | None:
+    """What a call of GenerateStream asks of kept streams; None: nothing, or the server keeps none.
+
+    Args:
+        account: of the client.
+
+    Raises:
+        RequestError: a field cannot be used.
+    """
+    window_s = kept.granted_s("resume_window_s", message.resume_window_s)
+    if message.resume_from < 0:
+        raise errors.InvalidPromptError(
+            f"resume_from must be at least 0, got {message.resume_from}"
+        )
+    if not window_s and not message.resume_from:
+        return None
+    if not message.HasField("request_id"):
+        raise errors.InvalidPromptError(
+            "request_id is missing; resume_window_s and resume_from need the client's own"
+        )
+    check_request_id(message.request_id)
+    plain = pb.GenerateRequest()
+    plain.CopyFrom(message)
+    plain.ClearField("resume_window_s")
+    plain.ClearField("resume_from")
+    digest = hashlib.sha256(plain.SerializeToString(deterministic=True)).digest()
+    key = f"gRPC {message.request_id}"
+    return Resumption(account, key, digest, window_s, message.resume_from)
 
 
 def _check_lengths(sampling: pb.SamplingParams, limits: Limits) -> None:

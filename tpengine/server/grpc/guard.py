@@ -52,6 +52,7 @@ STATUS_CODES: Mapping[type[Exception], grpc.StatusCode] = {
     errors.RequestAbortedError: grpc.StatusCode.CANCELLED,
     errors.DuplicateRequestError: grpc.StatusCode.ALREADY_EXISTS,
     errors.ModelNotFoundError: grpc.StatusCode.NOT_FOUND,
+    errors.NotKeptError: grpc.StatusCode.NOT_FOUND,
     errors.NotOfferedError: grpc.StatusCode.UNIMPLEMENTED,
     errors.UnauthenticatedError: grpc.StatusCode.UNAUTHENTICATED,
     errors.PermissionDeniedError: grpc.StatusCode.PERMISSION_DENIED,

@@ -42,28 +42,30 @@ import dataclasses
 import os
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import tpengine
-from tpengine.async_engine.async_llm_engine import AsyncLLMEngine
 from tpengine.async_engine.mailbox import Mailbox
 from tpengine.engine.requests import GenerateRequest
-from tpengine.errors import InvalidPromptError
+from tpengine.errors import InvalidPromptError, RequestAbortedError
 from tpengine.sampling_params import RequestOutputKind
 from tpengine.server.grpc.convert import (
     ResponseWriter,
     adds_prompt,
     read_conversation,
     read_generate_request,
+    read_resumption,
     read_seconds,
 )
-from tpengine.server.grpc.guard import CALL
-from tpengine.server.grpc.proto import REQUEST_ID_KEY, tpengine_pb2_grpc
+from tpengine.server.grpc.guard import CALL, Call
+from tpengine.server.grpc.proto import REQUEST_ID_KEY, RESUME_WINDOW_KEY, tpengine_pb2_grpc
 from tpengine.server.grpc.proto import tpengine_pb2 as pb
+from tpengine.server.kept_streams import KeptStream, Resumption
 from tpengine.server.limits import Limits, check_num_ids, check_request_id
 from tpengine.server.state import ServerState, State
-from tpengine.server.stream_sender import send_stream
+from tpengine.server.stream_sender import send_stream, write_within
 
 _DELTA, _FINAL = RequestOutputKind.DELTA, RequestOutputKind.FINAL_ONLY
 _STATES = {
@@ -89,36 +91,87 @@ class GenerationServicer(tpengine_pb2_grpc.GenerationServiceServicer):
 
     async def Generate(self, request: Any, context: Any) -> Any:  # noqa: N802
         """Completes one prompt; one answer."""
+        for name in ("resume_window_s", "resume_from"):
+            if request.HasField(name):
+                raise InvalidPromptError(f"{name} is for GenerateStream; leave it out, or stream")
         async with self._open(request, context, _FINAL) as mailbox:
             return await ResponseWriter().write(await mailbox.take())
 
     async def GenerateStream(self, request: Any, context: Any) -> None:  # noqa: N802
         """Completes one prompt; each message has what is new."""
+        asked = read_resumption(request, CALL.get().client.account, self._state.kept)
+        if asked is not None:
+            await self._send_kept(request, context, asked)
+            return
         async with self._open(request, context, _DELTA) as mailbox:
             await send_stream(mailbox, ResponseWriter(), context.write, self._limits.write_s)
+
+    async def _send_kept(
+        self, message: pb.GenerateRequest, context: Any, asked: Resumption
+    ) -> None:
+        """Begins a kept stream or finds it, and sends what its client does not have."""
+        stream = self._state.kept.find(asked)
+        if stream is None:
+            call, own_id = CALL.get(), message.request_id
+            engine_id = asked.engine_id(own_id)
+            request = _of_call(self._read(message, _DELTA), call, engine_id)
+            produce = partial(self._produce, request)
+            stream = self._state.kept.open(asked, own_id, [engine_id], produce)
+        window_s = f"{stream.asked.window_s:g}"
+        await context.send_initial_metadata(
+            ((REQUEST_ID_KEY, stream.request_id), (RESUME_WINDOW_KEY, window_s))
+        )
+
+        async def write(message: bytes) -> None:
+            response = pb.GenerateResponse.FromString(message)
+            await write_within(self._limits.write_s, context.write(response))
+
+        await stream.send(asked.after, write)
+
+    async def _produce(self, request: GenerateRequest, stream: KeptStream) -> None:
+        """Serves the request of a kept stream. Its position is the number of output tokens."""
+        held = b""
+
+        async def keep(message: pb.GenerateResponse) -> None:
+            nonlocal held
+            num_tokens = sum(len(one.token_ids) for one in message.outputs)
+            message.request_id = stream.request_id
+            held += message.SerializeToString()
+            # Messages in a row are one message to protobuf: one without tokens goes with the next,
+            # so that no two messages but the last end at the same position.
+            if num_tokens or message.finished:
+                stream.add(held, stream.position + num_tokens)
+                held = b""
+
+        async with self._state.open(request) as mailbox:
+            await send_stream(mailbox, ResponseWriter(), keep, self._limits.write_s)
 
     @asynccontextmanager
     async def _open(
         self, message: pb.GenerateRequest, context: Any, kind: RequestOutputKind
     ) -> AsyncIterator[Mailbox]:
         """Submits a request; its outputs arrive in the mailbox."""
+        request = self._read(message, kind)
+        request_id = message.request_id if message.HasField("request_id") else None
+        async with open_request(self._state, context, request, request_id) as mailbox:
+            yield mailbox
+
+    def _read(self, message: pb.GenerateRequest, kind: RequestOutputKind) -> GenerateRequest:
+        """The engine's form of a message, without what belongs to the call."""
         engine = self._state.loaded_engine()
         adapter = self._state.check_open(message.model if message.HasField("model") else None)
         self._check_text(message)
         if not message.sampling.HasField("truncate_prompt_tokens"):
             self._state.check_num_tokens(len(message.prompt_token_ids.ids))
         max_model_len = engine.model_config.max_model_len
-        request_id = message.request_id if message.HasField("request_id") else None
         request = read_generate_request(
             message, kind, self._limits, max_model_len, self._state.sampling
         )
-        request = dataclasses.replace(request, lora_request=adapter)
-        async with open_request(self._state, context, request, request_id) as mailbox:
-            yield mailbox
+        return dataclasses.replace(request, lora_request=adapter)
 
     async def Abort(self, request: Any, context: Any) -> Any:  # noqa: N802
         """Ends a request of the same client, or with the admin token of any client."""
-        aborted = await abort_requests(self._state.loaded_engine(), [request.request_id])
+        aborted = await abort_requests(self._state, [request.request_id])
         return pb.AbortResponse(aborted=aborted)
 
     async def Tokenize(self, request: Any, context: Any) -> Any:  # noqa: N802
@@ -207,6 +260,8 @@ class GenerationServicer(tpengine_pb2_grpc.GenerationServiceServicer):
             output_tokens_per_s=stats.output_tokens_per_s,
             num_preemptions=stats.num_preemptions,
             num_steps=stats.num_steps,
+            num_kept_streams=len(self._state.kept),
+            num_kept_bytes=self._state.kept.num_bytes,
             num_open_calls=self._state.num_open_calls,
             num_tasks=len(asyncio.all_tasks()),
             num_threads=len(os.listdir("/proc/self/task")),
@@ -247,30 +302,36 @@ async def open_request(
     call = CALL.get()
     if request_id is not None:
         check_request_id(request_id)
-    named = dataclasses.replace(
-        request,
-        request_id=request_id or call.request_id,
-        owner=call.client.owner,
-        deadline=call.deadline,
-    )
+    named = _of_call(request, call, request_id or call.request_id)
     await context.send_initial_metadata(((REQUEST_ID_KEY, named.request_id),))
     async with state.open(named) as mailbox:
         yield mailbox
 
 
-async def abort_requests(engine: AsyncLLMEngine, request_ids: Sequence[str]) -> bool:
+def _of_call(request: GenerateRequest, call: Call, request_id: str) -> GenerateRequest:
+    return dataclasses.replace(
+        request, request_id=request_id, owner=call.client.owner, deadline=call.deadline
+    )
+
+
+async def abort_requests(state: ServerState, request_ids: Sequence[str]) -> bool:
     """Aborts requests for the current call's client; returns whether one of them existed.
 
     Raises:
         InvalidPromptError: an id is none.
         PermissionDeniedError: another client has sent one of them; then none is aborted.
     """
-    client = CALL.get().client
+    engine, client = state.loaded_engine(), CALL.get().client
     for request_id in request_ids:
         check_request_id(request_id)
         if engine.owner(request_id) not in (None, "", client.name):
             client.require_admin("to abort a request of another client")
-    return any(await asyncio.gather(*map(engine.abort, request_ids)))
+    kept = [one for name in request_ids for one in state.kept.of_request(client, name)]
+    engine_ids = {*request_ids, *(one_id for stream in kept for one_id in stream.engine_ids)}
+    for stream in kept:
+        stream.end(RequestAbortedError(f"request {stream.request_id!r} was aborted"))
+        state.kept.drop(stream)  # also if it had ended before
+    return any(await asyncio.gather(*map(engine.abort, engine_ids))) or bool(kept)
 
 
 def _write_limits(limits: Limits, state: ServerState) -> pb.ServerLimits:

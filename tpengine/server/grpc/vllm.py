@@ -79,7 +79,7 @@ class VllmServicer(vllm_engine_pb2_grpc.VllmEngineServicer):  # type: ignore[mis
         count, most = len(request.request_ids), self._limits.max_calls
         if count > most:
             raise InvalidPromptError(f"request_ids must be at most {most}, got {count}")
-        await abort_requests(self._state.loaded_engine(), request.request_ids)
+        await abort_requests(self._state, request.request_ids)
         return pb.AbortResponse()
 
     async def HealthCheck(self, request: Any, context: Any) -> Any:  # noqa: N802

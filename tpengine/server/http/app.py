@@ -21,7 +21,7 @@ import tpengine
 from tpengine.engine.requests import check_token_ids
 from tpengine.errors import UnreadError, did_you_mean
 from tpengine.server.auth import Authenticator
-from tpengine.server.grpc.proto import REQUEST_ID_KEY
+from tpengine.server.grpc.proto import REQUEST_ID_KEY, RESUME_WINDOW_KEY
 from tpengine.server.http.calls import ParseTurns, read_call
 from tpengine.server.http.fields import FieldError, Fields
 from tpengine.server.http.openai_routes import PATHS, router
@@ -59,7 +59,7 @@ def make_app(
             allow_origins=list(cors_origins),
             allow_methods=["*"],
             allow_headers=["*"],
-            expose_headers=[REQUEST_ID_KEY, "retry-after"],
+            expose_headers=[REQUEST_ID_KEY, RESUME_WINDOW_KEY, "retry-after"],
         )
     return app
 

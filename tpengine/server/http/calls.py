@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import hashlib
 import re
 import time
 from dataclasses import dataclass
@@ -13,10 +14,13 @@ from starlette.requests import Request
 
 from tpengine.errors import MalformedRequestError
 from tpengine.server.auth import Client
-from tpengine.server.grpc.proto import TIMEOUT_KEY
+from tpengine.server.grpc.proto import RESUME_WINDOW_KEY, TIMEOUT_KEY
 from tpengine.server.http.refusals import HttpError
-from tpengine.server.limits import read_timeout
+from tpengine.server.kept_streams import KeptStreams, Resumption
+from tpengine.server.limits import check_request_id, read_timeout
 
+KEY_HEADER, POSITION_HEADER = "idempotency-key", "last-event-id"
+_MAX_DIGITS = 12
 _LARGE_BYTES = 1 << 16
 _PAUSES = 3
 """Length of a pause, in multiples of the time of parsing before it."""
@@ -90,6 +94,40 @@ async def read_call(request: Request) -> HttpCall:
     body = await _read_body(request, most, given.limits.message_s)
     parsed = await given.turns.parse(body)
     return HttpCall(request.state.request_id, request.state.client, deadline, parsed)
+
+
+def read_resumption(request: Request, call: HttpCall, kept: KeptStreams) -> Resumption | None:
+    """What a call asks of kept streams; None: nothing, or the server keeps none.
+
+    Raises:
+        HttpError: it is no stream, has no key, or its position is no number (400).
+        RequestError: the window or the key cannot be used.
+    """
+    asked, position = (request.headers.get(one) for one in (RESUME_WINDOW_KEY, POSITION_HEADER))
+    if asked is None and position is None:  # a key alone asks for nothing
+        return None
+    key = request.headers.get(KEY_HEADER)
+    if key is None or call.body.get("stream") is not True:
+        raise HttpError(
+            f"{RESUME_WINDOW_KEY} and {POSITION_HEADER} are for streams with a key; send "
+            f'{KEY_HEADER} and "stream": true, or neither of the two',
+            400,
+            "not_resumable",
+        )
+    check_request_id(key, KEY_HEADER)
+    position = position or "0"
+    if not position.isdecimal() or len(position) > _MAX_DIGITS:
+        raise HttpError(
+            f"{POSITION_HEADER} must be the id of an event of this stream, got {position[:20]!r}",
+            400,
+            "invalid_event_id",
+        )
+    window_s = kept.granted_s(RESUME_WINDOW_KEY, asked or "0")
+    if not window_s and not int(position):
+        return None
+    body = orjson.dumps(call.body, option=orjson.OPT_SORT_KEYS)
+    digest = hashlib.sha256(request.url.path.encode() + body).digest()
+    return Resumption(call.client.account, f"HTTP {key}", digest, window_s, int(position))
 
 
 def _check_form(request: Request) -> None:

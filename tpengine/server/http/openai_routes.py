@@ -7,7 +7,7 @@ import json
 import time
 from collections.abc import Coroutine, Sequence
 from contextlib import AsyncExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -17,13 +17,15 @@ from starlette.types import Receive, Scope, Send
 from tpengine.async_engine.mailbox import Mailbox
 from tpengine.engine.requests import GenerateRequest
 from tpengine.errors import UnreadError
-from tpengine.server.http.calls import read_call
+from tpengine.server.grpc.proto import RESUME_WINDOW_KEY
+from tpengine.server.http.calls import read_call, read_resumption
 from tpengine.server.http.read import BodyReader, naming_field
 from tpengine.server.http.refusals import refusal
 from tpengine.server.http.write import AnswerWriter, Style, usage
+from tpengine.server.kept_streams import KeptStream
 from tpengine.server.limits import Limits
 from tpengine.server.state import ServerState
-from tpengine.server.stream_sender import send_stream, write_within
+from tpengine.server.stream_sender import Write, send_stream, write_within
 
 PATHS = ("/v1/completions", "/v1/chat/completions")
 _STREAM_HEADERS = [
@@ -43,6 +45,9 @@ def router(state: ServerState, limits: Limits) -> APIRouter:
 
     async def answer(request: Request, is_chat: bool) -> Any:
         call = await read_call(request)
+        asked = read_resumption(request, call, state.kept)
+        if asked is not None and (stream := state.kept.find(asked)) is not None:
+            return resumed(request, stream, asked.after)
         with naming_field(is_chat):
             requests, style = await BodyReader(call, is_chat, state, limits).read()
         request.state.request_id = call.request_id
@@ -50,8 +55,22 @@ def router(state: ServerState, limits: Limits) -> APIRouter:
         model = state.model if adapter is None else adapter.lora_name
         head = style.head(call.request_id, int(time.time()), model)
         # The parts of a stream go without the layers that FastAPI puts around `send`.
-        send, write_s = request.state.send, limits.write_s
-        return Answer(state, requests, style, head, call.request_id, send, write_s)
+        about = {"request_id": call.request_id, "send_body": request.state.send}
+        answer = Answer(
+            **about, write_s=limits.write_s, state=state, requests=requests, style=style, head=head
+        )
+        if asked is None:
+            return answer
+        ids = [asked.engine_id(str(one.request_id)) for one in requests]
+        pairs = zip(requests, ids, strict=True)
+        answer.requests = [replace(one, request_id=own_id) for one, own_id in pairs]
+        stream = state.kept.open(asked, call.request_id, ids, answer.produce)
+        return resumed(request, stream, 0)
+
+    def resumed(request: Request, stream: KeptStream, after: int) -> KeptAnswer:
+        request.state.request_id = stream.request_id
+        about = {"request_id": stream.request_id, "send_body": request.state.send}
+        return KeptAnswer(**about, write_s=limits.write_s, stream=stream, after=after)
 
     routes = APIRouter()
     for path, is_chat in zip(PATHS, (False, True), strict=True):
@@ -59,26 +78,17 @@ def router(state: ServerState, limits: Limits) -> APIRouter:
     return routes
 
 
-@dataclass(slots=True)
-class Answer:
-    """The answer to one call, as an ASGI application. It submits the requests of the call, and
-    aborts them all when it is left: cancelled because the client has gone, or by an error.
+@dataclass(slots=True, kw_only=True)
+class _EventStream:
+    """An ASGI application whose answer may be a stream of events.
 
     Attributes:
-        state: of the server.
-        requests: one for each prompt.
-        style: what the answer has in it.
-        head: see `Style.head`.
         request_id: of the call, for the texts of errors.
         send_body: sends a part of a stream's body, after its head.
         write_s: longest time that a part of a stream may take to be sent.
         has_begun: whether the head of a stream was sent.
     """
 
-    state: ServerState
-    requests: Sequence[GenerateRequest]
-    style: Style
-    head: str
     request_id: str
     send_body: Send
     write_s: float
@@ -99,14 +109,86 @@ class Answer:
             await self._send_last(f"data: {told}\n\n")
 
     async def _serve(self, scope: Scope, receive: Receive, send: Send) -> None:
+        raise NotImplementedError
+
+    async def _begin(self, send: Send, *headers: tuple[bytes, bytes]) -> None:
+        start = {"type": "http.response.start", "status": 200}
+        await send({**start, "headers": [*_STREAM_HEADERS, *headers]})
+        self.has_begun = True
+
+    async def _send_last(self, text: str) -> None:
+        last = _part(text.encode(), more_body=False)
+        await write_within(self.write_s, self.send_body(last))
+
+
+@dataclass(slots=True, kw_only=True)
+class KeptAnswer(_EventStream):
+    """One call's part of a kept stream.
+
+    Attributes:
+        after: number of the last event that the client has.
+    """
+
+    stream: KeptStream
+    after: int
+
+    async def _serve(self, scope: Scope, receive: Receive, send: Send) -> None:
+        granted = f"{self.stream.asked.window_s:g}".encode()
+
+        async def write(event: bytes) -> None:
+            if not self.has_begun:
+                await self._begin(send, (RESUME_WINDOW_KEY.encode(), granted))
+            if event:
+                await write_within(self.write_s, self.send_body(_part(event)))
+
+        await self.stream.send(self.after, write)
+        await write(b"")  # the client may have had all
+        await self._send_last("")
+
+
+@dataclass(slots=True, kw_only=True)
+class Answer(_EventStream):
+    """The answer to one call. It submits the requests of the call, and aborts them all when it is
+    left: cancelled because the client has gone, or by an error.
+
+    Attributes:
+        state: of the server.
+        requests: one for each prompt.
+        style: what the answer has in it.
+        head: see `Style.head`.
+    """
+
+    state: ServerState
+    requests: Sequence[GenerateRequest]
+    style: Style
+    head: str
+
+    async def produce(self, stream: KeptStream) -> None:
+        """Serves the requests of a kept stream. Its position is the number of its last event."""
+
+        async def keep(chunks: bytes) -> None:
+            for event in chunks.split(b"\n\n")[:-1]:
+                number = stream.position + 1
+                stream.add(b"id: %d\n%b\n\n" % (number, event), number)
+
+        async with AsyncExitStack() as stack:
+            boxes, writers = await self._open(stack)
+            await keep((await self._write_stream(boxes, writers, keep)).encode())
+
+    async def _open(self, stack: AsyncExitStack) -> tuple[list[Mailbox], list[AnswerWriter]]:
+        """Submits all requests; leaving the stack ends them."""
         tokenizer = self.state.loaded_engine().llm_engine.tokenizer
         writers, boxes = [], []
+        for place, request in enumerate(self.requests):
+            first = place * request.params.n
+            writers.append(AnswerWriter(self.style, self.head, tokenizer, first))
+            with naming_field(self.style.is_chat):
+                boxes.append(await stack.enter_async_context(self.state.open(request)))
+        return boxes, writers
+
+    async def _serve(self, scope: Scope, receive: Receive, send: Send) -> None:
         async with AsyncExitStack() as stack:
-            for place, request in enumerate(self.requests):
-                first = place * request.params.n
-                writers.append(AnswerWriter(self.style, self.head, tokenizer, first))
-                with naming_field(self.style.is_chat):
-                    boxes.append(await stack.enter_async_context(self.state.open(request)))
+            boxes, writers = await self._open(stack)
             if self.style.streams:
                 await self._send_stream(boxes, writers, send)
             else:
@@ -124,21 +206,21 @@ class Answer:
             if not self.has_begun:
                 async with beginning:
                     if not self.has_begun:
-                        start = {"type": "http.response.start", "status": 200}
-                        await send({**start, "headers": _STREAM_HEADERS})
-                        self.has_begun = True
+                        await self._begin(send)
             await self.send_body(_part(chunks))
 
+        await self._send_last(await self._write_stream(boxes, writers, write))
+
+    async def _write_stream(
+        self, boxes: Sequence[Mailbox], writers: Sequence[AnswerWriter], write: Write[bytes]
+    ) -> str:
+        """Writes the chunks of all requests as they come; returns what follows them."""
         pairs = zip(boxes, writers, strict=True)
         await _run_all([send_stream(box, writer, write, self.write_s) for box, writer in pairs])
         end = "data: [DONE]\n\n"
         if self.style.usage:
             end = f'data: {self.head}],"usage":{usage(writers)}}}\n\n{end}'
-        await self._send_last(end)
-
-    async def _send_last(self, text: str) -> None:
-        last = _part(text.encode(), more_body=False)
-        await write_within(self.write_s, self.send_body(last))
+        return end
 
     async def _whole(self, boxes: Sequence[Mailbox], writers: Sequence[AnswerWriter]) -> Response:
         choices, about = [], ""

@@ -44,6 +44,7 @@ STATUS_CODES: Mapping[type[Exception], tuple[int, str | None]] = {
     errors.RequestAbortedError: (CLIENT_CLOSED_REQUEST, "request_aborted"),
     errors.DuplicateRequestError: (409, "duplicate_request_id"),
     errors.ModelNotFoundError: (404, "model_not_found"),
+    errors.NotKeptError: (410, "stream_not_kept"),
     errors.UnauthenticatedError: (401, "invalid_api_key"),
     errors.PermissionDeniedError: (403, "permission_denied"),
     errors.RequestIgnoredError: (400, "context_length_exceeded"),

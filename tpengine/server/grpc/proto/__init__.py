@@ -11,5 +11,8 @@ both sides at the same moment, so the server's error text is usually lost. The c
 names the deadline here and gives gRPC a later one."""
 REQUEST_ID_KEY = "x-request-id"
 """Initial metadata of an answer: the id of its request."""
+RESUME_WINDOW_KEY = "x-resume-window"
+"""Seconds for which a stream without a reader is kept: initial metadata over gRPC; over HTTP a
+header of the request, in which the client asks for them, and of the answer."""
 STATUS_DETAILS_KEY = "grpc-status-details-bin"
 """Trailing metadata: the `google.rpc.Status` of gRPC's richer error model."""

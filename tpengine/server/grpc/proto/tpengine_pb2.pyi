@@ -49,7 +49,7 @@ SERVER_STATE_DRAINING: ServerState
 SERVER_STATE_DEAD: ServerState
 
 class GenerateRequest(_message.Message):
-    __slots__ = ("request_id", "prompt", "prompt_token_ids", "messages", "sampling", "priority", "max_queue_ms", "model")
+    __slots__ = ("request_id", "prompt", "prompt_token_ids", "messages", "sampling", "priority", "max_queue_ms", "model", "resume_window_s", "resume_from")
     REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
     PROMPT_FIELD_NUMBER: _ClassVar[int]
     PROMPT_TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
@@ -58,6 +58,8 @@ class GenerateRequest(_message.Message):
     PRIORITY_FIELD_NUMBER: _ClassVar[int]
     MAX_QUEUE_MS_FIELD_NUMBER: _ClassVar[int]
     MODEL_FIELD_NUMBER: _ClassVar[int]
+    RESUME_WINDOW_S_FIELD_NUMBER: _ClassVar[int]
+    RESUME_FROM_FIELD_NUMBER: _ClassVar[int]
     request_id: str
     prompt: str
     prompt_token_ids: TokenIds
@@ -66,7 +68,9 @@ class GenerateRequest(_message.Message):
     priority: int
     max_queue_ms: int
     model: str
-    def __init__(self, request_id: _Optional[str] = ..., prompt: _Optional[str] = ..., prompt_token_ids: _Optional[_Union[TokenIds, _Mapping]] = ..., messages: _Optional[_Union[Conversation, _Mapping]] = ..., sampling: _Optional[_Union[SamplingParams, _Mapping]] = ..., priority: _Optional[int] = ..., max_queue_ms: _Optional[int] = ..., model: _Optional[str] = ...) -> None: ...
+    resume_window_s: float
+    resume_from: int
+    def __init__(self, request_id: _Optional[str] = ..., prompt: _Optional[str] = ..., prompt_token_ids: _Optional[_Union[TokenIds, _Mapping]] = ..., messages: _Optional[_Union[Conversation, _Mapping]] = ..., sampling: _Optional[_Union[SamplingParams, _Mapping]] = ..., priority: _Optional[int] = ..., max_queue_ms: _Optional[int] = ..., model: _Optional[str] = ..., resume_window_s: _Optional[float] = ..., resume_from: _Optional[int] = ...) -> None: ...
 
 class TokenIds(_message.Message):
     __slots__ = ("ids",)
@@ -386,7 +390,7 @@ class MemoryLedger(_message.Message):
     def __init__(self, total_bytes: _Optional[int] = ..., weights_bytes: _Optional[int] = ..., activation_peak_bytes: _Optional[int] = ..., kv_budget_bytes: _Optional[int] = ..., block_bytes: _Optional[int] = ..., num_device_blocks: _Optional[int] = ..., num_host_blocks: _Optional[int] = ...) -> None: ...
 
 class ServerLimits(_message.Message):
-    __slots__ = ("max_message_bytes", "max_metadata_bytes", "max_n", "max_logprobs", "max_stops", "max_stop_bytes", "max_token_rules", "max_queued_requests", "max_queued_tokens", "max_model_len", "max_word_ids", "max_rule_entries", "max_logprob_entries", "max_chat_messages", "max_open_calls", "max_client_requests", "max_connection_calls", "max_connections", "max_host_connections", "message_s", "write_s", "idle_s", "max_grammar_bytes")
+    __slots__ = ("max_message_bytes", "max_metadata_bytes", "max_n", "max_logprobs", "max_stops", "max_stop_bytes", "max_token_rules", "max_queued_requests", "max_queued_tokens", "max_model_len", "max_word_ids", "max_rule_entries", "max_logprob_entries", "max_chat_messages", "max_open_calls", "max_client_requests", "max_connection_calls", "max_connections", "max_host_connections", "message_s", "write_s", "idle_s", "resume_window_s", "max_resume_bytes", "max_all_resume_bytes", "max_grammar_bytes")
     MAX_MESSAGE_BYTES_FIELD_NUMBER: _ClassVar[int]
     MAX_METADATA_BYTES_FIELD_NUMBER: _ClassVar[int]
     MAX_N_FIELD_NUMBER: _ClassVar[int]
@@ -409,6 +413,9 @@ class ServerLimits(_message.Message):
     MESSAGE_S_FIELD_NUMBER: _ClassVar[int]
     WRITE_S_FIELD_NUMBER: _ClassVar[int]
     IDLE_S_FIELD_NUMBER: _ClassVar[int]
+    RESUME_WINDOW_S_FIELD_NUMBER: _ClassVar[int]
+    MAX_RESUME_BYTES_FIELD_NUMBER: _ClassVar[int]
+    MAX_ALL_RESUME_BYTES_FIELD_NUMBER: _ClassVar[int]
     MAX_GRAMMAR_BYTES_FIELD_NUMBER: _ClassVar[int]
     max_message_bytes: int
     max_metadata_bytes: int
@@ -432,15 +439,18 @@ class ServerLimits(_message.Message):
     message_s: float
     write_s: float
     idle_s: float
+    resume_window_s: float
+    max_resume_bytes: int
+    max_all_resume_bytes: int
     max_grammar_bytes: int
-    def __init__(self, max_message_bytes: _Optional[int] = ..., max_metadata_bytes: _Optional[int] = ..., max_n: _Optional[int] = ..., max_logprobs: _Optional[int] = ..., max_stops: _Optional[int] = ..., max_stop_bytes: _Optional[int] = ..., max_token_rules: _Optional[int] = ..., max_queued_requests: _Optional[int] = ..., max_queued_tokens: _Optional[int] = ..., max_model_len: _Optional[int] = ..., max_word_ids: _Optional[int] = ..., max_rule_entries: _Optional[int] = ..., max_logprob_entries: _Optional[int] = ..., max_chat_messages: _Optional[int] = ..., max_open_calls: _Optional[int] = ..., max_client_requests: _Optional[int] = ..., max_connection_calls: _Optional[int] = ..., max_connections: _Optional[int] = ..., max_host_connections: _Optional[int] = ..., message_s: _Optional[float] = ..., write_s: _Optional[float] = ..., idle_s: _Optional[float] = ..., max_grammar_bytes: _Optional[int] = ...) -> None: ...
+    def __init__(self, max_message_bytes: _Optional[int] = ..., max_metadata_bytes: _Optional[int] = ..., max_n: _Optional[int] = ..., max_logprobs: _Optional[int] = ..., max_stops: _Optional[int] = ..., max_stop_bytes: _Optional[int] = ..., max_token_rules: _Optional[int] = ..., max_queued_requests: _Optional[int] = ..., max_queued_tokens: _Optional[int] = ..., max_model_len: _Optional[int] = ..., max_word_ids: _Optional[int] = ..., max_rule_entries: _Optional[int] = ..., max_logprob_entries: _Optional[int] = ..., max_chat_messages: _Optional[int] = ..., max_open_calls: _Optional[int] = ..., max_client_requests: _Optional[int] = ..., max_connection_calls: _Optional[int] = ..., max_connections: _Optional[int] = ..., max_host_connections: _Optional[int] = ..., message_s: _Optional[float] = ..., write_s: _Optional[float] = ..., idle_s: _Optional[float] = ..., resume_window_s: _Optional[float] = ..., max_resume_bytes: _Optional[int] = ..., max_all_resume_bytes: _Optional[int] = ..., max_grammar_bytes: _Optional[int] = ...) -> None: ...
 
 class GetLoadsRequest(_message.Message):
     __slots__ = ()
     def __init__(self) -> None: ...
 
 class GetLoadsResponse(_message.Message):
-    __slots__ = ("num_running", "num_waiting", "num_swapped", "num_queued_tokens", "num_total_blocks", "num_free_blocks", "cache_usage", "num_prefix_queries", "num_prefix_hits", "num_queued", "output_tokens_per_s", "num_preemptions", "num_open_calls", "num_tasks", "num_threads", "num_file_descriptors", "resident_bytes", "num_steps")
+    __slots__ = ("num_running", "num_waiting", "num_swapped", "num_queued_tokens", "num_total_blocks", "num_free_blocks", "cache_usage", "num_prefix_queries", "num_prefix_hits", "num_queued", "output_tokens_per_s", "num_preemptions", "num_open_calls", "num_tasks", "num_threads", "num_file_descriptors", "resident_bytes", "num_steps", "num_kept_streams", "num_kept_bytes")
     NUM_RUNNING_FIELD_NUMBER: _ClassVar[int]
     NUM_WAITING_FIELD_NUMBER: _ClassVar[int]
     NUM_SWAPPED_FIELD_NUMBER: _ClassVar[int]
@@ -459,6 +469,8 @@ class GetLoadsResponse(_message.Message):
     NUM_FILE_DESCRIPTORS_FIELD_NUMBER: _ClassVar[int]
     RESIDENT_BYTES_FIELD_NUMBER: _ClassVar[int]
     NUM_STEPS_FIELD_NUMBER: _ClassVar[int]
+    NUM_KEPT_STREAMS_FIELD_NUMBER: _ClassVar[int]
+    NUM_KEPT_BYTES_FIELD_NUMBER: _ClassVar[int]
     num_running: int
     num_waiting: int
     num_swapped: int
@@ -477,7 +489,9 @@ class GetLoadsResponse(_message.Message):
     num_file_descriptors: int
     resident_bytes: int
     num_steps: int
-    def __init__(self, num_running: _Optional[int] = ..., num_waiting: _Optional[int] = ..., num_swapped: _Optional[int] = ..., num_queued_tokens: _Optional[int] = ..., num_total_blocks: _Optional[int] = ..., num_free_blocks: _Optional[int] = ..., cache_usage: _Optional[float] = ..., num_prefix_queries: _Optional[int] = ..., num_prefix_hits: _Optional[int] = ..., num_queued: _Optional[int] = ..., output_tokens_per_s: _Optional[float] = ..., num_preemptions: _Optional[int] = ..., num_open_calls: _Optional[int] = ..., num_tasks: _Optional[int] = ..., num_threads: _Optional[int] = ..., num_file_descriptors: _Optional[int] = ..., resident_bytes: _Optional[int] = ..., num_steps: _Optional[int] = ...) -> None: ...
+    num_kept_streams: int
+    num_kept_bytes: int
+    def __init__(self, num_running: _Optional[int] = ..., num_waiting: _Optional[int] = ..., num_swapped: _Optional[int] = ..., num_queued_tokens: _Optional[int] = ..., num_total_blocks: _Optional[int] = ..., num_free_blocks: _Optional[int] = ..., cache_usage: _Optional[float] = ..., num_prefix_queries: _Optional[int] = ..., num_prefix_hits: _Optional[int] = ..., num_queued: _Optional[int] = ..., output_tokens_per_s: _Optional[float] = ..., num_preemptions: _Optional[int] = ..., num_open_calls: _Optional[int] = ..., num_tasks: _Optional[int] = ..., num_threads: _Optional[int] = ..., num_file_descriptors: _Optional[int] = ..., resident_bytes: _Optional[int] = ..., num_steps: _Optional[int] = ..., num_kept_streams: _Optional[int] = ..., num_kept_bytes: _Optional[int] = ...) -> None: ...
 
 class DrainRequest(_message.Message):
     __slots__ = ("timeout_ms",)

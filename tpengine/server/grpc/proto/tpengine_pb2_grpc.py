@@ -93,7 +93,8 @@ class GenerationServiceServicer:
 
     def GenerateStream(self, request, context):
         """Completes one prompt and streams the output: each message holds only what is new. The last one
-        has `finished` and `usage`. Cancelling the call aborts the request.
+        has `finished` and `usage`. Cancelling the call aborts the request, unless it has a
+        `resume_window_s`: then it goes on, and another call can fetch the rest.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

@@ -1,0 +1,625 @@
+"""Streams that resume: what is kept, for whom, how long, and that no token is lost or doubled."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import random
+import signal
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+from http.client import HTTPConnection, HTTPException, HTTPResponse
+from pathlib import Path
+from typing import Any
+from urllib.parse import urlsplit
+
+import grpc
+import pytest
+from support.server_process import ServerProcess, wait_until
+
+from server.calls import TIMEOUT_S, ids, long_request, refused, sampling
+from server.cutting_proxy import CuttingProxy
+from server.http.openai_door import joined
+from server.processes import rank_pid
+from tpengine.client.generation_client import GenerationClient
+from tpengine.errors import (
+    InvalidPriorityError,
+    NotKeptError,
+    QueueFullError,
+    RequestAbortedError,
+    ServerUnavailableError,
+)
+from tpengine.server.grpc.proto import tpengine_pb2 as pb
+from tpengine.server.kept_streams import KeptStream, KeptStreams, Resumption
+from tpengine.server.limits import Limits, OpenCalls
+
+Code = grpc.StatusCode
+ONE, TWO, ADMIN = (f"{name}-0123456789abcdef" for name in ("one", "two", "admin"))
+WINDOW_S, LONG = 20.0, 1900
+OPTIONS = ["--dtype", "float32", "--cpu-kv-cache-space", "0.05", "--max-model-len", "2048"]
+AT_ONCE = 8
+QUESTIONS = ["What is two plus three?", "Tell me a story.", "Wie heißt die Hauptstadt von Ærø?"]
+
+
+def bearer(token: str) -> tuple[tuple[str, str], ...]:
+    return (("authorization", f"Bearer {token}"),)
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerProcess]:
+    """A server that keeps streams, for two clients and the operator."""
+    folder = tmp_path_factory.mktemp("resume")
+    for name, tokens in (("tokens", f"{ONE}\n{TWO}\n"), ("admin", ADMIN)):
+        (folder / name).write_text(tokens)
+        (folder / name).chmod(0o600)
+    options = ["--http-port", "0", "--resume-window", str(WINDOW_S)]
+    options += ["--token-file", str(folder / "tokens")]
+    options += ["--admin-token-file", str(folder / "admin")]
+    with ServerProcess(*OPTIONS, *options, log=folder / "log") as process:
+        yield process
+    assert "Traceback" not in (folder / "log").read_text()
+
+
+def loads(server: ServerProcess) -> pb.GetLoadsResponse:
+    return server.stub.GetLoads(pb.GetLoadsRequest(), timeout=TIMEOUT_S, metadata=bearer(ADMIN))
+
+
+def holds(server: ServerProcess, num_running: int, num_kept: int | None = None) -> None:
+    """Waits until so many requests run and streams are kept; without any, all is free."""
+
+    def is_so() -> bool:
+        now = loads(server)
+        kept = now.num_kept_streams == num_kept or num_kept is None
+        free = num_running or now.num_free_blocks == now.num_total_blocks
+        return now.num_running == num_running and kept and bool(free)
+
+    wait_until(is_so, TIMEOUT_S, more=lambda: str(loads(server)))
+
+
+class Door:
+    """Begins and resumes streams of one client, and ends them all at the end."""
+
+    def __init__(self, server: ServerProcess) -> None:
+        self.server = server
+        self.keys: set[str] = set()
+
+    def abort(self, key: str, token: str = ADMIN) -> bool:
+        request = pb.AbortRequest(request_id=key)
+        metadata = bearer(token)
+        return self.server.stub.Abort(request, timeout=TIMEOUT_S, metadata=metadata).aborted
+
+    def close(self) -> None:
+        for key in self.keys:
+            self.abort(key)
+        holds(self.server, 0, 0)
+
+
+class Grpc(Door):
+    """Over gRPC; a position is a number of tokens."""
+
+    def open(
+        self, key: str, after: int = 0, length: int = LONG, window_s: float = WINDOW_S,
+        token: str = ONE,
+    ) -> Any:  # fmt: skip
+        self.keys.add(key)
+        request = long_request(length, request_id=key, resume_window_s=window_s, resume_from=after)
+        return self.server.stub.GenerateStream(request, timeout=TIMEOUT_S, metadata=bearer(token))
+
+    def read(self, stream: Any, count: int | None = None) -> list[int]:
+        """Tokens of so many messages, which have one each, or of all."""
+        assert float(dict(stream.initial_metadata())["x-resume-window"]) > 0
+        found: list[int] = []
+        while count is None or len(found) < count:
+            message = next(stream, None)
+            if message is None:
+                break
+            found += [token for one in message.outputs for token in one.token_ids]
+        return found
+
+    def leave(self, stream: Any) -> None:
+        stream.cancel()
+
+    def fault(self, stream: Any) -> str:
+        """How a stream is refused or ends, in HTTP's codes."""
+        codes = {Code.NOT_FOUND: "stream_not_kept", Code.ALREADY_EXISTS: "duplicate_request_id"}
+        codes |= {Code.CANCELLED: "request_aborted", Code.UNAVAILABLE: "draining"}
+        return codes[refused(lambda timeout: stream).code]
+
+
+class Http(Door):
+    """Over HTTP; a position is the id of an event."""
+
+    def open(
+        self, key: str, after: int = 0, length: int = LONG, window_s: float = WINDOW_S,
+        token: str = ONE,
+    ) -> Any:  # fmt: skip
+        self.keys.add(key)
+        body = {"prompt": [5, 6, 7], "max_tokens": length, "ignore_eos": True, "stream": True}
+        body |= {"temperature": 0.0, "return_token_ids": True, "detokenize": False}
+        headers = {"idempotency-key": key, "x-request-id": key, "x-resume-window": str(window_s)}
+        if after:
+            headers["last-event-id"] = str(after)
+        return post(self.server, "/v1/completions", body, headers, token)
+
+    def read(self, stream: HTTPResponse, count: int | None = None) -> list[int]:
+        assert stream.status == 200, stream.read()
+        assert float(stream.headers["x-resume-window"]) > 0
+        found: list[int] = []
+        for _, data in events(stream):
+            if data != "[DONE]":
+                found += json.loads(data)["choices"][0]["token_ids"]
+                if len(found) == count:
+                    break
+        return found
+
+    def leave(self, stream: HTTPResponse) -> None:
+        stream.close()
+
+    def fault(self, stream: HTTPResponse) -> str:
+        data = [*events(stream)][-1][1] if stream.status == 200 else stream.read()
+        told = json.loads(data)["error"]
+        assert set(told) == {"message", "type", "param", "code"}
+        return str(told["code"])
+
+
+def post(
+    server: ServerProcess, path: str, body: dict[str, Any], headers: dict[str, str],
+    token: str = ONE, host: str | None = None,
+) -> HTTPResponse:  # fmt: skip
+    connection = HTTPConnection(host or urlsplit(server.http_address).netloc, timeout=TIMEOUT_S)
+    given = {"content-type": "application/json", "authorization": f"Bearer {token}", **headers}
+    connection.request("POST", path, json.dumps(body), {**given, "connection": "close"})
+    return connection.getresponse()
+
+
+def events(answer: HTTPResponse) -> Iterator[tuple[int, str]]:
+    """The complete events of a stream with their ids, until it ends or breaks; an error has the
+    id 0."""
+    number, data = 0, ""
+    with suppress(OSError, HTTPException):
+        while line := answer.readline():
+            name, _, value = line.decode().partition(": ")
+            if name == "id":
+                number = int(value)
+            elif name == "data":
+                data = value.removesuffix("\n")
+            elif line == b"\n":
+                yield number, data
+                number, data = 0, ""
+
+
+@pytest.fixture(params=[Grpc, Http])
+def door(request: Any, server: ServerProcess) -> Iterator[Any]:
+    door = request.param(server)
+    yield door
+    door.close()
+
+
+def test_a_stream_goes_on_without_a_reader(door: Any) -> None:
+    first = door.open("goes-on", length=300)
+    begun = door.read(first, 5)
+    door.leave(first)
+    holds(door.server, 0, 1)  # it runs to its end
+    rest = door.read(door.open("goes-on", after=5, length=300))
+    assert len(begun + rest) == 300
+    # The last piece may be lost, and so may all of it.
+    assert door.read(door.open("goes-on", after=299, length=300)) == rest[-1:]
+    assert door.read(door.open("goes-on", length=300)) == begun + rest
+    assert door.read(door.open("other", length=300)) == begun + rest
+
+
+def test_a_new_reader_takes_over(door: Any) -> None:
+    old = door.open("taken")
+    begun = door.read(old, 3)
+    new = door.open("taken", after=3)
+    assert door.fault(old) == "request_aborted"
+    assert len(begun + door.read(new, 9)) == 12
+
+
+def test_only_its_owner_may_resume(door: Any) -> None:
+    own = door.open("shared")
+    begun = door.read(own, 4)
+    assert door.fault(door.open("shared", after=4, token=TWO)) == "stream_not_kept"
+    others = door.open("shared", token=TWO)
+    assert door.read(others, 4) == begun, "a request of its own"
+    assert not door.abort("unknown", token=TWO)
+    assert door.abort("shared", token=TWO)
+    assert door.fault(others) == "request_aborted"
+    door.leave(own)
+    assert len(door.read(door.open("shared", after=4), 9)) == 9
+    assert door.fault(door.open("shared", length=LONG - 1)) == "duplicate_request_id"
+
+
+@pytest.mark.parametrize("has_reader", [True, False])
+def test_an_abort_ends_it(door: Any, has_reader: bool) -> None:
+    stream = door.open("aborted")
+    door.read(stream, 2)
+    if not has_reader:
+        door.leave(stream)
+    assert door.abort("aborted", token=ONE)
+    if has_reader:
+        assert door.fault(stream) == "request_aborted"
+    holds(door.server, 0, 0)
+    assert door.fault(door.open("aborted", after=2)) == "stream_not_kept"
+    assert not door.abort("aborted")
+    assert door.read(door.open("aborted", length=2)), "the key is free"
+
+
+def test_without_a_reader_in_time_all_is_freed(door: Any) -> None:
+    stream = door.open("late", window_s=0.2)
+    door.read(stream, 1)
+    door.leave(stream)
+    holds(door.server, 0, 0)
+    assert loads(door.server).num_kept_bytes == 0
+    assert door.fault(door.open("late", after=1)) == "stream_not_kept"
+
+
+@pytest.mark.parametrize("window_s", [0.0, None])
+def test_other_streams_end_with_their_reader(server: ServerProcess, window_s: float | None) -> None:
+    """Their blocks are free at once: no window begins."""
+    request = long_request(LONG, request_id="other", resume_window_s=window_s)
+    stream = server.stub.GenerateStream(request, timeout=TIMEOUT_S, metadata=bearer(ONE))
+    next(stream)
+    assert "x-resume-window" not in dict(stream.initial_metadata())
+    body = {"prompt": [5, 6, 7], "max_tokens": LONG, "ignore_eos": True, "stream": True}
+    headers = {} if window_s is None else {"x-resume-window": "0"}
+    answer = post(server, "/v1/completions", body, {"idempotency-key": "other", **headers})
+    assert answer.readline().startswith(b"data: "), "without ids"
+    assert answer.headers["x-resume-window"] is None
+    steps = loads(server).num_steps
+    stream.cancel()
+    answer.close()
+    holds(server, 0, 0)
+    assert loads(server).num_steps < steps + LONG / 2
+
+
+def test_a_position_is_the_end_of_a_message(server: ServerProcess) -> None:
+    request = pb.GenerateRequest(
+        prompt_token_ids=ids(5, 6, 7), request_id="inside", resume_window_s=WINDOW_S
+    )
+    request.sampling.CopyFrom(sampling(n=3, temperature=1.0, seed=3, max_tokens=4, ignore_eos=True))
+    whole = [*server.stub.GenerateStream(request, timeout=TIMEOUT_S, metadata=bearer(ONE))]
+    assert sum(len(one.token_ids) for one in whole[0].outputs) == 3
+    for position in (1, 13, 999):
+        request.resume_from = position
+        told = refused(server.stub.GenerateStream, request, metadata=bearer(ONE))
+        assert told.code is Code.NOT_FOUND
+        assert f"begins after position {position} " in told.text
+    request.resume_from = 3
+    rest = [*server.stub.GenerateStream(request, timeout=TIMEOUT_S, metadata=bearer(ONE))]
+    assert rest == whole[1:]
+    assert Grpc(server).abort("inside")
+
+
+GOOD = {"idempotency-key": "k", "x-resume-window": "5"}
+
+
+@pytest.mark.parametrize(
+    ("headers", "fields", "word"),
+    [
+        ({"x-resume-window": "5"}, {}, "idempotency-key"),
+        ({"last-event-id": "5"}, {}, "idempotency-key"),
+        (GOOD, {"stream": False}, '"stream": true'),
+        ({**GOOD, "x-resume-window": "soon"}, {}, "'soon'"),
+        ({**GOOD, "x-resume-window": "-1"}, {}, "at least 0"),
+        ({**GOOD, "last-event-id": "x"}, {}, "last-event-id"),
+        ({**GOOD, "idempotency-key": "two words"}, {}, "idempotency-key"),
+        (GOOD, {"prompt": [5] * 3000}, "maximum context length"),
+    ],
+)
+def test_headers_that_cannot_be_used(
+    server: ServerProcess, headers: dict[str, str], fields: dict[str, Any], word: str
+) -> None:
+    body = {"prompt": "a", "stream": True, "max_tokens": 1, **fields}
+    answer = post(server, "/v1/completions", body, headers)
+    assert answer.status == 400
+    assert word in json.load(answer)["error"]["message"]
+
+
+@pytest.mark.parametrize(
+    ("method", "fields"),
+    [
+        ("Generate", {"resume_window_s": 5.0, "request_id": "k"}),
+        ("GenerateStream", {"resume_window_s": 5.0}),
+        ("GenerateStream", {"resume_window_s": float("nan"), "request_id": "k"}),
+        ("GenerateStream", {"resume_from": -1, "request_id": "k"}),
+    ],
+)
+def test_fields_that_cannot_be_used(
+    server: ServerProcess, method: str, fields: dict[str, Any]
+) -> None:
+    told = refused(
+        getattr(server.stub, method), pb.GenerateRequest(prompt="a", **fields), metadata=bearer(ONE)
+    )
+    assert told.code is Code.INVALID_ARGUMENT
+    assert any(name in told.text for name in fields)
+
+
+class Kept(KeptStreams):
+    """Kept streams without a server, whose requests do not end by themselves."""
+
+    def __init__(self, **limits: int) -> None:
+        bounds = Limits(resume_window_s=WINDOW_S, **limits)
+        super().__init__(bounds, OpenCalls(bounds))
+
+    def begin(self, key: str, account: str = "one") -> KeptStream:
+        asked = Resumption(account, key, b"", WINDOW_S, 0)
+        return self.open(asked, key, [], lambda _: asyncio.Event().wait())
+
+
+async def bytes_of_a_stream(kept: Kept) -> None:
+    """What was sent is dropped first; what no reader takes ends the stream."""
+
+    read: list[bytes] = []
+
+    async def write(message: bytes) -> None:
+        read.append(message)
+
+    stream = kept.begin("a")
+    reading = asyncio.create_task(stream.send(0, write))
+    for number in range(1, 40):
+        stream.add(b"%d " % number * 300, number)
+        await asyncio.sleep(0)
+        await asyncio.sleep(0)
+    assert [int(one.split()[0]) for one in read] == [*range(1, 40)]
+    assert stream.num_bytes <= 20_000
+    with pytest.raises(NotKeptError, match="dropped for want of room; the stream has come to 39"):
+        await stream.send(3, write)
+    reading.cancel()
+    await asyncio.wait([reading])
+    stream.add(b"x" * 15_000, 40)
+    with pytest.raises(NotKeptError, match="wait for a reader"):
+        stream.add(b"x" * 5000, 41)
+    kept.drop(stream)
+    assert kept.num_bytes == 0
+
+
+async def bytes_of_all_streams(kept: Kept) -> None:
+    """A stream that has ended gives way to one that runs."""
+    ended, running = kept.begin("a"), kept.begin("b")
+    ended.add(b"x" * 9000, 1)
+    ended.end()
+    running.add(b"x" * 9000, 1)
+    assert (len(kept), kept.num_bytes) == (1, running.num_bytes)
+    with pytest.raises(NotKeptError, match="max_all_resume_bytes"):
+        running.add(b"x" * 9000, 2)
+
+
+async def requests_without_a_reader(kept: Kept) -> None:
+    """They count for their client until they end or are read."""
+    streams = [kept.begin("a"), kept.begin("b")]
+    with pytest.raises(QueueFullError, match=r"2 requests of yours .* one client may have 1 "):
+        kept.begin("c")
+    kept.begin("c", "other")
+    streams[0].end()
+    reading = asyncio.create_task(streams[1].send(0, lambda _: asyncio.sleep(0)))
+    await asyncio.sleep(0)
+    kept.begin("c")
+    streams[1].end(RequestAbortedError("aborted"))
+    with pytest.raises(RequestAbortedError):
+        await reading
+
+
+@pytest.mark.parametrize(
+    ("check", "limits"),
+    [
+        (bytes_of_a_stream, {"max_resume_bytes": 20_000}),
+        (bytes_of_all_streams, {"max_all_resume_bytes": 20_000}),
+        (requests_without_a_reader, {"max_client_requests": 1}),
+    ],
+)
+def test_bounds(check: Any, limits: dict[str, int]) -> None:
+    asyncio.run(check(Kept(**limits)))
+
+
+async def cut_once(
+    server: ServerProcess, before_cut: Callable[[CuttingProxy], Any], **options: Any
+) -> None:
+    """Reads a long stream by our client over a connection that is cut."""
+    proxy = CuttingProxy(server.target, [3000], lambda: asyncio.to_thread(before_cut, proxy))
+    async with proxy.listening() as target, GenerationClient(target, token=ONE) as client:
+        params = {"max_tokens": LONG, "ignore_eos": True}
+        async for _ in client.stream([5, 6, 7], params, request_id="once", **options):
+            pass
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{"resume_window_s": 0.5}, {"timeout_s": 1.0}, {"resume_window_s": 0.0}],
+    ids=lambda options: next(iter(options)),
+)
+def test_our_client_gives_up_in_time(server: ServerProcess, options: dict[str, float]) -> None:
+    """When the window or the deadline is over, or at once if it asks for no window."""
+
+    def close(proxy: CuttingProxy) -> None:
+        asyncio.run_coroutine_threadsafe(closed(proxy), loop).result(TIMEOUT_S)
+
+    async def closed(proxy: CuttingProxy) -> None:
+        proxy.close()
+
+    async def talk() -> None:
+        nonlocal loop
+        loop = asyncio.get_running_loop()
+        await asyncio.wait_for(cut_once(server, close, **options), WINDOW_S / 2)
+
+    loop: Any = None
+    with pytest.raises(ServerUnavailableError):
+        asyncio.run(talk())
+    Grpc(server).abort("once")
+    holds(server, 0, 0)
+
+
+def test_our_client_tells_that_a_stream_is_lost(server: ServerProcess) -> None:
+    with pytest.raises(NotKeptError, match="no stream of yours with this key is kept"):
+        asyncio.run(cut_once(server, lambda _: Grpc(server).abort("once")))
+
+
+def test_our_client_ends_what_it_leaves(server: ServerProcess) -> None:
+    async def talk() -> None:
+        async with GenerationClient(server.target, token=ONE) as client:
+            for leaves in (True, False):
+                stream = client.stream([5, 6, 7], {"max_tokens": LONG, "ignore_eos": True})
+                await anext(stream)
+                assert (await asyncio.to_thread(loads, server)).num_kept_streams == 1
+                if leaves:
+                    await stream.aclose()
+                else:
+                    reading = asyncio.create_task(read_all(stream))
+                    await asyncio.sleep(0)
+                    reading.cancel()
+                    await asyncio.wait([reading])
+                assert (await asyncio.to_thread(loads, server)).num_kept_streams == 0
+            left = client.stream([5, 6, 7], {"max_tokens": LONG, "ignore_eos": True})
+            await anext(left)
+        assert (await asyncio.to_thread(loads, server)).num_kept_streams == 0
+
+    async def read_all(stream: Any) -> None:
+        async for _ in stream:
+            pass
+
+    asyncio.run(talk())
+    with pytest.raises(InvalidPriorityError):  # an answer is no reason to try again
+        asyncio.run(cut_once(server, print, priority=1, resume_window_s=WINDOW_S))
+
+
+@pytest.fixture
+def alone(tmp_path: Path) -> Iterator[ServerProcess]:
+    """A server of one test."""
+    options = ["--http-port", "0", "--resume-window", str(WINDOW_S), "--drain-timeout", "1"]
+    with ServerProcess(*OPTIONS, *options, "--isolate", log=tmp_path / "log") as process:
+        yield process
+
+
+def test_a_rank_is_lost_while_no_client_reads(alone: ServerProcess) -> None:
+    wanted = Grpc(alone).read(Grpc(alone).open("undisturbed", length=800))
+    for door in (Grpc(alone), Http(alone)):
+        stream = door.open("lost", length=800)
+        begun = door.read(stream, 5)
+        door.leave(stream)
+        (rank,) = alone.stub.GetServerInfo(pb.GetServerInfoRequest(), timeout=TIMEOUT_S).ranks
+        os.kill(rank_pid(rank), signal.SIGKILL)
+        assert begun + door.read(door.open("lost", after=5, length=800)) == wanted
+    assert alone.stub.GetServerInfo(pb.GetServerInfoRequest(), timeout=TIMEOUT_S).recoveries == 2
+
+
+@pytest.mark.parametrize("kind", [Grpc, Http])
+def test_a_server_that_drains_ends_kept_streams(alone: ServerProcess, kind: Any) -> None:
+    door = kind(alone)
+    streams = [door.open(key) for key in ("read", "left")]
+    for stream in streams:
+        door.read(stream, 2)
+    door.leave(streams[1])
+    alone.process.send_signal(signal.SIGTERM)
+    if kind is Http:  # also while it drains
+        streams[1] = door.open("left", after=2)
+        assert door.fault(streams[1]) == "draining"
+    assert door.fault(streams[0]) == "draining"
+    assert alone.process.wait(TIMEOUT_S) == 0
+
+
+def told_by(parts: list[Any]) -> dict[int, list[Any]]:
+    """What the parts of a stream say of each sequence, joined, and the counts of its usage."""
+    whole: dict[int, list[Any]] = {}
+    for part in parts:
+        for one in part.outputs:
+            known = whole.setdefault(one.index, ["", [], [], None, None])
+            known[0] += one.text
+            known[1] += one.token_ids
+            known[2] += [repr(candidates) for candidates in one.logprobs or ()]
+            assert known[3] is None, "a sequence goes on after its end"
+            known[3:] = one.finish_reason, one.stop_reason
+    usage = parts[-1].usage
+    whole[-1] = [usage.num_prompt_tokens, usage.num_output_tokens]
+    assert [part.finished for part in parts] == [False] * (len(parts) - 1) + [True]
+    return whole
+
+
+def answer_of(found: list[str]) -> dict[str, Any]:
+    """What the events of a stream say together, without what differs between two requests."""
+    *chunks, end = found
+    assert end == "[DONE]"
+    whole = joined([json.loads(chunk) for chunk in chunks])
+    del whole["usage"]["prompt_tokens_details"]
+    return {name: whole[name] for name in ("choices", "usage", "model", "object")}
+
+
+def drawn_params(rng: random.Random) -> dict[str, Any]:
+    params: dict[str, Any] = {"temperature": 1.0, "seed": rng.randrange(1 << 30)}
+    params |= {"n": rng.randint(1, 3), "max_tokens": rng.randint(16, 48), "min_tokens": 12}
+    return params | rng.choice([{}, {"ignore_eos": True}, {"stop": [" the", "a"]}])
+
+
+def drawn_budgets(rng: random.Random, num_bytes: int) -> list[int]:
+    """Where up to three connections of a stream are cut, the first before its end."""
+    return [rng.randrange(150, num_bytes) for _ in range(rng.randint(1, 3))]
+
+
+async def cut_grpc(server: ServerProcess, rng: random.Random) -> int:
+    """Reads a stream over a broken connection by our own client; returns the number of cuts."""
+    params = drawn_params(rng) | rng.choice([{}, {}, {"logprobs": 2, "prompt_logprobs": 1}])
+    if rng.random() < 0.1:  # its only message comes at the end
+        params = {"use_beam_search": True, "temperature": 0.0, "n": 2, "max_tokens": 16}
+    question = rng.choice(QUESTIONS)
+    prompt: Any = rng.choice([question, [{"role": "user", "content": question}], [5, 6, 7]])
+    async with GenerationClient(server.target, token=ONE) as client:
+        wanted = [part async for part in client.stream(prompt, params, resume_window_s=0)]
+    least = 200 if "use_beam_search" in params else 250 + 50 * len(wanted)
+    proxy = CuttingProxy(server.target, drawn_budgets(rng, least))
+    async with proxy.listening() as target, GenerationClient(target, token=ONE) as client:
+        found = [part async for part in client.stream(prompt, params, resume_window_s=WINDOW_S)]
+    assert told_by(found) == told_by(wanted)
+    return proxy.num_cuts
+
+
+async def cut_http(server: ServerProcess, rng: random.Random) -> int:
+    """The same over HTTP, where the client repeats its request with the last id."""
+    body = drawn_params(rng) | {"stream": True, "stream_options": {"include_usage": True}}
+    body["return_token_ids"] = True
+    path, question = "/v1/completions", rng.choice(QUESTIONS)
+    if rng.random() < 0.5:
+        path, body["messages"] = "/v1/chat/completions", [{"role": "user", "content": question}]
+        body |= rng.choice([{}, {"logprobs": True, "top_logprobs": 2}])
+    else:
+        body["prompt"] = rng.choice([question, [5, 6, 7], QUESTIONS])
+        body |= rng.choice([{}, {"logprobs": 2}])
+    whole = await asyncio.to_thread(lambda: [*events(post(server, path, body, {}))])
+    wanted = [data for _, data in whole]
+    proxy = CuttingProxy(
+        urlsplit(server.http_address).netloc, drawn_budgets(rng, sum(map(len, wanted)))
+    )
+    key, found = f"cut-{rng.random()}", []
+    headers = {"idempotency-key": key, "x-resume-window": str(WINDOW_S)}
+    async with proxy.listening() as host:
+
+        def read() -> None:
+            with suppress(OSError, HTTPException):
+                for number, data in events(post(server, path, body, headers, host=host)):
+                    assert number == len(found) + 1
+                    found.append(data)
+                    headers["last-event-id"] = str(number)
+
+        for _ in range(10):
+            if found[-1:] != ["[DONE]"]:
+                await asyncio.to_thread(read)
+    assert answer_of(found) == answer_of(wanted)
+    return proxy.num_cuts
+
+
+@pytest.mark.parametrize("count", [24, pytest.param(500, marks=pytest.mark.soak)])
+def test_cut_streams_end_with_the_output_of_uncut_ones(server: ServerProcess, count: int) -> None:
+    rng = random.Random(23)
+    at_once = asyncio.Semaphore(AT_ONCE)
+
+    async def one(place: int) -> int:
+        async with at_once:
+            cut = cut_grpc if place % 2 else cut_http
+            return await asyncio.wait_for(cut(server, seeds[place]), TIMEOUT_S)
+
+    async def all_cuts() -> list[int]:
+        return await asyncio.gather(*map(one, range(count)))
+
+    seeds = [random.Random(rng.random()) for _ in range(count)]
+    cuts = asyncio.run(all_cuts())
+    print(f"{count} streams, {sum(cuts)} cuts")
+    assert min(cuts) >= 1
